@@ -1,0 +1,1 @@
+"""Which array computations does a compressed vocabulary layer rest on?  They import jax alone."""

@@ -1,0 +1,39 @@
+"""What does every embedding promise?"""
+
+from flax import linen as nn
+from jaxtyping import Array, Float, Int
+
+from vqjax.types import Size
+
+
+class Embedding(nn.Module):
+  """A map from tokens to vectors, and the contract that all embeddings pass.
+
+  Attributes:
+    vocab: number of tokens, V.
+    dim: width of the vectors, D.
+  """
+
+  vocab: int
+  dim: int
+
+  def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    """The vector of each token; nan for a token outside [0, V)."""
+    raise TypeError(f"{type(self).__name__} does not say how to embed: define __call__")
+
+  def table(self) -> Float[Array, "V D"]:
+    """The vectors of the whole vocabulary: what a tied head scores against."""
+    raise TypeError(f"{type(self).__name__} has no table: define table")
+
+  def aux(self, tokens: Int[Array, "*B"]) -> dict[str, Float[Array, ""]]:
+    """Further terms of the training loss, by name."""
+    del tokens
+    return {}
+
+  def size(self) -> Size:
+    """Parameters, bytes and operations for each token, from the fields alone."""
+    raise TypeError(f"{type(self).__name__} does not know its size: define size")
+
+  def logical_axes(self) -> dict:
+    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+    raise TypeError(f"{type(self).__name__} does not name its axes: define logical_axes")

@@ -1,0 +1,109 @@
+"""What does every output head promise, and what does it get for that?
+
+A head says how it scores a block of the vocabulary (`blocks`) and how likely a token is
+(`log_prob`); exact sampling and top-k follow from the blocks, and a head with factors overrides
+them where it can do better.
+"""
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from vqjax.ops import sampling
+from vqjax.types import Size
+
+row_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
+"""Default initialiser of [rows, D] weights: normal with variance 1/D, so scores have variance 1."""
+
+
+class Head(nn.Module):
+  """A distribution over the vocabulary for each hidden vector, and the contract all heads pass.
+
+  Log-probabilities are in nats and float32. A head is a Linen module with `setup` alone, so its
+  methods can be called through `apply(..., method="log_prob")` or from a model's own methods.
+
+  Attributes:
+    vocab: number of tokens, V.
+    dim: width of the hidden vectors, D.
+  """
+
+  vocab: int
+  dim: int
+
+  def __call__(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """The same as `logits`."""
+    return self.logits(hidden)
+
+  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """Scores whose softmax is the distribution; the only method that builds an array [*B, V]."""
+    raise TypeError(f"{type(self).__name__} does not score its vocabulary: define logits")
+
+  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """Log-probability of `tokens` in nats; nan for a token outside [0, V).
+
+    The loss of a language model is -mean(log_prob). Neither it nor its gradient holds [*B, V].
+    """
+    raise TypeError(f"{type(self).__name__} does not know its probabilities: define log_prob")
+
+  def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """The logits, a block of the vocabulary at a time."""
+    raise TypeError(f"{type(self).__name__} does not come in blocks: define blocks")
+
+  def aux(
+    self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]
+  ) -> dict[str, Float[Array, ""]]:
+    """Further terms of the training loss, by name."""
+    del hidden, tokens
+    return {}
+
+  def sample(
+    self,
+    hidden: Float[Array, "*B D"],
+    key: PRNGKeyArray,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    allowed: Bool[Array, "*B V"] | Bool[Array, "V"] | None = None,
+  ) -> Int[Array, "*B"]:
+    """A token from the distribution, exactly; -1 in a row for which nothing is allowed.
+
+    Args:
+      hidden: one vector for each draw.
+      key: source of randomness.
+      temperature: divides the logits; 0 takes the arg max.
+      top_k: keep only the k best tokens.
+      top_p: keep only the smallest set of best tokens with this mass, after temperature and top_k.
+      allowed: marks the tokens that may be drawn.
+    """
+    blocks = sampling.allow(self.blocks(hidden), allowed)
+    return sampling.sample(blocks, key, temperature, top_k, top_p)
+
+  def top_k(
+    self, hidden: Float[Array, "*B D"], k: int
+  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+    """Log-probabilities and tokens of the k most likely tokens, best first, exactly."""
+    if not 1 <= k <= self.vocab:
+      raise ValueError(
+        f"top_k of {k} tokens from a vocabulary of {self.vocab}; give 1 to {self.vocab}"
+      )
+    scores, tokens, log_z = sampling.best(self.blocks(hidden), k)
+    return scores - log_z[..., None], tokens
+
+  def size(self) -> Size:
+    """Parameters, bytes and operations for each token, from the fields alone."""
+    raise TypeError(f"{type(self).__name__} does not know its size: define size")
+
+  def logical_axes(self) -> dict:
+    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+    raise TypeError(f"{type(self).__name__} does not name its axes: define logical_axes")
+
+  def _check_hidden(self, hidden) -> None:
+    if hidden.shape[-1] != self.dim:
+      raise ValueError(
+        f"hidden vectors of width {hidden.shape[-1]} meet a head of dim {self.dim}; set dim={hidden.shape[-1]}"
+      )
+
+
+def bytes_of(count: int, dtype) -> int:
+  """Bytes of `count` numbers of a dtype."""
+  return count * jnp.dtype(dtype).itemsize

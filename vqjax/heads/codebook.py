@@ -1,0 +1,128 @@
+"""What does the VQ-Logits head look like: K codes stand for V tokens?"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from vqjax import assign
+from vqjax.heads.base import Head, bytes_of, row_init
+from vqjax.ops import codes as code_ops
+from vqjax.ops import sampling, softmax
+from vqjax.types import Dtype, Size
+
+
+class CodebookHead(Head):
+  """softmax over the vocabulary of hidden · codebook[code of the token] (+ a bias of the token).
+
+  K·D parameters, O(N·K·D) exact log-probabilities. Without a token bias all tokens on a code are
+  equally likely, so that no model's perplexity is below exp(E[log n]), n the number of tokens on
+  the code; V more parameters for the bias remove that floor. Source: VQ-Logits, Eq. 2-5.
+
+  The table token -> code is the variable `assignment` of the collection `codes`: saved and
+  restored with the parameters, never trained.
+
+  Attributes:
+    codes: number of codes, K.
+    assignment_init: (vocab, codes) -> int [V], the code of each token.
+    token_bias: give each token a score of its own inside its code.
+    codebook_init: initialiser of the [K, D] codebook.
+    bias_init: initialiser of the [V] token bias.
+    dtype: dtype of the matrix product's operands; None: that of hidden and codebook together.
+    param_dtype: dtype of the parameters.
+  """
+
+  codes: int
+  assignment_init: assign.Assignment = assign.contiguous
+  token_bias: bool = False
+  codebook_init: nn.initializers.Initializer = row_init
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  dtype: Dtype | None = None
+  param_dtype: Dtype = jnp.float32
+
+  def setup(self):
+    self._check()
+    shape = self.codes, self.dim
+    self.codebook = self.param("codebook", self.codebook_init, shape, self.param_dtype)
+    if self.token_bias:
+      self.bias = self.param("token_bias", self.bias_init, (self.vocab,), self.param_dtype)
+    self.assignment = self.variable("codes", "assignment", self._initial_assignment)
+    if self.assignment.value.shape != (self.vocab,):
+      assign.checked(self.assignment.value, self.vocab, self.codes)
+
+  def _check(self):
+    if not 1 <= self.codes <= self.vocab:
+      raise ValueError(
+        f"codes {self.codes} for a vocabulary of {self.vocab}; give 1 to {self.vocab} codes"
+      )
+
+  def _initial_assignment(self):
+    table = assign.checked(self.assignment_init(self.vocab, self.codes), self.vocab, self.codes)
+    return jnp.asarray(table)
+
+  def _operands(self, hidden):
+    self._check_hidden(hidden)
+    hidden, codebook = promote_dtype(hidden, self.codebook, dtype=self.dtype)
+    return hidden, codebook, self.bias if self.token_bias else None
+
+  def _code_scores(self, hidden):
+    hidden, codebook, bias = self._operands(hidden)
+    return softmax.linear_scores(hidden, codebook), bias
+
+  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
+    scores_BK, bias = self._code_scores(hidden)
+    return _token_scores(scores_BK, bias, self.assignment.value, slice(None))
+
+  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """Log-probability of `tokens` in nats, from K scores; nan for a token outside [0, V)."""
+    hidden, codebook, bias = self._operands(hidden)
+    return code_ops.code_log_prob(hidden, codebook, self.assignment.value, tokens, bias)
+
+  def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """The logits, a block of consecutive tokens at a time, from scores that are computed once."""
+    scores_BK, bias = self._code_scores(hidden)
+    return sampling.row_blocks(
+      hidden.shape[:-1],
+      self.vocab,
+      lambda rows: _token_scores(scores_BK, bias, self.assignment.value, rows),
+    )
+
+  def sample(
+    self,
+    hidden: Float[Array, "*B D"],
+    key: PRNGKeyArray,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    allowed: Bool[Array, "*B V"] | Bool[Array, "V"] | None = None,
+  ) -> Int[Array, "*B"]:
+    """As `Head.sample`; without filters the code is drawn first, then a token on it."""
+    if temperature == 0 or not (top_k is None and top_p is None and allowed is None):
+      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
+    sampling.check_options(temperature, top_k, top_p)
+    scores_BK, bias = self._code_scores(hidden)
+    bias = None if bias is None else bias / temperature
+    code_key, token_key = jax.random.split(key)
+    mass_K = code_ops.log_mass(self.assignment.value, self.codes, bias)
+    code = jax.random.categorical(code_key, scores_BK / temperature + mass_K).astype(jnp.int32)
+    return code_ops.draw_within(token_key, code, self.assignment.value, self.codes, bias)
+
+  def size(self) -> Size:
+    """K·D parameters, V for a token bias, and four bytes a token for the table of codes."""
+    params = self.codes * self.dim + (self.vocab if self.token_bias else 0)
+    state = bytes_of(params, self.param_dtype) + bytes_of(self.vocab, jnp.int32)
+    return Size(params, state, 2 * self.codes * self.dim)
+
+  def logical_axes(self) -> dict:
+    """Axes of the codebook, of the token bias and of the table of codes."""
+    params = {"codebook": ("codes", "embed")}
+    if self.token_bias:
+      params["token_bias"] = ("vocab",)
+    return {"params": params, "codes": {"assignment": ("vocab",)}}
+
+
+def _token_scores(scores_BK, bias, assignment, rows):
+  scores = scores_BK[..., assignment[rows]]
+  return scores if bias is None else scores + bias[rows].astype(jnp.float32)

@@ -1,0 +1,98 @@
+"""What does the ordinary softmax head look like under the contract, free or tied?"""
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+from jaxtyping import Array, Float, Int
+
+from vqjax.embeddings.base import Embedding
+from vqjax.heads.base import Head, bytes_of, row_init
+from vqjax.ops import sampling, softmax
+from vqjax.types import Dtype, Size
+
+
+class DenseHead(Head):
+  """softmax(hidden · weightᵀ + bias): one row of D numbers for each token.
+
+  Tied, it scores against the table of an embedding: give the same object to both,
+
+    embedding = DenseEmbedding(vocab, dim)
+    Transformer(embedding=embedding, head=DenseHead(vocab, dim, embedding=embedding))
+
+  Attributes:
+    use_bias: add a score for each token.
+    embedding: the embedding whose table is the weight; None: the head has its own.
+    weight_init: initialiser of the [V, D] weight.
+    bias_init: initialiser of the [V] bias.
+    dtype: dtype of the matrix product's operands; None: that of hidden and weight together.
+    param_dtype: dtype of the parameters.
+  """
+
+  use_bias: bool = False
+  embedding: Embedding | None = None
+  weight_init: nn.initializers.Initializer = row_init
+  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  dtype: Dtype | None = None
+  param_dtype: Dtype = jnp.float32
+
+  def setup(self):
+    self._check()
+    if self.embedding is None:
+      shape = self.vocab, self.dim
+      self.weight = self.param("weight", self.weight_init, shape, self.param_dtype)
+    if self.use_bias:
+      self.bias = self.param("bias", self.bias_init, (self.vocab,), self.param_dtype)
+
+  def _check(self):
+    if self.vocab < 1:
+      raise ValueError(f"vocab {self.vocab} holds no token; give at least 1")
+    tied = self.embedding
+    if tied is not None and (tied.vocab, tied.dim) != (self.vocab, self.dim):
+      raise ValueError(
+        f"a head of vocab {self.vocab} and dim {self.dim} is tied to an embedding of vocab"
+        f" {tied.vocab} and dim {tied.dim}; give both the same"
+      )
+
+  def _operands(self, hidden):
+    self._check_hidden(hidden)
+    weight = self.weight if self.embedding is None else self.embedding.table()
+    hidden, weight = promote_dtype(hidden, weight, dtype=self.dtype)
+    return hidden, weight, self.bias if self.use_bias else None
+
+  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """hidden · weightᵀ + bias, float32."""
+    return softmax.linear_scores(*self._operands(hidden))
+
+  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
+    hidden, weight, bias = self._operands(hidden)
+    return softmax.linear_log_prob(hidden, weight, tokens, bias)
+
+  def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """The logits, a block of consecutive rows at a time."""
+    hidden, weight, bias = self._operands(hidden)
+    return sampling.row_blocks(
+      hidden.shape[:-1],
+      self.vocab,
+      lambda rows: softmax.linear_scores(
+        hidden, weight[rows], None if bias is None else bias[rows]
+      ),
+    )
+
+  def size(self) -> Size:
+    """V·D parameters and V for a bias; a tied head owns the bias alone."""
+    params = (0 if self.embedding is not None else self.vocab * self.dim) + (
+      self.vocab if self.use_bias else 0
+    )
+    return Size(params, bytes_of(params, self.param_dtype), 2 * self.vocab * self.dim)
+
+  def logical_axes(self) -> dict:
+    """The weight's and the bias's axes; a tied weight is the embedding's."""
+    axes = {}
+    if self.embedding is None:
+      axes["weight"] = ("vocab", "embed")
+    else:
+      axes["embedding"] = self.embedding.logical_axes()["params"]
+    if self.use_bias:
+      axes["bias"] = ("vocab",)
+    return {"params": axes}

@@ -1,0 +1,196 @@
+"""Which tokens are the best, or a fair draw, when the scores come a block of the vocabulary at a time?
+
+A head hands its scores over in `Blocks`; nothing here ever holds the scores of the whole
+vocabulary for every row. The order of the filters is temperature, then top_k, then top_p.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+
+class Blocks(NamedTuple):
+  """Scores over the vocabulary, a block at a time.
+
+  Attributes:
+    count: number of blocks.
+    block: index of a block -> (scores [*B, W], tokens [W]). The blocks together name every token
+      exactly once; further places score -inf, whatever token they name.
+    batch: the leading shape *B.
+  """
+
+  count: int
+  block: Callable[[Int[Array, ""]], tuple[Float[Array, "*B W"], Int[Array, "W"]]]
+  batch: tuple[int, ...]
+
+  def map(self, change: Callable) -> "Blocks":
+    """The same blocks with scores `change(scores, tokens)`."""
+
+    def block(index):
+      scores, tokens = self.block(index)
+      return change(scores, tokens), tokens
+
+    return self._replace(block=block)
+
+
+def block_width(rows: int, vocab: int) -> int:
+  """How many tokens of the vocabulary to score at once: about 4 Mi scores, from 128 to 4096 each."""
+  return min(vocab, max(128, min(4096, 2**22 // max(rows, 1))))
+
+
+def row_blocks(batch: tuple[int, ...], vocab: int, scores: Callable) -> Blocks:
+  """Blocks of consecutive tokens, from a function rows [W] -> scores [*B, W].
+
+  The last block starts early enough to fit; what it repeats scores -inf.
+  """
+  width = block_width(math.prod(batch), vocab)
+
+  def block(index):
+    start = jnp.minimum(index * width, vocab - width)
+    rows = start + jnp.arange(width)
+    return jnp.where(rows >= index * width, scores(rows), -jnp.inf), rows
+
+  return Blocks(-(-vocab // width), block, tuple(batch))
+
+
+def allow(blocks: Blocks, allowed: Bool[Array, "*B V"] | Bool[Array, "V"] | None) -> Blocks:
+  """Gives -inf to every token that `allowed` does not mark."""
+  if allowed is None:
+    return blocks
+  return blocks.map(lambda scores, tokens: jnp.where(allowed[..., tokens], scores, -jnp.inf))
+
+
+def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Array]:
+  """The k highest scores in descending order, their tokens, and the log-normaliser [*B], exact.
+
+  Equal scores come in the order in which the blocks name them. A place for which no token scores
+  above -inf has token -1.
+  """
+
+  def step(carry, index):
+    score_Bk, token_Bk, max_B, sum_B = carry
+    score_BW, token_W = blocks.block(index)
+    score_BW = score_BW.astype(jnp.float32)
+    named_BW = jnp.where(jnp.isneginf(score_BW), -1, token_W)
+    score_Bk, place = lax.top_k(jnp.concatenate([score_Bk, score_BW], axis=-1), k)
+    token_Bk = jnp.take_along_axis(jnp.concatenate([token_Bk, named_BW], axis=-1), place, axis=-1)
+    new_max_B = jnp.maximum(max_B, score_BW.max(axis=-1))
+    shift_B = jnp.where(jnp.isneginf(new_max_B), 0.0, new_max_B)
+    sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_BW - shift_B[..., None]).sum(axis=-1)
+    return (score_Bk, token_Bk, new_max_B, sum_B), None
+
+  start = (
+    jnp.full((*blocks.batch, k), -jnp.inf),
+    jnp.full((*blocks.batch, k), -1, jnp.int32),
+    jnp.full(blocks.batch, -jnp.inf),
+    jnp.zeros(blocks.batch),
+  )
+  (score_Bk, token_Bk, max_B, sum_B), _ = lax.scan(step, start, jnp.arange(blocks.count))
+  return score_Bk, token_Bk, max_B + jnp.log(sum_B)
+
+
+def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
+  """A token with probability softmax(scores), by the Gumbel-max trick over the blocks.
+
+  -1 where every score is -inf.
+  """
+
+  def step(carry, index):
+    best_B, chosen_B = carry
+    score_BW, token_W = blocks.block(index)
+    noise_BW = jax.random.gumbel(jax.random.fold_in(key, index), score_BW.shape)
+    noisy_BW = score_BW.astype(jnp.float32) + noise_BW
+    place_B = jnp.argmax(noisy_BW, axis=-1)
+    top_B = jnp.take_along_axis(noisy_BW, place_B[..., None], axis=-1)[..., 0]
+    better_B = top_B > best_B
+    return (jnp.maximum(best_B, top_B), jnp.where(better_B, token_W[place_B], chosen_B)), None
+
+  start = jnp.full(blocks.batch, -jnp.inf), jnp.full(blocks.batch, -1, jnp.int32)
+  return lax.scan(step, start, jnp.arange(blocks.count))[0][1].astype(jnp.int32)
+
+
+def sample(
+  blocks: Blocks,
+  key: PRNGKeyArray,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+) -> Int[Array, "*B"]:
+  """A token from softmax(scores / temperature), cut to the `top_k` best and the `top_p` nucleus.
+
+  The nucleus is the smallest set of most probable tokens whose mass reaches `top_p`, and all that
+  tie with its last. Without `top_k` its edge is found by bisection over the float32 scores: exact,
+  at the price of scoring the blocks 32 times more. Temperature 0 is the arg max. -1 where every
+  score is -inf.
+  """
+  check_options(temperature, top_k, top_p)
+  if temperature == 0:
+    return best(blocks, 1)[1][..., 0]
+  blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / temperature)
+  if top_k is None:
+    return draw(nucleus(blocks, top_p), key)
+  score_Bk, token_Bk, _ = best(blocks, top_k)
+  places = Blocks(1, lambda _: (score_Bk, jnp.arange(top_k)), blocks.batch)
+  place_B = draw(nucleus(places, top_p), key)
+  chosen_B = jnp.take_along_axis(token_Bk, place_B[..., None], axis=-1)[..., 0]
+  return jnp.where(place_B < 0, -1, chosen_B)
+
+
+def check_options(temperature: float, top_k: int | None, top_p: float | None) -> None:
+  """Raises ValueError for an option of `sample` that no distribution has."""
+  if not temperature >= 0:
+    raise ValueError(f"temperature {temperature} is negative; 0 is the arg max, 1 leaves as is")
+  if top_k is not None and top_k < 1:
+    raise ValueError(f"top_k {top_k} leaves no token; give at least 1, or None for no limit")
+  if top_p is not None and not 0 < top_p <= 1:
+    raise ValueError(f"top_p {top_p} is not a probability mass; give more than 0 and at most 1")
+
+
+def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
+  """Gives -inf to every token outside the smallest set of best tokens whose mass reaches `top_p`.
+
+  Tokens that tie with the last of the set belong to it. None or 1 leaves the blocks as they are.
+  """
+  if top_p is None or top_p == 1:
+    return blocks
+  top_B1, _, log_z_B = best(blocks, 1)
+
+  def mass_from(edge_B):
+    def add(total_B, index):
+      score_BW = blocks.block(index)[0].astype(jnp.float32)
+      prob_BW = jnp.exp(score_BW - log_z_B[..., None])
+      return total_B + jnp.where(score_BW >= edge_B[..., None], prob_BW, 0.0).sum(axis=-1), None
+
+    return lax.scan(add, jnp.zeros(blocks.batch), jnp.arange(blocks.count))[0]
+
+  def halve(_, bracket):
+    low_B, high_B = bracket
+    middle_B = low_B + (high_B - low_B) // 2
+    enough_B = mass_from(_from_ordinal(middle_B)) >= top_p
+    return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
+
+  # The mass is at least top_p from -inf on, and zero just above the best score.
+  low_B = _to_ordinal(jnp.full(blocks.batch, -jnp.inf))
+  edge_B, _ = lax.fori_loop(0, 32, halve, (low_B, _to_ordinal(top_B1[..., 0]) + 1))
+  edge_B1 = _from_ordinal(edge_B)[..., None]
+  return blocks.map(lambda scores, _: jnp.where(scores >= edge_B1, scores, -jnp.inf))
+
+
+_SIGN = np.uint32(0x80000000)
+
+
+def _to_ordinal(x: Float[Array, "*B"]) -> Array:
+  """uint32 that sorts as the float32 does, so that bisection ends at two neighbouring floats."""
+  bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+  return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
+
+
+def _from_ordinal(ordinal):
+  bits = jnp.where(ordinal >= _SIGN, ordinal ^ _SIGN, ~ordinal)
+  return lax.bitcast_convert_type(bits, jnp.float32)
