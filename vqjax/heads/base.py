@@ -83,9 +83,7 @@ class Head(nn.Module):
   ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
     """Log-probabilities and tokens of the k most likely tokens, best first, exactly."""
     if not 1 <= k <= self.vocab:
-      raise ValueError(
-        f"top_k of {k} tokens from a vocabulary of {self.vocab}; give 1 to {self.vocab}"
-      )
+      raise ValueError(f"k {k} for a vocabulary of {self.vocab} tokens; give 1 to {self.vocab}")
     scores, tokens, log_z = sampling.best(self.blocks(hidden), k)
     return scores - log_z[..., None], tokens
 
@@ -100,7 +98,7 @@ class Head(nn.Module):
   def _check_hidden(self, hidden) -> None:
     if hidden.shape[-1] != self.dim:
       raise ValueError(
-        f"hidden vectors of width {hidden.shape[-1]} meet a head of dim {self.dim}; set dim={hidden.shape[-1]}"
+        f"hidden {hidden.shape} meets a head of dim {self.dim}; give it dim={hidden.shape[-1]}"
       )
 
 

@@ -71,13 +71,11 @@ class DenseHead(Head):
   def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The logits, a block of consecutive rows at a time."""
     hidden, weight, bias = self._operands(hidden)
-    return sampling.row_blocks(
-      hidden.shape[:-1],
-      self.vocab,
-      lambda rows: softmax.linear_scores(
-        hidden, weight[rows], None if bias is None else bias[rows]
-      ),
-    )
+
+    def scores(rows):
+      return softmax.linear_scores(hidden, weight[rows], None if bias is None else bias[rows])
+
+    return sampling.row_blocks(hidden.shape[:-1], self.vocab, scores)
 
   def size(self) -> Size:
     """V·D parameters and V for a bias; a tied head owns the bias alone."""

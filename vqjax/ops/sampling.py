@@ -1,4 +1,4 @@
-"""Which tokens are the best, or a fair draw, when the scores come a block of the vocabulary at a time?
+"""Which tokens are best, or a fair draw, when scores come a block of the vocabulary at a time?
 
 A head hands its scores over in `Blocks`; nothing here ever holds the scores of the whole
 vocabulary for every row. The order of the filters is temperature, then top_k, then top_p.
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 
 
 def block_width(rows: int, vocab: int) -> int:
-  """How many tokens of the vocabulary to score at once: about 4 Mi scores, from 128 to 4096 each."""
+  """How many tokens of the vocabulary to score at once: 128 to 4096, about 4 Mi scores in all."""
   return min(vocab, max(128, min(4096, 2**22 // max(rows, 1))))
 
 
