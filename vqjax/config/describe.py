@@ -107,8 +107,8 @@ def _callable(function: Any, path: str, seen: dict[int, str]) -> str:
   if hasattr(function, "__qualname__") or hasattr(function, "__name__"):
     return _name(function)
   raise TypeError(
-    f"{path} holds a {type(function).__qualname__}, a callable without a name; make it a function or"
-    " a frozen dataclass"
+    f"{path} holds a {type(function).__qualname__}, a callable without a name; make it a"
+    " function or a frozen dataclass"
   )
 
 
