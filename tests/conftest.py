@@ -1,0 +1,27 @@
+"""How are all tests set up: shapes checked at run time, and no cache outside the test's folder?"""
+
+import os
+import pathlib
+
+import jaxtyping
+import pytest
+
+# Every public signature is checked while the tests run: a wrong shape fails where it appears.
+_hook = jaxtyping.install_import_hook(
+  ["vqjax.ops", "vqjax.heads", "vqjax.embeddings", "vqjax.assign"], "beartype.beartype"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+  monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def real_data() -> pathlib.Path:
+  """Folder with the real datasets; the test is skipped, with the reason, where there is none."""
+  beside = pathlib.Path(__file__).parents[2] / "shared" / "data"
+  folder = pathlib.Path(os.environ.get("VQJAX_DATA", beside))
+  if not folder.is_dir():
+    pytest.skip("no real data: set VQJAX_DATA to a folder that holds ptb/, wikitext-2/, ...")
+  return folder

@@ -1,0 +1,272 @@
+"""What must every head do?  A test class inherits `HeadContract` and names its cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+from flax import nnx
+from flax.nnx import bridge
+
+from tests import reference
+
+
+class HeadContract:
+  """Claims about every head. A subclass gives `cases`: name -> function (vocab, dim) -> head.
+
+  `reference_logits(head, variables, hidden)` computes the logits independently, in float64 NumPy.
+  """
+
+  cases: dict
+  vocab = 101  # prime
+  dim = 12
+
+  @pytest.fixture
+  def head(self, case):
+    return self.cases[case](self.vocab, self.dim)
+
+  @pytest.fixture
+  def variables(self, head):
+    return perturbed(head.init(jax.random.key(1), jnp.zeros((1, self.dim))))
+
+  @pytest.fixture
+  def hidden(self):
+    return jax.random.normal(jax.random.key(2), (3, 5, self.dim))
+
+  @pytest.fixture
+  def tokens(self):
+    ends = jnp.array([0, self.vocab - 1])
+    middle = jax.random.randint(jax.random.key(3), (13,), 0, self.vocab)
+    return jnp.concatenate([ends, middle]).reshape(3, 5)
+
+  def reference_logits(self, head, variables, hidden):
+    raise AssertionError("a head's test class computes its logits independently")
+
+  def test_logits_equal_an_independent_computation(self, head, variables, hidden):
+    logits = head.apply(variables, hidden, method="logits")
+    expected = self.reference_logits(head, as_float64(variables), np.asarray(hidden, np.float64))
+    assert logits.shape == (3, 5, self.vocab)
+    np.testing.assert_allclose(
+      reference.log_softmax(logits), reference.log_softmax(expected), atol=2e-5
+    )
+
+  def test_log_prob_is_the_gather_of_log_softmax(self, head, variables, hidden, tokens):
+    log_prob = head.apply(variables, hidden, tokens, method="log_prob")
+    expected = self.reference_logits(head, as_float64(variables), np.asarray(hidden, np.float64))
+    expected = np.take_along_axis(reference.log_softmax(expected), tokens[..., None], -1)[..., 0]
+    assert log_prob.dtype == jnp.float32
+    # float32 sums of D + V terms of order one: a few hundred roundings of 6e-8.
+    np.testing.assert_allclose(log_prob, expected, atol=2e-5)
+
+  def test_probabilities_sum_to_one(self, head, variables, hidden):
+    rows = hidden[0, :2]
+    every = jnp.broadcast_to(jnp.arange(self.vocab), (2, self.vocab))
+    wide = jnp.broadcast_to(rows[:, None], (2, self.vocab, self.dim))
+    log_prob = head.apply(variables, wide, every, method="log_prob")
+    np.testing.assert_allclose(np.exp(np.asarray(log_prob, np.float64)).sum(-1), 1, atol=1e-5)
+
+  def test_gradients_equal_those_of_a_float64_dense_reference(
+    self, head, variables, hidden, tokens
+  ):
+    cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
+
+    def loss(params, hidden):
+      log_prob = head.apply(variables | {"params": params}, hidden, tokens, method="log_prob")
+      return (log_prob * cotangent).sum()
+
+    gradients = jax.grad(loss, (0, 1))(variables["params"], hidden)
+    expected = float64_gradients(self, head, variables, hidden, tokens, cotangent)
+    assert jax.tree.structure(gradients) == jax.tree.structure(expected)
+    # Central differences of step 1e-5 in float64 are good to 1e-9; what remains is float32.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), gradients, expected)
+
+  @pytest.mark.parametrize("vocab", [4099])
+  def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
+    head, rows = self.cases[case](vocab, self.dim), 2053
+    hidden = jax.ShapeDtypeStruct((rows, self.dim), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    variables = jax.eval_shape(head.init, jax.random.key(0), jnp.zeros((1, self.dim)))
+
+    def loss(params, rest, hidden, tokens):
+      return -head.apply(rest | {"params": params}, hidden, tokens, method="log_prob").mean()
+
+    rest = {name: value for name, value in variables.items() if name != "params"}
+    for function in (loss, jax.grad(loss, (0, 2))):
+      largest = reference.largest_value(function, variables["params"], rest, hidden, tokens)
+      assert largest < rows * vocab / 4
+
+  def test_samples_follow_the_distribution(self, head, variables, hidden):
+    self.check_draws(head, variables, hidden[0, 0])
+
+  def test_samples_at_a_temperature_follow_the_sharpened_distribution(
+    self, head, variables, hidden
+  ):
+    self.check_draws(head, variables, hidden[0, 0], temperature=0.5)
+
+  def test_samples_among_the_best_follow_the_cut_distribution(self, head, variables, hidden):
+    self.check_draws(head, variables, hidden[0, 0], top_k=7)
+
+  def test_samples_of_the_nucleus_follow_the_cut_distribution(self, head, variables, hidden):
+    self.check_draws(head, variables, hidden[0, 0], top_p=0.6)
+
+  def test_samples_are_of_allowed_tokens_alone(self, head, variables, hidden):
+    allowed = jnp.arange(self.vocab) % 3 == 1
+    self.check_draws(head, variables, hidden[0, 0], allowed=allowed)
+
+  def check_draws(self, head, variables, row, **options):
+    logits = self.reference_logits(head, as_float64(variables), np.asarray(row, np.float64))
+    expected = filtered(logits, **options)
+    draws = 20_000
+    rows = jnp.broadcast_to(row, (draws, self.dim))
+    sample = jax.jit(lambda v, h, k: head.apply(v, h, k, **options, method="sample"))
+    counts = np.bincount(sample(variables, rows, jax.random.key(5)), minlength=self.vocab)
+    # Where whole codes tie at the edge of a top-k, any of them may be cut: compare the masses.
+    assert counts[expected == 0].sum() == 0 or "top_k" in options
+    likely = expected * draws > 5
+    seen = np.append(counts[likely], draws - counts[likely].sum())
+    wanted = np.append(expected[likely], 1 - expected[likely].sum()) * draws
+    enough = wanted > 1e-6
+    p_value = scipy.stats.chisquare(seen[enough], wanted[enough], sum_check=False).pvalue
+    assert p_value > 1e-4
+
+  def test_temperature_zero_takes_the_best(self, head, variables, hidden):
+    logits = head.apply(variables, hidden, method="logits")
+    tokens = head.apply(variables, hidden, jax.random.key(0), temperature=0, method="sample")
+    picked = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+    np.testing.assert_allclose(picked, logits.max(axis=-1), rtol=1e-5)
+
+  def test_a_row_with_nothing_allowed_draws_minus_one(self, head, variables, hidden):
+    allowed = jnp.zeros((3, 5, self.vocab), bool).at[0, 0, 4].set(True)
+    tokens = head.apply(variables, hidden, jax.random.key(0), allowed=allowed, method="sample")
+    assert tokens[0, 0] == 4
+    assert (tokens.ravel()[1:] == -1).all()
+
+  @pytest.mark.parametrize("k", [1, 10, 101])
+  def test_top_k_equals_brute_force(self, head, variables, hidden, k):
+    log_probs, tokens = head.apply(variables, hidden, k, method="top_k")
+    all_log_probs = reference.log_softmax(head.apply(variables, hidden, method="logits"))
+    expected = np.sort(all_log_probs, axis=-1)[..., ::-1][..., :k]
+    np.testing.assert_allclose(log_probs, expected, atol=2e-5)
+    np.testing.assert_allclose(
+      np.take_along_axis(all_log_probs, np.asarray(tokens), -1), expected, atol=2e-5
+    )
+    assert all(len(set(row)) == k for row in np.asarray(tokens).reshape(-1, k))
+
+  def test_size_is_the_real_count(self, head, variables):
+    own = {c: {k: v for k, v in tree.items() if k != "embedding"} for c, tree in variables.items()}
+    assert head.size().params == sum(x.size for x in jax.tree.leaves(own.get("params", {})))
+    assert head.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(own))
+
+  def test_logical_axes_name_every_axis_of_every_variable(self, head, variables):
+    axes = head.logical_axes()
+    ranks = jax.tree.map(lambda x: x.ndim, variables)
+    assert jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple)) == ranks
+
+  def test_works_through_the_nnx_bridge(self, head, variables, hidden, tokens):
+    model = bridge.ToNNX(head, rngs=nnx.Rngs(0))
+    bridge.lazy_init(model, hidden)
+    log_prob = nnx.jit(lambda m, h, t: m(h, t, method="log_prob"))(model, hidden, tokens)
+    expected = reference.log_softmax(model(hidden, method="logits"))
+    expected = np.take_along_axis(expected, np.asarray(tokens)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(log_prob, expected, atol=2e-5)
+
+  def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
+    head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
+    variables = perturbed(head.init(jax.random.key(1), hidden))
+    rounded = jax.tree.map(
+      lambda x: x.astype(jnp.bfloat16) if x.ndim == 2 and x.shape[1] == self.dim else x, variables
+    )
+    low = hidden.astype(jnp.bfloat16)
+    log_prob = head.apply(variables, low, tokens, method="log_prob")
+    expected = self.reference_logits(head, as_float64(rounded), np.asarray(low, np.float64))
+    expected = np.take_along_axis(reference.log_softmax(expected), tokens[..., None], -1)[..., 0]
+    assert log_prob.dtype == jnp.float32
+    np.testing.assert_allclose(log_prob, expected, atol=2e-3)
+
+  def test_one_token_and_no_batch_axis(self, head, variables):
+    row, token = jnp.ones((self.dim,)), jnp.int32(3)
+    log_prob = head.apply(variables, row, token, method="log_prob")
+    one = head.apply(variables, row[None], token[None], method="log_prob")
+    assert log_prob.shape == ()
+    np.testing.assert_allclose(log_prob, one[0], rtol=1e-6)
+
+  def test_an_empty_batch_is_empty(self, head, variables):
+    nothing = jnp.zeros((0, self.dim)), jnp.zeros((0,), jnp.int32)
+    assert head.apply(variables, *nothing, method="log_prob").shape == (0,)
+
+  @pytest.mark.parametrize("token", [-1, 101, 2**30])
+  def test_a_token_outside_the_vocabulary_is_nan(self, head, variables, hidden, token):
+    tokens = jnp.zeros((3, 5), jnp.int32).at[1, 2].set(token)
+    log_prob = head.apply(variables, hidden, tokens, method="log_prob")
+    assert np.argwhere(np.isnan(log_prob)).tolist() == [[1, 2]]
+
+  def test_hidden_of_another_width_is_refused(self, head, variables):
+    with pytest.raises(ValueError, match=r"hidden \(2, 13\) meets a head of dim 12"):
+      head.apply(variables, jnp.zeros((2, 13)), jnp.zeros((2,), jnp.int32), method="log_prob")
+
+  @pytest.mark.parametrize("k", [0, 102])
+  def test_top_k_outside_the_vocabulary_is_refused(self, head, variables, hidden, k):
+    with pytest.raises(ValueError, match="give 1 to 101"):
+      head.apply(variables, hidden, k, method="top_k")
+
+
+def for_each_case(metafunc):
+  """Runs each test of a contract once for each of its class's cases."""
+  if "case" in metafunc.fixturenames:
+    metafunc.parametrize("case", list(metafunc.cls.cases))
+
+
+def perturbed(variables):
+  """The variables with every parameter moved off its initial value, zeros and ones included."""
+  leaves, tree = jax.tree.flatten(variables["params"])
+  keys = jax.random.split(jax.random.key(9), len(leaves))
+  moved = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves)]
+  return variables | {"params": jax.tree.unflatten(tree, moved)}
+
+
+def as_float64(variables):
+  """NumPy arrays: parameters in float64, integer tables as they are."""
+  return jax.tree.map(
+    lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x),
+    variables,
+  )
+
+
+def float64_gradients(contract, head, variables, hidden, tokens, cotangent):
+  """Gradients of sum(cotangent · log_prob) by central differences of the float64 reference."""
+  exact, hidden = as_float64(variables), np.asarray(hidden, np.float64)
+
+  def loss(params, hidden):
+    logits = contract.reference_logits(head, exact | {"params": params}, hidden)
+    log_prob = np.take_along_axis(reference.log_softmax(logits), tokens[..., None], -1)[..., 0]
+    return (log_prob * np.asarray(cotangent, np.float64)).sum()
+
+  def differences(array):
+    gradient = np.zeros_like(array)
+    for place in np.ndindex(array.shape):
+      kept = array[place]
+      array[place] = kept + 1e-5
+      above = loss(exact["params"], hidden)
+      array[place] = kept - 1e-5
+      gradient[place] = (above - loss(exact["params"], hidden)) / 2e-5
+      array[place] = kept
+    return gradient
+
+  writable = jax.tree.map(np.array, exact["params"])
+  exact["params"] = writable
+  return jax.tree.map(differences, writable), differences(hidden)
+
+
+def filtered(logits, temperature=1.0, top_k=None, top_p=None, allowed=None):
+  """The distribution that `sample` promises, by sorting in float64."""
+  logits = np.where(True if allowed is None else np.asarray(allowed), logits, -np.inf) / temperature
+  if top_k is not None:
+    chosen = np.argsort(-logits, kind="stable")[:top_k]
+    logits = np.where(np.isin(np.arange(logits.size), chosen), logits, -np.inf)
+  probability = np.exp(reference.log_softmax(logits))
+  if top_p is not None:
+    order = np.argsort(-probability, kind="stable")
+    before = np.cumsum(probability[order]) - probability[order]
+    edge = probability[order][before < top_p][-1]
+    probability = np.where(probability >= edge - 1e-9, probability, 0)
+  return probability / probability.sum()

@@ -1,0 +1,7 @@
+"""How does a contract's test run once for every case of its class?"""
+
+from tests.contract import for_each_case
+
+
+def pytest_generate_tests(metafunc):
+  for_each_case(metafunc)

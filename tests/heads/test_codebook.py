@@ -1,0 +1,112 @@
+"""Does the codebook head keep the contract, whatever table of codes it has?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.contract import HeadContract
+from vqjax import CodebookHead, assign
+
+
+def with_empty_codes(vocab, codes):
+  """Only every third code has tokens."""
+  return (np.arange(vocab) * 7 % codes) // 3 * 3
+
+
+class TestCodebookHead(HeadContract):
+  cases = {
+    "uniform": lambda v, d: CodebookHead(v, d, 17),
+    "bias": lambda v, d: CodebookHead(v, d, 17, token_bias=True),
+    "frequent": lambda v, d: CodebookHead(v, d, 17, assign.FrequentAlone(), token_bias=True),
+    "empty": lambda v, d: CodebookHead(v, d, 17, with_empty_codes),
+    "empty bias": lambda v, d: CodebookHead(v, d, 17, with_empty_codes, token_bias=True),
+    "one code": lambda v, d: CodebookHead(v, d, 1),
+    "one each": lambda v, d: CodebookHead(v, d, v),
+  }
+
+  def reference_logits(self, head, variables, hidden):
+    scores = hidden @ variables["params"]["codebook"].T
+    bias = variables["params"].get("token_bias", 0.0)
+    return scores[..., variables["codes"]["assignment"]] + bias
+
+
+def test_an_empty_code_gets_no_gradient():
+  head = CodebookHead(10, 4, 6, with_empty_codes)
+  hidden, tokens = jax.random.normal(jax.random.key(0), (3, 4)), jnp.array([0, 1, 2])
+  variables = head.init(jax.random.key(1), hidden)
+  loss = lambda v: head.apply(v, hidden, tokens, method="log_prob").sum()
+  gradient = jax.grad(loss, allow_int=True)(variables)["params"]["codebook"]
+  empty = ~np.isin(np.arange(6), variables["codes"]["assignment"])
+  assert empty.any()
+  assert (gradient[empty] == 0).all()
+  assert np.isfinite(gradient).all()
+
+
+def test_without_a_bias_no_probability_exceeds_one_over_the_size_of_its_code():
+  head = CodebookHead(12, 4, 3)
+  hidden = 100 * jax.random.normal(jax.random.key(0), (50, 4))
+  variables = head.init(jax.random.key(1), hidden)
+  top, _ = head.apply(variables, hidden, 1, method="top_k")
+  np.testing.assert_allclose(np.exp(top.max()), 1 / 4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("codes", [0, 11])
+def test_codes_outside_the_vocabulary_are_refused(codes):
+  with pytest.raises(ValueError, match=rf"codes {codes} for a vocabulary of 10; give 1 to 10"):
+    CodebookHead(10, 4, codes).init(jax.random.key(0), jnp.zeros((1, 4)))
+
+
+@pytest.mark.parametrize(
+  ("table", "message"),
+  [
+    (np.zeros(9, np.int32), r"vocab 10 has an assignment of shape \(9,\)"),
+    (np.full(10, 3), r"token 0 is assigned to code 3, outside \[0, 3\) \(10 such tokens\)"),
+    (np.full(10, -1), "code -1"),
+    (np.zeros(10), "float64 names no codes"),
+  ],
+)
+def test_a_table_that_does_not_fit_is_refused_with_a_remedy(table, message):
+  head = CodebookHead(10, 4, 3, lambda vocab, codes: table)
+  with pytest.raises(ValueError, match=message) as error:
+    jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, 4)))
+  assert "assign.contiguous" in str(error.value)
+
+
+def test_a_restored_table_of_another_length_is_refused():
+  head = CodebookHead(10, 4, 3)
+  variables = head.init(jax.random.key(0), jnp.zeros((1, 4)))
+  variables["codes"] = {"assignment": jnp.zeros(9, jnp.int32)}
+  with pytest.raises(ValueError, match="vocab 10 has an assignment of shape"):
+    head.apply(variables, jnp.zeros((1, 4)))
+
+
+def test_contiguous_blocks_differ_by_at_most_one():
+  sizes = np.bincount(assign.contiguous(10007, 1024), minlength=1024)
+  assert set(sizes) == {9, 10}
+  assert (np.diff(assign.contiguous(10007, 1024)) >= 0).all()
+
+
+def test_frequent_tokens_are_alone_and_no_code_is_empty():
+  table = assign.FrequentAlone(0.75)(1009, 100)
+  sizes = np.bincount(table, minlength=100)
+  assert (sizes[:75] == 1).all()
+  assert (sizes[75:] > 30).all()
+  assert table[:75].tolist() == list(range(75))
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0])
+def test_a_fraction_that_leaves_no_code_for_the_rest_is_refused(fraction):
+  with pytest.raises(ValueError, match=r"outside \[0, 1\)"):
+    assign.FrequentAlone(fraction)(10, 5)
+
+
+def test_a_huge_vocabulary_needs_no_huge_array():
+  head = CodebookHead(2**24, 64, 256, token_bias=True)
+  variables = jax.eval_shape(head.init, jax.random.key(0), jnp.zeros((1, 64)))
+  apply = functools.partial(head.apply, method="log_prob")
+  hidden = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+  shape = jax.eval_shape(apply, variables, hidden, jax.ShapeDtypeStruct((4096,), jnp.int32))
+  assert shape.shape == (4096,)

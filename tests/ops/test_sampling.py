@@ -1,0 +1,96 @@
+"""Do the block-wise best, draw and nucleus equal what sorting the whole row gives?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax.ops import sampling
+
+
+def blocks_of(scores, width):
+  """Blocks of `width` tokens over scores [*B, V], the last one overlapping."""
+  vocab = scores.shape[-1]
+
+  def block(index):
+    start = jnp.minimum(index * width, vocab - width)
+    rows = start + jnp.arange(width)
+    return jnp.where(rows >= index * width, scores[..., rows], -jnp.inf), rows
+
+  return sampling.Blocks(-(-vocab // width), block, scores.shape[:-1])
+
+
+@pytest.fixture
+def scores():
+  return jax.random.normal(jax.random.key(0), (4, 37))
+
+
+@pytest.mark.parametrize("width", [1, 5, 10, 37])
+@pytest.mark.parametrize("k", [1, 3, 37])
+def test_best_equals_sorting_at_any_block_width(scores, width, k):
+  values, tokens, log_z = sampling.best(blocks_of(scores, width), k)
+  expected = jnp.sort(scores, axis=-1)[:, ::-1][:, :k]
+  np.testing.assert_array_equal(values, expected)
+  np.testing.assert_array_equal(jnp.take_along_axis(scores, tokens, -1), expected)
+  np.testing.assert_allclose(log_z, jax.nn.logsumexp(scores, axis=-1), rtol=1e-6)
+
+
+def test_best_beyond_the_vocabulary_says_minus_one(scores):
+  values, tokens, _ = sampling.best(blocks_of(scores, 10), 40)
+  assert (tokens[:, 37:] == -1).all()
+  assert np.isneginf(values[:, 37:]).all()
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass(scores, top_p, scale):
+  scores = scale * scores
+  kept, _ = sampling.nucleus(blocks_of(scores, 10), top_p).map(lambda s, t: s).block(0)
+  whole = sampling.nucleus(blocks_of(scores, 37), top_p).block(0)[0]
+  np.testing.assert_array_equal(kept, whole[:, :10])
+  for row, cut in zip(np.asarray(scores, np.float64), np.asarray(whole)):
+    probability = np.exp(row - row.max())
+    probability /= probability.sum()
+    mass = probability[np.isfinite(cut)]
+    assert mass.sum() >= top_p - 1e-6
+    assert mass.sum() - mass.min() < top_p + 1e-6
+
+
+def test_tokens_that_tie_at_the_edge_of_the_nucleus_stay():
+  scores = jnp.log(jnp.array([[0.4, 0.2, 0.2, 0.2]]))
+  kept = sampling.nucleus(blocks_of(scores, 4), 0.5).block(0)[0]
+  assert np.isfinite(kept).all()
+  kept = sampling.nucleus(blocks_of(scores, 4), 0.39).block(0)[0]
+  assert np.isfinite(kept).sum() == 1
+
+
+def test_a_draw_does_not_depend_on_what_other_rows_hold(scores):
+  key = jax.random.key(3)
+  full = sampling.draw(blocks_of(scores, 10), key)
+  changed = sampling.draw(blocks_of(scores.at[1:].set(0.0), 10), key)
+  assert full[0] == changed[0]
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"temperature": -0.5}, "temperature -0.5 is negative"),
+    ({"temperature": float("nan")}, "temperature nan"),
+    ({"top_k": 0}, "top_k 0 leaves no token"),
+    ({"top_p": 0.0}, "top_p 0.0 is not a probability mass"),
+    ({"top_p": 1.5}, "top_p 1.5"),
+  ],
+)
+def test_options_that_no_distribution_has_are_refused(scores, options, message):
+  with pytest.raises(ValueError, match=message):
+    sampling.sample(blocks_of(scores, 10), jax.random.key(0), **options)
+
+
+def test_top_k_and_top_p_together_cut_the_best_first():
+  scores = jnp.log(jnp.array([0.5, 0.3, 0.1, 0.06, 0.04]))
+  rows = jnp.broadcast_to(scores, (4000, 5))
+  tokens = sampling.sample(blocks_of(rows, 2), jax.random.key(0), top_k=3, top_p=0.85)
+  # Of the three best, 0.5 / 0.9 and 0.3 / 0.9 reach 0.85 between them.
+  counts = np.bincount(tokens, minlength=5)
+  assert counts[2:].sum() == 0
+  np.testing.assert_allclose(counts[:2] / 4000, [0.625, 0.375], atol=0.04)

@@ -1,0 +1,177 @@
+"""Is the tiled log-probability exact, at any shape, and as small as it says?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import reference
+from vqjax.ops import softmax
+
+
+def arrays(n, d, v, dtype=jnp.float32, seed=0):
+  keys = jax.random.split(jax.random.key(seed), 4)
+  hidden = jax.random.normal(keys[0], (n, d), dtype)
+  weight = jax.random.normal(keys[1], (v, d), dtype)
+  tokens = jax.random.randint(keys[2], (n,), 0, v)
+  return hidden, weight, tokens, jax.random.normal(keys[3], (v,), dtype)
+
+
+SHAPES = [(1, 1), (1, 7), (5, 3), (13, 101), (16, 128), (37, 1009)]
+TILES = [None, (1, 1), (4, 10), (13, 100), (1000, 1000)]
+
+
+@pytest.mark.parametrize(("n", "v"), SHAPES)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients_equal_float64_at_any_shape_and_tile(n, v, tile, with_bias):
+  if tile == (1, 1) and n * v > 1500:
+    tile = (2, 50)  # tiles of one score are checked on the small shapes
+  hidden, weight, tokens, bias = arrays(n, 6, v)
+  bias = bias if with_bias else None
+  cotangent = jax.random.normal(jax.random.key(7), (n,))
+  value, pull = jax.vjp(
+    lambda h, w, b: softmax.linear_log_prob(h, w, tokens, b, tile=tile), hidden, weight, bias
+  )
+  expected = reference.linear_log_prob(hidden, weight, tokens, bias)
+  np.testing.assert_allclose(value, expected, atol=1e-5, rtol=1e-6)
+  gradients = reference.linear_gradients(hidden, weight, tokens, cotangent, bias)
+  for ours, exact in zip(pull(cotangent), gradients if with_bias else gradients[:2]):
+    np.testing.assert_allclose(ours, exact, atol=2e-5)
+
+
+def test_leading_axes_are_kept():
+  hidden, weight, tokens, _ = arrays(12, 4, 11)
+  flat = softmax.linear_log_prob(hidden, weight, tokens)
+  folded = softmax.linear_log_prob(hidden.reshape(2, 3, 2, 4), weight, tokens.reshape(2, 3, 2))
+  np.testing.assert_array_equal(folded.ravel(), flat)
+
+
+def test_a_large_vocabulary_is_within_a_hundred_thousandth_of_a_nat():
+  hidden, weight, tokens, _ = arrays(200, 64, 50257)
+  weight = weight / 8
+  value = softmax.linear_log_prob(hidden, weight, tokens)
+  expected = reference.linear_log_prob(hidden, weight, tokens)
+  assert np.abs(value - expected).max() < 1e-5
+
+
+def test_bfloat16_accumulates_in_float32():
+  hidden, weight, tokens, _ = arrays(64, 128, 8191, jnp.bfloat16)
+  weight = (weight / 8).astype(jnp.bfloat16)
+  value = softmax.linear_log_prob(hidden, weight, tokens)
+  assert value.dtype == jnp.float32
+  assert np.abs(value - reference.linear_log_prob(hidden, weight, tokens)).max() < 2e-3
+  d_hidden, d_weight = jax.grad(
+    lambda h, w: softmax.linear_log_prob(h, w, tokens).sum(), (0, 1)
+  )(hidden, weight)
+  assert d_hidden.dtype == d_weight.dtype == jnp.bfloat16
+  exact = reference.linear_gradients(hidden, weight, tokens, np.ones(64))
+  # bfloat16 keeps 8 bits: the result is off by half a unit in the last place, and the
+  # probabilities that enter the product by as much again.
+  np.testing.assert_allclose(np.float32(d_hidden), exact[0], atol=2e-2, rtol=1e-2)
+  np.testing.assert_allclose(np.float32(d_weight), exact[1], atol=2e-2, rtol=1e-2)
+
+
+def test_operands_of_different_dtypes_agree_with_the_promoted_ones():
+  hidden, weight, tokens, _ = arrays(9, 8, 31)
+  mixed = softmax.linear_log_prob(hidden.astype(jnp.bfloat16), weight, tokens)
+  same = softmax.linear_log_prob(hidden.astype(jnp.bfloat16).astype(jnp.float32), weight, tokens)
+  np.testing.assert_allclose(mixed, same, rtol=1e-6)
+
+
+def test_huge_scores_neither_overflow_nor_lose_the_answer():
+  hidden, weight, tokens, _ = arrays(8, 4, 50)
+  value = softmax.linear_log_prob(1000 * hidden, weight, tokens, tile=(3, 7))
+  np.testing.assert_allclose(
+    value, reference.linear_log_prob(1000 * hidden, weight, tokens), rtol=1e-5, atol=1e-2
+  )
+
+
+def test_a_bias_of_minus_infinity_removes_a_row_even_a_whole_tile_of_them():
+  hidden, weight, tokens, bias = arrays(9, 4, 30)
+  bias = bias.at[:12].set(-jnp.inf).at[20].set(-jnp.inf)
+  tokens = jnp.where((tokens < 12) | (tokens == 20), 13, tokens)
+  loss = lambda h, w, b: softmax.linear_log_prob(h, w, tokens, b, tile=(4, 5)).sum()
+  kept = np.isfinite(np.asarray(bias))
+  place = np.cumsum(kept) - 1
+  expected = reference.linear_log_prob(
+    hidden, weight[kept], place[np.asarray(tokens)], bias[kept]
+  )
+  value, (d_hidden, d_weight, d_bias) = jax.value_and_grad(loss, (0, 1, 2))(hidden, weight, bias)
+  np.testing.assert_allclose(value, expected.sum(), rtol=1e-5)
+  assert np.isfinite(d_hidden).all()
+  assert (d_weight[~kept] == 0).all()
+  assert (d_bias[~kept] == 0).all()
+
+
+@pytest.mark.parametrize("token", [-1, 31, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_is_nan_and_touches_no_other(token):
+  hidden, weight, tokens, _ = arrays(5, 4, 31)
+  value = softmax.linear_log_prob(hidden, weight, tokens.at[2].set(token))
+  assert np.isnan(value[2])
+  good = np.array([0, 1, 3, 4])
+  np.testing.assert_array_equal(
+    value[good], softmax.linear_log_prob(hidden, weight, tokens)[good]
+  )
+
+
+def test_no_value_of_tokens_times_vocabulary_and_no_copy_of_the_weight():
+  n, d, v = 2053, 16, 5003
+  hidden, weight, tokens, bias = arrays(n, d, v)
+  loss = lambda h, w, b: softmax.linear_log_prob(h, w, tokens, b).sum()
+  for function in (loss, jax.grad(loss, (0, 1, 2))):
+    shapes = reference.shapes_of(function, hidden, weight, bias)
+    tile = softmax.default_tile(n, v)
+    largest = max(np.prod(shape, dtype=int) for shape in shapes)
+    assert largest <= max(tile.tokens * tile.vocab, v * d, n * d)
+    # One row more than V would be a padded copy; [D, V] a transposed one.
+    assert not any(len(shape) == 2 and d in shape and max(shape) > v for shape in shapes)
+    assert (d, v) not in shapes
+
+
+@pytest.mark.parametrize("v", [32000, 32003])
+def test_temporaries_stay_below_sixteen_mebibytes(v):
+  # The compiler's own account, exact and the same on every machine.
+  hidden, weight, tokens = (
+    jax.ShapeDtypeStruct((2048, 256), jnp.float32),
+    jax.ShapeDtypeStruct((v, 256), jnp.float32),
+    jax.ShapeDtypeStruct((2048,), jnp.int32),
+  )
+  loss = lambda h, w, t: -softmax.linear_log_prob(h, w, t).mean()
+  compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(hidden, weight, tokens).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20
+
+
+def test_vmap_and_jit_agree_with_a_loop():
+  hidden, weight, tokens, _ = arrays(12, 4, 17)
+  hidden, tokens = hidden.reshape(3, 4, 4), tokens.reshape(3, 4)
+  mapped = jax.jit(jax.vmap(lambda h, t: softmax.linear_log_prob(h, weight, t)))(hidden, tokens)
+  looped = jnp.stack([softmax.linear_log_prob(h, weight, t) for h, t in zip(hidden, tokens)])
+  np.testing.assert_allclose(mapped, looped, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda h, w, t, b: (h, w, t[:-1], b), "disagree"),
+    (lambda h, w, t, b: (h, w.T, t, b), r"transpose a \[D, V\] kernel"),
+    (lambda h, w, t, b: (h, w[:0], t, b[:0]), "vocabulary of at least 1"),
+    (lambda h, w, t, b: (h, w, t, b[:-1]), r"it is \[V\]"),
+  ],
+)
+def test_shapes_that_do_not_fit_are_refused(change, message):
+  with pytest.raises(ValueError, match=message):
+    softmax.linear_log_prob.__wrapped__(*change(*arrays(5, 4, 31)))
+
+
+def test_a_tile_without_extent_is_refused():
+  hidden, weight, tokens, _ = arrays(5, 4, 31)
+  with pytest.raises(ValueError, match="tile .* below 1"):
+    softmax.linear_log_prob(hidden, weight, tokens, tile=(0, 8))
+
+
+@pytest.mark.parametrize(("n", "v"), [(1, 1), (7, 3), (2048, 32000), (1000, 50257), (10**6, 10**6)])
+def test_the_default_tile_fits_its_arrays(n, v):
+  tile = softmax.default_tile(n, v)
+  assert 1 <= tile.tokens <= min(n, 1024)
+  assert 1 <= tile.vocab <= min(v, 1280)

@@ -1,0 +1,56 @@
+"""What do the tests compare with: float64 NumPy, and a look at every value that a program makes?"""
+
+import jax
+import numpy as np
+
+
+def log_softmax(logits):
+  """float64 log-softmax over the last axis."""
+  logits = np.asarray(logits, np.float64)
+  logits = logits - logits.max(axis=-1, keepdims=True)
+  return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def linear_log_prob(hidden, weight, tokens, bias=None):
+  """float64 log softmax(hidden · weightᵀ + bias)[tokens]."""
+  logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+  if bias is not None:
+    logits = logits + np.asarray(bias, np.float64)
+  return np.take_along_axis(log_softmax(logits), np.asarray(tokens)[..., None], -1)[..., 0]
+
+
+def linear_gradients(hidden, weight, tokens, cotangent, bias=None):
+  """float64 gradients of sum(cotangent · log_prob) in hidden [N, D], weight and bias, by hand."""
+  hidden, weight = np.asarray(hidden, np.float64), np.asarray(weight, np.float64)
+  logits = hidden @ weight.T + (0.0 if bias is None else np.asarray(bias, np.float64))
+  score = -np.exp(log_softmax(logits))
+  score[np.arange(len(tokens)), tokens] += 1
+  score *= np.asarray(cotangent, np.float64)[:, None]
+  return score @ weight, score.T @ hidden, score.sum(axis=0)
+
+
+def largest_value(function, *args) -> int:
+  """Elements of the largest array that the traced program makes, inputs and outputs apart."""
+  jaxpr = jax.make_jaxpr(function)(*args)
+  return max(_sizes(jaxpr.jaxpr), default=0)
+
+
+def shapes_of(function, *args) -> set:
+  """Shapes of all values that the traced program makes."""
+  return set(_shapes(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def _sizes(jaxpr):
+  return [int(np.prod(shape, dtype=np.int64)) for shape in _shapes(jaxpr)]
+
+
+def _shapes(jaxpr):
+  for equation in jaxpr.eqns:
+    for value in equation.outvars:
+      yield getattr(value.aval, "shape", ())
+    for parameter in jax.tree.leaves(
+      list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    ):
+      inner = getattr(parameter, "jaxpr", parameter)
+      if hasattr(inner, "eqns"):
+        yield from _shapes(inner)
