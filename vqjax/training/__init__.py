@@ -1,0 +1,25 @@
+"""How is an experiment trained, saved, resumed and evaluated?"""
+
+from vqjax.training.cost import Cost, loss_cost
+from vqjax.training.evaluate import Score, evaluate, make_scorer
+from vqjax.training.interrupt import Interrupted
+from vqjax.training.loop import NotFiniteError, fit
+from vqjax.training.optimizer import learning_rate, optimizer
+from vqjax.training.state import TrainState, init_state
+from vqjax.training.step import make_step
+
+__all__ = [
+  "Cost",
+  "Interrupted",
+  "NotFiniteError",
+  "Score",
+  "TrainState",
+  "evaluate",
+  "fit",
+  "init_state",
+  "learning_rate",
+  "loss_cost",
+  "make_scorer",
+  "make_step",
+  "optimizer",
+]

@@ -1,0 +1,202 @@
+"""How does an experiment become a result: train, evaluate, save, resume?"""
+
+import math
+import pathlib
+import time
+
+import jax
+import numpy as np
+
+from vqjax.config import Experiment, config_hash
+from vqjax.data import evaluation_batches
+from vqjax.training import cost as cost_of
+from vqjax.training.checkpoint import Checkpoints
+from vqjax.training.evaluate import evaluate, make_scorer
+from vqjax.training.interrupt import Interrupted, deferred_signals
+from vqjax.training.metrics import MetricsLog
+from vqjax.training.optimizer import learning_rate, optimizer
+from vqjax.training.progress import progress_bar
+from vqjax.training.provenance import peak_memory_bytes, provenance
+from vqjax.training.run import RunFolder
+from vqjax.training.state import TrainState, init_state
+from vqjax.training.step import make_step
+from vqjax.training.text import Text, load_text
+
+
+class NotFiniteError(ArithmeticError):
+  """The loss or its gradient is not a finite number: the run cannot go on from here."""
+
+
+def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
+  """Trains the experiment in its run folder, from where an earlier call left it, to its result.
+
+  A finished run returns its result at once. SIGINT and SIGTERM finish the step, save and raise
+  `Interrupted`.
+
+  Raises:
+    ValueError: the folder belongs to another config; the text, the tokenizer or a checkpoint does
+      not fit the model. Nothing is overwritten.
+    NotFiniteError: the loss or gradient is not finite; the last good checkpoint is kept.
+    OSError: the disk is full or the folder cannot be written.
+  """
+  text = load_text(experiment)
+  run = RunFolder(folder, experiment, text.identity)
+  done = run.result()
+  if done is not None and done["status"] == "finished":
+    return done
+  try:
+    result = _Run(text, run).to_the_end()
+  except NotFiniteError as error:
+    run.write_result(_header(experiment) | {"status": "failed", "error": str(error)})
+    raise
+  run.write_result(result)
+  return result
+
+
+def _header(experiment: Experiment) -> dict:
+  identity = {"config_hash": config_hash(experiment), "seed": experiment.seed}
+  return {"name": experiment.name, **identity, **provenance()}
+
+
+class _Run:
+  """One process's part of a run: from the newest checkpoint to the last step."""
+
+  def __init__(self, text: Text, run: RunFolder):
+    self.experiment, self.splits, self.run = text.experiment, text.splits, run
+    self.train, self.model = self.experiment.train, self.experiment.model
+    init_key, step_key = jax.random.split(jax.random.key(self.experiment.seed))
+    transform = optimizer(self.train)
+    schedule = learning_rate(self.train)
+    self.step_fn = make_step(self.model, transform, schedule, step_key, self.train.accumulate)
+    self.scorer = make_scorer(self.model)
+    self.state = init_state(self.model, transform, init_key)
+    self.batches = self.experiment.loader.batches(
+      self.splits["train"],
+      batch=self.train.batch,
+      context=self.model.context,
+      seed=self.experiment.seed,
+    )
+    self.checkpoints = Checkpoints(run.path, self.train.keep)
+    self._resume()
+    self.began_at = int(self.state.step)
+    self.loss = math.nan
+
+  def _resume(self) -> None:
+    restored = self.checkpoints.restore(self.state)
+    if restored is not None:
+      self.state = restored.state
+      self.batches.set_state(restored.position)
+
+  def to_the_end(self) -> dict:
+    """Trains what is left, and measures."""
+    self.log = MetricsLog(self.run.path, self.began_at)
+    began = time.perf_counter()
+    try:
+      self._train()
+      self.checkpoints.wait()
+      seconds = time.perf_counter() - began
+      return self._result(seconds)
+    finally:
+      self.log.close()
+      self.checkpoints.close()
+
+  def _train(self) -> None:
+    name, steps = self.experiment.name, self.train.steps
+    tokens = self.train.batch * self.model.context
+    pending = None
+    with (
+      deferred_signals() as stopped_by,
+      progress_bar(name, self.began_at, steps, tokens) as report,
+    ):
+      for step in range(self.began_at + 1, steps + 1):
+        self.state, metrics = self.step_fn(self.state, _arrays(next(self.batches)))
+        # Read one step late: the device already works on the next when the host waits.
+        if pending is not None:
+          report(step - 1, self._read(*pending))
+        pending = step, metrics
+        signum = stopped_by()
+        if signum or self._is_due(step):
+          report(step, self._read(*pending))
+          pending = None
+          self._pause(step, signum)
+
+  def _is_due(self, step: int) -> bool:
+    train = self.train
+    return step % train.save_every == 0 or step % train.eval_every == 0 or step == train.steps
+
+  def _read(self, step: int, metrics: dict) -> float:
+    """Logs a step's metrics; stops the run where they are not finite."""
+    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
+    if wrong:
+      self.checkpoints.wait()
+      raise NotFiniteError(self._explain(step, wrong))
+    if step % self.train.log_every == 0 or step == self.train.steps:
+      self.log.write({"step": step, **values})
+    self.loss = values["loss"]
+    return self.loss
+
+  def _explain(self, step: int, wrong: dict) -> str:
+    named = ", ".join(f"{name} is {value}" for name, value in wrong.items())
+    last = self.checkpoints.latest
+    kept = "no checkpoint was saved yet" if last is None else f"checkpoint {last} is good and kept"
+    return (
+      f"{named} at step {step}; {kept} in {self.run.path}. Try a lower train.learning_rate or"
+      " train.clip, or a longer train.warmup, in another run"
+    )
+
+  def _pause(self, step: int, signum: int | None) -> None:
+    """Evaluates and saves where it is time to; saves and stops where a signal asks for it."""
+    train, score = self.train, None
+    if step % train.eval_every == 0 or step == train.steps:
+      score = self._score("valid")._asdict()
+      self.log.write({"step": step, "valid": score})
+    if signum or step % train.save_every == 0 or step == train.steps:
+      self.checkpoints.save(self.state, self.batches.get_state(), score)
+    if signum:
+      self.checkpoints.wait()
+      raise Interrupted(signum, step)
+
+  def _score(self, name: str):
+    split = self.splits[name]
+    batches = evaluation_batches(split, batch=self._micro(), context=self.model.context)
+    return evaluate(self.scorer, self.state.variables, batches, split.text_bytes)
+
+  def _micro(self) -> int:
+    return self.train.batch // self.train.accumulate
+
+  def _result(self, seconds: float) -> dict:
+    steps = int(self.state.step) - self.began_at
+    tokens = self.train.batch * self.model.context
+    head = self.model.head
+    cost = cost_of.loss_cost(head, self._micro() * self.model.context)
+    return _header(self.experiment) | {
+      "status": "finished",
+      "valid": self._score("valid")._asdict(),
+      "test": self._score("test")._asdict(),
+      "head": {
+        "class": type(head).__name__,
+        **head.size()._asdict(),
+        "tied": getattr(head, "embedding", None) is not None,
+      },
+      "model": _model_size(self.state),
+      "loss": cost._asdict(),
+      "train": {
+        "steps": self.train.steps,
+        "loss": self.loss,
+        "seconds": seconds,
+        "tokens_per_second": steps * tokens / seconds if steps else None,
+        "peak_memory_bytes": peak_memory_bytes(),
+      },
+    }
+
+
+def _arrays(batch: dict) -> dict:
+  return {name: np.asarray(batch[name]) for name in ("inputs", "targets")}
+
+
+def _model_size(state: TrainState) -> dict:
+  return {
+    "params": sum(x.size for x in jax.tree.leaves(state.params)),
+    "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state.variables)),
+  }

@@ -1,0 +1,39 @@
+"""With which optimiser and learning rate does a run train?"""
+
+import jax
+import optax
+
+from vqjax.config import Train
+
+UNDECAYED = frozenset({"bias", "token_bias", "group_bias", "slot_bias", "scale", "shift"})
+"""Biases, norms' gains, and scales and shifts of slots: zero is no neutral value for them."""
+
+
+def learning_rate(train: Train) -> optax.Schedule:
+  """Step -> learning rate: linear from 0 over the warm-up, then a cosine to its final fraction."""
+  return optax.warmup_cosine_decay_schedule(
+    init_value=0.0 if train.warmup else train.learning_rate,
+    peak_value=train.learning_rate,
+    warmup_steps=train.warmup,
+    decay_steps=max(train.steps, train.warmup + 1),
+    end_value=train.learning_rate * train.final_fraction,
+  )
+
+
+def decayed(params: dict) -> dict:
+  """Marks the parameters that weight decay applies to: all but `UNDECAYED`."""
+  return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in UNDECAYED, params)
+
+
+def optimizer(train: Train) -> optax.GradientTransformation:
+  """Clipping by global norm, then AdamW with decoupled weight decay."""
+  return optax.chain(
+    optax.clip_by_global_norm(train.clip),
+    optax.adamw(
+      learning_rate(train),
+      b1=train.beta1,
+      b2=train.beta2,
+      weight_decay=train.weight_decay,
+      mask=decayed,
+    ),
+  )

@@ -1,0 +1,78 @@
+"""What is in a run's folder, and whose is it?"""
+
+import json
+import os
+import pathlib
+
+from vqjax.config import Experiment, config_hash, describe, difference
+from vqjax.training.checkpoint import disk_error
+
+
+class RunFolder:
+  """config.json, metrics.jsonl, events/, checkpoints/ and, in the end, result.json.
+
+  Attributes:
+    path: the folder.
+  """
+
+  def __init__(self, path: pathlib.Path, experiment: Experiment, data: dict):
+    """Opens the folder for an experiment on data (fingerprint, vocabulary), or makes it.
+
+    Raises:
+      ValueError: the folder belongs to another config or to other data; nothing is written.
+      OSError: the folder cannot be written; the message names the remedy.
+    """
+    self.path = path
+    mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
+    theirs = read_json(path / "config.json")
+    if theirs is not None:
+      _check_owner(path, mine, theirs)
+      return
+    try:
+      path.mkdir(parents=True, exist_ok=True)
+      write_json(path / "config.json", mine)
+    except OSError as error:
+      raise disk_error(error, path) from error
+
+  def result(self) -> dict | None:
+    """What the run ended with, or None while it has not."""
+    return read_json(self.path / "result.json")
+
+  def write_result(self, result: dict) -> None:
+    """Writes the result, whole or not at all."""
+    try:
+      write_json(self.path / "result.json", result)
+    except OSError as error:
+      raise disk_error(error, self.path) from error
+
+
+def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:
+  remedy = "give another folder with --run, or remove this one to start over"
+  if theirs["hash"] != mine["hash"]:
+    lines = "\n  ".join(difference(mine["config"], theirs["config"]))
+    raise ValueError(f"{path} belongs to another config:\n  {lines}\n{remedy}")
+  if theirs["data"] != mine["data"]:
+    changed = [
+      f"{name}: {mine['data'].get(name)} now, {theirs['data'].get(name)} then"
+      for name in mine["data"]
+      if mine["data"][name] != theirs["data"].get(name)
+    ]
+    lines = "\n  ".join(changed)
+    raise ValueError(f"the text of {path} has changed since the run began:\n  {lines}\n{remedy}")
+
+
+def read_json(path: pathlib.Path) -> dict | None:
+  """The file's object, or None where there is no file."""
+  if not path.exists():
+    return None
+  try:
+    return json.loads(path.read_text(encoding="utf-8"))
+  except json.JSONDecodeError as error:
+    raise ValueError(f"{path} is not JSON ({error}); remove it to go on without it") from error
+
+
+def write_json(path: pathlib.Path, value: dict) -> None:
+  """Writes to a neighbour first, so that the file is never half there."""
+  temporary = path.with_name(path.name + ".tmp")
+  temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+  os.replace(temporary, path)

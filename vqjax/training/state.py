@@ -1,0 +1,68 @@
+"""What does a run carry from step to step, and how is it known to be intact?"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax import lax
+from jaxtyping import Array, Int, PRNGKeyArray, UInt32
+
+
+@flax.struct.dataclass
+class TrainState:
+  """All that a step changes or reads.
+
+  Attributes:
+    step: optimiser steps taken.
+    params: the trained parameters.
+    tables: the model's other collections (integer code tables), which no optimiser touches.
+    opt_state: the optimiser's state.
+  """
+
+  step: Int[Array, ""]
+  params: Any
+  tables: Any
+  opt_state: Any
+
+  @property
+  def variables(self) -> dict:
+    """What `model.apply` takes."""
+    return {"params": self.params, **self.tables}
+
+
+def init_state(
+  model: nn.Module, optimizer: optax.GradientTransformation, key: PRNGKeyArray
+) -> TrainState:
+  """A fresh state, made in one jitted call."""
+
+  def make(key):
+    tokens = jnp.zeros((1, min(model.context, 8)), jnp.int32)
+    variables = nn.unbox(model.init(key, tokens, tokens, method="loss_terms"))
+    tables = {name: tree for name, tree in variables.items() if name != "params"}
+    params = variables["params"]
+    return TrainState(jnp.int32(0), params, tables, optimizer.init(params))
+
+  return jax.jit(make)(key)
+
+
+@jax.jit
+def checksum(state: TrainState) -> UInt32[Array, "leaves"]:
+  """One number for each array of the state, from all of its bits and their places.
+
+  Integer sums wrap and do not depend on the order of addition, so the result is the same on any
+  device and for any sharding. A single wrong bit always shows.
+  """
+  return jnp.stack([_leaf_checksum(jnp.asarray(leaf)) for leaf in jax.tree.leaves(state)])
+
+
+def _leaf_checksum(leaf):
+  if leaf.dtype == jnp.bool_:
+    leaf = leaf.astype(jnp.uint8)
+  unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+  bits = lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32).ravel()
+  # An odd weight is invertible modulo 2^32: no change of a single number cancels.
+  weight = 2 * lax.iota(jnp.uint32, bits.size) + 1
+  return (bits * weight).sum(dtype=jnp.uint32)

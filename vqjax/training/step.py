@@ -1,0 +1,77 @@
+"""How does one optimiser step change the state?"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jaxtyping import Array, PRNGKeyArray
+
+from vqjax.training.state import TrainState
+
+Step = Callable[[TrainState, dict], tuple[TrainState, dict]]
+"""(state, {"inputs": [B, T], "targets": [B, T], ...}) -> (state, metrics)."""
+
+
+def make_step(
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  schedule: optax.Schedule,
+  key: PRNGKeyArray,
+  accumulate: int = 1,
+) -> Step:
+  """The jitted training step; it donates the state that it is given.
+
+  The loss is the mean of -log_prob in nats plus the model's auxiliary terms. The batch is cut into
+  `accumulate` equal micro-batches whose gradients are averaged. Randomness is a function of the
+  key and the number of the step alone, so a resumed run repeats it.
+
+  The metrics are `loss` (nats per token, without auxiliary terms), each auxiliary term by name,
+  `grad_norm` before clipping, and `learning_rate`.
+  """
+
+  def loss(params, tables, batch, key):
+    log_prob, aux = model.apply(
+      {"params": params, **tables},
+      batch["inputs"],
+      batch["targets"],
+      deterministic=False,
+      rngs={"dropout": key},
+      method="loss_terms",
+    )
+    nats = -log_prob.mean()
+    return sum(aux.values(), nats), {"loss": nats, **aux}
+
+  def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+    step_key = jax.random.fold_in(key, state.step)
+    gradient, metrics = _mean_gradient(loss, state, batch, step_key, accumulate)
+    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    metrics["grad_norm"] = optax.tree.norm(gradient)
+    metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(state.step + 1, params, state.tables, opt_state), metrics
+
+  return jax.jit(step, donate_argnums=0)
+
+
+def _mean_gradient(
+  loss: Callable, state: TrainState, batch: dict, key: Array, accumulate: int
+) -> tuple[Any, dict]:
+  """Gradient and metrics, averaged over the micro-batches one after another."""
+  gradient_of = jax.grad(loss, has_aux=True)
+  if accumulate == 1:
+    return gradient_of(state.params, state.tables, batch, key)
+  parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+
+  def add(total, part):
+    index, micro = part
+    found = gradient_of(state.params, state.tables, micro, jax.random.fold_in(key, index))
+    return jax.tree.map(jnp.add, total, found), None
+
+  first = jax.tree.map(lambda x: x[0], parts)
+  shape = jax.eval_shape(gradient_of, state.params, state.tables, first, key)
+  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
+  total, _ = jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))
+  return jax.tree.map(lambda x: x / accumulate, total)
