@@ -1,0 +1,56 @@
+"""How does a number read to a person?"""
+
+import math
+from collections.abc import Callable
+
+MISSING = "–"
+
+
+def count(value: float) -> str:
+  """1_570_000 as "1.57 M": three digits and a decimal prefix."""
+  return _scaled(value, 1000, ["", "k", "M", "G", "T", "P"])
+
+
+def size(value: float) -> str:
+  """6_400_000 bytes as "6.10 MiB": three digits and a binary prefix."""
+  return _scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
+
+
+def milliseconds(value: float) -> str:
+  """0.0123 seconds as "12.3"."""
+  return _three_digits(1000 * value)
+
+
+def ratio(value: float) -> str:
+  """0.42 as "0.42×"."""
+  return f"{value:.2f}×"
+
+
+def fixed(digits: int) -> Callable[[float], str]:
+  """Numbers with a fixed count of digits behind the point."""
+  return lambda value: f"{value:,.{digits}f}"
+
+
+def _scaled(value: float, base: int, prefixes: list[str]) -> str:
+  if not math.isfinite(value):
+    return str(value)
+  scale = 0
+  # 999.6 would round to 1000: it reads better as 1.00 of the next prefix.
+  while abs(value) >= base * 0.9995 and scale < len(prefixes) - 1:
+    value, scale = value / base, scale + 1
+  number = _three_digits(value) if scale else f"{value:g}"
+  return f"{number} {prefixes[scale]}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+  magnitude = abs(value)
+  digits = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2
+  return f"{value:,.{digits}f}"
+
+
+def shorten(text: str, limit: int = 32) -> str:
+  """The text, its middle left out where it is longer than `limit` characters."""
+  if len(text) <= limit:
+    return text
+  half = (limit - 1) // 2
+  return f"{text[:half]}…{text[-half:]}"
