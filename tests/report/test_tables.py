@@ -56,9 +56,13 @@ def test_loss_time_is_relative_to_the_first_dense_run(demo):
   assert "loss / dense" not in titles
 
 
-def test_loss_times_of_two_devices_have_no_ratio(demo, write_run, finished):
-  write_run("e_other", finished("other", head={"class": "Other"}, device="gpu"))
-  assert column_texts(report.read_runs(demo), "loss / dense")[-1] == "–"
+@pytest.mark.parametrize("other", [{"device": "gpu"}, {"loss": {"seconds": 1.0, "tokens": 17}}])
+def test_loss_times_of_other_devices_or_batches_are_not_compared(demo, write_run, finished, other):
+  write_run("e_other", finished("other", head={"class": "Other"}, **other))
+  runs = report.read_runs(demo)
+  assert column_texts(runs, "loss / dense")[-1] == "–"
+  flags = {column.title: column.smaller_is_better for column in report.default_columns(runs)}
+  assert flags["loss, ms"] is flags["tokens/s"] is None
 
 
 def test_the_best_value_is_marked_where_values_differ(demo):

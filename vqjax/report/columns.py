@@ -29,7 +29,9 @@ class Column:
 
 def default_columns(runs: Sequence[Run]) -> list[Column]:
   """Quality, sizes and costs; quality on one split for all runs, which the headers name."""
-  columns = [*_quality(common_split(runs)), *_sizes(), *_costs()]
+  # Over several devices or batches no run is the fastest.
+  comparable = len({_timed_on(run) for run in runs if run.status == "finished"}) <= 1
+  columns = [*_quality(common_split(runs)), *_sizes(), *_costs(comparable)]
   dense = first_dense(runs)
   if dense is not None:
     at = next(i for i, column in enumerate(columns) if column.title == "loss, ms") + 1
@@ -111,15 +113,15 @@ def _sizes() -> list[Column]:
   ]
 
 
-def _costs() -> list[Column]:
+def _costs(comparable: bool) -> list[Column]:
   return [
     _field(
       "loss, ms",
       "loss.seconds",
       units.milliseconds,
-      "Median time of the head's loss and its gradients for one batch of hidden vectors, compiled,"
-      " on the run's device. The rest of the model is not in it.",
-      True,
+      "Median time of the head's loss and its gradients for one micro-batch of hidden vectors,"
+      " compiled, on the run's device. The rest of the model is not in it.",
+      True if comparable else None,
     ),
     _field(
       "loss temp",
@@ -127,29 +129,34 @@ def _costs() -> list[Column]:
       units.size,
       "Bytes of temporary buffers that XLA plans for that same computation: what the loss adds to"
       " memory beyond its inputs and outputs.",
-      True,
+      True if comparable else None,
     ),
     _field(
       "tokens/s",
       "train.tokens_per_second",
       units.count,
       "Training tokens per second of the whole run's optimiser steps, on the run's device.",
-      False,
+      False if comparable else None,
     ),
   ]
+
+
+def _timed_on(run: Run) -> tuple[Any, Any]:
+  """What a loss time depends on besides the head: the device and the number of tokens."""
+  return run.get("device"), run.get("loss.tokens")
 
 
 def _relative_loss_time(dense: Run) -> Column:
   def relative(run: Run) -> float | None:
     seconds = run.get("loss.seconds")
-    same_device = run.get("device") == dense.get("device")
-    return seconds / dense.get("loss.seconds") if seconds is not None and same_device else None
+    same_work = _timed_on(run) == _timed_on(dense)
+    return seconds / dense.get("loss.seconds") if seconds is not None and same_work else None
 
   return Column(
     "loss / dense",
     relative,
     units.ratio,
     f"The loss time as a multiple of that of {dense.name}, the first run with a dense head. Runs on"
-    " another device have none.",
+    " another device or with another number of tokens in a micro-batch have none.",
     True,
   )

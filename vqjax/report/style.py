@@ -72,7 +72,8 @@ dd { margin: 0; }
   .scroll, .plot { overflow: visible; border: 0; }
   figure svg { min-width: 0; }
   table { font-size: 7.5pt; }
-  th, td { padding: .2rem .3rem; white-space: normal; }
+  th, td { padding: .2rem .3rem; }
+  tbody th { min-width: 6rem; }
   figure, .card { break-inside: avoid; }
 }
 """
