@@ -48,7 +48,8 @@ def _fields(path: str, node: Any) -> Padding:
   meanings = field_docs(type(node))
   for name, kinds in settable(node).items():
     value = describe(children(node)[name])
-    told = f"{type_name(kinds)} = {value}"
+    shown = "(empty)" if value == "" else value
+    told = f"{type_name(kinds)} = {shown}"
     table.add_row(Text(join(path, name)), Text(told), Text(meanings.get(name, "")))
   return Padding(table, (0, 0, 1, 2))
 
