@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Int
+from numpy.typing import ArrayLike
 
 Assignment = Callable[[int, int], Int[np.ndarray, "V"]]
 
@@ -44,7 +45,7 @@ class FrequentAlone:
     return np.concatenate([np.arange(alone, dtype=np.int32), rest.astype(np.int32)])
 
 
-def checked(assignment: Int[np.ndarray, "V"], vocab: int, codes: int) -> Int[np.ndarray, "V"]:
+def checked(assignment: ArrayLike, vocab: int, codes: int) -> Int[np.ndarray, "{vocab}"]:
   """The assignment as int32 [V]; ValueError if it is of another length or names an absent code."""
   table = np.asarray(assignment)
   remedy = "; build it with assign.contiguous(vocab, codes) or another function of vqjax.assign"

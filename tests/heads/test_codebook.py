@@ -1,6 +1,7 @@
 """Does the codebook head keep the contract, whatever table of codes it has?"""
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ def with_empty_codes(vocab, codes):
 
 
 class TestCodebookHead(HeadContract):
-  cases = {
+  cases: ClassVar = {
     "uniform": lambda v, d: CodebookHead(v, d, 17),
     "bias": lambda v, d: CodebookHead(v, d, 17, token_bias=True),
     "frequent": lambda v, d: CodebookHead(v, d, 17, assign.FrequentAlone(), token_bias=True),

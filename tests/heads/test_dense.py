@@ -1,5 +1,7 @@
 """Does the dense head keep the contract, free and tied?"""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from vqjax import DenseEmbedding, DenseHead
 
 
 class TestDenseHead(HeadContract):
-  cases = {
+  cases: ClassVar = {
     "plain": DenseHead,
     "bias": lambda v, d: DenseHead(v, d, use_bias=True),
     "tied": lambda v, d: DenseHead(v, d, use_bias=True, embedding=DenseEmbedding(v, d)),

@@ -1,5 +1,7 @@
 """Does the grouped head keep the contract at any number of groups?"""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from vqjax import GroupedHead
 
 
 class TestGroupedHead(HeadContract):
-  cases = {
+  cases: ClassVar = {
     "default": GroupedHead,
     "bias": lambda v, d: GroupedHead(v, d, use_bias=True),
     "a group each": lambda v, d: GroupedHead(v, d, groups=v),
@@ -37,7 +39,7 @@ class TestGroupedHead(HeadContract):
 class TestOneGroup(TestGroupedHead):
   """One group is the whole vocabulary: a softmax over S = V slots, and nothing is saved."""
 
-  cases = {"one group": lambda v, d: GroupedHead(v, d, groups=1)}
+  cases: ClassVar = {"one group": lambda v, d: GroupedHead(v, d, groups=1)}
 
   @pytest.mark.parametrize("vocab", [4099])
   def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):

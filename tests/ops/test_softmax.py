@@ -61,9 +61,9 @@ def test_bfloat16_accumulates_in_float32():
   value = softmax.linear_log_prob(hidden, weight, tokens)
   assert value.dtype == jnp.float32
   assert np.abs(value - reference.linear_log_prob(hidden, weight, tokens)).max() < 2e-3
-  d_hidden, d_weight = jax.grad(
-    lambda h, w: softmax.linear_log_prob(h, w, tokens).sum(), (0, 1)
-  )(hidden, weight)
+  d_hidden, d_weight = jax.grad(lambda h, w: softmax.linear_log_prob(h, w, tokens).sum(), (0, 1))(
+    hidden, weight
+  )
   assert d_hidden.dtype == d_weight.dtype == jnp.bfloat16
   exact = reference.linear_gradients(hidden, weight, tokens, np.ones(64))
   # bfloat16 keeps 8 bits: the result is off by half a unit in the last place, and the
@@ -94,9 +94,7 @@ def test_a_bias_of_minus_infinity_removes_a_row_even_a_whole_tile_of_them():
   loss = lambda h, w, b: softmax.linear_log_prob(h, w, tokens, b, tile=(4, 5)).sum()
   kept = np.isfinite(np.asarray(bias))
   place = np.cumsum(kept) - 1
-  expected = reference.linear_log_prob(
-    hidden, weight[kept], place[np.asarray(tokens)], bias[kept]
-  )
+  expected = reference.linear_log_prob(hidden, weight[kept], place[np.asarray(tokens)], bias[kept])
   value, (d_hidden, d_weight, d_bias) = jax.value_and_grad(loss, (0, 1, 2))(hidden, weight, bias)
   np.testing.assert_allclose(value, expected.sum(), rtol=1e-5)
   assert np.isfinite(d_hidden).all()
@@ -110,9 +108,7 @@ def test_a_token_outside_the_vocabulary_is_nan_and_touches_no_other(token):
   value = softmax.linear_log_prob(hidden, weight, tokens.at[2].set(token))
   assert np.isnan(value[2])
   good = np.array([0, 1, 3, 4])
-  np.testing.assert_array_equal(
-    value[good], softmax.linear_log_prob(hidden, weight, tokens)[good]
-  )
+  np.testing.assert_array_equal(value[good], softmax.linear_log_prob(hidden, weight, tokens)[good])
 
 
 def test_no_value_of_tokens_times_vocabulary_and_no_copy_of_the_weight():
@@ -166,7 +162,7 @@ def test_shapes_that_do_not_fit_are_refused(change, message):
 
 def test_a_tile_without_extent_is_refused():
   hidden, weight, tokens, _ = arrays(5, 4, 31)
-  with pytest.raises(ValueError, match="tile .* below 1"):
+  with pytest.raises(ValueError, match=r"tile .* below 1"):
     softmax.linear_log_prob(hidden, weight, tokens, tile=(0, 8))
 
 

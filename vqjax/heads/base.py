@@ -60,7 +60,7 @@ class Head(nn.Module):
     self,
     hidden: Float[Array, "*B D"],
     key: PRNGKeyArray,
-    temperature: float = 1.0,
+    temperature: float | int = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     allowed: Bool[Array, "*B V"] | Bool[Array, "V"] | None = None,

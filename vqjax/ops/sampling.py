@@ -118,7 +118,7 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
 def sample(
   blocks: Blocks,
   key: PRNGKeyArray,
-  temperature: float = 1.0,
+  temperature: float | int = 1.0,
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> Int[Array, "*B"]:
@@ -142,7 +142,7 @@ def sample(
   return jnp.where(place_B < 0, -1, chosen_B)
 
 
-def check_options(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_options(temperature: float | int, top_k: int | None, top_p: float | None) -> None:
   """Raises ValueError for an option of `sample` that no distribution has."""
   if not temperature >= 0:
     raise ValueError(f"temperature {temperature} is negative; 0 is the arg max, 1 leaves as is")

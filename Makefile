@@ -1,0 +1,41 @@
+# What can I run here?  make demo | test | lint | bench | install | smoke | clean
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test lint bench smoke clean
+
+install: $(STAMP)
+
+# Made again when the requirements change; otherwise a second call starts at once.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "vqjax needs Python 3.11 or newer; '$(PYTHON)' is older: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once; a few minutes)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	$(PY) -m experiments.demo
+
+test: $(STAMP)
+	$(PY) -m pytest -n 2
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+
+bench: $(STAMP)
+	$(PY) -m experiments.bench_softmax
+	$(PY) -m experiments.bench_heads
+	$(PY) -m experiments.bench_loop
+
+# The demo's whole path in seconds, to see that it works.
+smoke: $(STAMP)
+	$(PY) -m experiments.demo --steps 12 --runs runs/smoke
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

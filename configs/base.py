@@ -1,0 +1,43 @@
+"""What do the small language models have in common, that only their vocabulary layers differ?"""
+
+from collections.abc import Callable
+
+from vqjax import DenseEmbedding, Embedding, Head
+from vqjax.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.data import Text, Windows, WordTokenizer
+from vqjax.models import Transformer
+
+DIM = 128
+
+
+def language_model(name: str, head: Callable[[int, int, Embedding], Head]) -> Experiment:
+  """A two-layer decoder on words, by default of the standard library's docstrings.
+
+  `head` is given vocab, dim and the embedding, which a tied head shares.
+  """
+  embedding = DenseEmbedding(FROM_TOKENIZER, DIM)
+  return Experiment(
+    name=name,
+    model=Transformer(
+      embedding=embedding,
+      head=head(FROM_TOKENIZER, DIM, embedding),
+      dim=DIM,
+      layers=2,
+      heads=4,
+      context=64,
+      dropout=0.1,
+    ),
+    data=Text(),
+    tokenizer=WordTokenizer(),
+    loader=Windows(),
+    train=Train(
+      steps=400,
+      batch=16,
+      learning_rate=3e-3,
+      warmup=40,
+      weight_decay=0.1,
+      log_every=5,
+      eval_every=100,
+      save_every=100,
+    ),
+  )

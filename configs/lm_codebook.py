@@ -1,0 +1,14 @@
+"""What is left of the small decoder when 1024 codes stand for its whole vocabulary?"""
+
+from configs.base import language_model
+from vqjax import CodebookHead, assign
+from vqjax.config import Experiment
+
+
+def experiment() -> Experiment:
+  return language_model(
+    "codebook",
+    lambda vocab, dim, _: CodebookHead(
+      vocab, dim, codes=1024, assignment_init=assign.FrequentAlone()
+    ),
+  )

@@ -1,0 +1,9 @@
+"""How good and how large is the small decoder with an ordinary softmax head?"""
+
+from configs.base import language_model
+from vqjax import DenseHead
+from vqjax.config import Experiment
+
+
+def experiment() -> Experiment:
+  return language_model("dense", lambda vocab, dim, _: DenseHead(vocab, dim))

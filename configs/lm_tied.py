@@ -1,0 +1,11 @@
+"""What does the small decoder gain when its head shares the embedding's table?"""
+
+from configs.base import language_model
+from vqjax import DenseHead
+from vqjax.config import Experiment
+
+
+def experiment() -> Experiment:
+  return language_model(
+    "tied", lambda vocab, dim, embedding: DenseHead(vocab, dim, embedding=embedding)
+  )

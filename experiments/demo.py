@@ -1,0 +1,56 @@
+"""What do the vocabulary layers cost and lose, side by side, on text that every machine has?"""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+
+from rich.console import Console
+
+from vqjax import report
+from vqjax.config import load, override
+from vqjax.training import Interrupted, NotFiniteError, fit
+
+CONFIGS = ("lm_dense", "lm_tied", "lm_codebook", "lm_codebook_bias", "lm_grouped")
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Trains every config in turn, then prints the table and writes the page."""
+  parser = argparse.ArgumentParser(
+    prog="python -m experiments.demo",
+    description="Train a small decoder with each vocabulary layer on the docstrings of Python's"
+    " standard library; print a table and write a page with plots. Run again to resume.",
+  )
+  parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/demo"), metavar="DIR")
+  parser.add_argument("--steps", type=int, help="train for so many steps instead")
+  options = parser.parse_args(arguments)
+  console = Console()
+  try:
+    experiments = [_experiment(name, options.steps) for name in CONFIGS]
+    folders = [options.runs / experiment.name for experiment in experiments]
+    for experiment, folder in zip(experiments, folders):
+      fit(experiment, folder)
+  except Interrupted as stop:
+    console.print(f"{stop}. Run the same command again to resume.", highlight=False)
+    return 128 + stop.signum
+  except (ValueError, OSError, NotFiniteError) as error:
+    console.print(f"error: {error}", highlight=False, markup=False)
+    return 1
+  runs = [report.read_run(folder) for folder in folders]
+  console.print(report.console_table(report.default_columns(runs), runs, console.width))
+  page = options.runs / "report.html"
+  report.write_page(runs, page, title="Vocabulary layers, side by side")
+  console.print(f"page: {page}", highlight=False)
+  return 0
+
+
+def _experiment(name: str, steps: int | None):
+  experiment = load(pathlib.Path(__file__).parents[1] / "configs" / f"{name}.py")
+  if steps is None:
+    return experiment
+  train = dataclasses.replace(experiment.train, warmup=min(experiment.train.warmup, steps))
+  return override(dataclasses.replace(experiment, train=train), [f"train.steps={steps}"])
+
+
+if __name__ == "__main__":
+  sys.exit(main())

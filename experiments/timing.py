@@ -1,0 +1,53 @@
+"""How are programs compared on a noisy machine: in turn, in one process, by medians?"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+
+class Timed(NamedTuple):
+  """What one compiled program cost.
+
+  Attributes:
+    seconds: median time of a call.
+    temp_bytes: the compiler's account of its temporaries.
+    output: what the last call returned.
+  """
+
+  seconds: float
+  temp_bytes: int
+  output: object
+
+
+def compare(programs: dict[str, tuple[Callable, tuple]], rounds: int = 5) -> dict[str, Timed]:
+  """Compiles each (function, arguments), then calls all of them in turn, `rounds` times.
+
+  A program that takes less than a fifth of the slowest is called five times a round, so that its
+  median rests on as much time.
+  """
+  compiled = {n: jax.jit(f).lower(*args).compile() for n, (f, args) in programs.items()}
+  times: dict[str, list[float]] = {name: [] for name in programs}
+  outputs = dict.fromkeys(programs)
+
+  def call(name):
+    start = time.perf_counter()
+    outputs[name] = jax.block_until_ready(compiled[name](*programs[name][1]))
+    return time.perf_counter() - start
+
+  first = {name: call(name) for name in programs}
+  repeats = {name: 5 if 5 * t < max(first.values()) else 1 for name, t in first.items()}
+  for _ in range(rounds):
+    for name in programs:
+      times[name] += [call(name) for _ in range(repeats[name])]
+  return {
+    name: Timed(statistics.median(times[name]), _temp_bytes(compiled[name]), outputs[name])
+    for name in programs
+  }
+
+
+def _temp_bytes(compiled) -> int:
+  memory = compiled.memory_analysis()
+  return 0 if memory is None else int(memory.temp_size_in_bytes)

@@ -1,0 +1,46 @@
+"""Do the masses of codes and the draws inside a code follow their definitions?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from vqjax.ops import codes
+
+
+def test_without_a_bias_the_mass_is_the_number_of_tokens():
+  mass = codes.log_mass(jnp.array([0, 0, 3, 0]), 5)
+  np.testing.assert_allclose(np.exp(mass), [3, 0, 0, 1, 0], rtol=1e-6)
+
+
+def test_with_a_bias_the_mass_is_a_log_sum_and_its_gradient_the_share_inside_the_code():
+  assignment, bias = jnp.array([0, 0, 2, 0]), jnp.array([1.0, -2.0, 0.5, 300.0])
+  mass, pull = jax.vjp(lambda b: codes.log_mass(assignment, 4, b), bias)
+  np.testing.assert_allclose(mass, [300, -np.inf, 0.5, -np.inf], rtol=1e-6)
+  (gradient,) = pull(jnp.ones(4))
+  np.testing.assert_allclose(gradient, [0, 0, 1, 1], atol=1e-6)
+
+
+def test_a_code_whose_tokens_all_have_bias_minus_infinity_is_empty():
+  bias = jnp.array([-jnp.inf, -jnp.inf, 0.0])
+  mass = codes.log_mass(jnp.array([0, 0, 1]), 2, bias)
+  assert np.isneginf(mass[0])
+  gradient = jax.grad(lambda b: codes.log_mass(jnp.array([0, 0, 1]), 2, b)[1])(bias)
+  assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_draws_within_a_code_larger_than_a_visit_follow_the_bias(with_bias):
+  # 300 tokens on code 1 take three visits of 128; the others keep their own.
+  assignment = jnp.concatenate([jnp.full(10, 0), jnp.full(300, 1), jnp.full(7, 4)])
+  assignment = jax.random.permutation(jax.random.key(0), assignment)
+  bias = jax.random.normal(jax.random.key(1), (317,)) if with_bias else None
+  code = jnp.ones(30_000, jnp.int32).at[0].set(0).at[1].set(4)
+  drawn = codes.draw_within(jax.random.key(2), code, assignment, 5, bias)
+  np.testing.assert_array_equal(assignment[drawn], code)
+  on = np.flatnonzero(np.asarray(assignment) == 1)
+  weight = np.ones(300) if bias is None else np.exp(np.asarray(bias, np.float64)[on])
+  counts = np.bincount(np.asarray(drawn[2:]), minlength=317)[on]
+  expected = weight / weight.sum() * counts.sum()
+  assert scipy.stats.chisquare(counts, expected, sum_check=False).pvalue > 1e-4
