@@ -1,0 +1,33 @@
+"""Where do documents, tokens and batches come from?"""
+
+from vqjax.data.cache import TokenSplit, encode_split, fit_encoder
+from vqjax.data.corpora import PennTreebank, WikiText
+from vqjax.data.pipeline import EvaluationBatches, Loader, Streams, Windows
+from vqjax.data.source import Source
+from vqjax.data.text import Text
+from vqjax.data.tokenizers import (
+  BPETokenizer,
+  Encoder,
+  SentencePieceTokenizer,
+  Tokenizer,
+  WordTokenizer,
+)
+
+__all__ = [
+  "BPETokenizer",
+  "Encoder",
+  "EvaluationBatches",
+  "Loader",
+  "PennTreebank",
+  "SentencePieceTokenizer",
+  "Source",
+  "Streams",
+  "Text",
+  "TokenSplit",
+  "Tokenizer",
+  "WikiText",
+  "Windows",
+  "WordTokenizer",
+  "encode_split",
+  "fit_encoder",
+]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from vqjax.config import Experiment, config_hash
-from vqjax.data import evaluation_batches
+from vqjax.data import EvaluationBatches
 from vqjax.training import cost as cost_of
 from vqjax.training.checkpoint import Checkpoints
 from vqjax.training.evaluate import evaluate, make_scorer
@@ -80,6 +80,7 @@ class _Run:
     self._resume()
     self.began_at = int(self.state.step)
     self.loss = math.nan
+    self.clock = _Clock()
 
   def _resume(self) -> None:
     restored = self.checkpoints.restore(self.state)
@@ -110,6 +111,9 @@ class _Run:
     ):
       for step in range(self.began_at + 1, steps + 1):
         self.state, metrics = self.step_fn(self.state, _arrays(next(self.batches)))
+        if step == self.began_at + 1:
+          jax.block_until_ready(metrics)  # the first step compiles: the clock starts behind it
+          self.clock.start()
         # Read one step late: the device already works on the next when the host waits.
         if pending is not None:
           report(step - 1, self._read(*pending))
@@ -118,7 +122,9 @@ class _Run:
         if signum or self._is_due(step):
           report(step, self._read(*pending))
           pending = None
+          self.clock.stop()
           self._pause(step, signum)
+          self.clock.start()
 
   def _is_due(self, step: int) -> bool:
     train = self.train
@@ -159,14 +165,14 @@ class _Run:
 
   def _score(self, name: str):
     split = self.splits[name]
-    batches = evaluation_batches(split, batch=self._micro(), context=self.model.context)
+    batches = EvaluationBatches(split, batch=self._micro(), context=self.model.context)
     return evaluate(self.scorer, self.state.variables, batches, split.text_bytes)
 
   def _micro(self) -> int:
     return self.train.batch // self.train.accumulate
 
   def _result(self, seconds: float) -> dict:
-    steps = int(self.state.step) - self.began_at
+    timed_steps = self.train.steps - self.began_at - 1
     tokens = self.train.batch * self.model.context
     head = self.model.head
     cost = cost_of.loss_cost(head, self._micro() * self.model.context)
@@ -185,10 +191,23 @@ class _Run:
         "steps": self.train.steps,
         "loss": self.loss,
         "seconds": seconds,
-        "tokens_per_second": steps * tokens / seconds if steps else None,
+        "step_seconds": self.clock.seconds / timed_steps if timed_steps > 0 else None,
+        "tokens_per_second": timed_steps * tokens / self.clock.seconds if timed_steps > 0 else None,
         "peak_memory_bytes": peak_memory_bytes(),
       },
     }
+
+
+class _Clock:
+  """Time spent between start and stop, summed: the steps, without evaluation and saving."""
+
+  seconds = 0.0
+
+  def start(self) -> None:
+    self.began = time.perf_counter()
+
+  def stop(self) -> None:
+    self.seconds += time.perf_counter() - self.began
 
 
 def _arrays(batch: dict) -> dict:

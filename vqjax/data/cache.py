@@ -1,0 +1,124 @@
+"""How is text tokenised only once, and never read half-written or out of date?"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from vqjax.data.files import atomic_file, content_hash
+from vqjax.data.source import Source
+from vqjax.data.tokenizers import Encoder, Tokenizer
+
+HEADER = np.dtype(
+  [("magic", "S8"), ("tokens", "<i8"), ("text_bytes", "<i8"), ("documents", "<i8"), ("eos", "<i8")]
+)
+MAGIC = b"vqjaxtk1"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSplit:
+  """The tokens of a split, documents one after another, each ended by `eos`.
+
+  Attributes:
+    tokens: memory-mapped uint16 or uint32.
+    text_bytes: UTF-8 bytes of the documents, plus one for the end of each, which a token predicts.
+    documents: number of documents.
+    eos: the token that ends a document.
+  """
+
+  tokens: np.ndarray
+  text_bytes: int
+  documents: int
+  eos: int
+
+
+def cache_folder() -> Path:
+  """$VQJAX_CACHE, or ~/.cache/vqjax."""
+  chosen = os.environ.get("VQJAX_CACHE")
+  return Path(chosen) if chosen else Path.home() / ".cache" / "vqjax"
+
+
+def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
+  """The tokenizer fitted to the source's training documents, from the cache where it is there."""
+  key = content_hash([source.fingerprint(), repr(tokenizer)])
+  path = cache_folder() / f"{key}.encoder.json"
+  if path.exists():
+    try:
+      return tokenizer.load(json.loads(path.read_text(encoding="utf-8"))["state"])
+    except (ValueError, KeyError):
+      pass  # damaged: fitted and written again
+  encoder = tokenizer.fit(lambda: source.documents("train"))
+  _write(path, json.dumps({"state": encoder.state()}).encode())
+  return encoder
+
+
+def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
+  """The split's tokens, memory-mapped from the cache; encoded first where it does not hold them.
+
+  Raises:
+    ValueError: the encoder gives a token outside its vocabulary.
+    OSError: the cache cannot be written; the message names VQJAX_CACHE.
+  """
+  key = content_hash([source.fingerprint(), encoder.fingerprint(), split])
+  path = cache_folder() / f"{key}.{split}.tokens"
+  if not _is_whole(path):
+    _write(path, _encode(source, encoder, split))
+  return _read(path)
+
+
+def _encode(source: Source, encoder: Encoder, split: str) -> bytes:
+  parts, text_bytes = [], 0
+  for document in source.documents(split):
+    tokens = encoder.encode(document)
+    wrong = tokens[(tokens < 0) | (tokens >= encoder.vocab)]
+    if wrong.size:
+      raise ValueError(
+        f"token {wrong[0]} is outside the vocabulary of {encoder.vocab}; the tokenizer does not"
+        " belong to that vocabulary"
+      )
+    parts.append(tokens.astype(_dtype(encoder.vocab)))
+    text_bytes += len(document.encode()) + 1
+  tokens = np.concatenate(parts) if parts else np.zeros(0, _dtype(encoder.vocab))
+  header = np.array((MAGIC, len(tokens), text_bytes, len(parts), encoder.eos), HEADER)
+  return header.tobytes() + tokens.tobytes()
+
+
+def _dtype(vocab: int) -> np.dtype:
+  return np.dtype("<u2" if vocab <= 2**16 else "<u4")
+
+
+def _read(path: Path) -> TokenSplit:
+  header = _header(path)
+  width = (path.stat().st_size - HEADER.itemsize) // max(int(header["tokens"]), 1)
+  dtype = np.dtype(f"<u{width}") if header["tokens"] else np.dtype("<u2")
+  shape = (int(header["tokens"]),)
+  tokens = np.memmap(path, dtype, "r", HEADER.itemsize, shape) if shape[0] else np.zeros(0, dtype)
+  return TokenSplit(tokens, int(header["text_bytes"]), int(header["documents"]), int(header["eos"]))
+
+
+def _header(path: Path) -> np.ndarray:
+  with path.open("rb") as file:
+    return np.frombuffer(file.read(HEADER.itemsize), HEADER)[0]
+
+
+def _is_whole(path: Path) -> bool:
+  """Whether the file is there and as long as its header says."""
+  if not path.exists() or path.stat().st_size < HEADER.itemsize:
+    return False
+  header = _header(path)
+  content = path.stat().st_size - HEADER.itemsize
+  return bool(header["magic"] == MAGIC) and content in (header["tokens"] * w for w in (2, 4))
+
+
+def _write(path: Path, content: bytes) -> None:
+  try:
+    with atomic_file(path) as file:
+      file.write(content)
+  except OSError as error:
+    raise OSError(
+      error.errno,
+      f"cannot write the token cache ({error.strerror}); set VQJAX_CACHE to a folder with room",
+      str(path),
+    ) from error

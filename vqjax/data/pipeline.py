@@ -1,0 +1,176 @@
+"""In which batches does a model see the tokens, and how does an interrupted run find its place?"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from vqjax.data.cache import TokenSplit
+
+Batch = dict[str, np.ndarray]
+
+ENDLESS = 2**40
+"""Batches of a source: an epoch's order depends on its number, so a run is one long sequence."""
+
+
+class Loader(abc.ABC):
+  """How a split is cut into an endless sequence of batches: a frozen dataclass for configs."""
+
+  def batches(
+    self, split: TokenSplit, *, batch: int, context: int, seed: int
+  ) -> grain.DatasetIterator:
+    """Batches of this process: {"inputs", "targets": [B, T] int32, "reset": [B] bool}.
+
+    Every target follows its input; the first token of the split follows an `eos`. `reset` marks
+    rows that do not continue the same row of the batch before. `get_state()` of the iterator is
+    JSON, and `set_state` goes on exactly there. B is `batch` divided by the number of processes,
+    which share each batch's rows between them.
+
+    Raises:
+      ValueError: the split has fewer tokens than one batch, or the processes do not divide it.
+    """
+    count, index = jax.process_count(), jax.process_index()
+    if batch % count:
+      raise ValueError(
+        f"train.batch {batch} cannot be shared by {count} processes; give a multiple"
+      )
+    needed = batch * context
+    if len(split.tokens) < needed:
+      raise ValueError(
+        f"{len(split.tokens)} tokens are too few for one batch of {batch} windows of {context}"
+        f" ({needed} tokens); lower train.batch or model.context, or give more text"
+      )
+    rows = slice(index * batch // count, (index + 1) * batch // count)
+    source = self._source(split, batch, context, seed, rows)
+    # A thread runs ahead, so that no step waits even where the tokens are not in memory yet.
+    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
+    return iter(grain.MapDataset.source(source).to_iter_dataset(reading))
+
+  @abc.abstractmethod
+  def _source(
+    self, split: TokenSplit, batch: int, context: int, seed: int, rows: slice
+  ) -> "grain.sources.RandomAccessDataSource":
+    """Batch number -> the rows of it that this process reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows(Loader):
+  """Windows of consecutive tokens, shuffled anew each epoch.
+
+  An epoch has each window once; up to a batch of windows and the tokens after the last whole
+  window wait for another epoch.
+
+  Attributes:
+    shuffle: False: the windows come in the order of the text.
+  """
+
+  shuffle: bool = True
+
+  def _source(self, split, batch, context, seed, rows):
+    return _WindowBatches(split, batch, context, seed if self.shuffle else None, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams(Loader):
+  """Contiguous streams: row b of a batch goes on where row b of the batch before ended.
+
+  The split is cut into as many equal streams as a batch has rows; the tokens that are left over at
+  the end of each are dropped. What recurrent models that carry their state need.
+  """
+
+  def _source(self, split, batch, context, seed, rows):
+    del seed
+    return _StreamBatches(split, batch, context, rows)
+
+
+class _WindowBatches:
+  """Batch i of the run: windows i·B to (i + 1)·B of the epochs' permutations, laid end to end."""
+
+  def __init__(self, split, batch, context, seed, rows):
+    self.split, self.batch, self.context, self.seed, self.rows = split, batch, context, seed, rows
+    self.per_epoch = len(split.tokens) // context // batch
+    self._epoch, self._order = -1, np.zeros(0)
+
+  def __len__(self) -> int:
+    return ENDLESS
+
+  def __getitem__(self, index: int) -> Batch:
+    epoch, place = divmod(index, self.per_epoch)
+    order = self._permutation(epoch)
+    chosen = order[place * self.batch : (place + 1) * self.batch][self.rows]
+    return _rows(self.split, chosen * self.context, self.context, reset=True)
+
+  def _permutation(self, epoch: int) -> np.ndarray:
+    if epoch != self._epoch:
+      windows = len(self.split.tokens) // self.context
+      order = np.arange(windows)
+      if self.seed is not None:
+        order = np.random.default_rng([self.seed, epoch]).permutation(windows)
+      self._order, self._epoch = order, epoch
+    return self._order
+
+
+class _StreamBatches:
+  def __init__(self, split, batch, context, rows):
+    self.split, self.context = split, context
+    self.length = len(split.tokens) // batch
+    self.starts = (np.arange(batch) * self.length)[rows]
+
+  def __len__(self) -> int:
+    return ENDLESS
+
+  def __getitem__(self, index: int) -> Batch:
+    step = index % (self.length // self.context)
+    return _rows(self.split, self.starts + step * self.context, self.context, reset=step == 0)
+
+
+def _rows(split: TokenSplit, starts: np.ndarray, context: int, reset: bool) -> Batch:
+  """Windows of targets from each start; their inputs are one token earlier."""
+  place = starts[:, None] + np.arange(context)
+  targets = split.tokens[place].astype(np.int32)
+  inputs = np.empty_like(targets)
+  inputs[:, 1:] = targets[:, :-1]
+  before = split.tokens[np.maximum(starts - 1, 0)].astype(np.int32)
+  inputs[:, 0] = np.where(starts == 0, split.eos, before)
+  return {"inputs": inputs, "targets": targets, "reset": np.full(len(starts), reset)}
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationBatches:
+  """Batches in which every token of a split is a target exactly once, in order.
+
+  {"inputs", "targets": [B, T] int32, "mask": [B, T] bool}, all of one shape; the last is padded,
+  and `mask` is False there.
+
+  Attributes:
+    split: the tokens.
+    batch: rows, B.
+    context: tokens in a row, T.
+  """
+
+  split: TokenSplit
+  batch: int
+  context: int
+
+  def __len__(self) -> int:
+    return math.ceil(len(self.split.tokens) / (self.batch * self.context))
+
+  def __iter__(self) -> Iterator[dict[str, Any]]:
+    total, size = len(self.split.tokens), self.batch * self.context
+    for first in range(0, total, size):
+      place = first + np.arange(size)
+      real = place < total
+      targets = np.where(real, self.split.tokens[np.minimum(place, total - 1)], 0)
+      before = self.split.tokens[np.clip(place - 1, 0, total - 1)]
+      inputs = np.where(real, np.where(place == 0, self.split.eos, before), 0)
+      shape = self.batch, self.context
+      yield {
+        "inputs": inputs.astype(np.int32).reshape(shape),
+        "targets": targets.astype(np.int32).reshape(shape),
+        "mask": real.reshape(shape),
+      }
