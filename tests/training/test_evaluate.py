@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,8 +16,9 @@ def test_masked_tokens_do_not_count_and_the_units_agree():
   model = Transformer(DenseEmbedding(11, 8), DenseHead(11, 8), 8, layers=1, heads=2, context=4)
   tokens = np.asarray(jax.random.randint(jax.random.key(3), (5, 5), 0, 11), np.int32)
   inputs, targets = tokens[:, :-1], tokens[:, 1:]
-  variables = model.init(jax.random.key(0), inputs, targets, method="loss_terms")
-  log_prob = np.asarray(model.apply(variables, inputs, targets, method="log_prob"), np.float64)
+  both = jnp.asarray(inputs), jnp.asarray(targets)
+  variables = model.init(jax.random.key(0), *both, method="loss_terms")
+  log_prob = np.asarray(model.apply(variables, *both, method="log_prob"), np.float64)
   mask = np.ones((6, 4), bool)
   mask[4, 2:] = mask[5] = False
   padded = [np.concatenate([x, np.zeros((1, 4), np.int32)]) for x in (inputs, targets)]

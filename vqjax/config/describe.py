@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import math
 import pathlib
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -100,6 +101,8 @@ def _callable(function: Any, path: str, seen: dict[int, str]) -> str:
     return _callable(function.func, path, seen) + _arguments(bound, path, seen)
   if inspect.ismethod(function) and not isinstance(function.__self__, type):
     return f"{_text(_describe(function.__self__, path, {}))}.{function.__name__}"
+  if _is_importable(function):
+    return _name(function)  # whatever decorates it there
   while not isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
     function = function.__wrapped__  # what jax.jit and jax.custom_jvp wrap
   if isinstance(function, types.FunctionType):
@@ -110,6 +113,14 @@ def _callable(function: Any, path: str, seen: dict[int, str]) -> str:
     f"{path} holds a {type(function).__qualname__}, a callable without a name; make it a"
     " function or a frozen dataclass"
   )
+
+
+def _is_importable(function: Any) -> bool:
+  """Whether a module has this very object under the function's own name."""
+  found = sys.modules.get(getattr(function, "__module__", None) or "")
+  for part in getattr(function, "__qualname__", "<locals>").split("."):
+    found = getattr(found, part, None)
+  return found is function
 
 
 def _python_function(function: types.FunctionType, path: str, seen: dict[int, str]) -> str:

@@ -12,6 +12,11 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from vqjax.training.state import TrainState, checksum
 
+UNWRITABLE = frozenset(
+  getattr(errno, name) for name in ["EACCES", "EROFS", "EPERM", "EFBIG", "EDQUOT", "ENOTDIR", "EEXIST"]
+)
+"""Codes of errors that another folder would not have."""
+
 
 class Restored(NamedTuple):
   """A state, and where its data iterator stood."""
@@ -41,7 +46,14 @@ class Checkpoints:
       cleanup_tmp_directories=True,
     )
     try:
-      self._manager = ocp.CheckpointManager(self.folder.absolute(), options=options)
+      self._manager = ocp.CheckpointManager(
+        self.folder.absolute(),
+        options=options,
+        item_handlers={
+          "state": ocp.StandardCheckpointHandler(),
+          "record": ocp.JsonCheckpointHandler(),
+        },
+      )
     except OSError as error:
       raise disk_error(error, self.folder) from error
 
@@ -151,7 +163,7 @@ def disk_error(
       errno.ENOSPC, f"the disk is full: free some space and run again to resume.{kept}", str(folder)
     )
   code = getattr(error, "errno", None)
-  if code in (errno.EACCES, errno.EROFS, errno.EPERM, errno.EFBIG, errno.EDQUOT, errno.ENOTDIR):
+  if code in UNWRITABLE:
     return OSError(code, f"cannot write ({text}); choose a folder with --run.{kept}", str(folder))
   return error
 

@@ -45,15 +45,17 @@ def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
   if done is not None and done["status"] == "finished":
     return done
   try:
-    result = _Run(text, run).to_the_end()
+    outcome = {"status": "finished", **_Run(text, run).to_the_end()}
   except NotFiniteError as error:
-    run.write_result(_header(experiment) | {"status": "failed", "error": str(error)})
+    run.write_result(_identity(experiment) | {"status": "failed", "error": str(error)})
     raise
+  result = _identity(experiment) | outcome
   run.write_result(result)
   return result
 
 
-def _header(experiment: Experiment) -> dict:
+def _identity(experiment: Experiment) -> dict:
+  """Whose result it is; the hash is of the config as written, before the vocabulary is known."""
   identity = {"config_hash": config_hash(experiment), "seed": experiment.seed}
   return {"name": experiment.name, **identity, **provenance()}
 
@@ -176,8 +178,7 @@ class _Run:
     tokens = self.train.batch * self.model.context
     head = self.model.head
     cost = cost_of.loss_cost(head, self._micro() * self.model.context)
-    return _header(self.experiment) | {
-      "status": "finished",
+    return {
       "valid": self._score("valid")._asdict(),
       "test": self._score("test")._asdict(),
       "head": {
