@@ -5,6 +5,7 @@ from vqjax.data.corpora import PennTreebank, WikiText
 from vqjax.data.pipeline import EvaluationBatches, Loader, Streams, Windows
 from vqjax.data.source import Source
 from vqjax.data.text import Text
+from vqjax.data.tfds import TFDS
 from vqjax.data.tokenizers import (
   BPETokenizer,
   Encoder,
@@ -14,6 +15,7 @@ from vqjax.data.tokenizers import (
 )
 
 __all__ = [
+  "TFDS",
   "BPETokenizer",
   "Encoder",
   "EvaluationBatches",

@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 
 def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
   """The tokenizer fitted to the source's training documents, from the cache where it is there."""
-  key = content_hash([source.fingerprint(), repr(tokenizer)])
+  key = content_hash([source.fingerprint(), repr(tokenizer), *tokenizer.files()])
   path = cache_folder() / f"{key}.encoder.json"
   if path.exists():
     try:
@@ -63,9 +63,10 @@ def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
   """
   key = content_hash([source.fingerprint(), encoder.fingerprint(), split])
   path = cache_folder() / f"{key}.{split}.tokens"
-  if not _is_whole(path):
+  dtype = _dtype(encoder.vocab)
+  if not _is_whole(path, dtype):
     _write(path, _encode(source, encoder, split))
-  return _read(path)
+  return _read(path, dtype)
 
 
 def _encode(source: Source, encoder: Encoder, split: str) -> bytes:
@@ -89,10 +90,8 @@ def _dtype(vocab: int) -> np.dtype:
   return np.dtype("<u2" if vocab <= 2**16 else "<u4")
 
 
-def _read(path: Path) -> TokenSplit:
+def _read(path: Path, dtype: np.dtype) -> TokenSplit:
   header = _header(path)
-  width = (path.stat().st_size - HEADER.itemsize) // max(int(header["tokens"]), 1)
-  dtype = np.dtype(f"<u{width}") if header["tokens"] else np.dtype("<u2")
   shape = (int(header["tokens"]),)
   tokens = np.memmap(path, dtype, "r", HEADER.itemsize, shape) if shape[0] else np.zeros(0, dtype)
   return TokenSplit(tokens, int(header["text_bytes"]), int(header["documents"]), int(header["eos"]))
@@ -103,13 +102,13 @@ def _header(path: Path) -> np.ndarray:
     return np.frombuffer(file.read(HEADER.itemsize), HEADER)[0]
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: Path, dtype: np.dtype) -> bool:
   """Whether the file is there and as long as its header says."""
   if not path.exists() or path.stat().st_size < HEADER.itemsize:
     return False
   header = _header(path)
   content = path.stat().st_size - HEADER.itemsize
-  return bool(header["magic"] == MAGIC) and content in (header["tokens"] * w for w in (2, 4))
+  return bool(header["magic"] == MAGIC) and content == header["tokens"] * dtype.itemsize
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from vqjax.data.docstrings import stdlib_documents
+from vqjax.data.docstrings import stdlib_documents, stdlib_modules
 from vqjax.data.files import content_hash, data_path, read_text, split_files
 from vqjax.data.source import SPLITS, Source
 
@@ -111,7 +111,9 @@ class Text(Source):
     if named is not None:
       return content_hash(part for name in sorted(named) for part in (name, named[name]))
     settings = f"{self.valid_fraction} {self.test_fraction}"
-    return content_hash([settings, *self._all()])
+    # The modules' bytes fix their docstrings, and need no parsing of the whole library.
+    parts = stdlib_modules() if self.path is None else self._all()
+    return content_hash([settings, *parts])
 
 
 def paragraphs(text: str) -> Iterator[str]:

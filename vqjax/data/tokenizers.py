@@ -58,6 +58,10 @@ class Tokenizer(abc.ABC):
   def load(self, state: str) -> Encoder:
     """The encoder that `Encoder.state` came from."""
 
+  def files(self) -> tuple[Path, ...]:
+    """The files that `fit` reads beside the documents."""
+    return ()
+
 
 @dataclasses.dataclass(frozen=True)
 class WordTokenizer(Tokenizer):
@@ -171,6 +175,12 @@ class BPETokenizer(Tokenizer):
     model.train_from_iterator(documents(), trainer)
     return BPEEncoder(model)
 
+  def files(self) -> tuple[Path, ...]:
+    """GPT-2's two files, where they are used."""
+    if self.folder is None:
+      return ()
+    return _gpt2_files(data_path(self.folder, kind="tokenizer.folder"))
+
   def load(self, state: str) -> Encoder:
     """From the JSON of the `tokenizers` library."""
     return BPEEncoder(tokenizers.Tokenizer.from_str(state))
@@ -218,14 +228,19 @@ def _byte_level(bpe: tokenizers.models.BPE) -> tokenizers.Tokenizer:
   return model
 
 
-def _gpt2(folder: Path) -> tokenizers.Tokenizer:
+def _gpt2_files(folder: Path) -> tuple[Path, Path]:
   for name in ("vocab.json", "merges.txt"):
     if not (folder / name).is_file():
       raise FileNotFoundError(
         f"{folder} has no {name}; GPT-2's folder holds vocab.json, merges.txt"
       )
-  vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-  lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+  return folder / "vocab.json", folder / "merges.txt"
+
+
+def _gpt2(folder: Path) -> tokenizers.Tokenizer:
+  vocab_file, merges_file = _gpt2_files(folder)
+  vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
+  lines = merges_file.read_text(encoding="utf-8").split("\n")
   # The line "#version: 0.2" may be missing; as a pair it could not be a merge.
   pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
   model = _byte_level(tokenizers.models.BPE(vocab=vocab, merges=pairs))
@@ -247,6 +262,10 @@ class SentencePieceTokenizer(Tokenizer):
     """Reads the file; the documents change nothing."""
     del documents
     return self.load("")
+
+  def files(self) -> tuple[Path, ...]:
+    """The model."""
+    return (data_path(self.model, kind="tokenizer.model"),)
 
   def load(self, state: str) -> Encoder:
     """Reads the file."""
