@@ -1,0 +1,135 @@
+"""Does the loader serve every token in its place, to every process, across interruptions?"""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from vqjax.data import EvaluationBatches, Streams, Windows
+
+LOADERS = [Windows(), Windows(shuffle=False), Streams()]
+
+
+def take(iterator, count):
+  return list(itertools.islice(iterator, count))
+
+
+def same(ours, theirs):
+  return all(np.array_equal(a[k], b[k]) for a, b in zip(ours, theirs, strict=True) for k in a)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(("tokens", "batch", "context"), [(35, 5, 7), (211, 3, 7), (97, 1, 13)])
+def test_targets_are_inputs_moved_by_one(numbered, loader, tokens, batch, context):
+  # Token n is the number n and follows n - 1; the first, 1, follows eos, which is 0.
+  for got in take(loader.batches(numbered(tokens), batch=batch, context=context, seed=3), 50):
+    assert got["inputs"].dtype == got["targets"].dtype == np.int32
+    assert got["inputs"].shape == got["targets"].shape == (batch, context)
+    assert np.array_equal(got["targets"], got["inputs"] + 1)
+    assert np.array_equal(np.diff(got["targets"]), np.ones((batch, context - 1)))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_epoch_has_each_token_once_where_batches_divide_the_split(numbered, loader):
+  iterator = loader.batches(numbered(210), batch=5, context=7, seed=0)
+  for _ in range(3):
+    epoch = np.concatenate([got["targets"].ravel() for got in take(iterator, 6)])
+    assert sorted(epoch) == list(range(1, 211))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_no_token_comes_twice_in_an_epoch_of_any_size(numbered, loader):
+  for tokens, batch, context in ((97, 2, 3), (101, 4, 11), (50, 7, 7)):
+    steps = tokens // batch // context
+    got = take(loader.batches(numbered(tokens), batch=batch, context=context, seed=1), steps)
+    seen = np.concatenate([b["targets"].ravel() for b in got])
+    assert len(set(seen.tolist())) == len(seen) > tokens - batch * context
+
+
+def test_windows_change_their_order_with_the_epoch_and_the_seed(numbered):
+  def epoch(iterator):
+    return tuple(got["targets"][0, 0] for got in take(iterator, 30))
+
+  iterator = Windows().batches(numbered(210), batch=1, context=7, seed=0)
+  first, second = epoch(iterator), epoch(iterator)
+  other = epoch(Windows().batches(numbered(210), batch=1, context=7, seed=1))
+  assert len({first, second, other}) == 3
+  assert first == epoch(Windows().batches(numbered(210), batch=1, context=7, seed=0))
+
+
+def test_windows_without_shuffling_are_in_order(numbered):
+  iterator = Windows(shuffle=False).batches(numbered(210), batch=5, context=7, seed=0)
+  epoch = np.concatenate([got["targets"].ravel() for got in take(iterator, 6)])
+  assert np.array_equal(epoch, np.arange(1, 211))
+
+
+def test_a_stream_goes_on_in_its_row_until_it_says_reset(numbered):
+  batches = take(Streams().batches(numbered(211), batch=3, context=7, seed=0), 31)
+  assert [bool(got["reset"].all()) for got in batches] == [i % 10 == 0 for i in range(31)]
+  for before, after in itertools.pairwise(batches):
+    if not after["reset"].any():
+      assert np.array_equal(after["inputs"][:, 0], before["targets"][:, -1])
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("stop", [0, 1, 5, 6, 7, 40])
+def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(numbered, loader, stop):
+  def start():
+    return loader.batches(numbered(211), batch=5, context=7, seed=9)
+
+  whole = take(start(), 60)
+  stopped = start()
+  take(stopped, stop)
+  state = json.loads(json.dumps(stopped.get_state()))
+  resumed = start()
+  take(resumed, 3)
+  resumed.set_state(state)
+  assert same(take(resumed, 60 - stop), whole[stop:])
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_processes_share_each_batch(numbered, processes, loader, count):
+  def start():
+    return loader.batches(numbered(211), batch=6, context=7, seed=2)
+
+  whole = take(start(), 11)
+  shares = []
+  for index in range(count):
+    processes(index, count)
+    shares.append(take(start(), 11))
+  together = [
+    {k: np.concatenate([p[k] for p in parts]) for k in parts[0]} for parts in zip(*shares)
+  ]
+  assert same(together, whole)
+
+
+def test_processes_that_do_not_divide_the_batch_are_refused(numbered, processes):
+  processes(0, 4)
+  with pytest.raises(ValueError, match="batch 6 cannot be shared by 4 processes"):
+    Windows().batches(numbered(211), batch=6, context=7, seed=0)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_split_shorter_than_a_batch_names_the_counts(numbered, loader):
+  with pytest.raises(ValueError, match=r"34 tokens are too few.*\(35 tokens\); lower"):
+    loader.batches(numbered(34), batch=5, context=7, seed=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 7, 8, 34, 35, 36, 211])
+@pytest.mark.parametrize(("batch", "context"), [(1, 1), (1, 7), (5, 7), (4, 11)])
+def test_evaluation_has_every_token_as_a_target_once_in_order(numbered, tokens, batch, context):
+  batches = EvaluationBatches(numbered(tokens), batch, context)
+  got = list(batches)
+  assert len(got) == len(batches)
+  assert all(array.shape == (batch, context) for one in got for array in one.values())
+  mask = np.concatenate([one["mask"].ravel() for one in got])
+  for name, first in (("targets", 1), ("inputs", 0)):
+    values = np.concatenate([one[name].ravel() for one in got])[mask]
+    assert np.array_equal(values, np.arange(first, first + tokens))
+
+
+def test_evaluation_can_be_repeated(numbered):
+  batches = EvaluationBatches(numbered(50), 2, 7)
+  assert same(list(batches), list(batches))

@@ -1,0 +1,72 @@
+"""Are datasets prepared and read in their order, without TensorFlow?"""
+
+import subprocess
+import sys
+
+import pytest
+
+from vqjax.data import TFDS, PennTreebank
+from vqjax.data.source import SPLITS
+
+
+def build(name, data_dir, *options):
+  command = [sys.executable, "-m", "vqjax.data.build", name, "--data_dir", str(data_dir), *options]
+  return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def prepared(corpus, tmp_path):
+  done = build("vqjax_penn_treebank", tmp_path / "tfds", "--manual_dir", str(corpus))
+  assert done.returncode == 0, done.stderr
+  return TFDS(data_dir=str(tmp_path / "tfds"))
+
+
+def test_lines_come_back_in_their_order(prepared, corpus):
+  # 3,000 lines of 12 kinds: any shuffling would show, and they are more than are read at once.
+  for split in SPLITS:
+    expected = list(PennTreebank(str(corpus)).documents(split))
+    assert list(prepared.documents(split)) == expected
+
+
+def test_slices_are_splits(prepared):
+  sliced = TFDS(train="train[:10]", data_dir=prepared.data_dir)
+  assert len(list(sliced.documents("train"))) == 10
+  assert sliced.fingerprint() != prepared.fingerprint()
+
+
+def test_wikitext_is_found_under_the_data_folder(corpus, tmp_path, monkeypatch):
+  corpus.rename(tmp_path / "wikitext-2")
+  monkeypatch.setenv("VQJAX_DATA", str(tmp_path))
+  done = build("vqjax_wiki_text/2", tmp_path / "tfds")
+  assert done.returncode == 0, done.stderr
+  source = TFDS("vqjax_wiki_text/2", data_dir=str(tmp_path / "tfds"))
+  assert list(source.documents("test"))[:2] == ["test 0 é", ""]
+
+
+def test_tensorflow_is_not_imported(prepared):
+  code = (
+    "import sys; from vqjax.data import TFDS; early = 'tensorflow_datasets' in sys.modules;"
+    f"list(TFDS(data_dir={prepared.data_dir!r}).documents('test'));"
+    "assert not early and 'tensorflow' not in sys.modules"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bad_names_say_what_there_is(prepared, tmp_path):
+  there = prepared.data_dir
+  for source, message in (
+    (TFDS("no_such_set", data_dir=there), "no dataset 'no_such_set'"),
+    (TFDS(text="words", data_dir=there), r"no feature 'words'; set TFDS\.text to one of text"),
+    (TFDS(train="all", data_dir=there), r"no split 'all'; set TFDS\.train to one of train"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      list(source.documents("train"))
+  with pytest.raises(FileNotFoundError, match=r"prepare it with `python -m vqjax\.data\.build"):
+    list(TFDS(data_dir=str(tmp_path / "empty")).documents("train"))
+
+
+def test_a_corpus_that_is_nowhere_says_where_to_put_it(tmp_path, monkeypatch):
+  monkeypatch.delenv("VQJAX_DATA", raising=False)
+  done = build("vqjax_penn_treebank", tmp_path / "tfds")
+  assert done.returncode != 0
+  assert "VQJAX_DATA" in done.stderr
