@@ -145,7 +145,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
 
 def test_a_diverging_run_is_stopped_by_its_own_numbers(experiment, tmp_path):
   wild = changed(experiment, learning_rate=1e30, warmup=0, clip=1e30)
-  with pytest.raises(NotFiniteError, match="Try a lower train.learning_rate"):
+  with pytest.raises(NotFiniteError, match=r"Try a lower train\.learning_rate"):
     fit(wild, tmp_path)
 
 

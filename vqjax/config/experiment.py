@@ -129,6 +129,8 @@ def _import(path: pathlib.Path) -> ModuleType:
   # Dataclasses look up the module of their annotations here, while the file still executes.
   before = sys.modules.get(name)
   sys.modules[name] = module
+  if str(path.parent.parent) not in sys.path:
+    sys.path.append(str(path.parent.parent))  # a config may import its neighbours
   try:
     spec.loader.exec_module(module)
   except BaseException:

@@ -81,7 +81,7 @@ def _quality(split: str) -> list[Column]:
       f"{split}.bits_per_byte",
       units.fixed(4),
       f"The same sum in bits, divided by the bytes of the text of the {split} split. It compares"
-      " runs with different tokenizers.",
+      " runs with different tokenizers, unless one replaces words by an unknown one.",
       True,
     ),
   ]

@@ -22,8 +22,8 @@ def milliseconds(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-  """0.42 as "0.42×"."""
-  return f"{value:.2f}×"
+  """0.42 as "0.42×", 0.00321 as "0.0032×"."""
+  return f"{value:.2f}×" if value >= 0.1 or value == 0 else f"{value:.2g}×"
 
 
 def fixed(digits: int) -> Callable[[float], str]:

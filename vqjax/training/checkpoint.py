@@ -13,7 +13,15 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 from vqjax.training.state import TrainState, checksum
 
 UNWRITABLE = frozenset(
-  getattr(errno, name) for name in ["EACCES", "EROFS", "EPERM", "EFBIG", "EDQUOT", "ENOTDIR", "EEXIST"]
+  {
+    errno.EACCES,
+    errno.EROFS,
+    errno.EPERM,
+    errno.EFBIG,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+  }
 )
 """Codes of errors that another folder would not have."""
 
