@@ -28,7 +28,7 @@ def language_model(name: str, head: Callable[[int, int, Embedding], Head]) -> Ex
       dropout=0.1,
     ),
     data=Text(),
-    tokenizer=WordTokenizer(),
+    tokenizer=WordTokenizer(min_count=2),
     loader=Windows(),
     train=Train(
       steps=400,

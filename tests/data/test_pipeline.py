@@ -38,13 +38,28 @@ def test_an_epoch_has_each_token_once_where_batches_divide_the_split(numbered, l
     assert sorted(epoch) == list(range(1, 211))
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-def test_no_token_comes_twice_in_an_epoch_of_any_size(numbered, loader):
-  for tokens, batch, context in ((97, 2, 3), (101, 4, 11), (50, 7, 7)):
-    steps = tokens // batch // context
-    got = take(loader.batches(numbered(tokens), batch=batch, context=context, seed=1), steps)
-    seen = np.concatenate([b["targets"].ravel() for b in got])
-    assert len(set(seen.tolist())) == len(seen) > tokens - batch * context
+SIZES = ((97, 2, 3), (101, 4, 11), (50, 7, 7))
+
+
+@pytest.mark.parametrize(("tokens", "batch", "context"), SIZES)
+def test_streams_have_no_token_twice_in_an_epoch(numbered, tokens, batch, context):
+  steps = tokens // batch // context
+  got = take(Streams().batches(numbered(tokens), batch=batch, context=context, seed=1), steps)
+  seen = np.concatenate([b["targets"].ravel() for b in got])
+  assert len(set(seen.tolist())) == len(seen) > tokens - batch * context
+
+
+@pytest.mark.parametrize(("tokens", "batch", "context"), SIZES)
+def test_windows_have_every_token_of_a_ragged_split_as_often_as_any_other(
+  numbered, tokens, batch, context
+):
+  windows = -(-tokens // context)
+  got = take(Windows().batches(numbered(tokens), batch=batch, context=context, seed=1), windows)
+  counts = np.bincount(np.concatenate([b["targets"].ravel() for b in got]), minlength=tokens + 1)
+  # That many batches are as many epochs as a batch has rows; only the last window overlaps.
+  twice = windows * context - tokens
+  assert counts[1:].min() == batch
+  assert (counts[1:] > batch).sum() == twice
 
 
 def test_windows_change_their_order_with_the_epoch_and_the_seed(numbered):

@@ -60,11 +60,18 @@ def test_every_paragraph_of_a_file_is_in_one_split(tmp_path):
   assert share == pytest.approx({"train": 0.5, "valid": 0.2, "test": 0.3}, abs=0.11)
 
 
-def test_an_added_document_moves_no_other(tmp_path):
+def test_an_added_document_moves_hardly_any_other(tmp_path):
   documents = [f"document {i}" for i in range(97)]
   before = split_of(Text(write(tmp_path / "a.txt", *documents), 0.2, 0.2))
   after = split_of(Text(write(tmp_path / "b.txt", "new", *documents), 0.2, 0.2))
-  assert {d: after[d] for d in before} == before
+  # Each of the two boundaries may shift by the new document and by a rounding.
+  assert sum(after[d] != before[d] for d in before) <= 4
+
+
+def test_even_a_few_documents_fill_every_split(tmp_path):
+  for count in (3, 4, 10):
+    source = Text(write(tmp_path / f"{count}.txt", *(f"document {i}" for i in range(count))))
+    assert all(list(source.documents(split)) for split in ("train", "valid", "test"))
 
 
 def test_documents_keep_their_order(tmp_path):
@@ -138,7 +145,9 @@ def test_an_unknown_split_names_the_splits():
 
 def test_a_split_that_gets_nothing_says_what_to_raise(tmp_path):
   source = Text(write(tmp_path / "a.txt", "one", "two"), valid_fraction=0.0)
-  with pytest.raises(ValueError, match=r"none of the 2 documents.*raise data\.valid_fraction"):
+  with pytest.raises(
+    ValueError, match=r"the 2 documents of .* leave none for 'valid'.*valid_fraction"
+  ):
     list(source.documents("valid"))
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -62,8 +63,8 @@ class Loader(abc.ABC):
 class Windows(Loader):
   """Windows of consecutive tokens, shuffled anew each epoch.
 
-  An epoch has each window once; up to a batch of windows and the tokens after the last whole
-  window wait for another epoch.
+  An epoch has every token: the last window starts early enough to be whole. Where batches do not
+  divide an epoch, one of them holds the end of one and the start of the next.
 
   Attributes:
     shuffle: False: the windows come in the order of the text.
@@ -93,26 +94,23 @@ class _WindowBatches:
 
   def __init__(self, split, batch, context, seed, rows):
     self.split, self.batch, self.context, self.seed, self.rows = split, batch, context, seed, rows
-    self.per_epoch = len(split.tokens) // context // batch
-    self._epoch, self._order = -1, np.zeros(0)
+    self.windows = math.ceil(len(split.tokens) / context)
+    self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
   def __len__(self) -> int:
     return ENDLESS
 
   def __getitem__(self, index: int) -> Batch:
-    epoch, place = divmod(index, self.per_epoch)
-    order = self._permutation(epoch)
-    chosen = order[place * self.batch : (place + 1) * self.batch][self.rows]
-    return _rows(self.split, chosen * self.context, self.context, reset=True)
+    number = np.arange(index * self.batch, (index + 1) * self.batch)[self.rows]
+    epoch, place = np.divmod(number, self.windows)
+    window = np.array([self._order(int(e))[p] for e, p in zip(epoch, place)])
+    start = np.minimum(window * self.context, len(self.split.tokens) - self.context)
+    return _rows(self.split, start, self.context, reset=True)
 
   def _permutation(self, epoch: int) -> np.ndarray:
-    if epoch != self._epoch:
-      windows = len(self.split.tokens) // self.context
-      order = np.arange(windows)
-      if self.seed is not None:
-        order = np.random.default_rng([self.seed, epoch]).permutation(windows)
-      self._order, self._epoch = order, epoch
-    return self._order
+    if self.seed is None:
+      return np.arange(self.windows)
+    return np.random.default_rng([self.seed, epoch]).permutation(self.windows)
 
 
 class _StreamBatches:

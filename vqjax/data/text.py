@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from vqjax.data.docstrings import stdlib_documents, stdlib_modules
 from vqjax.data.files import content_hash, data_path, read_text, split_files
 from vqjax.data.source import SPLITS, Source
@@ -21,7 +23,8 @@ class Text(Source):
   A folder whose own files say their splits in their names (train.txt, ptb.valid.txt, x-test.md)
   has these splits. Any other folder is one document for each text file in it, at any depth. A
   single file is one document for each paragraph, where blank lines separate paragraphs. Whole
-  documents are held out, chosen by a hash of their text: a document that is added moves no other.
+  documents are held out, those whose text has the lowest hashes: equal documents are on the same
+  side, and one that is added moves hardly any other.
 
   Attributes:
     path: a file or folder, here or under $VQJAX_DATA; None: the standard library's docstrings.
@@ -46,13 +49,11 @@ class Text(Source):
     if named is not None:
       yield from self._in_named_file(named, split)
       return
-    place = dict(zip(SPLITS, (0, 0, 0))) | {split: 0}
-    for document in self._all():
-      where = self._split_of(document)
-      place[where] += 1
-      if where == split:
-        yield document
-    self._check_split(split, place)
+    hashes = np.array([_hash(document) for document in self._all()], np.uint64)
+    chosen = self._splits_of(hashes) == SPLITS.index(split)
+    if not chosen.any():
+      raise ValueError(self._explain_empty(split, hashes.size))
+    yield from (document for document, mine in zip(self._all(), chosen) if mine)
 
   def _named_splits(self) -> dict[str, Path] | None:
     """The folder's files that say their splits, or None where none says train."""
@@ -86,24 +87,23 @@ class Text(Source):
       if text:
         yield text
 
-  def _split_of(self, document: str) -> str:
-    digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
-    place = int.from_bytes(digest, "little") / 2**64
-    if place < self.valid_fraction:
-      return "valid"
-    return "test" if place < self.valid_fraction + self.test_fraction else "train"
+  def _splits_of(self, hashes: np.ndarray) -> np.ndarray:
+    """Index into SPLITS of each document; a split with a fraction gets at least one document."""
+    order = np.unique(hashes)
+    valid = _at_least_one(order.size * self.valid_fraction)
+    test = _at_least_one(order.size * self.test_fraction)
+    rank = np.searchsorted(order, hashes)
+    return np.where(rank < valid, 1, np.where(rank < valid + test, 2, 0))
 
-  def _check_split(self, split: str, place: dict[str, int]) -> None:
-    total = sum(place.values())
-    if total == 0:
-      raise ValueError(f"{self.path} holds no text; give a file or folder with some")
-    if place[split] == 0:
-      raise ValueError(
-        f"none of the {total} documents of {self.path} falls to {split!r}; raise"
-        f" data.valid_fraction and data.test_fraction (now {self.valid_fraction} and"
-        f" {self.test_fraction}), give more documents, or a folder with train.txt, valid.txt and"
-        " test.txt"
-      )
+  def _explain_empty(self, split: str, documents: int) -> str:
+    if documents == 0:
+      return f"{self.path} holds no text; give a file or folder with some"
+    return (
+      f"the {documents} documents of {self.path} leave none for {split!r}; give more documents (a"
+      " file has one for each paragraph between blank lines), a data.valid_fraction and a"
+      f" data.test_fraction above 0 (now {self.valid_fraction} and {self.test_fraction}), or a"
+      " folder with train.txt, valid.txt and test.txt"
+    )
 
   def fingerprint(self) -> str:
     """A hash of all documents and of how they are split."""
@@ -114,6 +114,14 @@ class Text(Source):
     # The modules' bytes fix their docstrings, and need no parsing of the whole library.
     parts = stdlib_modules() if self.path is None else self._all()
     return content_hash([settings, *parts])
+
+
+def _hash(document: str) -> int:
+  return int.from_bytes(hashlib.blake2b(document.encode(), digest_size=8).digest(), "little")
+
+
+def _at_least_one(share: float) -> int:
+  return max(1, round(share)) if share else 0
 
 
 def paragraphs(text: str) -> Iterator[str]:

@@ -192,6 +192,8 @@ class BPEEncoder(Encoder):
   def __init__(self, model: tokenizers.Tokenizer):
     """`model` has `<eos>` or GPT-2's `<|endoftext|>`."""
     self._model = model
+    # "<eos>" that a document spells out is text, not its end.
+    model.encode_special_tokens = True
     ends = [model.token_to_id(name) for name in (EOS, "<|endoftext|>")]
     self.eos = next(number for number in ends if number is not None)
     self.vocab = model.get_vocab_size()
