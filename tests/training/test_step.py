@@ -35,11 +35,11 @@ def batch():
 def test_micro_batches_give_the_gradient_of_the_whole_batch(batch):
   model, transform = decoder(), optax.sgd(1.0)
   found = {}
-  for parts in (1, 2, 3, 6):
+  for parts in (1, 3, 6):
     state = init_state(model, transform, jax.random.key(0))
     step = make_step(model, transform, lambda _: 1.0, jax.random.key(1), parts)
     found[parts] = step(state, batch)
-  for parts in (2, 3, 6):
+  for parts in (3, 6):
     # Sums of float32 in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found[1], found[parts])
 
