@@ -1,5 +1,7 @@
 """What must every head do?  A test class inherits `HeadContract` and names its cases."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 from flax.nnx import bridge
 
 from tests import reference
+from vqjax.ops import sampling
 
 
 class HeadContract:
@@ -151,6 +154,34 @@ class HeadContract:
       np.take_along_axis(all_log_probs, np.asarray(tokens), -1), expected, atol=2e-5
     )
     assert all(len(set(row)) == k for row in np.asarray(tokens).reshape(-1, k))
+
+  @pytest.mark.parametrize("vocab", [9001])
+  def test_a_vocabulary_of_several_blocks_is_searched_and_drawn_from_whole(self, case, vocab):
+    head = self.cases[case](vocab, self.dim)
+    hidden = jax.random.normal(jax.random.key(2), (3, self.dim))
+    variables = perturbed(head.init(jax.random.key(1), hidden))
+    assert math.ceil(vocab / sampling.block_width(3, vocab)) == 3
+    logits = head.apply(variables, hidden, method="logits")
+    log_probs, tokens = head.apply(variables, hidden, 500, method="top_k")
+    expected = reference.log_softmax(logits)
+    np.testing.assert_allclose(log_probs, np.sort(expected)[:, ::-1][:, :500], atol=2e-5)
+    assert all(len(set(row)) == 500 for row in np.asarray(tokens))
+    # Each token on its own can be drawn, in the first block and in the ragged last one.
+    for token in (0, 4096, vocab - 1):
+      only = jnp.arange(vocab) == token
+      drawn = head.apply(variables, hidden, jax.random.key(0), allowed=only, method="sample")
+      assert (drawn == token).all()
+    # A draw that named repeated tokens of the ragged last block twice would favour them.
+    rows = jnp.broadcast_to(hidden[0], (20_000, self.dim))
+    few = 2.5 * jnp.arange(vocab) > vocab
+    drawn = head.apply(variables, rows, jax.random.key(1), allowed=few, method="sample")
+    wanted = np.exp(reference.log_softmax(np.where(few, np.asarray(logits[0]), -np.inf)))
+    edges = np.linspace(0, vocab, 10).astype(int)
+    counts = np.histogram(drawn, edges)[0]
+    share = np.add.reduceat(wanted, edges[:-1]) * 20_000
+    some = share > 5
+    assert counts[~some].sum() <= 30
+    assert scipy.stats.chisquare(counts[some], share[some], sum_check=False).pvalue > 1e-4
 
   def test_size_is_the_real_count(self, head, variables):
     own = {c: {k: v for k, v in tree.items() if k != "embedding"} for c, tree in variables.items()}

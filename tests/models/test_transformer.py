@@ -103,6 +103,7 @@ def test_a_batch_shorter_than_the_context_is_fine(tokens):
   ("changes", "message"),
   [
     ({"heads": 3}, "heads 3 do not divide dim 8"),
+    ({"layers": 0}, "layers 0 make no decoder"),
     ({"head": DenseHead(31, 9)}, "head has dim 9 in a model of dim 8"),
     ({"head": DenseHead(30, 8)}, "embedding has 31 tokens and the head 30"),
   ],

@@ -72,6 +72,18 @@ def test_bfloat16_accumulates_in_float32():
   np.testing.assert_allclose(np.float32(d_weight), exact[1], atol=2e-2, rtol=1e-2)
 
 
+def test_gradients_of_bfloat16_add_up_over_many_tiles_in_float32():
+  # 128 tiles of tokens and of rows: sums kept in bfloat16 would lose several per cent.
+  hidden, weight, tokens, bias = arrays(2048, 16, 1024, jnp.bfloat16)
+  loss = lambda h, w, b: softmax.linear_log_prob(h, w, tokens, b, tile=(16, 8)).sum()
+  found = jax.grad(loss, (0, 1, 2))(hidden, weight, bias)
+  exact = reference.linear_gradients(hidden, weight, tokens, np.ones(2048), bias)
+  for ours, wanted in zip(found, exact):
+    # One rounding of the result to 8 bits, and of each probability, whose errors average out.
+    error = np.linalg.norm(np.float64(ours) - wanted) / np.linalg.norm(wanted)
+    assert error < 4e-3
+
+
 def test_operands_of_different_dtypes_agree_with_the_promoted_ones():
   hidden, weight, tokens, _ = arrays(9, 8, 31)
   mixed = softmax.linear_log_prob(hidden.astype(jnp.bfloat16), weight, tokens)

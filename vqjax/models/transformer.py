@@ -92,6 +92,8 @@ class Transformer(nn.Module):
     self.drop = nn.Dropout(self.dropout)
 
   def _check(self):
+    if self.layers < 1:
+      raise ValueError(f"layers {self.layers} make no decoder; give at least 1")
     if self.dim % self.heads:
       raise ValueError(f"heads {self.heads} do not divide dim {self.dim}; change one of the two")
     for name, layer in (("embedding", self.embedding), ("head", self.head)):
