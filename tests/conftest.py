@@ -8,7 +8,8 @@ import pytest
 
 # Every public signature is checked while the tests run: a wrong shape fails where it appears.
 _hook = jaxtyping.install_import_hook(
-  ["vqjax.ops", "vqjax.heads", "vqjax.embeddings", "vqjax.assign"], "beartype.beartype"
+  ["vqjax.ops", "vqjax.heads", "vqjax.embeddings", "vqjax.assign", "vqjax.models"],
+  "beartype.beartype",
 )
 
 

@@ -45,19 +45,26 @@ class FrequentAlone:
     return np.concatenate([np.arange(alone, dtype=np.int32), rest.astype(np.int32)])
 
 
+REMEDY = "; build it with assign.contiguous(vocab, codes) or another function of vqjax.assign"
+
+
+def check_shape(shape: tuple[int, ...], vocab: int) -> None:
+  """ValueError where an assignment has not exactly one code for each token."""
+  if shape != (vocab,):
+    raise ValueError(f"vocab {vocab} has an assignment of shape {shape}{REMEDY}")
+
+
 def checked(assignment: ArrayLike, vocab: int, codes: int) -> Int[np.ndarray, "{vocab}"]:
   """The assignment as int32 [V]; ValueError if it is of another length or names an absent code."""
   table = np.asarray(assignment)
-  remedy = "; build it with assign.contiguous(vocab, codes) or another function of vqjax.assign"
-  if table.shape != (vocab,):
-    raise ValueError(f"vocab {vocab} has an assignment of shape {table.shape}{remedy}")
+  check_shape(table.shape, vocab)
   if not np.issubdtype(table.dtype, np.integer):
-    raise ValueError(f"an assignment of {table.dtype} names no codes: it holds integers{remedy}")
+    raise ValueError(f"an assignment of {table.dtype} names no codes: it holds integers{REMEDY}")
   outside = np.flatnonzero((table < 0) | (table >= codes))
   if outside.size:
     token = outside[0]
     raise ValueError(
       f"token {token} is assigned to code {table[token]}, outside [0, {codes}) ({outside.size} such"
-      f" tokens){remedy}"
+      f" tokens){REMEDY}"
     )
   return table.astype(np.int32)

@@ -43,7 +43,7 @@ class TestOneGroup(TestGroupedHead):
 
   @pytest.mark.parametrize("vocab", [4099])
   def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
-    assert self.cases[case](vocab, self.dim).shape() == (1, vocab)
+    assert self.cases[case](vocab, self.dim).groups_and_slots() == (1, vocab)
 
 
 def test_the_bounds_are_those_of_the_paper():
@@ -58,7 +58,7 @@ def test_the_bounds_are_those_of_the_paper():
 def test_the_parameters_are_those_of_the_papers_classifier():
   # 9,531,392 parameters are the convolutions'; 10,340,999 is the paper's total (Appendix C).
   head = GroupedHead(184_320, 512, use_bias=True)
-  assert head.shape() == (429, 430)
+  assert head.groups_and_slots() == (429, 430)
   assert head.size().params == 10_340_999 - 9_531_392
 
 

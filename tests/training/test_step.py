@@ -79,7 +79,7 @@ def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
     _, metrics = make_step(m, optax.sgd(1.0), lambda _: 1.0, jax.random.key(1))(state, batch)
     norms[name] = metrics
   # The final LayerNorm makes the mean square of hidden 1, but for its epsilon.
-  np.testing.assert_allclose(norms["with"]["penalty"], 3.0, rtol=1e-2)
+  np.testing.assert_allclose(norms["with"]["head/penalty"], 3.0, rtol=1e-2)
   np.testing.assert_allclose(norms["with"]["loss"], norms["without"]["loss"], rtol=1e-6)
   assert norms["with"]["grad_norm"] != norms["without"]["grad_norm"]
 

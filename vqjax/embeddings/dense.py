@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int
 
 from vqjax.embeddings.base import Embedding
+from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
 
@@ -29,9 +29,8 @@ class DenseEmbedding(Embedding):
 
   def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
-    (weight,) = promote_dtype(self.weight, dtype=self.dtype)
-    vectors = weight.at[tokens].get(mode="clip")
-    known = (tokens >= 0) & (tokens < self.vocab)
+    known, token = in_vocabulary(tokens, self.vocab)
+    vectors = self.weight[token].astype(self.dtype or self.param_dtype)
     return jnp.where(known[..., None], vectors, jnp.nan)
 
   def table(self) -> Float[Array, "V D"]:

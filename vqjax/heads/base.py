@@ -7,7 +7,7 @@ them where it can do better.
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling
 from vqjax.types import Size
@@ -63,7 +63,7 @@ class Head(nn.Module):
     temperature: float | int = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    allowed: Bool[Array, "*B V"] | Bool[Array, "V"] | None = None,
+    allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
     """A token from the distribution, exactly; -1 in a row for which nothing is allowed.
 
@@ -73,9 +73,12 @@ class Head(nn.Module):
       temperature: divides the logits; 0 takes the arg max.
       top_k: keep only the k best tokens.
       top_p: keep only the smallest set of best tokens with this mass, after temperature and top_k.
-      allowed: marks the tokens that may be drawn.
+      allowed: marks the tokens that may be drawn, [V] or [*B, V].
+
+    Raises:
+      ValueError: an option that no distribution has, or an `allowed` of another shape.
     """
-    blocks = sampling.allow(self.blocks(hidden), allowed)
+    blocks = sampling.allow(self.blocks(hidden), allowed, self.vocab)
     return sampling.sample(blocks, key, temperature, top_k, top_p)
 
   def top_k(

@@ -1,15 +1,17 @@
 """What does the VQ-Logits head look like: K codes stand for V tokens?"""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.dtypes import promote_dtype
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax import assign
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax
+from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
 
@@ -48,8 +50,7 @@ class CodebookHead(Head):
     if self.token_bias:
       self.bias = self.param("token_bias", self.bias_init, (self.vocab,), self.param_dtype)
     self.assignment = self.variable("codes", "assignment", self._initial_assignment)
-    if self.assignment.value.shape != (self.vocab,):
-      assign.checked(self.assignment.value, self.vocab, self.codes)
+    assign.check_shape(self.assignment.value.shape, self.vocab)
 
   def _check(self):
     if not 1 <= self.codes <= self.vocab:
@@ -61,32 +62,36 @@ class CodebookHead(Head):
     table = assign.checked(self.assignment_init(self.vocab, self.codes), self.vocab, self.codes)
     return jnp.asarray(table)
 
-  def _operands(self, hidden):
-    self._check_hidden(hidden)
-    hidden, codebook = promote_dtype(hidden, self.codebook, dtype=self.dtype)
-    return hidden, codebook, self.bias if self.token_bias else None
+  @property
+  def _bias(self):
+    return self.bias if self.token_bias else None
 
   def _code_scores(self, hidden):
-    hidden, codebook, bias = self._operands(hidden)
-    return softmax.linear_scores(hidden, codebook), bias
+    self._check_hidden(hidden)
+    return softmax.linear_scores(hidden, self.codebook, dtype=self.dtype)
+
+  def _table(self):
+    # Inside `nn.scan` the variable may be the NumPy array it was made from.
+    return jnp.asarray(self.assignment.value)
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
-    scores_BK, bias = self._code_scores(hidden)
-    return _token_scores(scores_BK, bias, self.assignment.value, slice(None))
+    return _token_scores(self._code_scores(hidden), self._bias, self._table(), slice(None))
 
   def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, from K scores; nan for a token outside [0, V)."""
-    hidden, codebook, bias = self._operands(hidden)
-    return code_ops.code_log_prob(hidden, codebook, self.assignment.value, tokens, bias)
+    self._check_hidden(hidden)
+    return code_ops.code_log_prob(
+      hidden, self.codebook, self._table(), tokens, self._bias, self.dtype
+    )
 
   def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The logits, a block of consecutive tokens at a time, from scores that are computed once."""
-    scores_BK, bias = self._code_scores(hidden)
+    scores_BK, table = self._code_scores(hidden), self._table()
     return sampling.row_blocks(
       hidden.shape[:-1],
       self.vocab,
-      lambda rows: _token_scores(scores_BK, bias, self.assignment.value, rows),
+      lambda rows: _token_scores(scores_BK, self._bias, table, rows),
     )
 
   def sample(
@@ -96,18 +101,23 @@ class CodebookHead(Head):
     temperature: float | int = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    allowed: Bool[Array, "*B V"] | Bool[Array, "V"] | None = None,
+    allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """As `Head.sample`; without filters the code is drawn first, then a token on it."""
-    if temperature == 0 or not (top_k is None and top_p is None and allowed is None):
-      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
+    """As `Head.sample`; many rows without filters draw a code first, then a token on it.
+
+    Sorting the tokens by their codes costs O(V log V) once, which a few rows do not repay.
+    """
     sampling.check_options(temperature, top_k, top_p)
-    scores_BK, bias = self._code_scores(hidden)
-    bias = None if bias is None else bias / temperature
+    filtered = not (top_k is None and top_p is None and allowed is None)
+    few = math.prod(hidden.shape[:-1]) * self.vocab <= sampling.STORED_SCORES
+    if temperature < 1e-6 or filtered or few:
+      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
+    bias = None if self._bias is None else self._bias / temperature
     code_key, token_key = jax.random.split(key)
-    mass_K = code_ops.log_mass(self.assignment.value, self.codes, bias)
-    code = jax.random.categorical(code_key, scores_BK / temperature + mass_K).astype(jnp.int32)
-    return code_ops.draw_within(token_key, code, self.assignment.value, self.codes, bias)
+    mass_K = code_ops.log_mass(self._table(), self.codes, bias)
+    scores_BK = self._code_scores(hidden) / temperature + mass_K
+    code = jax.random.categorical(code_key, scores_BK, mode="high").astype(jnp.int32)
+    return code_ops.draw_within(token_key, code, self._table(), self.codes, bias)
 
   def size(self) -> Size:
     """K·D parameters, V for a token bias, and four bytes a token for the table of codes."""
@@ -124,5 +134,7 @@ class CodebookHead(Head):
 
 
 def _token_scores(scores_BK, bias, assignment, rows):
-  scores = scores_BK[..., assignment[rows]]
+  # A code that does not exist has no score: nan, not that of a neighbour.
+  known, code = in_vocabulary(assignment[rows], scores_BK.shape[-1])
+  scores = jnp.where(known, scores_BK[..., code], jnp.nan)
   return scores if bias is None else scores + bias[rows].astype(jnp.float32)

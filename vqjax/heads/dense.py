@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Float, Int
 
 from vqjax.embeddings.base import Embedding
@@ -56,24 +55,24 @@ class DenseHead(Head):
   def _operands(self, hidden):
     self._check_hidden(hidden)
     weight = self.weight if self.embedding is None else self.embedding.table()
-    hidden, weight = promote_dtype(hidden, weight, dtype=self.dtype)
     return hidden, weight, self.bias if self.use_bias else None
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """hidden · weightᵀ + bias, float32."""
-    return softmax.linear_scores(*self._operands(hidden))
+    return softmax.linear_scores(*self._operands(hidden), self.dtype)
 
   def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
     hidden, weight, bias = self._operands(hidden)
-    return softmax.linear_log_prob(hidden, weight, tokens, bias)
+    return softmax.linear_log_prob(hidden, weight, tokens, bias, dtype=self.dtype)
 
   def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The logits, a block of consecutive rows at a time."""
     hidden, weight, bias = self._operands(hidden)
 
     def scores(rows):
-      return softmax.linear_scores(hidden, weight[rows], None if bias is None else bias[rows])
+      bias_W = None if bias is None else bias[rows]
+      return softmax.linear_scores(hidden, weight[rows], bias_W, self.dtype)
 
     return sampling.row_blocks(hidden.shape[:-1], self.vocab, scores)
 

@@ -6,54 +6,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax.linen.dtypes import promote_dtype
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import groups as group_ops
 from vqjax.ops import sampling, softmax
+from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
 
 class GroupedHead(Head):
   """p(group of the token) · p(its slot in the group), both linear in hidden.
 
-  D·G + D·S + 2·G·S parameters for G groups of at most S = ceil(V/G) tokens; about 4·sqrt(V)
-  multiply-adds of width D for each token at the default G. Groups hold consecutive tokens; slots
+  D·G + D·S + 2·G·S parameters for G groups of at most S = ceil(V/G) tokens; about 2·sqrt(V)
+  products of width D for each token at the default G. Groups hold consecutive tokens; slots
   that a smaller group lacks are masked. Source: LLM Vocabulary Compression for Low-Compute
   Environments, Section 2; the biases are what its Appendix C counts need.
 
   Attributes:
     groups: number of groups, G; None: floor(sqrt(V)).
     use_bias: add a bias to the group scores and to the shared token scores.
-    weight_init: initialiser of the [G, D] group weight and of the [S, D] slot weight.
+    group_init: initialiser of the [G, D] group weight.
+    slot_init: initialiser of the [S, D] slot weight.
     scale_init: initialiser of the [G, S] scales.
-    bias_init: initialiser of the [G, S] shifts and of the biases.
+    shift_init: initialiser of the [G, S] shifts.
+    bias_init: initialiser of the biases, [G] and [S].
     dtype: dtype of the matrix products' operands; None: that of hidden and weights together.
     param_dtype: dtype of the parameters.
   """
 
   groups: int | None = None
   use_bias: bool = False
-  weight_init: nn.initializers.Initializer = row_init
+  group_init: nn.initializers.Initializer = row_init
+  slot_init: nn.initializers.Initializer = row_init
   scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
+  shift_init: nn.initializers.Initializer = nn.initializers.zeros_init()
   bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
   def setup(self):
-    g, s = self.shape()
+    g, s = self.groups_and_slots()
     new = lambda name, init, *shape: self.param(name, init, shape, self.param_dtype)
-    self.group_weight = new("group_weight", self.weight_init, g, self.dim)
-    self.slot_weight = new("slot_weight", self.weight_init, s, self.dim)
+    self.group_weight = new("group_weight", self.group_init, g, self.dim)
+    self.slot_weight = new("slot_weight", self.slot_init, s, self.dim)
     self.scale = new("scale", self.scale_init, g, s)
-    self.shift = new("shift", self.bias_init, g, s)
+    self.shift = new("shift", self.shift_init, g, s)
     if self.use_bias:
       self.group_bias = new("group_bias", self.bias_init, g)
       self.slot_bias = new("slot_bias", self.bias_init, s)
 
-  def shape(self) -> tuple[int, int]:
+  def groups_and_slots(self) -> tuple[int, int]:
     """(G, S): the number of groups, and of slots in the largest."""
+    if self.vocab < 1:
+      raise ValueError(f"vocab {self.vocab} holds no token; give at least 1")
     groups = math.isqrt(self.vocab) if self.groups is None else self.groups
     if not 1 <= groups <= self.vocab:
       raise ValueError(f"groups {groups} for a vocabulary of {self.vocab}; give 1 to {self.vocab}")
@@ -62,63 +68,70 @@ class GroupedHead(Head):
   @property
   def starts(self) -> np.ndarray:
     """First token of each group, and V at the end: int64 [G + 1]."""
-    return group_ops.group_starts(self.vocab, self.shape()[0])
+    return group_ops.group_starts(self.vocab, self.groups_and_slots()[0])
 
-  def _group_operands(self, hidden):
-    self._check_hidden(hidden)
-    hidden, weight = promote_dtype(hidden, self.group_weight, dtype=self.dtype)
-    return hidden, weight, self.group_bias if self.use_bias else None
+  @property
+  def sizes(self) -> Int[Array, "G"]:
+    """Number of tokens in each group, int32 [G]."""
+    return jnp.asarray(np.diff(self.starts), jnp.int32)
+
+  def _first(self) -> Int[Array, "G"]:
+    return jnp.asarray(self.starts[:-1], jnp.int32)
 
   def _shared(self, hidden):
     """W_s h + b_s, what all groups share: [*B, S] in float32."""
-    hidden, weight = promote_dtype(hidden, self.slot_weight, dtype=self.dtype)
-    return softmax.linear_scores(hidden, weight, self.slot_bias if self.use_bias else None)
+    self._check_hidden(hidden)
+    bias = self.slot_bias if self.use_bias else None
+    return softmax.linear_scores(hidden, self.slot_weight, bias, self.dtype)
 
   def _group_log_prob(self, hidden):
-    return jax.nn.log_softmax(softmax.linear_scores(*self._group_operands(hidden)))
+    self._check_hidden(hidden)
+    bias = self.group_bias if self.use_bias else None
+    return jax.nn.log_softmax(softmax.linear_scores(hidden, self.group_weight, bias, self.dtype))
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are logits that need no normaliser."""
     group, slot = group_ops.group_and_slot(jnp.arange(self.vocab), self.starts)
     log_group_BG = self._group_log_prob(hidden)
-    sizes_G = jnp.asarray(np.diff(self.starts), jnp.int32)
     scores_BGS = group_ops.slot_scores(
-      self._shared(hidden)[..., None, :], self.scale, self.shift, sizes_G
+      self._shared(hidden)[..., None, :], self.scale, self.shift, self.sizes
     )
     log_prob_BGS = log_group_BG[..., None] + jax.nn.log_softmax(scores_BGS)
     return log_prob_BGS[..., group, slot]
 
   def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; only each token's own group is scored."""
-    known = (tokens >= 0) & (tokens < self.vocab)
-    group, slot = group_ops.group_and_slot(jnp.where(known, tokens, 0), self.starts)
-    hidden_g, weight, bias = self._group_operands(hidden)
-    sizes_G = jnp.asarray(np.diff(self.starts), jnp.int32)
+    known, token = in_vocabulary(tokens, self.vocab)
+    group, slot = group_ops.group_and_slot(token, self.starts)
     log_prob_slot = group_ops.slot_log_prob(
-      self._shared(hidden), self.scale, self.shift, sizes_G, group, slot
+      self._shared(hidden), self.scale, self.shift, self.sizes, group, slot
     )
-    log_prob = softmax.linear_log_prob(hidden_g, weight, group, bias) + log_prob_slot
-    return jnp.where(known, log_prob, jnp.nan)
+    bias = self.group_bias if self.use_bias else None
+    log_prob_group = softmax.linear_log_prob(
+      hidden, self.group_weight, group, bias, dtype=self.dtype
+    )
+    return jnp.where(known, log_prob_group + log_prob_slot, jnp.nan)
 
   def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, some whole groups at a time."""
-    (groups, slots), batch = self.shape(), hidden.shape[:-1]
+    (groups, slots), batch = self.groups_and_slots(), hidden.shape[:-1]
     log_group_BG, shared_BS = self._group_log_prob(hidden), self._shared(hidden)
-    first_G = jnp.asarray(self.starts[:-1], jnp.int32)
-    sizes_G = jnp.asarray(np.diff(self.starts), jnp.int32)
+    first_G = self._first()
     width = max(1, sampling.block_width(math.prod(batch), self.vocab) // slots)
 
     def block(index):
-      group_W = index * width + jnp.arange(width)
+      group_W = index * width + jnp.arange(width, dtype=jnp.int32)
       row_W = jnp.minimum(group_W, groups - 1)
-      size_W = jnp.where(group_W < groups, sizes_G[row_W], 0)
+      size_W = jnp.where(group_W < groups, self.sizes[row_W], 0)
       scores_BWS = group_ops.slot_scores(
-        shared_BS[..., None, :], self.scale[row_W], self.shift[row_W], sizes_G[row_W]
+        shared_BS[..., None, :], self.scale[row_W], self.shift[row_W], self.sizes[row_W]
       )
       log_prob_BWS = log_group_BG[..., row_W, None] + jax.nn.log_softmax(scores_BWS)
       present_WS = jnp.arange(slots) < size_W[:, None]
       log_prob_BWS = jnp.where(present_WS, log_prob_BWS, -jnp.inf)
-      token_WS = jnp.where(present_WS, first_G[row_W][:, None] + jnp.arange(slots), 0)
+      token_WS = jnp.where(
+        present_WS, first_G[row_W][:, None] + jnp.arange(slots, dtype=jnp.int32), 0
+      )
       return log_prob_BWS.reshape(*batch, width * slots), token_WS.reshape(-1)
 
     return sampling.Blocks(-(-groups // width), block, batch)
@@ -130,23 +143,23 @@ class GroupedHead(Head):
     temperature: float | int = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    allowed: Bool[Array, "*B V"] | Bool[Array, "V"] | None = None,
+    allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
     """As `Head.sample`; at temperature 1 without filters the group is drawn first, then a slot."""
     if temperature != 1 or not (top_k is None and top_p is None and allowed is None):
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
     group_key, slot_key = jax.random.split(key)
-    group = jax.random.categorical(group_key, self._group_log_prob(hidden)).astype(jnp.int32)
-    sizes_G = jnp.asarray(np.diff(self.starts), jnp.int32)
+    log_group = self._group_log_prob(hidden)
+    group = jax.random.categorical(group_key, log_group, mode="high").astype(jnp.int32)
     scores_BS = group_ops.slot_scores(
-      self._shared(hidden), self.scale[group], self.shift[group], sizes_G[group]
+      self._shared(hidden), self.scale[group], self.shift[group], self.sizes[group]
     )
-    slot = jax.random.categorical(slot_key, scores_BS).astype(jnp.int32)
-    return jnp.asarray(self.starts[:-1], jnp.int32)[group] + slot
+    slot = jax.random.categorical(slot_key, scores_BS, mode="high").astype(jnp.int32)
+    return self._first()[group] + slot
 
   def size(self) -> Size:
     """(D + bias)·(G + S) + 2·G·S parameters."""
-    g, s = self.shape()
+    g, s = self.groups_and_slots()
     params = (self.dim + self.use_bias) * (g + s) + 2 * g * s
     return Size(params, bytes_of(params, self.param_dtype), 2 * self.dim * (g + s) + 2 * s)
 

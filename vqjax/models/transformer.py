@@ -65,7 +65,9 @@ class Transformer(nn.Module):
     context: longest sequence, in tokens.
     dropout: probability of zeroing an entry, after the embedding and in every block.
     remat: recompute each block's activations in the backward pass instead of keeping them.
-    dtype: dtype of the computation, float32 or bfloat16; parameters are float32.
+    dtype: dtype of the decoder's computation, float32 or bfloat16; parameters are float32. The
+      embedding and the head have a dtype of their own: give the head this one too, or its matrix
+      products are in float32.
   """
 
   embedding: Embedding
@@ -131,7 +133,8 @@ class Transformer(nn.Module):
   def loss_terms(
     self, tokens: Int[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """`log_prob`, and the further loss terms of the embedding and the head, by name."""
+    """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
     hidden = self.hidden(tokens, deterministic)
-    aux = self.embedding.aux(tokens) | self.head.aux(hidden, targets)
+    terms = {"embedding": self.embedding.aux(tokens), "head": self.head.aux(hidden, targets)}
+    aux = {f"{part}/{name}": term for part, named in terms.items() for name, term in named.items()}
     return self.head.log_prob(hidden, targets), aux

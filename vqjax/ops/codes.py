@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.ops import softmax
+from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.types import Dtype
 
 
 def log_mass(
@@ -40,18 +42,21 @@ def code_log_prob(
   assignment: Int[Array, "V"],
   tokens: Int[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
+  dtype: Dtype | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens`, each scored by the code it sits on.
 
   O(N·K·D) time; O(V) once, for the mass of the codes; no array of N·V elements. A token outside
-  [0, V) gives nan.
+  [0, V) gives nan, as does one whose code is not in [0, K). `dtype` is that of the matrix
+  product's operands, as in `linear_log_prob`.
   """
   mass_K = log_mass(assignment, codebook.shape[0], bias)
-  known = (tokens >= 0) & (tokens < assignment.shape[0])
-  token = jnp.where(known, tokens, 0)
-  code = assignment[token]
-  log_prob_code = softmax.linear_log_prob(hidden, codebook, code, mass_K)
-  within = -mass_K[code] if bias is None else bias[token].astype(jnp.float32) - mass_K[code]
+  known, token = in_vocabulary(tokens, assignment.shape[0])
+  code = assignment[token].astype(jnp.int32)
+  log_prob_code = softmax.linear_log_prob(hidden, codebook, code, mass_K, dtype=dtype)
+  bias_B = 0.0 if bias is None else bias[token].astype(jnp.float32)
+  # On a code whose tokens all have bias -inf nothing has a probability, and no share of it.
+  within = jnp.where(jnp.isneginf(mass_K[code]), 0.0, bias_B - mass_K[code])
   return jnp.where(known, log_prob_code + within, jnp.nan)
 
 
@@ -76,14 +81,20 @@ def draw_within(
 
   def visit(carry):
     step, best, chosen = carry
-    place_W = step * 128 + jnp.arange(128)
+    place_W = step * 128 + jnp.arange(128, dtype=jnp.int32)
     token_BW = order_V.at[first[..., None] + place_W].get(mode="clip")
-    noise_BW = jax.random.gumbel(jax.random.fold_in(key, step), token_BW.shape)
+    noise_BW = jax.random.gumbel(
+      jax.random.fold_in(key, step), token_BW.shape, jnp.float32, mode="high"
+    )
     score_BW = jnp.where(place_W < count[..., None], bias[token_BW] + noise_BW, -jnp.inf)
     winner = jnp.argmax(score_BW, axis=-1)[..., None]
     top = jnp.take_along_axis(score_BW, winner, axis=-1)[..., 0]
     token = jnp.take_along_axis(token_BW, winner, axis=-1)[..., 0].astype(jnp.int32)
     return step + 1, jnp.maximum(best, top), jnp.where(top > best, token, chosen)
 
-  start = jnp.int32(0), jnp.full(code.shape, -jnp.inf), jnp.full(code.shape, -1, jnp.int32)
-  return jax.lax.while_loop(lambda carry: carry[0] * 128 < count.max(), visit, start)[2]
+  start = (
+    jnp.int32(0),
+    jnp.full(code.shape, -jnp.inf, jnp.float32),
+    jnp.full(code.shape, -1, jnp.int32),
+  )
+  return jax.lax.while_loop(lambda carry: carry[0] * 128 < count.max(initial=0), visit, start)[2]

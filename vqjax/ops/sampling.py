@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+
+STORED_SCORES = 2**22
+"""Scores, 16 MiB of them, that the search for a nucleus may keep instead of computing them anew."""
 
 
 class Blocks(NamedTuple):
@@ -28,6 +31,11 @@ class Blocks(NamedTuple):
   count: int
   block: Callable[[Int[Array, ""]], tuple[Float[Array, "*B W"], Int[Array, "W"]]]
   batch: tuple[int, ...]
+
+  @property
+  def indices(self) -> Int[Array, "count"]:
+    """What `block` is called with, one after another."""
+    return jnp.arange(self.count, dtype=jnp.int32)
 
   def map(self, change: Callable) -> "Blocks":
     """The same blocks with scores `change(scores, tokens)`."""
@@ -53,16 +61,28 @@ def row_blocks(batch: tuple[int, ...], vocab: int, scores: Callable) -> Blocks:
 
   def block(index):
     start = jnp.minimum(index * width, vocab - width)
-    rows = start + jnp.arange(width)
+    rows = start + jnp.arange(width, dtype=jnp.int32)
     return jnp.where(rows >= index * width, scores(rows), -jnp.inf), rows
 
   return Blocks(-(-vocab // width), block, tuple(batch))
 
 
-def allow(blocks: Blocks, allowed: Bool[Array, "*B V"] | Bool[Array, "V"] | None) -> Blocks:
-  """Gives -inf to every token that `allowed` does not mark."""
+def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) -> Blocks:
+  """Gives -inf to every token that `allowed`, [V] or [*B, V], does not mark."""
   if allowed is None:
     return blocks
+  allowed = jnp.asarray(allowed)
+  try:
+    fits = allowed.shape[-1:] == (vocab,) and bool(
+      jnp.broadcast_shapes(allowed.shape[:-1], blocks.batch) == blocks.batch
+    )
+  except ValueError:
+    fits = False
+  if not fits:
+    raise ValueError(
+      f"allowed {allowed.shape} does not fit rows {blocks.batch} of a vocabulary of {vocab}; give"
+      f" {(vocab,)} or {(*blocks.batch, vocab)}"
+    )
   return blocks.map(lambda scores, tokens: jnp.where(allowed[..., tokens], scores, -jnp.inf))
 
 
@@ -77,7 +97,7 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
     score_Bk, token_Bk, max_B, sum_B = carry
     score_BW, token_W = blocks.block(index)
     score_BW = score_BW.astype(jnp.float32)
-    named_BW = jnp.where(jnp.isneginf(score_BW), -1, token_W)
+    named_BW = jnp.where(jnp.isneginf(score_BW), -1, token_W).astype(jnp.int32)
     score_Bk, place = lax.top_k(jnp.concatenate([score_Bk, score_BW], axis=-1), k)
     token_Bk = jnp.take_along_axis(jnp.concatenate([token_Bk, named_BW], axis=-1), place, axis=-1)
     new_max_B = jnp.maximum(max_B, score_BW.max(axis=-1))
@@ -86,12 +106,12 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
     return (score_Bk, token_Bk, new_max_B, sum_B), None
 
   start = (
-    jnp.full((*blocks.batch, k), -jnp.inf),
+    jnp.full((*blocks.batch, k), -jnp.inf, jnp.float32),
     jnp.full((*blocks.batch, k), -1, jnp.int32),
-    jnp.full(blocks.batch, -jnp.inf),
-    jnp.zeros(blocks.batch),
+    jnp.full(blocks.batch, -jnp.inf, jnp.float32),
+    jnp.zeros(blocks.batch, jnp.float32),
   )
-  (score_Bk, token_Bk, max_B, sum_B), _ = lax.scan(step, start, jnp.arange(blocks.count))
+  (score_Bk, token_Bk, max_B, sum_B), _ = lax.scan(step, start, blocks.indices)
   return score_Bk, token_Bk, max_B + jnp.log(sum_B)
 
 
@@ -104,15 +124,22 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
   def step(carry, index):
     best_B, chosen_B = carry
     score_BW, token_W = blocks.block(index)
-    noise_BW = jax.random.gumbel(jax.random.fold_in(key, index), score_BW.shape)
+    noise_BW = jax.random.gumbel(
+      # The default has 2^23 values: among a quarter of a million tokens some would tie at the top.
+      jax.random.fold_in(key, index),
+      score_BW.shape,
+      jnp.float32,
+      mode="high",
+    )
     noisy_BW = score_BW.astype(jnp.float32) + noise_BW
     place_B = jnp.argmax(noisy_BW, axis=-1)
     top_B = jnp.take_along_axis(noisy_BW, place_B[..., None], axis=-1)[..., 0]
     better_B = top_B > best_B
-    return (jnp.maximum(best_B, top_B), jnp.where(better_B, token_W[place_B], chosen_B)), None
+    chosen_B = jnp.where(better_B, token_W[place_B].astype(jnp.int32), chosen_B)
+    return (jnp.maximum(best_B, top_B), chosen_B), None
 
-  start = jnp.full(blocks.batch, -jnp.inf), jnp.full(blocks.batch, -1, jnp.int32)
-  return lax.scan(step, start, jnp.arange(blocks.count))[0][1].astype(jnp.int32)
+  start = jnp.full(blocks.batch, -jnp.inf, jnp.float32), jnp.full(blocks.batch, -1, jnp.int32)
+  return lax.scan(step, start, blocks.indices)[0][1]
 
 
 def sample(
@@ -125,18 +152,19 @@ def sample(
   """A token from softmax(scores / temperature), cut to the `top_k` best and the `top_p` nucleus.
 
   The nucleus is the smallest set of most probable tokens whose mass reaches `top_p`, and all that
-  tie with its last. Without `top_k` its edge is found by bisection over the float32 scores: exact,
-  at the price of scoring the blocks 32 times more. Temperature 0 is the arg max. -1 where every
-  score is -inf.
+  tie with its last. Without `top_k` its edge is found by bisection over the float32 scores: exact.
+  Up to `STORED_SCORES` the scores are computed once and kept for that; beyond, every one of its 33
+  passes computes them anew. A temperature below 1e-6, which float32 scores cannot tell from it, is
+  the arg max. -1 where every score is -inf.
   """
   check_options(temperature, top_k, top_p)
-  if temperature == 0:
+  if temperature < 1e-6:
     return best(blocks, 1)[1][..., 0]
   blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / temperature)
   if top_k is None:
     return draw(nucleus(blocks, top_p), key)
   score_Bk, token_Bk, _ = best(blocks, top_k)
-  places = Blocks(1, lambda _: (score_Bk, jnp.arange(top_k)), blocks.batch)
+  places = Blocks(1, lambda _: (score_Bk, jnp.arange(top_k, dtype=jnp.int32)), blocks.batch)
   place_B = draw(nucleus(places, top_p), key)
   chosen_B = jnp.take_along_axis(token_Bk, place_B[..., None], axis=-1)[..., 0]
   return jnp.where(place_B < 0, -1, chosen_B)
@@ -144,8 +172,10 @@ def sample(
 
 def check_options(temperature: float | int, top_k: int | None, top_p: float | None) -> None:
   """Raises ValueError for an option of `sample` that no distribution has."""
-  if not temperature >= 0:
-    raise ValueError(f"temperature {temperature} is negative; 0 is the arg max, 1 leaves as is")
+  if not 0 <= temperature < math.inf:
+    raise ValueError(
+      f"temperature {temperature} is negative or not finite; 0 is the arg max, 1 leaves as is"
+    )
   if top_k is not None and top_k < 1:
     raise ValueError(f"top_k {top_k} leaves no token; give at least 1, or None for no limit")
   if top_p is not None and not 0 < top_p <= 1:
@@ -159,6 +189,7 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
   """
   if top_p is None or top_p == 1:
     return blocks
+  blocks = _stored(blocks)
   top_B1, _, log_z_B = best(blocks, 1)
 
   def mass_from(edge_B):
@@ -167,7 +198,7 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
       prob_BW = jnp.exp(score_BW - log_z_B[..., None])
       return total_B + jnp.where(score_BW >= edge_B[..., None], prob_BW, 0.0).sum(axis=-1), None
 
-    return lax.scan(add, jnp.zeros(blocks.batch), jnp.arange(blocks.count))[0]
+    return lax.scan(add, jnp.zeros(blocks.batch, jnp.float32), blocks.indices)[0]
 
   def halve(_, bracket):
     low_B, high_B = bracket
@@ -180,6 +211,15 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
   edge_B, _ = lax.fori_loop(0, 32, halve, (low_B, _to_ordinal(top_B1[..., 0]) + 1))
   edge_B1 = _from_ordinal(edge_B)[..., None]
   return blocks.map(lambda scores, _: jnp.where(scores >= edge_B1, scores, -jnp.inf))
+
+
+def _stored(blocks: Blocks) -> Blocks:
+  """The same blocks, their scores computed once and kept, where they are few enough."""
+  score, _ = jax.eval_shape(blocks.block, jax.ShapeDtypeStruct((), jnp.int32))
+  if blocks.count * math.prod(score.shape) > STORED_SCORES:
+    return blocks
+  kept_CBW, token_CW = lax.map(blocks.block, blocks.indices)
+  return blocks._replace(block=lambda index: (kept_CBW[index], token_CW[index]))
 
 
 _SIGN = np.uint32(0x80000000)

@@ -19,6 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.types import Dtype
+
 
 class Tile(NamedTuple):
   """How many tokens and how many vocabulary rows are scored at once."""
@@ -49,15 +52,17 @@ def linear_log_prob(
   bias: Float[Array, "V"] | None = None,
   *,
   tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens` under softmax(hidden · weightᵀ + bias).
 
   Exact: no sampling and no approximation; sums accumulate in float32 for bfloat16 and float32
-  inputs, and the result is float32. Neither the forward nor the backward pass holds an array of
-  N·V elements. A bias of -inf removes its row from the distribution. A token outside [0, V) has
-  no probability: its result is nan, so that a loss over it cannot pass unnoticed.
+  inputs, and the result is float32, never above 0. Neither the forward nor the backward pass holds
+  an array of N·V elements. A bias of -inf removes its row from the distribution. A token outside
+  [0, V) has no probability: its result is nan, so that a loss over it cannot pass unnoticed.
 
-  Differentiable (reverse mode, first order) in `hidden`, `weight` and `bias`.
+  Differentiable in reverse mode in `hidden`, `weight` and `bias`; forward mode is an error, as for
+  every function with a custom VJP. Sharded arrays must be of a mesh with automatic axes.
 
   Args:
     hidden: one vector for each token.
@@ -65,6 +70,9 @@ def linear_log_prob(
     tokens: indices into the vocabulary.
     bias: one score for each word, added to hidden · weightᵀ.
     tile: (tokens, vocabulary rows) scored at once; `default_tile` by default.
+    dtype: dtype of the matrix products' operands, to which each tile is cast: float32 parameters
+      in a bfloat16 model are never copied, and get gradients that were never rounded. By default
+      that of hidden and weight together.
 
   Raises:
     ValueError: shapes that do not fit together, an empty vocabulary, or a tile below 1.
@@ -77,19 +85,28 @@ def linear_log_prob(
   wanted = default_tile(n, v) if tile is None else Tile(*tile)
   if min(wanted) < 1:
     raise ValueError(f"tile {tuple(wanted)} has a side below 1; give (tokens, vocabulary rows)")
-  fitted = Tile(min(wanted.tokens, n), min(wanted.vocab, v))
-  log_prob_N = _log_prob(fitted, hidden_ND, weight, bias, tokens.reshape(-1))
-  return log_prob_N.reshape(tokens.shape)
+  tile = Tile(min(wanted.tokens, n), min(wanted.vocab, v))
+  plan = _Plan(tile, jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)))
+  known_N, token_N = in_vocabulary(tokens.reshape(-1), v)
+  log_prob_N = _log_prob(plan, hidden_ND, weight, bias, token_N)
+  return jnp.where(known_N, log_prob_N, jnp.nan).reshape(tokens.shape)
 
 
 def linear_scores(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"],
   bias: Float[Array, "V"] | None = None,
+  dtype: Dtype | None = None,
 ) -> Float[Array, "*B V"]:
-  """hidden · weightᵀ + bias, accumulated and returned in float32."""
+  """hidden · weightᵀ + bias, accumulated and returned in float32.
+
+  `dtype` is that of the product's operands; by default that of hidden and weight together.
+  """
+  dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
   axes = ((hidden.ndim - 1,), (1,)), ((), ())
-  scores = lax.dot_general(hidden, weight, axes, preferred_element_type=jnp.float32)
+  scores = lax.dot_general(
+    hidden.astype(dtype), weight.astype(dtype), axes, preferred_element_type=jnp.float32
+  )
   return scores if bias is None else scores + bias.astype(jnp.float32)
 
 
@@ -110,37 +127,39 @@ def _check_shapes(hidden, weight, tokens, bias):
     raise ValueError(f"bias {bias.shape} does not fit weight {weight.shape}: it is [V]")
 
 
+class _Plan(NamedTuple):
+  """How a computation is cut, and the dtype of its matrix products' operands."""
+
+  tile: Tile
+  dtype: jnp.dtype
+
+
+class _Normalizer(NamedTuple):
+  """log Z in two parts: added up, they would lose the small one under a large common offset."""
+
+  top_N: Array
+  log_sum_N: Array
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_prob(tile, hidden_ND, weight_VD, bias_V, token_N):
-  return _forward(tile, hidden_ND, weight_VD, bias_V, token_N)[0]
+def _log_prob(plan, hidden_ND, weight_VD, bias_V, token_N):
+  return _forward(plan, hidden_ND, weight_VD, bias_V, token_N)[0]
 
 
-def _forward(tile, hidden_ND, weight_VD, bias_V, token_N):
-  log_z_N = _log_normalizer(tile, hidden_ND, weight_VD, bias_V)
-  log_prob_N = _token_scores(hidden_ND, weight_VD, bias_V, token_N) - log_z_N
-  return log_prob_N, (hidden_ND, weight_VD, bias_V, token_N, log_z_N)
+def _forward(plan, hidden_ND, weight_VD, bias_V, token_N):
+  score_N, z = _scores_and_normalizer(plan, hidden_ND, weight_VD, bias_V, token_N)
+  return (score_N - z.top_N) - z.log_sum_N, (hidden_ND, weight_VD, bias_V, token_N, z)
 
 
-def _backward(tile, saved, cotangent_N):
-  hidden_ND, weight_VD, bias_V, token_N, log_z_N = saved
+def _backward(plan, saved, cotangent_N):
+  hidden_ND, weight_VD, bias_V, token_N, z = saved
   d_hidden_ND, d_weight_VD, d_bias_V = _gradients(
-    tile, hidden_ND, weight_VD, bias_V, token_N, log_z_N, cotangent_N
+    plan, hidden_ND, weight_VD, bias_V, token_N, z, cotangent_N
   )
   return d_hidden_ND, d_weight_VD, None if bias_V is None else d_bias_V, None
 
 
 _log_prob.defvjp(_forward, _backward)
-
-
-def _token_scores(hidden_ND, weight_VD, bias_V, token_N):
-  """hidden · weight[token] + bias[token]; nan where the token is not in the vocabulary."""
-  vocab = weight_VD.shape[0]
-  known_N = (token_N >= 0) & (token_N < vocab)
-  row_N = jnp.clip(token_N, 0, vocab - 1)
-  score_N = jnp.einsum("nd,nd->n", hidden_ND, weight_VD[row_N], preferred_element_type=jnp.float32)
-  if bias_V is not None:
-    score_N = score_N + bias_V[row_N].astype(jnp.float32)
-  return jnp.where(known_N, score_N, jnp.nan)
 
 
 class _Edge(NamedTuple):
@@ -154,7 +173,7 @@ def _edge(index, size, total):
   """Tile `index`; the last one is moved back to end at `total`, its overlap marked stale."""
   nominal = index * size
   start = jnp.minimum(nominal, total - size)
-  return _Edge(start, start + jnp.arange(size) >= nominal)
+  return _Edge(start, start + jnp.arange(size, dtype=jnp.int32) >= nominal)
 
 
 def _rows(array, edge, size):
@@ -169,89 +188,98 @@ def _add_rows(array, edge, update):
   )
 
 
-def _tile_scores(hidden_nD, weight_vD, bias_v, fresh_v):
-  score_nv = linear_scores(hidden_nD, weight_vD, bias_v)
+def _tile_scores(plan, hidden_nD, weight_vD, bias_v, fresh_v):
+  score_nv = linear_scores(hidden_nD, weight_vD, bias_v, plan.dtype)
   # A stale column was scored by the tile before: zero would join the sum, -inf does not.
   return jnp.where(fresh_v, score_nv, -jnp.inf)
 
 
-def _log_normalizer(tile, hidden_ND, weight_VD, bias_V):
-  """log sum_v exp(score_v) for each token, by a running maximum and a running sum."""
-  (n, _), v = hidden_ND.shape, weight_VD.shape[0]
+def _scores_and_normalizer(plan, hidden_ND, weight_VD, bias_V, token_N):
+  """Each token's own score, and log sum_v exp(score_v) by a running maximum and a running sum."""
+  tile, (n, _), v = plan.tile, hidden_ND.shape, weight_VD.shape[0]
   n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
 
   def vocab_step(carry, v_index):
     v_edge = _edge(v_index, tile.vocab, v)
     weight_vD = _rows(weight_VD, v_edge, tile.vocab)
     bias_v = None if bias_V is None else _rows(bias_V, v_edge, tile.vocab)
+    column_v = v_edge.start + jnp.arange(tile.vocab, dtype=jnp.int32)
 
     def token_step(carry, n_index):
-      max_N, sum_N = carry
       n_edge = _edge(n_index, tile.tokens, n)
-      score_nv = _tile_scores(
-        _rows(hidden_ND, n_edge, tile.tokens), weight_vD, bias_v, v_edge.fresh
-      )
-      old_max_n, old_sum_n = (_rows(x, n_edge, tile.tokens) for x in (max_N, sum_N))
-      new_max_n = jnp.maximum(old_max_n, score_nv.max(axis=1))
-      # With every score so far at -inf the maximum is no number to subtract.
-      shift_n = jnp.where(jnp.isneginf(new_max_n), 0.0, new_max_n)
-      new_sum_n = old_sum_n * jnp.exp(old_max_n - shift_n) + jnp.exp(
-        score_nv - shift_n[:, None]
-      ).sum(axis=1)
-      keep = lambda new, old: jnp.where(n_edge.fresh, new, old)
-      put = lambda array, new: lax.dynamic_update_slice_in_dim(array, new, n_edge.start, axis=0)
-      return (put(max_N, keep(new_max_n, old_max_n)), put(sum_N, keep(new_sum_n, old_sum_n))), None
+      hidden_nD = _rows(hidden_ND, n_edge, tile.tokens)
+      score_nv = _tile_scores(plan, hidden_nD, weight_vD, bias_v, v_edge.fresh)
+      old = [_rows(x, n_edge, tile.tokens) for x in carry]
+      own_nv = _rows(token_N, n_edge, tile.tokens)[:, None] == column_v
+      new = _merged(*old, score_nv, own_nv & v_edge.fresh)
+      kept = [jnp.where(n_edge.fresh, a, b) for a, b in zip(new, old)]
+      put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=n_edge.start, axis=0)
+      return tuple(put(x, part) for x, part in zip(carry, kept)), None
 
-    return lax.scan(token_step, carry, jnp.arange(n_tiles))[0], None
+    return lax.scan(token_step, carry, jnp.arange(n_tiles, dtype=jnp.int32))[0], None
 
-  start = jnp.full((n,), -jnp.inf, jnp.float32), jnp.zeros((n,), jnp.float32)
-  (max_N, sum_N), _ = lax.scan(vocab_step, start, jnp.arange(v_tiles))
-  return max_N + jnp.log(sum_N)
+  zero_N = jnp.zeros((n,), jnp.float32)
+  start = zero_N, jnp.full((n,), -jnp.inf, jnp.float32), zero_N
+  (own_N, top_N, sum_N), _ = lax.scan(vocab_step, start, jnp.arange(v_tiles, dtype=jnp.int32))
+  return own_N, _Normalizer(top_N, jnp.log(sum_N))
 
 
-def _gradients(tile, hidden_ND, weight_VD, bias_V, token_N, log_z_N, cotangent_N):
+def _merged(own_n, top_n, sum_n, score_nv, own_nv):
+  """The token's score, the running maximum and the running sum, with a tile's scores added."""
+  new_top_n = jnp.maximum(top_n, score_nv.max(axis=1))
+  # With every score so far at -inf the maximum is no number to subtract.
+  shift_n = jnp.where(jnp.isneginf(new_top_n), 0.0, new_top_n)
+  tile_sum_n = jnp.exp(score_nv - shift_n[:, None]).sum(axis=1)
+  # The score of the tile itself, not of a product of its own: another rounding of the same score
+  # would make probabilities above 1.
+  own_n = own_n + jnp.where(own_nv, score_nv, 0.0).sum(axis=1)
+  return own_n, new_top_n, sum_n * jnp.exp(top_n - shift_n) + tile_sum_n
+
+
+def _gradients(plan, hidden_ND, weight_VD, bias_V, token_N, z, cotangent_N):
   """Cotangents of hidden, weight and bias: those of the scores are (onehot - p) · cotangent."""
-  (n, d), v = hidden_ND.shape, weight_VD.shape[0]
+  tile, (n, d), v = plan.tile, hidden_ND.shape, weight_VD.shape[0]
   n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
-  cotangent_N = cotangent_N.astype(jnp.float32)
+  dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+  per_token = (hidden_ND, token_N, z.top_N, z.log_sum_N, cotangent_N.astype(jnp.float32))
 
   def vocab_step(carry, v_index):
     d_hidden_ND, d_weight_VD, d_bias_V = carry
     v_edge = _edge(v_index, tile.vocab, v)
-    weight_vD = _rows(weight_VD, v_edge, tile.vocab)
+    weight_vD = _rows(weight_VD, v_edge, tile.vocab).astype(plan.dtype)
     bias_v = None if bias_V is None else _rows(bias_V, v_edge, tile.vocab)
-    column_v = v_edge.start + jnp.arange(tile.vocab)
+    column_v = v_edge.start + jnp.arange(tile.vocab, dtype=jnp.int32)
 
     def token_step(carry, n_index):
       d_hidden_ND, d_weight_vD, d_bias_v = carry
       n_edge = _edge(n_index, tile.tokens, n)
-      hidden_nD, token_n, log_z_n, cotangent_n = (
-        _rows(x, n_edge, tile.tokens) for x in (hidden_ND, token_N, log_z_N, cotangent_N)
+      hidden_nD, token_n, top_n, log_sum_n, cotangent_n = (
+        _rows(x, n_edge, tile.tokens) for x in per_token
       )
-      score_nv = _tile_scores(hidden_nD, weight_vD, bias_v, v_edge.fresh)
-      prob_nv = jnp.exp(score_nv - log_z_n[:, None])
+      hidden_nD = hidden_nD.astype(plan.dtype)
+      score_nv = _tile_scores(plan, hidden_nD, weight_vD, bias_v, v_edge.fresh)
+      prob_nv = jnp.exp((score_nv - top_n[:, None]) - log_sum_n[:, None])
       onehot_nv = (token_n[:, None] == column_v) & v_edge.fresh
-      scale_n = jnp.where(n_edge.fresh, cotangent_n, 0.0)
-      d_score_nv = (onehot_nv - prob_nv) * scale_n[:, None]
+      d_score_nv = (onehot_nv - prob_nv) * jnp.where(n_edge.fresh, cotangent_n, 0.0)[:, None]
       d_bias_v = d_bias_v + d_score_nv.sum(axis=0)
-      d_score_nv = d_score_nv.astype(weight_VD.dtype)
-      dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+      d_score_nv = d_score_nv.astype(plan.dtype)
       d_weight_vD = d_weight_vD + dot(d_score_nv, hidden_nD, (((0,), (0,)), ((), ())))
       d_hidden_nD = dot(d_score_nv, weight_vD, (((1,), (0,)), ((), ())))
       return (_add_rows(d_hidden_ND, n_edge, d_hidden_nD), d_weight_vD, d_bias_v), None
 
     zero = jnp.zeros((tile.vocab, d), jnp.float32), jnp.zeros((tile.vocab,), jnp.float32)
     (d_hidden_ND, d_weight_vD, d_bias_v), _ = lax.scan(
-      token_step, (d_hidden_ND, *zero), jnp.arange(n_tiles)
+      token_step, (d_hidden_ND, *zero), jnp.arange(n_tiles, dtype=jnp.int32)
     )
     d_weight_VD = _add_rows(d_weight_VD, v_edge, d_weight_vD)
     return (d_hidden_ND, d_weight_VD, _add_rows(d_bias_V, v_edge, d_bias_v)), None
 
-  bias_dtype = jnp.float32 if bias_V is None else bias_V.dtype
   start = (
     jnp.zeros((n, d), jnp.float32),
     jnp.zeros((v, d), weight_VD.dtype),
-    jnp.zeros((v,), bias_dtype),
+    jnp.zeros((v,), jnp.float32 if bias_V is None else bias_V.dtype),
   )
-  (d_hidden_ND, d_weight_VD, d_bias_V), _ = lax.scan(vocab_step, start, jnp.arange(v_tiles))
+  (d_hidden_ND, d_weight_VD, d_bias_V), _ = lax.scan(
+    vocab_step, start, jnp.arange(v_tiles, dtype=jnp.int32)
+  )
   return d_hidden_ND.astype(hidden_ND.dtype), d_weight_VD, d_bias_V

@@ -1,0 +1,18 @@
+"""Which tokens are in the vocabulary, whatever integer type they come in?"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def in_vocabulary(
+  tokens: Int[Array, "*B"], vocab: int
+) -> tuple[Bool[Array, "*B"], Int[Array, "*B"]]:
+  """Whether each token is in [0, vocab), and the tokens as int32 with 0 for those that are not.
+
+  Narrow integers are widened first: compared as they are, a vocabulary beyond their range would
+  wrap.
+  """
+  if jnp.iinfo(tokens.dtype).bits < 32:
+    tokens = tokens.astype(jnp.int32)
+  known = (tokens >= 0) & (tokens < vocab)
+  return known, jnp.where(known, tokens, 0).astype(jnp.int32)
