@@ -37,20 +37,25 @@ def largest_value(function, *args) -> int:
 
 def shapes_of(function, *args) -> set:
   """Shapes of all values that the traced program makes."""
-  return set(_shapes(jax.make_jaxpr(function)(*args).jaxpr))
+  return {shape for shape, _ in values_of(function, *args)}
+
+
+def values_of(function, *args) -> set:
+  """(shape, dtype) of all values that the traced program makes."""
+  return set(_values(jax.make_jaxpr(function)(*args).jaxpr))
 
 
 def _sizes(jaxpr):
-  return [int(np.prod(shape, dtype=np.int64)) for shape in _shapes(jaxpr)]
+  return [int(np.prod(shape, dtype=np.int64)) for shape, _ in _values(jaxpr)]
 
 
-def _shapes(jaxpr):
+def _values(jaxpr):
   for equation in jaxpr.eqns:
     for value in equation.outvars:
-      yield getattr(value.aval, "shape", ())
+      yield getattr(value.aval, "shape", ()), getattr(value.aval, "dtype", None)
     for parameter in jax.tree.leaves(
       list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
     ):
       inner = getattr(parameter, "jaxpr", parameter)
       if hasattr(inner, "eqns"):
-        yield from _shapes(inner)
+        yield from _values(inner)

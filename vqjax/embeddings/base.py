@@ -1,7 +1,7 @@
 """What does every embedding promise?"""
 
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from vqjax.types import Size
 
@@ -17,7 +17,7 @@ class Embedding(nn.Module):
   vocab: int
   dim: int
 
-  def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
     raise TypeError(f"{type(self).__name__} does not say how to embed: define __call__")
 
@@ -25,7 +25,7 @@ class Embedding(nn.Module):
     """The vectors of the whole vocabulary: what a tied head scores against."""
     raise TypeError(f"{type(self).__name__} has no table: define table")
 
-  def aux(self, tokens: Int[Array, "*B"]) -> dict[str, Float[Array, ""]]:
+  def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
     """Further terms of the training loss, by name."""
     del tokens
     return {}

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from vqjax.embeddings.base import Embedding
 from vqjax.ops.vocabulary import in_vocabulary
@@ -27,7 +27,7 @@ class DenseEmbedding(Embedding):
       raise ValueError(f"vocab {self.vocab} holds no token; give at least 1")
     self.weight = self.param("weight", self.weight_init, (self.vocab, self.dim), self.param_dtype)
 
-  def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
     known, token = in_vocabulary(tokens, self.vocab)
     vectors = self.weight[token].astype(self.dtype or self.param_dtype)

@@ -7,7 +7,7 @@ them where it can do better.
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import sampling
 from vqjax.types import Size
@@ -38,7 +38,7 @@ class Head(nn.Module):
     """Scores whose softmax is the distribution; the only method that builds an array [*B, V]."""
     raise TypeError(f"{type(self).__name__} does not score its vocabulary: define logits")
 
-  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
+  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V).
 
     The loss of a language model is -mean(log_prob). Neither it nor its gradient holds [*B, V].
@@ -50,7 +50,7 @@ class Head(nn.Module):
     raise TypeError(f"{type(self).__name__} does not come in blocks: define blocks")
 
   def aux(
-    self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> dict[str, Float[Array, ""]]:
     """Further terms of the training loss, by name."""
     del hidden, tokens

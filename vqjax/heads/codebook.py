@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax import assign
 from vqjax.heads.base import Head, bytes_of, row_init
@@ -78,7 +78,7 @@ class CodebookHead(Head):
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
     return _token_scores(self._code_scores(hidden), self._bias, self._table(), slice(None))
 
-  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
+  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, from K scores; nan for a token outside [0, V)."""
     self._check_hidden(hidden)
     return code_ops.code_log_prob(

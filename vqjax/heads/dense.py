@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from vqjax.embeddings.base import Embedding
 from vqjax.heads.base import Head, bytes_of, row_init
@@ -61,7 +61,7 @@ class DenseHead(Head):
     """hidden · weightᵀ + bias, float32."""
     return softmax.linear_scores(*self._operands(hidden), self.dtype)
 
-  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"]) -> Float[Array, "*B"]:
+  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
     hidden, weight, bias = self._operands(hidden)
     return softmax.linear_log_prob(hidden, weight, tokens, bias, dtype=self.dtype)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
@@ -108,12 +108,12 @@ class Transformer(nn.Module):
       )
 
   def __call__(
-    self, tokens: Int[Array, "B T"], deterministic: bool = True
+    self, tokens: Integer[Array, "B T"], deterministic: bool = True
   ) -> Float[Array, "B T V"]:
     """Logits of the next token at every position: for inspection, not for training."""
     return self.head.logits(self.hidden(tokens, deterministic))
 
-  def hidden(self, tokens: Int[Array, "B T"], deterministic: bool = True) -> Float[Array, "B T D"]:
+  def hidden(self, tokens: Integer[Array, "B T"], deterministic: bool = True) -> Float[Array, "B T D"]:
     """Final hidden vectors, each of which has seen the tokens up to its own."""
     length = tokens.shape[1]
     if length > self.context:
@@ -125,13 +125,13 @@ class Transformer(nn.Module):
     return self.final_norm(x_BTD)
 
   def log_prob(
-    self, tokens: Int[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
+    self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> Float[Array, "B T"]:
     """Log-probability, in nats, of each target as the token that follows."""
     return self.head.log_prob(self.hidden(tokens, deterministic), targets)
 
   def loss_terms(
-    self, tokens: Int[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
+    self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
     """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
     hidden = self.hidden(tokens, deterministic)

@@ -11,7 +11,7 @@ the number of its tokens. Source: VQ-Logits, Eq. 2-5, without the [*B, V] gather
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import softmax
 from vqjax.ops.vocabulary import in_vocabulary
@@ -40,7 +40,7 @@ def code_log_prob(
   hidden: Float[Array, "*B D"],
   codebook: Float[Array, "K D"],
   assignment: Int[Array, "V"],
-  tokens: Int[Array, "*B"],
+  tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   dtype: Dtype | None = None,
 ) -> Float[Array, "*B"]:

@@ -11,7 +11,7 @@ and 2.3; the mask is not in the paper.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:
@@ -23,7 +23,7 @@ def group_starts(vocab: int, groups: int) -> np.ndarray:
 
 
 def group_and_slot(
-  tokens: Int[Array, "*B"], starts: np.ndarray
+  tokens: Integer[Array, "*B"], starts: np.ndarray
 ) -> tuple[Int[Array, "*B"], Int[Array, "*B"]]:
   """The group of each token, and its place inside it."""
   first = jnp.asarray(starts[:-1], jnp.int32)

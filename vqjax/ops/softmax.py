@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
@@ -31,12 +31,12 @@ class Tile(NamedTuple):
 
 
 def default_tile(tokens: int, vocab: int) -> Tile:
-  """The tile for N tokens and V rows: at most 1024 x 1280 scores (5 MiB in float32).
+  """The tile for N tokens and V rows: at most 512 x 1600 scores (3 MiB in float32).
 
   Large enough that a matrix unit is busy, small enough to stay near a cache. Each axis is cut into
   equal parts (rounded up to a multiple of 8), so the last tile overlaps little.
   """
-  return Tile(_even_part(tokens, 1024), _even_part(vocab, 1280))
+  return Tile(_even_part(tokens, 512), _even_part(vocab, 1600))
 
 
 def _even_part(size: int, limit: int) -> int:
@@ -48,7 +48,7 @@ def _even_part(size: int, limit: int) -> int:
 def linear_log_prob(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"],
-  tokens: Int[Array, "*B"],
+  tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
   tile: tuple[int, int] | None = None,
@@ -156,7 +156,7 @@ def _backward(plan, saved, cotangent_N):
   d_hidden_ND, d_weight_VD, d_bias_V = _gradients(
     plan, hidden_ND, weight_VD, bias_V, token_N, z, cotangent_N
   )
-  return d_hidden_ND, d_weight_VD, None if bias_V is None else d_bias_V, None
+  return d_hidden_ND, d_weight_VD, d_bias_V, None
 
 
 _log_prob.defvjp(_forward, _backward)
@@ -180,18 +180,15 @@ def _rows(array, edge, size):
   return lax.dynamic_slice_in_dim(array, edge.start, size)
 
 
-def _add_rows(array, edge, update):
-  """Adds `update` to the tile's rows, in place inside a loop; stale rows of it must be zero."""
-  current = lax.dynamic_slice_in_dim(array, edge.start, update.shape[0])
-  return lax.dynamic_update_slice_in_dim(
-    array, current + update.astype(array.dtype), edge.start, axis=0
-  )
+def _add(array, edge, update, axis=0):
+  """Adds `update` to the tile's part, in place inside a loop; stale parts of it must be zero."""
+  current = lax.dynamic_slice_in_dim(array, edge.start, update.shape[axis], axis)
+  update = current + update.astype(array.dtype)
+  return lax.dynamic_update_slice_in_dim(array, update, edge.start, axis)
 
 
-def _tile_scores(plan, hidden_nD, weight_vD, bias_v, fresh_v):
-  score_nv = linear_scores(hidden_nD, weight_vD, bias_v, plan.dtype)
-  # A stale column was scored by the tile before: zero would join the sum, -inf does not.
-  return jnp.where(fresh_v, score_nv, -jnp.inf)
+def _product(a, b):
+  return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _scores_and_normalizer(plan, hidden_ND, weight_VD, bias_V, token_N):
@@ -203,28 +200,29 @@ def _scores_and_normalizer(plan, hidden_ND, weight_VD, bias_V, token_N):
     v_edge = _edge(v_index, tile.vocab, v)
     weight_vD = _rows(weight_VD, v_edge, tile.vocab)
     bias_v = None if bias_V is None else _rows(bias_V, v_edge, tile.vocab)
-    column_v = v_edge.start + jnp.arange(tile.vocab, dtype=jnp.int32)
 
     def token_step(carry, n_index):
       n_edge = _edge(n_index, tile.tokens, n)
       hidden_nD = _rows(hidden_ND, n_edge, tile.tokens)
-      score_nv = _tile_scores(plan, hidden_nD, weight_vD, bias_v, v_edge.fresh)
+      score_nv = linear_scores(hidden_nD, weight_vD, bias_v, plan.dtype)
+      # A stale column was scored by the tile before: zero would join the sum, -inf does not.
+      score_nv = jnp.where(v_edge.fresh, score_nv, -jnp.inf)
       old = [_rows(x, n_edge, tile.tokens) for x in carry]
-      own_nv = _rows(token_N, n_edge, tile.tokens)[:, None] == column_v
-      new = _merged(*old, score_nv, own_nv & v_edge.fresh)
+      place_n = _rows(token_N, n_edge, tile.tokens) - v_edge.start
+      new = _merged(*old, score_nv, place_n)
       kept = [jnp.where(n_edge.fresh, a, b) for a, b in zip(new, old)]
       put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=n_edge.start, axis=0)
       return tuple(put(x, part) for x, part in zip(carry, kept)), None
 
     return lax.scan(token_step, carry, jnp.arange(n_tiles, dtype=jnp.int32))[0], None
 
-  zero_N = jnp.zeros((n,), jnp.float32)
-  start = zero_N, jnp.full((n,), -jnp.inf, jnp.float32), zero_N
+  least_N = jnp.full((n,), -jnp.inf, jnp.float32)
+  start = least_N, least_N, jnp.zeros((n,), jnp.float32)
   (own_N, top_N, sum_N), _ = lax.scan(vocab_step, start, jnp.arange(v_tiles, dtype=jnp.int32))
   return own_N, _Normalizer(top_N, jnp.log(sum_N))
 
 
-def _merged(own_n, top_n, sum_n, score_nv, own_nv):
+def _merged(own_n, top_n, sum_n, score_nv, place_n):
   """The token's score, the running maximum and the running sum, with a tile's scores added."""
   new_top_n = jnp.maximum(top_n, score_nv.max(axis=1))
   # With every score so far at -inf the maximum is no number to subtract.
@@ -232,54 +230,69 @@ def _merged(own_n, top_n, sum_n, score_nv, own_nv):
   tile_sum_n = jnp.exp(score_nv - shift_n[:, None]).sum(axis=1)
   # The score of the tile itself, not of a product of its own: another rounding of the same score
   # would make probabilities above 1.
-  own_n = own_n + jnp.where(own_nv, score_nv, 0.0).sum(axis=1)
+  width = score_nv.shape[1]
+  found_n = jnp.take_along_axis(score_nv, jnp.clip(place_n, 0, width - 1)[:, None], axis=1)[:, 0]
+  here_n = (place_n >= 0) & (place_n < width)
+  # A stale column says -inf, which must not replace what its own tile has said.
+  own_n = jnp.where(here_n, jnp.maximum(own_n, found_n), own_n)
   return own_n, new_top_n, sum_n * jnp.exp(top_n - shift_n) + tile_sum_n
 
 
 def _gradients(plan, hidden_ND, weight_VD, bias_V, token_N, z, cotangent_N):
-  """Cotangents of hidden, weight and bias: those of the scores are (onehot - p) · cotangent."""
+  """Cotangents of hidden, weight and bias: those of the scores are (onehot - p) · cotangent.
+
+  Scores are [v, n] here, so that both products run along the rows of what they read: that of
+  hidden is kept as [D, N], and only the tile of the weight is transposed, once.
+  """
   tile, (n, d), v = plan.tile, hidden_ND.shape, weight_VD.shape[0]
   n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
-  dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
   per_token = (hidden_ND, token_N, z.top_N, z.log_sum_N, cotangent_N.astype(jnp.float32))
 
   def vocab_step(carry, v_index):
-    d_hidden_ND, d_weight_VD, d_bias_V = carry
+    d_hidden_DN, d_weight_VD, d_bias_V = carry
     v_edge = _edge(v_index, tile.vocab, v)
     weight_vD = _rows(weight_VD, v_edge, tile.vocab).astype(plan.dtype)
+    # The barrier keeps the compiler from folding the transposition into the product.
+    weight_Dv = lax.optimization_barrier(weight_vD.T)
     bias_v = None if bias_V is None else _rows(bias_V, v_edge, tile.vocab)
     column_v = v_edge.start + jnp.arange(tile.vocab, dtype=jnp.int32)
 
     def token_step(carry, n_index):
-      d_hidden_ND, d_weight_vD, d_bias_v = carry
+      d_hidden_DN, d_weight_vD, d_bias_v = carry
       n_edge = _edge(n_index, tile.tokens, n)
       hidden_nD, token_n, top_n, log_sum_n, cotangent_n = (
         _rows(x, n_edge, tile.tokens) for x in per_token
       )
       hidden_nD = hidden_nD.astype(plan.dtype)
-      score_nv = _tile_scores(plan, hidden_nD, weight_vD, bias_v, v_edge.fresh)
-      prob_nv = jnp.exp((score_nv - top_n[:, None]) - log_sum_n[:, None])
-      onehot_nv = (token_n[:, None] == column_v) & v_edge.fresh
-      d_score_nv = (onehot_nv - prob_nv) * jnp.where(n_edge.fresh, cotangent_n, 0.0)[:, None]
-      d_bias_v = d_bias_v + d_score_nv.sum(axis=0)
-      d_score_nv = d_score_nv.astype(plan.dtype)
-      d_weight_vD = d_weight_vD + dot(d_score_nv, hidden_nD, (((0,), (0,)), ((), ())))
-      d_hidden_nD = dot(d_score_nv, weight_vD, (((1,), (0,)), ((), ())))
-      return (_add_rows(d_hidden_ND, n_edge, d_hidden_nD), d_weight_vD, d_bias_v), None
+      score_vn = linear_scores(weight_vD, hidden_nD)
+      if bias_v is not None:
+        score_vn = score_vn + bias_v.astype(jnp.float32)[:, None]
+      prob_vn = jnp.exp((score_vn - top_n) - log_sum_n)
+      scale_n = jnp.where(n_edge.fresh, cotangent_n, 0.0)
+      d_score_vn = ((column_v[:, None] == token_n) - prob_vn) * scale_n
+      d_score_vn = jnp.where(v_edge.fresh[:, None], d_score_vn, 0.0)
+      if bias_v is not None:
+        d_bias_v = d_bias_v + d_score_vn.sum(axis=1)
+      d_score_vn = d_score_vn.astype(plan.dtype)
+      d_weight_vD = d_weight_vD + _product(d_score_vn, hidden_nD)
+      d_hidden_DN = _add(d_hidden_DN, n_edge, _product(weight_Dv, d_score_vn), axis=1)
+      return (d_hidden_DN, d_weight_vD, d_bias_v), None
 
-    zero = jnp.zeros((tile.vocab, d), jnp.float32), jnp.zeros((tile.vocab,), jnp.float32)
-    (d_hidden_ND, d_weight_vD, d_bias_v), _ = lax.scan(
-      token_step, (d_hidden_ND, *zero), jnp.arange(n_tiles, dtype=jnp.int32)
+    no_bias = None if bias_V is None else jnp.zeros((tile.vocab,), jnp.float32)
+    start = d_hidden_DN, jnp.zeros((tile.vocab, d), jnp.float32), no_bias
+    (d_hidden_DN, d_weight_vD, d_bias_v), _ = lax.scan(
+      token_step, start, jnp.arange(n_tiles, dtype=jnp.int32)
     )
-    d_weight_VD = _add_rows(d_weight_VD, v_edge, d_weight_vD)
-    return (d_hidden_ND, d_weight_VD, _add_rows(d_bias_V, v_edge, d_bias_v)), None
+    if bias_V is not None:
+      d_bias_V = _add(d_bias_V, v_edge, d_bias_v)
+    return (d_hidden_DN, _add(d_weight_VD, v_edge, d_weight_vD), d_bias_V), None
 
   start = (
-    jnp.zeros((n, d), jnp.float32),
+    jnp.zeros((d, n), jnp.float32),
     jnp.zeros((v, d), weight_VD.dtype),
-    jnp.zeros((v,), jnp.float32 if bias_V is None else bias_V.dtype),
+    None if bias_V is None else jnp.zeros((v,), bias_V.dtype),
   )
-  (d_hidden_ND, d_weight_VD, d_bias_V), _ = lax.scan(
+  (d_hidden_DN, d_weight_VD, d_bias_V), _ = lax.scan(
     vocab_step, start, jnp.arange(v_tiles, dtype=jnp.int32)
   )
-  return d_hidden_ND.astype(hidden_ND.dtype), d_weight_VD, d_bias_V
+  return d_hidden_DN.T.astype(hidden_ND.dtype), d_weight_VD, d_bias_V

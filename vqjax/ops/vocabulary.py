@@ -1,11 +1,11 @@
 """Which tokens are in the vocabulary, whatever integer type they come in?"""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 
 def in_vocabulary(
-  tokens: Int[Array, "*B"], vocab: int
+  tokens: Integer[Array, "*B"], vocab: int
 ) -> tuple[Bool[Array, "*B"], Int[Array, "*B"]]:
   """Whether each token is in [0, vocab), and the tokens as int32 with 0 for those that are not.
 
