@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from tests.contract import HeadContract
 from vqjax import CodebookHead, assign
+from vqjax.ops import sampling
 
 
 def with_empty_codes(vocab, codes):
@@ -111,3 +113,40 @@ def test_a_huge_vocabulary_needs_no_huge_array():
   hidden = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
   shape = jax.eval_shape(apply, variables, hidden, jax.ShapeDtypeStruct((4096,), jnp.int32))
   assert shape.shape == (4096,)
+
+
+def test_a_code_that_does_not_exist_is_nan_and_never_that_of_a_neighbour():
+  head = CodebookHead(10, 4, 3)
+  hidden = jnp.ones((2, 4))
+  variables = head.init(jax.random.key(0), hidden)
+  table = variables["codes"]["assignment"].at[2].set(40).at[5].set(-1)
+  variables = variables | {"codes": {"assignment": table}}
+  tokens = jnp.array([2, 5])
+  assert np.isnan(head.apply(variables, hidden, tokens, method="log_prob")).all()
+  assert np.isnan(head.apply(variables, hidden)[:, [2, 5]]).all()
+
+
+def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
+  head = CodebookHead(10, 4, 5, token_bias=True)
+  variables = head.init(jax.random.key(0), jnp.ones((1, 4)))
+  bias = variables["params"]["token_bias"].at[:2].set(-jnp.inf)
+  variables = variables | {"params": variables["params"] | {"token_bias": bias}}
+  log_prob = head.apply(variables, jnp.ones((2, 4)), jnp.array([0, 3]), method="log_prob")
+  assert np.isneginf(log_prob[0])
+  assert np.isfinite(log_prob[1])
+
+
+def test_many_rows_draw_a_code_first_and_follow_the_same_distribution():
+  head = CodebookHead(101, 4, 17, token_bias=True)
+  row = jax.random.normal(jax.random.key(0), (4,))
+  variables = head.init(jax.random.key(1), row)
+  many = jnp.broadcast_to(row, (60_000, 4))
+  assert many.shape[0] * head.vocab > sampling.STORED_SCORES
+  drawn = head.apply(variables, many, jax.random.key(2), 0.7, method="sample")
+  expected = jax.nn.softmax(head.apply(variables, row) / 0.7) * len(drawn)
+  counts = np.bincount(drawn, minlength=101)
+  assert scipy.stats.chisquare(counts, expected, sum_check=False).pvalue > 1e-4
+
+
+def test_flops_are_those_of_k_products():
+  assert CodebookHead(10, 4, 3).size().flops_per_token == 2 * 4 * 3

@@ -117,3 +117,77 @@ def test_a_sequence_longer_than_the_context_is_refused(tokens):
   model = decoder(context=15)
   with pytest.raises(ValueError, match="16 tokens exceed the model's context of 15"):
     model.apply(init(model, 15), tokens)
+
+
+def float64_hidden(params, tokens, heads):
+  """The decoder by its definition (Radford et al., 2019), in NumPy, without a library's layers."""
+
+  def norm(x, p):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+  def dense(x, p):
+    return x @ p["kernel"] + p["bias"]
+
+  def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+  length = tokens.shape[1]
+  x = params["embedding"]["weight"][tokens] + params["position"][:length]
+  hidden_from_later = np.triu(np.full((length, length), -np.inf), 1)
+  for layer in range(2):
+    p = params[f"blocks_{layer}"]
+    q, k, v = np.split(dense(norm(x, p["attention_norm"]), p["query_key_value"]), 3, axis=-1)
+    mixed = np.zeros_like(x)
+    for part in np.split(np.arange(x.shape[-1]), heads):
+      scores = q[..., part] @ k[..., part].swapaxes(1, 2) / np.sqrt(len(part)) + hidden_from_later
+      weight = np.exp(scores - scores.max(-1, keepdims=True))
+      mixed[..., part] = weight / weight.sum(-1, keepdims=True) @ v[..., part]
+    x = x + dense(mixed, p["attention_out"])
+    x = x + dense(gelu(dense(norm(x, p["mlp_norm"]), p["mlp_in"])), p["mlp_out"])
+  return norm(x, params["final_norm"])
+
+
+def test_the_hidden_vectors_equal_an_independent_float64_decoder(tokens):
+  model = decoder()
+  variables = init(model)
+  # Every parameter away from its initial zero, one or small value.
+  leaves, tree = jax.tree.flatten(variables["params"])
+  keys = jax.random.split(jax.random.key(5), len(leaves))
+  moved = [x + 0.5 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
+  params = jax.tree.unflatten(tree, moved)
+  found = model.apply({"params": params}, tokens, method="hidden")
+  exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  np.testing.assert_allclose(found, float64_hidden(exact, np.asarray(tokens), 2), atol=2e-4)
+
+
+def test_output_projections_start_smaller_by_the_depth_of_the_residual_stream():
+  deep = decoder(embedding=DenseEmbedding(31, 64), head=DenseHead(31, 64), dim=64, layers=8)
+  params = init(deep)["params"]
+  for name, expected in (("attention_out", 0.02 / 4), ("mlp_out", 0.02 / 4), ("mlp_in", 0.02)):
+    found = np.mean([params[f"blocks_{i}"][name]["kernel"].std() for i in range(8)])
+    np.testing.assert_allclose(found, expected, rtol=0.05)
+
+
+def test_auxiliary_terms_of_embedding_and_head_keep_apart(tokens):
+  class Embedding(DenseEmbedding):
+    def aux(self, tokens):
+      return {"commitment": jnp.float32(1)}
+
+  class Head(DenseHead):
+    def aux(self, hidden, tokens):
+      return {"commitment": jnp.float32(10)}
+
+  model = decoder(embedding=Embedding(31, 8), head=Head(31, 8))
+  _, aux = model.apply(init(model), tokens, tokens, method="loss_terms")
+  assert aux == {"embedding/commitment": 1, "head/commitment": 10}
+
+
+def test_remat_recomputes_in_the_backward_pass(tokens):
+  def backward_text(model):
+    variables = init(model)
+    loss = lambda v: model.apply(v, tokens, method="hidden").sum()
+    return str(jax.make_jaxpr(jax.grad(loss))(variables))
+
+  assert "remat" in backward_text(decoder(remat=True))
+  assert "remat" not in backward_text(decoder())

@@ -94,3 +94,81 @@ def test_top_k_and_top_p_together_cut_the_best_first():
   counts = np.bincount(tokens, minlength=5)
   assert counts[2:].sum() == 0
   np.testing.assert_allclose(counts[:2] / 4000, [0.625, 0.375], atol=0.04)
+
+
+@pytest.mark.parametrize("width", [None, 128])
+def test_row_blocks_name_every_token_once_and_repeat_none(scores, width, monkeypatch):
+  wide = jax.random.normal(jax.random.key(1), (4, 300))
+  if width:
+    monkeypatch.setattr(sampling, "block_width", lambda rows, vocab: width)
+  blocks = sampling.row_blocks((4,), 300, lambda rows: wide[:, rows])
+  assert blocks.count == (3 if width else 1)
+  seen = []
+  for index in range(blocks.count):
+    block_scores, tokens = blocks.block(index)
+    kept = np.asarray(~np.isneginf(block_scores[0]))
+    seen += np.asarray(tokens)[kept].tolist()
+    np.testing.assert_array_equal(block_scores[:, kept], wide[:, np.asarray(tokens)[kept]])
+  assert seen == list(range(300))
+
+
+def test_blocks_hold_a_bounded_number_of_scores():
+  for rows in (1, 7, 1000, 30_000):
+    assert rows * sampling.block_width(rows, 10**6) <= 2**22
+
+
+def test_a_first_block_of_nothing_does_not_spoil_the_rest(scores):
+  masked = scores.at[:, :20].set(-jnp.inf)
+  values, tokens, log_z = sampling.best(blocks_of(masked, 10), 3)
+  np.testing.assert_array_equal(values, jnp.sort(masked, axis=-1)[:, ::-1][:, :3])
+  assert (tokens >= 20).all()
+  np.testing.assert_allclose(log_z, jax.nn.logsumexp(masked, axis=-1), rtol=1e-6)
+
+
+def test_scores_a_rounding_apart_are_told_apart_by_the_nucleus():
+  row = np.full(64, 5.0, np.float32)
+  for i in range(1, 64):
+    row[i] = np.nextafter(row[i - 1], np.float32(0))
+  # Each has a mass of 1 / 64: fifteen and a half of them take sixteen.
+  kept = sampling.nucleus(blocks_of(jnp.asarray(row)[None], 64), 15.5 / 64).block(0)[0]
+  assert np.isfinite(kept[0]).tolist() == [True] * 16 + [False] * 48
+
+
+def test_temperature_comes_before_the_nucleus():
+  rows = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2])), (2000, 3))
+  # Squared, the first has 0.25 / 0.38 = 0.66 of the mass; as it is, only half.
+  cold = sampling.sample(blocks_of(rows, 2), jax.random.key(0), temperature=0.5, top_p=0.6)
+  warm = sampling.sample(blocks_of(rows, 2), jax.random.key(0), top_p=0.6)
+  assert set(np.asarray(cold).tolist()) == {0}
+  assert set(np.asarray(warm).tolist()) == {0, 1}
+
+
+def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(scores, monkeypatch):
+  stored = sampling.nucleus(blocks_of(scores, 10), 0.7)
+  monkeypatch.setattr(sampling, "STORED_SCORES", 0)
+  again = sampling.nucleus(blocks_of(scores, 10), 0.7)
+  for index in range(4):
+    np.testing.assert_array_equal(stored.block(index)[0], again.block(index)[0])
+
+
+@pytest.mark.parametrize("shape", [(50,), (2, 37), (7, 1, 37), ()])
+def test_a_mask_of_another_shape_is_refused(scores, shape):
+  with pytest.raises(
+    ValueError, match=r"allowed .* does not fit rows \(4,\) of a vocabulary of 37"
+  ):
+    sampling.allow(blocks_of(scores, 10), np.ones(shape, bool), 37)
+
+
+def test_a_numpy_mask_for_each_row_is_fine(scores):
+  allowed = np.zeros((4, 37), bool)
+  allowed[np.arange(4), [3, 36, 0, 20]] = True
+  blocks = sampling.allow(blocks_of(scores, 10), allowed, 37)
+  assert sampling.draw(blocks, jax.random.key(0)).tolist() == [3, 36, 0, 20]
+
+
+def test_sampling_works_with_64_bit_types_on(scores):
+  with jax.enable_x64(True):
+    wide = jnp.asarray(np.asarray(scores, np.float64))
+    values, tokens, _ = sampling.best(blocks_of(wide, 10), 5)
+    drawn = sampling.sample(blocks_of(wide, 10), jax.random.key(0), 0.9, top_p=0.5)
+  assert (values.dtype, tokens.dtype, drawn.dtype) == ("float32", "int32", "int32")

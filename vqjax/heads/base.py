@@ -38,7 +38,9 @@ class Head(nn.Module):
     """Scores whose softmax is the distribution; the only method that builds an array [*B, V]."""
     raise TypeError(f"{type(self).__name__} does not score its vocabulary: define logits")
 
-  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]) -> Float[Array, "*B"]:
+  def log_prob(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V).
 
     The loss of a language model is -mean(log_prob). Neither it nor its gradient holds [*B, V].

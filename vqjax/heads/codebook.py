@@ -78,7 +78,9 @@ class CodebookHead(Head):
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
     return _token_scores(self._code_scores(hidden), self._bias, self._table(), slice(None))
 
-  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]) -> Float[Array, "*B"]:
+  def log_prob(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, from K scores; nan for a token outside [0, V)."""
     self._check_hidden(hidden)
     return code_ops.code_log_prob(

@@ -61,7 +61,9 @@ class DenseHead(Head):
     """hidden · weightᵀ + bias, float32."""
     return softmax.linear_scores(*self._operands(hidden), self.dtype)
 
-  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]) -> Float[Array, "*B"]:
+  def log_prob(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
     hidden, weight, bias = self._operands(hidden)
     return softmax.linear_log_prob(hidden, weight, tokens, bias, dtype=self.dtype)

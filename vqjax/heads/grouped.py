@@ -99,7 +99,9 @@ class GroupedHead(Head):
     log_prob_BGS = log_group_BG[..., None] + jax.nn.log_softmax(scores_BGS)
     return log_prob_BGS[..., group, slot]
 
-  def log_prob(self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]) -> Float[Array, "*B"]:
+  def log_prob(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; only each token's own group is scored."""
     known, token = in_vocabulary(tokens, self.vocab)
     group, slot = group_ops.group_and_slot(token, self.starts)

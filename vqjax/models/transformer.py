@@ -113,7 +113,9 @@ class Transformer(nn.Module):
     """Logits of the next token at every position: for inspection, not for training."""
     return self.head.logits(self.hidden(tokens, deterministic))
 
-  def hidden(self, tokens: Integer[Array, "B T"], deterministic: bool = True) -> Float[Array, "B T D"]:
+  def hidden(
+    self, tokens: Integer[Array, "B T"], deterministic: bool = True
+  ) -> Float[Array, "B T D"]:
     """Final hidden vectors, each of which has seen the tokens up to its own."""
     length = tokens.shape[1]
     if length > self.context:

@@ -48,8 +48,8 @@ class Blocks(NamedTuple):
 
 
 def block_width(rows: int, vocab: int) -> int:
-  """How many tokens of the vocabulary to score at once: 128 to 4096, about 4 Mi scores in all."""
-  return min(vocab, max(128, min(4096, 2**22 // max(rows, 1))))
+  """How many tokens of the vocabulary to score at once: up to 4096, at most 4 Mi scores in all."""
+  return min(vocab, max(1, min(4096, 2**22 // max(rows, 1))))
 
 
 def row_blocks(batch: tuple[int, ...], vocab: int, scores: Callable) -> Blocks:

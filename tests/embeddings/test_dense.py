@@ -1,0 +1,50 @@
+"""Does the embedding look up its table, in the dtype asked for, and say what is not in it?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import DenseEmbedding
+
+
+@pytest.fixture
+def variables():
+  return DenseEmbedding(300, 6).init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+
+
+def test_a_look_up_is_a_row_of_the_table(variables):
+  tokens = jnp.array([[0, 299, 7], [7, 1, 0]])
+  found = DenseEmbedding(300, 6).apply(variables, tokens)
+  np.testing.assert_array_equal(found, np.asarray(variables["params"]["weight"])[tokens])
+
+
+@pytest.mark.parametrize("token", [-1, 300, 2**30])
+def test_a_token_outside_the_vocabulary_is_nan(variables, token):
+  found = DenseEmbedding(300, 6).apply(variables, jnp.array([0, token, 299]))
+  assert np.isnan(found).any(axis=1).tolist() == [False, True, False]
+
+
+def test_narrow_integers_do_not_wrap(variables):
+  found = DenseEmbedding(300, 6).apply(variables, jnp.array([200, 44], jnp.uint8))
+  np.testing.assert_array_equal(found, np.asarray(variables["params"]["weight"])[[200, 44]])
+
+
+def test_the_dtype_of_vectors_and_of_parameters_are_separate(variables):
+  embedding = DenseEmbedding(300, 6, dtype=jnp.bfloat16)
+  assert embedding.apply(variables, jnp.array([1])).dtype == jnp.bfloat16
+  low = DenseEmbedding(300, 6, param_dtype=jnp.bfloat16)
+  table = low.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))["params"]["weight"]
+  assert table.dtype == jnp.bfloat16
+  assert low.size().state_bytes == table.nbytes
+
+
+def test_size_and_axes_are_those_of_the_variables(variables):
+  embedding = DenseEmbedding(300, 6)
+  assert embedding.size().params == 1800 == variables["params"]["weight"].size
+  assert embedding.logical_axes() == {"params": {"weight": ("vocab", "embed")}}
+
+
+def test_an_empty_vocabulary_is_refused():
+  with pytest.raises(ValueError, match="vocab 0 holds no token"):
+    DenseEmbedding(0, 6).init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
