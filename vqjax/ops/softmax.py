@@ -205,8 +205,9 @@ def _scores_and_normalizer(plan, hidden_ND, weight_VD, bias_V, token_N):
       n_edge = _edge(n_index, tile.tokens, n)
       hidden_nD = _rows(hidden_ND, n_edge, tile.tokens)
       score_nv = linear_scores(hidden_nD, weight_vD, bias_v, plan.dtype)
-      # A stale column was scored by the tile before: zero would join the sum, -inf does not.
-      score_nv = jnp.where(v_edge.fresh, score_nv, -jnp.inf)
+      if v % tile.vocab:
+        # A stale column was scored by the tile before: zero would join the sum, -inf does not.
+        score_nv = jnp.where(v_edge.fresh, score_nv, -jnp.inf)
       old = [_rows(x, n_edge, tile.tokens) for x in carry]
       place_n = _rows(token_N, n_edge, tile.tokens) - v_edge.start
       new = _merged(*old, score_nv, place_n)
@@ -270,7 +271,8 @@ def _gradients(plan, hidden_ND, weight_VD, bias_V, token_N, z, cotangent_N):
       prob_vn = jnp.exp((score_vn - top_n) - log_sum_n)
       scale_n = jnp.where(n_edge.fresh, cotangent_n, 0.0)
       d_score_vn = ((column_v[:, None] == token_n) - prob_vn) * scale_n
-      d_score_vn = jnp.where(v_edge.fresh[:, None], d_score_vn, 0.0)
+      if v % tile.vocab:
+        d_score_vn = jnp.where(v_edge.fresh[:, None], d_score_vn, 0.0)
       if bias_v is not None:
         d_bias_v = d_bias_v + d_score_vn.sum(axis=1)
       d_score_vn = d_score_vn.astype(plan.dtype)
