@@ -35,6 +35,7 @@ bench: $(STAMP)
 
 # The demo's whole path in seconds, to see that it works.
 smoke: $(STAMP)
+	@rm -rf runs/smoke
 	$(PY) -m experiments.demo --steps 12 --runs runs/smoke
 
 clean:

@@ -1,12 +1,12 @@
 """What do the vocabulary layers cost and lose, side by side, on text that every machine has?"""
 
 import argparse
-import dataclasses
 import pathlib
 import sys
 
 from rich.console import Console
 
+from experiments.console import speak_plainly
 from vqjax import report
 from vqjax.config import load, override
 from vqjax.training import Interrupted, NotFiniteError, fit
@@ -25,11 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--steps", type=int, help="train for so many steps instead")
   options = parser.parse_args(arguments)
   console = Console()
+  speak_plainly()
   try:
     experiments = [_experiment(name, options.steps) for name in CONFIGS]
     folders = [options.runs / experiment.name for experiment in experiments]
     for experiment, folder in zip(experiments, folders):
       fit(experiment, folder)
+  except KeyboardInterrupt:
+    console.print("stopped; run the same command again to resume.")
+    return 130
   except Interrupted as stop:
     console.print(f"{stop}. Run the same command again to resume.", highlight=False)
     return 128 + stop.signum
@@ -48,8 +52,7 @@ def _experiment(name: str, steps: int | None):
   experiment = load(pathlib.Path(__file__).parents[1] / "configs" / f"{name}.py")
   if steps is None:
     return experiment
-  train = dataclasses.replace(experiment.train, warmup=min(experiment.train.warmup, steps))
-  return override(dataclasses.replace(experiment, train=train), [f"train.steps={steps}"])
+  return override(experiment, [f"train.steps={steps}"])
 
 
 if __name__ == "__main__":

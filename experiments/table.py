@@ -26,12 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
   columns = report.default_columns(runs)
   console = Console()
   console.print(report.console_table(columns, runs, console.width))
-  if options.html:
-    report.write_page(runs, options.html, title=options.title or options.folder.resolve().name)
-  if options.markdown:
-    write_whole(options.markdown, report.markdown_table(columns, runs))
-  if options.png:
-    _save_plots(runs, options.png)
+  try:
+    if options.html:
+      report.write_page(runs, options.html, title=options.title or options.folder.resolve().name)
+    if options.markdown:
+      write_whole(options.markdown, report.markdown_table(columns, runs))
+    if options.png:
+      _save_plots(runs, options.png)
+  except (OSError, ValueError) as error:
+    print(f"error: cannot write: {error}; give another file", file=sys.stderr)
+    return 2
   return 0
 
 

@@ -2,11 +2,12 @@
 
 import argparse
 import pathlib
+import signal
 import sys
-import warnings
 
 from rich.console import Console
 
+from experiments.console import speak_plainly
 from vqjax.config import config_hash, help_text, load, override
 from vqjax.training import Interrupted, NotFiniteError, fit
 
@@ -22,7 +23,8 @@ The same command again resumes; a finished run prints its result."""
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
   parser = _parser()
-  options = parser.parse_args(arguments)
+  options = parser.parse_intermixed_args(arguments)
+  speak_plainly()
   if options.config is None:
     parser.print_help()
     return 0 if options.help else 2
@@ -47,6 +49,9 @@ def _run(experiment, folder: pathlib.Path) -> int:
   except Interrupted as stop:
     print(f"{stop}. Run the same command again to resume.", file=sys.stderr)
     return 128 + stop.signum
+  except KeyboardInterrupt:
+    print("stopped at once; run the same command again to resume.", file=sys.stderr)
+    return 128 + signal.SIGINT
   except NotFiniteError as error:
     print(f"error: {error}", file=sys.stderr)
     return 1
@@ -79,5 +84,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-  warnings.simplefilter("default")
   sys.exit(main())

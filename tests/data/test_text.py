@@ -90,7 +90,7 @@ def test_a_folder_is_read_recursively_without_hidden_and_binary_files(tmp_path):
 
 
 def test_files_named_for_splits_are_the_splits(tmp_path):
-  for name, text in (("x-train.txt", "a"), ("x.val.txt", "b"), ("test.txt", "c")):
+  for name, text in (("x.train.txt", "a"), ("x.val.txt", "b"), ("test.txt", "c")):
     write(tmp_path / name, text)
   assert split_of(Text(str(tmp_path))) == {"a": "train", "b": "valid", "c": "test"}
 
@@ -176,3 +176,24 @@ def test_a_corpus_without_a_split_says_which(corpus):
   (corpus / "ptb.valid.txt").unlink()
   with pytest.raises(FileNotFoundError, match="lacks a file for valid"):
     list(PennTreebank(str(corpus)).documents("train"))
+
+
+def test_documents_that_only_mention_a_split_are_documents(tmp_path):
+  for name in ("train-guide.txt", "test_plan.txt", "dev notes.txt", "other.txt"):
+    write(tmp_path / name, name)
+  assert set(split_of(Text(str(tmp_path)))) == {
+    "train-guide.txt",
+    "test_plan.txt",
+    "dev notes.txt",
+    "other.txt",
+  }
+
+
+def test_a_folder_with_one_book_is_read_by_paragraphs(tmp_path):
+  write(tmp_path / "book.txt", *(f"paragraph {i}" for i in range(10)))
+  assert len(split_of(Text(str(tmp_path)))) == 10
+
+
+def test_an_empty_path_is_not_the_current_folder():
+  with pytest.raises(ValueError, match="is empty; give a file or folder"):
+    list(Text("").documents("train"))

@@ -95,18 +95,35 @@ def test_after_a_fall_back_the_same_step_is_saved_again(saved):
   assert Checkpoints(saved, keep=3).restore(state_at(0)).position == {"next": 2}
 
 
-def test_with_all_damaged_the_run_starts_over(saved):
+def test_with_all_damaged_nothing_starts_over_before_it_is_said(saved):
   for step in (1, 2):
     truncate(saved / "checkpoints" / str(step))
-  with pytest.warns(UserWarning, match="is damaged"):
-    assert Checkpoints(saved, keep=3).restore(state_at(0)) is None
+  with (
+    pytest.warns(UserWarning, match="is damaged"),
+    pytest.raises(ValueError, match=r"no checkpoint of .* is intact: \[2, 1\] are moved"),
+  ):
+    Checkpoints(saved, keep=3).restore(state_at(0))
+  assert Checkpoints(saved, keep=3).restore(state_at(0)) is None
+
+
+@pytest.mark.parametrize(
+  "error", [MemoryError(), PermissionError(), ValueError("RESOURCE_EXHAUSTED")]
+)
+def test_trouble_of_the_machine_sets_no_checkpoint_aside(saved, error, monkeypatch):
+  def fail(*args):
+    raise error
+
+  monkeypatch.setattr(Checkpoints, "_read", fail)
+  with pytest.raises(type(error)):
+    Checkpoints(saved, keep=3).restore(state_at(0))
+  assert not (saved / "damaged").exists()
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_left_alone(saved):
   before = sorted(p for p in saved.rglob("*"))
   with pytest.raises(ValueError, match=r"is of another model:") as error:
     Checkpoints(saved, keep=3).restore(state_at(0, width=65))
-  assert "params.w: (300, 64) saved, (300, 65) in this model" in str(error.value)
+  assert "params.w: float32[300, 64] saved, float32[300, 65] in this model" in str(error.value)
   assert sorted(p for p in saved.rglob("*")) == before
 
 
@@ -136,6 +153,7 @@ def test_the_next_step_may_overwrite_the_state_while_it_is_saved(tmp_path):
   [
     (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: free some space"),
     (ValueError("INTERNAL: write failed: No space left on device"), "the disk is full"),
+    (ValueError("OUT_OF_RANGE: Failed to write 4673536 bytes"), "the limit on file sizes"),
     (PermissionError(errno.EACCES, "Permission denied"), "choose a folder with --run"),
   ],
 )

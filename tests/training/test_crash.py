@@ -66,7 +66,9 @@ def rows(run, whole=True):
 def digests(run):
   """The checksums of all arrays that the newest checkpoint was saved with."""
   newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
-  return newest, json.loads((run / "checkpoints" / str(newest) / "record" / "metadata").read_text())
+  record = json.loads((run / "checkpoints" / str(newest) / "record" / "metadata").read_text())
+  position = record["position"]
+  return newest, record["checksum"], position["data"], position["loss"]
 
 
 def finish(process):
@@ -88,6 +90,13 @@ def test_killed_at_several_moments_a_run_ends_bitwise_as_if_it_never_was(command
   assert digests(parts) == digests(whole)
   results = [json.loads((run / "result.json").read_text()) for run in (whole, parts)]
   assert results[0]["test"] == results[1]["test"]
+  assert results[0]["train"]["loss"] == results[1]["train"]["loss"]
+  # Killed between the last checkpoint and the result, it only measures again.
+  (parts / "result.json").unlink()
+  finish(command(parts))
+  again = json.loads((parts / "result.json").read_text())
+  assert again["train"]["loss"] == results[0]["train"]["loss"]
+  assert again["train"]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -11,6 +11,7 @@ from vqjax import CodebookHead
 from vqjax.config import config_hash
 from vqjax.training import Interrupted, NotFiniteError, fit, loop
 from vqjax.training.checkpoint import Checkpoints
+from vqjax.training.run import RunFolder
 
 
 def rows(folder):
@@ -133,7 +134,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
 
   monkeypatch.setattr(loop, "make_step", poisoned)
   with pytest.raises(
-    NotFiniteError, match=r"loss is nan at step 25; checkpoint 20 is good and kept"
+    NotFiniteError, match=r"loss is nan at step 25; checkpoint 20 is finite and kept"
   ):
     fit(experiment, tmp_path)
   result = json.loads((tmp_path / "result.json").read_text())
@@ -173,3 +174,23 @@ def test_a_run_folder_that_is_a_file_names_the_remedy(experiment, tmp_path):
   (tmp_path / "run").write_text("in the way")
   with pytest.raises(OSError, match="--run"):
     fit(experiment, tmp_path / "run")
+
+
+def test_a_second_process_in_the_same_folder_is_refused(experiment, tmp_path):
+  fit(experiment, tmp_path)
+  config = json.loads((tmp_path / "config.json").read_text())
+  first = RunFolder(tmp_path, experiment, config["data"])
+  with pytest.raises(ValueError, match="another process is running in"):
+    fit(experiment, tmp_path)
+  first.close()
+  assert fit(experiment, tmp_path)["status"] == "finished"
+
+
+def test_a_last_update_that_is_not_finite_is_neither_saved_nor_called_finished(
+  experiment, tmp_path
+):
+  wild = changed(experiment, steps=1, warmup=0, learning_rate=3e38)
+  with pytest.raises(NotFiniteError, match="at step 1"):
+    fit(wild, tmp_path)
+  assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+  assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]

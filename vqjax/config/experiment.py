@@ -24,7 +24,7 @@ class Train:
     accumulate: micro-batches that one optimiser step is computed in; divides `batch`.
     learning_rate: highest learning rate, reached after the warm-up.
     final_fraction: learning rate of the last step, as a fraction of the highest.
-    warmup: steps over which the learning rate climbs from 0.
+    warmup: steps over which the learning rate climbs from 0; all of them in a shorter run.
     weight_decay: decoupled weight decay, multiplied by the learning rate.
     clip: largest global norm of the gradient; a longer one is scaled down to it.
     beta1: decay of AdamW's mean of gradients, per step.
@@ -64,8 +64,6 @@ class Train:
       self._require(name, 0 <= getattr(self, name) < 1, "is outside [0, 1)", "0.9 is usual")
     in_range = 0 <= self.final_fraction <= 1
     self._require("final_fraction", in_range, "is outside [0, 1]", "0.1 is usual")
-    fits = self.warmup <= self.steps
-    self._require("warmup", fits, f"exceeds steps {self.steps}", "lower warmup or raise steps")
     divides = self.batch % self.accumulate == 0
     remedy = "choose a divisor, or another batch"
     self._require("accumulate", divides, f"does not divide batch {self.batch}", remedy)
@@ -96,6 +94,10 @@ class Experiment:
   loader: Any
   train: Train = Train()
   seed: int = 0
+
+  def __post_init__(self):
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f"seed {self.seed} is outside [0, 2^32); give a number in it")
 
 
 def load(path: str | pathlib.Path) -> Experiment:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,6 +29,8 @@ def data_path(path: str, kind: str = "path") -> Path:
   Raises:
     FileNotFoundError: it is in neither place.
   """
+  if not path:
+    raise ValueError(f"{kind} is empty; give a file or folder, or leave it out for the default")
   found = Path(path).expanduser()
   if found.exists():
     return found
@@ -67,14 +68,15 @@ def read_lines(path: Path) -> list[str]:
 
 
 def split_files(folder: Path) -> dict[str, Path]:
-  """The files of `folder` itself whose names say a split: `train.txt`, `ptb.valid.txt`, ...
+  """The files of `folder` itself that are named for a split: `train.txt`, `ptb.valid.txt`, ...
 
   Raises:
     ValueError: two files claim the same split.
   """
   found: dict[str, Path] = {}
   for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
-    for split in {SPLIT_NAMES[w] for w in re.split(r"[._-]", path.name) if w in SPLIT_NAMES}:
+    split = SPLIT_NAMES.get(path.stem.split(".")[-1].lower())
+    if split:
       if split in found:
         raise ValueError(
           f"{folder} has two files for the split {split!r}: {found[split].name} and {path.name}; "

@@ -40,6 +40,8 @@ class Loader(abc.ABC):
       raise ValueError(
         f"train.batch {batch} cannot be shared by {count} processes; give a multiple"
       )
+    if context < 1:
+      raise ValueError(f"model.context {context} holds no token; give at least 1")
     needed = batch * context
     if len(split.tokens) < needed:
       raise ValueError(

@@ -21,8 +21,8 @@ class Text(Source):
   """Documents from text files; without a path, the docstrings of Python's standard library.
 
   A folder whose own files say their splits in their names (train.txt, ptb.valid.txt, x-test.md)
-  has these splits. Any other folder is one document for each text file in it, at any depth. A
-  single file is one document for each paragraph, where blank lines separate paragraphs. Whole
+  has these splits. Any other folder is one document for each text file in it, at any depth. One
+  or two files are is one document for each paragraph, where blank lines separate paragraphs. Whole
   documents are held out, those whose text has the lowest hashes: equal documents are on the same
   side, and one that is added moves hardly any other.
 
@@ -82,10 +82,11 @@ class Text(Source):
     if path.is_file():
       yield from paragraphs(read_text(path))
       return
-    for file in text_files(path):
+    files = text_files(path)
+    for file in files:
       text = read_text(file).strip()
-      if text:
-        yield text
+      # Too few files to hold some out: a book is read paragraph by paragraph.
+      yield from paragraphs(text) if len(files) < len(SPLITS) else filter(None, [text])
 
   def _splits_of(self, hashes: np.ndarray) -> np.ndarray:
     """Index into SPLITS of each document; a split with a fraction gets at least one document."""

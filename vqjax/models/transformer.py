@@ -94,6 +94,10 @@ class Transformer(nn.Module):
     self.drop = nn.Dropout(self.dropout)
 
   def _check(self):
+    if self.context < 1:
+      raise ValueError(f"context {self.context} holds no token; give at least 1")
+    if not 0 <= self.dropout < 1:
+      raise ValueError(f"dropout {self.dropout} is outside [0, 1); 0.1 is usual")
     if self.layers < 1:
       raise ValueError(f"layers {self.layers} make no decoder; give at least 1")
     if self.dim % self.heads:

@@ -6,6 +6,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
@@ -24,6 +25,10 @@ UNWRITABLE = frozenset(
   }
 )
 """Codes of errors that another folder would not have."""
+
+
+FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
+"""What TensorStore says, without a code, of a write that failed."""
 
 
 class Restored(NamedTuple):
@@ -91,14 +96,26 @@ class Checkpoints:
     A damaged one is passed over with a warning, moved aside, and the one before is tried.
 
     Raises:
-      ValueError: the checkpoint's arrays have other shapes than the model's.
+      ValueError: the checkpoint's arrays have other shapes or dtypes than the model's, or none of
+        the checkpoints is intact.
     """
+    damaged: list[int] = []
     for step in sorted(self._manager.all_steps(), reverse=True):
       self._check_shapes(step, like)
       try:
         return self._read(step, like)
+      except (MemoryError, PermissionError):
+        raise  # trouble of this machine, not of the checkpoint
       except Exception as error:  # whatever a damaged file makes the reader raise
+        if "RESOURCE_EXHAUSTED" in str(error):
+          raise
         self._set_aside(step, error)
+        damaged.append(step)
+    if damaged:
+      raise ValueError(
+        f"no checkpoint of {self.folder} is intact: {damaged} are moved to"
+        f" {self.folder.parent / 'damaged'}; run again to start over from step 0"
+      )
     return None
 
   def _read(self, step: int, like: TrainState) -> Restored:
@@ -115,10 +132,10 @@ class Checkpoints:
     """Compares shapes by the checkpoint's metadata; one that cannot be read is left to `_read`."""
     try:
       saved = self._manager.item_metadata(step).state
-      there = {_name(path): tuple(leaf.shape) for path, leaf in _leaves(saved)}
+      there = {_name(path): _kind(leaf) for path, leaf in _leaves(saved)}
     except Exception:  # unreadable metadata is damage, which reading the checkpoint reports
       return
-    here = {_name(path): tuple(leaf.shape) for path, leaf in _leaves(like)}
+    here = {_name(path): _kind(leaf) for path, leaf in _leaves(like)}
     differ = [
       f"  {name}: {there.get(name, 'absent')} saved, {here.get(name, 'absent')} in this model"
       for name in sorted(there.keys() | here.keys())
@@ -135,7 +152,7 @@ class Checkpoints:
     aside = self.folder.parent / "damaged" / str(step)
     reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     message = f"checkpoint {step} in {self.folder} is damaged ({reason}); it is moved to {aside}"
-    warnings.warn(f"{message} and the one before is used", stacklevel=4)
+    warnings.warn(f"{message} and the one before is tried", stacklevel=2)
     aside.parent.mkdir(exist_ok=True)
     target = aside
     number = 1
@@ -166,14 +183,26 @@ def disk_error(
   """An OSError that says what to do about it; other errors come back as they are."""
   text = str(error)
   kept = "" if last_good is None else f" Checkpoint {last_good} is complete and kept."
-  if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text or "ENOSPC" in text:
+  if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text:
     return OSError(
       errno.ENOSPC, f"the disk is full: free some space and run again to resume.{kept}", str(folder)
     )
   code = getattr(error, "errno", None)
   if code in UNWRITABLE:
     return OSError(code, f"cannot write ({text}); choose a folder with --run.{kept}", str(folder))
+  if any(phrase in text for phrase in FAILED_WRITES):
+    reason = text.splitlines()[-1][-200:]
+    return OSError(
+      errno.EIO,
+      f"a checkpoint could not be written ({reason}); check the disk's space and the limit on file"
+      f" sizes, then run again to resume.{kept}",
+      str(folder),
+    )
   return error
+
+
+def _kind(leaf: Any) -> str:
+  return f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
 def _leaves(tree: Any) -> list:

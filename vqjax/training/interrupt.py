@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -37,6 +38,7 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
     del frame
     seen.append(signum)
     signal.signal(signum, before[signum])
+    print("finishing the step and saving; once more to stop at once", file=sys.stderr)
 
   for signum in (signal.SIGINT, signal.SIGTERM):
     before[signum] = signal.signal(signum, note)

@@ -18,7 +18,7 @@ from vqjax.training.optimizer import learning_rate, optimizer
 from vqjax.training.progress import progress_bar
 from vqjax.training.provenance import peak_memory_bytes, provenance
 from vqjax.training.run import RunFolder
-from vqjax.training.state import TrainState, init_state
+from vqjax.training.state import TrainState, all_finite, init_state
 from vqjax.training.step import make_step
 from vqjax.training.text import Text, load_text
 
@@ -41,9 +41,15 @@ def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
   """
   text = load_text(experiment)
   run = RunFolder(folder, experiment, text.identity)
-  done = run.result()
-  if done is not None and done["status"] == "finished":
-    return done
+  try:
+    done = run.result()
+    finished = done is not None and done["status"] == "finished"
+    return done if finished else _run(experiment, text, run)
+  finally:
+    run.close()
+
+
+def _run(experiment: Experiment, text: Text, run: RunFolder) -> dict:
   try:
     outcome = {"status": "finished", **_Run(text, run).to_the_end()}
   except NotFiniteError as error:
@@ -79,26 +85,24 @@ class _Run:
       seed=self.experiment.seed,
     )
     self.checkpoints = Checkpoints(run.path, self.train.keep)
+    self.loss, self.clock = None, _Clock()
     self._resume()
     self.began_at = int(self.state.step)
-    self.loss = math.nan
-    self.clock = _Clock()
 
   def _resume(self) -> None:
     restored = self.checkpoints.restore(self.state)
     if restored is not None:
       self.state = restored.state
-      self.batches.set_state(restored.position)
+      self.batches.set_state(restored.position["data"])
+      self.loss, self.clock = restored.position["loss"], _Clock(**restored.position["clock"])
 
   def to_the_end(self) -> dict:
     """Trains what is left, and measures."""
     self.log = MetricsLog(self.run.path, self.began_at)
-    began = time.perf_counter()
     try:
       self._train()
       self.checkpoints.wait()
-      seconds = time.perf_counter() - began
-      return self._result(seconds)
+      return self._result()
     finally:
       self.log.close()
       self.checkpoints.close()
@@ -115,7 +119,7 @@ class _Run:
         self.state, metrics = self.step_fn(self.state, _arrays(next(self.batches)))
         if step == self.began_at + 1:
           jax.block_until_ready(metrics)  # the first step compiles: the clock starts behind it
-          self.clock.start()
+          self.clock.start(step)
         # Read one step late: the device already works on the next when the host waits.
         if pending is not None:
           report(step - 1, self._read(*pending))
@@ -124,9 +128,9 @@ class _Run:
         if signum or self._is_due(step):
           report(step, self._read(*pending))
           pending = None
-          self.clock.stop()
+          self.clock.stop(step)
           self._pause(step, signum)
-          self.clock.start()
+          self.clock.start(step)
 
   def _is_due(self, step: int) -> bool:
     train = self.train
@@ -147,20 +151,26 @@ class _Run:
   def _explain(self, step: int, wrong: dict) -> str:
     named = ", ".join(f"{name} is {value}" for name, value in wrong.items())
     last = self.checkpoints.latest
-    kept = "no checkpoint was saved yet" if last is None else f"checkpoint {last} is good and kept"
+    kept = (
+      "no checkpoint was saved yet" if last is None else f"checkpoint {last} is finite and kept"
+    )
     return (
       f"{named} at step {step}; {kept} in {self.run.path}. Try a lower train.learning_rate or"
       " train.clip, or a longer train.warmup, in another run"
     )
 
   def _pause(self, step: int, signum: int | None) -> None:
-    """Evaluates and saves where it is time to; saves and stops where a signal asks for it."""
+    """Saves, with an evaluation where it is time for one; stops where a signal asks for it."""
     train, score = self.train, None
+    if not all_finite(self.state.params):
+      self.checkpoints.wait()
+      raise NotFiniteError(self._explain(step, {"a parameter": "not finite"}))
     if step % train.eval_every == 0 or step == train.steps:
       score = self._score("valid")._asdict()
       self.log.write({"step": step, "valid": score})
-    if signum or step % train.save_every == 0 or step == train.steps:
-      self.checkpoints.save(self.state, self.batches.get_state(), score)
+    # At every evaluation too: the best one must be on disk.
+    position = {"data": self.batches.get_state(), "loss": self.loss, "clock": self.clock.state()}
+    self.checkpoints.save(self.state, position, score)
     if signum:
       self.checkpoints.wait()
       raise Interrupted(signum, step)
@@ -168,13 +178,17 @@ class _Run:
   def _score(self, name: str):
     split = self.splits[name]
     batches = EvaluationBatches(split, batch=self._micro(), context=self.model.context)
-    return evaluate(self.scorer, self.state.variables, batches, split.text_bytes)
+    score = evaluate(self.scorer, self.state.variables, batches, split.text_bytes)
+    if not math.isfinite(score.nats_per_token):
+      wrong = {f"the {name} loss": score.nats_per_token}
+      raise NotFiniteError(self._explain(int(self.state.step), wrong))
+    return score
 
   def _micro(self) -> int:
     return self.train.batch // self.train.accumulate
 
-  def _result(self, seconds: float) -> dict:
-    timed_steps = self.train.steps - self.began_at - 1
+  def _result(self) -> dict:
+    seconds, steps = self.clock.seconds, self.clock.steps
     tokens = self.train.batch * self.model.context
     head = self.model.head
     cost = cost_of.loss_cost(head, self._micro() * self.model.context)
@@ -192,23 +206,28 @@ class _Run:
         "steps": self.train.steps,
         "loss": self.loss,
         "seconds": seconds,
-        "step_seconds": self.clock.seconds / timed_steps if timed_steps > 0 else None,
-        "tokens_per_second": timed_steps * tokens / self.clock.seconds if timed_steps > 0 else None,
+        "step_seconds": seconds / steps if steps else None,
+        "tokens_per_second": steps * tokens / seconds if steps else None,
         "peak_memory_bytes": peak_memory_bytes(),
       },
     }
 
 
 class _Clock:
-  """Time spent between start and stop, summed: the steps, without evaluation and saving."""
+  """Time and number of the steps between start and stop, without compiling, evaluating, saving."""
 
-  seconds = 0.0
+  def __init__(self, seconds: float = 0.0, steps: int = 0):
+    self.seconds, self.steps = seconds, steps
 
-  def start(self) -> None:
-    self.began = time.perf_counter()
+  def start(self, step: int) -> None:
+    self.began, self.first = time.perf_counter(), step
 
-  def stop(self) -> None:
+  def stop(self, step: int) -> None:
     self.seconds += time.perf_counter() - self.began
+    self.steps += step - self.first
+
+  def state(self) -> dict:
+    return {"seconds": self.seconds, "steps": self.steps}
 
 
 def _arrays(batch: dict) -> dict:

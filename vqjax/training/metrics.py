@@ -6,6 +6,8 @@ import pathlib
 
 from tensorboardX import SummaryWriter
 
+from vqjax.training.checkpoint import disk_error
+
 
 class MetricsLog:
   """Rows of JSON in `metrics.jsonl`, and the same numbers as TensorBoard events.
@@ -22,8 +24,11 @@ class MetricsLog:
 
   def write(self, row: dict) -> None:
     """Appends a row; it is on its way to the disk when this returns."""
-    self._file.write(json.dumps(row) + "\n")
-    self._file.flush()
+    try:
+      self._file.write(json.dumps(row, allow_nan=False) + "\n")
+      self._file.flush()
+    except OSError as error:
+      raise disk_error(error, self.path) from error
     step = row["step"]
     for name, value in row.items():
       values = value if isinstance(value, dict) else {"train": value}

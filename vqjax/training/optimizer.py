@@ -14,8 +14,8 @@ def learning_rate(train: Train) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(
     init_value=0.0 if train.warmup else train.learning_rate,
     peak_value=train.learning_rate,
-    warmup_steps=train.warmup,
-    decay_steps=max(train.steps, train.warmup + 1),
+    warmup_steps=min(train.warmup, train.steps),
+    decay_steps=max(train.steps, min(train.warmup, train.steps) + 1),
     end_value=train.learning_rate * train.final_fraction,
   )
 

@@ -1,5 +1,6 @@
 """What is in a run's folder, and whose is it?"""
 
+import fcntl
 import json
 import os
 import pathlib
@@ -19,7 +20,8 @@ class RunFolder:
     """Opens the folder for an experiment on data (fingerprint, vocabulary), or makes it.
 
     Raises:
-      ValueError: the folder belongs to another config or to other data; nothing is written.
+      ValueError: the folder belongs to another config or to other data, or another process runs
+        in it; nothing is written.
       OSError: the folder cannot be written; the message names the remedy.
     """
     self.path = path
@@ -27,12 +29,23 @@ class RunFolder:
     theirs = read_json(path / "config.json")
     if theirs is not None:
       _check_owner(path, mine, theirs)
-      return
     try:
       path.mkdir(parents=True, exist_ok=True)
-      write_json(path / "config.json", mine)
+      self._lock = (path / "lock").open("a")
+      if theirs is None:
+        write_json(path / "config.json", mine)
     except OSError as error:
       raise disk_error(error, path) from error
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      raise ValueError(
+        f"another process is running in {path}; wait for it, or give another folder with --run"
+      ) from None
+
+  def close(self) -> None:
+    """Lets another process run in the folder."""
+    self._lock.close()
 
   def result(self) -> dict | None:
     """What the run ended with, or None while it has not."""
@@ -74,5 +87,5 @@ def read_json(path: pathlib.Path) -> dict | None:
 def write_json(path: pathlib.Path, value: dict) -> None:
   """Writes to a neighbour first, so that the file is never half there."""
   temporary = path.with_name(path.name + ".tmp")
-  temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+  temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
   os.replace(temporary, path)

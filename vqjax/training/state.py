@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from jax import lax
-from jaxtyping import Array, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, UInt32
 
 
 @flax.struct.dataclass
@@ -46,6 +46,13 @@ def init_state(
     return TrainState(jnp.int32(0), params, tables, optimizer.init(params))
 
   return jax.jit(make)(key)
+
+
+@jax.jit
+def all_finite(tree: Any) -> Bool[Array, ""]:
+  """Whether no floating-point number of the tree is infinite or nan."""
+  floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+  return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in floats]))
 
 
 @jax.jit

@@ -32,6 +32,12 @@ def load_text(experiment: Experiment) -> Text:
   splits = {
     name: encode_split(experiment.data, encoder, name) for name in ("train", "valid", "test")
   }
+  empty = [name for name, split in splits.items() if not len(split.tokens)]
+  if empty:
+    raise ValueError(
+      f"{experiment.data} has no text for {', '.join(empty)}; every split needs some: add it, or"
+      " choose other data"
+    )
   identity = {
     "text": experiment.data.fingerprint(),
     "tokenizer": encoder.fingerprint(),
