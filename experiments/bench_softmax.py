@@ -11,7 +11,7 @@ from experiments.timing import compare
 from vqjax import linear_log_prob
 from vqjax.training.provenance import device
 
-TILES = (None, (512, 1280), (1024, 640), (1024, 2560), (2048, 640), (2048, 1280))
+TILES = (None, (256, 1280), (512, 640), (512, 2560), (1024, 1280), (2048, 640))
 
 
 def arrays(n: int, d: int, v: int, dtype=jnp.float32):

@@ -220,7 +220,7 @@ def test_a_tile_without_extent_is_refused():
 def test_the_default_tile_fits_its_arrays(n, v):
   tile = softmax.default_tile(n, v)
   assert 1 <= tile.tokens <= min(n, 512)
-  assert 1 <= tile.vocab <= min(v, 1600)
-  # Equal parts: the last tile repeats less than eight rows for each of the others.
+  assert 1 <= tile.vocab <= min(v, 1280)
+  # Equal parts: the last tile repeats less than 64 rows for each of the others.
   parts = -(-v // tile.vocab)
-  assert parts * tile.vocab - v < 8 * parts
+  assert parts * tile.vocab - v < 64 * parts

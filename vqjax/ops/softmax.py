@@ -31,18 +31,18 @@ class Tile(NamedTuple):
 
 
 def default_tile(tokens: int, vocab: int) -> Tile:
-  """The tile for N tokens and V rows: at most 512 x 1600 scores (3 MiB in float32).
+  """The tile for N tokens and V rows: at most 512 x 1280 scores (2.5 MiB in float32).
 
   Large enough that a matrix unit is busy, small enough to stay near a cache. Each axis is cut into
-  equal parts (rounded up to a multiple of 8), so the last tile overlaps little.
+  equal parts (rounded up to a multiple of 64), so the last tile overlaps little.
   """
-  return Tile(_even_part(tokens, 512), _even_part(vocab, 1600))
+  return Tile(_even_part(tokens, 512), _even_part(vocab, 1280))
 
 
 def _even_part(size: int, limit: int) -> int:
-  """The smallest multiple of 8 that covers `size` in ceil(size / limit) parts, at most `size`."""
+  """The smallest multiple of 64 that covers `size` in ceil(size / limit) parts, at most `size`."""
   parts = max(1, math.ceil(size / limit))
-  return max(1, min(size, 8 * math.ceil(size / parts / 8)))
+  return max(1, min(size, 64 * math.ceil(size / parts / 64)))
 
 
 def linear_log_prob(
