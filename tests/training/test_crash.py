@@ -110,6 +110,6 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(command, tmp_pa
   assert f"stopped by {signum.name} after step" in err
   assert "Run the same command again to resume" in err
   assert "Traceback" not in err
-  newest, _ = digests(run)
+  newest, *_ = digests(run)
   assert f"after step {newest}, which is saved" in err
   assert rows(run)[-1]["step"] == newest
