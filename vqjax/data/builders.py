@@ -50,7 +50,7 @@ class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     return type(source)(path=str(manual)) if any(manual.iterdir()) else source
 
   def _corpus(self) -> Source:
-    raise NotImplementedError
+    raise TypeError(f"{type(self).__name__} does not say which corpus it builds: define _corpus")
 
 
 class VqjaxPennTreebank(_Lines):
