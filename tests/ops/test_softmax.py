@@ -207,7 +207,7 @@ def test_vmap_and_jit_agree_with_a_loop():
 )
 def test_shapes_that_do_not_fit_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
-    softmax.linear_log_prob.__wrapped__(*change(*arrays(5, 4, 31)))
+    softmax.linear_softmax.__wrapped__(*change(*arrays(5, 4, 31)))
 
 
 def test_a_tile_without_extent_is_refused():

@@ -1,48 +1,57 @@
-"""How likely is each token under softmax(hidden · weightᵀ + bias), without the [N, V] logits?
+"""What is the distribution softmax(hidden · weightᵀ + bias), without the [N, V] logits?
 
-The log-probability of N tokens is computed in two-dimensional tiles of tokens and vocabulary. The
-vocabulary is the outer loop, so each tile of the weight is read once and its gradient is written
-once; the tokens are the inner loop. Only [N]-sized statistics survive from tile to tile. The
-backward pass recomputes the scores of each tile from the saved normaliser: 8NDV floating-point
-operations in all, against 6NDV when the logits are kept.
-
-A ragged edge is never padded: the last tile starts early enough to fit, overlaps its neighbour,
-and the overlap is masked, so that neither operand is copied.
+Log-probability and normaliser of N tokens, and on request the entropy, the mean log-probability and
+the best tokens, all in one pass over two-dimensional tiles (`tiles`): only [N]-sized statistics
+survive from tile to tile. The backward pass recomputes the scores of each tile from the saved
+normaliser: 8NDV floating-point operations in all, against 6NDV when the logits are kept. What is
+not asked for, and what has no gradient, costs nothing.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int, Integer
 
+from vqjax.ops import shards, tiles
+from vqjax.ops.ranking import Best, across, merged_best, none_yet
+from vqjax.ops.tiles import Tile, default_tile
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
+__all__ = [
+  "LinearSoftmax",
+  "Tile",
+  "default_tile",
+  "linear_cross_entropy",
+  "linear_log_prob",
+  "linear_scores",
+  "linear_softmax",
+]
 
-class Tile(NamedTuple):
-  """How many tokens and how many vocabulary rows are scored at once."""
 
-  tokens: int
-  vocab: int
+class LinearSoftmax(NamedTuple):
+  """What one pass over the vocabulary tells of each token's distribution, float32, in nats.
 
-
-def default_tile(tokens: int, vocab: int) -> Tile:
-  """The tile for N tokens and V rows: at most 512 x 1280 scores (2.5 MiB in float32).
-
-  Large enough that a matrix unit is busy, small enough to stay near a cache. Each axis is cut into
-  equal parts (rounded up to a multiple of 64), so the last tile overlaps little.
+  Attributes:
+    log_prob: log-probability of the token, never above 0.
+    log_z: log-normaliser, log sum_v exp(score_v).
+    entropy: -sum_v p_v log p_v, if asked for.
+    mean_log_prob: mean of log p_v over the vocabulary (over the rows that no bias of -inf removes),
+      if asked for: what label smoothing adds.
+    top_log_probs: log-probabilities of the k best tokens, best first, if asked for.
+    top_tokens: those tokens, int32; -1 where fewer than k have a probability.
   """
-  return Tile(_even_part(tokens, 512), _even_part(vocab, 1280))
 
-
-def _even_part(size: int, limit: int) -> int:
-  """The smallest multiple of 64 that covers `size` in ceil(size / limit) parts, at most `size`."""
-  parts = max(1, math.ceil(size / limit))
-  return max(1, min(size, 64 * math.ceil(size / parts / 64)))
+  log_prob: Float[Array, "*B"]
+  log_z: Float[Array, "*B"]
+  entropy: Float[Array, "*B"] | None
+  mean_log_prob: Float[Array, "*B"] | None
+  top_log_probs: Float[Array, "*B k"] | None
+  top_tokens: Int[Array, "*B k"] | None
 
 
 def linear_log_prob(
@@ -51,45 +60,153 @@ def linear_log_prob(
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
+  softcap: float | int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens` under softmax(hidden · weightᵀ + bias).
 
-  Exact: no sampling and no approximation; sums accumulate in float32 for bfloat16 and float32
-  inputs, and the result is float32, never above 0. Neither the forward nor the backward pass holds
-  an array of N·V elements. A bias of -inf removes its row from the distribution. A token outside
-  [0, V) has no probability: its result is nan, so that a loss over it cannot pass unnoticed.
+  `linear_softmax(...).log_prob`, where the arguments are explained.
+  """
+  return linear_softmax(
+    hidden, weight, tokens, bias, softcap=softcap, tile=tile, dtype=dtype, vocab_axis=vocab_axis
+  ).log_prob
 
-  Differentiable in reverse mode in `hidden`, `weight` and `bias`; forward mode is an error, as for
-  every function with a custom VJP. Sharded arrays must be of a mesh with automatic axes.
+
+def linear_softmax(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"],
+  tokens: Integer[Array, "*B"],
+  bias: Float[Array, "V"] | None = None,
+  *,
+  softcap: float | int | None = None,
+  entropy: bool = False,
+  mean: bool = False,
+  top_k: int = 0,
+  tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> LinearSoftmax:
+  """softmax(softcap · tanh((hidden · weightᵀ + bias) / softcap)), and `tokens` in it.
+
+  Exact: no sampling and no approximation; sums accumulate in float32 for bfloat16 and float32
+  inputs, and results are float32. Neither the forward nor the backward pass holds an array of N·V
+  elements. A bias of -inf removes its row from the distribution. A token outside [0, V) has no
+  probability: its `log_prob` is nan, so that a loss over it cannot pass unnoticed.
+
+  Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode;
+  the gradient in an operand that needs none (`jax.lax.stop_gradient`, or simply not asked for) is
+  not computed. Forward mode is an error, as for every function with a custom VJP.
+
+  With a mesh in context (`jax.set_mesh`, automatic axes), rows are spread over `vocab_axis` and
+  tokens over all other axes: each device scans its own rows, and [N]-sized values are reduced.
 
   Args:
     hidden: one vector for each token.
     weight: one row for each word of the vocabulary.
     tokens: indices into the vocabulary.
     bias: one score for each word, added to hidden · weightᵀ.
-    tile: (tokens, vocabulary rows) scored at once; `default_tile` by default.
+    softcap: largest absolute score c: scores are c · tanh(score / c).
+    entropy: whether to compute the entropy.
+    mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
+      score is hidden · (mean row) + (mean bias).
+    top_k: how many of the best tokens to find, 0 to 128.
+    tile: (tokens, vocabulary rows) scored at once, on each device; `default_tile` by default.
     dtype: dtype of the matrix products' operands, to which each tile is cast: float32 parameters
       in a bfloat16 model are never copied, and get gradients that were never rounded. By default
       that of hidden and weight together.
+    vocab_axis: mesh axis over which the rows are spread. Inside of a `jax.shard_map` over it,
+      `weight` and `bias` are the device's own rows and `tokens` count over all devices' rows.
 
   Raises:
-    ValueError: shapes that do not fit together, an empty vocabulary, or a tile below 1.
+    ValueError: shapes that do not fit together, an empty vocabulary, a tile below 1, a softcap that
+      is not positive, more than 128 best tokens or than there are rows, or a mesh without
+      `vocab_axis`.
   """
   _check_shapes(hidden, weight, tokens, bias)
+  vocab = shards.rows_in_all(vocab_axis, weight.shape[0])
+  _check_options(softcap, top_k, vocab)
+  known, token = in_vocabulary(tokens.reshape(-1), vocab)
+  scoring = tiles.Scoring(
+    jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)), softcap
+  )
+  ask = _Ask(scoring, entropy, mean, top_k, vocab_axis)
+
+  def body(rows, shared):
+    return _distribution(ask, tile, *shared, *rows)
+
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-  n, v = hidden_ND.shape[0], weight.shape[0]
-  if n == 0:
-    return jnp.zeros(tokens.shape, jnp.float32)
-  wanted = default_tile(n, v) if tile is None else Tile(*tile)
-  if min(wanted) < 1:
-    raise ValueError(f"tile {tuple(wanted)} has a side below 1; give (tokens, vocabulary rows)")
-  tile = Tile(min(wanted.tokens, n), min(wanted.vocab, v))
-  plan = _Plan(tile, jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)))
-  known_N, token_N = in_vocabulary(tokens.reshape(-1), v)
-  log_prob_N = _log_prob(plan, hidden_ND, weight, bias, token_N)
-  return jnp.where(known_N, log_prob_N, jnp.nan).reshape(tokens.shape)
+  rows = (
+    shards.Padded(weight, 0),
+    shards.Padded(_bias_of_padding(bias, vocab_axis, vocab), -jnp.inf),
+  )
+  found = shards.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
+  found = found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
+  return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), found)
+
+
+def linear_cross_entropy(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"],
+  tokens: Integer[Array, "*B"],
+  bias: Float[Array, "V"] | None = None,
+  *,
+  token_weight: Float[Array, "*B"] | None = None,
+  label_smoothing: float | int = 0.0,
+  z_loss: float | int = 0.0,
+  softcap: float | int | None = None,
+  tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> Float[Array, "*B"]:
+  """The loss of each token, in nats: the caller sums or averages.
+
+    token_weight · (-(1 - s) log p(token) - s · mean_v log p_v + z_loss · (log z)²),
+
+  s the label smoothing. A token of weight 0 has loss 0 and no gradient, even one outside of the
+  vocabulary: padding may be any number.
+
+  Args:
+    hidden: one vector for each token, as all further arguments in `linear_softmax`.
+    weight: one row for each word.
+    tokens: indices into the vocabulary.
+    bias: one score for each word.
+    token_weight: weight of each token's loss; 0 for padding.
+    label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary.
+    z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
+    softcap: largest absolute score.
+    tile: (tokens, vocabulary rows) scored at once.
+    dtype: dtype of the matrix products' operands.
+    vocab_axis: mesh axis over which the rows are spread.
+
+  Raises:
+    ValueError: as `linear_softmax`; a smoothing outside [0, 1) or a negative z_loss.
+  """
+  if not 0 <= label_smoothing < 1:
+    raise ValueError(f"label_smoothing {label_smoothing} is outside [0, 1); 0.1 is usual")
+  if z_loss < 0:
+    raise ValueError(f"z_loss {z_loss} is negative; 1e-4 is usual, 0 for none")
+  found = linear_softmax(
+    hidden,
+    weight,
+    tokens,
+    bias,
+    softcap=softcap,
+    mean=label_smoothing > 0,
+    tile=tile,
+    dtype=dtype,
+    vocab_axis=vocab_axis,
+  )
+  loss = -found.log_prob
+  if label_smoothing:
+    loss = (1 - label_smoothing) * loss - label_smoothing * found.mean_log_prob
+  if z_loss:
+    loss = loss + z_loss * found.log_z**2
+  if token_weight is None:
+    return loss
+  # Not a product alone: the loss of padding may be nan.
+  return jnp.where(token_weight == 0, 0.0, loss * token_weight)
 
 
 def linear_scores(
@@ -97,8 +214,9 @@ def linear_scores(
   weight: Float[Array, "V D"],
   bias: Float[Array, "V"] | None = None,
   dtype: Dtype | None = None,
+  softcap: float | int | None = None,
 ) -> Float[Array, "*B V"]:
-  """hidden · weightᵀ + bias, accumulated and returned in float32.
+  """hidden · weightᵀ + bias, capped, accumulated and returned in float32.
 
   `dtype` is that of the product's operands; by default that of hidden and weight together.
   """
@@ -107,7 +225,8 @@ def linear_scores(
   scores = lax.dot_general(
     hidden.astype(dtype), weight.astype(dtype), axes, preferred_element_type=jnp.float32
   )
-  return scores if bias is None else scores + bias.astype(jnp.float32)
+  scores = scores if bias is None else scores + bias.astype(jnp.float32)
+  return tiles.Scoring(dtype, softcap).finish(scores)
 
 
 def _check_shapes(hidden, weight, tokens, bias):
@@ -127,174 +246,313 @@ def _check_shapes(hidden, weight, tokens, bias):
     raise ValueError(f"bias {bias.shape} does not fit weight {weight.shape}: it is [V]")
 
 
-class _Plan(NamedTuple):
-  """How a computation is cut, and the dtype of its matrix products' operands."""
+def _check_options(softcap, top_k, vocab):
+  if softcap is not None and not softcap > 0:
+    raise ValueError(f"softcap {softcap} is not positive; 30 is usual, None for no cap")
+  if not 0 <= top_k <= min(128, vocab):
+    raise ValueError(
+      f"top_k {top_k} for a vocabulary of {vocab}; give 0 to {min(128, vocab)} (a head's top_k"
+      " method has no limit)"
+    )
 
-  tile: Tile
-  dtype: jnp.dtype
+
+def _bias_of_padding(bias, vocab_axis, vocab):
+  """Rows that fill up the last device's part are removed by a bias of -inf: make one if need be."""
+  kinds = shards.axis_types()
+  spread = vocab_axis in kinds and shards.inside(vocab_axis) is None
+  ragged = spread and vocab % shards.axis_size(vocab_axis)
+  return jnp.zeros((vocab,), jnp.float32) if bias is None and ragged else bias
+
+
+class _Ask(NamedTuple):
+  """What is computed, and how."""
+
+  scoring: tiles.Scoring
+  entropy: bool
+  mean: bool
+  top_k: int
+  axis: str | None
+
+
+class _Plan(NamedTuple):
+  ask: _Ask
+  cut: tiles.Cut
+
+
+class _Found(NamedTuple):
+  """What the pass over the tiles finds; None for what was not asked for."""
+
+  log_prob: Array
+  log_z: Array
+  entropy: Array | None
+  score_sum: Array | None
+  top_log_prob: Array | None
+  top_token: Array | None
+
+
+def _distribution(ask, tile, hidden_ND, token_N, weight_VD, bias_V):
+  """`LinearSoftmax` of flat tokens; the rows may be one device's part of the vocabulary."""
+  axis = shards.inside(ask.axis)
+  hidden_ND, token_N, weight_VD, bias_V = shards.varying(
+    (hidden_ND, token_N, weight_VD, bias_V), *([axis] if axis else [])
+  )
+  parts = shards.parts(ask.axis)
+  hidden_PND, token_PN = parts.split(hidden_ND), parts.split(token_N)
+  plan = _Plan(ask, tiles.Cut(cut_tile(tile, hidden_PND, weight_VD), parts))
+  place_PN = token_PN - shards.first_row(axis, weight_VD.shape[0])
+  found = _pass(plan, hidden_PND, weight_VD, bias_V, place_PN)
+  mean_PN = None
+  if ask.mean:
+    mean_PN = _mean_score(ask, hidden_PND, weight_VD, bias_V, found.score_sum) - found.log_z
+  result = LinearSoftmax(
+    found.log_prob, found.log_z, found.entropy, mean_PN, found.top_log_prob, found.top_token
+  )
+  return jax.tree.map(lambda x: parts.join(x, hidden_ND.shape[0]), result)
+
+
+def cut_tile(tile: tuple[int, int] | None, hidden_PND: Array, weight_VD: Array) -> Tile:
+  """The tile that was asked for, or the default, cut to the arrays' sizes."""
+  n, v = hidden_PND.shape[1], weight_VD.shape[0]
+  wanted = default_tile(n, v, tiles.platform()) if tile is None else Tile(*tile)
+  if min(wanted) < 1:
+    raise ValueError(f"tile {tuple(wanted)} has a side below 1; give (tokens, vocabulary rows)")
+  return Tile(min(wanted.tokens, n), min(wanted.vocab, v))
+
+
+def _mean_score(ask, hidden_PND, weight_VD, bias_V, score_sum_PN):
+  """Mean of a token's scores over the rows in the distribution."""
+  axis = shards.inside(ask.axis)
+  in_all = lambda x: lax.psum(shards.varying(x, axis), axis) if axis else x
+  kept_V = None if bias_V is None else ~jnp.isneginf(bias_V)
+  rows = weight_VD.shape[0] if kept_V is None else kept_V.sum()
+  if score_sum_PN is None:
+    # The mean of hidden · row + bias is hidden · (mean row) + (mean bias).
+    rows_VD = weight_VD if kept_V is None else jnp.where(kept_V[:, None], weight_VD, 0.0)
+    score_sum_PN = hidden_PND.astype(jnp.float32) @ rows_VD.sum(axis=0, dtype=jnp.float32)
+    if kept_V is not None:
+      score_sum_PN += jnp.where(kept_V, bias_V, 0.0).sum(dtype=jnp.float32)
+    score_sum_PN = in_all(score_sum_PN)
+  return score_sum_PN / in_all(jnp.asarray(rows, jnp.float32))
+
+
+class _Running(NamedTuple):
+  """Statistics of the scores so far.
+
+  Attributes:
+    own: score of the token itself, -inf before its tile.
+    top: the largest.
+    total: sum of exp(score - top).
+    moment: sum of exp(score - top) · (score - top), for the entropy.
+    score_sum: sum of the scores, for their mean.
+    best: the k best.
+  """
+
+  own: Array
+  top: Array
+  total: Array
+  moment: Array | None
+  score_sum: Array | None
+  best: Best | None
 
 
 class _Normalizer(NamedTuple):
   """log Z in two parts: added up, they would lose the small one under a large common offset."""
 
-  top_N: Array
-  log_sum_N: Array
+  top: Array
+  log_sum: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_prob(plan, hidden_ND, weight_VD, bias_V, token_N):
-  return _forward(plan, hidden_ND, weight_VD, bias_V, token_N)[0]
+def _pass(plan, hidden_PND, weight_VD, bias_V, place_PN):
+  """What is found of tokens at row `place`, which may be another device's row."""
+  return _forward(plan, tiles.Linear(hidden_PND, weight_VD, bias_V), place_PN)[0]
 
 
-def _forward(plan, hidden_ND, weight_VD, bias_V, token_N):
-  score_N, z = _scores_and_normalizer(plan, hidden_ND, weight_VD, bias_V, token_N)
-  return (score_N - z.top_N) - z.log_sum_N, (hidden_ND, weight_VD, bias_V, token_N, z)
-
-
-def _backward(plan, saved, cotangent_N):
-  hidden_ND, weight_VD, bias_V, token_N, z = saved
-  d_hidden_ND, d_weight_VD, d_bias_V = _gradients(
-    plan, hidden_ND, weight_VD, bias_V, token_N, z, cotangent_N
+def _forward(plan, layer, place_PN):
+  ask = plan.ask
+  least_PN = jnp.full(place_PN.shape, -jnp.inf, jnp.float32)
+  zero_PN = jnp.zeros(place_PN.shape, jnp.float32)
+  start = _Running(
+    least_PN,
+    least_PN,
+    zero_PN,
+    zero_PN if ask.entropy else None,
+    zero_PN if ask.mean and ask.scoring.softcap is not None else None,
+    none_yet(place_PN.shape, ask.top_k) if ask.top_k else None,
   )
-  return d_hidden_ND, d_weight_VD, d_bias_V, None
+  last = tiles.fold(plan.cut, (ask.scoring,), (layer,), place_PN, start, _merged)
+  last = _reduced(last, shards.inside(ask.axis), layer.weight.shape[0])
+  z = _Normalizer(last.top, jnp.log(last.total))
+  excess_PN = last.moment / last.total if ask.entropy else None
+  found = _Found(
+    (last.own - z.top) - z.log_sum,
+    z.top + z.log_sum,
+    z.log_sum - excess_PN if ask.entropy else None,
+    last.score_sum,
+    (last.best.scores - z.top[..., None]) - z.log_sum[..., None] if ask.top_k else None,
+    last.best.tokens if ask.top_k else None,
+  )
+  return found, (z, excess_PN)
 
 
-_log_prob.defvjp(_forward, _backward)
-
-
-class _Edge(NamedTuple):
-  """Where a tile starts, and which of its rows no earlier tile has covered."""
-
-  start: Array
-  fresh: Array
-
-
-def _edge(index, size, total):
-  """Tile `index`; the last one is moved back to end at `total`, its overlap marked stale."""
-  nominal = index * size
-  start = jnp.minimum(nominal, total - size)
-  return _Edge(start, start + jnp.arange(size, dtype=jnp.int32) >= nominal)
-
-
-def _rows(array, edge, size):
-  return lax.dynamic_slice_in_dim(array, edge.start, size)
-
-
-def _add(array, edge, update, axis=0):
-  """Adds `update` to the tile's part, in place inside a loop; stale parts of it must be zero."""
-  current = lax.dynamic_slice_in_dim(array, edge.start, update.shape[axis], axis)
-  update = current + update.astype(array.dtype)
-  return lax.dynamic_update_slice_in_dim(array, update, edge.start, axis)
-
-
-def _product(a, b):
-  return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _scores_and_normalizer(plan, hidden_ND, weight_VD, bias_V, token_N):
-  """Each token's own score, and log sum_v exp(score_v) by a running maximum and a running sum."""
-  tile, (n, _), v = plan.tile, hidden_ND.shape, weight_VD.shape[0]
-  n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
-
-  def vocab_step(carry, v_index):
-    v_edge = _edge(v_index, tile.vocab, v)
-    weight_vD = _rows(weight_VD, v_edge, tile.vocab)
-    bias_v = None if bias_V is None else _rows(bias_V, v_edge, tile.vocab)
-
-    def token_step(carry, n_index):
-      n_edge = _edge(n_index, tile.tokens, n)
-      hidden_nD = _rows(hidden_ND, n_edge, tile.tokens)
-      score_nv = linear_scores(hidden_nD, weight_vD, bias_v, plan.dtype)
-      if v % tile.vocab:
-        # A stale column was scored by the tile before: zero would join the sum, -inf does not.
-        score_nv = jnp.where(v_edge.fresh, score_nv, -jnp.inf)
-      old = [_rows(x, n_edge, tile.tokens) for x in carry]
-      place_n = _rows(token_N, n_edge, tile.tokens) - v_edge.start
-      new = _merged(*old, score_nv, place_n)
-      kept = [jnp.where(n_edge.fresh, a, b) for a, b in zip(new, old)]
-      put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=n_edge.start, axis=0)
-      return tuple(put(x, part) for x, part in zip(carry, kept)), None
-
-    return lax.scan(token_step, carry, jnp.arange(n_tiles, dtype=jnp.int32))[0], None
-
-  least_N = jnp.full((n,), -jnp.inf, jnp.float32)
-  start = least_N, least_N, jnp.zeros((n,), jnp.float32)
-  (own_N, top_N, sum_N), _ = lax.scan(vocab_step, start, jnp.arange(v_tiles, dtype=jnp.int32))
-  return own_N, _Normalizer(top_N, jnp.log(sum_N))
-
-
-def _merged(own_n, top_n, sum_n, score_nv, place_n):
-  """The token's score, the running maximum and the running sum, with a tile's scores added."""
-  new_top_n = jnp.maximum(top_n, score_nv.max(axis=1))
+def _merged(old, scores, first_row, place_Pn):
+  """The statistics with a tile's scores added."""
+  (score_Pnv,) = scores
+  top_Pn = jnp.maximum(old.top, score_Pnv.max(axis=-1))
   # With every score so far at -inf the maximum is no number to subtract.
-  shift_n = jnp.where(jnp.isneginf(new_top_n), 0.0, new_top_n)
-  tile_sum_n = jnp.exp(score_nv - shift_n[:, None]).sum(axis=1)
+  shift_Pn = jnp.where(jnp.isneginf(top_Pn), 0.0, top_Pn)
+  above_Pnv = score_Pnv - shift_Pn[..., None]
+  weight_Pnv = jnp.exp(above_Pnv)
+  step_Pn = jnp.where(jnp.isneginf(old.top), 0.0, old.top - shift_Pn)
+  shrink_Pn = jnp.exp(step_Pn)
+  moment = score_sum = best = None
+  if old.moment is not None:
+    # A row that is not there says -inf, and 0 · -inf is no number.
+    tile_Pn = jnp.where(jnp.isneginf(score_Pnv), 0.0, weight_Pnv * above_Pnv).sum(axis=-1)
+    moment = (old.moment + step_Pn * old.total) * shrink_Pn + tile_Pn
+  if old.score_sum is not None:
+    score_sum = old.score_sum + jnp.where(jnp.isneginf(score_Pnv), 0.0, score_Pnv).sum(axis=-1)
+  if old.best is not None:
+    row_v = first_row + jnp.arange(score_Pnv.shape[-1], dtype=jnp.int32)
+    best = merged_best(old.best, score_Pnv, row_v)
   # The score of the tile itself, not of a product of its own: another rounding of the same score
   # would make probabilities above 1.
-  width = score_nv.shape[1]
-  found_n = jnp.take_along_axis(score_nv, jnp.clip(place_n, 0, width - 1)[:, None], axis=1)[:, 0]
-  here_n = (place_n >= 0) & (place_n < width)
+  place_Pn = place_Pn - first_row
+  width = score_Pnv.shape[-1]
+  near_Pn1 = jnp.clip(place_Pn, 0, width - 1)[..., None]
+  found_Pn = jnp.take_along_axis(score_Pnv, near_Pn1, axis=-1)[..., 0]
+  here_Pn = (place_Pn >= 0) & (place_Pn < width)
   # A stale column says -inf, which must not replace what its own tile has said.
-  own_n = jnp.where(here_n, jnp.maximum(own_n, found_n), own_n)
-  return own_n, new_top_n, sum_n * jnp.exp(top_n - shift_n) + tile_sum_n
+  own_Pn = jnp.where(here_Pn, jnp.maximum(old.own, found_Pn), old.own)
+  total_Pn = old.total * shrink_Pn + weight_Pnv.sum(axis=-1)
+  return _Running(own_Pn, top_Pn, total_Pn, moment, score_sum, best)
 
 
-def _gradients(plan, hidden_ND, weight_VD, bias_V, token_N, z, cotangent_N):
-  """Cotangents of hidden, weight and bias: those of the scores are (onehot - p) · cotangent.
+def _reduced(mine, axis, rows):
+  """The statistics of all devices of the axis, from those of each."""
+  if axis is None:
+    return mine
+  top = lax.pmax(mine.top, axis)
+  shift = jnp.where(jnp.isneginf(top), 0.0, top)
+  step = jnp.where(jnp.isneginf(mine.top), 0.0, mine.top - shift)
+  shrink = jnp.exp(step)
+  moment = best = None
+  if mine.moment is not None:
+    moment = lax.psum((mine.moment + step * mine.total) * shrink, axis)
+  if mine.best is not None:
+    token = jnp.where(mine.best.tokens < 0, -1, mine.best.tokens + shards.first_row(axis, rows))
+    best = across(Best(mine.best.scores, token), axis)
+  return _Running(
+    lax.pmax(mine.own, axis),
+    top,
+    lax.psum(mine.total * shrink, axis),
+    moment,
+    None if mine.score_sum is None else lax.psum(mine.score_sum, axis),
+    best,
+  )
 
-  Scores are [v, n] here, so that both products run along the rows of what they read: that of
-  hidden is kept as [D, N], and only the tile of the weight is transposed, once.
+
+def _pass_forward(plan, hidden, weight, bias, place):
+  layer = tiles.Linear(hidden.value, weight.value, None if bias is None else bias.value)
+  wanted = tiles.Linear(
+    hidden.perturbed, weight.perturbed, False if bias is None else bias.perturbed
+  )
+  found, (z, excess) = _forward(plan, layer, place.value)
+  return found, (_Static(wanted), layer, place.value, z, excess, found.top_token)
+
+
+class _Pull(NamedTuple):
+  """What the cotangent of a tile of scores is made of, for each token; None: nothing.
+
+  Attributes:
+    place: row of the token.
+    z: normaliser.
+    own: coefficient of the score of the token itself.
+    prob: coefficient of the probabilities.
+    entropy: cotangent of the entropy.
+    excess: expected score above the top one.
+    score_sum: cotangent of the sum of scores.
+    best: the best tokens' rows.
+    best_own: coefficients of their scores.
   """
-  tile, (n, d), v = plan.tile, hidden_ND.shape, weight_VD.shape[0]
-  n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
-  per_token = (hidden_ND, token_N, z.top_N, z.log_sum_N, cotangent_N.astype(jnp.float32))
 
-  def vocab_step(carry, v_index):
-    d_hidden_DN, d_weight_VD, d_bias_V = carry
-    v_edge = _edge(v_index, tile.vocab, v)
-    weight_vD = _rows(weight_VD, v_edge, tile.vocab).astype(plan.dtype)
-    # The barrier keeps the compiler from folding the transposition into the product.
-    weight_Dv = lax.optimization_barrier(weight_vD.T)
-    bias_v = None if bias_V is None else _rows(bias_V, v_edge, tile.vocab)
-    column_v = v_edge.start + jnp.arange(tile.vocab, dtype=jnp.int32)
+  place: Array
+  z: _Normalizer
+  own: Array | None
+  prob: Array | None
+  entropy: Array | None
+  excess: Array | None
+  score_sum: Array | None
+  best: Array | None
+  best_own: Array | None
 
-    def token_step(carry, n_index):
-      d_hidden_DN, d_weight_vD, d_bias_v = carry
-      n_edge = _edge(n_index, tile.tokens, n)
-      hidden_nD, token_n, top_n, log_sum_n, cotangent_n = (
-        _rows(x, n_edge, tile.tokens) for x in per_token
-      )
-      hidden_nD = hidden_nD.astype(plan.dtype)
-      score_vn = linear_scores(weight_vD, hidden_nD)
-      if bias_v is not None:
-        score_vn = score_vn + bias_v.astype(jnp.float32)[:, None]
-      prob_vn = jnp.exp((score_vn - top_n) - log_sum_n)
-      scale_n = jnp.where(n_edge.fresh, cotangent_n, 0.0)
-      d_score_vn = ((column_v[:, None] == token_n) - prob_vn) * scale_n
-      if v % tile.vocab:
-        d_score_vn = jnp.where(v_edge.fresh[:, None], d_score_vn, 0.0)
-      if bias_v is not None:
-        d_bias_v = d_bias_v + d_score_vn.sum(axis=1)
-      d_score_vn = d_score_vn.astype(plan.dtype)
-      d_weight_vD = d_weight_vD + _product(d_score_vn, hidden_nD)
-      d_hidden_DN = _add(d_hidden_DN, n_edge, _product(weight_Dv, d_score_vn), axis=1)
-      return (d_hidden_DN, d_weight_vD, d_bias_v), None
 
-    no_bias = None if bias_V is None else jnp.zeros((tile.vocab,), jnp.float32)
-    start = d_hidden_DN, jnp.zeros((tile.vocab, d), jnp.float32), no_bias
-    (d_hidden_DN, d_weight_vD, d_bias_v), _ = lax.scan(
-      token_step, start, jnp.arange(n_tiles, dtype=jnp.int32)
-    )
-    if bias_V is not None:
-      d_bias_V = _add(d_bias_V, v_edge, d_bias_v)
-    return (d_hidden_DN, _add(d_weight_VD, v_edge, d_weight_vD), d_bias_V), None
-
-  start = (
-    jnp.zeros((d, n), jnp.float32),
-    jnp.zeros((v, d), weight_VD.dtype),
-    None if bias_V is None else jnp.zeros((v,), bias_V.dtype),
+def _pass_backward(plan, saved, cotangents):
+  wanted, layer, place_PN, z, excess_PN, top_token_PNk = saved
+  known = [None if isinstance(x, SymbolicZero) else x for x in cotangents]
+  own, log_z, entropy, score_sum, best_own, _ = known
+  pull = _Pull(
+    place_PN,
+    z,
+    own,
+    _total(log_z, None if own is None else -own, None if best_own is None else -best_own.sum(-1)),
+    entropy,
+    None if entropy is None else excess_PN,
+    score_sum,
+    None
+    if best_own is None
+    else top_token_PNk - shards.first_row(shards.inside(plan.ask.axis), layer.weight.shape[0]),
+    best_own,
   )
-  (d_hidden_DN, d_weight_VD, d_bias_V), _ = lax.scan(
-    vocab_step, start, jnp.arange(v_tiles, dtype=jnp.int32)
+  pull = shards.varying((pull, layer))[0]
+  if not any(wanted.value) or all(x is None for x in known[:5]):
+    return None, None, None, None
+  (found,) = tiles.gradients(
+    plan.cut, (plan.ask.scoring,), (layer,), (wanted.value,), pull, _d_scores
   )
-  return d_hidden_DN.T.astype(hidden_ND.dtype), d_weight_VD, d_bias_V
+  return found.hidden, found.weight, found.bias, None
+
+
+def _total(*terms):
+  """The sum of what is there; None where nothing is."""
+  there = [x for x in terms if x is not None]
+  return functools.reduce(jnp.add, there) if there else None
+
+
+def _d_scores(scores, row_v11, pull):
+  """(onehot · own + p · prob + ...): the cotangent of each score of the tile."""
+  (score_vPn,) = scores
+  above_vPn = score_vPn - pull.z.top
+  prob_vPn = jnp.exp(above_vPn - pull.z.log_sum)
+  d_vPn = None
+  if pull.own is not None:
+    d_vPn = jnp.where(row_v11 == pull.place, pull.own, 0.0)
+  if pull.prob is not None:
+    d_vPn = _total(d_vPn, prob_vPn * pull.prob)
+  if pull.entropy is not None:
+    # dH/ds = -p (s - E[s]); a removed row says 0 · -inf.
+    slope_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, prob_vPn * (pull.excess - above_vPn))
+    d_vPn = _total(d_vPn, slope_vPn * pull.entropy)
+  if pull.score_sum is not None:
+    d_vPn = _total(d_vPn, jnp.where(jnp.isneginf(score_vPn), 0.0, pull.score_sum))
+  if pull.best_own is not None:
+    d_vPn = _add_best(d_vPn, pull, row_v11[0, 0, 0])
+  return (d_vPn,)
+
+
+def _add_best(d_vPn, pull, first_row):
+  """Adds the coefficient of each of the best tokens where its row is."""
+  height, parts, width = d_vPn.shape
+  row_Pnk = pull.best - first_row
+  # A negative index would count from the end.
+  row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
+  part_P11, token_n1 = jnp.arange(parts)[:, None, None], jnp.arange(width)[:, None]
+  return d_vPn.at[row_Pnk, part_P11, token_n1].add(pull.best_own, mode="drop")
+
+
+@jax.tree_util.register_static
+class _Static(NamedTuple):
+  value: tiles.Linear
+
+
+_pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)

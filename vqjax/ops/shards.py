@@ -1,0 +1,154 @@
+"""Over which devices of a mesh does an op spread the rows of a vocabulary, and its tokens?
+
+The mesh is the one in context (`jax.set_mesh`); without one everything here does nothing. Rows are
+spread over one named axis by `jax.shard_map`, every other axis stays automatic. Tokens are laid out
+in as many parts as the automatic axes have devices, so that a loop over tiles of tokens cuts inside
+each device's part and never across devices.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+
+class Padded(NamedTuple):
+  """An array whose first axis is the vocabulary, and what fills the rows that make it divisible."""
+
+  rows: Array | None
+  fill: float | int
+
+
+def axis_types() -> dict[str, AxisType]:
+  """The axes of the mesh in context, with their types; empty without a mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types))
+
+
+def axis_size(axis: str) -> int:
+  """Devices along an axis of the mesh in context."""
+  return jax.sharding.get_abstract_mesh().shape[axis]
+
+
+def inside(axis: str | None) -> str | None:
+  """The axis, where this code runs once for each of its devices; None where arrays are whole."""
+  return axis if axis_types().get(axis) == AxisType.Manual else None
+
+
+def rows_in_all(axis: str | None, rows: int) -> int:
+  """Rows on all devices of an axis inside of which `rows` are here."""
+  return rows if inside(axis) is None else rows * axis_size(axis)
+
+
+def first_row(axis: str | None, rows: int) -> Array | int:
+  """Index in the whole vocabulary of the first of the `rows` that are here."""
+  return 0 if inside(axis) is None else lax.axis_index(axis) * rows
+
+
+def over_vocabulary(
+  axis: str | None, body: Callable[[Any, Any], Any], rows: tuple[Padded, ...], shared: Any
+) -> Any:
+  """body(arrays of `rows`, `shared`), where each device of `axis` holds its part of the rows.
+
+  The body must return the same on all devices of the axis: it reduces over it. Without a mesh in
+  context, with one device on the axis, or inside of a `shard_map` over it, it is simply called.
+  Rows that no device count divides are filled up.
+
+  Raises:
+    ValueError: the mesh in context has no such axis, or an explicit one.
+  """
+  arrays = tuple(part.rows for part in rows)
+  kinds = axis_types()
+  if axis is None or not kinds or inside(axis):
+    return body(arrays, shared)
+  if axis not in kinds:
+    raise ValueError(f"vocab_axis {axis!r} is no axis of the mesh, which has {', '.join(kinds)}")
+  if kinds[axis] != AxisType.Auto:
+    raise ValueError(f"vocab_axis {axis!r} is an explicit axis; make the mesh with AxisType.Auto")
+  count = axis_size(axis)
+  if count == 1:
+    return body(arrays, shared)
+  arrays = tuple(_filled(part, count) for part in rows)
+  spread = jax.shard_map(body, in_specs=(P(axis), P()), out_specs=P(), axis_names={axis})
+  # Outside of jit a shard_map that leaves axes automatic is an error.
+  return jax.jit(spread)(arrays, shared)
+
+
+def _filled(part: Padded, count: int) -> Array | None:
+  if part.rows is None:
+    return None
+  missing = -part.rows.shape[0] % count
+  if not missing:
+    return part.rows
+  width = [(0, missing)] + [(0, 0)] * (part.rows.ndim - 1)
+  return jnp.pad(part.rows, width, constant_values=part.fill)
+
+
+class Parts(NamedTuple):
+  """How many parts tokens are laid out in, one for each device of the automatic axes."""
+
+  axes: tuple[str, ...]
+  count: int
+
+  def split(self, array: Array) -> Array:
+    """[N, ...] -> [P, N / P, ...], filled up with zeros, part p on device p."""
+    n = array.shape[0]
+    size = max(1, -(-n // self.count))
+    if size * self.count != n:
+      array = jnp.pad(array, [(0, size * self.count - n)] + [(0, 0)] * (array.ndim - 1))
+    return self.keep(array.reshape(self.count, size, *array.shape[1:]))
+
+  def join(self, array: Array, n: int) -> Array:
+    """[P, N / P, ...] -> [N, ...]: undoes `split`."""
+    return array.reshape(-1, *array.shape[2:])[:n]
+
+  def keep(self, array: Array, axis: int = 0) -> Array:
+    """The array, its axis of parts laid over the devices."""
+    if self.count == 1:
+      return array
+    return lax.with_sharding_constraint(array, P(*[None] * axis, self.axes))
+
+  def whole(self, array: Array) -> Array:
+    """The array, on every device of the automatic axes."""
+    return array if self.count == 1 else lax.with_sharding_constraint(array, P())
+
+
+def parts(vocab_axis: str | None) -> Parts:
+  """The parts of the mesh in context; the axis of the vocabulary is not one for tokens."""
+  axes = tuple(a for a, kind in axis_types().items() if kind == AxisType.Auto and a != vocab_axis)
+  return Parts(axes, math.prod(axis_size(axis) for axis in axes))
+
+
+def varying(tree: Any, *axes: str) -> Any:
+  """The arrays, all marked as different on the devices of every axis on which one of them is.
+
+  Inside of a `shard_map` a loop's carry must be marked so from the start, and the gradient of an
+  operand that was the same on all devices is then their sum.
+  """
+  leaves = jax.tree.leaves(tree)
+  found = frozenset(axes).union(*(_varies_over(leaf) for leaf in leaves))
+
+  def mark(leaf):
+    missing = tuple(sorted(found - _varies_over(leaf)))
+    return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+  return jax.tree.map(mark, tree)
+
+
+def _varies_over(array) -> frozenset[str]:
+  kind = jax.typeof(array)
+  # jax 0.10 keeps the axes one level deeper than the versions before it.
+  marked = getattr(kind, "manual_axis_type", None)
+  return frozenset(getattr(kind, "vma", ()) if marked is None else marked.varying)
+
+
+def gathered(array: Array, axis: str) -> Array:
+  """[...] on each device -> [devices of the axis, ...], the same on all of them."""
+  everywhere = jnp.zeros((axis_size(axis), *array.shape), array.dtype)
+  return lax.psum(everywhere.at[lax.axis_index(axis)].set(array), axis)

@@ -1,0 +1,301 @@
+"""How is a function of all scores hidden · weightᵀ + bias computed tile by tile, and its gradient?
+
+Tiles are two-dimensional. The vocabulary is the outer loop, so each tile of the weight is read once
+and its gradient is written once; the tokens are the inner loop. What a function keeps of the scores
+is [N]-sized and is merged from tile to tile (`fold`); its gradient needs the scores of each tile
+once more (`gradients`), and says what the cotangent of a tile of scores is.
+
+A ragged edge is never padded: the last tile starts early enough to fit, overlaps its neighbour,
+and the overlap is masked, so that no operand is copied. Tokens come in parts, [P, N, ...], one for
+each device they are spread over (`shards.Parts`); P is 1 without a mesh.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from vqjax.ops.shards import Parts, varying
+
+
+class Tile(NamedTuple):
+  """How many tokens and how many vocabulary rows are scored at once."""
+
+  tokens: int
+  vocab: int
+
+
+def default_tile(tokens: int, vocab: int, platform: str = "cpu") -> Tile:
+  """The tile for N tokens and V rows on a platform ("cpu", "gpu", "tpu", ...).
+
+  At most 512 x 1280 scores on a CPU (2.5 MiB in float32: near a cache, large enough for its matrix
+  products), at most 4096 x 8192 elsewhere (128 MiB: a launch of a product takes no time beside
+  it). Each axis is cut into equal parts (rounded up to a multiple of 64), so the last tile
+  overlaps little.
+  """
+  most = Tile(512, 1280) if platform == "cpu" else Tile(4096, 8192)
+  return Tile(_even_part(tokens, most.tokens), _even_part(vocab, most.vocab))
+
+
+def _even_part(size: int, limit: int) -> int:
+  """The smallest multiple of 64 that covers `size` in ceil(size / limit) parts, at most `size`."""
+  count = max(1, math.ceil(size / limit))
+  return max(1, min(size, 64 * math.ceil(size / count / 64)))
+
+
+def platform() -> str:
+  """What the program is compiled for: the mesh in context says it, else the default backend."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  return getattr(device, "platform", None) or jax.default_backend()
+
+
+class Cut(NamedTuple):
+  """How a computation is cut; the same in its forward and its backward pass."""
+
+  tile: Tile
+  parts: Parts
+
+
+class Scoring(NamedTuple):
+  """How scores come from hidden and weight.
+
+  Attributes:
+    dtype: of the matrix products' operands, to which each tile is cast.
+    softcap: c in c · tanh(score / c), or None.
+    temperature: divides the scores, after the cap.
+  """
+
+  dtype: jnp.dtype
+  softcap: float | None = None
+  temperature: float = 1.0
+
+  def finish(self, raw: Array) -> Array:
+    """Scores from hidden · weightᵀ + bias; a bias of -inf removes a row under a cap too."""
+    if self.softcap is not None:
+      capped = self.softcap * jnp.tanh(raw / self.softcap)
+      raw = jnp.where(jnp.isneginf(raw), -jnp.inf, capped)
+    return raw if self.temperature == 1 else raw / self.temperature
+
+  def pull_back(self, score: Array, d_score: Array) -> Array:
+    """The cotangent of `raw`, from the finished scores and their cotangent."""
+    if self.softcap is not None:
+      slope = 1 - (score * (self.temperature / self.softcap)) ** 2
+      # The slope of a removed row is not finite.
+      d_score = d_score * jnp.where(jnp.isneginf(score), 0.0, slope)
+    return d_score if self.temperature == 1 else d_score / self.temperature
+
+
+class Linear(NamedTuple):
+  """What is scored: hidden [P, N, D], weight [V, D], bias [V] or None."""
+
+  hidden: Array
+  weight: Array
+  bias: Array | None
+
+
+class Edge(NamedTuple):
+  """Where a tile starts, and which of its places no earlier tile has covered."""
+
+  start: Array
+  fresh: Array
+
+
+def edge(index: Array, size: int, total: int) -> Edge:
+  """Tile `index`; the last one is moved back to end at `total`, its overlap marked stale."""
+  nominal = index * size
+  start = jnp.minimum(nominal, total - size)
+  return Edge(start, start + jnp.arange(size, dtype=jnp.int32) >= nominal)
+
+
+def _rows(array, start, size):
+  return lax.dynamic_slice_in_dim(array, start, size)
+
+
+def _tokens(tree, start, size):
+  return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1), tree)
+
+
+def _product(a, b, contract, batch=((), ())):
+  return lax.dot_general(a, b, (contract, batch), preferred_element_type=jnp.float32)
+
+
+def _indices(count):
+  return jnp.arange(count, dtype=jnp.int32)
+
+
+def fold(
+  cut: Cut,
+  scorings: tuple[Scoring, ...],
+  linears: tuple[Linear, ...],
+  per_token: Any,
+  carry: Any,
+  merge: Callable[[Any, tuple[Array, ...], Int[Array, ""], Any], Any],
+) -> Any:
+  """What `merge` makes of every tile of scores, one after another.
+
+  Args:
+    cut: tiles and parts.
+    scorings: how each of `linears` is scored.
+    linears: one or more layers over the same vocabulary and the same tokens.
+    per_token: a tree of [P, N, ...] arrays.
+    carry: a tree of [P, N, ...] arrays: what is kept of the scores so far.
+    merge: (carry [P, n, ...], scores [P, n, v] of each layer in float32, index of the first row,
+      per_token [P, n, ...]) -> carry. A score of -inf belongs to no row.
+  """
+  tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.shape[0]
+  n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
+  carry = varying((carry, per_token, linears))[0]
+
+  def vocab_step(carry, v_index):
+    v_edge = edge(v_index, tile.vocab, v)
+    rows = [_weight_and_bias(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
+
+    def token_step(carry, n_index):
+      n_edge = edge(n_index, tile.tokens, n)
+      scores = []
+      for scoring, layer, (weight_vD, bias_v) in zip(scorings, linears, rows):
+        hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
+        raw_Pnv = _product(hidden_PnD, weight_vD, ((2,), (1,)))
+        score_Pnv = scoring.finish(raw_Pnv if bias_v is None else raw_Pnv + bias_v)
+        # A stale column was scored by the tile before: zero would join a sum, -inf does not.
+        scores.append(jnp.where(v_edge.fresh, score_Pnv, -jnp.inf) if v % tile.vocab else score_Pnv)
+      old, given = _tokens((carry, per_token), n_edge.start, tile.tokens)
+      new = merge(old, tuple(scores), v_edge.start, given)
+
+      def put(whole, new, old):
+        fresh = n_edge.fresh.reshape(1, -1, *[1] * (new.ndim - 2))
+        kept = jnp.where(fresh, new, old) if n % tile.tokens else new
+        return lax.dynamic_update_slice_in_dim(whole, kept, n_edge.start, axis=1)
+
+      return jax.tree.map(put, carry, new, old), None
+
+    return lax.scan(token_step, carry, _indices(n_tiles))[0], None
+
+  return lax.scan(vocab_step, carry, _indices(v_tiles))[0]
+
+
+def _weight_and_bias(cut, scoring, layer, start):
+  """A tile of rows, cast; where they are spread over automatic axes they are fetched here."""
+  weight_vD = _rows(layer.weight, start, cut.tile.vocab).astype(scoring.dtype)
+  if layer.bias is None:
+    return cut.parts.whole(weight_vD), None
+  return cut.parts.whole(weight_vD), _rows(layer.bias, start, cut.tile.vocab).astype(jnp.float32)
+
+
+def gradients(
+  cut: Cut,
+  scorings: tuple[Scoring, ...],
+  linears: tuple[Linear, ...],
+  wanted: tuple[Linear, ...],
+  per_token: Any,
+  d_scores: Callable[[tuple[Array, ...], Array, Any], tuple[Array | None, ...]],
+) -> tuple[Linear, ...]:
+  """Cotangents of every layer's hidden, weight and bias; None for those not `wanted`.
+
+  Scores are [v, P, n] here, so that both products run along the rows of what they read.
+
+  Args:
+    cut: tiles and parts, as in the forward pass.
+    scorings: as in the forward pass.
+    linears: as in the forward pass.
+    wanted: a `Linear` of booleans for each layer: what is not wanted is not computed.
+    per_token: a tree of [P, N, ...] arrays.
+    d_scores: (scores [v, P, n] of each layer, index of each row [v, 1, 1], per_token [P, n, ...])
+      -> the cotangent [v, P, n] of each layer's scores; None for a layer of which nothing is
+      wanted. A row that is removed by a bias of -inf must get 0.
+  """
+  tile, (p, n, _), v = cut.tile, linears[0].hidden.shape, linears[0].weight.shape[0]
+  n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
+
+  def zeros(wish, layer):
+    hidden, weight, bias = layer
+    return Linear(
+      cut.parts.keep(jnp.zeros(hidden.shape, jnp.float32)) if wish.hidden else None,
+      jnp.zeros(weight.shape, weight.dtype) if wish.weight else None,
+      jnp.zeros(bias.shape, bias.dtype) if wish.bias else None,
+    )
+
+  def vocab_step(carry, v_index):
+    v_edge = edge(v_index, tile.vocab, v)
+    rows = []
+    for scoring, layer in zip(scorings, linears):
+      weight_vD, bias_v = _weight_and_bias(cut, scoring, layer, v_edge.start)
+      # The barrier keeps the compiler from folding the transposition into the product.
+      rows.append((weight_vD, bias_v, lax.optimization_barrier(weight_vD.T)))
+    row_v11 = (v_edge.start + _indices(tile.vocab))[:, None, None]
+
+    def token_step(carry, n_index):
+      d_hiddens, sums = carry
+      n_edge = edge(n_index, tile.tokens, n)
+      given = _tokens(per_token, n_edge.start, tile.tokens)
+      hiddens, scores = [], []
+      for scoring, layer, (weight_vD, bias_v, _) in zip(scorings, linears, rows):
+        hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
+        raw_vPn = _product(weight_vD, hidden_PnD, ((1,), (2,)))
+        hiddens.append(hidden_PnD)
+        scores.append(
+          scoring.finish(raw_vPn if bias_v is None else raw_vPn + bias_v[:, None, None])
+        )
+      cotangents = d_scores(tuple(scores), row_v11, given)
+      new_hiddens, new_sums = [], []
+      for i, (scoring, wish) in enumerate(zip(scorings, wanted)):
+        if not any(wish):
+          new_hiddens.append(None)
+          new_sums.append(sums[i])
+          continue
+        d_vPn = scoring.pull_back(scores[i], cotangents[i])
+        if n % tile.tokens:
+          d_vPn = jnp.where(n_edge.fresh, d_vPn, 0.0)
+        if v % tile.vocab:
+          d_vPn = jnp.where(v_edge.fresh[:, None, None], d_vPn, 0.0)
+        d_weight, d_bias = sums[i].weight, sums[i].bias
+        if wish.bias:
+          d_bias = d_bias + d_vPn.sum(axis=2)
+        d_vPn = d_vPn.astype(scoring.dtype)
+        if wish.weight:
+          # A sum for each part: one over the devices of all parts would be sent at every tile.
+          d_weight = d_weight + _product(d_vPn, hiddens[i], ((2,), (1,)), ((1,), (0,)))
+        d_hidden = d_hiddens[i]
+        if wish.hidden:
+          part_DPn = lax.optimization_barrier(_product(rows[i][2], d_vPn, ((1,), (0,))))
+          part_PnD = jnp.moveaxis(part_DPn, 0, 2)
+          old = lax.dynamic_slice_in_dim(d_hidden, n_edge.start, tile.tokens, axis=1)
+          d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, old + part_PnD, n_edge.start, axis=1)
+        new_hiddens.append(d_hidden)
+        new_sums.append(Linear(None, d_weight, d_bias))
+      return (new_hiddens, new_sums), None
+
+    def empty(wish, layer):
+      d = layer.hidden.shape[2]
+      weight = jnp.zeros((p, tile.vocab, d), jnp.float32) if wish.weight else None
+      return Linear(None, weight, jnp.zeros((tile.vocab, p), jnp.float32) if wish.bias else None)
+
+    hiddens = [x.hidden for x in carry]
+    start = varying((hiddens, [empty(w, x) for w, x in zip(wanted, linears)], linears))[:2]
+    (hiddens, sums), _ = lax.scan(token_step, start, _indices(n_tiles))
+
+    def add(whole, update):
+      old = _rows(whole, v_edge.start, tile.vocab)
+      new = old + update.astype(whole.dtype)
+      return lax.dynamic_update_slice_in_dim(whole, new, v_edge.start, axis=0)
+
+    carry = [
+      Linear(
+        hidden,
+        add(old.weight, new.weight.sum(axis=0)) if wish.weight else None,
+        add(old.bias, new.bias.sum(axis=1)) if wish.bias else None,
+      )
+      for wish, hidden, old, new in zip(wanted, hiddens, carry, sums)
+    ]
+    return carry, None
+
+  start = varying(([zeros(w, x) for w, x in zip(wanted, linears)], linears, per_token))[0]
+  found, _ = lax.scan(vocab_step, start, _indices(v_tiles))
+  return tuple(
+    layer._replace(hidden=None if layer.hidden is None else layer.hidden.astype(x.hidden.dtype))
+    for layer, x in zip(found, linears)
+  )
