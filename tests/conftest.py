@@ -3,8 +3,13 @@
 import os
 import pathlib
 
+import jax
 import jaxtyping
 import pytest
+
+# Meshes of several devices are tested on this machine's processor. Not by an environment variable:
+# programs that a test starts see one device, as a user would.
+jax.config.update("jax_num_cpu_devices", 8)
 
 # Every public signature is checked while the tests run: a wrong shape fails where it appears.
 _hook = jaxtyping.install_import_hook(

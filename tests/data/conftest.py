@@ -19,17 +19,6 @@ def numbered():
 
 
 @pytest.fixture
-def processes(monkeypatch):
-  """Makes the loader believe that it runs in one process of several."""
-
-  def pretend(index: int, count: int) -> None:
-    monkeypatch.setattr("jax.process_index", lambda: index)
-    monkeypatch.setattr("jax.process_count", lambda: count)
-
-  return pretend
-
-
-@pytest.fixture
 def corpus(tmp_path):
   """A folder of three files with empty, repeated and accented lines, in Mikolov's layout."""
   folder = tmp_path / "corpus"

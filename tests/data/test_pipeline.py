@@ -104,26 +104,22 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(numbered, loader, sto
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("count", [2, 3, 6])
-def test_processes_share_each_batch(numbered, processes, loader, count):
-  def start():
-    return loader.batches(numbered(211), batch=6, context=7, seed=2)
-
-  whole = take(start(), 11)
-  shares = []
-  for index in range(count):
-    processes(index, count)
-    shares.append(take(start(), 11))
-  together = [
-    {k: np.concatenate([p[k] for p in parts]) for k in parts[0]} for parts in zip(*shares)
-  ]
-  assert same(together, whole)
+@pytest.mark.parametrize("rows", [[0], [5, 2], [1, 3, 4], range(6)])
+def test_a_process_reads_the_rows_that_it_asks_for(numbered, loader, rows):
+  rows = np.asarray(rows)
+  start = lambda **some: loader.batches(numbered(211), batch=6, context=7, seed=2, **some)
+  whole = [{k: x[rows] for k, x in batch.items()} for batch in take(start(), 40)]
+  assert same(take(start(rows=rows), 40), whole)
 
 
-def test_processes_that_do_not_divide_the_batch_are_refused(numbered, processes):
-  processes(0, 4)
-  with pytest.raises(ValueError, match="batch 6 cannot be shared by 4 processes"):
-    Windows().batches(numbered(211), batch=6, context=7, seed=0)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_position_is_the_same_whichever_rows_are_read(numbered, loader):
+  start = lambda **some: loader.batches(numbered(211), batch=6, context=7, seed=2, **some)
+  one, whole = start(rows=np.array([4])), start()
+  take(one, 17)
+  whole.set_state(json.loads(json.dumps(one.get_state())))
+  expected = take(start(), 20)[17:]
+  assert same(take(whole, 3), expected)
 
 
 @pytest.mark.parametrize("loader", LOADERS)

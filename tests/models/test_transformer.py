@@ -136,7 +136,12 @@ def float64_hidden(params, tokens, heads):
   x = params["embedding"]["weight"][tokens] + params["position"][:length]
   hidden_from_later = np.triu(np.full((length, length), -np.inf), 1)
   for layer in range(2):
-    p = params[f"blocks_{layer}"]
+    p = jax.tree.map(lambda stacked: stacked[layer], params["blocks"])
+    p["query_key_value"] = {
+      "kernel": p["query_key_value"]["kernel"].reshape(x.shape[-1], -1),
+      "bias": p["query_key_value"]["bias"].reshape(-1),
+    }
+    p["attention_out"]["kernel"] = p["attention_out"]["kernel"].reshape(-1, x.shape[-1])
     q, k, v = np.split(dense(norm(x, p["attention_norm"]), p["query_key_value"]), 3, axis=-1)
     mixed = np.zeros_like(x)
     for part in np.split(np.arange(x.shape[-1]), heads):
@@ -165,7 +170,7 @@ def test_output_projections_start_smaller_by_the_depth_of_the_residual_stream():
   deep = decoder(embedding=DenseEmbedding(31, 64), head=DenseHead(31, 64), dim=64, layers=8)
   params = init(deep)["params"]
   for name, expected in (("attention_out", 0.02 / 4), ("mlp_out", 0.02 / 4), ("mlp_in", 0.02)):
-    found = np.mean([params[f"blocks_{i}"][name]["kernel"].std() for i in range(8)])
+    found = np.mean([params["blocks"][name]["kernel"][i].std() for i in range(8)])
     np.testing.assert_allclose(found, expected, rtol=0.05)
 
 

@@ -6,6 +6,7 @@ from vqjax import CodebookHead, DenseEmbedding
 from vqjax.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.data import Text, Windows, WordTokenizer
 from vqjax.models import Transformer
+from vqjax.sharding import MeshShape
 
 
 @pytest.fixture
@@ -45,5 +46,6 @@ def experiment(text_folder):
       eval_every=20,
       save_every=10,
       keep=2,
+      mesh=MeshShape(data=1),
     ),
   )

@@ -9,9 +9,10 @@ import pytest
 
 from vqjax import CodebookHead
 from vqjax.config import config_hash
-from vqjax.training import Interrupted, NotFiniteError, fit, loop
+from vqjax.training import Interrupted, NotFiniteError, fit, loop, program
 from vqjax.training.checkpoint import Checkpoints
 from vqjax.training.run import RunFolder
+from vqjax.training.step import train_step
 
 
 def rows(folder):
@@ -120,10 +121,8 @@ def test_text_that_has_changed_since_is_refused(experiment, tmp_path, text_folde
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
   experiment, tmp_path, monkeypatch
 ):
-  real = loop.make_step
-
   def poisoned(*args):
-    step = real(*args)
+    step = train_step(*args)
 
     def at_25(state, batch):
       state, metrics = step(state, batch)
@@ -132,7 +131,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
 
     return at_25
 
-  monkeypatch.setattr(loop, "make_step", poisoned)
+  monkeypatch.setattr(program, "train_step", poisoned)
   with pytest.raises(
     NotFiniteError, match=r"loss is nan at step 25; checkpoint 20 is finite and kept"
   ):
@@ -140,7 +139,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
   result = json.loads((tmp_path / "result.json").read_text())
   assert result["status"] == "failed"
   assert "step 25" in result["error"]
-  monkeypatch.setattr(loop, "make_step", real)
+  monkeypatch.setattr(program, "train_step", train_step)
   assert fit(experiment, tmp_path)["status"] == "finished"
 
 

@@ -40,8 +40,8 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(batch):
     step = make_step(model, transform, lambda _: 1.0, jax.random.key(1), parts)
     found[parts] = step(state, batch)
   for parts in (3, 6):
-    # Sums of float32 in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found[1], found[parts])
+    # Sums over six rows of float32 in another order, of entries up to 7: 6 · 7 · 2^-24.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2.5e-6), found[1], found[parts])
 
 
 def test_a_step_repeats_itself_bitwise_and_differs_from_the_next(batch):
@@ -90,7 +90,7 @@ def test_weight_decay_leaves_biases_norms_scales_and_shifts_alone():
   names = {("/".join(k.key for k in path)): flag for path, flag in flags}
   assert names["embedding/weight"]
   assert names["head/group_weight"]
-  assert names["blocks_0/mlp_in/kernel"]
+  assert names["blocks/mlp_in/kernel"]
   spared = {name.split("/")[-1] for name, flag in names.items() if not flag}
   assert spared == {"bias", "scale", "shift", "group_bias", "slot_bias"}
 

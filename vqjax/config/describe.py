@@ -17,11 +17,11 @@ import numpy as np
 from flax import linen as nn
 
 from vqjax.config.parse import is_dtype
-from vqjax.config.tree import annotations, fields_of, is_object, join
+from vqjax.config.tree import annotations, identity_of, is_object, join
 
 
 def describe(experiment: Any) -> dict[str, Any]:
-  """Everything an experiment (or one of its objects) holds, as what `json` can write.
+  """Everything an experiment (or one of its objects) is, as what `json` can write.
 
   An object is {"class": "vqjax.heads.codebook.CodebookHead", field: ...}. A function is its name
   and, for a closure such as an initialiser, what it captured. A module that hangs in several places
@@ -53,7 +53,7 @@ def _object(node: Any, path: str, seen: dict[int, str]) -> dict[str, Any]:
     first = seen.setdefault(id(node), path)
     described |= {"same_as": first} if first != path else {}
   hints = annotations(type(node))
-  for name, value in fields_of(node).items():
+  for name, value in identity_of(node).items():
     # 1 and 1.0 are one learning rate.
     whole = hints.get(name) is float and type(value) is int
     described[name] = _describe(float(value) if whole else value, join(path, name), seen)

@@ -10,6 +10,9 @@ from typing import Any
 
 from flax import linen as nn
 
+from vqjax.config.tree import NOT_IDENTITY
+from vqjax.sharding import MeshShape
+
 
 @dataclasses.dataclass(frozen=True)
 class Train:
@@ -33,6 +36,8 @@ class Train:
     eval_every: steps between two evaluations on the validation split.
     save_every: steps between two checkpoints.
     keep: newest checkpoints that stay on disk.
+    mesh: devices along each axis, (data=..., fsdp=..., model=...); where a run is computed is no
+      part of what it is, so that it may be resumed on another mesh.
 
   Raises:
     ValueError: a number that no run can have; the message names it and the remedy.
@@ -52,6 +57,7 @@ class Train:
   eval_every: int = 500
   save_every: int = 500
   keep: int = 2
+  mesh: MeshShape = dataclasses.field(default=MeshShape(), metadata=NOT_IDENTITY)
 
   def __post_init__(self):
     for name in ("steps", "batch", "accumulate", "log_every", "eval_every", "save_every", "keep"):

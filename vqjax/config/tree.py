@@ -11,12 +11,21 @@ from flax import linen as nn
 # Flax adds these to every module: where a bound module hangs, not what it is.
 _FLAX_FIELDS = ("parent", "name")
 
+NOT_IDENTITY = {"identity": False}
+"""Metadata of a dataclass field that does not say which experiment this is, only how it is run."""
+
 
 def fields_of(node: Any) -> dict[str, Any]:
   """The configuration of a dataclass instance: its constructor's fields, without Flax's own two."""
   skip = _FLAX_FIELDS if isinstance(node, nn.Module) else ()
   fields = (f for f in dataclasses.fields(node) if f.init and f.name not in skip)
   return {f.name: getattr(node, f.name) for f in fields}
+
+
+def identity_of(node: Any) -> dict[str, Any]:
+  """`fields_of` without those that are marked `NOT_IDENTITY`."""
+  marked = {f.name: f.metadata.get("identity", True) for f in dataclasses.fields(node)}
+  return {name: value for name, value in fields_of(node).items() if marked[name]}
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 
 from vqjax.data.cache import TokenSplit
@@ -23,23 +22,23 @@ class Loader(abc.ABC):
   """How a split is cut into an endless sequence of batches: a frozen dataclass for configs."""
 
   def batches(
-    self, split: TokenSplit, *, batch: int, context: int, seed: int
+    self,
+    split: TokenSplit,
+    *,
+    batch: int,
+    context: int,
+    seed: int,
+    rows: np.ndarray | None = None,
   ) -> grain.DatasetIterator:
-    """Batches of this process: {"inputs", "targets": [B, T] int32, "reset": [B] bool}.
+    """Batches, or the rows `rows` of each: {"inputs", "targets": [B, T] int32, "reset": [B] bool}.
 
     Every target follows its input; the first token of the split follows an `eos`. `reset` marks
     rows that do not continue the same row of the batch before. `get_state()` of the iterator is
-    JSON, and `set_state` goes on exactly there. B is `batch` divided by the number of processes,
-    which share each batch's rows between them.
+    JSON, and `set_state` goes on exactly there, whichever rows are read.
 
     Raises:
-      ValueError: the split has fewer tokens than one batch, or the processes do not divide it.
+      ValueError: the split has fewer tokens than one batch, or the context holds none.
     """
-    count, index = jax.process_count(), jax.process_index()
-    if batch % count:
-      raise ValueError(
-        f"train.batch {batch} cannot be shared by {count} processes; give a multiple"
-      )
     if context < 1:
       raise ValueError(f"model.context {context} holds no token; give at least 1")
     needed = batch * context
@@ -48,7 +47,7 @@ class Loader(abc.ABC):
         f"{len(split.tokens)} tokens are too few for one batch of {batch} windows of {context}"
         f" ({needed} tokens); lower train.batch or model.context, or give more text"
       )
-    rows = slice(index * batch // count, (index + 1) * batch // count)
+    rows = np.arange(batch) if rows is None else rows
     source = self._source(split, batch, context, seed, rows)
     # A thread runs ahead, so that no step waits even where the tokens are not in memory yet.
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
@@ -56,7 +55,7 @@ class Loader(abc.ABC):
 
   @abc.abstractmethod
   def _source(
-    self, split: TokenSplit, batch: int, context: int, seed: int, rows: slice
+    self, split: TokenSplit, batch: int, context: int, seed: int, rows: np.ndarray
   ) -> "grain.sources.RandomAccessDataSource":
     """Batch number -> the rows of it that this process reads."""
 

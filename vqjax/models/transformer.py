@@ -29,28 +29,49 @@ class Block(nn.Module):
 
   def setup(self):
     normal = nn.initializers.normal
-    dense = lambda width, scale: nn.Dense(width, dtype=self.dtype, kernel_init=normal(scale))
+    dense = lambda width, scale, **more: nn.DenseGeneral(
+      width, dtype=self.dtype, kernel_init=normal(scale), **more
+    )
     self.attention_norm = nn.LayerNorm(dtype=self.dtype)
-    self.query_key_value = dense(3 * self.dim, 0.02)
-    self.attention_out = dense(self.dim, self.residual_scale)
+    # The heads are an axis of their own, for devices to share.
+    self.query_key_value = dense((3, self.heads, self.dim // self.heads), 0.02)
+    self.attention_out = dense(self.dim, self.residual_scale, axis=(-2, -1))
     self.mlp_norm = nn.LayerNorm(dtype=self.dtype)
     self.mlp_in = dense(4 * self.dim, 0.02)
     self.mlp_out = dense(self.dim, self.residual_scale)
     self.drop = nn.Dropout(self.dropout)
 
-  def __call__(self, x_BTD: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
-    """The block's output; attention looks at earlier positions only."""
+  def __call__(
+    self, x_BTD: Float[Array, "B T D"], deterministic: bool
+  ) -> tuple[Float[Array, "B T D"], None]:
+    """The block's output, as the carry of a scan; attention looks at earlier positions only."""
     x_BTD = x_BTD + self.drop(self._attend(self.attention_norm(x_BTD)), deterministic)
     mlp_BTD = self.mlp_out(nn.gelu(self.mlp_in(self.mlp_norm(x_BTD))))
-    return x_BTD + self.drop(mlp_BTD, deterministic)
+    return _rows_in_place(x_BTD + self.drop(mlp_BTD, deterministic)), None
 
   def _attend(self, x_BTD):
-    split = (*x_BTD.shape[:2], self.heads, self.dim // self.heads)
-    query, key, value = (
-      part.reshape(split) for part in jnp.split(self.query_key_value(x_BTD), 3, axis=-1)
-    )
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    return self.attention_out(mixed.reshape(x_BTD.shape))
+    query, key, value = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
+    mixed_BTHC = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return self.attention_out(mixed_BTHC)
+
+
+def _rows_in_place(x_BTD):
+  """The same; on a mesh each device keeps the rows of its part of the batch."""
+  return nn.with_logical_constraint(x_BTD, ("batch", None, None))
+
+
+BLOCK_AXES = {
+  "attention_norm": {"scale": ("norm",), "bias": ("norm",)},
+  "query_key_value": {
+    "kernel": ("embed", "qkv", "heads", "head_dim"),
+    "bias": ("qkv", "heads", "head_dim"),
+  },
+  "attention_out": {"kernel": ("heads", "head_dim", "embed"), "bias": ("norm",)},
+  "mlp_norm": {"scale": ("norm",), "bias": ("norm",)},
+  "mlp_in": {"kernel": ("embed", "mlp"), "bias": ("mlp",)},
+  "mlp_out": {"kernel": ("mlp", "embed"), "bias": ("norm",)},
+}
+"""Names of the axes of a block's parameters; "norm" is a width that every device has whole."""
 
 
 class Transformer(nn.Module):
@@ -84,12 +105,19 @@ class Transformer(nn.Module):
     self._check()
     init = nn.initializers.normal(0.02)
     self.position = self.param("position", init, (self.context, self.dim), jnp.float32)
-    block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
+    # A scan needs no barrier against common subexpressions.
+    remat = lambda block: nn.remat(block, static_argnums=(2,), prevent_cse=False)
+    # One block, compiled once, whatever the depth; its parameters are stacked [layers, ...].
+    stacked = nn.scan(
+      remat(Block) if self.remat else Block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True, "dropout": True},
+      in_axes=nn.broadcast,
+      length=self.layers,
+    )
     # Each block adds two branches to the residual stream: GPT-2 scales them down by the depth.
     scale = 0.02 / (2 * self.layers) ** 0.5
-    self.blocks = [
-      block(self.dim, self.heads, self.dropout, scale, self.dtype) for _ in range(self.layers)
-    ]
+    self.blocks = stacked(self.dim, self.heads, self.dropout, scale, self.dtype)
     self.final_norm = nn.LayerNorm(dtype=self.dtype)
     self.drop = nn.Dropout(self.dropout)
 
@@ -125,9 +153,8 @@ class Transformer(nn.Module):
     if length > self.context:
       raise ValueError(f"{length} tokens exceed the model's context of {self.context}")
     x_BTD = self.embedding(tokens).astype(self.dtype) + self.position[:length].astype(self.dtype)
-    x_BTD = self.drop(x_BTD, deterministic)
-    for block in self.blocks:
-      x_BTD = block(x_BTD, deterministic)
+    x_BTD = _rows_in_place(self.drop(x_BTD, deterministic))
+    x_BTD, _ = self.blocks(x_BTD, deterministic)
     return self.final_norm(x_BTD)
 
   def log_prob(
@@ -144,3 +171,21 @@ class Transformer(nn.Module):
     terms = {"embedding": self.embedding.aux(tokens), "head": self.head.aux(hidden, targets)}
     aux = {f"{part}/{name}": term for part, named in terms.items() for name, term in named.items()}
     return self.head.log_prob(hidden, targets), aux
+
+  def logical_axes(self) -> dict:
+    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+    layers = lambda names: ("layers", *names)
+    own = {
+      "position": ("context", "embed"),
+      "blocks": jax.tree.map(layers, BLOCK_AXES, is_leaf=lambda x: isinstance(x, tuple)),
+      "final_norm": {"scale": ("norm",), "bias": ("norm",)},
+    }
+    axes = {"params": own}
+    # A part that both hold, such as a tied embedding, has its variables where it was first.
+    shared = [n for n, part in vars(self.head).items() if part is self.embedding]
+    for name, layer, absent in (("embedding", self.embedding, ()), ("head", self.head, shared)):
+      for collection, tree in layer.logical_axes().items():
+        kept = {key: value for key, value in tree.items() if key not in absent}
+        if kept:
+          axes.setdefault(collection, {})[name] = kept
+    return axes

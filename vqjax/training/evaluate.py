@@ -28,15 +28,19 @@ class Score(NamedTuple):
   text_bytes: int
 
 
-def make_scorer(model: nn.Module) -> Callable:
-  """A jitted function (variables, batch with "mask") -> sum of -log p over the masked tokens."""
+def summed_nats(model: nn.Module) -> Callable:
+  """A pure function (variables, batch with "mask") -> sum of -log p over the masked tokens."""
 
-  @jax.jit
   def nats(variables, batch):
     log_prob = model.apply(variables, batch["inputs"], batch["targets"], method="log_prob")
     return -jnp.where(batch["mask"], log_prob, 0.0).sum()
 
   return nats
+
+
+def make_scorer(model: nn.Module) -> Callable:
+  """`summed_nats`, jitted."""
+  return jax.jit(summed_nats(model))
 
 
 def evaluate(scorer: Callable, variables: dict, batches: Iterable[dict], text_bytes: int) -> Score:

@@ -5,21 +5,20 @@ import pathlib
 import time
 
 import jax
-import numpy as np
 
 from vqjax.config import Experiment, config_hash
 from vqjax.data import EvaluationBatches
+from vqjax.sharding import make_mesh
 from vqjax.training import cost as cost_of
 from vqjax.training.checkpoint import Checkpoints
-from vqjax.training.evaluate import evaluate, make_scorer
+from vqjax.training.evaluate import evaluate
 from vqjax.training.interrupt import Interrupted, deferred_signals
 from vqjax.training.metrics import MetricsLog
-from vqjax.training.optimizer import learning_rate, optimizer
+from vqjax.training.program import Program, keys
 from vqjax.training.progress import progress_bar
 from vqjax.training.provenance import peak_memory_bytes, provenance
 from vqjax.training.run import RunFolder
-from vqjax.training.state import TrainState, all_finite, init_state
-from vqjax.training.step import make_step
+from vqjax.training.state import TrainState, all_finite
 from vqjax.training.text import Text, load_text
 
 
@@ -72,29 +71,30 @@ class _Run:
   def __init__(self, text: Text, run: RunFolder):
     self.experiment, self.splits, self.run = text.experiment, text.splits, run
     self.train, self.model = self.experiment.train, self.experiment.model
-    init_key, step_key = jax.random.split(jax.random.key(self.experiment.seed))
-    transform = optimizer(self.train)
-    schedule = learning_rate(self.train)
-    self.step_fn = make_step(self.model, transform, schedule, step_key, self.train.accumulate)
-    self.scorer = make_scorer(self.model)
-    self.state = init_state(self.model, transform, init_key)
+    self.program = Program(self.experiment, make_mesh(self.train.mesh))
     self.batches = self.experiment.loader.batches(
       self.splits["train"],
       batch=self.train.batch,
       context=self.model.context,
       seed=self.experiment.seed,
+      rows=self.program.rows,
     )
     self.checkpoints = Checkpoints(run.path, self.train.keep)
     self.loss, self.clock = None, _Clock()
-    self._resume()
+    self.state = self._resumed() or self._fresh()
     self.began_at = int(self.state.step)
 
-  def _resume(self) -> None:
-    restored = self.checkpoints.restore(self.state)
-    if restored is not None:
-      self.state = restored.state
-      self.batches.set_state(restored.position["data"])
-      self.loss, self.clock = restored.position["loss"], _Clock(**restored.position["clock"])
+  def _fresh(self) -> TrainState:
+    init_key, _ = keys(self.experiment.seed)
+    return self.program.init(init_key)
+
+  def _resumed(self) -> TrainState | None:
+    restored = self.checkpoints.restore(self.program.abstract_state)
+    if restored is None:
+      return None
+    self.batches.set_state(restored.position["data"])
+    self.loss, self.clock = restored.position["loss"], _Clock(**restored.position["clock"])
+    return restored.state
 
   def to_the_end(self) -> dict:
     """Trains what is left, and measures."""
@@ -116,7 +116,8 @@ class _Run:
       progress_bar(name, self.began_at, steps, tokens) as report,
     ):
       for step in range(self.began_at + 1, steps + 1):
-        self.state, metrics = self.step_fn(self.state, _arrays(next(self.batches)))
+        batch = self.program.place(next(self.batches))
+        self.state, metrics = self.program.step(self.state, batch)
         if step == self.began_at + 1:
           jax.block_until_ready(metrics)  # the first step compiles: the clock starts behind it
           self.clock.start(step)
@@ -177,21 +178,21 @@ class _Run:
 
   def _score(self, name: str):
     split = self.splits[name]
-    batches = EvaluationBatches(split, batch=self._micro(), context=self.model.context)
-    score = evaluate(self.scorer, self.state.variables, batches, split.text_bytes)
+    batches = EvaluationBatches(split, batch=self.program.micro, context=self.model.context)
+    scorer = lambda variables, batch: self.program.scorer(
+      variables, self.program.place_whole(batch)
+    )
+    score = evaluate(scorer, self.state.variables, batches, split.text_bytes)
     if not math.isfinite(score.nats_per_token):
       wrong = {f"the {name} loss": score.nats_per_token}
       raise NotFiniteError(self._explain(int(self.state.step), wrong))
     return score
 
-  def _micro(self) -> int:
-    return self.train.batch // self.train.accumulate
-
   def _result(self) -> dict:
     seconds, steps = self.clock.seconds, self.clock.steps
     tokens = self.train.batch * self.model.context
     head = self.model.head
-    cost = cost_of.loss_cost(head, self._micro() * self.model.context)
+    cost = cost_of.loss_cost(head, self.program.micro * self.model.context)
     return {
       "valid": self._score("valid")._asdict(),
       "test": self._score("test")._asdict(),
@@ -201,6 +202,7 @@ class _Run:
         "tied": getattr(head, "embedding", None) is not None,
       },
       "model": _model_size(self.state),
+      "mesh": dict(self.program.mesh.shape),
       "loss": cost._asdict(),
       "train": {
         "steps": self.train.steps,
@@ -228,10 +230,6 @@ class _Clock:
 
   def state(self) -> dict:
     return {"seconds": self.seconds, "steps": self.steps}
-
-
-def _arrays(batch: dict) -> dict:
-  return {name: np.asarray(batch[name]) for name in ("inputs", "targets")}
 
 
 def _model_size(state: TrainState) -> dict:

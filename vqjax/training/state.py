@@ -1,5 +1,6 @@
 """What does a run carry from step to step, and how is it known to be intact?"""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -37,6 +38,13 @@ def init_state(
   model: nn.Module, optimizer: optax.GradientTransformation, key: PRNGKeyArray
 ) -> TrainState:
   """A fresh state, made in one jitted call."""
+  return jax.jit(state_maker(model, optimizer))(key)
+
+
+def state_maker(
+  model: nn.Module, optimizer: optax.GradientTransformation
+) -> Callable[[PRNGKeyArray], TrainState]:
+  """A pure function: key -> a fresh state."""
 
   def make(key):
     tokens = jnp.zeros((1, min(model.context, 8)), jnp.int32)
@@ -45,7 +53,7 @@ def init_state(
     params = variables["params"]
     return TrainState(jnp.int32(0), params, tables, optimizer.init(params))
 
-  return jax.jit(make)(key)
+  return make
 
 
 @jax.jit
@@ -69,7 +77,14 @@ def _leaf_checksum(leaf):
   if leaf.dtype == jnp.bool_:
     leaf = leaf.astype(jnp.uint8)
   unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
-  bits = lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32).ravel()
+  bits = lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
   # An odd weight is invertible modulo 2^32: no change of a single number cancels.
-  weight = 2 * lax.iota(jnp.uint32, bits.size) + 1
-  return (bits * weight).sum(dtype=jnp.uint32)
+  return (bits * (2 * _flat_index(bits.shape) + 1)).sum(dtype=jnp.uint32)
+
+
+def _flat_index(shape):
+  """Place of every number in row-major order, modulo 2^32; to flatten would gather a shard."""
+  index = jnp.zeros(shape, jnp.uint32)
+  for axis, length in enumerate(shape):
+    index = index * jnp.uint32(length) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+  return index

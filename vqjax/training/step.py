@@ -22,7 +22,18 @@ def make_step(
   key: PRNGKeyArray,
   accumulate: int = 1,
 ) -> Step:
-  """The jitted training step; it donates the state that it is given.
+  """`train_step`, jitted; it donates the state that it is given."""
+  return jax.jit(train_step(model, optimizer, schedule, key, accumulate), donate_argnums=0)
+
+
+def train_step(
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  schedule: optax.Schedule,
+  key: PRNGKeyArray,
+  accumulate: int = 1,
+) -> Step:
+  """The training step, a pure function.
 
   The loss is the mean of -log_prob in nats plus the model's auxiliary terms. The batch is cut into
   `accumulate` equal micro-batches whose gradients are averaged. Randomness is a function of the
@@ -53,7 +64,7 @@ def make_step(
     params = optax.apply_updates(state.params, updates)
     return TrainState(state.step + 1, params, state.tables, opt_state), metrics
 
-  return jax.jit(step, donate_argnums=0)
+  return step
 
 
 def _mean_gradient(
@@ -63,7 +74,9 @@ def _mean_gradient(
   gradient_of = jax.grad(loss, has_aux=True)
   if accumulate == 1:
     return gradient_of(state.params, state.tables, batch, key)
-  parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+  # Rows j, j + accumulate, ...: each device cuts its own rows, and none moves.
+  cut = lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1)
+  parts = jax.tree.map(cut, batch)
 
   def add(total, part):
     index, micro = part

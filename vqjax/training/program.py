@@ -1,0 +1,138 @@
+"""What exactly is compiled for an experiment on a mesh, and where does each array lie?"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.sharding import Mesh
+
+from vqjax import sharding
+from vqjax.config import Experiment
+from vqjax.config.tree import fields_of, rebuild, walk
+from vqjax.training.evaluate import summed_nats
+from vqjax.training.optimizer import learning_rate, optimizer
+from vqjax.training.state import TrainState, state_maker
+from vqjax.training.step import train_step
+
+
+class Program:
+  """An experiment's initialisation, step and scorer on a mesh, and the arrays that they take.
+
+  Nothing is computed or compiled before it is called, and the mesh may be of devices that are not
+  here: `program.step.lower(program.abstract_state, program.abstract_batch)` is the real step.
+
+  Attributes:
+    experiment: what is trained; the `vocab` of its modules is known.
+    mesh: where.
+    model: the experiment's model, its vocabulary spread over the mesh.
+    init: key -> a fresh state, every array made where it stays.
+    step: (state, batch) -> (state, metrics); the state is donated.
+    scorer: (variables, batch with "mask") -> sum of -log p over the masked tokens.
+    abstract_state: shapes, dtypes and shardings of a state.
+    abstract_batch: the same of a training batch.
+    micro: rows that are computed at a time.
+    rows: those rows of a training batch that this process reads.
+  """
+
+  def __init__(self, experiment: Experiment, mesh: Mesh):
+    """Lays the experiment out on the mesh.
+
+    Raises:
+      ValueError: the mesh does not divide the rows of a (micro-)batch.
+    """
+    self.experiment, self.mesh, train = experiment, mesh, experiment.train
+    self.micro = train.batch // train.accumulate
+    sharding.check_batch(self.micro, mesh)
+    self.model = over_mesh(experiment.model, mesh)
+    self._optimizer = optimizer(train)
+    _, step_key = keys(experiment.seed)
+    make = state_maker(experiment.model, self._optimizer)
+    step = train_step(self.model, self._optimizer, learning_rate(train), step_key, train.accumulate)
+    self.abstract_state = self._placed(jax.eval_shape(make, step_key))
+    placed = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+    everywhere = sharding.replicated(mesh)
+    self.init = jax.jit(make, out_shardings=placed)
+    self.step = jax.jit(self._on_mesh(step), donate_argnums=0, out_shardings=(placed, everywhere))
+    self.scorer = jax.jit(self._on_mesh(summed_nats(self.model)), out_shardings=everywhere)
+
+  def _on_mesh(self, function: Callable) -> Callable:
+    """The function, traced with the mesh and the rules of its axes in context."""
+
+    @functools.wraps(function)
+    def traced(*args):
+      with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), nn.logical_axis_rules(RULES):
+        return function(*args)
+
+    return traced
+
+  def _placed(self, state: TrainState) -> TrainState:
+    """An abstract state with its shardings: the optimiser's numbers lie with their parameters."""
+    everywhere = sharding.replicated(self.mesh)
+    names = getattr(self.experiment.model, "logical_axes", None)
+    found = (
+      jax.tree.map(lambda _: everywhere, state.variables)
+      if names is None
+      else sharding.shardings(names(), state.variables, self.mesh)
+    )
+    tables = {name: tree for name, tree in found.items() if name != "params"}
+    opt_state = optax.tree_utils.tree_map_params(
+      self._optimizer,
+      lambda _, where: where,
+      state.opt_state,
+      found["params"],
+      transform_non_params=lambda _: everywhere,
+    )
+    where = TrainState(everywhere, found["params"], tables, opt_state)
+    return jax.tree.map(_placed_at, state, where)
+
+  @property
+  def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and sharding of a training batch."""
+    shape = self.experiment.train.batch, self.experiment.model.context
+    array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(self.mesh))
+    return {"inputs": array, "targets": array}
+
+  @functools.cached_property
+  def rows(self) -> np.ndarray:
+    """Those rows of a training batch that this process reads: int64."""
+    return sharding.local_rows(self.experiment.train.batch, self.mesh)
+
+  def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """A training batch on the mesh, from the rows `rows` of it."""
+    local = {name: batch[name] for name in ("inputs", "targets")}
+    return sharding.global_batch(local, self.rows, self.experiment.train.batch, self.mesh)
+
+  def place_whole(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """A batch on the mesh that every process has all rows of, as for an evaluation."""
+    rows = len(next(iter(batch.values())))
+    return sharding.global_batch(batch, np.arange(rows), rows, self.mesh)
+
+
+RULES = tuple((name, axes) for name, axes in sharding.RULES if name == "batch")
+"""Of activations the rows alone are told where to lie; the compiler follows the parameters."""
+
+
+def keys(seed: int) -> tuple[jax.Array, jax.Array]:
+  """The keys of an experiment's initialisation and of its steps."""
+  init_key, step_key = jax.random.split(jax.random.key(seed))
+  return init_key, step_key
+
+
+def over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
+  """The model with every `vocab_axis` that is None set to "model", where that axis has devices."""
+  if mesh.shape["model"] == 1:
+    return model
+  changes: dict[int, dict[str, Any]] = {}
+  for _, node in walk(model):
+    if fields_of(node).get("vocab_axis", "") is None:
+      changes[id(node)] = {"vocab_axis": "model"}
+  return rebuild(model, changes)
+
+
+def _placed_at(array: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
