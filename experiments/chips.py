@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+
+from experiments.collectives import Collective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,7 +14,7 @@ class Chip:
   Attributes:
     name: what its maker calls it.
     flops: bfloat16 operations in a second, without sparsity.
-    memory: bytes of device memory.
+    memory: bytes of device memory that a program may use.
     bandwidth: bytes in a second between the chip and its memory.
     links: bytes in a second that it sends to its neighbours, over all links in one direction.
     node: chips that `links` joins; None: all of a topology.
@@ -27,16 +30,17 @@ class Chip:
   network: float = math.inf
 
 
-# TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, "System architecture": peak compute per chip
-# (bf16), HBM capacity and bandwidth, and inter-chip interconnect bandwidth, there in Gbit/s for all
-# links of a chip: 2400, 1600, 4800, 3584.
-# GPUs: NVIDIA's datasheets of A100 80GB SXM, H100 SXM and H200 SXM: dense bf16, which is half of the
-# figure "with sparsity"; NVLink's total of 600 and 900 GB/s is for both directions. Between nodes of
-# eight: one adapter for each GPU, 200 Gbit/s in a DGX A100 and 400 Gbit/s in a DGX H100 and H200.
-V4 = Chip("TPU v4", 275e12, 32 * 2**30, 1228e9, 300e9)
-V5E = Chip("TPU v5e", 197e12, 16 * 2**30, 819e9, 200e9)
-V5P = Chip("TPU v5p", 459e12, 95 * 2**30, 2765e9, 600e9)
-V6E = Chip("TPU v6e", 918e12, 32 * 2**30, 1640e9, 448e9)
+# TPUs: docs.cloud.google.com/tpu/docs, pages v5e, v5p and v6e, "System architecture": peak compute
+# per chip (bf16), HBM bandwidth, and inter-chip interconnect bandwidth, there in Gbit/s for all
+# links of a chip: 1600, 4800, 3584. The memory is what the compiler grants to a program, a little
+# less than the 16, 95 and 32 GB of the pages. Not v4: where there is no TPU its compiler knows a
+# chip as two devices, which a real machine joins to one.
+# GPUs: NVIDIA's datasheets of A100 80GB SXM, H100 SXM and H200 SXM: dense bf16, which is half of
+# the figure "with sparsity"; NVLink's total of 600 and 900 GB/s is for both directions. Between
+# nodes of eight: an adapter for each GPU, 200 Gbit/s in a DGX A100, 400 in a DGX H100 and H200.
+V5E = Chip("TPU v5e", 197e12, int(15.75 * 2**30), 819e9, 200e9)
+V5P = Chip("TPU v5p", 459e12, int(95.74 * 2**30), 2765e9, 600e9)
+V6E = Chip("TPU v6e", 918e12, int(31.25 * 2**30), 1640e9, 448e9)
 GPUS = {
   "A100": Chip("A100 80GB SXM", 312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9),
   "H100": Chip("H100 SXM", 989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9),
@@ -50,7 +54,7 @@ TOPOLOGIES = {
   "v5p": (V5P, (*_CUBES, "8x16x16", "16x16x16", "16x16x24")),
   "v6e": (V6E, _FLAT),
 }
-"""Slices that can be rented, of those the compiler knows; it also accepts some that do not exist."""
+"""Slices that exist, and that the compiler knows; it also accepts some that do not."""
 
 
 def tpu(topology: str) -> Chip:
@@ -105,3 +109,15 @@ class Roofline:
     """Which of the three that is."""
     named = dataclasses.asdict(self)
     return max(named, key=named.get)
+
+
+def roofline(chip: Chip, flops: float, traffic: float, sent: Sequence[Collective]) -> Roofline:
+  """The limits of a chip on a step that computes, moves and sends this much."""
+  inside = outside = 0.0
+  for one in sent:
+    if chip.node is not None and one.spread >= chip.node:
+      outside += one.sent
+    else:
+      inside += one.sent
+  network = inside / chip.links + outside / chip.network
+  return Roofline(flops / chip.flops, traffic / chip.bandwidth, network)

@@ -1,7 +1,6 @@
 """What does a program send between its devices: how much, by which operation, along which axes?"""
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,9 @@ KINDS = (
   "ragged-all-to-all",
   "collective-broadcast",
   "collective-permute",
+)
+_MESH_GROUPS = re.compile(
+  r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))?\s*\{([^}]*)\}"
 )
 
 
@@ -62,9 +64,13 @@ def collectives(program: Program, runs: Runs, mesh: Mapping[str, int]) -> list[C
   """
   found = []
   for name, times in runs.times.items():
+    seen = set()
     for instruction in program.computations[name].values():
       kind = instruction.opcode.removesuffix("-start")
-      if kind in KINDS:
+      # Before optimisation the same gather may be written twice; it is done once.
+      same = kind, instruction.operands, instruction.shapes, instruction.attribute("replica_groups")
+      if kind in KINDS and same not in seen:
+        seen.add(same)
         found.append(_collective(program, name, instruction, kind, times, mesh))
   return [one for one in found if one.group > 1 and one.bytes]
 
@@ -123,12 +129,12 @@ def device_groups(instruction: Instruction, devices: int) -> np.ndarray:
   return parse_groups(text[at + len("replica_groups=") :] if at >= 0 else "{}", devices)
 
 
-@functools.cache
 def parse_groups(text: str, devices: int) -> np.ndarray:
   """[groups, devices of a group], from any of the three forms in which HLO writes them.
 
   {{0,1},{2,3}}; [2,2]<=[4] or [2,2]<=[2,2]T(1,0): the numbers below 4 as an array of the second
-  shape, transposed, reshaped to the first; mesh['a'=2,'b'=2] {'b'}: along axes of a mesh.
+  shape, transposed, reshaped to the first; mesh['a'=2,'b'=2] {'b'}: along axes of a mesh, whose
+  devices may be in another order, mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}.
 
   Raises:
     ValueError: another form.
@@ -139,8 +145,8 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
     return np.array([_numbers(group) for group in re.findall(r"\{([\d,]*)\}", found[1])])
   if found := re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
     return _iota(found[2]).reshape(_numbers(found[1]))
-  if found := re.match(r"mesh\[([^\[\]]*(?:\[[^\]]*\][^\[\]]*)*)\]\s*\{([^}]*)\}", text):
-    return _along_axes(found[1], found[2])
+  if found := _MESH_GROUPS.match(text):
+    return _along_axes(*found.groups())
   raise ValueError(f"replica groups {text[:80]!r} are in no known form; teach parse_groups theirs")
 
 
@@ -152,13 +158,12 @@ def _iota(text: str) -> np.ndarray:
   return numbers.transpose(_numbers(found[2])) if found[2] else numbers
 
 
-def _along_axes(mesh: str, axes: str) -> np.ndarray:
+def _along_axes(mesh: str, order: str | None, axes: str) -> np.ndarray:
   """Groups along axes of a mesh of HLO's own; 'b':(2)2 is a part of an axis."""
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
   ids = np.arange(math.prod(sizes.values()))
-  if order := re.search(r"device_ids=\(([^()]*(?:\([^()]*\))?[^()]*)\)", mesh):
-    text = order[1]
-    ids = _iota(text if text[0] == "<" else f"<={text}") if "[" in text else _numbers(text)
+  if order is not None:
+    ids = _iota(f"<={order.removeprefix('<=')}") if "[" in order else np.array(_numbers(order))
   parts = {name: [(name, size)] for name, size in sizes.items()}
   chosen = []
   for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes):
@@ -168,7 +173,7 @@ def _along_axes(mesh: str, axes: str) -> np.ndarray:
     chosen.append(f"{name}*" if before else name)
   flat = [part for some in parts.values() for part in some]
   names = [name for name, _ in flat]
-  array = np.asarray(ids).reshape([size for _, size in flat])
+  array = ids.reshape([size for _, size in flat])
   kept = [at for at, name in enumerate(names) if name not in chosen]
   moved = [names.index(name) for name in chosen]
   group = math.prod(flat[at][1] for at in moved)

@@ -1,0 +1,58 @@
+"""What do the decoders of a pod have in common, whatever their size and their head?"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead, Head, assign
+from vqjax.config import Experiment, Train
+from vqjax.data import BPETokenizer, Text, Windows
+from vqjax.models import Transformer
+from vqjax.sharding import MeshShape
+
+VOCAB = 32_768
+
+HEADS: dict[str, Callable[[int, int], Head]] = {
+  "dense": lambda vocab, dim: DenseHead(vocab, dim, dtype=jnp.bfloat16),
+  "codebook": lambda vocab, dim: CodebookHead(
+    vocab,
+    dim,
+    codes=4096,
+    assignment_init=assign.FrequentAlone(),
+    token_bias=True,
+    dtype=jnp.bfloat16,
+  ),
+  "grouped": lambda vocab, dim: GroupedHead(vocab, dim, dtype=jnp.bfloat16),
+}
+
+
+def language_model(
+  name: str, head: str, vocab: int, dim: int, layers: int, context: int, batch: int
+) -> Experiment:
+  """A decoder with heads of 128 and 12·layers·dim² weights, computed in bfloat16.
+
+  Its parameters are float32 and every block's activations are computed again in the backward pass.
+  """
+  return Experiment(
+    name=f"{name}-{head}",
+    model=Transformer(
+      embedding=DenseEmbedding(vocab, dim, dtype=jnp.bfloat16),
+      head=HEADS[head](vocab, dim),
+      dim=dim,
+      layers=layers,
+      heads=dim // 128,
+      context=context,
+      remat=True,
+      dtype=jnp.bfloat16,
+    ),
+    data=Text(),
+    tokenizer=BPETokenizer(vocab=vocab),
+    loader=Windows(),
+    train=Train(
+      steps=100_000,
+      batch=batch,
+      learning_rate=3e-4,
+      warmup=2000,
+      mesh=MeshShape(fsdp=2, model=8),
+    ),
+  )

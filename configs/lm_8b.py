@@ -1,0 +1,8 @@
+"""What does a decoder of eight billion parameters look like, with a head of choice?"""
+
+from configs.large import VOCAB, language_model
+from vqjax.config import Experiment
+
+
+def experiment(head: str = "dense", vocab: int = VOCAB) -> Experiment:
+  return language_model("lm-8b", head, vocab, dim=4096, layers=40, context=4096, batch=256)

@@ -1,0 +1,296 @@
+"""Will this run fit on those chips, what will they send each other, and how long must a step take?
+
+python -m experiments.plan configs/lm_1b.py --topology v5p:4x4x4
+python -m experiments.plan configs/lm_1b.py --devices 64 --device-kind H100 train.mesh.model=8
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from experiments import chips, collectives, compiling, flops, hlo
+from experiments.console import speak_plainly
+from vqjax.config import FROM_TOKENIZER, Experiment, config_hash, help_text, load, override
+from vqjax.config.tree import fields_of, rebuild, walk
+from vqjax.report import units
+from vqjax.sharding import make_mesh
+from vqjax.training.program import Program
+from vqjax.training.provenance import provenance
+from vqjax.training.run import write_json
+
+USAGE = """\
+examples:
+  python -m experiments.plan configs/lm_1b.py --topology v5e:4x4
+  python -m experiments.plan configs/lm_1b.py --topology v5p:4x4x4 train.mesh.fsdp=8
+  python -m experiments.plan configs/lm_8b.py --devices 64 --device-kind H100 --vocab 131072
+  python -m experiments.plan configs/lm_1b.py --help   every field, its type and default
+
+No TPU or GPU is needed. The step of a TPU is compiled by its own compiler. That of a GPU is
+partitioned for simulated devices: what it computes and sends is exact before the GPU's compiler
+joins or moves anything, its temporaries are those of a CPU's compiler."""
+
+
+def plan(experiment: Experiment, mesh: Mesh, chip: chips.Chip) -> dict[str, Any]:
+  """What each chip of a mesh holds, computes and sends in one step of training, as JSON.
+
+  Bytes are of one chip, times in seconds. `bytes.params`, `.opt_state`, `.tables` and `.batch` are
+  exact, from the shardings; `.temporaries` are the compiler's; `.vocabulary` is the part of the
+  first three that belongs to the embedding and the head. `fits` is None where the compiler of
+  another device was asked and memory is not exceeded without its temporaries.
+
+  Raises:
+    ValueError: the batch does not fit the mesh.
+  """
+  program = Program(experiment, mesh)
+  compiled = compiling.compile_step(program)
+  module = hlo.parse(compiled.text)
+  runs = hlo.runs(module)
+  sent = collectives.collectives(module, runs, dict(mesh.shape))
+  sizes = held_bytes(program) | {"temporaries": compiled.temporaries, "code": compiled.code}
+  work = flops.matmul_flops(module, runs)
+  roofline = chips.roofline(chip, work, _traffic(sizes), sent)
+  tokens = experiment.train.batch * experiment.model.context
+  return {
+    "name": experiment.name,
+    "config": config_hash(experiment),
+    "chip": dataclasses.asdict(chip) | {"network": chip.network if chip.node else None},
+    "chips": mesh.size,
+    "mesh": dict(mesh.shape),
+    "vocab": experiment.model.head.vocab,
+    "batch": experiment.train.batch,
+    "tokens": tokens,
+    "bytes": sizes | {"total": total_bytes(sizes)},
+    "fits": fits(sizes, chip, compiled),
+    "refused": compiled.refused and compiled.refused.splitlines()[0],
+    "flops": work,
+    "collectives": summed(sent),
+    "sent": sum(one.sent for one in sent),
+    "roofline": dataclasses.asdict(roofline)
+    | {"seconds": roofline.seconds, "limit": roofline.limit},
+    "stage": compiled.stage,
+    "loops_counted_once": list(runs.unknown),
+    "compile_seconds": round(compiled.seconds, 1),
+    "provenance": provenance() | {"libtpu": _version("libtpu")},
+  }
+
+
+def held_bytes(program: Program) -> dict[str, int]:
+  """Exact bytes on one device of each part of the state and of a batch."""
+  state = program.abstract_state
+  parts = {"params": state.params, "opt_state": state.opt_state, "tables": state.tables}
+  found = {name: _bytes(jax.tree.leaves(tree)) for name, tree in parts.items()}
+  layers = [
+    leaf
+    for path, leaf in jax.tree.leaves_with_path(tuple(parts.values()))
+    if {"embedding", "head"} & {getattr(key, "key", None) for key in path}
+  ]
+  batch = _bytes(jax.tree.leaves(program.abstract_batch))
+  return found | {"batch": batch, "vocabulary": _bytes(layers)}
+
+
+def _bytes(arrays: Sequence[jax.ShapeDtypeStruct]) -> int:
+  part = lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+  return sum(part(x).size * x.dtype.itemsize for x in arrays)
+
+
+def total_bytes(sizes: dict[str, int | None]) -> int:
+  """All that is on a device at once, less what is not known."""
+  parts = ("params", "opt_state", "tables", "batch", "temporaries", "code")
+  return sum(sizes[name] or 0 for name in parts)
+
+
+def fits(
+  sizes: dict[str, int | None], chip: chips.Chip, compiled: compiling.Compiled
+) -> bool | None:
+  """Whether memory suffices; None where only a compiler for the device itself could tell."""
+  if compiled.refused or total_bytes(sizes | {"temporaries": 0}) > chip.memory:
+    return False
+  return total_bytes(sizes) <= chip.memory if compiled.stage == "optimised" else None
+
+
+def _traffic(sizes: dict[str, int | None]) -> int:
+  """Least bytes between a chip and its memory: the state read and written, temporaries likewise."""
+  changed = sizes["params"] + sizes["opt_state"] + (sizes["temporaries"] or 0)
+  return 2 * changed + sizes["tables"] + sizes["batch"]
+
+
+def summed(found: Sequence[collectives.Collective]) -> list[dict[str, Any]]:
+  """Collectives of one kind along the same axes together, the most bytes first."""
+  groups: dict[tuple, list[collectives.Collective]] = {}
+  for one in found:
+    groups.setdefault((one.kind, one.axes, one.group), []).append(one)
+  rows = [
+    {
+      "kind": kind,
+      "axes": list(axes),
+      "group": group,
+      "count": sum(one.times for one in some),
+      "bytes": sum(one.bytes * one.times for one in some),
+      "sent": sum(one.sent for one in some),
+    }
+    for (kind, axes, group), some in groups.items()
+  ]
+  return sorted(rows, key=lambda row: -row["sent"])
+
+
+def _version(package: str) -> str | None:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+def with_vocab(experiment: Experiment, vocab: int | None) -> Experiment:
+  """The experiment with this vocabulary in every module; None: with the one that it states.
+
+  Raises:
+    ValueError: no number is given and the config leaves it to its tokenizer, or it is below 1.
+  """
+  if vocab is None:
+    if FROM_TOKENIZER in (experiment.model.head.vocab, experiment.model.embedding.vocab):
+      raise ValueError("the config leaves its vocabulary to its tokenizer; give --vocab N")
+    return experiment
+  if vocab < 1:
+    raise ValueError(f"--vocab {vocab} holds no token; give at least 1")
+  nodes = [node for _, node in walk(experiment.model) if "vocab" in fields_of(node)]
+  changes = {id(node): {"vocab": vocab} for node in nodes}
+  return dataclasses.replace(experiment, model=rebuild(experiment.model, changes))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the plan, writes its JSON where asked, and returns the exit code: 2 for a wrong call."""
+  parser = _parser()
+  options = parser.parse_intermixed_args(arguments)
+  speak_plainly()
+  if options.config is None:
+    parser.print_help()
+    return 0 if options.help else 2
+  try:
+    experiment = override(load(options.config), options.overrides)
+    if options.help:
+      Console().print(help_text(experiment))
+      return 0
+    found = _planned(with_vocab(experiment, options.vocab), options)
+    show(found, Console())
+    if options.json:
+      options.json.parent.mkdir(parents=True, exist_ok=True)
+      write_json(options.json, found)
+  except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+    if options.traceback:
+      raise
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, Any]:
+  # Whatever this machine has, nothing runs on it.
+  jax.config.update("jax_platforms", "cpu")
+  if (options.topology is None) == (options.devices is None):
+    raise ValueError("give one of --topology, for TPUs, and --devices, for GPUs")
+  if options.topology is not None:
+    chip, devices = chips.tpu(options.topology), compiling.tpu_devices(options.topology)
+  else:
+    chip, devices = chips.gpu(options.device_kind), compiling.simulated_devices(options.devices)
+  return {"topology": options.topology} | plan(
+    experiment, make_mesh(experiment.train.mesh, devices), chip
+  )
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+  """Prints a plan for a person."""
+  mesh = ", ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
+  console.print(
+    f"[bold]{found['name']}[/], V = {found['vocab']:,}, on {found['chips']:,} x"
+    f" {found['chip']['name']}; train.mesh {mesh}; a batch of {found['batch']:,} windows,"
+    f" {found['tokens']:,} tokens; compiled in {found['compile_seconds']:.0f} s"
+  )
+  console.print(_memory_table(found))
+  console.print(_collective_table(found))
+  console.print(_time_table(found))
+  if found["loops_counted_once"]:
+    print("warning: loops of unknown length are counted once", file=sys.stderr)
+
+
+def _memory_table(found: dict[str, Any]) -> Table:
+  table = Table("on each chip", "bytes", title="Memory", title_justify="left")
+  table.columns[1].justify = "right"
+  names = {
+    "params": "parameters",
+    "opt_state": "optimiser state",
+    "tables": "integer tables",
+    "batch": "batch",
+    "temporaries": "temporaries",
+    "code": "program",
+    "total": "together",
+  }
+  for key, name in names.items():
+    value = found["bytes"][key]
+    table.add_row(name, units.MISSING if value is None else units.size(value))
+  table.add_row("memory of the chip", units.size(found["chip"]["memory"]))
+  verdict = {True: "yes", False: "no", None: "only its own compiler can tell"}[found["fits"]]
+  table.add_row("fits", verdict)
+  table.add_row("of it for embedding and head", units.size(found["bytes"]["vocabulary"]))
+  return table
+
+
+def _collective_table(found: dict[str, Any]) -> Table:
+  columns = ("collective", "axes", "devices", "times", "bytes", "sent")
+  table = Table(*columns, title="Communication of each chip in a step", title_justify="left")
+  for column in table.columns[2:]:
+    column.justify = "right"
+  for row in found["collectives"]:
+    axes = ", ".join(row["axes"])
+    sizes = units.size(row["bytes"]), units.size(row["sent"])
+    table.add_row(row["kind"], axes, f"{row['group']:,}", f"{row['count']:,}", *sizes)
+  table.add_row("all", "", "", "", "", units.size(found["sent"]))
+  return table
+
+
+def _time_table(found: dict[str, Any]) -> Table:
+  times = found["roofline"]
+  table = Table("limit", "milliseconds", title="Least time of a step", title_justify="left")
+  table.columns[1].justify = "right"
+  table.add_row(f"{units.count(found['flops'])} FLOPs at the peak", _ms(times["compute"]))
+  table.add_row("memory: state and temporaries, once each", _ms(times["memory"]))
+  table.add_row("network: all links at once", _ms(times["network"]))
+  table.add_row(f"the longest: {times['limit']}", _ms(times["seconds"]))
+  table.caption = "Perfect overlap at published peaks; a real step takes longer."
+  return table
+
+
+def _ms(seconds: float) -> str:
+  return units.milliseconds(seconds)
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m experiments.plan",
+    description="Compiles a training step for chips that are not here, and says what it needs.",
+    epilog=USAGE,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    add_help=False,
+  )
+  parser.add_argument("config", nargs="?", help="a file configs/NAME.py")
+  parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change")
+  parser.add_argument("--topology", metavar="KIND:SIZE", help="TPUs, such as v5e:4x4")
+  parser.add_argument("--devices", type=int, metavar="N", help="this many GPUs")
+  parser.add_argument("--device-kind", default="H100", help="of --devices: A100, H100 or H200")
+  parser.add_argument("--vocab", type=int, metavar="V", help="tokens, whatever the config says")
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the plan to FILE")
+  parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+  parser.add_argument("-h", "--help", action="store_true", help="this, or a config's fields")
+  return parser
+
+
+if __name__ == "__main__":
+  sys.exit(main())
