@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "model")
@@ -95,7 +96,7 @@ def _text(sizes: Sequence[int]) -> str:
 def spec(
   logical: Sequence[str | None],
   shape: Sequence[int],
-  mesh: Mesh,
+  mesh: Mesh | AbstractMesh,
   rules: Sequence[tuple[str, tuple[str, ...]]] = RULES,
 ) -> P:
   """Mesh axes for each dimension of an array whose dimensions have these logical names.
@@ -113,6 +114,15 @@ def spec(
         taken[at] = axes
         used |= set(axes)
   return P(*(taken.get(at) for at in range(len(shape))))
+
+
+def constrain(array: jax.Array, logical: Sequence[str | None]) -> jax.Array:
+  """The same array, laid out by the rules where a mesh of automatic axes `AXES` is in context."""
+  mesh = jax.sharding.get_abstract_mesh()
+  kinds = dict(zip(mesh.axis_names, mesh.axis_types)) if not mesh.empty else {}
+  if any(kinds.get(axis) != AxisType.Auto for axis in AXES):
+    return array
+  return lax.with_sharding_constraint(array, spec(logical, array.shape, mesh))
 
 
 def shardings(logical: Any, arrays: Any, mesh: Mesh) -> Any:

@@ -36,8 +36,7 @@ class Train:
     eval_every: steps between two evaluations on the validation split.
     save_every: steps between two checkpoints.
     keep: newest checkpoints that stay on disk.
-    mesh: devices along each axis, (data=..., fsdp=..., model=...); where a run is computed is no
-      part of what it is, so that it may be resumed on another mesh.
+    mesh: devices that share the work; no part of what a run is, so another one may resume it.
 
   Raises:
     ValueError: a number that no run can have; the message names it and the remedy.

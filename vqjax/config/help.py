@@ -14,7 +14,7 @@ from vqjax.config.describe import describe
 from vqjax.config.experiment import Experiment
 from vqjax.config.override import settable
 from vqjax.config.parse import type_name
-from vqjax.config.tree import children, join, walk
+from vqjax.config.tree import children, fields_of, is_object, join, walk
 
 _SECTION = re.compile(r"^(Attributes|Args|Arguments|Parameters|Fields):$")
 _ENTRY = re.compile(r"^(\w+)(?: *\([^)]*\))?: *(.*)$")
@@ -47,11 +47,17 @@ def _fields(path: str, node: Any) -> Padding:
   table.add_column()
   meanings = field_docs(type(node))
   for name, kinds in settable(node).items():
-    value = describe(children(node)[name])
-    shown = "(empty)" if value == "" else value
+    shown = _shown(children(node)[name])
     told = f"{type_name(kinds)} = {shown}"
     table.add_row(Text(join(path, name)), Text(told), Text(meanings.get(name, "")))
   return Padding(table, (0, 0, 1, 2))
+
+
+def _shown(value: Any) -> Any:
+  if is_object(value):
+    return f"({', '.join(f'{name}={part}' for name, part in fields_of(value).items())})"
+  described = describe(value)
+  return "(empty)" if described == "" else described
 
 
 def _summary(cls: type) -> str:

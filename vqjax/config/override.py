@@ -30,7 +30,18 @@ def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
     if name in fields and fields[name] != value:
       raise ValueError(f"{path} is set to {fields[name]!r} and to {value!r}; keep one of the two")
     fields[name] = value
+  _check_not_replaced(experiment, changes)
   return rebuild(experiment, changes)
+
+
+def _check_not_replaced(experiment: Experiment, changes: dict[int, dict[str, Any]]):
+  """Refuses to set a field of an object that another assignment replaces."""
+  for path, node in walk(experiment):
+    for name in changes.get(id(node), {}):
+      if any(id(part) in changes for _, part in walk(children(node)[name])):
+        raise ValueError(
+          f"{join(path, name)} is set, and so are fields of it; keep one of the two ways"
+        )
 
 
 def settable(node: Any) -> dict[str, tuple[Any, ...]]:

@@ -1,5 +1,6 @@
 """Which values does a field take from a command line, and which value does a text mean?"""
 
+import dataclasses
 import pathlib
 import types
 import typing
@@ -8,6 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from vqjax.config.tree import annotations
 
 NoneType = type(None)
 
@@ -55,7 +58,22 @@ def is_dtype(value: Any) -> bool:
 def _is_compound(kind: Any) -> bool:
   if typing.get_origin(kind) is tuple:
     return all(item in _PARSERS for item in typing.get_args(kind) if item is not Ellipsis)
-  return typing.get_origin(kind) is typing.Literal
+  return typing.get_origin(kind) is typing.Literal or is_record(kind)
+
+
+def is_record(kind: Any) -> bool:
+  """Whether `kind` is a dataclass of plain values: it is written "(field=value, ...)"."""
+  if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+    return False
+  fields = _record_fields(kind)
+  return all(members and set(members) <= set(_PARSERS) for members in fields.values())
+
+
+def _record_fields(kind: type) -> dict[str, tuple[Any, ...]]:
+  """The types of each field, narrowest first; of those that a constructor takes."""
+  hints = annotations(kind)
+  names = [field.name for field in dataclasses.fields(kind) if field.init]
+  return {name: tuple(sorted(_members(hints[name]), key=_rank)) for name in names}
 
 
 def _rank(kind: Any) -> int:
@@ -96,6 +114,8 @@ def _parse_one(text: str, kind: Any) -> Any:
     return _literal(text, typing.get_args(kind))
   if typing.get_origin(kind) is tuple:
     return _tuple(text, typing.get_args(kind))
+  if is_record(kind):
+    return _record(text, kind)
   return _PARSERS[kind](text)
 
 
@@ -154,6 +174,28 @@ def _tuple(text: str, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
   if len(items) != len(kinds):
     raise ValueError(f"write {len(kinds)} values separated by commas")
   return tuple(_parse_one(item, kind) for item, kind in zip(items, kinds, strict=True))
+
+
+def _record(text: str, kind: type) -> Any:
+  """The dataclass from "(field=value, ...)"; a field that is left out has its default."""
+  known = _record_fields(kind)
+  bare = text.strip()
+  if not (bare.startswith("(") and bare.endswith(")")):
+    raise ValueError(f"write ({', '.join(f'{name}=...' for name in known)})")
+  given: dict[str, Any] = {}
+  for item in filter(None, (part.strip() for part in bare[1:-1].split(","))):
+    name, equals, value = (part.strip() for part in item.partition("="))
+    if name not in known or not equals or name in given:
+      raise ValueError(f"{item!r}: write each of {', '.join(known)} at most once, as name=value")
+    given[name] = parse(value, known[name])
+  needed = [f.name for f in dataclasses.fields(kind) if f.name in known and _has_no_default(f)]
+  if missing := [name for name in needed if name not in given]:
+    raise ValueError(f"{', '.join(missing)} must be given too")
+  return kind(**given)
+
+
+def _has_no_default(field: dataclasses.Field) -> bool:
+  return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 _PARSERS: dict[Any, Callable[[str], Any]] = {

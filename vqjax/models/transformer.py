@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
+from vqjax.sharding import constrain
 from vqjax.types import Dtype
 
 
@@ -46,19 +47,21 @@ class Block(nn.Module):
   ) -> tuple[Float[Array, "B T D"], None]:
     """The block's output, as the carry of a scan; attention looks at earlier positions only."""
     x_BTD = x_BTD + self.drop(self._attend(self.attention_norm(x_BTD)), deterministic)
-    mlp_BTD = self.mlp_out(nn.gelu(self.mlp_in(self.mlp_norm(x_BTD))))
-    return _rows_in_place(x_BTD + self.drop(mlp_BTD, deterministic)), None
+    x_BTD = constrain(x_BTD, ROWS)
+    inner_BTF = constrain(self.mlp_in(self.mlp_norm(x_BTD)), ("batch", None, "mlp"))
+    mlp_BTD = self.mlp_out(nn.gelu(inner_BTF))
+    return constrain(x_BTD + self.drop(mlp_BTD, deterministic), ROWS), None
 
   def _attend(self, x_BTD):
-    query, key, value = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
+    by_head = "batch", None, "heads", None
+    parts = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
+    query, key, value = (constrain(part, by_head) for part in parts)
     mixed_BTHC = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     return self.attention_out(mixed_BTHC)
 
 
-def _rows_in_place(x_BTD):
-  """The same; on a mesh each device keeps the rows of its part of the batch."""
-  return nn.with_logical_constraint(x_BTD, ("batch", None, None))
-
+ROWS = ("batch", None, None)
+"""Each device keeps the rows of its part of the batch, whole."""
 
 BLOCK_AXES = {
   "attention_norm": {"scale": ("norm",), "bias": ("norm",)},
@@ -153,9 +156,9 @@ class Transformer(nn.Module):
     if length > self.context:
       raise ValueError(f"{length} tokens exceed the model's context of {self.context}")
     x_BTD = self.embedding(tokens).astype(self.dtype) + self.position[:length].astype(self.dtype)
-    x_BTD = _rows_in_place(self.drop(x_BTD, deterministic))
+    x_BTD = constrain(self.drop(x_BTD, deterministic), ROWS)
     x_BTD, _ = self.blocks(x_BTD, deterministic)
-    return self.final_norm(x_BTD)
+    return constrain(self.final_norm(x_BTD), ROWS)
 
   def log_prob(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True

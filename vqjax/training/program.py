@@ -61,11 +61,11 @@ class Program:
     self.scorer = jax.jit(self._on_mesh(summed_nats(self.model)), out_shardings=everywhere)
 
   def _on_mesh(self, function: Callable) -> Callable:
-    """The function, traced with the mesh and the rules of its axes in context."""
+    """The function, traced with the mesh in context."""
 
     @functools.wraps(function)
     def traced(*args):
-      with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), nn.logical_axis_rules(RULES):
+      with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
         return function(*args)
 
     return traced
@@ -111,10 +111,6 @@ class Program:
     """A batch on the mesh that every process has all rows of, as for an evaluation."""
     rows = len(next(iter(batch.values())))
     return sharding.global_batch(batch, np.arange(rows), rows, self.mesh)
-
-
-RULES = tuple((name, axes) for name, axes in sharding.RULES if name == "batch")
-"""Of activations the rows alone are told where to lie; the compiler follows the parameters."""
 
 
 def keys(seed: int) -> tuple[jax.Array, jax.Array]:
