@@ -31,6 +31,18 @@ def axis_types() -> dict[str, AxisType]:
   return {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types))
 
 
+def platform() -> str:
+  """What the program is compiled for: the mesh in context says it, else the default backend."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  return getattr(device, "platform", None) or jax.default_backend()
+
+
+def devices() -> int:
+  """Devices of the mesh in context; 1 without a mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty else mesh.size
+
+
 def axis_size(axis: str) -> int:
   """Devices along an axis of the mesh in context."""
   return jax.sharding.get_abstract_mesh().shape[axis]
@@ -115,8 +127,11 @@ class Parts(NamedTuple):
     return lax.with_sharding_constraint(array, P(*[None] * axis, self.axes))
 
   def whole(self, array: Array) -> Array:
-    """The array, on every device of the automatic axes."""
-    return array if self.count == 1 else lax.with_sharding_constraint(array, P())
+    """The array, on every device of the automatic axes: fetched where it is used."""
+    if self.count == 1:
+      return array
+    # Without the barrier the partitioner fetches what the array was sliced from, whole.
+    return lax.with_sharding_constraint(lax.optimization_barrier(array), P())
 
 
 def parts(vocab_axis: str | None) -> Parts:

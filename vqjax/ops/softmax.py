@@ -298,7 +298,8 @@ def _distribution(ask, tile, hidden_ND, token_N, weight_VD, bias_V):
   )
   parts = shards.parts(ask.axis)
   hidden_PND, token_PN = parts.split(hidden_ND), parts.split(token_N)
-  plan = _Plan(ask, tiles.Cut(cut_tile(tile, hidden_PND, weight_VD), parts))
+  cut = tiles.cut_tile(tile, hidden_PND.shape[1], weight_VD.shape[0])
+  plan = _Plan(ask, tiles.Cut(cut, parts))
   place_PN = token_PN - shards.first_row(axis, weight_VD.shape[0])
   found = _pass(plan, hidden_PND, weight_VD, bias_V, place_PN)
   mean_PN = None
@@ -308,15 +309,6 @@ def _distribution(ask, tile, hidden_ND, token_N, weight_VD, bias_V):
     found.log_prob, found.log_z, found.entropy, mean_PN, found.top_log_prob, found.top_token
   )
   return jax.tree.map(lambda x: parts.join(x, hidden_ND.shape[0]), result)
-
-
-def cut_tile(tile: tuple[int, int] | None, hidden_PND: Array, weight_VD: Array) -> Tile:
-  """The tile that was asked for, or the default, cut to the arrays' sizes."""
-  n, v = hidden_PND.shape[1], weight_VD.shape[0]
-  wanted = default_tile(n, v, tiles.platform()) if tile is None else Tile(*tile)
-  if min(wanted) < 1:
-    raise ValueError(f"tile {tuple(wanted)} has a side below 1; give (tokens, vocabulary rows)")
-  return Tile(min(wanted.tokens, n), min(wanted.vocab, v))
 
 
 def _mean_score(ask, hidden_PND, weight_VD, bias_V, score_sum_PN):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from vqjax.ops import shards
 from vqjax.ops.shards import Parts, varying
 
 
@@ -29,15 +30,19 @@ class Tile(NamedTuple):
   vocab: int
 
 
-def default_tile(tokens: int, vocab: int, platform: str = "cpu") -> Tile:
-  """The tile for N tokens and V rows on a platform ("cpu", "gpu", "tpu", ...).
+def default_tile(tokens: int, vocab: int, platform: str = "cpu", devices: int = 1) -> Tile:
+  """The tile for N tokens and V rows on one of some devices ("cpu", "gpu", "tpu", ...).
 
-  At most 512 x 1280 scores on a CPU (2.5 MiB in float32: near a cache, large enough for its matrix
-  products), at most 4096 x 8192 elsewhere (128 MiB: a launch of a product takes no time beside
-  it). Each axis is cut into equal parts (rounded up to a multiple of 64), so the last tile
-  overlaps little.
+  At most 512 x 1280 scores on a CPU: 2.5 MiB in float32, near a cache, and large enough for its
+  matrix products. Several CPU devices are parts of one processor, whose cache they share: 256 x 320
+  each. Elsewhere at most 4096 x 8192 (128 MiB): beside such a product its launch takes no time.
+  Each axis is cut into equal parts (rounded up to a multiple of 64), so the last tile overlaps
+  little.
   """
-  most = Tile(512, 1280) if platform == "cpu" else Tile(4096, 8192)
+  if platform == "cpu":
+    most = Tile(512, 1280) if devices == 1 else Tile(256, 320)
+  else:
+    most = Tile(4096, 8192)
   return Tile(_even_part(tokens, most.tokens), _even_part(vocab, most.vocab))
 
 
@@ -47,10 +52,13 @@ def _even_part(size: int, limit: int) -> int:
   return max(1, min(size, 64 * math.ceil(size / count / 64)))
 
 
-def platform() -> str:
-  """What the program is compiled for: the mesh in context says it, else the default backend."""
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  return getattr(device, "platform", None) or jax.default_backend()
+def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
+  """The tile that was asked for, or the default one, for so many tokens and rows on a device."""
+  if tile is None:
+    return default_tile(tokens, vocab, shards.platform(), shards.devices())
+  if min(tile) < 1:
+    raise ValueError(f"tile {tuple(tile)} has a side below 1; give (tokens, vocabulary rows)")
+  return Tile(min(tile[0], tokens), min(tile[1], vocab))
 
 
 class Cut(NamedTuple):
