@@ -43,8 +43,8 @@ def plan(experiment: Experiment, mesh: Mesh, chip: chips.Chip) -> dict[str, Any]
   """What each chip of a mesh holds, computes and sends in one step of training, as JSON.
 
   Bytes are of one chip, times in seconds. `bytes.params`, `.opt_state`, `.tables` and `.batch` are
-  exact, from the shardings; `.temporaries` are the compiler's; `.vocabulary` is the part of the
-  first three that belongs to the embedding and the head. `fits` is None where the compiler of
+  exact, from the shardings; `.temporaries` are the compiler's; `.embedding` and `.head` are parts
+  of the first three. `fits` is None where the compiler of
   another device was asked and memory is not exceeded without its temporaries.
 
   Raises:
@@ -88,13 +88,11 @@ def held_bytes(program: Program) -> dict[str, int]:
   state = program.abstract_state
   parts = {"params": state.params, "opt_state": state.opt_state, "tables": state.tables}
   found = {name: _bytes(jax.tree.leaves(tree)) for name, tree in parts.items()}
-  layers = [
-    leaf
-    for path, leaf in jax.tree.leaves_with_path(tuple(parts.values()))
-    if {"embedding", "head"} & {getattr(key, "key", None) for key in path}
-  ]
-  batch = _bytes(jax.tree.leaves(program.abstract_batch))
-  return found | {"batch": batch, "vocabulary": _bytes(layers)}
+  every = jax.tree.leaves_with_path(tuple(parts.values()))
+  for layer in ("embedding", "head"):
+    own = [leaf for path, leaf in every if layer in {getattr(key, "key", None) for key in path}]
+    found[layer] = _bytes(own)
+  return found | {"batch": _bytes(jax.tree.leaves(program.abstract_batch))}
 
 
 def _bytes(arrays: Sequence[jax.ShapeDtypeStruct]) -> int:
@@ -239,7 +237,8 @@ def _memory_table(found: dict[str, Any]) -> Table:
   table.add_row("memory of the chip", units.size(found["chip"]["memory"]))
   verdict = {True: "yes", False: "no", None: "only its own compiler can tell"}[found["fits"]]
   table.add_row("fits", verdict)
-  table.add_row("of it for embedding and head", units.size(found["bytes"]["vocabulary"]))
+  for layer in ("embedding", "head"):
+    table.add_row(f"of the first three: {layer}", units.size(found["bytes"][layer]))
   return table
 
 
