@@ -19,6 +19,7 @@ from rich.console import Console
 
 from vqjax import config
 from vqjax.config import FROM_TOKENIZER, Experiment, Train, override
+from vqjax.sharding import MeshShape
 from vqjax.types import Dtype
 
 
@@ -371,3 +372,39 @@ def test_help_shows_every_field_with_type_value_and_meaning():
   assert lines["data.path"] == "data.path Path = text where the text lies."
   assert "model.head.activation" not in lines
   assert "same object as model.embedding" in lines["model.head.embedding"]
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("(data=2, fsdp=2, model=2)", MeshShape(2, 2, 2)),
+    ("(model=4)", MeshShape(model=4)),
+    ("(data=None,fsdp=8,)", MeshShape(fsdp=8)),
+    ("()", MeshShape()),
+  ],
+)
+def test_an_object_of_plain_values_is_written_with_its_fields(text, expected):
+  assert override(make(), [f"train.mesh={text}"]).train.mesh == expected
+  assert override(make(), ["train.mesh.model=2"]).train.mesh == MeshShape(model=2)
+
+
+@pytest.mark.parametrize(
+  ("texts", "message"),
+  [
+    (["=8"], r"write \(data=\.\.\., fsdp=\.\.\., model=\.\.\.\)"),
+    (["=(dat=8)"], "write each of data, fsdp, model at most once"),
+    (["=(data=8, data=8)"], "write each of data, fsdp, model at most once"),
+    (["=(data=all)"], r"'all' is not int \| None"),
+    (["=(data=0)"], r"train\.mesh\.data 0 is below 1"),
+    (["=(data=8)", ".model=2"], "train.mesh is set, and so are fields of it"),
+  ],
+)
+def test_a_mesh_that_is_not_one_says_what_to_write(texts, message):
+  with pytest.raises(ValueError, match=message):
+    override(make(), [f"train.mesh{text}" for text in texts])
+
+
+def test_where_a_run_is_computed_is_no_part_of_what_it_is():
+  elsewhere = override(make(), ["train.mesh=(data=2, fsdp=2, model=2)"])
+  assert config.config_hash(elsewhere) == config.config_hash(make())
+  assert config.describe(elsewhere) == config.describe(make())
