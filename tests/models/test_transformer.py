@@ -1,11 +1,13 @@
 """Is the decoder causal, the size that its sum says, and indifferent to how it is computed?"""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead, config
 from vqjax.models import Transformer
 
 
@@ -136,7 +138,7 @@ def float64_hidden(params, tokens, heads):
   x = params["embedding"]["weight"][tokens] + params["position"][:length]
   hidden_from_later = np.triu(np.full((length, length), -np.inf), 1)
   for layer in range(2):
-    p = jax.tree.map(lambda stacked: stacked[layer], params["blocks"])
+    p = jax.tree.map(lambda stacked, layer=layer: stacked[layer], params["blocks"])
     p["query_key_value"] = {
       "kernel": p["query_key_value"]["kernel"].reshape(x.shape[-1], -1),
       "bias": p["query_key_value"]["bias"].reshape(-1),
@@ -196,3 +198,33 @@ def test_remat_recomputes_in_the_backward_pass(tokens):
 
   assert "remat" in backward_text(decoder(remat=True))
   assert "remat" not in backward_text(decoder())
+
+
+def small(name):
+  """The model of a config, with a vocabulary."""
+  experiment = config.load(pathlib.Path(__file__).parents[2] / "configs" / f"{name}.py")
+  return config.with_vocab(experiment, experiment.model.embedding.vocab or 1031).model
+
+
+CONFIGS = [p.stem for p in (pathlib.Path(__file__).parents[2] / "configs").glob("lm_*.py")]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_axis_of_every_variable_has_a_name(name):
+  model = small(name)
+  tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+  variables = jax.eval_shape(
+    lambda key, t: model.init(key, t, t, method="loss_terms"), jax.random.key(0), tokens
+  )
+  is_names = lambda x: isinstance(x, tuple)
+  ranks = jax.tree.map(len, model.logical_axes(), is_leaf=is_names)
+  assert ranks == jax.tree.map(lambda x: x.ndim, variables)
+
+
+def test_the_program_does_not_grow_with_the_depth(tokens):
+  def length(layers):
+    model = decoder(layers=layers)
+    loss = lambda v: model.apply(v, tokens, tokens, method="log_prob").sum()
+    return len(str(jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(lambda: init(model)))))
+
+  assert length(24) < 1.02 * length(3)
