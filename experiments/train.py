@@ -4,12 +4,14 @@ import argparse
 import pathlib
 import signal
 import sys
+import traceback
+from typing import TextIO
 
 from rich.console import Console
 
 from experiments.console import speak_plainly
 from vqjax.config import config_hash, help_text, load, override
-from vqjax.training import Interrupted, NotFiniteError, fit
+from vqjax.training import Interrupted, NotFiniteError, distributed, fit
 
 USAGE = """\
 examples:
@@ -17,7 +19,15 @@ examples:
   python -m experiments.train configs/lm_codebook.py data.path=/some/folder model.head.codes=512
   python -m experiments.train configs/lm_codebook.py --help   every field, its type and default
 
-The same command again resumes; a finished run prints its result."""
+The same command again resumes; a finished run prints its result.
+
+Several processes share a run and its folder. Under Slurm, Open MPI, Kubernetes and on TPU pods they
+find each other; elsewhere start the same command on each:
+  ... --coordinator 10.0.0.1:1234 --num-processes 2 --process-id 0   on the machine 10.0.0.1
+  ... --coordinator 10.0.0.1:1234 --num-processes 2 --process-id 1   on another"""
+
+WRONG_CALL = ValueError, TypeError, AttributeError, OSError
+"""What a wrong config, wrong data or a wrong folder raises, with the remedy in its message."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,41 +38,68 @@ def main(arguments: list[str] | None = None) -> int:
   if options.config is None:
     parser.print_help()
     return 0 if options.help else 2
+  if options.help:
+    return _explain(options)
   try:
-    experiment = override(load(options.config), options.overrides)
-    if options.help:
-      Console().print(help_text(experiment))
-      return 0
-    folder = options.run or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
-    return _run(experiment, folder)
-  except (ValueError, TypeError, AttributeError, OSError) as error:
-    if options.traceback:
+    code = _joined(options)
+    distributed.finish()
+    return code
+  except WRONG_CALL as error:
+    return _failed(2, error, options.traceback)
+  except NotFiniteError as error:
+    return _failed(1, error, options.traceback)
+  except KeyboardInterrupt:
+    return distributed.fail(128 + signal.SIGINT, "stopped at once; run the same command to resume")
+  except Exception as error:
+    if not distributed.is_joined():
       raise
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+    return _failed(1, error, show=True)
 
 
-def _run(experiment, folder: pathlib.Path) -> int:
-  print(f"run folder: {folder}", file=sys.stderr)
+def _explain(options: argparse.Namespace) -> int:
+  try:
+    Console().print(help_text(override(load(options.config), options.overrides)))
+    return 0
+  except WRONG_CALL as error:
+    return _failed(2, error, options.traceback)
+
+
+def _failed(code: int, error: Exception, show: bool) -> int:
+  if show:
+    traceback.print_exception(error)
+  return distributed.fail(code, str(error))
+
+
+def _joined(options: argparse.Namespace) -> int:
+  """Joins the other processes, trains, and prints the result."""
+  distributed.start(
+    options.coordinator,
+    options.num_processes,
+    options.process_id,
+    patience=options.patience,
+    silence=options.silence,
+  )
+  experiment = override(load(options.config), options.overrides)
+  folder = options.run or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
+  _say(f"run folder: {folder}", sys.stderr)
   try:
     result = fit(experiment, folder)
   except Interrupted as stop:
-    print(f"{stop}. Run the same command again to resume.", file=sys.stderr)
+    _say(f"{stop}. Run the same command again to resume.", sys.stderr)
     return 128 + stop.signum
-  except KeyboardInterrupt:
-    print("stopped at once; run the same command again to resume.", file=sys.stderr)
-    return 128 + signal.SIGINT
-  except NotFiniteError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
   for name in ("valid", "test"):
     score = result[name]
-    print(
+    _say(
       f"{name}: {score['nats_per_token']:.4f} nats/token, perplexity {score['perplexity']:.2f},"
       f" {score['bits_per_byte']:.4f} bits/byte over {score['tokens']:,} tokens"
     )
-  print(f"result: {folder / 'result.json'}")
+  _say(f"result: {folder / 'result.json'}")
   return 0
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+  if distributed.is_main():
+    print(text, file=stream or sys.stdout)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,6 +117,24 @@ def _parser() -> argparse.ArgumentParser:
   )
   parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
   parser.add_argument("-h", "--help", action="store_true", help="this, or a config's fields")
+  several = parser.add_argument_group("several processes")
+  several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+  several.add_argument("--num-processes", type=int, metavar="N", help="how many; 1: no others")
+  several.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
+  several.add_argument(
+    "--patience",
+    type=float,
+    default=distributed.PATIENCE,
+    metavar="SECONDS",
+    help="how long to wait for the others to come (default: %(default)g)",
+  )
+  several.add_argument(
+    "--silence",
+    type=float,
+    default=distributed.SILENCE,
+    metavar="SECONDS",
+    help="how long without a sign of life a process counts as alive (default: %(default)g)",
+  )
   return parser
 
 

@@ -1,5 +1,6 @@
 """How is a run saved, so that it goes on bitwise as if nothing had happened?"""
 
+import contextlib
 import errno
 import pathlib
 import warnings
@@ -11,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
+from vqjax.training.distributed import is_joined
 from vqjax.training.state import TrainState, checksum
 
 UNWRITABLE = frozenset(
@@ -111,6 +113,11 @@ class Checkpoints:
           raise
         self._set_aside(step, error)
         damaged.append(step)
+        if is_joined():  # the others may have read their part of it, and wait
+          raise ValueError(
+            f"checkpoint {step} in {self.folder} is damaged and moved aside; run the same command"
+            " again to go on from the one before"
+          ) from error
     if damaged:
       raise ValueError(
         f"no checkpoint of {self.folder} is intact: {damaged} are moved to"
@@ -158,8 +165,10 @@ class Checkpoints:
     number = 1
     while target.exists():
       target, number = aside.with_name(f"{step}.{number}"), number + 1
-    (self.folder / str(step)).rename(target)
-    self._manager.reload()
+    with contextlib.suppress(FileNotFoundError):  # another process was first
+      (self.folder / str(step)).rename(target)
+    if not is_joined():  # a collective
+      self._manager.reload()
 
   def wait(self) -> None:
     """Returns when everything is on disk; raises what went wrong on the way there."""

@@ -188,9 +188,14 @@ def _wait_for_port(place: Place, patience: float, deadline: float) -> None:
       time.sleep(0.2)
 
 
+def is_joined() -> bool:
+  """Whether this process is one of several."""
+  return global_state.client is not None
+
+
 def is_main() -> bool:
   """Whether this process prints and writes what only one may."""
-  return jax.process_index() == 0
+  return global_state.process_id == 0
 
 
 def agree(name: str, value: str, patience: float = PATIENCE) -> None:
@@ -200,10 +205,9 @@ def agree(name: str, value: str, patience: float = PATIENCE) -> None:
     ValueError: on every process, where they differ; it says which process has which.
     TimeoutError: one of them did not come within `patience` seconds.
   """
-  client = global_state.client
-  if client is None:
+  if not is_joined():
     return
-  key = _key("agree", name)
+  client, key = global_state.client, _key("agree", name)
   client.key_value_set(f"{key}/{global_state.process_id}", value)
   try:
     client.wait_at_barrier(key, int(1000 * patience))
@@ -229,22 +233,26 @@ def _processes(indices: list[int]) -> str:
 
 def main_first(name: str, make: Callable[[], T]) -> T:
   """`make()`, on process 0 before the others: what it leaves in a cache need not be made twice."""
-  client = global_state.client
-  key = _key("first", name)
-  if client is not None and not is_main():
-    _wait_for(key)
-  result = make()
-  if client is not None and is_main():
-    client.key_value_set(key, "done")
-  return result
+  made = make() if is_main() else None
+  from_main(name, lambda: "made")
+  return made if is_main() else make()
 
 
-def _wait_for(key: str) -> None:
-  """Waits as long as process 0 needs: that it died is the watch's business."""
+def from_main(name: str, make: Callable[[], str]) -> str:
+  """What `make()` returns on process 0, where alone it is called."""
+  if not is_joined():
+    return make()
+  key = _key("main", name)
+  if is_main():
+    global_state.client.key_value_set(key, make())
+  return _wait_for(key)
+
+
+def _wait_for(key: str) -> str:
+  """The value of a key; waits as long as process 0 needs: that it died is the watch's business."""
   while True:
     try:
-      global_state.client.blocking_key_value_get(key, 10_000)
-      return
+      return global_state.client.blocking_key_value_get(key, 10_000)
     except JaxRuntimeError as error:
       if "DEADLINE_EXCEEDED" not in str(error):
         raise

@@ -1,10 +1,15 @@
 """How does a run that is asked to stop finish its step first?"""
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+
+from jax.experimental import multihost_utils
+
+from vqjax.training.distributed import is_joined
 
 
 class Interrupted(Exception):
@@ -26,7 +31,7 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
   """Inside, SIGINT and SIGTERM only take note; yields a function that tells which came, or None.
 
   A second one does what the first would have done. Outside the main thread, where signals cannot
-  be caught, nothing changes.
+  be caught, nothing changes. Of several processes jax itself notes a SIGTERM: see `agreed_signal`.
   """
   if threading.current_thread() is not threading.main_thread():
     yield lambda: None
@@ -36,14 +41,25 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
 
   def note(signum, frame):
     del frame
-    seen.append(signum)
     signal.signal(signum, before[signum])
     print("finishing the step and saving; once more to stop at once", file=sys.stderr)
+    if is_joined():
+      os.kill(os.getpid(), signal.SIGTERM)
+    else:
+      seen.append(signum)
 
-  for signum in (signal.SIGINT, signal.SIGTERM):
+  for signum in (signal.SIGINT,) if is_joined() else (signal.SIGINT, signal.SIGTERM):
     before[signum] = signal.signal(signum, note)
   try:
     yield lambda: seen[0] if seen else None
   finally:
     for signum, handler in before.items():
       signal.signal(signum, handler)
+
+
+def agreed_signal(step: int) -> int | None:
+  """SIGTERM where one of several processes got it and `step` is the one after which all stop.
+
+  Every process asks at every step: jax takes the first step that none has passed.
+  """
+  return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None

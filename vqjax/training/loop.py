@@ -1,5 +1,6 @@
 """How does an experiment become a result: train, evaluate, save, resume?"""
 
+import json
 import math
 import pathlib
 import time
@@ -10,9 +11,11 @@ from vqjax.config import Experiment, config_hash
 from vqjax.data import EvaluationBatches
 from vqjax.sharding import make_mesh
 from vqjax.training import cost as cost_of
+from vqjax.training import distributed
 from vqjax.training.checkpoint import Checkpoints
+from vqjax.training.distributed import is_main
 from vqjax.training.evaluate import evaluate
-from vqjax.training.interrupt import Interrupted, deferred_signals
+from vqjax.training.interrupt import Interrupted, agreed_signal, deferred_signals
 from vqjax.training.metrics import MetricsLog
 from vqjax.training.program import Program, keys
 from vqjax.training.progress import progress_bar
@@ -20,6 +23,7 @@ from vqjax.training.provenance import peak_memory_bytes, provenance
 from vqjax.training.run import RunFolder
 from vqjax.training.state import TrainState, all_finite
 from vqjax.training.text import Text, load_text
+from vqjax.training.watch import DAY
 
 
 class NotFiniteError(ArithmeticError):
@@ -38,7 +42,10 @@ def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
     NotFiniteError: the loss or gradient is not finite; the last good checkpoint is kept.
     OSError: the disk is full or the folder cannot be written.
   """
-  text = load_text(experiment)
+  distributed.agree("config", config_hash(experiment))
+  distributed.agree("train.mesh", str(experiment.train.mesh))
+  text = distributed.main_first("text", lambda: load_text(experiment))
+  distributed.agree("text", json.dumps(text.identity), patience=DAY)
   run = RunFolder(folder, experiment, text.identity)
   try:
     done = run.result()
@@ -54,9 +61,8 @@ def _run(experiment: Experiment, text: Text, run: RunFolder) -> dict:
   except NotFiniteError as error:
     run.write_result(_identity(experiment) | {"status": "failed", "error": str(error)})
     raise
-  result = _identity(experiment) | outcome
-  run.write_result(result)
-  return result
+  run.write_result(_identity(experiment) | outcome)
+  return run.result()
 
 
 def _identity(experiment: Experiment) -> dict:
@@ -98,13 +104,14 @@ class _Run:
 
   def to_the_end(self) -> dict:
     """Trains what is left, and measures."""
-    self.log = MetricsLog(self.run.path, self.began_at)
+    self.log = MetricsLog(self.run.path, self.began_at) if is_main() else None
     try:
       self._train()
       self.checkpoints.wait()
       return self._result()
     finally:
-      self.log.close()
+      if self.log is not None:
+        self.log.close()
       self.checkpoints.close()
 
   def _train(self) -> None:
@@ -125,7 +132,7 @@ class _Run:
         if pending is not None:
           report(step - 1, self._read(*pending))
         pending = step, metrics
-        signum = stopped_by()
+        signum = stopped_by() or agreed_signal(step)
         if signum or self._is_due(step):
           report(step, self._read(*pending))
           pending = None
@@ -145,9 +152,13 @@ class _Run:
       self.checkpoints.wait()
       raise NotFiniteError(self._explain(step, wrong))
     if step % self.train.log_every == 0 or step == self.train.steps:
-      self.log.write({"step": step, **values})
+      self._write({"step": step, **values})
     self.loss = values["loss"]
     return self.loss
+
+  def _write(self, row: dict) -> None:
+    if self.log is not None:
+      self.log.write(row)
 
   def _explain(self, step: int, wrong: dict) -> str:
     named = ", ".join(f"{name} is {value}" for name, value in wrong.items())
@@ -168,7 +179,7 @@ class _Run:
       raise NotFiniteError(self._explain(step, {"a parameter": "not finite"}))
     if step % train.eval_every == 0 or step == train.steps:
       score = self._score("valid")._asdict()
-      self.log.write({"step": step, "valid": score})
+      self._write({"step": step, "valid": score})
     # At every evaluation too: the best one must be on disk.
     position = {"data": self.batches.get_state(), "loss": self.loss, "clock": self.clock.state()}
     self.checkpoints.save(self.state, position, score)
@@ -192,7 +203,8 @@ class _Run:
     seconds, steps = self.clock.seconds, self.clock.steps
     tokens = self.train.batch * self.model.context
     head = self.model.head
-    cost = cost_of.loss_cost(head, self.program.micro * self.model.context)
+    # Process 0 alone writes the result.
+    cost = cost_of.loss_cost(head, self.program.micro * self.model.context) if is_main() else None
     return {
       "valid": self._score("valid")._asdict(),
       "test": self._score("test")._asdict(),
@@ -203,7 +215,7 @@ class _Run:
       },
       "model": _model_size(self.state),
       "mesh": dict(self.program.mesh.shape),
-      "loss": cost._asdict(),
+      "loss": cost and cost._asdict(),
       "train": {
         "steps": self.train.steps,
         "loss": self.loss,

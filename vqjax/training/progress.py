@@ -13,6 +13,8 @@ from rich.progress import (
   TimeRemainingColumn,
 )
 
+from vqjax.training.distributed import is_main
+
 Report = Callable[[int, float], None]
 """(step, loss in nats) -> None."""
 
@@ -21,8 +23,11 @@ Report = Callable[[int, float], None]
 def progress_bar(
   name: str, start: int, steps: int, tokens_per_step: int, console: Console | None = None
 ) -> Iterator[Report]:
-  """A live bar with tokens/s, loss and time left; ten lines in all where there is no terminal."""
-  console = console or Console(stderr=True)
+  """A live bar with tokens/s, loss and time left; ten lines in all where there is no terminal.
+
+  Of several processes the first shows it.
+  """
+  console = console or Console(stderr=True, quiet=not is_main())
   if not console.is_terminal:
     yield _lines(name, start, steps, tokens_per_step, console)
     return

@@ -4,13 +4,18 @@ import fcntl
 import json
 import os
 import pathlib
+import time
+import uuid
 
 from vqjax.config import Experiment, config_hash, describe, difference
 from vqjax.training.checkpoint import disk_error
+from vqjax.training.distributed import PATIENCE, from_main, is_main
 
 
 class RunFolder:
   """config.json, metrics.jsonl, events/, checkpoints/ and, in the end, result.json.
+
+  Of several processes the first opens and writes it; the others make sure that they see the same.
 
   Attributes:
     path: the folder.
@@ -20,11 +25,20 @@ class RunFolder:
     """Opens the folder for an experiment on data (fingerprint, vocabulary), or makes it.
 
     Raises:
-      ValueError: the folder belongs to another config or to other data, or another process runs
+      ValueError: the folder belongs to another config or to other data, or another run is going on
         in it; nothing is written.
-      OSError: the folder cannot be written; the message names the remedy.
+      OSError: the folder cannot be written, or is not shared by all processes; the message names
+        the remedy.
     """
     self.path = path
+    self._lock = None
+    token = from_main("run folder", lambda: self._open(experiment, data))
+    if not is_main():
+      _find(path / "lock", token)
+
+  def _open(self, experiment: Experiment, data: dict) -> str:
+    """Takes the folder, and leaves a token in it for the others to find."""
+    path = self.path
     mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
     theirs = read_json(path / "config.json")
     if theirs is not None:
@@ -42,21 +56,46 @@ class RunFolder:
       raise ValueError(
         f"another process is running in {path}; wait for it, or give another folder with --run"
       ) from None
+    token = uuid.uuid4().hex
+    try:
+      self._lock.truncate(0)
+      self._lock.write(token)
+      self._lock.flush()
+    except OSError as error:
+      raise disk_error(error, path) from error
+    return token
 
   def close(self) -> None:
     """Lets another process run in the folder."""
-    self._lock.close()
+    if self._lock is not None:
+      self._lock.close()
 
   def result(self) -> dict | None:
     """What the run ended with, or None while it has not."""
     return read_json(self.path / "result.json")
 
   def write_result(self, result: dict) -> None:
-    """Writes the result, whole or not at all."""
+    """Writes the result, whole or not at all; of several processes the first writes its own."""
+    from_main("result", lambda: self._write_result(result))
+
+  def _write_result(self, result: dict) -> str:
     try:
       write_json(self.path / "result.json", result)
     except OSError as error:
       raise disk_error(error, self.path) from error
+    return "written"
+
+
+def _find(path: pathlib.Path, token: str) -> None:
+  """Returns when the file holds the token; a network's disk may take its time to show it."""
+  deadline = time.monotonic() + PATIENCE / 6
+  while not path.exists() or path.read_text() != token:
+    if time.monotonic() > deadline:
+      raise FileNotFoundError(
+        f"the run folder {path.parent.absolute()} is not the one that process 0 has opened; give"
+        " one with --run that all processes share"
+      )
+    time.sleep(0.1)
 
 
 def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:

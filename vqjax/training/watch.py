@@ -14,6 +14,9 @@ STOP, ALIVE, OVER = "vqjax/stop", "vqjax/alive", "vqjax/over"
 GRACE = 2.0
 """Seconds in which a process may explain a common error itself before another's reason counts."""
 
+DAY = 24 * 3600.0
+"""Seconds to wait for a process that lives: that it died is told anyway."""
+
 BEATS = 6
 """Signs of life in the time after which a silent process counts as dead."""
 
@@ -128,7 +131,7 @@ class Watch:
   def close(self) -> None:
     """Returns when all processes are done, so that none takes the end of another for a death."""
     self.client.key_value_set(f"{OVER}/{self.index}", "")
-    self.client.wait_at_barrier(OVER, 24 * 3600 * 1000)
+    self.client.wait_at_barrier(OVER, int(1000 * DAY))
     self.over.set()
     self._tell_all("")  # wakes those who listen: Python cannot end while they wait in a C++ call
     for thread in self.threads:
