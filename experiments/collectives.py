@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from experiments.hlo import Instruction, Program, Runs
+from experiments.hlo import Instruction, Program
+from experiments.loops import Runs
 
 KINDS = (
   "all-reduce",

@@ -3,7 +3,8 @@
 import math
 import re
 
-from experiments.hlo import Instruction, Program, Runs, Shape
+from experiments.hlo import Instruction, Program, Shape
+from experiments.loops import Runs
 
 
 def matmul_flops(program: Program, runs: Runs) -> int:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import hlo
+from experiments import hlo, loops
 from experiments.collectives import collectives, parse_groups, spanned
 from experiments.compiling import compile_lowered
 from experiments.flops import matmul_flops
@@ -31,7 +31,7 @@ def compiled(function, mesh, *arrays):
     result = compile_lowered(lowered, mesh.size)
   assert result.stage == "partitioned"
   program = hlo.parse(result.text)
-  return program, hlo.runs(program)
+  return program, loops.runs(program)
 
 
 def sent(program, runs, mesh):
@@ -190,7 +190,7 @@ ENTRY %main (x: bf16[8,4]) -> f32[] {
 
 def test_asynchronous_pairs_count_once():
   program = hlo.parse(ASYNC)
-  found = collectives(program, hlo.runs(program), {"data": 2, "model": 2})
+  found = collectives(program, loops.runs(program), {"data": 2, "model": 2})
   assert sorted((one.kind, one.bytes, one.axes) for one in found) == [
     ("all-gather", 2 * 64, ("model",)),
     ("all-reduce", 28, ("data", "model")),
@@ -213,7 +213,7 @@ ENTRY %main (x: bf16[6,5,7], y: bf16[6,7,3]) -> bf16[6,5,3] {
 def test_a_batched_product_written_as_a_convolution_counts_as_one():
   text = BATCHED.replace("WINDOW", "window={size=6 stride=5 lhs_dilate=6}")
   program = hlo.parse(text)
-  assert matmul_flops(program, hlo.runs(program)) == 2 * 6 * 5 * 7 * 3
+  assert matmul_flops(program, loops.runs(program)) == 2 * 6 * 5 * 7 * 3
 
 
 def test_text_without_an_entry_is_an_error():
