@@ -31,8 +31,8 @@ class Chip:
 
 
 # TPUs: docs.cloud.google.com/tpu/docs, pages v5e, v5p and v6e, "System architecture": peak compute
-# per chip (bf16), HBM bandwidth, and inter-chip interconnect bandwidth, there in Gbit/s for all
-# links of a chip: 1600, 4800, 3584. The memory is what the compiler grants to a program, a little
+# per chip (bf16), HBM bandwidth, and half of the "bidirectional inter-chip interconnect bandwidth
+# (per chip)", 400, 1200 and 800 GB/s. The memory is what the compiler grants to a program, a little
 # less than the 16, 95 and 32 GB of the pages. Not v4: where there is no TPU its compiler knows a
 # chip as two devices, which a real machine joins to one.
 # GPUs: NVIDIA's datasheets of A100 80GB SXM, H100 SXM and H200 SXM: dense bf16, which is half of
@@ -40,7 +40,7 @@ class Chip:
 # nodes of eight: an adapter for each GPU, 200 Gbit/s in a DGX A100, 400 in a DGX H100 and H200.
 V5E = Chip("TPU v5e", 197e12, int(15.75 * 2**30), 819e9, 200e9)
 V5P = Chip("TPU v5p", 459e12, int(95.74 * 2**30), 2765e9, 600e9)
-V6E = Chip("TPU v6e", 918e12, int(31.25 * 2**30), 1640e9, 448e9)
+V6E = Chip("TPU v6e", 918e12, int(31.25 * 2**30), 1600e9, 400e9)
 GPUS = {
   "A100": Chip("A100 80GB SXM", 312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9),
   "H100": Chip("H100 SXM", 989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9),

@@ -20,6 +20,8 @@ def show(found: dict[str, Any], console: Console) -> None:
   console.print(_memory_table(found))
   console.print(_collective_table(found))
   console.print(_time_table(found))
+  if found["refused"]:
+    console.print(f"The compiler gave up: {found['refused']}", highlight=False)
   if found["loops_counted_once"]:
     print("warning: loops of unknown length are counted once", file=sys.stderr)
 
