@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
   except Exception as error:
     if not distributed.is_joined():
       raise
+    distributed.await_verdict(error)
     return _failed(1, error, show=True)
 
 

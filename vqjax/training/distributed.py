@@ -271,6 +271,12 @@ def finish() -> None:
     jax.distributed.shutdown()
 
 
+def await_verdict(error: Exception) -> None:
+  """Returns unless the error is that another process died: then this one ends here, saying so."""
+  if _watch and isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+    _watch[0].verdict()
+
+
 def fail(code: int, message: str) -> int:
   """Ends a command that failed, in all its processes, with one line on standard error.
 

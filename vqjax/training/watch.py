@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 from jax.errors import JaxRuntimeError
 
@@ -36,7 +37,7 @@ class Watch:
     self.heard = time.monotonic()
     self.dead: set[str] = set()
     self._tell(0)
-    _linger_in_abort()
+    self.on_abort = _on_abort(lambda: self._go(self._lost("no connection")))
     runs = self._beat, self._listen, self._doubt
     self.threads = [threading.Thread(target=run, daemon=True) for run in runs]
     for thread in self.threads:
@@ -66,7 +67,8 @@ class Watch:
         last[index] = beat, now
       elif index not in done and now - last[index][1] > self.silence:
         self.dead.add(index)
-        self._tell_all(_died(f"process {index} of {self.count}", f"silent for {self.silence:g} s"))
+        who = f"process {index} of {self.count} has died"
+        self._tell_all(_died(who, f"silent for {self.silence:g} s"))
 
   def _processes(self, key: str) -> dict[str, str]:
     found = self.client.key_value_dir_get(key)
@@ -90,7 +92,7 @@ class Watch:
         reason = self.client.blocking_key_value_get(STOP, int(1000 * self.silence))
       except JaxRuntimeError as error:
         if "DEADLINE_EXCEEDED" not in str(error):
-          return self._go(self._lost("its connection is closed"))
+          return self._go(self._lost("no connection"))
     if reason:
       self.over.wait(GRACE)
       self._go(reason, in_order=True)
@@ -107,7 +109,8 @@ class Watch:
       before = now
 
   def _lost(self, why: str) -> str:
-    return _died(f"process 0 of {self.count}, the coordinator,", why)
+    whom = "its coordinator, process 0" if self.index else "the others"
+    return _died(f"process {self.index} of {self.count} has lost {whom}", why)
 
   def _go(self, reason: str, in_order: bool = False) -> None:
     if not self.over.is_set():
@@ -136,6 +139,11 @@ class Watch:
     self._tell_all("")  # wakes those who listen: Python cannot end while they wait in a C++ call
     for thread in self.threads:
       thread.join(GRACE)
+    _on_abort(None)
+
+  def verdict(self) -> None:
+    """Gives the watch time to find that an error here was the death of another, which it tells."""
+    time.sleep(self.silence * (1 + 2 / BEATS) + GRACE)
 
   def abandon(self, reason: str) -> bool:
     """Tells the others why this process goes; returns False where one said the same before.
@@ -148,19 +156,19 @@ class Watch:
     return theirs is None or not theirs.endswith(reason)
 
 
-def _linger_in_abort() -> None:
-  """Makes jax's own abort, when the coordinator dies, wait until the sentence is written.
+def _on_abort(explain: Callable[[], None] | None) -> Callable | None:
+  """Calls `explain` where C++ aborts the process; returns what must stay alive for it.
 
-  A C function is called with the signal's number, here `sleep(6)`: Python's own handlers never run
-  in a process that aborts.
+  jax aborts, with its stack on standard error, as soon as the coordinator is lost, and the thread
+  that would tell `_listen` so is the one that aborts. Python's own handlers wait for an interpreter
+  that never comes back; a callback from C runs in the aborting thread.
   """
-  libc = ctypes.CDLL(None)
-  libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-  libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+  handler = explain and ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda signum: explain())
+  ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)  # None: as it was
+  return handler
 
 
-def _died(who: str, why: str) -> str:
+def _died(what: str, why: str) -> str:
   return (
-    f"{who} has died ({why}); look at what it printed, then run the same command on all again to"
-    " resume"
+    f"{what} ({why}); look at what it printed, then run the same command on all again to resume"
   )
