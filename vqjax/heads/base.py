@@ -1,15 +1,18 @@
 """What does every output head promise, and what does it get for that?
 
 A head says how it scores a block of the vocabulary (`blocks`) and how likely a token is
-(`log_prob`); exact sampling and top-k follow from the blocks, and a head with factors overrides
-them where it can do better.
+(`log_prob`); exact sampling and top-k follow from the blocks, on one device or on many, and a head
+with factors overrides them where it can do better.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
-from vqjax.ops import sampling
+from vqjax.ops import sampling, shards
 from vqjax.types import Size
 
 row_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
@@ -22,13 +25,20 @@ class Head(nn.Module):
   Log-probabilities are in nats and float32. A head is a Linen module with `setup` alone, so its
   methods can be called through `apply(..., method="log_prob")` or from a model's own methods.
 
+  A head says which of its arrays go along the vocabulary (`_rows`) and how their rows score
+  (`_blocks`); where the mesh in context has an axis `vocab_axis`, each of its devices holds and
+  scans its own part of them, and the results are the same.
+
   Attributes:
     vocab: number of tokens, V.
     dim: width of the hidden vectors, D.
+    vocab_axis: mesh axis over which the vocabulary is spread (`jax.set_mesh`, an automatic axis);
+      None, or without a mesh: every device holds all of it.
   """
 
   vocab: int
   dim: int
+  vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
 
   def __call__(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The same as `logits`."""
@@ -49,7 +59,20 @@ class Head(nn.Module):
 
   def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The logits, a block of the vocabulary at a time."""
-    raise TypeError(f"{type(self).__name__} does not come in blocks: define blocks")
+    return self._blocks(tuple(part.rows for part in self._rows()), hidden)
+
+  def _rows(self) -> tuple[shards.Padded, ...]:
+    """The arrays that go along the vocabulary, with what fills them up."""
+    raise TypeError(f"{type(self).__name__} does not come in blocks: define _rows")
+
+  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """The logits of `rows`, which are those of `_rows` or one device's part of them."""
+    raise TypeError(f"{type(self).__name__} does not come in blocks: define _blocks")
+
+  def _over_vocabulary(self, body: Callable, *shared):
+    """body(rows, *shared), where each device of `vocab_axis` has its part of the rows."""
+    call = lambda rows, shared: body(rows, *shared)
+    return shards.over_vocabulary(self.vocab_axis, call, self._rows(), shared)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -80,8 +103,13 @@ class Head(nn.Module):
     Raises:
       ValueError: an option that no distribution has, or an `allowed` of another shape.
     """
-    blocks = sampling.allow(self.blocks(hidden), allowed, self.vocab)
-    return sampling.sample(blocks, key, temperature, top_k, top_p)
+    allowed = None if allowed is None else jnp.asarray(allowed)
+
+    def body(rows, hidden, key, allowed):
+      blocks = sampling.allow(self._blocks(rows, hidden), allowed, self.vocab)
+      return sampling.sample(blocks, key, temperature, top_k, top_p)
+
+    return self._over_vocabulary(body, hidden, key, allowed)
 
   def top_k(
     self, hidden: Float[Array, "*B D"], k: int
@@ -89,7 +117,8 @@ class Head(nn.Module):
     """Log-probabilities and tokens of the k most likely tokens, best first, exactly."""
     if not 1 <= k <= self.vocab:
       raise ValueError(f"k {k} for a vocabulary of {self.vocab} tokens; give 1 to {self.vocab}")
-    scores, tokens, log_z = sampling.best(self.blocks(hidden), k)
+    best = lambda rows, hidden: sampling.best(self._blocks(rows, hidden), k)
+    scores, tokens, log_z = self._over_vocabulary(best, hidden)
     return scores - log_z[..., None], tokens
 
   def size(self) -> Size:

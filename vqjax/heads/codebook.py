@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 from vqjax import assign
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, softmax
+from vqjax.ops import sampling, shards, softmax
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -66,17 +66,15 @@ class CodebookHead(Head):
   def _bias(self):
     return self.bias if self.token_bias else None
 
-  def _code_scores(self, hidden):
-    self._check_hidden(hidden)
-    return softmax.linear_scores(hidden, self.codebook, dtype=self.dtype)
-
   def _table(self):
     # Inside `nn.scan` the variable may be the NumPy array it was made from.
     return jnp.asarray(self.assignment.value)
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
-    return _token_scores(self._code_scores(hidden), self._bias, self._table(), slice(None))
+    self._check_hidden(hidden)
+    scores_BK = softmax.linear_scores(hidden, self.codebook, dtype=self.dtype)
+    return _token_scores(scores_BK, self._bias, self._table(), slice(None))
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -84,17 +82,37 @@ class CodebookHead(Head):
     """Log-probability of `tokens` in nats, from K scores; nan for a token outside [0, V)."""
     self._check_hidden(hidden)
     return code_ops.code_log_prob(
-      hidden, self.codebook, self._table(), tokens, self._bias, self.dtype
+      hidden, self.codebook, self._table(), tokens, self._bias, self.dtype, self.vocab_axis
     )
 
-  def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The logits, a block of consecutive tokens at a time, from scores that are computed once."""
-    scores_BK, table = self._code_scores(hidden), self._table()
+  def _rows(self) -> tuple[shards.Padded, ...]:
+    return (
+      shards.Padded(self.codebook, 0),
+      shards.Padded(self._table(), code_ops.NO_CODE),
+      shards.Padded(self._bias, 0),
+    )
+
+  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """Blocks of consecutive tokens, from scores of all codes that are computed once."""
+    codebook, table, bias = rows
+    scores_BK = self._all_code_scores(codebook, hidden)
     return sampling.row_blocks(
       hidden.shape[:-1],
+      table.shape[0],
       self.vocab,
-      lambda rows: _token_scores(scores_BK, self._bias, table, rows),
+      lambda row_W: _token_scores(scores_BK, bias, table, row_W),
+      self.vocab_axis,
     )
+
+  def _all_code_scores(self, codebook, hidden):
+    """The scores [*B, K] of all codes, of which each device may compute a part."""
+    self._check_hidden(hidden)
+    scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
+    axis = shards.inside(self.vocab_axis)
+    if axis is None:
+      return scores_BK
+    parts = jnp.moveaxis(shards.gathered(scores_BK, axis), 0, -2)
+    return parts.reshape(*parts.shape[:-2], -1)[..., : self.codes]
 
   def sample(
     self,
@@ -114,12 +132,17 @@ class CodebookHead(Head):
     few = math.prod(hidden.shape[:-1]) * self.vocab <= sampling.STORED_SCORES
     if temperature < 1e-6 or filtered or few:
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
-    bias = None if self._bias is None else self._bias / temperature
-    code_key, token_key = jax.random.split(key)
-    mass_K = code_ops.log_mass(self._table(), self.codes, bias)
-    scores_BK = self._code_scores(hidden) / temperature + mass_K
-    code = jax.random.categorical(code_key, scores_BK, mode="high").astype(jnp.int32)
-    return code_ops.draw_within(token_key, code, self._table(), self.codes, bias)
+
+    def body(rows, hidden, key):
+      codebook, table, bias = rows
+      bias = None if bias is None else bias / temperature
+      code_key, token_key = jax.random.split(key)
+      mass_K = code_ops.log_mass(table, self.codes, bias, self.vocab_axis)
+      scores_BK = self._all_code_scores(codebook, hidden) / temperature + mass_K
+      code = jax.random.categorical(code_key, scores_BK, mode="high").astype(jnp.int32)
+      return code_ops.draw_within(token_key, code, table, self.codes, bias, self.vocab_axis)
+
+    return self._over_vocabulary(body, hidden, key)
 
   def size(self) -> Size:
     """K·D parameters, V for a token bias, and four bytes a token for the table of codes."""

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax.embeddings.base import Embedding
 from vqjax.heads.base import Head, bytes_of, row_init
-from vqjax.ops import sampling, softmax
+from vqjax.ops import sampling, shards, softmax
 from vqjax.types import Dtype, Size
 
 
@@ -66,17 +66,26 @@ class DenseHead(Head):
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
     hidden, weight, bias = self._operands(hidden)
-    return softmax.linear_log_prob(hidden, weight, tokens, bias, dtype=self.dtype)
+    return softmax.linear_log_prob(
+      hidden, weight, tokens, bias, dtype=self.dtype, vocab_axis=self.vocab_axis
+    )
 
-  def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The logits, a block of consecutive rows at a time."""
-    hidden, weight, bias = self._operands(hidden)
+  def _rows(self) -> tuple[shards.Padded, ...]:
+    weight = self.weight if self.embedding is None else self.embedding.table()
+    bias = self.bias if self.use_bias else None
+    return shards.Padded(weight, 0), shards.Padded(bias, 0)
 
-    def scores(rows):
-      bias_W = None if bias is None else bias[rows]
-      return softmax.linear_scores(hidden, weight[rows], bias_W, self.dtype)
+  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    self._check_hidden(hidden)
+    weight, bias = rows
 
-    return sampling.row_blocks(hidden.shape[:-1], self.vocab, scores)
+    def scores(row_W):
+      bias_W = None if bias is None else bias[row_W]
+      return softmax.linear_scores(hidden, weight[row_W], bias_W, self.dtype)
+
+    return sampling.row_blocks(
+      hidden.shape[:-1], weight.shape[0], self.vocab, scores, self.vocab_axis
+    )
 
   def size(self) -> Size:
     """V·D parameters and V for a bias; a tied head owns the bias alone."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import groups as group_ops
-from vqjax.ops import sampling, softmax
+from vqjax.ops import ranking, sampling, shards, softmax
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -84,15 +84,11 @@ class GroupedHead(Head):
     bias = self.slot_bias if self.use_bias else None
     return softmax.linear_scores(hidden, self.slot_weight, bias, self.dtype)
 
-  def _group_log_prob(self, hidden):
-    self._check_hidden(hidden)
-    bias = self.group_bias if self.use_bias else None
-    return jax.nn.log_softmax(softmax.linear_scores(hidden, self.group_weight, bias, self.dtype))
-
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are logits that need no normaliser."""
     group, slot = group_ops.group_and_slot(jnp.arange(self.vocab), self.starts)
-    log_group_BG = self._group_log_prob(hidden)
+    bias = self.group_bias if self.use_bias else None
+    log_group_BG = self._log_group(self.group_weight, bias, hidden)
     scores_BGS = group_ops.slot_scores(
       self._shared(hidden)[..., None, :], self.scale, self.shift, self.sizes
     )
@@ -105,38 +101,60 @@ class GroupedHead(Head):
     """Log-probability of `tokens` in nats; only each token's own group is scored."""
     known, token = in_vocabulary(tokens, self.vocab)
     group, slot = group_ops.group_and_slot(token, self.starts)
-    log_prob_slot = group_ops.slot_log_prob(
-      self._shared(hidden), self.scale, self.shift, self.sizes, group, slot
-    )
-    bias = self.group_bias if self.use_bias else None
-    log_prob_group = softmax.linear_log_prob(
-      hidden, self.group_weight, group, bias, dtype=self.dtype
-    )
-    return jnp.where(known, log_prob_group + log_prob_slot, jnp.nan)
 
-  def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    def body(rows, hidden, shared, group, slot):
+      weight, bias, scale, shift, sizes, _ = rows
+      log_prob_slot = group_ops.slot_log_prob(
+        shared, scale, shift, sizes, group, slot, self.vocab_axis
+      )
+      log_prob_group = softmax.linear_log_prob(
+        hidden, weight, group, bias, dtype=self.dtype, vocab_axis=self.vocab_axis
+      )
+      return log_prob_group + log_prob_slot
+
+    log_prob = self._over_vocabulary(body, hidden, self._shared(hidden), group, slot)
+    return jnp.where(known, log_prob, jnp.nan)
+
+  def _rows(self) -> tuple[shards.Padded, ...]:
+    bias = self.group_bias if self.use_bias else None
+    axis, groups = self.vocab_axis, self.groups_and_slots()[0]
+    return (
+      shards.Padded(self.group_weight, 0),
+      shards.Padded(shards.bias_of_padding(bias, groups, axis), -jnp.inf),
+      shards.Padded(self.scale, 0),
+      shards.Padded(self.shift, 0),
+      shards.Padded(self.sizes, 0),
+      shards.Padded(self._first(), 0),
+    )
+
+  def _log_group(self, weight, bias, hidden):
+    """Log-probabilities of the groups that are here."""
+    self._check_hidden(hidden)
+    scores = softmax.linear_scores(hidden, weight, bias, self.dtype)
+    return softmax.log_softmax(scores, self.vocab_axis)
+
+  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, some whole groups at a time."""
-    (groups, slots), batch = self.groups_and_slots(), hidden.shape[:-1]
-    log_group_BG, shared_BS = self._group_log_prob(hidden), self._shared(hidden)
-    first_G = self._first()
-    width = max(1, sampling.block_width(math.prod(batch), self.vocab) // slots)
+    weight, bias, scale, shift, sizes, first = rows
+    slots, batch = scale.shape[1], hidden.shape[:-1]
+    log_group_BG, shared_BS = self._log_group(weight, bias, hidden), self._shared(hidden)
+    groups = weight.shape[0]
+    width = max(1, sampling.block_width(math.prod(batch), groups * slots) // slots)
 
     def block(index):
       group_W = index * width + jnp.arange(width, dtype=jnp.int32)
       row_W = jnp.minimum(group_W, groups - 1)
-      size_W = jnp.where(group_W < groups, self.sizes[row_W], 0)
+      size_W = jnp.where(group_W < groups, sizes[row_W], 0)
       scores_BWS = group_ops.slot_scores(
-        shared_BS[..., None, :], self.scale[row_W], self.shift[row_W], self.sizes[row_W]
+        shared_BS[..., None, :], scale[row_W], shift[row_W], sizes[row_W]
       )
       log_prob_BWS = log_group_BG[..., row_W, None] + jax.nn.log_softmax(scores_BWS)
       present_WS = jnp.arange(slots) < size_W[:, None]
       log_prob_BWS = jnp.where(present_WS, log_prob_BWS, -jnp.inf)
-      token_WS = jnp.where(
-        present_WS, first_G[row_W][:, None] + jnp.arange(slots, dtype=jnp.int32), 0
-      )
-      return log_prob_BWS.reshape(*batch, width * slots), token_WS.reshape(-1)
+      token_WS = jnp.where(present_WS, first[row_W][:, None] + jnp.arange(slots), 0)
+      return log_prob_BWS.reshape(*batch, width * slots), token_WS.astype(jnp.int32).reshape(-1)
 
-    return sampling.Blocks(-(-groups // width), block, batch)
+    return sampling.Blocks(-(-groups // width), block, batch, shards.inside(self.vocab_axis))
 
   def sample(
     self,
@@ -150,14 +168,23 @@ class GroupedHead(Head):
     """As `Head.sample`; at temperature 1 without filters the group is drawn first, then a slot."""
     if temperature != 1 or not (top_k is None and top_p is None and allowed is None):
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
-    group_key, slot_key = jax.random.split(key)
-    log_group = self._group_log_prob(hidden)
-    group = jax.random.categorical(group_key, log_group, mode="high").astype(jnp.int32)
-    scores_BS = group_ops.slot_scores(
-      self._shared(hidden), self.scale[group], self.shift[group], self.sizes[group]
-    )
-    slot = jax.random.categorical(slot_key, scores_BS, mode="high").astype(jnp.int32)
-    return self._first()[group] + slot
+
+    def body(rows, hidden, key):
+      weight, bias, scale, shift, sizes, first = rows
+      axis = shards.inside(self.vocab_axis)
+      if axis:
+        key = jax.random.fold_in(shards.varying(key, axis), jax.lax.axis_index(axis))
+      group_key, slot_key = jax.random.split(key)
+      log_group_BG = self._log_group(weight, bias, hidden)
+      noisy_BG = log_group_BG + sampling.gumbel(group_key, log_group_BG.shape)
+      group = jnp.argmax(noisy_BG, axis=-1)
+      scores_BS = group_ops.slot_scores(
+        self._shared(hidden), scale[group], shift[group], sizes[group]
+      )
+      slot = jax.random.categorical(slot_key, scores_BS, mode="high").astype(jnp.int32)
+      return ranking.winner(noisy_BG.max(axis=-1), first[group] + slot, axis)
+
+    return self._over_vocabulary(body, hidden, key)
 
   def size(self) -> Size:
     """(D + bias)·(G + S) + 2·G·S parameters."""

@@ -11,26 +11,38 @@ the number of its tokens. Source: VQ-Logits, Eq. 2-5, without the [*B, V] gather
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from vqjax.ops import softmax
+from vqjax.ops import ranking, sampling, shards, softmax
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
+NO_CODE = 2**30
+"""The code of a place in a table that stands for no token: more than any codebook has."""
+
 
 def log_mass(
-  assignment: Int[Array, "V"], codes: int, bias: Float[Array, "V"] | None = None
+  assignment: Int[Array, "V"],
+  codes: int,
+  bias: Float[Array, "V"] | None = None,
+  vocab_axis: str | None = None,
 ) -> Float[Array, "{codes}"]:
   """Log of each code's mass: log sum of exp(bias) over its tokens; of their number without bias.
 
-  -inf for a code on which no token sits, which removes it from the distribution.
+  -inf for a code on which no token sits, which removes it from the distribution. Inside of
+  `vocab_axis` the tokens of all its devices count.
   """
+  axis = shards.inside(vocab_axis)
+  in_all = lambda x: lax.psum(x, axis) if axis else x
   if bias is None:
-    return jnp.log(jnp.bincount(assignment, length=codes).astype(jnp.float32))
+    ones_V = jnp.ones(assignment.shape, jnp.float32)
+    return jnp.log(in_all(jax.ops.segment_sum(ones_V, assignment, codes)))
   bias_V = bias.astype(jnp.float32)
-  top_K = jax.lax.stop_gradient(jax.ops.segment_max(bias_V, assignment, codes))
+  top_K = jax.ops.segment_max(jax.lax.stop_gradient(bias_V), assignment, codes)
+  top_K = lax.pmax(top_K, axis) if axis else top_K
   shift_K = jnp.where(jnp.isneginf(top_K), 0.0, top_K)
-  sum_K = jax.ops.segment_sum(jnp.exp(bias_V - shift_K[assignment]), assignment, codes)
+  sum_K = in_all(jax.ops.segment_sum(jnp.exp(bias_V - shift_K[assignment]), assignment, codes))
   # log 0 is right for an empty code, but its derivative is not finite: keep it out of the gradient.
   empty_K = sum_K == 0
   return jnp.where(empty_K, -jnp.inf, jnp.log(jnp.where(empty_K, 1.0, sum_K)) + shift_K)
@@ -43,21 +55,42 @@ def code_log_prob(
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens`, each scored by the code it sits on.
 
   O(N·K·D) time; O(V) once, for the mass of the codes; no array of N·V elements. A token outside
   [0, V) gives nan, as does one whose code is not in [0, K). `dtype` is that of the matrix
-  product's operands, as in `linear_log_prob`.
+  product's operands, as in `linear_log_prob`. Over `vocab_axis` the codes are spread, and the table
+  and the bias over their tokens.
   """
-  mass_K = log_mass(assignment, codebook.shape[0], bias)
   known, token = in_vocabulary(tokens, assignment.shape[0])
-  code = assignment[token].astype(jnp.int32)
-  log_prob_code = softmax.linear_log_prob(hidden, codebook, code, mass_K, dtype=dtype)
-  bias_B = 0.0 if bias is None else bias[token].astype(jnp.float32)
+
+  def body(rows, shared):
+    codebook, assignment, bias = rows
+    hidden, token = shared
+    return _log_prob(hidden, codebook, assignment, token, bias, dtype, vocab_axis)
+
+  rows = (
+    shards.Padded(codebook, 0),
+    shards.Padded(assignment, NO_CODE),
+    shards.Padded(bias, 0),
+  )
+  log_prob = shards.over_vocabulary(vocab_axis, body, rows, (hidden, token))
+  return jnp.where(known, log_prob, jnp.nan)
+
+
+def _log_prob(hidden, codebook, assignment, token, bias, dtype, axis):
+  codes = codebook.shape[0]
+  mass_K = log_mass(assignment, shards.rows_in_all(axis, codes), bias, axis)
+  code = shards.looked_up(assignment, token, axis).astype(jnp.int32)
+  log_prob_code = softmax.linear_log_prob(
+    hidden, codebook, code, shards.own_part(mass_K, codes, axis), dtype=dtype, vocab_axis=axis
+  )
+  bias_B = 0.0 if bias is None else shards.looked_up(bias, token, axis).astype(jnp.float32)
   # On a code whose tokens all have bias -inf nothing has a probability, and no share of it.
   within = jnp.where(jnp.isneginf(mass_K[code]), 0.0, bias_B - mass_K[code])
-  return jnp.where(known, log_prob_code + within, jnp.nan)
+  return log_prob_code + within
 
 
 def draw_within(
@@ -66,26 +99,38 @@ def draw_within(
   assignment: Int[Array, "V"],
   codes: int,
   bias: Float[Array, "V"] | None = None,
+  vocab_axis: str | None = None,
 ) -> Int[Array, "*B"]:
   """A token on the given code with probability proportional to exp(bias), uniform without bias.
 
-  The tokens of each row's code are visited 128 at a time, up to the largest code drawn.
+  The tokens of each row's code are visited 128 at a time, up to the largest code drawn. Inside of
+  `vocab_axis` each device draws among its own tokens, and the device by its mass of the code.
   """
+  axis = shards.inside(vocab_axis)
+  if axis is None:
+    return _draw_here(key, code, assignment, codes, bias)
+  key = jax.random.fold_in(shards.varying(key, axis), lax.axis_index(axis))
+  device_key, token_key = jax.random.split(key)
+  mass = log_mass(assignment, codes, bias)[code]
+  token = _draw_here(token_key, code, assignment, codes, bias)
+  token = token + shards.first_row(axis, assignment.shape[0])
+  return ranking.winner(mass + sampling.gumbel(device_key, code.shape), token, axis)
+
+
+def _draw_here(key, code, assignment, codes, bias):
   order_V = jnp.argsort(assignment)
-  count_K = jnp.bincount(assignment, length=codes)
+  count_K = jax.ops.segment_sum(jnp.ones_like(assignment), assignment, codes)
   first_K = jnp.cumsum(count_K) - count_K
   first, count = first_K[code], count_K[code]
   if bias is None:
     place = jax.random.randint(key, code.shape, 0, jnp.maximum(count, 1))
-    return order_V[first + place].astype(jnp.int32)
+    return order_V.at[first + place].get(mode="clip").astype(jnp.int32)
 
   def visit(carry):
     step, best, chosen = carry
     place_W = step * 128 + jnp.arange(128, dtype=jnp.int32)
     token_BW = order_V.at[first[..., None] + place_W].get(mode="clip")
-    noise_BW = jax.random.gumbel(
-      jax.random.fold_in(key, step), token_BW.shape, jnp.float32, mode="high"
-    )
+    noise_BW = sampling.gumbel(jax.random.fold_in(key, step), token_BW.shape)
     score_BW = jnp.where(place_W < count[..., None], bias[token_BW] + noise_BW, -jnp.inf)
     winner = jnp.argmax(score_BW, axis=-1)[..., None]
     top = jnp.take_along_axis(score_BW, winner, axis=-1)[..., 0]
@@ -97,4 +142,5 @@ def draw_within(
     jnp.full(code.shape, -jnp.inf, jnp.float32),
     jnp.full(code.shape, -1, jnp.int32),
   )
-  return jax.lax.while_loop(lambda carry: carry[0] * 128 < count.max(initial=0), visit, start)[2]
+  start, *_ = shards.varying((start, key, first, order_V, bias))
+  return lax.while_loop(lambda carry: carry[0] * 128 < count.max(initial=0), visit, start)[2]

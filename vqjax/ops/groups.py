@@ -11,7 +11,10 @@ and 2.3; the mask is not in the paper.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Integer
+
+from vqjax.ops import shards
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:
@@ -46,11 +49,19 @@ def slot_log_prob(
   sizes: Int[Array, "G"],
   group: Int[Array, "*B"],
   slot: Int[Array, "*B"],
+  vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a slot inside its group, given W_s h + b_s of each token.
 
-  Only the token's own group is scored: arrays of N·S elements, never N·V.
+  Only the token's own group is scored: arrays of N·S elements, never N·V. Inside of `vocab_axis`
+  scale, shift and sizes are of the device's own groups, and `group` counts over those of all.
   """
-  scores = slot_scores(shared, scale[group], shift[group], sizes[group])
+  axis = shards.inside(vocab_axis)
+  here = group - shards.first_row(axis, sizes.shape[0])
+  mine = (here >= 0) & (here < sizes.shape[0])
+  here = jnp.where(mine, here, 0)
+  # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
+  scores = slot_scores(shared, scale[here], shift[here], jnp.maximum(sizes[here], 1))
   picked = jnp.take_along_axis(scores, slot[..., None], axis=-1)[..., 0]
-  return picked - jax.nn.logsumexp(scores, axis=-1)
+  log_prob = jnp.where(mine, picked - jax.nn.logsumexp(scores, axis=-1), 0.0)
+  return lax.psum(log_prob, axis) if axis else log_prob

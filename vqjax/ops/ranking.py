@@ -46,3 +46,10 @@ def across(best: Best, axis: str | None) -> Best:
   k = best.scores.shape[-1]
   score_Bk, place_Bk = lax.top_k(scores.reshape(flat), k)
   return Best(score_Bk, jnp.take_along_axis(tokens.reshape(flat), place_Bk, axis=-1))
+
+
+def winner(
+  score: Float[Array, "*B"], token: Int[Array, "*B"], axis: str | None
+) -> Int[Array, "*B"]:
+  """The token of the device whose score is highest; the token itself outside of an axis."""
+  return across(Best(score[..., None], token[..., None]), axis).tokens[..., 0]

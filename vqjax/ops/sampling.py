@@ -1,18 +1,21 @@
 """Which tokens are best, or a fair draw, when scores come a block of the vocabulary at a time?
 
 A head hands its scores over in `Blocks`; nothing here ever holds the scores of the whole
-vocabulary for every row. The order of the filters is temperature, then top_k, then top_p.
+vocabulary for every row. The order of the filters is temperature, then top_k, then top_p. Where
+each device of a mesh axis has blocks of its own, candidates and [*B]-sized sums travel, not scores.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+
+from vqjax.ops import ranking, shards
 
 STORED_SCORES = 2**22
 """Scores, 16 MiB of them, that the search for a nucleus may keep instead of computing them anew."""
@@ -26,11 +29,13 @@ class Blocks(NamedTuple):
     block: index of a block -> (scores [*B, W], tokens [W]). The blocks together name every token
       exactly once; further places score -inf, whatever token they name.
     batch: the leading shape *B.
+    axis: mesh axis inside of which this code runs, each device with blocks of its own; or None.
   """
 
   count: int
   block: Callable[[Int[Array, ""]], tuple[Float[Array, "*B W"], Int[Array, "W"]]]
   batch: tuple[int, ...]
+  axis: str | None = None
 
   @property
   def indices(self) -> Int[Array, "count"]:
@@ -46,25 +51,39 @@ class Blocks(NamedTuple):
 
     return self._replace(block=block)
 
+  def fold(self, step: Callable, carry: Any) -> Any:
+    """step(carry, index) -> carry, from block to block."""
+    # What each device finds is its own where its scores are.
+    scores = jax.eval_shape(self.block, jax.ShapeDtypeStruct((), jnp.int32))[0]
+    carry = shards.varying(carry, *shards.varies_over(scores))
+    return lax.scan(lambda carry, index: (step(carry, index), None), carry, self.indices)[0]
+
 
 def block_width(rows: int, vocab: int) -> int:
   """How many tokens of the vocabulary to score at once: up to 4096, at most 4 Mi scores in all."""
   return min(vocab, max(1, min(4096, 2**22 // max(rows, 1))))
 
 
-def row_blocks(batch: tuple[int, ...], vocab: int, scores: Callable) -> Blocks:
+def row_blocks(
+  batch: tuple[int, ...], rows: int, vocab: int, scores: Callable, axis: str | None = None
+) -> Blocks:
   """Blocks of consecutive tokens, from a function rows [W] -> scores [*B, W].
 
-  The last block starts early enough to fit; what it repeats scores -inf.
+  Of a vocabulary of `vocab`, `rows` are here: all of them, or inside of `axis` one device's part,
+  the last of which may be filled up. The last block starts early enough to fit; what it repeats,
+  and what is beyond the vocabulary, scores -inf.
   """
-  width = block_width(math.prod(batch), vocab)
+  axis = shards.inside(axis)
+  width = block_width(math.prod(batch), rows)
+  first = shards.first_row(axis, rows)
 
   def block(index):
-    start = jnp.minimum(index * width, vocab - width)
-    rows = start + jnp.arange(width, dtype=jnp.int32)
-    return jnp.where(rows >= index * width, scores(rows), -jnp.inf), rows
+    start = jnp.minimum(index * width, rows - width)
+    row = start + jnp.arange(width, dtype=jnp.int32)
+    real = (row >= index * width) & (first + row < vocab)
+    return jnp.where(real, scores(row), -jnp.inf), jnp.where(real, first + row, 0)
 
-  return Blocks(-(-vocab // width), block, tuple(batch))
+  return Blocks(-(-rows // width), block, tuple(batch), axis)
 
 
 def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) -> Blocks:
@@ -94,25 +113,27 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
   """
 
   def step(carry, index):
-    score_Bk, token_Bk, max_B, sum_B = carry
+    found, max_B, sum_B = carry
     score_BW, token_W = blocks.block(index)
     score_BW = score_BW.astype(jnp.float32)
-    named_BW = jnp.where(jnp.isneginf(score_BW), -1, token_W).astype(jnp.int32)
-    score_Bk, place = lax.top_k(jnp.concatenate([score_Bk, score_BW], axis=-1), k)
-    token_Bk = jnp.take_along_axis(jnp.concatenate([token_Bk, named_BW], axis=-1), place, axis=-1)
     new_max_B = jnp.maximum(max_B, score_BW.max(axis=-1))
-    shift_B = jnp.where(jnp.isneginf(new_max_B), 0.0, new_max_B)
+    shift_B = _shift(new_max_B)
     sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_BW - shift_B[..., None]).sum(axis=-1)
-    return (score_Bk, token_Bk, new_max_B, sum_B), None
+    return ranking.merged_best(found, score_BW, token_W), new_max_B, sum_B
 
-  start = (
-    jnp.full((*blocks.batch, k), -jnp.inf, jnp.float32),
-    jnp.full((*blocks.batch, k), -1, jnp.int32),
-    jnp.full(blocks.batch, -jnp.inf, jnp.float32),
-    jnp.zeros(blocks.batch, jnp.float32),
-  )
-  (score_Bk, token_Bk, max_B, sum_B), _ = lax.scan(step, start, blocks.indices)
-  return score_Bk, token_Bk, max_B + jnp.log(sum_B)
+  least_B = jnp.full(blocks.batch, -jnp.inf, jnp.float32)
+  start = ranking.none_yet(blocks.batch, k), least_B, jnp.zeros(blocks.batch, jnp.float32)
+  found, max_B, sum_B = blocks.fold(step, start)
+  if blocks.axis:
+    top_B = lax.pmax(max_B, blocks.axis)
+    sum_B = lax.psum(sum_B * jnp.exp(max_B - _shift(top_B)), blocks.axis)
+    found, max_B = ranking.across(found, blocks.axis), top_B
+  return found.scores, found.tokens, max_B + jnp.log(sum_B)
+
+
+def _shift(top):
+  """What to subtract before exp: with every score so far at -inf the maximum is no number."""
+  return jnp.where(jnp.isneginf(top), 0.0, top)
 
 
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
@@ -120,26 +141,29 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
 
   -1 where every score is -inf.
   """
+  first = shards.first_row(blocks.axis, blocks.count)
 
   def step(carry, index):
     best_B, chosen_B = carry
     score_BW, token_W = blocks.block(index)
-    noise_BW = jax.random.gumbel(
-      # The default has 2^23 values: among a quarter of a million tokens some would tie at the top.
-      jax.random.fold_in(key, index),
-      score_BW.shape,
-      jnp.float32,
-      mode="high",
-    )
+    noise_BW = gumbel(jax.random.fold_in(key, first + index), score_BW.shape)
     noisy_BW = score_BW.astype(jnp.float32) + noise_BW
     place_B = jnp.argmax(noisy_BW, axis=-1)
     top_B = jnp.take_along_axis(noisy_BW, place_B[..., None], axis=-1)[..., 0]
     better_B = top_B > best_B
     chosen_B = jnp.where(better_B, token_W[place_B].astype(jnp.int32), chosen_B)
-    return (jnp.maximum(best_B, top_B), chosen_B), None
+    return jnp.maximum(best_B, top_B), chosen_B
 
   start = jnp.full(blocks.batch, -jnp.inf, jnp.float32), jnp.full(blocks.batch, -1, jnp.int32)
-  return lax.scan(step, start, blocks.indices)[0][1]
+  return ranking.winner(*blocks.fold(step, start), blocks.axis)
+
+
+def gumbel(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:
+  """Gumbel noise, float32, of which no two values are likely to tie.
+
+  The default has 2^23 values: among a quarter of a million tokens some would tie at the top.
+  """
+  return jax.random.gumbel(key, shape, jnp.float32, mode="high")
 
 
 def sample(
@@ -196,9 +220,10 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
     def add(total_B, index):
       score_BW = blocks.block(index)[0].astype(jnp.float32)
       prob_BW = jnp.exp(score_BW - log_z_B[..., None])
-      return total_B + jnp.where(score_BW >= edge_B[..., None], prob_BW, 0.0).sum(axis=-1), None
+      return total_B + jnp.where(score_BW >= edge_B[..., None], prob_BW, 0.0).sum(axis=-1)
 
-    return lax.scan(add, jnp.zeros(blocks.batch, jnp.float32), blocks.indices)[0]
+    mass_B = blocks.fold(add, jnp.zeros(blocks.batch, jnp.float32))
+    return lax.psum(mass_B, blocks.axis) if blocks.axis else mass_B
 
   def halve(_, bracket):
     low_B, high_B = bracket
@@ -207,8 +232,9 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
     return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
 
   # The mass is at least top_p from -inf on, and zero just above the best score.
-  low_B = _to_ordinal(jnp.full(blocks.batch, -jnp.inf))
-  edge_B, _ = lax.fori_loop(0, 32, halve, (low_B, _to_ordinal(top_B1[..., 0]) + 1))
+  high_B = _to_ordinal(top_B1[..., 0]) + 1
+  low_B, _ = shards.varying((_to_ordinal(jnp.full(blocks.batch, -jnp.inf)), high_B))
+  edge_B, _ = lax.fori_loop(0, 32, halve, (low_B, high_B))
   edge_B1 = _from_ordinal(edge_B)[..., None]
   return blocks.map(lambda scores, _: jnp.where(scores >= edge_B1, scores, -jnp.inf))
 

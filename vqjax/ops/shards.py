@@ -92,6 +92,13 @@ def over_vocabulary(
   return jax.jit(spread)(arrays, shared)
 
 
+def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | None:
+  """A bias where there must be one: -inf is what removes the rows that fill up a device's part."""
+  kinds = axis_types()
+  ragged = axis in kinds and inside(axis) is None and rows % axis_size(axis)
+  return jnp.zeros((rows,), jnp.float32) if bias is None and ragged else bias
+
+
 def _filled(part: Padded, count: int) -> Array | None:
   if part.rows is None:
     return None
@@ -147,20 +154,40 @@ def varying(tree: Any, *axes: str) -> Any:
   operand that was the same on all devices is then their sum.
   """
   leaves = jax.tree.leaves(tree)
-  found = frozenset(axes).union(*(_varies_over(leaf) for leaf in leaves))
+  found = frozenset(axes).union(*(varies_over(jax.typeof(leaf)) for leaf in leaves))
 
   def mark(leaf):
-    missing = tuple(sorted(found - _varies_over(leaf)))
+    missing = tuple(sorted(found - varies_over(jax.typeof(leaf))))
     return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
   return jax.tree.map(mark, tree)
 
 
-def _varies_over(array) -> frozenset[str]:
-  kind = jax.typeof(array)
+def varies_over(kind: Any) -> frozenset[str]:
+  """The axes on whose devices a value of this type may differ (of `jax.typeof` or `eval_shape`)."""
   # jax 0.10 keeps the axes one level deeper than the versions before it.
   marked = getattr(kind, "manual_axis_type", None)
-  return frozenset(getattr(kind, "vma", ()) if marked is None else marked.varying)
+  return frozenset((getattr(kind, "vma", None) or ()) if marked is None else marked.varying)
+
+
+def looked_up(table: Array, index: Array, axis: str | None) -> Array:
+  """table[index] for a table whose first axis is spread; each device gives what it holds."""
+  axis = inside(axis)
+  if axis is None:
+    return table[index]
+  here = index - first_row(axis, table.shape[0])
+  mine = (here >= 0) & (here < table.shape[0])
+  found = table[jnp.where(mine, here, 0)]
+  mine = mine.reshape(*mine.shape, *[1] * (found.ndim - mine.ndim))
+  return lax.psum(jnp.where(mine, found, jnp.zeros_like(found)), axis)
+
+
+def own_part(array: Array, rows: int, axis: str | None) -> Array:
+  """This device's `rows` of an array that all devices have whole."""
+  axis = inside(axis)
+  if axis is None:
+    return array
+  return lax.dynamic_slice_in_dim(varying(array, axis), first_row(axis, rows), rows)
 
 
 def gathered(array: Array, axis: str) -> Array:

@@ -139,7 +139,7 @@ def linear_softmax(
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
   rows = (
     shards.Padded(weight, 0),
-    shards.Padded(_bias_of_padding(bias, vocab_axis, vocab), -jnp.inf),
+    shards.Padded(shards.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
   )
   found = shards.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
   found = found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
@@ -229,6 +229,16 @@ def linear_scores(
   return tiles.Scoring(dtype, softcap).finish(scores)
 
 
+def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:
+  """log softmax over the last axis, which inside of `vocab_axis` is spread over its devices."""
+  axis = shards.inside(vocab_axis)
+  if axis is None:
+    return jax.nn.log_softmax(scores)
+  top = lax.pmax(lax.stop_gradient(scores.max(axis=-1, keepdims=True)), axis)
+  above = scores - top
+  return above - jnp.log(lax.psum(jnp.exp(above).sum(axis=-1, keepdims=True), axis))
+
+
 def _check_shapes(hidden, weight, tokens, bias):
   if hidden.shape[:-1] != tokens.shape:
     raise ValueError(
@@ -254,14 +264,6 @@ def _check_options(softcap, top_k, vocab):
       f"top_k {top_k} for a vocabulary of {vocab}; give 0 to {min(128, vocab)} (a head's top_k"
       " method has no limit)"
     )
-
-
-def _bias_of_padding(bias, vocab_axis, vocab):
-  """Rows that fill up the last device's part are removed by a bias of -inf: make one if need be."""
-  kinds = shards.axis_types()
-  spread = vocab_axis in kinds and shards.inside(vocab_axis) is None
-  ragged = spread and vocab % shards.axis_size(vocab_axis)
-  return jnp.zeros((vocab,), jnp.float32) if bias is None and ragged else bias
 
 
 class _Ask(NamedTuple):
