@@ -2,7 +2,13 @@
 
 from vqjax.embeddings import DenseEmbedding, Embedding
 from vqjax.heads import CodebookHead, DenseHead, GroupedHead, Head
-from vqjax.ops.softmax import linear_log_prob
+from vqjax.ops.distillation import SoftTargetLoss, linear_soft_target_loss
+from vqjax.ops.softmax import (
+  LinearSoftmax,
+  linear_cross_entropy,
+  linear_log_prob,
+  linear_softmax,
+)
 from vqjax.types import Size
 
 __all__ = [
@@ -12,6 +18,11 @@ __all__ = [
   "Embedding",
   "GroupedHead",
   "Head",
+  "LinearSoftmax",
   "Size",
+  "SoftTargetLoss",
+  "linear_cross_entropy",
   "linear_log_prob",
+  "linear_soft_target_loss",
+  "linear_softmax",
 ]

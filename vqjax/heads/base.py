@@ -81,6 +81,12 @@ class Head(nn.Module):
     del hidden, tokens
     return {}
 
+  def loss_terms(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
+    """`log_prob` and `aux` together: a head that can compute both at once overrides this."""
+    return self.log_prob(hidden, tokens), self.aux(hidden, tokens)
+
   def sample(
     self,
     hidden: Float[Array, "*B D"],

@@ -171,9 +171,10 @@ class Transformer(nn.Module):
   ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
     """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
     hidden = self.hidden(tokens, deterministic)
-    terms = {"embedding": self.embedding.aux(tokens), "head": self.head.aux(hidden, targets)}
+    log_prob, head_terms = self.head.loss_terms(hidden, targets)
+    terms = {"embedding": self.embedding.aux(tokens), "head": head_terms}
     aux = {f"{part}/{name}": term for part, named in terms.items() for name, term in named.items()}
-    return self.head.log_prob(hidden, targets), aux
+    return log_prob, aux
 
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""

@@ -448,11 +448,9 @@ def _reduced(mine, axis, rows):
 
 def _pass_forward(plan, hidden, weight, bias, place):
   layer = tiles.Linear(hidden.value, weight.value, None if bias is None else bias.value)
-  wanted = tiles.Linear(
-    hidden.perturbed, weight.perturbed, False if bias is None else bias.perturbed
-  )
+  wanted = tiles.Linear(*map(tiles.perturbed, (hidden, weight, bias)))
   found, (z, excess) = _forward(plan, layer, place.value)
-  return found, (_Static(wanted), layer, place.value, z, excess, found.top_token)
+  return found, (tiles.Static(wanted), layer, place.value, z, excess, found.top_token)
 
 
 class _Pull(NamedTuple):
@@ -542,11 +540,6 @@ def _add_best(d_vPn, pull, first_row):
   row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
   part_P11, token_n1 = jnp.arange(parts)[:, None, None], jnp.arange(width)[:, None]
   return d_vPn.at[row_Pnk, part_P11, token_n1].add(pull.best_own, mode="drop")
-
-
-@jax.tree_util.register_static
-class _Static(NamedTuple):
-  value: tiles.Linear
 
 
 _pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)

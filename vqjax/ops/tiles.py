@@ -105,6 +105,18 @@ class Linear(NamedTuple):
   bias: Array | None
 
 
+@jax.tree_util.register_static
+class Static(NamedTuple):
+  """Plain Python values among the arrays that a forward pass saves for the backward pass."""
+
+  value: Any
+
+
+def perturbed(operand: Any) -> bool:
+  """Whether an operand of a custom VJP's forward pass (or None) needs a gradient."""
+  return operand is not None and operand.perturbed
+
+
 class Edge(NamedTuple):
   """Where a tile starts, and which of its places no earlier tile has covered."""
 

@@ -1,0 +1,306 @@
+"""How far is softmax(hidden · weightᵀ) from a teacher's distribution, without logits of either?
+
+Student and teacher are scored tile by tile over the same vocabulary (`tiles`), each from its own
+hidden vectors and weight; only [N]-sized sums survive from tile to tile. Cross-entropy and
+Kullback-Leibler divergence come from one pass, their gradients from a second one that recomputes
+the scores: 4NV(D + D') operations for the loss, and as many for each of the gradients that are
+needed. A frozen teacher costs its scores and nothing else.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float
+
+from vqjax.ops import shards, tiles
+from vqjax.types import Dtype
+
+
+class SoftTargetLoss(NamedTuple):
+  """What a student loses on a teacher's distribution q, float32, in nats.
+
+  Attributes:
+    cross_entropy: -sum_v q_v log p_v.
+    kl: sum_v q_v (log q_v - log p_v): the cross-entropy less the entropy of q.
+  """
+
+  cross_entropy: Float[Array, "*B"]
+  kl: Float[Array, "*B"]
+
+
+def linear_soft_target_loss(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"],
+  teacher_hidden: Float[Array, "*B E"],
+  teacher_weight: Float[Array, "V E"],
+  bias: Float[Array, "V"] | None = None,
+  teacher_bias: Float[Array, "V"] | None = None,
+  *,
+  temperature: float | int = 1.0,
+  softcap: float | int | None = None,
+  teacher_softcap: float | int | None = None,
+  tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> SoftTargetLoss:
+  """Cross-entropy and divergence of p = softmax(student) from q = softmax(teacher), exactly.
+
+  Both distributions are those of `linear_softmax`, their scores divided by `temperature`.
+  Differentiable, in reverse mode, in all six arrays; what needs no gradient has none computed, so
+  that a teacher under `jax.lax.stop_gradient`, or one that is not differentiated, costs its scores
+  alone. Distillation at a temperature T usually multiplies the loss by T²; that is left to the
+  caller. A row that a bias of -inf removes from the student alone makes the loss infinite.
+
+  Args:
+    hidden: the student's vector for each token.
+    weight: the student's row for each word.
+    teacher_hidden: the teacher's vector for each token, of a width of its own.
+    teacher_weight: the teacher's row for each word.
+    bias: the student's score for each word.
+    teacher_bias: the teacher's score for each word.
+    temperature: divides the scores of both, after their caps.
+    softcap: largest absolute score of the student.
+    teacher_softcap: largest absolute score of the teacher.
+    tile: (tokens, vocabulary rows) scored at once, on each device.
+    dtype: dtype of the matrix products' operands; by default each pair's own.
+    vocab_axis: mesh axis over which the rows of both weights are spread.
+
+  Raises:
+    ValueError: shapes that do not fit together, a temperature or a cap that is not positive, a tile
+      below 1, or a mesh without `vocab_axis`.
+  """
+  _check(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias)
+  for name, value in (
+    ("temperature", temperature),
+    ("softcap", softcap),
+    ("teacher_softcap", teacher_softcap),
+  ):
+    if value is not None and not value > 0:
+      raise ValueError(f"{name} {value} is not positive; give a number above 0")
+  scoring = lambda h, w, cap: tiles.Scoring(
+    jnp.dtype(dtype or jnp.promote_types(h.dtype, w.dtype)), cap, float(temperature)
+  )
+  scorings = (
+    scoring(hidden, weight, softcap),
+    scoring(teacher_hidden, teacher_weight, teacher_softcap),
+  )
+
+  def body(rows, shared):
+    return _loss(scorings, tile, vocab_axis, rows, shared)
+
+  vocab = weight.shape[0]
+  ragged = lambda bias: shards.Padded(shards.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf)
+  rows = (
+    shards.Padded(weight, 0),
+    ragged(bias),
+    shards.Padded(teacher_weight, 0),
+    ragged(teacher_bias),
+  )
+  flat = lambda x: x.reshape(-1, x.shape[-1])
+  shared = flat(hidden), flat(teacher_hidden)
+  found = shards.over_vocabulary(vocab_axis, body, rows, shared)
+  return SoftTargetLoss(*(x.reshape(hidden.shape[:-1]) for x in found))
+
+
+def _check(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias):
+  if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
+    raise ValueError(
+      f"hidden {hidden.shape} and teacher_hidden {teacher_hidden.shape} are not of the same tokens"
+    )
+  if weight.shape[0] != teacher_weight.shape[0] or not weight.shape[0]:
+    raise ValueError(
+      f"weight {weight.shape} and teacher_weight {teacher_weight.shape} need a row for each word of"
+      " one vocabulary"
+    )
+  for name, h, w, b in (
+    ("weight", hidden, weight, bias),
+    ("teacher_weight", teacher_hidden, teacher_weight, teacher_bias),
+  ):
+    if h.shape[-1] != w.shape[-1]:
+      raise ValueError(f"{name} {w.shape} does not fit hidden {h.shape}: it is [V, D]")
+    if b is not None and b.shape != w.shape[:1]:
+      raise ValueError(f"a bias of shape {b.shape} does not fit {name} {w.shape}: it is [V]")
+
+
+class _Plan(NamedTuple):
+  scorings: tuple[tiles.Scoring, tiles.Scoring]
+  cut: tiles.Cut
+  axis: str | None
+
+
+def _loss(scorings, tile, vocab_axis, rows, shared):
+  weight_VD, bias_V, teacher_VE, teacher_bias_V = rows
+  axis = shards.inside(vocab_axis)
+  arrays = (*shared, weight_VD, bias_V, teacher_VE, teacher_bias_V)
+  hidden, teacher_hidden, *rest = shards.varying(arrays, *([axis] if axis else []))
+  parts = shards.parts(vocab_axis)
+  n = hidden.shape[0]
+  hidden, teacher_hidden = parts.split(hidden), parts.split(teacher_hidden)
+  cut = tiles.Cut(tiles.cut_tile(tile, hidden.shape[1], weight_VD.shape[0]), parts)
+  weight_VD, bias_V, teacher_VE, teacher_bias_V = rest
+  found = _pass(
+    _Plan(scorings, cut, axis),
+    *(hidden, weight_VD, bias_V),
+    *(teacher_hidden, teacher_VE, teacher_bias_V),
+  )
+  return SoftTargetLoss(*(parts.join(x, n) for x in found))
+
+
+class _Running(NamedTuple):
+  """Sums over the rows so far, s the student's and t the teacher's scores.
+
+  Attributes:
+    top: largest s.
+    total: sum of exp(s - top).
+    teacher_top: largest t.
+    teacher_total: sum of exp(t - teacher_top).
+    cross: sum of exp(t - teacher_top) · (s - top).
+    moment: sum of exp(t - teacher_top) · (t - teacher_top).
+  """
+
+  top: Array
+  total: Array
+  teacher_top: Array
+  teacher_total: Array
+  cross: Array
+  moment: Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pass(plan, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias):
+  student = tiles.Linear(hidden, weight, bias)
+  teacher = tiles.Linear(teacher_hidden, teacher_weight, teacher_bias)
+  return _forward(plan, student, teacher)[0]
+
+
+def _forward(plan, student, teacher):
+  zero = jnp.zeros(student.hidden.shape[:2], jnp.float32)
+  least = jnp.full_like(zero, -jnp.inf)
+  start = _Running(least, zero, least, zero, zero, zero)
+  last = tiles.fold(plan.cut, plan.scorings, (student, teacher), None, start, _merged)
+  last = _reduced(last, plan.axis)
+  log_sum, teacher_log_sum = jnp.log(last.total), jnp.log(last.teacher_total)
+  expected = last.cross / last.teacher_total
+  teacher_expected = last.moment / last.teacher_total
+  cross_entropy = log_sum - expected
+  found = SoftTargetLoss(cross_entropy, cross_entropy - (teacher_log_sum - teacher_expected))
+  saved = _Saved(last.top, log_sum, last.teacher_top, teacher_log_sum, expected, teacher_expected)
+  return found, saved
+
+
+def _shift(top):
+  return jnp.where(jnp.isneginf(top), 0.0, top)
+
+
+def _step(old, new):
+  """How much lower the old top is; nothing was there below a top of -inf."""
+  return jnp.where(jnp.isneginf(old), 0.0, old - _shift(new))
+
+
+def _merged(old, scores, first_row, given):
+  del first_row, given
+  s, t = scores
+  top = jnp.maximum(old.top, s.max(axis=-1))
+  teacher_top = jnp.maximum(old.teacher_top, t.max(axis=-1))
+  moved = _shrunk(old, top, teacher_top)
+  s_above, t_above = s - _shift(top)[..., None], t - _shift(teacher_top)[..., None]
+  likely = jnp.exp(t_above)
+  # Where the teacher has no mass it does not matter what the student says, -inf included.
+  times = lambda above: jnp.where(likely == 0, 0.0, likely * above).sum(axis=-1)
+  return _Running(
+    top,
+    moved.total + jnp.exp(s_above).sum(axis=-1),
+    teacher_top,
+    moved.teacher_total + likely.sum(axis=-1),
+    moved.cross + times(s_above),
+    moved.moment + times(t_above),
+  )
+
+
+def _shrunk(old, top, teacher_top):
+  """The same sums, relative to higher tops."""
+  step, teacher_step = _step(old.top, top), _step(old.teacher_top, teacher_top)
+  shrink = jnp.exp(teacher_step)
+  return _Running(
+    top,
+    old.total * jnp.exp(step),
+    teacher_top,
+    old.teacher_total * shrink,
+    (old.cross + step * old.teacher_total) * shrink,
+    (old.moment + teacher_step * old.teacher_total) * shrink,
+  )
+
+
+def _reduced(mine, axis):
+  if axis is None:
+    return mine
+  moved = _shrunk(mine, lax.pmax(mine.top, axis), lax.pmax(mine.teacher_top, axis))
+  in_all = lambda x: lax.psum(x, axis)
+  return _Running(
+    moved.top,
+    in_all(moved.total),
+    moved.teacher_top,
+    in_all(moved.teacher_total),
+    in_all(moved.cross),
+    in_all(moved.moment),
+  )
+
+
+class _Saved(NamedTuple):
+  """Normalisers in two parts, as `softmax` keeps them, and q's means of s - top and t - top."""
+
+  top: Array
+  log_sum: Array
+  teacher_top: Array
+  teacher_log_sum: Array
+  expected: Array
+  teacher_expected: Array
+
+
+class _Pull(NamedTuple):
+  """What the cotangents of the scores are made of, for each token."""
+
+  saved: _Saved
+  both: Array
+  kl: Array | None
+
+
+def _pass_forward(plan, *operands):
+  value = lambda x: None if x is None else x.value
+  student, teacher = (tiles.Linear(*map(value, part)) for part in (operands[:3], operands[3:]))
+  found, saved = _forward(plan, student, teacher)
+  wanted = tuple(tiles.Linear(*map(tiles.perturbed, x)) for x in (operands[:3], operands[3:]))
+  return found, (tiles.Static(wanted), student, teacher, saved)
+
+
+def _pass_backward(plan, residuals, cotangents):
+  static, student, teacher, saved = residuals
+  cross_entropy, kl = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+  there = [x for x in (cross_entropy, kl) if x is not None]
+  if not there:
+    return (None,) * 6
+  pull = _Pull(saved, functools.reduce(jnp.add, there), kl)
+  layers = student, teacher
+  pull = shards.varying((pull, layers))[0]
+  found = tiles.gradients(plan.cut, plan.scorings, layers, static.value, pull, _d_scores)
+  return (*found[0], *found[1])
+
+
+def _d_scores(scores, row_v11, pull):
+  """Of the student (p - q) · g; of the teacher q · (q's mean of s - s) · g, and so for the KL."""
+  del row_v11
+  s, t = scores
+  saved = pull.saved
+  s_above, t_above = s - saved.top, t - saved.teacher_top
+  p, q = jnp.exp(s_above - saved.log_sum), jnp.exp(t_above - saved.teacher_log_sum)
+  slope = (saved.expected - s_above) * pull.both
+  if pull.kl is not None:
+    slope = slope - (saved.teacher_expected - t_above) * pull.kl
+  return (p - q) * pull.both, jnp.where(q == 0, 0.0, q * slope)
+
+
+_pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)
