@@ -60,9 +60,13 @@ class Cell:
     return dataclasses.replace(made, train=train)
 
 
-def grid(models: Sequence[str], sizes: Sequence[int]) -> Iterator[Cell]:
-  """All cells, the small model and the small meshes first."""
-  for config, count, vocab, head in itertools.product(models, sizes, VOCABULARIES, HEADS):
+def grid(
+  models: Sequence[str] = tuple(WINDOWS),
+  vocabularies: Sequence[int] = VOCABULARIES,
+  sizes: Sequence[int] = tuple(TOPOLOGIES),
+) -> Iterator[Cell]:
+  """All cells, in the order of the arguments."""
+  for config, vocab, count, head in itertools.product(models, vocabularies, sizes, HEADS):
     yield Cell(config, head, vocab, count)
 
 
@@ -125,7 +129,7 @@ def _apart(cell: Cell) -> dict[str, Any]:
 
 def render(rows: Mapping[Cell, dict[str, Any]]) -> None:
   """Writes the table and a plot for each model that has a row."""
-  order = {cell: rows.get(cell) for cell in grid(list(WINDOWS), list(TOPOLOGIES))}
+  order = {cell: rows.get(cell) for cell in grid()}
   scaling_report.write_table(order, WORK, TABLE)
   for config in WINDOWS:
     some = {cell: row for cell, row in order.items() if cell.config == config}
@@ -139,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   speak_plainly()
   try:
     if not options.render:
-      fill(RESULTS, list(grid(options.models, options.chips)))
+      fill(RESULTS, list(grid(options.models, options.vocabularies, options.chips)))
     render(read_rows(RESULTS))
   except KeyboardInterrupt:
     print("stopped; the same command again goes on", file=sys.stderr)
@@ -157,6 +161,9 @@ def _parser() -> argparse.ArgumentParser:
     epilog=f"Rows are appended to {RESULTS}; what has one is not planned again.",
   )
   parser.add_argument("--models", nargs="+", choices=WINDOWS, default=list(WINDOWS))
+  parser.add_argument(
+    "--vocabularies", nargs="+", type=int, choices=VOCABULARIES, default=list(VOCABULARIES)
+  )
   parser.add_argument("--chips", nargs="+", type=int, choices=TOPOLOGIES, default=list(TOPOLOGIES))
   parser.add_argument("--render", action="store_true", help="plan nothing, render what there is")
   return parser

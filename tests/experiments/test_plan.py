@@ -131,7 +131,7 @@ def test_the_roofline_is_the_longest_of_its_limits():
 
 
 def test_the_grid_is_weakly_scaled():
-  cells = list(scaling.grid(["lm_1b", "lm_8b"], [16, 1024]))
+  cells = list(scaling.grid(sizes=[16, 1024]))
   assert len(set(cells)) == 2 * 2 * 3 * 3
   for cell in (cells[0], cells[-1]):
     made = cell.experiment()
@@ -149,7 +149,7 @@ def test_a_large_decoder_has_the_size_in_its_name():
 
 
 def test_missing_and_failed_cells_are_shown_as_such(tmp_path):
-  cells = list(scaling.grid(["lm_1b"], [16, 64]))
+  cells = list(scaling.grid(["lm_1b"], sizes=[16, 64]))
   rows = dict.fromkeys(cells) | {cells[0]: {"failed": "no memory"}}
   scaling_report.write_table(rows, "little", tmp_path / "table.md")
   text = (tmp_path / "table.md").read_text()
