@@ -112,7 +112,10 @@ class Roofline:
 
 
 def roofline(chip: Chip, flops: float, traffic: float, sent: Sequence[Collective]) -> Roofline:
-  """The limits of a chip on a step that computes, moves and sends this much."""
+  """The limits of a chip on a step that computes, moves and sends this much.
+
+  Of GPUs, a group that spans nodes is taken to send all of its bytes between them.
+  """
   inside = outside = 0.0
   for one in sent:
     if chip.node is not None and one.spread >= chip.node:

@@ -1,12 +1,14 @@
 """How does the grid of plans read as tables and plots?"""
 
+import math
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
 from vqjax import report
 from vqjax.report import units
@@ -20,10 +22,12 @@ _INTRODUCTION = """\
 # From 16 chips to 1,024
 
 Plans of `python -m experiments.scaling`: the real training step, compiled for TPU v5p slices that
-are not here. Nothing was run. Each chip has the same work at every size, {work}. On every mesh
-`model` has 8 chips and `fsdp` all others. Parameters are float32, products bfloat16, blocks are
-computed again in the backward pass, the optimiser is AdamW; the embedding is dense and untied in
-all rows. The codebook has 4,096 codes and a bias for each token, the grouped head sqrt(V) groups.
+are not here. Nothing was run. Each chip has the same work at every size,
+{work}.
+On every mesh `model` has 8 chips and `fsdp` all others. Parameters are float32, products bfloat16,
+blocks are computed again in the backward pass, the optimiser is AdamW. The embedding is dense and
+untied in all rows: the heads differ, nothing else. The codebook has 4,096 codes and a bias for each
+token, the grouped head sqrt(V) groups.
 
 {counts}
 
@@ -40,6 +44,10 @@ _METRICS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
   ("... of it parameters and optimiser state", lambda plan: units.size(_state(plan))),
   ("... and of that the head's", lambda plan: units.size(plan["bytes"]["head"])),
   ("Sent by a chip in a step", lambda plan: units.size(plan["sent"])),
+  (
+    "... of it along fsdp: weights, their gradients, and sums over the batch",
+    lambda plan: units.size(_sent_along(plan, "fsdp")),
+  ),
   ("Least time of a step, milliseconds", lambda plan: _least(plan)),
 )
 
@@ -51,6 +59,10 @@ def _fitting(plan: Mapping[str, Any]) -> str:
 
 def _state(plan: Mapping[str, Any]) -> int:
   return plan["bytes"]["params"] + plan["bytes"]["opt_state"]
+
+
+def _sent_along(plan: Mapping[str, Any], axis: str) -> float:
+  return sum(row["sent"] for row in plan["collectives"] if axis in row["axes"])
 
 
 def _least(plan: Mapping[str, Any]) -> str:
@@ -80,9 +92,10 @@ def _counts(rows: Rows) -> str:
   }
   commits = sorted({str(plan["provenance"]["commit"]) for plan in plans})
   return (
-    f"{len(plans)} of {len(rows)} cells are planned, by {'; '.join(sorted(versions))}, at commit"
-    f" {', '.join(commits)}. A cell took {seconds[0]:.0f} to {seconds[-1]:.0f} seconds to compile,"
-    f" half of them at most {seconds[len(seconds) // 2]:.0f}."
+    f"{len(plans)} of {len(rows)} cells are planned, by {'; '.join(sorted(versions))},\n"
+    f"at commit {', '.join(commits)}. A cell took {seconds[0]:.0f} to {seconds[-1]:.0f} seconds to"
+    f" compile on a busy machine of two cores,\nhalf of them at most"
+    f" {seconds[len(seconds) // 2]:.0f}."
   )
 
 
@@ -105,23 +118,50 @@ def _shown(row: Mapping[str, Any] | None, value: Callable[[Mapping[str, Any]], s
   return value(row["plan"]) if "plan" in row else "failed"
 
 
+_BYTES, _MILLISECONDS = units.size, lambda value: f"{value:g} ms"
+_PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float], Callable], ...] = (
+  ("memory of a chip", "linear", lambda plan: plan["bytes"]["total"], _BYTES),
+  ("of it the head's state", "log", lambda plan: plan["bytes"]["head"], _BYTES),
+  ("sent by a chip in a step", "linear", lambda plan: plan["sent"], _BYTES),
+  ("of it along fsdp", "linear", lambda plan: _sent_along(plan, "fsdp"), _BYTES),
+  (
+    "least time of a step",
+    "linear",
+    lambda plan: 1000 * plan["roofline"]["seconds"],
+    _MILLISECONDS,
+  ),
+)
+
+
 def write_plot(rows: Rows, path: pathlib.Path) -> None:
-  """Draws memory and sent bytes of a chip over the number of chips, a column for each V."""
+  """Draws what a chip holds, sends and takes over the number of chips, a column for each V."""
   vocabularies = sorted({cell.vocab for cell in rows})
-  figure = Figure(figsize=(2.9 * len(vocabularies), 5.2), layout="constrained")
-  panels = figure.subplots(2, len(vocabularies), sharex=True, sharey="row")
-  values = (lambda plan: plan["bytes"]["total"]), (lambda plan: plan["sent"])
-  for at, vocab in enumerate(vocabularies):
-    some = {cell: row for cell, row in rows.items() if cell.vocab == vocab}
-    for axes, value in zip(panels[:, at], values, strict=True):
-      _draw(axes, some, value)
-    panels[0, at].set_title(f"V = {vocab:,}", fontsize=10, color=INK)
-    panels[1, at].set_xlabel("chips")
-  panels[0, 0].set_ylabel("memory of a chip")
-  panels[1, 0].set_ylabel("sent by a chip in a step")
-  panels[0, -1].legend(fontsize=8, frameon=False, labelcolor=INK)
+  figure = Figure(figsize=(2.9 * len(vocabularies), 10), layout="constrained")
+  panels = figure.subplots(len(_PANELS), len(vocabularies), sharex=True, sharey="row")
+  for line, (title, scale, value, text) in zip(panels, _PANELS, strict=True):
+    for axes, vocab in zip(line, vocabularies, strict=True):
+      _draw(axes, {cell: row for cell, row in rows.items() if cell.vocab == vocab}, value)
+    line[0].set_ylabel(title, color=INK)
+    drawn = [value(row["plan"]) for row in rows.values() if row and "plan" in row]
+    _value_axis(line[0], scale, max(drawn), text)
+  for axes, vocab in zip(panels[0], vocabularies, strict=True):
+    axes.set_title(f"V = {vocab:,}", fontsize=10, color=INK)
+  for axes in panels[-1]:
+    axes.set_xlabel("chips", color=INK)
+  panels[0, 0].legend(fontsize=8, frameon=False, labelcolor=INK, loc="lower left")
   path.parent.mkdir(parents=True, exist_ok=True)
   report.save_png(figure, path)
+
+
+def _value_axis(axes: Axes, scale: str, most: float, text: Callable[[float], str]) -> None:
+  """Bytes at powers of two; where the axis starts at zero, four to eight ticks of equal steps."""
+  axes.set_yscale(scale, **({"base": 4} if scale == "log" else {}))
+  axes.yaxis.set_minor_locator(NullLocator())
+  if scale == "linear":
+    axes.set_ylim(0, 1.12 * most)
+  if scale == "linear" and text is _BYTES:
+    axes.yaxis.set_major_locator(MultipleLocator(2 ** math.floor(math.log2(most / 4))))
+  axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: re.sub(r"\.0+(?= )", "", text(y))))
 
 
 def _draw(axes: Axes, rows: Rows, value: Callable[[Mapping[str, Any]], float]) -> None:
@@ -129,16 +169,13 @@ def _draw(axes: Axes, rows: Rows, value: Callable[[Mapping[str, Any]], float]) -
   for head, color, marker in zip(dict.fromkeys(c.head for c in rows), SERIES, markers):
     some = {cell.chips: row for cell, row in rows.items() if cell.head == head}
     points = sorted((n, value(row["plan"])) for n, row in some.items() if row and "plan" in row)
-    axes.plot(*zip(*points), marker=marker, markersize=5, color=color, label=head)
+    x, y = zip(*points) if points else ((), ())
+    axes.plot(x, y, marker=marker, markersize=5, color=color, label=head)
   sizes = sorted({cell.chips for cell in rows})
   axes.set_xscale("log", base=2)
   axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
   axes.minorticks_off()
-  axes.set_ylim(bottom=0)
-  axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: units.size(size)))
   axes.spines[["top", "right"]].set_visible(False)
   axes.spines[:].set_color(INK)
   axes.tick_params(colors=INK, labelsize=8)
-  axes.xaxis.label.set_color(INK)
-  axes.yaxis.label.set_color(INK)
   axes.grid(color=INK, alpha=0.15, linewidth=0.6)
