@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from vqjax.training.distributed import is_joined
+from vqjax.training.distributed import await_verdict, is_joined
 from vqjax.training.state import TrainState, checksum
 
 UNWRITABLE = frozenset(
@@ -111,13 +111,14 @@ class Checkpoints:
       except Exception as error:  # whatever a damaged file makes the reader raise
         if "RESOURCE_EXHAUSTED" in str(error):
           raise
-        self._set_aside(step, error)
-        damaged.append(step)
+        await_verdict(error)
+        message = self._set_aside(step, error)
         if is_joined():  # the others may have read their part of it, and wait
           raise ValueError(
-            f"checkpoint {step} in {self.folder} is damaged and moved aside; run the same command"
-            " again to go on from the one before"
+            f"{message}; run the same command again to go on from the one before"
           ) from error
+        warnings.warn(f"{message} and the one before is tried", stacklevel=2)
+        damaged.append(step)
     if damaged:
       raise ValueError(
         f"no checkpoint of {self.folder} is intact: {damaged} are moved to"
@@ -155,11 +156,10 @@ class Checkpoints:
         " wrote it, or give another run folder with --run"
       )
 
-  def _set_aside(self, step: int, error: Exception) -> None:
+  def _set_aside(self, step: int, error: Exception) -> str:
+    """Moves a checkpoint out of the way, and says so."""
     aside = self.folder.parent / "damaged" / str(step)
     reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    message = f"checkpoint {step} in {self.folder} is damaged ({reason}); it is moved to {aside}"
-    warnings.warn(f"{message} and the one before is tried", stacklevel=2)
     aside.parent.mkdir(exist_ok=True)
     target = aside
     number = 1
@@ -169,6 +169,7 @@ class Checkpoints:
       (self.folder / str(step)).rename(target)
     if not is_joined():  # a collective
       self._manager.reload()
+    return f"checkpoint {step} in {self.folder} is damaged ({reason}); it is moved to {target}"
 
   def wait(self) -> None:
     """Returns when everything is on disk; raises what went wrong on the way there."""
