@@ -1,10 +1,10 @@
-# What can I run here?  make demo | test | lint | bench | install | smoke | clean
+# What can I run here?  make demo | test | lint | bench | bench-gpu | install | smoke | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint bench smoke clean
+.PHONY: install demo test lint bench bench-gpu smoke clean
 
 install: $(STAMP)
 
@@ -30,8 +30,16 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m experiments.bench_softmax
+	$(PY) -m experiments.bench_options
+	$(PY) -m experiments.bench_memory
 	$(PY) -m experiments.bench_heads
 	$(PY) -m experiments.bench_loop
+
+# On any machine with a GPU, jax for it and flax, nothing of this repository installed:
+# make bench-gpu PY=python3 ARGS="--json gpu.json"
+bench-gpu:
+	@py=$(PY); command -v $$py > /dev/null || py=$(PYTHON); \
+	  PYTHONPATH=. $$py -m experiments.bench_gpu $(ARGS)
 
 # The demo's whole path in seconds, to see that it works.
 smoke: $(STAMP)

@@ -1,84 +1,98 @@
-"""How much faster and smaller are the compressed heads than a dense softmax?"""
+"""How much faster and smaller are the compressed heads than a dense softmax?
 
-import jax
-from rich.console import Console
-from rich.table import Table
+python -m experiments.bench_heads
+python -m experiments.bench_heads --json heads.json
+"""
 
-from experiments.bench_softmax import materialised_loss
+import sys
+from collections.abc import Sequence
+
+from experiments import benching, losses
+from experiments.losses import Shape
 from experiments.timing import compare
-from vqjax import CodebookHead, DenseHead, GroupedHead, Head
-from vqjax.training.provenance import device
+from vqjax import CodebookHead, DenseHead, GroupedHead
+from vqjax.heads.workload import loss_and_gradient
+from vqjax.training.provenance import device, provenance
+
+NAIVE = "dense, materialised"
 
 
-def head_program(head: Head, tokens: int):
-  """(loss and gradient of a freshly initialised head, its arguments)."""
-  keys = jax.random.split(jax.random.key(0), 3)
-  hidden = jax.random.normal(keys[0], (tokens, head.dim))
-  targets = jax.random.randint(keys[1], (tokens,), 0, head.vocab)
-  variables = jax.jit(head.init)(keys[2], hidden[:1])
-  tables = {name: tree for name, tree in variables.items() if name != "params"}
-
-  def loss(params, hidden, tables, targets):
-    return -head.apply({"params": params, **tables}, hidden, targets, method="log_prob").mean()
-
-  arguments = variables["params"], hidden, tables, targets
-  return jax.value_and_grad(loss, argnums=(0, 1)), arguments
-
-
-def materialised_program(vocab: int, dim: int, tokens: int):
-  """(loss and gradient with all logits at once, its arguments)."""
-  _, (params, hidden, _, targets) = head_program(DenseHead(vocab, dim), tokens)
-  loss = jax.value_and_grad(materialised_loss, argnums=(0, 1))
-  return loss, (hidden, params["weight"], targets)
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the tables, writes what was asked for, and returns the exit code."""
+  options = benching.parser("experiments.bench_heads", __doc__.splitlines()[0]).parse_args(
+    arguments
+  )
+  if options.quick:
+    shapes, larger, codes, rounds = (Shape(32, 16, 512), Shape(32, 16, 2039)), 4099, 16, 1
+  else:
+    shapes = Shape(4096, 256, 32000), Shape(4096, 256, 50257)
+    larger, codes, rounds = 267_735, 1024, 5
+  figures = {
+    "heads": [against_dense(shape, codes, rounds) for shape in shapes],
+    "growth": growth(shapes[0], larger, codes, 5 * rounds),
+  }
+  benching.write(options.json, figures | {"provenance": provenance()})
+  return 0
 
 
-def against_dense(console: Console, vocab: int, n=4096, d=256, codes=1024) -> None:
+def against_dense(shape: Shape, codes: int, rounds: int) -> dict:
   """Prints every head's cost at one vocabulary, relative to the materialised dense loss."""
-  programs = {"dense, materialised": materialised_program(vocab, d, n)} | {
-    name: head_program(head, n)
-    for name, head in {
-      "dense, tiled": DenseHead(vocab, d),
-      f"codebook K={codes}": CodebookHead(vocab, d, codes),
-      f"codebook K={codes} + bias": CodebookHead(vocab, d, codes, token_bias=True),
-      "grouped": GroupedHead(vocab, d),
-    }.items()
+  vocab, dim = shape.vocab, shape.dim
+  heads = {
+    "dense, tiled": DenseHead(vocab, dim),
+    f"codebook K={codes}": CodebookHead(vocab, dim, codes),
+    f"codebook K={codes} + bias": CodebookHead(vocab, dim, codes, token_bias=True),
+    "grouped": GroupedHead(vocab, dim),
   }
-  timed = compare(programs)
-  first = timed["dense, materialised"]
-  table = Table(title=f"loss and gradient, N={n} D={d} V={vocab} float32, {device()}")
-  for column in ("", "ms", "times faster", "temp MiB", "times smaller"):
-    table.add_column(column, justify="left" if not column else "right")
-  for name, t in timed.items():
-    table.add_row(
-      name,
-      f"{t.seconds * 1e3:.1f}",
-      f"{first.seconds / t.seconds:.1f}",
-      f"{t.temp_bytes / 2**20:.1f}",
-      f"{first.temp_bytes / max(t.temp_bytes, 1):.1f}",
-    )
-  console.print(table)
+  programs = {NAIVE: (losses.gradient(losses.materialised_loss), losses.arrays(shape))}
+  programs |= {name: loss_and_gradient(head, shape.tokens) for name, head in heads.items()}
+  timed = compare(programs, rounds)
+  first = timed[NAIVE]
+  rows = {
+    name: {
+      "seconds": t.seconds,
+      "times_faster": first.seconds / t.seconds,
+      "temp_bytes": t.temp_bytes,
+      "times_smaller": first.temp_bytes / max(t.temp_bytes, 1),
+    }
+    for name, t in timed.items()
+  }
+  benching.show(
+    f"loss and gradient, {shape} float32, {device()}",
+    ("", "ms", "times faster", "temp MiB", "times smaller"),
+    [_cells(name, row) for name, row in rows.items()],
+  )
+  return {"shape": shape._asdict(), "rows": rows}
 
 
-def growth(console: Console, small=32000, large=267_735, n=4096, d=256, codes=1024) -> None:
+def _cells(name: str, row: dict) -> list[str]:
+  return [
+    name,
+    f"{row['seconds'] * 1e3:.1f}",
+    f"{row['times_faster']:.1f}",
+    benching.mib(row["temp_bytes"]),
+    f"{row['times_smaller']:.1f}",
+  ]
+
+
+def growth(shape: Shape, larger: int, codes: int, rounds: int) -> dict[str, float]:
   """Prints what a larger vocabulary costs a codebook."""
+  vocabs, biased = (shape.vocab, larger), {"": False, " + bias": True}
   programs = {
-    f"{vocab}{' + bias' if bias else ''}": head_program(
-      CodebookHead(vocab, d, codes, token_bias=bias), n
+    f"{vocab}{suffix}": loss_and_gradient(
+      CodebookHead(vocab, shape.dim, codes, token_bias=bias), shape.tokens
     )
-    for bias in (False, True)
-    for vocab in (small, large)
+    for suffix, bias in biased.items()
+    for vocab in vocabs
   }
-  timed = compare(programs, rounds=25)
-  for suffix in ("", " + bias"):
-    ratio = timed[f"{large}{suffix}"].seconds / timed[f"{small}{suffix}"].seconds
-    console.print(
-      f"codebook K={codes}{suffix}: V={large} takes {ratio:.2f}x the time of V={small}",
-      highlight=False,
-    )
+  timed = compare(programs, rounds)
+  ratios = {}
+  for suffix in biased:
+    name = f"codebook K={codes}{suffix}"
+    ratios[name] = timed[f"{larger}{suffix}"].seconds / timed[f"{shape.vocab}{suffix}"].seconds
+    benching.say(f"{name}: V={larger} takes {ratios[name]:.2f}x the time of V={shape.vocab}")
+  return ratios
 
 
 if __name__ == "__main__":
-  terminal = Console()
-  against_dense(terminal, 32000)
-  growth(terminal)
-  against_dense(terminal, 50257)
+  sys.exit(main())

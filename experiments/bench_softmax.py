@@ -1,75 +1,108 @@
-"""Is the tiled softmax as fast as materialised logits, how much smaller, and how exact?"""
+"""Is the tiled softmax as fast as materialised logits and tokamax, how much smaller, how exact?
+
+python -m experiments.bench_softmax
+python -m experiments.bench_softmax --json softmax.json
+"""
+
+import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from rich.console import Console
-from rich.table import Table
 
-from experiments.timing import compare
+from experiments import benching, losses
+from experiments.losses import Shape, gradient
+from experiments.timing import Timed, compare
 from vqjax import linear_log_prob
-from vqjax.training.provenance import device
+from vqjax.training.provenance import device, provenance
 
-TILES = (None, (256, 1280), (512, 640), (512, 2560), (1024, 1280), (2048, 640))
-
-
-def arrays(n: int, d: int, v: int, dtype=jnp.float32):
-  """Hidden vectors, a weight whose scores have variance 1, and tokens."""
-  keys = jax.random.split(jax.random.key(0), 3)
-  hidden = jax.random.normal(keys[0], (n, d)).astype(dtype)
-  weight = (jax.random.normal(keys[1], (v, d)) * d**-0.5).astype(dtype)
-  return hidden, weight, jax.random.randint(keys[2], (n,), 0, v)
+NAIVE, OURS = "materialised (optax)", "linear_log_prob"
+TILES = ((256, 1280), (512, 640), (512, 2560), (1024, 1280), (2048, 640))
+COLUMNS = ("", "ms", "time ratio", "temp MiB", "loss", "off float64")
+WRONG = 1e-4
+"""Nats: float32 sums of any order are closer to float64 than this, a different sum is not."""
 
 
-def materialised_loss(hidden, weight, tokens):
-  """The loss that everybody writes first: all logits at once."""
-  return optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T, tokens).mean()
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the tables, writes what was asked for, and returns the exit code."""
+  options = benching.parser("experiments.bench_softmax", __doc__.splitlines()[0]).parse_args(
+    arguments
+  )
+  if options.quick:
+    sizes, tiles, rounds = (Shape(32, 16, 512), Shape(32, 16, 509)), TILES[:1], 1
+  else:
+    sizes, tiles, rounds = (Shape(2048, 256, 32000), Shape(2048, 256, 50257)), TILES, 5
+  tables = [speed(sizes[0], tiles, rounds), speed(sizes[1], (), rounds)]
+  figures = {
+    "speed": tables,
+    "exactness": exactness(sizes[1]._replace(tokens=sizes[1].tokens // 2)),
+  }
+  benching.write(options.json, figures | {"provenance": provenance()})
+  return 0
 
 
-def tiled_loss(tile=None):
-  """The same loss in tiles."""
-  return lambda h, w, t: -linear_log_prob(h, w, t, tile=tile).mean()
+def speed(shape: Shape, tiles: Sequence[tuple[int, int]], rounds: int) -> dict:
+  """Prints time, temporaries and loss of loss and gradient, against the materialised ones."""
+  data = losses.arrays(shape)
+  programs = {
+    NAIVE: (gradient(losses.materialised_loss), data),
+    OURS: (gradient(losses.tiled_loss()), data),
+  }
+  programs |= {f"  tile {n} x {v}": (gradient(losses.tiled_loss((n, v))), data) for n, v in tiles}
+  peers, refused = losses.tokamax_programs(data)
+  timed = compare(programs | peers, rounds)
+  expected = -float(losses.exact_log_prob(*data).mean())
+  rows = {name: _figures(t, timed[NAIVE], expected) for name, t in timed.items()}
+  benching.show(
+    f"loss and gradient, {shape} float32, {device()}",
+    COLUMNS,
+    [_cells(name, row) for name, row in rows.items()],
+  )
+  for name, why in refused.items():
+    benching.say(f"{name} does not run here: {why}")
+  return {"shape": shape._asdict(), "loss_float64": expected, "rows": rows, "refused": refused}
 
 
-def speed(console: Console, n=2048, d=256, v=32000) -> None:
-  """Prints time and temporaries of loss and gradient, against the materialised ones."""
-  data = arrays(n, d, v)
-  gradient = lambda f: jax.value_and_grad(f, argnums=(0, 1))
-  programs = {"materialised (optax)": (gradient(materialised_loss), data)}
-  for tile in TILES:
-    name = "linear_log_prob" if tile is None else f"  tile {tile[0]} x {tile[1]}"
-    programs[name] = gradient(tiled_loss(tile)), data
-  timed = compare(programs)
-  first = timed["materialised (optax)"]
-  table = Table(title=f"loss and gradient, N={n} D={d} V={v} float32, {device()}")
-  for column in ("", "ms", "time ratio", "temp MiB", "loss"):
-    table.add_column(column, justify="left" if not column else "right")
-  for name, t in timed.items():
-    ratio, mib = t.seconds / first.seconds, t.temp_bytes / 2**20
-    loss = float(t.output[0])
-    table.add_row(name, f"{t.seconds * 1e3:.0f}", f"{ratio:.2f}", f"{mib:.1f}", f"{loss:.6f}")
-  console.print(table)
+def _figures(timed: Timed, first: Timed, expected: float) -> dict:
+  loss = float(timed.output[0])
+  return {
+    "seconds": timed.seconds,
+    "time_ratio": timed.seconds / first.seconds,
+    "temp_bytes": timed.temp_bytes,
+    "loss": loss,
+    "error": abs(loss - expected),
+  }
 
 
-def exactness(console: Console, n=1000, d=256, v=50257) -> None:
+def _cells(name: str, row: dict) -> list[str]:
+  wrong = " WRONG" if row["error"] > WRONG else ""
+  return [
+    name,
+    f"{row['seconds'] * 1e3:.1f}",
+    f"{row['time_ratio']:.2f}",
+    benching.mib(row["temp_bytes"]),
+    f"{row['loss']:.6f}",
+    f"{row['error']:.0e}{wrong}",
+  ]
+
+
+def exactness(shape: Shape) -> list[dict]:
   """Prints the largest error of a token's log-probability against float64, in nats."""
+  found = []
   for dtype in (jnp.float32, jnp.bfloat16):
-    hidden, weight, tokens = arrays(n, d, v, dtype)
-    logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
-    top = logits.max(axis=1, keepdims=True)
-    log_z = top[:, 0] + np.log(np.exp(logits - top).sum(axis=1))
-    expected = logits[np.arange(n), tokens] - log_z
-    found = np.asarray(jax.jit(linear_log_prob)(hidden, weight, tokens), np.float64)
-    each, mean = np.abs(found - expected).max(), abs(found.mean() - expected.mean())
-    console.print(
-      f"N={n} D={d} V={v} {jnp.dtype(dtype).name}: off float64 on the same values by at most"
-      f" {each:.1e} nats a token, {mean:.1e} in the mean loss",
-      highlight=False,
+    data = losses.arrays(shape, dtype)
+    expected = losses.exact_log_prob(*data)
+    ours = np.asarray(jax.jit(linear_log_prob)(*data), np.float64)
+    each, mean = np.abs(ours - expected).max(), abs(ours.mean() - expected.mean())
+    name = jnp.dtype(dtype).name
+    benching.say(
+      f"{shape} {name}: off float64 on the same values by at most {each:.1e} nats a token,"
+      f" {mean:.1e} in the mean loss"
     )
+    found.append({"dtype": name, "token": float(each), "mean": float(mean)})
+  return found
 
 
 if __name__ == "__main__":
-  terminal = Console()
-  speed(terminal)
-  exactness(terminal)
+  sys.exit(main())

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import jax
 
+Program = tuple[Callable, tuple]
+"""A function and its arguments."""
+
 
 class Timed(NamedTuple):
   """What one compiled program cost.
@@ -14,16 +17,18 @@ class Timed(NamedTuple):
   Attributes:
     seconds: median time of a call.
     temp_bytes: the compiler's account of its temporaries.
+    peak_bytes: the same, with its arguments and results.
     output: what the last call returned.
   """
 
   seconds: float
   temp_bytes: int
+  peak_bytes: int
   output: object
 
 
-def compare(programs: dict[str, tuple[Callable, tuple]], rounds: int = 5) -> dict[str, Timed]:
-  """Compiles each (function, arguments), then calls all of them in turn, `rounds` times.
+def compare(programs: dict[str, Program], rounds: int = 5) -> dict[str, Timed]:
+  """Compiles each program, then calls all of them in turn, `rounds` times.
 
   A program that takes less than a fifth of the slowest is called five times a round, so that its
   median rests on as much time.
@@ -33,6 +38,8 @@ def compare(programs: dict[str, tuple[Callable, tuple]], rounds: int = 5) -> dic
   outputs = dict.fromkeys(programs)
 
   def call(name):
+    # Before the call: two results at once would raise the peak of memory.
+    outputs[name] = None
     start = time.perf_counter()
     outputs[name] = jax.block_until_ready(compiled[name](*programs[name][1]))
     return time.perf_counter() - start
@@ -44,11 +51,21 @@ def compare(programs: dict[str, tuple[Callable, tuple]], rounds: int = 5) -> dic
       call(name)  # not counted: it meets the caches and the heap as another program left them
       times[name] += [call(name) for _ in range(repeats[name])]
   return {
-    name: Timed(statistics.median(times[name]), _temp_bytes(compiled[name]), outputs[name])
-    for name in programs
+    name: Timed(statistics.median(times[name]), temp_bytes(one), peak_bytes(one), outputs[name])
+    for name, one in compiled.items()
   }
 
 
-def _temp_bytes(compiled) -> int:
+def temp_bytes(compiled: jax.stages.Compiled) -> int:
+  """Temporaries on each device, by the compiler's own account; 0 where it gives none."""
   memory = compiled.memory_analysis()
   return 0 if memory is None else int(memory.temp_size_in_bytes)
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+  """Arguments, results and temporaries together, by the compiler's own account."""
+  memory = compiled.memory_analysis()
+  if memory is None:
+    return 0
+  held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  return int(held + memory.temp_size_in_bytes)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from vqjax.heads import Head
+from vqjax.heads.workload import loss_and_gradient
 
 
 class Cost(NamedTuple):
@@ -26,20 +27,10 @@ class Cost(NamedTuple):
 
 def loss_cost(head: Head, tokens: int, dtype=jnp.float32, repeats: int = 5) -> Cost:
   """Measures a freshly initialised head on random hidden vectors and tokens."""
-  keys = jax.random.split(jax.random.key(0), 3)
-  hidden = jax.random.normal(keys[0], (tokens, head.dim), dtype)
-  targets = jax.random.randint(keys[1], (tokens,), 0, head.vocab)
-  variables = jax.jit(head.init)(keys[2], hidden[:1])
-  params = variables["params"]
-  tables = {name: tree for name, tree in variables.items() if name != "params"}
-
-  def loss(params, hidden, tables, targets):
-    return -head.apply({"params": params, **tables}, hidden, targets, method="log_prob").mean()
-
-  gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-  compiled = gradient.lower(params, hidden, tables, targets).compile()
+  function, arguments = loss_and_gradient(head, tokens, dtype)
+  compiled = jax.jit(function).lower(*arguments).compile()
   memory = compiled.memory_analysis()
-  run = lambda: jax.block_until_ready(compiled(params, hidden, tables, targets))
+  run = lambda: jax.block_until_ready(compiled(*arguments))
   run()
   times = []
   for _ in range(repeats):

@@ -1,0 +1,47 @@
+"""What do all benches share: their options, how a table is printed, what is written?"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def parser(module: str, description: str) -> argparse.ArgumentParser:
+  """The options of a bench: `--quick` and `--json`."""
+  made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+  made.add_argument("--quick", action="store_true", help="tiny sizes: to see that it works")
+  made.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures")
+  return made
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+  """Prints a table; the first column holds names, the others numbers."""
+  say(title)
+  table = Table()
+  for index, column in enumerate(columns):
+    table.add_column(column, justify="right" if index else "left", overflow="fold")
+  for row in rows:
+    table.add_row(*map(Text, row))
+  Console().print(table)
+
+
+def say(text: str) -> None:
+  """Prints a line as it is."""
+  Console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def mib(count: int | None) -> str:
+  """Bytes in MiB; a dash for None."""
+  return "—" if count is None else f"{count / 2**20:.1f}"
+
+
+def write(file: pathlib.Path | None, figures: dict) -> None:
+  """Writes the figures, where a file was asked for."""
+  if file is None:
+    return
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
