@@ -16,7 +16,8 @@ import pytest
 from vqjax.training import distributed
 
 ROOT = pathlib.Path(__file__).parents[2]
-SILENCE = 4.0
+STEPS = 24
+SILENCE = 6.0
 """Seconds without a sign of life, for these processes on one machine."""
 
 CONFIG = '''
@@ -63,7 +64,7 @@ def experiment():
       dim=16, layers=1, heads=2, context=8, dropout=0.1,
     ),
     data=Text(valid_fraction=0.2, test_fraction=0.2), tokenizer=WordTokenizer(), loader=Recorded(),
-    train=Train(steps=30, batch=8, log_every=1, eval_every=30, save_every=10, warmup=5),
+    train=Train(steps=24, batch=8, log_every=1, eval_every=24, save_every=8, warmup=5),
   )
 '''
 
@@ -81,7 +82,9 @@ class Launcher:
 
   def start(self, run, *arguments, processes=2, devices=4, each=lambda i: ()):
     env = os.environ | {
-      "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+      # To compile is most of the time that these runs take.
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"
+      " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
       "JAX_PLATFORMS": "cpu",
       "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -175,10 +178,10 @@ def test_two_processes_train_what_one_does_and_survive_the_death_of_either(launc
   # Sums over devices come in another order, in float32.
   np.testing.assert_allclose(launcher.losses("two"), launcher.losses(one), rtol=1e-5)
   alone, shared = launcher.read(one, 1), launcher.read("two", 2)
-  steps = {key: targets for key, targets in alone.items() if key[0] < 30}
+  steps = {key: targets for key, targets in alone.items() if key[0] < STEPS}
   assert {key: shared[key] for key in steps} == steps
-  assert len(steps) == 30 * 8
-  for victim, step in ((1, 13), (0, 23)):
+  assert len(steps) == STEPS * 8
+  for victim, step in ((1, 10), (0, 18)):
     processes = launcher.start("killed", processes=2)
     launcher.wait_for_step("killed", step, processes)
     processes[victim].send_signal(signal.SIGKILL)
@@ -195,15 +198,15 @@ def test_two_processes_train_what_one_does_and_survive_the_death_of_either(launc
 
 def test_one_signal_stops_all_after_the_same_step_and_any_number_of_devices_goes_on(launcher, one):
   processes = launcher.start("moved")
-  launcher.wait_for_step("moved", 8, processes)
+  launcher.wait_for_step("moved", 6, processes)
   processes[1].send_signal(signal.SIGTERM)
   (first, err), (second, _) = finish(processes)
   assert (first, second) == (128 + signal.SIGTERM,) * 2
   stopped, *_ = launcher.checksums("moved")
   assert f"stopped by SIGTERM after step {stopped}, which is saved" in err
-  assert launcher.rows("moved")[-1]["step"] == stopped < 30
+  assert launcher.rows("moved")[-1]["step"] == stopped < STEPS
   (alone,) = launcher.start("moved", processes=1, devices=1)
-  launcher.wait_for_step("moved", stopped + 5, [alone])
+  launcher.wait_for_step("moved", stopped + 3, [alone])
   alone.send_signal(signal.SIGTERM)
   assert finish([alone])[0][0] == 128 + signal.SIGTERM
   finish_well(launcher.start("moved"))
@@ -211,7 +214,7 @@ def test_one_signal_stops_all_after_the_same_step_and_any_number_of_devices_goes
 
 
 def test_processes_of_different_configs_stop_and_say_who_has_which(launcher):
-  processes = launcher.start("mixed", each=lambda i: [f"train.steps={30 + i}"])
+  processes = launcher.start("mixed", each=lambda i: [f"train.steps={STEPS + i}"])
   for code, _ in (ended := finish(processes, 60)):
     assert code == 2
   message = ended[0][1].splitlines()[-1]
@@ -255,6 +258,49 @@ def test_nobody_waits_longer_than_asked_for_a_coordinator_or_for_the_others(laun
 def test_a_place_that_cannot_be_is_refused_at_once(place, message):
   with pytest.raises(ValueError, match=message):
     distributed.start(*place)
+
+
+SLURM = {
+  "SLURM_JOB_ID": "4097",
+  "SLURM_STEP_NODELIST": "node[07-09]",
+  "SLURM_NTASKS": "3",
+  "SLURM_PROCID": "2",
+  "SLURM_LOCALID": "0",
+  "SLURM_STEP_NUM_NODES": "3",
+}
+OPEN_MPI = {
+  "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+  "OMPI_COMM_WORLD_SIZE": "3",
+  "OMPI_COMM_WORLD_RANK": "2",
+  "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+
+
+@pytest.mark.parametrize(
+  ("variables", "coordinator"), [(SLURM, "node07:61441"), (OPEN_MPI, "10.96.0.1:62624")]
+)
+def test_slurm_and_open_mpi_tell_a_process_its_place(variables, coordinator, monkeypatch):
+  places = []
+  monkeypatch.setattr(distributed, "_connect", lambda place, *_: places.append(place))
+  monkeypatch.setattr(distributed, "Watch", lambda *_: None)
+  monkeypatch.setattr(distributed, "_watch", [])
+  for name, value in variables.items():
+    monkeypatch.setenv(name, value)
+  distributed.start()
+  (place,) = places
+  assert place.coordinator.startswith(coordinator)
+  assert place[1:] == (3, 2, [0])
+  distributed.start(num_processes=1)
+  assert len(places) == 1
+
+
+def test_a_cluster_that_does_not_tell_the_place_lets_a_process_run_alone(monkeypatch):
+  for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "many"}).items():
+    monkeypatch.setenv(name, value)
+  with pytest.warns(UserWarning, match="it runs alone"):
+    distributed.start()
+  with pytest.raises(ValueError, match="give --coordinator, --num-processes and --process-id"):
+    distributed.start("host:1234")
 
 
 def test_a_process_alone_joins_nobody():
