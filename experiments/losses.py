@@ -77,9 +77,12 @@ def tokamax_programs(data: tuple) -> tuple[dict[str, Program], dict[str, str]]:
   Nothing where tokamax is not installed. Each gets its weight as it wants it, [D, V].
   """
   try:
+    from absl import flags
     from tokamax._src.ops.linear_softmax_cross_entropy_loss import api
   except ImportError:
     return {}, {}
+  # tokamax would read its flags from our command line, and refuse what it does not know.
+  flags.FLAGS.mark_as_parsed()
   hidden, weight, tokens = data
   arguments = hidden, jnp.asarray(weight.T), tokens
   programs, refused = {}, {}

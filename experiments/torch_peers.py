@@ -36,11 +36,16 @@ def versions() -> dict[str, str]:
   return found
 
 
-def cut_cross_entropy(shape: Shape, calls: int) -> Cost:
-  """Apple's `linear_cross_entropy`, with its filter of small gradients, as it comes."""
+def cut_cross_entropy(shape: Shape, calls: int, filter_eps: str | None) -> Cost:
+  """Apple's `linear_cross_entropy`; `filter_eps` as it takes it.
+
+  Its default, "high", skips gradients of small probabilities: on random scores over a large
+  vocabulary all are small, and nearly nothing is left to compute. None skips nothing.
+  """
   from cut_cross_entropy import linear_cross_entropy
 
-  return _cost(shape, calls, lambda hidden, weight, t: linear_cross_entropy(hidden, weight, t))
+  loss = lambda hidden, weight, t: linear_cross_entropy(hidden, weight, t, filter_eps=filter_eps)
+  return _cost(shape, calls, loss)
 
 
 def liger(shape: Shape, calls: int) -> Cost:

@@ -1,0 +1,119 @@
+"""Do the benches run, print every column, write what they print, and say what failed?"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from experiments import bench_heads, bench_memory, bench_options, bench_softmax, losses
+from experiments.losses import Shape
+from vqjax import CodebookHead
+from vqjax.training import loss_cost
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(bench, tmp_path, capsys):
+  """What a bench prints at tiny sizes, and what it writes."""
+  file = tmp_path / "new" / "figures.json"
+  assert bench.main(["--quick", "--json", str(file)]) == 0
+  figures = json.loads(file.read_text())
+  assert {"commit", "device", "versions", "date"} <= figures["provenance"].keys()
+  return capsys.readouterr().out, figures
+
+
+def gpu(*arguments):
+  """The GPU bench as a machine runs it that has no GPU."""
+  return subprocess.run(
+    [sys.executable, "-m", "experiments.bench_gpu", *arguments],
+    cwd=ROOT,
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "."},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def test_float64_log_probabilities_are_scipys():
+  hidden, weight, tokens = losses.arrays(Shape(300, 7, 67))
+  scores = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+  expected = log_softmax(scores, axis=1)[np.arange(300), tokens]
+  np.testing.assert_allclose(losses.exact_log_prob(hidden, weight, tokens), expected, rtol=1e-12)
+
+
+def test_softmax_bench_compares_every_loss_with_float64(tmp_path, capsys):
+  out, figures = run(bench_softmax, tmp_path, capsys)
+  for column in ("ms", "time ratio", "temp MiB", "loss", "off float64", "tile 256 x 1280"):
+    assert column in out
+  assert "WRONG" not in out
+  for table in figures["speed"]:
+    assert table["rows"]["materialised (optax)"]["time_ratio"] == 1
+    assert all(row["error"] < bench_softmax.WRONG for row in table["rows"].values())
+
+
+def test_a_loss_that_is_off_is_marked():
+  row = {"seconds": 1.0, "time_ratio": 1.0, "temp_bytes": 0, "loss": 10.39, "error": 0.0145}
+  assert bench_softmax._cells("chunked", row)[-1] == "1e-02 WRONG"
+
+
+def test_options_bench_is_relative_to_the_plain_loss(tmp_path, capsys):
+  out, figures = run(bench_options, tmp_path, capsys)
+  assert "time ratio" in out
+  assert figures["rows"].keys() == bench_options.functions().keys()
+  assert figures["rows"][bench_options.PLAIN]["time_ratio"] == 1
+
+
+def test_heads_bench_prints_every_head_and_the_growth(tmp_path, capsys):
+  out, figures = run(bench_heads, tmp_path, capsys)
+  for text in ("times faster", "times smaller", "codebook K=16 + bias", "grouped", "V=4099 takes"):
+    assert text in out
+  assert figures["heads"][0]["rows"].keys() >= {"dense, tiled", "grouped"}
+  assert len(figures["growth"]) == 2
+
+
+def test_memory_bench_spreads_the_vocabulary_over_devices(tmp_path, capsys):
+  out, figures = run(bench_memory, tmp_path, capsys)
+  assert "MiB a device" in out
+  found = {(r["devices"], r["shape"]["vocab"], r["loss"]): r["temp_bytes"] for r in figures["rows"]}
+  for loss in bench_memory.LOSSES:
+    assert 0 < found[8, 1024, loss] < found[1, 1024, loss]
+
+
+def test_gpu_bench_says_that_there_is_no_gpu():
+  found = gpu()
+  assert found.returncode == 2
+  assert "no GPU: jax sees cpu" in found.stderr
+  assert found.stdout == ""
+
+
+def test_gpu_bench_goes_on_after_a_row_that_fails(tmp_path):
+  file = tmp_path / "gpu.json"
+  found = gpu("--quick", "--json", str(file))
+  assert found.returncode == 0, found.stderr
+  for column in ("ms", "TFLOP/s", "peak (compiler)", "peak (device)"):
+    assert column in found.stdout
+  written = json.loads(file.read_text())
+  (table,) = written["tables"]
+  rows = table["rows"]
+  assert written["device"] == "cpu"
+  assert list(rows)[-1] == "grouped"
+  for name in ("materialised (XLA)", "linear_log_prob", "codebook K=16", "grouped"):
+    shape = table["shape"]
+    work = 6 * shape["tokens"] * shape["dim"] * shape["vocab"]
+    assert rows[name]["tflops"] == pytest.approx(work / rows[name]["seconds"] / 1e12)
+  # Without CUDA the peers fail, whether they are installed or not.
+  for name in ("Liger", "CCE, all gradients"):
+    assert f"{name}: {rows[name]['error']}" in found.stdout
+
+
+def test_a_run_measures_the_head_that_the_bench_measures():
+  cost = loss_cost(CodebookHead(1009, 16, 31), tokens=50, repeats=1)
+  assert cost.tokens == 50
+  assert cost.seconds > 0
+  # At most: scores over the codes, and what is [N]- or [V]-sized; never scores over the tokens.
+  assert cost.temp_bytes < 50 * 1009 * 4
