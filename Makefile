@@ -35,7 +35,7 @@ bench: $(STAMP)
 	$(PY) -m experiments.bench_heads
 	$(PY) -m experiments.bench_loop
 
-# On any machine with a GPU, jax for it and flax, nothing of this repository installed:
+# On any machine with a GPU, jax for it, flax and jaxtyping; nothing of this repository installed:
 # make bench-gpu PY=python3 ARGS="--json gpu.json"
 bench-gpu:
 	@py=$(PY); command -v $$py > /dev/null || py=$(PYTHON); \

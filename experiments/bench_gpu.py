@@ -83,6 +83,7 @@ def table(shape: Shape, device: str, lines: Sequence[Row]) -> dict:
   """Measures and prints all rows of a shape; one that fails says so, and the next is measured."""
   found, work = {}, 6 * shape.tokens * shape.dim * shape.vocab
   for line in lines:
+    print(f"measuring {line.name.strip()}, {shape}", file=sys.stderr)
     try:
       cost = _alone(line.measure)
     except Exception as error:  # out of memory, a dead process, a peer that is not there
