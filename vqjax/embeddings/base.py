@@ -1,5 +1,7 @@
 """What does every embedding promise?"""
 
+import dataclasses
+
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
@@ -12,10 +14,13 @@ class Embedding(nn.Module):
   Attributes:
     vocab: number of tokens, V.
     dim: width of the vectors, D.
+    vocab_axis: mesh axis over which the vocabulary is spread (`jax.set_mesh`, an automatic axis);
+      None, or without a mesh: every device holds all of it.
   """
 
   vocab: int
   dim: int
+  vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""

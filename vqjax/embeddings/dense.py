@@ -5,6 +5,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.embeddings.base import Embedding
+from vqjax.ops import shards
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -30,7 +31,10 @@ class DenseEmbedding(Embedding):
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
     known, token = in_vocabulary(tokens, self.vocab)
-    vectors = self.weight[token].astype(self.dtype or self.param_dtype)
+    dtype = jnp.dtype(self.dtype or self.param_dtype)
+    look_up = lambda rows, token: shards.looked_up(rows[0], token, self.vocab_axis, dtype)
+    rows = (shards.Padded(self.weight, 0),)
+    vectors = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
     return jnp.where(known[..., None], vectors, jnp.nan)
 
   def table(self) -> Float[Array, "V D"]:

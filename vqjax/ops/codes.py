@@ -88,8 +88,9 @@ def _log_prob(hidden, codebook, assignment, token, bias, dtype, axis):
     hidden, codebook, code, shards.own_part(mass_K, codes, axis), dtype=dtype, vocab_axis=axis
   )
   bias_B = 0.0 if bias is None else shards.looked_up(bias, token, axis).astype(jnp.float32)
+  mass_B = shards.taken(mass_K, code)
   # On a code whose tokens all have bias -inf nothing has a probability, and no share of it.
-  within = jnp.where(jnp.isneginf(mass_K[code]), 0.0, bias_B - mass_K[code])
+  within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
   return log_prob_code + within
 
 

@@ -61,7 +61,8 @@ def slot_log_prob(
   mine = (here >= 0) & (here < sizes.shape[0])
   here = jnp.where(mine, here, 0)
   # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
-  scores = slot_scores(shared, scale[here], shift[here], jnp.maximum(sizes[here], 1))
+  rows = shards.taken(scale, here), shards.taken(shift, here)
+  scores = slot_scores(shared, *rows, jnp.maximum(sizes[here], 1))
   picked = jnp.take_along_axis(scores, slot[..., None], axis=-1)[..., 0]
   log_prob = jnp.where(mine, picked - jax.nn.logsumexp(scores, axis=-1), 0.0)
   return lax.psum(log_prob, axis) if axis else log_prob

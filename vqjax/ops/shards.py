@@ -6,6 +6,7 @@ in as many parts as the automatic axes have devices, so that a loop over tiles o
 each device's part and never across devices.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -170,14 +171,50 @@ def varies_over(kind: Any) -> frozenset[str]:
   return frozenset((getattr(kind, "vma", None) or ()) if marked is None else marked.varying)
 
 
-def looked_up(table: Array, index: Array, axis: str | None) -> Array:
+def taken(table: Array, index: Array) -> Array:
+  """table[index] along the first axis, with a gradient that stays on the devices of its tokens.
+
+  Each part of the tokens adds up its own rows, and the sums travel. Left to the partitioner, the
+  cotangents of all tokens may be sent to all devices.
+  """
+  return _taken((table.shape, jnp.dtype(table.dtype)), *varying((table, index)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _taken(kind, table, index):
+  del kind
+  return table[index]
+
+
+def _taken_forward(kind, table, index):
+  del kind
+  return table[index], index
+
+
+def _taken_backward(kind, index, cotangent):
+  shape, dtype = kind
+  spread = parts(None)
+  flat = cotangent.reshape(-1, *shape[1:]).astype(jnp.float32)
+  index_PN, cotangent_PN = spread.split(index.reshape(-1)), spread.split(flat)
+  zeros = varying((jnp.zeros(shape, jnp.float32), index, cotangent))[0]
+  sums = jax.vmap(lambda i, c: zeros.at[i].add(c))(index_PN, cotangent_PN)
+  return spread.keep(sums).sum(axis=0).astype(dtype), None
+
+
+_taken.defvjp(_taken_forward, _taken_backward)
+
+
+def looked_up(
+  table: Array, index: Array, axis: str | None, dtype: jnp.dtype | None = None
+) -> Array:
   """table[index] for a table whose first axis is spread; each device gives what it holds."""
   axis = inside(axis)
+  dtype = dtype or table.dtype
   if axis is None:
-    return table[index]
+    return taken(table, index).astype(dtype)
   here = index - first_row(axis, table.shape[0])
   mine = (here >= 0) & (here < table.shape[0])
-  found = table[jnp.where(mine, here, 0)]
+  found = taken(table, jnp.where(mine, here, 0)).astype(dtype)
   mine = mine.reshape(*mine.shape, *[1] * (found.ndim - mine.ndim))
   return lax.psum(jnp.where(mine, found, jnp.zeros_like(found)), axis)
 
