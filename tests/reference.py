@@ -1,6 +1,7 @@
 """What do the tests compare with: float64 NumPy, and a look at every value that a program makes?"""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -29,6 +30,23 @@ def linear_gradients(hidden, weight, tokens, cotangent, bias=None):
   return score @ weight, score.T @ hidden, score.sum(axis=0)
 
 
+def linear_softmax(hidden, weight, bias, tokens, kept, softcap=None, k=0) -> tuple:
+  """(log_prob, log_z, entropy, mean_log_prob, top_log_probs) over the rows `kept`, in jax.numpy.
+
+  All scores at once, in the precision of the arguments, to be differentiated.
+  """
+  scores = hidden @ weight[kept].T + (0.0 if bias is None else bias[kept])
+  scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+  log_z = jax.nn.logsumexp(scores, axis=-1)
+  log_prob = scores - log_z[..., None]
+  own = jnp.take_along_axis(
+    log_prob, np.searchsorted(kept, tokens).astype(np.int32)[..., None], -1
+  )[..., 0]
+  top = jax.lax.top_k(log_prob, min(k, len(kept)))[0]
+  top = jnp.pad(top, [(0, 0)] * (top.ndim - 1) + [(0, k - top.shape[-1])], constant_values=-jnp.inf)
+  return own, log_z, -(jnp.exp(log_prob) * log_prob).sum(-1), log_prob.mean(-1), top
+
+
 def largest_value(function, *args) -> int:
   """Elements of the largest array that the traced program makes, inputs and outputs apart."""
   jaxpr = jax.make_jaxpr(function)(*args)
@@ -38,6 +56,12 @@ def largest_value(function, *args) -> int:
 def shapes_of(function, *args) -> set:
   """Shapes of all values that the traced program makes."""
   return {shape for shape, _ in values_of(function, *args)}
+
+
+def products_of(function, *args) -> list:
+  """Shapes of the results of the matrix products in the traced program; a loop's count once."""
+  equations = _equations(jax.make_jaxpr(function)(*args).jaxpr)
+  return [e.outvars[0].aval.shape for e in equations if e.primitive.name == "dot_general"]
 
 
 def values_of(function, *args) -> set:
@@ -50,12 +74,17 @@ def _sizes(jaxpr):
 
 
 def _values(jaxpr):
-  for equation in jaxpr.eqns:
+  for equation in _equations(jaxpr):
     for value in equation.outvars:
       yield getattr(value.aval, "shape", ()), getattr(value.aval, "dtype", None)
+
+
+def _equations(jaxpr):
+  for equation in jaxpr.eqns:
+    yield equation
     for parameter in jax.tree.leaves(
       list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
     ):
       inner = getattr(parameter, "jaxpr", parameter)
       if hasattr(inner, "eqns"):
-        yield from _values(inner)
+        yield from _equations(inner)

@@ -1,0 +1,182 @@
+"""Are the entropy, the mean, the best tokens, the softcap and the loss built on them exact?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import reference
+from vqjax.ops.softmax import linear_cross_entropy, linear_scores, linear_softmax
+
+EVERYTHING = {
+  "log_prob": {},
+  "log_z": {},
+  "entropy": {"entropy": True},
+  "mean_log_prob": {"mean": True},
+  "top_log_probs": {"top_k": 5},
+}
+
+
+def arrays(n, v, bias, d=6):
+  """hidden, weight, bias, tokens and the rows in the distribution; a bias may remove others."""
+  keys = jax.random.split(jax.random.key(0), 4)
+  bias_V = None if bias is None else jax.random.normal(keys[2], (v,))
+  kept = np.arange(v, dtype=np.int32)
+  if bias == "removes rows":  # whole tiles of them, and single ones
+    kept = kept[(kept >= v // 4) & (kept % 7 != 3)]
+    bias_V = jnp.full(v, -jnp.inf).at[kept].set(bias_V[kept])
+  tokens = jax.random.choice(keys[3], jnp.asarray(kept), (n,))
+  hidden, weight = jax.random.normal(keys[0], (n, d)), jax.random.normal(keys[1], (v, d))
+  return hidden, weight, bias_V, tokens, kept
+
+
+def check(ours, whole, operands):
+  """Values and gradients of both agree, the second in float64, under random cotangents."""
+  shapes = jax.eval_shape(whole, *operands)
+  draw = np.random.default_rng(0).normal
+  cotangents = [jnp.asarray(draw(size=x.shape), jnp.float32) for x in shapes]
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def both(function, operands, cotangents):
+    values, pull = jax.vjp(function, *operands)
+    # Where fewer than k tokens have a probability there is a -inf, which no loss may use.
+    some = [jnp.where(jnp.isneginf(x), 0.0, c) for x, c in zip(values, cotangents)]
+    return values, pull(tuple(some))
+
+  found = both(ours, operands, cotangents)
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (operands, cotangents))
+    exact = both(whole, *wide)
+  # Sums of a hundred terms and scores up to 10: some hundred roundings of 6e-8 each.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), found, exact)
+
+
+@pytest.mark.parametrize(
+  ("n", "v", "tile", "k"),
+  [(1, 1, None, 1), (5, 3, (2, 2), 1), (13, 101, (4, 10), 5), (3, 157, (2, 50), 128)],
+)
+@pytest.mark.parametrize(
+  ("softcap", "bias"), [(None, None), (None, "removes rows"), (3, "plain"), (2.5, "removes rows")]
+)
+def test_all_results_and_their_gradients_together_equal_float64(n, v, tile, k, softcap, bias):
+  *operands, tokens, kept = arrays(n, v, bias)
+  ask = {"entropy": True, "mean": True, "top_k": k, "softcap": softcap, "tile": tile}
+  ours = lambda h, w, b: linear_softmax(h, w, tokens, b, **ask)[:5]
+  whole = lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, softcap, k)
+  check(ours, whole, operands)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize(("softcap", "bias"), [(None, None), (3, "removes rows")])
+def test_each_result_alone_and_its_gradients_equal_float64(name, softcap, bias):
+  *operands, tokens, kept = arrays(13, 101, bias)
+  place, ask = list(EVERYTHING).index(name), EVERYTHING[name]
+
+  def ours(h, w, b):
+    found = linear_softmax(h, w, tokens, b, softcap=softcap, tile=(4, 10), **ask)
+    return (getattr(found, name),)
+
+  whole = lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, softcap, 5)
+  check(ours, lambda h, w, b: whole(h, w, b)[place : place + 1], operands)
+
+
+def test_what_is_not_asked_for_is_none():
+  hidden, weight, bias, tokens, _ = arrays(3, 11, "plain")
+  assert linear_softmax(hidden, weight, tokens, bias)[2:] == (None,) * 4
+
+
+@pytest.mark.parametrize("k", [1, 5, 128])
+@pytest.mark.parametrize(("softcap", "bias"), [(None, "plain"), (3, "removes rows")])
+def test_the_best_tokens_are_those_of_sorting_and_minus_one_where_there_are_none(k, softcap, bias):
+  hidden, weight, bias, tokens, _ = arrays(7, 157, bias)
+  found = linear_softmax(hidden, weight, tokens, bias, softcap=softcap, top_k=k, tile=(4, 50))
+  scores = np.asarray(linear_scores(hidden, weight, bias, softcap=softcap))
+  expected = np.argsort(-scores, kind="stable")[:, :k]
+  expected = np.where(np.isneginf(np.take_along_axis(scores, expected, -1)), -1, expected)
+  assert found.top_tokens.dtype == jnp.int32
+  np.testing.assert_array_equal(found.top_tokens, expected)
+
+
+def test_equal_scores_come_in_the_order_of_their_rows():
+  hidden, weight, _, tokens, _ = arrays(3, 40, None)
+  found = linear_softmax(hidden, 0 * weight, tokens, top_k=20, tile=(2, 7))
+  assert (found.top_tokens == np.arange(20)).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_smoothing_and_z_loss_equal_those_of_optax_with_their_gradients(softcap):
+  *operands, tokens, _ = arrays(13, 101, "plain")
+  options = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": softcap, "tile": (4, 10)}
+  weight_N = jax.random.uniform(jax.random.key(5), (13,))
+  ours = lambda h, w, b: (linear_cross_entropy(h, w, tokens, b, token_weight=weight_N, **options),)
+
+  def whole(h, w, b):
+    scores = h @ w.T + b
+    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    target = optax.smooth_labels(jax.nn.one_hot(tokens, 101, dtype=scores.dtype), 0.1)
+    loss = optax.softmax_cross_entropy(scores, target)
+    loss = loss + 0.02 * jax.nn.logsumexp(scores, axis=-1) ** 2
+    return (jnp.asarray(np.asarray(weight_N), loss.dtype) * loss,)
+
+  check(ours, whole, operands)
+
+
+def test_without_options_the_loss_is_minus_log_prob():
+  hidden, weight, bias, tokens, _ = arrays(5, 31, "plain")
+  loss = linear_cross_entropy(hidden, weight, tokens, bias)
+  np.testing.assert_array_equal(loss, -linear_softmax(hidden, weight, tokens, bias).log_prob)
+
+
+def test_padding_of_weight_zero_has_no_loss_and_no_gradient_whatever_its_token():
+  hidden, weight, bias, tokens, _ = arrays(9, 31, "plain")
+  real = np.arange(9) % 3 > 0
+  mask = jnp.asarray(real, jnp.float32)
+  padded = jnp.where(real, tokens, -100)
+
+  @jax.jit
+  def loss(operands, tokens, token_weight):
+    h, w, b = operands
+    return linear_cross_entropy(
+      *(h, w, tokens, b), token_weight=token_weight, label_smoothing=0.1, z_loss=1e-2, tile=(4, 10)
+    )
+
+  assert (loss((hidden, weight, bias), padded, mask)[~real] == 0).all()
+  total = lambda *args: loss(*args).sum()
+  gradient = jax.jit(jax.grad(total))
+  found = gradient((hidden, weight, bias), padded, mask)
+  assert (found[0][~real] == 0).all()
+  alone = gradient((hidden[real], weight, bias), tokens[real], jnp.ones(6))
+  np.testing.assert_allclose(found[0][real], alone[0], atol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found[1:], alone[1:])
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"softcap": 0.0}, "softcap 0.0 is not positive"),
+    ({"softcap": float("nan")}, "softcap nan"),
+    ({"top_k": -1}, "top_k -1 for a vocabulary of 200; give 0 to 128"),
+    ({"top_k": 129}, "top_k 129"),
+  ],
+)
+def test_options_without_a_meaning_are_refused(options, message):
+  hidden, weight, bias, tokens, _ = arrays(3, 200, "plain")
+  with pytest.raises(ValueError, match=message):
+    linear_softmax(hidden, weight, tokens, bias, **options)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"label_smoothing": 1.0}, r"label_smoothing 1.0 is outside \[0, 1\)"),
+    ({"label_smoothing": -0.1}, "label_smoothing -0.1"),
+    ({"z_loss": -1e-4}, "z_loss -0.0001 is negative"),
+  ],
+)
+def test_losses_without_a_meaning_are_refused(options, message):
+  hidden, weight, bias, tokens, _ = arrays(3, 20, "plain")
+  with pytest.raises(ValueError, match=message):
+    linear_cross_entropy(hidden, weight, tokens, bias, **options)
