@@ -290,8 +290,11 @@ def test_slurm_and_open_mpi_tell_a_process_its_place(variables, coordinator, mon
   (place,) = places
   assert place.coordinator.startswith(coordinator)
   assert place[1:] == (3, 2, [0])
+  monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1")
+  distributed.start("other:1234")
+  assert places[1] == ("other:1234", 3, 2, [0, 1])
   distributed.start(num_processes=1)
-  assert len(places) == 1
+  assert len(places) == 2
 
 
 def test_a_cluster_that_does_not_tell_the_place_lets_a_process_run_alone(monkeypatch):
@@ -303,7 +306,8 @@ def test_a_cluster_that_does_not_tell_the_place_lets_a_process_run_alone(monkeyp
     distributed.start("host:1234")
 
 
-def test_a_process_alone_joins_nobody():
+def test_a_process_alone_joins_nobody(monkeypatch):
+  monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
   distributed.start()
   distributed.start("host:1234", 1, 0)
   assert not distributed.is_joined()

@@ -74,6 +74,9 @@ def start(
   place = _place(coordinator, num_processes, process_id, patience)
   if place is None:
     return
+  for name, seconds in (("--patience", patience), ("--silence", silence)):
+    if seconds < 1:
+      raise ValueError(f"{name} {seconds:g} is below 1; give a number of seconds")
   _connect(place, patience, silence)
   _watch.append(Watch(global_state.client, place.index, place.count, silence))
   agree("number of processes", str(place.count), patience)
@@ -84,40 +87,38 @@ def _place(
   coordinator: str | None, count: int | None, index: int | None, patience: float
 ) -> Place | None:
   """What was given and what jax detects; None for a process that is alone."""
-  given = coordinator, count, index
-  devices = None
   if count == 1:
     return None
-  if None in given:
-    coordinator, count, index, devices = _detect(*given, patience)
-  if count == 1 or (coordinator, count, index) == (None, None, None):
+  found = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"), count, index, None
+  if None in found[:3]:
+    found = _detect(*found[:3], patience)
+  if found[1] == 1 or (coordinator, *found[1:3]) == (None, None, None):
     return None
-  named = {"--coordinator": coordinator, "--num-processes": count, "--process-id": index}
+  named = dict(zip(("--coordinator", "--num-processes", "--process-id"), found, strict=False))
   missing = [name for name, value in named.items() if value is None]
   if missing:
     raise ValueError(f"no cluster is detected that would tell {' and '.join(missing)}; give it")
-  return _checked(Place(coordinator, count, index, devices))
+  return _checked(Place(*found))
 
 
-def _detect(*given) -> tuple:
-  """The arguments, filled in by jax where it finds a cluster."""
-  *given, patience = given
+def _detect(coordinator: str | None, count: int | None, index: int | None, patience: float):
+  """The arguments, and the devices of this process, filled in by jax where it finds a cluster.
+
+  Under Slurm and Open MPI jax gives each process of a machine one of its accelerators;
+  JAX_LOCAL_DEVICE_IDS=0,1,2,3 gives it several.
+  """
+  chosen = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+  devices = [int(number) for number in chosen.split(",")] if chosen else None
+  given = coordinator, count, index, devices
   try:
-    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
-      *given, None, None, int(patience)
-    )
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(patience))
   except Exception as error:  # whatever a library or service of the cluster raises
-    if any(value is not None for value in given):
-      raise ValueError(
-        f"a cluster was detected but does not tell this process's place ({error}); give"
-        " --coordinator, --num-processes and --process-id"
-      ) from error
-    warnings.warn(
-      f"a cluster was detected but does not tell this process's place ({error}); it runs alone:"
-      " give --coordinator, --num-processes and --process-id where there are others",
-      stacklevel=4,
-    )
-    return *given, None
+    problem = f"a cluster was detected but does not tell this process's place ({error})"
+    remedy = "give --coordinator, --num-processes and --process-id"
+    if given != (None, None, None, devices):
+      raise ValueError(f"{problem}; {remedy}") from error
+    warnings.warn(f"{problem}; it runs alone: where there are others, {remedy}", stacklevel=4)
+    return given
 
 
 def _checked(place: Place) -> Place:
@@ -267,7 +268,8 @@ def _key(kind: str, name: str) -> str:
 def finish() -> None:
   """Leaves the others in order, once all are done."""
   if _watch:
-    _watch.pop().close()
+    _watch[0].close()
+    _watch.clear()
     jax.distributed.shutdown()
 
 

@@ -34,13 +34,14 @@ def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
   """Trains the experiment in its run folder, from where an earlier call left it, to its result.
 
   A finished run returns its result at once. SIGINT and SIGTERM finish the step, save and raise
-  `Interrupted`.
+  `Interrupted`. Of several processes each calls it, after `distributed.start`; a signal to one
+  stops all after the same step, process 0 writes, and the folder is on a disk that all share.
 
   Raises:
     ValueError: the folder belongs to another config; the text, the tokenizer or a checkpoint does
       not fit the model. Nothing is overwritten.
     NotFiniteError: the loss or gradient is not finite; the last good checkpoint is kept.
-    OSError: the disk is full or the folder cannot be written.
+    OSError: the disk is full or the folder cannot be written, or is not the same for all processes.
   """
   distributed.agree("config", config_hash(experiment))
   distributed.agree("train.mesh", str(experiment.train.mesh))
