@@ -11,10 +11,11 @@ from flax import nnx
 from flax.nnx import bridge
 
 from tests import reference
+from tests.contract_on_meshes import ContractOnMeshes, mesh_cases, perturbed
 from vqjax.ops import sampling
 
 
-class HeadContract:
+class HeadContract(ContractOnMeshes):
   """Claims about every head. A subclass gives `cases`: name -> function (vocab, dim) -> head.
 
   `reference_logits(head, variables, hidden)` computes the logits independently, in float64 NumPy.
@@ -245,14 +246,8 @@ def for_each_case(metafunc):
   """Runs each test of a contract once for each of its class's cases."""
   if "case" in metafunc.fixturenames:
     metafunc.parametrize("case", list(metafunc.cls.cases))
-
-
-def perturbed(variables):
-  """The variables with every parameter moved off its initial value, zeros and ones included."""
-  leaves, tree = jax.tree.flatten(variables["params"])
-  keys = jax.random.split(jax.random.key(9), len(leaves))
-  moved = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves)]
-  return variables | {"params": jax.tree.unflatten(tree, moved)}
+  if "mesh_case" in metafunc.fixturenames:
+    metafunc.parametrize("mesh_case", mesh_cases(metafunc.cls))
 
 
 def as_float64(variables):

@@ -29,6 +29,7 @@ class TestCodebookHead(HeadContract):
     "one code": lambda v, d: CodebookHead(v, d, 1),
     "one each": lambda v, d: CodebookHead(v, d, v),
   }
+  mesh_cases: ClassVar = ("one each", "empty bias")
 
   def reference_logits(self, head, variables, hidden):
     scores = hidden @ variables["params"]["codebook"].T

@@ -18,6 +18,7 @@ class TestDenseHead(HeadContract):
     "bias": lambda v, d: DenseHead(v, d, use_bias=True),
     "tied": lambda v, d: DenseHead(v, d, use_bias=True, embedding=DenseEmbedding(v, d)),
   }
+  mesh_cases: ClassVar = ("tied",)
 
   def reference_logits(self, head, variables, hidden):
     params = variables["params"]

@@ -19,6 +19,7 @@ class TestGroupedHead(HeadContract):
     "a group each": lambda v, d: GroupedHead(v, d, groups=v),
     "ragged": lambda v, d: GroupedHead(v, d, groups=7, use_bias=True),
   }
+  mesh_cases: ClassVar = ("default", "ragged")
 
   def reference_logits(self, head, variables, hidden):
     """Section 2.3.2, group by group."""
@@ -40,6 +41,7 @@ class TestOneGroup(TestGroupedHead):
   """One group is the whole vocabulary: a softmax over S = V slots, and nothing is saved."""
 
   cases: ClassVar = {"one group": lambda v, d: GroupedHead(v, d, groups=1)}
+  mesh_cases: ClassVar = ("one group",)
 
   @pytest.mark.parametrize("vocab", [4099])
   def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
