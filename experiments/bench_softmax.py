@@ -19,7 +19,7 @@ from vqjax.training.provenance import device, provenance
 
 NAIVE, OURS = "materialised (optax)", "linear_log_prob"
 TILES = ((256, 1280), (512, 640), (512, 2560), (1024, 1280), (2048, 640))
-COLUMNS = ("", "ms", "time ratio", "temp MiB", "loss", "off float64")
+COLUMNS = ("", "ms", "ratio", "temp MiB", "loss", "off float64")
 WRONG = 1e-4
 """Nats: float32 sums of any order are closer to float64 than this, a different sum is not."""
 

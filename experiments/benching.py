@@ -23,7 +23,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
   say(title)
   table = Table()
   for index, column in enumerate(columns):
-    table.add_column(column, justify="right" if index else "left", overflow="fold")
+    table.add_column(column, justify="right" if index else "left", no_wrap=not index)
   for row in rows:
     table.add_row(*map(Text, row))
   Console().print(table)
