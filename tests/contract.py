@@ -11,13 +11,14 @@ from flax import nnx
 from flax.nnx import bridge
 
 from tests import reference
-from tests.contract_on_meshes import ContractOnMeshes, mesh_cases, perturbed
+from tests.contract_on_meshes import ContractOnMeshes, as_float64, mesh_cases, perturbed
 from vqjax.ops import sampling
 
 
-class HeadContract(ContractOnMeshes):
-  """Claims about every head. A subclass gives `cases`: name -> function (vocab, dim) -> head.
+class OneDeviceContract:
+  """Claims about every head on one device. A subclass gives `cases`.
 
+  They are functions (vocab, dim) -> head, by name.
   `reference_logits(head, variables, hidden)` computes the logits independently, in float64 NumPy.
   """
 
@@ -242,20 +243,16 @@ class HeadContract(ContractOnMeshes):
       head.apply(variables, hidden, k, method="top_k")
 
 
+class HeadContract(OneDeviceContract, ContractOnMeshes):
+  """Claims about every head, on one device and on many."""
+
+
 def for_each_case(metafunc):
   """Runs each test of a contract once for each of its class's cases."""
   if "case" in metafunc.fixturenames:
     metafunc.parametrize("case", list(metafunc.cls.cases))
   if "mesh_case" in metafunc.fixturenames:
     metafunc.parametrize("mesh_case", mesh_cases(metafunc.cls))
-
-
-def as_float64(variables):
-  """NumPy arrays: parameters in float64, integer tables as they are."""
-  return jax.tree.map(
-    lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x),
-    variables,
-  )
 
 
 def float64_gradients(contract, head, variables, hidden, tokens, cotangent):

@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from experiments import collectives, hlo, loops
+from tests import reference
 from vqjax import sharding
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -15,7 +16,8 @@ from vqjax.sharding import MeshShape, make_mesh
 class ContractOnMeshes:
   """Claims about every head on eight devices; a part of `HeadContract`.
 
-  `mesh_cases` names the cases that are compiled for meshes, which takes time: by default the first.
+  Programs for meshes take seconds to compile: the first of `mesh_cases` is run on every mesh and
+  with every option, the others on one mesh. By default they are the first of all cases.
   """
 
   mesh_cases: tuple = ()
@@ -23,17 +25,19 @@ class ContractOnMeshes:
   def spread(self, case, vocab, dim):
     return self.cases[case](vocab, dim).clone(vocab_axis="model")
 
-  # 101 is prime and 8 devices divide 104; the codes and groups of most cases are ragged in both.
-  @pytest.mark.parametrize(("shape", "vocab"), [((2, 2, 2), 101), ((1, 1, 8), 104)])
-  def test_losses_gradients_and_the_best_are_those_of_one_device(self, mesh_case, shape, vocab):
-    self.check_mesh(mesh_case, shape, vocab)
+  @pytest.fixture
+  def first_mesh_case(self):
+    return mesh_cases(type(self))[0]
 
-  @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (1, 1, 8)])
-  def test_one_axis_alone_changes_nothing(self, mesh_case, shape):
-    if mesh_case == mesh_cases(type(self))[0]:
-      self.check_mesh(mesh_case, shape, 101)
+  def test_on_a_mesh_losses_gradients_and_the_best_are_those_of_one_device(self, mesh_case):
+    # 101 is prime, and most codes and groups do not divide either.
+    self.check_meshes(mesh_case, 101, (2, 2, 2))
 
-  def check_mesh(self, case, shape, vocab):
+  def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
+    self.check_meshes(first_mesh_case, 101, (8, 1, 1), (1, 8, 1), (1, 1, 8))
+    self.check_meshes(first_mesh_case, 104, (2, 2, 2))
+
+  def check_meshes(self, case, vocab, *shapes):
     head = self.spread(case, vocab, self.dim)
     hidden = jax.random.normal(jax.random.key(2), (3, 5, self.dim))
     variables = perturbed(head.init(jax.random.key(1), hidden))
@@ -42,44 +46,37 @@ class ContractOnMeshes:
     cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
     rest = {name: tree for name, tree in variables.items() if name != "params"}
 
-    def found(params, hidden):
+    def everything(params, hidden):
       run = lambda p, h, *a, method: head.apply(rest | {"params": p}, h, *a, method=method)
       loss, pull = jax.vjp(lambda p, h: run(p, h, tokens, method="log_prob"), params, hidden)
-      return (loss, pull(cotangent)), run(params, hidden, 7, method="top_k")
+      return loss, pull(cotangent), *run(params, hidden, 7, method="top_k")
 
-    one = jax.jit(found)(variables["params"], hidden)
-    with jax.set_mesh(make_mesh(MeshShape(*shape))):
-      ours = jax.device_get(jax.jit(found)(variables["params"], hidden))
-    # float32 sums of up to 104 terms of order one, in another order: some hundred roundings of
-    # 6e-8 each.
-    same = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5)
-    jax.tree.map(same, (ours[0], ours[1][0]), (one[0], one[1][0]))
-    # Tokens on one code tie: any of them is as good.
-    logits = head.apply(variables, hidden, method="logits")
-    best = [
-      np.take_along_axis(logits, np.asarray(tokens), -1) for tokens in (ours[1][1], one[1][1])
-    ]
-    same(*best)
-    assert all(len(set(row)) == 7 for row in ours[1][1].reshape(-1, 7))
+    *expected, _ = jax.jit(everything)(variables["params"], hidden)
+    logits = self.reference_logits(head, as_float64(variables), np.asarray(hidden, np.float64))
+    for shape in shapes:
+      with jax.set_mesh(make_mesh(MeshShape(*shape))):
+        *found, best = jax.device_get(jax.jit(everything)(variables["params"], hidden))
+      # float32 sums of up to 104 terms of order one, in another order: some hundred roundings of
+      # 6e-8 each.
+      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+      # Tokens on one code tie, and any of them is as good.
+      exact = np.take_along_axis(reference.log_softmax(logits), best, -1)
+      np.testing.assert_allclose(found[-1], exact, atol=2e-5)
+      assert all(len(set(row)) == 7 for row in best.reshape(-1, 7))
 
-  def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case):
+  def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case, first_mesh_case):
     head = self.spread(mesh_case, self.vocab, self.dim)
-    variables = perturbed(head.init(jax.random.key(1), jnp.zeros((1, self.dim))))
+    variables = perturbed(head.init(jax.random.key(1), jnp.zeros((3, 5, self.dim))))
     row = jax.random.normal(jax.random.key(2), (self.dim,))
-    options = [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}]
-    if mesh_case != mesh_cases(type(self))[0]:
-      options = options[:1]
-    else:
-      options.append({"allowed": jnp.arange(self.vocab) % 3 == 1})
+    some = {"allowed": jnp.arange(self.vocab) % 3 == 1}
+    options = [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}, some]
     with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
-      for some in options:
-        self.check_draws(head, variables, row, **some)
+      for option in options if mesh_case == first_mesh_case else options[:1]:
+        self.check_draws(head, variables, row, **option)
 
-  def test_no_weight_and_no_logits_travel_across_the_vocabulary(self, mesh_case):
-    if mesh_case != mesh_cases(type(self))[0]:
-      return
+  def test_no_weight_and_no_logits_travel_across_the_vocabulary(self, first_mesh_case):
     rows, vocab, dim = 256, 1024, 64
-    head, mesh = self.spread(mesh_case, vocab, dim), make_mesh(MeshShape(2, 2, 2))
+    head, mesh = self.spread(first_mesh_case, vocab, dim), make_mesh(MeshShape(2, 2, 2))
     variables = jax.eval_shape(head.init, jax.random.key(0), jnp.zeros((1, dim)))
     places = sharding.shardings(head.logical_axes(), variables, mesh)
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
@@ -111,43 +108,43 @@ class ContractOnMeshes:
       gathered = [x.bytes for x in across if x.kind != "all-reduce"]
       assert max(gathered, default=0) < 4 * vocab * dim / 16
 
-  def test_a_mesh_without_the_axis_is_refused_and_none_is_one_device(self, mesh_case):
-    head = self.spread(mesh_case, self.vocab, self.dim)
+  def test_a_mesh_without_the_axis_is_refused_and_no_mesh_is_one_device(self, first_mesh_case):
+    head = self.spread(first_mesh_case, self.vocab, self.dim)
     hidden, tokens = jnp.ones((2, self.dim)), jnp.zeros((2,), jnp.int32)
     variables = head.init(jax.random.key(0), hidden)
-    alone = self.cases[mesh_case](self.vocab, self.dim)
-    np.testing.assert_array_equal(
-      head.apply(variables, hidden, tokens, method="log_prob"),
-      alone.apply(variables, hidden, tokens, method="log_prob"),
-    )
+    alone = self.cases[first_mesh_case](self.vocab, self.dim)
+    expected = alone.apply(variables, hidden, tokens, method="log_prob")
+    found = head.apply(variables, hidden, tokens, method="log_prob")
+    np.testing.assert_array_equal(found, expected)
     message = "vocab_axis 'model' is no axis of the mesh, which has rows, columns"
     other = jax.make_mesh((4, 2), ("rows", "columns"), (AxisType.Auto,) * 2)
-    with jax.set_mesh(other), pytest.raises(ValueError, match=message):
-      head.apply(variables, hidden, tokens, method="log_prob")
-    with jax.set_mesh(other), pytest.raises(ValueError, match=message):
-      head.apply(variables, hidden, 1, method="top_k")
+    for argument, method in ((tokens, "log_prob"), (1, "top_k")):
+      with jax.set_mesh(other), pytest.raises(ValueError, match=message):
+        head.apply(variables, hidden, argument, method=method)
 
-  def test_inside_of_a_shard_map_over_the_batch_each_device_does_its_rows(self, mesh_case):
-    head = self.cases[mesh_case](self.vocab, self.dim)
+  def test_inside_of_a_shard_map_over_the_batch_each_device_does_its_rows(self, first_mesh_case):
+    head = self.cases[first_mesh_case](self.vocab, self.dim)
     hidden = jax.random.normal(jax.random.key(2), (16, self.dim))
     variables = perturbed(head.init(jax.random.key(1), hidden))
     tokens = jax.random.randint(jax.random.key(3), (16,), 0, self.vocab)
-    run = lambda *args, **options: head.apply(variables, *args, **options)
 
     def parts(hidden, tokens):
+      run = lambda *args, **options: head.apply(variables, hidden, *args, **options)
       mine = jax.nn.one_hot(tokens, self.vocab, dtype=bool)
       return (
-        run(hidden, tokens, method="log_prob"),
-        run(hidden, 7, method="top_k")[0],
-        run(hidden, jax.random.key(0), top_p=0.9, allowed=mine, method="sample"),
-        run(hidden, jax.random.key(0), method="sample"),
+        run(tokens, method="log_prob"),
+        run(7, method="top_k")[0],
+        run(jax.random.key(0), top_p=0.9, allowed=mine, method="sample"),
+        run(jax.random.key(0), method="sample"),
       )
 
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     spread = jax.shard_map(parts, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     log_prob, best, forced, drawn = jax.jit(spread)(hidden, tokens)
-    np.testing.assert_allclose(log_prob, run(hidden, tokens, method="log_prob"), atol=1e-5)
-    np.testing.assert_allclose(best, run(hidden, 7, method="top_k")[0], atol=1e-5)
+    logits = self.reference_logits(head, as_float64(variables), np.asarray(hidden, np.float64))
+    exact = reference.log_softmax(logits)
+    np.testing.assert_allclose(log_prob, exact[np.arange(16), tokens], atol=2e-5)
+    np.testing.assert_allclose(best, np.sort(exact)[:, ::-1][:, :7], atol=2e-5)
     np.testing.assert_array_equal(forced, tokens)
     assert ((drawn >= 0) & (drawn < self.vocab)).all()
 
@@ -163,3 +160,11 @@ def perturbed(variables):
   keys = jax.random.split(jax.random.key(9), len(leaves))
   moved = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves)]
   return variables | {"params": jax.tree.unflatten(tree, moved)}
+
+
+def as_float64(variables):
+  """NumPy arrays: parameters in float64, integer tables as they are."""
+  return jax.tree.map(
+    lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x),
+    variables,
+  )

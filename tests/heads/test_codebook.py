@@ -1,5 +1,6 @@
 """Does the codebook head keep the contract, whatever table of codes it has?"""
 
+import contextlib
 import functools
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ import scipy.stats
 from tests.contract import HeadContract
 from vqjax import CodebookHead, assign
 from vqjax.ops import sampling
+from vqjax.sharding import MeshShape, make_mesh
 
 
 def with_empty_codes(vocab, codes):
@@ -137,13 +139,16 @@ def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
   assert np.isfinite(log_prob[1])
 
 
-def test_many_rows_draw_a_code_first_and_follow_the_same_distribution():
-  head = CodebookHead(101, 4, 17, token_bias=True)
+@pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
+def test_many_rows_draw_a_code_first_and_follow_the_same_distribution(shape):
+  head = CodebookHead(101, 4, 17, token_bias=True, vocab_axis="model" if shape else None)
   row = jax.random.normal(jax.random.key(0), (4,))
   variables = head.init(jax.random.key(1), row)
   many = jnp.broadcast_to(row, (60_000, 4))
   assert many.shape[0] * head.vocab > sampling.STORED_SCORES
-  drawn = head.apply(variables, many, jax.random.key(2), 0.7, method="sample")
+  draw = jax.jit(lambda h, k: head.apply(variables, h, k, 0.7, method="sample"))
+  with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
+    drawn = draw(many, jax.random.key(2))
   expected = jax.nn.softmax(head.apply(variables, row) / 0.7) * len(drawn)
   counts = np.bincount(drawn, minlength=101)
   assert scipy.stats.chisquare(counts, expected, sum_check=False).pvalue > 1e-4

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.contract import HeadContract
+from tests.contract import HeadContract, OneDeviceContract
 from vqjax import GroupedHead
 
 
@@ -37,11 +37,11 @@ class TestGroupedHead(HeadContract):
     return np.concatenate(parts, axis=-1)
 
 
-class TestOneGroup(TestGroupedHead):
+class TestOneGroup(OneDeviceContract):
   """One group is the whole vocabulary: a softmax over S = V slots, and nothing is saved."""
 
   cases: ClassVar = {"one group": lambda v, d: GroupedHead(v, d, groups=1)}
-  mesh_cases: ClassVar = ("one group",)
+  reference_logits = TestGroupedHead.reference_logits
 
   @pytest.mark.parametrize("vocab", [4099])
   def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
