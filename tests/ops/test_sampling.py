@@ -101,7 +101,7 @@ def test_row_blocks_name_every_token_once_and_repeat_none(scores, width, monkeyp
   wide = jax.random.normal(jax.random.key(1), (4, 300))
   if width:
     monkeypatch.setattr(sampling, "block_width", lambda rows, vocab: width)
-  blocks = sampling.row_blocks((4,), 300, lambda rows: wide[:, rows])
+  blocks = sampling.row_blocks((4,), 300, 300, lambda rows: wide[:, rows])
   assert blocks.count == (3 if width else 1)
   seen = []
   for index in range(blocks.count):
