@@ -5,4 +5,4 @@ from vqjax.config import Experiment
 
 
 def experiment(head: str = "dense", vocab: int = VOCAB) -> Experiment:
-  return language_model("lm-1b", head, vocab, dim=2048, layers=20, context=2048, batch=128)
+  return language_model("lm-1b", head, vocab, dim=2048, layers=20, context=2048, batch=32)

@@ -5,4 +5,4 @@ from vqjax.config import Experiment
 
 
 def experiment(head: str = "dense", vocab: int = VOCAB) -> Experiment:
-  return language_model("lm-8b", head, vocab, dim=4096, layers=40, context=4096, batch=64)
+  return language_model("lm-8b", head, vocab, dim=4096, layers=40, context=4096, batch=16)
