@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
       options.json.parent.mkdir(parents=True, exist_ok=True)
       write_json(options.json, found)
-  except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+  except (ValueError, TypeError, AttributeError, ImportError, OSError, NotImplementedError) as error:
     if options.traceback:
       raise
     print(f"error: {error}", file=sys.stderr)

@@ -36,7 +36,7 @@ token, the grouped head sqrt(V) groups.
   gathered or scattered one, loops multiplied out.
 - The least time is the longest of three, at published peaks and with perfect overlap: c, products;
   m, memory: state and temporaries once each; n, all links at once. A real step takes longer.
-- A dash has not been planned; failed: the compiler gave no plan.
+- A dash has not been planned. Failed: no plan could be made; the row in scaling.jsonl says why.
 """
 
 _METRICS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
