@@ -56,10 +56,10 @@ def test_several_processes_use_all_their_devices():
 @pytest.mark.parametrize(
   ("logical", "shape", "expected"),
   [
-    (("vocab", "embed"), (64, 16), P(("model",), ("fsdp",))),
-    (("vocab", "embed"), (53, 16), P(None, ("fsdp", "model"))),  # a prime vocabulary
-    (("vocab", "embed"), (53, 6), P(None, ("fsdp",))),
-    (("vocab", "embed"), (53, 7), P(None, None)),
+    (("vocab", "table_embed"), (64, 16), P(("model",), ("fsdp",))),
+    (("vocab", "table_embed"), (53, 16), P(None, ("fsdp", "model"))),  # a prime vocabulary
+    (("vocab", "table_embed"), (53, 6), P(None, ("fsdp",))),
+    (("vocab", "table_embed"), (53, 7), P(None, None)),
     (("embed", "vocab"), (16, 64), P(("fsdp",), ("model",))),
     (
       ("layers", "embed", "qkv", "heads", "head_dim"),
@@ -69,7 +69,7 @@ def test_several_processes_use_all_their_devices():
     (
       ("layers", "embed", "qkv", "heads", "head_dim"),
       (4, 16, 3, 1, 16),
-      P(None, ("fsdp", "model"), None, None, None),
+      P(None, ("fsdp",), None, None, None),
     ),
     (("batch", None, "heads"), (8, 5, 2), P(("data", "fsdp"), None, ("model",))),
     (("batch", None, "heads"), (1, 5, 2), P(None, None, ("model",))),

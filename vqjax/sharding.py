@@ -21,11 +21,16 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
   ("groups", ("model",)),
   ("heads", ("model",)),
   ("mlp", ("model",)),
-  ("embed", ("fsdp", "model")),
   ("embed", ("fsdp",)),
-  ("embed", ("model",)),
+  ("table_embed", ("fsdp", "model")),
+  ("table_embed", ("fsdp",)),
+  ("table_embed", ("model",)),
 )
-"""Logical axis -> mesh axes, in order of preference."""
+"""Logical axis -> mesh axes, in order of preference.
+
+The width of a table with a row for each token, code or group is `table_embed`: where its rows cannot
+be spread over `model`, its width is, so that no device holds all of it.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

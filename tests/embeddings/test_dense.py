@@ -42,7 +42,7 @@ def test_the_dtype_of_vectors_and_of_parameters_are_separate(variables):
 def test_size_and_axes_are_those_of_the_variables(variables):
   embedding = DenseEmbedding(300, 6)
   assert embedding.size().params == 1800 == variables["params"]["weight"].size
-  assert embedding.logical_axes() == {"params": {"weight": ("vocab", "embed")}}
+  assert embedding.logical_axes() == {"params": {"weight": ("vocab", "table_embed")}}
 
 
 def test_an_empty_vocabulary_is_refused():

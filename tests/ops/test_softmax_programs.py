@@ -163,7 +163,6 @@ def test_a_device_of_eight_needs_an_eighth_of_the_temporaries():
   assert temporaries(n, d, v, mesh) <= temporaries(n, d, v) / 8 + 4 * 2**20
 
 
-@pytest.mark.xfail(strict=True, reason="XLA fetches the batch of a top-k whole, on every device")
 def test_the_search_for_the_best_sends_no_tile_of_scores_between_devices():
   mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
   places = [NamedSharding(mesh, P(axis)) for axis in ("data", "model", "data")]

@@ -48,4 +48,4 @@ class DenseEmbedding(Embedding):
 
   def logical_axes(self) -> dict:
     """The table's axes."""
-    return {"params": {"weight": ("vocab", "embed")}}
+    return {"params": {"weight": ("vocab", "table_embed")}}

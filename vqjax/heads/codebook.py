@@ -152,7 +152,7 @@ class CodebookHead(Head):
 
   def logical_axes(self) -> dict:
     """Axes of the codebook, of the token bias and of the table of codes."""
-    params = {"codebook": ("codes", "embed")}
+    params = {"codebook": ("codes", "table_embed")}
     if self.token_bias:
       params["token_bias"] = ("vocab",)
     return {"params": params, "codes": {"assignment": ("vocab",)}}

@@ -136,7 +136,7 @@ class DenseHead(Head):
     """The weight's and the bias's axes; a tied weight is the embedding's."""
     axes = {}
     if self.embedding is None:
-      axes["weight"] = ("vocab", "embed")
+      axes["weight"] = ("vocab", "table_embed")
     else:
       axes["embedding"] = self.embedding.logical_axes()["params"]
     if self.use_bias:

@@ -195,7 +195,7 @@ class GroupedHead(Head):
   def logical_axes(self) -> dict:
     """Axes of the weights, scales, shifts and biases."""
     axes = {
-      "group_weight": ("groups", "embed"),
+      "group_weight": ("groups", "table_embed"),
       "slot_weight": ("slots", "embed"),
       "scale": ("groups", "slots"),
       "shift": ("groups", "slots"),

@@ -26,12 +26,16 @@ def merged_best(best: Best, scores: Float[Array, "*B W"], tokens: Int[Array, "*#
   named = jnp.where(jnp.isneginf(scores), -1, tokens).astype(jnp.int32)
   k = best.scores.shape[-1]
   # First the block alone: what it is merged with would double the width of a narrow search.
-  score_Bk, place_Bk = lax.top_k(scores, min(k, scores.shape[-1]))
+  score_Bk, place_Bk = _highest(scores, min(k, scores.shape[-1]))
   token_Bk = jnp.take_along_axis(named, place_Bk, axis=-1)
   both = jnp.concatenate([best.scores, score_Bk], axis=-1)
-  score_Bk, place_Bk = lax.top_k(both, k)
+  score_Bk, place_Bk = _highest(both, k)
   names = jnp.concatenate([best.tokens, token_Bk], axis=-1)
   return Best(score_Bk, jnp.take_along_axis(names, place_Bk, axis=-1))
+
+
+def _highest(scores, k):
+  return shards.each_row(lambda rows: tuple(lax.top_k(rows, k)), scores)
 
 
 def across(best: Best, axis: str | None) -> Best:
@@ -44,7 +48,7 @@ def across(best: Best, axis: str | None) -> Best:
   scores, tokens = (jnp.moveaxis(shards.gathered(x, axis), 0, -2) for x in best)
   flat = (*scores.shape[:-2], -1)
   k = best.scores.shape[-1]
-  score_Bk, place_Bk = lax.top_k(scores.reshape(flat), k)
+  score_Bk, place_Bk = _highest(scores.reshape(flat), k)
   return Best(score_Bk, jnp.take_along_axis(tokens.reshape(flat), place_Bk, axis=-1))
 
 
