@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
       options.json.parent.mkdir(parents=True, exist_ok=True)
       write_json(options.json, found)
-  except (ValueError, TypeError, AttributeError, ImportError, OSError, NotImplementedError) as error:
+  except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
     if options.traceback:
       raise
     print(f"error: {error}", file=sys.stderr)
@@ -197,9 +197,14 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, A
     chip, devices = chips.tpu(options.topology), compiling.tpu_devices(options.topology)
   else:
     chip, devices = chips.gpu(options.device_kind), compiling.simulated_devices(options.devices)
-  return {"topology": options.topology} | plan(
-    experiment, make_mesh(experiment.train.mesh, devices), chip
-  )
+  try:
+    mesh = make_mesh(experiment.train.mesh, devices)
+  except NotImplementedError as error:
+    raise ValueError(
+      f"{experiment.train.mesh} does not fit {options.topology}: each axis must be a product of some"
+      " sides of the topology; give other numbers, or another topology"
+    ) from error
+  return {"topology": options.topology} | plan(experiment, mesh, chip)
 
 
 def _parser() -> argparse.ArgumentParser:
