@@ -201,8 +201,8 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, A
     mesh = make_mesh(experiment.train.mesh, devices)
   except NotImplementedError as error:
     raise ValueError(
-      f"{experiment.train.mesh} does not fit {options.topology}: each axis must be a product of some"
-      " sides of the topology; give other numbers, or another topology"
+      f"{experiment.train.mesh} does not fit {options.topology}: each axis must be a product of"
+      " some of its sides; give other numbers, or another topology"
     ) from error
   return {"topology": options.topology} | plan(experiment, mesh, chip)
 
