@@ -197,13 +197,7 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, A
     chip, devices = chips.tpu(options.topology), compiling.tpu_devices(options.topology)
   else:
     chip, devices = chips.gpu(options.device_kind), compiling.simulated_devices(options.devices)
-  try:
-    mesh = make_mesh(experiment.train.mesh, devices)
-  except NotImplementedError as error:
-    raise ValueError(
-      f"{experiment.train.mesh} does not fit {options.topology}: each axis must be a product of"
-      " some of its sides; give other numbers, or another topology"
-    ) from error
+  mesh = make_mesh(experiment.train.mesh, devices)
   return {"topology": options.topology} | plan(experiment, mesh, chip)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,8 +29,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Logical axis -> mesh axes, in order of preference.
 
-The width of a table with a row for each token, code or group is `table_embed`: where its rows cannot
-be spread over `model`, its width is, so that no device holds all of it.
+The width of a table with a row for each token, code or group is `table_embed`: where its rows
+cannot be spread over `model`, its width is, so that no device holds all of it.
 """
 
 
@@ -79,7 +80,10 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
       f"train.mesh {_text(sizes)} takes {needed} of {len(devices)} devices, which several processes"
       " hold; leave out train.mesh.data to use them all"
     )
-  return jax.make_mesh(sizes, AXES, (AxisType.Auto,) * len(AXES), devices=devices[:needed])
+  # The order in which neighbours on the mesh are neighbours on the network; an axis of the mesh may
+  # be a part of one of a TPU's torus, such as 8 of 4 x 4 x 4.
+  order = create_device_mesh(sizes, devices[:needed], allow_split_physical_axes=True)
+  return Mesh(order, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _sizes(shape: MeshShape, devices: int) -> tuple[int, int, int]:
