@@ -119,7 +119,7 @@ def _costs(comparable: bool) -> list[Column]:
       "loss, ms",
       "loss.seconds",
       units.milliseconds,
-      "Median time of the head's loss and its gradients for one micro-batch of hidden vectors,"
+      "Median time of the head's loss and its gradients for a device's part of a micro-batch,"
       " compiled, on the run's device. The rest of the model is not in it.",
       True if comparable else None,
     ),

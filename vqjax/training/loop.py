@@ -6,9 +6,11 @@ import pathlib
 import time
 
 import jax
+from jax.errors import JaxRuntimeError
 
 from vqjax.config import Experiment, config_hash
 from vqjax.data import EvaluationBatches
+from vqjax.heads import Head
 from vqjax.sharding import make_mesh
 from vqjax.training import cost as cost_of
 from vqjax.training import distributed
@@ -200,12 +202,23 @@ class _Run:
       raise NotFiniteError(self._explain(int(self.state.step), wrong))
     return score
 
+  def _cost(self, head: Head) -> cost_of.Cost | None:
+    """The cost of the head's loss on one device, for a device's share of the tokens, if it fits."""
+    mesh = self.program.mesh.shape
+    rows = self.program.micro // (mesh["data"] * mesh["fsdp"])
+    try:
+      return cost_of.loss_cost(head, rows * self.model.context)
+    except JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      return None
+
   def _result(self) -> dict:
     seconds, steps = self.clock.seconds, self.clock.steps
     tokens = self.train.batch * self.model.context
     head = self.model.head
     # Process 0 alone writes the result.
-    cost = cost_of.loss_cost(head, self.program.micro * self.model.context) if is_main() else None
+    cost = self._cost(head) if is_main() else None
     return {
       "valid": self._score("valid")._asdict(),
       "test": self._score("test")._asdict(),
