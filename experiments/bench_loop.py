@@ -10,8 +10,9 @@ import jax
 from rich.console import Console
 
 from vqjax.config import load, override
-from vqjax.training import fit, init_state, make_step, optimizer
-from vqjax.training.optimizer import learning_rate
+from vqjax.sharding import make_mesh
+from vqjax.training import fit
+from vqjax.training.program import Program
 from vqjax.training.provenance import device
 from vqjax.training.text import load_text
 
@@ -23,17 +24,16 @@ def bare_seconds(experiment) -> float:
   """Time of a step alone, on batches that are already in memory, without reading a metric."""
   text = load_text(experiment)
   experiment, train = text.experiment, text.experiment.train
-  transform = optimizer(train)
-  state = init_state(experiment.model, transform, jax.random.key(0))
-  step = make_step(experiment.model, transform, learning_rate(train), jax.random.key(1))
+  program = Program(experiment, make_mesh(train.mesh))
+  state = program.init(jax.random.key(0))
   loader = experiment.loader.batches(
     text.splits["train"], batch=train.batch, context=experiment.model.context, seed=0
   )
-  batches = [{name: b[name] for name in ("inputs", "targets")} for b in map(next, [loader] * 8)]
-  state, _ = jax.block_until_ready(step(state, batches[0]))
+  batches = [program.place(next(loader)) for _ in range(8)]
+  state, _ = jax.block_until_ready(program.step(state, batches[0]))
   start = time.perf_counter()
   for index in range(train.steps):
-    state, _ = step(state, batches[index % 8])
+    state, _ = program.step(state, batches[index % 8])
   jax.block_until_ready(state)
   return (time.perf_counter() - start) / train.steps
 
