@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -40,8 +41,17 @@ def mib(count: int | None) -> str:
 
 
 def write(file: pathlib.Path | None, figures: dict) -> None:
-  """Writes the figures, where a file was asked for."""
+  """Writes the figures, where a file was asked for; null for what is not a finite number."""
   if file is None:
     return
   file.parent.mkdir(parents=True, exist_ok=True)
-  file.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+  text = json.dumps(_plain(figures), indent=2, allow_nan=False)
+  file.write_text(text + "\n", encoding="utf-8")
+
+
+def _plain(value):
+  if isinstance(value, dict):
+    return {key: _plain(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_plain(item) for item in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -70,8 +70,10 @@ def simulated_devices(count: int) -> list:
   """As many devices on this machine's CPU, for compiling; the process may have none before.
 
   Raises:
-    ValueError: jax runs already, with fewer devices.
+    ValueError: a number below 1, or jax runs already, with fewer devices.
   """
+  if count < 1:
+    raise ValueError(f"--devices {count} is below 1; give the number of GPUs")
   # Where jax runs already it may have enough of them.
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", count)

@@ -72,7 +72,8 @@ def trip_count(program: Program, where: str, loop: Instruction) -> int | None:
   condition = program.computations[loop.attribute("condition").lstrip("%")]
   root = next(i for i in condition.values() if i.root)
   test = _through_fusion(program, root)
-  counter = next((i for i in map(condition.get, root.operands) if _is_counter(i)), None)
+  sources = (source(condition, name) for name in root.operands)
+  counter = next((i for i in sources if i.opcode == "get-tuple-element"), None)
   limit = next((v for n in root.operands if (v := constant(condition, n)) is not None), None)
   if limit is None and test is not root:
     inner = program.computations[root.attribute("calls").lstrip("%")]
@@ -94,15 +95,17 @@ def _through_fusion(program: Program, root: Instruction) -> Instruction:
   return next(i for i in inner.values() if i.root)
 
 
-def _is_counter(instruction: Instruction | None) -> bool:
-  return instruction is not None and instruction.opcode == "get-tuple-element"
+def source(computation: Computation, name: str) -> Instruction:
+  """What an instruction is a copy of, its own kind or another one's layout or type."""
+  instruction = computation[name]
+  while instruction.opcode in _TRANSPARENT and instruction.operands:
+    instruction = computation[instruction.operands[0]]
+  return instruction
 
 
 def constant(computation: Computation, name: str) -> int | None:
   """The integer that an instruction is a copy of; None for anything else."""
-  instruction = computation[name]
-  while instruction.opcode in _TRANSPARENT and instruction.operands:
-    instruction = computation[instruction.operands[0]]
+  instruction = source(computation, name)
   if instruction.opcode != "constant":
     return None
   found = re.match(r"(-?\d+)\)", instruction.text)
@@ -124,7 +127,7 @@ def _step(program: Program, loop: Instruction, index: int) -> int:
   root = next(i for i in body.values() if i.root)
   if root.opcode != "tuple":
     return 1
-  changed = body[root.operands[index]]
+  changed = source(body, root.operands[index])
   if changed.opcode == "fusion":
     body = program.computations[changed.attribute("calls").lstrip("%")]
     changed = next(i for i in body.values() if i.root)

@@ -1,7 +1,10 @@
 """How are all tests set up: shapes checked at run time, and no cache outside the test's folder?"""
 
+import ctypes
+import gc
 import os
 import pathlib
+import sys
 
 import jax
 import jaxtyping
@@ -21,6 +24,16 @@ _hook = jaxtyping.install_import_hook(
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_given_back():
+  """Compiled programs of a module are not kept: all together they fill gigabytes."""
+  yield
+  jax.clear_caches()
+  gc.collect()
+  if sys.platform == "linux":
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

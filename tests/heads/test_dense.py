@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests import reference
 from tests.contract import HeadContract
-from vqjax import DenseEmbedding, DenseHead
+from tests.contract_on_meshes import perturbed
+from vqjax import DenseEmbedding, DenseHead, linear_cross_entropy
 
 
 class TestDenseHead(HeadContract):
@@ -64,3 +67,58 @@ def test_the_initialiser_may_carry_partitioning():
   init = nn.with_partitioning(nn.initializers.normal(0.02), ("model", None))
   variables = DenseHead(7, 4, weight_init=init).init(jax.random.key(0), jnp.zeros((1, 4)))
   assert variables["params"]["weight"].names == ("model", None)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
+def test_one_program_on_a_mesh_may_draw_search_and_score(options):
+  # With a vocabulary that no device count divides: in one program XLA takes two paddings of an
+  # array for one, whatever they fill in.
+  head = DenseHead(53, 8, use_bias=True, vocab_axis="model", **options)
+  hidden = jax.random.normal(jax.random.key(0), (6, 8))
+  variables = perturbed(head.init(jax.random.key(1), hidden))
+
+  def all_at_once(variables, hidden):
+    call = lambda method, *args: head.apply(variables, hidden, *args, method=method)
+    drawn = call("sample", jax.random.key(2))
+    return drawn, call("log_prob", drawn), call("top_k", 4), call("loss_terms", drawn)[0]
+
+  with jax.set_mesh(jax.make_mesh((8,), ("model",), (AxisType.Auto,))):
+    drawn, log_prob, (best, _), again = jax.device_get(jax.jit(all_at_once)(variables, hidden))
+  expected = reference.log_softmax(head.apply(variables, hidden))
+  for found in (log_prob, again):
+    np.testing.assert_allclose(found, expected[np.arange(6), drawn], atol=2e-5)
+  np.testing.assert_allclose(best, np.sort(expected)[:, ::-1][:, :4], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+  ("field", "value"), [("softcap", 0.0), ("z_loss", -1.0), ("label_smoothing", 1.0)]
+)
+def test_a_loss_that_no_one_means_is_refused(field, value):
+  with pytest.raises(ValueError, match=f"{field} {value}"):
+    DenseHead(7, 4, **{field: value}).init(jax.random.key(0), jnp.zeros((1, 4)))
+
+
+def test_arrays_over_explicit_axes_are_refused_with_the_remedy():
+  head, hidden = DenseHead(8, 4), jnp.ones((8, 4))
+  variables = head.init(jax.random.key(0), hidden)
+  mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,))
+  with jax.set_mesh(mesh):
+    spread = jax.device_put(hidden, NamedSharding(mesh, PartitionSpec("data")))
+    with pytest.raises(ValueError, match=r"explicit axes of the mesh .*AxisType.Auto"):
+      head.apply(variables, spread, jnp.zeros((8,), jnp.int32), method="log_prob")
+
+
+def test_the_terms_of_the_loss_are_those_of_the_cross_entropy():
+  head = DenseHead(31, 8, softcap=2.0, z_loss=1e-2, label_smoothing=0.1)
+  hidden = jax.random.normal(jax.random.key(0), (5, 8))
+  tokens = jnp.arange(5)
+  variables = head.init(jax.random.key(1), hidden)
+  log_prob, terms = head.apply(variables, hidden, tokens, method="loss_terms")
+  expected = linear_cross_entropy(
+    *(hidden, variables["params"]["weight"], tokens),
+    softcap=2.0,
+    z_loss=1e-2,
+    label_smoothing=0.1,
+  )
+  np.testing.assert_allclose(-log_prob.mean() + sum(terms.values()), expected.mean(), rtol=1e-6)
+  assert head.apply(variables, hidden, tokens, method="aux") == terms

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from tests import reference
+from vqjax.ops import tiles
 from vqjax.ops.softmax import linear_cross_entropy, linear_scores, linear_softmax
 
 EVERYTHING = {
@@ -180,3 +181,33 @@ def test_losses_without_a_meaning_are_refused(options, message):
   hidden, weight, bias, tokens, _ = arrays(3, 20, "plain")
   with pytest.raises(ValueError, match=message):
     linear_cross_entropy(hidden, weight, tokens, bias, **options)
+
+
+def test_weights_of_another_shape_than_the_tokens_are_refused():
+  hidden, weight, tokens = jnp.ones((5, 4)), jnp.ones((31, 4)), jnp.zeros((5,), jnp.int32)
+  with pytest.raises(ValueError, match=r"token_weight \(5, 1\) and tokens \(5,\) disagree"):
+    linear_cross_entropy.__wrapped__(hidden, weight, tokens, token_weight=jnp.ones((5, 1)))
+
+
+def test_padding_may_have_a_hidden_vector_that_is_no_number():
+  hidden = jnp.ones((3, 4)).at[1].set(jnp.nan)
+  kept = jnp.array([1.0, 0.0, 1.0])
+  weight = jax.random.normal(jax.random.key(0), (31, 4))
+  tokens = jnp.array([3, -100, 5])
+  loss = lambda h, w: linear_cross_entropy(h, w, tokens, token_weight=kept).sum()
+  value, gradients = jax.value_and_grad(loss, (0, 1))(hidden, weight)
+  assert np.isfinite(value)
+  assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_a_score_beyond_all_numbers_is_capped_and_not_removed():
+  hidden, weight = jnp.full((1, 1), 1e20), jnp.array([[-1e20], [0.0], [1e20]])
+  found = linear_softmax(hidden, weight, jnp.array([0]), softcap=5.0)
+  expected = -5 - np.log(np.exp(-5) + 1 + np.exp(5))
+  np.testing.assert_allclose(found.log_prob, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [(4,), (2.0, 4), (1, 2, 3)])
+def test_a_tile_that_is_not_two_ints_is_refused(tile):
+  with pytest.raises(ValueError, match="is not two ints"):
+    tiles.cut_tile.__wrapped__(tile, 5, 31)

@@ -56,6 +56,8 @@ class DenseHead(Head):
       raise ValueError(f"label_smoothing {self.label_smoothing} is outside [0, 1); 0.1 is usual")
     if self.z_loss < 0:
       raise ValueError(f"z_loss {self.z_loss} is negative; 1e-4 is usual, 0 for none")
+    if self.softcap is not None and not self.softcap > 0:
+      raise ValueError(f"softcap {self.softcap} is not positive; 30 is usual, None for no cap")
     tied = self.embedding
     if tied is not None and (tied.vocab, tied.dim) != (self.vocab, self.dim):
       raise ValueError(
@@ -92,6 +94,8 @@ class DenseHead(Head):
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`, in one pass over the vocabulary."""
+    if not (self.z_loss or self.label_smoothing):
+      return super().loss_terms(hidden, tokens)
     found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
     terms = {}
     if self.z_loss:
@@ -106,12 +110,14 @@ class DenseHead(Head):
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> dict[str, Float[Array, ""]]:
     """The means over the tokens of the z-loss and of what label smoothing adds, where asked for."""
+    if not (self.z_loss or self.label_smoothing):
+      return super().aux(hidden, tokens)
     return self.loss_terms(hidden, tokens)[1]
 
   def _rows(self) -> tuple[shards.Padded, ...]:
     weight = self.weight if self.embedding is None else self.embedding.table()
     bias = self.bias if self.use_bias else None
-    return shards.Padded(weight, 0), shards.Padded(bias, 0)
+    return shards.Padded(weight, 0), shards.Padded(bias, -jnp.inf)
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     self._check_hidden(hidden)

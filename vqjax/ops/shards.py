@@ -74,10 +74,12 @@ def over_vocabulary(
   Rows that no device count divides are filled up.
 
   Raises:
-    ValueError: the mesh in context has no such axis, or an explicit one.
+    ValueError: the mesh in context has no such axis, or an explicit one; an array is spread over
+      an explicit axis.
   """
   arrays = tuple(part.rows for part in rows)
   kinds = axis_types()
+  _check_automatic((arrays, shared))
   if axis is None or not kinds or inside(axis):
     return body(arrays, shared)
   if axis not in kinds:
@@ -93,6 +95,16 @@ def over_vocabulary(
   return jax.jit(spread)(arrays, shared)
 
 
+def _check_automatic(tree: Any) -> None:
+  for leaf in jax.tree.leaves(tree):
+    spec = getattr(jax.typeof(leaf).sharding, "spec", ())
+    if any(part is not None for part in spec):
+      raise ValueError(
+        f"an array is spread over explicit axes of the mesh ({spec}); make the mesh with"
+        " axis_types=(AxisType.Auto, ...), as vqjax.sharding.make_mesh does"
+      )
+
+
 def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | None:
   """A bias where there must be one: -inf is what removes the rows that fill up a device's part."""
   kinds = axis_types()
@@ -106,8 +118,9 @@ def _filled(part: Padded, count: int) -> Array | None:
   missing = -part.rows.shape[0] % count
   if not missing:
     return part.rows
-  width = [(0, missing)] + [(0, 0)] * (part.rows.ndim - 1)
-  return jnp.pad(part.rows, width, constant_values=part.fill)
+  filling = jnp.full((missing, *part.rows.shape[1:]), part.fill, part.rows.dtype)
+  # Not `jnp.pad`: XLA's partitioner takes two pads of an array for one, whatever they fill in.
+  return jnp.concatenate([part.rows, filling])
 
 
 class Parts(NamedTuple):
@@ -191,8 +204,10 @@ def taken(table: Array, index: Array) -> Array:
   """table[index] along the first axis, with a gradient that stays on the devices of its tokens.
 
   Each part of the tokens adds up its own rows, and the sums travel. Left to the partitioner, the
-  cotangents of all tokens may be sent to all devices.
+  cotangents of all tokens may be sent to all devices. On one device it is plain indexing.
   """
+  if parts(None).count == 1:
+    return table[index]
   return _taken((table.shape, jnp.dtype(table.dtype)), *varying((table, index)))
 
 
@@ -210,9 +225,10 @@ def _taken_forward(kind, table, index):
 def _taken_backward(kind, index, cotangent):
   shape, dtype = kind
   spread = parts(None)
-  flat = cotangent.reshape(-1, *shape[1:]).astype(jnp.float32)
+  exact = jnp.promote_types(dtype, jnp.float32)
+  flat = cotangent.reshape(-1, *shape[1:]).astype(exact)
   index_PN, cotangent_PN = spread.split(index.reshape(-1)), spread.split(flat)
-  zeros = varying((jnp.zeros(shape, jnp.float32), index, cotangent))[0]
+  zeros = varying((jnp.zeros(shape, exact), index, cotangent))[0]
   sums = jax.vmap(lambda i, c: zeros.at[i].add(c))(index_PN, cotangent_PN)
   return spread.keep(sums).sum(axis=0).astype(dtype), None
 

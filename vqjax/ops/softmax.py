@@ -90,8 +90,8 @@ def linear_softmax(
 ) -> LinearSoftmax:
   """softmax(softcap · tanh((hidden · weightᵀ + bias) / softcap)), and `tokens` in it.
 
-  Exact: no sampling and no approximation; sums accumulate in float32 for bfloat16 and float32
-  inputs, and results are float32. Neither the forward nor the backward pass holds an array of N·V
+  Exact: no sampling and no approximation; sums accumulate in float32 and results are float32,
+  whatever the inputs are. Neither the forward nor the backward pass holds an array of N·V
   elements. A bias of -inf removes its row from the distribution. A token outside [0, V) has no
   probability: its `log_prob` is nan, so that a loss over it cannot pass unnoticed.
 
@@ -165,7 +165,7 @@ def linear_cross_entropy(
     token_weight · (-(1 - s) log p(token) - s · mean_v log p_v + z_loss · (log z)²),
 
   s the label smoothing. A token of weight 0 has loss 0 and no gradient, even one outside of the
-  vocabulary: padding may be any number.
+  vocabulary or with a hidden vector that is no number: padding may be anything.
 
   Args:
     hidden: one vector for each token, as all further arguments in `linear_softmax`.
@@ -173,7 +173,8 @@ def linear_cross_entropy(
     tokens: indices into the vocabulary.
     bias: one score for each word.
     token_weight: weight of each token's loss; 0 for padding.
-    label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary.
+    label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary; a
+      Python number, as z_loss and softcap.
     z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
     softcap: largest absolute score.
     tile: (tokens, vocabulary rows) scored at once.
@@ -181,12 +182,20 @@ def linear_cross_entropy(
     vocab_axis: mesh axis over which the rows are spread.
 
   Raises:
-    ValueError: as `linear_softmax`; a smoothing outside [0, 1) or a negative z_loss.
+    ValueError: as `linear_softmax`; a smoothing outside [0, 1), a negative z_loss, or weights of
+      another shape than the tokens.
   """
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"label_smoothing {label_smoothing} is outside [0, 1); 0.1 is usual")
   if z_loss < 0:
     raise ValueError(f"z_loss {z_loss} is negative; 1e-4 is usual, 0 for none")
+  if token_weight is not None:
+    if token_weight.shape != tokens.shape:
+      raise ValueError(
+        f"token_weight {token_weight.shape} and tokens {tokens.shape} disagree; give one weight for"
+        " each token"
+      )
+    hidden = jnp.where((token_weight == 0)[..., None], 0, hidden)
   found = linear_softmax(
     hidden,
     weight,
@@ -225,8 +234,8 @@ def linear_scores(
   scores = lax.dot_general(
     hidden.astype(dtype), weight.astype(dtype), axes, preferred_element_type=jnp.float32
   )
-  scores = scores if bias is None else scores + bias.astype(jnp.float32)
-  return tiles.Scoring(dtype, softcap).finish(scores)
+  bias = None if bias is None else bias.astype(jnp.float32)
+  return tiles.Scoring(dtype, softcap).finish(scores, bias)
 
 
 def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:

@@ -56,8 +56,10 @@ def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
   """The tile that was asked for, or the default one, for so many tokens and rows on a device."""
   if tile is None:
     return default_tile(tokens, vocab, shards.platform(), shards.devices())
-  if min(tile) < 1:
-    raise ValueError(f"tile {tuple(tile)} has a side below 1; give (tokens, vocabulary rows)")
+  whole = len(tile) == 2 and all(isinstance(side, int) for side in tile)
+  if not whole or min(tile) < 1:
+    problem = "has a side below 1" if whole else "is not two ints"
+    raise ValueError(f"tile {tuple(tile)} {problem}; give (tokens, vocabulary rows)")
   return Tile(min(tile[0], tokens), min(tile[1], vocab))
 
 
@@ -81,11 +83,12 @@ class Scoring(NamedTuple):
   softcap: float | None = None
   temperature: float = 1.0
 
-  def finish(self, raw: Array) -> Array:
-    """Scores from hidden · weightᵀ + bias; a bias of -inf removes a row under a cap too."""
+  def finish(self, product: Array, bias: Array | None) -> Array:
+    """Scores from hidden · weightᵀ; a bias of -inf removes a row under a cap too."""
+    raw = product if bias is None else product + bias
     if self.softcap is not None:
-      capped = self.softcap * jnp.tanh(raw / self.softcap)
-      raw = jnp.where(jnp.isneginf(raw), -jnp.inf, capped)
+      raw = self.softcap * jnp.tanh(raw / self.softcap)
+      raw = raw if bias is None else jnp.where(jnp.isneginf(bias), -jnp.inf, raw)
     return raw if self.temperature == 1 else raw / self.temperature
 
   def pull_back(self, score: Array, d_score: Array) -> Array:
@@ -180,7 +183,7 @@ def fold(
       for scoring, layer, (weight_vD, bias_v) in zip(scorings, linears, rows):
         hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
         raw_Pnv = _product(hidden_PnD, weight_vD, ((2,), (1,)))
-        score_Pnv = scoring.finish(raw_Pnv if bias_v is None else raw_Pnv + bias_v)
+        score_Pnv = scoring.finish(raw_Pnv, bias_v)
         # A stale column was scored by the tile before: zero would join a sum, -inf does not.
         scores.append(jnp.where(v_edge.fresh, score_Pnv, -jnp.inf) if v % tile.vocab else score_Pnv)
       old, given = _tokens((carry, per_token), n_edge.start, tile.tokens)
@@ -257,9 +260,8 @@ def gradients(
         hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
         raw_vPn = _product(weight_vD, hidden_PnD, ((1,), (2,)))
         hiddens.append(hidden_PnD)
-        scores.append(
-          scoring.finish(raw_vPn if bias_v is None else raw_vPn + bias_v[:, None, None])
-        )
+        bias_v11 = None if bias_v is None else bias_v[:, None, None]
+        scores.append(scoring.finish(raw_vPn, bias_v11))
       cotangents = d_scores(tuple(scores), row_v11, given)
       new_hiddens, new_sums = [], []
       for i, (scoring, wish) in enumerate(zip(scorings, wanted)):

@@ -49,18 +49,25 @@ def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
   distributed.agree("train.mesh", str(experiment.train.mesh))
   text = distributed.main_first("text", lambda: load_text(experiment))
   distributed.agree("text", json.dumps(text.identity), patience=DAY)
+  begun = (folder / "config.json").exists()
+  # A model that cannot be made must not claim the folder.
+  program = None if begun else _program(text)
   run = RunFolder(folder, experiment, text.identity)
   try:
     done = run.result()
     finished = done is not None and done["status"] == "finished"
-    return done if finished else _run(experiment, text, run)
+    return done if finished else _run(experiment, text, run, program or _program(text))
   finally:
     run.close()
 
 
-def _run(experiment: Experiment, text: Text, run: RunFolder) -> dict:
+def _program(text: Text) -> Program:
+  return Program(text.experiment, make_mesh(text.experiment.train.mesh))
+
+
+def _run(experiment: Experiment, text: Text, run: RunFolder, program: Program) -> dict:
   try:
-    outcome = {"status": "finished", **_Run(text, run).to_the_end()}
+    outcome = {"status": "finished", **_Run(text, run, program).to_the_end()}
   except NotFiniteError as error:
     run.write_result(_identity(experiment) | {"status": "failed", "error": str(error)})
     raise
@@ -77,10 +84,10 @@ def _identity(experiment: Experiment) -> dict:
 class _Run:
   """One process's part of a run: from the newest checkpoint to the last step."""
 
-  def __init__(self, text: Text, run: RunFolder):
+  def __init__(self, text: Text, run: RunFolder, program: Program):
     self.experiment, self.splits, self.run = text.experiment, text.splits, run
     self.train, self.model = self.experiment.train, self.experiment.model
-    self.program = Program(self.experiment, make_mesh(self.train.mesh))
+    self.program = program
     self.batches = self.experiment.loader.batches(
       self.splits["train"],
       batch=self.train.batch,
