@@ -231,93 +231,133 @@ def gradients(
       -> the cotangent [v, P, n] of each layer's scores; None for a layer of which nothing is
       wanted. A row that is removed by a bias of -inf must get 0.
   """
-  tile, (p, n, _), v = cut.tile, linears[0].hidden.shape, linears[0].weight.shape[0]
+  tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.shape[0]
   n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
-
-  def zeros(wish, layer):
-    hidden, weight, bias = layer
-    return Linear(
-      cut.parts.keep(jnp.zeros(hidden.shape, jnp.float32)) if wish.hidden else None,
-      jnp.zeros(weight.shape, weight.dtype) if wish.weight else None,
-      jnp.zeros(bias.shape, bias.dtype) if wish.bias else None,
-    )
+  layers = list(zip(scorings, wanted, linears))
 
   def vocab_step(carry, v_index):
     v_edge = edge(v_index, tile.vocab, v)
-    rows = []
-    for scoring, layer in zip(scorings, linears):
-      weight_vD, bias_v = _weight_and_bias(cut, scoring, layer, v_edge.start)
-      # The barrier keeps the compiler from folding the transposition into the product.
-      rows.append((weight_vD, bias_v, lax.optimization_barrier(weight_vD.T)))
+    rows = [_tile_rows(cut, scoring, layer, v_edge.start) for scoring, _, layer in layers]
     row_v11 = (v_edge.start + _indices(tile.vocab))[:, None, None]
 
     def token_step(carry, n_index):
-      d_hiddens, sums = carry
       n_edge = edge(n_index, tile.tokens, n)
       given = _tokens(per_token, n_edge.start, tile.tokens)
-      hiddens, scores = [], []
-      for scoring, layer, (weight_vD, bias_v, _) in zip(scorings, linears, rows):
-        hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
-        raw_vPn = _product(weight_vD, hidden_PnD, ((1,), (2,)))
-        hiddens.append(hidden_PnD)
-        bias_v11 = None if bias_v is None else bias_v[:, None, None]
-        scores.append(scoring.finish(raw_vPn, bias_v11))
-      cotangents = d_scores(tuple(scores), row_v11, given)
-      new_hiddens, new_sums = [], []
-      for i, (scoring, wish) in enumerate(zip(scorings, wanted)):
-        if not any(wish):
-          new_hiddens.append(None)
-          new_sums.append(sums[i])
-          continue
-        d_vPn = scoring.pull_back(scores[i], cotangents[i])
-        if n % tile.tokens:
-          d_vPn = jnp.where(n_edge.fresh, d_vPn, 0.0)
-        if v % tile.vocab:
-          d_vPn = jnp.where(v_edge.fresh[:, None, None], d_vPn, 0.0)
-        d_weight, d_bias = sums[i].weight, sums[i].bias
-        if wish.bias:
-          d_bias = d_bias + d_vPn.sum(axis=2)
-        d_vPn = d_vPn.astype(scoring.dtype)
-        if wish.weight:
-          # A sum for each part: one over the devices of all parts would be sent at every tile.
-          d_weight = d_weight + _product(d_vPn, hiddens[i], ((2,), (1,)), ((1,), (0,)))
-        d_hidden = d_hiddens[i]
-        if wish.hidden:
-          part_DPn = lax.optimization_barrier(_product(rows[i][2], d_vPn, ((1,), (0,))))
-          part_PnD = jnp.moveaxis(part_DPn, 0, 2)
-          old = lax.dynamic_slice_in_dim(d_hidden, n_edge.start, tile.tokens, axis=1)
-          d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, old + part_PnD, n_edge.start, axis=1)
-        new_hiddens.append(d_hidden)
-        new_sums.append(Linear(None, d_weight, d_bias))
-      return (new_hiddens, new_sums), None
-
-    def empty(wish, layer):
-      d = layer.hidden.shape[2]
-      weight = jnp.zeros((p, tile.vocab, d), jnp.float32) if wish.weight else None
-      return Linear(None, weight, jnp.zeros((tile.vocab, p), jnp.float32) if wish.bias else None)
-
-    hiddens = [x.hidden for x in carry]
-    start = varying((hiddens, [empty(w, x) for w, x in zip(wanted, linears)], linears))[:2]
-    (hiddens, sums), _ = lax.scan(token_step, start, _indices(n_tiles))
-
-    def add(whole, update):
-      old = _rows(whole, v_edge.start, tile.vocab)
-      new = old + update.astype(whole.dtype)
-      return lax.dynamic_update_slice_in_dim(whole, new, v_edge.start, axis=0)
-
-    carry = [
-      Linear(
-        hidden,
-        add(old.weight, new.weight.sum(axis=0)) if wish.weight else None,
-        add(old.bias, new.bias.sum(axis=1)) if wish.bias else None,
+      scored = [
+        _scored(scoring, layer, part, n_edge.start, tile.tokens)
+        for (scoring, _, layer), part in zip(layers, rows)
+      ]
+      cotangents = d_scores(tuple(score for _, score in scored), row_v11, given)
+      stale = _Stale(
+        None if n % tile.tokens == 0 else ~n_edge.fresh,
+        None if v % tile.vocab == 0 else ~v_edge.fresh[:, None, None],
       )
-      for wish, hidden, old, new in zip(wanted, hiddens, carry, sums)
-    ]
-    return carry, None
+      new = [
+        _added(sums, wish, part, hidden, stale.zeroed(scoring.pull_back(score, d)), n_edge.start)
+        if any(wish)
+        else sums
+        for sums, (scoring, wish, _), part, (hidden, score), d in zip(
+          carry, layers, rows, scored, cotangents
+        )
+      ]
+      return new, None
 
-  start = varying(([zeros(w, x) for w, x in zip(wanted, linears)], linears, per_token))[0]
+    empty = [
+      _empty_sums(tile, wish, layer)._replace(hidden=whole.hidden)
+      for (_, wish, layer), whole in zip(layers, carry)
+    ]
+    start = varying((empty, linears, per_token))[0]
+    sums, _ = lax.scan(token_step, start, _indices(n_tiles))
+    return [_stored(whole, part, v_edge.start) for whole, part in zip(carry, sums)], None
+
+  start = [_zero_gradients(cut, wish, layer) for _, wish, layer in layers]
+  start = varying((start, linears, per_token))[0]
   found, _ = lax.scan(vocab_step, start, _indices(v_tiles))
   return tuple(
     layer._replace(hidden=None if layer.hidden is None else layer.hidden.astype(x.hidden.dtype))
     for layer, x in zip(found, linears)
+  )
+
+
+class _TileRows(NamedTuple):
+  """A tile of a layer's rows: [v, D], its transpose [D, v], and the bias [v, 1, 1]."""
+
+  weight: Array
+  transposed: Array
+  bias: Array | None
+
+
+def _tile_rows(cut, scoring, layer, start):
+  weight_vD, bias_v = _weight_and_bias(cut, scoring, layer, start)
+  # The barrier keeps the compiler from folding the transposition into the product.
+  transposed = lax.optimization_barrier(weight_vD.T)
+  return _TileRows(weight_vD, transposed, None if bias_v is None else bias_v[:, None, None])
+
+
+def _scored(scoring, layer, rows, start, size):
+  """A tile's hidden vectors [P, n, D], and their scores [v, P, n]."""
+  hidden_PnD = _tokens(layer.hidden, start, size).astype(scoring.dtype)
+  raw_vPn = _product(rows.weight, hidden_PnD, ((1,), (2,)))
+  return hidden_PnD, scoring.finish(raw_vPn, rows.bias)
+
+
+class _Stale(NamedTuple):
+  """The tokens and the rows of a tile that an earlier one has covered; None: there are none."""
+
+  tokens: Array | None
+  rows: Array | None
+
+  def zeroed(self, d_vPn: Array) -> Array:
+    for stale in self:
+      d_vPn = d_vPn if stale is None else jnp.where(stale, 0.0, d_vPn)
+    return d_vPn
+
+
+def _zero_gradients(cut, wish, layer):
+  """[P, N, D] in float32, [V, D] and [V] in their own dtype; None for what is not wanted."""
+  return Linear(
+    cut.parts.keep(jnp.zeros(layer.hidden.shape, jnp.float32)) if wish.hidden else None,
+    jnp.zeros(layer.weight.shape, layer.weight.dtype) if wish.weight else None,
+    jnp.zeros(layer.bias.shape, layer.bias.dtype) if wish.bias else None,
+  )
+
+
+def _empty_sums(tile, wish, layer):
+  """What a tile of rows adds up: [P, v, D] and [v, P]."""
+  p, _, d = layer.hidden.shape
+  return Linear(
+    None,
+    jnp.zeros((p, tile.vocab, d), jnp.float32) if wish.weight else None,
+    jnp.zeros((tile.vocab, p), jnp.float32) if wish.bias else None,
+  )
+
+
+def _added(sums, wish, rows, hidden_PnD, d_vPn, start):
+  """The gradient of all hidden vectors and the sums of a tile of rows, with those of one tile."""
+  d_hidden, d_weight, d_bias = sums
+  if wish.bias:
+    d_bias = d_bias + d_vPn.sum(axis=2)
+  d_vPn = d_vPn.astype(hidden_PnD.dtype)
+  if wish.weight:
+    # A sum for each part: one over the devices of all parts would be sent at every tile.
+    d_weight = d_weight + _product(d_vPn, hidden_PnD, ((2,), (1,)), ((1,), (0,)))
+  if wish.hidden:
+    part_DPn = lax.optimization_barrier(_product(rows.transposed, d_vPn, ((1,), (0,))))
+    old = lax.dynamic_slice_in_dim(d_hidden, start, d_vPn.shape[2], axis=1)
+    new = old + jnp.moveaxis(part_DPn, 0, 2)
+    d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, new, start, axis=1)
+  return Linear(d_hidden, d_weight, d_bias)
+
+
+def _stored(whole, sums, start):
+  """The gradients with those of a tile of rows added where it starts; its stale rows are zero."""
+
+  def add(array, update):
+    old = _rows(array, start, update.shape[0])
+    return lax.dynamic_update_slice_in_dim(array, old + update.astype(array.dtype), start, axis=0)
+
+  return Linear(
+    sums.hidden,
+    None if sums.weight is None else add(whole.weight, sums.weight.sum(axis=0)),
+    None if sums.bias is None else add(whole.bias, sums.bias.sum(axis=1)),
   )
