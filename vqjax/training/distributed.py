@@ -39,7 +39,7 @@ def start(
   """Joins this process to the others of its run; returns at once where it is alone.
 
   What is not given is what jax detects of Slurm, Open MPI, Kubernetes or a TPU pod. Comes before
-  any other use of devices. From here on, a process that dies takes all down within `silence`
+  any other use of devices. From here on, a process that dies takes all down soon after `silence`
   seconds, and each says so.
 
   Args:
