@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from experiments import chips, collectives, compiling, flops, hlo, loops, plan_report
-from experiments.console import speak_plainly
+from experiments.console import add_config, speak_plainly
 from vqjax.config import FROM_TOKENIZER, Experiment, config_hash, help_text, load, override
 from vqjax.config.tree import fields_of, rebuild, walk
 from vqjax.sharding import make_mesh
@@ -209,15 +209,12 @@ def _parser() -> argparse.ArgumentParser:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     add_help=False,
   )
-  parser.add_argument("config", nargs="?", help="a file configs/NAME.py")
-  parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change")
+  add_config(parser)
   parser.add_argument("--topology", metavar="KIND:SIZE", help="TPUs, such as v5e:4x4")
   parser.add_argument("--devices", type=int, metavar="N", help="this many GPUs")
   parser.add_argument("--device-kind", default="H100", help="of --devices: A100, H100 or H200")
   parser.add_argument("--vocab", type=int, metavar="V", help="tokens, whatever the config says")
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the plan to FILE")
-  parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
-  parser.add_argument("-h", "--help", action="store_true", help="this, or a config's fields")
   return parser
 
 

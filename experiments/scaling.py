@@ -120,8 +120,6 @@ def _apart(cell: Cell) -> dict[str, Any]:
   with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
     try:
       return pool.submit(planned, cell).result()
-    except KeyboardInterrupt:
-      raise
     except Exception as error:  # a compiler's failures have no type of their own
       reason = (str(error).splitlines() or [type(error).__name__])[0]
       return dataclasses.asdict(cell) | {"failed": reason}

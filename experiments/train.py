@@ -9,7 +9,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from experiments.console import speak_plainly
+from experiments.console import add_config, speak_plainly
 from vqjax.config import config_hash, help_text, load, override
 from vqjax.training import Interrupted, NotFiniteError, distributed, fit
 
@@ -111,13 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     formatter_class=argparse.RawDescriptionHelpFormatter,
     add_help=False,
   )
-  parser.add_argument("config", nargs="?", help="a file configs/NAME.py")
-  parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change")
+  add_config(parser)
   parser.add_argument(
     "--run", type=pathlib.Path, metavar="DIR", help="run folder (default: runs/NAME-HASH)"
   )
-  parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
-  parser.add_argument("-h", "--help", action="store_true", help="this, or a config's fields")
   several = parser.add_argument_group("several processes")
   several.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
   several.add_argument("--num-processes", type=int, metavar="N", help="how many; 1: no others")
