@@ -49,7 +49,7 @@ def train_step(
       batch["inputs"],
       batch["targets"],
       deterministic=False,
-      rngs={"dropout": key},
+      rngs={"dropout": key, "sample": jax.random.fold_in(key, 0)},
       method="loss_terms",
     )
     nats = -log_prob.mean()
