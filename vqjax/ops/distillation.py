@@ -7,6 +7,7 @@ the scores: 4NV(D + D') operations for the loss, and as many for each of the gra
 needed. A frozen teacher costs its scores and nothing else.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from vqjax.ops import shards, tiles
+from vqjax.ops.rows import Rows, as_rows
 from vqjax.types import Dtype
 
 
@@ -34,9 +36,9 @@ class SoftTargetLoss(NamedTuple):
 
 def linear_soft_target_loss(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"],
+  weight: Float[Array, "V D"] | Rows,
   teacher_hidden: Float[Array, "*B E"],
-  teacher_weight: Float[Array, "V E"],
+  teacher_weight: Float[Array, "V E"] | Rows,
   bias: Float[Array, "V"] | None = None,
   teacher_bias: Float[Array, "V"] | None = None,
   *,
@@ -57,7 +59,7 @@ def linear_soft_target_loss(
 
   Args:
     hidden: the student's vector for each token.
-    weight: the student's row for each word.
+    weight: the student's row for each word, or `Rows` that are composed a tile at a time.
     teacher_hidden: the teacher's vector for each token, of a width of its own.
     teacher_weight: the teacher's row for each word.
     bias: the student's score for each word.
@@ -73,6 +75,7 @@ def linear_soft_target_loss(
     ValueError: shapes that do not fit together, a temperature or a cap that is not positive, a tile
       below 1, or a mesh without `vocab_axis`.
   """
+  weight, teacher_weight = as_rows(weight), as_rows(teacher_weight)
   _check(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias)
   for name, value in (
     ("temperature", temperature),
@@ -90,18 +93,23 @@ def linear_soft_target_loss(
   )
 
   def body(rows, shared):
-    return _loss(scorings, tile, vocab_axis, rows, shared)
+    own, bias, teacher_own, teacher_bias = rows
+    *hiddens, by_rows, by_teacher_rows = shared
+    student = dataclasses.replace(weight, own=own, shared=by_rows)
+    teacher = dataclasses.replace(teacher_weight, own=teacher_own, shared=by_teacher_rows)
+    layers = student, bias, teacher, teacher_bias
+    return _loss(scorings, tile, vocab_axis, layers, hiddens)
 
-  vocab = weight.shape[0]
+  vocab = weight.count
   ragged = lambda bias: shards.Padded(shards.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf)
   rows = (
-    shards.Padded(weight, 0),
+    shards.Padded(weight.own, 0),
     ragged(bias),
-    shards.Padded(teacher_weight, 0),
+    shards.Padded(teacher_weight.own, 0),
     ragged(teacher_bias),
   )
   flat = lambda x: x.reshape(-1, x.shape[-1])
-  shared = flat(hidden), flat(teacher_hidden)
+  shared = flat(hidden), flat(teacher_hidden), weight.shared, teacher_weight.shared
   found = shards.over_vocabulary(vocab_axis, body, rows, shared)
   return SoftTargetLoss(*(x.reshape(hidden.shape[:-1]) for x in found))
 
@@ -132,20 +140,19 @@ class _Plan(NamedTuple):
   axis: str | None
 
 
-def _loss(scorings, tile, vocab_axis, rows, shared):
-  weight_VD, bias_V, teacher_VE, teacher_bias_V = rows
+def _loss(scorings, tile, vocab_axis, layers, hiddens):
   axis = shards.inside(vocab_axis)
-  arrays = (*shared, weight_VD, bias_V, teacher_VE, teacher_bias_V)
+  arrays = (*hiddens, *layers)
   hidden, teacher_hidden, *rest = shards.varying(arrays, *([axis] if axis else []))
   parts = shards.parts(vocab_axis)
   n = hidden.shape[0]
   hidden, teacher_hidden = parts.split(hidden), parts.split(teacher_hidden)
-  cut = tiles.Cut(tiles.cut_tile(tile, hidden.shape[1], weight_VD.shape[0]), parts)
-  weight_VD, bias_V, teacher_VE, teacher_bias_V = rest
+  weight, bias, teacher_weight, teacher_bias = rest
+  cut = tiles.Cut(tiles.cut_tile(tile, hidden.shape[1], weight.count), parts)
   found = _pass(
     _Plan(scorings, cut, axis),
-    *(hidden, weight_VD, bias_V),
-    *(teacher_hidden, teacher_VE, teacher_bias_V),
+    *(hidden, weight, bias),
+    *(teacher_hidden, teacher_weight, teacher_bias),
   )
   return SoftTargetLoss(*(parts.join(x, n) for x in found))
 
@@ -270,10 +277,10 @@ class _Pull(NamedTuple):
 
 
 def _pass_forward(plan, *operands):
-  value = lambda x: None if x is None else x.value
-  student, teacher = (tiles.Linear(*map(value, part)) for part in (operands[:3], operands[3:]))
+  layers = tiles.Linear(*operands[:3]), tiles.Linear(*operands[3:])
+  wanted = tiles.perturbed(layers)
+  student, teacher = tiles.values(layers)
   found, saved = _forward(plan, student, teacher)
-  wanted = tuple(tiles.Linear(*map(tiles.perturbed, x)) for x in (operands[:3], operands[3:]))
   return found, (tiles.Static(wanted), student, teacher, saved)
 
 

@@ -20,9 +20,9 @@ from jaxtyping import Array
 
 
 class Padded(NamedTuple):
-  """An array whose first axis is the vocabulary, and what fills the rows that make it divisible."""
+  """Arrays whose first axis is the vocabulary, and what fills the rows that make it divisible."""
 
-  rows: Array | None
+  rows: Any
   fill: float | int
 
 
@@ -112,15 +112,16 @@ def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | 
   return jnp.zeros((rows,), jnp.float32) if bias is None and ragged else bias
 
 
-def _filled(part: Padded, count: int) -> Array | None:
-  if part.rows is None:
-    return None
-  missing = -part.rows.shape[0] % count
-  if not missing:
-    return part.rows
-  filling = jnp.full((missing, *part.rows.shape[1:]), part.fill, part.rows.dtype)
-  # Not `jnp.pad`: XLA's partitioner takes two pads of an array for one, whatever they fill in.
-  return jnp.concatenate([part.rows, filling])
+def _filled(part: Padded, count: int) -> Any:
+  def fill_up(rows):
+    missing = -rows.shape[0] % count
+    if not missing:
+      return rows
+    filling = jnp.full((missing, *rows.shape[1:]), part.fill, rows.dtype)
+    # Not `jnp.pad`: XLA's partitioner takes two pads of an array for one, whatever they fill in.
+    return jnp.concatenate([rows, filling])
+
+  return jax.tree.map(fill_up, part.rows)
 
 
 class Parts(NamedTuple):

@@ -7,12 +7,15 @@ normaliser: 8NDV floating-point operations in all, against 6NDV when the logits 
 not asked for, and what has no gradient, costs nothing.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from vqjax.ops import shards, tiles
+from vqjax.ops.rows import Rows, as_rows
 from vqjax.ops.statistics import Ask, LinearSoftmax, distribution
 from vqjax.ops.tiles import Tile, default_tile
 from vqjax.ops.vocabulary import in_vocabulary
@@ -20,6 +23,7 @@ from vqjax.types import Dtype
 
 __all__ = [
   "LinearSoftmax",
+  "Rows",
   "Tile",
   "default_tile",
   "linear_cross_entropy",
@@ -31,7 +35,7 @@ __all__ = [
 
 def linear_log_prob(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"],
+  weight: Float[Array, "V D"] | Rows,
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
@@ -51,7 +55,7 @@ def linear_log_prob(
 
 def linear_softmax(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"],
+  weight: Float[Array, "V D"] | Rows,
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
@@ -79,7 +83,7 @@ def linear_softmax(
 
   Args:
     hidden: one vector for each token.
-    weight: one row for each word of the vocabulary.
+    weight: one row for each word of the vocabulary, or `Rows` that are composed a tile at a time.
     tokens: indices into the vocabulary.
     bias: one score for each word, added to hidden · weightᵀ.
     softcap: largest absolute score c: scores are c · tanh(score / c).
@@ -99,8 +103,9 @@ def linear_softmax(
       is not positive, more than 128 best tokens or than there are rows, or a mesh without
       `vocab_axis`.
   """
+  weight = as_rows(weight)
   _check_shapes(hidden, weight, tokens, bias)
-  vocab = shards.rows_in_all(vocab_axis, weight.shape[0])
+  vocab = shards.rows_in_all(vocab_axis, weight.count)
   _check_options(softcap, top_k, vocab)
   known, token = in_vocabulary(tokens.reshape(-1), vocab)
   scoring = tiles.Scoring(
@@ -109,21 +114,25 @@ def linear_softmax(
   ask = Ask(scoring, entropy, mean, top_k, vocab_axis)
 
   def body(rows, shared):
-    return distribution(ask, tile, *shared, *rows)
+    own, bias = rows
+    *tokens, shared_by_rows = shared
+    part = dataclasses.replace(weight, own=own, shared=shared_by_rows)
+    return distribution(ask, tile, *tokens, part, bias)
 
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
   rows = (
-    shards.Padded(weight, 0),
+    shards.Padded(weight.own, 0),
     shards.Padded(shards.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
   )
-  found = shards.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
+  shared = hidden_ND, token, weight.shared
+  found = shards.over_vocabulary(vocab_axis, body, rows, shared)
   found = found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
   return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), found)
 
 
 def linear_cross_entropy(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"],
+  weight: Float[Array, "V D"] | Rows,
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
@@ -195,7 +204,7 @@ def linear_cross_entropy(
 
 def linear_scores(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"],
+  weight: Float[Array, "V D"] | Rows,
   bias: Float[Array, "V"] | None = None,
   dtype: Dtype | None = None,
   softcap: float | int | None = None,
@@ -204,6 +213,7 @@ def linear_scores(
 
   `dtype` is that of the product's operands; by default that of hidden and weight together.
   """
+  weight = as_rows(weight).all()
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
   axes = ((hidden.ndim - 1,), (1,)), ((), ())
   scores = lax.dot_general(
@@ -229,7 +239,7 @@ def _check_shapes(hidden, weight, tokens, bias):
       f"hidden {hidden.shape} and tokens {tokens.shape} disagree: hidden needs the shape of tokens"
       " and one more axis"
     )
-  if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+  if len(weight.shape) != 2 or weight.shape[1] != hidden.shape[-1]:
     raise ValueError(
       f"weight {weight.shape} does not fit hidden {hidden.shape}: it is [V, D], one row for each"
       " word; transpose a [D, V] kernel"

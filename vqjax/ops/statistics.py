@@ -65,34 +65,35 @@ class _Found(NamedTuple):
   top_token: Array | None
 
 
-def distribution(ask, tile, hidden_ND, token_N, weight_VD, bias_V):
+def distribution(ask, tile, hidden_ND, token_N, weight, bias_V):
   """`LinearSoftmax` of flat tokens; the rows may be one device's part of the vocabulary."""
   axis = shards.inside(ask.axis)
-  hidden_ND, token_N, weight_VD, bias_V = shards.varying(
-    (hidden_ND, token_N, weight_VD, bias_V), *([axis] if axis else [])
+  hidden_ND, token_N, weight, bias_V = shards.varying(
+    (hidden_ND, token_N, weight, bias_V), *([axis] if axis else [])
   )
   parts = shards.parts(ask.axis)
   hidden_PND, token_PN = parts.split(hidden_ND), parts.split(token_N)
-  cut = tiles.cut_tile(tile, hidden_PND.shape[1], weight_VD.shape[0])
+  cut = tiles.cut_tile(tile, hidden_PND.shape[1], weight.count)
   plan = _Plan(ask, tiles.Cut(cut, parts))
-  place_PN = token_PN - shards.first_row(axis, weight_VD.shape[0])
-  found = _pass(plan, hidden_PND, weight_VD, bias_V, place_PN)
+  place_PN = token_PN - shards.first_row(axis, weight.count)
+  found = _pass(plan, hidden_PND, weight, bias_V, place_PN)
   mean_PN = None
   if ask.mean:
-    mean_PN = _mean_score(ask, hidden_PND, weight_VD, bias_V, found.score_sum) - found.log_z
+    mean_PN = _mean_score(ask, hidden_PND, weight, bias_V, found.score_sum) - found.log_z
   result = LinearSoftmax(
     found.log_prob, found.log_z, found.entropy, mean_PN, found.top_log_prob, found.top_token
   )
   return jax.tree.map(lambda x: parts.join(x, hidden_ND.shape[0]), result)
 
 
-def _mean_score(ask, hidden_PND, weight_VD, bias_V, score_sum_PN):
+def _mean_score(ask, hidden_PND, weight, bias_V, score_sum_PN):
   """Mean of a token's scores over the rows in the distribution."""
   axis = shards.inside(ask.axis)
   in_all = lambda x: lax.psum(shards.varying(x, axis), axis) if axis else x
   kept_V = None if bias_V is None else ~jnp.isneginf(bias_V)
-  rows = weight_VD.shape[0] if kept_V is None else kept_V.sum()
+  rows = weight.count if kept_V is None else kept_V.sum()
   if score_sum_PN is None:
+    weight_VD = weight.all()
     # The mean of hidden · row + bias is hidden · (mean row) + (mean bias).
     rows_VD = weight_VD if kept_V is None else jnp.where(kept_V[:, None], weight_VD, 0.0)
     score_sum_PN = hidden_PND.astype(jnp.float32) @ rows_VD.sum(axis=0, dtype=jnp.float32)
@@ -130,9 +131,9 @@ class _Normalizer(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pass(plan, hidden_PND, weight_VD, bias_V, place_PN):
+def _pass(plan, hidden_PND, weight, bias_V, place_PN):
   """What is found of tokens at row `place`, which may be another device's row."""
-  return _forward(plan, tiles.Linear(hidden_PND, weight_VD, bias_V), place_PN)[0]
+  return _forward(plan, tiles.Linear(hidden_PND, weight, bias_V), place_PN)[0]
 
 
 def _forward(plan, layer, place_PN):
@@ -144,11 +145,11 @@ def _forward(plan, layer, place_PN):
     least_PN,
     zero_PN,
     zero_PN if ask.entropy else None,
-    zero_PN if ask.mean and ask.scoring.softcap is not None else None,
+    zero_PN if ask.mean and _is_curved(ask, layer) else None,
     none_yet(place_PN.shape, ask.top_k) if ask.top_k else None,
   )
   last = tiles.fold(plan.cut, (ask.scoring,), (layer,), place_PN, start, _merged)
-  last = _reduced(last, shards.inside(ask.axis), layer.weight.shape[0])
+  last = _reduced(last, shards.inside(ask.axis), layer.weight.count)
   z = _Normalizer(last.top, jnp.log(last.total))
   excess_PN = last.moment / last.total if ask.entropy else None
   found = _Found(
@@ -160,6 +161,11 @@ def _forward(plan, layer, place_PN):
     last.best.tokens if ask.top_k else None,
   )
   return found, (z, excess_PN)
+
+
+def _is_curved(ask, layer):
+  """Whether the mean score is not hidden · (mean row), or the mean row is not at hand."""
+  return ask.scoring.softcap is not None or not layer.weight.is_table
 
 
 def _merged(old, scores, first_row, place_Pn):
@@ -220,8 +226,8 @@ def _reduced(mine, axis, rows):
 
 
 def _pass_forward(plan, hidden, weight, bias, place):
-  layer = tiles.Linear(hidden.value, weight.value, None if bias is None else bias.value)
-  wanted = tiles.Linear(*map(tiles.perturbed, (hidden, weight, bias)))
+  operands = tiles.Linear(hidden, weight, bias)
+  layer, wanted = tiles.values(operands), tiles.perturbed(operands)
   found, (z, excess) = _forward(plan, layer, place.value)
   return found, (tiles.Static(wanted), layer, place.value, z, excess, found.top_token)
 
@@ -266,11 +272,11 @@ def _pass_backward(plan, saved, cotangents):
     score_sum,
     None
     if best_own is None
-    else top_token_PNk - shards.first_row(shards.inside(plan.ask.axis), layer.weight.shape[0]),
+    else top_token_PNk - shards.first_row(shards.inside(plan.ask.axis), layer.weight.count),
     best_own,
   )
   pull = shards.varying((pull, layer))[0]
-  if not any(wanted.value) or all(x is None for x in known[:5]):
+  if not tiles.wants(wanted.value) or all(x is None for x in known[:5]):
     return None, None, None, None
   (found,) = tiles.gradients(
     plan.cut, (plan.ask.scoring,), (layer,), (wanted.value,), pull, _d_scores

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from vqjax.ops import shards
+from vqjax.ops.rows import Rows
 from vqjax.ops.shards import Parts, varying
 
 
@@ -101,10 +102,10 @@ class Scoring(NamedTuple):
 
 
 class Linear(NamedTuple):
-  """What is scored: hidden [P, N, D], weight [V, D], bias [V] or None."""
+  """What is scored: hidden [P, N, D], weight [V, D] as `Rows`, bias [V] or None."""
 
   hidden: Array
-  weight: Array
+  weight: Rows
   bias: Array | None
 
 
@@ -115,9 +116,19 @@ class Static(NamedTuple):
   value: Any
 
 
-def perturbed(operand: Any) -> bool:
-  """Whether an operand of a custom VJP's forward pass (or None) needs a gradient."""
-  return operand is not None and operand.perturbed
+def values(operands: Any) -> Any:
+  """The arrays of a custom VJP's forward pass with symbolic zeros."""
+  return jax.tree.map(lambda x: x.value, operands)
+
+
+def perturbed(operands: Any) -> Any:
+  """Which of them need a gradient: the same tree, of booleans."""
+  return jax.tree.map(lambda x: x.perturbed, operands)
+
+
+def wants(wish: Any) -> bool:
+  """Whether anything of a tree of booleans, or None, is wanted."""
+  return any(jax.tree.leaves(wish))
 
 
 class Edge(NamedTuple):
@@ -169,7 +180,7 @@ def fold(
     merge: (carry [P, n, ...], scores [P, n, v] of each layer in float32, index of the first row,
       per_token [P, n, ...]) -> carry. A score of -inf belongs to no row.
   """
-  tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.shape[0]
+  tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.count
   n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
   carry = varying((carry, per_token, linears))[0]
 
@@ -203,7 +214,7 @@ def fold(
 
 def _weight_and_bias(cut, scoring, layer, start):
   """A tile of rows, cast; where they are spread over automatic axes they are fetched here."""
-  weight_vD = _rows(layer.weight, start, cut.tile.vocab).astype(scoring.dtype)
+  weight_vD = layer.weight.part(start, cut.tile.vocab).all().astype(scoring.dtype)
   if layer.bias is None:
     return cut.parts.whole(weight_vD), None
   return cut.parts.whole(weight_vD), _rows(layer.bias, start, cut.tile.vocab).astype(jnp.float32)
@@ -225,13 +236,14 @@ def gradients(
     cut: tiles and parts, as in the forward pass.
     scorings: as in the forward pass.
     linears: as in the forward pass.
-    wanted: a `Linear` of booleans for each layer: what is not wanted is not computed.
+    wanted: a `Linear` of booleans for each layer: what is not wanted is not computed, and is None
+      in the result.
     per_token: a tree of [P, N, ...] arrays.
     d_scores: (scores [v, P, n] of each layer, index of each row [v, 1, 1], per_token [P, n, ...])
       -> the cotangent [v, P, n] of each layer's scores; None for a layer of which nothing is
       wanted. A row that is removed by a bias of -inf must get 0.
   """
-  tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.shape[0]
+  tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.count
   n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
   layers = list(zip(scorings, wanted, linears))
 
@@ -254,7 +266,7 @@ def gradients(
       )
       new = [
         _added(sums, wish, part, hidden, stale.zeroed(scoring.pull_back(score, d)), n_edge.start)
-        if any(wish)
+        if wants(wish)
         else sums
         for sums, (scoring, wish, _), part, (hidden, score), d in zip(
           carry, layers, rows, scored, cotangents
@@ -268,7 +280,10 @@ def gradients(
     ]
     start = varying((empty, linears, per_token))[0]
     sums, _ = lax.scan(token_step, start, _indices(n_tiles))
-    return [_stored(whole, part, v_edge.start) for whole, part in zip(carry, sums)], None
+    return [
+      _stored(whole, part, wish, layer, v_edge.start)
+      for whole, part, (_, wish, layer) in zip(carry, sums, layers)
+    ], None
 
   start = [_zero_gradients(cut, wish, layer) for _, wish, layer in layers]
   start = varying((start, linears, per_token))[0]
@@ -314,10 +329,10 @@ class _Stale(NamedTuple):
 
 
 def _zero_gradients(cut, wish, layer):
-  """[P, N, D] in float32, [V, D] and [V] in their own dtype; None for what is not wanted."""
+  """[P, N, D] in float32, the rows' and [V] in their own dtype; None for what is not wanted."""
   return Linear(
     cut.parts.keep(jnp.zeros(layer.hidden.shape, jnp.float32)) if wish.hidden else None,
-    jnp.zeros(layer.weight.shape, layer.weight.dtype) if wish.weight else None,
+    layer.weight.zeros(wish.weight),
     jnp.zeros(layer.bias.shape, layer.bias.dtype) if wish.bias else None,
   )
 
@@ -327,7 +342,7 @@ def _empty_sums(tile, wish, layer):
   p, _, d = layer.hidden.shape
   return Linear(
     None,
-    jnp.zeros((p, tile.vocab, d), jnp.float32) if wish.weight else None,
+    jnp.zeros((p, tile.vocab, d), jnp.float32) if wants(wish.weight) else None,
     jnp.zeros((tile.vocab, p), jnp.float32) if wish.bias else None,
   )
 
@@ -338,7 +353,7 @@ def _added(sums, wish, rows, hidden_PnD, d_vPn, start):
   if wish.bias:
     d_bias = d_bias + d_vPn.sum(axis=2)
   d_vPn = d_vPn.astype(hidden_PnD.dtype)
-  if wish.weight:
+  if wants(wish.weight):
     # A sum for each part: one over the devices of all parts would be sent at every tile.
     d_weight = d_weight + _product(d_vPn, hidden_PnD, ((2,), (1,)), ((1,), (0,)))
   if wish.hidden:
@@ -349,15 +364,14 @@ def _added(sums, wish, rows, hidden_PnD, d_vPn, start):
   return Linear(d_hidden, d_weight, d_bias)
 
 
-def _stored(whole, sums, start):
+def _stored(whole, sums, wish, layer, start):
   """The gradients with those of a tile of rows added where it starts; its stale rows are zero."""
-
-  def add(array, update):
-    old = _rows(array, start, update.shape[0])
-    return lax.dynamic_update_slice_in_dim(array, old + update.astype(array.dtype), start, axis=0)
-
-  return Linear(
-    sums.hidden,
-    None if sums.weight is None else add(whole.weight, sums.weight.sum(axis=0)),
-    None if sums.bias is None else add(whole.bias, sums.bias.sum(axis=1)),
-  )
+  weight, bias = whole.weight, whole.bias
+  if wants(wish.weight):
+    d_rows = sums.weight.sum(axis=0)
+    weight = layer.weight.with_gradient_of(weight, wish.weight, start, d_rows)
+  if wish.bias:
+    update = sums.bias.sum(axis=1)
+    new = _rows(bias, start, update.shape[0]) + update.astype(bias.dtype)
+    bias = lax.dynamic_update_slice_in_dim(bias, new, start, axis=0)
+  return Linear(sums.hidden, weight, bias)

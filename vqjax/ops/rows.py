@@ -1,0 +1,116 @@
+"""What is a weight [V, D] whose rows are composed, a tile at a time, from something smaller?
+
+A table of vectors is the simplest case: each row is its own. A row may also be made of its codes
+and of tables that all rows share; then only a tile of the weight ever exists, and the gradient of a
+tile of rows goes to what they were composed of.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """compose(own, shared) -> [V, D], for any part of the rows.
+
+  Attributes:
+    own: a tree of arrays [V, ...], of which each row has its own part.
+    shared: a tree of arrays that all rows are composed of; () for none.
+    compose: (own [v, ...], shared) -> rows [v, D], differentiable in what is to be trained; row i
+      of the result depends on row i of `own` alone.
+  """
+
+  own: Any
+  shared: Any
+  compose: Callable[[Any, Any], Float[Array, "v D"]] = dataclasses.field(metadata={"static": True})
+
+  @property
+  def is_table(self) -> bool:
+    """Whether the rows are there, in an array [V, D]."""
+    return self.compose is _itself
+
+  @property
+  def count(self) -> int:
+    """V, or how many of the rows are here."""
+    return jax.tree.leaves(self.own)[0].shape[0]
+
+  @property
+  def _kind(self) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(lambda rows: rows.all(), self)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """(V, D)."""
+    return self._kind.shape
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Of the composed rows."""
+    return self._kind.dtype
+
+  def all(self) -> Float[Array, "V D"]:
+    """All rows: an array [V, D]."""
+    return self.compose(self.own, self.shared)
+
+  def part(self, start: Array, size: int) -> "Rows":
+    """`size` rows from `start` on."""
+    own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), self.own)
+    return dataclasses.replace(self, own=own)
+
+  def at(self, index: Array) -> Float[Array, "W D"]:
+    """The rows with the given indices."""
+    return self.compose(jax.tree.map(lambda x: x[index], self.own), self.shared)
+
+  def zeros(self, wanted: "Rows") -> "Rows":
+    """Gradients of zero for what is `wanted`, a `Rows` of booleans; None for the rest."""
+    return jax.tree.map(lambda x, wish: jnp.zeros_like(x) if wish else None, self, wanted)
+
+  def with_gradient_of(
+    self, gradient: "Rows", wanted: "Rows", start: Array, d_rows: Float[Array, "v D"]
+  ) -> "Rows":
+    """`gradient` with that of the rows from `start` on added, given their cotangent."""
+    if self.is_table:
+      return dataclasses.replace(gradient, own=_added(gradient.own, d_rows, start))
+    tile = self.part(start, d_rows.shape[0])
+    kept, tree = jax.tree.flatten((tile.own, tile.shared))
+    wishes = jax.tree.leaves((wanted.own, wanted.shared))
+    trained = [x for x, wish in zip(kept, wishes) if wish]
+
+    def composed(trained):
+      given = iter(trained)
+      leaves = [next(given) if wish else x for x, wish in zip(kept, wishes)]
+      return self.compose(*jax.tree.unflatten(tree, leaves))
+
+    rows, pull = jax.vjp(composed, trained)
+    found = iter(pull(d_rows.astype(rows.dtype))[0])
+    own = jax.tree.map(
+      lambda wish, whole: _added(whole, next(found), start) if wish else None,
+      *(wanted.own, gradient.own),
+    )
+    shared = jax.tree.map(
+      lambda wish, whole: whole + next(found).astype(whole.dtype) if wish else None,
+      *(wanted.shared, gradient.shared),
+    )
+    return dataclasses.replace(gradient, own=own, shared=shared)
+
+
+def _added(whole, part, start):
+  old = lax.dynamic_slice_in_dim(whole, start, part.shape[0])
+  return lax.dynamic_update_slice_in_dim(whole, old + part.astype(whole.dtype), start, axis=0)
+
+
+def _itself(own, shared):
+  del shared
+  return own
+
+
+def as_rows(weight: Array | Rows) -> Rows:
+  """A weight as `Rows`: an array [V, D] is a table of them."""
+  return weight if isinstance(weight, Rows) else Rows(weight, (), _itself)
