@@ -1,0 +1,302 @@
+"""Which K centers stand for N weighted points, and which center is nearest to each point?
+
+Lloyd's algorithm after a seeding that reads the points a few times, not K times: k-means|| draws
+some points by their cost in each of a few passes, and weighted k-means++ picks the seeds among
+them. Every pass goes over the points in chunks, scores a chunk by one matrix product and adds it to
+the sums of its clusters, so that [N, K] never exists and the points are never copied.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax, random
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from vqjax.ops import ranking, shards
+from vqjax.ops.shards import Padded, varying
+from vqjax.ops.tiles import default_tile, edge
+
+PASSES = 5
+"""Passes over the points that draw candidates; with K / 2 drawn in each, as good as more."""
+
+
+class KMeans(NamedTuple):
+  """What k-means found.
+
+  Attributes:
+    centers: a mean of points each, in float32.
+    assignment: the center nearest to each point, int32; the lowest of those equally near.
+    inertia: sum over points of weight times squared distance to its center.
+  """
+
+  centers: Float[Array, "K D"]
+  assignment: Int[Array, "N"]
+  inertia: Float[Array, ""]
+
+
+def kmeans(
+  key: PRNGKeyArray,
+  points: Float[Array, "N D"],
+  clusters: int,
+  *,
+  weights: Float[Array, "N"] | None = None,
+  iterations: int = 20,
+  chunk: int | None = None,
+  axis: str | None = None,
+) -> KMeans:
+  """Clusters of points such that sum_i w_i |x_i - c_a(i)|^2 is low, by Lloyd's iterations.
+
+  The same key gives the same clusters, on any number of devices up to the order of float32 sums.
+  A cluster without weight moves to a point that costs most; it can stay empty where fewer than
+  `clusters` rows differ. It ends early where an iteration changes nothing. Sources: Lloyd 1982;
+  Bahmani et al. 2012, Algorithm 2, with draws of a fixed number without replacement; Arthur and
+  Vassilvitskii 2007, with the best of 2 + floor(ln K) draws at each step.
+
+  Args:
+    key: what the seeding draws with.
+    points: rows of any float type; sums and distances are in float32.
+    clusters: K, at most N.
+    weights: of each point, at least 0; 1 by default.
+    iterations: updates of the centers, at most.
+    chunk: points that are scored at once; by default what suits the device.
+    axis: the axis of the mesh in context over which the points are spread.
+
+  Raises:
+    ValueError: `clusters` is not in [1, N]; `iterations` is negative or `chunk` below 1; a row is
+      not finite, or a weight is negative or not finite or all are zero (where values are known).
+  """
+  _check_sizes(points.shape[0], clusters, iterations, chunk)
+  _check_rows("point", points, "remove such rows or set them to 0")
+  if weights is None:
+    weights = jnp.ones(points.shape[0], jnp.float32)
+  _check_weights(weights)
+  return _kmeans(key, points, weights, clusters, iterations, chunk, axis)
+
+
+def nearest(
+  points: Float[Array, "N D"], centers: Float[Array, "K D"], *, chunk: int | None = None
+) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
+  """The center nearest to each point, the lowest of those equally near, and its squared distance.
+
+  Raises:
+    ValueError: there is no center, or `chunk` is below 1.
+  """
+  _check_sizes(max(1, centers.shape[0]), centers.shape[0], 0, chunk)
+  return _nearest(points, centers, chunk)
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def _nearest(points, centers, chunk):
+  centers = centers.astype(jnp.float32)
+  data = _Data(points, jnp.ones(points.shape[0], jnp.float32), centers.mean(axis=0), chunk, None)
+  found = _assign(data, centers - data.shift)
+  return found.assignment, found.cost
+
+
+@functools.partial(jax.jit, static_argnames=("clusters", "iterations", "chunk", "axis"))
+def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
+  n = points.shape[0]
+  noise_key, seed_key = random.split(key)
+  # Drawn for all points at once: a point meets the same noise on any number of devices.
+  noise_NP = random.gumbel(noise_key, (n, PASSES), jnp.float32)
+  rows = (Padded(points, 0), Padded(weights.astype(jnp.float32), 0), Padded(noise_NP, 0))
+
+  def body(rows, key):
+    points, weights, noise_NP = rows
+    here = shards.inside(axis)
+    data = _Data(points, weights, jnp.zeros(points.shape[1], jnp.float32), chunk, here)
+    data = data._replace(shift=_means(data, _assign(data, data.shift[None]))[0][0])
+    centers = _lloyd(data, _seeds(key, data, noise_NP, clusters), iterations)
+    found = _assign(data, centers)
+    inertia = _total((weights * found.cost).sum(), here)
+    assignment = found.assignment
+    if here is not None:
+      assignment = shards.gathered(assignment, here).reshape(-1)[:n]
+    return KMeans(centers + data.shift, assignment, inertia)
+
+  return shards.over_vocabulary(axis, body, rows, seed_key)
+
+
+class _Data(NamedTuple):
+  """The points of this device, seen from `shift`: a common offset would cost their precision."""
+
+  points: Array
+  weights: Array
+  shift: Array
+  chunk: int | None
+  axis: str | None
+
+  def rows(self, index: Array) -> Array:
+    """Rows of the points of all devices."""
+    return shards.looked_up(self.points, index, self.axis, jnp.float32) - self.shift
+
+
+class _Assigned(NamedTuple):
+  """A pass over the points: center and squared distance of each, sums and weight of a center."""
+
+  assignment: Array
+  cost: Array
+  sums: Array
+  mass: Array
+
+
+def _assign(data: _Data, centers_KD: Array) -> _Assigned:
+  """Each point's nearest center, and each center's sums over the points of this device."""
+  (n, d), k = data.points.shape, centers_KD.shape[0]
+  size = data.chunk or default_tile(n, k, shards.platform(), shards.devices()).tokens
+  size = min(size, n)
+  half_K = 0.5 * jnp.square(centers_KD).sum(axis=1)
+
+  def step(found, index):
+    at = edge(index, size, n)
+    part = lambda x: lax.dynamic_slice_in_dim(x, at.start, size)
+    rows_nD = part(data.points).astype(jnp.float32) - data.shift
+    # The last chunk overlaps the one before, whose points are in the sums already.
+    weights_n = jnp.where(at.fresh, part(data.weights), 0)
+    product_nK = jnp.matmul(rows_nD, centers_KD.T, precision=lax.Precision.HIGHEST)
+    code_n = jnp.argmin(half_K - product_nK, axis=1).astype(jnp.int32)
+    cost_n = jnp.square(rows_nD - centers_KD[code_n]).sum(axis=1)
+    put = lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, at.start, axis=0)
+    return _Assigned(
+      put(found.assignment, code_n),
+      put(found.cost, cost_n),
+      found.sums.at[code_n].add(weights_n[:, None] * rows_nD),
+      found.mass.at[code_n].add(weights_n),
+    ), None
+
+  zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+  empty = _Assigned(jnp.zeros(n, jnp.int32), zeros(n), zeros(k, d), zeros(k))
+  empty = varying((empty, data.points, data.weights))[0]
+  return lax.scan(step, empty, jnp.arange(-(-n // size), dtype=jnp.int32))[0]
+
+
+def _total(value: Any, axis: str | None) -> Any:
+  return value if axis is None else lax.psum(value, axis)
+
+
+def _means(data: _Data, found: _Assigned) -> tuple[Array, Array]:
+  """The mean of each cluster over all devices, and which clusters have no weight."""
+  sums_KD, mass_K = _total((found.sums, found.mass), data.axis)
+  empty_K = mass_K == 0
+  return sums_KD / jnp.where(empty_K, 1, mass_K)[:, None], empty_K
+
+
+def _lloyd(data: _Data, centers_KD: Array, iterations: int) -> Array:
+  """The centers after so many iterations, fewer where one changes nothing."""
+
+  def update(state):
+    index, old_KD, _ = state
+    found = _assign(data, old_KD)
+    means_KD, empty_K = _means(data, found)
+    reseed = lambda: _reseeded(
+      data, found.cost, jnp.where(empty_K[:, None], old_KD, means_KD), empty_K
+    )
+    new_KD = lax.cond(empty_K.any(), reseed, lambda: means_KD)
+    return index + 1, new_KD, (new_KD != old_KD).any()
+
+  goes_on = lambda state: (state[0] < iterations) & state[2]
+  return lax.while_loop(goes_on, update, (0, centers_KD, True))[1]
+
+
+def _reseeded(data: _Data, cost_N: Array, centers_KD: Array, empty_K: Array) -> Array:
+  """The centers, the j-th empty one at the point that costs j-th most, if it costs anything."""
+  best = _best(data, data.weights * cost_N, centers_KD.shape[0])
+  rank_K = jnp.minimum(jnp.cumsum(empty_K) - 1, best.tokens.shape[0] - 1)
+  use_K = empty_K & (best.scores > 0)[rank_K]
+  return jnp.where(use_K[:, None], data.rows(jnp.maximum(best.tokens, 0)[rank_K]), centers_KD)
+
+
+def _best(data: _Data, scores_N: Array, k: int) -> ranking.Best:
+  """The k highest scores of the points of all devices, and which points they are."""
+  n = scores_N.shape[0]
+  names_N = shards.first_row(data.axis, n) + jnp.arange(n, dtype=jnp.int32)
+  best = varying((ranking.none_yet((), k), scores_N))[0]
+  return ranking.across(ranking.merged_best(best, scores_N, names_N), data.axis)
+
+
+def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
+  """K of the points: k-means|| draws candidates, weighted k-means++ chooses among them."""
+  n = data.points.shape[0]
+  draws = min(shards.rows_in_all(data.axis, n), max(64, -(-clusters // 2)))
+
+  def draw(state, noise_and_index):
+    code_N, cost_N = state
+    noise_N, index = noise_and_index
+    # The largest of log p + Gumbel noise are draws by p without replacement.
+    scores_N = jnp.log(_pull(data.weights, cost_N)) + noise_N
+    rows = data.rows(jnp.maximum(_best(data, scores_N, draws).tokens, 0))
+    found = _assign(data, rows)
+    closer_N = found.cost < cost_N
+    code_N = jnp.where(closer_N, found.assignment + index * draws, code_N)
+    return (code_N, jnp.where(closer_N, found.cost, cost_N)), rows
+
+  start = (jnp.zeros(n, jnp.int32), jnp.full(n, jnp.inf, jnp.float32))
+  start = varying((start, data.points))[0]
+  steps = (noise_NP.T, jnp.arange(PASSES, dtype=jnp.int32))
+  (code_N, _), rows = lax.scan(draw, start, steps)
+  mass = varying((jnp.zeros(PASSES * draws, jnp.float32), code_N))[0].at[code_N].add(data.weights)
+  rows_CD = rows.reshape(PASSES * draws, -1)
+  return rows_CD[_plus_plus(key, rows_CD, _total(mass, data.axis), clusters)]
+
+
+def _pull(weights: Array, cost: Array) -> Array:
+  """What a draw is in proportion to: weight times cost, or the weight while there is no center."""
+  return weights * jnp.where(jnp.isinf(cost), 1, cost)
+
+
+def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, clusters: int) -> Array:
+  """Indices of K rows: each is drawn by weighted cost, the best of a few draws."""
+  count, tries = rows_CD.shape[0], 2 + int(math.log(clusters))
+  norm_C = jnp.square(rows_CD).sum(axis=1)
+
+  def pick(cost_C, index):
+    at_t = random.choice(random.fold_in(key, index), count, (tries,), p=_pull(mass_C, cost_C))
+    product_tC = jnp.matmul(rows_CD[at_t], rows_CD.T, precision=lax.Precision.HIGHEST)
+    apart_tC = jnp.maximum(norm_C[at_t][:, None] + norm_C - 2 * product_tC, 0)
+    apart_tC = jnp.where(at_t[:, None] == jnp.arange(count), 0, apart_tC)
+    cost_tC = jnp.minimum(cost_C, apart_tC)
+    best = jnp.argmin(cost_tC @ mass_C)
+    return cost_tC[best], at_t[best]
+
+  start = jnp.full(count, jnp.inf, jnp.float32)
+  return lax.scan(pick, start, jnp.arange(clusters, dtype=jnp.int32))[1]
+
+
+def _check_sizes(n: int, clusters: int, iterations: int, chunk: int | None) -> None:
+  if clusters < 1:
+    raise ValueError(f"K {clusters} is below 1; give at least one cluster")
+  if clusters > n:
+    raise ValueError(f"K {clusters} for {n} points; give at most {n}")
+  if iterations < 0:
+    raise ValueError(f"iterations {iterations} is negative; give 0 for the seeds alone")
+  if chunk is not None and chunk < 1:
+    raise ValueError(f"chunk {chunk} is below 1; give the points that are scored at once, or None")
+
+
+_finite = jax.jit(lambda rows: jnp.isfinite(rows).reshape(rows.shape[0], -1).all(axis=1))
+
+
+def _check_rows(name: str, rows: Array, remedy: str) -> None:
+  if isinstance(rows, jax.core.Tracer):
+    return
+  bad = np.flatnonzero(~np.asarray(_finite(rows)))
+  if bad.size:
+    raise ValueError(
+      f"{name} {bad[0]} is not finite ({bad.size} such of {rows.shape[0]}); {remedy}"
+    )
+
+
+def _check_weights(weights: Array) -> None:
+  if isinstance(weights, jax.core.Tracer):
+    return
+  _check_rows("weight", weights, "give finite ones")
+  values = np.asarray(weights, np.float32)
+  if values.min() < 0:
+    first = int(np.argmax(values < 0))
+    raise ValueError(f"weight {first} is {values[first]}; give weights of at least 0")
+  if not values.any():
+    raise ValueError("all weights are zero; give some point a weight above 0")
