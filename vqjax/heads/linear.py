@@ -1,0 +1,119 @@
+"""What do all heads share whose scores are hidden · rowᵀ + bias, however the rows come about?"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from vqjax.heads.base import Head
+from vqjax.ops import sampling, shards, softmax
+from vqjax.ops.rows import Rows
+from vqjax.types import Dtype
+
+
+class LinearHead(Head):
+  """softmax over the vocabulary of hidden · rowᵀ + bias, by the tiled softmax.
+
+  A subclass says what the rows are (`_weight`) and the bias (`_bias`). With z-loss or label
+  smoothing the loss takes one pass all the same.
+
+  Attributes:
+    dtype: dtype of the matrix product's operands; None: that of hidden and rows together.
+    param_dtype: dtype of the parameters.
+    softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
+    z_loss: coefficient of the mean squared log-normaliser in the training loss.
+    label_smoothing: part of the target, in [0, 1), that is spread evenly over the vocabulary in
+      the training loss; `log_prob` is of the token itself.
+  """
+
+  dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
+  param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
+  softcap: float | None = dataclasses.field(default=None, kw_only=True)
+  z_loss: float = dataclasses.field(default=0.0, kw_only=True)
+  label_smoothing: float = dataclasses.field(default=0.0, kw_only=True)
+
+  def _weight(self) -> Rows:
+    """The rows, [V, D]."""
+    raise TypeError(f"{type(self).__name__} does not say what its rows are: define _weight")
+
+  def _bias(self) -> Float[Array, "V"] | None:
+    """A score for each token, or None."""
+    return None
+
+  def linear(self) -> tuple[Rows, Float[Array, "V"] | None]:
+    """The rows and the bias whose scores the head is a softmax of: what a distillation needs."""
+    return self._weight(), self._bias()
+
+  def _check_loss(self):
+    if self.vocab < 1:
+      raise ValueError(f"vocab {self.vocab} holds no token; give at least 1")
+    if not 0 <= self.label_smoothing < 1:
+      raise ValueError(f"label_smoothing {self.label_smoothing} is outside [0, 1); 0.1 is usual")
+    if self.z_loss < 0:
+      raise ValueError(f"z_loss {self.z_loss} is negative; 1e-4 is usual, 0 for none")
+    if self.softcap is not None and not self.softcap > 0:
+      raise ValueError(f"softcap {self.softcap} is not positive; 30 is usual, None for no cap")
+
+  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """hidden · rowᵀ + bias, capped, float32."""
+    self._check_hidden(hidden)
+    return softmax.linear_scores(hidden, self._weight(), self._bias(), self.dtype, self.softcap)
+
+  def log_prob(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> Float[Array, "*B"]:
+    """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
+    return self._softmax(hidden, tokens, mean=False).log_prob
+
+  def _softmax(self, hidden, tokens, mean):
+    self._check_hidden(hidden)
+    return softmax.linear_softmax(
+      *(hidden, self._weight(), tokens, self._bias()),
+      softcap=self.softcap,
+      mean=mean,
+      dtype=self.dtype,
+      vocab_axis=self.vocab_axis,
+    )
+
+  def loss_terms(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
+    """`log_prob` and `aux`, in one pass over the vocabulary."""
+    if not (self.z_loss or self.label_smoothing):
+      return super().loss_terms(hidden, tokens)
+    found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
+    return found.log_prob, regularizers(self, found)
+
+  def aux(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> dict[str, Float[Array, ""]]:
+    """The means over the tokens of the z-loss and of what label smoothing adds, where asked for."""
+    if not (self.z_loss or self.label_smoothing):
+      return super().aux(hidden, tokens)
+    return self.loss_terms(hidden, tokens)[1]
+
+  def _rows(self) -> tuple[shards.Padded, ...]:
+    return shards.Padded(self._weight().own, 0), shards.Padded(self._bias(), -jnp.inf)
+
+  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    self._check_hidden(hidden)
+    own, bias = rows
+    weight = dataclasses.replace(self._weight(), own=own)
+
+    def scores(row_W):
+      bias_W = None if bias is None else bias[row_W]
+      return softmax.linear_scores(hidden, weight.at(row_W), bias_W, self.dtype, self.softcap)
+
+    return sampling.row_blocks(hidden.shape[:-1], weight.count, self.vocab, scores, self.vocab_axis)
+
+
+def regularizers(head: Head, found: softmax.LinearSoftmax) -> dict[str, Float[Array, ""]]:
+  """The training loss's further terms, by name, of a head's `z_loss` and `label_smoothing`."""
+  terms = {}
+  if head.z_loss:
+    terms["z_loss"] = head.z_loss * jnp.mean(found.log_z**2)
+  if head.label_smoothing:
+    # -(1 - s) log p - s · mean log p, less the loss that is counted already.
+    apart = found.log_prob - found.mean_log_prob
+    terms["label_smoothing"] = head.label_smoothing * apart.mean()
+  return terms
