@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from vqjax.data import BPETokenizer, SentencePieceTokenizer, Text, WordTokenizer, fit_encoder
+from vqjax.data import BPETokenizer, Text, WordTokenizer, fit_encoder
 
 DOCUMENTS = ["The cat, the dog.", "the end", ""]
 
@@ -121,14 +121,6 @@ def test_a_bpe_vocabulary_below_the_bytes_is_refused():
 def test_missing_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"has no vocab\.json"):
     fit(BPETokenizer(folder=str(tmp_path)))
-  with pytest.raises(FileNotFoundError, match=r"'no\.model' does not exist"):
-    fit(SentencePieceTokenizer(model="no.model"))
-
-
-def test_a_file_that_is_no_model_is_refused(tmp_path):
-  (tmp_path / "x.model").write_bytes(b"not a model")
-  with pytest.raises(ValueError, match="is no SentencePiece model"):
-    fit(SentencePieceTokenizer(model=str(tmp_path / "x.model")))
 
 
 def test_a_changed_vocabulary_file_is_read_again(tmp_path):
@@ -157,14 +149,3 @@ def test_gpt2_gives_the_published_numbers(real_data):
     # The decoded file has a line end before and after each <|endoftext|> for the reader's sake.
     decoded = text.removesuffix("\n<|endoftext|>\n").split("\n<|endoftext|>\n")
     assert np.array_equal(np.concatenate([encoder.encode(story) for story in decoded]), expected)
-
-
-def test_a_sentencepiece_model_reads_and_writes(real_data):
-  for pieces in (2048, 4096):
-    model = real_data / f"tinystories/tok{pieces}.model"
-    if not model.is_file():
-      pytest.skip(f"no {model}")
-    encoder = fit(SentencePieceTokenizer(model=str(model)))
-    tokens = encoder.encode("Once upon a time, Lily ran.")
-    assert encoder.vocab == pieces
-    assert encoder.decode(tokens[:-1]) == "Once upon a time, Lily ran."

@@ -2,17 +2,12 @@
 
 from vqjax.data.cache import TokenSplit, encode_split, fit_encoder
 from vqjax.data.corpora import PennTreebank, WikiText
+from vqjax.data.pieces import SentencePieceTokenizer
 from vqjax.data.pipeline import EvaluationBatches, Loader, Streams, Windows
 from vqjax.data.source import Source
 from vqjax.data.text import Text
 from vqjax.data.tfds import TFDS
-from vqjax.data.tokenizers import (
-  BPETokenizer,
-  Encoder,
-  SentencePieceTokenizer,
-  Tokenizer,
-  WordTokenizer,
-)
+from vqjax.data.tokenizers import BPETokenizer, Encoder, Tokenizer, WordTokenizer
 
 __all__ = [
   "TFDS",

@@ -205,14 +205,15 @@ class BPEEncoder(Encoder):
 
   def decode(self, tokens: Iterable[int]) -> str:
     """The bytes of the tokens as text; a broken character becomes U+FFFD."""
-    return "\n".join(self._model.decode(part) for part in _between(tokens, self.eos))
+    return "\n".join(self._model.decode(part) for part in documents_of(tokens, self.eos))
 
   def state(self) -> str:
     """The JSON of the `tokenizers` library."""
     return self._model.to_str()
 
 
-def _between(tokens: Iterable[int], eos: int) -> Iterator[list[int]]:
+def documents_of(tokens: Iterable[int], eos: int) -> Iterator[list[int]]:
+  """The lists of tokens between those that end a document, and the list after the last end."""
   part: list[int] = []
   for token in tokens:
     if token == eos:
@@ -248,57 +249,3 @@ def _gpt2(folder: Path) -> tokenizers.Tokenizer:
   model = _byte_level(tokenizers.models.BPE(vocab=vocab, merges=pairs))
   model.add_special_tokens(["<|endoftext|>"])
   return model
-
-
-@dataclasses.dataclass(frozen=True)
-class SentencePieceTokenizer(Tokenizer):
-  """A trained SentencePiece model.
-
-  Attributes:
-    model: the .model file, here or under $VQJAX_DATA.
-  """
-
-  model: str = ""
-
-  def fit(self, documents: Documents) -> Encoder:
-    """Reads the file; the documents change nothing."""
-    del documents
-    return self.load("")
-
-  def files(self) -> tuple[Path, ...]:
-    """The model."""
-    return (data_path(self.model, kind="tokenizer.model"),)
-
-  def load(self, state: str) -> Encoder:
-    """Reads the file."""
-    del state
-    return SentencePieceEncoder(data_path(self.model, kind="tokenizer.model"))
-
-
-class SentencePieceEncoder(Encoder):
-  """A model of the `sentencepiece` library."""
-
-  def __init__(self, path: Path):
-    """`path` is a .model file whose model has an end-of-sentence piece."""
-    import sentencepiece
-
-    self._content = path.read_bytes()
-    try:
-      self._model = sentencepiece.SentencePieceProcessor(model_proto=self._content)
-    except RuntimeError as error:
-      raise ValueError(f"{path} is no SentencePiece model ({error}); give a .model file") from None
-    self.vocab, self.eos = self._model.vocab_size(), self._model.eos_id()
-    if self.eos < 0:
-      raise ValueError(f"{path} has no end-of-sentence piece; train one with eos_id set")
-
-  def encode(self, document: str) -> np.ndarray:
-    """The document's pieces and the end of a sentence."""
-    return np.array([*self._model.encode(document), self.eos], np.int64)
-
-  def decode(self, tokens: Iterable[int]) -> str:
-    """The text of the pieces."""
-    return "\n".join(self._model.decode(part) for part in _between(tokens, self.eos))
-
-  def state(self) -> str:
-    """A hash of the model: the file itself is the state."""
-    return content_hash([self._content])
