@@ -1,7 +1,7 @@
 """vqjax: vocabulary layers of language models, small and fast, in JAX and Flax."""
 
-from vqjax.embeddings import DenseEmbedding, Embedding
-from vqjax.heads import CodebookHead, DenseHead, GroupedHead, Head
+from vqjax.embeddings import CodebookEmbedding, DenseEmbedding, Embedding
+from vqjax.heads import CodebookHead, DenseHead, GroupedHead, Head, LowRankHead
 from vqjax.ops.distillation import SoftTargetLoss, linear_soft_target_loss
 from vqjax.ops.softmax import (
   LinearSoftmax,
@@ -12,6 +12,7 @@ from vqjax.ops.softmax import (
 from vqjax.types import Size
 
 __all__ = [
+  "CodebookEmbedding",
   "CodebookHead",
   "DenseEmbedding",
   "DenseHead",
@@ -19,6 +20,7 @@ __all__ = [
   "GroupedHead",
   "Head",
   "LinearSoftmax",
+  "LowRankHead",
   "Size",
   "SoftTargetLoss",
   "linear_cross_entropy",

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from tests import reference
 from tests.contract import HeadContract
-from vqjax import CodebookHead, assign
+from vqjax import CodebookEmbedding, CodebookHead, assign
+from vqjax.models import Transformer
 from vqjax.ops import sampling
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -19,6 +21,12 @@ from vqjax.sharding import MeshShape, make_mesh
 def with_empty_codes(vocab, codes):
   """Only every third code has tokens."""
   return (np.arange(vocab) * 7 % codes) // 3 * 3
+
+
+def tied(vocab, dim, codes=17, **options):
+  """A head and its embedding in one."""
+  embedding = CodebookEmbedding(vocab, dim, codes, with_empty_codes)
+  return CodebookHead(vocab, dim, codes, embedding=embedding, **options)
 
 
 class TestCodebookHead(HeadContract):
@@ -30,13 +38,16 @@ class TestCodebookHead(HeadContract):
     "empty bias": lambda v, d: CodebookHead(v, d, 17, with_empty_codes, token_bias=True),
     "one code": lambda v, d: CodebookHead(v, d, 1),
     "one each": lambda v, d: CodebookHead(v, d, v),
+    "tied": lambda v, d: tied(v, d, token_bias=True),
   }
   mesh_cases: ClassVar = ("one each", "empty bias")
 
   def reference_logits(self, head, variables, hidden):
-    scores = hidden @ variables["params"]["codebook"].T
-    bias = variables["params"].get("token_bias", 0.0)
-    return scores[..., variables["codes"]["assignment"]] + bias
+    params, codes = variables["params"], variables["codes"]
+    if head.embedding is not None:
+      codes = codes["embedding"]
+    scores = hidden @ params.get("embedding", params)["codebook"].T
+    return scores[..., codes["assignment"]] + params.get("token_bias", 0.0)
 
 
 def test_an_empty_code_gets_no_gradient():
@@ -156,3 +167,84 @@ def test_many_rows_draw_a_code_first_and_follow_the_same_distribution(shape):
 
 def test_flops_are_those_of_k_products():
   assert CodebookHead(10, 4, 3).size().flops_per_token == 2 * 4 * 3
+
+
+def decoder(head, embedding):
+  return Transformer(embedding=embedding, head=head, dim=6, layers=1, heads=2, context=4)
+
+
+def test_a_tied_model_has_one_codebook_and_one_table_and_names_their_axes():
+  embedding = CodebookEmbedding(13, 6, 5)
+  model = decoder(CodebookHead(13, 6, 5, token_bias=True, embedding=embedding), embedding)
+  tokens = jnp.array([[1, 12, 0]])
+  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
+  assert set(variables["params"]["head"]) == {"token_bias"}
+  assert jax.tree.map(jnp.shape, variables["codes"]) == {"embedding": {"assignment": (13,)}}
+  ranks = jax.tree.map(len, model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
+  assert ranks == jax.tree.map(jnp.ndim, variables)
+
+
+def test_the_gradient_of_a_tied_codebook_has_the_part_of_look_ups_and_that_of_scores():
+  embedding = CodebookEmbedding(7, 4, 3)
+  head = CodebookHead(7, 4, 3, embedding=embedding)
+  tokens, targets = jnp.array([1, 2, 6]), jnp.array([3, 3, 0])
+  variables = head.init(jax.random.key(0), jnp.zeros((1, 4)))
+  table = variables["codes"]["embedding"]["assignment"]
+
+  def loss(look_up, score):
+    inner = {name: tree["embedding"] for name, tree in variables.items()}
+    inner["params"] = {"codebook": look_up}
+    hidden = embedding.apply(inner, tokens)
+    outer = variables | {"params": {"embedding": {"codebook": score}}}
+    return head.apply(outer, hidden, targets, method="log_prob").sum()
+
+  codebook = variables["params"]["embedding"]["codebook"]
+  both = jax.grad(lambda c: loss(c, c))(codebook)
+  parts = jax.grad(loss, (0, 1))(codebook, codebook)
+  np.testing.assert_allclose(both, parts[0] + parts[1], atol=1e-6)
+  # The part of the look-ups: each token's code moves by the gradient in its hidden vector.
+  weight = np.asarray(codebook, np.float64)
+  logits = weight[np.asarray(table)[np.asarray(tokens)]] @ weight[table].T
+  pull = np.eye(7)[np.asarray(targets)] - np.exp(reference.log_softmax(logits))
+  expected = np.zeros_like(weight)
+  np.add.at(expected, np.asarray(table)[np.asarray(tokens)], pull @ weight[table])
+  np.testing.assert_allclose(parts[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(8, 4, 3), (7, 5, 3), (7, 4, 2)])
+def test_a_tied_embedding_of_another_size_is_refused(sizes):
+  head = CodebookHead(7, 4, 3, embedding=CodebookEmbedding(*sizes))
+  with pytest.raises(ValueError, match="head of vocab 7, dim 4 and codes 3 is tied to an embeddi"):
+    head.init(jax.random.key(0), jnp.zeros((1, 4)))
+
+
+@pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
+def test_commitment_draws_hidden_vectors_to_their_codes_and_leaves_the_codebook_alone(shape):
+  head = CodebookHead(53, 6, 7, commitment=0.25, vocab_axis="model" if shape else None)
+  hidden = jax.random.normal(jax.random.key(0), (4, 5, 6))
+  tokens = jax.random.randint(jax.random.key(1), (4, 5), 0, 53)
+  variables = head.init(jax.random.key(2), hidden)
+  loss = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="aux")["commitment"]
+  with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
+    found, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables["params"], hidden)
+  codebook = np.asarray(variables["params"]["codebook"], np.float64)
+  apart = np.asarray(hidden, np.float64) - codebook[np.asarray(tokens) * 7 // 53]
+  np.testing.assert_allclose(found, 0.25 * np.mean(apart**2), rtol=1e-5)
+  np.testing.assert_allclose(gradients[1], 0.5 * apart / apart.size, atol=1e-6)
+  assert (gradients[0]["codebook"] == 0).all()
+
+
+def test_the_commitment_joins_the_terms_of_the_loss_and_leaves_the_rest_alone():
+  head, hidden = tied(11, 4, 3, commitment=1.0), jnp.ones((2, 4))
+  variables = head.init(jax.random.key(0), hidden)
+  log_prob, terms = head.apply(variables, hidden, jnp.array([0, 10]), method="loss_terms")
+  plain = tied(11, 4, 3).apply(variables, hidden, jnp.array([0, 10]), method="loss_terms")
+  np.testing.assert_array_equal(log_prob, plain[0])
+  assert set(terms) == {"commitment"}
+  assert plain[1] == {}
+
+
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
+def test_a_commitment_that_no_one_means_is_refused(value):
+  with pytest.raises(ValueError, match=f"commitment {value} is negative or not finite"):
+    CodebookHead(7, 4, 3, commitment=value).init(jax.random.key(0), jnp.zeros((1, 4)))

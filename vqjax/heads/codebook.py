@@ -8,6 +8,8 @@ from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax import assign
+from vqjax.assign.table import check_codes
+from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, shards, softmax
@@ -25,12 +27,21 @@ class CodebookHead(Head):
   The table token -> code is the variable `assignment` of the collection `codes`: saved and
   restored with the parameters, never trained.
 
+  Tied, it has the codebook and the assignment of an embedding (Section 6): give the same object to
+  both,
+
+    embedding = CodebookEmbedding(vocab, dim, codes)
+    Transformer(embedding=embedding, head=CodebookHead(vocab, dim, codes, embedding=embedding))
+
   Attributes:
     codes: number of codes, K.
-    assignment_init: (vocab, codes) -> int [V], the code of each token.
+    assignment_init: (vocab, codes) -> int [V], the code of each token; a tied head has that of its
+      embedding.
     token_bias: give each token a score of its own inside its code.
-    codebook_init: initialiser of the [K, D] codebook.
-    bias_init: initialiser of the [V] token bias.
+    embedding: the embedding whose codebook and assignment these are; None: the head has its own.
+    commitment: coefficient of the commitment term of the training loss (Section 3.4); 0 for none.
+    codebook_init: initialiser of the [K, D] codebook; a tied head has that of its embedding.
+    bias_init: initialiser of the [V] token bias, such as `UnigramBias`.
     dtype: dtype of the matrix product's operands; None: that of hidden and codebook together.
     param_dtype: dtype of the parameters.
   """
@@ -38,6 +49,8 @@ class CodebookHead(Head):
   codes: int
   assignment_init: assign.Assignment = assign.contiguous
   token_bias: bool = False
+  embedding: CodebookEmbedding | None = None
+  commitment: float = 0.0
   codebook_init: nn.initializers.Initializer = row_init
   bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
   dtype: Dtype | None = None
@@ -45,17 +58,27 @@ class CodebookHead(Head):
 
   def setup(self):
     self._check()
-    shape = self.codes, self.dim
-    self.codebook = self.param("codebook", self.codebook_init, shape, self.param_dtype)
+    if self.embedding is None:
+      shape = self.codes, self.dim
+      self.codebook = self.param("codebook", self.codebook_init, shape, self.param_dtype)
+      self.assignment = self.variable("codes", "assignment", self._initial_assignment)
+      assign.check_shape(self.assignment.value.shape, self.vocab)
     if self.token_bias:
       self.bias = self.param("token_bias", self.bias_init, (self.vocab,), self.param_dtype)
-    self.assignment = self.variable("codes", "assignment", self._initial_assignment)
-    assign.check_shape(self.assignment.value.shape, self.vocab)
 
   def _check(self):
-    if not 1 <= self.codes <= self.vocab:
+    check_codes(self.vocab, self.codes)
+    if not 0 <= self.commitment < math.inf:
       raise ValueError(
-        f"codes {self.codes} for a vocabulary of {self.vocab}; give 1 to {self.vocab} codes"
+        f"commitment {self.commitment} is negative or not finite; 0.25 is usual, 0 for none"
+      )
+    tied = self.embedding
+    sizes = self.vocab, self.dim, self.codes
+    if tied is not None and (tied.vocab, tied.dim, tied.codes) != sizes:
+      raise ValueError(
+        f"a head of vocab {self.vocab}, dim {self.dim} and codes {self.codes} is tied to an"
+        f" embedding of vocab {tied.vocab}, dim {tied.dim} and codes {tied.codes}; give both the"
+        " same"
       )
 
   def _initial_assignment(self):
@@ -66,15 +89,19 @@ class CodebookHead(Head):
   def _bias(self):
     return self.bias if self.token_bias else None
 
-  def _table(self):
+  def factors(self) -> tuple[Float[Array, "K D"], Int[Array, "V"]]:
+    """The codebook and the code of each token, of the head itself or of its embedding."""
+    if self.embedding is not None:
+      return self.embedding.factors()
     # Inside `nn.scan` the variable may be the NumPy array it was made from.
-    return jnp.asarray(self.assignment.value)
+    return self.codebook, jnp.asarray(self.assignment.value)
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
     self._check_hidden(hidden)
-    scores_BK = softmax.linear_scores(hidden, self.codebook, dtype=self.dtype)
-    return _token_scores(scores_BK, self._bias, self._table(), slice(None))
+    codebook, table = self.factors()
+    scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
+    return _token_scores(scores_BK, self._bias, table, slice(None))
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -82,13 +109,34 @@ class CodebookHead(Head):
     """Log-probability of `tokens` in nats, from K scores; nan for a token outside [0, V)."""
     self._check_hidden(hidden)
     return code_ops.code_log_prob(
-      hidden, self.codebook, self._table(), tokens, self._bias, self.dtype, self.vocab_axis
+      hidden, *self.factors(), tokens, self._bias, self.dtype, self.vocab_axis
     )
 
+  def aux(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> dict[str, Float[Array, ""]]:
+    """The term "commitment", where asked for: hidden vectors are drawn to their tokens' codes.
+
+    commitment · mean over tokens and D of (hidden - stop_gradient(code of the token))²: a mean over
+    D too, as in the authors' implementation of VQ-VAE, so that the coefficient does not depend on
+    the width. Source: VQ-Logits, Section 3.4, which gives no formula; van den Oord et al. (2017),
+    Eq. 3, whose encoder output is the hidden vector here and whose code is the token's.
+    """
+    if not self.commitment:
+      return super().aux(hidden, tokens)
+    self._check_hidden(hidden)
+    codebook, table = self.factors()
+    code = code_ops.code_vectors(
+      jax.lax.stop_gradient(codebook), table, tokens, jnp.float32, self.vocab_axis
+    )
+    apart = jnp.mean((hidden.astype(jnp.float32) - code) ** 2)
+    return {"commitment": self.commitment * apart}
+
   def _rows(self) -> tuple[shards.Padded, ...]:
+    codebook, table = self.factors()
     return (
-      shards.Padded(self.codebook, 0),
-      shards.Padded(self._table(), code_ops.NO_CODE),
+      shards.Padded(codebook, 0),
+      shards.Padded(table, code_ops.NO_CODE),
       shards.Padded(self._bias, 0),
     )
 
@@ -145,17 +193,28 @@ class CodebookHead(Head):
     return self._over_vocabulary(body, hidden, key)
 
   def size(self) -> Size:
-    """K·D parameters, V for a token bias, and four bytes a token for the table of codes."""
-    params = self.codes * self.dim + (self.vocab if self.token_bias else 0)
-    state = bytes_of(params, self.param_dtype) + bytes_of(self.vocab, jnp.int32)
-    return Size(params, state, 2 * self.codes * self.dim)
+    """K·D parameters, V for a token bias, four bytes a token for the table of codes.
+
+    A tied head owns the bias alone.
+    """
+    bias = self.vocab if self.token_bias else 0
+    own = 0 if self.embedding is not None else self.codes * self.dim
+    table = 0 if self.embedding is not None else bytes_of(self.vocab, jnp.int32)
+    state = bytes_of(own + bias, self.param_dtype) + table
+    return Size(own + bias, state, 2 * self.codes * self.dim)
 
   def logical_axes(self) -> dict:
-    """Axes of the codebook, of the token bias and of the table of codes."""
-    params = {"codebook": ("codes", "table_embed")}
+    """Axes of the codebook, the token bias and the table of codes; or those of the embedding."""
+    if self.embedding is None:
+      axes = {
+        "params": {"codebook": ("codes", "table_embed")},
+        "codes": {"assignment": ("vocab",)},
+      }
+    else:
+      axes = {name: {"embedding": tree} for name, tree in self.embedding.logical_axes().items()}
     if self.token_bias:
-      params["token_bias"] = ("vocab",)
-    return {"params": params, "codes": {"assignment": ("vocab",)}}
+      axes["params"]["token_bias"] = ("vocab",)
+    return axes
 
 
 def _token_scores(scores_BK, bias, assignment, rows):

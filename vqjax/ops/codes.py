@@ -94,6 +94,31 @@ def _log_prob(hidden, codebook, assignment, token, bias, dtype, axis):
   return log_prob_code + within
 
 
+def code_vectors(
+  codebook: Float[Array, "K D"],
+  assignment: Int[Array, "V"],
+  tokens: Integer[Array, "*B"],
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> Float[Array, "*B D"]:
+  """The vector of each token's code, in `dtype`; by default in that of the codebook.
+
+  nan for a token outside [0, V), and for one whose code is not in [0, K). Over `vocab_axis` the
+  codes are spread, and the table over its tokens. Source: VQ-Logits, Section 6, c_M(i).
+  """
+  known, token = in_vocabulary(tokens, assignment.shape[0])
+  codes = codebook.shape[0]
+
+  def body(rows, token):
+    codebook, assignment = rows
+    exists, code = in_vocabulary(shards.looked_up(assignment, token, vocab_axis), codes)
+    return exists, shards.looked_up(codebook, code, vocab_axis, jnp.dtype(dtype or codebook.dtype))
+
+  rows = shards.Padded(codebook, 0), shards.Padded(assignment, NO_CODE)
+  exists, vectors = shards.over_vocabulary(vocab_axis, body, rows, token)
+  return jnp.where((known & exists)[..., None], vectors, jnp.nan)
+
+
 def draw_within(
   key: PRNGKeyArray,
   code: Int[Array, "*B"],

@@ -1,0 +1,101 @@
+"""Does the codebook embedding look up its tokens' codes, and is it what a tied head scores with?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import CodebookEmbedding, assign
+from vqjax.sharding import MeshShape, make_mesh
+
+EMBEDDING = CodebookEmbedding(307, 6, 11, assign.FrequentAlone())
+
+
+@pytest.fixture
+def variables():
+  return EMBEDDING.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+
+
+def test_the_vector_of_a_token_is_its_codes_row_of_the_codebook(variables):
+  tokens = jnp.array([[0, 306, 7], [7, 8, 9]])
+  found = EMBEDDING.apply(variables, tokens)
+  table = assign.FrequentAlone()(307, 11)
+  codebook = np.asarray(variables["params"]["codebook"])
+  np.testing.assert_array_equal(found, codebook[table[np.asarray(tokens)]])
+  whole = EMBEDDING.apply(variables, method="table")
+  np.testing.assert_array_equal(whole, codebook[table])
+
+
+def test_the_gradient_of_a_code_is_the_sum_over_its_tokens(variables):
+  tokens = jnp.array([0, 20, 30, 20, 306])
+  cotangent = np.asarray(jax.random.normal(jax.random.key(1), (5, 6)))
+  params = variables["params"]
+  look_up = lambda p: (EMBEDDING.apply(variables | {"params": p}, tokens) * cotangent).sum()
+  expected = np.zeros((11, 6))
+  np.add.at(expected, assign.FrequentAlone()(307, 11)[np.asarray(tokens)], cotangent)
+  np.testing.assert_allclose(jax.grad(look_up)(params)["codebook"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("token", [-1, 307, 2**30])
+def test_a_token_outside_the_vocabulary_is_nan(variables, token):
+  found = EMBEDDING.apply(variables, jnp.array([0, token, 306]))
+  assert np.isnan(found).any(axis=1).tolist() == [False, True, False]
+
+
+def test_a_code_that_does_not_exist_is_nan(variables):
+  table = variables["codes"]["assignment"].at[2].set(11).at[5].set(-1)
+  found = EMBEDDING.apply(variables | {"codes": {"assignment": table}}, jnp.array([1, 2, 5]))
+  assert np.isnan(found).all(axis=1).tolist() == [False, True, True]
+
+
+def test_narrow_integers_do_not_wrap(variables):
+  tokens = [200, 44]
+  narrow = EMBEDDING.apply(variables, jnp.array(tokens, jnp.uint8))
+  np.testing.assert_array_equal(narrow, EMBEDDING.apply(variables, jnp.array(tokens)))
+
+
+def test_the_dtype_of_vectors_and_of_parameters_are_separate(variables):
+  low = EMBEDDING.clone(dtype=jnp.bfloat16)
+  assert low.apply(variables, jnp.array([1])).dtype == jnp.bfloat16
+  stored = EMBEDDING.clone(param_dtype=jnp.bfloat16)
+  made = stored.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+  assert stored.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(made))
+  assert stored.apply(made, jnp.array([1])).dtype == jnp.bfloat16
+
+
+def test_size_and_axes_are_those_of_the_variables(variables):
+  assert EMBEDDING.size().params == 66 == variables["params"]["codebook"].size
+  assert EMBEDDING.size().state_bytes == 4 * 66 + 4 * 307
+  ranks = jax.tree.map(len, EMBEDDING.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
+  assert ranks == jax.tree.map(jnp.ndim, variables)
+
+
+@pytest.mark.parametrize("codes", [0, 12])
+def test_codes_outside_the_vocabulary_are_refused(codes):
+  with pytest.raises(ValueError, match=rf"codes {codes} for a vocabulary of 11; give 1 to 11"):
+    CodebookEmbedding(11, 6, codes).init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+
+
+def test_a_table_that_does_not_fit_is_refused():
+  embedding = CodebookEmbedding(11, 6, 3, lambda vocab, codes: np.full(vocab, 3))
+  with pytest.raises(ValueError, match=r"token 0 is assigned to code 3, outside \[0, 3\)"):
+    embedding.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+
+
+def test_on_a_mesh_vectors_and_gradient_are_those_of_one_device():
+  embedding = CodebookEmbedding(53, 6, 7, vocab_axis="model")
+  tokens = jax.random.randint(jax.random.key(1), (4, 5), 0, 53).at[0, 0].set(53)
+  variables = embedding.init(jax.random.key(0), tokens)
+  cotangent = jax.random.normal(jax.random.key(2), (4, 5, 6))
+
+  def both(params):
+    look_up = lambda p: embedding.apply(variables | {"params": p}, tokens)
+    vectors, pull = jax.vjp(look_up, params)
+    return vectors, pull(cotangent)
+
+  alone = jax.jit(both)(variables["params"])
+  with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
+    spread = jax.device_get(jax.jit(both)(variables["params"]))
+  assert np.isnan(spread[0][0, 0]).all()
+  # Look-ups are exact; a row that comes several times is added up in another order.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), spread, alone)
