@@ -1,7 +1,16 @@
 """vqjax: vocabulary layers of language models, small and fast, in JAX and Flax."""
 
 from vqjax.embeddings import CodebookEmbedding, DenseEmbedding, Embedding
-from vqjax.heads import CodebookHead, DenseHead, GroupedHead, Head, LowRankHead
+from vqjax.heads import (
+  CodebookHead,
+  DenseHead,
+  GroupedHead,
+  Head,
+  LearnedProductHead,
+  LowRankHead,
+  ProductHead,
+  ResidualCodebookHead,
+)
 from vqjax.ops.distillation import SoftTargetLoss, linear_soft_target_loss
 from vqjax.ops.softmax import (
   LinearSoftmax,
@@ -19,8 +28,11 @@ __all__ = [
   "Embedding",
   "GroupedHead",
   "Head",
+  "LearnedProductHead",
   "LinearSoftmax",
   "LowRankHead",
+  "ProductHead",
+  "ResidualCodebookHead",
   "Size",
   "SoftTargetLoss",
   "linear_cross_entropy",

@@ -1,0 +1,43 @@
+"""Does the low-rank head keep the contract, and count as a product of two matrices?"""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.heads.narrow import NarrowContract, exact
+from vqjax import LowRankHead
+
+
+class TestLowRankHead(NarrowContract):
+  cases: ClassVar = {
+    "bias": lambda v, d: LowRankHead(v, d, 5, use_bias=True),
+    "rank one": lambda v, d: LowRankHead(v, d, 1),
+    "full rank": lambda v, d: LowRankHead(v, d, d),
+  }
+  mesh_cases: ClassVar = ("bias",)
+
+  def reference_logits(self, head, variables, hidden, rounded=exact):
+    params = variables["params"]
+    return rounded(hidden @ params["down"].T) @ params["weight"].T + params.get("bias", 0.0)
+
+
+def test_the_logits_have_no_higher_rank():
+  head = LowRankHead(31, 12, 4)
+  hidden = jax.random.normal(jax.random.key(0), (50, 12))
+  logits = head.apply(head.init(jax.random.key(1), hidden), hidden)
+  assert np.linalg.matrix_rank(np.asarray(logits, np.float64), tol=1e-3) == 4
+
+
+def test_the_parameters_are_those_of_the_two_factors():
+  assert LowRankHead(267_735, 768, 512).size().params == 137_473_536
+
+
+@pytest.mark.parametrize(("rank", "vocab", "most"), [(0, 31, 12), (13, 31, 12), (8, 7, 7)])
+def test_ranks_that_no_weight_has_are_refused(rank, vocab, most):
+  with pytest.raises(
+    ValueError, match=f"rank {rank} for a weight of {vocab} x 12; give 1 to {most}"
+  ):
+    LowRankHead(vocab, 12, rank).init(jax.random.key(0), jnp.zeros((1, 12)))
