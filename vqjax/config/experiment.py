@@ -32,6 +32,8 @@ class Train:
     clip: largest global norm of the gradient; a longer one is scaled down to it.
     beta1: decay of AdamW's mean of gradients, per step.
     beta2: decay of AdamW's mean of squared gradients, per step.
+    trained: dotted prefixes of the parameters that are trained, such as ("head", "final_norm"); the
+      others stay as they are. (): all are trained.
     log_every: steps between two rows of training metrics.
     eval_every: steps between two evaluations on the validation split.
     save_every: steps between two checkpoints.
@@ -52,6 +54,7 @@ class Train:
   clip: float = 1.0
   beta1: float = 0.9
   beta2: float = 0.95
+  trained: tuple[str, ...] = ()
   log_every: int = 10
   eval_every: int = 500
   save_every: int = 500

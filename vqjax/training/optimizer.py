@@ -1,9 +1,12 @@
 """With which optimiser and learning rate does a run train?"""
 
+import operator
+
 import jax
 import optax
 
 from vqjax.config import Train
+from vqjax.training import scope
 
 UNDECAYED = frozenset({"bias", "token_bias", "group_bias", "slot_bias", "scale", "shift"})
 """Biases, norms' gains, and scales and shifts of slots: zero is no neutral value for them."""
@@ -26,8 +29,14 @@ def decayed(params: dict) -> dict:
 
 
 def optimizer(train: Train) -> optax.GradientTransformation:
-  """Clipping by global norm, then AdamW with decoupled weight decay."""
-  return optax.chain(
+  """Clipping by global norm, then AdamW with decoupled weight decay, of `train.trained` alone.
+
+  Frozen parameters have no moments, no decay, no part in the norm, and updates of zero.
+
+  Raises:
+    ValueError: on initialisation, a prefix of `train.trained` that no parameter has.
+  """
+  rule = optax.chain(
     optax.clip_by_global_norm(train.clip),
     optax.adamw(
       learning_rate(train),
@@ -37,3 +46,8 @@ def optimizer(train: Train) -> optax.GradientTransformation:
       mask=decayed,
     ),
   )
+  if not train.trained:
+    return rule
+  own = lambda params: scope.trained(params, train.trained)
+  others = lambda params: jax.tree.map(operator.not_, own(params))
+  return optax.chain(optax.masked(rule, own), optax.masked(optax.set_to_zero(), others))

@@ -43,7 +43,8 @@ class Program:
     """Lays the experiment out on the mesh.
 
     Raises:
-      ValueError: the mesh does not divide the rows of a (micro-)batch.
+      ValueError: the mesh does not divide the rows of a (micro-)batch, or the model has no
+        parameter that `train.trained` names.
     """
     self.experiment, self.mesh, train = experiment, mesh, experiment.train
     self.micro = train.batch // train.accumulate
@@ -52,7 +53,9 @@ class Program:
     self._optimizer = optimizer(train)
     _, step_key = keys(experiment.seed)
     make = state_maker(experiment.model, self._optimizer)
-    step = train_step(self.model, self._optimizer, learning_rate(train), step_key, train.accumulate)
+    rate = learning_rate(train)
+    how = train.accumulate, train.trained
+    step = train_step(self.model, self._optimizer, rate, step_key, *how)
     self.abstract_state = self._placed(jax.eval_shape(make, step_key))
     placed = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     everywhere = sharding.replicated(mesh)
@@ -82,10 +85,11 @@ class Program:
     tables = {name: tree for name, tree in found.items() if name != "params"}
     opt_state = optax.tree_utils.tree_map_params(
       self._optimizer,
-      lambda _, where: where,
+      lambda array, where: array if _is_masked(array) else where,
       state.opt_state,
       found["params"],
       transform_non_params=lambda _: everywhere,
+      is_leaf=_is_masked,
     )
     where = TrainState(everywhere, found["params"], tables, opt_state)
     return jax.tree.map(_placed_at, state, where)
@@ -128,6 +132,11 @@ def over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
     if fields_of(node).get("vocab_axis", "") is None:
       changes[id(node)] = {"vocab_axis": "model"}
   return rebuild(model, changes)
+
+
+def _is_masked(node: Any) -> bool:
+  """Whether an optimiser has, in this place, no numbers for a parameter that it leaves alone."""
+  return isinstance(node, optax.MaskedNode)
 
 
 def _placed_at(array: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
