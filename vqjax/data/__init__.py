@@ -2,6 +2,7 @@
 
 from vqjax.data.cache import TokenSplit, encode_split, fit_encoder
 from vqjax.data.corpora import PennTreebank, WikiText
+from vqjax.data.filters import Filtered
 from vqjax.data.pieces import SentencePieceTokenizer
 from vqjax.data.pipeline import EvaluationBatches, Loader, Streams, Windows
 from vqjax.data.source import Source
@@ -14,6 +15,7 @@ __all__ = [
   "BPETokenizer",
   "Encoder",
   "EvaluationBatches",
+  "Filtered",
   "Loader",
   "PennTreebank",
   "SentencePieceTokenizer",
