@@ -19,7 +19,8 @@ class TrainState:
   Attributes:
     step: optimiser steps taken.
     params: the trained parameters.
-    tables: the model's other collections (integer code tables), which no optimiser touches.
+    tables: the model's other collections, such as codes or running means, which no optimiser
+      touches; the model itself may write them in a step.
     opt_state: the optimiser's state.
   """
 

@@ -42,57 +42,66 @@ def train_step(
   The loss is the mean of -log_prob in nats plus the model's auxiliary terms. The batch is cut into
   `accumulate` equal micro-batches whose gradients are averaged. Randomness is a function of the
   key and the number of the step alone, so a resumed run repeats it. Parameters that are not below a
-  prefix of `trained` are constants: they have no gradient, and stay bit by bit as they are.
+  prefix of `trained` are constants: they have no gradient, and stay bit by bit as they are. What
+  the model writes into its other collections is kept, from each micro-batch to the next.
 
   The metrics are `loss` (nats per token, without auxiliary terms), each auxiliary term by name,
   `grad_norm` of the trained parameters before clipping, and `learning_rate`.
   """
 
   def loss(params, tables, batch, key):
-    log_prob, aux = model.apply(
+    (log_prob, aux), written = model.apply(
       {"params": params, **tables},
       batch["inputs"],
       batch["targets"],
       deterministic=False,
       rngs={"dropout": key, "sample": jax.random.fold_in(key, 0)},
       method="loss_terms",
+      mutable=list(tables),
     )
     nats = -log_prob.mean()
-    return sum(aux.values(), nats), {"loss": nats, **aux}
+    return sum(aux.values(), nats), ({"loss": nats, **aux}, tables | written)
 
   def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
     step_key = jax.random.fold_in(key, state.step)
     own, frozen = scope.split(state.params, trained)
     loss_of_own = lambda own, *rest: loss(scope.joined(own, frozen), *rest)
-    gradient, metrics = _mean_gradient(loss_of_own, own, state.tables, batch, step_key, accumulate)
+    gradient, metrics, tables = _mean_gradient(
+      loss_of_own, own, state.tables, batch, step_key, accumulate
+    )
     metrics["grad_norm"] = optax.tree.norm(gradient)
     metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
     whole = scope.joined(gradient, jax.tree.map(jnp.zeros_like, frozen))
     updates, opt_state = optimizer.update(whole, state.opt_state, state.params)
     own = optax.apply_updates(own, scope.split(updates, trained)[0])
-    return TrainState(state.step + 1, scope.joined(own, frozen), state.tables, opt_state), metrics
+    return TrainState(state.step + 1, scope.joined(own, frozen), tables, opt_state), metrics
 
   return step
 
 
 def _mean_gradient(
   loss: Callable, params: Any, tables: Any, batch: dict, key: Array, accumulate: int
-) -> tuple[Any, dict]:
-  """Gradient and metrics, averaged over the micro-batches one after another."""
+) -> tuple[Any, dict, Any]:
+  """Gradient and metrics, averaged over the micro-batches one after another, and the last tables.
+
+  `loss` is a function (params, tables, batch, key) -> loss, (metrics, tables).
+  """
   gradient_of = jax.grad(loss, has_aux=True)
   if accumulate == 1:
-    return gradient_of(params, tables, batch, key)
+    gradient, (metrics, tables) = gradient_of(params, tables, batch, key)
+    return gradient, metrics, tables
   # Rows j, j + accumulate, ...: each device cuts its own rows, and none moves.
   cut = lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1)
   parts = jax.tree.map(cut, batch)
 
-  def add(total, part):
-    index, micro = part
-    found = gradient_of(params, tables, micro, jax.random.fold_in(key, index))
-    return jax.tree.map(jnp.add, total, found), None
+  def add(carry, part):
+    (total, tables), (index, micro) = carry, part
+    key_of_part = jax.random.fold_in(key, index)
+    gradient, (metrics, tables) = gradient_of(params, tables, micro, key_of_part)
+    return (jax.tree.map(jnp.add, total, (gradient, metrics)), tables), None
 
   first = jax.tree.map(lambda x: x[0], parts)
-  shape = jax.eval_shape(gradient_of, params, tables, first, key)
-  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
-  total, _ = jax.lax.scan(add, zero, (jnp.arange(accumulate), parts))
-  return jax.tree.map(lambda x: x / accumulate, total)
+  gradient, (metrics, _) = jax.eval_shape(gradient_of, params, tables, first, key)
+  zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (gradient, metrics))
+  (total, tables), _ = jax.lax.scan(add, (zero, tables), (jnp.arange(accumulate), parts))
+  return *jax.tree.map(lambda x: x / accumulate, total), tables
