@@ -1,0 +1,29 @@
+"""Which code does each token of the vocabulary sit on, and what does that cost at least?
+
+An assignment is a function (vocab, codes) -> int32 [V]: what `CodebookHead(assignment_init=...)`
+expects. `contiguous`, `Random` and `FrequentAlone` are such functions; a table that was computed
+from counts, embeddings or bigrams becomes one by `Given(table)`.
+"""
+
+from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass
+from vqjax.assign.exchange import Exchanged, bigrams, exchange
+from vqjax.assign.lower_bound import Floor, Offender, floor
+from vqjax.assign.table import Assignment, Given, check_shape, checked
+
+__all__ = [
+  "Assignment",
+  "Exchanged",
+  "Floor",
+  "FrequentAlone",
+  "Given",
+  "Offender",
+  "Random",
+  "bigrams",
+  "check_shape",
+  "checked",
+  "contiguous",
+  "equal_count",
+  "equal_mass",
+  "exchange",
+  "floor",
+]
