@@ -1,0 +1,139 @@
+"""Is a head that trains on a sample exact in all else, and does its loss come from the stream?"""
+
+import contextlib
+from typing import ClassVar
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests import reference
+from tests.contract import HeadContract
+from vqjax import DenseEmbedding, DenseHead, SampledSoftmaxHead
+from vqjax.heads.unigram import UnigramProposal
+from vqjax.models import Transformer
+from vqjax.sharding import MeshShape, make_mesh
+from vqjax.training import init_state, make_step
+
+
+class TestSampledSoftmaxHead(HeadContract):
+  cases: ClassVar = {
+    "sampled": lambda v, d: SampledSoftmaxHead(v, d, samples=5, use_bias=True),
+  }
+
+  def reference_logits(self, head, variables, hidden):
+    return hidden @ variables["params"]["weight"].T + variables["params"]["bias"]
+
+
+def problem(head):
+  hidden = jax.random.normal(jax.random.key(0), (4, 5, 6))
+  tokens = jax.random.randint(jax.random.key(1), (4, 5), 0, 53)
+  return head.init(jax.random.key(2), hidden), hidden, tokens
+
+
+def drawn(head, variables, hidden, tokens, seed=0):
+  rngs = {"sample": jax.random.key(seed)}
+  return head.apply(variables, hidden, tokens, rngs=rngs, method="loss_terms")
+
+
+def test_only_the_loss_with_a_stream_is_an_estimate():
+  head = SampledSoftmaxHead(53, 6, samples=7)
+  variables, hidden, tokens = problem(head)
+  exact = head.apply(variables, hidden, tokens, method="log_prob")
+  np.testing.assert_array_equal(
+    head.apply(variables, hidden, tokens, method="loss_terms")[0], exact
+  )
+  first, second = (drawn(head, variables, hidden, tokens, seed)[0] for seed in (0, 1))
+  assert (first != exact).any()
+  assert (first != second).any()
+  np.testing.assert_array_equal(first, drawn(head, variables, hidden, tokens)[0])
+
+
+@pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2), MeshShape(1, 1, 8)])
+def test_a_sample_of_the_whole_vocabulary_is_exact_on_any_mesh(shape):
+  head = SampledSoftmaxHead(
+    53, 6, samples=53, use_bias=True, z_loss=0.1, vocab_axis="model" if shape else None
+  )
+  variables, hidden, tokens = problem(head)
+  dense = DenseHead(53, 6, use_bias=True, z_loss=0.1)
+
+  def loss(params, hidden, head, **rngs):
+    log_prob, terms = head.apply({"params": params}, hidden, tokens, rngs=rngs, method="loss_terms")
+    return terms["z_loss"] - log_prob.mean()
+
+  of = lambda head, **rngs: jax.jit(
+    jax.value_and_grad(lambda p, h: loss(p, h, head, **rngs), (0, 1))
+  )(variables["params"], hidden)
+  expected = of(dense)
+  with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
+    found = jax.device_get(of(head, sample=jax.random.key(3)))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+def test_the_estimate_on_a_mesh_is_that_of_one_device():
+  head = SampledSoftmaxHead(53, 6, samples=11, vocab_axis="model")
+  variables, hidden, tokens = problem(head)
+  loss = lambda v, h: drawn(head, v, h, tokens)[0].mean()
+  both = jax.value_and_grad(loss, (0, 1))
+  alone = jax.jit(both)(variables, hidden)
+  with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
+    spread = jax.device_get(jax.jit(both)(variables, hidden))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), spread, alone)
+
+
+def test_a_tied_head_adds_its_gradient_to_the_table():
+  head = SampledSoftmaxHead(53, 6, samples=53, embedding=DenseEmbedding(53, 6))
+  variables, hidden, tokens = problem(head)
+  loss = lambda v: drawn(head, v, hidden, tokens)[0].sum()
+  found = jax.grad(loss)(variables)["params"]["embedding"]["weight"]
+  weight = variables["params"]["embedding"]["weight"]
+  flat = np.asarray(hidden).reshape(20, 6)
+  _, expected, _ = reference.linear_gradients(flat, weight, np.asarray(tokens).ravel(), np.ones(20))
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_training_steps_draw_anew_and_learn():
+  tokens = np.asarray(jax.random.randint(jax.random.key(3), (8, 5), 0, 31), np.int32)
+  batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+  model = Transformer(
+    embedding=DenseEmbedding(31, 8),
+    head=SampledSoftmaxHead(31, 8, samples=9),
+    dim=8,
+    layers=1,
+    heads=2,
+    context=4,
+  )
+  still = optax.sgd(0.0)
+  step = make_step(model, still, lambda _: 0.0, jax.random.key(1))
+  state, first = step(init_state(model, still, jax.random.key(0)), batch)
+  _, second = step(state, batch)
+  assert first["loss"] != second["loss"]
+  adam = optax.adam(0.02)
+  state = init_state(model, adam, jax.random.key(0))
+  step = make_step(model, adam, lambda _: 0.0, jax.random.key(1))
+  score = lambda state: -model.apply({"params": state.params}, *batch.values(), method="log_prob")
+  before = float(score(state).mean())
+  for _ in range(60):
+    state, _ = step(state, batch)
+  assert score(state).mean() < 0.7 * before
+
+
+def test_a_unigram_proposal_draws_what_is_frequent():
+  counts = np.array([1, 0, 97, 2])
+  log_q = UnigramProposal(counts)(4)
+  np.testing.assert_allclose(np.exp(log_q), np.array([2, 1, 98, 3]) / 104, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"samples": 0}, "samples 0 of a vocabulary of 53; give 1 to 53"),
+    ({"samples": 54}, "samples 54"),
+    ({"softcap": 30.0}, "softcap 30.0 and label_smoothing 0.0 need all scores"),
+    ({"label_smoothing": 0.1}, "label_smoothing 0.1 need all scores"),
+  ],
+)
+def test_what_a_sample_cannot_do_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    problem(SampledSoftmaxHead(53, 6, **({"samples": 5} | changes)))

@@ -1,0 +1,64 @@
+"""Do counts become biases and proposals, and are counts that are none refused?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import CodebookHead, assign
+from vqjax.heads.unigram import UnigramBias, UnigramProposal
+from vqjax.ops import codes as code_ops
+
+COUNTS = np.array([50, 0, 3, 0, 0, 7, 1])
+TABLE = np.array([2, 2, 0, 0, 4, 4, 4])  # codes 1 and 3 have no token
+
+
+def head():
+  init = UnigramBias(COUNTS, TABLE)
+  return CodebookHead(7, 4, 5, assign.Given(TABLE), token_bias=True, bias_init=init)
+
+
+def test_tokens_on_a_code_start_with_their_smoothed_unigram():
+  variables = head().init(jax.random.key(0), jnp.zeros((1, 4)))
+  hidden = jnp.broadcast_to(jax.random.normal(jax.random.key(1), (4,)), (7, 4))
+  log_prob = head().apply(variables, hidden, jnp.arange(7), method="log_prob")
+  for code in (0, 2, 4):
+    on = code == TABLE
+    found = np.exp(np.asarray(log_prob, np.float64)[on])
+    expected = (COUNTS[on] + 1) / (COUNTS[on] + 1).sum()
+    np.testing.assert_allclose(found / found.sum(), expected, rtol=1e-5)
+
+
+def test_the_probability_of_a_code_is_what_it_is_without_a_bias():
+  bias = UnigramBias(COUNTS, TABLE, smoothing=0.5)(None, (7,))
+  with_bias = code_ops.log_mass(jnp.asarray(TABLE), 5, bias)
+  np.testing.assert_allclose(with_bias, code_ops.log_mass(jnp.asarray(TABLE), 5), atol=1e-6)
+  assert np.isfinite(bias).all()
+
+
+@pytest.mark.parametrize(
+  ("counts", "message"),
+  [
+    (np.ones(6, int), r"counts of shape \(6,\), where \(7,\) is wanted"),
+    (np.array([1, 2, 3, -4, 5, 6, 7]), "token 3 has the count -4"),
+    (np.zeros(7, int), "the counts of all 7 tokens are zero"),
+    (np.ones(7), "counts of float64 are no counts"),
+  ],
+)
+def test_counts_that_are_none_are_refused(counts, message):
+  with pytest.raises(ValueError, match=message):
+    UnigramBias(counts, TABLE)(None, (7,))
+  with pytest.raises(ValueError, match=message):
+    UnigramProposal(counts)(7)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, -1.0, float("nan")])
+def test_a_smoothing_that_leaves_tokens_impossible_is_refused(smoothing):
+  with pytest.raises(ValueError, match=f"smoothing {smoothing} is not a positive number"):
+    UnigramProposal(COUNTS, smoothing)(7)
+
+
+@pytest.mark.parametrize("table", [TABLE[:6], TABLE - 1, TABLE.astype(float)])
+def test_an_assignment_that_does_not_fit_is_refused(table):
+  with pytest.raises(ValueError, match=r"assign"):
+    UnigramBias(COUNTS, table)(None, (7,))

@@ -1,0 +1,76 @@
+"""How do the counts of the tokens enter a head: as its first biases, or as a proposal?"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
+
+from vqjax import assign
+from vqjax.assign.table import checked_counts
+
+
+def smoothed(counts: ArrayLike, vocab: int, smoothing: float) -> Float[np.ndarray, "{vocab}"]:
+  """Each token's count + smoothing, float64 [V]: a token that was never seen is not impossible.
+
+  Raises:
+    ValueError: counts of another length, negative, not integers or all zero; a smoothing that is
+      not positive.
+  """
+  if not 0 < smoothing < np.inf:
+    raise ValueError(f"smoothing {smoothing} is not a positive number; 1 is usual")
+  return checked_counts(counts, vocab) + float(smoothing)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnigramBias:
+  """Initialiser of `CodebookHead`'s token bias: tokens on a code start with their unigram.
+
+    b_v = log(count_v + smoothing) - log(mean of count_u + smoothing over the tokens u on v's code)
+
+  Only differences inside of a code matter to p(token | code). The mean makes the mass of each code,
+  sum of exp(b_u), the number of its tokens: what it is without a bias. So p(code) is that of the
+  head without one, and a trained or converted codebook keeps its meaning.
+
+  Attributes:
+    counts: occurrences of each token in the training text, integers [V].
+    assignment: the code of each token, integers [V]; the same as the head's.
+    smoothing: added to each count.
+  """
+
+  counts: ArrayLike
+  assignment: ArrayLike
+  smoothing: float = 1.0
+
+  def __call__(self, key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """The bias [V]; ValueError where counts and assignment are not those of `shape`."""
+    del key
+    (vocab,) = shape
+    count_V = smoothed(self.counts, vocab, self.smoothing)
+    assign.check_shape(np.shape(self.assignment), vocab)
+    codes = int(np.max(self.assignment)) + 1
+    code_V = assign.checked(self.assignment, vocab, codes)
+    size_K = np.bincount(code_V, minlength=codes)
+    mean_K = np.bincount(code_V, count_V, codes) / np.maximum(size_K, 1)
+    return jnp.asarray(np.log(count_V / mean_K[code_V]), dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnigramProposal:
+  """Proposal of `SampledSoftmaxHead`: tokens are drawn as often as they come in the text.
+
+  Attributes:
+    counts: occurrences of each token in the training text, integers [V].
+    smoothing: added to each count.
+  """
+
+  counts: ArrayLike
+  smoothing: float = 1.0
+
+  def __call__(self, vocab: int) -> Float[Array, "{vocab}"]:
+    """Log-probabilities [V]."""
+    count_V = smoothed(self.counts, vocab, self.smoothing)
+    return jnp.asarray(np.log(count_V / count_V.sum()), jnp.float32)
