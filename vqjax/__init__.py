@@ -2,6 +2,7 @@
 
 from vqjax.embeddings import CodebookEmbedding, DenseEmbedding, Embedding
 from vqjax.heads import (
+  AdaptiveHead,
   CodebookHead,
   DenseHead,
   GroupedHead,
@@ -10,6 +11,9 @@ from vqjax.heads import (
   LowRankHead,
   ProductHead,
   ResidualCodebookHead,
+  SampledSoftmaxHead,
+  UnigramBias,
+  UnigramProposal,
 )
 from vqjax.ops.distillation import SoftTargetLoss, linear_soft_target_loss
 from vqjax.ops.softmax import (
@@ -21,6 +25,7 @@ from vqjax.ops.softmax import (
 from vqjax.types import Size
 
 __all__ = [
+  "AdaptiveHead",
   "CodebookEmbedding",
   "CodebookHead",
   "DenseEmbedding",
@@ -33,8 +38,11 @@ __all__ = [
   "LowRankHead",
   "ProductHead",
   "ResidualCodebookHead",
+  "SampledSoftmaxHead",
   "Size",
   "SoftTargetLoss",
+  "UnigramBias",
+  "UnigramProposal",
   "linear_cross_entropy",
   "linear_log_prob",
   "linear_soft_target_loss",

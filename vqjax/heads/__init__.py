@@ -1,5 +1,6 @@
 """Which output heads are there?"""
 
+from vqjax.heads.adaptive import AdaptiveHead
 from vqjax.heads.base import Head
 from vqjax.heads.codebook import CodebookHead
 from vqjax.heads.dense import DenseHead
@@ -7,8 +8,11 @@ from vqjax.heads.grouped import GroupedHead
 from vqjax.heads.low_rank import LowRankHead
 from vqjax.heads.product import LearnedProductHead, ProductHead
 from vqjax.heads.residual import ResidualCodebookHead
+from vqjax.heads.sampled import SampledSoftmaxHead
+from vqjax.heads.unigram import UnigramBias, UnigramProposal
 
 __all__ = [
+  "AdaptiveHead",
   "CodebookHead",
   "DenseHead",
   "GroupedHead",
@@ -17,4 +21,7 @@ __all__ = [
   "LowRankHead",
   "ProductHead",
   "ResidualCodebookHead",
+  "SampledSoftmaxHead",
+  "UnigramBias",
+  "UnigramProposal",
 ]

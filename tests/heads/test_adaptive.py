@@ -1,0 +1,108 @@
+"""Does the adaptive head keep the contract, as the adaptive softmax that PyTorch has?"""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import reference
+from tests.contract_on_meshes import perturbed
+from tests.heads.narrow import NarrowContract, exact
+from vqjax import AdaptiveHead
+
+
+class TestAdaptiveHead(NarrowContract):
+  cases: ClassVar = {
+    "two tails": lambda v, d: AdaptiveHead(v, d, (v // 10, v // 2), factor=2),
+    "one tail": lambda v, d: AdaptiveHead(v, d, (v // 3,)),
+    "tails of one token": lambda v, d: AdaptiveHead(v, d, (1, v // 3, v - 1), factor=2),
+  }
+  mesh_cases: ClassVar = ("two tails", "tails of one token")
+
+  def reference_logits(self, head, variables, hidden, rounded=exact):
+    """The formula of torch.nn.AdaptiveLogSoftmaxWithLoss, cluster by cluster."""
+    params = variables["params"]
+    first = head.cutoffs[0]
+    log_head = reference.log_softmax(hidden @ params["head"].T)
+    found = [log_head[..., :first]]
+    for i in range(len(head.cutoffs)):
+      scores = rounded(hidden @ params[f"down_{i}"].T) @ params[f"tail_{i}"].T
+      found.append(log_head[..., [first + i]] + reference.log_softmax(scores))
+    return np.concatenate(found, axis=-1)
+
+
+def shapes(head):
+  variables = jax.eval_shape(head.init, jax.random.key(0), jnp.zeros((1, head.dim)))
+  return {name: x.shape for name, x in variables["params"].items()}
+
+
+def test_the_shapes_are_those_of_pytorch():
+  assert shapes(AdaptiveHead(1001, 100, (20, 200, 1000), factor=4)) == {
+    "head": (23, 100),
+    "down_0": (25, 100),
+    "down_1": (6, 100),
+    "down_2": (1, 100),
+    "tail_0": (180, 25),
+    "tail_1": (800, 6),
+    "tail_2": (1, 1),
+  }
+
+
+def test_the_parameters_are_those_of_wikitext_103():
+  # 20,002·768 + 192·(768 + 60,000) + 48·(768 + 187,735): FACTS.md gives 36.1 M.
+  assert AdaptiveHead(267_735, 768, (20_000, 80_000)).size().params == 36_077_136
+
+
+@pytest.mark.parametrize("inside", [0, 1, 255, 256, 257, 1999, 2003])
+def test_any_number_of_tokens_in_a_tail_is_scored_and_has_its_gradient(inside):
+  # A chunk is 256 of 2003 tokens: none, part of one, whole ones and all of them.
+  head = AdaptiveHead(60, 8, (7, 30), factor=2)
+  rng = np.random.default_rng(0)
+  tokens = np.concatenate([rng.integers(30, 60, inside), rng.integers(0, 30, 2003 - inside)])
+  tokens = jnp.asarray(rng.permutation(tokens), jnp.int32)
+  hidden = jax.random.normal(jax.random.key(0), (2003, 8))
+  cotangent = jax.random.normal(jax.random.key(1), (2003,))
+  variables = perturbed(head.init(jax.random.key(2), hidden))
+
+  def score(variables, hidden):
+    log_prob = head.apply(variables, hidden, tokens, method="log_prob")
+    return (log_prob * cotangent).sum(), log_prob
+
+  def plain(variables, hidden):
+    logits = head.apply(variables, hidden, method="logits")
+    log_prob = jnp.take_along_axis(logits, tokens[:, None], 1)[:, 0]
+    return (log_prob * cotangent).sum(), log_prob
+
+  found, expected = (
+    jax.jit(jax.grad(function, (0, 1), has_aux=True))(variables, hidden)
+    for function in (score, plain)
+  )
+  # Sums over up to 2003 tokens in float32.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
+
+
+def test_tokens_outside_a_tail_get_and_give_no_gradient():
+  head = AdaptiveHead(50, 8, (10, 30), factor=2)
+  hidden, tokens = jax.random.normal(jax.random.key(0), (5, 8)), jnp.array([0, 9, 10, 29, 3])
+  variables = head.init(jax.random.key(1), hidden)
+  gradient = jax.grad(lambda v: head.apply(v, hidden, tokens, method="log_prob").sum())(variables)
+  assert not gradient["params"]["tail_1"].any()
+  assert not gradient["params"]["down_1"].any()
+  assert gradient["params"]["tail_0"].any()
+
+
+@pytest.mark.parametrize("cutoffs", [(), (0, 5), (5, 5), (7, 5), (5, 31), (-1,)])
+def test_cutoffs_that_cut_no_tail_are_refused(cutoffs):
+  with pytest.raises(ValueError, match=r"do not ascend inside of \(0, 31\); give the first token"):
+    AdaptiveHead(31, 12, cutoffs).size()
+
+
+@pytest.mark.parametrize(
+  ("factor", "message"),
+  [(0, "factor 0 is below 1"), (4, "factor 4 leaves width 0 of dim 12 to tail 1; lower it")],
+)
+def test_factors_that_leave_no_width_are_refused(factor, message):
+  with pytest.raises(ValueError, match=message):
+    AdaptiveHead(31, 12, (5, 9), factor).init(jax.random.key(0), jnp.zeros((1, 12)))
