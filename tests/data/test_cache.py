@@ -127,6 +127,13 @@ def test_a_token_outside_the_vocabulary_is_named(source, token):
     encode_split(source, Wide(token=token), "train")
 
 
+def test_a_source_that_fails_is_not_blamed_on_the_cache(tmp_path):
+  broken = type("Broken", (Text,), {"fingerprint": lambda self: "broken"})(str(tmp_path / "gone"))
+  with pytest.raises(FileNotFoundError, match="does not exist"):
+    encode_split(broken, Wide(), "train")
+  assert list(cache.cache_folder().iterdir()) == []
+
+
 def test_a_cache_that_cannot_be_written_names_the_remedy(source, tmp_path, monkeypatch):
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "text.txt" / "cache"))
   with pytest.raises(OSError, match=r"cannot write the token cache.*set VQJAX_CACHE"):

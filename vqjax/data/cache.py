@@ -1,8 +1,10 @@
 """How is text tokenised only once, and never read half-written or out of date?"""
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +52,8 @@ def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
     except (ValueError, KeyError):
       pass  # damaged: fitted and written again
   encoder = tokenizer.fit(lambda: source.documents("train"))
-  _write(path, json.dumps({"state": encoder.state()}).encode())
+  with _remedy(path), atomic_file(path) as file:
+    file.write(json.dumps({"state": encoder.state()}).encode())
   return encoder
 
 
@@ -65,25 +68,41 @@ def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
   path = cache_folder() / f"{key}.{split}.tokens"
   dtype = _dtype(encoder.vocab)
   if not _is_whole(path, dtype):
-    _write(path, _encode(source, encoder, split))
+    _write(path, source, encoder, split)
   return _read(path, dtype)
 
 
-def _encode(source: Source, encoder: Encoder, split: str) -> bytes:
-  parts, text_bytes = [], 0
-  for document in source.documents(split):
-    tokens = encoder.encode(document)
-    wrong = tokens[(tokens < 0) | (tokens >= encoder.vocab)]
-    if wrong.size:
-      raise ValueError(
-        f"token {wrong[0]} is outside the vocabulary of {encoder.vocab}; the tokenizer does not"
-        " belong to that vocabulary"
-      )
-    parts.append(tokens.astype(_dtype(encoder.vocab)))
-    text_bytes += len(document.encode()) + 1
-  tokens = np.concatenate(parts) if parts else np.zeros(0, _dtype(encoder.vocab))
-  header = np.array((MAGIC, len(tokens), text_bytes, len(parts), encoder.eos), HEADER)
-  return header.tobytes() + tokens.tobytes()
+def _write(path: Path, source: Source, encoder: Encoder, split: str) -> None:
+  """Encodes a document at a time, since a corpus may not fit in memory; the header comes last."""
+  tokens = text_bytes = documents = 0
+  with contextlib.ExitStack() as stack:
+    with _remedy(path):
+      file = stack.enter_context(atomic_file(path))
+      file.write(bytes(HEADER.itemsize))
+    # Not under the remedy: what fails here is the source.
+    for document in source.documents(split):
+      encoded = _encode(encoder, document)
+      tokens += len(encoded)
+      text_bytes += len(document.encode()) + 1
+      documents += 1
+      with _remedy(path):
+        file.write(encoded.tobytes())
+    header = np.array((MAGIC, tokens, text_bytes, documents, encoder.eos), HEADER)
+    with _remedy(path):
+      file.seek(0)
+      file.write(header.tobytes())
+      stack.pop_all().close()
+
+
+def _encode(encoder: Encoder, document: str) -> np.ndarray:
+  tokens = encoder.encode(document)
+  wrong = tokens[(tokens < 0) | (tokens >= encoder.vocab)]
+  if wrong.size:
+    raise ValueError(
+      f"token {wrong[0]} is outside the vocabulary of {encoder.vocab}; the tokenizer does not"
+      " belong to that vocabulary"
+    )
+  return tokens.astype(_dtype(encoder.vocab))
 
 
 def _dtype(vocab: int) -> np.dtype:
@@ -111,10 +130,10 @@ def _is_whole(path: Path, dtype: np.dtype) -> bool:
   return bool(header["magic"] == MAGIC) and content == header["tokens"] * dtype.itemsize
 
 
-def _write(path: Path, content: bytes) -> None:
+@contextlib.contextmanager
+def _remedy(path: Path) -> Iterator[None]:
   try:
-    with atomic_file(path) as file:
-      file.write(content)
+    yield
   except OSError as error:
     raise OSError(
       error.errno,
