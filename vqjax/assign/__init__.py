@@ -5,20 +5,26 @@ expects. `contiguous`, `Random` and `FrequentAlone` are such functions; a table 
 from counts, embeddings or bigrams becomes one by `Given(table)`.
 """
 
+from vqjax.assign.balanced import assigned_within, balanced_kmeans
 from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass
+from vqjax.assign.clusters import Clustering, by_kmeans, frequent_alone
 from vqjax.assign.exchange import Exchanged, bigrams, exchange
 from vqjax.assign.lower_bound import Floor, Offender, floor
 from vqjax.assign.table import Assignment, Given, check_shape, checked
 
 __all__ = [
   "Assignment",
+  "Clustering",
   "Exchanged",
   "Floor",
   "FrequentAlone",
   "Given",
   "Offender",
   "Random",
+  "assigned_within",
+  "balanced_kmeans",
   "bigrams",
+  "by_kmeans",
   "check_shape",
   "checked",
   "contiguous",
@@ -26,4 +32,5 @@ __all__ = [
   "equal_mass",
   "exchange",
   "floor",
+  "frequent_alone",
 ]

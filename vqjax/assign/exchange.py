@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.sparse
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from numpy.typing import ArrayLike
 
 from vqjax.assign.blocks import by_frequency
@@ -55,9 +55,9 @@ def exchange(
 ) -> Exchanged:
   """Codes that minimise the loss of the class-bigram model, by moving one token at a time.
 
-  The bound is -E[log p(c | c') + log p(v | c)] over all bigrams (v', v) of the counts, c the code of
-  v: what a body reaches that knows only the code before and predicts the next one as well as
-  relative frequencies allow. p(v | c) is 1/n for n tokens on the code, as in a codebook head
+  The bound is -E[log p(c | c') + log p(v | c)] over all bigrams (v', v) of the counts, c' and c
+  their codes: what a body reaches that knows only the code before and predicts the next one as well
+  as relative frequencies allow. p(v | c) is 1/n for n tokens on the code, as in a codebook head
   without a token bias, or the relative frequency inside the code, as with the best token bias.
 
   Tokens are visited by falling frequency; each moves to the code that lowers the bound most.
