@@ -3,6 +3,7 @@
 from vqjax.data.cache import TokenSplit, encode_split, fit_encoder
 from vqjax.data.corpora import PennTreebank, WikiText
 from vqjax.data.filters import Filtered
+from vqjax.data.jsonl import JSONLines
 from vqjax.data.pieces import SentencePieceTokenizer
 from vqjax.data.pipeline import EvaluationBatches, Loader, Streams, Windows
 from vqjax.data.source import Source
@@ -16,6 +17,7 @@ __all__ = [
   "Encoder",
   "EvaluationBatches",
   "Filtered",
+  "JSONLines",
   "Loader",
   "PennTreebank",
   "SentencePieceTokenizer",

@@ -1,0 +1,63 @@
+"""What do the decoders of the VQ-Logits paper have in common, whatever their corpus and head?
+
+Their sizes and schedules are those of its Tables 4 and 5 and Appendix B. Where it says nothing, the
+betas are AdamW's usual ones and the cosine ends at a tenth of the learning rate. It applies dropout
+to attention too; ours is on the embedding and on the output of every branch alone.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, Head
+from vqjax.config import Experiment, Train
+from vqjax.data import Source, Tokenizer, Windows
+from vqjax.models import Transformer
+
+HEADS: dict[str, Callable[[int, int], Head]] = {
+  "dense": functools.partial(DenseHead, dtype=jnp.bfloat16),
+  **{
+    f"codebook-{codes}": functools.partial(CodebookHead, codes=codes, dtype=jnp.bfloat16)
+    for codes in (256, 512, 1024, 2048, 4096)
+  },
+}
+"""Codes are blocks of consecutive tokens, as in the paper's Option B for training from scratch."""
+
+
+def language_model(
+  name: str,
+  head: str,
+  vocab: int,
+  dim: int,
+  layers: int,
+  context: int,
+  data: Source,
+  tokenizer: Tokenizer,
+  train: Train,
+) -> Experiment:
+  """A decoder with heads of 64, an untied embedding and dropout 0.1, computed in bfloat16."""
+  return Experiment(
+    name=f"{name}-{head}",
+    model=Transformer(
+      embedding=DenseEmbedding(vocab, dim, dtype=jnp.bfloat16),
+      head=HEADS[head](vocab, dim),
+      dim=dim,
+      layers=layers,
+      heads=dim // 64,
+      context=context,
+      dropout=0.1,
+      dtype=jnp.bfloat16,
+    ),
+    data=data,
+    tokenizer=tokenizer,
+    loader=Windows(),
+    train=train,
+  )
+
+
+training = functools.partial(
+  Train, weight_decay=0.01, clip=1.0, beta2=0.999, log_every=100, save_every=1000
+)
+"""A run from scratch; fine-tuning on WikiText-103 has train.learning_rate=5e-5 train.warmup=1000
+train.steps=50000."""
