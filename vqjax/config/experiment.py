@@ -93,6 +93,7 @@ class Experiment:
     loader: cuts the tokens into batches.
     train: optimisation and bookkeeping.
     seed: of initialisation, dropout and the order of the data.
+    start: gives a fresh run its first parameters, a `training.start` object; None: the model's own.
   """
 
   name: str
@@ -102,6 +103,7 @@ class Experiment:
   loader: Any
   train: Train = Train()
   seed: int = 0
+  start: Any = None
 
   def __post_init__(self):
     if not 0 <= self.seed < 2**32:

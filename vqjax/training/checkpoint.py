@@ -33,6 +33,14 @@ FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
 """What TensorStore says, without a code, of a write that failed."""
 
 
+def _nats(metrics: dict) -> float:
+  return metrics["nats_per_token"]
+
+
+BEST = {"best_fn": _nats, "best_mode": "min"}
+"""Options of Orbax: metrics are saved with a checkpoint, and the best one is known ever after."""
+
+
 class Restored(NamedTuple):
   """A state, and where its data iterator stood."""
 
@@ -51,7 +59,7 @@ class Checkpoints:
     """Opens `folder`/checkpoints; `keep` newest stay, and the one of lowest validation loss."""
     self.folder = folder / "checkpoints"
     best = policy.BestN(
-      get_metric_fn=lambda metrics: metrics["nats_per_token"],
+      get_metric_fn=_nats,
       reverse=True,
       n=1,
       keep_checkpoints_without_metrics=False,
@@ -59,6 +67,7 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(
       preservation_policy=policy.AnyPreservationPolicy([policy.LatestN(keep), best]),
       cleanup_tmp_directories=True,
+      **BEST,
     )
     try:
       self._manager = ocp.CheckpointManager(

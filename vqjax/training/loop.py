@@ -85,7 +85,8 @@ class _Run:
   """One process's part of a run: from the newest checkpoint to the last step."""
 
   def __init__(self, text: Text, run: RunFolder, program: Program):
-    self.experiment, self.splits, self.run = text.experiment, text.splits, run
+    self.text, self.run = text, run
+    self.experiment, self.splits = text.experiment, text.splits
     self.train, self.model = self.experiment.train, self.experiment.model
     self.program = program
     self.batches = self.experiment.loader.batches(
@@ -102,7 +103,10 @@ class _Run:
 
   def _fresh(self) -> TrainState:
     init_key, _ = keys(self.experiment.seed)
-    return self.program.init(init_key)
+    state, start = self.program.init(init_key), self.experiment.start
+    if start is None:
+      return state
+    return self.program.begin(start(self.text, self.model, state.variables))
 
   def _resumed(self) -> TrainState | None:
     restored = self.checkpoints.restore(self.program.abstract_state)

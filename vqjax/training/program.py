@@ -16,7 +16,7 @@ from vqjax.config import Experiment
 from vqjax.config.tree import fields_of, rebuild, walk
 from vqjax.training.evaluate import summed_nats
 from vqjax.training.optimizer import learning_rate, optimizer
-from vqjax.training.state import TrainState, state_maker
+from vqjax.training.state import TrainState, all_finite, fresh_state, state_maker
 from vqjax.training.step import train_step
 
 
@@ -53,6 +53,7 @@ class Program:
     self._optimizer = optimizer(train)
     _, step_key = keys(experiment.seed)
     make = state_maker(experiment.model, self._optimizer)
+    begin = functools.partial(fresh_state, self._optimizer)
     rate = learning_rate(train)
     how = train.accumulate, train.trained
     step = train_step(self.model, self._optimizer, rate, step_key, *how)
@@ -60,8 +61,28 @@ class Program:
     placed = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     everywhere = sharding.replicated(mesh)
     self.init = jax.jit(make, out_shardings=placed)
+    self._begin = jax.jit(begin, out_shardings=placed, donate_argnums=0)
     self.step = jax.jit(self._on_mesh(step), donate_argnums=0, out_shardings=(placed, everywhere))
     self.scorer = jax.jit(self._on_mesh(summed_nats(self.model)), out_shardings=everywhere)
+
+  def begin(self, variables: Mapping[str, Any]) -> TrainState:
+    """A fresh state with given variables, each put where it stays.
+
+    Raises:
+      ValueError: the variables have another structure, other shapes or dtypes than the model's own,
+        or a number that is not finite; the message names them.
+    """
+    own = self.abstract_state.variables
+    _check_same(dict(variables), own)
+    # The step donates its state: nobody else may hold it, nor may two of its places share it.
+    copy = lambda array, like: jax.device_put(array, like.sharding, may_alias=False)
+    state = self._begin(jax.tree.map(copy, dict(variables), own))
+    wrong = [name for name, array in _named(state.params) if not all_finite(array)]
+    if wrong:
+      raise ValueError(
+        f"experiment.start gives numbers that are not finite, in {', '.join(wrong)}; mend it"
+      )
+    return state
 
   def _on_mesh(self, function: Callable) -> Callable:
     """The function, traced with the mesh in context."""
@@ -132,6 +153,25 @@ def over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
     if fields_of(node).get("vocab_axis", "") is None:
       changes[id(node)] = {"vocab_axis": "model"}
   return rebuild(model, changes)
+
+
+def _check_same(variables: dict, own: dict) -> None:
+  kinds = lambda tree: {name: f"{x.dtype}{list(x.shape)}" for name, x in _named(tree)}
+  given, wanted = kinds(variables), kinds(own)
+  differ = [
+    f"  {name}: {given.get(name, 'absent')} given, {wanted.get(name, 'absent')} in this model"
+    for name in sorted(given.keys() | wanted.keys())
+    if given.get(name) != wanted.get(name)
+  ]
+  if differ:
+    lines = "\n".join(differ[:10])
+    raise ValueError(f"experiment.start gives variables of another model:\n{lines}")
+
+
+def _named(tree: dict) -> list[tuple[str, Any]]:
+  """The arrays of a tree by their dotted names."""
+  leaves = jax.tree.leaves_with_path(tree)
+  return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
 
 
 def _is_masked(node: Any) -> bool:

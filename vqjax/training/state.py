@@ -49,12 +49,17 @@ def state_maker(
 
   def make(key):
     tokens = jnp.zeros((1, min(model.context, 8)), jnp.int32)
-    variables = nn.unbox(model.init(key, tokens, tokens, method="loss_terms"))
-    tables = {name: tree for name, tree in variables.items() if name != "params"}
-    params = variables["params"]
-    return TrainState(jnp.int32(0), params, tables, optimizer.init(params))
+    variables = model.init(key, tokens, tokens, method="loss_terms")
+    return fresh_state(optimizer, nn.unbox(variables))
 
   return make
+
+
+def fresh_state(optimizer: optax.GradientTransformation, variables: dict) -> TrainState:
+  """The state before the first step of a run that begins with these variables."""
+  tables = {name: tree for name, tree in variables.items() if name != "params"}
+  params = variables["params"]
+  return TrainState(jnp.int32(0), params, tables, optimizer.init(params))
 
 
 @jax.jit

@@ -1,0 +1,34 @@
+"""With which parameters may a run begin, other than the model's own?
+
+`Experiment.start` is None, or a frozen dataclass that is called with the text, the model and its
+freshly initialised variables, where there is no checkpoint to go on from. It returns the variables
+that the run begins with: the same tree with the same shapes and dtypes, of NumPy or jax arrays.
+Of several processes each calls it, and all must get the same numbers.
+"""
+
+import dataclasses
+from typing import Any
+
+from flax import linen as nn
+
+from vqjax.training.saved import check_tokenizer, read_variables
+from vqjax.training.text import Text
+
+
+@dataclasses.dataclass(frozen=True)
+class FromRun:
+  """Begins where another run of the same model ended.
+
+  Attributes:
+    folder: the other run's folder.
+    best: take its checkpoint of lowest validation loss, not its newest.
+  """
+
+  folder: str
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """The other run's variables; FileNotFoundError or ValueError as `read_variables`."""
+    del model, variables
+    check_tokenizer(self.folder, text)
+    return read_variables(self.folder, self.best)[0]
