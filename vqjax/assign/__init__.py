@@ -9,6 +9,7 @@ from vqjax.assign.balanced import assigned_within, balanced_kmeans
 from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass
 from vqjax.assign.clusters import Clustering, by_kmeans, frequent_alone
 from vqjax.assign.exchange import Exchanged, bigrams, exchange
+from vqjax.assign.files import FromFile, load, save
 from vqjax.assign.lower_bound import Floor, Offender, floor
 from vqjax.assign.table import Assignment, Given, check_shape, checked
 
@@ -18,6 +19,7 @@ __all__ = [
   "Exchanged",
   "Floor",
   "FrequentAlone",
+  "FromFile",
   "Given",
   "Offender",
   "Random",
@@ -33,4 +35,6 @@ __all__ = [
   "exchange",
   "floor",
   "frequent_alone",
+  "load",
+  "save",
 ]

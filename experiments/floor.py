@@ -1,0 +1,177 @@
+"""Which perplexity can no training of this config go below, because tokens share a code?
+
+python -m experiments.floor configs/lm_codebook.py
+python -m experiments.floor configs/lm_codebook.py model.head.codes=512 --json floor.json
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from experiments.console import add_config, speak_plainly
+from vqjax import assign
+from vqjax.config import Experiment, config_hash, help_text, load, override
+from vqjax.data import fit_encoder
+from vqjax.data.counts import count_tokens
+from vqjax.training.run import write_json
+from vqjax.training.text import load_text
+
+QUANTILES = {"least": 0, "10%": 0.1, "half": 0.5, "90%": 0.9, "most": 1}
+
+USAGE = """\
+examples:
+  python -m experiments.floor configs/lm_codebook.py
+  python -m experiments.floor configs/lm_codebook.py model.head.assignment_init.fraction=0.5
+
+Nothing is trained. The floor is the perplexity of a model that predicts the code of every token
+with certainty. The best token bias is that of each split's own frequencies: none is better."""
+
+
+def measure(experiment: Experiment) -> dict[str, Any]:
+  """The floors of an experiment's assignment on its own text, as JSON.
+
+  `splits` has, for each split, its tokens and the floor as nats a token and as perplexity, both
+  without and with a token bias; `worst` are the tokens of the training text that cost most without
+  one, or with one where the head has it.
+
+  Raises:
+    ValueError: the head has no codes, or its assignment does not suit the vocabulary.
+  """
+  _head_with_codes(experiment)
+  text = load_text(experiment)
+  head = text.experiment.model.head
+  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  made = head.assignment_init(head.vocab, head.codes)
+  table = assign.checked(made, head.vocab, head.codes)
+  counts = {name: count_tokens(split, encoder).counts for name, split in text.splits.items()}
+
+  def floor(name: str, token_bias: bool) -> assign.Floor:
+    return assign.floor(table, counts[name], codes=head.codes, token_bias=token_bias)
+
+  own_bias = bool(getattr(head, "token_bias", False))
+  own = floor("train", own_bias)
+  return {
+    "name": experiment.name,
+    "config": config_hash(text.experiment),
+    "tokenizer": encoder.fingerprint(),
+    "vocab": head.vocab,
+    "codes": head.codes,
+    "token_bias": own_bias,
+    "splits": {
+      name: {
+        "tokens": int(counts[name].sum()),
+        "uniform": _scores(floor(name, token_bias=False)),
+        "token_bias": _scores(floor(name, token_bias=True)),
+      }
+      for name in counts
+    },
+    "sizes": {name: float(np.quantile(own.sizes, at)) for name, at in QUANTILES.items()},
+    "dead": len(own.dead),
+    "worst": [row._asdict() | {"text": encoder.decode([row.token])} for row in own.worst],
+  }
+
+
+def _scores(floor: assign.Floor) -> dict[str, float]:
+  return {"nats": floor.nats, "perplexity": floor.perplexity}
+
+
+def _head_with_codes(experiment: Experiment) -> None:
+  head = experiment.model.head
+  if not (hasattr(head, "codes") and hasattr(head, "assignment_init")):
+    raise ValueError(
+      f"the head of {experiment.name!r} is a {type(head).__name__}: no tokens share a code there,"
+      " and nothing forces its perplexity above 1; give a config with a CodebookHead, such as"
+      " configs/lm_codebook.py"
+    )
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+  """Prints what was measured for a person."""
+  bias = "with" if found["token_bias"] else "without"
+  console.print(
+    f"[bold]{escape(found['name'])}[/], V = {found['vocab']:,}, K = {found['codes']:,}; its head is"
+    f" {bias} a token bias"
+  )
+  console.print(_floor_table(found), _size_table(found), _worst_table(found))
+
+
+def _floor_table(found: dict[str, Any]) -> Table:
+  table = Table("split", title="Least perplexity of any body", title_justify="left")
+  for column in ("tokens", "without token bias", "with the best one"):
+    table.add_column(column, justify="right")
+  for name, row in found["splits"].items():
+    floors = (f"{row[kind]['perplexity']:,.2f}" for kind in ("uniform", "token_bias"))
+    table.add_row(name, f"{row['tokens']:,}", *floors)
+  return table
+
+
+def _size_table(found: dict[str, Any]) -> Table:
+  table = Table(title="Tokens on a code", title_justify="left")
+  for name in (*found["sizes"], "codes without a token"):
+    table.add_column(name, justify="right")
+  table.add_row(*(f"{size:,.0f}" for size in found["sizes"].values()), f"{found['dead']:,}")
+  return table
+
+
+def _worst_table(found: dict[str, Any]) -> Table:
+  everything = found["splits"]["train"]
+  kind = "token_bias" if found["token_bias"] else "uniform"
+  total = everything["tokens"] * everything[kind]["nats"]
+  table = Table("token", title="Tokens of the training text that cost most", title_justify="left")
+  for column in ("number", "count", "code", "tokens on it", "nats in all", "of the floor"):
+    table.add_column(column, justify="right")
+  for row in found["worst"]:
+    numbers = (f"{row[key]:,}" for key in ("token", "count", "code", "shared"))
+    part = f"{row['nats'] / total:.1%}"
+    table.add_row(escape(repr(row["text"])), *numbers, f"{row['nats']:,.0f}", part)
+  return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the floors, writes their JSON where asked; returns the exit code, 2 for a wrong call."""
+  parser = _parser()
+  options = parser.parse_intermixed_args(arguments)
+  speak_plainly()
+  if options.config is None:
+    parser.print_help()
+    return 0 if options.help else 2
+  try:
+    experiment = override(load(options.config), options.overrides)
+    if options.help:
+      Console().print(help_text(experiment))
+      return 0
+    found = measure(experiment)
+    show(found, Console())
+    if options.json:
+      options.json.parent.mkdir(parents=True, exist_ok=True)
+      write_json(options.json, found)
+  except (ValueError, TypeError, AttributeError, OSError) as error:
+    if options.traceback:
+      raise
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m experiments.floor",
+    description="Says before any training which perplexity the codes of a config rule out.",
+    epilog=USAGE,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    add_help=False,
+  )
+  add_config(parser)
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the floors to FILE")
+  return parser
+
+
+if __name__ == "__main__":
+  sys.exit(main())

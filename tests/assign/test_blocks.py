@@ -1,0 +1,91 @@
+"""Are assignments by number and by frequency what they say they are?"""
+
+import numpy as np
+import pytest
+
+from vqjax import CodebookHead, assign
+
+COUNTS = np.array([3, 0, 50, 7, 7, 1, 0, 2, 900, 11, 5])
+
+
+def test_a_random_assignment_has_equal_codes_and_follows_its_seed():
+  table = assign.Random(3)(1009, 100)
+  sizes = np.bincount(table, minlength=100)
+  assert set(sizes) == {10, 11}
+  np.testing.assert_array_equal(table, assign.Random(3)(1009, 100))
+  assert (table != assign.Random(4)(1009, 100)).mean() > 0.9
+
+
+@pytest.mark.parametrize("codes", [1, 2, 3, 10, 11])
+@pytest.mark.parametrize("recipe", [assign.equal_count, assign.equal_mass])
+def test_bins_are_blocks_of_the_tokens_by_frequency_and_none_is_empty(recipe, codes):
+  table = recipe(COUNTS, codes)
+  assert table.dtype == np.int32
+  order = sorted(range(len(COUNTS)), key=lambda token: (-COUNTS[token], token))
+  steps = np.diff(table[order])
+  assert set(steps) <= {0, 1}
+  assert (table[order[0]], table[order[-1]]) == (0, codes - 1)
+
+
+def test_bins_of_equal_count_differ_by_one_token():
+  sizes = np.bincount(assign.equal_count(np.arange(1, 1010), 100))
+  assert set(sizes) == {10, 11}
+
+
+def test_bins_of_equal_mass_leave_the_frequent_tokens_alone():
+  counts = 10_000 // np.arange(1, 1010)
+  table = assign.equal_mass(counts, 100)
+  mass = np.bincount(table, weights=counts)
+  alone = counts > counts.sum() / 100
+  assert (np.bincount(table)[table[alone]] == 1).all()
+  # The others take equal shares, to within half of their last token.
+  share = mass[np.bincount(table) >= 5]
+  assert len(share) > 40
+  assert share.max() / share.min() < 1.1
+
+
+def test_bins_of_equal_mass_on_equal_counts_are_those_of_equal_count():
+  table = assign.equal_mass(np.ones(60, int), 12)
+  np.testing.assert_array_equal(table, assign.equal_count(np.ones(60, int), 12))
+
+
+def test_one_code_for_each_token_is_a_permutation():
+  for recipe in (assign.equal_count, assign.equal_mass):
+    assert sorted(recipe(COUNTS, len(COUNTS))) == list(range(len(COUNTS)))
+
+
+@pytest.mark.parametrize(
+  ("counts", "codes", "message"),
+  [
+    (COUNTS, 12, "codes 12 for a vocabulary of 11; give 1 to 11"),
+    (COUNTS, 0, "codes 0 for a vocabulary of 11"),
+    (np.zeros(5, int), 2, "the counts of all 5 tokens are zero"),
+    (COUNTS / 2, 2, "counts of float64 are no counts: they are integers"),
+    (COUNTS[None], 2, r"counts of shape \(1, 11\), where \(V,\) is wanted"),
+    ([4, -1, 2], 2, "token 1 has the count -1"),
+    ([], 1, "counts of float64"),
+  ],
+)
+@pytest.mark.parametrize("recipe", [assign.equal_count, assign.equal_mass])
+def test_wrong_counts_are_refused_with_the_remedy(recipe, counts, codes, message):
+  with pytest.raises(ValueError, match=message):
+    recipe(counts, codes)
+
+
+def test_a_random_assignment_of_more_codes_than_tokens_is_refused():
+  with pytest.raises(ValueError, match="codes 8 for a vocabulary of 7; give 1 to 7"):
+    assign.Random()(7, 8)
+
+
+def test_a_given_table_is_an_assignment_and_equals_its_copy():
+  table = assign.equal_mass(COUNTS, 3)
+  given = assign.Given(table)
+  np.testing.assert_array_equal(given(11, 3), table)
+  head, same = (CodebookHead(11, 4, 3, assign.Given(t)) for t in (table, list(map(int, table))))
+  assert head == same
+  assert hash(head) == hash(same)
+  assert given != assign.Given(table[::-1])
+  with pytest.raises(ValueError, match="vocab 12 has an assignment of shape"):
+    given(12, 3)
+  with pytest.raises(ValueError, match=r"outside \[0, 2\)"):
+    given(11, 2)

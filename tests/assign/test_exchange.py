@@ -1,0 +1,133 @@
+"""Does the exchange algorithm lower the loss of the class-bigram model, and count it rightly?"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.sparse
+
+from vqjax import assign
+
+VOCAB = 31
+UNUSED = 30
+
+
+@pytest.fixture(scope="module")
+def tokens():
+  """A text of three hidden classes in a cycle, some of whose tokens are followed by themselves."""
+  rng = np.random.default_rng(0)
+  classes = np.cumsum(rng.random(3001) < 0.9) % 3
+  return (classes + 3 * (rng.integers(0, 10, 3001) * rng.random(3001)).astype(int)) % UNUSED
+
+
+def loss(tokens, table, token_bias):
+  """Nats a token of the class-bigram model with relative frequencies, straight from the text."""
+  pairs = list(itertools.pairwise(tokens.tolist()))
+  code = table.tolist()
+  frequency = lambda items: {x: items.count(x) for x in set(items)}
+  both = frequency([(code[a], code[b]) for a, b in pairs])
+  before = frequency([code[a] for a, _ in pairs])
+  predicted = frequency([code[b] for _, b in pairs])
+  token = frequency([b for _, b in pairs])
+  within = lambda b: token[b] / predicted[code[b]] if token_bias else 1 / code.count(code[b])
+  return -sum(
+    math.log(both[code[a], code[b]] / before[code[a]] * within(b)) for a, b in pairs
+  ) / len(pairs)
+
+
+def test_bigrams_are_the_pairs_of_neighbours(tokens):
+  counts = assign.bigrams(tokens, VOCAB)
+  expected = np.zeros((VOCAB, VOCAB), int)
+  for a, b in itertools.pairwise(tokens):
+    expected[a, b] += 1
+  np.testing.assert_array_equal(counts.toarray(), expected)
+
+
+@pytest.mark.parametrize("token_bias", [False, True])
+def test_the_bound_is_the_loss_of_the_class_bigram_model(tokens, token_bias):
+  counts = assign.bigrams(tokens, VOCAB)
+  for codes in (1, 5, VOCAB):
+    start = assign.contiguous(VOCAB, codes)
+    found = assign.exchange(counts, codes, start=start, token_bias=token_bias, sweeps=2)
+    assert found.nats[0] == pytest.approx(loss(tokens, start, token_bias), rel=1e-12)
+    assert found.nats[-1] == pytest.approx(loss(tokens, found.assignment, token_bias), rel=1e-12)
+
+
+@pytest.mark.parametrize("token_bias", [False, True])
+def test_a_token_moves_to_the_code_that_brute_force_finds_best(tokens, token_bias):
+  tokens = tokens[:400]
+  counts = assign.bigrams(tokens, VOCAB)
+  table = assign.contiguous(VOCAB, 4).astype(int)
+  expected = table.copy()
+  predicted = np.bincount(tokens[1:], minlength=VOCAB)
+  for token in sorted(range(VOCAB), key=lambda v: (-predicted[v], v)):
+    options = [np.where(np.arange(VOCAB) == token, code, expected) for code in range(4)]
+    losses = [loss(tokens, option, token_bias) for option in options]
+    if min(losses) < losses[expected[token]] - 1e-8:
+      expected = options[int(np.argmin(losses))]
+  found = assign.exchange(counts, 4, start=table, token_bias=token_bias, sweeps=1)
+  np.testing.assert_array_equal(found.assignment, expected)
+  assert (expected != table).any()
+
+
+@pytest.mark.parametrize("token_bias", [False, True])
+def test_each_sweep_lowers_the_bound_until_nothing_moves(tokens, token_bias):
+  found = assign.exchange(assign.bigrams(tokens, VOCAB), 7, token_bias=token_bias, sweeps=50)
+  assert (np.diff(found.nats) <= 1e-12).all()
+  assert 2 < len(found.nats) < 50
+  assert found.nats[-1] == pytest.approx(found.nats[-2], abs=1e-12)
+  again = assign.exchange(
+    assign.bigrams(tokens, VOCAB), 7, start=found.assignment, token_bias=token_bias
+  )
+  np.testing.assert_array_equal(again.assignment, found.assignment)
+
+
+def test_hidden_classes_are_found(tokens):
+  found = assign.exchange(assign.bigrams(tokens, VOCAB), 3, token_bias=True)
+  table = found.assignment
+  occurs = np.bincount(tokens, minlength=VOCAB) > 5
+  for hidden in range(3):
+    members = table[(np.arange(VOCAB) % 3 == hidden) & occurs]
+    assert len(members) >= 9
+    assert len(set(members)) == 1
+
+
+def test_a_given_start_is_not_changed_and_the_result_is_the_same_each_time(tokens):
+  start = assign.contiguous(VOCAB, 5)
+  kept = start.copy()
+  counts = assign.bigrams(tokens, VOCAB)
+  one, two = (assign.exchange(counts, 5, start=start) for _ in range(2))
+  np.testing.assert_array_equal(start, kept)
+  np.testing.assert_array_equal(one.assignment, two.assignment)
+  assert one.assignment.dtype == np.int32
+
+
+def test_tokens_that_never_occur_share_no_code_with_frequent_ones(tokens):
+  """Without a bias each of them makes all others on its code less likely."""
+  counts = assign.bigrams(tokens, VOCAB + 20)
+  found = assign.exchange(counts, 6)
+  mass = np.bincount(found.assignment, weights=counts.sum(axis=0), minlength=6)
+  assert set(found.assignment[UNUSED:]) <= {mass.argmin()}
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: assign.bigrams([3], 5), "1 tokens hold no bigram"),
+    (lambda: assign.bigrams([[1, 2]], 5), "give one row of integers"),
+    (lambda: assign.bigrams([0.5, 1.0], 5), "give one row of integers"),
+    (lambda: assign.bigrams([0, 4, 5], 5), "token 5 at 2 is outside the vocabulary of 5"),
+    (lambda: assign.exchange(assign.bigrams([0, 1], 2), 3), "codes 3 for a vocabulary of 2"),
+    (lambda: assign.exchange(scipy.sparse.csr_array((2, 3), dtype=int), 1), "of shape"),
+    (lambda: assign.exchange(scipy.sparse.csr_array((3, 3), dtype=int), 1), "all zero"),
+    (lambda: assign.exchange(scipy.sparse.csr_array((3, 3), dtype=float), 1), "float64"),
+    (
+      lambda: assign.exchange(assign.bigrams([0, 1], 2), 1, start=[0, 1]),
+      "token 1 is assigned to code 1",
+    ),
+  ],
+)
+def test_wrong_bigrams_are_refused_with_the_remedy(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
