@@ -94,7 +94,7 @@ def test_a_tied_head_adds_its_gradient_to_the_table():
 
 
 def test_training_steps_draw_anew_and_learn():
-  tokens = np.asarray(jax.random.randint(jax.random.key(3), (8, 5), 0, 31), np.int32)
+  tokens = jax.random.randint(jax.random.key(3), (8, 5), 0, 31)
   batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
   model = Transformer(
     embedding=DenseEmbedding(31, 8),
