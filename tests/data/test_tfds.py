@@ -34,12 +34,20 @@ def test_slices_are_splits(prepared):
   assert sliced.fingerprint() != prepared.fingerprint()
 
 
-def test_wikitext_is_found_under_the_data_folder(corpus, tmp_path, monkeypatch):
-  corpus.rename(tmp_path / "wikitext-2")
+def test_one_split_may_serve_as_two(prepared):
+  # As for C4, which has no test split.
+  halves = TFDS(valid="train[:50%]", test="train[50%:]", data_dir=prepared.data_dir)
+  both = [*halves.documents("valid"), *halves.documents("test")]
+  assert both == list(prepared.documents("train"))
+
+
+@pytest.mark.parametrize("size", ["2", "103"])
+def test_wikitext_is_found_under_the_data_folder(size, corpus, tmp_path, monkeypatch):
+  corpus.rename(tmp_path / f"wikitext-{size}")
   monkeypatch.setenv("VQJAX_DATA", str(tmp_path))
-  done = build("vqjax_wiki_text/2", tmp_path / "tfds")
+  done = build(f"vqjax_wiki_text/{size}", tmp_path / "tfds")
   assert done.returncode == 0, done.stderr
-  source = TFDS("vqjax_wiki_text/2", data_dir=str(tmp_path / "tfds"))
+  source = TFDS(f"vqjax_wiki_text/{size}", data_dir=str(tmp_path / "tfds"))
   assert list(source.documents("test"))[:2] == ["test 0 é", ""]
 
 
