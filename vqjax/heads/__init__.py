@@ -5,6 +5,7 @@ from vqjax.heads.base import Head
 from vqjax.heads.codebook import CodebookHead
 from vqjax.heads.dense import DenseHead
 from vqjax.heads.grouped import GroupedHead
+from vqjax.heads.hierarchical import HierarchicalHead
 from vqjax.heads.low_rank import LowRankHead
 from vqjax.heads.product import LearnedProductHead, ProductHead
 from vqjax.heads.residual import ResidualCodebookHead
@@ -17,6 +18,7 @@ __all__ = [
   "DenseHead",
   "GroupedHead",
   "Head",
+  "HierarchicalHead",
   "LearnedProductHead",
   "LowRankHead",
   "ProductHead",

