@@ -26,7 +26,8 @@ class Tree(NamedTuple):
 
   Attributes:
     tokens: the token of each leaf, from left to right.
-    paths: the inner nodes from the root down to each leaf, then `NO_NODE`.
+    paths: the inner nodes from the root down to each leaf, then `NO_NODE`; L is the longest path's
+      length, 1 for a single leaf.
   """
 
   tokens: Int[np.ndarray, "V"]
@@ -94,7 +95,7 @@ def _with_depths(tokens: Int[np.ndarray, "V"], depths: Int[np.ndarray, "V"]) -> 
   vocab = len(tokens)
   # Paths of nodes in the order in which they are met; a node's own number is known only when the
   # leaves on its left are done.
-  paths = np.full((vocab, depths.max()), NO_NODE, np.int32)
+  paths = np.full((vocab, max(1, depths.max())), NO_NODE, np.int32)
   number = np.full(vocab, NO_NODE, np.int32)
   open_nodes, is_left, met = [], [], 0
   for leaf, depth in enumerate(depths.tolist()):

@@ -1,0 +1,89 @@
+"""Does the hierarchical head keep the contract, whatever tree it has?"""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.contract import HeadContract
+from vqjax import HierarchicalHead
+from vqjax.assign import trees
+
+
+def zipf(vocab):
+  """Counts of a vocabulary in no order; some tokens never occur."""
+  counts = (1e6 / np.arange(1, vocab + 1)).astype(int) * (np.arange(vocab) % 10 > 0)
+  return np.random.default_rng(0).permutation(counts)
+
+
+def chain(vocab):
+  """Each node has a leaf on its left: as deep as a tree can be, with up to 20 leaves."""
+  deep = min(vocab, 20)
+  counts = np.concatenate([2 ** np.arange(deep, 0, -1), np.zeros(vocab - deep, int)])
+  return trees.Huffman(counts)(vocab)
+
+
+class TestHierarchicalHead(HeadContract):
+  cases: ClassVar = {
+    "huffman": lambda v, d: HierarchicalHead(v, d, trees.Huffman(zipf(v))),
+    "balanced": HierarchicalHead,
+    "chain": lambda v, d: HierarchicalHead(v, d, chain),
+  }
+  mesh_cases: ClassVar = ("huffman",)
+
+  def reference_logits(self, head, variables, hidden):
+    """Down the tree from the root, the leaves below a node parted by its number."""
+    weight = variables["params"]["weight"]
+    tokens, paths = (variables["codes"][name] for name in ("tokens", "paths"))
+    log_prob = np.empty((*hidden.shape[:-1], head.vocab))
+
+    def descend(leaves, level, so_far):
+      if len(leaves) == 1:
+        log_prob[..., tokens[leaves[0]]] = so_far
+        return
+      (node,) = set(paths[leaves, level])
+      score = hidden @ weight[node]
+      descend(leaves[leaves <= node], level + 1, so_far - np.logaddexp(0, -score))
+      descend(leaves[leaves > node], level + 1, so_far - np.logaddexp(0, score))
+
+    descend(np.arange(head.vocab), 0, np.zeros(hidden.shape[:-1]))
+    return log_prob
+
+
+def test_a_vocabulary_of_one_token_is_certain():
+  head = HierarchicalHead(1, 4)
+  hidden = jnp.ones((3, 4))
+  variables = head.init(jax.random.key(0), hidden)
+  tokens = jnp.zeros((3,), jnp.int32)
+  np.testing.assert_array_equal(head.apply(variables, hidden, tokens, method="log_prob"), 0)
+  np.testing.assert_array_equal(head.apply(variables, hidden, 1, method="top_k")[0], 0)
+  draws = head.apply(variables, hidden, jax.random.key(0), method="sample")
+  np.testing.assert_array_equal(draws, 0)
+
+
+def test_only_the_nodes_on_the_path_of_a_token_get_a_gradient():
+  head = HierarchicalHead(37, 8, trees.Huffman(zipf(37)))
+  hidden, tokens = jax.random.normal(jax.random.key(0), (1, 8)), jnp.array([11])
+  variables = head.init(jax.random.key(1), hidden)
+  loss = lambda v: head.apply(v, hidden, tokens, method="log_prob").sum()
+  gradient = jax.grad(loss, allow_int=True)(variables)["params"]["weight"]
+  path = variables["codes"]["paths"][variables["codes"]["leaves"][11]]
+  assert set(np.flatnonzero(gradient.any(axis=1))) == set(np.asarray(path)) - {trees.NO_NODE}
+
+
+def test_a_tree_of_another_vocabulary_is_refused():
+  with pytest.raises(ValueError, match=r"counts of shape \(9,\), where \(10,\) is wanted"):
+    HierarchicalHead(10, 4, trees.Huffman(np.ones(9, int))).size()
+  variables = HierarchicalHead(9, 4).init(jax.random.key(0), jnp.ones((1, 4)))
+  weight = {"weight": jnp.ones((10, 4))}
+  with pytest.raises(ValueError, match="vocab 10 has a tree of 9 leaves"):
+    HierarchicalHead(10, 4).apply(variables | {"params": weight}, jnp.ones((1, 4)))
+
+
+def test_heads_of_equal_counts_are_equal():
+  head = lambda *counts: HierarchicalHead(3, 4, trees.Huffman(np.array(counts)))
+  assert head(1, 2, 3) == head(1, 2, 3)
+  assert hash(head(1, 2, 3)) == hash(head(1, 2, 3))
+  assert head(1, 2, 3) != head(1, 2, 4)
