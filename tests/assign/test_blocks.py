@@ -38,9 +38,9 @@ def test_bins_of_equal_mass_leave_the_frequent_tokens_alone():
   mass = np.bincount(table, weights=counts)
   alone = counts > counts.sum() / 100
   assert (np.bincount(table)[table[alone]] == 1).all()
-  # The others take equal shares, to within half of their last token.
-  share = mass[np.bincount(table) >= 5]
-  assert len(share) > 40
+  # The others take equal shares, to within half a token.
+  share = mass[np.bincount(table) >= 20]
+  assert len(share) > 10
   assert share.max() / share.min() < 1.1
 
 

@@ -54,7 +54,7 @@ def test_a_bias_allows_a_perplexity_of_one_only_where_no_two_tokens_of_a_code_oc
   found = assign.floor(TABLE, counts, token_bias=True)
   assert found.perplexity == 1
   assert found.worst == ()
-  assert assign.floor(TABLE, counts).perplexity > 2
+  assert assign.floor(TABLE, counts).perplexity > 1.5
 
 
 def loss(head, params, hidden):

@@ -82,9 +82,10 @@ def exchange(
   following = scipy.sparse.csr_array(counts)
   table = _first_alone(following, codes) if start is None else checked(start, vocab, codes).copy()
   clusters = _Clusters(following, table, codes, token_bias)
+  order = by_frequency(clusters.predicted_V).tolist()
   nats = [clusters.bound()]
   for _ in range(sweeps):
-    moved = sum(clusters.visit(token) for token in by_frequency(clusters.predicted_V))
+    moved = sum(clusters.visit(token) for token in order)
     nats.append(clusters.bound())
     if not moved:
       break

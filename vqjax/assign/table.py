@@ -93,6 +93,8 @@ def checked_rows(embeddings: ArrayLike, codes: int) -> Float[np.ndarray, "V D"]:
   rows = np.asarray(embeddings)
   if rows.ndim != 2:
     raise ValueError(f"embeddings of shape {rows.shape}, where [V, D] is wanted: a row a token")
+  if not np.can_cast(rows.dtype, np.float64, "same_kind"):
+    raise ValueError(f"embeddings of {rows.dtype} are no numbers; give float32 rows")
   check_codes(len(rows), codes)
   rows = rows.astype(np.float32)
   broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
