@@ -94,6 +94,8 @@ class Experiment:
     train: optimisation and bookkeeping.
     seed: of initialisation, dropout and the order of the data.
     start: gives a fresh run its first parameters, a `training.start` object; None: the model's own.
+    recluster: moves tokens between codes while a codebook is trained, a `training.Recluster`; None:
+      each stays on its code.
   """
 
   name: str
@@ -104,6 +106,7 @@ class Experiment:
   train: Train = Train()
   seed: int = 0
   start: Any = None
+  recluster: Any = None
 
   def __post_init__(self):
     if not 0 <= self.seed < 2**32:

@@ -5,13 +5,18 @@ from vqjax.training.evaluate import Score, evaluate, make_scorer
 from vqjax.training.interrupt import Interrupted
 from vqjax.training.loop import NotFiniteError, fit
 from vqjax.training.optimizer import learning_rate, optimizer
+from vqjax.training.recluster import Recluster
+from vqjax.training.saved import read_variables
+from vqjax.training.start import FromRun
 from vqjax.training.state import TrainState, init_state
 from vqjax.training.step import make_step
 
 __all__ = [
   "Cost",
+  "FromRun",
   "Interrupted",
   "NotFiniteError",
+  "Recluster",
   "Score",
   "TrainState",
   "evaluate",
@@ -22,4 +27,5 @@ __all__ = [
   "make_scorer",
   "make_step",
   "optimizer",
+  "read_variables",
 ]

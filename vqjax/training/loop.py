@@ -96,6 +96,8 @@ class _Run:
       seed=self.experiment.seed,
       rows=self.program.rows,
     )
+    recluster = self.experiment.recluster
+    self.recluster = recluster and recluster.on(program, self.splits["train"])
     self.checkpoints = Checkpoints(run.path, self.train.keep)
     self.loss, self.clock = None, _Clock()
     self.state = self._resumed() or self._fresh()
@@ -147,12 +149,23 @@ class _Run:
           report(step - 1, self._read(*pending))
         pending = step, metrics
         signum = stopped_by() or agreed_signal(step)
-        if signum or self._is_due(step):
+        rests, reclusters = signum or self._is_due(step), self._reclusters_after(step)
+        if rests or reclusters:
           report(step, self._read(*pending))
           pending = None
           self.clock.stop(step)
-          self._pause(step, signum)
+          if reclusters:
+            self._recluster(step)
+          if rests:
+            self._pause(step, signum)
           self.clock.start(step)
+
+  def _reclusters_after(self, step: int) -> bool:
+    return self.recluster is not None and self.experiment.recluster.is_due(step)
+
+  def _recluster(self, step: int) -> None:
+    self.state, row = self.recluster(self.state)
+    self._write({"step": step, "recluster": row})
 
   def _is_due(self, step: int) -> bool:
     train = self.train

@@ -62,8 +62,8 @@ class Program:
     everywhere = sharding.replicated(mesh)
     self.init = jax.jit(make, out_shardings=placed)
     self._begin = jax.jit(begin, out_shardings=placed, donate_argnums=0)
-    self.step = jax.jit(self._on_mesh(step), donate_argnums=0, out_shardings=(placed, everywhere))
-    self.scorer = jax.jit(self._on_mesh(summed_nats(self.model)), out_shardings=everywhere)
+    self.step = self.jitted(step, donate_argnums=0, out_shardings=(placed, everywhere))
+    self.scorer = self.jitted(summed_nats(self.model), out_shardings=everywhere)
 
   def begin(self, variables: Mapping[str, Any]) -> TrainState:
     """A fresh state with given variables, each put where it stays.
@@ -84,15 +84,15 @@ class Program:
       )
     return state
 
-  def _on_mesh(self, function: Callable) -> Callable:
-    """The function, traced with the mesh in context."""
+  def jitted(self, function: Callable, **options: Any) -> Callable:
+    """The function, traced with the mesh in context; the options are those of `jax.jit`."""
 
     @functools.wraps(function)
     def traced(*args):
       with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
         return function(*args)
 
-    return traced
+    return jax.jit(traced, **options)
 
   def _placed(self, state: TrainState) -> TrainState:
     """An abstract state with its shardings: the optimiser's numbers lie with their parameters."""
