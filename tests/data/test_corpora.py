@@ -5,6 +5,20 @@ import pytest
 from vqjax.data import PennTreebank, WikiText, WordTokenizer, encode_split, fit_encoder
 from vqjax.data.source import SPLITS
 
+
+def test_lines_are_read_one_by_one(tmp_path):
+  for split in SPLITS:
+    (tmp_path / f"{split}.txt").write_bytes("\ufeffa\r\n\n b\u2028c\x0cd \né".encode())
+  assert list(WikiText(str(tmp_path)).documents("test")) == ["a", "", "b\u2028c\x0cd", "é"]
+
+
+def test_a_byte_that_is_no_utf8_is_named_by_its_place(tmp_path):
+  for split in SPLITS:
+    (tmp_path / f"{split}.txt").write_bytes(b"first\nsec\xffond\n")
+  with pytest.raises(ValueError, match=r"train\.txt is not UTF-8: byte 0xff at offset 9; convert"):
+    list(WikiText(str(tmp_path)).documents("train"))
+
+
 PUBLISHED = {
   PennTreebank: ("ptb", 10_000, (929_589, 73_760, 82_430)),
   WikiText: ("wikitext-2", 33_278, (2_088_628, 217_646, 245_569)),

@@ -53,21 +53,33 @@ def read_text(path: Path) -> str:
   Raises:
     ValueError: the file is not UTF-8; names the file and the byte offset.
   """
-  content = path.read_bytes()
+  return _decoded(path.read_bytes(), path).removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def read_lines(path: Path) -> Iterator[str]:
+  """The file's lines without their ends; only `\\n` ends a line, not form feeds or U+2028.
+
+  Raises:
+    ValueError: the file is not UTF-8; names the file and the byte offset.
+  """
+  offset = 0
+  with path.open("rb") as file:
+    for line in file:
+      text = _decoded(line, path, offset)
+      text = text if offset else text.removeprefix("\ufeff")
+      yield text.removesuffix("\n").removesuffix("\r")
+      offset += len(line)
+
+
+def _decoded(content: bytes, path: Path, offset: int = 0) -> str:
+  """The text of a file's bytes from `offset`."""
   try:
-    text = content.decode("utf-8")
+    return content.decode("utf-8")
   except UnicodeDecodeError as error:
     raise ValueError(
-      f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start}; convert it "
-      f"with `iconv -t utf-8`, or leave it out"
+      f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {offset + error.start};"
+      " convert it with `iconv -t utf-8`, or leave it out"
     ) from None
-  return text.removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def read_lines(path: Path) -> list[str]:
-  """The file's lines without their ends; only `\\n` ends a line, not form feeds or U+2028."""
-  lines = read_text(path).split("\n")
-  return lines if lines[-1] else lines[:-1]
 
 
 def split_files(folder: Path) -> dict[str, Path]:
