@@ -78,16 +78,16 @@ def _huffman_depths(counts: Int[np.ndarray, "V"]) -> Int[np.ndarray, "V"]:
   # Among equal masses the oldest first: it is the shallowest.
   heap = [(count, leaf) for leaf, count in enumerate(counts.tolist())]
   heapq.heapify(heap)
-  parent = np.zeros(2 * vocab - 1, np.int64)
+  parent = [0] * (2 * vocab - 1)
   for node in range(vocab, 2 * vocab - 1):
     mass, first = heapq.heappop(heap)
     other, second = heap[0]
     heapq.heapreplace(heap, (mass + other, node))
-    parent[[first, second]] = node
-  depth = np.zeros(2 * vocab - 1, np.int64)
+    parent[first] = parent[second] = node
+  depth = [0] * (2 * vocab - 1)
   for node in range(2 * vocab - 3, -1, -1):
     depth[node] = depth[parent[node]] + 1
-  return depth[:vocab]
+  return np.array(depth[:vocab])
 
 
 def _with_depths(tokens: Int[np.ndarray, "V"], depths: Int[np.ndarray, "V"]) -> Tree:

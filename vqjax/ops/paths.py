@@ -10,7 +10,7 @@ and Bengio 2005, Hierarchical probabilistic neural network language model; Mikol
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -223,7 +223,7 @@ def leaf_blocks(
   return sampling.Blocks(-(-rows // width), block, tuple(batch), axis)
 
 
-def _beyond(weight, paths, axis) -> Any:
+def _beyond(weight, paths, axis):
   """Rows of the nodes above this device's first leaf and above its last, [2, L, D]."""
   if axis is None:
     # All nodes are here.

@@ -7,7 +7,7 @@ visits them, some at a time: its cost follows the number of tokens that are in t
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def tail_log_prob(
 class _Plan(NamedTuple):
   tile: tiles.Tile
   parts: shards.Parts
-  dtype: Any
+  dtype: Dtype | None
   axis: str | None
 
 
@@ -85,14 +85,14 @@ class _First(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_prob(plan, narrow_PNw, weight, removed, token_PN, first):
   """Log-probabilities of the tokens that come first; of the others, any number."""
-  sorted_ = _Chunk(_permuted(narrow_PNw, first.order), _permuted(token_PN, first.order))
+  ordered = _Chunk(_permuted(narrow_PNw, first.order), _permuted(token_PN, first.order))
   of_chunk = lambda chunk: _chunk_log_prob(plan, chunk.narrow, weight, removed, chunk.token)
 
   def step(index, found):
-    new = of_chunk(_cut(plan, sorted_, index))
+    new = of_chunk(_cut(plan, ordered, index))
     return lax.dynamic_update_slice_in_dim(found, new, index * plan.tile.tokens, axis=1)
 
-  kind = jax.eval_shape(lambda: of_chunk(_cut(plan, sorted_, 0)))
+  kind = jax.eval_shape(lambda: of_chunk(_cut(plan, ordered, 0)))
   start = shards.varying(jnp.zeros(first.order.shape, jnp.float32), *shards.varies_over(kind))
   found = lax.fori_loop(0, _steps(plan, first), step, start)
   return _permuted(found, first.place)
@@ -143,19 +143,19 @@ def _backward(plan, operands, cotangent_PN):
   visited = jnp.arange(first.order.shape[1]) < cotangent_PN.shape[1]
   # The token that fills up the last chunk has its gradient where it is read first.
   cotangent = jnp.where(visited, _permuted(cotangent_PN, first.order), 0.0)
-  sorted_ = _Chunk(_permuted(narrow_PNw, first.order), _permuted(token_PN, first.order))
+  ordered = _Chunk(_permuted(narrow_PNw, first.order), _permuted(token_PN, first.order))
 
   def step(index, sums):
     d_narrow, d_weight = sums
-    chunk, d_chunk = _cut(plan, (sorted_, cotangent), index)
+    chunk, d_chunk = _cut(plan, (ordered, cotangent), index)
     scored = lambda narrow, weight: _chunk_log_prob(plan, narrow, weight, removed, chunk.token)
     of_narrow, of_weight = jax.vjp(scored, chunk.narrow, weight)[1](d_chunk)
     start = index * plan.tile.tokens
     d_narrow = lax.dynamic_update_slice_in_dim(d_narrow, of_narrow, start, axis=1)
     return d_narrow, d_weight + of_weight.astype(jnp.float32)
 
-  zeros = jnp.zeros_like(sorted_.narrow), jnp.zeros(weight.shape, jnp.float32)
-  zeros = shards.varying((*zeros, sorted_.narrow, weight))[:2]
+  zeros = jnp.zeros_like(ordered.narrow), jnp.zeros(weight.shape, jnp.float32)
+  zeros = shards.varying((*zeros, ordered.narrow, weight))[:2]
   d_narrow, d_weight = lax.fori_loop(0, _steps(plan, first), step, zeros)
   return _permuted(d_narrow, first.place), d_weight.astype(weight.dtype), None, None, None
 
