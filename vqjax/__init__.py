@@ -3,6 +3,7 @@
 from vqjax.embeddings import CodebookEmbedding, DenseEmbedding, Embedding
 from vqjax.heads import (
   AdaptiveHead,
+  ClassBasedHead,
   CodebookHead,
   DenseHead,
   GroupedHead,
@@ -27,6 +28,7 @@ from vqjax.types import Size
 
 __all__ = [
   "AdaptiveHead",
+  "ClassBasedHead",
   "CodebookEmbedding",
   "CodebookHead",
   "DenseEmbedding",

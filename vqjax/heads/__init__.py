@@ -2,6 +2,7 @@
 
 from vqjax.heads.adaptive import AdaptiveHead
 from vqjax.heads.base import Head
+from vqjax.heads.class_based import ClassBasedHead
 from vqjax.heads.codebook import CodebookHead
 from vqjax.heads.dense import DenseHead
 from vqjax.heads.grouped import GroupedHead
@@ -14,6 +15,7 @@ from vqjax.heads.unigram import UnigramBias, UnigramProposal
 
 __all__ = [
   "AdaptiveHead",
+  "ClassBasedHead",
   "CodebookHead",
   "DenseHead",
   "GroupedHead",

@@ -13,6 +13,7 @@ from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, shards, softmax
+from vqjax.ops.rows import Rows
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -96,6 +97,11 @@ class CodebookHead(Head):
     # Inside `nn.scan` the variable may be the NumPy array it was made from.
     return self.codebook, jnp.asarray(self.assignment.value)
 
+  def linear(self) -> tuple[Rows, Float[Array, "V"] | None]:
+    """The rows and the bias whose scores the head is a softmax of: what a distillation needs."""
+    codebook, table = self.factors()
+    return Rows(table, codebook, _row_of_code), self._bias
+
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
     self._check_hidden(hidden)
@@ -153,14 +159,8 @@ class CodebookHead(Head):
     )
 
   def _all_code_scores(self, codebook, hidden):
-    """The scores [*B, K] of all codes, of which each device may compute a part."""
     self._check_hidden(hidden)
-    scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
-    axis = shards.inside(self.vocab_axis)
-    if axis is None:
-      return scores_BK
-    parts = jnp.moveaxis(shards.gathered(scores_BK, axis), 0, -2)
-    return parts.reshape(*parts.shape[:-2], -1)[..., : self.codes]
+    return code_ops.all_code_scores(hidden, codebook, self.codes, self.dtype, self.vocab_axis)
 
   def sample(
     self,
@@ -215,6 +215,10 @@ class CodebookHead(Head):
     if self.token_bias:
       axes["params"]["token_bias"] = ("vocab",)
     return axes
+
+
+def _row_of_code(code_W, codebook_KD):
+  return codebook_KD[code_W]
 
 
 def _token_scores(scores_BK, bias, assignment, rows):

@@ -94,6 +94,22 @@ def _log_prob(hidden, codebook, assignment, token, bias, dtype, axis):
   return log_prob_code + within
 
 
+def all_code_scores(
+  hidden: Float[Array, "*B D"],
+  codebook: Float[Array, "k D"],
+  codes: int,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> Float[Array, "*B {codes}"]:
+  """hidden · codebookᵀ, float32; inside of `vocab_axis` each device computes those of its rows."""
+  scores = softmax.linear_scores(hidden, codebook, dtype=dtype)
+  axis = shards.inside(vocab_axis)
+  if axis is None:
+    return scores
+  parts = jnp.moveaxis(shards.gathered(scores, axis), 0, -2)
+  return parts.reshape(*parts.shape[:-2], -1)[..., :codes]
+
+
 def code_vectors(
   codebook: Float[Array, "K D"],
   assignment: Int[Array, "V"],
