@@ -170,7 +170,15 @@ class Transformer(nn.Module):
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
     """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
-    hidden = self.hidden(tokens, deterministic)
+    return self.terms_of(self.hidden(tokens, deterministic), tokens, targets)
+
+  def terms_of(
+    self,
+    hidden: Float[Array, "B T D"],
+    tokens: Integer[Array, "B T"],
+    targets: Int[Array, "B T"],
+  ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
+    """`loss_terms`, of hidden vectors that are there already."""
     log_prob, head_terms = self.head.loss_terms(hidden, targets)
     terms = {"embedding": self.embedding.aux(tokens), "head": head_terms}
     aux = {f"{part}/{name}": term for part, named in terms.items() for name, term in named.items()}

@@ -1,0 +1,38 @@
+"""How does a trained dense model become one with a compressed head?"""
+
+from vqjax.convert.compress import CODEBOOK, FULL, HEAD, compress
+from vqjax.convert.distilled import Distilled, FromTeacher
+from vqjax.convert.mappings import (
+  Balanced,
+  Brown,
+  Fixed,
+  FrequencyBins,
+  KMeans,
+  Known,
+  Mapping,
+)
+from vqjax.convert.starts import FromDense, Frozen, Mapped
+from vqjax.convert.targets import ToCodebook, ToLowRank, ToProduct, ToResidual
+
+__all__ = [
+  "CODEBOOK",
+  "FULL",
+  "HEAD",
+  "Balanced",
+  "Brown",
+  "Distilled",
+  "Fixed",
+  "FrequencyBins",
+  "FromDense",
+  "FromTeacher",
+  "Frozen",
+  "KMeans",
+  "Known",
+  "Mapped",
+  "Mapping",
+  "ToCodebook",
+  "ToLowRank",
+  "ToProduct",
+  "ToResidual",
+  "compress",
+]

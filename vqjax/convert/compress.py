@@ -1,0 +1,105 @@
+"""How does one ask for a run that compresses the head of a trained dense model?"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from vqjax.config import Experiment, Train
+from vqjax.convert.distilled import Distilled, FromTeacher
+from vqjax.convert.mappings import KMeans, Mapping
+from vqjax.convert.starts import FromDense
+from vqjax.convert.targets import ToCodebook
+from vqjax.heads import CodebookHead, Head
+
+FULL: tuple[str, ...] = ()
+"""Scope of fine-tuning: everything."""
+
+HEAD = ("head", "final_norm")
+"""Scope: the head, and the norm in front of it."""
+
+CODEBOOK = ("head.codebook",)
+"""Scope: the codebook alone."""
+
+
+def compress(
+  dense: Experiment,
+  folder: str | pathlib.Path,
+  *,
+  codes: int = 1024,
+  mapping: Mapping = KMeans(power=1.0),
+  token_bias: bool = True,
+  scope: tuple[str, ...] = FULL,
+  distillation: float = 0.0,
+  temperature: float = 1.0,
+  train: Train | None = None,
+  name: str | None = None,
+) -> Experiment:
+  """The experiment that turns a dense run into a codebook run and fine-tunes it (Option A).
+
+    experiment = compress(load("configs/lm_dense.py"), "runs/demo/dense", codes=512)
+    fit(experiment, pathlib.Path("runs/demo/compressed"))
+
+  Args:
+    dense: the experiment of the dense run.
+    folder: its run folder.
+    codes: size of the codebook, K.
+    mapping: how the tokens get their codes.
+    token_bias: give each token a score of its own.
+    scope: which parameters are fine-tuned: `FULL`, `HEAD` or `CODEBOOK`.
+    distillation: coefficient of the divergence from the dense model; 0: no teacher.
+    temperature: of the distillation.
+    train: of the fine-tuning; None: a fifth of the dense run's steps at a third of its rate.
+    name: of the new run; None: the dense run's and "-codebook".
+  """
+  embedding = dense.model.embedding
+  head = CodebookHead(
+    *(dense.model.head.vocab, embedding.dim, codes),
+    token_bias=token_bias,
+    dtype=dense.model.head.dtype,
+  )
+  return converted(
+    *(dense, folder, head, ToCodebook(mapping)),
+    scope=scope,
+    distillation=distillation,
+    temperature=temperature,
+    train=train,
+    name=name or f"{dense.name}-codebook",
+  )
+
+
+def converted(
+  dense: Experiment,
+  folder: str | pathlib.Path,
+  head: Head,
+  target: Any,
+  *,
+  name: str,
+  scope: tuple[str, ...] = FULL,
+  distillation: float = 0.0,
+  temperature: float = 1.0,
+  train: Train | None = None,
+) -> Experiment:
+  """As `compress`, for any head and the target that gives it its variables."""
+  train = train or _fine_tuning(dense.train)
+  student = dense.model.clone(head=head)
+  start: Any = FromDense(str(folder), target)
+  model = student
+  if distillation:
+    model = Distilled(student, dense.model, distillation, temperature)
+    start = FromTeacher(str(folder), start)
+    scope = tuple(f"student.{part}" for part in scope) or ("student",)
+  return dataclasses.replace(
+    dense, name=name, model=model, train=dataclasses.replace(train, trained=scope), start=start
+  )
+
+
+def _fine_tuning(train: Train) -> Train:
+  steps = max(1, train.steps // 5)
+  return dataclasses.replace(
+    train,
+    steps=steps,
+    learning_rate=train.learning_rate / 3,
+    warmup=min(train.warmup, steps // 5),
+    eval_every=min(train.eval_every, steps),
+    save_every=min(train.save_every, steps),
+  )

@@ -1,0 +1,114 @@
+"""How does a compressed model learn from the dense one it was made of?"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jaxtyping import Array, Float, Int, Integer
+
+from vqjax.convert.starts import dense_rows
+from vqjax.heads import Head
+from vqjax.models import Transformer
+from vqjax.ops.distillation import linear_soft_target_loss
+from vqjax.training.saved import check_tokenizer, read_variables
+from vqjax.training.text import Text
+
+
+class Distilled(nn.Module):
+  """A student whose training loss has a term for its distance from a frozen teacher.
+
+  The term is weight · T² · KL(teacher ‖ student) at temperature T, the mean over the tokens, exact
+  and in tiles: neither has logits. It is the student alone that is evaluated, sampled from and
+  measured; train it with `Train(trained=("student",))`.
+
+  Attributes:
+    student: a model whose head is linear (`LinearHead` or `CodebookHead`).
+    teacher: a dense model.
+    weight: coefficient of the term.
+    temperature: divides the scores of both.
+  """
+
+  student: Transformer
+  teacher: Transformer
+  weight: float = 1.0
+  temperature: float = 1.0
+
+  @property
+  def head(self) -> Head:
+    """The student's head."""
+    return self.student.head
+
+  @property
+  def context(self) -> int:
+    """The student's."""
+    return self.student.context
+
+  def __call__(
+    self, tokens: Integer[Array, "B T"], deterministic: bool = True
+  ) -> Float[Array, "B T V"]:
+    """The student's logits."""
+    return self.student(tokens, deterministic)
+
+  def log_prob(
+    self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
+  ) -> Float[Array, "B T"]:
+    """The student's log-probability, in nats, of each target."""
+    return self.student.log_prob(tokens, targets, deterministic)
+
+  def loss_terms(
+    self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
+  ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
+    """The student's loss terms, and "distillation"."""
+    hidden = self.student.hidden(tokens, deterministic)
+    log_prob, terms = self.student.terms_of(hidden, tokens, targets)
+    teacher_hidden = jax.lax.stop_gradient(self.teacher.hidden(tokens))
+    weight, bias = self.student.head.linear()
+    teacher_weight, teacher_bias = jax.lax.stop_gradient(self.teacher.head.linear())
+    found = linear_soft_target_loss(
+      *(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias),
+      temperature=self.temperature,
+      vocab_axis=self.student.head.vocab_axis,
+    )
+    kl = self.weight * self.temperature**2 * found.kl.mean()
+    return log_prob, terms | {"distillation": kl}
+
+  def logical_axes(self) -> dict:
+    """Those of both, under their names."""
+    axes: dict[str, Any] = {}
+    for name in ("student", "teacher"):
+      for collection, tree in getattr(self, name).logical_axes().items():
+        axes.setdefault(collection, {})[name] = tree
+    return axes
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTeacher:
+  """The start of a `Distilled` model: the teacher from its run, the student by a start of its own.
+
+  Attributes:
+    folder: the teacher's run.
+    student: the student's `Experiment.start`, such as `FromDense(...)`; None: as initialised.
+  """
+
+  folder: str
+  student: Callable[..., dict] | None = None
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """The variables of both."""
+    check_tokenizer(self.folder, text)
+    teacher, step = read_variables(self.folder)
+    dense_rows(teacher, f"checkpoint {step} of {self.folder}")
+    student = _part(variables, "student")
+    if self.student is not None:
+      student = self.student(text, model.student, student)
+    names = student.keys() | teacher.keys()
+    both = {"student": student, "teacher": teacher}
+    return {
+      name: {part: tree[name] for part, tree in both.items() if name in tree} for name in names
+    }
+
+
+def _part(variables: dict[str, Any], name: str) -> dict[str, Any]:
+  return {collection: tree[name] for collection, tree in variables.items() if name in tree}

@@ -1,0 +1,155 @@
+"""With which variables does a run begin that converts a dense run, or maps its tokens first?
+
+Each is an `Experiment.start`: called with the text, the model and its fresh variables.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from vqjax.convert.mappings import Known, Mapping
+from vqjax.heads import Head, LearnedProductHead, ProductHead, UnigramBias
+from vqjax.heads.product import code_dtype
+from vqjax.ops.product import nearest_codes
+from vqjax.training.saved import check_tokenizer, read_variables
+from vqjax.training.text import Text
+
+
+def _counts(text: Text, vocab: int) -> np.ndarray:
+  return np.bincount(np.asarray(text.splits["train"].tokens), minlength=vocab).astype(np.int64)
+
+
+def _merged(fresh: Any, given: Any) -> Any:
+  """`fresh` with the arrays of `given` in their places, in their dtypes."""
+  if not isinstance(given, dict):
+    return np.asarray(given, np.asarray(fresh).dtype)
+  unknown = given.keys() - fresh.keys()
+  if unknown:
+    raise ValueError(
+      f"the model has no {', '.join(sorted(unknown))} to begin with, only"
+      f" {', '.join(sorted(fresh))}; use the model that the conversion is for"
+    )
+  return fresh | {name: _merged(fresh[name], value) for name, value in given.items()}
+
+
+def _of_head(variables: dict) -> dict:
+  """A head's variables, {collection: {...}}, under the name `head`."""
+  return {collection: {"head": tree} for collection, tree in variables.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+  """From scratch, with codes from a mapping of the text: Option B of VQ-Logits, Section 3.3.
+
+  A token bias begins so that the tokens of a code share its mass by their counts.
+
+  Attributes:
+    mapping: how tokens get their codes; embeddings are the input's initial ones.
+  """
+
+  mapping: Mapping
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """The fresh variables with these codes."""
+    head = model.head
+    counts = _counts(text, head.vocab)
+    inputs = variables["params"].get("embedding", {}).get("weight")
+    inputs = None if inputs is None else np.asarray(inputs)
+    known = Known(np.asarray(text.splits["train"].tokens), counts, None, inputs)
+    code = self.mapping(known, head.codes)
+    new = {"codes": {"assignment": code}}
+    if head.token_bias:
+      new["params"] = {"token_bias": np.asarray(UnigramBias(counts, code)(None, counts.shape))}
+    return _merged(dict(variables), _of_head(new))
+
+
+@dataclasses.dataclass(frozen=True)
+class FromDense:
+  """A trained dense run's body, and a compressed head made of its rows: Option A.
+
+  Attributes:
+    folder: the dense run's folder; its head is a `DenseHead`, tied or not.
+    target: makes the new head's variables, such as `ToCodebook(...)`.
+    best: take the checkpoint of lowest validation loss, not the newest.
+  """
+
+  folder: str
+  target: Callable[[Known, Head], dict]
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """The converted variables.
+
+    Raises:
+      FileNotFoundError: the folder holds no checkpoint.
+      ValueError: its tokenizer is another one, its head has no rows, or rows that are not finite.
+    """
+    check_tokenizer(self.folder, text)
+    dense, step = read_variables(self.folder, self.best)
+    body = {name: tree for name, tree in dense["params"].items() if name != "head"}
+    output = dense_rows(dense, f"checkpoint {step} of {self.folder}")
+    inputs = body.get("embedding", {}).get("weight")
+    tokens = np.asarray(text.splits["train"].tokens)
+    known = Known(tokens, _counts(text, len(output)), output, inputs)
+    new = self.target(known, model.head)
+    changed = _merged(dict(variables), {"params": body})
+    return _merged(changed, _of_head(new))
+
+
+def dense_rows(variables: dict, where: str) -> np.ndarray:
+  """The [V, D] rows that a dense model scores with; ValueError where it has none or broken ones."""
+  head = variables["params"].get("head", {})
+  rows = head.get("weight", variables["params"].get("embedding", {}).get("weight"))
+  if rows is None or head.keys() - {"weight", "bias"}:
+    raise ValueError(
+      f"{where} has a head of {', '.join(sorted(head)) or 'nothing'}, not a dense one; compress a"
+      " run of a DenseHead"
+    )
+  if "bias" in head:
+    raise ValueError(
+      f"{where} has a dense head with a bias, which no conversion keeps; train one without"
+    )
+  broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+  if len(broken):
+    raise ValueError(
+      f"{where}: row {broken[0]} of the dense head is not finite ({len(broken)} such rows); take"
+      " an earlier checkpoint, or train again with a lower learning rate"
+    )
+  return np.asarray(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+  """A run of a `LearnedProductHead` with its codes fixed: what ships is a `ProductHead`.
+
+  Attributes:
+    folder: the run that learned the codes.
+    best: take the checkpoint of lowest validation loss, not the newest.
+  """
+
+  folder: str
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """The learned variables without the latent rows; the distribution is the same."""
+    check_tokenizer(self.folder, text)
+    learned, _ = read_variables(self.folder, self.best)
+    if not isinstance(model.head, ProductHead) or "latent" not in learned["params"]["head"]:
+      raise ValueError(
+        f"{self.folder} is frozen into a {type(model.head).__name__}; give a run of a"
+        f" {LearnedProductHead.__name__} and a model with a {ProductHead.__name__}"
+      )
+    return _merged(dict(variables), frozen(learned))
+
+
+def frozen(learned: dict[str, Any]) -> dict[str, Any]:
+  """A model's variables whose `LearnedProductHead` has become a `ProductHead`, bit for bit."""
+  head = dict(learned["params"]["head"])
+  codes = np.asarray(jax.jit(nearest_codes)(head.pop("latent"), head["tables"]))
+  narrow = codes.astype(code_dtype(head["tables"].shape[1]))
+  params = {**learned["params"], "head": head}
+  return {**learned, "params": params, "codes": {"head": {"codes": narrow}}}

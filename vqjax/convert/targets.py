@@ -1,0 +1,163 @@
+"""Which variables does a compressed head begin with, given the rows of a dense one?
+
+A target is a frozen dataclass that is called with what is known and the head, and gives the head's
+own variables, {"params": {...}, "codes": {...}}, in NumPy. Each is for one kind of head.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from vqjax import assign
+from vqjax.convert.mappings import KMeans, Known, Mapping
+from vqjax.heads import (
+  CodebookHead,
+  Head,
+  LowRankHead,
+  ProductHead,
+  ResidualCodebookHead,
+  UnigramBias,
+)
+from vqjax.heads.product import code_dtype
+from vqjax.ops.kmeans import kmeans
+
+
+def _check_kind(head: Head, kind: type[Head], target: Any) -> None:
+  if not isinstance(head, kind):
+    raise TypeError(
+      f"{type(target).__name__} gives a {kind.__name__} its variables, not a"
+      f" {type(head).__name__}; give the conversion that is for it"
+    )
+
+
+def _means(
+  rows: Float[np.ndarray, "V D"],
+  weights: Float[np.ndarray, "V"],
+  code: Int[np.ndarray, "V"],
+  k: int,
+) -> Float[np.ndarray, "K D"]:
+  """The weighted mean of the rows on each code; 0 for a code without tokens."""
+  mass = np.bincount(code, weights, k)
+  sums = np.zeros((k, rows.shape[1]))
+  np.add.at(sums, code, rows * weights[:, None])
+  return sums / np.where(mass > 0, mass, 1)[:, None]
+
+
+def _own_bias(known: Known, code: Int[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
+  return np.asarray(UnigramBias(known.counts, code)(None, known.counts.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class ToCodebook:
+  """A codebook head: the mapping's codes, each at the mean row of its tokens by their counts.
+
+  A token bias begins so that the tokens of a code share its mass by their counts. Source:
+  VQ-Logits, Section 3.3, Option A.
+
+  Attributes:
+    mapping: how tokens get their codes.
+  """
+
+  mapping: Mapping = KMeans()
+
+  def __call__(self, known: Known, head: Head) -> dict:
+    """The head's variables."""
+    _check_kind(head, CodebookHead, self)
+    code = self.mapping(known, head.codes)
+    params = {"codebook": _means(known.output, known.counts + 1.0, code, head.codes)}
+    if head.token_bias:
+      params["token_bias"] = _own_bias(known, code)
+    return {"params": params, "codes": {"assignment": code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class ToResidual:
+  """A codebook head with a low-rank part: what the codes leave of the rows, to the given rank.
+
+  Its best approximation by squared error, weighted by (count + 1)^power.
+
+  Attributes:
+    mapping: how tokens get their codes.
+    power: of the weights of the low-rank approximation.
+  """
+
+  mapping: Mapping = KMeans()
+  power: float = 0.5
+
+  def __call__(self, known: Known, head: Head) -> dict:
+    """The head's variables."""
+    _check_kind(head, ResidualCodebookHead, self)
+    code = self.mapping(known, head.codes)
+    weights = (known.counts + 1.0) ** self.power
+    codebook = _means(known.output, weights, code, head.codes)
+    low, up = _low_rank(known.output - codebook[code], weights, head.rank)
+    params = {"codebook": codebook, "low": low, "up": up}
+    if head.token_bias:
+      params["token_bias"] = np.zeros(len(code))
+    return {
+      "params": params,
+      "codes": {"assignment": code.astype(code_dtype(head.codes))},
+    }
+
+
+def _low_rank(rows, weights, rank) -> tuple[np.ndarray, np.ndarray]:
+  """(low [V, R], up [R, D]) whose product is nearest to the rows, row v weighted by weights[v]."""
+  rows = np.asarray(rows, np.float64)
+  second = (rows * weights[:, None]).T @ rows
+  up = np.linalg.eigh(second)[1][:, ::-1][:, :rank].T
+  return rows @ up.T, up
+
+
+@dataclasses.dataclass(frozen=True)
+class ToLowRank:
+  """A low-rank head: the best approximation of the rows, weighted by (count + 1)^power.
+
+  Attributes:
+    power: of the weights.
+  """
+
+  power: float = 0.5
+
+  def __call__(self, known: Known, head: Head) -> dict:
+    """The head's variables."""
+    _check_kind(head, LowRankHead, self)
+    weights = (known.counts + 1.0) ** self.power
+    low, up = _low_rank(known.output, weights, head.rank)
+    params = {"weight": low, "down": up}
+    if head.use_bias:
+      params["bias"] = np.zeros(len(low))
+    return {"params": params}
+
+
+@dataclasses.dataclass(frozen=True)
+class ToProduct:
+  """A product head: k-means of the rows in each subspace, weighted by (count + 1)^power.
+
+  Attributes:
+    power: of the weights: frequent tokens get sub-vectors near to their own.
+    seed: of the seeding.
+    iterations: of Lloyd's algorithm.
+  """
+
+  power: float = 0.5
+  seed: int = 0
+  iterations: int = 25
+
+  def __call__(self, known: Known, head: Head) -> dict:
+    """The head's variables."""
+    _check_kind(head, ProductHead, self)
+    rows = assign.table.checked_rows(known.output, head.codes)
+    weights = np.asarray((known.counts + 1.0) ** self.power, np.float32)
+    keys = jax.random.split(jax.random.key(self.seed), head.subspaces)
+    found = [
+      kmeans(key, part, head.codes, weights=weights, iterations=self.iterations)
+      for key, part in zip(keys, np.split(rows, head.subspaces, axis=1))
+    ]
+    params = {"tables": np.stack([np.asarray(part.centers) for part in found])}
+    if head.token_bias:
+      params["token_bias"] = np.zeros(len(rows))
+    codes = np.stack([np.asarray(part.assignment) for part in found], axis=1)
+    return {"params": params, "codes": {"codes": codes.astype(code_dtype(head.codes))}}
