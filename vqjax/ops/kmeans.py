@@ -86,6 +86,8 @@ def nearest(
     ValueError: there is no center, or `chunk` is below 1.
   """
   _check_sizes(max(1, centers.shape[0]), centers.shape[0], 0, chunk)
+  if points.shape[0] == 0:
+    return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.float32)
   return _nearest(points, centers, chunk)
 
 
@@ -132,7 +134,7 @@ class _Data(NamedTuple):
 
   def rows(self, index: Array) -> Array:
     """Rows of the points of all devices."""
-    return shards.looked_up(self.points, index, self.axis, jnp.float32) - self.shift
+    return shards.looked_up(self.points, index, self.axis, jnp.dtype(jnp.float32)) - self.shift
 
 
 class _Assigned(NamedTuple):

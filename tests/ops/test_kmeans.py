@@ -1,0 +1,227 @@
+"""Are points with their nearest center, and is the inertia as low as another library's?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sklearn.cluster import KMeans as SklearnKMeans
+
+from vqjax.ops.kmeans import kmeans, nearest
+from vqjax.sharding import MeshShape, make_mesh
+
+SIZES = [(1, 1, 1), (2, 3, 1), (13, 2, 13), (97, 5, 7), (509, 11, 31)]
+
+
+def blobs(count, dim, clusters, spread=0.1, seed=0):
+  """Points around so many centers far apart, float32 [count, dim]."""
+  draw = np.random.default_rng(seed)
+  centers = draw.standard_normal((clusters, dim))
+  points = centers[np.arange(count) % clusters] + spread * draw.standard_normal((count, dim))
+  return jnp.asarray(points, jnp.float32)
+
+
+def squared_distances(points, centers):
+  points, centers = (np.asarray(x, np.float64) for x in (points, centers))
+  return np.square(points[:, None] - centers).sum(axis=-1)
+
+
+def weighted_means(points, assignment, weights, clusters):
+  sums = np.zeros((clusters, points.shape[1]))
+  np.add.at(sums, assignment, np.asarray(points, np.float64) * weights[:, None])
+  mass = np.bincount(assignment, weights, clusters)
+  return sums / mass[:, None]
+
+
+@pytest.mark.parametrize(("count", "dim", "clusters"), SIZES)
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+def test_each_point_is_with_its_nearest_center(count, dim, clusters, chunk):
+  points = blobs(count, dim, clusters, spread=1.0)
+  found = kmeans(jax.random.key(1), points, clusters, chunk=chunk)
+  distance = squared_distances(points, found.centers)
+  np.testing.assert_array_equal(found.assignment, distance.argmin(axis=1))
+  assert found.assignment.dtype == jnp.int32
+  # Sums of some thousand float32 terms.
+  np.testing.assert_allclose(found.inertia, distance.min(axis=1).sum(), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 1000])
+def test_nearest_is_that_of_float64_in_any_chunks(chunk):
+  points, centers = blobs(211, 5, 3, spread=1.0), blobs(29, 5, 29, seed=1)
+  assignment, distance = nearest(points, centers, chunk=chunk)
+  expected = squared_distances(points, centers)
+  np.testing.assert_array_equal(assignment, expected.argmin(axis=1))
+  np.testing.assert_allclose(distance, expected.min(axis=1), rtol=1e-5)
+
+
+def test_nearest_of_no_points_is_nothing():
+  assignment, distance = nearest(jnp.zeros((0, 3)), jnp.zeros((2, 3)))
+  assert assignment.shape == distance.shape == (0,)
+
+
+def test_of_equally_near_centers_the_lowest_is_taken():
+  centers = jnp.array([[5.0, 5.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+  assignment, _ = nearest(jnp.array([[0.0, 0.0], [2.0, 0.0]]), centers)
+  np.testing.assert_array_equal(assignment, [1, 1])
+
+
+def test_centers_are_weighted_means_once_nothing_changes():
+  points, clusters = blobs(503, 7, 11), 11
+  weights = np.random.default_rng(3).uniform(0, 5, 503).astype(np.float32)
+  found = kmeans(jax.random.key(0), points, clusters, weights=jnp.asarray(weights), iterations=100)
+  expected = weighted_means(points, np.asarray(found.assignment), weights, clusters)
+  np.testing.assert_allclose(found.centers, expected, atol=1e-5)
+  cost = squared_distances(points, found.centers)[np.arange(503), found.assignment]
+  np.testing.assert_allclose(found.inertia, (weights * cost).sum(), rtol=1e-5)
+
+
+def test_blobs_far_apart_are_found():
+  found = kmeans(jax.random.key(0), blobs(1009, 8, 61, spread=0.01), 61)
+  sizes = np.bincount(found.assignment, minlength=61)
+  np.testing.assert_array_equal(np.sort(sizes), np.sort(np.bincount(np.arange(1009) % 61)))
+
+
+@pytest.mark.parametrize("spread", [0.3, 10.0])
+def test_inertia_is_that_of_scikit_learn(spread):
+  points = blobs(3001, 16, 64, spread)
+  options = {"n_init": 1, "max_iter": 20, "tol": 0, "algorithm": "lloyd"}
+  peer = np.mean(
+    [
+      SklearnKMeans(64, random_state=seed, **options).fit(np.asarray(points)).inertia_
+      for seed in range(3)
+    ]
+  )
+  ours = np.mean([kmeans(jax.random.key(seed), points, 64).inertia for seed in range(3)])
+  assert ours <= 1.01 * peer
+
+
+def test_a_weight_counts_a_point_so_often():
+  points = blobs(67, 3, 5)
+  counts = np.random.default_rng(2).integers(1, 6, 67)
+  repeated = jnp.repeat(points, counts, axis=0)
+  weighted = kmeans(jax.random.key(0), points, 5, weights=jnp.asarray(counts, jnp.float32))
+  plain = kmeans(jax.random.key(0), repeated, 5)
+  np.testing.assert_allclose(weighted.inertia, plain.inertia, rtol=1e-5)
+
+
+def test_points_without_weight_have_a_center_and_pull_none():
+  points = blobs(101, 4, 3)
+  outlier = points.at[0].set(1e3)
+  weights = jnp.ones(101).at[0].set(0)
+  found = kmeans(jax.random.key(0), outlier, 3, weights=weights)
+  assert np.abs(found.centers).max() < 10
+  assert 0 <= found.assignment[0] < 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_cluster_is_empty_where_enough_rows_differ(seed):
+  # Most rows are the same: draws repeat it, and clusters begin empty.
+  points = jnp.zeros((400, 3)).at[:40].set(blobs(40, 3, 40, seed=seed))
+  found = kmeans(jax.random.key(seed), points, 41)
+  assert np.unique(found.assignment).size == 41
+  assert found.inertia == 0
+
+
+def test_more_clusters_than_different_rows_leave_some_empty():
+  points = jnp.repeat(jnp.arange(4.0)[:, None], 5, axis=0)
+  found = kmeans(jax.random.key(0), points, 9)
+  assert np.unique(found.assignment).size == 4
+  assert found.inertia == 0
+  assert np.isfinite(found.centers).all()
+
+
+def test_the_same_key_gives_the_same_clusters_under_jit_too():
+  points = blobs(307, 6, 13, spread=1.0)
+  run = functools.partial(kmeans, clusters=13)
+  first, second = run(jax.random.key(5), points), jax.jit(run)(jax.random.key(5), points)
+  jax.tree.map(np.testing.assert_array_equal, first, second)
+  other = run(jax.random.key(6), points)
+  assert (other.assignment != first.assignment).any()
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 1, 4), (1, 1, 8)])
+@pytest.mark.parametrize("count", [1009, 1008, 67])
+def test_on_a_mesh_the_clusters_are_those_of_one_device(shape, count):
+  points = blobs(count, 6, 17, spread=0.5)
+  weights = jnp.asarray(np.random.default_rng(1).uniform(0, 2, count), jnp.float32)
+  expected = kmeans(jax.random.key(0), points, 17, weights=weights)
+  axis = "data" if shape[0] > 2 else "model"
+  with jax.set_mesh(make_mesh(MeshShape(*shape))):
+    found = kmeans(jax.random.key(0), points, 17, weights=weights, axis=axis)
+  np.testing.assert_array_equal(found.assignment, expected.assignment)
+  np.testing.assert_allclose(found.centers, expected.centers, atol=1e-5)
+  np.testing.assert_allclose(found.inertia, expected.inertia, rtol=1e-5)
+
+
+def test_on_a_mesh_empty_clusters_move_to_points_of_any_device():
+  points = jnp.zeros((400, 3)).at[-40:].set(blobs(40, 3, 40))
+  with jax.set_mesh(make_mesh(MeshShape(model=8))):
+    found = kmeans(jax.random.key(0), points, 41, axis="model")
+  assert np.unique(found.assignment).size == 41
+  assert found.inertia == 0
+
+
+def test_a_device_of_a_mesh_holds_its_part_of_the_points():
+  mesh = make_mesh(MeshShape(model=8))
+  spread = NamedSharding(mesh, P("model"))
+  points = jax.ShapeDtypeStruct((80_000, 64), jnp.float32, sharding=spread)
+  run = jax.jit(lambda key, points: kmeans(key, points, 64, axis="model"))
+  with jax.set_mesh(mesh):
+    memory = run.lower(jax.random.key(0), points).compile().memory_analysis()
+  assert memory.argument_size_in_bytes < 80_000 * 64 * 4 / 8 + 1000
+  assert memory.temp_size_in_bytes < 80_000 * 64 * 4 / 4
+
+
+def test_neither_all_distances_nor_a_copy_of_the_points_are_kept():
+  points = jax.ShapeDtypeStruct((50_021, 256), jnp.float32)
+  run = jax.jit(lambda key, points: kmeans(key, points, 128))
+  memory = run.lower(jax.random.key(0), points).compile().memory_analysis()
+  held = memory.temp_size_in_bytes + memory.output_size_in_bytes
+  assert held < 50_021 * min(128, 256) * 4 / 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_points_are_clustered_in_float32(dtype):
+  points = blobs(1009, 5, 7).astype(dtype)
+  found = kmeans(jax.random.key(0), points, 7)
+  assert found.centers.dtype == found.inertia.dtype == jnp.float32
+  same = kmeans(jax.random.key(0), points.astype(jnp.float32), 7)
+  jax.tree.map(np.testing.assert_array_equal, found, same)
+
+
+def test_a_common_offset_does_not_cost_precision():
+  points = blobs(503, 4, 9) + 512.0
+  found = kmeans(jax.random.key(0), points, 9)
+  distance = squared_distances(points, found.centers)
+  np.testing.assert_array_equal(found.assignment, distance.argmin(axis=1))
+  # The centers are rounded to float32 at 512: 3e-5 of a distance of about 0.2.
+  np.testing.assert_allclose(found.inertia, distance.min(axis=1).sum(), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"clusters": 12}, "K 12 for 10 points; give at most 10"),
+    ({"clusters": 0}, "K 0 is below 1"),
+    ({"iterations": -1}, "iterations -1 is negative"),
+    ({"chunk": 0}, "chunk 0 is below 1"),
+    ({"points": jnp.ones((10, 3)).at[7, 1].set(jnp.nan)}, "point 7 is not finite"),
+    ({"points": jnp.ones((10, 3)).at[4:, 0].set(jnp.inf)}, r"point 4 is not finite \(6 such"),
+    ({"weights": jnp.ones(10).at[3].set(-2)}, "weight 3 is -2.0"),
+    ({"weights": jnp.ones(10).at[5].set(jnp.nan)}, "weight 5 is not finite"),
+    ({"weights": jnp.zeros(10)}, "all weights are zero"),
+    ({"points": jnp.ones((0, 3)), "clusters": 1}, "K 1 for 0 points"),
+  ],
+)
+def test_bad_input_is_refused_with_a_remedy(change, message):
+  given = {"points": jnp.ones((10, 3)), "clusters": 3} | change
+  with pytest.raises(ValueError, match=message):
+    kmeans(jax.random.key(0), **given)
+
+
+def test_no_center_is_refused():
+  with pytest.raises(ValueError, match="K 0 is below 1"):
+    nearest(jnp.ones((3, 2)), jnp.ones((0, 2)))
