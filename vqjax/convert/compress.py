@@ -20,13 +20,16 @@ HEAD = ("head", "final_norm")
 CODEBOOK = ("head.codebook",)
 """Scope: the codebook alone."""
 
+BY_FREQUENCY = KMeans(power=1.0)
+"""Tokens are clustered by their output rows, each as heavy as it is frequent."""
+
 
 def compress(
   dense: Experiment,
   folder: str | pathlib.Path,
   *,
   codes: int = 1024,
-  mapping: Mapping = KMeans(power=1.0),
+  mapping: Mapping = BY_FREQUENCY,
   token_bias: bool = True,
   scope: tuple[str, ...] = FULL,
   distillation: float = 0.0,

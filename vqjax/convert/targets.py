@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from vqjax import assign
-from vqjax.convert.mappings import KMeans, Known, Mapping
+from vqjax.convert.mappings import Known, Mapping
 from vqjax.heads import (
   CodebookHead,
   Head,
@@ -61,7 +61,7 @@ class ToCodebook:
     mapping: how tokens get their codes.
   """
 
-  mapping: Mapping = KMeans()
+  mapping: Mapping
 
   def __call__(self, known: Known, head: Head) -> dict:
     """The head's variables."""
@@ -84,7 +84,7 @@ class ToResidual:
     power: of the weights of the low-rank approximation.
   """
 
-  mapping: Mapping = KMeans()
+  mapping: Mapping
   power: float = 0.5
 
   def __call__(self, known: Known, head: Head) -> dict:
