@@ -12,7 +12,7 @@ from vqjax.convert.mappings import (
   Mapping,
 )
 from vqjax.convert.starts import FromDense, Frozen, Mapped
-from vqjax.convert.targets import ToCodebook, ToLowRank, ToProduct, ToResidual
+from vqjax.convert.targets import ToCodebook, ToLearnedCodebook, ToLowRank, ToProduct, ToResidual
 
 __all__ = [
   "CODEBOOK",
@@ -31,6 +31,7 @@ __all__ = [
   "Mapped",
   "Mapping",
   "ToCodebook",
+  "ToLearnedCodebook",
   "ToLowRank",
   "ToProduct",
   "ToResidual",

@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen as nn
 
 from vqjax.convert.mappings import Known, Mapping
-from vqjax.heads import Head, LearnedProductHead, ProductHead, UnigramBias
+from vqjax.heads import Head, UnigramBias
 from vqjax.heads.product import code_dtype
 from vqjax.ops.product import nearest_codes
 from vqjax.training.saved import check_tokenizer, read_variables
@@ -124,7 +124,9 @@ def dense_rows(variables: dict, where: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-  """A run of a `LearnedProductHead` with its codes fixed: what ships is a `ProductHead`.
+  """A run that learned its codes, with these codes fixed: what ships.
+
+  A `LearnedProductHead` becomes a `ProductHead`, a `LearnedCodebookHead` a `CodebookHead`.
 
   Attributes:
     folder: the run that learned the codes.
@@ -135,21 +137,34 @@ class Frozen:
   best: bool = False
 
   def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The learned variables without the latent rows; the distribution is the same."""
+    """The learned variables, as the model's own; the distribution is the same.
+
+    Raises:
+      ValueError: the run learned no codes, or the model's head has no place for them.
+    """
     check_tokenizer(self.folder, text)
     learned, _ = read_variables(self.folder, self.best)
-    if not isinstance(model.head, ProductHead) or "latent" not in learned["params"]["head"]:
-      raise ValueError(
-        f"{self.folder} is frozen into a {type(model.head).__name__}; give a run of a"
-        f" {LearnedProductHead.__name__} and a model with a {ProductHead.__name__}"
-      )
     return _merged(dict(variables), frozen(learned))
 
 
 def frozen(learned: dict[str, Any]) -> dict[str, Any]:
-  """A model's variables whose `LearnedProductHead` has become a `ProductHead`, bit for bit."""
-  head = dict(learned["params"]["head"])
-  codes = np.asarray(jax.jit(nearest_codes)(head.pop("latent"), head["tables"]))
-  narrow = codes.astype(code_dtype(head["tables"].shape[1]))
-  params = {**learned["params"], "head": head}
-  return {**learned, "params": params, "codes": {"head": {"codes": narrow}}}
+  """A model's variables whose learned codes have become the codes of a fixed head, bit for bit.
+
+  Raises:
+    ValueError: the head learned no codes.
+  """
+  head = dict(learned["params"].get("head", {}))
+  if "latent" in head:
+    codes = np.asarray(jax.jit(nearest_codes)(head.pop("latent"), head["tables"]))
+    table = {"codes": codes.astype(code_dtype(head["tables"].shape[1]))}
+  elif "choice" in head:
+    best = np.asarray(head.pop("choice")).argmax(axis=-1)[:, None]
+    candidates = np.asarray(learned["codes"]["head"]["candidates"])
+    table = {"assignment": np.take_along_axis(candidates, best, axis=-1)[:, 0].astype(np.int32)}
+  else:
+    raise ValueError(
+      f"a head of {', '.join(sorted(head)) or 'nothing'} has learned no codes; freeze a run of a"
+      " LearnedProductHead or a LearnedCodebookHead"
+    )
+  kept = {name: tree for name, tree in learned.items() if name not in ("codes", "schedule")}
+  return {**kept, "params": {**learned["params"], "head": head}, "codes": {"head": table}}

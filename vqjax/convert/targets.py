@@ -16,6 +16,7 @@ from vqjax.convert.mappings import Known, Mapping
 from vqjax.heads import (
   CodebookHead,
   Head,
+  LearnedCodebookHead,
   LowRankHead,
   ProductHead,
   ResidualCodebookHead,
@@ -161,3 +162,42 @@ class ToProduct:
       params["token_bias"] = np.zeros(len(rows))
     codes = np.stack([np.asarray(part.assignment) for part in found], axis=1)
     return {"params": params, "codes": {"codes": codes.astype(code_dtype(head.codes))}}
+
+
+@dataclasses.dataclass(frozen=True)
+class ToLearnedCodebook:
+  """A codebook head that goes on to learn its mapping: the candidates are the nearest codes.
+
+  Attributes:
+    mapping: the first candidate of each token; the codebook is that of `ToCodebook`.
+    lead: how much higher the first candidate's choice begins than the others'.
+  """
+
+  mapping: Mapping
+  lead: float = 1.0
+
+  def __call__(self, known: Known, head: Head) -> dict:
+    """The head's variables."""
+    _check_kind(head, LearnedCodebookHead, self)
+    code = self.mapping(known, head.codes)
+    codebook = _means(known.output, known.counts + 1.0, code, head.codes)
+    candidates = _candidates(known.output, codebook, code, head.candidates)
+    choice = np.zeros(candidates.shape)
+    choice[:, 0] = self.lead
+    params = {"codebook": codebook, "choice": choice}
+    if head.token_bias:
+      params["token_bias"] = _own_bias(known, code)
+    return {"params": params, "codes": {"candidates": candidates.astype(code_dtype(head.codes))}}
+
+
+def _candidates(rows, codebook, code, count, chunk=4096) -> Int[np.ndarray, "V C"]:
+  """The code of each row, and the nearest others."""
+  found = []
+  for start in range(0, len(rows), chunk):
+    part, own = rows[start : start + chunk], code[start : start + chunk]
+    distance = (codebook**2).sum(axis=1) - 2 * part @ codebook.T
+    distance[np.arange(len(part)), own] = -np.inf
+    near = np.argpartition(distance, count - 1, axis=1)[:, :count]
+    order = np.take_along_axis(distance, near, axis=1).argsort(axis=1, kind="stable")
+    found.append(np.take_along_axis(near, order, axis=1))
+  return np.concatenate(found)

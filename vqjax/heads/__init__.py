@@ -7,6 +7,7 @@ from vqjax.heads.codebook import CodebookHead
 from vqjax.heads.dense import DenseHead
 from vqjax.heads.grouped import GroupedHead
 from vqjax.heads.hierarchical import HierarchicalHead
+from vqjax.heads.learned_codebook import LearnedCodebookHead
 from vqjax.heads.low_rank import LowRankHead
 from vqjax.heads.product import LearnedProductHead, ProductHead
 from vqjax.heads.residual import ResidualCodebookHead
@@ -21,6 +22,7 @@ __all__ = [
   "GroupedHead",
   "Head",
   "HierarchicalHead",
+  "LearnedCodebookHead",
   "LearnedProductHead",
   "LowRankHead",
   "ProductHead",

@@ -65,10 +65,10 @@ class LinearHead(Head):
     """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
     return self._softmax(hidden, tokens, mean=False).log_prob
 
-  def _softmax(self, hidden, tokens, mean):
+  def _softmax(self, hidden, tokens, mean, weight=None):
     self._check_hidden(hidden)
     return softmax.linear_softmax(
-      *(hidden, self._weight(), tokens, self._bias()),
+      *(hidden, weight or self._weight(), tokens, self._bias()),
       softcap=self.softcap,
       mean=mean,
       dtype=self.dtype,
@@ -82,7 +82,18 @@ class LinearHead(Head):
     if not (self.z_loss or self.label_smoothing):
       return super().loss_terms(hidden, tokens)
     found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
-    return found.log_prob, regularizers(self, found)
+    return found.log_prob, self._regularizers(found)
+
+  def _regularizers(self, found: softmax.LinearSoftmax) -> dict[str, Float[Array, ""]]:
+    """The training loss's further terms, by name, of `z_loss` and `label_smoothing`."""
+    terms = {}
+    if self.z_loss:
+      terms["z_loss"] = self.z_loss * jnp.mean(found.log_z**2)
+    if self.label_smoothing:
+      # -(1 - s) log p - s · mean log p, less the loss that is counted already.
+      apart = found.log_prob - found.mean_log_prob
+      terms["label_smoothing"] = self.label_smoothing * apart.mean()
+    return terms
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -105,15 +116,3 @@ class LinearHead(Head):
       return softmax.linear_scores(hidden, weight.at(row_W), bias_W, self.dtype, self.softcap)
 
     return sampling.row_blocks(hidden.shape[:-1], weight.count, self.vocab, scores, self.vocab_axis)
-
-
-def regularizers(head: Head, found: softmax.LinearSoftmax) -> dict[str, Float[Array, ""]]:
-  """The training loss's further terms, by name, of a head's `z_loss` and `label_smoothing`."""
-  terms = {}
-  if head.z_loss:
-    terms["z_loss"] = head.z_loss * jnp.mean(found.log_z**2)
-  if head.label_smoothing:
-    # -(1 - s) log p - s · mean log p, less the loss that is counted already.
-    apart = found.log_prob - found.mean_log_prob
-    terms["label_smoothing"] = head.label_smoothing * apart.mean()
-  return terms
