@@ -14,6 +14,7 @@ def contiguous(vocab: int, codes: int) -> Int[np.ndarray, "V"]:
 
   Source: VQ-Logits, Section 3.3, Option B, for training without prior embeddings.
   """
+  check_codes(vocab, codes)
   return (np.arange(vocab, dtype=np.int64) * codes // vocab).astype(np.int32)
 
 
@@ -31,7 +32,6 @@ class Random:
 
   def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
     """Token -> code, int32 [V]."""
-    check_codes(vocab, codes)
     return np.random.default_rng(self.seed).permutation(contiguous(vocab, codes))
 
 
@@ -55,7 +55,8 @@ class FrequentAlone:
     """Token -> code, int32 [V]."""
     if not 0 <= self.fraction < 1:
       raise ValueError(f"fraction {self.fraction} is outside [0, 1): the rest needs a code too")
-    alone = min(int(codes * self.fraction), vocab)
+    check_codes(vocab, codes)
+    alone = int(codes * self.fraction)
     rest = alone + contiguous(vocab - alone, codes - alone)
     return np.concatenate([np.arange(alone, dtype=np.int32), rest.astype(np.int32)])
 
@@ -74,7 +75,6 @@ def equal_count(counts: ArrayLike, codes: int) -> Int[np.ndarray, "V"]:
     ValueError: counts that are none (see `checked_counts`), or more codes than tokens.
   """
   counts = checked_counts(counts)
-  check_codes(len(counts), codes)
   table = np.empty(len(counts), np.int32)
   table[by_frequency(counts)] = contiguous(len(counts), codes)
   return table

@@ -1,0 +1,108 @@
+"""Does the command print the floors of a config, and does a wrong call say what is right?"""
+
+import json
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from experiments import floor
+from vqjax import assign
+from vqjax.config import load, override
+from vqjax.training.text import load_text
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+MIN_COUNT = "tokenizer.min_count=20"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  """A folder of text whose words have a token each."""
+  folder = tmp_path_factory.mktemp("text")
+  rng = np.random.default_rng(0)
+  for split, words in (("train", 9000), ("valid", 700), ("test", 300)):
+    drawn = [f"[w{n:.0f}]" for n in np.minimum(rng.pareto(1, words) * 4, 60)]
+    (folder / f"{split}.txt").write_text(" ".join(drawn))
+  return folder
+
+
+@pytest.fixture
+def measured(corpus, tmp_path, capsys):
+  """Calls the command with --json: the numbers in the file and what was printed."""
+
+  def call(config, codes, *overrides):
+    file = tmp_path / "new" / "floor.json"
+    given = [f"data.path={corpus}", MIN_COUNT, f"model.head.codes={codes}", *overrides]
+    code = floor.main([str(CONFIGS / config), *given, "--json", str(file)])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return json.loads(file.read_text()), printed.out
+
+  return call
+
+
+def test_the_floors_are_those_of_the_configs_text_and_codes(measured, corpus):
+  found, _ = measured("lm_codebook.py", 13)
+  experiment = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
+  text = load_text(experiment)
+  vocab = text.experiment.model.head.vocab
+  assert (found["vocab"], found["codes"], found["token_bias"]) == (vocab, 13, False)
+  table = assign.FrequentAlone()(vocab, 13)
+  for name, split in text.splits.items():
+    counts = np.bincount(split.tokens, minlength=vocab)
+    row = found["splits"][name]
+    assert row["tokens"] == counts.sum()
+    size = np.bincount(table)[table]
+    assert row["uniform"]["nats"] == pytest.approx(np.average(np.log(size), weights=counts))
+    assert row["uniform"]["perplexity"] == pytest.approx(math.exp(row["uniform"]["nats"]))
+    assert 0 < row["token_bias"]["nats"] < row["uniform"]["nats"]
+  assert found["sizes"]["least"] == 1
+  assert found["sizes"]["most"] == np.bincount(table).max()
+  assert found["dead"] == 0
+  for row in found["worst"]:
+    assert row["nats"] == pytest.approx(row["count"] * math.log(row["shared"]))
+
+
+def test_a_persons_tables_name_the_words_as_they_are_written(measured):
+  found, printed = measured("lm_codebook.py", 13)
+  assert f"V = {found['vocab']}, K = 13; its head is without a token bias" in printed
+  assert f"{found['splits']['test']['uniform']['perplexity']:.2f}" in printed
+  assert repr(found["worst"][0]["text"]) in printed
+
+
+def test_a_head_with_a_bias_has_its_own_offenders(measured):
+  found, printed = measured("lm_codebook_bias.py", 13)
+  assert found["token_bias"]
+  assert "its head is with a token bias" in printed
+  total = found["splits"]["train"]["tokens"] * found["splits"]["train"]["token_bias"]["nats"]
+  assert 0 < sum(row["nats"] for row in found["worst"]) <= total * (1 + 1e-9)
+
+
+def test_codes_for_all_tokens_have_a_floor_of_one(measured):
+  vocab = measured("lm_codebook.py", 13)[0]["vocab"]
+  found, _ = measured("lm_codebook.py", vocab, "model.head.assignment_init.fraction=0")
+  assert found["splits"]["test"]["uniform"]["perplexity"] == 1
+  assert found["worst"] == []
+
+
+@pytest.mark.parametrize(
+  ("config", "overrides", "message"),
+  [
+    ("lm_dense.py", [], "is a DenseHead: no tokens share a code there"),
+    ("lm_codebook.py", ["model.head.codes=9999"], "codes 9999 for a vocabulary of"),
+    ("lm_codebook.py", ["model.head.codes=0"], "codes 0 for a vocabulary of"),
+    ("lm_codebook.py", ["model.head.assignment_init.fraction=2"], "fraction 2.0 is outside [0, 1)"),
+    ("lm_none.py", [], "no config"),
+  ],
+)
+def test_a_wrong_call_names_the_remedy(corpus, capsys, config, overrides, message):
+  assert floor.main([str(CONFIGS / config), f"data.path={corpus}", *overrides]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith("error: ")
+  assert message in error
+
+
+def test_a_text_that_is_not_there_is_named(capsys):
+  assert floor.main([str(CONFIGS / "lm_codebook.py"), "data.path=nowhere"]) == 2
+  assert "'nowhere' does not exist" in capsys.readouterr().err
