@@ -12,7 +12,14 @@ from vqjax.convert.mappings import (
   Mapping,
 )
 from vqjax.convert.starts import FromDense, Frozen, Mapped
-from vqjax.convert.targets import ToCodebook, ToLearnedCodebook, ToLowRank, ToProduct, ToResidual
+from vqjax.convert.targets import (
+  ToCodebook,
+  ToLearnedCodebook,
+  ToLearnedProduct,
+  ToLowRank,
+  ToProduct,
+  ToResidual,
+)
 
 __all__ = [
   "CODEBOOK",
@@ -32,6 +39,7 @@ __all__ = [
   "Mapping",
   "ToCodebook",
   "ToLearnedCodebook",
+  "ToLearnedProduct",
   "ToLowRank",
   "ToProduct",
   "ToResidual",

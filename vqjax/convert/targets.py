@@ -8,15 +8,17 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from vqjax import assign
+from vqjax.assign.table import checked_rows
 from vqjax.convert.mappings import Known, Mapping
 from vqjax.heads import (
   CodebookHead,
   Head,
   LearnedCodebookHead,
+  LearnedProductHead,
   LowRankHead,
   ProductHead,
   ResidualCodebookHead,
@@ -95,9 +97,7 @@ class ToResidual:
     weights = (known.counts + 1.0) ** self.power
     codebook = _means(known.output, weights, code, head.codes)
     low, up = _low_rank(known.output - codebook[code], weights, head.rank)
-    params = {"codebook": codebook, "low": low, "up": up}
-    if head.token_bias:
-      params["token_bias"] = np.zeros(len(code))
+    params = {"codebook": codebook, "low": low, "up": up} | _zero_bias(head)
     return {
       "params": params,
       "codes": {"assignment": code.astype(code_dtype(head.codes))},
@@ -143,25 +143,49 @@ class ToProduct:
     iterations: of Lloyd's algorithm.
   """
 
-  power: float = 0.5
+  power: float = 1.0
   seed: int = 0
   iterations: int = 25
 
   def __call__(self, known: Known, head: Head) -> dict:
     """The head's variables."""
     _check_kind(head, ProductHead, self)
-    rows = assign.table.checked_rows(known.output, head.codes)
-    weights = np.asarray((known.counts + 1.0) ** self.power, np.float32)
+    tables, codes = self.clustered(known, head)
+    params = {"tables": tables} | _zero_bias(head)
+    return {"params": params, "codes": {"codes": codes.astype(code_dtype(head.codes))}}
+
+  def clustered(self, known: Known, head: Head) -> tuple[np.ndarray, np.ndarray]:
+    """Tables [M, K, D/M] and codes [V, M]."""
+    rows = checked_rows(known.output, head.codes)
+    weights = jnp.asarray((known.counts + 1.0) ** self.power, jnp.float32)
     keys = jax.random.split(jax.random.key(self.seed), head.subspaces)
     found = [
-      kmeans(key, part, head.codes, weights=weights, iterations=self.iterations)
+      kmeans(key, jnp.asarray(part), head.codes, weights=weights, iterations=self.iterations)
       for key, part in zip(keys, np.split(rows, head.subspaces, axis=1))
     ]
-    params = {"tables": np.stack([np.asarray(part.centers) for part in found])}
-    if head.token_bias:
-      params["token_bias"] = np.zeros(len(rows))
-    codes = np.stack([np.asarray(part.assignment) for part in found], axis=1)
-    return {"params": params, "codes": {"codes": codes.astype(code_dtype(head.codes))}}
+    tables = np.stack([np.asarray(part.centers) for part in found])
+    return tables, np.stack([np.asarray(part.assignment) for part in found], axis=1)
+
+
+def _zero_bias(head) -> dict:
+  return {"token_bias": np.zeros(head.vocab)} if head.token_bias else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class ToLearnedProduct:
+  """A product head that goes on to learn its codes: the dense rows are its latent rows.
+
+  Attributes:
+    start: the tables that it begins with.
+  """
+
+  start: ToProduct = dataclasses.field(default_factory=ToProduct)
+
+  def __call__(self, known: Known, head: Head) -> dict:
+    """The head's variables."""
+    _check_kind(head, LearnedProductHead, self)
+    tables, _ = self.start.clustered(known, head)
+    return {"params": {"tables": tables, "latent": known.output} | _zero_bias(head)}
 
 
 @dataclasses.dataclass(frozen=True)
