@@ -40,3 +40,77 @@ class TestClassBasedHead(HeadContract):
       within = reference.log_softmax(log_prob[..., table == c])
       log_prob[..., table == c] = log_class[..., c : c + 1] + within
     return log_prob
+
+
+def problem(head, rows=23):
+  hidden = jax.random.normal(jax.random.key(0), (rows, head.dim))
+  tokens = jax.random.randint(jax.random.key(1), (rows,), 0, head.vocab)
+  return head.init(jax.random.key(2), hidden), hidden, tokens
+
+
+@pytest.mark.parametrize("tile", [1, 7])
+def test_classes_of_many_tiles_and_tokens_of_many_chunks_change_nothing(monkeypatch, tile):
+  head = ClassBasedHead(101, 6, 4, with_empty_classes)
+  variables, hidden, tokens = problem(head, 301)
+  loss = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="log_prob").sum()
+  both = lambda: jax.jit(jax.value_and_grad(loss, (0, 1)))(variables["params"], hidden)
+  whole = both()
+  monkeypatch.setattr(class_ops, "TILE", tile)
+  monkeypatch.setattr(class_ops, "CHUNK", 32)
+  # Sums of 301 terms of order one, in another order.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-5), both(), whole)
+
+
+def test_no_rows_are_gathered_for_each_token_and_no_product_is_of_the_vocabulary():
+  rows, vocab, dim = 257, 4099, 16
+  head = ClassBasedHead(vocab, dim, 64)
+  variables, hidden, tokens = problem(head, rows)
+
+  def loss(params, hidden, tokens):
+    return head.apply(variables | {"params": params}, hidden, tokens, method="log_prob").mean()
+
+  args = variables["params"], hidden, tokens
+  assert reference.largest_value(jax.grad(loss, (0, 1)), *args) == vocab * dim < rows * 65 * dim
+  products = reference.products_of(jax.grad(loss, (0, 1)), *args)
+  # A chunk of 32 tokens with a tile of the 65 rows of a class, and the classes' own.
+  assert max(np.prod(shape) for shape in products) <= rows * 64
+
+
+def test_a_token_pays_for_its_own_class_alone():
+  head = ClassBasedHead(40_000, 8, 200)
+  variables, hidden, tokens = problem(head, 4)
+  changed = variables["params"]["weight"].at[200:].set(jnp.nan)
+  broken = variables | {"params": variables["params"] | {"weight": changed}}
+  found, expected = (
+    head.apply(v, hidden, tokens % 200, method="log_prob") for v in (broken, variables)
+  )
+  np.testing.assert_array_equal(found, expected)
+
+
+def test_a_class_that_does_not_exist_is_nan_and_one_without_a_token_has_no_probability():
+  head = ClassBasedHead(10, 4, 5)
+  variables, hidden, _ = problem(head, 2)
+  table = jnp.array([0, 0, 9, 1, 1, -1, 4, 4, 4, 4])
+  variables = variables | {"codes": {"assignment": table}}
+  found = head.apply(variables, hidden, jnp.array([2, 5]), method="log_prob")
+  assert np.isnan(found).all()
+  logits = np.asarray(head.apply(variables, hidden))
+  assert np.isnan(logits[:, [2, 5]]).all()
+  kept = np.delete(np.exp(logits.astype(np.float64)), [2, 5], axis=1)
+  np.testing.assert_allclose(kept.sum(axis=1), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("classes", [0, 12])
+def test_classes_outside_the_vocabulary_are_refused(classes):
+  with pytest.raises(ValueError, match=f"classes {classes} for a vocabulary of 11; give 1 to 11"):
+    problem(ClassBasedHead(11, 4, classes))
+
+
+def test_a_table_of_another_length_is_refused():
+  with pytest.raises(ValueError, match=r"vocab 11 has an assignment of shape \(9,\)"):
+    problem(ClassBasedHead(11, 4, 3, lambda vocab, classes: np.zeros(9, np.int32)))
+
+
+def test_the_cost_is_that_of_the_classes_and_of_one_class():
+  assert ClassBasedHead(10_000, 4, 100).size().flops_per_token == 2 * 4 * (100 + 100)
+  assert ClassBasedHead(10_000, 4, 100).size().params == 4 * (10_000 + 100)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from vqjax.ops import shards
 from vqjax.types import Dtype
 
-CHUNK = 128
+CHUNK = 256
 """Most tokens of a work item."""
 
 TILE = 1024
@@ -119,21 +119,23 @@ class _Walk(NamedTuple):
   Attributes:
     rows: the rows by class.
     parts: the items of each part, [P, ...].
-    sizes: tokens and rows of an item.
     count: most items of a part.
   """
 
   rows: _Runs
   parts: _Items
-  sizes: tuple[int, int]
   count: Int[Array, ""]
 
 
-def _walk(plan, class_PN, class_V):
-  # A mean class in tiles of equal size, and its tokens in chunks.
-  mean, tokens = -(-class_V.shape[0] // plan.classes), class_PN.shape[1]
-  chunk = min(tokens, max(32, min(CHUNK, -(-tokens // plan.classes))))
+def _sizes(plan, tokens, rows):
+  """Tokens and rows of an item: a mean class in tiles of equal size, and its tokens in chunks."""
+  mean = -(-rows // plan.classes)
   tile = -(-mean // -(-mean // TILE))
+  return min(tokens, max(32, min(CHUNK, -(-tokens // plan.classes)))), tile
+
+
+def _walk(plan, class_PN, class_V):
+  chunk, tile = _sizes(plan, class_PN.shape[1], class_V.shape[0])
   rows = _runs(class_V, plan.classes)
 
   def of_part(class_N):
@@ -145,7 +147,7 @@ def _walk(plan, class_PN, class_V):
   count = parts.ends[:, -1].max()
   # All devices go as many rounds: inside of a round they may send each other what they share.
   count = lax.pmax(count, plan.axis) if plan.axis else count
-  return _Walk(rows, parts, (chunk, tile), count)
+  return _Walk(rows, parts, count)
 
 
 class _Running(NamedTuple):
@@ -163,9 +165,10 @@ def _log_prob(plan, hidden_PND, weight, class_V, row_PN, class_PN):
 
 def _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN):
   walk = _walk(plan, class_PN, class_V)
+  sizes = _sizes(plan, row_PN.shape[1], weight.shape[0])
 
   def of_part(items, hidden_ND, row_N, state_N3, index):
-    tokens, rows = items.item(index, walk.rows, walk.sizes)
+    tokens, rows = items.item(index, walk.rows, sizes)
     score_nw, own_nw, _, _ = _scored(plan, hidden_ND, weight, row_N, tokens, rows)
     old = _Running(*jnp.moveaxis(state_N3.at[tokens].get(mode="clip"), -1, 0))
     top = jnp.maximum(old.top, score_nw.max(axis=-1))
@@ -184,7 +187,7 @@ def _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN):
   found = _Running(*jnp.moveaxis(lax.fori_loop(0, walk.count, step, start), -1, 0))
   found = _reduced(found, plan.axis)
   log_sum = jnp.log(found.total)
-  saved = hidden_PND, weight, class_V, row_PN, class_PN, found.top, log_sum
+  saved = hidden_PND, weight, row_PN, walk, found.top, log_sum
   return found.own - found.top - log_sum, saved
 
 
@@ -215,12 +218,12 @@ def _reduced(mine, axis):
 
 
 def _backward(plan, saved, cotangent_PN):
-  hidden_PND, weight, class_V, row_PN, class_PN, top_PN, log_sum_PN = saved
-  walk = _walk(plan, class_PN, class_V)
+  hidden_PND, weight, row_PN, walk, top_PN, log_sum_PN = saved
+  sizes = _sizes(plan, row_PN.shape[1], weight.shape[0])
 
   def of_part(items, hidden_ND, row_N, per_N3, sums, index):
     d_hidden, d_weight = sums
-    tokens, rows = items.item(index, walk.rows, walk.sizes)
+    tokens, rows = items.item(index, walk.rows, sizes)
     score_nw, own_nw, hidden_nD, weight_wD = _scored(plan, hidden_ND, weight, row_N, tokens, rows)
     top, log_sum, cotangent = jnp.moveaxis(per_N3.at[tokens].get(mode="clip"), -1, 0)[..., None]
     d_nw = cotangent * (own_nw - jnp.exp(score_nw - top - log_sum))
@@ -237,7 +240,7 @@ def _backward(plan, saved, cotangent_PN):
     plan.parts.keep(jnp.zeros((hidden_PND.shape[0], *weight.shape), jnp.float32)),
   )
   start, given, _ = shards.varying(
-    (start, (walk.parts, hidden_PND, row_PN, per_PN3), (weight, class_V))
+    (start, (walk.parts, hidden_PND, row_PN, per_PN3), (weight, walk.rows))
   )
   each = jax.vmap(of_part, (0, 0, 0, 0, 0, None))
   step = lambda index, sums: each(*given, sums, index)
