@@ -10,9 +10,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from configs import vq_c4, vq_ptb, vq_wikitext103
 from vqjax import DenseEmbedding, DenseHead, Head
 from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import PennTreebank, Source, Text, Tokenizer, WikiText, Windows, WordTokenizer
+from vqjax.data import (
+  Filtered,
+  PennTreebank,
+  SentencePieceTokenizer,
+  Source,
+  Text,
+  Tokenizer,
+  WikiText,
+  Windows,
+  WordTokenizer,
+)
 from vqjax.models import Transformer
 from vqjax.types import Dtype
 
@@ -40,6 +51,12 @@ class Setting:
     codes: codebook sizes of the main table.
     cutoffs: of the adaptive softmax.
     rank: of the low-rank head.
+    product: (K, M) of the product head, at most 1/16 of the dense head's bytes with a token bias.
+    residual: (K, R) of the codebook head with a low-rank part, likewise.
+    classes: of the class-based head.
+    recluster_tokens: of the text that a re-clustering reads.
+    ablations: whether it has the rows of Tables 2, 6 and 7.
+    seeds: of the headline rows.
   """
 
   name: str
@@ -57,6 +74,17 @@ class Setting:
   codes: tuple[int, ...]
   cutoffs: tuple[int, ...]
   rank: int
+  product: tuple[int, int]
+  residual: tuple[int, int]
+  classes: int
+  recluster_tokens: int = 2**18
+  ablations: bool = False
+  seeds: int = 1
+
+  @property
+  def ablation_codes(self) -> int:
+    """The codebook size of Tables 2, 6 and 7: the smallest of Table 1, as in the paper."""
+    return self.codes[0]
 
   def model(self, head: Head, embedding: Any = None) -> Transformer:
     """The decoder with this head."""
@@ -104,14 +132,16 @@ def _train(steps: int, **fields) -> Train:
   return Train(steps=steps, **(defaults | fields))
 
 
-def _cpu(name: str, data: Source, steps: int, fine_tune: int, **fields) -> Setting:
+def _cpu(
+  name: str, data: Source, tokenizer: Tokenizer, steps: int, fine_tune: int, **fields
+) -> Setting:
   """A decoder of width 128 with two layers, on batches of 1,024 tokens."""
   train = {"batch": 16, "warmup": 100, "weight_decay": 0.1}
   return Setting(
     name=name,
     folder=f"{RUNS}/cpu",
     data=data,
-    tokenizer=WordTokenizer(split=False),
+    tokenizer=tokenizer,
     dim=128,
     layers=2,
     heads=4,
@@ -142,6 +172,11 @@ def _smoke(name: str) -> Setting:
     codes=(16, 32, 64),
     cutoffs=(40, 120),
     rank=8,
+    product=(16, 4),
+    residual=(16, 2),
+    classes=20,
+    recluster_tokens=512,
+    ablations=name == "wikitext",
   )
 
 
@@ -149,15 +184,103 @@ SMOKE = {name: _smoke(name) for name in ("ptb", "wikitext", "web")}
 
 CPU = {
   "ptb": _cpu(
-    "ptb", PennTreebank(), 1800, 900, codes=(256, 512, 1024), cutoffs=(750, 3000), rank=8
+    "ptb",
+    PennTreebank(),
+    WordTokenizer(split=False),
+    1800,
+    900,
+    codes=(256, 512, 1024),
+    cutoffs=(750, 3000),
+    rank=7,
+    product=(224, 16),
+    residual=(200, 4),
+    classes=100,
+    seeds=3,
   ),
   "wikitext": _cpu(
     "wikitext",
     WikiText(),
+    WordTokenizer(split=False),
     1200,
     400,
     codes=(1024, 2048, 4096),
     cutoffs=(2500, 10_000),
     rank=64,
+    product=(256, 16),
+    residual=(512, 4),
+    classes=180,
+    ablations=True,
+  ),
+  "web": _cpu(
+    "web",
+    Filtered(WikiText(), min_chars=512),
+    SentencePieceTokenizer(vocab=8000),
+    600,
+    200,
+    codes=(512, 1024, 2048),
+    cutoffs=(500, 2000),
+    rank=16,
+    product=(224, 16),
+    residual=(200, 4),
+    classes=90,
   ),
 }
+"""WikiText-2 stands in for WikiText-103, and its long lines, by the same filters, for C4."""
+
+
+def _paper(name: str, config: Experiment, **fields) -> Setting:
+  """The paper's own: from scratch by its tables, fine-tuned by Table 4's second column."""
+  model, train = config.model, config.train
+  fine_tune = {"learning_rate": 5e-5, "warmup": 1000, "steps": min(50_000, train.steps // 5)}
+  return Setting(
+    name=name,
+    folder=f"{RUNS}/paper",
+    data=config.data,
+    tokenizer=config.tokenizer,
+    dim=model.dim,
+    layers=model.layers,
+    heads=model.heads,
+    context=model.context,
+    dropout=model.dropout,
+    dtype=model.dtype,
+    train=train,
+    fine_tune=dataclasses.replace(train, **fine_tune),
+    residual=(1024, 16),
+    **fields,
+  )
+
+
+PAPER = {
+  "ptb": _paper(
+    "ptb",
+    vq_ptb.experiment(),
+    codes=(256, 512, 1024),
+    cutoffs=(750, 3000),
+    rank=27,
+    product=(256, 64),
+    classes=100,
+    seeds=3,
+  ),
+  "wikitext": _paper(
+    "wikitext",
+    vq_wikitext103.experiment(),
+    codes=(1024, 2048, 4096),
+    cutoffs=(20_000, 80_000),
+    rank=512,
+    product=(256, 96),
+    classes=517,
+    ablations=True,
+  ),
+  "web": _paper(
+    "web",
+    vq_c4.experiment(),
+    codes=(512, 1024, 2048),
+    cutoffs=(2400, 9600),
+    rank=48,
+    product=(256, 96),
+    classes=179,
+  ),
+}
+
+SCALES = {"smoke": SMOKE, "cpu": CPU, "paper": PAPER}
+"""Scale -> text -> setting."""
