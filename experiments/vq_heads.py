@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Callable
 
-from experiments.vq_settings import Setting
 import numpy as np
 
+from experiments.vq_settings import Setting
 from vqjax import (
   AdaptiveHead,
   ClassBasedHead,
@@ -88,7 +88,7 @@ BODY = "embedding", "position", "blocks", "final_norm"
 """Everything but the head."""
 
 
-def PAPER_ROWS(s: Setting) -> list[Row]:  # noqa: N802 - a table of rows that depends on the setting
+def PAPER_ROWS(s: Setting) -> list[Row]:
   """What the paper has: Tables 1, 2, 6, 7, 9 and 10."""
   k = s.ablation_codes
   kmeans = convert.KMeans()
@@ -145,7 +145,7 @@ def _tied(k: int) -> Row:
   return Row(f"vq-{k}-tied", "tied to the input embedding, + bias", make)
 
 
-def BEYOND(s: Setting) -> list[Row]:  # noqa: N802
+def BEYOND(s: Setting) -> list[Row]:
   """What the paper does not have: mappings, biases, other compressed heads, other training."""
   k = s.codes[-1]
   weighted, alone = convert.KMeans(power=1.0), convert.KMeans(power=1.0, alone=0.5)
