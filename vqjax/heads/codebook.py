@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 from vqjax import assign
 from vqjax.assign.table import check_codes
 from vqjax.embeddings.codebook import CodebookEmbedding
+from vqjax.heads import regularizers
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, shards, softmax
@@ -41,6 +42,9 @@ class CodebookHead(Head):
     token_bias: give each token a score of its own inside its code.
     embedding: the embedding whose codebook and assignment these are; None: the head has its own.
     commitment: coefficient of the commitment term of the training loss (Section 3.4); 0 for none.
+    z_loss: coefficient of the mean squared log-normaliser in the training loss.
+    label_smoothing: part of the target, in [0, 1), that is spread evenly over the vocabulary in
+      the training loss.
     codebook_init: initialiser of the [K, D] codebook; a tied head has that of its embedding.
     bias_init: initialiser of the [V] token bias, such as `UnigramBias`.
     dtype: dtype of the matrix product's operands; None: that of hidden and codebook together.
@@ -52,6 +56,8 @@ class CodebookHead(Head):
   token_bias: bool = False
   embedding: CodebookEmbedding | None = None
   commitment: float = 0.0
+  z_loss: float = 0.0
+  label_smoothing: float = 0.0
   codebook_init: nn.initializers.Initializer = row_init
   bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
   dtype: Dtype | None = None
@@ -69,6 +75,7 @@ class CodebookHead(Head):
 
   def _check(self):
     check_codes(self.vocab, self.codes)
+    regularizers.check(self)
     if not 0 <= self.commitment < math.inf:
       raise ValueError(
         f"commitment {self.commitment} is negative or not finite; 0.25 is usual, 0 for none"
@@ -113,24 +120,41 @@ class CodebookHead(Head):
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, from K scores; nan for a token outside [0, V)."""
+    return self._softmax(hidden, tokens).log_prob
+
+  def _softmax(self, hidden, tokens, mean=False):
     self._check_hidden(hidden)
-    return code_ops.code_log_prob(
-      hidden, *self.factors(), tokens, self._bias, self.dtype, self.vocab_axis
+    return code_ops.code_softmax(
+      *(hidden, *self.factors(), tokens, self._bias),
+      mean=mean,
+      dtype=self.dtype,
+      vocab_axis=self.vocab_axis,
     )
+
+  def loss_terms(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
+    """`log_prob` and `aux`, from the same scores of the codes."""
+    found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
+    terms = self._commitment(hidden, tokens) if self.commitment else {}
+    return found.log_prob, terms | regularizers.terms(self, found)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> dict[str, Float[Array, ""]]:
-    """The term "commitment", where asked for: hidden vectors are drawn to their tokens' codes.
+    """The terms "commitment", "z_loss" and "label_smoothing", those that are asked for."""
+    if not (self.commitment or self.z_loss or self.label_smoothing):
+      return super().aux(hidden, tokens)
+    return self.loss_terms(hidden, tokens)[1]
+
+  def _commitment(self, hidden, tokens):
+    """Hidden vectors are drawn to their tokens' codes.
 
     commitment · mean over tokens and D of (hidden - stop_gradient(code of the token))²: a mean over
     D too, as in the authors' implementation of VQ-VAE, so that the coefficient does not depend on
     the width. Source: VQ-Logits, Section 3.4, which gives no formula; van den Oord et al. (2017),
     Eq. 3, whose encoder output is the hidden vector here and whose code is the token's.
     """
-    if not self.commitment:
-      return super().aux(hidden, tokens)
-    self._check_hidden(hidden)
     codebook, table = self.factors()
     code = code_ops.code_vectors(
       jax.lax.stop_gradient(codebook), table, tokens, jnp.float32, self.vocab_axis

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.assign.table import check_codes
+from vqjax.heads import regularizers
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.linear import LinearHead
 from vqjax.heads.product import checked_codes, code_dtype
@@ -109,7 +110,7 @@ class LearnedCodebookHead(LinearHead):
     rows = self._rows_of(self._drawn())
     self.steps.value = self.steps.value + 1
     found = self._softmax(hidden, tokens, self.label_smoothing > 0, rows)
-    return found.log_prob, self._regularizers(found)
+    return found.log_prob, regularizers.terms(self, found)
 
   def _drawn(self) -> Float[Array, "V C"]:
     """One-hot shares of the drawn candidates, with the gradient of the soft ones."""

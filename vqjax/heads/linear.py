@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from vqjax.heads import regularizers
 from vqjax.heads.base import Head
 from vqjax.ops import sampling, shards, softmax
 from vqjax.ops.rows import Rows
@@ -47,10 +48,7 @@ class LinearHead(Head):
   def _check_loss(self):
     if self.vocab < 1:
       raise ValueError(f"vocab {self.vocab} holds no token; give at least 1")
-    if not 0 <= self.label_smoothing < 1:
-      raise ValueError(f"label_smoothing {self.label_smoothing} is outside [0, 1); 0.1 is usual")
-    if self.z_loss < 0:
-      raise ValueError(f"z_loss {self.z_loss} is negative; 1e-4 is usual, 0 for none")
+    regularizers.check(self)
     if self.softcap is not None and not self.softcap > 0:
       raise ValueError(f"softcap {self.softcap} is not positive; 30 is usual, None for no cap")
 
@@ -82,18 +80,7 @@ class LinearHead(Head):
     if not (self.z_loss or self.label_smoothing):
       return super().loss_terms(hidden, tokens)
     found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
-    return found.log_prob, self._regularizers(found)
-
-  def _regularizers(self, found: softmax.LinearSoftmax) -> dict[str, Float[Array, ""]]:
-    """The training loss's further terms, by name, of `z_loss` and `label_smoothing`."""
-    terms = {}
-    if self.z_loss:
-      terms["z_loss"] = self.z_loss * jnp.mean(found.log_z**2)
-    if self.label_smoothing:
-      # -(1 - s) log p - s · mean log p, less the loss that is counted already.
-      apart = found.log_prob - found.mean_log_prob
-      terms["label_smoothing"] = self.label_smoothing * apart.mean()
-    return terms
+    return found.log_prob, regularizers.terms(self, found)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]

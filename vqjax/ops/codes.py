@@ -9,6 +9,8 @@ array of the vocabulary's size for each token, and is exact. Without a bias the 
 the number of its tokens. Source: VQ-Logits, Eq. 2-5, without the [*B, V] gather of Eq. 3.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -48,6 +50,21 @@ def log_mass(
   return jnp.where(empty_K, -jnp.inf, jnp.log(jnp.where(empty_K, 1.0, sum_K)) + shift_K)
 
 
+class CodeSoftmax(NamedTuple):
+  """What a token's distribution is known by, float32, in nats.
+
+  Attributes:
+    log_prob: log-probability of the token.
+    log_z: log-normaliser, log sum_v exp(score_v).
+    mean_log_prob: mean of log p_v over the vocabulary (over the tokens that no bias of -inf
+      removes), if asked for: what label smoothing adds.
+  """
+
+  log_prob: Float[Array, "*B"]
+  log_z: Float[Array, "*B"]
+  mean_log_prob: Float[Array, "*B"] | None
+
+
 def code_log_prob(
   hidden: Float[Array, "*B D"],
   codebook: Float[Array, "K D"],
@@ -59,39 +76,85 @@ def code_log_prob(
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens`, each scored by the code it sits on.
 
+  `code_softmax(...).log_prob`, where the arguments are explained.
+  """
+  arguments = hidden, codebook, assignment, tokens, bias
+  return code_softmax(*arguments, dtype=dtype, vocab_axis=vocab_axis).log_prob
+
+
+def code_softmax(
+  hidden: Float[Array, "*B D"],
+  codebook: Float[Array, "K D"],
+  assignment: Int[Array, "V"],
+  tokens: Integer[Array, "*B"],
+  bias: Float[Array, "V"] | None = None,
+  *,
+  mean: bool = False,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> CodeSoftmax:
+  """softmax over the vocabulary of hidden · codebook[code of the token] + bias, at `tokens`.
+
   O(N·K·D) time; O(V) once, for the mass of the codes; no array of N·V elements. A token outside
-  [0, V) gives nan, as does one whose code is not in [0, K). `dtype` is that of the matrix
-  product's operands, as in `linear_log_prob`. Over `vocab_axis` the codes are spread, and the table
-  and the bias over their tokens.
+  [0, V) has a log-probability of nan, as does one whose code is not in [0, K).
+
+  Args:
+    hidden: one vector for each token.
+    codebook: the vector of each code.
+    assignment: the code of each word of the vocabulary.
+    tokens: indices into the vocabulary.
+    bias: a score of each word; -inf removes it.
+    mean: whether to compute the mean log-probability: hidden · (mean row) + (mean bias) - log Z,
+      the mean row being that of the codes by the number of their words.
+    dtype: that of the matrix product's operands, as in `linear_softmax`.
+    vocab_axis: mesh axis over which the codes are spread, and the table and the bias over their
+      words.
   """
   known, token = in_vocabulary(tokens, assignment.shape[0])
 
   def body(rows, shared):
     codebook, assignment, bias = rows
     hidden, token = shared
-    return _log_prob(hidden, codebook, assignment, token, bias, dtype, vocab_axis)
+    return _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, vocab_axis)
 
   rows = (
     shards.Padded(codebook, 0),
     shards.Padded(assignment, NO_CODE),
     shards.Padded(bias, 0),
   )
-  log_prob = shards.over_vocabulary(vocab_axis, body, rows, (hidden, token))
-  return jnp.where(known, log_prob, jnp.nan)
+  found = shards.over_vocabulary(vocab_axis, body, rows, (hidden, token))
+  return found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
 
 
-def _log_prob(hidden, codebook, assignment, token, bias, dtype, axis):
+def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
   codes = codebook.shape[0]
   mass_K = log_mass(assignment, shards.rows_in_all(axis, codes), bias, axis)
   code = shards.looked_up(assignment, token, axis).astype(jnp.int32)
-  log_prob_code = softmax.linear_log_prob(
+  found = softmax.linear_softmax(
     hidden, codebook, code, shards.own_part(mass_K, codes, axis), dtype=dtype, vocab_axis=axis
   )
   bias_B = 0.0 if bias is None else shards.looked_up(bias, token, axis).astype(jnp.float32)
   mass_B = shards.taken(mass_K, code)
   # On a code whose tokens all have bias -inf nothing has a probability, and no share of it.
   within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
-  return log_prob_code + within
+  mean_B = _mean_score(hidden, codebook, assignment, bias, axis) - found.log_z if mean else None
+  return CodeSoftmax(found.log_prob + within, found.log_z, mean_B)
+
+
+def _mean_score(hidden, codebook, assignment, bias, axis):
+  """Mean of a token's scores over the words in the distribution."""
+  axis = shards.inside(axis)
+  in_all = lambda x: lax.psum(shards.varying(x, axis), axis) if axis else x
+  codes = codebook.shape[0]
+  kept_V = assignment < shards.rows_in_all(axis, codes)
+  kept_V = kept_V if bias is None else kept_V & ~jnp.isneginf(bias)
+  ones_V = kept_V.astype(jnp.float32)
+  count_K = jax.ops.segment_sum(ones_V, assignment, shards.rows_in_all(axis, codes))
+  own_K = shards.own_part(in_all(count_K), codes, axis)
+  sum_D = in_all(own_K @ codebook.astype(jnp.float32))
+  bias_sum = 0.0 if bias is None else jnp.where(kept_V, bias, 0.0).sum(dtype=jnp.float32)
+  total = hidden.astype(jnp.float32) @ sum_D + (bias_sum if bias is None else in_all(bias_sum))
+  return total / in_all(ones_V.sum())
 
 
 def all_code_scores(
