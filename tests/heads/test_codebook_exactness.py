@@ -1,4 +1,4 @@
-"""Is the codebook head's training loss that of the paper's gather and softmax, with every option?"""
+"""Is the codebook head's loss that of the paper's gather and softmax, with every option?"""
 
 import jax
 import jax.numpy as jnp
