@@ -18,18 +18,17 @@ def zipf(vocab):
   return np.random.default_rng(0).permutation(counts)
 
 
-def chain(vocab):
-  """Each node has a leaf on its left: as deep as a tree can be, with up to 20 leaves."""
-  deep = min(vocab, 20)
-  counts = np.concatenate([2 ** np.arange(deep, 0, -1), np.zeros(vocab - deep, int)])
-  return trees.Huffman(counts)(vocab)
+def uneven(vocab):
+  """Some of the leaves hang on a chain, much deeper than the others."""
+  chain = 2 ** np.arange(20)
+  return trees.Huffman(np.concatenate([np.full(vocab - 20, 2**22), chain]))(vocab)
 
 
 class TestHierarchicalHead(HeadContract):
   cases: ClassVar = {
     "huffman": lambda v, d: HierarchicalHead(v, d, trees.Huffman(zipf(v))),
     "balanced": HierarchicalHead,
-    "chain": lambda v, d: HierarchicalHead(v, d, chain),
+    "uneven": lambda v, d: HierarchicalHead(v, d, uneven),
   }
   mesh_cases: ClassVar = ("huffman",)
 
