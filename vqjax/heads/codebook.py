@@ -24,7 +24,8 @@ class CodebookHead(Head):
 
   K·D parameters, O(N·K·D) exact log-probabilities. Without a token bias all tokens on a code are
   equally likely, so that no model's perplexity is below exp(E[log n]), n the number of tokens on
-  the code; V more parameters for the bias remove that floor. Source: VQ-Logits, Eq. 2-5.
+  the code; V more parameters for the bias lower that floor to exp(H(token | code)), since the bias
+  is the same in every context (`assign.floor` computes both). Source: VQ-Logits, Eq. 2-5.
 
   The table token -> code is the variable `assignment` of the collection `codes`: saved and
   restored with the parameters, never trained.
