@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments.console import add_config, speak_plainly
-from vqjax import assign
+from vqjax import CodebookHead, assign
 from vqjax.config import Experiment, config_hash, help_text, load, override
 from vqjax.data import fit_encoder
 from vqjax.data.counts import count_tokens
@@ -44,26 +44,25 @@ def measure(experiment: Experiment) -> dict[str, Any]:
   Raises:
     ValueError: the head has no codes, or its assignment does not suit the vocabulary.
   """
-  _head_with_codes(experiment)
+  _check_head(experiment)
   text = load_text(experiment)
   head = text.experiment.model.head
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
-  made = head.assignment_init(head.vocab, head.codes)
+  made = (head.embedding or head).assignment_init(head.vocab, head.codes)
   table = assign.checked(made, head.vocab, head.codes)
   counts = {name: count_tokens(split, encoder).counts for name, split in text.splits.items()}
 
   def floor(name: str, token_bias: bool) -> assign.Floor:
     return assign.floor(table, counts[name], codes=head.codes, token_bias=token_bias)
 
-  own_bias = bool(getattr(head, "token_bias", False))
-  own = floor("train", own_bias)
+  own = floor("train", head.token_bias)
   return {
     "name": experiment.name,
     "config": config_hash(text.experiment),
     "tokenizer": encoder.fingerprint(),
     "vocab": head.vocab,
     "codes": head.codes,
-    "token_bias": own_bias,
+    "token_bias": head.token_bias,
     "splits": {
       name: {
         "tokens": int(counts[name].sum()),
@@ -82,12 +81,12 @@ def _scores(floor: assign.Floor) -> dict[str, float]:
   return {"nats": floor.nats, "perplexity": floor.perplexity}
 
 
-def _head_with_codes(experiment: Experiment) -> None:
+def _check_head(experiment: Experiment) -> None:
   head = experiment.model.head
-  if not (hasattr(head, "codes") and hasattr(head, "assignment_init")):
+  if not isinstance(head, CodebookHead):
     raise ValueError(
-      f"the head of {experiment.name!r} is a {type(head).__name__}: no tokens share a code there,"
-      " and nothing forces its perplexity above 1; give a config with a CodebookHead, such as"
+      f"the head of {experiment.name!r} is a {type(head).__name__}: no code alone scores its"
+      " tokens, and nothing forces its perplexity above 1; give a config with a CodebookHead, such as"
       " configs/lm_codebook.py"
     )
 

@@ -1,5 +1,6 @@
 """Does the command print the floors of a config, and does a wrong call say what is right?"""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 
 from experiments import floor
-from vqjax import assign
+from vqjax import CodebookHead, assign
 from vqjax.config import load, override
+from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.training.text import load_text
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -86,10 +88,23 @@ def test_codes_for_all_tokens_have_a_floor_of_one(measured):
   assert found["worst"] == []
 
 
+def test_a_tied_head_has_the_codes_of_its_embedding(corpus):
+  untied = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
+  vocab, dim = untied.model.head.vocab, untied.model.head.dim
+  embedding = CodebookEmbedding(vocab, dim, 13, assign.Random(5))
+  head = CodebookHead(vocab, dim, 13, embedding=embedding)
+  model = untied.model.clone(embedding=embedding, head=head)
+  found = floor.measure(dataclasses.replace(untied, model=model))
+  tokens = load_text(untied).splits["test"].tokens
+  counts = np.bincount(tokens, minlength=found["vocab"])
+  expected = assign.floor(assign.Random(5)(found["vocab"], 13), counts).nats
+  assert found["splits"]["test"]["uniform"]["nats"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
   ("config", "overrides", "message"),
   [
-    ("lm_dense.py", [], "is a DenseHead: no tokens share a code there"),
+    ("lm_dense.py", [], "is a DenseHead: no code alone scores its"),
     ("lm_codebook.py", ["model.head.codes=9999"], "codes 9999 for a vocabulary of"),
     ("lm_codebook.py", ["model.head.codes=0"], "codes 0 for a vocabulary of"),
     ("lm_codebook.py", ["model.head.assignment_init.fraction=2"], "fraction 2.0 is outside [0, 1)"),
