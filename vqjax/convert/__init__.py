@@ -1,6 +1,6 @@
 """How does a trained dense model become one with a compressed head?"""
 
-from vqjax.convert.compress import CODEBOOK, FULL, HEAD, compress
+from vqjax.convert.compress import CODEBOOK, FULL, HEAD, compress, converted
 from vqjax.convert.distilled import Distilled, FromTeacher
 from vqjax.convert.mappings import (
   Balanced,
@@ -44,4 +44,5 @@ __all__ = [
   "ToProduct",
   "ToResidual",
   "compress",
+  "converted",
 ]
