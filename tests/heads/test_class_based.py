@@ -11,6 +11,7 @@ from tests import reference
 from tests.contract import HeadContract
 from vqjax import ClassBasedHead, assign
 from vqjax.ops import classes as class_ops
+from vqjax.sharding import MeshShape, make_mesh
 
 
 def with_empty_classes(vocab, classes):
@@ -114,3 +115,17 @@ def test_a_table_of_another_length_is_refused():
 def test_the_cost_is_that_of_the_classes_and_of_one_class():
   assert ClassBasedHead(10_000, 4, 100).size().flops_per_token == 2 * 4 * (100 + 100)
   assert ClassBasedHead(10_000, 4, 100).size().params == 4 * (10_000 + 100)
+
+
+def test_classes_whose_rows_lie_on_several_devices_are_summed_over_them():
+  head = ClassBasedHead(53, 6, 5, assign.Random(), vocab_axis="model")
+  variables, hidden, _ = problem(head, 53)
+  loss = lambda p, h: head.apply(
+    variables | {"params": p}, h, jnp.arange(53), method="log_prob"
+  ).sum()
+  both = jax.value_and_grad(loss, (0, 1))
+  alone = jax.jit(both)(variables["params"], hidden)
+  with jax.set_mesh(make_mesh(MeshShape(1, 1, 8))):
+    spread = jax.device_get(jax.jit(both)(variables["params"], hidden))
+  # Sums of 53 terms of order one, in another order.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), spread, alone)

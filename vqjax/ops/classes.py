@@ -196,9 +196,10 @@ def _scored(plan, hidden_ND, weight, row_N, tokens, rows):
   hidden_nD = hidden_ND.at[tokens].get(mode="clip").astype(plan.dtype)
   weight_wD = weight.at[rows].get(mode="clip").astype(plan.dtype)
   score_nw = _product(hidden_nD, weight_wD, 1, 1)
-  score_nw = jnp.where(rows < weight.shape[0], score_nw, -jnp.inf)
-  own_nw = row_N.at[tokens].get(mode="clip")[:, None] == rows
-  return score_nw, own_nw, hidden_nD, weight_wD
+  there_w = rows < weight.shape[0]
+  # A row of the next device may have the number of a place without one.
+  own_nw = there_w & (row_N.at[tokens].get(mode="clip")[:, None] == rows)
+  return jnp.where(there_w, score_nw, -jnp.inf), own_nw, hidden_nD, weight_wD
 
 
 def _product(a, b, axis_a, axis_b):
