@@ -86,8 +86,8 @@ def _check_head(experiment: Experiment) -> None:
   if not isinstance(head, CodebookHead):
     raise ValueError(
       f"the head of {experiment.name!r} is a {type(head).__name__}: no code alone scores its"
-      " tokens, and nothing forces its perplexity above 1; give a config with a CodebookHead, such as"
-      " configs/lm_codebook.py"
+      " tokens, and nothing forces its perplexity above 1; give a config with a CodebookHead, such"
+      " as configs/lm_codebook.py"
     )
 
 
