@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from vqjax import assign
+from experiments.vq_settings import RUNS
+from vqjax import CodebookHead, assign
 from vqjax.config import Experiment, config_hash
 from vqjax.data import encode_split, fit_encoder
 from vqjax.training import read_variables
@@ -15,8 +16,13 @@ from vqjax.training.run import read_json, write_json
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "results" / "vq"
 
 
+def _folder(scale: str) -> pathlib.Path:
+  """Beside the runs for a scale that says nothing, so that nobody commits it."""
+  return pathlib.Path(RUNS, scale, "kept") if scale == "smoke" else FOLDER / scale
+
+
 def _path(scale: str, name: str) -> pathlib.Path:
-  return FOLDER / scale / f"{name.replace('/', '-')}.json"
+  return _folder(scale) / f"{name.replace('/', '-')}.json"
 
 
 def is_done(scale: str, name: str, experiment: Experiment) -> bool:
@@ -26,12 +32,14 @@ def is_done(scale: str, name: str, experiment: Experiment) -> bool:
 
 
 def keep(scale: str, name: str, experiment: Experiment, folder: pathlib.Path) -> None:
-  """Copies a run's result, with the floors of its codes on the test text."""
+  """Copies a run's result, with the floors of its codes on the test text, also of a failed run."""
+  result = read_json(folder / "result.json")
+  finished = result["status"] == "finished"
   kept = {
     "name": name,
-    "result": read_json(folder / "result.json"),
+    "result": result,
     "config": read_json(folder / "config.json")["config"],
-    "floors": floors(experiment, folder),
+    "floors": floors(experiment, folder) if finished else None,
   }
   path = _path(scale, name)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,13 +47,16 @@ def keep(scale: str, name: str, experiment: Experiment, folder: pathlib.Path) ->
 
 
 def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | None:
-  """The lowest test perplexity that the codes allow, with and without a token bias, if any."""
-  variables, _ = read_variables(folder)
-  codes = variables.get("codes", {})
-  codes = codes.get("student", codes)
-  table = codes.get("head", codes.get("embedding", {})).get("assignment")
-  if table is None or "low" in variables["params"].get("head", {}):
+  """The lowest test perplexity that a codebook allows, with and without a token bias.
+
+  None for other heads: none of them gives all tokens of a code one score.
+  """
+  if not isinstance(experiment.model.head, CodebookHead):
     return None
+  variables, _ = read_variables(folder)
+  codes = variables["codes"]
+  codes = codes.get("student", codes)
+  table = codes.get("head", codes.get("embedding", {}))["assignment"]
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
   test = encode_split(experiment.data, encoder, "test")
   counts = np.bincount(np.asarray(test.tokens), minlength=len(table))
@@ -62,5 +73,5 @@ def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | N
 
 def read(scale: str) -> dict[str, dict[str, Any]]:
   """Every kept result of a scale by the name of its run."""
-  found = (json.loads(path.read_text()) for path in sorted((FOLDER / scale).glob("*.json")))
+  found = (json.loads(path.read_text()) for path in sorted(_folder(scale).glob("*.json")))
   return {kept["name"]: kept for kept in found}

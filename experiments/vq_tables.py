@@ -98,7 +98,11 @@ def _run(scale: str, run: Run) -> None:
   if vq_results.is_done(scale, run.name, run.experiment):
     return
   folder = pathlib.Path(run.setting.path(run.row.name, run.seed))
-  fit(run.experiment, folder)
+  try:
+    fit(run.experiment, folder)
+  except NotFiniteError as error:
+    # Its row says so, and the others go on.
+    print(f"{run.name} failed: {error}", file=sys.stderr)
   vq_results.keep(scale, run.name, run.experiment, folder)
 
 
@@ -136,7 +140,7 @@ def _print_list(console: Console, scale: str, chosen: list[Run]) -> None:
 
 def _render(console: Console, options: argparse.Namespace) -> None:
   results = vq_results.read(options.scale)
-  for table in vq_report.tables(results):
+  for table in vq_report.tables(results, options.scale):
     console.print(table.rich())
   if options.scale == "cpu":
     for path in vq_report.write(results):

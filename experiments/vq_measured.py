@@ -1,0 +1,168 @@
+"""What do the kept results of a row say, over its seeds and beside the full softmax?"""
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Results = Mapping[str, Mapping[str, Any]]
+"""Name of a run -> what `vq_results` keeps of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+  """A number over seeds.
+
+  Attributes:
+    mean: over the seeds that there are.
+    deviation: of the sample; None for one seed.
+    seeds: how many there are.
+  """
+
+  mean: float
+  deviation: float | None
+  seeds: int
+
+  @classmethod
+  def of(cls, values: Sequence[float]) -> "Spread | None":
+    """None for no value."""
+    if not values:
+      return None
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return cls(statistics.fmean(values), deviation, len(values))
+
+  def show(self, digits: int, sign: str = "") -> str:
+    """As "158.2 ± 0.4"."""
+    mean = f"{self.mean:{sign},.{digits}f}"
+    return mean if self.deviation is None else f"{mean} ± {self.deviation:,.{digits}f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """A row, measured. Whatever no finished run says is None.
+
+  Attributes:
+    status: "finished" where any seed is, else "failed" where any is, else "unfinished".
+    failed: number of seeds that failed.
+    perplexity: on the test text.
+    over_full: per cent above the full softmax of the same seed.
+    head_bytes: of all that the head owns.
+    of_full: those bytes as a part of the full softmax's.
+    tied: whether it shares the embedding's table, which is not counted.
+    codes: number of codes, K, of a head whose tokens share them.
+    token_bias: whether that head has a token bias.
+    floor: least test perplexity of any body with these codes, tokens uniform in each.
+    floor_bias: likewise with the best token bias.
+    largest: tokens on the largest code.
+    dead: codes without a token.
+    speed: training tokens a second, relative to the full softmax of the same seed.
+    loss_time: time of the head's loss and gradient, likewise.
+  """
+
+  status: str
+  failed: int
+  perplexity: Spread | None
+  over_full: Spread | None
+  head_bytes: int | None
+  of_full: float | None
+  tied: bool
+  codes: int | None
+  token_bias: bool
+  floor: float | None
+  floor_bias: float | None
+  largest: int | None
+  dead: int | None
+  speed: float | None
+  loss_time: float | None
+
+  @property
+  def obeyed_floor(self) -> float | None:
+    """The floor of the head that it is: with the best bias where it has one."""
+    return self.floor_bias if self.token_bias else self.floor
+
+  @property
+  def code_perplexity(self) -> float | None:
+    """Perplexity of the codes alone, times which the uniform floor is the whole."""
+    if self.perplexity is None or self.floor is None or self.token_bias:
+      return None
+    return self.perplexity.mean / self.floor
+
+
+def seeds(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
+  """What is kept of a row "ptb/full", by seed."""
+  form = re.compile(re.escape(name) + r"(?:-s(\d+))?")
+  matches = ((form.fullmatch(run), kept) for run, kept in results.items())
+  return {int(match[1] or 0): kept for match, kept in matches if match}
+
+
+def finished(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
+  """The results of a row's finished runs, by seed."""
+  found = {seed: kept["result"] for seed, kept in seeds(results, name).items()}
+  return {seed: row for seed, row in found.items() if row["status"] == "finished"}
+
+
+def measured(results: Results, name: str) -> Measured:
+  """The row, beside the row "full" of its setting."""
+  every, done = seeds(results, name), finished(results, name)
+  full = finished(results, f"{name.split('/')[0]}/full")
+  both = sorted(done.keys() & full.keys())
+  head = next((done[seed]["head"] for seed in sorted(done)), {})
+  full_bytes = next((row["head"]["state_bytes"] for row in full.values()), None)
+  config = next((_head_config(kept["config"]["model"]) for kept in every.values()), {})
+  floors = [kept["floors"] for kept in every.values() if kept.get("floors")]
+  shares = bool(floors)
+  failed = sum(kept["result"]["status"] == "failed" for kept in every.values())
+  over = [100 * (_perplexity(done[s]) / _perplexity(full[s]) - 1) for s in both]
+  return Measured(
+    status="finished" if done else "failed" if failed else "unfinished",
+    failed=failed,
+    perplexity=Spread.of([_perplexity(row) for row in done.values()]),
+    over_full=Spread.of(over),
+    head_bytes=head.get("state_bytes"),
+    of_full=head["state_bytes"] / full_bytes if head and full_bytes else None,
+    tied=bool(head.get("tied")),
+    codes=config.get("codes") if shares else None,
+    token_bias=bool(config.get("token_bias")),
+    floor=_mean([found["uniform"] for found in floors]),
+    floor_bias=_mean([found["bias"] for found in floors]),
+    largest=max((found["largest_code"] for found in floors), default=None),
+    dead=max((found["dead_codes"] for found in floors), default=None),
+    speed=_mean([_speed(done[s]) / _speed(full[s]) for s in both]),
+    loss_time=_mean([_loss(done[s]) / _loss(full[s]) for s in both if _timed(done[s], full[s])]),
+  )
+
+
+def vocab(results: Results, setting: str) -> int | None:
+  """V, from the size of a full softmax without bias."""
+  for name in ("full", "dense"):
+    for kept in seeds(results, f"{setting}/{name}").values():
+      if kept["result"]["status"] == "finished":
+        return kept["result"]["head"]["params"] // kept["config"]["model"]["dim"]
+  return None
+
+
+def _head_config(model: Mapping[str, Any]) -> Mapping[str, Any]:
+  """That of the student where there is a teacher."""
+  return model.get("student", model)["head"]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+  return statistics.fmean(values) if values else None
+
+
+def _perplexity(result: Mapping[str, Any]) -> float:
+  return result["test"]["perplexity"]
+
+
+def _speed(result: Mapping[str, Any]) -> float:
+  return result["train"]["tokens_per_second"]
+
+
+def _loss(result: Mapping[str, Any]) -> float:
+  return result["loss"]["seconds"]
+
+
+def _timed(*results: Mapping[str, Any]) -> bool:
+  """Whether all know what their loss costs, on the same device."""
+  return all(row.get("loss") for row in results) and len({row["device"] for row in results}) == 1
