@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from tests import reference
 from vqjax.ops import codes
 
 
@@ -30,9 +31,11 @@ def test_a_code_whose_tokens_all_have_bias_minus_infinity_is_empty():
   assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("masses", [codes.BLOCK_MASSES, 15, 1])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_draws_within_a_code_larger_than_a_visit_follow_the_bias(with_bias):
-  # 300 tokens on code 1 take three visits of 128; the others keep their own.
+def test_draws_within_a_code_follow_the_bias_in_however_many_blocks(with_bias, masses, monkeypatch):
+  # 17 blocks of 19 tokens, 3 of 106, and one of all.
+  monkeypatch.setattr(codes, "BLOCK_MASSES", masses)
   assignment = jnp.concatenate([jnp.full(10, 0), jnp.full(300, 1), jnp.full(7, 4)])
   assignment = jax.random.permutation(jax.random.key(0), assignment)
   bias = jax.random.normal(jax.random.key(1), (317,)) if with_bias else None
@@ -44,3 +47,23 @@ def test_draws_within_a_code_larger_than_a_visit_follow_the_bias(with_bias):
   counts = np.bincount(np.asarray(drawn[2:]), minlength=317)[on]
   expected = weight / weight.sum() * counts.sum()
   assert scipy.stats.chisquare(counts, expected, sum_check=False).pvalue > 1e-4
+
+
+def test_a_code_without_a_token_or_of_mass_zero_draws_minus_one():
+  assignment = jnp.array([0, 0, 3, 1, 3])
+  bias = jnp.array([0.0, 0.0, -jnp.inf, 1.0, -jnp.inf])
+  code = jnp.array([[0, 2], [3, 1]])
+  drawn = codes.draw_within(jax.random.key(0), code, assignment, 4, bias)
+  assert drawn[0, 0] in (0, 1)
+  assert drawn.ravel()[1:].tolist() == [-1, -1, 3]
+  assert codes.draw_within(jax.random.key(0), jnp.int32(2), assignment, 4) == -1
+
+
+def test_draws_within_a_code_cost_no_noise_of_the_vocabulary_and_few_masses():
+  vocab, rows = 1_000_003, 5
+  table = jax.ShapeDtypeStruct((vocab,), jnp.int32)
+  code = jax.ShapeDtypeStruct((rows,), jnp.int32)
+  for count in (2, 70_001):
+    draw = lambda key, code, table, count=count: codes.draw_within(key, code, table, count)
+    largest = reference.largest_value(draw, jax.random.key(0), code, table)
+    assert largest <= max(codes.BLOCK_MASSES, 2 * vocab)

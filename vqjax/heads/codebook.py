@@ -196,14 +196,10 @@ class CodebookHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """As `Head.sample`; many rows without filters draw a code first, then a token on it.
-
-    Sorting the tokens by their codes costs O(V log V) once, which a few rows do not repay.
-    """
+    """As `Head.sample`; without filters a code is drawn first, then a token on it."""
     sampling.check_options(temperature, top_k, top_p)
     filtered = not (top_k is None and top_p is None and allowed is None)
-    few = math.prod(hidden.shape[:-1]) * self.vocab <= sampling.STORED_SCORES
-    if temperature < 1e-6 or filtered or few:
+    if temperature < 1e-6 or filtered:
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
 
     def body(rows, hidden, key):

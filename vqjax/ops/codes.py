@@ -9,6 +9,7 @@ array of the vocabulary's size for each token, and is exact. Without a bias the 
 the number of its tokens. Source: VQ-Logits, Eq. 2-5, without the [*B, V] gather of Eq. 3.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,9 @@ from vqjax.types import Dtype
 
 NO_CODE = 2**30
 """The code of a place in a table that stands for no token: more than any codebook has."""
+
+BLOCK_MASSES = 2**22
+"""Masses, 16 MiB of them, that a draw may keep of codes in blocks of the vocabulary."""
 
 
 def log_mass(
@@ -40,14 +44,20 @@ def log_mass(
   if bias is None:
     ones_V = jnp.ones(assignment.shape, jnp.float32)
     return jnp.log(in_all(jax.ops.segment_sum(ones_V, assignment, codes)))
+  share_V, shift_K = _shares(assignment, codes, bias, axis)
+  sum_K = in_all(jax.ops.segment_sum(share_V, assignment, codes))
+  # log 0 is right for an empty code, but its derivative is not finite: keep it out of the gradient.
+  empty_K = sum_K == 0
+  return jnp.where(empty_K, -jnp.inf, jnp.log(jnp.where(empty_K, 1.0, sum_K)) + shift_K)
+
+
+def _shares(assignment, codes, bias, axis):
+  """exp(bias) over that of its code's best token [V], and the log of the latter [K]."""
   bias_V = bias.astype(jnp.float32)
   top_K = jax.ops.segment_max(jax.lax.stop_gradient(bias_V), assignment, codes)
   top_K = lax.pmax(top_K, axis) if axis else top_K
   shift_K = jnp.where(jnp.isneginf(top_K), 0.0, top_K)
-  sum_K = in_all(jax.ops.segment_sum(jnp.exp(bias_V - shift_K[assignment]), assignment, codes))
-  # log 0 is right for an empty code, but its derivative is not finite: keep it out of the gradient.
-  empty_K = sum_K == 0
-  return jnp.where(empty_K, -jnp.inf, jnp.log(jnp.where(empty_K, 1.0, sum_K)) + shift_K)
+  return jnp.exp(bias_V - shift_K[assignment]), shift_K
 
 
 class CodeSoftmax(NamedTuple):
@@ -208,44 +218,53 @@ def draw_within(
 ) -> Int[Array, "*B"]:
   """A token on the given code with probability proportional to exp(bias), uniform without bias.
 
-  The tokens of each row's code are visited 128 at a time, up to the largest code drawn. Inside of
-  `vocab_axis` each device draws among its own tokens, and the device by its mass of the code.
+  A block of consecutive tokens first, by the mass that the code has in it, then a token of the
+  block: O(V) time once and O(sqrt V) for each row. -1 on a code without a token, or whose tokens
+  all have bias -inf. Inside of `vocab_axis` each device draws among its own tokens, and the device
+  by its mass of the code.
   """
   axis = shards.inside(vocab_axis)
   if axis is None:
-    return _draw_here(key, code, assignment, codes, bias)
+    return _draw_here(key, code, assignment, codes, bias)[1]
   key = jax.random.fold_in(shards.varying(key, axis), lax.axis_index(axis))
   device_key, token_key = jax.random.split(key)
-  mass = log_mass(assignment, codes, bias)[code]
-  token = _draw_here(token_key, code, assignment, codes, bias)
+  mass, token = _draw_here(token_key, code, assignment, codes, bias)
   token = token + shards.first_row(axis, assignment.shape[0])
   return ranking.winner(mass + sampling.gumbel(device_key, code.shape), token, axis)
 
 
 def _draw_here(key, code, assignment, codes, bias):
-  order_V = jnp.argsort(assignment)
-  count_K = jax.ops.segment_sum(jnp.ones_like(assignment), assignment, codes)
-  first_K = jnp.cumsum(count_K) - count_K
-  first, count = first_K[code], count_K[code]
+  """The log-mass of each row's code among the tokens that are here, and one of them."""
+  block_key, token_key = jax.random.split(key)
   if bias is None:
-    place = jax.random.randint(key, code.shape, 0, jnp.maximum(count, 1))
-    return order_V.at[first + place].get(mode="clip").astype(jnp.int32)
+    share_V, shift_K = jnp.ones(assignment.shape, jnp.float32), jnp.zeros((codes,), jnp.float32)
+  else:
+    share_V, shift_K = _shares(assignment, codes, bias, None)
+  width = _block_width(assignment.shape[0], codes)
+  log_mass_BJ = jnp.log(_block_mass(share_V, assignment, codes, width)[code])
+  block_B = _noisy_arg_max(block_key, log_mass_BJ)
+  token_BW = block_B[..., None] * width + jnp.arange(width, dtype=jnp.int32)
+  code_BW = assignment.at[token_BW].get(mode="fill", fill_value=NO_CODE)
+  bias_BW = 0.0 if bias is None else bias.at[token_BW].get(mode="clip").astype(jnp.float32)
+  place_B = _noisy_arg_max(token_key, jnp.where(code_BW == code[..., None], bias_BW, -jnp.inf))
+  log_mass_B = jax.nn.logsumexp(log_mass_BJ, axis=-1) + shift_K[code]
+  token_B = block_B * width + place_B
+  return log_mass_B, jnp.where(jnp.isneginf(log_mass_B), -1, token_B)
 
-  def visit(carry):
-    step, best, chosen = carry
-    place_W = step * 128 + jnp.arange(128, dtype=jnp.int32)
-    token_BW = order_V.at[first[..., None] + place_W].get(mode="clip")
-    noise_BW = sampling.gumbel(jax.random.fold_in(key, step), token_BW.shape)
-    score_BW = jnp.where(place_W < count[..., None], bias[token_BW] + noise_BW, -jnp.inf)
-    winner = jnp.argmax(score_BW, axis=-1)[..., None]
-    top = jnp.take_along_axis(score_BW, winner, axis=-1)[..., 0]
-    token = jnp.take_along_axis(token_BW, winner, axis=-1)[..., 0].astype(jnp.int32)
-    return step + 1, jnp.maximum(best, top), jnp.where(top > best, token, chosen)
 
-  start = (
-    jnp.int32(0),
-    jnp.full(code.shape, -jnp.inf, jnp.float32),
-    jnp.full(code.shape, -1, jnp.int32),
-  )
-  start, *_ = shards.varying((start, key, first, order_V, bias))
-  return lax.while_loop(lambda carry: carry[0] * 128 < count.max(initial=0), visit, start)[2]
+def _block_width(vocab: int, codes: int) -> int:
+  """Tokens of a block: about sqrt V; more where blocks · codes would pass `BLOCK_MASSES`."""
+  blocks = max(1, min(math.isqrt(vocab), BLOCK_MASSES // codes))
+  return -(-vocab // blocks)
+
+
+def _block_mass(share_V, assignment, codes, width):
+  """[K, J]: the sum of the shares of each code's tokens in each block."""
+  vocab = assignment.shape[0]
+  block_V = jnp.arange(vocab, dtype=jnp.int32) // width
+  none_KJ = jnp.zeros((codes, -(-vocab // width)), jnp.float32)
+  return none_KJ.at[assignment, block_V].add(share_V, mode="drop")
+
+
+def _noisy_arg_max(key, scores):
+  return jnp.argmax(scores + sampling.gumbel(key, scores.shape), axis=-1).astype(jnp.int32)
