@@ -47,15 +47,16 @@ class Measured:
     failed: number of seeds that failed.
     perplexity: on the test text.
     over_full: per cent above the full softmax of the same seed.
+    valid_over_full: likewise on the validation text, by which heads are chosen.
     head_bytes: of all that the head owns.
     of_full: those bytes as a part of the full softmax's.
+    head: its class.
     tied: whether it shares the embedding's table, which is not counted.
     codes: number of codes, K, of a head whose tokens share them.
     token_bias: whether that head has a token bias.
     floor: least test perplexity of any body with these codes, tokens uniform in each.
     floor_bias: likewise with the best token bias.
     largest: tokens on the largest code.
-    dead: codes without a token.
     speed: training tokens a second, relative to the full softmax of the same seed.
     loss_time: time of the head's loss and gradient, likewise.
   """
@@ -64,22 +65,18 @@ class Measured:
   failed: int
   perplexity: Spread | None
   over_full: Spread | None
+  valid_over_full: Spread | None
   head_bytes: int | None
   of_full: float | None
+  head: str | None
   tied: bool
   codes: int | None
   token_bias: bool
   floor: float | None
   floor_bias: float | None
   largest: int | None
-  dead: int | None
   speed: float | None
   loss_time: float | None
-
-  @property
-  def obeyed_floor(self) -> float | None:
-    """The floor of the head that it is: with the best bias where it has one."""
-    return self.floor_bias if self.token_bias else self.floor
 
   @property
   def code_perplexity(self) -> float | None:
@@ -113,21 +110,25 @@ def measured(results: Results, name: str) -> Measured:
   floors = [kept["floors"] for kept in every.values() if kept.get("floors")]
   shares = bool(floors)
   failed = sum(kept["result"]["status"] == "failed" for kept in every.values())
-  over = [100 * (_perplexity(done[s]) / _perplexity(full[s]) - 1) for s in both]
+
+  def over(split: str) -> list[float]:
+    return [100 * (_perplexity(done[s], split) / _perplexity(full[s], split) - 1) for s in both]
+
   return Measured(
     status="finished" if done else "failed" if failed else "unfinished",
     failed=failed,
-    perplexity=Spread.of([_perplexity(row) for row in done.values()]),
-    over_full=Spread.of(over),
+    perplexity=Spread.of([_perplexity(row, "test") for row in done.values()]),
+    over_full=Spread.of(over("test")),
+    valid_over_full=Spread.of(over("valid")),
     head_bytes=head.get("state_bytes"),
     of_full=head["state_bytes"] / full_bytes if head and full_bytes else None,
+    head=head.get("class"),
     tied=bool(head.get("tied")),
     codes=config.get("codes") if shares else None,
     token_bias=bool(config.get("token_bias")),
     floor=_mean([found["uniform"] for found in floors]),
     floor_bias=_mean([found["bias"] for found in floors]),
     largest=max((found["largest_code"] for found in floors), default=None),
-    dead=max((found["dead_codes"] for found in floors), default=None),
     speed=_mean([_speed(done[s]) / _speed(full[s]) for s in both]),
     loss_time=_mean([_loss(done[s]) / _loss(full[s]) for s in both if _timed(done[s], full[s])]),
   )
@@ -151,8 +152,8 @@ def _mean(values: Sequence[float]) -> float | None:
   return statistics.fmean(values) if values else None
 
 
-def _perplexity(result: Mapping[str, Any]) -> float:
-  return result["test"]["perplexity"]
+def _perplexity(result: Mapping[str, Any], split: str) -> float:
+  return result[split]["perplexity"]
 
 
 def _speed(result: Mapping[str, Any]) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.vq_clusters import clusters
 from experiments.vq_settings import RUNS
 from vqjax import CodebookHead, assign
 from vqjax.config import Experiment, config_hash
@@ -14,6 +15,9 @@ from vqjax.training import read_variables
 from vqjax.training.run import read_json, write_json
 
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "results" / "vq"
+
+CLUSTERED = "wikitext/vq-1024"
+"""The run whose codes Table 8 shows."""
 
 
 def _folder(scale: str) -> pathlib.Path:
@@ -41,6 +45,8 @@ def keep(scale: str, name: str, experiment: Experiment, folder: pathlib.Path) ->
     "config": read_json(folder / "config.json")["config"],
     "floors": floors(experiment, folder) if finished else None,
   }
+  if finished and name == CLUSTERED:
+    kept["clusters"] = clusters(experiment, folder)
   path = _path(scale, name)
   path.parent.mkdir(parents=True, exist_ok=True)
   write_json(path, kept)

@@ -23,7 +23,7 @@ _DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)))
 
 def loss_curves(runs: Sequence[Run]) -> Figure | None:
   """Training loss, lightly smoothed, and validation points over steps; None without any row."""
-  figure, axes = _blank(height=max(3.6, 0.8 + 0.19 * len(runs)))
+  figure, axes = blank(height=max(3.6, 0.8 + 0.19 * len(runs)))
   ends = []
   for style, run, label in zip(_styles(), runs, labels(runs), strict=False):
     end = _draw_curve(axes, run, style)
@@ -48,8 +48,8 @@ def size_against_perplexity(runs: Sequence[Run]) -> Figure | None:
       points.append((size, perplexity, label, style["color"]))
   if not points:
     return None
-  figure, axes = _blank(height=3.8)
-  drawn_x = _byte_axis(axes, [point[0] for point in points])
+  figure, axes = blank(height=3.8)
+  drawn_x = byte_axis(axes, [point[0] for point in points])
   for x, (_, y, _, color) in zip(drawn_x, points, strict=True):
     axes.plot(x, y, marker="o", markersize=7, color=color)
   axes.set_xlabel("head bytes")
@@ -69,7 +69,8 @@ def _styles():
   return itertools.cycle({"color": c, "linestyle": d} for d in _DASHES for c in SERIES)
 
 
-def _blank(height: float) -> tuple[Figure, Axes]:
+def blank(height: float) -> tuple[Figure, Axes]:
+  """A figure of the page's width and its axes, on the page's ground."""
   figure = Figure(figsize=(7.2, height), layout="constrained")
   figure.patch.set_alpha(0)
   axes = figure.add_subplot()
@@ -146,7 +147,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]):
     )
 
 
-def _byte_axis(axes: Axes, sizes: Sequence[float]) -> list[float]:
+def byte_axis(axes: Axes, sizes: Sequence[float]) -> list[float]:
   """A logarithmic axis of bytes; 0, the size of a tied head, stands left of the smallest."""
   positive = [size for size in sizes if size > 0] or [1]
   low, high = math.log2(min(positive)), math.log2(max(positive))
