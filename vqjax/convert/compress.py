@@ -84,7 +84,8 @@ def converted(
 ) -> Experiment:
   """As `compress`, for any head and the target that gives it its variables."""
   train = train or _fine_tuning(dense.train)
-  student = dense.model.clone(head=head)
+  # A copy of the embedding: shared with the teacher it would be one set of parameters.
+  student = dense.model.clone(head=head, embedding=dense.model.embedding.clone())
   start: Any = FromDense(str(folder), target)
   model = student
   if distillation:

@@ -1,0 +1,260 @@
+"""Does a converted model begin as what its codes make of the dense one, and train its scope?"""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import (
+  CodebookHead,
+  DenseHead,
+  LearnedCodebookHead,
+  LearnedProductHead,
+  LowRankHead,
+  ProductHead,
+  ResidualCodebookHead,
+  assign,
+  convert,
+)
+from vqjax.convert.compress import converted
+from vqjax.convert.starts import dense_rows
+from vqjax.data import WordTokenizer
+from vqjax.ops.product import compose
+from vqjax.sharding import MeshShape, make_mesh
+from vqjax.training import fit, read_variables
+from vqjax.training.program import Program, keys
+from vqjax.training.text import load_text
+
+V, D = 0, 16  # the tokenizer says V
+
+
+def begun(experiment):
+  """(experiment with its vocabulary, the variables that its run begins with, text)."""
+  text = load_text(experiment)
+  program = Program(text.experiment, make_mesh(MeshShape(data=1)))
+  fresh = jax.device_get(program.init(keys(0)[0]).variables)
+  return text.experiment, experiment.start(text, text.experiment.model, fresh), text
+
+
+def log_prob(experiment, variables):
+  tokens = jnp.arange(16).reshape(2, 8) % experiment.model.head.vocab
+  variables = jax.tree.map(jnp.asarray, variables)
+  return experiment.model.apply(variables, tokens, tokens[:, ::-1], method="log_prob")
+
+
+def test_as_many_codes_as_tokens_give_the_dense_model_back(dense):
+  experiment, folder = dense
+  vocab = load_text(experiment).experiment.model.head.vocab
+  mapping = convert.Fixed(assign.contiguous)
+  same = convert.compress(experiment, folder, codes=vocab, mapping=mapping, token_bias=False)
+  new, variables, _ = begun(same)
+  expected = log_prob(load_text(experiment).experiment, read_variables(folder)[0])
+  np.testing.assert_allclose(log_prob(new, variables), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("head", "target"),
+  [
+    (ResidualCodebookHead(V, D, 4, D), convert.ToResidual(convert.KMeans())),
+    (LowRankHead(V, D, D), convert.ToLowRank()),
+    (ProductHead(V, D, 54, 4, token_bias=True), convert.ToProduct(power=0.5, iterations=60)),
+    (LearnedProductHead(V, D, 54, 2), convert.ToLearnedProduct()),
+  ],
+)
+def test_a_head_with_room_for_all_rows_begins_as_the_dense_model(dense, head, target):
+  experiment, folder = dense
+  vocab = load_text(experiment).experiment.model.head.vocab
+  assert vocab <= 57
+  if isinstance(head, (ProductHead, LearnedProductHead)):
+    head = head.clone(codes=vocab)
+  new, variables, _ = begun(converted(experiment, folder, head, target, name="x"))
+  expected = log_prob(load_text(experiment).experiment, read_variables(folder)[0])
+  np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-4)
+
+
+def test_a_codebook_lies_at_the_mean_rows_and_its_bias_is_the_unigram_within_the_code(dense):
+  experiment, folder = dense
+  _, variables, text = begun(
+    convert.compress(experiment, folder, codes=5, mapping=convert.FrequencyBins())
+  )
+  rows = read_variables(folder)[0]["params"]["head"]["weight"]
+  counts = np.bincount(text.splits["train"].tokens, minlength=len(rows))
+  table = np.asarray(variables["codes"]["head"]["assignment"])
+  np.testing.assert_array_equal(table, assign.equal_count(counts, 5))
+  head = variables["params"]["head"]
+  for code in range(5):
+    mine = table == code
+    weights = counts[mine] + 1
+    mean = (rows[mine] * weights[:, None]).sum(0) / weights.sum()
+    np.testing.assert_allclose(head["codebook"][code], mean, atol=1e-5)
+    share = jax.nn.softmax(head["token_bias"][mine])
+    np.testing.assert_allclose(share, weights / weights.sum(), atol=1e-5)
+  body = read_variables(folder)[0]["params"]["blocks"]
+  jax.tree.map(np.testing.assert_array_equal, variables["params"]["blocks"], body)
+
+
+@pytest.mark.parametrize(
+  ("scope", "changed"),
+  [
+    (convert.FULL, {"embedding", "position", "blocks", "final_norm", "head"}),
+    (convert.HEAD, {"head", "final_norm"}),
+    (convert.CODEBOOK, {"head"}),
+  ],
+)
+def test_fine_tuning_changes_its_scope_alone(dense, short, tmp_path, scope, changed):
+  experiment, folder = dense
+  new = convert.compress(experiment, folder, codes=5, scope=scope, train=short)
+  _, before, _ = begun(new)
+  result = fit(new, tmp_path / "run")
+  assert result["status"] == "finished"
+  after, _ = read_variables(tmp_path / "run")
+  differ = {
+    name
+    for name, tree in before["params"].items()
+    if any(
+      (np.asarray(a) != np.asarray(b)).any()
+      for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(after["params"][name]))
+    )
+  }
+  assert differ == changed
+  same_bias = np.array_equal(
+    before["params"]["head"]["token_bias"], after["params"]["head"]["token_bias"]
+  )
+  assert same_bias == (scope == convert.CODEBOOK)
+  np.testing.assert_array_equal(
+    before["codes"]["head"]["assignment"], after["codes"]["head"]["assignment"]
+  )
+
+
+def test_distillation_draws_the_student_to_the_teacher_which_stays(dense, short, tmp_path):
+  experiment, folder = dense
+  train = dataclasses.replace(short, steps=30, log_every=1, eval_every=30, save_every=30)
+  new = convert.compress(
+    experiment, folder, codes=20, distillation=2.0, temperature=2.0, train=train
+  )
+  result = fit(new, tmp_path / "run")
+  assert result["head"]["class"] == "CodebookHead"
+  rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  terms = [json.loads(row).get("distillation") for row in rows]
+  terms = [term for term in terms if term is not None]
+  assert np.mean(terms[-5:]) < np.mean(terms[:5])
+  after, _ = read_variables(tmp_path / "run")
+  teacher = read_variables(folder)[0]["params"]
+  jax.tree.map(np.testing.assert_array_equal, after["params"]["teacher"], teacher)
+
+
+def test_the_distillation_term_is_the_divergence_of_the_two_models(dense):
+  experiment, folder = dense
+  new, variables, _ = begun(
+    convert.compress(experiment, folder, codes=7, distillation=3.0, temperature=2.0)
+  )
+  tokens = jnp.arange(16).reshape(2, 8)
+  variables = jax.tree.map(jnp.asarray, variables)
+  _, terms = new.model.apply(variables, tokens, tokens, method="loss_terms")
+  of = lambda part: {name: tree[part] for name, tree in variables.items() if part in tree}
+  p = jax.nn.log_softmax(new.model.student.apply(of("student"), tokens) / 2)
+  q = jax.nn.log_softmax(new.model.teacher.apply(of("teacher"), tokens) / 2)
+  kl = (jnp.exp(q) * (q - p)).sum(-1).mean()
+  np.testing.assert_allclose(terms["distillation"], 3 * 4 * kl, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  ("learned", "target", "fixed"),
+  [
+    (
+      LearnedProductHead(V, D, 6, 4, token_bias=True),
+      convert.ToLearnedProduct(),
+      ProductHead(V, D, 6, 4, token_bias=True),
+    ),
+    (
+      LearnedCodebookHead(V, D, 9, 3, token_bias=True),
+      convert.ToLearnedCodebook(convert.KMeans(power=1.0)),
+      CodebookHead(V, D, 9, token_bias=True),
+    ),
+  ],
+)
+def test_frozen_codes_have_the_distribution_that_was_learned(
+  dense, short, tmp_path, learned, target, fixed
+):
+  experiment, folder = dense
+  run = converted(experiment, folder, learned, target, name="learned", train=short)
+  fit(run, tmp_path / "learned")
+  start = convert.Frozen(str(tmp_path / "learned"))
+  ships = dataclasses.replace(
+    run, model=experiment.model.clone(head=fixed), start=start, name="ships"
+  )
+  new, variables, _ = begun(ships)
+  expected = log_prob(load_text(run).experiment, read_variables(tmp_path / "learned")[0])
+  np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-6)
+
+
+def test_a_mapping_from_scratch_sets_the_codes_and_the_bias_alone(dense):
+  experiment, _ = dense
+  head = CodebookHead(V, D, 6, token_bias=True)
+  scratch = dataclasses.replace(
+    experiment, model=experiment.model.clone(head=head), start=convert.Mapped(convert.Brown())
+  )
+  new, variables, text = begun(scratch)
+  table = np.asarray(variables["codes"]["head"]["assignment"])
+  assert table.shape == (new.model.head.vocab,)
+  assert len(np.unique(table)) == 6
+  fresh = jax.device_get(Program(text.experiment, make_mesh(MeshShape(data=1))).init(keys(0)[0]))
+  np.testing.assert_array_equal(
+    variables["params"]["head"]["codebook"], fresh.params["head"]["codebook"]
+  )
+
+
+def test_product_codes_compose_rows_near_to_the_dense_ones_and_nearest_for_frequent_tokens(dense):
+  experiment, folder = dense
+  head = ProductHead(V, D, 8, 4)
+  rows = read_variables(folder)[0]["params"]["head"]["weight"]
+  _, variables, text = begun(converted(experiment, folder, head, convert.ToProduct(), name="x"))
+  counts = np.bincount(text.splits["train"].tokens, minlength=len(rows))
+  head = variables["params"]["head"]
+  made = compose(jnp.asarray(variables["codes"]["head"]["codes"]), jnp.asarray(head["tables"]))
+  error = ((rows - made) ** 2).sum(-1)
+  spread = ((rows - rows.mean(0)) ** 2).sum(-1)
+  assert error.mean() < spread.mean()
+  order = np.argsort(-counts)
+  assert error[order[:8]].mean() < error[order[-20:]].mean()
+
+
+class TestBadInput:
+  def test_a_dense_row_that_is_nan_is_named(self):
+    rows = np.ones((5, 3), np.float32)
+    rows[2, 1] = np.nan
+    with pytest.raises(ValueError, match=r"run 7: row 2 of the dense head is not finite \(1 such"):
+      dense_rows({"params": {"head": {"weight": rows}}}, "run 7")
+
+  def test_a_head_that_is_not_dense_is_refused(self):
+    head = {"codebook": np.ones((2, 3)), "token_bias": np.ones(5)}
+    with pytest.raises(ValueError, match="has a head of codebook, token_bias, not a dense one"):
+      dense_rows({"params": {"head": head}}, "run 7")
+
+  def test_more_codes_than_tokens_are_refused(self, dense):
+    with pytest.raises(ValueError, match="codes 1000 for a vocabulary of"):
+      begun(convert.compress(*dense, codes=1000))
+
+  def test_another_tokenizer_is_refused(self, dense):
+    experiment = dataclasses.replace(dense[0], tokenizer=WordTokenizer(vocab=20))
+    with pytest.raises(ValueError, match="has another tokenizer"):
+      begun(convert.compress(experiment, dense[1], codes=5))
+
+  def test_a_target_of_another_head_is_refused(self, dense):
+    wrong = converted(*dense, DenseHead(V, D), convert.ToCodebook(convert.KMeans()), name="x")
+    with pytest.raises(TypeError, match="ToCodebook gives a CodebookHead its variables, not a Den"):
+      begun(wrong)
+
+  def test_a_folder_without_a_run_is_refused(self, dense, tmp_path):
+    with pytest.raises(FileNotFoundError, match="give the folder of a run"):
+      begun(convert.compress(dense[0], tmp_path, codes=5))
+
+  def test_a_run_that_learned_no_codes_cannot_be_frozen(self, dense, tmp_path):
+    shutil.copytree(dense[1], tmp_path / "copy")
+    start = convert.Frozen(str(tmp_path / "copy"))
+    with pytest.raises(ValueError, match="a head of weight has learned no codes"):
+      begun(dataclasses.replace(dense[0], start=start))
