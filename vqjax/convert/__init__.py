@@ -5,13 +5,14 @@ from vqjax.convert.distilled import Distilled, FromTeacher
 from vqjax.convert.mappings import (
   Balanced,
   Brown,
+  ContextKMeans,
   Fixed,
   FrequencyBins,
   KMeans,
   Known,
   Mapping,
 )
-from vqjax.convert.starts import FromDense, Frozen, Mapped
+from vqjax.convert.starts import FromDense, Frozen, Mapped, MappedProduct
 from vqjax.convert.targets import (
   ToCodebook,
   ToLearnedCodebook,
@@ -27,6 +28,7 @@ __all__ = [
   "HEAD",
   "Balanced",
   "Brown",
+  "ContextKMeans",
   "Distilled",
   "Fixed",
   "FrequencyBins",
@@ -36,6 +38,7 @@ __all__ = [
   "KMeans",
   "Known",
   "Mapped",
+  "MappedProduct",
   "Mapping",
   "ToCodebook",
   "ToLearnedCodebook",

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import scipy.sparse
 from jaxtyping import Float, Int
+from sklearn.utils.extmath import randomized_svd
 
 from vqjax import assign
 
@@ -137,3 +139,48 @@ class Fixed:
     """Token -> code, int32 [V]."""
     vocab = len(known.counts)
     return assign.checked(self.assignment(vocab, codes), vocab, codes)
+
+
+def contexts(known: Known, width: int, seed: int) -> Float[np.ndarray, "V D"]:
+  """Embeddings of tokens by their neighbours in the text: no trained model is needed.
+
+  The leading singular vectors, each as long as the root of its value, of the positive pointwise
+  mutual information of a token with the tokens before and after it; then turned at random, so that
+  no part of the width holds more than another. Source: Levy and Goldberg, Neural word embedding as
+  implicit matrix factorization, 2014.
+  """
+  pairs = assign.bigrams(known.tokens, len(known.counts)).tocsr().astype(np.float64)
+  both = scipy.sparse.hstack([pairs, pairs.T.tocsr()]).tocoo()
+  row, column = np.asarray(both.sum(axis=1)).ravel(), np.asarray(both.sum(axis=0)).ravel()
+  information = np.log(both.data * both.data.sum() / (row[both.row] * column[both.col]))
+  positive = scipy.sparse.csr_array(
+    (np.maximum(information, 0), (both.row, both.col)), shape=both.shape
+  )
+  rank = min(width, len(known.counts) - 1)
+  left, value, _ = randomized_svd(positive, rank, random_state=seed)
+  turn = np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
+  return np.pad(left * np.sqrt(value), ((0, 0), (0, width - rank))) @ turn
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextKMeans:
+  """K-means on embeddings of the tokens by their neighbours in the text.
+
+  Attributes:
+    width: of the embeddings.
+    power: a token's weight is (count + 1)^power.
+    alone: part of the codes, in [0, 1), that one frequent token each has; the tail is clustered.
+    seed: of the seeding.
+    iterations: of Lloyd's algorithm.
+  """
+
+  width: int = 64
+  power: float = 0.5
+  alone: float = 0.0
+  seed: int = 0
+  iterations: int = 20
+
+  def __call__(self, known: Known, codes: int) -> Int[np.ndarray, "V"]:
+    """Token -> code, int32 [V]."""
+    found = known._replace(output=contexts(known, self.width, self.seed))
+    return KMeans(self.power, self.alone, False, self.seed, self.iterations)(found, codes)

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from vqjax.convert.mappings import Known, Mapping
+from vqjax.convert.mappings import Known, Mapping, contexts
+from vqjax.convert.targets import ToProduct
 from vqjax.heads import Head, UnigramBias
 from vqjax.heads.product import code_dtype
 from vqjax.ops.product import nearest_codes
@@ -64,6 +65,29 @@ class Mapped:
     new = {"codes": {"assignment": code}}
     if head.token_bias:
       new["params"] = {"token_bias": np.asarray(UnigramBias(counts, code)(None, counts.shape))}
+    return _merged(dict(variables), _of_head(new))
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedProduct:
+  """From scratch, a product head with codes by the tokens' neighbours in the text.
+
+  Attributes:
+    clusters: k-means in each subspace of the embeddings `mappings.contexts`.
+    seed: of the embeddings.
+  """
+
+  clusters: ToProduct = dataclasses.field(default_factory=ToProduct)
+  seed: int = 0
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """The fresh variables with these codes."""
+    head = model.head
+    tokens = np.asarray(text.splits["train"].tokens)
+    known = Known(tokens, _counts(text, head.vocab), None, None)
+    rows = contexts(known, head.dim, self.seed)
+    _, codes = self.clusters.clustered(known._replace(output=rows), head)
+    new = {"codes": {"codes": codes.astype(code_dtype(head.codes))}}
     return _merged(dict(variables), _of_head(new))
 
 
