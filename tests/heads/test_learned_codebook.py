@@ -16,7 +16,6 @@ from vqjax.heads.learned_codebook import spread
 class TestLearnedCodebookHead(HeadContract):
   cases: ClassVar = {
     "bias": lambda v, d: LearnedCodebookHead(v, d, 17, 3, token_bias=True),
-    "one candidate": lambda v, d: LearnedCodebookHead(v, d, 5, 1),
   }
 
   def reference_logits(self, head, variables, hidden):

@@ -22,9 +22,7 @@ class TestProductHead(HeadContract):
   cases: ClassVar = {
     "bias": lambda v, d: ProductHead(v, d, 5, 3, token_bias=True),
     "no bias": lambda v, d: ProductHead(v, d, 17, 12),
-    "one subspace": lambda v, d: ProductHead(v, d, 11, 1, token_bias=True),
     "capped": lambda v, d: ProductHead(v, d, 300, 2, softcap=3.0),
-    "one code": lambda v, d: ProductHead(v, d, 1, 4, token_bias=True),
   }
 
   def reference_logits(self, head, variables, hidden):

@@ -15,7 +15,6 @@ from vqjax.heads import ResidualCodebookHead
 class TestResidualCodebookHead(HeadContract):
   cases: ClassVar = {
     "bias": lambda v, d: ResidualCodebookHead(v, d, 17, 2, token_bias=True),
-    "no bias": lambda v, d: ResidualCodebookHead(v, d, 1, 12),
     "capped": lambda v, d: ResidualCodebookHead(v, d, v, 1, assign.FrequentAlone(), softcap=4.0),
   }
 
