@@ -1,0 +1,267 @@
+"""Do the VQ-Logits tables say what their runs say, and what the paper prints?"""
+
+import io
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from experiments import vq_clusters, vq_findings, vq_report, vq_results, vq_speed, vq_tables
+from experiments.vq_measured import Spread, measured
+from experiments.vq_notes import notes
+from experiments.vq_paper import PAPER
+from experiments.vq_rows import tables
+
+FULL_BYTES = 10_000 * 128 * 4
+
+
+@pytest.fixture
+def kept():
+  """What is kept of a run, as a function of what the tests vary."""
+
+  def make(perplexity, size=FULL_BYTES, head="DenseHead", floors=None, **config) -> dict:
+    nats = {"valid": {"perplexity": 1.1 * perplexity}, "test": {"perplexity": perplexity}}
+    result = {
+      **{"status": "finished", "commit": "c0ffee", "device": "cpu", "date": "2026-01-02T03"},
+      **nats,
+      "head": {"class": head, "params": 1_280_000, "state_bytes": size, "tied": False},
+      "loss": {"seconds": 0.5, "tokens": 64},
+      "train": {"tokens_per_second": 100.0},
+    }
+    model = {"dim": 128, "head": config}
+    return {"result": result, "config": {"model": model}, "floors": floors}
+
+  return make
+
+
+@pytest.fixture
+def failed(kept):
+  made = kept(1.0)
+  return made | {"result": {"status": "failed", "error": "the loss is nan", **_origin(made)}}
+
+
+def _origin(made):
+  return {name: made["result"][name] for name in ("commit", "device", "date")}
+
+
+@pytest.fixture
+def results(kept):
+  """Two seeds of the full softmax and of a product head, one codebook."""
+  floors = {"uniform": 20.0, "bias": 5.0, "largest_code": 99, "dead_codes": 0}
+  return {
+    "ptb/full": kept(100.0),
+    "ptb/full-s1": kept(120.0),
+    "ptb/vq-256": kept(300.0, 171_072, "CodebookHead", floors, codes=256, token_bias=False),
+    "ptb/product": kept(101.0, FULL_BYTES // 20, "ProductHead"),
+    "ptb/product-s1": kept(118.0, FULL_BYTES // 20, "ProductHead"),
+  }
+
+
+def found(results, name, scale="cpu"):
+  return next(table for table in tables(results, scale) if table.name == name)
+
+
+def row_of(table, label):
+  """The cells of a row of the Markdown table by the titles of their columns."""
+  header, _, *body = table.markdown().splitlines()
+  cells = lambda line: [cell.strip() for cell in line.strip("|").split(" | ")]
+  values = next(line for line in map(cells, body) if line[0] == label)
+  return dict(zip(cells(header), values, strict=True))
+
+
+def printed(table):
+  stream = io.StringIO()
+  Console(file=stream, width=80).print(table.rich())
+  return stream.getvalue()
+
+
+def test_perplexity_is_the_mean_and_deviation_over_the_seeds_that_there_are(results):
+  row = row_of(found(results, "Table 10"), "Full softmax")
+  assert (row["measured"], row["seeds"]) == ("110.0 ± 14.1", "2")  # |120 - 100| / sqrt 2
+
+
+def test_loss_of_quality_is_paired_by_seed(results):
+  over = measured(results, "ptb/product").over_full
+  assert over.mean == pytest.approx((1.0 + 100 * (118 / 120 - 1)) / 2)
+  assert over.seeds == 2
+
+
+def test_a_row_of_one_seed_is_compared_with_the_full_softmax_of_that_seed(results):
+  assert measured(results, "ptb/vq-256").over_full == Spread(pytest.approx(200.0), None, 1)
+
+
+def test_a_number_in_a_row_name_is_no_seed(results, kept):
+  results = results | {"ptb/product-s1-more": kept(7.0), "ptb/product-x": kept(8.0)}
+  assert measured(results, "ptb/product").perplexity.seeds == 2
+
+
+def test_missing_rows_are_dashes_beside_what_the_paper_prints(results):
+  row = row_of(found(results, "Table 10"), "VQ-Logits (K=512)")
+  assert (row["paper"], row["paper, % over full"]) == ("56.9", "+3.1")
+  assert row["measured"] == row["head bytes"] == row["floor"] == "–"
+
+
+def test_failed_rows_say_so_and_give_the_reason(results, failed, tmp_path):
+  results = results | {"ptb/vq-512": failed}
+  row = row_of(found(results, "Table 10"), "VQ-Logits (K=512)")
+  assert (row["measured"], row["seeds"], row["paper"]) == ("failed", "0, 1 failed", "56.9")
+  page, *_ = vq_report.write(results, tmp_path)
+  assert "ptb/vq-512 failed: the loss is nan" in page.read_text()
+
+
+def test_a_failed_seed_leaves_the_others(results, failed):
+  row = row_of(found(results | {"ptb/full-s1": failed}, "Table 10"), "Full softmax")
+  assert (row["measured"], row["seeds"]) == ("100.0", "1, 1 failed")
+
+
+def test_rows_tell_bytes_floors_and_speed(results):
+  row = row_of(found(results, "Table 10"), "VQ-Logits (K=256)")
+  assert (row["head bytes"], row["of full"]) == ("167 KiB", "0.033×")
+  assert (row["floor"], row["floor, best bias"], row["largest code"]) == ("20.0", "5.0", "99")
+  assert row["training speed"] == row["loss time"] == "1.00×"
+
+
+def test_loss_time_on_another_device_is_not_compared(results):
+  results["ptb/vq-256"]["result"]["device"] = "gpu"
+  assert measured(results, "ptb/vq-256").loss_time is None
+
+
+def test_measured_perplexity_is_split_into_codes_and_what_is_inside(results):
+  told = " ".join(notes(found(results, "Table 10"), results))
+  assert "300.0 = 20.0 inside the codes × 15.0 for the code" in told
+  assert "The paper prints 58.1: at this floor 2.9 would be left" in told
+
+
+def test_a_published_number_below_the_floor_is_named(results):
+  results["ptb/vq-256"]["floors"]["uniform"] = 58.2
+  told = " ".join(notes(found(results, "Table 10"), results))
+  assert "The paper prints 58.1: below the floor of these codes" in told
+
+
+def test_codes_of_equal_size_rule_out_the_paper_without_any_run():
+  told = " ".join(notes(found({}, "Table 6"), {}))
+  assert "267,735/1,024 = 261, whatever the body is: the paper's 21.5 cannot come" in told
+  assert "the paper's 19.7 cannot come" in told
+
+
+@pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
+def test_every_row_of_the_paper_has_a_run_at_every_scale(scale):
+  for name, rows in PAPER.items():
+    lines = [line for line in found({}, name, scale).lines if line.paper]
+    assert [line.paper for line in lines] == list(rows.values())
+    for line in lines:
+      assert f"{found({}, name, scale).setting.name}/{line.name}" in vq_tables.RUNS[scale]
+
+
+def test_consoles_show_the_tables(results):
+  shown = printed(found(results, "Table 10"))
+  assert "Table 10: main results, Penn Treebank" in shown
+  assert "300.0" in shown
+  assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_best_small_head_is_chosen_on_the_validation_text(results, kept):
+  lucky = kept(90.0, FULL_BYTES // 20, "ProductHead")  # on the test text alone
+  lucky["result"]["valid"]["perplexity"] = 500.0
+  told = vq_findings.best(found(results | {"ptb/product-learned": lucky}, "All heads").lines)
+  assert "**product codes, + bias**" in told
+  assert "1/20.0" in told
+  assert "test perplexity 109.5 ± 12.0 (2 seeds), -0.3 ± 1.9 %" in told
+  assert "is reached" in told
+
+
+def test_a_head_without_bytes_of_its_own_is_not_the_best_small_one(results, kept):
+  tied = kept(50.0, 0)
+  tied["result"]["head"]["tied"] = True
+  lines = found(results | {"ptb/tied": tied}, "All heads").lines
+  assert "product codes" in vq_findings.best(lines)
+  assert "tied" not in vq_findings.better(lines)
+
+
+def test_better_heads_are_named_with_the_noise_of_the_full_softmax(results):
+  lines = found(results, "All heads").lines
+  assert "110.0 ± 14.1 over 2 seeds" in vq_findings.better(lines)
+  assert "product codes, + bias -0.3" in vq_findings.better(lines)
+  del results["ptb/product-s1"]
+  assert "No other head" in vq_findings.better(found(results, "All heads").lines)
+
+
+def test_findings_do_without_results():
+  lines = found({}, "All heads").lines
+  assert "measured beside it yet" in vq_findings.best(lines)
+  assert "not measured yet" in vq_findings.better(lines)
+  assert "H(token | code)" in vq_findings.bias(lines)
+
+
+def test_the_page_and_its_plots_are_written(results, tmp_path):
+  (tmp_path / "results" / "vq").mkdir(parents=True)
+  rows = {"full, in slices": {"seconds": 40.0}, "codebook K=1024": {"seconds": 1.0}}
+  (tmp_path / "results" / "vq" / "speed.json").write_text(json.dumps({"rows": rows}))
+  written = vq_report.write(results, tmp_path)
+  assert [path.relative_to(tmp_path).as_posix() for path in written] == [
+    "results/vq_logits.md",
+    "images/vq-bytes.png",
+    "images/vq-codes.png",
+    "images/vq-speed.png",
+  ]
+  page = written[0].read_text()
+  assert "| codebook K=1024 | 1,000 | 40.00× |" in page
+  for path in written[1:]:
+    assert f"(../images/{path.name})" in page
+
+
+def test_a_page_without_results_has_dashes(tmp_path):
+  page, *plots = vq_report.write({}, tmp_path)
+  assert [path.name for path in plots] == ["vq-codes.png"]
+  assert "| VQ-Logits (K=1024) | 19.2 | +6.7 | – | 0 |" in page.read_text()
+
+
+def test_a_benchmark_that_was_not_run_has_no_rows(tmp_path):
+  assert vq_speed.read(tmp_path / "none.json") is None
+  assert vq_speed.figure(None) is None
+  assert "has not been run" in vq_speed.section(None)
+
+
+class Words:
+  """An encoder of a few words."""
+
+  words = ("<unk>", "Sunday", "Monday", "Tuesday", "the", "km")
+
+  def encode(self, word):
+    return np.array([self.words.index(word) if word in self.words else 0, 0])
+
+  def decode(self, tokens):
+    return " ".join(self.words[token] for token in tokens)
+
+
+def test_clusters_are_the_codes_that_most_words_of_a_row_are_on():
+  code, counts = np.array([0, 1, 2, 2, 2, 1]), np.array([9, 8, 7, 6, 5, 4])
+  days = ("Monday", "Tuesday", "Wednesday", "Sunday")
+  row = vq_clusters.shared(Words(), code, counts, days)
+  assert row["known"] == ["Monday", "Tuesday", "Sunday"]
+  assert (row["code"], row["held"], row["others"]) == (2, ["Monday", "Tuesday"], ["the"])
+  assert row["size"] == 3
+
+
+def test_words_that_the_tokenizer_lacks_have_no_code():
+  row = vq_clusters.shared(Words(), np.zeros(6, int), np.ones(6, int), ("=", "=="))
+  assert row == {"words": ["=", "=="], "known": []}
+
+
+def test_the_command_trains_keeps_and_prints(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert vq_tables.main(["--scale", "smoke", "--only", "ptb/vq-16"]) == 0
+  results = vq_results.read("smoke")
+  assert set(results) == {"ptb/dense", "ptb/vq-16"}
+  assert results["ptb/vq-16"]["floors"]["bias"] <= results["ptb/vq-16"]["floors"]["uniform"]
+  assert "Table 10" in capsys.readouterr().out
+  assert vq_tables.main(["--scale", "smoke", "--only", "ptb/vq-16", "--list"]) == 0
+  assert capsys.readouterr().out.count("done") == 2
+  assert not (pathlib.Path(vq_results.FOLDER) / "smoke").exists()
+
+
+def test_the_command_names_a_run_that_is_not_there(capsys):
+  assert vq_tables.main(["--scale", "smoke", "--only", "ptb/vq-17"]) == 1
+  assert "no run ptb/vq-17 at scale smoke" in capsys.readouterr().out.replace("\n", " ")
