@@ -97,6 +97,7 @@ def PAPER_ROWS(s: Setting) -> list[Row]:
   rows = [
     Row("dense", "Full softmax, before fine-tuning", _dense, headline=True),
     Row("full", "Full softmax", _control, ("dense",), headline=True),
+    _scratch("full-scratch", "Full softmax, from scratch", lambda s: s.dense_head(), headline=True),
     _scratch(
       "adaptive", "Adaptive softmax", lambda s: AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
     ),
@@ -153,6 +154,7 @@ def BEYOND(s: Setting) -> list[Row]:
   to = convert.ToCodebook
   product = lambda s: ProductHead(V, s.dim, *s.product, token_bias=True)
   learned = lambda s: LearnedProductHead(V, s.dim, *s.product, token_bias=True)
+  residual = lambda s: ResidualCodebookHead(V, s.dim, *s.residual, token_bias=True)
   steps = s.fine_tune.steps
   return [
     _converted(f"bias-{k}", f"K={k}, k-means, + bias", bias, to(convert.KMeans())),
@@ -195,7 +197,26 @@ def BEYOND(s: Setting) -> list[Row]:
       bias,
       convert.Mapped(convert.Brown(token_bias=True)),
     ),
-    _converted("product", "product codes, + bias", product, convert.ToProduct(), headline=True),
+    _scratch(
+      "product-scratch",
+      "product codes of contexts, + bias, from scratch",
+      product,
+      convert.MappedProduct(convert.ToProduct(power=0.5)),
+      headline=True,
+    ),
+    _scratch(
+      "residual-scratch",
+      "codebook of contexts and a low-rank part, + bias, from scratch",
+      residual,
+      convert.Mapped(convert.ContextKMeans(alone=0.25)),
+    ),
+    _scratch(
+      f"contexts-scratch-{k}",
+      f"K={k}, half alone, contexts, + bias, from scratch",
+      bias,
+      convert.Mapped(convert.ContextKMeans(alone=0.5)),
+    ),
+    _converted("product", "product codes, + bias", product, convert.ToProduct()),
     _converted(
       "product-distilled",
       "product codes, + bias, distilled",
@@ -207,7 +228,7 @@ def BEYOND(s: Setting) -> list[Row]:
     _converted(
       "residual",
       "codebook and a low-rank part",
-      lambda s: ResidualCodebookHead(V, s.dim, *s.residual, token_bias=True),
+      residual,
       convert.ToResidual(convert.KMeans(power=1.0, alone=0.25)),
     ),
     _converted(
