@@ -33,6 +33,7 @@ bench: $(STAMP)
 	$(PY) -m experiments.bench_options
 	$(PY) -m experiments.bench_memory
 	$(PY) -m experiments.bench_heads
+	$(PY) -m experiments.bench_vq
 	$(PY) -m experiments.bench_loop
 
 # On any machine with a GPU, jax for it, flax and jaxtyping; nothing of this repository installed:

@@ -6,11 +6,20 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from experiments import bench_heads, bench_memory, bench_options, bench_softmax, losses
+from experiments import (
+  bench_heads,
+  bench_memory,
+  bench_options,
+  bench_softmax,
+  bench_vq,
+  losses,
+  vq_programs,
+)
 from experiments.losses import Shape
 from vqjax import CodebookHead
 from vqjax.training import loss_cost
@@ -74,6 +83,51 @@ def test_heads_bench_prints_every_head_and_the_growth(tmp_path, capsys):
     assert text in out
   assert figures["heads"][0]["rows"].keys() >= {"dense, tiled", "grouped"}
   assert len(figures["growth"]) == 2
+
+
+def test_vq_bench_prints_table_3_training_and_decoding(tmp_path, capsys):
+  out, figures = run(bench_vq, tmp_path, capsys)
+  for text in (
+    "times faster",
+    "weights MB (16 bit)",
+    "codes MB",
+    "batch 1,",
+    "batch 64,",
+    "top 50",
+  ):
+    assert text in out
+  rows = figures["forward"]["rows"]
+  assert rows.keys() == figures["training"]["rows"].keys()
+  assert rows[vq_programs.FULL]["times_faster"] == 1
+  assert rows["codebook K=16"]["weight_bytes_16_bit"] == 2 * 16 * 16
+  assert rows["codebook K=16"]["table_bytes"] == 4 * 512
+  assert max(figures["forward"]["differences"].values()) < 1e-4
+  assert figures["decoding"]["batch 2"]["codebook K=16 + bias"]["sample"]["seconds"] > 0
+
+
+def test_a_slice_divides_the_tokens_and_its_scores_fit():
+  assert vq_programs.slice_of(16384, 267_735) == 512
+  assert vq_programs.slice_of(32, 512) == 32
+  assert vq_programs.slice_of(7, vq_programs.SLICE_SCORES) == 1
+  assert vq_programs.slice_of(7, 2 * vq_programs.SLICE_SCORES) == 1
+
+
+def test_slices_have_the_loss_and_gradient_of_all_tokens_at_once(monkeypatch):
+  sizes = vq_programs.Sizes(Shape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
+  monkeypatch.setattr(vq_programs, "SLICE_SCORES", 4 * 31)
+  rows, data = vq_programs.contenders(sizes), vq_programs.batch(sizes.shape)
+  same = {vq_programs.FULL: vq_programs.TILED, vq_programs.GATHER: "codebook K=5"}
+  for sliced, whole in same.items():
+    variables = vq_programs.variables_of([rows[whole].head])[rows[sliced].head]
+    for program in (vq_programs.forward, vq_programs.training):
+      (found, arguments), (expected, others) = (
+        program(rows[name], variables, *data) for name in (sliced, whole)
+      )
+      jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        found(*arguments),
+        expected(*others),
+      )
 
 
 def test_memory_bench_spreads_the_vocabulary_over_devices(tmp_path, capsys):
