@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments.vq_measured import Spread
+from experiments.vq_measured import CONTROLS, Spread
 from experiments.vq_rows import MAIN, Line, Table
 from vqjax.report import units
 
@@ -38,36 +38,46 @@ def _printed(line: Line) -> float:
 
 def best(lines: Sequence[Line]) -> str:
   """The best head of at most a sixteenth of the bytes, chosen on the validation text."""
-  small = [line for line in lines if _compared(line) and line.measured.of_full <= SMALL]
+  small = [line for line in lines if _compared(line) and _small(line)]
   if not small:
     return "No head of at most 1/16 of the full softmax's bytes is measured beside it yet."
   found = min(small, key=lambda line: line.measured.valid_over_full.mean)
   m = found.measured
-  reached = "reached" if m.over_full.mean <= AIM else "not reached"
+  reached = "reached" if m.over_both.mean <= AIM else "not reached"
   return (
     f"The best head of at most 1/16 of the full softmax's bytes, by the validation text among"
     f" {len(small)}, is **{_name(found)}**: {units.size(m.head_bytes)}, 1/{1 / m.of_full:.1f} of"
     f" them, test perplexity {m.perplexity.show(1)} ({_seeds(m.perplexity)}),"
-    f" {_percent(m.over_full)} against the full softmax of the same seed. The aim, at most"
-    f" {AIM:g} % above it, is {reached}."
+    f" {_percent(m.over_both)} against the full softmax of the same seed"
+    f" ({_controls(lines)}; the lower counts). The aim, at most {AIM:g} % above it, is {reached}."
   )
 
 
 def better(lines: Sequence[Line]) -> str:
-  """The heads that beat the full softmax."""
-  found = [line for line in lines if _compared(line) and line.measured.over_full.mean < 0]
-  own = next((line.measured.perplexity for line in lines if line.name == "full"), None)
-  if own is None:
+  """The heads that beat both full softmaxes."""
+  found = [line for line in lines if _compared(line) and line.measured.over_both.mean < 0]
+  noise = _controls(lines)
+  if not noise:
     return "The full softmax is not measured yet."
-  noise = f"its own test perplexity is {own.show(1)} over {_seeds(own)}"
   if not found:
     return f"No other head has a lower perplexity than the full softmax ({noise})."
   told = "; ".join(
-    f"{_name(line)} {_percent(line.measured.over_full)} ({_seeds(line.measured.over_full)},"
+    f"{_name(line)} {_percent(line.measured.over_both)} ({_seeds(line.measured.over_both)},"
     f" {units.ratio(line.measured.of_full)} the bytes)"
     for line in found
   )
   return f"Lower perplexity than the full softmax ({noise}): {told}."
+
+
+def _controls(lines: Sequence[Line]) -> str:
+  """The full softmaxes that are measured."""
+  told = {"full": "fine-tuned", "full-scratch": "from scratch"}
+  known = {line.name: line.measured.perplexity for line in lines if line.measured.perplexity}
+  return ", ".join(
+    f"{how} {known[name].show(1)} over {_seeds(known[name])}"
+    for name, how in told.items()
+    if name in known
+  )
 
 
 def bias(lines: Sequence[Line]) -> str:
@@ -97,9 +107,13 @@ def _without_bias(name: str) -> str:
 
 
 def _compared(line: Line) -> bool:
-  """Whether it is another head, with bytes of its own, measured beside the full softmax."""
+  """Whether it is another head, with bytes of its own, measured beside a full softmax."""
   m = line.measured
-  return m.over_full is not None and not m.tied and line.name not in ("dense", "full")
+  return m.over_both is not None and not m.tied and line.name not in ("dense", *CONTROLS)
+
+
+def _small(line: Line) -> bool:
+  return line.measured.of_full <= SMALL and line.measured.valid_over_full is not None
 
 
 def _name(line: Line) -> str:

@@ -46,8 +46,9 @@ class Measured:
     status: "finished" where any seed is, else "failed" where any is, else "unfinished".
     failed: number of seeds that failed.
     perplexity: on the test text.
-    over_full: per cent above the full softmax of the same seed.
-    valid_over_full: likewise on the validation text, by which heads are chosen.
+    over_full: per cent above its control, the full softmax that began as it did, of the same seed.
+    over_other: likewise above the other full softmax.
+    valid_over_full: likewise above the fine-tuned one, on the validation text.
     head_bytes: of all that the head owns.
     of_full: those bytes as a part of the full softmax's.
     head: its class.
@@ -57,7 +58,7 @@ class Measured:
     floor: least test perplexity of any body with these codes, tokens uniform in each.
     floor_bias: likewise with the best token bias.
     largest: tokens on the largest code.
-    speed: training tokens a second, relative to the full softmax of the same seed.
+    speed: training tokens a second, relative to its control of the same seed.
     loss_time: time of the head's loss and gradient, likewise.
   """
 
@@ -65,6 +66,7 @@ class Measured:
   failed: int
   perplexity: Spread | None
   over_full: Spread | None
+  over_other: Spread | None
   valid_over_full: Spread | None
   head_bytes: int | None
   of_full: float | None
@@ -77,6 +79,12 @@ class Measured:
   largest: int | None
   speed: float | None
   loss_time: float | None
+
+  @property
+  def over_both(self) -> Spread | None:
+    """Above the lower of the two full softmaxes, as far as there are two."""
+    known = [spread for spread in (self.over_full, self.over_other) if spread]
+    return max(known, key=lambda spread: spread.mean, default=None)
 
   @property
   def code_perplexity(self) -> float | None:
@@ -99,32 +107,39 @@ def finished(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
   return {seed: row for seed, row in found.items() if row["status"] == "finished"}
 
 
-def measured(results: Results, name: str) -> Measured:
-  """The row, beside the row "full" of its setting."""
+CONTROLS = "full", "full-scratch"
+"""Rows of full softmaxes: fine-tuned from the dense model, and trained from scratch."""
+
+
+def measured(results: Results, name: str, scratch: bool = False) -> Measured:
+  """A row "ptb/product" beside the full softmaxes of its setting.
+
+  Args:
+    results: what is kept.
+    name: of the setting and the row.
+    scratch: whether it is trained from scratch, so that this is how its control is trained.
+  """
   every, done = seeds(results, name), finished(results, name)
-  full = finished(results, f"{name.split('/')[0]}/full")
+  fine_tuned, fresh = (finished(results, f"{name.split('/')[0]}/{row}") for row in CONTROLS)
+  full, other = (fresh, fine_tuned) if scratch else (fine_tuned, fresh)
   both = sorted(done.keys() & full.keys())
   head = next((done[seed]["head"] for seed in sorted(done)), {})
-  full_bytes = next((row["head"]["state_bytes"] for row in full.values()), None)
+  full_bytes = next((row["head"]["state_bytes"] for row in (full | other).values()), None)
   config = next((_head_config(kept["config"]["model"]) for kept in every.values()), {})
   floors = [kept["floors"] for kept in every.values() if kept.get("floors")]
-  shares = bool(floors)
   failed = sum(kept["result"]["status"] == "failed" for kept in every.values())
-
-  def over(split: str) -> list[float]:
-    return [100 * (_perplexity(done[s], split) / _perplexity(full[s], split) - 1) for s in both]
-
   return Measured(
     status="finished" if done else "failed" if failed else "unfinished",
     failed=failed,
     perplexity=Spread.of([_perplexity(row, "test") for row in done.values()]),
-    over_full=Spread.of(over("test")),
-    valid_over_full=Spread.of(over("valid")),
+    over_full=_over(done, full, "test"),
+    over_other=_over(done, other, "test"),
+    valid_over_full=_over(done, fine_tuned, "valid"),
     head_bytes=head.get("state_bytes"),
     of_full=head["state_bytes"] / full_bytes if head and full_bytes else None,
     head=head.get("class"),
     tied=bool(head.get("tied")),
-    codes=config.get("codes") if shares else None,
+    codes=config.get("codes") if floors else None,
     token_bias=bool(config.get("token_bias")),
     floor=_mean([found["uniform"] for found in floors]),
     floor_bias=_mean([found["bias"] for found in floors]),
@@ -132,6 +147,13 @@ def measured(results: Results, name: str) -> Measured:
     speed=_mean([_speed(done[s]) / _speed(full[s]) for s in both]),
     loss_time=_mean([_loss(done[s]) / _loss(full[s]) for s in both if _timed(done[s], full[s])]),
   )
+
+
+def _over(done: Mapping[int, Any], full: Mapping[int, Any], split: str) -> Spread | None:
+  """Per cent of perplexity above the full softmax of the same seed."""
+  both = sorted(done.keys() & full.keys())
+  ratio = lambda seed: _perplexity(done[seed], split) / _perplexity(full[seed], split)
+  return Spread.of([100 * (ratio(seed) - 1) for seed in both])
 
 
 def vocab(results: Results, setting: str) -> int | None:

@@ -33,8 +33,8 @@ def _codes(line: Line) -> int | None:
 
 
 def _kind(line: Line) -> str:
-  """ "vq-1024-random" is "random", "vq-1024" is "vq"."""
-  return line.name.rsplit("-", 1)[-1] if line.name.count("-") > 1 else line.name.split("-")[0]
+  """ "vq-1024-random" is "random", "vq-1024" is ""; other names stay."""
+  return re.sub(r"^vq-\d+-?", "", line.name)
 
 
 def _recipe(line: Line, s: Setting) -> str:
@@ -43,9 +43,10 @@ def _recipe(line: Line, s: Setting) -> str:
   return {
     "dense": f"{s.train.steps:,} steps; every converted row starts from it.",
     "full": f"the same start and the same {more:,} further steps as a converted row.",
+    "full-scratch": f"{whole:,} steps; beside it are the rows that are trained from scratch.",
     "adaptive": f"cutoffs {_listed(s.cutoffs)}, factor 4, {whole:,} steps from scratch."
     + _parameters_of_adaptive(s),
-    "low": f"{whole:,} steps from scratch." + _parameters_of_low_rank(s),
+    "low-rank": f"{whole:,} steps from scratch." + _parameters_of_low_rank(s),
     "scratch": f"{whole:,} steps; the codes are k-means of input embeddings that are still random.",
     "bins": "as many tokens on each code, by rank.",
     "tied": f"{whole:,} steps from scratch; frequent tokens have codes of their own, and each token"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
-from experiments.vq_heads import BEYOND, PAPER_ROWS
+from experiments.vq_heads import BEYOND, PAPER_ROWS, Row
 from experiments.vq_measured import Measured, Results, measured
 from experiments.vq_paper import BODIES, PAPER, TITLES, Published
 from experiments.vq_settings import SCALES, Setting
@@ -81,7 +81,8 @@ COLUMNS = (
   _column(
     "% over full",
     "over_full",
-    meaning="How far it is above the full softmax of the same seed, which has had the same steps.",
+    meaning="How far it is above the full softmax of the same seed and as many steps: a row that is"
+    " trained from scratch above the one from scratch, all others above the fine-tuned one.",
   ),
   _column(
     "paper, of full",
@@ -169,12 +170,23 @@ MAIN = {"wikitext": "Table 1", "web": "Table 9", "ptb": "Table 10"}
 def _paper_table(results: Results, setting: Setting, name: str) -> Table:
   printed = {_local(row, setting): numbers for row, numbers in PAPER[name].items()}
   full = PAPER[MAIN[setting.name]]["full"]
-  labels = {row.name: row.label for row in PAPER_ROWS(setting)}
-  methods = ["dense", "full", "adaptive", "low-rank", *(f"vq-{k}" for k in setting.codes)]
-  rows = methods if name == MAIN[setting.name] else list(printed)
-  found = lambda row: measured(results, f"{setting.name}/{row}")
-  lines = [Line(row, labels[row], found(row), printed.get(row), full) for row in rows]
+  rows = {row.name: row for row in PAPER_ROWS(setting)}
+  methods = [row for row in rows if not re.match(r"vq-\d+-", row)]
+  wanted = methods if name == MAIN[setting.name] else printed
+  lines = [_line(results, setting, rows[row], printed.get(row), full) for row in wanted]
   return Table(name, TITLES[name][1], setting, lines)
+
+
+def _line(
+  results: Results,
+  setting: Setting,
+  row: Row,
+  paper: Published | None = None,
+  full: Published | None = None,
+) -> Line:
+  scratch = not row.needs and row.name not in ("dense", "full-scratch")
+  found = measured(results, f"{setting.name}/{row.name}", scratch)
+  return Line(row.name, row.label, found, paper, full)
 
 
 def _local(row: str, setting: Setting) -> str:
@@ -185,9 +197,7 @@ def _local(row: str, setting: Setting) -> str:
 
 def everything(results: Results, setting: Setting) -> Table:
   """All heads of a setting with a number each, from the lowest perplexity to the highest."""
-  rows = [*PAPER_ROWS(setting), *BEYOND(setting)]
-  found = lambda row: measured(results, f"{setting.name}/{row.name}")
-  lines = [Line(row.name, row.label, found(row)) for row in rows]
+  lines = [_line(results, setting, row) for row in (*PAPER_ROWS(setting), *BEYOND(setting))]
   score = lambda line: line.measured.perplexity
   lines.sort(key=lambda line: score(line).mean if score(line) else math.inf)
   numbered = [

@@ -2,7 +2,7 @@
 
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -13,22 +13,29 @@ from vqjax import report
 from vqjax.report import units
 from vqjax.training.run import read_json
 
-Speed = Mapping[str, Mapping[str, Any]]
-"""Name of a head -> what `experiments.bench_vq` measured of it."""
+Speed = Mapping[str, Any]
+"""What `experiments.bench_vq` wrote."""
+
+_COLUMNS = (
+  report.Column("milliseconds", lambda run: run.get("seconds"), units.milliseconds, ""),
+  report.Column("times faster", lambda run: run.get("times_faster"), units.ratio, ""),
+  report.Column("temporaries", lambda run: run.get("temp_bytes"), units.size, ""),
+  report.Column("weights, 16 bits", lambda run: run.get("weight_bytes_16_bit"), units.size, ""),
+  report.Column("codes", lambda run: run.get("table_bytes"), units.size, ""),
+)
 
 
 def read(path: pathlib.Path) -> Speed | None:
-  """The rows of a benchmark; None where it was not run.
+  """The figures of a benchmark; None where it was not run.
 
   Raises:
     ValueError: the file is not JSON.
   """
-  found = read_json(path)
-  return None if found is None else found["rows"]
+  return read_json(path)
 
 
 def section(speed: Speed | None) -> str:
-  """Table 3, measured, and what the paper prints."""
+  """Table 3, training and decoding, measured, and what the paper prints."""
   full, fast, larger = (LOGITS_MS[name] for name in ("full", "vq-1024", "vq-2048"))
   paper = (
     f"The paper, on an A100 with 16-bit weights: {full[0]:g} MB and {full[1]:g} ms for the full"
@@ -39,35 +46,53 @@ def section(speed: Speed | None) -> str:
   title = "## Table 3: speed at the paper's size\n"
   if speed is None:
     return f"{title}\n{units.MISSING}: `experiments.bench_vq` has not been run.\n\n{paper}"
-  runs = [report.Run(pathlib.Path(name), {}, None, (), _row(speed, name)) for name in speed]
-  columns = [
-    report.Column("milliseconds", lambda run: run.get("seconds"), units.milliseconds, ""),
-    report.Column("times faster than full", lambda run: run.get("faster"), units.ratio, ""),
-  ]
-  return f"{title}\n{report.markdown_table(columns, runs)}\n{paper}"
+  return f"{title}\n{paper}\n{_work(speed)}" + "".join(_tables(speed))
 
 
-def _row(speed: Speed, name: str) -> dict[str, Any]:
-  full = next((row for other, row in speed.items() if other.startswith("full")), None)
-  seconds = speed[name].get("seconds")
-  faster = full["seconds"] / seconds if full and seconds else None
-  return {"name": name, "status": "finished", "seconds": seconds, "faster": faster}
+def _work(speed: Speed) -> str:
+  shape, origin = speed["sizes"]["shape"], speed["provenance"]
+  return (
+    f"Here: {origin['device']}, float32, {shape['tokens']:,} tokens, D = {shape['dim']:,}, V ="
+    f" {shape['vocab']:,}, commit {origin['commit']}. The full softmax and the paper's gather take"
+    f" {speed['slice']:,} tokens at a time: the logits of all are too large for this machine.\n"
+  )
+
+
+def _tables(speed: Speed) -> Iterator[str]:
+  for title, key in (("Log-probabilities", "forward"), ("Loss and gradient", "training")):
+    runs = [_run(name, row) for name, row in speed[key]["rows"].items()]
+    yield f"\n{title}:\n\n{report.markdown_table(_COLUMNS, runs)}"
+  for batch, heads in speed["decoding"].items():
+    runs = [_run(name, steps) for name, steps in heads.items()]
+    steps = dict.fromkeys(step for row in heads.values() for step in row)
+    columns = [report.Column(step, _decoded(step), str, "") for step in steps]
+    yield f"\nOne step of decoding, {batch}, milliseconds and times faster:\n\n"
+    yield report.markdown_table(columns, runs)
+
+
+def _decoded(step: str):
+  def get(run: report.Run) -> str | None:
+    row = run.result.get(step)
+    faster = lambda: units.ratio(row["times_faster"])
+    return row and f"{units.milliseconds(row['seconds'])} ({faster()})"
+
+  return get
+
+
+def _run(name: str, row: Mapping[str, Any]) -> report.Run:
+  return report.Run(pathlib.Path(name), {}, None, (), {"name": name, **row})
 
 
 def figure(speed: Speed | None) -> Figure | None:
   """Figure 2b; None without measurements."""
   if speed is None:
     return None
-  found = {int(k[1]): _row(speed, name)["faster"] for name in speed if (k := _codes(name))}
-  measured = {k: faster for k, faster in sorted(found.items()) if faster}
+  rows = speed["forward"]["rows"]
+  found = ((re.fullmatch(r"codebook K=(\d+)", name), row) for name, row in rows.items())
+  measured = {int(match[1]): row["times_faster"] for match, row in found if match}
   paper = {
     int(name.removeprefix("vq-")): row.logits
     for name, row in PAPER["Table 1"].items()
     if name.startswith("vq-")
   }
   return codes_against_speed(measured, paper) if measured else None
-
-
-def _codes(name: str) -> re.Match | None:
-  """Of "codebook K=1024", the number."""
-  return re.fullmatch(r"codebook\D*(\d+)", name)
