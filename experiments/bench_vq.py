@@ -8,6 +8,7 @@ they would take 17.5 GB and more for their softmax, so it takes a slice of the t
 the paper's gather does.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 
@@ -30,9 +31,10 @@ PAPER = Sizes(
 )
 """Those of Table 3: 32 sequences of 512 tokens of WikiText-103."""
 QUICK = Sizes(Shape(32, 16, 512), (16, 32), (40, 160), 8, (16, 4), (2,), (3,))
-SECONDS = 120.0
-"""What the calls of a program may take beyond its first."""
-DECODING_SECONDS = 5.0
+SECONDS_A_TOKEN = 120 / 16384
+"""What the calls of a program may take beyond its first, for each token of the batch."""
+DECODING_SECONDS = 3.0
+"""The same of a decoding step."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,21 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
   sizes = QUICK if options.quick else PAPER
   if options.tokens:
     sizes = sizes._replace(shape=sizes.shape._replace(tokens=options.tokens))
-  scale = 0.0 if options.quick else 1.0
+  of_batch = 0.0 if options.quick else SECONDS_A_TOKEN * sizes.shape.tokens
+  of_step = 0.0 if options.quick else DECODING_SECONDS
   figures = {
     "sizes": sizes._asdict() | {"shape": sizes.shape._asdict()},
-    **batches(sizes, scale * SECONDS),
-    "decoding": decoding(sizes, scale * DECODING_SECONDS),
+    **batches(sizes, of_batch),
+    "decoding": decoding(sizes, of_step),
   }
   benching.write(options.json, figures | {"provenance": provenance()})
   return 0
 
 
 def _positive(text: str) -> int:
-  number = int(text)
-  if number < 1:
-    raise ValueError(text)
-  return number
+  if not text.isdecimal() or not int(text):
+    raise argparse.ArgumentTypeError(f"{text} is no number of tokens; give at least 1")
+  return int(text)
 
 
 def batches(sizes: Sizes, seconds: float) -> dict[str, dict]:
@@ -68,25 +70,27 @@ def batches(sizes: Sizes, seconds: float) -> dict[str, dict]:
   variables = vq_programs.variables_of([one.head for one in rows.values()])
   data = vq_programs.batch(sizes.shape)
   of_slice = vq_programs.slice_of(sizes.shape.tokens, sizes.shape.vocab)
-  benching.say(
-    f"slices of {of_slice} tokens; tokens by Zipf's law; random codes; weights in 16 bits"
-  )
+  benching.say(f"slices of {of_slice} tokens; tokens by Zipf's law; random codes; 16-bit weights")
 
   def table(title: str, program: Callable) -> dict[str, Timed]:
     programs = {name: program(one, variables[one.head], *data) for name, one in rows.items()}
     timed = budgeted(programs, seconds, said=benching.say)
-    weights = {name: one.head for name, one in rows.items()}
     benching.show(
       f"{title}, {sizes.shape} float32, {device()}",
       ("", "ms", "faster", "temp MiB", "weights MB", "codes MB"),
-      [_cells(name, t, timed[FULL], weights[name]) for name, t in timed.items()],
+      [_cells(name, t, timed[FULL], rows[name].head) for name, t in timed.items()],
     )
     return timed
 
   found = table("log-probabilities (Table 3)", vq_programs.forward)
-  forward = _figures(found, rows) | {"differences": _differences(found, sizes)}
+  differences = _differences(found, sizes)
   trained = table("loss and gradient", vq_programs.training)
-  return {"slice": of_slice, "forward": forward, "training": _figures(trained, rows)}
+  return {
+    "slice": of_slice,
+    "forward": _figures(found, rows),
+    "differences": differences,
+    "training": _figures(trained, rows),
+  }
 
 
 def _cells(name, timed, full, head):
@@ -101,19 +105,22 @@ def _cells(name, timed, full, head):
 
 
 def _figures(timed, rows):
-  full = timed[FULL].seconds
   return {
-    "rows": {
-      name: {
-        "seconds": t.seconds,
-        "calls": t.calls,
-        "times_faster": full / t.seconds,
-        "temp_bytes": t.temp_bytes,
-        "weight_bytes_16_bit": vq_programs.weight_bytes(rows[name].head),
-        "table_bytes": vq_programs.table_bytes(rows[name].head),
-      }
-      for name, t in timed.items()
+    name: _measured(t, timed[FULL])
+    | {
+      "weight_bytes_16_bit": vq_programs.weight_bytes(rows[name].head),
+      "table_bytes": vq_programs.table_bytes(rows[name].head),
     }
+    for name, t in timed.items()
+  }
+
+
+def _measured(timed: Timed, full: Timed) -> dict[str, float]:
+  return {
+    "seconds": timed.seconds,
+    "calls": timed.calls,
+    "times_faster": full.seconds / timed.seconds,
+    "temp_bytes": timed.temp_bytes,
   }
 
 
@@ -143,34 +150,22 @@ def _decoding_of(rows, heads, variables, sizes, seconds):
     for name, head in heads.items()
     for step, program in vq_programs.decoding(head, variables[head], rows, sizes.best).items()
   }
-  timed = budgeted(programs, seconds, said=lambda text: None)
+  benching.say(f"batch {rows}: {len(programs)} programs of at most {seconds:.0f} s each")
+  timed = budgeted(programs, seconds, said=lambda _: None)
   steps = list(dict.fromkeys(step for _, step in timed))
-  first = next(iter(heads))
-  faster = lambda name, step: timed[first, step].seconds / timed[name, step].seconds
-  benching.show(
-    f"one step of decoding, batch {rows}, D={sizes.shape.dim} V={sizes.shape.vocab} float32, {device()}:"
-    " ms and times faster",
-    ("", *steps),
-    [
-      [
-        name,
-        *(f"{timed[name, s].seconds * 1e3:.4g} ({faster(name, s):.3g}x)" for s in steps),
-      ]
-      for name in heads
-    ],
-  )
-  return {
-    name: {
-      step: {
-        "seconds": timed[name, step].seconds,
-        "calls": timed[name, step].calls,
-        "times_faster": faster(name, step),
-        "temp_bytes": timed[name, step].temp_bytes,
-      }
-      for step in steps
-    }
+  dense = next(iter(heads))
+  found = {
+    name: {step: _measured(timed[name, step], timed[dense, step]) for step in steps}
     for name in heads
   }
+  cell = lambda one: f"{one['seconds'] * 1e3:.4g} ({one['times_faster']:.3g}x)"
+  benching.show(
+    f"ms of a decoding step and times faster, batch {rows}, D={sizes.shape.dim}"
+    f" V={sizes.shape.vocab} float32, {device()}",
+    ("", *steps),
+    [[name, *(cell(one[step]) for step in steps)] for name, one in found.items()],
+  )
+  return found
 
 
 if __name__ == "__main__":
