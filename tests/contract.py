@@ -15,6 +15,12 @@ from tests.contract_on_meshes import ContractOnMeshes, as_float64, mesh_cases, p
 from vqjax.ops import sampling
 
 
+def costly(test):
+  """Marks a test that takes seconds: it runs for the cases that are compiled for meshes alone."""
+  test.is_costly = True
+  return test
+
+
 class OneDeviceContract:
   """Claims about every head on one device. A subclass gives `cases`.
 
@@ -100,20 +106,25 @@ class OneDeviceContract:
       largest = reference.largest_value(function, variables["params"], rest, hidden, tokens)
       assert largest < rows * vocab / 4
 
+  @costly
   def test_samples_follow_the_distribution(self, head, variables, hidden):
     self.check_draws(head, variables, hidden[0, 0])
 
+  @costly
   def test_samples_at_a_temperature_follow_the_sharpened_distribution(
     self, head, variables, hidden
   ):
     self.check_draws(head, variables, hidden[0, 0], temperature=0.5)
 
+  @costly
   def test_samples_among_the_best_follow_the_cut_distribution(self, head, variables, hidden):
     self.check_draws(head, variables, hidden[0, 0], top_k=7)
 
+  @costly
   def test_samples_of_the_nucleus_follow_the_cut_distribution(self, head, variables, hidden):
     self.check_draws(head, variables, hidden[0, 0], top_p=0.6)
 
+  @costly
   def test_samples_are_of_allowed_tokens_alone(self, head, variables, hidden):
     allowed = jnp.arange(self.vocab) % 3 == 1
     self.check_draws(head, variables, hidden[0, 0], allowed=allowed)
@@ -157,6 +168,7 @@ class OneDeviceContract:
     )
     assert all(len(set(row)) == k for row in np.asarray(tokens).reshape(-1, k))
 
+  @costly
   @pytest.mark.parametrize("vocab", [9001])
   def test_a_vocabulary_of_several_blocks_is_searched_and_drawn_from_whole(self, case, vocab):
     head = self.cases[case](vocab, self.dim)
@@ -195,6 +207,7 @@ class OneDeviceContract:
     ranks = jax.tree.map(lambda x: x.ndim, variables)
     assert jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple)) == ranks
 
+  @costly
   def test_works_through_the_nnx_bridge(self, head, variables, hidden, tokens):
     model = bridge.ToNNX(head, rngs=nnx.Rngs(0))
     bridge.lazy_init(model, hidden)
@@ -203,6 +216,7 @@ class OneDeviceContract:
     expected = np.take_along_axis(expected, np.asarray(tokens)[..., None], -1)[..., 0]
     np.testing.assert_allclose(log_prob, expected, atol=2e-5)
 
+  @costly
   def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
     head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
     variables = perturbed(head.init(jax.random.key(1), hidden))
@@ -250,7 +264,8 @@ class HeadContract(OneDeviceContract, ContractOnMeshes):
 def for_each_case(metafunc):
   """Runs each test of a contract once for each of its class's cases."""
   if "case" in metafunc.fixturenames:
-    metafunc.parametrize("case", list(metafunc.cls.cases))
+    few = getattr(metafunc.function, "is_costly", False)
+    metafunc.parametrize("case", mesh_cases(metafunc.cls) if few else list(metafunc.cls.cases))
   if "mesh_case" in metafunc.fixturenames:
     metafunc.parametrize("mesh_case", mesh_cases(metafunc.cls))
 

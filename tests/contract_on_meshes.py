@@ -151,7 +151,7 @@ class ContractOnMeshes:
 
 def mesh_cases(contract) -> tuple:
   """The names of the cases of a test class that are compiled for meshes."""
-  return contract.mesh_cases or tuple(contract.cases)[:1]
+  return getattr(contract, "mesh_cases", ()) or tuple(contract.cases)[:1]
 
 
 def perturbed(variables):

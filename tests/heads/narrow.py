@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests import reference
-from tests.contract import HeadContract
+from tests.contract import HeadContract, costly
 from tests.contract_on_meshes import as_float64, perturbed
 
 
@@ -25,6 +25,7 @@ class NarrowContract(HeadContract):
   `reference_logits` has one more argument, applied to a projected vector before it is scored.
   """
 
+  @costly
   def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
     head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
     variables = perturbed(head.init(jax.random.key(1), hidden))
