@@ -24,9 +24,7 @@ class TestClassBasedHead(HeadContract):
   cases: ClassVar = {
     "equal": lambda v, d: ClassBasedHead(v, d, 10),
     "empty": lambda v, d: ClassBasedHead(v, d, 17, with_empty_classes),
-    "frequent": lambda v, d: ClassBasedHead(v, d, 13, assign.FrequentAlone()),
     "one class": lambda v, d: ClassBasedHead(v, d, 1),
-    "a class each": lambda v, d: ClassBasedHead(v, d, v),
   }
   mesh_cases: ClassVar = ("equal", "empty")
 

@@ -32,10 +32,8 @@ class TestCodebookHead(HeadContract):
   cases: ClassVar = {
     "uniform": lambda v, d: CodebookHead(v, d, 17),
     "bias": lambda v, d: CodebookHead(v, d, 17, token_bias=True),
-    "frequent": lambda v, d: CodebookHead(v, d, 17, assign.FrequentAlone(), token_bias=True),
     "empty": lambda v, d: CodebookHead(v, d, 17, with_empty_codes),
     "empty bias": lambda v, d: CodebookHead(v, d, 17, with_empty_codes, token_bias=True),
-    "one code": lambda v, d: CodebookHead(v, d, 1),
     "one each": lambda v, d: CodebookHead(v, d, v),
     "tied": lambda v, d: tied(v, d, token_bias=True),
   }
