@@ -258,3 +258,30 @@ class TestBadInput:
     start = convert.Frozen(str(tmp_path / "copy"))
     with pytest.raises(ValueError, match="a head of weight has learned no codes"):
       begun(dataclasses.replace(dense[0], start=start))
+
+
+def test_tokens_with_the_same_neighbours_have_near_embeddings():
+  """Words of two kinds that alternate: a word's neighbours tell its kind."""
+  rng = np.random.default_rng(0)
+  tokens = np.empty(20_000, np.int64)
+  tokens[::2] = rng.integers(0, 10, 10_000)
+  tokens[1::2] = rng.integers(10, 20, 10_000)
+  counts = np.bincount(tokens, minlength=20)
+  known = convert.Known(tokens, counts, None, None)
+  code = convert.ContextKMeans(width=4)(known, 2)
+  assert len(set(code[:10])) == len(set(code[10:])) == 1
+  assert code[0] != code[10]
+
+
+def test_product_codes_from_scratch_are_those_of_contexts_and_nothing_else_changes(dense):
+  experiment, _ = dense
+  head = ProductHead(V, D, 6, 4, token_bias=True)
+  scratch = dataclasses.replace(
+    experiment, model=experiment.model.clone(head=head), start=convert.MappedProduct()
+  )
+  _, variables, text = begun(scratch)
+  codes = variables["codes"]["head"]["codes"]
+  assert codes.dtype == np.uint8
+  assert all(len(np.unique(column)) == 6 for column in codes.T)
+  fresh = jax.device_get(Program(text.experiment, make_mesh(MeshShape(data=1))).init(keys(0)[0]))
+  jax.tree.map(np.testing.assert_array_equal, variables["params"], fresh.params)
