@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from tests.contract import HeadContract
 from vqjax.heads import LearnedProductHead, ProductHead
-from vqjax.heads.product import mixed_radix
+from vqjax.heads.product import mixed_radix, sub_vector_init
 from vqjax.ops import product
 
 
@@ -130,3 +131,18 @@ def test_codes_that_do_not_fit_are_refused(codes, message):
   head = ProductHead(10, 8, 4, 2, codes_init=lambda *_: codes)
   with pytest.raises(ValueError, match=message):
     head.init(jax.random.key(0), jnp.ones((1, 8)))
+
+
+def test_initialisers_may_be_partitioned():
+  init = nn.with_partitioning(sub_vector_init, (None, "codes", None))
+  variables = ProductHead(11, 6, 3, 2, table_init=init).init(jax.random.key(0), jnp.ones((1, 6)))
+  boxed = variables["params"]["tables"]
+  assert boxed.names == (None, "codes", None)
+  assert boxed.value.shape == (2, 3, 3)
+
+
+def test_initial_rows_have_unit_length_on_average():
+  head = ProductHead(500, 64, 50, 8)
+  variables = head.init(jax.random.key(0), jnp.ones((1, 64)))
+  rows = composed(np.asarray(variables["codes"]["codes"]), variables["params"]["tables"])
+  np.testing.assert_allclose((rows**2).sum(-1).mean(), 1, rtol=0.1)

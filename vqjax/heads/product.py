@@ -1,12 +1,14 @@
 """What does a head look like whose rows are composed of M codes each?"""
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import lax
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.linear import LinearHead
@@ -38,6 +40,12 @@ def mixed_radix(vocab: int, codes: int, subspaces: int) -> Int[np.ndarray, "V M"
   return np.stack(columns, axis=1).astype(np.int64)
 
 
+def sub_vector_init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+  """Normal sub-vectors [M, K, D/M] with the variance of those of a row of width D: 1/D."""
+  subspaces, _, width = shape
+  return jax.random.normal(key, shape, dtype) * (subspaces * width) ** -0.5
+
+
 class _ProductTables(LinearHead):
   """What heads share whose rows are composed of tables [M, K, D/M].
 
@@ -45,14 +53,14 @@ class _ProductTables(LinearHead):
     codes: number of sub-vectors of each table, K.
     subspaces: number of codes of a token, M; divides dim.
     token_bias: give each token a score of its own.
-    table_init: initialiser of the [M, K, D/M] tables, as that of a [M·K, D] weight.
+    table_init: initialiser of the [M, K, D/M] tables.
     bias_init: initialiser of the [V] token bias.
   """
 
   codes: int
   subspaces: int
   token_bias: bool = False
-  table_init: nn.initializers.Initializer = row_init
+  table_init: nn.initializers.Initializer = sub_vector_init
   bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
   def setup(self):
@@ -64,15 +72,10 @@ class _ProductTables(LinearHead):
         f"subspaces {self.subspaces} do not divide dim {self.dim}; give one of"
         f" {[m for m in range(1, self.dim + 1) if self.dim % m == 0]}"
       )
-    self.tables = self.param("tables", self._initial_tables)
+    shape = self.subspaces, self.codes, self.dim // self.subspaces
+    self.tables = self.param("tables", self.table_init, shape, self.param_dtype)
     if self.token_bias:
       self.bias = self.param("token_bias", self.bias_init, (self.vocab,), self.param_dtype)
-
-  def _initial_tables(self, key):
-    """Sub-vectors with the variance of those of a row of width D."""
-    m, k = self.subspaces, self.codes
-    rows = self.table_init(key, (k, self.dim), self.param_dtype)
-    return rows.reshape(k, m, self.dim // m).swapaxes(0, 1)
 
   def _bias(self) -> Float[Array, "V"] | None:
     return self.bias if self.token_bias else None
