@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 
 from tests.contract import HeadContract
+from tests.contract_on_meshes import perturbed
 from vqjax.heads import LearnedProductHead, ProductHead
 from vqjax.heads.product import mixed_radix, sub_vector_init
 from vqjax.ops import product
@@ -146,3 +147,20 @@ def test_initial_rows_have_unit_length_on_average():
   variables = head.init(jax.random.key(0), jnp.ones((1, 64)))
   rows = composed(np.asarray(variables["codes"]["codes"]), variables["params"]["tables"])
   np.testing.assert_allclose((rows**2).sum(-1).mean(), 1, rtol=0.1)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_one_row_is_decoded_by_looking_up_and_many_by_composing_with_the_same_result(softcap):
+  head = ProductHead(101, 12, 5, 3, token_bias=True, softcap=softcap)
+  many = jax.random.normal(jax.random.key(0), (7, 12))
+  variables = perturbed(head.init(jax.random.key(1), many))
+  rows = lambda hidden: str(
+    jax.make_jaxpr(lambda h: head.apply(variables, h, 9, method="top_k"))(hidden)
+  )
+  assert "f32[1,3,5]" in rows(many[:1])  # a score of each sub-vector
+  assert "f32[7,3,5]" not in rows(many)
+  together = head.apply(variables, many, 9, method="top_k")
+  alone = [head.apply(variables, row[None], 9, method="top_k") for row in many]
+  for at, expected in enumerate(together):
+    found = np.concatenate([pair[at] for pair in alone])
+    np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -1,5 +1,6 @@
 """What does a head look like whose rows are composed of M codes each?"""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,10 +93,11 @@ class ProductHead(_ProductTables):
   """softmax(hidden · rowᵀ + bias), each row composed of M sub-vectors that its codes name.
 
   K·D parameters (and V for a bias) and V·M codes stand for V·D numbers. The loss is exact, in tiles
-  of rows that are composed where they are used; decoding looks up M numbers a token and composes
-  nothing. The codes are the variable `codes` of the collection `codes`: given by `codes_init` or by
-  a conversion (`vqjax.convert`), never trained; `LearnedProductHead` learns them. Source: the
-  future work of VQ-Logits; Jégou et al., Product quantization for nearest neighbor search, 2011.
+  of rows that are composed where they are used; decoding a few rows looks up M numbers a token and
+  composes nothing. The codes are the variable `codes` of the collection `codes`: given by
+  `codes_init` or by a conversion (`vqjax.convert`), never trained; `LearnedProductHead` learns
+  them. Source: the future work of VQ-Logits; Jégou et al., Product quantization for nearest
+  neighbor search, 2011.
 
   Attributes:
     codes_init: (vocab, codes, subspaces) -> int [V, M].
@@ -120,7 +122,12 @@ class ProductHead(_ProductTables):
     return Rows(jnp.asarray(self.code_table.value), self.tables, product.compose)
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """Blocks of tokens whose scores are sums of M looked-up numbers."""
+    """Blocks of tokens whose scores are sums of M looked-up numbers, where hidden has few rows.
+
+    Many rows share the cost of composing the block, and a product is faster than M look-ups each.
+    """
+    if 2 * math.prod(hidden.shape[:-1]) * self.subspaces > self.dim:
+      return super()._blocks(rows, hidden)
     self._check_hidden(hidden)
     codes, bias = rows
     dtype = self.dtype or jnp.promote_types(hidden.dtype, self.tables.dtype)
