@@ -204,6 +204,15 @@ def BEYOND(s: Setting) -> list[Row]:
       convert.MappedProduct(convert.ToProduct(power=0.5)),
       headline=True,
     ),
+    *(
+      _scratch(
+        f"product-scratch-{codes}x{subspaces}",
+        f"product codes of contexts ({codes} x {subspaces}), + bias, from scratch",
+        lambda s, c=codes, m=subspaces: ProductHead(V, s.dim, c, m, token_bias=True),
+        convert.MappedProduct(convert.ToProduct(power=0.5)),
+      )
+      for codes, subspaces in s.other_products
+    ),
     _scratch(
       "residual-scratch",
       "codebook of contexts and a low-rank part, + bias, from scratch",

@@ -52,6 +52,7 @@ class Setting:
     cutoffs: of the adaptive softmax.
     rank: of the low-rank head.
     product: (K, M) of the product head, at most 1/16 of the dense head's bytes with a token bias.
+    other_products: (K, M) of a smaller and of a larger one.
     residual: (K, R) of the codebook head with a low-rank part, likewise.
     classes: of the class-based head.
     recluster_tokens: of the text that a re-clustering reads.
@@ -75,6 +76,7 @@ class Setting:
   cutoffs: tuple[int, ...]
   rank: int
   product: tuple[int, int]
+  other_products: tuple[tuple[int, int], ...]
   residual: tuple[int, int]
   classes: int
   recluster_tokens: int = 2**18
@@ -173,6 +175,7 @@ def _smoke(name: str) -> Setting:
     cutoffs=(40, 120),
     rank=8,
     product=(16, 4),
+    other_products=((16, 2), (16, 8)),
     residual=(16, 2),
     classes=20,
     recluster_tokens=512,
@@ -193,6 +196,7 @@ CPU = {
     cutoffs=(750, 3000),
     rank=7,
     product=(224, 16),
+    other_products=((96, 8), (256, 32)),
     residual=(200, 4),
     classes=100,
     seeds=3,
@@ -207,6 +211,7 @@ CPU = {
     cutoffs=(2500, 10_000),
     rank=64,
     product=(256, 16),
+    other_products=((96, 8), (256, 32)),
     residual=(512, 4),
     classes=180,
     ablations=True,
@@ -221,6 +226,7 @@ CPU = {
     cutoffs=(500, 2000),
     rank=16,
     product=(224, 16),
+    other_products=((96, 8), (256, 32)),
     residual=(200, 4),
     classes=90,
   ),
@@ -258,6 +264,7 @@ PAPER = {
     cutoffs=(750, 3000),
     rank=27,
     product=(256, 64),
+    other_products=((256, 32), (256, 128)),
     classes=100,
     seeds=3,
   ),
@@ -268,6 +275,7 @@ PAPER = {
     cutoffs=(20_000, 80_000),
     rank=512,
     product=(256, 96),
+    other_products=((256, 48), (256, 192)),
     classes=517,
     ablations=True,
   ),
@@ -278,6 +286,7 @@ PAPER = {
     cutoffs=(2400, 9600),
     rank=48,
     product=(256, 96),
+    other_products=((256, 48), (256, 192)),
     classes=179,
   ),
 }
