@@ -1,4 +1,4 @@
-"""Do the runs of the VQ-Logits tables build at the paper's own sizes, without computing anything?"""
+"""Do the runs of the VQ-Logits tables build at the paper's own sizes, in shapes alone?"""
 
 import jax
 import jax.numpy as jnp
