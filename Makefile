@@ -1,10 +1,10 @@
-# What can I run here?  make demo | test | lint | bench | bench-gpu | install | smoke | clean
+# What can I run here?  make demo | test | lint | bench | bench-vq | bench-gpu | install | smoke | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint bench bench-gpu smoke clean
+.PHONY: install demo test lint bench bench-vq bench-gpu smoke clean
 
 install: $(STAMP)
 
@@ -33,8 +33,12 @@ bench: $(STAMP)
 	$(PY) -m experiments.bench_options
 	$(PY) -m experiments.bench_memory
 	$(PY) -m experiments.bench_heads
-	$(PY) -m experiments.bench_vq
 	$(PY) -m experiments.bench_loop
+
+# At the sizes of the VQ-Logits paper: an hour on two cores, alone on the machine.
+bench-vq: $(STAMP)
+	$(PY) -m experiments.bench_kmeans
+	$(PY) -m experiments.bench_vq
 
 # On any machine with a GPU, jax for it, flax and jaxtyping; nothing of this repository installed:
 # make bench-gpu PY=python3 ARGS="--json gpu.json"

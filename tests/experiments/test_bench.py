@@ -13,6 +13,7 @@ from scipy.special import log_softmax
 
 from experiments import (
   bench_heads,
+  bench_kmeans,
   bench_memory,
   bench_options,
   bench_softmax,
@@ -96,6 +97,15 @@ def test_vq_bench_prints_table_3_training_and_decoding(tmp_path, capsys):
   assert rows["codebook K=16"]["table_bytes"] == 4 * 512
   assert max(figures["differences"].values()) < 1e-4
   assert figures["decoding"]["batch 2"]["codebook K=16 + bias"]["sample"]["seconds"] > 0
+
+
+def test_kmeans_bench_fits_the_same_tables_as_scikit_learn(tmp_path, capsys):
+  out, figures = run(bench_kmeans, tmp_path, capsys)
+  assert "vqjax / scikit-learn" in out
+  for data in figures["data"].values():
+    assert data["rows"].keys() == {"scikit-learn", "vqjax"}
+    # Two seedings of few points: the same within the luck of them.
+    assert 0.9 < data["ratios"]["inertia"] < 1.1
 
 
 def test_a_slice_divides_the_tokens_and_its_scores_fit():
