@@ -88,7 +88,12 @@ BODY = "embedding", "position", "blocks", "final_norm"
 """Everything but the head."""
 
 
-def PAPER_ROWS(s: Setting) -> list[Row]:
+def all_rows(s: Setting) -> list[Row]:
+  """Every row of a setting."""
+  return [*paper_rows(s), *(beyond(s) if s.beyond else ())]
+
+
+def paper_rows(s: Setting) -> list[Row]:
   """What the paper has: Tables 1, 2, 6, 7, 9 and 10."""
   k = s.ablation_codes
   kmeans = convert.KMeans()
@@ -97,12 +102,14 @@ def PAPER_ROWS(s: Setting) -> list[Row]:
   rows = [
     Row("dense", "Full softmax, before fine-tuning", _dense, headline=True),
     Row("full", "Full softmax", _control, ("dense",), headline=True),
-    _scratch("full-scratch", "Full softmax, from scratch", lambda s: s.dense_head(), headline=True),
     _scratch(
       "adaptive", "Adaptive softmax", lambda s: AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
     ),
     _scratch("low-rank", f"Low-rank ({s.rank})", lambda s: LowRankHead(V, s.dim, s.rank)),
   ]
+  if s.beyond:
+    control = lambda s: s.dense_head()
+    rows.insert(2, _scratch("full-scratch", "Full softmax, from scratch", control, headline=True))
   for codes in s.codes:
     label = f"VQ-Logits (K={codes})"
     headline = codes == s.codes[-1]
@@ -146,7 +153,7 @@ def _tied(k: int) -> Row:
   return Row(f"vq-{k}-tied", "tied to the input embedding, + bias", make)
 
 
-def BEYOND(s: Setting) -> list[Row]:
+def beyond(s: Setting) -> list[Row]:
   """What the paper does not have: mappings, biases, other compressed heads, other training."""
   k = s.codes[-1]
   weighted, alone = convert.KMeans(power=1.0), convert.KMeans(power=1.0, alone=0.5)
@@ -190,12 +197,6 @@ def BEYOND(s: Setting) -> list[Row]:
       f"K={k}, weighted, + bias, learned mapping",
       lambda s: LearnedCodebookHead(V, s.dim, k, token_bias=True, anneal=steps * 2 // 3),
       convert.ToLearnedCodebook(weighted),
-    ),
-    _scratch(
-      f"brown-scratch-{k}",
-      f"K={k}, exchange on bigrams, + bias, from scratch",
-      bias,
-      convert.Mapped(convert.Brown(token_bias=True)),
     ),
     _scratch(
       "product-scratch",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
-from experiments.vq_heads import BEYOND, PAPER_ROWS, Row
+from experiments.vq_heads import Row, all_rows, paper_rows
 from experiments.vq_measured import Measured, Results, measured
 from experiments.vq_paper import BODIES, PAPER, TITLES, Published
 from experiments.vq_settings import SCALES, Setting
@@ -170,7 +170,7 @@ MAIN = {"wikitext": "Table 1", "web": "Table 9", "ptb": "Table 10"}
 def _paper_table(results: Results, setting: Setting, name: str) -> Table:
   printed = {_local(row, setting): numbers for row, numbers in PAPER[name].items()}
   full = PAPER[MAIN[setting.name]]["full"]
-  rows = {row.name: row for row in PAPER_ROWS(setting)}
+  rows = {row.name: row for row in paper_rows(setting)}
   methods = [row for row in rows if not re.match(r"vq-\d+-", row)]
   wanted = methods if name == MAIN[setting.name] else printed
   lines = [_line(results, setting, rows[row], printed.get(row), full) for row in wanted]
@@ -184,7 +184,7 @@ def _line(
   paper: Published | None = None,
   full: Published | None = None,
 ) -> Line:
-  scratch = not row.needs and row.name not in ("dense", "full-scratch")
+  scratch = setting.beyond and not row.needs and row.name not in ("dense", "full-scratch")
   found = measured(results, f"{setting.name}/{row.name}", scratch)
   return Line(row.name, row.label, found, paper, full)
 
@@ -197,7 +197,7 @@ def _local(row: str, setting: Setting) -> str:
 
 def everything(results: Results, setting: Setting) -> Table:
   """All heads of a setting with a number each, from the lowest perplexity to the highest."""
-  lines = [_line(results, setting, row) for row in (*PAPER_ROWS(setting), *BEYOND(setting))]
+  lines = [_line(results, setting, row) for row in all_rows(setting)]
   score = lambda line: line.measured.perplexity
   lines.sort(key=lambda line: score(line).mean if score(line) else math.inf)
   numbered = [

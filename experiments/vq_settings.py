@@ -57,6 +57,7 @@ class Setting:
     classes: of the class-based head.
     recluster_tokens: of the text that a re-clustering reads.
     ablations: whether it has the rows of Tables 2, 6 and 7.
+    beyond: whether it has what the paper does not have, and a full softmax from scratch beside it.
     seeds: of the headline rows.
   """
 
@@ -81,6 +82,7 @@ class Setting:
   classes: int
   recluster_tokens: int = 2**18
   ablations: bool = False
+  beyond: bool = False
   seeds: int = 1
 
   @property
@@ -180,6 +182,7 @@ def _smoke(name: str) -> Setting:
     classes=20,
     recluster_tokens=512,
     ablations=name == "wikitext",
+    beyond=name == "ptb",
   )
 
 
@@ -199,14 +202,15 @@ CPU = {
     other_products=((96, 8), (256, 32)),
     residual=(200, 4),
     classes=100,
+    beyond=True,
     seeds=3,
   ),
   "wikitext": _cpu(
     "wikitext",
     WikiText(),
     WordTokenizer(split=False),
-    1200,
-    400,
+    900,
+    300,
     codes=(1024, 2048, 4096),
     cutoffs=(2500, 10_000),
     rank=64,
@@ -266,6 +270,7 @@ PAPER = {
     product=(256, 64),
     other_products=((256, 32), (256, 128)),
     classes=100,
+    beyond=True,
     seeds=3,
   ),
   "wikitext": _paper(

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from experiments import vq_report, vq_results
 from experiments.console import speak_plainly
-from experiments.vq_heads import BEYOND, PAPER_ROWS, Row
+from experiments.vq_heads import Row, all_rows
 from experiments.vq_settings import SCALES, Setting
 from vqjax.config import Experiment
 from vqjax.training import Interrupted, NotFiniteError, fit
@@ -54,7 +54,7 @@ def runs(scale: str) -> dict[str, Run]:
   """All runs of a scale by name, each after those that it starts from."""
   found = []
   for setting in SCALES[scale].values():
-    rows = [*PAPER_ROWS(setting), *(BEYOND(setting) if setting.name == "ptb" else ())]
+    rows = all_rows(setting)
     for seed in range(setting.seeds):
       found += [Run(setting, row, seed) for row in rows if seed == 0 or row.headline]
   return {run.name: run for run in found}
@@ -128,8 +128,7 @@ def _chosen(scale: str, only: str | None) -> list[Run]:
 
 
 def _row(setting: Setting, name: str) -> Row:
-  rows = [*PAPER_ROWS(setting), *BEYOND(setting)]
-  return next(row for row in rows if row.name == name)
+  return next(row for row in all_rows(setting) if row.name == name)
 
 
 def _print_list(console: Console, scale: str, chosen: list[Run]) -> None:
