@@ -22,7 +22,7 @@ def composed(codes, tables):
 
 class TestProductHead(HeadContract):
   cases: ClassVar = {
-    "bias": lambda v, d: ProductHead(v, d, 5, 3, token_bias=True),
+    "bias": lambda v, d: ProductHead(v, d, 5, 4, token_bias=True),
     "no bias": lambda v, d: ProductHead(v, d, 17, 12),
     "capped": lambda v, d: ProductHead(v, d, 300, 2, softcap=3.0),
   }
@@ -41,7 +41,7 @@ def nearest(latent, tables):
 
 
 class TestLearnedProductHead(HeadContract):
-  cases: ClassVar = {"bias": lambda v, d: LearnedProductHead(v, d, 7, 3, token_bias=True)}
+  cases: ClassVar = {"bias": lambda v, d: LearnedProductHead(v, d, 7, 4, token_bias=True)}
 
   def reference_logits(self, head, variables, hidden):
     params = variables["params"]
@@ -69,8 +69,8 @@ class TestLearnedProductHead(HeadContract):
     np.testing.assert_allclose(found["token_bias"], d_scores.sum(0), atol=3e-5)
     d_tables = np.zeros(params["tables"].shape)
     codes = nearest(np.float64(params["latent"]), np.float64(params["tables"]))
-    for row, code in zip(d_rows.reshape(self.vocab, 3, -1), codes):
-      for m in range(3):
+    for row, code in zip(d_rows.reshape(self.vocab, 4, -1), codes):
+      for m in range(4):
         d_tables[m, code[m]] += row[m]
     np.testing.assert_allclose(found["tables"], d_tables, atol=3e-5)
 

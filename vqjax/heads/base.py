@@ -61,8 +61,8 @@ class Head(nn.Module):
     """The logits, a block of the vocabulary at a time."""
     return self._blocks(tuple(part.rows for part in self._rows()), hidden)
 
-  def _rows(self) -> tuple[shards.Padded, ...]:
-    """The arrays that go along the vocabulary, with what fills them up."""
+  def _rows(self) -> tuple[shards.Padded | shards.Whole, ...]:
+    """The arrays that go along the vocabulary, with what fills them up, and those that do not."""
     raise TypeError(f"{type(self).__name__} does not come in blocks: define _rows")
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:

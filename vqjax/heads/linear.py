@@ -90,13 +90,18 @@ class LinearHead(Head):
       return super().aux(hidden, tokens)
     return self.loss_terms(hidden, tokens)[1]
 
-  def _rows(self) -> tuple[shards.Padded, ...]:
-    return shards.Padded(self._weight().own, 0), shards.Padded(self._bias(), -jnp.inf)
+  def _rows(self) -> tuple[shards.Padded | shards.Whole, ...]:
+    weight = self._weight()
+    return (
+      shards.Padded(weight.own, 0),
+      shards.Padded(self._bias(), -jnp.inf),
+      shards.Whole(weight.shared),
+    )
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     self._check_hidden(hidden)
-    own, bias = rows
-    weight = dataclasses.replace(self._weight(), own=own)
+    own, bias, shared = rows
+    weight = dataclasses.replace(self._weight(), own=own, shared=shared)
 
     def scores(row_W):
       bias_W = None if bias is None else bias[row_W]

@@ -129,9 +129,9 @@ class ProductHead(_ProductTables):
     if 2 * math.prod(hidden.shape[:-1]) * self.subspaces > self.dim:
       return super()._blocks(rows, hidden)
     self._check_hidden(hidden)
-    codes, bias = rows
-    dtype = self.dtype or jnp.promote_types(hidden.dtype, self.tables.dtype)
-    partial_BMK = product.partial_scores(hidden, self.tables, dtype)
+    codes, bias, tables = rows
+    dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
+    partial_BMK = product.partial_scores(hidden, tables, dtype)
     scoring = Scoring(dtype, self.softcap)
 
     def scores(row_W):

@@ -82,9 +82,9 @@ class ResidualCodebookHead(LinearHead):
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of tokens, from scores of all codes and of the R vectors, computed once."""
     self._check_hidden(hidden)
-    (code_V, low_VR), bias = rows
-    scores_BK = softmax.linear_scores(hidden, self.codebook, dtype=self.dtype)
-    up_BR = softmax.linear_scores(hidden, self.up, dtype=self.dtype)
+    (code_V, low_VR), bias, (codebook, up) = rows
+    scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
+    up_BR = softmax.linear_scores(hidden, up, dtype=self.dtype)
     scoring = Scoring(jnp.dtype(jnp.float32), self.softcap)
 
     def scores(row_W):

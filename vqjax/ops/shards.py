@@ -26,6 +26,12 @@ class Padded(NamedTuple):
   fill: float | int
 
 
+class Whole(NamedTuple):
+  """Arrays that every device of the axis has whole, beside those that it has a part of."""
+
+  rows: Any
+
+
 def axis_types() -> dict[str, AxisType]:
   """The axes of the mesh in context, with their types; empty without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
@@ -65,7 +71,7 @@ def first_row(axis: str | None, rows: int) -> Array | int:
 
 
 def over_vocabulary(
-  axis: str | None, body: Callable[[Any, Any], Any], rows: tuple[Padded, ...], shared: Any
+  axis: str | None, body: Callable[[Any, Any], Any], rows: tuple[Padded | Whole, ...], shared: Any
 ) -> Any:
   """body(arrays of `rows`, `shared`), where each device of `axis` holds its part of the rows.
 
@@ -90,7 +96,8 @@ def over_vocabulary(
   if count == 1:
     return body(arrays, shared)
   arrays = tuple(_filled(part, count) for part in rows)
-  spread = jax.shard_map(body, in_specs=(P(axis), P()), out_specs=P(), axis_names={axis})
+  specs = tuple(P(axis) if isinstance(part, Padded) else P() for part in rows)
+  spread = jax.shard_map(body, in_specs=(specs, P()), out_specs=P(), axis_names={axis})
   # Outside of jit a shard_map that leaves axes automatic is an error.
   return jax.jit(spread)(arrays, shared)
 
@@ -112,7 +119,10 @@ def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | 
   return jnp.zeros((rows,), jnp.float32) if bias is None and ragged else bias
 
 
-def _filled(part: Padded, count: int) -> Any:
+def _filled(part: Padded | Whole, count: int) -> Any:
+  if isinstance(part, Whole):
+    return part.rows
+
   def fill_up(rows):
     missing = -rows.shape[0] % count
     if not missing:
