@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from vqjax.ops import shards
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +63,18 @@ class Rows:
 
   def part(self, start: Array, size: int) -> "Rows":
     """`size` rows from `start` on."""
-    own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), self.own)
-    return dataclasses.replace(self, own=own)
+    return self._some(lambda x: lax.dynamic_slice_in_dim(x, start, size))
 
   def at(self, index: Array) -> Float[Array, "W D"]:
     """The rows with the given indices."""
-    return self.compose(jax.tree.map(lambda x: x[index], self.own), self.shared)
+    return self._some(lambda x: x[index]).all()
+
+  def _some(self, choose: Callable[[Array], Array]) -> "Rows":
+    own = jax.tree.map(choose, self.own)
+    if not self.is_table:
+      # Composed of what is here: the partitioner does not split a look-up by a part of a row.
+      own = jax.tree.map(shards.parts(None).whole, own)
+    return dataclasses.replace(self, own=own)
 
   def zeros(self, wanted: "Rows") -> "Rows":
     """Gradients of zero for what is `wanted`, a `Rows` of booleans; None for the rest."""
@@ -89,13 +97,14 @@ class Rows:
       return self.compose(*jax.tree.unflatten(tree, leaves))
 
     rows, pull = jax.vjp(composed, trained)
-    found = iter(pull(d_rows.astype(rows.dtype))[0])
+    whole = shards.parts(None).whole
+    found = iter(jax.tree.map(whole, pull(whole(d_rows.astype(rows.dtype)))[0]))
     own = jax.tree.map(
-      lambda wish, whole: _added(whole, next(found), start) if wish else None,
+      lambda wish, sums: _added(sums, next(found), start) if wish else None,
       *(wanted.own, gradient.own),
     )
     shared = jax.tree.map(
-      lambda wish, whole: whole + next(found).astype(whole.dtype) if wish else None,
+      lambda wish, sums: sums + next(found).astype(sums.dtype) if wish else None,
       *(wanted.shared, gradient.shared),
     )
     return dataclasses.replace(gradient, own=own, shared=shared)
