@@ -154,113 +154,123 @@ def _tied(k: int) -> Row:
 
 
 def beyond(s: Setting) -> list[Row]:
-  """What the paper does not have: mappings, biases, other compressed heads, other training."""
-  k = s.codes[-1]
-  weighted, alone = convert.KMeans(power=1.0), convert.KMeans(power=1.0, alone=0.5)
+  """What the paper does not have."""
+  return [*_mappings(s), *_trainings(s), *_scratch_codes(s), *_other_heads(), *_baselines()]
+
+
+WEIGHTED = convert.KMeans(power=1.0)
+ALONE = convert.KMeans(power=1.0, alone=0.5)
+
+
+def _mappings(s: Setting) -> list[Row]:
+  """Which token sits on which code, with and without a token bias."""
+  k, to = s.codes[-1], convert.ToCodebook
   bias = _codebook(k, token_bias=True)
-  to = convert.ToCodebook
-  product = lambda s: ProductHead(V, s.dim, *s.product, token_bias=True)
-  learned = lambda s: LearnedProductHead(V, s.dim, *s.product, token_bias=True)
-  residual = lambda s: ResidualCodebookHead(V, s.dim, *s.residual, token_bias=True)
-  steps = s.fine_tune.steps
+  brown = convert.Brown(token_bias=True)
+  mass = convert.FrequencyBins(equal_mass=True)
   return [
     _converted(f"bias-{k}", f"K={k}, k-means, + bias", bias, to(convert.KMeans())),
-    _converted(f"weighted-{k}", f"K={k}, weighted k-means", _codebook(k), to(weighted)),
-    _converted(f"weighted-bias-{k}", f"K={k}, weighted k-means, + bias", bias, to(weighted)),
-    _converted(f"alone-{k}", f"K={k}, half alone, weighted tail", _codebook(k), to(alone)),
-    _converted(f"alone-bias-{k}", f"K={k}, half alone, + bias", bias, to(alone)),
+    _converted(f"weighted-{k}", f"K={k}, weighted k-means", _codebook(k), to(WEIGHTED)),
+    _converted(f"weighted-bias-{k}", f"K={k}, weighted k-means, + bias", bias, to(WEIGHTED)),
+    _converted(f"alone-{k}", f"K={k}, half alone, weighted tail", _codebook(k), to(ALONE)),
+    _converted(f"alone-bias-{k}", f"K={k}, half alone, + bias", bias, to(ALONE)),
     _converted(f"balanced-bias-{k}", f"K={k}, balanced, + bias", bias, to(convert.Balanced())),
+    _converted(f"brown-bias-{k}", f"K={k}, exchange on bigrams, + bias", bias, to(brown)),
+    _converted(f"mass-bias-{k}", f"K={k}, bins of equal mass, + bias", bias, to(mass)),
+  ]
+
+
+def _trainings(s: Setting) -> list[Row]:
+  """How a codebook is trained: a teacher, a commitment, a mapping that moves or is learned."""
+  k, to, steps = s.codes[-1], convert.ToCodebook, s.fine_tune.steps
+  bias = _codebook(k, token_bias=True)
+  return [
     _converted(
-      f"brown-bias-{k}",
-      f"K={k}, exchange on bigrams, + bias",
-      bias,
-      to(convert.Brown(token_bias=True)),
-    ),
-    _converted(
-      f"mass-bias-{k}",
-      f"K={k}, bins of equal mass, + bias",
-      bias,
-      to(convert.FrequencyBins(equal_mass=True)),
-    ),
-    _converted(
-      f"distilled-{k}", f"K={k}, half alone, + bias, distilled", bias, to(alone), distillation=1.0
+      f"distilled-{k}", f"K={k}, half alone, + bias, distilled", bias, to(ALONE), distillation=1.0
     ),
     _converted(
       f"commitment-{k}",
       f"K={k}, half alone, + bias, commitment 0.25",
       _codebook(k, token_bias=True, commitment=0.25),
-      to(alone),
+      to(ALONE),
     ),
-    _reclustered(k, weighted, steps),
+    _reclustered(k, WEIGHTED, steps),
     _converted(
       f"gumbel-{k}",
       f"K={k}, weighted, + bias, learned mapping",
       lambda s: LearnedCodebookHead(V, s.dim, k, token_bias=True, anneal=steps * 2 // 3),
-      convert.ToLearnedCodebook(weighted),
+      convert.ToLearnedCodebook(WEIGHTED),
     ),
-    _scratch(
-      "product-scratch",
-      "product codes of contexts, + bias, from scratch",
-      product,
-      convert.MappedProduct(convert.ToProduct(power=0.5)),
-      headline=True,
-    ),
+  ]
+
+
+def _product(s: Setting) -> Head:
+  return ProductHead(V, s.dim, *s.product, token_bias=True)
+
+
+def _residual(s: Setting) -> Head:
+  return ResidualCodebookHead(V, s.dim, *s.residual, token_bias=True)
+
+
+def _scratch_codes(s: Setting) -> list[Row]:
+  """Codes by the tokens' neighbours in the text, trained from scratch."""
+  k, contexts = s.codes[-1], convert.MappedProduct(convert.ToProduct(power=0.5))
+  label = "product codes of contexts, + bias, from scratch"
+  return [
+    _scratch("product-scratch", label, _product, contexts, headline=True),
     *(
       _scratch(
         f"product-scratch-{codes}x{subspaces}",
         f"product codes of contexts ({codes} x {subspaces}), + bias, from scratch",
         lambda s, c=codes, m=subspaces: ProductHead(V, s.dim, c, m, token_bias=True),
-        convert.MappedProduct(convert.ToProduct(power=0.5)),
+        contexts,
       )
       for codes, subspaces in s.other_products
     ),
     _scratch(
       "residual-scratch",
       "codebook of contexts and a low-rank part, + bias, from scratch",
-      residual,
+      _residual,
       convert.Mapped(convert.ContextKMeans(alone=0.25)),
     ),
     _scratch(
       f"contexts-scratch-{k}",
       f"K={k}, half alone, contexts, + bias, from scratch",
-      bias,
+      _codebook(k, token_bias=True),
       convert.Mapped(convert.ContextKMeans(alone=0.5)),
     ),
-    _converted("product", "product codes, + bias", product, convert.ToProduct()),
-    _converted(
-      "product-distilled",
-      "product codes, + bias, distilled",
-      product,
-      convert.ToProduct(),
-      distillation=1.0,
-    ),
+  ]
+
+
+def _other_heads() -> list[Row]:
+  """Heads other than the codebook, converted from the dense model."""
+  learned = lambda s: LearnedProductHead(V, s.dim, *s.product, token_bias=True)
+  to, label = convert.ToProduct(), "product codes, + bias"
+  quarter = convert.KMeans(power=1.0, alone=0.25)
+  return [
+    _converted("product", label, _product, to),
+    _converted("product-distilled", f"{label}, distilled", _product, to, distillation=1.0),
     _converted("product-learned", "product codes, learned", learned, convert.ToLearnedProduct()),
-    _converted(
-      "residual",
-      "codebook and a low-rank part",
-      residual,
-      convert.ToResidual(convert.KMeans(power=1.0, alone=0.25)),
-    ),
+    _converted("residual", "codebook and a low-rank part", _residual, convert.ToResidual(quarter)),
     _converted(
       "low-rank-converted",
       "low rank, converted",
       lambda s: LowRankHead(V, s.dim, s.rank),
       convert.ToLowRank(),
     ),
+  ]
+
+
+def _baselines() -> list[Row]:
+  """Heads that do not share rows."""
+  sampled = lambda s: SampledSoftmaxHead(V, s.dim, samples=s.codes[-1])
+  tree = lambda s: HierarchicalHead(V, s.dim, zipf_tree)
+  classes = lambda s: ClassBasedHead(V, s.dim, s.classes, assign.contiguous)
+  return [
     _tied_dense(),
-    _scratch(
-      "sampled",
-      "sampled softmax in training",
-      lambda s: SampledSoftmaxHead(V, s.dim, samples=s.codes[-1]),
-    ),
-    _scratch(
-      "hierarchical", "hierarchical softmax", lambda s: HierarchicalHead(V, s.dim, zipf_tree)
-    ),
-    _scratch(
-      "class-based",
-      "class-based, two steps",
-      lambda s: ClassBasedHead(V, s.dim, s.classes, assign.contiguous),
-    ),
+    _scratch("sampled", "sampled softmax in training", sampled),
+    _scratch("hierarchical", "hierarchical softmax", tree),
+    _scratch("class-based", "class-based, two steps", classes),
   ]
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from tests.contract import HeadContract
-from tests.contract_on_meshes import perturbed
+from tests import reference
+from tests.contract import HeadContract, costly
+from tests.contract_on_meshes import as_float64, perturbed
 from vqjax.heads import LearnedProductHead, ProductHead
 from vqjax.heads.product import mixed_radix, sub_vector_init
 from vqjax.ops import product
@@ -18,6 +19,18 @@ from vqjax.ops import product
 def composed(codes, tables):
   """[V, D] by a loop, in float64."""
   return np.stack([np.concatenate([t[c] for t, c in zip(tables, row)]) for row in codes])
+
+
+def check_rounded(head, variables, hidden, tokens, rows):
+  """The log-probabilities are those of the rows, in bfloat16 as the hidden vectors are."""
+  low = hidden.astype(jnp.bfloat16)
+  found = head.apply(variables, low, tokens, method="log_prob")
+  rows = np.asarray(jnp.asarray(rows, jnp.bfloat16), np.float64)
+  bias = np.asarray(variables["params"].get("token_bias", 0.0), np.float64)
+  expected = reference.log_softmax(np.asarray(low, np.float64) @ rows.T + bias)
+  expected = np.take_along_axis(expected, np.asarray(tokens)[..., None], -1)[..., 0]
+  assert found.dtype == jnp.float32
+  np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
 class TestProductHead(HeadContract):
@@ -32,6 +45,14 @@ class TestProductHead(HeadContract):
     scores = hidden @ composed(variables["codes"]["codes"], params["tables"]).T
     scores = scores + params.get("token_bias", 0.0)
     return scores if head.softcap is None else head.softcap * np.tanh(scores / head.softcap)
+
+  @costly
+  def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
+    head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
+    variables = perturbed(head.init(jax.random.key(1), hidden))
+    exact = as_float64(variables)
+    rows = composed(exact["codes"]["codes"], exact["params"]["tables"])
+    check_rounded(head, variables, hidden, tokens, rows)
 
 
 def nearest(latent, tables):
@@ -74,8 +95,14 @@ class TestLearnedProductHead(HeadContract):
         d_tables[m, code[m]] += row[m]
     np.testing.assert_allclose(found["tables"], d_tables, atol=3e-5)
 
-  def test_bfloat16_agrees_with_float64_on_the_same_values(self):
-    pytest.skip("rounding parameters moves codes: ProductHead tests the same product")
+  @costly
+  def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
+    """The codes are those of the parameters as they are; the rows are rounded, not the latents."""
+    head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
+    variables = perturbed(head.init(jax.random.key(1), hidden))
+    params = as_float64(variables)["params"]
+    rows = composed(nearest(params["latent"], params["tables"]), params["tables"])
+    check_rounded(head, variables, hidden, tokens, rows)
 
 
 def test_mixed_radix_tells_all_tokens_apart_and_uses_every_code_evenly():
