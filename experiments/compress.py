@@ -8,12 +8,11 @@ python -m experiments.compress configs/lm_dense.py runs/demo/dense --distillatio
 import argparse
 import pathlib
 import sys
-import traceback
 
-from experiments.console import speak_plainly
+from experiments.console import exit_code, speak_plainly
 from vqjax.config import config_hash, load, override
 from vqjax.convert import CODEBOOK, FULL, HEAD, KMeans, compress
-from vqjax.training import Interrupted, NotFiniteError, fit
+from vqjax.training import fit
 
 SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
 
@@ -22,22 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
   options = _parser().parse_args(arguments)
   speak_plainly()
-  try:
-    return _compress(options)
-  except (ValueError, TypeError, AttributeError, OSError) as error:
-    if options.traceback:
-      traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  except NotFiniteError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 1
-  except KeyboardInterrupt:
-    print("stopped at once; run the same command to resume", file=sys.stderr)
-    return 130
+  return exit_code(lambda: _compress(options), show_traceback=options.traceback)
 
 
-def _compress(options: argparse.Namespace) -> int:
+def _compress(options: argparse.Namespace) -> None:
   dense = override(load(options.config), options.overrides)
   experiment = compress(
     *(dense, options.folder),
@@ -50,18 +37,13 @@ def _compress(options: argparse.Namespace) -> int:
   )
   folder = options.out or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
   print(f"run folder: {folder}", file=sys.stderr)
-  try:
-    result = fit(experiment, folder)
-  except Interrupted as stop:
-    print(f"{stop}. Run the same command again to resume.", file=sys.stderr)
-    return 128 + stop.signum
+  result = fit(experiment, folder)
   head = result["head"]
   print(f"head: {head['params']:,} parameters, {head['state_bytes']:,} bytes")
   for name in ("valid", "test"):
     score = result[name]
     print(f"{name}: {score['nats_per_token']:.4f} nats/token, perplexity {score['perplexity']:.2f}")
   print(f"result: {folder / 'result.json'}")
-  return 0
 
 
 def _parser() -> argparse.ArgumentParser:

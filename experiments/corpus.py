@@ -3,10 +3,9 @@
 import argparse
 import sys
 import time
-import traceback
 
-from experiments.console import add_config, speak_plainly
-from vqjax.config import Experiment, load, override
+from experiments.console import add_config, with_config
+from vqjax.config import Experiment
 from vqjax.data import Filtered, encode_split, fit_encoder
 from vqjax.data.source import SPLITS
 
@@ -29,19 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_help=False,
   )
   add_config(parser)
-  options = parser.parse_intermixed_args(arguments)
-  speak_plainly()
-  if options.config is None or options.help:
-    parser.print_help()
-    return 0 if options.help else 2
-  try:
-    count(override(load(options.config), options.overrides))
-    return 0
-  except (ValueError, TypeError, AttributeError, OSError) as error:
-    if options.traceback:
-      traceback.print_exception(error)
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+  return with_config(parser, arguments, lambda experiment, _: count(experiment))
 
 
 def count(experiment: Experiment) -> None:

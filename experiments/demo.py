@@ -6,10 +6,10 @@ import sys
 
 from rich.console import Console
 
-from experiments.console import speak_plainly
+from experiments.console import exit_code, speak_plainly
 from vqjax import report
 from vqjax.config import load, override
-from vqjax.training import Interrupted, NotFiniteError, fit
+from vqjax.training import fit
 
 CONFIGS = ("lm_dense", "lm_tied", "lm_codebook", "lm_codebook_bias", "lm_grouped")
 
@@ -24,28 +24,21 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/demo"), metavar="DIR")
   parser.add_argument("--steps", type=int, help="train for so many steps instead")
   options = parser.parse_args(arguments)
-  console = Console()
   speak_plainly()
-  try:
-    experiments = [_experiment(name, options.steps) for name in CONFIGS]
-    folders = [options.runs / experiment.name for experiment in experiments]
-    for experiment, folder in zip(experiments, folders):
-      fit(experiment, folder)
-  except KeyboardInterrupt:
-    console.print("stopped; run the same command again to resume.")
-    return 130
-  except Interrupted as stop:
-    console.print(f"{stop}. Run the same command again to resume.", highlight=False)
-    return 128 + stop.signum
-  except (ValueError, OSError, NotFiniteError) as error:
-    console.print(f"error: {error}", highlight=False, markup=False)
-    return 1
+  return exit_code(lambda: _demo(options))
+
+
+def _demo(options: argparse.Namespace) -> None:
+  experiments = [_experiment(name, options.steps) for name in CONFIGS]
+  folders = [options.runs / experiment.name for experiment in experiments]
+  for experiment, folder in zip(experiments, folders):
+    fit(experiment, folder)
   runs = [report.read_run(folder) for folder in folders]
+  console = Console()
   console.print(report.console_table(report.default_columns(runs), runs, console.width))
   page = options.runs / "report.html"
   report.write_page(runs, page, title="Vocabulary layers, side by side")
   console.print(f"page: {page}", highlight=False)
-  return 0
 
 
 def _experiment(name: str, steps: int | None):

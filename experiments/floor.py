@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.console import add_config, speak_plainly
+from experiments.console import add_config, with_config
 from vqjax import CodebookHead, assign
-from vqjax.config import Experiment, config_hash, help_text, load, override
+from vqjax.config import Experiment, config_hash
 from vqjax.data import fit_encoder
 from vqjax.data.counts import count_tokens
 from vqjax.training.run import write_json
@@ -135,28 +135,15 @@ def _worst_table(found: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the floors, writes their JSON where asked; returns the exit code, 2 for a wrong call."""
-  parser = _parser()
-  options = parser.parse_intermixed_args(arguments)
-  speak_plainly()
-  if options.config is None:
-    parser.print_help()
-    return 0 if options.help else 2
-  try:
-    experiment = override(load(options.config), options.overrides)
-    if options.help:
-      Console().print(help_text(experiment))
-      return 0
-    found = measure(experiment)
-    show(found, Console())
-    if options.json:
-      options.json.parent.mkdir(parents=True, exist_ok=True)
-      write_json(options.json, found)
-  except (ValueError, TypeError, AttributeError, OSError) as error:
-    if options.traceback:
-      raise
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return with_config(_parser(), arguments, _floor)
+
+
+def _floor(experiment: Experiment, options: argparse.Namespace) -> None:
+  found = measure(experiment)
+  show(found, Console())
+  if options.json:
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.json, found)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from experiments import chips, collectives, compiling, flops, hlo, loops, plan_report
-from experiments.console import add_config, speak_plainly
-from vqjax.config import FROM_TOKENIZER, Experiment, config_hash, help_text, load, override
+from experiments.console import add_config, with_config
+from vqjax.config import FROM_TOKENIZER, Experiment, config_hash
 from vqjax.config.tree import fields_of, rebuild, walk
 from vqjax.sharding import make_mesh
 from vqjax.training.program import Program
@@ -164,28 +164,15 @@ def with_vocab(experiment: Experiment, vocab: int | None) -> Experiment:
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the plan, writes its JSON where asked, and returns the exit code: 2 for a wrong call."""
-  parser = _parser()
-  options = parser.parse_intermixed_args(arguments)
-  speak_plainly()
-  if options.config is None:
-    parser.print_help()
-    return 0 if options.help else 2
-  try:
-    experiment = override(load(options.config), options.overrides)
-    if options.help:
-      Console().print(help_text(experiment))
-      return 0
-    found = _planned(with_vocab(experiment, options.vocab), options)
-    plan_report.show(found, Console())
-    if options.json:
-      options.json.parent.mkdir(parents=True, exist_ok=True)
-      write_json(options.json, found)
-  except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
-    if options.traceback:
-      raise
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return with_config(_parser(), arguments, _plan)
+
+
+def _plan(experiment: Experiment, options: argparse.Namespace) -> None:
+  found = _planned(with_vocab(experiment, options.vocab), options)
+  plan_report.show(found, Console())
+  if options.json:
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    write_json(options.json, found)
 
 
 def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from experiments.console import add_config, speak_plainly
+from experiments.console import WRONG_CALL, add_config, speak_plainly
 from vqjax.config import config_hash, help_text, load, override
 from vqjax.training import Interrupted, NotFiniteError, distributed, fit
 
@@ -25,9 +25,6 @@ Several processes share a run and its folder. Under Slurm, Open MPI, Kubernetes 
 find each other; elsewhere start the same command on each:
   ... --coordinator 10.0.0.1:1234 --num-processes 2 --process-id 0   on the machine 10.0.0.1
   ... --coordinator 10.0.0.1:1234 --num-processes 2 --process-id 1   on another"""
-
-WRONG_CALL = ValueError, TypeError, AttributeError, OSError
-"""What a wrong config, wrong data or a wrong folder raises, with the remedy in its message."""
 
 
 def main(arguments: list[str] | None = None) -> int:

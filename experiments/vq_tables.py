@@ -18,11 +18,11 @@ import sys
 from rich.console import Console
 
 from experiments import vq_report, vq_results
-from experiments.console import speak_plainly
+from experiments.console import exit_code, speak_plainly
 from experiments.vq_heads import Row, all_rows
 from experiments.vq_settings import SCALES, Setting
 from vqjax.config import Experiment
-from vqjax.training import Interrupted, NotFiniteError, fit
+from vqjax.training import NotFiniteError, fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,27 +70,20 @@ PAPER = vq_report.PAPER
 def main(arguments: list[str] | None = None) -> int:
   """Runs and renders; returns the exit code: 2 for a wrong call, 128 + n for signal n."""
   options = _parser().parse_args(arguments)
-  console = Console()
   speak_plainly()
-  try:
-    if not options.render:
-      chosen = _chosen(options.scale, options.only)
-      if options.list:
-        _print_list(console, options.scale, chosen)
-        return 0
-      for run in chosen:
-        _run(options.scale, run)
-    _render(console, options)
-  except KeyboardInterrupt:
-    console.print("stopped; run the same command again to resume.")
-    return 130
-  except Interrupted as stop:
-    console.print(f"{stop}. Run the same command again to resume.", highlight=False)
-    return 128 + stop.signum
-  except (ValueError, OSError, NotFiniteError) as error:
-    console.print(f"error: {error}", highlight=False, markup=False)
-    return 1
-  return 0
+  return exit_code(lambda: _act(options))
+
+
+def _act(options: argparse.Namespace) -> None:
+  console = Console()
+  if options.render:
+    return _render(console, options)
+  chosen = _chosen(options.scale, options.only)
+  if options.list:
+    return _print_list(console, options.scale, chosen)
+  for run in chosen:
+    _run(options.scale, run)
+  _render(console, options)
 
 
 def _run(scale: str, run: Run) -> None:

@@ -307,5 +307,5 @@ def test_the_command_trains_keeps_and_prints(tmp_path, monkeypatch, capsys):
 
 
 def test_the_command_names_a_run_that_is_not_there(capsys):
-  assert vq_tables.main(["--scale", "smoke", "--only", "ptb/vq-17"]) == 1
-  assert "no run ptb/vq-17 at scale smoke" in capsys.readouterr().out.replace("\n", " ")
+  assert vq_tables.main(["--scale", "smoke", "--only", "ptb/vq-17"]) == 2
+  assert "no run ptb/vq-17 at scale smoke" in capsys.readouterr().err
