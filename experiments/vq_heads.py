@@ -160,13 +160,14 @@ def beyond(s: Setting) -> list[Row]:
 
 WEIGHTED = convert.KMeans(power=1.0)
 ALONE = convert.KMeans(power=1.0, alone=0.5)
+BROWN = convert.Brown(token_bias=True)
 
 
 def _mappings(s: Setting) -> list[Row]:
   """Which token sits on which code, with and without a token bias."""
   k, to = s.codes[-1], convert.ToCodebook
   bias = _codebook(k, token_bias=True)
-  brown = convert.Brown(token_bias=True)
+  small = s.small_codes
   mass = convert.FrequencyBins(equal_mass=True)
   return [
     _converted(f"bias-{k}", f"K={k}, k-means, + bias", bias, to(convert.KMeans())),
@@ -175,7 +176,13 @@ def _mappings(s: Setting) -> list[Row]:
     _converted(f"alone-{k}", f"K={k}, half alone, weighted tail", _codebook(k), to(ALONE)),
     _converted(f"alone-bias-{k}", f"K={k}, half alone, + bias", bias, to(ALONE)),
     _converted(f"balanced-bias-{k}", f"K={k}, balanced, + bias", bias, to(convert.Balanced())),
-    _converted(f"brown-bias-{k}", f"K={k}, exchange on bigrams, + bias", bias, to(brown)),
+    _converted(f"brown-bias-{k}", f"K={k}, exchange on bigrams, + bias", bias, to(BROWN)),
+    _converted(
+      f"brown-bias-{small}",
+      f"K={small}, exchange on bigrams, + bias",
+      _codebook(small, token_bias=True),
+      to(BROWN),
+    ),
     _converted(f"mass-bias-{k}", f"K={k}, bins of equal mass, + bias", bias, to(mass)),
   ]
 
@@ -238,6 +245,12 @@ def _scratch_codes(s: Setting) -> list[Row]:
       f"K={k}, half alone, contexts, + bias, from scratch",
       _codebook(k, token_bias=True),
       convert.Mapped(convert.ContextKMeans(alone=0.5)),
+    ),
+    _scratch(
+      f"brown-scratch-{s.small_codes}",
+      f"K={s.small_codes}, exchange on bigrams, + bias, from scratch",
+      _codebook(s.small_codes, token_bias=True),
+      convert.Mapped(BROWN),
     ),
   ]
 

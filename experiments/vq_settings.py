@@ -54,6 +54,7 @@ class Setting:
     product: (K, M) of the product head, at most 1/16 of the dense head's bytes with a token bias.
     other_products: (K, M) of a smaller and of a larger one.
     residual: (K, R) of the codebook head with a low-rank part, likewise.
+    small_codes: K of a codebook with a token bias, likewise.
     classes: of the class-based head.
     recluster_tokens: of the text that a re-clustering reads.
     ablations: whether it has the rows of Tables 2, 6 and 7.
@@ -79,6 +80,7 @@ class Setting:
   product: tuple[int, int]
   other_products: tuple[tuple[int, int], ...]
   residual: tuple[int, int]
+  small_codes: int
   classes: int
   recluster_tokens: int = 2**18
   ablations: bool = False
@@ -179,6 +181,7 @@ def _smoke(name: str) -> Setting:
     product=(16, 4),
     other_products=((16, 2), (16, 8)),
     residual=(16, 2),
+    small_codes=24,
     classes=20,
     recluster_tokens=512,
     ablations=name == "wikitext",
@@ -201,6 +204,7 @@ CPU = {
     product=(224, 16),
     other_products=((96, 8), (256, 32)),
     residual=(200, 4),
+    small_codes=460,
     classes=100,
     beyond=True,
     seeds=3,
@@ -217,6 +221,7 @@ CPU = {
     product=(256, 16),
     other_products=((96, 8), (256, 32)),
     residual=(512, 4),
+    small_codes=1560,
     classes=180,
     ablations=True,
   ),
@@ -232,6 +237,7 @@ CPU = {
     product=(224, 16),
     other_products=((96, 8), (256, 32)),
     residual=(200, 4),
+    small_codes=375,
     classes=90,
   ),
 }
@@ -269,6 +275,7 @@ PAPER = {
     rank=27,
     product=(256, 64),
     other_products=((256, 32), (256, 128)),
+    small_codes=585,
     classes=100,
     beyond=True,
     seeds=3,
@@ -281,6 +288,7 @@ PAPER = {
     rank=512,
     product=(256, 96),
     other_products=((256, 48), (256, 192)),
+    small_codes=16_000,
     classes=517,
     ablations=True,
   ),
@@ -292,6 +300,7 @@ PAPER = {
     rank=48,
     product=(256, 96),
     other_products=((256, 48), (256, 192)),
+    small_codes=1900,
     classes=179,
   ),
 }
