@@ -61,8 +61,8 @@ class Distilled(nn.Module):
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
     """The student's loss terms, and "distillation"."""
-    hidden = self.student.hidden(tokens, deterministic)
-    log_prob, terms = self.student.terms_of(hidden, tokens, targets)
+    hidden, terms = self.student.hidden_and_terms(tokens, deterministic)
+    log_prob, of_head = self.student.head_terms(hidden, targets)
     teacher_hidden = jax.lax.stop_gradient(self.teacher.hidden(tokens))
     weight, bias = self.student.head.linear()
     teacher_weight, teacher_bias = jax.lax.stop_gradient(self.teacher.head.linear())
@@ -72,7 +72,7 @@ class Distilled(nn.Module):
       vocab_axis=self.student.head.vocab_axis,
     )
     kl = self.weight * self.temperature**2 * found.kl.mean()
-    return log_prob, terms | {"distillation": kl}
+    return log_prob, terms | of_head | {"distillation": kl}
 
   def logical_axes(self) -> dict:
     """Those of both, under their names."""

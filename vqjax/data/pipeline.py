@@ -53,6 +53,10 @@ class Loader(abc.ABC):
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
     return iter(grain.MapDataset.source(source).to_iter_dataset(reading))
 
+  def whole(self, split: TokenSplit, *, batch: int, context: int) -> "EvaluationBatches":
+    """Batches in which every token of a split is a target exactly once."""
+    return EvaluationBatches(split, batch, context)
+
   @abc.abstractmethod
   def _source(
     self, split: TokenSplit, batch: int, context: int, seed: int, rows: np.ndarray
@@ -84,6 +88,10 @@ class Streams(Loader):
   The split is cut into as many equal streams as a batch has rows; the tokens that are left over at
   the end of each are dropped. What recurrent models that carry their state need.
   """
+
+  def whole(self, split, *, batch, context):
+    """The same in streams, so that a model that remembers its rows reads each as one text."""
+    return EvaluationStreams(split, batch, context)
 
   def _source(self, split, batch, context, seed, rows):
     del seed
@@ -143,8 +151,8 @@ def _rows(split: TokenSplit, starts: np.ndarray, context: int, reset: bool) -> B
 class EvaluationBatches:
   """Batches in which every token of a split is a target exactly once, in order.
 
-  {"inputs", "targets": [B, T] int32, "mask": [B, T] bool}, all of one shape; the last is padded,
-  and `mask` is False there.
+  {"inputs", "targets": [B, T] int32, "mask": [B, T] bool, "reset": [B] bool}, all of one shape;
+  `mask` is False where the text has ended. `reset` is True: no row continues another.
 
   Attributes:
     split: the tokens.
@@ -160,16 +168,42 @@ class EvaluationBatches:
     return math.ceil(len(self.split.tokens) / (self.batch * self.context))
 
   def __iter__(self) -> Iterator[dict[str, Any]]:
-    total, size = len(self.split.tokens), self.batch * self.context
-    for first in range(0, total, size):
-      place = first + np.arange(size)
-      real = place < total
-      targets = np.where(real, self.split.tokens[np.minimum(place, total - 1)], 0)
-      before = self.split.tokens[np.clip(place - 1, 0, total - 1)]
-      inputs = np.where(real, np.where(place == 0, self.split.eos, before), 0)
-      shape = self.batch, self.context
-      yield {
-        "inputs": inputs.astype(np.int32).reshape(shape),
-        "targets": targets.astype(np.int32).reshape(shape),
-        "mask": real.reshape(shape),
-      }
+    size = self.batch * self.context
+    for first in range(0, len(self.split.tokens), size):
+      place = first + np.arange(size).reshape(self.batch, self.context)
+      yield _masked(self.split, place, len(self.split.tokens), reset=True)
+
+
+class EvaluationStreams(EvaluationBatches):
+  """The same in B streams of nearly equal length, each of which one row reads to its end.
+
+  Row b of a batch goes on where row b of the batch before ended; the first batch resets all rows.
+  """
+
+  def __len__(self) -> int:
+    return math.ceil(self._length / self.context)
+
+  @property
+  def _length(self) -> int:
+    return math.ceil(len(self.split.tokens) / self.batch)
+
+  def __iter__(self) -> Iterator[dict[str, Any]]:
+    starts = np.arange(self.batch)[:, None] * self._length
+    ends = np.minimum(starts + self._length, len(self.split.tokens))
+    for step in range(len(self)):
+      place = starts + step * self.context + np.arange(self.context)
+      yield _masked(self.split, place, ends, reset=step == 0)
+
+
+def _masked(split: TokenSplit, place: np.ndarray, end: np.ndarray | int, reset: bool) -> Batch:
+  """Targets at these places, their inputs one token earlier; the mask is False from `end` on."""
+  total, real = len(split.tokens), place < end
+  targets = np.where(real, split.tokens[np.minimum(place, total - 1)], 0)
+  before = split.tokens[np.clip(place - 1, 0, total - 1)]
+  inputs = np.where(real, np.where(place == 0, split.eos, before), 0)
+  return {
+    "inputs": inputs.astype(np.int32),
+    "targets": targets.astype(np.int32),
+    "mask": real,
+    "reset": np.full(len(place), reset),
+  }

@@ -2,6 +2,8 @@
 
 from vqjax.embeddings.base import Embedding
 from vqjax.embeddings.codebook import CodebookEmbedding
+from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.dense import DenseEmbedding
+from vqjax.embeddings.dpq import DPQEmbedding
 
-__all__ = ["CodebookEmbedding", "DenseEmbedding", "Embedding"]
+__all__ = ["CodebookEmbedding", "CompactEmbedding", "DPQEmbedding", "DenseEmbedding", "Embedding"]

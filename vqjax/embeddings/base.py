@@ -35,6 +35,13 @@ class Embedding(nn.Module):
     del tokens
     return {}
 
+  def loss_terms(
+    self, tokens: Integer[Array, "*B"], deterministic: bool = True
+  ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
+    """The vectors and `aux`, as training computes them where `deterministic` is False."""
+    del deterministic
+    return self(tokens), self.aux(tokens)
+
   def size(self) -> Size:
     """Parameters, bytes and operations for each token, from the fields alone."""
     raise TypeError(f"{type(self).__name__} does not know its size: define size")

@@ -1,5 +1,7 @@
 """Which models are there to put a vocabulary layer into?"""
 
+from vqjax.models.base import LanguageModel
+from vqjax.models.lstm import LSTM
 from vqjax.models.transformer import Transformer
 
-__all__ = ["Transformer"]
+__all__ = ["LSTM", "LanguageModel", "Transformer"]

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float
 
-from vqjax.embeddings import Embedding
-from vqjax.heads import Head
+from vqjax.models.base import ROWS, LanguageModel
 from vqjax.sharding import constrain
 from vqjax.types import Dtype
 
@@ -60,9 +59,6 @@ class Block(nn.Module):
     return self.attention_out(mixed_BTHC)
 
 
-ROWS = ("batch", None, None)
-"""Each device keeps the rows of its part of the batch, whole."""
-
 BLOCK_AXES = {
   "attention_norm": {"scale": ("norm",), "bias": ("norm",)},
   "query_key_value": {
@@ -77,26 +73,21 @@ BLOCK_AXES = {
 """Names of the axes of a block's parameters; "norm" is a width that every device has whole."""
 
 
-class Transformer(nn.Module):
+class Transformer(LanguageModel):
   """A GPT-2-style decoder: learned positions, `layers` blocks, a final LayerNorm, and a head.
 
+  The embedding and the head have a dtype of their own: give the head the decoder's too, or its
+  matrix products are in float32.
+
   Attributes:
-    embedding: tokens -> vectors of width `dim`.
-    head: hidden vectors of width `dim` -> a distribution over the vocabulary.
-    dim: model width, D.
     layers: number of blocks.
     heads: attention heads of a block; they divide `dim`.
     context: longest sequence, in tokens.
     dropout: probability of zeroing an entry, after the embedding and in every block.
     remat: recompute each block's activations in the backward pass instead of keeping them.
-    dtype: dtype of the decoder's computation, float32 or bfloat16; parameters are float32. The
-      embedding and the head have a dtype of their own: give the head this one too, or its matrix
-      products are in float32.
+    dtype: dtype of the decoder's computation, float32 or bfloat16; parameters are float32.
   """
 
-  embedding: Embedding
-  head: Head
-  dim: int
   layers: int
   heads: int
   context: int
@@ -133,71 +124,24 @@ class Transformer(nn.Module):
       raise ValueError(f"layers {self.layers} make no decoder; give at least 1")
     if self.dim % self.heads:
       raise ValueError(f"heads {self.heads} do not divide dim {self.dim}; change one of the two")
-    for name, layer in (("embedding", self.embedding), ("head", self.head)):
-      if layer.dim != self.dim:
-        raise ValueError(f"{name} has dim {layer.dim} in a model of dim {self.dim}; give it that")
-    if self.embedding.vocab != self.head.vocab:
-      raise ValueError(
-        f"the embedding has {self.embedding.vocab} tokens and the head {self.head.vocab};"
-        " give both the same vocab"
-      )
+    self.check_layers()
 
-  def __call__(
-    self, tokens: Integer[Array, "B T"], deterministic: bool = True
-  ) -> Float[Array, "B T V"]:
-    """Logits of the next token at every position: for inspection, not for training."""
-    return self.head.logits(self.hidden(tokens, deterministic))
-
-  def hidden(
-    self, tokens: Integer[Array, "B T"], deterministic: bool = True
-  ) -> Float[Array, "B T D"]:
-    """Final hidden vectors, each of which has seen the tokens up to its own."""
-    length = tokens.shape[1]
+  def body(self, vectors: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
+    """Positions, blocks and the final LayerNorm."""
+    length = vectors.shape[1]
     if length > self.context:
       raise ValueError(f"{length} tokens exceed the model's context of {self.context}")
-    x_BTD = self.embedding(tokens).astype(self.dtype) + self.position[:length].astype(self.dtype)
+    x_BTD = vectors.astype(self.dtype) + self.position[:length].astype(self.dtype)
     x_BTD = constrain(self.drop(x_BTD, deterministic), ROWS)
     x_BTD, _ = self.blocks(x_BTD, deterministic)
     return constrain(self.final_norm(x_BTD), ROWS)
 
-  def log_prob(
-    self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
-  ) -> Float[Array, "B T"]:
-    """Log-probability, in nats, of each target as the token that follows."""
-    return self.head.log_prob(self.hidden(tokens, deterministic), targets)
-
-  def loss_terms(
-    self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
-  ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
-    return self.terms_of(self.hidden(tokens, deterministic), tokens, targets)
-
-  def terms_of(
-    self,
-    hidden: Float[Array, "B T D"],
-    tokens: Integer[Array, "B T"],
-    targets: Int[Array, "B T"],
-  ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """`loss_terms`, of hidden vectors that are there already."""
-    log_prob, head_terms = self.head.loss_terms(hidden, targets)
-    terms = {"embedding": self.embedding.aux(tokens), "head": head_terms}
-    aux = {f"{part}/{name}": term for part, named in terms.items() for name, term in named.items()}
-    return log_prob, aux
-
-  def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+  def own_axes(self) -> dict:
+    """Axes of positions, blocks and the final LayerNorm."""
     layers = lambda names: ("layers", *names)
     own = {
       "position": ("context", "embed"),
       "blocks": jax.tree.map(layers, BLOCK_AXES, is_leaf=lambda x: isinstance(x, tuple)),
       "final_norm": {"scale": ("norm",), "bias": ("norm",)},
     }
-    axes = {"params": own}
-    # A part that both hold, such as a tied embedding, has its variables where it was first.
-    shared = [n for n, part in vars(self.head).items() if part is self.embedding]
-    for name, layer, absent in (("embedding", self.embedding, ()), ("head", self.head, shared)):
-      for collection, tree in layer.logical_axes().items():
-        kept = {key: value for key, value in tree.items() if key not in absent}
-        if kept:
-          axes.setdefault(collection, {})[name] = kept
-    return axes
+    return {"params": own}

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from vqjax.training.state import carried
+
 
 class Score(NamedTuple):
   """How well a split was predicted.
@@ -28,26 +30,38 @@ class Score(NamedTuple):
   text_bytes: int
 
 
-def summed_nats(model: nn.Module) -> Callable:
-  """A pure function (variables, batch with "mask") -> sum of -log p over the masked tokens."""
+Scorer = Callable[[dict, dict], tuple[jax.Array, dict]]
+"""(variables, batch with "mask") -> sum of -log p over the masked tokens, {"carry": ...} or {}."""
+
+
+def summed_nats(model: nn.Module) -> Scorer:
+  """A pure scorer; the second is what the model remembers of the rows of a batch, if anything."""
 
   def nats(variables, batch):
-    log_prob = model.apply(variables, batch["inputs"], batch["targets"], method="log_prob")
-    return -jnp.where(batch["mask"], log_prob, 0.0).sum()
+    tokens = batch["inputs"], batch["targets"]
+    log_prob, carry = model.apply(
+      carried(variables, batch), *tokens, method="log_prob", mutable=_carry_of(variables)
+    )
+    return -jnp.where(batch["mask"], log_prob, 0.0).sum(), dict(carry)
 
   return nats
 
 
-def make_scorer(model: nn.Module) -> Callable:
+def _carry_of(variables: dict) -> list[str]:
+  return ["carry"] if "carry" in variables else []
+
+
+def make_scorer(model: nn.Module) -> Scorer:
   """`summed_nats`, jitted."""
   return jax.jit(summed_nats(model))
 
 
-def evaluate(scorer: Callable, variables: dict, batches: Iterable[dict], text_bytes: int) -> Score:
+def evaluate(scorer: Scorer, variables: dict, batches: Iterable[dict], text_bytes: int) -> Score:
   """The score over the batches; sums of batches are added in float64, one batch behind."""
   total, tokens, pending = 0.0, 0, None
   for batch in batches:
-    nats = scorer(variables, batch)
+    nats, carry = scorer(variables, batch)
+    variables = variables | carry
     tokens += int(batch["mask"].sum())
     total += 0.0 if pending is None else float(pending)
     pending = nats

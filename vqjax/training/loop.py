@@ -9,7 +9,6 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from vqjax.config import Experiment, config_hash
-from vqjax.data import EvaluationBatches
 from vqjax.heads import Head
 from vqjax.sharding import make_mesh
 from vqjax.training import cost as cost_of
@@ -216,7 +215,8 @@ class _Run:
 
   def _score(self, name: str):
     split = self.splits[name]
-    batches = EvaluationBatches(split, batch=self.program.micro, context=self.model.context)
+    loader = self.program.experiment.loader
+    batches = loader.whole(split, batch=self.program.micro, context=self.model.context)
     scorer = lambda variables, batch: self.program.scorer(
       variables, self.program.place_whole(batch)
     )

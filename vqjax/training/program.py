@@ -32,7 +32,7 @@ class Program:
     model: the experiment's model, its vocabulary spread over the mesh.
     init: key -> a fresh state, every array made where it stays.
     step: (state, batch) -> (state, metrics); the state is donated.
-    scorer: (variables, batch with "mask") -> sum of -log p over the masked tokens.
+    scorer: (variables, batch with "mask") -> sum of -log p over the masked tokens, and the carry.
     abstract_state: shapes, dtypes and shardings of a state.
     abstract_batch: the same of a training batch.
     micro: rows that are computed at a time.
@@ -52,18 +52,24 @@ class Program:
     self.model = over_mesh(experiment.model, mesh)
     self._optimizer = optimizer(train)
     _, step_key = keys(experiment.seed)
-    make = state_maker(experiment.model, self._optimizer)
+    make = state_maker(experiment.model, self._optimizer, self.micro)
     begin = functools.partial(fresh_state, self._optimizer)
     rate = learning_rate(train)
     how = train.accumulate, train.trained
     step = train_step(self.model, self._optimizer, rate, step_key, *how)
     self.abstract_state = self._placed(jax.eval_shape(make, step_key))
+    if train.accumulate > 1 and "carry" in self.abstract_state.tables:
+      raise ValueError(
+        f"train.accumulate {train.accumulate} would mix the rows that the model remembers; set it"
+        " to 1"
+      )
     placed = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     everywhere = sharding.replicated(mesh)
     self.init = jax.jit(make, out_shardings=placed)
     self._begin = jax.jit(begin, out_shardings=placed, donate_argnums=0)
     self.step = self.jitted(step, donate_argnums=0, out_shardings=(placed, everywhere))
-    self.scorer = self.jitted(summed_nats(self.model), out_shardings=everywhere)
+    carry = {name: tree for name, tree in placed.tables.items() if name == "carry"}
+    self.scorer = self.jitted(summed_nats(self.model), out_shardings=(everywhere, carry))
 
   def begin(self, variables: Mapping[str, Any]) -> TrainState:
     """A fresh state with given variables, each put where it stays.
@@ -120,7 +126,9 @@ class Program:
     """Shapes, dtypes and sharding of a training batch."""
     shape = self.experiment.train.batch, self.experiment.model.context
     array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(self.mesh))
-    return {"inputs": array, "targets": array}
+    rows = shape[:1]
+    reset = jax.ShapeDtypeStruct(rows, jnp.bool_, sharding=array.sharding)
+    return {"inputs": array, "targets": array, "reset": reset}
 
   @functools.cached_property
   def rows(self) -> np.ndarray:
@@ -129,7 +137,7 @@ class Program:
 
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """A training batch on the mesh, from the rows `rows` of it."""
-    local = {name: batch[name] for name in ("inputs", "targets")}
+    local = {name: batch[name] for name in ("inputs", "targets", "reset")}
     return sharding.global_batch(local, self.rows, self.experiment.train.batch, self.mesh)
 
   def place_whole(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:

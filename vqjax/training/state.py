@@ -36,19 +36,19 @@ class TrainState:
 
 
 def init_state(
-  model: nn.Module, optimizer: optax.GradientTransformation, key: PRNGKeyArray
+  model: nn.Module, optimizer: optax.GradientTransformation, key: PRNGKeyArray, rows: int = 1
 ) -> TrainState:
   """A fresh state, made in one jitted call."""
-  return jax.jit(state_maker(model, optimizer))(key)
+  return jax.jit(state_maker(model, optimizer, rows))(key)
 
 
 def state_maker(
-  model: nn.Module, optimizer: optax.GradientTransformation
+  model: nn.Module, optimizer: optax.GradientTransformation, rows: int = 1
 ) -> Callable[[PRNGKeyArray], TrainState]:
-  """A pure function: key -> a fresh state."""
+  """A pure function: key -> a fresh state of a model that remembers `rows` rows of a batch."""
 
   def make(key):
-    tokens = jnp.zeros((1, min(model.context, 8)), jnp.int32)
+    tokens = jnp.zeros((rows, min(model.context, 8)), jnp.int32)
     variables = model.init(key, tokens, tokens, method="loss_terms")
     return fresh_state(optimizer, nn.unbox(variables))
 
@@ -60,6 +60,15 @@ def fresh_state(optimizer: optax.GradientTransformation, variables: dict) -> Tra
   tables = {name: tree for name, tree in variables.items() if name != "params"}
   params = variables["params"]
   return TrainState(jnp.int32(0), params, tables, optimizer.init(params))
+
+
+def carried(tables: Any, batch: dict) -> Any:
+  """The collections, with what is remembered of the rows that begin anew set to zero."""
+  if "carry" not in tables:
+    return tables
+  reset_B = batch["reset"]
+  begun = lambda x: jnp.where(reset_B.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros_like(x), x)
+  return tables | {"carry": jax.tree.map(begun, tables["carry"])}
 
 
 @jax.jit

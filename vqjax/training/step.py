@@ -10,7 +10,7 @@ from flax import linen as nn
 from jaxtyping import Array, PRNGKeyArray
 
 from vqjax.training import scope
-from vqjax.training.state import TrainState
+from vqjax.training.state import TrainState, carried
 
 Step = Callable[[TrainState, dict], tuple[TrainState, dict]]
 """(state, {"inputs": [B, T], "targets": [B, T], ...}) -> (state, metrics)."""
@@ -43,7 +43,9 @@ def train_step(
   `accumulate` equal micro-batches whose gradients are averaged. Randomness is a function of the
   key and the number of the step alone, so a resumed run repeats it. Parameters that are not below a
   prefix of `trained` are constants: they have no gradient, and stay bit by bit as they are. What
-  the model writes into its other collections is kept, from each micro-batch to the next.
+  the model writes into its other collections is kept, from each micro-batch to the next. The
+  collection `carry` is what a model remembers of each row, rows first: the batch's "reset" says of
+  which rows it is forgotten, and such a model takes whole batches.
 
   The metrics are `loss` (nats per token, without auxiliary terms), each auxiliary term by name,
   `grad_norm` of the trained parameters before clipping, and `learning_rate`.
@@ -64,10 +66,11 @@ def train_step(
 
   def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
     step_key = jax.random.fold_in(key, state.step)
+    tables = carried(state.tables, batch)
     own, frozen = scope.split(state.params, trained)
     loss_of_own = lambda own, *rest: loss(scope.joined(own, frozen), *rest)
     gradient, metrics, tables = _mean_gradient(
-      loss_of_own, own, state.tables, batch, step_key, accumulate
+      loss_of_own, own, tables, batch, step_key, accumulate
     )
     metrics["grad_norm"] = optax.tree.norm(gradient)
     metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)

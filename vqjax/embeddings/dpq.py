@@ -1,0 +1,133 @@
+"""What does an embedding look like whose vectors are codes into a few small tables?"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jaxtyping import Array, Float, Int, Integer
+
+from vqjax.embeddings.base import Embedding
+from vqjax.embeddings.compact import CompactEmbedding
+from vqjax.ops import packing, shards
+from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.quantizers import Quantized, Quantizer
+from vqjax.types import Dtype, Size
+
+
+class DPQEmbedding(Embedding):
+  """A free vector for each token, quantised: the query table is trained, codes and values ship.
+
+  Only the rows of the tokens at hand are quantised, so that batch statistics are those of a batch's
+  tokens, each as often as it occurs. `compact` gives what ships. Source: Chen et al.,
+  Differentiable product quantization for end-to-end embedding compression, 2020.
+
+  Attributes:
+    quantizer: of width `dim` in its result; its own `dim` is the width of the query table.
+    query_init: initialiser of the [V, quantizer.dim] query table.
+    dtype: dtype of the vectors handed out; None: that of the parameters.
+    param_dtype: dtype of the query table.
+  """
+
+  quantizer: Quantizer
+  query_init: nn.initializers.Initializer = nn.initializers.normal(0.1)
+  dtype: Dtype | None = None
+  param_dtype: Dtype = jnp.float32
+
+  def setup(self):
+    if self.vocab < 1:
+      raise ValueError(f"vocab {self.vocab} holds no token; give at least 1")
+    if self.quantizer.width != self.dim:
+      raise ValueError(
+        f"the quantizer makes vectors of width {self.quantizer.width} in an embedding of dim"
+        f" {self.dim}; give both the same"
+      )
+    shape = self.vocab, self.quantizer.dim
+    self.query = self.param("query", self.query_init, shape, self.param_dtype)
+
+  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
+    """The vector of each token's codes; nan for a token outside [0, V)."""
+    return self._quantized(tokens, train=False)[0]
+
+  def loss_terms(
+    self, tokens: Integer[Array, "*B"], deterministic: bool = True
+  ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
+    """The vectors, and the quantiser's terms of the loss."""
+    vectors, found = self._quantized(tokens, train=not deterministic)
+    return vectors, found.terms
+
+  def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
+    """The quantiser's terms of the loss, outside training."""
+    return self._quantized(tokens, train=False)[1].terms
+
+  def _quantized(self, tokens, train: bool) -> tuple[Array, Quantized]:
+    known, token = in_vocabulary(tokens, self.vocab)
+    look_up = lambda rows, token: shards.looked_up(
+      rows[0], token, self.vocab_axis, self.query.dtype
+    )
+    rows = (shards.Padded(self.query, 0),)
+    query = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
+    found = self.quantizer.quantized(query, train, known)
+    vectors = found.vectors.astype(jnp.dtype(self.dtype or self.param_dtype))
+    return jnp.where(known[..., None], vectors, jnp.nan), found
+
+  def codes_of(self, tokens: Integer[Array, "*B"]) -> Int[Array, "*B M"]:
+    """The codes of tokens in [0, V)."""
+    return self.quantizer.encode(self.query[tokens])
+
+  def table(self) -> Float[Array, "V D"]:
+    """The vectors of the whole vocabulary, in `param_dtype`."""
+    return self.quantizer(self.query).astype(self.param_dtype)
+
+  def values(self) -> Float[Array, "Q K C"]:
+    """What the codes choose from."""
+    return self.quantizer.values()
+
+  def compact(self, variables: dict[str, Any]) -> CompactEmbedding:
+    """What ships: packed codes, and the values. Codes are made and packed a block at a time."""
+    values = np.asarray(self.apply(variables, method="values"), np.float32)
+    bits = packing.bits_for(self.quantizer.codes)
+    return CompactEmbedding(
+      data=packing.packed(_Codes(self, variables), bits),
+      values=values,
+      vocab=self.vocab,
+      dim=self.dim,
+      codes=self.quantizer.codes,
+      subspaces=self.quantizer.subspaces,
+      additive=self.quantizer.additive,
+    )
+
+  def size(self) -> Size:
+    """Query table and quantiser, as trained; a look-up compares each vector with all keys."""
+    shapes = jax.eval_shape(
+      lambda: self.clone(parent=None).init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+    )
+    leaves = jax.tree.leaves
+    params = sum(x.size for x in leaves(shapes["params"]))
+    state = sum(x.size * x.dtype.itemsize for x in leaves(shapes))
+    q = self.quantizer
+    per_code = q.dim if q.additive else q.dim // q.subspaces
+    return Size(params, state, 2 * q.subspaces * q.codes * per_code)
+
+  def logical_axes(self) -> dict:
+    """Axes of the query table, and the quantiser's."""
+    inner = self.quantizer.logical_axes()
+    axes = {name: {"quantizer": tree} for name, tree in inner.items()}
+    axes["params"] = axes.get("params", {}) | {"query": ("vocab", "table_embed")}
+    return axes
+
+
+class _Codes:
+  """The codes of all tokens, made for some of them at a time."""
+
+  def __init__(self, embedding: DPQEmbedding, variables: dict[str, Any]):
+    self.shape = embedding.vocab, embedding.quantizer.subspaces
+    encode = lambda tokens: embedding.apply(variables, tokens, method="codes_of")
+    self._encode = jax.jit(encode)
+
+  def __getitem__(self, rows: slice) -> np.ndarray:
+    # One shape for all blocks; what is beyond the vocabulary is cut off.
+    last = self.shape[0] - 1
+    tokens = np.minimum(np.arange(rows.start, rows.stop), last)
+    return np.asarray(self._encode(tokens))[: last + 1 - rows.start]
