@@ -159,9 +159,40 @@ def test_rows_tell_bytes_floors_and_speed(results):
   assert row["training speed"] == row["loss time"] == "1.00×"
 
 
-def test_loss_time_on_another_device_is_not_compared(results):
+def test_speed_and_loss_time_on_another_device_are_not_compared(results):
   results["ptb/vq-256"]["result"]["device"] = "gpu"
-  assert measured(results, "ptb/vq-256").loss_time is None
+  row = measured(results, "ptb/vq-256")
+  assert (row.speed, row.loss_time) == (None, None)
+
+
+@pytest.mark.parametrize(
+  ("head", "params", "config", "shipped"),
+  [
+    # 1,024 codes of 128 numbers, and a bias and a code of four bytes for each of 10,000 tokens;
+    # while it learns, 8 scores a token more.
+    (
+      "LearnedCodebookHead",
+      1024 * 128 + 10_000 * 9,
+      {"codes": 1024, "candidates": 8},
+      4 * 1024 * 128 + 10_000 * (4 + 4),
+    ),
+    # 224 codes of 128 numbers in all, a bias and 16 codes of one byte; 128 numbers a token more.
+    (
+      "LearnedProductHead",
+      224 * 128 + 10_000 * 129,
+      {"codes": 224, "subspaces": 16},
+      4 * 224 * 128 + 10_000 * (4 + 16),
+    ),
+  ],
+)
+def test_bytes_of_a_head_that_learns_its_codes_are_those_it_ships_with(
+  results, kept, head, params, config, shipped
+):
+  row = kept(90.0, 99 * FULL_BYTES, head, dim=128, token_bias=True, **config)
+  row["result"]["head"]["params"] = params
+  found = measured(results | {"ptb/learned": row}, "ptb/learned")
+  assert found.head_bytes == shipped
+  assert found.of_full == pytest.approx(shipped / FULL_BYTES)
 
 
 def test_measured_perplexity_is_split_into_codes_and_what_is_inside(results):
