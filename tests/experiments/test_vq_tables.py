@@ -16,6 +16,8 @@ from experiments.vq_measured import Spread, measured
 from experiments.vq_notes import notes
 from experiments.vq_paper import PAPER
 from experiments.vq_rows import tables
+from experiments.vq_settings import RUNS
+from vqjax.config import config_hash
 
 ROOT = pathlib.Path(__file__).parents[2]
 FULL_BYTES = 10_000 * 128 * 4
@@ -335,6 +337,22 @@ def test_the_command_trains_keeps_and_prints(tmp_path, monkeypatch, capsys):
   assert vq_tables.main([*arguments, "--list"]) == 0
   assert capsys.readouterr().out.count("done") == 2
   assert not (vq_results.FOLDER / "smoke").exists()
+
+
+def test_a_result_of_another_configuration_is_left_out(kept, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  now = config_hash(vq_tables.RUNS["smoke"]["ptb/full"])
+  for name, perplexity, digest in (("ptb/full", 77.5, now), ("ptb/dense", 88.5, "of old")):
+    row = kept(perplexity) | {"name": name}
+    row["result"]["config_hash"] = digest
+    path = tmp_path / RUNS / "smoke" / "kept" / f"{name.replace('/', '-')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(row))
+  assert vq_tables.main(["--scale", "smoke", "--render"]) == 0
+  said = capsys.readouterr()
+  assert "77.5" in said.out
+  assert "88.5" not in said.out
+  assert "ptb/dense is left out: its result is of another configuration" in said.err
 
 
 def test_the_command_names_a_run_that_is_not_there(capsys):
