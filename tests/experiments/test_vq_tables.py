@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -337,6 +338,26 @@ def test_the_command_trains_keeps_and_prints(tmp_path, monkeypatch, capsys):
   assert vq_tables.main([*arguments, "--list"]) == 0
   assert capsys.readouterr().out.count("done") == 2
   assert not (vq_results.FOLDER / "smoke").exists()
+
+
+def test_the_floor_of_a_learned_mapping_is_that_of_the_codes_it_chose(monkeypatch, tmp_path):
+  # Tokens 0 and 1 choose code 1, token 2 chooses code 0.
+  variables = {
+    "params": {"head": {"choice": np.array([[0.0, 1.0], [0.0, 2.0], [3.0, 0.0]])}},
+    "codes": {"head": {"candidates": np.array([[0, 1], [0, 1], [0, 1]], np.uint8)}},
+  }
+  monkeypatch.setattr(vq_results, "read_variables", lambda folder: (variables, {}))
+  monkeypatch.setattr(vq_results, "fit_encoder", lambda data, tokenizer: None)
+  text = types.SimpleNamespace(tokens=np.array([0, 0, 0, 1, 2, 2]))
+  monkeypatch.setattr(vq_results, "encode_split", lambda data, encoder, split: text)
+  smoke = vq_tables.RUNS["smoke"]
+  gumbel = next(run for name, run in smoke.items() if name.startswith("ptb/gumbel"))
+  found = vq_results.floors(gumbel, tmp_path)
+  # Four of six tokens are on a code of two; of these 3 : 1 are token 0 and token 1.
+  assert found["uniform"] == pytest.approx(2 ** (4 / 6))
+  inside = (3 * np.log(4 / 3) + np.log(4)) / 6
+  assert found["bias"] == pytest.approx(np.exp(inside))
+  assert found["largest_code"] == 2
 
 
 def test_a_result_of_another_configuration_is_left_out(kept, tmp_path, monkeypatch, capsys):
