@@ -215,9 +215,12 @@ def taken(table: Array, index: Array) -> Array:
   """table[index] along the first axis, with a gradient that stays on the devices of its tokens.
 
   Each part of the tokens adds up its own rows, and the sums travel. Left to the partitioner, the
-  cotangents of all tokens may be sent to all devices. On one device it is plain indexing.
+  cotangents of all tokens may be sent to all devices. On one device it is plain indexing, unless
+  the table is narrower than float32: a row that many tokens read would stop growing in its dtype,
+  so its gradient is summed in float32 and rounded once (and there is no forward mode).
   """
-  if parts(None).count == 1:
+  narrow = jnp.issubdtype(table.dtype, jnp.floating) and jnp.finfo(table.dtype).bits < 32
+  if parts(None).count == 1 and not narrow:
     return table[index]
   return _taken((table.shape, jnp.dtype(table.dtype)), *varying((table, index)))
 
