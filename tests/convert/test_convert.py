@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vqjax import (
+  AdaptiveHead,
   CodebookHead,
   DenseHead,
   LearnedCodebookHead,
@@ -162,6 +163,26 @@ def test_the_distillation_term_is_the_divergence_of_the_two_models(dense):
   np.testing.assert_allclose(terms["distillation"], 3 * 4 * kl, rtol=1e-4)
 
 
+def test_the_distillation_term_has_the_caps_of_both_heads(dense):
+  experiment, _ = dense
+  sized = lambda head: (
+    load_text(
+      dataclasses.replace(experiment, model=experiment.model.clone(head=head))
+    ).experiment.model
+  )
+  student, teacher = (sized(DenseHead(V, D, softcap=cap)) for cap in (0.5, 0.2))
+  model = convert.Distilled(student, teacher, weight=1.0)
+  tokens = jnp.arange(16).reshape(2, 8)
+  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
+  _, terms = model.apply(variables, tokens, tokens, method="loss_terms")
+  of = lambda part: {name: tree[part] for name, tree in variables.items()}
+  p = jax.nn.log_softmax(student.apply(of("student"), tokens))
+  q = jax.nn.log_softmax(teacher.apply(of("teacher"), tokens))
+  # Differences of float32 log-probabilities near 4, 2^-22 each.
+  kl = (jnp.exp(q) * (q - p)).sum(-1).mean()
+  np.testing.assert_allclose(terms["distillation"], kl, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
   ("learned", "target", "fixed"),
   [
@@ -248,6 +269,34 @@ class TestBadInput:
     wrong = converted(*dense, DenseHead(V, D), convert.ToCodebook(convert.KMeans()), name="x")
     with pytest.raises(TypeError, match="ToCodebook gives a CodebookHead its variables, not a Den"):
       begun(wrong)
+
+  def test_a_cap_that_a_codebook_cannot_keep_is_refused(self, dense):
+    model = dense[0].model.clone(head=DenseHead(V, D, softcap=30.0))
+    with pytest.raises(ValueError, match=r"has softcap 30\.0, and a CodebookHead none"):
+      convert.compress(dataclasses.replace(dense[0], model=model), dense[1], codes=5)
+
+  @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+  def test_a_weight_of_the_distillation_that_is_none_is_refused(self, dense, weight):
+    with pytest.raises(ValueError, match=f"distillation weight {weight} is negative or not finite"):
+      begun(convert.compress(*dense, codes=5, distillation=weight))
+
+  def test_a_student_that_scores_no_rows_is_refused(self, dense):
+    head = AdaptiveHead(V, D, (20,))
+    wrong = converted(*dense, head, convert.ToLowRank(), name="x", distillation=1.0)
+    with pytest.raises(TypeError, match="the student's head is a AdaptiveHead, which scores no"):
+      begun(wrong)
+
+  @pytest.mark.parametrize(
+    ("head", "start", "message"),
+    [
+      (DenseHead(V, D), convert.Mapped(convert.Brown()), "sets the assignment .* this DenseHead"),
+      (CodebookHead(V, D, 5), convert.MappedProduct(), "sets the codes .* this CodebookHead"),
+    ],
+  )
+  def test_a_mapping_for_a_head_without_its_codes_is_refused(self, dense, head, start, message):
+    model = dense[0].model.clone(head=head)
+    with pytest.raises(ValueError, match=message):
+      begun(dataclasses.replace(dense[0], model=model, start=start))
 
   def test_a_folder_without_a_run_is_refused(self, dense, tmp_path):
     with pytest.raises(FileNotFoundError, match="give the folder of a run"):

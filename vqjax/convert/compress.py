@@ -53,7 +53,15 @@ def compress(
     temperature: of the distillation.
     train: of the fine-tuning; None: a fifth of the dense run's steps at a third of its rate.
     name: of the new run; None: the dense run's and "-codebook".
+
+  Raises:
+    ValueError: the dense head caps its scores, which a codebook head does not.
   """
+  if (softcap := getattr(dense.model.head, "softcap", None)) is not None:
+    raise ValueError(
+      f"the dense head has softcap {softcap}, and a CodebookHead none; convert.converted takes a"
+      " head that has one, such as a ResidualCodebookHead or a ProductHead"
+    )
   embedding = dense.model.embedding
   head = CodebookHead(
     *(dense.model.head.vocab, embedding.dim, codes),

@@ -37,6 +37,14 @@ def _merged(fresh: Any, given: Any) -> Any:
   return fresh | {name: _merged(fresh[name], value) for name, value in given.items()}
 
 
+def _check_has(name: str, variables: dict, head: Head, start: Any) -> None:
+  if name not in variables.get("codes", {}).get("head", {}):
+    raise ValueError(
+      f"{type(start).__name__} sets the {name} of a head that keeps its own, which this"
+      f" {type(head).__name__} does not; set start to None, or change the head"
+    )
+
+
 def _of_head(variables: dict) -> dict:
   """A head's variables, {collection: {...}}, under the name `head`."""
   return {collection: {"head": tree} for collection, tree in variables.items()}
@@ -55,8 +63,9 @@ class Mapped:
   mapping: Mapping
 
   def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The fresh variables with these codes."""
+    """The fresh variables with these codes; ValueError where the head has none of its own."""
     head = model.head
+    _check_has("assignment", variables, head, self)
     counts = _counts(text, head.vocab)
     inputs = variables["params"].get("embedding", {}).get("weight")
     inputs = None if inputs is None else np.asarray(inputs)
@@ -81,8 +90,9 @@ class MappedProduct:
   seed: int = 0
 
   def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The fresh variables with these codes."""
+    """The fresh variables with these codes; ValueError where the head has none of its own."""
     head = model.head
+    _check_has("codes", variables, head, self)
     tokens = np.asarray(text.splits["train"].tokens)
     known = Known(tokens, _counts(text, head.vocab), None, None)
     rows = contexts(known, head.dim, self.seed)
