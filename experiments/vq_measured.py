@@ -60,8 +60,6 @@ class Measured:
     floor: least test perplexity of any body with these codes, tokens uniform in each.
     floor_bias: likewise with the best token bias.
     largest: tokens on the largest code.
-    speed: training tokens a second, relative to its control of the same seed on the same device.
-    loss_time: time of the head's loss and gradient, likewise.
   """
 
   status: str
@@ -79,8 +77,6 @@ class Measured:
   floor: float | None
   floor_bias: float | None
   largest: int | None
-  speed: float | None
-  loss_time: float | None
 
   @property
   def over_both(self) -> Spread | None:
@@ -124,7 +120,6 @@ def measured(results: Results, name: str, scratch: bool = False) -> Measured:
   every, done = seeds(results, name), finished(results, name)
   fine_tuned, fresh = (finished(results, f"{name.split('/')[0]}/{row}") for row in CONTROLS)
   full, other = (fresh, fine_tuned) if scratch else (fine_tuned, fresh)
-  both = sorted(done.keys() & full.keys())
   head = next((done[seed]["head"] for seed in sorted(done)), {})
   full_bytes = next((row["head"]["state_bytes"] for row in (full | other).values()), None)
   config = next((_head_config(kept["config"]["model"]) for kept in every.values()), {})
@@ -147,8 +142,6 @@ def measured(results: Results, name: str, scratch: bool = False) -> Measured:
     floor=_mean([found["uniform"] for found in floors]),
     floor_bias=_mean([found["bias"] for found in floors]),
     largest=max((found["largest_code"] for found in floors), default=None),
-    speed=_mean([_speed(done[s]) / _speed(full[s]) for s in both if _alike(done[s], full[s])]),
-    loss_time=_mean([_loss(done[s]) / _loss(full[s]) for s in both if _timed(done[s], full[s])]),
   )
 
 
@@ -179,24 +172,6 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _perplexity(result: Mapping[str, Any], split: str) -> float:
   return result[split]["perplexity"]
-
-
-def _speed(result: Mapping[str, Any]) -> float:
-  return result["train"]["tokens_per_second"]
-
-
-def _loss(result: Mapping[str, Any]) -> float:
-  return result["loss"]["seconds"]
-
-
-def _timed(*results: Mapping[str, Any]) -> bool:
-  """Whether all know what their loss costs, on the same device."""
-  return all(row.get("loss") for row in results) and _alike(*results)
-
-
-def _alike(*results: Mapping[str, Any]) -> bool:
-  """Whether all ran on the same device, as many cores included."""
-  return len({row["device"] for row in results}) == 1
 
 
 def _shipped_bytes(head: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:

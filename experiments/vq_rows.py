@@ -113,20 +113,6 @@ COLUMNS = (
     "The same where tokens have the best fixed frequencies inside their code: exp H(token | code).",
   ),
   _column("largest code", "largest", units.fixed(0), "Tokens on the fullest code."),
-  _column(
-    "training speed",
-    "speed",
-    units.ratio,
-    "Training tokens a second, of those of the full softmax on as many cores. Other work on the"
-    " machine is in it: of equal programs one may say twice the other.",
-  ),
-  _column(
-    "loss time",
-    "loss_time",
-    units.ratio,
-    "The head's loss and gradient alone, of the full softmax's, likewise; Table 3 has those of a"
-    " quiet machine.",
-  ),
 )
 
 
@@ -192,7 +178,7 @@ def _line(
   paper: Published | None = None,
   full: Published | None = None,
 ) -> Line:
-  scratch = setting.beyond and not row.needs and row.name not in ("dense", "full-scratch")
+  scratch = setting.beyond and not row.needs and row.name != "dense"
   found = measured(results, f"{setting.name}/{row.name}", scratch)
   return Line(row.name, row.label, found, paper, full)
 

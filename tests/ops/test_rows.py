@@ -56,6 +56,21 @@ def test_on_a_mesh_the_shared_arrays_get_the_gradient_of_all_devices(shape):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
+def test_bfloat16_tables_on_a_mesh_get_the_gradient_of_one_device():
+  tables, codes, hidden, tokens, bias = operands()
+  tables = tables.astype(jnp.bfloat16)
+  loss = lambda t: linear_softmax(
+    hidden, Rows(codes, t, product.compose), tokens, bias, vocab_axis="model"
+  ).log_prob.mean()
+  expected = jax.grad(loss)(tables)
+  with jax.set_mesh(make_mesh(MeshShape(1, 1, 8))):
+    found = jax.device_get(jax.jit(jax.grad(loss))(tables))
+  assert found.dtype == jnp.bfloat16
+  wide = [np.asarray(x, np.float32) for x in (found, expected)]
+  # Rows' gradients are rounded to 2^-9, and their sum perhaps to neighbours, 2^-7 apart.
+  np.testing.assert_allclose(*wide, rtol=2**-6, atol=2**-9 * abs(wide[1]).max())
+
+
 @pytest.mark.parametrize("tile", [(29, 2003), (29, 64)])
 def test_bfloat16_tables_that_many_rows_share_get_their_whole_gradient(tile):
   vocab, codes = 2003, 2
