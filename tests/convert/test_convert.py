@@ -11,6 +11,7 @@ import pytest
 
 from vqjax import (
   AdaptiveHead,
+  CodebookEmbedding,
   CodebookHead,
   DenseHead,
   LearnedCodebookHead,
@@ -21,6 +22,7 @@ from vqjax import (
   assign,
   convert,
 )
+from vqjax.config import FROM_TOKENIZER
 from vqjax.convert.compress import converted
 from vqjax.convert.starts import dense_rows
 from vqjax.data import WordTokenizer
@@ -211,6 +213,43 @@ def test_frozen_codes_have_the_distribution_that_was_learned(
   new, variables, _ = begun(ships)
   expected = log_prob(load_text(run).experiment, read_variables(tmp_path / "learned")[0])
   np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-6)
+
+
+def test_a_tied_codebook_takes_the_place_of_the_embedding(dense, tmp_path):
+  experiment, folder = dense
+  tied = convert.compress(experiment, folder, codes=7, tied=True)
+  untied = convert.compress(experiment, folder, codes=7)
+  one, two = (begun(made)[1] for made in (tied, untied))
+  for collection, name in (("params", "codebook"), ("codes", "assignment")):
+    expected = two[collection]["head"][name]
+    np.testing.assert_array_equal(one[collection]["embedding"][name], expected)
+  assert one["params"]["head"].keys() == {"token_bias"}
+  assert fit(tied, tmp_path / "run")["head"]["tied"]
+
+
+def test_a_mapping_from_scratch_reaches_a_tied_head(dense):
+  experiment, _ = dense
+  embedding = CodebookEmbedding(FROM_TOKENIZER, 16, 9)
+  head = CodebookHead(FROM_TOKENIZER, 16, 9, embedding=embedding, token_bias=True)
+  model = experiment.model.clone(head=head, embedding=embedding)
+  start = convert.Mapped(convert.Fixed(assign.Random(3)))
+  known, found, _ = begun(dataclasses.replace(experiment, model=model, start=start))
+  expected = assign.Random(3)(known.model.head.vocab, 9)
+  np.testing.assert_array_equal(found["codes"]["embedding"]["assignment"], expected)
+
+
+def test_the_student_ships_without_its_teacher(dense, short, tmp_path):
+  experiment, folder = dense
+  distilled = convert.compress(experiment, folder, codes=7, distillation=1.0, train=short)
+  trained = fit(distilled, tmp_path / "run")
+  start = convert.FromStudent(str(tmp_path / "run"))
+  alone = dataclasses.replace(distilled, model=distilled.model.student, train=short, start=start)
+  found = begun(alone)[1]
+  both, _ = read_variables(tmp_path / "run")
+  jax.tree.map(np.testing.assert_array_equal, found["params"], both["params"]["student"])
+  assert trained["head"]["class"] == "CodebookHead"
+  with pytest.raises(ValueError, match="has no student"):
+    begun(dataclasses.replace(alone, start=convert.FromStudent(str(folder))))
 
 
 def test_a_mapping_from_scratch_sets_the_codes_and_the_bias_alone(dense):
