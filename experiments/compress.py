@@ -19,7 +19,7 @@ SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
-  options = _parser().parse_args(arguments)
+  options = _parser().parse_intermixed_args(arguments)
   speak_plainly()
   return exit_code(lambda: _compress(options), show_traceback=options.traceback)
 
@@ -31,6 +31,7 @@ def _compress(options: argparse.Namespace) -> None:
     codes=options.codes,
     mapping=KMeans(power=options.power, alone=options.alone),
     token_bias=not options.no_token_bias,
+    tied=options.tied,
     scope=SCOPES[options.scope],
     distillation=options.distillation,
     temperature=options.temperature,
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     help="part of the codes that one frequent token each has (default: %(default)g)",
   )
   parser.add_argument("--no-token-bias", action="store_true", help="as in the paper")
+  parser.add_argument("--tied", action="store_true", help="the codebook embeds the input too")
   parser.add_argument(
     "--scope", choices=SCOPES, default="full", help="what is fine-tuned (default: %(default)s)"
   )

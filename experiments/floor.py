@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,8 +22,10 @@ from vqjax import CodebookHead, assign
 from vqjax.config import Experiment, config_hash
 from vqjax.data import fit_encoder
 from vqjax.data.counts import count_tokens
+from vqjax.training.program import keys
 from vqjax.training.run import write_json
-from vqjax.training.text import load_text
+from vqjax.training.state import init_state
+from vqjax.training.text import Text, load_text
 
 QUANTILES = {"least": 0, "10%": 0.1, "half": 0.5, "90%": 0.9, "most": 1}
 
@@ -35,7 +39,7 @@ with certainty. The best token bias is that of each split's own frequencies: non
 
 
 def measure(experiment: Experiment) -> dict[str, Any]:
-  """The floors of an experiment's assignment on its own text, as JSON.
+  """The floors of the assignment that an experiment begins with, on its own text, as JSON.
 
   `splits` has, for each split, its tokens and the floor as nats a token and as perplexity, both
   without and with a token bias; `worst` are the tokens of the training text that cost most without
@@ -43,13 +47,13 @@ def measure(experiment: Experiment) -> dict[str, Any]:
 
   Raises:
     ValueError: the head has no codes, or its assignment does not suit the vocabulary.
+    FileNotFoundError: the experiment starts from a run that is not there.
   """
   _check_head(experiment)
   text = load_text(experiment)
   head = text.experiment.model.head
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
-  made = (head.embedding or head).assignment_init(head.vocab, head.codes)
-  table = assign.checked(made, head.vocab, head.codes)
+  table = assign.checked(_assignment(text), head.vocab, head.codes)
   counts = {name: count_tokens(split, encoder).counts for name, split in text.splits.items()}
 
   def floor(name: str, token_bias: bool) -> assign.Floor:
@@ -75,6 +79,20 @@ def measure(experiment: Experiment) -> dict[str, Any]:
     "dead": len(own.dead),
     "worst": [row._asdict() | {"text": encoder.decode([row.token])} for row in own.worst],
   }
+
+
+def _assignment(text: Text) -> np.ndarray:
+  """The code of each token where the run begins: that of the head, or of the experiment's start."""
+  experiment, model = text.experiment, text.experiment.model
+  head = model.head
+  if experiment.start is None:
+    return (head.embedding or head).assignment_init(head.vocab, head.codes)
+  key, _ = keys(experiment.seed)
+  fresh = init_state(model, optax.identity(), key).variables
+  codes = experiment.start(text, model, jax.device_get(fresh))["codes"]
+  # The student of a distillation is a model of its own.
+  codes = codes.get("student", codes)
+  return codes["head" if head.embedding is None else "embedding"]["assignment"]
 
 
 def _scores(floor: assign.Floor) -> dict[str, float]:

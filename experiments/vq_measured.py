@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vqjax import CodebookHead, ProductHead
+
 Results = Mapping[str, Mapping[str, Any]]
 """Name of a run -> what `vq_results` keeps of it."""
 
@@ -49,7 +51,7 @@ class Measured:
     over_full: per cent above its control, the full softmax that began as it did, of the same seed.
     over_other: likewise above the other full softmax.
     valid_over_full: likewise above the fine-tuned one, on the validation text.
-    head_bytes: of all that the head owns.
+    head_bytes: of all that the head owns; of one that learns its codes, when they are fixed.
     of_full: those bytes as a part of the full softmax's.
     head: its class.
     tied: whether it shares the embedding's table, which is not counted.
@@ -58,8 +60,6 @@ class Measured:
     floor: least test perplexity of any body with these codes, tokens uniform in each.
     floor_bias: likewise with the best token bias.
     largest: tokens on the largest code.
-    speed: training tokens a second, relative to its control of the same seed.
-    loss_time: time of the head's loss and gradient, likewise.
   """
 
   status: str
@@ -77,8 +77,6 @@ class Measured:
   floor: float | None
   floor_bias: float | None
   largest: int | None
-  speed: float | None
-  loss_time: float | None
 
   @property
   def over_both(self) -> Spread | None:
@@ -122,10 +120,10 @@ def measured(results: Results, name: str, scratch: bool = False) -> Measured:
   every, done = seeds(results, name), finished(results, name)
   fine_tuned, fresh = (finished(results, f"{name.split('/')[0]}/{row}") for row in CONTROLS)
   full, other = (fresh, fine_tuned) if scratch else (fine_tuned, fresh)
-  both = sorted(done.keys() & full.keys())
   head = next((done[seed]["head"] for seed in sorted(done)), {})
   full_bytes = next((row["head"]["state_bytes"] for row in (full | other).values()), None)
   config = next((_head_config(kept["config"]["model"]) for kept in every.values()), {})
+  head_bytes = _shipped_bytes(head, config)
   floors = [kept["floors"] for kept in every.values() if kept.get("floors")]
   failed = sum(kept["result"]["status"] == "failed" for kept in every.values())
   return Measured(
@@ -135,8 +133,8 @@ def measured(results: Results, name: str, scratch: bool = False) -> Measured:
     over_full=_over(done, full, "test"),
     over_other=_over(done, other, "test"),
     valid_over_full=_over(done, fine_tuned, "valid"),
-    head_bytes=head.get("state_bytes"),
-    of_full=head["state_bytes"] / full_bytes if head and full_bytes else None,
+    head_bytes=head_bytes,
+    of_full=head_bytes / full_bytes if head_bytes and full_bytes else None,
     head=head.get("class"),
     tied=bool(head.get("tied")),
     codes=config.get("codes") if floors else None,
@@ -144,8 +142,6 @@ def measured(results: Results, name: str, scratch: bool = False) -> Measured:
     floor=_mean([found["uniform"] for found in floors]),
     floor_bias=_mean([found["bias"] for found in floors]),
     largest=max((found["largest_code"] for found in floors), default=None),
-    speed=_mean([_speed(done[s]) / _speed(full[s]) for s in both]),
-    loss_time=_mean([_loss(done[s]) / _loss(full[s]) for s in both if _timed(done[s], full[s])]),
   )
 
 
@@ -178,14 +174,15 @@ def _perplexity(result: Mapping[str, Any], split: str) -> float:
   return result[split]["perplexity"]
 
 
-def _speed(result: Mapping[str, Any]) -> float:
-  return result["train"]["tokens_per_second"]
-
-
-def _loss(result: Mapping[str, Any]) -> float:
-  return result["loss"]["seconds"]
-
-
-def _timed(*results: Mapping[str, Any]) -> bool:
-  """Whether all know what their loss costs, on the same device."""
-  return all(row.get("loss") for row in results) and len({row["device"] for row in results}) == 1
+def _shipped_bytes(head: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+  """Bytes of all that a head owns; of one that learns its codes, when they are fixed."""
+  name = head.get("class")
+  if name not in ("LearnedCodebookHead", "LearnedProductHead"):
+    return head.get("state_bytes")
+  dim, codes, bias = (config[key] for key in ("dim", "codes", "token_bias"))
+  # Beside K·D shared numbers and a bias, a token has its scores of the candidates or its latent.
+  own = config["candidates"] if name == "LearnedCodebookHead" else dim
+  vocab = (head["params"] - codes * dim) // (own + bias)
+  if name == "LearnedCodebookHead":
+    return CodebookHead(vocab, dim, codes, token_bias=bias).size().state_bytes
+  return ProductHead(vocab, dim, codes, config["subspaces"], token_bias=bias).size().state_bytes

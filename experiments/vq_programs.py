@@ -120,9 +120,18 @@ def batch(shape: Shape) -> tuple[jax.Array, jax.Array]:
 
 
 def slice_of(tokens: int, vocab: int) -> int:
-  """The largest divisor of the tokens whose scores are at most `SLICE_SCORES`; at least 1."""
+  """The largest divisor of the tokens whose scores are at most `SLICE_SCORES`.
+
+  Raises:
+    ValueError: that is below half of what would fit, so that slices would be slow.
+  """
   most = min(tokens, max(1, SLICE_SCORES // vocab))
-  return next(size for size in range(most, 0, -1) if tokens % size == 0)
+  size = next(size for size in range(most, 0, -1) if tokens % size == 0)
+  if 2 * size < most:
+    raise ValueError(
+      f"{tokens} tokens are cut into slices of {size} where {most} fit; give a power of two"
+    )
+  return size
 
 
 def forward(one: Contender, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:

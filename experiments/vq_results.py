@@ -8,8 +8,9 @@ import numpy as np
 
 from experiments.vq_clusters import clusters
 from experiments.vq_settings import RUNS
-from vqjax import CodebookHead, assign
+from vqjax import CodebookHead, LearnedCodebookHead, assign
 from vqjax.config import Experiment, config_hash
+from vqjax.convert.starts import frozen
 from vqjax.data import encode_split, fit_encoder
 from vqjax.training import read_variables
 from vqjax.training.run import read_json, write_json
@@ -55,11 +56,15 @@ def keep(scale: str, name: str, experiment: Experiment, folder: pathlib.Path) ->
 def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | None:
   """The lowest test perplexity that a codebook allows, with and without a token bias.
 
-  None for other heads: none of them gives all tokens of a code one score.
+  A mapping that was learned is that of the highest choices. None for other heads: none of them
+  gives all tokens of a code one score.
   """
-  if not isinstance(experiment.model.head, CodebookHead):
+  head = experiment.model.head
+  if not isinstance(head, (CodebookHead, LearnedCodebookHead)):
     return None
   variables, _ = read_variables(folder)
+  if isinstance(head, LearnedCodebookHead):
+    variables = frozen(variables)
   codes = variables["codes"]
   codes = codes.get("student", codes)
   table = codes.get("head", codes.get("embedding", {}))["assignment"]

@@ -82,7 +82,8 @@ COLUMNS = (
     "% over full",
     "over_full",
     meaning="How far it is above the full softmax of the same seed and as many steps: a row that is"
-    " trained from scratch above the one from scratch, all others above the fine-tuned one.",
+    " trained from scratch above the one from scratch, if its text has one (Penn Treebank), all"
+    " others above the fine-tuned one.",
   ),
   _column(
     "paper, of full",
@@ -90,7 +91,13 @@ COLUMNS = (
     meaning="Output parameters by the paper's count, relative to its full softmax; its table of"
     " codes is not counted.",
   ),
-  _column("head bytes", "head_bytes", units.size, "All that the head owns: parameters and codes."),
+  _column(
+    "head bytes",
+    "head_bytes",
+    units.size,
+    "All that the head owns: parameters and codes; where they are learned, of the head"
+    " that they are fixed in.",
+  ),
   _column("of full", "of_full", units.ratio, "... relative to the full softmax here."),
   _column(
     "floor",
@@ -106,19 +113,6 @@ COLUMNS = (
     "The same where tokens have the best fixed frequencies inside their code: exp H(token | code).",
   ),
   _column("largest code", "largest", units.fixed(0), "Tokens on the fullest code."),
-  _column(
-    "training speed",
-    "speed",
-    units.ratio,
-    "Training tokens a second, of the full softmax's, on this CPU; other work on the machine is in"
-    " it.",
-  ),
-  _column(
-    "loss time",
-    "loss_time",
-    units.ratio,
-    "The head's loss and gradient alone, of the full softmax's, likewise.",
-  ),
 )
 
 
@@ -184,7 +178,7 @@ def _line(
   paper: Published | None = None,
   full: Published | None = None,
 ) -> Line:
-  scratch = setting.beyond and not row.needs and row.name not in ("dense", "full-scratch")
+  scratch = setting.beyond and not row.needs and row.name != "dense"
   found = measured(results, f"{setting.name}/{row.name}", scratch)
   return Line(row.name, row.label, found, paper, full)
 

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 from rich.console import Console
 
@@ -131,12 +132,23 @@ def _print_list(console: Console, scale: str, chosen: list[Run]) -> None:
 
 
 def _render(console: Console, options: argparse.Namespace) -> None:
-  results = vq_results.read(options.scale)
+  results = _of_this_code(options.scale)
   for table in vq_report.tables(results, options.scale):
     console.print(table.rich())
   if options.scale == "cpu":
     for path in vq_report.write(results):
       console.print(f"wrote {path}", highlight=False)
+
+
+def _of_this_code(scale: str) -> dict[str, Any]:
+  """The kept results; not those of runs that are now configured otherwise, which it names."""
+  every, found = runs(scale), {}
+  for name, kept in vq_results.read(scale).items():
+    if name in every and vq_results.is_done(scale, name, every[name].experiment):
+      found[name] = kept
+    else:
+      print(f"{name} is left out: its result is of another configuration", file=sys.stderr)
+  return found
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -186,13 +186,14 @@ class OneDeviceContract:
       drawn = head.apply(variables, hidden, jax.random.key(0), allowed=only, method="sample")
       assert (drawn == token).all()
     # A draw that named repeated tokens of the ragged last block twice would favour them.
-    rows = jnp.broadcast_to(hidden[0], (20_000, self.dim))
+    draws = 4_000
+    rows = jnp.broadcast_to(hidden[0], (draws, self.dim))
     few = 2.5 * jnp.arange(vocab) > vocab
     drawn = head.apply(variables, rows, jax.random.key(1), allowed=few, method="sample")
     wanted = np.exp(reference.log_softmax(np.where(few, np.asarray(logits[0]), -np.inf)))
     edges = np.linspace(0, vocab, 10).astype(int)
     counts = np.histogram(drawn, edges)[0]
-    share = np.add.reduceat(wanted, edges[:-1]) * 20_000
+    share = np.add.reduceat(wanted, edges[:-1]) * draws
     some = share > 5
     assert counts[~some].sum() <= 30
     assert scipy.stats.chisquare(counts[some], share[some], sum_check=False).pvalue > 1e-4

@@ -63,6 +63,8 @@ def test_one_code_for_each_token_is_a_permutation():
     (COUNTS / 2, 2, "counts of float64 are no counts: they are integers"),
     (COUNTS[None], 2, r"counts of shape \(1, 11\), where \(V,\) is wanted"),
     ([4, -1, 2], 2, "token 1 has the count -1"),
+    (np.array([2**63 + 5, 1], np.uint64), 2, "the counts add up to 9.22e.18, more than int64"),
+    ([2**62, 2**62], 2, "the counts add up to 9.22e.18, more than int64 holds; scale them down"),
     ([], 1, "counts of float64"),
   ],
 )

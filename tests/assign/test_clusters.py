@@ -144,6 +144,12 @@ def test_wrong_embeddings_and_weights_are_refused_with_the_remedy(recipe, embedd
     "the weights of all 211 tokens are zero": (embeddings, CODES, 0 * counts),
     r"weights of shape \(210,\)": (embeddings, CODES, counts[1:]),
     "token 4 has the weight -1.0": (embeddings, CODES, np.where(np.arange(VOCAB) == 4, -1.0, 1)),
+    "token 0 has the weight 1e.300; give finite ones, at least 0, that float32": (
+      embeddings,
+      CODES,
+      np.full(VOCAB, 1e300),
+    ),
+    "all 211 tokens are zero": (embeddings, CODES, np.full(VOCAB, 1e-300)),
     "token 5 has the weight nan": (embeddings, CODES, np.where(np.arange(VOCAB) == 5, np.nan, 1)),
   }
   for message, (rows, codes, weights) in wrong.items():

@@ -103,6 +103,14 @@ def test_a_given_start_is_not_changed_and_the_result_is_the_same_each_time(token
   assert one.assignment.dtype == np.int32
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64, np.int32])
+def test_tokens_and_counts_of_any_integer_type_give_the_same_codes(tokens, dtype):
+  counts = assign.bigrams(tokens, VOCAB)
+  expected = assign.exchange(counts, 5).assignment
+  narrow = assign.bigrams(tokens.astype(dtype), VOCAB).astype(dtype)
+  np.testing.assert_array_equal(assign.exchange(narrow, 5).assignment, expected)
+
+
 def test_tokens_that_never_occur_share_no_code_with_frequent_ones(tokens):
   """Without a bias each of them makes all others on its code less likely."""
   counts = assign.bigrams(tokens, VOCAB + 20)

@@ -93,6 +93,8 @@ def test_a_tokens_count_of_zero_costs_nothing_and_one_token_is_enough():
     (TABLE, COUNTS / 1.0, "counts of float64"),
     (TABLE / 1.0, COUNTS, "an assignment of float64 names no codes"),
     (TABLE - 1, COUNTS, "token 0 is assigned to code -1"),
+    ([], COUNTS, "vocab 8 has an assignment of shape"),
+    ([np.nan] * 8, COUNTS, "an assignment of float64 names no codes"),
     ([9] * 8, COUNTS, "codes 10 for a vocabulary of 8"),
   ],
 )

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from vqjax import (
+  AdaptiveHead,
+  CodebookEmbedding,
   CodebookHead,
   DenseHead,
   LearnedCodebookHead,
@@ -20,6 +22,7 @@ from vqjax import (
   assign,
   convert,
 )
+from vqjax.config import FROM_TOKENIZER
 from vqjax.convert.compress import converted
 from vqjax.convert.starts import dense_rows
 from vqjax.data import WordTokenizer
@@ -162,6 +165,26 @@ def test_the_distillation_term_is_the_divergence_of_the_two_models(dense):
   np.testing.assert_allclose(terms["distillation"], 3 * 4 * kl, rtol=1e-4)
 
 
+def test_the_distillation_term_has_the_caps_of_both_heads(dense):
+  experiment, _ = dense
+  sized = lambda head: (
+    load_text(
+      dataclasses.replace(experiment, model=experiment.model.clone(head=head))
+    ).experiment.model
+  )
+  student, teacher = (sized(DenseHead(V, D, softcap=cap)) for cap in (0.5, 0.2))
+  model = convert.Distilled(student, teacher, weight=1.0)
+  tokens = jnp.arange(16).reshape(2, 8)
+  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
+  _, terms = model.apply(variables, tokens, tokens, method="loss_terms")
+  of = lambda part: {name: tree[part] for name, tree in variables.items()}
+  p = jax.nn.log_softmax(student.apply(of("student"), tokens))
+  q = jax.nn.log_softmax(teacher.apply(of("teacher"), tokens))
+  # Differences of float32 log-probabilities near 4, 2^-22 each.
+  kl = (jnp.exp(q) * (q - p)).sum(-1).mean()
+  np.testing.assert_allclose(terms["distillation"], kl, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
   ("learned", "target", "fixed"),
   [
@@ -190,6 +213,43 @@ def test_frozen_codes_have_the_distribution_that_was_learned(
   new, variables, _ = begun(ships)
   expected = log_prob(load_text(run).experiment, read_variables(tmp_path / "learned")[0])
   np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-6)
+
+
+def test_a_tied_codebook_takes_the_place_of_the_embedding(dense, tmp_path):
+  experiment, folder = dense
+  tied = convert.compress(experiment, folder, codes=7, tied=True)
+  untied = convert.compress(experiment, folder, codes=7)
+  one, two = (begun(made)[1] for made in (tied, untied))
+  for collection, name in (("params", "codebook"), ("codes", "assignment")):
+    expected = two[collection]["head"][name]
+    np.testing.assert_array_equal(one[collection]["embedding"][name], expected)
+  assert one["params"]["head"].keys() == {"token_bias"}
+  assert fit(tied, tmp_path / "run")["head"]["tied"]
+
+
+def test_a_mapping_from_scratch_reaches_a_tied_head(dense):
+  experiment, _ = dense
+  embedding = CodebookEmbedding(FROM_TOKENIZER, 16, 9)
+  head = CodebookHead(FROM_TOKENIZER, 16, 9, embedding=embedding, token_bias=True)
+  model = experiment.model.clone(head=head, embedding=embedding)
+  start = convert.Mapped(convert.Fixed(assign.Random(3)))
+  known, found, _ = begun(dataclasses.replace(experiment, model=model, start=start))
+  expected = assign.Random(3)(known.model.head.vocab, 9)
+  np.testing.assert_array_equal(found["codes"]["embedding"]["assignment"], expected)
+
+
+def test_the_student_ships_without_its_teacher(dense, short, tmp_path):
+  experiment, folder = dense
+  distilled = convert.compress(experiment, folder, codes=7, distillation=1.0, train=short)
+  trained = fit(distilled, tmp_path / "run")
+  start = convert.FromStudent(str(tmp_path / "run"))
+  alone = dataclasses.replace(distilled, model=distilled.model.student, train=short, start=start)
+  found = begun(alone)[1]
+  both, _ = read_variables(tmp_path / "run")
+  jax.tree.map(np.testing.assert_array_equal, found["params"], both["params"]["student"])
+  assert trained["head"]["class"] == "CodebookHead"
+  with pytest.raises(ValueError, match="has no student"):
+    begun(dataclasses.replace(alone, start=convert.FromStudent(str(folder))))
 
 
 def test_a_mapping_from_scratch_sets_the_codes_and_the_bias_alone(dense):
@@ -248,6 +308,34 @@ class TestBadInput:
     wrong = converted(*dense, DenseHead(V, D), convert.ToCodebook(convert.KMeans()), name="x")
     with pytest.raises(TypeError, match="ToCodebook gives a CodebookHead its variables, not a Den"):
       begun(wrong)
+
+  def test_a_cap_that_a_codebook_cannot_keep_is_refused(self, dense):
+    model = dense[0].model.clone(head=DenseHead(V, D, softcap=30.0))
+    with pytest.raises(ValueError, match=r"has softcap 30\.0, and a CodebookHead none"):
+      convert.compress(dataclasses.replace(dense[0], model=model), dense[1], codes=5)
+
+  @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
+  def test_a_weight_of_the_distillation_that_is_none_is_refused(self, dense, weight):
+    with pytest.raises(ValueError, match=f"distillation weight {weight} is negative or not finite"):
+      begun(convert.compress(*dense, codes=5, distillation=weight))
+
+  def test_a_student_that_scores_no_rows_is_refused(self, dense):
+    head = AdaptiveHead(V, D, (20,))
+    wrong = converted(*dense, head, convert.ToLowRank(), name="x", distillation=1.0)
+    with pytest.raises(TypeError, match="the student's head is a AdaptiveHead, which scores no"):
+      begun(wrong)
+
+  @pytest.mark.parametrize(
+    ("head", "start", "message"),
+    [
+      (DenseHead(V, D), convert.Mapped(convert.Brown()), "sets the assignment .* this DenseHead"),
+      (CodebookHead(V, D, 5), convert.MappedProduct(), "sets the codes .* this CodebookHead"),
+    ],
+  )
+  def test_a_mapping_for_a_head_without_its_codes_is_refused(self, dense, head, start, message):
+    model = dense[0].model.clone(head=head)
+    with pytest.raises(ValueError, match=message):
+      begun(dataclasses.replace(dense[0], model=model, start=start))
 
   def test_a_folder_without_a_run_is_refused(self, dense, tmp_path):
     with pytest.raises(FileNotFoundError, match="give the folder of a run"):

@@ -74,8 +74,11 @@ def test_filters_take_it(folder):
   ("content", "message"),
   [
     (b"{]", r"line 1 is no JSON .*fetch the file again"),
-    (b'{"body": "a"}', r"line 1 has body, no text 'text'; set data\.text"),
-    (b'{"text": 3}', r"line 1 has text, no text 'text'"),
+    (b'{"body": "a"}', r"line 1 has body \(str\), no text 'text'; set data\.text"),
+    (b'{"text": 3}', r"line 1 has text \(int\), no text 'text'"),
+    (b"{}", r"line 1 has nothing, no text 'text'"),
+    (b'\n{"text": "a"}\n \n\n[1]', r"line 5 is no object"),
+    (b'{"text": "a \\ud800 b"}', r"line 1 has half of a surrogate pair; remove the line"),
     (b"3", r"line 1 is no object"),
     (b'\xff{"text"', r"line 1 is no JSON"),
   ],

@@ -36,6 +36,17 @@ def test_the_gradient_of_a_code_is_the_sum_over_its_tokens(variables):
   np.testing.assert_allclose(jax.grad(look_up)(params)["codebook"], expected, atol=1e-6)
 
 
+def test_a_bfloat16_code_of_many_tokens_gets_the_sum_over_all_of_them():
+  embedding = CodebookEmbedding(3, 2, 1, dtype=jnp.float32, param_dtype=jnp.bfloat16)
+  tokens = jnp.arange(3000) % 3
+  variables = embedding.init(jax.random.key(0), tokens)
+  total = lambda p: embedding.apply({**variables, "params": p}, tokens).sum()
+  gradient = jax.grad(total)(variables["params"])["codebook"]
+  # 3000 is no bfloat16; the nearest is 3008. A sum of ones in bfloat16 would stay at 256.
+  assert gradient.dtype == jnp.bfloat16
+  assert gradient.tolist() == [[3008.0, 3008.0]]
+
+
 @pytest.mark.parametrize("token", [-1, 307, 2**30])
 def test_a_token_outside_the_vocabulary_is_nan(variables, token):
   found = EMBEDDING.apply(variables, jnp.array([0, token, 306]))

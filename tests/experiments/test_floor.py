@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments import floor
-from vqjax import CodebookHead, assign
+from vqjax import CodebookHead, assign, convert
 from vqjax.config import load, override
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.training.text import load_text
@@ -99,6 +99,19 @@ def test_a_tied_head_has_the_codes_of_its_embedding(corpus):
   counts = np.bincount(tokens, minlength=found["vocab"])
   expected = assign.floor(assign.Random(5)(found["vocab"], 13), counts).nats
   assert found["splits"]["test"]["uniform"]["nats"] == pytest.approx(expected)
+
+
+def test_codes_that_the_start_maps_from_the_text_have_their_floor(corpus):
+  plain = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
+  plain = override(plain, ["model.head.codes=13", "model.layers=1"])
+  found = floor.measure(dataclasses.replace(plain, start=convert.Mapped(convert.FrequencyBins())))
+  counts = {
+    name: np.bincount(split.tokens, minlength=found["vocab"])
+    for name, split in load_text(plain).splits.items()
+  }
+  expected = assign.floor(assign.equal_count(counts["train"], 13), counts["test"]).nats
+  assert found["splits"]["test"]["uniform"]["nats"] == pytest.approx(expected)
+  assert expected != pytest.approx(floor.measure(plain)["splits"]["test"]["uniform"]["nats"])
 
 
 @pytest.mark.parametrize(

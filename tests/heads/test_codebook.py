@@ -59,6 +59,16 @@ def test_an_empty_code_gets_no_gradient():
   assert np.isfinite(gradient).all()
 
 
+def test_a_bfloat16_bias_of_a_frequent_token_gets_its_whole_gradient():
+  head = CodebookHead(5, 4, 2, token_bias=True, param_dtype=jnp.bfloat16)
+  hidden, tokens = jnp.zeros((3000, 4)), jnp.zeros((3000,), jnp.int32)
+  variables = head.init(jax.random.key(0), hidden)
+  log_prob = lambda p: head.apply({**variables, "params": p}, hidden, tokens, method="log_prob")
+  gradient = jax.grad(lambda p: log_prob(p).sum())(variables["params"])["token_bias"]
+  # With equal scores p is 1/5: 3000 · (1 - 1/5) for token 0, -3000 / 5 for others, to 2^-9.
+  np.testing.assert_allclose(np.float64(gradient), [2400, -600, -600, -600, -600], rtol=2**-7)
+
+
 def test_without_a_bias_no_probability_exceeds_one_over_the_size_of_its_code():
   head = CodebookHead(12, 4, 3)
   hidden = 100 * jax.random.normal(jax.random.key(0), (50, 4))

@@ -91,7 +91,12 @@ def test_one_program_on_a_mesh_may_draw_search_and_score(options):
 
 
 @pytest.mark.parametrize(
-  ("field", "value"), [("softcap", 0.0), ("z_loss", -1.0), ("label_smoothing", 1.0)]
+  ("field", "value"),
+  [
+    *(("softcap", value) for value in (0.0, float("inf"), float("nan"))),
+    *(("z_loss", value) for value in (-1.0, float("inf"), float("nan"))),
+    ("label_smoothing", 1.0),
+  ],
 )
 def test_a_loss_that_no_one_means_is_refused(field, value):
   with pytest.raises(ValueError, match=f"{field} {value}"):

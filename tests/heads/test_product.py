@@ -105,10 +105,21 @@ class TestLearnedProductHead(HeadContract):
     check_rounded(head, variables, hidden, tokens, rows)
 
 
-def test_mixed_radix_tells_all_tokens_apart_and_uses_every_code_evenly():
-  codes = mixed_radix(10007, 101, 5)
-  assert len(np.unique(codes, axis=0)) == 10007
-  assert np.bincount(codes[:, 0], minlength=101).min() > 90
+@pytest.mark.parametrize(
+  ("vocab", "codes", "subspaces"),
+  [(10007, 101, 5), (10000, 224, 16), (1024, 2, 10), (4096, 4, 6), (101, 101, 1), (1, 1, 3)],
+)
+def test_mixed_radix_tells_all_tokens_apart_and_uses_every_code_evenly(vocab, codes, subspaces):
+  table = mixed_radix(vocab, codes, subspaces)
+  assert len(np.unique(table, axis=0)) == vocab
+  counts = np.stack([np.bincount(column, minlength=codes) for column in table.T])
+  assert 0.9 * (vocab // codes) <= counts.min() <= counts.max() <= 1.1 * -(-vocab // codes)
+
+
+def test_mixed_radix_gives_neighbours_few_codes_in_common():
+  table = mixed_radix(10007, 101, 5)
+  # By chance two rows of 5 codes of 101 share one in 5%; the digits alone would share 4 of 5.
+  assert (table[1:] == table[:-1]).mean() < 0.1
 
 
 def test_commitment_draws_the_latent_rows_of_the_batch_to_their_rows():
@@ -159,6 +170,12 @@ def test_codes_that_do_not_fit_are_refused(codes, message):
   head = ProductHead(10, 8, 4, 2, codes_init=lambda *_: codes)
   with pytest.raises(ValueError, match=message):
     head.init(jax.random.key(0), jnp.ones((1, 8)))
+
+
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
+def test_a_commitment_that_no_one_means_is_refused(value):
+  with pytest.raises(ValueError, match=f"commitment {value} is negative or not finite"):
+    LearnedProductHead(7, 4, 3, 2, commitment=value).init(jax.random.key(0), jnp.zeros((1, 4)))
 
 
 def test_initialisers_may_be_partitioned():

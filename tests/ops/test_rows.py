@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import reference
 from vqjax import linear_soft_target_loss, linear_softmax
 from vqjax.ops import product
 from vqjax.ops.rows import Rows, as_rows
@@ -53,6 +54,45 @@ def test_on_a_mesh_the_shared_arrays_get_the_gradient_of_all_devices(shape):
   with jax.set_mesh(make_mesh(MeshShape(*shape))):
     found = jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(hidden, tables, bias))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+def test_bfloat16_tables_on_a_mesh_get_the_gradient_of_one_device():
+  tables, codes, hidden, tokens, bias = operands()
+  tables = tables.astype(jnp.bfloat16)
+  loss = lambda t: linear_softmax(
+    hidden, Rows(codes, t, product.compose), tokens, bias, vocab_axis="model"
+  ).log_prob.mean()
+  expected = jax.grad(loss)(tables)
+  with jax.set_mesh(make_mesh(MeshShape(1, 1, 8))):
+    found = jax.device_get(jax.jit(jax.grad(loss))(tables))
+  assert found.dtype == jnp.bfloat16
+  wide = [np.asarray(x, np.float32) for x in (found, expected)]
+  # Rows' gradients are rounded to 2^-9, and their sum perhaps to neighbours, 2^-7 apart.
+  np.testing.assert_allclose(*wide, rtol=2**-6, atol=2**-9 * abs(wide[1]).max())
+
+
+@pytest.mark.parametrize("tile", [(29, 2003), (29, 64)])
+def test_bfloat16_tables_that_many_rows_share_get_their_whole_gradient(tile):
+  vocab, codes = 2003, 2
+  keys = jax.random.split(jax.random.key(2), 3)
+  tables = jax.random.normal(keys[0], (M, codes, D // M)).astype(jnp.bfloat16)
+  table = jax.random.randint(keys[1], (vocab, M), 0, codes)
+  hidden = jax.random.normal(keys[2], (N, D)).astype(jnp.bfloat16)
+  tokens = jnp.arange(N) * 61
+  loss = lambda t: linear_softmax(
+    hidden, Rows(table, t, product.compose), tokens, tile=tile
+  ).log_prob.sum()
+  found = jax.grad(loss)(tables)
+  rows = np.stack([np.concatenate([t[c] for t, c in zip(tables, row)]) for row in table])
+  h = np.asarray(hidden, np.float64)
+  _, d_rows, _ = reference.linear_gradients(h, rows, tokens, np.ones(N))
+  expected = np.zeros(tables.shape)
+  for row, code in zip(d_rows.reshape(vocab, M, -1), np.asarray(table)):
+    expected[np.arange(M), code] += row
+  assert found.dtype == jnp.bfloat16
+  # Each cotangent of a score is rounded to 2^-9 of itself; a sum in bfloat16 is off by a half.
+  off = np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+  assert off < 0.01
 
 
 def test_what_a_row_owns_gets_its_own_gradient():

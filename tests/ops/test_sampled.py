@@ -98,6 +98,18 @@ def test_the_normaliser_is_estimated_without_bias_and_better_with_more_samples(l
   assert spread[0] > 2 * spread[1] > 4 * spread[2]
 
 
+def test_what_the_proposal_rules_out_fills_places_and_weighs_nothing():
+  hidden, weight, tokens, bias = problem()
+  log_q = jnp.where(jnp.arange(V) < 5, 0.0, -jnp.inf)
+  found = sampled_softmax(
+    hidden, weight, tokens, draw_candidates(jax.random.key(0), log_q, 9), bias
+  )
+  only = Candidates(jnp.arange(5), jnp.zeros(5))
+  expected = estimate_by_definition(hidden, weight, tokens, bias, only)
+  np.testing.assert_allclose(found.log_prob, expected[0], atol=1e-5)
+  np.testing.assert_allclose(found.log_z, expected[1], atol=1e-5)
+
+
 def test_zipfs_law_sums_to_one_and_falls():
   log_q = np.asarray(log_uniform(10007), np.float64)
   np.testing.assert_allclose(np.exp(log_q).sum(), 1, rtol=1e-4)

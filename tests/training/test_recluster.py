@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from vqjax import CodebookEmbedding, CodebookHead, DenseHead
+from vqjax import CodebookEmbedding, CodebookHead, DenseHead, convert
 from vqjax.config import FROM_TOKENIZER, override
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.training import Interrupted, Recluster, fit, loop, read_variables
@@ -120,6 +120,16 @@ def test_only_a_codebook_head_of_its_own_can_be_reclustered(experiment):
     program, _ = on(dataclasses.replace(experiment, model=model), 1, 1, 1)
     with pytest.raises(ValueError, match=f"this model has {kind}; set recluster to None"):
       Recluster(5, 10).on(program, None)
+
+
+def test_the_student_of_a_distillation_cannot_be_reclustered(experiment):
+  train = dataclasses.replace(experiment.train, trained=("student",))
+  student = experiment.model
+  own = {"embedding": student.embedding.clone(), "head": DenseHead(FROM_TOKENIZER, 16)}
+  model = convert.Distilled(student, student.clone(**own))
+  program, _ = on(dataclasses.replace(experiment, model=model, train=train), 1, 1, 1)
+  with pytest.raises(ValueError, match="that of a Distilled is inside another model; set recluste"):
+    Recluster(5, 10).on(program, None)
 
 
 @pytest.mark.parametrize(

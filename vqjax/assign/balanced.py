@@ -1,5 +1,7 @@
 """Which tokens share a code by their embeddings, where no code may have too many of them?"""
 
+import itertools
+
 import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 from numpy.typing import ArrayLike
@@ -8,6 +10,9 @@ from vqjax.assign.clusters import Clustering, by_kmeans
 from vqjax.assign.table import checked_rows, checked_weights
 
 CHUNK = 4096
+
+PATIENCE = 300
+"""Rounds of bids until they rise twice as fast."""
 
 
 def balanced_kmeans(
@@ -57,10 +62,11 @@ def assigned_within(
 
   By an auction: a token without a code bids for the one that is best at present prices, as much as
   makes the second best no better, and a little more; a full code keeps its highest bids and costs
-  the lowest of them. The sum is above the least one by at most 5% of what it is without a capacity
-  (more where many weights are below 1/1000 of their mean, which are raised to that). Source:
-  Bertsekas and Castanon, "The auction algorithm for the transportation problem", Annals of
-  Operations Research 20 (1989), Section 3.
+  the lowest of them. The "little" is 5% of the mean distance without a capacity, and so at most is
+  the sum above the least one, a token; where bids do not settle, as those of many equal rows, it
+  doubles every 300 rounds, and this bound with it. (Weights below 1/1000 of their mean are raised
+  to that.) Source: Bertsekas and Castanon, "The auction algorithm for the transportation problem",
+  Annals of Operations Research 20 (1989), Section 3.
 
   Args:
     embeddings: a row a token, [V, D].
@@ -80,9 +86,12 @@ def assigned_within(
       f" at least {-(-len(rows) // len(centers))}"
     )
   auction = _Auction(rows, centers, capacity, weights)
-  while auction.free.size:
+  for round_number in itertools.count(1):
+    if not auction.free.size:
+      return auction.table
     auction.bid()
-  return auction.table
+    if round_number % PATIENCE == 0:
+      auction.raise_V *= 2
 
 
 class _Auction:

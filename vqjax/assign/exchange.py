@@ -40,7 +40,8 @@ def bigrams(tokens: ArrayLike, vocab: int) -> scipy.sparse.csr_array:
       f"token {row[outside[0]]} at {outside[0]} is outside the vocabulary of {vocab}; count with"
       " the tokenizer that made the tokens"
     )
-  pairs = row[:-1].astype(np.int64) * vocab + row[1:]
+  row = row.astype(np.int64)
+  pairs = row[:-1] * vocab + row[1:]
   pair, count = np.unique(pairs, return_counts=True)
   return scipy.sparse.csr_array((count, (pair // vocab, pair % vocab)), shape=(vocab, vocab))
 
@@ -79,7 +80,8 @@ def exchange(
   """
   vocab = _checked_vocab(counts)
   check_codes(vocab, codes)
-  following = scipy.sparse.csr_array(counts)
+  # Unsigned counts cannot be taken away.
+  following = scipy.sparse.csr_array(counts).astype(np.int64)
   table = _first_alone(following, codes) if start is None else checked(start, vocab, codes).copy()
   clusters = _Clusters(following, table, codes, token_bias)
   order = by_frequency(clusters.predicted_V).tolist()

@@ -75,7 +75,8 @@ def floor(
     ValueError: a table that is no assignment, or counts that are none (see `checked_counts`).
   """
   counts = checked_counts(counts)
-  codes = int(np.max(assignment)) + 1 if codes is None else codes
+  if codes is None:
+    codes = int(np.max(checked(assignment, len(counts), 2**31))) + 1
   table = checked(assignment, len(counts), codes)
   check_codes(len(counts), codes)
   sizes = np.bincount(table, minlength=codes)

@@ -67,7 +67,8 @@ def checked_counts(counts: ArrayLike, vocab: int | None = None) -> Int[np.ndarra
   """How often each token occurs, as int64 [V].
 
   Raises:
-    ValueError: not one number a token, not integers, a negative one, or no token occurs at all.
+    ValueError: not one number a token, not integers, a negative one, no token occurs at all, or
+      more than int64 can count.
   """
   table = np.asarray(counts)
   remedy = "; count with np.bincount(tokens, minlength=vocab)"
@@ -81,6 +82,8 @@ def checked_counts(counts: ArrayLike, vocab: int | None = None) -> Int[np.ndarra
     raise ValueError(f"token {negative[0]} has the count {table[negative[0]]}{remedy}")
   if not table.any():
     raise ValueError(f"the counts of all {table.size} tokens are zero{remedy} of some text")
+  if (total := table.sum(dtype=np.float64)) >= 2**63:
+    raise ValueError(f"the counts add up to {total:.3g}, more than int64 holds; scale them down")
   return table.astype(np.int64)
 
 
@@ -111,18 +114,22 @@ def checked_weights(weights: ArrayLike | None, vocab: int) -> Float[np.ndarray, 
   """How much each token matters, float32 [V]; None: all alike.
 
   Raises:
-    ValueError: not one number a token, one that is negative, nan or infinite, or all zero.
+    ValueError: not one number a token, one that is negative, nan or infinite, or all zero, as
+      given or in float32.
   """
   if weights is None:
     return np.ones(vocab, np.float32)
   table = np.asarray(weights)
   if table.shape != (vocab,):
     raise ValueError(f"weights of shape {table.shape}, where ({vocab},) is wanted: one a token")
-  wrong = np.flatnonzero(~(np.isfinite(table) & (table >= 0)))
+  with np.errstate(over="ignore"):
+    narrow = table.astype(np.float32)
+  wrong = np.flatnonzero(~(np.isfinite(narrow) & (table >= 0)))
   if wrong.size:
     raise ValueError(
-      f"token {wrong[0]} has the weight {table[wrong[0]]}; give finite ones, at least 0"
+      f"token {wrong[0]} has the weight {table[wrong[0]]}; give finite ones, at least 0, that"
+      " float32 holds"
     )
-  if not table.any():
+  if not narrow.any():
     raise ValueError(f"the weights of all {vocab} tokens are zero; give counts of some text")
-  return table.astype(np.float32)
+  return narrow

@@ -12,7 +12,7 @@ from vqjax.convert.mappings import (
   Known,
   Mapping,
 )
-from vqjax.convert.starts import FromDense, Frozen, Mapped, MappedProduct
+from vqjax.convert.starts import FromDense, FromStudent, Frozen, Mapped, MappedProduct
 from vqjax.convert.targets import (
   ToCodebook,
   ToLearnedCodebook,
@@ -33,6 +33,7 @@ __all__ = [
   "Fixed",
   "FrequencyBins",
   "FromDense",
+  "FromStudent",
   "FromTeacher",
   "Frozen",
   "KMeans",

@@ -9,6 +9,7 @@ from vqjax.convert.distilled import Distilled, FromTeacher
 from vqjax.convert.mappings import KMeans, Mapping
 from vqjax.convert.starts import FromDense
 from vqjax.convert.targets import ToCodebook
+from vqjax.embeddings import CodebookEmbedding
 from vqjax.heads import CodebookHead, Head
 
 FULL: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ def compress(
   codes: int = 1024,
   mapping: Mapping = BY_FREQUENCY,
   token_bias: bool = True,
+  tied: bool = False,
   scope: tuple[str, ...] = FULL,
   distillation: float = 0.0,
   temperature: float = 1.0,
@@ -48,16 +50,26 @@ def compress(
     codes: size of the codebook, K.
     mapping: how the tokens get their codes.
     token_bias: give each token a score of its own.
+    tied: the codebook is the input embedding too, c_M(i), in place of the dense run's.
     scope: which parameters are fine-tuned: `FULL`, `HEAD` or `CODEBOOK`.
     distillation: coefficient of the divergence from the dense model; 0: no teacher.
     temperature: of the distillation.
     train: of the fine-tuning; None: a fifth of the dense run's steps at a third of its rate.
     name: of the new run; None: the dense run's and "-codebook".
+
+  Raises:
+    ValueError: the dense head caps its scores, which a codebook head does not.
   """
-  embedding = dense.model.embedding
+  if (softcap := getattr(dense.model.head, "softcap", None)) is not None:
+    raise ValueError(
+      f"the dense head has softcap {softcap}, and a CodebookHead none; convert.converted takes a"
+      " head that has one, such as a ResidualCodebookHead or a ProductHead"
+    )
+  shape = dense.model.head.vocab, dense.model.embedding.dim, codes
   head = CodebookHead(
-    *(dense.model.head.vocab, embedding.dim, codes),
+    *shape,
     token_bias=token_bias,
+    embedding=CodebookEmbedding(*shape) if tied else None,
     dtype=dense.model.head.dtype,
   )
   return converted(
@@ -82,10 +94,14 @@ def converted(
   temperature: float = 1.0,
   train: Train | None = None,
 ) -> Experiment:
-  """As `compress`, for any head and the target that gives it its variables."""
+  """As `compress`, for any head and the target that gives it its variables.
+
+  A tied head brings the embedding that it is tied to.
+  """
   train = train or _fine_tuning(dense.train)
   # A copy of the embedding: shared with the teacher it would be one set of parameters.
-  student = dense.model.clone(head=head, embedding=dense.model.embedding.clone())
+  embedding = getattr(head, "embedding", None) or dense.model.embedding.clone()
+  student = dense.model.clone(head=head, embedding=embedding)
   start: Any = FromDense(str(folder), target)
   model = student
   if distillation:

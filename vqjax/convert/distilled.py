@@ -1,6 +1,7 @@
 """How does a compressed model learn from the dense one it was made of?"""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +29,29 @@ class Distilled(nn.Module):
     teacher: a dense model.
     weight: coefficient of the term.
     temperature: divides the scores of both.
+
+  Raises:
+    ValueError: when it is initialised or applied: a weight that is negative or not finite.
+    TypeError: likewise: a student or a teacher whose head is not linear.
   """
 
   student: Transformer
   teacher: Transformer
   weight: float = 1.0
   temperature: float = 1.0
+
+  def setup(self):
+    if not 0 <= self.weight < math.inf:
+      raise ValueError(
+        f"distillation weight {self.weight} is negative or not finite; 1 is usual, 0 for no teacher"
+      )
+    for role in ("student", "teacher"):
+      head = getattr(self, role).head
+      if not hasattr(type(head), "linear"):
+        raise TypeError(
+          f"the {role}'s head is a {type(head).__name__}, which scores no rows; distil between a"
+          " LinearHead or a CodebookHead and another"
+        )
 
   @property
   def head(self) -> Head:
@@ -69,6 +87,8 @@ class Distilled(nn.Module):
     found = linear_soft_target_loss(
       *(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias),
       temperature=self.temperature,
+      softcap=getattr(self.student.head, "softcap", None),
+      teacher_softcap=getattr(self.teacher.head, "softcap", None),
       vocab_axis=self.student.head.vocab_axis,
     )
     kl = self.weight * self.temperature**2 * found.kl.mean()

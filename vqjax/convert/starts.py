@@ -37,9 +37,40 @@ def _merged(fresh: Any, given: Any) -> Any:
   return fresh | {name: _merged(fresh[name], value) for name, value in given.items()}
 
 
-def _of_head(variables: dict) -> dict:
-  """A head's variables, {collection: {...}}, under the name `head`."""
-  return {collection: {"head": tree} for collection, tree in variables.items()}
+def _check_has(name: str, variables: dict, head: Head, start: Any) -> None:
+  place = "embedding" if _embedding(head) else "head"
+  if name not in variables.get("codes", {}).get(place, {}):
+    raise ValueError(
+      f"{type(start).__name__} sets the {name} of a head that keeps its own, which this"
+      f" {type(head).__name__} does not; set start to None, or change the head"
+    )
+
+
+def _of_head(variables: dict, head: Head) -> dict:
+  """A head's variables, {collection: {...}}, where a model has them.
+
+  What a tied head reads from its embedding is the embedding's; all else is the head's.
+  """
+  embedded = {"codebook", "assignment"} if _embedding(head) else set()
+  found = {}
+  for collection, tree in variables.items():
+    places = {"embedding": tree.keys() & embedded, "head": tree.keys() - embedded}
+    found[collection] = {
+      place: {name: tree[name] for name in names} for place, names in places.items() if names
+    }
+  return found
+
+
+def _embedding(head: Head) -> Any:
+  """The embedding that a head is tied to, or None."""
+  return getattr(head, "embedding", None)
+
+
+def student_of(variables: dict[str, Any]) -> dict[str, Any]:
+  """Those of the student, where a teacher's are beside them; else all."""
+  if "student" not in variables["params"]:
+    return variables
+  return {name: tree["student"] for name, tree in variables.items() if "student" in tree}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +86,9 @@ class Mapped:
   mapping: Mapping
 
   def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The fresh variables with these codes."""
+    """The fresh variables with these codes; ValueError where the head has none of its own."""
     head = model.head
+    _check_has("assignment", variables, head, self)
     counts = _counts(text, head.vocab)
     inputs = variables["params"].get("embedding", {}).get("weight")
     inputs = None if inputs is None else np.asarray(inputs)
@@ -65,7 +97,7 @@ class Mapped:
     new = {"codes": {"assignment": code}}
     if head.token_bias:
       new["params"] = {"token_bias": np.asarray(UnigramBias(counts, code)(None, counts.shape))}
-    return _merged(dict(variables), _of_head(new))
+    return _merged(dict(variables), _of_head(new, model.head))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +113,15 @@ class MappedProduct:
   seed: int = 0
 
   def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The fresh variables with these codes."""
+    """The fresh variables with these codes; ValueError where the head has none of its own."""
     head = model.head
+    _check_has("codes", variables, head, self)
     tokens = np.asarray(text.splits["train"].tokens)
     known = Known(tokens, _counts(text, head.vocab), None, None)
     rows = contexts(known, head.dim, self.seed)
     _, codes = self.clusters.clustered(known._replace(output=rows), head)
     new = {"codes": {"codes": codes.astype(code_dtype(head.codes))}}
-    return _merged(dict(variables), _of_head(new))
+    return _merged(dict(variables), _of_head(new, model.head))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +147,15 @@ class FromDense:
     """
     check_tokenizer(self.folder, text)
     dense, step = read_variables(self.folder, self.best)
-    body = {name: tree for name, tree in dense["params"].items() if name != "head"}
+    replaced = {"head", "embedding"} if _embedding(model.head) else {"head"}
+    body = {name: tree for name, tree in dense["params"].items() if name not in replaced}
     output = dense_rows(dense, f"checkpoint {step} of {self.folder}")
-    inputs = body.get("embedding", {}).get("weight")
+    inputs = dense["params"].get("embedding", {}).get("weight")
     tokens = np.asarray(text.splits["train"].tokens)
     known = Known(tokens, _counts(text, len(output)), output, inputs)
     new = self.target(known, model.head)
     changed = _merged(dict(variables), {"params": body})
-    return _merged(changed, _of_head(new))
+    return _merged(changed, _of_head(new, model.head))
 
 
 def dense_rows(variables: dict, where: str) -> np.ndarray:
@@ -150,7 +184,8 @@ def dense_rows(variables: dict, where: str) -> np.ndarray:
 class Frozen:
   """A run that learned its codes, with these codes fixed: what ships.
 
-  A `LearnedProductHead` becomes a `ProductHead`, a `LearnedCodebookHead` a `CodebookHead`.
+  A `LearnedProductHead` becomes a `ProductHead`, a `LearnedCodebookHead` a `CodebookHead`; the
+  student of a distilled run is taken without its teacher.
 
   Attributes:
     folder: the run that learned the codes.
@@ -168,7 +203,34 @@ class Frozen:
     """
     check_tokenizer(self.folder, text)
     learned, _ = read_variables(self.folder, self.best)
-    return _merged(dict(variables), frozen(learned))
+    return _merged(dict(variables), frozen(student_of(learned)))
+
+
+@dataclasses.dataclass(frozen=True)
+class FromStudent:
+  """The student of a distilled run without its teacher: what ships.
+
+  Attributes:
+    folder: the run of a `Distilled` model.
+    best: take the checkpoint of lowest validation loss, not the newest.
+  """
+
+  folder: str
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """The student's variables, as the model's own.
+
+    Raises:
+      ValueError: the run has no teacher, or the model is another one than its student.
+    """
+    check_tokenizer(self.folder, text)
+    both, step = read_variables(self.folder, self.best)
+    if "student" not in both["params"]:
+      raise ValueError(
+        f"checkpoint {step} of {self.folder} has no student; begin with a run that was distilled"
+      )
+    return _merged(dict(variables), student_of(both))
 
 
 def frozen(learned: dict[str, Any]) -> dict[str, Any]:

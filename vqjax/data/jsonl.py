@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vqjax.data.files import SPLIT_NAMES, content_hash, data_path, outline
 from vqjax.data.source import Source
@@ -42,7 +43,7 @@ class JSONLines(Source):
   def _every(self, files: list[Path], first: int, step: int) -> Iterator[str]:
     number = 0
     for file in files:
-      for place, line in enumerate(_lines(file), start=1):
+      for place, line in _lines(file):
         if number % step == first:
           yield self._document(line, f"{file}, line {place}")
         number += 1
@@ -53,10 +54,13 @@ class JSONLines(Source):
     except ValueError as error:
       raise ValueError(f"{place} is no JSON ({error}); repair it or fetch the file again") from None
     if not isinstance(found, dict) or not isinstance(found.get(self.text), str):
-      there = f"has {', '.join(found)}" if isinstance(found, dict) else "is no object"
       raise ValueError(
-        f"{place} {there}, no text {self.text!r}; set data.text to the member's name"
+        f"{place} {_members(found)}, no text {self.text!r}; set data.text to the member's name"
       )
+    try:
+      found[self.text].encode()
+    except UnicodeEncodeError:  # JSON can spell what no text holds
+      raise ValueError(f"{place} has half of a surrogate pair; remove the line") from None
     return found[self.text]
 
   def _files(self) -> dict[str, list[Path]]:
@@ -81,9 +85,17 @@ class JSONLines(Source):
     return content_hash([type(self).__name__, self.text, *parts])
 
 
-def _lines(file: Path) -> Iterator[bytes]:
+def _members(found: Any) -> str:
+  if not isinstance(found, dict):
+    return "is no object"
+  kinds = (f"{name} ({type(member).__name__})" for name, member in found.items())
+  return f"has {', '.join(kinds) or 'nothing'}"
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+  """The lines that are not blank, with their numbers from 1 on."""
   with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as content:
     try:
-      yield from filter(bytes.strip, content)
+      yield from ((place, line) for place, line in enumerate(content, 1) if line.strip())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
       raise ValueError(f"{file} is damaged ({error}); fetch it again") from None

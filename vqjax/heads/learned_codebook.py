@@ -30,10 +30,10 @@ class LearnedCodebookHead(LinearHead):
 
   In a training step a token's row is the code of the highest of choice + Gumbel noise (hard), and
   the choice gets the gradient of softmax((choice + noise) / temperature) (straight-through). The
-  temperature falls geometrically from `temperature` to `final_temperature` over `anneal` steps;
-  from then on there is no noise, the mapping is that of the highest choice and stays. Everywhere
-  else, `log_prob` included, it is that mapping too. `vqjax.convert.Frozen` gives a `CodebookHead`
-  with the same distribution.
+  temperature falls geometrically from `temperature` towards `final_temperature` over `anneal`
+  steps; from then on there is no noise, the mapping is that of the highest choice and stays.
+  Everywhere else, `log_prob` included, it is that mapping too. `vqjax.convert.Frozen` gives a
+  `CodebookHead` with the same distribution.
 
   Source: VQ-Logits, Section 3.3, which names this and does not try it; Jang et al., Categorical
   reparameterization with Gumbel-softmax, 2016.
@@ -44,7 +44,7 @@ class LearnedCodebookHead(LinearHead):
     token_bias: give each token a score of its own inside its code.
     anneal: training steps until the mapping is fixed.
     temperature: of the first step.
-    final_temperature: of the last one before the mapping is fixed.
+    final_temperature: what it would be in the step in which the mapping is fixed.
     candidates_init: (vocab, codes, candidates) -> int [V, C], the likeliest first.
     codebook_init: initialiser of the [K, D] codebook.
     choice_init: initialiser of the [V, C] scores of the candidates.

@@ -1,6 +1,7 @@
 """What do all heads share whose scores are hidden · rowᵀ + bias, however the rows come about?"""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
@@ -49,8 +50,10 @@ class LinearHead(Head):
     if self.vocab < 1:
       raise ValueError(f"vocab {self.vocab} holds no token; give at least 1")
     regularizers.check(self)
-    if self.softcap is not None and not self.softcap > 0:
-      raise ValueError(f"softcap {self.softcap} is not positive; 30 is usual, None for no cap")
+    if self.softcap is not None and not 0 < self.softcap < math.inf:
+      raise ValueError(
+        f"softcap {self.softcap} is not positive and finite; 30 is usual, None for no cap"
+      )
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """hidden · rowᵀ + bias, capped, float32."""

@@ -25,19 +25,19 @@ def code_dtype(codes: int) -> jnp.dtype:
 
 
 def mixed_radix(vocab: int, codes: int, subspaces: int) -> Int[np.ndarray, "V M"]:
-  """Codes without knowledge of the tokens: the digits, base K, of a number spread over K^M.
+  """Codes without knowledge of the tokens: the digits of a token, base K, each moved by the lower.
 
   No two tokens share all codes where V is at most K^M, and each code is on about V/K tokens.
   """
-  token = np.arange(vocab, dtype=np.uint64)
-  columns = []
+  higher, lower = np.arange(vocab, dtype=np.uint64), np.zeros(vocab, np.uint64)
+  base, place, columns = np.uint64(codes), 1, []
   for m in range(subspaces):
-    # A multiplicative hash a subspace: neighbours do not share all their codes.
-    mixed = (token + np.uint64(m)) * np.uint64(0x9E3779B97F4A7C15 + 2 * m)
-    columns.append((mixed >> np.uint64(33)) % np.uint64(codes))
-  columns[0] = token % np.uint64(codes)
-  if subspaces > 1:
-    columns[1] = token // np.uint64(codes) % np.uint64(codes)
+    # A multiplicative hash a subspace: high digits are zero, and neighbours share few codes.
+    mixed = (lower + np.uint64(m)) * np.uint64(0x9E3779B97F4A7C15 + 2 * m) >> np.uint64(33)
+    digit = higher % base
+    columns.append((digit + (mixed if m else np.uint64(0))) % base)
+    lower += digit * np.uint64(place)
+    higher, place = higher // base, min(place * codes, vocab)
   return np.stack(columns, axis=1).astype(np.int64)
 
 
@@ -173,6 +173,10 @@ class LearnedProductHead(_ProductTables):
 
   def setup(self):
     super().setup()
+    if not 0 <= self.commitment < math.inf:
+      raise ValueError(
+        f"commitment {self.commitment} is negative or not finite; 0.25 is usual, 0 for none"
+      )
     shape = self.vocab, self.dim
     self.latent = self.param("latent", self.latent_init, shape, self.param_dtype)
 

@@ -1,5 +1,7 @@
 """What do z-loss and label smoothing add to a head's training loss?"""
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -12,8 +14,8 @@ def check(head: Head) -> None:
   """ValueError where a head's `z_loss` or `label_smoothing` is none."""
   if not 0 <= head.label_smoothing < 1:
     raise ValueError(f"label_smoothing {head.label_smoothing} is outside [0, 1); 0.1 is usual")
-  if head.z_loss < 0:
-    raise ValueError(f"z_loss {head.z_loss} is negative; 1e-4 is usual, 0 for none")
+  if not 0 <= head.z_loss < math.inf:
+    raise ValueError(f"z_loss {head.z_loss} is negative or not finite; 1e-4 is usual, 0 for none")
 
 
 def terms(head: Head, found: LinearSoftmax | CodeSoftmax) -> dict[str, Float[Array, ""]]:

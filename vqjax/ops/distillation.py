@@ -92,11 +92,10 @@ def linear_soft_target_loss(
     scoring(teacher_hidden, teacher_weight, teacher_softcap),
   )
 
-  def body(rows, shared):
-    own, bias, teacher_own, teacher_bias = rows
-    *hiddens, by_rows, by_teacher_rows = shared
-    student = dataclasses.replace(weight, own=own, shared=by_rows)
-    teacher = dataclasses.replace(teacher_weight, own=teacher_own, shared=by_teacher_rows)
+  def body(rows, hiddens):
+    own, by_all, bias, teacher_own, teacher_by_all, teacher_bias = rows
+    student = dataclasses.replace(weight, own=own, shared=by_all)
+    teacher = dataclasses.replace(teacher_weight, own=teacher_own, shared=teacher_by_all)
     layers = student, bias, teacher, teacher_bias
     return _loss(scorings, tile, vocab_axis, layers, hiddens)
 
@@ -104,13 +103,15 @@ def linear_soft_target_loss(
   ragged = lambda bias: shards.Padded(shards.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf)
   rows = (
     shards.Padded(weight.own, 0),
+    shards.Whole(weight.shared),
     ragged(bias),
     shards.Padded(teacher_weight.own, 0),
+    shards.Whole(teacher_weight.shared),
     ragged(teacher_bias),
   )
   flat = lambda x: x.reshape(-1, x.shape[-1])
-  shared = flat(hidden), flat(teacher_hidden), weight.shared, teacher_weight.shared
-  found = shards.over_vocabulary(vocab_axis, body, rows, shared)
+  hiddens = flat(hidden), flat(teacher_hidden)
+  found = shards.over_vocabulary(vocab_axis, body, rows, hiddens)
   return SoftTargetLoss(*(x.reshape(hidden.shape[:-1]) for x in found))
 
 

@@ -77,8 +77,19 @@ class Rows:
     return dataclasses.replace(self, own=own)
 
   def zeros(self, wanted: "Rows") -> "Rows":
-    """Gradients of zero for what is `wanted`, a `Rows` of booleans; None for the rest."""
-    return jax.tree.map(lambda x, wish: jnp.zeros_like(x) if wish else None, self, wanted)
+    """Gradients of zero for what is `wanted`, a `Rows` of booleans; None for the rest.
+
+    Those of shared arrays, to which every tile adds, are at least float32.
+    """
+    own = jax.tree.map(lambda x, wish: jnp.zeros_like(x) if wish else None, self.own, wanted.own)
+    shared = jax.tree.map(
+      lambda x, wish: jnp.zeros(x.shape, _summed(x)) if wish else None, self.shared, wanted.shared
+    )
+    return dataclasses.replace(self, own=own, shared=shared)
+
+  def rounded(self, gradient: "Rows") -> "Rows":
+    """A gradient that began as `zeros`, in the dtypes of what it is of."""
+    return jax.tree.map(lambda x, d: None if d is None else d.astype(x.dtype), self, gradient)
 
   def with_gradient_of(
     self, gradient: "Rows", wanted: "Rows", start: Array, d_rows: Float[Array, "v D"]
@@ -89,7 +100,8 @@ class Rows:
     tile = self.part(start, d_rows.shape[0])
     kept, tree = jax.tree.flatten((tile.own, tile.shared))
     wishes = jax.tree.leaves((wanted.own, wanted.shared))
-    trained = [x for x, wish in zip(kept, wishes) if wish]
+    # In float32: a vector that many rows of the tile share gets the sum of their cotangents.
+    trained = [x.astype(_summed(x)) for x, wish in zip(kept, wishes) if wish]
 
     def composed(trained):
       given = iter(trained)
@@ -104,10 +116,15 @@ class Rows:
       *(wanted.own, gradient.own),
     )
     shared = jax.tree.map(
-      lambda wish, sums: sums + next(found).astype(sums.dtype) if wish else None,
+      lambda wish, sums: sums + next(found) if wish else None,
       *(wanted.shared, gradient.shared),
     )
     return dataclasses.replace(gradient, own=own, shared=shared)
+
+
+def _summed(array):
+  """The dtype in which many gradients of an array are added up."""
+  return jnp.promote_types(array.dtype, jnp.float32)
 
 
 def _added(whole, part, start):

@@ -58,6 +58,9 @@ def check_samples(samples: int, vocab: int) -> None:
 def draw_candidates(key: PRNGKeyArray, log_q: Float[Array, "V"], samples: int) -> Candidates:
   """`samples` different tokens, drawn one after another from softmax(log_q); O(V).
 
+  A token with a log_q of -inf is never drawn; where fewer are left than samples, others fill the
+  places, and the estimates made of them are of no token: their `log_inclusion` is infinite.
+
   Raises:
     ValueError: less than one sample, or more than there are tokens.
   """
@@ -68,7 +71,10 @@ def draw_candidates(key: PRNGKeyArray, log_q: Float[Array, "V"], samples: int) -
   edge = noisy_S[samples] if samples < vocab else -jnp.inf
   token_S = token_S[:samples].astype(jnp.int32)
   # Without an edge exp overflows to infinity, and the probability is 1.
-  return Candidates(token_S, jnp.log(-jnp.expm1(-jnp.exp(log_q_V[token_S] - edge))))
+  log_q_S = log_q_V[token_S]
+  inclusion_S = jnp.log(-jnp.expm1(-jnp.exp(log_q_S - edge)))
+  # What cannot be drawn weighs nothing, where it fills a place.
+  return Candidates(token_S, jnp.where(log_q_S == -jnp.inf, jnp.inf, inclusion_S))
 
 
 def sampled_softmax(

@@ -27,7 +27,10 @@ class Padded(NamedTuple):
 
 
 class Whole(NamedTuple):
-  """Arrays that every device of the axis has whole, beside those that it has a part of."""
+  """Arrays that every device of the axis has whole, beside those that it has a part of.
+
+  Their gradients, which the devices add up, travel in float32 at least.
+  """
 
   rows: Any
 
@@ -95,11 +98,17 @@ def over_vocabulary(
   count = axis_size(axis)
   if count == 1:
     return body(arrays, shared)
-  arrays = tuple(_filled(part, count) for part in rows)
+  filled = tuple(_filled(part, count) for part in rows)
   specs = tuple(P(axis) if isinstance(part, Padded) else P() for part in rows)
-  spread = jax.shard_map(body, in_specs=(specs, P()), out_specs=P(), axis_names={axis})
+
+  def as_given(filled, shared):
+    # Marked before it is narrowed: where it is marked, its gradient is summed.
+    narrowed = lambda x, like: x if x.dtype == like.dtype else varying(x, axis).astype(like.dtype)
+    return body(jax.tree.map(narrowed, filled, arrays), shared)
+
+  spread = jax.shard_map(as_given, in_specs=(specs, P()), out_specs=P(), axis_names={axis})
   # Outside of jit a shard_map that leaves axes automatic is an error.
-  return jax.jit(spread)(arrays, shared)
+  return jax.jit(spread)(filled, shared)
 
 
 def _check_automatic(tree: Any) -> None:
@@ -119,9 +128,15 @@ def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | 
   return jnp.zeros((rows,), jnp.float32) if bias is None and ragged else bias
 
 
+def _is_float(x: Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.floating)
+
+
 def _filled(part: Padded | Whole, count: int) -> Any:
   if isinstance(part, Whole):
-    return part.rows
+    # XLA aborts where a sum over devices is narrower, and it would lose what is small.
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_float(x) else x
+    return jax.tree.map(wide, part.rows)
 
   def fill_up(rows):
     missing = -rows.shape[0] % count
@@ -215,9 +230,12 @@ def taken(table: Array, index: Array) -> Array:
   """table[index] along the first axis, with a gradient that stays on the devices of its tokens.
 
   Each part of the tokens adds up its own rows, and the sums travel. Left to the partitioner, the
-  cotangents of all tokens may be sent to all devices. On one device it is plain indexing.
+  cotangents of all tokens may be sent to all devices. On one device it is plain indexing, unless
+  the table is narrower than float32: a row that many tokens read would stop growing in its dtype,
+  so its gradient is summed in float32 and rounded once (and there is no forward mode).
   """
-  if parts(None).count == 1:
+  narrow = jnp.issubdtype(table.dtype, jnp.floating) and jnp.finfo(table.dtype).bits < 32
+  if parts(None).count == 1 and not narrow:
     return table[index]
   return _taken((table.shape, jnp.dtype(table.dtype)), *varying((table, index)))
 

@@ -114,18 +114,17 @@ def linear_softmax(
   ask = Ask(scoring, entropy, mean, top_k, vocab_axis)
 
   def body(rows, shared):
-    own, bias = rows
-    *tokens, shared_by_rows = shared
-    part = dataclasses.replace(weight, own=own, shared=shared_by_rows)
-    return distribution(ask, tile, *tokens, part, bias)
+    own, bias, by_all = rows
+    part = dataclasses.replace(weight, own=own, shared=by_all)
+    return distribution(ask, tile, *shared, part, bias)
 
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
   rows = (
     shards.Padded(weight.own, 0),
     shards.Padded(shards.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
+    shards.Whole(weight.shared),
   )
-  shared = hidden_ND, token, weight.shared
-  found = shards.over_vocabulary(vocab_axis, body, rows, shared)
+  found = shards.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
   found = found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
   return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), found)
 

@@ -289,7 +289,10 @@ def gradients(
   start = varying((start, linears, per_token))[0]
   found, _ = lax.scan(vocab_step, start, _indices(v_tiles))
   return tuple(
-    layer._replace(hidden=None if layer.hidden is None else layer.hidden.astype(x.hidden.dtype))
+    layer._replace(
+      hidden=None if layer.hidden is None else layer.hidden.astype(x.hidden.dtype),
+      weight=x.weight.rounded(layer.weight),
+    )
     for layer, x in zip(found, linears)
   )
 

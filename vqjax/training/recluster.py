@@ -66,7 +66,8 @@ class Recluster:
     `floor_after`.
 
     Raises:
-      ValueError: the model's head is no CodebookHead with a codebook of its own.
+      ValueError: the model's head is no CodebookHead with a codebook of its own, or not the
+        model's own, as in a distillation.
     """
     head = program.model.head
     # A tied codebook changes the hidden vectors with the codes: nothing is known of the loss then.
@@ -75,6 +76,11 @@ class Recluster:
       raise ValueError(
         f"recluster moves the tokens of an untied CodebookHead, and this model has"
         f" {tied or 'a '}{type(head).__name__}; set recluster to None, or change the head"
+      )
+    if "head" not in program.abstract_state.params:
+      raise ValueError(
+        f"recluster moves the tokens of a model's own head, and that of a"
+        f" {type(program.model).__name__} is inside another model; set recluster to None"
       )
     return _Between(self, program, split)
 
