@@ -1,6 +1,12 @@
 """vqjax: vocabulary layers of language models, small and fast, in JAX and Flax."""
 
-from vqjax.embeddings import CodebookEmbedding, DenseEmbedding, Embedding
+from vqjax.embeddings import (
+  CodebookEmbedding,
+  CompactEmbedding,
+  DenseEmbedding,
+  DPQEmbedding,
+  Embedding,
+)
 from vqjax.heads import (
   AdaptiveHead,
   ClassBasedHead,
@@ -25,13 +31,17 @@ from vqjax.ops.softmax import (
   linear_log_prob,
   linear_softmax,
 )
+from vqjax.quantizers import CentroidQuantizer, MovingAverage, Quantizer, SoftmaxQuantizer
 from vqjax.types import Size
 
 __all__ = [
   "AdaptiveHead",
+  "CentroidQuantizer",
   "ClassBasedHead",
   "CodebookEmbedding",
   "CodebookHead",
+  "CompactEmbedding",
+  "DPQEmbedding",
   "DenseEmbedding",
   "DenseHead",
   "Embedding",
@@ -42,11 +52,14 @@ __all__ = [
   "LearnedProductHead",
   "LinearSoftmax",
   "LowRankHead",
+  "MovingAverage",
   "ProductHead",
+  "Quantizer",
   "ResidualCodebookHead",
   "SampledSoftmaxHead",
   "Size",
   "SoftTargetLoss",
+  "SoftmaxQuantizer",
   "UnigramBias",
   "UnigramProposal",
   "linear_cross_entropy",
