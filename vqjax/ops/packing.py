@@ -6,7 +6,7 @@ number i has the bits [i·b, (i + 1)·b) of the bytes, in the order of NumPy's
 """
 
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +34,7 @@ def packed_bytes(rows: int, columns: int, bits: int) -> int:
   return -(-rows * columns * bits // 8)
 
 
+@runtime_checkable
 class Table(Protocol):
   """Rows of numbers: an array, or what makes some of its rows when they are asked for."""
 
