@@ -185,6 +185,7 @@ def test_a_warm_forward_pass_is_the_softmax_with_its_true_gradient():
     keys = jax.random.normal(jax.random.key(4), (M, K, D // M), jnp.float64)
 
     def out(x, values):
+      x, values = jnp.asarray(x), jnp.asarray(values)
       scores = jnp.einsum("nmc,mkc->nmk", x.reshape(3, M, -1), keys)
       return quantize.softmax_quantized(scores, values, 0.7, 0.7)[0]
 
