@@ -10,7 +10,7 @@ from typing import Any
 
 from flax import linen as nn
 
-from vqjax.config.tree import NOT_IDENTITY
+from vqjax.config.tree import ADDED_LATER, NOT_IDENTITY
 from vqjax.sharding import MeshShape
 
 
@@ -19,7 +19,7 @@ class Train:
   """How long a run optimises, how fast, and how often it reports.
 
   The learning rate climbs linearly from 0 over `warmup` steps and then falls along a cosine to
-  `final_fraction * learning_rate` at the last step. The optimiser is AdamW.
+  `final_fraction * learning_rate` at the last step. The optimiser is AdamW, unless another is given.
 
   Attributes:
     steps: optimiser steps in all.
@@ -38,6 +38,8 @@ class Train:
     eval_every: steps between two evaluations on the validation split.
     save_every: steps between two checkpoints.
     keep: newest checkpoints that stay on disk.
+    optimizer: another optimiser, such as `training.SGD(...)`, with a schedule of its own; None:
+      AdamW.
     mesh: devices that share the work; no part of what a run is, so another one may resume it.
 
   Raises:
@@ -59,6 +61,7 @@ class Train:
   eval_every: int = 500
   save_every: int = 500
   keep: int = 2
+  optimizer: Any = dataclasses.field(default=None, metadata=ADDED_LATER)
   mesh: MeshShape = dataclasses.field(default=MeshShape(), metadata=NOT_IDENTITY)
 
   def __post_init__(self):

@@ -15,6 +15,10 @@ NOT_IDENTITY = {"identity": False}
 """Metadata of a dataclass field that does not say which experiment this is, only how it is run."""
 
 
+ADDED_LATER = {"identity": "unless default"}
+"""Metadata of a field that experiments had no word for at first: its default changes nothing."""
+
+
 def fields_of(node: Any) -> dict[str, Any]:
   """The configuration of a dataclass instance: its constructor's fields, without Flax's own two."""
   skip = _FLAX_FIELDS if isinstance(node, nn.Module) else ()
@@ -23,9 +27,14 @@ def fields_of(node: Any) -> dict[str, Any]:
 
 
 def identity_of(node: Any) -> dict[str, Any]:
-  """`fields_of` without those that are marked `NOT_IDENTITY`."""
-  marked = {f.name: f.metadata.get("identity", True) for f in dataclasses.fields(node)}
-  return {name: value for name, value in fields_of(node).items() if marked[name]}
+  """`fields_of` without those that are marked `NOT_IDENTITY`, or `ADDED_LATER` and not used."""
+  own = {f.name: f for f in dataclasses.fields(node)}
+  return {name: value for name, value in fields_of(node).items() if _tells(own[name], value)}
+
+
+def _tells(field: dataclasses.Field, value: Any) -> bool:
+  marked = field.metadata.get("identity", True)
+  return value != field.default if marked == ADDED_LATER["identity"] else marked
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from vqjax.data.corpora import PennTreebank, WikiText
 from vqjax.data.filters import Filtered
 from vqjax.data.jsonl import JSONLines
 from vqjax.data.pieces import SentencePieceTokenizer
-from vqjax.data.pipeline import EvaluationBatches, Loader, Streams, Windows
+from vqjax.data.pipeline import EvaluationBatches, EvaluationStreams, Loader, Streams, Windows
 from vqjax.data.source import Source
 from vqjax.data.text import Text
 from vqjax.data.tfds import TFDS
@@ -16,6 +16,7 @@ __all__ = [
   "BPETokenizer",
   "Encoder",
   "EvaluationBatches",
+  "EvaluationStreams",
   "Filtered",
   "JSONLines",
   "Loader",
