@@ -149,5 +149,5 @@ def test_dropout_zeroes_what_goes_up_and_never_what_goes_on():
 def test_wrong_layers_are_named():
   with pytest.raises(ValueError, match="head has dim 5 in a model of dim 6"):
     init(model(head=CodebookHead(V, 5, 4)))
-  with pytest.raises(ValueError, match="dropout 1.0 is outside"):
+  with pytest.raises(ValueError, match=r"dropout 1\.0 is outside"):
     init(model(dropout=1.0))

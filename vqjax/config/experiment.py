@@ -19,7 +19,7 @@ class Train:
   """How long a run optimises, how fast, and how often it reports.
 
   The learning rate climbs linearly from 0 over `warmup` steps and then falls along a cosine to
-  `final_fraction * learning_rate` at the last step. The optimiser is AdamW, unless another is given.
+  `final_fraction * learning_rate` at the last step. The optimiser is AdamW, or what is given.
 
   Attributes:
     steps: optimiser steps in all.

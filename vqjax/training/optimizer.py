@@ -36,12 +36,12 @@ class SGD:
   def __post_init__(self):
     if self.hold < 0 or self.every < 1 or not 0 < self.factor <= 1:
       raise ValueError(
-        f"SGD holds {self.hold} steps, then falls every {self.every} to {self.factor}: give at least"
-        " 0, at least 1, and a factor in (0, 1]"
+        f"SGD holds {self.hold} steps, then falls every {self.every} to {self.factor}: give 0 or"
+        " more, 1 or more, and a factor in (0, 1]"
       )
 
   def learning_rate(self, train: Train) -> optax.Schedule:
-    """Step -> learning rate: the full one before `hold`, and a factor less in each stretch after."""
+    """Step -> learning rate: the full one before `hold`, a factor less in each stretch after."""
 
     def rate(step):
       falls = jax.numpy.maximum(0, (step - self.hold) // self.every + 1)
