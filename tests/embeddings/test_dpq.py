@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vqjax import DPQEmbedding
+from tests import reference
+from vqjax import DenseHead, DPQEmbedding
 from vqjax.embeddings import compact_file
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing
@@ -106,6 +107,20 @@ def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
   with jax.set_mesh(make_mesh(MeshShape(data=2, model=4))):
     found = jax.device_get(step(spread))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+def test_a_head_that_shares_the_codes_scores_with_the_quantised_rows(embedding, variables):
+  head = DenseHead(V, D, embedding=embedding)
+  own = {name: {"embedding": tree} for name, tree in variables.items()}
+  hidden = jax.random.normal(jax.random.key(4), (9, D))
+  tokens = jnp.arange(9) * 5
+  found = head.apply(own, hidden, tokens, method="log_prob")
+  table = np.asarray(embedding.apply(variables, method="table"), np.float64)
+  expected = reference.log_softmax(np.asarray(hidden, np.float64) @ table.T)
+  np.testing.assert_allclose(found, expected[np.arange(9), tokens], atol=1e-5)
+  loss = lambda p: head.apply(own | {"params": p}, hidden, tokens, method="log_prob").mean()
+  gradient = jax.grad(loss)(own["params"])["embedding"]
+  assert np.any(gradient["query"])
 
 
 def test_what_ships_is_the_evaluation_bit_for_bit(embedding, variables, tmp_path):

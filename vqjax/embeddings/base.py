@@ -5,6 +5,7 @@ import dataclasses
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
+from vqjax.ops.rows import Rows, as_rows
 from vqjax.types import Size
 
 
@@ -29,6 +30,10 @@ class Embedding(nn.Module):
   def table(self) -> Float[Array, "V D"]:
     """The vectors of the whole vocabulary: what a tied head scores against."""
     raise TypeError(f"{type(self).__name__} has no table: define table")
+
+  def rows(self) -> Rows:
+    """`table`, of which a head may compose a tile at a time."""
+    return as_rows(self.table())
 
   def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
     """Further terms of the training loss, by name."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Integer
 from vqjax.embeddings.base import Embedding
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing, shards
+from vqjax.ops.rows import Rows
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.quantizers import Quantized, Quantizer
 from vqjax.types import Dtype, Size
@@ -80,6 +81,13 @@ class DPQEmbedding(Embedding):
     """The vectors of the whole vocabulary, in `param_dtype`."""
     return self.quantizer(self.query).astype(self.param_dtype)
 
+  def rows(self) -> Rows:
+    """`table`, quantised a tile at a time: what a head scores with that shares these codes.
+
+    With the running statistics, which the rows of a whole vocabulary have no part in.
+    """
+    return Rows(self.query, dict(self.quantizer.variables), _Quantized(self.quantizer))
+
   def values(self) -> Float[Array, "Q K C"]:
     """What the codes choose from."""
     return self.quantizer.values()
@@ -116,6 +124,22 @@ class DPQEmbedding(Embedding):
     axes = {name: {"quantizer": tree} for name, tree in inner.items()}
     axes["params"] = axes.get("params", {}) | {"query": ("vocab", "table_embed")}
     return axes
+
+
+class _Quantized:
+  """Rows of a query table, quantised with given variables: equal where the quantisers are."""
+
+  def __init__(self, quantizer: Quantizer):
+    self.quantizer = quantizer.clone(parent=None)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _Quantized) and self.quantizer == other.quantizer
+
+  def __hash__(self) -> int:
+    return hash(self.quantizer)
+
+  def __call__(self, query, variables):
+    return self.quantizer.apply(variables, query)
 
 
 class _Codes:

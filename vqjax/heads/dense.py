@@ -48,7 +48,7 @@ class DenseHead(LinearHead):
       )
 
   def _weight(self) -> Rows:
-    return as_rows(self.weight if self.embedding is None else self.embedding.table())
+    return as_rows(self.weight) if self.embedding is None else self.embedding.rows()
 
   def _bias(self) -> Float[Array, "V"] | None:
     return self.bias if self.use_bias else None

@@ -93,7 +93,7 @@ class CentroidQuantizer(Quantizer):
     if self.commitment:
       pull = self.regularizer(lax.stop_gradient(row), vectors, mask)
       terms["commitment"] = self.commitment * pull
-    return self.gradient(row, vectors) if train else row, codes, terms
+    return self.gradient(row, vectors), codes, terms
 
   def _move(self, query, codes, mask):
     how, count, total = self.moving_average, self.count.value, self.total.value
