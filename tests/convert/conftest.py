@@ -1,15 +1,12 @@
 """What do the tests of conversions convert: a tiny dense decoder, trained for some steps?"""
 
 import dataclasses
-import os
 
 import pytest
 
-from vqjax import DenseEmbedding, DenseHead
-from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import Text, Windows, WordTokenizer
-from vqjax.models import Transformer
-from vqjax.sharding import MeshShape
+from tests import tiny
+from vqjax import DenseHead
+from vqjax.config import FROM_TOKENIZER
 from vqjax.training import fit
 
 
@@ -17,43 +14,16 @@ from vqjax.training import fit
 def dense(tmp_path_factory):
   """A dense experiment and the folder of its finished run."""
   root = tmp_path_factory.mktemp("dense")
-  folder = root / "text"
-  folder.mkdir()
-  for i in range(12):
-    words = [f"w{(7 * j * j + i * j) % 53}" for j in range(200)]
-    (folder / f"{i:02}.txt").write_text(" ".join(words) + ".\n")
-  experiment = Experiment(
-    name="dense",
-    model=Transformer(
-      embedding=DenseEmbedding(FROM_TOKENIZER, 16),
-      head=DenseHead(FROM_TOKENIZER, 16),
-      dim=16,
-      layers=1,
-      heads=2,
-      context=8,
-    ),
-    data=Text(str(folder), valid_fraction=0.2, test_fraction=0.2),
-    tokenizer=WordTokenizer(),
-    loader=Windows(),
-    train=Train(
-      steps=40,
-      batch=4,
-      learning_rate=1e-2,
-      warmup=5,
-      eval_every=40,
-      save_every=40,
-      mesh=MeshShape(data=1),
-    ),
+  made = tiny.experiment(
+    *(tiny.write_text(root / "text"), DenseHead(FROM_TOKENIZER, 16), 0.0),
+    log_every=10,
+    eval_every=40,
+    save_every=40,
   )
-  before = os.environ.get("VQJAX_CACHE")
-  os.environ["VQJAX_CACHE"] = str(root / "cache")
-  try:
-    fit(experiment, root / "run")
-  finally:
-    os.environ.pop("VQJAX_CACHE")
-    if before is not None:
-      os.environ["VQJAX_CACHE"] = before
-  return experiment, root / "run"
+  made = dataclasses.replace(made, name="dense")
+  with tiny.own_cache(root / "cache"):
+    fit(made, root / "run")
+  return made, root / "run"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,13 @@ def changed(experiment, **train):
   return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, **train))
 
 
-def test_a_run_learns_and_its_result_says_all(experiment, tmp_path):
-  result = fit(experiment, tmp_path / "run")
-  assert result == json.loads((tmp_path / "run" / "result.json").read_text())
+def test_a_run_learns_and_its_result_says_all(finished):
+  experiment, folder, result = finished
+  assert result == json.loads((folder / "result.json").read_text())
   assert result["status"] == "finished"
   assert result["config_hash"] == config_hash(experiment)
   assert result["head"]["params"] == 16 * 8 + result["head"]["state_bytes"] // 8 - 16 * 4
-  first, last = rows(tmp_path / "run")[0]["loss"], result["train"]["loss"]
+  first, last = rows(folder)[0]["loss"], result["train"]["loss"]
   assert last < first - 0.1
   assert 0 < result["valid"]["nats_per_token"] < first
   assert result["loss"]["seconds"] > 0
@@ -46,17 +47,17 @@ def test_metrics_have_each_logged_step_and_each_evaluation_once(experiment, tmp_
   assert list((tmp_path / "events").glob("events*"))
 
 
-def test_every_token_of_the_split_is_evaluated(experiment, tmp_path):
-  result = fit(experiment, tmp_path)
-  identity = json.loads((tmp_path / "config.json").read_text())["data"]
+def test_every_token_of_the_split_is_evaluated(finished):
+  _, folder, result = finished
+  identity = json.loads((folder / "config.json").read_text())["data"]
   assert result["valid"]["tokens"] == identity["tokens"]["valid"]
   assert result["test"]["tokens"] == identity["tokens"]["test"]
 
 
-def test_a_finished_run_is_not_run_again(experiment, tmp_path, monkeypatch):
-  result = fit(experiment, tmp_path)
+def test_a_finished_run_is_not_run_again(finished, monkeypatch):
+  experiment, folder, result = finished
   monkeypatch.setattr(loop, "_Run", None)
-  assert fit(experiment, tmp_path) == result
+  assert fit(experiment, folder) == result
 
 
 def test_a_run_interrupted_at_any_step_ends_bitwise_the_same(experiment, tmp_path, monkeypatch):
@@ -100,22 +101,28 @@ def latest_state(folder, experiment):
   return checkpoints.restore(like).state
 
 
-def test_a_folder_of_another_config_is_refused_and_left_alone(experiment, tmp_path):
-  fit(experiment, tmp_path)
-  before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+def test_a_folder_of_another_config_is_refused_and_left_alone(finished):
+  experiment, folder, _ = finished
+  before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
   other = changed(experiment, learning_rate=0.5)
   with pytest.raises(ValueError, match="belongs to another config") as error:
-    fit(other, tmp_path)
+    fit(other, folder)
   assert "train.learning_rate: 0.5 here, 0.01 there" in str(error.value)
   assert "--run" in str(error.value)
-  assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
+  assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before
 
 
-def test_text_that_has_changed_since_is_refused(experiment, tmp_path, text_folder):
-  fit(experiment, tmp_path / "run")
-  (text_folder / "00.txt").write_text("entirely different words\n" * 40)
+def test_text_that_has_changed_since_is_refused(finished, tmp_path):
+  experiment, folder, _ = finished
+  text = shutil.copytree(experiment.data.path, tmp_path / "text")
+  run = shutil.copytree(folder, tmp_path / "run")
+  moved = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, path=str(text)))
+  (text / "00.txt").write_text("entirely different words\n" * 40)
+  config = json.loads((run / "config.json").read_text())
+  config["config"]["data"]["path"] = str(text)
+  (run / "config.json").write_text(json.dumps(config | {"hash": config_hash(moved)}))
   with pytest.raises(ValueError, match="has changed since the run began"):
-    fit(experiment, tmp_path / "run")
+    fit(moved, run)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
