@@ -125,14 +125,9 @@ def _example(row: list[str], columns: _Columns, classes: int, where: str) -> Lab
       f" {columns.first + classes - 1}"
     )
   text = " ".join(row[column] for column in columns.texts)
-  return Labelled(
-    " ".join(text.replace("\\n", " ").replace("\\", " ").split()), int(label) - columns.first
-  )
-
-
-def _identity(text: str) -> bytes:
-  """What two texts share that differ by case and blanks alone."""
-  return key(text)
+  # The files write a line's end as a backslash, with an n or without.
+  words = text.replace("\\n", " ").replace("\\", " ").split()
+  return Labelled(" ".join(words), int(label) - columns.first)
 
 
 @dataclasses.dataclass(frozen=True)
