@@ -137,7 +137,7 @@ class Program:
 
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """A training batch on the mesh, from the rows `rows` of it."""
-    local = {name: batch[name] for name in ("inputs", "targets", "reset")}
+    local = {name: batch[name] for name in self.abstract_batch if name in batch}
     return sharding.global_batch(local, self.rows, self.experiment.train.batch, self.mesh)
 
   def place_whole(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
