@@ -20,8 +20,8 @@ from vqjax.ops import ranking, shards
 from vqjax.ops.shards import Padded, varying
 from vqjax.ops.tiles import default_tile, edge
 
-PASSES = 5
-"""Passes over the points that draw candidates; with K / 2 drawn in each, as good as more."""
+PASSES, DRAWS = 5, 2
+"""Passes over the points, and the candidates that each draws for every cluster."""
 
 
 class KMeans(NamedTuple):
@@ -223,7 +223,7 @@ def _best(data: _Data, scores_N: Array, k: int) -> ranking.Best:
 def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
   """K of the points: k-means|| draws candidates, weighted k-means++ chooses among them."""
   n = data.points.shape[0]
-  draws = min(shards.rows_in_all(data.axis, n), max(64, -(-clusters // 2)))
+  draws = min(shards.rows_in_all(data.axis, n), max(64, DRAWS * clusters))
 
   def draw(state, noise_and_index):
     code_N, cost_N = state
@@ -239,10 +239,13 @@ def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
   start = (jnp.zeros(n, jnp.int32), jnp.full(n, jnp.inf, jnp.float32))
   start = varying((start, data.points))[0]
   steps = (noise_NP.T, jnp.arange(PASSES, dtype=jnp.int32))
-  (code_N, _), rows = lax.scan(draw, start, steps)
-  mass = varying((jnp.zeros(PASSES * draws, jnp.float32), code_N))[0].at[code_N].add(data.weights)
+  (code_N, cost_N), rows = lax.scan(draw, start, steps)
+  zeros = varying((jnp.zeros(PASSES * draws, jnp.float32), code_N))[0]
+  sums = zeros.at[code_N].add(data.weights), zeros.at[code_N].add(data.weights * cost_N)
+  mass_C, cost_C = _total(sums, data.axis)
   rows_CD = rows.reshape(PASSES * draws, -1)
-  return rows_CD[_plus_plus(key, rows_CD, _total(mass, data.axis), clusters)]
+  own_C = cost_C / jnp.where(mass_C > 0, mass_C, 1)
+  return rows_CD[_plus_plus(key, rows_CD, mass_C, own_C, clusters)]
 
 
 def _pull(weights: Array, cost: Array) -> Array:
@@ -250,8 +253,13 @@ def _pull(weights: Array, cost: Array) -> Array:
   return weights * jnp.where(jnp.isinf(cost), 1, cost)
 
 
-def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, clusters: int) -> Array:
-  """Indices of K rows: each is drawn by weighted cost, the best of a few draws."""
+def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, own_C: Array, clusters: int) -> Array:
+  """Indices of K rows: each is drawn by weighted cost, the best of a few draws.
+
+  The points that a candidate stands for, of weight `mass_C`, cost `own_C` on the average even with
+  a seed there, and no seed is thought to be nearer: or a second seed among many alike points, each
+  far from the next in a space of many dimensions, would seem to be worth as much as all of them.
+  """
   count, tries = rows_CD.shape[0], 2 + int(math.log(clusters))
   norm_C = jnp.square(rows_CD).sum(axis=1)
 
@@ -260,7 +268,7 @@ def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, clusters: int) -> Arra
     product_tC = jnp.matmul(rows_CD[at_t], rows_CD.T, precision=lax.Precision.HIGHEST)
     apart_tC = jnp.maximum(norm_C[at_t][:, None] + norm_C - 2 * product_tC, 0)
     apart_tC = jnp.where(at_t[:, None] == jnp.arange(count), 0, apart_tC)
-    cost_tC = jnp.minimum(cost_C, apart_tC)
+    cost_tC = jnp.minimum(cost_C, jnp.maximum(apart_tC, own_C))
     best = jnp.argmin(cost_tC @ mass_C)
     return cost_tC[best], at_t[best]
 
