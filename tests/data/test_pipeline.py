@@ -134,7 +134,9 @@ def test_evaluation_has_every_token_as_a_target_once_in_order(numbered, tokens, 
   batches = EvaluationBatches(numbered(tokens), batch, context)
   got = list(batches)
   assert len(got) == len(batches)
-  assert all(array.shape == (batch, context) for one in got for array in one.values())
+  shape = batch, context
+  assert all(one[name].shape == shape for one in got for name in ("inputs", "targets", "mask"))
+  assert all(one["reset"].all() for one in got)
   mask = np.concatenate([one["mask"].ravel() for one in got])
   for name, first in (("targets", 1), ("inputs", 0)):
     values = np.concatenate([one[name].ravel() for one in got])[mask]

@@ -85,9 +85,9 @@ class LSTM(LanguageModel):
 
   def _remembered(self, rows: int) -> Float[Array, "B L 2 D"]:
     shape = rows, self.layers, 2, self.dim
-    if not (self.has_variable("carry", "state") or self.is_mutable_collection("carry")):
+    if not self.has_variable("carry", "state"):
       return jnp.zeros(shape)
-    found = self.variable("carry", "state", jnp.zeros, shape).value
+    found = self.get_variable("carry", "state")
     if found.shape != shape:
       raise ValueError(
         f"the carry is that of {found.shape[0]} rows and the batch has {rows}; give batches of one"
@@ -96,7 +96,9 @@ class LSTM(LanguageModel):
     return lax.stop_gradient(found)
 
   def _remember(self, state_BLSD):
-    if self.is_mutable_collection("carry") and not self.is_initializing():
+    if self.is_mutable_collection("carry"):
+      # A fresh model remembers nothing: what it was initialised on is no text.
+      state_BLSD = jnp.zeros_like(state_BLSD) if self.is_initializing() else state_BLSD
       self.put_variable("carry", "state", lax.stop_gradient(state_BLSD))
 
   def own_axes(self) -> dict:
