@@ -43,7 +43,7 @@ def by_hand(variables, tokens, forget_bias):
       cell[layer] = expit(f + forget_bias) * cell[layer] + expit(i) * np.tanh(j)
       out[layer] = expit(o) * np.tanh(cell[layer])
       x = out[layer]
-    hidden.append(x)
+    hidden.append(x.copy())
   return np.stack(hidden, axis=1)
 
 
