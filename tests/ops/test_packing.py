@@ -1,0 +1,72 @@
+"""Do packed numbers come back, in exactly as many bits as they need?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax.ops import packing
+
+
+@pytest.mark.parametrize(
+  ("codes", "bits"),
+  [(1, 0), (2, 1), (3, 2), (8, 3), (256, 8), (257, 9), (2**16 + 1, 17), (2**32, 32)],
+)
+def test_bits_are_the_logarithm_rounded_up(codes, bits):
+  assert packing.bits_for(codes) == bits
+
+
+@pytest.mark.parametrize("codes", [0, -3, 2**32 + 1])
+def test_what_no_integer_of_32_bits_counts_is_refused(codes):
+  with pytest.raises(ValueError, match=f"codes {codes} are not between"):
+    packing.bits_for(codes)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 25, 96])
+@pytest.mark.parametrize("codes", [2, 3, 8, 31, 256, 257, 70_000, 2**32])
+def test_rows_come_back_in_any_order_and_shape(codes, columns):
+  bits, rows = packing.bits_for(codes), 203
+  table = np.random.default_rng(0).integers(0, codes, (rows, columns))
+  table[0], table[-1] = 0, codes - 1
+  data = packing.packed(table, bits)
+  assert data.nbytes == -(-rows * columns * bits // 8)
+  # Little-endian bits, one after another: an independent reading.
+  stream = np.unpackbits(data, bitorder="little")[: rows * columns * bits]
+  weight = 1 << np.arange(bits, dtype=np.uint64)
+  np.testing.assert_array_equal(stream.reshape(rows, columns, bits) @ weight, table)
+  wanted = np.random.default_rng(1).integers(0, rows, (4, 9))
+  unpack = jax.jit(lambda data, row: packing.unpacked_rows(data, row, columns, bits))
+  np.testing.assert_array_equal(unpack(jnp.asarray(data), jnp.asarray(wanted)), table[wanted])
+
+
+def test_more_rows_than_a_block_are_one_table(monkeypatch):
+  monkeypatch.setattr(packing, "BLOCK", 16)
+  table = np.random.default_rng(0).integers(0, 7, (101, 5))
+  data = packing.packed(table, 3)
+  found = packing.unpacked_rows(jnp.asarray(data), jnp.arange(101), 5, 3)
+  np.testing.assert_array_equal(found, table)
+  assert packing.is_below(data, (101, 5), 3, 7)
+  table[97, 2] = 7
+  assert not packing.is_below(packing.packed(table, 3), (101, 5), 3, 7)
+
+
+def test_one_code_needs_no_bits():
+  data = packing.packed(np.zeros((9, 4), int), 0)
+  assert data.size == 0
+  assert not packing.unpacked_rows(jnp.asarray(data), jnp.arange(9), 4, 0).any()
+
+
+@pytest.mark.parametrize("wrong", [8, -1])
+def test_a_number_that_does_not_fit_is_named(wrong):
+  table = np.zeros((5, 3), int)
+  table[3, 1] = wrong
+  with pytest.raises(ValueError, match=rf"number {wrong} at \[3, 1\] does not fit 3 bits"):
+    packing.packed(table, 3)
+
+
+def test_a_look_up_reads_its_rows_alone():
+  data = jax.ShapeDtypeStruct((packing.packed_bytes(267_735, 96, 8),), jnp.uint8)
+  row = jax.ShapeDtypeStruct((64,), jnp.int32)
+  unpack = jax.jit(lambda data, row: packing.unpacked_rows(data, row, 96, 8))
+  memory = unpack.lower(data, row).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 64 * 96 * 16

@@ -1,0 +1,402 @@
+"""Do the quantisers compute what the paper writes down, and the gradients that it defines?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from scipy.special import softmax
+
+from vqjax.ops import quantize
+from vqjax.quantizers import CentroidQuantizer, MovingAverage, SoftmaxQuantizer
+from vqjax.sharding import MeshShape, make_mesh
+
+N, D, K, M = 13, 12, 5, 3
+EPSILON = 1e-3
+
+
+def vectors(shape=(N, D)):
+  return jax.random.normal(jax.random.key(1), shape)
+
+
+def made(quantizer, x=None, train=False):
+  """(variables, what it makes of x)."""
+  x = vectors() if x is None else x
+  keys = {"params": jax.random.key(0), "sample": jax.random.key(5)}
+  variables = quantizer.init(keys, x)
+  return variables, quantizer.apply(variables, x, train, method="quantized", rngs=keys)
+
+
+def trained(quantizer, variables, x, mask=None):
+  """(what it makes of x in training, what it writes)."""
+  return quantizer.apply(
+    variables,
+    x,
+    True,
+    mask,
+    method="quantized",
+    mutable=["batch_stats", "centroids"],
+    rngs={"sample": jax.random.key(7)},
+  )
+
+
+def in_float64(tree):
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def algorithm_1(query, keys, values, distance, normalize):
+  """Algorithms 1 and 2, a loop over tokens and subspaces, with the responses' normalisation."""
+  response = np.array([[[-distance(q, k) for k in keys[m % len(keys)]] for m, q in enumerate(row)]
+                       for row in query])  # fmt: skip
+  if normalize:
+    mean, var = response.mean(axis=(0, 1)), response.var(axis=(0, 1))
+    response = (response - mean) / np.sqrt(var + EPSILON)
+  codes = np.zeros(query.shape[:2], int)
+  rows = []
+  for i in range(len(query)):
+    parts = []
+    for m in range(query.shape[1]):
+      codes[i, m] = np.argmax(response[i, m])
+      parts.append(values[m % len(values)][codes[i, m]])
+    rows.append(np.concatenate(parts))
+  return response, codes, np.array(rows)
+
+
+DISTANCES = {
+  quantize.dot_response: lambda q, k: -(q @ k),
+  quantize.euclidean_response: lambda q, k: ((q - k) ** 2).sum(),
+  quantize.cosine_response: lambda q, k: -(q @ k) / np.linalg.norm(q) / np.linalg.norm(k),
+}
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("response", DISTANCES)
+def test_dpq_sx_is_algorithm_1_and_its_gradient_that_of_equation_5(response, shared, normalize):
+  quantizer = SoftmaxQuantizer(D, K, M, shared=shared, normalize=normalize, response=response)
+  variables, _ = made(quantizer)
+  x, cotangent = vectors(), jax.random.normal(jax.random.key(3), (N, D))
+  keys, values = (in_float64(variables["params"][name]) for name in ("keys", "values"))
+  query = in_float64(x).reshape(N, M, D // M)
+  scores, codes, rows = algorithm_1(query, keys, values, DISTANCES[response], normalize)
+  found, _ = trained(quantizer, variables, x)
+  np.testing.assert_array_equal(found.codes, codes)
+  np.testing.assert_allclose(found.vectors, rows, atol=1e-6)
+  # Eq. 5 in the values: the gradient of the one-hot choice.
+  loss = lambda p: (trained(quantizer, variables | {"params": p}, x)[0].vectors * cotangent).sum()
+  gradient = jax.grad(loss)(variables["params"])
+  expected = np.zeros_like(values)
+  parts = in_float64(cotangent).reshape(N, M, -1)
+  for i in range(N):
+    for m in range(M):
+      expected[m % len(values), codes[i, m]] += parts[i, m]
+  np.testing.assert_allclose(gradient["values"], expected, atol=1e-5)
+  # ... and in the scores: that of softmax(scores) · values.
+  share = softmax(scores, axis=-1)
+  table = np.broadcast_to(values, (M, K, D // M))
+  d_share = np.einsum("nmc,mkc->nmk", parts, table)
+  d_scores = share * (d_share - (share * d_share).sum(axis=-1, keepdims=True))
+  by_scores = lambda s: (
+    quantize.softmax_quantized(s, variables["params"]["values"])[0] * cotangent
+  ).sum()
+  found_d = jax.grad(by_scores)(jnp.asarray(scores, jnp.float32))
+  np.testing.assert_allclose(found_d, d_scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_dpq_vq_is_the_nearest_centroid_with_the_gradient_of_equation_7(shared):
+  quantizer = CentroidQuantizer(D, K, M, shared=shared, normalize=False)
+  variables, _ = made(quantizer)
+  x = vectors()
+  table = in_float64(variables["params"]["centroids"])
+  query = in_float64(x).reshape(N, M, D // M)
+  _, codes, rows = algorithm_1(query, table, table, DISTANCES[quantize.euclidean_response], False)
+  found, _ = trained(quantizer, variables, x)
+  np.testing.assert_array_equal(found.codes, codes)
+  # Exactly the centroids: nothing of x is left in the forward pass.
+  evaluated = quantizer.apply(variables, x)
+  np.testing.assert_array_equal(found.vectors, evaluated)
+  np.testing.assert_allclose(found.vectors, rows, atol=1e-7)
+  cotangent = jax.random.normal(jax.random.key(3), (N, D))
+  task = lambda p, x: (
+    trained(quantizer, variables | {"params": p}, x)[0].vectors * cotangent
+  ).sum()
+  d_params, d_x = jax.grad(task, (0, 1))(variables["params"], x)
+  np.testing.assert_array_equal(d_x, cotangent)
+  assert not np.any(d_params["centroids"])
+  # The regulariser: the mean over tokens, subspaces and their numbers, in the centroids alone.
+  term = lambda p, x: trained(quantizer, variables | {"params": p}, x)[0].terms["regularizer"]
+  value, (d_params, d_x) = jax.value_and_grad(term, (0, 1))(variables["params"], x)
+  np.testing.assert_allclose(value, ((rows - in_float64(x)) ** 2).mean(), rtol=1e-5)
+  assert not np.any(d_x)
+  expected = np.zeros_like(table)
+  for i in range(N):
+    for m in range(M):
+      t = m % len(table)
+      expected[t, codes[i, m]] += 2 * (table[t, codes[i, m]] - query[i, m]) / (N * D)
+  np.testing.assert_allclose(d_params["centroids"], expected, atol=1e-6)
+
+
+def test_the_regulariser_as_the_paper_writes_it_is_the_sum():
+  by_mean = CentroidQuantizer(D, K, M)
+  by_sum = CentroidQuantizer(D, K, M, regularizer=quantize.summed_distance)
+  terms = [made(q, train=True)[1].terms["regularizer"] for q in (by_mean, by_sum)]
+  np.testing.assert_allclose(terms[1], terms[0] * N * D, rtol=1e-6)
+
+
+def test_the_commitment_pulls_the_vectors_alone():
+  quantizer = CentroidQuantizer(D, K, M, commitment=0.25)
+  variables, _ = made(quantizer)
+  term = lambda p, x: trained(quantizer, variables | {"params": p}, x)[0].terms["commitment"]
+  d_params, d_x = jax.grad(term, (0, 1))(variables["params"], vectors())
+  assert not np.any(d_params["centroids"])
+  row = quantizer.apply(variables, vectors(), True, mutable=["batch_stats"])[0]
+  np.testing.assert_allclose(d_x, 0.25 * 2 * (vectors() - row) / (N * D), atol=1e-6)
+
+
+def test_the_rotation_takes_the_vector_to_its_centroid_and_passes_its_transpose():
+  x = vectors((7, 4))
+  row = jax.random.normal(jax.random.key(9), (7, 4))
+  np.testing.assert_array_equal(quantize.rotated(row, x), row)
+  jacobian = np.asarray(jax.vmap(jax.jacobian(quantize.rotated, argnums=1))(row, x), np.float64)
+  for j, e, q in zip(jacobian, in_float64(row), in_float64(x)):
+    np.testing.assert_allclose(j @ q, e, atol=1e-5)
+    scale = np.linalg.norm(e) / np.linalg.norm(q)
+    np.testing.assert_allclose(j @ j.T / scale**2, np.eye(4), atol=1e-5)
+    assert np.linalg.det(j) > 0  # no reflection
+
+
+def test_vectors_of_zeros_and_opposite_ones_have_finite_gradients():
+  x = jnp.array([[0.0, 0, 0], [1, 2, 3], [1, 2, 3]])
+  row = jnp.array([[1.0, 1, 1], [-1, -2, -3], [0, 0, 0]])
+  gradient = jax.grad(lambda x: (quantize.rotated(row, x) ** 2).sum())(x)
+  assert np.isfinite(gradient).all()
+  cosine = lambda x: quantize.cosine_response(x[:, None], jnp.ones((1, 4, 3))).sum()
+  assert np.isfinite(jax.grad(cosine)(x)).all()
+
+
+def test_a_warm_forward_pass_is_the_softmax_with_its_true_gradient():
+  quantizer = SoftmaxQuantizer(D, K, M, forward_temperature=0.7, temperature=0.7, normalize=False)
+  with jax.enable_x64(True):
+    x = jnp.asarray(vectors((3, D)), jnp.float64)
+    values = jax.random.normal(jax.random.key(2), (M, K, D // M), jnp.float64)
+    keys = jax.random.normal(jax.random.key(4), (M, K, D // M), jnp.float64)
+
+    def out(x, values):
+      x, values = jnp.asarray(x), jnp.asarray(values)
+      scores = jnp.einsum("nmc,mkc->nmk", x.reshape(3, M, -1), keys)
+      return quantize.softmax_quantized(scores, values, 0.7, 0.7)[0]
+
+    check_grads(out, (x, values), order=1, modes=["rev"])
+  assert quantizer.forward_temperature == 0.7
+
+
+@pytest.mark.parametrize("kind", [SoftmaxQuantizer, CentroidQuantizer])
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"additive": True}])
+def test_codes_decode_to_the_vectors_bit_for_bit(kind, options):
+  quantizer = kind(D, K, M, **options)
+  variables, found = made(quantizer, vectors((2, 7, D)))
+  codes = quantizer.apply(variables, vectors((2, 7, D)), method="encode")
+  np.testing.assert_array_equal(codes, found.codes)
+  np.testing.assert_array_equal(quantizer.apply(variables, codes, method="decode"), found.vectors)
+
+
+def test_additive_codes_are_the_mean_of_whole_vectors():
+  quantizer = SoftmaxQuantizer(D, K, 5, additive=True, normalize=False)
+  variables, found = made(quantizer)
+  keys, values = (in_float64(variables["params"][name]) for name in ("keys", "values"))
+  codes = np.einsum("nd,mkd->nmk", in_float64(vectors()), keys).argmax(axis=-1)
+  np.testing.assert_array_equal(found.codes, codes)
+  expected = np.mean([values[m][codes[:, m]] for m in range(5)], axis=0)
+  np.testing.assert_allclose(found.vectors, expected, atol=1e-6)
+
+
+def test_values_may_have_another_width_than_keys():
+  variables, found = made(SoftmaxQuantizer(D, K, M, value_dim=21))
+  assert found.vectors.shape == (N, 21)
+  assert variables["params"]["values"].shape == (M, K, 7)
+
+
+def test_tied_keys_are_the_values():
+  variables, _ = made(SoftmaxQuantizer(D, K, M, tied=True))
+  assert variables["params"].keys() == {"keys"}
+
+
+def test_running_statistics_follow_the_batches_and_are_used_afterwards():
+  quantizer = SoftmaxQuantizer(D, K, M, momentum=0.9)
+  variables, before = made(quantizer)
+  _, written = trained(quantizer, variables, vectors())
+  query = in_float64(vectors()).reshape(N, M, -1)
+  scores = np.einsum("nmc,mkc->nmk", query, in_float64(variables["params"]["keys"]))
+  stats = written["batch_stats"]
+  np.testing.assert_allclose(stats["mean"], 0.1 * scores.mean(axis=(0, 1)), atol=1e-6)
+  np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * scores.var(axis=(0, 1)), atol=1e-6)
+  # Outside training nothing is written, and each vector is on its own.
+  alone = quantizer.apply(variables, vectors()[:1])
+  np.testing.assert_array_equal(alone, before.vectors[:1])
+
+
+MASKED = [
+  SoftmaxQuantizer(D, K, M),
+  CentroidQuantizer(D, K, M, commitment=0.25),
+  CentroidQuantizer(D, K, M, moving_average=MovingAverage(revive_below=0.2)),
+]
+
+
+@pytest.mark.parametrize("quantizer", MASKED)
+def test_what_is_masked_counts_nowhere(quantizer):
+  variables, _ = made(quantizer)
+  x, mask = vectors(), jnp.arange(N) < 8
+  found, written = trained(quantizer, variables, x.at[8:].set(1e6), mask)
+  expected, wanted = trained(quantizer, variables, x[:8])
+  np.testing.assert_allclose(found.vectors[:8], expected.vectors, atol=1e-6)
+  assert not np.any(found.vectors[8:])
+  for a, b in zip(jax.tree.leaves(found.terms), jax.tree.leaves(expected.terms), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+  if "batch_stats" in written:
+    stats = written["batch_stats"], wanted["batch_stats"]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *stats)
+
+
+@pytest.mark.parametrize("quantizer", MASKED)
+def test_a_batch_without_a_token_changes_nothing(quantizer):
+  variables, _ = made(quantizer)
+  nobody = jnp.zeros(N, bool)
+  found, written = trained(quantizer, variables, vectors(), nobody)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves((found, written)))
+  kept = {name: variables[name] for name in ("batch_stats",)}
+  jax.tree.map(np.testing.assert_array_equal, {"batch_stats": written["batch_stats"]}, kept)
+  loss = lambda p: sum(
+    jax.tree.leaves(trained(quantizer, variables | {"params": p}, vectors(), nobody)[0].terms),
+    jnp.zeros(()),
+  )
+  gradient = jax.grad(loss)(variables.get("params", {}))
+  assert all(not np.any(x) for x in jax.tree.leaves(gradient))
+
+
+def test_moving_averages_are_those_of_van_den_oord():
+  how = MovingAverage(decay=0.8, epsilon=0.1)
+  quantizer = CentroidQuantizer(D, K, M, normalize=False, moving_average=how)
+  variables, found = made(quantizer)
+  _, written = trained(quantizer, variables, vectors())
+  count, total = np.ones((M, K)), in_float64(variables["centroids"]["total"])
+  one_hot = np.eye(K)[np.asarray(found.codes)]
+  query = in_float64(vectors()).reshape(N, M, -1)
+  count = 0.8 * count + 0.2 * one_hot.sum(axis=0)
+  total = 0.8 * total + 0.2 * np.einsum("nmk,nmc->mkc", one_hot, query)
+  np.testing.assert_allclose(written["centroids"]["count"], count, atol=1e-5)
+  np.testing.assert_allclose(written["centroids"]["total"], total, atol=1e-5)
+  n = count.sum(axis=1, keepdims=True)
+  smooth = (count + 0.1) / (n + K * 0.1) * n
+  centroids = quantizer.apply(variables | written, method="values")
+  np.testing.assert_allclose(centroids, total / smooth[..., None], atol=1e-5)
+
+
+def test_codes_that_nobody_chooses_are_revived_at_vectors_of_the_batch():
+  how = MovingAverage(decay=0.5, revive_below=0.6)
+  quantizer = CentroidQuantizer(D, 8, M, normalize=False, moving_average=how)
+  far = jnp.full((M, 8, D // M), 50.0).at[:, 0].set(0)
+  variables, _ = made(quantizer)
+  variables = {"centroids": variables["centroids"] | {"total": far}}
+  _, written = trained(quantizer, variables, vectors())
+  moved = quantizer.apply(variables | written, method="values")
+  parts = np.asarray(vectors()).reshape(N, M, -1)
+  # Laplace's rule shifts them a little.
+  for m in range(M):
+    nearest = np.abs(moved[m, 1:, None] - parts[None, :, m]).max(axis=-1).min(axis=-1)
+    assert (nearest < 1e-3).all()
+
+
+@pytest.mark.parametrize(
+  "quantizer",
+  [
+    SoftmaxQuantizer(D, K, M),
+    CentroidQuantizer(D, K, M, shared=True),
+    CentroidQuantizer(D, K, M, moving_average=MovingAverage()),
+  ],
+)
+def test_eight_devices_keep_the_statistics_of_one(quantizer):
+  x = vectors((16, D))
+  variables, _ = made(quantizer, x)
+
+  def both(variables, x):
+    found, written = trained(quantizer, variables, x)
+    return (found.vectors**2).sum() + sum(found.terms.values(), 0.0), (found.codes, written)
+
+  step = jax.jit(jax.value_and_grad(both, argnums=1, has_aux=True))
+  expected = jax.device_get(step(variables, x))
+  mesh = make_mesh(MeshShape(data=8))
+  with jax.set_mesh(mesh):
+    spread = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+    found = jax.device_get(step(variables, spread))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+
+
+def test_half_precision_distances_do_not_overflow():
+  x = jnp.full((2, D), 300.0, jnp.float16)
+  quantizer = CentroidQuantizer(D, K, M)
+  variables, found = made(quantizer, x)
+  assert found.vectors.dtype == jnp.float16
+  response = quantizer.apply(variables, x.reshape(2, M, -1), False, None, method="responses")
+  assert np.isfinite(response).all()
+
+
+def test_gumbel_noise_is_drawn_in_training_alone():
+  quantizer = SoftmaxQuantizer(D, K, M, gumbel=5.0)
+  variables, found = made(quantizer)
+  again = quantizer.apply(variables, vectors(), method="quantized")
+  np.testing.assert_array_equal(found.codes, again.codes)
+  noisy, _ = trained(quantizer, variables, vectors())
+  quiet, _ = trained(quantizer.clone(gumbel=0.0), variables, vectors())
+  assert (np.asarray(noisy.codes) != np.asarray(quiet.codes)).any()
+
+
+def test_the_temperature_can_be_learned():
+  quantizer = SoftmaxQuantizer(D, K, M, learned_temperature=True, temperature=2.0)
+  variables, _ = made(quantizer)
+  np.testing.assert_allclose(jnp.exp(variables["params"]["log_temperature"]), 2.0, rtol=1e-6)
+  weight = jax.random.normal(jax.random.key(8), (N, D))
+  loss = lambda p: (
+    trained(quantizer, {**variables, "params": p}, vectors())[0].vectors * weight
+  ).sum()
+  assert abs(jax.grad(loss)(variables["params"])["log_temperature"]) > 0
+
+
+def test_usage_counts_codes_and_its_perplexity_is_that_of_the_counts():
+  codes = jnp.array([[0, 1], [0, 2], [3, 1], [0, 1]])
+  mask = jnp.array([True, True, True, False])
+  counts = quantize.code_counts(codes, 4, mask)
+  np.testing.assert_array_equal(counts, [[2, 0, 0, 1], [0, 2, 1, 0]])
+  entropy = -(2 / 3 * np.log(2 / 3) + 1 / 3 * np.log(1 / 3))
+  np.testing.assert_allclose(quantize.code_perplexity(counts), np.exp(entropy), rtol=1e-6)
+  assert quantize.code_perplexity(jnp.zeros((1, 4)))[0] == 0
+
+
+@pytest.mark.parametrize(
+  ("quantizer", "said"),
+  [
+    (lambda: SoftmaxQuantizer(10, 4, 3), "subspaces 3 do not divide dim 10"),
+    (lambda: SoftmaxQuantizer(12, 1, 3), "codes 1 tell nothing apart"),
+    (lambda: SoftmaxQuantizer(12, 4, 3, tied=True, value_dim=9), "cannot be values of width 9"),
+    (lambda: SoftmaxQuantizer(12, 4, 3, value_dim=10), "do not divide value_dim 10"),
+    (lambda: SoftmaxQuantizer(12, 4, 3, temperature=0.0), "temperature 0.0 must be above 0"),
+  ],
+)
+def test_wrong_numbers_are_named(quantizer, said):
+  own = quantizer()
+  with pytest.raises(ValueError, match=said):
+    own.init(jax.random.key(0), jnp.zeros((2, own.dim)))
+
+
+def test_vectors_of_another_width_are_named():
+  quantizer = SoftmaxQuantizer(D, K, M)
+  with pytest.raises(ValueError, match="width 13 for a quantizer of dim 12"):
+    quantizer.init(jax.random.key(0), jnp.zeros((2, 13)))
+
+
+@pytest.mark.parametrize("fields", [{"decay": 1.0}, {"epsilon": -1.0}, {"revive_below": -0.1}])
+def test_moving_averages_outside_their_range_are_refused(fields):
+  with pytest.raises(ValueError, match=next(iter(fields))):
+    MovingAverage(**fields)

@@ -1,0 +1,149 @@
+"""How do integers below K lie in memory at ceil(log2 K) bits each, and how are some rows read back?
+
+The numbers of a table [V, M] follow one another without a gap, row after row, the low bit first:
+number i has the bits [i·b, (i + 1)·b) of the bytes, in the order of NumPy's
+`packbits(bitorder="little")`.
+"""
+
+import math
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Integer, UInt8, UInt32
+
+BLOCK = 2**10
+"""Rows that are packed at a time: a multiple of 8, so that every block ends with a whole byte."""
+
+MOST_BITS = 32
+
+
+def bits_for(codes: int) -> int:
+  """Bits of a number in [0, codes): ceil(log2 codes); 0 where there is nothing to tell apart.
+
+  Raises:
+    ValueError: codes is below 1 or above 2^32.
+  """
+  if not 1 <= codes <= 2**MOST_BITS:
+    raise ValueError(f"codes {codes} are not between 1 and 2^{MOST_BITS}; give another number")
+  return (codes - 1).bit_length()
+
+
+def packed_bytes(rows: int, columns: int, bits: int) -> int:
+  """Bytes of a packed table."""
+  return -(-rows * columns * bits // 8)
+
+
+@runtime_checkable
+class Table(Protocol):
+  """Rows of numbers: an array, or what makes some of its rows when they are asked for."""
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """(rows, columns)."""
+
+  def __getitem__(self, rows: slice) -> Integer[np.ndarray, "n M"]:
+    """Some rows."""
+
+
+def packed(table: Table, bits: int) -> UInt8[np.ndarray, "bytes"]:
+  """The table at `bits` bits a number; at most a block of its rows is held unpacked.
+
+  Raises:
+    ValueError: a number is negative or needs more bits.
+  """
+  rows, columns = table.shape
+  found = np.empty(packed_bytes(rows, columns, bits), np.uint8)
+  for first in range(0, rows, BLOCK):
+    block = np.asarray(table[first : first + BLOCK])
+    wrong = (block < 0) | (block.astype(np.uint64) >> np.uint64(bits) != 0)
+    if wrong.any():
+      row, column = np.argwhere(wrong)[0]
+      raise ValueError(
+        f"number {block[row, column]} at [{first + row}, {column}] does not fit {bits} bits; give"
+        " more bits, or the right numbers"
+      )
+    bit = block[..., None].astype(np.uint32) >> np.arange(bits, dtype=np.uint32) & np.uint32(1)
+    some = np.packbits(bit.astype(np.uint8).reshape(-1), bitorder="little")
+    start = first * columns * bits // 8
+    found[start : start + len(some)] = some
+  return found
+
+
+def unpacked_rows(
+  data: UInt8[Array, "bytes"], row: Int[Array, "*B"], columns: int, bits: int
+) -> UInt32[Array, "*B M"]:
+  """Rows of a packed table; those outside it are some row of it. Jittable; reads these rows only.
+
+  Raises:
+    ValueError: the table has more bytes than an int32 counts.
+  """
+  if data.size >= 2**31:
+    raise ValueError(f"a packed table of {data.size} bytes is beyond 2^31; split it")
+  shape = row.shape
+  if not bits * columns:
+    return jnp.zeros((*shape, columns), jnp.uint32)
+  row = row.reshape(-1).astype(jnp.int32)
+  # The first bit of row v is v·(8q + r): neither product overflows where the table itself exists.
+  whole, rest = divmod(columns * bits, 8)
+  first_byte = row * whole + row * rest // 8
+  shift = (row * rest % 8).astype(jnp.uint32)
+  # Shifted by up to seven bits, a row ends one byte later.
+  length = min(-(-(columns * bits + 7 * bool(rest)) // 8), data.size)
+  first_byte = jnp.clip(first_byte, 0, data.size - 1)
+  byte = _windows(data, first_byte, length).astype(jnp.uint32)
+  return _numbers(byte, shift if rest else None, columns, bits).reshape(*shape, columns)
+
+
+def _windows(data, start, length):
+  """`length` bytes from each start; beyond the end they are anything."""
+  place = start[:, None] + jnp.arange(length, dtype=jnp.int32)
+  return data.at[place].get(mode="clip")
+
+
+def _numbers(byte_NB, shift_N, columns, bits):
+  """Numbers from the bytes of each row, whose first bit is `shift` bits into its first byte."""
+  if shift_N is not None:
+    after = jnp.pad(byte_NB[:, 1:], ((0, 0), (0, 1)))
+    shift = shift_N[:, None]
+    byte_NB = (byte_NB >> shift | after << (8 - shift)) & 0xFF
+  # Each number has the same place in every row now: it lies in at most 5 bytes.
+  first = np.arange(columns) * bits
+  number = jnp.zeros((byte_NB.shape[0], columns), jnp.uint32)
+  for step in range(math.ceil((bits + 7) / 8)):
+    at = first // 8 + step
+    part = byte_NB[:, np.minimum(at, byte_NB.shape[1] - 1)]
+    up = 8 * step - first % 8
+    moved = jnp.where(up < 0, part >> np.maximum(-up, 0), part << np.clip(up, 0, 31))
+    number |= jnp.where((up < bits) & (up < 32), moved, 0).astype(jnp.uint32)
+  return number & np.uint32(2**bits - 1)
+
+
+def checked_length(size: int, rows: int, columns: int, bits: int) -> None:
+  """ValueError where packed data has not as many bytes as its table."""
+  wanted = packed_bytes(rows, columns, bits)
+  if size != wanted:
+    raise ValueError(
+      f"{rows} rows of {columns} numbers at {bits} bits are {wanted} bytes, and here are {size};"
+      " the data is truncated, or of another table"
+    )
+
+
+def is_below(
+  data: UInt8[np.ndarray, "bytes"], shape: tuple[int, int], bits: int, most: int
+) -> bool:
+  """Whether every number of a packed table is below `most`; a block at a time."""
+  rows, columns = shape
+  if most >= 2**bits:
+    return True
+  for first in range(0, rows, BLOCK):
+    count = min(BLOCK, rows - first)
+    start = first * columns * bits // 8
+    stop = start + packed_bytes(count, columns, bits)
+    bit = np.unpackbits(
+      np.asarray(data[start:stop]), count=count * columns * bits, bitorder="little"
+    )
+    weight = np.uint64(1) << np.arange(bits, dtype=np.uint64)
+    if (bit.reshape(-1, bits) @ weight >= most).any():
+      return False
+  return True

@@ -1,0 +1,121 @@
+"""How are codes learned as the nearest of some centroids (DPQ-VQ)?"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from vqjax.ops import quantize
+from vqjax.quantizers.base import TABLE_AXES, Quantizer
+
+
+@dataclasses.dataclass(frozen=True)
+class MovingAverage:
+  """Centroids follow the mean of the vectors that chose them; no gradient trains them.
+
+  Attributes:
+    decay: of the running counts and sums, a step.
+    epsilon: is added to each count (Laplace).
+    revive_below: a code whose running count falls below takes the place of a random vector of the
+      batch; 0: none does.
+
+  Raises:
+    ValueError: a number outside its range.
+  """
+
+  decay: float = 0.99
+  epsilon: float = 1e-5
+  revive_below: float = 0.0
+
+  def __post_init__(self):
+    if not 0 <= self.decay < 1:
+      raise ValueError(f"decay {self.decay} is outside [0, 1); 0.99 is usual")
+    if self.epsilon < 0 or self.revive_below < 0:
+      raise ValueError(
+        f"epsilon {self.epsilon} and revive_below {self.revive_below} must not be negative"
+      )
+
+
+class CentroidQuantizer(Quantizer):
+  """The centroid of largest response, -|vector - centroid|², with the gradient of the vector.
+
+  Keys and values are one table, the centroids. DPQ-VQ, Eq. 6 and 7.
+
+  Attributes:
+    gradient: `ops.quantize.straight_through` or `rotated`.
+    regularizer: pulls the centroids to the vectors that chose them: `ops.quantize.mean_distance`,
+      or `summed_distance` as the paper writes it.
+    weight: coefficient of the regulariser.
+    commitment: coefficient of the same distance as a pull of the vectors to the centroids.
+    moving_average: how the centroids move instead of by a gradient; None: by the gradient.
+  """
+
+  gradient: Callable = dataclasses.field(default=quantize.straight_through, kw_only=True)
+  regularizer: Callable = dataclasses.field(default=quantize.mean_distance, kw_only=True)
+  weight: float = dataclasses.field(default=1.0, kw_only=True)
+  commitment: float = dataclasses.field(default=0.0, kw_only=True)
+  moving_average: MovingAverage | None = dataclasses.field(default=None, kw_only=True)
+
+  def setup(self):
+    super().setup()
+    shape = self._table_shape(self.dim)
+    if self.moving_average is None:
+      self.table = self.param("centroids", self.table_init, shape, self.param_dtype)
+      return
+    start = lambda: self.table_init(self.make_rng("params"), shape, jnp.float32)
+    self.total = self.variable("centroids", "total", start)
+    self.count = self.variable("centroids", "count", lambda: jnp.ones(shape[:2]))
+
+  def keys(self) -> Float[Array, "Q K C"]:
+    """The centroids."""
+    if self.moving_average is None:
+      return self.table
+    return quantize.averaged(self.count.value, self.total.value, self.moving_average.epsilon)
+
+  def values(self) -> Float[Array, "Q K C"]:
+    """The centroids."""
+    return self.keys()
+
+  def _compared(self, query):
+    return quantize.euclidean_response(query, self.keys())
+
+  def _answer(self, vectors, query, response, train, mask):
+    codes = jnp.argmax(response, axis=-1).astype(jnp.int32)
+    row = quantize.chosen(codes, self.values(), self.additive)
+    terms = {}
+    if self.moving_average is None:
+      terms["regularizer"] = self.weight * self.regularizer(row, lax.stop_gradient(vectors), mask)
+    elif train and self.is_mutable_collection("centroids") and not self.is_initializing():
+      self._move(query, codes, mask)
+    if self.commitment:
+      pull = self.regularizer(lax.stop_gradient(row), vectors, mask)
+      terms["commitment"] = self.commitment * pull
+    return self.gradient(row, vectors), codes, terms
+
+  def _move(self, query, codes, mask):
+    how, count, total = self.moving_average, self.count.value, self.total.value
+    query = lax.stop_gradient(query)
+    found, sums = quantize.gathered_sums(codes, query, count.shape[0], self.codes, mask)
+    count = how.decay * count + (1 - how.decay) * found
+    total = how.decay * total + (1 - how.decay) * sums
+    if how.revive_below:
+      fresh = quantize.drawn_queries(self.make_rng("sample"), query, count.shape, mask)
+      dead = count < how.revive_below
+      if mask is not None:
+        dead = dead & mask.any()
+      total = jnp.where(dead[..., None], fresh, total)
+      count = jnp.where(dead, 1.0, count)
+    self.count.value, self.total.value = jax.tree.map(lax.stop_gradient, (count, total))
+
+  def _tables(self):
+    return ("centroids",) if self.moving_average is None else ()
+
+  def logical_axes(self) -> dict:
+    """Axes of the centroids, and of their running counts and sums."""
+    axes = super().logical_axes()
+    if self.moving_average is not None:
+      axes["centroids"] = {"total": TABLE_AXES, "count": TABLE_AXES[:2]}
+    return axes
