@@ -25,7 +25,7 @@ from vqjax.ops.kmeans import kmeans
 from vqjax.training.provenance import device, provenance
 
 RESET_PEAK = pathlib.Path("/proc/self/clear_refs")
-"""What is written here on Linux begins the count of the peak anew; nothing else can tell it."""
+"""What is written here on Linux begins the count of the peak anew; elsewhere memory is a dash."""
 
 ITERATIONS = 20
 BLOCK = 4096
@@ -66,13 +66,13 @@ def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
   rows = {"scikit-learn": _alone(fit_sklearn, size, draw), "vqjax": _alone(fit_vqjax, size, draw)}
   theirs, ours = rows.values()
   compared = ("seconds", "cpu_seconds", "inertia", "memory_bytes")
-  ratios = {name: ours[name] / max(theirs[name], 1e-9) for name in compared}
+  ratios = {name: _ratio(ours[name], theirs[name]) for name in compared}
   benching.show(
     f"k-means of a {draw.__name__}, {ITERATIONS} iterations, {size} float32, {device()}",
     ("", "s", "CPU s", "inertia", "MiB beyond the input"),
     [
       *(_cells(name, row) for name, row in rows.items()),
-      ["vqjax / scikit-learn", *(f"{ratios[name]:.4f}" for name in compared)],
+      ["vqjax / scikit-learn", *map(_shown, ratios.values())],
     ],
   )
   benching.say(
@@ -80,6 +80,14 @@ def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
     f" {benching.mib(ours['compiler_bytes'])} MiB"
   )
   return {"rows": rows, "ratios": ratios}
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float | None:
+  return None if ours is None or theirs is None else ours / max(theirs, 1e-9)
+
+
+def _shown(ratio: float | None) -> str:
+  return "—" if ratio is None else f"{ratio:.4f}"
 
 
 def _cells(name: str, row: dict) -> list[str]:
@@ -129,14 +137,16 @@ def fit_vqjax(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
 def _measured(call: Callable[[], object]) -> dict:
   """Wall clock, seconds of all threads of this process, and memory beyond what it had before."""
   gc.collect()
-  RESET_PEAK.write_text("5")
-  before = _status("VmRSS")
+  counted = RESET_PEAK.exists()
+  if counted:
+    RESET_PEAK.write_text("5")
+    before = _status("VmRSS")
   wall, cpu = time.perf_counter(), time.process_time()
   call()
   return {
     "seconds": time.perf_counter() - wall,
     "cpu_seconds": time.process_time() - cpu,
-    "memory_bytes": _status("VmHWM") - before,
+    "memory_bytes": _status("VmHWM") - before if counted else None,
   }
 
 

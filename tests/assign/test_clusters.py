@@ -114,6 +114,14 @@ def test_equal_embeddings_still_fill_every_code_evenly():
   np.testing.assert_allclose(found.centers, 1)
 
 
+def test_many_equal_rows_settle_within_the_capacity():
+  """None of them outbids the others: the bids must rise faster for this to end."""
+  draw = np.random.default_rng(0)
+  rows = np.concatenate([np.zeros((350, 8)), draw.normal(size=(150, 8))])
+  table = assign.assigned_within(rows, rows[draw.choice(500, 50)], 10)
+  assert (np.bincount(table, minlength=50) == 10).all()
+
+
 @pytest.mark.parametrize("recipe", [assign.by_kmeans, assign.balanced_kmeans])
 def test_one_code_and_a_code_for_each_token_are_possible(recipe, embeddings):
   assert (recipe(embeddings, 1, key=KEY).assignment == 0).all()

@@ -30,6 +30,7 @@ from vqjax.ops.product import compose
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.training import fit, read_variables
 from vqjax.training.program import Program, keys
+from vqjax.training.scope import split
 from vqjax.training.text import load_text
 
 V, D = 0, 16  # the tokenizer says V
@@ -225,6 +226,20 @@ def test_a_tied_codebook_takes_the_place_of_the_embedding(dense, tmp_path):
     np.testing.assert_array_equal(one[collection]["embedding"][name], expected)
   assert one["params"]["head"].keys() == {"token_bias"}
   assert fit(tied, tmp_path / "run")["head"]["tied"]
+
+
+@pytest.mark.parametrize("token_bias", [False, True])
+@pytest.mark.parametrize("scope", [convert.HEAD, convert.CODEBOOK])
+def test_the_scope_of_a_tied_codebook_is_the_embedding(dense, scope, token_bias):
+  made = convert.compress(*dense, codes=7, tied=True, token_bias=token_bias, scope=scope)
+  known = load_text(made).experiment
+  shapes = Program(known, make_mesh(MeshShape(data=1))).abstract_state.params
+  own, frozen = (jax.tree.leaves_with_path(tree) for tree in split(shapes, made.train.trained))
+  names = {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in own}
+  assert "embedding.codebook" in names
+  assert ("head.token_bias" in names) == (token_bias and scope == convert.HEAD)
+  assert not any(name.startswith(("blocks", "position")) for name in names)
+  assert frozen
 
 
 def test_a_mapping_from_scratch_reaches_a_tied_head(dense):

@@ -5,6 +5,7 @@ import pytest
 from tests import tiny
 from vqjax import CodebookHead
 from vqjax.config import FROM_TOKENIZER
+from vqjax.training import fit
 
 
 @pytest.fixture
@@ -27,8 +28,6 @@ def experiment(text_folder):
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
   """(experiment, run folder, result) of such a run at its end; nobody may change the folder."""
-  from vqjax.training import fit
-
   root = tmp_path_factory.mktemp("finished")
   made = codebook_experiment(tiny.write_text(root / "text"))
   with tiny.own_cache(root / "cache"):

@@ -74,12 +74,19 @@ def compress(
   )
   return converted(
     *(dense, folder, head, ToCodebook(mapping)),
-    scope=scope,
+    scope=_where_tied(scope, token_bias) if tied else scope,
     distillation=distillation,
     temperature=temperature,
     train=train,
     name=name or f"{dense.name}-codebook",
   )
+
+
+def _where_tied(scope: tuple[str, ...], token_bias: bool) -> tuple[str, ...]:
+  """The same scope of a model whose codebook is its embedding: a bias may be left of its head."""
+  places = {"head": ("embedding", "head") if token_bias else ("embedding",)}
+  places["head.codebook"] = ("embedding.codebook",)
+  return tuple(name for part in scope for name in places.get(part, (part,)))
 
 
 def converted(

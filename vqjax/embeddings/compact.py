@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer, UInt8
 from safetensors.numpy import save_file
 
 from vqjax.embeddings import compact_file
-from vqjax.ops import packing, quantize
+from vqjax.ops import packing, product
 from vqjax.ops.vocabulary import in_vocabulary
 
 
@@ -49,7 +49,7 @@ class CompactEmbedding:
     """The vector of each token, float32; nan for a token outside [0, V)."""
     known, token = in_vocabulary(jnp.asarray(tokens), self.vocab)
     code = packing.unpacked_rows(jnp.asarray(self.data), token, self.subspaces, self.bits)
-    vectors = quantize.chosen(code.astype(jnp.int32), jnp.asarray(self.values), self.additive)
+    vectors = product.compose(code.astype(jnp.int32), jnp.asarray(self.values), self.additive)
     return jnp.where(known[..., None], vectors, jnp.nan)
 
   @property

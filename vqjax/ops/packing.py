@@ -119,16 +119,6 @@ def _numbers(byte_NB, shift_N, columns, bits):
   return number & np.uint32(2**bits - 1)
 
 
-def checked_length(size: int, rows: int, columns: int, bits: int) -> None:
-  """ValueError where packed data has not as many bytes as its table."""
-  wanted = packed_bytes(rows, columns, bits)
-  if size != wanted:
-    raise ValueError(
-      f"{rows} rows of {columns} numbers at {bits} bits are {wanted} bytes, and here are {size};"
-      " the data is truncated, or of another table"
-    )
-
-
 def is_below(
   data: UInt8[np.ndarray, "bytes"], shape: tuple[int, int], bits: int, most: int
 ) -> bool:

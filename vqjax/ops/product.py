@@ -1,7 +1,8 @@
 """How are the rows of a weight composed from a few codes each, and scored without composing them?
 
 Row v is the concatenation of M sub-vectors, the m-th of which is one of the K of table m: the one
-that code m of v names. A latent row may stand for the codes while they are learned: the nearest
+that code m of v names. (One table may serve all m, and whole vectors may be averaged instead of
+laid side by side.) A latent row may stand for the codes while they are learned: the nearest
 sub-vectors make the row, and the latent row gets the row's gradient as it is (straight-through).
 """
 
@@ -12,10 +13,23 @@ from jaxtyping import Array, Float, Int, Integer
 from vqjax.ops import shards
 
 
-def compose(codes: Integer[Array, "*W M"], tables: Float[Array, "M K C"]) -> Float[Array, "*W D"]:
-  """Rows from their codes: D = M·C."""
-  parts = tables[jnp.arange(tables.shape[0]), codes]
-  return parts.reshape(*codes.shape[:-1], -1)
+def compose(
+  codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"], additive: bool = False
+) -> Float[Array, "*W D"]:
+  """Rows from their codes: D = M·C, or the mean of the M vectors; Q is M, or 1 for all of them."""
+  return joined(chosen_parts(codes, tables), additive)
+
+
+def chosen_parts(
+  codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"]
+) -> Float[Array, "*W M C"]:
+  """The sub-vector that each code names."""
+  return tables[jnp.arange(codes.shape[-1]) if tables.shape[0] > 1 else 0, codes]
+
+
+def joined(parts: Float[Array, "*W M C"], additive: bool) -> Float[Array, "*W D"]:
+  """Sub-vectors side by side, or their mean."""
+  return parts.mean(axis=-2) if additive else parts.reshape(*parts.shape[:-2], -1)
 
 
 def nearest_codes(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Int[Array, "W M"]:

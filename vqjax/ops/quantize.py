@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from vqjax.ops import product
+
 Response = Callable[[Array, Array], Array]
 """(query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32: the larger, the nearer."""
 
@@ -70,25 +72,15 @@ def moments(
   return mean, (weight * (response - mean) ** 2).sum(axis=axes) / count
 
 
-def chosen(
-  codes: Int[Array, "*B M"], values: Float[Array, "Q K C"], additive: bool = False
-) -> Float[Array, "*B D"]:
-  """What the codes stand for: the chosen parts side by side, or their mean."""
-  subspaces = codes.shape[-1]
-  table = jnp.zeros((subspaces,), jnp.int32) if values.shape[0] == 1 else jnp.arange(subspaces)
-  parts = values[table, codes]
-  return parts.mean(axis=-2) if additive else parts.reshape(*codes.shape[:-1], -1)
-
-
 def weighted(
   weights: Float[Array, "*B M K"], values: Float[Array, "Q K C"], additive: bool = False
 ) -> Float[Array, "*B D"]:
-  """`chosen`, where every code counts by its weight: one-hot weights choose."""
+  """`product.compose`, where every code counts by its weight: one-hot weights choose."""
   if values.shape[0] == 1:
     parts = jnp.einsum("...mk,kc->...mc", weights, values[0])
   else:
     parts = jnp.einsum("...mk,mkc->...mc", weights, values)
-  return parts.mean(axis=-2) if additive else parts.reshape(*parts.shape[:-2], -1)
+  return product.joined(parts, additive)
 
 
 def softmax_quantized(
@@ -108,7 +100,7 @@ def softmax_quantized(
   code = jnp.argmax(response, axis=-1).astype(jnp.int32)
   soft = jax.nn.softmax(response / temperature, axis=-1)
   if forward_temperature == 0.0:
-    return _one_hot_quantized(soft, values, code, additive), code
+    return product.joined(_hard(soft, values, code), additive), code
   forward = jax.nn.softmax(response / forward_temperature, axis=-1)
   return weighted(soft + lax.stop_gradient(forward - soft), values, additive), code
 
@@ -116,16 +108,11 @@ def softmax_quantized(
 @jax.custom_vjp
 def _hard(soft, values, code):
   del soft
-  return _parts(code, values)
-
-
-def _parts(code, values):
-  table = 0 if values.shape[0] == 1 else jnp.arange(code.shape[-1])
-  return values[table, code]
+  return product.chosen_parts(code, values)
 
 
 def _hard_forward(soft, values, code):
-  return _parts(code, values), (soft, values, code)
+  return product.chosen_parts(code, values), (soft, values, code)
 
 
 def _hard_backward(kept, d_parts):
@@ -142,11 +129,6 @@ def _hard_backward(kept, d_parts):
 
 
 _hard.defvjp(_hard_forward, _hard_backward)
-
-
-def _one_hot_quantized(soft, values, code, additive):
-  parts = _hard(soft, values, code)
-  return parts.mean(axis=-2) if additive else parts.reshape(*parts.shape[:-2], -1)
 
 
 def straight_through(

@@ -83,7 +83,9 @@ class Rows:
     """
     own = jax.tree.map(lambda x, wish: jnp.zeros_like(x) if wish else None, self.own, wanted.own)
     shared = jax.tree.map(
-      lambda x, wish: jnp.zeros(x.shape, _summed(x)) if wish else None, self.shared, wanted.shared
+      lambda x, wish: jnp.zeros(x.shape, shards.summed_dtype(x.dtype)) if wish else None,
+      self.shared,
+      wanted.shared,
     )
     return dataclasses.replace(self, own=own, shared=shared)
 
@@ -101,7 +103,7 @@ class Rows:
     kept, tree = jax.tree.flatten((tile.own, tile.shared))
     wishes = jax.tree.leaves((wanted.own, wanted.shared))
     # In float32: a vector that many rows of the tile share gets the sum of their cotangents.
-    trained = [x.astype(_summed(x)) for x, wish in zip(kept, wishes) if wish]
+    trained = [x.astype(shards.summed_dtype(x.dtype)) for x, wish in zip(kept, wishes) if wish]
 
     def composed(trained):
       given = iter(trained)
@@ -120,11 +122,6 @@ class Rows:
       *(wanted.shared, gradient.shared),
     )
     return dataclasses.replace(gradient, own=own, shared=shared)
-
-
-def _summed(array):
-  """The dtype in which many gradients of an array are added up."""
-  return jnp.promote_types(array.dtype, jnp.float32)
 
 
 def _added(whole, part, start):

@@ -128,15 +128,16 @@ def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | 
   return jnp.zeros((rows,), jnp.float32) if bias is None and ragged else bias
 
 
-def _is_float(x: Array) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.floating)
+def summed_dtype(dtype: jnp.dtype) -> jnp.dtype:
+  """In which many numbers of a dtype are added up: floats narrower than float32 in float32."""
+  floating = jnp.issubdtype(dtype, jnp.floating)
+  return jnp.promote_types(dtype, jnp.float32) if floating else jnp.dtype(dtype)
 
 
 def _filled(part: Padded | Whole, count: int) -> Any:
   if isinstance(part, Whole):
     # XLA aborts where a sum over devices is narrower, and it would lose what is small.
-    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_float(x) else x
-    return jax.tree.map(wide, part.rows)
+    return jax.tree.map(lambda x: x.astype(summed_dtype(x.dtype)), part.rows)
 
   def fill_up(rows):
     missing = -rows.shape[0] % count
@@ -234,8 +235,7 @@ def taken(table: Array, index: Array) -> Array:
   the table is narrower than float32: a row that many tokens read would stop growing in its dtype,
   so its gradient is summed in float32 and rounded once (and there is no forward mode).
   """
-  narrow = jnp.issubdtype(table.dtype, jnp.floating) and jnp.finfo(table.dtype).bits < 32
-  if parts(None).count == 1 and not narrow:
+  if parts(None).count == 1 and summed_dtype(table.dtype) == table.dtype:
     return table[index]
   return _taken((table.shape, jnp.dtype(table.dtype)), *varying((table, index)))
 
@@ -254,7 +254,7 @@ def _taken_forward(kind, table, index):
 def _taken_backward(kind, index, cotangent):
   shape, dtype = kind
   spread = parts(None)
-  exact = jnp.promote_types(dtype, jnp.float32)
+  exact = summed_dtype(dtype)
   flat = cotangent.reshape(-1, *shape[1:]).astype(exact)
   index_PN, cotangent_PN = spread.split(index.reshape(-1)), spread.split(flat)
   zeros = varying((jnp.zeros(shape, exact), index, cotangent))[0]

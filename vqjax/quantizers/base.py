@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from vqjax.ops import quantize
+from vqjax.ops import product, quantize
 from vqjax.types import Dtype
 
 
@@ -126,7 +126,7 @@ class Quantizer(nn.Module):
 
   def decode(self, codes: Int[Array, "*B M"]) -> Float[Array, "*B D"]:
     """What codes stand for, in `param_dtype`."""
-    return quantize.chosen(codes, self.values(), self.additive)
+    return product.compose(codes, self.values(), self.additive)
 
   def responses(
     self, query: Float[Array, "*B P C"], train: bool, mask: Bool[Array, "*B"] | None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from vqjax.ops import quantize
+from vqjax.ops import product, quantize
 from vqjax.quantizers.base import TABLE_AXES, Quantizer
 
 
@@ -84,7 +84,7 @@ class CentroidQuantizer(Quantizer):
 
   def _answer(self, vectors, query, response, train, mask):
     codes = jnp.argmax(response, axis=-1).astype(jnp.int32)
-    row = quantize.chosen(codes, self.values(), self.additive)
+    row = product.compose(codes, self.values(), self.additive)
     terms = {}
     if self.moving_average is None:
       terms["regularizer"] = self.weight * self.regularizer(row, lax.stop_gradient(vectors), mask)
