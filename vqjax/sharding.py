@@ -172,10 +172,10 @@ def local_rows(rows: int, mesh: Mesh) -> np.ndarray:
 
 
 def global_batch(
-  local: Mapping[str, np.ndarray], rows: np.ndarray, batch: int, mesh: Mesh
-) -> dict[str, jax.Array]:
+  local: Mapping[str, Any], rows: np.ndarray, batch: int, mesh: Mesh
+) -> dict[str, Any]:
   """Arrays of `batch` rows on the mesh, from the rows `rows` that this process has read."""
-  return {name: _global(np.asarray(array), rows, batch, mesh) for name, array in local.items()}
+  return jax.tree.map(lambda array: _global(np.asarray(array), rows, batch, mesh), dict(local))
 
 
 def _global(array: np.ndarray, rows: np.ndarray, batch: int, mesh: Mesh) -> jax.Array:

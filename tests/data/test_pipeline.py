@@ -135,9 +135,9 @@ def test_evaluation_has_every_token_as_a_target_once_in_order(numbered, tokens, 
   got = list(batches)
   assert len(got) == len(batches)
   shape = batch, context
-  assert all(one[name].shape == shape for one in got for name in ("inputs", "targets", "mask"))
+  assert all(one[name].shape == shape for one in got for name in ("inputs", "targets"))
   assert all(one["reset"].all() for one in got)
-  mask = np.concatenate([one["mask"].ravel() for one in got])
+  mask = np.concatenate([one["targets"].ravel() for one in got]) != -1
   for name, first in (("targets", 1), ("inputs", 0)):
     values = np.concatenate([one[name].ravel() for one in got])[mask]
     assert np.array_equal(values, np.arange(first, first + tokens))

@@ -104,7 +104,9 @@ def test_evaluation_reads_each_stream_as_one_text():
     own = np.asarray(split.tokens[first : first + 19])
     before = np.concatenate([[0 if first == 0 else split.tokens[first - 1]], own[:-1]])
     log_prob = lstm.apply(
-      {"params": variables["params"]}, before[None], own[None], method="log_prob"
+      {"params": variables["params"]},
+      *map(jnp.asarray, (before[None], own[None])),
+      method="log_prob",
     )
     nats -= float(log_prob.sum())
   np.testing.assert_allclose(score.nats_per_token, nats / 57, rtol=1e-6)
@@ -127,8 +129,8 @@ def test_streams_have_every_token_as_a_target_once(total, batch, context):
   streams = EvaluationStreams(split, batch, context)
   got = list(streams)
   assert len(got) == len(streams)
-  mask = np.stack([one["mask"] for one in got])
   targets, inputs = (np.stack([one[name] for one in got]) for name in ("targets", "inputs"))
+  mask = targets != -1
   assert sorted(targets[mask]) == list(range(1, total + 1))
   np.testing.assert_array_equal(inputs[mask], targets[mask] - 1)
   assert got[0]["reset"].all()

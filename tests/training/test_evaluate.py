@@ -12,7 +12,7 @@ from vqjax.models import Transformer
 from vqjax.training import evaluate, make_scorer
 
 
-def test_masked_tokens_do_not_count_and_the_units_agree():
+def test_absent_targets_do_not_count_and_the_units_agree():
   model = Transformer(DenseEmbedding(11, 8), DenseHead(11, 8), 8, layers=1, heads=2, context=4)
   tokens = np.asarray(jax.random.randint(jax.random.key(3), (5, 5), 0, 11), np.int32)
   inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -22,14 +22,13 @@ def test_masked_tokens_do_not_count_and_the_units_agree():
   mask = np.ones((6, 4), bool)
   mask[4, 2:] = mask[5] = False
   padded = [np.concatenate([x, np.zeros((1, 4), np.int32)]) for x in (inputs, targets)]
-  batches = [
-    {"inputs": padded[0][i : i + 2], "targets": padded[1][i : i + 2], "mask": mask[i : i + 2]}
-    for i in (0, 2, 4)
-  ]
+  padded[1] = np.where(mask, padded[1], -1)
+  batches = [{"inputs": padded[0][i : i + 2], "targets": padded[1][i : i + 2]} for i in (0, 2, 4)]
   score = evaluate(make_scorer(model), variables, batches, text_bytes=77)
   nats = -log_prob[mask[:5]]
   assert score.tokens == 18
   assert score.text_bytes == 77
+  assert score.accuracy is None
   np.testing.assert_allclose(score.nats_per_token, nats.mean(), rtol=1e-6)
   np.testing.assert_allclose(score.perplexity, math.exp(nats.mean()), rtol=1e-5)
   np.testing.assert_allclose(score.bits_per_byte, nats.sum() / math.log(2) / 77, rtol=1e-6)
@@ -37,4 +36,4 @@ def test_masked_tokens_do_not_count_and_the_units_agree():
 
 def test_a_split_without_tokens_has_no_score():
   with pytest.raises(ValueError, match="no batch to evaluate"):
-    evaluate(lambda variables, batch: 0.0, {}, [], 0)
+    evaluate(lambda variables, batch: ({}, {}), {}, [], 0)

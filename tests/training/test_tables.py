@@ -72,9 +72,8 @@ def test_a_table_that_is_not_written_is_not_copied(accumulate):
 
 def test_an_evaluation_writes_nothing():
   state = init_state(model(), optax.sgd(0.1), jax.random.key(0))
-  batch = text() | {"mask": np.ones((8, 8), bool)}
   before = jax.device_get(state.variables)
-  score = evaluate(make_scorer(model()), state.variables, [batch], 100)
+  score = evaluate(make_scorer(model()), state.variables, [text()], 100)
   assert score.tokens == 64
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.variables))
 

@@ -2,8 +2,10 @@
 
 from vqjax.data.cache import TokenSplit, encode_split, fit_encoder
 from vqjax.data.corpora import PennTreebank, WikiText
+from vqjax.data.examples import Documents
 from vqjax.data.filters import Filtered
 from vqjax.data.jsonl import JSONLines
+from vqjax.data.labelled import AGNews, DBpedia, LabelledSource
 from vqjax.data.pieces import SentencePieceTokenizer
 from vqjax.data.pipeline import EvaluationBatches, EvaluationStreams, Loader, Streams, Windows
 from vqjax.data.source import Source
@@ -13,12 +15,16 @@ from vqjax.data.tokenizers import BPETokenizer, Encoder, Tokenizer, WordTokenize
 
 __all__ = [
   "TFDS",
+  "AGNews",
   "BPETokenizer",
+  "DBpedia",
+  "Documents",
   "Encoder",
   "EvaluationBatches",
   "EvaluationStreams",
   "Filtered",
   "JSONLines",
+  "LabelledSource",
   "Loader",
   "PennTreebank",
   "SentencePieceTokenizer",

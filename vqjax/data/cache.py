@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from vqjax.data.files import atomic_file, content_hash
+from vqjax.data.labelled import LabelledSource
 from vqjax.data.source import Source
 from vqjax.data.tokenizers import Encoder, Tokenizer
 
@@ -28,12 +29,14 @@ class TokenSplit:
     text_bytes: UTF-8 bytes of the documents, plus one for the end of each, which a token predicts.
     documents: number of documents.
     eos: the token that ends a document.
+    labels: int32 number of each document's class, where the source has classes.
   """
 
   tokens: np.ndarray
   text_bytes: int
   documents: int
   eos: int
+  labels: np.ndarray | None = None
 
 
 def cache_folder() -> Path:
@@ -60,6 +63,8 @@ def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
 def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
   """The split's tokens, memory-mapped from the cache; encoded first where it does not hold them.
 
+  And the classes of its documents, where the source has them.
+
   Raises:
     ValueError: the encoder gives a token outside its vocabulary.
     OSError: the cache cannot be written; the message names VQJAX_CACHE.
@@ -69,7 +74,8 @@ def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
   dtype = _dtype(encoder.vocab)
   if not _is_whole(path, dtype):
     _write(path, source, encoder, split)
-  return _read(path, dtype)
+  labels = source.labels(split) if isinstance(source, LabelledSource) else None
+  return dataclasses.replace(_read(path, dtype), labels=labels)
 
 
 def _write(path: Path, source: Source, encoder: Encoder, split: str) -> None:

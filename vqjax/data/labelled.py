@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from vqjax.data.duplicates import key
 from vqjax.data.files import content_hash, data_path
 from vqjax.data.source import Source
@@ -34,6 +36,10 @@ class LabelledSource(Source):
   def _documents(self, split: str) -> Iterator[str]:
     for example in self.examples(split):
       yield example.text
+
+  def labels(self, split: str) -> np.ndarray:
+    """The numbers of the classes of `documents`: int32."""
+    return np.fromiter((example.label for example in self.examples(split)), np.int32)
 
 
 class _Columns(NamedTuple):

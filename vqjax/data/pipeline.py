@@ -4,15 +4,19 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 
 from vqjax.data.cache import TokenSplit
 
 Batch = dict[str, np.ndarray]
+
+NONE = -1
+"""In targets: this place has none. In inputs of whole documents: behind the end."""
 
 ENDLESS = 2**40
 """Batches of a source: an epoch's order depends on its number, so a run is one long sequence."""
@@ -30,32 +34,32 @@ class Loader(abc.ABC):
     seed: int,
     rows: np.ndarray | None = None,
   ) -> grain.DatasetIterator:
-    """Batches, or the rows `rows` of each: {"inputs", "targets": [B, T] int32, "reset": [B] bool}.
+    """Batches of these `shapes`, or the rows `rows` of each.
 
-    Every target follows its input; the first token of the split follows an `eos`. `reset` marks
-    rows that do not continue the same row of the batch before. `get_state()` of the iterator is
-    JSON, and `set_state` goes on exactly there, whichever rows are read.
+    `get_state()` of the iterator is JSON, and `set_state` goes on exactly there, whichever rows are
+    read.
 
     Raises:
-      ValueError: the split has fewer tokens than one batch, or the context holds none.
+      ValueError: the split is too small for one batch, or the context holds no token.
     """
     if context < 1:
       raise ValueError(f"model.context {context} holds no token; give at least 1")
-    needed = batch * context
-    if len(split.tokens) < needed:
-      raise ValueError(
-        f"{len(split.tokens)} tokens are too few for one batch of {batch} windows of {context}"
-        f" ({needed} tokens); lower train.batch or model.context, or give more text"
-      )
     rows = np.arange(batch) if rows is None else rows
     source = self._source(split, batch, context, seed, rows)
     # A thread runs ahead, so that no step waits even where the tokens are not in memory yet.
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
     return iter(grain.MapDataset.source(source).to_iter_dataset(reading))
 
-  def whole(self, split: TokenSplit, *, batch: int, context: int) -> "EvaluationBatches":
-    """Batches in which every token of a split is a target exactly once."""
-    return EvaluationBatches(split, batch, context)
+  @abc.abstractmethod
+  def shapes(self, batch: int, context: int) -> dict[str, Any]:
+    """Shape and dtype of "inputs", "targets" and whatever else is in a batch, rows first.
+
+    A target of `NONE` is no target.
+    """
+
+  @abc.abstractmethod
+  def whole(self, split: TokenSplit, *, batch: int, context: int) -> Iterable[Batch]:
+    """Batches of these shapes in which every target of a split is exactly once, in order."""
 
   @abc.abstractmethod
   def _source(
@@ -64,8 +68,32 @@ class Loader(abc.ABC):
     """Batch number -> the rows of it that this process reads."""
 
 
+class _NextTokens(Loader):
+  """{"inputs", "targets": [B, T] int32, "reset": [B] bool}: every target follows its input.
+
+  The first token of the split follows an `eos`. `reset` marks rows that do not continue the same
+  row of the batch before.
+  """
+
+  def shapes(self, batch, context):
+    row = jax.ShapeDtypeStruct((batch, context), np.int32)
+    return {"inputs": row, "targets": row, "reset": jax.ShapeDtypeStruct((batch,), np.bool_)}
+
+  def whole(self, split, *, batch, context):
+    return EvaluationBatches(split, batch, context)
+
+
+def _check_tokens(split, batch, context):
+  needed = batch * context
+  if len(split.tokens) < needed:
+    raise ValueError(
+      f"{len(split.tokens)} tokens are too few for one batch of {batch} windows of {context}"
+      f" ({needed} tokens); lower train.batch or model.context, or give more text"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class Windows(Loader):
+class Windows(_NextTokens):
   """Windows of consecutive tokens, shuffled anew each epoch.
 
   An epoch has every token: the last window starts early enough to be whole. Where batches do not
@@ -82,7 +110,7 @@ class Windows(Loader):
 
 
 @dataclasses.dataclass(frozen=True)
-class Streams(Loader):
+class Streams(_NextTokens):
   """Contiguous streams: row b of a batch goes on where row b of the batch before ended.
 
   The split is cut into as many equal streams as a batch has rows; the tokens that are left over at
@@ -99,31 +127,49 @@ class Streams(Loader):
 
 
 class _WindowBatches:
-  """Batch i of the run: windows i·B to (i + 1)·B of the epochs' permutations, laid end to end."""
-
   def __init__(self, split, batch, context, seed, rows):
-    self.split, self.batch, self.context, self.seed, self.rows = split, batch, context, seed, rows
-    self.windows = math.ceil(len(split.tokens) / context)
-    self._order = functools.lru_cache(maxsize=2)(self._permutation)
+    _check_tokens(split, batch, context)
+    self.split, self.context = split, context
+    windows = math.ceil(len(split.tokens) / context)
+    self.order = Order(windows, batch, seed, rows)
 
   def __len__(self) -> int:
     return ENDLESS
 
   def __getitem__(self, index: int) -> Batch:
-    number = np.arange(index * self.batch, (index + 1) * self.batch)[self.rows]
-    epoch, place = np.divmod(number, self.windows)
-    window = np.array([self._order(int(e))[p] for e, p in zip(epoch, place)])
-    start = np.minimum(window * self.context, len(self.split.tokens) - self.context)
+    start = self.order[index] * self.context
+    start = np.minimum(start, len(self.split.tokens) - self.context)
     return _rows(self.split, start, self.context, reset=True)
+
+
+class Order:
+  """Batch i of a run: places i·B to (i + 1)·B of the epochs' permutations, laid end to end.
+
+  Attributes:
+    items: how many there are in an epoch.
+    batch: rows of a batch.
+    seed: of the permutations; None: each epoch has the items in their order.
+    rows: those of a batch that are read here.
+  """
+
+  def __init__(self, items: int, batch: int, seed: int | None, rows: np.ndarray):
+    self.items, self.batch, self.seed, self.rows = items, batch, seed, rows
+    self._order = functools.lru_cache(maxsize=2)(self._permutation)
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    number = np.arange(index * self.batch, (index + 1) * self.batch)[self.rows]
+    epoch, place = np.divmod(number, self.items)
+    return np.array([self._order(int(e))[p] for e, p in zip(epoch, place)])
 
   def _permutation(self, epoch: int) -> np.ndarray:
     if self.seed is None:
-      return np.arange(self.windows)
-    return np.random.default_rng([self.seed, epoch]).permutation(self.windows)
+      return np.arange(self.items)
+    return np.random.default_rng([self.seed, epoch]).permutation(self.items)
 
 
 class _StreamBatches:
   def __init__(self, split, batch, context, rows):
+    _check_tokens(split, batch, context)
     self.split, self.context = split, context
     self.length = len(split.tokens) // batch
     self.starts = (np.arange(batch) * self.length)[rows]
@@ -151,8 +197,8 @@ def _rows(split: TokenSplit, starts: np.ndarray, context: int, reset: bool) -> B
 class EvaluationBatches:
   """Batches in which every token of a split is a target exactly once, in order.
 
-  {"inputs", "targets": [B, T] int32, "mask": [B, T] bool, "reset": [B] bool}, all of one shape;
-  `mask` is False where the text has ended. `reset` is True: no row continues another.
+  {"inputs", "targets": [B, T] int32, "reset": [B] bool}, all of one shape; the targets are `NONE`
+  where the text has ended. `reset` is True: no row continues another.
 
   Attributes:
     split: the tokens.
@@ -171,7 +217,7 @@ class EvaluationBatches:
     size = self.batch * self.context
     for first in range(0, len(self.split.tokens), size):
       place = first + np.arange(size).reshape(self.batch, self.context)
-      yield _masked(self.split, place, len(self.split.tokens), reset=True)
+      yield _until(self.split, place, len(self.split.tokens), reset=True)
 
 
 class EvaluationStreams(EvaluationBatches):
@@ -192,18 +238,17 @@ class EvaluationStreams(EvaluationBatches):
     ends = np.minimum(starts + self._length, len(self.split.tokens))
     for step in range(len(self)):
       place = starts + step * self.context + np.arange(self.context)
-      yield _masked(self.split, place, ends, reset=step == 0)
+      yield _until(self.split, place, ends, reset=step == 0)
 
 
-def _masked(split: TokenSplit, place: np.ndarray, end: np.ndarray | int, reset: bool) -> Batch:
-  """Targets at these places, their inputs one token earlier; the mask is False from `end` on."""
+def _until(split: TokenSplit, place: np.ndarray, end: np.ndarray | int, reset: bool) -> Batch:
+  """Targets at these places, none from `end` on, and their inputs, one token earlier."""
   total, real = len(split.tokens), place < end
-  targets = np.where(real, split.tokens[np.minimum(place, total - 1)], 0)
+  targets = np.where(real, split.tokens[np.minimum(place, total - 1)].astype(np.int32), NONE)
   before = split.tokens[np.clip(place - 1, 0, total - 1)]
   inputs = np.where(real, np.where(place == 0, split.eos, before), 0)
   return {
     "inputs": inputs.astype(np.int32),
     "targets": targets.astype(np.int32),
-    "mask": real,
     "reset": np.full(len(place), reset),
   }

@@ -1,7 +1,8 @@
 """Which models are there to put a vocabulary layer into?"""
 
 from vqjax.models.base import LanguageModel
+from vqjax.models.classifier import TextClassifier
 from vqjax.models.lstm import LSTM
 from vqjax.models.transformer import Transformer
 
-__all__ = ["LSTM", "LanguageModel", "Transformer"]
+__all__ = ["LSTM", "LanguageModel", "TextClassifier", "Transformer"]

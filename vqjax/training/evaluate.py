@@ -1,5 +1,6 @@
 """How good is a model on every token of a split, each counted exactly once?"""
 
+import collections
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -19,8 +20,9 @@ class Score(NamedTuple):
     perplexity: exp(nats_per_token).
     bits_per_byte: all nats, in bits, over the bytes of the text: comparable between tokenizers as
       long as neither replaces words by an unknown one.
-    tokens: tokens that were predicted.
+    tokens: tokens, or whatever the targets are, that were predicted.
     text_bytes: UTF-8 bytes of the split's text.
+    accuracy: part of the targets that the model called right; None: it has no `is_right`.
   """
 
   nats_per_token: float
@@ -28,23 +30,31 @@ class Score(NamedTuple):
   bits_per_byte: float
   tokens: int
   text_bytes: int
+  accuracy: float | None = None
 
 
-Scorer = Callable[[dict, dict], tuple[jax.Array, dict]]
-"""(variables, batch with "mask") -> sum of -log p over the masked tokens, {"carry": ...} or {}."""
+Sums = dict[str, jax.Array]
+"""Over the targets of a batch: "nats", -log p; "targets", how many; "right", if the model says."""
+
+Scorer = Callable[[dict, dict], tuple[Sums, dict]]
+"""(variables, batch) -> the sums, and {"carry": ...} or {}."""
 
 
-def summed_nats(model: nn.Module) -> Scorer:
+def summed(model: nn.Module) -> Scorer:
   """A pure scorer; the second is what the model remembers of the rows of a batch, if anything."""
 
-  def nats(variables, batch):
-    tokens = batch["inputs"], batch["targets"]
+  def sums(variables, batch):
+    wanted = batch["targets"] >= 0
+    tokens = batch["inputs"], jnp.maximum(batch["targets"], 0)
     log_prob, carry = model.apply(
       carried(variables, batch), *tokens, method="log_prob", mutable=_carry_of(variables)
     )
-    return -jnp.where(batch["mask"], log_prob, 0.0).sum(), dict(carry)
+    found = {"nats": -jnp.where(wanted, log_prob, 0.0).sum(), "targets": wanted.sum()}
+    if hasattr(model, "is_right"):
+      found["right"] = (model.apply(variables, *tokens, method="is_right") & wanted).sum()
+    return found, dict(carry)
 
-  return nats
+  return sums
 
 
 def _carry_of(variables: dict) -> list[str]:
@@ -52,21 +62,31 @@ def _carry_of(variables: dict) -> list[str]:
 
 
 def make_scorer(model: nn.Module) -> Scorer:
-  """`summed_nats`, jitted."""
-  return jax.jit(summed_nats(model))
+  """`summed`, jitted."""
+  return jax.jit(summed(model))
 
 
 def evaluate(scorer: Scorer, variables: dict, batches: Iterable[dict], text_bytes: int) -> Score:
-  """The score over the batches; sums of batches are added in float64, one batch behind."""
-  total, tokens, pending = 0.0, 0, None
+  """The score over the batches; sums of batches are added in float64, one batch behind.
+
+  Raises:
+    ValueError: there is no batch.
+  """
+  total, pending = collections.Counter(), {}
   for batch in batches:
-    nats, carry = scorer(variables, batch)
+    sums, carry = scorer(variables, batch)
     variables = variables | carry
-    tokens += int(batch["mask"].sum())
-    total += 0.0 if pending is None else float(pending)
-    pending = nats
-  if pending is None:
+    _add(total, pending)
+    pending = sums
+  if not pending:
     raise ValueError("no batch to evaluate: the split has no token")
-  mean = (total + float(pending)) / tokens
-  bits = mean * tokens / math.log(2) / max(text_bytes, 1)
-  return Score(mean, math.exp(min(mean, 700.0)), bits, tokens, text_bytes)
+  _add(total, pending)
+  mean = total["nats"] / total["targets"]
+  bits = total["nats"] / math.log(2) / max(text_bytes, 1)
+  accuracy = total["right"] / total["targets"] if "right" in pending else None
+  return Score(mean, math.exp(min(mean, 700.0)), bits, total["targets"], text_bytes, accuracy)
+
+
+def _add(total: collections.Counter, sums: Sums) -> None:
+  for name, x in jax.device_get(sums).items():
+    total[name] += x.item()

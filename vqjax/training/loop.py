@@ -9,6 +9,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from vqjax.config import Experiment, config_hash
+from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.sharding import make_mesh
 from vqjax.training import cost as cost_of
@@ -240,17 +241,14 @@ class _Run:
   def _result(self) -> dict:
     seconds, steps = self.clock.seconds, self.clock.steps
     tokens = self.train.batch * self.model.context
-    head = self.model.head
+    head = getattr(self.model, "head", None)  # a classifier has none
     # Process 0 alone writes the result.
-    cost = self._cost(head) if is_main() else None
+    cost = self._cost(head) if head is not None and is_main() else None
     return {
       "valid": self._score("valid")._asdict(),
       "test": self._score("test")._asdict(),
-      "head": {
-        "class": type(head).__name__,
-        **head.size()._asdict(),
-        "tied": getattr(head, "embedding", None) is not None,
-      },
+      "head": head and _sized(head) | {"tied": getattr(head, "embedding", None) is not None},
+      "embedding": _sized(self.model.embedding),
       "model": _model_size(self.state),
       "mesh": dict(self.program.mesh.shape),
       "loss": cost and cost._asdict(),
@@ -280,6 +278,10 @@ class _Clock:
 
   def state(self) -> dict:
     return {"seconds": self.seconds, "steps": self.steps}
+
+
+def _sized(layer: Head | Embedding) -> dict:
+  return {"class": type(layer).__name__, **layer.size()._asdict()}
 
 
 def _model_size(state: TrainState) -> dict:

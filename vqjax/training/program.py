@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
@@ -14,7 +13,7 @@ from jax.sharding import Mesh
 from vqjax import sharding
 from vqjax.config import Experiment
 from vqjax.config.tree import fields_of, rebuild, walk
-from vqjax.training.evaluate import summed_nats
+from vqjax.training.evaluate import summed
 from vqjax.training.optimizer import learning_rate, optimizer
 from vqjax.training.state import TrainState, all_finite, fresh_state, state_maker
 from vqjax.training.step import train_step
@@ -32,7 +31,7 @@ class Program:
     model: the experiment's model, its vocabulary spread over the mesh.
     init: key -> a fresh state, every array made where it stays.
     step: (state, batch) -> (state, metrics); the state is donated.
-    scorer: (variables, batch with "mask") -> sum of -log p over the masked tokens, and the carry.
+    scorer: (variables, batch) -> sums over the batch's targets, and the carry.
     abstract_state: shapes, dtypes and shardings of a state.
     abstract_batch: the same of a training batch.
     micro: rows that are computed at a time.
@@ -52,7 +51,8 @@ class Program:
     self.model = over_mesh(experiment.model, mesh)
     self._optimizer = optimizer(train)
     _, step_key = keys(experiment.seed)
-    make = state_maker(experiment.model, self._optimizer, self.micro)
+    shapes = experiment.loader.shapes(self.micro, experiment.model.context)
+    make = state_maker(experiment.model, self._optimizer, shapes)
     begin = functools.partial(fresh_state, self._optimizer)
     rate = learning_rate(train)
     how = train.accumulate, train.trained
@@ -69,7 +69,7 @@ class Program:
     self._begin = jax.jit(begin, out_shardings=placed, donate_argnums=0)
     self.step = self.jitted(step, donate_argnums=0, out_shardings=(placed, everywhere))
     carry = {name: tree for name, tree in placed.tables.items() if name == "carry"}
-    self.scorer = self.jitted(summed_nats(self.model), out_shardings=(everywhere, carry))
+    self.scorer = self.jitted(summed(self.model), out_shardings=(everywhere, carry))
 
   def begin(self, variables: Mapping[str, Any]) -> TrainState:
     """A fresh state with given variables, each put where it stays.
@@ -124,25 +124,22 @@ class Program:
   @property
   def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and sharding of a training batch."""
-    shape = self.experiment.train.batch, self.experiment.model.context
-    array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding.batch_sharding(self.mesh))
-    rows = shape[:1]
-    reset = jax.ShapeDtypeStruct(rows, jnp.bool_, sharding=array.sharding)
-    return {"inputs": array, "targets": array, "reset": reset}
+    experiment, where = self.experiment, sharding.batch_sharding(self.mesh)
+    shapes = experiment.loader.shapes(experiment.train.batch, experiment.model.context)
+    return jax.tree.map(lambda x: _placed_at(x, where), shapes)
 
   @functools.cached_property
   def rows(self) -> np.ndarray:
     """Those rows of a training batch that this process reads: int64."""
     return sharding.local_rows(self.experiment.train.batch, self.mesh)
 
-  def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+  def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """A training batch on the mesh, from the rows `rows` of it."""
-    local = {name: batch[name] for name in self.abstract_batch if name in batch}
-    return sharding.global_batch(local, self.rows, self.experiment.train.batch, self.mesh)
+    return sharding.global_batch(batch, self.rows, self.experiment.train.batch, self.mesh)
 
-  def place_whole(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+  def place_whole(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch on the mesh that every process has all rows of, as for an evaluation."""
-    rows = len(next(iter(batch.values())))
+    rows = len(batch["targets"])
     return sharding.global_batch(batch, np.arange(rows), rows, self.mesh)
 
 

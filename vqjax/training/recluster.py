@@ -98,8 +98,9 @@ class _Between:
   def _added(self, total: reassign.Contexts, variables: dict, batch: dict) -> reassign.Contexts:
     head = self.program.model.head
     hidden = self.program.model.apply(variables, batch["inputs"], method="hidden")
+    targets = batch["targets"]
     found = reassign.contexts(
-      *(hidden, *_of_head(variables)[:2], batch["targets"], batch["mask"]),
+      *(hidden, *_of_head(variables)[:2], jnp.maximum(targets, 0), targets >= 0),
       *(_of_head(variables)[2], head.dtype, head.vocab_axis),
     )
     return jax.tree.map(jnp.add, total, found)

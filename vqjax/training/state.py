@@ -36,20 +36,21 @@ class TrainState:
 
 
 def init_state(
-  model: nn.Module, optimizer: optax.GradientTransformation, key: PRNGKeyArray, rows: int = 1
+  model: nn.Module, optimizer: optax.GradientTransformation, key: PRNGKeyArray
 ) -> TrainState:
-  """A fresh state, made in one jitted call."""
-  return jax.jit(state_maker(model, optimizer, rows))(key)
+  """A fresh state of a language model, made in one jitted call."""
+  row = jax.ShapeDtypeStruct((1, min(model.context, 8)), jnp.int32)
+  return jax.jit(state_maker(model, optimizer, {"inputs": row, "targets": row}))(key)
 
 
 def state_maker(
-  model: nn.Module, optimizer: optax.GradientTransformation, rows: int = 1
+  model: nn.Module, optimizer: optax.GradientTransformation, shapes: dict[str, Any]
 ) -> Callable[[PRNGKeyArray], TrainState]:
-  """A pure function: key -> a fresh state of a model that remembers `rows` rows of a batch."""
+  """A pure function: key -> a fresh state of a model that gets "inputs" and "targets" as these."""
 
   def make(key):
-    tokens = jnp.zeros((rows, min(model.context, 8)), jnp.int32)
-    variables = model.init(key, tokens, tokens, method="loss_terms")
+    zeros = lambda name: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[name])
+    variables = model.init(key, zeros("inputs"), zeros("targets"), method="loss_terms")
     return fresh_state(optimizer, nn.unbox(variables))
 
   return make

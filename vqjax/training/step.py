@@ -13,7 +13,7 @@ from vqjax.training import scope
 from vqjax.training.state import TrainState, carried
 
 Step = Callable[[TrainState, dict], tuple[TrainState, dict]]
-"""(state, {"inputs": [B, T], "targets": [B, T], ...}) -> (state, metrics)."""
+"""(state, {"inputs", "targets": rows first, ...}) -> (state, metrics)."""
 
 
 def make_step(
@@ -39,29 +39,31 @@ def train_step(
 ) -> Step:
   """The training step, a pure function.
 
-  The loss is the mean of -log_prob in nats plus the model's auxiliary terms. The batch is cut into
-  `accumulate` equal micro-batches whose gradients are averaged. Randomness is a function of the
+  The loss is the mean of -log_prob in nats, over the targets that are not negative, plus the
+  model's auxiliary terms. The batch is cut into `accumulate` micro-batches of equal rows whose
+  gradients are averaged. Randomness is a function of the
   key and the number of the step alone, so a resumed run repeats it. Parameters that are not below a
   prefix of `trained` are constants: they have no gradient, and stay bit by bit as they are. What
   the model writes into its other collections is kept, from each micro-batch to the next. The
   collection `carry` is what a model remembers of each row, rows first: the batch's "reset" says of
   which rows it is forgotten, and such a model takes whole batches.
 
-  The metrics are `loss` (nats per token, without auxiliary terms), each auxiliary term by name,
+  The metrics are `loss` (nats per target, without auxiliary terms), each auxiliary term by name,
   `grad_norm` of the trained parameters before clipping, and `learning_rate`.
   """
 
   def loss(params, tables, batch, key):
+    wanted = batch["targets"] >= 0
     (log_prob, aux), written = model.apply(
       {"params": params, **tables},
       batch["inputs"],
-      batch["targets"],
+      jnp.maximum(batch["targets"], 0),
       deterministic=False,
       rngs={"dropout": key, "sample": jax.random.fold_in(key, 0)},
       method="loss_terms",
       mutable=list(tables),
     )
-    nats = -log_prob.mean()
+    nats = -jnp.where(wanted, log_prob, 0.0).sum() / jnp.maximum(wanted.sum(), 1)
     return sum(aux.values(), nats), ({"loss": nats, **aux}, tables | written)
 
   def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
