@@ -140,7 +140,8 @@ class TestDocuments:
       }
 
   def test_texts_without_classes_are_refused(self, tmp_path):
-    (tmp_path / "a.txt").write_text("some text. and more. of it.\n" * 9)
+    for split in ("train", "valid", "test"):
+      (tmp_path / f"{split}.txt").write_text("some text")
     source = Text(str(tmp_path))
     split = encode_split(source, fit_encoder(source, WordTokenizer()), "train")
     with pytest.raises(ValueError, match="have no classes; choose labelled data"):

@@ -32,7 +32,7 @@ def in_float64(variables, tokens, train):
   """The scores, a text at a time, and the means and variances of the two norms."""
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
   kept = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["batch_stats"])
-  table = p["embedding"]["table"]
+  table = p["embedding"]["weight"]
   x = np.stack([table[row[row >= 0]].mean(axis=0) if row[0] >= 0 else np.zeros(D)
                 for row in np.asarray(tokens)])  # fmt: skip
   moments = []
@@ -119,7 +119,11 @@ def test_it_learns_topics(tmp_path, mesh):
   made = Experiment(
     name="topics",
     model=TextClassifier(
-      DPQEmbedding(FROM_TOKENIZER, 16, SoftmaxQuantizer(16, 8, 4)), classes=4, dim=16, context=8
+      DPQEmbedding(FROM_TOKENIZER, 16, SoftmaxQuantizer(16, 8, 4)),
+      classes=4,
+      dim=16,
+      context=8,
+      momentum=0.9,
     ),
     data=AGNews(str(tmp_path / "news")),
     tokenizer=WordTokenizer(lowercase=True),

@@ -32,6 +32,10 @@ class Score(NamedTuple):
   text_bytes: int
   accuracy: float | None = None
 
+  def known(self) -> dict[str, float]:
+    """By name, without what is None."""
+    return {name: number for name, number in self._asdict().items() if number is not None}
+
 
 Sums = dict[str, jax.Array]
 """Over the targets of a batch: "nats", -log p; "targets", how many; "right", if the model says."""

@@ -205,7 +205,7 @@ class _Run:
       self.checkpoints.wait()
       raise NotFiniteError(self._explain(step, {"a parameter": "not finite"}))
     if step % train.eval_every == 0 or step == train.steps:
-      score = self._score("valid")._asdict()
+      score = self._score("valid").known()
       self._write({"step": step, "valid": score})
     # At every evaluation too: the best one must be on disk.
     position = {"data": self.batches.get_state(), "loss": self.loss, "clock": self.clock.state()}
@@ -245,8 +245,8 @@ class _Run:
     # Process 0 alone writes the result.
     cost = self._cost(head) if head is not None and is_main() else None
     return {
-      "valid": self._score("valid")._asdict(),
-      "test": self._score("test")._asdict(),
+      "valid": self._score("valid").known(),
+      "test": self._score("test").known(),
       "head": head and _sized(head) | {"tied": getattr(head, "embedding", None) is not None},
       "embedding": _sized(self.model.embedding),
       "model": _model_size(self.state),
