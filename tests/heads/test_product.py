@@ -11,8 +11,9 @@ from flax import linen as nn
 from tests import reference
 from tests.contract import HeadContract, costly
 from tests.contract_on_meshes import as_float64, perturbed
+from vqjax.assign.multiple import mixed_radix
 from vqjax.heads import LearnedProductHead, ProductHead
-from vqjax.heads.product import mixed_radix, sub_vector_init
+from vqjax.heads.product import sub_vector_init
 from vqjax.ops import product
 
 

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from flax import linen as nn
 
+from vqjax.assign.multiple import code_dtype
 from vqjax.convert.mappings import Known, Mapping, contexts
 from vqjax.convert.targets import ToProduct
 from vqjax.heads import Head, UnigramBias
-from vqjax.heads.product import code_dtype
 from vqjax.ops.product import nearest_codes
 from vqjax.training.saved import check_tokenizer, read_variables
 from vqjax.training.text import Text

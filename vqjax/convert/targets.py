@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from vqjax.assign.multiple import code_dtype
 from vqjax.assign.table import checked_rows
 from vqjax.convert.mappings import Known, Mapping
 from vqjax.heads import (
@@ -24,7 +25,6 @@ from vqjax.heads import (
   ResidualCodebookHead,
   UnigramBias,
 )
-from vqjax.heads.product import code_dtype
 from vqjax.ops.kmeans import kmeans
 
 

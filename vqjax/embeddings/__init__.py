@@ -5,5 +5,17 @@ from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.dense import DenseEmbedding
 from vqjax.embeddings.dpq import DPQEmbedding
+from vqjax.embeddings.low_rank import LowRankEmbedding
+from vqjax.embeddings.product import ProductEmbedding
+from vqjax.embeddings.scalar import ScalarEmbedding
 
-__all__ = ["CodebookEmbedding", "CompactEmbedding", "DPQEmbedding", "DenseEmbedding", "Embedding"]
+__all__ = [
+  "CodebookEmbedding",
+  "CompactEmbedding",
+  "DPQEmbedding",
+  "DenseEmbedding",
+  "Embedding",
+  "LowRankEmbedding",
+  "ProductEmbedding",
+  "ScalarEmbedding",
+]

@@ -9,11 +9,11 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
+from vqjax.assign.multiple import checked_codes, code_dtype
 from vqjax.assign.table import check_codes
 from vqjax.heads import regularizers
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.linear import LinearHead
-from vqjax.heads.product import checked_codes, code_dtype
 from vqjax.ops.rows import Rows
 from vqjax.types import Size
 

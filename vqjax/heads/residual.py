@@ -5,9 +5,9 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from vqjax import assign
+from vqjax.assign.multiple import code_dtype
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.linear import LinearHead
-from vqjax.heads.product import code_dtype
 from vqjax.ops import sampling, softmax
 from vqjax.ops.rows import Rows
 from vqjax.ops.tiles import Scoring

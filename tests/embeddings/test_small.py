@@ -1,0 +1,142 @@
+"""Are the baselines under the contract: tables of thin factors, of fixed codes, of a few bits?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
+from vqjax.embeddings.scalar import scalar_levels
+from vqjax.sharding import MeshShape, make_mesh
+
+V, D = 29, 12
+ALL = [
+  LowRankEmbedding(V, D, 3),
+  ProductEmbedding(V, D, 5, 4),
+  ProductEmbedding(V, D, 5, 4, shared=True),
+  ProductEmbedding(V, D, 5, 7, additive=True),
+  ProductEmbedding(V, D, 5, 7, additive=True, shared=True),
+  ScalarEmbedding(V, D, 6),
+]
+every = pytest.mark.parametrize("embedding", ALL, ids=lambda e: type(e).__name__)
+
+
+def init(embedding):
+  variables = embedding.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+  if isinstance(embedding, ScalarEmbedding):
+    levels, low, high = scalar_levels(table(), embedding.bits)
+    params = {"low": jnp.float32(low), "high": jnp.float32(high)}
+    variables = {"params": params, "codes": {"levels": jnp.asarray(levels)}}
+  return variables
+
+
+def table():
+  return np.asarray(jax.random.normal(jax.random.key(3), (V, D)))
+
+
+@every
+def test_a_look_up_is_a_row_of_the_table_and_nan_outside(embedding):
+  variables = init(embedding)
+  tokens = jnp.array([[0, V - 1, -1], [7, V, 7]])
+  found = embedding.apply(variables, tokens)
+  whole = np.asarray(embedding.apply(variables, method="table"))
+  assert whole.shape == (V, D)
+  np.testing.assert_allclose(found[1, 0], whole[7], rtol=1e-6)
+  np.testing.assert_allclose(found[0, :2], whole[[0, V - 1]], rtol=1e-6)
+  assert np.isnan(found[0, 2]).all()
+  assert np.isnan(found[1, 1]).all()
+
+
+@every
+def test_rows_differ_between_tokens(embedding):
+  if getattr(embedding, "additive", False) and embedding.shared:
+    pytest.skip("the same codes in another order have the same sum")
+  whole = np.asarray(embedding.apply(init(embedding), method="table"))
+  assert len(np.unique(whole.round(6), axis=0)) == V
+
+
+@every
+def test_size_and_axes_are_those_of_the_variables(embedding):
+  variables = init(embedding)
+  leaves = jax.tree.leaves(variables["params"])
+  assert embedding.size().params == sum(np.size(x) for x in leaves)
+  own = sum(np.asarray(x).nbytes for x in jax.tree.leaves(variables))
+  if not isinstance(embedding, ScalarEmbedding):
+    assert embedding.size().state_bytes == own
+  axes = embedding.logical_axes()
+  is_names = lambda x: isinstance(x, tuple)
+  ranks = jax.tree.map(len, axes, is_leaf=is_names)
+  assert ranks == jax.tree.map(np.ndim, variables)
+
+
+@every
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_vectors_have_the_dtype_that_was_asked_for(embedding, dtype):
+  found = embedding.clone(dtype=dtype).apply(init(embedding), jnp.arange(4))
+  assert found.dtype == dtype
+
+
+@every
+def test_on_eight_devices_vectors_and_gradients_are_those_of_one(embedding):
+  variables, tokens = init(embedding), jnp.array([3, 3, 0, V - 1, 9, 11, 1, 28])
+  others = {name: tree for name, tree in variables.items() if name != "params"}
+
+  def loss(params, embedding):
+    vectors = embedding.apply({"params": params, **others}, tokens)
+    return (jnp.sin(vectors) * jnp.arange(8)[:, None]).sum()
+
+  wanted = jax.value_and_grad(loss)(variables["params"], embedding)
+  with jax.set_mesh(make_mesh(MeshShape(data=2, model=4))):
+    spread = embedding.clone(vocab_axis="model")
+    found = jax.jit(jax.value_and_grad(lambda params: loss(params, spread)))(variables["params"])
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+@pytest.mark.parametrize("bits", [1, 4, 6, 8, 12, 16])
+def test_levels_are_at_most_half_a_step_off(bits):
+  embedding = ScalarEmbedding(V, D, bits)
+  found = np.asarray(embedding.apply(init(embedding), method="table"))
+  step = (table().max() - table().min()) / (2**bits - 1)
+  assert np.abs(found - table()).max() <= step / 2 * (1 + 1e-3)
+
+
+def test_a_constant_table_has_one_level():
+  levels, low, high = scalar_levels(np.full((3, 2), 4.0), 8)
+  assert (levels == 0).all()
+  assert low == high == 4.0
+
+
+@pytest.mark.parametrize("embedding", ALL[1:5])
+def test_what_ships_is_the_same_bit_for_bit(embedding):
+  variables, tokens = init(embedding), jnp.array([[0, 28], [-1, 7]])
+  compact = embedding.compact(variables)
+  np.testing.assert_array_equal(compact(tokens), embedding.apply(variables, tokens))
+  assert compact.data.nbytes == -(-V * embedding.subspaces * 3 // 8)
+
+
+def test_codes_have_another_number_of_tokens():
+  given = lambda vocab, codes, subspaces: np.zeros((3, subspaces), int)
+  with pytest.raises(ValueError, match=r"give integers \[29, 4\]"):
+    init(ProductEmbedding(V, D, 5, 4, codes_init=given))
+
+
+@pytest.mark.parametrize(
+  ("embedding", "said"),
+  [
+    (LowRankEmbedding(V, D, 13), "rank 13 for a table of 29 x 12; give 1 to 12"),
+    (LowRankEmbedding(V, D, 0), "rank 0"),
+    (ProductEmbedding(V, D, 5, 5), "dim 12 is not divisible by 5 subspaces"),
+    (ProductEmbedding(V, D, 0, 4), "codes 0 and subspaces 4 must be at least 1"),
+    (ProductEmbedding(0, D, 5, 4), "vocab 0 holds no token"),
+    (ScalarEmbedding(V, D, 0), "bits 0 are not between 1 and 16"),
+    (ScalarEmbedding(V, D, 17), "bits 17"),
+  ],
+)
+def test_wrong_numbers_are_named(embedding, said):
+  with pytest.raises(ValueError, match=said):
+    embedding.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+
+
+def test_a_table_that_is_not_finite_is_refused():
+  with pytest.raises(ValueError, match="not finite"):
+    scalar_levels(np.array([[1.0, np.nan]]), 8)
