@@ -114,9 +114,7 @@ class DPQEmbedding(Embedding):
     leaves = jax.tree.leaves
     params = sum(x.size for x in leaves(shapes["params"]))
     state = sum(x.size * x.dtype.itemsize for x in leaves(shapes))
-    q = self.quantizer
-    per_code = q.dim if q.additive else q.dim // q.subspaces
-    return Size(params, state, 2 * q.subspaces * q.codes * per_code)
+    return Size(params, state, self.quantizer.operations())
 
   def logical_axes(self) -> dict:
     """Axes of the query table, and the quantiser's."""

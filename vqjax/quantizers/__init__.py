@@ -2,6 +2,14 @@
 
 from vqjax.quantizers.base import Quantized, Quantizer
 from vqjax.quantizers.centroid import CentroidQuantizer, MovingAverage
-from vqjax.quantizers.softmax import SoftmaxQuantizer
+from vqjax.quantizers.softmax import EncoderQuantizer, FreeQuantizer, SoftmaxQuantizer
 
-__all__ = ["CentroidQuantizer", "MovingAverage", "Quantized", "Quantizer", "SoftmaxQuantizer"]
+__all__ = [
+  "CentroidQuantizer",
+  "EncoderQuantizer",
+  "FreeQuantizer",
+  "MovingAverage",
+  "Quantized",
+  "Quantizer",
+  "SoftmaxQuantizer",
+]

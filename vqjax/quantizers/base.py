@@ -88,12 +88,8 @@ class Quantizer(nn.Module):
     return self.dim
 
   @abc.abstractmethod
-  def keys(self) -> Float[Array, "Q K C"]:
-    """The table that vectors are compared with; Q is 1 where it is shared, else M."""
-
-  @abc.abstractmethod
   def values(self) -> Float[Array, "Q K C"]:
-    """The table that the result is made of: what ships, beside the codes."""
+    """What the result is made of: ships, beside the codes. Q is 1 where it is shared, else M."""
 
   def __call__(
     self,
@@ -118,6 +114,11 @@ class Quantizer(nn.Module):
     row, codes, terms = self._answer(vectors, query, response, train, mask)
     row = row.astype(vectors.dtype)
     return Quantized(row if mask is None else jnp.where(mask[..., None], row, 0), codes, terms)
+
+  def operations(self) -> int:
+    """Multiplications and additions of a vector's responses: it is compared with every key."""
+    width = self.dim if self.additive else self.dim // self.subspaces
+    return 2 * self.subspaces * self.codes * width
 
   def encode(self, vectors: Float[Array, "*B D"]) -> Int[Array, "*B M"]:
     """The codes of vectors, as outside training."""

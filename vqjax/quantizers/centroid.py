@@ -69,18 +69,14 @@ class CentroidQuantizer(Quantizer):
     self.total = self.variable("centroids", "total", start)
     self.count = self.variable("centroids", "count", lambda: jnp.ones(shape[:2]))
 
-  def keys(self) -> Float[Array, "Q K C"]:
+  def values(self) -> Float[Array, "Q K C"]:
     """The centroids."""
     if self.moving_average is None:
       return self.table
     return quantize.averaged(self.count.value, self.total.value, self.moving_average.epsilon)
 
-  def values(self) -> Float[Array, "Q K C"]:
-    """The centroids."""
-    return self.keys()
-
   def _compared(self, query):
-    return quantize.euclidean_response(query, self.keys())
+    return quantize.euclidean_response(query, self.values())
 
   def _answer(self, vectors, query, response, train, mask):
     codes = jnp.argmax(response, axis=-1).astype(jnp.int32)

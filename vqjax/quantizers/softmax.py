@@ -1,7 +1,8 @@
-"""How are codes learned through a softmax over the keys (DPQ-SX)?"""
+"""How are codes learned through a softmax over the choices: of keys (DPQ-SX), or of a network?"""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
@@ -10,24 +11,16 @@ from vqjax.ops import quantize
 from vqjax.quantizers.base import Quantizer
 
 
-class SoftmaxQuantizer(Quantizer):
-  """The value of the key of largest response, with the gradient of the softmax of all responses.
-
-  Exactly the chosen value in the forward pass; the gradient of the values is that of the one-hot
-  choice, that of keys and vectors goes through softmax(responses / temperature): DPQ-SX, Eq. 3-5.
+class _ChosenBySoftmax(Quantizer):
+  """What quantisers share whose result is the value of the largest of K responses.
 
   Attributes:
-    response: how near a key is: `ops.quantize.dot_response`, `euclidean_response` or
-      `cosine_response`.
-    tied: the keys are the values.
-    value_dim: width of the result; None: that of the vectors. Tied tables have one width.
+    value_dim: width of the result; None: that of the vectors.
     temperature: of the softmax in the backward pass.
     forward_temperature: of the forward pass; 0 chooses one value. What ships is the chosen one.
     learned_temperature: that of the backward pass is a parameter, begun at `temperature`.
   """
 
-  response: quantize.Response = dataclasses.field(default=quantize.dot_response, kw_only=True)
-  tied: bool = dataclasses.field(default=False, kw_only=True)
   value_dim: int | None = dataclasses.field(default=None, kw_only=True)
   temperature: float = dataclasses.field(default=1.0, kw_only=True)
   forward_temperature: float = dataclasses.field(default=0.0, kw_only=True)
@@ -35,9 +28,7 @@ class SoftmaxQuantizer(Quantizer):
 
   def setup(self):
     super().setup()
-    shape = self._table_shape(self.dim)
-    self.key_table = self.param("keys", self.table_init, shape, self.param_dtype)
-    if not self.tied:
+    if "values" in self._tables():
       shape = self._table_shape(self.width)
       self.value_table = self.param("values", self.table_init, shape, self.param_dtype)
     if self.learned_temperature:
@@ -46,8 +37,6 @@ class SoftmaxQuantizer(Quantizer):
 
   def _check(self):
     super()._check()
-    if self.tied and self.width != self.dim:
-      raise ValueError(f"tied keys of width {self.dim} cannot be values of width {self.value_dim}")
     if self.width % self.subspaces and not self.additive:
       raise ValueError(f"subspaces {self.subspaces} do not divide value_dim {self.width}")
     if self.temperature <= 0 or self.forward_temperature < 0:
@@ -61,6 +50,52 @@ class SoftmaxQuantizer(Quantizer):
     """Numbers of a result."""
     return self.dim if self.value_dim is None else self.value_dim
 
+  def values(self) -> Float[Array, "Q K C"]:
+    """The values."""
+    return self.value_table
+
+  def _answer(self, vectors, query, response, train, mask):
+    del vectors, query, mask
+    warm = self.forward_temperature if train else 0.0
+    own = jnp.exp(self.log_temperature) if self.learned_temperature else self.temperature
+    return *quantize.softmax_quantized(response, self.values(), own, warm, self.additive), {}
+
+  def _tables(self):
+    return ("values",)
+
+  def logical_axes(self) -> dict:
+    """Axes of the tables and of what is learned beside them."""
+    axes = super().logical_axes()
+    if self.learned_temperature:
+      axes["params"]["log_temperature"] = ()
+    return axes
+
+
+class SoftmaxQuantizer(_ChosenBySoftmax):
+  """The value of the key of largest response, with the gradient of the softmax of all responses.
+
+  Exactly the chosen value in the forward pass; the gradient of the values is that of the one-hot
+  choice, that of keys and vectors goes through softmax(responses / temperature): DPQ-SX, Eq. 3-5.
+
+  Attributes:
+    response: how near a key is: `ops.quantize.dot_response`, `euclidean_response` or
+      `cosine_response`.
+    tied: the keys are the values, of one width then.
+  """
+
+  response: quantize.Response = dataclasses.field(default=quantize.dot_response, kw_only=True)
+  tied: bool = dataclasses.field(default=False, kw_only=True)
+
+  def setup(self):
+    super().setup()
+    shape = self._table_shape(self.dim)
+    self.key_table = self.param("keys", self.table_init, shape, self.param_dtype)
+
+  def _check(self):
+    super()._check()
+    if self.tied and self.width != self.dim:
+      raise ValueError(f"tied keys of width {self.dim} cannot be values of width {self.value_dim}")
+
   def keys(self) -> Float[Array, "Q K C"]:
     """The keys."""
     return self.key_table
@@ -72,18 +107,78 @@ class SoftmaxQuantizer(Quantizer):
   def _compared(self, query):
     return self.response(query, self.keys())
 
-  def _answer(self, vectors, query, response, train, mask):
-    del vectors, query, mask
-    warm = self.forward_temperature if train else 0.0
-    own = jnp.exp(self.log_temperature) if self.learned_temperature else self.temperature
-    return *quantize.softmax_quantized(response, self.values(), own, warm, self.additive), {}
-
   def _tables(self):
     return ("keys",) if self.tied else ("keys", "values")
 
+
+class EncoderQuantizer(_ChosenBySoftmax):
+  """Codes by a network of two layers: log softplus(W2 tanh(W1 x)) are the responses.
+
+  Of a trained table, the codes are those of Shu and Nakayama, Compressing word embeddings via deep
+  compositional code learning, 2018: `additive`, Gumbel noise in training, `forward_temperature` 1,
+  without normalisation.
+
+  Attributes:
+    hidden: width of the hidden layer; None: M·K/2.
+  """
+
+  hidden: int | None = dataclasses.field(default=None, kw_only=True)
+
+  def setup(self):
+    super().setup()
+    choices = self.subspaces * self.codes
+    dense = lambda width: nn.Dense(width, param_dtype=self.param_dtype)
+    self.inner, self.outer = dense(self._hidden), dense(choices)
+
+  @property
+  def _hidden(self) -> int:
+    return self.subspaces * self.codes // 2 if self.hidden is None else self.hidden
+
+  def operations(self) -> int:
+    """Those of the two layers."""
+    return 2 * self._hidden * (self.dim + self.subspaces * self.codes)
+
+  def _parts(self, vectors):
+    return vectors
+
+  def _compared(self, query):
+    found = jax.nn.softplus(self.outer(jnp.tanh(self.inner(query)))).astype(jnp.float32)
+    return jnp.log(found + TINY).reshape(*query.shape[:-1], self.subspaces, self.codes)
+
   def logical_axes(self) -> dict:
-    """Axes of keys and values."""
+    """Axes of the values and of the two layers."""
     axes = super().logical_axes()
-    if self.learned_temperature:
-      axes["params"]["log_temperature"] = ()
+    for name, names in (("inner", ("embed", "mlp")), ("outer", ("mlp", "sub_codes"))):
+      axes["params"][name] = {"kernel": names, "bias": names[1:]}
     return axes
+
+
+class FreeQuantizer(_ChosenBySoftmax):
+  """Codes that are parameters: a vector [M·K] of a token's own is its responses.
+
+  KD codes learned end to end: Chen, Min and Sun, Learning K-way D-dimensional discrete codes for
+  compact embedding representations, 2018; `value_dim` is the width of the result.
+  """
+
+  def _check(self):
+    super()._check()
+    choices = self.subspaces * self.codes
+    if self.dim != choices or self.value_dim is None:
+      raise ValueError(
+        f"dim {self.dim} must be the {choices} responses of {self.subspaces} codes of {self.codes},"
+        f" and value_dim ({self.value_dim}) the width of the result"
+      )
+
+  def operations(self) -> int:
+    """None: the responses are there."""
+    return 0
+
+  def _parts(self, vectors):
+    return vectors.reshape(*vectors.shape[:-1], self.subspaces, self.codes)
+
+  def _compared(self, query):
+    return query.astype(jnp.float32)
+
+
+TINY = 1e-8
+"""Keeps the logarithm of a response finite."""

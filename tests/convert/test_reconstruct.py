@@ -1,0 +1,125 @@
+"""Is a trained table what a small embedding comes near to, by clusters, by levels and by learning?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import DPQEmbedding, SoftmaxQuantizer
+from vqjax.convert import reconstruct
+from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
+from vqjax.quantizers import CentroidQuantizer, EncoderQuantizer
+
+V, D, K, M = 120, 8, 6, 4
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def table():
+  """Rows whose parts are few different vectors, and a little noise."""
+  draw = np.random.default_rng(0)
+  values = draw.normal(size=(M, K, D // M))
+  codes = draw.integers(0, K, (V, M))
+  rows = values[np.arange(M), codes].reshape(V, D)
+  return (rows + 0.01 * draw.normal(size=rows.shape)).astype(np.float32)
+
+
+def off(embedding, variables, table):
+  vectors = embedding.apply(variables, jnp.arange(V))
+  return reconstruct.squared_error(vectors, table) / reconstruct.squared_error(0 * table, table)
+
+
+def test_clusters_of_parts_find_what_the_table_is_made_of(table):
+  embedding = ProductEmbedding(V, D, K, M)
+  variables = reconstruct.to_clusters(embedding, table, key=KEY)
+  assert off(embedding, variables, table) < 1e-2
+  own = jax.tree.map(np.shape, embedding.init(KEY, jnp.arange(2)))
+  assert jax.tree.map(np.shape, variables) == own
+
+
+def test_shared_clusters_are_of_all_parts(table):
+  embedding = ProductEmbedding(V, D, K * M, M, shared=True)
+  assert off(embedding, reconstruct.to_clusters(embedding, table, key=KEY), table) < 1e-2
+
+
+def test_each_residual_cluster_comes_nearer(table):
+  errors = []
+  for subspaces in (1, 2, 4):
+    embedding = ProductEmbedding(V, D, K, subspaces, additive=True)
+    errors.append(off(embedding, reconstruct.to_clusters(embedding, table, key=KEY), table))
+  assert errors[0] > errors[1] > errors[2]
+
+
+def test_shared_residual_clusters_are_refused(table):
+  embedding = ProductEmbedding(V, D, K, M, additive=True, shared=True)
+  with pytest.raises(ValueError, match="have no clusters of their own"):
+    reconstruct.to_clusters(embedding, table, key=KEY)
+
+
+def test_levels_come_nearer_with_bits(table):
+  errors = []
+  for bits in (2, 4, 8):
+    embedding = ScalarEmbedding(V, D, bits)
+    errors.append(off(embedding, reconstruct.to_levels(embedding, table), table))
+  assert errors[0] > 10 * errors[1] > 100 * errors[2]
+
+
+@pytest.mark.parametrize(
+  "embedding",
+  [
+    LowRankEmbedding(V, D, 6),
+    DPQEmbedding(V, D, SoftmaxQuantizer(D, K, M)),
+    DPQEmbedding(V, D, CentroidQuantizer(D, K, M, normalize=False)),
+    ProductEmbedding(V, D, K, M),
+  ],
+)
+def test_learning_comes_near(embedding, table):
+  variables = embedding.init({"params": KEY, "sample": KEY}, jnp.arange(V))
+  if isinstance(embedding, DPQEmbedding):
+    variables["params"]["query"] = jnp.asarray(table)
+  said = []
+  found = reconstruct.reconstruct(
+    *(embedding, variables, table),
+    key=KEY,
+    steps=500,
+    learning_rate=1e-2,
+    said=lambda step, error: said.append(step),
+  )
+  assert said == [200, 400, 500]
+  assert off(embedding, found, table) < 0.6 * off(embedding, variables, table)
+
+
+def test_codes_of_shu_and_nakayama_leave_the_table_as_it_is(table):
+  quantizer = EncoderQuantizer(
+    D, K, M, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+  )
+  embedding = DPQEmbedding(V, D, quantizer)
+  variables = embedding.init({"params": KEY, "sample": KEY}, jnp.arange(V))
+  variables["params"]["query"] = jnp.asarray(table)
+  found = reconstruct.reconstruct(
+    *(embedding, variables, table),
+    key=KEY,
+    steps=800,
+    learning_rate=1e-2,
+    trained=("quantizer",),
+  )
+  np.testing.assert_array_equal(found["params"]["query"], table)
+  assert off(embedding, found, table) < 0.5
+
+
+def test_the_same_key_learns_the_same(table):
+  embedding = LowRankEmbedding(V, D, 2)
+  variables = embedding.init(KEY, jnp.arange(2))
+  again = [reconstruct.reconstruct(embedding, variables, table, key=KEY, steps=7) for _ in range(2)]
+  jax.tree.map(np.testing.assert_array_equal, *again)
+
+
+def test_another_table_is_refused(table):
+  embedding = LowRankEmbedding(V, D, 2)
+  variables = embedding.init(KEY, jnp.arange(2))
+  with pytest.raises(ValueError, match=r"a table of \[119, 8\] for an embedding of 120 x 8"):
+    reconstruct.reconstruct(embedding, variables, table[1:], key=KEY, steps=1)
+  broken = table.copy()
+  broken[3, 1] = np.nan
+  with pytest.raises(ValueError, match="not finite"):
+    reconstruct.reconstruct(embedding, variables, broken, key=KEY, steps=1)

@@ -1,0 +1,79 @@
+"""Are codes of a network, and codes that are parameters, what their papers write down?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import DPQEmbedding
+from vqjax.quantizers import EncoderQuantizer, FreeQuantizer
+
+N, D, K, M = 13, 12, 5, 3
+KEYS = {"params": jax.random.key(0), "sample": jax.random.key(5)}
+
+
+def as_float64(tree):
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@pytest.mark.parametrize("options", [{}, {"additive": True}, {"shared": True}, {"hidden": 4}])
+def test_the_encoder_is_two_layers_and_a_softplus(options):
+  quantizer = EncoderQuantizer(D, K, M, normalize=False, **options)
+  x = jax.random.normal(jax.random.key(1), (N, D))
+  variables = quantizer.init(KEYS, x)
+  p = as_float64(variables["params"])
+  inner = np.tanh(np.asarray(x, np.float64) @ p["inner"]["kernel"] + p["inner"]["bias"])
+  assert inner.shape[1] == options.get("hidden", M * K // 2)
+  scores = np.log1p(np.exp(inner @ p["outer"]["kernel"] + p["outer"]["bias"])).reshape(N, M, K)
+  codes = scores.argmax(axis=-1)
+  values = np.broadcast_to(p["values"], (M, *p["values"].shape[1:]))
+  parts = values[np.arange(M), codes]
+  rows = parts.mean(axis=1) if quantizer.additive else parts.reshape(N, D)
+  found = quantizer.apply(variables, x, method="quantized")
+  np.testing.assert_array_equal(found.codes, codes)
+  np.testing.assert_allclose(found.vectors, rows, atol=1e-6)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_free_codes_are_the_largest_of_a_tokens_own_numbers(additive):
+  quantizer = FreeQuantizer(M * K, K, M, value_dim=D, additive=additive, normalize=False)
+  embedding = DPQEmbedding(N, D, quantizer)
+  variables = embedding.init(KEYS, jnp.arange(N))
+  own = np.asarray(variables["params"]["query"]).reshape(N, M, K)
+  values = np.asarray(variables["params"]["quantizer"]["values"])
+  parts = values[np.arange(M), own.argmax(axis=-1)]
+  rows = parts.mean(axis=1) if additive else parts.reshape(N, D)
+  np.testing.assert_allclose(embedding.apply(variables, jnp.arange(N)), rows, rtol=1e-6)
+  compact = embedding.compact(variables)
+  np.testing.assert_array_equal(compact(jnp.arange(N)), embedding.apply(variables, jnp.arange(N)))
+
+
+@pytest.mark.parametrize(
+  "quantizer",
+  [
+    EncoderQuantizer(D, K, M, gumbel=1.0, forward_temperature=1.0),
+    FreeQuantizer(M * K, K, M, value_dim=D),
+  ],
+)
+def test_all_that_is_trained_has_a_gradient_and_its_axes(quantizer):
+  x = jax.random.normal(jax.random.key(1), (N, quantizer.dim))
+  variables = quantizer.init(KEYS, x)
+  others = {name: tree for name, tree in variables.items() if name != "params"}
+
+  def loss(params, x):
+    found, _ = quantizer.apply(
+      {"params": params, **others}, x, True, mutable=list(others), rngs=KEYS
+    )
+    return (found * jnp.arange(D)).sum()
+
+  gradient, d_x = jax.grad(loss, argnums=(0, 1))(variables["params"], x)
+  assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves((gradient, d_x)))
+  ranks = jax.tree.map(len, quantizer.logical_axes(), is_leaf=lambda node: isinstance(node, tuple))
+  assert ranks == jax.tree.map(np.ndim, variables)
+
+
+@pytest.mark.parametrize("fields", [{"dim": M * K + 1}, {"value_dim": None}])
+def test_free_codes_of_another_width_are_refused(fields):
+  quantizer = FreeQuantizer(**({"dim": M * K, "codes": K, "subspaces": M, "value_dim": D} | fields))
+  with pytest.raises(ValueError, match=r"(must be the 15 responses|do not divide)"):
+    quantizer.init(KEYS, jnp.zeros((2, quantizer.dim)))
