@@ -1,4 +1,4 @@
-"""Is a trained table what a small embedding comes near to, by clusters, by levels and by learning?"""
+"""Does a small embedding come near to a trained table, by clusters, by levels and by learning?"""
 
 import jax
 import jax.numpy as jnp
