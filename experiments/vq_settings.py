@@ -52,7 +52,7 @@ class Setting:
     cutoffs: of the adaptive softmax.
     rank: of the low-rank head.
     product: (K, M) of the product head, at most 1/16 of the dense head's bytes with a token bias.
-    other_products: (K, M) of a smaller and of a larger one.
+    other_products: (K, M) of further ones.
     residual: (K, R) of the codebook head with a low-rank part, likewise.
     small_codes: K of a codebook with a token bias, likewise.
     classes: of the class-based head.
@@ -202,7 +202,7 @@ CPU = {
     cutoffs=(750, 3000),
     rank=7,
     product=(224, 16),
-    other_products=((96, 8), (256, 32)),
+    other_products=(),
     residual=(200, 4),
     small_codes=460,
     classes=100,
@@ -219,7 +219,7 @@ CPU = {
     cutoffs=(2500, 10_000),
     rank=64,
     product=(256, 16),
-    other_products=((96, 8), (256, 32)),
+    other_products=(),
     residual=(512, 4),
     small_codes=1560,
     classes=180,
@@ -235,7 +235,7 @@ CPU = {
     cutoffs=(500, 2000),
     rank=16,
     product=(224, 16),
-    other_products=((96, 8), (256, 32)),
+    other_products=(),
     residual=(200, 4),
     small_codes=375,
     classes=90,

@@ -60,7 +60,7 @@ def _work(speed: Speed) -> str:
 
 def _tables(speed: Speed) -> Iterator[str]:
   for title, key in (("Log-probabilities", "forward"), ("Loss and gradient", "training")):
-    runs = [_run(name, row) for name, row in speed[key]["rows"].items()]
+    runs = [_run(name, row) for name, row in speed[key].items()]
     yield f"\n{title}:\n\n{report.markdown_table(_COLUMNS, runs)}"
   for batch, heads in speed["decoding"].items():
     runs = [_run(name, steps) for name, steps in heads.items()]
@@ -87,7 +87,7 @@ def figure(speed: Speed | None) -> Figure | None:
   """Figure 2b; None without measurements."""
   if speed is None:
     return None
-  rows = speed["forward"]["rows"]
+  rows = speed["forward"]
   found = ((re.fullmatch(r"codebook K=(\d+)", name), row) for name, row in rows.items())
   measured = {int(match[1]): row["times_faster"] for match, row in found if match}
   paper = {

@@ -19,6 +19,7 @@ from experiments.vq_paper import PAPER
 from experiments.vq_rows import tables
 from experiments.vq_settings import RUNS
 from vqjax.config import config_hash
+from vqjax.report import units
 
 ROOT = pathlib.Path(__file__).parents[2]
 FULL_BYTES = 10_000 * 128 * 4
@@ -68,20 +69,8 @@ def results(kept):
 
 @pytest.fixture
 def speed():
-  """Some rows as the benchmark writes them."""
-  sizes = {"temp_bytes": 2**20, "weight_bytes_16_bit": 2**20, "table_bytes": 0}
-  rows = {
-    "full softmax, in slices": {"seconds": 40.0, "times_faster": 1.0, **sizes},
-    "codebook K=1024": {"seconds": 1.0, "times_faster": 40.0, **sizes},
-  }
-  return {
-    "sizes": {"shape": {"tokens": 64, "dim": 8, "vocab": 100}},
-    "slice": 16,
-    "forward": {"rows": rows, "differences": {}},
-    "training": {"rows": rows},
-    "decoding": {"batch 1": {"dense": {"sample": {"seconds": 0.002, "times_faster": 1.0}}}},
-    "provenance": {"device": "cpu", "commit": "c0ffee"},
-  }
+  """What the benchmark wrote, as it is committed."""
+  return vq_speed.read(vq_report.DOCS / "results" / "vq" / "speed.json")
 
 
 def found(results, name, scale="cpu"):
@@ -269,8 +258,13 @@ def test_the_page_and_its_plots_are_written(results, speed, tmp_path):
     "images/vq-speed.png",
   ]
   page = written[0].read_text()
-  assert "| codebook K=1024 | 1,000 | 40.00× | 1.00 MiB |" in page
-  assert "| dense | 2.00 (1.00×) |" in page
+  milliseconds, ratio = units.milliseconds, units.ratio
+  for key in ("forward", "training"):
+    for name, row in speed[key].items():
+      cells = milliseconds(row["seconds"]), ratio(row["times_faster"])
+      assert f"| {name} | {cells[0]} | {cells[1]} |" in page
+  step = speed["decoding"]["batch 64"]["grouped"]["sample"]
+  assert f"| grouped | {milliseconds(step['seconds'])} ({ratio(step['times_faster'])}) |" in page
   for path in written[1:]:
     assert f"(../images/{path.name})" in page
 
