@@ -4,7 +4,14 @@ The paper's 105.8 (Table 4): K = 8, 25 shared subspaces. Its loss is the sum ove
 row, ours the mean: so the rate of 1 is 20 here, and the clipping of 3 is 3/20.
 """
 
-from vqjax import DenseHead, DPQEmbedding, Embedding, SoftmaxQuantizer
+from vqjax import (
+  CentroidQuantizer,
+  DenseEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  Embedding,
+  SoftmaxQuantizer,
+)
 from vqjax.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.data import PennTreebank, Streams, WordTokenizer
 from vqjax.initializers import SymmetricUniform
@@ -44,6 +51,17 @@ def with_embedding(name: str, embedding: Embedding) -> Experiment:
       save_every=EPOCH,
     ),
   )
+
+
+def full() -> Experiment:
+  """The paper's 114.5: a free vector for each word."""
+  return with_embedding("full", DenseEmbedding(V, DIM, weight_init=BEGIN))
+
+
+def centroids() -> Experiment:
+  """The paper's 106.5, DPQ-VQ: K = 32, 25 shared subspaces; 1/20 for a mean loss, as the rate."""
+  quantizer = CentroidQuantizer(DIM, 32, 25, shared=True, weight=1.0 / UNROLL, table_init=BEGIN)
+  return with_embedding("dpq-vq", DPQEmbedding(V, DIM, quantizer, query_init=BEGIN))
 
 
 def experiment() -> Experiment:
