@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from experiments.vq_measured import CONTROLS, Spread
+from experiments.seeds import Spread
+from experiments.vq_measured import CONTROLS
 from experiments.vq_rows import MAIN, Line, Table
 from vqjax.report import units
 

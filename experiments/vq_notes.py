@@ -2,7 +2,8 @@
 
 import re
 
-from experiments.vq_measured import Results, vocab
+from experiments.study import Results
+from experiments.vq_measured import vocab
 from experiments.vq_paper import BODIES
 from experiments.vq_rows import MAIN, Line, Table
 from experiments.vq_settings import Setting

@@ -6,7 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
 
-from experiments.vq_measured import Results, measured
+from experiments.study import Results
+from experiments.vq_measured import measured
 from experiments.vq_paper import BODIES, PAPER
 from experiments.vq_rows import MAIN, Line
 from experiments.vq_settings import Setting

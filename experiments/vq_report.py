@@ -7,7 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import vq_findings, vq_plots, vq_speed
-from experiments.vq_measured import Results, vocab
+from experiments.study import DOCS, Results
+from experiments.vq_measured import vocab
 from experiments.vq_notes import notes
 from experiments.vq_paper import BODIES, PAPER
 from experiments.vq_results import CLUSTERED
@@ -18,8 +19,6 @@ from vqjax.report import units
 from vqjax.report.page import write_whole
 
 __all__ = ["PAPER", "tables", "write"]
-
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 _INTRODUCTION = """\
 # VQ-Logits: the paper's tables, measured

@@ -1,56 +1,29 @@
-"""What is kept of each run of the VQ-Logits tables, so that the page needs nothing else?"""
+"""What is kept beside the result of a run of the VQ-Logits tables?"""
 
-import json
 import pathlib
 from typing import Any
 
 import numpy as np
 
 from experiments.vq_clusters import clusters
-from experiments.vq_settings import RUNS
 from vqjax import CodebookHead, LearnedCodebookHead, assign
-from vqjax.config import Experiment, config_hash
+from vqjax.config import Experiment
 from vqjax.convert.starts import frozen
 from vqjax.data import encode_split, fit_encoder
 from vqjax.training import read_variables
-from vqjax.training.run import read_json, write_json
-
-FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "results" / "vq"
 
 CLUSTERED = "wikitext/vq-1024"
 """The run whose codes Table 8 shows."""
 
 
-def _folder(scale: str) -> pathlib.Path:
-  """Beside the runs for a scale that says nothing, so that nobody commits it."""
-  return pathlib.Path(RUNS, scale, "kept") if scale == "smoke" else FOLDER / scale
+def with_floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+  """The floors of a run's codes on the test text."""
+  return {"floors": floors(experiment, folder)}
 
 
-def _path(scale: str, name: str) -> pathlib.Path:
-  return _folder(scale) / f"{name.replace('/', '-')}.json"
-
-
-def is_done(scale: str, name: str, experiment: Experiment) -> bool:
-  """Whether there is a result of exactly this experiment."""
-  found = read_json(_path(scale, name))
-  return found is not None and found["result"]["config_hash"] == config_hash(experiment)
-
-
-def keep(scale: str, name: str, experiment: Experiment, folder: pathlib.Path) -> None:
-  """Copies a run's result, with the floors of its codes on the test text, also of a failed run."""
-  result = read_json(folder / "result.json")
-  finished = result["status"] == "finished"
-  kept = {
-    "name": name,
-    "result": result,
-    "config": read_json(folder / "config.json")["config"],
-    "floors": floors(experiment, folder) if finished else None,
-  }
-  if finished and name == CLUSTERED:
-    kept["clusters"] = clusters(experiment, folder)
-  path = _path(scale, name)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  write_json(path, kept)
+def with_clusters(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+  """The same, and the words on its codes."""
+  return with_floors(experiment, folder) | {"clusters": clusters(experiment, folder)}
 
 
 def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | None:
@@ -80,9 +53,3 @@ def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | N
     "largest_code": int(without.sizes.max()),
     "dead_codes": len(without.dead),
   }
-
-
-def read(scale: str) -> dict[str, dict[str, Any]]:
-  """Every kept result of a scale by the name of its run."""
-  found = (json.loads(path.read_text()) for path in sorted(_folder(scale).glob("*.json")))
-  return {kept["name"]: kept for kept in found}

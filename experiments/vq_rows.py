@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from rich.console import Group
 from rich.text import Text
 
+from experiments.study import Results
 from experiments.vq_heads import Row, all_rows, paper_rows
-from experiments.vq_measured import Measured, Results, measured
+from experiments.vq_measured import Measured, measured
 from experiments.vq_paper import BODIES, PAPER, TITLES, Published
 from experiments.vq_settings import SCALES, Setting
 from vqjax import report

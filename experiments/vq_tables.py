@@ -10,20 +10,17 @@ A run that was stopped goes on; each result is copied to docs/results/vq/SCALE/,
 the page is made of.
 """
 
-import argparse
 import dataclasses
-import pathlib
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from experiments import vq_report, vq_results
-from experiments.console import exit_code, speak_plainly
+from experiments.study import Results, Study, Work, trained
 from experiments.vq_heads import Row, all_rows
 from experiments.vq_settings import SCALES, Setting
 from vqjax.config import Experiment
-from vqjax.training import NotFiniteError, fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +40,28 @@ class Run:
   @property
   def name(self) -> str:
     """setting/row, and the seed where it is not 0."""
-    return f"{self.setting.name}/{self.row.name}" + (f"-s{self.seed}" if self.seed else "")
+    return self._named(self.row.name)
+
+  def _named(self, row: str) -> str:
+    return f"{self.setting.name}/{row}" + (f"-s{self.seed}" if self.seed else "")
 
   @property
   def experiment(self) -> Experiment:
     """What is run."""
     return self.row.make(self.setting, self.seed)
+
+  @property
+  def work(self) -> Work:
+    """What the study does of it."""
+    clustered = self.name == vq_results.CLUSTERED
+    return trained(
+      self.name,
+      self.row.label,
+      self.experiment,
+      self.setting.path(self.row.name, self.seed),
+      vq_results.with_clusters if clustered else vq_results.with_floors,
+      tuple(map(self._named, self.row.needs)),
+    )
 
 
 def runs(scale: str) -> dict[str, Run]:
@@ -68,100 +81,27 @@ PAPER = vq_report.PAPER
 """Table -> row -> the paper's numbers."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs and renders; returns the exit code: 2 for a wrong call, 128 + n for signal n."""
-  options = _parser().parse_args(arguments)
-  speak_plainly()
-  return exit_code(lambda: _act(options))
-
-
-def _act(options: argparse.Namespace) -> None:
-  console = Console()
-  if options.render:
-    return _render(console, options)
-  chosen = _chosen(options.scale, options.only)
-  if options.list:
-    return _print_list(console, options.scale, chosen)
-  for run in chosen:
-    _run(options.scale, run)
-  _render(console, options)
-
-
-def _run(scale: str, run: Run) -> None:
-  """Trains what has no result, and keeps a copy of the result with the floors of its codes."""
-  if vq_results.is_done(scale, run.name, run.experiment):
-    return
-  folder = pathlib.Path(run.setting.path(run.row.name, run.seed))
-  try:
-    fit(run.experiment, folder)
-  except NotFiniteError as error:
-    # Its row says so, and the others go on.
-    print(f"{run.name} failed: {error}", file=sys.stderr)
-  vq_results.keep(scale, run.name, run.experiment, folder)
-
-
-def _chosen(scale: str, only: str | None) -> list[Run]:
-  """The runs that were asked for, with those that they start from."""
-  every = runs(scale)
-  if only is None:
-    return list(every.values())
-  names = only.split(",")
-  unknown = [name for name in names if name not in every]
-  if unknown:
-    raise ValueError(f"no run {', '.join(unknown)} at scale {scale}; there are {', '.join(every)}")
-  wanted: dict[str, Run] = {}
-
-  def add(run: Run):
-    for needed in run.row.needs:
-      add(Run(run.setting, _row(run.setting, needed), run.seed))
-    wanted.setdefault(run.name, run)
-
-  for name in names:
-    add(every[name])
-  return list(wanted.values())
-
-
-def _row(setting: Setting, name: str) -> Row:
-  return next(row for row in all_rows(setting) if row.name == name)
-
-
-def _print_list(console: Console, scale: str, chosen: list[Run]) -> None:
-  for run in chosen:
-    done = vq_results.is_done(scale, run.name, run.experiment)
-    console.print(f"{'done' if done else '    '}  {run.name}  {run.row.label}", highlight=False)
-
-
-def _render(console: Console, options: argparse.Namespace) -> None:
-  results = _of_this_code(options.scale)
-  for table in vq_report.tables(results, options.scale):
+def _render(console: Console, results: Results, scale: str) -> None:
+  for table in vq_report.tables(results, scale):
     console.print(table.rich())
-  if options.scale == "cpu":
+  if scale == "cpu":
     for path in vq_report.write(results):
       console.print(f"wrote {path}", highlight=False)
 
 
-def _of_this_code(scale: str) -> dict[str, Any]:
-  """The kept results; not those of runs that are now configured otherwise, which it names."""
-  every, found = runs(scale), {}
-  for name, kept in vq_results.read(scale).items():
-    if name in every and vq_results.is_done(scale, name, every[name].experiment):
-      found[name] = kept
-    else:
-      print(f"{name} is left out: its result is of another configuration", file=sys.stderr)
-  return found
+STUDY = Study(
+  name="vq",
+  module="experiments.vq_tables",
+  description=__doc__,
+  scales=tuple(SCALES),
+  works=lambda scale: [run.work for run in runs(scale).values()],
+  render=_render,
+)
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m experiments.vq_tables",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
-  parser.add_argument("--scale", choices=SCALES, default="cpu", help="(default: %(default)s)")
-  parser.add_argument("--only", metavar="NAMES", help="these runs, and what they start from")
-  parser.add_argument("--list", action="store_true", help="print the runs and which are done")
-  parser.add_argument("--render", action="store_true", help="train nothing")
-  return parser
+def main(arguments: Sequence[str] | None = None) -> int:
+  """`STUDY.main`."""
+  return STUDY.main(arguments)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,13 @@
 from vqjax.embeddings import (
   CodebookEmbedding,
   CompactEmbedding,
+  ComposedEmbedding,
   DenseEmbedding,
   DPQEmbedding,
   Embedding,
+  LowRankEmbedding,
+  ProductEmbedding,
+  ScalarEmbedding,
 )
 from vqjax.heads import (
   AdaptiveHead,
@@ -31,7 +35,14 @@ from vqjax.ops.softmax import (
   linear_log_prob,
   linear_softmax,
 )
-from vqjax.quantizers import CentroidQuantizer, MovingAverage, Quantizer, SoftmaxQuantizer
+from vqjax.quantizers import (
+  CentroidQuantizer,
+  EncoderQuantizer,
+  FreeQuantizer,
+  MovingAverage,
+  Quantizer,
+  SoftmaxQuantizer,
+)
 from vqjax.types import Size
 
 __all__ = [
@@ -41,22 +52,28 @@ __all__ = [
   "CodebookEmbedding",
   "CodebookHead",
   "CompactEmbedding",
+  "ComposedEmbedding",
   "DPQEmbedding",
   "DenseEmbedding",
   "DenseHead",
   "Embedding",
+  "EncoderQuantizer",
+  "FreeQuantizer",
   "GroupedHead",
   "Head",
   "HierarchicalHead",
   "LearnedCodebookHead",
   "LearnedProductHead",
   "LinearSoftmax",
+  "LowRankEmbedding",
   "LowRankHead",
   "MovingAverage",
+  "ProductEmbedding",
   "ProductHead",
   "Quantizer",
   "ResidualCodebookHead",
   "SampledSoftmaxHead",
+  "ScalarEmbedding",
   "Size",
   "SoftTargetLoss",
   "SoftmaxQuantizer",

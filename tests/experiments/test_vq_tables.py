@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from experiments import vq_clusters, vq_findings, vq_report, vq_results, vq_speed, vq_tables
-from experiments.vq_measured import Spread, measured
+from experiments.seeds import Spread
+from experiments.vq_measured import measured
 from experiments.vq_notes import notes
 from experiments.vq_paper import PAPER
 from experiments.vq_rows import tables
@@ -319,12 +320,12 @@ def test_the_command_trains_keeps_and_prints(tmp_path, monkeypatch, capsys):
   assert done.returncode == 0, done.stdout + done.stderr
   assert "Table 10" in done.stdout
   monkeypatch.chdir(tmp_path)
-  results = vq_results.read("smoke")
+  results = vq_tables.STUDY.read("smoke")
   assert set(results) == {"ptb/dense", "ptb/vq-16"}
   assert results["ptb/vq-16"]["floors"]["bias"] <= results["ptb/vq-16"]["floors"]["uniform"]
   assert vq_tables.main([*arguments, "--list"]) == 0
   assert capsys.readouterr().out.count("done") == 2
-  assert not (vq_results.FOLDER / "smoke").exists()
+  assert not (vq_report.DOCS / "results" / "vq" / "smoke").exists()
 
 
 def test_the_floor_of_a_learned_mapping_is_that_of_the_codes_it_chose(monkeypatch, tmp_path):

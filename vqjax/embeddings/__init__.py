@@ -3,6 +3,7 @@
 from vqjax.embeddings.base import Embedding
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.embeddings.compact import CompactEmbedding
+from vqjax.embeddings.composed import ComposedEmbedding
 from vqjax.embeddings.dense import DenseEmbedding
 from vqjax.embeddings.dpq import DPQEmbedding
 from vqjax.embeddings.low_rank import LowRankEmbedding
@@ -12,6 +13,7 @@ from vqjax.embeddings.scalar import ScalarEmbedding
 __all__ = [
   "CodebookEmbedding",
   "CompactEmbedding",
+  "ComposedEmbedding",
   "DPQEmbedding",
   "DenseEmbedding",
   "Embedding",

@@ -51,6 +51,10 @@ class Embedding(nn.Module):
     """Parameters, bytes and operations for each token, from the fields alone."""
     raise TypeError(f"{type(self).__name__} does not know its size: define size")
 
+  def shipped(self) -> Size:
+    """`size` of what is kept after training: less where training needs more than a look-up does."""
+    return self.size()
+
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
     raise TypeError(f"{type(self).__name__} does not name its axes: define logical_axes")

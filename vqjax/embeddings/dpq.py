@@ -1,5 +1,6 @@
 """What does an embedding look like whose vectors are codes into a few small tables?"""
 
+import math
 from typing import Any
 
 import jax
@@ -115,6 +116,13 @@ class DPQEmbedding(Embedding):
     params = sum(x.size for x in leaves(shapes["params"]))
     state = sum(x.size * x.dtype.itemsize for x in leaves(shapes))
     return Size(params, state, self.quantizer.operations())
+
+  def shipped(self) -> Size:
+    """`compact`'s: values, and codes at ceil(log2 K) bits; an additive look-up adds up M vectors."""
+    q = self.quantizer
+    values = math.prod(q.value_shape)
+    codes = packing.packed_bytes(self.vocab, q.subspaces, packing.bits_for(q.codes))
+    return Size(values, 4 * values + codes, q.subspaces * self.dim if q.additive else 0)
 
   def logical_axes(self) -> dict:
     """Axes of the query table, and the quantiser's."""

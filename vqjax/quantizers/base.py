@@ -87,6 +87,11 @@ class Quantizer(nn.Module):
     """Numbers of a result."""
     return self.dim
 
+  @property
+  def value_shape(self) -> tuple[int, int, int]:
+    """Shape of `values`: [M, or 1 where shared, K, C]."""
+    return self._table_shape(self.width)
+
   @abc.abstractmethod
   def values(self) -> Float[Array, "Q K C"]:
     """What the result is made of: ships, beside the codes. Q is 1 where it is shared, else M."""

@@ -242,13 +242,14 @@ class _Run:
     seconds, steps = self.clock.seconds, self.clock.steps
     tokens = self.train.batch * self.model.context
     head = getattr(self.model, "head", None)  # a classifier has none
+    embedding = self.model.embedding
     # Process 0 alone writes the result.
     cost = self._cost(head) if head is not None and is_main() else None
     return {
       "valid": self._score("valid").known(),
       "test": self._score("test").known(),
       "head": head and _sized(head) | {"tied": getattr(head, "embedding", None) is not None},
-      "embedding": _sized(self.model.embedding),
+      "embedding": _sized(embedding) | {"shipped_bytes": embedding.shipped().state_bytes},
       "model": _model_size(self.state),
       "mesh": dict(self.program.mesh.shape),
       "loss": cost and cost._asdict(),

@@ -1,0 +1,52 @@
+"""The text classification of DPQ: the mean of a text's vectors and a hidden layer (Appendix C)."""
+
+import dataclasses
+
+from vqjax import Embedding
+from vqjax.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.data import Documents, LabelledSource, Tokenizer, WordTokenizer
+from vqjax.initializers import SymmetricUniform
+from vqjax.models import TextClassifier
+
+V = FROM_TOKENIZER
+DIM = 300
+BEGIN = SymmetricUniform(0.1)
+
+ADAM = Train(
+  steps=5_000,
+  batch=64,
+  learning_rate=1e-3,
+  final_fraction=1.0,
+  warmup=0,
+  weight_decay=0.0,
+  clip=1e6,
+  beta2=0.999,
+  eval_every=250,
+  save_every=1_000,
+)
+"""The reference implementation's: Adam at a constant rate, 5,000 batches of 64 texts."""
+
+
+def classifier(
+  name: str,
+  embedding: Embedding,
+  data: LabelledSource,
+  classes: int,
+  *,
+  tokenizer: Tokenizer = WordTokenizer(vocab=30_000, lowercase=True),
+  context: int = 128,
+  train: Train = ADAM,
+  seed: int = 0,
+) -> Experiment:
+  """A run on texts with so many classes."""
+  return Experiment(
+    name=name,
+    model=TextClassifier(
+      embedding=embedding, classes=classes, dim=embedding.dim, context=context
+    ),
+    data=data,
+    tokenizer=tokenizer,
+    loader=Documents(),
+    train=dataclasses.replace(train, eval_every=min(train.eval_every, train.steps)),
+    seed=seed,
+  )

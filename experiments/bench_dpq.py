@@ -1,0 +1,249 @@
+"""What does DPQ cost: a training step over K and M, a look-up from packed codes, an export?
+
+make bench-dpq
+python -m experiments.bench_dpq --json docs/results/dpq/cost.json
+"""
+
+import functools
+import pathlib
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from configs.dpq_lstm import MEDIUM, SMALL, Body, language_model
+from experiments import benching
+from experiments.apart import apart
+from experiments.dpq_rows import centroids, full, softmax
+from experiments.dpq_settings import Codes, Setting
+from experiments.timing import Program, Timed, compare
+from vqjax import CompactEmbedding, DPQEmbedding, SoftmaxQuantizer
+from vqjax.config import with_vocab
+from vqjax.data import PennTreebank
+from vqjax.embeddings.compact_file import open_compact
+from vqjax.ops import packing
+from vqjax.training import make_step
+from vqjax.training.provenance import device, provenance
+from vqjax.training.state import state_maker
+
+V = 10_000
+
+GRID = (8, 32, 128, 512), (25, 50, 130)
+"""K x M of Figure 4; M divides the medium model's width of 650."""
+
+
+class Table(NamedTuple):
+  """A compressed table."""
+
+  vocab: int
+  dim: int
+  codes: int
+  subspaces: int
+
+
+WHOLE = Table(267_735, 768, 256, 96)
+TOKENS = 16_384
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Prints the tables, writes what was asked for, and returns the exit code."""
+  options = benching.parser("experiments.bench_dpq", __doc__.splitlines()[0]).parse_args(arguments)
+  body, grid, whole, tokens = MEDIUM, GRID, WHOLE, TOKENS
+  if options.quick:
+    tiny = Body(12, 5, 0.0, 0.1, 0.5, 1, 1, 3.0)
+    body, grid, whole, tokens = tiny, ((2, 4), (3,)), Table(300, 16, 16, 4), 64
+  figures = {
+    "training": training(body, 100 if options.quick else V, grid),
+    "look_up": look_up(whole, tokens),
+    "export": export(whole),
+    "provenance": provenance(),
+  }
+  benching.write(options.json, figures)
+  return 0
+
+
+def training(body: Body, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
+  """Figure 4: the time of a whole training step beside that of the full embedding, and memory.
+
+  Each step goes on from the state of the one before. All in turn, in one process.
+  """
+  choices = [Codes(k, m, False) for k in grid[0] for m in grid[1]]
+  makers = {"full": full}
+  makers |= {f"SX {codes}": softmax(codes) for codes in choices}
+  makers |= {f"VQ {codes}": centroids(codes) for codes in choices}
+  setting = _setting(body)
+  rows = {}
+  for name, make in makers.items():
+    if name == "full":
+      continue
+    print(f"measuring {name}", file=sys.stderr)
+    # Beside the full one each time: a state of the optimiser for each at once would not fit.
+    pair = {"full": _step(setting, full, vocab), name: _step(setting, make, vocab)}
+    rows[name] = _beside(compare(pair, rounds=5), name)
+  benching.show(
+    f"training step of the LSTM of width {body.dim}, V={vocab:,}, {body.unroll * 20} tokens,"
+    f" float32, {device()}",
+    ("K x M", "time / full", "temp / full"),
+    [[name, f"{row['time']:.3f}", f"{row['temp']:.3f}"] for name, row in rows.items()],
+  )
+  return rows
+
+
+def _setting(body: Body) -> Setting:
+  make = lambda row, embedding, seed: language_model(
+    row, embedding, body, PennTreebank(), 929_589, seed
+  )
+  none = Codes(2, 1)
+  return Setting("", "", "", make, body.dim, body.begin, (), none, none, weight=body.weight)
+
+
+def _step(setting: Setting, make, vocab: int) -> Program:
+  """A step of plain gradient descent on a batch of random tokens."""
+  experiment = with_vocab(setting.make("", make(setting), 0), vocab)
+  model, train = experiment.model, experiment.train
+  rule = optax.chain(optax.clip_by_global_norm(train.clip), optax.sgd(0.1))
+  shapes = experiment.loader.shapes(train.batch, model.context)
+  state = jax.jit(state_maker(model, rule, shapes))(jax.random.key(0))
+  step = make_step(model, rule, lambda count: 0.1, jax.random.key(1))
+  rows = jax.random.randint(jax.random.key(2), (2, train.batch, model.context), 0, vocab)
+  batch = {"inputs": rows[0], "targets": rows[1], "reset": jnp.zeros(train.batch, bool)}
+  return step.__wrapped__, (state, batch)
+
+
+def _beside(found: Mapping[str, Timed], name: str) -> dict[str, float]:
+  own, other = found[name], found["full"]
+  return {
+    "seconds": own.seconds,
+    "time": own.seconds / other.seconds,
+    "temp_bytes": own.temp_bytes,
+    "temp": own.temp_bytes / other.temp_bytes,
+  }
+
+
+def look_up(table: Table, tokens: int) -> dict[str, Any]:
+  """Vectors of random tokens from packed codes, beside a gather from the dense table, jitted."""
+  small = random_compact(table)
+  dense = jax.random.normal(jax.random.key(0), (table.vocab, table.dim))
+  chosen = jax.random.randint(jax.random.key(1), (tokens,), 0, table.vocab)
+  programs = {
+    "dense gather": (lambda rows, token: rows[token], (dense, chosen)),
+    "packed codes": (lambda small, token: small(token), (small, chosen)),
+  }
+  found = compare(programs, rounds=9)
+  rows = {
+    name: {"seconds": one.seconds, "temp_bytes": one.temp_bytes} for name, one in found.items()
+  }
+  rows["time"] = found["packed codes"].seconds / found["dense gather"].seconds
+  benching.show(
+    f"look-up of {tokens:,} tokens, V={table.vocab:,} D={table.dim} K={table.codes}"
+    f" M={table.subspaces}, float32, {device()}",
+    ("", "ms", "time / dense"),
+    [
+      [name, f"{1e3 * one.seconds:.2f}", f"{one.seconds / found['dense gather'].seconds:.2f}"]
+      for name, one in found.items()
+    ],
+  )
+  return rows
+
+
+def random_compact(table: Table) -> CompactEmbedding:
+  """A compact embedding of random codes and values."""
+  codes = np.random.default_rng(0).integers(0, table.codes, (table.vocab, table.subspaces))
+  shape = table.subspaces, table.codes, table.dim // table.subspaces
+  return CompactEmbedding(
+    data=packing.packed(codes.astype(np.uint16), packing.bits_for(table.codes)),
+    values=np.asarray(jax.random.normal(jax.random.key(2), shape)),
+    vocab=table.vocab,
+    dim=table.dim,
+    codes=table.codes,
+    subspaces=table.subspaces,
+    additive=False,
+  )
+
+
+def export(table: Table) -> dict[str, Any]:
+  """`compact` and `save` of a whole embedding, and a look-up in the file, each in a process."""
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder, "embedding.safetensors")
+    written = apart(_exported, table, str(path))
+    read = apart(_read, str(path), table.vocab)
+  rows = {"export": written, "open and look up": read}
+  file = written["file_bytes"]
+  benching.show(
+    f"export of V={table.vocab:,} D={table.dim} K={table.codes} M={table.subspaces}:"
+    f" {file:,} bytes, {written['formula_bytes']:,} by the formula, ratio"
+    f" {written['formula_ratio']:.2f} by the paper's formula, {written['file_ratio']:.2f} by the"
+    " file",
+    ("", "s", "peak, MiB", "of the file"),
+    [
+      [name, f"{r['seconds']:.2f}", benching.mib(r["peak_bytes"]), f"{r['peak_bytes'] / file:.2f}"]
+      for name, r in rows.items()
+    ],
+  )
+  return rows
+
+
+def _exported(table: Table, path: str) -> dict[str, Any]:
+  """Peak memory is what the process had at most beyond what it had with the trained embedding."""
+  quantizer = SoftmaxQuantizer(table.dim, table.codes, table.subspaces)
+  embedding = DPQEmbedding(table.vocab, table.dim, quantizer)
+  variables = jax.block_until_ready(
+    jax.jit(embedding.init)(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+  )
+  cost, small = _peak(functools.partial(_saved, embedding, variables, path))
+  size = pathlib.Path(path).stat().st_size
+  full = 4 * table.vocab * table.dim
+  own = {
+    "file_bytes": size,
+    "formula_bytes": small.nbytes,
+    "formula_ratio": small.compression_ratio(),
+    "file_ratio": full / size,
+  }
+  return cost | own
+
+
+def _saved(embedding: DPQEmbedding, variables: dict, path: str) -> CompactEmbedding:
+  small = embedding.compact(variables)
+  small.save(path)
+  return small
+
+
+def _read(path: str, vocab: int) -> dict[str, float]:
+  tokens = np.random.default_rng(0).integers(0, vocab, 100)
+  cost, _ = _peak(lambda: open_compact(path)[tokens])
+  return cost
+
+
+def _peak(call) -> tuple[dict[str, float], Any]:
+  """Seconds, and most bytes of the process beyond those at the beginning, sampled."""
+  before, most, done = _resident(), [0], threading.Event()
+
+  def watch():
+    while not done.wait(0.002):
+      most[0] = max(most[0], _resident())
+
+  watcher = threading.Thread(target=watch, daemon=True)
+  watcher.start()
+  start = time.perf_counter()
+  result = call()
+  seconds = time.perf_counter() - start
+  done.set()
+  watcher.join()
+  return {"seconds": seconds, "peak_bytes": max(most[0], _resident()) - before}, result
+
+
+def _resident() -> int:
+  status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
+  return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])
+
+
+if __name__ == "__main__":
+  sys.exit(main())

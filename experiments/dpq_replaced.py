@@ -1,0 +1,47 @@
+"""How good is a trained model whose embedding is replaced by a smaller one made of it?"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from experiments.dpq_rows import Fill
+from vqjax import Embedding
+from vqjax.config import Experiment, with_vocab
+from vqjax.training import evaluate, make_scorer, read_variables
+from vqjax.training.text import load_text
+
+
+def replaced(
+  experiment: Experiment, folder: pathlib.Path, embedding: Embedding, fill: Fill
+) -> dict[str, Any]:
+  """Scores of a run of a `DenseEmbedding` with another in its place, as its result.json has them."""
+  text = load_text(experiment)
+  variables, _ = read_variables(folder)
+  table = np.asarray(variables["params"]["embedding"]["weight"])
+  other = dataclasses.replace(experiment, model=experiment.model.clone(embedding=embedding))
+  model = with_vocab(other, len(table)).model
+  filled = fill(model.embedding, table)
+  variables = with_embedding(variables, filled)
+  scorer = make_scorer(model)
+  scores = {}
+  for name in ("valid", "test"):
+    split = text.splits[name]
+    batches = experiment.loader.whole(split, batch=experiment.train.batch, context=model.context)
+    scores[name] = evaluate(scorer, variables, batches, split.text_bytes).known()
+  size = model.embedding.shipped()
+  own = {"class": type(embedding).__name__, "shipped_bytes": size.state_bytes}
+  return {**scores, "embedding": own}
+
+
+def with_embedding(variables: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+  """A model's variables with others for its embedding."""
+  without = {
+    name: {part: tree for part, tree in trees.items() if part != "embedding"}
+    for name, trees in variables.items()
+  }
+  for name, tree in own.items():
+    without[name] = without.get(name, {}) | {"embedding": tree}
+  return {name: trees for name, trees in without.items() if trees}

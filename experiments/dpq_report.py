@@ -1,0 +1,158 @@
+"""How do the tables of DPQ and their page read?"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Group
+from rich.text import Text
+
+from experiments import dpq_plots
+from experiments.dpq_measured import Measured, measured
+from experiments.dpq_paper import PAPER, TEXTS, TITLES, Published
+from experiments.dpq_rows import label
+from experiments.dpq_settings import SCALES, STAND_INS
+from experiments.study import DOCS, Results
+from vqjax import report
+from vqjax.report import Column, Run, units
+from vqjax.report.page import write_whole
+
+_INTRODUCTION = """\
+# DPQ: the paper's tables, measured
+
+Each row is an embedding in the same model, text and budget; only the embedding differs.
+`python -m experiments.dpq_tables --scale cpu` runs what is here and `--scale paper` has the paper's
+own settings. Rows without a number were not run here.
+
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """A row of a table: its label, what was measured and what the paper prints."""
+
+  label: str
+  measured: Measured
+  paper: Published | None
+
+  @property
+  def run(self) -> Run:
+    """As the tables of `vqjax.report` read it."""
+    return Run(pathlib.Path(), {}, None, (), self._fields())
+
+  def _fields(self) -> dict[str, Any]:
+    m, paper = self.measured, self.paper
+    shown = lambda spread, sign="": spread and spread.show(2, sign)
+    return {
+      "name": self.label,
+      "status": "failed" if m.score is None and m.failed else "finished",
+      "paper": f"{paper.score:g}" if paper else None,
+      "paper_ratio": paper.ratio if paper else None,
+      "score": shown(m.score),
+      "over": shown(m.over_full, "+"),
+      "seeds": f"{m.score.seeds if m.score else 0}" + (f", {m.failed} failed" if m.failed else ""),
+      "ratio": m.ratio,
+      "formula": m.formula,
+      "bytes": m.file_bytes or m.shipped_bytes,
+    }
+
+
+def _column(title: str, key: str, show=str, meaning: str = "") -> Column:
+  return Column(title, lambda run: run.get(key), show, meaning)
+
+
+_times = units.fixed(1)
+
+COLUMNS = (
+  _column("paper", "paper", meaning="What the paper prints: perplexity, accuracy in %, or BLEU."),
+  _column("its ratio", "paper_ratio", _times, "The compression ratio that it prints."),
+  _column("measured", "score", meaning="The same here, on the test split: mean ± deviation."),
+  _column("seeds", "seeds", meaning="How many seeds there are."),
+  _column("- full", "over", meaning="The score minus the full embedding's of the same seed."),
+  _column("ratio", "ratio", _times, "Bytes of the full float32 table over those that ship."),
+  _column("formula", "formula", _times, "The ratio by the paper's formula, in bits (Section 3)."),
+  _column("bytes", "bytes", units.size, "What ships; of codes, the saved file with its header."),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Rows side by side.
+
+  Attributes:
+    title: "Table 4: ...".
+    lines: its rows.
+  """
+
+  title: str
+  lines: Sequence[Line]
+
+  def rich(self) -> Group:
+    """For a console of 80 columns."""
+    runs = [line.run for line in self.lines]
+    return Group(Text(f"\n{self.title}", style="bold"), report.console_table(_used(runs), runs))
+
+  def markdown(self) -> str:
+    """For the page, without its title."""
+    runs = [line.run for line in self.lines]
+    return report.markdown_table(_used(runs), runs)
+
+
+def _used(runs: Sequence[Run]) -> list[Column]:
+  """Columns that at least one row fills, and those that ask for a number."""
+  asked = {"measured", "seeds"}
+  return [c for c in COLUMNS if c.title in asked or any(c.get(r) is not None for r in runs)]
+
+
+def tables(results: Results, scale: str = "cpu") -> list[Table]:
+  """The paper's tables at a scale; what is not run there has the paper's number alone."""
+  return [_table(results, scale, name) for name in PAPER]
+
+
+def _table(results: Results, scale: str, name: str) -> Table:
+  lines = []
+  for theirs, rows in PAPER[name].items():
+    setting = SCALES[scale].get(STAND_INS[scale].get((name, theirs), theirs))
+    for row, published in rows.items():
+      own = f"{setting.name}/{row}" if setting else ""
+      said = f"{TEXTS[theirs]}: {label(setting, row)}"
+      lines.append(Line(said, measured(results, own), published))
+  return Table(f"{name}: {TITLES[name]}", lines)
+
+
+def write(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Writes results/dpq.md and its plots under images/; returns what was written."""
+  plots = dpq_plots.figures(results, SCALES["cpu"])
+  page = docs / "results" / "dpq.md"
+  write_whole(page, "\n".join(_page(results, plots)))
+  return [page, *(_save(figure, docs / "images" / name) for name, figure in plots.items())]
+
+
+def _save(figure: Figure, path: pathlib.Path) -> pathlib.Path:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  report.save_png(figure, path)
+  return path
+
+
+def _page(results: Results, plots: dict[str, Figure]) -> Iterator[str]:
+  """The sections, in their order."""
+  yield _INTRODUCTION
+  yield _stand_ins()
+  yield "## The columns\n"
+  yield "".join(f"- {column.title}: {column.meaning}\n" for column in COLUMNS)
+  for table in tables(results):
+    yield f"## {table.title}\n\n{table.markdown()}"
+  for name in plots:
+    yield f"![{dpq_plots.CAPTIONS[name]}](../images/{name})\n"
+    yield f"{dpq_plots.CAPTIONS[name]}\n"
+
+
+def _stand_ins() -> str:
+  """Which of our settings stand in for the paper's."""
+  lines = [
+    f"- {table}: {TEXTS[ours]} in place of {TEXTS[theirs]}\n"
+    for (table, theirs), ours in STAND_INS["cpu"].items()
+  ]
+  return "On two cores, smaller settings stand in for some of the paper's:\n\n" + "".join(lines)

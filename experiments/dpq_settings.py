@@ -1,0 +1,275 @@
+"""Which task, which body and how much training do the DPQ tables have, at which scale?
+
+`smoke` runs in seconds on text that every machine has; `cpu` on two cores; `paper` is what the
+paper and its reference implementation say, for a GPU or TPU. All rows of a setting share everything
+but the embedding.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body, language_model
+from configs.dpq_text import ADAM, BEGIN, DIM, classifier
+from vqjax import Embedding
+from vqjax.config import Experiment
+from vqjax.data import AGNews, DBpedia, LabelledSource, PennTreebank, Source, Text, WordTokenizer
+from vqjax.data import WikiText as Wiki
+from vqjax.initializers import SymmetricUniform
+
+RUNS = "runs/dpq"
+"""Folder of all runs of these tables, a folder a scale."""
+
+
+class Codes(NamedTuple):
+  """How an embedding is quantised.
+
+  Attributes:
+    codes: K.
+    subspaces: M, the paper's D.
+    shared: whether all subspaces have one table.
+  """
+
+  codes: int
+  subspaces: int
+  shared: bool = False
+
+  def __str__(self) -> str:
+    return f"{self.codes}x{self.subspaces}" + ("s" if self.shared else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A task with everything but its embedding.
+
+  Attributes:
+    name: of the setting, as run folders and results have it.
+    text: the data, as the paper calls them.
+    folder: where its runs are.
+    make: (name, embedding, seed) -> the run.
+    dim: width of the embedding, d.
+    begin: initialiser of its tables.
+    weight: of DPQ-VQ's regulariser.
+    rows: names of what is trained or made here.
+    sx: how the row "sx" is quantised.
+    vq: how the row "vq" is.
+    kd: codes of the rows after Chen et al. (2018b) and Shu and Nakayama.
+    parts: subspaces of product quantisation after training.
+    grid: K x M of the heat maps; each as SX and VQ, shared and not.
+    seeds: of the headline rows.
+  """
+
+  name: str
+  text: str
+  folder: str
+  make: Callable[[str, Embedding, int], Experiment]
+  dim: int
+  begin: SymmetricUniform
+  rows: tuple[str, ...]
+  sx: Codes
+  vq: Codes
+  kd: Codes = Codes(32, 32)
+  parts: int = 1
+  weight: float = 1.0
+  grid: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+  seeds: int = 1
+
+  def path(self, row: str, seed: int = 0) -> str:
+    """The run folder of a row."""
+    return f"{self.folder}/{self.name}/{row}-{seed}"
+
+
+COLUMN = "full", "sx", "vq"
+"""What every table has."""
+
+TRADITIONAL = "low-rank-5", "low-rank-10"
+AFTERWARDS = "scalar-8", "scalar-6", "scalar-4", "clusters-64", "clusters-128", "clusters-256"
+"""Made of the trained full embedding, without training."""
+
+CLASSIFIED = (*COLUMN, "low-rank-10", "low-rank-20", "kd")
+
+
+def _lstm(
+  name: str,
+  scale: str,
+  data: Source,
+  tokens: int,
+  body: Body,
+  rows: tuple[str, ...],
+  sx: Codes,
+  vq: Codes,
+  quantized: Body | None = None,
+  **fields,
+) -> Setting:
+  """`quantized` is the body where the embedding is not the full one; None: the same."""
+
+  def make(row: str, embedding: Embedding, seed: int) -> Experiment:
+    own = body if row == "full" or quantized is None else quantized
+    return language_model(row, embedding, own, data, tokens, seed)
+
+  text = {"ptb": "PTB", "wikitext": "WikiText-2"}[name.split("-")[0]]
+  folder, begin = f"{RUNS}/{scale}", body.begin
+  more = {"weight": body.weight, "parts": body.dim // 2, **fields}
+  return Setting(name, text, folder, make, body.dim, begin, rows, sx, vq, **more)
+
+
+def _text(
+  name: str,
+  scale: str,
+  text: str,
+  data: LabelledSource,
+  classes: int,
+  rows: tuple[str, ...],
+  sx: Codes,
+  vq: Codes,
+  *,
+  dim: int = DIM,
+  train=ADAM,
+  tokenizer: WordTokenizer = WordTokenizer(vocab=30_000, lowercase=True),
+  context: int = 128,
+  **fields,
+) -> Setting:
+  def make(row: str, embedding: Embedding, seed: int) -> Experiment:
+    options = {"tokenizer": tokenizer, "context": context, "train": train, "seed": seed}
+    return classifier(row, embedding, data, classes, **options)
+
+  folder = f"{RUNS}/{scale}"
+  return Setting(name, text, folder, make, dim, BEGIN, rows, sx, vq, **fields)
+
+
+class Quantized(NamedTuple):
+  """How the two rows of a data set are quantised."""
+
+  sx: Codes
+  vq: Codes
+
+
+# The paper does not print them. They are those whose ratio, times (d + 1) / d, is the one it prints
+# at its vocabulary, to the second decimal.
+AG_NEWS = Quantized(Codes(32, 100, True), Codes(16, 100))
+DBPEDIA = Quantized(Codes(16, 100, True), Codes(32, 50))
+YAHOO = Quantized(Codes(16, 50, True), Codes(32, 100))
+YELP_POLARITY = Quantized(Codes(32, 50, True), Codes(16, 100))
+YELP_FULL = Quantized(Codes(16, 50, True), Codes(16, 100))
+
+PTB = PennTreebank(), 929_589
+WIKITEXT = Wiki(), 2_088_628
+
+_TINY = Body(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0)
+
+SMOKE = {
+  "ptb-small": _lstm(
+    "ptb-small",
+    "smoke",
+    Text(),
+    8 * 20 * 6,
+    _TINY,
+    (*COLUMN, "sx-tied", "low-rank-5", "kd", *AFTERWARDS),
+    Codes(4, 4, True),
+    Codes(4, 4),
+    kd=Codes(4, 4),
+  ),
+}
+
+CPU = {
+  "ptb-small": _lstm(
+    "ptb-small",
+    "cpu",
+    *PTB,
+    SMALL,
+    (*COLUMN, *AFTERWARDS),
+    Codes(8, 25, True),
+    Codes(32, 25, True),
+    seeds=3,
+  ),
+  "ptb-short": _lstm(
+    "ptb-short",
+    "cpu",
+    *PTB,
+    SMALL._replace(hold=2, epochs=5),
+    (*COLUMN, "sx-tied", *TRADITIONAL, "kd"),
+    Codes(8, 25, True),
+    Codes(32, 25, True),
+  ),
+  "ag-news": _text(
+    "ag-news", "cpu", "AG News", AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3
+  ),
+  "dbpedia": _text(
+    "dbpedia", "cpu", "DBpedia", DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq
+  ),
+  "ag-news-grid": _text(
+    "ag-news-grid",
+    "cpu",
+    "AG News",
+    AGNews(),
+    4,
+    ("full",),
+    Codes(32, 50),
+    Codes(32, 50),
+    dim=128,
+    train=dataclasses.replace(ADAM, steps=1_000),
+    tokenizer=WordTokenizer(vocab=8_000, lowercase=True),
+    context=64,
+    grid=((2, 8, 32, 128), (8, 16, 32, 64)),
+  ),
+}
+
+PAPER = {
+  "ptb-small": _lstm(
+    "ptb-small",
+    "paper",
+    *PTB,
+    SMALL,
+    (*COLUMN, "kd"),
+    Codes(8, 25, True),
+    Codes(32, 25, True),
+    seeds=3,
+  ),
+  "ptb-medium": _lstm(
+    "ptb-medium",
+    "paper",
+    *PTB,
+    MEDIUM,
+    (*COLUMN, "sx-tied", *TRADITIONAL, "kd", *AFTERWARDS),
+    Codes(32, 50, True),
+    Codes(128, 50, True),
+    grid=((2, 8, 32, 128), (10, 25, 50, 130)),
+    seeds=3,
+  ),
+  "ptb-large": _lstm(
+    "ptb-large",
+    "paper",
+    *PTB,
+    LARGE,
+    (*COLUMN, "kd"),
+    Codes(16, 50, True),
+    Codes(16, 50, True),
+    quantized=LARGE_DPQ,
+  ),
+  "wikitext-medium": _lstm(
+    "wikitext-medium",
+    "paper",
+    *WIKITEXT,
+    MEDIUM,
+    (*COLUMN, "sx-tied"),
+    Codes(128, 50, True),
+    Codes(128, 50, True),
+  ),
+  "ag-news": _text(
+    "ag-news", "paper", "AG News", AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3
+  ),
+}
+
+SCALES = {"smoke": SMOKE, "cpu": CPU, "paper": PAPER}
+"""Scale -> name -> setting."""
+
+STAND_INS = {
+  "smoke": {},
+  "cpu": {
+    ("Table 3", "ptb-medium"): "ptb-small",
+    ("Table 9", "ptb-medium"): "ptb-small",
+    ("Table 12", "ptb-medium"): "ptb-short",
+  },
+  "paper": {},
+}
+"""Scale -> (table, the paper's setting) -> the setting that is run in its place."""
