@@ -4,17 +4,16 @@ make bench-gpu
 PYTHONPATH=. python3 -m experiments.bench_gpu --json docs/results/gpu.json
 """
 
-import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from experiments import benching, losses, torch_peers
+from experiments.apart import apart
 from experiments.losses import Shape
 from experiments.timing import Program, compare
 from experiments.torch_peers import Cost
@@ -48,7 +47,7 @@ class Row(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
   """Prints the tables, writes what was asked for, and returns the exit code."""
   options = benching.parser("experiments.bench_gpu", __doc__.splitlines()[0]).parse_args(arguments)
-  here = _alone(machine)
+  here = apart(machine)
   if here["platform"] != "gpu" and not options.quick:
     print(f"no GPU: jax sees {here['device']}; --quick tries tiny sizes on it", file=sys.stderr)
     return 2
@@ -85,7 +84,8 @@ def table(shape: Shape, device: str, lines: Sequence[Row]) -> dict:
   for line in lines:
     print(f"measuring {line.name.strip()}, {shape}", file=sys.stderr)
     try:
-      cost = _alone(line.measure)
+      # A device's peak of memory is never reset in a running process.
+      cost = apart(line.measure)
     except Exception as error:  # out of memory, a dead process, a peer that is not there
       text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
       found[line.name] = {"error": text}
@@ -107,13 +107,6 @@ def _cells(name: str, row: dict) -> list[str]:
     return [name, "failed", "—", "—", "—"]
   peaks = benching.mib(row["compiled_bytes"]), benching.mib(row["device_bytes"])
   return [name, f"{row['seconds'] * 1e3:.1f}", f"{row['tflops']:.3g}", *peaks]
-
-
-def _alone(function: Callable[[], Any]) -> Any:
-  """function() in a new process: a device's peak of memory is never reset in a running one."""
-  context = multiprocessing.get_context("spawn")
-  with ProcessPoolExecutor(1, mp_context=context) as pool:
-    return pool.submit(function).result()
 
 
 def machine() -> dict:

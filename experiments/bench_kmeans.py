@@ -6,13 +6,11 @@ python -m experiments.bench_kmeans --points 60000 --json kmeans.json
 
 import functools
 import gc
-import multiprocessing
 import pathlib
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -21,6 +19,7 @@ import numpy as np
 from sklearn.cluster import KMeans as SklearnKMeans
 
 from experiments import benching
+from experiments.apart import apart
 from vqjax.ops.kmeans import kmeans
 from vqjax.training.provenance import device, provenance
 
@@ -62,7 +61,7 @@ def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
 
   Memory is what the process had at its peak beyond what it had when the fit began.
   """
-  rows = {"scikit-learn": _alone(fit_sklearn, size, draw), "vqjax": _alone(fit_vqjax, size, draw)}
+  rows = {"scikit-learn": apart(fit_sklearn, size, draw), "vqjax": apart(fit_vqjax, size, draw)}
   theirs, ours = rows.values()
   compared = ("seconds", "cpu_seconds", "inertia", "memory_bytes")
   ratios = {name: _ratio(ours[name], theirs[name]) for name in compared}
@@ -92,12 +91,6 @@ def _shown(ratio: float | None) -> str:
 def _cells(name: str, row: dict) -> list[str]:
   times = (f"{row[key]:.2f}" for key in ("seconds", "cpu_seconds"))
   return [name, *times, f"{row['inertia']:.6g}", benching.mib(row["memory_bytes"])]
-
-
-def _alone(fit: Callable[..., dict], *arguments) -> dict:
-  """What a fit returns in a process of its own, whose peak of memory is the fit's."""
-  with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-    return pool.submit(fit, *arguments).result()
 
 
 def fit_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:

@@ -6,12 +6,10 @@ python -m experiments.scaling --render               the table and the plots alo
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import importlib
 import itertools
 import json
-import multiprocessing
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +19,7 @@ import jax
 
 from configs.large import HEADS
 from experiments import chips, compiling, scaling_report
+from experiments.apart import apart
 from experiments.console import speak_plainly
 from experiments.plan import plan
 from vqjax.config import Experiment
@@ -108,21 +107,20 @@ def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
   missing = [cell for cell in cells if "plan" not in read_rows(path).get(cell, {})]
   for at, cell in enumerate(missing, 1):
     print(f"{at}/{len(missing)} {cell}", file=sys.stderr, flush=True)
-    row = _apart(cell)
+    row = _planned(cell)
     if "failed" in row:
       print(f"  failed: {row['failed']}", file=sys.stderr, flush=True)
     with path.open("a", encoding="utf-8") as file:
       file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
-def _apart(cell: Cell) -> dict[str, Any]:
-  context = multiprocessing.get_context("spawn")
-  with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
-    try:
-      return pool.submit(planned, cell).result()
-    except Exception as error:  # a compiler's failures have no type of their own
-      reason = (str(error).splitlines() or [type(error).__name__])[0]
-      return dataclasses.asdict(cell) | {"failed": reason}
+def _planned(cell: Cell) -> dict[str, Any]:
+  """The cell's row, from a process of its own: a compiler may take the process with it."""
+  try:
+    return apart(planned, cell)
+  except Exception as error:  # a compiler's failures have no type of their own
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return dataclasses.asdict(cell) | {"failed": reason}
 
 
 def render(rows: Mapping[Cell, dict[str, Any]]) -> None:

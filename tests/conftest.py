@@ -7,7 +7,7 @@ import pathlib
 import sys
 
 # Most of the time of these tests is compilation, of programs that then run for milliseconds: they
-# and the programs that they start are compiled with the least effort, a quarter of the time.
+# and the programs that they start are compiled with the least effort, which halves the time.
 # (The commands of `make smoke` and the benchmarks are compiled as users' programs are.)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")

@@ -20,6 +20,7 @@ from experiments import (
   bench_vq,
   losses,
   vq_programs,
+  vq_speed,
 )
 from experiments.losses import Shape
 from vqjax import CodebookHead
@@ -100,6 +101,9 @@ def test_vq_bench_prints_table_3_training_and_decoding(tmp_path, capsys, monkeyp
   assert rows["codebook K=16"]["table_bytes"] == 4 * 512
   assert max(figures["differences"].values()) < 1e-4
   assert figures["decoding"]["batch 2"]["codebook K=16 + bias"]["sample"]["seconds"] > 0
+  # The page reads what the benchmark writes.
+  page = vq_speed.section(figures)
+  assert all(page.count(f"| {name} | ") >= 2 for name in rows)
 
 
 def test_kmeans_bench_fits_the_same_tables_as_scikit_learn(tmp_path, capsys):
