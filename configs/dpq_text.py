@@ -12,6 +12,8 @@ V = FROM_TOKENIZER
 DIM = 300
 BEGIN = SymmetricUniform(0.1)
 
+WORDS = WordTokenizer(vocab=30_000, lowercase=True)
+
 ADAM = Train(
   steps=5_000,
   batch=64,
@@ -33,7 +35,7 @@ def classifier(
   data: LabelledSource,
   classes: int,
   *,
-  tokenizer: Tokenizer = WordTokenizer(vocab=30_000, lowercase=True),
+  tokenizer: Tokenizer = WORDS,
   context: int = 128,
   train: Train = ADAM,
   seed: int = 0,
@@ -41,9 +43,7 @@ def classifier(
   """A run on texts with so many classes."""
   return Experiment(
     name=name,
-    model=TextClassifier(
-      embedding=embedding, classes=classes, dim=embedding.dim, context=context
-    ),
+    model=TextClassifier(embedding=embedding, classes=classes, dim=embedding.dim, context=context),
     data=data,
     tokenizer=tokenizer,
     loader=Documents(),

@@ -4,13 +4,9 @@ make bench-dpq
 python -m experiments.bench_dpq --json docs/results/dpq/cost.json
 """
 
-import functools
 import pathlib
-import re
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from configs.dpq_lstm import MEDIUM, SMALL, Body, language_model
+from configs.dpq_lstm import MEDIUM, Body, language_model
 from experiments import benching
 from experiments.apart import apart
 from experiments.dpq_rows import centroids, full, softmax
 from experiments.dpq_settings import Codes, Setting
+from experiments.process import measured
 from experiments.timing import Program, Timed, compare
 from vqjax import CompactEmbedding, DPQEmbedding, SoftmaxQuantizer
 from vqjax.config import with_vocab
@@ -184,7 +181,7 @@ def export(table: Table) -> dict[str, Any]:
     " file",
     ("", "s", "peak, MiB", "of the file"),
     [
-      [name, f"{r['seconds']:.2f}", benching.mib(r["peak_bytes"]), f"{r['peak_bytes'] / file:.2f}"]
+      [name, f"{r['seconds']:.2f}", benching.mib(r["memory_bytes"]), _part(r["memory_bytes"], file)]
       for name, r in rows.items()
     ],
   )
@@ -192,13 +189,19 @@ def export(table: Table) -> dict[str, Any]:
 
 
 def _exported(table: Table, path: str) -> dict[str, Any]:
-  """Peak memory is what the process had at most beyond what it had with the trained embedding."""
+  """Memory is that at the peak, beyond what the process had with the trained embedding."""
   quantizer = SoftmaxQuantizer(table.dim, table.codes, table.subspaces)
   embedding = DPQEmbedding(table.vocab, table.dim, quantizer)
   variables = jax.block_until_ready(
     jax.jit(embedding.init)(jax.random.key(0), jnp.zeros((1,), jnp.int32))
   )
-  cost, small = _peak(functools.partial(_saved, embedding, variables, path))
+  made = []
+
+  def save():
+    made.append(embedding.compact(variables))
+    made[0].save(path)
+
+  cost, small = measured(save), made[0]
   size = pathlib.Path(path).stat().st_size
   full = 4 * table.vocab * table.dim
   own = {
@@ -210,39 +213,13 @@ def _exported(table: Table, path: str) -> dict[str, Any]:
   return cost | own
 
 
-def _saved(embedding: DPQEmbedding, variables: dict, path: str) -> CompactEmbedding:
-  small = embedding.compact(variables)
-  small.save(path)
-  return small
+def _part(count: int | None, whole: int) -> str:
+  return "—" if count is None else f"{count / whole:.2f}"
 
 
 def _read(path: str, vocab: int) -> dict[str, float]:
   tokens = np.random.default_rng(0).integers(0, vocab, 100)
-  cost, _ = _peak(lambda: open_compact(path)[tokens])
-  return cost
-
-
-def _peak(call) -> tuple[dict[str, float], Any]:
-  """Seconds, and most bytes of the process beyond those at the beginning, sampled."""
-  before, most, done = _resident(), [0], threading.Event()
-
-  def watch():
-    while not done.wait(0.002):
-      most[0] = max(most[0], _resident())
-
-  watcher = threading.Thread(target=watch, daemon=True)
-  watcher.start()
-  start = time.perf_counter()
-  result = call()
-  seconds = time.perf_counter() - start
-  done.set()
-  watcher.join()
-  return {"seconds": seconds, "peak_bytes": max(most[0], _resident()) - before}, result
-
-
-def _resident() -> int:
-  status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
-  return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])
+  return measured(lambda: open_compact(path)[tokens])
 
 
 if __name__ == "__main__":

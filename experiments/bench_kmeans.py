@@ -5,9 +5,6 @@ python -m experiments.bench_kmeans --points 60000 --json kmeans.json
 """
 
 import functools
-import gc
-import pathlib
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +17,9 @@ from sklearn.cluster import KMeans as SklearnKMeans
 
 from experiments import benching
 from experiments.apart import apart
+from experiments.process import measured
 from vqjax.ops.kmeans import kmeans
 from vqjax.training.provenance import device, provenance
-
-RESET_PEAK = pathlib.Path("/proc/self/clear_refs")
-"""What is written here on Linux begins the count of the peak anew; elsewhere memory is a dash."""
 
 ITERATIONS = 20
 BLOCK = 4096
@@ -105,7 +100,7 @@ def fit_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
     algorithm="lloyd",
     random_state=0,
   )
-  cost = _measured(lambda: model.fit(points))
+  cost = measured(lambda: model.fit(points))
   return cost | {"inertia": float(model.inertia_)}
 
 
@@ -117,35 +112,13 @@ def fit_vqjax(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
   compiled = fit.lower(jax.random.key(0), points).compile()
   compile_seconds = time.perf_counter() - start
   found = []
-  cost = _measured(lambda: found.append(jax.block_until_ready(compiled(jax.random.key(0), points))))
+  cost = measured(lambda: found.append(jax.block_until_ready(compiled(jax.random.key(0), points))))
   memory = compiled.memory_analysis()
   return cost | {
     "inertia": float(found[0].inertia),
     "compiler_bytes": memory.temp_size_in_bytes + memory.output_size_in_bytes,
     "compile_seconds": compile_seconds,
   }
-
-
-def _measured(call: Callable[[], object]) -> dict:
-  """Wall clock, seconds of all threads of this process, and memory beyond what it had before."""
-  gc.collect()
-  counted = RESET_PEAK.exists()
-  if counted:
-    RESET_PEAK.write_text("5")
-    before = _status("VmRSS")
-  wall, cpu = time.perf_counter(), time.process_time()
-  call()
-  return {
-    "seconds": time.perf_counter() - wall,
-    "cpu_seconds": time.process_time() - cpu,
-    "memory_bytes": _status("VmHWM") - before if counted else None,
-  }
-
-
-def _status(name: str) -> int:
-  """Bytes that Linux counts of this process: VmRSS now, VmHWM at its peak since the reset."""
-  text = pathlib.Path("/proc/self/status").read_text()
-  return 1024 * int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)[1])
 
 
 def gaussian(size: Size) -> np.ndarray:

@@ -17,7 +17,7 @@ from vqjax.training.text import load_text
 def replaced(
   experiment: Experiment, folder: pathlib.Path, embedding: Embedding, fill: Fill
 ) -> dict[str, Any]:
-  """Scores of a run of a `DenseEmbedding` with another in its place, as its result.json has them."""
+  """Scores of a run of a `DenseEmbedding` with another in its place, as in result.json."""
   text = load_text(experiment)
   variables, _ = read_variables(folder)
   table = np.asarray(variables["params"]["embedding"]["weight"])

@@ -97,7 +97,7 @@ def centroids(codes: Codes) -> Callable[[Setting], Embedding]:
 
 
 def low_rank(times: int) -> Callable[[Setting], Embedding]:
-  """A `times`-th of the full table's numbers, where the vocabulary is much larger than the width."""
+  """About a `times`-th of the full table's numbers."""
   return lambda s: LowRankEmbedding(V, s.dim, max(1, s.dim // times), weight_init=s.begin)
 
 
@@ -144,9 +144,7 @@ def trained_rows(s: Setting) -> list[Row]:
     Row("sx", f"DPQ-SX ({s.sx})", softmax(s.sx)),
     Row("vq", f"DPQ-VQ ({s.vq})", centroids(s.vq)),
     Row("sx-tied", f"DPQ-SX, tied keys and values ({s.sx})", softmax(s.sx, tied=True)),
-    *(
-      Row(f"low-rank-{times}", f"Low rank ({times}×)", low_rank(times)) for times in (5, 10, 20)
-    ),
+    *(Row(f"low-rank-{times}", f"Low rank ({times}×)", low_rank(times)) for times in (5, 10, 20)),
     Row("kd", f"KD codes, end to end ({s.kd})", kd),
   ]
   return [*(row for row in every if row.name in s.rows), *_grid(s)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body, language_model
-from configs.dpq_text import ADAM, BEGIN, DIM, classifier
+from configs.dpq_text import ADAM, BEGIN, DIM, WORDS, classifier
 from vqjax import Embedding
 from vqjax.config import Experiment
 from vqjax.data import AGNews, DBpedia, LabelledSource, PennTreebank, Source, Text, WordTokenizer
@@ -36,6 +36,9 @@ class Codes(NamedTuple):
 
   def __str__(self) -> str:
     return f"{self.codes}x{self.subspaces}" + ("s" if self.shared else "")
+
+
+KD = Codes(32, 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Setting:
   rows: tuple[str, ...]
   sx: Codes
   vq: Codes
-  kd: Codes = Codes(32, 32)
+  kd: Codes = KD
   parts: int = 1
   weight: float = 1.0
   grid: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -125,7 +128,7 @@ def _text(
   *,
   dim: int = DIM,
   train=ADAM,
-  tokenizer: WordTokenizer = WordTokenizer(vocab=30_000, lowercase=True),
+  tokenizer: WordTokenizer = WORDS,
   context: int = 128,
   **fields,
 ) -> Setting:
@@ -194,9 +197,7 @@ CPU = {
   "ag-news": _text(
     "ag-news", "cpu", "AG News", AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3
   ),
-  "dbpedia": _text(
-    "dbpedia", "cpu", "DBpedia", DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq
-  ),
+  "dbpedia": _text("dbpedia", "cpu", "DBpedia", DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq),
   "ag-news-grid": _text(
     "ag-news-grid",
     "cpu",

@@ -118,7 +118,7 @@ class DPQEmbedding(Embedding):
     return Size(params, state, self.quantizer.operations())
 
   def shipped(self) -> Size:
-    """`compact`'s: values, and codes at ceil(log2 K) bits; an additive look-up adds up M vectors."""
+    """`compact`'s: values, and codes at ceil(log2 K) bits; an additive look-up adds M vectors."""
     q = self.quantizer
     values = math.prod(q.value_shape)
     codes = packing.packed_bytes(self.vocab, q.subspaces, packing.bits_for(q.codes))
