@@ -30,7 +30,8 @@ def replaced(
   for name in ("valid", "test"):
     split = text.splits[name]
     batches = experiment.loader.whole(split, batch=experiment.train.batch, context=model.context)
-    scores[name] = evaluate(scorer, variables, batches, split.text_bytes).known()
+    size = experiment.loader.text_bytes(split)
+    scores[name] = evaluate(scorer, variables, batches, size).known()
   size = model.embedding.shipped()
   own = {"class": type(embedding).__name__, "shipped_bytes": size.state_bytes}
   return {**scores, "embedding": own}

@@ -5,6 +5,7 @@ import pathlib
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console
@@ -86,13 +87,18 @@ def _joined(options: argparse.Namespace) -> int:
     _say(f"{stop}. Run the same command again to resume.", sys.stderr)
     return 128 + stop.signum
   for name in ("valid", "test"):
-    score = result[name]
-    _say(
-      f"{name}: {score['nats_per_token']:.4f} nats/token, perplexity {score['perplexity']:.2f},"
-      f" {score['bits_per_byte']:.4f} bits/byte over {score['tokens']:,} tokens"
-    )
+    _say(f"{name}: {_told(result[name])}")
   _say(f"result: {folder / 'result.json'}")
   return 0
+
+
+def _told(score: Mapping[str, float]) -> str:
+  parts = [f"{score['nats_per_token']:.4f} nats/token", f"perplexity {score['perplexity']:.2f}"]
+  if "bits_per_byte" in score:
+    parts.append(f"{score['bits_per_byte']:.4f} bits/byte")
+  if "accuracy" in score:
+    parts.append(f"accuracy {100 * score['accuracy']:.2f} %")
+  return f"{', '.join(parts)} over {score['tokens']:,} tokens"
 
 
 def _say(text: str, stream: TextIO | None = None) -> None:

@@ -91,6 +91,26 @@ class OneDeviceContract:
     # Central differences of step 1e-5 in float64 are good to 1e-9; what remains is float32.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), gradients, expected)
 
+  def test_places_without_a_target_are_as_if_they_were_not_there(
+    self, head, variables, hidden, tokens
+  ):
+    """What a padded batch gives to a training step: targets of -1, whose log_prob is not used."""
+    tokens = tokens.at[1, 2:].set(-1).at[2, 0].set(self.vocab)
+    known = (tokens >= 0) & (tokens < self.vocab)
+
+    def loss(params, hidden, tokens, known):
+      given = variables | {"params": params}
+      log_prob, terms = head.apply(given, hidden, tokens, method="loss_terms")
+      return sum(terms.values(), -jnp.where(known, log_prob, 0).sum())
+
+    both = jax.value_and_grad(loss, (0, 1))
+    value, (of_params, of_hidden) = both(variables["params"], hidden, tokens, known)
+    kept = both(variables["params"], hidden[known], tokens[known], jnp.ones(known.sum(), bool))
+    np.testing.assert_allclose(value, kept[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), of_params, kept[1][0])
+    np.testing.assert_allclose(of_hidden[known], kept[1][1], atol=1e-5)
+    assert not np.any(of_hidden[~known])
+
   @pytest.mark.parametrize("vocab", [4099])
   def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
     head, rows = self.cases[case](vocab, self.dim), 2053

@@ -13,6 +13,7 @@ from vqjax.convert.starts import dense_rows
 from vqjax.heads import Head
 from vqjax.models import Transformer
 from vqjax.ops.distillation import linear_soft_target_loss
+from vqjax.ops.vocabulary import mean_over_known
 from vqjax.training.saved import check_tokenizer, read_variables
 from vqjax.training.text import Text
 
@@ -78,7 +79,7 @@ class Distilled(nn.Module):
   def loss_terms(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """The student's loss terms, and "distillation"."""
+    """The student's loss terms, and "distillation", of the places that have a target."""
     hidden, terms = self.student.hidden_and_terms(tokens, deterministic)
     log_prob, of_head = self.student.head_terms(hidden, targets)
     teacher_hidden = jax.lax.stop_gradient(self.teacher.hidden(tokens))
@@ -91,8 +92,8 @@ class Distilled(nn.Module):
       teacher_softcap=getattr(self.teacher.head, "softcap", None),
       vocab_axis=self.student.head.vocab_axis,
     )
-    kl = self.weight * self.temperature**2 * found.kl.mean()
-    return log_prob, terms | of_head | {"distillation": kl}
+    kl = mean_over_known(found.kl, targets, self.student.head.vocab)
+    return log_prob, terms | of_head | {"distillation": self.weight * self.temperature**2 * kl}
 
   def logical_axes(self) -> dict:
     """Those of both, under their names."""

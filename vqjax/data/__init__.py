@@ -6,6 +6,7 @@ from vqjax.data.examples import Documents
 from vqjax.data.filters import Filtered
 from vqjax.data.jsonl import JSONLines
 from vqjax.data.labelled import AGNews, DBpedia, LabelledSource
+from vqjax.data.pairs import Mirrored, Multi30k, PairedSource, Pairs
 from vqjax.data.pieces import SentencePieceTokenizer
 from vqjax.data.pipeline import EvaluationBatches, EvaluationStreams, Loader, Streams, Windows
 from vqjax.data.source import Source
@@ -26,6 +27,10 @@ __all__ = [
   "JSONLines",
   "LabelledSource",
   "Loader",
+  "Mirrored",
+  "Multi30k",
+  "PairedSource",
+  "Pairs",
   "PennTreebank",
   "SentencePieceTokenizer",
   "Source",

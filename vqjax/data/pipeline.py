@@ -61,6 +61,10 @@ class Loader(abc.ABC):
   def whole(self, split: TokenSplit, *, batch: int, context: int) -> Iterable[Batch]:
     """Batches of these shapes in which every target of a split is exactly once, in order."""
 
+  def text_bytes(self, split: TokenSplit) -> int | None:
+    """UTF-8 bytes of the text that the targets of `whole` spell; None: they spell none."""
+    return split.text_bytes
+
   @abc.abstractmethod
   def _source(
     self, split: TokenSplit, batch: int, context: int, seed: int, rows: np.ndarray

@@ -15,7 +15,7 @@ from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, shards, softmax
 from vqjax.ops.rows import Rows
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.vocabulary import in_vocabulary, mean_over_known
 from vqjax.types import Dtype, Size
 
 
@@ -138,7 +138,7 @@ class CodebookHead(Head):
     """`log_prob` and `aux`, from the same scores of the codes."""
     found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
     terms = self._commitment(hidden, tokens) if self.commitment else {}
-    return found.log_prob, terms | regularizers.terms(self, found)
+    return found.log_prob, terms | regularizers.terms(self, found, tokens)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -157,11 +157,12 @@ class CodebookHead(Head):
     Eq. 3, whose encoder output is the hidden vector here and whose code is the token's.
     """
     codebook, table = self.factors()
+    _, token = in_vocabulary(tokens, self.vocab)
     code = code_ops.code_vectors(
-      jax.lax.stop_gradient(codebook), table, tokens, jnp.float32, self.vocab_axis
+      jax.lax.stop_gradient(codebook), table, token, jnp.float32, self.vocab_axis
     )
-    apart = jnp.mean((hidden.astype(jnp.float32) - code) ** 2)
-    return {"commitment": self.commitment * apart}
+    apart = ((hidden.astype(jnp.float32) - code) ** 2).mean(axis=-1)
+    return {"commitment": self.commitment * mean_over_known(apart, tokens, self.vocab)}
 
   def _rows(self) -> tuple[shards.Padded, ...]:
     codebook, table = self.factors()

@@ -110,7 +110,7 @@ class LearnedCodebookHead(LinearHead):
     rows = self._rows_of(self._drawn())
     self.steps.value = self.steps.value + 1
     found = self._softmax(hidden, tokens, self.label_smoothing > 0, rows)
-    return found.log_prob, regularizers.terms(self, found)
+    return found.log_prob, regularizers.terms(self, found, tokens)
 
   def _drawn(self) -> Float[Array, "V C"]:
     """One-hot shares of the drawn candidates, with the gradient of the soft ones."""

@@ -83,7 +83,7 @@ class LinearHead(Head):
     if not (self.z_loss or self.label_smoothing):
       return super().loss_terms(hidden, tokens)
     found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
-    return found.log_prob, regularizers.terms(self, found)
+    return found.log_prob, regularizers.terms(self, found, tokens)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]

@@ -17,6 +17,7 @@ from vqjax.heads.linear import LinearHead
 from vqjax.ops import product, sampling, shards
 from vqjax.ops.rows import Rows
 from vqjax.ops.tiles import Scoring
+from vqjax.ops.vocabulary import mean_over_known
 from vqjax.types import Size
 
 
@@ -177,7 +178,8 @@ class LearnedProductHead(_ProductTables):
     latent_ND = shards.taken(self.latent, jnp.clip(tokens.reshape(-1), 0, self.vocab - 1))
     row_ND = lax.stop_gradient(product.nearest_rows(latent_ND, self.tables))
     apart_N = ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
-    return {"commitment": self.commitment * apart_N.mean()}
+    mean = mean_over_known(apart_N, tokens.reshape(-1), self.vocab)
+    return {"commitment": self.commitment * mean}
 
   def size(self) -> Size:
     """V·D latent parameters beside the K·D of the tables and V for a bias."""

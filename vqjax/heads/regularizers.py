@@ -2,12 +2,12 @@
 
 import math
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head
 from vqjax.ops.codes import CodeSoftmax
 from vqjax.ops.softmax import LinearSoftmax
+from vqjax.ops.vocabulary import mean_over_known
 
 
 def check(head: Head) -> None:
@@ -18,13 +18,15 @@ def check(head: Head) -> None:
     raise ValueError(f"z_loss {head.z_loss} is negative or not finite; 1e-4 is usual, 0 for none")
 
 
-def terms(head: Head, found: LinearSoftmax | CodeSoftmax) -> dict[str, Float[Array, ""]]:
-  """The terms by name, means over the tokens; empty where none is asked for."""
+def terms(
+  head: Head, found: LinearSoftmax | CodeSoftmax, tokens: Integer[Array, "*B"]
+) -> dict[str, Float[Array, ""]]:
+  """The terms by name, means over the tokens in [0, V); empty where none is asked for."""
   named = {}
   if head.z_loss:
-    named["z_loss"] = head.z_loss * jnp.mean(found.log_z**2)
+    named["z_loss"] = head.z_loss * mean_over_known(found.log_z**2, tokens, head.vocab)
   if head.label_smoothing:
     # -(1 - s) log p - s · mean log p, less the loss that is counted already.
     apart = found.log_prob - found.mean_log_prob
-    named["label_smoothing"] = head.label_smoothing * apart.mean()
+    named["label_smoothing"] = head.label_smoothing * mean_over_known(apart, tokens, head.vocab)
   return named

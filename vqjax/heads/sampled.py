@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.dense import DenseHead
 from vqjax.ops import sampled
+from vqjax.ops.vocabulary import mean_over_known
 
 Proposal = Callable[[int], Float[Array, "V"]]
 """vocab -> log-probabilities [V] with which tokens are drawn, up to a constant."""
@@ -54,5 +54,7 @@ class SampledSoftmaxHead(DenseHead):
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
     )
-    terms = {"z_loss": self.z_loss * jnp.mean(found.log_z**2)} if self.z_loss else {}
-    return found.log_prob, terms
+    if not self.z_loss:
+      return found.log_prob, {}
+    z_loss = self.z_loss * mean_over_known(found.log_z**2, tokens, self.vocab)
+    return found.log_prob, {"z_loss": z_loss}

@@ -21,15 +21,16 @@ class Score(NamedTuple):
     bits_per_byte: all nats, in bits, over the bytes of the text: comparable between tokenizers as
       long as neither replaces words by an unknown one.
     tokens: tokens, or whatever the targets are, that were predicted.
-    text_bytes: UTF-8 bytes of the split's text.
+    text_bytes: UTF-8 bytes of the text that the targets spell; None, and no `bits_per_byte`: they
+      spell none.
     accuracy: part of the targets that the model called right; None: it has no `is_right`.
   """
 
   nats_per_token: float
   perplexity: float
-  bits_per_byte: float
+  bits_per_byte: float | None
   tokens: int
-  text_bytes: int
+  text_bytes: int | None
   accuracy: float | None = None
 
   def known(self) -> dict[str, float]:
@@ -49,7 +50,7 @@ def summed(model: nn.Module) -> Scorer:
 
   def sums(variables, batch):
     wanted = batch["targets"] >= 0
-    tokens = batch["inputs"], jnp.maximum(batch["targets"], 0)
+    tokens = batch["inputs"], batch["targets"]
     log_prob, carry = model.apply(
       carried(variables, batch), *tokens, method="log_prob", mutable=_carry_of(variables)
     )
@@ -70,7 +71,9 @@ def make_scorer(model: nn.Module) -> Scorer:
   return jax.jit(summed(model))
 
 
-def evaluate(scorer: Scorer, variables: dict, batches: Iterable[dict], text_bytes: int) -> Score:
+def evaluate(
+  scorer: Scorer, variables: dict, batches: Iterable[dict], text_bytes: int | None
+) -> Score:
   """The score over the batches; sums of batches are added in float64, one batch behind.
 
   Raises:
@@ -86,7 +89,7 @@ def evaluate(scorer: Scorer, variables: dict, batches: Iterable[dict], text_byte
     raise ValueError("no batch to evaluate: the split has no token")
   _add(total, pending)
   mean = total["nats"] / total["targets"]
-  bits = total["nats"] / math.log(2) / max(text_bytes, 1)
+  bits = None if text_bytes is None else total["nats"] / math.log(2) / max(text_bytes, 1)
   accuracy = total["right"] / total["targets"] if "right" in pending else None
   return Score(mean, math.exp(min(mean, 700.0)), bits, total["targets"], text_bytes, accuracy)
 

@@ -221,7 +221,7 @@ class _Run:
     scorer = lambda variables, batch: self.program.scorer(
       variables, self.program.place_whole(batch)
     )
-    score = evaluate(scorer, self.state.variables, batches, split.text_bytes)
+    score = evaluate(scorer, self.state.variables, batches, loader.text_bytes(split))
     if not math.isfinite(score.nats_per_token):
       wrong = {f"the {name} loss": score.nats_per_token}
       raise NotFiniteError(self._explain(int(self.state.step), wrong))

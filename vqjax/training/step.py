@@ -57,7 +57,7 @@ def train_step(
     (log_prob, aux), written = model.apply(
       {"params": params, **tables},
       batch["inputs"],
-      jnp.maximum(batch["targets"], 0),
+      batch["targets"],
       deterministic=False,
       rngs={"dropout": key, "sample": jax.random.fold_in(key, 0)},
       method="loss_terms",
