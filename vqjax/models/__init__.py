@@ -4,5 +4,6 @@ from vqjax.models.base import LanguageModel
 from vqjax.models.classifier import TextClassifier
 from vqjax.models.lstm import LSTM
 from vqjax.models.transformer import Transformer
+from vqjax.models.translator import Translator, translate
 
-__all__ = ["LSTM", "LanguageModel", "TextClassifier", "Transformer"]
+__all__ = ["LSTM", "LanguageModel", "TextClassifier", "Transformer", "Translator", "translate"]

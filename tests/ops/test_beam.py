@@ -1,0 +1,98 @@
+"""Does the beam find what an exhaustive search finds, and stop when it has it?"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax.ops.beam import beam_search
+
+V, EOS = 4, 0
+
+
+def model(seed, length):
+  """Log-probabilities [T, V, V] of the next token, given the place and the token before."""
+  scores = np.random.default_rng(seed).normal(size=(length, V, V)) * 2
+  return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+
+
+def step_of(table):
+  def step(tokens, at):
+    """The state counts a sequence's tokens: it is reordered with the sequences."""
+    log_prob = jnp.asarray(table, jnp.float32)[at, tokens]
+    best, token = jax.lax.top_k(log_prob, V)
+    return best, token, at + 1
+
+  return step
+
+
+def exhaustive(table, length, penalty):
+  """The best of all sequences that end within the length: (rank, tokens, log p)."""
+  found = []
+  for n in range(1, length + 1):
+    for words in itertools.product(range(1, V), repeat=n - 1):
+      sequence = (*words, EOS)
+      before = (EOS, *sequence)
+      log_prob = sum(table[t, before[t], sequence[t]] for t in range(n))
+      found.append((log_prob / ((5 + n) / 6) ** penalty, words, log_prob))
+  return max(found)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
+def test_a_wide_beam_finds_the_best_of_all_sequences(penalty):
+  length, beams = 4, V**4
+  tables = [model(seed, length) for seed in range(5)]
+  for table in tables:
+    found = jax.jit(
+      lambda at, table=table: beam_search(
+        step_of(table), at, rows=2, beams=beams, length=length, eos=EOS, penalty=penalty
+      )
+    )(jnp.zeros(2 * beams, jnp.int32))
+    _, words, log_prob = exhaustive(table, length, penalty)
+    for row in range(2):
+      assert tuple(t for t in found.tokens[row].tolist() if t >= 0) == words
+      np.testing.assert_allclose(found.log_prob[row], log_prob, rtol=1e-5)
+    assert found.ended.all()
+
+
+def test_one_beam_is_greedy_while_nothing_ends():
+  length = 5
+  table = model(3, length)
+  table[..., EOS] = -50.0
+  found = beam_search(
+    step_of(table), jnp.zeros(1, jnp.int32), rows=1, beams=1, length=length, eos=EOS
+  )
+  greedy, token = [], EOS
+  for t in range(length):
+    token = int(np.argmax(table[t, token]))
+    greedy.append(token)
+  assert found.tokens[0].tolist() == greedy
+  assert not found.ended[0]
+
+
+def test_rows_have_beams_of_their_own():
+  """Each row begins in another place of the table: the state goes with its row."""
+  table = model(4, 8)
+  starts = jnp.repeat(jnp.array([0, 3]), 6)
+  both = beam_search(step_of(table), starts, rows=2, beams=6, length=4, eos=EOS)
+  for row, start in enumerate((0, 3)):
+    alone = beam_search(step_of(table), jnp.full(6, start), rows=1, beams=6, length=4, eos=EOS)
+    np.testing.assert_array_equal(both.tokens[row], alone.tokens[0])
+    np.testing.assert_allclose(both.log_prob[row], alone.log_prob[0], rtol=1e-6)
+
+
+def test_a_sequence_that_ends_at_once_is_empty():
+  table = np.full((3, V, V), -20.0)
+  table[..., EOS] = -1e-6
+  found = beam_search(step_of(table), jnp.zeros(2, jnp.int32), rows=1, beams=2, length=3, eos=EOS)
+  assert found.tokens[0].tolist() == [-1, -1, -1]
+  assert found.ended[0]
+
+
+@pytest.mark.parametrize("wrong", [{"beams": 0}, {"length": 0}, {"penalty": -1.0}])
+def test_wrong_numbers_are_refused(wrong):
+  options = {"beams": 2, "length": 3, "penalty": 0.6} | wrong
+  with pytest.raises(ValueError, match="must be at least 1"):
+    beam_search(step_of(model(0, 3)), jnp.zeros(2, jnp.int32), rows=1, eos=EOS, **options)
