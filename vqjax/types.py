@@ -11,6 +11,9 @@ One glossary of dimension letters, used as suffixes of array names and in jaxtyp
 
 from typing import Any, NamedTuple
 
+HIDDEN = -2
+"""In tokens that a model sees: there is one, which it is to guess. -1 is no token."""
+
 Dtype = Any
 """Whatever `jnp.dtype` accepts."""
 

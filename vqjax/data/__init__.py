@@ -10,6 +10,7 @@ from vqjax.data.pairs import Mirrored, Multi30k, PairedSource, Pairs
 from vqjax.data.pieces import SentencePieceTokenizer
 from vqjax.data.pipeline import EvaluationBatches, EvaluationStreams, Loader, Streams, Windows
 from vqjax.data.source import Source
+from vqjax.data.tasks import Continued, Intruded, Masked
 from vqjax.data.text import Text
 from vqjax.data.tfds import TFDS
 from vqjax.data.tokenizers import BPETokenizer, Encoder, Tokenizer, WordTokenizer
@@ -18,15 +19,18 @@ __all__ = [
   "TFDS",
   "AGNews",
   "BPETokenizer",
+  "Continued",
   "DBpedia",
   "Documents",
   "Encoder",
   "EvaluationBatches",
   "EvaluationStreams",
   "Filtered",
+  "Intruded",
   "JSONLines",
   "LabelledSource",
   "Loader",
+  "Masked",
   "Mirrored",
   "Multi30k",
   "PairedSource",

@@ -1,9 +1,21 @@
 """Which models are there to put a vocabulary layer into?"""
 
 from vqjax.models.base import LanguageModel
+from vqjax.models.bert import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
 from vqjax.models.classifier import TextClassifier
 from vqjax.models.lstm import LSTM
 from vqjax.models.transformer import Transformer
 from vqjax.models.translator import Translator, translate
 
-__all__ = ["LSTM", "LanguageModel", "TextClassifier", "Transformer", "Translator", "translate"]
+__all__ = [
+  "LSTM",
+  "Encoder",
+  "LanguageModel",
+  "MaskedLanguageModel",
+  "PairClassifier",
+  "SpanFinder",
+  "TextClassifier",
+  "Transformer",
+  "Translator",
+  "translate",
+]

@@ -1,5 +1,7 @@
 """Of which blocks do models that attend to a whole sequence, or to another one, consist?"""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,12 +65,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-  """A residual branch of two layers with a ReLU between, at every place alone."""
+  """A residual branch of two layers with an activation between, at every place alone."""
 
   dim: int
   hidden: int
   dropout: float
   dtype: Dtype
+  activation: Callable = nn.relu
 
   def setup(self):
     dense = lambda width: nn.Dense(width, dtype=self.dtype, kernel_init=XAVIER)
@@ -77,7 +80,7 @@ class FeedForward(nn.Module):
     self.drop = nn.Dropout(self.dropout)
 
   def __call__(self, x_BTD, deterministic):
-    inner = self.drop(nn.relu(self.enter(self.norm(x_BTD))), deterministic)
+    inner = self.drop(self.activation(self.enter(self.norm(x_BTD))), deterministic)
     return x_BTD + self.drop(self.leave(inner), deterministic)
 
 
@@ -89,11 +92,13 @@ class EncoderBlock(nn.Module):
   hidden: int
   dropout: float
   dtype: Dtype
+  activation: Callable = nn.relu
 
   def setup(self):
     own = self.dim, self.heads, self.dropout, self.dtype
+    mlp = self.dim, self.hidden, self.dropout, self.dtype, self.activation
     self.self_attention = Attention(*own)
-    self.feed_forward = FeedForward(self.dim, self.hidden, self.dropout, self.dtype)
+    self.feed_forward = FeedForward(*mlp)
 
   def __call__(self, x_BSD, given, mask, deterministic):
     del given
@@ -112,12 +117,14 @@ class DecoderBlock(nn.Module):
   hidden: int
   dropout: float
   dtype: Dtype
+  activation: Callable = nn.relu
 
   def setup(self):
     own = self.dim, self.heads, self.dropout, self.dtype
+    mlp = self.dim, self.hidden, self.dropout, self.dtype, self.activation
     self.self_attention = Attention(*own)
     self.cross_attention = Attention(*own, crossed=True)
-    self.feed_forward = FeedForward(self.dim, self.hidden, self.dropout, self.dtype)
+    self.feed_forward = FeedForward(*mlp)
 
   def __call__(self, x_BTD, given, mask, deterministic):
     memory_key, memory_value, cache = given

@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
   ) -> tuple[Float[Array, "B T D"], Terms]:
     """`hidden`, and the embedding's terms of the loss as "embedding/NAME"."""
     vectors, terms = self.embedding.loss_terms(tokens, deterministic)
-    return self.body(vectors, deterministic), _named("embedding", terms)
+    return self.body(vectors, deterministic), named("embedding", terms)
 
   def log_prob(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
@@ -84,7 +84,7 @@ class LanguageModel(nn.Module):
   ) -> tuple[Float[Array, "B T"], Terms]:
     """`log_prob` of hidden vectors that are there already, and the head's terms as "head/NAME"."""
     log_prob, terms = self.head.loss_terms(hidden, targets)
-    return log_prob, _named("head", terms)
+    return log_prob, named("head", terms)
 
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
@@ -99,5 +99,6 @@ class LanguageModel(nn.Module):
     return axes
 
 
-def _named(part: str, terms: Terms) -> Terms:
+def named(part: str, terms: Terms) -> Terms:
+  """The terms as "PART/NAME"."""
   return {f"{part}/{name}": term for name, term in terms.items()}

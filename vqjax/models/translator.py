@@ -154,7 +154,7 @@ class Translator(nn.Module):
     """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
     hidden, terms = self.hidden_and_terms(inputs, deterministic)
     log_prob, of_head = self.head.loss_terms(hidden, targets)
-    return log_prob, terms | {f"head/{name}": term for name, term in of_head.items()}
+    return log_prob, terms | named("head", of_head)
 
   def begin(self, source: Integer[Array, "B S"], beams: int) -> Decoding:
     """A decoding of each source, `beams` times, one after another."""
