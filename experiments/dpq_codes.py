@@ -11,6 +11,7 @@ import numpy as np
 
 from vqjax import DPQEmbedding, Embedding
 from vqjax.config import Experiment, with_vocab
+from vqjax.convert.tables import embedding_of
 from vqjax.data import Encoder, fit_encoder
 from vqjax.ops import quantize
 from vqjax.training import read_variables
@@ -32,17 +33,12 @@ def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   """What is kept of a run's embedding: neighbours of words, and of codes how they are used."""
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
   embedding = with_vocab(experiment, encoder.vocab).model.embedding
-  variables = own(read_variables(folder)[0])
+  variables = embedding_of(read_variables(folder)[0])
   found = {"neighbours": neighbours(embedding, variables, encoder)}
   if isinstance(embedding, DPQEmbedding):
     found["codes"] = codes(embedding, variables, encoder)
     found["compact"] = compact(embedding, variables)
   return found
-
-
-def own(variables: dict[str, Any]) -> dict[str, Any]:
-  """The variables of a model's embedding."""
-  return {name: trees["embedding"] for name, trees in variables.items() if "embedding" in trees}
 
 
 def compact(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str, float]:

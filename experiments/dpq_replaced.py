@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from experiments.dpq_rows import Fill
 from vqjax import Embedding
 from vqjax.config import Experiment, with_vocab
+from vqjax.convert.tables import with_embedding
 from vqjax.training import evaluate, make_scorer, read_variables
 from vqjax.training.text import load_text
 
@@ -35,14 +35,3 @@ def replaced(
   size = model.embedding.shipped()
   own = {"class": type(embedding).__name__, "shipped_bytes": size.state_bytes}
   return {**scores, "embedding": own}
-
-
-def with_embedding(variables: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-  """A model's variables with others for its embedding."""
-  without = {
-    name: {part: tree for part, tree in trees.items() if part != "embedding"}
-    for name, trees in variables.items()
-  }
-  for name, tree in own.items():
-    without[name] = without.get(name, {}) | {"embedding": tree}
-  return {name: trees for name, trees in without.items() if trees}

@@ -14,11 +14,14 @@ from vqjax import (
   DenseEmbedding,
   DPQEmbedding,
   Embedding,
+  EncoderQuantizer,
   FreeQuantizer,
+  GuidedEmbedding,
   LowRankEmbedding,
   ProductEmbedding,
   ScalarEmbedding,
   SoftmaxQuantizer,
+  convert,
 )
 from vqjax.config import FROM_TOKENIZER
 from vqjax.convert import reconstruct
@@ -34,11 +37,13 @@ class Row:
     name: of its run.
     label: what tables call it.
     embedding: of a setting.
+    fill: of a setting: how it begins with the table of the row "full"; None: with its own.
   """
 
   name: str
   label: str
   embedding: Callable[[Setting], Embedding]
+  fill: Callable[[Setting], Callable] | None = None
 
 
 Fill = Callable[[Embedding, np.ndarray], Mapping[str, Any]]
@@ -101,6 +106,25 @@ def low_rank(times: int) -> Callable[[Setting], Embedding]:
   return lambda s: LowRankEmbedding(V, s.dim, max(1, s.dim // times), weight_init=s.begin)
 
 
+def guided(s: Setting) -> Embedding:
+  """KD codes, drawn to the trained full table."""
+  return GuidedEmbedding(V, s.dim, kd(s), weight=s.guide)
+
+
+def fixed_codes(s: Setting) -> Embedding:
+  """Codes that a network learned to rebuild the trained full table with; values are trained."""
+  return ProductEmbedding(V, s.dim, s.kd.codes, s.kd.subspaces, additive=True)
+
+
+def shu_nakayama(s: Setting) -> convert.Codes:
+  """How those codes are learned."""
+  k, m, _ = s.kd
+  network = EncoderQuantizer(
+    s.dim, k, m, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+  )
+  return convert.Codes(network, s.rebuild_steps)
+
+
 def kd(s: Setting) -> Embedding:
   """Codes that are parameters, composed by a network: KD codes end to end."""
   k, m, _ = s.kd
@@ -146,6 +170,8 @@ def trained_rows(s: Setting) -> list[Row]:
     Row("sx-tied", f"DPQ-SX, tied keys and values ({s.sx})", softmax(s.sx, tied=True)),
     *(Row(f"low-rank-{times}", f"Low rank ({times}×)", low_rank(times)) for times in (5, 10, 20)),
     Row("kd", f"KD codes, end to end ({s.kd})", kd),
+    Row("kd-distilled", f"KD codes, distilled ({s.kd})", guided, lambda s: convert.Guide()),
+    Row("pretrained-codes", f"codes of a trained table, fixed ({s.kd})", fixed_codes, shu_nakayama),
   ]
   return [*(row for row in every if row.name in s.rows), *_grid(s)]
 

@@ -10,6 +10,7 @@ A run that was stopped goes on; each result is copied to docs/results/dpq/SCALE/
 the page is made of.
 """
 
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from experiments.dpq_replaced import replaced
 from experiments.dpq_rows import Afterwards, Row, afterwards, full, trained_rows
 from experiments.dpq_settings import COLUMN, SCALES, Setting
 from experiments.study import Results, Study, Work, derived, trained
+from vqjax import convert
 
 
 def works(scale: str) -> list[Work]:
@@ -43,8 +45,11 @@ def _of_setting(s: Setting) -> Iterator[Work]:
 
 def _trained(s: Setting, row: Row, seed: int = 0) -> Work:
   name = f"{s.name}/{row.name}" + (f"-s{seed}" if seed else "")
-  experiment = s.make(row.name, row.embedding(s), seed)
-  return trained(name, row.label, experiment, s.path(row.name, seed), dpq_codes.beside)
+  experiment, needs = s.make(row.name, row.embedding(s), seed), ()
+  if row.fill is not None:
+    start = convert.FromTable(s.path("full", seed), row.fill(s))
+    experiment, needs = dataclasses.replace(experiment, start=start), (f"{s.name}/full",)
+  return trained(name, row.label, experiment, s.path(row.name, seed), dpq_codes.beside, needs)
 
 
 def _afterwards(s: Setting, row: Afterwards, source: Work) -> Work:

@@ -1,4 +1,4 @@
-"""How does a trained dense model become one with a compressed head?"""
+"""How does a trained dense model become one with a compressed head or embedding?"""
 
 from vqjax.convert.compress import CODEBOOK, FULL, HEAD, compress, converted
 from vqjax.convert.distilled import Distilled, FromTeacher
@@ -13,6 +13,7 @@ from vqjax.convert.mappings import (
   Mapping,
 )
 from vqjax.convert.starts import FromDense, FromStudent, Frozen, Mapped, MappedProduct
+from vqjax.convert.tables import ClusteredCentroids, Codes, FromTable, Guide
 from vqjax.convert.targets import (
   ToCodebook,
   ToLearnedCodebook,
@@ -28,14 +29,18 @@ __all__ = [
   "HEAD",
   "Balanced",
   "Brown",
+  "ClusteredCentroids",
+  "Codes",
   "ContextKMeans",
   "Distilled",
   "Fixed",
   "FrequencyBins",
   "FromDense",
   "FromStudent",
+  "FromTable",
   "FromTeacher",
   "Frozen",
+  "Guide",
   "KMeans",
   "Known",
   "Mapped",

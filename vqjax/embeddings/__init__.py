@@ -6,6 +6,7 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.composed import ComposedEmbedding
 from vqjax.embeddings.dense import DenseEmbedding
 from vqjax.embeddings.dpq import DPQEmbedding
+from vqjax.embeddings.guided import GuidedEmbedding
 from vqjax.embeddings.low_rank import LowRankEmbedding
 from vqjax.embeddings.product import ProductEmbedding
 from vqjax.embeddings.scalar import ScalarEmbedding
@@ -17,6 +18,7 @@ __all__ = [
   "DPQEmbedding",
   "DenseEmbedding",
   "Embedding",
+  "GuidedEmbedding",
   "LowRankEmbedding",
   "ProductEmbedding",
   "ScalarEmbedding",

@@ -1,0 +1,132 @@
+"""Does a run begin with the codes, the guide or the centroids that it is told to begin with?"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import (
+  CentroidQuantizer,
+  DenseEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  EncoderQuantizer,
+  GuidedEmbedding,
+  MovingAverage,
+  ProductEmbedding,
+  SoftmaxQuantizer,
+  convert,
+)
+from vqjax.config import FROM_TOKENIZER as V
+from vqjax.config import Experiment, Train
+from vqjax.convert.tables import embedding_of
+from vqjax.data import Text, Windows, WordTokenizer
+from vqjax.models import Transformer
+from vqjax.training import fit, read_variables
+from vqjax.training.text import load_text
+
+D = 8
+
+
+def experiment(embedding, start=None, vocab=60):
+  return Experiment(
+    name="x",
+    model=Transformer(embedding, DenseHead(V, D), D, layers=1, heads=2, context=8),
+    data=Text(),
+    tokenizer=WordTokenizer(vocab=vocab),
+    loader=Windows(),
+    train=Train(steps=2, batch=8, eval_every=2, save_every=2),
+    start=start,
+  )
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+  """The folder of a run with a dense embedding."""
+  folder = tmp_path_factory.mktemp("dense")
+  fit(experiment(DenseEmbedding(V, D)), folder)
+  return folder
+
+
+def table_of(folder):
+  return np.asarray(read_variables(folder)[0]["params"]["embedding"]["weight"])
+
+
+def begun(start, embedding):
+  text = load_text(experiment(embedding, start))
+  model = text.experiment.model
+  tokens = jnp.zeros((1, 2), jnp.int32)
+  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
+  return model, start(text, model, variables)
+
+
+def test_a_guided_embedding_learns_the_table(dense, tmp_path):
+  embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=100.0)
+  start = convert.FromTable(str(dense), convert.Guide())
+  run = experiment(embedding, start)
+  more = dataclasses.replace(run.train, steps=200, learning_rate=1e-2, eval_every=200)
+  fit(dataclasses.replace(run, train=more), tmp_path / "run")
+  own = read_variables(tmp_path / "run")[0]
+  table = table_of(dense)
+  np.testing.assert_array_equal(own["guide"]["embedding"]["table"], table)
+  far = np.abs(np.asarray(own["params"]["embedding"]["student"]["weight"]) - table).mean()
+  assert far < 0.2 * np.abs(table).mean()
+
+
+def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
+  network = EncoderQuantizer(
+    D, 8, 4, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+  )
+  codes = convert.Codes(network, steps=1_500)
+  embedding = ProductEmbedding(V, D, 8, 4, additive=True)
+  start = convert.FromTable(str(dense), codes)
+  model, variables = begun(start, embedding)
+  table = table_of(dense)
+  found = model.embedding.apply(embedding_of(variables), method="table")
+  assert ((found - table) ** 2).sum() < 0.8 * ((table - table.mean(axis=0)) ** 2).sum()
+  fit(experiment(embedding, start), tmp_path / "run")
+  trained = read_variables(tmp_path / "run")[0]
+  kept = variables["codes"]["embedding"]["codes"]
+  np.testing.assert_array_equal(trained["codes"]["embedding"]["codes"], kept)
+
+
+@pytest.mark.parametrize("average", [None, MovingAverage()])
+@pytest.mark.parametrize("shared", [False, True])
+def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
+  quantizer = CentroidQuantizer(D, 4, 2, shared=shared, normalize=False, moving_average=average)
+  embedding = DPQEmbedding(V, D, quantizer)
+  model, variables = begun(convert.ClusteredCentroids(), embedding)
+  own = embedding_of(variables)
+  query = np.asarray(own["params"]["query"])
+  centers = np.asarray(model.embedding.apply(own, method="values"))
+  parts = query.reshape(-1, 2, D // 2)
+  for m in range(2):
+    table = centers[0 if shared else m]
+    points = parts.reshape(-1, D // 2) if shared else parts[:, m]
+    nearest = ((points[:, None] - table) ** 2).sum(-1).argmin(1)
+    means = np.stack([points[nearest == k].mean(axis=0) for k in range(4)])
+    # As good as converged: each centre is near the mean of what is nearest to it.
+    assert np.abs(means - table).max() < 0.25 * np.abs(table).max()
+
+
+def test_what_has_no_place_for_them_is_named(dense):
+  other = SoftmaxQuantizer(D, 4, 2)
+  with pytest.raises(ValueError, match="DenseEmbedding has no guide"):
+    begun(convert.FromTable(str(dense), convert.Guide()), DenseEmbedding(V, D))
+  with pytest.raises(ValueError, match="has no place for the codes of"):
+    begun(convert.FromTable(str(dense), convert.Codes(other, 1)), ProductEmbedding(V, D, 8, 2))
+  with pytest.raises(ValueError, match="has no centroids to begin with"):
+    begun(convert.ClusteredCentroids(), DPQEmbedding(V, D, other))
+
+
+def test_a_table_of_another_width_is_named(dense):
+  start = convert.FromTable(str(dense), convert.Guide())
+  text = load_text(experiment(DenseEmbedding(V, D), start))
+  vocab = text.experiment.model.embedding.vocab
+  narrow = Transformer(
+    GuidedEmbedding(vocab, 4, DenseEmbedding(vocab, 4)), DenseHead(vocab, 4), 4, 1, 2, 8
+  )
+  with pytest.raises(ValueError, match=rf"a dense table \[{vocab}, 8\]; \[{vocab}, 4\] is wanted"):
+    start(text, narrow, {"params": {"embedding": {}}})

@@ -1,0 +1,125 @@
+"""Do embeddings that are made of another one look up, learn and weigh what they should?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import (
+  ComposedEmbedding,
+  DenseEmbedding,
+  DPQEmbedding,
+  Embedding,
+  FreeQuantizer,
+  GuidedEmbedding,
+  SoftmaxQuantizer,
+)
+
+V, D = 23, 6
+
+
+def kd_codes():
+  free = FreeQuantizer(12, 4, 3, value_dim=5, additive=True, normalize=False)
+  return DPQEmbedding(V, 5, free)
+
+
+CASES = {
+  "composed": ComposedEmbedding(V, D, kd_codes(), hidden=7),
+  "guided": GuidedEmbedding(V, D, DenseEmbedding(V, D)),
+  "guided, composed": GuidedEmbedding(V, D, ComposedEmbedding(V, D, kd_codes(), hidden=7)),
+}
+
+
+def made(embedding: Embedding):
+  return embedding.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectors_are_rows_of_the_table_and_nan_outside(name):
+  embedding = CASES[name]
+  variables = made(embedding)
+  tokens = jnp.array([[0, V - 1], [3, V], [-1, 5]])
+  found = embedding.apply(variables, tokens)
+  table = embedding.apply(variables, method="table")
+  known = (tokens >= 0) & (tokens < V)
+  np.testing.assert_allclose(found[known], table[tokens[known]], atol=1e-6)
+  assert np.isnan(found[~known]).all()
+  loss, terms = embedding.apply(variables, tokens, False, method="loss_terms")
+  np.testing.assert_allclose(loss[known], found[known], atol=1e-6)
+  assert all(np.isfinite(term) for term in terms.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_size_and_axes_are_those_of_the_variables(name):
+  embedding = CASES[name]
+  variables = made(embedding)
+  leaves = jax.tree.leaves
+  size = embedding.size()
+  assert size.params == sum(x.size for x in leaves(variables["params"]))
+  assert size.state_bytes == sum(x.nbytes for x in leaves(variables))
+  ranks = jax.tree.map(len, embedding.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
+  assert ranks == jax.tree.map(jnp.ndim, variables)
+
+
+def test_what_ships_is_codes_values_and_layers():
+  layers = 7 * (5 + 1) + D * (7 + 1)
+  values, codes = 3 * 4 * 5, -(-V * 3 * 2 // 8)
+  for name in ("composed", "guided, composed"):
+    shipped = CASES[name].shipped()
+    assert shipped.params == values + layers
+    assert shipped.state_bytes == 4 * (values + layers) + codes
+  assert CASES["guided"].shipped() == DenseEmbedding(V, D).size()
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_what_ships_of_quantised_vectors_is_the_compact_form(additive):
+  embedding = DPQEmbedding(V, D, SoftmaxQuantizer(D, 5, 3, additive=additive))
+  small = embedding.compact(made(embedding))
+  assert embedding.shipped().state_bytes == small.nbytes
+
+
+def test_the_composer_is_two_layers():
+  embedding = CASES["composed"]
+  variables = made(embedding)
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
+  inner = embedding.inner.apply({"params": params["inner"]}, jnp.arange(V))
+  first, second = params["first"], params["second"]
+  hidden = np.tanh(np.asarray(inner, np.float64) @ first["kernel"] + first["bias"])
+  expected = hidden @ second["kernel"] + second["bias"]
+  np.testing.assert_allclose(embedding.apply(variables, jnp.arange(V)), expected, atol=1e-6)
+
+
+def test_the_guide_draws_the_student_and_padding_counts_nowhere():
+  embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=0.5)
+  variables = made(embedding)
+  guide = jax.random.normal(jax.random.key(1), (V, D))
+  variables = {**variables, "guide": {"table": guide}}
+  tokens = jnp.array([4, 9, 4, -1])
+
+  def term(params):
+    given = {**variables, "params": params}
+    return embedding.apply(given, tokens, False, method="loss_terms")[1]["guide"]
+
+  value, gradient = jax.value_and_grad(term)(variables["params"])
+  weight = np.asarray(variables["params"]["student"]["weight"])
+  apart = weight - np.asarray(guide)
+  expected = 0.5 * (apart[[4, 9, 4]] ** 2).sum() / 3
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  found = np.asarray(gradient["student"]["weight"])
+  np.testing.assert_allclose(found[4], 2 * 0.5 * 2 * apart[4] / 3, rtol=1e-4)
+  np.testing.assert_allclose(found[9], 0.5 * 2 * apart[9] / 3, rtol=1e-4)
+  assert not np.any(np.delete(found, [4, 9], axis=0))
+
+
+@pytest.mark.parametrize(
+  ("embedding", "said"),
+  [
+    (ComposedEmbedding(V, D, DenseEmbedding(7, D), hidden=4), "inner has 7 tokens"),
+    (ComposedEmbedding(V, D, DenseEmbedding(V, D), hidden=0), "hidden 0 numbers"),
+    (GuidedEmbedding(V, D, DenseEmbedding(V, 5)), "the student is 23 x 5"),
+    (GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=-1.0), "weight -1.0 is negative"),
+  ],
+)
+def test_what_does_not_fit_is_named(embedding, said):
+  with pytest.raises(ValueError, match=said):
+    made(embedding)

@@ -1,0 +1,171 @@
+"""With which variables does a run's embedding begin that is made of a trained table, or of its own?
+
+Each start is an `Experiment.start`: called with the text, the model and its fresh variables.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from vqjax.convert.reconstruct import reconstruct, to_clusters
+from vqjax.embeddings import DPQEmbedding, Embedding, GuidedEmbedding, ProductEmbedding
+from vqjax.quantizers import CentroidQuantizer, Quantizer
+from vqjax.training.saved import check_tokenizer, read_variables
+from vqjax.training.text import Text
+
+Variables = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class FromTable:
+  """An embedding made of the table of a run with a `DenseEmbedding`; all else begins anew.
+
+  Attributes:
+    folder: of that run.
+    fill: (embedding, its fresh variables, table) -> its variables: `Guide()`, `Codes(...)`.
+    best: take the checkpoint of lowest validation loss, not the newest.
+  """
+
+  folder: str
+  fill: Callable[[Embedding, Variables, np.ndarray], Variables]
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with such an embedding.
+
+    Raises:
+      FileNotFoundError: the folder holds no checkpoint.
+      ValueError: its tokenizer is another one, its embedding has no table of this shape, or one
+        with numbers that are not finite.
+    """
+    check_tokenizer(self.folder, text)
+    trained, step = read_variables(self.folder, self.best)
+    table = trained["params"].get("embedding", {}).get("weight")
+    where = f"checkpoint {step} of {self.folder}"
+    own = model.embedding
+    if table is None or table.shape != (own.vocab, own.dim):
+      shape = "none" if table is None else list(table.shape)
+      raise ValueError(f"{where} has a dense table {shape}; {[own.vocab, own.dim]} is wanted")
+    if not np.isfinite(table).all():
+      raise ValueError(f"{where}: its embedding is not finite; take another checkpoint")
+    return with_embedding(variables, self.fill(own, embedding_of(variables), np.asarray(table)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Guide:
+  """A `GuidedEmbedding` is drawn to the table."""
+
+  def __call__(self, embedding: Embedding, fresh: Variables, table: np.ndarray) -> Variables:
+    """The fresh variables with the table as the guide; ValueError for any other embedding."""
+    if not isinstance(embedding, GuidedEmbedding):
+      raise ValueError(f"{type(embedding).__name__} has no guide; make it a GuidedEmbedding")
+    return {**fresh, "guide": {"table": np.asarray(table, np.float32)}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+  """A `ProductEmbedding` has the codes and values that a quantiser learns to rebuild the table with.
+
+  With an `EncoderQuantizer` these are those of Shu and Nakayama, 2018.
+
+  Attributes:
+    quantizer: what learns; of the embedding's codes, subspaces, and `additive` and `shared` as it.
+    steps: of Adam.
+    seed: of its beginning and its noise.
+  """
+
+  quantizer: Quantizer
+  steps: int
+  seed: int = 0
+
+  def __call__(self, embedding: Embedding, fresh: Variables, table: np.ndarray) -> Variables:
+    """The embedding's variables; ValueError where it has another form than the quantiser."""
+    form = lambda x: (x.codes, x.subspaces, x.shared, x.additive)
+    if not isinstance(embedding, ProductEmbedding) or form(embedding) != form(self.quantizer):
+      raise ValueError(
+        f"{embedding} has no place for the codes of {self.quantizer}; give a ProductEmbedding with"
+        " the same codes, subspaces, shared and additive"
+      )
+    learned, variables = self.learned(table)
+    encode = jax.jit(lambda tokens: learned.apply(variables, tokens, method="codes_of"))
+    codes = np.asarray(encode(jnp.arange(embedding.vocab)))
+    values = np.asarray(learned.apply(variables, method="values"))
+    kind = np.asarray(fresh["codes"]["codes"]).dtype
+    return {"params": {"values": values}, "codes": {"codes": codes.astype(kind)}}
+
+  def learned(self, table: np.ndarray) -> tuple[DPQEmbedding, Variables]:
+    """The embedding that was trained to rebuild the table, and its variables."""
+    vocab, dim = table.shape
+    embedding = DPQEmbedding(vocab, dim, self.quantizer)
+    start, draw = jax.random.split(jax.random.key(self.seed))
+    variables = embedding.init(start, jnp.zeros((1,), jnp.int32))
+    # The table itself is what is quantised; what quantises it is trained.
+    variables["params"]["query"] = jnp.asarray(table)
+    options = {"key": draw, "steps": self.steps, "trained": ("quantizer",)}
+    return embedding, reconstruct(embedding, variables, table, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusteredCentroids:
+  """From scratch; the centroids of a `CentroidQuantizer` are k-means of the first query table.
+
+  Attributes:
+    iterations: of k-means.
+    seed: of its beginning.
+  """
+
+  iterations: int = 25
+  seed: int = 0
+
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with these centroids; ValueError where there are none."""
+    del text
+    embedding = model.embedding
+    quantizer = getattr(embedding, "quantizer", None)
+    if not isinstance(quantizer, CentroidQuantizer):
+      raise ValueError(
+        f"{type(embedding).__name__} has no centroids to begin with; give a DPQEmbedding with a"
+        " CentroidQuantizer, or start=None"
+      )
+    own = embedding_of(variables)
+    centers = self._centers(embedding, np.asarray(own["params"]["query"]))
+    if quantizer.moving_average is None:
+      tables = {**own["params"]["quantizer"], "centroids": centers}
+      new = {**own, "params": {**own["params"], "quantizer": tables}}
+    else:
+      new = {**own, "centroids": {"quantizer": _begun(own["centroids"]["quantizer"], centers)}}
+    return with_embedding(variables, new)
+
+  def _centers(self, embedding: DPQEmbedding, query: np.ndarray) -> np.ndarray:
+    q = embedding.quantizer
+    options = {"shared": q.shared, "additive": q.additive}
+    form = ProductEmbedding(embedding.vocab, q.dim, q.codes, q.subspaces, **options)
+    key = jax.random.key(self.seed)
+    found = to_clusters(form, query, key=key, iterations=self.iterations)
+    return np.asarray(found["params"]["values"], np.float32)
+
+
+def _begun(running: Variables, centers: np.ndarray) -> Variables:
+  """Counts of one, and sums that make the centers the centroids."""
+  return {**running, "count": np.ones(centers.shape[:2], np.float32), "total": centers}
+
+
+def embedding_of(variables: Mapping[str, Any]) -> Variables:
+  """The variables of a model's embedding."""
+  return {name: trees["embedding"] for name, trees in variables.items() if "embedding" in trees}
+
+
+def with_embedding(variables: Mapping[str, Any], own: Mapping[str, Any]) -> Variables:
+  """A model's variables with others for its embedding."""
+  found = {
+    name: {part: tree for part, tree in trees.items() if part != "embedding"}
+    for name, trees in variables.items()
+  }
+  for name, tree in own.items():
+    found[name] = found.get(name, {}) | {"embedding": tree}
+  return {name: trees for name, trees in found.items() if trees}
