@@ -69,7 +69,7 @@ class Guide:
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-  """A `ProductEmbedding` has the codes and values that a quantiser learns to rebuild the table with.
+  """A `ProductEmbedding` has the codes and values with which a quantiser rebuilds the table.
 
   With an `EncoderQuantizer` these are those of Shu and Nakayama, 2018.
 

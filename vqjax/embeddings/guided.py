@@ -28,8 +28,8 @@ class GuidedEmbedding(Embedding):
   def setup(self):
     if (self.student.vocab, self.student.dim) != (self.vocab, self.dim):
       raise ValueError(
-        f"the student is {self.student.vocab} x {self.student.dim} in an embedding of {self.vocab} x"
-        f" {self.dim}; give both the same"
+        f"the student is {self.student.vocab} x {self.student.dim} in an embedding of"
+        f" {self.vocab} x {self.dim}; give both the same"
       )
     if not 0 <= self.weight < math.inf:
       raise ValueError(f"weight {self.weight} is negative or not finite; 1 is usual")
