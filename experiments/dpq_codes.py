@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.dpq_bleu import bleu
 from vqjax import DPQEmbedding, Embedding
 from vqjax.config import Experiment, with_vocab
 from vqjax.convert.tables import embedding_of
 from vqjax.data import Encoder, fit_encoder
+from vqjax.models import Translator
 from vqjax.ops import quantize
 from vqjax.training import read_variables
 
@@ -38,6 +40,8 @@ def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   if isinstance(embedding, DPQEmbedding):
     found["codes"] = codes(embedding, variables, encoder)
     found["compact"] = compact(embedding, variables)
+  if isinstance(experiment.model, Translator):
+    found |= bleu(experiment, folder)
   return found
 
 

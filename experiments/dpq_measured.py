@@ -34,14 +34,15 @@ class Measured:
 def measured(results: Results, name: str) -> Measured:
   """A row "ptb-small/sx" beside "ptb-small/full"."""
   every, done = seeds(results, name), finished(results, name)
-  full = finished(results, f"{name.split('/')[0]}/full")
+  control = f"{name.split('/')[0]}/full"
+  full, fulls = finished(results, control), seeds(results, control)
   size = next((row["embedding"]["shipped_bytes"] for row in done.values()), None)
   whole = next((row["embedding"]["shipped_bytes"] for row in full.values()), None)
   compact = next((kept["compact"] for kept in every.values() if "compact" in kept), {})
   both = sorted(done.keys() & full.keys())
   return Measured(
-    score=Spread.of([score(row) for row in done.values()]),
-    over_full=Spread.of([score(done[seed]) - score(full[seed]) for seed in both]),
+    score=Spread.of([score(every[seed]) for seed in done]),
+    over_full=Spread.of([score(every[seed]) - score(fulls[seed]) for seed in both]),
     shipped_bytes=size,
     ratio=whole / size if whole and size else None,
     formula=compact.get("formula"),
@@ -50,7 +51,9 @@ def measured(results: Results, name: str) -> Measured:
   )
 
 
-def score(result: Mapping[str, Any]) -> float:
-  """What the paper's table has: accuracy in per cent of a classifier, else perplexity."""
-  test = result["test"]
+def score(kept: Mapping[str, Any]) -> float:
+  """What the paper's table has: BLEU of a translator, accuracy in per cent, else perplexity."""
+  if "bleu" in kept:
+    return kept["bleu"]["score"]
+  test = kept["result"]["test"]
   return 100 * test["accuracy"] if "accuracy" in test else test["perplexity"]

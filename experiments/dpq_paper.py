@@ -155,6 +155,7 @@ TEXTS = {
   "iwslt-en-vi": "IWSLT15, En-Vi",
   "iwslt-vi-en": "IWSLT15, Vi-En",
   "wmt": "WMT19, En-De",
+  "multi30k": "Multi30k, En-De",
   "ag-news": "AG News",
   "yahoo": "Yahoo! Answers",
   "dbpedia": "DBpedia",

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from experiments.dpq_bleu import scored
 from experiments.dpq_rows import Fill
 from vqjax import Embedding
 from vqjax.config import Experiment, with_vocab
 from vqjax.convert.tables import with_embedding
+from vqjax.models import Translator
 from vqjax.training import evaluate, make_scorer, read_variables
 from vqjax.training.text import load_text
 
@@ -17,7 +19,7 @@ from vqjax.training.text import load_text
 def replaced(
   experiment: Experiment, folder: pathlib.Path, embedding: Embedding, fill: Fill
 ) -> dict[str, Any]:
-  """Scores of a run of a `DenseEmbedding` with another in its place, as in result.json."""
+  """Scores of a run of a `DenseEmbedding` with another in its place: {"result", beside}."""
   text = load_text(experiment)
   variables, _ = read_variables(folder)
   table = np.asarray(variables["params"]["embedding"]["weight"])
@@ -34,4 +36,5 @@ def replaced(
     scores[name] = evaluate(scorer, variables, batches, size).known()
   size = model.embedding.shipped()
   own = {"class": type(embedding).__name__, "shipped_bytes": size.state_bytes}
-  return {**scores, "embedding": own}
+  beside = scored(experiment, model, variables) if isinstance(model, Translator) else {}
+  return {"result": {**scores, "embedding": own}, **beside}

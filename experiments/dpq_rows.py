@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.dpq_settings import Codes, Setting
@@ -45,6 +46,11 @@ class Row:
   embedding: Callable[[Setting], Embedding]
   fill: Callable[[Setting], Callable] | None = None
 
+
+REBUILT = (128, 64), (32, 128), (128, 128), (32, 256), (128, 256)
+"""K x M of Table 11, whose model is `PAPER_DIM` wide."""
+
+PAPER_DIM = 512
 
 Fill = Callable[[Embedding, np.ndarray], Mapping[str, Any]]
 """(embedding, trained table [V, D]) -> its variables."""
@@ -155,7 +161,7 @@ _LABELS = {
     ("low-rank", "Low rank", (5, 10, 20), "×"),
     ("scalar", "Scalar quantisation", (8, 6, 4), " bits"),
     ("clusters", "Product quantisation, K =", (64, 128, 256), ""),
-    ("reconstruction", "Reconstruction", ("128x64", "32x128", "128x128", "32x256", "128x256"), ""),
+    ("reconstruction", "Reconstruction", [f"{k}x{m}" for k, m in REBUILT], ""),
   )
   for number in numbers
 }
@@ -191,8 +197,25 @@ def _grid(s: Setting) -> list[Row]:
 
 def afterwards(s: Setting) -> list[Afterwards]:
   """The rows of a setting that are made of the trained full embedding."""
-  every = [*(_levels(bits) for bits in (8, 6, 4)), *(_clusters(s, k) for k in (64, 128, 256))]
+  every = [
+    *(_levels(bits) for bits in (8, 6, 4)),
+    *(_clusters(s, codes) for codes in (64, 128, 256)),
+    *(_rebuilt(s, codes, subspaces) for codes, subspaces in REBUILT),
+  ]
   return [row for row in every if row.name in s.rows]
+
+
+def _rebuilt(s: Setting, codes: int, subspaces: int) -> Afterwards:
+  """DPQ that learned to rebuild the table; as many numbers in a part as in the paper."""
+  own = Codes(codes, max(1, subspaces * s.dim // PAPER_DIM))
+
+  def fill(embedding: Embedding, table: np.ndarray) -> Mapping[str, Any]:
+    start, key = jax.random.split(jax.random.key(0))
+    variables = embedding.init(start, jnp.zeros((1,), jnp.int32))
+    return reconstruct.reconstruct(embedding, variables, table, key=key, steps=s.rebuild_steps)
+
+  name, said = f"reconstruction-{codes}x{subspaces}", f"Reconstruction ({own})"
+  return Afterwards(name, said, softmax(own), fill)
 
 
 def _levels(bits: int) -> Afterwards:

@@ -9,11 +9,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+from configs import dpq_multi30k as multi30k
+from configs import dpq_translation as translated
 from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body, language_model
 from configs.dpq_text import ADAM, BEGIN, DIM, WORDS, classifier
 from vqjax import Embedding
-from vqjax.config import Experiment
-from vqjax.data import AGNews, DBpedia, LabelledSource, PennTreebank, Source, Text, WordTokenizer
+from vqjax.config import Experiment, Train
+from vqjax.data import (
+  AGNews,
+  DBpedia,
+  LabelledSource,
+  Mirrored,
+  PennTreebank,
+  Source,
+  Text,
+  WordTokenizer,
+)
 from vqjax.data import WikiText as Wiki
 from vqjax.initializers import SymmetricUniform
 
@@ -90,6 +101,9 @@ COLUMN = "full", "sx", "vq"
 """What every table has."""
 
 TRADITIONAL = "low-rank-5", "low-rank-10"
+RECONSTRUCTED = tuple(
+  f"reconstruction-{codes}" for codes in ("128x64", "32x128", "128x128", "32x256", "128x256")
+)
 AFTERWARDS = "scalar-8", "scalar-6", "scalar-4", "clusters-64", "clusters-128", "clusters-256"
 """Made of the trained full embedding, without training."""
 
@@ -162,6 +176,29 @@ YAHOO = Quantized(Codes(16, 50, True), Codes(32, 100))
 YELP_POLARITY = Quantized(Codes(32, 50, True), Codes(16, 100))
 YELP_FULL = Quantized(Codes(16, 50, True), Codes(16, 100))
 
+
+def _translation(
+  name: str,
+  scale: str,
+  text: str,
+  make: Callable[[str, Embedding, int], Experiment],
+  dim: int,
+  rows: tuple[str, ...],
+  sx: Codes,
+  vq: Codes,
+  **fields,
+) -> Setting:
+  folder = f"{RUNS}/{scale}"
+  return Setting(name, text, folder, make, dim, translated.BEGIN, rows, sx, vq, **fields)
+
+
+def _mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
+  body = translated.Body(16, 1, 2, 32, 12)
+  data, words = Mirrored(Text()), WordTokenizer(vocab=200)
+  train = Train(steps=4, batch=8, warmup=2, eval_every=4, save_every=4)
+  return translated.translation(row, embedding, body, data, words, train, seed)
+
+
 PTB = PennTreebank(), 929_589
 WIKITEXT = Wiki(), 2_088_628
 
@@ -178,6 +215,17 @@ SMOKE = {
     Codes(4, 4, True),
     Codes(4, 4),
     kd=Codes(4, 4),
+    rebuild_steps=20,
+  ),
+  "multi30k": _translation(
+    "multi30k",
+    "smoke",
+    "mirrored lines",
+    _mirrored,
+    16,
+    (*COLUMN, "reconstruction-32x256"),
+    Codes(4, 4),
+    Codes(4, 4),
     rebuild_steps=20,
   ),
 }
@@ -206,6 +254,16 @@ CPU = {
     "ag-news", "cpu", "AG News", AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3
   ),
   "dbpedia": _text("dbpedia", "cpu", "DBpedia", DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq),
+  "multi30k": _translation(
+    "multi30k",
+    "cpu",
+    "Multi30k",
+    multi30k.with_embedding,
+    multi30k.SMALL.dim,
+    (*COLUMN, *RECONSTRUCTED),
+    Codes(32, 32),
+    Codes(32, 32),
+  ),
   "ag-news-grid": _text(
     "ag-news-grid",
     "cpu",
@@ -273,11 +331,13 @@ SCALES = {"smoke": SMOKE, "cpu": CPU, "paper": PAPER}
 """Scale -> name -> setting."""
 
 STAND_INS = {
-  "smoke": {},
+  "smoke": {("Table 3", "wmt"): "multi30k", ("Table 11", "wmt"): "multi30k"},
   "cpu": {
     ("Table 3", "ptb-medium"): "ptb-small",
     ("Table 9", "ptb-medium"): "ptb-small",
     ("Table 12", "ptb-medium"): "ptb-short",
+    ("Table 3", "wmt"): "multi30k",
+    ("Table 11", "wmt"): "multi30k",
   },
   "paper": {},
 }

@@ -79,15 +79,19 @@ def derived(
   settings: Mapping[str, Any],
   measure: Callable[[], dict[str, Any]],
 ) -> Work:
-  """The work of measuring something of another work's run; `settings` is how, as JSON has it."""
+  """The work of measuring something of another work's run; `settings` is how, as JSON has it.
+
+  `measure` returns {"result": ..., and what is kept beside it}.
+  """
 
   def identity() -> str:
     told = json.dumps([source.identity(), settings], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:12]
 
   def make() -> dict[str, Any]:
-    origin = {"config_hash": identity(), **provenance()}
-    return {"result": {"status": "finished", **origin, **measure()}, "settings": dict(settings)}
+    found = measure()
+    origin = {"status": "finished", "config_hash": identity(), **provenance()}
+    return {**found, "result": origin | found["result"], "settings": dict(settings)}
 
   return Work(name, label, identity, make, (source.name,))
 

@@ -4,7 +4,7 @@ from vqjax.training.cost import Cost, loss_cost
 from vqjax.training.evaluate import Score, evaluate, make_scorer
 from vqjax.training.interrupt import Interrupted
 from vqjax.training.loop import NotFiniteError, fit
-from vqjax.training.optimizer import SGD, learning_rate, optimizer
+from vqjax.training.optimizer import SGD, SM3, learning_rate, optimizer
 from vqjax.training.recluster import Recluster
 from vqjax.training.saved import read_variables
 from vqjax.training.start import FromRun
@@ -13,6 +13,7 @@ from vqjax.training.step import make_step
 
 __all__ = [
   "SGD",
+  "SM3",
   "Cost",
   "FromRun",
   "Interrupted",

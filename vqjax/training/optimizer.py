@@ -54,6 +54,35 @@ class SGD:
     return optax.sgd(self.learning_rate(train))
 
 
+@dataclasses.dataclass(frozen=True)
+class SM3:
+  """SM3 with momentum: moments of rows and columns in place of those of numbers.
+
+  The rate climbs with the square of the step to `train.learning_rate` at `train.warmup`, and stays.
+  Source: Anil et al., Memory-efficient adaptive optimization, 2019; its use: Chen et al.,
+  Differentiable product quantization, 2020, Appendix C.
+
+  Attributes:
+    momentum: of the updates.
+  """
+
+  momentum: float = 0.9
+
+  def __post_init__(self):
+    if not 0 <= self.momentum < 1:
+      raise ValueError(f"momentum {self.momentum} is outside [0, 1); 0.9 is usual")
+
+  def learning_rate(self, train: Train) -> optax.Schedule:
+    """Step -> learning rate."""
+    climb = lambda step: jax.numpy.minimum(1.0, (step + 1) / max(train.warmup, 1)) ** 2
+    return lambda step: train.learning_rate * climb(step)
+
+  def rule(self, train: Train) -> optax.GradientTransformation:
+    """The descent, without clipping."""
+    descend = optax.scale_by_learning_rate(self.learning_rate(train))
+    return optax.chain(optax.scale_by_sm3(self.momentum), descend)
+
+
 def learning_rate(train: Train) -> optax.Schedule:
   """Step -> learning rate: linear from 0 over the warm-up, then a cosine to its final fraction.
 

@@ -1,0 +1,31 @@
+"""English to German captions of Multi30k with DPQ-SX, at a size that two cores train in an hour."""
+
+from configs.dpq_translation import BEGIN, Body, V, translation
+from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer
+from vqjax.config import Experiment, Train
+from vqjax.data import Multi30k, SentencePieceTokenizer
+
+SMALL = Body(dim=128, layers=3, heads=4, hidden=512, context=40)
+
+TRAIN = Train(
+  steps=4_000,
+  batch=64,
+  learning_rate=2e-3,
+  warmup=400,
+  weight_decay=0.0,
+  beta2=0.98,
+  final_fraction=0.02,
+  eval_every=1_000,
+  save_every=500,
+)
+
+
+def with_embedding(name: str, embedding: Embedding, seed: int = 0) -> Experiment:
+  """The same model and training with another embedding."""
+  pieces = SentencePieceTokenizer(vocab=6_000)
+  return translation(name, embedding, SMALL, Multi30k(), pieces, TRAIN, seed)
+
+
+def experiment() -> Experiment:
+  quantizer = SoftmaxQuantizer(SMALL.dim, 32, 32, table_init=BEGIN)
+  return with_embedding("dpq-sx", DPQEmbedding(V, SMALL.dim, quantizer, query_init=BEGIN))
