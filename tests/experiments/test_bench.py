@@ -181,3 +181,16 @@ def test_a_run_measures_the_head_that_the_bench_measures():
   assert cost.seconds > 0
   # At most: scores over the codes, and what is [N]- or [V]-sized; never scores over the tokens.
   assert cost.temp_bytes < 50 * 1009 * 4
+
+
+def test_dpq_bench_prints_training_look_up_and_export(tmp_path, capsys):
+  file = tmp_path / "dpq.json"
+  assert bench_dpq.main(["--quick", "--json", str(file)]) == 0
+  figures = json.loads(file.read_text())
+  assert set(figures["training"]) == {f"{kind} {k}x3" for kind in ("SX", "VQ") for k in (2, 4)}
+  assert figures["look_up"]["time"] > 0
+  written = figures["export"]["export"]
+  # 300 tokens of four codes of four bits, and 4·16·4 values.
+  assert written["formula_bytes"] == 300 * 4 * 4 // 8 + 4 * 16 * 16
+  assert 0 < written["file_bytes"] - written["formula_bytes"] < 1024
+  assert "ratio" in capsys.readouterr().out
