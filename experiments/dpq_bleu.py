@@ -12,7 +12,7 @@ import sacrebleu
 from vqjax.config import Experiment
 from vqjax.data import Encoder, fit_encoder
 from vqjax.data.pipeline import NONE
-from vqjax.models import Translator, translate
+from vqjax.models import EncoderDecoder, translate
 from vqjax.training import read_variables
 from vqjax.training.text import load_text
 
@@ -27,7 +27,7 @@ def bleu(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def scored(
-  experiment: Experiment, model: Translator, variables: Mapping[str, Any]
+  experiment: Experiment, model: EncoderDecoder, variables: Mapping[str, Any]
 ) -> dict[str, Any]:
   """{"bleu": {"score", "signature", "examples": [source, reference, translation]}}.
 
@@ -45,7 +45,7 @@ def scored(
 
 
 def translations(
-  model: Translator, variables: Mapping[str, Any], encoder: Encoder, sources: tuple[str, ...]
+  model: EncoderDecoder, variables: Mapping[str, Any], encoder: Encoder, sources: tuple[str, ...]
 ) -> list[str]:
   """What the beam search makes of each text, sources of like length at a time."""
   encoded = [encoder.encode(source)[: model.context] for source in sources]

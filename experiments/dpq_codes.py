@@ -14,7 +14,7 @@ from vqjax import DPQEmbedding, Embedding
 from vqjax.config import Experiment, with_vocab
 from vqjax.convert.tables import embedding_of
 from vqjax.data import Encoder, fit_encoder
-from vqjax.models import Translator
+from vqjax.models import EncoderDecoder
 from vqjax.ops import quantize
 from vqjax.training import read_variables
 
@@ -40,7 +40,7 @@ def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   if isinstance(embedding, DPQEmbedding):
     found["codes"] = codes(embedding, variables, encoder)
     found["compact"] = compact(embedding, variables)
-  if isinstance(experiment.model, Translator):
+  if isinstance(experiment.model, EncoderDecoder):
     found |= bleu(experiment, folder)
   return found
 

@@ -11,7 +11,7 @@ from experiments.dpq_rows import Fill
 from vqjax import Embedding
 from vqjax.config import Experiment, with_vocab
 from vqjax.convert.tables import with_embedding
-from vqjax.models import Translator
+from vqjax.models import EncoderDecoder
 from vqjax.training import evaluate, make_scorer, read_variables
 from vqjax.training.text import load_text
 
@@ -36,5 +36,5 @@ def replaced(
     scores[name] = evaluate(scorer, variables, batches, size).known()
   size = model.embedding.shipped()
   own = {"class": type(embedding).__name__, "shipped_bytes": size.state_bytes}
-  beside = scored(experiment, model, variables) if isinstance(model, Translator) else {}
+  beside = scored(experiment, model, variables) if isinstance(model, EncoderDecoder) else {}
   return {"result": {**scores, "embedding": own}, **beside}

@@ -88,15 +88,25 @@ class LanguageModel(nn.Module):
 
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
-    axes = self.own_axes()
-    # A part that both hold, such as a tied embedding, has its variables where it was first.
-    shared = [n for n, part in vars(self.head).items() if part is self.embedding]
-    for name, layer, absent in (("embedding", self.embedding, ()), ("head", self.head, shared)):
-      for collection, tree in layer.logical_axes().items():
-        kept = {key: value for key, value in tree.items() if key not in absent}
-        if kept:
-          axes.setdefault(collection, {})[name] = kept
-    return axes
+    return vocabulary_axes(self, self.own_axes())
+
+
+def vocabulary_axes(model: nn.Module, axes: dict) -> dict:
+  """Axes of a model's variables with those of its embeddings and of its head.
+
+  A part that the head shares, such as a tied embedding, has its variables where it was first.
+  """
+  names = [name for name in ("embedding", "target_embedding", "head") if getattr(model, name, None)]
+  found = {collection: dict(tree) for collection, tree in axes.items()}
+  for name in names:
+    layer = getattr(model, name)
+    others = [getattr(model, other) for other in names if other != name]
+    shared = [n for n, part in vars(layer).items() if any(part is other for other in others)]
+    for collection, tree in layer.logical_axes().items():
+      kept = {key: value for key, value in tree.items() if key not in shared}
+      if kept:
+        found.setdefault(collection, {})[name] = kept
+  return found
 
 
 def named(part: str, terms: Terms) -> Terms:

@@ -73,11 +73,8 @@ class LSTM(LanguageModel):
     def step(carry, gates_BG):
       cell_BD, out_BD = carry
       gates_BG = gates_BG + out_BD.astype(self.dtype) @ kernel
-      enter, new, forget, leave = jnp.split(gates_BG.astype(jnp.float32), 4, axis=-1)
-      kept = jax.nn.sigmoid(forget + self.forget_bias) * cell_BD
-      cell_BD = kept + jax.nn.sigmoid(enter) * jnp.tanh(new)
-      out_BD = jax.nn.sigmoid(leave) * jnp.tanh(cell_BD)
-      return (cell_BD, out_BD), out_BD
+      carry = lstm_cell(gates_BG, cell_BD, self.forget_bias)
+      return carry, carry[1]
 
     start = start_BSD[:, 0], start_BSD[:, 1]
     (cell_BD, out_BD), out_TBD = lax.scan(step, start, jnp.moveaxis(gates_BTG, 1, 0))
@@ -106,3 +103,13 @@ class LSTM(LanguageModel):
     kernel = "layers", "embed", "mlp"
     own = {"kernel_in": kernel, "kernel_back": kernel, "bias": ("layers", "mlp")}
     return {"params": own, "carry": {"state": ("batch", "layers", None, None)}}
+
+
+def lstm_cell(
+  gates: Float[Array, "B G"], cell: Float[Array, "B D"], forget_bias: float
+) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
+  """The next cell and output; the gates are enter, new, forget and leave, side by side."""
+  enter, new, forget, leave = jnp.split(gates.astype(jnp.float32), 4, axis=-1)
+  kept = jax.nn.sigmoid(forget + forget_bias) * cell
+  cell = kept + jax.nn.sigmoid(enter) * jnp.tanh(new)
+  return cell, jax.nn.sigmoid(leave) * jnp.tanh(cell)
