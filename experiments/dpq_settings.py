@@ -19,6 +19,7 @@ from vqjax.data import (
   AGNews,
   DBpedia,
   LabelledSource,
+  LabelledTFDS,
   Mirrored,
   PennTreebank,
   Source,
@@ -322,8 +323,43 @@ PAPER = {
     Codes(128, 50, True),
     Codes(128, 50, True),
   ),
-  "ag-news": _text(
-    "ag-news", "paper", "AG News", AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3
+  **{
+    name: _text(
+      name,
+      "paper",
+      text,
+      LabelledTFDS(f"vqjax_zhang/{data}"),
+      classes,
+      CLASSIFIED,
+      codes.sx,
+      codes.vq,
+      tokenizer=WordTokenizer(lowercase=True),
+      context=512,
+    )
+    for name, text, data, classes, codes in (
+      ("ag-news", "AG News", "ag_news", 4, AG_NEWS),
+      ("yahoo", "Yahoo! Answers", "yahoo_answers", 10, YAHOO),
+      ("dbpedia", "DBpedia", "dbpedia", 14, DBPEDIA),
+      ("yelp-polarity", "Yelp, polarity", "yelp_review_polarity", 2, YELP_POLARITY),
+      ("yelp-full", "Yelp, full", "yelp_review_full", 5, YELP_FULL),
+    )
+  },
+  **{
+    name: _translation(name, "paper", text, make, 512, COLUMN, Codes(32, 32), Codes(128, 128))
+    for name, text, make in (
+      ("iwslt-en-vi", "IWSLT15, En-Vi", translated.iwslt15("en", "vi")),
+      ("iwslt-vi-en", "IWSLT15, Vi-En", translated.iwslt15("vi", "en")),
+    )
+  },
+  "wmt": _translation(
+    "wmt",
+    "paper",
+    "WMT19, En-De",
+    translated.wmt19,
+    translated.BASE.dim,
+    (*COLUMN, *RECONSTRUCTED),
+    Codes(32, 128),
+    Codes(32, 128),
   ),
 }
 

@@ -12,7 +12,7 @@ from vqjax.data.pipeline import EvaluationBatches, EvaluationStreams, Loader, St
 from vqjax.data.source import Source
 from vqjax.data.tasks import Continued, Intruded, Masked
 from vqjax.data.text import Text
-from vqjax.data.tfds import TFDS
+from vqjax.data.tfds import TFDS, LabelledTFDS, PairedTFDS
 from vqjax.data.tokenizers import BPETokenizer, Encoder, Tokenizer, WordTokenizer
 
 __all__ = [
@@ -29,11 +29,13 @@ __all__ = [
   "Intruded",
   "JSONLines",
   "LabelledSource",
+  "LabelledTFDS",
   "Loader",
   "Masked",
   "Mirrored",
   "Multi30k",
   "PairedSource",
+  "PairedTFDS",
   "Pairs",
   "PennTreebank",
   "SentencePieceTokenizer",

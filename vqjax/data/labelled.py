@@ -3,7 +3,7 @@
 import abc
 import csv
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,7 +108,8 @@ class _Topics(LabelledSource):
       path = self._folder() / columns.file
       with path.open(encoding="utf-8", newline="") as lines:
         for number, row in enumerate(csv.reader(lines), 1):
-          yield _example(row, columns, count, f"{path}, row {number}")
+          where = f"{path}, row {number}"
+          yield csv_example(row, columns.label, columns.first, columns.texts, count, where)
 
   def _folder(self) -> Path:
     return data_path(self.path, kind=type(self).__name__)
@@ -120,20 +121,33 @@ class _Topics(LabelledSource):
     return content_hash([type(self).__name__, str(self.valid_fraction), *files])
 
 
-def _example(row: list[str], columns: _Columns, classes: int, where: str) -> Labelled:
-  wanted = max(columns.label, *columns.texts) + 1
+def csv_example(
+  row: Sequence[str], label: int, first: int, texts: Sequence[int], classes: int, where: str
+) -> Labelled:
+  """The text and the class of a row of a CSV file.
+
+  Args:
+    row: its columns.
+    label: the column of the class.
+    first: what classes are counted from.
+    texts: the columns that make the text.
+    classes: how many there are.
+    where: file and row, for a message.
+
+  Raises:
+    ValueError: a column is missing, or the class is none.
+  """
+  wanted = max(label, *texts, 1) + 1
   if len(row) < wanted:
     raise ValueError(f"{where} has {len(row)} columns where {wanted} are wanted; mend the file")
-  label = row[columns.label]
-  if not label.isdecimal() or not 0 <= int(label) - columns.first < classes:
+  number = row[label]
+  if not number.isdecimal() or not 0 <= int(number) - first < classes:
     raise ValueError(
-      f"{where} has label {label!r}; classes count from {columns.first} to"
-      f" {columns.first + classes - 1}"
+      f"{where} has label {number!r}; classes count from {first} to {first + classes - 1}"
     )
-  text = " ".join(row[column] for column in columns.texts)
   # The files write a line's end as a backslash, with an n or without.
-  words = text.replace("\\n", " ").replace("\\", " ").split()
-  return Labelled(" ".join(words), int(label) - columns.first)
+  text = " ".join(row[column] for column in texts).replace("\\n", " ").replace("\\", " ")
+  return Labelled(" ".join(text.split()), int(number) - first)
 
 
 @dataclasses.dataclass(frozen=True)

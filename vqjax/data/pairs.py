@@ -48,7 +48,7 @@ class Multi30k(PairedSource):
 
   def pairs(self, split: str) -> Iterator[tuple[str, str]]:
     """The lines of both files, one by one."""
-    yield from _paired(*(self._file(split, side) for side in (self.source, self.target)))
+    yield from paired_lines(*(self._file(split, side) for side in (self.source, self.target)))
 
   def _file(self, split: str, language: str) -> Path:
     name = {"train": "train", "valid": "val", "test": "test_2016_flickr"}[split]
@@ -64,7 +64,12 @@ class Multi30k(PairedSource):
     return content_hash([type(self).__name__, *sides, *files])
 
 
-def _paired(source: Path, target: Path) -> Iterator[tuple[str, str]]:
+def paired_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
+  """The lines of two files, of which either may be a .gz.
+
+  Raises:
+    ValueError: one has more lines than the other.
+  """
   sides = [_lines(path) for path in (source, target)]
   if len(sides[0]) != len(sides[1]):
     raise ValueError(
