@@ -82,7 +82,7 @@ def test_the_composer_is_two_layers():
   embedding = CASES["composed"]
   variables = made(embedding)
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
-  inner = embedding.inner.apply({"params": params["inner"]}, jnp.arange(V))
+  inner = embedding.inner.apply({"params": variables["params"]["inner"]}, jnp.arange(V))
   first, second = params["first"], params["second"]
   hidden = np.tanh(np.asarray(inner, np.float64) @ first["kernel"] + first["bias"])
   expected = hidden @ second["kernel"] + second["bias"]

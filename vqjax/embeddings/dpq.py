@@ -76,7 +76,7 @@ class DPQEmbedding(Embedding):
 
   def codes_of(self, tokens: Integer[Array, "*B"]) -> Int[Array, "*B M"]:
     """The codes of tokens in [0, V)."""
-    return self.quantizer.encode(self.query[tokens])
+    return self.quantizer.encode(jnp.asarray(self.query)[tokens])
 
   def table(self) -> Float[Array, "V D"]:
     """The vectors of the whole vocabulary, in `param_dtype`."""
@@ -152,12 +152,15 @@ class _Codes:
   """The codes of all tokens, made for some of them at a time."""
 
   def __init__(self, embedding: DPQEmbedding, variables: dict[str, Any]):
-    self.shape = embedding.vocab, embedding.quantizer.subspaces
-    encode = lambda tokens: embedding.apply(variables, tokens, method="codes_of")
-    self._encode = jax.jit(encode)
+    quantizer = embedding.quantizer.clone(parent=None)
+    own = {name: tree["quantizer"] for name, tree in variables.items() if "quantizer" in tree}
+    self.shape = embedding.vocab, quantizer.subspaces
+    self._query, self._own = variables["params"]["query"], jax.tree.map(jnp.asarray, own)
+    self._encode = jax.jit(lambda own, query: quantizer.apply(own, query, method="encode"))
 
   def __getitem__(self, rows: slice) -> np.ndarray:
     # One shape for all blocks; what is beyond the vocabulary is cut off.
-    last = self.shape[0] - 1
-    tokens = np.minimum(np.arange(rows.start, rows.stop), last)
-    return np.asarray(self._encode(tokens))[: last + 1 - rows.start]
+    query = np.asarray(self._query[rows.start : rows.stop])
+    missing = rows.stop - rows.start - len(query)
+    padded = np.pad(query, ((0, missing), (0, 0)))
+    return np.asarray(self._encode(self._own, padded))[: len(query)]
