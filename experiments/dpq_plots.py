@@ -89,8 +89,10 @@ def trade(results: Results, s: Setting) -> Figure | None:
   axes.set_xlabel("compression ratio of the embedding, bytes", fontsize=9, color=INK)
   axes.set_ylabel("accuracy, %", fontsize=9, color=INK)
   axes.spines[["top", "right"]].set_visible(False)
+  if not drawn:
+    return None
   axes.legend(fontsize=8, frameon=False, labelcolor=INK)
-  return figure if drawn else None
+  return figure
 
 
 def _points(axes: Axes, points: np.ndarray, color: str, shared: bool, said: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from scipy.special import log_softmax
 
 from experiments import (
+  bench_dpq,
   bench_heads,
   bench_kmeans,
   bench_memory,

@@ -89,7 +89,7 @@ def test_it_learns_to_mirror_and_the_beam_says_it():
   for _ in range(500):
     state, metrics = step(state, _mirrored(draw, 32))
   assert metrics["loss"] < 0.3
-  batch = _mirrored(draw, 20)
+  batch = jax.tree.map(jnp.asarray, _mirrored(draw, 20))
   found = translate(model, state.variables, batch["inputs"]["source"], EOS, beams=3)
   wanted = np.where(batch["targets"] == EOS, NONE, batch["targets"])
   assert (np.asarray(found.tokens) == wanted).all(axis=1).mean() > 0.8

@@ -105,7 +105,7 @@ def test_it_learns_to_mirror_and_the_beam_says_it():
   for _ in range(700):
     state, metrics = step(state, _mirrored(draw, 32))
   assert metrics["loss"] < 0.3
-  batch = _mirrored(draw, 20)
+  batch = jax.tree.map(jnp.asarray, _mirrored(draw, 20))
   search = jax.jit(lambda v, source: translate(model, v, source, EOS, beams=3))
   found = search(state.variables, batch["inputs"]["source"])
   wanted = np.where(batch["targets"] == EOS, NONE, batch["targets"])

@@ -91,10 +91,12 @@ class Codes:
         f"{embedding} has no place for the codes of {self.quantizer}; give a ProductEmbedding with"
         " the same codes, subspaces, shared and additive"
       )
-    learned, variables = self.learned(table)
+    # The network sees numbers of unit size, however small those of the table are.
+    size = float(np.sqrt(np.mean(np.square(table, dtype=np.float64)))) or 1.0
+    learned, variables = self.learned(table / np.float32(size))
     encode = jax.jit(lambda tokens: learned.apply(variables, tokens, method="codes_of"))
     codes = np.asarray(encode(jnp.arange(embedding.vocab)))
-    values = np.asarray(learned.apply(variables, method="values"))
+    values = size * np.asarray(learned.apply(variables, method="values"))
     kind = np.asarray(fresh["codes"]["codes"]).dtype
     return {"params": {"values": values}, "codes": {"codes": codes.astype(kind)}}
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer, UInt8
+from jaxtyping import Array, Float, Integer
 from safetensors.numpy import save_file
 
 from vqjax.embeddings import compact_file
@@ -23,8 +23,8 @@ class CompactEmbedding:
   Its vectors are those of the evaluation forward of the `DPQEmbedding` that made it, bit for bit.
 
   Attributes:
-    data: the packed codes, V·M·ceil(log2 K)/8 bytes.
-    values: the tables.
+    data: uint8 [bytes]: the packed codes, V·M·ceil(log2 K)/8 bytes.
+    values: float32 [M or 1, K, C]: the tables.
     vocab: V.
     dim: d.
     codes: K.
@@ -32,8 +32,9 @@ class CompactEmbedding:
     additive: whether the mean of the chosen values is the vector, or they side by side.
   """
 
-  data: UInt8[Array | np.ndarray, "bytes"]
-  values: Float[Array | np.ndarray, "Q K C"]
+  # No types of arrays: transformations put other things into a pytree's places.
+  data: Any
+  values: Any
   vocab: int = dataclasses.field(metadata={"static": True})
   dim: int = dataclasses.field(metadata={"static": True})
   codes: int = dataclasses.field(metadata={"static": True})

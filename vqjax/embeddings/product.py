@@ -74,14 +74,13 @@ class ProductEmbedding(Embedding):
     )
     rows = (shards.Padded(jnp.asarray(self.code_table.value), 0),)
     code = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
-    values = self.values_table.astype(jnp.dtype(self.dtype or self.param_dtype))
+    values = jnp.asarray(self.values_table, jnp.dtype(self.dtype or self.param_dtype))
     return jnp.where(known[..., None], product.compose(code, values, self.additive), jnp.nan)
 
   def table(self) -> Float[Array, "V D"]:
     """The vectors of the whole vocabulary, in `param_dtype`."""
-    return product.compose(
-      self.code_table.value.astype(jnp.int32), self.values_table, self.additive
-    )
+    code = jnp.asarray(self.code_table.value, jnp.int32)
+    return product.compose(code, jnp.asarray(self.values_table), self.additive)
 
   def compact(self, variables: dict) -> CompactEmbedding:
     """What ships: packed codes, and the values."""

@@ -54,7 +54,7 @@ class ScalarEmbedding(Embedding):
 
   def table(self) -> Float[Array, "V D"]:
     """The vectors of the whole vocabulary, float32."""
-    return self._numbers(self.levels.value.astype(jnp.float32))
+    return self._numbers(jnp.asarray(self.levels.value, jnp.float32))
 
   def size(self) -> Size:
     """Two parameters, and V·D levels at `bits` each, as they lie in a file; 2·D operations."""

@@ -12,7 +12,7 @@ from vqjax.heads import Head
 from vqjax.models.base import Terms, named, vocabulary_axes
 from vqjax.ops import beam
 
-Inputs = dict[str, Integer[Array, "B T"]]
+Inputs = dict[str, Integer[Array, "B _"]]
 """{"source": what is translated, "target": the translation, one token late}; below 0: padding."""
 
 

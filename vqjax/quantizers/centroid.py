@@ -72,8 +72,9 @@ class CentroidQuantizer(Quantizer):
   def values(self) -> Float[Array, "Q K C"]:
     """The centroids."""
     if self.moving_average is None:
-      return self.table
-    return quantize.averaged(self.count.value, self.total.value, self.moving_average.epsilon)
+      return jnp.asarray(self.table)
+    count, total = jnp.asarray(self.count.value), jnp.asarray(self.total.value)
+    return quantize.averaged(count, total, self.moving_average.epsilon)
 
   def _compared(self, query):
     return quantize.euclidean_response(query, self.values())

@@ -52,7 +52,7 @@ class _ChosenBySoftmax(Quantizer):
 
   def values(self) -> Float[Array, "Q K C"]:
     """The values."""
-    return self.value_table
+    return jnp.asarray(self.value_table)
 
   def _answer(self, vectors, query, response, train, mask):
     del vectors, query, mask
@@ -98,11 +98,11 @@ class SoftmaxQuantizer(_ChosenBySoftmax):
 
   def keys(self) -> Float[Array, "Q K C"]:
     """The keys."""
-    return self.key_table
+    return jnp.asarray(self.key_table)
 
   def values(self) -> Float[Array, "Q K C"]:
     """The values; the keys where they are tied."""
-    return self.key_table if self.tied else self.value_table
+    return self.keys() if self.tied else super().values()
 
   def _compared(self, query):
     return self.response(query, self.keys())
