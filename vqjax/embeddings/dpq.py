@@ -158,9 +158,18 @@ class _Codes:
     self._query, self._own = variables["params"]["query"], jax.tree.map(jnp.asarray, own)
     self._encode = jax.jit(lambda own, query: quantizer.apply(own, query, method="encode"))
 
+    self._rows = max(1, RESPONSES // (quantizer.subspaces * quantizer.codes))
+
   def __getitem__(self, rows: slice) -> np.ndarray:
-    # One shape for all blocks; what is beyond the vocabulary is cut off.
-    query = np.asarray(self._query[rows.start : rows.stop])
-    missing = rows.stop - rows.start - len(query)
-    padded = np.pad(query, ((0, missing), (0, 0)))
+    stop = min(rows.stop, self.shape[0])
+    return np.concatenate([self._some(at, stop) for at in range(rows.start, stop, self._rows)])
+
+  def _some(self, start: int, stop: int) -> np.ndarray:
+    """Of a few rows; one shape for all, and what is beyond the last row is cut off."""
+    query = np.asarray(self._query[start : min(start + self._rows, stop)])
+    padded = np.pad(query, ((0, self._rows - len(query)), (0, 0)))
     return np.asarray(self._encode(self._own, padded))[: len(query)]
+
+
+RESPONSES = 2**19
+"""Responses that are computed at once when a whole table is encoded: 2 MiB of them."""
