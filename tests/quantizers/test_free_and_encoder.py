@@ -22,9 +22,9 @@ def test_the_encoder_is_two_layers_and_a_softplus(options):
   x = jax.random.normal(jax.random.key(1), (N, D))
   variables = quantizer.init(KEYS, x)
   p = as_float64(variables["params"])
-  inner = np.tanh(np.asarray(x, np.float64) @ p["inner"]["kernel"] + p["inner"]["bias"])
+  inner = np.tanh(np.asarray(x, np.float64) @ p["inner_kernel"] + p["inner_bias"])
   assert inner.shape[1] == options.get("hidden", M * K // 2)
-  scores = np.log1p(np.exp(inner @ p["outer"]["kernel"] + p["outer"]["bias"])).reshape(N, M, K)
+  scores = np.log1p(np.exp(inner @ p["outer_kernel"] + p["outer_bias"])).reshape(N, M, K)
   codes = scores.argmax(axis=-1)
   values = np.broadcast_to(p["values"], (M, *p["values"].shape[1:]))
   parts = values[np.arange(M), codes]

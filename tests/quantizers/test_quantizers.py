@@ -314,7 +314,7 @@ def test_half_precision_distances_do_not_overflow():
   quantizer = CentroidQuantizer(D, K, M)
   variables, found = made(quantizer, x)
   assert found.vectors.dtype == jnp.float16
-  response = quantizer.apply(variables, x.reshape(2, M, -1), False, None, method="responses")
+  response = quantizer.apply(variables, x, method="responses")
   assert np.isfinite(response).all()
 
 
@@ -337,6 +337,66 @@ def test_the_temperature_can_be_learned():
     trained(quantizer, {**variables, "params": p}, vectors())[0].vectors * weight
   ).sum()
   assert abs(jax.grad(loss)(variables["params"])["log_temperature"]) > 0
+
+
+CUT = [
+  SoftmaxQuantizer(D, K, M, gumbel=0.3, response=quantize.euclidean_response),
+  SoftmaxQuantizer(D, K, M, shared=True, forward_temperature=0.5, learned_temperature=True),
+  CentroidQuantizer(D, K, M, commitment=0.25),
+  CentroidQuantizer(D, K, 4, additive=True, moving_average=MovingAverage()),
+]
+
+
+@pytest.mark.parametrize("quantizer", CUT)
+@pytest.mark.parametrize("most", [K * M, 40, 100])
+def test_a_few_tokens_at_a_time_are_as_all_at_once(quantizer, most, monkeypatch):
+  """In as many chunks as tokens, in a count that divides them and one that does not; masked too."""
+  variables, _ = made(quantizer)
+  weight = jax.random.normal(jax.random.key(8), (N, D))
+
+  def both(x):
+    def loss(params, x):
+      given = {**variables, "params": params}
+      found, written = trained(quantizer, given, x, jnp.arange(N) != 4)
+      return (found.vectors * weight).sum() + sum(found.terms.values(), 0.0), (found, written)
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(variables.get("params", {}), x)
+
+  expected = both(vectors())
+  monkeypatch.setattr(quantize.tiles, "most_scores", lambda: most)
+  found = both(vectors())
+  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), found, expected)
+  codes = quantizer.apply(variables, vectors(), method="encode")
+  monkeypatch.undo()
+  whole = quantizer.apply(variables, vectors(), method="encode")
+  np.testing.assert_array_equal(codes, whole)
+
+
+def test_memory_of_training_does_not_grow_with_tokens_times_codes():
+  quantizer = SoftmaxQuantizer(64, 256, 32)
+  x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+  variables = jax.eval_shape(quantizer.init, jax.random.key(0), x)
+
+  def loss(params, rest, x):
+    found, _ = trained(quantizer, {**rest, "params": params}, x)
+    return (found.vectors**2).sum()
+
+  rest = {"batch_stats": variables["batch_stats"]}
+  lowered = jax.jit(jax.grad(loss, (0, 2))).lower(variables["params"], rest, x)
+  scores = 4 * 4096 * 256 * 32
+  assert lowered.compile().memory_analysis().temp_size_in_bytes < scores / 4
+
+
+def test_statistics_far_from_zero_lose_no_digits():
+  """Squared distances of 1e4 that differ by a few: their mean square has no digit of that."""
+  draw = np.random.default_rng(0)
+  x = (50 + 0.02 * draw.normal(size=(N, D))).astype(np.float32)
+  keys = jnp.asarray(0.1 * draw.normal(size=(M, K, D // M)), jnp.float32)
+  respond = lambda query: quantize.euclidean_response(query, keys)
+  mean, var = quantize.moments_of(respond, jnp.asarray(x).reshape(N, M, -1), None, M * K)
+  exact = -((in_float64(x).reshape(N, M, 1, -1) - in_float64(keys)) ** 2).sum(-1)
+  np.testing.assert_allclose(mean, exact.mean(axis=(0, 1)), rtol=1e-6)
+  np.testing.assert_allclose(var, exact.var(axis=(0, 1)), rtol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ its D and K.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import product
+from vqjax.ops import product, shards, tiles
 
 Response = Callable[[Array, Array], Array]
 """(query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32: the larger, the nearer."""
@@ -55,6 +56,45 @@ def _unit(x):
   return jnp.where(positive, x * lax.rsqrt(jnp.where(positive, square, 1.0)), 0.0)
 
 
+def in_chunks(function: Callable[[Any], Any], tokens: Any, scores: int) -> Any:
+  """function of the arrays [N, ...] of a tree, for a few tokens at a time; results [N, ...] too.
+
+  Where all tokens have too many scores for one tile, what `function` holds is computed again in the
+  backward pass, and so never held for more than a chunk. Each device of a mesh cuts its own tokens.
+
+  Args:
+    function: treats every token alone.
+    tokens: its argument.
+    scores: how many numbers it holds of a token.
+  """
+  total = jax.tree.leaves(tokens)[0].shape[0]
+  layout = shards.parts(None)
+  own = -(-total // layout.count)
+  count = _chunks(own, scores)
+  if count == 1:
+    return function(tokens)
+  size = -(-own // count)
+  filled = layout.count * count * size - total
+
+  def cut(x):
+    x = jnp.pad(x, [(0, filled)] + [(0, 0)] * (x.ndim - 1))
+    x = x.reshape(layout.count, count, size, *x.shape[1:])
+    return layout.keep(jnp.moveaxis(x, 1, 0).reshape(count, -1, *x.shape[3:]), axis=1)
+
+  def join(x):
+    x = x.reshape(count, layout.count, size, *x.shape[2:])
+    return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])[:total]
+
+  found = lax.map(jax.checkpoint(function), jax.tree.map(cut, tokens))
+  return jax.tree.map(join, found)
+
+
+def _chunks(tokens: int, scores: int) -> int:
+  """As few as hold at most a tile of scores each; a divisor of the tokens where one is near."""
+  least = max(1, min(tokens, -(-tokens * scores // tiles.most_scores())))
+  return next((count for count in range(least, 2 * least) if tokens % count == 0), least)
+
+
 def moments(
   response: Float[Array, "*B M K"], mask: Bool[Array, "*B"] | None = None
 ) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
@@ -62,14 +102,36 @@ def moments(
 
   Zero both where the mask has no token.
   """
-  axes = tuple(range(response.ndim - 1))
-  if mask is None:
-    return response.mean(axis=axes), response.var(axis=axes)
-  counted = jnp.broadcast_to(mask[..., None, None], (*response.shape[:-1], 1))
-  weight = counted.astype(jnp.float32)
+  flat = response.reshape(-1, *response.shape[-2:])
+  weight = None if mask is None else mask.reshape(-1)
+  return moments_of(lambda response: response, flat, weight, 0)
+
+
+def moments_of(
+  respond: Callable[[Array], Array],
+  query: Float[Array, "N *P"],
+  mask: Bool[Array, "N"] | None,
+  scores: int,
+) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
+  """`moments` of the responses [N, M, K] of queries, a few tokens at a time: `in_chunks`."""
+  weight = jnp.ones(len(query)) if mask is None else mask.astype(jnp.float32)
+  if not len(query):
+    nothing = jnp.zeros(jax.eval_shape(respond, query).shape[-1:])
+    return nothing, nothing
+  # About the responses of one token: sums of squares lose no digits to a mean far from zero.
+  first = query[jnp.argmax(weight)][None]
+  center = lax.stop_gradient(respond(first)).mean(axis=(0, 1))
+
+  def sums(part):
+    some, weight = part
+    apart = respond(some) - center
+    weighed = weight[:, None, None] * apart
+    return weighed.mean(axis=1), (weighed * apart).mean(axis=1)
+
+  total, squares = (x.sum(axis=0) for x in in_chunks(sums, (query, weight), scores))
   count = jnp.maximum(weight.sum(), 1.0)
-  mean = (weight * response).sum(axis=axes) / count
-  return mean, (weight * (response - mean) ** 2).sum(axis=axes) / count
+  mean = total / count
+  return jnp.where(weight.any(), center + mean, 0.0), squares / count - mean**2
 
 
 def weighted(
@@ -174,6 +236,13 @@ def summed_distance(
 def _summed_squares(row, query, mask):
   square = (row.astype(jnp.float32) - query.astype(jnp.float32)) ** 2
   return (square if mask is None else jnp.where(mask[..., None], square, 0.0)).sum()
+
+
+def noise(
+  key: PRNGKeyArray, index: Int[Array, "N"], shape: tuple[int, int]
+) -> Float[Array, "N M K"]:
+  """Gumbel noise of tokens by their indices: that of a token does not depend on the others."""
+  return jax.vmap(lambda one: jax.random.gumbel(jax.random.fold_in(key, one), shape))(index)
 
 
 def code_counts(

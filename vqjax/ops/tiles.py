@@ -40,11 +40,20 @@ def default_tile(tokens: int, vocab: int, platform: str = "cpu", devices: int = 
   Each axis is cut into equal parts (rounded up to a multiple of 64), so the last tile overlaps
   little.
   """
-  if platform == "cpu":
-    most = Tile(512, 1280) if devices == 1 else Tile(256, 320)
-  else:
-    most = Tile(4096, 8192)
+  most = _most(platform, devices)
   return Tile(_even_part(tokens, most.tokens), _even_part(vocab, most.vocab))
+
+
+def _most(platform: str, devices: int) -> Tile:
+  if platform == "cpu":
+    return Tile(512, 1280) if devices == 1 else Tile(256, 320)
+  return Tile(4096, 8192)
+
+
+def most_scores() -> int:
+  """How many scores a device holds at once: those of a default tile."""
+  most = _most(shards.platform(), shards.devices())
+  return most.tokens * most.vocab
 
 
 def _even_part(size: int, limit: int) -> int:

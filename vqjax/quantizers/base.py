@@ -2,9 +2,9 @@
 
 import abc
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
@@ -114,11 +114,13 @@ class Quantizer(nn.Module):
     """The same, with the codes and what they add to a training loss."""
     if vectors.shape[-1] != self.dim:
       raise ValueError(f"vectors of width {vectors.shape[-1]} for a quantizer of dim {self.dim}")
-    query = self._parts(vectors)
-    response = self.responses(query, train, mask)
-    row, codes, terms = self._answer(vectors, query, response, train, mask)
+    lead = vectors.shape[:-1]
+    flat = vectors.reshape(-1, self.dim)
+    weight = None if mask is None else mask.reshape(-1)
+    row, codes, terms = self._answer(flat, self._parts(flat), train, weight)
     row = row.astype(vectors.dtype)
-    return Quantized(row if mask is None else jnp.where(mask[..., None], row, 0), codes, terms)
+    row = row if weight is None else jnp.where(weight[:, None], row, 0)
+    return Quantized(row.reshape(*lead, -1), codes.reshape(*lead, -1), terms)
 
   def operations(self) -> int:
     """Multiplications and additions of a vector's responses: it is compared with every key."""
@@ -127,45 +129,67 @@ class Quantizer(nn.Module):
 
   def encode(self, vectors: Float[Array, "*B D"]) -> Int[Array, "*B M"]:
     """The codes of vectors, as outside training."""
-    response = self.responses(self._parts(vectors), False, None)
-    return jnp.argmax(response, axis=-1).astype(jnp.int32)
+    query = self._parts(vectors.reshape(-1, self.dim))
+    codes = self._over_responses(largest, query, False, None)
+    return codes.reshape(*vectors.shape[:-1], self.subspaces)
 
   def decode(self, codes: Int[Array, "*B M"]) -> Float[Array, "*B D"]:
     """What codes stand for, in `param_dtype`."""
     return product.compose(codes, self.values(), self.additive)
 
-  def responses(
-    self, query: Float[Array, "*B P C"], train: bool, mask: Bool[Array, "*B"] | None
-  ) -> Float[Array, "*B M K"]:
-    """How near each key is to a query, normalised, with noise in training: the largest wins."""
-    response = self._compared(query)
-    if self.normalize:
-      response = self._normalized(response, train, mask)
-    if train and self.gumbel:
-      noise = jax.random.gumbel(self.make_rng("sample"), response.shape)
-      response = response + self.gumbel * noise
-    return response
+  def responses(self, vectors: Float[Array, "*B D"]) -> Float[Array, "*B M K"]:
+    """How near each key is to a vector, normalised as outside training: the largest wins."""
+    query = self._parts(vectors.reshape(-1, self.dim))
+    found = self._normal(query, False, None)(self._comparison()(query))
+    return found.reshape(*vectors.shape[:-1], *found.shape[1:])
 
   @abc.abstractmethod
-  def _compared(self, query):
-    """The responses as they are."""
+  def _comparison(self) -> Callable[[Array], Array]:
+    """A pure function: queries [N, P, C] -> the responses [N, M, K] as they are, float32."""
 
   @abc.abstractmethod
-  def _answer(self, vectors, query, response, train, mask):
-    """(rows, codes, terms) of the responses."""
+  def _answer(self, vectors, query, train, mask):
+    """(rows [N, D], codes [N, M], terms) of vectors [N, D], which are queries [N, P, C]."""
 
-  def _normalized(self, response, train, mask):
-    if not train:
-      mean, var = self.mean.value, self.var.value
-    else:
-      mean, var = quantize.moments(response, mask)
-      if self.is_mutable_collection("batch_stats") and not self.is_initializing():
-        kept = jnp.float32(self.momentum)
-        if mask is not None:
-          kept = jnp.where(mask.any(), kept, 1.0)  # no token, no news
-        update = lambda old, new: kept * old + (1 - kept) * lax.stop_gradient(new)
-        self.mean.value, self.var.value = update(self.mean.value, mean), update(self.var.value, var)
-    return (response - mean) * lax.rsqrt(var + self.epsilon)
+  def _over_responses(self, function: Callable, query, train, mask) -> Any:
+    """function(responses [n, M, K]) of all tokens, a few at a time: `ops.quantize.in_chunks`.
+
+    The responses are normalised, with noise in training.
+    """
+    compare, normal = self._comparison(), self._normal(query, train, mask)
+    key = self.make_rng("sample") if train and self.gumbel else None
+
+    def some(part):
+      index, query = part
+      response = normal(compare(query))
+      if key is not None:
+        response += self.gumbel * quantize.noise(key, index, response.shape[1:])
+      return function(response)
+
+    return quantize.in_chunks(some, (jnp.arange(len(query)), query), self._scores)
+
+  @property
+  def _scores(self) -> int:
+    return self.subspaces * self.codes
+
+  def _normal(self, query, train, mask) -> Callable[[Array], Array]:
+    """A pure function that normalises responses; in training by this batch, which is kept."""
+    if not self.normalize:
+      return lambda response: response
+    mean, var = self.mean.value, self.var.value
+    if train:
+      mean, var = quantize.moments_of(self._comparison(), query, mask, self._scores)
+      self._keep(mean, var, mask)
+    return lambda response: (response - mean) * lax.rsqrt(var + self.epsilon)
+
+  def _keep(self, mean, var, mask):
+    if not self.is_mutable_collection("batch_stats") or self.is_initializing():
+      return
+    kept = jnp.float32(self.momentum)
+    if mask is not None:
+      kept = jnp.where(mask.any(), kept, 1.0)  # no token, no news
+    update = lambda old, new: kept * old + (1 - kept) * lax.stop_gradient(new)
+    self.mean.value, self.var.value = update(self.mean.value, mean), update(self.var.value, var)
 
   def _parts(self, vectors):
     """[*B, M, C], or [*B, 1, D] where vectors are not cut."""
@@ -188,6 +212,11 @@ class Quantizer(nn.Module):
   @abc.abstractmethod
   def _tables(self) -> tuple[str, ...]:
     """Names of the parameters that are tables."""
+
+
+def largest(response):
+  """The code of the largest response in each subspace."""
+  return jnp.argmax(response, axis=-1).astype(jnp.int32)
 
 
 TABLE_AXES = "subspaces", "sub_codes", "sub_embed"

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from vqjax.ops import product, quantize
-from vqjax.quantizers.base import TABLE_AXES, Quantizer
+from vqjax.quantizers.base import TABLE_AXES, Quantizer, largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +76,13 @@ class CentroidQuantizer(Quantizer):
     count, total = jnp.asarray(self.count.value), jnp.asarray(self.total.value)
     return quantize.averaged(count, total, self.moving_average.epsilon)
 
-  def _compared(self, query):
-    return quantize.euclidean_response(query, self.values())
+  def _comparison(self):
+    values = lax.stop_gradient(self.values())
+    return lambda query: quantize.euclidean_response(query, values)
 
-  def _answer(self, vectors, query, response, train, mask):
-    codes = jnp.argmax(response, axis=-1).astype(jnp.int32)
+  def _answer(self, vectors, query, train, mask):
+    # No gradient passes through the choice.
+    codes = self._over_responses(largest, lax.stop_gradient(query), train, mask)
     row = product.compose(codes, self.values(), self.additive)
     terms = {}
     if self.moving_average is None:

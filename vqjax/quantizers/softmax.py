@@ -54,11 +54,12 @@ class _ChosenBySoftmax(Quantizer):
     """The values."""
     return jnp.asarray(self.value_table)
 
-  def _answer(self, vectors, query, response, train, mask):
-    del vectors, query, mask
-    warm = self.forward_temperature if train else 0.0
+  def _answer(self, vectors, query, train, mask):
+    del vectors
+    values, warm = self.values(), self.forward_temperature if train else 0.0
     own = jnp.exp(self.log_temperature) if self.learned_temperature else self.temperature
-    return *quantize.softmax_quantized(response, self.values(), own, warm, self.additive), {}
+    choose = lambda r: quantize.softmax_quantized(r, values, own, warm, self.additive)
+    return *self._over_responses(choose, query, train, mask), {}
 
   def _tables(self):
     return ("values",)
@@ -104,8 +105,9 @@ class SoftmaxQuantizer(_ChosenBySoftmax):
     """The values; the keys where they are tied."""
     return self.keys() if self.tied else super().values()
 
-  def _compared(self, query):
-    return self.response(query, self.keys())
+  def _comparison(self):
+    keys = self.keys()
+    return lambda query: self.response(query, keys)
 
   def _tables(self):
     return ("keys",) if self.tied else ("keys", "values")
@@ -126,9 +128,12 @@ class EncoderQuantizer(_ChosenBySoftmax):
 
   def setup(self):
     super().setup()
-    choices = self.subspaces * self.codes
-    dense = lambda width: nn.Dense(width, param_dtype=self.param_dtype)
-    self.inner, self.outer = dense(self._hidden), dense(choices)
+    choices, hidden = self.subspaces * self.codes, self._hidden
+    kernel, zeros = nn.initializers.lecun_normal(), nn.initializers.zeros_init()
+    new = lambda name, init, *shape: self.param(name, init, shape, self.param_dtype)
+    # No modules: they are used inside of a loop.
+    self.inner = new("inner_kernel", kernel, self.dim, hidden), new("inner_bias", zeros, hidden)
+    self.outer = new("outer_kernel", kernel, hidden, choices), new("outer_bias", zeros, choices)
 
   @property
   def _hidden(self) -> int:
@@ -141,15 +146,21 @@ class EncoderQuantizer(_ChosenBySoftmax):
   def _parts(self, vectors):
     return vectors
 
-  def _compared(self, query):
-    found = jax.nn.softplus(self.outer(jnp.tanh(self.inner(query)))).astype(jnp.float32)
-    return jnp.log(found + TINY).reshape(*query.shape[:-1], self.subspaces, self.codes)
+  def _comparison(self):
+    (inner, inner_bias), (outer, outer_bias) = self.inner, self.outer
+
+    def compare(query):
+      found = jax.nn.softplus(jnp.tanh(query @ inner + inner_bias) @ outer + outer_bias)
+      found = jnp.log(found.astype(jnp.float32) + TINY)
+      return found.reshape(-1, self.subspaces, self.codes)
+
+    return compare
 
   def logical_axes(self) -> dict:
     """Axes of the values and of the two layers."""
     axes = super().logical_axes()
     for name, names in (("inner", ("embed", "mlp")), ("outer", ("mlp", "sub_codes"))):
-      axes["params"][name] = {"kernel": names, "bias": names[1:]}
+      axes["params"] |= {f"{name}_kernel": names, f"{name}_bias": names[1:]}
     return axes
 
 
@@ -176,8 +187,8 @@ class FreeQuantizer(_ChosenBySoftmax):
   def _parts(self, vectors):
     return vectors.reshape(*vectors.shape[:-1], self.subspaces, self.codes)
 
-  def _compared(self, query):
-    return query.astype(jnp.float32)
+  def _comparison(self):
+    return lambda query: query.astype(jnp.float32)
 
 
 TINY = 1e-8
