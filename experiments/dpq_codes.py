@@ -35,7 +35,7 @@ def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   """What is kept of a run's embedding: neighbours of words, and of codes how they are used."""
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
   embedding = with_vocab(experiment, encoder.vocab).model.embedding
-  variables = embedding_of(read_variables(folder)[0])
+  variables = embedding_of(_whole(read_variables(folder)[0]))
   found = {"neighbours": neighbours(embedding, variables, encoder)}
   if isinstance(embedding, DPQEmbedding):
     found["codes"] = codes(embedding, variables, encoder)
@@ -43,6 +43,13 @@ def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   if isinstance(experiment.model, EncoderDecoder):
     found |= bleu(experiment, folder)
   return found
+
+
+def _whole(variables: dict[str, Any]) -> dict[str, Any]:
+  """The variables of the encoder, where a model has its embedding in one."""
+  if "encoder" not in variables["params"] or "embedding" in variables["params"]:
+    return variables
+  return {name: tree["encoder"] for name, tree in variables.items() if "encoder" in tree}
 
 
 def compact(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str, float]:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+from configs import dpq_bert as bert
 from configs import dpq_multi30k as multi30k
 from configs import dpq_translation as translated
 from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body, language_model
@@ -16,12 +17,14 @@ from configs.dpq_text import ADAM, BEGIN, DIM, WORDS, classifier
 from vqjax import Embedding
 from vqjax.config import Experiment, Train
 from vqjax.data import (
+  TFDS,
   AGNews,
   DBpedia,
   LabelledSource,
   LabelledTFDS,
   Mirrored,
   PennTreebank,
+  SentencePieceTokenizer,
   Source,
   Text,
   WordTokenizer,
@@ -72,6 +75,7 @@ class Setting:
     guide: weight of the distance to the full table, of the row "kd-distilled".
     rebuild_steps: of the network that finds the codes of "pretrained-codes".
     parts: subspaces of product quantisation after training.
+    before: the setting whose run of the same row gives the encoder that this one begins with.
     grid: K x M of the heat maps; each as SX and VQ, shared and not.
     seeds: of the headline rows.
   """
@@ -90,6 +94,7 @@ class Setting:
   rebuild_steps: int = 20_000
   parts: int = 1
   weight: float = 1.0
+  before: str | None = None
   grid: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
   seeds: int = 1
 
@@ -200,6 +205,19 @@ def _mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
   return translated.translation(row, embedding, body, data, words, train, seed)
 
 
+def _bert(scale: str, body: bert.Body, text: bert.Text, train: Train, tune: Train) -> dict:
+  """Pre-training and its two tasks."""
+  shared = body.dim, bert.BEGIN, ("full", "sx"), Codes(32, body.dim // 4), Codes(32, body.dim // 4)
+  of = lambda name, make, **fields: Setting(
+    name, "BERT", f"{RUNS}/{scale}", make, *shared, **fields
+  )
+  return {
+    "bert": of("bert", bert.pretraining(body, text, train)),
+    "bert-pairs": of("bert-pairs", bert.pairs(body, text, tune), before="bert"),
+    "bert-spans": of("bert-spans", bert.spans(body, text, tune), before="bert"),
+  }
+
+
 PTB = PennTreebank(), 929_589
 WIKITEXT = Wiki(), 2_088_628
 
@@ -228,6 +246,13 @@ SMOKE = {
     Codes(4, 4),
     Codes(4, 4),
     rebuild_steps=20,
+  ),
+  **_bert(
+    "smoke",
+    bert.Body(16, 1, 2, 32, 12),
+    bert.Text(Text(), WordTokenizer(vocab=200)),
+    Train(steps=3, batch=8, warmup=1, eval_every=3, save_every=3),
+    Train(steps=2, batch=8, warmup=1, eval_every=2, save_every=2),
   ),
 }
 
@@ -265,6 +290,7 @@ CPU = {
     Codes(32, 32),
     Codes(32, 32),
   ),
+  **_bert("cpu", bert.SMALL, bert.PARAGRAPHS, bert.PRETRAIN, bert.FINE_TUNE),
   "ag-news-grid": _text(
     "ag-news-grid",
     "cpu",
@@ -361,20 +387,41 @@ PAPER = {
     Codes(32, 128),
     Codes(32, 128),
   ),
+  **_bert(
+    "paper",
+    bert.BASE,
+    bert.Text(TFDS("wikipedia/20230601.en"), SentencePieceTokenizer(vocab=30_522)),
+    Train(
+      steps=1_000_000,
+      batch=1024,
+      accumulate=8,
+      learning_rate=1e-4,
+      warmup=10_000,
+      weight_decay=0.01,
+      beta2=0.999,
+      final_fraction=0.0,
+      eval_every=10_000,
+      save_every=10_000,
+    ),
+    dataclasses.replace(bert.FINE_TUNE, steps=30_000, learning_rate=3e-5),
+  ),
 }
 
 SCALES = {"smoke": SMOKE, "cpu": CPU, "paper": PAPER}
 """Scale -> name -> setting."""
 
+BERT_TASKS = {("Table 13", "mnli"): "bert-pairs", ("Table 13", "squad"): "bert-spans"}
+
 STAND_INS = {
-  "smoke": {("Table 3", "wmt"): "multi30k", ("Table 11", "wmt"): "multi30k"},
+  "smoke": {("Table 3", "wmt"): "multi30k", ("Table 11", "wmt"): "multi30k", **BERT_TASKS},
   "cpu": {
     ("Table 3", "ptb-medium"): "ptb-small",
     ("Table 9", "ptb-medium"): "ptb-small",
     ("Table 12", "ptb-medium"): "ptb-short",
     ("Table 3", "wmt"): "multi30k",
     ("Table 11", "wmt"): "multi30k",
+    **BERT_TASKS,
   },
-  "paper": {},
+  "paper": BERT_TASKS,
 }
 """Scale -> (table, the paper's setting) -> the setting that is run in its place."""

@@ -23,6 +23,7 @@ from experiments.dpq_rows import Afterwards, Row, afterwards, full, trained_rows
 from experiments.dpq_settings import COLUMN, SCALES, Setting
 from experiments.study import Results, Study, Work, derived, trained
 from vqjax import convert
+from vqjax.training import FromPart
 
 
 def works(scale: str) -> list[Work]:
@@ -49,6 +50,9 @@ def _trained(s: Setting, row: Row, seed: int = 0) -> Work:
   if row.fill is not None:
     start = convert.FromTable(s.path("full", seed), row.fill(s))
     experiment, needs = dataclasses.replace(experiment, start=start), (f"{s.name}/full",)
+  if s.before is not None:
+    start = FromPart(f"{s.folder}/{s.before}/{row.name}-{seed}", "encoder")
+    experiment, needs = dataclasses.replace(experiment, start=start), (f"{s.before}/{row.name}",)
   return trained(name, row.label, experiment, s.path(row.name, seed), dpq_codes.beside, needs)
 
 

@@ -190,6 +190,7 @@ def test_only_words_that_are_one_token_are_shown():
 @pytest.mark.timeout(900)
 def test_the_command_trains_keeps_and_prints(tmp_path, monkeypatch, capsys):
   names = "ptb-small/sx,ptb-small/scalar-8,ptb-small/kd-distilled,multi30k/reconstruction-32x256"
+  names += ",bert-pairs/sx,bert-spans/full"
   arguments = ["--scale", "smoke", "--only", names]
   own = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
   command = [sys.executable, "-m", "experiments.dpq_tables", *arguments]
@@ -200,10 +201,11 @@ def test_the_command_trains_keeps_and_prints(tmp_path, monkeypatch, capsys):
   assert "Table 4" in done.stdout
   monkeypatch.chdir(tmp_path)
   results = dpq_tables.STUDY.read("smoke")
-  assert set(results) == {*names.split(","), "ptb-small/full", "multi30k/full"}
+  needed = {"ptb-small/full", "multi30k/full", "bert/sx", "bert/full"}
+  assert set(results) == {*names.split(","), *needed}
   small = results["ptb-small/sx"]
   assert small["compact"]["bytes"] == small["result"]["embedding"]["shipped_bytes"]
   assert 0 <= results["multi30k/reconstruction-32x256"]["bleu"]["score"] <= 100
   assert dpq_tables.main([*arguments, "--list"]) == 0
-  assert capsys.readouterr().out.count("done") == 6
+  assert capsys.readouterr().out.count("done") == 10
   json.dumps(results, allow_nan=False)

@@ -7,7 +7,7 @@ from vqjax.training.loop import NotFiniteError, fit
 from vqjax.training.optimizer import SGD, SM3, learning_rate, optimizer
 from vqjax.training.recluster import Recluster
 from vqjax.training.saved import read_variables
-from vqjax.training.start import FromRun
+from vqjax.training.start import FromPart, FromRun
 from vqjax.training.state import TrainState, init_state
 from vqjax.training.step import make_step
 
@@ -15,6 +15,7 @@ __all__ = [
   "SGD",
   "SM3",
   "Cost",
+  "FromPart",
   "FromRun",
   "Interrupted",
   "NotFiniteError",

@@ -32,3 +32,36 @@ class FromRun:
     del model, variables
     check_tokenizer(self.folder, text)
     return read_variables(self.folder, self.best)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class FromPart:
+  """Begins with a part of what another run has learned, such as its encoder; all else is new.
+
+  Attributes:
+    folder: the other run's folder.
+    part: what the part is called in both models.
+    best: take its checkpoint of lowest validation loss, not its newest.
+  """
+
+  folder: str
+  part: str
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """The fresh variables with the other run's part.
+
+    Raises:
+      FileNotFoundError: the folder holds no checkpoint.
+      ValueError: its tokenizer is another one, or one of the two has no such part.
+    """
+    del model
+    check_tokenizer(self.folder, text)
+    other, step = read_variables(self.folder, self.best)
+    for where, tree in ((f"checkpoint {step} of {self.folder}", other), ("the model", variables)):
+      if self.part not in tree["params"]:
+        raise ValueError(f"{where} has no {self.part!r}, only {', '.join(sorted(tree['params']))}")
+    taken = {
+      name: {self.part: tree[self.part]} for name, tree in other.items() if self.part in tree
+    }
+    return {name: tree | taken.get(name, {}) for name, tree in variables.items()}
