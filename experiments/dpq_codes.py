@@ -16,7 +16,7 @@ from vqjax.convert.tables import embedding_of
 from vqjax.data import Encoder, fit_encoder
 from vqjax.models import EncoderDecoder
 from vqjax.ops import quantize
-from vqjax.training import read_variables
+from vqjax.training import read_variables, saved_steps
 
 FAMILIES = (
   ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"),
@@ -40,6 +40,7 @@ def beside(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   if isinstance(embedding, DPQEmbedding):
     found["codes"] = codes(embedding, variables, encoder)
     found["compact"] = compact(embedding, variables)
+    found["changes"] = changes(embedding, folder)
   if isinstance(experiment.model, EncoderDecoder):
     found |= bleu(experiment, folder)
   return found
@@ -62,10 +63,27 @@ def compact(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str, flo
   return {"formula": small.compression_ratio(), "bytes": small.nbytes, "file_bytes": size}
 
 
+def changes(embedding: DPQEmbedding, folder: pathlib.Path) -> list[tuple[int, float]]:
+  """(step, per cent of all codes that differ from those of the checkpoint before), as kept."""
+  found, before = [], None
+  for step in saved_steps(folder):
+    own = embedding_of(_whole(read_variables(folder, at=step)[0]))
+    now = np.asarray(codes_of_all(embedding, own))
+    if before is not None:
+      found.append((step, 100 * float((now != before).mean())))
+    before = now
+  return found
+
+
+def codes_of_all(embedding: DPQEmbedding, variables: dict[str, Any]) -> jax.Array:
+  """int32 [V, M]."""
+  encode = jax.jit(lambda own, tokens: embedding.apply(own, tokens, method="codes_of"))
+  return encode(variables, jnp.arange(embedding.vocab))
+
+
 def codes(embedding: DPQEmbedding, variables: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
   """How many tokens of the vocabulary are on each code, and the codes of some words."""
-  every = jnp.arange(embedding.vocab)
-  code = jax.jit(lambda tokens: embedding.apply(variables, tokens, method="codes_of"))(every)
+  code = codes_of_all(embedding, variables)
   counts = quantize.code_counts(code, embedding.quantizer.codes)
   perplexity = np.asarray(quantize.code_perplexity(counts), np.float64)
   words = {word: token for family in FAMILIES for word, token in known(encoder, family).items()}

@@ -1,6 +1,7 @@
 """What do scores, ratios and codes of DPQ look like?"""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,21 +15,26 @@ from vqjax.report.svg import INK, SERIES
 CAPTIONS = {
   "dpq-heat.png": "Figures 3 and 7: score and compression ratio over K and M, AG News",
   "dpq-trade.png": "Figure 8: score against compression ratio, AG News",
-  "dpq-codes.png": "Figure 5: how many words of the vocabulary are on each code",
+  "dpq-codes.png": "Figure 5: how many words of the vocabulary are on each code, Penn Treebank",
+  "dpq-changes.png": "Figure 6: codes that changed since the checkpoint 50 steps before, AG News",
+  "dpq-cost.png": "Figure 4: a training step beside that of the full embedding, LSTM of width 650",
 }
 """File -> what it shows."""
 
 KINDS = {"sx": "DPQ-SX", "vq": "DPQ-VQ"}
 
 
-def figures(results: Results, settings: Mapping[str, Setting]) -> dict[str, Figure]:
+def figures(
+  results: Results, settings: Mapping[str, Setting], cost: Mapping[str, Any] | None
+) -> dict[str, Figure]:
   """The plots that there are results for, by their files."""
-  found: dict[str, Figure | None] = {}
-  for setting in settings.values():
-    if setting.grid[0]:
-      found["dpq-heat.png"] = heat(results, setting)
-      found["dpq-trade.png"] = trade(results, setting)
-  found["dpq-codes.png"] = usage(results, "ptb-small")
+  found: dict[str, Figure | None] = {
+    "dpq-cost.png": None if cost is None else training_cost(cost["training"]),
+    "dpq-heat.png": heat(results, settings["ag-news-grid"]),
+    "dpq-trade.png": trade(results, settings["ag-news-grid"]),
+    "dpq-codes.png": usage(results, "ptb-small"),
+    "dpq-changes.png": changes(results, settings["ag-news-changes"]),
+  }
   return {name: figure for name, figure in found.items() if figure is not None}
 
 
@@ -127,4 +133,44 @@ def usage(results: Results, setting: str) -> Figure | None:
     axes.set_xlabel("code", fontsize=8, color=INK)
     axes.set_ylabel("subspace", fontsize=8, color=INK)
     figure.colorbar(image, ax=axes)
+  return figure
+
+
+def changes(results: Results, s: Setting) -> Figure | None:
+  """Per cent of codes that changed from checkpoint to checkpoint, for each K."""
+  figure = Figure(figsize=(8, 3.2), layout="constrained")
+  drawn = False
+  for axes, (kind, title) in zip(figure.subplots(1, 2, sharey=True), KINDS.items(), strict=True):
+    for color, k in zip(SERIES, s.grid[0], strict=False):
+      rows = results.get(f"{s.name}/{kind}-{Codes(k, s.grid[1][0])}", {}).get("changes")
+      if rows:
+        drawn = True
+        axes.plot(*zip(*rows, strict=True), color=color, label=f"K = {k}")
+    axes.set_title(title, fontsize=9, color=INK)
+    axes.set_xlabel("step", fontsize=8, color=INK)
+    axes.set_ylabel("codes that changed, %", fontsize=8, color=INK)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    if drawn:
+      axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+  return figure if drawn else None
+
+
+def training_cost(rows: Mapping[str, Mapping[str, float]]) -> Figure:
+  """Time and temporaries of a step relative to the full embedding's, over K for each M."""
+  figure = Figure(figsize=(8, 3.2), layout="constrained")
+  sizes = sorted({(int(m), int(k)) for name in rows for k, m in [name.split()[1].split("x")]})
+  panels = zip(figure.subplots(1, 2), ("time", "temp"), ("time", "temporaries"), strict=True)
+  for axes, key, said in panels:
+    for color, m in zip(SERIES, sorted({m for m, _ in sizes}), strict=False):
+      for kind, dash in (("SX", "-"), ("VQ", "--")):
+        found = [(k, rows[f"{kind} {k}x{m}"][key]) for other, k in sizes if other == m]
+        label = f"{kind}, M = {m}"
+        axes.plot(*zip(*found, strict=True), f"o{dash}", color=color, markersize=4, label=label)
+    axes.axhline(1.0, color=INK, linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("codes, K", fontsize=8, color=INK)
+    axes.set_ylabel(f"{said}, times the full embedding's", fontsize=8, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(fontsize=7, frameon=False, labelcolor=INK)
   return figure

@@ -306,6 +306,21 @@ CPU = {
     context=64,
     grid=((2, 8, 32, 128), (8, 16, 32, 64)),
   ),
+  "ag-news-changes": _text(
+    "ag-news-changes",
+    "cpu",
+    "AG News",
+    AGNews(),
+    4,
+    (),
+    Codes(32, 32),
+    Codes(32, 32),
+    dim=128,
+    train=dataclasses.replace(ADAM, steps=1_000, save_every=50, keep=20),
+    tokenizer=WordTokenizer(vocab=8_000, lowercase=True),
+    context=64,
+    grid=((8, 32, 128), (32,)),
+  ),
 }
 
 PAPER = {

@@ -6,7 +6,7 @@ from vqjax.training.interrupt import Interrupted
 from vqjax.training.loop import NotFiniteError, fit
 from vqjax.training.optimizer import SGD, SM3, learning_rate, optimizer
 from vqjax.training.recluster import Recluster
-from vqjax.training.saved import read_variables
+from vqjax.training.saved import read_variables, saved_steps
 from vqjax.training.start import FromPart, FromRun
 from vqjax.training.state import TrainState, init_state
 from vqjax.training.step import make_step
@@ -31,4 +31,5 @@ __all__ = [
   "make_step",
   "optimizer",
   "read_variables",
+  "saved_steps",
 ]

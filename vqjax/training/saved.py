@@ -14,14 +14,18 @@ from vqjax.training.state import checksum
 from vqjax.training.text import Text
 
 
-def read_variables(folder: str | pathlib.Path, best: bool = False) -> tuple[dict[str, Any], int]:
+def read_variables(
+  folder: str | pathlib.Path, best: bool = False, at: int | None = None
+) -> tuple[dict[str, Any], int]:
   """What `model.apply` takes, from the newest intact checkpoint of a run folder, and its step.
 
   Nested dicts of NumPy arrays: {"params": ..., further collections}. The folder is left as it is: a
-  damaged checkpoint is passed over with a warning. `best` takes the one of lowest validation loss.
+  damaged checkpoint is passed over with a warning. `best` takes the one of lowest validation loss,
+  `at` that of a step, one of `saved_steps`.
 
   Raises:
-    FileNotFoundError: the folder has no checkpoint, or with `best` none that was evaluated.
+    FileNotFoundError: the folder has no checkpoint, or with `best` none that was evaluated, or none
+      of that step.
     ValueError: none of the checkpoints is intact.
   """
   checkpoints = pathlib.Path(folder).absolute() / "checkpoints"
@@ -31,8 +35,11 @@ def read_variables(folder: str | pathlib.Path, best: bool = False) -> tuple[dict
     steps = sorted(manager.all_steps(), reverse=True)
     if best:
       steps = [step for step in (manager.best_step(),) if step is not None]
+    if at is not None:
+      steps = [step for step in steps if step == at]
     if not steps:
       kind = "evaluated checkpoint" if best else "complete checkpoint"
+      kind += "" if at is None else f" of step {at}"
       raise FileNotFoundError(f"{checkpoints} has no {kind}; let the run go on until it has one")
     for step in steps:
       try:
@@ -43,6 +50,15 @@ def read_variables(folder: str | pathlib.Path, best: bool = False) -> tuple[dict
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         warnings.warn(f"checkpoint {step} in {checkpoints} is damaged ({reason})", stacklevel=2)
   raise ValueError(f"no checkpoint of {checkpoints} is intact: {steps}; give another run's folder")
+
+
+def saved_steps(folder: str | pathlib.Path) -> list[int]:
+  """The steps of a run folder's checkpoints, rising."""
+  checkpoints = pathlib.Path(folder).absolute() / "checkpoints"
+  if not checkpoints.is_dir():
+    return []
+  with _manager(checkpoints) as manager:
+    return sorted(manager.all_steps())
 
 
 def check_tokenizer(folder: str | pathlib.Path, text: Text) -> None:
