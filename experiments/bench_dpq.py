@@ -20,7 +20,7 @@ from configs.dpq_lstm import MEDIUM, Body, language_model
 from experiments import benching
 from experiments.apart import apart
 from experiments.dpq_rows import centroids, full, softmax
-from experiments.dpq_settings import Codes, Setting
+from experiments.dpq_setting import Codes, Setting
 from experiments.process import measured
 from experiments.timing import compare, temp_bytes
 from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer

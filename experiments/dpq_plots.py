@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.dpq_measured import measured
-from experiments.dpq_settings import Codes, Setting
+from experiments.dpq_setting import Codes, Setting
 from experiments.study import Results
 from vqjax.report.svg import INK, SERIES
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.dpq_settings import Codes, Setting
+from experiments.dpq_setting import Codes, Setting
 from vqjax import (
   CentroidQuantizer,
   ComposedEmbedding,

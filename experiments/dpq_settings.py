@@ -6,102 +6,33 @@ but the embedding.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 from configs import dpq_bert as bert
 from configs import dpq_multi30k as multi30k
 from configs import dpq_translation as translated
-from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body, language_model
-from configs.dpq_text import ADAM, BEGIN, DIM, WORDS, classifier
-from vqjax import Embedding
-from vqjax.config import Experiment, Train
+from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body
+from configs.dpq_text import ADAM
+from experiments.dpq_setting import (
+  Codes,
+  classified,
+  lstm,
+  mirrored,
+  pretrained,
+  translation,
+)
+from vqjax.config import Train
 from vqjax.data import (
   TFDS,
   AGNews,
   DBpedia,
-  LabelledSource,
   LabelledTFDS,
-  Mirrored,
   PennTreebank,
   SentencePieceTokenizer,
-  Source,
   Text,
   WordTokenizer,
 )
 from vqjax.data import WikiText as Wiki
-from vqjax.initializers import SymmetricUniform
-
-RUNS = "runs/dpq"
-"""Folder of all runs of these tables, a folder a scale."""
-
-
-class Codes(NamedTuple):
-  """How an embedding is quantised.
-
-  Attributes:
-    codes: K.
-    subspaces: M, the paper's D.
-    shared: whether all subspaces have one table.
-  """
-
-  codes: int
-  subspaces: int
-  shared: bool = False
-
-  def __str__(self) -> str:
-    return f"{self.codes}x{self.subspaces}" + ("s" if self.shared else "")
-
-
-KD = Codes(32, 32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-  """A task with everything but its embedding.
-
-  Attributes:
-    name: of the setting, as run folders and results have it.
-    text: the data, as the paper calls them.
-    folder: where its runs are.
-    make: (name, embedding, seed) -> the run.
-    dim: width of the embedding, d.
-    begin: initialiser of its tables.
-    weight: of DPQ-VQ's regulariser.
-    rows: names of what is trained or made here.
-    sx: how the row "sx" is quantised.
-    vq: how the row "vq" is.
-    kd: codes of the rows after Chen et al. (2018b) and Shu and Nakayama.
-    guide: weight of the distance to the full table, of the row "kd-distilled".
-    rebuild_steps: of the network that finds the codes of "pretrained-codes".
-    parts: subspaces of product quantisation after training.
-    before: the setting whose run of the same row gives the encoder that this one begins with.
-    grid: K x M of the heat maps; each as SX and VQ, shared and not.
-    seeds: of the headline rows.
-  """
-
-  name: str
-  text: str
-  folder: str
-  make: Callable[[str, Embedding, int], Experiment]
-  dim: int
-  begin: SymmetricUniform
-  rows: tuple[str, ...]
-  sx: Codes
-  vq: Codes
-  kd: Codes = KD
-  guide: float = 1.0
-  rebuild_steps: int = 20_000
-  parts: int = 1
-  weight: float = 1.0
-  before: str | None = None
-  grid: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-  seeds: int = 1
-
-  def path(self, row: str, seed: int = 0) -> str:
-    """The run folder of a row."""
-    return f"{self.folder}/{self.name}/{row}-{seed}"
-
 
 COLUMN = "full", "sx", "vq"
 """What every table has."""
@@ -117,54 +48,6 @@ CHEN = "kd", "kd-distilled", "pretrained-codes"
 """The baselines of Table 4."""
 
 CLASSIFIED = (*COLUMN, "low-rank-10", "low-rank-20", "kd")
-
-
-def _lstm(
-  name: str,
-  scale: str,
-  data: Source,
-  tokens: int,
-  body: Body,
-  rows: tuple[str, ...],
-  sx: Codes,
-  vq: Codes,
-  quantized: Body | None = None,
-  **fields,
-) -> Setting:
-  """`quantized` is the body where the embedding is not the full one; None: the same."""
-
-  def make(row: str, embedding: Embedding, seed: int) -> Experiment:
-    own = body if row == "full" or quantized is None else quantized
-    return language_model(row, embedding, own, data, tokens, seed)
-
-  text = {"ptb": "PTB", "wikitext": "WikiText-2"}[name.split("-")[0]]
-  folder, begin = f"{RUNS}/{scale}", body.begin
-  more = {"weight": body.weight, "parts": body.dim // 2, **fields}
-  return Setting(name, text, folder, make, body.dim, begin, rows, sx, vq, **more)
-
-
-def _text(
-  name: str,
-  scale: str,
-  text: str,
-  data: LabelledSource,
-  classes: int,
-  rows: tuple[str, ...],
-  sx: Codes,
-  vq: Codes,
-  *,
-  dim: int = DIM,
-  train=ADAM,
-  tokenizer: WordTokenizer = WORDS,
-  context: int = 128,
-  **fields,
-) -> Setting:
-  def make(row: str, embedding: Embedding, seed: int) -> Experiment:
-    options = {"tokenizer": tokenizer, "context": context, "train": train, "seed": seed}
-    return classifier(row, embedding, data, classes, **options)
-
-  folder = f"{RUNS}/{scale}"
-  return Setting(name, text, folder, make, dim, BEGIN, rows, sx, vq, **fields)
 
 
 class Quantized(NamedTuple):
@@ -183,48 +66,13 @@ YELP_POLARITY = Quantized(Codes(32, 50, True), Codes(16, 100))
 YELP_FULL = Quantized(Codes(16, 50, True), Codes(16, 100))
 
 
-def _translation(
-  name: str,
-  scale: str,
-  text: str,
-  make: Callable[[str, Embedding, int], Experiment],
-  dim: int,
-  rows: tuple[str, ...],
-  sx: Codes,
-  vq: Codes,
-  **fields,
-) -> Setting:
-  folder = f"{RUNS}/{scale}"
-  return Setting(name, text, folder, make, dim, translated.BEGIN, rows, sx, vq, **fields)
-
-
-def _mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
-  body = translated.Body(16, 1, 2, 32, 12)
-  data, words = Mirrored(Text()), WordTokenizer(vocab=200)
-  train = Train(steps=4, batch=8, warmup=2, eval_every=4, save_every=4)
-  return translated.translation(row, embedding, body, data, words, train, seed)
-
-
-def _bert(scale: str, body: bert.Body, text: bert.Text, train: Train, tune: Train) -> dict:
-  """Pre-training and its two tasks."""
-  shared = body.dim, bert.BEGIN, ("full", "sx"), Codes(32, body.dim // 4), Codes(32, body.dim // 4)
-  of = lambda name, make, **fields: Setting(
-    name, "BERT", f"{RUNS}/{scale}", make, *shared, **fields
-  )
-  return {
-    "bert": of("bert", bert.pretraining(body, text, train)),
-    "bert-pairs": of("bert-pairs", bert.pairs(body, text, tune), before="bert"),
-    "bert-spans": of("bert-spans", bert.spans(body, text, tune), before="bert"),
-  }
-
-
 PTB = PennTreebank(), 929_589
 WIKITEXT = Wiki(), 2_088_628
 
 _TINY = Body(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0)
 
 SMOKE = {
-  "ptb-small": _lstm(
+  "ptb-small": lstm(
     "ptb-small",
     "smoke",
     Text(),
@@ -236,18 +84,18 @@ SMOKE = {
     kd=Codes(4, 4),
     rebuild_steps=20,
   ),
-  "multi30k": _translation(
+  "multi30k": translation(
     "multi30k",
     "smoke",
     "mirrored lines",
-    _mirrored,
+    mirrored,
     16,
     (*COLUMN, "reconstruction-32x256"),
     Codes(4, 4),
     Codes(4, 4),
     rebuild_steps=20,
   ),
-  **_bert(
+  **pretrained(
     "smoke",
     bert.Body(16, 1, 2, 32, 12),
     bert.Text(Text(), WordTokenizer(vocab=200)),
@@ -257,7 +105,7 @@ SMOKE = {
 }
 
 CPU = {
-  "ptb-small": _lstm(
+  "ptb-small": lstm(
     "ptb-small",
     "cpu",
     *PTB,
@@ -267,7 +115,7 @@ CPU = {
     Codes(32, 25, True),
     seeds=3,
   ),
-  "ptb-short": _lstm(
+  "ptb-short": lstm(
     "ptb-short",
     "cpu",
     *PTB,
@@ -276,11 +124,13 @@ CPU = {
     Codes(8, 25, True),
     Codes(32, 25, True),
   ),
-  "ag-news": _text(
+  "ag-news": classified(
     "ag-news", "cpu", "AG News", AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3
   ),
-  "dbpedia": _text("dbpedia", "cpu", "DBpedia", DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq),
-  "multi30k": _translation(
+  "dbpedia": classified(
+    "dbpedia", "cpu", "DBpedia", DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq
+  ),
+  "multi30k": translation(
     "multi30k",
     "cpu",
     "Multi30k",
@@ -290,8 +140,8 @@ CPU = {
     Codes(32, 32),
     Codes(32, 32),
   ),
-  **_bert("cpu", bert.SMALL, bert.PARAGRAPHS, bert.PRETRAIN, bert.FINE_TUNE),
-  "ag-news-grid": _text(
+  **pretrained("cpu", bert.SMALL, bert.PARAGRAPHS, bert.PRETRAIN, bert.FINE_TUNE),
+  "ag-news-grid": classified(
     "ag-news-grid",
     "cpu",
     "AG News",
@@ -306,7 +156,7 @@ CPU = {
     context=64,
     grid=((2, 8, 32, 128), (8, 16, 32, 64)),
   ),
-  "ag-news-changes": _text(
+  "ag-news-changes": classified(
     "ag-news-changes",
     "cpu",
     "AG News",
@@ -324,7 +174,7 @@ CPU = {
 }
 
 PAPER = {
-  "ptb-small": _lstm(
+  "ptb-small": lstm(
     "ptb-small",
     "paper",
     *PTB,
@@ -334,7 +184,7 @@ PAPER = {
     Codes(32, 25, True),
     seeds=3,
   ),
-  "ptb-medium": _lstm(
+  "ptb-medium": lstm(
     "ptb-medium",
     "paper",
     *PTB,
@@ -345,7 +195,7 @@ PAPER = {
     grid=((2, 8, 32, 128), (10, 25, 50, 130)),
     seeds=3,
   ),
-  "ptb-large": _lstm(
+  "ptb-large": lstm(
     "ptb-large",
     "paper",
     *PTB,
@@ -355,7 +205,7 @@ PAPER = {
     Codes(16, 50, True),
     quantized=LARGE_DPQ,
   ),
-  "wikitext-medium": _lstm(
+  "wikitext-medium": lstm(
     "wikitext-medium",
     "paper",
     *WIKITEXT,
@@ -365,7 +215,7 @@ PAPER = {
     Codes(128, 50, True),
   ),
   **{
-    name: _text(
+    name: classified(
       name,
       "paper",
       text,
@@ -386,13 +236,13 @@ PAPER = {
     )
   },
   **{
-    name: _translation(name, "paper", text, make, 512, COLUMN, Codes(32, 32), Codes(128, 128))
+    name: translation(name, "paper", text, make, 512, COLUMN, Codes(32, 32), Codes(128, 128))
     for name, text, make in (
       ("iwslt-en-vi", "IWSLT15, En-Vi", translated.iwslt15("en", "vi")),
       ("iwslt-vi-en", "IWSLT15, Vi-En", translated.iwslt15("vi", "en")),
     )
   },
-  "wmt": _translation(
+  "wmt": translation(
     "wmt",
     "paper",
     "WMT19, En-De",
@@ -402,7 +252,7 @@ PAPER = {
     Codes(32, 128),
     Codes(32, 128),
   ),
-  **_bert(
+  **pretrained(
     "paper",
     bert.BASE,
     bert.Text(TFDS("wikipedia/20230601.en"), SentencePieceTokenizer(vocab=30_522)),

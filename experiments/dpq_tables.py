@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from experiments import dpq_codes, dpq_report
+from experiments import dpq_codes, dpq_page, dpq_report
 from experiments.dpq_replaced import replaced
 from experiments.dpq_rows import Afterwards, Row, afterwards, full, trained_rows
-from experiments.dpq_settings import COLUMN, SCALES, Setting
+from experiments.dpq_setting import Setting
+from experiments.dpq_settings import COLUMN, SCALES
 from experiments.study import Results, Study, Work, derived, trained
 from vqjax import convert
 from vqjax.training import FromPart
@@ -67,7 +68,7 @@ def _render(console: Console, results: Results, scale: str) -> None:
   for table in dpq_report.tables(results, scale):
     console.print(table.rich())
   if scale == "cpu":
-    for path in dpq_report.write(results):
+    for path in dpq_page.write(results):
       console.print(f"wrote {path}", highlight=False)
 
 

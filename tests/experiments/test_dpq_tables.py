@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import dpq_codes, dpq_plots, dpq_report, dpq_settings, dpq_tables
+from experiments import dpq_codes, dpq_page, dpq_plots, dpq_report, dpq_settings, dpq_tables
 from experiments.dpq_measured import measured
 from experiments.dpq_paper import PAPER
-from experiments.dpq_settings import SCALES, Codes
+from experiments.dpq_setting import Codes
+from experiments.dpq_settings import SCALES
 
 ROOT = pathlib.Path(__file__).parents[2]
 FULL_BYTES = 10_000 * 200 * 4
@@ -147,7 +148,7 @@ def grid(kept):
 def test_the_page_and_its_plots_are_written(results, kept, tmp_path):
   results = results | grid(kept)
   results["ptb-small/sx"] |= {"codes": {"counts": np.ones((25, 8), int).tolist()}}
-  written = dpq_report.write(results, tmp_path)
+  written = dpq_page.write(results, tmp_path)
   assert [path.name for path in written] == [
     "dpq.md",
     "dpq-heat.png",
@@ -161,7 +162,7 @@ def test_the_page_and_its_plots_are_written(results, kept, tmp_path):
 
 
 def test_a_page_without_results_has_dashes_and_no_plots(tmp_path):
-  page, *plots = dpq_report.write({}, tmp_path)
+  page, *plots = dpq_page.write({}, tmp_path)
   assert not plots
   assert "| PTB, small: Full | 114.5 | 1.0 | – | 0 |" in page.read_text()
 
