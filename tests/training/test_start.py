@@ -13,8 +13,8 @@ from vqjax.training import fit
 from vqjax.training.checkpoint import Checkpoints
 from vqjax.training.program import Program, keys
 from vqjax.training.run import write_json
-from vqjax.training.saved import read_variables
-from vqjax.training.start import FromRun
+from vqjax.training.saved import read_variables, saved_steps
+from vqjax.training.start import FromPart, FromRun
 from vqjax.training.text import load_text
 
 
@@ -171,3 +171,27 @@ def test_the_start_is_part_of_what_an_experiment_is(experiment):
   assert describe(begun)["start"]["folder"] == "runs/a"
   hashes = {config_hash(e) for e in (experiment, begun, with_start(begun, FromRun("runs/b")))}
   assert len(hashes) == 3
+
+
+def test_checkpoints_are_read_by_their_steps(trained):
+  steps = saved_steps(trained)
+  assert steps == sorted(steps)
+  for step in steps:
+    assert read_variables(trained, at=step)[1] == step
+  with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 7"):
+    read_variables(trained, at=7)
+  assert saved_steps(trained / "nowhere") == []
+
+
+def test_a_run_may_begin_with_a_part_of_another(experiment, trained, tmp_path):
+  other = read_variables(trained)[0]["params"]
+  part = dataclasses.replace(experiment, start=FromPart(str(trained), "blocks"))
+  text = load_text(part)
+  init_key, _ = keys(experiment.seed)
+  fresh = program_of(experiment).init(init_key).variables
+  begun = part.start(text, text.experiment.model, fresh)
+  jax.tree.map(np.testing.assert_array_equal, begun["params"]["blocks"], other["blocks"])
+  kept = {name: tree for name, tree in begun["params"].items() if name != "blocks"}
+  jax.tree.map(np.testing.assert_array_equal, kept, {name: fresh["params"][name] for name in kept})
+  with pytest.raises(ValueError, match="has no 'encoder', only"):
+    FromPart(str(trained), "encoder")(text, text.experiment.model, fresh)

@@ -112,11 +112,11 @@ class Program:
     tables = {name: tree for name, tree in found.items() if name != "params"}
     opt_state = optax.tree_utils.tree_map_params(
       self._optimizer,
-      lambda array, where: array if _is_masked(array) else where,
+      lambda found, where: where if _is_like_a_parameter(found) else _everywhere(found, everywhere),
       state.opt_state,
       found["params"],
       transform_non_params=lambda _: everywhere,
-      is_leaf=_is_masked,
+      is_leaf=lambda node: not _is_like_a_parameter(node),
     )
     where = TrainState(everywhere, found["params"], tables, opt_state)
     return jax.tree.map(_placed_at, state, where)
@@ -179,9 +179,16 @@ def _named(tree: dict) -> list[tuple[str, Any]]:
   return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
 
 
-def _is_masked(node: Any) -> bool:
-  """Whether an optimiser has, in this place, no numbers for a parameter that it leaves alone."""
-  return isinstance(node, optax.MaskedNode)
+def _is_like_a_parameter(node: Any) -> bool:
+  """Whether an optimiser has, in a parameter's place, an array of its shape.
+
+  Not where it leaves the parameter alone, and not where it has moments of rows and columns.
+  """
+  return not isinstance(node, (optax.MaskedNode, list))
+
+
+def _everywhere(node: Any, where: jax.sharding.Sharding) -> Any:
+  return jax.tree.map(lambda _: where, node)
 
 
 def _placed_at(array: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
