@@ -7,6 +7,6 @@ from vqjax.data import AGNews
 
 
 def experiment() -> Experiment:
-  quantizer = SoftmaxQuantizer(DIM, 32, 50, table_init=BEGIN)
+  quantizer = SoftmaxQuantizer(32, 50, table_init=BEGIN)
   embedding = DPQEmbedding(V, DIM, quantizer, query_init=BEGIN)
   return classifier("dpq-sx", embedding, AGNews(), 4)

@@ -123,6 +123,6 @@ FINE_TUNE = dataclasses.replace(
 
 
 def experiment() -> Experiment:
-  quantizer = SoftmaxQuantizer(SMALL.dim, 32, 32, table_init=BEGIN)
+  quantizer = SoftmaxQuantizer(32, 32, table_init=BEGIN)
   embedding = DPQEmbedding(V, SMALL.dim, quantizer, query_init=BEGIN)
   return pretraining(SMALL, PARAGRAPHS, PRETRAIN)("dpq-sx", embedding, 0)

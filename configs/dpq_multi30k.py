@@ -27,5 +27,5 @@ def with_embedding(name: str, embedding: Embedding, seed: int = 0) -> Experiment
 
 
 def experiment() -> Experiment:
-  quantizer = SoftmaxQuantizer(SMALL.dim, 32, 32, table_init=BEGIN)
+  quantizer = SoftmaxQuantizer(32, 32, table_init=BEGIN)
   return with_embedding("dpq-sx", DPQEmbedding(V, SMALL.dim, quantizer, query_init=BEGIN))

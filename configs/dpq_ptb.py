@@ -10,6 +10,6 @@ from vqjax.data import PennTreebank
 
 
 def experiment() -> Experiment:
-  quantizer = SoftmaxQuantizer(SMALL.dim, 8, 25, shared=True, table_init=SMALL.begin)
+  quantizer = SoftmaxQuantizer(8, 25, shared=True, table_init=SMALL.begin)
   embedding = DPQEmbedding(V, SMALL.dim, quantizer, query_init=SMALL.begin)
   return language_model("dpq-sx", embedding, SMALL, PennTreebank(), 929_589)

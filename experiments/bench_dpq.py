@@ -209,7 +209,7 @@ def export(table: Table) -> dict[str, Any]:
 
 def _exported(table: Table, path: str) -> dict[str, Any]:
   """Memory is that at the peak, beyond what the process had with the trained embedding."""
-  quantizer = SoftmaxQuantizer(table.dim, table.codes, table.subspaces)
+  quantizer = SoftmaxQuantizer(table.codes, table.subspaces, table.dim)
   embedding = DPQEmbedding(table.vocab, table.dim, quantizer)
   variables = jax.block_until_ready(
     jax.jit(embedding.init)(jax.random.key(0), jnp.zeros((1,), jnp.int32))

@@ -83,7 +83,7 @@ def softmax(codes: Codes, **fields) -> Callable[[Setting], Embedding]:
 
   def make(s: Setting) -> Embedding:
     quantizer = SoftmaxQuantizer(
-      s.dim, codes.codes, codes.subspaces, shared=codes.shared, table_init=s.begin, **fields
+      codes.codes, codes.subspaces, shared=codes.shared, table_init=s.begin, **fields
     )
     return DPQEmbedding(V, s.dim, quantizer, query_init=s.begin)
 
@@ -95,7 +95,6 @@ def centroids(codes: Codes) -> Callable[[Setting], Embedding]:
 
   def make(s: Setting) -> Embedding:
     quantizer = CentroidQuantizer(
-      s.dim,
       codes.codes,
       codes.subspaces,
       shared=codes.shared,
@@ -126,7 +125,7 @@ def shu_nakayama(s: Setting) -> convert.Codes:
   """How those codes are learned."""
   k, m, _ = s.kd
   network = EncoderQuantizer(
-    s.dim, k, m, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+    k, m, s.dim, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
   return convert.Codes(network, s.rebuild_steps)
 
@@ -134,9 +133,7 @@ def shu_nakayama(s: Setting) -> convert.Codes:
 def kd(s: Setting) -> Embedding:
   """Codes that are parameters, composed by a network: KD codes end to end."""
   k, m, _ = s.kd
-  free = FreeQuantizer(
-    k * m, k, m, value_dim=s.dim, additive=True, normalize=False, table_init=s.begin
-  )
+  free = FreeQuantizer(k, m, additive=True, normalize=False, table_init=s.begin)
   inner = DPQEmbedding(V, s.dim, free, query_init=s.begin)
   return ComposedEmbedding(V, s.dim, inner, hidden=s.dim)
 

@@ -68,8 +68,8 @@ def test_levels_come_nearer_with_bits(table):
   ("embedding", "part"),
   [
     (LowRankEmbedding(V, D, 6), 0.6),
-    (DPQEmbedding(V, D, SoftmaxQuantizer(D, K, M)), 0.6),
-    (DPQEmbedding(V, D, CentroidQuantizer(D, K, M, normalize=False)), 0.6),
+    (DPQEmbedding(V, D, SoftmaxQuantizer(K, M, D)), 0.6),
+    (DPQEmbedding(V, D, CentroidQuantizer(K, M, D, normalize=False)), 0.6),
     (ProductEmbedding(V, D, K, M), 0.8),  # its codes are no good ones, and stay
   ],
 )
@@ -91,7 +91,7 @@ def test_learning_comes_near(embedding, part, table):
 
 def test_codes_of_shu_and_nakayama_leave_the_table_as_it_is(table):
   quantizer = EncoderQuantizer(
-    D, K, M, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+    K, M, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
   embedding = DPQEmbedding(V, D, quantizer)
   variables = embedding.init({"params": KEY, "sample": KEY}, jnp.arange(V))

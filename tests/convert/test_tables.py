@@ -77,7 +77,7 @@ def test_a_guided_embedding_learns_the_table(dense, tmp_path):
 
 def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
   network = EncoderQuantizer(
-    D, 8, 4, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+    8, 4, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
   codes = convert.Codes(network, steps=1_500)
   embedding = ProductEmbedding(V, D, 8, 4, additive=True)
@@ -95,7 +95,7 @@ def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
 @pytest.mark.parametrize("average", [None, MovingAverage()])
 @pytest.mark.parametrize("shared", [False, True])
 def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
-  quantizer = CentroidQuantizer(D, 4, 2, shared=shared, normalize=False, moving_average=average)
+  quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
   embedding = DPQEmbedding(V, D, quantizer)
   model, variables = begun(convert.ClusteredCentroids(), embedding)
   own = embedding_of(variables)
@@ -112,7 +112,7 @@ def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
 
 
 def test_what_has_no_place_for_them_is_named(dense):
-  other = SoftmaxQuantizer(D, 4, 2)
+  other = SoftmaxQuantizer(4, 2, D)
   with pytest.raises(ValueError, match="DenseEmbedding has no guide"):
     begun(convert.FromTable(str(dense), convert.Guide()), DenseEmbedding(V, D))
   with pytest.raises(ValueError, match="has no place for the codes of"):

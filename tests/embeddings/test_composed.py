@@ -19,7 +19,7 @@ V, D = 23, 6
 
 
 def kd_codes():
-  free = FreeQuantizer(12, 4, 3, value_dim=5, additive=True, normalize=False)
+  free = FreeQuantizer(4, 3, 12, value_dim=5, additive=True, normalize=False)
   return DPQEmbedding(V, 5, free)
 
 
@@ -73,7 +73,7 @@ def test_what_ships_is_codes_values_and_layers():
 
 @pytest.mark.parametrize("additive", [False, True])
 def test_what_ships_of_quantised_vectors_is_the_compact_form(additive):
-  embedding = DPQEmbedding(V, D, SoftmaxQuantizer(D, 5, 3, additive=additive))
+  embedding = DPQEmbedding(V, D, SoftmaxQuantizer(5, 3, D, additive=additive))
   small = embedding.compact(made(embedding))
   assert embedding.shipped().state_bytes == small.nbytes
 
@@ -123,3 +123,10 @@ def test_the_guide_draws_the_student_and_padding_counts_nowhere():
 def test_what_does_not_fit_is_named(embedding, said):
   with pytest.raises(ValueError, match=said):
     made(embedding)
+
+
+def test_an_embedding_gives_its_quantiser_a_width():
+  for quantizer in (SoftmaxQuantizer(4, 3), FreeQuantizer(4, 3, additive=True)):
+    embedding = DPQEmbedding(V, D, quantizer)
+    assert embedding.quantizer.width == D
+    assert embedding.apply(made(embedding), jnp.arange(3)).shape == (3, D)

@@ -21,12 +21,12 @@ from vqjax.sharding import MeshShape, make_mesh
 V, D, K, M = 53, 12, 6, 3
 
 QUANTIZERS = {
-  "sx": SoftmaxQuantizer(D, K, M),
-  "sx shared": SoftmaxQuantizer(D, K, M, shared=True),
-  "sx additive": SoftmaxQuantizer(D, K, 5, additive=True),
-  "sx narrow": SoftmaxQuantizer(6, K, M, value_dim=D),
-  "vq": CentroidQuantizer(D, K, M),
-  "vq averages": CentroidQuantizer(D, K, M, moving_average=MovingAverage()),
+  "sx": SoftmaxQuantizer(K, M, D),
+  "sx shared": SoftmaxQuantizer(K, M, D, shared=True),
+  "sx additive": SoftmaxQuantizer(K, 5, D, additive=True),
+  "sx narrow": SoftmaxQuantizer(K, M, 6, value_dim=D),
+  "vq": CentroidQuantizer(K, M, D),
+  "vq averages": CentroidQuantizer(K, M, D, moving_average=MovingAverage()),
 }
 
 

@@ -32,7 +32,7 @@ def tasks(**options):
 
 @pytest.mark.parametrize("name", tasks())
 def test_every_variable_has_its_axes(name):
-  quantized = DPQEmbedding(V, D, SoftmaxQuantizer(D, 4, 4))
+  quantized = DPQEmbedding(V, D, SoftmaxQuantizer(4, 4, D))
   model, *shapes = tasks()[name]
   model = model.clone(encoder=model.encoder.clone(embedding=quantized))
   variables = model.init(

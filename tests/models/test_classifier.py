@@ -72,7 +72,7 @@ def test_it_is_the_formula_and_padding_counts_nowhere(train):
 
 def test_gradients_are_finite_where_texts_are_empty():
   tokens, targets = batch()
-  classifier = model(embedding=DPQEmbedding(V, D, SoftmaxQuantizer(D, 4, 2)))
+  classifier = model(embedding=DPQEmbedding(V, D, SoftmaxQuantizer(4, 2, D)))
   variables = classifier.init(jax.random.key(0), tokens, targets, method="loss_terms")
 
   def loss(params):
@@ -119,7 +119,7 @@ def test_it_learns_topics(tmp_path, mesh):
   made = Experiment(
     name="topics",
     model=TextClassifier(
-      DPQEmbedding(FROM_TOKENIZER, 16, SoftmaxQuantizer(16, 8, 4)),
+      DPQEmbedding(FROM_TOKENIZER, 16, SoftmaxQuantizer(8, 4, 16)),
       classes=4,
       dim=16,
       context=8,

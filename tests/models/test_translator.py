@@ -83,7 +83,7 @@ def test_the_target_may_have_an_embedding_of_its_own(inputs):
 
 @pytest.mark.parametrize("options", [{}, {"target_embedding": DenseEmbedding(V, D)}])
 def test_every_variable_has_its_axes(inputs, options):
-  quantized = DPQEmbedding(V, D, SoftmaxQuantizer(D, 4, 4))
+  quantized = DPQEmbedding(V, D, SoftmaxQuantizer(4, 4, D))
   model = translator(embedding=quantized, head=CodebookHead(V, D, 5), **options)
   variables = initialised(model, inputs)
   ranks = jax.tree.map(len, model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
@@ -92,7 +92,7 @@ def test_every_variable_has_its_axes(inputs, options):
 
 def test_it_learns_to_mirror_and_the_beam_says_it():
   """A tied quantised embedding, padded rows, label smoothing: what an experiment has."""
-  embedding = DPQEmbedding(V, D, SoftmaxQuantizer(D, 8, 4))
+  embedding = DPQEmbedding(V, D, SoftmaxQuantizer(8, 4, D))
   model = translator(
     embedding=embedding, head=DenseHead(V, D, label_smoothing=0.05), heads=4, hidden=64
   )

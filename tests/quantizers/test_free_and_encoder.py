@@ -18,7 +18,7 @@ def as_float64(tree):
 
 @pytest.mark.parametrize("options", [{}, {"additive": True}, {"shared": True}, {"hidden": 4}])
 def test_the_encoder_is_two_layers_and_a_softplus(options):
-  quantizer = EncoderQuantizer(D, K, M, normalize=False, **options)
+  quantizer = EncoderQuantizer(K, M, D, normalize=False, **options)
   x = jax.random.normal(jax.random.key(1), (N, D))
   variables = quantizer.init(KEYS, x)
   p = as_float64(variables["params"])
@@ -36,7 +36,7 @@ def test_the_encoder_is_two_layers_and_a_softplus(options):
 
 @pytest.mark.parametrize("additive", [False, True])
 def test_free_codes_are_the_largest_of_a_tokens_own_numbers(additive):
-  quantizer = FreeQuantizer(M * K, K, M, value_dim=D, additive=additive, normalize=False)
+  quantizer = FreeQuantizer(K, M, M * K, value_dim=D, additive=additive, normalize=False)
   embedding = DPQEmbedding(N, D, quantizer)
   variables = embedding.init(KEYS, jnp.arange(N))
   own = np.asarray(variables["params"]["query"]).reshape(N, M, K)
@@ -51,8 +51,8 @@ def test_free_codes_are_the_largest_of_a_tokens_own_numbers(additive):
 @pytest.mark.parametrize(
   "quantizer",
   [
-    EncoderQuantizer(D, K, M, gumbel=1.0, forward_temperature=1.0),
-    FreeQuantizer(M * K, K, M, value_dim=D),
+    EncoderQuantizer(K, M, D, gumbel=1.0, forward_temperature=1.0),
+    FreeQuantizer(K, M, M * K, value_dim=D),
   ],
 )
 def test_all_that_is_trained_has_a_gradient_and_its_axes(quantizer):

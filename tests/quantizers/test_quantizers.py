@@ -74,7 +74,7 @@ DISTANCES = {
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("response", DISTANCES)
 def test_dpq_sx_is_algorithm_1_and_its_gradient_that_of_equation_5(response, shared, normalize):
-  quantizer = SoftmaxQuantizer(D, K, M, shared=shared, normalize=normalize, response=response)
+  quantizer = SoftmaxQuantizer(K, M, D, shared=shared, normalize=normalize, response=response)
   variables, _ = made(quantizer)
   x, cotangent = vectors(), jax.random.normal(jax.random.key(3), (N, D))
   keys, values = (in_float64(variables["params"][name]) for name in ("keys", "values"))
@@ -106,7 +106,7 @@ def test_dpq_sx_is_algorithm_1_and_its_gradient_that_of_equation_5(response, sha
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_dpq_vq_is_the_nearest_centroid_with_the_gradient_of_equation_7(shared):
-  quantizer = CentroidQuantizer(D, K, M, shared=shared, normalize=False)
+  quantizer = CentroidQuantizer(K, M, D, shared=shared, normalize=False)
   variables, _ = made(quantizer)
   x = vectors()
   table = in_float64(variables["params"]["centroids"])
@@ -139,14 +139,14 @@ def test_dpq_vq_is_the_nearest_centroid_with_the_gradient_of_equation_7(shared):
 
 
 def test_the_regulariser_as_the_paper_writes_it_is_the_sum():
-  by_mean = CentroidQuantizer(D, K, M)
-  by_sum = CentroidQuantizer(D, K, M, regularizer=quantize.summed_distance)
+  by_mean = CentroidQuantizer(K, M, D)
+  by_sum = CentroidQuantizer(K, M, D, regularizer=quantize.summed_distance)
   terms = [made(q, train=True)[1].terms["regularizer"] for q in (by_mean, by_sum)]
   np.testing.assert_allclose(terms[1], terms[0] * N * D, rtol=1e-6)
 
 
 def test_the_commitment_pulls_the_vectors_alone():
-  quantizer = CentroidQuantizer(D, K, M, commitment=0.25)
+  quantizer = CentroidQuantizer(K, M, D, commitment=0.25)
   variables, _ = made(quantizer)
   term = lambda p, x: trained(quantizer, variables | {"params": p}, x)[0].terms["commitment"]
   d_params, d_x = jax.grad(term, (0, 1))(variables["params"], vectors())
@@ -156,7 +156,7 @@ def test_the_commitment_pulls_the_vectors_alone():
 
 
 def test_a_warm_forward_pass_is_a_mean_of_values_in_training_alone():
-  quantizer = SoftmaxQuantizer(D, K, M, forward_temperature=0.7, normalize=False)
+  quantizer = SoftmaxQuantizer(K, M, D, forward_temperature=0.7, normalize=False)
   variables, evaluated = made(quantizer)
   keys, values = (in_float64(variables["params"][name]) for name in ("keys", "values"))
   query = in_float64(vectors()).reshape(N, M, -1)
@@ -171,7 +171,7 @@ def test_a_warm_forward_pass_is_a_mean_of_values_in_training_alone():
 @pytest.mark.parametrize("kind", [SoftmaxQuantizer, CentroidQuantizer])
 @pytest.mark.parametrize("options", [{}, {"shared": True}, {"additive": True}])
 def test_codes_decode_to_the_vectors_bit_for_bit(kind, options):
-  quantizer = kind(D, K, M, **options)
+  quantizer = kind(K, M, D, **options)
   variables, found = made(quantizer, vectors((2, 7, D)))
   codes = quantizer.apply(variables, vectors((2, 7, D)), method="encode")
   np.testing.assert_array_equal(codes, found.codes)
@@ -179,7 +179,7 @@ def test_codes_decode_to_the_vectors_bit_for_bit(kind, options):
 
 
 def test_additive_codes_are_the_mean_of_whole_vectors():
-  quantizer = SoftmaxQuantizer(D, K, 5, additive=True, normalize=False)
+  quantizer = SoftmaxQuantizer(K, 5, D, additive=True, normalize=False)
   variables, found = made(quantizer)
   keys, values = (in_float64(variables["params"][name]) for name in ("keys", "values"))
   codes = np.einsum("nd,mkd->nmk", in_float64(vectors()), keys).argmax(axis=-1)
@@ -189,18 +189,18 @@ def test_additive_codes_are_the_mean_of_whole_vectors():
 
 
 def test_values_may_have_another_width_than_keys():
-  variables, found = made(SoftmaxQuantizer(D, K, M, value_dim=21))
+  variables, found = made(SoftmaxQuantizer(K, M, D, value_dim=21))
   assert found.vectors.shape == (N, 21)
   assert variables["params"]["values"].shape == (M, K, 7)
 
 
 def test_tied_keys_are_the_values():
-  variables, _ = made(SoftmaxQuantizer(D, K, M, tied=True))
+  variables, _ = made(SoftmaxQuantizer(K, M, D, tied=True))
   assert variables["params"].keys() == {"keys"}
 
 
 def test_running_statistics_follow_the_batches_and_are_used_afterwards():
-  quantizer = SoftmaxQuantizer(D, K, M, momentum=0.9)
+  quantizer = SoftmaxQuantizer(K, M, D, momentum=0.9)
   variables, before = made(quantizer)
   _, written = trained(quantizer, variables, vectors())
   query = in_float64(vectors()).reshape(N, M, -1)
@@ -214,9 +214,9 @@ def test_running_statistics_follow_the_batches_and_are_used_afterwards():
 
 
 MASKED = [
-  SoftmaxQuantizer(D, K, M),
-  CentroidQuantizer(D, K, M, commitment=0.25),
-  CentroidQuantizer(D, K, M, moving_average=MovingAverage(revive_below=0.2)),
+  SoftmaxQuantizer(K, M, D),
+  CentroidQuantizer(K, M, D, commitment=0.25),
+  CentroidQuantizer(K, M, D, moving_average=MovingAverage(revive_below=0.2)),
 ]
 
 
@@ -253,7 +253,7 @@ def test_a_batch_without_a_token_changes_nothing(quantizer):
 
 def test_moving_averages_are_those_of_van_den_oord():
   how = MovingAverage(decay=0.8, epsilon=0.1)
-  quantizer = CentroidQuantizer(D, K, M, normalize=False, moving_average=how)
+  quantizer = CentroidQuantizer(K, M, D, normalize=False, moving_average=how)
   variables, found = made(quantizer)
   _, written = trained(quantizer, variables, vectors())
   count, total = np.ones((M, K)), in_float64(variables["centroids"]["total"])
@@ -271,7 +271,7 @@ def test_moving_averages_are_those_of_van_den_oord():
 
 def test_codes_that_nobody_chooses_are_revived_at_vectors_of_the_batch():
   how = MovingAverage(decay=0.5, revive_below=0.6)
-  quantizer = CentroidQuantizer(D, 8, M, normalize=False, moving_average=how)
+  quantizer = CentroidQuantizer(8, M, D, normalize=False, moving_average=how)
   far = jnp.full((M, 8, D // M), 50.0).at[:, 0].set(0)
   variables, _ = made(quantizer)
   variables = {"centroids": variables["centroids"] | {"total": far}}
@@ -287,9 +287,9 @@ def test_codes_that_nobody_chooses_are_revived_at_vectors_of_the_batch():
 @pytest.mark.parametrize(
   "quantizer",
   [
-    SoftmaxQuantizer(D, K, M),
-    CentroidQuantizer(D, K, M, shared=True),
-    CentroidQuantizer(D, K, M, moving_average=MovingAverage()),
+    SoftmaxQuantizer(K, M, D),
+    CentroidQuantizer(K, M, D, shared=True),
+    CentroidQuantizer(K, M, D, moving_average=MovingAverage()),
   ],
 )
 def test_eight_devices_keep_the_statistics_of_one(quantizer):
@@ -311,7 +311,7 @@ def test_eight_devices_keep_the_statistics_of_one(quantizer):
 
 def test_half_precision_distances_do_not_overflow():
   x = jnp.full((2, D), 300.0, jnp.float16)
-  quantizer = CentroidQuantizer(D, K, M)
+  quantizer = CentroidQuantizer(K, M, D)
   variables, found = made(quantizer, x)
   assert found.vectors.dtype == jnp.float16
   response = quantizer.apply(variables, x, method="responses")
@@ -319,7 +319,7 @@ def test_half_precision_distances_do_not_overflow():
 
 
 def test_gumbel_noise_is_drawn_in_training_alone():
-  quantizer = SoftmaxQuantizer(D, K, M, gumbel=5.0)
+  quantizer = SoftmaxQuantizer(K, M, D, gumbel=5.0)
   variables, found = made(quantizer)
   again = quantizer.apply(variables, vectors(), method="quantized")
   np.testing.assert_array_equal(found.codes, again.codes)
@@ -329,7 +329,7 @@ def test_gumbel_noise_is_drawn_in_training_alone():
 
 
 def test_the_temperature_can_be_learned():
-  quantizer = SoftmaxQuantizer(D, K, M, learned_temperature=True, temperature=2.0)
+  quantizer = SoftmaxQuantizer(K, M, D, learned_temperature=True, temperature=2.0)
   variables, _ = made(quantizer)
   np.testing.assert_allclose(jnp.exp(variables["params"]["log_temperature"]), 2.0, rtol=1e-6)
   weight = jax.random.normal(jax.random.key(8), (N, D))
@@ -340,10 +340,10 @@ def test_the_temperature_can_be_learned():
 
 
 CUT = [
-  SoftmaxQuantizer(D, K, M, gumbel=0.3, response=quantize.euclidean_response),
-  SoftmaxQuantizer(D, K, M, shared=True, forward_temperature=0.5, learned_temperature=True),
-  CentroidQuantizer(D, K, M, commitment=0.25),
-  CentroidQuantizer(D, K, 4, additive=True, moving_average=MovingAverage()),
+  SoftmaxQuantizer(K, M, D, gumbel=0.3, response=quantize.euclidean_response),
+  SoftmaxQuantizer(K, M, D, shared=True, forward_temperature=0.5, learned_temperature=True),
+  CentroidQuantizer(K, M, D, commitment=0.25),
+  CentroidQuantizer(K, 4, D, additive=True, moving_average=MovingAverage()),
 ]
 
 
@@ -373,7 +373,7 @@ def test_a_few_tokens_at_a_time_are_as_all_at_once(quantizer, most, monkeypatch)
 
 
 def test_memory_of_training_does_not_grow_with_tokens_times_codes():
-  quantizer = SoftmaxQuantizer(64, 256, 32)
+  quantizer = SoftmaxQuantizer(256, 32, 64)
   x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
   variables = jax.eval_shape(quantizer.init, jax.random.key(0), x)
 
@@ -402,11 +402,11 @@ def test_statistics_far_from_zero_lose_no_digits():
 @pytest.mark.parametrize(
   ("quantizer", "said"),
   [
-    (lambda: SoftmaxQuantizer(10, 4, 3), "subspaces 3 do not divide dim 10"),
-    (lambda: SoftmaxQuantizer(12, 1, 3), "codes 1 tell nothing apart"),
-    (lambda: SoftmaxQuantizer(12, 4, 3, tied=True, value_dim=9), "cannot be values of width 9"),
-    (lambda: SoftmaxQuantizer(12, 4, 3, value_dim=10), "do not divide value_dim 10"),
-    (lambda: SoftmaxQuantizer(12, 4, 3, temperature=0.0), "temperature 0.0 must be above 0"),
+    (lambda: SoftmaxQuantizer(4, 3, 10), "subspaces 3 do not divide dim 10"),
+    (lambda: SoftmaxQuantizer(1, 3, 12), "codes 1 tell nothing apart"),
+    (lambda: SoftmaxQuantizer(4, 3, 12, tied=True, value_dim=9), "cannot be values of width 9"),
+    (lambda: SoftmaxQuantizer(4, 3, 12, value_dim=10), "do not divide value_dim 10"),
+    (lambda: SoftmaxQuantizer(4, 3, 12, temperature=0.0), "temperature 0.0 must be above 0"),
   ],
 )
 def test_wrong_numbers_are_named(quantizer, said):
@@ -415,8 +415,13 @@ def test_wrong_numbers_are_named(quantizer, said):
     own.init(jax.random.key(0), jnp.zeros((2, own.dim)))
 
 
+def test_a_quantiser_alone_needs_a_width():
+  with pytest.raises(ValueError, match="SoftmaxQuantizer has no dim; give the width"):
+    SoftmaxQuantizer(K, M).init(jax.random.key(0), vectors())
+
+
 def test_vectors_of_another_width_are_named():
-  quantizer = SoftmaxQuantizer(D, K, M)
+  quantizer = SoftmaxQuantizer(K, M, D)
   with pytest.raises(ValueError, match="width 13 for a quantizer of dim 12"):
     quantizer.init(jax.random.key(0), jnp.zeros((2, 13)))
 

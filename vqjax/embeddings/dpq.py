@@ -26,7 +26,8 @@ class DPQEmbedding(Embedding):
   Differentiable product quantization for end-to-end embedding compression, 2020.
 
   Attributes:
-    quantizer: of width `dim` in its result; its own `dim` is the width of the query table.
+    quantizer: of width `dim` in its result; its own `dim` is the width of the query table, and this
+      embedding's where it has none.
     query_init: initialiser of the [V, quantizer.dim] query table.
     dtype: dtype of the vectors handed out; None: that of the parameters.
     param_dtype: dtype of the query table.
@@ -36,6 +37,10 @@ class DPQEmbedding(Embedding):
   query_init: nn.initializers.Initializer = nn.initializers.normal(0.1)
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
+
+  def __post_init__(self):
+    object.__setattr__(self, "quantizer", self.quantizer.of_width(self.dim))
+    super().__post_init__()
 
   def setup(self):
     if self.vocab < 1:

@@ -37,9 +37,9 @@ class Quantizer(nn.Module):
   On a mesh, batch statistics are those of the whole batch.
 
   Attributes:
-    dim: width of the vectors, D.
     codes: choices of a code, K.
     subspaces: codes of a vector, M.
+    dim: width of the vectors, D; None: an embedding fills in its own.
     shared: all subspaces have one table.
     additive: tables have whole vectors, and the mean of the M chosen ones is the result; else M, a
       divisor of D, parts are side by side.
@@ -52,9 +52,9 @@ class Quantizer(nn.Module):
     param_dtype: dtype of the parameters. The result has the dtype of the vectors given.
   """
 
-  dim: int
   codes: int
   subspaces: int
+  dim: int | None = None
   shared: bool = dataclasses.field(default=False, kw_only=True)
   additive: bool = dataclasses.field(default=False, kw_only=True)
   normalize: bool = dataclasses.field(default=True, kw_only=True)
@@ -73,7 +73,15 @@ class Quantizer(nn.Module):
       self.mean = self.variable("batch_stats", "mean", zeros)
       self.var = self.variable("batch_stats", "var", ones)
 
+  def of_width(self, width: int) -> "Quantizer":
+    """The same quantiser, with results of this width where it has no `dim` yet."""
+    return self if self.dim is not None else self.clone(dim=width)
+
   def _check(self):
+    if self.dim is None:
+      raise ValueError(
+        f"{type(self).__name__} has no dim; give the width of the vectors, such as dim=64"
+      )
     if self.codes < 2:
       raise ValueError(f"codes {self.codes} tell nothing apart; give at least 2, 32 is usual")
     if self.subspaces < 1 or (self.dim % self.subspaces and not self.additive):

@@ -171,6 +171,11 @@ class FreeQuantizer(_ChosenBySoftmax):
   compact embedding representations, 2018; `value_dim` is the width of the result.
   """
 
+  def of_width(self, width: int) -> "FreeQuantizer":
+    """The same quantiser, with results of this width where it has no `dim` yet."""
+    choices = self.subspaces * self.codes
+    return self if self.dim is not None else self.clone(dim=choices, value_dim=width)
+
   def _check(self):
     super()._check()
     choices = self.subspaces * self.codes
