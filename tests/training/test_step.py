@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from vqjax import DenseEmbedding, DenseHead, GroupedHead
+from vqjax import CentroidQuantizer, DenseEmbedding, DenseHead, DPQEmbedding, GroupedHead
 from vqjax.config import Train
 from vqjax.models import Transformer
 from vqjax.training import init_state, learning_rate, make_step, optimizer
@@ -126,3 +126,31 @@ def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
   for name, changed in changes.items():
     other = state.replace(params=state.params | {"embedding": {"weight": changed}})
     assert (np.asarray(checksum(other)) != reference[name]).sum() == 1, name
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_model_tells_is_a_metric_and_no_part_of_the_loss(batch, accumulate):
+  """The perplexity of the codes of a batch: of each subspace, their mean and the least."""
+  quantizer = CentroidQuantizer(4, 2, normalize=False, weight=0.0)
+  model = decoder().clone(embedding=DPQEmbedding(11, 8, quantizer))
+  transform = optax.sgd(0.0)
+  state = init_state(model, transform, jax.random.key(0))
+  assert "metrics" not in state.tables
+  embedding, own = model.embedding, {"params": state.params["embedding"]}
+  codes = np.asarray(embedding.apply(own, jnp.asarray(batch["inputs"]), method="codes_of"))
+  expected = []
+  for part in range(accumulate):
+    rows = codes[part::accumulate].reshape(-1, 2)
+    share = np.stack([np.bincount(rows[:, m], minlength=4) for m in range(2)]) / len(rows)
+    entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(axis=1)
+    expected.append(np.exp(entropy))
+  step = make_step(model, transform, lambda _: 0.0, jax.random.key(1), accumulate)
+  state, metrics = step(state, batch)
+  told = {name: x for name, x in metrics.items() if "perplexity" in name}
+  mean = np.mean([perplexity.mean() for perplexity in expected])
+  least = np.mean([perplexity.min() for perplexity in expected])
+  assert told == {
+    "embedding/quantizer/code_perplexity": pytest.approx(mean, rel=1e-5),
+    "embedding/quantizer/code_perplexity_least": pytest.approx(least, rel=1e-5),
+  }
+  assert metrics["loss"] < np.log(11) + 1

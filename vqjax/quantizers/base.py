@@ -128,7 +128,17 @@ class Quantizer(nn.Module):
     row, codes, terms = self._answer(flat, self._parts(flat), train, weight)
     row = row.astype(vectors.dtype)
     row = row if weight is None else jnp.where(weight[:, None], row, 0)
+    if train:
+      self._tell(codes, weight)
     return Quantized(row.reshape(*lead, -1), codes.reshape(*lead, -1), terms)
+
+  def _tell(self, codes, mask):
+    """The collection `metrics`, where it is mutable: how evenly a batch's codes are used."""
+    if not self.is_mutable_collection("metrics") or self.is_initializing():
+      return
+    perplexity = quantize.code_perplexity(quantize.code_counts(codes, self.codes, mask))
+    for name, value in (("", perplexity.mean()), ("_least", perplexity.min())):
+      self.sow("metrics", f"code_perplexity{name}", value, lambda old, new: new, lambda: None)
 
   def operations(self) -> int:
     """Multiplications and additions of a vector's responses: it is compared with every key."""

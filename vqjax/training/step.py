@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array, PRNGKeyArray
 
 from vqjax.training import scope
@@ -49,6 +50,7 @@ def train_step(
   which rows it is forgotten, and such a model takes whole batches.
 
   The metrics are `loss` (nats per target, without auxiliary terms), each auxiliary term by name,
+  what the model sows into the collection `metrics`, such as `embedding/quantizer/code_perplexity`,
   `grad_norm` of the trained parameters before clipping, and `learning_rate`.
   """
 
@@ -61,10 +63,12 @@ def train_step(
       deterministic=False,
       rngs={"dropout": key, "sample": jax.random.fold_in(key, 0)},
       method="loss_terms",
-      mutable=list(tables),
+      mutable=[*tables, "metrics"],
     )
+    written = dict(written)
+    told = {"/".join(path): x for path, x in flatten_dict(written.pop("metrics", {})).items()}
     nats = -jnp.where(wanted, log_prob, 0.0).sum() / jnp.maximum(wanted.sum(), 1)
-    return sum(aux.values(), nats), ({"loss": nats, **aux}, tables | written)
+    return sum(aux.values(), nats), ({"loss": nats, **aux, **told}, tables | written)
 
   def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
     step_key = jax.random.fold_in(key, state.step)
