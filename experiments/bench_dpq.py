@@ -98,7 +98,7 @@ def _setting(body: Body) -> Setting:
     row, embedding, body, PennTreebank(), 929_589, seed
   )
   none = Codes(2, 1)
-  return Setting("", "", "", make, body.dim, body.begin, (), none, none, weight=body.weight)
+  return Setting(make, body.dim, body.begin, (), none, none, weight=body.weight)
 
 
 class Stepping:

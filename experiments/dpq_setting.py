@@ -1,7 +1,7 @@
 """What is a setting of the DPQ tables: a task with everything but its embedding?"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from configs import dpq_bert as bert
@@ -48,9 +48,6 @@ class Setting:
   """A task with everything but its embedding.
 
   Attributes:
-    name: of the setting, as run folders and results have it.
-    text: the data, as the paper calls them.
-    folder: where its runs are.
     make: (name, embedding, seed) -> the run.
     dim: width of the embedding, d.
     begin: initialiser of its tables.
@@ -65,11 +62,10 @@ class Setting:
     before: the setting whose run of the same row gives the encoder that this one begins with.
     grid: K x M of the heat maps; each as SX and VQ, shared and not.
     seeds: of the headline rows.
+    name: of the setting, as run folders and results have it: `at_scale` gives it.
+    folder: where its runs are, likewise.
   """
 
-  name: str
-  text: str
-  folder: str
   make: Callable[[str, Embedding, int], Experiment]
   dim: int
   begin: SymmetricUniform
@@ -84,15 +80,24 @@ class Setting:
   before: str | None = None
   grid: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
   seeds: int = 1
+  name: str = ""
+  folder: str = ""
 
   def path(self, row: str, seed: int = 0) -> str:
     """The run folder of a row."""
     return f"{self.folder}/{self.name}/{row}-{seed}"
 
 
+def at_scale(scale: str, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+  """The settings with their names and the folder of their runs."""
+  folder = f"{RUNS}/{scale}"
+  return {
+    name: dataclasses.replace(setting, name=name, folder=folder)
+    for name, setting in settings.items()
+  }
+
+
 def lstm(
-  name: str,
-  scale: str,
   data: Source,
   tokens: int,
   body: Body,
@@ -108,16 +113,11 @@ def lstm(
     own = body if row == "full" or quantized is None else quantized
     return language_model(row, embedding, own, data, tokens, seed)
 
-  text = {"ptb": "PTB", "wikitext": "WikiText-2"}[name.split("-")[0]]
-  folder, begin = f"{RUNS}/{scale}", body.begin
   more = {"weight": body.weight, "parts": body.dim // 2, **fields}
-  return Setting(name, text, folder, make, body.dim, begin, rows, sx, vq, **more)
+  return Setting(make, body.dim, body.begin, rows, sx, vq, **more)
 
 
 def classified(
-  name: str,
-  scale: str,
-  text: str,
   data: LabelledSource,
   classes: int,
   rows: tuple[str, ...],
@@ -136,24 +136,7 @@ def classified(
     options = {"tokenizer": tokenizer, "context": context, "train": train, "seed": seed}
     return classifier(row, embedding, data, classes, **options)
 
-  folder = f"{RUNS}/{scale}"
-  return Setting(name, text, folder, make, dim, BEGIN, rows, sx, vq, **fields)
-
-
-def translation(
-  name: str,
-  scale: str,
-  text: str,
-  make: Callable[[str, Embedding, int], Experiment],
-  dim: int,
-  rows: tuple[str, ...],
-  sx: Codes,
-  vq: Codes,
-  **fields,
-) -> Setting:
-  """Translation of pairs that `make` reads."""
-  folder = f"{RUNS}/{scale}"
-  return Setting(name, text, folder, make, dim, translated.BEGIN, rows, sx, vq, **fields)
+  return Setting(make, dim, BEGIN, rows, sx, vq, **fields)
 
 
 def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
@@ -164,14 +147,12 @@ def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
   return translated.translation(row, embedding, body, data, words, train, seed)
 
 
-def pretrained(scale: str, body: bert.Body, text: bert.Text, train: Train, tune: Train) -> dict:
+def pretrained(body: bert.Body, text: bert.Text, train: Train, tune: Train) -> dict[str, Setting]:
   """Pre-training and its two tasks."""
-  shared = body.dim, bert.BEGIN, ("full", "sx"), Codes(32, body.dim // 4), Codes(32, body.dim // 4)
-  of = lambda name, make, **fields: Setting(
-    name, "BERT", f"{RUNS}/{scale}", make, *shared, **fields
-  )
+  codes = Codes(32, body.dim // 4)
+  shared = body.dim, bert.BEGIN, ("full", "sx"), codes, codes
   return {
-    "bert": of("bert", bert.pretraining(body, text, train)),
-    "bert-pairs": of("bert-pairs", bert.pairs(body, text, tune), before="bert"),
-    "bert-spans": of("bert-spans", bert.spans(body, text, tune), before="bert"),
+    "bert": Setting(bert.pretraining(body, text, train), *shared),
+    "bert-pairs": Setting(bert.pairs(body, text, tune), *shared, before="bert"),
+    "bert-spans": Setting(bert.spans(body, text, tune), *shared, before="bert"),
   }

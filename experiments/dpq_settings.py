@@ -15,11 +15,12 @@ from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body
 from configs.dpq_text import ADAM
 from experiments.dpq_setting import (
   Codes,
+  Setting,
+  at_scale,
   classified,
   lstm,
   mirrored,
   pretrained,
-  translation,
 )
 from vqjax.config import Train
 from vqjax.data import (
@@ -68,13 +69,14 @@ YELP_FULL = Quantized(Codes(16, 50, True), Codes(16, 100))
 
 PTB = PennTreebank(), 929_589
 WIKITEXT = Wiki(), 2_088_628
+WIKIPEDIA = TFDS(
+  "wikipedia/20230601.en", train="train[:98%]", valid="train[98%:99%]", test="train[99%:]"
+)
 
 _TINY = Body(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0)
 
 SMOKE = {
   "ptb-small": lstm(
-    "ptb-small",
-    "smoke",
     Text(),
     8 * 20 * 6,
     _TINY,
@@ -84,19 +86,16 @@ SMOKE = {
     kd=Codes(4, 4),
     rebuild_steps=20,
   ),
-  "multi30k": translation(
-    "multi30k",
-    "smoke",
-    "mirrored lines",
+  "multi30k": Setting(
     mirrored,
     16,
+    translated.BEGIN,
     (*COLUMN, "reconstruction-32x256"),
     Codes(4, 4),
     Codes(4, 4),
     rebuild_steps=20,
   ),
   **pretrained(
-    "smoke",
     bert.Body(16, 1, 2, 32, 12),
     bert.Text(Text(), WordTokenizer(vocab=200)),
     Train(steps=3, batch=8, warmup=1, eval_every=3, save_every=3),
@@ -106,8 +105,6 @@ SMOKE = {
 
 CPU = {
   "ptb-small": lstm(
-    "ptb-small",
-    "cpu",
     *PTB,
     SMALL,
     (*COLUMN, *AFTERWARDS),
@@ -116,35 +113,24 @@ CPU = {
     seeds=3,
   ),
   "ptb-short": lstm(
-    "ptb-short",
-    "cpu",
     *PTB,
     SMALL._replace(hold=2, epochs=5),
     (*COLUMN, "sx-tied", *TRADITIONAL, *CHEN),
     Codes(8, 25, True),
     Codes(32, 25, True),
   ),
-  "ag-news": classified(
-    "ag-news", "cpu", "AG News", AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3
-  ),
-  "dbpedia": classified(
-    "dbpedia", "cpu", "DBpedia", DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq
-  ),
-  "multi30k": translation(
-    "multi30k",
-    "cpu",
-    "Multi30k",
+  "ag-news": classified(AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3),
+  "dbpedia": classified(DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq),
+  "multi30k": Setting(
     multi30k.with_embedding,
     multi30k.SMALL.dim,
+    translated.BEGIN,
     (*COLUMN, *RECONSTRUCTED),
     Codes(32, 32),
     Codes(32, 32),
   ),
-  **pretrained("cpu", bert.SMALL, bert.PARAGRAPHS, bert.PRETRAIN, bert.FINE_TUNE),
+  **pretrained(bert.SMALL, bert.PARAGRAPHS, bert.PRETRAIN, bert.FINE_TUNE),
   "ag-news-grid": classified(
-    "ag-news-grid",
-    "cpu",
-    "AG News",
     AGNews(),
     4,
     ("full",),
@@ -157,9 +143,6 @@ CPU = {
     grid=((2, 8, 32, 128), (8, 16, 32, 64)),
   ),
   "ag-news-changes": classified(
-    "ag-news-changes",
-    "cpu",
-    "AG News",
     AGNews(),
     4,
     (),
@@ -175,8 +158,6 @@ CPU = {
 
 PAPER = {
   "ptb-small": lstm(
-    "ptb-small",
-    "paper",
     *PTB,
     SMALL,
     (*COLUMN, *CHEN),
@@ -185,8 +166,6 @@ PAPER = {
     seeds=3,
   ),
   "ptb-medium": lstm(
-    "ptb-medium",
-    "paper",
     *PTB,
     MEDIUM,
     (*COLUMN, "sx-tied", *TRADITIONAL, *CHEN, *AFTERWARDS),
@@ -196,8 +175,6 @@ PAPER = {
     seeds=3,
   ),
   "ptb-large": lstm(
-    "ptb-large",
-    "paper",
     *PTB,
     LARGE,
     (*COLUMN, *CHEN),
@@ -206,8 +183,6 @@ PAPER = {
     quantized=LARGE_DPQ,
   ),
   "wikitext-medium": lstm(
-    "wikitext-medium",
-    "paper",
     *WIKITEXT,
     MEDIUM,
     (*COLUMN, "sx-tied"),
@@ -216,9 +191,6 @@ PAPER = {
   ),
   **{
     name: classified(
-      name,
-      "paper",
-      text,
       LabelledTFDS(f"vqjax_zhang/{data}"),
       classes,
       CLASSIFIED,
@@ -227,35 +199,32 @@ PAPER = {
       tokenizer=WordTokenizer(lowercase=True),
       context=512,
     )
-    for name, text, data, classes, codes in (
-      ("ag-news", "AG News", "ag_news", 4, AG_NEWS),
-      ("yahoo", "Yahoo! Answers", "yahoo_answers", 10, YAHOO),
-      ("dbpedia", "DBpedia", "dbpedia", 14, DBPEDIA),
-      ("yelp-polarity", "Yelp, polarity", "yelp_review_polarity", 2, YELP_POLARITY),
-      ("yelp-full", "Yelp, full", "yelp_review_full", 5, YELP_FULL),
+    for name, data, classes, codes in (
+      ("ag-news", "ag_news", 4, AG_NEWS),
+      ("yahoo", "yahoo_answers", 10, YAHOO),
+      ("dbpedia", "dbpedia", 14, DBPEDIA),
+      ("yelp-polarity", "yelp_review_polarity", 2, YELP_POLARITY),
+      ("yelp-full", "yelp_review_full", 5, YELP_FULL),
     )
   },
   **{
-    name: translation(name, "paper", text, make, 512, COLUMN, Codes(32, 32), Codes(128, 128))
-    for name, text, make in (
-      ("iwslt-en-vi", "IWSLT15, En-Vi", translated.iwslt15("en", "vi")),
-      ("iwslt-vi-en", "IWSLT15, Vi-En", translated.iwslt15("vi", "en")),
+    name: Setting(make, 512, translated.BEGIN, COLUMN, Codes(32, 32), Codes(128, 128))
+    for name, make in (
+      ("iwslt-en-vi", translated.iwslt15("en", "vi")),
+      ("iwslt-vi-en", translated.iwslt15("vi", "en")),
     )
   },
-  "wmt": translation(
-    "wmt",
-    "paper",
-    "WMT19, En-De",
+  "wmt": Setting(
     translated.wmt19,
     translated.BASE.dim,
+    translated.BEGIN,
     (*COLUMN, *RECONSTRUCTED),
     Codes(32, 128),
     Codes(32, 128),
   ),
   **pretrained(
-    "paper",
     bert.BASE,
-    bert.Text(TFDS("wikipedia/20230601.en"), SentencePieceTokenizer(vocab=30_522)),
+    bert.Text(WIKIPEDIA, SentencePieceTokenizer(vocab=30_522)),
     Train(
       steps=1_000_000,
       batch=1024,
@@ -272,7 +241,10 @@ PAPER = {
   ),
 }
 
-SCALES = {"smoke": SMOKE, "cpu": CPU, "paper": PAPER}
+SCALES = {
+  scale: at_scale(scale, settings)
+  for scale, settings in (("smoke", SMOKE), ("cpu", CPU), ("paper", PAPER))
+}
 """Scale -> name -> setting."""
 
 BERT_TASKS = {("Table 13", "mnli"): "bert-pairs", ("Table 13", "squad"): "bert-spans"}
