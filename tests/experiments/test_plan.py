@@ -50,7 +50,8 @@ def test_held_bytes_are_those_of_real_arrays(experiment):
   assert held["opt_state"] == on_one(state.opt_state)
   # Adam's two moments lie with the parameter.
   assert held["head"] == 3 * on_one(state.params["head"])
-  assert held["batch"] == 2 * 4 * 64 * 8 // 4
+  # Inputs and targets, and a byte a row that says whether it begins anew.
+  assert held["batch"] == (2 * 4 * 64 + 1) * 8 // 4
 
 
 def test_a_plan_for_gpus_is_written_whole(tmp_path, capsys):

@@ -13,6 +13,7 @@ import pytest
 
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
 from vqjax.config import Experiment, Train
+from vqjax.data import Windows
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.training import Interrupted, fit, loop
@@ -36,7 +37,7 @@ def small(head="dense", **train):
   fields = {"dim": 16, "layers": 2, "heads": 2, "context": 8, "dropout": 0.1}
   model = Transformer(embedding=embedding, head=HEADS[head](embedding), **fields)
   settings = Train(**({"batch": 8, "steps": 10, "warmup": 2} | train))
-  return Experiment("small", model, None, None, None, settings)
+  return Experiment("small", model, None, None, Windows(), settings)
 
 
 def program(experiment, shape):
@@ -112,7 +113,7 @@ def wide():
   embedding = DenseEmbedding(1024, 128)
   fields = {"dim": 128, "layers": 4, "heads": 8, "context": 8}
   model = Transformer(embedding=embedding, head=DenseHead(1024, 128), **fields)
-  return Experiment("wide", model, None, None, None, Train(batch=64, mesh=MeshShape(1, 8, 1)))
+  return Experiment("wide", model, None, None, Windows(), Train(batch=64, mesh=MeshShape(1, 8, 1)))
 
 
 def test_initialisation_never_holds_an_unsharded_copy():

@@ -8,6 +8,7 @@ import pytest
 
 from vqjax import CodebookHead, DenseEmbedding
 from vqjax.config import Experiment, Train, config_hash, override
+from vqjax.data import Windows
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.training import init_state, make_step, optimizer, scope
@@ -53,7 +54,7 @@ def small(**train):
     context=8,
   )
   settings = {"batch": 8, "steps": 10, "warmup": 0} | train
-  return Experiment("small", model, None, None, None, Train(**settings))
+  return Experiment("small", model, None, None, Windows(), Train(**settings))
 
 
 def text():

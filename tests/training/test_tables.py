@@ -8,6 +8,7 @@ import pytest
 
 from vqjax import CodebookHead, DenseEmbedding
 from vqjax.config import Experiment, Train
+from vqjax.data import Windows
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.training import evaluate, init_state, make_scorer, make_step
@@ -79,7 +80,7 @@ def test_an_evaluation_writes_nothing():
 
 
 def test_tables_that_change_are_spread_over_a_mesh_and_saved(tmp_path):
-  experiment = Experiment("counting", model(), None, None, None, Train(batch=8, steps=2))
+  experiment = Experiment("counting", model(), None, None, Windows(), Train(batch=8, steps=2))
   on = Program(experiment, make_mesh(MeshShape(2, 2, 2)))
   state, _ = on.step(on.init(keys(0)[0]), on.place(text()))
   counts = state.tables["counts"]["head"]

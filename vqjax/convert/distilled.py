@@ -10,6 +10,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.convert.starts import dense_rows
+from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.models import Transformer
 from vqjax.ops.distillation import linear_soft_target_loss
@@ -53,6 +54,11 @@ class Distilled(nn.Module):
           f"the {role}'s head is a {type(head).__name__}, which scores no rows; distil between a"
           " LinearHead or a CodebookHead and another"
         )
+
+  @property
+  def embedding(self) -> Embedding:
+    """The student's embedding."""
+    return self.student.embedding
 
   @property
   def head(self) -> Head:
