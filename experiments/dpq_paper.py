@@ -153,7 +153,7 @@ TITLES = {
 
 TEXTS = {
   "ptb-small": "PTB, small",
-  "ptb-short": "PTB, small, 5 epochs",
+  "ptb-short": "PTB, small, 3 epochs",
   "ptb-medium": "PTB, medium",
   "ptb-large": "PTB, large",
   "wikitext-medium": "WikiText-2, medium",
