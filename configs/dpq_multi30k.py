@@ -5,10 +5,10 @@ from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.config import Experiment, Train
 from vqjax.data import Multi30k, SentencePieceTokenizer
 
-SMALL = Body(dim=128, layers=3, heads=4, hidden=512, context=40)
+SMALL = Body(dim=128, layers=3, heads=4, hidden=512, context=32)
 
 TRAIN = Train(
-  steps=4_000,
+  steps=3_000,
   batch=64,
   learning_rate=2e-3,
   warmup=400,
