@@ -18,6 +18,7 @@ Speed = Mapping[str, Any]
 
 _COLUMNS = (
   report.Column("milliseconds", lambda run: run.get("seconds"), units.milliseconds, ""),
+  report.Column("calls", lambda run: run.get("calls"), str, ""),
   report.Column("times faster", lambda run: run.get("times_faster"), units.ratio, ""),
   report.Column("temporaries", lambda run: run.get("temp_bytes"), units.size, ""),
   report.Column("weights, 16 bits", lambda run: run.get("weight_bytes_16_bit"), units.size, ""),
@@ -54,7 +55,8 @@ def _work(speed: Speed) -> str:
   return (
     f"Here: {origin['device']}, float32, {shape['tokens']:,} tokens, D = {shape['dim']:,}, V ="
     f" {shape['vocab']:,}, commit {origin['commit']}. The full softmax and the paper's gather take"
-    f" {speed['slice']:,} tokens at a time: the logits of all are too large for this machine.\n"
+    f" {speed['slice']:,} tokens at a time: the logits of all are too large for this machine. Times"
+    " are medians of as many calls as the tables say; a ratio of single calls is a rough one.\n"
   )
 
 

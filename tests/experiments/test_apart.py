@@ -22,10 +22,11 @@ def test_results_and_errors_come_back_from_another_process():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
-def test_a_caller_that_is_killed_takes_it_along(tmp_path):
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_a_caller_that_is_stopped_takes_it_along(tmp_path, name):
   script, told = tmp_path / "caller.py", tmp_path / "child"
   script.write_text(f"""
-import os, pathlib, time
+import os, pathlib, signal, time
 from experiments.apart import apart
 
 def stay():
@@ -33,6 +34,8 @@ def stay():
   time.sleep(250)
 
 if __name__ == "__main__":
+  # Whoever started this may have had it ignored.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   apart(stay)
 """)
   caller = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -41,8 +44,8 @@ if __name__ == "__main__":
     child = int(told.read_text())
     assert _lives(child)
   finally:
-    caller.send_signal(signal.SIGKILL)
-    caller.wait()
+    caller.send_signal(getattr(signal, name))
+    caller.wait(timeout=60)
   assert _soon(lambda: not _lives(child))
 
 
