@@ -17,6 +17,7 @@ from vqjax.heads import (
   ClassBasedHead,
   CodebookHead,
   DenseHead,
+  DPQHead,
   GroupedHead,
   Head,
   HierarchicalHead,
@@ -42,6 +43,7 @@ from vqjax.quantizers import (
   FreeQuantizer,
   MovingAverage,
   Quantizer,
+  Revival,
   SoftmaxQuantizer,
 )
 from vqjax.types import Size
@@ -55,6 +57,7 @@ __all__ = [
   "CompactEmbedding",
   "ComposedEmbedding",
   "DPQEmbedding",
+  "DPQHead",
   "DenseEmbedding",
   "DenseHead",
   "Embedding",
@@ -74,6 +77,7 @@ __all__ = [
   "ProductHead",
   "Quantizer",
   "ResidualCodebookHead",
+  "Revival",
   "SampledSoftmaxHead",
   "ScalarEmbedding",
   "Size",

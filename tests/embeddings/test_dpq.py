@@ -15,7 +15,7 @@ from vqjax import DenseHead, DPQEmbedding
 from vqjax.embeddings import compact_file
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing
-from vqjax.quantizers import CentroidQuantizer, MovingAverage, SoftmaxQuantizer
+from vqjax.quantizers import CentroidQuantizer, MovingAverage, Revival, SoftmaxQuantizer
 from vqjax.sharding import MeshShape, make_mesh
 
 V, D, K, M = 53, 12, 6, 3
@@ -27,6 +27,13 @@ QUANTIZERS = {
   "sx narrow": SoftmaxQuantizer(K, M, 6, value_dim=D),
   "vq": CentroidQuantizer(K, M, D),
   "vq averages": CentroidQuantizer(K, M, D, moving_average=MovingAverage()),
+  "vq revived": CentroidQuantizer(K, M, D, revival=Revival(0.9, decay=0.1)),
+}
+
+TRAINING = {
+  "method": "loss_terms",
+  "mutable": ["batch_stats", "centroids", "revival"],
+  "rngs": {"sample": jax.random.key(6)},
 }
 
 
@@ -39,9 +46,7 @@ def embedding(request):
 def variables(embedding):
   """After a training batch, so that statistics are not those of the start."""
   fresh = embedding.init(jax.random.key(0), jnp.arange(5))
-  _, written = embedding.apply(
-    fresh, jnp.arange(40), False, method="loss_terms", mutable=["batch_stats", "centroids"]
-  )
+  _, written = embedding.apply(fresh, jnp.arange(40), False, **TRAINING)
   return fresh | written
 
 
@@ -59,11 +64,11 @@ def test_tokens_outside_the_vocabulary_are_nan_and_count_nowhere(embedding, vari
   found = embedding.apply(variables, jnp.array([3, V, -1]))
   assert np.isfinite(found[0]).all()
   assert np.isnan(found[1:]).all()
-  train = lambda tokens: embedding.apply(
-    variables, tokens, False, method="loss_terms", mutable=["batch_stats", "centroids"]
-  )
+  train = lambda tokens: embedding.apply(variables, tokens, False, **TRAINING)
   (_, terms), written = train(jnp.array([3, V, 4, -1]))
   (_, wanted), same = train(jnp.array([3, 4]))
+  for tree in (written, same):  # the vectors that are drawn depend on how many there are
+    tree.get("revival", {"quantizer": {}})["quantizer"].pop("offset", None)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), (terms, written), (wanted, same)
   )
@@ -94,10 +99,7 @@ def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
   def step(embedding):
     def loss(params):
       (vectors, terms), written = embedding.apply(
-        variables | {"params": params},
-        *(tokens, False),
-        method="loss_terms",
-        mutable=["batch_stats", "centroids"],
+        variables | {"params": params}, tokens, False, **TRAINING
       )
       return (vectors**2).sum() + sum(terms.values(), 0.0), written
 

@@ -12,6 +12,7 @@ from vqjax.convert.mappings import (
   Known,
   Mapping,
 )
+from vqjax.convert.shared import to_head
 from vqjax.convert.starts import FromDense, FromStudent, Frozen, Mapped, MappedProduct
 from vqjax.convert.tables import ClusteredCentroids, Codes, FromTable, Guide
 from vqjax.convert.targets import (
@@ -54,4 +55,5 @@ __all__ = [
   "ToResidual",
   "compress",
   "converted",
+  "to_head",
 ]

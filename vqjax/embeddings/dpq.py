@@ -92,6 +92,7 @@ class DPQEmbedding(Embedding):
 
     With the running statistics, which the rows of a whole vocabulary have no part in.
     """
+    self.quantizer.values()  # its variables are made when it is first used
     return Rows(self.query, dict(self.quantizer.variables), _Quantized(self.quantizer))
 
   def values(self) -> Float[Array, "Q K C"]:

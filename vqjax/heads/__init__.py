@@ -5,6 +5,7 @@ from vqjax.heads.base import Head
 from vqjax.heads.class_based import ClassBasedHead
 from vqjax.heads.codebook import CodebookHead
 from vqjax.heads.dense import DenseHead
+from vqjax.heads.dpq import DPQHead
 from vqjax.heads.grouped import GroupedHead
 from vqjax.heads.hierarchical import HierarchicalHead
 from vqjax.heads.learned_codebook import LearnedCodebookHead
@@ -18,6 +19,7 @@ __all__ = [
   "AdaptiveHead",
   "ClassBasedHead",
   "CodebookHead",
+  "DPQHead",
   "DenseHead",
   "GroupedHead",
   "Head",

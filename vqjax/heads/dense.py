@@ -64,9 +64,10 @@ class DenseHead(LinearHead):
     """The weight's and the bias's axes; a tied weight is the embedding's."""
     axes = {}
     if self.embedding is None:
-      axes["weight"] = ("vocab", "table_embed")
+      axes["params"] = {"weight": ("vocab", "table_embed")}
     else:
-      axes["embedding"] = self.embedding.logical_axes()["params"]
+      own = self.embedding.logical_axes()
+      axes = {collection: {"embedding": tree} for collection, tree in own.items()}
     if self.use_bias:
-      axes["bias"] = ("vocab",)
-    return {"params": axes}
+      axes["params"]["bias"] = ("vocab",)
+    return axes

@@ -2,6 +2,7 @@
 
 from vqjax.quantizers.base import Quantized, Quantizer
 from vqjax.quantizers.centroid import CentroidQuantizer, MovingAverage
+from vqjax.quantizers.revival import Revival
 from vqjax.quantizers.softmax import EncoderQuantizer, FreeQuantizer, SoftmaxQuantizer
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
   "MovingAverage",
   "Quantized",
   "Quantizer",
+  "Revival",
   "SoftmaxQuantizer",
 ]

@@ -32,8 +32,8 @@ class Quantizer(nn.Module):
   """Vectors [*B, D] -> vectors [*B, D] that M codes of K each stand for, differentiable.
 
   It serves any layer. In training (`train=True`) the responses are normalised by the batch, noise
-  is drawn from the rng stream "sample" and the collections `batch_stats` and `centroids` are
-  written where the caller has them mutable; otherwise a vector's codes depend on that vector alone.
+  is drawn from the rng stream "sample" and the collections `batch_stats`, `centroids` and `revival`
+  are written where the caller has them mutable; otherwise a vector's codes depend on that vector alone.
   On a mesh, batch statistics are those of the whole batch.
 
   Attributes:
@@ -125,16 +125,21 @@ class Quantizer(nn.Module):
     lead = vectors.shape[:-1]
     flat = vectors.reshape(-1, self.dim)
     weight = None if mask is None else mask.reshape(-1)
-    row, codes, terms = self._answer(flat, self._parts(flat), train, weight)
+    query = self._parts(flat)
+    row, codes, terms = self._answer(flat, query, train, weight)
     row = row.astype(vectors.dtype)
     row = row if weight is None else jnp.where(weight[:, None], row, 0)
-    if train:
-      self._tell(codes, weight)
+    if train and not self.is_initializing():
+      self._learn(lax.stop_gradient(query), codes, weight)
     return Quantized(row.reshape(*lead, -1), codes.reshape(*lead, -1), terms)
 
-  def _tell(self, codes, mask):
-    """The collection `metrics`, where it is mutable: how evenly a batch's codes are used."""
-    if not self.is_mutable_collection("metrics") or self.is_initializing():
+  def _learn(self, query, codes, mask):
+    """What a training batch leaves in the collections that are mutable, beside the moments.
+
+    In `metrics`: how evenly its codes are used.
+    """
+    del query
+    if not self.is_mutable_collection("metrics"):
       return
     perplexity = quantize.code_perplexity(quantize.code_counts(codes, self.codes, mask))
     for name, value in (("", perplexity.mean()), ("_least", perplexity.min())):
@@ -203,10 +208,7 @@ class Quantizer(nn.Module):
   def _keep(self, mean, var, mask):
     if not self.is_mutable_collection("batch_stats") or self.is_initializing():
       return
-    kept = jnp.float32(self.momentum)
-    if mask is not None:
-      kept = jnp.where(mask.any(), kept, 1.0)  # no token, no news
-    update = lambda old, new: kept * old + (1 - kept) * lax.stop_gradient(new)
+    update = lambda old, new: running(old, lax.stop_gradient(new), self.momentum, mask)
     self.mean.value, self.var.value = update(self.mean.value, mean), update(self.var.value, var)
 
   def _parts(self, vectors):
@@ -230,6 +232,12 @@ class Quantizer(nn.Module):
   @abc.abstractmethod
   def _tables(self) -> tuple[str, ...]:
     """Names of the parameters that are tables."""
+
+
+def running(old, new, decay, mask):
+  """The running mean after a batch. No token, no news."""
+  kept = jnp.float32(decay) if mask is None else jnp.where(mask.any(), decay, 1.0)
+  return kept * old + (1 - kept) * new
 
 
 def largest(response):

@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from vqjax.ops import product, quantize
-from vqjax.quantizers.base import TABLE_AXES, Quantizer, largest
+from vqjax.quantizers.base import TABLE_AXES, largest, running
+from vqjax.quantizers.revival import KeyedQuantizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +20,6 @@ class MovingAverage:
   Attributes:
     decay: of the running counts and sums, a step.
     epsilon: is added to each count (Laplace).
-    revive_below: a code whose running count falls below takes the place of a random vector of the
-      batch; 0: none does.
 
   Raises:
     ValueError: a number outside its range.
@@ -28,18 +27,15 @@ class MovingAverage:
 
   decay: float = 0.99
   epsilon: float = 1e-5
-  revive_below: float = 0.0
 
   def __post_init__(self):
     if not 0 <= self.decay < 1:
       raise ValueError(f"decay {self.decay} is outside [0, 1); 0.99 is usual")
-    if self.epsilon < 0 or self.revive_below < 0:
-      raise ValueError(
-        f"epsilon {self.epsilon} and revive_below {self.revive_below} must not be negative"
-      )
+    if self.epsilon < 0:
+      raise ValueError(f"epsilon {self.epsilon} is negative; 1e-5 is usual")
 
 
-class CentroidQuantizer(Quantizer):
+class CentroidQuantizer(KeyedQuantizer):
   """The centroid of largest response, -|vector - centroid|², with the gradient of the vector.
 
   Keys and values are one table, the centroids. DPQ-VQ, Eq. 6 and 7.
@@ -69,16 +65,20 @@ class CentroidQuantizer(Quantizer):
     self.total = self.variable("centroids", "total", start)
     self.count = self.variable("centroids", "count", lambda: jnp.ones(shape[:2]))
 
-  def values(self) -> Float[Array, "Q K C"]:
+  def keys(self) -> Float[Array, "Q K C"]:
     """The centroids."""
     if self.moving_average is None:
-      return jnp.asarray(self.table)
+      return super().keys()
     count, total = jnp.asarray(self.count.value), jnp.asarray(self.total.value)
     return quantize.averaged(count, total, self.moving_average.epsilon)
 
+  def values(self) -> Float[Array, "Q K C"]:
+    """The centroids."""
+    return self.keys()
+
   def _comparison(self):
-    values = lax.stop_gradient(self.values())
-    return lambda query: quantize.euclidean_response(query, values)
+    keys = lax.stop_gradient(self.keys())
+    return lambda query: quantize.euclidean_response(query, keys)
 
   def _answer(self, vectors, query, train, mask):
     # No gradient passes through the choice.
@@ -87,27 +87,35 @@ class CentroidQuantizer(Quantizer):
     terms = {}
     if self.moving_average is None:
       terms["regularizer"] = self.weight * self.regularizer(row, lax.stop_gradient(vectors), mask)
-    elif train and self.is_mutable_collection("centroids") and not self.is_initializing():
-      self._move(query, codes, mask)
     if self.commitment:
       pull = self.regularizer(lax.stop_gradient(row), vectors, mask)
       terms["commitment"] = self.commitment * pull
     return self.gradient(row, vectors), codes, terms
 
+  def _learn(self, query, codes, mask):
+    if self.moving_average is not None and self.is_mutable_collection("centroids"):
+      self._move(query, codes, mask)
+    super()._learn(query, codes, mask)
+
   def _move(self, query, codes, mask):
-    how, count, total = self.moving_average, self.count.value, self.total.value
-    query = lax.stop_gradient(query)
-    found, sums = quantize.gathered_sums(codes, query, count.shape[0], self.codes, mask)
-    count = how.decay * count + (1 - how.decay) * found
-    total = how.decay * total + (1 - how.decay) * sums
-    if how.revive_below:
-      fresh = quantize.drawn_queries(self.make_rng("sample"), query, count.shape, mask)
-      dead = count < how.revive_below
-      if mask is not None:
-        dead = dead & mask.any()
-      total = jnp.where(dead[..., None], fresh, total)
-      count = jnp.where(dead, 1.0, count)
-    self.count.value, self.total.value = jax.tree.map(lax.stop_gradient, (count, total))
+    decay, tables = self.moving_average.decay, self.count.value.shape[0]
+    found, sums = quantize.gathered_sums(codes, query, tables, self.codes, mask)
+    self.count.value = running(self.count.value, found, decay, mask)
+    self.total.value = running(self.total.value, sums, decay, mask)
+
+  @property
+  def _keys_are_parameters(self):
+    return self.moving_average is None
+
+  def _own_keys(self):
+    return self.table
+
+  def _revive(self, dead, fresh):
+    if self.moving_average is None:
+      super()._revive(dead, fresh)
+    elif self.is_mutable_collection("centroids"):
+      self.total.value = jnp.where(dead[..., None], fresh, self.total.value)
+      self.count.value = jnp.where(dead, 1.0, self.count.value)
 
   def _tables(self):
     return ("centroids",) if self.moving_average is None else ()

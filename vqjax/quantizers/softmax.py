@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from vqjax.ops import quantize
 from vqjax.quantizers.base import Quantizer
+from vqjax.quantizers.revival import KeyedQuantizer
 
 
 class _ChosenBySoftmax(Quantizer):
@@ -72,7 +73,7 @@ class _ChosenBySoftmax(Quantizer):
     return axes
 
 
-class SoftmaxQuantizer(_ChosenBySoftmax):
+class SoftmaxQuantizer(_ChosenBySoftmax, KeyedQuantizer):
   """The value of the key of largest response, with the gradient of the softmax of all responses.
 
   Exactly the chosen value in the forward pass; the gradient of the values is that of the one-hot
@@ -97,9 +98,8 @@ class SoftmaxQuantizer(_ChosenBySoftmax):
     if self.tied and self.width != self.dim:
       raise ValueError(f"tied keys of width {self.dim} cannot be values of width {self.value_dim}")
 
-  def keys(self) -> Float[Array, "Q K C"]:
-    """The keys."""
-    return jnp.asarray(self.key_table)
+  def _own_keys(self):
+    return self.key_table
 
   def values(self) -> Float[Array, "Q K C"]:
     """The values; the keys where they are tied."""

@@ -1,0 +1,40 @@
+"""Is the head of a compact embedding's codes the one that was trained with them?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import CentroidQuantizer, DenseHead, DPQEmbedding, SoftmaxQuantizer
+from vqjax.convert import to_head
+from vqjax.embeddings.compact import load
+
+V, D, K, M = 53, 12, 6, 3
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", [SoftmaxQuantizer, CentroidQuantizer])
+def test_it_has_the_distribution_of_the_tied_head(kind, shared, use_bias, tmp_path):
+  embedding = DPQEmbedding(V, D, kind(K, M, shared=shared))
+  trained = DenseHead(V, D, use_bias=use_bias, embedding=embedding)
+  hidden, tokens = jax.random.normal(jax.random.key(4), (2, 9, D)), jnp.arange(18).reshape(2, 9)
+  variables = trained.init(jax.random.key(0), hidden, tokens, method="log_prob")
+  bias = jax.random.normal(jax.random.key(1), (V,)) if use_bias else None
+  if use_bias:
+    variables["params"]["bias"] = bias
+  own = {name: trees["embedding"] for name, trees in variables.items()}
+  embedding.compact(own).save(tmp_path / "small.safetensors")
+  head, converted = to_head(load(tmp_path / "small.safetensors"), bias)
+  fresh = jax.eval_shape(head.init, jax.random.key(0), hidden)
+  assert jax.tree.map(lambda x: x.shape, converted) == jax.tree.map(lambda x: x.shape, fresh)
+  found = head.apply(converted, hidden, tokens, method="log_prob")
+  expected = trained.apply(variables, hidden, tokens, method="log_prob")
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_sums_of_vectors_are_refused():
+  embedding = DPQEmbedding(V, D, SoftmaxQuantizer(K, M, additive=True))
+  small = embedding.compact(embedding.init(jax.random.key(0), jnp.zeros(1, int)))
+  with pytest.raises(ValueError, match="sums of whole vectors"):
+    to_head(small)

@@ -1,0 +1,139 @@
+"""Does a head of quantised rows keep the contract, train end to end, and ship as a ProductHead?"""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import reference
+from tests.contract import HeadContract, costly
+from tests.contract_on_meshes import as_float64, perturbed
+from vqjax import CentroidQuantizer, DPQHead, MovingAverage, SoftmaxQuantizer
+from vqjax.convert import to_head
+
+M = 4
+
+
+def codes_and_rows(head, variables):
+  """By brute force, in float64; the statistics are those of the start."""
+  params = as_float64(variables)["params"]["table"]
+  own = params["quantizer"]
+  keys = own.get("keys", own.get("centroids"))
+  parts = params["query"].reshape(len(params["query"]), M, 1, -1)
+  apart = ((parts - keys[None]) ** 2).sum(-1)
+  score = (parts * keys[None]).sum(-1) if "keys" in own else -apart
+  codes = score.argmax(-1)
+  values = own.get("values", keys)
+  return codes, values[np.arange(M), codes].reshape(len(codes), head.dim)
+
+
+class TestDPQHead(HeadContract):
+  cases: ClassVar = {
+    "sx": lambda v, d: DPQHead(v, d, SoftmaxQuantizer(7, M), use_bias=True),
+    "vq": lambda v, d: DPQHead(v, d, CentroidQuantizer(7, M)),
+  }
+
+  def reference_logits(self, head, variables, hidden):
+    bias = variables["params"].get("bias", 0.0)
+    return hidden @ codes_and_rows(head, variables)[1].T + bias
+
+  def test_gradients_equal_those_of_a_float64_dense_reference(
+    self, case, head, variables, hidden, tokens
+  ):
+    """Exact for hidden, bias and the values of SX; VQ hands the rows' to the queries, Eq. 7."""
+    cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
+
+    def loss(params, hidden):
+      own = variables | {"params": params}
+      return (head.apply(own, hidden, tokens, method="log_prob") * cotangent).sum()
+
+    found, d_hidden = jax.grad(loss, (0, 1))(variables["params"], hidden)
+    h = np.asarray(hidden, np.float64).reshape(-1, self.dim)
+    codes, rows = codes_and_rows(head, variables)
+    p = np.exp(reference.log_softmax(self.reference_logits(head, as_float64(variables), h)))
+    onehot = np.eye(self.vocab)[np.asarray(tokens).ravel()]
+    d_scores = (onehot - p) * np.asarray(cotangent, np.float64).ravel()[:, None]
+    np.testing.assert_allclose(d_hidden.reshape(h.shape), d_scores @ rows, atol=3e-5)
+    d_rows = d_scores.T @ h
+    if case == "vq":
+      np.testing.assert_allclose(found["table"]["query"], d_rows, atol=3e-5)
+      assert not np.any(found["table"]["quantizer"]["centroids"])
+      return
+    np.testing.assert_allclose(found["bias"], d_scores.sum(0), atol=3e-5)
+    d_values = np.zeros((M, 7, self.dim // M))
+    for row, code in zip(d_rows.reshape(self.vocab, M, -1), codes):
+      d_values[np.arange(M), code] += row
+    np.testing.assert_allclose(found["table"]["quantizer"]["values"], d_values, atol=3e-5)
+    assert np.any(found["table"]["quantizer"]["keys"]) and np.any(found["table"]["query"])
+
+  @costly
+  def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
+    """The codes are those of the parameters as they are; the rows are rounded, not the queries."""
+    head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
+    variables = perturbed(head.init(jax.random.key(1), hidden))
+    low = hidden.astype(jnp.bfloat16)
+    found = head.apply(variables, low, tokens, method="log_prob")
+    rows = jnp.asarray(codes_and_rows(head, variables)[1], jnp.bfloat16)
+    bias = np.asarray(variables["params"].get("bias", 0.0), np.float64)
+    scores = np.asarray(low, np.float64) @ np.asarray(rows, np.float64).T + bias
+    expected = np.take_along_axis(reference.log_softmax(scores), tokens[..., None], -1)[..., 0]
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+TRAINED = [
+  SoftmaxQuantizer(8, M),
+  CentroidQuantizer(8, M),
+  CentroidQuantizer(8, M, moving_average=MovingAverage(decay=0.9)),
+]
+
+
+@pytest.mark.parametrize("quantizer", TRAINED)
+def test_it_learns_and_ships_as_a_product_head(quantizer):
+  """Statistics and centroids follow the targets; what ships has the same distribution."""
+  head = DPQHead(40, 12, quantizer, use_bias=True)
+  hidden, tokens = jax.random.normal(jax.random.key(0), (40, 12)), jnp.arange(40)
+  variables = head.init(jax.random.key(1), hidden)
+  rest = {name: tree for name, tree in variables.items() if name != "params"}
+  params, optimizer = variables["params"], optax.adam(0.02)
+  state = optimizer.init(params)
+
+  @jax.jit
+  def step(params, rest, state):
+    def loss(params):
+      (log_prob, terms), written = head.apply(
+        rest | {"params": params}, hidden, tokens, method="loss_terms", mutable=list(rest)
+      )
+      return sum(terms.values(), 0.0) - log_prob.mean(), written
+
+    (value, written), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    change, state = optimizer.update(gradient, state)
+    return optax.apply_updates(params, change), written, state, value
+
+  first = None
+  for _ in range(100):
+    params, rest, state, value = step(params, rest, state)
+    first = value if first is None else first
+  assert value < first - 1
+  trained = rest | {"params": params}
+  expected = head.apply(trained, hidden, tokens, method="log_prob")
+  shipped, own = to_head(head.compact(trained), params["bias"])
+  found = shipped.apply(own, hidden, tokens, method="log_prob")
+  np.testing.assert_allclose(found, expected, atol=1e-4)
+  assert -found.mean() < np.log(40) - 1
+
+
+def test_terms_are_those_of_the_targets_rows():
+  head = DPQHead(11, 12, CentroidQuantizer(3, M, commitment=0.5))
+  hidden, tokens = jax.random.normal(jax.random.key(0), (5, 12)), jnp.array([0, 3, 3, 10, -1])
+  variables = head.init(jax.random.key(1), hidden)
+  _, rows = codes_and_rows(head, variables)
+  query = np.asarray(variables["params"]["table"]["query"], np.float64)
+  apart = ((query - rows)[np.asarray(tokens[:4])] ** 2).mean()
+  for method in ("aux", "loss_terms"):
+    found = head.apply(variables, hidden, tokens, method=method)
+    terms = found if method == "aux" else found[1]
+    np.testing.assert_allclose(terms["regularizer"], apart, rtol=1e-4)
+    np.testing.assert_allclose(terms["commitment"], 0.5 * apart, rtol=1e-4)
