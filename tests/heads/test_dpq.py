@@ -67,7 +67,8 @@ class TestDPQHead(HeadContract):
     for row, code in zip(d_rows.reshape(self.vocab, M, -1), codes):
       d_values[np.arange(M), code] += row
     np.testing.assert_allclose(found["table"]["quantizer"]["values"], d_values, atol=3e-5)
-    assert np.any(found["table"]["quantizer"]["keys"]) and np.any(found["table"]["query"])
+    assert np.any(found["table"]["quantizer"]["keys"])
+    assert np.any(found["table"]["query"])
 
   @costly
   def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):

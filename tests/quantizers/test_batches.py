@@ -1,4 +1,4 @@
-"""What do quantisers keep of the batches that they are trained on, wherever and however these lie?"""
+"""What do quantisers keep of the batches that they learn from, wherever these lie?"""
 
 import functools
 
@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.quantizers.small import D, K, M, N, in_float64, made, trained, vectors
 from vqjax.ops import quantize
 from vqjax.quantizers import CentroidQuantizer, MovingAverage, Revival, SoftmaxQuantizer
 from vqjax.sharding import MeshShape, make_mesh
-
-from tests.quantizers.small import D, K, M, N, in_float64, made, trained, vectors
 
 
 def test_running_statistics_follow_the_batches_and_are_used_afterwards():

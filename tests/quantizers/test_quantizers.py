@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
+from tests.quantizers.small import D, K, M, N, in_float64, made, trained, vectors
 from vqjax.ops import quantize
 from vqjax.quantizers import CentroidQuantizer, SoftmaxQuantizer
-
-from tests.quantizers.small import D, K, M, N, in_float64, made, trained, vectors
 
 EPSILON = 1e-3
 

@@ -33,8 +33,8 @@ class Quantizer(nn.Module):
 
   It serves any layer. In training (`train=True`) the responses are normalised by the batch, noise
   is drawn from the rng stream "sample" and the collections `batch_stats`, `centroids` and `revival`
-  are written where the caller has them mutable; otherwise a vector's codes depend on that vector alone.
-  On a mesh, batch statistics are those of the whole batch.
+  are written where the caller has them mutable; otherwise a vector's codes depend on that vector
+  alone. On a mesh, batch statistics are those of the whole batch.
 
   Attributes:
     codes: choices of a code, K.
