@@ -15,6 +15,7 @@ from vqjax.training import SGD
 
 V = FROM_TOKENIZER
 ROWS = 20
+WORDS = WordTokenizer(split=False)
 
 
 class Body(NamedTuple):
@@ -58,7 +59,13 @@ LARGE_DPQ = LARGE._replace(epochs=25, factor=0.7, clip=5.0)
 
 
 def language_model(
-  name: str, embedding: Embedding, body: Body, data: Source, tokens: int, seed: int = 0
+  name: str,
+  embedding: Embedding,
+  body: Body,
+  data: Source,
+  tokens: int,
+  seed: int = 0,
+  words: WordTokenizer = WORDS,
 ) -> Experiment:
   """A run on a text of `tokens` training tokens."""
   epoch = tokens // ROWS // body.unroll
@@ -74,7 +81,7 @@ def language_model(
       weight_init=body.begin,
     ),
     data=data,
-    tokenizer=WordTokenizer(split=False),
+    tokenizer=words,
     loader=Streams(),
     train=Train(
       steps=body.epochs * epoch,

@@ -15,6 +15,7 @@ class Measured:
   Attributes:
     score: on the test split: perplexity, accuracy in per cent, or BLEU.
     over_full: the score minus that of the full embedding of the same seed.
+    lost: squared distance from the trained table that it was made of, over that table's squares.
     shipped_bytes: of codes and values, or of whatever the embedding needs after training.
     ratio: bytes of the full float32 table over those.
     formula: the same by the paper's formula, in bits, of an embedding with codes.
@@ -24,6 +25,7 @@ class Measured:
 
   score: Spread | None
   over_full: Spread | None
+  lost: float | None
   shipped_bytes: int | None
   ratio: float | None
   formula: float | None
@@ -43,6 +45,7 @@ def measured(results: Results, name: str) -> Measured:
   return Measured(
     score=Spread.of([score(every[seed]) for seed in done]),
     over_full=Spread.of([score(every[seed]) - score(fulls[seed]) for seed in both]),
+    lost=next((row["embedding"].get("lost") for row in done.values()), None),
     shipped_bytes=size,
     ratio=whole / size if whole and size else None,
     formula=compact.get("formula"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments import dpq_plots
+from experiments import dpq_notes, dpq_plots
 from experiments.dpq_paper import TEXTS
 from experiments.dpq_report import COLUMNS, tables
 from experiments.dpq_settings import SCALES, STAND_INS
@@ -56,6 +56,7 @@ def _page(
     yield f"## {caption}\n\n![{caption}](../images/{name})\n"
   yield _costs(cost)
   yield _words(results)
+  yield dpq_notes.notes()
   yield _origin(results)
 
 

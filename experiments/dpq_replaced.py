@@ -10,6 +10,7 @@ from experiments.dpq_bleu import scored
 from experiments.dpq_rows import Fill
 from vqjax import Embedding
 from vqjax.config import Experiment, with_vocab
+from vqjax.convert.reconstruct import squared_error
 from vqjax.convert.tables import with_embedding
 from vqjax.models import EncoderDecoder
 from vqjax.training import evaluate, make_scorer, read_variables
@@ -35,6 +36,8 @@ def replaced(
     size = experiment.loader.text_bytes(split)
     scores[name] = evaluate(scorer, variables, batches, size).known()
   size = model.embedding.shipped()
-  own = {"class": type(embedding).__name__, "shipped_bytes": size.state_bytes}
+  whole = model.embedding.apply(filled, method="table")
+  lost = squared_error(whole, table) / squared_error(0 * table, table)
+  own = {"class": type(embedding).__name__, "shipped_bytes": size.state_bytes, "lost": lost}
   beside = scored(experiment, model, variables) if isinstance(model, EncoderDecoder) else {}
   return {"result": {**scores, "embedding": own}, **beside}

@@ -41,6 +41,7 @@ class Line:
       "score": shown(m.score),
       "over": shown(m.over_full, "+"),
       "seeds": f"{m.score.seeds if m.score else 0}" + (f", {m.failed} failed" if m.failed else ""),
+      "lost": m.lost,
       "ratio": m.ratio,
       "formula": m.formula,
       "bytes": m.file_bytes or m.shipped_bytes,
@@ -52,6 +53,7 @@ def _column(title: str, key: str, show=str, meaning: str = "") -> Column:
 
 
 _times = units.fixed(1)
+_percent = lambda part: f"{100 * part:.1f} %"
 
 COLUMNS = (
   _column("paper", "paper", meaning="What the paper prints: perplexity, accuracy in %, or BLEU."),
@@ -59,6 +61,7 @@ COLUMNS = (
   _column("measured", "score", meaning="The same here, on the test split: mean ± deviation."),
   _column("seeds", "seeds", meaning="How many seeds there are."),
   _column("- full", "over", meaning="The score minus the full embedding's of the same seed."),
+  _column("lost", "lost", _percent, "Part of the trained table's squares that it misses."),
   _column("ratio", "ratio", _times, "Bytes of the full float32 table over those that ship."),
   _column("formula", "formula", _times, "The ratio by the paper's formula, in bits (Section 3)."),
   _column("bytes", "bytes", units.size, "What ships; of codes, the saved file with its header."),

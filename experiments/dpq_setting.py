@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from configs import dpq_bert as bert
 from configs import dpq_translation as translated
+from configs.dpq_lstm import WORDS as LSTM_WORDS
 from configs.dpq_lstm import Body, language_model
 from configs.dpq_text import ADAM, BEGIN, DIM, WORDS, classifier
 from vqjax import Embedding
@@ -105,13 +106,14 @@ def lstm(
   sx: Codes,
   vq: Codes,
   quantized: Body | None = None,
+  words: WordTokenizer = LSTM_WORDS,
   **fields,
 ) -> Setting:
   """`quantized` is the body where the embedding is not the full one; None: the same."""
 
   def make(row: str, embedding: Embedding, seed: int) -> Experiment:
     own = body if row == "full" or quantized is None else quantized
-    return language_model(row, embedding, own, data, tokens, seed)
+    return language_model(row, embedding, own, data, tokens, seed, words)
 
   more = {"weight": body.weight, "parts": body.dim // 2, **fields}
   return Setting(make, body.dim, body.begin, rows, sx, vq, **more)
@@ -147,9 +149,10 @@ def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
   return translated.translation(row, embedding, body, data, words, train, seed)
 
 
-def pretrained(body: bert.Body, text: bert.Text, train: Train, tune: Train) -> dict[str, Setting]:
+def pretrained(
+  body: bert.Body, text: bert.Text, train: Train, tune: Train, codes: Codes
+) -> dict[str, Setting]:
   """Pre-training and its two tasks."""
-  codes = Codes(32, body.dim // 4)
   shared = body.dim, bert.BEGIN, ("full", "sx"), codes, codes
   return {
     "bert": Setting(bert.pretraining(body, text, train), *shared),

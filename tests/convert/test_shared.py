@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vqjax import CentroidQuantizer, DenseHead, DPQEmbedding, SoftmaxQuantizer
+from vqjax import CentroidQuantizer, CompactEmbedding, DenseHead, DPQEmbedding, SoftmaxQuantizer
 from vqjax.convert import to_head
-from vqjax.embeddings.compact import load
 
 V, D, K, M = 53, 12, 6, 3
 
@@ -25,7 +24,7 @@ def test_it_has_the_distribution_of_the_tied_head(kind, shared, use_bias, tmp_pa
     variables["params"]["bias"] = bias
   own = {name: trees["embedding"] for name, trees in variables.items()}
   embedding.compact(own).save(tmp_path / "small.safetensors")
-  head, converted = to_head(load(tmp_path / "small.safetensors"), bias)
+  head, converted = to_head(CompactEmbedding.load(tmp_path / "small.safetensors"), bias)
   fresh = jax.eval_shape(head.init, jax.random.key(0), hidden)
   assert jax.tree.map(lambda x: x.shape, converted) == jax.tree.map(lambda x: x.shape, fresh)
   found = head.apply(converted, hidden, tokens, method="log_prob")

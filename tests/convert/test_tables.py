@@ -130,3 +130,25 @@ def test_a_table_of_another_width_is_named(dense):
   )
   with pytest.raises(ValueError, match=rf"a dense table \[{vocab}, 8\]; \[{vocab}, 4\] is wanted"):
     start(text, narrow, {"params": {"embedding": {}}})
+
+
+@pytest.mark.parametrize("average", [None, MovingAverage()])
+@pytest.mark.parametrize("shared", [True, False])
+def test_any_quantiser_begins_at_clusters_of_vectors(average, shared):
+  """A quantiser of no embedding: its centroids are clusters, nearer than those it was made with."""
+  quantizer = CentroidQuantizer(4, 2, 6, shared=shared, normalize=False, moving_average=average)
+  vectors = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
+  variables = quantizer.init(jax.random.key(0), jnp.asarray(vectors))
+  begun = convert.clustered(quantizer, variables, vectors, key=jax.random.key(1))
+  assert jax.tree.map(np.shape, begun) == jax.tree.map(np.shape, variables)
+  given = jnp.asarray(vectors)
+  error = lambda v: ((quantizer.apply(v, given) - vectors) ** 2).mean()
+  assert error(begun) < 0.6 * error(variables)
+  parts = vectors.reshape(60, 2, 3)
+  codes = np.asarray(quantizer.apply(begun, given, method="encode"))
+  centers = np.asarray(quantizer.apply(begun, method="values"))
+  if not shared:
+    for m in range(2):
+      for k in range(4):
+        mean = parts[codes[:, m] == k, m].mean(axis=0)
+        np.testing.assert_allclose(centers[m, k], mean, atol=1e-4)

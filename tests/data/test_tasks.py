@@ -48,6 +48,17 @@ def test_masks_of_an_evaluation_are_always_the_same(long):
   assert Masked().text_bytes(long) is None
 
 
+def test_masks_of_an_evaluation_do_not_depend_on_the_batch(long):
+  found = []
+  for size in (3, 8):
+    batches = [b["targets"] for b in Masked().whole(long, batch=size, context=32)]
+    targets = np.concatenate(batches)
+    found.append(targets[(targets >= 0).any(axis=1)])
+  rows = min(map(len, found))
+  assert rows > 100
+  np.testing.assert_array_equal(found[0][:rows], found[1][:rows])
+
+
 @pytest.mark.parametrize("part", [0.0, 1.5])
 def test_a_part_that_is_none_is_refused(part):
   with pytest.raises(ValueError, match=r"outside \(0, 1\]"):

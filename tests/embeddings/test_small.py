@@ -61,8 +61,7 @@ def test_size_and_axes_are_those_of_the_variables(embedding):
   leaves = jax.tree.leaves(variables["params"])
   assert embedding.size().params == sum(np.size(x) for x in leaves)
   own = sum(np.asarray(x).nbytes for x in jax.tree.leaves(variables))
-  if not isinstance(embedding, ScalarEmbedding):
-    assert embedding.size().state_bytes == own
+  assert embedding.size().state_bytes == own
   axes = embedding.logical_axes()
   is_names = lambda x: isinstance(x, tuple)
   ranks = jax.tree.map(len, axes, is_leaf=is_names)
@@ -140,3 +139,8 @@ def test_wrong_numbers_are_named(embedding, said):
 def test_a_table_that_is_not_finite_is_refused():
   with pytest.raises(ValueError, match="not finite"):
     scalar_levels(np.array([[1.0, np.nan]]), 8)
+
+
+@pytest.mark.parametrize("bits", [1, 6, 8, 9])
+def test_levels_ship_at_their_bits(bits):
+  assert ScalarEmbedding(V, D, bits).shipped().state_bytes == 8 + -(-V * D * bits // 8)

@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import dpq_codes, dpq_page, dpq_plots, dpq_report, dpq_settings, dpq_tables
+from experiments import (
+  dpq_codes,
+  dpq_notes,
+  dpq_page,
+  dpq_plots,
+  dpq_report,
+  dpq_settings,
+  dpq_tables,
+)
 from experiments.dpq_measured import measured
 from experiments.dpq_paper import PAPER
 from experiments.dpq_setting import Codes
 from experiments.dpq_settings import SCALES
+from vqjax import DPQEmbedding, SoftmaxQuantizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 FULL_BYTES = 10_000 * 200 * 4
@@ -210,3 +219,20 @@ def test_the_command_trains_keeps_and_prints(tmp_path, monkeypatch, capsys):
   assert dpq_tables.main([*arguments, "--list"]) == 0
   assert capsys.readouterr().out.count("done") == 10
   json.dumps(results, allow_nan=False)
+
+
+@pytest.mark.parametrize(("codes", "subspaces"), [(2, 3), (4, 5), (7, 2)])
+def test_one_hot_codes_are_never_of_full_rank(codes, subspaces):
+  """Every code of every subspace, many times over: the bound is reached, and it is below K·D."""
+  drawn = np.random.default_rng(0).integers(0, codes, (50 * codes * subspaces, subspaces))
+  blocks = np.eye(codes)[drawn].reshape(len(drawn), -1)
+  assert np.linalg.matrix_rank(blocks) == dpq_notes.rank_bound(codes, subspaces)
+
+
+def test_the_corrected_ratios_are_those_of_an_embedding():
+  """Computed from what ships, not by the formula."""
+  table = dpq_notes.WMT
+  for codes in (32, 128):
+    shipped = DPQEmbedding(*table, SoftmaxQuantizer(codes, 128)).shipped().state_bytes
+    exact = 4 * table.n * table.d / shipped
+    np.testing.assert_allclose(dpq_notes.ratio(table, codes, 128), exact, rtol=1e-6)

@@ -85,6 +85,21 @@ def test_without_a_carry_nothing_is_remembered():
   np.testing.assert_array_equal(*twice)
 
 
+def test_tokens_that_are_none_are_vectors_of_zeros():
+  """Also where all of them are: the loss of no target is 0, and its gradient no nan."""
+  lstm, none = model(), jnp.full((3, T), -1)
+  variables = init(lstm)
+
+  def loss(params):
+    own = variables | {"params": params}
+    log_prob, _ = lstm.apply(own, none, none, method="loss_terms")
+    return -jnp.where(none >= 0, log_prob, 0.0).sum()
+
+  value, gradient = jax.value_and_grad(loss)(variables["params"])
+  assert value == 0
+  assert not any(np.any(x) for x in jax.tree.leaves(gradient))
+
+
 def test_another_number_of_rows_is_named():
   lstm = model()
   variables = init(lstm)

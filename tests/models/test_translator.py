@@ -142,6 +142,8 @@ def test_positions_are_those_of_the_paper():
     ({"heads": 3}, "heads 3 do not divide dim 16"),
     ({"layers": 0}, "layers 0"),
     ({"dropout": 1.0}, r"dropout 1.0 is outside \[0, 1\)"),
+    ({"context": 3}, "tokens in a model of context 3"),
+    ({"heads": 0}, "heads 0 do not divide"),
     ({"head": DenseHead(V, 8)}, "head has dim 8 in a model of dim 16"),
     ({"target_embedding": DenseEmbedding(V, 8)}, "target_embedding has dim 8"),
   ],

@@ -70,3 +70,16 @@ def test_a_look_up_reads_its_rows_alone():
   unpack = jax.jit(lambda data, row: packing.unpacked_rows(data, row, 96, 8))
   memory = unpack.lower(data, row).compile().memory_analysis()
   assert memory.temp_size_in_bytes < 64 * 96 * 16
+
+
+def test_the_last_row_of_a_long_table_is_its_own():
+  """Its first bit is beyond 2^31, and so is its number times the bits of a row."""
+  data = np.zeros(packing.packed_bytes(310_000_000, 1, 7), np.uint8)
+  row = 309_999_998
+  first = 7 * row
+  data[first // 8 : first // 8 + 2] = np.packbits(
+    np.r_[np.zeros(first % 8), np.ones(7), np.zeros(9 - first % 8)].astype(np.uint8),
+    bitorder="little",
+  )
+  found = packing.unpacked_rows(jnp.asarray(data), jnp.array([row, row - 1]), 1, 7)
+  np.testing.assert_array_equal(found, [[127], [0]])

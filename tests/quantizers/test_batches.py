@@ -54,6 +54,22 @@ def test_what_is_masked_counts_nowhere(quantizer):
 
 
 @pytest.mark.parametrize("quantizer", MASKED)
+def test_what_is_masked_may_be_no_number(quantizer):
+  variables, _ = made(quantizer)
+  mask = jnp.arange(N) < 8
+
+  def loss(params, x):
+    found, written = trained(quantizer, variables | {"params": params}, x, mask)
+    return (found.vectors**2).sum() + sum(found.terms.values(), 0.0), written
+
+  x = vectors()
+  params = variables.get("params", {})
+  found = jax.grad(loss, (0, 1), has_aux=True)(params, x.at[8:].set(jnp.nan))
+  expected = jax.grad(loss, (0, 1), has_aux=True)(params, x.at[8:].set(0.0))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("quantizer", MASKED)
 def test_a_batch_without_a_token_changes_nothing(quantizer):
   variables, _ = made(quantizer)
   nobody = jnp.zeros(N, bool)

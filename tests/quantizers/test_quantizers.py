@@ -201,7 +201,14 @@ def test_the_temperature_can_be_learned():
   ("quantizer", "said"),
   [
     (lambda: SoftmaxQuantizer(4, 3, 10), "subspaces 3 do not divide dim 10"),
-    (lambda: SoftmaxQuantizer(1, 3, 12), "codes 1 tell nothing apart"),
+    (lambda: SoftmaxQuantizer(2**31, 1, 12), "more do not fit an int32"),
+    (lambda: SoftmaxQuantizer(4, 0, 12), "subspaces 0 must be at least 1"),
+    (lambda: SoftmaxQuantizer(4, 3, 12, gumbel=-1.0), "gumbel -1.0 is negative"),
+    (lambda: SoftmaxQuantizer(4, 3, 12, momentum=2.0), "momentum 2.0 is outside"),
+    (lambda: SoftmaxQuantizer(4, 3, 12, temperature=np.nan), "temperature nan"),
+    (lambda: CentroidQuantizer(4, 3, 12, weight=np.nan), "weight nan"),
+    (lambda: CentroidQuantizer(4, 3, 12, additive=True, shared=True), "give shared=False"),
+    (lambda: SoftmaxQuantizer(1, 3, 12), "codes 1 are outside"),
     (lambda: SoftmaxQuantizer(4, 3, 12, tied=True, value_dim=9), "cannot be values of width 9"),
     (lambda: SoftmaxQuantizer(4, 3, 12, value_dim=10), "do not divide value_dim 10"),
     (lambda: SoftmaxQuantizer(4, 3, 12, temperature=0.0), "temperature 0.0 must be above 0"),
@@ -222,3 +229,20 @@ def test_vectors_of_another_width_are_named():
   quantizer = SoftmaxQuantizer(K, M, D)
   with pytest.raises(ValueError, match="width 13 for a quantizer of dim 12"):
     quantizer.init(jax.random.key(0), jnp.zeros((2, 13)))
+
+
+def test_a_mask_of_another_shape_is_named():
+  variables, _ = made(SoftmaxQuantizer(K, M, D))
+  with pytest.raises(ValueError, match=r"a mask of shape \(3,\) for vectors of \(13,\)"):
+    trained(SoftmaxQuantizer(K, M, D), variables, vectors(), jnp.ones(3, bool))
+
+
+def test_each_part_is_rotated_to_its_own_centroid():
+  quantizer = CentroidQuantizer(K, M, D, gradient=quantize.rotated, normalize=False)
+  variables, found = made(quantizer)
+  weight = jax.random.normal(jax.random.key(8), (N, D))
+  loss = lambda x: (trained(quantizer, variables, x)[0].vectors * weight).sum()
+  gradient = jax.grad(loss)(vectors())
+  parts = lambda x: jnp.asarray(x).reshape(N * M, -1)
+  turn = lambda x: (quantize.rotated(parts(found.vectors), parts(x)) * parts(weight)).sum()
+  np.testing.assert_allclose(gradient, jax.grad(turn)(vectors()), atol=1e-6)

@@ -147,6 +147,7 @@ def test_what_a_model_tells_is_a_metric_and_no_part_of_the_loss(batch, accumulat
   step = make_step(model, transform, lambda _: 0.0, jax.random.key(1), accumulate)
   state, metrics = step(state, batch)
   told = {name: x for name, x in metrics.items() if "perplexity" in name}
+  assert 0 < metrics["embedding/quantizer/code_usage"] <= 1
   mean = np.mean([perplexity.mean() for perplexity in expected])
   least = np.mean([perplexity.min() for perplexity in expected])
   assert told == {
@@ -154,3 +155,17 @@ def test_what_a_model_tells_is_a_metric_and_no_part_of_the_loss(batch, accumulat
     "embedding/quantizer/code_perplexity_least": pytest.approx(least, rel=1e-5),
   }
   assert metrics["loss"] < np.log(11) + 1
+
+
+def test_micro_batches_with_different_numbers_of_targets_add_up_to_the_batch(batch):
+  targets = np.array(batch["targets"])
+  targets[1::2] = -1
+  targets[0, 1:] = -1
+  model, transform = decoder(), optax.sgd(0.1)
+  found = []
+  for accumulate in (1, 2):
+    state = init_state(model, transform, jax.random.key(0))
+    step = make_step(model, transform, lambda _: 0.1, jax.random.key(1), accumulate)
+    state, metrics = step(state, batch | {"targets": targets})
+    found.append((state.params, metrics["loss"], metrics["grad_norm"]))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), *found)

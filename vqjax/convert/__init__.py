@@ -14,7 +14,7 @@ from vqjax.convert.mappings import (
 )
 from vqjax.convert.shared import to_head
 from vqjax.convert.starts import FromDense, FromStudent, Frozen, Mapped, MappedProduct
-from vqjax.convert.tables import ClusteredCentroids, Codes, FromTable, Guide
+from vqjax.convert.tables import ClusteredCentroids, Codes, FromTable, Guide, clustered
 from vqjax.convert.targets import (
   ToCodebook,
   ToLearnedCodebook,
@@ -53,6 +53,7 @@ __all__ = [
   "ToLowRank",
   "ToProduct",
   "ToResidual",
+  "clustered",
   "compress",
   "converted",
   "to_head",

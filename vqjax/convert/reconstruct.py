@@ -21,7 +21,12 @@ CHUNK = 200
 
 
 def to_levels(embedding: ScalarEmbedding, table: Float[np.ndarray, "V D"]) -> dict[str, Any]:
-  """Scalar quantisation: the variables of an embedding whose numbers are the nearest levels."""
+  """Scalar quantisation: the variables of an embedding whose numbers are the nearest levels.
+
+  Raises:
+    ValueError: the table has another shape, or is not finite.
+  """
+  _check_table(embedding, table)
   levels, low, high = scalar_levels(table, embedding.bits)
   params = {"low": np.float32(low), "high": np.float32(high)}
   return {"params": params, "codes": {"levels": levels}}
@@ -39,8 +44,9 @@ def to_clusters(
   Additive values are means of what those before them leave over (residual quantisation).
 
   Raises:
-    ValueError: the table is not finite, or has fewer rows than codes.
+    ValueError: the table has another shape, is not finite, or has fewer rows than codes.
   """
+  _check_table(embedding, table)
   rows = checked_rows(table, embedding.codes)
   keys = jax.random.split(key, embedding.subspaces)
   if embedding.additive:
@@ -116,12 +122,7 @@ def reconstruct(
   Raises:
     ValueError: the table has another shape, or is not finite.
   """
-  if table.shape != (embedding.vocab, embedding.dim):
-    raise ValueError(
-      f"a table of {list(table.shape)} for an embedding of {embedding.vocab} x {embedding.dim}"
-    )
-  if not np.isfinite(table).all():
-    raise ValueError("the table has numbers that are not finite; mend the run it comes from")
+  _check_table(embedding, table)
   rule = optax.adam(learning_rate)
   own, fixed = scope.split(variables["params"], trained)
   others = {name: tree for name, tree in variables.items() if name != "params"}
@@ -134,6 +135,15 @@ def reconstruct(
     said(first + count, float(error))
   own, others, _ = state
   return {"params": scope.joined(own, fixed), **others}
+
+
+def _check_table(embedding, table):
+  if table.shape != (embedding.vocab, embedding.dim):
+    raise ValueError(
+      f"a table of {list(table.shape)} for an embedding of {embedding.vocab} x {embedding.dim}"
+    )
+  if not np.isfinite(table).all():
+    raise ValueError("the table has numbers that are not finite; mend the run it comes from")
 
 
 def _learner(embedding, rule, batch):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from vqjax.convert.reconstruct import reconstruct, to_clusters
 from vqjax.embeddings import DPQEmbedding, Embedding, GuidedEmbedding, ProductEmbedding
@@ -135,26 +136,37 @@ class ClusteredCentroids:
         " CentroidQuantizer, or start=None"
       )
     own = embedding_of(variables)
-    centers = self._centers(embedding, np.asarray(own["params"]["query"]))
-    if quantizer.moving_average is None:
-      tables = {**own["params"]["quantizer"], "centroids": centers}
-      new = {**own, "params": {**own["params"], "quantizer": tables}}
-    else:
-      new = {**own, "centroids": {"quantizer": _begun(own["centroids"]["quantizer"], centers)}}
-    return with_embedding(variables, new)
-
-  def _centers(self, embedding: DPQEmbedding, query: np.ndarray) -> np.ndarray:
-    q = embedding.quantizer
-    options = {"shared": q.shared, "additive": q.additive}
-    form = ProductEmbedding(embedding.vocab, q.dim, q.codes, q.subspaces, **options)
-    key = jax.random.key(self.seed)
-    found = to_clusters(form, query, key=key, iterations=self.iterations)
-    return np.asarray(found["params"]["values"], np.float32)
+    inner = {name: trees["quantizer"] for name, trees in own.items() if "quantizer" in trees}
+    query, key = np.asarray(own["params"]["query"]), jax.random.key(self.seed)
+    begun = clustered(quantizer, inner, query, key=key, iterations=self.iterations)
+    new = {name: {**own[name], "quantizer": trees} for name, trees in begun.items()}
+    return with_embedding(variables, {**own, **new})
 
 
-def _begun(running: Variables, centers: np.ndarray) -> Variables:
-  """Counts of one, and sums that make the centers the centroids."""
-  return {**running, "count": np.ones(centers.shape[:2], np.float32), "total": centers}
+def clustered(
+  quantizer: CentroidQuantizer,
+  variables: Mapping[str, Any],
+  vectors: Float[Array, "N D"],
+  *,
+  key: PRNGKeyArray,
+  iterations: int = 25,
+) -> Variables:
+  """A quantiser's variables with k-means of vectors, of what it is to quantise, for centroids.
+
+  Raises:
+    ValueError: the vectors have another width, are not finite, or are fewer than the codes.
+  """
+  options = {"shared": quantizer.shared, "additive": quantizer.additive}
+  form = ProductEmbedding(
+    len(vectors), quantizer.dim, quantizer.codes, quantizer.subspaces, **options
+  )
+  found = to_clusters(form, np.asarray(vectors), key=key, iterations=iterations)
+  centers = np.asarray(found["params"]["values"], np.float32)
+  if quantizer.moving_average is None:
+    return {**variables, "params": {**variables["params"], "centroids": centers}}
+  # Counts of one, and sums that make the centers the centroids.
+  count = np.ones(centers.shape[:2], np.float32)
+  return {**variables, "centroids": {"count": count, "total": centers}}
 
 
 def embedding_of(variables: Mapping[str, Any]) -> Variables:

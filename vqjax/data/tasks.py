@@ -17,8 +17,8 @@ class Masked(Windows):
 
   Of the chosen places 80 % are hidden, 10 % have the token of a random place of the text, and 10 %
   are as they were; a target is there alone. Which, depends on the window and on the epoch; in
-  `whole` on the place alone. Source: Devlin et al., BERT, 2019, Section 3.1, whose random tokens
-  are uniform in the vocabulary.
+  `whole` on the place in the text alone. Source: Devlin et al., BERT, 2019, Section 3.1, whose
+  random tokens are uniform in the vocabulary.
 
   Attributes:
     part: of the places that are chosen.
@@ -34,8 +34,13 @@ class Masked(Windows):
     return None
 
   def whole(self, split, *, batch, context):
+    # A draw a window: a window's does not depend on the batch that it is in.
     for number, found in enumerate(super().whole(split, batch=batch, context=context)):
-      yield self._masked(found, split, [0, number], np.arange(batch), batch)
+      windows = [
+        self._masked({k: x[row : row + 1] for k, x in found.items()}, split, [0, place], ONE, 1)
+        for row, place in enumerate(range(number * batch, (number + 1) * batch))
+      ]
+      yield {name: np.concatenate([x[name] for x in windows]) for name in windows[0]}
 
   def _source(self, split, batch, context, seed, rows):
     inner, own = super()._source(split, batch, context, seed, rows), 0 if seed is None else seed
@@ -55,6 +60,9 @@ class Masked(Windows):
       "inputs": np.where(chosen, seen, tokens).astype(np.int32),
       "targets": np.where(chosen, tokens, NONE).astype(np.int32),
     }
+
+
+ONE = np.arange(1)
 
 
 class _Mapped:

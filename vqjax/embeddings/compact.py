@@ -30,6 +30,7 @@ class CompactEmbedding:
     codes: K.
     subspaces: M.
     additive: whether the mean of the chosen values is the vector, or they side by side.
+    dtype: name of the dtype of the vectors, to which they are rounded.
   """
 
   # No types of arrays: transformations put other things into a pytree's places.
@@ -40,6 +41,7 @@ class CompactEmbedding:
   codes: int = dataclasses.field(metadata={"static": True})
   subspaces: int = dataclasses.field(metadata={"static": True})
   additive: bool = dataclasses.field(metadata={"static": True})
+  dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
   @property
   def bits(self) -> int:
@@ -47,11 +49,11 @@ class CompactEmbedding:
     return packing.bits_for(self.codes)
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token, float32; nan for a token outside [0, V)."""
+    """The vector of each token; nan for a token outside [0, V)."""
     known, token = in_vocabulary(jnp.asarray(tokens), self.vocab)
     code = packing.unpacked_rows(jnp.asarray(self.data), token, self.subspaces, self.bits)
     vectors = product.compose(code.astype(jnp.int32), jnp.asarray(self.values), self.additive)
-    return jnp.where(known[..., None], vectors, jnp.nan)
+    return jnp.where(known[..., None], vectors.astype(self.dtype), jnp.nan)
 
   @property
   def nbytes(self) -> int:
@@ -78,6 +80,7 @@ class CompactEmbedding:
       "K": self.codes,
       "M": self.subspaces,
       "additive": str(self.additive).lower(),
+      "dtype": self.dtype,
     }
     own = {"format": compact_file.FORMAT, "version": compact_file.VERSION}
     return own | {name: str(value) for name, value in counts.items()}
@@ -95,8 +98,3 @@ class CompactEmbedding:
       raise ValueError(f"{path} has codes of {table.codes} or above; it is damaged: save it anew")
     names = [f.name for f in dataclasses.fields(cls)]
     return cls(**{name: getattr(table, name) for name in names})
-
-
-def load(path: str | os.PathLike[str]) -> CompactEmbedding:
-  """`CompactEmbedding.load`."""
-  return CompactEmbedding.load(path)

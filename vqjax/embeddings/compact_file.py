@@ -3,10 +3,11 @@
 This file imports nothing but NumPy, so it may be copied to where there is no JAX:
 
   table = open_compact("embedding.safetensors")
-  vectors = table[[17, 4, 17]]            # float32 [3, d]; other rows are never read
+  vectors = table[[17, 4, 17]]            # float32 [3, d]; the system reads their pages alone
 """
 
 import json
+import operator
 import os
 
 import numpy as np
@@ -27,20 +28,28 @@ class CompactTable:
     codes: K.
     subspaces: M.
     additive: whether the mean of the chosen values is the vector, or they side by side.
+    dtype: to which the embedding that was trained rounds its vectors; here they are float32.
   """
 
-  def __init__(self, data, values, *, vocab, dim, codes, subspaces, additive):
+  def __init__(self, data, values, *, vocab, dim, codes, subspaces, additive, dtype):
     self.data, self.values = data, values
     self.vocab, self.dim, self.codes, self.subspaces = vocab, dim, codes, subspaces
-    self.additive = additive
+    self.additive, self.dtype = additive, dtype
     self.bits = (codes - 1).bit_length()
 
   def __len__(self):
     return self.vocab
 
   def codes_of(self, tokens):
-    """The codes of tokens: int64 [*B, M]. IndexError for a token outside [0, V)."""
+    """The codes of tokens: int64 [*B, M].
+
+    Raises:
+      IndexError: a token outside [0, V), or one that is no integer.
+    """
     tokens = np.asarray(tokens)
+    if not np.issubdtype(tokens.dtype, np.integer) and tokens.size:
+      raise IndexError(f"tokens of {tokens.dtype} name no rows: give integers")
+    tokens = tokens.astype(np.int64)
     wrong = (tokens < 0) | (tokens >= self.vocab)
     if wrong.any():
       raise IndexError(f"token {tokens[wrong].flat[0]} is outside [0, {self.vocab})")
@@ -53,6 +62,8 @@ class CompactTable:
   def __getitem__(self, tokens):
     """The vectors of tokens: float32 [*B, d]."""
     codes = self.codes_of(tokens)
+    if (codes >= self.codes).any():
+      raise ValueError(f"the file has codes of {self.codes} or above; it is damaged: save it anew")
     table = np.arange(self.subspaces) if len(self.values) > 1 else 0
     parts = self.values[table, codes]
     if self.additive:
@@ -69,7 +80,7 @@ def open_compact(path):
   path = os.fspath(path)
   size = os.path.getsize(path)
   header, start = _header(path, size)
-  meta = header.get("__metadata__", {})
+  meta = header["__metadata__"]
   if meta.get("format") != FORMAT:
     raise ValueError(f"{path} is no compact embedding: its format is {meta.get('format')!r}")
   if meta.get("version") != VERSION:
@@ -86,6 +97,7 @@ def open_compact(path):
     codes=codes,
     subspaces=subspaces,
     additive=meta.get("additive") == "true",
+    dtype=meta.get("dtype"),
   )
   _check(path, table)
   return table
@@ -97,9 +109,13 @@ def _header(path, size):
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
       raise ValueError(f"{path} is truncated, or no safetensors file: {size} bytes")
     try:
-      return json.loads(file.read(length)), 8 + length
+      header = json.loads(file.read(length))
     except ValueError as error:
       raise ValueError(f"{path} is no safetensors file: its header is no JSON") from error
+  texts = header.get("__metadata__") if isinstance(header, dict) else None
+  if not isinstance(texts, dict) or not all(isinstance(x, str) for x in texts.values()):
+    raise ValueError(f"{path} is no compact embedding: its header states no texts by name")
+  return header, 8 + length
 
 
 def _count(path, meta, key):
@@ -110,12 +126,16 @@ def _count(path, meta, key):
 
 
 def _array(path, header, name, dtype, start, size):
-  entry = header.get(name)
   kind = {np.uint8: "U8", np.float32: "F32"}[dtype]
-  if entry is None or entry["dtype"] != kind:
-    raise ValueError(f"{path} has no {kind} tensor {name!r}")
-  first, last = entry["data_offsets"]
-  shape = tuple(entry["shape"])
+  try:
+    entry = header[name]
+    first, last, *shape = map(operator.index, (*entry["data_offsets"], *entry["shape"]))
+    right = entry["dtype"] == kind and 0 <= first <= last and min(shape, default=0) >= 0
+  except (KeyError, TypeError, ValueError):
+    right = False
+  if not right:
+    raise ValueError(f"{path} has no {kind} tensor {name!r} that its header describes")
+  shape = tuple(shape)
   wanted = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
   if last - first != wanted or start + last > size:
     raise ValueError(
@@ -125,6 +145,9 @@ def _array(path, header, name, dtype, start, size):
 
 
 def _check(path, table):
+  parts = sorted((x.offset, x.offset + x.nbytes) for x in (table.data, table.values))
+  if parts[0][1] > parts[1][0]:
+    raise ValueError(f"{path} has tensors that overlap; it is damaged: save it anew")
   bits = table.vocab * table.subspaces * table.bits
   if table.data.shape != (-(-bits // 8),):
     raise ValueError(

@@ -75,17 +75,22 @@ class DPQEmbedding(Embedding):
     )
     rows = (shards.Padded(self.query, 0),)
     query = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
-    found = self.quantizer.quantized(query, train, known)
-    vectors = found.vectors.astype(jnp.dtype(self.dtype or self.param_dtype))
+    # In float32, however the table is kept: what ships is rounded once, to what is handed out.
+    found = self.quantizer.quantized(query.astype(jnp.float32), train, known)
+    vectors = found.vectors.astype(self._out)
     return jnp.where(known[..., None], vectors, jnp.nan), found
+
+  @property
+  def _out(self):
+    return jnp.dtype(self.dtype or self.param_dtype)
 
   def codes_of(self, tokens: Integer[Array, "*B"]) -> Int[Array, "*B M"]:
     """The codes of tokens in [0, V)."""
-    return self.quantizer.encode(jnp.asarray(self.query)[tokens])
+    return self.quantizer.encode(jnp.asarray(self.query)[tokens].astype(jnp.float32))
 
   def table(self) -> Float[Array, "V D"]:
     """The vectors of the whole vocabulary, in `param_dtype`."""
-    return self.quantizer(self.query).astype(self.param_dtype)
+    return self.quantizer(jnp.asarray(self.query, jnp.float32)).astype(self.param_dtype)
 
   def rows(self) -> Rows:
     """`table`, quantised a tile at a time: what a head scores with that shares these codes.
@@ -111,6 +116,7 @@ class DPQEmbedding(Embedding):
       codes=self.quantizer.codes,
       subspaces=self.quantizer.subspaces,
       additive=self.quantizer.additive,
+      dtype=self._out.name,
     )
 
   def size(self) -> Size:
@@ -172,7 +178,7 @@ class _Codes:
 
   def _some(self, start: int, stop: int) -> np.ndarray:
     """Of a few rows; one shape for all, and what is beyond the last row is cut off."""
-    query = np.asarray(self._query[start : min(start + self._rows, stop)])
+    query = np.asarray(self._query[start : min(start + self._rows, stop)], np.float32)
     padded = np.pad(query, ((0, self._rows - len(query)), (0, 0)))
     return np.asarray(self._encode(self._own, padded))[: len(query)]
 

@@ -74,13 +74,20 @@ class ProductEmbedding(Embedding):
     )
     rows = (shards.Padded(jnp.asarray(self.code_table.value), 0),)
     code = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
-    values = jnp.asarray(self.values_table, jnp.dtype(self.dtype or self.param_dtype))
-    return jnp.where(known[..., None], product.compose(code, values, self.additive), jnp.nan)
+    vectors = product.compose(code, self._values(), self.additive).astype(self._out)
+    return jnp.where(known[..., None], vectors, jnp.nan)
+
+  def _values(self):
+    return jnp.asarray(self.values_table, jnp.float32)
+
+  @property
+  def _out(self):
+    return jnp.dtype(self.dtype or self.param_dtype)
 
   def table(self) -> Float[Array, "V D"]:
     """The vectors of the whole vocabulary, in `param_dtype`."""
     code = jnp.asarray(self.code_table.value, jnp.int32)
-    return product.compose(code, jnp.asarray(self.values_table), self.additive)
+    return product.compose(code, self._values(), self.additive).astype(self.param_dtype)
 
   def compact(self, variables: dict) -> CompactEmbedding:
     """What ships: packed codes, and the values."""
@@ -92,7 +99,15 @@ class ProductEmbedding(Embedding):
       codes=self.codes,
       subspaces=self.subspaces,
       additive=self.additive,
+      dtype=self._out.name,
     )
+
+  def shipped(self) -> Size:
+    """`compact`'s: float32 values, and codes at ceil(log2 K) bits."""
+    params, _, adding = self.size()
+    bits = packing.bits_for(self.codes)
+    codes = packing.packed_bytes(self.vocab, self.subspaces, bits)
+    return Size(params, 4 * params + codes, adding)
 
   def size(self) -> Size:
     """The values, and the codes as they lie in memory; an additive look-up adds up M vectors."""

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Integer, UInt
 
 from vqjax.assign.multiple import code_dtype
 from vqjax.embeddings.base import Embedding
-from vqjax.ops import shards
+from vqjax.ops import packing, shards
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -57,8 +57,14 @@ class ScalarEmbedding(Embedding):
     return self._numbers(jnp.asarray(self.levels.value, jnp.float32))
 
   def size(self) -> Size:
-    """Two parameters, and V·D levels at `bits` each, as they lie in a file; 2·D operations."""
-    return Size(2, 8 + -(-self.vocab * self.dim * self.bits // 8), 2 * self.dim)
+    """Two parameters, and V·D levels as they lie in memory; 2·D operations."""
+    levels = self.vocab * self.dim * code_dtype(2**self.bits).itemsize
+    return Size(2, 8 + levels, 2 * self.dim)
+
+  def shipped(self) -> Size:
+    """The same, with levels at `bits` bits each."""
+    levels = packing.packed_bytes(self.vocab, self.dim, self.bits)
+    return Size(2, 8 + levels, 2 * self.dim)
 
   def logical_axes(self) -> dict:
     """Axes of the levels."""

@@ -1,5 +1,6 @@
 """What do all language models share: an embedding, a body, a head?"""
 
+import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
@@ -10,6 +11,12 @@ Terms = dict[str, Float[Array, ""]]
 
 ROWS = ("batch", None, None)
 """Each device keeps the rows of its part of the batch, whole."""
+
+
+def check_heads(dim: int, heads: int) -> None:
+  """ValueError where the heads of an attention do not share its width evenly."""
+  if heads < 1 or dim < 1 or dim % heads:
+    raise ValueError(f"heads {heads} do not divide dim {dim}; change one of the two")
 
 
 class LanguageModel(nn.Module):
@@ -63,6 +70,8 @@ class LanguageModel(nn.Module):
   ) -> tuple[Float[Array, "B T D"], Terms]:
     """`hidden`, and the embedding's terms of the loss as "embedding/NAME"."""
     vectors, terms = self.embedding.loss_terms(tokens, deterministic)
+    # A negative token is none, and its vector no number.
+    vectors = jnp.where(tokens[..., None] < 0, 0, vectors)
     return self.body(vectors, deterministic), named("embedding", terms)
 
   def log_prob(

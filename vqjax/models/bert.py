@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.models.attention import ENCODER_AXES, NORM_AXES, EncoderBlock, stacked
-from vqjax.models.base import named
+from vqjax.models.base import check_heads, named
 from vqjax.types import HIDDEN, Dtype
 
 Terms = dict[str, Float[Array, ""]]
@@ -46,8 +46,7 @@ class Encoder(nn.Module):
   dtype: Dtype = jnp.float32
 
   def setup(self):
-    if self.dim % self.heads:
-      raise ValueError(f"heads {self.heads} do not divide dim {self.dim}; change one of the two")
+    check_heads(self.dim, self.heads)
     if self.embedding.dim != self.dim:
       raise ValueError(
         f"embedding has dim {self.embedding.dim} in a model of dim {self.dim}; give it that"

@@ -98,6 +98,7 @@ class RecurrentTranslator(EncoderDecoder):
     return lstm_cell(gates, carry[0], self.forget_bias)
 
   def _encode(self, source, deterministic):
+    self.check_length(source)
     real_BS = source >= 0
     x_BSD, terms = self._embedded(self.embedding, source, deterministic)
     x_BSD = self.drop(x_BSD, deterministic)

@@ -63,6 +63,14 @@ class EncoderDecoder(nn.Module):
       if part is not None and part.dim != self.dim:
         raise ValueError(f"{name} has dim {part.dim} in a model of dim {self.dim}; give it that")
 
+  def check_length(self, tokens: Integer[Array, "B _"]) -> None:
+    """ValueError where a sentence is longer than the context."""
+    if tokens.shape[1] > self.context:
+      raise ValueError(
+        f"sentences of {tokens.shape[1]} tokens in a model of context {self.context}; cut them, or"
+        " give a longer context"
+      )
+
   def log_prob(
     self, inputs: Inputs, targets: Int[Array, "B T"], deterministic: bool = True
   ) -> Float[Array, "B T"]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from vqjax.models.base import ROWS, LanguageModel
+from vqjax.models.base import ROWS, LanguageModel, check_heads
 from vqjax.sharding import constrain
 from vqjax.types import Dtype
 
@@ -122,8 +122,7 @@ class Transformer(LanguageModel):
       raise ValueError(f"dropout {self.dropout} is outside [0, 1); 0.1 is usual")
     if self.layers < 1:
       raise ValueError(f"layers {self.layers} make no decoder; give at least 1")
-    if self.dim % self.heads:
-      raise ValueError(f"heads {self.heads} do not divide dim {self.dim}; change one of the two")
+    check_heads(self.dim, self.heads)
     self.check_layers()
 
   def body(self, vectors: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:

@@ -19,6 +19,7 @@ from vqjax.models.attention import (
   sinusoids,
   stacked,
 )
+from vqjax.models.base import check_heads
 from vqjax.models.seq2seq import EncoderDecoder, Inputs, mean_terms
 from vqjax.types import Dtype
 
@@ -75,8 +76,7 @@ class Translator(EncoderDecoder):
     self.drop = nn.Dropout(self.dropout)
 
   def _check(self):
-    if self.dim % self.heads or (self.dim // self.heads) < 1:
-      raise ValueError(f"heads {self.heads} do not divide dim {self.dim}; change one of the two")
+    check_heads(self.dim, self.heads)
     if min(self.layers, self.context, self.hidden) < 1:
       raise ValueError(
         f"layers {self.layers}, context {self.context} and hidden {self.hidden} must be at least 1"
@@ -87,6 +87,7 @@ class Translator(EncoderDecoder):
 
   def _embedded(self, embedding: Embedding, tokens, deterministic, first=0):
     """Vectors of tokens at the positions from `first` on, scaled by sqrt D; zeros for padding."""
+    self.check_length(tokens)
     vectors, terms = embedding.loss_terms(tokens, deterministic)
     vectors = jnp.where((tokens >= 0)[..., None], vectors, 0.0) * self.dim**0.5
     where = lax.dynamic_slice_in_dim(sinusoids(self.context, self.dim), first, tokens.shape[1])

@@ -84,10 +84,12 @@ def unpacked_rows(
   if not bits * columns:
     return jnp.zeros((*shape, columns), jnp.uint32)
   row = row.reshape(-1).astype(jnp.int32)
-  # The first bit of row v is v·(8q + r): neither product overflows where the table itself exists.
+  # The first bit of row v is v·(8q + r). Eight rows fill 8q + r bytes, so that no product is larger
+  # than the number of bytes there are, or than 64.
   whole, rest = divmod(columns * bits, 8)
-  first_byte = row * whole + row * rest // 8
-  shift = (row * rest % 8).astype(jnp.uint32)
+  eights, left = row // 8, row % 8
+  first_byte = row * whole + eights * rest + left * rest // 8
+  shift = (left * rest % 8).astype(jnp.uint32)
   # Shifted by up to seven bits, a row ends one byte later.
   length = min(-(-(columns * bits + 7 * bool(rest)) // 8), data.size)
   first_byte = jnp.clip(first_byte, 0, data.size - 1)

@@ -29,7 +29,9 @@ def chosen_parts(
 
 def joined(parts: Float[Array, "*W M C"], additive: bool) -> Float[Array, "*W D"]:
   """Sub-vectors side by side, or their mean."""
-  return parts.mean(axis=-2) if additive else parts.reshape(*parts.shape[:-2], -1)
+  if additive:
+    return parts.mean(axis=-2)
+  return parts.reshape(*parts.shape[:-2], parts.shape[-2] * parts.shape[-1])
 
 
 def nearest_codes(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Int[Array, "W M"]:

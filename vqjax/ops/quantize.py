@@ -203,6 +203,7 @@ def straight_through(
 def rotated(row: Float[Array, "*B D"], query: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
   """Exactly the row, with the gradient of the rotation and scaling that takes the query to it.
 
+  Of a product code the parts [*B, M, C] are rows and queries of their own.
   Both are constants in the gradient. A vector of zeros passes none. Source: Fifty et al.,
   Restructuring vector quantization with the rotation trick, 2024, Eq. 4.
   """

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,7 +43,8 @@ class Quantizer(nn.Module):
     dim: width of the vectors, D; None: an embedding fills in its own.
     shared: all subspaces have one table.
     additive: tables have whole vectors, and the mean of the M chosen ones is the result; else M, a
-      divisor of D, parts are side by side.
+      divisor of D, parts are side by side. All M tables are asked with the same whole vector, where
+      the reference implementation has M vectors of D numbers for that.
     normalize: normalise each code's responses over the tokens of a batch and the subspaces; without
       scale and offset. The codes that follow are not always those of the nearest vectors.
     momentum: of the running mean and variance that are used outside training.
@@ -82,13 +84,21 @@ class Quantizer(nn.Module):
       raise ValueError(
         f"{type(self).__name__} has no dim; give the width of the vectors, such as dim=64"
       )
-    if self.codes < 2:
-      raise ValueError(f"codes {self.codes} tell nothing apart; give at least 2, 32 is usual")
-    if self.subspaces < 1 or (self.dim % self.subspaces and not self.additive):
+    if self.dim < 1 or self.subspaces < 1:
+      raise ValueError(f"dim {self.dim} and subspaces {self.subspaces} must be at least 1")
+    if not 2 <= self.codes <= MOST_CODES:
+      raise ValueError(
+        f"codes {self.codes} are outside [2, {MOST_CODES}]: one tells nothing apart, and more do"
+        " not fit an int32; 32 is usual"
+      )
+    if self.dim % self.subspaces and not self.additive:
       raise ValueError(
         f"subspaces {self.subspaces} do not divide dim {self.dim}; give one of"
         f" {[m for m in range(1, self.dim + 1) if self.dim % m == 0]}, or additive=True"
       )
+    if not 0 <= self.momentum < 1:
+      raise ValueError(f"momentum {self.momentum} is outside [0, 1); 0.99 is usual")
+    check_amounts(epsilon=self.epsilon, gumbel=self.gumbel)
 
   @property
   def width(self) -> int:
@@ -123,27 +133,37 @@ class Quantizer(nn.Module):
     if vectors.shape[-1] != self.dim:
       raise ValueError(f"vectors of width {vectors.shape[-1]} for a quantizer of dim {self.dim}")
     lead = vectors.shape[:-1]
-    flat = vectors.reshape(-1, self.dim)
-    weight = None if mask is None else mask.reshape(-1)
+    if mask is not None and mask.shape != lead:
+      raise ValueError(f"a mask of shape {mask.shape} for vectors of {lead}; give one a vector")
+    flat = vectors.reshape(math.prod(lead), self.dim)
+    weight = None if mask is None else mask.reshape(math.prod(lead))
+    # What is masked may be no number: it is to reach neither a sum nor a gradient.
+    flat = flat if weight is None else jnp.where(weight[:, None], flat, 0)
     query = self._parts(flat)
     row, codes, terms = self._answer(flat, query, train, weight)
     row = row.astype(vectors.dtype)
     row = row if weight is None else jnp.where(weight[:, None], row, 0)
     if train and not self.is_initializing():
       self._learn(lax.stop_gradient(query), codes, weight)
-    return Quantized(row.reshape(*lead, -1), codes.reshape(*lead, -1), terms)
+    shapes = (*lead, self.width), (*lead, self.subspaces)
+    return Quantized(row.reshape(shapes[0]), codes.reshape(shapes[1]), terms)
 
   def _learn(self, query, codes, mask):
     """What a training batch leaves in the collections that are mutable, beside the moments.
 
-    In `metrics`: how evenly its codes are used.
+    In `metrics`, of each subspace: the part of its codes that the batch uses (`code_usage`), and
+    how many codes of equal use that is worth (`code_perplexity`).
     """
     del query
     if not self.is_mutable_collection("metrics"):
       return
-    perplexity = quantize.code_perplexity(quantize.code_counts(codes, self.codes, mask))
-    for name, value in (("", perplexity.mean()), ("_least", perplexity.min())):
-      self.sow("metrics", f"code_perplexity{name}", value, lambda old, new: new, lambda: None)
+    counts = quantize.code_counts(codes, self.codes, mask)
+    found = {
+      "code_usage": (counts > 0).mean(axis=-1),
+      "code_perplexity": quantize.code_perplexity(counts),
+    }
+    for name, value in found.items():
+      self.sow("metrics", name, value, lambda old, new: new, lambda: None)
 
   def operations(self) -> int:
     """Multiplications and additions of a vector's responses: it is compared with every key."""
@@ -152,9 +172,10 @@ class Quantizer(nn.Module):
 
   def encode(self, vectors: Float[Array, "*B D"]) -> Int[Array, "*B M"]:
     """The codes of vectors, as outside training."""
-    query = self._parts(vectors.reshape(-1, self.dim))
+    lead = vectors.shape[:-1]
+    query = self._parts(vectors.reshape(math.prod(lead), self.dim))
     codes = self._over_responses(largest, query, False, None)
-    return codes.reshape(*vectors.shape[:-1], self.subspaces)
+    return codes.reshape(*lead, self.subspaces)
 
   def decode(self, codes: Int[Array, "*B M"]) -> Float[Array, "*B D"]:
     """What codes stand for, in `param_dtype`."""
@@ -234,6 +255,13 @@ class Quantizer(nn.Module):
     """Names of the parameters that are tables."""
 
 
+def check_amounts(**numbers: float) -> None:
+  """ValueError for a number that is negative or not finite."""
+  for name, number in numbers.items():
+    if not 0 <= number < math.inf:
+      raise ValueError(f"{name} {number} is negative or not finite; 0 is none")
+
+
 def running(old, new, decay, mask):
   """The running mean after a batch. No token, no news."""
   kept = jnp.float32(decay) if mask is None else jnp.where(mask.any(), decay, 1.0)
@@ -245,4 +273,5 @@ def largest(response):
   return jnp.argmax(response, axis=-1).astype(jnp.int32)
 
 
+MOST_CODES = 2**31 - 1
 TABLE_AXES = "subspaces", "sub_codes", "sub_embed"

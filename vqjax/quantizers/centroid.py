@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from vqjax.ops import product, quantize
-from vqjax.quantizers.base import TABLE_AXES, largest, running
+from vqjax.quantizers.base import TABLE_AXES, check_amounts, largest, running
 from vqjax.quantizers.revival import KeyedQuantizer
 
 
@@ -89,7 +89,15 @@ class CentroidQuantizer(KeyedQuantizer):
     if self.commitment:
       pull = self.regularizer(lax.stop_gradient(row), vectors, mask)
       terms["commitment"] = self.commitment * pull
-    return self.gradient(row, vectors), codes, terms
+    return self._passed(row, vectors), codes, terms
+
+  def _passed(self, row, vectors):
+    """The row with the gradient of the vectors, each part by itself."""
+    return self.gradient(self._parts(row), self._parts(vectors)).reshape(row.shape)
+
+  def _check(self):
+    super()._check()
+    check_amounts(weight=self.weight, commitment=self.commitment)
 
   def _learn(self, query, codes, mask):
     if self.moving_average is not None and self.is_mutable_collection("centroids"):

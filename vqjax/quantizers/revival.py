@@ -47,6 +47,14 @@ class KeyedQuantizer(Quantizer):
 
   revival: Revival | None = dataclasses.field(default=None, kw_only=True)
 
+  def _check(self):
+    super()._check()
+    if self.additive and self.shared:
+      raise ValueError(
+        "a vector that is not cut (additive=True) has one answer in a table that all subspaces"
+        " share; give shared=False"
+      )
+
   def setup(self):
     super().setup()
     if self.revival is None:

@@ -1,6 +1,7 @@
 """How are codes learned through a softmax over the choices: of keys (DPQ-SX), or of a network?"""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from vqjax.ops import quantize
-from vqjax.quantizers.base import Quantizer
+from vqjax.quantizers.base import Quantizer, check_amounts
 from vqjax.quantizers.revival import KeyedQuantizer
 
 
@@ -40,11 +41,9 @@ class _ChosenBySoftmax(Quantizer):
     super()._check()
     if self.width % self.subspaces and not self.additive:
       raise ValueError(f"subspaces {self.subspaces} do not divide value_dim {self.width}")
-    if self.temperature <= 0 or self.forward_temperature < 0:
-      raise ValueError(
-        f"temperature {self.temperature} must be above 0 and forward_temperature"
-        f" {self.forward_temperature} not below 0; 1 and 0 are usual"
-      )
+    if not 0 < self.temperature < math.inf:
+      raise ValueError(f"temperature {self.temperature} must be above 0 and finite; 1 is usual")
+    check_amounts(forward_temperature=self.forward_temperature)
 
   @property
   def width(self) -> int:
@@ -76,8 +75,10 @@ class _ChosenBySoftmax(Quantizer):
 class SoftmaxQuantizer(_ChosenBySoftmax, KeyedQuantizer):
   """The value of the key of largest response, with the gradient of the softmax of all responses.
 
-  Exactly the chosen value in the forward pass; the gradient of the values is that of the one-hot
-  choice, that of keys and vectors goes through softmax(responses / temperature): DPQ-SX, Eq. 3-5.
+  Exactly the chosen value in the forward pass; the gradient of keys and vectors goes through
+  softmax(responses / temperature): DPQ-SX, Eq. 3-5. That of the values is of the one-hot choice,
+  which is exact and what the reference implementation has; Eq. 5 as printed would give them that of
+  the soft weights.
 
   Attributes:
     response: how near a key is: `ops.quantize.dot_response`, `euclidean_response` or

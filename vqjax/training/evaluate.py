@@ -77,7 +77,7 @@ def evaluate(
   """The score over the batches; sums of batches are added in float64, one batch behind.
 
   Raises:
-    ValueError: there is no batch.
+    ValueError: there is no batch, or none with a target.
   """
   total, pending = collections.Counter(), {}
   for batch in batches:
@@ -88,6 +88,8 @@ def evaluate(
   if not pending:
     raise ValueError("no batch to evaluate: the split has no token")
   _add(total, pending)
+  if not total["targets"]:
+    raise ValueError("no target to evaluate: the split has texts, and none that the task can use")
   mean = total["nats"] / total["targets"]
   bits = None if text_bytes is None else total["nats"] / math.log(2) / max(text_bytes, 1)
   accuracy = total["right"] / total["targets"] if "right" in pending else None

@@ -42,7 +42,7 @@ def train_step(
 
   The loss is the mean of -log_prob in nats, over the targets that are not negative, plus the
   model's auxiliary terms. The batch is cut into `accumulate` micro-batches of equal rows whose
-  gradients are averaged. Randomness is a function of the
+  gradients add up to that; auxiliary terms are the mean of theirs. Randomness is a function of the
   key and the number of the step alone, so a resumed run repeats it. Parameters that are not below a
   prefix of `trained` are constants: they have no gradient, and stay bit by bit as they are. What
   the model writes into its other collections is kept, from each micro-batch to the next. The
@@ -50,11 +50,12 @@ def train_step(
   which rows it is forgotten, and such a model takes whole batches.
 
   The metrics are `loss` (nats per target, without auxiliary terms), each auxiliary term by name,
-  what the model sows into the collection `metrics`, such as `embedding/quantizer/code_perplexity`,
-  `grad_norm` of the trained parameters before clipping, and `learning_rate`.
+  what the model sows into the collection `metrics`, such as `embedding/quantizer/code_perplexity`
+  (of several numbers the mean, and the least as "NAME_least"), `grad_norm` of the trained
+  parameters before clipping, and `learning_rate`.
   """
 
-  def loss(params, tables, batch, key):
+  def loss(params, tables, batch, key, targets):
     wanted = batch["targets"] >= 0
     (log_prob, aux), written = model.apply(
       {"params": params, **tables},
@@ -66,15 +67,17 @@ def train_step(
       mutable=[*tables, "metrics"],
     )
     written = dict(written)
-    told = {"/".join(path): x for path, x in flatten_dict(written.pop("metrics", {})).items()}
-    nats = -jnp.where(wanted, log_prob, 0.0).sum() / jnp.maximum(wanted.sum(), 1)
+    told = _told(written.pop("metrics", {}))
+    nats = -jnp.where(wanted, log_prob, 0.0).sum() / targets
     return sum(aux.values(), nats), ({"loss": nats, **aux, **told}, tables | written)
 
   def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
     step_key = jax.random.fold_in(key, state.step)
     tables = carried(state.tables, batch)
     own, frozen = scope.split(state.params, trained)
-    loss_of_own = lambda own, *rest: loss(scope.joined(own, frozen), *rest)
+    # Of a micro-batch, were they spread evenly: parts then add up to the mean over the batch.
+    targets = jnp.maximum((batch["targets"] >= 0).sum(), 1) / accumulate
+    loss_of_own = lambda own, *rest: loss(scope.joined(own, frozen), *rest, targets)
     gradient, metrics, tables = _mean_gradient(
       loss_of_own, own, tables, batch, step_key, accumulate
     )
@@ -86,6 +89,17 @@ def train_step(
     return TrainState(state.step + 1, scope.joined(own, frozen), tables, opt_state), metrics
 
   return step
+
+
+def _told(metrics: dict) -> dict[str, Array]:
+  """What a model sowed, by its path: numbers, of several the mean and the least."""
+  found = {}
+  for path, x in flatten_dict(metrics).items():
+    name = "/".join(path)
+    found[name] = x.mean()
+    if x.ndim:
+      found[f"{name}_least"] = x.min()
+  return found
 
 
 def _mean_gradient(

@@ -1,0 +1,21 @@
+"""What do the tests of DPQ embeddings begin with: every quantiser, after a training batch?"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.embeddings.quantized import QUANTIZERS, TRAINING, D, V
+from vqjax import DPQEmbedding
+
+
+@pytest.fixture(params=QUANTIZERS)
+def embedding(request):
+  return DPQEmbedding(V, D, QUANTIZERS[request.param])
+
+
+@pytest.fixture
+def variables(embedding):
+  """After a training batch, so that statistics are not those of the start."""
+  fresh = embedding.init(jax.random.key(0), jnp.arange(5))
+  _, written = embedding.apply(fresh, jnp.arange(40), False, **TRAINING)
+  return fresh | written

@@ -1,0 +1,216 @@
+"""Is what ships the evaluation forward, in a file that is read whole or not at all?"""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.embeddings.quantized import QUANTIZERS, D, K, M, V
+from vqjax import DPQEmbedding, ProductEmbedding
+from vqjax.embeddings import compact_file
+from vqjax.embeddings.compact import CompactEmbedding
+from vqjax.ops import packing
+
+
+def test_what_ships_is_the_evaluation_bit_for_bit(embedding, variables, tmp_path):
+  tokens = jnp.arange(V).reshape(1, V)
+  compact = embedding.compact(variables)
+  expected = np.asarray(embedding.apply(variables, tokens))
+  np.testing.assert_array_equal(jax.jit(compact.__call__)(tokens), expected)
+  file = tmp_path / "embedding.safetensors"
+  compact.save(file)
+  np.testing.assert_array_equal(CompactEmbedding.load(file)(tokens), expected)
+  with_numpy = compact_file.open_compact(file)[np.asarray(tokens)]
+  if embedding.quantizer.additive:
+    # NumPy may add in another order.
+    np.testing.assert_allclose(with_numpy, expected, atol=1e-6)
+  else:
+    np.testing.assert_array_equal(with_numpy, expected)
+
+
+def test_the_file_has_codes_and_values_and_nothing_else(embedding, variables, tmp_path):
+  file = tmp_path / "embedding.safetensors"
+  compact = embedding.compact(variables)
+  compact.save(file)
+  q = embedding.quantizer
+  header = int.from_bytes(file.read_bytes()[:8], "little")
+  # Eq. in Appendix E.2 where tables are shared; additive ones have whole vectors.
+  tables = 1 / M if q.shared else q.subspaces if q.additive else 1
+  values = int(K * D * tables)
+  codes = -(-V * q.subspaces * 3 // 8)
+  assert file.stat().st_size == 8 + header + codes + 4 * values
+  assert compact.nbytes == codes + 4 * values
+  meta = json.loads(file.read_bytes()[8 : 8 + header])["__metadata__"]
+  assert {meta[key] for key in "V"} == {str(V)}
+  assert (meta["d"], meta["K"], meta["M"]) == (str(D), str(K), str(q.subspaces))
+
+
+def test_the_ratio_is_that_of_the_paper():
+  """Table 4, small: 85.5 for K=8 and 25 shared subspaces, 51.1 for K=32; it counts d + 1 for d."""
+  for codes, printed in ((8, 85.5), (32, 51.1)):
+    compact = CompactEmbedding(
+      data=np.zeros(packing.packed_bytes(10_000, 25, packing.bits_for(codes)), np.uint8),
+      values=np.zeros((1, codes, 8), np.float32),
+      vocab=10_000,
+      dim=200,
+      codes=codes,
+      subspaces=25,
+      additive=False,
+    )
+    np.testing.assert_allclose(compact.compression_ratio() * 201 / 200, printed, atol=0.05)
+
+
+def test_the_reader_needs_numpy_alone(embedding, variables, tmp_path):
+  file = tmp_path / "embedding.safetensors"
+  embedding.compact(variables).save(file)
+  copied = tmp_path / "reader.py"
+  copied.write_text(pathlib.Path(compact_file.__file__).read_text())
+  script = (
+    "import sys; sys.modules['jax'] = sys.modules['safetensors'] = None\n"
+    "import numpy, reader\n"
+    f"table = reader.open_compact({str(file)!r})\n"
+    "print(table[[3, 0, 52]].sum(), len(table))\n"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+  )
+  assert done.returncode == 0, done.stderr
+  total, count = done.stdout.split()
+  expected = np.asarray(embedding.apply(variables, jnp.array([3, 0, 52]))).sum()
+  np.testing.assert_allclose(float(total), expected, rtol=1e-5)
+  assert int(count) == V
+
+
+@pytest.fixture
+def saved(tmp_path):
+  embedding = DPQEmbedding(V, D, QUANTIZERS["vq"])
+  file = tmp_path / "embedding.safetensors"
+  embedding.compact(embedding.init(jax.random.key(0), jnp.arange(5))).save(file)
+  return file
+
+
+@pytest.mark.parametrize("kept", [0, 7, 50, -1])
+def test_a_truncated_file_is_refused(saved, kept):
+  whole = saved.read_bytes()
+  saved.write_bytes(whole[:kept])
+  with pytest.raises(ValueError, match="truncated"):
+    CompactEmbedding.load(saved)
+
+
+@pytest.mark.parametrize(
+  ("old", "new", "said"),
+  [
+    (b'"version":"1"', b'"version":"2"', "has version '2'"),
+    (b'"format":"vqjax-c', b'"format":"other-c', "is no compact embedding"),
+    (b'"V":"53"', b'"V":"54"', "bytes of codes where V=54"),
+    (b'"d":"12"', b'"d":"15"', "values of shape"),
+    (b'"K":"6"', b'"K":"x"', "states K = 'x'"),
+  ],
+)
+def test_a_file_that_contradicts_itself_is_refused(saved, old, new, said):
+  whole = saved.read_bytes()
+  assert old in whole
+  saved.write_bytes(whole.replace(old, new))
+  with pytest.raises(ValueError, match=said):
+    CompactEmbedding.load(saved)
+
+
+def test_codes_of_k_and_above_are_refused(saved):
+  table = compact_file.open_compact(saved)
+  whole = bytearray(saved.read_bytes())
+  codes = np.asarray(table.data).tobytes()
+  at = bytes(whole).index(codes)
+  whole[at : at + len(codes)] = b"\xff" * len(codes)
+  saved.write_bytes(bytes(whole))
+  with pytest.raises(ValueError, match="codes of 6 or above"):
+    CompactEmbedding.load(saved)
+
+
+def test_tokens_outside_are_nan_in_jax_and_an_error_in_numpy(saved):
+  assert np.isnan(CompactEmbedding.load(saved)(jnp.array([V, -1]))).all()
+  with pytest.raises(IndexError, match=f"token {V} is outside"):
+    compact_file.open_compact(saved)[[V]]
+
+
+LOW = [{"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}, {"param_dtype": jnp.float16}]
+
+
+@pytest.mark.parametrize("fields", [*LOW, {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}])
+def test_it_is_rounded_as_the_embedding_is(embedding, fields, tmp_path):
+  embedding, tokens = embedding.clone(**fields), jnp.arange(V)
+  variables = embedding.init(jax.random.key(0), tokens)
+  expected = np.asarray(embedding.apply(variables, tokens))
+  embedding.compact(variables).save(tmp_path / "small.safetensors")
+  found = CompactEmbedding.load(tmp_path / "small.safetensors")(tokens)
+  assert found.dtype == expected.dtype
+  np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"shared": True}, {"additive": True}])
+@pytest.mark.parametrize("fields", [{}, *LOW])
+def test_fixed_codes_ship_too(options, fields):
+  embedding = ProductEmbedding(V, D, K, M, **options, **fields)
+  variables = embedding.init(jax.random.key(0), jnp.arange(3))
+  compact, tokens = embedding.compact(variables), jnp.arange(V)
+  np.testing.assert_array_equal(compact(tokens), embedding.apply(variables, tokens))
+  assert embedding.shipped().state_bytes == compact.nbytes
+
+
+def test_what_ships_is_as_large_as_the_embedding_says(embedding, variables):
+  assert embedding.shipped().state_bytes == embedding.compact(variables).nbytes
+
+
+def test_a_damaged_header_is_a_value_error_or_reads_the_same(saved):
+  """Any byte of it, replaced by any other: no other error, and never other bytes."""
+  whole, draw = saved.read_bytes(), np.random.default_rng(0)
+  right = compact_file.open_compact(saved)
+  values, codes = np.asarray(right.values).tobytes(), np.asarray(right.data).tobytes()
+  end = 8 + int.from_bytes(whole[:8], "little")
+  for place in range(8, end):
+    damaged = bytearray(whole)
+    damaged[place] = draw.integers(32, 127)
+    saved.write_bytes(bytes(damaged))
+    try:
+      found = compact_file.open_compact(saved)
+    except ValueError:
+      continue
+    assert np.asarray(found.values).tobytes() == values
+    assert np.asarray(found.data).tobytes() == codes
+
+
+@pytest.mark.parametrize(
+  ("change", "said"),
+  [
+    (lambda header: header.update(__metadata__=None), "states no texts by name"),
+    (lambda header: header["__metadata__"].update(K=6), "states no texts by name"),
+    (lambda header: header["codes"].pop("shape"), "no U8 tensor 'codes'"),
+    (lambda header: header["codes"].update(data_offsets=[-60, 0]), "no U8 tensor 'codes'"),
+    (lambda header: header["codes"].update(data_offsets=["0", "60"]), "no U8 tensor 'codes'"),
+    (lambda header: header["codes"].update(data_offsets=[0, 60]), "overlap"),
+  ],
+)
+def test_a_header_that_describes_no_tensors_is_refused(saved, change, said):
+  whole = saved.read_bytes()
+  end = 8 + int.from_bytes(whole[:8], "little")
+  header = json.loads(whole[8:end])
+  change(header)
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)
+  saved.write_bytes(len(text).to_bytes(8, "little") + text + whole[end:])
+  with pytest.raises(ValueError, match=said):
+    compact_file.open_compact(saved)
+
+
+def test_numpy_refuses_codes_of_k_and_what_is_no_token(saved):
+  table = compact_file.open_compact(saved)
+  table.data = np.full_like(table.data, 255)
+  with pytest.raises(ValueError, match="codes of 6 or above"):
+    table[[0]]
+  for tokens in ([1.7], [True, False]):
+    with pytest.raises(IndexError, match="name no rows"):
+      table[tokens]
