@@ -39,14 +39,14 @@ def notes() -> str:
   small = ratio(PTB_MEDIUM, 32, 25, shared=True)
   lines = (
     "- Theorem 1 concludes that the embedding matrix has full rank from that of B, the n x K·D",
-    "  matrix of the one-hot codes. For D > 1 and n >= K·D no B has it: the K columns of each of its D",
-    "  blocks add up to the column of ones, so that its rank is at most D·(K - 1) + 1, and with",
-    f"  K·D = d, as the paper suggests, that of the embedding too: K = 2, D = 3 give {rank_bound(2, 3)},"
-    " not 6.",
+    "  matrix of the one-hot codes. For D > 1 and n >= K·D no B has it: the K columns of each of",
+    "  its D blocks add up to the column of ones, so that its rank is at most D·(K - 1) + 1. With",
+    "  K·D = d, as the paper suggests, the embedding's is no more:",
+    f"  K = 2, D = 3 give {rank_bound(2, 3)}, not 6.",
     "- Table 9 gives product quantisation with K = 64, 128, 256 the ratios 8.3, 6.7, 5.3. By the",
     f"  formula, with d/2 subspaces, they are {printed}; and 4 bits a number are 8.0, not 8.3.",
-    f"- Table 11 has K = 32, D = 128 twice, at 25.0 and 17.0. The formula gives {rebuilt[0]:.2f} for",
-    f"  K = 32 and {rebuilt[1]:.2f} for K = 128: the second is K = 128.",
+    "- Table 11 has K = 32, D = 128 twice, at 25.0 and 17.0. The formula gives",
+    f"  {rebuilt[0]:.2f} for K = 32 and {rebuilt[1]:.2f} for K = 128: the second is K = 128.",
     "- Most ratios are the formula's times (d + 1)/d:",
     f"  Table 3's 163.2 is {small:.2f} · 651/650 = {small * 651 / 650:.2f} (K = 32, D = 25,"
     " shared).",
