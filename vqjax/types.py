@@ -17,6 +17,12 @@ HIDDEN = -2
 Dtype = Any
 """Whatever `jnp.dtype` accepts."""
 
+NOT_IDENTITY = {"identity": False}
+"""Metadata of a dataclass field that does not say which experiment this is, only how it is run."""
+
+ADDED_LATER = {"identity": "unless default"}
+"""Metadata of a field that experiments had no word for at first: its default changes nothing."""
+
 
 class Size(NamedTuple):
   """What a vocabulary layer costs, from its fields alone.

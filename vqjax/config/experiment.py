@@ -10,8 +10,8 @@ from typing import Any
 
 from flax import linen as nn
 
-from vqjax.config.tree import ADDED_LATER, NOT_IDENTITY
 from vqjax.sharding import MeshShape
+from vqjax.types import ADDED_LATER, NOT_IDENTITY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,16 +8,10 @@ from typing import Any
 
 from flax import linen as nn
 
+from vqjax.types import ADDED_LATER
+
 # Flax adds these to every module: where a bound module hangs, not what it is.
 _FLAX_FIELDS = ("parent", "name")
-
-NOT_IDENTITY = {"identity": False}
-"""Metadata of a dataclass field that does not say which experiment this is, only how it is run."""
-
-
-ADDED_LATER = {"identity": "unless default"}
-"""Metadata of a field that experiments had no word for at first: its default changes nothing."""
-
 
 def fields_of(node: Any) -> dict[str, Any]:
   """The configuration of a dataclass instance: its constructor's fields, without Flax's own two."""

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from vqjax.ops import quantize
 from vqjax.quantizers.base import TABLE_AXES, Quantizer, running
+from vqjax.types import ADDED_LATER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class KeyedQuantizer(Quantizer):
       not see.
   """
 
-  revival: Revival | None = dataclasses.field(default=None, kw_only=True)
+  revival: Revival | None = dataclasses.field(default=None, kw_only=True, metadata=ADDED_LATER)
 
   def _check(self):
     super()._check()
