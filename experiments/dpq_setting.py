@@ -20,6 +20,9 @@ from vqjax.data import (
 )
 from vqjax.initializers import SymmetricUniform
 
+FEW_HELD_OUT = Text(valid_fraction=0.005, test_fraction=0.005)
+"""Text that every machine has, of which little is evaluated."""
+
 RUNS = "runs/dpq"
 """Folder of all runs of these tables, a folder a scale."""
 
@@ -144,7 +147,7 @@ def classified(
 def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
   """A translation of seconds: `data.Mirrored`."""
   body = translated.Body(16, 1, 2, 32, 12)
-  data, words = Mirrored(Text()), WordTokenizer(vocab=200)
+  data, words = Mirrored(FEW_HELD_OUT), WordTokenizer(vocab=200)
   train = Train(steps=4, batch=8, warmup=2, eval_every=4, save_every=4)
   return translated.translation(row, embedding, body, data, words, train, seed)
 

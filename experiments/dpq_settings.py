@@ -14,6 +14,7 @@ from configs import dpq_translation as translated
 from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body
 from configs.dpq_text import ADAM
 from experiments.dpq_setting import (
+  FEW_HELD_OUT,
   Codes,
   Setting,
   at_scale,
@@ -30,7 +31,6 @@ from vqjax.data import (
   LabelledTFDS,
   PennTreebank,
   SentencePieceTokenizer,
-  Text,
   WordTokenizer,
 )
 from vqjax.data import WikiText as Wiki
@@ -77,7 +77,7 @@ _TINY = Body(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0)
 
 SMOKE = {
   "ptb-small": lstm(
-    Text(),
+    FEW_HELD_OUT,
     8 * 20 * 6,
     _TINY,
     (*COLUMN, "sx-tied", "low-rank-5", *CHEN, *AFTERWARDS),
@@ -98,7 +98,7 @@ SMOKE = {
   ),
   **pretrained(
     bert.Body(16, 1, 2, 32, 12),
-    bert.Text(Text(), WordTokenizer(vocab=200)),
+    bert.Text(FEW_HELD_OUT, WordTokenizer(vocab=200)),
     Train(steps=3, batch=8, warmup=1, eval_every=3, save_every=3),
     Train(steps=2, batch=8, warmup=1, eval_every=2, save_every=2),
     Codes(4, 4),

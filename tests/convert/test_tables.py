@@ -34,7 +34,7 @@ def experiment(embedding, start=None, vocab=60):
   return Experiment(
     name="x",
     model=Transformer(embedding, DenseHead(V, D), D, layers=1, heads=2, context=8),
-    data=Text(),
+    data=Text(valid_fraction=0.002, test_fraction=0.002),
     tokenizer=WordTokenizer(vocab=vocab),
     loader=Windows(),
     train=Train(steps=2, batch=8, eval_every=2, save_every=2),

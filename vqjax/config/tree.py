@@ -13,6 +13,7 @@ from vqjax.types import ADDED_LATER
 # Flax adds these to every module: where a bound module hangs, not what it is.
 _FLAX_FIELDS = ("parent", "name")
 
+
 def fields_of(node: Any) -> dict[str, Any]:
   """The configuration of a dataclass instance: its constructor's fields, without Flax's own two."""
   skip = _FLAX_FIELDS if isinstance(node, nn.Module) else ()
