@@ -16,6 +16,7 @@ from vqjax import (
   GuidedEmbedding,
   MovingAverage,
   ProductEmbedding,
+  Revival,
   SoftmaxQuantizer,
   convert,
 )
@@ -152,3 +153,24 @@ def test_any_quantiser_begins_at_clusters_of_vectors(average, shared):
       for k in range(4):
         mean = parts[codes[:, m] == k, m].mean(axis=0)
         np.testing.assert_allclose(centers[m, k], mean, atol=1e-4)
+
+
+@pytest.mark.parametrize("average", [None, MovingAverage()])
+def test_clusters_are_where_centroids_begin_though_some_had_been_revived(average):
+  quantizer = CentroidQuantizer(
+    4, 2, 6, normalize=False, moving_average=average, revival=Revival(0.9, decay=0.0)
+  )
+  vectors = jnp.asarray(np.random.default_rng(0).normal(size=(60, 6)), jnp.float32)
+  variables = quantizer.init(jax.random.key(0), vectors)
+  _, written = quantizer.apply(
+    *(variables, vectors[:2], True),
+    mutable=["centroids", "revival"],
+    rngs={"sample": jax.random.key(2)},
+  )
+  begun, fresh = (
+    convert.clustered(quantizer, own, vectors, key=jax.random.key(1))
+    for own in (variables | written, variables)
+  )
+  assert jax.tree.map(np.shape, begun) == jax.tree.map(np.shape, variables)
+  at = [quantizer.apply(own, method="values") for own in (begun, fresh)]
+  np.testing.assert_array_equal(*at)

@@ -162,6 +162,11 @@ def clustered(
   )
   found = to_clusters(form, np.asarray(vectors), key=key, iterations=iterations)
   centers = np.asarray(found["params"]["values"], np.float32)
+  if "revival" in variables:  # nobody has been revived, and no centroid is moved from its cluster
+    begun = {"chosen": np.ones(centers.shape[:2], np.float32)}
+    if quantizer.moving_average is None:
+      begun["offset"] = np.zeros_like(centers)
+    variables = {**variables, "revival": begun}
   if quantizer.moving_average is None:
     return {**variables, "params": {**variables["params"], "centroids": centers}}
   # Counts of one, and sums that make the centers the centroids.

@@ -95,25 +95,16 @@ def _chunks(tokens: int, scores: int) -> int:
   return next((count for count in range(least, 2 * least) if tokens % count == 0), least)
 
 
-def moments(
-  response: Float[Array, "*B M K"], mask: Bool[Array, "*B"] | None = None
-) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
-  """Mean and variance of each code's responses, over the tokens of the mask and all parts.
-
-  Zero both where the mask has no token.
-  """
-  flat = response.reshape(-1, *response.shape[-2:])
-  weight = None if mask is None else mask.reshape(-1)
-  return moments_of(lambda response: response, flat, weight, 0)
-
-
 def moments_of(
   respond: Callable[[Array], Array],
   query: Float[Array, "N *P"],
   mask: Bool[Array, "N"] | None,
   scores: int,
 ) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
-  """`moments` of the responses [N, M, K] of queries, a few tokens at a time: `in_chunks`."""
+  """Mean and variance of each code's responses [N, M, K], over the mask's tokens and all parts.
+
+  Zero both where the mask has no token. A few tokens at a time: `in_chunks`.
+  """
   weight = jnp.ones(len(query)) if mask is None else mask.astype(jnp.float32)
   if not len(query):
     nothing = jnp.zeros(jax.eval_shape(respond, query).shape[-1:])
