@@ -142,7 +142,7 @@ CPU = {
     Codes(32, 50),
     Codes(32, 50),
     dim=128,
-    train=dataclasses.replace(ADAM, steps=1_000),
+    train=dataclasses.replace(ADAM, steps=500),
     tokenizer=WordTokenizer(vocab=8_000, lowercase=True),
     context=64,
     grid=((2, 8, 32, 128), (8, 16, 32, 64)),
