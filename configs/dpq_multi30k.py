@@ -1,4 +1,4 @@
-"""English to German captions of Multi30k with DPQ-SX, at a size that two cores train in an hour."""
+"""English to German captions of Multi30k with DPQ-SX, at a size that a core trains within the hour."""
 
 from configs.dpq_translation import BEGIN, Body, V, translation
 from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer
@@ -8,7 +8,7 @@ from vqjax.data import Multi30k, SentencePieceTokenizer
 SMALL = Body(dim=128, layers=3, heads=4, hidden=512, context=32)
 
 TRAIN = Train(
-  steps=3_000,
+  steps=2_000,
   batch=64,
   learning_rate=2e-3,
   warmup=400,
