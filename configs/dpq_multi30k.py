@@ -1,4 +1,4 @@
-"""English to German captions of Multi30k with DPQ-SX, at a size that a core trains within the hour."""
+"""English to German captions of Multi30k with DPQ-SX: a size that a core trains within the hour."""
 
 from configs.dpq_translation import BEGIN, Body, V, translation
 from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer
