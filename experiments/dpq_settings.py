@@ -142,10 +142,10 @@ CPU = {
     Codes(32, 50),
     Codes(32, 50),
     dim=128,
-    train=dataclasses.replace(ADAM, steps=500),
+    train=dataclasses.replace(ADAM, steps=400),
     tokenizer=WordTokenizer(vocab=8_000, lowercase=True),
     context=64,
-    grid=((2, 8, 32, 128), (8, 16, 32, 64)),
+    grid=((2, 8, 32, 128), (8, 16, 32)),
   ),
   "ag-news-changes": classified(
     AGNews(),
