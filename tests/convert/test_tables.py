@@ -1,12 +1,16 @@
 """Does a run begin with the codes, the guide or the centroids that it is told to begin with?"""
 
 import dataclasses
+import functools
+import pathlib
+import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import tiny
 from vqjax import (
   CentroidQuantizer,
   DenseEmbedding,
@@ -31,11 +35,17 @@ from vqjax.training.text import load_text
 D = 8
 
 
+@functools.cache
+def text():
+  """A folder of text for all runs of this module."""
+  return str(tiny.write_text(pathlib.Path(tempfile.mkdtemp(), "text")))
+
+
 def experiment(embedding, start=None, vocab=60):
   return Experiment(
     name="x",
     model=Transformer(embedding, DenseHead(V, D), D, layers=1, heads=2, context=8),
-    data=Text(valid_fraction=0.002, test_fraction=0.002),
+    data=Text(text(), valid_fraction=0.2, test_fraction=0.2),
     tokenizer=WordTokenizer(vocab=vocab),
     loader=Windows(),
     train=Train(steps=2, batch=8, eval_every=2, save_every=2),
@@ -67,7 +77,8 @@ def test_a_guided_embedding_learns_the_table(dense, tmp_path):
   embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=100.0)
   start = convert.FromTable(str(dense), convert.Guide())
   run = experiment(embedding, start)
-  more = dataclasses.replace(run.train, steps=200, learning_rate=1e-2, eval_every=200)
+  more = dataclasses.replace(run.train, steps=200, learning_rate=3e-2)
+  more = dataclasses.replace(more, eval_every=200, save_every=200)
   fit(dataclasses.replace(run, train=more), tmp_path / "run")
   own = read_variables(tmp_path / "run")[0]
   table = table_of(dense)

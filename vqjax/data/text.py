@@ -1,6 +1,7 @@
 """Which documents does a file or a folder of text hold, and which of them are held out?"""
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Iterator
@@ -112,9 +113,14 @@ class Text(Source):
     if named is not None:
       return content_hash(part for name in sorted(named) for part in (name, named[name]))
     settings = f"{self.valid_fraction} {self.test_fraction}"
-    # The modules' bytes fix their docstrings, and need no parsing of the whole library.
-    parts = stdlib_modules() if self.path is None else self._all()
-    return content_hash([settings, *parts])
+    return _of_stdlib(settings) if self.path is None else content_hash([settings, *self._all()])
+
+
+@functools.lru_cache(maxsize=8)
+def _of_stdlib(settings: str) -> str:
+  """The fingerprint of the docstrings: hashed once, since they are the running program's own."""
+  # The modules' bytes fix their docstrings, and need no parsing of the whole library.
+  return content_hash([settings, *stdlib_modules()])
 
 
 def _hash(document: str) -> int:
