@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from experiments.dpq_measured import measured
 from experiments.dpq_setting import Codes, Setting
 from experiments.study import Results
+from vqjax.report import units
 from vqjax.report.svg import INK, SERIES
 
 CAPTIONS = {
@@ -68,12 +69,11 @@ def _heat(axes: Axes, values: np.ndarray, s: Setting, title: str) -> None:
   axes.set_yticks(range(len(s.grid[0])), [str(k) for k in s.grid[0]], fontsize=8)
   axes.set_xlabel("subspaces, M", fontsize=8, color=INK)
   axes.set_ylabel("codes, K", fontsize=8, color=INK)
-  middle = np.nanmean(values)
+  middle = (np.nanmin(values) + np.nanmax(values)) / 2
   for (i, j), value in np.ndenumerate(values):
-    dark = value > middle
-    axes.text(
-      j, i, f"{value:.1f}", ha="center", va="center", fontsize=8, color="white" if dark else INK
-    )
+    color = "white" if value > middle else INK
+    said = units.MISSING if np.isnan(value) else f"{value:.1f}"
+    axes.text(j, i, said, ha="center", va="center", fontsize=8, color=color)
 
 
 def trade(results: Results, s: Setting) -> Figure | None:

@@ -105,9 +105,11 @@ def tables(results: Results, scale: str = "cpu") -> list[Table]:
 def _table(results: Results, scale: str, name: str) -> Table:
   lines = []
   for theirs, rows in PAPER[name].items():
-    setting = SCALES[scale].get(STAND_INS[scale].get((name, theirs), theirs))
+    ours = STAND_INS[scale].get((name, theirs), theirs)
+    setting = SCALES[scale].get(ours)
+    text = TEXTS[theirs] if ours == theirs else f"{TEXTS[ours]} (paper: {TEXTS[theirs]})"
     for row, published in rows.items():
       own = f"{setting.name}/{row}" if setting else ""
-      said = f"{TEXTS[theirs]}: {label(setting, row)}"
+      said = f"{text}: {label(setting, row)}"
       lines.append(Line(said, measured(results, own), published))
   return Table(f"{name}: {TITLES[name]}", lines)
