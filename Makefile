@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(PY) -m experiments.demo
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
