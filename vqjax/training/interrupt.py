@@ -3,13 +3,15 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
 from jax.experimental import multihost_utils
 
 from vqjax.training.distributed import is_joined
+
+STDERR = 2
+"""Its file descriptor."""
 
 
 class Interrupted(Exception):
@@ -42,7 +44,7 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
   def note(signum, frame):
     del frame
     signal.signal(signum, before[signum])
-    print("finishing the step and saving; once more to stop at once", file=sys.stderr)
+    _say("finishing the step and saving; once more to stop at once")
     if is_joined():
       os.kill(os.getpid(), signal.SIGTERM)
     else:
@@ -55,6 +57,14 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
   finally:
     for signum, handler in before.items():
       signal.signal(signum, handler)
+
+
+def _say(text: str) -> None:
+  """Writes a line to standard error, whose file a signal may have come in the middle of a write to.
+
+  Python's files cannot be entered twice: `print` raises RuntimeError there, and ends the run.
+  """
+  os.write(STDERR, f"\n{text}\n".encode())
 
 
 def agreed_signal(step: int) -> int | None:
