@@ -296,11 +296,12 @@ def for_each_case(metafunc):
 def float64_gradients(contract, head, variables, hidden, tokens, cotangent):
   """Gradients of sum(cotangent · log_prob) by central differences of the float64 reference."""
   exact, hidden = as_float64(variables), np.asarray(hidden, np.float64)
+  tokens, cotangent = np.asarray(tokens), np.asarray(cotangent, np.float64)
 
   def loss(params, hidden):
     logits = contract.reference_logits(head, exact | {"params": params}, hidden)
     log_prob = np.take_along_axis(reference.log_softmax(logits), tokens[..., None], -1)[..., 0]
-    return (log_prob * np.asarray(cotangent, np.float64)).sum()
+    return (log_prob * cotangent).sum()
 
   def differences(array):
     gradient = np.zeros_like(array)
