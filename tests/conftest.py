@@ -32,7 +32,7 @@ def _own_cache(tmp_path, monkeypatch):
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "cache"))
 
 
-MOST_RESIDENT = 2 * 2**30
+MOST_RESIDENT = 4 * 2**30
 """Bytes of memory from which on compiled programs are not kept from module to module."""
 
 

@@ -34,8 +34,7 @@ class ContractOnMeshes:
     self.check_meshes(mesh_case, 101, (2, 2, 2))
 
   def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
-    # To a head, `data` and `fsdp` are both axes of tokens.
-    self.check_meshes(first_mesh_case, 101, (1, 8, 1), (1, 1, 8))
+    self.check_meshes(first_mesh_case, 101, (1, 1, 8))
     self.check_meshes(first_mesh_case, 104, (2, 2, 2))
 
   def check_meshes(self, case, vocab, *shapes):
@@ -70,7 +69,7 @@ class ContractOnMeshes:
     variables = perturbed(head.init(jax.random.key(1), jnp.zeros((3, 5, self.dim))))
     row = jax.random.normal(jax.random.key(2), (self.dim,))
     some = {"allowed": jnp.arange(self.vocab) % 3 == 1}
-    options = [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}, some]
+    options = [{}, {"top_k": 7}, {"top_p": 0.6, "temperature": 0.5}, some]
     with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
       for option in options if mesh_case == first_mesh_case else options[:1]:
         self.check_draws(head, variables, row, **option)

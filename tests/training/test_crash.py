@@ -34,16 +34,27 @@ def experiment():
 '''
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+  """What is compiled once for all processes: that is most of their time."""
+  folder = str(tmp_path_factory.mktemp("compiled"))
+  return {
+    "JAX_COMPILATION_CACHE_DIR": folder,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+
+
 @pytest.fixture
-def command(tmp_path, text_folder):
+def command(tmp_path, text_folder, compiled):
   config = tmp_path / "crash.py"
   config.write_text(CONFIG)
 
   def start(run):
     call = [sys.executable, "-m", "experiments.train", str(config), f"data.path={text_folder}"]
     call += ["data.valid_fraction=0.2", "data.test_fraction=0.2", "--run", str(run)]
+    env = os.environ | compiled
     return subprocess.Popen(
-      call, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+      call, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
 
   return start
