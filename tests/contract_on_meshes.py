@@ -69,7 +69,7 @@ class ContractOnMeshes:
     variables = perturbed(head.init(jax.random.key(1), jnp.zeros((3, 5, self.dim))))
     row = jax.random.normal(jax.random.key(2), (self.dim,))
     some = {"allowed": jnp.arange(self.vocab) % 3 == 1}
-    options = [{}, {"top_k": 7}, {"top_p": 0.6, "temperature": 0.5}, some]
+    options = [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}, some]
     with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
       for option in options if mesh_case == first_mesh_case else options[:1]:
         self.check_draws(head, variables, row, **option)
