@@ -169,8 +169,18 @@ def training_cost(rows: Mapping[str, Mapping[str, float]]) -> Figure:
         axes.plot(*zip(*found, strict=True), f"o{dash}", color=color, markersize=4, label=label)
     axes.axhline(1.0, color=INK, linewidth=0.8)
     axes.set_xscale("log", base=2)
+    codes = sorted({k for _, k in sizes})
+    axes.set_xticks(codes, [str(k) for k in codes])
     axes.set_xlabel("codes, K", fontsize=8, color=INK)
     axes.set_ylabel(f"{said}, times the full embedding's", fontsize=8, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
-  axes.legend(fontsize=7, frameon=False, labelcolor=INK)
+  lines, labels = axes.get_legend_handles_labels()
+  figure.legend(
+    *(lines, labels),
+    loc="outside right upper",
+    fontsize=7,
+    handlelength=3,
+    frameon=False,
+    labelcolor=INK,
+  )
   return figure

@@ -212,7 +212,7 @@ class OneDeviceContract:
     for token in (0, 4096, vocab - 1):
       assert (draw(hidden, jax.random.key(0), jnp.arange(vocab) == token) == token).all()
     # A draw that named repeated tokens of the ragged last block twice would favour them.
-    draws = 400
+    draws = 1_000
     rows = jnp.broadcast_to(hidden[0], (draws, self.dim))
     few = 2.5 * jnp.arange(vocab) > vocab
     drawn = draw(rows, jax.random.key(1), few)

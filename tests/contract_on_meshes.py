@@ -34,7 +34,8 @@ class ContractOnMeshes:
     self.check_meshes(mesh_case, 101, (2, 2, 2))
 
   def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
-    self.check_meshes(first_mesh_case, 101, (1, 1, 8))
+    # To a head, `data` and `fsdp` are both axes of tokens.
+    self.check_meshes(first_mesh_case, 101, (1, 8, 1), (1, 1, 8))
     self.check_meshes(first_mesh_case, 104, (2, 2, 2))
 
   def check_meshes(self, case, vocab, *shapes):
