@@ -78,11 +78,14 @@ def write(
     top_k: draw from the k likeliest tokens; None: from all.
 
   Raises:
-    ValueError: there is no prompt, one has no token or one outside the vocabulary; or `tokens` is
-      below 1.
+    ValueError: there is no prompt, one has no token or one outside the vocabulary; `tokens` is
+      below 1; or the model's scores are no numbers.
   """
   _check(prompts, tokens, model.head.vocab)
-  window_BT, length_B = _windows(prompts, model.context)
+  # Of rows that never fill the context, what lies beyond them is not computed.
+  window_BT, length_B = _windows(prompts, min(model.context, max(map(len, prompts)) + tokens))
+  # What a model remembers is of the last batch that it was trained on.
+  variables = {name: part for name, part in variables.items() if name != "carry"}
 
   def draw(model, window_BT, length_B, key):
     # No position sees those behind it, so what fills a row up does not matter.
@@ -93,12 +96,19 @@ def write(
   step = lambda variables, *state: model.apply(variables, *state, method=draw)
   run = jax.jit(lambda variables, *state: _run(step, variables, *state, tokens=tokens, eos=eos))
   written_BN = np.asarray(run(variables, window_BT, length_B, key))
-  return [row[: row.index(eos)] if eos in row else row for row in written_BN.tolist()]
+  found = [row[: row.index(eos)] if eos in row else row for row in written_BN.tolist()]
+  for number, row in enumerate(found):
+    if min(row, default=0) < 0:
+      raise ValueError(
+        f"after prompt {number} the model's scores are no numbers; give the variables of a run that"
+        " did not diverge"
+      )
+  return found
 
 
 def _run(step, variables, window_BT, length_B, key, *, tokens: int, eos: int) -> Int[Array, "B N"]:
   """Tokens drawn one after another, until every row has ended."""
-  row_B, context = jnp.arange(len(window_BT)), window_BT.shape[1]
+  row_B, width = jnp.arange(len(window_BT)), window_BT.shape[1]
 
   def unended(state):
     index, _, _, written_BN = state
@@ -108,10 +118,10 @@ def _run(step, variables, window_BT, length_B, key, *, tokens: int, eos: int) ->
     index, window_BT, length_B, written_BN = state
     token_B = step(variables, window_BT, length_B, jax.random.fold_in(key, index))
     # A full window loses its oldest token.
-    full_B1 = (length_B == context)[:, None]
+    full_B1 = (length_B == width)[:, None]
     window_BT = jnp.where(full_B1, jnp.roll(window_BT, -1, axis=1), window_BT)
-    window_BT = window_BT.at[row_B, jnp.minimum(length_B, context - 1)].set(token_B)
-    length_B = jnp.minimum(length_B + 1, context)
+    window_BT = window_BT.at[row_B, jnp.minimum(length_B, width - 1)].set(token_B)
+    length_B = jnp.minimum(length_B + 1, width)
     return index + 1, window_BT, length_B, written_BN.at[:, index].set(token_B)
 
   nothing_BN = jnp.full((len(window_BT), tokens), -1, jnp.int32)
@@ -130,8 +140,8 @@ def _check(prompts: Sequence[Sequence[int]], tokens: int, vocab: int) -> None:
       raise ValueError(f"prompt {number} {reason}; give at least one of 0 to {vocab - 1}")
 
 
-def _windows(prompts: Sequence[Sequence[int]], context: int) -> tuple[np.ndarray, np.ndarray]:
-  """The ends of the prompts from the left of rows [B, context], filled up with 0, and lengths."""
-  ends = [list(prompt)[-context:] for prompt in prompts]
-  rows = [end + [0] * (context - len(end)) for end in ends]
+def _windows(prompts: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+  """The ends of the prompts from the left of rows [B, width], filled up with 0, and lengths."""
+  ends = [list(prompt)[-width:] for prompt in prompts]
+  rows = [end + [0] * (width - len(end)) for end in ends]
   return np.array(rows, np.int32), np.array([len(end) for end in ends], np.int32)

@@ -65,6 +65,19 @@ def test_a_story_stops_at_the_token_that_ends_it(trained, greedy):
   assert write(*trained, PROMPTS, key, tokens=6, eos=end, temperature=0) == cut
 
 
+def test_a_window_that_never_fills_is_not_computed_whole(trained, greedy):
+  key = jax.random.key(1)
+  found = write(*trained, PROMPTS[:1], key, tokens=3, eos=NEVER, temperature=0)
+  assert found == [greedy[0][:3]]
+
+
+def test_a_model_that_diverged_writes_nothing(trained):
+  model, variables = trained
+  diverged = jax.tree.map(lambda x: x * jnp.nan, variables)
+  with pytest.raises(ValueError, match="after prompt 0 the model's scores are no numbers"):
+    write(model, diverged, [[1]], jax.random.key(0), tokens=1, eos=NEVER)
+
+
 def test_a_key_has_its_story(trained):
   options = {"tokens": 12, "eos": NEVER, "top_k": 5}
   first, again, other = (
