@@ -20,7 +20,8 @@ class Block(nn.Module):
     dropout: probability of zeroing an entry of either branch's output.
     residual_scale: standard deviation of the branches' output projections.
     dtype: dtype of the computation; parameters are float32.
-    tiled: attend a tile of query positions at a time.
+    remat: whether it is recomputed in the backward pass: what it keeps then is to be small, so that
+      it attends a tile of query positions at a time.
   """
 
   dim: int
@@ -28,7 +29,7 @@ class Block(nn.Module):
   dropout: float
   residual_scale: float
   dtype: Dtype
-  tiled: bool
+  remat: bool
 
   def setup(self):
     normal = nn.initializers.normal
@@ -54,14 +55,16 @@ class Block(nn.Module):
     x_BTD = x_BTD + self.drop(self._attend(self.attention_norm(x_BTD), window), deterministic)
     x_BTD = constrain(x_BTD, ROWS)
     inner_BTF = constrain(self.mlp_in(self.mlp_norm(x_BTD)), ("batch", None, "mlp"))
-    mlp_BTD = self.mlp_out(nn.gelu(inner_BTF))
+    # The slope comes from the input alone: no tanh of [B, T, 4 D] is kept.
+    gelu = jax.checkpoint(nn.gelu) if self.remat else nn.gelu
+    mlp_BTD = self.mlp_out(gelu(inner_BTF))
     return constrain(x_BTD + self.drop(mlp_BTD, deterministic), ROWS), None
 
   def _attend(self, x_BTD, window):
     by_head = "batch", None, "heads", None
     parts = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
     query, key, value = (constrain(part, by_head) for part in parts)
-    attend = causal.attend_in_tiles if self.tiled else causal.attend
+    attend = causal.attend_in_tiles if self.remat else causal.attend
     return self.attention_out(attend(query, key, value, window))
 
 
