@@ -1,5 +1,7 @@
 """What does a GPT-2-style decoder look like whose vocabulary layers are fields?"""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -8,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from vqjax.models import causal
 from vqjax.models.base import ROWS, LanguageModel, check_heads
 from vqjax.sharding import constrain
-from vqjax.types import Dtype
+from vqjax.types import ADDED_LATER, Dtype
 
 
 class Block(nn.Module):
@@ -110,7 +112,7 @@ class Transformer(LanguageModel):
   dropout: float = 0.0
   remat: bool = False
   dtype: Dtype = jnp.float32
-  window: int | None = None
+  window: int | None = dataclasses.field(default=None, metadata=ADDED_LATER)
 
   def setup(self):
     self._check()
