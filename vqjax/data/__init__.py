@@ -10,6 +10,7 @@ from vqjax.data.pairs import Mirrored, Multi30k, PairedSource, Pairs
 from vqjax.data.pieces import SentencePieceTokenizer
 from vqjax.data.pipeline import EvaluationBatches, EvaluationStreams, Loader, Streams, Windows
 from vqjax.data.source import Source
+from vqjax.data.stories import Stories
 from vqjax.data.tasks import Continued, Intruded, Masked
 from vqjax.data.text import Text
 from vqjax.data.tfds import TFDS, LabelledTFDS, PairedTFDS
@@ -40,6 +41,7 @@ __all__ = [
   "PennTreebank",
   "SentencePieceTokenizer",
   "Source",
+  "Stories",
   "Streams",
   "Text",
   "TokenSplit",
