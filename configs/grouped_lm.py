@@ -17,9 +17,7 @@ HeadOf = Callable[[int, int, Embedding], Head]
 
 GPT2 = BPETokenizer(folder="tokenizers/gpt2")
 
-FULL = TFDS(
-  "vqjax_tiny_stories", train="train", valid="validation[:50%]", test="validation[50%:]"
-)
+FULL = TFDS("vqjax_tiny_stories", train="train", valid="validation[:50%]", test="validation[50%:]")
 
 WINDOW = 256
 """Tokens that GPT-Neo's local attention sees."""
@@ -75,7 +73,7 @@ def language_model(
     layers=layers,
     heads=heads,
     context=context,
-    **({"window": window} if window else {}),
+    window=window,
   )
   return Experiment(name, model, data, tokenizer, Windows(), train, seed)
 
