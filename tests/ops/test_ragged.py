@@ -1,5 +1,7 @@
 """Are the slots of unshared groups scored exactly, in a loop and in a product?"""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ COUNTS = (3, 2, 0, 53, 3)
 def path(request, monkeypatch):
   """The loop of a CPU, and the ragged product of accelerators, which a CPU can do too."""
   monkeypatch.setattr(shards, "platform", lambda: request.param)
+  return request.param
 
 
 def operands(counts=COUNTS, sizes=SIZES, n=N):
@@ -84,10 +87,9 @@ def test_only_accelerators_are_given_a_ragged_product(path):
 
 def test_without_a_bias_it_is_zero(path):
   hidden, weight, bias, *rest = operands()
-  loss = lambda h, w: unshared_slot_log_prob(h, w, None, *rest[:3])
-  log_prob, pull = jax.vjp(loss, hidden, weight)
-  expected = reference(hidden, weight, jnp.zeros_like(bias), *rest)[:3]
-  check((log_prob, *pull(rest[-1])), expected)
+  loss = lambda h, w: unshared_slot_log_prob(h, w, None, *rest[:3]) @ rest[-1]
+  expected = reference(hidden, weight, jnp.zeros_like(bias), *rest)
+  check(compiled(jax.grad(loss, (0, 1)))(hidden, weight), expected[1:3])
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1, 1), (2, 0, 3), (2, 3)])
@@ -95,7 +97,7 @@ def test_tokens_have_any_shape(path, shape):
   hidden, weight, bias, sizes, group, slot, cotangent = operands()
   n = int(np.prod(shape))
   some = [x[:n].reshape(*shape, *x.shape[1:]) for x in (hidden, group, slot, cotangent)]
-  found = value_and_gradients(some[0], weight, bias, sizes, *some[1:])
+  found = compiled(value_and_gradients)(some[0], weight, bias, sizes, *some[1:])
   expected = reference(hidden[:n], weight, bias, sizes, group[:n], slot[:n], cotangent[:n])
   assert found[0].shape == shape
   check([x.reshape(y.shape) for x, y in zip(found, expected)], expected)
@@ -116,12 +118,13 @@ def test_vmap_is_a_loop_over_its_elements(path):
     own = lambda h, g, s: unshared_slot_log_prob(h, weight, bias, sizes, g, s)
     return (jax.vmap(own)(*tokens[:3]) * tokens[3]).sum()
 
-  check([jax.grad(loss)(weight)], [sum(part[2] for part in parts)])
+  check([compiled(jax.grad(loss))(weight)], [sum(part[2] for part in parts)])
 
 
 def test_bfloat16_operands_are_summed_in_float32(path):
   hidden, weight, bias, *rest = operands()
-  found = value_and_gradients(hidden, weight, bias, *rest, dtype=jnp.bfloat16)
+  narrow_operands = functools.partial(value_and_gradients, dtype=jnp.bfloat16)
+  found = compiled(narrow_operands)(hidden, weight, bias, *rest)
   rounded = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (hidden, weight)]
   expected = reference(*rounded, bias, *rest)
   check(found[:1], expected[:1])
@@ -129,14 +132,14 @@ def test_bfloat16_operands_are_summed_in_float32(path):
   # slots or tokens, whose factors are up to 4.
   check(found[1:], expected[1:], atol=0.1)
   narrow = [x.astype(jnp.bfloat16) for x in (hidden, weight, bias)]
-  kinds = [x.dtype for x in value_and_gradients(*narrow, *rest)]
+  kinds = [x.dtype for x in jax.eval_shape(value_and_gradients, *narrow, *rest)]
   assert kinds == [jnp.float32, *[jnp.bfloat16] * 3]
 
 
 def test_a_slot_that_its_group_lacks_has_no_probability_and_no_gradient(path):
   hidden, weight, bias, sizes, group, _, cotangent = operands()
   args = hidden, weight, bias, sizes, group, sizes[group], cotangent
-  log_prob, *gradients = value_and_gradients(*args)
+  log_prob, *gradients = compiled(value_and_gradients)(*args)
   # The last slot of the largest group is the last column: there is none beyond.
   lacking = np.asarray(sizes[group] < S)
   assert np.isneginf(np.asarray(log_prob)[lacking]).all()
@@ -148,7 +151,7 @@ def test_a_slot_that_its_group_lacks_has_no_probability_and_no_gradient(path):
 def test_a_vector_that_is_no_number_stays_in_its_group(path):
   hidden, *rest = operands()
   group = rest[3]
-  log_prob, d_hidden, d_weight, d_bias = value_and_gradients(
+  log_prob, _, d_weight, d_bias = compiled(value_and_gradients)(
     hidden.at[jnp.argmax(group == 3)].set(jnp.nan), *rest
   )
   assert np.isnan(log_prob).sum() == 1

@@ -64,6 +64,8 @@ def unshared_slot_log_prob(
     dtype: dtype of the matrix products' operands; None: that of hidden and weight together.
     vocab_axis: mesh axis over which the groups are spread.
   """
+  if not group.size:
+    return jnp.zeros(group.shape, jnp.float32)
   axis, groups = shards.inside(vocab_axis), sizes.shape[0]
   here = (group - shards.first_row(axis, groups)).reshape(-1)
   mine = (here >= 0) & (here < groups)
@@ -73,71 +75,84 @@ def unshared_slot_log_prob(
   dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
   # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
   linears = _Linears(weight, bias, jnp.maximum(sizes, 1))
-  log_prob = _each_device_its_tokens(dtype, linears, tokens).reshape(group.shape)
+  log_prob = _log_prob(dtype, *shards.varying((linears, tokens))).reshape(group.shape)
   return lax.psum(log_prob, axis) if axis else log_prob
-
-
-def _each_device_its_tokens(dtype, linears: _Linears, tokens: _Tokens) -> Array:
-  """`_log_prob` of the tokens [N], each device of the automatic axes with a part of them."""
-  spread, n = shards.parts(None), tokens.slot.shape[0]
-  if not n:
-    return jnp.zeros((0,), jnp.float32)
-  if spread.count == 1:
-    return _log_prob(dtype, *shards.varying((linears, tokens)))
-
-  # Gradients are added up over the devices, where a table is marked as different on them.
-  wide = jax.tree.map(lambda x: x.astype(shards.summed_dtype(x.dtype)), linears)
-
-  def own(wide, tokens):
-    tokens = jax.tree.map(lambda x: x[0], tokens)
-    marked, tokens = shards.varying((wide, tokens), *spread.axes)
-    narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), marked, linears)
-    return _log_prob(dtype, narrow, tokens)[None]
-
-  where = P(spread.axes)
-  alone = jax.shard_map(own, in_specs=(P(), where), out_specs=where, axis_names=set(spread.axes))
-  found = jax.jit(alone)(wide, jax.tree.map(spread.split, tokens))
-  return spread.join(found, n)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_prob(dtype, linears: _Linears, tokens: _Tokens) -> Array:
-  """Log-probabilities [N]; 0 for tokens of no group here."""
+  """Log-probabilities [N] of the slots; 0 for tokens of no group."""
   return _forward(dtype, linears, tokens)[0]
 
 
 def _forward(dtype, linears, tokens):
+  forward = functools.partial(_forward_here, dtype)
+  (log_prob, log_z), _ = _each_device_its_tokens(forward, linears, tokens)
+  return log_prob, (linears, tokens, log_z)
+
+
+def _backward(dtype, saved, cotangent):
+  linears, tokens, log_z = saved
+  backward = functools.partial(_backward_here, dtype)
+  given = (tokens, log_z, cotangent)
+  d_hidden, (d_weight, d_bias) = _each_device_its_tokens(backward, linears, given)
+  narrow = lambda x, like: None if like is None else x.astype(like.dtype)
+  d_linears = _Linears(narrow(d_weight, linears.weight), narrow(d_bias, linears.bias), None)
+  return d_linears, _Tokens(narrow(d_hidden, tokens.hidden), None, None)
+
+
+_log_prob.defvjp(_forward, _backward)
+
+
+def _each_device_its_tokens(function, linears, per_token):
+  """function(linears, tree of [N, ...]) -> (tree of [N, ...], tree of sums over the tokens).
+
+  Each device of the automatic axes does a part of the tokens, and the sums are added up.
+  """
+  spread, n = shards.parts(None), jax.tree.leaves(per_token)[0].shape[0]
+  if spread.count == 1:
+    return function(linears, per_token)
+
+  def own(linears, per_token):
+    given = jax.tree.map(lambda x: x[0], per_token)
+    found, sums = function(*shards.varying((linears, given), *spread.axes))
+    return jax.tree.map(lambda x: x[None], found), lax.psum(sums, spread.axes)
+
+  where = P(spread.axes)
+  alone = jax.shard_map(
+    own, in_specs=(P(), where), out_specs=(where, P()), axis_names=set(spread.axes)
+  )
+  found, sums = jax.jit(alone)(linears, jax.tree.map(spread.split, per_token))
+  return jax.tree.map(lambda x: spread.join(x, n), found), sums
+
+
+def _forward_here(dtype, linears, tokens):
+  """Log-probabilities and log-normalisers; nothing is summed over tokens."""
   order, counts = jnp.argsort(tokens.group), _counts(linears, tokens)
   by_group = jax.tree.map(lambda x: x[order], tokens)
   scores_NS = _scores(dtype, linears, by_group, counts)
   log_z = jax.nn.logsumexp(scores_NS, axis=-1)
   picked = jnp.take_along_axis(scores_NS, by_group.slot[:, None], axis=-1)[:, 0]
   log_prob = jnp.where(_in_a_group(linears, by_group), picked - log_z, 0.0)
-  return _as_given(log_prob, order), (linears, tokens, order, counts, log_z)
+  return (_as_given(log_prob, order), _as_given(log_z, order)), None
 
 
-def _backward(dtype, saved, cotangent):
-  linears, tokens, order, counts, log_z = saved
-  by_group = jax.tree.map(lambda x: x[order], tokens)
+def _backward_here(dtype, linears, given):
+  """The cotangent of hidden, and those of weight and bias, all in float32."""
+  order, counts = jnp.argsort(given[0].group), _counts(linears, given[0])
+  by_group, log_z, cotangent = jax.tree.map(lambda x: x[order], given)
+  mine_N1 = _in_a_group(linears, by_group)[:, None]
   scores_NS = _scores(dtype, linears, by_group, counts)
   chosen_NS = jnp.arange(scores_NS.shape[1]) == by_group.slot[:, None]
-  d_NS = (chosen_NS - jnp.exp(scores_NS - log_z[:, None])) * cotangent[order][:, None]
-  present_NS = _in_a_group(linears, by_group)[:, None] & ~jnp.isneginf(scores_NS)
-  d_NS = jnp.where(present_NS, d_NS, 0.0)
-  d_hidden_ND = ragged_products.rows_times(d_NS.astype(dtype), linears.weight, counts, contracted=1)
-  d_hidden_ND = jnp.where(_in_a_group(linears, by_group)[:, None], d_hidden_ND, 0.0)
-  d_weight = ragged_products.outer(d_NS.astype(dtype), by_group.hidden.astype(dtype), counts)
+  d_NS = (chosen_NS - jnp.exp(scores_NS - log_z[:, None])) * cotangent[:, None]
+  d_NS = jnp.where(mine_N1 & ~jnp.isneginf(scores_NS), d_NS, 0.0)
+  operand_NS = d_NS.astype(dtype)
+  d_weight = ragged_products.outer(operand_NS, by_group.hidden.astype(dtype), counts)
   d_bias = None
   if linears.bias is not None:
-    d_bias = ragged_products.outer(d_NS, jnp.ones_like(d_NS[:, :1]), counts)[..., 0].astype(
-      linears.bias.dtype
-    )
-  d_linears = _Linears(d_weight.astype(linears.weight.dtype), d_bias, None)
-  d_hidden = _as_given(d_hidden_ND, order).astype(tokens.hidden.dtype)
-  return d_linears, _Tokens(d_hidden, None, None)
-
-
-_log_prob.defvjp(_forward, _backward)
+    d_bias = ragged_products.outer(d_NS, jnp.ones_like(d_NS[:, :1]), counts)[..., 0]
+  d_hidden = ragged_products.rows_times(operand_NS, linears.weight, counts, contracted=1)
+  return _as_given(jnp.where(mine_N1, d_hidden, 0.0), order), (d_weight, d_bias)
 
 
 def _counts(linears, tokens):

@@ -70,8 +70,10 @@ def _blocks(counts, n):
   """The blocks of n rows, in order; the last of a group may reach into the next group's rows."""
   rows_end, blocks = jnp.cumsum(counts), -(-counts // BLOCK)
   blocks_end = jnp.cumsum(blocks)
-  index = jnp.arange(-(-n // BLOCK) + min(n, counts.shape[0]), dtype=counts.dtype)
-  group = jnp.minimum(jnp.searchsorted(blocks_end, index, side="right"), counts.shape[0] - 1)
+  most = -(-n // BLOCK) + min(n, counts.shape[0])
+  index, group = jnp.arange(most), jnp.arange(counts.shape[0])
+  index, group, _ = shards.varying((index, group, counts))
+  group = jnp.repeat(group, blocks, total_repeat_length=most)
   start = (rows_end - counts)[group] + (index - (blocks_end - blocks)[group]) * BLOCK
   return _Blocks(blocks_end[-1], group, start, jnp.clip(rows_end[group] - start, 0, BLOCK))
 
