@@ -28,6 +28,14 @@ def init(model, length=16):
   return model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
 
 
+def moved(variables):
+  """Every parameter away from its initial zero, one or small value."""
+  leaves, tree = jax.tree.flatten(variables)
+  keys = jax.random.split(jax.random.key(5), len(leaves))
+  far = [x + 0.5 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
+  return jax.tree.unflatten(tree, far)
+
+
 @pytest.fixture
 def tokens():
   return jax.random.randint(jax.random.key(1), (3, 16), 0, 31)
@@ -40,6 +48,24 @@ def test_a_position_sees_no_later_token(tokens):
   before, after = (model.apply(variables, t) for t in (tokens, changed))
   np.testing.assert_array_equal(before[:, :9], after[:, :9])
   assert (before[:, 9:] != after[:, 9:]).any()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_change_reaches_as_far_as_the_windows_of_the_blocks_allow(remat, tokens):
+  model = decoder(window=5, layers=3, remat=remat)
+  params = moved(init(model))["params"]
+  # Of the three blocks only the second, which has the window, mixes positions.
+  only = lambda x: x * jnp.array([0, 1, 0]).reshape(3, *[1] * (x.ndim - 1))
+  out = jax.tree.map(only, params["blocks"]["attention_out"])
+  local = params["blocks"] | {"attention_out": out}
+  changed = tokens.at[:, 3].set((tokens[:, 3] + 1) % 31)
+  hidden = jax.jit(lambda params, t: model.apply({"params": params}, t, method="hidden"))
+
+  def reached(params):
+    return np.flatnonzero((hidden(params, tokens) != hidden(params, changed)).any((0, 2))).tolist()
+
+  assert reached(params | {"blocks": local}) == [3, 4, 5, 6, 7]
+  assert reached(params) == list(range(3, 16))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -106,6 +132,7 @@ def test_a_batch_shorter_than_the_context_is_fine(tokens):
   [
     ({"heads": 3}, "heads 3 do not divide dim 8"),
     ({"layers": 0}, "layers 0 make no decoder"),
+    ({"window": 0}, "window 0 hides every position from itself; give at least 1, or None for all"),
     ({"head": DenseHead(31, 9)}, "head has dim 9 in a model of dim 8"),
     ({"head": DenseHead(30, 8)}, "embedding has 31 tokens and the head 30"),
   ],
@@ -121,8 +148,11 @@ def test_a_sequence_longer_than_the_context_is_refused(tokens):
     model.apply(init(model, 15), tokens)
 
 
-def float64_hidden(params, tokens, heads):
-  """The decoder by its definition (Radford et al., 2019), in NumPy, without a library's layers."""
+def float64_hidden(params, tokens, heads, windows):
+  """The decoder by its definition (Radford et al., 2019), in NumPy, without a library's layers.
+
+  Each block's window counts the positions that it sees.
+  """
 
   def norm(x, p):
     centred = x - x.mean(-1, keepdims=True)
@@ -136,8 +166,8 @@ def float64_hidden(params, tokens, heads):
 
   length = tokens.shape[1]
   x = params["embedding"]["weight"][tokens] + params["position"][:length]
-  hidden_from_later = np.triu(np.full((length, length), -np.inf), 1)
-  for layer in range(2):
+  for layer, window in enumerate(windows):
+    past = np.tril(np.ones((length, length))) - np.tril(np.ones((length, length)), -window)
     p = jax.tree.map(lambda stacked, layer=layer: stacked[layer], params["blocks"])
     p["query_key_value"] = {
       "kernel": p["query_key_value"]["kernel"].reshape(x.shape[-1], -1),
@@ -147,7 +177,8 @@ def float64_hidden(params, tokens, heads):
     q, k, v = np.split(dense(norm(x, p["attention_norm"]), p["query_key_value"]), 3, axis=-1)
     mixed = np.zeros_like(x)
     for part in np.split(np.arange(x.shape[-1]), heads):
-      scores = q[..., part] @ k[..., part].swapaxes(1, 2) / np.sqrt(len(part)) + hidden_from_later
+      scores = q[..., part] @ k[..., part].swapaxes(1, 2) / np.sqrt(len(part))
+      scores = np.where(past == 1, scores, -np.inf)
       weight = np.exp(scores - scores.max(-1, keepdims=True))
       mixed[..., part] = weight / weight.sum(-1, keepdims=True) @ v[..., part]
     x = x + dense(mixed, p["attention_out"])
@@ -155,17 +186,14 @@ def float64_hidden(params, tokens, heads):
   return norm(x, params["final_norm"])
 
 
-def test_the_hidden_vectors_equal_an_independent_float64_decoder(tokens):
-  model = decoder()
-  variables = init(model)
-  # Every parameter away from its initial zero, one or small value.
-  leaves, tree = jax.tree.flatten(variables["params"])
-  keys = jax.random.split(jax.random.key(5), len(leaves))
-  moved = [x + 0.5 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
-  params = jax.tree.unflatten(tree, moved)
-  found = model.apply({"params": params}, tokens, method="hidden")
-  exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  np.testing.assert_allclose(found, float64_hidden(exact, np.asarray(tokens), 2), atol=2e-4)
+@pytest.mark.parametrize("window", [None, 1, 5, 99])
+def test_the_hidden_vectors_equal_an_independent_float64_decoder(window, tokens):
+  model = decoder(window=window)
+  variables = moved(init(model))
+  found = model.apply(variables, tokens, method="hidden")
+  exact = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
+  expected = float64_hidden(exact, np.asarray(tokens), 2, [99, window or 99])
+  np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
 def test_output_projections_start_smaller_by_the_depth_of_the_residual_stream():

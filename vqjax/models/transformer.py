@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from vqjax.models import causal
 from vqjax.models.base import ROWS, LanguageModel, check_heads
 from vqjax.sharding import constrain
 from vqjax.types import Dtype
@@ -19,6 +20,7 @@ class Block(nn.Module):
     dropout: probability of zeroing an entry of either branch's output.
     residual_scale: standard deviation of the branches' output projections.
     dtype: dtype of the computation; parameters are float32.
+    tiled: attend a tile of query positions at a time.
   """
 
   dim: int
@@ -26,6 +28,7 @@ class Block(nn.Module):
   dropout: float
   residual_scale: float
   dtype: Dtype
+  tiled: bool
 
   def setup(self):
     normal = nn.initializers.normal
@@ -42,21 +45,24 @@ class Block(nn.Module):
     self.drop = nn.Dropout(self.dropout)
 
   def __call__(
-    self, x_BTD: Float[Array, "B T D"], deterministic: bool
+    self, x_BTD: Float[Array, "B T D"], window: Int[Array, ""] | None, deterministic: bool
   ) -> tuple[Float[Array, "B T D"], None]:
-    """The block's output, as the carry of a scan; attention looks at earlier positions only."""
-    x_BTD = x_BTD + self.drop(self._attend(self.attention_norm(x_BTD)), deterministic)
+    """The block's output, as the carry of a scan; attention is to the last `window` positions.
+
+    None: to all positions so far.
+    """
+    x_BTD = x_BTD + self.drop(self._attend(self.attention_norm(x_BTD), window), deterministic)
     x_BTD = constrain(x_BTD, ROWS)
     inner_BTF = constrain(self.mlp_in(self.mlp_norm(x_BTD)), ("batch", None, "mlp"))
     mlp_BTD = self.mlp_out(nn.gelu(inner_BTF))
     return constrain(x_BTD + self.drop(mlp_BTD, deterministic), ROWS), None
 
-  def _attend(self, x_BTD):
+  def _attend(self, x_BTD, window):
     by_head = "batch", None, "heads", None
     parts = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
     query, key, value = (constrain(part, by_head) for part in parts)
-    mixed_BTHC = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    return self.attention_out(mixed_BTHC)
+    attend = causal.attend_in_tiles if self.tiled else causal.attend
+    return self.attention_out(attend(query, key, value, window))
 
 
 BLOCK_AXES = {
@@ -76,6 +82,10 @@ BLOCK_AXES = {
 class Transformer(LanguageModel):
   """A GPT-2-style decoder: learned positions, `layers` blocks, a final LayerNorm, and a head.
 
+  With a `window`, blocks see what GPT-Neo's do: the first, third, ... all positions so far, the
+  second, fourth, ... the last `window`. All else stays GPT-2's: GPT-Neo does not divide attention
+  scores by sqrt(head width), and its projections to queries, keys and values have no bias.
+
   The embedding and the head have a dtype of their own: give the head the decoder's too, or its
   matrix products are in float32.
 
@@ -84,8 +94,11 @@ class Transformer(LanguageModel):
     heads: attention heads of a block; they divide `dim`.
     context: longest sequence, in tokens.
     dropout: probability of zeroing an entry, after the embedding and in every block.
-    remat: recompute each block's activations in the backward pass instead of keeping them.
+    remat: recompute each block's activations in the backward pass instead of keeping them, and
+      attend a tile of query positions at a time, so that no [B, H, T, T] array is alive.
     dtype: dtype of the decoder's computation, float32 or bfloat16; parameters are float32.
+    window: how many positions, its own included, every second block attends to; None: every block
+      attends to all so far.
   """
 
   layers: int
@@ -94,24 +107,25 @@ class Transformer(LanguageModel):
   dropout: float = 0.0
   remat: bool = False
   dtype: Dtype = jnp.float32
+  window: int | None = None
 
   def setup(self):
     self._check()
     init = nn.initializers.normal(0.02)
     self.position = self.param("position", init, (self.context, self.dim), jnp.float32)
     # A scan needs no barrier against common subexpressions.
-    remat = lambda block: nn.remat(block, static_argnums=(2,), prevent_cse=False)
+    remat = lambda block: nn.remat(block, static_argnums=(3,), prevent_cse=False)
     # One block, compiled once, whatever the depth; its parameters are stacked [layers, ...].
     stacked = nn.scan(
       remat(Block) if self.remat else Block,
       variable_axes={"params": 0},
       split_rngs={"params": True, "dropout": True},
-      in_axes=nn.broadcast,
+      in_axes=(0, nn.broadcast),
       length=self.layers,
     )
     # Each block adds two branches to the residual stream: GPT-2 scales them down by the depth.
     scale = 0.02 / (2 * self.layers) ** 0.5
-    self.blocks = stacked(self.dim, self.heads, self.dropout, scale, self.dtype)
+    self.blocks = stacked(self.dim, self.heads, self.dropout, scale, self.dtype, self.remat)
     self.final_norm = nn.LayerNorm(dtype=self.dtype)
     self.drop = nn.Dropout(self.dropout)
 
@@ -122,6 +136,10 @@ class Transformer(LanguageModel):
       raise ValueError(f"dropout {self.dropout} is outside [0, 1); 0.1 is usual")
     if self.layers < 1:
       raise ValueError(f"layers {self.layers} make no decoder; give at least 1")
+    if self.window is not None and self.window < 1:
+      raise ValueError(
+        f"window {self.window} hides every position from itself; give at least 1, or None for all"
+      )
     check_heads(self.dim, self.heads)
     self.check_layers()
 
@@ -132,8 +150,15 @@ class Transformer(LanguageModel):
       raise ValueError(f"{length} tokens exceed the model's context of {self.context}")
     x_BTD = vectors.astype(self.dtype) + self.position[:length].astype(self.dtype)
     x_BTD = constrain(self.drop(x_BTD, deterministic), ROWS)
-    x_BTD, _ = self.blocks(x_BTD, deterministic)
+    x_BTD, _ = self.blocks(x_BTD, self._windows(), deterministic)
     return constrain(self.final_norm(x_BTD), ROWS)
+
+  def _windows(self):
+    """How far back each block sees, int32 [layers]; None: all do to the first position."""
+    if self.window is None:
+      return None
+    local = jnp.arange(self.layers) % 2 == 1
+    return jnp.where(local, min(self.window, self.context), self.context).astype(jnp.int32)
 
   def own_axes(self) -> dict:
     """Axes of positions, blocks and the final LayerNorm."""
