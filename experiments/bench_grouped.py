@@ -1,4 +1,4 @@
-"""What does the grouped head cost: its loss, the paper's training steps, its group sizes, its images?
+"""What does the grouped head cost: its loss, whole training steps, group sizes, drawn images?
 
 make bench-grouped
 python -m experiments.bench_grouped --json docs/results/grouped/cost.json --only loss,steps
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from experiments import benching, grouped_cost, losses
-from experiments.grouped_cost import Decoder, say
+from experiments import benching, losses
+from experiments.grouped_cost import DENSE, Decoder, say, tables_2_and_3
 from experiments.losses import Shape
 from experiments.timing import Timed, compare
 from vqjax import CodebookHead, DenseHead, GroupedHead
@@ -156,13 +156,13 @@ def _claim(asked: str, measured: float) -> dict[str, Any]:
 
 def steps(scale: Scale, budget_seconds: float) -> Iterator[dict[str, Any]]:
   """Tables 2 and 3: memory, tokens a second and multiply-accumulates of whole training steps."""
-  for found in grouped_cost.tables_2_and_3(scale.decoders, budget_seconds):
+  for found in tables_2_and_3(scale.decoders, budget_seconds):
     dim, rows = list(found.items())[-1]
     decoder = next(one for one in scale.decoders if str(one.dim) == dim)
     benching.show(
       f"training step, {_sizes(decoder)}, blocks recomputed, {device()}",
-      ("", "params", "peak GB", "of gpt-2", "without remat", "tokens/s", "GMAC a row"),
-      [_step_cells(name, row, rows["gpt-2"]) for name, row in rows.items()],
+      ("", "params", "peak GB", f"of {DENSE}", "without remat", "tokens/s", "GMAC a row"),
+      [_step_cells(name, row, rows[DENSE]) for name, row in rows.items()],
     )
     yield found
 
