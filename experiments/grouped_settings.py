@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from configs.grouped_lm import EPOCH, WINDOW, HeadOf, language_model
+from configs.grouped_shapes import CPU as CPU_PICTURES
+from configs.grouped_shapes import REDUCED, shapes_run
 from vqjax.config import Experiment, Train
-from vqjax.data import BPETokenizer, Stories, Text
+from vqjax.data import BPETokenizer, Grid, Stories, Text
 
 RUNS = "runs/grouped"
 """Folder of all runs, a folder a scale."""
@@ -154,3 +156,21 @@ SCALES = {
   for scale, settings in (("smoke", SMOKE), ("cpu", CPU), ("paper", PAPER))
 }
 """Scale -> name -> setting."""
+
+TINY_GRID = Grid(pattern=(0,), rotation=(0,), size=(2,), texture=(0,), opacity=(3,), border=(0,))
+
+PICTURES: dict[str, Make] = {
+  "smoke": functools.partial(
+    shapes_run,
+    grid=TINY_GRID,
+    steps=2,
+    train=dataclasses.replace(CPU_PICTURES, batch=4, log_every=1),
+    train_images=96,
+    held_out=8,
+    dim=8,
+    channels=(2, 2, 2),
+  ),
+  "cpu": functools.partial(shapes_run, grid=REDUCED, train=CPU_PICTURES),
+  "paper": shapes_run,
+}
+"""Scale -> (name, head of (vocab, dim)) -> a run on pictures."""

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
+from configs.grouped_shapes import dense, grouped
 from experiments import grouped_curves
 from experiments.grouped_rows import Row, rows
-from experiments.grouped_settings import SCALES, Setting
+from experiments.grouped_settings import PICTURES, RUNS, SCALES, Setting
 from experiments.study import Results, Study, Work, trained
 
 
@@ -26,7 +27,7 @@ def works(scale: str) -> list[Work]:
   found = []
   for setting in SCALES[scale].values():
     found += _of_setting(setting)
-  return found
+  return found + _pictures(scale)
 
 
 def _of_setting(s: Setting) -> Iterator[Work]:
@@ -40,6 +41,16 @@ def _trained(s: Setting, row: Row) -> Work:
   return trained(
     f"{s.name}/{row.name}", row.label, experiment, folder, grouped_curves.beside, needs
   )
+
+
+def _pictures(scale: str) -> list[Work]:
+  """The classification of pictures, dense and grouped."""
+  found = []
+  for name, label, head in (("dense", "CNN, dense", dense), ("grouped", "CNN, grouped", grouped)):
+    experiment = PICTURES[scale](f"pictures-{name}", head)
+    folder = f"{RUNS}/{scale}/pictures/{name}"
+    found.append(trained(f"pictures/{name}", label, experiment, folder, grouped_curves.beside))
+  return found
 
 
 def _render(console: Console, results: Results, scale: str) -> None:
