@@ -10,9 +10,10 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
-from configs.grouped_lm import EPOCH, WINDOW, HeadOf, language_model
+from configs.grouped_lm import EPOCH, GPT2, WINDOW, HeadOf, language_model
 from configs.grouped_shapes import CPU as CPU_PICTURES
 from configs.grouped_shapes import REDUCED, shapes_run
+from experiments.grouped_spread import SpreadTokenizer
 from vqjax.config import Experiment, Train
 from vqjax.data import BPETokenizer, Grid, Stories, Text
 
@@ -94,6 +95,9 @@ def nearest(wanted: float) -> int:
 FEW_SIZES = tuple(sorted({nearest(6 * (50_232 / 36) ** (i / 11)) for i in range(12)}))
 """A dozen of them, evenly by ratio."""
 
+WIDE = 262_144
+"""Tokens of the vocabulary over which exact decoding was asked for."""
+
 _SMOKE = functools.partial(
   language_model,
   layers=2,
@@ -112,7 +116,12 @@ SMOKE = {
     tune=Train(steps=2, batch=8, warmup=1, log_every=1, eval_every=2, save_every=2),
     window=8,
     sizes=(5, 60),
-  )
+  ),
+  "wide": Setting(
+    functools.partial(_SMOKE, tokenizer=SpreadTokenizer(BPETokenizer(vocab=300), 1000)),
+    16,
+    ("grouped",),
+  ),
 }
 
 _CPU = functools.partial(language_model, context=128, data=Stories(most=100))
@@ -137,6 +146,9 @@ CPU = {
   "lm-128": Setting(functools.partial(_CPU, train=SHORT), 128, EVERY, TUNE, window=64),
   "lm-64": Setting(functools.partial(_CPU, train=SHORT), 64, (*TABLE, "shuffled"), window=64),
   "sizes": Setting(functools.partial(_CPU, train=SHORTER, layers=4, heads=2), 64, sizes=FEW_SIZES),
+  "wide": Setting(
+    functools.partial(_CPU, train=SHORT, tokenizer=SpreadTokenizer(GPT2, WIDE)), 128, ("grouped",)
+  ),
 }
 
 _HALF = dataclasses.replace(EPOCH, steps=EPOCH.steps // 2)
@@ -149,6 +161,9 @@ PAPER = {
   "sizes": Setting(
     functools.partial(language_model, train=_HALF, layers=4, heads=2), 64, sizes=PAPER_SIZES
   ),
+  "wide": Setting(
+    functools.partial(language_model, tokenizer=SpreadTokenizer(GPT2, WIDE)), 128, ("grouped",)
+  ),
 }
 
 SCALES = {
@@ -156,6 +171,9 @@ SCALES = {
   for scale, settings in (("smoke", SMOKE), ("cpu", CPU), ("paper", PAPER))
 }
 """Scale -> name -> setting."""
+
+TOP = {"smoke": ("tiny-16", "wide"), "cpu": ("lm-128", "wide"), "paper": ("lm-128", "wide")}
+"""Scale -> settings whose grouped row is asked for its best tokens."""
 
 TINY_GRID = Grid(pattern=(0,), rotation=(0,), size=(2,), texture=(0,), opacity=(3,), border=(0,))
 

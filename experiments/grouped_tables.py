@@ -10,16 +10,18 @@ A run that was stopped goes on; each result is copied to docs/results/grouped/SC
 that the page is made of.
 """
 
+import functools
+import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from configs.grouped_shapes import dense, grouped
-from experiments import grouped_curves
+from experiments import grouped_curves, grouped_top
 from experiments.grouped_rows import Row, rows
-from experiments.grouped_settings import PICTURES, RUNS, SCALES, Setting
-from experiments.study import Results, Study, Work, trained
+from experiments.grouped_settings import PICTURES, RUNS, SCALES, TOP, Setting
+from experiments.study import Results, Study, Work, derived, trained
 
 
 def works(scale: str) -> list[Work]:
@@ -27,7 +29,7 @@ def works(scale: str) -> list[Work]:
   found = []
   for setting in SCALES[scale].values():
     found += _of_setting(setting)
-  return found + _pictures(scale)
+  return found + _pictures(scale) + _top(scale)
 
 
 def _of_setting(s: Setting) -> Iterator[Work]:
@@ -50,6 +52,20 @@ def _pictures(scale: str) -> list[Work]:
     experiment = PICTURES[scale](f"pictures-{name}", head)
     folder = f"{RUNS}/{scale}/pictures/{name}"
     found.append(trained(f"pictures/{name}", label, experiment, folder, grouped_curves.beside))
+  return found
+
+
+def _top(scale: str) -> list[Work]:
+  """Exact decoding: the time of the best tokens of trained grouped heads."""
+  found = []
+  for name in TOP[scale]:
+    s = SCALES[scale][name]
+    row = next(row for row in rows(s) if row.name == "grouped")
+    source, folder = _trained(s, row), pathlib.Path(s.path("grouped"))
+    measure = functools.partial(grouped_top.measure, row.make(s), folder)
+    settings = {"k": grouped_top.K, "positions": grouped_top.POSITIONS}
+    label = f"the {grouped_top.K} best tokens"
+    found.append(derived(f"top/{name}", label, source, settings, measure))
   return found
 
 
