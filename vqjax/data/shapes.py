@@ -43,17 +43,14 @@ SIDE = 100
 RADIUS = np.array([11.0, 17.0, 24.0, 32.0, 41.0], np.float32)
 """Distance from the centre to the corners for each size, in pixels."""
 
-COLOURS = (
-  np.array(
-    [
-      *((230, 25, 25), (0, 120, 20), (30, 60, 220), (250, 220, 20), (110, 20, 140), (255, 140, 0)),
-      *((255, 170, 190), (130, 75, 30), (40, 220, 240), (255, 30, 220), (120, 240, 40)),
-      (0, 125, 130),
-    ],
-    np.float32,
-  )
-  / 255
-)
+COLOURS = np.array(
+  [
+    *((230, 25, 25), (0, 120, 20), (30, 60, 220), (250, 220, 20)),
+    *((110, 20, 140), (255, 140, 0), (255, 170, 190), (130, 75, 30)),
+    *((40, 220, 240), (255, 30, 220), (120, 240, 40), (0, 125, 130)),
+  ],
+  np.float32,
+) / np.float32(255)
 """Red, green and blue of each colour, in [0, 1]."""
 
 PERIOD = 8.0
@@ -118,7 +115,7 @@ def render(class_index: Integer[Array, "*B"], key: PRNGKeyArray) -> Float[Array,
 
 
 def draw(inputs: Integer[Array, "*B 2"]) -> Float[Array, "*B 100 100 3"]:
-  """Pictures by (class index, number of the drawing), of which the key is made: `ConvNet.images`."""
+  """Pictures by (class index, number of the drawing), which make the key: `ConvNet.images`."""
   class_index, number = inputs[..., 0], inputs[..., 1]
   # Named, so that a picture does not depend on jax's settings.
   first = jax.random.key(0, impl="threefry2x32")

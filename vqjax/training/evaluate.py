@@ -43,7 +43,7 @@ class Score(NamedTuple):
 
 
 Sums = dict[str, jax.Array]
-"""Over the targets of a batch: "nats", -log p; "targets", how many; HITS and a name, how many hit."""
+"""Over the targets of a batch: "nats", -log p; "targets", how many; HITS + a name, how many hit."""
 
 HITS = "hits/"
 
