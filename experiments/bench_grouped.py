@@ -15,12 +15,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from experiments import benching, losses
-from experiments.grouped_cost import DENSE, Decoder, say, tables_2_and_3
+from experiments import benching, grouped_images, grouped_loss, grouped_sizes
+from experiments.grouped_cost import DENSE, Decoder, tables_2_and_3
+from experiments.grouped_images import Pictures
 from experiments.losses import Shape
-from experiments.timing import Timed, compare
-from vqjax import CodebookHead, DenseHead, GroupedHead
-from vqjax.heads.workload import loss_and_gradient
 from vqjax.training.provenance import device, provenance
 
 
@@ -31,12 +29,18 @@ class Scale(NamedTuple):
     loss: of one loss and its gradient.
     codes: of its codebook.
     decoders: those of Tables 2 and 3.
+    ablation: that of Figure 3.
+    sizes: its group sizes.
+    pictures: the network for pictures.
     rounds: timings that a median is of.
   """
 
   loss: Shape
   codes: int
   decoders: tuple[Decoder, ...]
+  ablation: Decoder
+  sizes: tuple[int, ...]
+  pictures: Pictures
   rounds: int
 
 
@@ -44,12 +48,19 @@ FULL = Scale(
   loss=Shape(4096, 256, 50_257),
   codes=1024,
   decoders=tuple(Decoder(dim) for dim in (128, 256, 1024, 2048)),
+  ablation=Decoder(64, layers=4, heads=2, vocab=50_258),
+  sizes=tuple(grouped_sizes.paper_sizes()),
+  pictures=Pictures(),
   rounds=5,
 )
+TINY = Decoder(8, layers=1, heads=2, vocab=509, batch=2, context=8)
 QUICK = Scale(
   loss=Shape(32, 16, 509),
   codes=16,
-  decoders=(Decoder(8, layers=1, heads=2, vocab=509, batch=2, context=8),),
+  decoders=(TINY,),
+  ablation=TINY,
+  sizes=(7, 23, 300),
+  pictures=Pictures(classes=509, dim=8, channels=(2,), batch=2),
   rounds=1,
 )
 BUDGET_SECONDS = 900.0
@@ -71,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   figures = _before(options.json)
   for name in options.only:
     for found in PARTS[name](scale, options.budget_seconds):
-      figures[name] = found
+      figures |= found
       origin = provenance() | {"quick": options.quick}
       figures["provenance"] = figures.get("provenance", {}) | {name: origin}
       benching.write(options.json, figures)
@@ -89,69 +100,31 @@ def _before(file: pathlib.Path | None) -> dict[str, Any]:
   return json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
 
 
-MATERIALISED, TILED, GROUPED = "materialised", "tiled", "grouped"
-
-
 def loss(scale: Scale, _: float) -> Iterator[dict[str, Any]]:
-  """Loss and gradient in the hidden vectors and all of a head's parameters, float32."""
-  shape = scale.loss
-  heads = {
-    TILED: DenseHead(shape.vocab, shape.dim),
-    GROUPED: GroupedHead(shape.vocab, shape.dim),
-    "codebook": CodebookHead(shape.vocab, shape.dim, scale.codes),
-  }
-  programs = {MATERIALISED: (losses.gradient(losses.materialised_loss), losses.arrays(shape))}
-  programs |= {name: loss_and_gradient(head, shape.tokens) for name, head in heads.items()}
-  say(f"timing loss and gradient, {shape}")
-  timed = compare(programs, scale.rounds)
-  rows = {name: _beside(one, timed) for name, one in timed.items()}
+  """Loss and gradient alone."""
+  found = grouped_loss.costs(scale.loss, scale.codes, scale.rounds)
   benching.show(
-    f"loss and gradient, {shape} float32, {device()}",
+    f"loss and gradient, {scale.loss} float32, {device()}",
     ("", "ms", "faster than materialised", "faster than tiled", "temp MiB", "temp smaller"),
-    [_loss_cells(name, row) for name, row in rows.items()],
+    [_loss_cells(name, row) for name, row in found["rows"].items()],
   )
-  claims = _claims(rows)
   benching.show(
-    "what was asked of the grouped head",
+    "asked of the grouped head, in times",
     ("", "asked", "measured"),
-    [[name, one["asked"], f"{one['measured']:.3g}"] for name, one in claims.items()],
+    [[name, one["asked"], f"{one['measured']:.3g}"] for name, one in found["claims"].items()],
   )
-  yield {"shape": shape._asdict(), "codes": scale.codes, "rows": rows, "claims": claims}
-
-
-def _beside(one: Timed, timed: dict[str, Timed]) -> dict[str, float]:
-  full = timed[MATERIALISED]
-  return {
-    "seconds": one.seconds,
-    "faster_than_materialised": full.seconds / one.seconds,
-    "faster_than_tiled": timed[TILED].seconds / one.seconds,
-    "temp_bytes": one.temp_bytes,
-    "temp_smaller": full.temp_bytes / max(one.temp_bytes, 1),
-  }
+  yield {"loss": found}
 
 
 def _loss_cells(name: str, row: dict[str, float]) -> list[str]:
-  speeds = row["faster_than_materialised"], row["faster_than_tiled"]
   return [
     name,
     f"{row['seconds'] * 1e3:.1f}",
-    *(f"{speed:.3g}x" for speed in speeds),
+    f"{row['faster_than_materialised']:.3g}",
+    f"{row['faster_than_tiled']:.3g}",
     benching.mib(row["temp_bytes"]),
-    f"{row['temp_smaller']:.3g}x",
+    f"{row['temp_smaller']:.3g}",
   ]
-
-
-def _claims(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
-  own = rows[GROUPED]
-  return {
-    "faster than materialised": _claim("at least 30", own["faster_than_materialised"]),
-    "faster than tiled": _claim("at least 15", own["faster_than_tiled"]),
-    "temporaries smaller than materialised": _claim("at least 40", own["temp_smaller"]),
-  }
-
-
-def _claim(asked: str, measured: float) -> dict[str, Any]:
-  return {"asked": asked, "measured": measured}
 
 
 def steps(scale: Scale, budget_seconds: float) -> Iterator[dict[str, Any]]:
@@ -164,7 +137,7 @@ def steps(scale: Scale, budget_seconds: float) -> Iterator[dict[str, Any]]:
       ("", "params", "peak GB", f"of {DENSE}", "without remat", "tokens/s", "GMAC a row"),
       [_step_cells(name, row, rows[DENSE]) for name, row in rows.items()],
     )
-    yield found
+    yield {"steps": found}
 
 
 def _sizes(decoder: Decoder) -> str:
@@ -190,8 +163,44 @@ def _step_cells(name: str, row: dict[str, Any], dense: dict[str, Any]) -> list[s
   ]
 
 
-Part = Callable[[Scale, float], Iterator[Any]]
-PARTS: dict[str, Part] = {"loss": loss, "steps": steps}
+def sizes(scale: Scale, _: float) -> Iterator[dict[str, Any]]:
+  """Figure 3: memory by the size of a group."""
+  decoder, rows = scale.ablation, []
+  for size in scale.sizes:
+    rows.append(grouped_sizes.memory_at(decoder, size))
+    yield {"sizes": rows}
+  benching.show(
+    f"memory by group size, {_sizes(decoder)}, blocks recomputed",
+    ("tokens a group", "groups", "step, peak MiB", "head alone, temp MiB"),
+    [_size_cells(row) for row in rows],
+  )
+  found = grouped_sizes.least(decoder.vocab, rows)
+  for of in ("step", "head"):
+    first, last = found[of]["near"]
+    benching.say(f"{of}: least at {found[of]['size']}, within 2 % of it at {first} to {last}")
+  benching.say(f"sqrt V = {found['sqrt']}")
+  yield {"least": found}
+
+
+def _size_cells(row: dict[str, int]) -> list[str]:
+  memory = row["peak_bytes"], row["head_temp_bytes"]
+  return [str(row["size"]), str(row["groups"]), *map(benching.mib, memory)]
+
+
+def images(scale: Scale, _: float) -> Iterator[dict[str, Any]]:
+  """Section 3.2: what drawing costs beside learning."""
+  found = grouped_images.costs(scale.pictures)
+  benching.show(
+    f"a batch of {found['batch']} pictures of {found['classes']:,} classes, {device()}",
+    ("", "ms"),
+    [[name, f"{1e3 * seconds:.1f}"] for name, seconds in found["seconds"].items()],
+  )
+  benching.say(f"drawing takes {found['draw_of_step']:.3f} of the step; at most 0.2 was asked")
+  yield {"images": found}
+
+
+Part = Callable[[Scale, float], Iterator[dict[str, Any]]]
+PARTS: dict[str, Part] = {"loss": loss, "steps": steps, "sizes": sizes, "images": images}
 
 
 if __name__ == "__main__":

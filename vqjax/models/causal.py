@@ -12,9 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.ops import shards
-
-MOST_WEIGHTS = 2**22
-"""Attention weights of a tile on one device: 16 MiB in float32, of which a few are alive."""
+from vqjax.ops.tiles import most_scores
 
 
 def attend(
@@ -39,7 +37,7 @@ def attend_in_tiles(
 ) -> Float[Array, "B T H C"]:
   """`attend`, to rounding, a tile of query positions after another."""
   batch, length, heads, width = query.shape
-  size = tile_size(batch, length, heads, shards.devices())
+  size = tile_size(query.shape, most_scores() * shards.devices())
   tiles = math.ceil(length / size)
   reach = jnp.int32(length) if window is None else window
 
@@ -56,10 +54,15 @@ def attend_in_tiles(
   return jnp.moveaxis(mixed_NBtHC, 0, 1).reshape(batch, -1, heads, width)[:, :length]
 
 
-def tile_size(batch: int, length: int, heads: int, devices: int) -> int:
-  """Query positions of a tile: equal parts of the sequence, of at most `MOST_WEIGHTS` weights."""
-  most = max(1, MOST_WEIGHTS * devices // (batch * heads * length))
-  return math.ceil(length / math.ceil(length / most))
+def tile_size(shape: tuple[int, int, int, int], most: int) -> int:
+  """Query positions of a tile, for queries [B, T, H, C]: of at most `most` weights, and at least C.
+
+  The weights of C queries are as many numbers as the keys, so that less would save little. Tiles
+  are equal parts of the sequence, the last one filled up.
+  """
+  batch, length, heads, width = shape
+  wanted = max(width, most // max(1, batch * heads * length))
+  return math.ceil(length / math.ceil(length / wanted))
 
 
 def seen(position: Int[Array, "Q"], length: int, window: Int[Array, ""]) -> Bool[Array, "Q T"]:

@@ -136,22 +136,3 @@ def slot_log_prob(
   found = log_prob_in_group(scores, jnp.maximum(sizes[here], 1), slot)
   log_prob = jnp.where(mine, found, 0.0)
   return lax.psum(log_prob, axis) if axis else log_prob
-
-
-def unshared_slot_log_prob(hidden, weight, bias, sizes, group, slot, dtype=None, vocab_axis=None):
-  """Stands in for the op of the same name in vqjax.ops.ragged."""
-  axis = shards.inside(vocab_axis)
-  here = group - shards.first_row(axis, sizes.shape[0])
-  mine = (here >= 0) & (here < sizes.shape[0])
-  here = jnp.where(mine, here, 0)
-  dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
-  scores = jnp.einsum(
-    "...d,...sd->...s",
-    hidden.astype(dtype),
-    weight[here].astype(dtype),
-    preferred_element_type=jnp.float32,
-  )
-  scores = scores if bias is None else scores + bias[here]
-  found = log_prob_in_group(scores, jnp.maximum(sizes[here], 1), slot)
-  log_prob = jnp.where(mine, found, 0.0)
-  return lax.psum(log_prob, axis) if axis else log_prob
