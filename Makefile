@@ -1,10 +1,10 @@
-# What can I run here?  make demo | test | lint | bench | bench-vq | bench-dpq | bench-gpu | install | smoke | clean
+# What can I run here?  make demo | test | lint | bench | bench-vq | bench-dpq | bench-grouped | bench-gpu | install | smoke | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint bench bench-vq bench-dpq bench-gpu smoke clean
+.PHONY: install demo test lint bench bench-vq bench-dpq bench-grouped bench-gpu smoke clean
 
 install: $(STAMP)
 
@@ -43,6 +43,10 @@ bench-vq: $(STAMP)
 # On two cores a quarter of an hour, alone on the machine.
 bench-dpq: $(STAMP)
 	$(PY) -m experiments.bench_dpq
+
+# On two cores half an hour, alone on the machine; on a GPU with more widths timed.
+bench-grouped: $(STAMP)
+	$(PY) -m experiments.bench_grouped $(ARGS)
 
 # On any machine with a GPU, jax for it, flax and jaxtyping; nothing of this repository installed:
 # make bench-gpu PY=python3 ARGS="--json gpu.json"

@@ -8,7 +8,6 @@ import pathlib
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +21,14 @@ from experiments.apart import apart
 from experiments.dpq_rows import centroids, full, softmax
 from experiments.dpq_setting import Codes, Setting
 from experiments.process import measured
-from experiments.timing import compare, temp_bytes
+from experiments.stepping import Stepping
+from experiments.timing import compare
 from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.config import with_vocab
 from vqjax.data import PennTreebank
 from vqjax.embeddings.compact_file import open_compact
 from vqjax.ops import packing
-from vqjax.training import learning_rate, make_step, optimizer
 from vqjax.training.provenance import device, provenance
-from vqjax.training.state import state_maker
 
 V = 10_000
 
@@ -77,10 +75,10 @@ def training(body: Body, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) 
   makers = {f"SX {codes}": softmax(codes) for codes in choices}
   makers |= {f"VQ {codes}": centroids(codes) for codes in choices}
   setting = _setting(body)
-  rows, dense = {}, Stepping(setting, full, vocab)
+  rows, dense = {}, _step(setting, full, vocab)
   for name, make in makers.items():
     print(f"measuring {name}", file=sys.stderr)
-    rows[name] = _beside(dense, Stepping(setting, make, vocab))
+    rows[name] = _beside(dense, _step(setting, make, vocab))
   benching.show(
     f"training step of the LSTM of width {body.dim}, V={vocab:,}, {body.unroll * 20} tokens,"
     f" float32, {device()}",
@@ -98,32 +96,10 @@ def _setting(body: Body) -> Setting:
   return Setting(make, body.dim, body.begin, (), none, none, weight=body.weight)
 
 
-class Stepping:
-  """A training run of random tokens: each call is a step, compiled as a run's is.
-
-  Attributes:
-    temp_bytes: the compiler's account of a step's temporaries; the state is updated in place.
-  """
-
-  def __init__(self, setting: Setting, make: Callable[[Setting], Embedding], vocab: int):
-    experiment = with_vocab(setting.make("", make(setting), 0), vocab)
-    model, train = experiment.model, experiment.train
-    shapes = experiment.loader.shapes(train.batch, model.context)
-    rule = optimizer(train)
-    self._state = jax.jit(state_maker(model, rule, shapes))(jax.random.key(0))
-    rows = jax.random.randint(jax.random.key(2), (2, train.batch, model.context), 0, vocab)
-    reset = jnp.zeros(train.batch, bool)
-    self._batch = {"inputs": rows[0], "targets": rows[1], "reset": reset}
-    step = make_step(model, rule, learning_rate(train), jax.random.key(1))
-    self._step = step.lower(self._state, self._batch).compile()
-    self.temp_bytes = temp_bytes(self._step)
-    self()
-
-  def __call__(self) -> float:
-    """Seconds of a step."""
-    start = time.perf_counter()
-    self._state, _ = jax.block_until_ready(self._step(self._state, self._batch))
-    return time.perf_counter() - start
+def _step(setting: Setting, make: Callable[[Setting], Embedding], vocab: int) -> Stepping:
+  step = Stepping(with_vocab(setting.make("", make(setting), 0), vocab))
+  step()
+  return step
 
 
 ROUNDS = 7

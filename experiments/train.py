@@ -96,8 +96,8 @@ def _told(score: Mapping[str, float]) -> str:
   parts = [f"{score['nats_per_token']:.4f} nats/token", f"perplexity {score['perplexity']:.2f}"]
   if "bits_per_byte" in score:
     parts.append(f"{score['bits_per_byte']:.4f} bits/byte")
-  if "accuracy" in score:
-    parts.append(f"accuracy {100 * score['accuracy']:.2f} %")
+  rates = [name for name in score if name.endswith("accuracy")]
+  parts += [f"{name.replace('_', ' of ')} {100 * score[name]:.2f} %" for name in rates]
   return f"{', '.join(parts)} over {score['tokens']:,} tokens"
 
 

@@ -29,6 +29,7 @@ from vqjax.heads import (
   SampledSoftmaxHead,
   UnigramBias,
   UnigramProposal,
+  UnsharedGroupedHead,
 )
 from vqjax.ops.distillation import SoftTargetLoss, linear_soft_target_loss
 from vqjax.ops.softmax import (
@@ -85,6 +86,7 @@ __all__ = [
   "SoftmaxQuantizer",
   "UnigramBias",
   "UnigramProposal",
+  "UnsharedGroupedHead",
   "linear_cross_entropy",
   "linear_log_prob",
   "linear_soft_target_loss",

@@ -334,11 +334,11 @@ class TestBadInput:
     with pytest.raises(ValueError, match=f"distillation weight {weight} is negative or not finite"):
       begun(convert.compress(*dense, codes=5, distillation=weight))
 
-  def test_a_student_that_scores_no_rows_is_refused(self, dense):
-    head = AdaptiveHead(V, D, (20,))
-    wrong = converted(*dense, head, convert.ToLowRank(), name="x", distillation=1.0)
-    with pytest.raises(TypeError, match="the student's head is a AdaptiveHead, which scores no"):
-      begun(wrong)
+  def test_a_teacher_that_scores_no_rows_is_refused(self, dense):
+    model = convert.Distilled(dense[0].model, dense[0].model.clone(head=AdaptiveHead(9, D, (5,))))
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(TypeError, match="the teacher's head is a AdaptiveHead, which scores no"):
+      model.init(jax.random.key(0), tokens)
 
   @pytest.mark.parametrize(
     ("head", "start", "message"),

@@ -1,4 +1,4 @@
-"""Does the grouped head keep the contract at any number of groups?"""
+"""Do the grouped heads keep the contract at any number, sizes and order of groups?"""
 
 from typing import ClassVar
 
@@ -9,32 +9,87 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract, OneDeviceContract
-from vqjax import GroupedHead
+from vqjax import GroupedHead, UnsharedGroupedHead
+
+
+def uneven(vocab):
+  """Groups of 1, 5, 11, 3, 5, ... hundredths of the vocabulary; the first is one token alone."""
+  sizes, unit = [1], max(1, vocab // 100)
+  while (rest := vocab - sum(sizes)) > 0:
+    sizes.append(min(rest, unit * (5, 11, 3)[len(sizes) % 3]))
+  return tuple(sizes)
+
+
+def shuffled(key, shape, dtype):
+  """Tokens in an order of their own."""
+  return jax.random.permutation(key, shape[0]).astype(dtype)
+
+
+def log_groups(head, variables, hidden):
+  """float64 log-probabilities of the groups."""
+  params = variables["params"]
+  scores = hidden @ params["group_weight"].T + params.get("group_bias", 0.0)
+  return reference.log_softmax(scores)
+
+
+def by_token(head, variables, parts):
+  """Log-probabilities in the order of the places, put in that of the tokens."""
+  at_place = np.concatenate(parts, axis=-1)
+  order = variables.get("codes", {}).get("order", np.arange(head.vocab))
+  found = np.empty_like(at_place)
+  found[..., order] = at_place
+  return found
+
+
+def group_sizes(head, groups):
+  if head.sizes is not None:
+    return head.sizes
+  return [head.vocab * (g + 1) // groups - head.vocab * g // groups for g in range(groups)]
 
 
 class TestGroupedHead(HeadContract):
   cases: ClassVar = {
     "default": GroupedHead,
-    "bias": lambda v, d: GroupedHead(v, d, use_bias=True),
     "a group each": lambda v, d: GroupedHead(v, d, groups=v),
     "ragged": lambda v, d: GroupedHead(v, d, groups=7, use_bias=True),
+    "in an order": lambda v, d: GroupedHead(
+      v, d, sizes=uneven(v), order_init=shuffled, use_bias=True
+    ),
   }
-  mesh_cases: ClassVar = ("default", "ragged")
+  mesh_cases: ClassVar = ("in an order",)
 
   def reference_logits(self, head, variables, hidden):
     """Section 2.3.2, group by group."""
     params = variables["params"]
-    groups = params["group_weight"].shape[0]
-    log_group = reference.log_softmax(
-      hidden @ params["group_weight"].T + params.get("group_bias", 0.0)
-    )
+    log_group = log_groups(head, variables, hidden)
     shared = hidden @ params["slot_weight"].T + params.get("slot_bias", 0.0)
     parts = []
-    for g in range(groups):
-      size = head.vocab * (g + 1) // groups - head.vocab * g // groups
+    for g, size in enumerate(group_sizes(head, log_group.shape[-1])):
       scores = (shared * params["scale"][g] + params["shift"][g])[..., :size]
       parts.append(log_group[..., g : g + 1] + reference.log_softmax(scores))
-    return np.concatenate(parts, axis=-1)
+    return by_token(head, variables, parts)
+
+
+class TestUnsharedGroupedHead(HeadContract):
+  cases: ClassVar = {
+    "default": UnsharedGroupedHead,
+    "in an order": lambda v, d: UnsharedGroupedHead(
+      v, d, sizes=uneven(v), order_init=shuffled, use_bias=True
+    ),
+  }
+  mesh_cases: ClassVar = ("in an order",)
+
+  def reference_logits(self, head, variables, hidden):
+    """Figure 4: a linear for each group."""
+    params = variables["params"]
+    log_group = log_groups(head, variables, hidden)
+    parts = []
+    for g, size in enumerate(group_sizes(head, log_group.shape[-1])):
+      scores = hidden @ params["slot_weight"][g, :size].T
+      if head.use_bias:
+        scores = scores + params["slot_bias"][g, :size]
+      parts.append(log_group[..., g : g + 1] + reference.log_softmax(scores))
+    return by_token(head, variables, parts)
 
 
 class TestOneGroup(OneDeviceContract):

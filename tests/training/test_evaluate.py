@@ -28,7 +28,7 @@ def test_absent_targets_do_not_count_and_the_units_agree():
   nats = -log_prob[mask[:5]]
   assert score.tokens == 18
   assert score.text_bytes == 77
-  assert score.accuracy is None
+  assert score.rates == {}
   np.testing.assert_allclose(score.nats_per_token, nats.mean(), rtol=1e-6)
   np.testing.assert_allclose(score.perplexity, math.exp(nats.mean()), rtol=1e-5)
   np.testing.assert_allclose(score.bits_per_byte, nats.sum() / math.log(2) / 77, rtol=1e-6)

@@ -91,8 +91,9 @@ class Experiment:
   Attributes:
     name: what tables and run folders call it.
     model: an unbound Flax module; its `vocab` fields may be `FROM_TOKENIZER`.
-    data: the source of the text.
-    tokenizer: turns the text into tokens, and says how many different ones there are.
+    data: the source of the text, or `data.Prepared`, which needs no tokenizer.
+    tokenizer: turns the text into tokens, and says how many different ones there are; None beside
+      data that are no text.
     loader: cuts the tokens into batches.
     train: optimisation and bookkeeping.
     seed: of initialisation, dropout and the order of the data.

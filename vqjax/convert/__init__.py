@@ -2,6 +2,7 @@
 
 from vqjax.convert.compress import CODEBOOK, FULL, HEAD, compress, converted
 from vqjax.convert.distilled import Distilled, FromTeacher
+from vqjax.convert.grouped import Regrouped, ToGrouped
 from vqjax.convert.mappings import (
   Balanced,
   Brown,
@@ -12,6 +13,7 @@ from vqjax.convert.mappings import (
   Known,
   Mapping,
 )
+from vqjax.convert.orders import ByClusters, ByFrequency, Shuffled, in_order
 from vqjax.convert.shared import to_head
 from vqjax.convert.starts import FromDense, FromStudent, Frozen, Mapped, MappedProduct
 from vqjax.convert.tables import ClusteredCentroids, Codes, FromTable, Guide, clustered
@@ -30,6 +32,8 @@ __all__ = [
   "HEAD",
   "Balanced",
   "Brown",
+  "ByClusters",
+  "ByFrequency",
   "ClusteredCentroids",
   "Codes",
   "ContextKMeans",
@@ -47,7 +51,10 @@ __all__ = [
   "Mapped",
   "MappedProduct",
   "Mapping",
+  "Regrouped",
+  "Shuffled",
   "ToCodebook",
+  "ToGrouped",
   "ToLearnedCodebook",
   "ToLearnedProduct",
   "ToLowRank",
@@ -56,5 +63,6 @@ __all__ = [
   "clustered",
   "compress",
   "converted",
+  "in_order",
   "to_head",
 ]

@@ -60,11 +60,6 @@ def compress(
   Raises:
     ValueError: the dense head caps its scores, which a codebook head does not.
   """
-  if (softcap := getattr(dense.model.head, "softcap", None)) is not None:
-    raise ValueError(
-      f"the dense head has softcap {softcap}, and a CodebookHead none; convert.converted takes a"
-      " head that has one, such as a ResidualCodebookHead or a ProductHead"
-    )
   shape = dense.model.head.vocab, dense.model.embedding.dim, codes
   head = CodebookHead(
     *shape,
@@ -104,7 +99,11 @@ def converted(
   """As `compress`, for any head and the target that gives it its variables.
 
   A tied head brings the embedding that it is tied to.
+
+  Raises:
+    ValueError: the dense head caps its scores, and this head does not.
   """
+  _check_cap(dense.model.head, head)
   train = train or _fine_tuning(dense.train)
   # A copy of the embedding: shared with the teacher it would be one set of parameters.
   embedding = getattr(head, "embedding", None) or dense.model.embedding.clone()
@@ -118,6 +117,15 @@ def converted(
   return dataclasses.replace(
     dense, name=name, model=model, train=dataclasses.replace(train, trained=scope), start=start
   )
+
+
+def _check_cap(dense: Head, head: Head) -> None:
+  softcap = getattr(dense, "softcap", None)
+  if softcap is not None and not hasattr(head, "softcap"):
+    raise ValueError(
+      f"the dense head has softcap {softcap}, and a {type(head).__name__} none; convert.converted"
+      " takes a head that has one, such as a ResidualCodebookHead or a ProductHead"
+    )
 
 
 def _fine_tuning(train: Train) -> Train:

@@ -1,6 +1,7 @@
 """How does a compressed model learn from the dense one it was made of?"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from vqjax.convert.starts import dense_rows
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.models import Transformer
-from vqjax.ops.distillation import linear_soft_target_loss
+from vqjax.ops.block_distillation import block_soft_target_loss
+from vqjax.ops.distillation import SoftTargetLoss, linear_soft_target_loss
 from vqjax.ops.vocabulary import mean_over_known
 from vqjax.training.saved import check_tokenizer, read_variables
 from vqjax.training.text import Text
@@ -27,14 +29,14 @@ class Distilled(nn.Module):
   measured; train it with `Train(trained=("student",))`.
 
   Attributes:
-    student: a model whose head is linear (`LinearHead` or `CodebookHead`).
-    teacher: a dense model.
+    student: a model with any head that scores its vocabulary in blocks.
+    teacher: a model whose head is linear (`LinearHead` or `CodebookHead`).
     weight: coefficient of the term.
     temperature: divides the scores of both.
 
   Raises:
     ValueError: when it is initialised or applied: a weight that is negative or not finite.
-    TypeError: likewise: a student or a teacher whose head is not linear.
+    TypeError: likewise: a teacher whose head is not linear, a student's that has no blocks.
   """
 
   student: Transformer
@@ -47,13 +49,11 @@ class Distilled(nn.Module):
       raise ValueError(
         f"distillation weight {self.weight} is negative or not finite; 1 is usual, 0 for no teacher"
       )
-    for role in ("student", "teacher"):
-      head = getattr(self, role).head
-      if not hasattr(type(head), "linear"):
-        raise TypeError(
-          f"the {role}'s head is a {type(head).__name__}, which scores no rows; distil between a"
-          " LinearHead or a CodebookHead and another"
-        )
+    if not _is_linear(self.teacher.head):
+      raise TypeError(
+        f"the teacher's head is a {type(self.teacher.head).__name__}, which scores no rows; distil"
+        " from a LinearHead or a CodebookHead"
+      )
 
   @property
   def embedding(self) -> Embedding:
@@ -89,17 +89,28 @@ class Distilled(nn.Module):
     hidden, terms = self.student.hidden_and_terms(tokens, deterministic)
     log_prob, of_head = self.student.head_terms(hidden, targets)
     teacher_hidden = jax.lax.stop_gradient(self.teacher.hidden(tokens))
-    weight, bias = self.student.head.linear()
-    teacher_weight, teacher_bias = jax.lax.stop_gradient(self.teacher.head.linear())
-    found = linear_soft_target_loss(
-      *(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias),
-      temperature=self.temperature,
-      softcap=getattr(self.student.head, "softcap", None),
-      teacher_softcap=getattr(self.teacher.head, "softcap", None),
-      vocab_axis=self.student.head.vocab_axis,
-    )
+    found = self._soft_target_loss(hidden, teacher_hidden)
     kl = mean_over_known(found.kl, targets, self.student.head.vocab)
     return log_prob, terms | of_head | {"distillation": self.weight * self.temperature**2 * kl}
+
+  def _soft_target_loss(self, hidden, teacher_hidden) -> SoftTargetLoss:
+    """By tiles of rows where the student's head has rows, else by the blocks that it scores."""
+    head, teacher = self.student.head, self.teacher.head
+    options = {
+      "temperature": self.temperature,
+      "teacher_softcap": getattr(teacher, "softcap", None),
+    }
+    rows, bias = jax.lax.stop_gradient(teacher.linear())
+    if _is_linear(head):
+      weight, own_bias = head.linear()
+      return linear_soft_target_loss(
+        *(hidden, weight, teacher_hidden, rows, own_bias, bias),
+        softcap=getattr(head, "softcap", None),
+        vocab_axis=head.vocab_axis,
+        **options,
+      )
+    by_blocks = functools.partial(block_soft_target_loss, **options)
+    return head.over_blocks(by_blocks, hidden, teacher_hidden, rows, bias)
 
   def logical_axes(self) -> dict:
     """Those of both, under their names."""
@@ -108,6 +119,10 @@ class Distilled(nn.Module):
       for collection, tree in getattr(self, name).logical_axes().items():
         axes.setdefault(collection, {})[name] = tree
     return axes
+
+
+def _is_linear(head: Head) -> bool:
+  return hasattr(type(head), "linear")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,12 @@ from vqjax.training.saved import check_tokenizer, read_variables
 from vqjax.training.text import Text
 
 
-def _counts(text: Text, vocab: int) -> np.ndarray:
+def counts_of(text: Text, vocab: int) -> np.ndarray:
+  """How often each token occurs in the training text, int64 [V]."""
   return np.bincount(np.asarray(text.splits["train"].tokens), minlength=vocab).astype(np.int64)
 
 
-def _merged(fresh: Any, given: Any) -> Any:
+def merged(fresh: Any, given: Any) -> Any:
   """`fresh` with the arrays of `given` in their places, in their dtypes."""
   if not isinstance(given, dict):
     return np.asarray(given, np.asarray(fresh).dtype)
@@ -34,7 +35,15 @@ def _merged(fresh: Any, given: Any) -> Any:
       f"the model has no {', '.join(sorted(unknown))} to begin with, only"
       f" {', '.join(sorted(fresh))}; use the model that the conversion is for"
     )
-  return fresh | {name: _merged(fresh[name], value) for name, value in given.items()}
+  return fresh | {name: merged(fresh[name], value) for name, value in given.items()}
+
+
+def from_scratch(text: Text, head: Head, variables: dict) -> Known:
+  """What is known before any training: the text, and the input embedding's initial vectors."""
+  inputs = variables["params"].get("embedding", {}).get("weight")
+  inputs = None if inputs is None else np.asarray(inputs)
+  tokens = np.asarray(text.splits["train"].tokens)
+  return Known(tokens, counts_of(text, head.vocab), None, inputs)
 
 
 def _check_has(name: str, variables: dict, head: Head, start: Any) -> None:
@@ -89,15 +98,12 @@ class Mapped:
     """The fresh variables with these codes; ValueError where the head has none of its own."""
     head = model.head
     _check_has("assignment", variables, head, self)
-    counts = _counts(text, head.vocab)
-    inputs = variables["params"].get("embedding", {}).get("weight")
-    inputs = None if inputs is None else np.asarray(inputs)
-    known = Known(np.asarray(text.splits["train"].tokens), counts, None, inputs)
+    known = from_scratch(text, head, variables)
     code = self.mapping(known, head.codes)
     new = {"codes": {"assignment": code}}
     if head.token_bias:
-      new["params"] = {"token_bias": np.asarray(UnigramBias(counts, code)(None, counts.shape))}
-    return _merged(dict(variables), _of_head(new, model.head))
+      new["params"] = {"token_bias": np.asarray(UnigramBias(known.counts, code)(None, code.shape))}
+    return merged(dict(variables), _of_head(new, model.head))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +123,11 @@ class MappedProduct:
     head = model.head
     _check_has("codes", variables, head, self)
     tokens = np.asarray(text.splits["train"].tokens)
-    known = Known(tokens, _counts(text, head.vocab), None, None)
+    known = Known(tokens, counts_of(text, head.vocab), None, None)
     rows = contexts(known, head.dim, self.seed)
     _, codes = self.clusters.clustered(known._replace(output=rows), head)
     new = {"codes": {"codes": codes.astype(code_dtype(head.codes))}}
-    return _merged(dict(variables), _of_head(new, model.head))
+    return merged(dict(variables), _of_head(new, model.head))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,10 +158,10 @@ class FromDense:
     output = dense_rows(dense, f"checkpoint {step} of {self.folder}")
     inputs = dense["params"].get("embedding", {}).get("weight")
     tokens = np.asarray(text.splits["train"].tokens)
-    known = Known(tokens, _counts(text, len(output)), output, inputs)
+    known = Known(tokens, counts_of(text, len(output)), output, inputs)
     new = self.target(known, model.head)
-    changed = _merged(dict(variables), {"params": body})
-    return _merged(changed, _of_head(new, model.head))
+    changed = merged(dict(variables), {"params": body})
+    return merged(changed, _of_head(new, model.head))
 
 
 def dense_rows(variables: dict, where: str) -> np.ndarray:
@@ -203,7 +209,7 @@ class Frozen:
     """
     check_tokenizer(self.folder, text)
     learned, _ = read_variables(self.folder, self.best)
-    return _merged(dict(variables), frozen(student_of(learned)))
+    return merged(dict(variables), frozen(student_of(learned)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +236,7 @@ class FromStudent:
       raise ValueError(
         f"checkpoint {step} of {self.folder} has no student; begin with a run that was distilled"
       )
-    return _merged(dict(variables), student_of(both))
+    return merged(dict(variables), student_of(both))
 
 
 def frozen(learned: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from vqjax.heads import (
 from vqjax.ops.kmeans import kmeans
 
 
-def _check_kind(head: Head, kind: type[Head], target: Any) -> None:
+def check_kind(head: Head, kind: type[Head], target: Any) -> None:
+  """TypeError where a target is for another kind of head."""
   if not isinstance(head, kind):
     raise TypeError(
       f"{type(target).__name__} gives a {kind.__name__} its variables, not a"
@@ -68,7 +69,7 @@ class ToCodebook:
 
   def __call__(self, known: Known, head: Head) -> dict:
     """The head's variables."""
-    _check_kind(head, CodebookHead, self)
+    check_kind(head, CodebookHead, self)
     code = self.mapping(known, head.codes)
     params = {"codebook": _means(known.output, known.counts + 1.0, code, head.codes)}
     if head.token_bias:
@@ -92,7 +93,7 @@ class ToResidual:
 
   def __call__(self, known: Known, head: Head) -> dict:
     """The head's variables."""
-    _check_kind(head, ResidualCodebookHead, self)
+    check_kind(head, ResidualCodebookHead, self)
     code = self.mapping(known, head.codes)
     weights = (known.counts + 1.0) ** self.power
     codebook = _means(known.output, weights, code, head.codes)
@@ -124,7 +125,7 @@ class ToLowRank:
 
   def __call__(self, known: Known, head: Head) -> dict:
     """The head's variables."""
-    _check_kind(head, LowRankHead, self)
+    check_kind(head, LowRankHead, self)
     weights = (known.counts + 1.0) ** self.power
     low, up = _low_rank(known.output, weights, head.rank)
     params = {"weight": low, "down": up}
@@ -149,7 +150,7 @@ class ToProduct:
 
   def __call__(self, known: Known, head: Head) -> dict:
     """The head's variables."""
-    _check_kind(head, ProductHead, self)
+    check_kind(head, ProductHead, self)
     tables, codes = self.clustered(known, head)
     params = {"tables": tables} | _zero_bias(head)
     return {"params": params, "codes": {"codes": codes.astype(code_dtype(head.codes))}}
@@ -183,7 +184,7 @@ class ToLearnedProduct:
 
   def __call__(self, known: Known, head: Head) -> dict:
     """The head's variables."""
-    _check_kind(head, LearnedProductHead, self)
+    check_kind(head, LearnedProductHead, self)
     tables, _ = self.start.clustered(known, head)
     return {"params": {"tables": tables, "latent": known.output} | _zero_bias(head)}
 
@@ -202,7 +203,7 @@ class ToLearnedCodebook:
 
   def __call__(self, known: Known, head: Head) -> dict:
     """The head's variables."""
-    _check_kind(head, LearnedCodebookHead, self)
+    check_kind(head, LearnedCodebookHead, self)
     code = self.mapping(known, head.codes)
     codebook = _means(known.output, known.counts + 1.0, code, head.codes)
     candidates = _candidates(known.output, codebook, code, head.candidates)

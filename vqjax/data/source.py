@@ -1,7 +1,7 @@
-"""What must a source of documents answer?"""
+"""What must a source of documents answer, and what data that are no text?"""
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import final
 
 SPLITS = ("train", "valid", "test")
@@ -34,3 +34,23 @@ class Source(abc.ABC):
   @abc.abstractmethod
   def fingerprint(self) -> str:
     """A hash that changes when the text that `documents` yields changes."""
+
+
+class Prepared(abc.ABC):
+  """Data that are no text: three splits that a loader reads as they are, without a tokenizer.
+
+  A subclass is a frozen dataclass with plain fields, as that of a `Source` is.
+  """
+
+  @property
+  @abc.abstractmethod
+  def vocab(self) -> int:
+    """How many different targets there are: the `vocab` of the model's head."""
+
+  @abc.abstractmethod
+  def split(self, name: str) -> Sized:
+    """The examples of "train", "valid" or "test"."""
+
+  @abc.abstractmethod
+  def fingerprint(self) -> str:
+    """A hash that changes when the splits change."""

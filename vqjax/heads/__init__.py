@@ -14,6 +14,7 @@ from vqjax.heads.product import LearnedProductHead, ProductHead
 from vqjax.heads.residual import ResidualCodebookHead
 from vqjax.heads.sampled import SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
+from vqjax.heads.unshared import UnsharedGroupedHead
 
 __all__ = [
   "AdaptiveHead",
@@ -32,4 +33,5 @@ __all__ = [
   "SampledSoftmaxHead",
   "UnigramBias",
   "UnigramProposal",
+  "UnsharedGroupedHead",
 ]

@@ -7,6 +7,7 @@ with factors overrides them where it can do better.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -73,6 +74,14 @@ class Head(nn.Module):
     """body(rows, *shared), where each device of `vocab_axis` has its part of the rows."""
     call = lambda rows, shared: body(rows, *shared)
     return shards.over_vocabulary(self.vocab_axis, call, self._rows(), shared)
+
+  def over_blocks(self, body: Callable, hidden: Float[Array, "*B D"], *shared: Any) -> Any:
+    """body(blocks of `hidden`, *shared), where each device of `vocab_axis` has its own blocks.
+
+    The body reduces over `blocks.axis`, so that it returns the same on all of these devices.
+    """
+    run = lambda rows, hidden, *shared: body(self._blocks(rows, hidden), *shared)
+    return self._over_vocabulary(run, hidden, *shared)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]

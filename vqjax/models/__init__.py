@@ -3,6 +3,7 @@
 from vqjax.models.base import LanguageModel
 from vqjax.models.bert import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
 from vqjax.models.classifier import TextClassifier
+from vqjax.models.convnet import ConvNet
 from vqjax.models.lstm import LSTM
 from vqjax.models.recurrent_translator import RecurrentTranslator
 from vqjax.models.seq2seq import EncoderDecoder, translate
@@ -11,6 +12,7 @@ from vqjax.models.translator import Translator
 
 __all__ = [
   "LSTM",
+  "ConvNet",
   "Encoder",
   "EncoderDecoder",
   "LanguageModel",

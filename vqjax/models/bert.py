@@ -200,9 +200,11 @@ class PairClassifier(_Task):
     scores, terms = self._scores(tokens, deterministic)
     return _chosen(scores, targets), named("embedding", terms)
 
-  def is_right(self, tokens: Integer[Array, "B S T"], targets: Int[Array, "B"]) -> Bool[Array, "B"]:
+  def hits(
+    self, tokens: Integer[Array, "B S T"], targets: Int[Array, "B"]
+  ) -> dict[str, Bool[Array, "B"]]:
     """Whether the likeliest class is the pair's."""
-    return self._scores(tokens, True)[0].argmax(axis=-1) == targets
+    return {"accuracy": self._scores(tokens, True)[0].argmax(axis=-1) == targets}
 
   def own_axes(self) -> dict:
     """Axes of the scores."""
@@ -238,10 +240,12 @@ class SpanFinder(_Task):
     scores, terms = self._scores(tokens, deterministic)
     return _chosen(scores, targets), named("embedding", terms)
 
-  def is_right(self, tokens: Integer[Array, "B T"], targets: Int[Array, "B 2"]) -> Array:
+  def hits(
+    self, tokens: Integer[Array, "B T"], targets: Int[Array, "B 2"]
+  ) -> dict[str, Bool[Array, "B 2"]]:
     """Whether both places are right, for each of the two: an exact match."""
     right = self._scores(tokens, True)[0].argmax(axis=-1) == targets
-    return jnp.broadcast_to(right.all(axis=-1, keepdims=True), right.shape)
+    return {"accuracy": jnp.broadcast_to(right.all(axis=-1, keepdims=True), right.shape)}
 
   def own_axes(self) -> dict:
     """Axes of the scores."""

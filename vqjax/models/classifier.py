@@ -77,6 +77,8 @@ class TextClassifier(nn.Module):
     log_prob = jax.nn.log_softmax(scores, axis=-1)
     return jnp.take_along_axis(log_prob, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
 
-  def is_right(self, tokens: Integer[Array, "B T"], targets: Int[Array, "B"]) -> Bool[Array, "B"]:
+  def hits(
+    self, tokens: Integer[Array, "B T"], targets: Int[Array, "B"]
+  ) -> dict[str, Bool[Array, "B"]]:
     """Whether the likeliest class is the text's."""
-    return self(tokens).argmax(axis=-1) == targets
+    return {"accuracy": self(tokens).argmax(axis=-1) == targets}

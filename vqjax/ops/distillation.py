@@ -13,25 +13,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from vqjax.ops import shards, tiles
+from vqjax.ops import divergence, shards, tiles
+from vqjax.ops.divergence import SoftTargetLoss
 from vqjax.ops.rows import Rows, as_rows
 from vqjax.types import Dtype
-
-
-class SoftTargetLoss(NamedTuple):
-  """What a student loses on a teacher's distribution q, float32, in nats.
-
-  Attributes:
-    cross_entropy: -sum_v q_v log p_v.
-    kl: sum_v q_v (log q_v - log p_v): the cross-entropy less the entropy of q.
-  """
-
-  cross_entropy: Float[Array, "*B"]
-  kl: Float[Array, "*B"]
 
 
 def linear_soft_target_loss(
@@ -158,26 +146,6 @@ def _loss(scorings, tile, vocab_axis, layers, hiddens):
   return SoftTargetLoss(*(parts.join(x, n) for x in found))
 
 
-class _Running(NamedTuple):
-  """Sums over the rows so far, s the student's and t the teacher's scores.
-
-  Attributes:
-    top: largest s.
-    total: sum of exp(s - top).
-    teacher_top: largest t.
-    teacher_total: sum of exp(t - teacher_top).
-    cross: sum of exp(t - teacher_top) · (s - top).
-    moment: sum of exp(t - teacher_top) · (t - teacher_top).
-  """
-
-  top: Array
-  total: Array
-  teacher_top: Array
-  teacher_total: Array
-  cross: Array
-  moment: Array
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pass(plan, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias):
   student = tiles.Linear(hidden, weight, bias)
@@ -186,75 +154,13 @@ def _pass(plan, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bi
 
 
 def _forward(plan, student, teacher):
-  zero = jnp.zeros(student.hidden.shape[:2], jnp.float32)
-  least = jnp.full_like(zero, -jnp.inf)
-  start = _Running(least, zero, least, zero, zero, zero)
-  last = tiles.fold(plan.cut, plan.scorings, (student, teacher), None, start, _merged)
-  last = _reduced(last, plan.axis)
-  log_sum, teacher_log_sum = jnp.log(last.total), jnp.log(last.teacher_total)
-  expected = last.cross / last.teacher_total
-  teacher_expected = last.moment / last.teacher_total
-  cross_entropy = log_sum - expected
-  found = SoftTargetLoss(cross_entropy, cross_entropy - (teacher_log_sum - teacher_expected))
-  saved = _Saved(last.top, log_sum, last.teacher_top, teacher_log_sum, expected, teacher_expected)
-  return found, saved
-
-
-def _shift(top):
-  return jnp.where(jnp.isneginf(top), 0.0, top)
-
-
-def _step(old, new):
-  """How much lower the old top is; nothing was there below a top of -inf."""
-  return jnp.where(jnp.isneginf(old), 0.0, old - _shift(new))
-
-
-def _merged(old, scores, first_row, given):
-  del first_row, given
-  s, t = scores
-  top = jnp.maximum(old.top, s.max(axis=-1))
-  teacher_top = jnp.maximum(old.teacher_top, t.max(axis=-1))
-  moved = _shrunk(old, top, teacher_top)
-  s_above, t_above = s - _shift(top)[..., None], t - _shift(teacher_top)[..., None]
-  likely = jnp.exp(t_above)
-  # Where the teacher has no mass it does not matter what the student says, -inf included.
-  times = lambda above: jnp.where(likely == 0, 0.0, likely * above).sum(axis=-1)
-  return _Running(
-    top,
-    moved.total + jnp.exp(s_above).sum(axis=-1),
-    teacher_top,
-    moved.teacher_total + likely.sum(axis=-1),
-    moved.cross + times(s_above),
-    moved.moment + times(t_above),
-  )
-
-
-def _shrunk(old, top, teacher_top):
-  """The same sums, relative to higher tops."""
-  step, teacher_step = _step(old.top, top), _step(old.teacher_top, teacher_top)
-  shrink = jnp.exp(teacher_step)
-  return _Running(
-    top,
-    old.total * jnp.exp(step),
-    teacher_top,
-    old.teacher_total * shrink,
-    (old.cross + step * old.teacher_total) * shrink,
-    (old.moment + teacher_step * old.teacher_total) * shrink,
-  )
-
-
-def _reduced(mine, axis):
-  if axis is None:
-    return mine
-  moved = _shrunk(mine, lax.pmax(mine.top, axis), lax.pmax(mine.teacher_top, axis))
-  in_all = lambda x: lax.psum(x, axis)
-  return _Running(
-    moved.top,
-    in_all(moved.total),
-    moved.teacher_top,
-    in_all(moved.teacher_total),
-    in_all(moved.cross),
-    in_all(moved.moment),
+  merge = lambda old, scores, first_row, given: divergence.merged(old, *scores)
+  start = divergence.nothing_yet(student.hidden.shape[:2])
+  last = tiles.fold(plan.cut, plan.scorings, (student, teacher), None, start, merge)
+  last = divergence.reduced(last, plan.axis)
+  return divergence.loss(last), _Saved(
+    *(last.top, jnp.log(last.total), last.teacher_top, jnp.log(last.teacher_total)),
+    *(last.cross / last.teacher_total, last.moment / last.teacher_total),
   )
 
 

@@ -1,68 +1,190 @@
-"""What distribution does a vocabulary in consecutive groups have, a group first, then its slot?
+"""What distribution does a vocabulary in groups have, a group first, then its slot?
 
   log p(v) = log softmax(W_g h + b_g)[group] + log softmax(P_group ∘ (W_s h + b_s) + Q_group)[slot]
 
 W_s is shared by all groups; each group has a scale P and a shift Q for each of its S slots. Groups
-differ by at most one in size, so some lack their last slot: it is masked, or the probabilities
+lie one after another in an order of the tokens: a token has a place, and a place a group and a
+slot. A group smaller than the largest lacks its last slots: they are masked, or the probabilities
 would not sum to one. Source: LLM Vocabulary Compression for Low-Compute Environments, Sections 2.2
-and 2.3; the mask is not in the paper.
+and 2.3; the mask and any order but that of the token ids are not in the paper.
 """
+
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
-from vqjax.ops import shards
+from vqjax.ops import shards, softmax, tiles
+from vqjax.types import Dtype
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:
-  """First token of each group, and the vocabulary's size at the end: int64 [G + 1].
+  """First place of each of equal groups, and the vocabulary's size at the end: int64 [G + 1].
 
   S_g = floor(V·g / G); E_g = S_{g+1} - 1 (Section 2.2).
   """
   return np.arange(groups + 1, dtype=np.int64) * vocab // groups
 
 
+def checked_sizes(
+  vocab: int, groups: int | None = None, sizes: tuple[int, ...] | None = None
+) -> np.ndarray:
+  """Number of tokens in each group, int64 [G]: `sizes`, or those of `groups` equal ones.
+
+  With neither there are floor(sqrt(V)) groups.
+
+  Raises:
+    ValueError: no token, both arguments, more groups than tokens, an empty group, or sizes that do
+      not add up to the vocabulary.
+  """
+  if vocab < 1:
+    raise ValueError(f"vocab {vocab} holds no token; give at least 1")
+  if sizes is None:
+    groups = math.isqrt(vocab) if groups is None else groups
+    if not 1 <= groups <= vocab:
+      raise ValueError(f"groups {groups} for a vocabulary of {vocab}; give 1 to {vocab}")
+    return np.diff(group_starts(vocab, groups))
+  if groups is not None:
+    raise ValueError(f"groups {groups} and {len(sizes)} sizes are given; give one of the two")
+  if len(sizes) > vocab:
+    raise ValueError(f"{len(sizes)} groups for a vocabulary of {vocab}; give 1 to {vocab} sizes")
+  empty = [g for g, size in enumerate(sizes) if size < 1]
+  if empty:
+    raise ValueError(
+      f"group {empty[0]} has size {sizes[empty[0]]}, and every group holds a token; leave out the"
+      f" {len(empty)} empty groups, as assign.grouping does"
+    )
+  if sum(sizes) != vocab:
+    raise ValueError(
+      f"sizes add up to {sum(sizes)} tokens for a vocabulary of {vocab}; take them from"
+      " assign.grouping(assignment).sizes"
+    )
+  return np.asarray(sizes, np.int64)
+
+
+def check_order(order: ArrayLike, vocab: int) -> None:
+  """Nothing, where `order` names each token of [0, V) exactly once.
+
+  Raises:
+    ValueError: it does not; the message names the first token that it should not, or should, name.
+  """
+  order = np.asarray(order)
+  remedy = f"; give each token of 0 to {vocab - 1} one place, as assign.grouping(...).order does"
+  if order.shape != (vocab,) or not np.issubdtype(order.dtype, np.integer):
+    raise ValueError(f"order {order.dtype}{order.shape} is no int[{vocab}]{remedy}")
+  outside = order[(order < 0) | (order >= vocab)]
+  if outside.size:
+    raise ValueError(f"order names {outside[0]}, which is no token of {vocab}{remedy}")
+  count = np.bincount(order, minlength=vocab)
+  if (count != 1).any():
+    twice, never = np.argmax(count > 1), np.argmin(count)
+    places = " and ".join(map(str, np.flatnonzero(order == twice)[:2]))
+    raise ValueError(f"order names token {twice} at {places} and token {never} nowhere{remedy}")
+
+
+def places(order: Int[Array, "V"]) -> Int[Array, "V"]:
+  """The place of each token: the inverse of the token at each place."""
+  return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+
+
 def group_and_slot(
-  tokens: Integer[Array, "*B"], starts: np.ndarray
+  place: Integer[Array, "*B"], starts: np.ndarray
 ) -> tuple[Int[Array, "*B"], Int[Array, "*B"]]:
-  """The group of each token, and its place inside it."""
+  """The group of each place, and its slot inside it."""
   first = jnp.asarray(starts[:-1], jnp.int32)
-  group = jnp.searchsorted(first, tokens, side="right") - 1
-  return group, tokens - first[group]
+  group = jnp.searchsorted(first, place, side="right").astype(jnp.int32) - 1
+  return group, place - first[group]
 
 
-def slot_scores(
-  shared: Float[Array, "*#B S"], scale: Float[Array, "*#B S"], shift: Float[Array, "*#B S"], sizes
+def scaled(
+  shared: Float[Array, "*#B S"], scale: Float[Array, "*#B S"], shift: Float[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:
-  """Scores of the slots, scale ∘ shared + shift; -inf for a slot at or beyond its group's size."""
-  scores = shared.astype(jnp.float32) * scale.astype(jnp.float32) + shift.astype(jnp.float32)
-  return jnp.where(jnp.arange(scores.shape[-1]) < sizes[..., None], scores, -jnp.inf)
+  """Scores of the slots of a group, scale ∘ shared + shift, in float32."""
+  return shared.astype(jnp.float32) * scale.astype(jnp.float32) + shift.astype(jnp.float32)
+
+
+def log_prob_in_group(scores: Float[Array, "*B S"], sizes, slot: Int[Array, "*B"]) -> Array:
+  """Log-probability, in nats, of a slot among the first `sizes` [*B] slots."""
+  present = jnp.arange(scores.shape[-1]) < sizes[..., None]
+  scores = jnp.where(present, scores, -jnp.inf)
+  picked = jnp.take_along_axis(scores, slot[..., None], axis=-1)[..., 0]
+  return picked - jax.nn.logsumexp(scores, axis=-1)
+
+
+class Slots(NamedTuple):
+  """What scores slots: the shared weight [S, D] and bias [S] or None, scale and shift [G, S]."""
+
+  weight: Array
+  bias: Array | None
+  scale: Array
+  shift: Array
 
 
 def slot_log_prob(
-  shared: Float[Array, "*B S"],
-  scale: Float[Array, "G S"],
-  shift: Float[Array, "G S"],
+  hidden: Float[Array, "*B D"],
+  slots: Slots,
   sizes: Int[Array, "G"],
   group: Int[Array, "*B"],
   slot: Int[Array, "*B"],
+  dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of a slot inside its group, given W_s h + b_s of each token.
+  """Log-probability, in nats, of a slot inside its group; only the token's own group is scored.
 
-  Only the token's own group is scored: arrays of N·S elements, never N·V. Inside of `vocab_axis`
-  scale, shift and sizes are of the device's own groups, and `group` counts over those of all.
+  A tile of tokens is scored at a time, and again for the gradient: a few arrays of [tile, S] are
+  alive, none of [N, S]. Inside of `vocab_axis` scale, shift and sizes are of the device's own
+  groups, and `group` counts over those of all.
   """
   axis = shards.inside(vocab_axis)
   here = group - shards.first_row(axis, sizes.shape[0])
   mine = (here >= 0) & (here < sizes.shape[0])
-  here = jnp.where(mine, here, 0)
+  dtype = dtype or jnp.promote_types(hidden.dtype, slots.weight.dtype)
+  spread = shards.parts(vocab_axis)
+  flat = hidden.reshape(-1, hidden.shape[-1]), jnp.where(mine, here, 0).ravel(), slot.ravel()
+  # A copy of the tables for each part of the tokens: their gradients are summed once, not a tile.
   # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
-  rows = shards.taken(scale, here), shards.taken(shift, here)
-  scores = slot_scores(shared, *rows, jnp.maximum(sizes[here], 1))
-  picked = jnp.take_along_axis(scores, slot[..., None], axis=-1)[..., 0]
-  log_prob = jnp.where(mine, picked - jax.nn.logsumexp(scores, axis=-1), 0.0)
+  tables = slots, jnp.maximum(sizes, 1)
+  exact = lambda x: spread.keep(
+    jnp.broadcast_to(x.astype(shards.summed_dtype(x.dtype)), (spread.count, *x.shape))
+  )
+  tables = jax.tree.map(exact, tables)
+  tables, tokens = shards.varying((tables, jax.tree.map(spread.split, flat)))
+  found = _each_part(lambda tables, tokens: _by_tiles(tables, tokens, dtype), tables, tokens)
+  found = spread.join(found, flat[0].shape[0]).reshape(group.shape)
+  log_prob = jnp.where(mine, found, 0.0)
   return lax.psum(log_prob, axis) if axis else log_prob
+
+
+def _each_part(function, *trees):
+  """function for each part of the first axis; not as a batch where there is one part."""
+  if jax.tree.leaves(trees)[0].shape[0] > 1:
+    return jax.vmap(function)(*trees)
+  return function(*jax.tree.map(lambda x: x[0], trees))[None]
+
+
+def _by_tiles(tables, tokens, dtype):
+  count, slots = tokens[0].shape[0], tables[0].scale.shape[1]
+  least = -(-count * slots // tiles.most_scores())
+  if least <= 1:
+    return _tile_log_prob(tables, *tokens, dtype)
+  # Tokens that no number of tiles divides are copied, to be filled up.
+  steps = next((n for n in range(least, 2 * least) if count % n == 0), least)
+  fill = -count % steps
+
+  def cut(x):
+    x = jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)) if fill else x
+    return x.reshape(steps, -1, *x.shape[1:])
+
+  again = jax.checkpoint(_tile_log_prob, prevent_cse=False, static_argnums=(4,))
+  step = lambda carry, tile: (carry, again(tables, *tile, dtype))
+  return lax.scan(step, None, jax.tree.map(cut, tokens))[1].reshape(-1)[:count]
+
+
+def _tile_log_prob(tables, hidden, group, slot, dtype):
+  (weight, bias, scale, shift), sizes = tables
+  shared = softmax.linear_scores(hidden, weight, bias, dtype)
+  return log_prob_in_group(scaled(shared, scale[group], shift[group]), sizes[group], slot)

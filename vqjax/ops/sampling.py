@@ -188,9 +188,31 @@ def sample(
   if top_k is None:
     return draw(nucleus(blocks, top_p), key)
   score_Bk, token_Bk, _ = best(blocks, top_k)
-  places = Blocks(1, lambda _: (score_Bk, jnp.arange(top_k, dtype=jnp.int32)), blocks.batch)
+  return draw_among(score_Bk, token_Bk, key, top_p)
+
+
+def draw_among(
+  scores: Float[Array, "*B n"],
+  tokens: Int[Array, "*B n"],
+  key: PRNGKeyArray,
+  top_p: float | None = None,
+  axis: str | None = None,
+) -> Int[Array, "*B"]:
+  """A draw from the softmax over candidates that each row has of its own, cut to its `top_p`.
+
+  Inside of `axis` each device has candidates of its own. -1 where every score is -inf.
+  """
+  axis = shards.inside(axis)
+  count = scores.shape[-1]
+  index = shards.first_row(axis, count) + jnp.arange(count, dtype=jnp.int32)
+  places = Blocks(1, lambda _: (scores, index), scores.shape[:-1], axis)
   place_B = draw(nucleus(places, top_p), key)
-  chosen_B = jnp.take_along_axis(token_Bk, place_B[..., None], axis=-1)[..., 0]
+  here_B = place_B - shards.first_row(axis, count)
+  mine_B = (here_B >= 0) & (here_B < count)
+  here_B1 = jnp.where(mine_B, here_B, 0)[..., None]
+  chosen_B = jnp.take_along_axis(tokens, here_B1, axis=-1)[..., 0]
+  if axis:
+    chosen_B = lax.psum(jnp.where(mine_B, chosen_B, 0), axis)
   return jnp.where(place_B < 0, -1, chosen_B)
 
 
@@ -214,7 +236,19 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
   if top_p is None or top_p == 1:
     return blocks
   blocks = _stored(blocks)
-  top_B1, _, log_z_B = best(blocks, 1)
+  edge_B1 = nucleus_edge(blocks, top_p)[..., None]
+  return blocks.map(lambda scores, _: jnp.where(scores >= edge_B1, scores, -jnp.inf))
+
+
+def nucleus_edge(
+  blocks: Blocks, top_p: float, log_z: Float[Array, "*B"] | None = None
+) -> Float[Array, "*B"]:
+  """The lowest score in the nucleus, by bisection over the float32 numbers.
+
+  A probability is exp(score - log_z); None: the log-normaliser of all that the blocks hold.
+  """
+  top_B1, _, own_B = best(blocks, 1)
+  log_z_B = own_B if log_z is None else log_z
 
   def mass_from(edge_B):
     def add(total_B, index):
@@ -235,8 +269,7 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
   high_B = _to_ordinal(top_B1[..., 0]) + 1
   low_B, _ = shards.varying((_to_ordinal(jnp.full(blocks.batch, -jnp.inf)), high_B))
   edge_B, _ = lax.fori_loop(0, 32, halve, (low_B, high_B))
-  edge_B1 = _from_ordinal(edge_B)[..., None]
-  return blocks.map(lambda scores, _: jnp.where(scores >= edge_B1, scores, -jnp.inf))
+  return _from_ordinal(edge_B)
 
 
 def _stored(blocks: Blocks) -> Blocks:

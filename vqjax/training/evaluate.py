@@ -2,7 +2,8 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,8 @@ class Score(NamedTuple):
     tokens: tokens, or whatever the targets are, that were predicted.
     text_bytes: UTF-8 bytes of the text that the targets spell; None, and no `bits_per_byte`: they
       spell none.
-    accuracy: part of the targets that the model called right; None: it has no `is_right`.
+    rates: parts of the targets that the model called right, by the names of its `hits`, such as
+      "accuracy"; {}: it has none.
   """
 
   nats_per_token: float
@@ -31,15 +33,19 @@ class Score(NamedTuple):
   bits_per_byte: float | None
   tokens: int
   text_bytes: int | None
-  accuracy: float | None = None
+  rates: Mapping[str, float] = MappingProxyType({})
 
   def known(self) -> dict[str, float]:
-    """By name, without what is None."""
-    return {name: number for name, number in self._asdict().items() if number is not None}
+    """By name, the rates among them, without what is None."""
+    numbers = self._asdict()
+    rates = numbers.pop("rates")
+    return {name: x for name, x in (numbers | rates).items() if x is not None}
 
 
 Sums = dict[str, jax.Array]
-"""Over the targets of a batch: "nats", -log p; "targets", how many; "right", if the model says."""
+"""Over the targets of a batch: "nats", -log p; "targets", how many; HITS + a name, how many hit."""
+
+HITS = "hits/"
 
 Scorer = Callable[[dict, dict], tuple[Sums, dict]]
 """(variables, batch) -> the sums, and {"carry": ...} or {}."""
@@ -55,8 +61,9 @@ def summed(model: nn.Module) -> Scorer:
       carried(variables, batch), *tokens, method="log_prob", mutable=_carry_of(variables)
     )
     found = {"nats": -jnp.where(wanted, log_prob, 0.0).sum(), "targets": wanted.sum()}
-    if hasattr(model, "is_right"):
-      found["right"] = (model.apply(variables, *tokens, method="is_right") & wanted).sum()
+    if hasattr(model, "hits"):
+      hits = model.apply(variables, *tokens, method="hits")
+      found |= {HITS + name: (hit & wanted).sum() for name, hit in hits.items()}
     return found, dict(carry)
 
   return sums
@@ -92,8 +99,9 @@ def evaluate(
     raise ValueError("no target to evaluate: the split has texts, and none that the task can use")
   mean = total["nats"] / total["targets"]
   bits = None if text_bytes is None else total["nats"] / math.log(2) / max(text_bytes, 1)
-  accuracy = total["right"] / total["targets"] if "right" in pending else None
-  return Score(mean, math.exp(min(mean, 700.0)), bits, total["targets"], text_bytes, accuracy)
+  named = {name.removeprefix(HITS): total[name] for name in pending if name.startswith(HITS)}
+  rates = {name: right / total["targets"] for name, right in named.items()}
+  return Score(mean, math.exp(min(mean, 700.0)), bits, total["targets"], text_bytes, rates)
 
 
 def _add(total: collections.Counter, sums: Sums) -> None:

@@ -242,14 +242,15 @@ class _Run:
     seconds, steps = self.clock.seconds, self.clock.steps
     tokens = self.train.batch * self.model.context
     head = getattr(self.model, "head", None)  # a classifier has none
-    embedding = self.model.embedding
+    embedding = getattr(self.model, "embedding", None)  # pictures have none
     # Process 0 alone writes the result.
     cost = self._cost(head) if head is not None and is_main() else None
     return {
       "valid": self._score("valid").known(),
       "test": self._score("test").known(),
       "head": head and _sized(head) | {"tied": getattr(head, "embedding", None) is not None},
-      "embedding": _sized(embedding) | {"shipped_bytes": embedding.shipped().state_bytes},
+      "embedding": embedding
+      and _sized(embedding) | {"shipped_bytes": embedding.shipped().state_bytes},
       "model": _model_size(self.state),
       "mesh": dict(self.program.mesh.shape),
       "loss": cost and cost._asdict(),

@@ -1,0 +1,61 @@
+"""How well does a trained model write, in the opinion of a judge?"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from experiments import stories
+from experiments.judge import Judge, mean_grades
+from experiments.study import Work, derived
+from vqjax.config import Experiment
+from vqjax.convert import Distilled
+from vqjax.convert.starts import student_of
+from vqjax.data import fit_encoder
+from vqjax.training import read_variables
+from vqjax.training.text import load_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Sheet:
+  """What is graded.
+
+  Attributes:
+    stories: how many.
+    tokens: most tokens of one.
+    temperature: of the drawing.
+  """
+
+  stories: int = 30
+  tokens: int = 200
+  temperature: float = 1.0
+
+
+def work(name: str, source: Work, experiment: Experiment, folder: str, sheet: Sheet, judge: Judge):
+  """The work of grading a trained model's stories."""
+  settings = dataclasses.asdict(sheet) | {"model": judge.model}
+  measure = lambda: graded(experiment, pathlib.Path(folder), sheet, judge)
+  return derived(name, f"grades of {source.label}", source, settings, measure)
+
+
+def graded(
+  experiment: Experiment, folder: pathlib.Path, sheet: Sheet, judge: Judge
+) -> dict[str, Any]:
+  """The model goes on with test stories from their middle, and the judge grades what it writes."""
+  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  model, variables = trained_model(experiment, folder)
+  prompts = stories.beginnings(experiment.data.documents("test"), encoder, sheet.stories)
+  key = jax.random.key(0)
+  how = {"tokens": sheet.tokens, "eos": encoder.eos, "temperature": sheet.temperature}
+  written = stories.write(model, variables, prompts, key, **how)
+  texts = stories.texts(encoder, prompts, written)
+  return {"result": {}, **mean_grades(judge, texts), "first": texts[0]}
+
+
+def trained_model(experiment: Experiment, folder: pathlib.Path) -> tuple[nn.Module, dict[str, Any]]:
+  """A run's model with its variables; of a distilled one the student."""
+  model = load_text(experiment).experiment.model
+  variables = read_variables(folder)[0]
+  return (model.student if isinstance(model, Distilled) else model), student_of(variables)

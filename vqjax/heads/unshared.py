@@ -1,0 +1,72 @@
+"""What does the grouped head look like with a linear of its own for each group?"""
+
+import math
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from vqjax.heads.base import bytes_of, row_init
+from vqjax.heads.two_level import TwoLevelHead
+from vqjax.ops import ragged, shards, visiting
+from vqjax.types import Size
+
+
+class UnsharedGroupedHead(TwoLevelHead):
+  """p(group of the token) · p(its slot in the group), both linear in hidden, nothing shared.
+
+  Each group has a weight [S, D] for its slots: D·(G + G·S) parameters, as many as a dense head and
+  D·G more, but the products of D·(G + S) for each token. Source: LLM Vocabulary Compression for
+  Low-Compute Environments, Appendix A, Figure 4, which loops over the groups.
+
+  Attributes:
+    slot_init: initialiser of the [G, S, D] slot weight.
+  """
+
+  slot_init: nn.initializers.Initializer = row_init
+
+  def setup(self):
+    super().setup()
+    shape = self.groups_and_slots()
+    self.slot_weight = self._new("slot_weight", self.slot_init, *shape, self.dim)
+    self.slot_bias = self._new("slot_bias", self.bias_init, *shape) if self.use_bias else None
+
+  def _slot_rows(self):
+    return shards.Padded(self.slot_weight, 0), shards.Padded(self.slot_bias, 0)
+
+  def _shared(self, slots, hidden):
+    """The hidden vectors, as operands of the products."""
+    return hidden.astype(self.dtype or jnp.promote_types(hidden.dtype, slots[0].dtype))
+
+  def _slot_scores(self, slots, shared, group):
+    weight, bias = slots
+    chosen = weight[group].astype(shared.dtype)
+    scores = jnp.einsum("...d,...wsd->...ws", shared, chosen, preferred_element_type=jnp.float32)
+    return scores if bias is None else scores + bias[group].astype(jnp.float32)
+
+  def _slot_log_prob(self, rows, hidden, group, slot):
+    weight, bias = rows.slots
+    return ragged.unshared_slot_log_prob(
+      hidden, weight, bias, rows.size, group, slot, self.dtype, self.vocab_axis
+    )
+
+  def _is_worth_visiting(self, hidden):
+    """Each row reads the weights of its own groups; a block's are read once for all rows."""
+    groups, _ = self.groups_and_slots()
+    return 4 * math.prod(hidden.shape[:-1]) * min(visiting.WIDTH, groups) <= max(groups, 32)
+
+  def size(self) -> Size:
+    """(D + bias)·(G + G·S) parameters; eight bytes a token for an order."""
+    g, s = self.groups_and_slots()
+    params = (self.dim + self.use_bias) * (g + g * s)
+    state = bytes_of(params, self.param_dtype) + self._bytes_of_order()
+    return Size(params, state, 2 * self.dim * (g + s))
+
+  def logical_axes(self) -> dict:
+    """Axes of the weights and biases, and of the order."""
+    axes = {
+      "group_weight": ("groups", "table_embed"),
+      "slot_weight": ("groups", "slots", "table_embed"),
+    }
+    if self.use_bias:
+      axes |= {"group_bias": ("groups",), "slot_bias": ("groups", "slots")}
+    return {"params": axes} | self._axes_of_order()
