@@ -75,8 +75,14 @@ def unshared_slot_log_prob(
   dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
   # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
   linears = _Linears(weight, bias, jnp.maximum(sizes, 1))
-  log_prob = _log_prob(dtype, *shards.varying((linears, tokens))).reshape(group.shape)
+  log_prob = _log_prob(dtype, *_marked((linears, tokens))).reshape(group.shape)
   return lax.psum(log_prob, axis) if axis else log_prob
+
+
+def _marked(tree):
+  """The arrays, all marked as `shards.varying` does; their gradients are added up in float32."""
+  wide = jax.tree.map(lambda x: x.astype(shards.summed_dtype(x.dtype)), tree)
+  return jax.tree.map(lambda x, like: x.astype(like.dtype), shards.varying(wide), tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
