@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -95,7 +94,7 @@ class ConvNet(nn.Module):
     found = {"accuracy": self.head.top_k(hidden_BD, 1)[1][:, 0] == targets}
     if hasattr(self.head, "group_of"):
       group_B = self.head.log_group(hidden_BD).argmax(axis=-1)
-      found["group_accuracy"] = group_B == self.head.group_of(jnp.maximum(targets, 0))
+      found["group_accuracy"] = group_B == self.head.group_of(targets)
     return found
 
   def logical_axes(self) -> dict:
