@@ -178,7 +178,7 @@ def sizes(scale: Scale, _: float) -> Iterator[dict[str, Any]]:
   for of in ("step", "head", "untiled"):
     first, last = found[of]["near"]
     benching.say(f"{of}: least at {found[of]['size']}, within 2 % of it at {first} to {last}")
-  benching.say(f"sqrt V = {found['sqrt']}")
+  benching.say(f"sqrt V = {found['sqrt']}; sqrt(V / c) = {found['corrected']}")
   yield {"least": found}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from experiments.grouped_cost import Contender, Decoder, experiment, memory, say
 from experiments.stepping import Stepping
 from experiments.timing import temp_bytes
-from vqjax import GroupedHead, Head
+from vqjax import GroupedHead, Head, assign
 from vqjax.heads.workload import loss_and_gradient
 from vqjax.ops import groups as group_ops
 from vqjax.ops import softmax
@@ -77,7 +77,8 @@ def _alone(head: Head, tokens: int) -> int:
 def least(vocab: int, rows: Sequence[dict[str, int]]) -> dict[str, Any]:
   """The sizes with the least memory, those within `NEAR` of it, and what formulas say."""
   kinds = {"step": "peak_bytes", "head": "head_temp_bytes", "untiled": "untiled_temp_bytes"}
-  return {"sqrt": math.isqrt(vocab)} | {
+  corrected = round(vocab / assign.memory_groups(vocab))
+  return {"sqrt": math.isqrt(vocab), "corrected": corrected} | {
     name: _least([(row["size"], row[kind]) for row in rows]) for name, kind in kinds.items()
   }
 
