@@ -28,6 +28,20 @@ A group of log-probability -inf, and a slot that no token has, give -inf.
 """
 
 
+class Groups(NamedTuple):
+  """What there is to visit.
+
+  Attributes:
+    log_group: log-probabilities of the groups.
+    of_groups: those of their tokens.
+    token_at: the tokens at places, of any shape; -1 stays -1.
+  """
+
+  log_group: Float[Array, "*B G"]
+  of_groups: OfGroups
+  token_at: Callable[[Array], Array]
+
+
 class Visits(NamedTuple):
   """In which order groups are visited, W at a time: C steps.
 
