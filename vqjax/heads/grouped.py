@@ -37,20 +37,27 @@ class GroupedHead(TwoLevelHead):
     self.slot_bias = self._new("slot_bias", self.bias_init, slots) if self.use_bias else None
 
   def _slot_rows(self):
-    return shards.Padded(self.scale, 0), shards.Padded(self.shift, 0)
+    return (
+      shards.Whole(self.slot_weight),
+      shards.Whole(self.slot_bias),
+      shards.Padded(self.scale, 0),
+      shards.Padded(self.shift, 0),
+    )
 
   def _shared(self, slots, hidden):
     """W_s h + b_s, what all groups share: [*B, S] in float32."""
-    del slots
-    return softmax.linear_scores(hidden, self.slot_weight, self.slot_bias, self.dtype)
+    weight, bias, _, _ = slots
+    return softmax.linear_scores(hidden, weight, bias, self.dtype)
 
   def _slot_scores(self, slots, shared, group):
-    scale, shift = slots
+    _, _, scale, shift = slots
     return group_ops.scaled(shared[..., None, :], scale[group], shift[group])
 
   def _slot_log_prob(self, rows, hidden, group, slot):
-    shared = self._shared(rows.slots, hidden)
-    return group_ops.slot_log_prob(shared, *rows.slots, rows.size, group, slot, self.vocab_axis)
+    slots = group_ops.Slots(*rows.slots)
+    return group_ops.slot_log_prob(
+      hidden, slots, rows.size, group, slot, self.dtype, self.vocab_axis
+    )
 
   def size(self) -> Size:
     """(D + bias)·(G + S) + 2·G·S parameters; eight bytes a token for an order."""

@@ -18,13 +18,23 @@ from vqjax.types import ADDED_LATER, Dtype
 
 
 class Rows(NamedTuple):
-  """What each group has: its row of the weight, bias, size, first place, and its slots' arrays."""
+  """What each group has: its row of the weight, bias, size, first place, and its slots' arrays.
+
+  And the token at each place, or None where it is the place itself.
+  """
 
   weight: Array
   bias: Array | None
   size: Array
   first: Array
+  order: Array | None
   slots: tuple
+
+  def token_at(self, place: Array) -> Array:
+    """The tokens at places; -1 stays -1."""
+    if self.order is None:
+      return place
+    return jnp.where(place < 0, -1, self.order[jnp.maximum(place, 0)])
 
 
 class TwoLevelHead(Head):
@@ -94,12 +104,6 @@ class TwoLevelHead(Head):
   def _place_of(self, tokens):
     return tokens if self.order_init is None else jnp.asarray(self.place.value)[tokens]
 
-  def _token_at(self, places):
-    """The tokens at places; -1 stays -1."""
-    if self.order_init is None:
-      return places
-    return jnp.where(places < 0, -1, jnp.asarray(self.order.value)[jnp.maximum(places, 0)])
-
   def group_of(self, tokens: Integer[Array, "*B"]) -> Int[Array, "*B"]:
     """The group of each token; -1 for a token outside [0, V)."""
     known, token = in_vocabulary(tokens, self.vocab)
@@ -166,6 +170,8 @@ class TwoLevelHead(Head):
       shards.Padded(shards.bias_of_padding(self.group_bias, len(sizes), axis), -jnp.inf),
       shards.Padded(jnp.asarray(sizes, jnp.int32), 0),
       shards.Padded(jnp.asarray(self.starts[:-1], jnp.int32), 0),
+      # Inside `nn.scan` the variable may be the NumPy array it was made from.
+      shards.Whole(None if self.order_init is None else jnp.asarray(self.order.value)),
       *self._slot_rows(),
     )
 
@@ -197,7 +203,7 @@ class TwoLevelHead(Head):
       row_W = jnp.minimum(group_W, groups - 1)
       log_group_BW = jnp.where(group_W < groups, log_group_BG[..., row_W], -jnp.inf)
       log_prob_BWS, place_WS = of_groups(row_W, log_group_BW)
-      return log_prob_BWS.reshape(*batch, -1), self._token_at(place_WS).reshape(-1)
+      return log_prob_BWS.reshape(*batch, -1), rows.token_at(place_WS).reshape(-1)
 
     return sampling.Blocks(-(-groups // width), block, batch, shards.inside(self.vocab_axis))
 
@@ -222,11 +228,12 @@ class TwoLevelHead(Head):
     if not self._is_worth_visiting(hidden):
       scores_Bk, token_Bk, log_z_B = sampling.best(self._blocks(rows, hidden), k)
       return scores_Bk - log_z_B[..., None], token_Bk, self._all_groups(hidden)
-    log_group_BG, of_groups, width = self._to_visit(_split(rows), hidden)
+    rows = _split(rows)
+    log_group_BG, of_groups, width = self._to_visit(rows, hidden)
     log_prob_Bk, place_Bk, visited_B = visiting.best_visited(
       log_group_BG, of_groups, k, width, self.vocab_axis
     )
-    return log_prob_Bk, self._token_at(place_Bk), visited_B
+    return log_prob_Bk, rows.token_at(place_Bk), visited_B
 
   def _is_worth_visiting(self, hidden) -> bool:
     """Whether scoring the groups of each row apart is cheaper than all groups for all rows."""
@@ -291,16 +298,17 @@ class TwoLevelHead(Head):
     return sampling.draw_among(log_prob_Bk / temperature, token_Bk, key, top_p), visited_B
 
   def _drawn_from_nucleus(self, hidden, key, top_p):
-    def body(rows, hidden, key):
-      log_group_BG, of_groups, width = self._to_visit(_split(rows), hidden)
+    def body(arrays, hidden, key):
+      rows = _split(arrays)
+      log_group_BG, of_groups, width = self._to_visit(rows, hidden)
       slots, count = self.groups_and_slots()[1], math.prod(hidden.shape[:-1])
       most = min(visiting.MOST, sampling.STORED_SCORES // max(1, count * slots))
       steps = max(1, most // width)
       found = visiting.nucleus_visited(
         log_group_BG, of_groups, top_p, key, slots, steps, width, self.vocab_axis
       )
-      token_B = self._token_at(found.place)
-      everything = lambda: sampling.sample(self._blocks(rows, hidden), key, 1.0, None, top_p)
+      token_B = rows.token_at(found.place)
+      everything = lambda: sampling.sample(self._blocks(arrays, hidden), key, 1.0, None, top_p)
       rest_B = jax.lax.cond(found.found.all(), lambda: token_B, everything)
       token_B = jnp.where(found.found, token_B, rest_B)
       return token_B, jnp.where(found.found, found.visited, self._all_groups(hidden))
@@ -308,17 +316,18 @@ class TwoLevelHead(Head):
     return self._over_vocabulary(body, hidden, key)
 
   def _drawn_by_group(self, hidden, key, temperature, allowed):
-    def body(rows, hidden, key, allowed):
+    def body(arrays, hidden, key, allowed):
+      rows = _split(arrays)
       axis = shards.inside(self.vocab_axis)
       if axis:
         key = jax.random.fold_in(shards.varying(key, axis), jax.lax.axis_index(axis))
       group_key, slot_key = jax.random.split(key)
-      log_mass_BG = self._log_mass(rows, hidden, temperature, allowed)
+      log_mass_BG = self._log_mass(arrays, hidden, temperature, allowed)
       noisy_BG = log_mass_BG + sampling.gumbel(group_key, log_mass_BG.shape)
       group_B1 = jnp.argmax(noisy_BG, axis=-1, keepdims=True).astype(jnp.int32)
-      of_groups = self._tokens_of(_split(rows), hidden)
+      of_groups = self._tokens_of(rows, hidden)
       score_BS, place_BS = (x[..., 0, :] for x in of_groups(group_B1, jnp.zeros(group_B1.shape)))
-      token_BS = self._token_at(place_BS)
+      token_BS = rows.token_at(place_BS)
       score_BS = _masked(score_BS / temperature, token_BS, allowed)
       slot_B1 = jnp.argmax(
         score_BS + sampling.gumbel(slot_key, score_BS.shape), axis=-1, keepdims=True
@@ -359,7 +368,7 @@ class TwoLevelHead(Head):
 
 
 def _split(rows: tuple) -> Rows:
-  return Rows(*rows[:4], rows[4:])
+  return Rows(*rows[:5], rows[5:])
 
 
 def _masked(scores, tokens, allowed):

@@ -7,8 +7,7 @@ from flax import linen as nn
 
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.two_level import TwoLevelHead
-from vqjax.ops import groups as group_ops
-from vqjax.ops import shards, visiting
+from vqjax.ops import ragged, shards, visiting
 from vqjax.types import Size
 
 
@@ -46,7 +45,7 @@ class UnsharedGroupedHead(TwoLevelHead):
 
   def _slot_log_prob(self, rows, hidden, group, slot):
     weight, bias = rows.slots
-    return group_ops.unshared_slot_log_prob(
+    return ragged.unshared_slot_log_prob(
       hidden, weight, bias, rows.size, group, slot, self.dtype, self.vocab_axis
     )
 

@@ -10,6 +10,7 @@ and 2.3; the mask and any order but that of the token ids are not in the paper.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
-from vqjax.ops import shards
+from vqjax.ops import shards, softmax, tiles
+from vqjax.types import Dtype
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:
@@ -113,45 +115,76 @@ def log_prob_in_group(scores: Float[Array, "*B S"], sizes, slot: Int[Array, "*B"
   return picked - jax.nn.logsumexp(scores, axis=-1)
 
 
+class Slots(NamedTuple):
+  """What scores slots: the shared weight [S, D] and bias [S] or None, scale and shift [G, S]."""
+
+  weight: Array
+  bias: Array | None
+  scale: Array
+  shift: Array
+
+
 def slot_log_prob(
-  shared: Float[Array, "*B S"],
-  scale: Float[Array, "G S"],
-  shift: Float[Array, "G S"],
+  hidden: Float[Array, "*B D"],
+  slots: Slots,
   sizes: Int[Array, "G"],
   group: Int[Array, "*B"],
   slot: Int[Array, "*B"],
+  dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of a slot inside its group, given W_s h + b_s of each token.
+  """Log-probability, in nats, of a slot inside its group; only the token's own group is scored.
 
-  Only the token's own group is scored: arrays of N·S elements, never N·V. Inside of `vocab_axis`
-  scale, shift and sizes are of the device's own groups, and `group` counts over those of all.
+  A tile of tokens is scored at a time, and again for the gradient: a few arrays of [tile, S] are
+  alive, none of [N, S]. Inside of `vocab_axis` scale, shift and sizes are of the device's own
+  groups, and `group` counts over those of all.
   """
   axis = shards.inside(vocab_axis)
   here = group - shards.first_row(axis, sizes.shape[0])
   mine = (here >= 0) & (here < sizes.shape[0])
-  here = jnp.where(mine, here, 0)
+  dtype = dtype or jnp.promote_types(hidden.dtype, slots.weight.dtype)
+  spread = shards.parts(vocab_axis)
+  flat = hidden.reshape(-1, hidden.shape[-1]), jnp.where(mine, here, 0).ravel(), slot.ravel()
+  # A copy of the tables for each part of the tokens: their gradients are summed once, not a tile.
   # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
-  scores = scaled(shared, shards.taken(scale, here), shards.taken(shift, here))
-  found = log_prob_in_group(scores, jnp.maximum(sizes[here], 1), slot)
-  log_prob = jnp.where(mine, found, 0.0)
-  return lax.psum(log_prob, axis) if axis else log_prob
-
-
-def unshared_slot_log_prob(hidden, weight, bias, sizes, group, slot, dtype=None, vocab_axis=None):
-  """Stands in for the op of the same name in vqjax.ops.ragged."""
-  axis = shards.inside(vocab_axis)
-  here = group - shards.first_row(axis, sizes.shape[0])
-  mine = (here >= 0) & (here < sizes.shape[0])
-  here = jnp.where(mine, here, 0)
-  dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
-  scores = jnp.einsum(
-    "...d,...sd->...s",
-    hidden.astype(dtype),
-    weight[here].astype(dtype),
-    preferred_element_type=jnp.float32,
+  tables = slots, jnp.maximum(sizes, 1)
+  exact = lambda x: spread.keep(
+    jnp.broadcast_to(x.astype(shards.summed_dtype(x.dtype)), (spread.count, *x.shape))
   )
-  scores = scores if bias is None else scores + bias[here]
-  found = log_prob_in_group(scores, jnp.maximum(sizes[here], 1), slot)
+  tables = jax.tree.map(exact, tables)
+  tables, tokens = shards.varying((tables, jax.tree.map(spread.split, flat)))
+  found = _each_part(lambda tables, tokens: _by_tiles(tables, tokens, dtype), tables, tokens)
+  found = spread.join(found, flat[0].shape[0]).reshape(group.shape)
   log_prob = jnp.where(mine, found, 0.0)
   return lax.psum(log_prob, axis) if axis else log_prob
+
+
+def _each_part(function, *trees):
+  """function for each part of the first axis; not as a batch where there is one part."""
+  if jax.tree.leaves(trees)[0].shape[0] > 1:
+    return jax.vmap(function)(*trees)
+  return function(*jax.tree.map(lambda x: x[0], trees))[None]
+
+
+def _by_tiles(tables, tokens, dtype):
+  count, slots = tokens[0].shape[0], tables[0].scale.shape[1]
+  least = -(-count * slots // tiles.most_scores())
+  if least <= 1:
+    return _tile_log_prob(tables, *tokens, dtype)
+  # Tokens that no number of tiles divides are copied, to be filled up.
+  steps = next((n for n in range(least, 2 * least) if count % n == 0), least)
+  fill = -count % steps
+
+  def cut(x):
+    x = jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)) if fill else x
+    return x.reshape(steps, -1, *x.shape[1:])
+
+  again = jax.checkpoint(_tile_log_prob, prevent_cse=False, static_argnums=(4,))
+  step = lambda carry, tile: (carry, again(tables, *tile, dtype))
+  return lax.scan(step, None, jax.tree.map(cut, tokens))[1].reshape(-1)[:count]
+
+
+def _tile_log_prob(tables, hidden, group, slot, dtype):
+  (weight, bias, scale, shift), sizes = tables
+  shared = softmax.linear_scores(hidden, weight, bias, dtype)
+  return log_prob_in_group(scaled(shared, scale[group], shift[group]), sizes[group], slot)

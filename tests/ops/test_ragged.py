@@ -1,0 +1,211 @@
+"""Are the slots of unshared groups scored exactly, in a loop and in a product?"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from vqjax.ops import shards
+from vqjax.ops.ragged import unshared_slot_log_prob
+
+N, D, S = 61, 5, 7
+SIZES = (7, 1, 4, 6, 3)
+# The third group has no token, the fourth more than two blocks of the loop.
+COUNTS = (3, 2, 0, 53, 3)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def path(request, monkeypatch):
+  """The loop of a CPU, and the ragged product of accelerators, which a CPU can do too."""
+  monkeypatch.setattr(shards, "platform", lambda: request.param)
+  return request.param
+
+
+def operands(counts=COUNTS, sizes=SIZES, n=N):
+  keys = jax.random.split(jax.random.key(0), 6)
+  hidden = jax.random.normal(keys[0], (n, D))
+  weight = jax.random.normal(keys[1], (len(sizes), S, D))
+  bias = jax.random.normal(keys[2], (len(sizes), S))
+  group = jax.random.permutation(keys[3], jnp.repeat(jnp.arange(len(sizes)), jnp.array(counts)))
+  slot = jax.random.randint(keys[4], (n,), 0, jnp.array(sizes)[group])
+  cotangent = jax.random.normal(keys[5], (n,))
+  return hidden, weight, bias, jnp.array(sizes), group, slot, cotangent
+
+
+def reference(hidden, weight, bias, sizes, group, slot, cotangent):
+  """Log-probabilities and the gradients in hidden, weight and bias, token by token in float64."""
+  hidden, weight, bias = (np.asarray(x, np.float64) for x in (hidden, weight, bias))
+  log_prob, d_hidden = np.zeros(len(hidden)), np.zeros_like(hidden)
+  d_weight, d_bias = np.zeros_like(weight), np.zeros_like(bias)
+  for n, (g, s, c) in enumerate(zip(*map(np.asarray, (group, slot, cotangent)))):
+    own = weight[g, : sizes[g]]
+    score = own @ hidden[n] + bias[g, : sizes[g]]
+    p = np.exp(score - score.max())
+    p /= p.sum()
+    log_prob[n] = np.log(p[s])
+    d = -c * p
+    d[s] += c
+    d_hidden[n] = d @ own
+    d_weight[g, : sizes[g]] += np.outer(d, hidden[n])
+    d_bias[g, : sizes[g]] += d
+  return log_prob, d_hidden, d_weight, d_bias
+
+
+def value_and_gradients(hidden, weight, bias, sizes, group, slot, cotangent, **options):
+  run = lambda h, w, b: unshared_slot_log_prob(h, w, b, sizes, group, slot, **options)
+  log_prob, pull = jax.vjp(run, hidden, weight, bias)
+  return log_prob, *pull(cotangent)
+
+
+def check(found, expected, atol=2e-5):
+  # float32 sums of up to 53 terms of order ten: some roundings of 6e-7.
+  for a, b in zip(found, expected, strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5)
+
+
+def compiled(function):
+  """Compiled anew: what is compiled for one path is not that of the other."""
+  return jax.jit(lambda *args: function(*args))
+
+
+@pytest.mark.parametrize("counts", [COUNTS, (0, 0, N, 0, 0)])
+def test_value_and_gradients_are_those_of_float64(path, counts):
+  args = operands(counts)
+  check(compiled(value_and_gradients)(*args), reference(*args))
+
+
+def test_only_accelerators_are_given_a_ragged_product(path):
+  program = str(jax.make_jaxpr(lambda *args: value_and_gradients(*args))(*operands()))
+  assert ("ragged_dot" in program) == (path == "gpu")
+  assert ("while" in program) == (path == "cpu")
+
+
+def test_without_a_bias_it_is_zero(path):
+  hidden, weight, bias, *rest = operands()
+  loss = lambda h, w: unshared_slot_log_prob(h, w, None, *rest[:3]) @ rest[-1]
+  expected = reference(hidden, weight, jnp.zeros_like(bias), *rest)
+  check(compiled(jax.grad(loss, (0, 1)))(hidden, weight), expected[1:3])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1, 1), (2, 0, 3), (2, 3)])
+def test_tokens_have_any_shape(path, shape):
+  hidden, weight, bias, sizes, group, slot, cotangent = operands()
+  n = int(np.prod(shape))
+  some = [x[:n].reshape(*shape, *x.shape[1:]) for x in (hidden, group, slot, cotangent)]
+  found = compiled(value_and_gradients)(some[0], weight, bias, sizes, *some[1:])
+  expected = reference(hidden[:n], weight, bias, sizes, group[:n], slot[:n], cotangent[:n])
+  assert found[0].shape == shape
+  check([x.reshape(y.shape) for x, y in zip(found, expected)], expected)
+
+
+def test_vmap_is_a_loop_over_its_elements(path):
+  hidden, weight, bias, sizes, group, slot, cotangent = operands()
+  tokens = [x[:60].reshape(3, 20, *x.shape[1:]) for x in (hidden, group, slot, cotangent)]
+
+  def gradients(h, g, s, c):
+    return value_and_gradients(h, weight, bias, sizes, g, s, c)
+
+  found = compiled(jax.vmap(gradients))(*tokens)
+  parts = [reference(h, weight, bias, sizes, g, s, c) for h, g, s, c in zip(*tokens)]
+  check(found, [np.stack(x) for x in zip(*parts)])
+
+  def loss(weight):
+    own = lambda h, g, s: unshared_slot_log_prob(h, weight, bias, sizes, g, s)
+    return (jax.vmap(own)(*tokens[:3]) * tokens[3]).sum()
+
+  check([compiled(jax.grad(loss))(weight)], [sum(part[2] for part in parts)])
+
+
+def test_bfloat16_operands_are_summed_in_float32(path):
+  hidden, weight, bias, *rest = operands()
+  narrow_operands = functools.partial(value_and_gradients, dtype=jnp.bfloat16)
+  found = compiled(narrow_operands)(hidden, weight, bias, *rest)
+  rounded = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (hidden, weight)]
+  expected = reference(*rounded, bias, *rest)
+  check(found[:1], expected[:1])
+  # The cotangent of each score, of up to 3, is rounded to 2^-9 of itself before it is summed over
+  # slots or tokens, whose factors are up to 4.
+  check(found[1:], expected[1:], atol=0.1)
+  narrow = [x.astype(jnp.bfloat16) for x in (hidden, weight, bias)]
+  kinds = [x.dtype for x in jax.eval_shape(value_and_gradients, *narrow, *rest)]
+  assert kinds == [jnp.float32, *[jnp.bfloat16] * 3]
+
+
+def test_a_slot_that_its_group_lacks_has_no_probability_and_no_gradient(path):
+  hidden, weight, bias, sizes, group, _, cotangent = operands()
+  args = hidden, weight, bias, sizes, group, sizes[group], cotangent
+  log_prob, *gradients = compiled(value_and_gradients)(*args)
+  # The last slot of the largest group is the last column: there is none beyond.
+  lacking = np.asarray(sizes[group] < S)
+  assert np.isneginf(np.asarray(log_prob)[lacking]).all()
+  assert all(np.isfinite(x).all() for x in gradients)
+  lacks = np.arange(S) >= np.asarray(sizes)[:, None]
+  np.testing.assert_array_equal(np.asarray(gradients[1])[lacks], 0)
+
+
+def test_a_vector_that_is_no_number_stays_in_its_group(path):
+  hidden, *rest = operands()
+  group = rest[3]
+  log_prob, _, d_weight, d_bias = compiled(value_and_gradients)(
+    hidden.at[jnp.argmax(group == 3)].set(jnp.nan), *rest
+  )
+  assert np.isnan(log_prob).sum() == 1
+  for gradient in (d_weight, d_bias):
+    assert np.isfinite(np.delete(np.asarray(gradient), 3, axis=0)).all()
+
+
+@pytest.mark.parametrize(("model", "data"), [(4, 1), (2, 2)])
+def test_on_a_mesh_each_device_has_its_groups_and_its_tokens(path, model, data):
+  hidden, weight, bias, sizes, *rest = operands()
+  groups = len(SIZES)
+  # Groups of size 0 and of any numbers fill up what the devices do not divide.
+  fill = -groups % model
+  filled = lambda x, value: jnp.concatenate([x, jnp.full((fill, *x.shape[1:]), value, x.dtype)])
+  tables = filled(weight, 0), filled(bias, -jnp.inf), filled(sizes, 0)
+  group, slot, cotangent = rest
+  mesh = jax.make_mesh(
+    (model, data), ("model", "data"), (AxisType.Auto,) * 2, devices=jax.devices()[: model * data]
+  )
+
+  def spread(hidden, weight, bias):
+    body = lambda h, w, b, sizes: unshared_slot_log_prob(
+      h, w, b, sizes, group, slot, vocab_axis="model"
+    )
+    own = P("model")
+    run = jax.shard_map(body, in_specs=(P(), own, own, own), out_specs=P(), axis_names={"model"})
+    return run(hidden, weight, bias, tables[2])
+
+  def everything(*args):
+    log_prob, pull = jax.vjp(spread, *args)
+    return log_prob, *pull(cotangent)
+
+  with jax.set_mesh(mesh):
+    log_prob, d_hidden, *d_tables = jax.device_get(compiled(everything)(hidden, *tables[:2]))
+  assert all(np.isfinite(x).all() for x in d_tables)
+  expected = reference(hidden, weight, bias, sizes, *rest)
+  check((log_prob, d_hidden, *[x[:groups] for x in d_tables]), expected)
+
+
+def test_in_a_shard_map_over_tokens_the_gradient_is_that_of_all_devices(path):
+  hidden, weight, bias, sizes, group, slot, cotangent = (
+    x[:60] if x.shape[0] == N else x for x in operands()
+  )
+  mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+  where = P("data")
+
+  def everything(*args):
+    def run(h, w, b):
+      body = lambda h, w, b, g, s: unshared_slot_log_prob(h, w, b, sizes, g, s)
+      specs = (where, P(), P(), where, where)
+      return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=where)(h, w, b, group, slot)
+
+    log_prob, pull = jax.vjp(run, *args)
+    return log_prob, *pull(cotangent)
+
+  found = compiled(everything)(hidden, weight, bias)
+  check(found, reference(hidden, weight, bias, sizes, group, slot, cotangent))
