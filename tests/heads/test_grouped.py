@@ -13,8 +13,8 @@ from vqjax import GroupedHead, UnsharedGroupedHead
 
 
 def uneven(vocab):
-  """Groups of 1, 5, 11, 3, 5, ... hundredths of the vocabulary; the first is one token alone."""
-  sizes, unit = [1], max(1, vocab // 100)
+  """One token alone, then groups of 11, 3, 5, 11, ... ninetieths of the vocabulary."""
+  sizes, unit = [1], max(1, vocab // 90)
   while (rest := vocab - sum(sizes)) > 0:
     sizes.append(min(rest, unit * (5, 11, 3)[len(sizes) % 3]))
   return tuple(sizes)
