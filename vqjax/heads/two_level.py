@@ -201,7 +201,7 @@ class TwoLevelHead(VisitedHead):
       row_W = jnp.minimum(group_W, groups - 1)
       log_group_BW = jnp.where(group_W < groups, found.log_group[..., row_W], -jnp.inf)
       log_prob_BWS, place_WS = found.of_groups(row_W, log_group_BW)
-      return log_prob_BWS.reshape(*batch, -1), found.token_at(place_WS).reshape(-1)
+      return log_prob_BWS.reshape(*batch, width * slots), found.token_at(place_WS).reshape(-1)
 
     return sampling.Blocks(-(-groups // width), block, batch, shards.inside(self.vocab_axis))
 

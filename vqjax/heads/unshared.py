@@ -66,7 +66,7 @@ class UnsharedGroupedHead(TwoLevelHead):
   def _is_worth_visiting(self, hidden):
     """Each row reads the weights of its own groups; a block's are read once for all rows."""
     groups, _ = self.groups_and_slots()
-    return 4 * math.prod(hidden.shape[:-1]) * min(visiting.WIDTH, groups) <= max(groups, 32)
+    return math.prod(hidden.shape[:-1]) * visiting.WIDTH <= max(groups, visiting.WIDTH)
 
   def size(self) -> Size:
     """(D + bias)·(G + G·S) parameters; eight bytes a token for an order."""

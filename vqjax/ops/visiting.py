@@ -46,7 +46,7 @@ class Visits(NamedTuple):
   """In which order groups are visited, W at a time: C steps.
 
   Attributes:
-    group: [C, *B, W], within a step in the order of their numbers, so that ties come in that order.
+    group: [C, *B, W].
     log_group: [C, *B, W], their log-probabilities; -inf where the last step has no more groups.
     bound: [C + 1, *B], the highest of a step; -inf beyond the last.
   """
@@ -69,11 +69,10 @@ def visits(log_group: Float[Array, "*B G"], width: int) -> Visits:
   falling, group = lax.sort((-log_group, number), num_keys=2)
   falling = jnp.pad(falling, fill, constant_values=jnp.inf)
   group = jnp.pad(group, fill)
-  steps = lambda x: jnp.moveaxis(x.reshape(*x.shape[:-1], -1, width), -2, 0)
+  steps = lambda x: jnp.moveaxis(x.reshape(*x.shape[:-1], x.shape[-1] // width, width), -2, 0)
   group, falling = steps(group), steps(falling)
   beyond = jnp.full((1, *falling.shape[1:-1]), -jnp.inf, jnp.float32)
   bound = jnp.concatenate([-falling[..., 0], beyond])
-  group, falling = lax.sort((group, falling), num_keys=1)
   return Visits(group, -falling, bound)
 
 
@@ -101,15 +100,22 @@ def best_visited(
 
   def step(state):
     index, found = state
-    score_BWS, place_BWS = of_groups(plan.group[index], plan.log_group[index])
-    flat = lambda x: jnp.broadcast_to(x, score_BWS.shape).reshape(*batch, -1)
-    return index + 1, _merged(found, flat(score_BWS), flat(place_BWS))
+    # In the order of their numbers: so tokens that tie come in the order of their places.
+    groups = lax.sort((plan.group[index], plan.log_group[index]), num_keys=1)
+    score_BWS, place_BWS = of_groups(*groups)
+    return index + 1, _merged(found, _flat(score_BWS), _flat(place_BWS))
 
   start = shards.varying(ranking.none_yet(batch, k), *shards.varies_over(jax.typeof(log_group)))
   _, found = lax.while_loop(matters, step, (jnp.int32(0), start))
   needed_B = _needed(log_group, found.scores[..., -1:], axis)
   found = ranking.across(found, axis)
   return found.scores, found.tokens, needed_B
+
+
+def _flat(array):
+  """[..., a, b] -> [..., a·b]."""
+  *batch, a, b = array.shape
+  return array.reshape(*batch, a * b)
 
 
 def _anywhere(some, axis):
@@ -175,12 +181,8 @@ def nucleus_visited(
   def step(state):
     index, score_CBw, place_CBw = state
     score_BWS, place_BWS = of_groups(plan.group[index], plan.log_group[index])
-    flat = lambda x: jnp.broadcast_to(x, score_BWS.shape).reshape(*batch, -1)
-    return (
-      index + 1,
-      score_CBw.at[index].set(flat(score_BWS)),
-      place_CBw.at[index].set(flat(place_BWS)),
-    )
+    scores, places = score_CBw.at[index].set(_flat(score_BWS)), _flat(place_BWS)
+    return index + 1, scores, place_CBw.at[index].set(places)
 
   shape = count, *batch, width * slots
   start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
@@ -188,7 +190,7 @@ def nucleus_visited(
   state = lax.while_loop(
     lambda state: (state[0] < count) & ~found(state).all(), step, (jnp.int32(0), *start)
   )
-  score_Bw, place_Bw = (jnp.moveaxis(x, 0, -2).reshape(*batch, -1) for x in state[1:])
+  score_Bw, place_Bw = (_flat(jnp.moveaxis(x, 0, -2)) for x in state[1:])
   blocks = sampling.Blocks(1, lambda _: (score_Bw, jnp.arange(score_Bw.shape[-1])), batch, axis)
   edge_B1 = sampling.nucleus_edge(blocks, top_p, jnp.zeros(batch, jnp.float32))[..., None]
   kept_Bw = jnp.where(score_Bw >= edge_B1, score_Bw, -jnp.inf)
