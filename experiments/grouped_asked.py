@@ -61,6 +61,6 @@ def _top(results: Results) -> Asked:
 
 
 def _more(cost: Mapping[str, Any]) -> Iterator[Asked]:
-  part = cost.get("images", {}).get("part_of_step")
+  part = cost.get("images", {}).get("draw_of_step")
   said = None if part is None else f"{100 * part:.1f} %"
   yield Asked("drawing the pictures, of the CNN's training step", "at most 20 %", said, BENCH)

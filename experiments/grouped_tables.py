@@ -18,10 +18,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 
 from configs.grouped_shapes import dense, grouped
-from experiments import grouped_curves, grouped_top
+from experiments import grouped_begun, grouped_curves, grouped_page, grouped_report, grouped_top
 from experiments.grouped_rows import Row, rows
 from experiments.grouped_settings import PICTURES, RUNS, SCALES, TOP, Setting
-from experiments.study import Results, Study, Work, derived, trained
+from experiments.study import DOCS, Results, Study, Work, derived, trained
+from vqjax.config import config_hash
+from vqjax.training.run import read_json
 
 
 def works(scale: str) -> list[Work]:
@@ -34,7 +36,18 @@ def works(scale: str) -> list[Work]:
 
 def _of_setting(s: Setting) -> Iterator[Work]:
   for row in rows(s):
-    yield _trained(s, row)
+    yield _work(s, row)
+
+
+def _work(s: Setting, row: Row) -> Work:
+  """Trained, or evaluated as it begins."""
+  if row.trained:
+    return _trained(s, row)
+  experiment = row.make(s)
+  source = next(other for other in rows(s) if other.name == row.needs)
+  settings = {"experiment": config_hash(experiment)}
+  measure = functools.partial(grouped_begun.scores, experiment)
+  return derived(f"{s.name}/{row.name}", row.label, _trained(s, source), settings, measure)
 
 
 def _trained(s: Setting, row: Row) -> Work:
@@ -70,7 +83,12 @@ def _top(scale: str) -> list[Work]:
 
 
 def _render(console: Console, results: Results, scale: str) -> None:
-  del console, results, scale
+  cost = read_json(DOCS / "results" / "grouped" / "cost.json")
+  for table in grouped_report.tables(results, scale, cost):
+    console.print(table.rich())
+  if scale == "cpu":
+    for path in grouped_page.write(results):
+      console.print(f"wrote {path}", highlight=False)
 
 
 STUDY = Study(
