@@ -122,7 +122,8 @@ def language(results: Results, scale: str) -> Table:
 
 
 def _language(results: Results, name: str, label: str, printed: Graded | None) -> Run:
-  result = results.get(name, {}).get("result", {})
+  kept = results.get(name, {})
+  result = kept.get("result", {})
   if result.get("status") == "failed":
     return dataclasses.replace(line(label), result={"name": label, "status": "failed"})
   nats, control = _nats(results, name), _nats(results, f"{name.split('/')[0]}/gpt-2")
@@ -137,10 +138,15 @@ def _language(results: Results, name: str, label: str, printed: Graded | None) -
     nats=nats,
     perplexity=result.get("test", {}).get("perplexity"),
     over=None if nats is None or control is None else nats - control,
-    params=result.get("model", {}).get("params"),
+    params=None if _has_teacher(kept) else result.get("model", {}).get("params"),
     head=result.get("head", {}).get("params"),
     **grades,
   )
+
+
+def _has_teacher(kept: Mapping[str, Any]) -> bool:
+  """Whether the run's parameters are those of two models."""
+  return "teacher" in kept.get("config", {}).get("model", {})
 
 
 def grades_of(name: str) -> str:
