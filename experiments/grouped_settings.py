@@ -188,7 +188,7 @@ PICTURES: dict[str, Make] = {
     shapes_run,
     grid=TINY_GRID,
     steps=2,
-    train=dataclasses.replace(CPU_PICTURES, batch=4, log_every=1),
+    train=dataclasses.replace(CPU_PICTURES, batch=8, log_every=1),
     train_images=96,
     held_out=8,
     dim=8,
