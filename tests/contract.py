@@ -248,7 +248,7 @@ class OneDeviceContract:
     head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
     variables = perturbed(head.init(jax.random.key(1), hidden))
     rounded = jax.tree.map(
-      lambda x: x.astype(jnp.bfloat16) if x.ndim == 2 and x.shape[1] == self.dim else x, variables
+      lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 and x.shape[-1] == self.dim else x, variables
     )
     low = hidden.astype(jnp.bfloat16)
     log_prob = head.apply(variables, low, tokens, method="log_prob")

@@ -13,8 +13,8 @@ from vqjax import GroupedHead, UnsharedGroupedHead
 
 
 def uneven(vocab):
-  """Groups of 1, 5, 11, 3, 5, ... hundredths of the vocabulary; the first is one token alone."""
-  sizes, unit = [1], max(1, vocab // 100)
+  """One token alone, then groups of 11, 3, 5, 11, ... ninetieths of the vocabulary."""
+  sizes, unit = [1], max(1, vocab // 90)
   while (rest := vocab - sum(sizes)) > 0:
     sizes.append(min(rest, unit * (5, 11, 3)[len(sizes) % 3]))
   return tuple(sizes)
@@ -51,7 +51,6 @@ class TestGroupedHead(HeadContract):
   cases: ClassVar = {
     "default": GroupedHead,
     "a group each": lambda v, d: GroupedHead(v, d, groups=v),
-    "ragged": lambda v, d: GroupedHead(v, d, groups=7, use_bias=True),
     "in an order": lambda v, d: GroupedHead(
       v, d, sizes=uneven(v), order_init=shuffled, use_bias=True
     ),
@@ -119,10 +118,34 @@ def test_the_parameters_are_those_of_the_papers_classifier():
   assert head.size().params == 10_340_999 - 9_531_392
 
 
-@pytest.mark.parametrize("groups", [0, 12])
-def test_groups_outside_the_vocabulary_are_refused(groups):
-  with pytest.raises(ValueError, match=f"groups {groups} for a vocabulary of 11; give 1 to 11"):
-    GroupedHead(11, 4, groups=groups).init(jax.random.key(0), jnp.zeros((1, 4)))
+@pytest.mark.parametrize("head", [GroupedHead, UnsharedGroupedHead])
+def test_an_order_is_a_table_with_its_inverse_and_no_order_is_none(head):
+  hidden = jnp.zeros((1, 4))
+  assert set(jax.eval_shape(head(11, 4).init, jax.random.key(0), hidden)) == {"params"}
+  order = jnp.array([3, 0, 10, 2, 1, 4, 9, 8, 7, 6, 5])
+  given = head(11, 4, sizes=(2, 9), order_init=lambda key, shape, dtype: order)
+  variables = given.init(jax.random.key(0), hidden)
+  np.testing.assert_array_equal(variables["codes"]["order"], order)
+  np.testing.assert_array_equal(order[variables["codes"]["place"]], jnp.arange(11))
+  group = given.apply(variables, jnp.array([3, 0, 10, 5, 11, -1]), method="group_of")
+  assert group.tolist() == [0, 0, 1, 1, -1, -1]
+  assert given.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(variables))
+
+
+def test_groups_sizes_and_orders_that_are_none_are_refused():
+  def begin(vocab=11, **fields):
+    return GroupedHead(vocab, 4, **fields).init(jax.random.key(0), jnp.zeros((1, 4)))
+
+  with pytest.raises(ValueError, match="groups 12 for a vocabulary of 11; give 1 to 11"):
+    begin(groups=12)
+  with pytest.raises(ValueError, match="group 1 has size 0"):
+    begin(sizes=(5, 0, 6))
+  twice = lambda key, shape, dtype: jnp.array([0, 1, 1, 3])
+  with pytest.raises(ValueError, match="order has token 1 at places 1 and 2, and token 2 at none"):
+    begin(4, order_init=twice)
+  other = GroupedHead(10, 4, order_init=shuffled)
+  with pytest.raises(ValueError, match=r"order int32\(11,\) is no int\[10\]"):
+    other.apply(begin(order_init=shuffled), jnp.zeros((1, 4)), method="log_group")
 
 
 def test_no_probability_falls_on_a_slot_that_no_token_has():

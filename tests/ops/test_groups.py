@@ -1,5 +1,6 @@
 """Do group and slot name each token exactly once?"""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,3 +26,69 @@ def test_a_vocabulary_times_groups_beyond_32_bits_is_exact():
   np.testing.assert_array_equal(
     starts[np.asarray(group)] + np.asarray(slot), [vocab - 1, 9_999_000]
   )
+
+
+def test_sizes_of_any_kind_are_inverted_too():
+  sizes = groups.checked_sizes(11, sizes=(1, 7, 1, 2))
+  starts = np.concatenate([[0], np.cumsum(sizes)])
+  group, slot = (np.asarray(x) for x in groups.group_and_slot(jnp.arange(11), starts))
+  assert group.tolist() == [0] + [1] * 7 + [2, 3, 3]
+  np.testing.assert_array_equal(starts[group] + slot, np.arange(11))
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({"groups": 0}, "groups 0 for a vocabulary of 11; give 1 to 11"),
+    ({"groups": 12}, "groups 12 for a vocabulary of 11; give 1 to 11"),
+    ({"sizes": (1,) * 12}, "12 groups for a vocabulary of 11"),
+    ({"sizes": (5, 0, 6, 0)}, "group 1 has size 0, .* leave out the 2 empty groups"),
+    ({"sizes": (12, -1)}, "group 1 has size -1"),
+    ({"sizes": (5, 5)}, "sizes add up to 10 tokens for a vocabulary of 11"),
+    ({"sizes": ()}, "sizes add up to 0 tokens"),
+    ({"groups": 2, "sizes": (5, 6)}, "groups 2 and 2 sizes are given; give one of the two"),
+  ],
+)
+def test_groups_that_do_not_hold_the_vocabulary_are_refused(given, message):
+  with pytest.raises(ValueError, match=message):
+    groups.checked_sizes(11, **given)
+
+
+@pytest.mark.parametrize(
+  ("order", "message"),
+  [
+    ([0, 1, 1, 3], "order has token 1 at places 1 and 2, and token 2 at none; give each token"),
+    ([0, 1, 2, 4], "order names 4, which is no token of 4"),
+    ([0, -1, 2, 3], "order names -1"),
+    ([0, 1, 2], r"order int32\(3,\) is no int\[4\]"),
+    ([0.0, 1.0, 2.0, 3.0], r"order float32\(4,\) is no int\[4\]"),
+  ],
+)
+def test_an_order_that_is_no_permutation_is_refused(order, message):
+  with pytest.raises(ValueError, match=message):
+    groups.check_order(jnp.array(order), 4)
+
+
+def test_places_invert_an_order():
+  order = jnp.array([2, 0, 3, 1])
+  np.testing.assert_array_equal(order[groups.places(order)], jnp.arange(4))
+
+
+@pytest.mark.parametrize("count", [23, 24])
+def test_tiles_of_tokens_change_neither_the_loss_nor_its_gradient(count, monkeypatch):
+  keys = jax.random.split(jax.random.key(0), 6)
+  draw = lambda key, *shape: jax.random.normal(key, shape)
+  shapes = (5, 4), (5,), (3, 5), (3, 5)
+  slots = groups.Slots(*(draw(key, *shape) for key, shape in zip(keys, shapes)))
+  hidden, sizes = draw(keys[4], count, 4), jnp.array([5, 1, 4])
+  group = jax.random.randint(keys[5], (count,), 0, 3)
+  slot = jnp.minimum(jnp.arange(count) % 5, sizes[group] - 1)
+
+  def loss(slots, hidden):
+    found = groups.slot_log_prob(hidden, slots, sizes, group, slot)
+    return (found * jnp.arange(count)).sum(), found
+
+  whole = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(slots, hidden)
+  monkeypatch.setattr(groups.tiles, "most_scores", lambda: 7 * 5)
+  tiled = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(slots, hidden)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), tiled, whole)

@@ -10,6 +10,7 @@ from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, 
 from vqjax.assign.clusters import Clustering, by_kmeans, frequent_alone
 from vqjax.assign.exchange import Exchanged, bigrams, exchange
 from vqjax.assign.files import FromFile, load, save
+from vqjax.assign.groups import Grouping, grouping, memory_groups
 from vqjax.assign.lower_bound import Floor, Offender, floor
 from vqjax.assign.table import Assignment, Given, check_shape, checked
 
@@ -21,6 +22,7 @@ __all__ = [
   "FrequentAlone",
   "FromFile",
   "Given",
+  "Grouping",
   "Offender",
   "Random",
   "assigned_within",
@@ -35,6 +37,8 @@ __all__ = [
   "exchange",
   "floor",
   "frequent_alone",
+  "grouping",
   "load",
+  "memory_groups",
   "save",
 ]

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer
 
-from vqjax.heads.base import Head, row_init
+from vqjax.heads.base import row_init
+from vqjax.heads.visited import VisitedHead
 from vqjax.ops import groups as group_ops
-from vqjax.ops import ranking, sampling, shards, softmax, visiting
+from vqjax.ops import sampling, shards, softmax, visiting
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import ADDED_LATER, Dtype
 
@@ -37,7 +38,7 @@ class Rows(NamedTuple):
     return jnp.where(place < 0, -1, self.order[jnp.maximum(place, 0)])
 
 
-class TwoLevelHead(Head):
+class TwoLevelHead(VisitedHead):
   """p(group of the token) · p(its slot in the group).
 
   A subclass says how slots score: `_slot_rows`, `_shared`, `_slot_scores` and `_slot_log_prob`.
@@ -83,9 +84,7 @@ class TwoLevelHead(Head):
 
   def _initial_order(self):
     order = self.order_init(self.make_rng("params"), (self.vocab,), jnp.int32)
-    # Under jit there is nothing to look at yet.
-    if not isinstance(order, jax.core.Tracer):
-      group_ops.check_order(order, self.vocab)
+    group_ops.check_order(order, self.vocab)
     return jnp.asarray(order, jnp.int32)
 
   def groups_and_slots(self) -> tuple[int, int]:
@@ -122,10 +121,9 @@ class TwoLevelHead(Head):
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are logits that need no normaliser."""
-    rows = _split(tuple(part.rows for part in self._rows()))
-    log_group_BG = self.log_group(hidden)
-    number = jnp.arange(log_group_BG.shape[-1], dtype=jnp.int32)
-    log_prob_BGS, _ = self._tokens_of(rows, hidden)(number, log_group_BG)
+    found = self._groups(tuple(part.rows for part in self._rows()), hidden)
+    number = jnp.arange(found.log_group.shape[-1], dtype=jnp.int32)
+    log_prob_BGS, _ = found.of_groups(number, found.log_group)
     places = self._place_of(jnp.arange(self.vocab, dtype=jnp.int32))
     group, slot = group_ops.group_and_slot(places, self.starts)
     return log_prob_BGS[..., group, slot]
@@ -175,8 +173,10 @@ class TwoLevelHead(Head):
       *self._slot_rows(),
     )
 
-  def _tokens_of(self, rows: Rows, hidden: Array) -> visiting.OfGroups:
-    """Log-probabilities and places of the tokens of some groups, given those of the groups."""
+  def _groups(self, arrays: tuple, hidden: Float[Array, "*B D"]) -> visiting.Groups:
+    """The groups that are here, to be visited."""
+    rows = _split(arrays)
+    log_group = self._log_group(rows.weight, rows.bias, hidden)
     shared = self._shared(rows.slots, hidden)
 
     def of_groups(group, log_group):
@@ -188,174 +188,22 @@ class TwoLevelHead(Head):
       log_prob = jnp.where(present, log_group[..., None] + log_slot, -jnp.inf)
       return log_prob, jnp.where(present, rows.first[group][..., None] + slot, 0)
 
-    return of_groups
+    return visiting.Groups(log_group, of_groups, rows.token_at)
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, some whole groups at a time."""
-    rows = _split(rows)
-    log_group_BG = self._log_group(rows.weight, rows.bias, hidden)
-    of_groups, batch = self._tokens_of(rows, hidden), hidden.shape[:-1]
-    slots, groups = self.groups_and_slots()[1], rows.weight.shape[0]
+    found, batch = self._groups(rows, hidden), hidden.shape[:-1]
+    slots, groups = self.groups_and_slots()[1], found.log_group.shape[-1]
     width = max(1, sampling.block_width(math.prod(batch), groups * slots) // slots)
 
     def block(index):
       group_W = index * width + jnp.arange(width, dtype=jnp.int32)
       row_W = jnp.minimum(group_W, groups - 1)
-      log_group_BW = jnp.where(group_W < groups, log_group_BG[..., row_W], -jnp.inf)
-      log_prob_BWS, place_WS = of_groups(row_W, log_group_BW)
-      return log_prob_BWS.reshape(*batch, -1), rows.token_at(place_WS).reshape(-1)
+      log_group_BW = jnp.where(group_W < groups, found.log_group[..., row_W], -jnp.inf)
+      log_prob_BWS, place_WS = found.of_groups(row_W, log_group_BW)
+      return log_prob_BWS.reshape(*batch, width * slots), found.token_at(place_WS).reshape(-1)
 
     return sampling.Blocks(-(-groups // width), block, batch, shards.inside(self.vocab_axis))
-
-  def top_k(
-    self, hidden: Float[Array, "*B D"], k: int
-  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
-    """As `Head.top_k`, without scoring groups that cannot matter."""
-    return self.top_k_visited(hidden, k)[:2]
-
-  def top_k_visited(
-    self, hidden: Float[Array, "*B D"], k: int
-  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Int[Array, "*B"]]:
-    """Log-probabilities and tokens of the k most likely tokens, and how many groups it took.
-
-    Equal log-probabilities come in the order of their places.
-    """
-    if not 1 <= k <= self.vocab:
-      raise ValueError(f"k {k} for a vocabulary of {self.vocab} tokens; give 1 to {self.vocab}")
-    return self._over_vocabulary(lambda rows, hidden: self._best(rows, hidden, k), hidden)
-
-  def _best(self, rows, hidden, k):
-    if not self._is_worth_visiting(hidden):
-      scores_Bk, token_Bk, log_z_B = sampling.best(self._blocks(rows, hidden), k)
-      return scores_Bk - log_z_B[..., None], token_Bk, self._all_groups(hidden)
-    rows = _split(rows)
-    log_group_BG, of_groups, width = self._to_visit(rows, hidden)
-    log_prob_Bk, place_Bk, visited_B = visiting.best_visited(
-      log_group_BG, of_groups, k, width, self.vocab_axis
-    )
-    return log_prob_Bk, rows.token_at(place_Bk), visited_B
-
-  def _is_worth_visiting(self, hidden) -> bool:
-    """Whether scoring the groups of each row apart is cheaper than all groups for all rows."""
-    del hidden
-    return True
-
-  def _to_visit(self, rows, hidden):
-    log_group_BG = self._log_group(rows.weight, rows.bias, hidden)
-    slots = self.groups_and_slots()[1]
-    width = visiting.step_width(math.prod(hidden.shape[:-1]), rows.weight.shape[0], slots)
-    return log_group_BG, self._tokens_of(rows, hidden), width
-
-  def _all_groups(self, hidden):
-    return jnp.full(hidden.shape[:-1], self.groups_and_slots()[0], jnp.int32)
-
-  def sample(
-    self,
-    hidden: Float[Array, "*B D"],
-    key: PRNGKeyArray,
-    temperature: float | int = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    allowed: Bool[ArrayLike, "..."] | None = None,
-  ) -> Int[Array, "*B"]:
-    """As `Head.sample`, by group and slot where it can be: see `sample_visited`."""
-    return self.sample_visited(hidden, key, temperature, top_k, top_p, allowed)[0]
-
-  def sample_visited(
-    self,
-    hidden: Float[Array, "*B D"],
-    key: PRNGKeyArray,
-    temperature: float | int = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    allowed: Bool[ArrayLike, "..."] | None = None,
-  ) -> tuple[Int[Array, "*B"], Int[Array, "*B"]]:
-    """A token as `sample` draws it, and how many groups had their slots scored for it.
-
-    Without filters a group is drawn first, then its slot: one group at temperature 1, and at
-    another temperature or under a mask all of them once, for the mass of each. The `top_k` best,
-    the arg max (temperature 0) and the nucleus at temperature 1 are found by visiting. A mask
-    together with a filter, and the nucleus at another temperature, score everything.
-    """
-    sampling.check_options(temperature, top_k, top_p)
-    allowed = None if allowed is None else jnp.asarray(allowed)
-    top_p = None if top_p == 1 else top_p
-    greedy = temperature < 1e-6
-    if allowed is None and greedy:
-      _, tokens, visited = self.top_k_visited(hidden, 1)
-      return tokens[..., 0], visited
-    if allowed is None and top_k is not None:
-      return self._drawn_from_best(hidden, key, temperature, top_k, top_p)
-    if top_k is None and top_p is None and not greedy:
-      return self._drawn_by_group(hidden, key, temperature, allowed)
-    if allowed is None and temperature == 1 and self._is_worth_visiting(hidden):
-      return self._drawn_from_nucleus(hidden, key, top_p)
-    tokens = super().sample(hidden, key, temperature, top_k, top_p, allowed)
-    return tokens, self._all_groups(hidden)
-
-  def _drawn_from_best(self, hidden, key, temperature, top_k, top_p):
-    log_prob_Bk, token_Bk, visited_B = self.top_k_visited(hidden, min(top_k, self.vocab))
-    return sampling.draw_among(log_prob_Bk / temperature, token_Bk, key, top_p), visited_B
-
-  def _drawn_from_nucleus(self, hidden, key, top_p):
-    def body(arrays, hidden, key):
-      rows = _split(arrays)
-      log_group_BG, of_groups, width = self._to_visit(rows, hidden)
-      slots, count = self.groups_and_slots()[1], math.prod(hidden.shape[:-1])
-      most = min(visiting.MOST, sampling.STORED_SCORES // max(1, count * slots))
-      steps = max(1, most // width)
-      found = visiting.nucleus_visited(
-        log_group_BG, of_groups, top_p, key, slots, steps, width, self.vocab_axis
-      )
-      token_B = rows.token_at(found.place)
-      everything = lambda: sampling.sample(self._blocks(arrays, hidden), key, 1.0, None, top_p)
-      rest_B = jax.lax.cond(found.found.all(), lambda: token_B, everything)
-      token_B = jnp.where(found.found, token_B, rest_B)
-      return token_B, jnp.where(found.found, found.visited, self._all_groups(hidden))
-
-    return self._over_vocabulary(body, hidden, key)
-
-  def _drawn_by_group(self, hidden, key, temperature, allowed):
-    def body(arrays, hidden, key, allowed):
-      rows = _split(arrays)
-      axis = shards.inside(self.vocab_axis)
-      if axis:
-        key = jax.random.fold_in(shards.varying(key, axis), jax.lax.axis_index(axis))
-      group_key, slot_key = jax.random.split(key)
-      log_mass_BG = self._log_mass(arrays, hidden, temperature, allowed)
-      noisy_BG = log_mass_BG + sampling.gumbel(group_key, log_mass_BG.shape)
-      group_B1 = jnp.argmax(noisy_BG, axis=-1, keepdims=True).astype(jnp.int32)
-      of_groups = self._tokens_of(rows, hidden)
-      score_BS, place_BS = (x[..., 0, :] for x in of_groups(group_B1, jnp.zeros(group_B1.shape)))
-      token_BS = rows.token_at(place_BS)
-      score_BS = _masked(score_BS / temperature, token_BS, allowed)
-      slot_B1 = jnp.argmax(
-        score_BS + sampling.gumbel(slot_key, score_BS.shape), axis=-1, keepdims=True
-      )
-      best_B = noisy_BG.max(axis=-1)
-      token_B = jnp.take_along_axis(token_BS, slot_B1, axis=-1)[..., 0]
-      return ranking.winner(best_B, jnp.where(jnp.isneginf(best_B), -1, token_B), axis)
-
-    tokens = self._over_vocabulary(body, hidden, key, allowed)
-    plain = temperature == 1 and allowed is None
-    visited = self._all_groups(hidden)
-    return tokens, jnp.ones_like(visited) if plain else visited
-
-  def _log_mass(self, rows, hidden, temperature, allowed):
-    """Log-mass [*B, G] of what is allowed of each group, at a temperature, not normalised."""
-    if temperature == 1 and allowed is None:
-      return self._log_group(*_split(rows)[:2], hidden)
-    blocks = sampling.allow(self._blocks(rows, hidden), allowed, self.vocab)
-    groups, slots, batch = rows[0].shape[0], self.groups_and_slots()[1], blocks.batch
-
-    def mass(index):
-      score_BW, _ = blocks.block(index)
-      score_BWS = score_BW.reshape(*batch, score_BW.shape[-1] // slots, slots) / temperature
-      return jax.nn.logsumexp(score_BWS, axis=-1)
-
-    mass_CBW = jax.lax.map(mass, blocks.indices)
-    width = mass_CBW.shape[-1]
-    return jnp.moveaxis(mass_CBW, 0, -2).reshape(*batch, blocks.count * width)[..., :groups]
 
   def _axes_of_order(self) -> dict:
     """Every device reads all of it, so that no look-up travels."""
@@ -369,13 +217,3 @@ class TwoLevelHead(Head):
 
 def _split(rows: tuple) -> Rows:
   return Rows(*rows[:5], rows[5:])
-
-
-def _masked(scores, tokens, allowed):
-  """-inf for tokens [*B, S] that `allowed`, [V] or [*B, V], does not mark."""
-  if allowed is None:
-    return scores
-  if allowed.ndim == 1:
-    return jnp.where(allowed[tokens], scores, -jnp.inf)
-  allowed = allowed.reshape(*[1] * (tokens.ndim - allowed.ndim), *allowed.shape)
-  return jnp.where(jnp.take_along_axis(allowed, tokens, axis=-1), scores, -jnp.inf)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -39,8 +40,21 @@ class UnsharedGroupedHead(TwoLevelHead):
 
   def _slot_scores(self, slots, shared, group):
     weight, bias = slots
-    chosen = weight[group].astype(shared.dtype)
-    scores = jnp.einsum("...d,...wsd->...ws", shared, chosen, preferred_element_type=jnp.float32)
+    batch, (*_, slots, dim) = shared.shape[:-1], weight.shape
+    each = lambda hidden, group: jnp.einsum(
+      "...d,...wsd->...ws",
+      hidden,
+      weight[group].astype(hidden.dtype),
+      preferred_element_type=jnp.float32,
+    )
+    # Weights of 4 Mi numbers at once: where rows name groups of their own, some rows at a time.
+    rows = max(1, 2**22 // (group.shape[-1] * slots * dim))
+    if group.ndim == 1 or math.prod(batch) <= rows:
+      scores = each(shared, group)
+    else:
+      flat = shared.reshape(-1, dim), group.reshape(-1, group.shape[-1])
+      scores = jax.lax.map(lambda row: each(*row), flat, batch_size=rows)
+      scores = scores.reshape(*batch, *scores.shape[1:])
     return scores if bias is None else scores + bias[group].astype(jnp.float32)
 
   def _slot_log_prob(self, rows, hidden, group, slot):
@@ -52,7 +66,7 @@ class UnsharedGroupedHead(TwoLevelHead):
   def _is_worth_visiting(self, hidden):
     """Each row reads the weights of its own groups; a block's are read once for all rows."""
     groups, _ = self.groups_and_slots()
-    return 4 * math.prod(hidden.shape[:-1]) * min(visiting.WIDTH, groups) <= max(groups, 32)
+    return math.prod(hidden.shape[:-1]) * visiting.WIDTH <= max(groups, visiting.WIDTH)
 
   def size(self) -> Size:
     """(D + bias)·(G + G·S) parameters; eight bytes a token for an order."""

@@ -67,23 +67,25 @@ def checked_sizes(
 
 
 def check_order(order: ArrayLike, vocab: int) -> None:
-  """Nothing, where `order` names each token of [0, V) exactly once.
+  """Nothing, where `order` names each token of [0, V) exactly once; under jit, where it has V.
 
   Raises:
     ValueError: it does not; the message names the first token that it should not, or should, name.
   """
-  order = np.asarray(order)
   remedy = f"; give each token of 0 to {vocab - 1} one place, as assign.grouping(...).order does"
-  if order.shape != (vocab,) or not np.issubdtype(order.dtype, np.integer):
-    raise ValueError(f"order {order.dtype}{order.shape} is no int[{vocab}]{remedy}")
+  if np.shape(order) != (vocab,) or not jnp.issubdtype(jnp.result_type(order), jnp.integer):
+    raise ValueError(f"order {jnp.result_type(order)}{np.shape(order)} is no int[{vocab}]{remedy}")
+  if isinstance(order, jax.core.Tracer):
+    return
+  order = np.asarray(order)
   outside = order[(order < 0) | (order >= vocab)]
   if outside.size:
     raise ValueError(f"order names {outside[0]}, which is no token of {vocab}{remedy}")
   count = np.bincount(order, minlength=vocab)
   if (count != 1).any():
     twice, never = np.argmax(count > 1), np.argmin(count)
-    places = " and ".join(map(str, np.flatnonzero(order == twice)[:2]))
-    raise ValueError(f"order names token {twice} at {places} and token {never} nowhere{remedy}")
+    at = " and ".join(map(str, np.flatnonzero(order == twice)[:2]))
+    raise ValueError(f"order has token {twice} at places {at}, and token {never} at none{remedy}")
 
 
 def places(order: Int[Array, "V"]) -> Int[Array, "V"]:

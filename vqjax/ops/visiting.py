@@ -28,6 +28,20 @@ A group of log-probability -inf, and a slot that no token has, give -inf.
 """
 
 
+class Groups(NamedTuple):
+  """What there is to visit.
+
+  Attributes:
+    log_group: log-probabilities of the groups.
+    of_groups: those of their tokens.
+    token_at: the tokens at places, of any shape; -1 stays -1.
+  """
+
+  log_group: Float[Array, "*B G"]
+  of_groups: OfGroups
+  token_at: Callable[[Array], Array]
+
+
 class Visits(NamedTuple):
   """In which order groups are visited, W at a time: C steps.
 
@@ -55,7 +69,7 @@ def visits(log_group: Float[Array, "*B G"], width: int) -> Visits:
   falling, group = lax.sort((-log_group, number), num_keys=2)
   falling = jnp.pad(falling, fill, constant_values=jnp.inf)
   group = jnp.pad(group, fill)
-  steps = lambda x: jnp.moveaxis(x.reshape(*x.shape[:-1], -1, width), -2, 0)
+  steps = lambda x: jnp.moveaxis(x.reshape(*x.shape[:-1], x.shape[-1] // width, width), -2, 0)
   group, falling = steps(group), steps(falling)
   beyond = jnp.full((1, *falling.shape[1:-1]), -jnp.inf, jnp.float32)
   bound = jnp.concatenate([-falling[..., 0], beyond])
@@ -88,14 +102,19 @@ def best_visited(
   def step(state):
     index, found = state
     score_BWS, place_BWS = of_groups(plan.group[index], plan.log_group[index])
-    flat = lambda x: jnp.broadcast_to(x, score_BWS.shape).reshape(*batch, -1)
-    return index + 1, _merged(found, flat(score_BWS), flat(place_BWS))
+    return index + 1, _merged(found, _flat(score_BWS), _flat(place_BWS))
 
   start = shards.varying(ranking.none_yet(batch, k), *shards.varies_over(jax.typeof(log_group)))
   _, found = lax.while_loop(matters, step, (jnp.int32(0), start))
   needed_B = _needed(log_group, found.scores[..., -1:], axis)
   found = ranking.across(found, axis)
   return found.scores, found.tokens, needed_B
+
+
+def _flat(array):
+  """[..., a, b] -> [..., a·b]."""
+  *batch, a, b = array.shape
+  return array.reshape(*batch, a * b)
 
 
 def _anywhere(some, axis):
@@ -161,12 +180,8 @@ def nucleus_visited(
   def step(state):
     index, score_CBw, place_CBw = state
     score_BWS, place_BWS = of_groups(plan.group[index], plan.log_group[index])
-    flat = lambda x: jnp.broadcast_to(x, score_BWS.shape).reshape(*batch, -1)
-    return (
-      index + 1,
-      score_CBw.at[index].set(flat(score_BWS)),
-      place_CBw.at[index].set(flat(place_BWS)),
-    )
+    scores, places = score_CBw.at[index].set(_flat(score_BWS)), _flat(place_BWS)
+    return index + 1, scores, place_CBw.at[index].set(places)
 
   shape = count, *batch, width * slots
   start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
@@ -174,7 +189,7 @@ def nucleus_visited(
   state = lax.while_loop(
     lambda state: (state[0] < count) & ~found(state).all(), step, (jnp.int32(0), *start)
   )
-  score_Bw, place_Bw = (jnp.moveaxis(x, 0, -2).reshape(*batch, -1) for x in state[1:])
+  score_Bw, place_Bw = (_flat(jnp.moveaxis(x, 0, -2)) for x in state[1:])
   blocks = sampling.Blocks(1, lambda _: (score_Bw, jnp.arange(score_Bw.shape[-1])), batch, axis)
   edge_B1 = sampling.nucleus_edge(blocks, top_p, jnp.zeros(batch, jnp.float32))[..., None]
   kept_Bw = jnp.where(score_Bw >= edge_B1, score_Bw, -jnp.inf)
