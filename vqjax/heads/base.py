@@ -80,8 +80,14 @@ class Head(nn.Module):
 
     The body reduces over `blocks.axis`, so that it returns the same on all of these devices.
     """
-    run = lambda rows, hidden, *shared: body(self._blocks(rows, hidden), *shared)
-    return self._over_vocabulary(run, hidden, *shared)
+
+    def run(arrays, shared):
+      # Where an array is marked its gradient is summed: before an operand of it is narrowed.
+      *rows, hidden = shards.varying(arrays)
+      return body(self._blocks(tuple(rows), hidden), *shared)
+
+    rows = *self._rows(), shards.Whole(hidden)
+    return shards.over_vocabulary(self.vocab_axis, run, rows, shared)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
