@@ -171,19 +171,19 @@ def sizes(scale: Scale, _: float) -> Iterator[dict[str, Any]]:
     yield {"sizes": rows}
   benching.show(
     f"memory by group size, {_sizes(decoder)}, blocks recomputed",
-    ("tokens a group", "groups", "step, peak MiB", "head alone, temp MiB"),
+    ("tokens a group", "groups", "step, peak MiB", "head alone, temp MiB", "untiled"),
     [_size_cells(row) for row in rows],
   )
   found = grouped_sizes.least(decoder.vocab, rows)
-  for of in ("step", "head"):
+  for of in ("step", "head", "untiled"):
     first, last = found[of]["near"]
     benching.say(f"{of}: least at {found[of]['size']}, within 2 % of it at {first} to {last}")
-  benching.say(f"sqrt V = {found['sqrt']}")
+  benching.say(f"sqrt V = {found['sqrt']}; sqrt(V / c) = {found['corrected']}")
   yield {"least": found}
 
 
 def _size_cells(row: dict[str, int]) -> list[str]:
-  memory = row["peak_bytes"], row["head_temp_bytes"]
+  memory = row["peak_bytes"], row["head_temp_bytes"], row["untiled_temp_bytes"]
   return [str(row["size"]), str(row["groups"]), *map(benching.mib, memory)]
 
 

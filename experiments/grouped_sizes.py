@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from experiments.grouped_cost import Contender, Decoder, experiment, memory, say
 from experiments.stepping import Stepping
 from experiments.timing import temp_bytes
-from vqjax import GroupedHead
+from vqjax import GroupedHead, Head, assign
 from vqjax.heads.workload import loss_and_gradient
+from vqjax.ops import groups as group_ops
+from vqjax.ops import softmax
 
 FACTORED = 50_232
 """The number whose divisors the paper took for sizes: close to its V of 50,258, it has 64."""
@@ -36,8 +40,21 @@ def equal(vocab: int, size: int) -> tuple[int, ...]:
   return (size,) * whole + ((left,) if left else ())
 
 
+class UntiledHead(GroupedHead):
+  """The grouped head as the paper's Figure 5 has it: all [N, G] and [N, S] at once."""
+
+  def log_prob(self, hidden, tokens):
+    """Log-probability of `tokens` in nats."""
+    group, slot = group_ops.group_and_slot(tokens, self.starts)
+    shared = softmax.linear_scores(hidden, self.slot_weight)
+    scores = group_ops.scaled(shared, self.scale[group], self.shift[group])
+    size = jnp.asarray(np.diff(self.starts), jnp.int32)[group]
+    of_group = jnp.take_along_axis(self.log_group(hidden), group[..., None], axis=-1)[..., 0]
+    return of_group + group_ops.log_prob_in_group(scores, size, slot)
+
+
 def memory_at(decoder: Decoder, size: int) -> dict[str, int]:
-  """Bytes of a training step, and of the loss and gradient of its head alone.
+  """Bytes of a training step, and of the loss and gradient of its head alone, tiled and untiled.
 
   A step also has the decoder's arrays, which hide what is less; its blocks are recomputed in the
   backward pass.
@@ -45,18 +62,24 @@ def memory_at(decoder: Decoder, size: int) -> dict[str, int]:
   groups = equal(decoder.vocab, size)
   say(f"compiling {len(groups)} groups of {size}")
   head = GroupedHead(decoder.vocab, decoder.dim, sizes=groups)
+  untiled = UntiledHead(decoder.vocab, decoder.dim, sizes=groups)
   step = Stepping(experiment(decoder, Contender(lambda *_: head)))
-  alone, arguments = loss_and_gradient(head, decoder.batch * decoder.context)
-  of_head = temp_bytes(jax.jit(alone).lower(*arguments).compile())
-  return {"size": size, "groups": len(groups), "head_temp_bytes": of_head} | memory(step)
+  tokens = decoder.batch * decoder.context
+  alone = {"head_temp_bytes": _alone(head, tokens), "untiled_temp_bytes": _alone(untiled, tokens)}
+  return {"size": size, "groups": len(groups)} | memory(step) | alone
+
+
+def _alone(head: Head, tokens: int) -> int:
+  function, arguments = loss_and_gradient(head, tokens)
+  return temp_bytes(jax.jit(function).lower(*arguments).compile())
 
 
 def least(vocab: int, rows: Sequence[dict[str, int]]) -> dict[str, Any]:
   """The sizes with the least memory, those within `NEAR` of it, and what formulas say."""
-  return {
-    "sqrt": math.isqrt(vocab),
-    "step": _least([(row["size"], row["peak_bytes"]) for row in rows]),
-    "head": _least([(row["size"], row["head_temp_bytes"]) for row in rows]),
+  kinds = {"step": "peak_bytes", "head": "head_temp_bytes", "untiled": "untiled_temp_bytes"}
+  corrected = round(vocab / assign.memory_groups(vocab))
+  return {"sqrt": math.isqrt(vocab), "corrected": corrected} | {
+    name: _least([(row["size"], row[kind]) for row in rows]) for name, kind in kinds.items()
   }
 
 

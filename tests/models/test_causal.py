@@ -9,9 +9,9 @@ from vqjax import DenseEmbedding, GroupedHead
 from vqjax.models import Transformer, causal
 
 
-@pytest.mark.parametrize(("length", "window"), [(13, None), (13, 4), (1, 4)])
+@pytest.mark.parametrize(("length", "window"), [(13, None), (13, 4), (1, 4), (0, 4)])
 def test_tiles_change_neither_what_is_mixed_nor_its_gradients(length, window, monkeypatch):
-  monkeypatch.setattr(causal, "tile_size", lambda *_: min(5, length))
+  monkeypatch.setattr(causal, "tile_size", lambda *_: 5)
   parts = jax.random.normal(jax.random.key(0), (4, 3, length, 2, 7))
   window = None if window is None else jnp.int32(window)
 
@@ -50,6 +50,8 @@ def test_no_array_of_a_training_step_has_a_weight_for_every_two_positions():
     ((3, 16, 2, 4), 2**22, 16),
     ((1, 1, 1, 1), 1, 1),
     ((1, 7, 1, 2), 1, 2),
+    ((0, 7, 1, 2), 9, 7),
+    ((3, 0, 1, 2), 9, 1),
   ],
 )
 def test_tiles_are_equal_parts_of_bounded_size(shape, most, size):

@@ -73,10 +73,17 @@ def compiled(function):
   return jax.jit(lambda *args: function(*args))
 
 
+@functools.cache
+def of_path(path):
+  """`value_and_gradients`, compiled once for all tests of a path."""
+  del path
+  return compiled(value_and_gradients)
+
+
 @pytest.mark.parametrize("counts", [COUNTS, (0, 0, N, 0, 0)])
 def test_value_and_gradients_are_those_of_float64(path, counts):
   args = operands(counts)
-  check(compiled(value_and_gradients)(*args), reference(*args))
+  check(of_path(path)(*args), reference(*args))
 
 
 def test_only_accelerators_are_given_a_ragged_product(path):
@@ -150,7 +157,7 @@ def test_bfloat16_operands_are_summed_in_float32(path):
 def test_a_slot_that_its_group_lacks_has_no_probability_and_no_gradient(path):
   hidden, weight, bias, sizes, group, _, cotangent = operands()
   args = hidden, weight, bias, sizes, group, sizes[group], cotangent
-  log_prob, *gradients = compiled(value_and_gradients)(*args)
+  log_prob, *gradients = of_path(path)(*args)
   # The last slot of the largest group is the last column: there is none beyond.
   lacking = np.asarray(sizes[group] < S)
   assert np.isneginf(np.asarray(log_prob)[lacking]).all()
@@ -162,7 +169,7 @@ def test_a_slot_that_its_group_lacks_has_no_probability_and_no_gradient(path):
 def test_a_vector_that_is_no_number_stays_in_its_group(path):
   hidden, *rest = operands()
   group = rest[3]
-  log_prob, _, d_weight, d_bias = compiled(value_and_gradients)(
+  log_prob, _, d_weight, d_bias = of_path(path)(
     hidden.at[jnp.argmax(group == 3)].set(jnp.nan), *rest
   )
   assert np.isnan(log_prob).sum() == 1

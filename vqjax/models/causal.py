@@ -51,7 +51,7 @@ def attend_in_tiles(
   filled = jnp.pad(query, ((0, 0), (0, tiles * size - length), (0, 0), (0, 0)))
   query_NBtHC = jnp.moveaxis(filled.reshape(batch, tiles, size, heads, width), 1, 0)
   mixed_NBtHC = lax.map(lambda given: tile(*given), (query_NBtHC, size * jnp.arange(tiles)))
-  return jnp.moveaxis(mixed_NBtHC, 0, 1).reshape(batch, -1, heads, width)[:, :length]
+  return jnp.moveaxis(mixed_NBtHC, 0, 1).reshape(filled.shape)[:, :length]
 
 
 def tile_size(shape: tuple[int, int, int, int], most: int) -> int:
@@ -62,7 +62,7 @@ def tile_size(shape: tuple[int, int, int, int], most: int) -> int:
   """
   batch, length, heads, width = shape
   wanted = max(width, most // max(1, batch * heads * length))
-  return math.ceil(length / math.ceil(length / wanted))
+  return max(1, math.ceil(length / max(1, math.ceil(length / wanted))))
 
 
 def seen(position: Int[Array, "Q"], length: int, window: Int[Array, ""]) -> Bool[Array, "Q T"]:

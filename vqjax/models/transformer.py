@@ -1,5 +1,7 @@
 """What does a GPT-2-style decoder look like whose vocabulary layers are fields?"""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -8,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from vqjax.models import causal
 from vqjax.models.base import ROWS, LanguageModel, check_heads
 from vqjax.sharding import constrain
-from vqjax.types import Dtype
+from vqjax.types import ADDED_LATER, Dtype
 
 
 class Block(nn.Module):
@@ -20,7 +22,8 @@ class Block(nn.Module):
     dropout: probability of zeroing an entry of either branch's output.
     residual_scale: standard deviation of the branches' output projections.
     dtype: dtype of the computation; parameters are float32.
-    tiled: attend a tile of query positions at a time.
+    remat: whether it is recomputed in the backward pass: what it keeps then is to be small, so that
+      it attends a tile of query positions at a time.
   """
 
   dim: int
@@ -28,7 +31,7 @@ class Block(nn.Module):
   dropout: float
   residual_scale: float
   dtype: Dtype
-  tiled: bool
+  remat: bool
 
   def setup(self):
     normal = nn.initializers.normal
@@ -54,14 +57,16 @@ class Block(nn.Module):
     x_BTD = x_BTD + self.drop(self._attend(self.attention_norm(x_BTD), window), deterministic)
     x_BTD = constrain(x_BTD, ROWS)
     inner_BTF = constrain(self.mlp_in(self.mlp_norm(x_BTD)), ("batch", None, "mlp"))
-    mlp_BTD = self.mlp_out(nn.gelu(inner_BTF))
+    # The slope comes from the input alone: no tanh of [B, T, 4 D] is kept.
+    gelu = jax.checkpoint(nn.gelu) if self.remat else nn.gelu
+    mlp_BTD = self.mlp_out(gelu(inner_BTF))
     return constrain(x_BTD + self.drop(mlp_BTD, deterministic), ROWS), None
 
   def _attend(self, x_BTD, window):
     by_head = "batch", None, "heads", None
     parts = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
     query, key, value = (constrain(part, by_head) for part in parts)
-    attend = causal.attend_in_tiles if self.tiled else causal.attend
+    attend = causal.attend_in_tiles if self.remat else causal.attend
     return self.attention_out(attend(query, key, value, window))
 
 
@@ -107,7 +112,7 @@ class Transformer(LanguageModel):
   dropout: float = 0.0
   remat: bool = False
   dtype: Dtype = jnp.float32
-  window: int | None = None
+  window: int | None = dataclasses.field(default=None, metadata=ADDED_LATER)
 
   def setup(self):
     self._check()
