@@ -80,6 +80,34 @@ def test_it_is_convolutions_norms_and_maxima_of_squares(train):
   np.testing.assert_allclose(log_prob, wanted[np.arange(3), [0, 3, 6]], rtol=1e-4, atol=1e-5)
 
 
+def test_the_gradient_is_that_of_the_formula():
+  """Compiled as in a step, where a maximum may be compared with numbers of another rounding."""
+  images = jax.random.uniform(jax.random.key(1), (6, 24, 25, 3))
+  weight = np.asarray(jax.random.normal(jax.random.key(2), (6, 5)))
+  model = ConvNet(DenseHead(7, 5), dim=5, channels=(4, 6))
+  variables = variables_of(model, images)
+
+  def score(params):
+    own = variables | {"params": params}
+    hidden, _ = model.apply(own, images, False, method="hidden", mutable=["batch_stats"])
+    return (weight * hidden).sum()
+
+  gradient = jax.jit(jax.grad(score))(variables["params"])
+  step = 1e-6
+
+  def moved(by):
+    far = jax.tree.map(
+      lambda x, g: np.asarray(x, np.float64) + by * np.asarray(g, np.float64),
+      variables["params"],
+      gradient,
+    )
+    return (weight * in_float64(variables | {"params": far}, images, True)).sum()
+
+  slope = (moved(step) - moved(-step)) / (2 * step)
+  square = sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradient))
+  assert abs(slope / square - 1) < 1e-3
+
+
 class Grouped(GroupedHead):
   """With probabilities of groups that are sums over their classes."""
 
