@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from configs.grouped_lm import grouped
-from experiments import grouped_asked, grouped_notes, grouped_plots
+from experiments import grouped_asked, grouped_findings, grouped_notes, grouped_plots
 from experiments.grouped_report import tables
 from experiments.grouped_settings import SCALES
 from experiments.study import DOCS, Results
@@ -60,6 +60,7 @@ def _page(
   for name in plots:
     caption = grouped_plots.CAPTIONS[name]
     yield f"## {caption}\n\n![{caption}](../images/{name})\n"
+  yield grouped_findings.section(results, cost)
   yield grouped_notes.notes()
   yield _origin(results, cost)
 
