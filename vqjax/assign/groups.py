@@ -53,9 +53,9 @@ def memory_groups(vocab: int, arrays: float | int = 4) -> int:
   """The number of groups G, with S = V/G slots, that takes the least memory for each token.
 
   For each token that is scored the loss and its gradient hold G scores of groups and, of S numbers
-  each, c = `arrays`: by default the shared scores, the scale and the shift of the token's group, and the
-  cotangent of its scores. G + c·S is least at S = sqrt(V/c). Section 2.4 of the paper counts one
-  array of S, and so finds S = sqrt(V).
+  each, c = `arrays`: by default the shared scores, the scale and the shift of the token's group,
+  and the cotangent of its scores. G + c·S is least at S = sqrt(V/c). Section 2.4 of the paper
+  counts one array of S, and so finds S = sqrt(V).
 
   Args:
     vocab: number of tokens, V.

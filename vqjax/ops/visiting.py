@@ -46,7 +46,7 @@ class Visits(NamedTuple):
   """In which order groups are visited, W at a time: C steps.
 
   Attributes:
-    group: [C, *B, W], within a step in the order of their numbers, so that ties come in that order.
+    group: [C, *B, W].
     log_group: [C, *B, W], their log-probabilities; -inf where the last step has no more groups.
     bound: [C + 1, *B], the highest of a step; -inf beyond the last.
   """
@@ -73,7 +73,6 @@ def visits(log_group: Float[Array, "*B G"], width: int) -> Visits:
   group, falling = steps(group), steps(falling)
   beyond = jnp.full((1, *falling.shape[1:-1]), -jnp.inf, jnp.float32)
   bound = jnp.concatenate([-falling[..., 0], beyond])
-  group, falling = lax.sort((group, falling), num_keys=1)
   return Visits(group, -falling, bound)
 
 
@@ -101,7 +100,9 @@ def best_visited(
 
   def step(state):
     index, found = state
-    score_BWS, place_BWS = of_groups(plan.group[index], plan.log_group[index])
+    # In the order of their numbers: so tokens that tie come in the order of their places.
+    groups = lax.sort((plan.group[index], plan.log_group[index]), num_keys=1)
+    score_BWS, place_BWS = of_groups(*groups)
     return index + 1, _merged(found, _flat(score_BWS), _flat(place_BWS))
 
   start = shards.varying(ranking.none_yet(batch, k), *shards.varies_over(jax.typeof(log_group)))
