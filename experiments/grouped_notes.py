@@ -26,10 +26,17 @@ def logits_bytes(rows: int, context: int, vocab: int) -> int:
   return 4 * rows * context * vocab
 
 
+def macs(dim: int, outputs: int, attention: bool = False) -> float:
+  """1e9 multiply-accumulates of `CONTEXT` tokens: blocks and so many scores of the head."""
+  weights = CONTEXT * dim * (LAYERS * 12 * dim + outputs)
+  return (weights + attention * 2 * LAYERS * CONTEXT**2 * dim) / 1e9
+
+
 def notes() -> str:
   """What does not hold, and why."""
   widths = ", ".join(f"{decoder_params(dim) / 1e6:.1f} M at {dim}" for dim in (128, 256, 1024))
   groups, slots, empty = empty_slots(184_320)
+  groups_and_slots = sum(empty_slots(V)[:2])
   logits = logits_bytes(BATCH, CONTEXT, 50_000)
   best = ", ".join(f"{math.sqrt(V / arrays):.0f}" for arrays in (1, 4, 8))
   lines = (
@@ -45,9 +52,12 @@ def notes() -> str:
     "- S = G = sqrt(V) is the least memory only for one array [N, S] and one [N, G]. Training",
     "  holds several of [N, S], the gathered scales and shifts among them: with c of them the",
     f"  optimum is S = sqrt(V/c): {best} tokens a group for c = 1, 4, 8.",
-    '- Its "FLOPs" are multiply-accumulates: 512 tokens through GPT-2 of width 128 take',
-    f"  {512 * (LAYERS * 12 * 128**2 + V * 128) / 1e9:.2f} G of them without attention; it prints"
-    " 4.10.",
+    f'- Its "FLOPs" are multiply-accumulates: {CONTEXT} tokens through width 128 take',
+    f"  {macs(128, V):.2f} G of them with the dense head and {macs(128, groups_and_slots):.2f} G with"
+    " the grouped one, as",
+    f"  printed, without attention. With it they are {macs(128, V, attention=True):.2f} G and"
+    f" {macs(128, groups_and_slots, attention=True):.2f} G; the",
+    "  former is what it prints for GPT-Neo, and the latter for none.",
     "- Table 1's columns say nothing of the spread: with grades of some stories by one judge, the",
     "  differences of a few tenths between its models need not be any.",
   )

@@ -145,7 +145,17 @@ def test_a_page_without_any_result_can_be_written(tmp_path):
 
 def test_the_notes_compute_what_the_paper_gets_wrong():
   text = grouped_notes.notes()
-  for number in ("506.8 M", "8.1 M at 128", "19.3 M at 256", "3.28 GB", "184,470", "150 slots"):
+  for number in (
+    "506.8 M",
+    "8.1 M at 128",
+    "19.3 M at 256",
+    "3.28 GB",
+    "184,470",
+    "150 slots",
+    "4.10 G",
+    "4.64 G",
+    "0.83 G",
+  ):
     assert number in text
 
 
