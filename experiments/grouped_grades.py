@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,7 +10,6 @@ from flax import linen as nn
 
 from experiments import stories
 from experiments.judge import Judge, mean_grades
-from experiments.study import Work, derived
 from vqjax.config import Experiment
 from vqjax.convert import Distilled
 from vqjax.convert.starts import student_of
@@ -33,22 +33,20 @@ class Sheet:
   temperature: float = 1.0
 
 
-def work(name: str, source: Work, experiment: Experiment, folder: str, sheet: Sheet, judge: Judge):
-  """The work of grading a trained model's stories."""
-  settings = dataclasses.asdict(sheet) | {"model": judge.model}
-  measure = lambda: graded(experiment, pathlib.Path(folder), sheet, judge)
-  return derived(name, f"grades of {source.label}", source, settings, measure)
+def asked(sheet: Sheet, judge: Judge) -> dict[str, Any]:
+  """What a grade depends on beside the model, as JSON has it."""
+  return dataclasses.asdict(sheet) | {"model": judge.model}
 
 
 def graded(
-  experiment: Experiment, folder: pathlib.Path, sheet: Sheet, judge: Judge
+  experiment: Experiment, folder: pathlib.Path, asked: Mapping[str, Any], judge: Judge
 ) -> dict[str, Any]:
   """The model goes on with test stories from their middle, and the judge grades what it writes."""
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
   model, variables = trained_model(experiment, folder)
-  prompts = stories.beginnings(experiment.data.documents("test"), encoder, sheet.stories)
+  prompts = stories.beginnings(experiment.data.documents("test"), encoder, asked["stories"])
   key = jax.random.key(0)
-  how = {"tokens": sheet.tokens, "eos": encoder.eos, "temperature": sheet.temperature}
+  how = {"tokens": asked["tokens"], "temperature": asked["temperature"], "eos": encoder.eos}
   written = stories.write(model, variables, prompts, key, **how)
   texts = stories.texts(encoder, prompts, written)
   return {"result": {}, **mean_grades(judge, texts), "first": texts[0]}

@@ -26,10 +26,17 @@ def logits_bytes(rows: int, context: int, vocab: int) -> int:
   return 4 * rows * context * vocab
 
 
+def macs(dim: int, outputs: int, attention: bool = False) -> float:
+  """1e9 multiply-accumulates of `CONTEXT` tokens: blocks and so many scores of the head."""
+  weights = CONTEXT * dim * (LAYERS * 12 * dim + outputs)
+  return (weights + attention * 2 * LAYERS * CONTEXT**2 * dim) / 1e9
+
+
 def notes() -> str:
   """What does not hold, and why."""
   widths = ", ".join(f"{decoder_params(dim) / 1e6:.1f} M at {dim}" for dim in (128, 256, 1024))
   groups, slots, empty = empty_slots(184_320)
+  groups_and_slots = sum(empty_slots(V)[:2])
   logits = logits_bytes(BATCH, CONTEXT, 50_000)
   best = ", ".join(f"{math.sqrt(V / arrays):.0f}" for arrays in (1, 4, 8))
   lines = (
@@ -37,17 +44,20 @@ def notes() -> str:
     f"  width 2048 it has {decoder_params(2048) / 1e6:.1f} M, not 659 M.",
     f"- [32, 512, 50,000] in float32 is {logits / 1e9:.2f} GB, not 3.32. Training holds its",
     "  softmax and its gradient as well.",
-    '- "3.4 times" is against a cross-entropy in float32 that materialises all logits. A dense loss',
-    "  in tiles, which holds no logits either, is the row `tiled` of Tables 2 and 3.",
+    '- "3.4x" is against a cross-entropy in float32 that materialises all logits. A dense loss in',
+    '  tiles, which holds no logits either, is the row "loss in tiles" of Tables 2 and 3.',
     f"- 184,320 classes in G = {groups} groups of S = {slots} leave {groups * slots:,} - 184,320 =",
     f"  {empty} slots without a class. Unless they are masked the probabilities of the classes do",
     "  not add up to 1; here they are.",
     "- S = G = sqrt(V) is the least memory only for one array [N, S] and one [N, G]. Training",
     "  holds several of [N, S], the gathered scales and shifts among them: with c of them the",
     f"  optimum is S = sqrt(V/c): {best} tokens a group for c = 1, 4, 8.",
-    '- Its "FLOPs" are multiply-accumulates: 512 tokens through GPT-2 of width 128 take',
-    f"  {512 * (LAYERS * 12 * 128**2 + V * 128) / 1e9:.2f} G of them without attention; it prints"
-    " 4.10.",
+    f'- Its "FLOPs" are multiply-accumulates: {CONTEXT} tokens through width 128 take',
+    f"  {macs(128, V):.2f} G of them with the dense head and {macs(128, groups_and_slots):.2f} G with"
+    " the grouped one, as",
+    f"  printed, without attention. With it they are {macs(128, V, attention=True):.2f} G and"
+    f" {macs(128, groups_and_slots, attention=True):.2f} G; the",
+    "  former is what it prints for GPT-Neo, and the latter for none.",
     "- Table 1's columns say nothing of the spread: with grades of some stories by one judge, the",
     "  differences of a few tenths between its models need not be any.",
   )

@@ -6,7 +6,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments import grouped_asked, grouped_notes, grouped_plots
+from configs.grouped_lm import grouped
+from experiments import grouped_asked, grouped_findings, grouped_notes, grouped_plots
 from experiments.grouped_report import tables
 from experiments.grouped_settings import SCALES
 from experiments.study import DOCS, Results
@@ -49,9 +50,9 @@ def _page(
   results: Results, cost: Mapping[str, Any] | None, plots: Mapping[str, Figure]
 ) -> Iterator[str]:
   """The sections, in their order."""
-  train = SCALES["cpu"]["lm-128"].experiment_of("grouped").train
-  context = SCALES["cpu"]["lm-128"].experiment_of("grouped").model.context
-  yield _INTRODUCTION.format(tokens=train.steps * train.batch * context)
+  run = SCALES["cpu"]["lm-128"].experiment("grouped", grouped)
+  tokens = run.train.steps * run.train.batch * run.model.context
+  yield _INTRODUCTION.format(tokens=tokens)
   yield grouped_asked.section(results, cost)
   for table in tables(results, "cpu", cost or {}):
     meanings = "".join(f"- {c.title}: {c.meaning}\n" for c in table.used() if c.meaning)
@@ -59,8 +60,8 @@ def _page(
   for name in plots:
     caption = grouped_plots.CAPTIONS[name]
     yield f"## {caption}\n\n![{caption}](../images/{name})\n"
+  yield grouped_findings.section(results, cost)
   yield grouped_notes.notes()
-  yield grouped_notes.here(results, cost)
   yield _origin(results, cost)
 
 

@@ -38,6 +38,7 @@ def _curve(results: Results, name: str, key: str) -> list[list[float]]:
 def _frame(axes: Axes, across: str, up: str) -> None:
   axes.set_xlabel(across, fontsize=9, color=INK)
   axes.set_ylabel(up, fontsize=9, color=INK)
+  axes.tick_params(labelsize=8)
   axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -89,29 +90,40 @@ def pictures(results: Results) -> Figure | None:
   return figure
 
 
+MEMORY = {
+  "peak_bytes": "a training step",
+  "head_temp_bytes": "the head alone",
+  "untiled_temp_bytes": "the head alone, untiled",
+}
+"""Field of the bench's rows over sizes -> what its memory is of."""
+
+
 def sizes(results: Results, s: Setting, cost: Mapping[str, Any]) -> Figure | None:
   """Memory by the compiler, and the validation loss where a model was trained."""
-  memory = sorted((row["groups"], row["peak_bytes"] / 1e9) for row in size_rows(cost))
-  loss = [
+  memory = {
+    said: sorted((row["groups"], row[key] / 1e9) for row in cost.get("sizes", []) if key in row)
+    for key, said in MEMORY.items()
+  }
+  loss = sorted(
     (groups, results[f"{s.name}/groups-{groups}"]["result"]["valid"]["nats_per_token"])
     for groups in s.sizes
     if "valid" in results.get(f"{s.name}/groups-{groups}", {}).get("result", {})
-  ]
-  if not memory and not loss:
+  )
+  if not loss and not any(memory.values()):
     return None
   figure = Figure(figsize=(9, 3.4), layout="constrained")
-  panels = ((memory, "peak of a training step, GB"), (loss, "validation loss, nats"))
-  for axes, (points, said), color in zip(figure.subplots(1, 2), panels, SERIES, strict=False):
-    if points:
-      axes.plot(*zip(*points, strict=True), "o-", markersize=3.5, linewidth=1, color=color)
-    axes.axvline(224, color=INK, linewidth=0.8, linestyle=":", label="sqrt(V) groups")
+  panels = (memory, "GB, by the compiler"), ({"trained here": loss}, "validation loss, nats")
+  for axes, (lines, said) in zip(figure.subplots(1, 2), panels, strict=True):
+    for color, (label, points) in zip(SERIES, lines.items(), strict=False):
+      if points:
+        style = {"color": color, "markersize": 3, "linewidth": 1, "label": label}
+        axes.plot(*zip(*points, strict=True), "o-", **style)
+    axes.axvline(SQRT, color=INK, linewidth=0.8, linestyle=":", label="sqrt(V) groups")
     axes.set_xscale("log")
     _frame(axes, "groups", said)
     axes.legend(fontsize=8, frameon=False, labelcolor=INK)
   return figure
 
 
-def size_rows(cost: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-  """The bench's rows over group sizes."""
-  found = cost.get("sizes", [])
-  return found.get("rows", []) if isinstance(found, Mapping) else found
+SQRT = 224
+"""floor(sqrt V) of GPT-2's vocabulary."""

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from experiments.grouped_paper import SIZES, TABLE_1, TABLE_2, TABLE_3, WIDTHS, Graded
-from experiments.grouped_rows import rows
+from experiments.grouped_rows import TEACHER, rows
 from experiments.grouped_settings import SCALES
 from experiments.study import Results
 from vqjax import report
@@ -68,7 +68,7 @@ LANGUAGE = (
   column("parameters", "params", units.count, "Of the whole model."),
   column("of the head", "head", units.count, "Beside a table that it shares with the embedding."),
   *(
-    column(name, name, meaning="Measured / the paper's grade at the width beside.")
+    column(name, name, meaning="Measured / the paper's, of the same width.")
     for name in Graded._fields
   ),
 )
@@ -109,7 +109,7 @@ def language(results: Results, scale: str) -> Table:
   lines = []
   for s in SCALES[scale].values():
     for row in rows(s) if s.rows else ():
-      printed = TABLE_1.get(row.name, {}).get(s.dim)
+      printed = TABLE_1.get(row.name, {}).get(s.dim) if TEACHER in s.rows else None
       lines.append(_language(results, f"{s.name}/{row.name}", f"{s.name}: {row.label}", printed))
   if scale == "cpu":
     lines += [
@@ -122,10 +122,11 @@ def language(results: Results, scale: str) -> Table:
 
 
 def _language(results: Results, name: str, label: str, printed: Graded | None) -> Run:
-  result = results.get(name, {}).get("result", {})
+  kept = results.get(name, {})
+  result = kept.get("result", {})
   if result.get("status") == "failed":
     return dataclasses.replace(line(label), result={"name": label, "status": "failed"})
-  nats, control = _nats(results, name), _nats(results, f"{name.split('/')[0]}/gpt-2")
+  own_nats, control = nats(results, name), nats(results, f"{name.split('/')[0]}/{TEACHER}")
   own = results.get(grades_of(name), {}).get("grades", {})
   grades = {
     key: f"{_shown(own.get(key))} / {_shown(getattr(printed, key, None))}"
@@ -134,13 +135,18 @@ def _language(results: Results, name: str, label: str, printed: Graded | None) -
   }
   return line(
     label,
-    nats=nats,
+    nats=own_nats,
     perplexity=result.get("test", {}).get("perplexity"),
-    over=None if nats is None or control is None else nats - control,
-    params=result.get("model", {}).get("params"),
+    over=None if own_nats is None or control is None else own_nats - control,
+    params=None if _has_teacher(kept) else result.get("model", {}).get("params"),
     head=result.get("head", {}).get("params"),
     **grades,
   )
+
+
+def _has_teacher(kept: Mapping[str, Any]) -> bool:
+  """Whether the run's parameters are those of two models."""
+  return "teacher" in kept.get("config", {}).get("model", {})
 
 
 def grades_of(name: str) -> str:
@@ -152,7 +158,8 @@ def _shown(grade: float | None) -> str:
   return units.MISSING if grade is None else f"{grade:.2f}"
 
 
-def _nats(results: Results, name: str) -> float | None:
+def nats(results: Results, name: str) -> float | None:
+  """The mean of -log p(token) of a row on the test split."""
   return results.get(name, {}).get("result", {}).get("test", {}).get("nats_per_token")
 
 

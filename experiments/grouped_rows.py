@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 from configs.grouped_lm import HeadOf, dense, grouped
 from experiments.grouped_settings import Setting
-from vqjax import Embedding, GroupedHead, Head
-from vqjax.config import Experiment
+from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
+from vqjax.config import FROM_TOKENIZER, Experiment
+from vqjax.convert.orders import Ordering
 from vqjax.training import FromRun
 
 
@@ -19,12 +20,14 @@ class Row:
     label: what tables call it.
     make: its experiment in a setting.
     needs: the row that it starts from.
+    trained: False: it is evaluated as it begins.
   """
 
   name: str
   label: str
   make: Callable[[Setting], Experiment]
   needs: str | None = None
+  trained: bool = True
 
 
 def _plain(name: str, label: str, head: HeadOf, window: bool = False) -> Row:
@@ -33,10 +36,26 @@ def _plain(name: str, label: str, head: HeadOf, window: bool = False) -> Row:
   return Row(name, label, lambda s: s.experiment(name, head, **fields(s)))
 
 
-def _more(s: Setting) -> Experiment:
-  """The trained GPT-2, trained on as long as what is made of it."""
-  begun = s.experiment("gpt-2-more", dense, train=s.tune)
-  return dataclasses.replace(begun, start=FromRun(s.path("gpt-2")))
+def _regrouped(name: str, label: str, by: Ordering) -> Row:
+  """From scratch, with tokens in another order than the tokenizer's."""
+
+  def make(s: Setting) -> Experiment:
+    begun = s.experiment(name, ordered)
+    return dataclasses.replace(begun, start=convert.Regrouped(by))
+
+  return Row(name, label, make)
+
+
+def ordered(vocab: int, dim: int, embedding: Embedding) -> Head:
+  """A grouped head that keeps an order of its tokens."""
+  del embedding
+  return GroupedHead(vocab, dim, order_init=convert.in_order)
+
+
+def unshared(vocab: int, dim: int, embedding: Embedding) -> Head:
+  """One linear for each group."""
+  del embedding
+  return UnsharedGroupedHead(vocab, dim)
 
 
 def of_groups(groups: int) -> HeadOf:
@@ -49,11 +68,66 @@ def of_groups(groups: int) -> HeadOf:
   return make
 
 
+TEACHER = "gpt-2"
+"""The row whose trained model teaches, and is converted."""
+
+
+def _more(s: Setting) -> Experiment:
+  """The trained GPT-2, trained on as long as what is made of it."""
+  begun = s.experiment("gpt-2-more", dense, train=s.tune)
+  return dataclasses.replace(begun, start=FromRun(s.path(TEACHER)))
+
+
+def _distilled(s: Setting) -> Experiment:
+  """The paper's head from scratch, taught by the trained GPT-2."""
+  own, teacher = s.experiment("distilled", grouped), s.experiment(TEACHER, dense)
+  train = dataclasses.replace(own.train, trained=("student",))
+  model = convert.Distilled(own.model, teacher.model)
+  return dataclasses.replace(
+    own, model=model, train=train, start=convert.FromTeacher(s.path(TEACHER))
+  )
+
+
+def _converted(
+  name: str, label: str, frequency: bool = False, tuned: bool = False, distillation: float = 0.0
+) -> Row:
+  """The trained GPT-2 with a grouped head made of its dense one."""
+
+  def make(s: Setting) -> Experiment:
+    own = ordered if frequency else grouped
+    target = convert.ToGrouped(by=convert.ByFrequency() if frequency else None)
+    return convert.converted(
+      *(s.experiment(TEACHER, dense), s.path(TEACHER)),
+      *(own(FROM_TOKENIZER, s.dim, None), target),
+      name=f"{s.name}-{name}",
+      train=s.tune,
+      distillation=distillation,
+    )
+
+  return Row(name, label, make, TEACHER, tuned)
+
+
 EVERY = (
   _plain("gpt-2", "GPT-2", dense),
   _plain("gpt-neo", "GPT-Neo", dense, window=True),
   _plain("grouped", "grouped", grouped),
-  Row("gpt-2-more", "GPT-2, trained on", _more, "gpt-2"),
+  _regrouped("shuffled", "grouped, tokens shuffled", convert.Shuffled()),
+  _regrouped("frequency", "grouped, by frequency", convert.ByFrequency()),
+  _regrouped("clusters", "grouped, by clusters", convert.ByClusters(convert.ContextKMeans())),
+  _plain("unshared", "one linear a group", unshared),
+  Row("distilled", "grouped, taught by GPT-2", _distilled, TEACHER),
+  Row("gpt-2-more", "GPT-2, trained on", _more, TEACHER),
+  _converted("converted", "GPT-2, converted"),
+  _converted("converted-frequency", "GPT-2, converted by frequency", frequency=True),
+  _converted("tuned", "GPT-2, converted, trained on", tuned=True),
+  _converted("tuned-frequency", "GPT-2, by frequency, trained on", frequency=True, tuned=True),
+  _converted(
+    "tuned-distilled",
+    "GPT-2, by frequency, trained on and taught",
+    frequency=True,
+    tuned=True,
+    distillation=1.0,
+  ),
 )
 
 

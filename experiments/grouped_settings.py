@@ -69,10 +69,16 @@ def at_scale(scale: str, settings: Mapping[str, Setting]) -> dict[str, Setting]:
 TABLE = "gpt-2", "gpt-neo", "grouped"
 """What Table 1 has."""
 
-CONVERTED = "gpt-2-more", "converted", "tuned", "tuned-distilled"
+ORDERS = "shuffled", "frequency", "clusters"
+"""Other orders than the tokenizer's."""
+
+CONVERTED = (
+  *("gpt-2-more", "converted", "converted-frequency"),
+  *("tuned", "tuned-frequency", "tuned-distilled"),
+)
 """What begins with the trained GPT-2, and the control that trains as much longer."""
 
-EVERY = (*TABLE, "shuffled", "clusters", "unshared", "distilled", *CONVERTED)
+EVERY = (*TABLE, *ORDERS, "unshared", "distilled", *CONVERTED)
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -182,7 +188,7 @@ PICTURES: dict[str, Make] = {
     shapes_run,
     grid=TINY_GRID,
     steps=2,
-    train=dataclasses.replace(CPU_PICTURES, batch=4, log_every=1),
+    train=dataclasses.replace(CPU_PICTURES, batch=8, log_every=1),
     train_images=96,
     held_out=8,
     dim=8,

@@ -6,10 +6,15 @@ python -m experiments.grouped_tables --scale cpu --list     what there is, and w
 python -m experiments.grouped_tables --scale cpu --only lm-128/gpt-2,lm-128/grouped
 python -m experiments.grouped_tables --render               the page, from the committed results
 
+python -m experiments.grouped_tables --judge-url http://127.0.0.1:8000/v1 --judge-model NAME
+                                                            grades stories too, as Table 1 does
+
 A run that was stopped goes on; each result is copied to docs/results/grouped/SCALE/, which is all
 that the page is made of.
 """
 
+import argparse
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -18,23 +23,51 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 
 from configs.grouped_shapes import dense, grouped
-from experiments import grouped_curves, grouped_top
-from experiments.grouped_rows import Row, rows
+from experiments import (
+  grouped_begun,
+  grouped_curves,
+  grouped_grades,
+  grouped_page,
+  grouped_report,
+  grouped_top,
+)
+from experiments.grouped_grades import Sheet
+from experiments.grouped_rows import TEACHER, Row, rows
 from experiments.grouped_settings import PICTURES, RUNS, SCALES, TOP, Setting
-from experiments.study import Results, Study, Work, derived, trained
+from experiments.judge import Judge
+from experiments.study import DOCS, Results, Study, Work, derived, trained
+from vqjax.config import config_hash
+from vqjax.training.run import read_json
+
+CACHE = pathlib.Path(RUNS, "judge")
+"""Folder of a judge's answers."""
+
+SHEETS = {"smoke": Sheet(stories=2, tokens=4), "cpu": Sheet(), "paper": Sheet()}
+"""Scale -> what is graded of each model."""
 
 
-def works(scale: str) -> list[Work]:
+def works(scale: str, judge: Judge | None = None) -> list[Work]:
   """All works of a scale, each after those that it starts from."""
   found = []
   for setting in SCALES[scale].values():
     found += _of_setting(setting)
-  return found + _pictures(scale) + _top(scale)
+  return [*found, *_pictures(scale), *_top(scale), *_grades(scale, judge)]
 
 
 def _of_setting(s: Setting) -> Iterator[Work]:
   for row in rows(s):
-    yield _trained(s, row)
+    yield _work(s, row)
+
+
+def _work(s: Setting, row: Row) -> Work:
+  """Trained, or evaluated as it begins."""
+  if row.trained:
+    return _trained(s, row)
+  experiment = row.make(s)
+  source = next(other for other in rows(s) if other.name == row.needs)
+  settings = {"experiment": config_hash(experiment)}
+  measure = functools.partial(grouped_begun.scores, experiment)
+  return derived(f"{s.name}/{row.name}", row.label, _trained(s, source), settings, measure)
 
 
 def _trained(s: Setting, row: Row) -> Work:
@@ -70,7 +103,34 @@ def _top(scale: str) -> list[Work]:
 
 
 def _render(console: Console, results: Results, scale: str) -> None:
-  del console, results, scale
+  cost = read_json(DOCS / "results" / "grouped" / "cost.json")
+  for table in grouped_report.tables(results, scale, cost):
+    console.print(table.rich())
+  if scale == "cpu":
+    for path in grouped_page.write(results):
+      console.print(f"wrote {path}", highlight=False)
+
+
+def _grades(scale: str, judge: Judge | None) -> Iterator[Work]:
+  """The grades of every language model; without a judge those that one gave before."""
+  for s in SCALES[scale].values():
+    for row in rows(s) if TEACHER in s.rows else ():
+      name = grouped_report.grades_of(f"{s.name}/{row.name}")
+      kept = read_json(STUDY.path(scale, name))
+      asked = grouped_grades.asked(SHEETS[scale], judge) if judge else (kept or {}).get("settings")
+      if row.trained and asked is not None:
+        source, folder = _trained(s, row), pathlib.Path(s.path(row.name))
+        measure = functools.partial(grouped_grades.graded, row.make(s), folder, asked, judge)
+        work = derived(name, f"grades of {row.label}", source, asked, measure)
+        if judge or STUDY.is_done(scale, work):
+          yield work
+
+
+def _options() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(add_help=False)
+  parser.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint, to /v1")
+  parser.add_argument("--judge-model", metavar="NAME", help="its model, which grades stories")
+  return parser
 
 
 STUDY = Study(
@@ -80,12 +140,22 @@ STUDY = Study(
   scales=tuple(SCALES),
   works=works,
   render=_render,
+  options=(_options(),),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """`STUDY.main`."""
-  return STUDY.main(arguments)
+  """`STUDY.main`, with the judge that the arguments name."""
+  own, _ = _options().parse_known_args(arguments)
+  if own.judge_url is None and own.judge_model is None:
+    return STUDY.main(arguments)
+  if own.judge_url is None or own.judge_model is None:
+    _options().error("--judge-url and --judge-model go together; give both")
+  try:
+    judge = Judge(own.judge_url, own.judge_model, CACHE)
+  except ValueError as error:
+    _options().error(str(error))
+  return dataclasses.replace(STUDY, works=functools.partial(works, judge=judge)).main(arguments)
 
 
 if __name__ == "__main__":

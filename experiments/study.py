@@ -107,6 +107,7 @@ class Study:
     scales: their names; results of "smoke" lie beside the runs, so that nobody commits them.
     works: scale -> works, each after those that it needs.
     render: (console, results, scale) prints the tables and writes the page.
+    options: of the command beside those of every study; the caller reads them by itself.
   """
 
   name: str
@@ -115,6 +116,7 @@ class Study:
   scales: Sequence[str]
   works: Callable[[str], list[Work]]
   render: Callable[[Console, Results, str], None]
+  options: Sequence[argparse.ArgumentParser] = ()
 
   def main(self, arguments: Sequence[str] | None = None) -> int:
     """Works and renders; returns the exit code: 2 for a wrong call, 128 + n for signal n."""
@@ -130,7 +132,7 @@ class Study:
 
   def is_done(self, scale: str, work: Work) -> bool:
     """Whether there is a result of exactly this work."""
-    found = read_json(self._path(scale, work.name))
+    found = read_json(self.path(scale, work.name))
     return found is not None and found["result"]["config_hash"] == work.identity()
 
   def do(self, scale: str, work: Work) -> None:
@@ -138,7 +140,7 @@ class Study:
     if self.is_done(scale, work):
       return
     kept = work.make()
-    path = self._path(scale, work.name)
+    path = self.path(scale, work.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"name": work.name, **kept})
 
@@ -158,7 +160,8 @@ class Study:
         print(f"{name} is left out: its result is of another configuration", file=sys.stderr)
     return found
 
-  def _path(self, scale: str, name: str) -> pathlib.Path:
+  def path(self, scale: str, name: str) -> pathlib.Path:
+    """The file that the result of a work is kept in."""
     return self.folder(scale) / f"{name.replace('/', '-')}.json"
 
   def _act(self, options: argparse.Namespace) -> None:
@@ -202,6 +205,7 @@ class Study:
     parser = argparse.ArgumentParser(
       prog=f"python -m {self.module}",
       description=self.description,
+      parents=list(self.options),
       formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

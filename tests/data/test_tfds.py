@@ -1,10 +1,12 @@
 """Are datasets prepared and read in their order, without TensorFlow?"""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
+from configs import grouped_lm
 from vqjax.data import TFDS, LabelledTFDS, PairedTFDS, PennTreebank
 from vqjax.data.source import SPLITS
 
@@ -106,3 +108,16 @@ def test_labelled_texts_and_translations_are_prepared_and_read(tmp_path):
   assert sorted(talks.pairs("valid")) == [("một con chó", "a dog"), ("một con mèo", "a cat")]
   with pytest.raises(ValueError, match=r"no feature 'fr'; set PairedTFDS\.target to one of en, vi"):
     list(PairedTFDS("vqjax_iwslt15", "vi", "fr", data_dir=str(there)).pairs("train"))
+
+
+def test_tinystories_is_prepared_with_its_validation_halved(tmp_path):
+  manual = tmp_path / "manual"
+  manual.mkdir()
+  (manual / "TinyStories-train.txt").write_text("\none\n\nis long\n<|endoftext|>\ntwo\n")
+  (manual / "TinyStories-valid.txt").write_text("three\n<|endoftext|>\nfour\n<|endoftext|>\n")
+  done = build("vqjax_tiny_stories", tmp_path / "tfds", "--manual_dir", str(manual))
+  assert done.returncode == 0, done.stderr
+  source = dataclasses.replace(grouped_lm.FULL, data_dir=str(tmp_path / "tfds"))
+  assert list(source.documents("train")) == ["one\n\nis long", "two"]
+  assert list(source.documents("valid")) == ["three"]
+  assert list(source.documents("test")) == ["four"]

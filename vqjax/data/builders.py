@@ -11,6 +11,7 @@ from vqjax.data.corpora import PennTreebank, WikiText
 from vqjax.data.labelled import csv_example
 from vqjax.data.pairs import paired_lines
 from vqjax.data.source import Source
+from vqjax.data.stories import stories_of
 
 MANUAL = """\
 Put the three files of words, whose names say train, valid and test, into the folder given as
@@ -133,6 +134,36 @@ class VqjaxZhang(tfds.core.GeneratorBasedBuilder):
         texts = tuple(range(1, len(row)))
         found = csv_example(row, 0, 1, texts, count, f"{path}, row {number + 1}")
         yield number, {"text": found.text, "label": found.label}
+
+
+class VqjaxTinyStories(tfds.core.GeneratorBasedBuilder):
+  """TinyStories of Eldan and Li, 2023: a story an example, in the order of the files."""
+
+  VERSION = tfds.core.Version("1.0.0")
+  MANUAL_DOWNLOAD_INSTRUCTIONS = (
+    "Give the folder of TinyStories-train.txt and TinyStories-valid.txt as --manual_dir.\n"
+  )
+  url_infos: ClassVar[dict] = {}
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    return tfds.core.DatasetInfo(
+      builder=self,
+      description=self.__doc__,
+      features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
+      disable_shuffling=True,
+    )
+
+  def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+    folder = Path(dl_manager.manual_dir)
+    names = {"train": "train", "validation": "valid"}
+    return {
+      split: self._generate_examples(folder / f"TinyStories-{name}.txt")
+      for split, name in names.items()
+    }
+
+  def _generate_examples(self, path: Path) -> Iterator[tuple[int, dict]]:
+    for number, story in enumerate(stories_of(path)):
+      yield number, {"text": story}
 
 
 class VqjaxIwslt15(tfds.core.GeneratorBasedBuilder):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vqjax.data.duplicates import key
-from vqjax.data.files import content_hash, data_path, read_text
+from vqjax.data.files import content_hash, data_path, read_lines
 from vqjax.data.source import Source
 
 END = "<|endoftext|>"
@@ -52,7 +52,7 @@ class Stories(Source):
   def _training(self) -> Iterator[str]:
     known = {key(part) for story in self._held_out() for part in _long_paragraphs(story)}
     for name in self.train:
-      for story in _stories(data_path(name, kind="Stories.train")):
+      for story in stories_of(data_path(name, kind="Stories.train")):
         copied = [part for part in _long_paragraphs(story) if key(part) in known]
         for part in copied:
           story = story.replace(part, "")
@@ -60,7 +60,7 @@ class Stories(Source):
           yield re.sub(r"\n{3,}", "\n\n", story).strip() if copied else story
 
   def _held_out(self) -> list[str]:
-    return _stories(data_path(self.held_out, kind="Stories.held_out"))
+    return list(stories_of(data_path(self.held_out, kind="Stories.held_out")))
 
   def fingerprint(self) -> str:
     """A hash of the files and of how many stories are held out."""
@@ -68,9 +68,23 @@ class Stories(Source):
     return content_hash([type(self).__name__, str(self.most), *files])
 
 
-def _stories(path: Path) -> list[str]:
-  found = [story.strip() for story in read_text(path).split(END)]
-  return [story for story in found if story]
+def stories_of(path: Path) -> Iterator[str]:
+  """The stories of a file, which is read line by line: all of TinyStories are two gigabytes."""
+  lines: list[str] = []
+  for line in read_lines(path):
+    first, *others = line.split(END)
+    lines.append(first)
+    for part in others:
+      yield from _told(lines)
+      lines = [part]
+  yield from _told(lines)
+
+
+def _told(lines: list[str]) -> Iterator[str]:
+  """The story of these lines, if there is one."""
+  story = "\n".join(lines).strip()
+  if story:
+    yield story
 
 
 def _long_paragraphs(story: str) -> list[str]:
