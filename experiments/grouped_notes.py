@@ -53,10 +53,10 @@ def notes() -> str:
     "  holds several of [N, S], the gathered scales and shifts among them: with c of them the",
     f"  optimum is S = sqrt(V/c): {best} tokens a group for c = 1, 4, 8.",
     f'- Its "FLOPs" are multiply-accumulates: {CONTEXT} tokens through width 128 take',
-    f"  {macs(128, V):.2f} G of them with the dense head and {macs(128, scores):.2f} G with the grouped",
-    "  one, as printed, without attention. With it they are"
-    f" {macs(128, V, attention=True):.2f} G and",
-    f"  {macs(128, scores, attention=True):.2f} G; the former is what it prints for GPT-Neo.",
+    f"  {macs(128, V):.2f} G of them with the dense head and {macs(128, scores):.2f} G with the",
+    "  grouped one, as printed, without attention. With it they are"
+    f" {macs(128, V, attention=True):.2f} G",
+    f"  and {macs(128, scores, attention=True):.2f} G; the former is what it prints for GPT-Neo.",
     "- Table 1's columns say nothing of the spread: with grades of some stories by one judge, the",
     "  differences of a few tenths between its models need not be any.",
   )
