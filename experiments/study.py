@@ -136,13 +136,24 @@ class Study:
     return found is not None and found["result"]["config_hash"] == work.identity()
 
   def do(self, scale: str, work: Work) -> None:
-    """Makes and keeps what has no result."""
+    """Makes and keeps what has no result; what starts from a run that failed is left out."""
     if self.is_done(scale, work):
+      return
+    lost = [name for name in work.needs if not self._is_finished(scale, name)]
+    if lost:
+      print(
+        f"{work.name} is left out: it starts from {lost[0]}, which has no model", file=sys.stderr
+      )
       return
     kept = work.make()
     path = self.path(scale, work.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"name": work.name, **kept})
+
+  def _is_finished(self, scale: str, name: str) -> bool:
+    """Whether there is a result, of a run that did not fail."""
+    found = read_json(self.path(scale, name))
+    return found is not None and found["result"]["status"] == "finished"
 
   def read(self, scale: str) -> dict[str, dict[str, Any]]:
     """Every kept result of a scale by the name of its work."""
