@@ -148,7 +148,7 @@ def _sizes(decoder: Decoder) -> str:
 def _step_cells(name: str, row: dict[str, Any], dense: dict[str, Any]) -> list[str]:
   work = row["macs"]
   macs = f"{work['weights'] / 1e9:.2f} + {work['attention'] / 1e9:.2f}"
-  if "error" in row:
+  if "peak_bytes" not in row:
     return [name, "—", "failed", "—", "—", "—", macs]
   of_dense = f"{row['peak_bytes'] / dense['peak_bytes']:.3f}" if "peak_bytes" in dense else "—"
   plain = row.get("without_remat")
@@ -157,7 +157,7 @@ def _step_cells(name: str, row: dict[str, Any], dense: dict[str, Any]) -> list[s
     f"{row['params'] / 1e6:.1f} M",
     f"{row['peak_bytes'] / 1e9:.2f}",
     of_dense,
-    f"{plain['peak_bytes'] / 1e9:.2f}" if plain else "—",
+    f"{plain['peak_bytes'] / 1e9:.2f}" if plain else "failed" if "error" in row else "—",
     f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "—",
     macs,
   ]

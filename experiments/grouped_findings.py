@@ -39,7 +39,7 @@ How far this goes: one seed, and a few hundred steps, in which a head that learn
 one that ends better. The differences are of the same test tokens, so that those between heads are
 sharper than the perplexities; the seed's share of them is not known. No text here has {WIDE:,}
 different tokens: for exact decoding at that size the numbers of GPT-2's tokens are spread evenly
-over it, so that every group has tokens that occur and four times as many that never do.
+over it, so that every group has its share of them, and four times as many that never occur.
 """
 
 
@@ -101,10 +101,12 @@ def _top(results: Results) -> Iterator[str]:
   for name in ("top/lm-128", "top/wide"):
     top = results.get(name, {}).get("top")
     if top:
+      agree = "with equal" if top["same"] else "NOT with equal"
       yield (
         f"The {top['k']} best of {top['vocab']:,} tokens take {1e3 * top['seconds']:.2f} ms by"
         f" visiting and {1e3 * top['seconds_all']:.2f} ms by computing all groups, one token at a"
         f" time (median of {top['positions']} places in the text): {top['visited']:g} of"
         f" {top['groups']} groups hold a token that could be among them, at most"
-        f" {top['visited_most']}; together they have {top['mass']:.2f} of the probability."
+        f" {top['visited_most']}; together the best have {top['mass']:.2f} of the probability. Both"
+        f" ways end {agree} log-probabilities."
       )

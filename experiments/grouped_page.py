@@ -7,14 +7,19 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from configs.grouped_lm import grouped
-from experiments import grouped_asked, grouped_findings, grouped_notes, grouped_plots
-from experiments.grouped_report import tables
-from experiments.grouped_settings import SCALES
+from configs.grouped_shapes import REDUCED
+from experiments import (
+  grouped_asked,
+  grouped_findings,
+  grouped_notes,
+  grouped_plots,
+  grouped_report,
+)
+from experiments.grouped_settings import SCALES, WIDE
 from experiments.study import DOCS, Results
 from vqjax import report
 from vqjax.report import units
 from vqjax.report.page import write_whole
-from vqjax.training.run import read_json
 
 _INTRODUCTION = """\
 # The grouped head: the paper's tables, measured
@@ -23,18 +28,20 @@ _INTRODUCTION = """\
 paper's own settings: TinyStories whole, an epoch, all classes of pictures. Memory and speed are of
 `python -m experiments.bench_grouped`. What has no number was not run.
 
-What two cores can train in an hour is little: 8 layers and the paper's vocabulary, {tokens:,}
-tokens of the slices of TinyStories at hand, 128 at a time, GPT-Neo's window half of them as in the
-paper. The rows of a setting differ in the head alone, so that their order says something; their
+What two cores can train while somebody waits is little: 8 layers and the vocabulary are the
+paper's, but there are {tokens:,} tokens, of the slices of TinyStories at hand, {context} at a time,
+with half of them for GPT-Neo's window as in the paper. The rows of a setting differ in the head, in
+what they begin with, and GPT-Neo in its window, so that their order says something; their
 perplexities do not compare with the paper's models, and it prints none. One seed each. `lm-128` and
-`lm-64` are 128 and 64 wide; `wide` has 262,144 tokens, for exact decoding. Grades need
-`--judge-url` and `--judge-model`, an OpenAI-compatible endpoint; without them they are dashes.
+`lm-64` are 128 and 64 wide; `wide` has {wide:,} tokens, for exact decoding. Pictures are of
+{classes:,} of the paper's 184,320 classes. Grades need `--judge-url` and `--judge-model`, an
+OpenAI-compatible endpoint; without them they are dashes.
 """
 
 
 def write(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Writes results/grouped.md and its plots under images/; returns what was written."""
-  cost = read_json(docs / "results" / "grouped" / "cost.json")
+  cost = grouped_report.read_cost(docs)
   plots = grouped_plots.figures(results, SCALES["cpu"], cost)
   page = docs / "results" / "grouped.md"
   write_whole(page, "\n".join(_page(results, cost, plots)))
@@ -52,10 +59,11 @@ def _page(
 ) -> Iterator[str]:
   """The sections, in their order."""
   run = SCALES["cpu"]["lm-128"].experiment("grouped", grouped)
-  tokens = run.train.steps * run.train.batch * run.model.context
-  yield _INTRODUCTION.format(tokens=tokens)
+  context, classes = run.model.context, REDUCED.num_classes
+  tokens = run.train.steps * run.train.batch * context
+  yield _INTRODUCTION.format(tokens=tokens, context=context, wide=WIDE, classes=classes)
   yield grouped_asked.section(results, cost)
-  for table in tables(results, "cpu", cost or {}):
+  for table in grouped_report.tables(results, "cpu", cost or {}):
     meanings = "".join(f"- {c.title}: {c.meaning}\n" for c in table.used() if c.meaning)
     yield f"## {table.title}\n\n{table.markdown()}\n{meanings}"
   for name in plots:
@@ -74,10 +82,13 @@ def _origin(results: Results, cost: Mapping[str, Any] | None) -> str:
     for name, kept in results.items()
     if kept["result"]["status"] == "failed"
   ]
-  origins = every + list((cost or {}).get("provenance", {}).values())
-  known = lambda key: ", ".join(sorted({str(row[key]) for row in origins})) or units.MISSING
+  known = lambda key: ", ".join(sorted({str(row[key]) for row in every})) or units.MISSING
+  parts = [
+    f"- the bench's {part}: {origin['device']}, commit {origin['commit']}\n"
+    for part, origin in (cost or {}).get("provenance", {}).items()
+  ]
   return (
-    f"## Where the numbers come from\n\n{len(every)} results and the bench on {known('device')};"
-    " each with its config, seed, versions and commit in results/grouped/. Commits (+: with"
-    f" changes): {known('commit')}.\n\n" + "".join(failed)
+    f"## Where the numbers come from\n\n{len(every)} results on {known('device')}; each with its"
+    " config, seed, versions and commit in results/grouped/, as the parts of the bench in its"
+    f" cost.json. Commits (+: with changes): {known('commit')}.\n\n" + "".join(parts + failed)
   )

@@ -1,65 +1,40 @@
 """Which rows do the tables of the grouped head have, and how does each compare with the paper's?"""
 
-import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group
-from rich.text import Text
-
-from experiments.grouped_paper import SIZES, TABLE_1, TABLE_2, TABLE_3, WIDTHS, Graded
+from configs.grouped_shapes import dense
+from experiments.grouped_paper import COUNTS, SIZES, TABLE_1, TABLE_2, TABLE_3, WIDTHS, Graded
 from experiments.grouped_rows import TEACHER, rows
-from experiments.grouped_settings import SCALES
+from experiments.grouped_settings import PICTURES, SCALES
+from experiments.lines import Table, column, failure, line
 from experiments.study import Results
-from vqjax import report
-from vqjax.report import Column, Run, units
+from vqjax.report import Run, units
+from vqjax.training.run import read_json
 
 Cost = Mapping[str, Any]
 """What `experiments.bench_grouped` wrote."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-  """Rows side by side.
-
-  Attributes:
-    title: "Table 1: ...".
-    columns: of all rows; those that no row fills are left out, but for the first two.
-    lines: what `columns` read.
-  """
-
-  title: str
-  columns: Sequence[Column]
-  lines: Sequence[Run]
-
-  def rich(self) -> Group:
-    """For a console of 80 columns."""
-    shown = report.console_table(self.used(), list(self.lines))
-    return Group(Text(f"\n{self.title}", style="bold"), shown)
-
-  def markdown(self) -> str:
-    """For the page, without its title."""
-    return report.markdown_table(self.used(), list(self.lines))
-
-  def used(self) -> list[Column]:
-    """The columns that are shown."""
-    filled = lambda column: any(column.get(line) is not None for line in self.lines)
-    return [c for at, c in enumerate(self.columns) if at < 2 or filled(c)]
+PARTS = {"loss": ["loss"], "steps": ["steps"], "sizes": ["sizes", "least"], "images": ["images"]}
+"""Part of the bench -> what it writes."""
 
 
-def line(name: str, **fields: Any) -> Run:
-  """A row as the tables of `vqjax.report` read it."""
-  return Run(pathlib.Path(), {}, None, (), {"name": name, "status": "finished", **fields})
-
-
-def column(title: str, key: str, show=str, meaning: str = "") -> Column:
-  """Shows the field `key` of a row."""
-  return Column(title, lambda run: run.get(key), show, meaning)
+def read_cost(docs: pathlib.Path) -> Cost | None:
+  """The bench's figures without the parts of tiny sizes; None where it has not run."""
+  cost = read_json(docs / "results" / "grouped" / "cost.json")
+  if cost is None:
+    return None
+  origins = cost.get("provenance", {})
+  quick = [part for part in origins if origins[part].get("quick")]
+  without = {key for part in quick for key in PARTS[part]}
+  figures = {key: value for key, value in cost.items() if key not in without}
+  return figures | {"provenance": {p: one for p, one in origins.items() if p not in quick}}
 
 
 _two = units.fixed(2)
 _whole = units.fixed(0)
+_said = lambda value: value if isinstance(value, str) else _two(value)
 
 LANGUAGE = (
   column("perplexity", "perplexity", _two, "On the test split."),
@@ -74,8 +49,8 @@ LANGUAGE = (
 )
 
 MEMORY = (
-  column("compiled", "plain", _two, "GB at the peak of a step, by the compiler's account."),
-  column("recomputing", "peak", _two, "GB where blocks are computed again in the backward pass."),
+  column("compiled", "plain", _said, "GB at the peak of a step, by the compiler's account."),
+  column("recomputing", "peak", _said, "GB where blocks are computed again in the backward pass."),
   column("of GPT-2", "part", _two, "The latter over GPT-2's."),
   column("paper", "paper", meaning="GB that it printed for an L40s."),
 )
@@ -90,17 +65,18 @@ SPEED = (
   column('"GFLOPs"', "gflops", _two, "What the paper printed for them."),
 )
 
-PICTURES = (
+CLASSES = (
   column("accuracy", "accuracy", units.fixed(1), "Per cent of test pictures."),
   column("of the group", "group", units.fixed(1), "Per cent whose group was right."),
   column("nats", "nats", units.fixed(3), "The mean of -log p(class)."),
   column("parameters", "params", units.count, "Of the whole model."),
+  column("paper", "paper", _whole, "Parameters that it printed, of 184,320 classes."),
 )
 
 
 def tables(results: Results, scale: str, cost: Cost | None) -> list[Table]:
   """The paper's tables at a scale; what is not run there has the paper's number alone."""
-  made = [language(results, scale), pictures(results)]
+  made = [language(results, scale), pictures(results, scale)]
   return made if cost is None else [*made, memory(cost), speed(cost)]
 
 
@@ -113,7 +89,7 @@ def language(results: Results, scale: str) -> Table:
       lines.append(_language(results, f"{s.name}/{row.name}", f"{s.name}: {row.label}", printed))
   if scale == "cpu":
     lines += [
-      _language({}, f"paper-{dim}/{name}", f"paper, {name}, {dim}", printed)
+      _language({}, f"paper-{dim}/{name}", f"paper, {NAMES[name]}, {dim}", printed)
       for name, widths in TABLE_1.items()
       for dim, printed in widths.items()
       if f"lm-{dim}" not in SCALES["cpu"]
@@ -125,11 +101,11 @@ def _language(results: Results, name: str, label: str, printed: Graded | None) -
   kept = results.get(name, {})
   result = kept.get("result", {})
   if result.get("status") == "failed":
-    return dataclasses.replace(line(label), result={"name": label, "status": "failed"})
+    return failure(label)
   own_nats, control = nats(results, name), nats(results, f"{name.split('/')[0]}/{TEACHER}")
   own = results.get(grades_of(name), {}).get("grades", {})
   grades = {
-    key: f"{_shown(own.get(key))} / {_shown(getattr(printed, key, None))}"
+    key: f"{_shown(own.get(key))} / {f'{getattr(printed, key):g}' if printed else units.MISSING}"
     for key in Graded._fields
     if own or printed
   }
@@ -163,17 +139,20 @@ def nats(results: Results, name: str) -> float | None:
   return results.get(name, {}).get("result", {}).get("test", {}).get("nats_per_token")
 
 
-def pictures(results: Results) -> Table:
+def pictures(results: Results, scale: str) -> Table:
   """The classifiers of pictures."""
-  lines = []
+  lines, classes = [], PICTURES[scale]("", dense).data.vocab
   for name in ("dense", "grouped"):
     result = results.get(f"pictures/{name}", {}).get("result", {})
+    if result.get("status") == "failed":
+      lines.append(failure(f"CNN, {name}"))
+      continue
     test = result.get("test", {})
     percent = lambda key, test=test: 100 * test[key] if key in test else None
     found = {"accuracy": percent("accuracy"), "group": percent("group_accuracy")}
     sizes = {"params": result.get("model", {}).get("params"), "nats": test.get("nats_per_token")}
-    lines.append(line(f"CNN, {name}", **found, **sizes))
-  return Table("Section 3.2: classes of pictures", PICTURES, lines)
+    lines.append(line(f"CNN, {name}", **found, **sizes, paper=COUNTS[name]))
+  return Table(f"Section 3.2: {classes:,} classes of pictures", CLASSES, lines)
 
 
 NAMES = {
@@ -193,18 +172,24 @@ def memory(cost: Cost) -> Table:
     found = cost.get("steps", {}).get(str(dim), {})
     for name in NAMES:
       own, dense = found.get(name, {}), found.get("gpt-2", {})
-      plain = own.get("without_remat", {})
       part = _over(own.get("peak_bytes"), dense.get("peak_bytes"))
       lines.append(
         line(
           f"{dim} ({SIZES[dim]}): {NAMES[name]}",
-          peak=_giga(own.get("peak_bytes")),
-          plain=_giga(plain.get("peak_bytes")),
+          peak=_peak(own, own),
+          plain=_peak(own.get("without_remat", {}), own if "peak_bytes" in own else {}),
           part=part,
           paper=_printed_memory(name, dim),
         )
       )
   return Table("Table 2: peak memory of a training step, B = 32, T = 512", MEMORY, lines)
+
+
+def _peak(of: Mapping[str, Any], row: Mapping[str, Any]) -> float | str | None:
+  """GB, or that the compiler gave up: the row that says so is one without this peak."""
+  if "peak_bytes" in of:
+    return of["peak_bytes"] / 1e9
+  return "failed" if "error" in row else None
 
 
 def _printed_memory(name: str, dim: int) -> str | None:
@@ -237,10 +222,6 @@ def speed(cost: Cost) -> Table:
         )
       )
   return Table("Table 3: throughput and operations", SPEED, lines)
-
-
-def _giga(size: float | None) -> float | None:
-  return None if size is None else size / 1e9
 
 
 def _over(one: float | None, other: float | None) -> float | None:

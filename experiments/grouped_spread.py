@@ -1,8 +1,7 @@
 """How does a text of 50,257 tokens fill a vocabulary of 262,144?
 
 No text here has so many tokens. The numbers of its own are spread evenly over the larger
-vocabulary: each group of a head then has its share of tokens that occur, and of others that never
-do.
+vocabulary: each group of a head then has its share of them, and of others that never occur.
 """
 
 import dataclasses

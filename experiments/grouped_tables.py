@@ -103,7 +103,7 @@ def _top(scale: str) -> list[Work]:
 
 
 def _render(console: Console, results: Results, scale: str) -> None:
-  cost = read_json(DOCS / "results" / "grouped" / "cost.json")
+  cost = grouped_report.read_cost(DOCS)
   for table in grouped_report.tables(results, scale, cost):
     console.print(table.rich())
   if scale == "cpu":

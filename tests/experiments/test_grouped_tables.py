@@ -56,7 +56,7 @@ def results():
   grades = {"grammar": 3.5, "creativity": 3.0, "consistency": 4.0, "plot": 2.5, "age": 5.0}
   top = {
     **{"ratio": 0.125, "groups": 512, "visited": 9.5, "visited_most": 30, "mass": 0.8, "k": 50},
-    **{"vocab": 262_144, "positions": 30, "seconds": 1e-3, "seconds_all": 8e-3},
+    **{"vocab": 262_144, "positions": 30, "seconds": 1e-3, "seconds_all": 8e-3, "same": True},
   }
   return {
     "lm-128/gpt-2": kept(4.0, curves=curve),
@@ -85,7 +85,7 @@ def cost():
     },
     "steps": {"128": {"gpt-2": row(6e9, 14e9), "grouped": row(1e9, 7e9)}},
     "sizes": [{"size": 8_372, "groups": 6, "peak_bytes": 10**9}],
-    "provenance": {"loss": {"commit": "beef", "device": "cpu", "date": "2026"}},
+    "provenance": {"loss": {"commit": "beef", "device": "cpu", "date": "2026", "quick": False}},
   }
 
 
@@ -97,7 +97,17 @@ def test_a_language_model_has_its_perplexity_its_distance_and_both_grades(result
   assert cells(table, "lm-128: GPT-2")["plot"] == "– / 2.95"  # nobody judged it
   assert cells(table, "lm-128: GPT-Neo")["perplexity"] == "failed"
   assert cells(table, "lm-128: grouped, by clusters")["perplexity"] == "–"
-  assert cells(table, "paper, grouped, 512")["consistency"] == "– / 6.70"
+  assert cells(table, "paper, grouped, 512")["plot"] == "– / 5.475"  # as it is printed
+
+
+def test_pictures_have_their_rates_in_per_cent_and_a_failed_run_says_so(results):
+  results["pictures/grouped"]["result"]["test"] |= {"accuracy": 0.25, "group_accuracy": 0.5}
+  results["pictures/dense"]["result"] = results["lm-128/gpt-neo"]["result"]
+  table = grouped_report.pictures(results, "cpu")
+  assert "480 classes" in table.title
+  row = cells(table, "CNN, grouped")
+  assert (row["accuracy"], row["of the group"], row["paper"]) == ("25.0", "50.0", "10,340,999")
+  assert cells(table, "CNN, dense")["accuracy"] == "failed"
 
 
 def test_memory_and_speed_stand_beside_the_papers(cost):
@@ -108,6 +118,29 @@ def test_memory_and_speed_stand_beside_the_papers(cost):
   row = cells(grouped_report.speed(cost), "128 (8.1 M): grouped")
   assert (row["of GPT-2"], row["of its GPT-2"]) == ("6.00×", "2.89×")
   assert (row["GMAC"], row["with attention"], row['"GFLOPs"']) == ("4.00", "4.50", "0.83")
+
+
+def test_a_step_that_the_compiler_refuses_has_failed_and_one_that_nobody_compiled_a_dash(cost):
+  rows = cost["steps"]["128"]
+  del rows["grouped"]["without_remat"]
+  rows["grouped"]["error"] = "out of memory"
+  rows["gpt-neo"] = {"macs": rows["grouped"]["macs"], "error": "out of memory"}
+  table = grouped_report.memory(cost)
+  memory = lambda name: [cells(table, name)[of] for of in ("compiled", "recomputing")]
+  assert memory("128 (8.1 M): grouped") == ["failed", "1.00"]
+  assert memory("128 (8.1 M): GPT-Neo") == ["–", "failed"]
+  assert memory("128 (8.1 M): codebook") == ["–", "–"]
+
+
+def test_figures_of_tiny_sizes_are_none_of_the_papers(cost, tmp_path):
+  assert grouped_report.read_cost(tmp_path) is None
+  cost["provenance"]["sizes"] = cost["provenance"]["loss"] | {"quick": True}
+  path = tmp_path / "results" / "grouped" / "cost.json"
+  path.parent.mkdir(parents=True)
+  path.write_text(json.dumps(cost | {"least": {"sqrt": 22}}))
+  found = grouped_report.read_cost(tmp_path)
+  assert found.keys() == {"loss", "steps", "provenance"}
+  assert found["provenance"].keys() == {"loss"}
 
 
 def test_what_was_asked_is_beside_what_was_measured(results, cost):
@@ -126,7 +159,7 @@ def test_the_page_has_every_plot_and_names_what_failed(results, cost, tmp_path):
   text = page.read_text()
   assert "lm-128/gpt-neo failed: the loss is nan" in text
   assert all(f"images/{name}" in text for name in grouped_plots.CAPTIONS)
-  assert "beef" in text
+  assert "- the bench's loss: cpu, commit beef" in text
 
 
 def test_what_came_out_compares_rows_of_as_many_steps(results, cost):
@@ -136,6 +169,7 @@ def test_what_came_out_compares_rows_of_as_many_steps(results, cost):
   assert "least with 84 tokens a group, and within 2 % of that from 56 to 161" in section
   assert "GPT-Neo has" not in section  # it failed
   assert "9.5 of 512 groups" in section
+  assert "end with equal log-probabilities" in section
 
 
 def test_a_page_without_any_result_can_be_written(tmp_path):
@@ -150,6 +184,8 @@ def test_the_notes_compute_what_the_paper_gets_wrong():
     "8.1 M at 128",
     "19.3 M at 256",
     "3.28 GB",
+    "3.4, 3.5, 1.8 of Table 2",
+    "3.7, 3.1, 1.7\n",
     "184,470",
     "150 slots",
     "4.10 G",
