@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from experiments import benching, grouped_images, grouped_loss, grouped_sizes
 from experiments.grouped_cost import DENSE, Decoder, tables_2_and_3
 from experiments.grouped_images import Pictures
+from experiments.grouped_paper import ABLATED
 from experiments.losses import Shape
 from vqjax.training.provenance import device, provenance
 
@@ -49,7 +50,7 @@ FULL = Scale(
   codes=1024,
   decoders=tuple(Decoder(dim) for dim in (128, 256, 1024, 2048)),
   ablation=Decoder(64, layers=4, heads=2, vocab=50_258),
-  sizes=tuple(grouped_sizes.paper_sizes()),
+  sizes=ABLATED,
   pictures=Pictures(),
   rounds=5,
 )

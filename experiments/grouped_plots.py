@@ -46,8 +46,8 @@ def losses(results: Results, settings: Sequence[Setting]) -> Figure | None:
   """Smoothed training loss of every row that was trained from scratch, a panel a setting."""
   shown = {
     s.name: [
-      (row.label, curve)
-      for row in rows(s)
+      (at, row.label, curve)
+      for at, row in enumerate(rows(s))
       if row.needs is None and (curve := _curve(results, f"{s.name}/{row.name}", "train"))
     ]
     for s in settings
@@ -57,7 +57,7 @@ def losses(results: Results, settings: Sequence[Setting]) -> Figure | None:
     return None
   figure = Figure(figsize=(4.8 * len(shown), 3.6), layout="constrained")
   for axes, (name, curves) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items()):
-    for at, (label, curve) in enumerate(curves):
+    for at, label, curve in curves:
       style = {"color": SERIES[at % len(SERIES)], "linestyle": "-" if at < len(SERIES) else "--"}
       axes.plot(*zip(*curve, strict=True), linewidth=1.2, label=label, **style)
     axes.set_title(name, fontsize=9, color=INK)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from configs.grouped_lm import EPOCH, GPT2, WINDOW, HeadOf, language_model
 from configs.grouped_shapes import CPU as CPU_PICTURES
 from configs.grouped_shapes import REDUCED, shapes_run
+from experiments.grouped_paper import ABLATED, FACTORED
 from experiments.grouped_spread import SpreadTokenizer
 from vqjax.config import Experiment, Train
 from vqjax.data import BPETokenizer, Grid, Stories, Text
@@ -81,24 +82,12 @@ CONVERTED = (
 EVERY = (*TABLE, *ORDERS, "unshared", "distilled", *CONVERTED)
 
 
-def divisors(number: int) -> tuple[int, ...]:
-  """Those that divide it, rising."""
-  return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
-ROUND = 50_232
-"""The number near V whose factors the paper takes as group sizes: 64 of them."""
-
-PAPER_SIZES = divisors(ROUND)[4:-4]
-"""Its numbers of groups, without the four at either end."""
-
-
 def nearest(wanted: float) -> int:
-  """The one of the paper's numbers of groups that is nearest by ratio."""
-  return min(PAPER_SIZES, key=lambda n: abs(math.log(n / wanted)))
+  """The one of the paper's sizes that is nearest by ratio, here as a number of groups."""
+  return min(ABLATED, key=lambda n: abs(math.log(n / wanted)))
 
 
-FEW_SIZES = tuple(sorted({nearest(6 * (50_232 / 36) ** (i / 11)) for i in range(12)}))
+FEW_SIZES = tuple(sorted({nearest(6 * (FACTORED / 36) ** (i / 11)) for i in range(12)}))
 """A dozen of them, evenly by ratio."""
 
 WIDE = 262_144
@@ -165,7 +154,7 @@ PAPER = {
   "lm-256": Setting(language_model, 256, TABLE),
   "lm-512": Setting(language_model, 512, TABLE),
   "sizes": Setting(
-    functools.partial(language_model, train=_HALF, layers=4, heads=2), 64, sizes=PAPER_SIZES
+    functools.partial(language_model, train=_HALF, layers=4, heads=2), 64, sizes=ABLATED
   ),
   "wide": Setting(
     functools.partial(language_model, tokenizer=SpreadTokenizer(GPT2, WIDE)), 128, ("grouped",)

@@ -16,22 +16,8 @@ from vqjax.heads.workload import loss_and_gradient
 from vqjax.ops import groups as group_ops
 from vqjax.ops import softmax
 
-FACTORED = 50_232
-"""The number whose divisors the paper took for sizes: close to its V of 50,258, it has 64."""
-DROPPED = 4
-"""Divisors left out at either end."""
 NEAR = 1.02
 """Of the least memory: so close it does not matter which size it is."""
-
-
-def divisors(number: int) -> list[int]:
-  """All of them, the least first."""
-  return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def paper_sizes() -> list[int]:
-  """The 56 group sizes of Figure 3."""
-  return divisors(FACTORED)[DROPPED:-DROPPED]
 
 
 def equal(vocab: int, size: int) -> tuple[int, ...]:

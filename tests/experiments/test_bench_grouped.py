@@ -39,7 +39,7 @@ def test_operations_are_those_of_table_3(name, dim, attention, billions):
 
 
 def test_figure_3_has_the_papers_sizes():
-  sizes = grouped_sizes.paper_sizes()
+  sizes = bench_grouped.FULL.sizes
   assert len(sizes) == 56
   assert (sizes[0], sizes[-1]) == (6, 8372)
   assert grouped_sizes.equal(50_258, 8372) == (*[8372] * 6, 26)

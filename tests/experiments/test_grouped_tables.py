@@ -17,6 +17,7 @@ from experiments import (
   grouped_findings,
   grouped_notes,
   grouped_page,
+  grouped_paper,
   grouped_plots,
   grouped_report,
   grouped_settings,
@@ -204,9 +205,9 @@ def test_the_counted_parameters_are_those_of_the_model():
 
 
 def test_group_sizes_are_the_factors_that_the_paper_took():
-  every = grouped_settings.divisors(grouped_settings.ROUND)
+  every = grouped_paper.divisors(grouped_paper.FACTORED)
   assert len(every) == 64
-  assert len(grouped_settings.PAPER_SIZES) == 56
+  assert len(grouped_paper.ABLATED) == 56
   assert len(grouped_settings.FEW_SIZES) == 12
   assert set(grouped_settings.FEW_SIZES) <= set(every)
 
