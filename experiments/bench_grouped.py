@@ -9,6 +9,7 @@ ever allocated.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import sys
@@ -80,7 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   )
   options = parser.parse_args(arguments)
   scale = QUICK if options.quick else FULL
-  figures = _before(options.json)
+  try:
+    figures = _before(options.json)
+  except ValueError as error:
+    parser.error(str(error))
   for name in options.only:
     for found in PARTS[name](scale, options.budget_seconds):
       figures |= found
@@ -98,7 +102,14 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def _before(file: pathlib.Path | None) -> dict[str, Any]:
-  return json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}
+  """What is in the file; ValueError where that is something else than figures."""
+  if file is None or not file.exists():
+    return {}
+  with contextlib.suppress(ValueError):
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(found, dict) and "provenance" in found:
+      return found
+  raise ValueError(f"--json {file} holds no figures of this bench; name another file")
 
 
 def loss(scale: Scale, _: float) -> Iterator[dict[str, Any]]:

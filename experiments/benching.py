@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -46,7 +47,9 @@ def write(file: pathlib.Path | None, figures: dict) -> None:
     return
   file.parent.mkdir(parents=True, exist_ok=True)
   text = json.dumps(_plain(figures), indent=2, allow_nan=False)
-  file.write_text(text + "\n", encoding="utf-8")
+  beside = file.with_name(f".{file.name}.{os.getpid()}")
+  beside.write_text(text + "\n", encoding="utf-8")
+  beside.replace(file)  # who is stopped has the file as it was
 
 
 def _plain(value):

@@ -87,6 +87,17 @@ def _origin(results: Results, cost: Mapping[str, Any] | None) -> str:
     f"- the bench's {part}: {origin['device']}, commit {origin['commit']}\n"
     for part, origin in (cost or {}).get("provenance", {}).items()
   ]
+  judged = {
+    f"- grades: by {kept['settings']['model']}, of {kept['settings']['stories']} stories a model\n"
+    for name, kept in results.items()
+    if "grades" in kept
+  }
+  unread = [
+    f"- {name}: of {kept['failed']} stories no grade could be read, they are left out\n"
+    for name, kept in results.items()
+    if kept.get("failed")
+  ]
+  parts += [*sorted(judged), *unread]
   return (
     f"## Where the numbers come from\n\n{len(every)} results on {known('device')}; each with its"
     " config, seed, versions and commit in results/grouped/, as the parts of the bench in its"

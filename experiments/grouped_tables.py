@@ -127,7 +127,7 @@ def _grades(scale: str, judge: Judge | None) -> Iterator[Work]:
 
 
 def _options() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(add_help=False)
+  parser = argparse.ArgumentParser("python -m experiments.grouped_tables", add_help=False)
   parser.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint, to /v1")
   parser.add_argument("--judge-model", metavar="NAME", help="its model, which grades stories")
   return parser

@@ -34,8 +34,8 @@ INK, QUIET = "#1b1e23", "#5a626d"
 def main(arguments: list[str] | None = None) -> int:
   """Draws the sheet; the exit status."""
   options = _parser().parse_args(arguments)
-  if min(options.rows, options.columns) < 1:
-    print("--rows and --columns: give 1 or more", file=sys.stderr)
+  if min(options.rows, options.columns, options.dpi) < 1 or options.seed < 0:
+    print("--rows, --columns, --dpi: give 1 or more; --seed: 0 or more", file=sys.stderr)
     return 2
   draw = np.random.default_rng(options.seed)
   chosen = draw.integers(0, shapes.NUM_CLASSES, (options.rows, options.columns))
@@ -48,6 +48,7 @@ def save(figure: Figure, path: pathlib.Path, dpi: int) -> None:
   """Writes a PNG of 256 colours: noise of all colours would be four times as large."""
   whole = io.BytesIO()
   figure.savefig(whole, dpi=dpi)
+  path.parent.mkdir(parents=True, exist_ok=True)
   # Of the methods, this one keeps the colours that few pixels have.
   image = Image.open(whole).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
   image.save(path, "PNG", optimize=True)

@@ -145,6 +145,16 @@ def test_a_part_is_kept_and_measured_again_alone(tmp_path, monkeypatch):
   assert not after["provenance"]["steps"]["quick"]
 
 
+def test_a_file_of_something_else_is_not_written_over(tmp_path, capsys):
+  file = tmp_path / "other.json"
+  for text in ("{", "[]", '{"name": 1}'):
+    file.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+      bench_grouped.main(["--quick", "--json", str(file)])
+    assert "other.json holds no figures of this bench" in capsys.readouterr().err
+    assert file.read_text() == text
+
+
 def test_an_unknown_part_is_refused(capsys):
   with pytest.raises(SystemExit):
     bench_grouped.main(["--only", "loss,speed"])

@@ -63,7 +63,9 @@ def results():
     "lm-128/gpt-2": kept(4.0, curves=curve),
     "lm-128/grouped": kept(4.125, curves=curve),
     "lm-128/gpt-neo": {"result": failed},
-    "grades/lm-128-grouped": kept(1.0, grades=grades),
+    "grades/lm-128-grouped": kept(
+      1.0, grades=grades, graded=28, failed=2, settings={"model": "teacher", "stories": 30}
+    ),
     "sizes/groups-6": kept(5.0),
     "pictures/dense": kept(6.0, curves=curve),
     "pictures/grouped": kept(5.0, curves=curve | of_group),
@@ -161,6 +163,8 @@ def test_the_page_has_every_plot_and_names_what_failed(results, cost, tmp_path):
   assert "lm-128/gpt-neo failed: the loss is nan" in text
   assert all(f"images/{name}" in text for name in grouped_plots.CAPTIONS)
   assert "- the bench's loss: cpu, commit beef" in text
+  assert "- grades: by teacher, of 30 stories a model" in text
+  assert "- grades/lm-128-grouped: of 2 stories no grade could be read" in text
 
 
 def test_what_came_out_compares_rows_of_as_many_steps(results, cost):
