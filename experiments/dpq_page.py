@@ -11,7 +11,7 @@ from experiments.dpq_paper import TEXTS
 from experiments.dpq_report import COLUMNS, tables
 from experiments.dpq_settings import SCALES, STAND_INS
 from experiments.study import DOCS, Results
-from vqjax import report
+from experiments.study_page import failures, known, save
 from vqjax.report import units
 from vqjax.report.page import write_whole
 from vqjax.training.run import read_json
@@ -31,13 +31,7 @@ def write(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   plots = dpq_plots.figures(results, SCALES["cpu"], cost)
   page = docs / "results" / "dpq.md"
   write_whole(page, "\n".join(_page(results, cost, plots)))
-  return [page, *(_save(figure, docs / "images" / name) for name, figure in plots.items())]
-
-
-def _save(figure: Figure, path: pathlib.Path) -> pathlib.Path:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  report.save_png(figure, path)
-  return path
+  return [page, *save(plots, docs)]
 
 
 def _page(
@@ -108,17 +102,11 @@ def _words(results: Results) -> str:
 
 def _origin(results: Results) -> str:
   """Where the numbers come from, and what failed."""
-  every = [kept["result"] for kept in results.values()]
-  failed = [
-    f"- {name} failed: {kept['result']['error']}\n"
-    for name, kept in results.items()
-    if kept["result"]["status"] == "failed"
-  ]
-  known = lambda key: ", ".join(sorted({str(row[key]) for row in every})) or units.MISSING
+  device, commits = known(results, "device"), known(results, "commit")
   return (
-    f"## Where the numbers come from\n\n{len(every)} results on {known('device')}; each with its"
+    f"## Where the numbers come from\n\n{len(results)} results on {device}; each with its"
     " config, seed, versions and commit in results/dpq/cpu/. Commits (+: with changes):"
-    f" {known('commit')}.\n\n" + "".join(failed)
+    f" {commits}.\n\n" + failures(results)
   )
 
 

@@ -17,8 +17,7 @@ from experiments import (
 )
 from experiments.grouped_settings import SCALES, WIDE
 from experiments.study import DOCS, Results
-from vqjax import report
-from vqjax.report import units
+from experiments.study_page import failures, known, save
 from vqjax.report.page import write_whole
 
 _INTRODUCTION = """\
@@ -45,13 +44,7 @@ def write(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   plots = grouped_plots.figures(results, SCALES["cpu"], cost)
   page = docs / "results" / "grouped.md"
   write_whole(page, "\n".join(_page(results, cost, plots)))
-  return [page, *(_save(figure, docs / "images" / name) for name, figure in plots.items())]
-
-
-def _save(figure: Figure, path: pathlib.Path) -> pathlib.Path:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  report.save_png(figure, path)
-  return path
+  return [page, *save(plots, docs)]
 
 
 def _page(
@@ -76,17 +69,22 @@ def _page(
 
 def _origin(results: Results, cost: Mapping[str, Any] | None) -> str:
   """Where the numbers come from, and what failed."""
-  every = [kept["result"] for kept in results.values()]
-  failed = [
-    f"- {name} failed: {kept['result']['error']}\n"
-    for name, kept in results.items()
-    if kept["result"]["status"] == "failed"
-  ]
-  known = lambda key: ", ".join(sorted({str(row[key]) for row in every})) or units.MISSING
-  parts = [
+  bench = [
     f"- the bench's {part}: {origin['device']}, commit {origin['commit']}\n"
     for part, origin in (cost or {}).get("provenance", {}).items()
   ]
+  device, commits = known(results, "device"), known(results, "commit")
+  return (
+    f"## Where the numbers come from\n\n{len(results)} results on {device}; each with its"
+    " config, seed, versions and commit in results/grouped/, as the parts of the bench in its"
+    f" cost.json. Commits (+: with changes): {commits}.\n\n"
+    + "".join([*bench, *_judges(results)])
+    + failures(results)
+  )
+
+
+def _judges(results: Results) -> list[str]:
+  """Who graded the stories, and how many could not be graded."""
   judged = {
     f"- grades: by {kept['settings']['model']}, of {kept['settings']['stories']} stories a model\n"
     for name, kept in results.items()
@@ -97,9 +95,4 @@ def _origin(results: Results, cost: Mapping[str, Any] | None) -> str:
     for name, kept in results.items()
     if kept.get("failed")
   ]
-  parts += [*sorted(judged), *unread]
-  return (
-    f"## Where the numbers come from\n\n{len(every)} results on {known('device')}; each with its"
-    " config, seed, versions and commit in results/grouped/, as the parts of the bench in its"
-    f" cost.json. Commits (+: with changes): {known('commit')}.\n\n" + "".join(parts + failed)
-  )
+  return [*sorted(judged), *unread]

@@ -4,10 +4,9 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from experiments import vq_findings, vq_plots, vq_speed
 from experiments.study import DOCS, Results
+from experiments.study_page import failures, known, save
 from experiments.vq_measured import vocab
 from experiments.vq_notes import notes
 from experiments.vq_paper import BODIES, PAPER
@@ -61,13 +60,7 @@ def write(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   drawn = {name: figure for name, figure in plots.items() if figure is not None}
   page = docs / "results" / "vq_logits.md"
   write_whole(page, "\n".join(_page(results, settings, paper, heads, speed, set(drawn))))
-  return [page, *(_save(figure, docs / "images" / name) for name, figure in drawn.items())]
-
-
-def _save(figure: Figure, path: pathlib.Path) -> pathlib.Path:
-  path.parent.mkdir(parents=True, exist_ok=True)
-  report.save_png(figure, path)
-  return path
+  return [page, *save(drawn, docs)]
 
 
 def _page(
@@ -155,16 +148,11 @@ def _words(row: Mapping[str, Any]) -> dict[str, Any]:
 def _origin(results: Results) -> str:
   """Where the numbers come from, and what failed."""
   every = [kept["result"] for kept in results.values()]
-  failed = [
-    f"- {name} failed: {kept['result']['error']}\n"
-    for name, kept in results.items()
-    if kept["result"]["status"] == "failed"
-  ]
-  known = lambda key: ", ".join(sorted({str(row[key]) for row in every})) or units.MISSING
   dates = sorted(row["date"][:10] for row in every)
   days = f"{dates[0]} to {dates[-1]}" if dates else units.MISSING
+  device, commits = known(results, "device"), known(results, "commit")
   return (
-    f"## Where the numbers come from\n\n{len(every)} runs, {days}, on {known('device')}; each with"
+    f"## Where the numbers come from\n\n{len(every)} runs, {days}, on {device}; each with"
     " its config, seed, versions and commit in results/vq/cpu/. Commits (+: with changes):"
-    f" {known('commit')}.\n\n" + "".join(failed)
+    f" {commits}.\n\n" + failures(results)
   )
