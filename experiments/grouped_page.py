@@ -35,6 +35,9 @@ perplexities do not compare with the paper's models, and it prints none. One see
 `lm-64` are 128 and 64 wide; `wide` has {wide:,} tokens, for exact decoding. Pictures are of
 {classes:,} of the paper's 184,320 classes. Grades need `--judge-url` and `--judge-model`, an
 OpenAI-compatible endpoint; without them they are dashes.
+
+[Figure 1: pictures of the classes](../images/grouped-shapes.png), by
+`python -m experiments.shapes_sheet --out docs/images/grouped-shapes.png`.
 """
 
 
