@@ -54,7 +54,10 @@ def _step(cost: Mapping[str, Any]) -> Iterator[Asked]:
 
 
 def _top(results: Results) -> Iterator[Asked]:
-  for name, vocab, bound in (("wide", "262,144", "at most 0.25"), ("lm-128", "50,257", "")):
+  for name, vocab, bound in (
+    ("wide", "262,144", "at most 0.25"),
+    ("lm-128", "50,257", "not asked"),
+  ):
     found = results.get(f"top/{name}", {}).get("top")
     said = found and f"{found['ratio']:.3f}"
     what = f"exact top-50 for one token, V = {vocab}: time over computing all groups"

@@ -57,7 +57,7 @@ def _sizes(results: Results) -> Iterator[str]:
     for groups in s.sizes
     if "valid" in results.get(f"{s.name}/groups-{groups}", {}).get("result", {})
   }
-  if losses:
+  if len(losses) > 1:
     best, worst = min(losses, key=losses.get), max(losses, key=losses.get)
     yield (
       f"Of {len(losses)} numbers of groups, {best:,} have the lowest validation loss,"

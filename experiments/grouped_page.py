@@ -72,18 +72,28 @@ def _page(
 
 def _origin(results: Results, cost: Mapping[str, Any] | None) -> str:
   """Where the numbers come from, and what failed."""
-  bench = [
-    f"- the bench's {part}: {origin['device']}, commit {origin['commit']}\n"
-    for part, origin in (cost or {}).get("provenance", {}).items()
-  ]
   device, commits = known(results, "device"), known(results, "commit")
   return (
     f"## Where the numbers come from\n\n{len(results)} results on {device}; each with its"
     " config, seed, versions and commit in results/grouped/, as the parts of the bench in its"
     f" cost.json. Commits (+: with changes): {commits}.\n\n"
-    + "".join([*bench, *_judges(results)])
+    + "".join([*_bench(cost or {}), *_judges(results)])
     + failures(results)
   )
+
+
+def _bench(cost: Mapping[str, Any]) -> list[str]:
+  """Where each part of the bench ran, and which steps no compiler made."""
+  parts = [
+    f"- the bench's {part}: {origin['device']}, commit {origin['commit']}\n"
+    for part, origin in cost.get("provenance", {}).items()
+  ]
+  return parts + [
+    f"- the bench's width {dim}, {name}, failed: {row['error']}\n"
+    for dim, rows in cost.get("steps", {}).items()
+    for name, row in rows.items()
+    if "error" in row
+  ]
 
 
 def _judges(results: Results) -> list[str]:

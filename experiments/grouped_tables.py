@@ -9,6 +9,8 @@ python -m experiments.grouped_tables --render               the page, from the c
 python -m experiments.grouped_tables --judge-url http://127.0.0.1:8000/v1 --judge-model NAME
                                                             grades stories too, as Table 1 does
 
+`--scale paper` reads TinyStories, which `python -m vqjax.data.build vqjax_tiny_stories` prepares of
+its two files, and `--scale cpu` the slices of it that are below $VQJAX_DATA.
 A run that was stopped goes on; each result is copied to docs/results/grouped/SCALE/, which is all
 that the page is made of.
 """

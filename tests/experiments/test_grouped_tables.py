@@ -156,12 +156,14 @@ def test_what_was_asked_is_beside_what_was_measured(results, cost):
 def test_the_page_has_every_plot_and_names_what_failed(results, cost, tmp_path):
   path = tmp_path / "results" / "grouped" / "cost.json"
   path.parent.mkdir(parents=True)
+  cost["steps"]["128"]["gpt-neo"] = {"macs": {"weights": 1, "attention": 1}, "error": "too large"}
   path.write_text(json.dumps(cost))
   page, *plots = grouped_page.write(results, tmp_path)
   assert {plot.name for plot in plots} == set(grouped_plots.CAPTIONS)
   text = page.read_text()
   assert "lm-128/gpt-neo failed: the loss is nan" in text
   assert all(f"images/{name}" in text for name in grouped_plots.CAPTIONS)
+  assert "- the bench's width 128, gpt-neo, failed: too large" in text
   assert "- the bench's loss: cpu, commit beef" in text
   assert "- grades: by teacher, of 30 stories a model" in text
   assert "- grades/lm-128-grouped: of 2 stories no grade could be read" in text
@@ -174,6 +176,7 @@ def test_what_came_out_compares_rows_of_as_many_steps(results, cost):
   assert "least with 84 tokens a group, and within 2 % of that from 56 to 161" in section
   assert "GPT-Neo has" not in section  # it failed
   assert "9.5 of 512 groups" in section
+  assert "numbers of groups" not in section  # there is one
   assert "end with equal log-probabilities" in section
 
 
