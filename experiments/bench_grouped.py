@@ -180,18 +180,17 @@ def sizes(scale: Scale, _: float) -> Iterator[dict[str, Any]]:
   decoder, rows = scale.ablation, []
   for size in scale.sizes:
     rows.append(grouped_sizes.memory_at(decoder, size))
-    yield {"sizes": rows}
+    found = grouped_sizes.least(decoder.vocab, rows)
+    yield {"sizes": rows, "least": found}
   benching.show(
     f"memory by group size, {_sizes(decoder)}, blocks recomputed",
     ("tokens a group", "groups", "step, peak MiB", "head alone, temp MiB", "untiled"),
     [_size_cells(row) for row in rows],
   )
-  found = grouped_sizes.least(decoder.vocab, rows)
   for of in ("step", "head", "untiled"):
     first, last = found[of]["near"]
     benching.say(f"{of}: least at {found[of]['size']}, within 2 % of it at {first} to {last}")
   benching.say(f"sqrt V = {found['sqrt']}; sqrt(V / c) = {found['corrected']}")
-  yield {"least": found}
 
 
 def _size_cells(row: dict[str, int]) -> list[str]:
