@@ -36,7 +36,7 @@ def notes() -> str:
   """What does not hold, and why."""
   widths = ", ".join(f"{decoder_params(dim) / 1e6:.1f} M at {dim}" for dim in (128, 256, 1024))
   groups, slots, empty = empty_slots(184_320)
-  groups_and_slots = sum(empty_slots(V)[:2])
+  scores = sum(empty_slots(V)[:2])
   logits = logits_bytes(BATCH, CONTEXT, 50_000)
   best = ", ".join(f"{math.sqrt(V / arrays):.0f}" for arrays in (1, 4, 8))
   lines = (
@@ -53,11 +53,10 @@ def notes() -> str:
     "  holds several of [N, S], the gathered scales and shifts among them: with c of them the",
     f"  optimum is S = sqrt(V/c): {best} tokens a group for c = 1, 4, 8.",
     f'- Its "FLOPs" are multiply-accumulates: {CONTEXT} tokens through width 128 take',
-    f"  {macs(128, V):.2f} G of them with the dense head and {macs(128, groups_and_slots):.2f} G with"
-    " the grouped one, as",
-    f"  printed, without attention. With it they are {macs(128, V, attention=True):.2f} G and"
-    f" {macs(128, groups_and_slots, attention=True):.2f} G; the",
-    "  former is what it prints for GPT-Neo, and the latter for none.",
+    f"  {macs(128, V):.2f} G of them with the dense head and {macs(128, scores):.2f} G with the",
+    "  grouped one, as printed, without attention. With it they are"
+    f" {macs(128, V, attention=True):.2f} G",
+    f"  and {macs(128, scores, attention=True):.2f} G; the former is what it prints for GPT-Neo.",
     "- Table 1's columns say nothing of the spread: with grades of some stories by one judge, the",
     "  differences of a few tenths between its models need not be any.",
   )

@@ -26,7 +26,8 @@ paper's own settings: TinyStories whole, an epoch, all classes of pictures. Memo
 What two cores can train in an hour is little: 8 layers and the paper's vocabulary, {tokens:,}
 tokens of the slices of TinyStories at hand, 128 at a time, GPT-Neo's window half of them as in the
 paper. The rows of a setting differ in the head alone, so that their order says something; their
-perplexities do not compare with the paper's models, and it prints none. One seed each. Grades need
+perplexities do not compare with the paper's models, and it prints none. One seed each. `lm-128` and
+`lm-64` are 128 and 64 wide; `wide` has 262,144 tokens, for exact decoding. Grades need
 `--judge-url` and `--judge-model`, an OpenAI-compatible endpoint; without them they are dashes.
 """
 
