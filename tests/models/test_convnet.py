@@ -145,6 +145,15 @@ def test_sizes_that_do_not_fit_are_named():
     variables_of(ConvNet(DenseHead(7, 4), dim=5), images)
   with pytest.raises(ValueError, match=r"channels \(\) leave no convolution"):
     variables_of(ConvNet(DenseHead(7, 5), dim=5, channels=()), images)
+  with pytest.raises(ValueError, match=r"pictures \(4, 4\) have no pixel left after 3 maxima"):
+    variables_of(ConvNet(DenseHead(7, 5), dim=5), images)
+
+
+def test_no_picture_has_no_hidden_vector():
+  model = ConvNet(DenseHead(7, 5), dim=5, channels=(2,))
+  variables = jax.eval_shape(lambda x: variables_of(model, x), jnp.zeros((1, 4, 4, 3)))
+  hidden = lambda v: model.apply(v, jnp.zeros((0, 4, 4, 3)), method="hidden")
+  assert jax.eval_shape(hidden, variables).shape == (0, 5)
 
 
 FOUR = Grid(
