@@ -1,5 +1,6 @@
 """Do the grouped heads keep the contract at any number, sizes and order of groups?"""
 
+import math
 from typing import ClassVar
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.contract import HeadContract, OneDeviceContract
+from tests.contract import HeadContract
 from vqjax import GroupedHead, UnsharedGroupedHead
 
 
@@ -32,25 +33,33 @@ def log_groups(head, variables, hidden):
   return reference.log_softmax(scores)
 
 
-def by_token(head, variables, parts):
-  """Log-probabilities in the order of the places, put in that of the tokens."""
-  at_place = np.concatenate(parts, axis=-1)
-  order = variables.get("codes", {}).get("order", np.arange(head.vocab))
-  found = np.empty_like(at_place)
-  found[..., order] = at_place
+def by_group(head, variables, hidden, scores):
+  """float64 log-probabilities of the tokens, from scores [*B, V] that share a group's slots."""
+  log_group = log_groups(head, variables, hidden)
+  group, _, starts = places(head)
+  own = scores - np.logaddexp.reduceat(scores, starts, axis=-1)[..., group]
+  found = np.empty_like(scores)
+  found[..., variables.get("codes", {}).get("order", np.arange(head.vocab))] = (
+    log_group[..., group] + own
+  )
   return found
 
 
-def group_sizes(head, groups):
-  if head.sizes is not None:
-    return head.sizes
-  return [head.vocab * (g + 1) // groups - head.vocab * g // groups for g in range(groups)]
+def places(head):
+  """The group and the slot of each place, and the first place of each group."""
+  sizes = head.sizes
+  if sizes is None:
+    groups = head.groups or math.isqrt(head.vocab)
+    sizes = np.diff([head.vocab * g // groups for g in range(groups + 1)])
+  group, starts = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
+  return group, np.arange(head.vocab) - starts[group], starts
 
 
 class TestGroupedHead(HeadContract):
   cases: ClassVar = {
     "default": GroupedHead,
     "a group each": lambda v, d: GroupedHead(v, d, groups=v),
+    "one group": lambda v, d: GroupedHead(v, d, groups=1),
     "in an order": lambda v, d: GroupedHead(
       v, d, sizes=uneven(v), order_init=shuffled, use_bias=True
     ),
@@ -58,15 +67,18 @@ class TestGroupedHead(HeadContract):
   mesh_cases: ClassVar = ("in an order",)
 
   def reference_logits(self, head, variables, hidden):
-    """Section 2.3.2, group by group."""
-    params = variables["params"]
-    log_group = log_groups(head, variables, hidden)
+    """Section 2.3.2."""
+    params, (group, slot, _) = variables["params"], places(head)
     shared = hidden @ params["slot_weight"].T + params.get("slot_bias", 0.0)
-    parts = []
-    for g, size in enumerate(group_sizes(head, log_group.shape[-1])):
-      scores = (shared * params["scale"][g] + params["shift"][g])[..., :size]
-      parts.append(log_group[..., g : g + 1] + reference.log_softmax(scores))
-    return by_token(head, variables, parts)
+    scores = shared[..., slot] * params["scale"][group, slot] + params["shift"][group, slot]
+    return by_group(head, variables, hidden, scores)
+
+  @pytest.mark.parametrize("vocab", [4099])
+  def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
+    if case == "one group":  # a softmax over S = V slots: nothing is saved
+      assert self.cases[case](vocab, self.dim).groups_and_slots() == (1, vocab)
+    else:
+      super().test_no_value_of_batch_times_vocabulary_is_made(case, vocab)
 
 
 class TestUnsharedGroupedHead(HeadContract):
@@ -80,26 +92,15 @@ class TestUnsharedGroupedHead(HeadContract):
 
   def reference_logits(self, head, variables, hidden):
     """Figure 4: a linear for each group."""
-    params = variables["params"]
-    log_group = log_groups(head, variables, hidden)
-    parts = []
-    for g, size in enumerate(group_sizes(head, log_group.shape[-1])):
-      scores = hidden @ params["slot_weight"][g, :size].T
-      if head.use_bias:
-        scores = scores + params["slot_bias"][g, :size]
-      parts.append(log_group[..., g : g + 1] + reference.log_softmax(scores))
-    return by_token(head, variables, parts)
+    params, (group, slot, _) = variables["params"], places(head)
+    scores = hidden @ params["slot_weight"][group, slot].T
+    if head.use_bias:
+      scores = scores + params["slot_bias"][group, slot]
+    return by_group(head, variables, hidden, scores)
 
-
-class TestOneGroup(OneDeviceContract):
-  """One group is the whole vocabulary: a softmax over S = V slots, and nothing is saved."""
-
-  cases: ClassVar = {"one group": lambda v, d: GroupedHead(v, d, groups=1)}
-  reference_logits = TestGroupedHead.reference_logits
-
-  @pytest.mark.parametrize("vocab", [4099])
-  def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
-    assert self.cases[case](vocab, self.dim).groups_and_slots() == (1, vocab)
+  def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
+    # The other meshes are those of `tests/ops/test_ragged.py`.
+    self.check_meshes(first_mesh_case, 101, (1, 1, 8))
 
 
 def test_the_bounds_are_those_of_the_paper():
