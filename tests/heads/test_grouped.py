@@ -102,6 +102,10 @@ class TestUnsharedGroupedHead(HeadContract):
     # The other meshes are those of `tests/ops/test_ragged.py`.
     self.check_meshes(first_mesh_case, 101, (1, 1, 8))
 
+  def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case):
+    # How draws are found is shared with `GroupedHead`: one of its options is enough.
+    super().test_draws_on_a_mesh_follow_the_distribution(mesh_case, None)
+
 
 def test_the_bounds_are_those_of_the_paper():
   vocab, groups = 50257, 224
@@ -125,7 +129,7 @@ def test_an_order_is_a_table_with_its_inverse_and_no_order_is_none(head):
   assert set(jax.eval_shape(head(11, 4).init, jax.random.key(0), hidden)) == {"params"}
   order = jnp.array([3, 0, 10, 2, 1, 4, 9, 8, 7, 6, 5])
   given = head(11, 4, sizes=(2, 9), order_init=lambda key, shape, dtype: order)
-  variables = given.init(jax.random.key(0), hidden)
+  variables = jax.jit(given.init)(jax.random.key(0), hidden)
   np.testing.assert_array_equal(variables["codes"]["order"], order)
   np.testing.assert_array_equal(order[variables["codes"]["place"]], jnp.arange(11))
   group = given.apply(variables, jnp.array([3, 0, 10, 5, 11, -1]), method="group_of")
@@ -151,10 +155,11 @@ def test_groups_sizes_and_orders_that_are_none_are_refused():
 
 def test_no_probability_falls_on_a_slot_that_no_token_has():
   head = GroupedHead(10, 4, groups=4)  # sizes 2, 3, 2, 3
-  variables = head.init(jax.random.key(0), jnp.zeros((1, 4)))
+  variables = jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, 4)))
   shift = variables["params"]["shift"].at[:, 2].set(50.0)  # absent in groups 0 and 2
   variables = {"params": variables["params"] | {"shift": shift}}
-  draws = head.apply(variables, jnp.ones((500, 4)), jax.random.key(1), method="sample")
+  draw = lambda v, h, k: head.apply(v, h, k, method="sample")
+  draws = jax.jit(draw)(variables, jnp.ones((500, 4)), jax.random.key(1))
   seen = set(np.asarray(draws).tolist())
   assert seen <= set(range(10))
   assert seen & {0, 1}
