@@ -18,6 +18,7 @@ def test_groups_hold_the_tokens_of_a_cluster_in_their_order():
   ("assignment", "message"),
   [
     ([0, 2, 2, 4], r"cluster 1 of 5 has no token \(2 such clusters\); .*np.unique"),
+    ([0, 2**40], r"cluster 1 of 1099511627777 has no token"),
     ([0, 1, -1], "token 2 is in cluster -1; number them from 0 on"),
     ([0.0, 1.0], "names no clusters"),
     ([], "names no clusters"),

@@ -340,6 +340,11 @@ class TestBadInput:
     with pytest.raises(TypeError, match="the teacher's head is a AdaptiveHead, which scores no"):
       model.init(jax.random.key(0), tokens)
 
+  def test_a_teacher_of_other_tokens_is_refused(self, dense):
+    student, teacher = (dense[0].model.clone(head=DenseHead(v, D)) for v in (9, 12))
+    with pytest.raises(ValueError, match="the student has 9 tokens, the teacher 12; distil"):
+      convert.Distilled(student, teacher).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+
   @pytest.mark.parametrize(
     ("head", "start", "message"),
     [

@@ -225,7 +225,7 @@ class TestBadInput:
   def test_an_order_that_is_no_permutation_is_refused(self):
     head = GroupedHead(V, D, order_init=convert.in_order)
     twice = lambda known, sizes: np.arange(V) // 2
-    with pytest.raises(ValueError, match="order names token 0 at 0 and 1"):
+    with pytest.raises(ValueError, match="order has token 0 at places 0 and 1, and"):
       convert.ToGrouped(by=twice)(known(), head)
 
   def test_a_cap_that_a_grouped_head_cannot_keep_is_refused(self, dense):

@@ -1,5 +1,6 @@
 """Do the grouped heads keep the contract at any number, sizes and order of groups?"""
 
+import math
 from typing import ClassVar
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.contract import HeadContract, OneDeviceContract
+from tests.contract import HeadContract
 from vqjax import GroupedHead, UnsharedGroupedHead
 
 
@@ -32,25 +33,33 @@ def log_groups(head, variables, hidden):
   return reference.log_softmax(scores)
 
 
-def by_token(head, variables, parts):
-  """Log-probabilities in the order of the places, put in that of the tokens."""
-  at_place = np.concatenate(parts, axis=-1)
-  order = variables.get("codes", {}).get("order", np.arange(head.vocab))
-  found = np.empty_like(at_place)
-  found[..., order] = at_place
+def by_group(head, variables, hidden, scores):
+  """float64 log-probabilities of the tokens, from scores [*B, V] that share a group's slots."""
+  log_group = log_groups(head, variables, hidden)
+  group, _, starts = places(head)
+  own = scores - np.logaddexp.reduceat(scores, starts, axis=-1)[..., group]
+  found = np.empty_like(scores)
+  found[..., variables.get("codes", {}).get("order", np.arange(head.vocab))] = (
+    log_group[..., group] + own
+  )
   return found
 
 
-def group_sizes(head, groups):
-  if head.sizes is not None:
-    return head.sizes
-  return [head.vocab * (g + 1) // groups - head.vocab * g // groups for g in range(groups)]
+def places(head):
+  """The group and the slot of each place, and the first place of each group."""
+  sizes = head.sizes
+  if sizes is None:
+    groups = head.groups or math.isqrt(head.vocab)
+    sizes = np.diff([head.vocab * g // groups for g in range(groups + 1)])
+  group, starts = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
+  return group, np.arange(head.vocab) - starts[group], starts
 
 
 class TestGroupedHead(HeadContract):
   cases: ClassVar = {
     "default": GroupedHead,
     "a group each": lambda v, d: GroupedHead(v, d, groups=v),
+    "one group": lambda v, d: GroupedHead(v, d, groups=1),
     "in an order": lambda v, d: GroupedHead(
       v, d, sizes=uneven(v), order_init=shuffled, use_bias=True
     ),
@@ -58,15 +67,18 @@ class TestGroupedHead(HeadContract):
   mesh_cases: ClassVar = ("in an order",)
 
   def reference_logits(self, head, variables, hidden):
-    """Section 2.3.2, group by group."""
-    params = variables["params"]
-    log_group = log_groups(head, variables, hidden)
+    """Section 2.3.2."""
+    params, (group, slot, _) = variables["params"], places(head)
     shared = hidden @ params["slot_weight"].T + params.get("slot_bias", 0.0)
-    parts = []
-    for g, size in enumerate(group_sizes(head, log_group.shape[-1])):
-      scores = (shared * params["scale"][g] + params["shift"][g])[..., :size]
-      parts.append(log_group[..., g : g + 1] + reference.log_softmax(scores))
-    return by_token(head, variables, parts)
+    scores = shared[..., slot] * params["scale"][group, slot] + params["shift"][group, slot]
+    return by_group(head, variables, hidden, scores)
+
+  @pytest.mark.parametrize("vocab", [4099])
+  def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
+    if case == "one group":  # a softmax over S = V slots: nothing is saved
+      assert self.cases[case](vocab, self.dim).groups_and_slots() == (1, vocab)
+    else:
+      super().test_no_value_of_batch_times_vocabulary_is_made(case, vocab)
 
 
 class TestUnsharedGroupedHead(HeadContract):
@@ -80,26 +92,19 @@ class TestUnsharedGroupedHead(HeadContract):
 
   def reference_logits(self, head, variables, hidden):
     """Figure 4: a linear for each group."""
-    params = variables["params"]
-    log_group = log_groups(head, variables, hidden)
-    parts = []
-    for g, size in enumerate(group_sizes(head, log_group.shape[-1])):
-      scores = hidden @ params["slot_weight"][g, :size].T
-      if head.use_bias:
-        scores = scores + params["slot_bias"][g, :size]
-      parts.append(log_group[..., g : g + 1] + reference.log_softmax(scores))
-    return by_token(head, variables, parts)
+    params, (group, slot, _) = variables["params"], places(head)
+    scores = hidden @ params["slot_weight"][group, slot].T
+    if head.use_bias:
+      scores = scores + params["slot_bias"][group, slot]
+    return by_group(head, variables, hidden, scores)
 
+  def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
+    # The other meshes are those of `tests/ops/test_ragged.py`.
+    self.check_meshes(first_mesh_case, 101, (1, 1, 8))
 
-class TestOneGroup(OneDeviceContract):
-  """One group is the whole vocabulary: a softmax over S = V slots, and nothing is saved."""
-
-  cases: ClassVar = {"one group": lambda v, d: GroupedHead(v, d, groups=1)}
-  reference_logits = TestGroupedHead.reference_logits
-
-  @pytest.mark.parametrize("vocab", [4099])
-  def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
-    assert self.cases[case](vocab, self.dim).groups_and_slots() == (1, vocab)
+  def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case):
+    # How draws are found is shared with `GroupedHead`: one of its options is enough.
+    super().test_draws_on_a_mesh_follow_the_distribution(mesh_case, None)
 
 
 def test_the_bounds_are_those_of_the_paper():
@@ -124,7 +129,7 @@ def test_an_order_is_a_table_with_its_inverse_and_no_order_is_none(head):
   assert set(jax.eval_shape(head(11, 4).init, jax.random.key(0), hidden)) == {"params"}
   order = jnp.array([3, 0, 10, 2, 1, 4, 9, 8, 7, 6, 5])
   given = head(11, 4, sizes=(2, 9), order_init=lambda key, shape, dtype: order)
-  variables = given.init(jax.random.key(0), hidden)
+  variables = jax.jit(given.init)(jax.random.key(0), hidden)
   np.testing.assert_array_equal(variables["codes"]["order"], order)
   np.testing.assert_array_equal(order[variables["codes"]["place"]], jnp.arange(11))
   group = given.apply(variables, jnp.array([3, 0, 10, 5, 11, -1]), method="group_of")
@@ -150,10 +155,11 @@ def test_groups_sizes_and_orders_that_are_none_are_refused():
 
 def test_no_probability_falls_on_a_slot_that_no_token_has():
   head = GroupedHead(10, 4, groups=4)  # sizes 2, 3, 2, 3
-  variables = head.init(jax.random.key(0), jnp.zeros((1, 4)))
+  variables = jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, 4)))
   shift = variables["params"]["shift"].at[:, 2].set(50.0)  # absent in groups 0 and 2
   variables = {"params": variables["params"] | {"shift": shift}}
-  draws = head.apply(variables, jnp.ones((500, 4)), jax.random.key(1), method="sample")
+  draw = lambda v, h, k: head.apply(v, h, k, method="sample")
+  draws = jax.jit(draw)(variables, jnp.ones((500, 4)), jax.random.key(1))
   seen = set(np.asarray(draws).tolist())
   assert seen <= set(range(10))
   assert seen & {0, 1}

@@ -35,6 +35,12 @@ def variables(head):
   return perturbed(jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, DIM))))
 
 
+def run(head, variables, *args, method, **options):
+  """`head.apply`, compiled at once: one after another its operations take longer."""
+  call = lambda variables, *args: head.apply(variables, *args, **options, method=method)
+  return jax.jit(call)(variables, *args)
+
+
 def peaked(rows=1):
   """Vectors so long that few groups have most of the probability."""
   return 6 * jax.random.normal(jax.random.key(1), (rows, DIM))
@@ -42,12 +48,12 @@ def peaked(rows=1):
 
 def test_the_best_of_a_peaked_distribution_are_those_of_all_groups(head, variables):
   hidden = peaked()
-  log_probs, tokens, visited = head.apply(variables, hidden, 5, method="top_k_visited")
+  log_probs, tokens, visited = run(head, variables, hidden, k=5, method="top_k_visited")
   everything = lambda module, hidden: Head.top_k(module, hidden, 5)
-  expected, names = head.apply(variables, hidden, method=everything)
+  expected, names = run(head, variables, hidden, method=everything)
   np.testing.assert_array_equal(tokens, names)
   np.testing.assert_allclose(log_probs, expected, atol=1e-5)
-  log_group = head.apply(variables, hidden, method="log_group")
+  log_group = run(head, variables, hidden, method="log_group")
   np.testing.assert_array_equal(visited, (log_group >= log_probs[:, -1:]).sum(-1))
   assert visited.max() < head.groups_and_slots()[0] / 2
   of_best = head.apply(variables, tokens[:, :1], method="group_of")
@@ -56,8 +62,8 @@ def test_the_best_of_a_peaked_distribution_are_those_of_all_groups(head, variabl
 
 def test_how_many_groups_a_draw_scored_is_reported(head, variables):
   groups, _ = head.groups_and_slots()
-  draw = lambda **options: head.apply(
-    variables, peaked(), jax.random.key(0), **options, method="sample_visited"
+  draw = lambda **options: run(
+    head, variables, peaked(), jax.random.key(0), **options, method="sample_visited"
   )[1]
   assert (draw() == 1).all()
   assert (draw(temperature=0.5) == groups).all()
@@ -70,16 +76,16 @@ def test_a_nucleus_of_more_groups_than_are_visited_is_drawn_from_exactly(monkeyp
   monkeypatch.setattr(visiting, "MOST", 4)
   monkeypatch.setattr(visiting, "WIDTH", 2)
   head = HEADS["shared"]
-  variables = perturbed(head.init(jax.random.key(0), jnp.zeros((1, DIM))))
+  variables = perturbed(jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, DIM))))
   # The first rows are flat, the others peaked: some rows need the fallback.
   row = peaked(2) * jnp.array([[0.02], [1.0]])
   hidden = jnp.repeat(row, 1000, axis=0)
-  tokens, visited = head.apply(
-    variables, hidden, jax.random.key(5), top_p=0.7, method="sample_visited"
+  tokens, visited = run(
+    head, variables, hidden, jax.random.key(5), top_p=0.7, method="sample_visited"
   )
   assert (visited[:1000] == head.groups_and_slots()[0]).all()
   assert (visited[1000:] <= 4).all()
-  exact = np.exp(reference.log_softmax(head.apply(variables, row, method="logits")))
+  exact = np.exp(reference.log_softmax(run(head, variables, row, method="logits")))
   for i in range(2):
     order = np.argsort(-exact[i])
     size = 1 + np.searchsorted(np.cumsum(exact[i][order]), 0.7)
@@ -117,10 +123,10 @@ def test_any_leading_shape_is_decoded(head, variables, shape):
   allowed = jnp.ones((*shape, VOCAB), bool)
 
   def everything(hidden, key):
-    run = lambda *args, **options: head.apply(variables, hidden, *args, **options)
+    call = lambda *args, **options: head.apply(variables, hidden, *args, **options)
     options = {}, {"top_p": 0.9}, {"top_k": 3}, {"temperature": 0.5, "allowed": allowed}
-    draws = [run(key, **some, method="sample_visited") for some in options]
-    return run(3, method="top_k_visited"), draws
+    draws = [call(key, **some, method="sample_visited") for some in options]
+    return call(3, method="top_k_visited"), draws
 
   (log_probs, tokens, visited), draws = jax.jit(everything)(hidden, jax.random.key(0))
   assert log_probs.shape == tokens.shape == (*shape, 3)
@@ -131,7 +137,7 @@ def test_any_leading_shape_is_decoded(head, variables, shape):
 def test_a_batch_by_vmap_is_that_batch(head, variables):
   hidden = peaked(3)
   best = lambda hidden: head.apply(variables, hidden, 4, method="top_k")
-  for found, expected in zip(jax.jit(jax.vmap(best))(hidden), best(hidden)):
+  for found, expected in zip(jax.jit(jax.vmap(best))(hidden), jax.jit(best)(hidden)):
     np.testing.assert_allclose(found, expected, atol=1e-5)
   nucleus = lambda h: head.apply(variables, h, jax.random.key(0), top_p=0.3, method="sample")
   drawn = jax.jit(jax.vmap(nucleus))(hidden)
@@ -140,8 +146,8 @@ def test_a_batch_by_vmap_is_that_batch(head, variables):
 
 def test_rows_that_read_their_own_weights_are_scored_some_at_a_time():
   head = UnsharedGroupedHead(1030, 512, sizes=(1024, 6))
-  variables = head.init(jax.random.key(0), jnp.zeros((1, 512)))
+  variables = jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, 512)))
   hidden = jax.random.normal(jax.random.key(1), (9, 512))
   allowed = jnp.arange(1030) == jnp.array([5] * 4 + [1027] * 5)[:, None]
-  drawn = head.apply(variables, hidden, jax.random.key(0), allowed=allowed, method="sample")
+  drawn = run(head, variables, hidden, jax.random.key(0), allowed=allowed, method="sample")
   assert drawn.tolist() == [5] * 4 + [1027] * 5

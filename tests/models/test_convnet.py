@@ -21,7 +21,8 @@ from vqjax.training.text import load_text
 
 def variables_of(model, inputs, targets=None):
   targets = jnp.zeros(len(inputs), jnp.int32) if targets is None else targets
-  return model.init(jax.random.key(0), inputs, targets, method="loss_terms")
+  init = lambda *args: model.init(jax.random.key(0), *args, method="loss_terms")
+  return jax.jit(init)(inputs, targets)
 
 
 @pytest.mark.parametrize(("head_of", "count"), [(dense, 104_087_552), (grouped, 10_340_999)])
@@ -126,17 +127,16 @@ def test_class_and_group_are_right_where_their_arg_max_is():
   for head in (Grouped(11, 5, groups=3), DenseHead(11, 5)):
     model = ConvNet(head, dim=5, channels=(6,))
     variables = variables_of(model, images)
-    hits = model.apply(variables, images, targets, method="hits")
-    logits = np.asarray(model.apply(variables, images))
+    hits = jax.jit(lambda v, m=model: m.apply(v, images, targets, method="hits"))(variables)
+    logits = np.asarray(jax.jit(lambda v, m=model: m.apply(v, images))(variables))
     np.testing.assert_array_equal(hits["accuracy"], logits.argmax(axis=-1) == targets)
-    of_head[type(head)] = hits
-  assert of_head[DenseHead].keys() == {"accuracy"}
-  model = ConvNet(Grouped(11, 5, groups=3), dim=5, channels=(6,))
-  variables = variables_of(model, images)
-  p = np.exp(np.asarray(model.apply(variables, images), np.float64))
-  mass = np.add.reduceat(p, model.head.starts[:-1], axis=1)
-  wanted = mass.argmax(axis=1) == np.searchsorted(model.head.starts[1:-1], targets, "right")
-  np.testing.assert_array_equal(of_head[Grouped]["group_accuracy"], wanted)
+    of_head[type(head)] = hits, logits
+  assert of_head[DenseHead][0].keys() == {"accuracy"}
+  hits, logits = of_head[Grouped]
+  starts = Grouped(11, 5, groups=3).starts
+  mass = np.add.reduceat(np.exp(np.asarray(logits, np.float64)), starts[:-1], axis=1)
+  wanted = mass.argmax(axis=1) == np.searchsorted(starts[1:-1], targets, "right")
+  np.testing.assert_array_equal(hits["group_accuracy"], wanted)
 
 
 def test_sizes_that_do_not_fit_are_named():
@@ -145,6 +145,15 @@ def test_sizes_that_do_not_fit_are_named():
     variables_of(ConvNet(DenseHead(7, 4), dim=5), images)
   with pytest.raises(ValueError, match=r"channels \(\) leave no convolution"):
     variables_of(ConvNet(DenseHead(7, 5), dim=5, channels=()), images)
+  with pytest.raises(ValueError, match=r"pictures \(4, 4\) have no pixel left after 3 maxima"):
+    variables_of(ConvNet(DenseHead(7, 5), dim=5), images)
+
+
+def test_no_picture_has_no_hidden_vector():
+  model = ConvNet(DenseHead(7, 5), dim=5, channels=(2,))
+  variables = jax.eval_shape(lambda x: variables_of(model, x), jnp.zeros((1, 4, 4, 3)))
+  hidden = lambda v: model.apply(v, jnp.zeros((0, 4, 4, 3)), method="hidden")
+  assert jax.eval_shape(hidden, variables).shape == (0, 5)
 
 
 FOUR = Grid(

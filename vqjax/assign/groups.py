@@ -38,11 +38,12 @@ def grouping(assignment: ArrayLike) -> Grouping:
   if table.min() < 0:
     token = np.argmax(table < 0)
     raise ValueError(f"token {token} is in cluster {table[token]}; number them from 0 on{REMEDY}")
-  sizes = np.bincount(table)
-  if not sizes.all():
-    empty = np.flatnonzero(sizes == 0)
+  used, sizes = np.unique(table, return_counts=True)
+  count = int(used[-1]) + 1
+  if len(used) < count:
+    empty = np.argmax(used != np.arange(len(used)))
     raise ValueError(
-      f"cluster {empty[0]} of {len(sizes)} has no token ({empty.size} such clusters); number those"
+      f"cluster {empty} of {count} has no token ({count - len(used)} such clusters); number those"
       " that have one from 0 on: np.unique(assignment, return_inverse=True)[1]"
     )
   order = np.argsort(table, kind="stable").astype(np.int32)

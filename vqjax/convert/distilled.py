@@ -35,7 +35,8 @@ class Distilled(nn.Module):
     temperature: divides the scores of both.
 
   Raises:
-    ValueError: when it is initialised or applied: a weight that is negative or not finite.
+    ValueError: when it is initialised or applied: a weight that is negative or not finite, or
+      models of different vocabularies.
     TypeError: likewise: a teacher whose head is not linear, a student's that has no blocks.
   """
 
@@ -53,6 +54,11 @@ class Distilled(nn.Module):
       raise TypeError(
         f"the teacher's head is a {type(self.teacher.head).__name__}, which scores no rows; distil"
         " from a LinearHead or a CodebookHead"
+      )
+    if self.student.head.vocab != self.teacher.head.vocab:
+      raise ValueError(
+        f"the student has {self.student.head.vocab} tokens, the teacher {self.teacher.head.vocab};"
+        " distil between models of one tokenizer"
       )
 
   @property

@@ -1,5 +1,6 @@
 """What does a classifier of pictures look like whose head is a field?"""
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -62,11 +63,17 @@ class ConvNet(nn.Module):
   ) -> Float[Array, "B D"]:
     """What the head sees of each picture."""
     x_BHWC = self.images(inputs)
+    least = 2 ** len(self.channels)
+    if min(x_BHWC.shape[1:3]) < least:
+      raise ValueError(
+        f"pictures {x_BHWC.shape[1:3]} have no pixel left after {len(self.channels)} maxima; give"
+        f" {least} rows and columns, or fewer channels"
+      )
     for convolution, norm in zip(self.convolutions, self.norms, strict=True):
       x_BHWC = norm(convolution(x_BHWC), use_running_average=deterministic)
       # ReLU and maximum may change places: it is then a quarter of the work.
       x_BHWC = nn.relu(_largest_of_four(x_BHWC))
-    return nn.relu(self.dense(x_BHWC.reshape(len(x_BHWC), -1)))
+    return nn.relu(self.dense(x_BHWC.reshape(len(x_BHWC), math.prod(x_BHWC.shape[1:]))))
 
   def log_prob(
     self,

@@ -168,6 +168,8 @@ def nucleus_visited(
   """
   axis = shards.inside(axis)
   plan = visits(log_group, width)
+  # A mass that rounds to zero is there before any group is visited.
+  top_p = max(top_p, float(jnp.finfo(jnp.float32).tiny))
   batch, count = log_group.shape[:-1], min(steps, plan.group.shape[0])
   everything = count == plan.group.shape[0]
 
