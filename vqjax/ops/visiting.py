@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import ranking, sampling, shards
 
-WIDTH = 16
+WIDTH = 32
 """Groups of a row that are scored at once."""
 
 MOST = 64
