@@ -11,6 +11,15 @@ import pytest
 from vqjax.training.interrupt import deferred_signals
 
 
+@pytest.fixture
+def _as_in_the_foreground():
+  """A shell that starts a program in the background has it ignore SIGINT from the start."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_as_in_the_foreground")
 def test_a_signal_is_noted_once_and_a_second_one_stops_at_once(capfd):
   with deferred_signals() as stopped_by:
     assert stopped_by() is None
