@@ -19,8 +19,8 @@ Put the three files of words, whose names say train, valid and test, into the fo
 """
 
 
-class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-  """Lines of three files, in their order, empty ones included."""
+class _Texts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  """Texts of files, in their order."""
 
   VERSION = tfds.core.Version("1.0.0")
   # Nothing is downloaded, so there are no checksums. Finding that out by itself, the library
@@ -34,6 +34,10 @@ class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):
       features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
       disable_shuffling=True,
     )
+
+
+class _Lines(_Texts, skip_registration=True):
+  """Lines of three files, in their order, empty ones included."""
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
     source = self._source(dl_manager)
@@ -136,22 +140,12 @@ class VqjaxZhang(tfds.core.GeneratorBasedBuilder):
         yield number, {"text": found.text, "label": found.label}
 
 
-class VqjaxTinyStories(tfds.core.GeneratorBasedBuilder):
+class VqjaxTinyStories(_Texts):
   """TinyStories of Eldan and Li, 2023: a story an example, in the order of the files."""
 
-  VERSION = tfds.core.Version("1.0.0")
   MANUAL_DOWNLOAD_INSTRUCTIONS = (
     "Give the folder of TinyStories-train.txt and TinyStories-valid.txt as --manual_dir.\n"
   )
-  url_infos: ClassVar[dict] = {}
-
-  def _info(self) -> tfds.core.DatasetInfo:
-    return tfds.core.DatasetInfo(
-      builder=self,
-      description=self.__doc__,
-      features=tfds.features.FeaturesDict({"text": tfds.features.Text()}),
-      disable_shuffling=True,
-    )
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
     folder = Path(dl_manager.manual_dir)
