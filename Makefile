@@ -29,30 +29,30 @@ lint: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 bench: $(STAMP)
-	$(PY) -m experiments.bench_softmax
-	$(PY) -m experiments.bench_options
-	$(PY) -m experiments.bench_memory
-	$(PY) -m experiments.bench_heads
-	$(PY) -m experiments.bench_loop
+	$(PY) -m experiments.bench.softmax
+	$(PY) -m experiments.bench.options
+	$(PY) -m experiments.bench.memory
+	$(PY) -m experiments.bench.heads
+	$(PY) -m experiments.bench.loop
 
 # At the sizes of the VQ-Logits paper: an hour on two cores, alone on the machine.
 bench-vq: $(STAMP)
-	$(PY) -m experiments.bench_kmeans
-	$(PY) -m experiments.bench_vq
+	$(PY) -m experiments.bench.kmeans
+	$(PY) -m experiments.bench.codebook
 
 # On two cores a quarter of an hour, alone on the machine.
 bench-dpq: $(STAMP)
-	$(PY) -m experiments.bench_dpq
+	$(PY) -m experiments.bench.quantized_embedding
 
 # On two cores half an hour, alone on the machine; on a GPU with more widths timed.
 bench-grouped: $(STAMP)
-	$(PY) -m experiments.bench_grouped $(ARGS)
+	$(PY) -m experiments.bench.grouped $(ARGS)
 
 # On any machine with a GPU, jax for it, flax and jaxtyping; nothing of this repository installed:
 # make bench-gpu PY=python3 ARGS="--json gpu.json"
 bench-gpu:
 	@py=$(PY); command -v $$py > /dev/null || py=$(PYTHON); \
-	  PYTHONPATH=. $$py -m experiments.bench_gpu $(ARGS)
+	  PYTHONPATH=. $$py -m experiments.bench.gpu $(ARGS)
 
 # The demo's whole path in seconds, to see that it works.
 smoke: $(STAMP)

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from vqjax import DenseEmbedding, Embedding, Head
-from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import Text, Windows, WordTokenizer
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.models import Transformer
 
 DIM = 128

@@ -2,8 +2,8 @@
 
 from configs.dpq_text import BEGIN, DIM, V, classifier
 from vqjax import DPQEmbedding, SoftmaxQuantizer
-from vqjax.config import Experiment
-from vqjax.data import AGNews
+from vqjax.lab.config import Experiment
+from vqjax.lab.data import AGNews
 
 
 def experiment() -> Experiment:

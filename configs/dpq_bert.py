@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vqjax import DenseHead, DPQEmbedding, Embedding, SoftmaxQuantizer
-from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import (
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import (
   Continued,
   Filtered,
   Intruded,
@@ -20,8 +20,8 @@ from vqjax.data import (
   Tokenizer,
   WikiText,
 )
-from vqjax.initializers import SymmetricUniform
-from vqjax.models import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
+from vqjax.lab.models import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
+from vqjax.lab.models.initializers import SymmetricUniform
 
 V = FROM_TOKENIZER
 BEGIN = SymmetricUniform(0.05)

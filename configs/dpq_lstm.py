@@ -7,11 +7,11 @@ and their clipping is divided by it.
 from typing import NamedTuple
 
 from vqjax import DenseHead, Embedding
-from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import Source, Streams, WordTokenizer
-from vqjax.initializers import SymmetricUniform
-from vqjax.models import LSTM
-from vqjax.training import SGD
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import Source, Streams, WordTokenizer
+from vqjax.lab.models import LSTM
+from vqjax.lab.models.initializers import SymmetricUniform
+from vqjax.lab.training import SGD
 
 V = FROM_TOKENIZER
 ROWS = 20

@@ -2,8 +2,8 @@
 
 from configs.dpq_translation import BEGIN, Body, V, translation
 from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer
-from vqjax.config import Experiment, Train
-from vqjax.data import Multi30k, SentencePieceTokenizer
+from vqjax.lab.config import Experiment, Train
+from vqjax.lab.data import Multi30k, SentencePieceTokenizer
 
 SMALL = Body(dim=128, layers=3, heads=4, hidden=512, context=32)
 

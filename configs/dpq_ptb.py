@@ -5,8 +5,8 @@ The paper's 105.8 (Table 4): K = 8, 25 shared subspaces.
 
 from configs.dpq_lstm import SMALL, V, language_model
 from vqjax import DPQEmbedding, SoftmaxQuantizer
-from vqjax.config import Experiment
-from vqjax.data import PennTreebank
+from vqjax.lab.config import Experiment
+from vqjax.lab.data import PennTreebank
 
 
 def experiment() -> Experiment:

@@ -3,10 +3,10 @@
 import dataclasses
 
 from vqjax import Embedding
-from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import Documents, LabelledSource, Tokenizer, WordTokenizer
-from vqjax.initializers import SymmetricUniform
-from vqjax.models import TextClassifier
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import Documents, LabelledSource, Tokenizer, WordTokenizer
+from vqjax.lab.models import TextClassifier
+from vqjax.lab.models.initializers import SymmetricUniform
 
 V = FROM_TOKENIZER
 DIM = 300

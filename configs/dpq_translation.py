@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vqjax import DenseHead, Embedding
-from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import (
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import (
   PairedSource,
   PairedTFDS,
   Pairs,
@@ -13,9 +13,9 @@ from vqjax.data import (
   Tokenizer,
   WordTokenizer,
 )
-from vqjax.initializers import SymmetricUniform
-from vqjax.models import RecurrentTranslator, Translator
-from vqjax.training import SGD, SM3
+from vqjax.lab.models import RecurrentTranslator, Translator
+from vqjax.lab.models.initializers import SymmetricUniform
+from vqjax.lab.training import SGD, SM3
 
 V = FROM_TOKENIZER
 WORDS = 25

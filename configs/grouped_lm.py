@@ -8,8 +8,8 @@ The learning rate is not in the paper: 1e-3 at this batch is ours.
 from collections.abc import Callable
 
 from vqjax import DenseEmbedding, DenseHead, Embedding, GroupedHead, Head
-from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import TFDS, BPETokenizer, Source, Tokenizer, Windows
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import TFDS, BPETokenizer, Source, Tokenizer, Windows
 from vqjax.models import Transformer
 
 HeadOf = Callable[[int, int, Embedding], Head]

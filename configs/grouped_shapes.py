@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 
 from vqjax import DenseHead, GroupedHead, Head
-from vqjax.config import Experiment, Train
-from vqjax.data import Drawn, Grid, Shapes, shapes
-from vqjax.models import ConvNet
+from vqjax.lab.config import Experiment, Train
+from vqjax.lab.data import Drawn, Grid, Shapes, shapes
+from vqjax.lab.models import ConvNet
 
 EVERY = Grid()
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead, Head, assign
-from vqjax.config import Experiment, Train
-from vqjax.data import BPETokenizer, Text, Windows
+from vqjax.lab.config import Experiment, Train
+from vqjax.lab.data import BPETokenizer, Text, Windows
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape
 

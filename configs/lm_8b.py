@@ -1,7 +1,7 @@
 """What does a decoder of eight billion parameters look like, with a head of choice?"""
 
 from configs.large import VOCAB, language_model
-from vqjax.config import Experiment
+from vqjax.lab.config import Experiment
 
 
 def experiment(head: str = "dense", vocab: int = VOCAB) -> Experiment:

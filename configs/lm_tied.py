@@ -2,7 +2,7 @@
 
 from configs.base import language_model
 from vqjax import DenseHead
-from vqjax.config import Experiment
+from vqjax.lab.config import Experiment
 
 
 def experiment() -> Experiment:

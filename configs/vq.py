@@ -11,8 +11,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, Head
-from vqjax.config import Experiment, Train
-from vqjax.data import Source, Tokenizer, Windows
+from vqjax.lab.config import Experiment, Train
+from vqjax.lab.data import Source, Tokenizer, Windows
 from vqjax.models import Transformer
 
 HEADS: dict[str, Callable[[int, int], Head]] = {

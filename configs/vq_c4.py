@@ -6,8 +6,8 @@ with some 70 of its 1,024 files for training, which are in random order, set dat
 """
 
 from configs.vq import language_model, training
-from vqjax.config import Experiment
-from vqjax.data import Filtered, JSONLines, SentencePieceTokenizer
+from vqjax.lab.config import Experiment
+from vqjax.lab.data import Filtered, JSONLines, SentencePieceTokenizer
 
 VOCAB = 32_000
 

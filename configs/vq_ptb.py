@@ -4,8 +4,8 @@ The schedule is 1,762 epochs of the training text. What Table 5 leaves out is as
 """
 
 from configs.vq import language_model, training
-from vqjax.config import Experiment
-from vqjax.data import PennTreebank, WordTokenizer
+from vqjax.lab.config import Experiment
+from vqjax.lab.data import PennTreebank, WordTokenizer
 
 VOCAB = 10_000
 

@@ -1,12 +1,12 @@
 """How do VQ-Logits' heads fare on the 267,735 words of WikiText-103 (its Tables 1, 2 and 4)?
 
 Put the three files of words into wikitext-103 under $VQJAX_DATA and prepare them:
-`python -m vqjax.data.build vqjax_wiki_text/103`.
+`python -m vqjax.lab.data.build vqjax_wiki_text/103`.
 """
 
 from configs.vq import language_model, training
-from vqjax.config import Experiment
-from vqjax.data import TFDS, WordTokenizer
+from vqjax.lab.config import Experiment
+from vqjax.lab.data import TFDS, WordTokenizer
 
 VOCAB = 267_735
 

@@ -9,10 +9,11 @@ import argparse
 import pathlib
 import sys
 
-from experiments.console import exit_code, speak_plainly
-from vqjax.config import config_hash, load, override
-from vqjax.convert import CODEBOOK, FULL, HEAD, KMeans, compress
-from vqjax.training import fit
+from vqjax.convert import KMeans
+from vqjax.lab.config import config_hash, load, override
+from vqjax.lab.console import exit_code, speak_plainly
+from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress
+from vqjax.lab.training import fit
 
 SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
 

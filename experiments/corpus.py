@@ -4,10 +4,10 @@ import argparse
 import sys
 import time
 
-from experiments.console import add_config, with_config
-from vqjax.config import Experiment
-from vqjax.data import Filtered, encode_split, fit_encoder
-from vqjax.data.source import SPLITS
+from vqjax.lab.config import Experiment
+from vqjax.lab.console import add_config, with_config
+from vqjax.lab.data import Filtered, encode_split, fit_encoder
+from vqjax.lab.data.source import SPLITS
 
 USAGE = """\
 examples:

@@ -6,10 +6,10 @@ import sys
 
 from rich.console import Console
 
-from experiments.console import exit_code, speak_plainly
-from vqjax import report
-from vqjax.config import load, override
-from vqjax.training import fit
+from vqjax.lab import report
+from vqjax.lab.config import load, override
+from vqjax.lab.console import exit_code, speak_plainly
+from vqjax.lab.training import fit
 
 CONFIGS = ("lm_dense", "lm_tied", "lm_codebook", "lm_codebook_bias", "lm_grouped")
 

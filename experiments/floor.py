@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.console import add_config, with_config
 from vqjax import CodebookHead, assign
-from vqjax.config import Experiment, config_hash
-from vqjax.data import fit_encoder
-from vqjax.data.counts import count_tokens
-from vqjax.training.program import keys
-from vqjax.training.run import write_json
-from vqjax.training.state import init_state
-from vqjax.training.text import Text, load_text
+from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.console import add_config, with_config
+from vqjax.lab.data import fit_encoder
+from vqjax.lab.data.counts import count_tokens
+from vqjax.lab.training.program import keys
+from vqjax.lab.training.run import write_json
+from vqjax.lab.training.state import init_state
+from vqjax.lab.training.text import Text, load_text
 
 QUANTILES = {"least": 0, "10%": 0.1, "half": 0.5, "90%": 0.9, "most": 1}
 
@@ -85,11 +85,11 @@ def _assignment(text: Text) -> np.ndarray:
   """The code of each token where the run begins: that of the head, or of the experiment's start."""
   experiment, model = text.experiment, text.experiment.model
   head = model.head
-  if experiment.start is None:
+  if experiment.init_from is None:
     return (head.embedding or head).assignment_init(head.vocab, head.codes)
   key, _ = keys(experiment.seed)
   fresh = init_state(model, optax.identity(), key).variables
-  codes = experiment.start(text, model, jax.device_get(fresh))["codes"]
+  codes = experiment.init_from(text, model, jax.device_get(fresh))["codes"]
   # The student of a distillation is a model of its own.
   codes = codes.get("student", codes)
   return codes["head" if head.embedding is None else "embedding"]["assignment"]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from vqjax import report
-from vqjax.report.page import write_whole
+from vqjax.lab import report
+from vqjax.lab.report.page import write_whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

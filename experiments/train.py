@@ -10,9 +10,9 @@ from typing import TextIO
 
 from rich.console import Console
 
-from experiments.console import WRONG_CALL, add_config, speak_plainly
-from vqjax.config import config_hash, help_text, load, override
-from vqjax.training import Interrupted, NotFiniteError, distributed, fit
+from vqjax.lab.config import config_hash, help_text, load, override
+from vqjax.lab.console import WRONG_CALL, add_config, speak_plainly
+from vqjax.lab.training import Interrupted, NotFiniteError, distributed, fit
 
 USAGE = """\
 examples:

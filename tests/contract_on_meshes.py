@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from experiments import collectives, hlo, loops
+from experiments.plan import collectives, hlo, loops
 from tests import reference
 from vqjax import sharding
 from vqjax.sharding import MeshShape, make_mesh

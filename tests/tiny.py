@@ -6,8 +6,8 @@ import os
 import pathlib
 
 from vqjax import DenseEmbedding, Head
-from vqjax.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.data import Text, Windows, WordTokenizer
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape
 

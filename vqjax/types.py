@@ -11,17 +11,8 @@ One glossary of dimension letters, used as suffixes of array names and in jaxtyp
 
 from typing import Any, NamedTuple
 
-HIDDEN = -2
-"""In tokens that a model sees: there is one, which it is to guess. -1 is no token."""
-
 Dtype = Any
 """Whatever `jnp.dtype` accepts."""
-
-NOT_IDENTITY = {"identity": False}
-"""Metadata of a dataclass field that does not say which experiment this is, only how it is run."""
-
-ADDED_LATER = {"identity": "unless default"}
-"""Metadata of a field that experiments had no word for at first: its default changes nothing."""
 
 
 class Size(NamedTuple):

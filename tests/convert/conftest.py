@@ -6,8 +6,8 @@ import pytest
 
 from tests import tiny
 from vqjax import DenseHead
-from vqjax.config import FROM_TOKENIZER
-from vqjax.training import fit
+from vqjax.lab.config import FROM_TOKENIZER
+from vqjax.lab.training import fit
 
 
 @pytest.fixture(scope="session")

@@ -22,16 +22,17 @@ from vqjax import (
   assign,
   convert,
 )
-from vqjax.config import FROM_TOKENIZER
-from vqjax.convert.compress import converted
-from vqjax.convert.starts import dense_rows
-from vqjax.data import WordTokenizer
+from vqjax.lab import conversion
+from vqjax.lab.config import FROM_TOKENIZER
+from vqjax.lab.conversion.compress import converted
+from vqjax.lab.conversion.starts import dense_rows
+from vqjax.lab.data import WordTokenizer
+from vqjax.lab.training import fit, read_variables
+from vqjax.lab.training.program import Program, keys
+from vqjax.lab.training.scope import split
+from vqjax.lab.training.text import load_text
 from vqjax.ops.product import compose
 from vqjax.sharding import MeshShape, make_mesh
-from vqjax.training import fit, read_variables
-from vqjax.training.program import Program, keys
-from vqjax.training.scope import split
-from vqjax.training.text import load_text
 
 V, D = 0, 16  # the tokenizer says V
 
@@ -41,7 +42,7 @@ def begun(experiment):
   text = load_text(experiment)
   program = Program(text.experiment, make_mesh(MeshShape(data=1)))
   fresh = jax.device_get(program.init(keys(0)[0]).variables)
-  return text.experiment, experiment.start(text, text.experiment.model, fresh), text
+  return text.experiment, experiment.init_from(text, text.experiment.model, fresh), text
 
 
 def log_prob(experiment, variables):
@@ -54,7 +55,7 @@ def test_as_many_codes_as_tokens_give_the_dense_model_back(dense):
   experiment, folder = dense
   vocab = load_text(experiment).experiment.model.head.vocab
   mapping = convert.Fixed(assign.contiguous)
-  same = convert.compress(experiment, folder, codes=vocab, mapping=mapping, token_bias=False)
+  same = conversion.compress(experiment, folder, codes=vocab, mapping=mapping, token_bias=False)
   new, variables, _ = begun(same)
   expected = log_prob(load_text(experiment).experiment, read_variables(folder)[0])
   np.testing.assert_allclose(log_prob(new, variables), expected, atol=1e-5)
@@ -83,7 +84,7 @@ def test_a_head_with_room_for_all_rows_begins_as_the_dense_model(dense, head, ta
 def test_a_codebook_lies_at_the_mean_rows_and_its_bias_is_the_unigram_within_the_code(dense):
   experiment, folder = dense
   _, variables, text = begun(
-    convert.compress(experiment, folder, codes=5, mapping=convert.FrequencyBins())
+    conversion.compress(experiment, folder, codes=5, mapping=convert.FrequencyBins())
   )
   rows = read_variables(folder)[0]["params"]["head"]["weight"]
   counts = np.bincount(text.splits["train"].tokens, minlength=len(rows))
@@ -104,14 +105,14 @@ def test_a_codebook_lies_at_the_mean_rows_and_its_bias_is_the_unigram_within_the
 @pytest.mark.parametrize(
   ("scope", "changed"),
   [
-    (convert.FULL, {"embedding", "position", "blocks", "final_norm", "head"}),
-    (convert.HEAD, {"head", "final_norm"}),
-    (convert.CODEBOOK, {"head"}),
+    (conversion.FULL, {"embedding", "position", "blocks", "final_norm", "head"}),
+    (conversion.HEAD, {"head", "final_norm"}),
+    (conversion.CODEBOOK, {"head"}),
   ],
 )
 def test_fine_tuning_changes_its_scope_alone(dense, short, tmp_path, scope, changed):
   experiment, folder = dense
-  new = convert.compress(experiment, folder, codes=5, scope=scope, train=short)
+  new = conversion.compress(experiment, folder, codes=5, scope=scope, train=short)
   _, before, _ = begun(new)
   result = fit(new, tmp_path / "run")
   assert result["status"] == "finished"
@@ -128,7 +129,7 @@ def test_fine_tuning_changes_its_scope_alone(dense, short, tmp_path, scope, chan
   same_bias = np.array_equal(
     before["params"]["head"]["token_bias"], after["params"]["head"]["token_bias"]
   )
-  assert same_bias == (scope == convert.CODEBOOK)
+  assert same_bias == (scope == conversion.CODEBOOK)
   np.testing.assert_array_equal(
     before["codes"]["head"]["assignment"], after["codes"]["head"]["assignment"]
   )
@@ -137,7 +138,7 @@ def test_fine_tuning_changes_its_scope_alone(dense, short, tmp_path, scope, chan
 def test_distillation_draws_the_student_to_the_teacher_which_stays(dense, short, tmp_path):
   experiment, folder = dense
   train = dataclasses.replace(short, steps=30, log_every=1, eval_every=30, save_every=30)
-  new = convert.compress(
+  new = conversion.compress(
     experiment, folder, codes=20, distillation=2.0, temperature=2.0, train=train
   )
   result = fit(new, tmp_path / "run")
@@ -154,7 +155,7 @@ def test_distillation_draws_the_student_to_the_teacher_which_stays(dense, short,
 def test_the_distillation_term_is_the_divergence_of_the_two_models(dense):
   experiment, folder = dense
   new, variables, _ = begun(
-    convert.compress(experiment, folder, codes=7, distillation=3.0, temperature=2.0)
+    conversion.compress(experiment, folder, codes=7, distillation=3.0, temperature=2.0)
   )
   tokens = jnp.arange(16).reshape(2, 8)
   variables = jax.tree.map(jnp.asarray, variables)
@@ -174,7 +175,7 @@ def test_the_distillation_term_has_the_caps_of_both_heads(dense):
     ).experiment.model
   )
   student, teacher = (sized(DenseHead(V, D, softcap=cap)) for cap in (0.5, 0.2))
-  model = convert.Distilled(student, teacher, weight=1.0)
+  model = conversion.Distilled(student, teacher, weight=1.0)
   tokens = jnp.arange(16).reshape(2, 8)
   variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
   _, terms = model.apply(variables, tokens, tokens, method="loss_terms")
@@ -207,9 +208,9 @@ def test_frozen_codes_have_the_distribution_that_was_learned(
   experiment, folder = dense
   run = converted(experiment, folder, learned, target, name="learned", train=short)
   fit(run, tmp_path / "learned")
-  start = convert.Frozen(str(tmp_path / "learned"))
+  start = conversion.Frozen(str(tmp_path / "learned"))
   ships = dataclasses.replace(
-    run, model=experiment.model.clone(head=fixed), start=start, name="ships"
+    run, model=experiment.model.clone(head=fixed), init_from=start, name="ships"
   )
   new, variables, _ = begun(ships)
   expected = log_prob(load_text(run).experiment, read_variables(tmp_path / "learned")[0])
@@ -218,8 +219,8 @@ def test_frozen_codes_have_the_distribution_that_was_learned(
 
 def test_a_tied_codebook_takes_the_place_of_the_embedding(dense, tmp_path):
   experiment, folder = dense
-  tied = convert.compress(experiment, folder, codes=7, tied=True)
-  untied = convert.compress(experiment, folder, codes=7)
+  tied = conversion.compress(experiment, folder, codes=7, tied=True)
+  untied = conversion.compress(experiment, folder, codes=7)
   one, two = (begun(made)[1] for made in (tied, untied))
   for collection, name in (("params", "codebook"), ("codes", "assignment")):
     expected = two[collection]["head"][name]
@@ -229,15 +230,15 @@ def test_a_tied_codebook_takes_the_place_of_the_embedding(dense, tmp_path):
 
 
 @pytest.mark.parametrize("token_bias", [False, True])
-@pytest.mark.parametrize("scope", [convert.HEAD, convert.CODEBOOK])
+@pytest.mark.parametrize("scope", [conversion.HEAD, conversion.CODEBOOK])
 def test_the_scope_of_a_tied_codebook_is_the_embedding(dense, scope, token_bias):
-  made = convert.compress(*dense, codes=7, tied=True, token_bias=token_bias, scope=scope)
+  made = conversion.compress(*dense, codes=7, tied=True, token_bias=token_bias, scope=scope)
   known = load_text(made).experiment
   shapes = Program(known, make_mesh(MeshShape(data=1))).abstract_state.params
-  own, frozen = (jax.tree.leaves_with_path(tree) for tree in split(shapes, made.train.trained))
+  own, frozen = (jax.tree.leaves_with_path(tree) for tree in split(shapes, made.train.trainable))
   names = {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in own}
   assert "embedding.codebook" in names
-  assert ("head.token_bias" in names) == (token_bias and scope == convert.HEAD)
+  assert ("head.token_bias" in names) == (token_bias and scope == conversion.HEAD)
   assert not any(name.startswith(("blocks", "position")) for name in names)
   assert frozen
 
@@ -247,31 +248,35 @@ def test_a_mapping_from_scratch_reaches_a_tied_head(dense):
   embedding = CodebookEmbedding(FROM_TOKENIZER, 16, 9)
   head = CodebookHead(FROM_TOKENIZER, 16, 9, embedding=embedding, token_bias=True)
   model = experiment.model.clone(head=head, embedding=embedding)
-  start = convert.Mapped(convert.Fixed(assign.Random(3)))
-  known, found, _ = begun(dataclasses.replace(experiment, model=model, start=start))
+  start = conversion.Mapped(convert.Fixed(assign.Random(3)))
+  known, found, _ = begun(dataclasses.replace(experiment, model=model, init_from=start))
   expected = assign.Random(3)(known.model.head.vocab, 9)
   np.testing.assert_array_equal(found["codes"]["embedding"]["assignment"], expected)
 
 
 def test_the_student_ships_without_its_teacher(dense, short, tmp_path):
   experiment, folder = dense
-  distilled = convert.compress(experiment, folder, codes=7, distillation=1.0, train=short)
+  distilled = conversion.compress(experiment, folder, codes=7, distillation=1.0, train=short)
   trained = fit(distilled, tmp_path / "run")
-  start = convert.FromStudent(str(tmp_path / "run"))
-  alone = dataclasses.replace(distilled, model=distilled.model.student, train=short, start=start)
+  start = conversion.FromStudent(str(tmp_path / "run"))
+  alone = dataclasses.replace(
+    distilled, model=distilled.model.student, train=short, init_from=start
+  )
   found = begun(alone)[1]
   both, _ = read_variables(tmp_path / "run")
   jax.tree.map(np.testing.assert_array_equal, found["params"], both["params"]["student"])
   assert trained["head"]["class"] == "CodebookHead"
   with pytest.raises(ValueError, match="has no student"):
-    begun(dataclasses.replace(alone, start=convert.FromStudent(str(folder))))
+    begun(dataclasses.replace(alone, init_from=conversion.FromStudent(str(folder))))
 
 
 def test_a_mapping_from_scratch_sets_the_codes_and_the_bias_alone(dense):
   experiment, _ = dense
   head = CodebookHead(V, D, 6, token_bias=True)
   scratch = dataclasses.replace(
-    experiment, model=experiment.model.clone(head=head), start=convert.Mapped(convert.Brown())
+    experiment,
+    model=experiment.model.clone(head=head),
+    init_from=conversion.Mapped(convert.Brown()),
   )
   new, variables, text = begun(scratch)
   table = np.asarray(variables["codes"]["head"]["assignment"])
@@ -312,12 +317,12 @@ class TestBadInput:
 
   def test_more_codes_than_tokens_are_refused(self, dense):
     with pytest.raises(ValueError, match="codes 1000 for a vocabulary of"):
-      begun(convert.compress(*dense, codes=1000))
+      begun(conversion.compress(*dense, codes=1000))
 
   def test_another_tokenizer_is_refused(self, dense):
     experiment = dataclasses.replace(dense[0], tokenizer=WordTokenizer(vocab=20))
     with pytest.raises(ValueError, match="has another tokenizer"):
-      begun(convert.compress(experiment, dense[1], codes=5))
+      begun(conversion.compress(experiment, dense[1], codes=5))
 
   def test_a_target_of_another_head_is_refused(self, dense):
     wrong = converted(*dense, DenseHead(V, D), convert.ToCodebook(convert.KMeans()), name="x")
@@ -327,15 +332,17 @@ class TestBadInput:
   def test_a_cap_that_a_codebook_cannot_keep_is_refused(self, dense):
     model = dense[0].model.clone(head=DenseHead(V, D, softcap=30.0))
     with pytest.raises(ValueError, match=r"has softcap 30\.0, and a CodebookHead none"):
-      convert.compress(dataclasses.replace(dense[0], model=model), dense[1], codes=5)
+      conversion.compress(dataclasses.replace(dense[0], model=model), dense[1], codes=5)
 
   @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
   def test_a_weight_of_the_distillation_that_is_none_is_refused(self, dense, weight):
     with pytest.raises(ValueError, match=f"distillation weight {weight} is negative or not finite"):
-      begun(convert.compress(*dense, codes=5, distillation=weight))
+      begun(conversion.compress(*dense, codes=5, distillation=weight))
 
   def test_a_teacher_that_scores_no_rows_is_refused(self, dense):
-    model = convert.Distilled(dense[0].model, dense[0].model.clone(head=AdaptiveHead(9, D, (5,))))
+    model = conversion.Distilled(
+      dense[0].model, dense[0].model.clone(head=AdaptiveHead(9, D, (5,)))
+    )
     tokens = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(TypeError, match="the teacher's head is a AdaptiveHead, which scores no"):
       model.init(jax.random.key(0), tokens)
@@ -343,29 +350,33 @@ class TestBadInput:
   def test_a_teacher_of_other_tokens_is_refused(self, dense):
     student, teacher = (dense[0].model.clone(head=DenseHead(v, D)) for v in (9, 12))
     with pytest.raises(ValueError, match="the student has 9 tokens, the teacher 12; distil"):
-      convert.Distilled(student, teacher).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
+      conversion.Distilled(student, teacher).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
 
   @pytest.mark.parametrize(
     ("head", "start", "message"),
     [
-      (DenseHead(V, D), convert.Mapped(convert.Brown()), "sets the assignment .* this DenseHead"),
-      (CodebookHead(V, D, 5), convert.MappedProduct(), "sets the codes .* this CodebookHead"),
+      (
+        DenseHead(V, D),
+        conversion.Mapped(convert.Brown()),
+        "sets the assignment .* this DenseHead",
+      ),
+      (CodebookHead(V, D, 5), conversion.MappedProduct(), "sets the codes .* this CodebookHead"),
     ],
   )
   def test_a_mapping_for_a_head_without_its_codes_is_refused(self, dense, head, start, message):
     model = dense[0].model.clone(head=head)
     with pytest.raises(ValueError, match=message):
-      begun(dataclasses.replace(dense[0], model=model, start=start))
+      begun(dataclasses.replace(dense[0], model=model, init_from=start))
 
   def test_a_folder_without_a_run_is_refused(self, dense, tmp_path):
     with pytest.raises(FileNotFoundError, match="give the folder of a run"):
-      begun(convert.compress(dense[0], tmp_path, codes=5))
+      begun(conversion.compress(dense[0], tmp_path, codes=5))
 
   def test_a_run_that_learned_no_codes_cannot_be_frozen(self, dense, tmp_path):
     shutil.copytree(dense[1], tmp_path / "copy")
-    start = convert.Frozen(str(tmp_path / "copy"))
+    start = conversion.Frozen(str(tmp_path / "copy"))
     with pytest.raises(ValueError, match="a head of weight has learned no codes"):
-      begun(dataclasses.replace(dense[0], start=start))
+      begun(dataclasses.replace(dense[0], init_from=start))
 
 
 def test_tokens_with_the_same_neighbours_have_near_embeddings():
@@ -375,7 +386,7 @@ def test_tokens_with_the_same_neighbours_have_near_embeddings():
   tokens[::2] = rng.integers(0, 10, 10_000)
   tokens[1::2] = rng.integers(10, 20, 10_000)
   counts = np.bincount(tokens, minlength=20)
-  known = convert.Known(tokens, counts, None, None)
+  known = convert.TokenStats(tokens, counts, None, None)
   code = convert.ContextKMeans(width=4)(known, 2)
   assert len(set(code[:10])) == len(set(code[10:])) == 1
   assert code[0] != code[10]
@@ -385,7 +396,7 @@ def test_product_codes_from_scratch_are_those_of_contexts_and_nothing_else_chang
   experiment, _ = dense
   head = ProductHead(V, D, 6, 4, token_bias=True)
   scratch = dataclasses.replace(
-    experiment, model=experiment.model.clone(head=head), start=convert.MappedProduct()
+    experiment, model=experiment.model.clone(head=head), init_from=conversion.MappedProduct()
   )
   _, variables, text = begun(scratch)
   codes = variables["codes"]["head"]["codes"]

@@ -9,11 +9,12 @@ import pytest
 
 from tests import reference
 from vqjax import DenseHead, GroupedHead, UnsharedGroupedHead, convert
-from vqjax.config import FROM_TOKENIZER
+from vqjax.lab import conversion
+from vqjax.lab.config import FROM_TOKENIZER
+from vqjax.lab.training import fit, read_variables
+from vqjax.lab.training.program import Program, keys
+from vqjax.lab.training.text import load_text
 from vqjax.sharding import MeshShape, make_mesh
-from vqjax.training import fit, read_variables
-from vqjax.training.program import Program, keys
-from vqjax.training.text import load_text
 
 V, D = 53, 5
 SIZES = (20, 1, 9, 16, 7)
@@ -24,7 +25,7 @@ def known(dim=D, scale=1.0, counts=None):
   rng = np.random.default_rng(0)
   counts = rng.permutation(1000 // np.arange(1, V + 1)) if counts is None else counts
   rows = scale * rng.normal(size=(V, dim)).astype(np.float32)
-  return convert.Known(np.arange(V), np.asarray(counts), rows, rows[:, :2])
+  return convert.TokenStats(np.arange(V), np.asarray(counts), rows, rows[:, :2])
 
 
 def log_probs(head, variables, hidden):
@@ -152,15 +153,15 @@ def begun(experiment):
   program = Program(text.experiment, make_mesh(MeshShape(data=1)))
   fresh = jax.device_get(program.init(keys(0)[0]).variables)
   model = text.experiment.model
-  return text, model, experiment.start(text, model, fresh), fresh
+  return text, model, experiment.init_from(text, model, fresh), fresh
 
 
 def test_a_run_can_begin_with_groups_from_its_text_and_nothing_else_changes(dense):
   experiment, _ = dense
   head = GroupedHead(FROM_TOKENIZER, 16, order_init=convert.in_order)
   model = experiment.model.clone(head=head)
-  start = convert.Regrouped(convert.ByClusters(convert.ContextKMeans(width=4)))
-  scratch = dataclasses.replace(experiment, model=model, start=start)
+  start = conversion.Regrouped(convert.ByClusters(convert.ContextKMeans(width=4)))
+  scratch = dataclasses.replace(experiment, model=model, init_from=start)
   _, _, variables, fresh = begun(scratch)
   codes = variables["codes"]["head"]
   order = codes["order"]
@@ -175,7 +176,7 @@ def test_a_conversion_beats_a_fresh_head_and_is_distilled_and_ships(dense, short
   experiment, folder = dense
   head = GroupedHead(FROM_TOKENIZER, 16, use_bias=True, order_init=convert.in_order)
   target = convert.ToGrouped(by=convert.ByFrequency())
-  made = convert.converted(
+  made = conversion.converted(
     *(experiment, folder, head, target), name="grouped", distillation=1.0, train=short
   )
   text, model, variables, fresh = begun(made)
@@ -198,7 +199,7 @@ def test_a_conversion_beats_a_fresh_head_and_is_distilled_and_ships(dense, short
   assert fit(made, tmp_path / "run")["status"] == "finished"
   both, _ = read_variables(tmp_path / "run")
   alone = {name: tree["student"] for name, tree in variables.items()}
-  ships = convert.FromStudent(str(tmp_path / "run"))(text, model.student, alone)
+  ships = conversion.FromStudent(str(tmp_path / "run"))(text, model.student, alone)
   for collection in ("params", "codes"):
     jax.tree.map(np.testing.assert_array_equal, ships[collection], both[collection]["student"])
   np.testing.assert_array_equal(ships["codes"]["head"]["order"], alone["codes"]["head"]["order"])
@@ -218,9 +219,9 @@ class TestBadInput:
     with pytest.raises(ValueError, match="this GroupedHead does not; give it order_init"):
       convert.ToGrouped(by=convert.ByFrequency())(known(), GroupedHead(V, D))
     model = dense[0].model.clone(head=DenseHead(FROM_TOKENIZER, 16))
-    start = convert.Regrouped(convert.Shuffled())
+    start = conversion.Regrouped(convert.Shuffled())
     with pytest.raises(ValueError, match=r"Shuffled\(seed=0\) orders .* this DenseHead does not"):
-      begun(dataclasses.replace(dense[0], model=model, start=start))
+      begun(dataclasses.replace(dense[0], model=model, init_from=start))
 
   def test_an_order_that_is_no_permutation_is_refused(self):
     head = GroupedHead(V, D, order_init=convert.in_order)
@@ -232,4 +233,4 @@ class TestBadInput:
     model = dense[0].model.clone(head=DenseHead(FROM_TOKENIZER, 16, softcap=30.0))
     capped, head = dataclasses.replace(dense[0], model=model), GroupedHead(FROM_TOKENIZER, 16)
     with pytest.raises(ValueError, match=r"has softcap 30\.0, and a GroupedHead none"):
-      convert.converted(capped, dense[1], head, convert.ToGrouped(), name="x")
+      conversion.converted(capped, dense[1], head, convert.ToGrouped(), name="x")

@@ -101,7 +101,7 @@ def test_codes_of_shu_and_nakayama_leave_the_table_as_it_is(table):
     key=KEY,
     steps=800,
     learning_rate=1e-2,
-    trained=("quantizer",),
+    trainable=("quantizer",),
   )
   np.testing.assert_array_equal(found["params"]["query"], table)
   assert off(embedding, found, table) < 0.5

@@ -22,15 +22,15 @@ from vqjax import (
   ProductEmbedding,
   Revival,
   SoftmaxQuantizer,
-  convert,
 )
-from vqjax.config import FROM_TOKENIZER as V
-from vqjax.config import Experiment, Train
-from vqjax.convert.tables import embedding_of
-from vqjax.data import Text, Windows, WordTokenizer
+from vqjax.lab import conversion
+from vqjax.lab.config import FROM_TOKENIZER as V
+from vqjax.lab.config import Experiment, Train
+from vqjax.lab.conversion.tables import embedding_of
+from vqjax.lab.data import Text, Windows, WordTokenizer
+from vqjax.lab.training import fit, read_variables
+from vqjax.lab.training.text import load_text
 from vqjax.models import Transformer
-from vqjax.training import fit, read_variables
-from vqjax.training.text import load_text
 
 D = 8
 
@@ -41,7 +41,7 @@ def text():
   return str(tiny.write_text(pathlib.Path(tempfile.mkdtemp(), "text")))
 
 
-def experiment(embedding, start=None, vocab=60):
+def experiment(embedding, init_from=None, vocab=60):
   return Experiment(
     name="x",
     model=Transformer(embedding, DenseHead(V, D), D, layers=1, heads=2, context=8),
@@ -49,7 +49,7 @@ def experiment(embedding, start=None, vocab=60):
     tokenizer=WordTokenizer(vocab=vocab),
     loader=Windows(),
     train=Train(steps=2, batch=8, eval_every=2, save_every=2),
-    start=start,
+    init_from=start,
   )
 
 
@@ -75,7 +75,7 @@ def begun(start, embedding):
 
 def test_a_guided_embedding_learns_the_table(dense, tmp_path):
   embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=100.0)
-  start = convert.FromTable(str(dense), convert.Guide())
+  start = conversion.FromTable(str(dense), conversion.Guide())
   run = experiment(embedding, start)
   more = dataclasses.replace(run.train, steps=200, learning_rate=3e-2)
   more = dataclasses.replace(more, eval_every=200, save_every=200)
@@ -91,9 +91,9 @@ def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
   network = EncoderQuantizer(
     8, 4, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
-  codes = convert.Codes(network, steps=1_500)
+  codes = conversion.Codes(network, steps=1_500)
   embedding = ProductEmbedding(V, D, 8, 4, additive=True)
-  start = convert.FromTable(str(dense), codes)
+  start = conversion.FromTable(str(dense), codes)
   model, variables = begun(start, embedding)
   table = table_of(dense)
   found = model.embedding.apply(embedding_of(variables), method="table")
@@ -109,7 +109,7 @@ def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
 def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
   quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
   embedding = DPQEmbedding(V, D, quantizer)
-  model, variables = begun(convert.ClusteredCentroids(), embedding)
+  model, variables = begun(conversion.ClusteredCentroids(), embedding)
   own = embedding_of(variables)
   query = np.asarray(own["params"]["query"])
   centers = np.asarray(model.embedding.apply(own, method="values"))
@@ -126,15 +126,17 @@ def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
 def test_what_has_no_place_for_them_is_named(dense):
   other = SoftmaxQuantizer(4, 2, D)
   with pytest.raises(ValueError, match="DenseEmbedding has no guide"):
-    begun(convert.FromTable(str(dense), convert.Guide()), DenseEmbedding(V, D))
+    begun(conversion.FromTable(str(dense), conversion.Guide()), DenseEmbedding(V, D))
   with pytest.raises(ValueError, match="has no place for the codes of"):
-    begun(convert.FromTable(str(dense), convert.Codes(other, 1)), ProductEmbedding(V, D, 8, 2))
+    begun(
+      conversion.FromTable(str(dense), conversion.Codes(other, 1)), ProductEmbedding(V, D, 8, 2)
+    )
   with pytest.raises(ValueError, match="has no centroids to begin with"):
-    begun(convert.ClusteredCentroids(), DPQEmbedding(V, D, other))
+    begun(conversion.ClusteredCentroids(), DPQEmbedding(V, D, other))
 
 
 def test_a_table_of_another_width_is_named(dense):
-  start = convert.FromTable(str(dense), convert.Guide())
+  start = conversion.FromTable(str(dense), conversion.Guide())
   text = load_text(experiment(DenseEmbedding(V, D), start))
   vocab = text.experiment.model.embedding.vocab
   narrow = Transformer(
@@ -151,7 +153,7 @@ def test_any_quantiser_begins_at_clusters_of_vectors(average, shared):
   quantizer = CentroidQuantizer(4, 2, 6, shared=shared, normalize=False, moving_average=average)
   vectors = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
   variables = quantizer.init(jax.random.key(0), jnp.asarray(vectors))
-  begun = convert.clustered(quantizer, variables, vectors, key=jax.random.key(1))
+  begun = conversion.clustered(quantizer, variables, vectors, key=jax.random.key(1))
   assert jax.tree.map(np.shape, begun) == jax.tree.map(np.shape, variables)
   given = jnp.asarray(vectors)
   error = lambda v: ((quantizer.apply(v, given) - vectors) ** 2).mean()
@@ -179,7 +181,7 @@ def test_clusters_are_where_centroids_begin_though_some_had_been_revived(average
     rngs={"sample": jax.random.key(2)},
   )
   begun, fresh = (
-    convert.clustered(quantizer, own, vectors, key=jax.random.key(1))
+    conversion.clustered(quantizer, own, vectors, key=jax.random.key(1))
     for own in (variables | written, variables)
   )
   assert jax.tree.map(np.shape, begun) == jax.tree.map(np.shape, variables)

@@ -10,9 +10,10 @@ import pytest
 
 from experiments import floor
 from vqjax import CodebookHead, assign, convert
-from vqjax.config import load, override
 from vqjax.embeddings.codebook import CodebookEmbedding
-from vqjax.training.text import load_text
+from vqjax.lab import conversion
+from vqjax.lab.config import load, override
+from vqjax.lab.training.text import load_text
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 MIN_COUNT = "tokenizer.min_count=20"
@@ -104,7 +105,9 @@ def test_a_tied_head_has_the_codes_of_its_embedding(corpus):
 def test_codes_that_the_start_maps_from_the_text_have_their_floor(corpus):
   plain = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
   plain = override(plain, ["model.head.codes=13", "model.layers=1"])
-  found = floor.measure(dataclasses.replace(plain, start=convert.Mapped(convert.FrequencyBins())))
+  found = floor.measure(
+    dataclasses.replace(plain, init_from=conversion.Mapped(convert.FrequencyBins()))
+  )
   counts = {
     name: np.bincount(split.tokens, minlength=found["vocab"])
     for name, split in load_text(plain).splits.items()

@@ -10,7 +10,7 @@ import pytest
 from tests import reference
 from tests.contract import HeadContract
 from vqjax import ClassBasedHead, assign
-from vqjax.ops import classes as class_ops
+from vqjax.ops import class_softmax as class_ops
 from vqjax.sharding import MeshShape, make_mesh
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.contract import HeadContract
 from vqjax import CodebookHead, LearnedCodebookHead
-from vqjax.convert.starts import frozen
 from vqjax.heads.learned_codebook import spread
+from vqjax.lab.conversion.starts import frozen
 
 
 class TestLearnedCodebookHead(HeadContract):

@@ -12,9 +12,9 @@ from tests import reference
 from tests.contract import HeadContract
 from vqjax import DenseEmbedding, DenseHead, SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramProposal
+from vqjax.lab.training import init_state, make_step
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
-from vqjax.training import init_state, make_step
 
 
 class TestSampledSoftmaxHead(HeadContract):

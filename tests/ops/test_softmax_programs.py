@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import collectives, hlo, loops
+from experiments.plan import collectives, hlo, loops
 from tests import reference
 from vqjax.ops.softmax import linear_cross_entropy, linear_log_prob, linear_softmax
 

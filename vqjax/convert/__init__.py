@@ -1,8 +1,6 @@
-"""How does a trained dense model become one with a compressed head or embedding?"""
+"""Conversions of trained arrays [V, D] to compressed heads and embeddings."""
 
-from vqjax.convert.compress import CODEBOOK, FULL, HEAD, compress, converted
-from vqjax.convert.distilled import Distilled, FromTeacher
-from vqjax.convert.grouped import Regrouped, ToGrouped
+from vqjax.convert.grouped import ToGrouped
 from vqjax.convert.mappings import (
   Balanced,
   Brown,
@@ -10,13 +8,11 @@ from vqjax.convert.mappings import (
   Fixed,
   FrequencyBins,
   KMeans,
-  Known,
   Mapping,
+  TokenStats,
 )
 from vqjax.convert.orders import ByClusters, ByFrequency, Shuffled, in_order
-from vqjax.convert.shared import to_head
-from vqjax.convert.starts import FromDense, FromStudent, Frozen, Mapped, MappedProduct
-from vqjax.convert.tables import ClusteredCentroids, Codes, FromTable, Guide, clustered
+from vqjax.convert.product_head import to_head
 from vqjax.convert.targets import (
   ToCodebook,
   ToLearnedCodebook,
@@ -27,31 +23,15 @@ from vqjax.convert.targets import (
 )
 
 __all__ = [
-  "CODEBOOK",
-  "FULL",
-  "HEAD",
   "Balanced",
   "Brown",
   "ByClusters",
   "ByFrequency",
-  "ClusteredCentroids",
-  "Codes",
   "ContextKMeans",
-  "Distilled",
   "Fixed",
   "FrequencyBins",
-  "FromDense",
-  "FromStudent",
-  "FromTable",
-  "FromTeacher",
-  "Frozen",
-  "Guide",
   "KMeans",
-  "Known",
-  "Mapped",
-  "MappedProduct",
   "Mapping",
-  "Regrouped",
   "Shuffled",
   "ToCodebook",
   "ToGrouped",
@@ -60,9 +40,7 @@ __all__ = [
   "ToLowRank",
   "ToProduct",
   "ToResidual",
-  "clustered",
-  "compress",
-  "converted",
+  "TokenStats",
   "in_order",
   "to_head",
 ]

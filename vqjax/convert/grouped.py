@@ -1,40 +1,19 @@
 """With which groups, and which parameters of a grouped head, does a run begin?"""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jaxtyping import Float, Int
 
-from vqjax.convert.mappings import Known
+from vqjax.convert.mappings import TokenStats
 from vqjax.convert.orders import Ordering, as_codes, ordered
-from vqjax.convert.starts import from_scratch, merged
 from vqjax.convert.targets import check_kind
 from vqjax.heads import GroupedHead, Head, UnsharedGroupedHead
-from vqjax.training.text import Text
 
 RIDGE = 0.1
 """Of the mean hidden vector, in units of the mean variance of the rows along a direction."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Regrouped:
-  """From scratch, with groups of a head that come from the text.
-
-  Attributes:
-    by: the order that is cut into the head's groups, such as `ByFrequency()`.
-  """
-
-  by: Ordering
-
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The fresh variables with this order; ValueError where the head keeps none."""
-    known = from_scratch(text, model.head, variables)
-    codes = as_codes(ordered(self.by, known, model.head))
-    return merged(dict(variables), {"codes": {"head": codes}})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +36,7 @@ class ToGrouped:
   power: float = 0.75
   by: Ordering | None = None
 
-  def __call__(self, known: Known, head: Head) -> dict:
+  def __call__(self, known: TokenStats, head: Head) -> dict:
     """The head's variables; TypeError for a head that has no groups of slots."""
     unshared = isinstance(head, UnsharedGroupedHead)
     check_kind(head, UnsharedGroupedHead if unshared else GroupedHead, self)
@@ -71,7 +50,7 @@ class ToGrouped:
     kept = {} if head.order_init is None else {"codes": as_codes(order)}
     return {"params": params} | kept
 
-  def _order(self, known: Known, head: Head) -> Int[np.ndarray, "V"]:
+  def _order(self, known: TokenStats, head: Head) -> Int[np.ndarray, "V"]:
     if self.by is not None:
       return ordered(self.by, known, head)
     if head.order_init is None:

@@ -17,7 +17,7 @@ from sklearn.utils.extmath import randomized_svd
 from vqjax import assign
 
 
-class Known(NamedTuple):
+class TokenStats(NamedTuple):
   """What a mapping may look at.
 
   Attributes:
@@ -33,10 +33,10 @@ class Known(NamedTuple):
   inputs: Float[np.ndarray, "V E"] | None
 
 
-Mapping = Callable[[Known, int], Int[np.ndarray, "V"]]
+Mapping = Callable[[TokenStats, int], Int[np.ndarray, "V"]]
 
 
-def _embeddings(known: Known, inputs: bool) -> Float[np.ndarray, "V D"]:
+def _embeddings(known: TokenStats, inputs: bool) -> Float[np.ndarray, "V D"]:
   rows = known.inputs if inputs or known.output is None else known.output
   if rows is None:
     raise ValueError("there are no embeddings to cluster; use FrequencyBins or Brown, of counts")
@@ -61,7 +61,7 @@ class KMeans:
   seed: int = 0
   iterations: int = 20
 
-  def __call__(self, known: Known, codes: int) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Token -> code, int32 [V]; ValueError as `assign.frequent_alone`."""
     weights = (known.counts + 1.0) ** self.power
     return assign.frequent_alone(
@@ -84,7 +84,7 @@ class Balanced:
   seed: int = 0
   iterations: int = 20
 
-  def __call__(self, known: Known, codes: int) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Token -> code, int32 [V]; ValueError as `assign.balanced_kmeans`."""
     key = jax.random.key(self.seed)
     rows = _embeddings(known, inputs=False)
@@ -101,7 +101,7 @@ class FrequencyBins:
 
   equal_mass: bool = False
 
-  def __call__(self, known: Known, codes: int) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Token -> code, int32 [V]."""
     bins = assign.equal_mass if self.equal_mass else assign.equal_count
     return bins(known.counts, codes)
@@ -119,7 +119,7 @@ class Brown:
   token_bias: bool = False
   sweeps: int = 5
 
-  def __call__(self, known: Known, codes: int) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Token -> code, int32 [V]."""
     pairs = assign.bigrams(known.tokens, len(known.counts))
     return assign.exchange(pairs, codes, token_bias=self.token_bias, sweeps=self.sweeps).assignment
@@ -135,13 +135,13 @@ class Fixed:
 
   assignment: assign.Assignment
 
-  def __call__(self, known: Known, codes: int) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Token -> code, int32 [V]."""
     vocab = len(known.counts)
     return assign.checked(self.assignment(vocab, codes), vocab, codes)
 
 
-def contexts(known: Known, width: int, seed: int) -> Float[np.ndarray, "V D"]:
+def contexts(known: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:
   """Embeddings of tokens by their neighbours in the text: no trained model is needed.
 
   The leading singular vectors, each as long as the root of its value, of the positive pointwise
@@ -180,7 +180,7 @@ class ContextKMeans:
   seed: int = 0
   iterations: int = 20
 
-  def __call__(self, known: Known, codes: int) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Token -> code, int32 [V]."""
     found = known._replace(output=contexts(known, self.width, self.seed))
     return KMeans(self.power, self.alone, False, self.seed, self.iterations)(found, codes)

@@ -14,18 +14,18 @@ from jaxtyping import Array, Int
 
 from vqjax import assign
 from vqjax.assign.blocks import by_frequency
-from vqjax.convert.mappings import Known, Mapping
+from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.heads import Head
 from vqjax.ops.groups import check_order
 
-Ordering = Callable[[Known, Int[np.ndarray, "G"]], Int[np.ndarray, "V"]]
+Ordering = Callable[[TokenStats, Int[np.ndarray, "G"]], Int[np.ndarray, "V"]]
 
 
 @dataclasses.dataclass(frozen=True)
 class ByFrequency:
   """The most frequent tokens in the first group, the rarest in the last; ties by their numbers."""
 
-  def __call__(self, known: Known, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
     """The token at each place."""
     del sizes
     return by_frequency(known.counts)
@@ -41,7 +41,7 @@ class Shuffled:
 
   seed: int = 0
 
-  def __call__(self, known: Known, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
     """The token at each place."""
     del sizes
     return np.random.default_rng(self.seed).permutation(len(known.counts))
@@ -60,7 +60,7 @@ class ByClusters:
 
   mapping: Mapping
 
-  def __call__(self, known: Known, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
+  def __call__(self, known: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
     """The token at each place."""
     groups = len(sizes)
     cluster = assign.checked(self.mapping(known, groups), len(known.counts), groups)
@@ -85,7 +85,7 @@ def in_order(key: Array, shape: tuple[int, ...], dtype: Any) -> Int[Array, "V"]:
   return jnp.arange(shape[0], dtype=dtype)
 
 
-def ordered(by: Ordering, known: Known, head: Head) -> Int[np.ndarray, "V"]:
+def ordered(by: Ordering, known: TokenStats, head: Head) -> Int[np.ndarray, "V"]:
   """The order `by` of a grouped head's tokens; ValueError where the head keeps none."""
   if getattr(head, "order_init", None) is None:
     raise ValueError(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import traverse_util
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from vqjax.assign.multiple import code_dtype
@@ -14,7 +15,6 @@ from vqjax.assign.table import checked_rows
 from vqjax.embeddings import Embedding, ProductEmbedding, ScalarEmbedding
 from vqjax.embeddings.scalar import scalar_levels
 from vqjax.ops.kmeans import kmeans
-from vqjax.training import scope
 
 CHUNK = 200
 """Steps of learning between two looks at what it has come to."""
@@ -96,7 +96,7 @@ def reconstruct(
   steps: int,
   batch: int = 128,
   learning_rate: float = 1e-3,
-  trained: tuple[str, ...] = (),
+  trainable: tuple[str, ...] = (),
   said: Callable[[int, float], None] = lambda step, error: None,
 ) -> dict[str, Any]:
   """Any embedding, trained by Adam to have the rows of a table: squared distance, mean over rows.
@@ -113,7 +113,7 @@ def reconstruct(
     steps: of Adam.
     batch: rows of a step.
     learning_rate: of Adam.
-    trained: dotted prefixes of the parameters that are trained; (): all of them.
+    trainable: dotted prefixes of the trained parameters; () trains all of them.
     said: is told the step and the mean squared distance, now and then.
 
   Returns:
@@ -124,7 +124,10 @@ def reconstruct(
   """
   _check_table(embedding, table)
   rule = optax.adam(learning_rate)
-  own, fixed = scope.split(variables["params"], trained)
+  flat = traverse_util.flatten_dict(variables["params"], sep=".")
+  below = lambda name: any(f"{name}.".startswith(f"{prefix}.") for prefix in trainable)
+  own = {name: x for name, x in flat.items() if not trainable or below(name)}
+  fixed = {name: x for name, x in flat.items() if name not in own}
   others = {name: tree for name, tree in variables.items() if name != "params"}
   state = own, others, rule.init(own)
   learn = _learner(embedding, rule, batch)
@@ -134,7 +137,7 @@ def reconstruct(
     state, error = learn(state, *inputs)
     said(first + count, float(error))
   own, others, _ = state
-  return {"params": scope.joined(own, fixed), **others}
+  return {"params": traverse_util.unflatten_dict(own | fixed, sep="."), **others}
 
 
 def _check_table(embedding, table):
@@ -153,7 +156,7 @@ def _learner(embedding, rule, batch):
     row_key, own_key = jax.random.split(key)
     tokens = jax.random.randint(row_key, (batch,), 0, embedding.vocab)
     (vectors, terms), written = embedding.apply(
-      {"params": scope.joined(own, fixed), **others},
+      {"params": traverse_util.unflatten_dict(own | fixed, sep="."), **others},
       *(tokens, False),
       method="loss_terms",
       mutable=list(others),

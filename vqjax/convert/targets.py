@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from vqjax.assign.multiple import code_dtype
 from vqjax.assign.table import checked_rows
-from vqjax.convert.mappings import Known, Mapping
+from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.heads import (
   CodebookHead,
   Head,
@@ -50,7 +50,7 @@ def _means(
   return sums / np.where(mass > 0, mass, 1)[:, None]
 
 
-def _own_bias(known: Known, code: Int[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
+def _own_bias(known: TokenStats, code: Int[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
   return np.asarray(UnigramBias(known.counts, code)(None, known.counts.shape))
 
 
@@ -67,7 +67,7 @@ class ToCodebook:
 
   mapping: Mapping
 
-  def __call__(self, known: Known, head: Head) -> dict:
+  def __call__(self, known: TokenStats, head: Head) -> dict:
     """The head's variables."""
     check_kind(head, CodebookHead, self)
     code = self.mapping(known, head.codes)
@@ -91,7 +91,7 @@ class ToResidual:
   mapping: Mapping
   power: float = 0.5
 
-  def __call__(self, known: Known, head: Head) -> dict:
+  def __call__(self, known: TokenStats, head: Head) -> dict:
     """The head's variables."""
     check_kind(head, ResidualCodebookHead, self)
     code = self.mapping(known, head.codes)
@@ -123,7 +123,7 @@ class ToLowRank:
 
   power: float = 0.5
 
-  def __call__(self, known: Known, head: Head) -> dict:
+  def __call__(self, known: TokenStats, head: Head) -> dict:
     """The head's variables."""
     check_kind(head, LowRankHead, self)
     weights = (known.counts + 1.0) ** self.power
@@ -148,14 +148,14 @@ class ToProduct:
   seed: int = 0
   iterations: int = 25
 
-  def __call__(self, known: Known, head: Head) -> dict:
+  def __call__(self, known: TokenStats, head: Head) -> dict:
     """The head's variables."""
     check_kind(head, ProductHead, self)
     tables, codes = self.clustered(known, head)
     params = {"tables": tables} | _zero_bias(head)
     return {"params": params, "codes": {"codes": codes.astype(code_dtype(head.codes))}}
 
-  def clustered(self, known: Known, head: Head) -> tuple[np.ndarray, np.ndarray]:
+  def clustered(self, known: TokenStats, head: Head) -> tuple[np.ndarray, np.ndarray]:
     """Tables [M, K, D/M] and codes [V, M]."""
     rows = checked_rows(known.output, head.codes)
     weights = jnp.asarray((known.counts + 1.0) ** self.power, jnp.float32)
@@ -182,7 +182,7 @@ class ToLearnedProduct:
 
   start: ToProduct = dataclasses.field(default_factory=ToProduct)
 
-  def __call__(self, known: Known, head: Head) -> dict:
+  def __call__(self, known: TokenStats, head: Head) -> dict:
     """The head's variables."""
     check_kind(head, LearnedProductHead, self)
     tables, _ = self.start.clustered(known, head)
@@ -201,7 +201,7 @@ class ToLearnedCodebook:
   mapping: Mapping
   lead: float = 1.0
 
-  def __call__(self, known: Known, head: Head) -> dict:
+  def __call__(self, known: TokenStats, head: Head) -> dict:
     """The head's variables."""
     check_kind(head, LearnedCodebookHead, self)
     code = self.mapping(known, head.codes)

@@ -5,7 +5,7 @@ import dataclasses
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
-from vqjax.ops.rows import Rows, as_rows
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Size
 
 
@@ -31,9 +31,9 @@ class Embedding(nn.Module):
     """The vectors of the whole vocabulary: what a tied head scores against."""
     raise TypeError(f"{type(self).__name__} has no table: define table")
 
-  def rows(self) -> Rows:
+  def rows(self) -> RowFactory:
     """`table`, of which a head may compose a tile at a time."""
-    return as_rows(self.table())
+    return as_row_factory(self.table())
 
   def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
     """Further terms of the training loss, by name."""

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.embeddings.base import Embedding
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.ops import packing, shards
-from vqjax.ops.rows import Rows
+from vqjax.ops import packing, vocab_parallel
+from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.quantizers import Quantized, Quantizer
 from vqjax.types import Dtype, Size
@@ -70,11 +70,11 @@ class DPQEmbedding(Embedding):
 
   def _quantized(self, tokens, train: bool) -> tuple[Array, Quantized]:
     known, token = in_vocabulary(tokens, self.vocab)
-    look_up = lambda rows, token: shards.looked_up(
+    look_up = lambda rows, token: vocab_parallel.sharded_lookup(
       rows[0], token, self.vocab_axis, self.query.dtype
     )
-    rows = (shards.Padded(self.query, 0),)
-    query = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
+    rows = (vocab_parallel.Sharded(self.query, 0),)
+    query = vocab_parallel.over_vocabulary(self.vocab_axis, look_up, rows, token)
     # In float32, however the table is kept: what ships is rounded once, to what is handed out.
     found = self.quantizer.quantized(query.astype(jnp.float32), train, known)
     vectors = found.vectors.astype(self._out)
@@ -92,13 +92,13 @@ class DPQEmbedding(Embedding):
     """The vectors of the whole vocabulary, in `param_dtype`."""
     return self.quantizer(jnp.asarray(self.query, jnp.float32)).astype(self.param_dtype)
 
-  def rows(self) -> Rows:
+  def rows(self) -> RowFactory:
     """`table`, quantised a tile at a time: what a head scores with that shares these codes.
 
     With the running statistics, which the rows of a whole vocabulary have no part in.
     """
     self.quantizer.values()  # its variables are made when it is first used
-    return Rows(self.query, dict(self.quantizer.variables), _Quantized(self.quantizer))
+    return RowFactory(self.query, dict(self.quantizer.variables), _Quantized(self.quantizer))
 
   def values(self) -> Float[Array, "Q K C"]:
     """What the codes choose from."""
@@ -145,7 +145,7 @@ class DPQEmbedding(Embedding):
 
 
 class _Quantized:
-  """Rows of a query table, quantised with given variables: equal where the quantisers are."""
+  """RowFactory of a query table, quantised with given variables: equal where the quantisers are."""
 
   def __init__(self, quantizer: Quantizer):
     self.quantizer = quantizer.clone(parent=None)

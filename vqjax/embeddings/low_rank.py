@@ -5,7 +5,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.embeddings.base import Embedding
-from vqjax.ops import shards
+from vqjax.ops import vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -43,9 +43,11 @@ class LowRankEmbedding(Embedding):
     """The vector of each token; nan for a token outside [0, V)."""
     known, token = in_vocabulary(tokens, self.vocab)
     dtype = jnp.dtype(self.dtype or self.param_dtype)
-    look_up = lambda rows, token: shards.looked_up(rows[0], token, self.vocab_axis, dtype)
-    rows = (shards.Padded(self.weight, 0),)
-    own = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
+    look_up = lambda rows, token: vocab_parallel.sharded_lookup(
+      rows[0], token, self.vocab_axis, dtype
+    )
+    rows = (vocab_parallel.Sharded(self.weight, 0),)
+    own = vocab_parallel.over_vocabulary(self.vocab_axis, look_up, rows, token)
     return jnp.where(known[..., None], own @ self.up.astype(dtype), jnp.nan)
 
   def table(self) -> Float[Array, "V D"]:

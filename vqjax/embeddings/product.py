@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.embeddings.base import Embedding
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.ops import packing, product, shards
+from vqjax.ops import packing, product, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -69,11 +69,11 @@ class ProductEmbedding(Embedding):
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token's codes; nan for a token outside [0, V)."""
     known, token = in_vocabulary(tokens, self.vocab)
-    look_up = lambda rows, token: shards.looked_up(
+    look_up = lambda rows, token: vocab_parallel.sharded_lookup(
       rows[0], token, self.vocab_axis, jnp.dtype(jnp.int32)
     )
-    rows = (shards.Padded(jnp.asarray(self.code_table.value), 0),)
-    code = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
+    rows = (vocab_parallel.Sharded(jnp.asarray(self.code_table.value), 0),)
+    code = vocab_parallel.over_vocabulary(self.vocab_axis, look_up, rows, token)
     vectors = product.compose(code, self._values(), self.additive).astype(self._out)
     return jnp.where(known[..., None], vectors, jnp.nan)
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Integer, UInt
 
 from vqjax.assign.multiple import code_dtype
 from vqjax.embeddings.base import Embedding
-from vqjax.ops import packing, shards
+from vqjax.ops import packing, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -41,11 +41,11 @@ class ScalarEmbedding(Embedding):
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
     known, token = in_vocabulary(tokens, self.vocab)
-    look_up = lambda rows, token: shards.looked_up(
+    look_up = lambda rows, token: vocab_parallel.sharded_lookup(
       rows[0], token, self.vocab_axis, jnp.dtype(jnp.float32)
     )
-    rows = (shards.Padded(jnp.asarray(self.levels.value), 0),)
-    level = shards.over_vocabulary(self.vocab_axis, look_up, rows, token)
+    rows = (vocab_parallel.Sharded(jnp.asarray(self.levels.value), 0),)
+    level = vocab_parallel.over_vocabulary(self.vocab_axis, look_up, rows, token)
     vectors = jnp.where(known[..., None], self._numbers(level), jnp.nan)
     return vectors.astype(jnp.dtype(self.dtype or jnp.float32))
 

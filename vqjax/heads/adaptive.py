@@ -8,8 +8,8 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head, bytes_of, row_init
-from vqjax.ops import sampling, shards, softmax
-from vqjax.ops.tails import Section, joined, tail_log_prob
+from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops.adaptive import Section, joined, tail_log_prob
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -128,12 +128,12 @@ class AdaptiveHead(Head):
 
     return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
 
-  def _rows(self) -> tuple[shards.Padded, ...]:
+  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
     """The weight of each softmax, each followed by what removes the rows that fill it up."""
     found = []
     for weight in (self.head, *self.tail):
-      removed = shards.bias_of_padding(None, weight.shape[0], self.vocab_axis)
-      found += [shards.Padded(weight, 0), shards.Padded(removed, -jnp.inf)]
+      removed = vocab_parallel.bias_of_padding(None, weight.shape[0], self.vocab_axis)
+      found += [vocab_parallel.Sharded(weight, 0), vocab_parallel.Sharded(removed, -jnp.inf)]
     return tuple(found)
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
@@ -141,7 +141,9 @@ class AdaptiveHead(Head):
     self._check_hidden(hidden)
     (head, head_bias), *tails = _pairs(rows)
     first, shapes = self.cutoffs[0], self.tails()
-    own = shards.looked_up(head, first + jnp.arange(len(shapes)), shards.inside(self.vocab_axis))
+    own = vocab_parallel.sharded_lookup(
+      head, first + jnp.arange(len(shapes)), vocab_parallel.inside(self.vocab_axis)
+    )
     of_tails = softmax.linear_scores(hidden, own, dtype=self._dtype(hidden))
     log_z = self._log_z(hidden, head, head_bias)
     sections = [Section(self._section(hidden, head, first, log_z), 0)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
-from vqjax.ops import sampling, shards
+from vqjax.ops import sampling, vocab_parallel
 from vqjax.types import Size
 
 row_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
@@ -62,7 +62,7 @@ class Head(nn.Module):
     """The logits, a block of the vocabulary at a time."""
     return self._blocks(tuple(part.rows for part in self._rows()), hidden)
 
-  def _rows(self) -> tuple[shards.Padded | shards.Whole, ...]:
+  def _rows(self) -> tuple[vocab_parallel.Sharded | vocab_parallel.Replicated, ...]:
     """The arrays that go along the vocabulary, with what fills them up, and those that do not."""
     raise TypeError(f"{type(self).__name__} does not come in blocks: define _rows")
 
@@ -73,7 +73,7 @@ class Head(nn.Module):
   def _over_vocabulary(self, body: Callable, *shared):
     """body(rows, *shared), where each device of `vocab_axis` has its part of the rows."""
     call = lambda rows, shared: body(rows, *shared)
-    return shards.over_vocabulary(self.vocab_axis, call, self._rows(), shared)
+    return vocab_parallel.over_vocabulary(self.vocab_axis, call, self._rows(), shared)
 
   def over_blocks(self, body: Callable, hidden: Float[Array, "*B D"], *shared: Any) -> Any:
     """body(blocks of `hidden`, *shared), where each device of `vocab_axis` has its own blocks.
@@ -83,11 +83,11 @@ class Head(nn.Module):
 
     def run(arrays, shared):
       # Where an array is marked its gradient is summed: before an operand of it is narrowed.
-      *rows, hidden = shards.varying(arrays)
+      *rows, hidden = vocab_parallel.varying(arrays)
       return body(self._blocks(tuple(rows), hidden), *shared)
 
-    rows = *self._rows(), shards.Whole(hidden)
-    return shards.over_vocabulary(self.vocab_axis, run, rows, shared)
+    rows = *self._rows(), vocab_parallel.Replicated(hidden)
+    return vocab_parallel.over_vocabulary(self.vocab_axis, run, rows, shared)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]

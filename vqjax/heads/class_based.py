@@ -7,9 +7,9 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax import assign
 from vqjax.heads.base import Head, bytes_of, row_init
-from vqjax.ops import classes as class_ops
+from vqjax.ops import class_softmax as class_ops
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, shards, softmax
+from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -75,8 +75,10 @@ class ClassBasedHead(Head):
     def body(rows, hidden, token):
       class_weight, weight, table = rows
       axis = self.vocab_axis
-      exists, of_token = in_vocabulary(shards.looked_up(table, token, axis), self.classes)
-      bias = shards.own_part(self._class_bias(table), class_weight.shape[0], axis)
+      exists, of_token = in_vocabulary(
+        vocab_parallel.sharded_lookup(table, token, axis), self.classes
+      )
+      bias = vocab_parallel.own_part(self._class_bias(table), class_weight.shape[0], axis)
       log_prob_class = softmax.linear_log_prob(
         hidden, class_weight, of_token, bias, dtype=self.dtype, vocab_axis=axis
       )
@@ -91,9 +93,9 @@ class ClassBasedHead(Head):
   def _class_bias(self, table):
     """0 for a class that has tokens, on whichever device; -inf for one that has none."""
     rows = self.classes
-    axis = shards.inside(self.vocab_axis)
+    axis = vocab_parallel.inside(self.vocab_axis)
     if axis:
-      rows += -rows % shards.axis_size(axis)
+      rows += -rows % vocab_parallel.axis_size(axis)
     mass_C = code_ops.log_mass(table, rows, None, self.vocab_axis)
     return jnp.where(jnp.isneginf(mass_C), -jnp.inf, 0.0)
 
@@ -109,12 +111,12 @@ class ClassBasedHead(Head):
     known, class_of = in_vocabulary(class_of, self.classes)
     return jnp.where(known, scores + offset_BC[..., class_of], jnp.nan)
 
-  def _rows(self) -> tuple[shards.Padded, ...]:
+  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
     return (
-      shards.Padded(self.class_weight, 0),
-      shards.Padded(self.weight, 0),
+      vocab_parallel.Sharded(self.class_weight, 0),
+      vocab_parallel.Sharded(self.weight, 0),
       # Inside `nn.scan` the variable may be the NumPy array it was made from.
-      shards.Padded(jnp.asarray(self.assignment.value), code_ops.NO_CODE),
+      vocab_parallel.Sharded(jnp.asarray(self.assignment.value), code_ops.NO_CODE),
     )
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
@@ -128,7 +130,7 @@ class ClassBasedHead(Head):
 
     def step(found, index):
       scores_BW, token_W = raw.block(index)
-      here_W = jnp.maximum(token_W - shards.first_row(axis, table.shape[0]), 0)
+      here_W = jnp.maximum(token_W - vocab_parallel.first_row(axis, table.shape[0]), 0)
       return class_ops.merged(found, scores_BW, table[here_W])
 
     found = raw.fold(step, class_ops.nothing_scored(batch, self.classes))

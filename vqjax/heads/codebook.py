@@ -13,8 +13,8 @@ from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads import regularizers
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, shards, softmax
-from vqjax.ops.rows import Rows
+from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary, mean_over_known
 from vqjax.types import Dtype, Size
 
@@ -105,10 +105,10 @@ class CodebookHead(Head):
     # Inside `nn.scan` the variable may be the NumPy array it was made from.
     return self.codebook, jnp.asarray(self.assignment.value)
 
-  def linear(self) -> tuple[Rows, Float[Array, "V"] | None]:
+  def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
     """The rows and the bias whose scores the head is a softmax of: what a distillation needs."""
     codebook, table = self.factors()
-    return Rows(table, codebook, _row_of_code), self._bias
+    return RowFactory(table, codebook, _row_of_code), self._bias
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
@@ -164,12 +164,12 @@ class CodebookHead(Head):
     apart = ((hidden.astype(jnp.float32) - code) ** 2).mean(axis=-1)
     return {"commitment": self.commitment * mean_over_known(apart, tokens, self.vocab)}
 
-  def _rows(self) -> tuple[shards.Padded, ...]:
+  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
     codebook, table = self.factors()
     return (
-      shards.Padded(codebook, 0),
-      shards.Padded(table, code_ops.NO_CODE),
-      shards.Padded(self._bias, 0),
+      vocab_parallel.Sharded(codebook, 0),
+      vocab_parallel.Sharded(table, code_ops.NO_CODE),
+      vocab_parallel.Sharded(self._bias, 0),
     )
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:

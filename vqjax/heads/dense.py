@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from vqjax.embeddings.base import Embedding
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.linear import LinearHead
-from vqjax.ops.rows import Rows, as_rows
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Size
 
 
@@ -47,8 +47,8 @@ class DenseHead(LinearHead):
         f" {tied.vocab} and dim {tied.dim}; give both the same"
       )
 
-  def _weight(self) -> Rows:
-    return as_rows(self.weight) if self.embedding is None else self.embedding.rows()
+  def _weight(self) -> RowFactory:
+    return as_row_factory(self.weight) if self.embedding is None else self.embedding.rows()
 
   def _bias(self) -> Float[Array, "V"] | None:
     return self.bias if self.use_bias else None

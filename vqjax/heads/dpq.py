@@ -7,7 +7,7 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.dpq import DPQEmbedding
 from vqjax.heads.base import bytes_of
 from vqjax.heads.linear import LinearHead
-from vqjax.ops.rows import Rows
+from vqjax.ops.row_factory import RowFactory
 from vqjax.quantizers import Quantizer
 from vqjax.types import Size
 
@@ -46,7 +46,7 @@ class DPQHead(LinearHead):
       parent=None,
     )
 
-  def _weight(self) -> Rows:
+  def _weight(self) -> RowFactory:
     return self.table.rows()
 
   def _bias(self) -> Float[Array, "V"] | None:

@@ -5,7 +5,7 @@ from flax import linen as nn
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import groups as group_ops
-from vqjax.ops import shards, softmax
+from vqjax.ops import softmax, vocab_parallel
 from vqjax.types import Size
 
 
@@ -38,10 +38,10 @@ class GroupedHead(TwoLevelHead):
 
   def _slot_rows(self):
     return (
-      shards.Whole(self.slot_weight),
-      shards.Whole(self.slot_bias),
-      shards.Padded(self.scale, 0),
-      shards.Padded(self.shift, 0),
+      vocab_parallel.Replicated(self.slot_weight),
+      vocab_parallel.Replicated(self.slot_bias),
+      vocab_parallel.Sharded(self.scale, 0),
+      vocab_parallel.Sharded(self.shift, 0),
     )
 
   def _shared(self, slots, hidden):

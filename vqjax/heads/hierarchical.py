@@ -6,8 +6,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.assign import trees
 from vqjax.heads.base import Head, bytes_of, row_init
-from vqjax.ops import paths as path_ops
-from vqjax.ops import sampling, shards
+from vqjax.ops import sampling, vocab_parallel
+from vqjax.ops import tree as path_ops
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -68,20 +68,20 @@ class HierarchicalHead(Head):
 
     def body(rows, hidden, token):
       weight, paths, _, leaves = rows
-      leaf = shards.looked_up(leaves, token, self.vocab_axis)
-      path = shards.looked_up(paths, leaf, self.vocab_axis)
+      leaf = vocab_parallel.sharded_lookup(leaves, token, self.vocab_axis)
+      path = vocab_parallel.sharded_lookup(paths, leaf, self.vocab_axis)
       return path_ops.path_log_prob(hidden, weight, path, leaf, self.dtype, self.vocab_axis)
 
     return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
 
-  def _rows(self) -> tuple[shards.Padded, ...]:
+  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
     # Inside `nn.scan` the variables may be the NumPy arrays they were made from.
     paths, tokens, leaves = (jnp.asarray(x.value) for x in (self.paths, self.tokens, self.leaves))
     return (
-      shards.Padded(self.weight, 0),
-      shards.Padded(paths, trees.NO_NODE),
-      shards.Padded(tokens, 0),
-      shards.Padded(leaves, 0),
+      vocab_parallel.Sharded(self.weight, 0),
+      vocab_parallel.Sharded(paths, trees.NO_NODE),
+      vocab_parallel.Sharded(tokens, 0),
+      vocab_parallel.Sharded(leaves, 0),
     )
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
@@ -108,7 +108,7 @@ class HierarchicalHead(Head):
     def body(rows, hidden, key):
       weight, paths, tokens, _ = rows
       leaf = path_ops.draw_leaves(key, hidden, weight, paths, self.dtype, self.vocab_axis)
-      return shards.looked_up(tokens, leaf, self.vocab_axis)
+      return vocab_parallel.sharded_lookup(tokens, leaf, self.vocab_axis)
 
     return self._over_vocabulary(body, hidden, key)
 

@@ -14,7 +14,7 @@ from vqjax.assign.table import check_codes
 from vqjax.heads import regularizers
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.linear import LinearHead
-from vqjax.ops.rows import Rows
+from vqjax.ops.row_factory import RowFactory
 from vqjax.types import Size
 
 
@@ -86,12 +86,12 @@ class LearnedCodebookHead(LinearHead):
     found = np.asarray(self.candidates_init(self.vocab, self.codes, self.candidates))
     return jnp.asarray(checked_codes(found, self.vocab, self.codes, self.candidates))
 
-  def _weight(self) -> Rows:
+  def _weight(self) -> RowFactory:
     return self._rows_of(_one_hot(self.choice))
 
-  def _rows_of(self, share_VC) -> Rows:
+  def _rows_of(self, share_VC) -> RowFactory:
     own = jnp.asarray(self.candidate_table.value), share_VC
-    return Rows(own, self.codebook, _compose)
+    return RowFactory(own, self.codebook, _compose)
 
   def _bias(self) -> Float[Array, "V"] | None:
     return self.bias if self.token_bias else None

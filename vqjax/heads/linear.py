@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax.heads import regularizers
 from vqjax.heads.base import Head
-from vqjax.ops import sampling, shards, softmax
-from vqjax.ops.rows import Rows
+from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops.row_factory import RowFactory
 from vqjax.types import Dtype
 
 
@@ -34,7 +34,7 @@ class LinearHead(Head):
   z_loss: float = dataclasses.field(default=0.0, kw_only=True)
   label_smoothing: float = dataclasses.field(default=0.0, kw_only=True)
 
-  def _weight(self) -> Rows:
+  def _weight(self) -> RowFactory:
     """The rows, [V, D]."""
     raise TypeError(f"{type(self).__name__} does not say what its rows are: define _weight")
 
@@ -42,7 +42,7 @@ class LinearHead(Head):
     """A score for each token, or None."""
     return None
 
-  def linear(self) -> tuple[Rows, Float[Array, "V"] | None]:
+  def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
     """The rows and the bias whose scores the head is a softmax of: what a distillation needs."""
     return self._weight(), self._bias()
 
@@ -93,18 +93,18 @@ class LinearHead(Head):
       return super().aux(hidden, tokens)
     return self.loss_terms(hidden, tokens)[1]
 
-  def _rows(self) -> tuple[shards.Padded | shards.Whole, ...]:
+  def _rows(self) -> tuple[vocab_parallel.Sharded | vocab_parallel.Replicated, ...]:
     weight = self._weight()
     return (
-      shards.Padded(weight.own, 0),
-      shards.Padded(self._bias(), -jnp.inf),
-      shards.Whole(weight.shared),
+      vocab_parallel.Sharded(weight.per_row, 0),
+      vocab_parallel.Sharded(self._bias(), -jnp.inf),
+      vocab_parallel.Replicated(weight.shared),
     )
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     self._check_hidden(hidden)
     own, bias, shared = rows
-    weight = dataclasses.replace(self._weight(), own=own, shared=shared)
+    weight = dataclasses.replace(self._weight(), per_row=own, shared=shared)
 
     def scores(row_W):
       bias_W = None if bias is None else bias[row_W]

@@ -5,7 +5,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head, bytes_of, row_init
-from vqjax.ops import sampling, shards, softmax
+from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.types import Dtype, Size
 
 
@@ -69,8 +69,8 @@ class LowRankHead(Head):
       narrow, self.weight, tokens, self._bias, dtype=dtype, vocab_axis=self.vocab_axis
     )
 
-  def _rows(self) -> tuple[shards.Padded, ...]:
-    return shards.Padded(self.weight, 0), shards.Padded(self._bias, -jnp.inf)
+  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
+    return vocab_parallel.Sharded(self.weight, 0), vocab_parallel.Sharded(self._bias, -jnp.inf)
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     weight, bias = rows

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import product, sampling, shards
-from vqjax.ops.rows import Rows
+from vqjax.ops import product, sampling, vocab_parallel
+from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
 from vqjax.ops.vocabulary import mean_over_known
 from vqjax.types import Size
@@ -98,8 +98,8 @@ class ProductHead(_ProductTables):
     found = np.asarray(self.codes_init(self.vocab, self.codes, self.subspaces))
     return jnp.asarray(checked_codes(found, self.vocab, self.codes, self.subspaces))
 
-  def _weight(self) -> Rows:
-    return Rows(jnp.asarray(self.code_table.value), self.tables, product.compose)
+  def _weight(self) -> RowFactory:
+    return RowFactory(jnp.asarray(self.code_table.value), self.tables, product.compose)
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of tokens whose scores are sums of M looked-up numbers, where hidden has few rows.
@@ -160,8 +160,8 @@ class LearnedProductHead(_ProductTables):
     shape = self.vocab, self.dim
     self.latent = self.param("latent", self.latent_init, shape, self.param_dtype)
 
-  def _weight(self) -> Rows:
-    return Rows(self.latent, self.tables, product.quantized)
+  def _weight(self) -> RowFactory:
+    return RowFactory(self.latent, self.tables, product.quantized)
 
   def aux(self, hidden, tokens) -> dict[str, Float[Array, ""]]:
     """As `LinearHead`, and the commitment."""
@@ -175,7 +175,7 @@ class LearnedProductHead(_ProductTables):
     return log_prob, terms | self._commitment(tokens)
 
   def _commitment(self, tokens):
-    latent_ND = shards.taken(self.latent, jnp.clip(tokens.reshape(-1), 0, self.vocab - 1))
+    latent_ND = vocab_parallel.gather(self.latent, jnp.clip(tokens.reshape(-1), 0, self.vocab - 1))
     row_ND = lax.stop_gradient(product.nearest_rows(latent_ND, self.tables))
     apart_N = ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
     mean = mean_over_known(apart_N, tokens.reshape(-1), self.vocab)

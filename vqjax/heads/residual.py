@@ -9,7 +9,7 @@ from vqjax.assign.multiple import code_dtype
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import sampling, softmax
-from vqjax.ops.rows import Rows
+from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
 from vqjax.types import Size
 
@@ -72,9 +72,9 @@ class ResidualCodebookHead(LinearHead):
     table = assign.checked(self.assignment_init(self.vocab, self.codes), self.vocab, self.codes)
     return jnp.asarray(table.astype(code_dtype(self.codes)))
 
-  def _weight(self) -> Rows:
+  def _weight(self) -> RowFactory:
     own = jnp.asarray(self.assignment.value), self.low
-    return Rows(own, (self.codebook, self.up), compose)
+    return RowFactory(own, (self.codebook, self.up), compose)
 
   def _bias(self) -> Float[Array, "V"] | None:
     return self.bias if self.token_bias else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.dense import DenseHead
-from vqjax.ops import sampled
+from vqjax.ops import sampled_softmax
 from vqjax.ops.vocabulary import mean_over_known
 
 Proposal = Callable[[int], Float[Array, "V"]]
@@ -28,11 +28,11 @@ class SampledSoftmaxHead(DenseHead):
   """
 
   samples: int = dataclasses.field(kw_only=True)
-  proposal: Proposal = dataclasses.field(default=sampled.log_uniform, kw_only=True)
+  proposal: Proposal = dataclasses.field(default=sampled_softmax.log_uniform, kw_only=True)
 
   def setup(self):
     super().setup()
-    sampled.check_samples(self.samples, self.vocab)
+    sampled_softmax.check_samples(self.samples, self.vocab)
     if self.softcap is not None or self.label_smoothing:
       raise ValueError(
         f"softcap {self.softcap} and label_smoothing {self.label_smoothing} need all scores, of"
@@ -46,10 +46,10 @@ class SampledSoftmaxHead(DenseHead):
     if not self.has_rng("sample"):
       return super().loss_terms(hidden, tokens)
     self._check_hidden(hidden)
-    candidates = sampled.draw_candidates(
+    candidates = sampled_softmax.draw_candidates(
       self.make_rng("sample"), self.proposal(self.vocab), self.samples
     )
-    found = sampled.sampled_softmax(
+    found = sampled_softmax.sampled_softmax(
       *(hidden, self._weight().all(), tokens, candidates, self._bias()),
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,

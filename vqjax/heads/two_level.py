@@ -1,6 +1,5 @@
 """What is shared by heads that predict a group of the vocabulary first, then a slot inside it?"""
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -11,11 +10,11 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.heads.base import row_init
-from vqjax.heads.visited import VisitedHead
+from vqjax.heads.group_decoding import VisitedHead
+from vqjax.ops import group_search, sampling, softmax, vocab_parallel
 from vqjax.ops import groups as group_ops
-from vqjax.ops import sampling, shards, softmax, visiting
 from vqjax.ops.vocabulary import in_vocabulary
-from vqjax.types import ADDED_LATER, Dtype
+from vqjax.types import Dtype
 
 
 class Rows(NamedTuple):
@@ -44,7 +43,7 @@ class TwoLevelHead(VisitedHead):
   A subclass says how slots score: `_slot_rows`, `_shared`, `_slot_scores` and `_slot_log_prob`.
   Tokens lie at places 0 to V - 1, and group g holds places starts[g] to starts[g + 1] - 1: token v
   lies at place v, or where `order_init` puts it. Exact top-k and nuclei visit groups in order of
-  p(group) and stop where no other group can matter (`vqjax.ops.visiting`).
+  p(group) and stop where no other group can matter (`vqjax.ops.group_search`).
 
   Attributes:
     groups: number of equal groups, G; None, without `sizes`: floor(sqrt(V)).
@@ -59,10 +58,8 @@ class TwoLevelHead(VisitedHead):
   """
 
   groups: int | None = None
-  sizes: tuple[int, ...] | None = dataclasses.field(default=None, metadata=ADDED_LATER)
-  order_init: nn.initializers.Initializer | None = dataclasses.field(
-    default=None, metadata=ADDED_LATER
-  )
+  sizes: tuple[int, ...] | None = None
+  order_init: nn.initializers.Initializer | None = None
   use_bias: bool = False
   group_init: nn.initializers.Initializer = row_init
   bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
@@ -145,7 +142,7 @@ class TwoLevelHead(VisitedHead):
 
     return jnp.where(known, self._over_vocabulary(body, hidden, group, slot), jnp.nan)
 
-  def _slot_rows(self) -> tuple[shards.Padded | shards.Whole, ...]:
+  def _slot_rows(self) -> tuple[vocab_parallel.Sharded | vocab_parallel.Replicated, ...]:
     """The arrays that each group has for its slots, and those that all groups share."""
     raise TypeError(f"{type(self).__name__} has no slots: define _slot_rows")
 
@@ -161,19 +158,21 @@ class TwoLevelHead(VisitedHead):
     """Log-probability [*B] of the slot in its group, in nats."""
     raise TypeError(f"{type(self).__name__} does not score slots: define _slot_log_prob")
 
-  def _rows(self) -> tuple[shards.Padded | shards.Whole, ...]:
+  def _rows(self) -> tuple[vocab_parallel.Sharded | vocab_parallel.Replicated, ...]:
     sizes, axis = self._group_sizes(), self.vocab_axis
     return (
-      shards.Padded(self.group_weight, 0),
-      shards.Padded(shards.bias_of_padding(self.group_bias, len(sizes), axis), -jnp.inf),
-      shards.Padded(jnp.asarray(sizes, jnp.int32), 0),
-      shards.Padded(jnp.asarray(self.starts[:-1], jnp.int32), 0),
+      vocab_parallel.Sharded(self.group_weight, 0),
+      vocab_parallel.Sharded(
+        vocab_parallel.bias_of_padding(self.group_bias, len(sizes), axis), -jnp.inf
+      ),
+      vocab_parallel.Sharded(jnp.asarray(sizes, jnp.int32), 0),
+      vocab_parallel.Sharded(jnp.asarray(self.starts[:-1], jnp.int32), 0),
       # Inside `nn.scan` the variable may be the NumPy array it was made from.
-      shards.Whole(None if self.order_init is None else jnp.asarray(self.order.value)),
+      vocab_parallel.Replicated(None if self.order_init is None else jnp.asarray(self.order.value)),
       *self._slot_rows(),
     )
 
-  def _groups(self, arrays: tuple, hidden: Float[Array, "*B D"]) -> visiting.Groups:
+  def _groups(self, arrays: tuple, hidden: Float[Array, "*B D"]) -> group_search.Groups:
     """The groups that are here, to be visited."""
     rows = _split(arrays)
     log_group = self._log_group(rows.weight, rows.bias, hidden)
@@ -188,7 +187,7 @@ class TwoLevelHead(VisitedHead):
       log_prob = jnp.where(present, log_group[..., None] + log_slot, -jnp.inf)
       return log_prob, jnp.where(present, rows.first[group][..., None] + slot, 0)
 
-    return visiting.Groups(log_group, of_groups, rows.token_at)
+    return group_search.Groups(log_group, of_groups, rows.token_at)
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, some whole groups at a time."""
@@ -203,7 +202,9 @@ class TwoLevelHead(VisitedHead):
       log_prob_BWS, place_WS = found.of_groups(row_W, log_group_BW)
       return log_prob_BWS.reshape(*batch, width * slots), found.token_at(place_WS).reshape(-1)
 
-    return sampling.Blocks(-(-groups // width), block, batch, shards.inside(self.vocab_axis))
+    return sampling.Blocks(
+      -(-groups // width), block, batch, vocab_parallel.inside(self.vocab_axis)
+    )
 
   def _axes_of_order(self) -> dict:
     """Every device reads all of it, so that no look-up travels."""

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from vqjax.heads.base import bytes_of, row_init
 from vqjax.heads.two_level import TwoLevelHead
-from vqjax.ops import ragged, shards, visiting
+from vqjax.ops import group_search, ragged, vocab_parallel
 from vqjax.types import Size
 
 
@@ -32,7 +32,7 @@ class UnsharedGroupedHead(TwoLevelHead):
     self.slot_bias = self._new("slot_bias", self.bias_init, *shape) if self.use_bias else None
 
   def _slot_rows(self):
-    return shards.Padded(self.slot_weight, 0), shards.Padded(self.slot_bias, 0)
+    return vocab_parallel.Sharded(self.slot_weight, 0), vocab_parallel.Sharded(self.slot_bias, 0)
 
   def _shared(self, slots, hidden):
     """The hidden vectors, as operands of the products."""
@@ -66,7 +66,7 @@ class UnsharedGroupedHead(TwoLevelHead):
   def _is_worth_visiting(self, hidden):
     """Each row reads the weights of its own groups; a block's are read once for all rows."""
     groups, _ = self.groups_and_slots()
-    return math.prod(hidden.shape[:-1]) * visiting.WIDTH <= max(groups, visiting.WIDTH)
+    return math.prod(hidden.shape[:-1]) * group_search.WIDTH <= max(groups, group_search.WIDTH)
 
   def size(self) -> Size:
     """(D + bias)·(G + G·S) parameters; eight bytes a token for an order."""

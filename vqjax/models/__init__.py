@@ -1,27 +1,6 @@
-"""Which models are there to put a vocabulary layer into?"""
+"""Decoders whose embedding and output head are fields."""
 
 from vqjax.models.base import LanguageModel
-from vqjax.models.bert import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
-from vqjax.models.classifier import TextClassifier
-from vqjax.models.convnet import ConvNet
-from vqjax.models.lstm import LSTM
-from vqjax.models.recurrent_translator import RecurrentTranslator
-from vqjax.models.seq2seq import EncoderDecoder, translate
-from vqjax.models.transformer import Transformer
-from vqjax.models.translator import Translator
+from vqjax.models.decoder import Transformer
 
-__all__ = [
-  "LSTM",
-  "ConvNet",
-  "Encoder",
-  "EncoderDecoder",
-  "LanguageModel",
-  "MaskedLanguageModel",
-  "PairClassifier",
-  "RecurrentTranslator",
-  "SpanFinder",
-  "TextClassifier",
-  "Transformer",
-  "Translator",
-  "translate",
-]
+__all__ = ["LanguageModel", "Transformer"]

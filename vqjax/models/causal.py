@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from vqjax.ops import shards
+from vqjax.ops import vocab_parallel
 from vqjax.ops.tiles import most_scores
 
 
@@ -37,7 +37,7 @@ def attend_in_tiles(
 ) -> Float[Array, "B T H C"]:
   """`attend`, to rounding, a tile of query positions after another."""
   batch, length, heads, width = query.shape
-  size = tile_size(query.shape, most_scores() * shards.devices())
+  size = tile_size(query.shape, most_scores() * vocab_parallel.devices())
   tiles = math.ceil(length / size)
   reach = jnp.int32(length) if window is None else window
 

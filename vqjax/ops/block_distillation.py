@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from vqjax.ops import divergence, softmax
 from vqjax.ops.divergence import SoftTargetLoss
-from vqjax.ops.rows import Rows, as_rows
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.sampling import Blocks
 from vqjax.types import Dtype
 
@@ -20,7 +20,7 @@ from vqjax.types import Dtype
 def block_soft_target_loss(
   blocks: Blocks,
   teacher_hidden: Float[Array, "*B E"],
-  teacher_weight: Float[Array, "V E"] | Rows,
+  teacher_weight: Float[Array, "V E"] | RowFactory,
   teacher_bias: Float[Array, "V"] | None = None,
   *,
   temperature: float | int = 1.0,
@@ -46,7 +46,7 @@ def block_soft_target_loss(
     ValueError: a teacher of other rows, of another width or bias than its weight, or a temperature
       or a cap that is not positive.
   """
-  weight = as_rows(teacher_weight)
+  weight = as_row_factory(teacher_weight)
   _check(blocks, teacher_hidden, weight, teacher_bias, temperature, teacher_softcap)
   hidden, weight, bias = lax.stop_gradient((teacher_hidden, weight, teacher_bias))
 

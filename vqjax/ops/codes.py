@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from vqjax.ops import ranking, sampling, shards, softmax
+from vqjax.ops import ranking, sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
@@ -39,7 +39,7 @@ def log_mass(
   -inf for a code on which no token sits, which removes it from the distribution. Inside of
   `vocab_axis` the tokens of all its devices count.
   """
-  axis = shards.inside(vocab_axis)
+  axis = vocab_parallel.inside(vocab_axis)
   in_all = lambda x: lax.psum(x, axis) if axis else x
   if bias is None:
     ones_V = jnp.ones(assignment.shape, jnp.float32)
@@ -128,23 +128,30 @@ def code_softmax(
     return _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, vocab_axis)
 
   rows = (
-    shards.Padded(codebook, 0),
-    shards.Padded(assignment, NO_CODE),
-    shards.Padded(bias, 0),
+    vocab_parallel.Sharded(codebook, 0),
+    vocab_parallel.Sharded(assignment, NO_CODE),
+    vocab_parallel.Sharded(bias, 0),
   )
-  found = shards.over_vocabulary(vocab_axis, body, rows, (hidden, token))
+  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden, token))
   return found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
 
 
 def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
   codes = codebook.shape[0]
-  mass_K = log_mass(assignment, shards.rows_in_all(axis, codes), bias, axis)
-  code = shards.looked_up(assignment, token, axis).astype(jnp.int32)
+  mass_K = log_mass(assignment, vocab_parallel.rows_in_all(axis, codes), bias, axis)
+  code = vocab_parallel.sharded_lookup(assignment, token, axis).astype(jnp.int32)
   found = softmax.linear_softmax(
-    hidden, codebook, code, shards.own_part(mass_K, codes, axis), dtype=dtype, vocab_axis=axis
+    hidden,
+    codebook,
+    code,
+    vocab_parallel.own_part(mass_K, codes, axis),
+    dtype=dtype,
+    vocab_axis=axis,
   )
-  bias_B = 0.0 if bias is None else shards.looked_up(bias, token, axis).astype(jnp.float32)
-  mass_B = shards.taken(mass_K, code)
+  bias_B = (
+    0.0 if bias is None else vocab_parallel.sharded_lookup(bias, token, axis).astype(jnp.float32)
+  )
+  mass_B = vocab_parallel.gather(mass_K, code)
   # On a code whose tokens all have bias -inf nothing has a probability, and no share of it.
   within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
   mean_B = _mean_score(hidden, codebook, assignment, bias, axis) - found.log_z if mean else None
@@ -153,14 +160,14 @@ def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
 
 def _mean_score(hidden, codebook, assignment, bias, axis):
   """Mean of a token's scores over the words in the distribution."""
-  axis = shards.inside(axis)
-  in_all = lambda x: lax.psum(shards.varying(x, axis), axis) if axis else x
+  axis = vocab_parallel.inside(axis)
+  in_all = lambda x: lax.psum(vocab_parallel.varying(x, axis), axis) if axis else x
   codes = codebook.shape[0]
-  kept_V = assignment < shards.rows_in_all(axis, codes)
+  kept_V = assignment < vocab_parallel.rows_in_all(axis, codes)
   kept_V = kept_V if bias is None else kept_V & ~jnp.isneginf(bias)
   ones_V = kept_V.astype(jnp.float32)
-  count_K = jax.ops.segment_sum(ones_V, assignment, shards.rows_in_all(axis, codes))
-  own_K = shards.own_part(in_all(count_K), codes, axis)
+  count_K = jax.ops.segment_sum(ones_V, assignment, vocab_parallel.rows_in_all(axis, codes))
+  own_K = vocab_parallel.own_part(in_all(count_K), codes, axis)
   sum_D = in_all(own_K @ codebook.astype(jnp.float32))
   bias_sum = 0.0 if bias is None else jnp.where(kept_V, bias, 0.0).sum(dtype=jnp.float32)
   total = hidden.astype(jnp.float32) @ sum_D + (bias_sum if bias is None else in_all(bias_sum))
@@ -176,10 +183,10 @@ def all_code_scores(
 ) -> Float[Array, "*B {codes}"]:
   """hidden · codebookᵀ, float32; inside of `vocab_axis` each device computes those of its rows."""
   scores = softmax.linear_scores(hidden, codebook, dtype=dtype)
-  axis = shards.inside(vocab_axis)
+  axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return scores
-  parts = jnp.moveaxis(shards.gathered(scores, axis), 0, -2)
+  parts = jnp.moveaxis(vocab_parallel.gathered(scores, axis), 0, -2)
   return parts.reshape(*parts.shape[:-2], -1)[..., :codes]
 
 
@@ -200,11 +207,15 @@ def code_vectors(
 
   def body(rows, token):
     codebook, assignment = rows
-    exists, code = in_vocabulary(shards.looked_up(assignment, token, vocab_axis), codes)
-    return exists, shards.looked_up(codebook, code, vocab_axis, jnp.dtype(dtype or codebook.dtype))
+    exists, code = in_vocabulary(
+      vocab_parallel.sharded_lookup(assignment, token, vocab_axis), codes
+    )
+    return exists, vocab_parallel.sharded_lookup(
+      codebook, code, vocab_axis, jnp.dtype(dtype or codebook.dtype)
+    )
 
-  rows = shards.Padded(codebook, 0), shards.Padded(assignment, NO_CODE)
-  exists, vectors = shards.over_vocabulary(vocab_axis, body, rows, token)
+  rows = vocab_parallel.Sharded(codebook, 0), vocab_parallel.Sharded(assignment, NO_CODE)
+  exists, vectors = vocab_parallel.over_vocabulary(vocab_axis, body, rows, token)
   return jnp.where((known & exists)[..., None], vectors, jnp.nan)
 
 
@@ -223,13 +234,13 @@ def draw_within(
   all have bias -inf. Inside of `vocab_axis` each device draws among its own tokens, and the device
   by its mass of the code.
   """
-  axis = shards.inside(vocab_axis)
+  axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return _draw_here(key, code, assignment, codes, bias)[1]
-  key = jax.random.fold_in(shards.varying(key, axis), lax.axis_index(axis))
+  key = jax.random.fold_in(vocab_parallel.varying(key, axis), lax.axis_index(axis))
   device_key, token_key = jax.random.split(key)
   mass, token = _draw_here(token_key, code, assignment, codes, bias)
-  token = token + shards.first_row(axis, assignment.shape[0])
+  token = token + vocab_parallel.first_row(axis, assignment.shape[0])
   return ranking.winner(mass + sampling.gumbel(device_key, code.shape), token, axis)
 
 

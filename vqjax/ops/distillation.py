@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from vqjax.ops import divergence, shards, tiles
+from vqjax.ops import divergence, tiles, vocab_parallel
 from vqjax.ops.divergence import SoftTargetLoss
-from vqjax.ops.rows import Rows, as_rows
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype
 
 
 def linear_soft_target_loss(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | Rows,
+  weight: Float[Array, "V D"] | RowFactory,
   teacher_hidden: Float[Array, "*B E"],
-  teacher_weight: Float[Array, "V E"] | Rows,
+  teacher_weight: Float[Array, "V E"] | RowFactory,
   bias: Float[Array, "V"] | None = None,
   teacher_bias: Float[Array, "V"] | None = None,
   *,
@@ -47,7 +47,7 @@ def linear_soft_target_loss(
 
   Args:
     hidden: the student's vector for each token.
-    weight: the student's row for each word, or `Rows` that are composed a tile at a time.
+    weight: the student's row for each word, or `RowFactory` that are composed a tile at a time.
     teacher_hidden: the teacher's vector for each token, of a width of its own.
     teacher_weight: the teacher's row for each word.
     bias: the student's score for each word.
@@ -63,7 +63,7 @@ def linear_soft_target_loss(
     ValueError: shapes that do not fit together, a temperature or a cap that is not positive, a tile
       below 1, or a mesh without `vocab_axis`.
   """
-  weight, teacher_weight = as_rows(weight), as_rows(teacher_weight)
+  weight, teacher_weight = as_row_factory(weight), as_row_factory(teacher_weight)
   _check(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias)
   for name, value in (
     ("temperature", temperature),
@@ -82,24 +82,26 @@ def linear_soft_target_loss(
 
   def body(rows, hiddens):
     own, by_all, bias, teacher_own, teacher_by_all, teacher_bias = rows
-    student = dataclasses.replace(weight, own=own, shared=by_all)
-    teacher = dataclasses.replace(teacher_weight, own=teacher_own, shared=teacher_by_all)
+    student = dataclasses.replace(weight, per_row=own, shared=by_all)
+    teacher = dataclasses.replace(teacher_weight, per_row=teacher_own, shared=teacher_by_all)
     layers = student, bias, teacher, teacher_bias
     return _loss(scorings, tile, vocab_axis, layers, hiddens)
 
   vocab = weight.count
-  ragged = lambda bias: shards.Padded(shards.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf)
+  ragged = lambda bias: vocab_parallel.Sharded(
+    vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf
+  )
   rows = (
-    shards.Padded(weight.own, 0),
-    shards.Whole(weight.shared),
+    vocab_parallel.Sharded(weight.per_row, 0),
+    vocab_parallel.Replicated(weight.shared),
     ragged(bias),
-    shards.Padded(teacher_weight.own, 0),
-    shards.Whole(teacher_weight.shared),
+    vocab_parallel.Sharded(teacher_weight.per_row, 0),
+    vocab_parallel.Replicated(teacher_weight.shared),
     ragged(teacher_bias),
   )
   flat = lambda x: x.reshape(-1, x.shape[-1])
   hiddens = flat(hidden), flat(teacher_hidden)
-  found = shards.over_vocabulary(vocab_axis, body, rows, hiddens)
+  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hiddens)
   return SoftTargetLoss(*(x.reshape(hidden.shape[:-1]) for x in found))
 
 
@@ -130,10 +132,10 @@ class _Plan(NamedTuple):
 
 
 def _loss(scorings, tile, vocab_axis, layers, hiddens):
-  axis = shards.inside(vocab_axis)
+  axis = vocab_parallel.inside(vocab_axis)
   arrays = (*hiddens, *layers)
-  hidden, teacher_hidden, *rest = shards.varying(arrays, *([axis] if axis else []))
-  parts = shards.parts(vocab_axis)
+  hidden, teacher_hidden, *rest = vocab_parallel.varying(arrays, *([axis] if axis else []))
+  parts = vocab_parallel.token_shards(vocab_axis)
   n = hidden.shape[0]
   hidden, teacher_hidden = parts.split(hidden), parts.split(teacher_hidden)
   weight, bias, teacher_weight, teacher_bias = rest
@@ -199,7 +201,7 @@ def _pass_backward(plan, residuals, cotangents):
     return (None,) * 6
   pull = _Pull(saved, functools.reduce(jnp.add, there), kl)
   layers = student, teacher
-  pull = shards.varying((pull, layers))[0]
+  pull = vocab_parallel.varying((pull, layers))[0]
   found = tiles.gradients(plan.cut, plan.scorings, layers, static.value, pull, _d_scores)
   return (*found[0], *found[1])
 

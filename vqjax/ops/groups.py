@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
-from vqjax.ops import shards, softmax, tiles
+from vqjax.ops import softmax, tiles, vocab_parallel
 from vqjax.types import Dtype
 
 
@@ -141,20 +141,20 @@ def slot_log_prob(
   alive, none of [N, S]. Inside of `vocab_axis` scale, shift and sizes are of the device's own
   groups, and `group` counts over those of all.
   """
-  axis = shards.inside(vocab_axis)
-  here = group - shards.first_row(axis, sizes.shape[0])
+  axis = vocab_parallel.inside(vocab_axis)
+  here = group - vocab_parallel.first_row(axis, sizes.shape[0])
   mine = (here >= 0) & (here < sizes.shape[0])
   dtype = dtype or jnp.promote_types(hidden.dtype, slots.weight.dtype)
-  spread = shards.parts(vocab_axis)
+  spread = vocab_parallel.token_shards(vocab_axis)
   flat = hidden.reshape(-1, hidden.shape[-1]), jnp.where(mine, here, 0).ravel(), slot.ravel()
   # A copy of the tables for each part of the tokens: their gradients are summed once, not a tile.
   # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
   tables = slots, jnp.maximum(sizes, 1)
   exact = lambda x: spread.keep(
-    jnp.broadcast_to(x.astype(shards.summed_dtype(x.dtype)), (spread.count, *x.shape))
+    jnp.broadcast_to(x.astype(vocab_parallel.summed_dtype(x.dtype)), (spread.count, *x.shape))
   )
   tables = jax.tree.map(exact, tables)
-  tables, tokens = shards.varying((tables, jax.tree.map(spread.split, flat)))
+  tables, tokens = vocab_parallel.varying((tables, jax.tree.map(spread.split, flat)))
   found = _each_part(lambda tables, tokens: _by_tiles(tables, tokens, dtype), tables, tokens)
   found = spread.join(found, flat[0].shape[0]).reshape(group.shape)
   log_prob = jnp.where(mine, found, 0.0)

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax, random
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from vqjax.ops import ranking, shards
-from vqjax.ops.shards import Padded, varying
+from vqjax.ops import ranking, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
+from vqjax.ops.vocab_parallel import Sharded, varying
 
 PASSES, DRAWS = 5, 2
 """Passes over the points, and the candidates that each draws for every cluster."""
@@ -105,11 +105,11 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
   noise_key, seed_key = random.split(key)
   # Drawn for all points at once: a point meets the same noise on any number of devices.
   noise_NP = random.gumbel(noise_key, (n, PASSES), jnp.float32)
-  rows = (Padded(points, 0), Padded(weights.astype(jnp.float32), 0), Padded(noise_NP, 0))
+  rows = (Sharded(points, 0), Sharded(weights.astype(jnp.float32), 0), Sharded(noise_NP, 0))
 
   def body(rows, key):
     points, weights, noise_NP = rows
-    here = shards.inside(axis)
+    here = vocab_parallel.inside(axis)
     data = _Data(points, weights, jnp.zeros(points.shape[1], jnp.float32), chunk, here)
     data = data._replace(shift=_means(data, _assign(data, data.shift[None]))[0][0])
     centers = _lloyd(data, _seeds(key, data, noise_NP, clusters), iterations)
@@ -117,10 +117,10 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
     inertia = _total((weights * found.cost).sum(), here)
     assignment = found.assignment
     if here is not None:
-      assignment = shards.gathered(assignment, here).reshape(-1)[:n]
+      assignment = vocab_parallel.gathered(assignment, here).reshape(-1)[:n]
     return KMeans(centers + data.shift, assignment, inertia)
 
-  return shards.over_vocabulary(axis, body, rows, seed_key)
+  return vocab_parallel.over_vocabulary(axis, body, rows, seed_key)
 
 
 class _Data(NamedTuple):
@@ -134,7 +134,10 @@ class _Data(NamedTuple):
 
   def rows(self, index: Array) -> Array:
     """Rows of the points of all devices."""
-    return shards.looked_up(self.points, index, self.axis, jnp.dtype(jnp.float32)) - self.shift
+    return (
+      vocab_parallel.sharded_lookup(self.points, index, self.axis, jnp.dtype(jnp.float32))
+      - self.shift
+    )
 
 
 class _Assigned(NamedTuple):
@@ -149,7 +152,9 @@ class _Assigned(NamedTuple):
 def _assign(data: _Data, centers_KD: Array) -> _Assigned:
   """Each point's nearest center, and each center's sums over the points of this device."""
   (n, d), k = data.points.shape, centers_KD.shape[0]
-  size = data.chunk or default_tile(n, k, shards.platform(), shards.devices()).tokens
+  size = (
+    data.chunk or default_tile(n, k, vocab_parallel.platform(), vocab_parallel.devices()).tokens
+  )
   size = min(size, n)
   half_K = 0.5 * jnp.square(centers_KD).sum(axis=1)
 
@@ -215,7 +220,7 @@ def _reseeded(data: _Data, cost_N: Array, centers_KD: Array, empty_K: Array) -> 
 def _best(data: _Data, scores_N: Array, k: int) -> ranking.Best:
   """The k highest scores of the points of all devices, and which points they are."""
   n = scores_N.shape[0]
-  names_N = shards.first_row(data.axis, n) + jnp.arange(n, dtype=jnp.int32)
+  names_N = vocab_parallel.first_row(data.axis, n) + jnp.arange(n, dtype=jnp.int32)
   best = varying((ranking.none_yet((), k), scores_N))[0]
   return ranking.across(ranking.merged_best(best, scores_N, names_N), data.axis)
 
@@ -223,7 +228,7 @@ def _best(data: _Data, scores_N: Array, k: int) -> ranking.Best:
 def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
   """K of the points: k-means|| draws candidates, weighted k-means++ chooses among them."""
   n = data.points.shape[0]
-  draws = min(shards.rows_in_all(data.axis, n), max(64, DRAWS * clusters))
+  draws = min(vocab_parallel.rows_in_all(data.axis, n), max(64, DRAWS * clusters))
 
   def draw(state, noise_and_index):
     code_N, cost_N = state

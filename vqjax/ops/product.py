@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
-from vqjax.ops import shards
+from vqjax.ops import vocab_parallel
 
 
 def compose(
@@ -82,5 +82,5 @@ def summed_scores(
     return total + scores_BK[..., code_W], None
 
   zero = jnp.zeros((*partial.shape[:-2], codes.shape[0]), jnp.float32)
-  start = shards.varying((zero, partial, codes))[0]
+  start = vocab_parallel.varying((zero, partial, codes))[0]
   return lax.scan(add, start, (table_MBK, codes.T.astype(jnp.int32)))[0]

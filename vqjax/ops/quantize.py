@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import product, shards, tiles
+from vqjax.ops import product, tiles, vocab_parallel
 
 Response = Callable[[Array, Array], Array]
 """(query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32: the larger, the nearer."""
@@ -68,7 +68,7 @@ def in_chunks(function: Callable[[Any], Any], tokens: Any, scores: int) -> Any:
     scores: how many numbers it holds of a token.
   """
   total = jax.tree.leaves(tokens)[0].shape[0]
-  layout = shards.parts(None)
+  layout = vocab_parallel.token_shards(None)
   own = -(-total // layout.count)
   count = _chunks(own, scores)
   if count == 1:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import ragged_products, shards
+from vqjax.ops import ragged_products, vocab_parallel
 from vqjax.types import Dtype
 
 
@@ -66,8 +66,8 @@ def unshared_slot_log_prob(
   """
   if not group.size:
     return jnp.zeros(group.shape, jnp.float32)
-  axis, groups = shards.inside(vocab_axis), sizes.shape[0]
-  here = (group - shards.first_row(axis, groups)).reshape(-1)
+  axis, groups = vocab_parallel.inside(vocab_axis), sizes.shape[0]
+  here = (group - vocab_parallel.first_row(axis, groups)).reshape(-1)
   mine = (here >= 0) & (here < groups)
   tokens = _Tokens(
     hidden.reshape(-1, hidden.shape[-1]), jnp.where(mine, here, groups), slot.reshape(-1)
@@ -80,9 +80,9 @@ def unshared_slot_log_prob(
 
 
 def _marked(tree):
-  """The arrays, all marked as `shards.varying` does; their gradients are added up in float32."""
-  wide = jax.tree.map(lambda x: x.astype(shards.summed_dtype(x.dtype)), tree)
-  return jax.tree.map(lambda x, like: x.astype(like.dtype), shards.varying(wide), tree)
+  """The arrays, all marked as `vocab_parallel.varying` does; their gradients are added up in float32."""
+  wide = jax.tree.map(lambda x: x.astype(vocab_parallel.summed_dtype(x.dtype)), tree)
+  return jax.tree.map(lambda x, like: x.astype(like.dtype), vocab_parallel.varying(wide), tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -115,13 +115,13 @@ def _each_device_its_tokens(function, linears, per_token):
 
   Each device of the automatic axes does a part of the tokens, and the sums are added up.
   """
-  spread, n = shards.parts(None), jax.tree.leaves(per_token)[0].shape[0]
+  spread, n = vocab_parallel.token_shards(None), jax.tree.leaves(per_token)[0].shape[0]
   if spread.count == 1:
     return function(linears, per_token)
 
   def own(linears, per_token):
     given = jax.tree.map(lambda x: x[0], per_token)
-    found, sums = function(*shards.varying((linears, given), *spread.axes))
+    found, sums = function(*vocab_parallel.varying((linears, given), *spread.axes))
     return jax.tree.map(lambda x: x[None], found), lax.psum(sums, spread.axes)
 
   where = P(spread.axes)
@@ -163,7 +163,7 @@ def _backward_here(dtype, linears, given):
 
 def _counts(linears, tokens):
   """How many tokens each group has, [G]."""
-  zeros = shards.varying((jnp.zeros_like(linears.sizes), tokens.group))[0]
+  zeros = vocab_parallel.varying((jnp.zeros_like(linears.sizes), tokens.group))[0]
   return zeros.at[tokens.group].add(1, mode="drop")
 
 

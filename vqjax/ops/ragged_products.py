@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import shards
+from vqjax.ops import vocab_parallel
 
 BLOCK = 16
 """Rows of one group that the loop takes at once.
@@ -32,7 +32,7 @@ def rows_times(
 
   The weight is cast to the dtype of the rows. Rows beyond all groups may come out as anything.
   """
-  run = _looped_rows if shards.platform() == "cpu" else _ragged_rows
+  run = _looped_rows if vocab_parallel.platform() == "cpu" else _ragged_rows
   return sequential_vmap(functools.partial(run, contracted))(rows, weight, counts)
 
 
@@ -40,7 +40,7 @@ def outer(
   left: Float[Array, "N X"], right: Float[Array, "N Y"], counts: Int[Array, "G"]
 ) -> Float[Array, "G X Y"]:
   """The sum of left[n] · right[n]ᵀ over the rows n of each group, in float32; 0 of none."""
-  run = _looped_outer if shards.platform() == "cpu" else _ragged_outer
+  run = _looped_outer if vocab_parallel.platform() == "cpu" else _ragged_outer
   return sequential_vmap(run)(left, right, counts)
 
 
@@ -71,7 +71,7 @@ def _blocks(counts, n):
   blocks_end = jnp.cumsum(blocks)
   most = -(-n // BLOCK) + min(n, counts.shape[0])
   index, group = jnp.arange(most), jnp.arange(counts.shape[0])
-  index, group, _ = shards.varying((index, group, counts))
+  index, group, _ = vocab_parallel.varying((index, group, counts))
   group = jnp.repeat(group, blocks, total_repeat_length=most)
   start = (rows_end - counts)[group] + (index - (blocks_end - blocks)[group]) * BLOCK
   return _Blocks(blocks_end[-1], group, start, jnp.clip(rows_end[group] - start, 0, BLOCK))
@@ -104,7 +104,7 @@ def _looped_rows(contracted, rows, weight, counts):
     return lax.dynamic_update_slice_in_dim(out, found_BY, start, axis=0)
 
   empty = jnp.zeros((n + BLOCK, weight.shape[3 - contracted]), jnp.float32)
-  empty = shards.varying((empty, rows, weight, counts))[0]
+  empty = vocab_parallel.varying((empty, rows, weight, counts))[0]
   return lax.fori_loop(0, blocks.count, step, empty)[:n]
 
 
@@ -120,5 +120,5 @@ def _looped_outer(left, right, counts):
     return sums.at[blocks.group[index]].add(_product(left_BX, right_BY, ((0,), (0,))))
 
   empty = jnp.zeros((counts.shape[0], left.shape[1], right.shape[1]), jnp.float32)
-  empty = shards.varying((empty, left, right, counts))[0]
+  empty = vocab_parallel.varying((empty, left, right, counts))[0]
   return lax.fori_loop(0, blocks.count, step, empty)

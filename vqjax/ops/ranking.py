@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import shards
+from vqjax.ops import vocab_parallel
 
 
 class Best(NamedTuple):
@@ -35,7 +35,7 @@ def merged_best(best: Best, scores: Float[Array, "*B W"], tokens: Int[Array, "*#
 
 
 def _highest(scores, k):
-  return shards.each_row(lambda rows: tuple(lax.top_k(rows, k)), scores)
+  return vocab_parallel.each_row(lambda rows: tuple(lax.top_k(rows, k)), scores)
 
 
 def across(best: Best, axis: str | None) -> Best:
@@ -43,9 +43,9 @@ def across(best: Best, axis: str | None) -> Best:
 
   k candidates from each device travel, never the scores they were chosen from.
   """
-  if shards.inside(axis) is None:
+  if vocab_parallel.inside(axis) is None:
     return best
-  scores, tokens = (jnp.moveaxis(shards.gathered(x, axis), 0, -2) for x in best)
+  scores, tokens = (jnp.moveaxis(vocab_parallel.gathered(x, axis), 0, -2) for x in best)
   flat = (*scores.shape[:-2], -1)
   k = best.scores.shape[-1]
   score_Bk, place_Bk = _highest(scores.reshape(flat), k)

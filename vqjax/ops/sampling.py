@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import ranking, shards
+from vqjax.ops import ranking, vocab_parallel
 
 STORED_SCORES = 2**22
 """Scores, 16 MiB of them, that the search for a nucleus may keep instead of computing them anew."""
@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
     """step(carry, index) -> carry, from block to block."""
     # What each device finds is its own where its scores are.
     scores = jax.eval_shape(self.block, jax.ShapeDtypeStruct((), jnp.int32))[0]
-    carry = shards.varying(carry, *shards.varies_over(scores))
+    carry = vocab_parallel.varying(carry, *vocab_parallel.varies_over(scores))
     return lax.scan(lambda carry, index: (step(carry, index), None), carry, self.indices)[0]
 
 
@@ -73,9 +73,9 @@ def row_blocks(
   the last of which may be filled up. The last block starts early enough to fit; what it repeats,
   and what is beyond the vocabulary, scores -inf.
   """
-  axis = shards.inside(axis)
+  axis = vocab_parallel.inside(axis)
   width = block_width(math.prod(batch), rows)
-  first = shards.first_row(axis, rows)
+  first = vocab_parallel.first_row(axis, rows)
 
   def block(index):
     start = jnp.minimum(index * width, rows - width)
@@ -141,7 +141,7 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
 
   -1 where every score is -inf.
   """
-  first = shards.first_row(blocks.axis, blocks.count)
+  first = vocab_parallel.first_row(blocks.axis, blocks.count)
 
   def step(carry, index):
     best_B, chosen_B = carry
@@ -202,12 +202,12 @@ def draw_among(
 
   Inside of `axis` each device has candidates of its own. -1 where every score is -inf.
   """
-  axis = shards.inside(axis)
+  axis = vocab_parallel.inside(axis)
   count = scores.shape[-1]
-  index = shards.first_row(axis, count) + jnp.arange(count, dtype=jnp.int32)
+  index = vocab_parallel.first_row(axis, count) + jnp.arange(count, dtype=jnp.int32)
   places = Blocks(1, lambda _: (scores, index), scores.shape[:-1], axis)
   place_B = draw(nucleus(places, top_p), key)
-  here_B = place_B - shards.first_row(axis, count)
+  here_B = place_B - vocab_parallel.first_row(axis, count)
   mine_B = (here_B >= 0) & (here_B < count)
   here_B1 = jnp.where(mine_B, here_B, 0)[..., None]
   chosen_B = jnp.take_along_axis(tokens, here_B1, axis=-1)[..., 0]
@@ -267,7 +267,7 @@ def nucleus_edge(
 
   # The mass is at least top_p from -inf on, and zero just above the best score.
   high_B = _to_ordinal(top_B1[..., 0]) + 1
-  low_B, _ = shards.varying((_to_ordinal(jnp.full(blocks.batch, -jnp.inf)), high_B))
+  low_B, _ = vocab_parallel.varying((_to_ordinal(jnp.full(blocks.batch, -jnp.inf)), high_B))
   edge_B, _ = lax.fori_loop(0, 32, halve, (low_B, high_B))
   return _from_ordinal(edge_B)
 

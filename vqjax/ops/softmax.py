@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from vqjax.ops import shards, tiles
-from vqjax.ops.rows import Rows, as_rows
-from vqjax.ops.statistics import Ask, LinearSoftmax, distribution
+from vqjax.ops import tiles, vocab_parallel
+from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
 __all__ = [
   "LinearSoftmax",
-  "Rows",
+  "RowFactory",
   "Tile",
   "default_tile",
   "linear_cross_entropy",
@@ -35,7 +35,7 @@ __all__ = [
 
 def linear_log_prob(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | Rows,
+  weight: Float[Array, "V D"] | RowFactory,
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
@@ -55,7 +55,7 @@ def linear_log_prob(
 
 def linear_softmax(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | Rows,
+  weight: Float[Array, "V D"] | RowFactory,
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
@@ -83,7 +83,7 @@ def linear_softmax(
 
   Args:
     hidden: one vector for each token.
-    weight: one row for each word of the vocabulary, or `Rows` that are composed a tile at a time.
+    weight: one row for each word of the vocabulary, or `RowFactory` that are composed a tile at a time.
     tokens: indices into the vocabulary.
     bias: one score for each word, added to hidden · weightᵀ.
     softcap: largest absolute score c: scores are c · tanh(score / c).
@@ -103,35 +103,35 @@ def linear_softmax(
       is not positive, more than 128 best tokens or than there are rows, or a mesh without
       `vocab_axis`.
   """
-  weight = as_rows(weight)
+  weight = as_row_factory(weight)
   _check_shapes(hidden, weight, tokens, bias)
-  vocab = shards.rows_in_all(vocab_axis, weight.count)
+  vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   _check_options(softcap, top_k, vocab)
   known, token = in_vocabulary(tokens.reshape(-1), vocab)
   scoring = tiles.Scoring(
     jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)), softcap
   )
-  ask = Ask(scoring, entropy, mean, top_k, vocab_axis)
+  ask = Outputs(scoring, entropy, mean, top_k, vocab_axis)
 
   def body(rows, shared):
     own, bias, by_all = rows
-    part = dataclasses.replace(weight, own=own, shared=by_all)
+    part = dataclasses.replace(weight, per_row=own, shared=by_all)
     return distribution(ask, tile, *shared, part, bias)
 
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
   rows = (
-    shards.Padded(weight.own, 0),
-    shards.Padded(shards.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
-    shards.Whole(weight.shared),
+    vocab_parallel.Sharded(weight.per_row, 0),
+    vocab_parallel.Sharded(vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
+    vocab_parallel.Replicated(weight.shared),
   )
-  found = shards.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
+  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
   found = found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
   return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), found)
 
 
 def linear_cross_entropy(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | Rows,
+  weight: Float[Array, "V D"] | RowFactory,
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
@@ -203,7 +203,7 @@ def linear_cross_entropy(
 
 def linear_scores(
   hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | Rows,
+  weight: Float[Array, "V D"] | RowFactory,
   bias: Float[Array, "V"] | None = None,
   dtype: Dtype | None = None,
   softcap: float | int | None = None,
@@ -212,7 +212,7 @@ def linear_scores(
 
   `dtype` is that of the product's operands; by default that of hidden and weight together.
   """
-  weight = as_rows(weight).all()
+  weight = as_row_factory(weight).all()
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
   axes = ((hidden.ndim - 1,), (1,)), ((), ())
   scores = lax.dot_general(
@@ -224,7 +224,7 @@ def linear_scores(
 
 def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:
   """log softmax over the last axis, which inside of `vocab_axis` is spread over its devices."""
-  axis = shards.inside(vocab_axis)
+  axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return jax.nn.log_softmax(scores)
   top = lax.pmax(lax.stop_gradient(scores.max(axis=-1, keepdims=True)), axis)

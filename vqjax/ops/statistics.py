@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import shards, tiles
+from vqjax.ops import tiles, vocab_parallel
 from vqjax.ops.ranking import Best, across, merged_best, none_yet
 
 
@@ -39,7 +39,7 @@ class LinearSoftmax(NamedTuple):
   top_tokens: Int[Array, "*B k"] | None
 
 
-class Ask(NamedTuple):
+class Outputs(NamedTuple):
   """What is computed, and how."""
 
   scoring: tiles.Scoring
@@ -50,7 +50,7 @@ class Ask(NamedTuple):
 
 
 class _Plan(NamedTuple):
-  ask: Ask
+  ask: Outputs
   cut: tiles.Cut
 
 
@@ -67,15 +67,15 @@ class _Found(NamedTuple):
 
 def distribution(ask, tile, hidden_ND, token_N, weight, bias_V):
   """`LinearSoftmax` of flat tokens; the rows may be one device's part of the vocabulary."""
-  axis = shards.inside(ask.axis)
-  hidden_ND, token_N, weight, bias_V = shards.varying(
+  axis = vocab_parallel.inside(ask.axis)
+  hidden_ND, token_N, weight, bias_V = vocab_parallel.varying(
     (hidden_ND, token_N, weight, bias_V), *([axis] if axis else [])
   )
-  parts = shards.parts(ask.axis)
+  parts = vocab_parallel.token_shards(ask.axis)
   hidden_PND, token_PN = parts.split(hidden_ND), parts.split(token_N)
   cut = tiles.cut_tile(tile, hidden_PND.shape[1], weight.count)
   plan = _Plan(ask, tiles.Cut(cut, parts))
-  place_PN = token_PN - shards.first_row(axis, weight.count)
+  place_PN = token_PN - vocab_parallel.first_row(axis, weight.count)
   found = _pass(plan, hidden_PND, weight, bias_V, place_PN)
   mean_PN = None
   if ask.mean:
@@ -88,8 +88,8 @@ def distribution(ask, tile, hidden_ND, token_N, weight, bias_V):
 
 def _mean_score(ask, hidden_PND, weight, bias_V, score_sum_PN):
   """Mean of a token's scores over the rows in the distribution."""
-  axis = shards.inside(ask.axis)
-  in_all = lambda x: lax.psum(shards.varying(x, axis), axis) if axis else x
+  axis = vocab_parallel.inside(ask.axis)
+  in_all = lambda x: lax.psum(vocab_parallel.varying(x, axis), axis) if axis else x
   kept_V = None if bias_V is None else ~jnp.isneginf(bias_V)
   rows = weight.count if kept_V is None else kept_V.sum()
   if score_sum_PN is None:
@@ -149,7 +149,7 @@ def _forward(plan, layer, place_PN):
     none_yet(place_PN.shape, ask.top_k) if ask.top_k else None,
   )
   last = tiles.fold(plan.cut, (ask.scoring,), (layer,), place_PN, start, _merged)
-  last = _reduced(last, shards.inside(ask.axis), layer.weight.count)
+  last = _reduced(last, vocab_parallel.inside(ask.axis), layer.weight.count)
   z = _Normalizer(last.top, jnp.log(last.total))
   excess_PN = last.moment / last.total if ask.entropy else None
   found = _Found(
@@ -213,7 +213,9 @@ def _reduced(mine, axis, rows):
   if mine.moment is not None:
     moment = lax.psum((mine.moment + step * mine.total) * shrink, axis)
   if mine.best is not None:
-    token = jnp.where(mine.best.tokens < 0, -1, mine.best.tokens + shards.first_row(axis, rows))
+    token = jnp.where(
+      mine.best.tokens < 0, -1, mine.best.tokens + vocab_parallel.first_row(axis, rows)
+    )
     best = across(Best(mine.best.scores, token), axis)
   return _Running(
     lax.pmax(mine.own, axis),
@@ -272,10 +274,11 @@ def _pass_backward(plan, saved, cotangents):
     score_sum,
     None
     if best_own is None
-    else top_token_PNk - shards.first_row(shards.inside(plan.ask.axis), layer.weight.count),
+    else top_token_PNk
+    - vocab_parallel.first_row(vocab_parallel.inside(plan.ask.axis), layer.weight.count),
     best_own,
   )
-  pull = shards.varying((pull, layer))[0]
+  pull = vocab_parallel.varying((pull, layer))[0]
   if not tiles.wants(wanted.value) or all(x is None for x in known[:5]):
     return None, None, None, None
   (found,) = tiles.gradients(

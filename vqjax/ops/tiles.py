@@ -7,7 +7,7 @@ once more (`gradients`), and says what the cotangent of a tile of scores is.
 
 A ragged edge is never padded: the last tile starts early enough to fit, overlaps its neighbour,
 and the overlap is masked, so that no operand is copied. Tokens come in parts, [P, N, ...], one for
-each device they are spread over (`shards.Parts`); P is 1 without a mesh.
+each device they are spread over (`vocab_parallel.TokenShards`); P is 1 without a mesh.
 """
 
 import math
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from vqjax.ops import shards
-from vqjax.ops.rows import Rows
-from vqjax.ops.shards import Parts, varying
+from vqjax.ops import vocab_parallel
+from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.vocab_parallel import TokenShards, varying
 
 
 class Tile(NamedTuple):
@@ -52,7 +52,7 @@ def _most(platform: str, devices: int) -> Tile:
 
 def most_scores() -> int:
   """How many scores a device holds at once: those of a default tile."""
-  most = _most(shards.platform(), shards.devices())
+  most = _most(vocab_parallel.platform(), vocab_parallel.devices())
   return most.tokens * most.vocab
 
 
@@ -65,7 +65,7 @@ def _even_part(size: int, limit: int) -> int:
 def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
   """The tile that was asked for, or the default one, for so many tokens and rows on a device."""
   if tile is None:
-    return default_tile(tokens, vocab, shards.platform(), shards.devices())
+    return default_tile(tokens, vocab, vocab_parallel.platform(), vocab_parallel.devices())
   whole = len(tile) == 2 and all(isinstance(side, int) for side in tile)
   if not whole or min(tile) < 1:
     problem = "has a side below 1" if whole else "is not two ints"
@@ -77,7 +77,7 @@ class Cut(NamedTuple):
   """How a computation is cut; the same in its forward and its backward pass."""
 
   tile: Tile
-  parts: Parts
+  parts: TokenShards
 
 
 class Scoring(NamedTuple):
@@ -111,10 +111,10 @@ class Scoring(NamedTuple):
 
 
 class Linear(NamedTuple):
-  """What is scored: hidden [P, N, D], weight [V, D] as `Rows`, bias [V] or None."""
+  """What is scored: hidden [P, N, D], weight [V, D] as `RowFactory`, bias [V] or None."""
 
   hidden: Array
-  weight: Rows
+  weight: RowFactory
   bias: Array | None
 
 

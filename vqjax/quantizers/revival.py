@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 
 from vqjax.ops import quantize
 from vqjax.quantizers.base import TABLE_AXES, Quantizer, running
-from vqjax.types import ADDED_LATER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class KeyedQuantizer(Quantizer):
       not see.
   """
 
-  revival: Revival | None = dataclasses.field(default=None, kw_only=True, metadata=ADDED_LATER)
+  revival: Revival | None = dataclasses.field(default=None, kw_only=True)
 
   def _check(self):
     super()._check()

@@ -1,0 +1,101 @@
+"""Which dense losses do the benches compare, and on which arrays?"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.bench.timing import Program
+from vqjax import linear_log_prob
+
+BLOCKS = 64
+
+
+class Shape(NamedTuple):
+  """N tokens, D the width of their vectors, V words."""
+
+  tokens: int
+  dim: int
+  vocab: int
+
+  def __str__(self) -> str:
+    return f"N={self.tokens} D={self.dim} V={self.vocab}"
+
+
+def arrays(shape: Shape, dtype=jnp.float32) -> tuple:
+  """Hidden vectors, a weight whose scores have variance 1, and tokens."""
+  keys = jax.random.split(jax.random.key(0), 3)
+  hidden = _normal(keys[0], shape.tokens, shape.dim, 1.0, dtype)
+  weight = _normal(keys[1], shape.vocab, shape.dim, shape.dim**-0.5, dtype)
+  return hidden, weight, jax.random.randint(keys[2], (shape.tokens,), 0, shape.vocab)
+
+
+def _normal(key, rows, dim, scale, dtype):
+  """[rows, dim] a block at a time: random bits of all of it would be the peak of memory."""
+
+  def block(key):
+    return (scale * jax.random.normal(key, (-(-rows // BLOCKS), dim))).astype(dtype)
+
+  made = jax.jit(lambda keys: jax.lax.map(block, keys).reshape(-1, dim)[:rows])
+  return made(jax.random.split(key, BLOCKS))
+
+
+def materialised_loss(hidden, weight, tokens):
+  """The loss that everybody writes first: all logits at once."""
+  logits = (hidden @ weight.T).astype(jnp.float32)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def tiled_loss(tile: tuple[int, int] | None = None) -> Callable:
+  """The same loss in tiles."""
+  return lambda h, w, t: -linear_log_prob(h, w, t, tile=tile).mean()
+
+
+def gradient(loss: Callable) -> Callable:
+  """The loss and its gradient in hidden and weight."""
+  return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def exact_log_prob(hidden, weight, tokens) -> np.ndarray:
+  """Log-probabilities of the tokens in float64, some tokens at a time."""
+  weight = np.asarray(weight, np.float64)
+  found = []
+  for start in range(0, len(tokens), 256):
+    part, token = hidden[start : start + 256], np.asarray(tokens[start : start + 256])
+    logits = np.asarray(part, np.float64) @ weight.T
+    logits -= logits.max(axis=1, keepdims=True)
+    found.append(logits[np.arange(len(token)), token] - np.log(np.exp(logits).sum(axis=1)))
+  return np.concatenate(found)
+
+
+def tokamax_programs(data: tuple) -> tuple[dict[str, Program], dict[str, str]]:
+  """Each implementation of tokamax's loss that runs here, and why the others do not.
+
+  Nothing where tokamax is not installed. Each gets its weight as it wants it, [D, V].
+  """
+  try:
+    from absl import flags
+    from tokamax._src.ops.linear_softmax_cross_entropy_loss import api
+  except ImportError:
+    return {}, {}
+  # tokamax would read its flags from our command line, and refuse what it does not know.
+  flags.FLAGS.mark_as_parsed()
+  hidden, weight, tokens = data
+  arguments = hidden, jnp.asarray(weight.T), tokens
+  programs, refused = {}, {}
+  for name in api.IMPLEMENTATIONS:
+    function = gradient(_tokamax_loss(api.linear_softmax_cross_entropy_loss, name))
+    try:
+      jax.jit(function).lower(*arguments)
+    except Exception as error:  # whatever an implementation raises where it does not run
+      refused[f"tokamax {name}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    else:
+      programs[f"tokamax {name}"] = function, arguments
+  return programs, refused
+
+
+def _tokamax_loss(loss, name):
+  return lambda h, w, t: loss(h, t, w, reduction="mean", implementation=name)

@@ -1,0 +1,126 @@
+"""How fast and how large is a chip, in which sizes does it come, and how long must a step take?"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from experiments.plan.collectives import Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """The published peaks of one accelerator.
+
+  Attributes:
+    name: what its maker calls it.
+    flops: bfloat16 operations in a second, without sparsity.
+    memory: bytes of device memory that a program may use.
+    bandwidth: bytes in a second between the chip and its memory.
+    links: bytes in a second that it sends to its neighbours, over all links in one direction.
+    node: chips that `links` joins; None: all of a topology.
+    network: bytes in a second that it sends outside of its node.
+  """
+
+  name: str
+  flops: float
+  memory: int
+  bandwidth: float
+  links: float
+  node: int | None = None
+  network: float = math.inf
+
+
+# TPUs: docs.cloud.google.com/tpu/docs, pages v5e, v5p and v6e, "System architecture": peak compute
+# per chip (bf16), HBM bandwidth, and half of the "bidirectional inter-chip interconnect bandwidth
+# (per chip)", 400, 1200 and 800 GB/s. The memory is what the compiler grants to a program, a little
+# less than the 16, 95 and 32 GB of the pages. Not v4: where there is no TPU its compiler knows a
+# chip as two devices, which a real machine joins to one.
+# GPUs: NVIDIA's datasheets of A100 80GB SXM, H100 SXM and H200 SXM: dense bf16, which is half of
+# the figure "with sparsity"; NVLink's total of 600 and 900 GB/s is for both directions. Between
+# nodes of eight: an adapter for each GPU, 200 Gbit/s in a DGX A100, 400 in a DGX H100 and H200.
+V5E = Chip("TPU v5e", 197e12, int(15.75 * 2**30), 819e9, 200e9)
+V5P = Chip("TPU v5p", 459e12, int(95.74 * 2**30), 2765e9, 600e9)
+V6E = Chip("TPU v6e", 918e12, int(31.25 * 2**30), 1600e9, 400e9)
+GPUS = {
+  "A100": Chip("A100 80GB SXM", 312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9),
+  "H100": Chip("H100 SXM", 989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9),
+  "H200": Chip("H200 SXM", 989e12, 141 * 10**9, 4800e9, 450e9, 8, 50e9),
+}
+
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+TOPOLOGIES = {
+  "v5e": (V5E, _FLAT),
+  "v5p": (V5P, (*_CUBES, "8x16x16", "16x16x16", "16x16x24")),
+  "v6e": (V6E, _FLAT),
+}
+"""Slices that exist, and that the compiler knows; it also accepts some that do not."""
+
+
+def tpu(topology: str) -> Chip:
+  """The chip of a topology such as "v5e:4x4".
+
+  Raises:
+    ValueError: there is no such topology; the message lists those that there are.
+  """
+  kind, _, layout = topology.partition(":")
+  if kind not in TOPOLOGIES or layout not in TOPOLOGIES[kind][1]:
+    there = "\n".join(f"  {name}: {', '.join(sizes)}" for name, (_, sizes) in TOPOLOGIES.items())
+    raise ValueError(f"no topology {topology!r}; give KIND:SIZE, of\n{there}")
+  return TOPOLOGIES[kind][0]
+
+
+def gpu(kind: str) -> Chip:
+  """The chip that `--device-kind` names.
+
+  Raises:
+    ValueError: it is not in the table; the message lists those that are.
+  """
+  if kind not in GPUS:
+    raise ValueError(f"no device kind {kind!r}; give one of {', '.join(GPUS)}")
+  return GPUS[kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+  """The least time of a step on one chip, in seconds, by each of its limits.
+
+  All three are taken to overlap perfectly, at the published peaks. Left out: operations that are
+  no matrix products, latencies, links that idle while a ring uses others, values that travel to
+  memory and back inside of a layer, and waiting for data. Real steps take longer.
+
+  Attributes:
+    compute: matrix products at the bfloat16 peak.
+    memory: arguments read and results written once, temporaries written and read once.
+    network: bytes sent over all links of the chip at once.
+  """
+
+  compute: float
+  memory: float
+  network: float
+
+  @property
+  def seconds(self) -> float:
+    """The longest of the three."""
+    return max(self.compute, self.memory, self.network)
+
+  @property
+  def limit(self) -> str:
+    """Which of the three that is."""
+    named = dataclasses.asdict(self)
+    return max(named, key=named.get)
+
+
+def roofline(chip: Chip, flops: float, traffic: float, sent: Sequence[Collective]) -> Roofline:
+  """The limits of a chip on a step that computes, moves and sends this much.
+
+  Of GPUs, a group that spans nodes is taken to send all of its bytes between them.
+  """
+  inside = outside = 0.0
+  for one in sent:
+    if chip.node is not None and one.spread >= chip.node:
+      outside += one.sent
+    else:
+      inside += one.sent
+  network = inside / chip.links + outside / chip.network
+  return Roofline(flops / chip.flops, traffic / chip.bandwidth, network)

@@ -1,0 +1,168 @@
+"""How do memory and communication of a chip grow from 16 chips to 1,024, for each head?
+
+python -m experiments.plan.scaling                        plan what is missing, then render
+python -m experiments.plan.scaling --models lm_1b --chips 16 64
+python -m experiments.plan.scaling --render               the table and the plots alone
+"""
+
+import argparse
+import dataclasses
+import importlib
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from configs.large import HEADS
+from experiments.plan import chips, compiling, plan, scaling_report
+from experiments.plan.apart import apart
+from vqjax.lab.config import Experiment
+from vqjax.lab.console import speak_plainly
+from vqjax.sharding import MeshShape, make_mesh
+
+RESULTS = pathlib.Path("docs/results/scaling.jsonl")
+TABLE = RESULTS.with_suffix(".md")
+IMAGES = pathlib.Path("docs/images")
+
+WINDOWS = {"lm_1b": 2, "lm_8b": 1}
+"""Config -> windows in a batch for each chip: 4,096 tokens of either."""
+
+VOCABULARIES = (32_768, 131_072, 262_144)
+WORK = "4,096 tokens: two windows for lm_1b, one for lm_8b"
+TOPOLOGIES = {16: "v5p:2x2x4", 64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
+MODEL = 8
+"""Chips along the axis `model`, on every mesh; `fsdp` has all others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """One plan of the grid: a config, its head and vocabulary, and how many chips."""
+
+  config: str
+  head: str
+  vocab: int
+  chips: int
+
+  def experiment(self) -> Experiment:
+    """What is planned: a batch in proportion to the chips, so that each has the same work."""
+    made = importlib.import_module(f"configs.{self.config}").experiment(self.head, self.vocab)
+    train = dataclasses.replace(
+      made.train,
+      batch=WINDOWS[self.config] * self.chips,
+      mesh=MeshShape(data=1, fsdp=self.chips // MODEL, model=MODEL),
+    )
+    return dataclasses.replace(made, train=train)
+
+
+def grid(
+  models: Sequence[str] = tuple(WINDOWS),
+  vocabularies: Sequence[int] = VOCABULARIES,
+  sizes: Sequence[int] = tuple(TOPOLOGIES),
+) -> Iterator[Cell]:
+  """All cells, in the order of the arguments."""
+  for config, vocab, count, head in itertools.product(models, vocabularies, sizes, HEADS):
+    yield Cell(config, head, vocab, count)
+
+
+def planned(cell: Cell) -> dict[str, Any]:
+  """The cell's row: its fields, and its plan or why there is none."""
+  jax.config.update("jax_platforms", "cpu")
+  row = dataclasses.asdict(cell) | {"topology": TOPOLOGIES[cell.chips]}
+  experiment, devices = cell.experiment(), compiling.tpu_devices(row["topology"])
+  mesh = make_mesh(experiment.train.mesh, devices)
+  return row | {"plan": plan(experiment, mesh, chips.tpu(row["topology"]))}
+
+
+def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
+  """The newest row of each cell.
+
+  Raises:
+    ValueError: a line is no row; the message names it.
+  """
+  if not path.exists():
+    return {}
+  fields = [field.name for field in dataclasses.fields(Cell)]
+  found = {}
+  for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+      row = json.loads(line)
+      found[Cell(**{name: row[name] for name in fields})] = row
+    except (json.JSONDecodeError, KeyError) as error:
+      raise ValueError(f"{path}:{number} is no row ({error}); remove that line") from error
+  return found
+
+
+def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
+  """Plans the cells that have no plan yet, one after another, a row of the file for each.
+
+  Each is compiled in a process of its own: what a compiler leaves behind does not add up, and one
+  that it brings down is recorded as failed and tried again next time.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  missing = [cell for cell in cells if "plan" not in read_rows(path).get(cell, {})]
+  for at, cell in enumerate(missing, 1):
+    print(f"{at}/{len(missing)} {cell}", file=sys.stderr, flush=True)
+    row = _planned(cell)
+    if "failed" in row:
+      print(f"  failed: {row['failed']}", file=sys.stderr, flush=True)
+    with path.open("a", encoding="utf-8") as file:
+      file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def _planned(cell: Cell) -> dict[str, Any]:
+  """The cell's row, from a process of its own: a compiler may take the process with it."""
+  try:
+    return apart(planned, cell)
+  except Exception as error:  # a compiler's failures have no type of their own
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return dataclasses.asdict(cell) | {"failed": reason}
+
+
+def render(rows: Mapping[Cell, dict[str, Any]]) -> None:
+  """Writes the table and a plot for each model that has a row."""
+  order = {cell: rows.get(cell) for cell in grid()}
+  scaling_report.write_table(order, WORK, TABLE)
+  for config in WINDOWS:
+    some = {cell: row for cell, row in order.items() if cell.config == config}
+    if any(row and "plan" in row for row in some.values()):
+      scaling_report.write_plot(some, IMAGES / f"scaling-{config}.png")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Plans what is missing, renders, and returns the exit code."""
+  options = _parser().parse_args(arguments)
+  speak_plainly()
+  try:
+    if not options.render:
+      fill(RESULTS, list(grid(options.models, options.vocabularies, options.chips)))
+    render(read_rows(RESULTS))
+  except KeyboardInterrupt:
+    print("stopped; the same command again goes on", file=sys.stderr)
+    return 130
+  except (ValueError, ImportError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m experiments.plan.scaling",
+    description="Plans two decoders with each head on 16 to 1,024 chips, and renders the result.",
+    epilog=f"Rows are appended to {RESULTS}; what has one is not planned again.",
+  )
+  parser.add_argument("--models", nargs="+", choices=WINDOWS, default=list(WINDOWS))
+  parser.add_argument(
+    "--vocabularies", nargs="+", type=int, choices=VOCABULARIES, default=list(VOCABULARIES)
+  )
+  parser.add_argument("--chips", nargs="+", type=int, choices=TOPOLOGIES, default=list(TOPOLOGIES))
+  parser.add_argument("--render", action="store_true", help="plan nothing, render what there is")
+  return parser
+
+
+if __name__ == "__main__":
+  sys.exit(main())

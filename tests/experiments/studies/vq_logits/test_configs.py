@@ -1,0 +1,73 @@
+"""Are the paper's decoders as large as it says, and their schedules as long?"""
+
+import importlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs.vq import HEADS
+from vqjax.lab.config import config_hash, load, override
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+PAPER = {
+  "wikitext103": (267_735, 768, 12, 512, 65_536, (1024, 2048, 4096)),
+  "c4": (32_000, 768, 12, 1024, 131_072, (512, 1024, 2048)),
+  "ptb": (10_000, 512, 6, 256, 16_384, (256, 512, 1024)),
+}
+"""Corpus -> vocabulary, width, layers, context, tokens of a batch, sizes of the codebook."""
+
+
+def made(corpus, *arguments):
+  return importlib.import_module(f"configs.vq_{corpus}").experiment(*arguments)
+
+
+def parameters(model):
+  """Part -> number of parameters, from shapes alone."""
+  tokens = jnp.zeros((1, 2), jnp.int32)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+  count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
+  vocabulary = {name: count(shapes.pop(name)) for name in ("embedding", "head")}
+  return vocabulary | {"core": count(shapes)}
+
+
+@pytest.mark.parametrize("corpus", PAPER)
+def test_the_core_is_as_large_as_its_layers_say(corpus):
+  vocab, dim, layers, context, *_ = PAPER[corpus]
+  found = parameters(made(corpus).model)
+  norms_and_biases = 13 * dim
+  core = layers * (12 * dim**2 + norms_and_biases) + 2 * dim + context * dim
+  assert found == {"embedding": vocab * dim, "head": vocab * dim, "core": core}
+  # 12 layers of 12·768² weights: the paper prints 80 M.
+  assert corpus == "ptb" or abs(core - 84.9e6) < 0.012 * 84.9e6
+
+
+@pytest.mark.parametrize("corpus", PAPER)
+def test_a_codebook_has_codes_times_width_parameters(corpus):
+  dim, sizes = PAPER[corpus][1], PAPER[corpus][-1]
+  for codes in sizes:
+    experiment = made(corpus, f"codebook-{codes}")
+    assert parameters(experiment.model)["head"] == codes * dim
+    assert experiment.name == f"vq-{corpus}-codebook-{codes}"
+
+
+@pytest.mark.parametrize("corpus", PAPER)
+def test_a_batch_has_the_paper_s_tokens(corpus):
+  experiment = made(corpus)
+  assert experiment.train.batch * experiment.model.context == PAPER[corpus][4]
+  assert experiment.model.heads == experiment.model.dim // 64
+
+
+@pytest.mark.parametrize("corpus", PAPER)
+def test_files_load_and_their_data_may_be_overridden(corpus):
+  loaded = load(CONFIGS / f"vq_{corpus}.py")
+  assert config_hash(loaded) == config_hash(made(corpus))
+  path = {"c4": "data.source.path", "wikitext103": "data.data_dir", "ptb": "data.path"}[corpus]
+  assert config_hash(override(loaded, [f"{path}=elsewhere"])) != config_hash(loaded)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_another_vocabulary_may_be_planned(head):
+  assert made("c4", head, 8009).tokenizer.vocab == 8009
+  assert made("wikitext103", head, 8009).model.head.vocab == 8009

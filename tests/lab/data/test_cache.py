@@ -1,0 +1,140 @@
+"""Is the cache whole or absent, whatever happened to it?"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from vqjax.lab.data import BPETokenizer, Text, WordTokenizer, cache, encode_split, fit_encoder
+
+
+@pytest.fixture
+def source(tmp_path):
+  path = tmp_path / "text.txt"
+  path.write_text("\n\n".join(f"document number {i} é" for i in range(101)), encoding="utf-8")
+  return Text(str(path))
+
+
+@dataclasses.dataclass
+class Wide:
+  """An encoder with more words than 16 bits number, that can count its calls and misbehave."""
+
+  vocab: int = 70_000
+  eos: int = 1
+  token: int = 69_999
+  calls: int = 0
+
+  def encode(self, document):
+    self.calls += 1
+    return np.array([5, self.token, len(document), self.eos])
+
+  def fingerprint(self):
+    return "wide"
+
+
+def only_file(kind="tokens"):
+  (path,) = cache.cache_folder().glob(f"*.{kind}")
+  return path
+
+
+def test_the_cache_holds_the_documents_one_after_another(source):
+  encoder = fit_encoder(source, WordTokenizer())
+  split = encode_split(source, encoder, "train")
+  documents = list(source.documents("train"))
+  assert np.array_equal(split.tokens, np.concatenate([encoder.encode(d) for d in documents]))
+  assert split.text_bytes == sum(len(d.encode("utf-8")) + 1 for d in documents)
+  assert (split.documents, split.eos) == (len(documents), encoder.eos)
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
+def test_tokens_take_two_bytes_where_they_fit(source, vocab, dtype):
+  split = encode_split(source, Wide(vocab=vocab, token=vocab - 1), "train")
+  assert isinstance(split.tokens, np.memmap)
+  assert split.tokens.dtype == dtype
+  assert split.tokens[1] == vocab - 1
+
+
+def test_text_is_encoded_once(source):
+  encoder = Wide()
+  encode_split(source, encoder, "train")
+  calls = encoder.calls
+  encode_split(source, encoder, "train")
+  assert encoder.calls == calls > 0
+
+
+def test_changed_text_is_encoded_again(source, tmp_path):
+  before = encode_split(source, Wide(), "train").tokens.copy()
+  (tmp_path / "text.txt").write_text("\n\n".join(f"other {i}" for i in range(200)))
+  assert len(encode_split(source, Wide(), "train").tokens) != len(before)
+
+
+# Half the tokens of four bytes are as long as all of them at two: that must not pass for whole.
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
+def test_a_truncated_cache_is_built_again(source, left):
+  expected = np.array(encode_split(source, Wide(), "train").tokens)
+  header = cache.HEADER.itemsize
+  with only_file().open("r+b") as file:
+    file.truncate(header + int(left * 4 * len(expected)))
+  assert np.array_equal(encode_split(source, Wide(), "train").tokens, expected)
+
+
+@pytest.mark.parametrize("content", [b"", b"vqjax", b"\x00" * 500])
+def test_a_file_that_is_no_cache_is_replaced(source, content):
+  expected = np.array(encode_split(source, Wide(), "train").tokens)
+  only_file().write_bytes(content)
+  assert np.array_equal(encode_split(source, Wide(), "train").tokens, expected)
+
+
+def test_a_damaged_encoder_is_fitted_again(source):
+  expected = fit_encoder(source, WordTokenizer()).fingerprint()
+  path = only_file("encoder.json")
+  path.write_bytes(path.read_bytes()[:-9])
+  assert fit_encoder(source, WordTokenizer()).fingerprint() == expected
+
+
+def test_an_encoder_from_the_cache_is_the_fitted_one(source):
+  for tokenizer in (WordTokenizer(), BPETokenizer(vocab=280)):
+    fitted, cached = fit_encoder(source, tokenizer), fit_encoder(source, tokenizer)
+    assert cached.fingerprint() == fitted.fingerprint()
+
+
+def test_a_killed_process_leaves_nothing_that_is_read(source, monkeypatch):
+  monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+  with pytest.raises(KeyboardInterrupt):
+    encode_split(source, Wide(), "train")
+  assert list(cache.cache_folder().iterdir()) == []
+
+
+def test_processes_at_once_do_not_disturb_each_other(source):
+  code = (
+    "import sys; from vqjax.lab.data import *;"
+    "s = Text(sys.argv[1]); e = fit_encoder(s, WordTokenizer());"
+    "print(encode_split(s, e, 'train').tokens.sum())"
+  )
+  command = [sys.executable, "-c", code, source.path]
+  running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+  sums = {process.communicate()[0] for process in running}
+  assert len(sums) == 1
+  assert all(process.returncode == 0 for process in running)
+
+
+@pytest.mark.parametrize("token", [-1, 70_000])
+def test_a_token_outside_the_vocabulary_is_named(source, token):
+  with pytest.raises(ValueError, match=rf"token {token} is outside the vocabulary of 70000"):
+    encode_split(source, Wide(token=token), "train")
+
+
+def test_a_source_that_fails_is_not_blamed_on_the_cache(tmp_path):
+  broken = type("Broken", (Text,), {"fingerprint": lambda self: "broken"})(str(tmp_path / "gone"))
+  with pytest.raises(FileNotFoundError, match="does not exist"):
+    encode_split(broken, Wide(), "train")
+  assert list(cache.cache_folder().iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_names_the_remedy(source, tmp_path, monkeypatch):
+  monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "text.txt" / "cache"))
+  with pytest.raises(OSError, match=r"cannot write the token cache.*set VQJAX_CACHE"):
+    encode_split(source, Wide(), "train")

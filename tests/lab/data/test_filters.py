@@ -1,0 +1,172 @@
+"""Do filters drop what they say, count it, and keep the rest in order and in no second split?"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from vqjax.lab.data import Filtered, SentencePieceTokenizer, Source, encode_split, fit_encoder
+from vqjax.lab.data.duplicates import Seen, key
+from vqjax.lab.data.files import content_hash
+from vqjax.lab.data.filters import Report
+from vqjax.lab.data.source import SPLITS
+
+ENGLISH = "The river was high that spring, and {} people crossed it by the old stone bridge. " * 2
+GERMAN = "Im Frühjahr stand der Fluss hoch, und {} Leute gingen über die alte Brücke. " * 2
+LONG = 150
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory(Source):
+  """Documents that are at hand."""
+
+  train: tuple[str, ...] = ("train",)
+  valid: tuple[str, ...] = ("valid",)
+  test: tuple[str, ...] = ("test",)
+
+  def _documents(self, split: str) -> Iterator[str]:
+    yield from getattr(self, split)
+
+  def fingerprint(self) -> str:
+    return content_hash([*self.train, "valid", *self.valid, "test", *self.test])
+
+
+def english(numbers):
+  return tuple(ENGLISH.format(n, n) for n in numbers)
+
+
+def plain(source, **fields):
+  """No filter but those in `fields`."""
+  return Filtered(source, **{"min_chars": 0, "language": None, "deduplicate": False, **fields})
+
+
+def test_a_corpus_is_filtered_as_in_appendix_a():
+  kept = english(range(2111))  # more than are compared at once
+  noise = (
+    *(GERMAN.format(n, n) for n in range(7)),
+    *(f"short {n}" for n in range(5)),
+    *(text.upper().replace(" ", " \n") for text in kept[:3]),
+  )
+  mixed = [*kept, *noise]
+  np.random.default_rng(0).shuffle(mixed)
+  filtered = Filtered(Memory(tuple(mixed)), min_chars=LONG)
+  report = Report()
+  documents = list(filtered.filtered("train", report))
+  same = lambda text: " ".join(text.lower().split())
+  assert report == Report(2126, 0, 5, 3, 7, 2111)
+  assert sorted(map(same, documents)) == sorted(map(same, kept))
+  places = [mixed.index(document) for document in documents]
+  assert places == sorted(places)
+  assert filtered.report("train") == report
+
+
+def test_without_filters_everything_passes():
+  source = Memory(("", "a", "a", "ü"))
+  assert list(plain(source).documents("train")) == ["", "a", "a", "ü"]
+
+
+def test_a_document_is_as_long_as_its_characters():
+  texts = ("ééé", "éé", "東京都", "abcd")
+  assert list(plain(Memory(texts), min_chars=3).documents("train")) == ["ééé", "東京都", "abcd"]
+
+
+@pytest.mark.parametrize(("language", "kept"), [("en", 3), ("de", 1), (None, 4)])
+def test_one_language_is_kept(language, kept):
+  source = Memory((*english(range(3)), GERMAN.format(1, 1)))
+  assert len(list(plain(source, language=language).documents("train"))) == kept
+
+
+def test_no_document_is_in_two_splits():
+  source = Memory(train=tuple("abcdef"), valid=("G", "b", "C "), test=("c", "D", "c"))
+  filtered = plain(source, deduplicate=True)
+  documents = {split: list(filtered.documents(split)) for split in SPLITS}
+  assert documents == {"train": ["a", "e", "f"], "valid": ["G", "b"], "test": ["c", "D"]}
+
+
+@pytest.mark.parametrize("fraction", [0.013, 0.5, 0.9])
+def test_a_sample_has_its_share_of_the_documents(fraction):
+  texts = tuple(f"document {n}" for n in range(20_011))
+  sample = list(plain(Memory(texts), fraction=fraction).documents("train"))
+  # Five standard deviations of a binomial.
+  assert abs(len(sample) - 20_011 * fraction) < 5 * (20_011 * fraction * (1 - fraction)) ** 0.5
+
+
+def test_a_sample_is_the_same_in_any_order_and_a_smaller_one_is_part_of_it():
+  texts = tuple(f"document {n}" for n in range(997))
+  half, tenth = (set(plain(Memory(texts), fraction=f).documents("train")) for f in (0.5, 0.1))
+  assert set(plain(Memory(texts[::-1]), fraction=0.5).documents("train")) == half
+  assert tenth < half
+
+
+def test_equal_documents_are_sampled_together():
+  twins = tuple(text for n in range(499) for text in (f"Document {n}", f"document  {n}"))
+  report = plain(Memory(twins), fraction=0.5, deduplicate=True).report("train")
+  assert report.duplicates == report.kept
+
+
+def test_the_fingerprint_changes_with_text_and_settings():
+  source = Memory()
+  made = [Filtered(source), Filtered(Memory(train=("other",)))]
+  made += [Filtered(source, min_chars=2), Filtered(source, language="de")]
+  made += [Filtered(source, deduplicate=False), Filtered(source, fraction=0.5)]
+  assert len({filtered.fingerprint() for filtered in made}) == len(made)
+  assert Filtered(source).fingerprint() == Filtered(source).fingerprint() != source.fingerprint()
+
+
+def test_filters_that_leave_nothing_give_the_counts():
+  with pytest.raises(ValueError, match=r"'train' is left \(read 2, .*short 2.*loosen data\.min_ch"):
+    list(Filtered(Memory(("a", "b"))).documents("train"))
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"min_chars": -1}, r"data\.min_chars -1 is negative"),
+    ({"fraction": 0}, r"data\.fraction 0 is outside \(0, 1\]"),
+    ({"fraction": 1.5}, r"data\.fraction 1\.5 is outside"),
+    ({"language": "english"}, r"data\.language 'english' cannot be told.*\ben\b"),
+  ],
+)
+def test_bad_settings_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    list(Filtered(Memory(), **fields).documents("train"))
+
+
+def test_unknown_splits_are_refused():
+  with pytest.raises(ValueError, match="no split 'dev'"):
+    list(plain(Memory()).documents("dev"))
+
+
+def test_keys_are_new_exactly_once():
+  draw, seen, before = np.random.default_rng(0), Seen(), set()
+  for size in (0, 1, 7, 1024, 5, 0, 1024, 311) * 5:
+    keys = (2**64 - 1 - draw.integers(0, 3000, size, np.uint64)).tolist()
+    expected = []
+    for one in keys:
+      expected.append(one not in before)
+      before.add(one)
+    assert seen.add(keys).tolist() == expected
+  assert len(seen) == len(before)
+
+
+def test_keys_ignore_case_and_blanks_alone():
+  assert key("A  Straße\n") == key(" a strasse")
+  assert len({key(text) for text in ("", "a", "b", "ab", "a b", "a.")}) == 6
+
+
+def test_news_are_cut_into_pieces_of_what_the_filters_leave(real_data):
+  file = real_data / "ag_news/test.csv"
+  if not file.is_file():
+    pytest.skip(f"no {file}")
+  lines = tuple(file.read_text(encoding="utf-8").splitlines())
+  source = Filtered(Memory(lines, lines[:50], lines[50:99]), min_chars=200)
+  report = source.report("train")
+  # 99 lines are held out; headlines repeat, and some are too short.
+  assert report.read == 7600
+  assert report.duplicates >= sum(len(line) >= 200 for line in lines[:99])
+  assert report.other_language < 0.01 * report.read
+  encoder = fit_encoder(source, SentencePieceTokenizer(vocab=2003))
+  split = encode_split(source, encoder, "train")
+  assert split.documents == report.kept
+  assert encoder.decode(split.tokens[:-1]) == "\n".join(source.documents("train"))

@@ -1,0 +1,137 @@
+"""Is a SentencePiece model trained on the documents whole, small enough, and always the same?"""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from vqjax.lab.data import SentencePieceTokenizer, Text, encode_split, fit_encoder, pieces
+from vqjax.lab.data.docstrings import docstrings, stdlib_modules
+
+WORDS = "the cat sat on a mat while seven dogs were running after their ball".split()  # noqa: SIM905
+PROSE = [" ".join(WORDS[(i * k) % 13] for k in range(2, 9)) + f" {i}." for i in range(211)]
+TEXTS = [
+  "",
+  "the cats ran",
+  " two  spaces \n",
+  "\n\na\tb\r\n",
+  "naïve 東京 🙂",
+  "a\u0000b\u2028c ﬁ ①",
+  "</s> <unk> <0x41> \u2585",
+]
+
+
+def fit(tokenizer, documents=PROSE):
+  return tokenizer.fit(lambda: iter(documents))
+
+
+@pytest.fixture(scope="module")
+def trained():
+  prose = [text for path in stdlib_modules()[:40] for text in docstrings(path.read_bytes())]
+  return fit(SentencePieceTokenizer(vocab=1009), prose)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_comes_back_exactly(trained, text):
+  tokens = trained.encode(text)
+  assert tokens[-1] == trained.eos
+  assert np.count_nonzero(tokens == trained.eos) == 1
+  assert trained.decode(tokens[:-1]) == text
+
+
+def test_the_vocabulary_has_the_size_asked_for(trained):
+  assert trained.vocab == 1009
+
+
+def test_frequent_words_are_one_piece(trained):
+  assert len(trained.encode("the same file is not")) == 5 + 1
+
+
+@pytest.mark.parametrize("lines", [4_000_000, 50])
+def test_training_is_the_same_in_every_process(lines):
+  code = (
+    f"from vqjax.lab.data import SentencePieceTokenizer as S; t = {PROSE};"
+    f"print(S(vocab=290, lines={lines}).fit(lambda: iter(t)).fingerprint())"
+  )
+  runs = {
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    for _ in range(2)
+  }
+  assert len(runs) == 1
+
+
+def test_a_trained_model_is_loaded_from_the_cache_not_trained_again(tmp_path, monkeypatch):
+  (tmp_path / "text.txt").write_text("\n\n".join(PROSE))
+  source, tokenizer = Text(str(tmp_path / "text.txt")), SentencePieceTokenizer(vocab=307)
+  trained = fit_encoder(source, tokenizer)
+  monkeypatch.setattr(SentencePieceTokenizer, "fit", None)
+  loaded = fit_encoder(source, tokenizer)
+  assert loaded.fingerprint() == trained.fingerprint()
+  assert encode_split(source, loaded, "test").eos == trained.eos
+
+
+@pytest.mark.parametrize("state", ["", "not base 64", "bm8gbW9kZWw="])
+def test_a_damaged_state_is_refused(state):
+  with pytest.raises(ValueError, match=r"SentencePiece|base64|end-of-sentence"):
+    SentencePieceTokenizer().load(state)
+
+
+def test_too_large_a_vocabulary_names_the_largest_that_works():
+  with pytest.raises(ValueError, match=r"tokenizer\.vocab 32000 .*largest that works is") as error:
+    fit(SentencePieceTokenizer())
+  largest = int(str(error.value).split()[-1])
+  assert fit(SentencePieceTokenizer(vocab=largest)).vocab == largest
+  with pytest.raises(ValueError, match=f"works is {largest}"):
+    fit(SentencePieceTokenizer(vocab=largest + 1))
+
+
+def test_too_small_a_vocabulary_names_the_smallest_that_works():
+  with pytest.raises(ValueError, match=r"tokenizer\.vocab 258 has no room.*at least") as error:
+    fit(SentencePieceTokenizer(vocab=258))
+  smallest = int(str(error.value).split()[-1])
+  assert fit(SentencePieceTokenizer(vocab=smallest)).vocab == smallest
+
+
+@pytest.mark.parametrize("documents", [[], ["", " \n\n "]])
+def test_text_without_words_is_refused(documents):
+  with pytest.raises(ValueError, match="no text to train SentencePiece on"):
+    fit(SentencePieceTokenizer(), documents)
+
+
+def test_no_lines_are_refused():
+  with pytest.raises(ValueError, match=r"tokenizer\.lines 0 leave nothing"):
+    SentencePieceTokenizer(lines=0)
+
+
+def test_lines_that_the_library_reserves_or_finds_long_do_no_harm():
+  odd = ["\u2585 \u2047 a\u0000b", "long " * 9_001, "\u2581 the"]
+  assert fit(SentencePieceTokenizer(vocab=310), [*PROSE, *odd]).vocab == 310
+
+
+def test_a_sample_has_every_line_equally_often():
+  # 7 of 101 lines, drawn from 3,000 orders of them: each 207.9 times but for chance.
+  draw = np.random.default_rng(0)
+  orders = (draw.permutation(101) for _ in range(3000))
+  counts = np.bincount(np.concatenate([pieces._sample(order, 7) for order in orders]))
+  # Five standard deviations of a binomial: sqrt(3000 · 7/101 · 94/101) = 13.9.
+  assert np.abs(counts - 3000 * 7 / 101).max() < 70
+
+
+def test_missing_and_wrong_models_are_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"'no\.model' does not exist"):
+    fit(SentencePieceTokenizer(model="no.model"))
+  (tmp_path / "x.model").write_bytes(b"not a model")
+  with pytest.raises(ValueError, match=r"x\.model: this is no SentencePiece model"):
+    fit(SentencePieceTokenizer(model=str(tmp_path / "x.model")))
+
+
+def test_a_published_model_reads_and_writes(real_data):
+  for size in (2048, 4096):
+    model = real_data / f"tinystories/tok{size}.model"
+    if not model.is_file():
+      pytest.skip(f"no {model}")
+    encoder = fit(SentencePieceTokenizer(model=str(model)))
+    tokens = encoder.encode("Once upon a time, Lily ran.")
+    assert encoder.vocab == size
+    assert encoder.decode(tokens[:-1]) == "Once upon a time, Lily ran."

@@ -1,0 +1,199 @@
+"""Does a source yield the documents that its files hold, and say what is wrong with them?"""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from vqjax.lab.data import PennTreebank, Text, WikiText
+from vqjax.lab.data.source import SPLITS
+
+
+def write(path, *documents):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text("\n\n".join(documents), encoding="utf-8")
+  return str(path)
+
+
+def split_of(source):
+  return {document: split for split in SPLITS for document in source.documents(split)}
+
+
+def test_docstrings_are_a_corpus_of_a_useful_size():
+  words = [
+    word
+    for split in SPLITS
+    for document in Text().documents(split)
+    for word in re.findall(r"\w+(?:'\w+)?|[^\w\s]", document)
+  ]
+  # Loose: Python versions differ. 3.11 has 361,000 and 14,000.
+  assert 150_000 < len(words) < 1_000_000
+  assert len(set(words)) > 8_000
+
+
+def test_the_splits_do_not_depend_on_the_process(tmp_path):
+  path = write(tmp_path / "a.txt", *(f"document {i}" for i in range(50)))
+  code = (
+    "import sys; from vqjax.lab.data import Text; print(list(Text(sys.argv[1]).documents('valid')))"
+  )
+  runs = {
+    subprocess.run(
+      [sys.executable, "-c", code, path],
+      env={**os.environ, "PYTHONHASHSEED": seed},
+      capture_output=True,
+      check=True,
+    ).stdout
+    for seed in "12"
+  }
+  assert len(runs) == 1
+
+
+def test_every_paragraph_of_a_file_is_in_one_split(tmp_path):
+  documents = [f"paragraph {i}\nof two lines" for i in range(211)]
+  source = Text(write(tmp_path / "a.txt", *documents), 0.2, 0.3)
+  where = split_of(source)
+  assert sorted(where) == sorted(documents)
+  share = {split: list(where.values()).count(split) / 211 for split in SPLITS}
+  # Three standard deviations of a binomial of 211 draws.
+  assert share == pytest.approx({"train": 0.5, "valid": 0.2, "test": 0.3}, abs=0.11)
+
+
+def test_an_added_document_moves_hardly_any_other(tmp_path):
+  documents = [f"document {i}" for i in range(97)]
+  before = split_of(Text(write(tmp_path / "a.txt", *documents), 0.2, 0.2))
+  after = split_of(Text(write(tmp_path / "b.txt", "new", *documents), 0.2, 0.2))
+  # Each of the two boundaries may shift by the new document and by a rounding.
+  assert sum(after[d] != before[d] for d in before) <= 4
+
+
+def test_even_a_few_documents_fill_every_split(tmp_path):
+  for count in (3, 4, 10):
+    source = Text(write(tmp_path / f"{count}.txt", *(f"document {i}" for i in range(count))))
+    assert all(list(source.documents(split)) for split in ("train", "valid", "test"))
+
+
+def test_documents_keep_their_order(tmp_path):
+  source = Text(write(tmp_path / "a.txt", *(f"{i}" for i in range(300))))
+  numbers = [int(document) for document in source.documents("train")]
+  assert numbers == sorted(numbers)
+
+
+def test_a_folder_is_read_recursively_without_hidden_and_binary_files(tmp_path):
+  for i in range(60):
+    write(tmp_path / f"deep/{i % 3}/{i}.md", f"document {i}", "same document")
+  write(tmp_path / ".git/x.txt", "hidden")
+  (tmp_path / "picture.png").write_bytes(b"\xff\x00")
+  where = split_of(Text(str(tmp_path), 0.3, 0.3))
+  assert sorted(where) == sorted(f"document {i}\n\nsame document" for i in range(60))
+
+
+def test_files_named_for_splits_are_the_splits(tmp_path):
+  for name, text in (("x.train.txt", "a"), ("x.val.txt", "b"), ("test.txt", "c")):
+    write(tmp_path / name, text)
+  assert split_of(Text(str(tmp_path))) == {"a": "train", "b": "valid", "c": "test"}
+
+
+def test_line_ends_and_byte_order_mark_are_not_text(tmp_path):
+  (tmp_path / "train.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n\r\nthree")
+  assert list(Text(str(tmp_path)).documents("train")) == ["one\ntwo", "three"]
+
+
+def test_fingerprint_changes_with_text_and_splits_only(tmp_path):
+  documents = [f"document {i}" for i in range(50)]
+  path = write(tmp_path / "a.txt", *documents)
+  first = Text(path).fingerprint()
+  assert Text(write(tmp_path / "b.txt", *documents)).fingerprint() == first
+  assert Text(path, valid_fraction=0.1).fingerprint() != first
+  assert Text(write(tmp_path / "a.txt", *documents, "x")).fingerprint() != first
+
+
+def test_a_path_is_also_looked_for_under_the_data_folder(tmp_path, monkeypatch):
+  write(tmp_path / "own/train.txt", "hello")
+  monkeypatch.setenv("VQJAX_DATA", str(tmp_path))
+  assert list(Text("own").documents("train")) == ["hello"]
+
+
+@pytest.mark.parametrize("make", [Text, PennTreebank, WikiText])
+def test_a_missing_folder_names_itself_and_the_remedy(make, monkeypatch):
+  monkeypatch.delenv("VQJAX_DATA", raising=False)
+  with pytest.raises(FileNotFoundError, match=r"'nowhere'.*VQJAX_DATA"):
+    list(make("nowhere").documents("train"))
+
+
+def test_a_folder_without_text_says_so(tmp_path):
+  with pytest.raises(ValueError, match=r"holds no text file; give a file"):
+    list(Text(str(tmp_path)).documents("train"))
+
+
+def test_an_empty_file_says_so(tmp_path):
+  with pytest.raises(ValueError, match="holds no text"):
+    list(Text(write(tmp_path / "a.txt", "")).documents("train"))
+
+
+def test_a_file_that_is_not_utf8_names_the_byte(tmp_path):
+  (tmp_path / "a.txt").write_bytes(b"caf\xe9 noir")
+  with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 0xe9 at offset 3.*iconv"):
+    list(Text(str(tmp_path)).documents("train"))
+
+
+def test_an_unknown_split_names_the_splits():
+  with pytest.raises(ValueError, match="no split 'dev'; the splits are train, valid, test"):
+    Text().documents("dev")
+
+
+def test_a_split_that_gets_nothing_says_what_to_raise(tmp_path):
+  source = Text(write(tmp_path / "a.txt", "one", "two"), valid_fraction=0.0)
+  with pytest.raises(
+    ValueError, match=r"the 2 documents of .* leave none for 'valid'.*valid_fraction"
+  ):
+    list(source.documents("valid"))
+
+
+def test_two_files_for_a_split_are_refused(tmp_path):
+  write(tmp_path / "train.txt", "a")
+  write(tmp_path / "train.md", "b")
+  with pytest.raises(ValueError, match=r"two files for the split 'train'"):
+    list(Text(str(tmp_path)).documents("train"))
+
+
+@pytest.mark.parametrize("fractions", [(-0.1, 0.1), (0.5, 0.5)])
+def test_fractions_that_leave_no_training_text_are_refused(fractions):
+  with pytest.raises(ValueError, match="leave nothing to train on"):
+    Text(None, *fractions)
+
+
+def test_lines_of_a_corpus_are_documents_in_order_and_empty_ones_count(corpus):
+  assert list(PennTreebank(str(corpus)).documents("test")) == [
+    *("test 0 é", ""),
+    *("test 1 é", ""),
+    *("test 2 é", ""),
+  ]
+
+
+def test_a_corpus_without_a_split_says_which(corpus):
+  (corpus / "ptb.valid.txt").unlink()
+  with pytest.raises(FileNotFoundError, match="lacks a file for valid"):
+    list(PennTreebank(str(corpus)).documents("train"))
+
+
+def test_documents_that_only_mention_a_split_are_documents(tmp_path):
+  for name in ("train-guide.txt", "test_plan.txt", "dev notes.txt", "other.txt"):
+    write(tmp_path / name, name)
+  assert set(split_of(Text(str(tmp_path)))) == {
+    "train-guide.txt",
+    "test_plan.txt",
+    "dev notes.txt",
+    "other.txt",
+  }
+
+
+def test_a_folder_with_one_book_is_read_by_paragraphs(tmp_path):
+  write(tmp_path / "book.txt", *(f"paragraph {i}" for i in range(10)))
+  assert len(split_of(Text(str(tmp_path)))) == 10
+
+
+def test_an_empty_path_is_not_the_current_folder():
+  with pytest.raises(ValueError, match="is empty; give a file or folder"):
+    list(Text("").documents("train"))

@@ -1,0 +1,131 @@
+"""Are datasets prepared and read in their order, without TensorFlow?"""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from configs import grouped_lm
+from vqjax.lab.data import TFDS, LabelledTFDS, PairedTFDS, PennTreebank
+from vqjax.lab.data.source import SPLITS
+
+
+def build(name, data_dir, *options):
+  command = [
+    sys.executable,
+    "-m",
+    "vqjax.lab.data.build",
+    name,
+    "--data_dir",
+    str(data_dir),
+    *options,
+  ]
+  return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def prepared(corpus, tmp_path):
+  done = build("vqjax_penn_treebank", tmp_path / "tfds", "--manual_dir", str(corpus))
+  assert done.returncode == 0, done.stderr
+  return TFDS(data_dir=str(tmp_path / "tfds"))
+
+
+def test_lines_come_back_in_their_order(prepared, corpus):
+  # 3,000 lines of 12 kinds: any shuffling would show, and they are more than are read at once.
+  for split in SPLITS:
+    expected = list(PennTreebank(str(corpus)).documents(split))
+    assert list(prepared.documents(split)) == expected
+
+
+def test_slices_are_splits(prepared):
+  sliced = TFDS(train="train[:10]", data_dir=prepared.data_dir)
+  assert len(list(sliced.documents("train"))) == 10
+  assert sliced.fingerprint() != prepared.fingerprint()
+
+
+def test_one_split_may_serve_as_two(prepared):
+  # As for C4, which has no test split.
+  halves = TFDS(valid="train[:50%]", test="train[50%:]", data_dir=prepared.data_dir)
+  both = [*halves.documents("valid"), *halves.documents("test")]
+  assert both == list(prepared.documents("train"))
+
+
+@pytest.mark.parametrize("size", ["2", "103"])
+def test_wikitext_is_found_under_the_data_folder(size, corpus, tmp_path, monkeypatch):
+  corpus.rename(tmp_path / f"wikitext-{size}")
+  monkeypatch.setenv("VQJAX_DATA", str(tmp_path))
+  done = build(f"vqjax_wiki_text/{size}", tmp_path / "tfds")
+  assert done.returncode == 0, done.stderr
+  source = TFDS(f"vqjax_wiki_text/{size}", data_dir=str(tmp_path / "tfds"))
+  assert list(source.documents("test"))[:2] == ["test 0 é", ""]
+
+
+def test_tensorflow_is_not_imported(prepared):
+  code = (
+    "import sys; from vqjax.lab.data import TFDS; early = 'tensorflow_datasets' in sys.modules;"
+    f"list(TFDS(data_dir={prepared.data_dir!r}).documents('test'));"
+    "assert not early and 'tensorflow' not in sys.modules"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bad_names_say_what_there_is(prepared, tmp_path):
+  there = prepared.data_dir
+  for source, message in (
+    (TFDS("no_such_set", data_dir=there), "no dataset 'no_such_set'"),
+    (TFDS(text="words", data_dir=there), r"no feature 'words'; set TFDS\.text to one of text"),
+    (TFDS(train="all", data_dir=there), r"no split 'all'; set TFDS\.train to one of train"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      list(source.documents("train"))
+  with pytest.raises(FileNotFoundError, match=r"prepare it with `python -m vqjax\.data\.build"):
+    list(TFDS(data_dir=str(tmp_path / "empty")).documents("train"))
+
+
+def test_a_corpus_that_is_nowhere_says_where_to_put_it(tmp_path, monkeypatch):
+  monkeypatch.delenv("VQJAX_DATA", raising=False)
+  done = build("vqjax_penn_treebank", tmp_path / "tfds")
+  assert done.returncode != 0
+  assert "VQJAX_DATA" in done.stderr
+
+
+def test_labelled_texts_and_translations_are_prepared_and_read(tmp_path):
+  manual = tmp_path / "manual"
+  manual.mkdir()
+  rows = '"1","A title","a \\\\ line"\n"2","Other","text"\n'
+  for name in ("train", "test"):
+    (manual / f"{name}.csv").write_text(rows * 20)
+  for name in ("train", "tst2012", "tst2013"):
+    (manual / f"{name}.en").write_text("a dog\na cat\n")
+    (manual / f"{name}.vi").write_text("một con chó\nmột con mèo\n")
+  there = tmp_path / "tfds"
+  for name in ("vqjax_zhang/yelp_review_polarity", "vqjax_iwslt15"):
+    done = build(name, there, "--manual_dir", str(manual))
+    assert done.returncode == 0, done.stderr
+  reviews = LabelledTFDS("vqjax_zhang/yelp_review_polarity", data_dir=str(there))
+  found = list(reviews.examples("test"))
+  assert sorted(set(found)) == [("A title a line", 0), ("Other text", 1)]
+  assert len(found) == 40
+  assert len(list(reviews.documents("train"))) == 38
+  assert reviews.classes == ("1", "2")
+  assert reviews.labels("valid").tolist().count(0) in range(3)
+  talks = PairedTFDS(
+    "vqjax_iwslt15", "vi", "en", valid="validation", test="test", data_dir=str(there)
+  )
+  assert sorted(talks.pairs("valid")) == [("một con chó", "a dog"), ("một con mèo", "a cat")]
+  with pytest.raises(ValueError, match=r"no feature 'fr'; set PairedTFDS\.target to one of en, vi"):
+    list(PairedTFDS("vqjax_iwslt15", "vi", "fr", data_dir=str(there)).pairs("train"))
+
+
+def test_tinystories_is_prepared_with_its_validation_halved(tmp_path):
+  manual = tmp_path / "manual"
+  manual.mkdir()
+  (manual / "TinyStories-train.txt").write_text("\none\n\nis long\n<|endoftext|>\ntwo\n")
+  (manual / "TinyStories-valid.txt").write_text("three\n<|endoftext|>\nfour\n<|endoftext|>\n")
+  done = build("vqjax_tiny_stories", tmp_path / "tfds", "--manual_dir", str(manual))
+  assert done.returncode == 0, done.stderr
+  source = dataclasses.replace(grouped_lm.FULL, data_dir=str(tmp_path / "tfds"))
+  assert list(source.documents("train")) == ["one\n\nis long", "two"]
+  assert list(source.documents("valid")) == ["three"]
+  assert list(source.documents("test")) == ["four"]

@@ -1,0 +1,158 @@
+"""Does the encoder see everything but what is hidden and padding, and do its tasks learn?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from vqjax import DenseEmbedding, DenseHead, DPQEmbedding, SoftmaxQuantizer
+from vqjax.lab.models import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
+from vqjax.lab.models.bert import MASKED
+from vqjax.lab.training.state import state_maker
+from vqjax.lab.training.step import make_step
+
+V, D, T = 19, 16, 6
+NONE = -1
+
+
+def encoder(**options):
+  fields = {"dim": D, "layers": 2, "heads": 2, "context": T, "hidden": 32}
+  return Encoder(embedding=DenseEmbedding(V, D), **(fields | options))
+
+
+def tasks(**options):
+  own = encoder(**options)
+  return {
+    "masked": (MaskedLanguageModel(own, DenseHead(V, D)), (3, T), (3, T)),
+    "pairs": (PairClassifier(own, 2), (3, 2, T), (3,)),
+    "spans": (SpanFinder(own), (3, T), (3, 2)),
+  }
+
+
+@pytest.mark.parametrize("name", tasks())
+def test_every_variable_has_its_axes(name):
+  quantized = DPQEmbedding(V, D, SoftmaxQuantizer(4, 4, D))
+  model, *shapes = tasks()[name]
+  model = model.clone(encoder=model.encoder.clone(embedding=quantized))
+  variables = model.init(
+    jax.random.key(0), *(jnp.zeros(shape, jnp.int32) for shape in shapes), method="loss_terms"
+  )
+  ranks = jax.tree.map(len, model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
+  assert ranks == jax.tree.map(jnp.ndim, variables)
+  assert model.embedding is quantized
+  assert model.context == T
+
+
+def test_every_token_is_seen_from_everywhere_but_padding():
+  model = encoder()
+  tokens = jnp.array([[[3, 4, 5, 6, NONE, NONE]]])
+  variables = model.init(jax.random.key(0), tokens)
+  see = lambda tokens: model.apply(variables, tokens)[0][0, 0]
+  whole = see(tokens)
+  for place in range(4):
+    changed = see(tokens.at[0, 0, place].set(11))
+    assert (np.abs(changed[:4] - whole[:4]).max(axis=-1) > 0).all()
+  np.testing.assert_allclose(see(tokens[..., :4]), whole[:4], atol=1e-5)
+
+
+def test_a_hidden_token_is_there_and_nobody_knows_which():
+  model = encoder()
+  tokens = jnp.array([[[3, MASKED, 5]]])
+  variables = model.init(jax.random.key(0), tokens)
+  see = lambda tokens: model.apply(variables, tokens)[0][0, 0]
+  shown = see(tokens.at[0, 0, 1].set(4))
+  assert np.isfinite(see(tokens)).all()
+  assert np.abs(see(tokens) - shown).max() > 1e-3
+  # Not as if it were padding.
+  assert np.abs(see(tokens)[0] - see(tokens.at[0, 0, 1].set(NONE))[0]).max() > 1e-4
+
+
+def test_segments_are_told_apart():
+  model = encoder()
+  tokens = jnp.array([[[3, 4], [5, 6]]])
+  variables = model.init(jax.random.key(0), tokens)
+  found = model.apply(variables, tokens)[0]
+  turned = model.apply(variables, tokens[:, ::-1])[0]
+  assert found.shape == (1, 2, 2, D)
+  assert np.abs(found[0, 0] - turned[0, 1]).max() > 1e-3
+
+
+def learned(model, batches, steps, rate=3e-3):
+  rule = optax.adam(rate)
+  first = next(batches)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
+  state = state_maker(model, rule, shapes)(jax.random.key(0))
+  step = make_step(model, rule, lambda count: rate, jax.random.key(1))
+  for _ in range(steps):
+    state, metrics = step(state, next(batches))
+  return state, metrics
+
+
+def test_hidden_tokens_of_a_counting_text_are_guessed():
+  """Each token is one more than the one before: a neighbour tells which is hidden."""
+
+  def batches():
+    draw = np.random.default_rng(0)
+    while True:
+      tokens = (draw.integers(0, V, (32, 1)) + np.arange(T)) % V
+      chosen = draw.random(tokens.shape) < 0.2
+      yield {
+        "inputs": np.where(chosen, MASKED, tokens).astype(np.int32),
+        "targets": np.where(chosen, tokens, NONE).astype(np.int32),
+      }
+
+  _, metrics = learned(MaskedLanguageModel(encoder(), DenseHead(V, D)), batches(), 300)
+  assert metrics["loss"] < 0.5
+
+
+def test_pairs_of_equal_tokens_are_told_from_others():
+  def batches():
+    draw = np.random.default_rng(0)
+    while True:
+      first, second = draw.integers(0, 8, (2, 64))
+      second = np.where(draw.random(64) < 0.5, first, second)
+      tokens = np.full((64, 2, T), NONE, np.int32)
+      tokens[:, 0, 0], tokens[:, 1, 0] = first, second
+      yield {"inputs": tokens, "targets": (first == second).astype(np.int32)}
+
+  model = PairClassifier(encoder(), 2, dropout=0.0)
+  state, _ = learned(model, batches(), 400)
+  batch = jax.tree.map(jnp.asarray, next(batches()))
+  right = model.apply(state.variables, batch["inputs"], batch["targets"], method="hits")["accuracy"]
+  assert right.mean() > 0.9
+
+
+def test_a_stretch_of_large_tokens_is_found():
+  def batches():
+    draw = np.random.default_rng(0)
+    while True:
+      tokens = draw.integers(0, 5, (64, T)).astype(np.int32)
+      first = draw.integers(0, T - 1, 64)
+      place = np.arange(T)
+      inside = (place >= first[:, None]) & (place < first[:, None] + 2)
+      yield {
+        "inputs": np.where(inside, tokens + 10, tokens).astype(np.int32),
+        "targets": np.stack([first, first + 1], axis=1).astype(np.int32),
+      }
+
+  model = SpanFinder(encoder())
+  state, _ = learned(model, batches(), 200)
+  batch = jax.tree.map(jnp.asarray, next(batches()))
+  right = model.apply(state.variables, batch["inputs"], batch["targets"], method="hits")["accuracy"]
+  assert right.shape == (64, 2)
+  assert right.mean() > 0.9
+
+
+@pytest.mark.parametrize(
+  ("options", "shape", "said"),
+  [
+    ({"heads": 3}, (1, 1, T), "heads 3 do not divide dim 16"),
+    ({"dim": 8}, (1, 1, T), "embedding has dim 16 in a model of dim 8"),
+    ({}, (1, 3, T), "3 segments of 6 tokens exceed the model's 2 of 6"),
+    ({}, (1, 1, T + 1), "1 segments of 7 tokens"),
+  ],
+)
+def test_what_does_not_fit_is_named(options, shape, said):
+  with pytest.raises(ValueError, match=said):
+    encoder(**options).init(jax.random.key(0), jnp.zeros(shape, jnp.int32))

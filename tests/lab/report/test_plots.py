@@ -1,0 +1,120 @@
+"""Are plots deterministic, do their labels keep apart, and do they survive missing numbers?"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from vqjax.lab import report
+from vqjax.lab.report.placing import spread
+from vqjax.lab.report.plots import smooth
+from vqjax.lab.report.svg import svg
+
+PLOTS = (report.loss_curves, report.size_against_perplexity)
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_the_same_runs_give_the_same_svg_without_a_date(demo, plot):
+  first, second = (svg(plot(report.read_runs(demo)), "p", "says") for _ in range(2))
+  assert first == second
+  assert first.startswith("<svg ")
+  assert "<metadata>" not in first
+  assert "<dc:date>" not in first
+
+
+def test_colours_of_an_svg_are_the_pages(demo):
+  text = svg(report.loss_curves(report.read_runs(demo)), "p", 'a "b"')
+  assert "var(--ink," in text
+  assert "var(--series-0," in text
+  assert 'aria-label="a &quot;b&quot;"' in text
+
+
+def test_every_id_of_an_svg_begins_with_its_name(demo):
+  text = svg(report.loss_curves(report.read_runs(demo)), "loss", "says")
+  for reference in ('id="', 'href="#', "url(#"):
+    assert text.count(reference) == text.count(f"{reference}loss-") > 0
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_runs_without_numbers_draw_nothing(write_run, plot):
+  assert plot(report.read_runs(write_run("started", None, steps=0))) is None
+
+
+def test_a_loss_that_is_not_finite_is_left_out_of_the_frame(write_run):
+  folder = write_run("one", None)
+  rows = '{"step": 1, "loss": 9.0}\n{"step": 2, "loss": 5.0}\n{"step": 3, "loss": NaN}\n'
+  (folder / "metrics.jsonl").write_text(rows)
+  figure = report.loss_curves(report.read_runs(folder))
+  assert all(math.isfinite(limit) for limit in figure.axes[0].get_ylim())
+
+
+def test_a_single_nan_does_not_erase_the_curve_after_it(write_run):
+  folder = write_run("one", None, steps=0)
+  rows = [f'{{"step": {s}, "loss": {"NaN" if s == 2 else 5.0}}}\n' for s in range(1, 100)]
+  (folder / "metrics.jsonl").write_text("".join(rows))
+  figure = report.loss_curves(report.read_runs(folder))
+  assert list(figure.axes[0].lines[0].get_ydata()) == [5.0] * 98
+
+
+def test_steps_that_a_resumed_run_repeats_count_once_and_as_written_last(write_run):
+  folder = write_run("one", None, steps=0)
+  rows = [(1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0)]
+  text = "".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in rows)
+  (folder / "metrics.jsonl").write_text(text)
+  line = report.loss_curves(report.read_runs(folder)).axes[0].lines[0]
+  assert list(zip(*line.get_data(), strict=True)) == [(1, 9.0), (2, 6.0), (3, 7.0)]
+
+
+def test_a_run_whose_losses_are_all_nan_draws_nothing(write_run):
+  folder = write_run("one", None)
+  (folder / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
+  assert report.loss_curves(report.read_runs(folder)) is None
+
+
+def test_a_tied_head_of_0_bytes_has_its_own_place(demo, write_run, finished):
+  write_run("e_tied", finished("tied", head={"class": "Dense", "state_bytes": 0, "tied": True}))
+  figure = report.size_against_perplexity(report.read_runs(demo))
+  assert figure.axes[0].get_xticklabels()[0].get_text() == "0 (tied)"
+  drawn = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_marker() == "o"]
+  assert 0 < drawn[2] < min(drawn[:2])
+
+
+def test_labels_of_crowded_points_overlap_neither_each_other_nor_leave_the_axes(
+  write_run, finished, tmp_path
+):
+  for at in range(9):
+    head = {"class": "H", "state_bytes": 100_000 + 9_000 * (at % 3)}
+    write_run(f"run_{at}", finished(f"run_number_{at}", perplexity=150 + at // 3, head=head))
+  figure = report.size_against_perplexity(report.read_runs(tmp_path))
+  FigureCanvasAgg(figure).draw()
+  boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+  assert len(boxes) == 9
+  for one, other in itertools.combinations(boxes, 2):
+    assert not one.overlaps(other)
+  for box in boxes:
+    assert figure.axes[0].bbox.count_contains(box.get_points()) == 2
+
+
+def test_labels_of_curves_keep_their_distance_and_order():
+  wanted = [0.5, 0.5, 0.52, 0.98, 0.97, 0.0]
+  placed = spread(wanted, 0.1)
+  assert min(np.diff(np.sort(placed))) >= 0.1 - 1e-12  # twelve digits of double precision
+  assert sorted(range(6), key=lambda at: placed[at]) == [5, 0, 1, 2, 4, 3]
+  assert min(placed) >= 0
+  assert max(placed) <= 1
+  np.testing.assert_allclose(spread([0.1, 0.9, 0.5], 0.1), [0.1, 0.9, 0.5])
+
+
+def test_smoothing_keeps_a_line_and_both_ends():
+  line = np.linspace(9.0, 5.0, 211)
+  np.testing.assert_allclose(smooth(line), line, rtol=1e-12)  # sums of 211 doubles
+  noisy = line + np.random.default_rng(0).normal(size=211)
+  assert np.std(np.diff(smooth(noisy))) < np.std(np.diff(noisy)) / 2
+  np.testing.assert_allclose(smooth(noisy)[[0, -1]], noisy[[0, -1]])
+
+
+def test_a_png_is_written(demo, tmp_path):
+  report.save_png(report.loss_curves(report.read_runs(demo)), tmp_path / "curves.png")
+  assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

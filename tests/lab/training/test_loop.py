@@ -1,0 +1,202 @@
+"""Does a run end with a true result, refuse what is not its own, and stop before it does harm?"""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vqjax import CodebookHead
+from vqjax.lab.config import config_hash
+from vqjax.lab.training import Interrupted, NotFiniteError, fit, loop, program
+from vqjax.lab.training.checkpoint import Checkpoints
+from vqjax.lab.training.run import RunFolder
+from vqjax.lab.training.step import train_step
+
+
+def rows(folder):
+  return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def changed(experiment, **train):
+  return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, **train))
+
+
+def test_a_run_learns_and_its_result_says_all(finished):
+  experiment, folder, result = finished
+  assert result == json.loads((folder / "result.json").read_text())
+  assert result["status"] == "finished"
+  assert result["config_hash"] == config_hash(experiment)
+  assert result["head"]["params"] == 16 * 8 + result["head"]["state_bytes"] // 8 - 16 * 4
+  first, last = rows(folder)[0]["loss"], result["train"]["loss"]
+  assert last < first - 0.1
+  assert 0 < result["valid"]["nats_per_token"] < first
+  assert result["loss"]["seconds"] > 0
+  assert result["train"]["peak_memory_bytes"] > 0
+  assert {"python", "jax", "flax"} <= result["versions"].keys()
+
+
+def test_metrics_have_each_logged_step_and_each_evaluation_once(experiment, tmp_path):
+  fit(changed(experiment, log_every=3), tmp_path)
+  steps = [row["step"] for row in rows(tmp_path) if "loss" in row]
+  assert steps == [*range(3, 40, 3), 40]
+  evaluations = [row["step"] for row in rows(tmp_path) if "valid" in row]
+  assert evaluations == [20, 40]
+  assert list((tmp_path / "events").glob("events*"))
+
+
+def test_every_token_of_the_split_is_evaluated(finished):
+  _, folder, result = finished
+  identity = json.loads((folder / "config.json").read_text())["data"]
+  assert result["valid"]["tokens"] == identity["tokens"]["valid"]
+  assert result["test"]["tokens"] == identity["tokens"]["test"]
+
+
+def test_a_finished_run_is_not_run_again(finished, monkeypatch):
+  experiment, folder, result = finished
+  monkeypatch.setattr(loop, "_Run", None)
+  assert fit(experiment, folder) == result
+
+
+def test_a_run_interrupted_at_any_step_ends_bitwise_the_same(experiment, tmp_path, monkeypatch):
+  whole = fit(experiment, tmp_path / "whole")
+  for stop_at in (1, 10, 27):
+    with monkeypatch.context() as patch:
+      patch.setattr(loop, "deferred_signals", stopping_after(stop_at))
+      with pytest.raises(Interrupted, match=f"SIGINT after step {stop_at}, which is saved"):
+        fit(experiment, tmp_path / "parts")
+  resumed = fit(experiment, tmp_path / "parts")
+  assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+  for split in ("valid", "test"):
+    assert resumed[split] == whole[split]
+  states = [latest_state(tmp_path / name, experiment) for name in ("whole", "parts")]
+  assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), *states)))
+
+
+def stopping_after(step):
+  """A stand-in for the signal handler that asks to stop after so many steps of the whole run."""
+  import contextlib
+
+  calls = iter(range(1, 1000))
+  # The handler is asked once a step; earlier parts of the run have taken some already.
+  done = {"before": {1: 0, 10: 1, 27: 10}[step]}
+
+  @contextlib.contextmanager
+  def signals():
+    yield lambda: 2 if next(calls) + done["before"] == step else None
+
+  return signals
+
+
+def latest_state(folder, experiment):
+  from vqjax.lab.training import init_state, optimizer
+  from vqjax.lab.training.text import load_text
+
+  model = load_text(experiment).experiment.model
+  like = init_state(model, optimizer(experiment.train), jax.random.key(5))
+  checkpoints = Checkpoints(folder, keep=2)
+  assert checkpoints.latest == 40
+  return checkpoints.restore(like).state
+
+
+def test_a_folder_of_another_config_is_refused_and_left_alone(finished):
+  experiment, folder, _ = finished
+  before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+  other = changed(experiment, learning_rate=0.5)
+  with pytest.raises(ValueError, match="belongs to another config") as error:
+    fit(other, folder)
+  assert "train.learning_rate: 0.5 here, 0.01 there" in str(error.value)
+  assert "--run" in str(error.value)
+  assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_text_that_has_changed_since_is_refused(finished, tmp_path):
+  experiment, folder, _ = finished
+  text = shutil.copytree(experiment.data.path, tmp_path / "text")
+  run = shutil.copytree(folder, tmp_path / "run")
+  moved = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, path=str(text)))
+  (text / "00.txt").write_text("entirely different words\n" * 40)
+  config = json.loads((run / "config.json").read_text())
+  config["config"]["data"]["path"] = str(text)
+  (run / "config.json").write_text(json.dumps(config | {"hash": config_hash(moved)}))
+  with pytest.raises(ValueError, match="has changed since the run began"):
+    fit(moved, run)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
+  experiment, tmp_path, monkeypatch
+):
+  def poisoned(*args):
+    step = train_step(*args)
+
+    def at_25(state, batch):
+      state, metrics = step(state, batch)
+      spoilt = jnp.where(state.step == 25, jnp.nan, metrics["loss"])
+      return state, metrics | {"loss": spoilt}
+
+    return at_25
+
+  monkeypatch.setattr(program, "train_step", poisoned)
+  with pytest.raises(
+    NotFiniteError, match=r"loss is nan at step 25; checkpoint 20 is finite and kept"
+  ):
+    fit(experiment, tmp_path)
+  result = json.loads((tmp_path / "result.json").read_text())
+  assert result["status"] == "failed"
+  assert "step 25" in result["error"]
+  monkeypatch.setattr(program, "train_step", train_step)
+  assert fit(experiment, tmp_path)["status"] == "finished"
+
+
+def test_a_diverging_run_is_stopped_by_its_own_numbers(experiment, tmp_path):
+  wild = changed(experiment, learning_rate=1e30, warmup=0, clip=1e30)
+  with pytest.raises(NotFiniteError, match=r"Try a lower train\.learning_rate"):
+    fit(wild, tmp_path)
+
+
+def test_a_model_of_another_vocabulary_is_refused_before_anything_is_written(experiment, tmp_path):
+  head = CodebookHead(50, 16, codes=8)
+  wrong = dataclasses.replace(experiment, model=experiment.model.clone(head=head))
+  with pytest.raises(ValueError, match=r"model\.head\.vocab is 50 but the tokenizer has"):
+    fit(wrong, tmp_path / "run")
+  assert not (tmp_path / "run").exists()
+
+
+def test_more_codes_than_tokens_are_refused(experiment, tmp_path):
+  head = experiment.model.head.clone(codes=4000)
+  wrong = dataclasses.replace(experiment, model=experiment.model.clone(head=head))
+  with pytest.raises(ValueError, match="codes 4000 for a vocabulary of"):
+    fit(wrong, tmp_path / "run")
+
+
+def test_a_text_shorter_than_one_batch_is_refused(experiment, tmp_path):
+  with pytest.raises(ValueError, match="batch"):
+    fit(changed(experiment, batch=4000), tmp_path / "run")
+
+
+def test_a_run_folder_that_is_a_file_names_the_remedy(experiment, tmp_path):
+  (tmp_path / "run").write_text("in the way")
+  with pytest.raises(OSError, match="--run"):
+    fit(experiment, tmp_path / "run")
+
+
+def test_a_second_process_in_the_same_folder_is_refused(experiment, tmp_path):
+  fit(experiment, tmp_path)
+  config = json.loads((tmp_path / "config.json").read_text())
+  first = RunFolder(tmp_path, experiment, config["data"])
+  with pytest.raises(ValueError, match="another process is running in"):
+    fit(experiment, tmp_path)
+  first.close()
+  assert fit(experiment, tmp_path)["status"] == "finished"
+
+
+def test_a_last_update_that_is_not_finite_is_neither_saved_nor_called_finished(
+  experiment, tmp_path
+):
+  wild = changed(experiment, steps=1, warmup=0, learning_rate=3e38)
+  with pytest.raises(NotFiniteError, match="at step 1"):
+    fit(wild, tmp_path)
+  assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+  assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]

@@ -1,0 +1,200 @@
+"""Does a run on a mesh of eight devices compute what one device computes, and hold a part of it?"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
+from vqjax.lab.config import Experiment, Train
+from vqjax.lab.data import Windows
+from vqjax.lab.training import Interrupted, fit, loop
+from vqjax.lab.training.checkpoint import Checkpoints
+from vqjax.lab.training.program import Program, keys
+from vqjax.models import Transformer
+from vqjax.sharding import MeshShape, make_mesh
+
+PRIME, EVEN = 53, 64
+HEADS = {
+  "dense": lambda e: DenseHead(PRIME, 16, use_bias=True),
+  "dense of a divisible vocabulary": lambda e: DenseHead(EVEN, 16),
+  "tied": lambda e: DenseHead(PRIME, 16, embedding=e),
+  "codebook": lambda e: CodebookHead(PRIME, 16, codes=8, token_bias=True),
+  "grouped": lambda e: GroupedHead(PRIME, 16, use_bias=True),
+}
+ONE, EIGHT = (1, 1, 1), ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
+
+
+def small(head="dense", **train):
+  vocab = EVEN if head == "dense of a divisible vocabulary" else PRIME
+  embedding = DenseEmbedding(vocab, 16)
+  fields = {"dim": 16, "layers": 2, "heads": 2, "context": 8, "dropout": 0.1}
+  model = Transformer(embedding=embedding, head=HEADS[head](embedding), **fields)
+  settings = Train(**({"batch": 8, "steps": 10, "warmup": 2} | train))
+  return Experiment("small", model, None, None, Windows(), settings)
+
+
+def program(experiment, shape):
+  return Program(experiment, make_mesh(MeshShape(*shape)))
+
+
+def text(rows=8):
+  tokens = np.random.default_rng(0).integers(0, PRIME, (rows, 9)).astype(np.int32)
+  return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def ten_steps(experiment, shape):
+  """Losses and gradient norms, the first gradient as Adam keeps it, and the last parameters."""
+  on = program(experiment, shape)
+  state, batch, rows = on.init(keys(0)[0]), on.place(text()), []
+  for _ in range(10):
+    state, metrics = on.step(state, batch)
+    rows.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    if len(rows) == 1:
+      first = jax.device_get(state.opt_state)
+  return np.array(rows), first, jax.device_get(state.params)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+  return functools.cache(lambda head: ten_steps(small(head), ONE))
+
+
+# Every head on a mesh of all axes, one of them on each axis alone.
+@pytest.mark.parametrize(
+  ("head", "shape"), [*((h, EIGHT[-1]) for h in HEADS), *(("grouped", s) for s in EIGHT[:-1])]
+)
+def test_loss_gradient_and_ten_steps_equal_those_of_one_device(head, shape, one_device):
+  expected, found = one_device(head), ten_steps(small(head), shape)
+  # A sum in another order: of 64 tokens' terms of one size, 64 · 2^-24 = 4e-6 of it.
+  np.testing.assert_allclose(found[0], expected[0], rtol=4e-6)
+  close = lambda atol: lambda a, b: np.testing.assert_allclose(a, b, atol=atol)
+  # Adam keeps a tenth of a gradient whose norm is at most 1.
+  jax.tree.map(close(4e-7), found[1], expected[1])
+  # Adam divides a gradient by its own size: one that nearly cancels keeps three digits of the
+  # seven. Ten steps of at most 1e-3 then differ by 1e-5.
+  jax.tree.map(close(1e-5), found[2], expected[2])
+
+
+def test_micro_batches_on_a_mesh_equal_those_on_one_device():
+  experiment = small("grouped", batch=8, accumulate=2)
+  expected, found = ten_steps(experiment, ONE), ten_steps(experiment, (2, 2, 2))
+  np.testing.assert_allclose(found[0], expected[0], rtol=4e-6)
+
+
+def arrays_in_shares(tree, devices, tables_alone):
+  """Whether each device holds its share of every matrix (of the vocabulary), and no more."""
+  large = [x for x in jax.tree.leaves(tree) if x.size >= 16 * PRIME]
+  large = [x for x in large if PRIME in x.shape or not tables_alone]
+  assert large
+  return all(x.addressable_shards[0].data.size * devices == x.size for x in large)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (1, 1, 8)])
+def test_every_device_holds_an_eighth_of_parameters_and_optimiser_from_the_start(shape):
+  on = program(small(), shape)
+  # Two attention heads cannot be spread over eight devices along `model`.
+  in_shares = lambda tree: arrays_in_shares(tree, 8, tables_alone=shape[2] == 8)
+  state = on.init(keys(0)[0])
+  assert in_shares(state.params)
+  assert in_shares(state.opt_state)
+  state, _ = on.step(state, on.place(text()))
+  assert in_shares((state.params, state.opt_state))
+
+
+def wide():
+  """A model whose parameters are far larger than its activations."""
+  embedding = DenseEmbedding(1024, 128)
+  fields = {"dim": 128, "layers": 4, "heads": 8, "context": 8}
+  model = Transformer(embedding=embedding, head=DenseHead(1024, 128), **fields)
+  return Experiment("wide", model, None, None, Windows(), Train(batch=64, mesh=MeshShape(1, 8, 1)))
+
+
+def test_initialisation_never_holds_an_unsharded_copy():
+  on = program(wide(), (1, 8, 1))
+  memory = on.init.lower(keys(0)[0]).compile().memory_analysis()
+  largest = max(x.size * 4 for x in jax.tree.leaves(on.abstract_state.params))
+  assert memory.temp_size_in_bytes < largest
+  whole = sum(x.size * 4 for x in jax.tree.leaves(on.abstract_state))
+  assert memory.output_size_in_bytes < whole / 7
+
+
+@pytest.mark.parametrize("shape", EIGHT)
+def test_the_devices_share_the_arithmetic(shape):
+  flops = {}
+  for mesh in (ONE, shape):
+    on = program(wide(), mesh)
+    compiled = on.step.lower(on.abstract_state, on.abstract_batch).compile()
+    flops[mesh] = compiled.cost_analysis()["flops"]
+  assert flops[shape] < flops[ONE] / 8 * 1.3
+
+
+def test_a_checkpoint_of_eight_devices_is_restored_on_one_and_back(tmp_path):
+  eight, one = (program(small("codebook"), shape) for shape in ((2, 2, 2), ONE))
+  state = eight.init(keys(0)[0])
+  expected = jax.device_get(state)
+  for folder, there in (("eight", one), ("one", eight)):
+    checkpoints = Checkpoints(tmp_path / folder, keep=1)
+    checkpoints.save(state, {})
+    checkpoints.wait()
+    state = checkpoints.restore(there.abstract_state).state
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), expected)
+    placed = jax.tree.map(lambda x, like: x.sharding == like.sharding, state, there.abstract_state)
+    assert all(jax.tree.leaves(placed))
+
+
+def test_a_run_begun_on_eight_devices_ends_on_one(experiment, tmp_path, monkeypatch):
+  on = lambda *shape: dataclasses.replace(
+    experiment, train=dataclasses.replace(experiment.train, mesh=MeshShape(*shape))
+  )
+  with monkeypatch.context() as patch:
+    patch.setattr(loop, "deferred_signals", stopping_at_once)
+    with pytest.raises(Interrupted, match="after step 1"):
+      fit(on(2, 2, 2), tmp_path)
+  result = fit(on(1, 1, 1), tmp_path)
+  assert result["status"] == "finished"
+  assert result["mesh"] == {"data": 1, "fsdp": 1, "model": 1}
+  steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
+  assert sorted(set(steps)) == list(range(1, 41))
+
+
+def stopping_at_once():
+  return contextlib.nullcontext(lambda: 2)
+
+
+@pytest.mark.parametrize("train", [{"batch": 6}, {"batch": 8, "accumulate": 4}])
+def test_a_batch_that_the_devices_do_not_divide_is_refused_with_the_numbers(train):
+  micro = train["batch"] // train.get("accumulate", 1)
+  with pytest.raises(ValueError, match=rf"of {micro} rows cannot .* data=2 x fsdp=2 .* that 4 div"):
+    program(small(**train), (2, 2, 2))
+
+
+def test_a_model_that_names_no_axes_is_on_every_device():
+  class Unnamed(Transformer):
+    logical_axes = None
+
+  experiment = small()
+  fields = {f: getattr(experiment.model, f) for f in ("dim", "layers", "heads", "context")}
+  model = Unnamed(experiment.model.embedding, experiment.model.head, **fields)
+  on = program(dataclasses.replace(experiment, model=model), (8, 1, 1))
+  state = on.init(keys(0)[0])
+  assert all(x.is_fully_replicated for x in jax.tree.leaves(state))
+
+
+def test_a_checksum_is_the_weighted_sum_of_the_bits_in_their_order():
+  from vqjax.lab.training.state import _leaf_checksum
+
+  for shape in ((), (7,), (3, 5, 2)):
+    x = jax.random.normal(jax.random.key(1), shape)
+    bits = np.asarray(x).view(np.uint32).ravel().astype(object)
+    exact = sum(int(b) * (2 * i + 1) for i, b in enumerate(bits)) % 2**32
+    assert int(jax.jit(_leaf_checksum)(x)) == exact
+    assert math.prod(shape) == len(bits)
+  assert int(_leaf_checksum(jnp.array([True, False, True]))) == 1 + 5

@@ -1,0 +1,315 @@
+"""Do several processes train one run, and do all of them end, with a reason, when one dies?"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from vqjax.lab.training import distributed
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = 24
+SILENCE = 6.0
+"""Seconds without a sign of life, for these processes on one machine."""
+
+CONFIG = '''
+"""What does a tiny decoder learn in several processes, and which rows does each of them read?"""
+
+import dataclasses
+import json
+import os
+
+import jax
+
+from vqjax import DenseEmbedding, DenseHead
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import Text, Windows, WordTokenizer
+from vqjax.models import Transformer
+
+
+class Recorder:
+  def __init__(self, source, rows):
+    self.source, self.rows = source, rows
+
+  def __len__(self):
+    return len(self.source)
+
+  def __getitem__(self, index):
+    found = self.source[index]
+    with open(f"{os.environ['RECORD']}.{jax.process_index()}", "a") as file:
+      row = {"batch": index, "rows": self.rows.tolist(), "targets": found["targets"].tolist()}
+      file.write(json.dumps(row) + "\\n")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(Windows):
+  def _source(self, *arguments):
+    return Recorder(super()._source(*arguments), arguments[-1])
+
+
+def experiment():
+  return Experiment(
+    name="processes",
+    model=Transformer(
+      embedding=DenseEmbedding(FROM_TOKENIZER, 16), head=DenseHead(FROM_TOKENIZER, 16),
+      dim=16, layers=1, heads=2, context=8, dropout=0.1,
+    ),
+    data=Text(valid_fraction=0.2, test_fraction=0.2), tokenizer=WordTokenizer(), loader=Recorded(),
+    train=Train(steps=24, batch=8, log_every=1, eval_every=24, save_every=8, warmup=5),
+  )
+'''
+
+
+class Launcher:
+  """Starts the command in one or several processes, and lets none of them live on."""
+
+  def __init__(self, folder):
+    self.folder, self.text, self.stack = folder, folder / "text", contextlib.ExitStack()
+    (folder / "processes.py").write_text(CONFIG)
+    self.text.mkdir()
+    for i in range(12):
+      words = [f"w{(7 * j * j + i * j) % 53}" for j in range(200)]
+      (self.text / f"{i:02}.txt").write_text(" ".join(words) + ".\n")
+
+  def start(self, run, *arguments, processes=2, devices=4, each=lambda i: ()):
+    env = os.environ | {
+      # To compile is most of the time that these runs take.
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"
+      " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+      "JAX_PLATFORMS": "cpu",
+      "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      "RECORD": str(self.folder / f"{run}.rows"),
+    }
+    call = [sys.executable, "-m", "experiments.train", str(self.folder / "processes.py")]
+    call += [f"data.path={self.text}", "--run", str(self.folder / run), *arguments]
+    if processes > 1:
+      call += ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(processes)]
+      call += ["--silence", str(SILENCE)]
+    started = []
+    for i in range(processes):
+      place = ["--process-id", str(i)] if processes > 1 else []
+      pipe = subprocess.PIPE
+      process = subprocess.Popen(
+        [*call, *place, *each(i)], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env
+      )
+      self.stack.callback(process.kill)
+      started.append(process)
+    return started
+
+  def rows(self, run):
+    lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+  def losses(self, run):
+    return [row["loss"] for row in self.rows(run) if "loss" in row]
+
+  def checksums(self, run):
+    """What the newest checkpoint was saved with."""
+    checkpoints = self.folder / run / "checkpoints"
+    newest = max(int(p.name) for p in checkpoints.iterdir() if p.name.isdigit())
+    record = json.loads((checkpoints / str(newest) / "record" / "metadata").read_text())
+    return newest, record["checksum"], record["position"]["data"]
+
+  def read(self, run, processes):
+    """Batch and row -> the targets that were read there; no row is read by two processes."""
+    found = {}
+    for i in range(processes):
+      mine = {}
+      for line in (self.folder / f"{run}.rows.{i}").read_text().splitlines():
+        batch = json.loads(line)
+        mine |= {(batch["batch"], r): t for r, t in zip(batch["rows"], batch["targets"])}
+      assert not found.keys() & mine.keys()
+      found |= mine
+    return found
+
+  def wait_for_step(self, run, step, processes):
+    path = self.folder / run / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.read_text().count("\n") >= step):
+      assert all(process.poll() is None for process in processes), finish(processes)
+      assert time.monotonic() < deadline
+      time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+  made = Launcher(tmp_path_factory.mktemp("processes"))
+  with made.stack:
+    yield made
+
+
+@pytest.fixture(scope="module")
+def one(launcher):
+  """The run of one process of eight devices, which all others are compared with."""
+  finish_well(launcher.start("one", processes=1, devices=8))
+  return "one"
+
+
+def free_port():
+  with socket.socket() as found:
+    found.bind(("127.0.0.1", 0))
+    return found.getsockname()[1]
+
+
+def finish(processes, timeout=150):
+  """Exit code and standard error of each."""
+  deadline = time.monotonic() + timeout
+  ended = [p.communicate(timeout=max(deadline - time.monotonic(), 1)) for p in processes]
+  return [(p.returncode, err) for p, (_, err) in zip(processes, ended, strict=True)]
+
+
+def finish_well(processes):
+  for code, err in finish(processes):
+    assert code == 0, err
+
+
+def test_two_processes_train_what_one_does_and_survive_the_death_of_either(launcher, one):
+  finish_well(launcher.start("two"))
+  # Sums over devices come in another order, in float32.
+  np.testing.assert_allclose(launcher.losses("two"), launcher.losses(one), rtol=1e-5)
+  alone, shared = launcher.read(one, 1), launcher.read("two", 2)
+  steps = {key: targets for key, targets in alone.items() if key[0] < STEPS}
+  assert {key: shared[key] for key in steps} == steps
+  assert len(steps) == STEPS * 8
+  for victim, step in ((1, 10), (0, 18)):
+    processes = launcher.start("killed", processes=2)
+    launcher.wait_for_step("killed", step, processes)
+    processes[victim].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    code, err = finish(processes)[1 - victim]
+    assert time.monotonic() - began < 2 * SILENCE + 10
+    assert code == 1
+    assert err.splitlines()[-1].startswith("error: process 1 of 2 has ")
+    assert "run the same command on all again to resume" in err
+  finish_well(launcher.start("killed"))
+  assert launcher.rows("killed") == launcher.rows("two")
+  assert launcher.checksums("killed") == launcher.checksums("two")
+
+
+def test_one_signal_stops_all_after_the_same_step_and_any_number_of_devices_goes_on(launcher, one):
+  processes = launcher.start("moved")
+  launcher.wait_for_step("moved", 6, processes)
+  processes[1].send_signal(signal.SIGTERM)
+  (first, err), (second, _) = finish(processes)
+  assert (first, second) == (128 + signal.SIGTERM,) * 2
+  stopped, *_ = launcher.checksums("moved")
+  assert f"stopped by SIGTERM after step {stopped}, which is saved" in err
+  assert launcher.rows("moved")[-1]["step"] == stopped < STEPS
+  (alone,) = launcher.start("moved", processes=1, devices=1)
+  launcher.wait_for_step("moved", stopped + 3, [alone])
+  alone.send_signal(signal.SIGTERM)
+  code, err = finish([alone])[0]
+  assert code == 128 + signal.SIGTERM, err
+  finish_well(launcher.start("moved"))
+  np.testing.assert_allclose(launcher.losses("moved"), launcher.losses(one), rtol=1e-5)
+
+
+def test_processes_of_different_configs_stop_and_say_who_has_which(launcher):
+  processes = launcher.start("mixed", each=lambda i: [f"train.steps={STEPS + i}"])
+  for code, _ in (ended := finish(processes, 60)):
+    assert code == 2
+  message = ended[0][1].splitlines()[-1]
+  assert message.startswith("error: the processes differ in the config: ")
+  assert "on process 0" in message
+  assert "on process 1" in message
+  assert not (launcher.folder / "mixed").exists()
+
+
+def test_processes_that_do_not_share_the_folder_stop_and_say_so(launcher):
+  # The last --run counts.
+  processes = launcher.start("seen", each=lambda i: ["--run", str(launcher.folder / f"seen-{i}")])
+  (code, _), (other, err) = finish(processes, 60)
+  assert (code, other) == (1, 2)
+  assert "seen-1 is not the one that process 0 has opened" in err.splitlines()[-1]
+
+
+def test_nobody_waits_longer_than_asked_for_a_coordinator_or_for_the_others(launcher):
+  address = f"127.0.0.1:{free_port()}"
+  place = ("--coordinator", address, "--num-processes", "2", "--patience", "2")
+  late = launcher.start("late", *place, "--process-id", "1", processes=1)
+  (code, err) = finish(late, 60)[0]
+  assert code == 2
+  assert f"the coordinator {address} does not answer within 2 s" in err
+  alone = launcher.start("alone", *place, "--process-id", "0", processes=1)
+  (code, err) = finish(alone, 60)[0]
+  assert code == 2
+  assert f"not all of the 2 processes came to {address} within 2 s" in err
+
+
+@pytest.mark.parametrize(
+  ("place", "message"),
+  [
+    (("nowhere", 2, 0), "'nowhere' is not HOST:PORT"),
+    (("host:99999", 2, 0), "is not HOST:PORT"),
+    (("host:1234", 2, 2), "--process-id 2 is not one of 2 processes"),
+    (("host:1234", 0, 0), "--num-processes 0 is below 1"),
+    (("host:1234", None, None), "--num-processes and --process-id"),
+  ],
+)
+def test_a_place_that_cannot_be_is_refused_at_once(place, message):
+  with pytest.raises(ValueError, match=message):
+    distributed.start(*place)
+
+
+SLURM = {
+  "SLURM_JOB_ID": "4097",
+  "SLURM_STEP_NODELIST": "node[07-09]",
+  "SLURM_NTASKS": "3",
+  "SLURM_PROCID": "2",
+  "SLURM_LOCALID": "0",
+  "SLURM_STEP_NUM_NODES": "3",
+}
+OPEN_MPI = {
+  "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+  "OMPI_COMM_WORLD_SIZE": "3",
+  "OMPI_COMM_WORLD_RANK": "2",
+  "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+
+
+@pytest.mark.parametrize(
+  ("variables", "coordinator"), [(SLURM, "node07:61441"), (OPEN_MPI, "10.96.0.1:62624")]
+)
+def test_slurm_and_open_mpi_tell_a_process_its_place(variables, coordinator, monkeypatch):
+  places = []
+  monkeypatch.setattr(distributed, "_connect", lambda place, *_: places.append(place))
+  monkeypatch.setattr(distributed, "Watch", lambda *_: None)
+  monkeypatch.setattr(distributed, "_watch", [])
+  for name, value in variables.items():
+    monkeypatch.setenv(name, value)
+  distributed.start()
+  (place,) = places
+  assert place.coordinator.startswith(coordinator)
+  assert place[1:] == (3, 2, [0])
+  monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1")
+  distributed.start("other:1234")
+  assert places[1] == ("other:1234", 3, 2, [0, 1])
+  distributed.start(num_processes=1)
+  assert len(places) == 2
+
+
+def test_a_cluster_that_does_not_tell_the_place_lets_a_process_run_alone(monkeypatch):
+  for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "many"}).items():
+    monkeypatch.setenv(name, value)
+  with pytest.warns(UserWarning, match="it runs alone"):
+    distributed.start()
+  with pytest.raises(ValueError, match="give --coordinator, --num-processes and --process-id"):
+    distributed.start("host:1234")
+
+
+def test_a_process_alone_joins_nobody(monkeypatch):
+  monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
+  distributed.start()
+  distributed.start("host:1234", 1, 0)
+  assert not distributed.is_joined()
+  assert distributed.is_main()

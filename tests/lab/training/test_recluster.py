@@ -1,0 +1,147 @@
+"""Does an assignment that follows the model help, and is it repeated when a run goes on?"""
+
+import contextlib
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from vqjax import CodebookEmbedding, CodebookHead, DenseHead
+from vqjax.lab import conversion
+from vqjax.lab.config import FROM_TOKENIZER, override
+from vqjax.lab.training import Interrupted, Recluster, fit, loop, read_variables
+from vqjax.lab.training.program import Program, keys
+from vqjax.lab.training.text import load_text
+from vqjax.sharding import MeshShape, make_mesh
+
+
+def with_recluster(experiment, recluster, **head):
+  model = experiment.model.clone(head=experiment.model.head.clone(**head))
+  return dataclasses.replace(experiment, model=model, recluster=recluster)
+
+
+def rows(folder):
+  return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def table(folder):
+  return read_variables(folder)[0]["codes"]["head"]["assignment"]
+
+
+@pytest.fixture
+def classes(experiment, tmp_path):
+  """A text in which eight classes of seven words follow one another; codes begin without them."""
+  rng, folder = np.random.default_rng(0), tmp_path / "classes"
+  folder.mkdir()
+  frequency = 1 / np.arange(1, 8)
+  for i in range(12):
+    within = rng.choice(7, size=400, p=frequency / frequency.sum())
+    words = [f"w{(i + j) % 8 + 8 * word}" for j, word in enumerate(within)]
+    (folder / f"{i:02}.txt").write_text(" ".join(words) + ".\n")
+  data = dataclasses.replace(experiment.data, path=str(folder))
+  train = dataclasses.replace(experiment.train, steps=60, batch=16, eval_every=60, save_every=60)
+  return dataclasses.replace(experiment, data=data, train=train)
+
+
+@pytest.mark.parametrize("token_bias", [False, True])
+def test_a_run_that_reclusters_finds_the_classes_and_ends_with_a_lower_loss(
+  classes, tmp_path, token_bias
+):
+  losses = {}
+  for name, recluster in (("fixed", None), ("moving", Recluster(10, 40))):
+    run = with_recluster(classes, recluster, codes=16, token_bias=token_bias)
+    losses[name] = fit(run, tmp_path / name)["valid"]["nats_per_token"]
+  assert losses["moving"] < losses["fixed"] - 0.5
+  found = {row["step"]: row["recluster"] for row in rows(tmp_path / "moving") if "recluster" in row}
+  assert list(found) == [10, 20, 30, 40]
+  assert found[10]["moved"] > 20
+  assert found[10]["gain_nats"] > 0.05
+  assert (table(tmp_path / "moving") != table(tmp_path / "fixed")).any()
+
+
+def test_a_resumed_run_repeats_it_bitwise(experiment, tmp_path, monkeypatch):
+  short = dataclasses.replace(experiment.train, steps=20, eval_every=20)
+  short = dataclasses.replace(experiment, train=short)
+  moving = with_recluster(short, Recluster(9, 20, tokens=100))
+  fit(moving, tmp_path / "whole")
+  calls = iter(range(100))
+  with monkeypatch.context() as patch:
+    # After step 15: the checkpoint before holds step 10, the moves of step 9 are in it.
+    asked = lambda: 2 if next(calls) == 14 else None
+    patch.setattr(loop, "deferred_signals", lambda: contextlib.nullcontext(asked))
+    with pytest.raises(Interrupted):
+      fit(moving, tmp_path / "parts")
+  fit(moving, tmp_path / "parts")
+  assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+  both = [read_variables(tmp_path / name)[0] for name in ("parts", "whole")]
+  jax.tree.map(np.testing.assert_array_equal, *both)
+
+
+def on(experiment, *mesh):
+  program = Program(load_text(experiment).experiment, make_mesh(MeshShape(*mesh)))
+  return program, program.init(keys(0)[0])
+
+
+def test_a_mesh_moves_the_same_tokens_and_keeps_its_shardings(experiment):
+  split = load_text(experiment).splits["train"]
+  found = {}
+  for mesh in ((1, 1, 1), (2, 2, 2)):
+    program, state = on(experiment, *mesh)
+    state, row = Recluster(1, 1, tokens=203).on(program, split)(state.replace(step=state.step + 1))
+    found[mesh] = jax.device_get(state.variables), row
+    same = jax.tree.map(lambda a, b: a.sharding == b.sharding, state, program.abstract_state)
+    assert jax.tree.all(same)
+  (one, row), (eight, other) = found.values()
+  assert row["moved"] == other["moved"] > 0
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, eight)
+
+
+def test_stretches_follow_one_another_and_fit_into_the_text(experiment):
+  text = load_text(experiment)
+  program, _ = on(experiment, 1, 1, 1)
+  total = len(text.splits["train"].tokens)
+  for tokens in (100, total, 10 * total):
+    between = Recluster(5, 50, tokens=tokens).on(program, text.splits["train"])
+    stretches = [between._stretch(step).tokens for step in range(5, 55, 5)]
+    assert {len(stretch) for stretch in stretches} == {min(tokens, total)}
+    np.testing.assert_array_equal(stretches[0], text.splits["train"].tokens[:tokens])
+    if tokens < total:
+      np.testing.assert_array_equal(stretches[1], text.splits["train"].tokens[tokens : 2 * tokens])
+
+
+def test_only_a_codebook_head_of_its_own_can_be_reclustered(experiment):
+  tied = CodebookEmbedding(FROM_TOKENIZER, 16, codes=8)
+  for embedding, head, kind in (
+    (experiment.model.embedding, DenseHead(FROM_TOKENIZER, 16), "a DenseHead"),
+    (tied, CodebookHead(FROM_TOKENIZER, 16, codes=8, embedding=tied), "a tied CodebookHead"),
+  ):
+    model = experiment.model.clone(embedding=embedding, head=head)
+    program, _ = on(dataclasses.replace(experiment, model=model), 1, 1, 1)
+    with pytest.raises(ValueError, match=f"this model has {kind}; set recluster to None"):
+      Recluster(5, 10).on(program, None)
+
+
+def test_the_student_of_a_distillation_cannot_be_reclustered(experiment):
+  train = dataclasses.replace(experiment.train, trainable=("student",))
+  student = experiment.model
+  own = {"embedding": student.embedding.clone(), "head": DenseHead(FROM_TOKENIZER, 16)}
+  model = conversion.Distilled(student, student.clone(**own))
+  program, _ = on(dataclasses.replace(experiment, model=model, train=train), 1, 1, 1)
+  with pytest.raises(ValueError, match="that of a Distilled is inside another model; set recluste"):
+    Recluster(5, 10).on(program, None)
+
+
+@pytest.mark.parametrize(
+  ("numbers", "message"),
+  [((0, 5), "every 0 is below 1"), ((10, 9), "until 9 is before the first time, step 10")],
+)
+def test_impossible_times_are_refused(numbers, message):
+  with pytest.raises(ValueError, match=message):
+    Recluster(*numbers)
+
+
+def test_the_command_line_sets_the_fields_of_one_that_is_there(experiment):
+  moving = with_recluster(experiment, Recluster(10, 30))
+  assert override(moving, ["recluster.every=5"]).recluster == Recluster(5, 30)

@@ -1,0 +1,171 @@
+"""Does a step follow its definition at any number of micro-batches, and repeat itself?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from vqjax import CentroidQuantizer, DenseEmbedding, DenseHead, DPQEmbedding, GroupedHead
+from vqjax.lab.config import Train
+from vqjax.lab.training import init_state, learning_rate, make_step, optimizer
+from vqjax.lab.training.optimizer import decayed
+from vqjax.lab.training.state import checksum
+from vqjax.models import Transformer
+
+
+def decoder(dropout=0.0):
+  return Transformer(
+    embedding=DenseEmbedding(11, 8),
+    head=GroupedHead(11, 8, use_bias=True),
+    dim=8,
+    layers=1,
+    heads=2,
+    context=4,
+    dropout=dropout,
+  )
+
+
+@pytest.fixture
+def batch():
+  tokens = np.asarray(jax.random.randint(jax.random.key(3), (6, 5), 0, 11), np.int32)
+  return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch(batch):
+  model, transform = decoder(), optax.sgd(1.0)
+  found = {}
+  for parts in (1, 3, 6):
+    state = init_state(model, transform, jax.random.key(0))
+    step = make_step(model, transform, lambda _: 1.0, jax.random.key(1), parts)
+    found[parts] = step(state, batch)
+  for parts in (3, 6):
+    # Sums over six rows of float32 in another order, of entries up to 7: 6 · 7 · 2^-24.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2.5e-6), found[1], found[parts])
+
+
+def test_a_step_repeats_itself_bitwise_and_differs_from_the_next(batch):
+  model, transform = decoder(dropout=0.5), optax.sgd(0.0)
+  step = make_step(model, transform, lambda _: 0.0, jax.random.key(1))
+  losses = []
+  for _ in range(2):
+    state = init_state(model, transform, jax.random.key(0))
+    state, first = step(state, batch)
+    _, second = step(state, batch)
+    losses.append((float(first["loss"]), float(second["loss"])))
+  assert losses[0] == losses[1]
+  assert losses[0][0] != losses[0][1]
+
+
+def test_the_loss_is_in_nats_and_starts_near_that_of_a_uniform_guess(batch):
+  model, transform = decoder(), optimizer(Train(warmup=0))
+  state = init_state(model, transform, jax.random.key(0))
+  step = make_step(model, transform, learning_rate(Train(warmup=0)), jax.random.key(1))
+  _, metrics = step(state, batch)
+  assert set(metrics) == {"loss", "grad_norm", "learning_rate"}
+  np.testing.assert_allclose(metrics["loss"], np.log(11), atol=1.0)
+
+
+def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
+  class Penalised(DenseHead):
+    def aux(self, hidden, tokens):
+      return {"penalty": 3.0 * (hidden**2).mean()}
+
+  model = decoder().clone(head=Penalised(11, 8))
+  plain = decoder().clone(head=DenseHead(11, 8))
+  norms = {}
+  for name, m in (("with", model), ("without", plain)):
+    state = init_state(m, optax.sgd(1.0), jax.random.key(0))
+    _, metrics = make_step(m, optax.sgd(1.0), lambda _: 1.0, jax.random.key(1))(state, batch)
+    norms[name] = metrics
+  # The final LayerNorm makes the mean square of hidden 1, but for its epsilon.
+  np.testing.assert_allclose(norms["with"]["head/penalty"], 3.0, rtol=1e-2)
+  np.testing.assert_allclose(norms["with"]["loss"], norms["without"]["loss"], rtol=1e-6)
+  assert norms["with"]["grad_norm"] != norms["without"]["grad_norm"]
+
+
+def test_weight_decay_leaves_biases_norms_scales_and_shifts_alone():
+  state = init_state(decoder(), optax.sgd(1.0), jax.random.key(0))
+  flags = jax.tree_util.tree_flatten_with_path(decayed(state.params))[0]
+  names = {("/".join(k.key for k in path)): flag for path, flag in flags}
+  assert names["embedding/weight"]
+  assert names["head/group_weight"]
+  assert names["blocks/mlp_in/kernel"]
+  spared = {name.split("/")[-1] for name, flag in names.items() if not flag}
+  assert spared == {"bias", "scale", "shift", "group_bias", "slot_bias"}
+
+
+def test_the_learning_rate_climbs_then_falls_to_its_fraction():
+  train = Train(steps=100, warmup=10, learning_rate=2.0, final_fraction=0.1)
+  rate = learning_rate(train)
+  assert rate(0) == 0
+  np.testing.assert_allclose(rate(5), 1.0)
+  np.testing.assert_allclose(rate(10), 2.0)
+  np.testing.assert_allclose(rate(100), 0.2, rtol=1e-6)
+  middle = 0.2 + 1.8 * 0.5  # half-way down the cosine
+  np.testing.assert_allclose(rate(55), middle, rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_a_warm_up_of_nothing_or_of_all_steps_is_finite(warmup):
+  rate = learning_rate(Train(steps=7, warmup=warmup))
+  assert all(np.isfinite(rate(step)) for step in range(8))
+
+
+def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
+  state = init_state(decoder(), optax.adam(1.0), jax.random.key(0))
+  before = np.asarray(checksum(state))
+  weight = state.params["embedding"]["weight"]
+  changes = {
+    "bit": weight.at[3, 2].set(jnp.nextafter(weight[3, 2], jnp.float32(9))),
+    "swap": weight.at[jnp.array([0, 1])].set(weight[jnp.array([1, 0])]),
+    "sign of zero": weight.at[0, 0].set(-0.0),
+  }
+  zero = state.replace(params=state.params | {"embedding": {"weight": weight.at[0, 0].set(0.0)}})
+  reference = {"bit": before, "swap": before, "sign of zero": np.asarray(checksum(zero))}
+  for name, changed in changes.items():
+    other = state.replace(params=state.params | {"embedding": {"weight": changed}})
+    assert (np.asarray(checksum(other)) != reference[name]).sum() == 1, name
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_model_tells_is_a_metric_and_no_part_of_the_loss(batch, accumulate):
+  """The perplexity of the codes of a batch: of each subspace, their mean and the least."""
+  quantizer = CentroidQuantizer(4, 2, normalize=False, weight=0.0)
+  model = decoder().clone(embedding=DPQEmbedding(11, 8, quantizer))
+  transform = optax.sgd(0.0)
+  state = init_state(model, transform, jax.random.key(0))
+  assert "metrics" not in state.model_state
+  embedding, own = model.embedding, {"params": state.params["embedding"]}
+  codes = np.asarray(embedding.apply(own, jnp.asarray(batch["inputs"]), method="codes_of"))
+  expected = []
+  for part in range(accumulate):
+    rows = codes[part::accumulate].reshape(-1, 2)
+    share = np.stack([np.bincount(rows[:, m], minlength=4) for m in range(2)]) / len(rows)
+    entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(axis=1)
+    expected.append(np.exp(entropy))
+  step = make_step(model, transform, lambda _: 0.0, jax.random.key(1), accumulate)
+  state, metrics = step(state, batch)
+  told = {name: x for name, x in metrics.items() if "perplexity" in name}
+  assert 0 < metrics["embedding/quantizer/code_usage"] <= 1
+  mean = np.mean([perplexity.mean() for perplexity in expected])
+  least = np.mean([perplexity.min() for perplexity in expected])
+  assert told == {
+    "embedding/quantizer/code_perplexity": pytest.approx(mean, rel=1e-5),
+    "embedding/quantizer/code_perplexity_least": pytest.approx(least, rel=1e-5),
+  }
+  assert metrics["loss"] < np.log(11) + 1
+
+
+def test_micro_batches_with_different_numbers_of_targets_add_up_to_the_batch(batch):
+  targets = np.array(batch["targets"])
+  targets[1::2] = -1
+  targets[0, 1:] = -1
+  model, transform = decoder(), optax.sgd(0.1)
+  found = []
+  for accumulate in (1, 2):
+    state = init_state(model, transform, jax.random.key(0))
+    step = make_step(model, transform, lambda _: 0.1, jax.random.key(1), accumulate)
+    state, metrics = step(state, batch | {"targets": targets})
+    found.append((state.params, metrics["loss"], metrics["grad_norm"]))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), *found)

@@ -1,0 +1,146 @@
+"""Does a sample gain what is promised when tokens change their codes, and never lose?"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax.ops import reassignment
+
+VOCAB, CODES, WIDTH, PLACES = 53, 7, 5, 600
+
+
+def problem(seed, codes=CODES, bias=False, scale=1.0):
+  """Hidden vectors that say which of ten topics a token is from, and codes that do not know it."""
+  rng = np.random.default_rng(seed)
+  tokens = np.minimum(rng.zipf(1.3, PLACES) - 1, VOCAB - 1).astype(np.int32)
+  topic = rng.normal(size=(10, WIDTH))
+  hidden = topic[tokens % 10] + 0.3 * rng.normal(size=(PLACES, WIDTH))
+  codebook = scale * rng.normal(size=(codes, WIDTH))
+  table = rng.integers(0, codes, VOCAB).astype(np.int32)
+  return {
+    "hidden": jnp.asarray(hidden, jnp.float32),
+    "codebook": jnp.asarray(codebook, jnp.float32),
+    "assignment": jnp.asarray(table),
+    "tokens": jnp.asarray(tokens),
+    "mask": jnp.asarray(rng.random(PLACES) < 0.9),
+    "bias": jnp.asarray(rng.normal(size=VOCAB), jnp.float32) if bias else None,
+  }
+
+
+def log_prob(hidden, codebook, assignment, tokens, mask, bias):
+  """[marked places] in nats, by the definition, in float64."""
+  h, c = np.asarray(hidden, np.float64)[mask], np.asarray(codebook, np.float64)
+  scores = h @ c[np.asarray(assignment)].T + (0 if bias is None else np.asarray(bias, np.float64))
+  scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
+  return scores[np.arange(len(h)), np.asarray(tokens)[mask]]
+
+
+def after(given, found):
+  return given | {
+    "codebook": found.codebook,
+    "assignment": found.assignment,
+    "bias": found.bias,
+  }
+
+
+def move(given, **more):
+  found = reassignment.contexts(**given)
+  return reassignment.reassigned(
+    found, given["codebook"], given["assignment"], given["bias"], **more
+  )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_sample_gains_at_least_what_is_promised(seed, scale, bias):
+  given = problem(seed, bias=bias, scale=scale)
+  found = move(given)
+  gained = log_prob(**after(given, found)).sum() - log_prob(**given).sum()
+  assert int(found.moved) > 0
+  assert float(found.gain) > np.log(CODES) * int(found.moved) * 0.999
+  # Of 600 places' float32 log-probabilities near 10, 600 · 10 · 2^-24.
+  assert gained >= float(found.gain) - 4e-4
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gain_of_one_move_is_the_brute_force_bound(bias):
+  given = problem(1, bias=bias)
+  found = move(given)
+  h = np.asarray(given["hidden"], np.float64)[given["mask"]]
+  c, table = np.asarray(given["codebook"], np.float64), np.asarray(given["assignment"])
+  b = np.zeros(VOCAB) if given["bias"] is None else np.asarray(given["bias"], np.float64)
+  tokens = np.asarray(given["tokens"])[given["mask"]]
+  scores = h @ c.T
+  z = np.exp(scores[:, table] + b).sum(-1, keepdims=True)
+  q = (np.exp(scores) / z).sum(0)
+  total, moved = 0.0, 0
+  for v in range(VOCAB):
+    own, a = h[tokens == v], table[v]
+    x = np.exp(b[v])
+    gains = [
+      (own @ (c[k] - c[a])).sum() + (len(own) * np.log(q[a] / q[k]) if bias else -x * (q[k] - q[a]))
+      for k in range(CODES)
+    ]
+    best = int(np.argmax(gains))
+    if gains[best] > np.log(CODES):
+      total, moved = total + gains[best], moved + 1
+      if found.split == 0:
+        assert found.assignment[v] == best
+        shift = np.log(q[a] / q[best]) if bias else 0.0
+        np.testing.assert_allclose(0.0 if not bias else found.bias[v] - b[v], shift, atol=1e-5)
+  assert moved == int(found.moved)
+  np.testing.assert_allclose(float(found.gain), total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_codes_without_tokens_split_others_without_changing_a_probability(bias):
+  # Of so few places and such small scores no token gains log K nats by moving.
+  given = problem(2, codes=11, bias=bias, scale=0.1)
+  given["assignment"] = jnp.minimum(given["assignment"], 3)
+  given["mask"] = jnp.arange(PLACES) < 12
+  found = move(given)
+  assert int(found.moved) == 0
+  assert int(found.split) > 0
+  assert np.unique(np.asarray(found.assignment)).size == 4 + int(found.split)
+  np.testing.assert_allclose(log_prob(**after(given, found)), log_prob(**given), atol=1e-6)
+
+
+def test_a_token_that_splits_off_is_far_from_its_code_and_not_its_most_frequent():
+  hidden = jnp.array([[1.0, 0.0]] * 6 + [[0.0, 5.0]] * 2 + [[1.0, 0.1]])
+  tokens = jnp.array([0] * 6 + [1] * 2 + [2])
+  given = {
+    "hidden": hidden,
+    "codebook": jnp.zeros((2, 2)),
+    "assignment": jnp.zeros(4, jnp.int32),
+    "tokens": tokens,
+    "mask": jnp.ones(9, bool),
+    "bias": None,
+  }
+  assert move(given).assignment.tolist() == [0, 1, 0, 0]
+
+
+def test_one_code_or_a_sample_without_a_place_changes_nothing():
+  one = problem(0, codes=1)
+  one["assignment"] *= 0
+  blind = problem(0) | {"mask": jnp.zeros(PLACES, bool)}
+  for given in (one, blind):
+    found = move(given)
+    assert int(found.moved) == int(found.split) == 0
+    np.testing.assert_array_equal(found.assignment, given["assignment"])
+    np.testing.assert_array_equal(found.codebook, given["codebook"])
+
+
+def test_chunks_and_batches_do_not_change_the_result():
+  given = problem(3, bias=True)
+  whole = reassignment.contexts(**given)
+  halves = [
+    reassignment.contexts(
+      **(given | {name: given[name][part] for name in ("hidden", "tokens", "mask")})
+    )
+    for part in (slice(None, 201), slice(201, None))
+  ]
+  jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b + c, atol=1e-4), whole, *halves)
+  by_one, by_all = (move(given, chunk=chunk).assignment for chunk in (1, 53))
+  np.testing.assert_array_equal(by_one, by_all)

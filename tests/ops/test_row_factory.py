@@ -1,0 +1,170 @@
+"""Is a weight that is composed tile by tile the same as one that is there, and never whole?"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import reference
+from vqjax import linear_soft_target_loss, linear_softmax
+from vqjax.ops import product
+from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.sharding import MeshShape, make_mesh
+
+V, D, N, M, K = 67, 12, 29, 3, 7
+
+
+def operands():
+  keys = jax.random.split(jax.random.key(0), 5)
+  tables = jax.random.normal(keys[0], (M, K, D // M))
+  codes = jax.random.randint(keys[1], (V, M), 0, K)
+  hidden = jax.random.normal(keys[2], (N, D))
+  tokens = jax.random.randint(keys[3], (N,), 0, V)
+  bias = jax.random.normal(keys[4], (V,))
+  return tables, codes, hidden, tokens, bias
+
+
+def everything(hidden, weight, tokens, bias, **options):
+  """A number from all that the pass tells."""
+  found = linear_softmax(
+    hidden, weight, tokens, bias, entropy=True, mean=True, top_k=3, softcap=9.0, **options
+  )
+  return sum((i + 1.0) * x.mean() for i, x in enumerate(found[:5]))
+
+
+@pytest.mark.parametrize("tile", [(8, 16), (64, 128), (5, 67)])
+def test_value_and_gradients_are_those_of_the_composed_weight(tile):
+  tables, codes, hidden, tokens, bias = operands()
+  by_rows = lambda h, t, b: everything(
+    h, RowFactory(codes, t, product.compose), tokens, b, tile=tile
+  )
+  whole = lambda h, t, b: everything(h, product.compose(codes, t), tokens, b, tile=tile)
+  found = jax.value_and_grad(by_rows, (0, 1, 2))(hidden, tables, bias)
+  expected = jax.value_and_grad(whole, (0, 1, 2))(hidden, tables, bias)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2)])
+def test_on_a_mesh_the_shared_arrays_get_the_gradient_of_all_devices(shape):
+  tables, codes, hidden, tokens, bias = operands()
+  loss = lambda h, t, b: everything(
+    h, RowFactory(codes, t, product.compose), tokens, b, vocab_axis="model"
+  )
+  expected = jax.value_and_grad(loss, (0, 1, 2))(hidden, tables, bias)
+  with jax.set_mesh(make_mesh(MeshShape(*shape))):
+    found = jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(hidden, tables, bias))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+def test_bfloat16_tables_on_a_mesh_get_the_gradient_of_one_device():
+  tables, codes, hidden, tokens, bias = operands()
+  tables = tables.astype(jnp.bfloat16)
+  loss = lambda t: linear_softmax(
+    hidden, RowFactory(codes, t, product.compose), tokens, bias, vocab_axis="model"
+  ).log_prob.mean()
+  expected = jax.grad(loss)(tables)
+  with jax.set_mesh(make_mesh(MeshShape(1, 1, 8))):
+    found = jax.device_get(jax.jit(jax.grad(loss))(tables))
+  assert found.dtype == jnp.bfloat16
+  wide = [np.asarray(x, np.float32) for x in (found, expected)]
+  # RowFactory' gradients are rounded to 2^-9, and their sum perhaps to neighbours, 2^-7 apart.
+  np.testing.assert_allclose(*wide, rtol=2**-6, atol=2**-9 * abs(wide[1]).max())
+
+
+@pytest.mark.parametrize("tile", [(29, 2003), (29, 64)])
+def test_bfloat16_tables_that_many_rows_share_get_their_whole_gradient(tile):
+  vocab, codes = 2003, 2
+  keys = jax.random.split(jax.random.key(2), 3)
+  tables = jax.random.normal(keys[0], (M, codes, D // M)).astype(jnp.bfloat16)
+  table = jax.random.randint(keys[1], (vocab, M), 0, codes)
+  hidden = jax.random.normal(keys[2], (N, D)).astype(jnp.bfloat16)
+  tokens = jnp.arange(N) * 61
+  loss = lambda t: linear_softmax(
+    hidden, RowFactory(table, t, product.compose), tokens, tile=tile
+  ).log_prob.sum()
+  found = jax.grad(loss)(tables)
+  rows = np.stack([np.concatenate([t[c] for t, c in zip(tables, row)]) for row in table])
+  h = np.asarray(hidden, np.float64)
+  _, d_rows, _ = reference.linear_gradients(h, rows, tokens, np.ones(N))
+  expected = np.zeros(tables.shape)
+  for row, code in zip(d_rows.reshape(vocab, M, -1), np.asarray(table)):
+    expected[np.arange(M), code] += row
+  assert found.dtype == jnp.bfloat16
+  # Each cotangent of a score is rounded to 2^-9 of itself; a sum in bfloat16 is off by a half.
+  off = np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+  assert off < 0.01
+
+
+def test_what_a_row_owns_gets_its_own_gradient():
+  keys = jax.random.split(jax.random.key(1), 3)
+  low, up = jax.random.normal(keys[0], (V, 2)), jax.random.normal(keys[1], (2, D))
+  _, _, hidden, tokens, _ = operands()
+  compose = lambda own, shared: own @ shared
+  by_rows = lambda low, up: linear_softmax(
+    hidden, RowFactory(low, up, compose), tokens, tile=(8, 16)
+  ).log_prob.sum()
+  whole = lambda low, up: linear_softmax(hidden, low @ up, tokens).log_prob.sum()
+  found = jax.grad(by_rows, (0, 1))(low, up)
+  expected = jax.grad(whole, (0, 1))(low, up)
+  # Sums of 29 and 67 terms of up to 20, in another order.
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+  jax.tree.map(near, found, expected)
+
+
+@pytest.mark.parametrize("student_is_composed", [True, False])
+def test_distillation_from_and_to_composed_rows(student_is_composed):
+  tables, codes, hidden, _, bias = operands()
+  other = jax.random.normal(jax.random.key(7), (V, D))
+
+  def loss(hidden, tables, other, weight):
+    pair = (weight(tables), other) if student_is_composed else (other, weight(tables))
+    return linear_soft_target_loss(
+      hidden, pair[0], hidden[::-1], pair[1], bias, tile=(8, 16)
+    ).kl.mean()
+
+  by_rows = jax.grad(loss, (0, 1, 2))
+  found = by_rows(hidden, tables, other, lambda t: RowFactory(codes, t, product.compose))
+  expected = by_rows(hidden, tables, other, lambda t: product.compose(codes, t))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
+
+
+def test_no_array_of_the_size_of_the_weight_is_needed():
+  vocab, dim, subspaces, codes, tokens = 65_536, 256, 32, 256, 512
+  shape = jax.ShapeDtypeStruct
+  tables = shape((subspaces, codes, dim // subspaces), jnp.float32)
+  table = shape((vocab, subspaces), jnp.uint8)
+  hidden, target = shape((tokens, dim), jnp.float32), shape((tokens,), jnp.int32)
+  loss = lambda h, t, c, y: linear_softmax(h, RowFactory(c, t, product.compose), y).log_prob.mean()
+  compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, tables, table, target).compile()
+  whole = 4 * vocab * dim
+  assert compiled.memory_analysis().temp_size_in_bytes < whole / 4
+
+
+def test_frozen_shared_arrays_get_no_gradient_and_codes_none():
+  tables, codes, hidden, tokens, _ = operands()
+  rows = lambda t: RowFactory(codes, t, product.compose)
+  frozen = lambda h: linear_softmax(h, rows(jax.lax.stop_gradient(tables)), tokens).log_prob.sum()
+  expected = lambda h: linear_softmax(h, product.compose(codes, tables), tokens).log_prob.sum()
+  np.testing.assert_allclose(jax.grad(frozen)(hidden), jax.grad(expected)(hidden), atol=2e-5)
+
+
+def test_rows_know_their_shape_and_an_array_is_a_table_of_them():
+  tables, codes, *_ = operands()
+  rows = RowFactory(codes, tables, product.compose)
+  assert rows.shape == (V, D)
+  assert rows.count == V
+  assert rows.dtype == jnp.float32
+  assert not rows.is_table
+  assert as_row_factory(rows) is rows
+  table = as_row_factory(rows.all())
+  assert table.is_table
+  np.testing.assert_array_equal(table.at(jnp.array([3, 3, 0])), rows.at(jnp.array([3, 3, 0])))
+  assert dataclasses.replace(rows, per_row=codes[:5]).shape == (5, D)
+
+
+def test_rows_of_another_width_than_hidden_are_refused():
+  tables, codes, hidden, tokens, _ = operands()
+  with pytest.raises(ValueError, match=r"weight \(67, 12\) does not fit hidden \(29, 5\)"):
+    linear_softmax.__wrapped__(hidden[:, :5], RowFactory(codes, tables, product.compose), tokens)
