@@ -49,7 +49,7 @@ def experiment(embedding, init_from=None, vocab=60):
     tokenizer=WordTokenizer(vocab=vocab),
     loader=Windows(),
     train=Train(steps=2, batch=8, eval_every=2, save_every=2),
-    init_from=start,
+    init_from=init_from,
   )
 
 

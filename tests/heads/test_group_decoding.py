@@ -73,8 +73,8 @@ def test_how_many_groups_a_draw_scored_is_reported(head, variables):
 
 
 def test_a_nucleus_of_more_groups_than_are_visited_is_drawn_from_exactly(monkeypatch):
-  monkeypatch.setattr(visiting, "MOST", 4)
-  monkeypatch.setattr(visiting, "WIDTH", 2)
+  monkeypatch.setattr(group_search, "MOST", 4)
+  monkeypatch.setattr(group_search, "WIDTH", 2)
   head = HEADS["shared"]
   variables = perturbed(jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, DIM))))
   # The first rows are flat, the others peaked: some rows need the fallback.

@@ -20,7 +20,7 @@ COUNTS = (3, 2, 0, 53, 3)
 @pytest.fixture(params=["cpu", "gpu"])
 def path(request, monkeypatch):
   """The loop of a CPU, and the ragged product of accelerators, which a CPU can do too."""
-  monkeypatch.setattr(shards, "platform", lambda: request.param)
+  monkeypatch.setattr(vocab_parallel, "platform", lambda: request.param)
   return request.param
 
 

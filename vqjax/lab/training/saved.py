@@ -92,7 +92,7 @@ def _manager(checkpoints: pathlib.Path) -> ocp.CheckpointManager:
 
 def _read(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
   saved = manager.item_metadata(step).state.tree
-  wanted = {name: saved.get(name) or {} for name in ("params", "tables")}
+  wanted = {name: saved.get(name) or {} for name in ("params", "model_state")}
   plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
   items = ocp.args.Composite(
     state=ocp.args.PyTreeRestore(item=wanted, restore_args=plain, partial_restore=True),
@@ -103,4 +103,4 @@ def _read(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
   sums = np.asarray(checksum(found.state)).tolist()
   if sums != found.record["checksum"][1 : 1 + len(sums)]:
     raise ValueError("its arrays do not have the checksums that were saved with them")
-  return {"params": found.state["params"], **found.state["tables"]}
+  return {"params": found.state["params"], **found.state["model_state"]}

@@ -58,18 +58,18 @@ def state_maker(
 
 def fresh_state(optimizer: optax.GradientTransformation, variables: dict) -> TrainState:
   """The state before the first step of a run that begins with these variables."""
-  tables = {name: tree for name, tree in variables.items() if name != "params"}
+  model_state = {name: tree for name, tree in variables.items() if name != "params"}
   params = variables["params"]
-  return TrainState(jnp.int32(0), params, tables, optimizer.init(params))
+  return TrainState(jnp.int32(0), params, model_state, optimizer.init(params))
 
 
 def carried(model_state: Any, batch: dict) -> Any:
   """The collections, with what is remembered of the rows that begin anew set to zero."""
-  if "carry" not in tables:
-    return tables
+  if "carry" not in model_state:
+    return model_state
   reset_B = batch["reset"]
   begun = lambda x: jnp.where(reset_B.reshape(-1, *[1] * (x.ndim - 1)), jnp.zeros_like(x), x)
-  return tables | {"carry": jax.tree.map(begun, tables["carry"])}
+  return model_state | {"carry": jax.tree.map(begun, model_state["carry"])}
 
 
 @jax.jit

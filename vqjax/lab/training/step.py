@@ -55,38 +55,38 @@ def train_step(
   parameters before clipping, and `learning_rate`.
   """
 
-  def loss(params, tables, batch, key, targets):
+  def loss(params, model_state, batch, key, targets):
     wanted = batch["targets"] >= 0
     (log_prob, aux), written = model.apply(
-      {"params": params, **tables},
+      {"params": params, **model_state},
       batch["inputs"],
       batch["targets"],
       deterministic=False,
       rngs={"dropout": key, "sample": jax.random.fold_in(key, 0)},
       method="loss_terms",
-      mutable=[*tables, "metrics"],
+      mutable=[*model_state, "metrics"],
     )
     written = dict(written)
     told = _told(written.pop("metrics", {}))
     nats = -jnp.where(wanted, log_prob, 0.0).sum() / targets
-    return sum(aux.values(), nats), ({"loss": nats, **aux, **told}, tables | written)
+    return sum(aux.values(), nats), ({"loss": nats, **aux, **told}, model_state | written)
 
   def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
     step_key = jax.random.fold_in(key, state.step)
-    tables = carried(state.model_state, batch)
+    model_state = carried(state.model_state, batch)
     own, frozen = scope.split(state.params, trained)
     # Of a micro-batch, were they spread evenly: parts then add up to the mean over the batch.
     targets = jnp.maximum((batch["targets"] >= 0).sum(), 1) / accumulate
     loss_of_own = lambda own, *rest: loss(scope.joined(own, frozen), *rest, targets)
-    gradient, metrics, tables = _mean_gradient(
-      loss_of_own, own, tables, batch, step_key, accumulate
+    gradient, metrics, model_state = _mean_gradient(
+      loss_of_own, own, model_state, batch, step_key, accumulate
     )
     metrics["grad_norm"] = optax.tree.norm(gradient)
     metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
     whole = scope.joined(gradient, jax.tree.map(jnp.zeros_like, frozen))
     updates, opt_state = optimizer.update(whole, state.opt_state, state.params)
     own = optax.apply_updates(own, scope.split(updates, trained)[0])
-    return TrainState(state.step + 1, scope.joined(own, frozen), tables, opt_state), metrics
+    return TrainState(state.step + 1, scope.joined(own, frozen), model_state, opt_state), metrics
 
   return step
 
@@ -103,28 +103,28 @@ def _told(metrics: dict) -> dict[str, Array]:
 
 
 def _mean_gradient(
-  loss: Callable, params: Any, tables: Any, batch: dict, key: Array, accumulate: int
+  loss: Callable, params: Any, model_state: Any, batch: dict, key: Array, accumulate: int
 ) -> tuple[Any, dict, Any]:
-  """Gradient and metrics, averaged over the micro-batches one after another, and the last tables.
+  """Gradient and metrics, averaged over the micro-batches one after another, and the last model_state.
 
-  `loss` is a function (params, tables, batch, key) -> loss, (metrics, tables).
+  `loss` is a function (params, model_state, batch, key) -> loss, (metrics, model_state).
   """
   gradient_of = jax.grad(loss, has_aux=True)
   if accumulate == 1:
-    gradient, (metrics, tables) = gradient_of(params, tables, batch, key)
-    return gradient, metrics, tables
+    gradient, (metrics, model_state) = gradient_of(params, model_state, batch, key)
+    return gradient, metrics, model_state
   # Rows j, j + accumulate, ...: each device cuts its own rows, and none moves.
   cut = lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1)
   parts = jax.tree.map(cut, batch)
 
   def add(carry, part):
-    (total, tables), (index, micro) = carry, part
+    (total, model_state), (index, micro) = carry, part
     key_of_part = jax.random.fold_in(key, index)
-    gradient, (metrics, tables) = gradient_of(params, tables, micro, key_of_part)
-    return (jax.tree.map(jnp.add, total, (gradient, metrics)), tables), None
+    gradient, (metrics, model_state) = gradient_of(params, model_state, micro, key_of_part)
+    return (jax.tree.map(jnp.add, total, (gradient, metrics)), model_state), None
 
   first = jax.tree.map(lambda x: x[0], parts)
-  gradient, (metrics, _) = jax.eval_shape(gradient_of, params, tables, first, key)
+  gradient, (metrics, _) = jax.eval_shape(gradient_of, params, model_state, first, key)
   zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (gradient, metrics))
-  (total, tables), _ = jax.lax.scan(add, (zero, tables), (jnp.arange(accumulate), parts))
-  return *jax.tree.map(lambda x: x / accumulate, total), tables
+  (total, model_state), _ = jax.lax.scan(add, (zero, model_state), (jnp.arange(accumulate), parts))
+  return *jax.tree.map(lambda x: x / accumulate, total), model_state
