@@ -99,8 +99,9 @@ def _read(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
     record=ocp.args.JsonRestore(),
   )
   found = manager.restore(step, args=items)
-  # Those of a whole state begin with its step, its parameters and its tables.
-  sums = np.asarray(checksum(found.state)).tolist()
+  # The checksums of a whole state begin with its step, its parameters and its model state.
+  arrays = found.state["params"], found.state["model_state"]
+  sums = np.asarray(checksum(arrays)).tolist()
   if sums != found.record["checksum"][1 : 1 + len(sums)]:
     raise ValueError("its arrays do not have the checksums that were saved with them")
   return {"params": found.state["params"], **found.state["model_state"]}
