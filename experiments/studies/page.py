@@ -1,12 +1,12 @@
-"""Tables, seeds and generated blocks that the pages of all studies share.
+"""Generated blocks, tables, figures and statistics over seeds of the studies' pages.
 
-A page is prose written by hand. What is computed stands between markers,
+A page is prose written by hand. Computed tables and figures stand between markers,
 
   <!-- generated: NAME -->
   ...
   <!-- end: NAME -->
 
-and `update` rewrites these blocks alone.
+and `update` rewrites only these blocks.
 """
 
 import dataclasses
@@ -37,14 +37,17 @@ def update(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
   """
   text = page.read_text()
   names = [match[1] for match in _BLOCK.finditer(text)]
-  wrong = sorted(set(names) ^ set(blocks)) + sorted({n for n in names if names.count(n) > 1})
-  if wrong:
+  unmatched = set(names) ^ set(blocks) | {name for name in names if names.count(name) > 1}
+  if unmatched:
     raise ValueError(
-      f"{page}: markers and generated blocks must match once each; these do not: {', '.join(wrong)}"
+      f"`page` must have one pair of markers for each block; {page} differs in"
+      f" {', '.join(sorted(unmatched))}. Correct the page's markers."
     )
-  block = lambda match: (
-    f"<!-- generated: {match[1]} -->\n\n{blocks[match[1]].strip()}\n\n<!-- end: {match[1]} -->\n"
-  )
+
+  def block(match: re.Match) -> str:
+    name = match[1]
+    return f"<!-- generated: {name} -->\n\n{blocks[name].strip()}\n\n<!-- end: {name} -->\n"
+
   updated = _BLOCK.sub(block, text)
   if updated != text:
     page.write_text(updated)
@@ -52,9 +55,9 @@ def update(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
 
 
 def markdown(frame: pd.DataFrame) -> str:
-  """A table in GitHub's Markdown: one row a line, the first column left, the others right.
+  """A table in GitHub's Markdown, the first column aligned left and the others right.
 
-  Cells are text as `str` gives it; a missing one is a dash. Columns without any value are left out.
+  Cells are shown by `str`; a missing cell is a dash, and a column without any cell is left out.
   """
   texts = _texts(frame).map(lambda text: text.replace("|", "\\|"))
   align = ["left", *["right"] * (texts.shape[1] - 1)]
@@ -78,7 +81,7 @@ def _texts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def save_figures(figures: Mapping[str, Figure], docs: pathlib.Path) -> list[pathlib.Path]:
-  """Writes figures to docs/images/NAME, unless they are there already; returns their paths."""
+  """Writes each figure to docs/images/NAME; returns the paths."""
   paths = [docs / "images" / name for name in figures]
   for figure, path in zip(figures.values(), paths, strict=True):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,9 +90,20 @@ def save_figures(figures: Mapping[str, Figure], docs: pathlib.Path) -> list[path
 
 
 def origins(results: Results) -> str:
-  """A line that names the commits, devices and versions of the results."""
-  distinct = lambda key: ", ".join(sorted({str(kept["result"][key]) for kept in results.values()}))
-  return f"Commits {distinct('commit')}; {distinct('device')}; {distinct('versions')}."
+  """A sentence that names the number of results, their days, devices, versions and commits."""
+  kept = [row["result"] for row in results.values()]
+  if not kept:
+    return "No results."
+  distinct = lambda values: ", ".join(sorted(set(values)))
+  days = sorted(row["date"][:10] for row in kept)
+  versions = distinct(
+    f"{name} {of}" for row in kept for name, of in row.get("versions", {}).items()
+  )
+  return (
+    f"{len(kept)} results, {days[0]} to {days[-1]}, on {distinct(row['device'] for row in kept)},"
+    f" with {versions}; commits (+: with uncommitted changes)"
+    f" {distinct(row['commit'] for row in kept)}."
+  )
 
 
 def failures(results: Results) -> str:
@@ -104,7 +118,7 @@ class Spread:
 
   Attributes:
     mean: mean over the seeds.
-    deviation: standard deviation of the sample; None for one seed.
+    deviation: sample standard deviation over the seeds; None for one seed.
     seeds: number of seeds.
   """
 
@@ -114,7 +128,7 @@ class Spread:
 
   @classmethod
   def of(cls, values: Sequence[float]) -> "Spread | None":
-    """The spread of `values`; None if there are none."""
+    """The spread of `values`; None if they are empty."""
     if not values:
       return None
     deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -127,16 +141,16 @@ class Spread:
 
 
 def seeds(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
-  """The results of a row "ptb/full" by seed; seed 1 is the work "ptb/full-s1"."""
+  """All kept of a row such as "ptb/full", by seed; "ptb/full-s1" is its seed 1."""
   form = re.compile(re.escape(name) + r"(?:-s(\d+))?")
-  matches = ((form.fullmatch(run), kept) for run, kept in results.items())
+  matches = ((form.fullmatch(work), kept) for work, kept in results.items())
   return {int(match[1] or 0): kept for match, kept in matches if match}
 
 
 def finished(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
-  """`seeds`, of the finished runs alone."""
-  found = {seed: kept["result"] for seed, kept in seeds(results, name).items()}
-  return {seed: row for seed, row in found.items() if row["status"] == "finished"}
+  """The "result" of each seed of a row whose run finished."""
+  rows = {seed: kept["result"] for seed, kept in seeds(results, name).items()}
+  return {seed: row for seed, row in rows.items() if row["status"] == "finished"}
 
 
 # To be removed with the last study that calls them by these names.
@@ -144,6 +158,6 @@ save = save_figures
 
 
 def known(results: Results, key: str) -> str:
-  """The different values of a field of the results, such as their commits."""
-  found = sorted({str(kept["result"][key]) for kept in results.values()})
-  return ", ".join(found) or units.MISSING
+  """The distinct values of a field of the results, such as their commits."""
+  values = sorted({str(kept["result"][key]) for kept in results.values()})
+  return ", ".join(values) or units.MISSING

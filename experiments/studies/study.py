@@ -19,9 +19,10 @@ from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import read_json
 
 Results = Mapping[str, Mapping[str, Any]]
-"""Name of a work -> what is kept of it."""
+"""Name of a work -> its kept result and the measurements beside it."""
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
+"""The folder of the pages and of their images."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Work:
   """One run or measurement of a study, whose result is kept.
 
   Attributes:
-    name: "setting/row", and the seed where it is not 0.
+    name: "setting/row", with the suffix "-s1" for seed 1; seed 0 has no suffix.
     label: the row's label in tables.
-    identity: () -> a hash of all that the result depends on.
-    make: () -> the result, {"result": {"status", "config_hash": the identity, ...}, ...}. It
+    identity: () -> a hash of all values that the result depends on.
+    make: () -> {"result": {"status", "config_hash": the identity, ...}, further measurements}. It
       resumes where an earlier call was stopped.
     needs: names of the works that it starts from.
   """
@@ -45,7 +46,7 @@ class Work:
 
 
 Beside = Callable[[Experiment, pathlib.Path], dict[str, Any]]
-"""(experiment, its run folder) -> what is kept beside the result of a finished run."""
+"""(experiment, run folder) -> further measurements, kept beside the result of a finished run."""
 
 
 def trained(
@@ -56,18 +57,18 @@ def trained(
   beside: Beside = lambda experiment, folder: {},
   needs: tuple[str, ...] = (),
 ) -> Work:
-  """The work of training an experiment in its run folder."""
+  """Work that trains an experiment in its run folder."""
   folder = pathlib.Path(folder)
 
   def make() -> dict[str, Any]:
     try:
       fit(experiment, folder)
     except NotFiniteError as error:
-      # Its row says so, and the others go on.
+      # The result says that it failed; the other works of the study still run.
       print(f"{name} failed: {error}", file=sys.stderr)
     result = read_json(folder / "result.json")
-    more = beside(experiment, folder) if result["status"] == "finished" else {}
-    return {"result": result, **more}
+    measurements = beside(experiment, folder) if result["status"] == "finished" else {}
+    return {"result": result, **measurements}
 
   return Work(name, label, lambda: config_hash(experiment), make, needs)
 
@@ -79,38 +80,43 @@ def derived(
   settings: Mapping[str, Any],
   measure: Callable[[], dict[str, Any]],
 ) -> Work:
-  """The work of measuring something of another work's run; `settings` is how, as JSON has it.
+  """Work that measures something of another work's run.
 
-  `measure` returns {"result": ..., and what is kept beside it}.
+  Args:
+    name: of this work.
+    label: the row's label in tables.
+    source: the work whose run is measured.
+    settings: how it is measured, as values that JSON has; part of the identity.
+    measure: () -> {"result": ..., further measurements}.
   """
 
   def identity() -> str:
-    told = json.dumps([source.identity(), settings], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:12]
+    values = json.dumps([source.identity(), settings], sort_keys=True)
+    return hashlib.sha256(values.encode()).hexdigest()[:12]
 
   def make() -> dict[str, Any]:
-    found = measure()
+    measured = measure()
     origin = {"status": "finished", "config_hash": identity(), **provenance()}
-    return {**found, "result": origin | found["result"], "settings": dict(settings)}
+    return {**measured, "result": origin | measured["result"], "settings": dict(settings)}
 
   return Work(name, label, identity, make, (source.name,))
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """Works at several scales, their results in one file, and the page made of them.
+  """Works at several scales, one file of their results, and the page made of them.
 
-  Each line of `results.jsonl` beside the study's module is one result: {"name", "scale", "result",
-  and whatever else was measured}. Results of the scale "smoke" go to runs/NAME/smoke instead, so
-  that nobody commits them.
+  Each line of `results.jsonl` in the study's folder is one result: {"name", "scale", "result",
+  further measurements}. Results of the scale "smoke" go to runs/NAME/smoke instead, so that nobody
+  commits them.
 
   Attributes:
-    name: of the study's folder and of its runs, runs/NAME.
-    description: what --help says.
+    name: of the study's folder, and of its runs in runs/NAME.
+    description: the text of --help.
     scales: the names of the scales.
     works: scale -> works, each after the works that it needs.
     render: (console, results, scale) prints the tables and updates the page.
-    options: further options of the command; the caller reads them.
+    options: parsers of further options, which the caller reads from the arguments itself.
   """
 
   name: str
@@ -122,7 +128,18 @@ class Study:
 
   def main(self, arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
-    options = self._parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+      prog=f"python -m experiments.studies.{self.name}.run",
+      description=self.description,
+      parents=list(self.options),
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--scale", choices=self.scales, default="cpu", help="(default: %(default)s)")
+    add("--only", metavar="NAMES", help="these works, comma-separated, and those that they need")
+    add("--list", action="store_true", help="print the works and which are done")
+    add("--render", action="store_true", help="run nothing; print the tables, update the page")
+    options = parser.parse_args(arguments)
     speak_plainly()
     return exit_code(lambda: self._act(options))
 
@@ -150,55 +167,52 @@ class Study:
         row["name"], row["scale"], row["result"]["status"], row["result"]["config_hash"]
       except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-          f"line {number} of {path} is not a result ({error}); restore or remove it"
+          f"line {number} of {path} must be a result; got {error!r}. Restore or remove the line."
         ) from error
       rows.append(row)
     return rows
 
   def keep(self, scale: str, row: Mapping[str, Any]) -> None:
-    """Writes a result, in place of an earlier one of its name; safe beside other processes."""
+    """Writes a result in place of an earlier one of its name; other processes may do so too."""
     path = self.path(scale)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = pathlib.Path("runs", f".{self.name}.lock")
     lock.parent.mkdir(exist_ok=True)
     with lock.open("w") as handle:
       fcntl.flock(handle, fcntl.LOCK_EX)
-      every = {(other["scale"], other["name"]): other for other in self._rows(scale)}
-      every[scale, row["name"]] = {"name": row["name"], "scale": scale, **row}
-      lines = (json.dumps(every[key], ensure_ascii=False) for key in sorted(every))
+      rows = {(other["scale"], other["name"]): other for other in self._rows(scale)}
+      rows[scale, row["name"]] = {"name": row["name"], "scale": scale, **row}
+      lines = (json.dumps(rows[key], ensure_ascii=False) for key in sorted(rows))
       partial = path.with_suffix(".partial")
       partial.write_text("".join(f"{line}\n" for line in lines))
       partial.replace(path)
 
   def is_done(self, scale: str, work: Work) -> bool:
-    """Whether there is a result of exactly this work."""
-    found = self.read(scale).get(work.name)
-    return found is not None and found["result"]["config_hash"] == work.identity()
+    """Whether a result of exactly this work is kept."""
+    kept = self.read(scale).get(work.name)
+    return kept is not None and kept["result"]["config_hash"] == work.identity()
 
   def do(self, scale: str, work: Work) -> None:
-    """Makes and keeps a missing result; a work that starts from a failed run is left out."""
+    """Makes and keeps a missing result; skips a work that starts from a run without a model."""
     if self.is_done(scale, work):
       return
     kept = self.read(scale)
-    is_finished = lambda name: name in kept and kept[name]["result"]["status"] == "finished"
-    lost = [name for name in work.needs if not is_finished(name)]
-    if lost:
-      print(
-        f"{work.name} is left out: it starts from {lost[0]}, which has no model", file=sys.stderr
-      )
-      return
+    for name in work.needs:
+      if name not in kept or kept[name]["result"]["status"] != "finished":
+        print(f"{work.name} is skipped: it starts from {name}, which has no model", file=sys.stderr)
+        return
     self.keep(scale, {"name": work.name, **work.make()})
 
   def current(self, scale: str) -> dict[str, dict[str, Any]]:
-    """`read` without the results of works that are now configured otherwise, which it names."""
-    works = {work.name: work for work in self.works(scale)}
-    found = {}
+    """`read` without results of another configuration; their names go to stderr."""
+    identities = {work.name: work.identity() for work in self.works(scale)}
+    current = {}
     for name, kept in self.read(scale).items():
-      if name in works and kept["result"]["config_hash"] == works[name].identity():
-        found[name] = kept
+      if kept["result"]["config_hash"] == identities.get(name):
+        current[name] = kept
       else:
         print(f"{name} is left out: its result is of another configuration", file=sys.stderr)
-    return found
+    return current
 
   def _act(self, options: argparse.Namespace) -> None:
     console = Console()
@@ -215,40 +229,26 @@ class Study:
     self.render(console, self.current(options.scale), options.scale)
 
   def chosen(self, scale: str, only: str | None) -> list[Work]:
-    """The works that were asked for by their names, with those that they need, in their order.
+    """The works named by `only` (all if None) in their order, after those that they need.
 
     Raises:
-      ValueError: there is none of a name.
+      ValueError: `only` names a work that the scale does not have.
     """
-    every = {work.name: work for work in self.works(scale)}
-    names = list(every) if only is None else only.split(",")
-    unknown = [name for name in names if name not in every]
+    works = {work.name: work for work in self.works(scale)}
+    names = list(works) if only is None else only.split(",")
+    unknown = [name for name in names if name not in works]
     if unknown:
       raise ValueError(
-        f"no run {', '.join(unknown)} at scale {scale}; there are {', '.join(every)}"
+        f"`--only` must name works of the scale {scale}; got {', '.join(unknown)}."
+        f" Choose from {', '.join(works)}."
       )
-    wanted: dict[str, Work] = {}
+    chosen: dict[str, Work] = {}
 
     def add(name: str) -> None:
-      for needed in every[name].needs:
+      for needed in works[name].needs:
         add(needed)
-      wanted.setdefault(name, every[name])
+      chosen.setdefault(name, works[name])
 
     for name in names:
       add(name)
-    return list(wanted.values())
-
-  def _parser(self) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-      prog=f"python -m experiments.studies.{self.name}.run",
-      description=self.description,
-      parents=list(self.options),
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-      "--scale", choices=self.scales, default="cpu", help="(default: %(default)s)"
-    )
-    parser.add_argument("--only", metavar="NAMES", help="these runs, and what they start from")
-    parser.add_argument("--list", action="store_true", help="print the runs and which are done")
-    parser.add_argument("--render", action="store_true", help="train nothing")
-    return parser
+    return list(chosen.values())

@@ -1,32 +1,160 @@
-"""Does a study go on where one of its runs failed?"""
+"""Tests of a study's resumption, of its file of results, and of the blocks of its page."""
 
+import json
+
+import pandas as pd
+import pytest
+
+from experiments.studies import page
+from experiments.studies.page import Spread
 from experiments.studies.study import Study, Work
 
 
-def test_what_starts_from_a_failed_run_is_left_out_and_the_others_go_on(
-  tmp_path, monkeypatch, capsys
-):
+@pytest.fixture
+def made():
+  """The names of the works that were made, in their order."""
+  return []
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch, made):
+  """A study of five works at the scale "smoke"; the first fails, and two need others."""
   monkeypatch.chdir(tmp_path)
-  made = []
 
   def work(name, status, *needs):
     def make():
       made.append(name)
-      return {"result": {"status": status, "config_hash": name}}
+      return {"result": {"status": status, "config_hash": f"hash of {name}"}}
 
-    return Work(name, name, lambda: name, make, needs)
+    return Work(name, f"label of {name}", lambda: f"hash of {name}", make, needs)
 
   works = [
-    *(work("a/dense", "failed"), work("a/tuned", "finished", "a/dense")),
-    *(work("grades/tuned", "finished", "a/tuned"), work("a/grouped", "finished")),
+    work("a/dense", "failed"),
+    work("a/tuned", "finished", "a/dense"),
+    work("grades/tuned", "finished", "a/tuned"),
+    work("a/grouped", "finished"),
     work("top/grouped", "finished", "a/grouped"),
   ]
-  shown = []
-  render = lambda console, results, scale: shown.append(set(results))
-  study = Study("x", "", ("smoke",), lambda scale: works, render)
+  render = lambda console, results, scale: console.print("rendered", *results)
+  return Study("x", "", ("smoke",), lambda scale: works, render)
+
+
+def test_works_that_start_from_a_failed_run_are_skipped_and_the_others_run(study, made, capsys):
   assert study.main(["--scale", "smoke"]) == 0
   assert made == ["a/dense", "a/grouped", "top/grouped"]
-  assert shown == [{"a/dense", "a/grouped", "top/grouped"}]
-  said = capsys.readouterr().err
-  assert "a/tuned is left out: it starts from a/dense, which has no model" in said
-  assert "grades/tuned is left out: it starts from a/tuned, which has" in said
+  printed = capsys.readouterr()
+  assert printed.out.split() == ["rendered", *made]
+  assert "a/tuned is skipped: it starts from a/dense" in printed.err
+  assert "grades/tuned is skipped: it starts from a/tuned" in printed.err
+
+
+def test_a_second_call_makes_only_what_is_missing(study, made, capsys):
+  assert study.main(["--scale", "smoke", "--only", "a/grouped"]) == 0
+  assert study.main(["--scale", "smoke", "--only", "top/grouped"]) == 0
+  assert made == ["a/grouped", "top/grouped"]
+  capsys.readouterr()
+  assert study.main(["--scale", "smoke", "--list", "--only", "top/grouped,a/dense"]) == 0
+  listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+  assert listed == [["done", "a/grouped"], ["done", "top/grouped"], ["a/dense", "label"]]
+
+
+def test_rendering_makes_nothing_and_leaves_out_results_of_another_configuration(
+  study, made, capsys
+):
+  study.keep("smoke", {"name": "a/grouped", "result": {"status": "finished", "config_hash": "old"}})
+  assert study.main(["--scale", "smoke", "--render"]) == 0
+  printed = capsys.readouterr()
+  assert made == []
+  assert printed.out.split() == ["rendered"]
+  assert "a/grouped is left out" in printed.err
+
+
+def test_an_unknown_work_is_a_wrong_call(study, capsys):
+  assert study.main(["--scale", "smoke", "--only", "a/grouped,b/none"]) == 2
+  assert "`--only` must name works of the scale smoke; got b/none." in capsys.readouterr().err
+
+
+def test_a_result_replaces_the_earlier_one_of_its_name(study):
+  for value in (1, 2):
+    result = {"status": "finished", "config_hash": str(value)}
+    study.keep("smoke", {"name": "a/grouped", "result": result})
+    study.keep("smoke", {"name": "a/dense", "result": result})
+  rows = [json.loads(line) for line in study.path("smoke").read_text().splitlines()]
+  assert [row["name"] for row in rows] == ["a/dense", "a/grouped"]
+  assert {row["result"]["config_hash"] for row in rows} == {"2"}
+
+
+@pytest.mark.parametrize("line", ["{", '{"name": "a/dense", "scale": "smoke"}', "[1]"])
+def test_a_line_that_is_not_a_result_is_named(study, line):
+  result = {"status": "finished", "config_hash": "1"}
+  study.keep("smoke", {"name": "a/dense", "result": result})
+  with study.path("smoke").open("a") as file:
+    file.write(line)
+  with pytest.raises(ValueError, match=r"line 2 of .*results\.jsonl"):
+    study.read("smoke")
+
+
+PAGE = """# Title
+
+Prose.
+
+<!-- generated: one -->
+stale
+<!-- end: one -->
+
+More prose.
+
+<!-- generated: two -->
+<!-- end: two -->
+"""
+
+
+def test_only_the_generated_blocks_of_a_page_are_rewritten(tmp_path):
+  path = tmp_path / "page.md"
+  path.write_text(PAGE)
+  blocks = {"one": "first \\1", "two": "second\n"}
+  assert page.update(path, blocks)
+  rewritten = path.read_text()
+  assert not page.update(path, blocks)
+  assert path.read_text() == rewritten
+  outside = lambda text: [part.split("-->\n")[-1] for part in text.split("<!-- generated")]
+  assert outside(rewritten) == outside(PAGE)
+  assert "\nfirst \\1\n" in rewritten
+  assert "stale" not in rewritten
+
+
+@pytest.mark.parametrize("names", [("one",), ("one", "two", "three")])
+def test_markers_and_blocks_must_match(tmp_path, names):
+  path = tmp_path / "page.md"
+  path.write_text(PAGE)
+  with pytest.raises(ValueError, match="`page`"):
+    page.update(path, dict.fromkeys(names, ""))
+  assert path.read_text() == PAGE
+
+
+def test_tables_show_missing_cells_and_leave_out_empty_columns():
+  frame = pd.DataFrame({"head": ["a|b", "c"], "number": ["1.0", None], "empty": [None, None]})
+  header, align, *body = page.markdown(frame).splitlines()
+  cells = lambda line: [cell.strip() for cell in line.strip("|").split(" | ")]
+  assert cells(header) == ["head", "number"]
+  assert align.endswith("-:|")
+  assert [cells(line) for line in body] == [["a\\|b", "1.0"], ["c", "–"]]
+
+
+def test_seeds_are_the_suffixes_of_a_row():
+  result = lambda status: {"result": {"status": status}}
+  results = {
+    "ptb/full": result("finished"),
+    "ptb/full-s1": result("failed"),
+    "ptb/full-s12": result("finished"),
+    "ptb/full-s1-more": result("finished"),
+    "ptb/full-x": result("finished"),
+  }
+  assert page.seeds(results, "ptb/full").keys() == {0, 1, 12}
+  assert page.finished(results, "ptb/full").keys() == {0, 12}
+
+
+def test_a_spread_is_the_mean_and_the_sample_deviation():
+  assert Spread.of([]) is None
+  assert Spread.of([1234.5]).show(1) == "1,234.5"
+  assert Spread.of([100.0, 120.0]).show(1, "+") == "+110.0 ± 14.1"  # 20 / sqrt 2
