@@ -1,10 +1,13 @@
-# What can I run here?  make demo | test | lint | bench | bench-vq | bench-dpq | bench-grouped | bench-gpu | install | smoke | clean
+# make install | demo | test | test-all | lint | bench | smoke | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+PYTEST := $(PY) -m pytest -n 2 --dist worksteal
+# Tests whose tolerances must hold for every set of vector instructions.
+NUMERIC := tests/ops tests/heads tests/embeddings tests/quantizers tests/models
 
-.PHONY: install demo test lint bench bench-vq bench-dpq bench-grouped bench-gpu smoke clean
+.PHONY: install demo test test-all lint bench smoke clean
 
 install: $(STAMP)
 
@@ -20,44 +23,30 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(PY) -m experiments.demo
 
+# Five minutes on two cores.
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+# Fifteen minutes: with run-time types, every mesh, several processes, the studies' smoke runs, and
+# the numeric tests as machines without AVX-512 and without AVX compute them.
+test-all: $(STAMP)
+	VQJAX_RUNTIME_TYPES=1 $(PYTEST)
+	XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(PYTEST) -m "not slow" $(NUMERIC)
+	XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(PYTEST) -m "not slow" $(NUMERIC)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 
+# make bench ARGS="--list", make bench ARGS="softmax heads --json bench.json": alone on the machine.
 bench: $(STAMP)
-	$(PY) -m experiments.bench.softmax
-	$(PY) -m experiments.bench.options
-	$(PY) -m experiments.bench.memory
-	$(PY) -m experiments.bench.heads
-	$(PY) -m experiments.bench.loop
+	$(PY) -m experiments.bench $(ARGS)
 
-# At the sizes of the VQ-Logits paper: an hour on two cores, alone on the machine.
-bench-vq: $(STAMP)
-	$(PY) -m experiments.bench.kmeans
-	$(PY) -m experiments.bench.codebook
-
-# On two cores a quarter of an hour, alone on the machine.
-bench-dpq: $(STAMP)
-	$(PY) -m experiments.bench.quantized_embedding
-
-# On two cores half an hour, alone on the machine; on a GPU with more widths timed.
-bench-grouped: $(STAMP)
-	$(PY) -m experiments.bench.grouped $(ARGS)
-
-# On any machine with a GPU, jax for it, flax and jaxtyping; nothing of this repository installed:
-# make bench-gpu PY=python3 ARGS="--json gpu.json"
-bench-gpu:
-	@py=$(PY); command -v $$py > /dev/null || py=$(PYTHON); \
-	  PYTHONPATH=. $$py -m experiments.bench.gpu $(ARGS)
-
-# The demo's whole path in seconds, to see that it works.
+# The demo's whole path in seconds.
 smoke: $(STAMP)
 	@rm -rf runs/smoke
 	$(PY) -m experiments.demo --steps 12 --runs runs/smoke
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .jax_cache runs build *.egg-info

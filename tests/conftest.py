@@ -1,4 +1,4 @@
-"""How are all tests set up: shapes checked at run time, and no cache outside the test's folder?"""
+"""Settings of all tests: compilation, simulated devices, run-time types and caches."""
 
 import ctypes
 import gc
@@ -6,25 +6,35 @@ import os
 import pathlib
 import sys
 
-# Most of the time of these tests is compilation, of programs that then run for milliseconds: they
-# and the programs that they start are compiled with the least effort, which halves the time.
-# (The commands of `make smoke` and the benchmarks are compiled as users' programs are.)
+ROOT = pathlib.Path(__file__).parents[1]
+
+# Most of the time of these tests is compilation, of programs that then run for milliseconds. They
+# and the programs that they start are compiled with the least effort, and each program once: the
+# workers share a persistent cache. (The commands of `make smoke` and the benchmarks are compiled
+# as users' programs are.)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 import jax
-import jaxtyping
 import pytest
 
 # Meshes of several devices are tested on this machine's processor. Not by an environment variable:
 # programs that a test starts see one device, as a user would.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Every public signature is checked while the tests run: a wrong shape fails where it appears.
-_hook = jaxtyping.install_import_hook(
-  ["vqjax.ops", "vqjax.heads", "vqjax.embeddings", "vqjax.assign", "vqjax.models"],
-  "beartype.beartype",
-)
+# `make test-all` checks the shapes and types of every public signature while the tests run.
+if os.environ.get("VQJAX_RUNTIME_TYPES"):
+  import jaxtyping
+
+  _hook = jaxtyping.install_import_hook(
+    [
+      *("vqjax.ops", "vqjax.heads", "vqjax.embeddings", "vqjax.quantizers"),
+      *("vqjax.assign", "vqjax.convert", "vqjax.models", "vqjax.lab.models"),
+    ],
+    "beartype.beartype",
+  )
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +43,12 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 MOST_RESIDENT = 4 * 2**30
-"""Bytes of memory from which on compiled programs are not kept from module to module."""
+"""Bytes of resident memory above which compiled programs are dropped after a module."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _memory_given_back():
-  """Compiled programs of all modules together fill gigabytes; those of a few save time."""
+def _drop_programs():
+  """Frees compiled programs after a module if they fill gigabytes; kept ones save time."""
   yield
   if _resident_bytes() < MOST_RESIDENT:
     return
@@ -49,16 +59,16 @@ def _memory_given_back():
 
 
 def _resident_bytes() -> float:
-  """Memory of this process; infinite where the system does not say."""
-  found = pathlib.Path("/proc/self/statm")
-  if not found.exists():
+  """Resident memory of this process; infinite on systems that do not report it."""
+  statm = pathlib.Path("/proc/self/statm")
+  if not statm.exists():
     return float("inf")
-  return int(found.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+  return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="session")
 def real_data() -> pathlib.Path:
-  """Folder with the real datasets; the test is skipped, with the reason, where there is none."""
+  """Folder of the real datasets; tests that need it are skipped without it."""
   beside = pathlib.Path(__file__).parents[2] / "shared" / "data"
   folder = pathlib.Path(os.environ.get("VQJAX_DATA", beside))
   if not folder.is_dir():

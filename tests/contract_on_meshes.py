@@ -1,4 +1,6 @@
-"""What must every head do on a mesh, its vocabulary over one axis and the batch over others?"""
+"""The contract of output heads on a mesh: the vocabulary over one axis, the batch over others."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,47 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.plan import collectives, hlo, loops
 from tests import reference
-from vqjax import sharding
+from vqjax import Head, sharding
 from vqjax.sharding import MeshShape, make_mesh
+
+
+class Compiled:
+  """A head with perturbed variables and jitted methods.
+
+  Attributes:
+    head: the unbound module.
+    variables: its variables, every parameter moved off its initial value.
+  """
+
+  def __init__(self, head: Head):
+    self.head = head
+    init = jax.jit(lambda key: head.init(key, jnp.zeros((1, head.dim))))
+    self.variables = perturbed(init(jax.random.key(1)))
+    self.method = functools.cache(self._method)
+
+  def _method(self, name: str, **options):
+    """The jitted method (variables, *arrays) -> results, its other arguments fixed."""
+    return jax.jit(lambda v, *arrays: self.head.apply(v, *arrays, **options, method=name))
+
+  def __call__(self, name: str, *arrays, **options):
+    """The results of a method for the variables of the case."""
+    return self.method(name, **options)(self.variables, *arrays)
+
+  @functools.cached_property
+  def core(self):
+    """(hidden, tokens, cotangent) -> logits, log_prob, its gradients, the 10 and the V best."""
+
+    @jax.jit
+    def core(variables, hidden, tokens, cotangent):
+      run = lambda method, *a: self.head.apply(variables, *a, method=method)
+      score = lambda params, hidden: self.head.apply(
+        variables | {"params": params}, hidden, tokens, method="log_prob"
+      )
+      log_prob, pull = jax.vjp(score, variables["params"], hidden)
+      best = [run("top_k", hidden, k) for k in (10, self.head.vocab)]
+      return run("logits", hidden), log_prob, pull(cotangent), best
+
+    return functools.partial(core, self.variables)
 
 
 class ContractOnMeshes:
@@ -33,15 +74,16 @@ class ContractOnMeshes:
     # 101 is prime, and most codes and groups do not divide either.
     self.check_meshes(mesh_case, 101, (2, 2, 2))
 
+  @pytest.mark.slow
   def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
     # To a head, `data` and `fsdp` are both axes of tokens.
     self.check_meshes(first_mesh_case, 101, (1, 8, 1), (1, 1, 8))
     self.check_meshes(first_mesh_case, 104, (2, 2, 2))
 
   def check_meshes(self, case, vocab, *shapes):
-    head = self.spread(case, vocab, self.dim)
+    run = Compiled(self.spread(case, vocab, self.dim))
+    head, variables = run.head, run.variables
     hidden = jax.random.normal(jax.random.key(2), (3, 5, self.dim))
-    variables = perturbed(head.init(jax.random.key(1), hidden))
     tokens = jax.random.randint(jax.random.key(3), (3, 5), 0, vocab)
     tokens = tokens.at[0, :2].set(jnp.array([0, vocab - 1]))
     cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
@@ -65,16 +107,17 @@ class ContractOnMeshes:
       np.testing.assert_allclose(found[-1], exact, atol=2e-5)
       assert all(len(set(row)) == 7 for row in best.reshape(-1, 7))
 
+  @pytest.mark.slow
   def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case, first_mesh_case):
-    head = self.spread(mesh_case, self.vocab, self.dim)
-    variables = perturbed(head.init(jax.random.key(1), jnp.zeros((3, 5, self.dim))))
+    run = Compiled(self.spread(mesh_case, self.vocab, self.dim))
     row = jax.random.normal(jax.random.key(2), (self.dim,))
     some = {"allowed": jnp.arange(self.vocab) % 3 == 1}
     options = [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}, some]
     with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
       for option in options if mesh_case == first_mesh_case else options[:1]:
-        self.check_draws(head, variables, row, **option)
+        self.check_draws(run, row, **option)
 
+  @pytest.mark.slow
   def test_no_weight_and_no_logits_travel_across_the_vocabulary(self, first_mesh_case):
     rows, vocab, dim = 256, 1024, 64
     head, mesh = self.spread(first_mesh_case, vocab, dim), make_mesh(MeshShape(2, 2, 2))
@@ -109,6 +152,7 @@ class ContractOnMeshes:
       gathered = [x.bytes for x in across if x.kind != "all-reduce"]
       assert max(gathered, default=0) < 4 * vocab * dim / 16
 
+  @pytest.mark.slow
   def test_a_mesh_without_the_axis_is_refused_and_no_mesh_is_one_device(self, first_mesh_case):
     head = self.spread(first_mesh_case, self.vocab, self.dim)
     hidden, tokens = jnp.ones((2, self.dim)), jnp.zeros((2,), jnp.int32)
@@ -117,12 +161,13 @@ class ContractOnMeshes:
     expected = alone.apply(variables, hidden, tokens, method="log_prob")
     found = head.apply(variables, hidden, tokens, method="log_prob")
     np.testing.assert_array_equal(found, expected)
-    message = "vocab_axis 'model' is no axis of the mesh, which has rows, columns"
+    message = "vocab_axis.*model.*rows, columns"
     other = jax.make_mesh((4, 2), ("rows", "columns"), (AxisType.Auto,) * 2)
     for argument, method in ((tokens, "log_prob"), (1, "top_k")):
       with jax.set_mesh(other), pytest.raises(ValueError, match=message):
         head.apply(variables, hidden, argument, method=method)
 
+  @pytest.mark.slow
   def test_inside_of_a_shard_map_over_the_batch_each_device_does_its_rows(self, first_mesh_case):
     head = self.cases[first_mesh_case](self.vocab, self.dim)
     hidden = jax.random.normal(jax.random.key(2), (16, self.dim))

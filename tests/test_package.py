@@ -1,0 +1,27 @@
+"""What an installed vqjax imports, and what it leaves alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+  ("module", "absent"),
+  [
+    ("vqjax.ops.softmax", ("flax", "optax", "scipy.sparse")),
+    ("vqjax", ("jax",)),
+    ("vqjax.heads, vqjax.embeddings, vqjax.quantizers, vqjax.models", ("vqjax.lab", "sklearn")),
+    ("vqjax.convert", ("vqjax.lab", "sklearn", "matplotlib", "grain", "tensorflow_datasets")),
+  ],
+)
+def test_an_import_loads_no_package_that_it_does_not_need(module, absent):
+  code = f"import sys, {module}; print(*sys.modules)"
+  loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert not set(absent) & set(loaded.stdout.split())
+
+
+def test_subpackages_and_names_are_imported_at_first_use():
+  code = "import vqjax; print(vqjax.convert.to_head.__name__, vqjax.GroupedHead.__name__)"
+  shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert shown.stdout.split() == ["to_head", "GroupedHead"]
