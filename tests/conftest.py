@@ -11,7 +11,9 @@ import sys
 # workers share a persistent cache. (The commands of `make smoke` and the benchmarks are compiled
 # as users' programs are.)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
+os.environ.setdefault(
+  "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
