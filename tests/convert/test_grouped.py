@@ -1,4 +1,4 @@
-"""Does a grouped head made of dense rows predict as they do, with its tokens in their places?"""
+"""Does a grouped head made of dense rows predict as they do, with its tokens in their positions?"""
 
 import dataclasses
 
@@ -54,8 +54,8 @@ def test_a_linear_for_each_group_keeps_the_distribution_inside_the_groups(use_bi
   given, hidden = known(), np.random.default_rng(1).normal(size=(7, D)).astype(np.float32)
   variables = convert.ToGrouped(by=by)(given, head)
   log_prob = log_probs(head, variables, hidden)
-  place = variables["codes"]["place"] if by else np.arange(V)
-  group = np.repeat(np.arange(5), SIZES)[place]
+  position = variables["codes"]["position"] if by else np.arange(V)
+  group = np.repeat(np.arange(5), SIZES)[position]
   expected = within(reference.log_softmax(hidden @ given.output.T), group)
   np.testing.assert_allclose(within(log_prob, group), expected, atol=1e-5)
 
@@ -165,10 +165,10 @@ def test_a_run_can_begin_with_groups_from_its_text_and_nothing_else_changes(dens
   _, _, variables, fresh = begun(scratch)
   codes = variables["codes"]["head"]
   order = codes["order"]
-  assert order.dtype == codes["place"].dtype == np.int32
+  assert order.dtype == codes["position"].dtype == np.int32
   assert sorted(order) == list(range(len(order)))
   assert (order != np.arange(len(order))).any()
-  np.testing.assert_array_equal(codes["place"][order], np.arange(len(order)))
+  np.testing.assert_array_equal(codes["position"][order], np.arange(len(order)))
   jax.tree.map(np.testing.assert_array_equal, variables["params"], fresh["params"])
 
 
@@ -226,7 +226,7 @@ class TestBadInput:
   def test_an_order_that_is_no_permutation_is_refused(self):
     head = GroupedHead(V, D, order_init=convert.in_order)
     twice = lambda known, sizes: np.arange(V) // 2
-    with pytest.raises(ValueError, match="order has token 0 at places 0 and 1, and"):
+    with pytest.raises(ValueError, match="order has token 0 at positions 0 and 1, and"):
       convert.ToGrouped(by=twice)(known(), head)
 
   def test_a_cap_that_a_grouped_head_cannot_keep_is_refused(self, dense):

@@ -36,7 +36,7 @@ def log_groups(head, variables, hidden):
 def by_group(head, variables, hidden, scores):
   """float64 log-probabilities of the tokens, from scores [*B, V] that share a group's slots."""
   log_group = log_groups(head, variables, hidden)
-  group, _, starts = places(head)
+  group, _, starts = positions(head)
   own = scores - np.logaddexp.reduceat(scores, starts, axis=-1)[..., group]
   found = np.empty_like(scores)
   found[..., variables.get("codes", {}).get("order", np.arange(head.vocab))] = (
@@ -45,8 +45,8 @@ def by_group(head, variables, hidden, scores):
   return found
 
 
-def places(head):
-  """The group and the slot of each place, and the first place of each group."""
+def positions(head):
+  """The group and the slot of each position, and the first position of each group."""
   sizes = head.sizes
   if sizes is None:
     groups = head.groups or math.isqrt(head.vocab)
@@ -68,7 +68,7 @@ class TestGroupedHead(HeadContract):
 
   def reference_logits(self, head, variables, hidden):
     """Section 2.3.2."""
-    params, (group, slot, _) = variables["params"], places(head)
+    params, (group, slot, _) = variables["params"], positions(head)
     shared = hidden @ params["slot_weight"].T + params.get("slot_bias", 0.0)
     scores = shared[..., slot] * params["scale"][group, slot] + params["shift"][group, slot]
     return by_group(head, variables, hidden, scores)
@@ -92,7 +92,7 @@ class TestUnsharedGroupedHead(HeadContract):
 
   def reference_logits(self, head, variables, hidden):
     """Figure 4: a linear for each group."""
-    params, (group, slot, _) = variables["params"], places(head)
+    params, (group, slot, _) = variables["params"], positions(head)
     scores = hidden @ params["slot_weight"][group, slot].T
     if head.use_bias:
       scores = scores + params["slot_bias"][group, slot]
@@ -131,7 +131,7 @@ def test_an_order_is_a_table_with_its_inverse_and_no_order_is_none(head):
   given = head(11, 4, sizes=(2, 9), order_init=lambda key, shape, dtype: order)
   variables = jax.jit(given.init)(jax.random.key(0), hidden)
   np.testing.assert_array_equal(variables["codes"]["order"], order)
-  np.testing.assert_array_equal(order[variables["codes"]["place"]], jnp.arange(11))
+  np.testing.assert_array_equal(order[variables["codes"]["position"]], jnp.arange(11))
   group = given.apply(variables, jnp.array([3, 0, 10, 5, 11, -1]), method="group_of")
   assert group.tolist() == [0, 0, 1, 1, -1, -1]
   assert given.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(variables))
@@ -146,7 +146,9 @@ def test_groups_sizes_and_orders_that_are_none_are_refused():
   with pytest.raises(ValueError, match="group 1 has size 0"):
     begin(sizes=(5, 0, 6))
   twice = lambda key, shape, dtype: jnp.array([0, 1, 1, 3])
-  with pytest.raises(ValueError, match="order has token 1 at places 1 and 2, and token 2 at none"):
+  with pytest.raises(
+    ValueError, match="order has token 1 at positions 1 and 2, and token 2 at none"
+  ):
     begin(4, order_init=twice)
   other = GroupedHead(10, 4, order_init=shuffled)
   with pytest.raises(ValueError, match=r"order int32\(11,\) is no int\[10\]"):

@@ -1,116 +1,248 @@
-"""Is the divergence from a teacher exact, whatever the shapes, and are its gradients?"""
+"""Tests of the distillation losses against float64 computations from all logits."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import reference
-from vqjax.ops.distillation import linear_soft_target_loss
+from vqjax import GroupedHead
+from vqjax.ops import sampling
+from vqjax.ops.distillation import block_soft_target_loss, linear_soft_target_loss
+from vqjax.sharding import MeshShape, make_mesh
+
+V, D, E = 101, 6, 9
+# Scores up to 20 have an error of 20 · 2^-24 · sqrt(9) = 4e-6 each, and a gradient adds up 101 of
+# them, weighted by hidden vectors up to 3.
+ATOL = 1e-4
 
 
-def operands(n=13, d=6, e=9, v=101, bias=True):
-  keys = jax.random.split(jax.random.key(0), 6)
-  normal = jax.random.normal
-  arrays = [
-    normal(keys[0], (n, d)),
-    normal(keys[1], (v, d)),
-    normal(keys[2], (n, e)),
-    normal(keys[3], (v, e)),
-  ]
-  return arrays + [normal(key, (v,)) if bias else None for key in keys[4:]]
+def operands(*batch):
+  """Student's hidden, weight; teacher's hidden, weight; student's bias; teacher's bias."""
+  shapes = (*batch, D), (V, D), (*batch, E), (V, E), (V,), (V,)
+  keys = jax.random.split(jax.random.key(0), len(shapes))
+  return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
 
 
-def materialised(h, w, th, tw, b, tb, temperature=1.0, softcap=None, teacher_softcap=None):
+def from_logits(logits, teacher_logits):
   """(cross-entropy, KL) from all scores, in the precision of its arguments."""
+  log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(teacher_logits)
+  q = jnp.exp(log_q)
+  return -(q * log_p).sum(-1), (q * (log_q - log_p)).sum(-1)
 
-  def log_prob(h, w, b, cap):
+
+def materialised(
+  h, w, th, tw, b=None, tb=None, temperature=1.0, softcap=None, teacher_softcap=None
+):
+  def logits(h, w, b, cap):
     score = h @ w.T + (0.0 if b is None else b)
-    return jax.nn.log_softmax((cap * jnp.tanh(score / cap) if cap else score) / temperature)
+    return (cap * jnp.tanh(score / cap) if cap else score) / temperature
 
-  lp, lq = log_prob(h, w, b, softcap), log_prob(th, tw, tb, teacher_softcap)
-  q = jnp.exp(lq)
-  return -(q * lp).sum(-1), (q * (lq - lp)).sum(-1)
+  return from_logits(logits(h, w, b, softcap), logits(th, tw, tb, teacher_softcap))
+
+
+def value_and_pullback(function, arrays, cotangents):
+  """Values and all gradients from one compiled program."""
+
+  @jax.jit
+  def run(arrays, cotangents):
+    value, pull = jax.vjp(lambda *a: tuple(function(*a)), *arrays)
+    return value, pull(cotangents)
+
+  return jax.device_get(run(arrays, cotangents))
+
+
+def float64(tree):
+  return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), tree)
 
 
 OPTIONS = [{}, {"temperature": 2.0}, {"temperature": 1.5, "softcap": 3, "teacher_softcap": 2.0}]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("n", "tile"), [(1, None), (13, (4, 10)), (13, (100, 101))])
-def test_loss_and_all_gradients_equal_float64(options, bias, n, tile):
-  arrays = operands(n=n, bias=bias)
-  cotangents = tuple(jax.random.normal(jax.random.key(i), (n,)) for i in (7, 8))
-  value, pull = jax.vjp(
-    lambda *a: tuple(linear_soft_target_loss(*a, tile=tile, **options)), *arrays
+class TestLinearStudent:
+  @pytest.mark.parametrize("options", OPTIONS)
+  @pytest.mark.parametrize(
+    ("n", "tile", "bias"), [(1, None, True), (13, (4, 10), True), (13, (100, V), False)]
   )
-  found = pull(cotangents)
-  with jax.enable_x64(True):
-    exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arrays)
-    expected, pull = jax.vjp(lambda *a: materialised(*a, **options), *exact)
-    wanted = pull(tuple(jnp.asarray(np.asarray(x), jnp.float64) for x in cotangents))
-    # Scores of size ten, known to 1e-6, and a hundred roundings of float32 in their sums.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), value, expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+  def test_losses_and_all_gradients_equal_float64(self, options, n, tile, bias):
+    arrays = operands(n)[: 6 if bias else 4]
+    cotangents = tuple(jax.random.normal(jax.random.key(i), (n,)) for i in (7, 8))
+    loss = functools.partial(linear_soft_target_loss, tile=tile, **options)
+    result = value_and_pullback(loss, arrays, cotangents)
+    with jax.enable_x64(True):
+      exact = functools.partial(materialised, **options)
+      expected = value_and_pullback(exact, float64(arrays), float64(cotangents))
+    chex.assert_trees_all_close(result, expected, atol=ATOL, rtol=0)
+
+  def test_a_teacher_equal_to_the_student_has_no_divergence_from_it(self):
+    hidden, weight, *_ = operands(13)
+    result = linear_soft_target_loss(hidden, weight, hidden, weight, tile=(4, 10))
+    np.testing.assert_allclose(result.kl, 0, atol=4e-6)
+    log_prob = reference.log_softmax(hidden @ weight.T)
+    entropy = -(np.exp(log_prob) * log_prob).sum(-1)
+    np.testing.assert_allclose(result.cross_entropy, entropy, atol=1e-5)
+
+  def test_a_common_offset_of_all_scores_changes_only_their_rounding(self):
+    *rest, bias, teacher_bias = operands(13)
+    plain = linear_soft_target_loss(*rest, bias, teacher_bias)
+    moved = linear_soft_target_loss(*rest, bias + 1000.0, teacher_bias - 1000.0)
+    # The spacing of float32 numbers near 1000 is 6e-5; three roundings of scores meet in a loss.
+    chex.assert_trees_all_close(plain, moved, atol=2e-4, rtol=0)
+
+  def test_rows_removed_from_both_have_no_gradient_and_from_the_student_alone_infinite_loss(self):
+    *rest, bias, teacher_bias = operands(13)
+    both = [b.at[5:30].set(-jnp.inf) for b in (bias, teacher_bias)]
+    loss = lambda w: linear_soft_target_loss(rest[0], w, *rest[2:], *both, tile=(4, 10)).kl.sum()
+    value, gradient = jax.value_and_grad(loss)(rest[1])
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+    assert (gradient[5:30] == 0).all()
+    student_only = linear_soft_target_loss(*rest, both[0], teacher_bias, tile=(4, 10))
+    assert np.isposinf(student_only.cross_entropy).all()
+
+  def test_no_array_of_tokens_times_vocabulary_exists_and_a_frozen_teacher_costs_only_scores(self):
+    n, d, e, v = 2053, 8, 16, 4099
+    shapes = (n, d), (v, d), (n, e), (v, e)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    loss = lambda *a: linear_soft_target_loss(*a).kl.mean()
+    trained = jax.grad(loss, (0, 1, 2, 3))
+    frozen = jax.grad(
+      lambda h, w, *teacher: loss(h, w, *map(jax.lax.stop_gradient, teacher)), (0, 1)
+    )
+    assert reference.largest_value(trained, *arrays) < n * v / 4
+    flops = lambda f: jax.jit(f).lower(*arrays).compile().cost_analysis()["flops"]
+    assert flops(frozen) < 0.7 * flops(trained)
+
+  @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+      (lambda a: (a[0][:5], *a[1:]), r"`teacher_hidden` must have .* got \(13, 9\)"),
+      (lambda a: (a[0], a[1][:9], *a[2:]), r"`teacher_weight` must have .* got \(101, 9\)"),
+      (lambda a: (a[0][:, :3], *a[1:]), r"`weight` must be \[V, 3\] .* got \(101, 6\)"),
+      (lambda a: (*a[:4], a[4][:9], a[5]), r"`bias` must be \[101\]; got \(9,\)"),
+    ],
+  )
+  def test_shapes_that_do_not_fit_are_refused(self, change, message):
+    with pytest.raises(ValueError, match=message):
+      linear_soft_target_loss.__wrapped__(*change(operands(13)))
+
+  @pytest.mark.parametrize("name", ["temperature", "softcap", "teacher_softcap"])
+  def test_options_must_be_positive(self, name):
+    with pytest.raises(ValueError, match=f"`{name}` must be positive; got 0"):
+      linear_soft_target_loss(*operands(13), **{name: 0})
 
 
-def test_a_teacher_of_its_own_diverges_by_nothing():
-  hidden, weight, *_ = operands()
-  found = linear_soft_target_loss(hidden, weight, hidden, weight, tile=(4, 10))
-  np.testing.assert_allclose(found.kl, 0, atol=2e-6)
-  entropy = -(lambda p: (np.exp(p) * p).sum(-1))(reference.log_softmax(hidden @ weight.T))
-  np.testing.assert_allclose(found.cross_entropy, entropy, atol=1e-5)
+def blocks_of(hidden, weight, width=12):
+  """Blocks of `width` tokens in a permuted order, the last one padded."""
+  count = -(-V // width)
+  order = np.resize(np.random.default_rng(0).permutation(V), count * width)
+  table = jnp.asarray(order.reshape(count, width), jnp.int32)
+
+  def block(index):
+    real = index * width + jnp.arange(width) < V
+    return jnp.where(real, hidden @ weight[table[index]].T, -jnp.inf), table[index]
+
+  return sampling.Blocks(count, block, hidden.shape[:-1])
 
 
-def test_a_common_offset_of_all_scores_changes_nothing_but_their_rounding():
-  arrays = operands()
-  plain = linear_soft_target_loss(*arrays)
-  *rest, bias, teacher_bias = arrays
-  moved = linear_soft_target_loss(*rest, bias + 1000.0, teacher_bias - 1000.0)
-  # A score near 1000 is stored to 6e-5.
-  for a, b in zip(plain, moved):
-    np.testing.assert_allclose(a, b, atol=2e-4)
+def grouped(batch, groups, vocab_axis, dtype=None):
+  """(value and gradients of a grouped head's KL, the same from all logits, their arguments)."""
+  head = GroupedHead(V, D, groups=groups, use_bias=True, dtype=dtype, vocab_axis=vocab_axis)
+  hidden, _, *teacher, _, bias = operands(*batch)
+  params = head.init(jax.random.key(1), hidden)["params"]
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(jax.random.key(2), len(leaves))
+  noisy = [x + jax.random.normal(key, x.shape) for x, key in zip(leaves, keys)]
+
+  def of_head(module, hidden, *teacher):
+    return tuple(module.over_blocks(block_soft_target_loss, hidden, *teacher))
+
+  def kl(params, hidden, *teacher):
+    return head.apply({"params": params}, hidden, *teacher, method=of_head)[1].mean()
+
+  def expected(params, hidden, *teacher):
+    logits = head.apply({"params": params}, hidden)
+    return from_logits(logits, teacher[0] @ teacher[1].T + teacher[2])[1].mean()
+
+  run = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))
+  return run(kl), run(expected), (jax.tree.unflatten(tree, noisy), hidden, *teacher, bias)
 
 
-def test_rows_without_mass_may_be_removed_and_others_make_the_loss_infinite():
-  *rest, bias, teacher_bias = operands()
-  both = [b.at[5:30].set(-jnp.inf) for b in (bias, teacher_bias)]
-  loss = lambda w: linear_soft_target_loss(rest[0], w, *rest[2:], *both, tile=(4, 10)).kl.sum()
-  value, gradient = jax.value_and_grad(loss)(rest[1])
-  assert np.isfinite(value)
-  assert np.isfinite(gradient).all()
-  assert (gradient[5:30] == 0).all()
-  alone = linear_soft_target_loss(*rest, both[0], teacher_bias, tile=(4, 10))
-  assert np.isposinf(alone.cross_entropy).all()
+class TestStudentInBlocks:
+  @pytest.mark.parametrize(
+    ("batch", "temperature", "cap"), [((13,), 1.0, None), ((1, 5), 2.0, 3.0)]
+  )
+  def test_losses_and_gradients_equal_float64(self, batch, temperature, cap):
+    hidden, weight, *teacher, _, bias = operands(*batch)
+    cotangents = tuple(jax.random.normal(jax.random.key(i), batch) for i in (7, 8))
+    options = {"temperature": temperature, "teacher_softcap": cap}
 
+    def loss(hidden, weight):
+      return block_soft_target_loss(blocks_of(hidden, weight), *teacher, bias, **options)
 
-def test_no_value_of_tokens_times_vocabulary_is_made_and_a_frozen_teacher_costs_its_scores_alone():
-  n, d, e, v = 2053, 8, 16, 4099
-  shapes = [(n, d), (v, d), (n, e), (v, e)]
-  arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-  loss = lambda *a: linear_soft_target_loss(*a).kl.mean()
-  both = jax.grad(loss, (0, 1, 2, 3))
-  frozen = jax.grad(lambda h, w, th, tw: loss(h, w, *map(jax.lax.stop_gradient, (th, tw))), (0, 1))
-  assert reference.largest_value(both, *arrays) < n * v / 4
-  flops = lambda f: jax.jit(f).lower(*arrays).compile().cost_analysis()["flops"]
-  assert flops(frozen) < 0.7 * flops(both)
+    result = value_and_pullback(loss, (hidden, weight), cotangents)
+    with jax.enable_x64(True):
+      exact = lambda h, w: materialised(h, w, *float64(teacher), None, float64(bias), **options)
+      expected = value_and_pullback(exact, float64((hidden, weight)), float64(cotangents))
+    chex.assert_trees_all_close(result, expected, atol=ATOL, rtol=0)
 
+  def test_a_token_that_the_student_scores_minus_infinity_is_left_out_of_both(self):
+    hidden, weight, *teacher, _, bias = operands(4)
+    removed = jnp.arange(V) % 7 == 2
+    blocks = sampling.allow(blocks_of(hidden, weight), ~removed, V)
+    result = block_soft_target_loss(blocks, *teacher, bias)
+    scores = teacher[0] @ teacher[1].T + bias
+    expected = from_logits((hidden @ weight.T)[:, ~removed], scores[:, ~removed])
+    chex.assert_trees_all_close(tuple(result), expected, atol=ATOL, rtol=0)
 
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    (lambda a: (a[0][:5], *a[1:]), "not of the same tokens"),
-    (lambda a: (a[0], a[1][:9], *a[2:]), "one vocabulary"),
-    (lambda a: (a[0][:, :3], *a[1:]), "does not fit hidden"),
-    (lambda a: (*a[:4], a[4][:9], a[5]), "a bias of shape"),
-  ],
-)
-def test_shapes_that_do_not_fit_are_refused(change, message):
-  with pytest.raises(ValueError, match=message):
-    linear_soft_target_loss.__wrapped__(*change(operands()))
+  def test_the_teacher_has_no_gradient(self):
+    hidden, weight, *teacher, _, bias = operands(2)
+    loss = lambda *teacher: block_soft_target_loss(blocks_of(hidden, weight), *teacher).kl.sum()
+    for gradient in jax.grad(loss, (0, 1, 2))(*teacher, bias):
+      assert not gradient.any()
 
+  def test_a_grouped_student_has_the_gradients_of_its_logits(self, monkeypatch):
+    monkeypatch.setattr(sampling, "block_width", lambda rows, vocab: 25)
+    loss, expected, arrays = grouped((3, 5), 11, None)
+    chex.assert_trees_all_close(loss(*arrays), expected(*arrays), atol=ATOL, rtol=0)
 
-def test_a_temperature_of_zero_is_refused():
-  with pytest.raises(ValueError, match="temperature 0 is not positive"):
-    linear_soft_target_loss(*operands(), temperature=0)
+  # bfloat16 has 8 bits: scores near ten have an error of 0.03, which the mean over tokens reduces.
+  @pytest.mark.parametrize(("dtype", "atol"), [(None, ATOL), (jnp.bfloat16, 2e-2)])
+  def test_a_mesh_changes_neither_loss_nor_gradients(self, dtype, atol):
+    loss, expected, arrays = grouped((3, 5), 11, "model", dtype)
+    wanted = jax.device_get(expected(*arrays))
+    with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
+      chex.assert_trees_all_close(jax.device_get(loss(*arrays)), wanted, atol=atol, rtol=0)
+
+  def test_no_array_of_tokens_times_vocabulary_exists(self):
+    n, v = 2053, 40_009
+    head = GroupedHead(v, D)
+    abstract = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    params = jax.eval_shape(head.init, jax.random.key(0), abstract(n, D))
+
+    def kl(params, *arrays):
+      body = lambda module, *a: module.over_blocks(block_soft_target_loss, *a).kl.mean()
+      return head.apply(params, *arrays, method=body)
+
+    shapes = abstract(n, D), abstract(n, E), abstract(v, E), abstract(v)
+    assert reference.largest_value(jax.grad(kl, (0, 1)), params, *shapes) < n * v / 16
+
+  @pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+      (lambda h, w, b: (h[:1], w, b), {}, r"`teacher_hidden` must have .*\(2,\).* got \(1, 9\)"),
+      (lambda h, w, b: (h[:, :3], w, b), {}, r"`teacher_weight` must be \[V, 3\] .* \(101, 9\)"),
+      (lambda h, w, b: (h, w, b[:9]), {}, r"`teacher_bias` must be \[101\]; got \(9,\)"),
+      (lambda *a: a, {"temperature": 0}, "`temperature` must be positive; got 0"),
+      (lambda *a: a, {"teacher_softcap": -1.0}, "`teacher_softcap` must be positive; got -1.0"),
+    ],
+  )
+  def test_what_does_not_fit_is_refused(self, change, options, message):
+    hidden, weight, *teacher, _, bias = operands(2)
+    with pytest.raises(ValueError, match=message):
+      block_soft_target_loss.__wrapped__(
+        blocks_of(hidden, weight), *change(*teacher, bias), **options
+      )

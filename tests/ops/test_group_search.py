@@ -21,41 +21,41 @@ def vocabulary(scale, seed=0, rows=4):
   present = jnp.arange(SLOTS) < size[:, None]
   log_slot = jax.nn.log_softmax(jnp.where(present, scores, -jnp.inf))
   first = jnp.cumsum(size) - size
-  place = jnp.where(present, first[:, None] + jnp.arange(SLOTS), 0).astype(jnp.int32)
+  position = jnp.where(present, first[:, None] + jnp.arange(SLOTS), 0).astype(jnp.int32)
 
-  def of_groups(group, log_group):
+  def score_groups(group, log_group):
     own = jnp.take_along_axis(log_slot, group[..., None], axis=1)
-    return log_group[..., None] + own, place[group]
+    return log_group[..., None] + own, position[group]
 
   log_prob = (log_group[..., None] + log_slot).reshape(rows, -1)[:, present.ravel()]
-  return log_group, of_groups, np.asarray(log_prob)
+  return log_group, score_groups, np.asarray(log_prob)
 
 
-def sorted_places(log_prob, k):
-  """The k best places by brute force, ties in order."""
+def sorted_positions(log_prob, k):
+  """The k best positions by brute force, ties in order."""
   return np.argsort(-log_prob, axis=-1, kind="stable")[:, :k]
 
 
-def best(log_group, of_groups, k, width):
-  """`best_visited`, compiled at once: one after another its operations take longer."""
-  return jax.jit(lambda log_group: group_search.best_visited(log_group, of_groups, k, width))(
-    log_group
-  )
+def best(log_group, score_groups, k, width):
+  """`best_first_top_k`, compiled at once: one after another its operations take longer."""
+  return jax.jit(
+    lambda log_group: group_search.best_first_top_k(log_group, score_groups, k, width)
+  )(log_group)
 
 
-def drawn(log_group, of_groups, top_p, slots, steps, width):
-  run = functools.partial(group_search.nucleus_visited, slots=slots, steps=steps, width=width)
-  return jax.jit(lambda log_group, key: run(log_group, of_groups, top_p, key))(
+def drawn(log_group, score_groups, top_p, slots, steps, width):
+  run = functools.partial(group_search.best_first_nucleus, slots=slots, steps=steps, width=width)
+  return jax.jit(lambda log_group, key: run(log_group, score_groups, top_p, key))(
     log_group, jax.random.key(1)
   )
 
 
 @pytest.mark.parametrize(("width", "k"), [(1, 6), (4, 1), (4, 36), (13, 6)])
 def test_the_best_are_those_of_all_groups(width, k):
-  log_group, of_groups, log_prob = vocabulary(2.0)
-  found, places, visited = best(log_group, of_groups, k, width)
-  expected = sorted_places(log_prob, k)
-  np.testing.assert_array_equal(places, expected)
+  log_group, score_groups, log_prob = vocabulary(2.0)
+  found, positions, visited = best(log_group, score_groups, k, width)
+  expected = sorted_positions(log_prob, k)
+  np.testing.assert_array_equal(positions, expected)
   # Compiled, a sum may be rounded otherwise.
   np.testing.assert_allclose(found, np.take_along_axis(log_prob, expected, -1), rtol=1e-6)
   least = np.asarray(found)[:, -1:]
@@ -63,52 +63,54 @@ def test_the_best_are_those_of_all_groups(width, k):
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_tokens_that_tie_come_in_the_order_of_their_places(width):
+def test_tokens_that_tie_come_in_the_order_of_their_positions(width):
   flat = jnp.full((2, 6), -jnp.log(6.0)).at[1].set(jnp.log(jnp.array([1, 2, 1, 2, 2, 2]) / 10))
   first = jnp.arange(6)[:, None] * 2
 
-  def of_groups(group, log_group):
+  def score_groups(group, log_group):
     return jnp.broadcast_to(log_group[..., None] - jnp.log(2.0), (*group.shape, 2)), (
       first[group] + jnp.arange(2)
     )
 
-  _, places, _ = best(flat, of_groups, 5, width)
-  assert places.tolist() == [[0, 1, 2, 3, 4], [2, 3, 6, 7, 8]]
+  _, positions, _ = best(flat, score_groups, 5, width)
+  assert positions.tolist() == [[0, 1, 2, 3, 4], [2, 3, 6, 7, 8]]
 
 
 def test_a_peaked_distribution_takes_few_groups_and_no_more_are_scored():
-  log_group, of_groups, log_prob = vocabulary(8.0)
+  log_group, score_groups, log_prob = vocabulary(8.0)
   scored = []
 
   def counted(group, log_group):
     jax.debug.callback(lambda: scored.append(1))
-    return of_groups(group, log_group)
+    return score_groups(group, log_group)
 
-  _, places, visited = best(log_group, counted, 2, 1)
+  _, positions, visited = best(log_group, counted, 2, 1)
   jax.effects_barrier()
-  np.testing.assert_array_equal(places, sorted_places(log_prob, 2))
+  np.testing.assert_array_equal(positions, sorted_positions(log_prob, 2))
   assert visited.max() < GROUPS / 2
   assert len(scored) == visited.max()
 
 
 def test_beyond_the_vocabulary_there_is_no_token():
-  log_group, of_groups, log_prob = vocabulary(1.0)
-  found, places, visited = best(log_group, of_groups, 40, 13)
-  assert (places[:, log_prob.shape[1] :] == -1).all()
+  log_group, score_groups, log_prob = vocabulary(1.0)
+  found, positions, visited = best(log_group, score_groups, 40, 13)
+  assert (positions[:, log_prob.shape[1] :] == -1).all()
   assert np.isneginf(found[:, log_prob.shape[1] :]).all()
   assert (visited == GROUPS).all()
 
 
 def test_a_row_without_numbers_ends_and_leaves_the_others_alone():
-  log_group, of_groups, log_prob = vocabulary(2.0)
-  found, places, _ = best(log_group.at[1].set(jnp.nan), of_groups, 3, 4)
+  log_group, score_groups, log_prob = vocabulary(2.0)
+  found, positions, _ = best(log_group.at[1].set(jnp.nan), score_groups, 3, 4)
   others = [0, 2, 3]
-  np.testing.assert_array_equal(np.asarray(places)[others], sorted_places(log_prob, 3)[others])
+  np.testing.assert_array_equal(
+    np.asarray(positions)[others], sorted_positions(log_prob, 3)[others]
+  )
   assert np.isnan(found[1]).all()
 
 
 def nucleus(log_prob, top_p):
-  """The smallest set of best places whose float64 mass reaches top_p."""
+  """The smallest set of best positions whose float64 mass reaches top_p."""
   order = np.argsort(-log_prob)
   mass = np.cumsum(np.exp(np.asarray(log_prob, np.float64)[order]))
   return set(order[: 1 + np.searchsorted(mass, top_p)].tolist())
@@ -117,13 +119,13 @@ def nucleus(log_prob, top_p):
 # Less than float32 can hold is there before any group is visited: the best token alone.
 @pytest.mark.parametrize(("width", "top_p"), [(4, 0.8), (13, 0.99), (1, 1e-50)])
 def test_draws_are_of_the_nucleus_and_of_all_of_it(width, top_p):
-  log_group, of_groups, log_prob = vocabulary(3.0, rows=1)
+  log_group, score_groups, log_prob = vocabulary(3.0, rows=1)
   many = jnp.broadcast_to(log_group, (1000, GROUPS))
-  same = for_equal_rows(of_groups)
+  same = for_equal_rows(score_groups)
   found = drawn(many, same, top_p, SLOTS, 13, width)
   wanted = nucleus(log_prob[0], top_p)
   assert found.found.all()
-  seen, count = np.unique(found.place, return_counts=True)
+  seen, count = np.unique(found.position, return_counts=True)
   assert set(seen.tolist()) <= wanted
   share = np.exp(log_prob[0][sorted(wanted)])
   share /= share.sum()
@@ -133,15 +135,15 @@ def test_draws_are_of_the_nucleus_and_of_all_of_it(width, top_p):
   np.testing.assert_allclose(shares[sorted(wanted)], share, atol=0.064)
 
 
-def for_equal_rows(of_groups):
-  """What `of_groups` gives for one row, for many rows that are equal to it."""
-  log_slot, place = of_groups(jnp.arange(GROUPS)[None], jnp.zeros((1, GROUPS)))
-  return lambda group, log_group: (log_group[..., None] + log_slot[0][group], place[0][group])
+def for_equal_rows(score_groups):
+  """What `score_groups` gives for one row, for many rows that are equal to it."""
+  log_slot, position = score_groups(jnp.arange(GROUPS)[None], jnp.zeros((1, GROUPS)))
+  return lambda group, log_group: (log_group[..., None] + log_slot[0][group], position[0][group])
 
 
 def test_a_nucleus_beyond_the_steps_is_said_not_to_be_found():
-  log_group, of_groups, _ = vocabulary(0.1)
-  found = drawn(log_group, of_groups, 0.9, SLOTS, 2, 4)
+  log_group, score_groups, _ = vocabulary(0.1)
+  found = drawn(log_group, score_groups, 0.9, SLOTS, 2, 4)
   assert not found.found.any()
 
 
@@ -149,7 +151,7 @@ def test_what_ties_at_the_edge_of_the_nucleus_is_visited():
   # Groups of one token: 0.4, 0.2, 0.2, 0.2; the mass 0.5 ends at 0.2, of which there are three.
   log_group = jnp.log(jnp.array([0.4, 0.2, 0.2, 0.2]))
   many = jnp.broadcast_to(log_group, (300, 4))
-  of_groups = lambda group, log: (log[..., None], group[..., None])
-  found = drawn(many, of_groups, 0.5, 1, 4, 1)
-  assert set(np.asarray(found.place).tolist()) == {0, 1, 2, 3}
+  score_groups = lambda group, log: (log[..., None], group[..., None])
+  found = drawn(many, score_groups, 0.5, 1, 4, 1)
+  assert set(np.asarray(found.position).tolist()) == {0, 1, 2, 3}
   assert (found.visited == 4).all()

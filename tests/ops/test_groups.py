@@ -57,7 +57,7 @@ def test_groups_that_do_not_hold_the_vocabulary_are_refused(given, message):
 @pytest.mark.parametrize(
   ("order", "message"),
   [
-    ([0, 1, 1, 3], "order has token 1 at places 1 and 2, and token 2 at none; give each token"),
+    ([0, 1, 1, 3], "order has token 1 at positions 1 and 2, and token 2 at none; give each token"),
     ([0, 1, 2, 4], "order names 4, which is no token of 4"),
     ([0, -1, 2, 3], "order names -1"),
     ([0, 1, 2], r"order int32\(3,\) is no int\[4\]"),
@@ -69,9 +69,9 @@ def test_an_order_that_is_no_permutation_is_refused(order, message):
     groups.check_order(jnp.array(order), 4)
 
 
-def test_places_invert_an_order():
+def test_positions_invert_an_order():
   order = jnp.array([2, 0, 3, 1])
-  np.testing.assert_array_equal(order[groups.places(order)], jnp.arange(4))
+  np.testing.assert_array_equal(order[groups.positions(order)], jnp.arange(4))
 
 
 @pytest.mark.parametrize("count", [23, 24])

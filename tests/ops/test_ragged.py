@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from vqjax.ops import vocab_parallel
 from vqjax.ops.ragged import unshared_slot_log_prob
 
 N, D, S = 61, 5, 7

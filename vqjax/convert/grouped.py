@@ -61,7 +61,7 @@ class ToGrouped:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-  """Rows at their places: the means of the groups, what is left, and where each place lies."""
+  """Rows at their positions: the means of the groups, what is left, and where each position lies."""
 
   means: Float[np.ndarray, "G D"]
   rest: Float[np.ndarray, "V D"]
@@ -118,11 +118,13 @@ def _own_slots(parts) -> dict:
 def _shared_slots(parts, mean) -> dict:
   scale, shift = np.zeros(parts.shape), np.zeros(parts.shape)
   vectors = np.zeros((parts.shape[1], len(mean)))
-  places = np.split(np.argsort(parts.slot, kind="stable"), np.cumsum(np.bincount(parts.slot))[:-1])
-  for slot, place in enumerate(places):
-    rest, weights = parts.rest[place], parts.weights[place]
+  positions = np.split(
+    np.argsort(parts.slot, kind="stable"), np.cumsum(np.bincount(parts.slot))[:-1]
+  )
+  for slot, position in enumerate(positions):
+    rest, weights = parts.rest[position], parts.weights[position]
     vector = _common(rest, weights)
-    mine = parts.group[place], slot
+    mine = parts.group[position], slot
     vectors[slot], scale[mine] = vector, rest @ vector
     shift[mine] = rest @ mean - scale[mine] * (vector @ mean)
   return {"slot_weight": vectors, "scale": scale, "shift": shift}

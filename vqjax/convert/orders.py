@@ -1,7 +1,7 @@
 """In which order do the tokens lie that a head cuts into groups?
 
 An order is a frozen dataclass that is called with what is known and the number of tokens of each
-group, and gives the token at each place, int [V].
+group, and gives the token at each position, int [V].
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class ByFrequency:
   """The most frequent tokens in the first group, the rarest in the last; ties by their numbers."""
 
   def __call__(self, known: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
-    """The token at each place."""
+    """The token at each position."""
     del sizes
     return by_frequency(known.counts)
 
@@ -42,7 +42,7 @@ class Shuffled:
   seed: int = 0
 
   def __call__(self, known: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
-    """The token at each place."""
+    """The token at each position."""
     del sizes
     return np.random.default_rng(self.seed).permutation(len(known.counts))
 
@@ -61,7 +61,7 @@ class ByClusters:
   mapping: Mapping
 
   def __call__(self, known: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
-    """The token at each place."""
+    """The token at each position."""
     groups = len(sizes)
     cluster = assign.checked(self.mapping(known, groups), len(known.counts), groups)
     group_of = np.empty(groups, np.int64)
@@ -80,7 +80,7 @@ def _largest_first(sizes):
 
 
 def in_order(key: Array, shape: tuple[int, ...], dtype: Any) -> Int[Array, "V"]:
-  """Token v at place v: the `order_init` of a head whose order a run's start is to set."""
+  """Token v at position v: the `order_init` of a head whose order a run's start is to set."""
   del key
   return jnp.arange(shape[0], dtype=dtype)
 
@@ -98,5 +98,5 @@ def ordered(by: Ordering, known: TokenStats, head: Head) -> Int[np.ndarray, "V"]
 
 
 def as_codes(order: Int[np.ndarray, "V"]) -> dict[str, np.ndarray]:
-  """What a head keeps of an order: the token at each place, and the place of each token."""
-  return {"order": order, "place": np.argsort(order).astype(np.int32)}
+  """What a head keeps of an order: the token at each position, and the position of each token."""
+  return {"order": order, "position": np.argsort(order).astype(np.int32)}

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from vqjax.embeddings.base import Embedding
-from vqjax.ops.vocabulary import in_vocabulary, mean_over_known
+from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
 from vqjax.types import Size
 
 
@@ -56,7 +56,7 @@ class GuidedEmbedding(Embedding):
     # A vector that is none has no distance, and its gradient none that is nan.
     vectors = jnp.where(known[..., None], vectors, 0.0)
     square = ((vectors - self.guide.value[token]) ** 2).sum(axis=-1)
-    return {"guide": self.weight * mean_over_known(square, tokens, self.vocab)}
+    return {"guide": self.weight * mean_in_vocabulary(square, tokens, self.vocab)}
 
   def table(self) -> Float[Array, "V D"]:
     """The student's."""

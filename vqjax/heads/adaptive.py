@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import sampling, softmax, vocab_parallel
-from vqjax.ops.adaptive import Section, joined, tail_log_prob
+from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -121,7 +121,7 @@ class AdaptiveHead(Head):
       for i, ((weight, removed), shape) in enumerate(zip(tails, self.tails(), strict=True)):
         inside = where == i + 1
         place = jnp.where(inside, token - shape.first, 0)
-        log_prob += tail_log_prob(
+        log_prob += cluster_log_prob(
           self._narrow(hidden, i), weight, place, inside, removed, **options
         )
       return log_prob
@@ -151,7 +151,7 @@ class AdaptiveHead(Head):
       narrow = self._narrow(hidden, i)
       above = self._log_z(narrow, weight, removed) + log_z - of_tails[..., i]
       sections.append(Section(self._section(narrow, weight, shape.rows, above), shape.first))
-    return joined(tuple(sections))
+    return concatenate_blocks(tuple(sections))
 
   def _log_z(self, hidden, weight, removed):
     tokens = jnp.zeros(hidden.shape[:-1], jnp.int32)

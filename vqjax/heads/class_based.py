@@ -59,8 +59,8 @@ class ClassBasedHead(Head):
     self._check_hidden(hidden)
     class_weight, weight, table = (part.rows for part in self._rows())
     scores_BV = softmax.linear_scores(hidden, weight, dtype=self.dtype)
-    start = class_ops.nothing_scored(hidden.shape[:-1], self.classes)
-    log_z_BC = class_ops.log_normalizers(class_ops.merged(start, scores_BV, table), None)
+    start = class_ops.empty_normalizers(hidden.shape[:-1], self.classes)
+    log_z_BC = class_ops.log_normalizers(class_ops.add_scores(start, scores_BV, table), None)
     return self._log_prob_of(
       scores_BV, table, self._log_class(class_weight, table, hidden) - log_z_BC
     )
@@ -131,9 +131,9 @@ class ClassBasedHead(Head):
     def step(found, index):
       scores_BW, token_W = raw.block(index)
       here_W = jnp.maximum(token_W - vocab_parallel.first_row(axis, table.shape[0]), 0)
-      return class_ops.merged(found, scores_BW, table[here_W])
+      return class_ops.add_scores(found, scores_BW, table[here_W])
 
-    found = raw.fold(step, class_ops.nothing_scored(batch, self.classes))
+    found = raw.fold(step, class_ops.empty_normalizers(batch, self.classes))
     log_z_BC = class_ops.log_normalizers(found, axis)
     offset_BC = self._log_class(class_weight, table, hidden) - log_z_BC
     return blocks_of(lambda row_W: self._log_prob_of(scores(row_W), table[row_W], offset_BC))

@@ -15,7 +15,7 @@ from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.vocabulary import in_vocabulary, mean_over_known
+from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
 from vqjax.types import Dtype, Size
 
 
@@ -162,7 +162,7 @@ class CodebookHead(Head):
       jax.lax.stop_gradient(codebook), table, token, jnp.float32, self.vocab_axis
     )
     apart = ((hidden.astype(jnp.float32) - code) ** 2).mean(axis=-1)
-    return {"commitment": self.commitment * mean_over_known(apart, tokens, self.vocab)}
+    return {"commitment": self.commitment * mean_in_vocabulary(apart, tokens, self.vocab)}
 
   def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
     codebook, table = self.factors()

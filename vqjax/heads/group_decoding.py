@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.heads.base import Head
-from vqjax.ops import group_search, ranking, sampling, vocab_parallel
+from vqjax.ops import group_search, sampling, topk, vocab_parallel
 
 
 class VisitedHead(Head):
   """A head that finds the best tokens, and draws, without scoring every group of its vocabulary.
 
   A subclass says what its groups are: `groups_and_slots` and `_groups`; and `_blocks`, for what
-  needs all of them, in whole groups of S places.
+  needs all of them, in whole groups of S positions.
   """
 
   def groups_and_slots(self) -> tuple[int, int]:
@@ -41,7 +41,7 @@ class VisitedHead(Head):
   ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Int[Array, "*B"]]:
     """Log-probabilities and tokens of the k most likely tokens, and how many groups it took.
 
-    Equal log-probabilities come in the order of their places.
+    Equal log-probabilities come in the order of their positions.
     """
     if not 1 <= k <= self.vocab:
       raise ValueError(f"k {k} for a vocabulary of {self.vocab} tokens; give 1 to {self.vocab}")
@@ -52,10 +52,10 @@ class VisitedHead(Head):
       scores_Bk, token_Bk, log_z_B = sampling.best(self._blocks(rows, hidden), k)
       return scores_Bk - log_z_B[..., None], token_Bk, self._all_groups(hidden)
     found = self._groups(rows, hidden)
-    log_prob_Bk, place_Bk, visited_B = group_search.best_visited(
-      found.log_group, found.of_groups, k, self._width(found), self.vocab_axis
+    log_prob_Bk, position_Bk, visited_B = group_search.best_first_top_k(
+      found.log_group, found.score_groups, k, self._width(found), self.vocab_axis
     )
-    return log_prob_Bk, found.token_at(place_Bk), visited_B
+    return log_prob_Bk, found.token_at(position_Bk), visited_B
 
   def _width(self, found):
     rows, groups = math.prod(found.log_group.shape[:-1]), found.log_group.shape[-1]
@@ -118,10 +118,10 @@ class VisitedHead(Head):
       width, slots = self._width(groups), self.groups_and_slots()[1]
       most = sampling.STORED_SCORES // max(1, math.prod(hidden.shape[:-1]) * slots)
       steps = max(1, min(group_search.MOST, most) // width)
-      place_B, known_B, visited_B = group_search.nucleus_visited(
-        groups.log_group, groups.of_groups, top_p, key, slots, steps, width, self.vocab_axis
+      position_B, known_B, visited_B = group_search.best_first_nucleus(
+        groups.log_group, groups.score_groups, top_p, key, slots, steps, width, self.vocab_axis
       )
-      token_B = groups.token_at(place_B)
+      token_B = groups.token_at(position_B)
       everything = lambda: sampling.sample(self._blocks(rows, hidden), key, 1.0, None, top_p)
       token_B = jnp.where(
         known_B, token_B, jax.lax.cond(known_B.all(), lambda: token_B, everything)
@@ -140,16 +140,16 @@ class VisitedHead(Head):
       noisy_BG = log_mass_BG + sampling.gumbel(group_key, log_mass_BG.shape)
       group_B1 = jnp.argmax(noisy_BG, axis=-1, keepdims=True).astype(jnp.int32)
       found = self._groups(rows, hidden)
-      scored = found.of_groups(group_B1, jnp.zeros(group_B1.shape))
-      score_BS, place_BS = (x[..., 0, :] for x in scored)
-      token_BS = found.token_at(place_BS)
+      scored = found.score_groups(group_B1, jnp.zeros(group_B1.shape))
+      score_BS, position_BS = (x[..., 0, :] for x in scored)
+      token_BS = found.token_at(position_BS)
       score_BS = _masked(score_BS / temperature, token_BS, allowed)
       slot_B1 = jnp.argmax(
         score_BS + sampling.gumbel(slot_key, score_BS.shape), axis=-1, keepdims=True
       )
       best_B = noisy_BG.max(axis=-1)
       token_B = jnp.take_along_axis(token_BS, slot_B1, axis=-1)[..., 0]
-      return ranking.winner(best_B, jnp.where(jnp.isneginf(best_B), -1, token_B), axis)
+      return topk.winner(best_B, jnp.where(jnp.isneginf(best_B), -1, token_B), axis)
 
     tokens = self._over_vocabulary(body, hidden, key, allowed)
     plain = temperature == 1 and allowed is None

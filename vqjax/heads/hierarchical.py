@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 from vqjax.assign import trees
 from vqjax.heads.base import Head, bytes_of, row_init
 from vqjax.ops import sampling, vocab_parallel
-from vqjax.ops import tree as path_ops
+from vqjax.ops import tree as tree_ops
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
 
@@ -57,7 +57,7 @@ class HierarchicalHead(Head):
     """Log-probabilities of all tokens, which are logits that need no normaliser."""
     self._check_hidden(hidden)
     paths, leaves = jnp.asarray(self.paths.value), jnp.asarray(self.leaves.value)
-    return path_ops.all_log_probs(hidden, self.weight, paths, self.dtype)[..., leaves]
+    return tree_ops.all_log_probs(hidden, self.weight, paths, self.dtype)[..., leaves]
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -70,7 +70,7 @@ class HierarchicalHead(Head):
       weight, paths, _, leaves = rows
       leaf = vocab_parallel.sharded_lookup(leaves, token, self.vocab_axis)
       path = vocab_parallel.sharded_lookup(paths, leaf, self.vocab_axis)
-      return path_ops.path_log_prob(hidden, weight, path, leaf, self.dtype, self.vocab_axis)
+      return tree_ops.leaf_log_prob(hidden, weight, path, leaf, self.dtype, self.vocab_axis)
 
     return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
 
@@ -87,7 +87,7 @@ class HierarchicalHead(Head):
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     self._check_hidden(hidden)
     weight, paths, tokens, _ = rows
-    return path_ops.leaf_blocks(
+    return tree_ops.leaf_blocks(
       hidden, weight, paths, tokens, self.vocab, self.dtype, self.vocab_axis
     )
 
@@ -107,7 +107,7 @@ class HierarchicalHead(Head):
 
     def body(rows, hidden, key):
       weight, paths, tokens, _ = rows
-      leaf = path_ops.draw_leaves(key, hidden, weight, paths, self.dtype, self.vocab_axis)
+      leaf = tree_ops.draw_leaves(key, hidden, weight, paths, self.dtype, self.vocab_axis)
       return vocab_parallel.sharded_lookup(tokens, leaf, self.vocab_axis)
 
     return self._over_vocabulary(body, hidden, key)

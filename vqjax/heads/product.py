@@ -17,7 +17,7 @@ from vqjax.heads.linear import LinearHead
 from vqjax.ops import product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
-from vqjax.ops.vocabulary import mean_over_known
+from vqjax.ops.vocabulary import mean_in_vocabulary
 from vqjax.types import Size
 
 
@@ -178,7 +178,7 @@ class LearnedProductHead(_ProductTables):
     latent_ND = vocab_parallel.gather(self.latent, jnp.clip(tokens.reshape(-1), 0, self.vocab - 1))
     row_ND = lax.stop_gradient(product.nearest_rows(latent_ND, self.tables))
     apart_N = ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
-    mean = mean_over_known(apart_N, tokens.reshape(-1), self.vocab)
+    mean = mean_in_vocabulary(apart_N, tokens.reshape(-1), self.vocab)
     return {"commitment": self.commitment * mean}
 
   def size(self) -> Size:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Integer
 from vqjax.heads.base import Head
 from vqjax.ops.codes import CodeSoftmax
 from vqjax.ops.softmax import LinearSoftmax
-from vqjax.ops.vocabulary import mean_over_known
+from vqjax.ops.vocabulary import mean_in_vocabulary
 
 
 def check(head: Head) -> None:
@@ -24,9 +24,9 @@ def terms(
   """The terms by name, means over the tokens in [0, V); empty where none is asked for."""
   named = {}
   if head.z_loss:
-    named["z_loss"] = head.z_loss * mean_over_known(found.log_z**2, tokens, head.vocab)
+    named["z_loss"] = head.z_loss * mean_in_vocabulary(found.log_z**2, tokens, head.vocab)
   if head.label_smoothing:
     # -(1 - s) log p - s · mean log p, less the loss that is counted already.
     apart = found.log_prob - found.mean_log_prob
-    named["label_smoothing"] = head.label_smoothing * mean_over_known(apart, tokens, head.vocab)
+    named["label_smoothing"] = head.label_smoothing * mean_in_vocabulary(apart, tokens, head.vocab)
   return named

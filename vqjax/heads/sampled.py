@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.dense import DenseHead
 from vqjax.ops import sampled_softmax
-from vqjax.ops.vocabulary import mean_over_known
+from vqjax.ops.vocabulary import mean_in_vocabulary
 
 Proposal = Callable[[int], Float[Array, "V"]]
 """vocab -> log-probabilities [V] with which tokens are drawn, up to a constant."""
@@ -56,5 +56,5 @@ class SampledSoftmaxHead(DenseHead):
     )
     if not self.z_loss:
       return found.log_prob, {}
-    z_loss = self.z_loss * mean_over_known(found.log_z**2, tokens, self.vocab)
+    z_loss = self.z_loss * mean_in_vocabulary(found.log_z**2, tokens, self.vocab)
     return found.log_prob, {"z_loss": z_loss}

@@ -18,9 +18,9 @@ from vqjax.types import Dtype
 
 
 class Rows(NamedTuple):
-  """What each group has: its row of the weight, bias, size, first place, and its slots' arrays.
+  """What each group has: its row of the weight, bias, size, first position, and its slots' arrays.
 
-  And the token at each place, or None where it is the place itself.
+  And the token at each position, or None where it is the position itself.
   """
 
   weight: Array
@@ -30,26 +30,26 @@ class Rows(NamedTuple):
   order: Array | None
   slots: tuple
 
-  def token_at(self, place: Array) -> Array:
-    """The tokens at places; -1 stays -1."""
+  def token_at(self, position: Array) -> Array:
+    """The tokens at positions; -1 stays -1."""
     if self.order is None:
-      return place
-    return jnp.where(place < 0, -1, self.order[jnp.maximum(place, 0)])
+      return position
+    return jnp.where(position < 0, -1, self.order[jnp.maximum(position, 0)])
 
 
 class TwoLevelHead(VisitedHead):
   """p(group of the token) · p(its slot in the group).
 
   A subclass says how slots score: `_slot_rows`, `_shared`, `_slot_scores` and `_slot_log_prob`.
-  Tokens lie at places 0 to V - 1, and group g holds places starts[g] to starts[g + 1] - 1: token v
-  lies at place v, or where `order_init` puts it. Exact top-k and nuclei visit groups in order of
+  Tokens lie at positions 0 to V - 1, and group g holds positions starts[g] to starts[g + 1] - 1: token v
+  lies at position v, or where `order_init` puts it. Exact top-k and nuclei visit groups in order of
   p(group) and stop where no other group can matter (`vqjax.ops.group_search`).
 
   Attributes:
     groups: number of equal groups, G; None, without `sizes`: floor(sqrt(V)).
     sizes: number of tokens of each group, which add up to V; not together with `groups`.
-    order_init: (key, shape, dtype) -> int [V], the token at each place; kept as variable `order` of
-      the collection `codes`, with its inverse `place`: never trained. None: no variable.
+    order_init: (key, shape, dtype) -> int [V], the token at each position; kept as variable `order` of
+      the collection `codes`, with its inverse `position`: never trained. None: no variable.
     use_bias: add a bias to the group scores and to the slot scores.
     group_init: initialiser of the [G, D] group weight.
     bias_init: initialiser of the biases.
@@ -72,7 +72,9 @@ class TwoLevelHead(VisitedHead):
     self.group_bias = self._new("group_bias", self.bias_init, groups) if self.use_bias else None
     if self.order_init is not None:
       self.order = self.variable("codes", "order", self._initial_order)
-      self.place = self.variable("codes", "place", lambda: group_ops.places(self.order.value))
+      self.position = self.variable(
+        "codes", "position", lambda: group_ops.positions(self.order.value)
+      )
       if self.order.value.shape != (self.vocab,):
         group_ops.check_order(self.order.value, self.vocab)
 
@@ -94,16 +96,16 @@ class TwoLevelHead(VisitedHead):
 
   @property
   def starts(self) -> np.ndarray:
-    """First place of each group, and V at the end: int64 [G + 1]."""
+    """First position of each group, and V at the end: int64 [G + 1]."""
     return np.concatenate([[0], np.cumsum(self._group_sizes())])
 
-  def _place_of(self, tokens):
-    return tokens if self.order_init is None else jnp.asarray(self.place.value)[tokens]
+  def _position_of(self, tokens):
+    return tokens if self.order_init is None else jnp.asarray(self.position.value)[tokens]
 
   def group_of(self, tokens: Integer[Array, "*B"]) -> Int[Array, "*B"]:
     """The group of each token; -1 for a token outside [0, V)."""
     known, token = in_vocabulary(tokens, self.vocab)
-    group, _ = group_ops.group_and_slot(self._place_of(token), self.starts)
+    group, _ = group_ops.group_and_slot(self._position_of(token), self.starts)
     return jnp.where(known, group, -1)
 
   def log_group(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B G"]:
@@ -120,9 +122,9 @@ class TwoLevelHead(VisitedHead):
     """Log-probabilities of all tokens, which are logits that need no normaliser."""
     found = self._groups(tuple(part.rows for part in self._rows()), hidden)
     number = jnp.arange(found.log_group.shape[-1], dtype=jnp.int32)
-    log_prob_BGS, _ = found.of_groups(number, found.log_group)
-    places = self._place_of(jnp.arange(self.vocab, dtype=jnp.int32))
-    group, slot = group_ops.group_and_slot(places, self.starts)
+    log_prob_BGS, _ = found.score_groups(number, found.log_group)
+    positions = self._position_of(jnp.arange(self.vocab, dtype=jnp.int32))
+    group, slot = group_ops.group_and_slot(positions, self.starts)
     return log_prob_BGS[..., group, slot]
 
   def log_prob(
@@ -131,7 +133,7 @@ class TwoLevelHead(VisitedHead):
     """Log-probability of `tokens` in nats; only each token's own group is scored."""
     self._check_hidden(hidden)
     known, token = in_vocabulary(tokens, self.vocab)
-    group, slot = group_ops.group_and_slot(self._place_of(token), self.starts)
+    group, slot = group_ops.group_and_slot(self._position_of(token), self.starts)
 
     def body(rows, hidden, group, slot):
       rows = _split(rows)
@@ -178,7 +180,7 @@ class TwoLevelHead(VisitedHead):
     log_group = self._log_group(rows.weight, rows.bias, hidden)
     shared = self._shared(rows.slots, hidden)
 
-    def of_groups(group, log_group):
+    def score_groups(group, log_group):
       scores = self._slot_scores(rows.slots, shared, group)
       slot = jnp.arange(scores.shape[-1], dtype=jnp.int32)
       present = slot < rows.size[group][..., None]
@@ -187,7 +189,7 @@ class TwoLevelHead(VisitedHead):
       log_prob = jnp.where(present, log_group[..., None] + log_slot, -jnp.inf)
       return log_prob, jnp.where(present, rows.first[group][..., None] + slot, 0)
 
-    return group_search.Groups(log_group, of_groups, rows.token_at)
+    return group_search.Groups(log_group, score_groups, rows.token_at)
 
   def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, some whole groups at a time."""
@@ -199,8 +201,8 @@ class TwoLevelHead(VisitedHead):
       group_W = index * width + jnp.arange(width, dtype=jnp.int32)
       row_W = jnp.minimum(group_W, groups - 1)
       log_group_BW = jnp.where(group_W < groups, found.log_group[..., row_W], -jnp.inf)
-      log_prob_BWS, place_WS = found.of_groups(row_W, log_group_BW)
-      return log_prob_BWS.reshape(*batch, width * slots), found.token_at(place_WS).reshape(-1)
+      log_prob_BWS, position_WS = found.score_groups(row_W, log_group_BW)
+      return log_prob_BWS.reshape(*batch, width * slots), found.token_at(position_WS).reshape(-1)
 
     return sampling.Blocks(
       -(-groups // width), block, batch, vocab_parallel.inside(self.vocab_axis)
@@ -209,7 +211,9 @@ class TwoLevelHead(VisitedHead):
   def _axes_of_order(self) -> dict:
     """Every device reads all of it, so that no look-up travels."""
     return (
-      {} if self.order_init is None else {"codes": {"order": ("places",), "place": ("tokens",)}}
+      {}
+      if self.order_init is None
+      else {"codes": {"order": ("positions",), "position": ("tokens",)}}
     )
 
   def _bytes_of_order(self) -> int:

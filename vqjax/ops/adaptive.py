@@ -18,7 +18,7 @@ from vqjax.ops import sampling, softmax, tiles, vocab_parallel
 from vqjax.types import Dtype
 
 
-def tail_log_prob(
+def cluster_log_prob(
   narrow: Float[Array, "*B w"],
   weight: Float[Array, "V w"],
   tokens: Int[Array, "*B"],
@@ -174,7 +174,7 @@ class Section(NamedTuple):
   first: int
 
 
-def joined(sections: tuple[Section, ...]) -> sampling.Blocks:
+def concatenate_blocks(sections: tuple[Section, ...]) -> sampling.Blocks:
   """The blocks of one section after another's; narrower ones are filled up with -inf."""
   kinds = [jax.eval_shape(s.blocks.block, jax.ShapeDtypeStruct((), jnp.int32)) for s in sections]
   width = max(tokens.shape[0] for _, tokens in kinds)

@@ -15,7 +15,7 @@ Step = Callable[[Array, Any], tuple[Array, Array, Any]]
 """(tokens [N], state) -> (log-probabilities [N, C], tokens [N, C] of the C likeliest, state)."""
 
 
-class Found(NamedTuple):
+class BeamResult(NamedTuple):
   """The best sequence of each row.
 
   Attributes:
@@ -50,7 +50,7 @@ def beam_search(
   length: int,
   eos: int,
   penalty: float = 0.6,
-) -> Found:
+) -> BeamResult:
   """The sequences of highest log p / ((5 + n) / 6)^penalty, n their tokens with the end.
 
   A row keeps its `beams` likeliest unfinished sequences, and stops where none of them can become
@@ -129,4 +129,4 @@ def beam_search(
   ended = beam.done_rank[:, 0] > NEVER
   first = jnp.where(ended[:, None], beam.done_tokens[:, 0], beam.tokens[:, 0])
   log_prob = jnp.where(ended, beam.done_score[:, 0], beam.score[:, 0])
-  return Found(jnp.where(first == eos, -1, first), log_prob, ended)
+  return BeamResult(jnp.where(first == eos, -1, first), log_prob, ended)

@@ -260,14 +260,14 @@ class Normalizers(NamedTuple):
   total: Float[Array, "*B C"]
 
 
-def nothing_scored(batch: tuple[int, ...], classes: int) -> Normalizers:
+def empty_normalizers(batch: tuple[int, ...], classes: int) -> Normalizers:
   """The normalisers before any row is scored."""
   return Normalizers(
     jnp.full((*batch, classes), -jnp.inf, jnp.float32), jnp.zeros((*batch, classes), jnp.float32)
   )
 
 
-def merged(
+def add_scores(
   found: Normalizers, scores: Float[Array, "*B W"], classes_of_rows: Int[Array, "W"]
 ) -> Normalizers:
   """The normalisers with the scores of some rows added; rows without a class have no part."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from vqjax.ops import ranking, sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, softmax, topk, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
@@ -241,7 +241,7 @@ def draw_within(
   device_key, token_key = jax.random.split(key)
   mass, token = _draw_here(token_key, code, assignment, codes, bias)
   token = token + vocab_parallel.first_row(axis, assignment.shape[0])
-  return ranking.winner(mass + sampling.gumbel(device_key, code.shape), token, axis)
+  return topk.winner(mass + sampling.gumbel(device_key, code.shape), token, axis)
 
 
 def _draw_here(key, code, assignment, codes, bias):

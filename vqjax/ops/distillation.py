@@ -1,10 +1,13 @@
-"""How far is softmax(hidden · weightᵀ) from a teacher's distribution, without logits of either?
+"""Distillation losses between two vocabulary softmaxes, without the logits of either.
 
-Student and teacher are scored tile by tile over the same vocabulary (`tiles`), each from its own
-hidden vectors and weight; only [N]-sized sums survive from tile to tile. Cross-entropy and
-Kullback-Leibler divergence come from one pass, their gradients from a second one that recomputes
-the scores: 4NV(D + D') operations for the loss, and as many for each of the gradients that are
-needed. A frozen teacher costs its scores and nothing else.
+A student distribution p = softmax(s) is compared with a teacher distribution q = softmax(t) over
+one vocabulary. Only [N]-sized sums, kept relative to running maxima, survive from one part of the
+vocabulary to the next; they are then reduced over the devices of the vocabulary's mesh axis.
+
+`linear_soft_target_loss` scores both layers tile by tile (`vqjax.ops.tiles`). Its gradients come
+from a second pass that recomputes the scores: 4NV(D + E) floating-point operations for the loss,
+and as many again for each gradient that is computed. `block_soft_target_loss` takes the student's
+scores as `Blocks` in any order of tokens, and gathers the teacher's rows.
 """
 
 import dataclasses
@@ -13,13 +16,26 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from vqjax.ops import divergence, tiles, vocab_parallel
-from vqjax.ops.divergence import SoftTargetLoss
+from vqjax.ops import softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.sampling import Blocks
 from vqjax.types import Dtype
+
+
+class SoftTargetLoss(NamedTuple):
+  """Losses of a student p against a teacher q, float32, in nats.
+
+  Attributes:
+    cross_entropy: -sum_v q_v log p_v.
+    kl: sum_v q_v (log q_v - log p_v): the cross-entropy minus the entropy of q.
+  """
+
+  cross_entropy: Float[Array, "*B"]
+  kl: Float[Array, "*B"]
 
 
 def linear_soft_target_loss(
@@ -37,92 +53,249 @@ def linear_soft_target_loss(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> SoftTargetLoss:
-  """Cross-entropy and divergence of p = softmax(student) from q = softmax(teacher), exactly.
+  """Cross-entropy and Kullback-Leibler divergence of a linear student from a linear teacher.
 
-  Both distributions are those of `linear_softmax`, their scores divided by `temperature`.
-  Differentiable, in reverse mode, in all six arrays; what needs no gradient has none computed, so
-  that a teacher under `jax.lax.stop_gradient`, or one that is not differentiated, costs its scores
-  alone. Distillation at a temperature T usually multiplies the loss by T²; that is left to the
-  caller. A row that a bias of -inf removes from the student alone makes the loss infinite.
+  Both distributions are those of `linear_softmax`, their scores divided by `temperature`. The
+  losses are exact and differentiable, in reverse mode, in all six arrays. A teacher under
+  `jax.lax.stop_gradient`, or one that is not differentiated, costs only its scores. Distillation at
+  a temperature T usually multiplies the loss by T²; that is left to the caller. A row that a bias
+  of -inf removes from the student but not from the teacher makes the loss infinite.
 
   Args:
-    hidden: the student's vector for each token.
-    weight: the student's row for each word, or `RowFactory` that are composed a tile at a time.
-    teacher_hidden: the teacher's vector for each token, of a width of its own.
-    teacher_weight: the teacher's row for each word.
-    bias: the student's score for each word.
-    teacher_bias: the teacher's score for each word.
+    hidden: hidden vectors of the student.
+    weight: rows of the student, [V, D] or a `RowFactory` that composes them a tile at a time.
+    teacher_hidden: hidden vectors of the teacher, of its own width E.
+    teacher_weight: rows of the teacher.
+    bias: bias of the student's scores.
+    teacher_bias: bias of the teacher's scores.
     temperature: divides the scores of both, after their caps.
     softcap: largest absolute score of the student.
     teacher_softcap: largest absolute score of the teacher.
-    tile: (tokens, vocabulary rows) scored at once, on each device.
-    dtype: dtype of the matrix products' operands; by default each pair's own.
-    vocab_axis: mesh axis over which the rows of both weights are spread.
+    tile: (tokens, vocabulary rows) that are scored at once on each device.
+    dtype: dtype of the matrix products' operands; None: the promoted dtype of each layer.
+    vocab_axis: mesh axis over which the rows of both weights are sharded.
 
   Raises:
-    ValueError: shapes that do not fit together, a temperature or a cap that is not positive, a tile
-      below 1, or a mesh without `vocab_axis`.
+    ValueError: the shapes do not fit together, `temperature` or a cap is not positive, a side of
+      `tile` is below 1, or the mesh has no axis `vocab_axis`.
   """
   weight, teacher_weight = as_row_factory(weight), as_row_factory(teacher_weight)
-  _check(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias)
-  for name, value in (
-    ("temperature", temperature),
-    ("softcap", softcap),
-    ("teacher_softcap", teacher_softcap),
-  ):
-    if value is not None and not value > 0:
-      raise ValueError(f"{name} {value} is not positive; give a number above 0")
-  scoring = lambda h, w, cap: tiles.Scoring(
-    jnp.dtype(dtype or jnp.promote_types(h.dtype, w.dtype)), cap, float(temperature)
-  )
+  if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
+    raise ValueError(
+      f"`teacher_hidden` must have the leading axes of `hidden` {hidden.shape}; got"
+      f" {teacher_hidden.shape}. Give both for the same tokens."
+    )
+  if weight.shape[0] != teacher_weight.shape[0] or not weight.shape[0]:
+    raise ValueError(
+      f"`teacher_weight` must have a row for each of the {weight.shape[0]} rows of `weight`, at"
+      f" least 1; got {teacher_weight.shape}. Give both over one vocabulary."
+    )
+  _check_layer("", hidden, weight, bias, softcap)
+  _check_layer("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
+  _check_positive("temperature", temperature)
+
+  def scoring(hidden, weight, cap):
+    operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+    return tiles.Scoring(operands, cap, float(temperature))
+
   scorings = (
     scoring(hidden, weight, softcap),
     scoring(teacher_hidden, teacher_weight, teacher_softcap),
   )
 
   def body(rows, hiddens):
-    own, by_all, bias, teacher_own, teacher_by_all, teacher_bias = rows
-    student = dataclasses.replace(weight, per_row=own, shared=by_all)
-    teacher = dataclasses.replace(teacher_weight, per_row=teacher_own, shared=teacher_by_all)
-    layers = student, bias, teacher, teacher_bias
-    return _loss(scorings, tile, vocab_axis, layers, hiddens)
+    per_row, shared, bias, teacher_per_row, teacher_shared, teacher_bias = rows
+    student = tiles.Linear(
+      hiddens[0], dataclasses.replace(weight, per_row=per_row, shared=shared), bias
+    )
+    teacher = tiles.Linear(
+      hiddens[1],
+      dataclasses.replace(teacher_weight, per_row=teacher_per_row, shared=teacher_shared),
+      teacher_bias,
+    )
+    return _loss(scorings, tile, vocab_axis, student, teacher)
 
-  vocab = weight.count
-  ragged = lambda bias: vocab_parallel.Sharded(
-    vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf
-  )
+  def sharded(bias):
+    filled = vocab_parallel.bias_of_padding(bias, weight.count, vocab_axis)
+    return vocab_parallel.Sharded(filled, -jnp.inf)
+
   rows = (
     vocab_parallel.Sharded(weight.per_row, 0),
     vocab_parallel.Replicated(weight.shared),
-    ragged(bias),
+    sharded(bias),
     vocab_parallel.Sharded(teacher_weight.per_row, 0),
     vocab_parallel.Replicated(teacher_weight.shared),
-    ragged(teacher_bias),
+    sharded(teacher_bias),
   )
-  flat = lambda x: x.reshape(-1, x.shape[-1])
-  hiddens = flat(hidden), flat(teacher_hidden)
-  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hiddens)
-  return SoftTargetLoss(*(x.reshape(hidden.shape[:-1]) for x in found))
+  hiddens = tuple(x.reshape(-1, x.shape[-1]) for x in (hidden, teacher_hidden))
+  losses = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hiddens)
+  return jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), losses)
 
 
-def _check(hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias):
-  if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
+def block_soft_target_loss(
+  blocks: Blocks,
+  teacher_hidden: Float[Array, "*B E"],
+  teacher_weight: Float[Array, "V E"] | RowFactory,
+  teacher_bias: Float[Array, "V"] | None = None,
+  *,
+  temperature: float | int = 1.0,
+  teacher_softcap: float | int | None = None,
+  dtype: Dtype | None = None,
+) -> SoftTargetLoss:
+  """Cross-entropy and Kullback-Leibler divergence of a student in blocks from a linear teacher.
+
+  The losses are exact and differentiable, in reverse mode, in the arrays that the blocks are
+  computed from; the teacher has no gradient. The gradient computes each block once more instead of
+  keeping it. A token that the student scores -inf cannot be distinguished from padding of a block,
+  and is left out of both distributions.
+
+  Args:
+    blocks: the student's scores; inside of a mesh axis each device has its own blocks.
+    teacher_hidden: hidden vectors of the teacher, one for each row of the blocks.
+    teacher_weight: all rows of the teacher, on every device.
+    teacher_bias: bias of the teacher's scores.
+    temperature: divides the scores of both, after the cap.
+    teacher_softcap: largest absolute score of the teacher.
+    dtype: dtype of the operands of the teacher's matrix product; None: their promoted dtype.
+
+  Raises:
+    ValueError: the shapes do not fit together, or `temperature` or the cap is not positive.
+  """
+  weight = as_row_factory(teacher_weight)
+  if teacher_hidden.shape[:-1] != tuple(blocks.batch):
     raise ValueError(
-      f"hidden {hidden.shape} and teacher_hidden {teacher_hidden.shape} are not of the same tokens"
+      f"`teacher_hidden` must have the leading axes {tuple(blocks.batch)} of `blocks`; got"
+      f" {teacher_hidden.shape}. Give both for the same tokens."
     )
-  if weight.shape[0] != teacher_weight.shape[0] or not weight.shape[0]:
+  _check_layer("teacher_", teacher_hidden, weight, teacher_bias, teacher_softcap)
+  _check_positive("temperature", temperature)
+  hidden, weight, bias = lax.stop_gradient((teacher_hidden, weight, teacher_bias))
+
+  @jax.checkpoint
+  def step(sums, index):
+    score_BW, token_W = blocks.block(index)
+    bias_W = None if bias is None else bias[token_W]
+    teacher_BW = softmax.linear_scores(hidden, weight.at(token_W), bias_W, dtype, teacher_softcap)
+    score_BW = score_BW.astype(jnp.float32)
+    # Padding names some token that another block holds: the teacher must not count it twice.
+    teacher_BW = jnp.where(jnp.isneginf(score_BW), -jnp.inf, teacher_BW)
+    return _add_block(sums, score_BW / temperature, teacher_BW / temperature)
+
+  return _finish(_all_reduce(blocks.fold(step, _zero_sums(blocks.batch)), blocks.axis))
+
+
+def _check_layer(prefix, hidden, weight, bias, softcap):
+  if hidden.shape[-1] != weight.shape[-1]:
     raise ValueError(
-      f"weight {weight.shape} and teacher_weight {teacher_weight.shape} need a row for each word of"
-      " one vocabulary"
+      f"`{prefix}weight` must be [V, {hidden.shape[-1]}] for `{prefix}hidden` {hidden.shape}; got"
+      f" {weight.shape}. Transpose a kernel [{hidden.shape[-1]}, V]."
     )
-  for name, h, w, b in (
-    ("weight", hidden, weight, bias),
-    ("teacher_weight", teacher_hidden, teacher_weight, teacher_bias),
-  ):
-    if h.shape[-1] != w.shape[-1]:
-      raise ValueError(f"{name} {w.shape} does not fit hidden {h.shape}: it is [V, D]")
-    if b is not None and b.shape != w.shape[:1]:
-      raise ValueError(f"a bias of shape {b.shape} does not fit {name} {w.shape}: it is [V]")
+  if bias is not None and bias.shape != weight.shape[:1]:
+    raise ValueError(
+      f"`{prefix}bias` must be [{weight.shape[0]}]; got {bias.shape}. Give one number for each row"
+      f" of `{prefix}weight`."
+    )
+  if softcap is not None:
+    _check_positive(f"{prefix}softcap", softcap)
+
+
+def _check_positive(name, value):
+  if not value > 0:
+    raise ValueError(f"`{name}` must be positive; got {value}. Give a number above 0.")
+
+
+class _Sums(NamedTuple):
+  """Sums over the part of the vocabulary that was scored, of student scores s and teacher scores t.
+
+  Attributes:
+    top: largest s.
+    total: sum of exp(s - top).
+    teacher_top: largest t.
+    teacher_total: sum of exp(t - teacher_top).
+    cross: sum of exp(t - teacher_top) · (s - top).
+    moment: sum of exp(t - teacher_top) · (t - teacher_top).
+  """
+
+  top: Array
+  total: Array
+  teacher_top: Array
+  teacher_total: Array
+  cross: Array
+  moment: Array
+
+
+def _zero_sums(batch):
+  zero = jnp.zeros(batch, jnp.float32)
+  lowest = jnp.full_like(zero, -jnp.inf)
+  return _Sums(
+    top=lowest, total=zero, teacher_top=lowest, teacher_total=zero, cross=zero, moment=zero
+  )
+
+
+def _finite(top):
+  """The maximum, or 0 where every score so far is -inf: -inf - (-inf) would be nan."""
+  return jnp.where(jnp.isneginf(top), 0.0, top)
+
+
+def _add_block(old: _Sums, s: Float[Array, "*B W"], t: Float[Array, "*B W"]) -> _Sums:
+  """The sums with a block of scores added."""
+  # The losses do not depend on the maxima, so no gradient has to pass through them.
+  highest = lambda scores: lax.stop_gradient(scores).max(axis=-1)
+  top = jnp.maximum(old.top, highest(s))
+  teacher_top = jnp.maximum(old.teacher_top, highest(t))
+  moved = _relative_to(old, top, teacher_top)
+  s_above, t_above = s - _finite(top)[..., None], t - _finite(teacher_top)[..., None]
+  mass = jnp.exp(t_above)
+  # Where the teacher has no mass a student score of -inf must not make the sum nan.
+  expected = lambda above: jnp.where(mass == 0, 0.0, mass * above).sum(axis=-1)
+  return _Sums(
+    top=top,
+    total=moved.total + jnp.exp(s_above).sum(axis=-1),
+    teacher_top=teacher_top,
+    teacher_total=moved.teacher_total + mass.sum(axis=-1),
+    cross=moved.cross + expected(s_above),
+    moment=moved.moment + expected(t_above),
+  )
+
+
+def _relative_to(old, top, teacher_top):
+  """The sums relative to higher maxima."""
+  # Nothing has been added under a maximum of -inf, so the sums there are 0 and need no step.
+  step = jnp.where(jnp.isneginf(old.top), 0.0, old.top - _finite(top))
+  teacher_step = jnp.where(
+    jnp.isneginf(old.teacher_top), 0.0, old.teacher_top - _finite(teacher_top)
+  )
+  shrink = jnp.exp(teacher_step)
+  return _Sums(
+    top=top,
+    total=old.total * jnp.exp(step),
+    teacher_top=teacher_top,
+    teacher_total=old.teacher_total * shrink,
+    # s - top becomes s - top + step for each of the terms, whose masses add up to teacher_total.
+    cross=(old.cross + step * old.teacher_total) * shrink,
+    moment=(old.moment + teacher_step * old.teacher_total) * shrink,
+  )
+
+
+def _all_reduce(local, axis):
+  """The sums over all devices of a manual mesh axis."""
+  if axis is None:
+    return local
+  moved = _relative_to(local, lax.pmax(local.top, axis), lax.pmax(local.teacher_top, axis))
+  total = lambda x: lax.psum(x, axis)
+  return moved._replace(
+    total=total(moved.total),
+    teacher_total=total(moved.teacher_total),
+    cross=total(moved.cross),
+    moment=total(moved.moment),
+  )
+
+
+def _finish(sums):
+  """The losses, from the sums over the whole vocabulary."""
+  cross_entropy = jnp.log(sums.total) - sums.cross / sums.teacher_total
+  entropy = jnp.log(sums.teacher_total) - sums.moment / sums.teacher_total
+  return SoftTargetLoss(cross_entropy, cross_entropy - entropy)
 
 
 class _Plan(NamedTuple):
@@ -131,91 +304,104 @@ class _Plan(NamedTuple):
   axis: str | None
 
 
-def _loss(scorings, tile, vocab_axis, layers, hiddens):
-  axis = vocab_parallel.inside(vocab_axis)
-  arrays = (*hiddens, *layers)
-  hidden, teacher_hidden, *rest = vocab_parallel.varying(arrays, *([axis] if axis else []))
-  parts = vocab_parallel.token_shards(vocab_axis)
-  n = hidden.shape[0]
-  hidden, teacher_hidden = parts.split(hidden), parts.split(teacher_hidden)
-  weight, bias, teacher_weight, teacher_bias = rest
-  cut = tiles.Cut(tiles.cut_tile(tile, hidden.shape[1], weight.count), parts)
-  found = _pass(
-    _Plan(scorings, cut, axis),
-    *(hidden, weight, bias),
-    *(teacher_hidden, teacher_weight, teacher_bias),
-  )
-  return SoftTargetLoss(*(parts.join(x, n) for x in found))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pass(plan, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias):
-  student = tiles.Linear(hidden, weight, bias)
-  teacher = tiles.Linear(teacher_hidden, teacher_weight, teacher_bias)
-  return _forward(plan, student, teacher)[0]
-
-
-def _forward(plan, student, teacher):
-  merge = lambda old, scores, first_row, given: divergence.merged(old, *scores)
-  start = divergence.nothing_yet(student.hidden.shape[:2])
-  last = tiles.fold(plan.cut, plan.scorings, (student, teacher), None, start, merge)
-  last = divergence.reduced(last, plan.axis)
-  return divergence.loss(last), _Saved(
-    *(last.top, jnp.log(last.total), last.teacher_top, jnp.log(last.teacher_total)),
-    *(last.cross / last.teacher_total, last.moment / last.teacher_total),
-  )
-
-
 class _Saved(NamedTuple):
-  """Normalisers in two parts, as `softmax` keeps them, and q's means of s - top and t - top."""
+  """Per-token values of the forward pass that the cotangents of the scores are computed from.
+
+  Attributes:
+    top: largest s.
+    log_sum: log sum of exp(s - top); added to `top` it would round away under a large offset.
+    teacher_top: largest t.
+    teacher_log_sum: log sum of exp(t - teacher_top).
+    mean: mean of s - top under q.
+    teacher_mean: mean of t - teacher_top under q.
+  """
 
   top: Array
   log_sum: Array
   teacher_top: Array
   teacher_log_sum: Array
-  expected: Array
-  teacher_expected: Array
+  mean: Array
+  teacher_mean: Array
+
+
+def _loss(scorings, tile, vocab_axis, student, teacher):
+  """Losses of flat tokens; the rows may be one device's part of the vocabulary."""
+  axis = vocab_parallel.inside(vocab_axis)
+  student, teacher = vocab_parallel.varying((student, teacher), *([axis] if axis else []))
+  shards = vocab_parallel.token_shards(vocab_axis)
+  n = student.hidden.shape[0]
+  student = student._replace(hidden=shards.split(student.hidden))
+  teacher = teacher._replace(hidden=shards.split(teacher.hidden))
+  sides = tiles.cut_tile(tile, student.hidden.shape[1], student.weight.count)
+  plan = _Plan(scorings, tiles.Cut(sides, shards), axis)
+  return jax.tree.map(lambda x: shards.join(x, n), _pass(plan, student, teacher))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pass(plan, student, teacher):
+  return _forward(plan, student, teacher)[0]
+
+
+def _forward(plan, student, teacher):
+  merge = lambda sums, scores, first_row, given: _add_block(sums, *scores)
+  start = _zero_sums(student.hidden.shape[:2])
+  sums = tiles.fold(plan.cut, plan.scorings, (student, teacher), None, start, merge)
+  sums = _all_reduce(sums, plan.axis)
+  saved = _Saved(
+    top=sums.top,
+    log_sum=jnp.log(sums.total),
+    teacher_top=sums.teacher_top,
+    teacher_log_sum=jnp.log(sums.teacher_total),
+    mean=sums.cross / sums.teacher_total,
+    teacher_mean=sums.moment / sums.teacher_total,
+  )
+  return _finish(sums), saved
 
 
 class _Pull(NamedTuple):
-  """What the cotangents of the scores are made of, for each token."""
+  """Per-token values that the cotangents of the scores are computed from.
+
+  Attributes:
+    saved: values of the forward pass.
+    both: sum of the cotangents of both losses.
+    kl: cotangent of the divergence, or None.
+  """
 
   saved: _Saved
   both: Array
   kl: Array | None
 
 
-def _pass_forward(plan, *operands):
-  layers = tiles.Linear(*operands[:3]), tiles.Linear(*operands[3:])
-  wanted = tiles.perturbed(layers)
-  student, teacher = tiles.values(layers)
-  found, saved = _forward(plan, student, teacher)
-  return found, (tiles.Static(wanted), student, teacher, saved)
+def _pass_forward(plan, student, teacher):
+  wanted = tiles.perturbed((student, teacher))
+  student, teacher = tiles.values((student, teacher))
+  losses, saved = _forward(plan, student, teacher)
+  return losses, (tiles.Static(wanted), student, teacher, saved)
 
 
 def _pass_backward(plan, residuals, cotangents):
-  static, student, teacher, saved = residuals
+  wanted, student, teacher, saved = residuals
   cross_entropy, kl = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-  there = [x for x in (cross_entropy, kl) if x is not None]
-  if not there:
-    return (None,) * 6
-  pull = _Pull(saved, functools.reduce(jnp.add, there), kl)
+  present = [x for x in (cross_entropy, kl) if x is not None]
+  if not present:
+    return None, None
+  pull = _Pull(saved, functools.reduce(jnp.add, present), kl)
+  pull = vocab_parallel.varying((pull, student, teacher))[0]
   layers = student, teacher
-  pull = vocab_parallel.varying((pull, layers))[0]
-  found = tiles.gradients(plan.cut, plan.scorings, layers, static.value, pull, _d_scores)
-  return (*found[0], *found[1])
+  return tiles.gradients(plan.cut, plan.scorings, layers, wanted.value, pull, _d_scores)
 
 
 def _d_scores(scores, row_v11, pull):
-  """Of the student (p - q) · g; of the teacher q · (q's mean of s - s) · g, and so for the KL."""
+  """Cotangents of the scores s and t: (p - q) · g, and q · (the mean of s under q - s) · g."""
   del row_v11
   s, t = scores
   saved = pull.saved
   s_above, t_above = s - saved.top, t - saved.teacher_top
   p, q = jnp.exp(s_above - saved.log_sum), jnp.exp(t_above - saved.teacher_log_sum)
-  slope = (saved.expected - s_above) * pull.both
+  slope = (saved.mean - s_above) * pull.both
   if pull.kl is not None:
-    slope = slope - (saved.teacher_expected - t_above) * pull.kl
+    slope = slope - (saved.teacher_mean - t_above) * pull.kl
+  # 0 · inf where a bias of -inf removes a row from the teacher.
   return (p - q) * pull.both, jnp.where(q == 0, 0.0, q * slope)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import ranking, sampling, vocab_parallel
+from vqjax.ops import sampling, topk, vocab_parallel
 
 WIDTH = 32
 """Groups of a row that are scored at once."""
@@ -21,8 +21,8 @@ WIDTH = 32
 MOST = 64
 """Groups of a row among which a nucleus is looked for before everything is scored."""
 
-OfGroups = Callable[[Int[Array, "*B W"], Float[Array, "*B W"]], tuple[Array, Array]]
-"""(groups, their log-probabilities) -> (log-probabilities, places) [*B, W, S] of their tokens.
+ScoreGroups = Callable[[Int[Array, "*B W"], Float[Array, "*B W"]], tuple[Array, Array]]
+"""(groups, their log-probabilities) -> (log-probabilities, positions) [*B, W, S] of their tokens.
 
 A group of log-probability -inf, and a slot that no token has, give -inf.
 """
@@ -33,12 +33,12 @@ class Groups(NamedTuple):
 
   Attributes:
     log_group: log-probabilities of the groups.
-    of_groups: those of their tokens.
-    token_at: the tokens at places, of any shape; -1 stays -1.
+    score_groups: those of their tokens.
+    token_at: the tokens at positions, of any shape; -1 stays -1.
   """
 
   log_group: Float[Array, "*B G"]
-  of_groups: OfGroups
+  score_groups: ScoreGroups
   token_at: Callable[[Array], Array]
 
 
@@ -76,16 +76,16 @@ def visits(log_group: Float[Array, "*B G"], width: int) -> Visits:
   return Visits(group, -falling, bound)
 
 
-def best_visited(
+def best_first_top_k(
   log_group: Float[Array, "*B G"],
-  of_groups: OfGroups,
+  score_groups: ScoreGroups,
   k: int,
   width: int = WIDTH,
   axis: str | None = None,
 ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Int[Array, "*B"]]:
-  """The k most likely tokens: log-probabilities in descending order, places, groups visited.
+  """The k most likely tokens: log-probabilities in descending order, positions, groups visited.
 
-  Exact: the same as scoring every group, equal scores in the order of their places, -inf and -1
+  Exact: the same as scoring every group, equal scores in the order of their positions, -inf and -1
   where there is no token left. The last result is how many groups each row needed: those at least
   as likely as its k-th best token (of each device, where the groups lie on several).
   """
@@ -100,17 +100,17 @@ def best_visited(
 
   def step(state):
     index, found = state
-    # In the order of their numbers: so tokens that tie come in the order of their places.
+    # In the order of their numbers: so tokens that tie come in the order of their positions.
     groups = lax.sort((plan.group[index], plan.log_group[index]), num_keys=1)
-    score_BWS, place_BWS = of_groups(*groups)
-    return index + 1, _merged(found, _flat(score_BWS), _flat(place_BWS))
+    score_BWS, position_BWS = score_groups(*groups)
+    return index + 1, _merged(found, _flat(score_BWS), _flat(position_BWS))
 
   start = vocab_parallel.varying(
-    ranking.none_yet(batch, k), *vocab_parallel.varies_over(jax.typeof(log_group))
+    topk.empty(batch, k), *vocab_parallel.varies_over(jax.typeof(log_group))
   )
   _, found = lax.while_loop(matters, step, (jnp.int32(0), start))
   needed_B = _needed(log_group, found.scores[..., -1:], axis)
-  found = ranking.across(found, axis)
+  found = topk.across_devices(found, axis)
   return found.scores, found.tokens, needed_B
 
 
@@ -129,33 +129,33 @@ def _summed(number, axis):
   return lax.psum(number, axis) if axis else number
 
 
-def _merged(found, scores, places):
-  """The best of both, ties by place: `ranking.merged_best` would keep them as they came."""
+def _merged(found, scores, positions):
+  """The best of both, ties by position: `topk.merge` would keep them as they came."""
   k = found.scores.shape[-1]
-  new = ranking.merged_best(ranking.none_yet(scores.shape[:-1], k), scores, places)
-  score, place = (jnp.concatenate(pair, axis=-1) for pair in zip(found, new))
+  new = topk.merge(topk.empty(scores.shape[:-1], k), scores, positions)
+  score, position = (jnp.concatenate(pair, axis=-1) for pair in zip(found, new))
   falling = jnp.where(jnp.isnan(score), -jnp.inf, -score)
-  _, place, score = lax.sort((falling, place, score), num_keys=2)
-  return ranking.Best(score[..., :k], place[..., :k])
+  _, position, score = lax.sort((falling, position, score), num_keys=2)
+  return topk.TopK(score[..., :k], position[..., :k])
 
 
 class Nucleus(NamedTuple):
   """What visiting found of a nucleus.
 
   Attributes:
-    place: a fair draw from it, where it was found.
+    position: a fair draw from it, where it was found.
     found: whether all of it lies in the groups that were visited.
     visited: how many groups that took.
   """
 
-  place: Int[Array, "*B"]
+  position: Int[Array, "*B"]
   found: Bool[Array, "*B"]
   visited: Int[Array, "*B"]
 
 
-def nucleus_visited(
+def best_first_nucleus(
   log_group: Float[Array, "*B G"],
-  of_groups: OfGroups,
+  score_groups: ScoreGroups,
   top_p: float,
   key: PRNGKeyArray,
   slots: int,
@@ -183,10 +183,10 @@ def nucleus_visited(
     return _summed(sure_CBw.sum(axis=(0, -1)), axis) >= top_p
 
   def step(state):
-    index, score_CBw, place_CBw = state
-    score_BWS, place_BWS = of_groups(plan.group[index], plan.log_group[index])
-    scores, places = score_CBw.at[index].set(_flat(score_BWS)), _flat(place_BWS)
-    return index + 1, scores, place_CBw.at[index].set(places)
+    index, score_CBw, position_CBw = state
+    score_BWS, position_BWS = score_groups(plan.group[index], plan.log_group[index])
+    scores, positions = score_CBw.at[index].set(_flat(score_BWS)), _flat(position_BWS)
+    return index + 1, scores, position_CBw.at[index].set(positions)
 
   shape = count, *batch, width * slots
   start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
@@ -194,11 +194,11 @@ def nucleus_visited(
   state = lax.while_loop(
     lambda state: (state[0] < count) & ~found(state).all(), step, (jnp.int32(0), *start)
   )
-  score_Bw, place_Bw = (_flat(jnp.moveaxis(x, 0, -2)) for x in state[1:])
+  score_Bw, position_Bw = (_flat(jnp.moveaxis(x, 0, -2)) for x in state[1:])
   blocks = sampling.Blocks(1, lambda _: (score_Bw, jnp.arange(score_Bw.shape[-1])), batch, axis)
   edge_B1 = sampling.nucleus_edge(blocks, top_p, jnp.zeros(batch, jnp.float32))[..., None]
   kept_Bw = jnp.where(score_Bw >= edge_B1, score_Bw, -jnp.inf)
-  drawn_B = sampling.draw_among(kept_Bw, place_Bw, key, None, axis)
+  drawn_B = sampling.draw_among(kept_Bw, position_Bw, key, None, axis)
   return Nucleus(drawn_B, found(state) | everything, _needed(log_group, edge_B1, axis))
 
 

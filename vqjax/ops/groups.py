@@ -3,7 +3,7 @@
   log p(v) = log softmax(W_g h + b_g)[group] + log softmax(P_group ∘ (W_s h + b_s) + Q_group)[slot]
 
 W_s is shared by all groups; each group has a scale P and a shift Q for each of its S slots. Groups
-lie one after another in an order of the tokens: a token has a place, and a place a group and a
+lie one after another in an order of the tokens: a token has a position, and a position a group and a
 slot. A group smaller than the largest lacks its last slots: they are masked, or the probabilities
 would not sum to one. Source: LLM Vocabulary Compression for Low-Compute Environments, Sections 2.2
 and 2.3; the mask and any order but that of the token ids are not in the paper.
@@ -23,7 +23,7 @@ from vqjax.types import Dtype
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:
-  """First place of each of equal groups, and the vocabulary's size at the end: int64 [G + 1].
+  """First position of each of equal groups, and the vocabulary's size at the end: int64 [G + 1].
 
   S_g = floor(V·g / G); E_g = S_{g+1} - 1 (Section 2.2).
   """
@@ -72,7 +72,7 @@ def check_order(order: ArrayLike, vocab: int) -> None:
   Raises:
     ValueError: it does not; the message names the first token that it should not, or should, name.
   """
-  remedy = f"; give each token of 0 to {vocab - 1} one place, as assign.grouping(...).order does"
+  remedy = f"; give each token of 0 to {vocab - 1} one position, as assign.grouping(...).order does"
   if np.shape(order) != (vocab,) or not jnp.issubdtype(jnp.result_type(order), jnp.integer):
     raise ValueError(f"order {jnp.result_type(order)}{np.shape(order)} is no int[{vocab}]{remedy}")
   if isinstance(order, jax.core.Tracer):
@@ -85,21 +85,23 @@ def check_order(order: ArrayLike, vocab: int) -> None:
   if (count != 1).any():
     twice, never = np.argmax(count > 1), np.argmin(count)
     at = " and ".join(map(str, np.flatnonzero(order == twice)[:2]))
-    raise ValueError(f"order has token {twice} at places {at}, and token {never} at none{remedy}")
+    raise ValueError(
+      f"order has token {twice} at positions {at}, and token {never} at none{remedy}"
+    )
 
 
-def places(order: Int[Array, "V"]) -> Int[Array, "V"]:
-  """The place of each token: the inverse of the token at each place."""
+def positions(order: Int[Array, "V"]) -> Int[Array, "V"]:
+  """The position of each token: the inverse of the token at each position."""
   return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
 
 
 def group_and_slot(
-  place: Integer[Array, "*B"], starts: np.ndarray
+  position: Integer[Array, "*B"], starts: np.ndarray
 ) -> tuple[Int[Array, "*B"], Int[Array, "*B"]]:
-  """The group of each place, and its slot inside it."""
+  """The group of each position, and its slot inside it."""
   first = jnp.asarray(starts[:-1], jnp.int32)
-  group = jnp.searchsorted(first, place, side="right").astype(jnp.int32) - 1
-  return group, place - first[group]
+  group = jnp.searchsorted(first, position, side="right").astype(jnp.int32) - 1
+  return group, position - first[group]
 
 
 def scaled(

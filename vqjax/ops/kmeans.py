@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax, random
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from vqjax.ops import ranking, vocab_parallel
+from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
 from vqjax.ops.vocab_parallel import Sharded, varying
 
@@ -217,12 +217,12 @@ def _reseeded(data: _Data, cost_N: Array, centers_KD: Array, empty_K: Array) -> 
   return jnp.where(use_K[:, None], data.rows(jnp.maximum(best.tokens, 0)[rank_K]), centers_KD)
 
 
-def _best(data: _Data, scores_N: Array, k: int) -> ranking.Best:
+def _best(data: _Data, scores_N: Array, k: int) -> topk.TopK:
   """The k highest scores of the points of all devices, and which points they are."""
   n = scores_N.shape[0]
   names_N = vocab_parallel.first_row(data.axis, n) + jnp.arange(n, dtype=jnp.int32)
-  best = varying((ranking.none_yet((), k), scores_N))[0]
-  return ranking.across(ranking.merged_best(best, scores_N, names_N), data.axis)
+  best = varying((topk.empty((), k), scores_N))[0]
+  return topk.across_devices(topk.merge(best, scores_N, names_N), data.axis)
 
 
 def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:

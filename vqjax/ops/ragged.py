@@ -1,11 +1,11 @@
-"""How probable is a slot of a token's group, where every group has a linear of its own?
+"""Log-probabilities of slots where every group has its own linear layer.
 
-  log softmax(W_g h + b_g)[slot],  g the token's group
+  log softmax(W_g h + b_g)[slot],  g the group of the token
 
-Tokens are sorted by group, so that those of a group lie together and meet its weight in one matrix
-product: no token gets a copy of a weight, and no group is scored that it is not in. The backward
-pass recomputes the scores from the saved normalisers: one array of N·S scores is alive at a time.
-Source: LLM Vocabulary Compression for Low-Compute Environments, Figure 4.
+Tokens are sorted by group, so that the tokens of a group are consecutive and meet its weight in one
+ragged matrix product: no token gets a copy of a weight, and only its own group is scored. The
+backward pass recomputes the scores from the saved normalisers, so one array [N, S] exists at a
+time. Source: LLM Vocabulary Compression for Low-Compute Environments, Figure 4.
 """
 
 import functools
@@ -14,15 +14,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import ragged_products, vocab_parallel
+from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
+
+BLOCK = 16
+"""Rows of one group that one step of the CPU's loop multiplies.
+
+At 4096 rows in 224 groups, 8 to 24 are equally fast; larger blocks hold more rows of other groups.
+"""
 
 
 class _Linears(NamedTuple):
-  """One linear for each group: weight [G, S, D], bias [G, S] or None, sizes [G]."""
+  """One linear layer for each group: weight [G, S, D], bias [G, S] or None, sizes [G]."""
 
   weight: Array
   bias: Array | None
@@ -30,7 +37,7 @@ class _Linears(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-  """hidden [N, D], group [N], G for a token that is in none, and slot [N]."""
+  """hidden [N, D], group [N] (G for a token of no group) and slot [N]."""
 
   hidden: Array
   group: Array
@@ -49,40 +56,39 @@ def unshared_slot_log_prob(
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a slot among the sizes[g] slots of its token's group g.
 
-  Sums accumulate in float32 and the result is float32. A slot that the group lacks has none: -inf.
-  Differentiable in hidden, weight and bias, in reverse mode. Inside of `vocab_axis` weight, bias
-  and sizes are of the device's own groups, and `group` counts over those of all. On a mesh each
-  device of the other axes sorts its own tokens.
+  Sums accumulate in float32 and the result is float32; it is -inf for a slot that the group lacks.
+  Differentiable in `hidden`, `weight` and `bias`, in reverse mode. Inside of `vocab_axis` the
+  arrays `weight`, `bias` and `sizes` hold the device's own groups, and `group` counts over the
+  groups of all devices. On a mesh each device of the other axes sorts its own tokens.
 
   Args:
     hidden: one vector for each token.
-    weight: the linear of each group; rows from its size on are not used.
+    weight: the weight of each group's layer; rows from the group's size on are not used.
     bias: added to the scores, or None.
-    sizes: how many slots each group has.
-    group: the group of each token.
-    slot: its place inside of the group.
-    dtype: dtype of the matrix products' operands; None: that of hidden and weight together.
-    vocab_axis: mesh axis over which the groups are spread.
+    sizes: number of slots of each group.
+    group: group of each token.
+    slot: position of each token in its group.
+    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weight.
+    vocab_axis: mesh axis over which the groups are sharded.
   """
   if not group.size:
     return jnp.zeros(group.shape, jnp.float32)
   axis, groups = vocab_parallel.inside(vocab_axis), sizes.shape[0]
-  here = (group - vocab_parallel.first_row(axis, groups)).reshape(-1)
-  mine = (here >= 0) & (here < groups)
+  local = (group - vocab_parallel.first_row(axis, groups)).reshape(-1)
+  is_local = (local >= 0) & (local < groups)
   tokens = _Tokens(
-    hidden.reshape(-1, hidden.shape[-1]), jnp.where(mine, here, groups), slot.reshape(-1)
+    hidden.reshape(-1, hidden.shape[-1]), jnp.where(is_local, local, groups), slot.reshape(-1)
   )
   dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
+  # A group that only pads a device's shard has no slot, and log 0 has no gradient: give it one.
   linears = _Linears(weight, bias, jnp.maximum(sizes, 1))
-  log_prob = _log_prob(dtype, *_marked((linears, tokens))).reshape(group.shape)
+  # The transpose of `varying` is a psum: widened before it, so that it adds float32 numbers.
+  wide = jax.tree.map(lambda x: x.astype(vocab_parallel.summed_dtype(x.dtype)), (linears, tokens))
+  linears, tokens = jax.tree.map(
+    lambda x, like: x.astype(like.dtype), vocab_parallel.varying(wide), (linears, tokens)
+  )
+  log_prob = _log_prob(dtype, linears, tokens).reshape(group.shape)
   return lax.psum(log_prob, axis) if axis else log_prob
-
-
-def _marked(tree):
-  """The arrays, all marked as `vocab_parallel.varying` does; their gradients are added up in float32."""
-  wide = jax.tree.map(lambda x: x.astype(vocab_parallel.summed_dtype(x.dtype)), tree)
-  return jax.tree.map(lambda x, like: x.astype(like.dtype), vocab_parallel.varying(wide), tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,16 +98,15 @@ def _log_prob(dtype, linears: _Linears, tokens: _Tokens) -> Array:
 
 
 def _forward(dtype, linears, tokens):
-  forward = functools.partial(_forward_here, dtype)
-  (log_prob, log_z), _ = _each_device_its_tokens(forward, linears, tokens)
+  forward = functools.partial(_local_forward, dtype)
+  (log_prob, log_z), _ = _on_each_device(forward, linears, tokens)
   return log_prob, (linears, tokens, log_z)
 
 
 def _backward(dtype, saved, cotangent):
   linears, tokens, log_z = saved
-  backward = functools.partial(_backward_here, dtype)
-  given = (tokens, log_z, cotangent)
-  d_hidden, (d_weight, d_bias) = _each_device_its_tokens(backward, linears, given)
+  backward = functools.partial(_local_backward, dtype)
+  d_hidden, (d_weight, d_bias) = _on_each_device(backward, linears, (tokens, log_z, cotangent))
   narrow = lambda x, like: None if like is None else x.astype(like.dtype)
   d_linears = _Linears(narrow(d_weight, linears.weight), narrow(d_bias, linears.bias), None)
   return d_linears, _Tokens(narrow(d_hidden, tokens.hidden), None, None)
@@ -110,72 +115,73 @@ def _backward(dtype, saved, cotangent):
 _log_prob.defvjp(_forward, _backward)
 
 
-def _each_device_its_tokens(function, linears, per_token):
+def _on_each_device(function, linears, per_token):
   """function(linears, tree of [N, ...]) -> (tree of [N, ...], tree of sums over the tokens).
 
-  Each device of the automatic axes does a part of the tokens, and the sums are added up.
+  Each device of the automatic axes computes its own tokens, and the sums are added up.
   """
-  spread, n = vocab_parallel.token_shards(None), jax.tree.leaves(per_token)[0].shape[0]
-  if spread.count == 1:
+  shards, n = vocab_parallel.token_shards(None), jax.tree.leaves(per_token)[0].shape[0]
+  if shards.count == 1:
     return function(linears, per_token)
 
-  def own(linears, per_token):
-    given = jax.tree.map(lambda x: x[0], per_token)
-    found, sums = function(*vocab_parallel.varying((linears, given), *spread.axes))
-    return jax.tree.map(lambda x: x[None], found), lax.psum(sums, spread.axes)
+  def local(linears, per_token):
+    own = jax.tree.map(lambda x: x[0], per_token)
+    values, sums = function(*vocab_parallel.varying((linears, own), *shards.axes))
+    return jax.tree.map(lambda x: x[None], values), lax.psum(sums, shards.axes)
 
-  where = P(spread.axes)
-  alone = jax.shard_map(
-    own, in_specs=(P(), where), out_specs=(where, P()), axis_names=set(spread.axes)
+  spec = P(shards.axes)
+  mapped = jax.shard_map(
+    local, in_specs=(P(), spec), out_specs=(spec, P()), axis_names=set(shards.axes)
   )
-  found, sums = jax.jit(alone)(linears, jax.tree.map(spread.split, per_token))
-  return jax.tree.map(lambda x: spread.join(x, n), found), sums
+  # Outside of jit a shard_map that leaves axes automatic is an error.
+  values, sums = jax.jit(mapped)(linears, jax.tree.map(shards.split, per_token))
+  return jax.tree.map(lambda x: shards.join(x, n), values), sums
 
 
-def _forward_here(dtype, linears, tokens):
+def _local_forward(dtype, linears, tokens):
   """Log-probabilities and log-normalisers; nothing is summed over tokens."""
   order, counts = jnp.argsort(tokens.group), _counts(linears, tokens)
   by_group = jax.tree.map(lambda x: x[order], tokens)
   scores_NS = _scores(dtype, linears, by_group, counts)
   log_z = jax.nn.logsumexp(scores_NS, axis=-1)
-  picked = jnp.take_along_axis(scores_NS, by_group.slot[:, None], axis=-1)[:, 0]
-  log_prob = jnp.where(_in_a_group(linears, by_group), picked - log_z, 0.0)
-  return (_as_given(log_prob, order), _as_given(log_z, order)), None
+  own = jnp.take_along_axis(scores_NS, by_group.slot[:, None], axis=-1)[:, 0]
+  log_prob = jnp.where(_has_group(linears, by_group), own - log_z, 0.0)
+  return (_unsort(log_prob, order), _unsort(log_z, order)), None
 
 
-def _backward_here(dtype, linears, given):
+def _local_backward(dtype, linears, saved):
   """The cotangent of hidden, and those of weight and bias, all in float32."""
-  order, counts = jnp.argsort(given[0].group), _counts(linears, given[0])
-  by_group, log_z, cotangent = jax.tree.map(lambda x: x[order], given)
-  mine_N1 = _in_a_group(linears, by_group)[:, None]
+  order, counts = jnp.argsort(saved[0].group), _counts(linears, saved[0])
+  by_group, log_z, cotangent = jax.tree.map(lambda x: x[order], saved)
+  has_group_N1 = _has_group(linears, by_group)[:, None]
   scores_NS = _scores(dtype, linears, by_group, counts)
-  chosen_NS = jnp.arange(scores_NS.shape[1]) == by_group.slot[:, None]
-  d_NS = (chosen_NS - jnp.exp(scores_NS - log_z[:, None])) * cotangent[:, None]
-  d_NS = jnp.where(mine_N1 & ~jnp.isneginf(scores_NS), d_NS, 0.0)
+  own_NS = jnp.arange(scores_NS.shape[1]) == by_group.slot[:, None]
+  d_NS = (own_NS - jnp.exp(scores_NS - log_z[:, None])) * cotangent[:, None]
+  # Rows of no group hold arbitrary scores, and a slot that is absent 0 · -inf.
+  d_NS = jnp.where(has_group_N1 & ~jnp.isneginf(scores_NS), d_NS, 0.0)
   operand_NS = d_NS.astype(dtype)
-  d_weight = ragged_products.outer(operand_NS, by_group.hidden.astype(dtype), counts)
+  d_weight = ragged_outer(operand_NS, by_group.hidden.astype(dtype), counts)
   d_bias = None
   if linears.bias is not None:
-    d_bias = ragged_products.outer(d_NS, jnp.ones_like(d_NS[:, :1]), counts)[..., 0]
-  d_hidden = ragged_products.rows_times(operand_NS, linears.weight, counts, contracted=1)
-  return _as_given(jnp.where(mine_N1, d_hidden, 0.0), order), (d_weight, d_bias)
+    d_bias = ragged_outer(d_NS, jnp.ones_like(d_NS[:, :1]), counts)[..., 0]
+  d_hidden = ragged_product(operand_NS, linears.weight, counts, contracted=1)
+  return _unsort(jnp.where(has_group_N1, d_hidden, 0.0), order), (d_weight, d_bias)
 
 
 def _counts(linears, tokens):
-  """How many tokens each group has, [G]."""
+  """Number of tokens of each group, [G]; `drop` leaves out the tokens of no group."""
   zeros = vocab_parallel.varying((jnp.zeros_like(linears.sizes), tokens.group))[0]
   return zeros.at[tokens.group].add(1, mode="drop")
 
 
-def _in_a_group(linears, tokens):
+def _has_group(linears, tokens):
   return tokens.group < linears.sizes.shape[0]
 
 
 def _scores(dtype, linears, tokens, counts):
   """Scores [N, S] in float32, -inf for slots that a group lacks; tokens sorted by group."""
-  scores_NS = ragged_products.rows_times(
-    tokens.hidden.astype(dtype), linears.weight, counts, contracted=2
-  )
+  scores_NS = ragged_product(tokens.hidden.astype(dtype), linears.weight, counts, contracted=2)
+  # Tokens of no group read the last group's size, so that their scores have a finite maximum.
   group = jnp.minimum(tokens.group, linears.sizes.shape[0] - 1)
   if linears.bias is not None:
     scores_NS = scores_NS + linears.bias[group].astype(jnp.float32)
@@ -183,6 +189,114 @@ def _scores(dtype, linears, tokens, counts):
   return jnp.where(present_NS, scores_NS, -jnp.inf)
 
 
-def _as_given(sorted_N, order):
-  """The rows in the order before sorting."""
+def _unsort(sorted_N, order):
   return jnp.zeros_like(sorted_N).at[order].set(sorted_N, unique_indices=True)
+
+
+def ragged_product(
+  rows: Float[Array, "N X"],
+  weight: Float[Array, "G P Q"],
+  counts: Int[Array, "G"],
+  contracted: int,
+) -> Float[Array, "N Y"]:
+  """Products of rows with the matrices of their groups, contracted along axis 1 or 2 of `weight`.
+
+  The first counts[0] rows are of group 0, and so on; rows beyond all groups get arbitrary values.
+  The weight is cast to the dtype of the rows, and the result is float32. XLA lowers ragged products
+  for a CPU to dense ones over all groups, so there a loop multiplies blocks of one group's rows.
+  `jax.vmap` runs the product once for each element.
+  """
+  run = _product_by_blocks if vocab_parallel.platform() == "cpu" else _product_native
+  return sequential_vmap(functools.partial(run, contracted))(rows, weight, counts)
+
+
+def ragged_outer(
+  left: Float[Array, "N X"], right: Float[Array, "N Y"], counts: Int[Array, "G"]
+) -> Float[Array, "G X Y"]:
+  """Sums of left[n] · right[n]ᵀ over the rows n of each group, in float32.
+
+  Rows are sorted by group as in `ragged_product`. An empty group has a sum of 0. Rows beyond all groups are left out, whatever they hold.
+  """
+  run = _outer_by_blocks if vocab_parallel.platform() == "cpu" else _outer_native
+  return sequential_vmap(run)(left, right, counts)
+
+
+def _product_native(contracted, rows, weight, counts):
+  numbers = lax.RaggedDotDimensionNumbers((([1], [contracted]), ([], [])), [0], [0])
+  return lax.ragged_dot_general(
+    rows, weight.astype(rows.dtype), counts, numbers, preferred_element_type=jnp.float32
+  )
+
+
+def _outer_native(left, right, counts):
+  numbers = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
+  return lax.ragged_dot_general(left, right, counts, numbers, preferred_element_type=jnp.float32)
+
+
+class _Blocks(NamedTuple):
+  """Blocks of consecutive rows of one group: their number, and group, first row and size of each."""
+
+  count: Array
+  group: Array
+  start: Array
+  size: Array
+
+
+def _blocks(counts, n):
+  """The blocks of n rows, in order; the last of a group may reach into the next group's rows."""
+  rows_end, blocks = jnp.cumsum(counts), -(-counts // BLOCK)
+  blocks_end = jnp.cumsum(blocks)
+  # Each nonempty group, of which there are at most min(n, G), may end with one partial block.
+  limit = -(-n // BLOCK) + min(n, counts.shape[0])
+  index, group = jnp.arange(limit), jnp.arange(counts.shape[0])
+  index, group, _ = vocab_parallel.varying((index, group, counts))
+  group = jnp.repeat(group, blocks, total_repeat_length=limit)
+  start = (rows_end - counts)[group] + (index - (blocks_end - blocks)[group]) * BLOCK
+  return _Blocks(blocks_end[-1], group, start, jnp.clip(rows_end[group] - start, 0, BLOCK))
+
+
+def _padded(rows):
+  """Rows with one block of zeros at the end: `dynamic_slice` would shift a slice that overruns."""
+  return jnp.concatenate([rows, jnp.zeros((BLOCK, rows.shape[1]), rows.dtype)])
+
+
+def _dot(left, right, contract):
+  return lax.dot_general(left, right, (contract, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _product_by_blocks(contracted, rows, weight, counts):
+  n, blocks = rows.shape[0], _blocks(counts, rows.shape[0])
+  rows = _padded(rows)
+
+  def step(index, out):
+    start = blocks.start[index]
+    rows_BX = lax.dynamic_slice_in_dim(rows, start, BLOCK)
+    matrix = weight[blocks.group[index]].astype(rows.dtype)
+    if contracted == 1:
+      out_BY = _dot(rows_BX, matrix, ((1,), (0,)))
+    else:
+      # The barrier keeps XLA from folding the transposition into the product, which is faster where
+      # both operands are read along their rows.
+      out_BY = lax.optimization_barrier(_dot(matrix, rows_BX, ((1,), (1,)))).T
+    # Rows beyond the group are overwritten by the blocks that follow.
+    return lax.dynamic_update_slice_in_dim(out, out_BY, start, axis=0)
+
+  empty = jnp.zeros((n + BLOCK, weight.shape[3 - contracted]), jnp.float32)
+  empty = vocab_parallel.varying((empty, rows, weight, counts))[0]
+  return lax.fori_loop(0, blocks.count, step, empty)[:n]
+
+
+def _outer_by_blocks(left, right, counts):
+  blocks = _blocks(counts, left.shape[0])
+  left, right = _padded(left), _padded(right)
+
+  def step(index, sums):
+    own_B1 = (jnp.arange(BLOCK) < blocks.size[index])[:, None]
+    cut = lambda x: lax.dynamic_slice_in_dim(x, blocks.start[index], BLOCK)
+    # Both operands: a nan in another group's row would survive a factor of zero.
+    left_BX, right_BY = (jnp.where(own_B1, cut(x), 0) for x in (left, right))
+    return sums.at[blocks.group[index]].add(_dot(left_BX, right_BY, ((0,), (0,))))
+
+  empty = jnp.zeros((counts.shape[0], left.shape[1], right.shape[1]), jnp.float32)
+  empty = vocab_parallel.varying((empty, left, right, counts))[0]
+  return lax.fori_loop(0, blocks.count, step, empty)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import ranking, vocab_parallel
+from vqjax.ops import topk, vocab_parallel
 
 STORED_SCORES = 2**22
 """Scores, 16 MiB of them, that the search for a nucleus may keep instead of computing them anew."""
@@ -119,15 +119,15 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
     new_max_B = jnp.maximum(max_B, score_BW.max(axis=-1))
     shift_B = _shift(new_max_B)
     sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_BW - shift_B[..., None]).sum(axis=-1)
-    return ranking.merged_best(found, score_BW, token_W), new_max_B, sum_B
+    return topk.merge(found, score_BW, token_W), new_max_B, sum_B
 
   least_B = jnp.full(blocks.batch, -jnp.inf, jnp.float32)
-  start = ranking.none_yet(blocks.batch, k), least_B, jnp.zeros(blocks.batch, jnp.float32)
+  start = topk.empty(blocks.batch, k), least_B, jnp.zeros(blocks.batch, jnp.float32)
   found, max_B, sum_B = blocks.fold(step, start)
   if blocks.axis:
     top_B = lax.pmax(max_B, blocks.axis)
     sum_B = lax.psum(sum_B * jnp.exp(max_B - _shift(top_B)), blocks.axis)
-    found, max_B = ranking.across(found, blocks.axis), top_B
+    found, max_B = topk.across_devices(found, blocks.axis), top_B
   return found.scores, found.tokens, max_B + jnp.log(sum_B)
 
 
@@ -155,7 +155,7 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
     return jnp.maximum(best_B, top_B), chosen_B
 
   start = jnp.full(blocks.batch, -jnp.inf, jnp.float32), jnp.full(blocks.batch, -1, jnp.int32)
-  return ranking.winner(*blocks.fold(step, start), blocks.axis)
+  return topk.winner(*blocks.fold(step, start), blocks.axis)
 
 
 def gumbel(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:

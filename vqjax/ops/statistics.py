@@ -14,8 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import tiles, vocab_parallel
-from vqjax.ops.ranking import Best, across, merged_best, none_yet
+from vqjax.ops import tiles, topk, vocab_parallel
 
 
 class LinearSoftmax(NamedTuple):
@@ -50,7 +49,7 @@ class Outputs(NamedTuple):
 
 
 class _Plan(NamedTuple):
-  ask: Outputs
+  outputs: Outputs
   cut: tiles.Cut
 
 
@@ -65,30 +64,30 @@ class _Found(NamedTuple):
   top_token: Array | None
 
 
-def distribution(ask, tile, hidden_ND, token_N, weight, bias_V):
+def distribution(outputs, tile, hidden_ND, token_N, weight, bias_V):
   """`LinearSoftmax` of flat tokens; the rows may be one device's part of the vocabulary."""
-  axis = vocab_parallel.inside(ask.axis)
+  axis = vocab_parallel.inside(outputs.axis)
   hidden_ND, token_N, weight, bias_V = vocab_parallel.varying(
     (hidden_ND, token_N, weight, bias_V), *([axis] if axis else [])
   )
-  parts = vocab_parallel.token_shards(ask.axis)
+  parts = vocab_parallel.token_shards(outputs.axis)
   hidden_PND, token_PN = parts.split(hidden_ND), parts.split(token_N)
   cut = tiles.cut_tile(tile, hidden_PND.shape[1], weight.count)
-  plan = _Plan(ask, tiles.Cut(cut, parts))
-  place_PN = token_PN - vocab_parallel.first_row(axis, weight.count)
-  found = _pass(plan, hidden_PND, weight, bias_V, place_PN)
+  plan = _Plan(outputs, tiles.Cut(cut, parts))
+  row_PN = token_PN - vocab_parallel.first_row(axis, weight.count)
+  found = _pass(plan, hidden_PND, weight, bias_V, row_PN)
   mean_PN = None
-  if ask.mean:
-    mean_PN = _mean_score(ask, hidden_PND, weight, bias_V, found.score_sum) - found.log_z
+  if outputs.mean:
+    mean_PN = _mean_score(outputs, hidden_PND, weight, bias_V, found.score_sum) - found.log_z
   result = LinearSoftmax(
     found.log_prob, found.log_z, found.entropy, mean_PN, found.top_log_prob, found.top_token
   )
   return jax.tree.map(lambda x: parts.join(x, hidden_ND.shape[0]), result)
 
 
-def _mean_score(ask, hidden_PND, weight, bias_V, score_sum_PN):
+def _mean_score(outputs, hidden_PND, weight, bias_V, score_sum_PN):
   """Mean of a token's scores over the rows in the distribution."""
-  axis = vocab_parallel.inside(ask.axis)
+  axis = vocab_parallel.inside(outputs.axis)
   in_all = lambda x: lax.psum(vocab_parallel.varying(x, axis), axis) if axis else x
   kept_V = None if bias_V is None else ~jnp.isneginf(bias_V)
   rows = weight.count if kept_V is None else kept_V.sum()
@@ -120,7 +119,7 @@ class _Running(NamedTuple):
   total: Array
   moment: Array | None
   score_sum: Array | None
-  best: Best | None
+  best: topk.TopK | None
 
 
 class _Normalizer(NamedTuple):
@@ -131,44 +130,44 @@ class _Normalizer(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pass(plan, hidden_PND, weight, bias_V, place_PN):
-  """What is found of tokens at row `place`, which may be another device's row."""
-  return _forward(plan, tiles.Linear(hidden_PND, weight, bias_V), place_PN)[0]
+def _pass(plan, hidden_PND, weight, bias_V, row_PN):
+  """What is found of tokens at row `row`, which may be another device's row."""
+  return _forward(plan, tiles.Linear(hidden_PND, weight, bias_V), row_PN)[0]
 
 
-def _forward(plan, layer, place_PN):
-  ask = plan.ask
-  least_PN = jnp.full(place_PN.shape, -jnp.inf, jnp.float32)
-  zero_PN = jnp.zeros(place_PN.shape, jnp.float32)
+def _forward(plan, layer, row_PN):
+  outputs = plan.outputs
+  least_PN = jnp.full(row_PN.shape, -jnp.inf, jnp.float32)
+  zero_PN = jnp.zeros(row_PN.shape, jnp.float32)
   start = _Running(
     least_PN,
     least_PN,
     zero_PN,
-    zero_PN if ask.entropy else None,
-    zero_PN if ask.mean and _is_curved(ask, layer) else None,
-    none_yet(place_PN.shape, ask.top_k) if ask.top_k else None,
+    zero_PN if outputs.entropy else None,
+    zero_PN if outputs.mean and _is_curved(outputs, layer) else None,
+    topk.empty(row_PN.shape, outputs.top_k) if outputs.top_k else None,
   )
-  last = tiles.fold(plan.cut, (ask.scoring,), (layer,), place_PN, start, _merged)
-  last = _reduced(last, vocab_parallel.inside(ask.axis), layer.weight.count)
+  last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, _merged)
+  last = _reduced(last, vocab_parallel.inside(outputs.axis), layer.weight.count)
   z = _Normalizer(last.top, jnp.log(last.total))
-  excess_PN = last.moment / last.total if ask.entropy else None
+  excess_PN = last.moment / last.total if outputs.entropy else None
   found = _Found(
     (last.own - z.top) - z.log_sum,
     z.top + z.log_sum,
-    z.log_sum - excess_PN if ask.entropy else None,
+    z.log_sum - excess_PN if outputs.entropy else None,
     last.score_sum,
-    (last.best.scores - z.top[..., None]) - z.log_sum[..., None] if ask.top_k else None,
-    last.best.tokens if ask.top_k else None,
+    (last.best.scores - z.top[..., None]) - z.log_sum[..., None] if outputs.top_k else None,
+    last.best.tokens if outputs.top_k else None,
   )
   return found, (z, excess_PN)
 
 
-def _is_curved(ask, layer):
+def _is_curved(outputs, layer):
   """Whether the mean score is not hidden · (mean row), or the mean row is not at hand."""
-  return ask.scoring.softcap is not None or not layer.weight.is_table
+  return outputs.scoring.softcap is not None or not layer.weight.is_table
 
 
-def _merged(old, scores, first_row, place_Pn):
+def _merged(old, scores, first_row, row_Pn):
   """The statistics with a tile's scores added."""
   (score_Pnv,) = scores
   top_Pn = jnp.maximum(old.top, score_Pnv.max(axis=-1))
@@ -187,14 +186,14 @@ def _merged(old, scores, first_row, place_Pn):
     score_sum = old.score_sum + jnp.where(jnp.isneginf(score_Pnv), 0.0, score_Pnv).sum(axis=-1)
   if old.best is not None:
     row_v = first_row + jnp.arange(score_Pnv.shape[-1], dtype=jnp.int32)
-    best = merged_best(old.best, score_Pnv, row_v)
+    best = topk.merge(old.best, score_Pnv, row_v)
   # The score of the tile itself, not of a product of its own: another rounding of the same score
   # would make probabilities above 1.
-  place_Pn = place_Pn - first_row
+  row_Pn = row_Pn - first_row
   width = score_Pnv.shape[-1]
-  near_Pn1 = jnp.clip(place_Pn, 0, width - 1)[..., None]
+  near_Pn1 = jnp.clip(row_Pn, 0, width - 1)[..., None]
   found_Pn = jnp.take_along_axis(score_Pnv, near_Pn1, axis=-1)[..., 0]
-  here_Pn = (place_Pn >= 0) & (place_Pn < width)
+  here_Pn = (row_Pn >= 0) & (row_Pn < width)
   # A stale column says -inf, which must not replace what its own tile has said.
   own_Pn = jnp.where(here_Pn, jnp.maximum(old.own, found_Pn), old.own)
   total_Pn = old.total * shrink_Pn + weight_Pnv.sum(axis=-1)
@@ -216,7 +215,7 @@ def _reduced(mine, axis, rows):
     token = jnp.where(
       mine.best.tokens < 0, -1, mine.best.tokens + vocab_parallel.first_row(axis, rows)
     )
-    best = across(Best(mine.best.scores, token), axis)
+    best = topk.across_devices(topk.TopK(mine.best.scores, token), axis)
   return _Running(
     lax.pmax(mine.own, axis),
     top,
@@ -227,18 +226,18 @@ def _reduced(mine, axis, rows):
   )
 
 
-def _pass_forward(plan, hidden, weight, bias, place):
+def _pass_forward(plan, hidden, weight, bias, row):
   operands = tiles.Linear(hidden, weight, bias)
   layer, wanted = tiles.values(operands), tiles.perturbed(operands)
-  found, (z, excess) = _forward(plan, layer, place.value)
-  return found, (tiles.Static(wanted), layer, place.value, z, excess, found.top_token)
+  found, (z, excess) = _forward(plan, layer, row.value)
+  return found, (tiles.Static(wanted), layer, row.value, z, excess, found.top_token)
 
 
 class _Pull(NamedTuple):
   """What the cotangent of a tile of scores is made of, for each token; None: nothing.
 
   Attributes:
-    place: row of the token.
+    row: row of the token.
     z: normaliser.
     own: coefficient of the score of the token itself.
     prob: coefficient of the probabilities.
@@ -249,7 +248,7 @@ class _Pull(NamedTuple):
     best_own: coefficients of their scores.
   """
 
-  place: Array
+  row: Array
   z: _Normalizer
   own: Array | None
   prob: Array | None
@@ -261,11 +260,11 @@ class _Pull(NamedTuple):
 
 
 def _pass_backward(plan, saved, cotangents):
-  wanted, layer, place_PN, z, excess_PN, top_token_PNk = saved
+  wanted, layer, row_PN, z, excess_PN, top_token_PNk = saved
   known = [None if isinstance(x, SymbolicZero) else x for x in cotangents]
   own, log_z, entropy, score_sum, best_own, _ = known
   pull = _Pull(
-    place_PN,
+    row_PN,
     z,
     own,
     _total(log_z, None if own is None else -own, None if best_own is None else -best_own.sum(-1)),
@@ -275,14 +274,14 @@ def _pass_backward(plan, saved, cotangents):
     None
     if best_own is None
     else top_token_PNk
-    - vocab_parallel.first_row(vocab_parallel.inside(plan.ask.axis), layer.weight.count),
+    - vocab_parallel.first_row(vocab_parallel.inside(plan.outputs.axis), layer.weight.count),
     best_own,
   )
   pull = vocab_parallel.varying((pull, layer))[0]
   if not tiles.wants(wanted.value) or all(x is None for x in known[:5]):
     return None, None, None, None
   (found,) = tiles.gradients(
-    plan.cut, (plan.ask.scoring,), (layer,), (wanted.value,), pull, _d_scores
+    plan.cut, (plan.outputs.scoring,), (layer,), (wanted.value,), pull, _d_scores
   )
   return found.hidden, found.weight, found.bias, None
 
@@ -300,7 +299,7 @@ def _d_scores(scores, row_v11, pull):
   prob_vPn = jnp.exp(above_vPn - pull.z.log_sum)
   d_vPn = None
   if pull.own is not None:
-    d_vPn = jnp.where(row_v11 == pull.place, pull.own, 0.0)
+    d_vPn = jnp.where(row_v11 == pull.row, pull.own, 0.0)
   if pull.prob is not None:
     d_vPn = _total(d_vPn, prob_vPn * pull.prob)
   if pull.entropy is not None:

@@ -21,7 +21,7 @@ from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.types import Dtype
 
 
-def path_log_prob(
+def leaf_log_prob(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"],
   paths: Int[Array, "*B L"],
@@ -40,13 +40,13 @@ def path_log_prob(
   here = jnp.where(flat[1] < 0, -1, flat[1] - vocab_parallel.first_row(axis, weight.shape[0]))
   operands = parts.split(flat[0]), weight, parts.split(here), parts.split(left)
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
-  log_prob_PN = _path_log_prob((jnp.dtype(dtype), parts), *vocab_parallel.varying(operands))
+  log_prob_PN = _leaf_log_prob((jnp.dtype(dtype), parts), *vocab_parallel.varying(operands))
   log_prob = parts.join(log_prob_PN, flat[0].shape[0]).reshape(leaves.shape)
   return lax.psum(log_prob, axis) if axis else log_prob
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _path_log_prob(plan, hidden_PND, weight, path_PNL, left_PNL):
+def _leaf_log_prob(plan, hidden_PND, weight, path_PNL, left_PNL):
   """The part of the log-probability of which the nodes are here."""
 
   def step(total_PN, level):
@@ -87,7 +87,7 @@ def _products(hidden, rows):
 
 
 def _forward(plan, *operands):
-  return _path_log_prob(plan, *operands), operands
+  return _leaf_log_prob(plan, *operands), operands
 
 
 def _backward(plan, operands, cotangent_PN):
@@ -115,7 +115,7 @@ def _backward(plan, operands, cotangent_PN):
   return d_hidden.astype(hidden_PND.dtype), d_weight, None, None
 
 
-_path_log_prob.defvjp(_forward, _backward)
+_leaf_log_prob.defvjp(_forward, _backward)
 
 
 def draw_leaves(

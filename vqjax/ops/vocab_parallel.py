@@ -191,22 +191,6 @@ def token_shards(vocab_axis: str | None) -> TokenShards:
   return TokenShards(axes, math.prod(axis_size(axis) for axis in axes))
 
 
-def each_row(function: Callable[[Array], Any], array: Array) -> Any:
-  """function(array) for one that treats rows [*B, W] alone, each device its own.
-
-  For what the partitioner does not split, such as `lax.top_k`: it would send all rows to all.
-  """
-  spread = token_shards(None)
-  if spread.count == 1:
-    return function(array)
-  batch = array.shape[:-1]
-  rows = math.prod(batch)
-  where = P(spread.axes)
-  alone = jax.shard_map(function, in_specs=where, out_specs=where, axis_names=set(spread.axes))
-  found = jax.jit(alone)(spread.split(array.reshape(rows, -1)))
-  return jax.tree.map(lambda x: spread.join(x, rows).reshape(*batch, x.shape[-1]), found)
-
-
 def varying(tree: Any, *axes: str) -> Any:
   """The arrays, all marked as different on the devices of every axis on which one of them is.
 

@@ -18,7 +18,7 @@ def in_vocabulary(
   return known, jnp.where(known, tokens, 0).astype(jnp.int32)
 
 
-def mean_over_known(
+def mean_in_vocabulary(
   numbers: Float[Array, "*B"], tokens: Integer[Array, "*B"], vocab: int
 ) -> Float[Array, ""]:
   """Mean of the numbers of those tokens that are in [0, vocab); 0 where there is none."""

@@ -16,9 +16,8 @@ from vqjax.lab.conversion.starts import dense_rows
 from vqjax.lab.training.saved import check_tokenizer, read_variables
 from vqjax.lab.training.text import Text
 from vqjax.models import Transformer
-from vqjax.ops.block_distillation import block_soft_target_loss
-from vqjax.ops.distillation import SoftTargetLoss, linear_soft_target_loss
-from vqjax.ops.vocabulary import mean_over_known
+from vqjax.ops.distillation import SoftTargetLoss, block_soft_target_loss, linear_soft_target_loss
+from vqjax.ops.vocabulary import mean_in_vocabulary
 
 
 class Distilled(nn.Module):
@@ -96,7 +95,7 @@ class Distilled(nn.Module):
     log_prob, of_head = self.student.head_terms(hidden, targets)
     teacher_hidden = jax.lax.stop_gradient(self.teacher.hidden(tokens))
     found = self._soft_target_loss(hidden, teacher_hidden)
-    kl = mean_over_known(found.kl, targets, self.student.head.vocab)
+    kl = mean_in_vocabulary(found.kl, targets, self.student.head.vocab)
     return log_prob, terms | of_head | {"distillation": self.weight * self.temperature**2 * kl}
 
   def _soft_target_loss(self, hidden, teacher_hidden) -> SoftTargetLoss:

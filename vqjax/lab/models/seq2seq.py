@@ -111,7 +111,7 @@ def translate(
   eos: int,
   beams: int = 4,
   penalty: float = 0.6,
-) -> beam.Found:
+) -> beam.BeamResult:
   """The best translation that a beam search finds of each source: `ops.beam.beam_search`."""
   count = min(2 * beams, model.head.vocab)
   step = lambda tokens, state: model.apply(variables, tokens, state, count, method="likeliest")
