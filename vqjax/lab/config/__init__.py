@@ -1,11 +1,20 @@
-"""How is an experiment written down, changed from a command line, described and identified?"""
+"""Experiments as objects: load, override, describe, identify and explain them.
 
-from vqjax.lab.config.describe import describe
-from vqjax.lab.config.experiment import Experiment, Train, load
+Fiddle was considered and not used. Its `Config` is a mutable graph of constructor calls; overrides
+through `absl_flags` are Python literals or calls of registered functions, which the annotations
+of the fields do not check, and a config is built only after its overrides. Here an experiment is
+the built objects themselves:
+
+- `override` parses each text by the annotation of the field that it sets, and says what is wrong;
+- `config_hash` covers values and class names, without module paths and fields at their defaults,
+  so that moved code resumes its runs; Fiddle serialises import paths;
+- a module that two others share stays one object through overrides, as with Fiddle's graphs.
+"""
+
+from vqjax.lab.config.experiment import FROM_TOKENIZER, Experiment, Train, load, with_vocab
 from vqjax.lab.config.help import help_text
-from vqjax.lab.config.identity import config_hash, difference, flatten
+from vqjax.lab.config.identity import config_hash, describe, difference
 from vqjax.lab.config.override import override
-from vqjax.lab.config.vocab import FROM_TOKENIZER, with_vocab
 
 __all__ = [
   "FROM_TOKENIZER",
@@ -14,7 +23,6 @@ __all__ = [
   "config_hash",
   "describe",
   "difference",
-  "flatten",
   "help_text",
   "load",
   "override",

@@ -1,97 +1,112 @@
-"""Which experiment does `model.head.codes=512 train.steps=1000` turn an experiment into?"""
+"""Overrides of an experiment: `model.head.codes=512 train.steps=1000`, parsed by annotation."""
 
+import dataclasses
 import difflib
+import pathlib
+import types
+import typing
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from vqjax.lab.config.experiment import Experiment
-from vqjax.lab.config.parse import options, parse
+from vqjax.lab.config.identity import is_dtype
 from vqjax.lab.config.tree import annotations, children, is_node, is_object, join, rebuild, walk
+
+NoneType = types.NoneType
+
+
+class Dtype:
+  """The type of a field that holds a number format, for any spelling of its annotation."""
+
+
+EXPECTED = {
+  NoneType: "Write None.",
+  bool: "Write true or false.",
+  int: "Write digits, such as 1000 or 1_000.",
+  float: "Write a number, such as 0.1 or 1e-3.",
+  Dtype: "Write its full name, such as float32 or bfloat16.",
+  pathlib.Path: "Write a path.",
+  str: "Write a text.",
+}
+"""Types of plain values, narrow ones first (a str takes every text): how to write them."""
+
+WORDS = {NoneType: {"none": None}, bool: {"true": True, "false": False}}
 
 
 def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
-  """The experiment with fields set from `path=value` texts, all of them at once.
+  """Return the experiment with fields set from `path=value` texts, all of them at once.
 
   Types come from the fields' annotations. An object that hangs in several places, such as a tied
   embedding, is changed in all of them and stays one object.
 
   Raises:
-    ValueError: an assignment without '=', an unknown field, a text of the wrong type, a field that
-      holds an object or a function, or one field set to two values; the message names the remedy.
+    ValueError: an assignment has no '=', an unknown field or a text of the wrong type; a field
+      holds an object or a function, or is set to two values. The message names the remedy.
   """
   changes: dict[int, dict[str, Any]] = {}
   for assignment in assignments:
     path, equals, text = assignment.partition("=")
     if not equals:
-      raise ValueError(f"override {assignment!r} has no '='; write {assignment}=VALUE")
-    owner, name = _find(experiment, path)
-    value = _value(owner, name, path, text)
-    fields = changes.setdefault(id(owner), {})
+      raise ValueError(f"an override must be PATH=VALUE; got {assignment!r}. Add =VALUE.")
+    owner, name = _owner(experiment, path)
+    value, fields = _value(owner, name, path, text), changes.setdefault(id(owner), {})
     if name in fields and fields[name] != value:
-      raise ValueError(f"{path} is set to {fields[name]!r} and to {value!r}; keep one of the two")
+      raise ValueError(
+        f"`{path}` must be set to one value; got {fields[name]!r} and {value!r}. Keep one of them."
+      )
     fields[name] = value
-  _check_not_replaced(experiment, changes)
-  return rebuild(experiment, changes)
-
-
-def _check_not_replaced(experiment: Experiment, changes: dict[int, dict[str, Any]]):
-  """Refuses to set a field of an object that another assignment replaces."""
   for path, node in walk(experiment):
     for name in changes.get(id(node), {}):
       if any(id(part) in changes for _, part in walk(children(node)[name])):
         raise ValueError(
-          f"{join(path, name)} is set, and so are fields of it; keep one of the two ways"
+          f"`{join(path, name)}` must be set as a whole or by its fields; got both. Keep one way."
         )
+  return rebuild(experiment, changes)
 
 
-def settable(node: Any) -> dict[str, tuple[Any, ...]]:
-  """The fields of an object that a command line can set, each with the types it takes."""
-  if not is_object(node):
-    return {}
-  hints = annotations(type(node))
-  kinds = {name: options(hints.get(name, Any), name, v) for name, v in children(node).items()}
-  return {name: kind for name, kind in kinds.items() if kind}
-
-
-def _find(experiment: Experiment, path: str) -> tuple[Any, str]:
-  """The object that owns the field a path names, and the field's name."""
-  node, at = experiment, ""
-  *above, name = path.split(".")
-  for part in above:
-    _check_known(experiment, node, at, part)
-    node, at = children(node)[part], join(at, part)
+def _owner(experiment: Experiment, path: str) -> tuple[Any, str]:
+  """The object that owns the field which a path names, and the field's name."""
+  owner, at, node, name = None, "", experiment, ""
+  for name in path.split("."):
     if not is_node(node):
-      raise ValueError(f"{path}: {at} is {_short(node)}, which has no fields; set {at}= itself")
-  _check_known(experiment, node, at, name)
-  return node, name
-
-
-def _check_known(experiment: Experiment, node: Any, at: str, name: str):
-  known = list(children(node))
-  if name in known:
-    return
-  near = [join(at, match) for match in difflib.get_close_matches(name, known, 1)]
-  elsewhere = [join(p, name) for p, n in walk(experiment) if name in children(n)]
-  hints = list(dict.fromkeys([*near, *elsewhere[:1]]))
-  hint = f"did you mean {' or '.join(hints)}? " if hints else ""
-  where = f"{at} ({type(node).__name__})" if at else type(node).__name__
-  raise ValueError(f"unknown field {join(at, name)}; {hint}fields of {where}: {', '.join(known)}")
+      raise ValueError(f"`{at}` must be an object to have fields; got {_short(node)}. Set {at}=.")
+    names = list(children(node))
+    if name not in names:
+      near = [join(at, match) for match in difflib.get_close_matches(name, names, 1)]
+      elsewhere = [join(p, name) for p, other in walk(experiment) if name in children(other)]
+      hints = " or ".join(dict.fromkeys(near + elsewhere[:1]))
+      raise ValueError(
+        f"`{at or 'experiment'}` must have the field {name}; got {join(at, name)} for a"
+        f" {type(node).__name__} with the fields {', '.join(names)}."
+        + (f" Did you mean {hints}?" if hints else "")
+      )
+    owner, at, node = node, join(at, name), children(node)[name]
+  return owner, name
 
 
 def _value(owner: Any, name: str, path: str, text: str) -> Any:
-  kinds = settable(owner).get(name)
-  if kinds is None:
-    raise ValueError(_not_settable(children(owner)[name], path))
-  try:
-    return parse(text, kinds)
-  except ValueError as error:
-    raise ValueError(f"{path}: {error}") from None
+  """The value that `text` means for the field `name` of `owner`."""
+  held = children(owner)[name]
+  if kinds := settable(owner).get(name):
+    return parse(text, kinds, path)
+  constructible = is_object(held) and _has_defaults(held)
+  if constructible and text.startswith("(") and text.endswith(")"):
+    # "(field=value, ...)": an object of that class; a field that is left out has its default.
+    return override(type(held)(), [part.strip() for part in text[1:-1].split(",") if part.strip()])
+  below = [join(p, field) for p, node in walk(held, path) for field in settable(node)]
+  remedy = f"Set one of its fields: {', '.join(below)}." if below else "Edit the config."
+  if constructible:
+    remedy += f" Or write ({', '.join(f'{field}=...' for field in children(held))})."
+  raise ValueError(f"`{path}` must hold a plain value to be set; got {_short(held)}. {remedy}")
 
 
-def _not_settable(value: Any, path: str) -> str:
-  below = [join(p, name) for p, node in walk(value, path) for name in settable(node)]
-  remedy = f"set one of its fields: {', '.join(below)}" if below else "edit the config"
-  return f"{path} holds {_short(value)}, which no text can replace; {remedy}"
+def _has_defaults(node: Any) -> bool:
+  """Whether an object's class can be constructed without arguments."""
+  own = (f for f in dataclasses.fields(node) if f.init)
+  return all(f.default is not f.default_factory for f in own)  # both are MISSING for a required one
 
 
 def _short(value: Any) -> str:
@@ -99,3 +114,98 @@ def _short(value: Any) -> str:
     return f"a {type(value).__name__}"
   name = getattr(value, "__qualname__", None)
   return f"the callable {name}" if name else f"the {type(value).__name__} {value!r}"
+
+
+def settable(node: Any) -> dict[str, tuple[Any, ...]]:
+  """Return the fields of an object that a command line can set, each with the types it takes.
+
+  Types come narrow ones first. A field annotated `Any` takes the type of its present value.
+  """
+  if not is_object(node):
+    return {}
+  hints, fields = annotations(type(node)), {}
+  for name, value in children(node).items():
+    union = _members(hints.get(name, Any))
+    # By name too: annotations of number formats are aliases of Any more often than not.
+    unset = value is None and (name == "dtype" or name.endswith("_dtype"))
+    if is_dtype(value) or np.dtype in union or (unset and not {*union} <= {str, NoneType}):
+      fields[name] = (NoneType, Dtype) if NoneType in union or value is None else (Dtype,)
+      continue
+    if Any in union and isinstance(value, (bool, int, float, str)):
+      union = (*union, type(value))
+    kinds = [kind for kind in union if kind in EXPECTED or _is_compound(kind)]
+    if {*kinds} - {NoneType}:  # None by itself would only take an object away
+      fields[name] = tuple(sorted(kinds, key=_width))
+  return fields
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+  """The types of a union, or the one type that an annotation is."""
+  if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    return tuple(m for part in typing.get_args(annotation) for m in _members(part))
+  return (annotation,)
+
+
+def _is_compound(kind: Any) -> bool:
+  """Whether a type is a choice, or a tuple of plain values."""
+  if typing.get_origin(kind) is tuple:
+    return all(item in EXPECTED for item in typing.get_args(kind) if item is not Ellipsis)
+  return typing.get_origin(kind) is typing.Literal
+
+
+def _width(kind: Any) -> float:
+  """The place of a type between narrow and wide ones; compound types are as narrow as formats."""
+  order = list(EXPECTED)
+  return order.index(kind if kind in EXPECTED else Dtype)
+
+
+def type_name(kinds: tuple[Any, ...]) -> str:
+  """Return the types of a field for a reader: `int | None`, `tuple[int, ...]`, `dtype`."""
+  special = {Dtype: "dtype", NoneType: "None"}
+  ordered = sorted(kinds, key=lambda kind: kind is NoneType)
+  names = [special.get(k, k.__name__ if isinstance(k, type) else str(k)) for k in ordered]
+  return " | ".join(names).replace("typing.", "")
+
+
+def parse(text: str, kinds: tuple[Any, ...], path: str) -> Any:
+  """Return the value that `text` means for the field `path` of these types, narrow ones first.
+
+  Raises:
+    ValueError: no type takes the text; the message says how to write one.
+  """
+  remedies = []
+  for kind in kinds:
+    try:
+      return _parse_one(text, kind)
+    except ValueError as error:
+      remedies += [str(error)] if kind is not NoneType else []
+  raise ValueError(f"`{path}` must be {type_name(kinds)}; got {text!r}. {' Or: '.join(remedies)}")
+
+
+def _parse_one(text: str, kind: Any) -> Any:
+  """The value of one type; the message of the ValueError says how to write it."""
+  bare, arguments = text.strip(), typing.get_args(kind)
+  if typing.get_origin(kind) is typing.Literal:
+    if text not in map(str, arguments):
+      raise ValueError(f"Write one of {', '.join(map(str, arguments))}.")
+    return next(choice for choice in arguments if str(choice) == text)
+  if typing.get_origin(kind) is tuple:
+    bare = bare.removeprefix("(").removesuffix(")").strip().removesuffix(",")
+    items = [item.strip() for item in bare.split(",")] if bare else []
+    if arguments[-1:] == (Ellipsis,):
+      arguments = arguments[:1] * len(items)
+    if len(items) != len(arguments):
+      raise ValueError(f"Write {len(arguments)} values separated by commas.")
+    return tuple(_parse_one(item, kind) for item, kind in zip(items, arguments))
+  try:
+    if kind in WORDS:
+      return WORDS[kind][text.lower()]
+    if kind is not Dtype:
+      return kind(text)
+    if jnp.dtype(text).name == text:  # numpy reads "float" too, as float64
+      return getattr(jnp, text, jnp.dtype(text))
+    raise ValueError
+  except (KeyError, TypeError, ValueError):
+    if kind is int and bare.lower().replace("e", "").replace(".", "").isdecimal():
+      raise ValueError(f"That is a float: write {float(bare):.0f}.") from None
+    raise ValueError(EXPECTED[kind]) from None
