@@ -23,9 +23,8 @@ from vqjax.lab.console import add_config, with_config
 from vqjax.lab.data import fit_encoder
 from vqjax.lab.data.counts import count_tokens
 from vqjax.lab.training.program import keys
-from vqjax.lab.training.run import write_json
-from vqjax.lab.training.state import init_state
-from vqjax.lab.training.text import Text, load_text
+from vqjax.lab.training.run import Text, load_text, write_json
+from vqjax.lab.training.step import init_state
 
 QUANTILES = {"least": 0, "10%": 0.1, "half": 0.5, "90%": 0.9, "most": 1}
 

@@ -13,7 +13,7 @@ from vqjax.lab.config import load, override
 from vqjax.lab.training import fit
 from vqjax.lab.training.program import Program
 from vqjax.lab.training.provenance import device
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 from vqjax.sharding import make_mesh
 
 CONFIG = Path(__file__).parents[1] / "configs" / "lm_codebook.py"

@@ -28,9 +28,9 @@ from vqjax.lab.conversion.compress import converted
 from vqjax.lab.conversion.starts import dense_rows
 from vqjax.lab.data import WordTokenizer
 from vqjax.lab.training import fit, read_variables
+from vqjax.lab.training.optimizer import partition
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.scope import split
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 from vqjax.ops.product import compose
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -235,7 +235,9 @@ def test_the_scope_of_a_tied_codebook_is_the_embedding(dense, scope, token_bias)
   made = conversion.compress(*dense, codes=7, tied=True, token_bias=token_bias, scope=scope)
   known = load_text(made).experiment
   shapes = Program(known, make_mesh(MeshShape(data=1))).abstract_state.params
-  own, frozen = (jax.tree.leaves_with_path(tree) for tree in split(shapes, made.train.trainable))
+  own, frozen = (
+    jax.tree.leaves_with_path(tree) for tree in partition(shapes, made.train.trainable)
+  )
   names = {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in own}
   assert "embedding.codebook" in names
   assert ("head.token_bias" in names) == (token_bias and scope == conversion.HEAD)

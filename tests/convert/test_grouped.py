@@ -13,7 +13,7 @@ from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.training import fit, read_variables
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 from vqjax.sharding import MeshShape, make_mesh
 
 V, D = 53, 5

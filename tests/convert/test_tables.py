@@ -29,7 +29,7 @@ from vqjax.lab.config import Experiment, Train
 from vqjax.lab.conversion.tables import embedding_of
 from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.lab.training import fit, read_variables
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 from vqjax.models import Transformer
 
 D = 8

@@ -13,7 +13,7 @@ from vqjax import CodebookHead, assign, convert
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.lab import conversion
 from vqjax.lab.config import load, override
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 MIN_COUNT = "tokenizer.min_count=20"

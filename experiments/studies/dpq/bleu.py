@@ -14,7 +14,7 @@ from vqjax.lab.data import Encoder, fit_encoder
 from vqjax.lab.data.pipeline import NONE
 from vqjax.lab.models import EncoderDecoder, translate
 from vqjax.lab.training import read_variables
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 
 BEAMS, PENALTY, ROWS = 4, 0.6, 50
 SHOWN = 5

@@ -14,7 +14,7 @@ from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.conversion.tables import with_embedding
 from vqjax.lab.models import EncoderDecoder
 from vqjax.lab.training import evaluate, make_scorer, read_variables
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 
 
 def replaced(

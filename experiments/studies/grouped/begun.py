@@ -5,7 +5,7 @@ from typing import Any
 from vqjax.lab.config import Experiment
 from vqjax.lab.training import evaluate, make_scorer
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 from vqjax.sharding import make_mesh
 
 

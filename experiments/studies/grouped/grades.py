@@ -15,7 +15,7 @@ from vqjax.lab.conversion import Distilled
 from vqjax.lab.conversion.starts import student_of
 from vqjax.lab.data import fit_encoder
 from vqjax.lab.training import read_variables
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from vqjax import GroupedHead, Head
 from vqjax.lab.config import Experiment
 from vqjax.lab.training import read_variables
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 
 K = 50
 POSITIONS = 30

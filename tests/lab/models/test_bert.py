@@ -9,8 +9,7 @@ import pytest
 from vqjax import DenseEmbedding, DenseHead, DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.models import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
 from vqjax.lab.models.bert import MASKED
-from vqjax.lab.training.state import state_maker
-from vqjax.lab.training.step import make_step
+from vqjax.lab.training.step import make_step, state_maker
 
 V, D, T = 19, 16, 6
 NONE = -1

@@ -15,7 +15,7 @@ from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Drawn, Grid, Shapes, WordTokenizer, shapes
 from vqjax.lab.models import ConvNet
 from vqjax.lab.training import Interrupted, fit, loop, read_variables
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 from vqjax.sharding import MeshShape
 
 

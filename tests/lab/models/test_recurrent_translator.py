@@ -9,8 +9,7 @@ import pytest
 from tests.lab.models.test_translator import EOS, NONE, D, T, V, _mirrored
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.models import RecurrentTranslator, translate
-from vqjax.lab.training.state import state_maker
-from vqjax.lab.training.step import make_step
+from vqjax.lab.training.step import make_step, state_maker
 
 
 def translator(**options):

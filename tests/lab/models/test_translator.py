@@ -10,8 +10,7 @@ from vqjax import CodebookHead, DenseEmbedding, DenseHead, DPQEmbedding, Softmax
 from vqjax.lab.data.pipeline import NONE
 from vqjax.lab.models import Translator, translate
 from vqjax.lab.models.attention import sinusoids
-from vqjax.lab.training.state import state_maker
-from vqjax.lab.training.step import make_step
+from vqjax.lab.training.step import make_step, state_maker
 
 V, D, T, EOS = 17, 16, 7, 0
 

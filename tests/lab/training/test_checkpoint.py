@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from vqjax.lab.training.checkpoint import Checkpoints, disk_error
-from vqjax.lab.training.state import TrainState
+from vqjax.lab.training.step import TrainState
 
 
 def state_at(step, width=64):
@@ -100,7 +100,7 @@ def test_with_all_damaged_nothing_starts_over_before_it_is_said(saved):
     truncate(saved / "checkpoints" / str(step))
   with (
     pytest.warns(UserWarning, match="is damaged"),
-    pytest.raises(ValueError, match=r"no checkpoint of .* is intact: \[2, 1\] are moved"),
+    pytest.raises(ValueError, match=r"no checkpoint in .* is intact: \[2, 1\] are moved"),
   ):
     Checkpoints(saved, keep=3).restore(state_at(0))
   assert Checkpoints(saved, keep=3).restore(state_at(0)) is None
@@ -151,10 +151,10 @@ def test_the_next_step_may_overwrite_the_state_while_it_is_saved(tmp_path):
 @pytest.mark.parametrize(
   ("error", "message"),
   [
-    (OSError(errno.ENOSPC, "No space left on device"), "the disk is full: free some space"),
+    (OSError(errno.ENOSPC, "No space left on device"), "the disk is full. Free some space"),
     (ValueError("INTERNAL: write failed: No space left on device"), "the disk is full"),
     (ValueError("OUT_OF_RANGE: Failed to write 4673536 bytes"), "the limit on file sizes"),
-    (PermissionError(errno.EACCES, "Permission denied"), "choose a folder with --run"),
+    (PermissionError(errno.EACCES, "Permission denied"), "Choose a folder with --run"),
   ],
 )
 def test_trouble_with_the_disk_says_what_to_do_and_what_is_safe(error, message):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 CONFIG = '''
 """What does a tiny decoder learn while it is being killed?"""

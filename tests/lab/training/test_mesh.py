@@ -189,7 +189,7 @@ def test_a_model_that_names_no_axes_is_on_every_device():
 
 
 def test_a_checksum_is_the_weighted_sum_of_the_bits_in_their_order():
-  from vqjax.lab.training.state import _leaf_checksum
+  from vqjax.lab.training.step import _leaf_checksum
 
   for shape in ((), (7,), (3, 5, 2)):
     x = jax.random.normal(jax.random.key(1), shape)

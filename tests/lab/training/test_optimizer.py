@@ -20,7 +20,7 @@ def test_the_rate_of_sm3_climbs_with_the_square_of_the_step():
 
 
 def test_a_momentum_that_is_none_is_refused():
-  with pytest.raises(ValueError, match=r"momentum 1.0 is outside \[0, 1\)"):
+  with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\); got 1.0"):
     SM3(momentum=1.0)
 
 

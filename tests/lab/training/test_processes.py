@@ -15,7 +15,7 @@ import pytest
 
 from vqjax.lab.training import distributed
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 STEPS = 24
 SILENCE = 6.0
 """Seconds without a sign of life, for these processes on one machine."""
@@ -249,11 +249,11 @@ def test_nobody_waits_longer_than_asked_for_a_coordinator_or_for_the_others(laun
 @pytest.mark.parametrize(
   ("place", "message"),
   [
-    (("nowhere", 2, 0), "'nowhere' is not HOST:PORT"),
-    (("host:99999", 2, 0), "is not HOST:PORT"),
-    (("host:1234", 2, 2), "--process-id 2 is not one of 2 processes"),
-    (("host:1234", 0, 0), "--num-processes 0 is below 1"),
-    (("host:1234", None, None), "--num-processes and --process-id"),
+    (("nowhere", 2, 0), "must be HOST:PORT; got 'nowhere'"),
+    (("host:99999", 2, 0), "must be HOST:PORT; got 'host:99999'"),
+    (("host:1234", 2, 2), r"--process-id must be in \[0, 2\); got 2"),
+    (("host:1234", 0, 0), "--num-processes must be at least 1; got 0"),
+    (("host:1234", None, None), "--num-processes and --process-id must be given"),
   ],
 )
 def test_a_place_that_cannot_be_is_refused_at_once(place, message):

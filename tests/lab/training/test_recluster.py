@@ -13,7 +13,7 @@ from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, override
 from vqjax.lab.training import Interrupted, Recluster, fit, loop, read_variables
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.text import load_text
+from vqjax.lab.training.run import load_text
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -104,7 +104,7 @@ def test_stretches_follow_one_another_and_fit_into_the_text(experiment):
   total = len(text.splits["train"].tokens)
   for tokens in (100, total, 10 * total):
     between = Recluster(5, 50, tokens=tokens).on(program, text.splits["train"])
-    stretches = [between._stretch(step).tokens for step in range(5, 55, 5)]
+    stretches = [between._segment(step).tokens for step in range(5, 55, 5)]
     assert {len(stretch) for stretch in stretches} == {min(tokens, total)}
     np.testing.assert_array_equal(stretches[0], text.splits["train"].tokens[:tokens])
     if tokens < total:
@@ -119,7 +119,7 @@ def test_only_a_codebook_head_of_its_own_can_be_reclustered(experiment):
   ):
     model = experiment.model.clone(embedding=embedding, head=head)
     program, _ = on(dataclasses.replace(experiment, model=model), 1, 1, 1)
-    with pytest.raises(ValueError, match=f"this model has {kind}; set recluster to None"):
+    with pytest.raises(ValueError, match=f"got {kind}. Set recluster to None"):
       Recluster(5, 10).on(program, None)
 
 
@@ -129,13 +129,16 @@ def test_the_student_of_a_distillation_cannot_be_reclustered(experiment):
   own = {"embedding": student.embedding.clone(), "head": DenseHead(FROM_TOKENIZER, 16)}
   model = conversion.Distilled(student, student.clone(**own))
   program, _ = on(dataclasses.replace(experiment, model=model, train=train), 1, 1, 1)
-  with pytest.raises(ValueError, match="that of a Distilled is inside another model; set recluste"):
+  with pytest.raises(ValueError, match="got a Distilled, whose head is inside another"):
     Recluster(5, 10).on(program, None)
 
 
 @pytest.mark.parametrize(
   ("numbers", "message"),
-  [((0, 5), "every 0 is below 1"), ((10, 9), "until 9 is before the first time, step 10")],
+  [
+    ((0, 5), "every` must be at least 1; got 0"),
+    ((10, 9), "recluster.every = 10, the first step; got 9"),
+  ],
 )
 def test_impossible_times_are_refused(numbers, message):
   with pytest.raises(ValueError, match=message):

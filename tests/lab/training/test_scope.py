@@ -9,8 +9,9 @@ import pytest
 from vqjax import CodebookHead, DenseEmbedding
 from vqjax.lab.config import Experiment, Train, config_hash, override
 from vqjax.lab.data import Windows
-from vqjax.lab.training import init_state, make_step, optimizer, scope
+from vqjax.lab.training import init_state, make_step, optimizer
 from vqjax.lab.training.checkpoint import Checkpoints
+from vqjax.lab.training.optimizer import combine, partition, trainable_mask
 from vqjax.lab.training.program import Program, keys
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
@@ -29,10 +30,10 @@ PARAMS = {"head": {"codebook": 1, "token_bias": 2}, "headline": 3, "blocks": {"m
   ],
 )
 def test_a_prefix_marks_what_is_below_it_and_split_and_joined_are_inverse(prefixes, expected):
-  own, others = scope.split(PARAMS, prefixes)
+  own, others = partition(PARAMS, prefixes)
   assert set(jax.tree.leaves(own)) == expected
   assert set(jax.tree.leaves(others)) == {1, 2, 3, 4} - expected
-  assert scope.joined(own, others) == PARAMS
+  assert combine(own, others) == PARAMS
 
 
 @pytest.mark.parametrize(
@@ -40,8 +41,8 @@ def test_a_prefix_marks_what_is_below_it_and_split_and_joined_are_inverse(prefix
   [("head.codebok", "head.codebook"), ("hed", "head"), ("", "blocks"), ("zzz", "headline")],
 )
 def test_a_prefix_of_no_parameter_names_the_near_ones(prefix, near):
-  with pytest.raises(ValueError, match=f"no parameter is below '{prefix}'; near ones are .*{near}"):
-    scope.trained(PARAMS, ("head", prefix))
+  with pytest.raises(ValueError, match=f"got '{prefix}'. Similar names are .*{near}"):
+    trainable_mask(PARAMS, ("head", prefix))
 
 
 def small(**train):
@@ -127,7 +128,7 @@ def test_training_a_part_on_a_mesh_is_saved_and_restored_with_its_shardings(tmp_
 
 
 def test_an_unknown_parameter_is_refused_before_anything_is_made():
-  with pytest.raises(ValueError, match=r"train\.trainable: .*'head\.codebok'.*head\.codebook"):
+  with pytest.raises(ValueError, match=r"train\.trainable` .*'head\.codebok'.*head\.codebook"):
     Program(small(trainable=("head.codebok",)), make_mesh(MeshShape(data=1)))
 
 

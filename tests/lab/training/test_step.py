@@ -10,7 +10,7 @@ from vqjax import CentroidQuantizer, DenseEmbedding, DenseHead, DPQEmbedding, Gr
 from vqjax.lab.config import Train
 from vqjax.lab.training import init_state, learning_rate, make_step, optimizer
 from vqjax.lab.training.optimizer import decayed
-from vqjax.lab.training.state import checksum
+from vqjax.lab.training.step import checksum
 from vqjax.models import Transformer
 
 

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, Integer
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.lab.conversion.starts import dense_rows
-from vqjax.lab.training.saved import check_tokenizer, read_variables
-from vqjax.lab.training.text import Text
+from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
+from vqjax.lab.training.run import Text
 from vqjax.models import Transformer
 from vqjax.ops.distillation import SoftTargetLoss, block_soft_target_loss, linear_soft_target_loss
 from vqjax.ops.vocabulary import mean_in_vocabulary

@@ -16,8 +16,8 @@ from vqjax.convert.mappings import Mapping, TokenStats, contexts
 from vqjax.convert.orders import Ordering, as_codes, ordered
 from vqjax.convert.targets import ToProduct
 from vqjax.heads import Head, UnigramBias
-from vqjax.lab.training.saved import check_tokenizer, read_variables
-from vqjax.lab.training.text import Text
+from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
+from vqjax.lab.training.run import Text
 from vqjax.ops.product import nearest_codes
 
 

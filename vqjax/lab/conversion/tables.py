@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from vqjax.convert.reconstruct import reconstruct, to_clusters
 from vqjax.embeddings import DPQEmbedding, Embedding, GuidedEmbedding, ProductEmbedding
-from vqjax.lab.training.saved import check_tokenizer, read_variables
-from vqjax.lab.training.text import Text
+from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
+from vqjax.lab.training.run import Text
 from vqjax.quantizers import CentroidQuantizer, Quantizer
 
 Variables = dict[str, Any]

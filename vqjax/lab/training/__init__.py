@@ -1,15 +1,12 @@
-"""How is an experiment trained, saved, resumed and evaluated?"""
+"""Training of experiments: steps, checkpoints, resumption and evaluation."""
 
-from vqjax.lab.training.cost import Cost, loss_cost
-from vqjax.lab.training.evaluate import Score, evaluate, make_scorer
+from vqjax.lab.training.checkpoint import FromPart, FromRun, read_variables, saved_steps
+from vqjax.lab.training.evaluate import Cost, Score, evaluate, loss_cost, make_scorer
 from vqjax.lab.training.interrupt import Interrupted
 from vqjax.lab.training.loop import NotFiniteError, fit
 from vqjax.lab.training.optimizer import SGD, SM3, learning_rate, optimizer
 from vqjax.lab.training.recluster import Recluster
-from vqjax.lab.training.saved import read_variables, saved_steps
-from vqjax.lab.training.start import FromPart, FromRun
-from vqjax.lab.training.state import TrainState, init_state
-from vqjax.lab.training.step import make_step
+from vqjax.lab.training.step import TrainState, init_state, make_step
 
 __all__ = [
   "SGD",

@@ -1,48 +1,34 @@
-"""How is a run saved, so that it goes on bitwise as if nothing had happened?"""
+"""Checkpoints: saved while a run trains, resumed bitwise, and read by other runs."""
 
 import contextlib
-import errno
+import dataclasses
 import pathlib
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from flax import linen as nn
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from vqjax.lab.training.distributed import await_verdict, is_joined
-from vqjax.lab.training.state import TrainState, checksum
-
-UNWRITABLE = frozenset(
-  {
-    errno.EACCES,
-    errno.EROFS,
-    errno.EPERM,
-    errno.EFBIG,
-    errno.EDQUOT,
-    errno.ENOTDIR,
-    errno.EEXIST,
-  }
-)
-"""Codes of errors that another folder would not have."""
+from vqjax.lab.training.run import Text, disk_error, read_json
+from vqjax.lab.training.step import TrainState, checksum
 
 
-FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
-"""What TensorStore says, without a code, of a write that failed."""
-
-
-def _nats(metrics: dict) -> float:
+def _validation_loss(metrics: dict) -> float:
   return metrics["nats_per_token"]
 
 
-BEST = {"best_fn": _nats, "best_mode": "min"}
-"""Options of Orbax: metrics are saved with a checkpoint, and the best one is known ever after."""
+BEST = {"best_fn": _validation_loss, "best_mode": "min"}
+"""Options of Orbax that save metrics with a checkpoint and order checkpoints by them."""
 
 
 class Restored(NamedTuple):
-  """A state, and where its data iterator stood."""
+  """A training state, and the position of its data iterator."""
 
   state: TrainState
   position: Any
@@ -51,15 +37,18 @@ class Restored(NamedTuple):
 class Checkpoints:
   """Saves state and data position together, asynchronously; keeps the newest and the best.
 
-  A checkpoint appears under its final name only when it is complete. With it goes a checksum of
-  every array, which is compared when it is restored: a damaged one is never trained on.
+  A checkpoint appears under its final name only when it is complete. A checksum of every array is
+  saved with it and compared when it is restored, so that a run never trains on a damaged one.
   """
 
   def __init__(self, folder: pathlib.Path, keep: int):
-    """Opens `folder`/checkpoints; `keep` newest stay, and the one of lowest validation loss."""
+    """Opens `folder`/checkpoints.
+
+    The `keep` newest checkpoints stay on disk, and the one of lowest validation loss.
+    """
     self.folder = folder / "checkpoints"
     best = policy.BestN(
-      get_metric_fn=_nats,
+      get_metric_fn=_validation_loss,
       reverse=True,
       n=1,
       keep_checkpoints_without_metrics=False,
@@ -90,48 +79,44 @@ class Checkpoints:
     """Starts to save; returns when the state may be donated to the next step.
 
     Args:
-      state: what to save, under the number of its step.
-      position: the data iterator's own state, JSON.
-      metrics: of the validation split, with `nats_per_token`, if it was evaluated at this step.
+      state: the state, saved under the number of its step.
+      position: the state of the data iterator, JSON.
+      metrics: those of the validation split, with `nats_per_token`; None without an evaluation.
     """
     record = {"position": position, "checksum": np.asarray(checksum(state)).tolist()}
     items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
-    try:
+    with self._explained_errors():
       self._manager.save(int(state.step), args=items, metrics=metrics)
-    except (OSError, ValueError) as error:
-      raise disk_error(error, self.folder, self._last_good()) from error
 
   def restore(self, like: TrainState) -> Restored | None:
-    """The newest checkpoint that is intact, or None where there is none.
+    """Returns the newest intact checkpoint, or None where there is no checkpoint.
 
-    A damaged one is passed over with a warning, moved aside, and the one before is tried.
+    A damaged one is moved aside with a warning, and the one before it is read.
 
     Raises:
-      ValueError: the checkpoint's arrays have other shapes or dtypes than the model's, or none of
-        the checkpoints is intact.
+      ValueError: the arrays have other shapes or dtypes than those of `like`, or no checkpoint is
+        intact.
     """
     damaged: list[int] = []
     for step in sorted(self._manager.all_steps(), reverse=True):
       self._check_shapes(step, like)
       try:
         return self._read(step, like)
-      except (MemoryError, PermissionError):
-        raise  # trouble of this machine, not of the checkpoint
-      except Exception as error:  # whatever a damaged file makes the reader raise
-        if "RESOURCE_EXHAUSTED" in str(error):
-          raise
+      except Exception as error:
+        _raise_unless_damage(error)
         await_verdict(error)
         message = self._set_aside(step, error)
-        if is_joined():  # the others may have read their part of it, and wait
+        # The other processes may have read their part of it already, and wait for this one.
+        if is_joined():
           raise ValueError(
-            f"{message}; run the same command again to go on from the one before"
+            f"{message}. Run the same command again to resume from the one before."
           ) from error
-        warnings.warn(f"{message} and the one before is tried", stacklevel=2)
+        warnings.warn(f"{message}, and the one before is read", stacklevel=2)
         damaged.append(step)
     if damaged:
       raise ValueError(
-        f"no checkpoint of {self.folder} is intact: {damaged} are moved to"
-        f" {self.folder.parent / 'damaged'}; run again to start over from step 0"
+        f"no checkpoint in {self.folder} is intact: {damaged} are moved to"
+        f" {self.folder.parent / 'damaged'}. Run again to start over from step 0."
       )
     return None
 
@@ -140,95 +125,249 @@ class Checkpoints:
     items = ocp.args.Composite(
       state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore()
     )
-    found = self._manager.restore(step, args=items)
-    if np.asarray(checksum(found.state)).tolist() != found.record["checksum"]:
-      raise ValueError("its arrays do not have the checksums that were saved with them")
-    return Restored(found.state, found.record["position"])
+    saved = self._manager.restore(step, args=items)
+    _check_sums(checksum(saved.state), saved.record["checksum"])
+    return Restored(saved.state, saved.record["position"])
 
   def _check_shapes(self, step: int, like: TrainState) -> None:
-    """Compares shapes by the checkpoint's metadata; one that cannot be read is left to `_read`."""
+    """Compares shapes and dtypes by the checkpoint's metadata, before its arrays are read."""
     try:
-      saved = self._manager.item_metadata(step).state
-      there = {_name(path): _kind(leaf) for path, leaf in _leaves(saved)}
-    except Exception:  # unreadable metadata is damage, which reading the checkpoint reports
+      saved = shapes_by_name(self._manager.item_metadata(step).state)
+    except Exception:  # `_read` reports the damage
       return
-    here = {_name(path): _kind(leaf) for path, leaf in _leaves(like)}
-    differ = [
-      f"  {name}: {there.get(name, 'absent')} saved, {here.get(name, 'absent')} in this model"
-      for name in sorted(there.keys() | here.keys())
-      if there.get(name) != here.get(name)
-    ]
-    if there and differ:
-      lines = "\n".join(differ[:10])
+    lines = differences(saved, shapes_by_name(like), "saved")
+    if saved and lines:
       raise ValueError(
-        f"checkpoint {step} in {self.folder} is of another model:\n{lines}\nrestore the config that"
-        " wrote it, or give another run folder with --run"
+        f"checkpoint {step} in {self.folder} is of another model:\n{lines}\nRestore the config that"
+        " wrote it, or give another run folder with --run."
       )
 
   def _set_aside(self, step: int, error: Exception) -> str:
-    """Moves a checkpoint out of the way, and says so."""
-    aside = self.folder.parent / "damaged" / str(step)
-    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    """Moves a checkpoint to the folder `damaged`, and returns a message that says so."""
+    target = aside = self.folder.parent / "damaged" / str(step)
     aside.parent.mkdir(exist_ok=True)
-    target = aside
     number = 1
     while target.exists():
       target, number = aside.with_name(f"{step}.{number}"), number + 1
     with contextlib.suppress(FileNotFoundError):  # another process was first
       (self.folder / str(step)).rename(target)
-    if not is_joined():  # a collective
+    if not is_joined():  # `reload` is a collective
       self._manager.reload()
-    return f"checkpoint {step} in {self.folder} is damaged ({reason}); it is moved to {target}"
+    return (
+      f"checkpoint {step} in {self.folder} is damaged ({_reason(error)}); it is moved to {target}"
+    )
 
   def wait(self) -> None:
-    """Returns when everything is on disk; raises what went wrong on the way there."""
-    try:
+    """Waits until everything is on disk; raises the errors of asynchronous writes."""
+    with self._explained_errors():
       self._manager.wait_until_finished()
-    except (OSError, ValueError) as error:
-      raise disk_error(error, self.folder, self._last_good()) from error
 
   def close(self) -> None:
     """Finishes saving and stops the background threads."""
     self._manager.close()
 
-  def _last_good(self) -> int | None:
-    numbers = [int(p.name) for p in self.folder.glob("*") if p.name.isdigit()]
-    return max(numbers, default=None)
+  @contextlib.contextmanager
+  def _explained_errors(self):
+    try:
+      yield
+    except (OSError, ValueError) as error:
+      steps = [int(p.name) for p in self.folder.glob("*") if p.name.isdigit()]
+      raise disk_error(error, self.folder, max(steps, default=None)) from error
 
 
-def disk_error(
-  error: Exception, folder: pathlib.Path, last_good: int | None = None
-) -> OSError | Exception:
-  """An OSError that says what to do about it; other errors come back as they are."""
-  text = str(error)
-  kept = "" if last_good is None else f" Checkpoint {last_good} is complete and kept."
-  if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text:
-    return OSError(
-      errno.ENOSPC, f"the disk is full: free some space and run again to resume.{kept}", str(folder)
+def _raise_unless_damage(error: Exception) -> None:
+  """Raises the errors that come from this machine and not from a damaged file."""
+  machine = isinstance(error, (MemoryError, PermissionError))
+  if machine or "RESOURCE_EXHAUSTED" in str(error):
+    raise error
+
+
+def _reason(error: Exception) -> str:
+  return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def _check_sums(sums: jax.Array, saved: list[int]) -> None:
+  if np.asarray(sums).tolist() != saved:
+    raise ValueError("its arrays do not have the checksums that were saved with them")
+
+
+def shapes_by_name(tree: Any) -> dict[str, str]:
+  """Returns dotted name -> "dtype[shape]" of every array; the kind of containers does not count."""
+  # Orbax returns tuples as lists and NamedTuples as dicts.
+  part = lambda key: str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
+  return {
+    ".".join(map(part, path)): f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
+    for path, x in jax.tree.leaves_with_path(tree)
+  }
+
+
+def differences(given: dict[str, str], wanted: dict[str, str], verb: str) -> str:
+  """Returns up to ten lines with the arrays in which two results of `shapes_by_name` differ."""
+  lines = [
+    f"  {name}: {given.get(name, 'absent')} {verb}, {wanted.get(name, 'absent')} in this model"
+    for name in sorted(given.keys() | wanted.keys())
+    if given.get(name) != wanted.get(name)
+  ]
+  return "\n".join(lines[:10])
+
+
+def read_variables(
+  folder: str | pathlib.Path, best: bool = False, at: int | None = None
+) -> tuple[dict[str, Any], int]:
+  """Returns the variables of the newest intact checkpoint of a run folder, and its step.
+
+  The model is not needed, and the folder is not changed: a damaged checkpoint is skipped with a
+  warning.
+
+  Args:
+    folder: a run folder.
+    best: read the checkpoint of lowest validation loss instead of the newest.
+    at: read the checkpoint of this step, one of `saved_steps`.
+
+  Returns:
+    {"params": ..., further collections} as nested dicts of NumPy arrays; and the step.
+
+  Raises:
+    FileNotFoundError: there is no such checkpoint.
+    ValueError: no checkpoint is intact.
+  """
+  checkpoints = pathlib.Path(folder).absolute() / "checkpoints"
+  if not checkpoints.is_dir():
+    raise FileNotFoundError(
+      f"`folder` must be a run folder with checkpoints; got {folder}. Give the folder of a run that"
+      " saved one."
     )
-  code = getattr(error, "errno", None)
-  if code in UNWRITABLE:
-    return OSError(code, f"cannot write ({text}); choose a folder with --run.{kept}", str(folder))
-  if any(phrase in text for phrase in FAILED_WRITES):
-    reason = text.splitlines()[-1][-200:]
-    return OSError(
-      errno.EIO,
-      f"a checkpoint could not be written ({reason}); check the disk's space and the limit on file"
-      f" sizes, then run again to resume.{kept}",
-      str(folder),
+  with _reader(checkpoints) as manager:
+    steps = sorted(manager.all_steps(), reverse=True)
+    if best:
+      steps = [step for step in steps if step == manager.best_step()]
+    if at is not None:
+      steps = [step for step in steps if step == at]
+    if not steps:
+      kind = "evaluated checkpoint" if best else "complete checkpoint"
+      kind += "" if at is None else f" of step {at}"
+      raise FileNotFoundError(f"{checkpoints} has no {kind}. Run until it has one.")
+    for step in steps:
+      try:
+        return _read_variables(manager, step), step
+      except Exception as error:
+        _raise_unless_damage(error)
+        warnings.warn(
+          f"checkpoint {step} in {checkpoints} is damaged ({_reason(error)})", stacklevel=2
+        )
+  raise ValueError(f"no checkpoint in {checkpoints} is intact: {steps}. Give another run's folder.")
+
+
+def saved_steps(folder: str | pathlib.Path) -> list[int]:
+  """Returns the steps of a run folder's checkpoints in ascending order."""
+  checkpoints = pathlib.Path(folder).absolute() / "checkpoints"
+  if not checkpoints.is_dir():
+    return []
+  with _reader(checkpoints) as manager:
+    return sorted(manager.all_steps())
+
+
+def _reader(checkpoints: pathlib.Path) -> ocp.CheckpointManager:
+  return ocp.CheckpointManager(
+    checkpoints,
+    options=ocp.CheckpointManagerOptions(create=False, read_only=True, **BEST),
+    item_handlers={
+      "state": ocp.PyTreeCheckpointHandler(),
+      "record": ocp.JsonCheckpointHandler(),
+    },
+  )
+
+
+def _read_variables(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+  saved = manager.item_metadata(step).state.tree
+  wanted = {name: saved.get(name) or {} for name in ("params", "model_state")}
+  as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+  items = ocp.args.Composite(
+    state=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True),
+    record=ocp.args.JsonRestore(),
+  )
+  found = manager.restore(step, args=items)
+  params, model_state = found.state["params"], found.state["model_state"]
+  sums = checksum((params, model_state))
+  # The checksums of a state are in the order of its fields: the step, params, model_state, ...
+  _check_sums(sums, found.record["checksum"][1 : 1 + len(sums)])
+  return {"params": params, **model_state}
+
+
+def check_tokenizer(folder: str | pathlib.Path, text: Text) -> None:
+  """Checks that the run in a folder has the tokenizer of this text.
+
+  Raises:
+    FileNotFoundError: the folder is not a run folder.
+    ValueError: the tokenizers differ, so that the ids of tokens differ.
+  """
+  config = read_json(pathlib.Path(folder) / "config.json")
+  if config is None:
+    raise FileNotFoundError(f"{folder} has no config.json. Give the folder of a run.")
+  here, there = text.identity["tokenizer"], config["data"]["tokenizer"]
+  if here != there:
+    raise ValueError(
+      f"the run in {folder} has another tokenizer: {there} there, {here} here. Give this experiment"
+      " its tokenizer and data, or start from another run."
     )
-  return error
 
 
-def _kind(leaf: Any) -> str:
-  return f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+Start = Callable[[Text, nn.Module, dict[str, Any]], dict[str, Any]]
+"""Type of `Experiment.init_from`: (text, model, fresh variables) -> initial variables.
+
+The result has the structure, shapes and dtypes of the fresh variables. Each of several processes
+calls the function and must get the same numbers; a resumed run does not call it.
+"""
 
 
-def _leaves(tree: Any) -> list:
-  return jax.tree_util.tree_flatten_with_path(tree)[0]
+@dataclasses.dataclass(frozen=True)
+class FromRun:
+  """Initialises a run with the variables of another run of the same model.
+
+  Attributes:
+    folder: the other run's folder.
+    best: read its checkpoint of lowest validation loss instead of the newest.
+  """
+
+  folder: str
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """Returns the other run's variables; raises the errors of `read_variables`."""
+    del model, variables
+    check_tokenizer(self.folder, text)
+    return read_variables(self.folder, self.best)[0]
 
 
-def _name(path: tuple) -> str:
-  """A path without the kind of its containers: saved tuples come back as lists and dicts."""
-  parts = [getattr(k, "name", getattr(k, "key", getattr(k, "idx", k))) for k in path]
-  return ".".join(str(part) for part in parts)
+@dataclasses.dataclass(frozen=True)
+class FromPart:
+  """Initialises one part of a model, such as its encoder, from another run.
+
+  Attributes:
+    folder: the other run's folder.
+    part: name of the part in both models.
+    best: read its checkpoint of lowest validation loss instead of the newest.
+  """
+
+  folder: str
+  part: str
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fresh variables with the other run's part.
+
+    Raises:
+      FileNotFoundError: the folder has no checkpoint.
+      ValueError: the tokenizers differ, or one of the models has no such part.
+    """
+    del model
+    check_tokenizer(self.folder, text)
+    other, step = read_variables(self.folder, self.best)
+    for owner, tree in ((f"checkpoint {step} of {self.folder}", other), ("the model", variables)):
+      if self.part not in tree["params"]:
+        raise ValueError(
+          f"`part` must be one of {', '.join(sorted(tree['params']))} in {owner}; got"
+          f" {self.part!r}."
+        )
+    part = {name: {self.part: tree[self.part]} for name, tree in other.items() if self.part in tree}
+    return {name: tree | part.get(name, {}) for name, tree in variables.items()}

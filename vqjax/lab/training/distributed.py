@@ -1,4 +1,4 @@
-"""How do the processes of a run find each other, agree, and end together?"""
+"""Several processes of one run: how they find each other, compare values, and end together."""
 
 import collections
 import os
@@ -6,26 +6,100 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
+from jax._src import clusters  # no public name detects a cluster
 from jax._src.distributed import global_state  # no public name gives the key-value store
 from jax.errors import JaxRuntimeError
 
-from vqjax.lab.training.cluster import Place, find_place
 from vqjax.lab.training.watch import Watch
 
 T = TypeVar("T")
 
 PATIENCE = 60.0
-"""Seconds in which all processes must have come to the same point."""
+"""Seconds in which all processes must arrive at the same point."""
 
 SILENCE = 30.0
-"""Seconds after which a process that gives no sign of life is dead."""
+"""Seconds without a heartbeat after which a process counts as dead."""
 
 _calls: collections.Counter[str] = collections.Counter()
 _watch: list[Watch] = []
+
+
+class Process(NamedTuple):
+  """The position of this process among the processes of its run.
+
+  Attributes:
+    coordinator: host:port of process 0.
+    count: number of processes.
+    index: number of this process, from 0.
+    devices: local ids of its accelerators; None for all.
+  """
+
+  coordinator: str
+  count: int
+  index: int
+  devices: list[int] | None = None
+
+
+def find_process(
+  coordinator: str | None, count: int | None, index: int | None, patience: float
+) -> Process | None:
+  """Completes the arguments with what jax detects of a cluster; None for a single process.
+
+  Under Slurm and Open MPI jax gives each process of a machine one of its accelerators;
+  JAX_LOCAL_DEVICE_IDS=0,1,2,3 gives it several. `patience` is the number of seconds that a cluster
+  may take to name its coordinator.
+
+  Raises:
+    ValueError: an argument is missing or wrong.
+  """
+  if count == 1:
+    return None
+  ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+  devices = [int(number) for number in ids.split(",")] if ids else None
+  address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+  process = Process(address, count, index, None)
+  if None in (address, count, index):
+    process = process._replace(devices=devices)
+    try:
+      process = Process(
+        *clusters.ClusterEnv.auto_detect_unset_distributed_params(*process, None, int(patience))
+      )
+    except Exception as error:  # the libraries of clusters raise anything
+      problem = f"a cluster was detected that does not tell this process's number ({error})"
+      remedy = "give --coordinator, --num-processes and --process-id"
+      if (address, count, index) != (None, None, None):
+        raise ValueError(f"{problem}. Instead, {remedy}.") from error
+      warnings.warn(
+        f"{problem}; the process runs alone. If there are others, {remedy}", stacklevel=2
+      )
+  if process.count == 1 or (coordinator, process.count, process.index) == (None, None, None):
+    return None
+  options = {
+    "--coordinator": process.coordinator,
+    "--num-processes": process.count,
+    "--process-id": process.index,
+  }
+  missing = [name for name, value in options.items() if value is None]
+  if missing:
+    raise ValueError(f"{' and '.join(missing)} must be given; jax detects no cluster.")
+  host, _, port = process.coordinator.rpartition(":")
+  if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    raise ValueError(
+      f"--coordinator must be HOST:PORT; got {process.coordinator!r}. Give, say, 10.0.0.1:1234."
+    )
+  if process.count < 1:
+    raise ValueError(f"--num-processes must be at least 1; got {process.count}.")
+  if not 0 <= process.index < process.count:
+    raise ValueError(
+      f"--process-id must be in [0, {process.count}); got {process.index}. Give every process a"
+      " number of its own."
+    )
+  return process
 
 
 def start(
@@ -36,50 +110,51 @@ def start(
   patience: float = PATIENCE,
   silence: float = SILENCE,
 ) -> None:
-  """Joins this process to the others of its run; returns at once where it is alone.
+  """Connects this process to the others of its run; returns at once where it is the only one.
 
-  What is not given is what jax detects of Slurm, Open MPI, Kubernetes or a TPU pod. Comes before
-  any other use of devices. From here on, a process that dies takes all down soon after `silence`
-  seconds, and each says so.
+  Arguments that are None are detected by jax under Slurm, Open MPI, Kubernetes and on TPU pods.
+  Call it before any other use of devices. When a process dies later, all others end within about
+  `silence` seconds with a message.
 
   Args:
-    coordinator: host:port of process 0, by which the others find it.
-    num_processes: how many processes there are; 1 runs alone also where a cluster is detected.
-    process_id: which of them this is, from 0.
+    coordinator: host:port of process 0.
+    num_processes: number of processes; 1 runs alone, even where a cluster is detected.
+    process_id: number of this process, from 0.
     patience: seconds to wait for the others.
-    silence: seconds without a sign of life after which a process counts as dead.
+    silence: seconds without a heartbeat after which a process counts as dead.
 
   Raises:
-    ValueError: the arguments do not make a place, or the processes differ in them or in versions.
-    TimeoutError: the coordinator, or one of the others, did not come in time.
+    ValueError: an argument is missing or wrong, or differs between the processes, as may the
+      version of jax.
+    TimeoutError: the coordinator or another process did not come in time.
     OSError: the coordinator cannot listen at its port.
   """
-  place = find_place(coordinator, num_processes, process_id, patience)
-  if place is None:
+  process = find_process(coordinator, num_processes, process_id, patience)
+  if process is None:
     return
   for name, seconds in (("--patience", patience), ("--silence", silence)):
     if seconds < 1:
-      raise ValueError(f"{name} {seconds:g} is below 1; give a number of seconds")
-  _connect(place, patience, silence)
-  _watch.append(Watch(global_state.client, place.index, place.count, silence))
-  agree("number of processes", str(place.count), patience)
+      raise ValueError(f"{name} must be at least 1 second; got {seconds:g}.")
+  _connect(process, patience, silence)
+  _watch.append(Watch(global_state.client, process.index, process.count, silence))
+  agree("number of processes", str(process.count), patience)
   agree("version of jax", jax.__version__, patience)
 
 
-def _connect(place: Place, patience: float, silence: float) -> None:
-  """`jax.distributed.initialize`, which would abort the process where the others do not come."""
+def _connect(process: Process, patience: float, silence: float) -> None:
+  """Calls `jax.distributed.initialize`, which aborts the process where the others do not come."""
   deadline = time.monotonic() + patience
-  if place.index > 0:
-    _wait_for_port(place, patience, deadline)
+  if process.index > 0:
+    _wait_for_port(process, patience, deadline)
   outcome: list[Exception | None] = []
 
   def initialize():
     try:
       jax.distributed.initialize(
-        place.coordinator,
-        place.count,
-        place.index,
-        place.devices,
+        process.coordinator,
+        process.count,
+        process.index,
+        process.devices,
         cluster_detection_method="deactivate",
         initialization_timeout=int(patience) + 60,
         heartbeat_timeout_seconds=int(2 * silence) + 10,
@@ -88,25 +163,27 @@ def _connect(place: Place, patience: float, silence: float) -> None:
     except Exception as error:
       outcome.append(error)
 
+  # In a thread, so that this function can give up before jax aborts.
   thread = threading.Thread(target=initialize, daemon=True)
   thread.start()
   thread.join(max(deadline - time.monotonic(), 1.0))
   if not outcome:
     raise TimeoutError(
-      f"not all of the {place.count} processes came to {place.coordinator} within {patience:g} s;"
-      f" start the command on each with its own --process-id, and a --coordinator on the machine of"
-      " process 0"
+      f"not all of the {process.count} processes came to {process.coordinator} within {patience:g}"
+      " s. Start the command on each with its own --process-id, and a --coordinator on the machine"
+      " of process 0."
     )
   if isinstance(outcome[0], JaxRuntimeError):
     raise OSError(
-      f"cannot listen at {place.coordinator} ({outcome[0]}); choose another port with --coordinator"
+      f"cannot listen at {process.coordinator} ({outcome[0]}). Choose another port with"
+      " --coordinator."
     ) from outcome[0]
   if outcome[0] is not None:
     raise outcome[0]
 
 
-def _wait_for_port(place: Place, patience: float, deadline: float) -> None:
-  host, _, port = place.coordinator.rpartition(":")
+def _wait_for_port(process: Process, patience: float, deadline: float) -> None:
+  host, _, port = process.coordinator.rpartition(":")
   while True:
     try:
       socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
@@ -114,8 +191,8 @@ def _wait_for_port(place: Place, patience: float, deadline: float) -> None:
     except OSError as error:
       if time.monotonic() > deadline:
         raise TimeoutError(
-          f"the coordinator {place.coordinator} does not answer within {patience:g} s ({error});"
-          " start process 0 there, or correct --coordinator"
+          f"the coordinator {process.coordinator} does not answer within {patience:g} s ({error})."
+          " Start process 0 there, or correct --coordinator."
         ) from error
       time.sleep(0.2)
 
@@ -126,63 +203,58 @@ def is_joined() -> bool:
 
 
 def is_main() -> bool:
-  """Whether this process prints and writes what only one may."""
+  """Whether this process is the one that prints and writes."""
   return global_state.process_id == 0
 
 
 def agree(name: str, value: str, patience: float = PATIENCE) -> None:
-  """Returns when all processes have come here with the same value.
+  """Returns when all processes have called it with the same value.
 
   Raises:
-    ValueError: on every process, where they differ; it says which process has which.
-    TimeoutError: one of them did not come within `patience` seconds.
+    ValueError: on every process, where the values differ.
+    TimeoutError: a process did not call it within `patience` seconds.
   """
   if not is_joined():
     return
-  client, key = global_state.client, _key("agree", name)
+  client, key = global_state.client, _next_key("agree", name)
   client.key_value_set(f"{key}/{global_state.process_id}", value)
   try:
     client.wait_at_barrier(key, int(1000 * patience))
   except JaxRuntimeError as error:
     raise TimeoutError(
-      f"not all processes came to compare their {name} within {patience:g} s; look at what the"
-      " others print"
+      f"not all processes came to compare their {name} within {patience:g} s. Read what the others"
+      " print."
     ) from error
-  found = collections.defaultdict(list)
+  processes = collections.defaultdict(list)
   for path, theirs in client.key_value_dir_get(key):
-    found[theirs].append(int(path.rsplit("/", 1)[1]))
-  if len(found) > 1:
-    each = "; ".join(f"{theirs} on {_processes(found[theirs])}" for theirs in found)
+    processes[theirs].append(int(path.rsplit("/", 1)[1]))
+  if len(processes) > 1:
+    each = "; ".join(f"{theirs} on {_listed(indices)}" for theirs, indices in processes.items())
     raise ValueError(
-      f"the processes differ in the {name}: {each}. Start all with the same command, code and data"
+      f"the processes differ in the {name}: {each}. Start all with the same command, code and data."
     )
 
 
-def _processes(indices: list[int]) -> str:
+def _listed(indices: list[int]) -> str:
   shown = ", ".join(str(index) for index in sorted(indices)[:8])
   return f"process {shown}" + (f" and {len(indices) - 8} others" if len(indices) > 8 else "")
 
 
 def main_first(name: str, make: Callable[[], T]) -> T:
-  """`make()`, on process 0 before the others: what it leaves in a cache need not be made twice."""
+  """Returns `make()`; process 0 calls it before the others, which then find a filled cache."""
   made = make() if is_main() else None
   from_main(name, lambda: "made")
   return made if is_main() else make()
 
 
 def from_main(name: str, make: Callable[[], str]) -> str:
-  """What `make()` returns on process 0, where alone it is called."""
+  """Returns on every process the value of `make()`, which process 0 calls."""
   if not is_joined():
     return make()
-  key = _key("main", name)
+  key = _next_key("main", name)
   if is_main():
     global_state.client.key_value_set(key, make())
-  return _wait_for(key)
-
-
-def _wait_for(key: str) -> str:
-  """The value of a key; waits as long as process 0 needs: that it died is the watch's business."""
-  while True:
+  while True:  # process 0 may need long; the watch ends this process if it dies
     try:
       return global_state.client.blocking_key_value_get(key, 10_000)
     except JaxRuntimeError as error:
@@ -190,14 +262,14 @@ def _wait_for(key: str) -> str:
         raise
 
 
-def _key(kind: str, name: str) -> str:
-  """A key of its own for every call: all processes make the same calls in the same order."""
+def _next_key(kind: str, name: str) -> str:
+  """Returns a new key for every call: all processes make the same calls in the same order."""
   _calls[name] += 1
   return f"vqjax/{kind}/{name.replace(' ', '_')}/{_calls[name]}"
 
 
 def finish() -> None:
-  """Leaves the others in order, once all are done."""
+  """Disconnects from the other processes, once all are done."""
   if _watch:
     _watch[0].close()
     _watch.clear()
@@ -205,7 +277,7 @@ def finish() -> None:
 
 
 def await_verdict(error: Exception) -> None:
-  """Returns unless the error is that another process died: then this one ends here, saying so."""
+  """Ends this process with a message if the error is the death of another; returns otherwise."""
   if _watch and isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
     _watch[0].verdict()
 
@@ -213,8 +285,8 @@ def await_verdict(error: Exception) -> None:
 def fail(code: int, message: str) -> int:
   """Ends a command that failed, in all its processes, with one line on standard error.
 
-  A process that is alone gets its code back. Of several, all stop within seconds: those that met no
-  error of their own tell which process did, and why.
+  A single process gets `code` back. Several processes all stop within seconds; those without an
+  error of their own name the process that had one, and its message.
   """
   if not _watch:
     print(f"error: {message}", file=sys.stderr)
@@ -224,4 +296,4 @@ def fail(code: int, message: str) -> int:
     print(f"error: {message}", file=sys.stderr)
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(code)  # jax would wait for the others, whom it takes for healthy
+  os._exit(code)  # a normal exit would make jax wait for the others

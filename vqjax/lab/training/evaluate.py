@@ -1,7 +1,9 @@
-"""How good is a model on every token of a split, each counted exactly once?"""
+"""The score of a model on a split, and the cost of a head's loss."""
 
 import collections
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -10,22 +12,22 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from vqjax.lab.training.state import carried
+from vqjax.heads import Head
+from vqjax.heads.workload import loss_and_gradient
+from vqjax.lab.training.step import carried
 
 
 class Score(NamedTuple):
-  """How well a split was predicted.
+  """Quality of the predictions on a split.
 
   Attributes:
     nats_per_token: mean of -log p(token), natural logarithm.
     perplexity: exp(nats_per_token).
-    bits_per_byte: all nats, in bits, over the bytes of the text: comparable between tokenizers as
-      long as neither replaces words by an unknown one.
-    tokens: tokens, or whatever the targets are, that were predicted.
-    text_bytes: UTF-8 bytes of the text that the targets spell; None, and no `bits_per_byte`: they
-      spell none.
-    rates: parts of the targets that the model called right, by the names of its `hits`, such as
-      "accuracy"; {}: it has none.
+    bits_per_byte: the sum of -log2 p(token), over the bytes of the text. It compares models with
+      different tokenizers, unless one replaces words by an unknown one. None without `text_bytes`.
+    tokens: number of targets.
+    text_bytes: UTF-8 bytes of the text that the targets spell; None where they spell none.
+    rates: fractions of the targets that the model's method `hits` counts, such as "accuracy".
   """
 
   nats_per_token: float
@@ -36,74 +38,101 @@ class Score(NamedTuple):
   rates: Mapping[str, float] = MappingProxyType({})
 
   def known(self) -> dict[str, float]:
-    """By name, the rates among them, without what is None."""
+    """Returns the numbers that are not None by name, the rates among them."""
     numbers = self._asdict()
     rates = numbers.pop("rates")
     return {name: x for name, x in (numbers | rates).items() if x is not None}
 
 
 Sums = dict[str, jax.Array]
-"""Over the targets of a batch: "nats", -log p; "targets", how many; HITS + a name, how many hit."""
+"""Sums over the targets of a batch: "nats" (-log p), "targets" (number), HITS + name (hits)."""
 
 HITS = "hits/"
 
 Scorer = Callable[[dict, dict], tuple[Sums, dict]]
-"""(variables, batch) -> the sums, and {"carry": ...} or {}."""
+"""(variables, batch) -> the sums, and {"carry": ...} for a model with a carry, else {}."""
 
 
 def summed(model: nn.Module) -> Scorer:
-  """A pure scorer; the second is what the model remembers of the rows of a batch, if anything."""
+  """Returns a pure scorer for the model."""
 
   def sums(variables, batch):
     wanted = batch["targets"] >= 0
     tokens = batch["inputs"], batch["targets"]
+    mutable = ["carry"] if "carry" in variables else []
     log_prob, carry = model.apply(
-      carried(variables, batch), *tokens, method="log_prob", mutable=_carry_of(variables)
+      carried(variables, batch), *tokens, method="log_prob", mutable=mutable
     )
-    found = {"nats": -jnp.where(wanted, log_prob, 0.0).sum(), "targets": wanted.sum()}
+    totals = {"nats": -jnp.where(wanted, log_prob, 0.0).sum(), "targets": wanted.sum()}
     if hasattr(model, "hits"):
       hits = model.apply(variables, *tokens, method="hits")
-      found |= {HITS + name: (hit & wanted).sum() for name, hit in hits.items()}
-    return found, dict(carry)
+      totals |= {HITS + name: (hit & wanted).sum() for name, hit in hits.items()}
+    return totals, dict(carry)
 
   return sums
 
 
-def _carry_of(variables: dict) -> list[str]:
-  return ["carry"] if "carry" in variables else []
-
-
 def make_scorer(model: nn.Module) -> Scorer:
-  """`summed`, jitted."""
+  """Returns `summed(model)`, jitted."""
   return jax.jit(summed(model))
 
 
 def evaluate(
   scorer: Scorer, variables: dict, batches: Iterable[dict], text_bytes: int | None
 ) -> Score:
-  """The score over the batches; sums of batches are added in float64, one batch behind.
+  """Returns the score over the batches; the sums of batches are added in float64.
 
   Raises:
-    ValueError: there is no batch, or none with a target.
+    ValueError: there is no batch, or no batch has a target.
   """
   total, pending = collections.Counter(), {}
+
+  def add(sums: Sums) -> None:
+    for name, x in jax.device_get(sums).items():
+      total[name] += x.item()
+
   for batch in batches:
     sums, carry = scorer(variables, batch)
     variables = variables | carry
-    _add(total, pending)
+    add(pending)  # one batch late: the device works on this one while the host waits
     pending = sums
   if not pending:
-    raise ValueError("no batch to evaluate: the split has no token")
-  _add(total, pending)
-  if not total["targets"]:
-    raise ValueError("no target to evaluate: the split has texts, and none that the task can use")
-  mean = total["nats"] / total["targets"]
+    raise ValueError("`batches` must not be empty; got no batch. The split has no token.")
+  add(pending)
+  targets = total["targets"]
+  if not targets:
+    raise ValueError("`batches` must have targets; got none. No text of the split fits the task.")
+  mean = total["nats"] / targets
   bits = None if text_bytes is None else total["nats"] / math.log(2) / max(text_bytes, 1)
-  named = {name.removeprefix(HITS): total[name] for name in pending if name.startswith(HITS)}
-  rates = {name: right / total["targets"] for name, right in named.items()}
-  return Score(mean, math.exp(min(mean, 700.0)), bits, total["targets"], text_bytes, rates)
+  hits = [name for name in pending if name.startswith(HITS)]
+  rates = {name.removeprefix(HITS): total[name] / targets for name in hits}
+  return Score(mean, math.exp(min(mean, 700.0)), bits, targets, text_bytes, rates)
 
 
-def _add(total: collections.Counter, sums: Sums) -> None:
-  for name, x in jax.device_get(sums).items():
-    total[name] += x.item()
+class Cost(NamedTuple):
+  """Time and memory of a loss.
+
+  Attributes:
+    seconds: median time of the loss and its gradient in the parameters and the hidden states.
+    temp_bytes: temporary buffers of the compiled program, as the compiler reports them.
+    tokens: number of tokens of the batch.
+  """
+
+  seconds: float
+  temp_bytes: int
+  tokens: int
+
+
+def loss_cost(head: Head, tokens: int, dtype=jnp.float32, repeats: int = 5) -> Cost:
+  """Measures the loss of a freshly initialised head on random hidden states and tokens."""
+  function, arguments = loss_and_gradient(head, tokens, dtype)
+  compiled = jax.jit(function).lower(*arguments).compile()
+  memory = compiled.memory_analysis()
+  jax.block_until_ready(compiled(*arguments))
+  times = []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(*arguments))
+    times.append(time.perf_counter() - start)
+  temp_bytes = 0 if memory is None else int(memory.temp_size_in_bytes)
+  return Cost(statistics.median(times), temp_bytes, tokens)

@@ -1,4 +1,4 @@
-"""How does an experiment become a result: train, evaluate, save, resume?"""
+"""The training loop: from an experiment and a run folder to a result."""
 
 import json
 import math
@@ -8,119 +8,98 @@ import time
 import jax
 from jax.errors import JaxRuntimeError
 
-from vqjax.embeddings import Embedding
-from vqjax.heads import Head
 from vqjax.lab.config import Experiment, config_hash
-from vqjax.lab.training import cost as cost_of
 from vqjax.lab.training import distributed
 from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.distributed import is_main
-from vqjax.lab.training.evaluate import evaluate
+from vqjax.lab.training.evaluate import Score, evaluate, loss_cost
 from vqjax.lab.training.interrupt import Interrupted, agreed_signal, deferred_signals
-from vqjax.lab.training.metrics import MetricsLog
+from vqjax.lab.training.log import MetricsLog, progress_bar
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.progress import progress_bar
 from vqjax.lab.training.provenance import peak_memory_bytes, provenance
-from vqjax.lab.training.run import RunFolder
-from vqjax.lab.training.state import TrainState, all_finite
-from vqjax.lab.training.text import Text, load_text
+from vqjax.lab.training.run import RunFolder, Text, load_text
+from vqjax.lab.training.step import all_finite
 from vqjax.lab.training.watch import DAY
 from vqjax.sharding import make_mesh
 
 
 class NotFiniteError(ArithmeticError):
-  """The loss or its gradient is not a finite number: the run cannot go on from here."""
+  """The loss, its gradient or a parameter is not a finite number, and the run stops."""
 
 
 def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
-  """Trains the experiment in its run folder, from where an earlier call left it, to its result.
+  """Trains an experiment in its run folder and returns the result; resumes an earlier call.
 
   A finished run returns its result at once. SIGINT and SIGTERM finish the step, save and raise
-  `Interrupted`. Of several processes each calls it, after `distributed.start`; a signal to one
-  stops all after the same step, process 0 writes, and the folder is on a disk that all share.
+  `Interrupted`. Of several processes each calls this function after `distributed.start`; a signal
+  to one stops all after the same step. Process 0 writes, and all must share the folder.
 
   Raises:
-    ValueError: the folder belongs to another config; the text, the tokenizer or a checkpoint does
-      not fit the model. Nothing is overwritten.
-    NotFiniteError: the loss or gradient is not finite; the last good checkpoint is kept.
-    OSError: the disk is full or the folder cannot be written, or is not the same for all processes.
+    ValueError: the folder belongs to another config; or the text, the tokenizer or a checkpoint
+      does not fit the model. Nothing is overwritten.
+    NotFiniteError: a loss, gradient or parameter is not finite; the last checkpoint is kept.
+    OSError: the disk is full, or the folder cannot be written or is not shared.
   """
   distributed.agree("config", config_hash(experiment))
   distributed.agree("train.mesh", str(experiment.train.mesh))
   text = distributed.main_first("text", lambda: load_text(experiment))
   distributed.agree("text", json.dumps(text.identity), patience=DAY)
-  begun = (folder / "config.json").exists()
-  # A model that cannot be made must not claim the folder.
-  program = None if begun else _program(text)
+  make_program = lambda: Program(text.experiment, make_mesh(experiment.train.mesh))
+  # Made before a new folder is: a model that cannot be made must not leave one.
+  program = None if (folder / "config.json").exists() else make_program()
   run = RunFolder(folder, experiment, text.identity)
   try:
-    done = run.result()
-    finished = done is not None and done["status"] == "finished"
-    return done if finished else _run(experiment, text, run, program or _program(text))
+    result = run.result()
+    if result is not None and result["status"] == "finished":
+      return result
+    # The hash of the config as written, before the vocabulary is filled in.
+    identity = {"config_hash": config_hash(experiment), "seed": experiment.seed}
+    identity = {"name": experiment.name, **identity}
+    try:
+      outcome = _Training(text, run, program or make_program()).run_to_end()
+    except NotFiniteError as error:
+      run.write_result(identity | provenance() | {"status": "failed", "error": str(error)})
+      raise
+    run.write_result(identity | provenance() | {"status": "finished", **outcome})
+    return run.result()
   finally:
     run.close()
 
 
-def _program(text: Text) -> Program:
-  return Program(text.experiment, make_mesh(text.experiment.train.mesh))
-
-
-def _run(experiment: Experiment, text: Text, run: RunFolder, program: Program) -> dict:
-  try:
-    outcome = {"status": "finished", **_Run(text, run, program).to_the_end()}
-  except NotFiniteError as error:
-    run.write_result(_identity(experiment) | {"status": "failed", "error": str(error)})
-    raise
-  run.write_result(_identity(experiment) | outcome)
-  return run.result()
-
-
-def _identity(experiment: Experiment) -> dict:
-  """Whose result it is; the hash is of the config as written, before the vocabulary is known."""
-  identity = {"config_hash": config_hash(experiment), "seed": experiment.seed}
-  return {"name": experiment.name, **identity, **provenance()}
-
-
-class _Run:
-  """One process's part of a run: from the newest checkpoint to the last step."""
+class _Training:
+  """The work of one process, from the newest checkpoint to the last step."""
 
   def __init__(self, text: Text, run: RunFolder, program: Program):
-    self.text, self.run = text, run
+    self.text, self.run, self.program = text, run, program
     self.experiment, self.splits = text.experiment, text.splits
     self.train, self.model = self.experiment.train, self.experiment.model
-    self.program = program
+    self.tokens_per_step = self.train.batch * self.model.context
     self.batches = self.experiment.loader.batches(
       self.splits["train"],
       batch=self.train.batch,
       context=self.model.context,
       seed=self.experiment.seed,
-      rows=self.program.rows,
+      rows=program.rows,
     )
     recluster = self.experiment.recluster
     self.recluster = recluster and recluster.on(program, self.splits["train"])
     self.checkpoints = Checkpoints(run.path, self.train.keep)
     self.loss, self.clock = None, _Clock()
-    self.state = self._resumed() or self._fresh()
-    self.began_at = int(self.state.step)
+    restored = self.checkpoints.restore(program.abstract_state)
+    if restored is not None:
+      self.state, position = restored
+      self.batches.set_state(position["data"])
+      self.loss, self.clock = position["loss"], _Clock(**position["clock"])
+    else:
+      self.state = program.init(keys(self.experiment.seed)[0])
+      init_from = self.experiment.init_from
+      if init_from is not None:
+        self.state = program.begin(init_from(text, self.model, self.state.variables))
+    self.first_step = int(self.state.step)
 
-  def _fresh(self) -> TrainState:
-    init_key, _ = keys(self.experiment.seed)
-    state, start = self.program.init(init_key), self.experiment.init_from
-    if start is None:
-      return state
-    return self.program.begin(start(self.text, self.model, state.variables))
-
-  def _resumed(self) -> TrainState | None:
-    restored = self.checkpoints.restore(self.program.abstract_state)
-    if restored is None:
-      return None
-    self.batches.set_state(restored.position["data"])
-    self.loss, self.clock = restored.position["loss"], _Clock(**restored.position["clock"])
-    return restored.state
-
-  def to_the_end(self) -> dict:
-    """Trains what is left, and measures."""
-    self.log = MetricsLog(self.run.path, self.began_at) if is_main() else None
+  def run_to_end(self) -> dict:
+    """Trains the remaining steps, and returns the measurements of the result."""
+    self.log = MetricsLog(self.run.path, self.first_step) if is_main() else None
     try:
       self._train()
       self.checkpoints.wait()
@@ -131,53 +110,43 @@ class _Run:
       self.checkpoints.close()
 
   def _train(self) -> None:
-    name, steps = self.experiment.name, self.train.steps
-    tokens = self.train.batch * self.model.context
+    train, name, first = self.train, self.experiment.name, self.first_step
     pending = None
     with (
-      deferred_signals() as stopped_by,
-      progress_bar(name, self.began_at, steps, tokens) as report,
+      deferred_signals() as received_signal,
+      progress_bar(name, first, train.steps, self.tokens_per_step) as report,
     ):
-      for step in range(self.began_at + 1, steps + 1):
+      for step in range(first + 1, train.steps + 1):
         batch = self.program.place(next(self.batches))
         self.state, metrics = self.program.step(self.state, batch)
-        if step == self.began_at + 1:
-          jax.block_until_ready(metrics)  # the first step compiles: the clock starts behind it
+        if step == first + 1:
+          jax.block_until_ready(metrics)  # the first step compiles: the clock starts after it
           self.clock.start(step)
-        # Read one step late: the device already works on the next when the host waits.
+        # Read one step late: the device works on the next step while the host waits.
         if pending is not None:
-          report(step - 1, self._read(*pending))
+          report(step - 1, self._read_metrics(*pending))
         pending = step, metrics
-        signum = stopped_by() or agreed_signal(step)
-        rests, reclusters = signum or self._is_due(step), self._reclusters_after(step)
-        if rests or reclusters:
-          report(step, self._read(*pending))
+        signum = received_signal() or agreed_signal(step)
+        pauses = signum or step == train.steps
+        pauses = pauses or step % train.save_every == 0 or step % train.eval_every == 0
+        reclusters = self.recluster is not None and self.experiment.recluster.is_due(step)
+        if pauses or reclusters:
+          report(step, self._read_metrics(*pending))
           pending = None
           self.clock.stop(step)
           if reclusters:
-            self._recluster(step)
-          if rests:
-            self._pause(step, signum)
+            self.state, row = self.recluster(self.state)
+            self._write({"step": step, "recluster": row})
+          if pauses:
+            self._evaluate_and_save(step, signum)
           self.clock.start(step)
 
-  def _reclusters_after(self, step: int) -> bool:
-    return self.recluster is not None and self.experiment.recluster.is_due(step)
-
-  def _recluster(self, step: int) -> None:
-    self.state, row = self.recluster(self.state)
-    self._write({"step": step, "recluster": row})
-
-  def _is_due(self, step: int) -> bool:
-    train = self.train
-    return step % train.save_every == 0 or step % train.eval_every == 0 or step == train.steps
-
-  def _read(self, step: int, metrics: dict) -> float:
-    """Logs a step's metrics; stops the run where they are not finite."""
+  def _read_metrics(self, step: int, metrics: dict) -> float:
+    """Logs the metrics of a step and returns its loss; raises where one is not finite."""
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
+    wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
     if wrong:
-      self.checkpoints.wait()
-      raise NotFiniteError(self._explain(step, wrong))
+      self._stop(step, ", ".join(wrong))
     if step % self.train.log_every == 0 or step == self.train.steps:
       self._write({"step": step, **values})
     self.loss = values["loss"]
@@ -187,86 +156,94 @@ class _Run:
     if self.log is not None:
       self.log.write(row)
 
-  def _explain(self, step: int, wrong: dict) -> str:
-    named = ", ".join(f"{name} is {value}" for name, value in wrong.items())
-    last = self.checkpoints.latest
-    kept = (
-      "no checkpoint was saved yet" if last is None else f"checkpoint {last} is finite and kept"
-    )
-    return (
-      f"{named} at step {step}; {kept} in {self.run.path}. Try a lower train.learning_rate or"
-      " train.clip, or a longer train.warmup, in another run"
+  def _stop(self, step: int, problem: str) -> None:
+    """Waits for the last checkpoint, and raises NotFiniteError."""
+    self.checkpoints.wait()
+    latest = self.checkpoints.latest
+    kept = "no checkpoint was saved" if latest is None else f"checkpoint {latest} is kept"
+    raise NotFiniteError(
+      f"{problem} at step {step}; {kept} in {self.run.path}. Try a lower train.learning_rate or"
+      " train.clip, or a longer train.warmup, in another run."
     )
 
-  def _pause(self, step: int, signum: int | None) -> None:
-    """Saves, with an evaluation where it is time for one; stops where a signal asks for it."""
-    train, score = self.train, None
+  def _evaluate_and_save(self, step: int, signum: int | None) -> None:
+    """Evaluates where it is due, saves, and raises `Interrupted` where a signal came."""
+    train, metrics = self.train, None
     if not all_finite(self.state.params):
-      self.checkpoints.wait()
-      raise NotFiniteError(self._explain(step, {"a parameter": "not finite"}))
+      self._stop(step, "a parameter is not finite")
     if step % train.eval_every == 0 or step == train.steps:
-      score = self._score("valid").known()
-      self._write({"step": step, "valid": score})
-    # At every evaluation too: the best one must be on disk.
-    position = {"data": self.batches.get_state(), "loss": self.loss, "clock": self.clock.state()}
-    self.checkpoints.save(self.state, position, score)
+      metrics = self._score("valid").known()
+      self._write({"step": step, "valid": metrics})
+    position = {
+      "data": self.batches.get_state(),
+      "loss": self.loss,
+      "clock": {"seconds": self.clock.seconds, "steps": self.clock.steps},
+    }
+    # Saved at every evaluation too, because the best checkpoint must be on disk.
+    self.checkpoints.save(self.state, position, metrics)
     if signum:
       self.checkpoints.wait()
       raise Interrupted(signum, step)
 
-  def _score(self, name: str):
-    split = self.splits[name]
-    loader = self.program.experiment.loader
-    batches = loader.whole(split, batch=self.program.micro, context=self.model.context)
-    scorer = lambda variables, batch: self.program.scorer(
-      variables, self.program.place_whole(batch)
-    )
-    score = evaluate(scorer, self.state.variables, batches, loader.text_bytes(split))
+  def _score(self, name: str) -> Score:
+    program, split = self.program, self.splits[name]
+    loader = self.experiment.loader
+    batches = loader.whole(split, batch=program.micro, context=self.model.context)
+    placed = map(program.place_whole, batches)
+    score = evaluate(program.scorer, self.state.variables, placed, loader.text_bytes(split))
     if not math.isfinite(score.nats_per_token):
-      wrong = {f"the {name} loss": score.nats_per_token}
-      raise NotFiniteError(self._explain(int(self.state.step), wrong))
+      self._stop(int(self.state.step), f"the {name} loss is {score.nats_per_token}")
     return score
-
-  def _cost(self, head: Head) -> cost_of.Cost | None:
-    """The cost of the head's loss on one device, for a device's share of the tokens, if it fits."""
-    mesh = self.program.mesh.shape
-    rows = self.program.micro // (mesh["data"] * mesh["fsdp"])
-    try:
-      return cost_of.loss_cost(head, rows * self.model.context)
-    except JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error):
-        raise
-      return None
 
   def _result(self) -> dict:
     seconds, steps = self.clock.seconds, self.clock.steps
-    tokens = self.train.batch * self.model.context
-    head = getattr(self.model, "head", None)  # a classifier has none
-    embedding = getattr(self.model, "embedding", None)  # pictures have none
-    # Process 0 alone writes the result.
-    cost = self._cost(head) if head is not None and is_main() else None
-    return {
+    params, variables = jax.tree.leaves(self.state.params), jax.tree.leaves(self.state.variables)
+    result = {
       "valid": self._score("valid").known(),
       "test": self._score("test").known(),
-      "head": head and _sized(head) | {"tied": getattr(head, "embedding", None) is not None},
-      "embedding": embedding
-      and _sized(embedding) | {"shipped_bytes": embedding.shipped().state_bytes},
-      "model": _model_size(self.state),
+      "head": None,
+      "embedding": None,
+      "model": {
+        "params": sum(x.size for x in params),
+        "state_bytes": sum(x.nbytes for x in variables),
+      },
       "mesh": dict(self.program.mesh.shape),
-      "loss": cost and cost._asdict(),
+      "loss": None,
       "train": {
         "steps": self.train.steps,
         "loss": self.loss,
         "seconds": seconds,
         "step_seconds": seconds / steps if steps else None,
-        "tokens_per_second": steps * tokens / seconds if steps else None,
+        "tokens_per_second": steps * self.tokens_per_step / seconds if steps else None,
         "peak_memory_bytes": peak_memory_bytes(),
       },
     }
+    head = getattr(self.model, "head", None)  # a classifier has no head
+    if head is not None:
+      tied = getattr(head, "embedding", None) is not None
+      result["head"] = {"class": type(head).__name__, **head.size()._asdict(), "tied": tied}
+      result["loss"] = self._loss_cost(head) if is_main() else None  # only process 0 writes
+    embedding = getattr(self.model, "embedding", None)  # a model of images has no embedding
+    if embedding is not None:
+      shipped = {"shipped_bytes": embedding.shipped().state_bytes}
+      name = type(embedding).__name__
+      result["embedding"] = {"class": name, **embedding.size()._asdict(), **shipped}
+    return result
+
+  def _loss_cost(self, head) -> dict | None:
+    """Returns the cost of the head's loss on one device; None where it does not fit into memory."""
+    mesh = self.program.mesh.shape
+    rows = self.program.micro // (mesh["data"] * mesh["fsdp"])
+    try:
+      return loss_cost(head, rows * self.model.context)._asdict()
+    except JaxRuntimeError as error:
+      if "RESOURCE_EXHAUSTED" not in str(error):
+        raise
+      return None
 
 
 class _Clock:
-  """Time and number of the steps between start and stop, without compiling, evaluating, saving."""
+  """Seconds and number of the steps, without compiling, evaluating and saving."""
 
   def __init__(self, seconds: float = 0.0, steps: int = 0):
     self.seconds, self.steps = seconds, steps
@@ -277,17 +254,3 @@ class _Clock:
   def stop(self, step: int) -> None:
     self.seconds += time.perf_counter() - self.began
     self.steps += step - self.first
-
-  def state(self) -> dict:
-    return {"seconds": self.seconds, "steps": self.steps}
-
-
-def _sized(layer: Head | Embedding) -> dict:
-  return {"class": type(layer).__name__, **layer.size()._asdict()}
-
-
-def _model_size(state: TrainState) -> dict:
-  return {
-    "params": sum(x.size for x in jax.tree.leaves(state.params)),
-    "state_bytes": sum(x.nbytes for x in jax.tree.leaves(state.variables)),
-  }

@@ -1,32 +1,34 @@
-"""With which optimiser and learning rate does a run train?"""
+"""Optimisers, learning-rate schedules, and the choice of the parameters that are trained."""
 
 import dataclasses
+import difflib
 import operator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from vqjax.lab.config import Train
-from vqjax.lab.training import scope
 
 UNDECAYED = frozenset({"bias", "token_bias", "group_bias", "slot_bias", "scale", "shift"})
-"""Biases, norms' gains, and scales and shifts of slots: zero is no neutral value for them."""
+"""Parameters without weight decay: biases, gains of norms, scales and shifts of slots."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SGD:
-  """Plain gradient descent at `train.learning_rate`, which falls by a factor from time to time.
+  """Plain gradient descent at a learning rate that falls in steps.
 
-  Source: Zaremba et al., Recurrent neural network regularization, 2014, whose loss is the sum over
-  the T tokens of a row: at a mean over tokens its rate is T times, its clipping 1/T of that.
+  Source: Zaremba et al., Recurrent neural network regularization, 2014. Its loss is the sum over
+  the T tokens of a row: for a mean over tokens the rate is T times theirs, the clipping 1/T of it.
 
   Attributes:
-    hold: steps at the full rate.
-    every: steps between two falls after that; the first is at `hold`.
-    factor: of a fall.
+    hold: number of steps at the full rate, `train.learning_rate`.
+    every: number of steps between two falls; the first is at step `hold`.
+    factor: ratio of the rates after and before a fall, in (0, 1].
 
   Raises:
-    ValueError: a number that no schedule can have.
+    ValueError: a field is outside its range.
   """
 
   hold: int
@@ -36,65 +38,65 @@ class SGD:
   def __post_init__(self):
     if self.hold < 0 or self.every < 1 or not 0 < self.factor <= 1:
       raise ValueError(
-        f"SGD holds {self.hold} steps, then falls every {self.every} to {self.factor}: give 0 or"
-        " more, 1 or more, and a factor in (0, 1]"
+        "SGD: `hold` must be at least 0, `every` at least 1 and `factor` in (0, 1]; got"
+        f" hold={self.hold}, every={self.every}, factor={self.factor}. Correct train.optimizer."
       )
 
   def learning_rate(self, train: Train) -> optax.Schedule:
-    """Step -> learning rate: the full one before `hold`, a factor less in each stretch after."""
-
-    def rate(step):
-      falls = jax.numpy.maximum(0, (step - self.hold) // self.every + 1)
-      return train.learning_rate * self.factor**falls
-
-    return rate
+    """Returns step -> learning rate."""
+    # `optax.exponential_decay` divides in float32; integers cannot fall a step early or late.
+    falls = lambda step: jnp.maximum(0, (step - self.hold) // self.every + 1)
+    return lambda step: train.learning_rate * self.factor ** falls(step)
 
   def rule(self, train: Train) -> optax.GradientTransformation:
-    """The descent, without clipping."""
+    """Returns the optimiser, without clipping."""
     return optax.sgd(self.learning_rate(train))
 
 
 @dataclasses.dataclass(frozen=True)
 class SM3:
-  """SM3 with momentum: moments of rows and columns in place of those of numbers.
+  """SM3 with momentum: second moments of rows and columns in place of those of numbers.
 
-  The rate climbs with the square of the step to `train.learning_rate` at `train.warmup`, and stays.
-  Source: Anil et al., Memory-efficient adaptive optimization, 2019; its use: Chen et al.,
+  The rate grows with the square of the step to `train.learning_rate` at `train.warmup`, and stays.
+
+  Sources: Anil et al., Memory-efficient adaptive optimization, 2019; used in Chen et al.,
   Differentiable product quantization, 2020, Appendix C.
 
   Attributes:
-    momentum: of the updates.
+    momentum: decay of the mean of updates, in [0, 1).
   """
 
   momentum: float = 0.9
 
   def __post_init__(self):
     if not 0 <= self.momentum < 1:
-      raise ValueError(f"momentum {self.momentum} is outside [0, 1); 0.9 is usual")
+      raise ValueError(f"`momentum` must be in [0, 1); got {self.momentum}. Use 0.9.")
 
   def learning_rate(self, train: Train) -> optax.Schedule:
-    """Step -> learning rate."""
-    climb = lambda step: jax.numpy.minimum(1.0, (step + 1) / max(train.warmup, 1)) ** 2
-    return lambda step: train.learning_rate * climb(step)
+    """Returns step -> learning rate."""
+    # No schedule of Optax rises as a power: `polynomial_schedule` is a power of the steps left.
+    fraction = lambda step: jnp.minimum(1.0, (step + 1) / max(train.warmup, 1))
+    return lambda step: train.learning_rate * fraction(step) ** 2
 
   def rule(self, train: Train) -> optax.GradientTransformation:
-    """The descent, without clipping."""
-    descend = optax.scale_by_learning_rate(self.learning_rate(train))
-    return optax.chain(optax.scale_by_sm3(self.momentum), descend)
+    """Returns the optimiser, without clipping."""
+    scale = optax.scale_by_learning_rate(self.learning_rate(train))
+    return optax.chain(optax.scale_by_sm3(self.momentum), scale)
 
 
 def learning_rate(train: Train) -> optax.Schedule:
-  """Step -> learning rate: linear from 0 over the warm-up, then a cosine to its final fraction.
+  """Returns step -> learning rate: a linear warm-up, then a cosine to the final fraction.
 
-  Or what `train.optimizer` says.
+  `train.optimizer`, where there is one, has a schedule of its own.
   """
   if train.optimizer is not None:
     return train.optimizer.learning_rate(train)
+  warmup = min(train.warmup, train.steps)
   return optax.warmup_cosine_decay_schedule(
-    init_value=0.0 if train.warmup else train.learning_rate,
+    init_value=0.0 if warmup else train.learning_rate,
     peak_value=train.learning_rate,
-    warmup_steps=min(train.warmup, train.steps),
-    decay_steps=max(train.steps, min(train.warmup, train.steps) + 1),
+    warmup_steps=warmup,
+    decay_steps=max(train.steps, warmup + 1),
     end_value=train.learning_rate * train.final_fraction,
   )
 
@@ -105,29 +107,64 @@ def decayed(params: dict) -> dict:
 
 
 def optimizer(train: Train) -> optax.GradientTransformation:
-  """Clipping by global norm, then AdamW with decoupled weight decay, of `train.trainable` alone.
+  """Returns clipping by global norm, then AdamW or `train.optimizer`.
 
-  Or the rule of `train.optimizer` in AdamW's place.
-
-  Frozen parameters have no moments, no decay, no part in the norm, and updates of zero.
+  Parameters outside `train.trainable` have no moments, no decay, no part in the norm, and updates
+  of zero.
 
   Raises:
-    ValueError: on initialisation, a prefix of `train.trainable` that no parameter has.
+    ValueError: on initialisation, where a prefix in `train.trainable` names no parameter.
   """
-  descent = _adamw(train) if train.optimizer is None else train.optimizer.rule(train)
+  if train.optimizer is not None:
+    descent = train.optimizer.rule(train)
+  else:
+    descent = optax.adamw(
+      learning_rate(train),
+      b1=train.beta1,
+      b2=train.beta2,
+      weight_decay=train.weight_decay,
+      mask=decayed,
+    )
   rule = optax.chain(optax.clip_by_global_norm(train.clip), descent)
   if not train.trainable:
     return rule
-  own = lambda params: scope.trained(params, train.trainable)
-  others = lambda params: jax.tree.map(operator.not_, own(params))
-  return optax.chain(optax.masked(rule, own), optax.masked(optax.set_to_zero(), others))
+  trained = lambda params: trainable_mask(params, train.trainable)
+  frozen = lambda params: jax.tree.map(operator.not_, trained(params))
+  return optax.chain(optax.masked(rule, trained), optax.masked(optax.set_to_zero(), frozen))
 
 
-def _adamw(train: Train) -> optax.GradientTransformation:
-  return optax.adamw(
-    learning_rate(train),
-    b1=train.beta1,
-    b2=train.beta2,
-    weight_decay=train.weight_decay,
-    mask=decayed,
-  )
+def trainable_mask(params: dict, prefixes: tuple[str, ...]) -> dict:
+  """Marks the parameters below one of the dotted prefixes; () marks all.
+
+  "head" marks every parameter of the head, "head.codebook" that one.
+
+  Raises:
+    ValueError: a prefix names no parameter; the message lists similar names.
+  """
+  is_below = lambda name, prefix: f"{name}.".startswith(f"{prefix}.")
+  dotted = lambda path: ".".join(str(key.key) for key in path)
+  names = [dotted(path) for path, _ in jax.tree.leaves_with_path(params)]
+  for prefix in prefixes:
+    if not any(is_below(name, prefix) for name in names):
+      parts = [name.split(".") for name in names]
+      known = dict.fromkeys(".".join(p[:end]) for p in parts for end in range(1, len(p) + 1))
+      similar = difflib.get_close_matches(prefix, known, 3) or dict.fromkeys(p[0] for p in parts)
+      raise ValueError(
+        "`train.trainable` must hold prefixes of the model's parameters; got"
+        f" {prefix!r}. Similar names are {', '.join(similar)}."
+      )
+  below_any = lambda name: not prefixes or any(is_below(name, prefix) for prefix in prefixes)
+  return jax.tree_util.tree_map_with_path(lambda path, _: below_any(dotted(path)), params)
+
+
+def partition(params: dict, prefixes: tuple[str, ...]) -> tuple[dict, dict]:
+  """Splits parameters into (trained, frozen); each tree has None where the other has an array."""
+  mask = trainable_mask(params, prefixes)
+  select = lambda wanted: jax.tree.map(lambda m, x: x if m == wanted else None, mask, params)
+  return select(True), select(False)
+
+
+def combine(trained: Any, frozen: Any) -> Any:
+  """Merges the two trees of `partition`."""
+  pick = lambda one, other: other if one is None else one
+  return jax.tree.map(pick, trained, frozen, is_leaf=lambda x: x is None)

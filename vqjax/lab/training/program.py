@@ -1,4 +1,4 @@
-"""What exactly is compiled for an experiment on a mesh, and where does each array lie?"""
+"""The compiled functions of an experiment on a mesh, and the placement of its arrays."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -13,37 +13,37 @@ from jax.sharding import Mesh
 from vqjax import sharding
 from vqjax.lab.config import Experiment
 from vqjax.lab.config.tree import fields_of, rebuild, walk
+from vqjax.lab.training.checkpoint import differences, shapes_by_name
 from vqjax.lab.training.evaluate import summed
 from vqjax.lab.training.optimizer import learning_rate, optimizer
-from vqjax.lab.training.state import TrainState, all_finite, fresh_state, state_maker
-from vqjax.lab.training.step import train_step
+from vqjax.lab.training.step import TrainState, all_finite, fresh_state, state_maker, train_step
 
 
 class Program:
-  """An experiment's initialisation, step and scorer on a mesh, and the arrays that they take.
+  """Initialisation, step and scorer of an experiment on a mesh, with the shardings of their arrays.
 
-  Nothing is computed or compiled before it is called, and the mesh may be of devices that are not
-  here: `program.step.lower(program.abstract_state, program.abstract_batch)` is the real step.
+  Nothing is compiled before it is called. The mesh may be of devices that this machine lacks:
+  `program.step.lower(program.abstract_state, program.abstract_batch)` lowers the real step.
 
   Attributes:
-    experiment: what is trained; the `vocab` of its modules is known.
-    mesh: where.
-    model: the experiment's model, its vocabulary spread over the mesh.
-    init: key -> a fresh state, every array made where it stays.
-    step: (state, batch) -> (state, metrics); the state is donated.
+    experiment: the experiment; the `vocab` of its modules is filled in.
+    mesh: the mesh.
+    model: the experiment's model, its vocabulary sharded over the mesh.
+    init: key -> initial state, every array made on its own devices.
+    step: (state, batch) -> (state, metrics); donates the state.
     scorer: (variables, batch) -> sums over the batch's targets, and the carry.
     abstract_state: shapes, dtypes and shardings of a state.
-    abstract_batch: the same of a training batch.
-    micro: rows that are computed at a time.
-    rows: those rows of a training batch that this process reads.
+    abstract_batch: shapes, dtypes and shardings of a training batch.
+    micro: number of rows of a micro-batch.
+    rows: indices of the rows of a training batch that this process reads.
   """
 
   def __init__(self, experiment: Experiment, mesh: Mesh):
-    """Lays the experiment out on the mesh.
+    """Derives the shardings of an experiment on a mesh.
 
     Raises:
-      ValueError: the mesh does not divide the rows of a (micro-)batch, or the model has no
-        parameter that `train.trainable` names.
+      ValueError: the mesh does not divide the rows of a micro-batch, `train.trainable` names no
+        parameter, or a model with a carry is given micro-batches.
     """
     self.experiment, self.mesh, train = experiment, mesh, experiment.train
     self.micro = train.batch // train.accumulate
@@ -54,14 +54,19 @@ class Program:
     shapes = experiment.loader.shapes(self.micro, experiment.model.context)
     make = state_maker(experiment.model, self._optimizer, shapes)
     begin = functools.partial(fresh_state, self._optimizer)
-    rate = learning_rate(train)
-    how = train.accumulate, train.trainable
-    step = train_step(self.model, self._optimizer, rate, step_key, *how)
+    step = train_step(
+      self.model,
+      self._optimizer,
+      learning_rate(train),
+      step_key,
+      accumulate=train.accumulate,
+      trainable=train.trainable,
+    )
     self.abstract_state = self._placed(jax.eval_shape(make, step_key))
     if train.accumulate > 1 and "carry" in self.abstract_state.model_state:
       raise ValueError(
-        f"train.accumulate {train.accumulate} would mix the rows that the model remembers; set it"
-        " to 1"
+        "`train.accumulate` must be 1 for a model that carries its state from batch to batch; got"
+        f" {train.accumulate}. A micro-batch would take the carry of other rows."
       )
     placed = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     everywhere = sharding.replicated(mesh)
@@ -72,26 +77,33 @@ class Program:
     self.scorer = self.jitted(summed(self.model), out_shardings=(everywhere, carry))
 
   def begin(self, variables: Mapping[str, Any]) -> TrainState:
-    """A fresh state with given variables, each put where it stays.
+    """Returns the initial state with given variables, each on its own devices.
 
     Raises:
-      ValueError: the variables have another structure, other shapes or dtypes than the model's own,
-        or a number that is not finite; the message names them.
+      ValueError: the variables differ from the model's in structure, shapes or dtypes, or hold a
+        number that is not finite.
     """
-    own = self.abstract_state.variables
-    _check_same(dict(variables), own)
-    # The step donates its state: nobody else may hold it, nor may two of its places share it.
+    variables, own = dict(variables), self.abstract_state.variables
+    lines = differences(shapes_by_name(variables), shapes_by_name(own), "given")
+    if lines:
+      raise ValueError(f"`init_from` must return the model's variables; got others:\n{lines}")
+    # The step donates its state, so that nothing else may share its buffers.
     copy = lambda array, like: jax.device_put(array, like.sharding, may_alias=False)
-    state = self._begin(jax.tree.map(copy, dict(variables), own))
-    wrong = [name for name, array in _named(state.params) if not all_finite(array)]
+    state = self._begin(jax.tree.map(copy, variables, own))
+    wrong = [
+      jax.tree_util.keystr(path, simple=True, separator=".")
+      for path, array in jax.tree.leaves_with_path(state.params)
+      if not all_finite(array)
+    ]
     if wrong:
       raise ValueError(
-        f"experiment.init_from gives numbers that are not finite, in {', '.join(wrong)}; mend it"
+        f"`init_from` must return finite numbers; got others in {', '.join(wrong)}. Start from"
+        " another run or checkpoint."
       )
     return state
 
   def jitted(self, function: Callable, **options: Any) -> Callable:
-    """The function, traced with the mesh in context; the options are those of `jax.jit`."""
+    """Returns `jax.jit(function, **options)`, traced with the mesh in context."""
 
     @functools.wraps(function)
     def traced(*args):
@@ -101,25 +113,28 @@ class Program:
     return jax.jit(traced, **options)
 
   def _placed(self, state: TrainState) -> TrainState:
-    """An abstract state with its shardings: the optimiser's numbers lie with their parameters."""
+    """Returns an abstract state with shardings: moments lie with their parameters."""
     everywhere = sharding.replicated(self.mesh)
-    names = getattr(self.experiment.model, "logical_axes", None)
-    found = (
-      jax.tree.map(lambda _: everywhere, state.variables)
-      if names is None
-      else sharding.shardings(names(), state.variables, self.mesh)
-    )
-    tables = {name: tree for name, tree in found.items() if name != "params"}
+    logical_axes = getattr(self.experiment.model, "logical_axes", None)
+    if logical_axes is None:
+      shardings = jax.tree.map(lambda _: everywhere, state.variables)
+    else:
+      shardings = sharding.shardings(logical_axes(), state.variables, self.mesh)
+
+    # An optimiser may have no moment of a parameter (MaskedNode), or moments of its rows and
+    # columns (a list, SM3): these are replicated.
+    is_moment = lambda node: not isinstance(node, (optax.MaskedNode, list))
+    replicate = lambda node: jax.tree.map(lambda _: everywhere, node)
     opt_state = optax.tree_utils.tree_map_params(
       self._optimizer,
-      lambda found, where: where if _is_like_a_parameter(found) else _everywhere(found, everywhere),
+      lambda node, where: where if is_moment(node) else replicate(node),
       state.opt_state,
-      found["params"],
+      shardings["params"],
       transform_non_params=lambda _: everywhere,
-      is_leaf=lambda node: not _is_like_a_parameter(node),
+      is_leaf=lambda node: not is_moment(node),
     )
-    where = TrainState(everywhere, found["params"], tables, opt_state)
-    return jax.tree.map(_placed_at, state, where)
+    params = shardings.pop("params")
+    return jax.tree.map(_placed_at, state, TrainState(everywhere, params, shardings, opt_state))
 
   @property
   def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -130,27 +145,27 @@ class Program:
 
   @functools.cached_property
   def rows(self) -> np.ndarray:
-    """Those rows of a training batch that this process reads: int64."""
+    """Indices of the rows of a training batch that this process reads: int64."""
     return sharding.local_rows(self.experiment.train.batch, self.mesh)
 
   def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A training batch on the mesh, from the rows `rows` of it."""
+    """Returns a training batch on the mesh, from the rows `rows` of it."""
     return sharding.global_batch(batch, self.rows, self.experiment.train.batch, self.mesh)
 
   def place_whole(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch on the mesh that every process has all rows of, as for an evaluation."""
+    """Returns a batch on the mesh of which every process has all rows, as in an evaluation."""
     rows = len(batch["targets"])
     return sharding.global_batch(batch, np.arange(rows), rows, self.mesh)
 
 
 def keys(seed: int) -> tuple[jax.Array, jax.Array]:
-  """The keys of an experiment's initialisation and of its steps."""
+  """Returns the keys of an experiment's initialisation and of its steps."""
   init_key, step_key = jax.random.split(jax.random.key(seed))
   return init_key, step_key
 
 
 def over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
-  """The model with every `vocab_axis` that is None set to "model", where that axis has devices."""
+  """Returns the model with every `vocab_axis` of None set to "model", if that axis is sharded."""
   if mesh.shape["model"] == 1:
     return model
   changes: dict[int, dict[str, Any]] = {}
@@ -158,37 +173,6 @@ def over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
     if fields_of(node).get("vocab_axis", "") is None:
       changes[id(node)] = {"vocab_axis": "model"}
   return rebuild(model, changes)
-
-
-def _check_same(variables: dict, own: dict) -> None:
-  kinds = lambda tree: {name: f"{x.dtype}{list(x.shape)}" for name, x in _named(tree)}
-  given, wanted = kinds(variables), kinds(own)
-  differ = [
-    f"  {name}: {given.get(name, 'absent')} given, {wanted.get(name, 'absent')} in this model"
-    for name in sorted(given.keys() | wanted.keys())
-    if given.get(name) != wanted.get(name)
-  ]
-  if differ:
-    lines = "\n".join(differ[:10])
-    raise ValueError(f"experiment.init_from gives variables of another model:\n{lines}")
-
-
-def _named(tree: dict) -> list[tuple[str, Any]]:
-  """The arrays of a tree by their dotted names."""
-  leaves = jax.tree.leaves_with_path(tree)
-  return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
-
-
-def _is_like_a_parameter(node: Any) -> bool:
-  """Whether an optimiser has, in a parameter's place, an array of its shape.
-
-  Not where it leaves the parameter alone, and not where it has moments of rows and columns.
-  """
-  return not isinstance(node, (optax.MaskedNode, list))
-
-
-def _everywhere(node: Any, where: jax.sharding.Sharding) -> Any:
-  return jax.tree.map(lambda _: where, node)
 
 
 def _placed_at(array: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

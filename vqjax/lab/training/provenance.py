@@ -1,4 +1,4 @@
-"""From which code, on which device and with which versions does a result come?"""
+"""Where a result comes from: commit, device, versions and date."""
 
 import datetime
 import importlib.metadata
@@ -11,20 +11,29 @@ import sys
 
 import jax
 
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "vqjax")
+"""Packages whose versions a result records."""
+
 
 def provenance() -> dict:
-  """Commit, device, versions and date, for a result's JSON."""
+  """Returns commit, device, versions and date, for the JSON of a result."""
+  versions: dict[str, str | None] = {"python": platform.python_version()}
+  for name in PACKAGES:
+    try:
+      versions[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      versions[name] = None
   return {
     "commit": commit(),
     "device": device(),
-    "versions": {"python": platform.python_version(), **_versions()},
+    "versions": versions,
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
   }
 
 
 def commit() -> str | None:
-  """Commit of the checkout this package runs from, with + where it is changed; None outside one."""
-  root = pathlib.Path(__file__).resolve().parents[2]
+  """Returns the commit of this checkout, with + where files are changed; None outside of one."""
+  root = pathlib.Path(__file__).resolve().parents[3]
   if not (root / ".git").exists():
     return None
   git = ["git", "-C", str(root)]
@@ -39,30 +48,18 @@ def commit() -> str | None:
 
 
 def device() -> str:
-  """Number, kind and platform of the devices; a CPU with the cores that this process may use."""
+  """Returns number, kind and platform of the devices; for a CPU the cores of this process."""
   devices = jax.devices()
-  kind = devices[0].device_kind
   if devices[0].platform == "cpu":
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{platform.machine()} CPU, {cores} cores"
-  return f"{len(devices)} x {kind} ({devices[0].platform})"
+  return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
 
 
 def peak_memory_bytes() -> int:
-  """Most memory in use so far: of the first accelerator where it counts it, else of the process."""
+  """Returns the peak memory of the first accelerator where it is counted, else of the process."""
   stats = jax.local_devices()[0].memory_stats()
   if stats and "peak_bytes_in_use" in stats:
     return int(stats["peak_bytes_in_use"])
-  unit = 1 if sys.platform == "darwin" else 1024
+  unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB on Linux
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _versions() -> dict:
-  names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "vqjax")
-  found = {}
-  for name in names:
-    try:
-      found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      found[name] = None
-  return found

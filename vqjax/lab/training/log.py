@@ -1,0 +1,118 @@
+"""The metrics that a run writes, and the progress that it shows."""
+
+import contextlib
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import (
+  BarColumn,
+  MofNCompleteColumn,
+  Progress,
+  TextColumn,
+  TimeRemainingColumn,
+)
+from tensorboardX import SummaryWriter
+
+from vqjax.lab.training.distributed import is_main
+from vqjax.lab.training.run import disk_error, write_whole
+
+
+class MetricsLog:
+  """Rows of JSON in `metrics.jsonl`, and the same numbers as TensorBoard events.
+
+  A row is {"step": n, name: value, ...}; the values of an evaluation are under the name of its
+  split.
+  """
+
+  def __init__(self, folder: pathlib.Path, step: int):
+    """Opens the log of a run that goes on after `step`, and drops the rows after it."""
+    self.path = folder / "metrics.jsonl"
+    _keep_until(self.path, step)
+    self._file = self.path.open("a", encoding="utf-8")
+    self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
+
+  def write(self, row: dict) -> None:
+    """Appends and flushes a row."""
+    try:
+      self._file.write(json.dumps(row, allow_nan=False) + "\n")
+      self._file.flush()
+    except OSError as error:
+      raise disk_error(error, self.path) from error
+    for name, value in row.items():
+      if isinstance(value, dict):
+        for inner, number in value.items():
+          self._events.add_scalar(f"{name}/{inner}", number, row["step"])
+      elif name != "step":
+        self._events.add_scalar(f"train/{name}", value, row["step"])
+
+  def close(self) -> None:
+    """Flushes and closes both files."""
+    self._file.close()
+    self._events.close()
+
+
+def _keep_until(path: pathlib.Path, step: int) -> None:
+  """Drops rows after `step`, and a last line that a killed run left incomplete."""
+  if not path.exists():
+    return
+  kept = []
+  for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+      row = json.loads(line)
+    except json.JSONDecodeError:
+      continue
+    if row["step"] <= step:
+      kept.append(line + "\n")
+  write_whole(path, "".join(kept))
+
+
+Report = Callable[[int, float], None]
+"""(step, loss in nats) -> None."""
+
+
+@contextlib.contextmanager
+def progress_bar(
+  name: str, first_step: int, steps: int, tokens_per_step: int, console: Console | None = None
+) -> Iterator[Report]:
+  """Shows a live bar on a terminal, and ten lines in all elsewhere; yields the function to call.
+
+  Of several processes the first shows it.
+  """
+  console = console or Console(stderr=True, quiet=not is_main())
+  began = time.perf_counter()
+
+  def pace(step: int) -> tuple[float, float]:
+    """Tokens per second, and seconds left."""
+    seconds, done = max(time.perf_counter() - began, 1e-9), step - first_step
+    return done * tokens_per_step / seconds, (steps - step) * seconds / max(done, 1)
+
+  def print_line(step: int, loss: float) -> None:
+    if step % max(1, steps // 10) == 0 or step == steps:
+      rate, left = pace(step)
+      console.print(
+        f"{name}  step {step}/{steps}  {rate:,.0f} tokens/s  loss {loss:.3f}  {left:.0f} s left",
+        highlight=False,
+        soft_wrap=True,
+      )
+
+  if not console.is_terminal:
+    yield print_line
+    return
+  columns = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("{task.fields[rate]:>8} tokens/s  loss {task.fields[loss]}"),
+    TimeRemainingColumn(),
+    TextColumn("left"),
+  )
+  with Progress(*columns, console=console) as bar:
+    task = bar.add_task(name, total=steps, completed=first_step, rate="-", loss="-")
+
+    def update(step: int, loss: float) -> None:
+      bar.update(task, completed=step, rate=f"{pace(step)[0]:,.0f}", loss=f"{loss:.3f}")
+
+    yield update
