@@ -69,7 +69,9 @@ def show(console: Console, title: str, frame: pd.DataFrame) -> None:
   texts = _texts(frame)
   table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
   for number, name in enumerate(texts.columns):
-    table.add_column(name, justify="right" if number else "left", overflow="fold")
+    # Labels stay readable beside many columns of numbers.
+    justify, least = ("right", None) if number else ("left", 20)
+    table.add_column(name, justify=justify, min_width=least, overflow="fold")
   for row in texts.itertuples(index=False):
     table.add_row(*row)
   console.print(table, highlight=False, markup=False)

@@ -1,160 +1,481 @@
-"""How does the page of the VQ-Logits tables read?"""
+"""Tables and figures of the VQ-Logits study, beside the numbers that the paper prints."""
 
+import collections
+import dataclasses
 import pathlib
-from collections.abc import Iterator, Mapping
+import re
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.studies.page import failures, known, save
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
+from rich.console import Console
+
+from experiments.studies import page
+from experiments.studies.page import Spread
 from experiments.studies.study import DOCS, Results
-from experiments.studies.vq_logits import findings as vq_findings
-from experiments.studies.vq_logits import plots as vq_plots
-from experiments.studies.vq_logits import speed as vq_speed
-from experiments.studies.vq_logits.measured import vocab
-from experiments.studies.vq_logits.notes import notes
-from experiments.studies.vq_logits.paper import BODIES, PAPER
-from experiments.studies.vq_logits.results import CLUSTERED
-from experiments.studies.vq_logits.rows import COLUMNS, Table, tables
+from experiments.studies.vq_logits.rows import Row, paper_rows, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
-from vqjax.lab import report
+from vqjax import CodebookHead, LearnedCodebookHead, LearnedProductHead, ProductHead
 from vqjax.lab.report import units
-from vqjax.lab.report.page import write_whole
+from vqjax.lab.report.placing import label_points
+from vqjax.lab.report.plots import blank, byte_axis
+from vqjax.lab.report.svg import INK, SERIES
+from vqjax.lab.training.run import read_json
 
-__all__ = ["PAPER", "tables", "write"]
+CLUSTERED = "wikitext/vq-1024"
+"""The run whose codes Table 8 shows."""
 
-_INTRODUCTION = """\
-# VQ-Logits: the paper's tables, measured
+MAIN = {"ptb": "Table 10", "wikitext": "Table 1", "web": "Table 9"}
+"""Setting -> the table that has all of its methods."""
 
-Each row is a head on the same decoder, text and budget; only the head differs. A head with codes is
-made from a trained full softmax and fine-tuned, as the paper does it, and the full softmax gets the
-same further steps. `python -m experiments.studies.vq_logits.run --scale cpu` runs what is here and
-`--scale paper` has the paper's own settings. This is a small body on two cores: the perplexities
-are not the paper's; what can be compared is how far a head is from the full softmax beside it, and
-what its codes rule out.
+ABLATIONS = "Table 2", "Table 6", "Table 7", "Section 6"
+"""Tables of the setting "wikitext" that vary the codebook."""
 
-"""
-
-_FLOORS = """\
-Tokens that share a code are equally likely (Eq. 3-5 of the paper), so a word on a code of n tokens
-has at most the probability 1/n, whatever the body is. The measured perplexity of a codebook without
-a bias is a product, exactly: the floor, which is inside the codes, times the perplexity of the
-code.
-"""
-
-_TEXTS = {
-  "ptb": "the paper's text, perplexity of a word",
-  "wikitext": "WikiText-2 in place of WikiText-103, perplexity of a word",
-  "web": "the lines of WikiText-2 of at least 512 characters in place of C4, perplexity of a piece"
-  " of SentencePiece",
+TEXTS = {
+  "ptb": "Penn Treebank, words",
+  "wikitext": "WikiText-2, words",
+  "web": "WikiText-2, lines of at least 512 characters, SentencePiece",
 }
-"""What stands for the paper's text, and what its tokens are."""
+"""Setting -> the text at the scale "cpu"."""
+
+FAMILIES = {
+  "tokens share codes": ("CodebookHead", "LearnedCodebookHead"),
+  "composed rows": ("ProductHead", "LearnedProductHead", "ResidualCodebookHead"),
+  "low rank": ("LowRankHead",),
+  "full softmax": ("DenseHead", "SampledSoftmaxHead"),
+  "by classes or trees": ("AdaptiveHead", "ClassBasedHead", "HierarchicalHead"),
+}
+"""Series of the figure of bytes -> classes of heads."""
 
 
-def write(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-  """Writes results/vq_logits.md and its plots under images/; returns what was written."""
-  settings = SCALES["cpu"]
-  *paper, heads = tables(results)
-  speed = vq_speed.read(docs / "results" / "vq" / "speed.json")
-  plots = {
-    "vq-bytes.png": vq_plots.bytes_against_perplexity(heads.lines),
-    "vq-codes.png": vq_plots.codes_against_perplexity(results, settings),
-    "vq-speed.png": vq_speed.figure(speed),
+def _read_paper() -> dict[str, dict[str, dict[str, str]]]:
+  """Table -> row -> column -> the value as the paper prints it."""
+  tables: dict[str, Any] = collections.defaultdict(lambda: collections.defaultdict(dict))
+  frame = pd.read_csv(pathlib.Path(__file__).parent / "paper.csv", dtype=str)
+  for cell in frame.itertuples():
+    tables[cell.table][cell.row][cell.column] = cell.value
+  return {table: dict(by_row) for table, by_row in tables.items()}
+
+
+PAPER = _read_paper()
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+  """A row of a setting, measured over its seeds. A number without a finished run is None.
+
+  Attributes:
+    row: the measured row.
+    failed: number of seeds whose run failed.
+    head: class, size and tying of the head, as the run's result has them; empty without a run.
+    perplexity: on the test text.
+    over_full: per cent of perplexity above the full softmax of the same seed and number of steps.
+    head_bytes: parameters and codes of the head; a head that learns its codes counts as the head
+      of fixed codes that it becomes.
+    of_full: `head_bytes` relative to the full softmax.
+    floor: least test perplexity of any decoder with these codes, tokens uniform in each code.
+    floor_bias: least test perplexity of any decoder with these codes and a token bias.
+    largest: number of tokens on the largest code.
+  """
+
+  row: Row
+  failed: int
+  head: Mapping[str, Any]
+  perplexity: Spread | None
+  over_full: Spread | None
+  head_bytes: int | None
+  of_full: float | None
+  floor: float | None
+  floor_bias: float | None
+  largest: int | None
+
+  @property
+  def code_perplexity(self) -> float | None:
+    """Perplexity of the codes: without a token bias, the test perplexity is floor times it."""
+    if self.perplexity is None or self.floor is None or self.row.head.token_bias:
+      return None
+    return self.perplexity.mean / self.floor
+
+
+def measure(results: Results, setting: Setting, row: Row) -> Measurement:
+  """The measurement of a row beside the full softmax that was trained as it was."""
+  of = lambda name: page.finished(results, f"{setting.name}/{name}")
+  done = of(row.name)
+  from_scratch = setting.further and not row.needs and row.name != "dense"
+  full = of("full-scratch" if from_scratch else "full")
+  test = lambda result: result["test"]["perplexity"]
+  over = [100 * (test(done[seed]) / test(full[seed]) - 1) for seed in sorted(done.keys() & full)]
+  head = done[min(done)]["head"] if done else {}
+  sizes = [result["head"]["state_bytes"] for result in (of("full") | of("full-scratch")).values()]
+  vocab = vocab_size(results, setting)
+  head_bytes = head.get("state_bytes")
+  if vocab and head_bytes and isinstance(row.head, (LearnedCodebookHead, LearnedProductHead)):
+    head_bytes = _fixed(row.head, vocab).size().state_bytes
+  every = page.seeds(results, f"{setting.name}/{row.name}").values()
+  floors = [kept["floors"] for kept in every if kept.get("floors")]
+  mean = lambda key: statistics.fmean(each[key] for each in floors) if floors else None
+  return Measurement(
+    row=row,
+    failed=sum(kept["result"]["status"] == "failed" for kept in every),
+    head=head,
+    perplexity=Spread.of([test(result) for result in done.values()]),
+    over_full=Spread.of(over),
+    head_bytes=head_bytes,
+    of_full=head_bytes / sizes[0] if head_bytes and sizes else None,
+    floor=mean("uniform"),
+    floor_bias=mean("bias"),
+    largest=max((each["largest_code"] for each in floors), default=None),
+  )
+
+
+def vocab_size(results: Results, setting: Setting) -> int | None:
+  """V, from the number of parameters of a full softmax without bias."""
+  for name in ("full", "dense"):
+    for result in page.finished(results, f"{setting.name}/{name}").values():
+      return result["head"]["params"] // setting.dim
+  return None
+
+
+def _fixed(head: LearnedCodebookHead | LearnedProductHead, vocab: int) -> Any:
+  """The head of fixed codes that a head with learned codes becomes after training."""
+  if isinstance(head, LearnedCodebookHead):
+    return CodebookHead(vocab, head.dim, head.codes, token_bias=head.token_bias)
+  return ProductHead(vocab, head.dim, head.codes, head.subspaces, token_bias=head.token_bias)
+
+
+def table(
+  measured: Sequence[Measurement],
+  paper: Mapping[str, Mapping[str, str]] | None = None,
+  full: Mapping[str, str] | None = None,
+) -> pd.DataFrame:
+  """The rows as text, beside the paper's numbers by row name and its full softmax."""
+  return pd.DataFrame([_cells(m, (paper or {}).get(m.row.name, {}), full or {}) for m in measured])
+
+
+def _cells(m: Measurement, paper: Mapping[str, str], full: Mapping[str, str]) -> dict[str, Any]:
+  shown = lambda show, value: None if value is None else show(value)
+  printed, params = paper.get("perplexity"), paper.get("params_M")
+  perplexity = "failed" if m.failed else None
+  return {
+    "run": m.row.label,
+    "paper": printed,
+    "paper, % over full": printed and f"{_over(printed, full['perplexity']):+.1f}",
+    "measured": m.perplexity.show(1) if m.perplexity else perplexity,
+    "seeds": f"{m.perplexity.seeds if m.perplexity else 0}"
+    + (f", {m.failed} failed" if m.failed else ""),
+    "% over full": shown(lambda spread: spread.show(1, "+"), m.over_full),
+    "paper, of full": params and units.ratio(float(params) / float(full["params_M"])),
+    "head bytes": shown(units.size, m.head_bytes),
+    "of full": shown(units.ratio, m.of_full),
+    "floor": shown(units.fixed(1), m.floor),
+    "floor, best bias": shown(units.fixed(1), m.floor_bias),
+    "largest code": shown(units.fixed(0), m.largest),
   }
-  drawn = {name: figure for name, figure in plots.items() if figure is not None}
-  page = docs / "results" / "vq_logits.md"
-  write_whole(page, "\n".join(_page(results, settings, paper, heads, speed, set(drawn))))
-  return [page, *save(drawn, docs)]
 
 
-def _page(
-  results: Results,
-  settings: Mapping[str, Setting],
-  paper: list[Table],
-  heads: Table,
-  speed: vq_speed.Speed | None,
-  drawn: set[str],
-) -> Iterator[str]:
-  """The sections, in their order."""
-  picture = lambda name, says: f"![{says}](../images/{name})\n" if name in drawn else ""
-  found = vq_findings.as_published(paper), vq_findings.best(heads.lines)
-  yield _INTRODUCTION + "".join(f"- {say}\n" for say in (*found, vq_findings.better(heads.lines)))
-  yield "## The settings\n"
-  yield "".join(f"- {_setting(results, s)}\n" for s in settings.values())
-  yield "## The columns\n\n" + _FLOORS
-  yield "".join(f"- {column.title}: {column.meaning}\n" for column in COLUMNS)
-  for table in paper:
-    yield _section(table, results)
-    if table.name == "Table 1":
-      yield picture("vq-codes.png", "Figure 2a: codes against perplexity, with the floors")
-    if table.name == "Table 2":
-      yield vq_speed.section(speed)
-      yield picture("vq-speed.png", "Figure 2b: codes against the speed of the logits")
-  yield _shared_words(results)
-  yield "## Beyond the paper\n\n" + vq_findings.bias(heads.lines) + "\n"
-  yield f"{found[1]}\n\nAll that was tried, by test perplexity, numbered as in the plot:\n"
-  yield picture("vq-bytes.png", "Head bytes against test perplexity, all heads on Penn Treebank")
-  yield heads.markdown()
-  yield _origin(results)
+def _over(perplexity: str, full: str) -> float:
+  """Per cent above the paper's full softmax."""
+  return 100 * (float(perplexity) / float(full) - 1)
 
 
-def _section(table: Table, results: Results) -> str:
-  """A table of the paper's, and why its rows differ."""
-  told = "".join(f"- {say}\n" for say in notes(table, results))
-  return f"## {table.title}\n\n{table.markdown()}\nWhy the rows differ:\n\n{told}"
+def paper_table(results: Results, setting: Setting, name: str) -> pd.DataFrame:
+  """A table of the paper: of a main table all methods, of an ablation the paper's rows."""
+  # At another scale, codebooks have other sizes; the first of the paper's stands for our first.
+  theirs = map(int, PAPER["Setup"][setting.name]["codes"].split())
+  sizes = dict(zip(theirs, setting.codes, strict=True))
+  local = lambda row: re.sub(r"(?<=^vq-)\d+", lambda match: str(sizes[int(match[0])]), row)
+  printed = {local(row): numbers for row, numbers in PAPER[name].items()}
+  by_name = {row.name: row for row in paper_rows(setting)}
+  methods = [row for row in by_name if not re.match(r"vq-\d+-", row)]
+  names = methods if name == MAIN[setting.name] else printed
+  measured = [measure(results, setting, by_name[row]) for row in names]
+  return table(measured, printed, PAPER[MAIN[setting.name]]["full"])
 
 
-def _setting(results: Results, s: Setting) -> str:
-  """Text, body and budget, and the paper's beside them."""
-  body, theirs = BODIES[s.name], SCALES["paper"][s.name]
-  tokens, their_tokens = s.train.batch * s.context, theirs.train.batch * theirs.context
-  size = vocab(results, s.name)
-  return (
-    f"**{s.name}**: {_TEXTS[s.name]}, V = {f'{size:,}' if size else units.MISSING};"
-    f" {s.layers} layers of width {s.dim}, {s.heads} attention heads, windows of {s.context};"
-    f" {s.train.steps:,} steps of {tokens:,} tokens at a rate of {s.train.learning_rate:g}, then"
-    f" {s.fine_tune.steps:,} at {s.fine_tune.learning_rate:g} for the full softmax and all that is"
-    f" converted; {s.whole.steps:,} for what is trained from scratch. Seeds of the headline rows:"
-    f" {s.seeds}. The paper: {body.text}, V = {body.vocab:,}; {body.layers} layers of width"
-    f" {body.dim}, windows of {theirs.context:,}; {theirs.train.steps:,} steps of {their_tokens:,}"
-    " tokens."
-  )
+def all_heads(results: Results, setting: Setting) -> list[Measurement]:
+  """All rows of a setting, sorted by perplexity and numbered in their labels."""
+  measured = [measure(results, setting, row) for row in rows(setting)]
+  measured.sort(key=lambda m: m.perplexity.mean if m.perplexity else float("inf"))
+  return [
+    dataclasses.replace(m, row=dataclasses.replace(m.row, label=f"{number}. {m.row.label}"))
+    for number, m in enumerate(measured, start=1)
+  ]
 
 
-def _shared_words(results: Results) -> str:
-  """Table 8."""
-  rows = results.get(CLUSTERED, {}).get("clusters")
-  title = "## Table 8: words on one code\n"
-  if rows is None:
-    return f"{title}\n{units.MISSING}\n"
-  runs = [report.Run(pathlib.Path(), {}, None, (), _words(row)) for row in rows]
-  column = lambda name: report.Column(name, lambda run: run.get(name), str, "")
-  names = ("code", "of these on it", "its most frequent other tokens", "its tokens")
-  return (
-    f"{title}\nOf the words that the paper shows on one code, the code of {CLUSTERED} that most are"
-    f" on. Words that are not one token here are left out.\n\n"
-    + report.markdown_table([column(name) for name in names], runs)
-  )
+def codebooks(results: Results, settings: Mapping[str, Setting]) -> pd.DataFrame:
+  """The paper's codebooks in all settings, with the factors of their perplexities."""
+  lines = []
+  for name, setting in settings.items():
+    setup, printed = PAPER["Setup"][name], PAPER[MAIN[name]]
+    by_name = {row.name: row for row in paper_rows(setting)}
+    for theirs, codes in zip(setup["codes"].split(), setting.codes, strict=True):
+      m = measure(results, setting, by_name[f"vq-{codes}"])
+      perplexity = printed[f"vq-{theirs}"]["perplexity"]
+      lines.append(
+        {
+          "text": name,
+          "K": f"{codes:,}",
+          "paper, % over full": f"{_over(perplexity, printed['full']['perplexity']):+.1f}",
+          "% over full": m.over_full and m.over_full.show(1, "+"),
+          "measured": m.perplexity and m.perplexity.show(1),
+          "floor": m.floor and f"{m.floor:.1f}",
+          "for the code": m.code_perplexity and f"{m.code_perplexity:.1f}",
+          "paper": perplexity,
+          "paper, V/K": f"{int(setup['vocab']) / int(theirs):.1f}",
+          "paper / floor": m.floor and f"{float(perplexity) / m.floor:.1f}",
+        }
+      )
+  return pd.DataFrame(lines)
 
 
-def _words(row: Mapping[str, Any]) -> dict[str, Any]:
-  shown = {"name": ", ".join(f"`{word}`" for word in row["known"] or row["words"])}
-  if row["known"]:
-    shown |= {
-      "code": row["code"],
-      "of these on it": f"{len(row['held'])} of {len(row['known'])}",
-      "its most frequent other tokens": ", ".join(f"`{word}`" for word in row["others"]),
-      "its tokens": row["size"],
+def setups(results: Results, settings: Mapping[str, Setting]) -> pd.DataFrame:
+  """Text, decoder and budget of each setting, and the paper's below it."""
+  lines = []
+  for name, here in settings.items():
+    setup = PAPER["Setup"][name]
+    paper = setup["text"], int(setup["vocab"]), SCALES["paper"][name]
+    for text, vocab, s in ((TEXTS[name], vocab_size(results, here), here), paper):
+      model, train = s.dense.model, s.dense.train
+      steps = f"{train.steps:,}"
+      lines.append(
+        {
+          "setting": name if s is here else f"{name}, paper",
+          "text": text,
+          "V": vocab and f"{vocab:,}",
+          "layers": str(model.layers),
+          "D": str(model.dim),
+          "attention heads": str(model.heads),
+          "window": f"{model.context:,}",
+          "tokens a step": f"{train.batch * model.context:,}",
+          "steps": f"{steps} + {s.fine_tune.steps:,}" if s is here else steps,
+          "learning rates": f"{train.learning_rate:g}, {s.fine_tune.learning_rate:g}"
+          if s is here
+          else f"{train.learning_rate:g}",
+          "seeds": str(s.seeds) if s is here else None,
+        }
+      )
+  return pd.DataFrame(lines)
+
+
+def shared_words(results: Results) -> pd.DataFrame:
+  """Table 8: the code of `CLUSTERED` that most words of each row are on."""
+  quoted = lambda words: ", ".join(f"`{word}`" for word in words)
+  lines = []
+  for code in results.get(CLUSTERED, {}).get("clusters", ()):
+    line = {"run": quoted(code["known"] or code["words"])}
+    if code["known"]:
+      line |= {
+        "code": str(code["code"]),
+        "of these on it": f"{len(code['held'])} of {len(code['known'])}",
+        "its most frequent other tokens": quoted(code["others"]),
+        "its tokens": str(code["size"]),
+      }
+    lines.append(line)
+  return pd.DataFrame(lines)
+
+
+def speed_tables(speed: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+  """Title -> table of the numbers that `experiments.bench.codebook` writes."""
+  titles = {"Log-probabilities": "forward", "Loss and gradient": "training"}
+  tables = {}
+  for title, key in titles.items():
+    tables[title] = pd.DataFrame(
+      {
+        "run": name,
+        "milliseconds": units.milliseconds(row["seconds"]),
+        "calls": str(row["calls"]),
+        "times faster": units.ratio(row["times_faster"]),
+        "temporaries": units.size(row["temp_bytes"]),
+        "weights, 16 bits": units.size(row["weight_bytes_16_bit"]),
+        "codes": units.size(row["table_bytes"]),
+      }
+      for name, row in speed[key].items()
+    )
+  cell = lambda row: f"{units.milliseconds(row['seconds'])} ({units.ratio(row['times_faster'])})"
+  for batch, heads in speed["decoding"].items():
+    tables[f"One step of decoding, {batch}, milliseconds and times faster"] = pd.DataFrame(
+      {"run": name} | {step: cell(row) for step, row in steps.items()}
+      for name, steps in heads.items()
+    )
+  return tables
+
+
+def speed_block(speed: Mapping[str, Any] | None) -> str:
+  """Table 3 of the page: the paper's numbers and the measured ones."""
+  full = float(PAPER["Table 3"]["full"]["ms"])
+  paper = pd.DataFrame(
+    {
+      "paper": row,
+      "weights, MB": cells["weights_MB"],
+      "milliseconds": cells["ms"],
+      "times faster": f"{full / float(cells['ms']):.1f}×",
     }
-  return shown
-
-
-def _origin(results: Results) -> str:
-  """Where the numbers come from, and what failed."""
-  every = [kept["result"] for kept in results.values()]
-  dates = sorted(row["date"][:10] for row in every)
-  days = f"{dates[0]} to {dates[-1]}" if dates else units.MISSING
-  device, commits = known(results, "device"), known(results, "commit")
-  return (
-    f"## Where the numbers come from\n\n{len(every)} runs, {days}, on {device}; each with"
-    " its config, seed, versions and commit in results/vq/cpu/. Commits (+: with changes):"
-    f" {commits}.\n\n" + failures(results)
+    for row, cells in PAPER["Table 3"].items()
   )
+  parts = ["The paper, on an A100 with 16-bit weights:", page.markdown(paper)]
+  if speed is None:
+    return "\n\n".join([*parts, f"Measured: {units.MISSING}"])
+  shape, origin = speed["sizes"]["shape"], speed["provenance"]
+  parts.append(
+    f"Measured on {origin['device']}, float32, {shape['tokens']:,} tokens in slices of"
+    f" {speed['slice']:,}, D = {shape['dim']:,}, V = {shape['vocab']:,}, commit {origin['commit']}."
+  )
+  for title, frame in speed_tables(speed).items():
+    parts += [f"{title}:", page.markdown(frame)]
+  return "\n\n".join(parts)
+
+
+def kmeans_table(figures: Mapping[str, Any] | None) -> pd.DataFrame:
+  """The numbers that `experiments.bench.kmeans` writes; empty if it was not run."""
+  return pd.DataFrame(
+    {
+      "run": name,
+      "seconds": f"{row['seconds']:,.0f}",
+      "processor seconds": f"{row['cpu_seconds']:,.0f}",
+      "memory": units.size(row["memory_bytes"]),
+      "inertia": f"{row['inertia']:.5g}",
+    }
+    for data in (figures or {"data": {}})["data"].values()
+    for name, row in data["rows"].items()
+  )
+
+
+def bytes_figure(measured: Sequence[Measurement]) -> Figure | None:
+  """Head bytes against test perplexity, points numbered as in the table; None without a point."""
+  points = [m for m in measured if m.perplexity]
+  if not points:
+    return None
+  figure, axes = blank(height=6)
+  xs = byte_axis(axes, [m.head_bytes for m in points])
+  ys = [m.perplexity.mean for m in points]
+  for (family, classes), color in zip(FAMILIES.items(), SERIES, strict=False):
+    members = [at for at, m in enumerate(points) if m.head["class"] in classes]
+    if members:
+      own = [xs[at] for at in members], [ys[at] for at in members]
+      axes.plot(*own, "o", markersize=6, color=color, label=family)
+  frontier: list[tuple[float, float]] = []
+  for x, y in sorted((x, y) for x, y, m in zip(xs, ys, points, strict=True) if not m.head["tied"]):
+    if not frontier or y < frontier[-1][1]:
+      frontier.append((x, y))
+  axes.plot(*zip(*frontier, strict=True), color=INK, alpha=0.4, linewidth=1, zorder=1)
+  axes.set_xlabel("head bytes")
+  axes.set_ylabel("test perplexity")
+  axes.margins(y=0.08)
+  _perplexity_axis(axes, MaxNLocator(8))
+  _legend_below(figure, axes)
+  label_points(axes, xs, ys, [m.row.label.split(".")[0] for m in points])
+  return figure
+
+
+def codes_figure(results: Results, settings: Mapping[str, Setting]) -> Figure:
+  """Figure 2a for each text: perplexity by codebook size, its floor, and the paper's."""
+  figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+  for axes, (name, setting) in zip(
+    figure.subplots(1, len(settings)), settings.items(), strict=True
+  ):
+    by_name = {row.name: measure(results, setting, row) for row in paper_rows(setting)}
+    own = {k: by_name[f"vq-{k}"] for k in setting.codes}
+    measured = {k: m.perplexity.mean for k, m in own.items() if m.perplexity}
+    floor = {k: m.floor for k, m in own.items() if m.floor}
+    setup, printed = PAPER["Setup"][name], PAPER[MAIN[name]]
+    theirs = {int(k): float(printed[f"vq-{k}"]["perplexity"]) for k in setup["codes"].split()}
+    axes.plot(measured.keys(), measured.values(), "o-", color=SERIES[0], label="measured")
+    axes.plot(floor.keys(), floor.values(), "s--", color=SERIES[1], label="floor of these codes")
+    axes.plot(theirs.keys(), theirs.values(), "x:", color=SERIES[2], label="paper")
+    full = by_name["full"].perplexity
+    if full:
+      axes.axhline(full.mean, color=SERIES[0], linewidth=0.8, label="full softmax, measured")
+    paper_full = float(printed["full"]["perplexity"])
+    axes.axhline(paper_full, color=SERIES[2], linewidth=0.8, label="full softmax, paper")
+    axes.set_title(f"{name} (paper: {setup['text']})", fontsize=9, color=INK)
+    axes.set_ylabel("perplexity", fontsize=9, color=INK)
+    _perplexity_axis(axes, LogLocator(subs=(1, 2, 5)))
+    _codes_axis(axes, sorted({*measured, *theirs}))
+    axes.tick_params(labelsize=8, colors=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=INK, alpha=0.15, linewidth=0.6)
+  _legend_below(figure, figure.axes[0])
+  return figure
+
+
+def speed_figure(speed: Mapping[str, Any]) -> Figure:
+  """Figure 2b: how many times faster than the full softmax the log-probabilities are."""
+  forms = ((re.fullmatch(r"codebook K=(\d+)", name), row) for name, row in speed["forward"].items())
+  measured = {int(form[1]): row["times_faster"] for form, row in forms if form}
+  printed = PAPER["Table 1"].items()
+  paper = {int(row[3:]): float(cells["speedup"]) for row, cells in printed if row[:3] == "vq-"}
+  figure, axes = blank(height=3.6)
+  axes.plot(measured.keys(), measured.values(), "o-", color=SERIES[0], label="measured")
+  axes.plot(paper.keys(), paper.values(), "x:", color=SERIES[2], label="paper")
+  axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+  axes.set_ylabel("times the full softmax's speed", fontsize=9)
+  axes.set_yscale("log", base=2)
+  axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}×"))
+  axes.yaxis.set_minor_formatter(NullFormatter())
+  _codes_axis(axes, sorted({*measured, *paper}))
+  return figure
+
+
+def _perplexity_axis(axes: Axes, ticks: Locator) -> None:
+  axes.set_yscale("log")
+  axes.yaxis.set_major_locator(ticks)
+  axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+  axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _codes_axis(axes: Axes, codes: Sequence[int]) -> None:
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(codes, [f"{k:,}" for k in codes])
+  axes.set_xlabel("codes, K", fontsize=9, color=INK)
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+  handles, names = axes.get_legend_handles_labels()
+  figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+
+
+def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Rewrites the generated blocks and figures of results/vq_logits.md; returns their paths."""
+  settings = SCALES["cpu"]
+  speed = read_json(docs / "results" / "vq" / "speed.json")
+  heads = all_heads(results, settings["ptb"])
+  frames = {
+    "codebooks": codebooks(results, settings),
+    "settings": setups(results, settings),
+    **{_slug(table): paper_table(results, settings[name], table) for name, table in MAIN.items()},
+    **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS},
+    "table-8": shared_words(results),
+    "all-heads": table(heads),
+    "kmeans": kmeans_table(read_json(docs / "results" / "vq" / "kmeans.json")),
+  }
+  blocks = {name: page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
+  blocks |= {"table-3": speed_block(speed), "origins": page.origins(results)}
+  figures = {
+    "vq-bytes.png": bytes_figure(heads),
+    "vq-codes.png": codes_figure(results, settings),
+    "vq-speed.png": speed_figure(speed) if speed else None,
+  }
+  path = docs / "results" / "vq_logits.md"
+  page.update(path, blocks | {"failures": page.failures(results)})
+  drawn = {name: figure for name, figure in figures.items() if figure is not None}
+  return [path, *page.save_figures(drawn, docs)]
+
+
+def _slug(table: str) -> str:
+  return table.lower().replace(" ", "-")
+
+
+def render(console: Console, results: Results, scale: str) -> None:
+  """Prints the tables of a scale; at "cpu", updates the page too."""
+  settings = SCALES[scale]
+  for name, main in MAIN.items():
+    for title in (main, *(ABLATIONS if name == "wikitext" else ())):
+      page.show(console, title, paper_table(results, settings[name], title))
+  page.show(console, "All heads", table(all_heads(results, settings["ptb"])))
+  if scale == "cpu":
+    for path in update(results):
+      console.print(f"wrote {path}", highlight=False)

@@ -1,209 +1,278 @@
-"""Which rows do the VQ-Logits tables have, and how does each compare with the paper's?"""
+"""Rows of the VQ-Logits study: heads, and how each of them is trained."""
 
 import dataclasses
-import math
-import pathlib
-import re
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
-from rich.console import Group
-from rich.text import Text
+import numpy as np
 
-from experiments.studies.study import Results
-from experiments.studies.vq_logits.heads import Row, all_rows, paper_rows
-from experiments.studies.vq_logits.measured import Measured, measured
-from experiments.studies.vq_logits.paper import BODIES, PAPER, TITLES, Published
-from experiments.studies.vq_logits.settings import SCALES, Setting
-from vqjax.lab import report
-from vqjax.lab.report import Column, Run, units
+from experiments.studies.vq_logits.settings import Setting
+from vqjax import (
+  AdaptiveHead,
+  ClassBasedHead,
+  CodebookEmbedding,
+  CodebookHead,
+  DenseEmbedding,
+  DenseHead,
+  Head,
+  HierarchicalHead,
+  LearnedCodebookHead,
+  LearnedProductHead,
+  LowRankHead,
+  ProductHead,
+  ResidualCodebookHead,
+  SampledSoftmaxHead,
+  assign,
+  convert,
+)
+from vqjax.assign import trees
+from vqjax.lab import conversion
+from vqjax.lab.config import FROM_TOKENIZER, Experiment
+from vqjax.lab.training import FromRun, Recluster
+
+V = FROM_TOKENIZER
+WITHOUT_HEAD = "embedding", "position", "blocks", "final_norm"
+"""Scope of fine-tuning: all parameters except those of the head."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
-  """A row of a table: its label, what the paper prints and what was measured.
+class Row:
+  """A row of the tables of one setting.
 
   Attributes:
-    name: of the row at the scale, such as "vq-1024".
-    label: what the table calls it.
-    measured: over its seeds.
-    paper: what the paper prints, if anything.
-    paper_full: what it prints for its full softmax.
+    name: of the row; its runs are called "SETTING/NAME".
+    label: the row's label in tables.
+    head: the head that is measured.
+    experiment: seed -> the experiment.
+    needs: names of the rows whose runs it starts from; empty for training from scratch.
+    headline: whether it is run with every seed of its setting.
   """
 
   name: str
   label: str
-  measured: Measured
-  paper: Published | None = None
-  paper_full: Published | None = None
-
-  @property
-  def run(self) -> Run:
-    """As the tables of `vqjax.lab.report` read it."""
-    return Run(pathlib.Path(self.name), {}, None, (), self._fields())
-
-  def _fields(self) -> dict:
-    m, paper, full = self.measured, self.paper, self.paper_full
-    one_decimal = lambda spread, sign="": spread and spread.show(1, sign)
-    return dataclasses.asdict(m) | {
-      "name": self.label,
-      "paper": f"{paper.perplexity:g}" if paper else units.MISSING,
-      "paper_over": _over(paper, full),
-      "paper_of_full": _part(paper, full),
-      "perplexity": one_decimal(m.perplexity),
-      "over_full": one_decimal(m.over_full, "+"),
-      "seeds": f"{m.perplexity.seeds if m.perplexity else 0}"
-      + (f", {m.failed} failed" if m.failed else ""),
-    }
+  head: Head
+  experiment: Callable[[int], Experiment]
+  needs: tuple[str, ...] = ()
+  headline: bool = False
 
 
-def _over(paper: Published | None, full: Published | None) -> str:
-  if paper is None or full is None:
-    return units.MISSING
-  return f"{100 * (paper.perplexity / full.perplexity - 1):+.1f}"
+def rows(s: Setting) -> list[Row]:
+  """Every row of a setting, each after those that it needs."""
+  if s.further is None:
+    return paper_rows(s)
+  return [*paper_rows(s), *_codebooks(s), *_from_scratch(s), *_other_heads(s)]
 
 
-def _part(paper: Published | None, full: Published | None) -> str:
-  if paper is None or full is None or paper.params is None:
-    return units.MISSING
-  return units.ratio(paper.params / full.params)
+def _scratch(
+  s: Setting, name: str, label: str, head: Head, init_from: Any = None, *, headline: bool = False
+) -> Row:
+  """A head that is trained from scratch, for the steps of a dense run and its fine-tuning."""
+  experiment = lambda seed: s.run(name, head, s.whole, seed, init_from=init_from)
+  return Row(name, label, head, experiment, headline=headline)
 
 
-def _column(title: str, key: str, show=str, meaning: str = "") -> Column:
-  return Column(title, lambda run: run.get(key), show, meaning)
+def _converted(
+  s: Setting,
+  name: str,
+  label: str,
+  head: Head,
+  target: Any,
+  *,
+  headline: bool = False,
+  recluster: Recluster | None = None,
+  **options: Any,
+) -> Row:
+  """A head that is computed from the dense run's weights, then fine-tuned with its decoder."""
+
+  def experiment(seed: int) -> Experiment:
+    dense = dataclasses.replace(s.dense, seed=seed)
+    folder = s.path("dense", seed)
+    made = conversion.converted(
+      dense, folder, head, target, name=name, train=s.fine_tune, **options
+    )
+    return dataclasses.replace(made, recluster=recluster)
+
+  return Row(name, label, head, experiment, needs=("dense",), headline=headline)
 
 
-COLUMNS = (
-  _column("paper", "paper", meaning="Test perplexity that the paper prints."),
-  _column("paper, % over full", "paper_over", meaning="... and how far above its full softmax."),
-  _column(
-    "measured", "perplexity", meaning="Test perplexity here: the mean over seeds ± deviation."
-  ),
-  _column("seeds", "seeds", meaning="How many seeds there are."),
-  _column(
-    "% over full",
-    "over_full",
-    meaning="How far it is above the full softmax of the same seed and as many steps: a row that is"
-    " trained from scratch above the one from scratch, if its text has one (Penn Treebank), all"
-    " others above the fine-tuned one.",
-  ),
-  _column(
-    "paper, of full",
-    "paper_of_full",
-    meaning="Output parameters by the paper's count, relative to its full softmax; its table of"
-    " codes is not counted.",
-  ),
-  _column(
-    "head bytes",
-    "head_bytes",
-    units.size,
-    "All that the head owns: parameters and codes; where they are learned, of the head"
-    " that they are fixed in.",
-  ),
-  _column("of full", "of_full", units.ratio, "... relative to the full softmax here."),
-  _column(
-    "floor",
-    "floor",
-    units.fixed(1),
-    "The least test perplexity of any body with these codes: exp of the mean of log n over the test"
-    " tokens, where n tokens share a token's code and are equally likely.",
-  ),
-  _column(
-    "floor, best bias",
-    "floor_bias",
-    units.fixed(1),
-    "The same where tokens have the best fixed frequencies inside their code: exp H(token | code).",
-  ),
-  _column("largest code", "largest", units.fixed(0), "Tokens on the fullest code."),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-  """Rows of one setting side by side.
-
-  Attributes:
-    name: "Table 1" or what else the paper calls it; "All heads" for those of a setting.
-    about: what the table compares.
-    setting: its text and body.
-    lines: its rows.
-  """
-
-  name: str
-  about: str
-  setting: Setting
-  lines: Sequence[Line]
-
-  @property
-  def title(self) -> str:
-    """Its name and what it compares."""
-    return f"{self.name}: {self.about}"
-
-  def rich(self) -> Group:
-    """For a console of 80 columns."""
-    heading = Text(f"\n{self.title}", style="bold")
-    return Group(heading, report.console_table(_used(self.lines), self._runs()))
-
-  def markdown(self) -> str:
-    """For the page, without its title."""
-    return report.markdown_table(_used(self.lines), self._runs())
-
-  def _runs(self) -> list[Run]:
-    return [line.run for line in self.lines]
-
-
-def tables(results: Results, scale: str = "cpu") -> list[Table]:
-  """The paper's tables of perplexities at a scale, and all heads on Penn Treebank."""
-  settings = SCALES[scale]
-  found = [_paper_table(results, settings[TITLES[name][0]], name) for name in PAPER]
-  return [*found, everything(results, settings["ptb"])]
-
-
-MAIN = {"wikitext": "Table 1", "web": "Table 9", "ptb": "Table 10"}
-"""The table of a setting that has all its methods; the others are ablations."""
-
-
-def _paper_table(results: Results, setting: Setting, name: str) -> Table:
-  printed = {_local(row, setting): numbers for row, numbers in PAPER[name].items()}
-  full = PAPER[MAIN[setting.name]]["full"]
-  rows = {row.name: row for row in paper_rows(setting)}
-  methods = [row for row in rows if not re.match(r"vq-\d+-", row)]
-  wanted = methods if name == MAIN[setting.name] else printed
-  lines = [_line(results, setting, rows[row], printed.get(row), full) for row in wanted]
-  return Table(name, TITLES[name][1], setting, lines)
-
-
-def _line(
-  results: Results,
-  setting: Setting,
-  row: Row,
-  paper: Published | None = None,
-  full: Published | None = None,
-) -> Line:
-  scratch = setting.beyond and not row.needs and row.name != "dense"
-  found = measured(results, f"{setting.name}/{row.name}", scratch)
-  return Line(row.name, row.label, found, paper, full)
-
-
-def _local(row: str, setting: Setting) -> str:
-  """The row that stands for the paper's: its codebook may have another size."""
-  sizes = dict(zip(BODIES[setting.name].codes, setting.codes, strict=True))
-  return re.sub(r"(?<=^vq-)\d+", lambda match: str(sizes[int(match[0])]), row)
-
-
-def everything(results: Results, setting: Setting) -> Table:
-  """All heads of a setting with a number each, from the lowest perplexity to the highest."""
-  lines = [_line(results, setting, row) for row in all_rows(setting)]
-  score = lambda line: line.measured.perplexity
-  lines.sort(key=lambda line: score(line).mean if score(line) else math.inf)
-  numbered = [
-    dataclasses.replace(line, label=f"{at}. {line.label}") for at, line in enumerate(lines, 1)
+def paper_rows(s: Setting) -> list[Row]:
+  """The rows of the paper's Tables 1, 2, 6, 7, 9 and 10 and of its Section 6."""
+  dense = DenseHead(V, s.dim, dtype=s.dtype)
+  before = lambda seed: dataclasses.replace(s.dense, seed=seed)
+  tuned = lambda seed: s.run(
+    "full", dense, s.fine_tune, seed, init_from=FromRun(s.path("dense", seed))
+  )
+  listed = [
+    Row("dense", "Full softmax, before fine-tuning", dense, before, headline=True),
+    Row("full", "Full softmax", dense, tuned, needs=("dense",), headline=True),
   ]
-  return Table("All heads", BODIES[setting.name].text, setting, numbered)
+  if s.further:
+    listed += [_scratch(s, "full-scratch", "Full softmax, from scratch", dense, headline=True)]
+  adaptive = AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
+  listed += [
+    _scratch(s, "adaptive", "Adaptive softmax", adaptive),
+    _scratch(s, "low-rank", f"Low-rank ({s.rank})", LowRankHead(V, s.dim, s.rank)),
+  ]
+  to = convert.ToCodebook
+  as_paper = to(convert.KMeans())
+  for codes in s.codes:
+    head = CodebookHead(V, s.dim, codes, dtype=s.dtype)
+    headline = codes == s.codes[-1]
+    listed += [
+      _converted(s, f"vq-{codes}", f"VQ-Logits (K={codes})", head, as_paper, headline=headline)
+    ]
+  if not s.ablations:
+    return listed
+
+  k = s.codes[0]
+  head = CodebookHead(V, s.dim, k, dtype=s.dtype)
+  inputs = convert.KMeans(inputs=True)
+  codebook = lambda kind, label, target, **options: _converted(
+    s, f"vq-{k}-{kind}", label, head, target, **options
+  )
+  tied = CodebookHead(
+    V,
+    s.dim,
+    k,
+    embedding=CodebookEmbedding(V, s.dim, k, assign.FrequentAlone()),
+    token_bias=True,
+    dtype=s.dtype,
+  )
+  return [
+    *listed,
+    codebook("fixed", "k-means init, fixed C", as_paper, scope=WITHOUT_HEAD),
+    _scratch(s, f"vq-{k}-scratch", "random init, learned C", head, conversion.Mapped(inputs)),
+    codebook("inputs", "k-means on input embeddings", to(inputs)),
+    codebook("bins", "frequency bins", to(convert.FrequencyBins())),
+    codebook("random", "random assignment", to(convert.Fixed(assign.Random(0)))),
+    codebook("head", "C and head layers", as_paper, scope=conversion.HEAD),
+    codebook("codebook", "only C", as_paper, scope=conversion.CODEBOOK),
+    _scratch(s, f"vq-{k}-tied", "tied to the input embedding, + bias", tied),
+  ]
 
 
-def _used(lines: Sequence[Line]) -> list[Column]:
-  """Columns that at least one row fills, and those that ask for a number."""
-  asked = {"measured", "seeds", "% over full"}
-  runs = [line.run for line in lines]
-  empty = (None, units.MISSING)
-  return [c for c in COLUMNS if c.title in asked or any(c.get(run) not in empty for run in runs)]
+WEIGHTED = convert.KMeans(power=1.0)
+ALONE = convert.KMeans(power=1.0, alone=0.5)
+BROWN = convert.Brown(token_bias=True)
+
+
+def _codebooks(s: Setting) -> list[Row]:
+  """Other assignments of tokens to codes, and other ways to train a codebook."""
+  k, small, to = s.codes[-1], s.further.small_codes, convert.ToCodebook
+  plain = CodebookHead(V, s.dim, k, dtype=s.dtype)
+  bias = CodebookHead(V, s.dim, k, token_bias=True, dtype=s.dtype)
+  small_bias = CodebookHead(V, s.dim, small, token_bias=True, dtype=s.dtype)
+  commitment = CodebookHead(V, s.dim, k, token_bias=True, commitment=0.25, dtype=s.dtype)
+  steps = s.fine_tune.steps
+  every = max(1, steps // 6)
+  learned = LearnedCodebookHead(V, s.dim, k, token_bias=True, anneal=steps * 2 // 3)
+  row = lambda name, label, *arguments, **options: _converted(
+    s, f"{name}-{k}", f"K={k}, {label}", *arguments, **options
+  )
+  return [
+    row("bias", "k-means, + bias", bias, to(convert.KMeans())),
+    row("weighted", "weighted k-means", plain, to(WEIGHTED)),
+    row("weighted-bias", "weighted k-means, + bias", bias, to(WEIGHTED)),
+    row("alone", "half alone, weighted tail", plain, to(ALONE)),
+    row("alone-bias", "half alone, + bias", bias, to(ALONE)),
+    row("balanced-bias", "balanced, + bias", bias, to(convert.Balanced())),
+    row("brown-bias", "exchange on bigrams, + bias", bias, to(BROWN)),
+    _converted(
+      s, f"brown-bias-{small}", f"K={small}, exchange on bigrams, + bias", small_bias, to(BROWN)
+    ),
+    row(
+      "mass-bias", "bins of equal mass, + bias", bias, to(convert.FrequencyBins(equal_mass=True))
+    ),
+    row("distilled", "half alone, + bias, distilled", bias, to(ALONE), distillation=1.0),
+    row("commitment", "half alone, + bias, commitment 0.25", commitment, to(ALONE)),
+    row(
+      "reclustered",
+      "weighted, + bias, re-clustered",
+      bias,
+      to(WEIGHTED),
+      # Tokens move in the first two thirds of the fine-tuning; then the codebook settles.
+      recluster=Recluster(every, 4 * every, s.further.recluster_tokens),
+    ),
+    row(
+      "gumbel",
+      "weighted, + bias, learned mapping",
+      learned,
+      convert.ToLearnedCodebook(WEIGHTED),
+    ),
+  ]
+
+
+def _from_scratch(s: Setting) -> list[Row]:
+  """Codes computed from the tokens' neighbours in the text, with training from scratch."""
+  k, small = s.codes[-1], s.further.small_codes
+  contexts = conversion.MappedProduct(convert.ToProduct(power=0.5))
+  product = lambda size: ProductHead(V, s.dim, *size, token_bias=True)
+  label = "product codes of contexts{}, + bias, from scratch"
+  return [
+    _scratch(
+      s, "product-scratch", label.format(""), product(s.further.product), contexts, headline=True
+    ),
+    *(
+      _scratch(
+        s,
+        f"product-scratch-{codes}x{subspaces}",
+        label.format(f" ({codes} x {subspaces})"),
+        product((codes, subspaces)),
+        contexts,
+      )
+      for codes, subspaces in s.further.other_products
+    ),
+    _scratch(
+      s,
+      "residual-scratch",
+      "codebook of contexts and a low-rank part, + bias, from scratch",
+      ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True),
+      conversion.Mapped(convert.ContextKMeans(alone=0.25)),
+    ),
+    _scratch(
+      s,
+      f"contexts-scratch-{k}",
+      f"K={k}, half alone, contexts, + bias, from scratch",
+      CodebookHead(V, s.dim, k, token_bias=True, dtype=s.dtype),
+      conversion.Mapped(convert.ContextKMeans(alone=0.5)),
+    ),
+    _scratch(
+      s,
+      f"brown-scratch-{small}",
+      f"K={small}, exchange on bigrams, + bias, from scratch",
+      CodebookHead(V, s.dim, small, token_bias=True, dtype=s.dtype),
+      conversion.Mapped(BROWN),
+    ),
+  ]
+
+
+def _other_heads(s: Setting) -> list[Row]:
+  """Heads other than the codebook: converted from the dense run, and baselines from scratch."""
+  product = ProductHead(V, s.dim, *s.further.product, token_bias=True)
+  learned = LearnedProductHead(V, s.dim, *s.further.product, token_bias=True)
+  residual = ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True)
+  quarter = convert.KMeans(power=1.0, alone=0.25)
+  low_rank = LowRankHead(V, s.dim, s.rank)
+  tied = DenseHead(V, s.dim, embedding=DenseEmbedding(V, s.dim, dtype=s.dtype), dtype=s.dtype)
+  sampled = SampledSoftmaxHead(V, s.dim, samples=s.codes[-1])
+  tree = HierarchicalHead(V, s.dim, zipf_tree)
+  classes = ClassBasedHead(V, s.dim, s.further.classes, assign.contiguous)
+  to, label = convert.ToProduct(), "product codes, + bias"
+  return [
+    _converted(s, "product", label, product, to),
+    _converted(s, "product-distilled", f"{label}, distilled", product, to, distillation=1.0),
+    _converted(s, "product-learned", "product codes, learned", learned, convert.ToLearnedProduct()),
+    _converted(
+      s, "residual", "codebook and a low-rank part", residual, convert.ToResidual(quarter)
+    ),
+    _converted(s, "low-rank-converted", "low rank, converted", low_rank, convert.ToLowRank()),
+    _scratch(s, "tied", "tied full softmax", tied),
+    _scratch(s, "sampled", "sampled softmax in training", sampled),
+    _scratch(s, "hierarchical", "hierarchical softmax", tree),
+    _scratch(s, "class-based", "class-based, two steps", classes),
+  ]
+
+
+def zipf_tree(vocab: int) -> trees.Tree:
+  """Huffman's tree of a vocabulary sorted by frequency, with frequencies by Zipf's law."""
+  return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)

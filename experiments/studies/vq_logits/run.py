@@ -1,108 +1,153 @@
-"""What do the tables of VQ-Logits say, measured: its methods, its baselines, and what goes beyond?
+"""Runs the VQ-Logits study: the paper's heads, its baselines, and heads that go beyond it.
 
 python -m experiments.studies.vq_logits.run --scale smoke
-python -m experiments.studies.vq_logits.run --scale cpu            runs what has no result yet, then renders
-python -m experiments.studies.vq_logits.run --scale cpu --list     what there is, and what is done
+python -m experiments.studies.vq_logits.run --scale cpu            runs what is missing, renders
+python -m experiments.studies.vq_logits.run --scale cpu --list     lists the runs and which are done
 python -m experiments.studies.vq_logits.run --scale cpu --only ptb/vq-1024,ptb/full
-python -m experiments.studies.vq_logits.run --render               the page, from the committed results
+python -m experiments.studies.vq_logits.run --render               renders the kept results
 
-A run that was stopped goes on; each result is copied to docs/results/vq/SCALE/, which is all that
-the page is made of.
+A stopped run is resumed. Results are kept in results.jsonl; the page docs/results/vq_logits.md is
+prose with generated tables and figures, which --scale cpu and --render rewrite.
 """
 
-import dataclasses
+import collections
+import functools
+import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from rich.console import Console
+import numpy as np
 
-from experiments.studies.study import Results, Study, Work, trained
-from experiments.studies.vq_logits import report as vq_report
-from experiments.studies.vq_logits import results as vq_results
-from experiments.studies.vq_logits.heads import Row, all_rows
+from experiments.studies.study import Study, Work, trained
+from experiments.studies.vq_logits import report
+from experiments.studies.vq_logits.rows import Row, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
+from vqjax import CodebookHead, LearnedCodebookHead, assign
 from vqjax.lab.config import Experiment
+from vqjax.lab.conversion.starts import frozen
+from vqjax.lab.data import Encoder, encode_split, fit_encoder
+from vqjax.lab.training import read_variables
+
+SHOWN_WORDS = 10
+"""Number of further words of a code that Table 8 shows."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """A row of some tables, with a seed.
+def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | None:
+  """Lowest test perplexities that a codebook allows, without and with a token bias.
 
-  Attributes:
-    setting: its text and body.
-    row: its head.
-    seed: of everything.
+  A learned assignment is that of the highest choices. Returns None for heads whose tokens do not
+  share the scores of codes.
   """
-
-  setting: Setting
-  row: Row
-  seed: int
-
-  @property
-  def name(self) -> str:
-    """setting/row, and the seed where it is not 0."""
-    return self._named(self.row.name)
-
-  def _named(self, row: str) -> str:
-    return f"{self.setting.name}/{row}" + (f"-s{self.seed}" if self.seed else "")
-
-  @property
-  def experiment(self) -> Experiment:
-    """What is run."""
-    return self.row.make(self.setting, self.seed)
-
-  @property
-  def work(self) -> Work:
-    """What the study does of it."""
-    clustered = self.name == vq_results.CLUSTERED
-    return trained(
-      self.name,
-      self.row.label,
-      self.experiment,
-      self.setting.path(self.row.name, self.seed),
-      vq_results.with_clusters if clustered else vq_results.with_floors,
-      tuple(map(self._named, self.row.needs)),
-    )
+  head = experiment.model.head
+  if not isinstance(head, (CodebookHead, LearnedCodebookHead)):
+    return None
+  variables, _ = read_variables(folder)
+  if isinstance(head, LearnedCodebookHead):
+    variables = frozen(variables)
+  codes = variables["codes"]
+  # A distilled model has its head in "student", and a tied head its codes in the embedding.
+  codes = codes.get("student", codes)
+  assignment = codes.get("head", codes.get("embedding", {}))["assignment"]
+  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  test = encode_split(experiment.data, encoder, "test")
+  counts = np.bincount(np.asarray(test.tokens), minlength=len(assignment))
+  floor = functools.partial(assign.floor, assignment, counts, codes=int(assignment.max()) + 1)
+  uniform = floor(token_bias=False)
+  return {
+    "uniform": uniform.perplexity,
+    "bias": floor(token_bias=True).perplexity,
+    "largest_code": int(uniform.sizes.max()),
+    "dead_codes": len(uniform.dead),
+  }
 
 
-def runs(scale: str) -> dict[str, Run]:
-  """All runs of a scale by name, each after those that it starts from."""
-  found = []
-  for setting in SCALES[scale].values():
-    rows = all_rows(setting)
-    for seed in range(setting.seeds):
-      found += [Run(setting, row, seed) for row in rows if seed == 0 or row.headline]
-  return {run.name: run for run in found}
+def clusters(experiment: Experiment, folder: pathlib.Path) -> list[dict[str, Any]]:
+  """For each row of Table 8 the code of a codebook run that holds most of the row's words."""
+  variables, _ = read_variables(folder)
+  assignment = variables["codes"]["head"]["assignment"]
+  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  train = encode_split(experiment.data, encoder, "train")
+  counts = np.bincount(np.asarray(train.tokens), minlength=len(assignment))
+  return [
+    shared_code(encoder, assignment, counts, row["words"].split())
+    for row in report.PAPER["Table 8"].values()
+  ]
 
 
-RUNS = {scale: {name: run.experiment for name, run in runs(scale).items()} for scale in SCALES}
-"""Scale -> name -> experiment."""
+def shared_code(
+  encoder: Encoder, assignment: np.ndarray, counts: np.ndarray, words: Sequence[str]
+) -> dict[str, Any]:
+  """The code that most of some words are on.
 
-PAPER = vq_report.PAPER
-"""Table -> row -> the paper's numbers."""
+  Args:
+    encoder: of the text.
+    assignment: int [V], token -> code.
+    counts: [V], frequencies of the tokens.
+    words: of one row of Table 8.
+
+  Returns:
+    `words`; `known`, the words that are one token; and unless there is none, `code`, `held` (the
+    known words on it), `others` (the most frequent other words on it) and `size` (its tokens).
+  """
+  token = {}
+  for word in words:
+    tokens = encoder.encode(word)[:-1]
+    if len(tokens) == 1 and encoder.decode(tokens).strip() == word:
+      token[word] = int(tokens[0])
+  if not token:
+    return {"words": list(words), "known": []}
+  code, _ = collections.Counter(int(assignment[v]) for v in token.values()).most_common(1)[0]
+  members = np.flatnonzero(assignment == code)
+  by_count = members[np.argsort(-counts[members], kind="stable")]
+  others = [v for v in by_count if v not in token.values()]
+  return {
+    "words": list(words),
+    "known": list(token),
+    "code": code,
+    "held": [word for word, v in token.items() if assignment[v] == code],
+    "others": [encoder.decode([v]).strip() for v in others[:SHOWN_WORDS]],
+    "size": len(members),
+  }
 
 
-def _render(console: Console, results: Results, scale: str) -> None:
-  for table in vq_report.tables(results, scale):
-    console.print(table.rich())
-  if scale == "cpu":
-    for path in vq_report.write(results):
-      console.print(f"wrote {path}", highlight=False)
+def works(scale: str) -> list[Work]:
+  """All runs of a scale, each after those that it starts from."""
+  return [
+    _work(setting, row, seed)
+    for setting in SCALES[scale].values()
+    for seed in range(setting.seeds)
+    for row in rows(setting)
+    if seed == 0 or row.headline
+  ]
+
+
+def _work(setting: Setting, row: Row, seed: int) -> Work:
+  named = lambda name: f"{setting.name}/{name}" + (f"-s{seed}" if seed else "")
+
+  def measure(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+    measured: dict[str, Any] = {"floors": floors(experiment, folder)}
+    if named(row.name) == report.CLUSTERED:
+      measured["clusters"] = clusters(experiment, folder)
+    return measured
+
+  return trained(
+    named(row.name),
+    row.label,
+    row.experiment(seed),
+    setting.path(row.name, seed),
+    measure,
+    tuple(named(name) for name in row.needs),
+  )
 
 
 STUDY = Study(
   name="vq_logits",
   description=__doc__,
   scales=tuple(SCALES),
-  works=lambda scale: [run.work for run in runs(scale).values()],
-  render=_render,
+  works=works,
+  render=report.render,
 )
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-  """`STUDY.main`."""
-  return STUDY.main(arguments)
-
-
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(STUDY.main())

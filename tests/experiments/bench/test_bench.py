@@ -20,7 +20,7 @@ from experiments.bench import options as bench_options
 from experiments.bench import quantized_embedding as bench_dpq
 from experiments.bench import softmax as bench_softmax
 from experiments.bench.losses import Shape
-from experiments.studies.vq_logits import speed as vq_speed
+from experiments.studies.vq_logits import report as vq_report
 from vqjax import CodebookHead
 from vqjax.lab.training import loss_cost
 
@@ -100,8 +100,8 @@ def test_vq_bench_prints_table_3_training_and_decoding(tmp_path, capsys, monkeyp
   assert max(figures["differences"].values()) < 1e-4
   assert figures["decoding"]["batch 2"]["codebook K=16 + bias"]["sample"]["seconds"] > 0
   # The page reads what the benchmark writes.
-  page = vq_speed.section(figures)
-  assert all(page.count(f"| {name} | ") >= 2 for name in rows)
+  page = vq_report.speed_block(figures)
+  assert all(page.count(f"| {name} ") >= 2 for name in rows)
 
 
 def test_kmeans_bench_fits_the_same_tables_as_scikit_learn(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Are the paper's decoders as large as it says, and their schedules as long?"""
+"""Tests of the configs of the VQ-Logits paper against its sizes and schedules."""
 
 import importlib
 import pathlib
@@ -10,7 +10,7 @@ import pytest
 from configs.vq import HEADS
 from vqjax.lab.config import config_hash, load, override
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+CONFIGS = pathlib.Path(__file__).parents[4] / "configs"
 PAPER = {
   "wikitext103": (267_735, 768, 12, 512, 65_536, (1024, 2048, 4096)),
   "c4": (32_000, 768, 12, 1024, 131_072, (512, 1024, 2048)),
@@ -33,14 +33,17 @@ def parameters(model):
 
 
 @pytest.mark.parametrize("corpus", PAPER)
-def test_the_core_is_as_large_as_its_layers_say(corpus):
-  vocab, dim, layers, context, *_ = PAPER[corpus]
-  found = parameters(made(corpus).model)
+def test_decoders_and_batches_have_the_papers_sizes(corpus):
+  vocab, dim, layers, context, batch_tokens, _ = PAPER[corpus]
+  experiment = made(corpus)
   norms_and_biases = 13 * dim
   core = layers * (12 * dim**2 + norms_and_biases) + 2 * dim + context * dim
-  assert found == {"embedding": vocab * dim, "head": vocab * dim, "core": core}
+  sizes = {"embedding": vocab * dim, "head": vocab * dim, "core": core}
+  assert parameters(experiment.model) == sizes
   # 12 layers of 12·768² weights: the paper prints 80 M.
   assert corpus == "ptb" or abs(core - 84.9e6) < 0.012 * 84.9e6
+  assert experiment.train.batch * experiment.model.context == batch_tokens
+  assert experiment.model.heads == dim // 64
 
 
 @pytest.mark.parametrize("corpus", PAPER)
@@ -53,14 +56,7 @@ def test_a_codebook_has_codes_times_width_parameters(corpus):
 
 
 @pytest.mark.parametrize("corpus", PAPER)
-def test_a_batch_has_the_paper_s_tokens(corpus):
-  experiment = made(corpus)
-  assert experiment.train.batch * experiment.model.context == PAPER[corpus][4]
-  assert experiment.model.heads == experiment.model.dim // 64
-
-
-@pytest.mark.parametrize("corpus", PAPER)
-def test_files_load_and_their_data_may_be_overridden(corpus):
+def test_files_load_and_their_data_can_be_overridden(corpus):
   loaded = load(CONFIGS / f"vq_{corpus}.py")
   assert config_hash(loaded) == config_hash(made(corpus))
   path = {"c4": "data.source.path", "wikitext103": "data.data_dir", "ptb": "data.path"}[corpus]
@@ -68,6 +64,6 @@ def test_files_load_and_their_data_may_be_overridden(corpus):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_another_vocabulary_may_be_planned(head):
+def test_configs_take_another_vocabulary(head):
   assert made("c4", head, 8009).tokenizer.vocab == 8009
   assert made("wikitext103", head, 8009).model.head.vocab == 8009
