@@ -4,6 +4,7 @@ make bench-dpq
 python -m experiments.bench.quantized_embedding --json docs/results/dpq/cost.json
 """
 
+import functools
 import pathlib
 import statistics
 import sys
@@ -22,7 +23,7 @@ from experiments.bench.stepping import Stepping
 from experiments.bench.timing import compare
 from experiments.plan.apart import apart
 from experiments.studies.dpq.rows import centroids, full, softmax
-from experiments.studies.dpq.setting import Codes, Setting
+from experiments.studies.dpq.settings import Codes, Setting
 from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.embeddings.compact_file import open_compact
 from vqjax.lab.config import with_vocab
@@ -74,8 +75,8 @@ def training(body: Body, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) 
   Each step goes on from the state of the one before. All in turn, in one process.
   """
   choices = [Codes(k, m, False) for k in grid[0] for m in grid[1]]
-  makers = {f"SX {codes}": softmax(codes) for codes in choices}
-  makers |= {f"VQ {codes}": centroids(codes) for codes in choices}
+  makers = {f"SX {codes}": functools.partial(softmax, codes=codes) for codes in choices}
+  makers |= {f"VQ {codes}": functools.partial(centroids, codes=codes) for codes in choices}
   setting = _setting(body)
   rows, dense = {}, _step(setting, full, vocab)
   for name, make in makers.items():

@@ -54,13 +54,13 @@ def update(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
   return updated != text
 
 
-def markdown(frame: pd.DataFrame) -> str:
-  """A table in GitHub's Markdown, the first column aligned left and the others right.
+def markdown(frame: pd.DataFrame, left: int = 1) -> str:
+  """A table in GitHub's Markdown, its first `left` columns aligned left and the others right.
 
   Cells are shown by `str`; a missing cell is a dash, and a column without any cell is left out.
   """
   texts = _texts(frame).map(lambda text: text.replace("|", "\\|"))
-  align = ["left", *["right"] * (texts.shape[1] - 1)]
+  align = ["left"] * left + ["right"] * (texts.shape[1] - left)
   return texts.to_markdown(index=False, disable_numparse=True, colalign=align, tablefmt="pipe")
 
 

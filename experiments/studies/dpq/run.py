@@ -1,95 +1,270 @@
-"""What do the tables of DPQ say, measured: its two quantisers, its baselines, what they cost?
+"""Tables and figures of the DPQ paper, measured.
 
 python -m experiments.studies.dpq.run --scale smoke
-python -m experiments.studies.dpq.run --scale cpu            runs what has no result yet, then renders
-python -m experiments.studies.dpq.run --scale cpu --list     what there is, and what is done
+python -m experiments.studies.dpq.run --scale cpu          run what has no result yet, then render
+python -m experiments.studies.dpq.run --scale cpu --list   list the runs and which are done
 python -m experiments.studies.dpq.run --scale cpu --only ptb-small/sx,ptb-small/full
-python -m experiments.studies.dpq.run --render               the page, from the committed results
+python -m experiments.studies.dpq.run --render             update the page from the kept results
 
-A run that was stopped goes on; each result is copied to docs/results/dpq/SCALE/, which is all that
-the page is made of.
+A run that was stopped continues from its checkpoint. Results are lines of results.jsonl.
 """
 
 import dataclasses
+import functools
+import itertools
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import sacrebleu
 from rich.console import Console
 
-from experiments.studies.dpq import codes as dpq_codes
-from experiments.studies.dpq import page as dpq_page
-from experiments.studies.dpq import report as dpq_report
-from experiments.studies.dpq.replaced import replaced
-from experiments.studies.dpq.rows import Afterwards, Row, afterwards, full, trained_rows
-from experiments.studies.dpq.setting import Setting
-from experiments.studies.dpq.settings import COLUMN, SCALES
-from experiments.studies.study import Results, Study, Work, derived, trained
+from experiments.studies import page
+from experiments.studies.dpq import report
+from experiments.studies.dpq.rows import Row, full, rows
+from experiments.studies.dpq.settings import HEADLINE, SCALES, Setting
+from experiments.studies.study import DOCS, Results, Study, Work, derived, trained
+from vqjax import DPQEmbedding, Embedding
+from vqjax.convert.reconstruct import squared_error
 from vqjax.lab import conversion
-from vqjax.lab.training import FromPart
+from vqjax.lab.config import Experiment, with_vocab
+from vqjax.lab.conversion.tables import embedding_of, with_embedding
+from vqjax.lab.data import Encoder, fit_encoder
+from vqjax.lab.data.pipeline import NONE
+from vqjax.lab.models import EncoderDecoder, translate
+from vqjax.lab.training import FromPart, evaluate, make_scorer, read_variables, saved_steps
+from vqjax.lab.training.run import load_text
+from vqjax.ops import quantize
+
+FAMILIES = (
+  ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"),
+  ("reagan", "bush", "obama", "clinton", "putin"),
+  ("toronto", "london", "paris", "tokyo", "chicago", "boston", "berlin"),
+)
+"""Words of one kind each, as in the paper's Table 8; their codes are kept."""
+
+PROBES = "monopoly", "toronto", "quickly"
+"""Words whose nearest neighbours are kept: Tables 5 to 7."""
+NEIGHBOURS = 9
+CODES = 12
+"""Codes of a word that are kept."""
+
+BEAMS, PENALTY, SENTENCES = 4, 0.6, 50
+"""Of the beam search: beams, length penalty, and sentences of a batch."""
 
 
 def works(scale: str) -> list[Work]:
   """All works of a scale, each after those that it starts from."""
-  found = []
-  for setting in SCALES[scale].values():
-    found += _of_setting(setting)
-  return found
-
-
-def _of_setting(s: Setting) -> Iterator[Work]:
-  rows = trained_rows(s)
-  for seed in range(s.seeds):
-    for row in rows:
-      if seed == 0 or row.name in COLUMN:
-        yield _trained(s, row, seed)
-  for row in afterwards(s):
-    yield _afterwards(s, row, _trained(s, rows[0]))
+  every = []
+  for s in SCALES[scale].values():
+    own = rows(s)
+    for seed in range(s.seeds):
+      every += [
+        _trained(s, row, seed)
+        for row in own
+        if row.derive is None and (seed == 0 or row.name in HEADLINE)
+      ]
+    every += [_derived(s, row) for row in own if row.derive is not None]
+  return every
 
 
 def _trained(s: Setting, row: Row, seed: int = 0) -> Work:
   name = f"{s.name}/{row.name}" + (f"-s{seed}" if seed else "")
-  experiment, needs = s.make(row.name, row.embedding(s), seed), ()
-  if row.fill is not None:
-    start = conversion.FromTable(s.path("full", seed), row.fill(s))
-    experiment, needs = dataclasses.replace(experiment, init_from=start), (f"{s.name}/full",)
+  start, needs = None, ()
+  if row.start is not None:
+    start, needs = conversion.FromTable(s.path("full", seed), row.start), (f"{s.name}/full",)
   if s.before is not None:
     start = FromPart(f"{s.folder}/{s.before}/{row.name}-{seed}", "encoder")
-    experiment, needs = (
-      dataclasses.replace(experiment, init_from=start),
-      (f"{s.before}/{row.name}",),
-    )
-  return trained(name, row.label, experiment, s.path(row.name, seed), dpq_codes.beside, needs)
+    needs = (f"{s.before}/{row.name}",)
+  experiment = s.make(row.name, row.embedding, seed=seed)
+  if start is not None:
+    experiment = dataclasses.replace(experiment, init_from=start)
+  beside = functools.partial(measure_trained, words=s.words)
+  return trained(name, row.label, experiment, s.path(row.name, seed), beside, needs)
 
 
-def _afterwards(s: Setting, row: Afterwards, source: Work) -> Work:
-  experiment, folder = s.make("full", full(s), 0), pathlib.Path(s.path("full"))
-  embedding = row.embedding(s)
-  measure = lambda: replaced(experiment, folder, embedding, row.fill)
-  return derived(f"{s.name}/{row.name}", row.label, source, {"embedding": repr(embedding)}, measure)
+def _derived(s: Setting, row: Row) -> Work:
+  source = _trained(s, Row("full", "Full", full(s)))
+  experiment, folder = s.make("full", full(s), seed=0), pathlib.Path(s.path("full"))
+  settings = {"embedding": repr(row.embedding)}
+  measure = lambda: measure_derived(experiment, folder, row)
+  return derived(f"{s.name}/{row.name}", row.label, source, settings, measure)
 
 
-def _render(console: Console, results: Results, scale: str) -> None:
-  for table in dpq_report.tables(results, scale):
-    console.print(table.rich())
+def measure_trained(
+  experiment: Experiment, folder: pathlib.Path, words: bool = False
+) -> dict[str, Any]:
+  """Measurements of a run's embedding, and BLEU if it translates.
+
+  Args:
+    experiment: of the run.
+    folder: of the run.
+    words: whether neighbours and codes of words, and the tokens on each code, are among them.
+  """
+  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  embedding = with_vocab(experiment, encoder.vocab).model.embedding
+  variables, _ = read_variables(folder)
+  own = _embedding_variables(variables)
+  measured = {"neighbours": neighbours(embedding, own, encoder)} if words else {}
+  if isinstance(embedding, DPQEmbedding):
+    codes_VM = codes_of_all(embedding, own)
+    counts_MK = quantize.code_counts(codes_VM, embedding.quantizer.codes)
+    perplexity_M = np.asarray(quantize.code_perplexity(counts_MK), np.float64)
+    measured["codes"] = {
+      "perplexity": {"mean": float(perplexity_M.mean()), "least": float(perplexity_M.min())},
+      "distinct": len(np.unique(codes_VM, axis=0)),
+    }
+    if words:
+      tokens = single_tokens(encoder, [word for family in FAMILIES for word in family])
+      measured["codes"] |= {
+        "counts": np.asarray(counts_MK, int).tolist(),
+        "words": {word: codes_VM[token, :CODES].tolist() for word, token in tokens.items()},
+      }
+    measured["compact"] = compact_size(embedding, own)
+    measured["changes"] = code_changes(embedding, folder)
+  if isinstance(experiment.model, EncoderDecoder):
+    measured["bleu"] = bleu(experiment, load_text(experiment).experiment.model, variables)
+  return measured
+
+
+def _embedding_variables(variables: dict[str, Any]) -> dict[str, Any]:
+  """The embedding's variables, which some models hold in their encoder."""
+  if "encoder" in variables["params"] and "embedding" not in variables["params"]:
+    variables = {name: tree["encoder"] for name, tree in variables.items() if "encoder" in tree}
+  return embedding_of(variables)
+
+
+def compact_size(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str, float]:
+  """The compression ratio by the paper's formula, and the bytes in memory and of the saved file."""
+  small = embedding.compact(variables)
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder, "embedding.safetensors")
+    small.save(path)
+    size = path.stat().st_size
+  return {"formula": small.compression_ratio(), "bytes": small.nbytes, "file_bytes": size}
+
+
+def code_changes(embedding: DPQEmbedding, folder: pathlib.Path) -> list[tuple[int, float]]:
+  """(step, percentage of codes that differ from the checkpoint before) for each checkpoint."""
+  steps = saved_steps(folder)
+  codes = [
+    codes_of_all(embedding, _embedding_variables(read_variables(folder, at=step)[0]))
+    for step in steps
+  ]
+  changed = [100 * float((b != a).mean()) for a, b in itertools.pairwise(codes)]
+  return list(zip(steps[1:], changed, strict=True))
+
+
+def codes_of_all(embedding: DPQEmbedding, variables: dict[str, Any]) -> np.ndarray:
+  """The codes of every token, int32 [V, M]."""
+  encode = jax.jit(lambda own, tokens: embedding.apply(own, tokens, method="codes_of"))
+  return np.asarray(encode(variables, jnp.arange(embedding.vocab)))
+
+
+def neighbours(
+  embedding: Embedding, variables: dict[str, Any], encoder: Encoder
+) -> dict[str, list[tuple[str, float]]]:
+  """Word -> its nearest other words with their cosines, for the words of `PROBES`."""
+  table_VD = np.asarray(embedding.apply(variables, method="table"), np.float64)
+  unit_VD = table_VD / np.maximum(np.linalg.norm(table_VD, axis=1, keepdims=True), 1e-12)
+  nearest = {}
+  for word, token in single_tokens(encoder, PROBES).items():
+    cosine_V = unit_VD @ unit_VD[token]
+    cosine_V[token] = -np.inf
+    best = np.argsort(-cosine_V, kind="stable")[:NEIGHBOURS]
+    nearest[word] = [(encoder.decode([t]), float(min(cosine_V[t], 1.0))) for t in best]
+  return nearest
+
+
+def single_tokens(encoder: Encoder, words: Sequence[str]) -> dict[str, int]:
+  """Word -> token, for the words that are one token and not the one for unknown words."""
+  tokens = {}
+  for word in words:
+    encoded = encoder.encode(word)[:-1]
+    if len(encoded) == 1 and encoder.decode(encoded).strip() == word:
+      tokens[word] = int(encoded[0])
+  return tokens
+
+
+def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> dict[str, Any]:
+  """Scores of a trained model whose full embedding is replaced by one that is derived from it."""
+  text = load_text(experiment)
+  variables, _ = read_variables(folder)
+  table_VD = np.asarray(variables["params"]["embedding"]["weight"])
+  model = experiment.model.clone(embedding=row.embedding)
+  model = with_vocab(dataclasses.replace(experiment, model=model), len(table_VD)).model
+  filled = row.derive(model.embedding, table_VD)
+  variables = with_embedding(variables, filled)
+  scorer = make_scorer(model)
+  result = {}
+  for name in ("valid", "test"):
+    split = text.splits[name]
+    batches = experiment.loader.whole(split, batch=experiment.train.batch, context=model.context)
+    size = experiment.loader.text_bytes(split)
+    result[name] = evaluate(scorer, variables, batches, size).known()
+  rebuilt_VD = model.embedding.apply(filled, method="table")
+  result["embedding"] = {
+    "class": type(row.embedding).__name__,
+    "shipped_bytes": model.embedding.shipped().state_bytes,
+    "lost": squared_error(rebuilt_VD, table_VD) / squared_error(0 * table_VD, table_VD),
+  }
+  measured = {"result": result}
+  if isinstance(model, EncoderDecoder):
+    measured["bleu"] = bleu(experiment, model, variables)
+  return measured
+
+
+def bleu(
+  experiment: Experiment, model: EncoderDecoder, variables: Mapping[str, Any]
+) -> dict[str, Any]:
+  """BLEU of a model's translations of the test split, cased and detokenised, by sacrebleu."""
+  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  sources, references = zip(*experiment.data.pairs("test"), strict=True)
+  metric = sacrebleu.BLEU()
+  score = metric.corpus_score(translations(model, variables, encoder, sources), [references])
+  return {"score": score.score, "signature": str(metric.get_signature())}
+
+
+def translations(
+  model: EncoderDecoder, variables: Mapping[str, Any], encoder: Encoder, sources: Sequence[str]
+) -> list[str]:
+  """The translation of each source by beam search, in the order of the sources."""
+  encoded = [encoder.encode(source)[: model.context] for source in sources]
+  search = jax.jit(
+    functools.partial(translate, model, eos=encoder.eos, beams=BEAMS, penalty=PENALTY)
+  )
+  texts = [""] * len(sources)
+  # Sources of similar length share a batch, so that few steps of the search are wasted.
+  order = sorted(range(len(sources)), key=lambda at: len(encoded[at]))
+  for first in range(0, len(order), SENTENCES):
+    chosen = order[first : first + SENTENCES]
+    # All batches have one shape, so that the program is compiled once.
+    batch = np.full((SENTENCES, model.context), NONE, np.int32)
+    batch[:, 0] = encoder.eos
+    for row, at in enumerate(chosen):
+      batch[row, : len(encoded[at])] = encoded[at]
+    tokens = np.asarray(search(variables, batch).tokens)
+    for row, at in enumerate(chosen):
+      texts[at] = encoder.decode(tokens[row][tokens[row] >= 0].tolist()).strip()
+  return texts
+
+
+def render(console: Console, results: Results, scale: str, docs: pathlib.Path = DOCS) -> None:
+  """Prints the tables; at the scale "cpu" it also updates the page and its figures."""
+  for name, title in report.TABLES.items():
+    page.show(console, f"{name}: {title}", report.table(results, scale, name))
   if scale == "cpu":
-    for path in dpq_page.write(results):
-      console.print(f"wrote {path}", highlight=False)
+    blocks, figures = report.blocks(results, docs)
+    page.update(docs / "results" / "dpq.md", blocks)
+    page.save_figures(figures, docs)
 
 
-STUDY = Study(
-  name="dpq",
-  description=__doc__,
-  scales=tuple(SCALES),
-  works=works,
-  render=_render,
-)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-  """`STUDY.main`."""
-  return STUDY.main(arguments)
-
+STUDY = Study(name="dpq", description=__doc__, scales=tuple(SCALES), works=works, render=render)
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(STUDY.main())

@@ -1,244 +1,333 @@
-"""Which task, which body and how much training do the DPQ tables have, at which scale?
+"""Settings of DPQ's tables at three scales: task, model, training budget and codes.
 
-`smoke` runs in seconds on text that every machine has; `cpu` on two cores; `paper` is what the
-paper and its reference implementation say, for a GPU or TPU. All rows of a setting share everything
-but the embedding.
+The scale "smoke" runs in seconds on text that every machine has, "cpu" runs on two cores, and
+"paper" has the values of the paper and its reference implementation, for a GPU or TPU. The rows of
+a setting differ only in the embedding.
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from configs import dpq_bert as bert
 from configs import dpq_multi30k as multi30k
 from configs import dpq_translation as translated
-from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body
-from configs.dpq_text import ADAM
-from experiments.studies.dpq.setting import (
-  FEW_HELD_OUT,
-  Codes,
-  Setting,
-  at_scale,
-  classified,
-  lstm,
-  mirrored,
-  pretrained,
-)
-from vqjax.lab.config import Train
+from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body, language_model
+from configs.dpq_lstm import WORDS as LSTM_WORDS
+from configs.dpq_text import ADAM, BEGIN, DIM, classifier
+from vqjax import Embedding
+from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import (
   TFDS,
   AGNews,
   DBpedia,
+  LabelledSource,
   LabelledTFDS,
+  Mirrored,
   PennTreebank,
   SentencePieceTokenizer,
+  Source,
+  Text,
+  WikiText,
   WordTokenizer,
 )
-from vqjax.lab.data import WikiText as Wiki
+from vqjax.lab.models.initializers import SymmetricUniform
 
-COLUMN = "full", "sx", "vq"
-"""What every table has."""
+HEADLINE = "full", "sx", "vq"
+"""The main rows, which are trained with all seeds of a setting."""
 
 TRADITIONAL = "low-rank-5", "low-rank-10"
-RECONSTRUCTED = tuple(
-  f"reconstruction-{codes}" for codes in ("128x64", "32x128", "128x128", "32x256", "128x256")
-)
-AFTERWARDS = "scalar-8", "scalar-6", "scalar-4", "clusters-64", "clusters-128", "clusters-256"
-"""Made of the trained full embedding, without training."""
+REBUILT = (128, 64), (32, 128), (128, 128), (32, 256), (128, 256)
+"""K x M of the paper's Table 11, whose model is `REBUILT_DIM` wide."""
+REBUILT_DIM = 512
+RECONSTRUCTED = tuple(f"reconstruction-{k}x{m}" for k, m in REBUILT)
+COMPRESSED = "scalar-8", "scalar-6", "scalar-4", "clusters-64", "clusters-128", "clusters-256"
+"""Rows made of the trained full embedding, without training."""
 
 CHEN = "kd", "kd-distilled", "pretrained-codes"
-"""The baselines of Table 4."""
+"""The baselines of Table 4: Chen et al. (2018b), and Shu and Nakayama (2018)."""
 
-CLASSIFIED = (*COLUMN, "low-rank-10", "low-rank-20", "kd")
-
-
-class Quantized(NamedTuple):
-  """How the two rows of a data set are quantised."""
-
-  sx: Codes
-  vq: Codes
+CLASSIFIED = (*HEADLINE, "low-rank-10", "low-rank-20", "kd")
 
 
-# The paper does not print them. They are those whose ratio, times (d + 1) / d, is the one it prints
-# at its vocabulary, to the second decimal.
-AG_NEWS = Quantized(Codes(32, 100, True), Codes(16, 100))
-DBPEDIA = Quantized(Codes(16, 100, True), Codes(32, 50))
-YAHOO = Quantized(Codes(16, 50, True), Codes(32, 100))
-YELP_POLARITY = Quantized(Codes(32, 50, True), Codes(16, 100))
-YELP_FULL = Quantized(Codes(16, 50, True), Codes(16, 100))
+class Codes(NamedTuple):
+  """Size of a product code.
+
+  Attributes:
+    codes: K, codewords of a subspace.
+    subspaces: M (the paper's D).
+    shared: whether all subspaces share one codebook.
+  """
+
+  codes: int
+  subspaces: int
+  shared: bool = False
+
+  def __str__(self) -> str:
+    return f"{self.codes}x{self.subspaces}" + ("s" if self.shared else "")
+
+
+DEFAULT = Codes(32, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A task with everything but its embedding.
+
+  Attributes:
+    make: (name, embedding, seed=seed) -> the experiment.
+    dim: width of the embedding, d.
+    begin: initialiser of its tables.
+    rows: names of the rows that are trained or derived in this setting.
+    sx: codes of the row "sx".
+    vq: codes of the row "vq".
+    kd: codes of the rows of `CHEN`.
+    rebuild_steps: training steps of the network that learns the codes of "pretrained-codes".
+    parts: subspaces of product quantisation after training.
+    weight: of DPQ-VQ's regulariser.
+    before: the setting whose run of the same row gives the pre-trained encoder.
+    grid: K and M of the heat maps, all pairs, for SX and VQ, with and without shared codebooks.
+    seeds: number of seeds of the headline rows.
+    words: whether neighbours and codes of words are kept with the results.
+    name: of the setting, in run folders and results; `SCALES` fills it in.
+    folder: of the scale's runs; `SCALES` fills it in.
+  """
+
+  make: Callable[..., Experiment]
+  dim: int
+  begin: SymmetricUniform
+  rows: tuple[str, ...] = HEADLINE
+  sx: Codes = DEFAULT
+  vq: Codes = DEFAULT
+  kd: Codes = DEFAULT
+  rebuild_steps: int = 20_000
+  parts: int = 1
+  weight: float = 1.0
+  before: str | None = None
+  grid: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+  seeds: int = 1
+  words: bool = False
+  name: str = ""
+  folder: str = ""
+
+  def path(self, row: str, seed: int = 0) -> str:
+    """The run folder of a row."""
+    return f"{self.folder}/{self.name}/{row}-{seed}"
+
+
+def lstm(
+  text: tuple[Source, int],
+  body: Body,
+  *,
+  quantized: Body | None = None,
+  tokenizer: WordTokenizer = LSTM_WORDS,
+  **fields,
+) -> Setting:
+  """Language modelling with an LSTM.
+
+  Args:
+    text: a source and its number of training tokens.
+    body: size of the model.
+    quantized: size of the model with any other embedding than the full one; None: `body`.
+    tokenizer: of the text.
+    **fields: of the setting.
+  """
+
+  def make(row: str, embedding: Embedding, seed: int) -> Experiment:
+    own = body if row == "full" or quantized is None else quantized
+    return language_model(row, embedding, own, *text, seed, tokenizer)
+
+  fields = {"weight": body.weight, "parts": body.dim // 2} | fields
+  return Setting(make, body.dim, body.begin, **fields)
+
+
+def classified(data: LabelledSource, classes: int, options: dict[str, Any], **fields) -> Setting:
+  """Text classification with the mean of a text's vectors; `options` are the classifier's."""
+  make = functools.partial(classifier, data=data, classes=classes, **options)
+  return Setting(make, begin=BEGIN, **{"dim": DIM} | fields)
+
+
+def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
+  """A translation of a text into its mirror image, which trains in seconds."""
+  body = translated.Body(16, 1, 2, 32, 12)
+  data, tokenizer = Mirrored(FEW_HELD_OUT), WordTokenizer(vocab=200)
+  train = Train(steps=4, batch=8, warmup=2, eval_every=4, save_every=4)
+  return translated.translation(row, embedding, body, data, tokenizer, train, seed)
+
+
+def pretrained(
+  body: bert.Body, text: bert.Text, train: Train, tune: Train, codes: Codes
+) -> dict[str, Setting]:
+  """BERT's pre-training and its two fine-tuning tasks."""
+  fields = {"dim": body.dim, "begin": bert.BEGIN, "rows": ("full", "sx"), **both(codes)}
+  return {
+    "bert": Setting(bert.pretraining(body, text, train), **fields),
+    "bert-pairs": Setting(bert.pairs(body, text, tune), **fields, before="bert"),
+    "bert-spans": Setting(bert.spans(body, text, tune), **fields, before="bert"),
+  }
+
+
+def both(codes: Codes) -> dict[str, Codes]:
+  """The same codes for DPQ-SX and DPQ-VQ, as fields of a setting."""
+  return {"sx": codes, "vq": codes}
 
 
 PTB = PennTreebank(), 929_589
-WIKITEXT = Wiki(), 2_088_628
+PTB_SMALL = {"sx": Codes(8, 25, shared=True), "vq": Codes(32, 25, shared=True)}
+WIKITEXT = WikiText(), 2_088_628
 WIKIPEDIA = TFDS(
   "wikipedia/20230601.en", train="train[:98%]", valid="train[98%:99%]", test="train[99%:]"
 )
+FEW_HELD_OUT = Text(valid_fraction=0.005, test_fraction=0.005)
+"""Text that every machine has, of which little is evaluated."""
 
-_TINY = Body(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0)
+# The paper does not print these codes. They are the ones whose ratio, times (d + 1) / d, is the
+# printed one at the paper's vocabulary, to the second decimal.
+ZHANG = {
+  "ag-news": {"sx": Codes(32, 100, shared=True), "vq": Codes(16, 100)},
+  "yahoo": {"sx": Codes(16, 50, shared=True), "vq": Codes(32, 100)},
+  "dbpedia": {"sx": Codes(16, 100, shared=True), "vq": Codes(32, 50)},
+  "yelp-polarity": {"sx": Codes(32, 50, shared=True), "vq": Codes(16, 100)},
+  "yelp-full": {"sx": Codes(16, 50, shared=True), "vq": Codes(16, 100)},
+}
+"""Setting -> row -> codes, for the text classification data of Zhang et al. (2015)."""
 
 SMOKE = {
   "ptb-small": lstm(
-    FEW_HELD_OUT,
-    8 * 20 * 6,
-    _TINY,
-    (*COLUMN, "sx-tied", "low-rank-5", *CHEN, *AFTERWARDS),
-    Codes(4, 4, True),
-    Codes(4, 4),
+    (FEW_HELD_OUT, 8 * 20 * 6),
+    Body(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0),
+    tokenizer=WordTokenizer(vocab=200),
+    rows=(*HEADLINE, "sx-tied", "low-rank-5", *CHEN, *COMPRESSED),
+    sx=Codes(4, 4, shared=True),
+    vq=Codes(4, 4),
     kd=Codes(4, 4),
     rebuild_steps=20,
-    words=WordTokenizer(vocab=200),
+    words=True,
   ),
   "multi30k": Setting(
     mirrored,
-    16,
-    translated.BEGIN,
-    (*COLUMN, "reconstruction-32x256"),
-    Codes(4, 4),
-    Codes(4, 4),
+    dim=16,
+    begin=translated.BEGIN,
+    rows=(*HEADLINE, "reconstruction-32x256"),
+    **both(Codes(4, 4)),
     rebuild_steps=20,
   ),
   **pretrained(
     bert.Body(16, 1, 2, 32, 12),
     bert.Text(FEW_HELD_OUT, WordTokenizer(vocab=200)),
-    Train(steps=3, batch=8, warmup=1, eval_every=3, save_every=3),
-    Train(steps=2, batch=8, warmup=1, eval_every=2, save_every=2),
-    Codes(4, 4),
+    train=Train(steps=3, batch=8, warmup=1, eval_every=3, save_every=3),
+    tune=Train(steps=2, batch=8, warmup=1, eval_every=2, save_every=2),
+    codes=Codes(4, 4),
   ),
 }
 
+# A sixth of the training texts is at hand; the paper's 5,000 steps would read them 30 times.
 SHORTER = {"context": 64, "train": dataclasses.replace(ADAM, steps=2_000)}
-"""A sixth of the training texts is here: as many steps would read them thirty times."""
+FEW_WORDS = {"context": 64, "tokenizer": WordTokenizer(vocab=8_000, lowercase=True)}
 
 CPU = {
-  "ptb-small": lstm(
-    *PTB,
-    SMALL,
-    (*COLUMN, *AFTERWARDS),
-    Codes(8, 25, True),
-    Codes(32, 25, True),
-    seeds=3,
-  ),
+  "ptb-small": lstm(PTB, SMALL, rows=(*HEADLINE, *COMPRESSED), **PTB_SMALL, seeds=3, words=True),
   "ptb-short": lstm(
-    *PTB,
+    PTB,
     SMALL._replace(hold=1, epochs=3),
-    (*COLUMN, "sx-tied", *TRADITIONAL, *CHEN),
-    Codes(8, 25, True),
-    Codes(32, 25, True),
+    rows=(*HEADLINE, "sx-tied", *TRADITIONAL, *CHEN),
+    **PTB_SMALL,
   ),
-  "ag-news": classified(AGNews(), 4, CLASSIFIED, AG_NEWS.sx, AG_NEWS.vq, seeds=3, **SHORTER),
-  "dbpedia": classified(DBpedia(), 14, CLASSIFIED, DBPEDIA.sx, DBPEDIA.vq, **SHORTER),
+  "ag-news": classified(AGNews(), 4, SHORTER, rows=CLASSIFIED, **ZHANG["ag-news"], seeds=3),
+  "dbpedia": classified(DBpedia(), 14, SHORTER, rows=CLASSIFIED, **ZHANG["dbpedia"]),
   "multi30k": Setting(
     multi30k.with_embedding,
-    multi30k.SMALL.dim,
-    translated.BEGIN,
-    (*COLUMN, *RECONSTRUCTED),
-    Codes(32, 32),
-    Codes(32, 32),
+    dim=multi30k.SMALL.dim,
+    begin=translated.BEGIN,
+    rows=(*HEADLINE, *RECONSTRUCTED),
+    **both(Codes(32, 32)),
   ),
   **pretrained(bert.SMALL, bert.PARAGRAPHS, bert.PRETRAIN, bert.FINE_TUNE, Codes(32, 32)),
   "ag-news-grid": classified(
     AGNews(),
     4,
-    ("full",),
-    Codes(32, 50),
-    Codes(32, 50),
+    FEW_WORDS | {"train": dataclasses.replace(ADAM, steps=400)},
     dim=128,
-    train=dataclasses.replace(ADAM, steps=400),
-    tokenizer=WordTokenizer(vocab=8_000, lowercase=True),
-    context=64,
+    rows=("full",),
     grid=((2, 8, 32, 128), (8, 16, 32)),
   ),
   "ag-news-changes": classified(
     AGNews(),
     4,
-    (),
-    Codes(32, 32),
-    Codes(32, 32),
+    FEW_WORDS | {"train": dataclasses.replace(ADAM, steps=1_000, save_every=50, keep=20)},
     dim=128,
-    train=dataclasses.replace(ADAM, steps=1_000, save_every=50, keep=20),
-    tokenizer=WordTokenizer(vocab=8_000, lowercase=True),
-    context=64,
+    rows=(),
     grid=((8, 32, 128), (32,)),
   ),
 }
 
 PAPER = {
-  "ptb-small": lstm(
-    *PTB,
-    SMALL,
-    (*COLUMN, *CHEN),
-    Codes(8, 25, True),
-    Codes(32, 25, True),
-    seeds=3,
-  ),
+  "ptb-small": lstm(PTB, SMALL, rows=(*HEADLINE, *CHEN), **PTB_SMALL, seeds=3, words=True),
   "ptb-medium": lstm(
-    *PTB,
+    PTB,
     MEDIUM,
-    (*COLUMN, *TRADITIONAL, *CHEN, *AFTERWARDS),
-    Codes(32, 50, True),
-    Codes(128, 50, True),
+    rows=(*HEADLINE, *TRADITIONAL, *CHEN, *COMPRESSED),
+    sx=Codes(32, 50, shared=True),
+    vq=Codes(128, 50, shared=True),
     grid=((2, 8, 32, 128), (10, 25, 50, 130)),
     seeds=3,
   ),
   # Table 3 has smaller codes than Table 4, and Table 12 larger ones.
-  "ptb-medium-smaller": lstm(*PTB, MEDIUM, COLUMN, Codes(32, 25, True), Codes(128, 50, True)),
+  "ptb-medium-smaller": lstm(
+    PTB, MEDIUM, sx=Codes(32, 25, shared=True), vq=Codes(128, 50, shared=True)
+  ),
   "ptb-medium-tied": lstm(
-    *PTB, MEDIUM, ("sx", "sx-tied", "vq"), Codes(128, 50, True), Codes(128, 50, True)
+    PTB, MEDIUM, rows=("sx", "sx-tied", "vq"), **both(Codes(128, 50, shared=True))
   ),
   "ptb-large": lstm(
-    *PTB,
+    PTB,
     LARGE,
-    (*COLUMN, *CHEN),
-    Codes(16, 50, True),
-    Codes(16, 50, True),
     quantized=LARGE_DPQ,
+    rows=(*HEADLINE, *CHEN),
+    **both(Codes(16, 50, shared=True)),
   ),
   "wikitext-medium": lstm(
-    *WIKITEXT,
-    MEDIUM,
-    (*COLUMN, "sx-tied"),
-    Codes(128, 50, True),
-    Codes(128, 50, True),
+    WIKITEXT, MEDIUM, rows=(*HEADLINE, "sx-tied"), **both(Codes(128, 50, shared=True))
   ),
   **{
     name: classified(
       LabelledTFDS(f"vqjax_zhang/{data}"),
       classes,
-      CLASSIFIED,
-      codes.sx,
-      codes.vq,
-      tokenizer=WordTokenizer(lowercase=True),
-      context=512,
+      {"tokenizer": WordTokenizer(lowercase=True), "context": 512},
+      rows=CLASSIFIED,
+      **ZHANG[name],
     )
-    for name, data, classes, codes in (
-      ("ag-news", "ag_news", 4, AG_NEWS),
-      ("yahoo", "yahoo_answers", 10, YAHOO),
-      ("dbpedia", "dbpedia", 14, DBPEDIA),
-      ("yelp-polarity", "yelp_review_polarity", 2, YELP_POLARITY),
-      ("yelp-full", "yelp_review_full", 5, YELP_FULL),
+    for name, data, classes in (
+      ("ag-news", "ag_news", 4),
+      ("yahoo", "yahoo_answers", 10),
+      ("dbpedia", "dbpedia", 14),
+      ("yelp-polarity", "yelp_review_polarity", 2),
+      ("yelp-full", "yelp_review_full", 5),
     )
   },
   **{
-    name: Setting(
-      *(make, 512, translated.BEGIN, COLUMN, Codes(32, 32), Codes(128, 128)),
+    f"iwslt-{source}-{target}": Setting(
+      translated.iwslt15(source, target),
+      dim=512,
+      begin=translated.BEGIN,
+      sx=Codes(32, 32),
+      vq=Codes(128, 128),
       weight=1 / translated.WORDS,
     )
-    for name, make in (
-      ("iwslt-en-vi", translated.iwslt15("en", "vi")),
-      ("iwslt-vi-en", translated.iwslt15("vi", "en")),
-    )
+    for source, target in (("en", "vi"), ("vi", "en"))
   },
   "wmt": Setting(
     translated.wmt19,
-    translated.BASE.dim,
-    translated.BEGIN,
-    (*COLUMN, *RECONSTRUCTED),
-    Codes(128, 128),
-    Codes(128, 128),
+    dim=translated.BASE.dim,
+    begin=translated.BEGIN,
+    rows=(*HEADLINE, *RECONSTRUCTED),
+    **both(Codes(128, 128)),
   ),
   **pretrained(
     bert.BASE,
     bert.Text(WIKIPEDIA, SentencePieceTokenizer(vocab=30_522)),
-    Train(
+    train=Train(
       steps=1_000_000,
       batch=1024,
       accumulate=8,
@@ -250,13 +339,16 @@ PAPER = {
       eval_every=10_000,
       save_every=10_000,
     ),
-    dataclasses.replace(bert.FINE_TUNE, steps=30_000, learning_rate=3e-5),
-    Codes(32, 128),
+    tune=dataclasses.replace(bert.FINE_TUNE, steps=30_000, learning_rate=3e-5),
+    codes=Codes(32, 128),
   ),
 }
 
 SCALES = {
-  scale: at_scale(scale, settings)
+  scale: {
+    name: dataclasses.replace(setting, name=name, folder=f"runs/dpq/{scale}")
+    for name, setting in settings.items()
+  }
   for scale, settings in (("smoke", SMOKE), ("cpu", CPU), ("paper", PAPER))
 }
 """Scale -> name -> setting."""
@@ -275,4 +367,4 @@ STAND_INS = {
   },
   "paper": BERT_TASKS,
 }
-"""Scale -> (table, the paper's setting) -> the setting that is run in its place."""
+"""Scale -> (table, the paper's setting) -> the setting that stands in for it."""
