@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from vqjax.lab import report
-from vqjax.lab.report.page import write_whole
+from vqjax.lab.report import write_whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

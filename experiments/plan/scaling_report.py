@@ -11,9 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
 from vqjax.lab import report
-from vqjax.lab.report import units
-from vqjax.lab.report.page import write_whole
-from vqjax.lab.report.svg import INK, SERIES
+from vqjax.lab.report import INK, SERIES, units, write_whole
 
 Rows = Mapping[Any, Mapping[str, Any] | None]
 """Cell -> its row, or None where it has not been planned."""

@@ -15,8 +15,7 @@ from experiments.studies import page
 from experiments.studies.dpq.rows import LABELS, rows
 from experiments.studies.dpq.settings import SCALES, STAND_INS, Codes, Setting
 from experiments.studies.study import Results
-from vqjax.lab.report import units
-from vqjax.lab.report.svg import INK, SERIES
+from vqjax.lab.report import INK, SERIES, units
 from vqjax.lab.training.run import read_json
 
 PAPER = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))

@@ -16,7 +16,7 @@ from experiments.studies.grouped import report as grouped_report
 from experiments.studies.grouped.settings import SCALES, WIDE
 from experiments.studies.page import failures, known, save
 from experiments.studies.study import DOCS, Results
-from vqjax.lab.report.page import write_whole
+from vqjax.lab.report import write_whole
 
 _INTRODUCTION = """\
 # The grouped head: the paper's tables, measured

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from experiments.studies.grouped.rows import rows
 from experiments.studies.grouped.settings import Setting
 from experiments.studies.study import Results
-from vqjax.lab.report.svg import INK, SERIES
+from vqjax.lab.report import INK, SERIES
 
 CAPTIONS = {
   "grouped-pictures.png": "Figures 2, 7 and 8: classes of pictures, dense and grouped",

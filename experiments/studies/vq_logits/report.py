@@ -20,10 +20,8 @@ from experiments.studies.study import DOCS, Results
 from experiments.studies.vq_logits.rows import Row, paper_rows, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
 from vqjax import CodebookHead, LearnedCodebookHead, LearnedProductHead, ProductHead
-from vqjax.lab.report import units
-from vqjax.lab.report.placing import label_points
-from vqjax.lab.report.plots import blank, byte_axis
-from vqjax.lab.report.svg import INK, SERIES
+from vqjax.lab.report import INK, SERIES, units
+from vqjax.lab.report.plots import blank, byte_axis, label_points
 from vqjax.lab.training.run import read_json
 
 CLUSTERED = "wikitext/vq-1024"

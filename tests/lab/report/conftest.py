@@ -1,4 +1,4 @@
-"""Which run folders do the report's tests read?"""
+"""Run folders for the tests of reports."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Does the page stand alone, say everything a reader needs, and reach the command line?"""
+"""The page is whole HTML, loads nothing, and explains its numbers."""
 
 import html.parser
 

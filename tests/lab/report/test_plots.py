@@ -1,4 +1,4 @@
-"""Are plots deterministic, do their labels keep apart, and do they survive missing numbers?"""
+"""Plots are deterministic, their labels do not overlap, and missing numbers are left out."""
 
 import itertools
 import math
@@ -8,9 +8,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from vqjax.lab import report
-from vqjax.lab.report.placing import spread
-from vqjax.lab.report.plots import smooth
-from vqjax.lab.report.svg import svg
+from vqjax.lab.report.plots import smooth, spread, svg
 
 PLOTS = (report.loss_curves, report.size_against_perplexity)
 

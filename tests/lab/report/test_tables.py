@@ -1,4 +1,4 @@
-"""Do console, Markdown and HTML tables say what the runs wrote, and nothing that they did not?"""
+"""Runs are read as they were written, and tables show what the runs wrote and nothing else."""
 
 import io
 import re
@@ -7,8 +7,65 @@ import pytest
 from rich.console import Console
 
 from vqjax.lab import report
-from vqjax.lab.report.columns import Column, common_split
+from vqjax.lab.report import units
+from vqjax.lab.report.runs import Column, common_split, labels, notes, read_run, read_runs
 from vqjax.lab.report.tables import cells
+
+
+def test_a_finished_run_is_read(write_run, finished):
+  run = read_run(write_run("one", finished("dense")))
+  assert (run.name, run.status, run.config_hash) == ("dense", "finished", "0123456789ab")
+  assert run.get("head.params") == 1_570_000
+  assert len(run.metrics) == 41
+
+
+def test_what_a_run_lacks_is_none(write_run):
+  run = read_run(write_run("started", None, steps=0))
+  assert (run.name, run.status, run.metrics) == ("started", "unfinished", ())
+  assert run.get("head.params") is None
+
+
+def test_runs_are_found_at_any_depth_in_the_order_of_their_paths(write_run, finished, tmp_path):
+  for folder in ("b/second", "a/first", "z"):
+    write_run(folder, finished(folder))
+  assert [run.name for run in read_runs(tmp_path)] == ["a/first", "b/second", "z"]
+
+
+def test_a_run_folder_is_its_own_only_run(write_run, finished):
+  assert [run.name for run in read_runs(write_run("one", finished("dense")))] == ["dense"]
+
+
+def test_a_shared_name_is_told_apart_by_the_folder(write_run, finished, tmp_path):
+  write_run("seed0", finished("dense"))
+  write_run("seed1", finished("dense"))
+  write_run("other", finished("codebook"))
+  expected = ["codebook", "dense (seed0)", "dense (seed1)"]
+  assert labels(read_runs(tmp_path)) == expected
+
+
+def test_damage_in_a_result_names_file_and_line(write_run, finished):
+  folder = write_run("one", finished())
+  (folder / "result.json").write_text('{"name": "dense",\n "seed": }')
+  with pytest.raises(ValueError, match=r"one.result\.json, line 2: damaged JSON"):
+    read_run(folder)
+
+
+def test_damage_in_the_metrics_names_file_and_line(write_run, finished):
+  folder = write_run("one", finished())
+  (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+  with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: damaged JSON"):
+    read_run(folder)
+  (folder / "metrics.jsonl").write_text("{}\n\n7\n")
+  with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3: must be a JSON object; got 7"):
+    read_run(folder)
+
+
+def test_a_line_that_is_still_being_written_is_left_out(write_run, finished):
+  folder = write_run("one", finished())
+  (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2')
+  assert read_run(folder).metrics == ({"step": 1},)
+  (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+  assert len(read_run(folder).metrics) == 2
 
 
 def column_texts(runs, title):
@@ -112,3 +169,49 @@ def test_columns_are_open_to_a_papers_own(demo):
   runs = report.read_runs(demo)
   paper = Column("paper", lambda run: {"dense": 110.0}.get(run.name), str, "Published.", True)
   assert [row[0].text for row in cells([paper], runs)] == ["110.0", "–", "failed", "–"]
+
+
+def test_a_tied_dense_head_has_a_note_in_each_table(demo, write_run, finished):
+  write_run("e_tied", finished("tied", head={"class": "DenseHead", "state_bytes": 0, "tied": True}))
+  runs = read_runs(demo)
+  columns, note = report.default_columns(runs), notes(runs)
+  assert list(note) == ["tied"]
+  console = Console(width=200, file=io.StringIO())
+  console.print(report.console_table(columns, runs, 200, note))
+  printed = console.file.getvalue()
+  assert "tied *" in printed
+  assert f"* tied: {note['tied']}" in printed
+  assert "| tied * |" in report.markdown_table(columns, runs, note)
+  assert "tied *</th>" in report.html_table(columns, runs, note)
+
+
+@pytest.mark.parametrize(
+  ("value", "text"),
+  [(0, "0"), (999, "999"), (1000, "1.00 k"), (1_570_000, "1.57 M"), (98_304, "98.3 k")],
+)
+def test_counts_have_decimal_prefixes(value, text):
+  assert units.count(value) == text
+
+
+@pytest.mark.parametrize(
+  ("value", "text"),
+  [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (6_400_000, "6.10 MiB"), (2**40, "1.00 TiB")],
+)
+def test_sizes_have_binary_prefixes(value, text):
+  assert units.size(value) == text
+
+
+def test_a_value_that_would_round_up_to_the_next_prefix_takes_it():
+  assert units.count(999_999) == "1.00 M"
+  assert units.size(2**20 - 1) == "1.00 MiB"
+
+
+def test_what_is_not_finite_says_so():
+  assert units.count(float("nan")) == "nan"
+  assert units.fixed(2)(float("inf")) == "inf"
+
+
+def test_long_names_keep_both_ends():
+  short = units.shorten("grouped_head_with_a_very_long_name_seed_3", 15)
+  assert short == "grouped…_seed_3"
+  assert units.shorten("dense") == "dense"

@@ -1,22 +1,43 @@
-"""How do the JSON rows that runs wrote become tables, plots and one HTML page?"""
+"""Tables, plots and an HTML page from the JSON that runs write."""
 
-from vqjax.lab.report.columns import Column, default_columns
 from vqjax.lab.report.page import write_page
-from vqjax.lab.report.plots import loss_curves, save_png, size_against_perplexity
-from vqjax.lab.report.rows import Run, read_run, read_runs
+from vqjax.lab.report.plots import (
+  INK,
+  SERIES,
+  loss_curves,
+  save_png,
+  size_against_perplexity,
+)
+from vqjax.lab.report.runs import (
+  Column,
+  Run,
+  common_split,
+  default_columns,
+  labels,
+  notes,
+  read_run,
+  read_runs,
+)
 from vqjax.lab.report.tables import console_table, html_table, markdown_table
+from vqjax.lab.training.run import write_whole
 
 __all__ = [
+  "INK",
+  "SERIES",
   "Column",
   "Run",
+  "common_split",
   "console_table",
   "default_columns",
   "html_table",
+  "labels",
   "loss_curves",
   "markdown_table",
+  "notes",
   "read_run",
   "read_runs",
   "save_png",
   "size_against_perplexity",
   "write_page",
+  "write_whole",
 ]

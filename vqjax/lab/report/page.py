@@ -1,20 +1,116 @@
-"""How do runs become one HTML page that needs nothing but itself?"""
+"""One HTML page with the tables, plots and origins of runs."""
 
 import html
 import os
-import pathlib
+import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from matplotlib.figure import Figure
-
-from vqjax.lab.report.columns import Column, common_split, default_columns
-from vqjax.lab.report.plots import loss_curves, size_against_perplexity
-from vqjax.lab.report.rows import Run, labels
-from vqjax.lab.report.style import style
-from vqjax.lab.report.svg import svg
-from vqjax.lab.report.tables import breakable, html_table
+from vqjax.lab.report.plots import SERIES, loss_curves, size_against_perplexity, svg
+from vqjax.lab.report.runs import Column, Run, common_split, default_columns, labels, notes
+from vqjax.lab.report.tables import breakable, html_table, note_lines
 from vqjax.lab.report.units import MISSING
+from vqjax.lab.training.run import write_whole
+
+DARK_SERIES = ("#5db2ec", "#ff9152", "#3ccf9f", "#e38cc3", "#d9b23d", "#a9d4f5")
+"""`SERIES` in the same order, light enough for a dark ground."""
+
+PAGE = string.Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<style>
+:root { $light }
+@media screen and (prefers-color-scheme: dark) { :root { $dark } }
+:root {
+  --ground: #ffffff; --ink: #1b1e23; --quiet: #5a626d; --line: #d7dbe0; --raised: #f5f6f8;
+  --failed: #b3261e;
+}
+@media screen and (prefers-color-scheme: dark) {
+  :root {
+    --ground: #14171c; --ink: #e4e7eb; --quiet: #a0a8b3; --line: #363c45; --raised: #1d2128;
+    --failed: #ff8a80;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--ground); color: var(--ink);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
+}
+main { max-width: 72rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .5rem; }
+h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
+h3 { font-size: 1rem; margin: 0 0 .4rem; overflow-wrap: anywhere; }
+p, dd { max-width: 46rem; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0; }
+table { border-collapse: collapse; width: 100%; font-size: .875rem; }
+td { font-variant-numeric: tabular-nums; }
+th, td { padding: .45rem .7rem; text-align: right; white-space: nowrap; }
+thead th { vertical-align: bottom; white-space: normal; color: var(--quiet); font-weight: 600; }
+tbody tr { border-top: 1px solid var(--line); }
+th:first-child {
+  position: sticky; left: 0; text-align: left; background: var(--raised); font-weight: 600;
+}
+tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 11rem; }
+td.best { font-weight: 700; }
+td.failed { color: var(--failed); }
+.note { color: var(--quiet); font-size: .875rem; }
+figure { margin: 2rem 0 0; max-width: 52rem; }
+.plot { overflow-x: auto; }
+figure svg { display: block; width: 100%; min-width: 30rem; height: auto; }
+figcaption { color: var(--quiet); font-size: .875rem; margin-top: .4rem; }
+dt { font-weight: 600; }
+dd { margin: 0; }
+.meanings dd { margin-bottom: .8rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: .8rem; }
+.card { border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; }
+.card { background: var(--raised); }
+.card dl { display: grid; grid-template-columns: auto 1fr; gap: .1rem .8rem; margin: 0; }
+.card dl { font-size: .85rem; }
+.card dt { color: var(--quiet); font-weight: 400; }
+.card dd { overflow-wrap: anywhere; }
+@media (max-width: 40rem) {
+  tbody th { min-width: 7rem; max-width: 9rem; }
+  th, td { padding: .4rem .5rem; }
+}
+@media print {
+  main { max-width: none; padding: 0; }
+  .scroll, .plot { overflow: visible; border: 0; }
+  figure svg { min-width: 0; }
+  table { font-size: 7.5pt; }
+  th, td { padding: .2rem .3rem; }
+  tbody th { min-width: 6rem; }
+  figure, .card { break-inside: avoid; }
+}
+</style>
+</head>
+<body>
+<main>
+<h1>$title</h1>
+<p>$states. Quality is that of the <b>$split</b> split$reason. The best value of a column is bold;\
+ the exact value of a cell shows when the pointer is on it.</p>
+<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs">
+$table
+</div>
+$notes
+$curves
+$sizes
+<h2>What the columns mean</h2>
+<dl class="meanings">
+$meanings
+</dl>
+<h2>Where the numbers come from</h2>
+<div class="cards">
+$cards
+</div>
+</main>
+</body>
+</html>
+""")
 
 
 def write_page(
@@ -23,116 +119,71 @@ def write_page(
   title: str = "Runs",
   columns: Sequence[Column] | None = None,
 ) -> None:
-  """Writes the table, the plots, what each column means and where each run comes from.
+  """Writes a page with a table, plots, the meaning of each column and the origin of each run.
 
-  The file asks for nothing outside itself and replaces an older one as a whole.
+  The page loads nothing from outside, and replaces an older one atomically.
   """
   columns = default_columns(runs) if columns is None else columns
-  sections = [_intro(runs, title), _table(columns, runs), *_plots(runs)]
-  sections += [_meanings(columns), _provenance(runs)]
-  write_whole(path, _document(title, "\n".join(sections)))
-
-
-def write_whole(path: str | os.PathLike, text: str) -> None:
-  """Writes a file so that a reader sees the old text or the new one, never a part."""
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  beside = path.with_name(f".{path.name}.{os.getpid()}")
-  beside.write_text(text, encoding="utf-8")
-  beside.replace(path)
-
-
-def _document(title: str, body: str) -> str:
-  return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{html.escape(title)}</title>
-<style>
-{style()}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def _intro(runs: Sequence[Run], title: str) -> str:
-  states = Counter(run.status for run in runs)
-  told = ", ".join(f"{states[s]} {s}" for s in ("finished", "failed", "unfinished") if states[s])
-  split = common_split(runs)
-  why = "" if split == "test" else " (not every finished run has test numbers)"
-  return (
-    f"<h1>{html.escape(title)}</h1>\n<p>{len(runs)} runs: {told}. Quality is that of the"
-    f" <b>{split}</b> split{why}. The best value of a column is bold; exact values show on"
-    " hovering.</p>"
-  )
-
-
-def _table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
-  # Reachable by keyboard, because a narrow screen has to scroll it.
-  attributes = 'class="scroll" tabindex="0" role="region" aria-label="Comparison of runs"'
-  return f"<div {attributes}>\n{html_table(columns, runs)}\n</div>"
-
-
-def _plots(runs: Sequence[Run]) -> list[str]:
-  curves = "Loss over optimiser steps. Lines: training, lightly smoothed; rings: validation."
-  sizes = (
-    f"Bytes of the head against perplexity on the {common_split(runs)} split. Lower left is better."
-  )
-  return [
-    _plot(loss_curves(runs), "loss", curves),
-    _plot(size_against_perplexity(runs), "size", sizes),
-  ]
-
-
-def _plot(figure: Figure | None, name: str, says: str) -> str:
-  if figure is None:
-    return f"<p>No run has what this plot needs: {html.escape(says)}</p>"
-  drawn = svg(figure, name, says)
-  caption = f"<figcaption>{html.escape(says)}</figcaption>"
-  return f'<figure>\n<div class="plot" tabindex="0">{drawn}</div>\n{caption}\n</figure>'
-
-
-def _meanings(columns: Sequence[Column]) -> str:
-  return '<h2>What the columns mean</h2>\n<dl class="meanings">\n' + _entries(
-    (column.title, column.meaning) for column in columns
-  )
-
-
-def _provenance(runs: Sequence[Run]) -> str:
+  states, split = Counter(run.status for run in runs), common_split(runs)
+  counts = [f"{states[s]} {s}" for s in ("finished", "failed", "unfinished") if states[s]]
+  series = lambda colors: "; ".join(f"--series-{at}: {color}" for at, color in enumerate(colors))
   cards = [
-    f'<section class="card">\n<h3>{breakable(label)}</h3>\n<dl>\n{entries}\n</section>'
-    for label, entries in zip(labels(runs), (_entries(_origin(run)) for run in runs), strict=True)
+    f'<section class="card">\n<h3>{breakable(label)}</h3>\n<dl>\n{_entries(_origin(run))}\n</dl>'
+    "\n</section>"
+    for label, run in zip(labels(runs), runs)
   ]
-  heading = "<h2>Where the numbers come from</h2>"
-  return "\n".join([heading, '<div class="cards">', *cards, "</div>"])
+  footnotes = note_lines(notes(runs))
+  text = PAGE.substitute(
+    title=html.escape(title),
+    light=series(SERIES),
+    dark=series(DARK_SERIES),
+    states=f"{len(runs)} runs: {', '.join(counts)}",
+    split=split,
+    reason="" if split == "test" else " (not every finished run has test numbers)",
+    table=html_table(columns, runs, notes(runs)),
+    notes="\n".join(f'<p class="note">{html.escape(line)}</p>' for line in footnotes),
+    curves=_figure(
+      loss_curves(runs),
+      "loss",
+      "Loss over optimiser steps. Lines: training, lightly smoothed; rings: validation.",
+    ),
+    sizes=_figure(
+      size_against_perplexity(runs),
+      "size",
+      f"Bytes of the head against perplexity on the {split} split. Lower left is better.",
+    ),
+    meanings=_entries((column.title, column.meaning) for column in columns),
+    cards="\n".join(cards),
+  )
+  write_whole(path, text)
+
+
+def _figure(figure, name: str, caption: str) -> str:
+  if figure is None:
+    return f"<p>No run has what this plot needs: {html.escape(caption)}</p>"
+  drawn = f'<div class="plot" tabindex="0">{svg(figure, name, caption)}</div>'
+  return f"<figure>\n{drawn}\n<figcaption>{html.escape(caption)}</figcaption>\n</figure>"
 
 
 def _origin(run: Run) -> list[tuple[str, str]]:
+  """Returns what a reader needs to repeat a run, as (name, text)."""
+  head, tied = run.get("head.class"), run.get("head.tied")
   versions = run.get("versions") or {}
-  tied = ", tied to the embedding" if run.get("head.tied") else ""
-  head = run.get("head.class")
-  known = [
-    ("status", run.status),
-    ("error", run.get("error")),
-    ("head", f"{head}{tied}" if head else None),
-    ("config", run.get("config_hash") or run.config_hash),
-    ("commit", run.get("commit")),
-    ("seed", run.get("seed")),
-    ("device", run.get("device")),
-    ("date", run.get("date")),
-    ("versions", ", ".join(f"{k} {v}" for k, v in versions.items()) or None),
-  ]
-  always = [(name, MISSING if value is None else str(value)) for name, value in known]
-  return [(name, value) for name, value in always if value != MISSING or name != "error"]
+  values = {
+    "status": run.status,
+    "error": run.get("error"),
+    "head": f"{head}{', tied to the embedding' if tied else ''}" if head else None,
+    "config": run.get("config_hash") or run.config_hash,
+    "commit": run.get("commit"),
+    "seed": run.get("seed"),
+    "device": run.get("device"),
+    "date": run.get("date"),
+    "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or None,
+  }
+  if values["error"] is None:
+    del values["error"]
+  return [(name, MISSING if value is None else str(value)) for name, value in values.items()]
 
 
-def _entries(pairs) -> str:
-  lines = (f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in pairs)
-  return "\n".join(lines) + "\n</dl>"
+def _entries(pairs: Iterable[tuple[str, str]]) -> str:
+  return "\n".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in pairs)

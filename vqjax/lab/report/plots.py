@@ -1,76 +1,146 @@
-"""What do the loss curves look like, and what does a smaller head cost in perplexity?"""
+"""Plots of runs: loss curves, and the size of heads against perplexity."""
 
+import html
+import io
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import Bbox
+from scipy.optimize import isotonic_regression
 
 from vqjax.lab.report import units
-from vqjax.lab.report.columns import common_split
-from vqjax.lab.report.placing import label_points, spread
-from vqjax.lab.report.rows import Run, labels
-from vqjax.lab.report.svg import INK, SERIES
+from vqjax.lab.report.runs import Run, common_split, labels
 
-_LEADER = {"arrowstyle": "-", "alpha": 0.5, "linewidth": 0.7, "relpos": (0, 0.5)}
-_DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)))
+INK = "#1b1e23"
+"""Colour of text and axes; in an SVG the page may set another as the CSS variable `--ink`."""
+
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#b0508a", "#9a7400", "#3d8fc4")
+"""Colours of runs, after Okabe and Ito, dark enough for text; in CSS `--series-0` to `-5`."""
+
+DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)))
+"""Line styles of the first six runs, the next six, ..."""
 
 
 def loss_curves(runs: Sequence[Run]) -> Figure | None:
-  """Training loss, lightly smoothed, and validation points over steps; None without any row."""
+  """Plots smoothed training loss and validation loss over steps; None if no run has a row."""
   figure, axes = blank(height=max(3.6, 0.8 + 0.19 * len(runs)))
   ends = []
-  for style, run, label in zip(_styles(), runs, labels(runs), strict=False):
-    end = _draw_curve(axes, run, style)
-    ends += [(*end, label, style["color"])] if end else []
+  for style, run, label in zip(_styles(), runs, labels(runs)):
+    train = _series(run, lambda row: row.get("loss"))
+    valid = _series(run, lambda row: (row.get("valid") or {}).get("nats_per_token"))
+    if len(train):
+      train[:, 1] = smooth(train[:, 1])
+      axes.plot(*train.T, linewidth=1.5, **style)
+    if len(valid):
+      axes.plot(*valid.T, "o", markersize=5, markerfacecolor="none", color=style["color"])
+    drawn = train if len(train) else valid
+    if len(drawn):
+      ends.append((drawn[-1], label, style["color"]))
   if not ends:
     return None
   axes.set_xlabel("optimiser step")
   axes.set_ylabel("nats per token\n(line: training, ring: validation)")
-  _frame(axes, last=max(x for x, *_ in ends))
+  # The first twentieth may lie outside: there the loss falls from log V.
+  last = max(x for (x, _), *_ in ends)
+  drawn = np.concatenate([np.column_stack(line.get_data()) for line in axes.lines])
+  later = drawn[drawn[:, 0] >= last / 20, 1]
+  pad = 0.05 * (later.max() - later.min()) or 0.1
+  axes.set(xlim=(0, last * 1.02), ylim=(later.min() - pad, later.max() + pad))
   axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-  _label_ends(axes, ends)
+  # The names stand at the right edge, moved apart where they would overlap.
+  bottom, top = axes.get_ylim()
+  gap = 0.17 / (figure.get_figheight() - 0.7)  # inches, of the axes without their labels
+  heights = spread([(y - bottom) / (top - bottom) for (_, y), *_ in ends], gap)
+  for (end, label, color), height in zip(ends, heights):
+    axes.annotate(
+      units.shorten(label),
+      end,
+      (1.04, height),
+      textcoords="axes fraction",
+      color=color,
+      fontsize=9,
+      va="center",
+      arrowprops={
+        "arrowstyle": "-",
+        "alpha": 0.5,
+        "linewidth": 0.7,
+        "relpos": (0, 0.5),
+        "color": color,
+      },
+    )
   return figure
 
 
 def size_against_perplexity(runs: Sequence[Run]) -> Figure | None:
-  """Head bytes against perplexity, one labelled point for each run; None without any point."""
+  """Plots head bytes against perplexity, with a label for each run; None if no run has both."""
   split = common_split(runs)
   points = []
-  for style, run, label in zip(_styles(), runs, labels(runs), strict=False):
+  for style, run, label in zip(_styles(), runs, labels(runs)):
     size, perplexity = run.get("head.state_bytes"), run.get(f"{split}.perplexity")
     if size is not None and perplexity is not None and math.isfinite(perplexity):
       points.append((size, perplexity, label, style["color"]))
   if not points:
     return None
+  sizes, perplexities, names, colors = zip(*points)
   figure, axes = blank(height=3.8)
-  drawn_x = byte_axis(axes, [point[0] for point in points])
-  for x, (_, y, _, color) in zip(drawn_x, points, strict=True):
+  xs = byte_axis(axes, sizes)
+  for x, y, color in zip(xs, perplexities, colors):
     axes.plot(x, y, marker="o", markersize=7, color=color)
   axes.set_xlabel("head bytes")
   axes.set_ylabel(f"{split} perplexity")
   axes.margins(y=0.2)
-  _perplexity_axis(axes, [point[1] for point in points])
-  label_points(axes, drawn_x, [p[1] for p in points], [p[2] for p in points])
+  if max(perplexities) > 8 * min(perplexities):  # one run would squeeze the others together
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+  label_points(axes, xs, perplexities, names)
   return figure
 
 
 def save_png(figure: Figure, path: str | os.PathLike) -> None:
-  """Writes the figure on a white ground, at a width of about 1500 pixels."""
+  """Writes a figure on a white ground, about 1500 pixels wide."""
   figure.savefig(path, format="png", dpi=200, facecolor="white", bbox_inches="tight")
 
 
+def svg(figure: Figure, name: str, description: str) -> str:
+  """Returns a figure as an `<svg>` element, the same text for the same figure.
+
+  Args:
+    figure: the figure.
+    name: prefix of every id in the element, so that a page can hold several figures.
+    description: text for readers who cannot see the figure.
+  """
+  buffer = io.StringIO()
+  with matplotlib.rc_context({"svg.hashsalt": "vqjax", "svg.fonttype": "path"}):
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata=no_metadata)
+  text = buffer.getvalue()
+  text = text[text.index("<svg") :]
+  text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+  text = re.sub(r'\s(width|height)="[\d.]+pt"', "", text, count=2)
+  text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+  label = f'role="img" aria-label="{html.escape(description)}"'
+  text = text.replace("<svg ", f"<svg {label} ", 1).replace(INK, f"var(--ink, {INK})")
+  for at, color in enumerate(SERIES):
+    text = text.replace(color, f"var(--series-{at}, {color})")
+  return text.strip()
+
+
 def _styles():
-  return itertools.cycle({"color": c, "linestyle": d} for d in _DASHES for c in SERIES)
+  return itertools.cycle({"color": c, "linestyle": d} for d in DASHES for c in SERIES)
 
 
 def blank(height: float) -> tuple[Figure, Axes]:
-  """A figure of the page's width and its axes, on the page's ground."""
+  """Returns a figure of the page's width and its axes, on a transparent ground."""
   figure = Figure(figsize=(7.2, height), layout="constrained")
   figure.patch.set_alpha(0)
   axes = figure.add_subplot()
@@ -85,90 +155,85 @@ def blank(height: float) -> tuple[Figure, Axes]:
   return figure, axes
 
 
-def _frame(axes: Axes, last: float):
-  """All steps, and the losses after the first twentieth: before, they fall from log V."""
-  axes.set_xlim(0, last * 1.02)
-  drawn = np.concatenate([np.column_stack(line.get_data()) for line in axes.lines])
-  later = drawn[drawn[:, 0] >= last / 20, 1]
-  pad = 0.05 * (later.max() - later.min()) or 0.1
-  axes.set_ylim(later.min() - pad, later.max() + pad)
-
-
-def _draw_curve(axes: Axes, run: Run, style: dict) -> tuple[float, float] | None:
-  """Draws a run and returns its last point; None where it has none."""
-  train, valid = _series(run, lambda row: row.get("loss")), _series(run, _valid_loss)
-  if len(train):
-    train[:, 1] = smooth(train[:, 1])
-    axes.plot(*train.T, linewidth=1.5, **style)
-  if len(valid):
-    axes.plot(*valid.T, "o", markersize=5, markerfacecolor="none", color=style["color"])
-  drawn = train if len(train) else valid
-  return tuple(drawn[-1]) if len(drawn) else None
-
-
-def _valid_loss(row: Mapping[str, Any]) -> float | None:
-  return (row.get("valid") or {}).get("nats_per_token")
-
-
 def _series(run: Run, get: Callable[[Mapping[str, Any]], float | None]) -> np.ndarray:
-  """[points, 2]: steps and finite values; of a step that a resumed run repeats, the last."""
-  found = {row["step"]: get(row) for row in run.metrics if get(row) is not None}
-  finite = sorted((step, value) for step, value in found.items() if math.isfinite(value))
+  """Returns steps and finite values as [points, 2]; of a repeated step the last value."""
+  values = {row["step"]: get(row) for row in run.metrics if get(row) is not None}
+  finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
   return np.array(finite, float).reshape(-1, 2)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-  """Each value's mean with its neighbours, over a fiftieth of the curve on either side.
+  """Returns the mean of each value and its neighbours, a fiftieth of the curve on either side.
 
-  The window shrinks towards both ends, so the first and the last value stay what they are.
+  The window shrinks towards both ends, so that the first and the last value do not change.
   """
-  half = len(values) // 50
-  reach = np.minimum(half, np.minimum(np.arange(len(values)), np.arange(len(values))[::-1]))
-  total = np.concatenate([[0.0], np.cumsum(values)])
   at = np.arange(len(values))
+  reach = np.minimum(len(values) // 50, np.minimum(at, at[::-1]))
+  total = np.concatenate([[0.0], np.cumsum(values)])
   return (total[at + reach + 1] - total[at - reach]) / (2 * reach + 1)
 
 
-def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]):
-  """Names the curves at the right edge, moved apart where they would overlap."""
-  bottom, top = axes.get_ylim()
-  wanted = [(y - bottom) / (top - bottom) for _, y, _, _ in ends]
-  gap = 0.17 / (axes.figure.get_figheight() - 0.7)  # inches, of the axes without their labels
-  for (x, y, label, color), place in zip(ends, spread(wanted, gap), strict=True):
-    axes.annotate(
-      units.shorten(label),
-      (x, y),
-      (1.04, place),
-      textcoords="axes fraction",
-      color=color,
-      fontsize=9,
-      va="center",
-      arrowprops=_LEADER | {"color": color},
-    )
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+  """Returns positions in [0, 1] that are `gap` apart and nearest to the wanted ones.
+
+  The order does not change. The least-squares solution is an isotonic regression, once positions
+  are shifted by their rank. Too many labels for [0, 1] exceed it at the top.
+  """
+  order = np.argsort(wanted, kind="stable")
+  shifts = gap * np.arange(len(wanted))
+  shifted = isotonic_regression(np.asarray(wanted)[order] - shifts).x
+  placed = np.empty(len(wanted))
+  placed[order] = np.clip(shifted, 0, max(0.0, 1 - shifts[-1])) + shifts
+  return placed.tolist()
+
+
+def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Sequence[str]):
+  """Writes a text at the nearest free position beside each point, with a line where it is far."""
+  # The layout moves the axes, and a line to a label must not move: positions are final from here.
+  FigureCanvasAgg(axes.figure).draw()
+  axes.autoscale(False)
+  to_data = axes.transData.inverted().transform
+  points = axes.transData.transform(list(zip(xs, ys)))
+  occupied = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
+  for (x, y), text in zip(points, texts):
+    artist = axes.text(0, 0, units.shorten(text), color=INK, fontsize=9, va="bottom", ha="left")
+    extent = artist.get_window_extent()
+    width, height = extent.width, extent.height
+    for distance, turn in itertools.product((9, 20, 34, 50, 68), (0, 4, 2, 6, 1, 7, 3, 5)):
+      dx, dy = math.cos(turn * math.pi / 4), math.sin(turn * math.pi / 4)
+      left = x + distance * dx + (dx - 1) / 2 * width
+      bottom = y + distance * dy + (dy - 1) / 2 * height
+      box = Bbox.from_bounds(left, bottom, width, height)
+      inside = axes.bbox.count_contains(box.get_points()) == 2
+      if inside and box.count_overlaps(occupied) == 0:
+        break
+    else:
+      box, distance = Bbox.from_bounds(x + 9, y - height / 2, width, height), 0
+    artist.set_position(to_data((box.x0, box.y0)))
+    occupied.append(box)
+    if distance > 20:
+      nearest = np.clip((x, y), box.min, box.max)
+      line = to_data([(x, y), nearest])
+      axes.plot(*line.T, color=INK, alpha=0.5, linewidth=0.7, zorder=1)
 
 
 def byte_axis(axes: Axes, sizes: Sequence[float]) -> list[float]:
-  """A logarithmic axis of bytes; 0, the size of a tied head, stands left of the smallest."""
+  """Makes the x axis logarithmic in bytes; returns the x of each size.
+
+  A size of 0, that of a tied head, stands left of the smallest.
+  """
   positive = [size for size in sizes if size > 0] or [1]
   low, high = math.log2(min(positive)), math.log2(max(positive))
-  zero = low - max(1.0, (high - low) / 6)
+  zero = 2 ** (low - max(1.0, (high - low) / 6))
   axes.set_xscale("log", base=2)
   stride = max(1, math.ceil((high - low) / 6))
-  exponents = range(math.floor(low), math.ceil(high) + 1, stride)
-  ticks = [2.0**exponent for exponent in exponents]
+  ticks = [2.0**exponent for exponent in range(math.floor(low), math.ceil(high) + 1, stride)]
   if min(sizes) <= 0:
-    ticks = [2**zero, *(tick for tick in ticks if tick >= min(positive))]
-  names = ["0 (tied)" if tick <= 2**zero else units.size(tick) for tick in ticks]
+    ticks = [zero, *(tick for tick in ticks if tick >= min(positive))]
+  names = ["0 (tied)" if tick <= zero else units.size(tick) for tick in ticks]
   axes.set_xticks(ticks, [name.replace(".00", "") for name in names])
   axes.minorticks_off()
-  drawn = [size if size > 0 else 2**zero for size in sizes]
+  xs = [size if size > 0 else zero for size in sizes]
   pad = 2 ** max(0.5, (high - low) / 8)
-  axes.set_xlim(min(drawn) / pad, max(drawn) * pad)
-  return drawn
-
-
-def _perplexity_axis(axes: Axes, values: Sequence[float]):
-  """Logarithmic where one run would squeeze the others together."""
-  if max(values) > 8 * min(values):
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+  axes.set_xlim(min(xs) / pad, max(xs) * pad)
+  return xs

@@ -1,30 +1,27 @@
-"""How do runs read side by side, on a console, in Markdown and in HTML?"""
+"""Tables of runs on a console, in Markdown and in HTML."""
 
-import dataclasses
 import html
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from vqjax.lab.report.columns import Column
-from vqjax.lab.report.rows import Run, labels
+from vqjax.lab.report.runs import Column, Run, labels
 from vqjax.lab.report.units import MISSING, shorten
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-  """One value of one run.
+class Cell(NamedTuple):
+  """A value of a run.
 
   Attributes:
-    text: as a person reads it; a dash where it is missing, "failed" where the run failed.
-    exact: as the run wrote it; empty where it is missing.
-    best: whether no other run has a better one.
+    text: the value with its unit; a dash where it is missing, "failed" where the run failed.
+    exact: the value as the run wrote it; empty where it is missing.
+    best: whether no other run has a better value.
   """
 
   text: str
@@ -33,109 +30,101 @@ class Cell:
 
 
 def cells(columns: Sequence[Column], runs: Sequence[Run]) -> list[list[Cell]]:
-  """One row for each run, one cell for each column."""
-  by_column = [_column_cells(column, runs) for column in columns]
-  return [list(row) for row in zip(*by_column, strict=True)] if columns else [[] for _ in runs]
-
-
-def _column_cells(column: Column, runs: Sequence[Run]) -> list[Cell]:
-  values = [column.get(run) for run in runs]
-  best = _best(column, values)
-  return [_cell(column, run, value, best) for run, value in zip(runs, values, strict=True)]
-
-
-def _best(column: Column, values: Sequence[Any]) -> Any:
-  """The best value; None where fewer than two differ."""
-  known = {v for v in values if isinstance(v, (int, float)) and math.isfinite(v)}
-  if column.smaller_is_better is None or len(known) < 2:
-    return None
-  return min(known) if column.smaller_is_better else max(known)
-
-
-def _cell(column: Column, run: Run, value: Any, best: Any) -> Cell:
-  if value is None:
-    return Cell("failed" if run.status == "failed" else MISSING)
-  return Cell(column.show(value), repr(value), best is not None and value == best)
-
-
-def console_table(columns: Sequence[Column], runs: Sequence[Run], width: int = 80) -> Group:
-  """For `rich`: the columns in as many tables below each other as `width` characters ask for.
-
-  The best value of a column is bold.
-  """
-  names = [shorten(label, width // 4) for label in labels(runs)]
-  start = width - max(map(len, ["run", *names])) - 4  # blanks beside it and at both ends
-  parts, room = [], -1
+  """Returns one row for each run, with one cell for each column."""
+  rows: list[list[Cell]] = [[] for _ in runs]
   for column in columns:
-    column_cells = _column_cells(column, runs)
-    if _width(column.title, column_cells) + 3 > room:
+    values = [column.get(run) for run in runs]
+    finite = {v for v in values if isinstance(v, (int, float)) and math.isfinite(v)}
+    best = None
+    if column.smaller_is_better is not None and len(finite) > 1:
+      best = min(finite) if column.smaller_is_better else max(finite)
+    for row, run, value in zip(rows, runs, values):
+      if value is None:
+        row.append(Cell("failed" if run.status == "failed" else MISSING))
+      else:
+        row.append(Cell(column.show(value), repr(value), best is not None and value == best))
+  return rows
+
+
+def _marked(runs: Sequence[Run], notes: Mapping[str, str]) -> list[str]:
+  """Labels, with a star where there is a note."""
+  return [f"{label} *" if label in notes else label for label in labels(runs)]
+
+
+def note_lines(notes: Mapping[str, str]) -> list[str]:
+  """Returns the lines below a table, one for each note."""
+  return [f"* {label}: {text}" for label, text in notes.items()]
+
+
+def console_table(
+  columns: Sequence[Column],
+  runs: Sequence[Run],
+  width: int = 80,
+  notes: Mapping[str, str] | None = None,
+) -> Group:
+  """Returns a table for `rich`, split into several that are at most `width` characters wide.
+
+  The best value of a column is bold. `notes`, by label, stand below the table.
+  """
+  notes = notes or {}
+  names = [shorten(label, width // 4) for label in _marked(runs, notes)]
+  first_room = width - max(map(len, ["run", *names])) - 4  # blanks beside it and at both ends
+  by_column = list(zip(*cells(columns, runs)))
+  parts: list[list[tuple[Column, Sequence[Cell], int]]] = []
+  room = -1
+  for column, column_cells in zip(columns, by_column):
+    # So wide that no word of the header and no cell is broken.
+    wide = max(len(word) for word in [*column.title.split(), *(cell.text for cell in column_cells)])
+    if wide + 3 > room:
       parts.append([])
-      room = start
-    parts[-1].append((column.title, column_cells))
-    room -= _width(column.title, column_cells) + 3
-  return Group(*(_console_part(part, names) for part in parts))
+      room = first_room
+    parts[-1].append((column, column_cells, wide))
+    room -= wide + 3
+  tables = []
+  for part in parts:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("run", no_wrap=True, vertical="bottom")
+    for column, _, wide in part:
+      table.add_column(column.title, justify="right", vertical="bottom", min_width=wide)
+    for name, *row in zip(names, *(column_cells for _, column_cells, _ in part)):
+      style = lambda cell: "bold" if cell.best else "red" if cell.text == "failed" else ""
+      table.add_row(Text(name), *(Text(cell.text, style(cell)) for cell in row))
+    tables.append(table)
+  return Group(*tables, *map(Text, note_lines(notes)))
 
 
-def _width(title: str, column_cells: Sequence[Cell]) -> int:
-  """Characters that a column needs so that no word of its header and no cell is broken."""
-  return max(len(word) for word in [*title.split(), *(cell.text for cell in column_cells)])
-
-
-def _console_part(part: Sequence[tuple[str, Sequence[Cell]]], names: Sequence[str]) -> Table:
-  table = Table(box=box.SIMPLE_HEAD)
-  table.add_column("run", no_wrap=True, vertical="bottom")
-  for title, column_cells in part:
-    width = _width(title, column_cells)
-    table.add_column(title, justify="right", vertical="bottom", min_width=width)
-  for at, name in enumerate(names):
-    row = (column_cells[at] for _, column_cells in part)
-    table.add_row(Text(name), *(Text(cell.text, _console_style(cell)) for cell in row))
-  return table
-
-
-def _console_style(cell: Cell) -> str:
-  return "bold" if cell.best else "red" if cell.text == "failed" else ""
-
-
-def markdown_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
-  """A table in GitHub's Markdown: the best value of a column is bold."""
-  header = ["run", *(column.title for column in columns)]
-  body = [
-    [label, *(f"**{cell.text}**" if cell.best else cell.text for cell in row)]
-    for label, row in zip(labels(runs), cells(columns, runs), strict=True)
-  ]
-  rule = ["---", *("---:" for _ in columns)]
-  lines = [_markdown_row(header), f"| {' | '.join(rule)} |", *map(_markdown_row, body)]
+def markdown_table(
+  columns: Sequence[Column], runs: Sequence[Run], notes: Mapping[str, str] | None = None
+) -> str:
+  """Returns a table in GitHub's Markdown; the best value of a column is bold."""
+  notes = notes or {}
+  rows = [["run", *(column.title for column in columns)], ["---", *("---:" for _ in columns)]]
+  for label, row in zip(_marked(runs, notes), cells(columns, runs)):
+    rows.append([label, *(f"**{cell.text}**" if cell.best else cell.text for cell in row)])
+  # A bar would end the cell, and a line break the row.
+  escape = lambda text: " ".join(text.split()).replace("|", "\\|")
+  lines = [f"| {' | '.join(map(escape, row))} |" for row in rows]
+  lines += [line for note in note_lines(notes) for line in ("", note.replace("*", "\\*"))]
   return "\n".join(lines) + "\n"
 
 
-def _markdown_row(texts: Sequence[str]) -> str:
-  # A bar would end the cell, and a line break the row.
-  escaped = (" ".join(text.split()).replace("|", "\\|") for text in texts)
-  return f"| {' | '.join(escaped)} |"
-
-
-def html_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
-  """A `<table>`: exact values are in the cells' titles, the best of a column is class "best"."""
+def html_table(
+  columns: Sequence[Column], runs: Sequence[Run], notes: Mapping[str, str] | None = None
+) -> str:
+  """Returns a `<table>` with exact values as titles of the cells; class "best" marks the best."""
   header = "".join(f'<th scope="col">{html.escape(column.title)}</th>' for column in columns)
-  rows = [
-    f'<tr><th scope="row">{breakable(label)}</th>{"".join(map(_html_cell, row))}</tr>'
-    for label, row in zip(labels(runs), cells(columns, runs), strict=True)
-  ]
-  body = "\n".join(rows)
-  return (
-    f'<table>\n<thead><tr><th scope="col">run</th>{header}</tr></thead>\n'
-    f"<tbody>\n{body}\n</tbody>\n</table>"
-  )
+  lines = ["<table>", f'<thead><tr><th scope="col">run</th>{header}</tr></thead>', "<tbody>"]
+  for label, row in zip(_marked(runs, notes or {}), cells(columns, runs)):
+    row_cells = []
+    for cell in row:
+      kind = "best" if cell.best else "failed" if cell.text == "failed" else ""
+      attributes = f' class="{kind}"' if kind else ""
+      attributes += f' title="{html.escape(cell.exact)}"' if cell.exact else ""
+      row_cells.append(f"<td{attributes}>{html.escape(cell.text)}</td>")
+    lines.append(f'<tr><th scope="row">{breakable(label)}</th>{"".join(row_cells)}</tr>')
+  return "\n".join([*lines, "</tbody>", "</table>"])
 
 
 def breakable(label: str) -> str:
-  """Escaped, and free to break after an underscore or a slash."""
+  """Escapes a label for HTML and lets it break after an underscore or a slash."""
   return re.sub(r"([_/])", r"\1<wbr>", html.escape(label))
-
-
-def _html_cell(cell: Cell) -> str:
-  kind = "best" if cell.best else "failed" if cell.text == "failed" else ""
-  attributes = f' class="{kind}"' if kind else ""
-  attributes += f' title="{html.escape(cell.exact)}"' if cell.exact else ""
-  return f"<td{attributes}>{html.escape(cell.text)}</td>"

@@ -1,0 +1,258 @@
+"""Runs as their folders describe them, and the columns that compare them."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vqjax.lab.report import units
+
+TIED_NOTE = (
+  "this baseline is being measured again. Tied and untied embeddings start at different output"
+  " scales; a fair comparison is pending."
+)
+"""Note on every dense head that is tied to its embedding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run, as the JSON files of its folder describe it.
+
+  Attributes:
+    folder: the run folder.
+    config: nested description of the experiment; empty without a `config.json`.
+    config_hash: hash of the experiment; None without a `config.json`.
+    metrics: rows of `metrics.jsonl` in their order.
+    result: content of `result.json`; None before the run has ended.
+  """
+
+  folder: pathlib.Path
+  config: Mapping[str, Any]
+  config_hash: str | None
+  metrics: tuple[Mapping[str, Any], ...]
+  result: Mapping[str, Any] | None
+
+  @property
+  def name(self) -> str:
+    """Name of the experiment, or of the folder where the experiment has none."""
+    return str(self.get("name") or self.config.get("name") or self.folder.name)
+
+  @property
+  def status(self) -> str:
+    """One of "finished", "failed" and, without a result, "unfinished"."""
+    return "unfinished" if self.result is None else str(self.get("status") or "finished")
+
+  def get(self, path: str) -> Any:
+    """Returns a value of the result by its dotted path, such as "head.params", or None."""
+    value: Any = self.result
+    for part in path.split("."):
+      value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def read_run(folder: str | pathlib.Path) -> Run:
+  """Reads the run in a folder; any of its files may be missing.
+
+  Raises:
+    ValueError: a file does not hold the expected JSON; the message names the file and the line.
+  """
+  folder = pathlib.Path(folder)
+  config = _read_object(folder / "config.json") or {}
+  return Run(
+    folder=folder,
+    config=config.get("config", {}),
+    config_hash=config.get("hash"),
+    metrics=_read_rows(folder / "metrics.jsonl"),
+    result=_read_object(folder / "result.json"),
+  )
+
+
+def read_runs(folder: str | pathlib.Path) -> list[Run]:
+  """Reads every run in or below a folder, in the order of their paths."""
+  files = pathlib.Path(folder).rglob("*.json")
+  folders = {file.parent for file in files if file.name in ("config.json", "result.json")}
+  return [read_run(folder) for folder in sorted(folders)]
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+  """Returns a name for each run, with the folder's name where two runs have the same name."""
+  names = [run.name for run in runs]
+  return [
+    f"{name} ({run.folder.name})" if names.count(name) > 1 else name
+    for run, name in zip(runs, names, strict=True)
+  ]
+
+
+def _read_object(path: pathlib.Path) -> dict[str, Any] | None:
+  return _parse(path.read_text(), path, 1) if path.is_file() else None
+
+
+def _read_rows(path: pathlib.Path) -> tuple[dict[str, Any], ...]:
+  if not path.is_file():
+    return ()
+  *lines, unfinished = path.read_text().split("\n")
+  rows = [_parse(line, path, at) for at, line in enumerate(lines, 1) if line.strip()]
+  try:
+    return (*rows, _parse(unfinished, path, len(lines) + 1)) if unfinished else tuple(rows)
+  except ValueError:
+    return tuple(rows)  # a running process has not finished its last line
+
+
+def _parse(text: str, path: pathlib.Path, line: int) -> dict[str, Any]:
+  try:
+    value = json.loads(text)
+  except json.JSONDecodeError as error:
+    at = f"{path}, line {line + error.lineno - 1}"
+    raise ValueError(f"{at}: damaged JSON ({error.msg}). Repair it or remove the run.") from None
+  if not isinstance(value, dict):
+    raise ValueError(
+      f"{path}, line {line}: must be a JSON object; got {value!r}. Repair it or remove the run."
+    )
+  return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+  """A column of a table: one number for each run.
+
+  Attributes:
+    title: the header, with the unit.
+    get: run -> value, or None.
+    show: value -> text.
+    meaning: what the number is and how it was measured, for the page.
+    smaller_is_better: True, False, or None where no value is the best.
+  """
+
+  title: str
+  get: Callable[[Run], Any]
+  show: Callable[[Any], str]
+  meaning: str
+  smaller_is_better: bool | None = None
+
+
+def common_split(runs: Sequence[Run]) -> str:
+  """Returns "test" if every finished run was tested, else "valid": a column has one split."""
+  finished = [run for run in runs if run.status == "finished"]
+  tested = finished and all(run.get("test.perplexity") is not None for run in finished)
+  return "test" if tested else "valid"
+
+
+def notes(runs: Sequence[Run]) -> dict[str, str]:
+  """Returns label -> note of the runs whose numbers need one."""
+  tied = lambda run: "DenseHead" in str(run.get("head.class")) and run.get("head.tied")
+  return {label: TIED_NOTE for run, label in zip(runs, labels(runs)) if tied(run)}
+
+
+def default_columns(runs: Sequence[Run]) -> list[Column]:
+  """Returns columns of quality, sizes and costs; the quality of all runs is on one split."""
+  split = common_split(runs)
+  # Times on several devices or batch sizes are not compared.
+  comparable = len({_timed_on(run) for run in runs if run.status == "finished"}) <= 1
+  smaller, larger = (True, False) if comparable else (None, None)
+
+  def column(title, path, show, meaning, smaller_is_better=None) -> Column:
+    return Column(title, lambda run: run.get(path), show, meaning, smaller_is_better)
+
+  columns = [
+    column(
+      f"{split} perplexity",
+      f"{split}.perplexity",
+      units.fixed(2),
+      f"The exponential of nats/token on the {split} split. It depends on the tokenizer: compare it"
+      " only between runs with the same one.",
+      True,
+    ),
+    column(
+      f"{split} nats/token",
+      f"{split}.nats_per_token",
+      units.fixed(4),
+      f"Mean of -log p(token), in nats, over all tokens of the {split} split, each given the tokens"
+      " before it in its window.",
+      True,
+    ),
+    column(
+      f"{split} bits/byte",
+      f"{split}.bits_per_byte",
+      units.fixed(4),
+      f"Sum of -log2 p(token) over the {split} split, divided by the bytes of its text. It compares"
+      " runs with different tokenizers, unless one replaces words by an unknown one.",
+      True,
+    ),
+    # No size is the best: it is chosen, not measured.
+    column(
+      "head params",
+      "head.params",
+      units.count,
+      "Trained parameters that the output head owns. The table of a tied head belongs to the"
+      " embedding, and counts only in the model.",
+    ),
+    column(
+      "head bytes",
+      "head.state_bytes",
+      units.size,
+      "Bytes of all variables that the head owns, at the precision of training: parameters and"
+      " integer tables of codes, without the state of the optimiser.",
+    ),
+    column(
+      "model params",
+      "model.params",
+      units.count,
+      "Trained parameters of the whole model, with embedding and head; shared ones count once.",
+    ),
+    column(
+      "loss, ms",
+      "loss.seconds",
+      units.milliseconds,
+      "Median time of the head's loss and its gradients for one device's share of a micro-batch,"
+      " compiled, on the run's device. The rest of the model is not included.",
+      smaller,
+    ),
+    column(
+      "loss temp",
+      "loss.temp_bytes",
+      units.size,
+      "Bytes of temporary buffers that XLA allocates for that computation, beyond its inputs and"
+      " outputs.",
+      smaller,
+    ),
+    column(
+      "tokens/s",
+      "train.tokens_per_second",
+      units.count,
+      "Training tokens per second, mean over the optimiser steps of the run, on the run's device.",
+      larger,
+    ),
+  ]
+  dense = first_dense(runs)
+  if dense is not None:
+    at = next(i for i, column in enumerate(columns) if column.title == "loss, ms") + 1
+    columns.insert(at, _relative_loss_time(dense))
+  return columns
+
+
+def first_dense(runs: Sequence[Run]) -> Run | None:
+  """Returns the first run with a dense head and a loss time, the baseline of the times."""
+  is_dense = lambda run: "DenseHead" in str(run.get("head.class")) and run.get("loss.seconds")
+  return next(filter(is_dense, runs), None)
+
+
+def _timed_on(run: Run) -> tuple[Any, Any]:
+  """What a loss time depends on besides the head: the device and the number of tokens."""
+  return run.get("device"), run.get("loss.tokens")
+
+
+def _relative_loss_time(dense: Run) -> Column:
+  def relative(run: Run) -> float | None:
+    seconds = run.get("loss.seconds")
+    same_work = _timed_on(run) == _timed_on(dense)
+    return seconds / dense.get("loss.seconds") if seconds is not None and same_work else None
+
+  return Column(
+    "loss / dense",
+    relative,
+    units.ratio,
+    f"The loss time as a multiple of that of {dense.name}, the first run with a dense head. Runs on"
+    " another device or with another number of tokens in a micro-batch have none.",
+    True,
+  )
