@@ -65,16 +65,25 @@ def markdown(frame: pd.DataFrame, left: int = 1) -> str:
 
 
 def show(console: Console, title: str, frame: pd.DataFrame) -> None:
-  """Prints a table with its title in a terminal."""
+  """Prints a table in a terminal, in several parts if its columns do not fit side by side."""
   texts = _texts(frame)
-  table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-  for number, name in enumerate(texts.columns):
-    # Labels stay readable beside many columns of numbers.
-    justify, least = ("right", None) if number else ("left", 20)
-    table.add_column(name, justify=justify, min_width=least, overflow="fold")
-  for row in texts.itertuples(index=False):
-    table.add_row(*row)
-  console.print(table, highlight=False, markup=False)
+  label, *columns = texts.columns
+  # Titles may be broken between words, labels anywhere, and numbers must not.
+  widths = {name: max(map(len, [*name.split(), *texts[name]])) for name in columns}
+  parts: list[list[str]] = [[]]
+  for name in columns:
+    if 24 + sum(3 + widths[other] for other in [*parts[-1], name]) > console.width:
+      parts.append([])
+    parts[-1].append(name)
+  console.print(title, highlight=False, markup=False, style="bold")
+  for part in filter(None, parts):
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(label, overflow="fold")
+    for name in part:
+      table.add_column(name, justify="right", width=widths[name], overflow="fold")
+    for row in texts[[label, *part]].itertuples(index=False):
+      table.add_row(*row)
+    console.print(table, highlight=False, markup=False)
 
 
 def _texts(frame: pd.DataFrame) -> pd.DataFrame:
@@ -98,13 +107,13 @@ def origins(results: Results) -> str:
     return "No results."
   distinct = lambda values: ", ".join(sorted(set(values)))
   days = sorted(row["date"][:10] for row in kept)
+  devices = " and ".join(sorted({row["device"] for row in kept}))
   versions = distinct(
     f"{name} {of}" for row in kept for name, of in row.get("versions", {}).items()
   )
   return (
-    f"{len(kept)} results, {days[0]} to {days[-1]}, on {distinct(row['device'] for row in kept)},"
-    f" with {versions}; commits (+: with uncommitted changes)"
-    f" {distinct(row['commit'] for row in kept)}."
+    f"{len(kept)} results, {days[0]} to {days[-1]}, on {devices}, with {versions}; commits"
+    f" (+: with uncommitted changes) {distinct(row['commit'] for row in kept)}."
   )
 
 

@@ -109,10 +109,14 @@ def measure(results: Results, setting: Setting, row: Row) -> Measurement:
   over = [100 * (test(done[seed]) / test(full[seed]) - 1) for seed in sorted(done.keys() & full)]
   head = done[min(done)]["head"] if done else {}
   sizes = [result["head"]["state_bytes"] for result in (of("full") | of("full-scratch")).values()]
-  vocab = vocab_size(results, setting)
-  head_bytes = head.get("state_bytes")
-  if vocab and head_bytes and isinstance(row.head, (LearnedCodebookHead, LearnedProductHead)):
-    head_bytes = _fixed(row.head, vocab).size().state_bytes
+  head_bytes, vocab = head.get("state_bytes"), vocab_size(results, setting)
+  if head_bytes and vocab and isinstance(row.head, (LearnedCodebookHead, LearnedProductHead)):
+    own, bias = row.head, row.head.token_bias
+    if isinstance(own, LearnedCodebookHead):
+      fixed = CodebookHead(vocab, own.dim, own.codes, token_bias=bias)
+    else:
+      fixed = ProductHead(vocab, own.dim, own.codes, own.subspaces, token_bias=bias)
+    head_bytes = fixed.size().state_bytes
   every = page.seeds(results, f"{setting.name}/{row.name}").values()
   floors = [kept["floors"] for kept in every if kept.get("floors")]
   mean = lambda key: statistics.fmean(each[key] for each in floors) if floors else None
@@ -138,46 +142,40 @@ def vocab_size(results: Results, setting: Setting) -> int | None:
   return None
 
 
-def _fixed(head: LearnedCodebookHead | LearnedProductHead, vocab: int) -> Any:
-  """The head of fixed codes that a head with learned codes becomes after training."""
-  if isinstance(head, LearnedCodebookHead):
-    return CodebookHead(vocab, head.dim, head.codes, token_bias=head.token_bias)
-  return ProductHead(vocab, head.dim, head.codes, head.subspaces, token_bias=head.token_bias)
-
-
 def table(
   measured: Sequence[Measurement],
   paper: Mapping[str, Mapping[str, str]] | None = None,
   full: Mapping[str, str] | None = None,
 ) -> pd.DataFrame:
   """The rows as text, beside the paper's numbers by row name and its full softmax."""
-  return pd.DataFrame([_cells(m, (paper or {}).get(m.row.name, {}), full or {}) for m in measured])
-
-
-def _cells(m: Measurement, paper: Mapping[str, str], full: Mapping[str, str]) -> dict[str, Any]:
   shown = lambda show, value: None if value is None else show(value)
-  printed, params = paper.get("perplexity"), paper.get("params_M")
-  perplexity = "failed" if m.failed else None
-  return {
-    "run": m.row.label,
-    "paper": printed,
-    "paper, % over full": printed and f"{_over(printed, full['perplexity']):+.1f}",
-    "measured": m.perplexity.show(1) if m.perplexity else perplexity,
-    "seeds": f"{m.perplexity.seeds if m.perplexity else 0}"
-    + (f", {m.failed} failed" if m.failed else ""),
-    "% over full": shown(lambda spread: spread.show(1, "+"), m.over_full),
-    "paper, of full": params and units.ratio(float(params) / float(full["params_M"])),
-    "head bytes": shown(units.size, m.head_bytes),
-    "of full": shown(units.ratio, m.of_full),
-    "floor": shown(units.fixed(1), m.floor),
-    "floor, best bias": shown(units.fixed(1), m.floor_bias),
-    "largest code": shown(units.fixed(0), m.largest),
-  }
+  lines = []
+  for m in measured:
+    printed = (paper or {}).get(m.row.name, {})
+    perplexity, params = printed.get("perplexity"), printed.get("params_M")
+    spread, failed = m.perplexity, f", {m.failed} failed" if m.failed else ""
+    lines.append(
+      {
+        "run": m.row.label,
+        "paper": perplexity,
+        "paper, % over full": perplexity and _over(perplexity, full),
+        "measured": spread.show(1) if spread else ("failed" if failed else None),
+        "seeds": f"{spread.seeds if spread else 0}{failed}",
+        "% over full": m.over_full and m.over_full.show(1, "+"),
+        "paper, of full": params and units.ratio(float(params) / float(full["params_M"])),
+        "head bytes": shown(units.size, m.head_bytes),
+        "of full": shown(units.ratio, m.of_full),
+        "floor": shown(units.fixed(1), m.floor),
+        "floor, best bias": shown(units.fixed(1), m.floor_bias),
+        "largest code": shown(units.fixed(0), m.largest),
+      }
+    )
+  return pd.DataFrame(lines)
 
 
-def _over(perplexity: str, full: str) -> float:
+def _over(perplexity: str, full: Mapping[str, str]) -> str:
   """Per cent above the paper's full softmax."""
-  return 100 * (float(perplexity) / float(full) - 1)
+  return f"{100 * (float(perplexity) / float(full['perplexity']) - 1):+.1f}"
 
 
 def paper_table(results: Results, setting: Setting, name: str) -> pd.DataFrame:
@@ -217,7 +215,7 @@ def codebooks(results: Results, settings: Mapping[str, Setting]) -> pd.DataFrame
         {
           "text": name,
           "K": f"{codes:,}",
-          "paper, % over full": f"{_over(perplexity, printed['full']['perplexity']):+.1f}",
+          "paper, % over full": _over(perplexity, printed["full"]),
           "% over full": m.over_full and m.over_full.show(1, "+"),
           "measured": m.perplexity and m.perplexity.show(1),
           "floor": m.floor and f"{m.floor:.1f}",
@@ -276,34 +274,8 @@ def shared_words(results: Results) -> pd.DataFrame:
   return pd.DataFrame(lines)
 
 
-def speed_tables(speed: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
-  """Title -> table of the numbers that `experiments.bench.codebook` writes."""
-  titles = {"Log-probabilities": "forward", "Loss and gradient": "training"}
-  tables = {}
-  for title, key in titles.items():
-    tables[title] = pd.DataFrame(
-      {
-        "run": name,
-        "milliseconds": units.milliseconds(row["seconds"]),
-        "calls": str(row["calls"]),
-        "times faster": units.ratio(row["times_faster"]),
-        "temporaries": units.size(row["temp_bytes"]),
-        "weights, 16 bits": units.size(row["weight_bytes_16_bit"]),
-        "codes": units.size(row["table_bytes"]),
-      }
-      for name, row in speed[key].items()
-    )
-  cell = lambda row: f"{units.milliseconds(row['seconds'])} ({units.ratio(row['times_faster'])})"
-  for batch, heads in speed["decoding"].items():
-    tables[f"One step of decoding, {batch}, milliseconds and times faster"] = pd.DataFrame(
-      {"run": name} | {step: cell(row) for step, row in steps.items()}
-      for name, steps in heads.items()
-    )
-  return tables
-
-
 def speed_block(speed: Mapping[str, Any] | None) -> str:
-  """Table 3 of the page: the paper's numbers and the measured ones."""
+  """Table 3 of the page: the paper's numbers and those of `experiments.bench.codebook`."""
   full = float(PAPER["Table 3"]["full"]["ms"])
   paper = pd.DataFrame(
     {
@@ -318,12 +290,32 @@ def speed_block(speed: Mapping[str, Any] | None) -> str:
   if speed is None:
     return "\n\n".join([*parts, f"Measured: {units.MISSING}"])
   shape, origin = speed["sizes"]["shape"], speed["provenance"]
-  parts.append(
+  parts += [
     f"Measured on {origin['device']}, float32, {shape['tokens']:,} tokens in slices of"
     f" {speed['slice']:,}, D = {shape['dim']:,}, V = {shape['vocab']:,}, commit {origin['commit']}."
-  )
-  for title, frame in speed_tables(speed).items():
+  ]
+  for title, key in {"Log-probabilities": "forward", "Loss and gradient": "training"}.items():
+    frame = pd.DataFrame(
+      {
+        "run": name,
+        "milliseconds": units.milliseconds(row["seconds"]),
+        "calls": str(row["calls"]),
+        "times faster": units.ratio(row["times_faster"]),
+        "temporaries": units.size(row["temp_bytes"]),
+        "weights, 16 bits": units.size(row["weight_bytes_16_bit"]),
+        "codes": units.size(row["table_bytes"]),
+      }
+      for name, row in speed[key].items()
+    )
     parts += [f"{title}:", page.markdown(frame)]
+  cell = lambda row: f"{units.milliseconds(row['seconds'])} ({units.ratio(row['times_faster'])})"
+  for batch, by_head in speed["decoding"].items():
+    frame = pd.DataFrame(
+      {"run": name} | {step: cell(row) for step, row in steps.items()}
+      for name, steps in by_head.items()
+    )
+    title = f"One step of decoding, {batch}, milliseconds and times faster:"
+    parts += [title, page.markdown(frame)]
   return "\n\n".join(parts)
 
 
@@ -335,7 +327,7 @@ def kmeans_table(figures: Mapping[str, Any] | None) -> pd.DataFrame:
       "seconds": f"{row['seconds']:,.0f}",
       "processor seconds": f"{row['cpu_seconds']:,.0f}",
       "memory": units.size(row["memory_bytes"]),
-      "inertia": f"{row['inertia']:.5g}",
+      "inertia": f"{row['inertia']:,.0f}",
     }
     for data in (figures or {"data": {}})["data"].values()
     for name, row in data["rows"].items()
@@ -451,14 +443,15 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     "kmeans": kmeans_table(read_json(docs / "results" / "vq" / "kmeans.json")),
   }
   blocks = {name: page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
-  blocks |= {"table-3": speed_block(speed), "origins": page.origins(results)}
+  blocks |= {"table-3": speed_block(speed)}
+  blocks["origins"] = f"{page.origins(results)}\n\n{page.failures(results)}"
   figures = {
     "vq-bytes.png": bytes_figure(heads),
     "vq-codes.png": codes_figure(results, settings),
     "vq-speed.png": speed_figure(speed) if speed else None,
   }
   path = docs / "results" / "vq_logits.md"
-  page.update(path, blocks | {"failures": page.failures(results)})
+  page.update(path, blocks)
   drawn = {name: figure for name, figure in figures.items() if figure is not None}
   return [path, *page.save_figures(drawn, docs)]
 

@@ -7,24 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.studies.vq_logits.settings import Setting
-from vqjax import (
-  AdaptiveHead,
-  ClassBasedHead,
-  CodebookEmbedding,
-  CodebookHead,
-  DenseEmbedding,
-  DenseHead,
-  Head,
-  HierarchicalHead,
-  LearnedCodebookHead,
-  LearnedProductHead,
-  LowRankHead,
-  ProductHead,
-  ResidualCodebookHead,
-  SampledSoftmaxHead,
-  assign,
-  convert,
-)
+from vqjax import Head, assign, convert, embeddings, heads
 from vqjax.assign import trees
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, Experiment
@@ -97,7 +80,7 @@ def _converted(
 
 def paper_rows(s: Setting) -> list[Row]:
   """The rows of the paper's Tables 1, 2, 6, 7, 9 and 10 and of its Section 6."""
-  dense = DenseHead(V, s.dim, dtype=s.dtype)
+  dense = heads.DenseHead(V, s.dim, dtype=s.dtype)
   before = lambda seed: dataclasses.replace(s.dense, seed=seed)
   tuned = lambda seed: s.run(
     "full", dense, s.fine_tune, seed, init_from=FromRun(s.path("dense", seed))
@@ -108,15 +91,15 @@ def paper_rows(s: Setting) -> list[Row]:
   ]
   if s.further:
     listed += [_scratch(s, "full-scratch", "Full softmax, from scratch", dense, headline=True)]
-  adaptive = AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
+  adaptive = heads.AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
   listed += [
     _scratch(s, "adaptive", "Adaptive softmax", adaptive),
-    _scratch(s, "low-rank", f"Low-rank ({s.rank})", LowRankHead(V, s.dim, s.rank)),
+    _scratch(s, "low-rank", f"Low-rank ({s.rank})", heads.LowRankHead(V, s.dim, s.rank)),
   ]
   to = convert.ToCodebook
   as_paper = to(convert.KMeans())
   for codes in s.codes:
-    head = CodebookHead(V, s.dim, codes, dtype=s.dtype)
+    head = heads.CodebookHead(V, s.dim, codes, dtype=s.dtype)
     headline = codes == s.codes[-1]
     listed += [
       _converted(s, f"vq-{codes}", f"VQ-Logits (K={codes})", head, as_paper, headline=headline)
@@ -125,16 +108,16 @@ def paper_rows(s: Setting) -> list[Row]:
     return listed
 
   k = s.codes[0]
-  head = CodebookHead(V, s.dim, k, dtype=s.dtype)
+  head = heads.CodebookHead(V, s.dim, k, dtype=s.dtype)
   inputs = convert.KMeans(inputs=True)
   codebook = lambda kind, label, target, **options: _converted(
     s, f"vq-{k}-{kind}", label, head, target, **options
   )
-  tied = CodebookHead(
+  tied = heads.CodebookHead(
     V,
     s.dim,
     k,
-    embedding=CodebookEmbedding(V, s.dim, k, assign.FrequentAlone()),
+    embedding=embeddings.CodebookEmbedding(V, s.dim, k, assign.FrequentAlone()),
     token_bias=True,
     dtype=s.dtype,
   )
@@ -159,13 +142,13 @@ BROWN = convert.Brown(token_bias=True)
 def _codebooks(s: Setting) -> list[Row]:
   """Other assignments of tokens to codes, and other ways to train a codebook."""
   k, small, to = s.codes[-1], s.further.small_codes, convert.ToCodebook
-  plain = CodebookHead(V, s.dim, k, dtype=s.dtype)
-  bias = CodebookHead(V, s.dim, k, token_bias=True, dtype=s.dtype)
-  small_bias = CodebookHead(V, s.dim, small, token_bias=True, dtype=s.dtype)
-  commitment = CodebookHead(V, s.dim, k, token_bias=True, commitment=0.25, dtype=s.dtype)
+  plain = heads.CodebookHead(V, s.dim, k, dtype=s.dtype)
+  bias = heads.CodebookHead(V, s.dim, k, token_bias=True, dtype=s.dtype)
+  small_bias = heads.CodebookHead(V, s.dim, small, token_bias=True, dtype=s.dtype)
+  commitment = heads.CodebookHead(V, s.dim, k, token_bias=True, commitment=0.25, dtype=s.dtype)
   steps = s.fine_tune.steps
   every = max(1, steps // 6)
-  learned = LearnedCodebookHead(V, s.dim, k, token_bias=True, anneal=steps * 2 // 3)
+  learned = heads.LearnedCodebookHead(V, s.dim, k, token_bias=True, anneal=steps * 2 // 3)
   row = lambda name, label, *arguments, **options: _converted(
     s, f"{name}-{k}", f"K={k}, {label}", *arguments, **options
   )
@@ -206,41 +189,39 @@ def _from_scratch(s: Setting) -> list[Row]:
   """Codes computed from the tokens' neighbours in the text, with training from scratch."""
   k, small = s.codes[-1], s.further.small_codes
   contexts = conversion.MappedProduct(convert.ToProduct(power=0.5))
-  product = lambda size: ProductHead(V, s.dim, *size, token_bias=True)
-  label = "product codes of contexts{}, + bias, from scratch"
+  others = {f"-{c}x{m}": (f" ({c} x {m})", (c, m)) for c, m in s.further.other_products}
+  products = {"": ("", s.further.product)} | others
   return [
-    _scratch(
-      s, "product-scratch", label.format(""), product(s.further.product), contexts, headline=True
-    ),
     *(
       _scratch(
         s,
-        f"product-scratch-{codes}x{subspaces}",
-        label.format(f" ({codes} x {subspaces})"),
-        product((codes, subspaces)),
+        f"product-scratch{suffix}",
+        f"product codes of contexts{shown}, + bias, from scratch",
+        heads.ProductHead(V, s.dim, *size, token_bias=True),
         contexts,
+        headline=not suffix,
       )
-      for codes, subspaces in s.further.other_products
+      for suffix, (shown, size) in products.items()
     ),
     _scratch(
       s,
       "residual-scratch",
       "codebook of contexts and a low-rank part, + bias, from scratch",
-      ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True),
+      heads.ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True),
       conversion.Mapped(convert.ContextKMeans(alone=0.25)),
     ),
     _scratch(
       s,
       f"contexts-scratch-{k}",
       f"K={k}, half alone, contexts, + bias, from scratch",
-      CodebookHead(V, s.dim, k, token_bias=True, dtype=s.dtype),
+      heads.CodebookHead(V, s.dim, k, token_bias=True, dtype=s.dtype),
       conversion.Mapped(convert.ContextKMeans(alone=0.5)),
     ),
     _scratch(
       s,
       f"brown-scratch-{small}",
       f"K={small}, exchange on bigrams, + bias, from scratch",
-      CodebookHead(V, s.dim, small, token_bias=True, dtype=s.dtype),
+      heads.CodebookHead(V, s.dim, small, token_bias=True, dtype=s.dtype),
       conversion.Mapped(BROWN),
     ),
   ]
@@ -248,15 +229,17 @@ def _from_scratch(s: Setting) -> list[Row]:
 
 def _other_heads(s: Setting) -> list[Row]:
   """Heads other than the codebook: converted from the dense run, and baselines from scratch."""
-  product = ProductHead(V, s.dim, *s.further.product, token_bias=True)
-  learned = LearnedProductHead(V, s.dim, *s.further.product, token_bias=True)
-  residual = ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True)
+  product = heads.ProductHead(V, s.dim, *s.further.product, token_bias=True)
+  learned = heads.LearnedProductHead(V, s.dim, *s.further.product, token_bias=True)
+  residual = heads.ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True)
   quarter = convert.KMeans(power=1.0, alone=0.25)
-  low_rank = LowRankHead(V, s.dim, s.rank)
-  tied = DenseHead(V, s.dim, embedding=DenseEmbedding(V, s.dim, dtype=s.dtype), dtype=s.dtype)
-  sampled = SampledSoftmaxHead(V, s.dim, samples=s.codes[-1])
-  tree = HierarchicalHead(V, s.dim, zipf_tree)
-  classes = ClassBasedHead(V, s.dim, s.further.classes, assign.contiguous)
+  low_rank = heads.LowRankHead(V, s.dim, s.rank)
+  tied = heads.DenseHead(
+    V, s.dim, embedding=embeddings.DenseEmbedding(V, s.dim, dtype=s.dtype), dtype=s.dtype
+  )
+  sampled = heads.SampledSoftmaxHead(V, s.dim, samples=s.codes[-1])
+  tree = heads.HierarchicalHead(V, s.dim, zipf_tree)
+  classes = heads.ClassBasedHead(V, s.dim, s.further.classes, assign.contiguous)
   to, label = convert.ToProduct(), "product codes, + bias"
   return [
     _converted(s, "product", label, product, to),

@@ -1,9 +1,11 @@
 """Tests of a study's resumption, of its file of results, and of the blocks of its page."""
 
+import io
 import json
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from experiments.studies import page
 from experiments.studies.page import Spread
@@ -158,3 +160,15 @@ def test_a_spread_is_the_mean_and_the_sample_deviation():
   assert Spread.of([]) is None
   assert Spread.of([1234.5]).show(1) == "1,234.5"
   assert Spread.of([100.0, 120.0]).show(1, "+") == "+110.0 ± 14.1"  # 20 / sqrt 2
+
+
+def test_a_wide_table_is_shown_in_parts_with_whole_numbers():
+  frame = pd.DataFrame(
+    {"run": ["a label of several words"]}
+    | {f"{n} per cent": [f"{n}.25 ± {n}.75"] for n in range(9)}
+  )
+  stream = io.StringIO()
+  page.show(Console(file=stream, width=60), "Title", frame)
+  lines = stream.getvalue().splitlines()
+  assert max(map(len, lines)) <= 60
+  assert all(f"{n}.25 ± {n}.75" in stream.getvalue() for n in range(9))
