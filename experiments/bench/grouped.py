@@ -22,7 +22,7 @@ from experiments.bench import images as grouped_images
 from experiments.bench.images import Pictures
 from experiments.bench.losses import Shape
 from experiments.bench.training_step import DENSE, Decoder, tables_2_and_3
-from experiments.studies.grouped.paper import ABLATED
+from experiments.studies.grouped.rows import ABLATED
 from vqjax.lab.training.provenance import device, provenance
 
 

@@ -162,13 +162,3 @@ def finished(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
   """The "result" of each seed of a row whose run finished."""
   rows = {seed: kept["result"] for seed, kept in seeds(results, name).items()}
   return {seed: row for seed, row in rows.items() if row["status"] == "finished"}
-
-
-# To be removed with the last study that calls them by these names.
-save = save_figures
-
-
-def known(results: Results, key: str) -> str:
-  """The distinct values of a field of the results, such as their commits."""
-  values = sorted({str(kept["result"][key]) for kept in results.values()})
-  return ", ".join(values) or units.MISSING

@@ -1,27 +1,160 @@
-"""Which heads do the tables of the grouped head compare, and how does each come to be?"""
+"""Settings and rows of the study: texts, widths, schedules and the heads that are compared.
+
+The scale `paper` has the paper's sizes, for a GPU or TPU: an epoch of the whole of TinyStories.
+At the scale `cpu` a model is as deep and as wide, but reads slices of TinyStories for some minutes,
+128 tokens at a time; GPT-Neo's local attention sees half of them, as in the paper. The scale
+`smoke` takes seconds.
+"""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterable
 
-from configs.grouped_lm import HeadOf, dense, grouped
-from experiments.studies.grouped.settings import Setting
+import numpy as np
+
+from configs.grouped_lm import EPOCH, GPT2, WINDOW, HeadOf, dense, grouped, language_model
+from configs.grouped_shapes import CPU as CPU_PICTURES
+from configs.grouped_shapes import REDUCED, shapes_run
 from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
-from vqjax.convert.orders import Ordering
 from vqjax.lab import conversion
-from vqjax.lab.config import FROM_TOKENIZER, Experiment
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import BPETokenizer, Encoder, Grid, Stories, Text, Tokenizer
+from vqjax.lab.data.tokenizers import Documents
 from vqjax.lab.training import FromRun
+
+RUNS = "runs/grouped"
+"""Folder of all runs, with a folder for each scale."""
+
+TEACHER = "gpt-2"
+"""The row whose trained model is converted, and is the teacher of distillation."""
+
+WIDE = 262_144
+"""The larger vocabulary at which exact decoding is timed."""
+
+FACTORED = 50_232
+"""The number near the vocabulary whose 64 divisors the paper takes as numbers of groups."""
+
+ABLATED = tuple(n for n in range(1, FACTORED + 1) if FACTORED % n == 0)[4:-4]
+"""The paper's Figure 3: the divisors of `FACTORED` without the four smallest and four largest."""
+
+
+SHORT = Train(
+  steps=320,
+  batch=8,
+  learning_rate=4e-3,
+  warmup=32,
+  log_every=5,
+  eval_every=160,
+  save_every=100,
+  keep=1,
+)
+"""327,680 tokens, which two cores read in some minutes with a dense head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadTokenizer(Tokenizer):
+  """A tokenizer whose token t is t * floor(vocab / inner vocabulary) of another tokenizer.
+
+  No text at hand has 262,144 different tokens. If the tokens of a smaller vocabulary are spread
+  evenly over it, each group of a head has its share of tokens that occur and of tokens that do not.
+
+  Attributes:
+    inner: the other tokenizer.
+    vocab: size of the larger vocabulary.
+  """
+
+  inner: Tokenizer
+  vocab: int
+
+  def fit(self, documents: Documents) -> Encoder:
+    """Fits the inner tokenizer."""
+    return SpreadEncoder(self.inner.fit(documents), self.vocab)
+
+  def load(self, state: str) -> Encoder:
+    """Loads the state of a `SpreadEncoder`."""
+    return SpreadEncoder(self.inner.load(json.loads(state)["inner"]), self.vocab)
+
+  def files(self) -> tuple[pathlib.Path, ...]:
+    """Files of the inner tokenizer."""
+    return self.inner.files()
+
+
+class SpreadEncoder(Encoder):
+  """An encoder whose tokens are multiples of `stride`."""
+
+  def __init__(self, inner: Encoder, vocab: int):
+    """Spreads the tokens of `inner` over a vocabulary of `vocab` tokens."""
+    if vocab < inner.vocab:
+      raise ValueError(f"`vocab` must be at least the inner vocabulary {inner.vocab}; got {vocab}.")
+    self._inner, self.vocab = inner, vocab
+    self.stride = vocab // inner.vocab
+    self.eos = inner.eos * self.stride
+
+  def encode(self, document: str) -> np.ndarray:
+    """Spread tokens of a document."""
+    return self._inner.encode(document) * self.stride
+
+  def decode(self, tokens: Iterable[int]) -> str:
+    """Text of the tokens; a token that never occurs reads as the nearest one below it."""
+    last = self._inner.vocab - 1
+    return self._inner.decode(min(int(token) // self.stride, last) for token in tokens)
+
+  def state(self) -> str:
+    """State of the inner encoder, and the vocabulary."""
+    return json.dumps({"inner": self._inner.state(), "vocab": self.vocab})
+
+
+Make = Callable[..., Experiment]
+"""(name, head, dim, window=, train=) -> a language model on a setting's text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """Language models on one text that differ in their head, or in their attention window.
+
+  Attributes:
+    name: of the setting in run folders and results.
+    folder: the folder of the scale's runs.
+    make: makes the model of a head.
+    dim: width, D.
+    rows: names of the rows of this setting.
+    tune: schedule of the fine-tuning of converted models, and of the control beside them.
+    window: attention window of GPT-Neo.
+    groups: numbers of groups, each of which has a row.
+  """
+
+  name: str
+  folder: str
+  make: Make
+  dim: int
+  rows: tuple[str, ...] = ()
+  tune: Train = SHORT
+  window: int = WINDOW
+  groups: tuple[int, ...] = ()
+
+  def path(self, row: str) -> str:
+    """The run folder of a row."""
+    return f"{self.folder}/{self.name}/{row}"
+
+  def experiment(self, row: str, head: HeadOf, **fields) -> Experiment:
+    """The run of a row."""
+    return self.make(f"{self.name}-{row}", head, self.dim, **fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A model that is trained.
+  """A language model of a setting.
 
   Attributes:
     name: of its run.
-    label: what tables call it.
-    make: its experiment in a setting.
-    needs: the row that it starts from.
-    trained: False: it is evaluated as it begins.
+    label: its label in tables.
+    make: setting -> its experiment.
+    needs: name of the row that it starts from.
+    trained: False if it is evaluated as it starts, without training.
+    control: name of the row that has read as many tokens, with which its loss is compared.
   """
 
   name: str
@@ -29,112 +162,190 @@ class Row:
   make: Callable[[Setting], Experiment]
   needs: str | None = None
   trained: bool = True
-
-
-def _plain(name: str, label: str, head: HeadOf, window: bool = False) -> Row:
-  """From scratch."""
-  fields = lambda s: {"window": s.window} if window else {}
-  return Row(name, label, lambda s: s.experiment(name, head, **fields(s)))
-
-
-def _regrouped(name: str, label: str, by: Ordering) -> Row:
-  """From scratch, with tokens in another order than the tokenizer's."""
-
-  def make(s: Setting) -> Experiment:
-    begun = s.experiment(name, ordered)
-    return dataclasses.replace(begun, init_from=conversion.Regrouped(by))
-
-  return Row(name, label, make)
+  control: str | None = None
 
 
 def ordered(vocab: int, dim: int, embedding: Embedding) -> Head:
-  """A grouped head that keeps an order of its tokens."""
+  """A grouped head that keeps an order of its tokens as a variable."""
   del embedding
   return GroupedHead(vocab, dim, order_init=convert.in_order)
 
 
-def unshared(vocab: int, dim: int, embedding: Embedding) -> Head:
-  """One linear for each group."""
-  del embedding
-  return UnsharedGroupedHead(vocab, dim)
+def _scratch(name: str, label: str, head: HeadOf, control: str | None = None, order=None) -> Row:
+  """A row that trains from scratch, with the tokens in another order if `order` is given."""
+
+  def make(s: Setting) -> Experiment:
+    fields = {"window": s.window} if name == "gpt-neo" else {}
+    regrouped = None if order is None else conversion.Regrouped(order)
+    return dataclasses.replace(s.experiment(name, head, **fields), init_from=regrouped)
+
+  return Row(name, label, make, control=control)
 
 
-def of_groups(groups: int) -> HeadOf:
-  """A grouped head of so many groups."""
-
-  def make(vocab: int, dim: int, embedding: Embedding) -> Head:
-    del embedding
-    return GroupedHead(vocab, dim, groups)
-
-  return make
-
-
-TEACHER = "gpt-2"
-"""The row whose trained model teaches, and is converted."""
-
-
-def _more(s: Setting) -> Experiment:
-  """The trained GPT-2, trained on as long as what is made of it."""
-  begun = s.experiment("gpt-2-more", dense, train=s.tune)
-  return dataclasses.replace(begun, init_from=FromRun(s.path(TEACHER)))
+def _continued(s: Setting) -> Experiment:
+  """The trained GPT-2, trained for as long again as the converted models."""
+  experiment = s.experiment("gpt-2-more", dense, train=s.tune)
+  return dataclasses.replace(experiment, init_from=FromRun(s.path(TEACHER)))
 
 
 def _distilled(s: Setting) -> Experiment:
-  """The paper's head from scratch, taught by the trained GPT-2."""
-  own, teacher = s.experiment("distilled", grouped), s.experiment(TEACHER, dense)
-  train = dataclasses.replace(own.train, trainable=("student",))
-  model = conversion.Distilled(own.model, teacher.model)
+  """The paper's head from scratch, with the trained GPT-2 as its teacher."""
+  student, teacher = s.experiment("distilled", grouped), s.experiment(TEACHER, dense)
   return dataclasses.replace(
-    own, model=model, train=train, init_from=conversion.FromTeacher(s.path(TEACHER))
+    student,
+    model=conversion.Distilled(student.model, teacher.model),
+    train=dataclasses.replace(student.train, trainable=("student",)),
+    init_from=conversion.FromTeacher(s.path(TEACHER)),
   )
 
 
 def _converted(
-  name: str, label: str, frequency: bool = False, tuned: bool = False, distillation: float = 0.0
+  name: str, label: str, control: str, by_frequency: bool = False, distillation: float = 0.0
 ) -> Row:
-  """The trained GPT-2 with a grouped head made of its dense one."""
+  """The trained GPT-2 with a grouped head in place of its dense one; "tuned" rows train on."""
 
   def make(s: Setting) -> Experiment:
-    own = ordered if frequency else grouped
-    target = convert.ToGrouped(by=convert.ByFrequency() if frequency else None)
     return conversion.converted(
-      *(s.experiment(TEACHER, dense), s.path(TEACHER)),
-      *(own(FROM_TOKENIZER, s.dim, None), target),
+      s.experiment(TEACHER, dense),
+      s.path(TEACHER),
+      (ordered if by_frequency else grouped)(FROM_TOKENIZER, s.dim, None),
+      convert.ToGrouped(by=convert.ByFrequency() if by_frequency else None),
       name=f"{s.name}-{name}",
       train=s.tune,
       distillation=distillation,
     )
 
-  return Row(name, label, make, TEACHER, tuned)
+  return Row(name, label, make, TEACHER, trained=name.startswith("tuned"), control=control)
 
 
-EVERY = (
-  _plain("gpt-2", "GPT-2", dense),
-  _plain("gpt-neo", "GPT-Neo", dense, window=True),
-  _plain("grouped", "grouped", grouped),
-  _regrouped("shuffled", "grouped, tokens shuffled", convert.Shuffled()),
-  _regrouped("frequency", "grouped, by frequency", convert.ByFrequency()),
-  _regrouped("clusters", "grouped, by clusters", convert.ByClusters(convert.ContextKMeans())),
-  _plain("unshared", "one linear a group", unshared),
-  Row("distilled", "grouped, taught by GPT-2", _distilled, TEACHER),
-  Row("gpt-2-more", "GPT-2, trained on", _more, TEACHER),
-  _converted("converted", "GPT-2, converted"),
-  _converted("converted-frequency", "GPT-2, converted by frequency", frequency=True),
-  _converted("tuned", "GPT-2, converted, trained on", tuned=True),
-  _converted("tuned-frequency", "GPT-2, by frequency, trained on", frequency=True, tuned=True),
+_ROWS = (
+  _scratch("gpt-2", "GPT-2", dense),
+  _scratch("gpt-neo", "GPT-Neo", dense, TEACHER),
+  _scratch("grouped", "grouped", grouped, TEACHER),
+  _scratch("shuffled", "grouped, tokens shuffled", ordered, "grouped", convert.Shuffled()),
+  _scratch("frequency", "grouped, by frequency", ordered, "grouped", convert.ByFrequency()),
+  _scratch(
+    "clusters",
+    "grouped, by clusters",
+    ordered,
+    "grouped",
+    convert.ByClusters(convert.ContextKMeans()),
+  ),
+  _scratch(
+    "unshared",
+    "one linear a group",
+    lambda vocab, dim, embedding: UnsharedGroupedHead(vocab, dim),
+    "grouped",
+  ),
+  Row("distilled", "grouped, taught by GPT-2", _distilled, TEACHER, control="grouped"),
+  Row("gpt-2-more", "GPT-2, trained on", _continued, TEACHER),
+  _converted("converted", "GPT-2, converted", TEACHER),
+  _converted("converted-frequency", "GPT-2, converted by frequency", TEACHER, by_frequency=True),
+  _converted("tuned", "GPT-2, converted, trained on", "gpt-2-more"),
+  _converted("tuned-frequency", "GPT-2, by frequency, trained on", "gpt-2-more", by_frequency=True),
   _converted(
     "tuned-distilled",
     "GPT-2, by frequency, trained on and taught",
-    frequency=True,
-    tuned=True,
+    "gpt-2-more",
+    by_frequency=True,
     distillation=1.0,
   ),
 )
 
 
 def rows(s: Setting) -> list[Row]:
-  """Those of a setting, each after the one that it starts from."""
-  own = [row for row in EVERY if row.name in s.rows]
-  return own + [
-    _plain(f"groups-{groups}", f"{groups:,} groups", of_groups(groups)) for groups in s.sizes
-  ]
+  """The rows of a setting, each after the row that it starts from."""
+
+  def of_groups(groups: int) -> Row:
+    head = lambda vocab, dim, embedding: GroupedHead(vocab, dim, groups)
+    return _scratch(f"groups-{groups}", f"{groups:,} groups", head)
+
+  return [row for row in _ROWS if row.name in s.rows] + [of_groups(groups) for groups in s.groups]
+
+
+EVERY = tuple(row.name for row in _ROWS)
+TABLE = ("gpt-2", "gpt-neo", "grouped")
+"""Rows of the paper's Table 1."""
+
+FEW_GROUPS = tuple(
+  sorted(
+    min(ABLATED, key=lambda groups: abs(math.log(groups / wanted)))
+    for wanted in (6 * (FACTORED / 36) ** (i / 11) for i in range(12))
+  )
+)
+"""Twelve of `ABLATED` from 6 to FACTORED / 6, evenly spaced by ratio."""
+
+
+def _smoke() -> tuple[Setting, ...]:
+  folder, train = f"{RUNS}/smoke", Train(steps=4, batch=8, warmup=2, log_every=2, eval_every=4)
+  make = functools.partial(
+    language_model,
+    layers=2,
+    heads=2,
+    context=16,
+    data=Text(valid_fraction=0.005, test_fraction=0.005),
+    train=dataclasses.replace(train, save_every=4),
+  )
+  small = functools.partial(make, tokenizer=BPETokenizer(vocab=300))
+  wide = functools.partial(make, tokenizer=SpreadTokenizer(BPETokenizer(vocab=300), 1000))
+  tune = Train(steps=2, batch=8, warmup=1, log_every=1, eval_every=2, save_every=2)
+  return (
+    Setting("tiny-16", folder, small, 16, EVERY, tune, window=8, groups=(5, 60)),
+    Setting("wide", folder, wide, 16, ("grouped",)),
+  )
+
+
+def _cpu() -> tuple[Setting, ...]:
+  folder = f"{RUNS}/cpu"
+  make = functools.partial(language_model, context=128, data=Stories(most=100), train=SHORT)
+  wide = functools.partial(make, tokenizer=SpreadTokenizer(GPT2, WIDE))
+  train = dataclasses.replace(SHORT, steps=150, batch=16, warmup=15, eval_every=150)
+  shallow = functools.partial(make, train=train, layers=4, heads=2)
+  tune = dataclasses.replace(SHORT, steps=80, learning_rate=1.3e-3, warmup=8, eval_every=80)
+  return (
+    Setting("lm-128", folder, make, 128, EVERY, tune, window=64),
+    Setting("lm-64", folder, make, 64, (*TABLE, "shuffled"), window=64),
+    Setting("sizes", folder, shallow, 64, groups=FEW_GROUPS),
+    Setting("wide", folder, wide, 128, ("grouped",)),
+  )
+
+
+def _paper() -> tuple[Setting, ...]:
+  folder = f"{RUNS}/paper"
+  fifth = dataclasses.replace(EPOCH, steps=EPOCH.steps // 5, learning_rate=EPOCH.learning_rate / 3)
+  half = dataclasses.replace(EPOCH, steps=EPOCH.steps // 2)
+  shallow = functools.partial(language_model, train=half, layers=4, heads=2)
+  wide = functools.partial(language_model, tokenizer=SpreadTokenizer(GPT2, WIDE))
+  return (
+    Setting("lm-128", folder, language_model, 128, EVERY, fifth),
+    Setting("lm-256", folder, language_model, 256, TABLE),
+    Setting("lm-512", folder, language_model, 512, TABLE),
+    Setting("sizes", folder, shallow, 64, groups=ABLATED),
+    Setting("wide", folder, wide, 128, ("grouped",)),
+  )
+
+
+SCALES = {
+  scale: {s.name: s for s in settings}
+  for scale, settings in (("smoke", _smoke()), ("cpu", _cpu()), ("paper", _paper()))
+}
+"""Scale -> name -> setting."""
+
+TOP = {"smoke": ("tiny-16", "wide"), "cpu": ("lm-128", "wide"), "paper": ("lm-128", "wide")}
+"""Scale -> settings whose grouped head's top-k is timed."""
+
+PICTURES: dict[str, Make] = {
+  "smoke": functools.partial(
+    shapes_run,
+    grid=Grid(pattern=(0,), rotation=(0,), size=(2,), texture=(0,), opacity=(3,), border=(0,)),
+    steps=2,
+    train=dataclasses.replace(CPU_PICTURES, batch=8, log_every=1),
+    train_images=96,
+    held_out=8,
+    dim=8,
+    channels=(2, 2, 2),
+  ),
+  "cpu": functools.partial(shapes_run, grid=REDUCED, train=CPU_PICTURES),
+  "paper": shapes_run,
+}
+"""Scale -> (name, head of (vocab, dim)) -> a run on pictures."""

@@ -1,158 +1,248 @@
-"""What do the tables of the grouped head say, measured: perplexity, grades, memory, throughput?
+"""Run the study of the grouped head: perplexity, grades, accuracy, group sizes and exact decoding.
 
-python -m experiments.studies.grouped.run --scale smoke
-python -m experiments.studies.grouped.run --scale cpu            runs what has no result, then renders
-python -m experiments.studies.grouped.run --scale cpu --list     what there is, and what is done
+python -m experiments.studies.grouped.run --scale cpu         runs what has no result, then renders
+python -m experiments.studies.grouped.run --scale cpu --list  lists the works, and which are done
 python -m experiments.studies.grouped.run --scale cpu --only lm-128/gpt-2,lm-128/grouped
-python -m experiments.studies.grouped.run --render               the page, from the committed results
+python -m experiments.studies.grouped.run --render            updates the page from the results
+python -m experiments.studies.grouped.run --sheet sheet.png   draws pictures of the classes
+python -m experiments.studies.grouped.run --judge-url URL --judge-model NAME
+                                                        grades stories too, as in the paper's Table 1
 
-python -m experiments.studies.grouped.run --judge-url http://127.0.0.1:8000/v1 --judge-model NAME
-                                                            grades stories too, as Table 1 does
-
-`--scale paper` reads TinyStories, which `python -m vqjax.lab.data.build vqjax_tiny_stories` prepares of
-its two files, and `--scale cpu` the slices of it that are below $VQJAX_DATA.
-A run that was stopped goes on; each result is copied to docs/results/grouped/SCALE/, which is all
-that the page is made of.
+`--scale paper` reads TinyStories, which `python -m vqjax.lab.data.build vqjax_tiny_stories` prepares
+from its two files; `--scale cpu` reads the slices of it below $VQJAX_DATA. A run that was stopped
+resumes. Memory and speed are measured by `python -m experiments.bench.grouped`.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import pathlib
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
+from typing import Any
 
+import jax
+import numpy as np
 from rich.console import Console
 
 from configs.grouped_shapes import dense, grouped
-from experiments.studies.grouped import begun as grouped_begun
-from experiments.studies.grouped import curves as grouped_curves
-from experiments.studies.grouped import grades as grouped_grades
-from experiments.studies.grouped import page as grouped_page
-from experiments.studies.grouped import report as grouped_report
-from experiments.studies.grouped import top as grouped_top
-from experiments.studies.grouped.grades import Sheet
-from experiments.studies.grouped.judge import Judge
-from experiments.studies.grouped.rows import TEACHER, Row, rows
-from experiments.studies.grouped.settings import PICTURES, RUNS, SCALES, TOP, Setting
+from experiments.studies.grouped import report
+from experiments.studies.grouped.rows import (
+  PICTURES,
+  RUNS,
+  SCALES,
+  TEACHER,
+  TOP,
+  Row,
+  Setting,
+  rows,
+)
+from experiments.studies.grouped.stories import graded
 from experiments.studies.study import DOCS, Results, Study, Work, derived, trained
-from vqjax.lab.config import config_hash
+from vqjax import GroupedHead, Head
+from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.judge import Judge
+from vqjax.lab.training import evaluate, make_scorer, read_variables
+from vqjax.lab.training.program import Program, keys
+from vqjax.lab.training.run import load_text
+from vqjax.sharding import make_mesh
 
-CACHE = pathlib.Path(RUNS, "judge")
-"""Folder of a judge's answers."""
+CURVE_POINTS = 60
+"""Approximate number of points of a kept training curve."""
 
-SHEETS = {"smoke": Sheet(stories=2, tokens=4), "cpu": Sheet(), "paper": Sheet()}
-"""Scale -> what is graded of each model."""
+TOP_SETTINGS = {"k": 50, "positions": 30}
+"""The number of best tokens, and of positions in the text at which they are searched."""
+
+STORIES = {"stories": 30, "tokens": 200, "temperature": 1.0}
+"""Number of graded stories, most tokens of a completion, and temperature of sampling."""
 
 
 def works(scale: str, judge: Judge | None = None) -> list[Work]:
   """All works of a scale, each after those that it starts from."""
-  found = []
-  for setting in SCALES[scale].values():
-    found += _of_setting(setting)
-  return [*found, *_pictures(scale), *_top(scale), *_grades(scale, judge)]
-
-
-def _of_setting(s: Setting) -> Iterator[Work]:
-  for row in rows(s):
-    yield _work(s, row)
-
-
-def _work(s: Setting, row: Row) -> Work:
-  """Trained, or evaluated as it begins."""
-  if row.trained:
-    return _trained(s, row)
-  experiment = row.make(s)
-  source = next(other for other in rows(s) if other.name == row.needs)
-  settings = {"experiment": config_hash(experiment)}
-  measure = functools.partial(grouped_begun.scores, experiment)
-  return derived(f"{s.name}/{row.name}", row.label, _trained(s, source), settings, measure)
-
-
-def _trained(s: Setting, row: Row) -> Work:
-  needs = (f"{s.name}/{row.needs}",) if row.needs else ()
-  experiment, folder = row.make(s), s.path(row.name)
-  return trained(
-    f"{s.name}/{row.name}", row.label, experiment, folder, grouped_curves.beside, needs
-  )
-
-
-def _pictures(scale: str) -> list[Work]:
-  """The classification of pictures, dense and grouped."""
-  found = []
-  for name, label, head in (("dense", "CNN, dense", dense), ("grouped", "CNN, grouped", grouped)):
+  settings = SCALES[scale]
+  made = [_row(s, row) for s in settings.values() for row in rows(s)]
+  for name, head in (("dense", dense), ("grouped", grouped)):
     experiment = PICTURES[scale](f"pictures-{name}", head)
     folder = f"{RUNS}/{scale}/pictures/{name}"
-    found.append(trained(f"pictures/{name}", label, experiment, folder, grouped_curves.beside))
-  return found
-
-
-def _top(scale: str) -> list[Work]:
-  """Exact decoding: the time of the best tokens of trained grouped heads."""
-  found = []
+    made.append(trained(f"pictures/{name}", f"CNN, {name}", experiment, folder, curves))
   for name in TOP[scale]:
-    s = SCALES[scale][name]
+    s = settings[name]
     row = next(row for row in rows(s) if row.name == "grouped")
-    source, folder = _trained(s, row), pathlib.Path(s.path("grouped"))
-    measure = functools.partial(grouped_top.measure, row.make(s), folder)
-    settings = {"k": grouped_top.K, "positions": grouped_top.POSITIONS}
-    label = f"the {grouped_top.K} best tokens"
-    found.append(derived(f"top/{name}", label, source, settings, measure))
-  return found
+    measure = functools.partial(time_top_k, row.make(s), pathlib.Path(s.path("grouped")))
+    label = f"the {TOP_SETTINGS['k']} best tokens"
+    made.append(derived(f"top/{name}", label, _row(s, row), TOP_SETTINGS, measure))
+  for s in settings.values():
+    made += [_graded(scale, s, row, judge) for row in rows(s) if TEACHER in s.rows and row.trained]
+  return [work for work in made if work is not None]
 
 
-def _render(console: Console, results: Results, scale: str) -> None:
-  cost = grouped_report.read_cost(DOCS)
-  for table in grouped_report.tables(results, scale, cost):
-    console.print(table.rich())
+def _row(s: Setting, row: Row) -> Work:
+  """The work of a language model: training, or evaluation as it starts."""
+  name, experiment = f"{s.name}/{row.name}", row.make(s)
+  if row.trained:
+    needs = (f"{s.name}/{row.needs}",) if row.needs else ()
+    return trained(name, row.label, experiment, s.path(row.name), curves, needs)
+  source = _row(s, next(other for other in rows(s) if other.name == row.needs))
+  settings = {"experiment": config_hash(experiment)}
+  return derived(name, row.label, source, settings, functools.partial(scores, experiment))
+
+
+def _graded(scale: str, s: Setting, row: Row, judge: Judge | None) -> Work | None:
+  """The work of grading a row's stories; without a judge, a result that is already kept or None."""
+  name = f"grades/{s.name}-{row.name}"
+  if judge is None:
+    settings = STUDY.read(scale).get(name, {}).get("settings")
+  else:
+    smoke = {"stories": 2, "tokens": 4} if scale == "smoke" else {}
+    settings = STORIES | smoke | {"model": judge.model}
+  if settings is None:
+    return None
+  measure = functools.partial(graded, row.make(s), pathlib.Path(s.path(row.name)), settings, judge)
+  work = derived(name, f"grades of {row.label}", _row(s, row), settings, measure)
+  return work if judge is not None or STUDY.is_done(scale, work) else None
+
+
+def curves(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+  """Curves of a run at the resolution of a plot: {"curves": {name: [[step, value], ...]}}.
+
+  "train" has means of the loss between its points. "valid" has the loss of every evaluation and,
+  for pictures, "accuracy" and "group_accuracy" have rates.
+  """
+  del experiment
+  lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+  metrics = [json.loads(line) for line in lines]
+  losses = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
+  width = max(1, len(losses) // CURVE_POINTS)
+  kept = {"train": []}
+  for first in range(0, len(losses), width):
+    part = losses[first : first + width]
+    kept["train"].append([part[-1][0], round(statistics.fmean(loss for _, loss in part), 4)])
+  evaluations = [(row["step"], row["valid"]) for row in metrics if "valid" in row]
+  for name in ("valid", "accuracy", "group_accuracy"):
+    key = "nats_per_token" if name == "valid" else name
+    points = [[step, round(valid[key], 4)] for step, valid in evaluations if key in valid]
+    if points:
+      kept[name] = points
+  return {"curves": kept}
+
+
+def scores(experiment: Experiment) -> dict[str, Any]:
+  """Scores of both held-out splits of a model as `Experiment.init_from` starts it, untrained."""
+  text = load_text(experiment)
+  run = text.experiment
+  program = Program(run, make_mesh(run.train.mesh))
+  init_key, _ = keys(run.seed)
+  variables = run.init_from(text, run.model, program.init(init_key).variables)
+  scorer, result = make_scorer(run.model), {}
+  for name in ("valid", "test"):
+    split = text.splits[name]
+    batches = run.loader.whole(split, batch=run.train.batch, context=run.model.context)
+    result[name] = evaluate(scorer, variables, batches, run.loader.text_bytes(split)).known()
+  head = run.model.head
+  return {"result": result | {"head": {"class": type(head).__name__, "params": head.size().params}}}
+
+
+def time_top_k(experiment: Experiment, folder: pathlib.Path, calls: int = 7) -> dict[str, Any]:
+  """Time of a trained grouped head's exact top-k: best-first group search, and all groups.
+
+  Args:
+    experiment: the trained run.
+    folder: its run folder.
+    calls: timed calls of each way at each position, of which the median counts.
+
+  Returns:
+    {"result": {}, "top": medians over positions, one token at a time}.
+  """
+  text = load_text(experiment)
+  model = text.experiment.model
+  variables, step = read_variables(folder)
+  tokens = np.asarray(text.splits["test"].tokens)
+  count = max(1, min(TOP_SETTINGS["positions"], len(tokens) // model.context))
+  windows_NT = tokens[: count * model.context].reshape(count, -1).astype(np.int32)
+  hidden_NTD = jax.jit(lambda v, x: model.apply(v, x, method="hidden"))(variables, windows_NT)
+  head = model.head.clone(parent=None)
+  own = {name: tree["head"] for name, tree in variables.items() if "head" in tree}
+  k = min(TOP_SETTINGS["k"], head.vocab)
+  ways = {
+    "seconds": jax.jit(lambda own, h: head.apply(own, h, k, method=GroupedHead.top_k_visited)),
+    "seconds_all": jax.jit(lambda own, h: head.apply(own, h, k, method=Head.top_k)),
+  }
+  measured = []
+  for hidden_D in np.asarray(hidden_NTD)[:, -1]:
+    # The first call of each way compiles, or warms caches, and does not count.
+    outputs = {name: jax.block_until_ready(way(own, hidden_D)) for name, way in ways.items()}
+    times = {name: [] for name in ways}
+    for _ in range(calls):
+      for name, way in ways.items():
+        start = time.perf_counter()
+        jax.block_until_ready(way(own, hidden_D))
+        times[name].append(time.perf_counter() - start)
+    log_prob, _, visited = outputs["seconds"]
+    measured.append({name: statistics.median(values) for name, values in times.items()})
+    # Both ways sum up to `vocab` float32 probabilities, in different orders.
+    same = np.allclose(log_prob, outputs["seconds_all"][0], atol=1e-4, rtol=0)
+    measured[-1] |= {"visited": int(visited), "same": bool(same)}
+    measured[-1]["mass"] = float(np.exp(log_prob).sum())
+  median = lambda key: statistics.median(row[key] for row in measured)
+  top = {
+    "vocab": head.vocab,
+    "groups": head.groups_and_slots()[0],
+    "k": k,
+    "positions": count,
+    "seconds": median("seconds"),
+    "seconds_all": median("seconds_all"),
+    "ratio": median("seconds") / median("seconds_all"),
+    "visited": median("visited"),
+    "visited_most": max(row["visited"] for row in measured),
+    "mass": median("mass"),
+    "same": all(row["same"] for row in measured),
+    "step": step,
+  }
+  return {"result": {}, "top": top}
+
+
+def render(console: Console, results: Results, scale: str) -> None:
+  """Prints the tables; at the scale cpu, also updates the page and its figures."""
+  report.show(console, results, scale, DOCS)
   if scale == "cpu":
-    for path in grouped_page.write(results):
+    for path in report.write(results, DOCS):
       console.print(f"wrote {path}", highlight=False)
 
 
-def _grades(scale: str, judge: Judge | None) -> Iterator[Work]:
-  """The grades of every language model; without a judge those that one gave before."""
-  for s in SCALES[scale].values():
-    for row in rows(s) if TEACHER in s.rows else ():
-      name = grouped_report.grades_of(f"{s.name}/{row.name}")
-      kept = STUDY.read(scale).get(name)
-      asked = grouped_grades.asked(SHEETS[scale], judge) if judge else (kept or {}).get("settings")
-      if row.trained and asked is not None:
-        source, folder = _trained(s, row), pathlib.Path(s.path(row.name))
-        measure = functools.partial(grouped_grades.graded, row.make(s), folder, asked, judge)
-        work = derived(name, f"grades of {row.label}", source, asked, measure)
-        if judge or STUDY.is_done(scale, work):
-          yield work
-
-
-def _options() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser("python -m experiments.studies.grouped.run", add_help=False)
-  parser.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint, to /v1")
-  parser.add_argument("--judge-model", metavar="NAME", help="its model, which grades stories")
-  return parser
-
+OPTIONS = argparse.ArgumentParser("python -m experiments.studies.grouped.run", add_help=False)
+OPTIONS.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint, to /v1")
+OPTIONS.add_argument("--judge-model", metavar="NAME", help="its model, which grades stories")
+OPTIONS.add_argument(
+  "--sheet", metavar="PNG", type=pathlib.Path, help="only draw pictures of the classes to a file"
+)
 
 STUDY = Study(
   name="grouped",
   description=__doc__,
   scales=tuple(SCALES),
   works=works,
-  render=_render,
-  options=(_options(),),
+  render=render,
+  options=(OPTIONS,),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """`STUDY.main`, with the judge that the arguments name."""
-  own, _ = _options().parse_known_args(arguments)
-  if own.judge_url is None and own.judge_model is None:
+  """Runs the command with the judge that its options name; returns the exit code."""
+  own, _ = OPTIONS.parse_known_args(arguments)
+  if (own.judge_url is None) != (own.judge_model is None):
+    OPTIONS.error("--judge-url and --judge-model must be given together")
+  if own.sheet is not None:
+    report.save_sheet(own.sheet)
+    return 0
+  if own.judge_url is None:
     return STUDY.main(arguments)
-  if own.judge_url is None or own.judge_model is None:
-    _options().error("--judge-url and --judge-model go together; give both")
   try:
-    judge = Judge(own.judge_url, own.judge_model, CACHE)
+    judge = Judge(own.judge_url, own.judge_model, pathlib.Path(RUNS, "judge"))
   except ValueError as error:
-    _options().error(str(error))
+    OPTIONS.error(str(error))
   return dataclasses.replace(STUDY, works=functools.partial(works, judge=judge)).main(arguments)
 
 

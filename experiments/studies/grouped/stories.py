@@ -1,7 +1,9 @@
-"""How does a language model go on with the beginnings of stories?"""
+"""Stories that a trained language model writes, and a judge's grades of them."""
 
+import functools
+import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,48 +12,68 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from vqjax.lab.data.tokenizers import Encoder
+from vqjax.lab.config import Experiment
+from vqjax.lab.conversion import Distilled
+from vqjax.lab.conversion.starts import student_of
+from vqjax.lab.data import Encoder, fit_encoder
+from vqjax.lab.judge import Judge, mean_grades
+from vqjax.lab.training import read_variables
+from vqjax.lab.training.run import load_text
 from vqjax.models import LanguageModel
 
 
-def beginnings(documents: Iterable[str], encoder: Encoder, count: int) -> list[list[int]]:
-  """The tokens of the first half, in whole words, of each of the first `count` stories.
+def graded(
+  experiment: Experiment, folder: pathlib.Path, settings: Mapping[str, Any], judge: Judge
+) -> dict[str, Any]:
+  """Mean grades of the completions that a run's model writes for beginnings of test stories.
 
-  The halves are of the text, so models with different tokenizers are given the same beginnings. A
-  story of a single word has no beginning and is passed over.
+  Args:
+    experiment: the trained run; of a distilled model, the student writes.
+    folder: its run folder.
+    settings: "stories", "tokens" and "temperature".
+    judge: grades the stories.
+  """
+  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  model, variables = load_text(experiment).experiment.model, read_variables(folder)[0]
+  if isinstance(model, Distilled):
+    model, variables = model.student, student_of(variables)
+  prompts = beginnings(experiment.data.documents("test"), encoder, settings["stories"])
+  completions = complete(
+    model,
+    variables,
+    prompts,
+    jax.random.key(0),
+    tokens=settings["tokens"],
+    temperature=settings["temperature"],
+    eos=encoder.eos,
+  )
+  texts = [(encoder.decode(a), encoder.decode(b)) for a, b in zip(prompts, completions)]
+  return {"result": {}, **mean_grades(judge, texts), "first": texts[0]}
+
+
+def beginnings(documents: Iterable[str], encoder: Encoder, count: int) -> list[list[int]]:
+  """Tokens of the first half, in whole words, of each of the first `count` stories.
+
+  The text is halved, not its tokens, so that models with different tokenizers get the same
+  beginnings. A story of a single word is skipped.
 
   Raises:
     ValueError: there are fewer than `count` stories.
   """
-  if count < 1:
-    raise ValueError(f"count {count} takes no story; give at least 1")
-  found: list[list[int]] = []
+  prompts: list[list[int]] = []
   for document in documents:
-    half = _first_half(document)
-    if half:
-      found.append(encoder.encode(half).tolist()[:-1])
-    if len(found) == count:
-      return found
-  raise ValueError(f"there are {len(found)} stories to begin with and not {count}; ask for fewer")
+    document = document.strip()
+    half = document[: len(document) // 2 + 1]
+    # The blank belongs to the word behind it: a byte-pair tokenizer has the two as one token.
+    match = re.match(r"(.+)\s", half, re.DOTALL) or re.match(r"(\S+)\s", document)
+    if match:
+      prompts.append(encoder.encode(match[1].rstrip()).tolist()[:-1])
+    if len(prompts) == count:
+      return prompts
+  raise ValueError(f"`count` must be in [1, {len(prompts)}], the number of stories; got {count}.")
 
 
-def _first_half(document: str) -> str:
-  """Words up to the middle, at least one; nothing where there is only one."""
-  document = document.strip()
-  half = document[: len(document) // 2 + 1]
-  # The blank belongs to the word behind it: a byte-pair tokenizer has the two as one token.
-  match = re.match(r"(.+)\s", half, re.DOTALL) or re.match(r"(\S+)\s", document)
-  return match[1].rstrip() if match else ""
-
-
-def texts(
-  encoder: Encoder, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
-) -> list[tuple[str, str]]:
-  """Beginning and completion of each story as text."""
-  return [(encoder.decode(a), encoder.decode(b)) for a, b in zip(prompts, completions, strict=True)]
-
-
-def write(
+def complete(
   model: LanguageModel,
   variables: dict[str, Any],
   prompts: Sequence[Sequence[int]],
@@ -62,52 +84,68 @@ def write(
   temperature: float = 1.0,
   top_k: int | None = None,
 ) -> list[list[int]]:
-  """At most `tokens` tokens after each prompt, without it, up to the first `eos`, left out too.
+  """Completions of prompts, without the prompts, up to the first `eos` token and without it.
 
-  Every token is drawn from the head's exact distribution after the last `context` tokens; the whole
-  window is computed anew for each. The same key writes the same.
+  Each token is sampled from the head's exact distribution given the last `context` tokens, for
+  which the whole window is computed again. The result is a function of the key.
 
   Args:
-    model: has `hidden` and a head with `sample`.
-    variables: what `model.apply` takes, such as `training.saved.read_variables` returns.
-    prompts: at least one token each, of any length; of a long one the last `context` count.
+    model: a model with `hidden`, `context` and a head with `sample`.
+    variables: the model's variables, such as `training.read_variables` returns.
+    prompts: at least one token each; of a long prompt the last `context` tokens count.
     key: source of randomness.
     tokens: most tokens of a completion.
     eos: the token that ends a story.
-    temperature: divides the logits; 0 takes the likeliest token.
-    top_k: draw from the k likeliest tokens; None: from all.
+    temperature: divides the logits; 0 takes the most likely token.
+    top_k: sample from the k most likely tokens; None: from all.
 
   Raises:
-    ValueError: there is no prompt, one has no token or one outside the vocabulary; `tokens` is
-      below 1; or the model's scores are no numbers.
+    ValueError: `prompts` or `tokens` is empty, a token is outside the vocabulary, or the model's
+      scores are not finite.
   """
-  _check(prompts, tokens, model.head.vocab)
-  # Of rows that never fill the context, what lies beyond them is not computed.
-  window_BT, length_B = _windows(prompts, min(model.context, max(map(len, prompts)) + tokens))
-  # What a model remembers is of the last batch that it was trained on.
-  variables = {name: part for name, part in variables.items() if name != "carry"}
+  if tokens < 1:
+    raise ValueError(f"`tokens` must be at least 1; got {tokens}.")
+  if not prompts:
+    raise ValueError("`prompts` must have at least one prompt; got none.")
+  for number, prompt in enumerate(prompts):
+    if not len(prompt) or min(prompt) < 0 or max(prompt) >= model.head.vocab:
+      got = f"{min(prompt)} to {max(prompt)}" if len(prompt) else "none"
+      raise ValueError(
+        f"`prompts` must have at least one token each, in [0, {model.head.vocab}); got {got} in"
+        f" prompt {number}."
+      )
+  # Where no row fills the context, what lies beyond the rows is not computed.
+  width = min(model.context, max(map(len, prompts)) + tokens)
+  ends = [list(prompt)[-width:] for prompt in prompts]
+  window_BT = np.array([end + [0] * (width - len(end)) for end in ends], np.int32)
+  length_B = np.array([len(end) for end in ends], np.int32)
+  # A recurrent state is that of the last training batch.
+  variables = {name: tree for name, tree in variables.items() if name != "carry"}
 
-  def draw(model, window_BT, length_B, key):
-    # No position sees those behind it, so what fills a row up does not matter.
+  def sample(model, window_BT, length_B, key):
+    # No position attends to later ones, so the padding does not matter.
     hidden_BTD = model.hidden(window_BT)
     last_BD = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)[:, 0]
     return model.head.sample(last_BD, key, temperature, top_k)
 
-  step = lambda variables, *state: model.apply(variables, *state, method=draw)
-  run = jax.jit(lambda variables, *state: _run(step, variables, *state, tokens=tokens, eos=eos))
-  written_BN = np.asarray(run(variables, window_BT, length_B, key))
-  found = [row[: row.index(eos)] if eos in row else row for row in written_BN.tolist()]
-  for number, row in enumerate(found):
+  @jax.jit
+  def run(variables, window_BT, length_B, key):
+    step = functools.partial(model.apply, variables, method=sample)
+    return _loop(step, window_BT, length_B, key, tokens=tokens, eos=eos)
+
+  rows = np.asarray(run(variables, window_BT, length_B, key)).tolist()
+  completions = [row[: row.index(eos)] if eos in row else row for row in rows]
+  for number, row in enumerate(completions):
     if min(row, default=0) < 0:
       raise ValueError(
-        f"after prompt {number} the model's scores are no numbers; give the variables of a run that"
-        " did not diverge"
+        f"`variables` must give finite scores; got NaN after prompt {number}. Use a run that did"
+        " not diverge."
       )
-  return found
+  return completions
 
 
-def _run(step, variables, window_BT, length_B, key, *, tokens: int, eos: int) -> Int[Array, "B N"]:
-  """Tokens drawn one after another, until every row has ended."""
+def _loop(step, window_BT, length_B, key, *, tokens: int, eos: int) -> Int[Array, "B N"]:
+  """Samples tokens one after another until every row has ended."""
   row_B, width = jnp.arange(len(window_BT)), window_BT.shape[1]
 
   def unended(state):
@@ -116,7 +154,7 @@ def _run(step, variables, window_BT, length_B, key, *, tokens: int, eos: int) ->
 
   def append(state):
     index, window_BT, length_B, written_BN = state
-    token_B = step(variables, window_BT, length_B, jax.random.fold_in(key, index))
+    token_B = step(window_BT, length_B, jax.random.fold_in(key, index))
     # A full window loses its oldest token.
     full_B1 = (length_B == width)[:, None]
     window_BT = jnp.where(full_B1, jnp.roll(window_BT, -1, axis=1), window_BT)
@@ -124,24 +162,5 @@ def _run(step, variables, window_BT, length_B, key, *, tokens: int, eos: int) ->
     length_B = jnp.minimum(length_B + 1, width)
     return index + 1, window_BT, length_B, written_BN.at[:, index].set(token_B)
 
-  nothing_BN = jnp.full((len(window_BT), tokens), -1, jnp.int32)
-  return lax.while_loop(unended, append, (0, window_BT, length_B, nothing_BN))[-1]
-
-
-def _check(prompts: Sequence[Sequence[int]], tokens: int, vocab: int) -> None:
-  if tokens < 1:
-    raise ValueError(f"tokens {tokens} writes nothing; give at least 1")
-  if not prompts:
-    raise ValueError("there is no prompt to go on with; give at least one")
-  for number, prompt in enumerate(prompts):
-    wrong = [token for token in prompt if not 0 <= token < vocab]
-    if not len(prompt) or wrong:
-      reason = f"has token {wrong[0]} in a vocabulary of {vocab}" if wrong else "has no token"
-      raise ValueError(f"prompt {number} {reason}; give at least one of 0 to {vocab - 1}")
-
-
-def _windows(prompts: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-  """The ends of the prompts from the left of rows [B, width], filled up with 0, and lengths."""
-  ends = [list(prompt)[-width:] for prompt in prompts]
-  rows = [end + [0] * (width - len(end)) for end in ends]
-  return np.array(rows, np.int32), np.array([len(end) for end in ends], np.int32)
+  empty_BN = jnp.full((len(window_BT), tokens), -1, jnp.int32)
+  return lax.while_loop(unended, append, (0, window_BT, length_B, empty_BN))[-1]

@@ -1,11 +1,11 @@
-"""Does a model write what its distribution says, one token after another?"""
+"""Completions of stories against the model's own distribution, token by token."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.studies.grouped.stories import beginnings, texts, write
+from experiments.studies.grouped.stories import beginnings, complete
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.data import BPETokenizer, WordTokenizer
 from vqjax.models import Transformer
@@ -13,12 +13,12 @@ from vqjax.models import Transformer
 VOCAB, CONTEXT = 23, 7
 PROMPTS = [[3], [5, 1, 4, 1, 2], list(range(11))]
 NEVER = -7
-"""An end that no model draws."""
+"""An `eos` that no model samples."""
 
 
 @pytest.fixture(scope="module")
 def trained():
-  """A decoder whose weights are large enough that its likeliest tokens vary."""
+  """A decoder with weights large enough for its most likely tokens to vary."""
   model = Transformer(
     *(DenseEmbedding(VOCAB, 8), DenseHead(VOCAB, 8), 8), layers=1, heads=2, context=CONTEXT
   )
@@ -28,7 +28,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def scores(trained):
-  """Tokens -> logits of the token after them, of one row and at full length."""
+  """Tokens -> float64 logits of the next token, of one row at full length."""
   logits = jax.jit(trained[0].apply)
 
   def call(row):
@@ -41,7 +41,7 @@ def scores(trained):
 
 @pytest.fixture(scope="module")
 def greedy(scores):
-  """The likeliest tokens, row by row."""
+  """The most likely tokens of each prompt, one row at a time."""
   written = []
   for prompt in PROMPTS:
     row = list(prompt)
@@ -51,48 +51,48 @@ def greedy(scores):
   return written
 
 
-def test_the_likeliest_tokens_follow_whatever_the_lengths_of_the_prompts(trained, greedy):
+def test_greedy_tokens_do_not_depend_on_the_other_prompts(trained, greedy):
   key = jax.random.key(1)
   assert len({token for row in greedy for token in row}) > 3
-  assert write(*trained, PROMPTS, key, tokens=6, eos=NEVER, temperature=0) == greedy
+  assert complete(*trained, PROMPTS, key, tokens=6, eos=NEVER, temperature=0) == greedy
 
 
-def test_a_story_stops_at_the_token_that_ends_it(trained, greedy):
+def test_a_completion_stops_at_eos(trained, greedy):
   end = greedy[1][2]
   cut = [row[: row.index(end)] if end in row else row for row in greedy]
   assert min(map(len, cut)) < 6
   key = jax.random.key(1)
-  assert write(*trained, PROMPTS, key, tokens=6, eos=end, temperature=0) == cut
+  assert complete(*trained, PROMPTS, key, tokens=6, eos=end, temperature=0) == cut
 
 
-def test_a_window_that_never_fills_is_not_computed_whole(trained, greedy):
+def test_a_window_shorter_than_the_context_gives_equal_tokens(trained, greedy):
   key = jax.random.key(1)
-  found = write(*trained, PROMPTS[:1], key, tokens=3, eos=NEVER, temperature=0)
+  found = complete(*trained, PROMPTS[:1], key, tokens=3, eos=NEVER, temperature=0)
   assert found == [greedy[0][:3]]
 
 
-def test_a_model_that_diverged_writes_nothing(trained):
+def test_a_model_that_diverged_is_refused(trained):
   model, variables = trained
   diverged = jax.tree.map(lambda x: x * jnp.nan, variables)
-  with pytest.raises(ValueError, match="after prompt 0 the model's scores are no numbers"):
-    write(model, diverged, [[1]], jax.random.key(0), tokens=1, eos=NEVER)
+  with pytest.raises(ValueError, match=r"`variables`.*prompt 0"):
+    complete(model, diverged, [[1]], jax.random.key(0), tokens=1, eos=NEVER)
 
 
-def test_a_key_has_its_story(trained):
+def test_completions_are_a_function_of_the_key(trained):
   options = {"tokens": 12, "eos": NEVER, "top_k": 5}
   first, again, other = (
-    write(*trained, PROMPTS[:2], jax.random.key(seed), **options) for seed in (2, 2, 3)
+    complete(*trained, PROMPTS[:2], jax.random.key(seed), **options) for seed in (2, 2, 3)
   )
   assert first == again
   assert first != other
   assert [len(row) for row in first] == [12, 12]
 
 
-def test_draws_have_the_heads_probabilities(trained, scores):
+def test_samples_have_the_heads_probabilities(trained, scores):
   expected = np.exp(scores(PROMPTS[1]) / 0.7)
   expected /= expected.sum()
   rows = 4000
-  drawn = write(
+  drawn = complete(
     *trained, [PROMPTS[1]] * rows, jax.random.key(4), tokens=1, eos=NEVER, temperature=0.7
   )
   share = np.bincount(np.ravel(drawn), minlength=VOCAB) / rows
@@ -101,18 +101,18 @@ def test_draws_have_the_heads_probabilities(trained, scores):
 
 
 @pytest.mark.parametrize(
-  ("prompts", "tokens", "message"),
+  ("prompts", "tokens", "names"),
   [
-    ([], 3, "there is no prompt"),
-    ([[1], []], 3, "prompt 1 has no token; give at least one of 0 to 22"),
-    ([[1, 23]], 3, "prompt 0 has token 23 in a vocabulary of 23"),
-    ([[-1]], 3, "prompt 0 has token -1"),
-    ([[1]], 0, "tokens 0 writes nothing"),
+    ([], 3, "`prompts`"),
+    ([[1], []], 3, "`prompts`.*prompt 1"),
+    ([[1, 23]], 3, "`prompts`.*23 in prompt 0"),
+    ([[-1]], 3, "`prompts`.*-1"),
+    ([[1]], 0, "`tokens`.*0"),
   ],
 )
-def test_what_cannot_be_gone_on_with_is_named(trained, prompts, tokens, message):
-  with pytest.raises(ValueError, match=message):
-    write(*trained, prompts, jax.random.key(0), tokens=tokens, eos=0)
+def test_invalid_arguments_are_named(trained, prompts, tokens, names):
+  with pytest.raises(ValueError, match=names):
+    complete(*trained, prompts, jax.random.key(0), tokens=tokens, eos=0)
 
 
 STORIES = [
@@ -131,9 +131,9 @@ def test_a_beginning_is_the_first_half_in_whole_words(tokenizer):
   prompts = beginnings(iter(STORIES), encoder, 3)
   assert prompts == [encoder.encode(half).tolist()[:-1] for half in HALVES]
   assert beginnings(iter(STORIES), encoder, 1) == prompts[:1]
-  with pytest.raises(ValueError, match="there are 3 stories to begin with and not 4"):
+  with pytest.raises(ValueError, match=r"`count`.*\[1, 3\].*4"):
     beginnings(STORIES, encoder, 4)
-  with pytest.raises(ValueError, match="count 0"):
+  with pytest.raises(ValueError, match=r"`count`.*0"):
     beginnings(STORIES, encoder, 0)
 
 
@@ -143,5 +143,5 @@ def test_byte_pairs_of_beginning_and_rest_spell_the_story():
   whole = [encoder.encode(STORIES[place]).tolist()[:-1] for place in (0, 3)]
   rest = [tokens[len(prompt) :] for tokens, prompt in zip(whole, prompts)]
   assert [prompt + end for prompt, end in zip(prompts, rest)] == whole
-  found = texts(encoder, prompts, rest)
-  assert found == [("Once upon a", " time there was."), ("Tom\n\nran a", " long way.")]
+  texts = [(encoder.decode(a), encoder.decode(b)) for a, b in zip(prompts, rest)]
+  assert texts == [("Once upon a", " time there was."), ("Tom\n\nran a", " long way.")]
