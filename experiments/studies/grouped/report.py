@@ -164,7 +164,8 @@ def _language_line(results: Results, name: str, label: str) -> dict[str, Any]:
     if own is not None or printed is not None:
       line[grade] = f"{_maybe('{:.2f}'.format, own) or units.MISSING} / {printed or units.MISSING}"
   if judged:
-    line["graded"] = f"{judged['graded']} by {judged['settings']['model']}"
+    stories = judged["graded"] + judged["failed"]
+    line["graded"] = f"{judged['graded']} of {stories} by {judged['settings']['model']}"
   return line
 
 

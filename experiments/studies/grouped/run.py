@@ -1,4 +1,4 @@
-"""Run the study of the grouped head: perplexity, grades, accuracy, group sizes and exact decoding.
+"""Run the study of the grouped head.
 
 python -m experiments.studies.grouped.run --scale cpu         runs what has no result, then renders
 python -m experiments.studies.grouped.run --scale cpu --list  lists the works, and which are done
@@ -6,11 +6,11 @@ python -m experiments.studies.grouped.run --scale cpu --only lm-128/gpt-2,lm-128
 python -m experiments.studies.grouped.run --render            updates the page from the results
 python -m experiments.studies.grouped.run --sheet sheet.png   draws pictures of the classes
 python -m experiments.studies.grouped.run --judge-url URL --judge-model NAME
-                                                        grades stories too, as in the paper's Table 1
+                                                      grades stories too, as in the paper's Table 1
 
-`--scale paper` reads TinyStories, which `python -m vqjax.lab.data.build vqjax_tiny_stories` prepares
-from its two files; `--scale cpu` reads the slices of it below $VQJAX_DATA. A run that was stopped
-resumes. Memory and speed are measured by `python -m experiments.bench.grouped`.
+`--scale paper` reads TinyStories, which `python -m vqjax.lab.data.build vqjax_tiny_stories`
+prepares from its two files; `--scale cpu` reads the slices of it below $VQJAX_DATA. A run that was
+stopped resumes. Memory and speed are measured by `python -m experiments.bench.grouped`.
 """
 
 import argparse
