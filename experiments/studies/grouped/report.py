@@ -21,8 +21,7 @@ from experiments.studies import page
 from experiments.studies.grouped.rows import SCALES, TEACHER, rows
 from experiments.studies.study import Results
 from vqjax.lab.data import shapes
-from vqjax.lab.report import units
-from vqjax.lab.report.svg import INK, SERIES
+from vqjax.lab.report import INK, SERIES, units
 
 Cost = Mapping[str, Any]
 """The measurements of `experiments.bench.grouped`."""
