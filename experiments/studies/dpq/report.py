@@ -5,9 +5,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
@@ -62,25 +62,24 @@ WORDS_OF = "ptb-small"
 
 def scores(results: Results, name: str) -> dict[int, float]:
   """Score on the test split by seed: BLEU, accuracy in per cent or perplexity."""
-  by_seed = {}
+  kept, by_seed = page.seeds(results, name), {}
   for seed, result in page.finished(results, name).items():
-    kept, test = page.seeds(results, name)[seed], result["test"]
-    if "bleu" in kept:
-      by_seed[seed] = kept["bleu"]["score"]
+    if "bleu" in kept[seed]:
+      by_seed[seed] = kept[seed]["bleu"]["score"]
+    elif "accuracy" in result["test"]:
+      by_seed[seed] = 100 * result["test"]["accuracy"]
     else:
-      by_seed[seed] = 100 * test["accuracy"] if "accuracy" in test else test["perplexity"]
+      by_seed[seed] = result["test"]["perplexity"]
   return by_seed
 
 
 def compression_ratio(results: Results, name: str) -> float | None:
   """Bytes of the full float32 table over those of a row's inference form; None if not known."""
-  full = page.finished(results, f"{name.split('/')[0]}/full")
-  sizes = [
-    result["embedding"]["shipped_bytes"]
-    for finished in (full, page.finished(results, name))
-    for result in list(finished.values())[:1]
-  ]
-  return sizes[0] / sizes[1] if len(sizes) == 2 else None
+  size = lambda row: next(
+    (one["embedding"]["shipped_bytes"] for one in page.finished(results, row).values()), None
+  )
+  full, own = size(f"{name.split('/')[0]}/full"), size(name)
+  return full / own if full and own else None
 
 
 def formula_ratio(vocab: int, dim: int, codes: Codes) -> float:
@@ -151,18 +150,14 @@ def stand_ins(scale: str) -> pd.DataFrame:
 
 def training_cost(cost: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
   """Time and temporary memory of a training step over those of the full embedding."""
+  measured = pd.DataFrame(cost).map("{:.2f}".format)
   sizes = dict.fromkeys(name.split()[1] for name in cost)
-  return pd.DataFrame(
-    [
-      {"K x M": size}
-      | {
-        f"{kind} {title}": f"{cost[f'{kind} {size}'][key]:.2f}"
-        for kind in ("SX", "VQ")
-        for key, title in (("time", "time"), ("temp", "memory"))
-      }
-      for size in sizes
-    ]
-  )
+  columns = {
+    f"{kind} {title}": [measured[f"{kind} {size}"][key] for size in sizes]
+    for kind in ("SX", "VQ")
+    for key, title in (("time", "time"), ("temp", "memory"))
+  }
+  return pd.DataFrame({"K x M": list(sizes)} | columns)
 
 
 def inference_cost(cost: Mapping[str, Any]) -> pd.DataFrame:
@@ -238,68 +233,63 @@ def corrected_ratios() -> pd.DataFrame:
 def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[str, Figure]]:
   """The generated blocks of the page by their names, and its figures by their files."""
   cost = read_json(docs / "results" / "dpq" / "cost.json")
-  frames = {name.lower().replace(" ", "-"): table(results, "cpu", name) for name in TABLES}
-  frames |= {
+  frames = {name.lower().replace(" ", "-"): table(results, "cpu", name) for name in TABLES} | {
     "stand-ins": stand_ins("cpu"),
     "neighbours": neighbours(results),
     "word-codes": word_codes(results),
     "corrected-ratios": corrected_ratios(),
+    "training-cost": training_cost(cost["training"]) if cost else pd.DataFrame(),
+    "inference-cost": inference_cost(cost) if cost else pd.DataFrame(),
   }
-  if cost is not None:
-    frames["training-cost"] = training_cost(cost["training"])
-    frames["inference-cost"] = inference_cost(cost)
-  grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]
-  figures = {
-    "cost": None if cost is None else cost_figure(cost["training"]),
-    "heat": heat_figure(results, grid),
-    "trade": trade_figure(results, grid),
-    "codes": usage_figure(results, WORDS_OF),
-    "changes": changes_figure(results, changes),
-  }
-  files = {f"dpq-{name}.png": figure for name, figure in figures.items() if figure is not None}
   text_columns = {"stand-ins": 3, "neighbours": 3, "word-codes": 3, "corrected-ratios": 2}
   generated = {
-    **dict.fromkeys(("training-cost", "inference-cost"), "Not measured."),
-    **{
-      name: page.markdown(frame, text_columns.get(name, 1)) if len(frame) else "Not run."
-      for name, frame in frames.items()
-    },
-    **{f"figure-{name}": "Not run." for name in figures},
-    **{f"figure-{name}": _image(name) for name, figure in figures.items() if figure is not None},
-    "origins": page.origins(results) + "\n\n" + page.failures(results),
+    name: page.markdown(frame, text_columns.get(name, 1)) if len(frame) else "Not run."
+    for name, frame in frames.items()
   }
-  return generated, files
+  generated["origins"] = page.origins(results) + "\n\n" + page.failures(results)
+  grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]
+  with matplotlib.rc_context(STYLE):
+    figures = {
+      "cost": cost_figure(cost["training"]) if cost else None,
+      "heat": heat_figure(results, grid),
+      "trade": trade_figure(results, grid),
+      "codes": usage_figure(results, WORDS_OF),
+      "changes": changes_figure(results, changes),
+    }
+  for name, figure in figures.items():
+    image = f"![{CAPTIONS[name]}](../images/dpq-{name}.png)"
+    generated[f"figure-{name}"] = "Not run." if figure is None else image
+  return generated, {f"dpq-{name}.png": figure for name, figure in figures.items() if figure}
 
 
-_CAPTIONS = {
+CAPTIONS = {
   "cost": "Time and memory of a training step over those of the full embedding",
   "heat": "Accuracy and compression ratio over K and M, AG News",
   "trade": "Accuracy against compression ratio, AG News",
   "codes": "Words of the vocabulary on each code, Penn Treebank",
   "changes": "Codes that changed since the checkpoint 50 steps before, AG News",
 }
+"""Figure -> its alternative text."""
 
-
-def _image(name: str) -> str:
-  return f"![{_CAPTIONS[name]}](../images/dpq-{name}.png)"
-
-
-def _style(axes: Axes, x: str, y: str, title: str = "") -> None:
-  axes.set_title(title, fontsize=9, color=INK)
-  axes.set_xlabel(x, fontsize=8, color=INK)
-  axes.set_ylabel(y, fontsize=8, color=INK)
-  axes.tick_params(labelsize=8)
+STYLE = {
+  "font.size": 8,
+  "axes.titlesize": 9,
+  "axes.prop_cycle": matplotlib.cycler(color=SERIES),
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "legend.frameon": False,
+  "figure.constrained_layout.use": True,
+} | dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), INK)
 
 
 def _grid(results: Results, s: Setting, kind: str, shared: bool) -> np.ndarray:
   """[K, M, (score, ratio)] of a setting's grid; nan where nothing was measured."""
   values = np.full((len(s.grid[0]), len(s.grid[1]), 2), np.nan)
-  for i, k in enumerate(s.grid[0]):
-    for j, m in enumerate(s.grid[1]):
-      name = f"{s.name}/{kind}-{Codes(k, m, shared)}"
-      score, ratio = scores(results, name), compression_ratio(results, name)
-      if score and ratio:
-        values[i, j] = np.mean(list(score.values())), ratio
+  for i, j in np.ndindex(values.shape[:2]):
+    name = f"{s.name}/{kind}-{Codes(s.grid[0][i], s.grid[1][j], shared)}"
+    score, ratio = scores(results, name), compression_ratio(results, name)
+    if score and ratio:
+      values[i, j] = np.mean(list(score.values())), ratio
   return values
 
 
@@ -308,48 +298,47 @@ def heat_figure(results: Results, s: Setting) -> Figure | None:
   grids = {kind: _grid(results, s, kind, shared=False) for kind in KINDS}
   if all(np.isnan(grid).all() for grid in grids.values()):
     return None
-  figure = Figure(figsize=(9.6, 3.2), layout="constrained")
-  panels = [(grids[kind][..., 0], f"{label}: accuracy, %") for kind, label in KINDS.items()]
-  panels.append((grids["sx"][..., 1], "compression ratio"))
-  for axes, (values, title) in zip(figure.subplots(1, 3), panels, strict=True):
+  panels = {f"{label}: accuracy, %": grids[kind][..., 0] for kind, label in KINDS.items()}
+  panels["compression ratio"] = grids["sx"][..., 1]
+  figure = Figure(figsize=(9.6, 3.2))
+  for axes, (title, values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
     axes.imshow(values, cmap="Blues", aspect="auto")
-    _style(axes, "subspaces, M", "codes, K", title)
-    axes.set_xticks(range(len(s.grid[1])), [str(m) for m in s.grid[1]])
-    axes.set_yticks(range(len(s.grid[0])), [str(k) for k in s.grid[0]])
+    axes.set(title=title, xlabel="subspaces, M", ylabel="codes, K")
+    axes.set_xticks(range(len(s.grid[1])), s.grid[1])
+    axes.set_yticks(range(len(s.grid[0])), s.grid[0])
     middle = (np.nanmin(values) + np.nanmax(values)) / 2
     for (i, j), value in np.ndenumerate(values):
       text = units.MISSING if np.isnan(value) else f"{value:.1f}"
-      color = "white" if value > middle else INK
-      axes.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
+      axes.text(j, i, text, ha="center", va="center", color="white" if value > middle else INK)
   return figure
 
 
 def trade_figure(results: Results, s: Setting) -> Figure | None:
   """Figure 8: score against ratio, with the best score at each ratio joined by a line."""
-  figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+  figure = Figure(figsize=(7.2, 4.2))
   axes = figure.add_subplot()
-  for color, kind in zip(SERIES, KINDS, strict=False):
-    for shared in (False, True):
+  for color, (kind, label) in zip(SERIES, KINDS.items(), strict=False):
+    for shared, name, fill, line in (
+      (False, label, color, "-"),
+      (True, f"{label}, shared", "white", "--"),
+    ):
       points = _grid(results, s, kind, shared).reshape(-1, 2)
       points = points[~np.isnan(points).any(axis=1)]
       if len(points):
-        label = f"{KINDS[kind]}{', shared' if shared else ''}"
-        fill = {"markerfacecolor": "white"} if shared else {}
-        axes.plot(points[:, 1], points[:, 0], "o", color=color, markersize=5, label=label, **fill)
+        style = {"markeredgecolor": color, "markerfacecolor": fill, "markersize": 5}
+        axes.plot(points[:, 1], points[:, 0], "o", label=name, **style)
         best = frontier(points[:, ::-1].tolist())
-        axes.plot(*zip(*best, strict=True), "--" if shared else "-", color=color, linewidth=1)
+        axes.plot(*zip(*best, strict=True), line, color=color, linewidth=1)
+  full = list(scores(results, f"{s.name}/full").values())
   if not axes.lines:
     return None
-  full = scores(results, f"{s.name}/full")
   if full:
-    axes.axhline(np.mean(list(full.values())), color=INK, linewidth=0.8, label="full")
-  axes.set_xscale("log")
+    axes.axhline(np.mean(full), color=INK, linewidth=0.8, label="full")
+  axes.set(xscale="log", xlabel="compression ratio of the embedding", ylabel="accuracy, %")
   axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
   axes.xaxis.set_major_formatter("{x:g}")
   axes.xaxis.set_minor_formatter("")
-  _style(axes, "compression ratio of the embedding", "accuracy, %")
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+  axes.legend()
   return figure
 
 
@@ -364,40 +353,36 @@ def frontier(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
 
 def usage_figure(results: Results, setting: str) -> Figure | None:
   """Figure 5: the number of words on each code of each subspace."""
-  counts = {
-    label: np.array(results[f"{setting}/{kind}"]["codes"]["counts"])
-    for kind, label in KINDS.items()
-    if "codes" in results.get(f"{setting}/{kind}", {})
-  }
+  kept = {label: results.get(f"{setting}/{kind}", {}) for kind, label in KINDS.items()}
+  counts = {label: row["codes"]["counts"] for label, row in kept.items() if "codes" in row}
   if not counts:
     return None
-  figure = Figure(figsize=(3.6 * len(counts), 3.6), layout="constrained")
-  for axes, (label, counts_MK) in zip(np.ravel(figure.subplots(1, len(counts))), counts.items()):
+  figure = Figure(figsize=(3.6 * len(counts), 3.6))
+  panels = figure.subplots(1, len(counts), squeeze=False)[0]
+  for axes, (label, counts_MK) in zip(panels, counts.items(), strict=True):
     figure.colorbar(axes.imshow(counts_MK, cmap="Blues", aspect="auto"), ax=axes)
-    _style(axes, "code", "subspace", label)
+    axes.set(title=label, xlabel="code", ylabel="subspace")
   return figure
 
 
 def changes_figure(results: Results, s: Setting) -> Figure | None:
   """Figure 6: percentage of codes that changed since the checkpoint before, for each K."""
-  figure = Figure(figsize=(8, 3.2), layout="constrained")
+  figure = Figure(figsize=(8, 3.2))
   panels = figure.subplots(1, 2, sharey=True)
   for axes, (kind, label) in zip(panels, KINDS.items(), strict=True):
-    for color, k in zip(SERIES, s.grid[0], strict=False):
+    for k in s.grid[0]:
       changed = results.get(f"{s.name}/{kind}-{Codes(k, s.grid[1][0])}", {}).get("changes")
       if changed:
-        axes.plot(*zip(*changed, strict=True), color=color, label=f"K = {k}")
-    _style(axes, "step", "codes that changed, %", label)
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
+        axes.plot(*zip(*changed, strict=True), label=f"K = {k}")
+    axes.set(title=label, xlabel="step", ylabel="codes that changed, %", ylim=(0, None))
     if axes.lines:
-      axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+      axes.legend()
   return figure if any(axes.lines for axes in panels) else None
 
 
 def cost_figure(cost: Mapping[str, Mapping[str, float]]) -> Figure:
   """Figure 4: time and temporary memory of a step over the full embedding's, over K."""
-  figure = Figure(figsize=(8, 3.2), layout="constrained")
+  figure = Figure(figsize=(8, 3.2))
   sizes = {tuple(map(int, name.split()[1].split("x"))) for name in cost}
   codes, subspaces = (sorted(set(column)) for column in zip(*sizes, strict=True))
   titles = {"time": "time", "temp": "temporary memory"}
@@ -408,10 +393,7 @@ def cost_figure(cost: Mapping[str, Mapping[str, float]]) -> Figure:
         axes.plot(codes, values, line, color=color, markersize=4, label=f"{kind}, M = {m}")
     axes.axhline(1.0, color=INK, linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(codes, [str(k) for k in codes])
-    _style(axes, "codes, K", f"{title}, times the full embedding's")
-    axes.spines[["top", "right"]].set_visible(False)
-  lines, labels = axes.get_legend_handles_labels()
-  where = {"loc": "outside right upper", "handlelength": 3, "frameon": False}
-  figure.legend(lines, labels, fontsize=7, labelcolor=INK, **where)
+    axes.set_xticks(codes, codes)
+    axes.set(xlabel="codes, K", ylabel=f"{title}, times the full embedding's")
+  figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", handlelength=3)
   return figure

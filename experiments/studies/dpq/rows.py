@@ -1,6 +1,7 @@
 """Rows of DPQ's tables: the embeddings that are compared, and how each gets its variables."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,60 +70,63 @@ class Row:
 
 
 def rows(s: Setting) -> list[Row]:
-  """The rows of a setting, those of `s.rows` first and those of its grid behind them."""
+  """The rows of a setting: those that `s.rows` names, then those of its grid."""
   k, m, _ = s.kd
-  kd_codes = DPQEmbedding(
-    V,
-    s.dim,
-    FreeQuantizer(k, m, additive=True, normalize=False, table_init=s.begin),
-    query_init=s.begin,
-  )
-  kd = ComposedEmbedding(V, s.dim, kd_codes, hidden=s.dim)
-  # Shu and Nakayama (2018): a network learns to rebuild the trained table from codes, which stay.
+  free = FreeQuantizer(k, m, additive=True, normalize=False, table_init=s.begin)
+  kd = ComposedEmbedding(V, s.dim, DPQEmbedding(V, s.dim, free, query_init=s.begin), hidden=s.dim)
+  # Shu and Nakayama (2018): a network learns codes that rebuild the trained table. They stay fixed.
   learner = EncoderQuantizer(
     k, m, s.dim, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
-  every = [
-    _row("full", full(s)),
-    _row("sx", softmax(s, s.sx), s.sx),
-    _row("vq", centroids(s, s.vq), s.vq),
-    _row("sx-tied", softmax(s, s.sx, tied=True), s.sx),
-    *(
-      _row(
-        f"low-rank-{times}",
-        LowRankEmbedding(V, s.dim, max(1, s.dim // times), weight_init=s.begin),
-      )
+  rebuilt = {
+    f"reconstruction-{k}x{m}": Codes(k, max(1, m * s.dim // REBUILT_DIM)) for k, m in REBUILT
+  }
+  codes = {
+    **{"sx": s.sx, "vq": s.vq, "sx-tied": s.sx},
+    **dict.fromkeys(("kd", "kd-distilled", "pretrained-codes"), s.kd),
+    **{f"clusters-{size}": Codes(size, s.parts) for size in (64, 128, 256)},
+    **rebuilt,
+  }
+  embeddings = {
+    "full": full(s),
+    "sx": softmax(s, s.sx),
+    "vq": centroids(s, s.vq),
+    "sx-tied": softmax(s, s.sx, tied=True),
+    **{
+      f"low-rank-{times}": LowRankEmbedding(V, s.dim, max(1, s.dim // times), weight_init=s.begin)
       for times in (5, 10, 20)
+    },
+    "kd": kd,
+    "kd-distilled": GuidedEmbedding(V, s.dim, kd),
+    "pretrained-codes": ProductEmbedding(V, s.dim, k, m, additive=True),
+    **{f"scalar-{bits}": ScalarEmbedding(V, s.dim, bits) for bits in (8, 6, 4)},
+    **{f"clusters-{size}": ProductEmbedding(V, s.dim, size, s.parts) for size in (64, 128, 256)},
+    **{
+      name: DPQEmbedding(V, s.dim, CentroidQuantizer(k, m, normalize=False))
+      for name, (k, m, _) in rebuilt.items()
+    },
+  }
+  start = {
+    "kd-distilled": conversion.Guide(),
+    "pretrained-codes": conversion.Codes(learner, s.rebuild_steps),
+  }
+  derive = {
+    "scalar": reconstruct.to_levels,
+    "clusters": lambda embedding, table: reconstruct.to_clusters(
+      embedding, table, key=jax.random.key(0)
     ),
-    _row("kd", kd, s.kd),
-    _row(
-      "kd-distilled",
-      GuidedEmbedding(V, s.dim, kd),
-      s.kd,
-      start=conversion.Guide(),
-    ),
-    _row(
-      "pretrained-codes",
-      ProductEmbedding(V, s.dim, k, m, additive=True),
-      s.kd,
-      start=conversion.Codes(learner, s.rebuild_steps),
-    ),
-    *(
-      _row(f"scalar-{bits}", ScalarEmbedding(V, s.dim, bits), derive=reconstruct.to_levels)
-      for bits in (8, 6, 4)
-    ),
-    *(
-      _row(
-        f"clusters-{codes}",
-        ProductEmbedding(V, s.dim, codes, s.parts),
-        Codes(codes, s.parts),
-        derive=lambda embedding, table: reconstruct.to_clusters(
-          embedding, table, key=jax.random.key(0)
-        ),
-      )
-      for codes in (64, 128, 256)
-    ),
-    *(_rebuilt(s, codes, subspaces) for codes, subspaces in REBUILT),
+    "reconstruction": functools.partial(_rebuild, steps=s.rebuild_steps),
+  }
+  named = [
+    Row(
+      name,
+      f"{LABELS[name]} ({codes[name]})" if name in codes else LABELS[name],
+      embedding,
+      start=start.get(name),
+      derive=derive.get(name.split("-")[0]),
+    )
+    for name, embedding in embeddings.items()
+    if name in s.rows
   ]
   grid = [
     Row(f"{kind}-{codes}", f"{LABELS[kind]} ({codes})", make(s, codes))
@@ -130,12 +134,7 @@ def rows(s: Setting) -> list[Row]:
     for kind, make in (("sx", softmax), ("vq", centroids))
     for codes in (Codes(k, m, shared) for k in s.grid[0] for m in s.grid[1])
   ]
-  return [row for row in every if row.name in s.rows] + grid
-
-
-def _row(name: str, embedding: Embedding, codes: Codes | None = None, **how) -> Row:
-  label = LABELS[name] if codes is None else f"{LABELS[name]} ({codes})"
-  return Row(name, label, embedding, **how)
+  return named + grid
 
 
 def full(s: Setting) -> Embedding:
@@ -157,23 +156,16 @@ def centroids(s: Setting, codes: Codes) -> Embedding:
   return DPQEmbedding(V, s.dim, quantizer, query_init=s.begin)
 
 
-def _rebuilt(s: Setting, codes: int, subspaces: int) -> Row:
-  """DPQ-VQ that learns to rebuild the trained table, starting from its clusters.
+def _rebuild(embedding: DPQEmbedding, table: np.ndarray, steps: int) -> Mapping[str, Any]:
+  """Variables of a DPQ-VQ that learns to rebuild the trained table, starting from its clusters.
 
-  A subspace is as wide as in the paper. The paper does not say how its own was trained; of the ways
-  that were tried, this one comes nearest to its numbers.
+  The paper does not say how its own was trained; of the ways that were tried, this one comes
+  nearest to its numbers.
   """
-  own = Codes(codes, max(1, subspaces * s.dim // REBUILT_DIM))
-
-  def derive(embedding: Embedding, table: np.ndarray) -> Mapping[str, Any]:
-    start, cluster, key = jax.random.split(jax.random.key(0), 3)
-    variables = embedding.init(start, jnp.zeros((1,), jnp.int32))
-    variables["params"]["query"] = jnp.asarray(table)
-    fresh = {"params": variables["params"]["quantizer"]}
-    clustered = conversion.clustered(embedding.quantizer, fresh, table, key=cluster)
-    variables["params"]["quantizer"] = clustered["params"]
-    return reconstruct.reconstruct(embedding, variables, table, key=key, steps=s.rebuild_steps)
-
-  quantizer = CentroidQuantizer(own.codes, own.subspaces, normalize=False)
-  embedding = DPQEmbedding(V, s.dim, quantizer)
-  return _row(f"reconstruction-{codes}x{subspaces}", embedding, own, derive=derive)
+  start, cluster, key = jax.random.split(jax.random.key(0), 3)
+  variables = embedding.init(start, jnp.zeros((1,), jnp.int32))
+  variables["params"]["query"] = jnp.asarray(table)
+  fresh = {"params": variables["params"]["quantizer"]}
+  clustered = conversion.clustered(embedding.quantizer, fresh, table, key=cluster)
+  variables["params"]["quantizer"] = clustered["params"]
+  return reconstruct.reconstruct(embedding, variables, table, key=key, steps=steps)
