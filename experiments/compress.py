@@ -1,4 +1,4 @@
-"""How do I turn the run of a dense model into one with a codebook head?
+"""Command that replaces the dense head of a trained model by a codebook head.
 
 python -m experiments.compress configs/lm_dense.py runs/demo/dense --codes 512
 python -m experiments.compress configs/lm_dense.py runs/demo/dense --codes 512 --scope head
@@ -11,7 +11,7 @@ import sys
 
 from vqjax.convert import KMeans
 from vqjax.lab.config import config_hash, load, override
-from vqjax.lab.console import exit_code, speak_plainly
+from vqjax.lab.console import exit_code, print_result, speak_plainly
 from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress
 from vqjax.lab.training import fit
 
@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _compress(options: argparse.Namespace) -> None:
   dense = override(load(options.config), options.overrides)
   experiment = compress(
-    *(dense, options.folder),
+    dense,
+    options.folder,
     codes=options.codes,
     mapping=KMeans(power=options.power, alone=options.alone),
     token_bias=not options.no_token_bias,
@@ -42,51 +43,64 @@ def _compress(options: argparse.Namespace) -> None:
   result = fit(experiment, folder)
   head = result["head"]
   print(f"head: {head['params']:,} parameters, {head['state_bytes']:,} bytes")
-  for name in ("valid", "test"):
-    score = result[name]
-    print(f"{name}: {score['nats_per_token']:.4f} nats/token, perplexity {score['perplexity']:.2f}")
-  print(f"result: {folder / 'result.json'}")
+  print_result(result, folder)
 
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m experiments.compress",
-    description="Turn the run of a dense model into one with a codebook head: k-means on its output"
-    " rows, then fine-tuning.",
-    epilog="The same command again resumes; a finished run prints its result.",
+    description="Replace the dense head of a trained model by a codebook head: k-means on the rows"
+    " of its output table, then fine-tuning.",
+    epilog="The same command again resumes the run; a finished run prints its result.",
   )
-  parser.add_argument("config", help="the config file of the dense run")
-  parser.add_argument("folder", type=pathlib.Path, help="its run folder")
-  parser.add_argument("overrides", nargs="*", help="field=value: those the dense run was given")
-  parser.add_argument("--codes", type=int, default=1024, help="K (default: %(default)s)")
+  parser.add_argument("config", help="config file of the dense run")
+  parser.add_argument("folder", type=pathlib.Path, help="run folder of the dense run")
+  parser.add_argument(
+    "overrides", nargs="*", metavar="FIELD=VALUE", help="the overrides of the dense run"
+  )
+  parser.add_argument(
+    "--codes", type=int, default=1024, help="number of codes K (default: %(default)s)"
+  )
   parser.add_argument(
     "--power",
     type=float,
     default=1.0,
-    help="k-means weighs a token by (count + 1)^POWER; 0 is the paper's (default: %(default)g)",
+    help="weight of a token in k-means is (count + 1)^POWER; the paper has 0 (default %(default)g)",
   )
   parser.add_argument(
     "--alone",
     type=float,
     default=0.0,
-    metavar="PART",
-    help="part of the codes that one frequent token each has (default: %(default)g)",
+    metavar="FRACTION",
+    help="fraction of the codes that hold one frequent token each (default: %(default)g)",
   )
-  parser.add_argument("--no-token-bias", action="store_true", help="as in the paper")
-  parser.add_argument("--tied", action="store_true", help="the codebook embeds the input too")
   parser.add_argument(
-    "--scope", choices=SCOPES, default="full", help="what is fine-tuned (default: %(default)s)"
+    "--no-token-bias", action="store_true", help="leave out the token bias, as the paper does"
+  )
+  parser.add_argument("--tied", action="store_true", help="use the codebook as input embedding too")
+  parser.add_argument(
+    "--scope",
+    choices=SCOPES,
+    default="full",
+    help="parameters that are fine-tuned (default: %(default)s)",
   )
   parser.add_argument(
     "--distillation",
     type=float,
     default=0.0,
     metavar="WEIGHT",
-    help="coefficient of the divergence from the dense model (default: none)",
+    help="coefficient of the divergence from the dense model (default: %(default)g)",
   )
-  parser.add_argument("--temperature", type=float, default=1.0, help="of the distillation")
-  parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="run folder")
-  parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+  parser.add_argument(
+    "--temperature",
+    type=float,
+    default=1.0,
+    help="temperature of the distillation (default: %(default)g)",
+  )
+  parser.add_argument(
+    "--out", type=pathlib.Path, metavar="DIR", help="run folder (default: runs/NAME-HASH)"
+  )
+  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
   return parser
 
 

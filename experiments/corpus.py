@@ -1,38 +1,34 @@
-"""What is left of a config's corpus after its filters, and how many tokens is that?"""
+"""Command that counts the documents and tokens of a config's corpus.
 
-import argparse
+python -m experiments.corpus configs/vq_ptb.py
+"""
+
 import sys
 import time
 
 from vqjax.lab.config import Experiment
-from vqjax.lab.console import add_config, with_config
+from vqjax.lab.console import config_parser, with_config
 from vqjax.lab.data import Filtered, encode_split, fit_encoder
 from vqjax.lab.data.source import SPLITS
 
-USAGE = """\
+EXAMPLES = """\
 examples:
   python -m experiments.corpus configs/vq_c4.py data.fraction=0.001 tokenizer.vocab=8000
   python -m experiments.corpus configs/vq_ptb.py
 
-The tokenizer is fitted and the text encoded if the cache does not hold them; training on the same
-config then starts at once."""
+The command fits the tokenizer and encodes the text where the cache lacks them, so that training on
+the same config starts at once."""
 
 
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code: 2 for a wrong call."""
-  parser = argparse.ArgumentParser(
-    prog="python -m experiments.corpus",
-    description="Count a corpus: what its filters drop, and its tokens.",
-    epilog=USAGE,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    add_help=False,
-  )
-  add_config(parser)
+  description = "Count a corpus: the documents that its filters drop, and its tokens."
+  parser = config_parser("experiments.corpus", description, EXAMPLES)
   return with_config(parser, arguments, lambda experiment, _: count(experiment))
 
 
 def count(experiment: Experiment) -> None:
-  """Prints the filters' report on each split, the vocabulary, and each split's size."""
+  """Prints the report of the filters, the vocabulary, and the size of each split."""
   source = experiment.data
   if isinstance(source, Filtered):
     for split in SPLITS:
@@ -42,11 +38,11 @@ def count(experiment: Experiment) -> None:
   print(f"vocabulary {encoder.vocab:,} ({time.perf_counter() - start:.1f} s)", flush=True)
   for split in SPLITS:
     start = time.perf_counter()
-    found = encode_split(source, encoder, split)
-    tokens, seconds = len(found.tokens), time.perf_counter() - start
+    encoded = encode_split(source, encoder, split)
+    tokens, seconds = len(encoded.tokens), time.perf_counter() - start
     print(
-      f"{split}: {found.documents:,} documents, {tokens:,} tokens,"
-      f" {found.text_bytes / max(1, tokens):.3f} bytes a token ({seconds:.1f} s)",
+      f"{split}: {encoded.documents:,} documents, {tokens:,} tokens,"
+      f" {encoded.text_bytes / max(1, tokens):.3f} bytes a token ({seconds:.1f} s)",
       flush=True,
     )
 

@@ -1,4 +1,7 @@
-"""What do the vocabulary layers cost and lose, side by side, on text that every machine has?"""
+"""Command that trains a small decoder with each vocabulary layer, and compares them.
+
+python -m experiments.demo
+"""
 
 import argparse
 import pathlib
@@ -15,37 +18,38 @@ CONFIGS = ("lm_dense", "lm_tied", "lm_codebook", "lm_codebook_bias", "lm_grouped
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Trains every config in turn, then prints the table and writes the page."""
+  """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
   parser = argparse.ArgumentParser(
     prog="python -m experiments.demo",
     description="Train a small decoder with each vocabulary layer on the docstrings of Python's"
-    " standard library; print a table and write a page with plots. Run again to resume.",
+    " standard library; print a table and write a page with plots. The same command again resumes.",
   )
-  parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/demo"), metavar="DIR")
-  parser.add_argument("--steps", type=int, help="train for so many steps instead")
+  parser.add_argument(
+    "--runs",
+    type=pathlib.Path,
+    default=pathlib.Path("runs/demo"),
+    metavar="DIR",
+    help="folder of the runs and the page (default: %(default)s)",
+  )
+  parser.add_argument("--steps", type=int, help="number of training steps instead of the configs'")
   options = parser.parse_args(arguments)
   speak_plainly()
-  return exit_code(lambda: _demo(options))
+  return exit_code(lambda: _demo(options.runs, options.steps))
 
 
-def _demo(options: argparse.Namespace) -> None:
-  experiments = [_experiment(name, options.steps) for name in CONFIGS]
-  folders = [options.runs / experiment.name for experiment in experiments]
-  for experiment, folder in zip(experiments, folders):
-    fit(experiment, folder)
-  runs = [report.read_run(folder) for folder in folders]
+def _demo(folder: pathlib.Path, steps: int | None) -> None:
+  changes = [] if steps is None else [f"train.steps={steps}"]
+  configs = pathlib.Path(__file__).parents[1] / "configs"
+  experiments = [override(load(configs / f"{name}.py"), changes) for name in CONFIGS]
+  for experiment in experiments:
+    fit(experiment, folder / experiment.name)
+  runs = [report.read_run(folder / experiment.name) for experiment in experiments]
   console = Console()
-  console.print(report.console_table(report.default_columns(runs), runs, console.width))
-  page = options.runs / "report.html"
+  columns, notes = report.default_columns(runs), report.notes(runs)
+  console.print(report.console_table(columns, runs, console.width, notes))
+  page = folder / "report.html"
   report.write_page(runs, page, title="Vocabulary layers, side by side")
   console.print(f"page: {page}", highlight=False)
-
-
-def _experiment(name: str, steps: int | None):
-  experiment = load(pathlib.Path(__file__).parents[1] / "configs" / f"{name}.py")
-  if steps is None:
-    return experiment
-  return override(experiment, [f"train.steps={steps}"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does the command say what a corpus's filters drop, and what tokens are left?"""
+"""The command prints what the filters of a corpus drop, and the tokens that are left."""
 
 import json
 import pathlib

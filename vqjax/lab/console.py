@@ -1,21 +1,26 @@
-"""How do the commands speak to a person, and which exit codes do they have?"""
+"""Shared parts of the commands: arguments, messages and exit codes."""
 
 import argparse
 import logging
+import pathlib
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 
 from vqjax.lab.config import Experiment, help_text, load, override
-from vqjax.lab.training import Interrupted, NotFiniteError
+from vqjax.lab.training import Interrupted, NotFiniteError, distributed
+
+WRONG_CALL = ValueError, TypeError, AttributeError, ImportError, OSError
+"""Errors of a wrong config, wrong data or a wrong folder; the message has the remedy."""
 
 
 def speak_plainly() -> None:
-  """Shows our warnings as one line; keeps libraries' logs of errors that we explain ourselves."""
+  """Shows warnings of vqjax as one line, and hides other libraries' logs and warnings."""
   for name in ("absl", "asyncio", "orbax"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -28,65 +33,96 @@ def speak_plainly() -> None:
   warnings.showwarning = show
 
 
+def config_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+  """Returns the parser of a command that reads a config: file, overrides, --traceback, --help."""
+  parser = argparse.ArgumentParser(
+    prog=f"python -m {name}",
+    description=description,
+    epilog=examples,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    add_help=False,
+  )
+  add_config(parser)
+  return parser
+
+
 def add_config(parser: argparse.ArgumentParser) -> None:
-  """What every command takes that reads a config: its file, overrides, --traceback and --help."""
-  parser.add_argument("config", nargs="?", help="a file configs/NAME.py")
+  """Adds the arguments of `with_config`: config file, overrides, --traceback and --help."""
+  parser.add_argument("config", nargs="?", help="config file, such as configs/lm_codebook.py")
   parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change")
-  parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
-  parser.add_argument("-h", "--help", action="store_true", help="this, or a config's fields")
-
-
-WRONG_CALL = ValueError, TypeError, AttributeError, ImportError, OSError
-"""What a wrong config, wrong data or a wrong folder raises, with the remedy in its message."""
+  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+  parser.add_argument(
+    "-h", "--help", action="store_true", help="show this text, or with a config its fields"
+  )
 
 
 def with_config(
   parser: argparse.ArgumentParser,
   arguments: Sequence[str] | None,
   act: Callable[[Experiment, argparse.Namespace], None],
+  before: Callable[[argparse.Namespace], None] = lambda options: None,
 ) -> int:
-  """Calls `act` with the experiment that the arguments of `add_config` name; returns the exit code.
+  """Runs a command of `config_parser` and returns the exit code of `exit_code`.
 
-  2 for a wrong call. --help with a config prints the config's fields.
+  Calls `before(options)`, reads the config with its overrides, and calls
+  `act(experiment, options)`. With --help it only prints the fields of the config.
   """
   options = parser.parse_intermixed_args(arguments)
   speak_plainly()
   if options.config is None:
     parser.print_help()
     return 0 if options.help else 2
-  try:
+
+  def work() -> None:
+    if not options.help:
+      before(options)
     experiment = override(load(options.config), options.overrides)
     if options.help:
       Console().print(help_text(experiment))
     else:
       act(experiment, options)
-  except WRONG_CALL as error:
-    return _failed(2, error, options.traceback)
-  return 0
+
+  return exit_code(work, show_traceback=options.traceback)
 
 
 def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
-  """Calls `work`, which trains; returns the exit code of the command.
+  """Calls `work` and returns the exit code of its command, in each process of a run.
 
-  2 for a wrong call, 1 where the loss was not finite, 128 + n where signal n stopped it.
+  0 for success, 2 for a wrong call, 1 for a loss that is not finite, 128 + n for signal n.
   """
   try:
-    work()
+    try:
+      work()
+      code = 0
+    except Interrupted as stop:
+      if distributed.is_main():
+        print(f"{stop}. Run the same command again to resume.", file=sys.stderr)
+      code = 128 + stop.signum
+    distributed.finish()
+    return code
   except KeyboardInterrupt:
-    print("stopped at once; run the same command again to resume.", file=sys.stderr)
-    return 128 + signal.SIGINT
-  except Interrupted as stop:
-    print(f"{stop}. Run the same command again to resume.", file=sys.stderr)
-    return 128 + stop.signum
-  except NotFiniteError as error:
-    return _failed(1, error, show_traceback)
-  except WRONG_CALL as error:
-    return _failed(2, error, show_traceback)
-  return 0
-
-
-def _failed(code: int, error: Exception, show_traceback: bool) -> int:
-  if show_traceback:
+    code = 128 + signal.SIGINT
+    return distributed.fail(code, "stopped at once. Run the same command again to resume.")
+  except (NotFiniteError, *WRONG_CALL) as error:
+    if show_traceback:
+      traceback.print_exception(error)
+    return distributed.fail(1 if isinstance(error, NotFiniteError) else 2, str(error))
+  except Exception as error:
+    if not distributed.is_joined():
+      raise
+    distributed.await_verdict(error)
     traceback.print_exception(error)
-  print(f"error: {error}", file=sys.stderr)
-  return code
+    return distributed.fail(1, str(error))
+
+
+def print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
+  """Prints the scores of a finished run, one line for each split, and the path of its result."""
+  for split in ("valid", "test"):
+    score = result[split]
+    parts = [f"{score['nats_per_token']:.4f} nats/token", f"perplexity {score['perplexity']:.2f}"]
+    if "bits_per_byte" in score:
+      parts.append(f"{score['bits_per_byte']:.4f} bits/byte")
+    rates = [name for name in score if name.endswith("accuracy")]
+    parts += [f"{name.replace('_', ' of ')} {100 * score[name]:.2f} %" for name in rates]
+    print(f"{split}: {', '.join(parts)} over {score['tokens']:,} tokens")
+  print(f"result: {folder / 'result.json'}")

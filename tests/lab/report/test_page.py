@@ -99,9 +99,9 @@ def test_the_command_prints_and_writes_what_was_asked_for(demo, tmp_path, capsys
 
 def test_a_folder_without_runs_is_an_error_that_helps(tmp_path, capsys):
   assert main([str(tmp_path)]) == 2
-  assert "holds no runs" in capsys.readouterr().err
+  assert "must hold runs; got" in capsys.readouterr().err
   assert main([str(tmp_path / "nowhere")]) == 2
-  assert "there is no folder" in capsys.readouterr().err
+  assert "must be a folder with runs; got" in capsys.readouterr().err
 
 
 def test_damage_is_an_error_without_a_traceback(demo, capsys):
