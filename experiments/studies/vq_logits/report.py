@@ -339,7 +339,7 @@ def bytes_figure(measured: Sequence[Measurement]) -> Figure | None:
   points = [m for m in measured if m.perplexity]
   if not points:
     return None
-  figure, axes = blank(height=6)
+  figure, axes = blank(height=8)
   xs = byte_axis(axes, [m.head_bytes for m in points])
   ys = [m.perplexity.mean for m in points]
   for (family, classes), color in zip(FAMILIES.items(), SERIES, strict=False):

@@ -32,12 +32,14 @@ RUNS = "runs/vq"
 
 @dataclasses.dataclass(frozen=True)
 class Further:
-  """Sizes of the heads that the paper does not have; the first three have 1/16 of the dense bytes.
+  """Sizes of the heads that the paper does not have.
+
+  With a token bias, the first three have at most 1/16 of the dense head's bytes.
 
   Attributes:
     product: (K, M) of the product head.
     residual: (K, R) of the codebook head with a low-rank part.
-    small_codes: K of a codebook with a token bias.
+    small_codes: K of a small codebook.
     classes: number of classes of the class-based head.
     other_products: (K, M) of further product heads.
     recluster_tokens: length of the text that one re-clustering reads.
