@@ -1,6 +1,7 @@
 """Tests of the distillation losses against float64 computations from all logits."""
 
 import functools
+import inspect
 
 import chex
 import jax
@@ -127,7 +128,7 @@ class TestLinearStudent:
   )
   def test_shapes_that_do_not_fit_are_refused(self, change, message):
     with pytest.raises(ValueError, match=message):
-      linear_soft_target_loss.__wrapped__(*change(operands(13)))
+      inspect.unwrap(linear_soft_target_loss)(*change(operands(13)))
 
   @pytest.mark.parametrize("name", ["temperature", "softcap", "teacher_softcap"])
   def test_options_must_be_positive(self, name):
@@ -243,6 +244,6 @@ class TestStudentInBlocks:
   def test_what_does_not_fit_is_refused(self, change, options, message):
     hidden, weight, *teacher, _, bias = operands(2)
     with pytest.raises(ValueError, match=message):
-      block_soft_target_loss.__wrapped__(
+      inspect.unwrap(block_soft_target_loss)(
         blocks_of(hidden, weight), *change(*teacher, bias), **options
       )

@@ -1,6 +1,7 @@
 """Is a weight that is composed tile by tile the same as one that is there, and never whole?"""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -166,5 +167,7 @@ def test_rows_know_their_shape_and_an_array_is_a_table_of_them():
 
 def test_rows_of_another_width_than_hidden_are_refused():
   tables, codes, hidden, tokens, _ = operands()
-  with pytest.raises(ValueError, match=r"weight \(67, 12\) does not fit hidden \(29, 5\)"):
-    linear_softmax.__wrapped__(hidden[:, :5], RowFactory(codes, tables, product.compose), tokens)
+  with pytest.raises(ValueError, match=r"`weight` must be \[V, 5\] .* got \(67, 12\)"):
+    inspect.unwrap(linear_softmax)(
+      hidden[:, :5], RowFactory(codes, tables, product.compose), tokens
+    )

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from vqjax.ops import softmax, tiles, vocab_parallel
@@ -358,51 +357,42 @@ def _forward(plan, student, teacher):
   return _finish(sums), saved
 
 
-class _Pull(NamedTuple):
+class _Cotangents(NamedTuple):
   """Per-token values that the cotangents of the scores are computed from.
 
   Attributes:
     saved: values of the forward pass.
     both: sum of the cotangents of both losses.
-    kl: cotangent of the divergence, or None.
+    kl: cotangent of the divergence.
   """
 
   saved: _Saved
   both: Array
-  kl: Array | None
+  kl: Array
 
 
 def _pass_forward(plan, student, teacher):
-  wanted = tiles.perturbed((student, teacher))
-  student, teacher = tiles.values((student, teacher))
   losses, saved = _forward(plan, student, teacher)
-  return losses, (tiles.Static(wanted), student, teacher, saved)
+  return losses, (student, teacher, saved)
 
 
 def _pass_backward(plan, residuals, cotangents):
-  wanted, student, teacher, saved = residuals
-  cross_entropy, kl = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-  present = [x for x in (cross_entropy, kl) if x is not None]
-  if not present:
-    return None, None
-  pull = _Pull(saved, functools.reduce(jnp.add, present), kl)
-  pull = vocab_parallel.varying((pull, student, teacher))[0]
-  layers = student, teacher
-  return tiles.gradients(plan.cut, plan.scorings, layers, wanted.value, pull, _d_scores)
+  student, teacher, saved = residuals
+  given = _Cotangents(saved, cotangents.cross_entropy + cotangents.kl, cotangents.kl)
+  given = vocab_parallel.varying((given, student, teacher))[0]
+  return tiles.gradients(plan.cut, plan.scorings, (student, teacher), given, _d_scores)
 
 
-def _d_scores(scores, row_v11, pull):
+def _d_scores(scores, row_v11, given):
   """Cotangents of the scores s and t: (p - q) · g, and q · (the mean of s under q - s) · g."""
   del row_v11
   s, t = scores
-  saved = pull.saved
+  saved = given.saved
   s_above, t_above = s - saved.top, t - saved.teacher_top
   p, q = jnp.exp(s_above - saved.log_sum), jnp.exp(t_above - saved.teacher_log_sum)
-  slope = (saved.mean - s_above) * pull.both
-  if pull.kl is not None:
-    slope = slope - (saved.teacher_mean - t_above) * pull.kl
+  slope = (saved.mean - s_above) * given.both - (saved.teacher_mean - t_above) * given.kl
   # 0 · inf where a bias of -inf removes a row from the teacher.
-  return (p - q) * pull.both, jnp.where(q == 0, 0.0, q * slope)
+  return (p - q) * given.both, jnp.where(q == 0, 0.0, q * slope)
 
 
-_pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)
+_pass.defvjp(_pass_forward, _pass_backward)

@@ -1,8 +1,8 @@
-"""What is a weight [V, D] whose rows are composed, a tile at a time, from something smaller?
+"""Weights [V, D] whose rows are composed, a tile at a time, from smaller arrays.
 
-A table of vectors is the simplest case: each row is its own. A row may also be made of its codes
-and of tables that all rows share; then only a tile of the weight ever exists, and the gradient of a
-tile of rows goes to what they were composed of.
+In the simplest case, a table of vectors, each row is its own. A row may also be composed of its
+codes and of tables that all rows share; then only a tile of the weight ever exists, and the
+gradient of a tile of rows goes to the arrays that they were composed of.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from vqjax.ops import vocab_parallel
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowFactory:
-  """compose(own, shared) -> [V, D], for any part of the rows.
+  """A weight [V, D] = compose(per_row, shared), for any part of the rows.
 
   Attributes:
     per_row: a tree of arrays [V, ...], of which each row has its own part.
     shared: a tree of arrays that all rows are composed of; () for none.
-    compose: (own [v, ...], shared) -> rows [v, D], differentiable in what is to be trained; row i
-      of the result depends on row i of `per_row` alone.
+    compose: (per_row [v, ...], shared) -> rows [v, D], differentiable in its floating-point arrays;
+      row i of the result depends on row i of `per_row` only.
   """
 
   per_row: Any
@@ -35,109 +35,108 @@ class RowFactory:
 
   @property
   def is_table(self) -> bool:
-    """Whether the rows are there, in an array [V, D]."""
-    return self.compose is _itself
+    """Whether the rows exist as an array [V, D]."""
+    return self.compose is _table_rows
 
   @property
   def count(self) -> int:
-    """V, or how many of the rows are here."""
+    """Number of rows: V, or those of one device or part."""
     return jax.tree.leaves(self.per_row)[0].shape[0]
-
-  @property
-  def _kind(self) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(lambda rows: rows.all(), self)
 
   @property
   def shape(self) -> tuple[int, ...]:
     """(V, D)."""
-    return self._kind.shape
+    return jax.eval_shape(RowFactory.all, self).shape
 
   @property
   def dtype(self) -> jnp.dtype:
-    """Of the composed rows."""
-    return self._kind.dtype
+    """Dtype of the composed rows."""
+    return jax.eval_shape(RowFactory.all, self).dtype
 
   def all(self) -> Float[Array, "V D"]:
-    """All rows: an array [V, D]."""
+    """All rows, as an array."""
     return self.compose(self.per_row, self.shared)
 
   def part(self, start: Array, size: int) -> "RowFactory":
-    """`size` rows from `start` on."""
-    return self._some(lambda x: lax.dynamic_slice_in_dim(x, start, size))
+    """The factory of `size` rows from `start` on."""
+    return self._select(lambda x: lax.dynamic_slice_in_dim(x, start, size))
 
   def at(self, index: Array) -> Float[Array, "W D"]:
-    """The rows with the given indices."""
-    return self._some(lambda x: x[index]).all()
+    """The rows with the given indices, as an array."""
+    return self._select(lambda x: x[index]).all()
 
-  def _some(self, choose: Callable[[Array], Array]) -> "RowFactory":
-    own = jax.tree.map(choose, self.per_row)
+  def _select(self, choose: Callable[[Array], Array]) -> "RowFactory":
+    per_row = jax.tree.map(choose, self.per_row)
     if not self.is_table:
-      # Composed of what is here: the partitioner does not split a look-up by a part of a row.
-      own = jax.tree.map(vocab_parallel.token_shards(None).whole, own)
-    return dataclasses.replace(self, per_row=own)
+      # Replicated before it is composed: the partitioner does not split a gather whose index is
+      # itself a slice of a sharded array.
+      per_row = jax.tree.map(vocab_parallel.token_shards(None).whole, per_row)
+    return dataclasses.replace(self, per_row=per_row)
 
-  def zeros(self, wanted: "RowFactory") -> "RowFactory":
-    """Gradients of zero for what is `wanted`, a `RowFactory` of booleans; None for the rest.
+  def zero_gradient(self) -> "RowFactory":
+    """Gradients of zero of all floating-point arrays; None for integer arrays.
 
-    Those of shared arrays, to which every tile adds, are at least float32.
+    Gradients of shared arrays, to which every tile adds, are at least float32.
     """
-    own = jax.tree.map(
-      lambda x, wish: jnp.zeros_like(x) if wish else None, self.per_row, wanted.per_row
+    zeros = lambda x, dtype: jnp.zeros(x.shape, dtype) if _is_floating(x) else None
+    return dataclasses.replace(
+      self,
+      per_row=jax.tree.map(lambda x: zeros(x, x.dtype), self.per_row),
+      shared=jax.tree.map(lambda x: zeros(x, vocab_parallel.summed_dtype(x.dtype)), self.shared),
     )
-    shared = jax.tree.map(
-      lambda x, wish: jnp.zeros(x.shape, vocab_parallel.summed_dtype(x.dtype)) if wish else None,
-      self.shared,
-      wanted.shared,
-    )
-    return dataclasses.replace(self, per_row=own, shared=shared)
 
   def rounded(self, gradient: "RowFactory") -> "RowFactory":
-    """A gradient that began as `zeros`, in the dtypes of what it is of."""
+    """A gradient that began as `zero_gradient`, in the dtypes of the arrays themselves."""
     return jax.tree.map(lambda x, d: None if d is None else d.astype(x.dtype), self, gradient)
 
-  def with_gradient_of(
-    self, gradient: "RowFactory", wanted: "RowFactory", start: Array, d_rows: Float[Array, "v D"]
+  def add_gradient(
+    self, gradient: "RowFactory", start: Array, d_rows: Float[Array, "v D"]
   ) -> "RowFactory":
-    """`gradient` with that of the rows from `start` on added, given their cotangent."""
+    """`gradient` with the cotangent of the rows from `start` on pulled back and added."""
+
+    def add(total, part):
+      """Adds [v, ...] to rows from `start` on; they may overlap those of the tile before."""
+      old = lax.dynamic_slice_in_dim(total, start, part.shape[0])
+      return lax.dynamic_update_slice_in_dim(total, old + part.astype(total.dtype), start, axis=0)
+
     if self.is_table:
-      return dataclasses.replace(gradient, per_row=_added(gradient.per_row, d_rows, start))
+      return dataclasses.replace(gradient, per_row=add(gradient.per_row, d_rows))
     tile = self.part(start, d_rows.shape[0])
-    kept, tree = jax.tree.flatten((tile.per_row, tile.shared))
-    wishes = jax.tree.leaves((wanted.per_row, wanted.shared))
+    leaves, tree = jax.tree.flatten((tile.per_row, tile.shared))
     # In float32: a vector that many rows of the tile share gets the sum of their cotangents.
-    trained = [
-      x.astype(vocab_parallel.summed_dtype(x.dtype)) for x, wish in zip(kept, wishes) if wish
-    ]
+    floats = [x.astype(vocab_parallel.summed_dtype(x.dtype)) for x in leaves if _is_floating(x)]
 
-    def composed(trained):
-      given = iter(trained)
-      leaves = [next(given) if wish else x for x, wish in zip(kept, wishes)]
-      return self.compose(*jax.tree.unflatten(tree, leaves))
+    def compose(floats):
+      given = iter(floats)
+      merged = [next(given) if _is_floating(x) else x for x in leaves]
+      return self.compose(*jax.tree.unflatten(tree, merged))
 
-    rows, pull = jax.vjp(composed, trained)
+    rows, pull = jax.vjp(compose, floats)
     whole = vocab_parallel.token_shards(None).whole
-    found = iter(jax.tree.map(whole, pull(whole(d_rows.astype(rows.dtype)))[0]))
-    own = jax.tree.map(
-      lambda wish, sums: _added(sums, next(found), start) if wish else None,
-      *(wanted.per_row, gradient.per_row),
+    pulled = iter(jax.tree.map(whole, pull(whole(d_rows.astype(rows.dtype)))[0]))
+    # Flattened in the order of `leaves`: per_row first, then shared. None stands for integers.
+    per_row = jax.tree.map(
+      lambda x, total: add(total, next(pulled)) if _is_floating(x) else None,
+      self.per_row,
+      gradient.per_row,
     )
     shared = jax.tree.map(
-      lambda wish, sums: sums + next(found) if wish else None,
-      *(wanted.shared, gradient.shared),
+      lambda x, total: total + next(pulled) if _is_floating(x) else None,
+      self.shared,
+      gradient.shared,
     )
-    return dataclasses.replace(gradient, per_row=own, shared=shared)
+    return dataclasses.replace(gradient, per_row=per_row, shared=shared)
 
 
-def _added(whole, part, start):
-  old = lax.dynamic_slice_in_dim(whole, start, part.shape[0])
-  return lax.dynamic_update_slice_in_dim(whole, old + part.astype(whole.dtype), start, axis=0)
+def _is_floating(x):
+  return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _itself(own, shared):
+def _table_rows(per_row, shared):
   del shared
-  return own
+  return per_row
 
 
 def as_row_factory(weight: Array | RowFactory) -> RowFactory:
-  """A weight as `RowFactory`: an array [V, D] is a table of them."""
-  return weight if isinstance(weight, RowFactory) else RowFactory(weight, (), _itself)
+  """A weight as `RowFactory`; an array [V, D] is a table of rows."""
+  return weight if isinstance(weight, RowFactory) else RowFactory(weight, (), _table_rows)

@@ -1,10 +1,10 @@
-"""What is the distribution softmax(hidden · weightᵀ + bias), without the [N, V] logits?
+"""The distribution softmax(hidden · weightᵀ + bias), without the [N, V] logits.
 
 Log-probability and normaliser of N tokens, and on request the entropy, the mean log-probability and
-the best tokens, all in one pass over two-dimensional tiles (`tiles`): only [N]-sized statistics
-survive from tile to tile. The backward pass recomputes the scores of each tile from the saved
-normaliser: 8NDV floating-point operations in all, against 6NDV when the logits are kept. What is
-not asked for, and what has no gradient, costs nothing.
+the best tokens, come from one pass over two-dimensional tiles (`vqjax.ops.tiles`): only [N]-sized
+statistics survive from tile to tile. The backward pass recomputes the scores of each tile from the
+saved normaliser: 8NDV floating-point operations in all, against 6NDV when the logits are kept.
+Statistics that are not requested, and gradients that a compiled program does not use, cost nothing.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def linear_log_prob(
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of `tokens` under softmax(hidden · weightᵀ + bias).
 
-  `linear_softmax(...).log_prob`, where the arguments are explained.
+  This is `linear_softmax(...).log_prob`; the arguments are explained there.
   """
   return linear_softmax(
     hidden, weight, tokens, bias, softcap=softcap, tile=tile, dtype=dtype, vocab_axis=vocab_axis
@@ -67,56 +67,59 @@ def linear_softmax(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> LinearSoftmax:
-  """softmax(softcap · tanh((hidden · weightᵀ + bias) / softcap)), and `tokens` in it.
+  """Statistics of `tokens` under softmax(softcap · tanh((hidden · weightᵀ + bias) / softcap)).
 
-  Exact: no sampling and no approximation; sums accumulate in float32 and results are float32,
-  whatever the inputs are. Neither the forward nor the backward pass holds an array of N·V
-  elements. A bias of -inf removes its row from the distribution. A token outside [0, V) has no
-  probability: its `log_prob` is nan, so that a loss over it cannot pass unnoticed.
+  The computation is exact: sums accumulate in float32 and results are float32 for inputs of any
+  float type. Neither the forward nor the backward pass holds an array of N·V elements. A bias of
+  -inf removes its row from the distribution. A token outside [0, V) has no probability: its
+  `log_prob` is nan, so that a loss over it cannot pass unnoticed.
 
-  Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode;
-  the gradient in an operand that needs none (`jax.lax.stop_gradient`, or simply not asked for) is
-  not computed. Forward mode is an error, as for every function with a custom VJP.
+  Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode.
+  Under `jax.jit` XLA removes the gradient of an operand that needs none (`jax.lax.stop_gradient`,
+  or an argument that is not differentiated). Forward mode is an error, as for every function with a
+  custom VJP.
 
-  With a mesh in context (`jax.set_mesh`, automatic axes), rows are spread over `vocab_axis` and
-  tokens over all other axes: each device scans its own rows, and [N]-sized values are reduced.
+  With a mesh in context (`jax.set_mesh`, automatic axes), rows are sharded over `vocab_axis` and
+  tokens over all other axes: each device scores its own rows, and [N]-sized values are reduced.
 
   Args:
     hidden: one vector for each token.
-    weight: one row for each word of the vocabulary, or `RowFactory` that are composed a tile at a time.
+    weight: one row for each token of the vocabulary, an array or a `RowFactory` that composes rows
+      a tile at a time.
     tokens: indices into the vocabulary.
-    bias: one score for each word, added to hidden · weightᵀ.
+    bias: one number for each row, added to hidden · weightᵀ.
     softcap: largest absolute score c: scores are c · tanh(score / c).
     entropy: whether to compute the entropy.
     mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
       score is hidden · (mean row) + (mean bias).
-    top_k: how many of the best tokens to find, 0 to 128.
-    tile: (tokens, vocabulary rows) scored at once, on each device; `default_tile` by default.
+    top_k: number of best tokens to return, 0 to 128.
+    tile: (tokens, vocabulary rows) that are scored at once on each device; None: `default_tile`.
     dtype: dtype of the matrix products' operands, to which each tile is cast: float32 parameters
-      in a bfloat16 model are never copied, and get gradients that were never rounded. By default
-      that of hidden and weight together.
-    vocab_axis: mesh axis over which the rows are spread. Inside of a `jax.shard_map` over it,
+      in a bfloat16 model are never copied, and their gradients are not rounded to bfloat16. None:
+      the promoted dtype of hidden and weight.
+    vocab_axis: mesh axis over which the rows are sharded. Inside of a `jax.shard_map` over it,
       `weight` and `bias` are the device's own rows and `tokens` count over all devices' rows.
 
   Raises:
-    ValueError: shapes that do not fit together, an empty vocabulary, a tile below 1, a softcap that
-      is not positive, more than 128 best tokens or than there are rows, or a mesh without
-      `vocab_axis`.
+    ValueError: the shapes do not fit together, the vocabulary is empty, a side of `tile` is below
+      1, `softcap` is not positive, `top_k` is above 128 or the number of rows, or the mesh has no
+      axis `vocab_axis`.
   """
   weight = as_row_factory(weight)
   _check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   _check_options(softcap, top_k, vocab)
-  known, token = in_vocabulary(tokens.reshape(-1), vocab)
+  valid, token = in_vocabulary(tokens.reshape(-1), vocab)
   scoring = tiles.Scoring(
     jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)), softcap
   )
-  ask = Outputs(scoring, entropy, mean, top_k, vocab_axis)
+  outputs = Outputs(scoring, entropy, mean, top_k, vocab_axis)
 
-  def body(rows, shared):
-    own, bias, by_all = rows
-    part = dataclasses.replace(weight, per_row=own, shared=by_all)
-    return distribution(ask, tile, *shared, part, bias)
+  def body(rows, flat):
+    per_row, bias, shared = rows
+    hidden_ND, token = flat
+    local = dataclasses.replace(weight, per_row=per_row, shared=shared)
+    return distribution(outputs, tile, hidden_ND, token, local, bias)
 
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
   rows = (
@@ -124,9 +127,9 @@ def linear_softmax(
     vocab_parallel.Sharded(vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
     vocab_parallel.Replicated(weight.shared),
   )
-  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
-  found = found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
-  return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), found)
+  stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
+  stats = stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
+  return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), stats)
 
 
 def linear_cross_entropy(
@@ -143,43 +146,44 @@ def linear_cross_entropy(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """The loss of each token, in nats: the caller sums or averages.
+  """Cross-entropy of each token, in nats, with label smoothing and z-loss; not reduced.
 
     token_weight · (-(1 - s) log p(token) - s · mean_v log p_v + z_loss · (log z)²),
 
-  s the label smoothing. A token of weight 0 has loss 0 and no gradient, even one outside of the
-  vocabulary or with a hidden vector that is no number: padding may be anything.
+  where s is the label smoothing. A token of weight 0 has loss 0 and no gradient, even one outside
+  of the vocabulary or with a hidden vector of nan: padding may hold any values.
 
   Args:
-    hidden: one vector for each token, as all further arguments in `linear_softmax`.
-    weight: one row for each word.
+    hidden: one vector for each token; it and all arguments without a remark as in `linear_softmax`.
+    weight: one row for each token of the vocabulary.
     tokens: indices into the vocabulary.
-    bias: one score for each word.
+    bias: one number for each row.
     token_weight: weight of each token's loss; 0 for padding.
     label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary; a
-      Python number, as z_loss and softcap.
+      Python number, like `z_loss` and `softcap`.
     z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
     softcap: largest absolute score.
-    tile: (tokens, vocabulary rows) scored at once.
+    tile: (tokens, vocabulary rows) that are scored at once.
     dtype: dtype of the matrix products' operands.
-    vocab_axis: mesh axis over which the rows are spread.
+    vocab_axis: mesh axis over which the rows are sharded.
 
   Raises:
-    ValueError: as `linear_softmax`; a smoothing outside [0, 1), a negative z_loss, or weights of
-      another shape than the tokens.
+    ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative, or
+      `token_weight` has another shape than `tokens`.
   """
   if not 0 <= label_smoothing < 1:
-    raise ValueError(f"label_smoothing {label_smoothing} is outside [0, 1); 0.1 is usual")
+    raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
   if z_loss < 0:
-    raise ValueError(f"z_loss {z_loss} is negative; 1e-4 is usual, 0 for none")
+    raise ValueError(f"`z_loss` must be at least 0; got {z_loss}. 1e-4 is usual.")
   if token_weight is not None:
     if token_weight.shape != tokens.shape:
       raise ValueError(
-        f"token_weight {token_weight.shape} and tokens {tokens.shape} disagree; give one weight for"
-        " each token"
+        f"`token_weight` must have the shape {tokens.shape} of `tokens`; got {token_weight.shape}."
+        " Give one weight for each token."
       )
+    # Before the products: 0 · nan in the backward pass would reach the gradient of the weight.
     hidden = jnp.where((token_weight == 0)[..., None], 0, hidden)
-  found = linear_softmax(
+  stats = linear_softmax(
     hidden,
     weight,
     tokens,
@@ -190,14 +194,14 @@ def linear_cross_entropy(
     dtype=dtype,
     vocab_axis=vocab_axis,
   )
-  loss = -found.log_prob
+  loss = -stats.log_prob
   if label_smoothing:
-    loss = (1 - label_smoothing) * loss - label_smoothing * found.mean_log_prob
+    loss = (1 - label_smoothing) * loss - label_smoothing * stats.mean_log_prob
   if z_loss:
-    loss = loss + z_loss * found.log_z**2
+    loss = loss + z_loss * stats.log_z**2
   if token_weight is None:
     return loss
-  # Not a product alone: the loss of padding may be nan.
+  # `where`, because the loss of a padding token outside of the vocabulary is nan, and nan · 0 too.
   return jnp.where(token_weight == 0, 0.0, loss * token_weight)
 
 
@@ -208,9 +212,9 @@ def linear_scores(
   dtype: Dtype | None = None,
   softcap: float | int | None = None,
 ) -> Float[Array, "*B V"]:
-  """hidden · weightᵀ + bias, capped, accumulated and returned in float32.
+  """Scores hidden · weightᵀ + bias, capped, accumulated and returned in float32.
 
-  `dtype` is that of the product's operands; by default that of hidden and weight together.
+  `dtype` is the dtype of the product's operands; None: the promoted dtype of hidden and weight.
   """
   weight = as_row_factory(weight).all()
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
@@ -223,10 +227,11 @@ def linear_scores(
 
 
 def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:
-  """log softmax over the last axis, which inside of `vocab_axis` is spread over its devices."""
+  """log softmax over the last axis, which inside of `vocab_axis` is sharded over its devices."""
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return jax.nn.log_softmax(scores)
+  # The result does not depend on the maximum, and `pmax` has no gradient.
   top = lax.pmax(lax.stop_gradient(scores.max(axis=-1, keepdims=True)), axis)
   above = scores - top
   return above - jnp.log(lax.psum(jnp.exp(above).sum(axis=-1, keepdims=True), axis))
@@ -235,25 +240,30 @@ def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> 
 def _check_shapes(hidden, weight, tokens, bias):
   if hidden.shape[:-1] != tokens.shape:
     raise ValueError(
-      f"hidden {hidden.shape} and tokens {tokens.shape} disagree: hidden needs the shape of tokens"
-      " and one more axis"
+      f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
+      f" {hidden.shape}. Give one vector for each token."
     )
   if len(weight.shape) != 2 or weight.shape[1] != hidden.shape[-1]:
     raise ValueError(
-      f"weight {weight.shape} does not fit hidden {hidden.shape}: it is [V, D], one row for each"
-      " word; transpose a [D, V] kernel"
+      f"`weight` must be [V, {hidden.shape[-1]}] for `hidden` {hidden.shape}; got {weight.shape}."
+      " Transpose a [D, V] kernel."
     )
   if weight.shape[0] == 0:
-    raise ValueError("weight has no rows: a softmax needs a vocabulary of at least 1")
+    raise ValueError(
+      f"`weight` must have at least 1 row; got {weight.shape}. A softmax needs a vocabulary."
+    )
   if bias is not None and bias.shape != weight.shape[:1]:
-    raise ValueError(f"bias {bias.shape} does not fit weight {weight.shape}: it is [V]")
+    raise ValueError(
+      f"`bias` must be [{weight.shape[0]}] for `weight` {weight.shape}; got {bias.shape}. Give one"
+      " number for each row."
+    )
 
 
 def _check_options(softcap, top_k, vocab):
   if softcap is not None and not softcap > 0:
-    raise ValueError(f"softcap {softcap} is not positive; 30 is usual, None for no cap")
+    raise ValueError(f"`softcap` must be positive; got {softcap}. 30 is usual, None is no cap.")
   if not 0 <= top_k <= min(128, vocab):
     raise ValueError(
-      f"top_k {top_k} for a vocabulary of {vocab}; give 0 to {min(128, vocab)} (a head's top_k"
-      " method has no limit)"
+      f"`top_k` must be in [0, {min(128, vocab)}] for a vocabulary of {vocab}; got {top_k}. The"
+      " `top_k` method of a head has no limit."
     )

@@ -1,8 +1,8 @@
-"""How do a token's statistics of softmax(hidden · weightᵀ + bias) come from one pass over tiles?
+"""Per-token statistics of softmax(hidden · weightᵀ + bias) from one pass over tiles.
 
-A running maximum and running sums are merged from tile to tile (`_merged`), then over the devices
-of the vocabulary's axis (`_reduced`). The backward pass says what the cotangent of a tile of scores
-is (`_d_scores`), from the saved normaliser and the cotangents that are there.
+A running maximum and running sums are merged from tile to tile (`_merge`), then over the devices of
+the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent of a tile of scores
+(`_d_scores`) from the saved normaliser and the cotangents of the statistics.
 """
 
 import functools
@@ -18,16 +18,16 @@ from vqjax.ops import tiles, topk, vocab_parallel
 
 
 class LinearSoftmax(NamedTuple):
-  """What one pass over the vocabulary tells of each token's distribution, float32, in nats.
+  """Statistics of each token's distribution over the vocabulary, float32, in nats.
 
   Attributes:
     log_prob: log-probability of the token, never above 0.
     log_z: log-normaliser, log sum_v exp(score_v).
-    entropy: -sum_v p_v log p_v, if asked for.
-    mean_log_prob: mean of log p_v over the vocabulary (over the rows that no bias of -inf removes),
-      if asked for: what label smoothing adds.
-    top_log_probs: log-probabilities of the k best tokens, best first, if asked for.
-    top_tokens: those tokens, int32; -1 where fewer than k have a probability.
+    entropy: -sum_v p_v log p_v, or None.
+    mean_log_prob: mean of log p_v over the vocabulary, without the rows that a bias of -inf
+      removes: the term of label smoothing. Or None.
+    top_log_probs: log-probabilities of the k best tokens in descending order, or None.
+    top_tokens: the k best tokens, int32; -1 where fewer than k have a probability. Or None.
   """
 
   log_prob: Float[Array, "*B"]
@@ -39,7 +39,15 @@ class LinearSoftmax(NamedTuple):
 
 
 class Outputs(NamedTuple):
-  """What is computed, and how."""
+  """Static description of the statistics to compute.
+
+  Attributes:
+    scoring: how scores are computed.
+    entropy: whether to compute the entropy.
+    mean: whether to compute the mean log-probability.
+    top_k: number of best tokens.
+    axis: mesh axis of the vocabulary, or None.
+  """
 
   scoring: tiles.Scoring
   entropy: bool
@@ -53,8 +61,8 @@ class _Plan(NamedTuple):
   cut: tiles.Cut
 
 
-class _Found(NamedTuple):
-  """What the pass over the tiles finds; None for what was not asked for."""
+class _Pass(NamedTuple):
+  """Results of the pass over the tiles; None for statistics that are not computed."""
 
   log_prob: Array
   log_z: Array
@@ -64,54 +72,60 @@ class _Found(NamedTuple):
   top_token: Array | None
 
 
-def distribution(outputs, tile, hidden_ND, token_N, weight, bias_V):
-  """`LinearSoftmax` of flat tokens; the rows may be one device's part of the vocabulary."""
+def distribution(outputs: Outputs, tile, hidden_ND, token_N, weight, bias_V) -> LinearSoftmax:
+  """Statistics of flat tokens; the rows may be one device's part of the vocabulary."""
   axis = vocab_parallel.inside(outputs.axis)
   hidden_ND, token_N, weight, bias_V = vocab_parallel.varying(
     (hidden_ND, token_N, weight, bias_V), *([axis] if axis else [])
   )
-  parts = vocab_parallel.token_shards(outputs.axis)
-  hidden_PND, token_PN = parts.split(hidden_ND), parts.split(token_N)
-  cut = tiles.cut_tile(tile, hidden_PND.shape[1], weight.count)
-  plan = _Plan(outputs, tiles.Cut(cut, parts))
-  row_PN = token_PN - vocab_parallel.first_row(axis, weight.count)
-  found = _pass(plan, hidden_PND, weight, bias_V, row_PN)
+  shards = vocab_parallel.token_shards(outputs.axis)
+  hidden_PND = shards.split(hidden_ND)
+  # Indices into the rows of this device, outside of them for tokens of another device.
+  row_PN = shards.split(token_N) - vocab_parallel.first_row(axis, weight.count)
+  sides = tiles.cut_tile(tile, hidden_PND.shape[1], weight.count)
+  plan = _Plan(outputs, tiles.Cut(sides, shards))
+  stats = _pass(plan, hidden_PND, weight, bias_V, row_PN)
   mean_PN = None
   if outputs.mean:
-    mean_PN = _mean_score(outputs, hidden_PND, weight, bias_V, found.score_sum) - found.log_z
+    mean_PN = _mean_score(outputs, hidden_PND, weight, bias_V, stats.score_sum) - stats.log_z
   result = LinearSoftmax(
-    found.log_prob, found.log_z, found.entropy, mean_PN, found.top_log_prob, found.top_token
+    log_prob=stats.log_prob,
+    log_z=stats.log_z,
+    entropy=stats.entropy,
+    mean_log_prob=mean_PN,
+    top_log_probs=stats.top_log_prob,
+    top_tokens=stats.top_token,
   )
-  return jax.tree.map(lambda x: parts.join(x, hidden_ND.shape[0]), result)
+  return jax.tree.map(lambda x: shards.join(x, hidden_ND.shape[0]), result)
 
 
 def _mean_score(outputs, hidden_PND, weight, bias_V, score_sum_PN):
-  """Mean of a token's scores over the rows in the distribution."""
+  """Mean of a token's scores over the rows that no bias of -inf removes."""
   axis = vocab_parallel.inside(outputs.axis)
-  in_all = lambda x: lax.psum(vocab_parallel.varying(x, axis), axis) if axis else x
+  total = lambda x: lax.psum(vocab_parallel.varying(x, axis), axis) if axis else x
   kept_V = None if bias_V is None else ~jnp.isneginf(bias_V)
   rows = weight.count if kept_V is None else kept_V.sum()
   if score_sum_PN is None:
     weight_VD = weight.all()
-    # The mean of hidden · row + bias is hidden · (mean row) + (mean bias).
+    # The mean of hidden · row + bias is hidden · (mean row) + (mean bias): no pass over the scores.
     rows_VD = weight_VD if kept_V is None else jnp.where(kept_V[:, None], weight_VD, 0.0)
     score_sum_PN = hidden_PND.astype(jnp.float32) @ rows_VD.sum(axis=0, dtype=jnp.float32)
     if kept_V is not None:
       score_sum_PN += jnp.where(kept_V, bias_V, 0.0).sum(dtype=jnp.float32)
-    score_sum_PN = in_all(score_sum_PN)
-  return score_sum_PN / in_all(jnp.asarray(rows, jnp.float32))
+    score_sum_PN = total(score_sum_PN)
+  return score_sum_PN / total(jnp.asarray(rows, jnp.float32))
 
 
 class _Running(NamedTuple):
-  """Statistics of the scores so far.
+  """Statistics of the scores that were merged.
 
   Attributes:
     own: score of the token itself, -inf before its tile.
-    top: the largest.
+    top: the largest score.
     total: sum of exp(score - top).
-    moment: sum of exp(score - top) · (score - top), for the entropy.
-    score_sum: sum of the scores, for their mean.
-    best: the k best.
+    moment: sum of exp(score - top) · (score - top), for the entropy, or None.
+    score_sum: sum of the scores, for their mean, or None.
+    best: the k best scores, or None.
   """
 
   own: Array
@@ -123,7 +137,7 @@ class _Running(NamedTuple):
 
 
 class _Normalizer(NamedTuple):
-  """log Z in two parts: added up, they would lose the small one under a large common offset."""
+  """log Z in two parts: their sum would round `log_sum` away under a large common offset."""
 
   top: Array
   log_sum: Array
@@ -131,120 +145,118 @@ class _Normalizer(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pass(plan, hidden_PND, weight, bias_V, row_PN):
-  """What is found of tokens at row `row`, which may be another device's row."""
+  """Statistics of tokens at index `row` of the rows, which may be another device's."""
   return _forward(plan, tiles.Linear(hidden_PND, weight, bias_V), row_PN)[0]
 
 
 def _forward(plan, layer, row_PN):
   outputs = plan.outputs
-  least_PN = jnp.full(row_PN.shape, -jnp.inf, jnp.float32)
+  lowest_PN = jnp.full(row_PN.shape, -jnp.inf, jnp.float32)
   zero_PN = jnp.zeros(row_PN.shape, jnp.float32)
+  # A softcap makes the mean score differ from hidden · (mean row); composed rows would all have to
+  # be composed at once for their mean.
+  sums_scores = outputs.mean and (outputs.scoring.softcap is not None or not layer.weight.is_table)
   start = _Running(
-    least_PN,
-    least_PN,
-    zero_PN,
-    zero_PN if outputs.entropy else None,
-    zero_PN if outputs.mean and _is_curved(outputs, layer) else None,
-    topk.empty(row_PN.shape, outputs.top_k) if outputs.top_k else None,
+    own=lowest_PN,
+    top=lowest_PN,
+    total=zero_PN,
+    moment=zero_PN if outputs.entropy else None,
+    score_sum=zero_PN if sums_scores else None,
+    best=topk.empty(row_PN.shape, outputs.top_k) if outputs.top_k else None,
   )
-  last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, _merged)
-  last = _reduced(last, vocab_parallel.inside(outputs.axis), layer.weight.count)
+  last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, _merge)
+  last = _all_reduce(last, vocab_parallel.inside(outputs.axis), layer.weight.count)
   z = _Normalizer(last.top, jnp.log(last.total))
   excess_PN = last.moment / last.total if outputs.entropy else None
-  found = _Found(
-    (last.own - z.top) - z.log_sum,
-    z.top + z.log_sum,
-    z.log_sum - excess_PN if outputs.entropy else None,
-    last.score_sum,
-    (last.best.scores - z.top[..., None]) - z.log_sum[..., None] if outputs.top_k else None,
-    last.best.tokens if outputs.top_k else None,
+  stats = _Pass(
+    # In this order: own - log Z would lose digits where both are large.
+    log_prob=(last.own - z.top) - z.log_sum,
+    log_z=z.top + z.log_sum,
+    entropy=z.log_sum - excess_PN if outputs.entropy else None,
+    score_sum=last.score_sum,
+    top_log_prob=(
+      (last.best.scores - z.top[..., None]) - z.log_sum[..., None] if outputs.top_k else None
+    ),
+    top_token=last.best.tokens if outputs.top_k else None,
   )
-  return found, (z, excess_PN)
+  return stats, (z, excess_PN)
 
 
-def _is_curved(outputs, layer):
-  """Whether the mean score is not hidden · (mean row), or the mean row is not at hand."""
-  return outputs.scoring.softcap is not None or not layer.weight.is_table
-
-
-def _merged(old, scores, first_row, row_Pn):
+def _merge(old, scores, first_row, row_Pn):
   """The statistics with a tile's scores added."""
   (score_Pnv,) = scores
   top_Pn = jnp.maximum(old.top, score_Pnv.max(axis=-1))
-  # With every score so far at -inf the maximum is no number to subtract.
+  # With every score so far at -inf the maximum is -inf, and -inf - (-inf) is nan.
   shift_Pn = jnp.where(jnp.isneginf(top_Pn), 0.0, top_Pn)
   above_Pnv = score_Pnv - shift_Pn[..., None]
-  weight_Pnv = jnp.exp(above_Pnv)
+  mass_Pnv = jnp.exp(above_Pnv)
   step_Pn = jnp.where(jnp.isneginf(old.top), 0.0, old.top - shift_Pn)
   shrink_Pn = jnp.exp(step_Pn)
   moment = score_sum = best = None
   if old.moment is not None:
-    # A row that is not there says -inf, and 0 · -inf is no number.
-    tile_Pn = jnp.where(jnp.isneginf(score_Pnv), 0.0, weight_Pnv * above_Pnv).sum(axis=-1)
+    # An absent row has score -inf and mass 0, whose product is nan.
+    tile_Pn = jnp.where(jnp.isneginf(score_Pnv), 0.0, mass_Pnv * above_Pnv).sum(axis=-1)
     moment = (old.moment + step_Pn * old.total) * shrink_Pn + tile_Pn
   if old.score_sum is not None:
     score_sum = old.score_sum + jnp.where(jnp.isneginf(score_Pnv), 0.0, score_Pnv).sum(axis=-1)
   if old.best is not None:
     row_v = first_row + jnp.arange(score_Pnv.shape[-1], dtype=jnp.int32)
     best = topk.merge(old.best, score_Pnv, row_v)
-  # The score of the tile itself, not of a product of its own: another rounding of the same score
-  # would make probabilities above 1.
-  row_Pn = row_Pn - first_row
+  # The token's own score is read from the tile: a separate product hidden · row would round
+  # differently from the same score in the normaliser, and could make a probability above 1.
+  index_Pn = row_Pn - first_row
   width = score_Pnv.shape[-1]
-  near_Pn1 = jnp.clip(row_Pn, 0, width - 1)[..., None]
-  found_Pn = jnp.take_along_axis(score_Pnv, near_Pn1, axis=-1)[..., 0]
-  here_Pn = (row_Pn >= 0) & (row_Pn < width)
-  # A stale column says -inf, which must not replace what its own tile has said.
-  own_Pn = jnp.where(here_Pn, jnp.maximum(old.own, found_Pn), old.own)
-  total_Pn = old.total * shrink_Pn + weight_Pnv.sum(axis=-1)
-  return _Running(own_Pn, top_Pn, total_Pn, moment, score_sum, best)
-
-
-def _reduced(mine, axis, rows):
-  """The statistics of all devices of the axis, from those of each."""
-  if axis is None:
-    return mine
-  top = lax.pmax(mine.top, axis)
-  shift = jnp.where(jnp.isneginf(top), 0.0, top)
-  step = jnp.where(jnp.isneginf(mine.top), 0.0, mine.top - shift)
-  shrink = jnp.exp(step)
-  moment = best = None
-  if mine.moment is not None:
-    moment = lax.psum((mine.moment + step * mine.total) * shrink, axis)
-  if mine.best is not None:
-    token = jnp.where(
-      mine.best.tokens < 0, -1, mine.best.tokens + vocab_parallel.first_row(axis, rows)
-    )
-    best = topk.across_devices(topk.TopK(mine.best.scores, token), axis)
+  clipped_Pn1 = jnp.clip(index_Pn, 0, width - 1)[..., None]
+  own_Pn = jnp.take_along_axis(score_Pnv, clipped_Pn1, axis=-1)[..., 0]
+  in_tile_Pn = (index_Pn >= 0) & (index_Pn < width)
   return _Running(
-    lax.pmax(mine.own, axis),
-    top,
-    lax.psum(mine.total * shrink, axis),
-    moment,
-    None if mine.score_sum is None else lax.psum(mine.score_sum, axis),
-    best,
+    # The maximum, for a column that overlaps the tile before has score -inf in this one.
+    own=jnp.where(in_tile_Pn, jnp.maximum(old.own, own_Pn), old.own),
+    top=top_Pn,
+    total=old.total * shrink_Pn + mass_Pnv.sum(axis=-1),
+    moment=moment,
+    score_sum=score_sum,
+    best=best,
   )
 
 
-def _pass_forward(plan, hidden, weight, bias, row):
-  operands = tiles.Linear(hidden, weight, bias)
-  layer, wanted = tiles.values(operands), tiles.perturbed(operands)
-  found, (z, excess) = _forward(plan, layer, row.value)
-  return found, (tiles.Static(wanted), layer, row.value, z, excess, found.top_token)
+def _all_reduce(local, axis, rows):
+  """The statistics over all devices of the axis, each with `rows` rows, from those of each."""
+  if axis is None:
+    return local
+  top = lax.pmax(local.top, axis)
+  shift = jnp.where(jnp.isneginf(top), 0.0, top)
+  step = jnp.where(jnp.isneginf(local.top), 0.0, local.top - shift)
+  shrink = jnp.exp(step)
+  moment = best = None
+  if local.moment is not None:
+    moment = lax.psum((local.moment + step * local.total) * shrink, axis)
+  if local.best is not None:
+    first = vocab_parallel.first_row(axis, rows)
+    token = jnp.where(local.best.tokens < 0, -1, local.best.tokens + first)
+    best = topk.across_devices(topk.TopK(local.best.scores, token), axis)
+  return _Running(
+    own=lax.pmax(local.own, axis),
+    top=top,
+    total=lax.psum(local.total * shrink, axis),
+    moment=moment,
+    score_sum=None if local.score_sum is None else lax.psum(local.score_sum, axis),
+    best=best,
+  )
 
 
-class _Pull(NamedTuple):
-  """What the cotangent of a tile of scores is made of, for each token; None: nothing.
+class _Cotangents(NamedTuple):
+  """Per-token values that the cotangents of the scores are computed from; None: no such term.
 
   Attributes:
     row: row of the token.
     z: normaliser.
-    own: coefficient of the score of the token itself.
+    own: coefficient of the token's own score.
     prob: coefficient of the probabilities.
     entropy: cotangent of the entropy.
-    excess: expected score above the top one.
+    excess: mean of score - top under p.
     score_sum: cotangent of the sum of scores.
-    best: the best tokens' rows.
+    best: rows of the best tokens.
     best_own: coefficients of their scores.
   """
 
@@ -259,68 +271,73 @@ class _Pull(NamedTuple):
   best_own: Array | None
 
 
+def _pass_forward(plan, *primals):
+  hidden, weight, bias, row = jax.tree.map(lambda x: x.value, primals)
+  layer = tiles.Linear(hidden, weight, bias)
+  stats, (z, excess) = _forward(plan, layer, row)
+  return stats, (layer, row, z, excess, stats.top_token)
+
+
 def _pass_backward(plan, saved, cotangents):
-  wanted, layer, row_PN, z, excess_PN, top_token_PNk = saved
-  known = [None if isinstance(x, SymbolicZero) else x for x in cotangents]
-  own, log_z, entropy, score_sum, best_own, _ = known
-  pull = _Pull(
-    row_PN,
-    z,
-    own,
-    _total(log_z, None if own is None else -own, None if best_own is None else -best_own.sum(-1)),
-    entropy,
-    None if entropy is None else excess_PN,
-    score_sum,
-    None
-    if best_own is None
-    else top_token_PNk
-    - vocab_parallel.first_row(vocab_parallel.inside(plan.outputs.axis), layer.weight.count),
-    best_own,
+  layer, row_PN, z, excess_PN, top_token_PNk = saved
+  # XLA removes unused gradients of operands from the loops by itself, but not the terms of
+  # statistics that a loss only reports: p · 0 may be nan. The zeros are known only here, and without
+  # this line an unused top-5 costs a scatter for each tile.
+  own, log_z, entropy, score_sum, best_own, _ = (
+    None if isinstance(x, SymbolicZero) else x for x in cotangents
   )
-  pull = vocab_parallel.varying((pull, layer))[0]
-  if not tiles.wants(wanted.value) or all(x is None for x in known[:5]):
+  if all(x is None for x in (own, log_z, entropy, score_sum, best_own)):
     return None, None, None, None
-  (found,) = tiles.gradients(
-    plan.cut, (plan.outputs.scoring,), (layer,), (wanted.value,), pull, _d_scores
+  # d log_prob = onehot - p, d log_z = p, and d top_log_prob = onehot - p for each of the k.
+  of_prob = [log_z] if log_z is not None else []
+  if own is not None:
+    of_prob.append(-own)
+  best_row = None
+  if best_own is not None:
+    of_prob.append(-best_own.sum(-1))
+    axis = vocab_parallel.inside(plan.outputs.axis)
+    best_row = top_token_PNk - vocab_parallel.first_row(axis, layer.weight.count)
+  given = _Cotangents(
+    row=row_PN,
+    z=z,
+    own=own,
+    prob=functools.reduce(jnp.add, of_prob) if of_prob else None,
+    entropy=entropy,
+    excess=None if entropy is None else excess_PN,
+    score_sum=score_sum,
+    best=best_row,
+    best_own=best_own,
   )
-  return found.hidden, found.weight, found.bias, None
+  given = vocab_parallel.varying((given, layer))[0]
+  (gradient,) = tiles.gradients(plan.cut, (plan.outputs.scoring,), (layer,), given, _d_scores)
+  return gradient.hidden, gradient.weight, gradient.bias, None
 
 
-def _total(*terms):
-  """The sum of what is there; None where nothing is."""
-  there = [x for x in terms if x is not None]
-  return functools.reduce(jnp.add, there) if there else None
-
-
-def _d_scores(scores, row_v11, pull):
-  """(onehot · own + p · prob + ...): the cotangent of each score of the tile."""
+def _d_scores(scores, row_v11, given):
+  """Cotangent of each score of the tile: onehot · own + p · prob + ..."""
   (score_vPn,) = scores
-  above_vPn = score_vPn - pull.z.top
-  prob_vPn = jnp.exp(above_vPn - pull.z.log_sum)
-  d_vPn = None
-  if pull.own is not None:
-    d_vPn = jnp.where(row_v11 == pull.row, pull.own, 0.0)
-  if pull.prob is not None:
-    d_vPn = _total(d_vPn, prob_vPn * pull.prob)
-  if pull.entropy is not None:
-    # dH/ds = -p (s - E[s]); a removed row says 0 · -inf.
-    slope_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, prob_vPn * (pull.excess - above_vPn))
-    d_vPn = _total(d_vPn, slope_vPn * pull.entropy)
-  if pull.score_sum is not None:
-    d_vPn = _total(d_vPn, jnp.where(jnp.isneginf(score_vPn), 0.0, pull.score_sum))
-  if pull.best_own is not None:
-    d_vPn = _add_best(d_vPn, pull, row_v11[0, 0, 0])
+  above_vPn = score_vPn - given.z.top
+  prob_vPn = jnp.exp(above_vPn - given.z.log_sum)
+  terms = []
+  if given.own is not None:
+    terms.append(jnp.where(row_v11 == given.row, given.own, 0.0))
+  if given.prob is not None:
+    terms.append(prob_vPn * given.prob)
+  if given.entropy is not None:
+    # dH/ds = -p (s - E[s]); an absent row would be 0 · -inf.
+    slope_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, prob_vPn * (given.excess - above_vPn))
+    terms.append(slope_vPn * given.entropy)
+  if given.score_sum is not None:
+    terms.append(jnp.where(jnp.isneginf(score_vPn), 0.0, given.score_sum))
+  d_vPn = functools.reduce(jnp.add, terms)
+  if given.best_own is not None:
+    height, shards, width = d_vPn.shape
+    row_Pnk = given.best - row_v11[0, 0, 0]
+    # `drop` ignores indices beyond the end, but a negative index counts from the end.
+    row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
+    shard_P11, token_n1 = jnp.arange(shards)[:, None, None], jnp.arange(width)[:, None]
+    d_vPn = d_vPn.at[row_Pnk, shard_P11, token_n1].add(given.best_own, mode="drop")
   return (d_vPn,)
-
-
-def _add_best(d_vPn, pull, first_row):
-  """Adds the coefficient of each of the best tokens where its row is."""
-  height, parts, width = d_vPn.shape
-  row_Pnk = pull.best - first_row
-  # A negative index would count from the end.
-  row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
-  part_P11, token_n1 = jnp.arange(parts)[:, None, None], jnp.arange(width)[:, None]
-  return d_vPn.at[row_Pnk, part_P11, token_n1].add(pull.best_own, mode="drop")
 
 
 _pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)

@@ -1,13 +1,13 @@
-"""How is a function of all scores hidden · weightᵀ + bias computed tile by tile, and its gradient?
+"""Functions of all scores hidden · weightᵀ + bias, tile by tile, and their gradients.
 
-Tiles are two-dimensional. The vocabulary is the outer loop, so each tile of the weight is read once
-and its gradient is written once; the tokens are the inner loop. What a function keeps of the scores
-is [N]-sized and is merged from tile to tile (`fold`); its gradient needs the scores of each tile
-once more (`gradients`), and says what the cotangent of a tile of scores is.
+Tiles are two-dimensional. The vocabulary is the outer loop, so that each tile of the weight is read
+once and its gradient is written once; the tokens are the inner loop. A function keeps [N]-sized
+statistics of the scores, which are merged from tile to tile (`fold`). Its gradient computes the
+scores of each tile once more, from a rule for the cotangent of a tile of scores (`gradients`).
 
-A ragged edge is never padded: the last tile starts early enough to fit, overlaps its neighbour,
-and the overlap is masked, so that no operand is copied. Tokens come in parts, [P, N, ...], one for
-each device they are spread over (`vocab_parallel.TokenShards`); P is 1 without a mesh.
+Operands are never padded, which would copy them: the last tile starts early enough to fit, overlaps
+its neighbour, and the overlap is masked. Tokens are [P, N, ...], one shard for each device that
+they are spread over (`vocab_parallel.TokenShards`); P is 1 without a mesh.
 """
 
 import math
@@ -25,66 +25,71 @@ from vqjax.ops.vocab_parallel import TokenShards, varying
 
 
 class Tile(NamedTuple):
-  """How many tokens and how many vocabulary rows are scored at once."""
+  """Number of tokens and of vocabulary rows that are scored at once."""
 
   tokens: int
   vocab: int
 
 
 def default_tile(tokens: int, vocab: int, platform: str = "cpu", devices: int = 1) -> Tile:
-  """The tile for N tokens and V rows on one of some devices ("cpu", "gpu", "tpu", ...).
+  """The tile for N tokens and V rows on one of `devices` devices ("cpu", "gpu", "tpu", ...).
 
-  At most 512 x 1280 scores on a CPU: 2.5 MiB in float32, near a cache, and large enough for its
-  matrix products. Several CPU devices are parts of one processor, whose cache they share: 256 x 320
-  each. Elsewhere at most 4096 x 8192 (128 MiB): beside such a product its launch takes no time.
-  Each axis is cut into equal parts (rounded up to a multiple of 64), so the last tile overlaps
+  At most 512 x 1280 scores on a CPU: 2.5 MiB in float32, near the size of a cache, and large enough
+  for its matrix products. Several CPU devices share the cache of one processor: 256 x 320 each.
+  Elsewhere at most 4096 x 8192 (128 MiB), beside whose product the launch of a kernel is short.
+  Each axis is cut into equal parts, rounded up to a multiple of 64, so the last tile overlaps
   little.
   """
-  most = _most(platform, devices)
-  return Tile(_even_part(tokens, most.tokens), _even_part(vocab, most.vocab))
+  limit = _largest_tile(platform, devices)
+  return Tile(_even_part(tokens, limit.tokens), _even_part(vocab, limit.vocab))
 
 
-def _most(platform: str, devices: int) -> Tile:
+def most_scores() -> int:
+  """Number of scores in the largest default tile of the platform in use."""
+  limit = _largest_tile(vocab_parallel.platform(), vocab_parallel.devices())
+  return limit.tokens * limit.vocab
+
+
+def _largest_tile(platform, devices):
   if platform == "cpu":
     return Tile(512, 1280) if devices == 1 else Tile(256, 320)
   return Tile(4096, 8192)
 
 
-def most_scores() -> int:
-  """How many scores a device holds at once: those of a default tile."""
-  most = _most(vocab_parallel.platform(), vocab_parallel.devices())
-  return most.tokens * most.vocab
-
-
-def _even_part(size: int, limit: int) -> int:
+def _even_part(size, limit):
   """The smallest multiple of 64 that covers `size` in ceil(size / limit) parts, at most `size`."""
   count = max(1, math.ceil(size / limit))
   return max(1, min(size, 64 * math.ceil(size / count / 64)))
 
 
 def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
-  """The tile that was asked for, or the default one, for so many tokens and rows on a device."""
+  """The given tile, or the default one, cut to the tokens and rows of one device.
+
+  Raises:
+    ValueError: `tile` is not two ints of at least 1.
+  """
   if tile is None:
     return default_tile(tokens, vocab, vocab_parallel.platform(), vocab_parallel.devices())
-  whole = len(tile) == 2 and all(isinstance(side, int) for side in tile)
-  if not whole or min(tile) < 1:
-    problem = "has a side below 1" if whole else "is not two ints"
-    raise ValueError(f"tile {tuple(tile)} {problem}; give (tokens, vocabulary rows)")
+  if len(tile) != 2 or not all(isinstance(side, int) and side >= 1 for side in tile):
+    raise ValueError(
+      f"`tile` must be (tokens, vocabulary rows), two ints of at least 1; got {tuple(tile)}. Use"
+      " None for the default."
+    )
   return Tile(min(tile[0], tokens), min(tile[1], vocab))
 
 
 class Cut(NamedTuple):
-  """How a computation is cut; the same in its forward and its backward pass."""
+  """Tile and token shards of a computation, equal in its forward and its backward pass."""
 
   tile: Tile
-  parts: TokenShards
+  shards: TokenShards
 
 
 class Scoring(NamedTuple):
-  """How scores come from hidden and weight.
+  """Computation of scores from hidden and weight.
 
   Attributes:
-    dtype: of the matrix products' operands, to which each tile is cast.
+    dtype: dtype of the matrix products' operands, to which each tile is cast.
     softcap: c in c · tanh(score / c), or None.
     temperature: divides the scores, after the cap.
   """
@@ -94,80 +99,53 @@ class Scoring(NamedTuple):
   temperature: float = 1.0
 
   def finish(self, product: Array, bias: Array | None) -> Array:
-    """Scores from hidden · weightᵀ; a bias of -inf removes a row under a cap too."""
+    """Scores from hidden · weightᵀ; a bias of -inf removes its row under a cap too."""
     raw = product if bias is None else product + bias
     if self.softcap is not None:
       raw = self.softcap * jnp.tanh(raw / self.softcap)
+      # The cap would turn the -inf of a removed row into -c.
       raw = raw if bias is None else jnp.where(jnp.isneginf(bias), -jnp.inf, raw)
     return raw if self.temperature == 1 else raw / self.temperature
 
   def pull_back(self, score: Array, d_score: Array) -> Array:
-    """The cotangent of `raw`, from the finished scores and their cotangent."""
+    """The cotangent of hidden · weightᵀ + bias, from finished scores and their cotangent."""
     if self.softcap is not None:
+      # d tanh(x) = 1 - tanh(x)², and score · temperature / c is that tanh.
       slope = 1 - (score * (self.temperature / self.softcap)) ** 2
-      # The slope of a removed row is not finite.
+      # The score of a removed row is -inf, whose square would meet a cotangent of 0 as nan.
       d_score = d_score * jnp.where(jnp.isneginf(score), 0.0, slope)
     return d_score if self.temperature == 1 else d_score / self.temperature
 
 
 class Linear(NamedTuple):
-  """What is scored: hidden [P, N, D], weight [V, D] as `RowFactory`, bias [V] or None."""
+  """Operands of a linear layer: hidden [P, N, D], weight [V, D] as `RowFactory`, bias [V] or None."""
 
   hidden: Array
   weight: RowFactory
   bias: Array | None
 
 
-@jax.tree_util.register_static
-class Static(NamedTuple):
-  """Plain Python values among the arrays that a forward pass saves for the backward pass."""
-
-  value: Any
-
-
-def values(operands: Any) -> Any:
-  """The arrays of a custom VJP's forward pass with symbolic zeros."""
-  return jax.tree.map(lambda x: x.value, operands)
-
-
-def perturbed(operands: Any) -> Any:
-  """Which of them need a gradient: the same tree, of booleans."""
-  return jax.tree.map(lambda x: x.perturbed, operands)
-
-
-def wants(wish: Any) -> bool:
-  """Whether anything of a tree of booleans, or None, is wanted."""
-  return any(jax.tree.leaves(wish))
-
-
 class Edge(NamedTuple):
-  """Where a tile starts, and which of its places no earlier tile has covered."""
+  """Start of a tile, and which of its entries no earlier tile has covered."""
 
   start: Array
   fresh: Array
 
 
 def edge(index: Array, size: int, total: int) -> Edge:
-  """Tile `index`; the last one is moved back to end at `total`, its overlap marked stale."""
+  """Tile `index`; the last one is moved back to end at `total`, its overlap marked as not fresh."""
   nominal = index * size
   start = jnp.minimum(nominal, total - size)
   return Edge(start, start + jnp.arange(size, dtype=jnp.int32) >= nominal)
 
 
-def _rows(array, start, size):
-  return lax.dynamic_slice_in_dim(array, start, size)
-
-
 def _tokens(tree, start, size):
+  """Tokens [P, start : start + size, ...] of every array."""
   return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1), tree)
 
 
 def _product(a, b, contract, batch=((), ())):
   return lax.dot_general(a, b, (contract, batch), preferred_element_type=jnp.float32)
-
-
-def _indices(count):
-  return jnp.arange(count, dtype=jnp.int32)
 
 
 def fold(
@@ -178,19 +156,20 @@ def fold(
   carry: Any,
   merge: Callable[[Any, tuple[Array, ...], Int[Array, ""], Any], Any],
 ) -> Any:
-  """What `merge` makes of every tile of scores, one after another.
+  """The carry after `merge` has added every tile of scores to it, one after another.
 
   Args:
-    cut: tiles and parts.
+    cut: tile and token shards.
     scorings: how each of `linears` is scored.
     linears: one or more layers over the same vocabulary and the same tokens.
     per_token: a tree of [P, N, ...] arrays.
-    carry: a tree of [P, N, ...] arrays: what is kept of the scores so far.
+    carry: a tree of [P, N, ...] arrays: statistics of no scores.
     merge: (carry [P, n, ...], scores [P, n, v] of each layer in float32, index of the first row,
-      per_token [P, n, ...]) -> carry. A score of -inf belongs to no row.
+      per_token [P, n, ...]) -> carry. It must leave out scores of -inf, which belong to no row.
   """
   tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.count
   n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
+  # The carry of a loop inside of a `shard_map` must vary over an axis from the start or never.
   carry = varying((carry, per_token, linears))[0]
 
   def vocab_step(carry, v_index):
@@ -202,107 +181,115 @@ def fold(
       scores = []
       for scoring, layer, (weight_vD, bias_v) in zip(scorings, linears, rows):
         hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
-        raw_Pnv = _product(hidden_PnD, weight_vD, ((2,), (1,)))
-        score_Pnv = scoring.finish(raw_Pnv, bias_v)
-        # A stale column was scored by the tile before: zero would join a sum, -inf does not.
+        score_Pnv = scoring.finish(_product(hidden_PnD, weight_vD, ((2,), (1,))), bias_v)
+        # The tile before has scored the overlap: -inf leaves a sum of exp as it is, 0 would not.
         scores.append(jnp.where(v_edge.fresh, score_Pnv, -jnp.inf) if v % tile.vocab else score_Pnv)
       old, given = _tokens((carry, per_token), n_edge.start, tile.tokens)
       new = merge(old, tuple(scores), v_edge.start, given)
 
       def put(whole, new, old):
         fresh = n_edge.fresh.reshape(1, -1, *[1] * (new.ndim - 2))
+        # Tokens of the overlap have met these rows already, in the tile before.
         kept = jnp.where(fresh, new, old) if n % tile.tokens else new
         return lax.dynamic_update_slice_in_dim(whole, kept, n_edge.start, axis=1)
 
       return jax.tree.map(put, carry, new, old), None
 
-    return lax.scan(token_step, carry, _indices(n_tiles))[0], None
+    return lax.scan(token_step, carry, jnp.arange(n_tiles, dtype=jnp.int32))[0], None
 
-  return lax.scan(vocab_step, carry, _indices(v_tiles))[0]
+  return lax.scan(vocab_step, carry, jnp.arange(v_tiles, dtype=jnp.int32))[0]
 
 
 def _weight_and_bias(cut, scoring, layer, start):
-  """A tile of rows, cast; where they are spread over automatic axes they are fetched here."""
+  """A tile of rows [v, D], cast, and its bias [v]; gathered if sharded over automatic axes."""
   weight_vD = layer.weight.part(start, cut.tile.vocab).all().astype(scoring.dtype)
   if layer.bias is None:
-    return cut.parts.whole(weight_vD), None
-  return cut.parts.whole(weight_vD), _rows(layer.bias, start, cut.tile.vocab).astype(jnp.float32)
+    return cut.shards.whole(weight_vD), None
+  bias_v = lax.dynamic_slice_in_dim(layer.bias, start, cut.tile.vocab)
+  return cut.shards.whole(weight_vD), bias_v.astype(jnp.float32)
 
 
 def gradients(
   cut: Cut,
   scorings: tuple[Scoring, ...],
   linears: tuple[Linear, ...],
-  wanted: tuple[Linear, ...],
   per_token: Any,
-  d_scores: Callable[[tuple[Array, ...], Array, Any], tuple[Array | None, ...]],
+  d_scores: Callable[[tuple[Array, ...], Array, Any], tuple[Array, ...]],
 ) -> tuple[Linear, ...]:
-  """Cotangents of every layer's hidden, weight and bias; None for those not `wanted`.
+  """Cotangents of every layer's hidden, weight and bias; None for integer arrays of a weight.
 
-  Scores are [v, P, n] here, so that both products run along the rows of what they read.
+  Scores are [v, P, n] here, so that both products read their operands along rows. Gradients that
+  nobody uses are computed too, as far as JAX knows: XLA removes them, with their products and
+  buffers, from the loops of a compiled program.
 
   Args:
-    cut: tiles and parts, as in the forward pass.
+    cut: tile and token shards, as in the forward pass.
     scorings: as in the forward pass.
     linears: as in the forward pass.
-    wanted: a `Linear` of booleans for each layer: what is not wanted is not computed, and is None
-      in the result.
     per_token: a tree of [P, N, ...] arrays.
     d_scores: (scores [v, P, n] of each layer, index of each row [v, 1, 1], per_token [P, n, ...])
-      -> the cotangent [v, P, n] of each layer's scores; None for a layer of which nothing is
-      wanted. A row that is removed by a bias of -inf must get 0.
+      -> the cotangent [v, P, n] of each layer's scores. A row that is removed by a bias of -inf
+      must get 0.
   """
   tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.count
   n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
-  layers = list(zip(scorings, wanted, linears))
 
   def vocab_step(carry, v_index):
     v_edge = edge(v_index, tile.vocab, v)
-    rows = [_tile_rows(cut, scoring, layer, v_edge.start) for scoring, _, layer in layers]
-    row_v11 = (v_edge.start + _indices(tile.vocab))[:, None, None]
+    rows = [_tile_rows(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
+    row_v11 = (v_edge.start + jnp.arange(tile.vocab, dtype=jnp.int32))[:, None, None]
 
-    def token_step(carry, n_index):
+    def token_step(sums, n_index):
       n_edge = edge(n_index, tile.tokens, n)
+      hiddens, scores = [], []
+      for scoring, layer, part in zip(scorings, linears, rows):
+        hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
+        hiddens.append(hidden_PnD)
+        scores.append(scoring.finish(_product(part.weight, hidden_PnD, ((1,), (2,))), part.bias))
       given = _tokens(per_token, n_edge.start, tile.tokens)
-      scored = [
-        _scored(scoring, layer, part, n_edge.start, tile.tokens)
-        for (scoring, _, layer), part in zip(layers, rows)
-      ]
-      cotangents = d_scores(tuple(score for _, score in scored), row_v11, given)
-      stale = _Stale(
-        None if n % tile.tokens == 0 else ~n_edge.fresh,
-        None if v % tile.vocab == 0 else ~v_edge.fresh[:, None, None],
-      )
-      new = [
-        _added(sums, wish, part, hidden, stale.zeroed(scoring.pull_back(score, d)), n_edge.start)
-        if wants(wish)
-        else sums
-        for sums, (scoring, wish, _), part, (hidden, score), d in zip(
-          carry, layers, rows, scored, cotangents
-        )
-      ]
+      cotangents = d_scores(tuple(scores), row_v11, given)
+      new = []
+      for i, d_vPn in enumerate(cotangents):
+        d_vPn = scorings[i].pull_back(scores[i], d_vPn)
+        if n % tile.tokens:
+          d_vPn = jnp.where(n_edge.fresh, d_vPn, 0.0)
+        if v % tile.vocab:
+          d_vPn = jnp.where(v_edge.fresh[:, None, None], d_vPn, 0.0)
+        new.append(_add_tile(sums[i], rows[i], hiddens[i], d_vPn, n_edge.start))
       return new, None
 
-    empty = [
-      _empty_sums(tile, wish, layer)._replace(hidden=whole.hidden)
-      for (_, wish, layer), whole in zip(layers, carry)
+    start = [
+      _Sums(
+        hidden=gradient.hidden,
+        weight=jnp.zeros((layer.hidden.shape[0], tile.vocab, layer.hidden.shape[2]), jnp.float32),
+        bias=None
+        if layer.bias is None
+        else jnp.zeros((tile.vocab, layer.hidden.shape[0]), jnp.float32),
+      )
+      for gradient, layer in zip(carry, linears)
     ]
-    start = varying((empty, linears, per_token))[0]
-    sums, _ = lax.scan(token_step, start, _indices(n_tiles))
+    start = varying((start, linears, per_token))[0]
+    sums, _ = lax.scan(token_step, start, jnp.arange(n_tiles, dtype=jnp.int32))
     return [
-      _stored(whole, part, wish, layer, v_edge.start)
-      for whole, part, (_, wish, layer) in zip(carry, sums, layers)
+      _store_rows(gradient, part, layer, v_edge.start)
+      for gradient, part, layer in zip(carry, sums, linears)
     ], None
 
-  start = [_zero_gradients(cut, wish, layer) for _, wish, layer in layers]
-  start = varying((start, linears, per_token))[0]
-  found, _ = lax.scan(vocab_step, start, _indices(v_tiles))
-  return tuple(
-    layer._replace(
-      hidden=None if layer.hidden is None else layer.hidden.astype(x.hidden.dtype),
-      weight=x.weight.rounded(layer.weight),
+  start = [
+    Linear(
+      hidden=cut.shards.keep(jnp.zeros(layer.hidden.shape, jnp.float32)),
+      weight=layer.weight.zero_gradient(),
+      bias=None if layer.bias is None else jnp.zeros_like(layer.bias),
     )
-    for layer, x in zip(found, linears)
+    for layer in linears
+  ]
+  start = varying((start, linears, per_token))[0]
+  totals, _ = lax.scan(vocab_step, start, jnp.arange(v_tiles, dtype=jnp.int32))
+  return tuple(
+    total._replace(
+      hidden=total.hidden.astype(layer.hidden.dtype), weight=layer.weight.rounded(total.weight)
+    )
+    for total, layer in zip(totals, linears)
   )
 
 
@@ -316,74 +303,48 @@ class _TileRows(NamedTuple):
 
 def _tile_rows(cut, scoring, layer, start):
   weight_vD, bias_v = _weight_and_bias(cut, scoring, layer, start)
-  # The barrier keeps the compiler from folding the transposition into the product.
+  # Once for all tiles of tokens: without the barrier XLA folds the transposition into each product,
+  # which would then read the weight across its rows.
   transposed = lax.optimization_barrier(weight_vD.T)
   return _TileRows(weight_vD, transposed, None if bias_v is None else bias_v[:, None, None])
 
 
-def _scored(scoring, layer, rows, start, size):
-  """A tile's hidden vectors [P, n, D], and their scores [v, P, n]."""
-  hidden_PnD = _tokens(layer.hidden, start, size).astype(scoring.dtype)
-  raw_vPn = _product(rows.weight, hidden_PnD, ((1,), (2,)))
-  return hidden_PnD, scoring.finish(raw_vPn, rows.bias)
+class _Sums(NamedTuple):
+  """Gradients while the tokens meet one tile of rows, float32.
+
+  Attributes:
+    hidden: [P, N, D], over all tiles of rows.
+    weight: [P, v, D], of the tile's rows.
+    bias: [v, P], of the tile's rows, or None.
+  """
+
+  hidden: Array
+  weight: Array
+  bias: Array | None
 
 
-class _Stale(NamedTuple):
-  """The tokens and the rows of a tile that an earlier one has covered; None: there are none."""
-
-  tokens: Array | None
-  rows: Array | None
-
-  def zeroed(self, d_vPn: Array) -> Array:
-    for stale in self:
-      d_vPn = d_vPn if stale is None else jnp.where(stale, 0.0, d_vPn)
-    return d_vPn
-
-
-def _zero_gradients(cut, wish, layer):
-  """[P, N, D] in float32, the rows' and [V] in their own dtype; None for what is not wanted."""
-  return Linear(
-    cut.parts.keep(jnp.zeros(layer.hidden.shape, jnp.float32)) if wish.hidden else None,
-    layer.weight.zeros(wish.weight),
-    jnp.zeros(layer.bias.shape, layer.bias.dtype) if wish.bias else None,
-  )
-
-
-def _empty_sums(tile, wish, layer):
-  """What a tile of rows adds up: [P, v, D] and [v, P]."""
-  p, _, d = layer.hidden.shape
-  return Linear(
-    None,
-    jnp.zeros((p, tile.vocab, d), jnp.float32) if wants(wish.weight) else None,
-    jnp.zeros((tile.vocab, p), jnp.float32) if wish.bias else None,
-  )
-
-
-def _added(sums, wish, rows, hidden_PnD, d_vPn, start):
-  """The gradient of all hidden vectors and the sums of a tile of rows, with those of one tile."""
+def _add_tile(sums, rows, hidden_PnD, d_vPn, start):
+  """The sums with the contributions of one tile of tokens, from the cotangent of its scores."""
   d_hidden, d_weight, d_bias = sums
-  if wish.bias:
+  if d_bias is not None:
     d_bias = d_bias + d_vPn.sum(axis=2)
   d_vPn = d_vPn.astype(hidden_PnD.dtype)
-  if wants(wish.weight):
-    # A sum for each part: one over the devices of all parts would be sent at every tile.
-    d_weight = d_weight + _product(d_vPn, hidden_PnD, ((2,), (1,)), ((1,), (0,)))
-  if wish.hidden:
-    part_DPn = lax.optimization_barrier(_product(rows.transposed, d_vPn, ((1,), (0,))))
-    old = lax.dynamic_slice_in_dim(d_hidden, start, d_vPn.shape[2], axis=1)
-    new = old + jnp.moveaxis(part_DPn, 0, 2)
-    d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, new, start, axis=1)
-  return Linear(d_hidden, d_weight, d_bias)
+  # Shards stay apart: a sum over them would be an all-reduce at every tile.
+  d_weight = d_weight + _product(d_vPn, hidden_PnD, ((2,), (1,)), ((1,), (0,)))
+  # The barrier keeps XLA from fusing the transposition below into the product, as in `_tile_rows`.
+  part_DPn = lax.optimization_barrier(_product(rows.transposed, d_vPn, ((1,), (0,))))
+  old = lax.dynamic_slice_in_dim(d_hidden, start, d_vPn.shape[2], axis=1)
+  new = old + jnp.moveaxis(part_DPn, 0, 2)
+  d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, new, start, axis=1)
+  return _Sums(d_hidden, d_weight, d_bias)
 
 
-def _stored(whole, sums, wish, layer, start):
-  """The gradients with those of a tile of rows added where it starts; its stale rows are zero."""
-  weight, bias = whole.weight, whole.bias
-  if wants(wish.weight):
-    d_rows = sums.weight.sum(axis=0)
-    weight = layer.weight.with_gradient_of(weight, wish.weight, start, d_rows)
-  if wish.bias:
+def _store_rows(gradient, sums, layer, start):
+  """The gradient of a layer with the sums of a tile of rows added; overlapping rows add 0."""
+  weight = layer.weight.add_gradient(gradient.weight, start, sums.weight.sum(axis=0))
+  bias = gradient.bias
+  if bias is not None:
     update = sums.bias.sum(axis=1)
-    new = _rows(bias, start, update.shape[0]) + update.astype(bias.dtype)
-    bias = lax.dynamic_update_slice_in_dim(bias, new, start, axis=0)
+    old = lax.dynamic_slice_in_dim(bias, start, update.shape[0])
+    bias = lax.dynamic_update_slice_in_dim(bias, old + update.astype(bias.dtype), start, axis=0)
   return Linear(sums.hidden, weight, bias)
