@@ -20,8 +20,13 @@ from vqjax.lab.data import (
   Tokenizer,
   WikiText,
 )
-from vqjax.lab.models import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
-from vqjax.lab.models.initializers import SymmetricUniform
+from vqjax.lab.models import (
+  Encoder,
+  MaskedLanguageModel,
+  PairClassifier,
+  SpanFinder,
+  SymmetricUniform,
+)
 
 V = FROM_TOKENIZER
 BEGIN = SymmetricUniform(0.05)

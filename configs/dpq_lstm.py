@@ -9,8 +9,7 @@ from typing import NamedTuple
 from vqjax import DenseHead, Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Source, Streams, WordTokenizer
-from vqjax.lab.models import LSTM
-from vqjax.lab.models.initializers import SymmetricUniform
+from vqjax.lab.models import LSTM, SymmetricUniform
 from vqjax.lab.training import SGD
 
 V = FROM_TOKENIZER

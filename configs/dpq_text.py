@@ -5,8 +5,7 @@ import dataclasses
 from vqjax import Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Documents, LabelledSource, Tokenizer, WordTokenizer
-from vqjax.lab.models import TextClassifier
-from vqjax.lab.models.initializers import SymmetricUniform
+from vqjax.lab.models import SymmetricUniform, TextClassifier
 
 V = FROM_TOKENIZER
 DIM = 300

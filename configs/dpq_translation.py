@@ -13,8 +13,7 @@ from vqjax.lab.data import (
   Tokenizer,
   WordTokenizer,
 )
-from vqjax.lab.models import RecurrentTranslator, Translator
-from vqjax.lab.models.initializers import SymmetricUniform
+from vqjax.lab.models import RecurrentTranslator, SymmetricUniform, Translator
 from vqjax.lab.training import SGD, SM3
 
 V = FROM_TOKENIZER

@@ -1,149 +1,131 @@
-"""Does a run begin with the codes, the guide or the centroids that it is told to begin with?"""
-
-import dataclasses
-import functools
-import pathlib
-import tempfile
+"""Embeddings made of a table approximate it: by levels, by clusters and by training."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import tiny
-from vqjax import (
-  CentroidQuantizer,
-  DenseEmbedding,
-  DenseHead,
-  DPQEmbedding,
-  EncoderQuantizer,
-  GuidedEmbedding,
-  MovingAverage,
-  ProductEmbedding,
-  Revival,
-  SoftmaxQuantizer,
-)
-from vqjax.lab import conversion
-from vqjax.lab.config import FROM_TOKENIZER as V
-from vqjax.lab.config import Experiment, Train
-from vqjax.lab.conversion.tables import embedding_of
-from vqjax.lab.data import Text, Windows, WordTokenizer
-from vqjax.lab.training import fit, read_variables
-from vqjax.lab.training.run import load_text
-from vqjax.models import Transformer
+from vqjax import DPQEmbedding, MovingAverage, Revival, SoftmaxQuantizer, convert
+from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
+from vqjax.quantizers import CentroidQuantizer, EncoderQuantizer
 
-D = 8
-
-
-@functools.cache
-def text():
-  """A folder of text for all runs of this module."""
-  return str(tiny.write_text(pathlib.Path(tempfile.mkdtemp(), "text")))
-
-
-def experiment(embedding, init_from=None, vocab=60):
-  return Experiment(
-    name="x",
-    model=Transformer(embedding, DenseHead(V, D), D, layers=1, heads=2, context=8),
-    data=Text(text(), valid_fraction=0.2, test_fraction=0.2),
-    tokenizer=WordTokenizer(vocab=vocab),
-    loader=Windows(),
-    train=Train(steps=2, batch=8, eval_every=2, save_every=2),
-    init_from=init_from,
-  )
+V, D, K, M = 120, 8, 6, 4
+KEY = jax.random.key(0)
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-  """The folder of a run with a dense embedding."""
-  folder = tmp_path_factory.mktemp("dense")
-  fit(experiment(DenseEmbedding(V, D)), folder)
-  return folder
+def table():
+  """Rows whose parts are few different vectors, and a little noise."""
+  draw = np.random.default_rng(0)
+  values = draw.normal(size=(M, K, D // M))
+  codes = draw.integers(0, K, (V, M))
+  rows = values[np.arange(M), codes].reshape(V, D)
+  return (rows + 0.01 * draw.normal(size=rows.shape)).astype(np.float32)
 
 
-def table_of(folder):
-  return np.asarray(read_variables(folder)[0]["params"]["embedding"]["weight"])
+def off(embedding, variables, table):
+  vectors = embedding.apply(variables, jnp.arange(V))
+  return convert.squared_error(vectors, table) / convert.squared_error(0 * table, table)
 
 
-def begun(start, embedding):
-  text = load_text(experiment(embedding, start))
-  model = text.experiment.model
-  tokens = jnp.zeros((1, 2), jnp.int32)
-  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
-  return model, start(text, model, variables)
+def test_clusters_of_parts_find_what_the_table_is_made_of(table):
+  embedding = ProductEmbedding(V, D, K, M)
+  variables = convert.to_clusters(embedding, table, key=KEY)
+  assert off(embedding, variables, table) < 1e-2
+  own = jax.tree.map(np.shape, embedding.init(KEY, jnp.arange(2)))
+  assert jax.tree.map(np.shape, variables) == own
 
 
-def test_a_guided_embedding_learns_the_table(dense, tmp_path):
-  embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=100.0)
-  start = conversion.FromTable(str(dense), conversion.Guide())
-  run = experiment(embedding, start)
-  more = dataclasses.replace(run.train, steps=200, learning_rate=3e-2)
-  more = dataclasses.replace(more, eval_every=200, save_every=200)
-  fit(dataclasses.replace(run, train=more), tmp_path / "run")
-  own = read_variables(tmp_path / "run")[0]
-  table = table_of(dense)
-  np.testing.assert_array_equal(own["guide"]["embedding"]["table"], table)
-  far = np.abs(np.asarray(own["params"]["embedding"]["student"]["weight"]) - table).mean()
-  assert far < 0.3 * np.abs(table).mean()
+def test_shared_clusters_are_of_all_parts(table):
+  embedding = ProductEmbedding(V, D, K * M, M, shared=True)
+  assert off(embedding, convert.to_clusters(embedding, table, key=KEY), table) < 1e-2
 
 
-def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
-  network = EncoderQuantizer(
-    8, 4, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+def test_each_residual_cluster_comes_nearer(table):
+  errors = []
+  for subspaces in (1, 2, 4):
+    embedding = ProductEmbedding(V, D, K, subspaces, additive=True)
+    errors.append(off(embedding, convert.to_clusters(embedding, table, key=KEY), table))
+  assert errors[0] > errors[1] > errors[2]
+
+
+def test_shared_residual_clusters_are_refused(table):
+  embedding = ProductEmbedding(V, D, K, M, additive=True, shared=True)
+  with pytest.raises(ValueError, match=r"`embedding.shared` must be False .*; got True"):
+    convert.to_clusters(embedding, table, key=KEY)
+
+
+def test_levels_come_nearer_with_bits(table):
+  errors = []
+  for bits in (2, 4, 8):
+    embedding = ScalarEmbedding(V, D, bits)
+    errors.append(off(embedding, convert.to_levels(embedding, table), table))
+  assert errors[0] > 10 * errors[1] > 100 * errors[2]
+
+
+@pytest.mark.parametrize(
+  ("embedding", "part"),
+  [
+    (LowRankEmbedding(V, D, 6), 0.6),
+    (DPQEmbedding(V, D, SoftmaxQuantizer(K, M, D)), 0.6),
+    (DPQEmbedding(V, D, CentroidQuantizer(K, M, D, normalize=False)), 0.6),
+    (ProductEmbedding(V, D, K, M), 0.8),  # its codes are no good ones, and stay
+  ],
+)
+def test_learning_comes_near(embedding, part, table):
+  variables = embedding.init({"params": KEY, "sample": KEY}, jnp.arange(V))
+  if isinstance(embedding, DPQEmbedding):
+    variables["params"]["query"] = jnp.asarray(table)
+  reported = []
+  found = convert.reconstruct(
+    embedding,
+    variables,
+    table,
+    key=KEY,
+    steps=500,
+    learning_rate=1e-2,
+    report=lambda step, error: reported.append(step),
   )
-  codes = conversion.Codes(network, steps=1_500)
-  embedding = ProductEmbedding(V, D, 8, 4, additive=True)
-  start = conversion.FromTable(str(dense), codes)
-  model, variables = begun(start, embedding)
-  table = table_of(dense)
-  found = model.embedding.apply(embedding_of(variables), method="table")
-  assert ((found - table) ** 2).sum() < 0.8 * ((table - table.mean(axis=0)) ** 2).sum()
-  fit(experiment(embedding, start), tmp_path / "run")
-  trained = read_variables(tmp_path / "run")[0]
-  kept = variables["codes"]["embedding"]["codes"]
-  np.testing.assert_array_equal(trained["codes"]["embedding"]["codes"], kept)
+  assert reported == [200, 400, 500]
+  assert off(embedding, found, table) < part * off(embedding, variables, table)
 
 
-@pytest.mark.parametrize("average", [None, MovingAverage()])
-@pytest.mark.parametrize("shared", [False, True])
-def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
-  quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
+def test_codes_of_shu_and_nakayama_leave_the_table_as_it_is(table):
+  quantizer = EncoderQuantizer(
+    K, M, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+  )
   embedding = DPQEmbedding(V, D, quantizer)
-  model, variables = begun(conversion.ClusteredCentroids(), embedding)
-  own = embedding_of(variables)
-  query = np.asarray(own["params"]["query"])
-  centers = np.asarray(model.embedding.apply(own, method="values"))
-  parts = query.reshape(-1, 2, D // 2)
-  for m in range(2):
-    table = centers[0 if shared else m]
-    points = parts.reshape(-1, D // 2) if shared else parts[:, m]
-    nearest = ((points[:, None] - table) ** 2).sum(-1).argmin(1)
-    means = np.stack([points[nearest == k].mean(axis=0) for k in range(4)])
-    # As good as converged: each centre is near the mean of what is nearest to it.
-    assert np.abs(means - table).max() < 0.25 * np.abs(table).max()
-
-
-def test_what_has_no_place_for_them_is_named(dense):
-  other = SoftmaxQuantizer(4, 2, D)
-  with pytest.raises(ValueError, match="DenseEmbedding has no guide"):
-    begun(conversion.FromTable(str(dense), conversion.Guide()), DenseEmbedding(V, D))
-  with pytest.raises(ValueError, match="has no place for the codes of"):
-    begun(
-      conversion.FromTable(str(dense), conversion.Codes(other, 1)), ProductEmbedding(V, D, 8, 2)
-    )
-  with pytest.raises(ValueError, match="has no centroids to begin with"):
-    begun(conversion.ClusteredCentroids(), DPQEmbedding(V, D, other))
-
-
-def test_a_table_of_another_width_is_named(dense):
-  start = conversion.FromTable(str(dense), conversion.Guide())
-  text = load_text(experiment(DenseEmbedding(V, D), start))
-  vocab = text.experiment.model.embedding.vocab
-  narrow = Transformer(
-    GuidedEmbedding(vocab, 4, DenseEmbedding(vocab, 4)), DenseHead(vocab, 4), 4, 1, 2, 8
+  variables = embedding.init({"params": KEY, "sample": KEY}, jnp.arange(V))
+  variables["params"]["query"] = jnp.asarray(table)
+  found = convert.reconstruct(
+    embedding,
+    variables,
+    table,
+    key=KEY,
+    steps=800,
+    learning_rate=1e-2,
+    trainable=("quantizer",),
   )
-  with pytest.raises(ValueError, match=rf"a dense table \[{vocab}, 8\]; \[{vocab}, 4\] is wanted"):
-    start(text, narrow, {"params": {"embedding": {}}})
+  np.testing.assert_array_equal(found["params"]["query"], table)
+  assert off(embedding, found, table) < 0.5
+
+
+def test_the_same_key_learns_the_same(table):
+  embedding = LowRankEmbedding(V, D, 2)
+  variables = embedding.init(KEY, jnp.arange(2))
+  again = [convert.reconstruct(embedding, variables, table, key=KEY, steps=7) for _ in range(2)]
+  jax.tree.map(np.testing.assert_array_equal, *again)
+
+
+def test_another_table_is_refused(table):
+  embedding = LowRankEmbedding(V, D, 2)
+  variables = embedding.init(KEY, jnp.arange(2))
+  with pytest.raises(ValueError, match=r"`table` must have shape \[120, 8\], .*; got \[119, 8\]"):
+    convert.reconstruct(embedding, variables, table[1:], key=KEY, steps=1)
+  broken = table.copy()
+  broken[3, 1] = np.nan
+  with pytest.raises(ValueError, match="`table` must be finite"):
+    convert.reconstruct(embedding, variables, broken, key=KEY, steps=1)
 
 
 @pytest.mark.parametrize("average", [None, MovingAverage()])
@@ -153,7 +135,7 @@ def test_any_quantiser_begins_at_clusters_of_vectors(average, shared):
   quantizer = CentroidQuantizer(4, 2, 6, shared=shared, normalize=False, moving_average=average)
   vectors = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
   variables = quantizer.init(jax.random.key(0), jnp.asarray(vectors))
-  begun = conversion.clustered(quantizer, variables, vectors, key=jax.random.key(1))
+  begun = convert.clustered(quantizer, variables, vectors, key=jax.random.key(1))
   assert jax.tree.map(np.shape, begun) == jax.tree.map(np.shape, variables)
   given = jnp.asarray(vectors)
   error = lambda v: ((quantizer.apply(v, given) - vectors) ** 2).mean()
@@ -181,7 +163,7 @@ def test_clusters_are_where_centroids_begin_though_some_had_been_revived(average
     rngs={"sample": jax.random.key(2)},
   )
   begun, fresh = (
-    conversion.clustered(quantizer, own, vectors, key=jax.random.key(1))
+    convert.clustered(quantizer, own, vectors, key=jax.random.key(1))
     for own in (variables | written, variables)
   )
   assert jax.tree.map(np.shape, begun) == jax.tree.map(np.shape, variables)

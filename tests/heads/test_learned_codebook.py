@@ -9,8 +9,8 @@ import pytest
 
 from tests.contract import HeadContract
 from vqjax import CodebookHead, LearnedCodebookHead
+from vqjax.convert import frozen
 from vqjax.heads.learned_codebook import spread
-from vqjax.lab.conversion.starts import frozen
 
 
 class TestLearnedCodebookHead(HeadContract):
@@ -32,11 +32,11 @@ class TestLearnedCodebookHead(HeadContract):
     loss = lambda p: head.apply(variables | {"params": p}, hidden, tokens, method="log_prob").sum()
     gradient = jax.grad(loss)(variables["params"])
     assert (gradient["choice"] == 0).all()
-    found = frozen({"params": {"head": variables["params"]}, "codes": {"head": variables["codes"]}})
+    found = frozen(variables)
     fixed = CodebookHead(head.vocab, head.dim, head.codes, token_bias=head.token_bias)
-    rest = {"codes": found["codes"]["head"]}
+    rest = {"codes": found["codes"]}
     loss = lambda p: fixed.apply(rest | {"params": p}, hidden, tokens, method="log_prob").sum()
-    expected = jax.grad(loss)(found["params"]["head"])
+    expected = jax.grad(loss)(found["params"])
     for name, value in expected.items():
       np.testing.assert_allclose(gradient[name], value, atol=3e-5)
 
@@ -98,8 +98,7 @@ def test_the_choice_learns_the_better_code():
     gradient, written = step(params, variables, jax.random.key(at))
     params = params | {"choice": params["choice"] - 2.0 * gradient["choice"]}
     variables = variables | written
-  learned = {"params": {"head": params}, "codes": {"head": variables["codes"]}}
-  assert frozen(learned)["codes"]["head"]["assignment"].tolist() == [1, 0, 1, 0]
+  assert frozen(variables | {"params": params})["codes"]["assignment"].tolist() == [1, 0, 1, 0]
 
 
 def test_candidates_are_different_codes_and_begin_with_that_of_contiguous_blocks():

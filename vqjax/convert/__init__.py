@@ -1,6 +1,18 @@
-"""Conversions of trained arrays [V, D] to compressed heads and embeddings."""
+"""Conversions of arrays [V, D] to the variables of compressed heads and embeddings.
 
-from vqjax.convert.grouped import ToGrouped
+A `Mapping` assigns tokens to codes, an `Ordering` sorts them for a grouped head, and a target
+(`ToCodebook`, `ToGrouped`, ...) makes a head's variables, all from `TokenStats`. The functions
+`to_levels`, `to_clusters` and `reconstruct` make an embedding's variables from a trained table.
+"""
+
+from vqjax.convert.grouped import (
+  ByClusters,
+  ByFrequency,
+  Ordering,
+  Shuffled,
+  ToGrouped,
+  in_order,
+)
 from vqjax.convert.mappings import (
   Balanced,
   Brown,
@@ -11,8 +23,15 @@ from vqjax.convert.mappings import (
   Mapping,
   TokenStats,
 )
-from vqjax.convert.orders import ByClusters, ByFrequency, Shuffled, in_order
-from vqjax.convert.product_head import to_head
+from vqjax.convert.tables import (
+  Codes,
+  Guide,
+  clustered,
+  reconstruct,
+  squared_error,
+  to_clusters,
+  to_levels,
+)
 from vqjax.convert.targets import (
   ToCodebook,
   ToLearnedCodebook,
@@ -21,17 +40,21 @@ from vqjax.convert.targets import (
   ToProduct,
   ToResidual,
 )
+from vqjax.convert.variables import frozen, merged, part_of, to_head, with_part
 
 __all__ = [
   "Balanced",
   "Brown",
   "ByClusters",
   "ByFrequency",
+  "Codes",
   "ContextKMeans",
   "Fixed",
   "FrequencyBins",
+  "Guide",
   "KMeans",
   "Mapping",
+  "Ordering",
   "Shuffled",
   "ToCodebook",
   "ToGrouped",
@@ -41,6 +64,15 @@ __all__ = [
   "ToProduct",
   "ToResidual",
   "TokenStats",
+  "clustered",
+  "frozen",
   "in_order",
+  "merged",
+  "part_of",
+  "reconstruct",
+  "squared_error",
+  "to_clusters",
   "to_head",
+  "to_levels",
+  "with_part",
 ]

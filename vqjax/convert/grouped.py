@@ -1,67 +1,175 @@
-"""With which groups, and which parameters of a grouped head, does a run begin?"""
+"""Orders of the tokens that a grouped head cuts into groups, and its parameters from dense rows.
+
+An order is a frozen dataclass that is called as `order(stats, sizes)` with the number of tokens of
+each group, and returns the token at each position, int [V].
+"""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
-from vqjax.convert.mappings import TokenStats
-from vqjax.convert.orders import Ordering, as_codes, ordered
+from vqjax import assign
+from vqjax.assign.blocks import by_frequency
+from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.convert.targets import check_kind
 from vqjax.heads import GroupedHead, Head, UnsharedGroupedHead
+from vqjax.ops.groups import check_order
 
 RIDGE = 0.1
-"""Of the mean hidden vector, in units of the mean variance of the rows along a direction."""
+"""Ridge penalty of the mean hidden vector, relative to the mean eigenvalue of the second moment."""
+
+Ordering = Callable[[TokenStats, Int[np.ndarray, "G"]], Int[np.ndarray, "V"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ByFrequency:
+  """The most frequent tokens in the first group, the rarest in the last; ties by token id."""
+
+  def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
+    """The token at each position."""
+    del sizes
+    return by_frequency(stats.counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffled:
+  """A random permutation of the tokens.
+
+  Attributes:
+    seed: seed of the permutation.
+  """
+
+  seed: int = 0
+
+  def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
+    """The token at each position."""
+    del sizes
+    return np.random.default_rng(self.seed).permutation(len(stats.counts))
+
+
+@dataclasses.dataclass(frozen=True)
+class ByClusters:
+  """One cluster of tokens in each group, the most frequent tokens first.
+
+  The largest cluster goes to the largest group, the second largest to the second largest, and so
+  on. If a cluster is larger than its group, its rarest tokens move to groups with free slots.
+
+  Attributes:
+    mapping: makes as many clusters as there are groups; `Balanced()` moves the fewest tokens.
+  """
+
+  mapping: Mapping
+
+  def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
+    """The token at each position."""
+    groups = len(sizes)
+    cluster = assign.checked(self.mapping(stats, groups), len(stats.counts), groups)
+    largest_first = lambda sizes: np.argsort(-sizes, kind="stable")
+    group_of_cluster = np.empty(groups, np.int64)
+    cluster_sizes = np.bincount(cluster, minlength=groups)
+    group_of_cluster[largest_first(cluster_sizes)] = largest_first(sizes)
+    group = group_of_cluster[cluster]
+    order = np.lexsort((-stats.counts, group))
+    tokens = np.bincount(group, minlength=groups)
+    rank = np.arange(len(order)) - (np.cumsum(tokens) - tokens)[group[order]]
+    left_over = order[rank >= sizes[group[order]]]
+    group[left_over] = np.repeat(np.arange(groups), np.maximum(sizes - tokens, 0))
+    return np.lexsort((-stats.counts, group))
+
+
+def in_order(key: Array, shape: tuple[int, ...], dtype: Any) -> Int[Array, "V"]:
+  """Token v at position v: an `order_init` for a head whose order is set by a conversion."""
+  del key
+  return jnp.arange(shape[0], dtype=dtype)
+
+
+def ordered(by: Ordering, stats: TokenStats, head: Head) -> Int[np.ndarray, "V"]:
+  """The token at each position of a grouped head, int32 [V].
+
+  Raises:
+    ValueError: the head has no order, or `by` does not return a permutation of its tokens.
+  """
+  if getattr(head, "order_init", None) is None:
+    raise ValueError(
+      f"`head` must have an order of its tokens to be set by {by}; got a {type(head).__name__}"
+      " without one. Use a grouped head with order_init=convert.in_order."
+    )
+  order = np.asarray(by(stats, np.diff(head.starts)))
+  check_order(order, head.vocab)
+  return order.astype(np.int32)
+
+
+def as_codes(order: Int[np.ndarray, "V"]) -> dict[str, np.ndarray]:
+  """The "codes" variables of an ordered head: the token at each position, and its inverse."""
+  return {"order": order, "position": np.argsort(order).astype(np.int32)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ToGrouped:
-  """A grouped head, shared or not, whose distribution is near to that of the dense rows.
+  """The variables of a grouped head, shared or not, whose distribution is near the dense one.
 
-  A token's row is its group's mean row and a rest. Within a group only the rests matter:
-  `UnsharedGroupedHead` keeps them, so that p(token | group) is exact, and `GroupedHead` has their
-  least-squares approximation: of all rests in one slot a common vector, with a scale for each; the
-  shift is what this leaves of the score of the mean hidden vector. A group's own score is that of
-  its mean row, moved by what its tokens' share of the text asks for at the mean hidden vector: by
-  its bias, or without biases along that vector. Nobody knows the hidden vectors here: their mean is
-  that whose scores are nearest to the log-frequencies, and their variance is taken to be 1.
+  A token's row is the sum of its group's mean row and a remainder. Within a group only the
+  remainders matter: `UnsharedGroupedHead` keeps them, so that p(token | group) is exact.
+  `GroupedHead` has their least-squares approximation: one vector for each slot, which is common to
+  the groups, and a scale for each token; the shift corrects the score at the mean hidden vector.
+  The score of a group is that of its mean row, corrected so that at the mean hidden vector it is
+  the log-frequency of the group's tokens: by the group bias, or without biases along the mean
+  hidden vector. The hidden vectors themselves are not given: their mean is estimated as the vector
+  whose scores are nearest to the log-frequencies, and their variance is assumed to be 1.
 
   Attributes:
-    power: rows weigh (count + 1)^power in means and least squares.
-    by: the order of the tokens, for a head with an `order_init`; None: what that gives.
+    power: in means and least squares the weight of a row is (count + 1)^power.
+    by: the order of the tokens, for a head with an `order_init`; None: the order that
+      `order_init` gives.
   """
 
   power: float = 0.75
   by: Ordering | None = None
 
-  def __call__(self, known: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head that has no groups of slots."""
+  def __call__(self, stats: TokenStats, head: Head) -> dict:
+    """The head's variables; TypeError for a head without groups of slots."""
     unshared = isinstance(head, UnsharedGroupedHead)
     check_kind(head, UnsharedGroupedHead if unshared else GroupedHead, self)
-    order = self._order(known, head)
-    parts = _Parts.of(known, order, head.starts, self.power)
-    mean = _mean_hidden(known)
-    params = _group_params(parts, known.counts[order], mean, head.use_bias)
-    params |= _own_slots(parts) if unshared else _shared_slots(parts, mean)
+    order = self._order(stats, head)
+    counts = stats.counts[order]
+    split = _Split.of(
+      rows=np.asarray(stats.output, np.float64)[order],
+      weights=(counts + 1.0) ** self.power,
+      starts=head.starts,
+    )
+    mean_D = _mean_hidden(stats)
+
+    missing_G = np.log(np.bincount(split.group, counts + 1.0)) - split.means @ mean_D
+    missing_G -= missing_G.mean()
+    if head.use_bias:
+      params = {"group_weight": split.means, "group_bias": missing_G}
+    else:
+      # The expectation of hidden · along is nearest to 1 for hidden of this mean and variance 1.
+      along_D = mean_D / (1.0 + mean_D @ mean_D)
+      params = {"group_weight": split.means + missing_G[:, None] * along_D}
+    params |= split.own_slots() if unshared else split.shared_slots(mean_D)
     if head.use_bias:
       params["slot_bias"] = np.zeros(params["slot_weight"].shape[:-1])
-    kept = {} if head.order_init is None else {"codes": as_codes(order)}
-    return {"params": params} | kept
+    codes = {} if head.order_init is None else {"codes": as_codes(order)}
+    return {"params": params} | codes
 
-  def _order(self, known: TokenStats, head: Head) -> Int[np.ndarray, "V"]:
+  def _order(self, stats: TokenStats, head: Head) -> Int[np.ndarray, "V"]:
     if self.by is not None:
-      return ordered(self.by, known, head)
+      return ordered(self.by, stats, head)
     if head.order_init is None:
       return np.arange(head.vocab)
     given = head.order_init(jax.random.key(0), (head.vocab,), jnp.int32)
-    return ordered(lambda known, sizes: given, known, head)
+    return ordered(lambda stats, sizes: given, stats, head)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
-  """Rows at their positions: the means of the groups, what is left, and where each position lies."""
+class _Split:
+  """Rows in the order of the head, split into the means of their groups and remainders."""
 
   means: Float[np.ndarray, "G D"]
   rest: Float[np.ndarray, "V D"]
@@ -70,67 +178,47 @@ class _Parts:
   slot: Int[np.ndarray, "V"]
 
   @classmethod
-  def of(cls, known, order, starts, power):
-    rows = np.asarray(known.output, np.float64)[order]
-    weights = (known.counts[order] + 1.0) ** power
+  def of(cls, rows: np.ndarray, weights: np.ndarray, starts: np.ndarray) -> "_Split":
     group = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     add = lambda numbers: np.add.reduceat(numbers, starts[:-1])
     means = add(rows * weights[:, None]) / add(weights)[:, None]
     slot = np.arange(len(rows)) - starts[group]
-    return cls(means, rows - means[group], weights, group, slot)
+    return cls(means=means, rest=rows - means[group], weights=weights, group=group, slot=slot)
 
-  @property
-  def shape(self) -> tuple[int, int]:
-    """(G, S)."""
-    return len(self.means), int(self.slot.max()) + 1
+  def own_slots(self) -> dict:
+    """A weight for each slot of each group, [G, S, D]; zero in the free slots."""
+    groups, slots, dim = len(self.means), int(self.slot.max()) + 1, self.rest.shape[1]
+    weight = np.zeros((groups, slots, dim))
+    weight[self.group, self.slot] = self.rest
+    return {"slot_weight": weight}
+
+  def shared_slots(self, mean_D: np.ndarray) -> dict:
+    """Weights [S, D] that all groups share, with a scale and a shift for each token, [G, S]."""
+    groups, slots, dim = len(self.means), int(self.slot.max()) + 1, self.rest.shape[1]
+    scale, shift, vectors = np.zeros((groups, slots)), np.zeros((groups, slots)), []
+    positions = np.split(
+      np.argsort(self.slot, kind="stable"), np.cumsum(np.bincount(self.slot))[:-1]
+    )
+    for slot, at in enumerate(positions):
+      rest, weights = self.rest[at], self.weights[at]
+      # The first right singular vector; its sign makes the weighted mean of the scales positive.
+      vector = np.linalg.svd(rest * np.sqrt(weights)[:, None], full_matrices=False)[2][0]
+      vector = vector if weights @ (rest @ vector) >= 0 else -vector
+      scale[self.group[at], slot] = rest @ vector
+      shift[self.group[at], slot] = rest @ mean_D - (rest @ vector) * (vector @ mean_D)
+      vectors.append(vector)
+    return {"slot_weight": np.reshape(vectors, (slots, dim)), "scale": scale, "shift": shift}
 
 
-def _mean_hidden(known) -> Float[np.ndarray, "D"]:
-  """The vector whose scores are nearest to log(count + 1), up to a constant, by ridge regression.
+def _mean_hidden(stats: TokenStats) -> Float[np.ndarray, "D"]:
+  """The vector whose scores are nearest to log(count + 1) up to a constant, by ridge regression.
 
-  Zero where the counts are all alike.
+  It is zero if all counts are equal.
   """
-  rows = np.asarray(known.output, np.float64)
+  rows = np.asarray(stats.output, np.float64)
   rows = rows - rows.mean(axis=0)
-  wanted = np.log(known.counts + 1.0)
+  log_counts = np.log(stats.counts + 1.0)
   second = rows.T @ rows
   ridge = RIDGE * np.trace(second) / len(second) or 1.0
-  return np.linalg.solve(second + ridge * np.eye(len(second)), rows.T @ (wanted - wanted.mean()))
-
-
-def _group_params(parts, counts, mean, use_bias) -> dict:
-  mass = np.bincount(parts.group, counts + 1.0)
-  missing = np.log(mass) - parts.means @ mean
-  missing -= missing.mean()
-  if use_bias:
-    return {"group_weight": parts.means, "group_bias": missing}
-  # hidden · along is nearest to 1, for hidden of this mean and of variance 1.
-  along = mean / (1.0 + mean @ mean)
-  return {"group_weight": parts.means + missing[:, None] * along}
-
-
-def _own_slots(parts) -> dict:
-  weight = np.zeros((*parts.shape, parts.rest.shape[1]))
-  weight[parts.group, parts.slot] = parts.rest
-  return {"slot_weight": weight}
-
-
-def _shared_slots(parts, mean) -> dict:
-  scale, shift = np.zeros(parts.shape), np.zeros(parts.shape)
-  vectors = np.zeros((parts.shape[1], len(mean)))
-  positions = np.split(
-    np.argsort(parts.slot, kind="stable"), np.cumsum(np.bincount(parts.slot))[:-1]
-  )
-  for slot, position in enumerate(positions):
-    rest, weights = parts.rest[position], parts.weights[position]
-    vector = _common(rest, weights)
-    mine = parts.group[position], slot
-    vectors[slot], scale[mine] = vector, rest @ vector
-    shift[mine] = rest @ mean - scale[mine] * (vector @ mean)
-  return {"slot_weight": vectors, "scale": scale, "shift": shift}
-
-
-def _common(rows, weights) -> Float[np.ndarray, "D"]:
-  """The unit vector along which the weighted rows are longest; most of their mass points along."""
-  vector = np.linalg.svd(rows * np.sqrt(weights)[:, None], full_matrices=False)[2][0]
-  return vector if weights @ (rows @ vector) >= 0 else -vector
+  centred = log_counts - log_counts.mean()
+  return np.linalg.solve(second + ridge * np.eye(len(second)), rows.T @ centred)

@@ -1,7 +1,7 @@
-"""From what a run knows, which code does each token get?
+"""Mappings of the tokens to codes, from their counts, neighbours or trained vectors.
 
-A mapping is a frozen dataclass, so that it stands in a config and in a run's identity; it is called
-with what is known and the number of codes, and gives int32 [V].
+A mapping is a frozen dataclass, so that it can be a field of a config and part of a run's identity.
+It is called as `mapping(stats, codes)` and returns an assignment, int32 [V].
 """
 
 import dataclasses
@@ -12,19 +12,18 @@ import jax
 import numpy as np
 import scipy.sparse
 from jaxtyping import Float, Int
-from sklearn.utils.extmath import randomized_svd
 
 from vqjax import assign
 
 
 class TokenStats(NamedTuple):
-  """What a mapping may look at.
+  """Statistics and vectors of the tokens, from which layers are converted.
 
   Attributes:
-    tokens: of the training text.
-    counts: how often each token occurs in it, int64 [V].
-    output: the trained rows of a dense head, [V, D]; None from scratch.
-    inputs: the vectors of the input embedding, [V, D]: trained ones, or from scratch the initial.
+    tokens: the training text.
+    counts: number of occurrences of each token in `tokens`, int64 [V].
+    output: the trained rows of a dense head, [V, D]; None before training.
+    inputs: the vectors of the input embedding, trained or initial, [V, E]; None without a table.
   """
 
   tokens: Int[np.ndarray, "N"]
@@ -36,23 +35,29 @@ class TokenStats(NamedTuple):
 Mapping = Callable[[TokenStats, int], Int[np.ndarray, "V"]]
 
 
-def _embeddings(known: TokenStats, inputs: bool) -> Float[np.ndarray, "V D"]:
-  rows = known.inputs if inputs or known.output is None else known.output
+def _embeddings(stats: TokenStats, inputs: bool) -> Float[np.ndarray, "V D"]:
+  """The vectors to cluster: the output rows if there are any, else (or on request) the inputs."""
+  rows = stats.inputs if inputs or stats.output is None else stats.output
   if rows is None:
-    raise ValueError("there are no embeddings to cluster; use FrequencyBins or Brown, of counts")
+    raise ValueError(
+      "`stats.output` or `stats.inputs` must hold vectors to cluster; got None. Use FrequencyBins"
+      " or Brown, which need counts only."
+    )
   return rows
 
 
 @dataclasses.dataclass(frozen=True)
 class KMeans:
-  """K-means on output embeddings; on the input's where asked for, or from scratch.
+  """K-means on the output embeddings, or on the input embeddings.
+
+  Before training there are no output embeddings, and the input embeddings are clustered.
 
   Attributes:
-    power: a token's weight is (count + 1)^power; 0: all alike.
-    alone: part of the codes, in [0, 1), that one frequent token each has; the tail is clustered.
-    inputs: cluster the input embeddings.
-    seed: of the seeding.
-    iterations: of Lloyd's algorithm.
+    power: the weight of a token is (count + 1)^power; 0 gives all tokens equal weight.
+    alone: fraction of the codes, in [0, 1), that hold one frequent token each.
+    inputs: cluster the input embeddings even if there are output embeddings.
+    seed: seed of the initial centroids.
+    iterations: maximum number of Lloyd iterations.
   """
 
   power: float = 0.0
@@ -61,50 +66,52 @@ class KMeans:
   seed: int = 0
   iterations: int = 20
 
-  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]; ValueError as `assign.frequent_alone`."""
-    weights = (known.counts + 1.0) ** self.power
+  def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
+    """Assignment, int32 [V]; raises ValueError as `assign.frequent_alone` does."""
     return assign.frequent_alone(
-      *(_embeddings(known, self.inputs), codes, known.counts, int(self.alone * codes)),
+      _embeddings(stats, self.inputs),
+      codes,
+      stats.counts,
+      alone=int(self.alone * codes),
       key=jax.random.key(self.seed),
-      weights=weights,
+      weights=(stats.counts + 1.0) ** self.power,
       iterations=self.iterations,
     ).assignment
 
 
 @dataclasses.dataclass(frozen=True)
 class Balanced:
-  """Balanced k-means on output embeddings: no code has more than ceil(V/K) tokens.
+  """Balanced k-means on the output embeddings: at most ceil(V/K) tokens on a code.
 
   Attributes:
-    seed: of the seeding.
-    iterations: of the alternation.
+    seed: seed of the initial centroids.
+    iterations: maximum number of alternations between assignment and means.
   """
 
   seed: int = 0
   iterations: int = 20
 
-  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]; ValueError as `assign.balanced_kmeans`."""
+  def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
+    """Assignment, int32 [V]; raises ValueError as `assign.balanced_kmeans` does."""
     key = jax.random.key(self.seed)
-    rows = _embeddings(known, inputs=False)
+    rows = _embeddings(stats, inputs=False)
     return assign.balanced_kmeans(rows, codes, key=key, iterations=self.iterations).assignment
 
 
 @dataclasses.dataclass(frozen=True)
 class FrequencyBins:
-  """Tokens of like frequency on one code.
+  """Bins of tokens of similar frequency.
 
   Attributes:
-    equal_mass: bins of equal total count; False: of equally many tokens.
+    equal_mass: the bins have equal total counts; False: equal numbers of tokens.
   """
 
   equal_mass: bool = False
 
-  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]."""
+  def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
+    """Assignment, int32 [V]."""
     bins = assign.equal_mass if self.equal_mass else assign.equal_count
-    return bins(known.counts, codes)
+    return bins(stats.counts, codes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,22 +119,22 @@ class Brown:
   """Classes that minimise the loss of a class-bigram model, by exchange of single tokens.
 
   Attributes:
-    token_bias: whether a token's share of its code is its frequency, or one over its tokens.
-    sweeps: passes over the vocabulary, at most.
+    token_bias: p(token | code) is the relative frequency; False: one over the number of tokens.
+    sweeps: maximum number of passes over the vocabulary.
   """
 
   token_bias: bool = False
   sweeps: int = 5
 
-  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]."""
-    pairs = assign.bigrams(known.tokens, len(known.counts))
+  def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
+    """Assignment, int32 [V]."""
+    pairs = assign.bigrams(stats.tokens, len(stats.counts))
     return assign.exchange(pairs, codes, token_bias=self.token_bias, sweeps=self.sweeps).assignment
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-  """An assignment that looks at nothing: `assign.Random()`, `assign.FrequentAlone()`, ...
+  """An assignment that ignores the statistics, such as `assign.Random()`.
 
   Attributes:
     assignment: (vocab, codes) -> int [V].
@@ -135,43 +142,52 @@ class Fixed:
 
   assignment: assign.Assignment
 
-  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]."""
-    vocab = len(known.counts)
+  def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
+    """Assignment, int32 [V]."""
+    vocab = len(stats.counts)
     return assign.checked(self.assignment(vocab, codes), vocab, codes)
 
 
-def contexts(known: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:
-  """Embeddings of tokens by their neighbours in the text: no trained model is needed.
+def contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:
+  """Embeddings of the tokens from their neighbours in the text, without a trained model.
 
-  The leading singular vectors, each as long as the root of its value, of the positive pointwise
-  mutual information of a token with the tokens before and after it; then turned at random, so that
-  no part of the width holds more than another. Source: Levy and Goldberg, Neural word embedding as
-  implicit matrix factorization, 2014.
+  The leading singular vectors, scaled by the square roots of the singular values, of the positive
+  pointwise mutual information between a token and the tokens before and after it. A random rotation
+  then spreads the variance over all `width` dimensions. Source: Levy and Goldberg, Neural word
+  embedding as implicit matrix factorization, 2014.
+
+  Raises:
+    ImportError: scikit-learn is not installed.
   """
-  pairs = assign.bigrams(known.tokens, len(known.counts)).tocsr().astype(np.float64)
+  try:
+    from sklearn.utils.extmath import randomized_svd
+  except ImportError as error:
+    raise ImportError(
+      "embeddings of contexts need scikit-learn; install it with `pip install 'vqjax[lab]'`"
+    ) from error
+  pairs = assign.bigrams(stats.tokens, len(stats.counts)).tocsr().astype(np.float64)
   both = scipy.sparse.hstack([pairs, pairs.T.tocsr()]).tocoo()
   row, column = np.asarray(both.sum(axis=1)).ravel(), np.asarray(both.sum(axis=0)).ravel()
   information = np.log(both.data * both.data.sum() / (row[both.row] * column[both.col]))
   positive = scipy.sparse.csr_array(
     (np.maximum(information, 0), (both.row, both.col)), shape=both.shape
   )
-  rank = min(width, len(known.counts) - 1)
+  rank = min(width, len(stats.counts) - 1)
   left, value, _ = randomized_svd(positive, rank, random_state=seed)
-  turn = np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
-  return np.pad(left * np.sqrt(value), ((0, 0), (0, width - rank))) @ turn
+  rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
+  return np.pad(left * np.sqrt(value), ((0, 0), (0, width - rank))) @ rotation
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextKMeans:
-  """K-means on embeddings of the tokens by their neighbours in the text.
+  """K-means on embeddings of the tokens from their neighbours in the text.
 
   Attributes:
-    width: of the embeddings.
-    power: a token's weight is (count + 1)^power.
-    alone: part of the codes, in [0, 1), that one frequent token each has; the tail is clustered.
-    seed: of the seeding.
-    iterations: of Lloyd's algorithm.
+    width: width of the embeddings.
+    power: the weight of a token is (count + 1)^power.
+    alone: fraction of the codes, in [0, 1), that hold one frequent token each.
+    seed: seed of the embeddings and of the initial centroids.
+    iterations: maximum number of Lloyd iterations.
   """
 
   width: int = 64
@@ -180,7 +196,8 @@ class ContextKMeans:
   seed: int = 0
   iterations: int = 20
 
-  def __call__(self, known: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]."""
-    found = known._replace(output=contexts(known, self.width, self.seed))
-    return KMeans(self.power, self.alone, False, self.seed, self.iterations)(found, codes)
+  def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
+    """Assignment, int32 [V]."""
+    stats = stats._replace(output=contexts(stats, self.width, self.seed))
+    kmeans = KMeans(power=self.power, alone=self.alone, seed=self.seed, iterations=self.iterations)
+    return kmeans(stats, codes)

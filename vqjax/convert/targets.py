@@ -1,7 +1,7 @@
-"""Which variables does a compressed head begin with, given the rows of a dense one?
+"""Variables of compressed heads from the rows of a dense head.
 
-A target is a frozen dataclass that is called with what is known and the head, and gives the head's
-own variables, {"params": {...}, "codes": {...}}, in NumPy. Each is for one kind of head.
+A target is a frozen dataclass that is called as `target(stats, head)` and returns the head's own
+variables, {"params": {...}, "codes": {...}}, in NumPy. Each target makes one class of head.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from vqjax.ops.kmeans import kmeans
 
 
 def check_kind(head: Head, kind: type[Head], target: Any) -> None:
-  """TypeError where a target is for another kind of head."""
+  """Raise TypeError if `head` is not of the class that `target` makes."""
   if not isinstance(head, kind):
     raise TypeError(
-      f"{type(target).__name__} gives a {kind.__name__} its variables, not a"
-      f" {type(head).__name__}; give the conversion that is for it"
+      f"`head` must be a {kind.__name__} for {type(target).__name__}; got a {type(head).__name__}."
+      " Use the target of that class."
     )
 
 
@@ -41,68 +41,71 @@ def _means(
   rows: Float[np.ndarray, "V D"],
   weights: Float[np.ndarray, "V"],
   code: Int[np.ndarray, "V"],
-  k: int,
+  codes: int,
 ) -> Float[np.ndarray, "K D"]:
   """The weighted mean of the rows on each code; 0 for a code without tokens."""
-  mass = np.bincount(code, weights, k)
-  sums = np.zeros((k, rows.shape[1]))
+  mass = np.bincount(code, weights, codes)
+  sums = np.zeros((codes, rows.shape[1]))
   np.add.at(sums, code, rows * weights[:, None])
   return sums / np.where(mass > 0, mass, 1)[:, None]
 
 
-def _own_bias(known: TokenStats, code: Int[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
-  return np.asarray(UnigramBias(known.counts, code)(None, known.counts.shape))
+def unigram_bias(stats: TokenStats, code: Int[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
+  """The token bias by which the tokens of a code share its probability as their counts do."""
+  return np.asarray(UnigramBias(stats.counts, code)(None, stats.counts.shape))
+
+
+def _zero_bias(head: Head) -> dict[str, np.ndarray]:
+  return {"token_bias": np.zeros(head.vocab)} if head.token_bias else {}
 
 
 @dataclasses.dataclass(frozen=True)
 class ToCodebook:
-  """A codebook head: the mapping's codes, each at the mean row of its tokens by their counts.
+  """The variables of a `CodebookHead`: each codeword is the mean row of its tokens by counts.
 
-  A token bias begins so that the tokens of a code share its mass by their counts. Source:
-  VQ-Logits, Section 3.3, Option A.
+  If the head has a token bias, the tokens of a code share its probability as their counts do.
+  Source: VQ-Logits, Section 3.3, Option A.
 
   Attributes:
-    mapping: how tokens get their codes.
+    mapping: assigns the tokens to codes.
   """
 
   mapping: Mapping
 
-  def __call__(self, known: TokenStats, head: Head) -> dict:
-    """The head's variables."""
+  def __call__(self, stats: TokenStats, head: Head) -> dict:
+    """The head's variables; TypeError for a head of another class."""
     check_kind(head, CodebookHead, self)
-    code = self.mapping(known, head.codes)
-    params = {"codebook": _means(known.output, known.counts + 1.0, code, head.codes)}
+    code = self.mapping(stats, head.codes)
+    params = {"codebook": _means(stats.output, stats.counts + 1.0, code, head.codes)}
     if head.token_bias:
-      params["token_bias"] = _own_bias(known, code)
+      params["token_bias"] = unigram_bias(stats, code)
     return {"params": params, "codes": {"assignment": code}}
 
 
 @dataclasses.dataclass(frozen=True)
 class ToResidual:
-  """A codebook head with a low-rank part: what the codes leave of the rows, to the given rank.
+  """The variables of a `ResidualCodebookHead`: codewords, and the best low-rank approximation.
 
-  Its best approximation by squared error, weighted by (count + 1)^power.
+  The low-rank part approximates the rows minus their codewords in squared error, weighted by
+  (count + 1)^power.
 
   Attributes:
-    mapping: how tokens get their codes.
-    power: of the weights of the low-rank approximation.
+    mapping: assigns the tokens to codes.
+    power: exponent of the weights.
   """
 
   mapping: Mapping
   power: float = 0.5
 
-  def __call__(self, known: TokenStats, head: Head) -> dict:
-    """The head's variables."""
+  def __call__(self, stats: TokenStats, head: Head) -> dict:
+    """The head's variables; TypeError for a head of another class."""
     check_kind(head, ResidualCodebookHead, self)
-    code = self.mapping(known, head.codes)
-    weights = (known.counts + 1.0) ** self.power
-    codebook = _means(known.output, weights, code, head.codes)
-    low, up = _low_rank(known.output - codebook[code], weights, head.rank)
+    code = self.mapping(stats, head.codes)
+    weights = (stats.counts + 1.0) ** self.power
+    codebook = _means(stats.output, weights, code, head.codes)
+    low, up = _low_rank(stats.output - codebook[code], weights, head.rank)
     params = {"codebook": codebook, "low": low, "up": up} | _zero_bias(head)
-    return {
-      "params": params,
-      "codes": {"assignment": code.astype(code_dtype(head.codes))},
-    }
+    return {"params": params, "codes": {"assignment": code.astype(code_dtype(head.codes))}}
 
 
 def _low_rank(rows, weights, rank) -> tuple[np.ndarray, np.ndarray]:
@@ -115,19 +118,19 @@ def _low_rank(rows, weights, rank) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class ToLowRank:
-  """A low-rank head: the best approximation of the rows, weighted by (count + 1)^power.
+  """The variables of a `LowRankHead`: the best approximation of the rows in squared error.
 
   Attributes:
-    power: of the weights.
+    power: the weight of a row is (count + 1)^power.
   """
 
   power: float = 0.5
 
-  def __call__(self, known: TokenStats, head: Head) -> dict:
-    """The head's variables."""
+  def __call__(self, stats: TokenStats, head: Head) -> dict:
+    """The head's variables; TypeError for a head of another class."""
     check_kind(head, LowRankHead, self)
-    weights = (known.counts + 1.0) ** self.power
-    low, up = _low_rank(known.output, weights, head.rank)
+    weights = (stats.counts + 1.0) ** self.power
+    low, up = _low_rank(stats.output, weights, head.rank)
     params = {"weight": low, "down": up}
     if head.use_bias:
       params["bias"] = np.zeros(len(low))
@@ -136,93 +139,89 @@ class ToLowRank:
 
 @dataclasses.dataclass(frozen=True)
 class ToProduct:
-  """A product head: k-means of the rows in each subspace, weighted by (count + 1)^power.
+  """The variables of a `ProductHead`: weighted k-means of the rows in each subspace.
 
   Attributes:
-    power: of the weights: frequent tokens get sub-vectors near to their own.
-    seed: of the seeding.
-    iterations: of Lloyd's algorithm.
+    power: the weight of a row is (count + 1)^power: frequent tokens are approximated best.
+    seed: seed of the initial centroids.
+    iterations: maximum number of Lloyd iterations.
   """
 
   power: float = 1.0
   seed: int = 0
   iterations: int = 25
 
-  def __call__(self, known: TokenStats, head: Head) -> dict:
-    """The head's variables."""
+  def __call__(self, stats: TokenStats, head: Head) -> dict:
+    """The head's variables; TypeError for a head of another class."""
     check_kind(head, ProductHead, self)
-    tables, codes = self.clustered(known, head)
+    tables, codes = self.clustered(stats, head)
     params = {"tables": tables} | _zero_bias(head)
     return {"params": params, "codes": {"codes": codes.astype(code_dtype(head.codes))}}
 
-  def clustered(self, known: TokenStats, head: Head) -> tuple[np.ndarray, np.ndarray]:
-    """Tables [M, K, D/M] and codes [V, M]."""
-    rows = checked_rows(known.output, head.codes)
-    weights = jnp.asarray((known.counts + 1.0) ** self.power, jnp.float32)
+  def clustered(self, stats: TokenStats, head: Head) -> tuple[np.ndarray, np.ndarray]:
+    """The codebooks [M, K, D/M] and the codes [V, M]."""
+    rows = checked_rows(stats.output, head.codes)
+    weights = jnp.asarray((stats.counts + 1.0) ** self.power, jnp.float32)
     keys = jax.random.split(jax.random.key(self.seed), head.subspaces)
-    found = [
+    clusterings = [
       kmeans(key, jnp.asarray(part), head.codes, weights=weights, iterations=self.iterations)
       for key, part in zip(keys, np.split(rows, head.subspaces, axis=1))
     ]
-    tables = np.stack([np.asarray(part.centers) for part in found])
-    return tables, np.stack([np.asarray(part.assignment) for part in found], axis=1)
-
-
-def _zero_bias(head) -> dict:
-  return {"token_bias": np.zeros(head.vocab)} if head.token_bias else {}
+    tables = np.stack([np.asarray(part.centers) for part in clusterings])
+    return tables, np.stack([np.asarray(part.assignment) for part in clusterings], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ToLearnedProduct:
-  """A product head that goes on to learn its codes: the dense rows are its latent rows.
+  """The variables of a `LearnedProductHead`, whose latent rows are the dense rows.
 
   Attributes:
-    start: the tables that it begins with.
+    start: makes the initial codebooks.
   """
 
   start: ToProduct = dataclasses.field(default_factory=ToProduct)
 
-  def __call__(self, known: TokenStats, head: Head) -> dict:
-    """The head's variables."""
+  def __call__(self, stats: TokenStats, head: Head) -> dict:
+    """The head's variables; TypeError for a head of another class."""
     check_kind(head, LearnedProductHead, self)
-    tables, _ = self.start.clustered(known, head)
-    return {"params": {"tables": tables, "latent": known.output} | _zero_bias(head)}
+    tables, _ = self.start.clustered(stats, head)
+    return {"params": {"tables": tables, "latent": stats.output} | _zero_bias(head)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ToLearnedCodebook:
-  """A codebook head that goes on to learn its mapping: the candidates are the nearest codes.
+  """The variables of a `LearnedCodebookHead`, whose candidates are the nearest codewords.
 
   Attributes:
-    mapping: the first candidate of each token; the codebook is that of `ToCodebook`.
-    lead: how much higher the first candidate's choice begins than the others'.
+    mapping: assigns each token its first candidate; the codebook is that of `ToCodebook`.
+    lead: initial score of the first candidate; the other candidates have 0.
   """
 
   mapping: Mapping
   lead: float = 1.0
 
-  def __call__(self, known: TokenStats, head: Head) -> dict:
-    """The head's variables."""
+  def __call__(self, stats: TokenStats, head: Head) -> dict:
+    """The head's variables; TypeError for a head of another class."""
     check_kind(head, LearnedCodebookHead, self)
-    code = self.mapping(known, head.codes)
-    codebook = _means(known.output, known.counts + 1.0, code, head.codes)
-    candidates = _candidates(known.output, codebook, code, head.candidates)
+    code = self.mapping(stats, head.codes)
+    codebook = _means(stats.output, stats.counts + 1.0, code, head.codes)
+    candidates = _candidates(stats.output, codebook, code, head.candidates)
     choice = np.zeros(candidates.shape)
     choice[:, 0] = self.lead
     params = {"codebook": codebook, "choice": choice}
     if head.token_bias:
-      params["token_bias"] = _own_bias(known, code)
+      params["token_bias"] = unigram_bias(stats, code)
     return {"params": params, "codes": {"candidates": candidates.astype(code_dtype(head.codes))}}
 
 
 def _candidates(rows, codebook, code, count, chunk=4096) -> Int[np.ndarray, "V C"]:
-  """The code of each row, and the nearest others."""
-  found = []
+  """The code of each row, then the codes of the nearest other codewords, nearest first."""
+  chunks = []
   for start in range(0, len(rows), chunk):
     part, own = rows[start : start + chunk], code[start : start + chunk]
     distance = (codebook**2).sum(axis=1) - 2 * part @ codebook.T
     distance[np.arange(len(part)), own] = -np.inf
     near = np.argpartition(distance, count - 1, axis=1)[:, :count]
     order = np.take_along_axis(distance, near, axis=1).argsort(axis=1, kind="stable")
-    found.append(np.take_along_axis(near, order, axis=1))
-  return np.concatenate(found)
+    chunks.append(np.take_along_axis(near, order, axis=1))
+  return np.concatenate(chunks)

@@ -1,5 +1,8 @@
-"""What do all language models share: an embedding, a body, a head?"""
+"""The base class of language models: an embedding, a body and a head."""
 
+import abc
+
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
@@ -8,21 +11,43 @@ from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 
 Terms = dict[str, Float[Array, ""]]
+"""Terms of the training loss by name."""
 
 ROWS = ("batch", None, None)
-"""Each device keeps the rows of its part of the batch, whole."""
+"""Logical axes of activations [B, T, D]: each device holds its rows of the batch in full."""
+
+NORM_AXES = {"scale": ("norm",), "bias": ("norm",)}
+"""Logical axes of a LayerNorm's parameters; "norm" is a width that is replicated."""
+
+
+def stacked_axes(axes: dict) -> dict:
+  """Logical axes of parameters that a scan over layers stacks along a new first axis."""
+  is_names = lambda node: isinstance(node, tuple)
+  return jax.tree.map(lambda names: ("layers", *names), axes, is_leaf=is_names)
 
 
 def check_heads(dim: int, heads: int) -> None:
-  """ValueError where the heads of an attention do not share its width evenly."""
+  """Raise ValueError unless the attention heads divide the model width."""
   if heads < 1 or dim < 1 or dim % heads:
-    raise ValueError(f"heads {heads} do not divide dim {dim}; change one of the two")
+    raise ValueError(f"`heads` must divide dim {dim}; got {heads}. Change one of the two.")
 
 
-class LanguageModel(nn.Module):
-  """A model of the next token; what is between embedding and head is `body`.
+def check_dim(name: str, layer: Embedding | Head | None, dim: int) -> None:
+  """Raise ValueError unless the field `name` of a model has the model width."""
+  if layer is not None and layer.dim != dim:
+    raise ValueError(f"`{name}` must have the model's dim {dim}; got {layer.dim}.")
 
-  A subclass has a field `context`, the tokens of a row.
+
+def check_dropout(dropout: float) -> None:
+  """Raise ValueError unless `dropout` is a probability below 1."""
+  if not 0 <= dropout < 1:
+    raise ValueError(f"`dropout` must be in [0, 1); got {dropout}. 0.1 is usual.")
+
+
+class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
+  """A model of the next token, whose subclasses define the body between embedding and head.
+
+  A subclass has a field `context`, the largest number of tokens in a row.
 
   Attributes:
     embedding: tokens -> vectors of width `dim`.
@@ -34,35 +59,33 @@ class LanguageModel(nn.Module):
   head: Head
   dim: int
 
+  @abc.abstractmethod
   def body(self, vectors: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
-    """Final hidden vectors, each of which has seen the vectors up to its own."""
-    raise TypeError(f"{type(self).__name__} has no body: define body")
+    """Final hidden vectors; each depends on the vectors up to its own position."""
 
+  @abc.abstractmethod
   def own_axes(self) -> dict:
-    """`logical_axes` of the variables that are neither the embedding's nor the head's."""
-    raise TypeError(f"{type(self).__name__} does not name its axes: define own_axes")
+    """Logical axes of the variables of the body."""
 
   def check_layers(self) -> None:
-    """ValueError where embedding, head and body do not fit one another."""
-    for name, layer in (("embedding", self.embedding), ("head", self.head)):
-      if layer.dim != self.dim:
-        raise ValueError(f"{name} has dim {layer.dim} in a model of dim {self.dim}; give it that")
+    """Raise ValueError unless embedding, head and body have the same width and vocabulary."""
+    check_dim("embedding", self.embedding, self.dim)
+    check_dim("head", self.head, self.dim)
     if self.embedding.vocab != self.head.vocab:
       raise ValueError(
-        f"the embedding has {self.embedding.vocab} tokens and the head {self.head.vocab};"
-        " give both the same vocab"
+        f"`head` must have the embedding's vocab {self.embedding.vocab}; got {self.head.vocab}."
       )
 
   def __call__(
     self, tokens: Integer[Array, "B T"], deterministic: bool = True
   ) -> Float[Array, "B T V"]:
-    """Logits of the next token at every position: for inspection, not for training."""
+    """Logits of the next token at every position, for inspection; training does not need them."""
     return self.head.logits(self.hidden(tokens, deterministic))
 
   def hidden(
     self, tokens: Integer[Array, "B T"], deterministic: bool = True
   ) -> Float[Array, "B T D"]:
-    """Final hidden vectors, each of which has seen the tokens up to its own."""
+    """Final hidden vectors; each depends on the tokens up to its own position."""
     return self.hidden_and_terms(tokens, deterministic)[0]
 
   def hidden_and_terms(
@@ -70,7 +93,7 @@ class LanguageModel(nn.Module):
   ) -> tuple[Float[Array, "B T D"], Terms]:
     """`hidden`, and the embedding's terms of the loss as "embedding/NAME"."""
     vectors, terms = self.embedding.loss_terms(tokens, deterministic)
-    # A negative token is none, and its vector no number.
+    # A negative token is padding, for which embeddings return nan.
     vectors = jnp.where(tokens[..., None] < 0, 0, vectors)
     return self.body(vectors, deterministic), named("embedding", terms)
 
@@ -84,14 +107,14 @@ class LanguageModel(nn.Module):
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], Terms]:
     """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
-    hidden, of_embedding = self.hidden_and_terms(tokens, deterministic)
-    log_prob, of_head = self.head_terms(hidden, targets)
-    return log_prob, of_embedding | of_head
+    hidden, embedding_terms = self.hidden_and_terms(tokens, deterministic)
+    log_prob, head_terms = self.head_terms(hidden, targets)
+    return log_prob, embedding_terms | head_terms
 
   def head_terms(
     self, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
   ) -> tuple[Float[Array, "B T"], Terms]:
-    """`log_prob` of hidden vectors that are there already, and the head's terms as "head/NAME"."""
+    """`log_prob` from the final hidden vectors, and the head's loss terms as "head/NAME"."""
     log_prob, terms = self.head.loss_terms(hidden, targets)
     return log_prob, named("head", terms)
 
@@ -101,23 +124,23 @@ class LanguageModel(nn.Module):
 
 
 def vocabulary_axes(model: nn.Module, axes: dict) -> dict:
-  """Axes of a model's variables with those of its embeddings and of its head.
+  """`axes` with those of the model's embeddings and head.
 
-  A part that the head shares, such as a tied embedding, has its variables where it was first.
+  A layer that the head shares, such as a tied embedding, has its variables under the name of the
+  field in which it comes first.
   """
   names = [name for name in ("embedding", "target_embedding", "head") if getattr(model, name, None)]
-  found = {collection: dict(tree) for collection, tree in axes.items()}
+  axes = {collection: dict(tree) for collection, tree in axes.items()}
   for name in names:
     layer = getattr(model, name)
     others = [getattr(model, other) for other in names if other != name]
     shared = [n for n, part in vars(layer).items() if any(part is other for other in others)]
     for collection, tree in layer.logical_axes().items():
-      kept = {key: value for key, value in tree.items() if key not in shared}
-      if kept:
-        found.setdefault(collection, {})[name] = kept
-  return found
+      if own := {key: value for key, value in tree.items() if key not in shared}:
+        axes.setdefault(collection, {})[name] = own
+  return axes
 
 
 def named(part: str, terms: Terms) -> Terms:
-  """The terms as "PART/NAME"."""
+  """The terms with names "PART/NAME"."""
   return {f"{part}/{name}": term for name, term in terms.items()}

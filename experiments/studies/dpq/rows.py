@@ -23,9 +23,8 @@ from vqjax import (
   ProductEmbedding,
   ScalarEmbedding,
   SoftmaxQuantizer,
+  convert,
 )
-from vqjax.convert import reconstruct
-from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER
 
 V = FROM_TOKENIZER
@@ -107,12 +106,12 @@ def rows(s: Setting) -> list[Row]:
     },
   }
   start = {
-    "kd-distilled": conversion.Guide(),
-    "pretrained-codes": conversion.Codes(learner, s.rebuild_steps),
+    "kd-distilled": convert.Guide(),
+    "pretrained-codes": convert.Codes(learner, s.rebuild_steps),
   }
   derive = {
-    "scalar": reconstruct.to_levels,
-    "clusters": lambda embedding, table: reconstruct.to_clusters(
+    "scalar": convert.to_levels,
+    "clusters": lambda embedding, table: convert.to_clusters(
       embedding, table, key=jax.random.key(0)
     ),
     "reconstruction": functools.partial(_rebuild, steps=s.rebuild_steps),
@@ -166,6 +165,6 @@ def _rebuild(embedding: DPQEmbedding, table: np.ndarray, steps: int) -> Mapping[
   variables = embedding.init(start, jnp.zeros((1,), jnp.int32))
   variables["params"]["query"] = jnp.asarray(table)
   fresh = {"params": variables["params"]["quantizer"]}
-  clustered = conversion.clustered(embedding.quantizer, fresh, table, key=cluster)
+  clustered = convert.clustered(embedding.quantizer, fresh, table, key=cluster)
   variables["params"]["quantizer"] = clustered["params"]
-  return reconstruct.reconstruct(embedding, variables, table, key=key, steps=steps)
+  return convert.reconstruct(embedding, variables, table, key=key, steps=steps)

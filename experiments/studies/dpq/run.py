@@ -30,10 +30,9 @@ from experiments.studies.dpq.rows import Row, full, rows
 from experiments.studies.dpq.settings import HEADLINE, SCALES, Setting
 from experiments.studies.study import DOCS, Results, Study, Work, derived, trained
 from vqjax import DPQEmbedding, Embedding
-from vqjax.convert.reconstruct import squared_error
+from vqjax.convert import part_of, squared_error, with_part
 from vqjax.lab import conversion
 from vqjax.lab.config import Experiment, with_vocab
-from vqjax.lab.conversion.tables import embedding_of, with_embedding
 from vqjax.lab.data import Encoder, fit_encoder
 from vqjax.lab.data.pipeline import NONE
 from vqjax.lab.models import EncoderDecoder, translate
@@ -136,7 +135,7 @@ def _embedding_variables(variables: dict[str, Any]) -> dict[str, Any]:
   """The embedding's variables, which some models hold in their encoder."""
   if "encoder" in variables["params"] and "embedding" not in variables["params"]:
     variables = {name: tree["encoder"] for name, tree in variables.items() if "encoder" in tree}
-  return embedding_of(variables)
+  return part_of(variables, "embedding")
 
 
 def compact_size(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str, float]:
@@ -199,7 +198,7 @@ def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> d
   model = experiment.model.clone(embedding=row.embedding)
   model = with_vocab(dataclasses.replace(experiment, model=model), len(table_VD)).model
   filled = row.derive(model.embedding, table_VD)
-  variables = with_embedding(variables, filled)
+  variables = with_part(variables, "embedding", filled)
   scorer = make_scorer(model)
   result = {}
   for name in ("valid", "test"):

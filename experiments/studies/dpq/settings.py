@@ -32,7 +32,7 @@ from vqjax.lab.data import (
   WikiText,
   WordTokenizer,
 )
-from vqjax.lab.models.initializers import SymmetricUniform
+from vqjax.lab.models import SymmetricUniform
 
 HEADLINE = "full", "sx", "vq"
 """The main rows, which are trained with all seeds of a setting."""

@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from vqjax.convert import part_of
 from vqjax.lab.config import Experiment
 from vqjax.lab.conversion import Distilled
-from vqjax.lab.conversion.starts import student_of
 from vqjax.lab.data import Encoder, fit_encoder
 from vqjax.lab.judge import Judge, mean_grades
 from vqjax.lab.training import read_variables
@@ -36,7 +36,7 @@ def graded(
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
   model, variables = load_text(experiment).experiment.model, read_variables(folder)[0]
   if isinstance(model, Distilled):
-    model, variables = model.student, student_of(variables)
+    model, variables = model.student, part_of(variables, "student")
   prompts = beginnings(experiment.data.documents("test"), encoder, settings["stories"])
   completions = complete(
     model,

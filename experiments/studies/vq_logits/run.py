@@ -23,9 +23,8 @@ from experiments.studies.study import Study, Work, trained
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.rows import Row, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
-from vqjax import CodebookHead, LearnedCodebookHead, assign
+from vqjax import CodebookHead, LearnedCodebookHead, assign, convert
 from vqjax.lab.config import Experiment
-from vqjax.lab.conversion.starts import frozen
 from vqjax.lab.data import Encoder, encode_split, fit_encoder
 from vqjax.lab.training import read_variables
 
@@ -44,7 +43,8 @@ def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | N
     return None
   variables, _ = read_variables(folder)
   if isinstance(head, LearnedCodebookHead):
-    variables = frozen(variables)
+    own = convert.frozen(convert.part_of(variables, "head"))
+    variables = convert.with_part(variables, "head", own)
   codes = variables["codes"]
   # A distilled model has its head in "student", and a tied head its codes in the embedding.
   codes = codes.get("student", codes)

@@ -1,4 +1,4 @@
-"""Does the encoder see everything but what is hidden and padding, and do its tasks learn?"""
+"""BERT: the encoder sees all tokens except masked ones and padding, and its tasks learn."""
 
 import jax
 import jax.numpy as jnp
@@ -43,19 +43,19 @@ def test_every_variable_has_its_axes(name):
   assert model.context == T
 
 
-def test_every_token_is_seen_from_everywhere_but_padding():
+def test_every_position_depends_on_every_token_and_on_no_padding():
   model = encoder()
   tokens = jnp.array([[[3, 4, 5, 6, NONE, NONE]]])
   variables = model.init(jax.random.key(0), tokens)
   see = lambda tokens: model.apply(variables, tokens)[0][0, 0]
   whole = see(tokens)
-  for place in range(4):
-    changed = see(tokens.at[0, 0, place].set(11))
+  for position in range(4):
+    changed = see(tokens.at[0, 0, position].set(11))
     assert (np.abs(changed[:4] - whole[:4]).max(axis=-1) > 0).all()
   np.testing.assert_allclose(see(tokens[..., :4]), whole[:4], atol=1e-5)
 
 
-def test_a_hidden_token_is_there_and_nobody_knows_which():
+def test_a_masked_position_is_neither_its_token_nor_padding():
   model = encoder()
   tokens = jnp.array([[[3, MASKED, 5]]])
   variables = model.init(jax.random.key(0), tokens)
@@ -63,11 +63,10 @@ def test_a_hidden_token_is_there_and_nobody_knows_which():
   shown = see(tokens.at[0, 0, 1].set(4))
   assert np.isfinite(see(tokens)).all()
   assert np.abs(see(tokens) - shown).max() > 1e-3
-  # Not as if it were padding.
   assert np.abs(see(tokens)[0] - see(tokens.at[0, 0, 1].set(NONE))[0]).max() > 1e-4
 
 
-def test_segments_are_told_apart():
+def test_segments_have_different_vectors():
   model = encoder()
   tokens = jnp.array([[[3, 4], [5, 6]]])
   variables = model.init(jax.random.key(0), tokens)
@@ -88,8 +87,8 @@ def learned(model, batches, steps, rate=3e-3):
   return state, metrics
 
 
-def test_hidden_tokens_of_a_counting_text_are_guessed():
-  """Each token is one more than the one before: a neighbour tells which is hidden."""
+def test_masked_tokens_of_a_counting_text_are_predicted():
+  """Each token is one more than the one before, so that a neighbour determines a masked one."""
 
   def batches():
     draw = np.random.default_rng(0)
@@ -105,7 +104,7 @@ def test_hidden_tokens_of_a_counting_text_are_guessed():
   assert metrics["loss"] < 0.5
 
 
-def test_pairs_of_equal_tokens_are_told_from_others():
+def test_pairs_of_equal_tokens_are_classified():
   def batches():
     draw = np.random.default_rng(0)
     while True:
@@ -122,14 +121,14 @@ def test_pairs_of_equal_tokens_are_told_from_others():
   assert right.mean() > 0.9
 
 
-def test_a_stretch_of_large_tokens_is_found():
+def test_a_span_of_large_tokens_is_predicted():
   def batches():
     draw = np.random.default_rng(0)
     while True:
       tokens = draw.integers(0, 5, (64, T)).astype(np.int32)
       first = draw.integers(0, T - 1, 64)
-      place = np.arange(T)
-      inside = (place >= first[:, None]) & (place < first[:, None] + 2)
+      position = np.arange(T)
+      inside = (position >= first[:, None]) & (position < first[:, None] + 2)
       yield {
         "inputs": np.where(inside, tokens + 10, tokens).astype(np.int32),
         "targets": np.stack([first, first + 1], axis=1).astype(np.int32),
@@ -144,14 +143,14 @@ def test_a_stretch_of_large_tokens_is_found():
 
 
 @pytest.mark.parametrize(
-  ("options", "shape", "said"),
+  ("options", "shape", "message"),
   [
-    ({"heads": 3}, (1, 1, T), "heads 3 do not divide dim 16"),
-    ({"dim": 8}, (1, 1, T), "embedding has dim 16 in a model of dim 8"),
-    ({}, (1, 3, T), "3 segments of 6 tokens exceed the model's 2 of 6"),
-    ({}, (1, 1, T + 1), "1 segments of 7 tokens"),
+    ({"heads": 3}, (1, 1, T), "`heads` must divide dim 16; got 3"),
+    ({"dim": 8}, (1, 1, T), "`embedding` must have the model's dim 8; got 16"),
+    ({}, (1, 3, T), "`tokens` must have at most segments 2 x context 6 .* got 3 x 6"),
+    ({}, (1, 1, T + 1), "got 1 x 7"),
   ],
 )
-def test_what_does_not_fit_is_named(options, shape, said):
-  with pytest.raises(ValueError, match=said):
+def test_fields_and_tokens_that_do_not_fit_are_named(options, shape, message):
+  with pytest.raises(ValueError, match=message):
     encoder(**options).init(jax.random.key(0), jnp.zeros(shape, jnp.int32))

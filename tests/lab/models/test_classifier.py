@@ -1,4 +1,4 @@
-"""Is the classifier the mean of real tokens' vectors, two norms and two layers; does it learn?"""
+"""The text classifier equals its formula in float64, ignores padding, and learns."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def in_float64(variables, tokens, train):
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_it_is_the_formula_and_padding_counts_nowhere(train):
+def test_it_equals_the_formula_and_ignores_padding(train):
   tokens, targets = batch()
   classifier = model()
   variables = classifier.init(jax.random.key(0), tokens, targets, method="loss_terms")
@@ -92,9 +92,9 @@ def test_gradients_are_finite_where_texts_are_empty():
 
 def test_wrong_sizes_are_named():
   tokens, _ = batch()
-  with pytest.raises(ValueError, match="embedding has dim 5 in a model of dim 6"):
+  with pytest.raises(ValueError, match="`embedding` must have the model's dim 6; got 5"):
     model(embedding=DenseEmbedding(V, 5)).init(jax.random.key(0), tokens)
-  with pytest.raises(ValueError, match="classes 1 leave no choice"):
+  with pytest.raises(ValueError, match="`classes` must be at least 2; got 1"):
     model(classes=1).init(jax.random.key(0), tokens)
 
 

@@ -1,4 +1,4 @@
-"""Is the network that of the paper's counts, and does it learn from pictures that it draws?"""
+"""The image classifier equals its formula in float64, has the paper's size, and learns."""
 
 import contextlib
 import dataclasses
@@ -48,7 +48,7 @@ def test_the_configs_are_the_papers():
 
 
 def in_float64(variables, x, train):
-  """What the head sees, by loops over pixels."""
+  """The hidden vectors, by loops over pixels."""
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), variables)
   x = np.asarray(x, np.float64)
   for at in range(2):
@@ -68,7 +68,7 @@ def in_float64(variables, x, train):
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_it_is_convolutions_norms_and_maxima_of_squares(train):
+def test_it_equals_the_formula(train):
   images = jax.random.uniform(jax.random.key(1), (3, 11, 8, 3))
   model = ConvNet(DenseHead(7, 5), dim=5, channels=(4, 6))
   variables = variables_of(model, images)
@@ -82,7 +82,7 @@ def test_it_is_convolutions_norms_and_maxima_of_squares(train):
 
 
 def test_the_gradient_is_that_of_the_formula():
-  """Compiled as in a step, where a maximum may be compared with numbers of another rounding."""
+  """Compiled as in a step, where the compiler may recompute a maximum with other rounding."""
   images = jax.random.uniform(jax.random.key(1), (6, 24, 25, 3))
   weight = np.asarray(jax.random.normal(jax.random.key(2), (6, 5)))
   model = ConvNet(DenseHead(7, 5), dim=5, channels=(4, 6))
@@ -110,7 +110,7 @@ def test_the_gradient_is_that_of_the_formula():
 
 
 class Grouped(GroupedHead):
-  """With probabilities of groups that are sums over their classes."""
+  """A head whose probabilities of groups are sums over their classes."""
 
   def group_of(self, tokens):
     return jnp.asarray(np.searchsorted(self.starts, np.arange(self.vocab), "right") - 1)[tokens]
@@ -141,15 +141,15 @@ def test_class_and_group_are_right_where_their_arg_max_is():
 
 def test_sizes_that_do_not_fit_are_named():
   images = jnp.zeros((1, 4, 4, 3))
-  with pytest.raises(ValueError, match="head has dim 4 in a model of dim 5"):
+  with pytest.raises(ValueError, match="`head` must have the model's dim 5; got 4"):
     variables_of(ConvNet(DenseHead(7, 4), dim=5), images)
-  with pytest.raises(ValueError, match=r"channels \(\) leave no convolution"):
+  with pytest.raises(ValueError, match=r"`channels` must .* got \(\)"):
     variables_of(ConvNet(DenseHead(7, 5), dim=5, channels=()), images)
-  with pytest.raises(ValueError, match=r"pictures \(4, 4\) have no pixel left after 3 maxima"):
+  with pytest.raises(ValueError, match=r"`inputs` must have at least 8 x 8 pixels .* got \(4, 4\)"):
     variables_of(ConvNet(DenseHead(7, 5), dim=5), images)
 
 
-def test_no_picture_has_no_hidden_vector():
+def test_an_empty_batch_of_images_has_no_hidden_vectors():
   model = ConvNet(DenseHead(7, 5), dim=5, channels=(2,))
   variables = jax.eval_shape(lambda x: variables_of(model, x), jnp.zeros((1, 4, 4, 3)))
   hidden = lambda v: model.apply(v, jnp.zeros((0, 4, 4, 3)), method="hidden")

@@ -1,4 +1,4 @@
-"""Is the recurrent model the equations of its paper, and one long text whatever it is cut into?"""
+"""The LSTM equals the equations of its paper, and continues a text across batches."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_hidden_vectors_are_those_of_the_equations(layers, forget_bias):
   np.testing.assert_allclose(log_prob, expected, atol=1e-5)
 
 
-def test_a_text_in_pieces_is_the_text():
+def test_a_text_in_pieces_has_the_hidden_vectors_of_the_whole_text():
   lstm = model()
   variables = init(lstm)
   whole = lstm.apply({"params": variables["params"]}, tokens(), method="hidden")
@@ -77,7 +77,7 @@ def test_a_text_in_pieces_is_the_text():
   np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=1e-6)
 
 
-def test_without_a_carry_nothing_is_remembered():
+def test_without_a_carry_every_call_begins_anew():
   lstm = model()
   variables = init(lstm)
   alone = {"params": variables["params"]}
@@ -85,15 +85,14 @@ def test_without_a_carry_nothing_is_remembered():
   np.testing.assert_array_equal(*twice)
 
 
-def test_tokens_that_are_none_are_vectors_of_zeros():
-  """Also where all of them are: the loss of no target is 0, and its gradient no nan."""
-  lstm, none = model(), jnp.full((3, T), -1)
+def test_a_batch_of_padding_has_zero_loss_and_gradient():
+  lstm, padding = model(), jnp.full((3, T), -1)
   variables = init(lstm)
 
   def loss(params):
     own = variables | {"params": params}
-    log_prob, _ = lstm.apply(own, none, none, method="loss_terms")
-    return -jnp.where(none >= 0, log_prob, 0.0).sum()
+    log_prob, _ = lstm.apply(own, padding, padding, method="loss_terms")
+    return -jnp.where(padding >= 0, log_prob, 0.0).sum()
 
   value, gradient = jax.value_and_grad(loss)(variables["params"])
   assert value == 0
@@ -103,7 +102,7 @@ def test_tokens_that_are_none_are_vectors_of_zeros():
 def test_another_number_of_rows_is_named():
   lstm = model()
   variables = init(lstm)
-  with pytest.raises(ValueError, match="carry is that of 3 rows and the batch has 2"):
+  with pytest.raises(ValueError, match="`tokens` must have 3 rows, as the carry; got 2"):
     lstm.apply(variables, tokens((2, T)), method="hidden", mutable=["carry"])
 
 
@@ -152,19 +151,19 @@ def test_streams_have_every_token_as_a_target_once(total, batch, context):
   assert not any(one["reset"].any() for one in got[1:])
 
 
-def test_dropout_zeroes_what_goes_up_and_never_what_goes_on():
+def test_dropout_zeroes_outputs_of_layers_and_no_recurrent_state():
   lstm = model(dropout=0.5)
   variables = init(lstm)
   run = lambda key: lstm.apply(
     variables, tokens(), False, method="hidden", mutable=["carry"], rngs={"dropout": key}
   )
-  (hidden, written), _ = run(jax.random.key(0)), None
+  hidden, written = run(jax.random.key(0))
   assert (np.asarray(hidden) == 0).mean() > 0.3
   assert (np.asarray(written["carry"]["state"]) != 0).all()
 
 
 def test_wrong_layers_are_named():
-  with pytest.raises(ValueError, match="head has dim 5 in a model of dim 6"):
+  with pytest.raises(ValueError, match="`head` must have the model's dim 6; got 5"):
     init(model(head=CodebookHead(V, 5, 4)))
-  with pytest.raises(ValueError, match=r"dropout 1\.0 is outside"):
+  with pytest.raises(ValueError, match=r"`dropout` must be in \[0, 1\); got 1\.0"):
     init(model(dropout=1.0))

@@ -1,4 +1,4 @@
-"""Does the recurrent encoder-decoder read what it may, decode as it trains, and learn?"""
+"""The recurrent translator: causal, equal in decoding and training, and able to learn."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.lab.models.test_translator import EOS, NONE, D, T, V, _mirrored
+from tests.lab.models.test_translator import EOS, NONE, D, T, V, reversed_pairs
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.models import RecurrentTranslator, translate
 from vqjax.lab.training.step import make_step, state_maker
@@ -32,7 +32,7 @@ def hidden(model, variables, inputs):
   return model.apply(variables, inputs, method="hidden_and_terms")[0]
 
 
-def test_a_target_sees_the_tokens_before_it_and_none_after(inputs):
+def test_a_position_of_the_target_depends_on_no_later_token(inputs):
   model = translator()
   variables = initialised(model, inputs)
   later = {**inputs, "target": inputs["target"].at[0, 4].set(9)}
@@ -41,7 +41,7 @@ def test_a_target_sees_the_tokens_before_it_and_none_after(inputs):
   assert (np.asarray(before[4:]) != np.asarray(after[4:])).any(axis=-1).all()
 
 
-def test_padding_of_the_source_is_not_seen(inputs):
+def test_padding_of_the_source_changes_nothing(inputs):
   model = translator()
   variables = initialised(model, inputs)
   short = {"source": inputs["source"][1:2, :4], "target": inputs["target"][1:2]}
@@ -49,7 +49,7 @@ def test_padding_of_the_source_is_not_seen(inputs):
   np.testing.assert_allclose(found, hidden(model, variables, short)[0, :5], atol=1e-5)
 
 
-def test_a_step_at_a_time_gives_the_hidden_vectors_of_training(inputs):
+def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs):
   model = translator()
   variables = initialised(model, inputs)
   whole = hidden(model, variables, inputs)
@@ -66,7 +66,7 @@ def test_every_variable_has_its_axes(inputs):
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
-def test_inputs_of_layers_are_dropped_in_training_alone(inputs):
+def test_dropout_is_applied_in_training_only(inputs):
   model = translator(dropout=0.5)
   variables = initialised(model, inputs)
   drop = lambda seed: model.apply(
@@ -77,7 +77,7 @@ def test_inputs_of_layers_are_dropped_in_training_alone(inputs):
   np.testing.assert_array_equal(hidden(model, variables, inputs), hidden(still, variables, inputs))
 
 
-def test_it_learns_to_mirror_and_the_beam_says_it():
+def test_it_learns_to_reverse_and_beam_search_finds_the_reversed_source():
   model = translator(dim=32).clone(embedding=DenseEmbedding(V, 32), head=DenseHead(V, 32))
   rule = optax.adam(5e-3)
   row = jax.ShapeDtypeStruct((32, T), jnp.int32)
@@ -86,23 +86,23 @@ def test_it_learns_to_mirror_and_the_beam_says_it():
   step = make_step(model, rule, lambda count: 5e-3, jax.random.key(1))
   draw = np.random.default_rng(0)
   for _ in range(500):
-    state, metrics = step(state, _mirrored(draw, 32))
+    state, metrics = step(state, reversed_pairs(draw, 32))
   assert metrics["loss"] < 0.3
-  batch = jax.tree.map(jnp.asarray, _mirrored(draw, 20))
+  batch = jax.tree.map(jnp.asarray, reversed_pairs(draw, 20))
   found = translate(model, state.variables, batch["inputs"]["source"], EOS, beams=3)
   wanted = np.where(batch["targets"] == EOS, NONE, batch["targets"])
   assert (np.asarray(found.tokens) == wanted).all(axis=1).mean() > 0.8
 
 
 @pytest.mark.parametrize(
-  ("options", "said"),
+  ("options", "message"),
   [
-    ({"dim": 15}, "dim 15 must be even"),
-    ({"layers": 0}, "layers 0"),
-    ({"dropout": 1.0}, r"dropout 1.0 is outside \[0, 1\)"),
-    ({"head": DenseHead(V, 8)}, "head has dim 8 in a model of dim 16"),
+    ({"dim": 15}, "`dim` must be even, .*; got 15"),
+    ({"layers": 0}, "`layers` must be at least 1; got 0"),
+    ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\); got 1.0"),
+    ({"head": DenseHead(V, 8)}, "`head` must have the model's dim 16; got 8"),
   ],
 )
-def test_what_does_not_fit_is_named(inputs, options, said):
-  with pytest.raises(ValueError, match=said):
+def test_fields_that_do_not_fit_are_named(inputs, options, message):
+  with pytest.raises(ValueError, match=message):
     initialised(translator().clone(**options), inputs)

@@ -1,4 +1,4 @@
-"""Does the encoder-decoder see what it may, decode as it trains, and learn to translate?"""
+"""The Transformer translator: causal, equal in decoding and training, and able to learn."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def hidden(model, variables, inputs):
   return model.apply(variables, inputs, method="hidden_and_terms")[0]
 
 
-def test_a_target_sees_the_tokens_before_it_and_none_after(inputs):
+def test_a_position_of_the_target_depends_on_no_later_token(inputs):
   model = translator()
   variables = initialised(model, inputs)
   later = {**inputs, "target": inputs["target"].at[0, 4].set(9)}
@@ -54,7 +54,7 @@ def test_a_target_sees_the_tokens_before_it_and_none_after(inputs):
   assert (np.asarray(before[4:]) != np.asarray(after[4:])).any(axis=-1).all()
 
 
-def test_padding_of_the_source_is_not_seen(inputs):
+def test_padding_of_the_source_changes_nothing(inputs):
   model = translator()
   variables = initialised(model, inputs)
   short = {"source": inputs["source"][1:2, :4], "target": inputs["target"][1:2]}
@@ -64,7 +64,7 @@ def test_padding_of_the_source_is_not_seen(inputs):
   assert np.any(hidden(model, variables, changed)[0] != hidden(model, variables, inputs)[0])
 
 
-def test_a_step_at_a_time_gives_the_hidden_vectors_of_training(inputs):
+def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs):
   model = translator()
   variables = initialised(model, inputs)
   whole = hidden(model, variables, inputs)
@@ -89,8 +89,8 @@ def test_every_variable_has_its_axes(inputs, options):
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
-def test_it_learns_to_mirror_and_the_beam_says_it():
-  """A tied quantised embedding, padded rows, label smoothing: what an experiment has."""
+def test_it_learns_to_reverse_and_beam_search_finds_the_reversed_source():
+  """With a shared quantised embedding, padded rows and label smoothing, as in an experiment."""
   embedding = DPQEmbedding(V, D, SoftmaxQuantizer(8, 4, D))
   model = translator(
     embedding=embedding, head=DenseHead(V, D, label_smoothing=0.05), heads=4, hidden=64
@@ -102,21 +102,21 @@ def test_it_learns_to_mirror_and_the_beam_says_it():
   step = make_step(model, rule, lambda count: 3e-3, jax.random.key(1))
   draw = np.random.default_rng(0)
   for _ in range(700):
-    state, metrics = step(state, _mirrored(draw, 32))
+    state, metrics = step(state, reversed_pairs(draw, 32))
   assert metrics["loss"] < 0.3
-  batch = jax.tree.map(jnp.asarray, _mirrored(draw, 20))
+  batch = jax.tree.map(jnp.asarray, reversed_pairs(draw, 20))
   search = jax.jit(lambda v, source: translate(model, v, source, EOS, beams=3))
   found = search(state.variables, batch["inputs"]["source"])
   wanted = np.where(batch["targets"] == EOS, NONE, batch["targets"])
   assert (np.asarray(found.tokens) == wanted).all(axis=1).mean() > 0.8
-  # Its log-probability is that of the whole sequence, with the end.
+  # The log-probability is that of the whole sequence, with the token that ends it.
   log_prob = model.apply(state.variables, batch["inputs"], batch["targets"], method="log_prob")
   total = np.where(batch["targets"] >= 0, log_prob, 0).sum(axis=1)
   same = (np.asarray(found.tokens) == wanted).all(axis=1)
   np.testing.assert_allclose(found.log_prob[same], total[same], atol=1e-3)
 
 
-def _mirrored(draw, rows):
+def reversed_pairs(draw, rows):
   source = np.full((rows, T), NONE, np.int32)
   target, targets = source.copy(), source.copy()
   for row in range(rows):
@@ -129,24 +129,23 @@ def _mirrored(draw, rows):
 
 
 def test_positions_are_those_of_the_paper():
-  found = sinusoids(5, 6)
-  np.testing.assert_allclose(found[3, 0], np.sin(3.0), rtol=1e-6)
-  np.testing.assert_allclose(found[3, 5], np.cos(3.0 / 10_000), rtol=1e-6)
+  table = sinusoids(5, 6)
+  np.testing.assert_allclose(table[3, 0], np.sin(3.0), rtol=1e-6)
+  np.testing.assert_allclose(table[3, 5], np.cos(3.0 / 10_000), rtol=1e-6)
   assert sinusoids(4, 5).shape == (4, 5)
 
 
 @pytest.mark.parametrize(
-  ("options", "said"),
+  ("options", "message"),
   [
-    ({"heads": 3}, "heads 3 do not divide dim 16"),
-    ({"layers": 0}, "layers 0"),
-    ({"dropout": 1.0}, r"dropout 1.0 is outside \[0, 1\)"),
-    ({"context": 3}, "tokens in a model of context 3"),
-    ({"heads": 0}, "heads 0 do not divide"),
-    ({"head": DenseHead(V, 8)}, "head has dim 8 in a model of dim 16"),
-    ({"target_embedding": DenseEmbedding(V, 8)}, "target_embedding has dim 8"),
+    ({"heads": 3}, "`heads` must divide dim 16; got 3"),
+    ({"layers": 0}, "`layers` must be at least 1; got 0"),
+    ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\); got 1.0"),
+    ({"context": 3}, "`tokens` must have at most context 3 columns; got 7"),
+    ({"head": DenseHead(V, 8)}, "`head` must have the model's dim 16; got 8"),
+    ({"target_embedding": DenseEmbedding(V, 8)}, "`target_embedding` must have .* got 8"),
   ],
 )
-def test_what_does_not_fit_is_named(inputs, options, said):
-  with pytest.raises(ValueError, match=said):
+def test_fields_and_tokens_that_do_not_fit_are_named(inputs, options, message):
+  with pytest.raises(ValueError, match=message):
     initialised(translator(**options), inputs)

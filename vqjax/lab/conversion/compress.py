@@ -1,4 +1,4 @@
-"""How does one ask for a run that compresses the head of a trained dense model?"""
+"""Experiments that compress the head of a trained dense model and fine-tune it."""
 
 import dataclasses
 import pathlib
@@ -13,16 +13,16 @@ from vqjax.lab.conversion.distilled import Distilled, FromTeacher
 from vqjax.lab.conversion.starts import FromDense
 
 FULL: tuple[str, ...] = ()
-"""Scope of fine-tuning: everything."""
+"""Scope of fine-tuning: all parameters."""
 
 HEAD = ("head", "final_norm")
-"""Scope: the head, and the norm in front of it."""
+"""Scope of fine-tuning: the head and the final norm."""
 
 CODEBOOK = ("head.codebook",)
-"""Scope: the codebook alone."""
+"""Scope of fine-tuning: the codebook."""
 
 BY_FREQUENCY = KMeans(power=1.0)
-"""Tokens are clustered by their output rows, each as heavy as it is frequent."""
+"""K-means on the output rows, weighted by count."""
 
 
 def compress(
@@ -39,26 +39,31 @@ def compress(
   train: Train | None = None,
   name: str | None = None,
 ) -> Experiment:
-  """The experiment that turns a dense run into a codebook run and fine-tunes it (Option A).
+  """The experiment that converts a dense run to a codebook head and fine-tunes it.
+
+  Example:
 
     experiment = compress(load("configs/lm_dense.py"), "runs/demo/dense", codes=512)
     fit(experiment, pathlib.Path("runs/demo/compressed"))
 
+  Source: VQ-Logits, Section 3.3, Option A.
+
   Args:
     dense: the experiment of the dense run.
-    folder: its run folder.
-    codes: size of the codebook, K.
-    mapping: how the tokens get their codes.
-    token_bias: give each token a score of its own.
-    tied: the codebook is the input embedding too, c_M(i), in place of the dense run's.
-    scope: which parameters are fine-tuned: `FULL`, `HEAD` or `CODEBOOK`.
+    folder: run folder of the dense run.
+    codes: number of codes, K.
+    mapping: assigns the tokens to codes.
+    token_bias: the head has a bias for each token.
+    tied: the input embedding is the codebook, c_M(i), and replaces the dense run's embedding.
+    scope: prefixes of the fine-tuned parameters: `FULL`, `HEAD` or `CODEBOOK`.
     distillation: coefficient of the divergence from the dense model; 0: no teacher.
-    temperature: of the distillation.
-    train: of the fine-tuning; None: a fifth of the dense run's steps at a third of its rate.
-    name: of the new run; None: the dense run's and "-codebook".
+    temperature: temperature of the distillation.
+    train: settings of the fine-tuning; None: a fifth of the dense run's steps at a third of its
+      learning rate.
+    name: name of the new run; None: the dense run's name and "-codebook".
 
   Raises:
-    ValueError: the dense head caps its scores, which a codebook head does not.
+    ValueError: the dense head has a softcap, which a codebook head does not have.
   """
   shape = dense.model.head.vocab, dense.model.embedding.dim, codes
   head = CodebookHead(
@@ -67,21 +72,22 @@ def compress(
     embedding=CodebookEmbedding(*shape) if tied else None,
     dtype=dense.model.head.dtype,
   )
+  if tied:
+    # The codebook of a tied head is a parameter of the embedding, and only a bias is its own.
+    owners = {"head": ("embedding", "head") if token_bias else ("embedding",)}
+    owners["head.codebook"] = ("embedding.codebook",)
+    scope = tuple(name for part in scope for name in owners.get(part, (part,)))
   return converted(
-    *(dense, folder, head, ToCodebook(mapping)),
-    scope=_where_tied(scope, token_bias) if tied else scope,
+    dense,
+    folder,
+    head,
+    ToCodebook(mapping),
+    scope=scope,
     distillation=distillation,
     temperature=temperature,
     train=train,
     name=name or f"{dense.name}-codebook",
   )
-
-
-def _where_tied(scope: tuple[str, ...], token_bias: bool) -> tuple[str, ...]:
-  """The same scope of a model whose codebook is its embedding: a bias may be left of its head."""
-  places = {"head": ("embedding", "head") if token_bias else ("embedding",)}
-  places["head.codebook"] = ("embedding.codebook",)
-  return tuple(name for part in scope for name in places.get(part, (part,)))
 
 
 def converted(
@@ -96,16 +102,33 @@ def converted(
   temperature: float = 1.0,
   train: Train | None = None,
 ) -> Experiment:
-  """As `compress`, for any head and the target that gives it its variables.
+  """The experiment that converts a dense run to any head and fine-tunes it.
 
   A tied head brings the embedding that it is tied to.
 
+  Args:
+    dense: the experiment of the dense run.
+    folder: run folder of the dense run.
+    head: the new head.
+    target: makes the new head's variables, such as `convert.ToCodebook(...)`.
+    name: name of the new run.
+    scope: prefixes of the fine-tuned parameters; () fine-tunes all.
+    distillation: coefficient of the divergence from the dense model; 0: no teacher.
+    temperature: temperature of the distillation.
+    train: settings of the fine-tuning; None: a fifth of the dense run's steps at a third of its
+      learning rate.
+
   Raises:
-    ValueError: the dense head caps its scores, and this head does not.
+    ValueError: the dense head has a softcap, and the new head has no such field.
   """
-  _check_cap(dense.model.head, head)
+  softcap = getattr(dense.model.head, "softcap", None)
+  if softcap is not None and not hasattr(head, "softcap"):
+    raise ValueError(
+      f"`head` must have a softcap, as the dense head has {softcap}; got a {type(head).__name__}"
+      " without one. Use a ResidualCodebookHead or a ProductHead with conversion.converted."
+    )
   train = train or _fine_tuning(dense.train)
-  # A copy of the embedding: shared with the teacher it would be one set of parameters.
+  # A copy: an embedding object that student and teacher share would be one set of parameters.
   embedding = getattr(head, "embedding", None) or dense.model.embedding.clone()
   student = dense.model.clone(head=head, embedding=embedding)
   start: Any = FromDense(str(folder), target)
@@ -121,15 +144,6 @@ def converted(
     train=dataclasses.replace(train, trainable=scope),
     init_from=start,
   )
-
-
-def _check_cap(dense: Head, head: Head) -> None:
-  softcap = getattr(dense, "softcap", None)
-  if softcap is not None and not hasattr(head, "softcap"):
-    raise ValueError(
-      f"the dense head has softcap {softcap}, and a {type(head).__name__} none; convert.converted"
-      " takes a head that has one, such as a ResidualCodebookHead or a ProductHead"
-    )
 
 
 def _fine_tuning(train: Train) -> Train:

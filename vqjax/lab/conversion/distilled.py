@@ -1,15 +1,15 @@
-"""How does a compressed model learn from the dense one it was made of?"""
+"""Distillation: a student model is trained towards the distribution of a frozen teacher."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
+from vqjax.convert.variables import Variables, merged, part_of, with_part
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.lab.conversion.starts import dense_rows
@@ -21,22 +21,24 @@ from vqjax.ops.vocabulary import mean_in_vocabulary
 
 
 class Distilled(nn.Module):
-  """A student whose training loss has a term for its distance from a frozen teacher.
+  """A student whose training loss includes its divergence from a frozen teacher.
 
-  The term is weight · T² · KL(teacher ‖ student) at temperature T, the mean over the tokens, exact
-  and in tiles: neither has logits. It is the student alone that is evaluated, sampled from and
-  measured; train it with `Train(trainable=("student",))`.
+  The term is weight · T² · KL(teacher ‖ student) at temperature T, averaged over the tokens. It is
+  exact and computed in tiles, without the logits of either model. All other methods are those of
+  the student; train with `Train(trainable=("student",))`. Source: Hinton et al., Distilling the
+  knowledge in a neural network, 2015.
 
   Attributes:
     student: a model with any head that scores its vocabulary in blocks.
     teacher: a model whose head is linear (`LinearHead` or `CodebookHead`).
     weight: coefficient of the term.
-    temperature: divides the scores of both.
+    temperature: T, which divides the scores of both models.
 
   Raises:
-    ValueError: when it is initialised or applied: a weight that is negative or not finite, or
+    ValueError: at initialisation or application: a weight that is negative or not finite, or
       models of different vocabularies.
-    TypeError: likewise: a teacher whose head is not linear, a student's that has no blocks.
+    TypeError: at initialisation or application: the teacher's head is not linear, or the student's
+      head has no blocks.
   """
 
   student: Transformer
@@ -47,17 +49,17 @@ class Distilled(nn.Module):
   def setup(self):
     if not 0 <= self.weight < math.inf:
       raise ValueError(
-        f"distillation weight {self.weight} is negative or not finite; 1 is usual, 0 for no teacher"
+        f"`weight` must be at least 0 and finite; got {self.weight}. 1 is usual, 0 is no teacher."
       )
     if not _is_linear(self.teacher.head):
       raise TypeError(
-        f"the teacher's head is a {type(self.teacher.head).__name__}, which scores no rows; distil"
-        " from a LinearHead or a CodebookHead"
+        "`teacher.head` must be linear, a LinearHead or a CodebookHead; got a"
+        f" {type(self.teacher.head).__name__}. Distil from another model."
       )
     if self.student.head.vocab != self.teacher.head.vocab:
       raise ValueError(
-        f"the student has {self.student.head.vocab} tokens, the teacher {self.teacher.head.vocab};"
-        " distil between models of one tokenizer"
+        f"`student` must have the teacher's {self.teacher.head.vocab} tokens; got"
+        f" {self.student.head.vocab}. Distil between models of one tokenizer."
       )
 
   @property
@@ -72,7 +74,7 @@ class Distilled(nn.Module):
 
   @property
   def context(self) -> int:
-    """The student's."""
+    """The student's context, the most tokens of a row."""
     return self.student.context
 
   def __call__(
@@ -90,16 +92,16 @@ class Distilled(nn.Module):
   def loss_terms(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """The student's loss terms, and "distillation", of the places that have a target."""
+    """The student's loss terms, and "distillation" averaged over the positions with a target."""
     hidden, terms = self.student.hidden_and_terms(tokens, deterministic)
     log_prob, of_head = self.student.head_terms(hidden, targets)
     teacher_hidden = jax.lax.stop_gradient(self.teacher.hidden(tokens))
-    found = self._soft_target_loss(hidden, teacher_hidden)
-    kl = mean_in_vocabulary(found.kl, targets, self.student.head.vocab)
+    soft = self._soft_target_loss(hidden, teacher_hidden)
+    kl = mean_in_vocabulary(soft.kl, targets, self.student.head.vocab)
     return log_prob, terms | of_head | {"distillation": self.weight * self.temperature**2 * kl}
 
   def _soft_target_loss(self, hidden, teacher_hidden) -> SoftTargetLoss:
-    """By tiles of rows where the student's head has rows, else by the blocks that it scores."""
+    """The divergence by tiles of rows if the student's head is linear, else by its blocks."""
     head, teacher = self.student.head, self.teacher.head
     options = {
       "temperature": self.temperature,
@@ -109,7 +111,12 @@ class Distilled(nn.Module):
     if _is_linear(head):
       weight, own_bias = head.linear()
       return linear_soft_target_loss(
-        *(hidden, weight, teacher_hidden, rows, own_bias, bias),
+        hidden,
+        weight,
+        teacher_hidden,
+        rows,
+        own_bias,
+        bias,
         softcap=getattr(head, "softcap", None),
         vocab_axis=head.vocab_axis,
         **options,
@@ -118,11 +125,10 @@ class Distilled(nn.Module):
     return head.over_blocks(by_blocks, hidden, teacher_hidden, rows, bias)
 
   def logical_axes(self) -> dict:
-    """Those of both, under their names."""
-    axes: dict[str, Any] = {}
+    """Names of the axes of the variables of both models."""
+    axes: Variables = {}
     for name in ("student", "teacher"):
-      for collection, tree in getattr(self, name).logical_axes().items():
-        axes.setdefault(collection, {})[name] = tree
+      axes = with_part(axes, name, getattr(self, name).logical_axes())
     return axes
 
 
@@ -132,30 +138,51 @@ def _is_linear(head: Head) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FromTeacher:
-  """The start of a `Distilled` model: the teacher from its run, the student by a start of its own.
+  """Initial variables of a `Distilled` model: the teacher's from its run.
 
   Attributes:
-    folder: the teacher's run.
-    student: the student's `Experiment.init_from`, such as `FromDense(...)`; None: as initialised.
+    folder: run folder of the teacher.
+    student: the student's `Experiment.init_from`, such as `FromDense(...)`; None: freshly
+      initialised.
   """
 
   folder: str
   student: Callable[..., dict] | None = None
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The variables of both."""
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The variables of both models."""
     check_tokenizer(self.folder, text)
     teacher, step = read_variables(self.folder)
     dense_rows(teacher, f"checkpoint {step} of {self.folder}")
-    student = _part(variables, "student")
+    student = part_of(variables, "student")
     if self.student is not None:
       student = self.student(text, model.student, student)
-    names = student.keys() | teacher.keys()
-    both = {"student": student, "teacher": teacher}
-    return {
-      name: {part: tree[name] for part, tree in both.items() if name in tree} for name in names
-    }
+    return with_part(with_part({}, "student", student), "teacher", teacher)
 
 
-def _part(variables: dict[str, Any], name: str) -> dict[str, Any]:
-  return {collection: tree[name] for collection, tree in variables.items() if name in tree}
+@dataclasses.dataclass(frozen=True)
+class FromStudent:
+  """The student of a distilled run, without its teacher.
+
+  Attributes:
+    folder: run folder of a `Distilled` model.
+    best: read the checkpoint of the lowest validation loss; False: the newest.
+  """
+
+  folder: str
+  best: bool = False
+
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The student's variables, as those of the model.
+
+    Raises:
+      ValueError: the run has no teacher, or the model is not its student.
+    """
+    check_tokenizer(self.folder, text)
+    both, step = read_variables(self.folder, self.best)
+    if "student" not in both["params"]:
+      raise ValueError(
+        f"`folder` must hold the run of a Distilled model; got checkpoint {step} of {self.folder}"
+        " without a student."
+      )
+    return merged(dict(variables), part_of(both, "student"))

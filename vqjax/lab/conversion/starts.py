@@ -1,6 +1,7 @@
-"""With which variables does a run begin that converts a dense run, or maps its tokens first?
+"""Initial variables of runs: converted from a trained run, or from statistics of the text.
 
-Each is an `Experiment.init_from`: called with the text, the model and its fresh variables.
+Each class is an `Experiment.init_from`: it is called with the text, the model and its freshly
+initialised variables, and returns the variables that the run begins with.
 """
 
 import dataclasses
@@ -12,269 +13,296 @@ import numpy as np
 from flax import linen as nn
 
 from vqjax.assign.multiple import code_dtype
+from vqjax.convert.grouped import Ordering, as_codes, ordered
 from vqjax.convert.mappings import Mapping, TokenStats, contexts
-from vqjax.convert.orders import Ordering, as_codes, ordered
-from vqjax.convert.targets import ToProduct
-from vqjax.heads import Head, UnigramBias
+from vqjax.convert.tables import clustered
+from vqjax.convert.targets import ToProduct, unigram_bias
+from vqjax.convert.variables import Variables, frozen, merged, part_of, with_part
+from vqjax.embeddings import Embedding
+from vqjax.heads import Head
 from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
 from vqjax.lab.training.run import Text
-from vqjax.ops.product import nearest_codes
+from vqjax.quantizers import CentroidQuantizer
 
 
-def counts_of(text: Text, vocab: int) -> np.ndarray:
-  """How often each token occurs in the training text, int64 [V]."""
-  return np.bincount(np.asarray(text.splits["train"].tokens), minlength=vocab).astype(np.int64)
+def token_stats(
+  text: Text,
+  vocab: int,
+  *,
+  output: np.ndarray | None = None,
+  inputs: np.ndarray | None = None,
+) -> TokenStats:
+  """Statistics of the training text, with vectors of the tokens if there are any."""
+  tokens = np.asarray(text.splits["train"].tokens)
+  counts = np.bincount(tokens, minlength=vocab).astype(np.int64)
+  return TokenStats(tokens, counts, output, inputs)
 
 
-def merged(fresh: Any, given: Any) -> Any:
-  """`fresh` with the arrays of `given` in their places, in their dtypes."""
-  if not isinstance(given, dict):
-    return np.asarray(given, np.asarray(fresh).dtype)
-  unknown = given.keys() - fresh.keys()
-  if unknown:
-    raise ValueError(
-      f"the model has no {', '.join(sorted(unknown))} to begin with, only"
-      f" {', '.join(sorted(fresh))}; use the model that the conversion is for"
-    )
-  return fresh | {name: merged(fresh[name], value) for name, value in given.items()}
-
-
-def from_scratch(text: Text, head: Head, variables: dict) -> TokenStats:
-  """What is known before any training: the text, and the input embedding's initial vectors."""
+def initial_stats(text: Text, head: Head, variables: Variables) -> TokenStats:
+  """Statistics before training: of the text, with the initial vectors of the input embedding."""
   inputs = variables["params"].get("embedding", {}).get("weight")
   inputs = None if inputs is None else np.asarray(inputs)
-  tokens = np.asarray(text.splits["train"].tokens)
-  return TokenStats(tokens, counts_of(text, head.vocab), None, inputs)
+  return token_stats(text, head.vocab, inputs=inputs)
 
 
-def _check_has(name: str, variables: dict, head: Head, start: Any) -> None:
-  place = "embedding" if _embedding(head) else "head"
-  if name not in variables.get("codes", {}).get(place, {}):
+def _check_has(name: str, variables: Variables, head: Head, start: Any) -> None:
+  owner = "embedding" if _is_tied(head) else "head"
+  if name not in variables.get("codes", {}).get(owner, {}):
     raise ValueError(
-      f"{type(start).__name__} sets the {name} of a head that keeps its own, which this"
-      f" {type(head).__name__} does not; set start to None, or change the head"
+      f"`head` must have {name} of its own for {type(start).__name__}; got a"
+      f" {type(head).__name__}. Set init_from to None, or use another head."
     )
 
 
-def _of_head(variables: dict, head: Head) -> dict:
-  """A head's variables, {collection: {...}}, where a model has them.
+def _is_tied(head: Head) -> bool:
+  return getattr(head, "embedding", None) is not None
 
-  What a tied head reads from its embedding is the embedding's; all else is the head's.
+
+def _of_head(variables: Variables, head: Head) -> Variables:
+  """A head's variables, {collection: {...}}, at their paths in a model.
+
+  The codebook and the assignment of a tied head are variables of its embedding.
   """
-  embedded = {"codebook", "assignment"} if _embedding(head) else set()
-  found = {}
+  embedded = {"codebook", "assignment"} if _is_tied(head) else set()
+  by_owner = {}
   for collection, tree in variables.items():
-    places = {"embedding": tree.keys() & embedded, "head": tree.keys() - embedded}
-    found[collection] = {
-      place: {name: tree[name] for name in names} for place, names in places.items() if names
+    names = {"embedding": tree.keys() & embedded, "head": tree.keys() - embedded}
+    by_owner[collection] = {
+      owner: {name: tree[name] for name in own} for owner, own in names.items() if own
     }
-  return found
-
-
-def _embedding(head: Head) -> Any:
-  """The embedding that a head is tied to, or None."""
-  return getattr(head, "embedding", None)
-
-
-def student_of(variables: dict[str, Any]) -> dict[str, Any]:
-  """Those of the student, where a teacher's are beside them; else all."""
-  if "student" not in variables["params"]:
-    return variables
-  return {name: tree["student"] for name, tree in variables.items() if "student" in tree}
+  return by_owner
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
   """From scratch, with codes from a mapping of the text: Option B of VQ-Logits, Section 3.3.
 
-  A token bias begins so that the tokens of a code share its mass by their counts.
+  If the head has a token bias, the tokens of a code share its probability as their counts do.
 
   Attributes:
-    mapping: how tokens get their codes; embeddings are the input's initial ones.
+    mapping: assigns the tokens to codes; it clusters the initial vectors of the input embedding.
   """
 
   mapping: Mapping
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The fresh variables with these codes; ValueError where the head has none of its own."""
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with these codes; ValueError if the head has no assignment."""
     head = model.head
     _check_has("assignment", variables, head, self)
-    known = from_scratch(text, head, variables)
-    code = self.mapping(known, head.codes)
+    stats = initial_stats(text, head, variables)
+    code = self.mapping(stats, head.codes)
     new = {"codes": {"assignment": code}}
     if head.token_bias:
-      new["params"] = {"token_bias": np.asarray(UnigramBias(known.counts, code)(None, code.shape))}
-    return merged(dict(variables), _of_head(new, model.head))
+      new["params"] = {"token_bias": unigram_bias(stats, code)}
+    return merged(dict(variables), _of_head(new, head))
 
 
 @dataclasses.dataclass(frozen=True)
 class MappedProduct:
-  """From scratch, a product head with codes by the tokens' neighbours in the text.
+  """From scratch, a product head with codes from the tokens' neighbours in the text.
 
   Attributes:
-    clusters: k-means in each subspace of the embeddings `mappings.contexts`.
-    seed: of the embeddings.
+    clusters: k-means in each subspace of the embeddings `convert.mappings.contexts`.
+    seed: seed of the embeddings.
   """
 
   clusters: ToProduct = dataclasses.field(default_factory=ToProduct)
   seed: int = 0
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The fresh variables with these codes; ValueError where the head has none of its own."""
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with these codes; ValueError if the head has no codes."""
     head = model.head
     _check_has("codes", variables, head, self)
-    tokens = np.asarray(text.splits["train"].tokens)
-    known = TokenStats(tokens, counts_of(text, head.vocab), None, None)
-    rows = contexts(known, head.dim, self.seed)
-    _, codes = self.clusters.clustered(known._replace(output=rows), head)
+    stats = token_stats(text, head.vocab)
+    rows = contexts(stats, head.dim, self.seed)
+    _, codes = self.clusters.clustered(stats._replace(output=rows), head)
     new = {"codes": {"codes": codes.astype(code_dtype(head.codes))}}
-    return merged(dict(variables), _of_head(new, model.head))
+    return merged(dict(variables), _of_head(new, head))
 
 
 @dataclasses.dataclass(frozen=True)
 class Regrouped:
-  """From scratch, with groups of a head that come from the text.
+  """From scratch, a grouped head whose groups come from the text.
 
   Attributes:
-    by: the order that is cut into the head's groups, such as `ByFrequency()`.
+    by: the order of the tokens that is cut into groups, such as `ByFrequency()`.
   """
 
   by: Ordering
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The fresh variables with this order; ValueError where the head keeps none."""
-    known = from_scratch(text, model.head, variables)
-    codes = as_codes(ordered(self.by, known, model.head))
-    return merged(dict(variables), {"codes": {"head": codes}})
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with this order; ValueError if the head has no order."""
+    order = ordered(self.by, initial_stats(text, model.head, variables), model.head)
+    return merged(dict(variables), {"codes": {"head": as_codes(order)}})
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusteredCentroids:
+  """From scratch, a `CentroidQuantizer` whose centroids are k-means of the initial queries.
+
+  Attributes:
+    iterations: maximum number of Lloyd iterations.
+    seed: seed of the initial centroids of k-means.
+  """
+
+  iterations: int = 25
+  seed: int = 0
+
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with these centroids; ValueError if there are no centroids."""
+    del text
+    quantizer = getattr(model.embedding, "quantizer", None)
+    if not isinstance(quantizer, CentroidQuantizer):
+      raise ValueError(
+        "`embedding` must have a CentroidQuantizer for ClusteredCentroids; got a"
+        f" {type(model.embedding).__name__}. Give a DPQEmbedding with one, or init_from=None."
+      )
+    own = part_of(variables, "embedding")
+    centroids = clustered(
+      quantizer,
+      part_of(own, "quantizer"),
+      np.asarray(own["params"]["query"]),
+      key=jax.random.key(self.seed),
+      iterations=self.iterations,
+    )
+    return with_part(variables, "embedding", with_part(own, "quantizer", centroids))
 
 
 @dataclasses.dataclass(frozen=True)
 class FromDense:
-  """A trained dense run's body, and a compressed head made of its rows: Option A.
+  """The body of a trained dense run with a compressed head made of its rows.
+
+  Source: VQ-Logits, Section 3.3, Option A.
 
   Attributes:
-    folder: the dense run's folder; its head is a `DenseHead`, tied or not.
+    folder: run folder of the dense run; its head is a `DenseHead`, tied or not.
     target: makes the new head's variables, such as `ToCodebook(...)`.
-    best: take the checkpoint of lowest validation loss, not the newest.
+    best: read the checkpoint of the lowest validation loss; False: the newest.
   """
 
   folder: str
   target: Callable[[TokenStats, Head], dict]
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
     """The converted variables.
 
     Raises:
-      FileNotFoundError: the folder holds no checkpoint.
-      ValueError: its tokenizer is another one, its head has no rows, or rows that are not finite.
+      FileNotFoundError: the folder has no checkpoint.
+      ValueError: the run has another tokenizer, its head has no rows, or the rows are not finite.
     """
     check_tokenizer(self.folder, text)
     dense, step = read_variables(self.folder, self.best)
-    replaced = {"head", "embedding"} if _embedding(model.head) else {"head"}
-    body = {name: tree for name, tree in dense["params"].items() if name not in replaced}
     output = dense_rows(dense, f"checkpoint {step} of {self.folder}")
     inputs = dense["params"].get("embedding", {}).get("weight")
-    tokens = np.asarray(text.splits["train"].tokens)
-    known = TokenStats(tokens, counts_of(text, len(output)), output, inputs)
-    new = self.target(known, model.head)
-    changed = merged(dict(variables), {"params": body})
-    return merged(changed, _of_head(new, model.head))
+    stats = token_stats(text, len(output), output=output, inputs=inputs)
+    replaced = {"head", "embedding"} if _is_tied(model.head) else {"head"}
+    kept = {name: tree for name, tree in dense["params"].items() if name not in replaced}
+    converted = merged(dict(variables), {"params": kept})
+    return merged(converted, _of_head(self.target(stats, model.head), model.head))
 
 
-def dense_rows(variables: dict, where: str) -> np.ndarray:
-  """The [V, D] rows that a dense model scores with; ValueError where it has none or broken ones."""
+def dense_rows(variables: Variables, source: str) -> np.ndarray:
+  """The rows [V, D] of a model's dense head, or of the embedding that it is tied to.
+
+  Args:
+    variables: the model's variables.
+    source: where they come from, for the message of an error.
+
+  Raises:
+    ValueError: the head is not dense, has a bias, or has rows that are not finite.
+  """
   head = variables["params"].get("head", {})
   rows = head.get("weight", variables["params"].get("embedding", {}).get("weight"))
   if rows is None or head.keys() - {"weight", "bias"}:
     raise ValueError(
-      f"{where} has a head of {', '.join(sorted(head)) or 'nothing'}, not a dense one; compress a"
-      " run of a DenseHead"
+      f"the head of {source} must be dense; got one with {', '.join(sorted(head)) or 'nothing'}."
+      " Convert a run of a DenseHead."
     )
   if "bias" in head:
     raise ValueError(
-      f"{where} has a dense head with a bias, which no conversion keeps; train one without"
+      f"the dense head of {source} must have no bias, which conversions drop; got one. Train with"
+      " use_bias=False."
     )
   broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
   if len(broken):
     raise ValueError(
-      f"{where}: row {broken[0]} of the dense head is not finite ({len(broken)} such rows); take"
-      " an earlier checkpoint, or train again with a lower learning rate"
+      f"the rows of the dense head of {source} must be finite; got nan or infinity in row"
+      f" {broken[0]} ({len(broken)} such rows). Use an earlier checkpoint, or train again with a"
+      " lower learning rate."
     )
   return np.asarray(rows)
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen:
-  """A run that learned its codes, with these codes fixed: what ships.
-
-  A `LearnedProductHead` becomes a `ProductHead`, a `LearnedCodebookHead` a `CodebookHead`; the
-  student of a distilled run is taken without its teacher.
+class FromTable:
+  """An embedding made of the table of a run with a `DenseEmbedding`; the rest is initialised.
 
   Attributes:
-    folder: the run that learned the codes.
-    best: take the checkpoint of lowest validation loss, not the newest.
+    folder: run folder of the run with the table.
+    fill: (embedding, its fresh variables, table) -> its variables, such as `convert.Guide()` or
+      `convert.Codes(...)`.
+    best: read the checkpoint of the lowest validation loss; False: the newest.
   """
 
   folder: str
+  fill: Callable[[Embedding, Variables, np.ndarray], Variables]
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The learned variables, as the model's own; the distribution is the same.
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with this embedding.
 
     Raises:
-      ValueError: the run learned no codes, or the model's head has no place for them.
+      FileNotFoundError: the folder has no checkpoint.
+      ValueError: the run has another tokenizer, or its embedding has no table, one of another
+        shape, or one that is not finite.
     """
     check_tokenizer(self.folder, text)
-    learned, _ = read_variables(self.folder, self.best)
-    return merged(dict(variables), frozen(student_of(learned)))
+    trained, step = read_variables(self.folder, self.best)
+    table = trained["params"].get("embedding", {}).get("weight")
+    source = f"checkpoint {step} of {self.folder}"
+    shape = [model.embedding.vocab, model.embedding.dim]
+    if table is None or list(table.shape) != shape:
+      got = "none" if table is None else list(table.shape)
+      raise ValueError(
+        f"the table of {source} must have shape {shape}, as the model's embedding; got {got}."
+      )
+    if not np.isfinite(table).all():
+      raise ValueError(
+        f"the table of {source} must be finite; got nan or infinity. Use another checkpoint."
+      )
+    fresh = part_of(variables, "embedding")
+    return with_part(variables, "embedding", self.fill(model.embedding, fresh, np.asarray(table)))
 
 
 @dataclasses.dataclass(frozen=True)
-class FromStudent:
-  """The student of a distilled run without its teacher: what ships.
+class Frozen:
+  """A run that learned its codes, with a head whose codes are fixed.
+
+  A `LearnedProductHead` becomes a `ProductHead` and a `LearnedCodebookHead` a `CodebookHead`; of a
+  distilled run only the student is kept.
 
   Attributes:
-    folder: the run of a `Distilled` model.
-    best: take the checkpoint of lowest validation loss, not the newest.
+    folder: run folder of the run that learned the codes.
+    best: read the checkpoint of the lowest validation loss; False: the newest.
   """
 
   folder: str
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """The student's variables, as the model's own.
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The learned variables in the fixed model, which has the same distribution.
 
     Raises:
-      ValueError: the run has no teacher, or the model is another one than its student.
+      ValueError: the run has no learned codes, or the model's head is of another class.
     """
     check_tokenizer(self.folder, text)
-    both, step = read_variables(self.folder, self.best)
-    if "student" not in both["params"]:
-      raise ValueError(
-        f"checkpoint {step} of {self.folder} has no student; begin with a run that was distilled"
-      )
-    return merged(dict(variables), student_of(both))
+    learned, _ = read_variables(self.folder, self.best)
+    learned = student_of(learned)
+    learned = with_part(learned, "head", frozen(part_of(learned, "head")))
+    return merged(dict(variables), learned)
 
 
-def frozen(learned: dict[str, Any]) -> dict[str, Any]:
-  """A model's variables whose learned codes have become the codes of a fixed head, bit for bit.
-
-  Raises:
-    ValueError: the head learned no codes.
-  """
-  head = dict(learned["params"].get("head", {}))
-  if "latent" in head:
-    codes = np.asarray(jax.jit(nearest_codes)(head.pop("latent"), head["tables"]))
-    table = {"codes": codes.astype(code_dtype(head["tables"].shape[1]))}
-  elif "choice" in head:
-    best = np.asarray(head.pop("choice")).argmax(axis=-1)[:, None]
-    candidates = np.asarray(learned["codes"]["head"]["candidates"])
-    table = {"assignment": np.take_along_axis(candidates, best, axis=-1)[:, 0].astype(np.int32)}
-  else:
-    raise ValueError(
-      f"a head of {', '.join(sorted(head)) or 'nothing'} has learned no codes; freeze a run of a"
-      " LearnedProductHead or a LearnedCodebookHead"
-    )
-  kept = {name: tree for name, tree in learned.items() if name not in ("codes", "schedule")}
-  return {**kept, "params": {**learned["params"], "head": head}, "codes": {"head": table}}
+def student_of(variables: Variables) -> Variables:
+  """The student's variables of a `Distilled` model; all variables of any other model."""
+  return part_of(variables, "student") if "student" in variables["params"] else variables

@@ -1,12 +1,9 @@
 """Models of the studies: language models, classifiers, translators and BERT."""
 
 from vqjax.lab.models.bert import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
-from vqjax.lab.models.classifier import TextClassifier
-from vqjax.lab.models.convnet import ConvNet
-from vqjax.lab.models.lstm import LSTM
-from vqjax.lab.models.recurrent_translator import RecurrentTranslator
-from vqjax.lab.models.seq2seq import EncoderDecoder, translate
-from vqjax.lab.models.translator import Translator
+from vqjax.lab.models.classifiers import ConvNet, TextClassifier
+from vqjax.lab.models.recurrent import LSTM, RecurrentTranslator, SymmetricUniform
+from vqjax.lab.models.translator import EncoderDecoder, Translator, translate
 
 __all__ = [
   "LSTM",
@@ -17,6 +14,7 @@ __all__ = [
   "PairClassifier",
   "RecurrentTranslator",
   "SpanFinder",
+  "SymmetricUniform",
   "TextClassifier",
   "Translator",
   "translate",

@@ -1,5 +1,6 @@
-"""Of which blocks do models that attend to a whole sequence, or to another one, consist?"""
+"""Transformer blocks that attend to a whole sequence, or to another sequence."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,32 +10,36 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Float
 
+from vqjax.models.base import NORM_AXES, stacked_axes
 from vqjax.types import Dtype
 
 XAVIER = nn.initializers.xavier_uniform()
 
 
 def sinusoids(length: int, dim: int) -> Float[np.ndarray, "T D"]:
-  """Sines, then cosines of positions at wavelengths from 2π to 10,000·2π: Section 3.5."""
+  """Sines, then cosines of positions at wavelengths from 2π to 10,000·2π.
+
+  Source: Vaswani et al., Attention is all you need, 2017, Section 3.5.
+  """
   rate = 10_000.0 ** -(np.arange(dim // 2) / max(dim // 2 - 1, 1))
   angle = np.arange(length)[:, None] * rate
-  found = np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
-  return np.pad(found, ((0, 0), (0, dim % 2))).astype(np.float32)
+  table = np.concatenate([np.sin(angle), np.cos(angle)], axis=1)
+  return np.pad(table, ((0, 0), (0, dim % 2))).astype(np.float32)
 
 
-def stacked(block, layers: int, broadcast: int):
-  """A block for each layer, its parameters stacked; (carry, per layer, mask, deterministic)."""
+def stacked(block: type[nn.Module], layers: int) -> Callable[..., nn.Module]:
+  """`layers` blocks with stacked parameters, called as (carry, per layer, mask, deterministic)."""
   return nn.scan(
     block,
     variable_axes={"params": 0},
     split_rngs={"params": True, "dropout": True},
-    in_axes=(0, *[nn.broadcast] * broadcast),
+    in_axes=(0, nn.broadcast, nn.broadcast),
     length=layers,
   )
 
 
 class Attention(nn.Module):
-  """A residual branch of attention: to itself, or to keys and values that are given."""
+  """A residual branch of attention, to the sequence itself or (`crossed`) to another one."""
 
   dim: int
   heads: int
@@ -54,18 +59,14 @@ class Attention(nn.Module):
     self.out = dense(self.dim, axis=(-2, -1))
     self.drop = nn.Dropout(self.dropout)
 
-  def ready(self, x_BTD):
-    """What is attended with: the normalised vectors."""
-    return self.norm(x_BTD)
-
-  def mixed(self, x_BTD, ready_BTD, key, value, deterministic, **options):
-    """x and the branch."""
-    found = jax.nn.dot_product_attention(self.query(ready_BTD), key, value, **options)
-    return x_BTD + self.drop(self.out(found), deterministic)
+  def __call__(self, x_BTD, normed_BTD, key, value, deterministic, **options):
+    """x plus attention from the normalised vectors, `norm(x)`, to the keys and values."""
+    mixed = jax.nn.dot_product_attention(self.query(normed_BTD), key, value, **options)
+    return x_BTD + self.drop(self.out(mixed), deterministic)
 
 
 class FeedForward(nn.Module):
-  """A residual branch of two layers with an activation between, at every place alone."""
+  """A residual branch of two dense layers with an activation between, at each position."""
 
   dim: int
   hidden: int
@@ -85,7 +86,7 @@ class FeedForward(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-  """Attention to the whole source, and a feed-forward layer."""
+  """Self-attention to the whole sequence, and a feed-forward layer."""
 
   dim: int
   heads: int
@@ -95,22 +96,22 @@ class EncoderBlock(nn.Module):
   activation: Callable = nn.relu
 
   def setup(self):
-    own = self.dim, self.heads, self.dropout, self.dtype
-    mlp = self.dim, self.hidden, self.dropout, self.dtype, self.activation
-    self.self_attention = Attention(*own)
-    self.feed_forward = FeedForward(*mlp)
+    self.self_attention = Attention(self.dim, self.heads, self.dropout, self.dtype)
+    self.feed_forward = FeedForward(
+      self.dim, self.hidden, self.dropout, self.dtype, self.activation
+    )
 
-  def __call__(self, x_BSD, given, mask, deterministic):
-    del given
-    own = self.self_attention
-    ready = own.ready(x_BSD)
-    key, value = own.key(ready), own.value(ready)
-    x_BSD = own.mixed(x_BSD, ready, key, value, deterministic, mask=mask)
+  def __call__(self, x_BSD, per_layer, mask, deterministic):
+    del per_layer
+    attention = self.self_attention
+    normed = attention.norm(x_BSD)
+    key, value = attention.key(normed), attention.value(normed)
+    x_BSD = attention(x_BSD, normed, key, value, deterministic, mask=mask)
     return self.feed_forward(x_BSD, deterministic), None
 
 
 class DecoderBlock(nn.Module):
-  """Attention to the target so far, then to the source, and a feed-forward layer."""
+  """Self-attention to the target so far, attention to the source, and a feed-forward layer."""
 
   dim: int
   heads: int
@@ -120,34 +121,33 @@ class DecoderBlock(nn.Module):
   activation: Callable = nn.relu
 
   def setup(self):
-    own = self.dim, self.heads, self.dropout, self.dtype
-    mlp = self.dim, self.hidden, self.dropout, self.dtype, self.activation
-    self.self_attention = Attention(*own)
-    self.cross_attention = Attention(*own, crossed=True)
-    self.feed_forward = FeedForward(*mlp)
+    attention = functools.partial(Attention, self.dim, self.heads, self.dropout, self.dtype)
+    self.self_attention, self.cross_attention = attention(), attention(crossed=True)
+    self.feed_forward = FeedForward(
+      self.dim, self.hidden, self.dropout, self.dtype, self.activation
+    )
 
-  def __call__(self, x_BTD, given, mask, deterministic):
-    memory_key, memory_value, cache = given
-    x_BTD, cache = self._to_itself(x_BTD, cache, deterministic)
+  def __call__(self, x_BTD, per_layer, mask, deterministic):
+    memory_key, memory_value, cache = per_layer
+    attention = self.self_attention
+    normed = attention.norm(x_BTD)
+    key, value = attention.key(normed), attention.value(normed)
+    if cache is None:
+      x_BTD = attention(x_BTD, normed, key, value, deterministic, is_causal=True)
+    else:
+      # One token: its key and value are written at the position of the decoding.
+      keys, values, at = cache
+      keys = lax.dynamic_update_slice_in_dim(keys, key, at, axis=1)
+      values = lax.dynamic_update_slice_in_dim(values, value, at, axis=1)
+      past = (jnp.arange(keys.shape[1]) <= at)[None, None, None]
+      x_BTD = attention(x_BTD, normed, keys, values, deterministic, mask=past)
+      cache = keys, values
     cross = self.cross_attention
-    ready = cross.ready(x_BTD)
-    x_BTD = cross.mixed(x_BTD, ready, memory_key, memory_value, deterministic, mask=mask)
+    normed = cross.norm(x_BTD)
+    x_BTD = cross(x_BTD, normed, memory_key, memory_value, deterministic, mask=mask)
     return self.feed_forward(x_BTD, deterministic), cache
 
-  def _to_itself(self, x_BTD, cache, deterministic):
-    own = self.self_attention
-    ready = own.ready(x_BTD)
-    key, value = own.key(ready), own.value(ready)
-    if cache is None:
-      return own.mixed(x_BTD, ready, key, value, deterministic, is_causal=True), None
-    keys, values, at = cache
-    put = lambda all_BTHC, one_B1HC: lax.dynamic_update_slice_in_dim(all_BTHC, one_B1HC, at, axis=1)
-    keys, values = put(keys, key), put(values, value)
-    past = (jnp.arange(keys.shape[1]) <= at)[None, None, None]
-    return own.mixed(x_BTD, ready, keys, values, deterministic, mask=past), (keys, values)
 
-
-NORM_AXES = {"scale": ("norm",), "bias": ("norm",)}
 _HEAD_AXES = {"kernel": ("embed", "heads", "head_dim"), "bias": ("heads", "head_dim")}
 _ATTENTION_AXES = {
   "norm": NORM_AXES,
@@ -163,14 +163,6 @@ _MLP_AXES = {
     "leave": {"kernel": ("mlp", "embed"), "bias": ("norm",)},
   }
 }
-
-
-def _stacked(axes: dict) -> dict:
-  """Those of all layers."""
-  is_leaf = lambda node: isinstance(node, tuple)
-  return jax.tree.map(lambda names: ("layers", *names), axes, is_leaf=is_leaf)
-
-
 _CROSS_AXES = {name: _ATTENTION_AXES[name] for name in ("norm", "query", "out")}
-ENCODER_AXES = _stacked({"self_attention": _ATTENTION_AXES, **_MLP_AXES})
-DECODER_AXES = ENCODER_AXES | _stacked({"cross_attention": _CROSS_AXES})
+ENCODER_AXES = stacked_axes({"self_attention": _ATTENTION_AXES, **_MLP_AXES})
+DECODER_AXES = ENCODER_AXES | stacked_axes({"cross_attention": _CROSS_AXES})

@@ -1,6 +1,6 @@
-"""What does a bidirectional encoder look like whose vocabulary layers are fields, and its tasks?"""
+"""BERT: a bidirectional encoder whose vocabulary layers are fields, and its tasks."""
 
-from typing import Any
+import abc
 
 import jax
 import jax.numpy as jnp
@@ -9,32 +9,34 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
-from vqjax.lab.models.attention import ENCODER_AXES, NORM_AXES, EncoderBlock, stacked
-from vqjax.models.base import check_heads, named
+from vqjax.lab.models.attention import ENCODER_AXES, EncoderBlock, stacked
+from vqjax.models.base import NORM_AXES, Terms, check_dim, check_heads, named, vocabulary_axes
 from vqjax.types import Dtype
 
-Terms = dict[str, Float[Array, ""]]
-
 MASKED = -2
-"""Token id of a masked position: it has a token, which the model predicts. -1 is padding."""
+"""Token id of a masked position, whose token the model predicts; -1 is padding."""
+
+
+OUTPUT_AXES = {"kernel": ("embed", "norm"), "bias": ("norm",)}
+"""Logical axes of a dense layer whose output is replicated."""
 
 
 class Encoder(nn.Module):
-  """Every token's vector, having seen the whole row: the body of BERT.
+  """The encoder of BERT: a vector for each token, which depends on the whole row.
 
-  Learned positions and segments, LayerNorm, blocks of attention and a feed-forward layer with GELU,
-  LayerNorm. Source: Devlin et al., BERT, 2019, whose norms are behind the branches, where these are
-  in front of them.
+  Learned positions and segments, LayerNorm, blocks of attention and a GELU feed-forward layer,
+  LayerNorm. Each branch has its LayerNorm in front, where that of BERT is behind it. Source: Devlin
+  et al., BERT: pre-training of deep bidirectional transformers, 2019.
 
   Attributes:
     embedding: tokens -> vectors of width `dim`.
-    dim: width, D.
+    dim: model width, D.
     layers: number of blocks.
-    heads: of an attention.
-    context: most tokens of a segment.
+    heads: number of attention heads, which divides `dim`.
+    context: largest number of tokens in a segment.
     hidden: width of the feed-forward layers.
-    segments: kinds of segments: 2 for pairs of texts.
-    dropout: probability of zeroing an entry, after the embedding and of every branch's output.
+    segments: largest number of segments in a row; 2 for pairs of texts.
+    dropout: probability of zeroing an entry, after the embedding and in every branch's output.
     dtype: dtype of the computation; parameters are float32.
   """
 
@@ -50,16 +52,13 @@ class Encoder(nn.Module):
 
   def setup(self):
     check_heads(self.dim, self.heads)
-    if self.embedding.dim != self.dim:
-      raise ValueError(
-        f"embedding has dim {self.embedding.dim} in a model of dim {self.dim}; give it that"
-      )
+    check_dim("embedding", self.embedding, self.dim)
     normal = nn.initializers.normal(0.02)
     self.position = self.param("position", normal, (self.context, self.dim))
     self.segment = self.param("segment", normal, (self.segments, self.dim))
     self.mask_vector = self.param("mask_vector", normal, (self.dim,))
     options = self.dim, self.heads, self.hidden, self.dropout, self.dtype, nn.gelu
-    self.blocks = stacked(EncoderBlock, self.layers, 2)(*options)
+    self.blocks = stacked(EncoderBlock, self.layers)(*options)
     self.first_norm, self.final_norm = (nn.LayerNorm(dtype=self.dtype) for _ in range(2))
     self.drop = nn.Dropout(self.dropout)
 
@@ -70,21 +69,21 @@ class Encoder(nn.Module):
     rows, segments, length = tokens.shape
     if segments > self.segments or length > self.context:
       raise ValueError(
-        f"{segments} segments of {length} tokens exceed the model's {self.segments} of"
-        f" {self.context}"
+        f"`tokens` must have at most segments {self.segments} x context {self.context} in a row;"
+        f" got {segments} x {length}."
       )
     vectors, terms = self.embedding.loss_terms(tokens, deterministic)
     vectors = jnp.where((tokens >= 0)[..., None], vectors, self.mask_vector)
-    place = self.position[:length] + self.segment[:segments, None]
-    x_BND = (vectors + place).reshape(rows, -1, self.dim)
+    position = self.position[:length] + self.segment[:segments, None]
+    x_BND = (vectors + position).reshape(rows, -1, self.dim)
     x_BND = self.drop(self.first_norm(x_BND.astype(self.dtype)), deterministic)
+    # Masked positions are attended to, padding is not.
     real = ((tokens >= 0) | (tokens == MASKED)).reshape(rows, 1, 1, -1)
-    # A hidden token is there; what is behind the end is not.
     x_BND, _ = self.blocks(x_BND, None, real, deterministic)
     return self.final_norm(x_BND).reshape(*tokens.shape, self.dim), terms
 
   def logical_axes(self) -> dict:
-    """Names of the axes of every variable."""
+    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
     own = {
       "position": ("positions", "embed"),
       "segment": ("norm", "embed"),
@@ -93,44 +92,41 @@ class Encoder(nn.Module):
       "first_norm": NORM_AXES,
       "final_norm": NORM_AXES,
     }
-    axes: dict[str, Any] = {"params": own}
-    for collection, tree in self.embedding.logical_axes().items():
-      axes.setdefault(collection, {})["embedding"] = tree
-    return axes
+    return vocabulary_axes(self, {"params": own})
 
 
-class _Task(nn.Module):
-  """What pre-training and fine-tuning share: an encoder."""
+class _Task(nn.Module, metaclass=abc.ABCMeta):
+  """An encoder with the output layers of a task, which subclasses define."""
 
   encoder: Encoder
 
   @property
   def embedding(self) -> Embedding:
-    """The encoder's."""
+    """The encoder's embedding."""
     return self.encoder.embedding
 
   @property
   def context(self) -> int:
-    """The encoder's."""
+    """The encoder's context."""
     return self.encoder.context
 
   def logical_axes(self) -> dict:
-    """The encoder's, and those of what a task adds."""
+    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
     axes = {name: {"encoder": tree} for name, tree in self.encoder.logical_axes().items()}
     for collection, tree in self.own_axes().items():
       axes[collection] = axes.get(collection, {}) | tree
     return axes
 
+  @abc.abstractmethod
   def own_axes(self) -> dict:
-    """Axes of what a task adds."""
-    raise TypeError(f"{type(self).__name__} does not name its axes: define own_axes")
+    """Logical axes of the variables of the task's output layers."""
 
 
 class MaskedLanguageModel(_Task):
-  """The tokens that are hidden, from all others of a row: BERT's pre-training.
+  """BERT's pre-training: the masked tokens are predicted from the others of a row.
 
   Attributes:
-    encoder: the body.
+    encoder: tokens -> vectors.
     head: vectors of the encoder's width -> a distribution over the vocabulary.
   """
 
@@ -147,7 +143,7 @@ class MaskedLanguageModel(_Task):
   def log_prob(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> Float[Array, "B T"]:
-    """Log-probability, in nats, of each target; nan where there is none."""
+    """Log-probability, in nats, of each target; nan for a negative target."""
     return self.head.log_prob(self._hidden(tokens, deterministic)[0], targets)
 
   def loss_terms(
@@ -155,25 +151,24 @@ class MaskedLanguageModel(_Task):
   ) -> tuple[Float[Array, "B T"], Terms]:
     """`log_prob`, and the further loss terms as "embedding/NAME" and "head/NAME"."""
     hidden, terms = self._hidden(tokens, deterministic)
-    log_prob, of_head = self.head.loss_terms(hidden, targets)
-    return log_prob, named("embedding", terms) | named("head", of_head)
+    log_prob, head_terms = self.head.loss_terms(hidden, targets)
+    return log_prob, named("embedding", terms) | named("head", head_terms)
 
   def own_axes(self) -> dict:
-    """Axes of the transformation before the head, and the head's."""
-    own = {"transform": {"kernel": ("embed", "norm"), "bias": ("norm",)}, "norm": NORM_AXES}
-    axes = {"params": own}
+    """Logical axes of the transformation before the head, and of the head."""
+    axes = {"params": {"transform": OUTPUT_AXES, "norm": NORM_AXES}}
     for collection, tree in self.head.logical_axes().items():
       axes.setdefault(collection, {})["head"] = tree
     return axes
 
 
 class PairClassifier(_Task):
-  """The class of a pair of texts, from the mean of the encoder's vectors.
+  """A classifier of pairs of texts, from the mean of the encoder's vectors.
 
   Attributes:
-    encoder: the body.
+    encoder: tokens -> vectors.
     classes: number of classes.
-    dropout: of the mean.
+    dropout: probability of zeroing an entry of the mean.
   """
 
   classes: int
@@ -206,26 +201,26 @@ class PairClassifier(_Task):
   def hits(
     self, tokens: Integer[Array, "B S T"], targets: Int[Array, "B"]
   ) -> dict[str, Bool[Array, "B"]]:
-    """Whether the likeliest class is the pair's."""
+    """Whether the most likely class is that of the pair."""
     return {"accuracy": self._scores(tokens, True)[0].argmax(axis=-1) == targets}
 
   def own_axes(self) -> dict:
-    """Axes of the scores."""
-    return {"params": {"output": {"kernel": ("embed", "norm"), "bias": ("norm",)}}}
+    """Logical axes of the output layer."""
+    return {"params": {"output": OUTPUT_AXES}}
 
 
 class SpanFinder(_Task):
-  """The first and the last token of a stretch of a text: two choices among its places.
+  """The first and the last position of a span of a text, each from a softmax over positions.
 
   Attributes:
-    encoder: the body.
+    encoder: tokens -> vectors.
   """
 
   def setup(self):
     self.output = nn.Dense(2)
 
   def _scores(self, tokens, deterministic):
-    """[B, 2, T]: of each place to be the first, and the last."""
+    """Scores of each position as the first and as the last, [B, 2, T]."""
     x_B1TD, terms = self.encoder(tokens[:, None], deterministic)
     scores = jnp.moveaxis(self.output(x_B1TD[:, 0]).astype(jnp.float32), -1, 1)
     return jnp.where((tokens >= 0)[:, None], scores, -1e30), terms
@@ -233,7 +228,7 @@ class SpanFinder(_Task):
   def log_prob(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B 2"], deterministic: bool = True
   ) -> Float[Array, "B 2"]:
-    """Log-probability, in nats, of the first and of the last place."""
+    """Log-probability, in nats, of the first and of the last position."""
     return _chosen(self._scores(tokens, deterministic)[0], targets)
 
   def loss_terms(
@@ -246,16 +241,16 @@ class SpanFinder(_Task):
   def hits(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B 2"]
   ) -> dict[str, Bool[Array, "B 2"]]:
-    """Whether both places are right, for each of the two: an exact match."""
+    """Whether both positions are right (exact match), repeated for each of the two."""
     right = self._scores(tokens, True)[0].argmax(axis=-1) == targets
     return {"accuracy": jnp.broadcast_to(right.all(axis=-1, keepdims=True), right.shape)}
 
   def own_axes(self) -> dict:
-    """Axes of the scores."""
-    return {"params": {"output": {"kernel": ("embed", "norm"), "bias": ("norm",)}}}
+    """Logical axes of the output layer."""
+    return {"params": {"output": OUTPUT_AXES}}
 
 
 def _chosen(scores, targets):
-  """The log-probabilities of the targets; of the first choice where there is none."""
+  """The log-probabilities of the targets; of class 0 for a negative target."""
   log_prob = jax.nn.log_softmax(scores, axis=-1)
   return jnp.take_along_axis(log_prob, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]

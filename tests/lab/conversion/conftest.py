@@ -1,4 +1,4 @@
-"""What do the tests of conversions convert: a tiny dense decoder, trained for some steps?"""
+"""A tiny dense decoder, trained for some steps, that the tests of this folder convert."""
 
 import dataclasses
 
@@ -15,7 +15,9 @@ def dense(tmp_path_factory):
   """A dense experiment and the folder of its finished run."""
   root = tmp_path_factory.mktemp("dense")
   made = tiny.experiment(
-    *(tiny.write_text(root / "text"), DenseHead(FROM_TOKENIZER, 16), 0.0),
+    tiny.write_text(root / "text"),
+    DenseHead(FROM_TOKENIZER, 16),
+    dropout=0.0,
     log_every=10,
     eval_every=40,
     save_every=40,

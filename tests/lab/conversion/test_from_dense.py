@@ -1,4 +1,4 @@
-"""Does a converted model begin as what its codes make of the dense one, and train its scope?"""
+"""Runs converted from a dense run: their initial variables, fine-tuning and distillation."""
 
 import dataclasses
 import json
@@ -233,8 +233,8 @@ def test_a_tied_codebook_takes_the_place_of_the_embedding(dense, tmp_path):
 @pytest.mark.parametrize("scope", [conversion.HEAD, conversion.CODEBOOK])
 def test_the_scope_of_a_tied_codebook_is_the_embedding(dense, scope, token_bias):
   made = conversion.compress(*dense, codes=7, tied=True, token_bias=token_bias, scope=scope)
-  known = load_text(made).experiment
-  shapes = Program(known, make_mesh(MeshShape(data=1))).abstract_state.params
+  sized = load_text(made).experiment
+  shapes = Program(sized, make_mesh(MeshShape(data=1))).abstract_state.params
   own, frozen = (
     jax.tree.leaves_with_path(tree) for tree in partition(shapes, made.train.trainable)
   )
@@ -251,9 +251,9 @@ def test_a_mapping_from_scratch_reaches_a_tied_head(dense):
   head = CodebookHead(FROM_TOKENIZER, 16, 9, embedding=embedding, token_bias=True)
   model = experiment.model.clone(head=head, embedding=embedding)
   start = conversion.Mapped(convert.Fixed(assign.Random(3)))
-  known, found, _ = begun(dataclasses.replace(experiment, model=model, init_from=start))
-  expected = assign.Random(3)(known.model.head.vocab, 9)
-  np.testing.assert_array_equal(found["codes"]["embedding"]["assignment"], expected)
+  sized, variables, _ = begun(dataclasses.replace(experiment, model=model, init_from=start))
+  expected = assign.Random(3)(sized.model.head.vocab, 9)
+  np.testing.assert_array_equal(variables["codes"]["embedding"]["assignment"], expected)
 
 
 def test_the_student_ships_without_its_teacher(dense, short, tmp_path):
@@ -268,7 +268,7 @@ def test_the_student_ships_without_its_teacher(dense, short, tmp_path):
   both, _ = read_variables(tmp_path / "run")
   jax.tree.map(np.testing.assert_array_equal, found["params"], both["params"]["student"])
   assert trained["head"]["class"] == "CodebookHead"
-  with pytest.raises(ValueError, match="has no student"):
+  with pytest.raises(ValueError, match="must hold the run of a Distilled model"):
     begun(dataclasses.replace(alone, init_from=conversion.FromStudent(str(folder))))
 
 
@@ -309,12 +309,14 @@ class TestBadInput:
   def test_a_dense_row_that_is_nan_is_named(self):
     rows = np.ones((5, 3), np.float32)
     rows[2, 1] = np.nan
-    with pytest.raises(ValueError, match=r"run 7: row 2 of the dense head is not finite \(1 such"):
+    with pytest.raises(ValueError, match=r"head of run 7 must be finite; got .* row 2 \(1 such"):
       dense_rows({"params": {"head": {"weight": rows}}}, "run 7")
 
   def test_a_head_that_is_not_dense_is_refused(self):
     head = {"codebook": np.ones((2, 3)), "token_bias": np.ones(5)}
-    with pytest.raises(ValueError, match="has a head of codebook, token_bias, not a dense one"):
+    with pytest.raises(
+      ValueError, match="head of run 7 must be dense; got one with codebook, token_bias"
+    ):
       dense_rows({"params": {"head": head}}, "run 7")
 
   def test_more_codes_than_tokens_are_refused(self, dense):
@@ -328,17 +330,21 @@ class TestBadInput:
 
   def test_a_target_of_another_head_is_refused(self, dense):
     wrong = converted(*dense, DenseHead(V, D), convert.ToCodebook(convert.KMeans()), name="x")
-    with pytest.raises(TypeError, match="ToCodebook gives a CodebookHead its variables, not a Den"):
+    with pytest.raises(
+      TypeError, match="`head` must be a CodebookHead for ToCodebook; got a DenseHead"
+    ):
       begun(wrong)
 
   def test_a_cap_that_a_codebook_cannot_keep_is_refused(self, dense):
     model = dense[0].model.clone(head=DenseHead(V, D, softcap=30.0))
-    with pytest.raises(ValueError, match=r"has softcap 30\.0, and a CodebookHead none"):
+    with pytest.raises(
+      ValueError, match=r"softcap, as the dense head has 30\.0; got a CodebookHead"
+    ):
       conversion.compress(dataclasses.replace(dense[0], model=model), dense[1], codes=5)
 
   @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
   def test_a_weight_of_the_distillation_that_is_none_is_refused(self, dense, weight):
-    with pytest.raises(ValueError, match=f"distillation weight {weight} is negative or not finite"):
+    with pytest.raises(ValueError, match=f"`weight` must be at least 0 and finite; got {weight}"):
       begun(conversion.compress(*dense, codes=5, distillation=weight))
 
   def test_a_teacher_that_scores_no_rows_is_refused(self, dense):
@@ -346,12 +352,12 @@ class TestBadInput:
       dense[0].model, dense[0].model.clone(head=AdaptiveHead(9, D, (5,)))
     )
     tokens = jnp.zeros((1, 2), jnp.int32)
-    with pytest.raises(TypeError, match="the teacher's head is a AdaptiveHead, which scores no"):
+    with pytest.raises(TypeError, match=r"`teacher.head` must be linear, .*; got a AdaptiveHead"):
       model.init(jax.random.key(0), tokens)
 
   def test_a_teacher_of_other_tokens_is_refused(self, dense):
     student, teacher = (dense[0].model.clone(head=DenseHead(v, D)) for v in (9, 12))
-    with pytest.raises(ValueError, match="the student has 9 tokens, the teacher 12; distil"):
+    with pytest.raises(ValueError, match="`student` must have the teacher's 12 tokens; got 9"):
       conversion.Distilled(student, teacher).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
 
   @pytest.mark.parametrize(
@@ -360,9 +366,9 @@ class TestBadInput:
       (
         DenseHead(V, D),
         conversion.Mapped(convert.Brown()),
-        "sets the assignment .* this DenseHead",
+        "must have assignment .*; got a DenseHead",
       ),
-      (CodebookHead(V, D, 5), conversion.MappedProduct(), "sets the codes .* this CodebookHead"),
+      (CodebookHead(V, D, 5), conversion.MappedProduct(), "must have codes .*; got a CodebookHead"),
     ],
   )
   def test_a_mapping_for_a_head_without_its_codes_is_refused(self, dense, head, start, message):
@@ -377,21 +383,8 @@ class TestBadInput:
   def test_a_run_that_learned_no_codes_cannot_be_frozen(self, dense, tmp_path):
     shutil.copytree(dense[1], tmp_path / "copy")
     start = conversion.Frozen(str(tmp_path / "copy"))
-    with pytest.raises(ValueError, match="a head of weight has learned no codes"):
+    with pytest.raises(ValueError, match=r"`learned` must be .*; got a head with weight"):
       begun(dataclasses.replace(dense[0], init_from=start))
-
-
-def test_tokens_with_the_same_neighbours_have_near_embeddings():
-  """Words of two kinds that alternate: a word's neighbours tell its kind."""
-  rng = np.random.default_rng(0)
-  tokens = np.empty(20_000, np.int64)
-  tokens[::2] = rng.integers(0, 10, 10_000)
-  tokens[1::2] = rng.integers(10, 20, 10_000)
-  counts = np.bincount(tokens, minlength=20)
-  known = convert.TokenStats(tokens, counts, None, None)
-  code = convert.ContextKMeans(width=4)(known, 2)
-  assert len(set(code[:10])) == len(set(code[10:])) == 1
-  assert code[0] != code[10]
 
 
 def test_product_codes_from_scratch_are_those_of_contexts_and_nothing_else_changes(dense):

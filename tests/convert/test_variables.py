@@ -1,4 +1,4 @@
-"""Is the head of a compact embedding's codes the one that was trained with them?"""
+"""Heads with fixed codes have the distribution of the heads that were trained."""
 
 import jax
 import jax.numpy as jnp
@@ -35,5 +35,5 @@ def test_it_has_the_distribution_of_the_tied_head(kind, shared, use_bias, tmp_pa
 def test_sums_of_vectors_are_refused():
   embedding = DPQEmbedding(V, D, SoftmaxQuantizer(K, M, additive=True))
   small = embedding.compact(embedding.init(jax.random.key(0), jnp.zeros(1, int)))
-  with pytest.raises(ValueError, match="sums of whole vectors"):
+  with pytest.raises(ValueError, match=r"`small.additive` must be False"):
     to_head(small)

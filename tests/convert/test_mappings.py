@@ -1,0 +1,34 @@
+"""Mappings of tokens to codes use the counts, neighbours or vectors that they name."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from vqjax import convert
+
+
+def test_tokens_with_the_same_neighbours_have_near_embeddings():
+  """Words of two kinds that alternate: a word's neighbours tell its kind."""
+  rng = np.random.default_rng(0)
+  tokens = np.empty(20_000, np.int64)
+  tokens[::2] = rng.integers(0, 10, 10_000)
+  tokens[1::2] = rng.integers(10, 20, 10_000)
+  counts = np.bincount(tokens, minlength=20)
+  stats = convert.TokenStats(tokens, counts, None, None)
+  code = convert.ContextKMeans(width=4)(stats, 2)
+  assert len(set(code[:10])) == len(set(code[10:])) == 1
+  assert code[0] != code[10]
+
+
+def test_a_missing_scikit_learn_is_named_with_the_command_that_installs_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, "sklearn.utils.extmath", None)
+  stats = convert.TokenStats(np.arange(9), np.ones(9, int), None, None)
+  with pytest.raises(ImportError, match=r"pip install 'vqjax\[lab\]'"):
+    convert.ContextKMeans(width=4)(stats, 2)
+
+
+def test_a_clustering_without_vectors_is_refused():
+  stats = convert.TokenStats(np.arange(9), np.ones(9, int), None, None)
+  with pytest.raises(ValueError, match=r"`stats.output` or `stats.inputs` must .*; got None"):
+    convert.KMeans()(stats, 2)

@@ -1,0 +1,157 @@
+"""Runs whose embedding is made of a trained table, or whose centroids are clustered."""
+
+import dataclasses
+import functools
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tiny
+from vqjax import (
+  CentroidQuantizer,
+  DenseEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  EncoderQuantizer,
+  GuidedEmbedding,
+  MovingAverage,
+  ProductEmbedding,
+  SoftmaxQuantizer,
+  convert,
+)
+from vqjax.convert import part_of
+from vqjax.lab import conversion
+from vqjax.lab.config import FROM_TOKENIZER as V
+from vqjax.lab.config import Experiment, Train
+from vqjax.lab.data import Text, Windows, WordTokenizer
+from vqjax.lab.training import fit, read_variables
+from vqjax.lab.training.run import load_text
+from vqjax.models import Transformer
+
+D = 8
+
+
+@functools.cache
+def text():
+  """A folder of text for all runs of this module."""
+  return str(tiny.write_text(pathlib.Path(tempfile.mkdtemp(), "text")))
+
+
+def experiment(embedding, init_from=None, vocab=60):
+  return Experiment(
+    name="x",
+    model=Transformer(embedding, DenseHead(V, D), D, layers=1, heads=2, context=8),
+    data=Text(text(), valid_fraction=0.2, test_fraction=0.2),
+    tokenizer=WordTokenizer(vocab=vocab),
+    loader=Windows(),
+    train=Train(steps=2, batch=8, eval_every=2, save_every=2),
+    init_from=init_from,
+  )
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+  """The folder of a run with a dense embedding."""
+  folder = tmp_path_factory.mktemp("dense")
+  fit(experiment(DenseEmbedding(V, D)), folder)
+  return folder
+
+
+def table_of(folder):
+  return np.asarray(read_variables(folder)[0]["params"]["embedding"]["weight"])
+
+
+def begun(start, embedding):
+  text = load_text(experiment(embedding, start))
+  model = text.experiment.model
+  tokens = jnp.zeros((1, 2), jnp.int32)
+  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
+  return model, start(text, model, variables)
+
+
+def test_a_guided_embedding_learns_the_table(dense, tmp_path):
+  embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=100.0)
+  start = conversion.FromTable(str(dense), convert.Guide())
+  run = experiment(embedding, start)
+  more = dataclasses.replace(run.train, steps=200, learning_rate=3e-2)
+  more = dataclasses.replace(more, eval_every=200, save_every=200)
+  fit(dataclasses.replace(run, train=more), tmp_path / "run")
+  own = read_variables(tmp_path / "run")[0]
+  table = table_of(dense)
+  np.testing.assert_array_equal(own["guide"]["embedding"]["table"], table)
+  far = np.abs(np.asarray(own["params"]["embedding"]["student"]["weight"]) - table).mean()
+  assert far < 0.3 * np.abs(table).mean()
+
+
+def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
+  network = EncoderQuantizer(
+    8, 4, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
+  )
+  codes = convert.Codes(network, steps=1_500)
+  embedding = ProductEmbedding(V, D, 8, 4, additive=True)
+  start = conversion.FromTable(str(dense), codes)
+  model, variables = begun(start, embedding)
+  table = table_of(dense)
+  found = model.embedding.apply(part_of(variables, "embedding"), method="table")
+  assert ((found - table) ** 2).sum() < 0.8 * ((table - table.mean(axis=0)) ** 2).sum()
+  fit(experiment(embedding, start), tmp_path / "run")
+  trained = read_variables(tmp_path / "run")[0]
+  kept = variables["codes"]["embedding"]["codes"]
+  np.testing.assert_array_equal(trained["codes"]["embedding"]["codes"], kept)
+
+
+@pytest.mark.parametrize("average", [None, MovingAverage()])
+@pytest.mark.parametrize("shared", [False, True])
+def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
+  quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
+  embedding = DPQEmbedding(V, D, quantizer)
+  model, variables = begun(conversion.ClusteredCentroids(), embedding)
+  own = part_of(variables, "embedding")
+  query = np.asarray(own["params"]["query"])
+  centers = np.asarray(model.embedding.apply(own, method="values"))
+  parts = query.reshape(-1, 2, D // 2)
+  for m in range(2):
+    table = centers[0 if shared else m]
+    points = parts.reshape(-1, D // 2) if shared else parts[:, m]
+    nearest = ((points[:, None] - table) ** 2).sum(-1).argmin(1)
+    means = np.stack([points[nearest == k].mean(axis=0) for k in range(4)])
+    # As good as converged: each centre is near the mean of what is nearest to it.
+    assert np.abs(means - table).max() < 0.25 * np.abs(table).max()
+
+
+def test_an_embedding_that_does_not_fit_its_fill_is_named(dense):
+  network = SoftmaxQuantizer(4, 2, D)
+  for start, embedding, message in (
+    (
+      conversion.FromTable(str(dense), convert.Guide()),
+      DenseEmbedding(V, D),
+      "must be a GuidedEmbedding; got a DenseEmbedding",
+    ),
+    (
+      conversion.FromTable(str(dense), convert.Codes(network, 1)),
+      ProductEmbedding(V, D, 8, 2),
+      r"\(4, 2, False, False\); got a ProductEmbedding with \(8, 2, False, False\)",
+    ),
+    (
+      conversion.ClusteredCentroids(),
+      DPQEmbedding(V, D, network),
+      "must have a CentroidQuantizer .*; got a DPQEmbedding",
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      begun(start, embedding)
+
+
+def test_a_table_of_another_width_is_named(dense):
+  start = conversion.FromTable(str(dense), convert.Guide())
+  text = load_text(experiment(DenseEmbedding(V, D), start))
+  vocab = text.experiment.model.embedding.vocab
+  narrow = Transformer(
+    GuidedEmbedding(vocab, 4, DenseEmbedding(vocab, 4)), DenseHead(vocab, 4), 4, 1, 2, 8
+  )
+  with pytest.raises(ValueError, match=rf"shape \[{vocab}, 4\], .* got \[{vocab}, 8\]"):
+    start(text, narrow, {"params": {"embedding": {}}})

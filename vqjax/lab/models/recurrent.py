@@ -1,0 +1,304 @@
+"""Recurrent models whose vocabulary layers are fields: a language model and a translator."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
+
+from vqjax.lab.models.translator import EncoderDecoder, Inputs, mean_terms
+from vqjax.models.base import ROWS, LanguageModel, check_dropout
+from vqjax.sharding import constrain
+from vqjax.types import Dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class SymmetricUniform:
+  """Initialiser: uniform in [-scale, scale).
+
+  Source: Zaremba et al., Recurrent neural network regularization, 2014.
+
+  Attributes:
+    scale: half the width of the interval.
+  """
+
+  scale: float
+
+  def __call__(self, key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    """A random array of this shape."""
+    return jax.random.uniform(key, shape, dtype, -self.scale, self.scale)
+
+
+def lstm_cell(
+  gates: Float[Array, "B G"], cell: Float[Array, "B D"], forget_bias: float
+) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
+  """The next cell and output of an LSTM.
+
+  Args:
+    gates: pre-activations of input gate, candidate, forget gate and output gate, side by side.
+    cell: the cell before.
+    forget_bias: bias of the forget gate.
+  """
+  enter, new, forget, leave = jnp.split(gates.astype(jnp.float32), 4, axis=-1)
+  kept = jax.nn.sigmoid(forget + forget_bias) * cell
+  cell = kept + jax.nn.sigmoid(enter) * jnp.tanh(new)
+  return cell, jax.nn.sigmoid(leave) * jnp.tanh(cell)
+
+
+class LSTM(LanguageModel):
+  """The LSTM language model of Zaremba et al., with embedding, layers and head of one width.
+
+  The final state of each row of a batch is the collection `carry`. If the caller makes it mutable,
+  the next call continues from it, so that the rows of batches of contiguous streams
+  (`data.Streams`) are one long text each. Gradients stop at the beginning of a call. Source:
+  Zaremba et al., Recurrent neural network regularization, 2014.
+
+  Attributes:
+    layers: number of LSTM layers.
+    context: number of tokens in a row, through which gradients flow.
+    dropout: probability of zeroing an entry of the embedding's vectors and of each layer's output;
+      the recurrent connections have no dropout.
+    forget_bias: constant that is added to the pre-activation of the forget gate.
+    weight_init: initialiser of the kernels and biases.
+    dtype: dtype of the computation; parameters and the carry are float32.
+  """
+
+  layers: int = 2
+  context: int = 20
+  dropout: float = 0.0
+  forget_bias: float = 0.0
+  weight_init: nn.initializers.Initializer = nn.initializers.normal(0.1)
+  dtype: Dtype = jnp.float32
+
+  def setup(self):
+    for name in ("layers", "context"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+    check_dropout(self.dropout)
+    self.check_layers()
+    square = self.layers, self.dim, 4 * self.dim
+    self.kernel_in = self.param("kernel_in", self.weight_init, square, jnp.float32)
+    self.kernel_back = self.param("kernel_back", self.weight_init, square, jnp.float32)
+    shape = self.layers, 4 * self.dim
+    self.bias = self.param("bias", self.weight_init, shape, jnp.float32)
+    self.drop = nn.Dropout(self.dropout)
+
+  def body(self, vectors: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
+    """The output of the last layer; the state continues from the carry if there is one."""
+    x_BTD = self.drop(vectors.astype(self.dtype), deterministic)
+    start_BLSD = self._initial_state(vectors.shape[0])
+    end = []
+    for layer in range(self.layers):
+      x_BTD, end_BSD = self._layer(layer, x_BTD, start_BLSD[:, layer])
+      x_BTD = constrain(self.drop(x_BTD, deterministic), ROWS)
+      end.append(end_BSD)
+    if self.is_mutable_collection("carry"):
+      end_BLSD = jnp.stack(end, axis=1)
+      # `init` runs on a placeholder, which is not a text to continue from.
+      end_BLSD = jnp.zeros_like(end_BLSD) if self.is_initializing() else end_BLSD
+      self.put_variable("carry", "state", lax.stop_gradient(end_BLSD))
+    return x_BTD
+
+  def _layer(self, layer, x_BTD, start_BSD):
+    """One layer over all times; S is 2, the cell and its output."""
+    kernel = self.kernel_back[layer].astype(self.dtype)
+    # The product with the inputs is computed for all times at once, outside of the scan.
+    gates_BTG = x_BTD @ self.kernel_in[layer].astype(self.dtype) + self.bias[layer]
+
+    def step(carry, gates_BG):
+      cell_BD, out_BD = carry
+      gates_BG = gates_BG + out_BD.astype(self.dtype) @ kernel
+      carry = lstm_cell(gates_BG, cell_BD, self.forget_bias)
+      return carry, carry[1]
+
+    start = start_BSD[:, 0], start_BSD[:, 1]
+    (cell_BD, out_BD), out_TBD = lax.scan(step, start, jnp.moveaxis(gates_BTG, 1, 0))
+    return jnp.moveaxis(out_TBD, 0, 1).astype(self.dtype), jnp.stack([cell_BD, out_BD], axis=1)
+
+  def _initial_state(self, rows: int) -> Float[Array, "B L 2 D"]:
+    shape = rows, self.layers, 2, self.dim
+    if not self.has_variable("carry", "state"):
+      return jnp.zeros(shape)
+    state = self.get_variable("carry", "state")
+    if state.shape != shape:
+      raise ValueError(
+        f"`tokens` must have {state.shape[0]} rows, as the carry; got {rows}. Give batches of one"
+        " size, or leave out the collection `carry`."
+      )
+    return lax.stop_gradient(state)
+
+  def own_axes(self) -> dict:
+    """Logical axes of the kernels, the biases and the carry."""
+    kernel = "layers", "embed", "mlp"
+    own = {"kernel_in": kernel, "kernel_back": kernel, "bias": ("layers", "mlp")}
+    return {"params": own, "carry": {"state": ("batch", "layers", None, None)}}
+
+
+Carry = tuple[Array, Array]
+"""(cell, output) of a layer."""
+
+
+class RecurrentDecoding(NamedTuple):
+  """The state of decoding; sentences on the first axis."""
+
+  memory: Float[Array, "B S D"]
+  real: Bool[Array, "B S"]
+  carry: Float[Array, "B L 2 D"]
+  fed: Float[Array, "B D"]
+
+
+class RecurrentTranslator(EncoderDecoder):
+  """An LSTM encoder-decoder with attention, of Luong et al.
+
+  The first layer of the encoder is bidirectional, with D/2 units in each direction; the others are
+  forward. The decoder begins with the final state of the encoder. Its output attends to the memory
+  (general scores, scaled), and the attentional vector tanh(W [context; output]) is the input of the
+  head and, beside the vector of the next token, of the next step. Source: Luong, Pham and Manning,
+  Effective approaches to attention-based neural machine translation, 2015.
+
+  Attributes:
+    layers: number of layers of the encoder, and of the decoder.
+    context: largest number of tokens in a sentence.
+    dropout: probability of zeroing an entry of each layer's input.
+    forget_bias: constant that is added to the pre-activations of the forget gates.
+    weight_init: initialiser of the kernels.
+  """
+
+  layers: int = 2
+  context: int = 50
+  dropout: float = 0.2
+  forget_bias: float = 1.0
+  weight_init: nn.initializers.Initializer = nn.initializers.normal(0.1)
+
+  def setup(self):
+    if self.dim % 2:
+      raise ValueError(f"`dim` must be even, for two directions; got {self.dim}.")
+    for name in ("layers", "context"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+    check_dropout(self.dropout)
+    self.check_layers()
+    half, own = self.dim // 2, self.dim
+    new = lambda name, enter, width: (
+      self.param(f"{name}_kernel", self.weight_init, (enter + width, 4 * width)),
+      self.param(f"{name}_bias", nn.initializers.zeros_init(), (4 * width,)),
+    )
+    self.both_ways = new("forward", own, half), new("backward", own, half)
+    self.reading = [new(f"reading_{n}", own, own) for n in range(1, self.layers)]
+    # The input of the first layer includes the attentional vector of the step before.
+    self.writing = [new(f"writing_{n}", own * (1 + (n == 0)), own) for n in range(self.layers)]
+    # Parameters, not modules: they are used inside a lax.scan.
+    self.score = self.param("score", self.weight_init, (own, own))
+    self.score_scale = self.param("score_scale", nn.initializers.ones_init(), ())
+    self.attentional = self.param("attentional", self.weight_init, (2 * own, own))
+    self.drop = nn.Dropout(self.dropout)
+
+  def _embedded(self, embedding, tokens, deterministic):
+    vectors, terms = embedding.loss_terms(tokens, deterministic)
+    return jnp.where((tokens >= 0)[..., None], vectors, 0.0), terms
+
+  def _read(self, weights, x_BSD, real_BS, backward=False):
+    """(outputs [B, S, W], final state) of one layer; padding leaves the state as it is."""
+    width = weights[1].shape[0] // 4
+    start = (jnp.zeros((len(x_BSD), width)),) * 2
+
+    def step(carry, given):
+      x_BD, real_B = given
+      after = self._cell(weights, x_BD, carry)
+      carry = tuple(jnp.where(real_B[:, None], new, old) for new, old in zip(after, carry))
+      return carry, carry[1]
+
+    over_time = jnp.moveaxis(x_BSD, 1, 0), real_BS.T
+    last, out = lax.scan(step, start, over_time, reverse=backward)
+    return jnp.moveaxis(out, 0, 1), last
+
+  def _cell(self, weights, x_BD, carry: Carry) -> Carry:
+    kernel, bias = weights
+    gates = jnp.concatenate([x_BD, carry[1]], axis=-1) @ kernel + bias
+    return lstm_cell(gates, carry[0], self.forget_bias)
+
+  def _encode(self, source, deterministic):
+    self.check_length(source)
+    real_BS = source >= 0
+    x_BSD, terms = self._embedded(self.embedding, source, deterministic)
+    x_BSD = self.drop(x_BSD, deterministic)
+    sides = [
+      self._read(weights, x_BSD, real_BS, backward)
+      for weights, backward in zip(self.both_ways, (False, True))
+    ]
+    x_BSD = jnp.concatenate([out for out, _ in sides], axis=-1)
+    carries = [tuple(jnp.concatenate(pair, axis=-1) for pair in zip(*(last for _, last in sides)))]
+    for weights in self.reading:
+      x_BSD, last = self._read(weights, self.drop(x_BSD, deterministic), real_BS)
+      carries.append(last)
+    carry_BLSD = jnp.stack([jnp.stack(carry, axis=1) for carry in carries], axis=1)
+    fed = jnp.zeros((len(source), self.dim))
+    return RecurrentDecoding(x_BSD, real_BS, carry_BLSD, fed), terms
+
+  def _write(self, state: RecurrentDecoding, x_BD, keep) -> RecurrentDecoding:
+    """The state after one more token; `keep` is the dropout mask of the inputs, [B, L, 2D]."""
+    x_BD = jnp.concatenate([x_BD, state.fed], axis=-1)
+    carries = []
+    for layer, weights in enumerate(self.writing):
+      if keep is not None:
+        x_BD = x_BD * keep[:, layer, : x_BD.shape[-1]]
+      carry = state.carry[:, layer, 0], state.carry[:, layer, 1]
+      carry = self._cell(weights, x_BD, carry)
+      carries.append(jnp.stack(carry, axis=1))
+      x_BD = carry[1]
+    score_BS = jnp.einsum("bd,bsd->bs", x_BD @ self.score, state.memory) * self.score_scale
+    share_BS = jax.nn.softmax(jnp.where(state.real, score_BS, -1e30), axis=-1)
+    context_BD = jnp.einsum("bs,bsd->bd", share_BS, state.memory)
+    fed = jnp.tanh(jnp.concatenate([context_BD, x_BD], axis=-1) @ self.attentional)
+    return state._replace(carry=jnp.stack(carries, axis=1), fed=fed)
+
+  def hidden_and_terms(
+    self, inputs: Inputs, deterministic: bool = True
+  ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, ""]]]:
+    """The attentional vectors of the target, and the embeddings' terms of the loss."""
+    state, terms = self._encode(inputs["source"], deterministic)
+    x_BTD, target_terms = self._embedded(self.of_target, inputs["target"], deterministic)
+    rows, length = inputs["target"].shape
+    keep = None
+    if not deterministic and self.dropout:
+      # Random masks of all layers and times are drawn at once, outside of the scan.
+      shape = length, rows, self.layers, 2 * self.dim
+      kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - self.dropout, shape)
+      keep = kept / (1 - self.dropout)
+
+    def step(state, given):
+      state = self._write(state, *given)
+      return state, state.fed
+
+    over_time = jnp.moveaxis(x_BTD, 1, 0), keep
+    _, hidden = lax.scan(step, state, over_time)
+    return jnp.moveaxis(hidden, 0, 1), mean_terms(terms, target_terms)
+
+  def begin(self, source: Integer[Array, "B S"], beams: int) -> RecurrentDecoding:
+    """The initial state of decoding, with each source repeated `beams` times in a row."""
+    state, _ = self._encode(source, True)
+    return jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), state)
+
+  def step(
+    self, tokens: Integer[Array, "B"], state: RecurrentDecoding
+  ) -> tuple[Float[Array, "B D"], RecurrentDecoding]:
+    """The attentional vectors after one more token of each target, and the next state."""
+    x_BD, _ = self._embedded(self.of_target, tokens, True)
+    state = self._write(state, x_BD, None)
+    return state.fed, state
+
+  def own_axes(self) -> dict:
+    """Logical axes of the parameters of both LSTMs and of the attention."""
+    own: dict[str, tuple] = {
+      "score": ("embed", "norm"),
+      "score_scale": (),
+      "attentional": ("norm", "embed"),
+    }
+    reading = [f"reading_{n}" for n in range(1, self.layers)]
+    writing = [f"writing_{n}" for n in range(self.layers)]
+    for name in ("forward", "backward", *reading, *writing):
+      own |= {f"{name}_kernel": ("embed", "mlp"), f"{name}_bias": ("mlp",)}
+    return {"params": own}
