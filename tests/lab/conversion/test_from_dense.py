@@ -377,7 +377,7 @@ class TestBadInput:
       begun(dataclasses.replace(dense[0], model=model, init_from=start))
 
   def test_a_folder_without_a_run_is_refused(self, dense, tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
       begun(conversion.compress(dense[0], tmp_path, codes=5))
 
   def test_a_run_that_learned_no_codes_cannot_be_frozen(self, dense, tmp_path):
