@@ -1,19 +1,26 @@
-"""What do tests train that need a run: a tiny decoder on a tiny, repetitive text?"""
+"""A tiny decoder on a tiny, repetitive text, for the tests that need a run."""
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import os
 import pathlib
+import signal
+from unittest import mock
+
+import pytest
 
 from vqjax import DenseEmbedding, Head
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
+from vqjax.lab.training import Interrupted, fit, loop
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape
 
 
 def write_text(folder: pathlib.Path) -> pathlib.Path:
-  """Twelve documents with about sixty different words, in a new folder."""
+  """Writes twelve documents with about sixty different words into a new folder."""
   folder.mkdir()
   for i in range(12):
     words = [f"w{(7 * j * j + i * j) % 53}" for j in range(200)]
@@ -22,7 +29,7 @@ def write_text(folder: pathlib.Path) -> pathlib.Path:
 
 
 def experiment(text: pathlib.Path, head: Head, dropout: float = 0.1, **train) -> Experiment:
-  """Forty steps of a decoder of width 16, which learns in seconds."""
+  """Returns forty steps of a decoder of width 16, which learns in seconds."""
   settings = Train(
     steps=40,
     batch=4,
@@ -54,7 +61,7 @@ def experiment(text: pathlib.Path, head: Head, dropout: float = 0.1, **train) ->
 
 @contextlib.contextmanager
 def own_cache(folder: pathlib.Path):
-  """The token cache in a folder, for what outlives a test."""
+  """Puts the token cache into a folder, for fixtures that outlive a test."""
   before = os.environ.get("VQJAX_CACHE")
   os.environ["VQJAX_CACHE"] = str(folder)
   try:
@@ -63,3 +70,18 @@ def own_cache(folder: pathlib.Path):
     os.environ.pop("VQJAX_CACHE")
     if before is not None:
       os.environ["VQJAX_CACHE"] = before
+
+
+def rows(folder: pathlib.Path) -> list[dict]:
+  """Returns the rows of a run's metrics."""
+  return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def fit_and_interrupt(run: Experiment, folder: pathlib.Path, steps: int) -> str:
+  """Trains `steps` further steps of a run, then stops it as SIGINT would; returns the message."""
+  asked = itertools.count(1)
+  received = lambda: signal.SIGINT if next(asked) == steps else None
+  handler = lambda: contextlib.nullcontext(received)
+  with mock.patch.object(loop, "deferred_signals", handler), pytest.raises(Interrupted) as stop:
+    fit(run, folder)
+  return str(stop.value)

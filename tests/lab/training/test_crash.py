@@ -1,19 +1,24 @@
-"""Does a real process that is killed, or asked to stop, end bitwise like one that never was?"""
+"""A process that is killed or stopped by a signal resumes bitwise."""
 
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from tests import tiny
+from vqjax.lab.training.interrupt import deferred_signals
+
 ROOT = pathlib.Path(__file__).parents[3]
 
 CONFIG = '''
-"""What does a tiny decoder learn while it is being killed?"""
+"""A tiny decoder."""
 
 from vqjax import DenseEmbedding, GroupedHead
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
@@ -35,47 +40,42 @@ def experiment():
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-  """What is compiled once for all processes: that is most of their time."""
-  folder = str(tmp_path_factory.mktemp("compiled"))
-  return {
-    "JAX_COMPILATION_CACHE_DIR": folder,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
-
-
-@pytest.fixture
-def command(tmp_path, text_folder, compiled):
-  config = tmp_path / "crash.py"
+def command(tmp_path_factory):
+  """Starts the training command in a process: run folder -> Popen."""
+  root = tmp_path_factory.mktemp("crash")
+  config, text = root / "crash.py", tiny.write_text(root / "text")
   config.write_text(CONFIG)
 
   def start(run):
-    call = [sys.executable, "-m", "experiments.train", str(config), f"data.path={text_folder}"]
+    call = [sys.executable, "-m", "experiments.train", str(config), f"data.path={text}"]
     call += ["data.valid_fraction=0.2", "data.test_fraction=0.2", "--run", str(run)]
-    env = os.environ | compiled
-    return subprocess.Popen(
-      call, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    )
+    env = os.environ | {"VQJAX_CACHE": str(root / "cache")}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(call, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
 
   return start
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory):
+  """Folder of a run that was never stopped."""
+  run = tmp_path_factory.mktemp("whole") / "run"
+  finish(command(run))
+  return run
 
 
 def wait_for_step(run, step, process):
   deadline = time.monotonic() + 120
   while time.monotonic() < deadline and process.poll() is None:
-    if (run / "metrics.jsonl").exists() and len(rows(run, whole=False)) >= step:
+    path = run / "metrics.jsonl"
+    if path.exists() and path.read_text().count("\n") >= step:
       return
     time.sleep(0.005)
   assert process.poll() is None, process.communicate()[1]
 
 
-def rows(run, whole=True):
-  lines = (run / "metrics.jsonl").read_text().splitlines()
-  return [json.loads(line) for line in lines] if whole else lines
-
-
 def digests(run):
-  """The checksums of all arrays that the newest checkpoint was saved with."""
+  """Returns the step, checksums, data position and loss of the newest checkpoint."""
   newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
   record = json.loads((run / "checkpoints" / str(newest) / "record" / "metadata").read_text())
   position = record["position"]
@@ -88,29 +88,35 @@ def finish(process):
   return out
 
 
-def test_killed_at_several_moments_a_run_ends_bitwise_as_if_it_never_was(command, tmp_path):
-  whole, parts = tmp_path / "whole", tmp_path / "parts"
-  finish(command(whole))
-  for step in (3, 60, 222):
+@pytest.mark.parametrize("kills", [(60,), pytest.param((3, 60, 222), marks=pytest.mark.slow)])
+def test_a_killed_run_ends_bitwise_like_one_that_was_not(command, whole, tmp_path, kills):
+  parts = tmp_path / "parts"
+  for step in kills:
     process = command(parts)
     wait_for_step(parts, step, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
   finish(command(parts))
-  assert rows(parts) == rows(whole)
+  assert tiny.rows(parts) == tiny.rows(whole)
   assert digests(parts) == digests(whole)
   results = [json.loads((run / "result.json").read_text()) for run in (whole, parts)]
   assert results[0]["test"] == results[1]["test"]
   assert results[0]["train"]["loss"] == results[1]["train"]["loss"]
-  # Killed between the last checkpoint and the result, it only measures again.
-  (parts / "result.json").unlink()
-  finish(command(parts))
-  again = json.loads((parts / "result.json").read_text())
-  assert again["train"]["loss"] == results[0]["train"]["loss"]
-  assert again["train"]["tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
+def test_a_run_killed_before_its_result_only_measures_again(command, whole, tmp_path):
+  run = shutil.copytree(whole, tmp_path / "run")
+  (run / "result.json").unlink()
+  finish(command(run))
+  first, again = (json.loads((f / "result.json").read_text())["train"] for f in (whole, run))
+  assert again["loss"] == first["loss"]
+  assert again["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+  "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(command, tmp_path, signum):
   run = tmp_path / "run"
   process = command(run)
@@ -123,4 +129,45 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(command, tmp_pa
   assert "Traceback" not in err
   newest, *_ = digests(run)
   assert f"after step {newest}, which is saved" in err
-  assert rows(run)[-1]["step"] == newest
+  assert tiny.rows(run)[-1]["step"] == newest
+
+
+@pytest.fixture
+def _as_in_the_foreground():
+  """Restores SIGINT, which a shell makes background programs ignore."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_as_in_the_foreground")
+def test_a_signal_is_noted_once_and_a_second_one_stops_at_once(capfd):
+  with deferred_signals() as stopped_by:
+    assert stopped_by() is None
+    signal.raise_signal(signal.SIGINT)
+    assert stopped_by() == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGINT)
+  assert "finishing the step and saving" in capfd.readouterr().err
+
+
+def test_a_signal_in_the_middle_of_a_line_to_standard_error_is_noted(monkeypatch, capfd):
+  source, sink = os.pipe()
+  main = threading.main_thread().ident
+  received = []
+
+  def interrupt():
+    with open(source) as reader:
+      time.sleep(0.2)  # until the pipe is full, and the main thread waits in its write
+      signal.pthread_kill(main, signal.SIGTERM)
+      received.append(reader.read())
+
+  thread = threading.Thread(target=interrupt)
+  with open(sink, "w", buffering=1) as full, deferred_signals() as stopped_by:
+    monkeypatch.setattr(sys, "stderr", full)
+    thread.start()
+    print("x" * 2**20, file=sys.stderr, flush=True)
+    assert stopped_by() == signal.SIGTERM
+  thread.join()
+  assert received == ["x" * 2**20 + "\n"]
+  assert "finishing the step and saving" in capfd.readouterr().err

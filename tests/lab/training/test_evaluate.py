@@ -1,4 +1,4 @@
-"""Is every token counted once, and are the units what they say?"""
+"""Every token is counted once, in the stated units."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_a_split_without_tokens_has_no_score():
     evaluate(lambda variables, batch: ({}, {}), {}, [], 0)
 
 
-def test_a_split_whose_texts_are_of_no_use_has_no_score():
+def test_a_split_without_targets_has_no_score():
   nothing = {"nats": np.float32(0), "targets": np.int32(0)}
   with pytest.raises(ValueError, match="must have targets; got none"):
     evaluate(lambda variables, batch: (nothing, {}), {}, [{}, {}], 0)

@@ -1,36 +1,34 @@
-"""Does a run end with a true result, refuse what is not its own, and stop before it does harm?"""
+"""A run ends with a true result, refuses a folder of another run, and stops at nan."""
 
 import dataclasses
 import json
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
 
+from tests import tiny
 from vqjax import CodebookHead
 from vqjax.lab.config import config_hash
-from vqjax.lab.training import Interrupted, NotFiniteError, fit, loop, program
+from vqjax.lab.training import NotFiniteError, fit, init_state, loop, optimizer, program
 from vqjax.lab.training.checkpoint import Checkpoints
-from vqjax.lab.training.run import RunFolder
+from vqjax.lab.training.run import RunFolder, load_text
 from vqjax.lab.training.step import train_step
-
-
-def rows(folder):
-  return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def changed(experiment, **train):
   return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, **train))
 
 
-def test_a_run_learns_and_its_result_says_all(finished):
+def test_a_run_learns_and_its_result_is_complete(finished):
   experiment, folder, result = finished
   assert result == json.loads((folder / "result.json").read_text())
   assert result["status"] == "finished"
   assert result["config_hash"] == config_hash(experiment)
   assert result["head"]["params"] == 16 * 8 + result["head"]["state_bytes"] // 8 - 16 * 4
-  first, last = rows(folder)[0]["loss"], result["train"]["loss"]
+  first, last = tiny.rows(folder)[0]["loss"], result["train"]["loss"]
   assert last < first - 0.1
   assert 0 < result["valid"]["nats_per_token"] < first
   assert result["loss"]["seconds"] > 0
@@ -40,9 +38,9 @@ def test_a_run_learns_and_its_result_says_all(finished):
 
 def test_metrics_have_each_logged_step_and_each_evaluation_once(experiment, tmp_path):
   fit(changed(experiment, log_every=3), tmp_path)
-  steps = [row["step"] for row in rows(tmp_path) if "loss" in row]
+  steps = [row["step"] for row in tiny.rows(tmp_path) if "loss" in row]
   assert steps == [*range(3, 40, 3), 40]
-  evaluations = [row["step"] for row in rows(tmp_path) if "valid" in row]
+  evaluations = [row["step"] for row in tiny.rows(tmp_path) if "valid" in row]
   assert evaluations == [20, 40]
   assert list((tmp_path / "events").glob("events*"))
 
@@ -60,45 +58,26 @@ def test_a_finished_run_is_not_run_again(finished, monkeypatch):
   assert fit(experiment, folder) == result
 
 
-def test_a_run_interrupted_at_any_step_ends_bitwise_the_same(experiment, tmp_path, monkeypatch):
-  whole = fit(experiment, tmp_path / "whole")
+def test_a_run_interrupted_at_any_step_ends_bitwise_the_same(finished, tmp_path):
+  experiment, whole, result = finished
+  step = 0
   for stop_at in (1, 10, 27):
-    with monkeypatch.context() as patch:
-      patch.setattr(loop, "deferred_signals", stopping_after(stop_at))
-      with pytest.raises(Interrupted, match=f"SIGINT after step {stop_at}, which is saved"):
-        fit(experiment, tmp_path / "parts")
-  resumed = fit(experiment, tmp_path / "parts")
-  assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    message = tiny.fit_and_interrupt(experiment, tmp_path, stop_at - step)
+    assert f"SIGINT after step {stop_at}, which is saved" in message
+    step = stop_at
+  resumed = fit(experiment, tmp_path)
+  assert tiny.rows(tmp_path) == tiny.rows(whole)
   for split in ("valid", "test"):
-    assert resumed[split] == whole[split]
-  states = [latest_state(tmp_path / name, experiment) for name in ("whole", "parts")]
-  assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), *states)))
-
-
-def stopping_after(step):
-  """A stand-in for the signal handler that asks to stop after so many steps of the whole run."""
-  import contextlib
-
-  calls = iter(range(1, 1000))
-  # The handler is asked once a step; earlier parts of the run have taken some already.
-  done = {"before": {1: 0, 10: 1, 27: 10}[step]}
-
-  @contextlib.contextmanager
-  def signals():
-    yield lambda: 2 if next(calls) + done["before"] == step else None
-
-  return signals
-
-
-def latest_state(folder, experiment):
-  from vqjax.lab.training import init_state, optimizer
-  from vqjax.lab.training.run import load_text
-
+    assert resumed[split] == result[split]
   model = load_text(experiment).experiment.model
   like = init_state(model, optimizer(experiment.train), jax.random.key(5))
-  checkpoints = Checkpoints(folder, keep=2)
-  assert checkpoints.latest == 40
-  return checkpoints.restore(like).state
+  states = []
+  for folder in (whole, tmp_path):
+    checkpoints = Checkpoints(folder, keep=2)
+    assert checkpoints.latest == 40
+    states.append(checkpoints.restore(like).state)
+    checkpoints.close()
+  chex.assert_trees_all_equal(*states)
 
 
 def test_a_folder_of_another_config_is_refused_and_left_alone(finished):
@@ -190,9 +169,7 @@ def test_a_second_process_in_the_same_folder_is_refused(experiment, tmp_path):
   assert fit(experiment, tmp_path)["status"] == "finished"
 
 
-def test_a_last_update_that_is_not_finite_is_neither_saved_nor_called_finished(
-  experiment, tmp_path
-):
+def test_a_last_update_that_is_not_finite_is_not_saved(experiment, tmp_path):
   wild = changed(experiment, steps=1, warmup=0, learning_rate=3e38)
   with pytest.raises(NotFiniteError, match="at step 1"):
     fit(wild, tmp_path)

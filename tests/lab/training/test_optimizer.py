@@ -1,16 +1,189 @@
-"""Do the optimisers that a config may name have the rates and the layouts that they say?"""
+"""Optimisers have the stated rates and layouts, and leave frozen parameters as they are."""
 
 import dataclasses
-import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tests import tiny
-from vqjax import DenseHead
-from vqjax.lab.config import FROM_TOKENIZER, Train
-from vqjax.lab.training import SM3, fit, learning_rate
-from vqjax.sharding import MeshShape
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train, config_hash, override
+from vqjax.lab.data import Windows
+from vqjax.lab.training import SGD, SM3, fit, init_state, learning_rate, make_step, optimizer
+from vqjax.lab.training.checkpoint import Checkpoints
+from vqjax.lab.training.optimizer import combine, decayed, partition, trainable_mask
+from vqjax.lab.training.program import Program, keys
+from vqjax.models import Transformer
+from vqjax.sharding import MeshShape, make_mesh
+
+PARAMS = {"head": {"codebook": 1, "token_bias": 2}, "headline": 3, "blocks": {"mlp": {"kernel": 4}}}
+
+
+@pytest.mark.parametrize(
+  ("prefixes", "expected"),
+  [
+    ((), {1, 2, 3, 4}),
+    (("head",), {1, 2}),
+    (("head.codebook",), {1}),
+    (("head.token_bias", "blocks.mlp"), {2, 4}),
+    (("head", "head.codebook"), {1, 2}),
+  ],
+)
+def test_a_prefix_marks_the_parameters_below_it_and_combine_inverts_partition(prefixes, expected):
+  trained, frozen = partition(PARAMS, prefixes)
+  assert set(jax.tree.leaves(trained)) == expected
+  assert set(jax.tree.leaves(frozen)) == {1, 2, 3, 4} - expected
+  assert combine(trained, frozen) == PARAMS
+
+
+@pytest.mark.parametrize(
+  ("prefix", "similar"),
+  [("head.codebok", "head.codebook"), ("hed", "head"), ("", "blocks"), ("zzz", "headline")],
+)
+def test_a_prefix_of_no_parameter_is_refused_with_similar_names(prefix, similar):
+  with pytest.raises(ValueError, match=f"got '{prefix}'. Similar names are .*{similar}"):
+    trainable_mask(PARAMS, ("head", prefix))
+
+
+def small(**train):
+  model = Transformer(
+    embedding=DenseEmbedding(13, 16),
+    head=CodebookHead(13, 16, codes=8, token_bias=True),
+    dim=16,
+    layers=1,
+    heads=2,
+    context=8,
+  )
+  settings = {"batch": 8, "steps": 10, "warmup": 0} | train
+  return Experiment("small", model, None, None, Windows(), Train(**settings))
+
+
+def text():
+  tokens = np.random.default_rng(0).integers(0, 13, (8, 9)).astype(np.int32)
+  return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def changed(before, after):
+  differ = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
+  return {".".join(k.key for k in path) for path, d in jax.tree.leaves_with_path(differ) if d}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_only_the_named_parameters_change_and_only_they_have_moments(accumulate):
+  on = Program(
+    small(trainable=("head", "final_norm"), accumulate=accumulate), make_mesh(MeshShape(data=1))
+  )
+  state = on.init(keys(0)[0])
+  before = jax.device_get(state.params)
+  for _ in range(3):
+    state, _ = on.step(state, on.place(text()))
+  named = {"head.codebook", "head.token_bias", "final_norm.scale", "final_norm.bias"}
+  assert changed(before, jax.device_get(state.params)) == named
+  arrays = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+  assert sum(x.size for x in arrays) == 2 * (8 * 16 + 13 + 16 + 16)
+
+
+def test_the_norm_and_the_clipping_are_of_the_trained_gradient_alone():
+  experiment = small(trainable=("head",), clip=1e-3, weight_decay=0.0)
+  batch = jax.tree.map(jnp.asarray, text())
+  model, key = experiment.model, jax.random.key(0)
+  transform = optimizer(experiment.train)
+  state = init_state(model, transform, key)
+
+  def loss(params):
+    variables = {"params": params, **state.model_state}
+    return -model.apply(variables, *batch.values(), method="log_prob").mean()
+
+  whole = jax.grad(loss)(state.params)
+  expected = jax.device_get(optax.tree.norm(whole["head"]))
+  assert expected < 0.9 * optax.tree.norm(whole)
+  step = make_step(model, transform, lambda _: 1.0, key, 1, experiment.train.trainable)
+  after, metrics = step(state, batch)
+  np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-6)
+  moments = optax.tree.get(after.opt_state, "mu")["head"]
+  np.testing.assert_allclose(optax.tree.norm(moments), 0.1 * 1e-3, rtol=1e-5)
+
+
+def test_frozen_parameters_cost_no_gradient():
+  flops = {}
+  for trainable in ((), ("blocks",), ("head.token_bias",)):
+    on = Program(small(trainable=trainable), make_mesh(MeshShape(data=1)))
+    compiled = on.step.lower(on.abstract_state, on.abstract_batch).compile()
+    flops[trainable] = compiled.cost_analysis()["flops"]
+  assert flops[("head.token_bias",)] < 0.6 * flops[()]
+  assert flops[("blocks",)] < flops[()]
+
+
+def test_a_partly_trained_state_is_saved_and_restored_with_its_shardings(tmp_path):
+  experiment = small(trainable=("head.codebook", "embedding"))
+  on = Program(experiment, make_mesh(MeshShape(2, 2, 2)))
+  state, _ = on.step(on.init(keys(0)[0]), on.place(text()))
+  checkpoints = Checkpoints(tmp_path, keep=1)
+  checkpoints.save(state, {})
+  checkpoints.wait()
+  found = checkpoints.restore(on.abstract_state).state
+  checkpoints.close()
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(state))
+  assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, found, on.abstract_state))
+
+
+def test_an_unknown_parameter_is_refused_before_anything_is_made():
+  with pytest.raises(ValueError, match=r"train\.trainable` .*'head\.codebok'.*head\.codebook"):
+    Program(small(trainable=("head.codebok",)), make_mesh(MeshShape(data=1)))
+
+
+def test_the_command_line_sets_what_is_trained():
+  experiment = small()
+  found = override(experiment, ["train.trainable=(head, final_norm)"])
+  assert found.train.trainable == ("head", "final_norm")
+  assert override(experiment, ["train.trainable=head"]).train.trainable == ("head",)
+  assert override(found, ["train.trainable=()"]) == experiment
+  assert config_hash(found) != config_hash(experiment)
+
+
+def test_weight_decay_leaves_biases_norms_scales_and_shifts_alone():
+  head = GroupedHead(13, 16, use_bias=True)
+  state = init_state(small().model.clone(head=head), optax.sgd(1.0), jax.random.key(0))
+  flags = jax.tree_util.tree_flatten_with_path(decayed(state.params))[0]
+  names = {("/".join(k.key for k in path)): flag for path, flag in flags}
+  assert names["embedding/weight"]
+  assert names["head/group_weight"]
+  assert names["blocks/mlp_in/kernel"]
+  spared = {name.split("/")[-1] for name, flag in names.items() if not flag}
+  assert spared == {"bias", "scale", "shift", "group_bias", "slot_bias"}
+
+
+def test_the_learning_rate_climbs_then_falls_to_its_fraction():
+  train = Train(steps=100, warmup=10, learning_rate=2.0, final_fraction=0.1)
+  rate = learning_rate(train)
+  assert rate(0) == 0
+  np.testing.assert_allclose(rate(5), 1.0)
+  np.testing.assert_allclose(rate(10), 2.0)
+  np.testing.assert_allclose(rate(100), 0.2, rtol=1e-6)
+  middle = 0.2 + 1.8 * 0.5  # half-way down the cosine
+  np.testing.assert_allclose(rate(55), middle, rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_a_warm_up_of_nothing_or_of_all_steps_is_finite(warmup):
+  rate = learning_rate(Train(steps=7, warmup=warmup))
+  assert all(np.isfinite(rate(step)) for step in range(8))
+
+
+def test_the_rate_falls_by_its_factor_from_hold_on():
+  train = Train(learning_rate=1.0, optimizer=SGD(hold=4, every=3, factor=0.5))
+  rate = learning_rate(train)
+  found = [float(rate(step)) for step in range(11)]
+  assert found == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("fields", [(-1, 1, 0.5), (0, 0, 0.5), (0, 1, 0.0), (0, 1, 1.5)])
+def test_a_schedule_that_cannot_be_is_refused(fields):
+  with pytest.raises(ValueError, match=r"SGD: .* got hold="):
+    SGD(*fields)
 
 
 def test_the_rate_of_sm3_climbs_with_the_square_of_the_step():
@@ -19,7 +192,7 @@ def test_the_rate_of_sm3_climbs_with_the_square_of_the_step():
   np.testing.assert_allclose(found, [0.3 * 0.01, 0.3 * 0.25, 0.3, 0.3, 0.3], rtol=1e-6)
 
 
-def test_a_momentum_that_is_none_is_refused():
+def test_a_momentum_of_one_is_refused():
   with pytest.raises(ValueError, match=r"`momentum` must be in \[0, 1\); got 1.0"):
     SM3(momentum=1.0)
 
@@ -31,6 +204,11 @@ def test_moments_of_rows_and_columns_learn_on_any_mesh(tmp_path, mesh):
   run = tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16), **settings)
   result = fit(dataclasses.replace(run, name="sm3"), tmp_path / "run")
   assert result["status"] == "finished"
-  rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-  losses = [row["loss"] for row in rows if "loss" in row]
+  losses = [row["loss"] for row in tiny.rows(tmp_path / "run") if "loss" in row]
   assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.1
+
+
+def test_an_optimiser_that_is_not_given_leaves_the_identity_of_runs(experiment):
+  before = config_hash(experiment)
+  other = dataclasses.replace(experiment.train, optimizer=SGD(1, 1, 0.5))
+  assert config_hash(dataclasses.replace(experiment, train=other)) != before

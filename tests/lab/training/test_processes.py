@@ -1,4 +1,4 @@
-"""Do several processes train one run, and do all of them end, with a reason, when one dies?"""
+"""Several processes train one run, and all of them end with a reason when one dies."""
 
 import contextlib
 import json
@@ -13,15 +13,16 @@ import time
 import numpy as np
 import pytest
 
+from tests import tiny
 from vqjax.lab.training import distributed
 
 ROOT = pathlib.Path(__file__).parents[3]
 STEPS = 24
 SILENCE = 6.0
-"""Seconds without a sign of life, for these processes on one machine."""
+"""Seconds without a heartbeat, for these processes on one machine."""
 
 CONFIG = '''
-"""What does a tiny decoder learn in several processes, and which rows does each of them read?"""
+"""A tiny decoder, whose loader records the rows that each process reads."""
 
 import dataclasses
 import json
@@ -70,15 +71,12 @@ def experiment():
 
 
 class Launcher:
-  """Starts the command in one or several processes, and lets none of them live on."""
+  """Starts the command in one or several processes, and kills them at the end."""
 
   def __init__(self, folder):
     self.folder, self.text, self.stack = folder, folder / "text", contextlib.ExitStack()
     (folder / "processes.py").write_text(CONFIG)
-    self.text.mkdir()
-    for i in range(12):
-      words = [f"w{(7 * j * j + i * j) % 53}" for j in range(200)]
-      (self.text / f"{i:02}.txt").write_text(" ".join(words) + ".\n")
+    tiny.write_text(self.text)
 
   def start(self, run, *arguments, processes=2, devices=4, each=lambda i: ()):
     env = os.environ | {
@@ -86,8 +84,6 @@ class Launcher:
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"
       " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
       "JAX_PLATFORMS": "cpu",
-      "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
       "RECORD": str(self.folder / f"{run}.rows"),
     }
     call = [sys.executable, "-m", "experiments.train", str(self.folder / "processes.py")]
@@ -107,21 +103,20 @@ class Launcher:
     return started
 
   def rows(self, run):
-    lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return tiny.rows(self.folder / run)
 
   def losses(self, run):
     return [row["loss"] for row in self.rows(run) if "loss" in row]
 
   def checksums(self, run):
-    """What the newest checkpoint was saved with."""
+    """Returns the step, checksums and data position of the newest checkpoint."""
     checkpoints = self.folder / run / "checkpoints"
     newest = max(int(p.name) for p in checkpoints.iterdir() if p.name.isdigit())
     record = json.loads((checkpoints / str(newest) / "record" / "metadata").read_text())
     return newest, record["checksum"], record["position"]["data"]
 
   def read(self, run, processes):
-    """Batch and row -> the targets that were read there; no row is read by two processes."""
+    """Returns (batch, row) -> targets; no row is read by two processes."""
     found = {}
     for i in range(processes):
       mine = {}
@@ -150,7 +145,7 @@ def launcher(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(launcher):
-  """The run of one process of eight devices, which all others are compared with."""
+  """The run of one process with eight devices, the reference of the others."""
   finish_well(launcher.start("one", processes=1, devices=8))
   return "one"
 
@@ -162,7 +157,7 @@ def free_port():
 
 
 def finish(processes, timeout=150):
-  """Exit code and standard error of each."""
+  """Returns exit code and standard error of each process."""
   deadline = time.monotonic() + timeout
   ended = [p.communicate(timeout=max(deadline - time.monotonic(), 1)) for p in processes]
   return [(p.returncode, err) for p, (_, err) in zip(processes, ended, strict=True)]
@@ -173,6 +168,7 @@ def finish_well(processes):
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does_and_survive_the_death_of_either(launcher, one):
   finish_well(launcher.start("two"))
   # Sums over devices come in another order, in float32.
@@ -196,6 +192,7 @@ def test_two_processes_train_what_one_does_and_survive_the_death_of_either(launc
   assert launcher.checksums("killed") == launcher.checksums("two")
 
 
+@pytest.mark.slow
 def test_one_signal_stops_all_after_the_same_step_and_any_number_of_devices_goes_on(launcher, one):
   processes = launcher.start("moved")
   launcher.wait_for_step("moved", 6, processes)
@@ -214,6 +211,7 @@ def test_one_signal_stops_all_after_the_same_step_and_any_number_of_devices_goes
   np.testing.assert_allclose(launcher.losses("moved"), launcher.losses(one), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_processes_of_different_configs_stop_and_say_who_has_which(launcher):
   processes = launcher.start("mixed", each=lambda i: [f"train.steps={STEPS + i}"])
   for code, _ in (ended := finish(processes, 60)):
@@ -225,6 +223,7 @@ def test_processes_of_different_configs_stop_and_say_who_has_which(launcher):
   assert not (launcher.folder / "mixed").exists()
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_share_the_folder_stop_and_say_so(launcher):
   # The last --run counts.
   processes = launcher.start("seen", each=lambda i: ["--run", str(launcher.folder / f"seen-{i}")])
@@ -233,7 +232,8 @@ def test_processes_that_do_not_share_the_folder_stop_and_say_so(launcher):
   assert "seen-1 is not the one that process 0 has opened" in err.splitlines()[-1]
 
 
-def test_nobody_waits_longer_than_asked_for_a_coordinator_or_for_the_others(launcher):
+@pytest.mark.slow
+def test_the_wait_for_other_processes_ends_after_patience(launcher):
   address = f"127.0.0.1:{free_port()}"
   place = ("--coordinator", address, "--num-processes", "2", "--patience", "2")
   late = launcher.start("late", *place, "--process-id", "1", processes=1)
@@ -247,7 +247,7 @@ def test_nobody_waits_longer_than_asked_for_a_coordinator_or_for_the_others(laun
 
 
 @pytest.mark.parametrize(
-  ("place", "message"),
+  ("arguments", "message"),
   [
     (("nowhere", 2, 0), "must be HOST:PORT; got 'nowhere'"),
     (("host:99999", 2, 0), "must be HOST:PORT; got 'host:99999'"),
@@ -256,9 +256,9 @@ def test_nobody_waits_longer_than_asked_for_a_coordinator_or_for_the_others(laun
     (("host:1234", None, None), "--num-processes and --process-id must be given"),
   ],
 )
-def test_a_place_that_cannot_be_is_refused_at_once(place, message):
+def test_wrong_arguments_are_refused_at_once(arguments, message):
   with pytest.raises(ValueError, match=message):
-    distributed.start(*place)
+    distributed.start(*arguments)
 
 
 SLURM = {
@@ -280,7 +280,7 @@ OPEN_MPI = {
 @pytest.mark.parametrize(
   ("variables", "coordinator"), [(SLURM, "node07:61441"), (OPEN_MPI, "10.96.0.1:62624")]
 )
-def test_slurm_and_open_mpi_tell_a_process_its_place(variables, coordinator, monkeypatch):
+def test_the_process_is_detected_under_slurm_and_open_mpi(variables, coordinator, monkeypatch):
   places = []
   monkeypatch.setattr(distributed, "_connect", lambda place, *_: places.append(place))
   monkeypatch.setattr(distributed, "Watch", lambda *_: None)
@@ -298,16 +298,16 @@ def test_slurm_and_open_mpi_tell_a_process_its_place(variables, coordinator, mon
   assert len(places) == 2
 
 
-def test_a_cluster_that_does_not_tell_the_place_lets_a_process_run_alone(monkeypatch):
+def test_a_process_runs_alone_where_its_number_is_not_detected(monkeypatch):
   for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "many"}).items():
     monkeypatch.setenv(name, value)
-  with pytest.warns(UserWarning, match="it runs alone"):
+  with pytest.warns(UserWarning, match="runs alone"):
     distributed.start()
   with pytest.raises(ValueError, match="give --coordinator, --num-processes and --process-id"):
     distributed.start("host:1234")
 
 
-def test_a_process_alone_joins_nobody(monkeypatch):
+def test_a_single_process_does_not_connect(monkeypatch):
   monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
   distributed.start()
   distributed.start("host:1234", 1, 0)

@@ -1,17 +1,16 @@
-"""Does an assignment that follows the model help, and is it repeated when a run goes on?"""
+"""Reassignment of tokens lowers the loss, and a resumed run repeats it."""
 
-import contextlib
 import dataclasses
-import json
 
 import jax
 import numpy as np
 import pytest
 
+from tests import tiny
 from vqjax import CodebookEmbedding, CodebookHead, DenseHead
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, override
-from vqjax.lab.training import Interrupted, Recluster, fit, loop, read_variables
+from vqjax.lab.training import Recluster, fit, read_variables
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run import load_text
 from vqjax.sharding import MeshShape, make_mesh
@@ -22,17 +21,13 @@ def with_recluster(experiment, recluster, **head):
   return dataclasses.replace(experiment, model=model, recluster=recluster)
 
 
-def rows(folder):
-  return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def table(folder):
+def assignment(folder):
   return read_variables(folder)[0]["codes"]["head"]["assignment"]
 
 
 @pytest.fixture
 def classes(experiment, tmp_path):
-  """A text in which eight classes of seven words follow one another; codes begin without them."""
+  """Experiment on a text in which eight classes of seven words follow one another."""
   rng, folder = np.random.default_rng(0), tmp_path / "classes"
   folder.mkdir()
   frequency = 1 / np.arange(1, 8)
@@ -54,27 +49,24 @@ def test_a_run_that_reclusters_finds_the_classes_and_ends_with_a_lower_loss(
     run = with_recluster(classes, recluster, codes=16, token_bias=token_bias)
     losses[name] = fit(run, tmp_path / name)["valid"]["nats_per_token"]
   assert losses["moving"] < losses["fixed"] - 0.5
-  found = {row["step"]: row["recluster"] for row in rows(tmp_path / "moving") if "recluster" in row}
+  found = {
+    row["step"]: row["recluster"] for row in tiny.rows(tmp_path / "moving") if "recluster" in row
+  }
   assert list(found) == [10, 20, 30, 40]
   assert found[10]["moved"] > 20
   assert found[10]["gain_nats"] > 0.05
-  assert (table(tmp_path / "moving") != table(tmp_path / "fixed")).any()
+  assert (assignment(tmp_path / "moving") != assignment(tmp_path / "fixed")).any()
 
 
-def test_a_resumed_run_repeats_it_bitwise(experiment, tmp_path, monkeypatch):
+def test_a_resumed_run_repeats_its_reassignments_bitwise(experiment, tmp_path):
   short = dataclasses.replace(experiment.train, steps=20, eval_every=20)
   short = dataclasses.replace(experiment, train=short)
   moving = with_recluster(short, Recluster(9, 20, tokens=100))
   fit(moving, tmp_path / "whole")
-  calls = iter(range(100))
-  with monkeypatch.context() as patch:
-    # After step 15: the checkpoint before holds step 10, the moves of step 9 are in it.
-    asked = lambda: 2 if next(calls) == 14 else None
-    patch.setattr(loop, "deferred_signals", lambda: contextlib.nullcontext(asked))
-    with pytest.raises(Interrupted):
-      fit(moving, tmp_path / "parts")
+  # After step 15: the checkpoint before holds step 10, with the moves of step 9.
+  tiny.fit_and_interrupt(moving, tmp_path / "parts", 15)
   fit(moving, tmp_path / "parts")
-  assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+  assert tiny.rows(tmp_path / "parts") == tiny.rows(tmp_path / "whole")
   both = [read_variables(tmp_path / name)[0] for name in ("parts", "whole")]
   jax.tree.map(np.testing.assert_array_equal, *both)
 
@@ -98,20 +90,20 @@ def test_a_mesh_moves_the_same_tokens_and_keeps_its_shardings(experiment):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, eight)
 
 
-def test_stretches_follow_one_another_and_fit_into_the_text(experiment):
+def test_segments_follow_one_another_and_fit_into_the_text(experiment):
   text = load_text(experiment)
   program, _ = on(experiment, 1, 1, 1)
   total = len(text.splits["train"].tokens)
   for tokens in (100, total, 10 * total):
     between = Recluster(5, 50, tokens=tokens).on(program, text.splits["train"])
-    stretches = [between._segment(step).tokens for step in range(5, 55, 5)]
-    assert {len(stretch) for stretch in stretches} == {min(tokens, total)}
-    np.testing.assert_array_equal(stretches[0], text.splits["train"].tokens[:tokens])
+    segments = [between._segment(step).tokens for step in range(5, 55, 5)]
+    assert {len(segment) for segment in segments} == {min(tokens, total)}
+    np.testing.assert_array_equal(segments[0], text.splits["train"].tokens[:tokens])
     if tokens < total:
-      np.testing.assert_array_equal(stretches[1], text.splits["train"].tokens[tokens : 2 * tokens])
+      np.testing.assert_array_equal(segments[1], text.splits["train"].tokens[tokens : 2 * tokens])
 
 
-def test_only_a_codebook_head_of_its_own_can_be_reclustered(experiment):
+def test_only_an_untied_codebook_head_can_be_reclustered(experiment):
   tied = CodebookEmbedding(FROM_TOKENIZER, 16, codes=8)
   for embedding, head, kind in (
     (experiment.model.embedding, DenseHead(FROM_TOKENIZER, 16), "a DenseHead"),
@@ -140,11 +132,11 @@ def test_the_student_of_a_distillation_cannot_be_reclustered(experiment):
     ((10, 9), "recluster.every = 10, the first step; got 9"),
   ],
 )
-def test_impossible_times_are_refused(numbers, message):
+def test_numbers_outside_their_range_are_refused(numbers, message):
   with pytest.raises(ValueError, match=message):
     Recluster(*numbers)
 
 
-def test_the_command_line_sets_the_fields_of_one_that_is_there(experiment):
+def test_the_command_line_sets_the_fields_of_recluster(experiment):
   moving = with_recluster(experiment, Recluster(10, 30))
   assert override(moving, ["recluster.every=5"]).recluster == Recluster(5, 30)

@@ -1,4 +1,4 @@
-"""Does a step follow its definition at any number of micro-batches, and repeat itself?"""
+"""A step equals its definition at any number of micro-batches, and repeats itself bitwise."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,29 @@ import numpy as np
 import optax
 import pytest
 
-from vqjax import CentroidQuantizer, DenseEmbedding, DenseHead, DPQEmbedding, GroupedHead
-from vqjax.lab.config import Train
-from vqjax.lab.training import init_state, learning_rate, make_step, optimizer
-from vqjax.lab.training.optimizer import decayed
+from vqjax import (
+  CentroidQuantizer,
+  CodebookHead,
+  DenseEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  GroupedHead,
+)
+from vqjax.lab.config import Experiment, Train
+from vqjax.lab.data import Windows
+from vqjax.lab.training import (
+  evaluate,
+  init_state,
+  learning_rate,
+  make_scorer,
+  make_step,
+  optimizer,
+)
+from vqjax.lab.training.checkpoint import Checkpoints
+from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.step import checksum
 from vqjax.models import Transformer
+from vqjax.sharding import MeshShape, make_mesh
 
 
 def decoder(dropout=0.0):
@@ -84,34 +101,6 @@ def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
   assert norms["with"]["grad_norm"] != norms["without"]["grad_norm"]
 
 
-def test_weight_decay_leaves_biases_norms_scales_and_shifts_alone():
-  state = init_state(decoder(), optax.sgd(1.0), jax.random.key(0))
-  flags = jax.tree_util.tree_flatten_with_path(decayed(state.params))[0]
-  names = {("/".join(k.key for k in path)): flag for path, flag in flags}
-  assert names["embedding/weight"]
-  assert names["head/group_weight"]
-  assert names["blocks/mlp_in/kernel"]
-  spared = {name.split("/")[-1] for name, flag in names.items() if not flag}
-  assert spared == {"bias", "scale", "shift", "group_bias", "slot_bias"}
-
-
-def test_the_learning_rate_climbs_then_falls_to_its_fraction():
-  train = Train(steps=100, warmup=10, learning_rate=2.0, final_fraction=0.1)
-  rate = learning_rate(train)
-  assert rate(0) == 0
-  np.testing.assert_allclose(rate(5), 1.0)
-  np.testing.assert_allclose(rate(10), 2.0)
-  np.testing.assert_allclose(rate(100), 0.2, rtol=1e-6)
-  middle = 0.2 + 1.8 * 0.5  # half-way down the cosine
-  np.testing.assert_allclose(rate(55), middle, rtol=1e-6)
-
-
-@pytest.mark.parametrize("warmup", [0, 7])
-def test_a_warm_up_of_nothing_or_of_all_steps_is_finite(warmup):
-  rate = learning_rate(Train(steps=7, warmup=warmup))
-  assert all(np.isfinite(rate(step)) for step in range(8))
-
-
 def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
   state = init_state(decoder(), optax.adam(1.0), jax.random.key(0))
   before = np.asarray(checksum(state))
@@ -129,8 +118,8 @@ def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_a_model_tells_is_a_metric_and_no_part_of_the_loss(batch, accumulate):
-  """The perplexity of the codes of a batch: of each subspace, their mean and the least."""
+def test_sown_values_are_metrics_and_not_part_of_the_loss(batch, accumulate):
+  """The perplexity of the codes in each subspace: the mean and the least."""
   quantizer = CentroidQuantizer(4, 2, normalize=False, weight=0.0)
   model = decoder().clone(embedding=DPQEmbedding(11, 8, quantizer))
   transform = optax.sgd(0.0)
@@ -146,11 +135,11 @@ def test_what_a_model_tells_is_a_metric_and_no_part_of_the_loss(batch, accumulat
     expected.append(np.exp(entropy))
   step = make_step(model, transform, lambda _: 0.0, jax.random.key(1), accumulate)
   state, metrics = step(state, batch)
-  told = {name: x for name, x in metrics.items() if "perplexity" in name}
+  sown = {name: x for name, x in metrics.items() if "perplexity" in name}
   assert 0 < metrics["embedding/quantizer/code_usage"] <= 1
   mean = np.mean([perplexity.mean() for perplexity in expected])
   least = np.mean([perplexity.min() for perplexity in expected])
-  assert told == {
+  assert sown == {
     "embedding/quantizer/code_perplexity": pytest.approx(mean, rel=1e-5),
     "embedding/quantizer/code_perplexity_least": pytest.approx(least, rel=1e-5),
   }
@@ -169,3 +158,86 @@ def test_micro_batches_with_different_numbers_of_targets_add_up_to_the_batch(bat
     state, metrics = step(state, batch | {"targets": targets})
     found.append((state.params, metrics["loss"], metrics["grad_norm"]))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), *found)
+
+
+class Counting(CodebookHead):
+  """Counts the passes of training, and the tokens in them, in the collection `counts`."""
+
+  def setup(self):
+    super().setup()
+    self.passes = self.variable("counts", "passes", lambda: jnp.int32(0))
+    self.seen = self.variable("counts", "seen", jnp.zeros, (self.vocab,))
+
+  def loss_terms(self, hidden, tokens):
+    if not self.is_initializing():
+      self.passes.value += 1
+      self.seen.value = self.seen.value.at[tokens].add(1.0)
+    return super().loss_terms(hidden, tokens)
+
+  def logical_axes(self):
+    return super().logical_axes() | {"counts": {"passes": (), "seen": ("vocab",)}}
+
+
+def counting_model():
+  head = Counting(16, 16, codes=8)
+  fields = {"dim": 16, "layers": 1, "heads": 2, "context": 8}
+  return Transformer(embedding=DenseEmbedding(16, 16), head=head, **fields)
+
+
+def text_batch():
+  tokens = np.random.default_rng(0).integers(0, 16, (8, 9)).astype(np.int32)
+  return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_variables_that_the_model_writes_pass_through_micro_batches_and_steps(accumulate):
+  state = init_state(counting_model(), optax.sgd(0.1), jax.random.key(0))
+  assert int(state.model_state["counts"]["head"]["passes"]) == 0
+  codes = np.asarray(state.model_state["codes"]["head"]["assignment"])
+  step = make_step(counting_model(), optax.sgd(0.1), lambda _: 0.1, jax.random.key(1), accumulate)
+  for _ in range(3):
+    state, metrics = step(state, text_batch())
+  counts = state.model_state["counts"]["head"]
+  assert int(counts["passes"]) == 3 * accumulate
+  np.testing.assert_array_equal(
+    counts["seen"], 3 * np.bincount(text_batch()["targets"].ravel(), None, 16)
+  )
+  np.testing.assert_array_equal(state.model_state["codes"]["head"]["assignment"], codes)
+  assert jnp.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_variables_that_the_model_does_not_write_are_not_copied(accumulate):
+  state = init_state(counting_model(), optax.sgd(0.1), jax.random.key(0))
+  where = state.model_state["codes"]["head"]["assignment"].unsafe_buffer_pointer()
+  step = make_step(counting_model(), optax.sgd(0.1), lambda _: 0.1, jax.random.key(1), accumulate)
+  state, _ = step(state, text_batch())
+  assert state.model_state["codes"]["head"]["assignment"].unsafe_buffer_pointer() == where
+
+
+def test_an_evaluation_writes_nothing():
+  state = init_state(counting_model(), optax.sgd(0.1), jax.random.key(0))
+  before = jax.device_get(state.variables)
+  score = evaluate(make_scorer(counting_model()), state.variables, [text_batch()], 100)
+  assert score.tokens == 64
+  jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.variables))
+
+
+def test_variables_that_the_model_writes_are_sharded_and_saved(tmp_path):
+  experiment = Experiment(
+    "counting", counting_model(), None, None, Windows(), Train(batch=8, steps=2)
+  )
+  on = Program(experiment, make_mesh(MeshShape(2, 2, 2)))
+  state, _ = on.step(on.init(keys(0)[0]), on.place(text_batch()))
+  counts = state.model_state["counts"]["head"]
+  assert int(counts["passes"]) == 1
+  assert float(counts["seen"].sum()) == 64
+  assert counts["seen"].addressable_shards[0].data.shape == (8,)
+  checkpoints = Checkpoints(tmp_path, keep=1)
+  checkpoints.save(state, {})
+  checkpoints.wait()
+  found = checkpoints.restore(on.abstract_state).state.model_state
+  checkpoints.close()
+  jax.tree.map(
+    np.testing.assert_array_equal, jax.device_get(found), jax.device_get(state.model_state)
+  )
