@@ -21,7 +21,7 @@ from vqjax import CodebookHead, assign
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.console import config_parser, with_config
 from vqjax.lab.data import fit_encoder
-from vqjax.lab.data.counts import count_tokens
+from vqjax.lab.data.cache import count_tokens
 from vqjax.lab.training.program import keys
 from vqjax.lab.training.run import Text, load_text, write_json
 from vqjax.lab.training.step import init_state

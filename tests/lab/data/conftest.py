@@ -1,4 +1,4 @@
-"""What do the tests of the data share?"""
+"""Fixtures of the tests of data: a numbered split, and a corpus in three files."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ EOS = 0
 
 @pytest.fixture
 def numbered():
-  """Makes a split whose tokens are 1, 2, ..., so that a token says its place."""
+  """Make a split whose tokens are 1, 2, ..., so that a token is its position."""
 
   def make(tokens: int) -> TokenSplit:
     return TokenSplit(np.arange(1, tokens + 1, dtype=np.uint16), tokens, 1, EOS)

@@ -15,7 +15,9 @@ def test_lines_are_read_one_by_one(tmp_path):
 def test_a_byte_that_is_no_utf8_is_named_by_its_place(tmp_path):
   for split in SPLITS:
     (tmp_path / f"{split}.txt").write_bytes(b"first\nsec\xffond\n")
-  with pytest.raises(ValueError, match=r"train\.txt is not UTF-8: byte 0xff at offset 9; convert"):
+  with pytest.raises(
+    ValueError, match=r"train\.txt must be UTF-8; got byte 0xff at offset 9\. Convert"
+  ):
     list(WikiText(str(tmp_path)).documents("train"))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vqjax.lab.data import PennTreebank, TokenSplit, WordTokenizer, encode_split, fit_encoder
-from vqjax.lab.data.counts import count_tokens, load_counts
+from vqjax.lab.data.cache import count_tokens, load_counts
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_an_empty_split_has_a_zero_for_each_token(encoder):
 
 def test_a_token_outside_the_vocabulary_is_refused(encoder):
   split = TokenSplit(np.array([0, encoder.vocab], np.uint16), 2, 1, encoder.eos)
-  with pytest.raises(ValueError, match=f"token {encoder.vocab} is outside the vocabulary"):
+  with pytest.raises(ValueError, match=rf"tokens in \[0, {encoder.vocab}\); got {encoder.vocab}"):
     count_tokens(split, encoder)
 
 
@@ -53,11 +53,9 @@ def test_counts_of_another_tokenizer_are_refused(source, encoder, tmp_path):
   path = tmp_path / "counts.npz"
   count_tokens(encode_split(source, encoder, "train"), encoder).save(path)
   other = fit_encoder(source, WordTokenizer(split=False, min_count=200))
-  with pytest.raises(
-    ValueError, match="the tokenizer changed since the counts were taken"
-  ) as error:
+  with pytest.raises(ValueError, match=f"tokenizer {other.fingerprint()}") as error:
     load_counts(path, other)
-  for part in (str(path), encoder.fingerprint(), other.fingerprint(), "count the tokens again"):
+  for part in (str(path), encoder.fingerprint(), "Count the tokens again"):
     assert part in str(error.value)
 
 
@@ -80,4 +78,4 @@ def test_a_file_without_counts_is_refused(source, encoder, tmp_path, content):
     path.write_text("0 1\n" if content == "text" else "")
   with pytest.raises(ValueError, match=re.escape(str(path))) as error:
     load_counts(path, encoder)
-  assert "count the tokens again" in str(error.value)
+  assert "Count the tokens again" in str(error.value)

@@ -73,14 +73,14 @@ def test_filters_take_it(folder):
 @pytest.mark.parametrize(
   ("content", "message"),
   [
-    (b"{]", r"line 1 is no JSON .*fetch the file again"),
-    (b'{"body": "a"}', r"line 1 has body \(str\), no text 'text'; set data\.text"),
-    (b'{"text": 3}', r"line 1 has text \(int\), no text 'text'"),
-    (b"{}", r"line 1 has nothing, no text 'text'"),
-    (b'\n{"text": "a"}\n \n\n[1]', r"line 5 is no object"),
-    (b'{"text": "a \\ud800 b"}', r"line 1 has half of a surrogate pair; remove the line"),
-    (b"3", r"line 1 is no object"),
-    (b'\xff{"text"', r"line 1 is no JSON"),
+    (b"{]", r"line 1 must be JSON; got"),
+    (b'{"body": "a"}', r"line 1 must .* 'text'; got body \(str\)\. Set data\.text"),
+    (b'{"text": 3}', r"line 1 must .* 'text'; got text \(int\)"),
+    (b"{}", r"line 1 must .* 'text'; got no members"),
+    (b'\n{"text": "a"}\n \n\n[1]', r"line 5 must be an object"),
+    (b'{"text": "a \\ud800 b"}', r"line 1 must be Unicode; got half a surrogate"),
+    (b"3", r"line 1 must be an object"),
+    (b'\xff{"text"', r"line 1 must be JSON"),
   ],
 )
 def test_bad_lines_are_named(folder, content, message):
@@ -99,10 +99,12 @@ PACKED = gzip.compress(line("a").encode(), mtime=0)
 )
 def test_damaged_files_are_named(folder, content):
   (folder / "train.json.gz").write_bytes(content)
-  with pytest.raises(ValueError, match=r"train\.json\.gz is damaged .*fetch it again"):
+  with pytest.raises(ValueError, match=r"train\.json\.gz must be whole"):
     documents(folder)
 
 
 def test_a_folder_without_files_is_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"no file for train nor valid; it needs files that"):
+  with pytest.raises(
+    FileNotFoundError, match=r"data\.path` must hold files for train and validation"
+  ):
     documents(tmp_path)

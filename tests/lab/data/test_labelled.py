@@ -1,4 +1,4 @@
-"""Are texts and their classes read from whatever file, each text once and in one split?"""
+"""Tests of texts with a class each, and of their loader."""
 
 import dataclasses
 
@@ -57,25 +57,25 @@ def test_the_fingerprint_is_of_the_files_and_the_fraction(news, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("line", "said"),
+  ("line", "message"),
   [
-    ("5,x", r"row 1 has label '5'; classes count from 0 to 3"),
-    ("-1,x", r"label '-1'"),
-    ("x,x", r"label 'x'"),
-    ("1", r"has 1 columns where 2 are wanted"),
+    ("5,x", r"row 1: the label must be in 0..3; got '5'"),
+    ("-1,x", r"got '-1'"),
+    ("x,x", r"got 'x'"),
+    ("1", r"must have 2 columns; got 1"),
   ],
 )
-def test_bad_rows_are_named(news, tmp_path, line, said):
+def test_bad_rows_are_named(news, tmp_path, line, message):
   (tmp_path / "subset4k_keaml_train.csv").write_text(line + "\n")
-  with pytest.raises(ValueError, match=said):
+  with pytest.raises(ValueError, match=message):
     list(news.documents("train"))
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
 def test_a_fraction_that_leaves_a_split_empty_is_refused(fraction):
-  with pytest.raises(ValueError, match=r"valid_fraction .* is outside"):
+  with pytest.raises(ValueError, match=rf"valid_fraction` must be in .* got {fraction}"):
     AGNews(valid_fraction=fraction)
-  with pytest.raises(ValueError, match=r"outside \(0, 0.9\)"):
+  with pytest.raises(ValueError, match=r"must be in \(0, 0.9\); got 0.95"):
     DBpedia(valid_fraction=0.95)
 
 
@@ -152,11 +152,11 @@ class TestDocuments:
       (tmp_path / f"{split}.txt").write_text("some text")
     source = Text(str(tmp_path))
     split = encode_split(source, fit_encoder(source, WordTokenizer()), "train")
-    with pytest.raises(ValueError, match="have no classes; choose labelled data"):
+    with pytest.raises(ValueError, match=r"a class for each .* got none"):
       Documents().batches(split, batch=1, context=5, seed=0)
 
   def test_a_text_that_holds_the_ending_token_is_refused(self, news):
     _, split = self.split(news)
     tokens = np.concatenate([[split.eos], split.tokens])
-    with pytest.raises(ValueError, match="choose another tokenizer"):
+    with pytest.raises(ValueError, match="ending tokens"):
       Documents().whole(dataclasses.replace(split, tokens=tokens), batch=1, context=5)

@@ -1,4 +1,4 @@
-"""Does the loader serve every token in its place, to every process, across interruptions?"""
+"""Tests of loaders of tokens: positions, rows of processes, resumption, evaluation."""
 
 import itertools
 import json
@@ -124,7 +124,7 @@ def test_a_position_is_the_same_whichever_rows_are_read(numbered, loader):
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_split_shorter_than_a_batch_names_the_counts(numbered, loader):
-  with pytest.raises(ValueError, match=r"34 tokens are too few.*\(35 tokens\); lower"):
+  with pytest.raises(ValueError, match=r"`split` must have 35 tokens .* got 34"):
     loader.batches(numbered(34), batch=5, context=7, seed=0)
 
 

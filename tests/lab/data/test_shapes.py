@@ -1,4 +1,4 @@
-"""Are all classes numbered both ways, told apart in their pictures, and dealt out evenly?"""
+"""Tests of the pictures: numbers and attributes of classes, drawings, splits and loader."""
 
 import itertools
 import math
@@ -100,7 +100,7 @@ def test_the_key_moves_a_shape_but_never_out_of_the_picture_or_to_another_size()
   assert (radius[:-1] * (1 + shapes.SCALE) < radius[1:] * (1 - shapes.SCALE)).all()
 
 
-def test_pictures_are_numbers_in_range_that_depend_on_class_and_key_alone():
+def test_pictures_are_in_range_and_depend_only_on_class_and_key():
   classes = jnp.array([[3, 100_003], [184_319, 3]])
   keys = jax.random.split(jax.random.key(1), (2, 2))
   images = shapes.render(classes, keys)
@@ -125,21 +125,21 @@ def test_integers_of_any_type_are_classes(dtype):
   assert shapes.class_of(shapes.Attributes(*(x.astype(np.int8) for x in found))).max() > 127
 
 
-def test_what_is_no_class_is_refused_or_drawn_as_nan():
+def test_a_number_outside_the_classes_is_refused_or_drawn_as_nan():
   key = jax.random.key(0)
   for wrong in (-1, shapes.NUM_CLASSES):
-    with pytest.raises(ValueError, match=rf"class index {wrong} is outside 0\.\.184319"):
+    with pytest.raises(ValueError, match=rf"`class_index` must be in \[0, 184320\); got {wrong}"):
       shapes.render(jnp.asarray(wrong), key)
-    with pytest.raises(ValueError, match="is outside"):
+    with pytest.raises(ValueError, match=f"got {wrong}"):
       shapes.attributes(wrong)
   images = drawn(jnp.array([[-1, 0], [shapes.NUM_CLASSES, 0], [7, 0]]))
   assert jnp.isnan(images[:2]).all()
   assert jnp.isfinite(images[2]).all()
-  with pytest.raises(TypeError, match="dtype float64; give integers"):
+  with pytest.raises(TypeError, match="`class_index` must be integers; got float64"):
     shapes.attributes(0.5)
-  with pytest.raises(ValueError, match="pattern 4 is outside"):
+  with pytest.raises(ValueError, match=r"`pattern` must be .* got 4"):
     shapes.class_of(shapes.Attributes(0, 4, 0, 0, 0, 0, 0, 0))
-  with pytest.raises(ValueError, match=r"indices \(2,\) have keys \(\)"):
+  with pytest.raises(ValueError, match=r"`key` must have the shape \(2,\) .* got \(\)"):
     shapes.render(jnp.arange(2), key)
 
 
@@ -154,7 +154,7 @@ def test_a_grid_has_the_classes_of_its_values():
 
 
 @pytest.mark.parametrize("wrong", [(), (1, 1), (8,), (-1,)])
-def test_a_grid_of_values_that_there_are_not_is_refused(wrong):
+def test_a_grid_of_missing_or_repeated_values_is_refused(wrong):
   with pytest.raises(ValueError, match=r"grid\.shape"):
     Grid(shape=wrong)
 
@@ -180,7 +180,7 @@ def test_pictures_are_dealt_out_evenly_and_none_is_in_two_splits():
   assert seen.isdisjoint(other.split("train")(np.arange(100))["inputs"][:, 1])
 
 
-def test_the_loader_gives_each_picture_once_an_epoch_and_goes_on_where_it_was():
+def test_the_loader_has_each_picture_once_an_epoch_and_resumes_at_its_position():
   split = Shapes(SMALL, 33, 9, 9).split("train")
   loader = Drawn()
   read = lambda: loader.batches(split, batch=11, context=1, seed=5)
@@ -203,11 +203,11 @@ def test_the_loader_gives_each_picture_once_an_epoch_and_goes_on_where_it_was():
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"valid_images": 0}, "valid_images 0 is below 1"),
-    ({"train_images": 2**30}, "pictures are more than"),
-    ({"seed": -1}, r"data\.seed -1"),
+    ({"valid_images": 0}, "valid_images` must be at least 1; got 0"),
+    ({"train_images": 2**30}, "at most 1073741824 pictures"),
+    ({"seed": -1}, r"data\.seed` must be .* got -1"),
   ],
 )
-def test_a_set_of_pictures_that_cannot_be_is_refused(fields, message):
+def test_an_impossible_set_of_pictures_is_refused(fields, message):
   with pytest.raises(ValueError, match=message):
     Shapes(**fields)

@@ -3,7 +3,7 @@
 import pytest
 
 from vqjax.lab.data import Stories
-from vqjax.lab.data.stories import END
+from vqjax.lab.data.corpora import END
 
 COPY = "This paragraph is long enough that two stories do not share it by chance."
 
@@ -38,7 +38,7 @@ def test_a_paragraph_of_a_held_out_story_is_not_trained_on(stories):
 
 
 def test_a_split_without_a_story_says_so(stories):
-  with pytest.raises(ValueError, match=r"no story for 'test'; give a file with at least two"):
+  with pytest.raises(ValueError, match=r"`held_out` must have a story for 'test'"):
     list(stories(["a"], "one").documents("test"))
 
 

@@ -1,4 +1,4 @@
-"""Are the tasks that are made of plain text the ones that they say they are?"""
+"""Tests of the tasks that are made of plain text."""
 
 import numpy as np
 import pytest
@@ -60,8 +60,8 @@ def test_masks_of_an_evaluation_do_not_depend_on_the_batch(long):
 
 
 @pytest.mark.parametrize("part", [0.0, 1.5])
-def test_a_part_that_is_none_is_refused(part):
-  with pytest.raises(ValueError, match=r"outside \(0, 1\]"):
+def test_a_part_outside_its_range_is_refused(part):
+  with pytest.raises(ValueError, match=rf"part` must be in \(0, 1\]; got {part}"):
     Masked(part=part)
 
 

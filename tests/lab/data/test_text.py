@@ -1,4 +1,4 @@
-"""Does a source yield the documents that its files hold, and say what is wrong with them?"""
+"""Tests of plain text: documents of files and folders, held-out splits, errors."""
 
 import os
 import re
@@ -123,44 +123,44 @@ def test_a_missing_folder_names_itself_and_the_remedy(make, monkeypatch):
 
 
 def test_a_folder_without_text_says_so(tmp_path):
-  with pytest.raises(ValueError, match=r"holds no text file; give a file"):
+  with pytest.raises(ValueError, match=r"data\.path` must hold a text file"):
     list(Text(str(tmp_path)).documents("train"))
 
 
 def test_an_empty_file_says_so(tmp_path):
-  with pytest.raises(ValueError, match="holds no text"):
+  with pytest.raises(ValueError, match=r"data\.path` must have a document .* got 0"):
     list(Text(write(tmp_path / "a.txt", "")).documents("train"))
 
 
 def test_a_file_that_is_not_utf8_names_the_byte(tmp_path):
   (tmp_path / "a.txt").write_bytes(b"caf\xe9 noir")
-  with pytest.raises(ValueError, match=r"a\.txt is not UTF-8: byte 0xe9 at offset 3.*iconv"):
+  with pytest.raises(ValueError, match=r"a\.txt must be UTF-8; got byte 0xe9 at offset 3.*iconv"):
     list(Text(str(tmp_path)).documents("train"))
 
 
 def test_an_unknown_split_names_the_splits():
-  with pytest.raises(ValueError, match="no split 'dev'; the splits are train, valid, test"):
+  with pytest.raises(ValueError, match="`split` must be one of train, valid, test; got 'dev'"):
     Text().documents("dev")
 
 
 def test_a_split_that_gets_nothing_says_what_to_raise(tmp_path):
   source = Text(write(tmp_path / "a.txt", "one", "two"), valid_fraction=0.0)
-  with pytest.raises(
-    ValueError, match=r"the 2 documents of .* leave none for 'valid'.*valid_fraction"
-  ):
+  with pytest.raises(ValueError, match=r"must have a document for 'valid'; got 2 .*valid_fraction"):
     list(source.documents("valid"))
 
 
 def test_two_files_for_a_split_are_refused(tmp_path):
   write(tmp_path / "train.txt", "a")
   write(tmp_path / "train.md", "b")
-  with pytest.raises(ValueError, match=r"two files for the split 'train'"):
+  with pytest.raises(
+    ValueError, match=r"one file for the split 'train'; got train\.md and train\.txt"
+  ):
     list(Text(str(tmp_path)).documents("train"))
 
 
 @pytest.mark.parametrize("fractions", [(-0.1, 0.1), (0.5, 0.5)])
 def test_fractions_that_leave_no_training_text_are_refused(fractions):
-  with pytest.raises(ValueError, match="leave nothing to train on"):
+  with pytest.raises(ValueError, match=r"`data.valid_fraction` and `data.test_fraction` must"):
     Text(None, *fractions)
 
 
@@ -174,7 +174,7 @@ def test_lines_of_a_corpus_are_documents_in_order_and_empty_ones_count(corpus):
 
 def test_a_corpus_without_a_split_says_which(corpus):
   (corpus / "ptb.valid.txt").unlink()
-  with pytest.raises(FileNotFoundError, match="lacks a file for valid"):
+  with pytest.raises(FileNotFoundError, match="without valid"):
     list(PennTreebank(str(corpus)).documents("train"))
 
 
@@ -195,5 +195,5 @@ def test_a_folder_with_one_book_is_read_by_paragraphs(tmp_path):
 
 
 def test_an_empty_path_is_not_the_current_folder():
-  with pytest.raises(ValueError, match="is empty; give a file or folder"):
+  with pytest.raises(ValueError, match=r"`data.path` must .* empty"):
     list(Text("").documents("train"))

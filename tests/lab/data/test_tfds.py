@@ -1,4 +1,4 @@
-"""Are datasets prepared and read in their order, without TensorFlow?"""
+"""Tests of datasets of TensorFlow Datasets: prepared and read in order, without TensorFlow."""
 
 import dataclasses
 import subprocess
@@ -73,13 +73,16 @@ def test_tensorflow_is_not_imported(prepared):
 def test_bad_names_say_what_there_is(prepared, tmp_path):
   there = prepared.data_dir
   for source, message in (
-    (TFDS("no_such_set", data_dir=there), "no dataset 'no_such_set'"),
-    (TFDS(text="words", data_dir=there), r"no feature 'words'; set TFDS\.text to one of text"),
-    (TFDS(train="all", data_dir=there), r"no split 'all'; set TFDS\.train to one of train"),
+    (TFDS("no_such_set", data_dir=there), r"TFDS\.name` must .* got 'no_such_set'"),
+    (TFDS(text="words", data_dir=there), r"TFDS\.text` must be one of text; got 'words'"),
+    (
+      TFDS(train="all", data_dir=there),
+      r"TFDS\.train` must be one of train, validation, test.* got 'all'",
+    ),
   ):
     with pytest.raises(ValueError, match=message):
       list(source.documents("train"))
-  with pytest.raises(FileNotFoundError, match=r"prepare it with `python -m vqjax\.data\.build"):
+  with pytest.raises(FileNotFoundError, match=r"`python -m vqjax\.lab\.data\.build"):
     list(TFDS(data_dir=str(tmp_path / "empty")).documents("train"))
 
 
@@ -114,7 +117,7 @@ def test_labelled_texts_and_translations_are_prepared_and_read(tmp_path):
     "vqjax_iwslt15", "vi", "en", valid="validation", test="test", data_dir=str(there)
   )
   assert sorted(talks.pairs("valid")) == [("một con chó", "a dog"), ("một con mèo", "a cat")]
-  with pytest.raises(ValueError, match=r"no feature 'fr'; set PairedTFDS\.target to one of en, vi"):
+  with pytest.raises(ValueError, match=r"PairedTFDS\.target` must be one of en, vi; got 'fr'"):
     list(PairedTFDS("vqjax_iwslt15", "vi", "fr", data_dir=str(there)).pairs("train"))
 
 

@@ -1,4 +1,4 @@
-"""Do tokenizers number text as they say, and give it back?"""
+"""Tests of tokenizers of words and byte pairs: numbering, decoding, reproducible training."""
 
 import json
 import subprocess
@@ -75,7 +75,7 @@ def test_bytes_come_back_exactly(text):
   assert encoder.decode(encoder.encode(text)[:-1]) == text
 
 
-def test_trained_bpe_has_the_size_asked_for():
+def test_trained_bpe_has_the_requested_size():
   text = [f"{i} words number {i * i}" for i in range(200)]
   assert fit(BPETokenizer(vocab=400), text).vocab == 400
 
@@ -109,17 +109,17 @@ def test_other_training_text_gives_another_fingerprint():
 
 @pytest.mark.parametrize("vocab", [-1, 1, 2])
 def test_a_word_vocabulary_without_room_is_refused(vocab):
-  with pytest.raises(ValueError, match=rf"tokenizer\.vocab {vocab} has no room.*at least 3"):
+  with pytest.raises(ValueError, match=rf"tokenizer\.vocab` must be .*at least 3; got {vocab}"):
     WordTokenizer(vocab=vocab)
 
 
 def test_a_bpe_vocabulary_below_the_bytes_is_refused():
-  with pytest.raises(ValueError, match=r"vocab 256 is too small.*at least 257"):
+  with pytest.raises(ValueError, match=r"vocab` must be at least 257 .* got 256"):
     fit(BPETokenizer(vocab=256))
 
 
 def test_missing_files_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"has no vocab\.json"):
+  with pytest.raises(FileNotFoundError, match=r"without vocab\.json"):
     fit(BPETokenizer(folder=str(tmp_path)))
 
 

@@ -1,22 +1,31 @@
-"""Where do documents, tokens and batches come from?"""
+"""Data: sources of documents, tokenizers, the token cache, and loaders of batches."""
 
-from vqjax.lab.data.attributes import Grid
 from vqjax.lab.data.cache import TokenSplit, encode_split, fit_encoder
-from vqjax.lab.data.corpora import PennTreebank, WikiText
-from vqjax.lab.data.drawn import Drawn, Shapes
-from vqjax.lab.data.examples import Documents
+from vqjax.lab.data.corpora import JSONLines, PennTreebank, Stories, WikiText
+from vqjax.lab.data.documents import Continued, Documents, Intruded, Pairs
 from vqjax.lab.data.filters import Filtered
-from vqjax.lab.data.jsonl import JSONLines
 from vqjax.lab.data.labelled import AGNews, DBpedia, LabelledSource
-from vqjax.lab.data.pairs import Mirrored, Multi30k, PairedSource, Pairs
-from vqjax.lab.data.pieces import SentencePieceTokenizer
-from vqjax.lab.data.pipeline import EvaluationBatches, EvaluationStreams, Loader, Streams, Windows
+from vqjax.lab.data.pairs import Mirrored, Multi30k, PairedSource
+from vqjax.lab.data.pictures import Drawn, Shapes
+from vqjax.lab.data.pipeline import (
+  EvaluationBatches,
+  EvaluationStreams,
+  Loader,
+  Masked,
+  Streams,
+  Windows,
+)
+from vqjax.lab.data.shapes import Grid
 from vqjax.lab.data.source import Prepared, Source
-from vqjax.lab.data.stories import Stories
-from vqjax.lab.data.tasks import Continued, Intruded, Masked
 from vqjax.lab.data.text import Text
 from vqjax.lab.data.tfds import TFDS, LabelledTFDS, PairedTFDS
-from vqjax.lab.data.tokenizers import BPETokenizer, Encoder, Tokenizer, WordTokenizer
+from vqjax.lab.data.tokenizers import (
+  BPETokenizer,
+  Encoder,
+  SentencePieceTokenizer,
+  Tokenizer,
+  WordTokenizer,
+)
 
 __all__ = [
   "TFDS",

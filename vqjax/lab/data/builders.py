@@ -1,5 +1,9 @@
-"""How do corpora, labelled texts and translations become datasets of TensorFlow Datasets?"""
+"""Builders of TensorFlow Datasets for corpora, labelled texts and translations.
 
+`python -m vqjax.lab.data.build NAME` runs them without TensorFlow.
+"""
+
+import abc
 import csv
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,11 +11,10 @@ from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
 
-from vqjax.lab.data.corpora import PennTreebank, WikiText
-from vqjax.lab.data.labelled import csv_example
+from vqjax.lab.data.corpora import PennTreebank, WikiText, stories_of
+from vqjax.lab.data.labelled import Columns
 from vqjax.lab.data.pairs import paired_lines
 from vqjax.lab.data.source import Source
-from vqjax.lab.data.stories import stories_of
 
 MANUAL = """\
 Put the three files of words, whose names say train, valid and test, into the folder given as
@@ -20,11 +23,11 @@ Put the three files of words, whose names say train, valid and test, into the fo
 
 
 class _Texts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-  """Texts of files, in their order."""
+  """A dataset with the feature "text", in the order of its files."""
 
   VERSION = tfds.core.Version("1.0.0")
-  # Nothing is downloaded, so there are no checksums. Finding that out by itself, the library
-  # imports a package that it does not declare.
+  # Nothing is downloaded, so there are no checksums. To find that out, the library would import a
+  # package that it does not declare.
   url_infos: ClassVar[dict] = {}
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -37,28 +40,29 @@ class _Texts(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 class _Lines(_Texts, skip_registration=True):
-  """Lines of three files, in their order, empty ones included."""
+  """A dataset of the lines of three files, empty ones included."""
 
   def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
     source = self._source(dl_manager)
     names = {"train": "train", "validation": "valid", "test": "test"}
-    return {theirs: self._generate_examples(source, ours) for theirs, ours in names.items()}
+    return {name: self._generate_examples(source, split) for name, split in names.items()}
 
   def _generate_examples(self, source: Source, split: str) -> Iterator[tuple[int, dict]]:
     for number, line in enumerate(source.documents(split)):
       yield number, {"text": line}
 
   def _source(self, dl_manager: Any) -> Source:
-    """The corpus in the manual folder if that has files, else the one under `$VQJAX_DATA`."""
+    """The corpus in the manual folder if that has files, otherwise under `$VQJAX_DATA`."""
     source = self._corpus()
     try:
       manual = Path(dl_manager.manual_dir)
-    except AssertionError:  # how the library says that there is no such folder
+    except AssertionError:  # the library asserts that the folder exists
       return source
     return type(source)(path=str(manual)) if any(manual.iterdir()) else source
 
+  @abc.abstractmethod
   def _corpus(self) -> Source:
-    raise TypeError(f"{type(self).__name__} does not say which corpus it builds: define _corpus")
+    """Return the source that is built, at its default path."""
 
 
 class VqjaxPennTreebank(_Lines):
@@ -105,7 +109,7 @@ ZHANG = {
   "yelp_review_polarity": ("1", "2"),
   "yelp_review_full": ("1", "2", "3", "4", "5"),
 }
-"""Data of Zhang et al., Character-level convolutional networks, 2015 -> names of its classes."""
+"""Dataset of Zhang et al., Character-level convolutional networks, 2015 -> names of its classes."""
 
 
 class VqjaxZhang(tfds.core.GeneratorBasedBuilder):
@@ -132,12 +136,12 @@ class VqjaxZhang(tfds.core.GeneratorBasedBuilder):
     return {name: self._generate_examples(folder / f"{name}.csv") for name in ("train", "test")}
 
   def _generate_examples(self, path: Path) -> Iterator[tuple[int, dict]]:
-    count = len(ZHANG[self.builder_config.name])
     with path.open(encoding="utf-8", newline="") as lines:
-      for number, row in enumerate(csv.reader(lines)):
-        texts = tuple(range(1, len(row)))
-        found = csv_example(row, 0, 1, texts, count, f"{path}, row {number + 1}")
-        yield number, {"text": found.text, "label": found.label}
+      width = len(next(csv.reader(lines)))
+    columns = Columns(path.name, label=0, texts=range(1, width), first=1)
+    examples = columns.read(path, len(ZHANG[self.builder_config.name]))
+    for number, example in enumerate(examples):
+      yield number, example._asdict()
 
 
 class VqjaxTinyStories(_Texts):
@@ -182,6 +186,6 @@ class VqjaxIwslt15(tfds.core.GeneratorBasedBuilder):
     return {split: self._generate_examples(folder, name) for split, name in names.items()}
 
   def _generate_examples(self, folder: Path, name: str) -> Iterator[tuple[int, dict]]:
-    files = (folder / f"{name}.{language}" for language in ("en", "vi"))
-    for number, (english, vietnamese) in enumerate(paired_lines(*files)):
+    pairs = paired_lines(folder / f"{name}.en", folder / f"{name}.vi")
+    for number, (english, vietnamese) in enumerate(pairs):
       yield number, {"en": english, "vi": vietnamese}

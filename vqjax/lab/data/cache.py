@@ -1,9 +1,10 @@
-"""How is text tokenised only once, and never read half-written or out of date?"""
+"""The token cache: text is tokenised once, and files are never read half-written or outdated."""
 
 import contextlib
 import dataclasses
 import json
 import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,22 +15,18 @@ from vqjax.lab.data.labelled import LabelledSource
 from vqjax.lab.data.source import Source
 from vqjax.lab.data.tokenizers import Encoder, Tokenizer
 
-HEADER = np.dtype(
-  [("magic", "S8"), ("tokens", "<i8"), ("text_bytes", "<i8"), ("documents", "<i8"), ("eos", "<i8")]
-)
-MAGIC = b"vqjaxtk1"
-
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
   """The tokens of a split, documents one after another, each ended by `eos`.
 
   Attributes:
-    tokens: memory-mapped uint16 or uint32.
-    text_bytes: UTF-8 bytes of the documents, plus one for the end of each, which a token predicts.
+    tokens: memory-mapped uint16 or uint32 [N].
+    text_bytes: UTF-8 bytes of the documents, plus one for the end of each.
     documents: number of documents.
     eos: the token that ends a document.
-    labels: int32 number of each document's class, where the source has classes.
+    labels: int32 [documents], the number of each document's class; None where the source has no
+      classes.
   """
 
   tokens: np.ndarray
@@ -40,20 +37,19 @@ class TokenSplit:
 
 
 def cache_folder() -> Path:
-  """$VQJAX_CACHE, or ~/.cache/vqjax."""
+  """Return $VQJAX_CACHE, or ~/.cache/vqjax."""
   chosen = os.environ.get("VQJAX_CACHE")
   return Path(chosen) if chosen else Path.home() / ".cache" / "vqjax"
 
 
 def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
-  """The tokenizer fitted to the source's training documents, from the cache where it is there."""
+  """Return the tokenizer fitted to the source's training documents; cached."""
   key = content_hash([source.fingerprint(), repr(tokenizer), *tokenizer.files()])
   path = cache_folder() / f"{key}.encoder.json"
   if path.exists():
-    try:
+    # A damaged file is fitted and written again.
+    with contextlib.suppress(ValueError, KeyError):
       return tokenizer.load(json.loads(path.read_text(encoding="utf-8"))["state"])
-    except (ValueError, KeyError):
-      pass  # damaged: fitted and written again
   encoder = tokenizer.fit(lambda: source.documents("train"))
   with _remedy(path), atomic_file(path) as file:
     file.write(json.dumps({"state": encoder.state()}).encode())
@@ -61,79 +57,69 @@ def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
 
 
 def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
-  """The split's tokens, memory-mapped from the cache; encoded first where it does not hold them.
+  """Return the tokens of a split, and the classes of its documents where the source has them.
 
-  And the classes of its documents, where the source has them.
+  The tokens are memory-mapped from the cache, and encoded first where it does not hold them.
 
   Raises:
-    ValueError: the encoder gives a token outside its vocabulary.
+    ValueError: the encoder returns a token outside its vocabulary.
     OSError: the cache cannot be written; the message names VQJAX_CACHE.
   """
   key = content_hash([source.fingerprint(), encoder.fingerprint(), split])
-  path = cache_folder() / f"{key}.{split}.tokens"
-  dtype = _dtype(encoder.vocab)
-  if not _is_whole(path, dtype):
+  path = cache_folder() / f"{key}.{split}.npy"
+  encoded = _read(path, encoder)
+  if encoded is None:
     _write(path, source, encoder, split)
+    encoded = _read(path, encoder)
   labels = source.labels(split) if isinstance(source, LabelledSource) else None
-  return dataclasses.replace(_read(path, dtype), labels=labels)
+  return dataclasses.replace(encoded, labels=labels)
+
+
+def _dtype(encoder: Encoder) -> np.dtype:
+  return np.dtype("<u2" if encoder.vocab <= 2**16 else "<u4")
+
+
+def _read(path: Path, encoder: Encoder) -> TokenSplit | None:
+  """The cached split; None where a file is missing, cut off or something else."""
+  try:
+    sizes = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    tokens = np.lib.format.open_memmap(path, mode="r")
+    if tokens.dtype != _dtype(encoder) or tokens.shape != (sizes["tokens"],):
+      return None
+    return TokenSplit(tokens, sizes["text_bytes"], sizes["documents"], encoder.eos)
+  except (OSError, ValueError, KeyError, TypeError):
+    return None
 
 
 def _write(path: Path, source: Source, encoder: Encoder, split: str) -> None:
-  """Encodes a document at a time, since a corpus may not fit in memory; the header comes last."""
-  tokens = text_bytes = documents = 0
+  """Encode one document at a time, since a corpus may not fit in memory."""
+  sizes = {"tokens": 0, "text_bytes": 0, "documents": 0}
+  header = {"descr": _dtype(encoder).str, "fortran_order": False}
   with contextlib.ExitStack() as stack:
     with _remedy(path):
       file = stack.enter_context(atomic_file(path))
-      file.write(bytes(HEADER.itemsize))
-    # Not under the remedy: what fails here is the source.
+      np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
+    # Only writing is under the remedy: any other OSError is the source's.
     for document in source.documents(split):
-      encoded = _encode(encoder, document)
-      tokens += len(encoded)
-      text_bytes += len(document.encode()) + 1
-      documents += 1
+      tokens = encoder.encode(document)
+      outside = tokens[(tokens < 0) | (tokens >= encoder.vocab)]
+      if outside.size:
+        raise ValueError(
+          f"`encoder` must return tokens in [0, {encoder.vocab}); got {outside[0]}. Use the"
+          " tokenizer that belongs to the vocabulary."
+        )
+      sizes["tokens"] += len(tokens)
+      sizes["text_bytes"] += len(document.encode()) + 1
+      sizes["documents"] += 1
       with _remedy(path):
-        file.write(encoded.tobytes())
-    header = np.array((MAGIC, tokens, text_bytes, documents, encoder.eos), HEADER)
+        file.write(tokens.astype(_dtype(encoder)).tobytes())
     with _remedy(path):
+      # NumPy pads the header so that a longer shape takes no more bytes.
       file.seek(0)
-      file.write(header.tobytes())
+      np.lib.format.write_array_header_1_0(file, header | {"shape": (sizes["tokens"],)})
       stack.pop_all().close()
-
-
-def _encode(encoder: Encoder, document: str) -> np.ndarray:
-  tokens = encoder.encode(document)
-  wrong = tokens[(tokens < 0) | (tokens >= encoder.vocab)]
-  if wrong.size:
-    raise ValueError(
-      f"token {wrong[0]} is outside the vocabulary of {encoder.vocab}; the tokenizer does not"
-      " belong to that vocabulary"
-    )
-  return tokens.astype(_dtype(encoder.vocab))
-
-
-def _dtype(vocab: int) -> np.dtype:
-  return np.dtype("<u2" if vocab <= 2**16 else "<u4")
-
-
-def _read(path: Path, dtype: np.dtype) -> TokenSplit:
-  header = _header(path)
-  shape = (int(header["tokens"]),)
-  tokens = np.memmap(path, dtype, "r", HEADER.itemsize, shape) if shape[0] else np.zeros(0, dtype)
-  return TokenSplit(tokens, int(header["text_bytes"]), int(header["documents"]), int(header["eos"]))
-
-
-def _header(path: Path) -> np.ndarray:
-  with path.open("rb") as file:
-    return np.frombuffer(file.read(HEADER.itemsize), HEADER)[0]
-
-
-def _is_whole(path: Path, dtype: np.dtype) -> bool:
-  """Whether the file is there and as long as its header says."""
-  if not path.exists() or path.stat().st_size < HEADER.itemsize:
-    return False
-  header = _header(path)
-  content = path.stat().st_size - HEADER.itemsize
-  return bool(header["magic"] == MAGIC) and content == header["tokens"] * dtype.itemsize
+      with atomic_file(path.with_suffix(".json")) as about:
+        about.write(json.dumps(sizes).encode())
 
 
 @contextlib.contextmanager
@@ -146,3 +132,61 @@ def _remedy(path: Path) -> Iterator[None]:
       f"cannot write the token cache ({error.strerror}); set VQJAX_CACHE to a folder with room",
       str(path),
     ) from error
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenCounts:
+  """Occurrences of each token of a vocabulary in a text.
+
+  Attributes:
+    counts: int64 [V].
+    fingerprint: `Encoder.fingerprint()` of the tokenizer.
+  """
+
+  counts: np.ndarray
+  fingerprint: str
+
+  def save(self, path: str | Path) -> None:
+    """Write both arrays as NumPy's npz; the file appears complete or not at all."""
+    with atomic_file(Path(path)) as file:
+      np.savez_compressed(file, counts=self.counts, fingerprint=np.array(self.fingerprint))
+
+
+def count_tokens(split: TokenSplit, encoder: Encoder) -> TokenCounts:
+  """Count the tokens of a split that the encoder made.
+
+  Raises:
+    ValueError: a token is outside the encoder's vocabulary.
+  """
+  if split.tokens.size and int(split.tokens.max()) >= encoder.vocab:
+    raise ValueError(
+      f"`split` must have tokens in [0, {encoder.vocab}); got {split.tokens.max()}. Count with the"
+      " tokenizer that made the tokens."
+    )
+  counts = np.bincount(split.tokens, minlength=encoder.vocab)
+  return TokenCounts(counts.astype(np.int64), encoder.fingerprint())
+
+
+def load_counts(path: str | Path, encoder: Encoder) -> TokenCounts:
+  """Return the counts in a file of `TokenCounts.save` for the same tokenizer.
+
+  Raises:
+    ValueError: the counts are of another tokenizer, or the file does not hold counts.
+  """
+  remedy = "Count the tokens again with count_tokens"
+  try:
+    with np.load(path, allow_pickle=False) as file:
+      loaded = TokenCounts(file["counts"], str(file["fingerprint"]))
+  except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    raise ValueError(f"`path` must hold token counts; got {path} ({error}). {remedy}.") from None
+  if loaded.fingerprint != encoder.fingerprint():
+    raise ValueError(
+      f"`path` must hold counts of tokenizer {encoder.fingerprint()}; got {path} of"
+      f" {loaded.fingerprint}. {remedy}, or use the other tokenizer."
+    )
+  if loaded.counts.shape != (encoder.vocab,) or loaded.counts.dtype != np.int64:
+    raise ValueError(
+      f"`path` must hold int64 [{encoder.vocab}]; got {loaded.counts.dtype}"
+      f" {list(loaded.counts.shape)} in {path}. {remedy}."
+    )
+  return loaded

@@ -1,11 +1,13 @@
-"""How are text files found, read, hashed and written so that nothing is ever half there?"""
+"""Files of corpora: find, read and hash them; write files that are never half there."""
 
 import contextlib
 import hashlib
+import importlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO
 
 SPLIT_NAMES = {
@@ -17,50 +19,58 @@ SPLIT_NAMES = {
   "dev": "valid",
   "test": "test",
 }
-"""What a file may call each split."""
+"""Name of a split in a file's name -> the split."""
 
 LARGE = 64 * 2**20
-"""Bytes above which a file of a corpus is known by its outline."""
+"""Size in bytes above which `outline` hashes only the ends of a file."""
+
+
+def import_extra(module: str) -> ModuleType:
+  """Import a module of the `lab` extra, or raise an ImportError that says how to install it."""
+  try:
+    return importlib.import_module(module)
+  except ModuleNotFoundError as error:
+    if error.name != module:
+      raise
+    raise ImportError(f"{module} must be installed. Run pip install 'vqjax[lab]'.") from None
 
 
 def data_path(path: str, kind: str = "path") -> Path:
-  """The file or folder that `path` names, here or under `$VQJAX_DATA`.
-
-  A relative path that does not exist here is looked for under `$VQJAX_DATA`, so that a config names
-  its data the same way on every machine.
+  """Return the existing file or folder `path`; a relative one may lie under `$VQJAX_DATA`.
 
   Raises:
-    FileNotFoundError: it is in neither place.
+    ValueError: `path` is empty.
+    FileNotFoundError: it exists neither here nor under `$VQJAX_DATA`.
   """
   if not path:
-    raise ValueError(f"{kind} is empty; give a file or folder, or leave it out for the default")
-  found = Path(path).expanduser()
-  if found.exists():
-    return found
+    raise ValueError(f"`{kind}` must name a file or folder; got an empty path.")
+  here = Path(path).expanduser()
+  if here.exists():
+    return here
   root = os.environ.get("VQJAX_DATA")
-  if root and not found.is_absolute() and (Path(root) / found).exists():
-    return Path(root) / found
+  if root and not here.is_absolute() and (Path(root) / here).exists():
+    return Path(root) / here
   where = f"VQJAX_DATA={root}" if root else "VQJAX_DATA, which is not set"
   raise FileNotFoundError(
-    f"{kind} {path!r} does not exist, neither here nor under {where}; give an existing path or "
-    "set VQJAX_DATA to the folder that holds it"
+    f"`{kind}` must exist here or under {where}; got {path!r}. Give an existing path, or set"
+    " VQJAX_DATA to the folder that holds it."
   )
 
 
 def read_text(path: Path) -> str:
-  """The file's text, with `\\n` line ends and no byte-order mark.
+  """Return a file's text with `\\n` line ends and without a byte-order mark.
 
   Raises:
-    ValueError: the file is not UTF-8; names the file and the byte offset.
+    ValueError: the file is not UTF-8; the message names the file and the byte offset.
   """
   return _decoded(path.read_bytes(), path).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def read_lines(path: Path) -> Iterator[str]:
-  """The file's lines without their ends; only `\\n` ends a line, not form feeds or U+2028.
+  """Yield the lines of a file; only `\\n` ends a line, not a form feed or U+2028.
 
   Raises:
-    ValueError: the file is not UTF-8; names the file and the byte offset.
+    ValueError: the file is not UTF-8; the message names the file and the byte offset.
   """
   offset = 0
   with path.open("rb") as file:
@@ -72,37 +82,36 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def _decoded(content: bytes, path: Path, offset: int = 0) -> str:
-  """The text of a file's bytes from `offset`."""
   try:
     return content.decode("utf-8")
   except UnicodeDecodeError as error:
     raise ValueError(
-      f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {offset + error.start};"
-      " convert it with `iconv -t utf-8`, or leave it out"
+      f"{path} must be UTF-8; got byte 0x{content[error.start]:02x} at offset"
+      f" {offset + error.start}. Convert it with `iconv -t utf-8`, or leave it out."
     ) from None
 
 
 def split_files(folder: Path) -> dict[str, Path]:
-  """The files of `folder` itself that are named for a split: `train.txt`, `ptb.valid.txt`, ...
+  """Return the files directly in `folder` that are named for a split: `ptb.valid.txt`, ...
 
   Raises:
-    ValueError: two files claim the same split.
+    ValueError: two files are named for the same split.
   """
-  found: dict[str, Path] = {}
+  files: dict[str, Path] = {}
   for path in sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")):
     split = SPLIT_NAMES.get(path.stem.split(".")[-1].lower())
+    if split in files:
+      raise ValueError(
+        f"{folder} must have one file for the split {split!r}; got {files[split].name} and"
+        f" {path.name}. Keep one, or name a file instead of the folder."
+      )
     if split:
-      if split in found:
-        raise ValueError(
-          f"{folder} has two files for the split {split!r}: {found[split].name} and {path.name}; "
-          "keep one, or name a file instead of the folder"
-        )
-      found[split] = path
-  return found
+      files[split] = path
+  return files
 
 
 def content_hash(parts: Iterable[str | bytes | Path]) -> str:
-  """32 hex digits that change with any part, or with the content of any file among the parts."""
+  """Return 32 hexadecimal digits that change with any part, or the content of any file in them."""
   digest = hashlib.blake2b(digest_size=16)
   for part in parts:
     content = part.read_bytes() if isinstance(part, Path) else part
@@ -112,11 +121,20 @@ def content_hash(parts: Iterable[str | bytes | Path]) -> str:
   return digest.hexdigest()
 
 
-def outline(path: Path) -> bytes:
-  """The bytes of a file, or of a large one its size and the first and the last MiB.
+def normalised_hash(document: str) -> int:
+  """Return 64 bits that are equal for documents that differ only in case and blanks.
 
-  Compressed formats end in a checksum or in a table of places, so that a change shows at the end:
-  enough to know a corpus again whose files take hours to read.
+  The expected number of collisions among n different documents is n² / 2^65: 0.004 for 365 million.
+  """
+  words = " ".join(document.casefold().split())
+  return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
+
+
+def outline(path: Path) -> bytes:
+  """Return the bytes of a file, or for a large one its size and its first and last MiB.
+
+  Compressed formats end in a checksum or an index, so that a change shows at the end. This
+  identifies a corpus without reading files for hours.
   """
   size = path.stat().st_size
   if size <= LARGE:
@@ -129,10 +147,10 @@ def outline(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-  """A file to write that appears at `path` complete, or not at all.
+  """Open a file for writing that appears at `path` complete, or not at all.
 
-  It is written under another name beside `path` and renamed at the end, so neither a killed process
-  nor two processes at once leave a part of it.
+  It is written beside `path` under another name and renamed at the end, so that neither a killed
+  process nor two concurrent processes leave a part of it.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False)  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""How are texts with a class each read, once each, whichever file they came in?"""
+"""Sources of texts with a class each."""
 
 import abc
 import csv
@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vqjax.lab.data.duplicates import key
-from vqjax.lab.data.files import content_hash, data_path
+from vqjax.lab.data.files import content_hash, data_path, normalised_hash
 from vqjax.lab.data.source import Source
 
 
@@ -26,29 +25,58 @@ class LabelledSource(Source):
 
   @abc.abstractmethod
   def examples(self, split: str) -> Iterator[Labelled]:
-    """The documents of a split with their classes, in the order of `documents`."""
+    """Yield the documents of a split with their classes, in the order of `documents`."""
 
   @property
   @abc.abstractmethod
   def classes(self) -> tuple[str, ...]:
-    """Names of the classes."""
+    """The names of the classes."""
 
   def _documents(self, split: str) -> Iterator[str]:
     for example in self.examples(split):
       yield example.text
 
   def labels(self, split: str) -> np.ndarray:
-    """The numbers of the classes of `documents`: int32."""
+    """Return the numbers of the classes of `documents`, int32."""
     return np.fromiter((example.label for example in self.examples(split)), np.int32)
 
 
-class _Columns(NamedTuple):
-  """A CSV file: where its label is, what it counts from, and where its texts are."""
+@dataclasses.dataclass(frozen=True)
+class Columns:
+  """The columns of a CSV file, counted from 0.
+
+  Attributes:
+    file: name of the file.
+    label: column of the class.
+    texts: columns that make the text.
+    first: number of the first class in the file.
+  """
 
   file: str
   label: int
-  first: int
-  texts: tuple[int, ...]
+  texts: Sequence[int]
+  first: int = 0
+
+  def read(self, path: Path, classes: int) -> Iterator[Labelled]:
+    """Yield the rows of a file of these columns, of `classes` classes.
+
+    Raises:
+      ValueError: a row lacks a column, or has a class out of range.
+    """
+    needed = max(self.label, *self.texts, 1) + 1
+    with path.open(encoding="utf-8", newline="") as lines:
+      for number, row in enumerate(csv.reader(lines), 1):
+        if len(row) < needed:
+          raise ValueError(f"{path}, row {number} must have {needed} columns; got {len(row)}.")
+        label, last = row[self.label], self.first + classes - 1
+        if not label.isdecimal() or not self.first <= int(label) <= last:
+          raise ValueError(
+            f"{path}, row {number}: the label must be in {self.first}..{last}; got {label!r}."
+          )
+        # The files write a line's end as a backslash, with an n or without.
+        text = " ".join(row[column] for column in self.texts)
+        text = text.replace("\\n", " ").replace("\\", " ")
+        yield Labelled(" ".join(text.split()), int(label) - self.first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +84,7 @@ class _Topics(LabelledSource):
   """Classes of CSV files; a text that is in several files counts once.
 
   A part of the training texts, by their hashes, is the validation split, and where there is no file
-  for it, another such part the test split. A test text is in no other split.
+  for the test, another such part is the test split. A test text is in no other split.
   """
 
   path: str = ""
@@ -67,95 +95,57 @@ class _Topics(LabelledSource):
   _test_fraction = 0.0
 
   def __post_init__(self):
-    if not 0 < self.valid_fraction < 1 - self._test_fraction:
+    most = 1 - self._test_fraction
+    if not 0 < self.valid_fraction < most:
       raise ValueError(
-        f"data.valid_fraction {self.valid_fraction} is outside (0, {1 - self._test_fraction:g});"
-        " 0.1 is usual"
+        f"`data.valid_fraction` must be in (0, {most:g}); got {self.valid_fraction}."
       )
 
   @property
   def classes(self) -> tuple[str, ...]:
-    """From classes.txt."""
+    """The lines of classes.txt."""
     lines = (self._folder() / "classes.txt").read_text(encoding="utf-8").splitlines()
     return tuple(line for line in lines if line)
 
   def examples(self, split: str) -> Iterator[Labelled]:
-    """Each different text once, in the order of the files."""
-    held_out = set()
+    """Yield each different text once, in the order of the files."""
+    seen = set()
     for example in self._read(self._test):
       if split == "test":
         yield example
-      held_out.add(key(example.text))
+      seen.add(normalised_hash(example.text))
     if split == "test" and self._test:
       return
     for example in self._read(self._train):
-      identity = key(example.text)
-      if identity in held_out:
+      key = normalised_hash(example.text)
+      if key in seen:
         continue
-      held_out.add(identity)
-      if self._split(identity) == split:
+      seen.add(key)
+      share = key / 2**64
+      own = "test" if share >= 1 - self._test_fraction else "train"
+      if ("valid" if share < self.valid_fraction else own) == split:
         yield example
 
-  def _split(self, identity: int) -> str:
-    place = identity / 2**64
-    if place < self.valid_fraction:
-      return "valid"
-    return "test" if place >= 1 - self._test_fraction else "train"
-
-  def _read(self, files: Iterable[_Columns]) -> Iterator[Labelled]:
+  def _read(self, files: Iterable[Columns]) -> Iterator[Labelled]:
     count = len(self.classes)
     for columns in files:
-      path = self._folder() / columns.file
-      with path.open(encoding="utf-8", newline="") as lines:
-        for number, row in enumerate(csv.reader(lines), 1):
-          where = f"{path}, row {number}"
-          yield csv_example(row, columns.label, columns.first, columns.texts, count, where)
+      yield from columns.read(self._folder() / columns.file, count)
 
   def _folder(self) -> Path:
-    return data_path(self.path, kind=type(self).__name__)
+    return data_path(self.path, kind=f"{type(self).__name__}.path")
 
   def fingerprint(self) -> str:
-    """A hash of the files and of how they are split."""
-    folder = self._folder()
-    files = [folder / columns.file for columns in (*self._train, *self._test)]
+    """Return a hash of the files and of how they are split."""
+    files = [self._folder() / columns.file for columns in (*self._train, *self._test)]
     return content_hash([type(self).__name__, str(self.valid_fraction), *files])
-
-
-def csv_example(
-  row: Sequence[str], label: int, first: int, texts: Sequence[int], classes: int, where: str
-) -> Labelled:
-  """The text and the class of a row of a CSV file.
-
-  Args:
-    row: its columns.
-    label: the column of the class.
-    first: what classes are counted from.
-    texts: the columns that make the text.
-    classes: how many there are.
-    where: file and row, for a message.
-
-  Raises:
-    ValueError: a column is missing, or the class is none.
-  """
-  wanted = max(label, *texts, 1) + 1
-  if len(row) < wanted:
-    raise ValueError(f"{where} has {len(row)} columns where {wanted} are wanted; mend the file")
-  number = row[label]
-  if not number.isdecimal() or not 0 <= int(number) - first < classes:
-    raise ValueError(
-      f"{where} has label {number!r}; classes count from {first} to {first + classes - 1}"
-    )
-  # The files write a line's end as a backslash, with an n or without.
-  text = " ".join(row[column] for column in texts).replace("\\n", " ").replace("\\", " ")
-  return Labelled(" ".join(text.split()), int(number) - first)
 
 
 @dataclasses.dataclass(frozen=True)
 class AGNews(_Topics):
-  """AG News: the official test set, and the training rows at hand: four classes of news.
+  """AG News, four classes of news: the official test set, and published subsets to train on.
 
-  Title and description are one text; some files have the description alone, so that one article may
-  be there twice, under two different texts.
+  Title and description are one text. Some files have only the description, so that one article may
+  occur twice, under two different texts.
 
   Attributes:
     path: folder with the CSV files, here or under $VQJAX_DATA.
@@ -165,12 +155,12 @@ class AGNews(_Topics):
   path: str = "ag_news"
 
   _train = (
-    _Columns("subset2k_amrayach_train.csv", 0, 1, (1, 2)),
-    _Columns("subset4k_keaml_train.csv", 0, 0, (1,)),
-    _Columns("subset5k_keaml_unbalanced.csv", 0, 0, (1,)),
-    _Columns("subset5k_lst11111_train.csv", 1, 0, (0,)),
+    Columns("subset2k_amrayach_train.csv", label=0, texts=(1, 2), first=1),
+    Columns("subset4k_keaml_train.csv", label=0, texts=(1,)),
+    Columns("subset5k_keaml_unbalanced.csv", label=0, texts=(1,)),
+    Columns("subset5k_lst11111_train.csv", label=1, texts=(0,)),
   )
-  _test = (_Columns("test.csv", 0, 1, (1, 2)),)
+  _test = (Columns("test.csv", label=0, texts=(1, 2), first=1),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +169,10 @@ class DBpedia(_Topics):
 
   Attributes:
     path: folder with the CSV file, here or under $VQJAX_DATA.
-    valid_fraction: part of the texts that is the validation split; as much again is the test split.
+    valid_fraction: part of the texts that is the validation split; a tenth is the test split.
   """
 
   path: str = "dbpedia14"
 
-  _train = (_Columns("subset14k_train.csv", 0, 0, (1,)),)
+  _train = (Columns("subset14k_train.csv", label=0, texts=(1,)),)
   _test_fraction = 0.1

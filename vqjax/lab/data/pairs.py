@@ -1,4 +1,4 @@
-"""How are sentences and their translations read, and in which batches does a model see them?"""
+"""Sources of sentences and their translations."""
 
 import abc
 import dataclasses
@@ -6,22 +6,16 @@ import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import numpy as np
-
-from vqjax.lab.data.cache import TokenSplit
-from vqjax.lab.data.documents import DocumentRows, Examples
 from vqjax.lab.data.files import content_hash, data_path
-from vqjax.lab.data.pipeline import NONE, Batch
 from vqjax.lab.data.source import SPLITS, Source
 
 
 class PairedSource(Source):
-  """Pairs of a text and its translation: every other document, from the first on, is a source."""
+  """Pairs of a text and its translation; its documents are source, target, source, target, ..."""
 
   @abc.abstractmethod
   def pairs(self, split: str) -> Iterator[tuple[str, str]]:
-    """The (source, target) pairs of a split."""
+    """Yield the (source, target) pairs of a split."""
 
   def _documents(self, split: str) -> Iterator[str]:
     for source, target in self.pairs(split):
@@ -47,60 +41,60 @@ class Multi30k(PairedSource):
   target: str = "de"
 
   def pairs(self, split: str) -> Iterator[tuple[str, str]]:
-    """The lines of both files, one by one."""
-    yield from paired_lines(*(self._file(split, side) for side in (self.source, self.target)))
+    """Yield the lines of both files in pairs."""
+    yield from paired_lines(self._file(split, self.source), self._file(split, self.target))
 
   def _file(self, split: str, language: str) -> Path:
     name = {"train": "train", "valid": "val", "test": "test_2016_flickr"}[split]
-    path = data_path(self.path, kind="Multi30k") / f"{name}.{language}.gz"
+    path = data_path(self.path, kind="Multi30k.path") / f"{name}.{language}.gz"
     if not path.is_file():
-      raise FileNotFoundError(f"there is no {path}; set Multi30k.path, source or target")
+      raise FileNotFoundError(
+        f"`Multi30k.path`, `source` and `target` must name existing files; got {path}."
+      )
     return path
 
   def fingerprint(self) -> str:
-    """A hash of the files, and of which is which."""
+    """Return a hash of the files, and of which is source and which is target."""
     sides = self.source, self.target
     files = [self._file(split, side) for split in SPLITS for side in sides]
     return content_hash([type(self).__name__, *sides, *files])
 
 
 def paired_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
-  """The lines of two files, of which either may be a .gz.
+  """Yield the lines of two files in pairs, with single spaces; either file may be a .gz.
 
   Raises:
-    ValueError: one has more lines than the other.
+    ValueError: one file has more lines than the other.
   """
-  sides = [_lines(path) for path in (source, target)]
+  sides = []
+  for path in (source, target):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8", newline="\n") as file:
+      sides.append([" ".join(line.split()) for line in file])
   if len(sides[0]) != len(sides[1]):
     raise ValueError(
-      f"{source} has {len(sides[0])} lines and {target} {len(sides[1])}: lines are no pairs; mend"
-      " the files"
+      f"`source` and `target` must have as many lines; got {len(sides[0])} in {source} and"
+      f" {len(sides[1])} in {target}."
     )
   yield from zip(*sides, strict=True)
 
 
-def _lines(path: Path) -> list[str]:
-  opened = gzip.open if path.suffix == ".gz" else open
-  with opened(path, "rt", encoding="utf-8", newline="\n") as file:
-    return [" ".join(line.split()) for line in file]
-
-
 @dataclasses.dataclass(frozen=True)
 class Mirrored(PairedSource):
-  """The first words of each document's lines, and the same words from the last to the first.
+  """The first words of each line of a text, and these words in reverse order.
 
-  A task for a quick try, on any text: what is to be learned is where to look.
+  A task for a quick trial on any text: the model must learn where to attend.
 
   Attributes:
     text: where the words come from.
-    words: most words of a line that count.
+    words: most words of a line.
   """
 
   text: Source
   words: int = 6
 
   def pairs(self, split: str) -> Iterator[tuple[str, str]]:
-    """A pair for each line with a word in it."""
+    """Yield a pair for each line with a word in it."""
     for document in self.text.documents(split):
       for line in document.splitlines():
         words = line.split()[: self.words]
@@ -108,41 +102,5 @@ class Mirrored(PairedSource):
           yield " ".join(words), " ".join(reversed(words))
 
   def fingerprint(self) -> str:
-    """The text's, and the number of words."""
+    """Return a hash of the text's fingerprint and the number of words."""
     return content_hash([type(self).__name__, str(self.words), self.text.fingerprint()])
-
-
-@dataclasses.dataclass(frozen=True)
-class Pairs(Examples):
-  """Pairs, shuffled anew each epoch: {"inputs": {"source", "target"}, "targets"}, all [B, T].
-
-  A source has its first T tokens, the one that ends it among them. The target of the inputs is one
-  token behind the targets and begins with the token that ends a document. `NONE` is behind the end.
-  """
-
-  def shapes(self, batch, context):
-    row = jax.ShapeDtypeStruct((batch, context), np.int32)
-    return {"inputs": {"source": row, "target": row}, "targets": row}
-
-  def _reader(self, split, context):
-    return _Reader(split, context)
-
-
-class _Reader:
-  def __init__(self, split: TokenSplit, context: int):
-    if split.documents % 2:
-      raise ValueError(f"{split.documents} documents are no pairs; choose paired data: Multi30k()")
-    self.rows, self.eos = DocumentRows(split, context, ended=True), split.eos
-    self.pairs = split.documents // 2
-
-  def __len__(self) -> int:
-    return self.pairs
-
-  def __call__(self, number: np.ndarray) -> Batch:
-    source, targets = (
-      self.rows(np.where(number == NONE, NONE, 2 * number + side)) for side in (0, 1)
-    )
-    target = np.full_like(targets, NONE)
-    target[:, 1:] = np.where(targets[:, 1:] == NONE, NONE, targets[:, :-1])
-    target[:, 0] = np.where(number == NONE, NONE, self.eos)
-    return {"inputs": {"source": source, "target": target}, "targets": targets}

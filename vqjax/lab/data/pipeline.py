@@ -1,4 +1,4 @@
-"""In which batches does a model see the tokens, and how does an interrupted run find its place?"""
+"""Loaders of tokens: windows, streams, masked windows, and complete passes for evaluation."""
 
 import abc
 import dataclasses
@@ -12,18 +12,19 @@ import jax
 import numpy as np
 
 from vqjax.lab.data.cache import TokenSplit
+from vqjax.lab.models.bert import MASKED
 
 Batch = dict[str, np.ndarray]
 
 NONE = -1
-"""In targets: this place has none. In inputs of whole documents: behind the end."""
+"""In targets, a position without a target; in inputs of whole documents, one after the end."""
 
 ENDLESS = 2**40
-"""Batches of a source: an epoch's order depends on its number, so a run is one long sequence."""
+"""Length of a source: an epoch's order depends on its number, so that a run is one sequence."""
 
 
 class Loader(abc.ABC):
-  """How a split is cut into an endless sequence of batches: a frozen dataclass for configs."""
+  """A way to cut a split into an endless sequence of batches: a frozen dataclass for configs."""
 
   def batches(
     self,
@@ -34,16 +35,16 @@ class Loader(abc.ABC):
     seed: int,
     rows: np.ndarray | None = None,
   ) -> grain.DatasetIterator:
-    """Batches of these `shapes`, or the rows `rows` of each.
+    """Return an iterator of batches of the sizes in `shapes`, or of the rows `rows` of each.
 
-    `get_state()` of the iterator is JSON, and `set_state` goes on exactly there, whichever rows are
-    read.
+    `get_state()` of the iterator is JSON; after `set_state` it continues exactly there, for any
+    `rows`.
 
     Raises:
-      ValueError: the split is too small for one batch, or the context holds no token.
+      ValueError: the split is too small for one batch, or `context` is below 1.
     """
     if context < 1:
-      raise ValueError(f"model.context {context} holds no token; give at least 1")
+      raise ValueError(f"`model.context` must be at least 1; got {context}.")
     rows = np.arange(batch) if rows is None else rows
     source = self._source(split, batch, context, seed, rows)
     # A thread runs ahead, so that no step waits even where the tokens are not in memory yet.
@@ -52,24 +53,24 @@ class Loader(abc.ABC):
 
   @abc.abstractmethod
   def shapes(self, batch: int, context: int) -> dict[str, Any]:
-    """Shape and dtype of "inputs", "targets" and whatever else is in a batch, rows first.
+    """Return shape and dtype of "inputs", "targets" and further arrays of a batch, rows first.
 
-    A target of `NONE` is no target.
+    A target of `NONE` is not a target.
     """
 
   @abc.abstractmethod
   def whole(self, split: TokenSplit, *, batch: int, context: int) -> Iterable[Batch]:
-    """Batches of these shapes in which every target of a split is exactly once, in order."""
+    """Return batches in which every target of a split occurs exactly once, in order."""
 
   def text_bytes(self, split: TokenSplit) -> int | None:
-    """UTF-8 bytes of the text that the targets of `whole` spell; None: they spell none."""
+    """Return the UTF-8 bytes of the text that the targets of `whole` spell; None: they do not."""
     return split.text_bytes
 
   @abc.abstractmethod
   def _source(
     self, split: TokenSplit, batch: int, context: int, seed: int, rows: np.ndarray
   ) -> "grain.sources.RandomAccessDataSource":
-    """Batch number -> the rows of it that this process reads."""
+    """Return random access to the rows of each batch that this process reads."""
 
 
 class _NextTokens(Loader):
@@ -91,8 +92,8 @@ def _check_tokens(split, batch, context):
   needed = batch * context
   if len(split.tokens) < needed:
     raise ValueError(
-      f"{len(split.tokens)} tokens are too few for one batch of {batch} windows of {context}"
-      f" ({needed} tokens); lower train.batch or model.context, or give more text"
+      f"`split` must have {needed} tokens for one batch of {batch} windows of {context}; got"
+      f" {len(split.tokens)}. Lower train.batch or model.context, or give more text."
     )
 
 
@@ -100,8 +101,8 @@ def _check_tokens(split, batch, context):
 class Windows(_NextTokens):
   """Windows of consecutive tokens, shuffled anew each epoch.
 
-  An epoch has every token: the last window starts early enough to be whole. Where batches do not
-  divide an epoch, one of them holds the end of one and the start of the next.
+  An epoch has every token: the last window starts early enough to be whole. A batch may hold the
+  end of one epoch and the start of the next.
 
   Attributes:
     shuffle: False: the windows come in the order of the text.
@@ -113,29 +114,11 @@ class Windows(_NextTokens):
     return _WindowBatches(split, batch, context, seed if self.shuffle else None, rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Streams(_NextTokens):
-  """Contiguous streams: row b of a batch goes on where row b of the batch before ended.
-
-  The split is cut into as many equal streams as a batch has rows; the tokens that are left over at
-  the end of each are dropped. What recurrent models that carry their state need.
-  """
-
-  def whole(self, split, *, batch, context):
-    """The same in streams, so that a model that remembers its rows reads each as one text."""
-    return EvaluationStreams(split, batch, context)
-
-  def _source(self, split, batch, context, seed, rows):
-    del seed
-    return _StreamBatches(split, batch, context, rows)
-
-
 class _WindowBatches:
   def __init__(self, split, batch, context, seed, rows):
     _check_tokens(split, batch, context)
     self.split, self.context = split, context
-    windows = math.ceil(len(split.tokens) / context)
-    self.order = Order(windows, batch, seed, rows)
+    self.order = Order(math.ceil(len(split.tokens) / context), batch, seed, rows)
 
   def __len__(self) -> int:
     return ENDLESS
@@ -147,28 +130,46 @@ class _WindowBatches:
 
 
 class Order:
-  """Batch i of a run: places i·B to (i + 1)·B of the epochs' permutations, laid end to end.
+  """Batch i of a run: numbers i·B to (i + 1)·B of the epochs' permutations, laid end to end.
 
   Attributes:
-    items: how many there are in an epoch.
-    batch: rows of a batch.
-    seed: of the permutations; None: each epoch has the items in their order.
-    rows: those of a batch that are read here.
+    items: number of items in an epoch.
+    batch: rows of a batch, B.
+    seed: seed of the permutations; None: each epoch has the items in their order.
+    rows: the rows of a batch that this process reads.
   """
 
   def __init__(self, items: int, batch: int, seed: int | None, rows: np.ndarray):
     self.items, self.batch, self.seed, self.rows = items, batch, seed, rows
+    # A batch reads from at most two epochs, and permutations of large splits are slow.
     self._order = functools.lru_cache(maxsize=2)(self._permutation)
 
   def __getitem__(self, index: int) -> np.ndarray:
     number = np.arange(index * self.batch, (index + 1) * self.batch)[self.rows]
-    epoch, place = np.divmod(number, self.items)
-    return np.array([self._order(int(e))[p] for e, p in zip(epoch, place)])
+    epoch, position = np.divmod(number, self.items)
+    return np.array([self._order(int(e))[p] for e, p in zip(epoch, position)])
 
   def _permutation(self, epoch: int) -> np.ndarray:
     if self.seed is None:
       return np.arange(self.items)
     return np.random.default_rng([self.seed, epoch]).permutation(self.items)
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams(_NextTokens):
+  """Contiguous streams: row b of a batch continues row b of the batch before.
+
+  The split is cut into as many equal streams as a batch has rows; the tokens that are left over at
+  the end of each are dropped. Recurrent models that carry their state need this.
+  """
+
+  def whole(self, split, *, batch, context):
+    """Return the split in streams, so that a model with a state reads each as one text."""
+    return EvaluationStreams(split, batch, context)
+
+  def _source(self, split, batch, context, seed, rows):
+    del seed
+    return _StreamBatches(split, batch, context, rows)
 
 
 class _StreamBatches:
@@ -188,8 +189,8 @@ class _StreamBatches:
 
 def _rows(split: TokenSplit, starts: np.ndarray, context: int, reset: bool) -> Batch:
   """Windows of targets from each start; their inputs are one token earlier."""
-  place = starts[:, None] + np.arange(context)
-  targets = split.tokens[place].astype(np.int32)
+  position = starts[:, None] + np.arange(context)
+  targets = split.tokens[position].astype(np.int32)
   inputs = np.empty_like(targets)
   inputs[:, 1:] = targets[:, :-1]
   before = split.tokens[np.maximum(starts - 1, 0)].astype(np.int32)
@@ -198,11 +199,80 @@ def _rows(split: TokenSplit, starts: np.ndarray, context: int, reset: bool) -> B
 
 
 @dataclasses.dataclass(frozen=True)
+class Masked(Windows):
+  """Windows with hidden tokens to predict: {"inputs", "targets": [B, T], "reset"}.
+
+  Of the chosen positions 80 % are hidden, 10 % have the token of a random position of the text,
+  and 10 % are unchanged; only chosen positions have a target. The choice depends on the window and
+  the epoch; in `whole` only on the position in the text.
+
+  Source: Devlin et al., BERT, 2019, Section 3.1, whose random tokens are uniform in the vocabulary.
+
+  Attributes:
+    part: fraction of the positions that are chosen.
+  """
+
+  part: float = 0.15
+
+  def __post_init__(self):
+    if not 0 < self.part <= 1:
+      raise ValueError(f"`loader.part` must be in (0, 1]; got {self.part}.")
+
+  def text_bytes(self, split):
+    return None
+
+  def whole(self, split, *, batch, context):
+    # A generator for each window, so that its choice does not depend on the batch size.
+    one = np.arange(1)
+    for number, plain in enumerate(super().whole(split, batch=batch, context=context)):
+      windows = []
+      for row in range(batch):
+        window = {name: x[row : row + 1] for name, x in plain.items()}
+        seed = [0, number * batch + row]
+        windows.append(self.mask(window, split, seed=seed, rows=one, batch=1))
+      yield {name: np.concatenate([x[name] for x in windows]) for name in windows[0]}
+
+  def _source(self, split, batch, context, seed, rows):
+    plain = super()._source(split, batch, context, seed, rows)
+    return _MaskedBatches(self, plain, split, 0 if seed is None else seed, rows, batch)
+
+  def mask(
+    self, plain: Batch, split: TokenSplit, *, seed: list[int], rows: np.ndarray, batch: int
+  ) -> Batch:
+    """Return the batch with hidden tokens; `plain` has the rows `rows` of `batch` rows."""
+    tokens = plain["targets"]
+    # Draws are for the whole batch, so that each process has its rows of the same ones.
+    draw, shape = np.random.default_rng(seed), (batch, tokens.shape[1])
+    chosen = (draw.random(shape)[rows] < self.part) & (tokens != NONE)
+    kind = draw.random(shape)[rows]
+    other = split.tokens[draw.integers(0, len(split.tokens), shape)[rows]].astype(np.int32)
+    seen = np.where(kind < 0.8, MASKED, np.where(kind < 0.9, other, tokens))
+    return plain | {
+      "inputs": np.where(chosen, seen, tokens).astype(np.int32),
+      "targets": np.where(chosen, tokens, NONE).astype(np.int32),
+    }
+
+
+class _MaskedBatches:
+  def __init__(self, loader, plain, split, seed, rows, batch):
+    self.loader, self.plain, self.split = loader, plain, split
+    self.seed, self.rows, self.batch = seed, rows, batch
+
+  def __len__(self) -> int:
+    return len(self.plain)
+
+  def __getitem__(self, index: int) -> Batch:
+    seed = [self.seed, index]
+    plain = self.plain[index]
+    return self.loader.mask(plain, self.split, seed=seed, rows=self.rows, batch=self.batch)
+
+
+@dataclasses.dataclass(frozen=True)
 class EvaluationBatches:
   """Batches in which every token of a split is a target exactly once, in order.
 
   {"inputs", "targets": [B, T] int32, "reset": [B] bool}, all of one shape; the targets are `NONE`
-  where the text has ended. `reset` is True: no row continues another.
+  after the end of the text. `reset` is True: no row continues another.
 
   Attributes:
     split: the tokens.
@@ -217,17 +287,17 @@ class EvaluationBatches:
   def __len__(self) -> int:
     return math.ceil(len(self.split.tokens) / (self.batch * self.context))
 
-  def __iter__(self) -> Iterator[dict[str, Any]]:
+  def __iter__(self) -> Iterator[Batch]:
     size = self.batch * self.context
     for first in range(0, len(self.split.tokens), size):
-      place = first + np.arange(size).reshape(self.batch, self.context)
-      yield _until(self.split, place, len(self.split.tokens), reset=True)
+      position = first + np.arange(size).reshape(self.batch, self.context)
+      yield _until(self.split, position, len(self.split.tokens), reset=True)
 
 
 class EvaluationStreams(EvaluationBatches):
-  """The same in B streams of nearly equal length, each of which one row reads to its end.
+  """Every token once, in B streams of nearly equal length, each of which one row reads.
 
-  Row b of a batch goes on where row b of the batch before ended; the first batch resets all rows.
+  Row b of a batch continues row b of the batch before; the first batch resets all rows.
   """
 
   def __len__(self) -> int:
@@ -237,22 +307,22 @@ class EvaluationStreams(EvaluationBatches):
   def _length(self) -> int:
     return math.ceil(len(self.split.tokens) / self.batch)
 
-  def __iter__(self) -> Iterator[dict[str, Any]]:
+  def __iter__(self) -> Iterator[Batch]:
     starts = np.arange(self.batch)[:, None] * self._length
     ends = np.minimum(starts + self._length, len(self.split.tokens))
     for step in range(len(self)):
-      place = starts + step * self.context + np.arange(self.context)
-      yield _until(self.split, place, ends, reset=step == 0)
+      position = starts + step * self.context + np.arange(self.context)
+      yield _until(self.split, position, ends, reset=step == 0)
 
 
-def _until(split: TokenSplit, place: np.ndarray, end: np.ndarray | int, reset: bool) -> Batch:
-  """Targets at these places, none from `end` on, and their inputs, one token earlier."""
-  total, real = len(split.tokens), place < end
-  targets = np.where(real, split.tokens[np.minimum(place, total - 1)].astype(np.int32), NONE)
-  before = split.tokens[np.clip(place - 1, 0, total - 1)]
-  inputs = np.where(real, np.where(place == 0, split.eos, before), 0)
+def _until(split: TokenSplit, position: np.ndarray, end: np.ndarray | int, reset: bool) -> Batch:
+  """Targets at these positions, none from `end` on, and their inputs, one token earlier."""
+  total, real = len(split.tokens), position < end
+  targets = np.where(real, split.tokens[np.minimum(position, total - 1)].astype(np.int32), NONE)
+  before = split.tokens[np.clip(position - 1, 0, total - 1)]
+  inputs = np.where(real, np.where(position == 0, split.eos, before), 0)
   return {
     "inputs": inputs.astype(np.int32),
     "targets": targets.astype(np.int32),
-    "reset": np.full(len(place), reset),
+    "reset": np.full(len(position), reset),
   }

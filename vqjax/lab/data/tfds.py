@@ -1,39 +1,39 @@
-"""How is a dataset of TensorFlow Datasets read without TensorFlow?"""
+"""Sources that read prepared datasets of TensorFlow Datasets, without TensorFlow."""
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vqjax.lab.data.files import content_hash, outline
+from vqjax.lab.data.files import content_hash, import_extra, outline
 from vqjax.lab.data.labelled import Labelled, LabelledSource
 from vqjax.lab.data.pairs import PairedSource
 from vqjax.lab.data.source import SPLITS, Source
 
 CHUNK = 1024
-"""Examples read at once: one by one takes ten times as long."""
+"""Number of examples read at once; one by one takes ten times as long."""
 
 
-class _Prepared(Source):
+class _TFDS(Source):
   """A prepared dataset of `tensorflow_datasets`, in its own order; nothing is downloaded.
 
-  It has to be in a format of random access, such as array_record, which needs no TensorFlow. A
-  subclass has the fields `name`, `train`, `valid`, `test` and `data_dir`.
+  Its format must have random access, like array_record, which needs no TensorFlow. A subclass has
+  the fields `name`, `train`, `valid`, `test` and `data_dir`.
   """
 
   def _rows(self, split: str, *fields: str) -> Iterator[tuple[Any, ...]]:
-    """The features that these fields name, of every example of a split.
+    """Yield the features that these fields name, of every example of a split.
 
     Raises:
-      ValueError: there is no such split or feature.
+      ValueError: the dataset has no such split or feature.
     """
     builder = self._builder()
     features = [getattr(self, field) for field in fields]
     for field, feature in zip(fields, features, strict=True):
       if feature not in builder.info.features:
         raise ValueError(
-          f"{self.name} has no feature {feature!r}; set {type(self).__name__}.{field} to one of"
-          f" {', '.join(builder.info.features)}"
+          f"`{type(self).__name__}.{field}` must be one of {', '.join(builder.info.features)};"
+          f" got {feature!r}."
         )
     examples = builder.as_data_source(self._split(builder, split))
     for first in range(0, len(examples), CHUNK):
@@ -49,49 +49,48 @@ class _Prepared(Source):
     return content_hash([builder.info.full_name, *fields, *splits, *map(outline, files)])
 
   def _split(self, builder: Any, split: str) -> str:
-    """The dataset's own name of a split, which it has."""
+    """The dataset's own name of a split."""
     name = getattr(self, split)
     if name.split("[")[0] not in builder.info.splits:
       raise ValueError(
-        f"{self.name} has no split {name!r}; set {type(self).__name__}.{split} to one of "
-        f"{', '.join(builder.info.splits)}, or to a slice of one"
+        f"`{type(self).__name__}.{split}` must be one of {', '.join(builder.info.splits)}, or a"
+        f" slice of one; got {name!r}."
       )
     return name
 
   def _builder(self) -> Any:
-    # Imported here: it takes half a second that a run on other text need not pay.
-    import tensorflow_datasets
-
+    # Imported here, since it takes half a second that a run on other text does not need.
+    tensorflow_datasets = import_extra("tensorflow_datasets")
     import vqjax.lab.data.builders  # noqa: F401  registers this package's own datasets
 
     try:
       builder = tensorflow_datasets.builder(self.name, data_dir=self.data_dir)
     except tensorflow_datasets.core.DatasetNotFoundError:
       raise ValueError(
-        f"there is no dataset {self.name!r}: not in {self.data_dir or 'the default data_dir'}, "
-        "nor known to tensorflow_datasets; see the names in tensorflow_datasets.list_builders()"
+        f"`{type(self).__name__}.name` must be a dataset in {self.data_dir or 'the default folder'}"
+        f" or one of tensorflow_datasets.list_builders(); got {self.name!r}."
       ) from None
     if not builder.is_prepared():
       raise FileNotFoundError(
-        f"{builder.data_path} does not hold {self.name}; prepare it with `python -m "
-        f"vqjax.lab.data.build {self.name} --data_dir ...`, or set {type(self).__name__}.data_dir"
+        f"`{type(self).__name__}.data_dir` must hold {self.name}; got none in {builder.data_path}."
+        f" Prepare it with `python -m vqjax.lab.data.build {self.name} --data_dir ...`."
       )
     return builder
 
 
 @dataclasses.dataclass(frozen=True)
-class TFDS(_Prepared):
+class TFDS(_TFDS):
   """A prepared dataset of `tensorflow_datasets`, in its own order; nothing is downloaded.
 
-  It has to be in a format of random access, such as array_record, which needs no TensorFlow.
+  Its format must have random access, like array_record, which needs no TensorFlow.
 
   Attributes:
-    name: of the dataset, with its config and version if need be: `vqjax_wiki_text/2`.
+    name: name of the dataset, with its config and version where it has several.
     text: the feature that holds a document.
-    train: what the dataset calls the training split; slices such as `train[:90%]` work.
-    valid: the same for validation.
-    test: the same for test.
-    data_dir: folder of the prepared datasets; None: that of `tensorflow_datasets`.
+    train: name of the training split, or a slice such as `train[:90%]`.
+    valid: name or slice of the validation split.
+    test: name or slice of the test split.
+    data_dir: folder of the prepared datasets; None: the default of `tensorflow_datasets`.
   """
 
   name: str = "vqjax_penn_treebank"
@@ -106,22 +105,22 @@ class TFDS(_Prepared):
       yield text.decode("utf-8")
 
   def fingerprint(self) -> str:
-    """A hash of the prepared files (the outlines of large ones), the feature and the splits."""
+    """Return a hash of the prepared files, the feature and the splits."""
     return self._identity(self.text)
 
 
 @dataclasses.dataclass(frozen=True)
-class LabelledTFDS(_Prepared, LabelledSource):
+class LabelledTFDS(_TFDS, LabelledSource):
   """A prepared dataset of texts with a class each, such as `vqjax_zhang/yelp_review_full`.
 
   Attributes:
-    name: of the dataset.
+    name: name of the dataset.
     text: the feature that holds a text.
     label: the feature that holds its class, a number from 0.
-    train: what the dataset calls the training split; slices such as `train[:90%]` work.
-    valid: the same for validation.
-    test: the same for test.
-    data_dir: folder of the prepared datasets; None: that of `tensorflow_datasets`.
+    train: name of the training split, or a slice such as `train[:90%]`.
+    valid: name or slice of the validation split.
+    test: name or slice of the test split.
+    data_dir: folder of the prepared datasets; None: the default of `tensorflow_datasets`.
   """
 
   name: str = "vqjax_zhang/ag_news"
@@ -133,32 +132,32 @@ class LabelledTFDS(_Prepared, LabelledSource):
   data_dir: str | None = None
 
   def examples(self, split: str) -> Iterator[Labelled]:
-    """The texts of a split with their classes."""
+    """Yield the texts of a split with their classes."""
     for text, label in self._rows(split, "text", "label"):
       yield Labelled(text.decode("utf-8"), int(label))
 
   @property
   def classes(self) -> tuple[str, ...]:
-    """Names of the classes."""
+    """The names of the classes."""
     return tuple(self._builder().info.features[self.label].names)
 
   def fingerprint(self) -> str:
-    """A hash of the prepared files, the features and the splits."""
+    """Return a hash of the prepared files, the features and the splits."""
     return self._identity(self.text, self.label)
 
 
 @dataclasses.dataclass(frozen=True)
-class PairedTFDS(_Prepared, PairedSource):
-  """A prepared dataset of sentences and their translations, such as `wmt19_translate/de-en`.
+class PairedTFDS(_TFDS, PairedSource):
+  """A prepared dataset of texts and their translations, such as `wmt19_translate/de-en`.
 
   Attributes:
-    name: of the dataset.
+    name: name of the dataset.
     source: the feature to translate from.
     target: the feature to translate to.
-    train: what the dataset calls the training split; slices such as `train[:90%]` work.
-    valid: the same for validation.
-    test: the same for test.
-    data_dir: folder of the prepared datasets; None: that of `tensorflow_datasets`.
+    train: name of the training split, or a slice such as `train[:90%]`.
+    valid: name or slice of the validation split.
+    test: name or slice of the test split.
+    data_dir: folder of the prepared datasets; None: the default of `tensorflow_datasets`.
   """
 
   name: str = "wmt19_translate/de-en"
@@ -170,10 +169,10 @@ class PairedTFDS(_Prepared, PairedSource):
   data_dir: str | None = None
 
   def pairs(self, split: str) -> Iterator[tuple[str, str]]:
-    """The pairs of a split."""
+    """Yield the pairs of a split."""
     for source, target in self._rows(split, "source", "target"):
       yield " ".join(source.decode("utf-8").split()), " ".join(target.decode("utf-8").split())
 
   def fingerprint(self) -> str:
-    """A hash of the prepared files, the features and the splits."""
+    """Return a hash of the prepared files, the features and the splits."""
     return self._identity(self.source, self.target)
