@@ -64,6 +64,10 @@ def measure(experiment: Experiment) -> dict[str, Any]:
   def floor(name: str, token_bias: bool) -> assign.Floor:
     return assign.floor(assignment, counts[name], codes=head.codes, token_bias=token_bias)
 
+  def scores(name: str, token_bias: bool) -> dict[str, float]:
+    bound = floor(name, token_bias)
+    return {"nats": bound.nats, "perplexity": bound.perplexity}
+
   own = floor("train", head.token_bias)
   return {
     "name": experiment.name,
@@ -75,8 +79,8 @@ def measure(experiment: Experiment) -> dict[str, Any]:
     "splits": {
       name: {
         "tokens": int(counts[name].sum()),
-        "uniform": _scores(floor(name, token_bias=False)),
-        "token_bias": _scores(floor(name, token_bias=True)),
+        "uniform": scores(name, token_bias=False),
+        "token_bias": scores(name, token_bias=True),
       }
       for name in counts
     },
@@ -98,10 +102,6 @@ def _assignment(text: Text) -> np.ndarray:
   # In a distillation the head is part of the student.
   codes = codes.get("student", codes)
   return codes["head" if head.embedding is None else "embedding"]["assignment"]
-
-
-def _scores(floor: assign.Floor) -> dict[str, float]:
-  return {"nats": floor.nats, "perplexity": floor.perplexity}
 
 
 def show(floors: dict[str, Any], console: Console) -> None:

@@ -45,48 +45,48 @@ def measured(corpus, tmp_path, capsys):
   return call
 
 
-def test_the_floors_are_those_of_the_configs_text_and_codes(measured, corpus):
-  found, _ = measured("lm_codebook.py", 13)
+def test_the_floors_equal_entropies_within_codes(measured, corpus):
+  floors, _ = measured("lm_codebook.py", 13)
   experiment = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
   text = load_text(experiment)
   vocab = text.experiment.model.head.vocab
-  assert (found["vocab"], found["codes"], found["token_bias"]) == (vocab, 13, False)
-  table = assign.FrequentAlone()(vocab, 13)
+  assert (floors["vocab"], floors["codes"], floors["token_bias"]) == (vocab, 13, False)
+  assignment = assign.FrequentAlone()(vocab, 13)
   for name, split in text.splits.items():
     counts = np.bincount(split.tokens, minlength=vocab)
-    row = found["splits"][name]
+    row = floors["splits"][name]
     assert row["tokens"] == counts.sum()
-    size = np.bincount(table)[table]
+    size = np.bincount(assignment)[assignment]
     assert row["uniform"]["nats"] == pytest.approx(np.average(np.log(size), weights=counts))
     assert row["uniform"]["perplexity"] == pytest.approx(math.exp(row["uniform"]["nats"]))
     assert 0 < row["token_bias"]["nats"] < row["uniform"]["nats"]
-  assert found["sizes"]["least"] == 1
-  assert found["sizes"]["most"] == np.bincount(table).max()
-  assert found["dead"] == 0
-  for row in found["worst"]:
+  assert floors["sizes"]["least"] == 1
+  assert floors["sizes"]["most"] == np.bincount(assignment).max()
+  assert floors["dead"] == 0
+  for row in floors["worst"]:
     assert row["nats"] == pytest.approx(row["count"] * math.log(row["shared"]))
 
 
-def test_a_persons_tables_name_the_words_as_they_are_written(measured):
-  found, printed = measured("lm_codebook.py", 13)
-  assert f"V = {found['vocab']}, K = 13; its head is without a token bias" in printed
-  assert f"{found['splits']['test']['uniform']['perplexity']:.2f}" in printed
-  assert repr(found["worst"][0]["text"]) in printed
+def test_printed_tables_show_the_words_of_the_text(measured):
+  floors, printed = measured("lm_codebook.py", 13)
+  assert f"V = {floors['vocab']}, K = 13; its head is without a token bias" in printed
+  assert f"{floors['splits']['test']['uniform']['perplexity']:.2f}" in printed
+  assert repr(floors["worst"][0]["text"]) in printed
 
 
-def test_a_head_with_a_bias_has_its_own_offenders(measured):
-  found, printed = measured("lm_codebook_bias.py", 13)
-  assert found["token_bias"]
+def test_the_worst_tokens_of_a_head_with_a_bias_include_the_bias(measured):
+  floors, printed = measured("lm_codebook_bias.py", 13)
+  assert floors["token_bias"]
   assert "its head is with a token bias" in printed
-  total = found["splits"]["train"]["tokens"] * found["splits"]["train"]["token_bias"]["nats"]
-  assert 0 < sum(row["nats"] for row in found["worst"]) <= total * (1 + 1e-9)
+  total = floors["splits"]["train"]["tokens"] * floors["splits"]["train"]["token_bias"]["nats"]
+  assert 0 < sum(row["nats"] for row in floors["worst"]) <= total * (1 + 1e-9)
 
 
 def test_codes_for_all_tokens_have_a_floor_of_one(measured):
   vocab = measured("lm_codebook.py", 13)[0]["vocab"]
-  found, _ = measured("lm_codebook.py", vocab, "model.head.assignment_init.fraction=0")
-  assert found["splits"]["test"]["uniform"]["perplexity"] == 1
-  assert found["worst"] == []
+  floors, _ = measured("lm_codebook.py", vocab, "model.head.assignment_init.fraction=0")
+  assert floors["splits"]["test"]["uniform"]["perplexity"] == 1
+  assert floors["worst"] == []
 
 
 def test_a_tied_head_has_the_codes_of_its_embedding(corpus):
@@ -95,25 +95,25 @@ def test_a_tied_head_has_the_codes_of_its_embedding(corpus):
   embedding = CodebookEmbedding(vocab, dim, 13, assign.Random(5))
   head = CodebookHead(vocab, dim, 13, embedding=embedding)
   model = untied.model.clone(embedding=embedding, head=head)
-  found = floor.measure(dataclasses.replace(untied, model=model))
+  floors = floor.measure(dataclasses.replace(untied, model=model))
   tokens = load_text(untied).splits["test"].tokens
-  counts = np.bincount(tokens, minlength=found["vocab"])
-  expected = assign.floor(assign.Random(5)(found["vocab"], 13), counts).nats
-  assert found["splits"]["test"]["uniform"]["nats"] == pytest.approx(expected)
+  counts = np.bincount(tokens, minlength=floors["vocab"])
+  expected = assign.floor(assign.Random(5)(floors["vocab"], 13), counts).nats
+  assert floors["splits"]["test"]["uniform"]["nats"] == pytest.approx(expected)
 
 
-def test_codes_that_the_start_maps_from_the_text_have_their_floor(corpus):
+def test_the_assignment_of_init_from_has_its_floor(corpus):
   plain = override(load(CONFIGS / "lm_codebook.py"), [f"data.path={corpus}", MIN_COUNT])
   plain = override(plain, ["model.head.codes=13", "model.layers=1"])
-  found = floor.measure(
+  floors = floor.measure(
     dataclasses.replace(plain, init_from=conversion.Mapped(convert.FrequencyBins()))
   )
   counts = {
-    name: np.bincount(split.tokens, minlength=found["vocab"])
+    name: np.bincount(split.tokens, minlength=floors["vocab"])
     for name, split in load_text(plain).splits.items()
   }
   expected = assign.floor(assign.equal_count(counts["train"], 13), counts["test"]).nats
-  assert found["splits"]["test"]["uniform"]["nats"] == pytest.approx(expected)
+  assert floors["splits"]["test"]["uniform"]["nats"] == pytest.approx(expected)
   assert expected != pytest.approx(floor.measure(plain)["splits"]["test"]["uniform"]["nats"])
 
 

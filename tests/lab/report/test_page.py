@@ -43,7 +43,7 @@ def test_elements_are_closed_and_ids_are_unique(page):
   assert len(ids) == len(set(ids)) > 2
 
 
-def test_the_page_asks_for_nothing_outside_itself(page):
+def test_the_page_loads_nothing_from_outside(page):
   for name, value in Reader(page).attributes:
     if name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
       assert value.startswith("#")
@@ -87,7 +87,7 @@ def test_a_page_replaces_an_older_one_and_leaves_nothing_else(demo, tmp_path):
   assert "<title>new</title>" in (out / "page.html").read_text()
 
 
-def test_the_command_prints_and_writes_what_was_asked_for(demo, tmp_path, capsys):
+def test_the_command_prints_a_table_and_writes_each_file(demo, tmp_path, capsys):
   out = tmp_path / "out"
   options = ["--html", f"{out}/t.html", "--markdown", f"{out}/t.md", "--png", f"{out}/t.png"]
   assert main([str(demo), *options]) == 0
@@ -97,7 +97,7 @@ def test_the_command_prints_and_writes_what_was_asked_for(demo, tmp_path, capsys
   assert "<title>runs</title>" in (out / "t.html").read_text()
 
 
-def test_a_folder_without_runs_is_an_error_that_helps(tmp_path, capsys):
+def test_a_folder_without_runs_is_refused(tmp_path, capsys):
   assert main([str(tmp_path)]) == 2
   assert "must hold runs; got" in capsys.readouterr().err
   assert main([str(tmp_path / "nowhere")]) == 2

@@ -22,7 +22,7 @@ def test_the_same_runs_give_the_same_svg_without_a_date(demo, plot):
   assert "<dc:date>" not in first
 
 
-def test_colours_of_an_svg_are_the_pages(demo):
+def test_colours_of_an_svg_are_variables_of_the_page(demo):
   text = svg(report.loss_curves(report.read_runs(demo)), "p", 'a "b"')
   assert "var(--ink," in text
   assert "var(--series-0," in text
@@ -71,7 +71,7 @@ def test_a_run_whose_losses_are_all_nan_draws_nothing(write_run):
   assert report.loss_curves(report.read_runs(folder)) is None
 
 
-def test_a_tied_head_of_0_bytes_has_its_own_place(demo, write_run, finished):
+def test_a_tied_head_of_0_bytes_stands_left_of_the_others(demo, write_run, finished):
   write_run("e_tied", finished("tied", head={"class": "Dense", "state_bytes": 0, "tied": True}))
   figure = report.size_against_perplexity(report.read_runs(demo))
   assert figure.axes[0].get_xticklabels()[0].get_text() == "0 (tied)"
@@ -79,7 +79,7 @@ def test_a_tied_head_of_0_bytes_has_its_own_place(demo, write_run, finished):
   assert 0 < drawn[2] < min(drawn[:2])
 
 
-def test_labels_of_crowded_points_overlap_neither_each_other_nor_leave_the_axes(
+def test_labels_of_crowded_points_do_not_overlap_and_stay_in_the_axes(
   write_run, finished, tmp_path
 ):
   for at in range(9):

@@ -19,7 +19,7 @@ def test_a_finished_run_is_read(write_run, finished):
   assert len(run.metrics) == 41
 
 
-def test_what_a_run_lacks_is_none(write_run):
+def test_a_missing_value_of_a_run_is_none(write_run):
   run = read_run(write_run("started", None, steps=0))
   assert (run.name, run.status, run.metrics) == ("started", "unfinished", ())
   assert run.get("head.params") is None
@@ -31,11 +31,11 @@ def test_runs_are_found_at_any_depth_in_the_order_of_their_paths(write_run, fini
   assert [run.name for run in read_runs(tmp_path)] == ["a/first", "b/second", "z"]
 
 
-def test_a_run_folder_is_its_own_only_run(write_run, finished):
+def test_a_run_folder_holds_one_run(write_run, finished):
   assert [run.name for run in read_runs(write_run("one", finished("dense")))] == ["dense"]
 
 
-def test_a_shared_name_is_told_apart_by_the_folder(write_run, finished, tmp_path):
+def test_runs_of_one_name_are_labelled_by_their_folders(write_run, finished, tmp_path):
   write_run("seed0", finished("dense"))
   write_run("seed1", finished("dense"))
   write_run("other", finished("codebook"))
@@ -165,7 +165,7 @@ def test_a_console_table_breaks_no_number_at_any_width(demo, width):
     assert whole in printed
 
 
-def test_columns_are_open_to_a_papers_own(demo):
+def test_a_new_column_joins_a_table(demo):
   runs = report.read_runs(demo)
   paper = Column("paper", lambda run: {"dense": 110.0}.get(run.name), str, "Published.", True)
   assert [row[0].text for row in cells([paper], runs)] == ["110.0", "–", "failed", "–"]
@@ -206,7 +206,7 @@ def test_a_value_that_would_round_up_to_the_next_prefix_takes_it():
   assert units.size(2**20 - 1) == "1.00 MiB"
 
 
-def test_what_is_not_finite_says_so():
+def test_infinity_and_nan_are_printed():
   assert units.count(float("nan")) == "nan"
   assert units.fixed(2)(float("inf")) == "inf"
 

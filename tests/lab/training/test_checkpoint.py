@@ -99,7 +99,7 @@ def test_a_damaged_newest_checkpoint_is_moved_aside_with_a_warning(saved, damage
   assert not (saved / "checkpoints" / "2").exists()
 
 
-def test_after_a_fall_back_the_same_step_is_saved_again(saved):
+def test_the_step_of_a_damaged_checkpoint_is_saved_again(saved):
   truncate(saved / "checkpoints" / "2")
   checkpoints = Checkpoints(saved, keep=3)
   with pytest.warns(UserWarning, match="is damaged"):

@@ -141,7 +141,7 @@ def _as_in_the_foreground():
 
 
 @pytest.mark.usefixtures("_as_in_the_foreground")
-def test_a_signal_is_noted_once_and_a_second_one_stops_at_once(capfd):
+def test_a_signal_is_deferred_and_a_second_one_stops_at_once(capfd):
   with deferred_signals() as stopped_by:
     assert stopped_by() is None
     signal.raise_signal(signal.SIGINT)
@@ -151,7 +151,7 @@ def test_a_signal_is_noted_once_and_a_second_one_stops_at_once(capfd):
   assert "finishing the step and saving" in capfd.readouterr().err
 
 
-def test_a_signal_in_the_middle_of_a_line_to_standard_error_is_noted(monkeypatch, capfd):
+def test_a_signal_in_the_middle_of_a_write_to_standard_error_is_deferred(monkeypatch, capfd):
   source, sink = os.pipe()
   main = threading.main_thread().ident
   received = []

@@ -101,7 +101,7 @@ def arrays_in_shares(tree, devices, vocab_only):
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (1, 1, 8)])
-def test_every_device_holds_an_eighth_of_parameters_and_optimiser_from_the_start(shape):
+def test_every_device_holds_an_eighth_of_parameters_and_moments(shape):
   on = program(small(), shape)
   # Two attention heads cannot be spread over eight devices along `model`.
   in_shares = lambda tree: arrays_in_shares(tree, 8, vocab_only=shape[2] == 8)
@@ -172,7 +172,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_with_the_numbers(trai
     program(small(**train), (2, 2, 2))
 
 
-def test_a_model_that_names_no_axes_is_on_every_device():
+def test_a_model_without_logical_axes_is_replicated():
   class Unnamed(Transformer):
     logical_axes = None
 

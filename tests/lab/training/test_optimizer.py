@@ -168,7 +168,7 @@ def test_the_learning_rate_climbs_then_falls_to_its_fraction():
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
-def test_a_warm_up_of_nothing_or_of_all_steps_is_finite(warmup):
+def test_rates_without_warmup_or_decay_are_finite(warmup):
   rate = learning_rate(Train(steps=7, warmup=warmup))
   assert all(np.isfinite(rate(step)) for step in range(8))
 
@@ -181,7 +181,7 @@ def test_the_rate_falls_by_its_factor_from_hold_on():
 
 
 @pytest.mark.parametrize("fields", [(-1, 1, 0.5), (0, 0, 0.5), (0, 1, 0.0), (0, 1, 1.5)])
-def test_a_schedule_that_cannot_be_is_refused(fields):
+def test_fields_of_sgd_outside_their_range_are_refused(fields):
   with pytest.raises(ValueError, match=r"SGD: .* got hold="):
     SGD(*fields)
 
@@ -208,7 +208,7 @@ def test_moments_of_rows_and_columns_learn_on_any_mesh(tmp_path, mesh):
   assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.1
 
 
-def test_an_optimiser_that_is_not_given_leaves_the_identity_of_runs(experiment):
+def test_the_optimiser_is_part_of_an_experiments_identity(experiment):
   before = config_hash(experiment)
   other = dataclasses.replace(experiment.train, optimizer=SGD(1, 1, 0.5))
   assert config_hash(dataclasses.replace(experiment, train=other)) != before
