@@ -5,7 +5,7 @@ import io
 import json
 import pathlib
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -114,116 +114,116 @@ def write(results: Results, docs: pathlib.Path) -> list[pathlib.Path]:
   return [path, *page.save_figures(figures, docs)]
 
 
-def _test(results: Results, name: str, key: str) -> float | None:
-  """A score of a work on the test split; None if it has none."""
-  return results.get(name, {}).get("result", {}).get("test", {}).get(key)
+def _numbers(source: Mapping[str, Any], names: Iterable[str], *path: str) -> pd.Series:
+  """Numbers at a path, such as "result", "test", "perplexity", of named entries; NaN if missing."""
+  step = lambda entry, key: (entry or {}).get(key)
+  return pd.Series([functools.reduce(step, path, source.get(n)) for n in names], dtype=float)
 
 
-def _maybe(show, *values) -> str | None:
-  """`show(*values)`; None if a value is missing."""
-  return None if any(value is None for value in values) else show(*values)
+def _text(numbers: pd.Series, form: str | Callable[[float], str]) -> pd.Series:
+  show = form.format if isinstance(form, str) else form
+  return numbers.map(show, na_action="ignore").astype(object)
+
+
+def _printed(table: str, names: Iterable[str], column: str) -> pd.Series:
+  return pd.Series([paper().get((table, name, column)) for name in names], dtype=object)
+
+
+def _mark_failed(frame: pd.DataFrame, results: Results, works: Iterable[str]) -> None:
+  failed = [results.get(w, {}).get("result", {}).get("status") == "failed" for w in works]
+  frame.loc[failed, frame.columns[1:]] = "failed"
 
 
 def _language(results: Results, scale: str) -> pd.DataFrame:
-  models = [(s, row.name, row.label) for s in SCALES[scale].values() if s.rows for row in rows(s)]
-  lines = [
-    _language_line(results, f"{s.name}/{name}", f"{s.name}: {label}") for s, name, label in models
-  ]
-  if scale == "cpu":
-    printed = dict.fromkeys(row for table, row, _ in paper() if table == "1")
-    missing = [row for row in printed if row.split("/")[0] not in SCALES["cpu"]]
-    for dim, name in sorted(
-      ((row.split("/")[0].removeprefix("lm-"), row.split("/")[1]) for row in missing),
-      key=lambda of: list(MODELS).index(of[1]),
-    ):
-      lines.append(_language_line({}, f"lm-{dim}/{name}", f"paper, {MODELS[name]}, {dim}"))
-  return pd.DataFrame(lines)
-
-
-def _language_line(results: Results, name: str, label: str) -> dict[str, Any]:
-  result = results.get(name, {}).get("result", {})
-  judged = results.get(f"grades/{name.replace('/', '-')}", {})
-  nats, teacher = _test(results, name, "nats_per_token"), f"{name.split('/')[0]}/{TEACHER}"
-  # The count of a distilled model includes its teacher.
-  params = None if name.endswith("distilled") else _of(result, "model")
-  line = {
-    "model": label,
-    "perplexity": _maybe("{:.2f}".format, _test(results, name, "perplexity")),
-    "nats": _maybe("{:.3f}".format, nats),
-    "- GPT-2": _maybe(
-      lambda a, b: f"{a - b:+.3f}", nats, _test(results, teacher, "nats_per_token")
-    ),
-    "parameters": _maybe(units.count, params),
-    "of the head": _maybe(units.count, _of(result, "head")),
+  labels = {
+    f"{s.name}/{row.name}": f"{s.name}: {row.label}"
+    for s in SCALES[scale].values()
+    if s.rows
+    for row in rows(s)
   }
-  if result.get("status") == "failed":
-    line |= dict.fromkeys(list(line)[1:], "failed")
+  for table, work, _ in paper() if scale == "cpu" else ():
+    if table == "1" and work not in labels:
+      dim, name = work.removeprefix("lm-").split("/")
+      labels[work] = f"paper, {MODELS[name]}, {dim}"
+  numbers = functools.partial(_numbers, results, labels)
+  nats = numbers("result", "test", "nats_per_token")
+  dense = [f"{work.split('/')[0]}/{TEACHER}" for work in labels]
+  over = nats - _numbers(results, dense, "result", "test", "nats_per_token")
+  # The count of a distilled model includes its teacher.
+  distilled = [work.endswith("distilled") for work in labels]
+  params = numbers("result", "model", "params").mask(distilled)
+  frame = pd.DataFrame({
+    "model": list(labels.values()),
+    "perplexity": _text(numbers("result", "test", "perplexity"), "{:.2f}"),
+    "nats": _text(nats, "{:.3f}"),
+    "- GPT-2": _text(over, "{:+.3f}"),
+    "parameters": _text(params, units.count),
+    "of the head": _text(numbers("result", "head", "params"), units.count),
+  })  # fmt: skip
+  _mark_failed(frame, results, labels)
+  judged = [f"grades/{work.replace('/', '-')}" for work in labels]
   for grade in GRADES:
-    own, printed = judged.get("grades", {}).get(grade), paper().get(("1", name, grade))
-    if own is not None or printed is not None:
-      line[grade] = f"{_maybe('{:.2f}'.format, own) or units.MISSING} / {printed or units.MISSING}"
-  if judged:
-    stories = judged["graded"] + judged["failed"]
-    line["graded"] = f"{judged['graded']} of {stories} by {judged['settings']['model']}"
-  return line
-
-
-def _of(result: Mapping[str, Any], part: str) -> int | None:
-  return result.get(part, {}).get("params")
+    own = _text(_numbers(results, judged, "grades", grade), "{:.2f}")
+    printed = _printed("1", labels, grade)
+    both = own.fillna(units.MISSING) + " / " + printed.fillna(units.MISSING)
+    frame[grade] = both.where(own.notna() | printed.notna())
+  frame["graded"] = [
+    f"{kept['graded']} of {kept['graded'] + kept['failed']} by {kept['settings']['model']}"
+    if (kept := results.get(name))
+    else None
+    for name in judged
+  ]
+  return frame
 
 
 def _differences(results: Results, scale: str) -> pd.DataFrame:
-  lines = []
-  for s in SCALES[scale].values():
-    labels = {row.name: row.label for row in rows(s)}
-    for row in rows(s):
-      own = _test(results, f"{s.name}/{row.name}", "nats_per_token")
-      control = _test(results, f"{s.name}/{row.control}", "nats_per_token")
-      if own is not None and control is not None:
-        line = {"model": f"{s.name}: {row.label}", "control": labels[row.control]}
-        lines.append(line | {"difference": f"{own - control:+.3f}"})
-  return pd.DataFrame(lines)
+  every = [(s, row, other) for s in SCALES[scale].values() for row in rows(s) for other in rows(s)]
+  pairs = [(s, row, other) for s, row, other in every if row.control == other.name]
+  numbers = lambda names: _numbers(results, names, "result", "test", "nats_per_token")
+  own = numbers(f"{s.name}/{row.name}" for s, row, _ in pairs)
+  control = numbers(f"{s.name}/{other.name}" for s, _, other in pairs)
+  frame = pd.DataFrame({
+    "model": [f"{s.name}: {row.label}" for s, row, _ in pairs],
+    "control": [other.label for _, _, other in pairs],
+    "difference": _text(own - control, "{:+.3f}"),
+  })  # fmt: skip
+  return frame.dropna(subset="difference")
 
 
-def _group_losses(results: Results, scale: str) -> dict[int, float]:
-  """Number of groups -> validation loss in nats, of the models that were trained."""
-  losses = {
-    groups: results.get(f"{s.name}/groups-{groups}", {}).get("result", {}).get("valid", {})
-    for s in SCALES[scale].values()
-    for groups in s.groups
-  }
-  return {groups: valid["nats_per_token"] for groups, valid in losses.items() if valid}
+def _group_losses(results: Results, scale: str) -> pd.Series:
+  """Validation loss in nats by the number of groups, of the models that were trained."""
+  works = {n: f"{s.name}/groups-{n}" for s in SCALES[scale].values() for n in s.groups}
+  loss = _numbers(results, works.values(), "result", "valid", "nats_per_token")
+  return loss.set_axis(list(works)).dropna()
 
 
 def _groups(results: Results, scale: str) -> pd.DataFrame:
-  losses = _group_losses(results, scale)
-  lines = {"groups": [f"{groups:,}" for groups in losses]}
-  return pd.DataFrame(lines | {"validation nats": [f"{loss:.3f}" for loss in losses.values()]})
+  loss = _group_losses(results, scale)
+  return pd.DataFrame(
+    {"groups": loss.index.map("{:,}".format), "loss": list(_text(loss, "{:.3f}"))}
+  )
 
 
 def _pictures(results: Results) -> pd.DataFrame:
-  lines = []
-  for name in ("dense", "grouped"):
-    work, percent = f"pictures/{name}", lambda rate: f"{100 * rate:.1f}"
-    result = results.get(work, {}).get("result", {})
-    line = {
-      "model": f"CNN, {name}",
-      "accuracy, %": _maybe(percent, _test(results, work, "accuracy")),
-      "of the group, %": _maybe(percent, _test(results, work, "group_accuracy")),
-      "nats": _maybe("{:.3f}".format, _test(results, work, "nats_per_token")),
-      "parameters": _maybe(units.count, _of(result, "model")),
-    }
-    if result.get("status") == "failed":
-      line |= dict.fromkeys(list(line)[1:], "failed")
-    printed = f"{int(paper()['pictures', work, 'parameters']):,}"
-    lines.append(line | {"paper's parameters": printed})
-  return pd.DataFrame(lines)
+  works = ("pictures/dense", "pictures/grouped")
+  numbers = functools.partial(_numbers, results, works, "result")
+  frame = pd.DataFrame({
+    "model": ["CNN, dense", "CNN, grouped"],
+    "accuracy, %": _text(100 * numbers("test", "accuracy"), "{:.1f}"),
+    "of the group, %": _text(100 * numbers("test", "group_accuracy"), "{:.1f}"),
+    "nats": _text(numbers("test", "nats_per_token"), "{:.3f}"),
+    "parameters": _text(numbers("model", "params"), units.count),
+  })  # fmt: skip
+  _mark_failed(frame, results, works)
+  frame["paper's parameters"] = (
+    _printed("pictures", works, "parameters").map(int).map("{:,}".format)
+  )
+  return frame
 
 
 def _top(results: Results) -> pd.DataFrame:
-  lines = []
-  for top in (kept["top"] for kept in results.values() if "top" in kept):
-    lines.append({
+  return pd.DataFrame([
+    {
       "V": f"{top['vocab']:,}",
       "groups": top["groups"],
       "visited": f"{top['visited']:g}",
@@ -233,97 +233,103 @@ def _top(results: Results) -> pd.DataFrame:
       "best-first, ms": f"{1e3 * top['seconds']:.2f}",
       "ratio": f"{top['ratio']:.3f}",
       "equal": "yes" if top["same"] else "no",
-    })  # fmt: skip
-  return pd.DataFrame(lines)
+    }
+    for top in (kept["top"] for kept in results.values() if "top" in kept)
+  ])  # fmt: skip
 
 
-def _steps(cost: Cost) -> Iterable[tuple[int, str, Mapping[str, Any], Mapping[str, Any]]]:
-  """(width, model, its measurements, those of GPT-2) of Tables 2 and 3."""
-  for dim in WIDTHS:
-    measured = cost.get("steps", {}).get(str(dim), {})
-    for name in MODELS:
-      yield dim, name, measured.get(name, {}), measured.get("gpt-2", {})
+STEPS = {
+  f"{dim}/{name}": f"{dim} ({size}): {label}"
+  for dim, size in WIDTHS.items()
+  for name, label in MODELS.items()
+}
+"""Training step of Tables 2 and 3 -> its label."""
+
+DENSE_STEPS = [f"{step.split('/')[0]}/gpt-2" for step in STEPS]
+
+
+def _steps(cost: Cost) -> dict[str, Mapping[str, Any]]:
+  measured = cost.get("steps", {})
+  return {f"{dim}/{name}": row for dim, models in measured.items() for name, row in models.items()}
 
 
 def _memory(cost: Cost) -> pd.DataFrame:
-  lines = []
-  for dim, name, own, dense in _steps(cost):
-    plain, dense_plain = own.get("without_remat", {}), dense.get("without_remat", {})
-    peaks = {"compiled": plain.get("peak_bytes"), "recomputing": own.get("peak_bytes")}
-    theirs = {"compiled": dense_plain.get("peak_bytes"), "recomputing": dense.get("peak_bytes")}
-    shown = {key: _maybe("{:.2f}".format, peak and peak / 1e9) for key, peak in peaks.items()}
-    # The error is of the first program that the compiler refused.
-    if "error" in own:
-      shown["compiled" if peaks["recomputing"] else "recomputing"] = "failed"
-    times = {
-      f"GPT-2 / it, {key}": _maybe(lambda a, b: f"{a / b:.1f}", theirs[key], peaks[key])
-      for key in peaks
-    }
-    part = _maybe(lambda a, b: f"{a / b:.2f}", peaks["recomputing"], theirs["recomputing"])
-    printed = paper().get(("2", f"{dim}/{name}", "GB"))
-    label = f"{dim} ({WIDTHS[dim]}): {MODELS[name]}"
-    lines.append({"model": label, **shown, "of GPT-2": part, **times, "paper, GB": printed})
-  return pd.DataFrame(lines)
+  steps = _steps(cost)
+  plain = lambda names: _numbers(steps, names, "without_remat", "peak_bytes") / 1e9
+  remat = lambda names: _numbers(steps, names, "peak_bytes") / 1e9
+  frame = pd.DataFrame({
+    "model": list(STEPS.values()),
+    "compiled": _text(plain(STEPS), "{:.2f}"),
+    "recomputing": _text(remat(STEPS), "{:.2f}"),
+    "of GPT-2": _text(remat(STEPS) / remat(DENSE_STEPS), "{:.2f}"),
+    "GPT-2 / it, compiled": _text(plain(DENSE_STEPS) / plain(STEPS), "{:.1f}"),
+    "GPT-2 / it, recomputing": _text(remat(DENSE_STEPS) / remat(STEPS), "{:.1f}"),
+    "paper, GB": _printed("2", STEPS, "GB"),
+  })  # fmt: skip
+  # The step with recomputed blocks is compiled first; an error is of the first that failed.
+  failed = pd.Series(["error" in steps.get(step, {}) for step in STEPS])
+  frame.loc[failed & frame["recomputing"].notna(), "compiled"] = "failed"
+  frame.loc[failed & frame["recomputing"].isna(), "recomputing"] = "failed"
+  return frame
 
 
 def _speed(cost: Cost) -> pd.DataFrame:
-  times, lines = lambda a, b: f"{a / b:.2f}×", []
-  for dim, name, own, dense in _steps(cost):
-    printed = lambda name, dim=dim: _maybe(int, paper().get(("3", f"{dim}/{name}", "tokens/s")))
-    macs = own.get("macs")
-    lines.append({
-      "model": f"{dim} ({WIDTHS[dim]}): {MODELS[name]}",
-      "tokens/s": _maybe("{:,.0f}".format, own.get("tokens_per_s")),
-      "of GPT-2": _maybe(times, own.get("tokens_per_s"), dense.get("tokens_per_s")),
-      "paper": _maybe("{:,}".format, printed(name)),
-      "of its GPT-2": _maybe(times, printed(name), printed("gpt-2")),
-      "GMAC": macs and f"{macs['weights'] / 1e9:.2f}",
-      "with attention": macs and f"{sum(macs.values()) / 1e9:.2f}",
-      "paper's GFLOPs": paper().get(("3", f"{dim}/{name}", "GFLOPs")),
-    })  # fmt: skip
-  return pd.DataFrame(lines)
+  numbers = functools.partial(_numbers, _steps(cost))
+  speed, weights = numbers(STEPS, "tokens_per_s"), numbers(STEPS, "macs", "weights") / 1e9
+  printed = _printed("3", STEPS, "tokens/s").astype(float)
+  of_dense = printed / _printed("3", DENSE_STEPS, "tokens/s").astype(float)
+  return pd.DataFrame({
+    "model": list(STEPS.values()),
+    "tokens/s": _text(speed, "{:,.0f}"),
+    "of GPT-2": _text(speed / numbers(DENSE_STEPS, "tokens_per_s"), "{:.2f}×"),
+    "paper": _text(printed, "{:,.0f}"),
+    "of its GPT-2": _text(of_dense, "{:.2f}×"),
+    "GMAC": _text(weights, "{:.2f}"),
+    "with attention": _text(weights + numbers(STEPS, "macs", "attention") / 1e9, "{:.2f}"),
+    "paper's GFLOPs": _printed("3", STEPS, "GFLOPs"),
+  })  # fmt: skip
 
 
 def _loss(cost: Cost) -> pd.DataFrame:
   labels = {"materialised": "dense, logits materialised", "tiled": "dense, in tiles"}
   labels |= {"unshared": "one linear a group"}
   measured = cost.get("loss", {}).get("rows", {})
-  return pd.DataFrame([
-    {
-      "head": labels.get(name, name),
-      "ms": f"{1e3 * row['seconds']:.1f}",
-      "time / grouped's": f"{row['seconds'] / measured['grouped']['seconds']:.2f}×",
-      "faster than materialised": f"{row['faster_than_materialised']:.1f}×",
-      "faster than in tiles": f"{row['faster_than_tiled']:.1f}×",
-      "temporaries": units.size(row["temp_bytes"]),
-      "materialised / it": f"{row['temp_smaller']:.0f}×",
-    }
-    for name, row in measured.items()
-  ])  # fmt: skip
+  numbers = functools.partial(_numbers, measured, measured)
+  seconds = numbers("seconds")
+  return pd.DataFrame({
+    "head": [labels.get(name, name) for name in measured],
+    "ms": _text(1e3 * seconds, "{:.1f}"),
+    "time / grouped's": _text(seconds / measured.get("grouped", {}).get("seconds", 1), "{:.2f}×"),
+    "faster than materialised": _text(numbers("faster_than_materialised"), "{:.1f}×"),
+    "faster than in tiles": _text(numbers("faster_than_tiled"), "{:.1f}×"),
+    "temporaries": _text(numbers("temp_bytes"), units.size),
+    "materialised / it": _text(numbers("temp_smaller"), "{:.0f}×"),
+  })  # fmt: skip
 
 
 def _least(cost: Cost) -> pd.DataFrame:
   least, lines = cost.get("least", {}), []
-  for kind, label in (
-    ("step", "training step"),
-    ("head", "head's loss and gradient"),
-    ("untiled", "head's loss and gradient, [N, S] arrays whole"),
-  ):
-    if kind in least:
-      first, last = least[kind]["near"]
-      line = {"memory of": label, "least at": f"{least[kind]['size']:,}"}
-      line |= {"within 2 %": f"{first:,} to {last:,}", "sqrt(V)": least["sqrt"]}
-      lines.append(line | {"sqrt(V/4)": least.get("corrected")})
+  labels = {
+    "step": "training step",
+    "head": "head's loss and gradient",
+    "untiled": "head's loss and gradient, [N, S] arrays whole",
+  }
+  for kind in filter(least.get, labels):
+    first, last = least[kind]["near"]
+    line = {"memory of": labels[kind], "least at": f"{least[kind]['size']:,}"}
+    line |= {"within 2 %": f"{first:,} to {last:,}", "sqrt(V)": least["sqrt"]}
+    lines.append(line | {"sqrt(V/4)": least.get("corrected")})
   return pd.DataFrame(lines)
 
 
 def _drawing(cost: Cost) -> pd.DataFrame:
-  images = cost.get("images")
-  if images is None:
-    return pd.DataFrame()
-  shown = {f"{name}, ms": f"{1e3 * seconds:.1f}" for name, seconds in images["seconds"].items()}
-  part = f"{100 * images['draw_of_step']:.1f}"
-  return pd.DataFrame([{"pictures": images["batch"], **shown, "draw / step, %": part}])
+  lines = [cost["images"]] if "images" in cost else []
+  return pd.DataFrame([
+    {"pictures": images["batch"]}
+    | {f"{name}, ms": f"{1e3 * seconds:.1f}" for name, seconds in images["seconds"].items()}
+    | {"draw / step, %": f"{100 * images['draw_of_step']:.1f}"}
+    for images in lines
+  ])  # fmt: skip
 
 
 def _origins(cost: Cost) -> pd.DataFrame:
@@ -331,11 +337,8 @@ def _origins(cost: Cost) -> pd.DataFrame:
     {"part": part, "device": of["device"], "commit": of["commit"], "day": of["date"][:10]}
     for part, of in cost.get("provenance", {}).items()
   ]
-  for dim, models in cost.get("steps", {}).items():
-    for name, row in models.items():
-      if "error" in row:
-        lines.append({"part": f"steps, width {dim}, {name}: {row['error']}"})
-  return pd.DataFrame(lines)
+  failed = {step: row["error"] for step, row in _steps(cost).items() if "error" in row}
+  return pd.DataFrame([*lines, *({"part": f"{step} failed: {of}"} for step, of in failed.items())])
 
 
 def _frame(axes: Axes, across: str, up: str) -> None:
@@ -393,7 +396,7 @@ def sizes(results: Results, cost: Cost) -> Figure:
       ("untiled_temp_bytes", "head, [N, S] arrays whole"),
     )
   }
-  loss = {"trained models": sorted(_group_losses(results, "cpu").items())}
+  loss = {"trained models": list(_group_losses(results, "cpu").items())}
   figure = Figure(figsize=(9, 3.4), layout="constrained")
   panels = (memory, "GB, by the compiler's account"), (loss, "validation loss, nats per token")
   for axes, (lines, label) in zip(figure.subplots(1, 2), panels, strict=True):

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from vqjax.convert import part_of
 from vqjax.lab.config import Experiment
@@ -116,9 +115,6 @@ def complete(
       )
   # Where no row fills the context, what lies beyond the rows is not computed.
   width = min(model.context, max(map(len, prompts)) + tokens)
-  ends = [list(prompt)[-width:] for prompt in prompts]
-  window_BT = np.array([end + [0] * (width - len(end)) for end in ends], np.int32)
-  length_B = np.array([len(end) for end in ends], np.int32)
   # A recurrent state is that of the last training batch.
   variables = {name: tree for name, tree in variables.items() if name != "carry"}
 
@@ -128,39 +124,20 @@ def complete(
     last_BD = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)[:, 0]
     return model.head.sample(last_BD, key, temperature, top_k)
 
-  @jax.jit
-  def run(variables, window_BT, length_B, key):
-    step = functools.partial(model.apply, variables, method=sample)
-    return _loop(step, window_BT, length_B, key, tokens=tokens, eos=eos)
-
-  rows = np.asarray(run(variables, window_BT, length_B, key)).tolist()
-  completions = [row[: row.index(eos)] if eos in row else row for row in rows]
-  for number, row in enumerate(completions):
-    if min(row, default=0) < 0:
+  step = jax.jit(functools.partial(model.apply, method=sample))
+  completions: list[list[int]] = [[] for _ in prompts]
+  for index in range(tokens):
+    ends = [[*prompt, *row][-width:] for prompt, row in zip(prompts, completions, strict=True)]
+    window_BT = np.array([end + [0] * (width - len(end)) for end in ends], np.int32)
+    length_B = np.array([len(end) for end in ends], np.int32)
+    token_B = np.asarray(step(variables, window_BT, length_B, jax.random.fold_in(key, index)))
+    if token_B.min() < 0:
       raise ValueError(
-        f"`variables` must give finite scores; got NaN after prompt {number}. Use a run that did"
-        " not diverge."
+        f"`variables` must give finite scores; got NaN after prompt {int(token_B.argmin())}. Use a"
+        " run that did not diverge."
       )
-  return completions
-
-
-def _loop(step, window_BT, length_B, key, *, tokens: int, eos: int) -> Int[Array, "B N"]:
-  """Samples tokens one after another until every row has ended."""
-  row_B, width = jnp.arange(len(window_BT)), window_BT.shape[1]
-
-  def unended(state):
-    index, _, _, written_BN = state
-    return (index < tokens) & ~(written_BN == eos).any(axis=1).all()
-
-  def append(state):
-    index, window_BT, length_B, written_BN = state
-    token_B = step(window_BT, length_B, jax.random.fold_in(key, index))
-    # A full window loses its oldest token.
-    full_B1 = (length_B == width)[:, None]
-    window_BT = jnp.where(full_B1, jnp.roll(window_BT, -1, axis=1), window_BT)
-    window_BT = window_BT.at[row_B, jnp.minimum(length_B, width - 1)].set(token_B)
-    length_B = jnp.minimum(length_B + 1, width)
-    return index + 1, window_BT, length_B, written_BN.at[:, index].set(token_B)
-
-  empty_BN = jnp.full((len(window_BT), tokens), -1, jnp.int32)
-  return lax.while_loop(unended, append, (0, window_BT, length_B, empty_BN))[-1]
+    for row, token in zip(completions, token_B.tolist(), strict=True):
+      row.append(token)
+    if all(eos in row for row in completions):
+      break
+  return [row[: row.index(eos)] if eos in row else row for row in completions]
