@@ -18,7 +18,7 @@ from experiments.studies.study import Results
 from vqjax.lab.report import INK, SERIES, units
 from vqjax.lab.training.run import read_json
 
-PAPER = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
+PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
 """The scores and compression ratios that the paper prints: table, "setting/row", column, value."""
 
 TABLES = {
@@ -95,7 +95,7 @@ def table(results: Results, scale: str, name: str) -> pd.DataFrame:
   A setting with a dagger stands in for the paper's.
   """
   lines = []
-  for row, printed in PAPER[PAPER.table == name].groupby("row", sort=False):
+  for row, printed in PRINTED[PRINTED.table == name].groupby("row", sort=False):
     theirs, kind = row.split("/")
     published = dict(zip(printed.column, printed.value, strict=True))
     ours = STAND_INS[scale].get((name, theirs), theirs)
