@@ -171,13 +171,35 @@ def ordered(vocab: int, dim: int, embedding: Embedding) -> Head:
   return GroupedHead(vocab, dim, order_init=convert.in_order)
 
 
-def _scratch(name: str, label: str, head: HeadOf, control: str | None = None, order=None) -> Row:
-  """A row that trains from scratch, with the tokens in another order if `order` is given."""
+def unshared(vocab: int, dim: int, embedding: Embedding) -> Head:
+  """A grouped head with a linear layer for each group."""
+  del embedding
+  return UnsharedGroupedHead(vocab, dim)
+
+
+def _scratch(
+  name: str,
+  label: str,
+  head: HeadOf,
+  control: str | None = None,
+  order: convert.Ordering | None = None,
+  local: bool = False,
+) -> Row:
+  """A row that trains from scratch.
+
+  Args:
+    name: of the row.
+    label: its label.
+    head: its head.
+    control: name of the row with which it is compared.
+    order: the order of the tokens, if not the tokenizer's.
+    local: whether every second block has local attention, as in GPT-Neo.
+  """
 
   def make(s: Setting) -> Experiment:
-    fields = {"window": s.window} if name == "gpt-neo" else {}
+    experiment = s.experiment(name, head, window=s.window if local else None)
     regrouped = None if order is None else conversion.Regrouped(order)
-    return dataclasses.replace(s.experiment(name, head, **fields), init_from=regrouped)
+    return dataclasses.replace(experiment, init_from=regrouped)
 
   return Row(name, label, make, control=control)
 
@@ -200,9 +222,13 @@ def _distilled(s: Setting) -> Experiment:
 
 
 def _converted(
-  name: str, label: str, control: str, by_frequency: bool = False, distillation: float = 0.0
+  name: str,
+  label: str,
+  by_frequency: bool = False,
+  tuned: bool = False,
+  distillation: float = 0.0,
 ) -> Row:
-  """The trained GPT-2 with a grouped head in place of its dense one; "tuned" rows train on."""
+  """The trained GPT-2 with a grouped head in place of its dense one, fine-tuned if `tuned`."""
 
   def make(s: Setting) -> Experiment:
     return conversion.converted(
@@ -215,39 +241,30 @@ def _converted(
       distillation=distillation,
     )
 
-  return Row(name, label, make, TEACHER, trained=name.startswith("tuned"), control=control)
+  return Row(name, label, make, TEACHER, tuned, control="gpt-2-more" if tuned else TEACHER)
 
+
+BY_CLUSTERS = convert.ByClusters(convert.ContextKMeans())
 
 _ROWS = (
   _scratch("gpt-2", "GPT-2", dense),
-  _scratch("gpt-neo", "GPT-Neo", dense, TEACHER),
+  _scratch("gpt-neo", "GPT-Neo", dense, TEACHER, local=True),
   _scratch("grouped", "grouped", grouped, TEACHER),
   _scratch("shuffled", "grouped, tokens shuffled", ordered, "grouped", convert.Shuffled()),
   _scratch("frequency", "grouped, by frequency", ordered, "grouped", convert.ByFrequency()),
-  _scratch(
-    "clusters",
-    "grouped, by clusters",
-    ordered,
-    "grouped",
-    convert.ByClusters(convert.ContextKMeans()),
-  ),
-  _scratch(
-    "unshared",
-    "one linear a group",
-    lambda vocab, dim, embedding: UnsharedGroupedHead(vocab, dim),
-    "grouped",
-  ),
+  _scratch("clusters", "grouped, by clusters", ordered, "grouped", BY_CLUSTERS),
+  _scratch("unshared", "one linear a group", unshared, "grouped"),
   Row("distilled", "grouped, taught by GPT-2", _distilled, TEACHER, control="grouped"),
   Row("gpt-2-more", "GPT-2, trained on", _continued, TEACHER),
-  _converted("converted", "GPT-2, converted", TEACHER),
-  _converted("converted-frequency", "GPT-2, converted by frequency", TEACHER, by_frequency=True),
-  _converted("tuned", "GPT-2, converted, trained on", "gpt-2-more"),
-  _converted("tuned-frequency", "GPT-2, by frequency, trained on", "gpt-2-more", by_frequency=True),
+  _converted("converted", "GPT-2, converted"),
+  _converted("converted-frequency", "GPT-2, converted by frequency", by_frequency=True),
+  _converted("tuned", "GPT-2, converted, trained on", tuned=True),
+  _converted("tuned-frequency", "GPT-2, by frequency, trained on", by_frequency=True, tuned=True),
   _converted(
     "tuned-distilled",
     "GPT-2, by frequency, trained on and taught",
-    "gpt-2-more",
     by_frequency=True,
+    tuned=True,
     distillation=1.0,
   ),
 )
