@@ -1,4 +1,4 @@
-"""What do the small language models have in common, that only their vocabulary layers differ?"""
+"""The small language model of the `lm_*` configs, which differ only in their heads."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,11 @@ DIM = 128
 
 
 def language_model(name: str, head: Callable[[int, int, Embedding], Head]) -> Experiment:
-  """A two-layer decoder on words, by default of the standard library's docstrings.
+  """Return a run of a two-layer decoder on the words of the standard library's docstrings.
 
-  `head` is given vocab, dim and the embedding, which a tied head shares.
+  Args:
+    name: name of the run.
+    head: (vocab, dim, embedding) -> the head; a tied head shares the embedding.
   """
   embedding = DenseEmbedding(FROM_TOKENIZER, DIM)
   return Experiment(

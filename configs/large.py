@@ -1,4 +1,4 @@
-"""What do the decoders of a pod have in common, whatever their size and their head?"""
+"""The large language model of `lm_1b` and `lm_8b`, for a pod of accelerators."""
 
 from collections.abc import Callable
 
@@ -29,9 +29,9 @@ HEADS: dict[str, Callable[[int, int], Head]] = {
 def language_model(
   name: str, head: str, vocab: int, dim: int, layers: int, context: int, batch: int
 ) -> Experiment:
-  """A decoder with heads of 128 and 12·layers·dim² weights, computed in bfloat16.
+  """Return a run of a decoder with attention heads of 128 and 12·layers·dim² weights.
 
-  Its parameters are float32 and every block's activations are computed again in the backward pass.
+  It computes in bfloat16 with float32 parameters, and rematerialises every block.
   """
   return Experiment(
     name=f"{name}-{head}",

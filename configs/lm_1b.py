@@ -1,4 +1,4 @@
-"""What does a decoder of a billion parameters look like, with a head of choice?"""
+"""A decoder of a billion parameters for a pod, with any head of `large.HEADS`."""
 
 from configs.large import VOCAB, language_model
 from vqjax.lab.config import Experiment

@@ -1,4 +1,4 @@
-"""What is left of the small decoder when 1024 codes stand for its whole vocabulary?"""
+"""The small decoder with a codebook of 1024 codes for the whole vocabulary."""
 
 from configs.base import language_model
 from vqjax import CodebookHead, assign

@@ -1,4 +1,4 @@
-"""How much of a codebook's loss does one bias for each token win back?"""
+"""The small decoder with a codebook of 1024 codes and a bias for each token."""
 
 from configs.base import language_model
 from vqjax import CodebookHead, assign

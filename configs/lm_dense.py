@@ -1,4 +1,4 @@
-"""How good and how large is the small decoder with an ordinary softmax head?"""
+"""The small decoder with an ordinary softmax head: the baseline."""
 
 from configs.base import language_model
 from vqjax import DenseHead

@@ -1,4 +1,4 @@
-"""How does the small decoder fare when it predicts a group first, then a token inside it?"""
+"""The small decoder that predicts a group first, then a token inside it."""
 
 from configs.base import language_model
 from vqjax import GroupedHead

@@ -1,4 +1,4 @@
-"""What does the small decoder gain when its head shares the embedding's table?"""
+"""The small decoder whose head shares the embedding's table."""
 
 from configs.base import language_model
 from vqjax import DenseHead

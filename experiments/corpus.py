@@ -1,6 +1,6 @@
 """Command that counts the documents and tokens of a config's corpus.
 
-python -m experiments.corpus configs/vq_ptb.py
+python -m experiments.corpus configs/vq_logits/ptb.py
 """
 
 import sys
@@ -13,8 +13,8 @@ from vqjax.lab.data.source import SPLITS
 
 EXAMPLES = """\
 examples:
-  python -m experiments.corpus configs/vq_c4.py data.fraction=0.001 tokenizer.vocab=8000
-  python -m experiments.corpus configs/vq_ptb.py
+  python -m experiments.corpus configs/vq_logits/c4.py data.fraction=0.001 tokenizer.vocab=8000
+  python -m experiments.corpus configs/vq_logits/ptb.py
 
 The command fits the tokenizer and encodes the text where the cache lacks them, so that training on
 the same config starts at once."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.dpq_lstm import MEDIUM, Body, language_model
+from configs.dpq.lstm import MEDIUM, LSTMSize, language_model
 from experiments.bench import benching
 from experiments.bench.process import measured
 from experiments.bench.stepping import Stepping
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   ).parse_args(arguments)
   body, grid, whole, tokens = MEDIUM, GRID, WHOLE, TOKENS
   if options.quick:
-    tiny = Body(12, 5, 0.0, 0.1, 0.5, 1, 1, 3.0)
+    tiny = LSTMSize(12, 5, 0.0, 0.1, 0.5, 1, 1, 3.0)
     body, grid, whole, tokens = tiny, ((2, 4), (3,)), Table(300, 16, 16, 4), 64
   figures = {
     "training": training(body, 100 if options.quick else V, grid),
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   return 0
 
 
-def training(body: Body, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
+def training(body: LSTMSize, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
   """Figure 4: the time of a whole training step beside that of the full embedding, and memory.
 
   Each step goes on from the state of the one before. All in turn, in one process.
@@ -91,7 +91,7 @@ def training(body: Body, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) 
   return rows
 
 
-def _setting(body: Body) -> Setting:
+def _setting(body: LSTMSize) -> Setting:
   make = lambda row, embedding, seed: language_model(
     row, embedding, body, PennTreebank(), 929_589, seed
   )

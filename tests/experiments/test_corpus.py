@@ -7,7 +7,7 @@ import pytest
 
 from experiments import corpus
 
-CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/vq_c4.py")
+CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/vq_logits/c4.py")
 STORY = "Once upon a time a fox lived by the river, and every day he counted {} stones. "
 
 

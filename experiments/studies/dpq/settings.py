@@ -10,12 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from configs import dpq_bert as bert
-from configs import dpq_multi30k as multi30k
-from configs import dpq_translation as translated
-from configs.dpq_lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, Body, language_model
-from configs.dpq_lstm import WORDS as LSTM_WORDS
-from configs.dpq_text import ADAM, BEGIN, DIM, classifier
+from configs.dpq import bert, multi30k
+from configs.dpq import translation as translated
+from configs.dpq.lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, LSTMSize, language_model
+from configs.dpq.lstm import WORDS as LSTM_WORDS
+from configs.dpq.text import ADAM, BEGIN, DIM, classifier
 from vqjax import Embedding
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import (
@@ -118,9 +117,9 @@ class Setting:
 
 def lstm(
   text: tuple[Source, int],
-  body: Body,
+  body: LSTMSize,
   *,
-  quantized: Body | None = None,
+  quantized: LSTMSize | None = None,
   tokenizer: WordTokenizer = LSTM_WORDS,
   **fields,
 ) -> Setting:
@@ -150,14 +149,14 @@ def classified(data: LabelledSource, classes: int, options: dict[str, Any], **fi
 
 def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
   """A translation of a text into its mirror image, which trains in seconds."""
-  body = translated.Body(16, 1, 2, 32, 12)
+  body = translated.TransformerSize(16, 1, 2, 32, 12)
   data, tokenizer = Mirrored(FEW_HELD_OUT), WordTokenizer(vocab=200)
   train = Train(steps=4, batch=8, warmup=2, eval_every=4, save_every=4)
   return translated.translation(row, embedding, body, data, tokenizer, train, seed)
 
 
 def pretrained(
-  body: bert.Body, text: bert.Text, train: Train, tune: Train, codes: Codes
+  body: bert.EncoderSize, text: bert.Corpus, train: Train, tune: Train, codes: Codes
 ) -> dict[str, Setting]:
   """BERT's pre-training and its two fine-tuning tasks."""
   fields = {"dim": body.dim, "begin": bert.BEGIN, "rows": ("full", "sx"), **both(codes)}
@@ -196,7 +195,7 @@ ZHANG = {
 SMOKE = {
   "ptb-small": lstm(
     (FEW_HELD_OUT, 8 * 20 * 6),
-    Body(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0),
+    LSTMSize(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0),
     tokenizer=WordTokenizer(vocab=200),
     rows=(*HEADLINE, "sx-tied", "low-rank-5", *CHEN, *COMPRESSED),
     sx=Codes(4, 4, shared=True),
@@ -214,8 +213,8 @@ SMOKE = {
     rebuild_steps=20,
   ),
   **pretrained(
-    bert.Body(16, 1, 2, 32, 12),
-    bert.Text(FEW_HELD_OUT, WordTokenizer(vocab=200)),
+    bert.EncoderSize(16, 1, 2, 32, 12),
+    bert.Corpus(FEW_HELD_OUT, WordTokenizer(vocab=200)),
     train=Train(steps=3, batch=8, warmup=1, eval_every=3, save_every=3),
     tune=Train(steps=2, batch=8, warmup=1, eval_every=2, save_every=2),
     codes=Codes(4, 4),
@@ -326,7 +325,7 @@ PAPER = {
   ),
   **pretrained(
     bert.BASE,
-    bert.Text(WIKIPEDIA, SentencePieceTokenizer(vocab=30_522)),
+    bert.Corpus(WIKIPEDIA, SentencePieceTokenizer(vocab=30_522)),
     train=Train(
       steps=1_000_000,
       batch=1024,

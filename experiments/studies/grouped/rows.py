@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from configs.grouped_lm import EPOCH, GPT2, WINDOW, HeadOf, dense, grouped, language_model
-from configs.grouped_shapes import CPU as CPU_PICTURES
-from configs.grouped_shapes import REDUCED, shapes_run
+from configs.grouped.lm import EPOCH, GPT2, WINDOW, HeadOf, dense, grouped, language_model
+from configs.grouped.shapes import CPU as CPU_PICTURES
+from configs.grouped.shapes import REDUCED, shapes_run
 from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train

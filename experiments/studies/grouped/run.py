@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from configs.grouped_shapes import dense, grouped
+from configs.grouped.shapes import dense, grouped
 from experiments.studies.grouped import report
 from experiments.studies.grouped.rows import (
   PICTURES,

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from configs import vq_c4, vq_ptb, vq_wikitext103
+from configs.vq_logits import c4, ptb, wikitext103
 from vqjax import DenseEmbedding, DenseHead, Head
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import (
@@ -217,7 +217,7 @@ SCALES = {
   "paper": {
     "ptb": _paper(
       "ptb",
-      vq_ptb.experiment(),
+      ptb.experiment(),
       codes=(256, 512, 1024),
       cutoffs=(750, 3000),
       rank=27,
@@ -226,7 +226,7 @@ SCALES = {
     ),
     "wikitext": _paper(
       "wikitext",
-      vq_wikitext103.experiment(),
+      wikitext103.experiment(),
       codes=(1024, 2048, 4096),
       cutoffs=(20_000, 80_000),
       rank=512,
@@ -234,7 +234,7 @@ SCALES = {
     ),
     "web": _paper(
       "web",
-      vq_c4.experiment(),
+      c4.experiment(),
       codes=(512, 1024, 2048),
       cutoffs=(2400, 9600),
       rank=48,

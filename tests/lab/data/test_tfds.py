@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from configs import grouped_lm
+from configs.grouped import lm
 from vqjax.lab.data import TFDS, LabelledTFDS, PairedTFDS, PennTreebank
 from vqjax.lab.data.source import SPLITS
 
@@ -128,7 +128,7 @@ def test_tinystories_is_prepared_with_its_validation_halved(tmp_path):
   (manual / "TinyStories-valid.txt").write_text("three\n<|endoftext|>\nfour\n<|endoftext|>\n")
   done = build("vqjax_tiny_stories", tmp_path / "tfds", "--manual_dir", str(manual))
   assert done.returncode == 0, done.stderr
-  source = dataclasses.replace(grouped_lm.FULL, data_dir=str(tmp_path / "tfds"))
+  source = dataclasses.replace(lm.FULL, data_dir=str(tmp_path / "tfds"))
   assert list(source.documents("train")) == ["one\n\nis long", "two"]
   assert list(source.documents("valid")) == ["three"]
   assert list(source.documents("test")) == ["four"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.grouped_shapes import dense, experiment, grouped
+from configs.grouped.shapes import dense, experiment, grouped
 from vqjax import DenseHead, GroupedHead
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Drawn, Grid, Shapes, WordTokenizer, shapes

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.grouped_lm import dense, language_model
+from configs.grouped.lm import dense, language_model
 from experiments.studies.grouped import report, rows, run
 from experiments.studies.study import DOCS
 from vqjax.lab.config import with_vocab

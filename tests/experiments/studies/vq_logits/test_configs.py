@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs.vq import HEADS
+from configs.vq_logits.base import HEADS
 from vqjax.lab.config import config_hash, load, override
 
 CONFIGS = pathlib.Path(__file__).parents[4] / "configs"
@@ -20,7 +20,7 @@ PAPER = {
 
 
 def made(corpus, *arguments):
-  return importlib.import_module(f"configs.vq_{corpus}").experiment(*arguments)
+  return importlib.import_module(f"configs.vq_logits.{corpus}").experiment(*arguments)
 
 
 def parameters(model):
@@ -57,7 +57,7 @@ def test_a_codebook_has_codes_times_width_parameters(corpus):
 
 @pytest.mark.parametrize("corpus", PAPER)
 def test_files_load_and_their_data_can_be_overridden(corpus):
-  loaded = load(CONFIGS / f"vq_{corpus}.py")
+  loaded = load(CONFIGS / f"vq_logits/{corpus}.py")
   assert config_hash(loaded) == config_hash(made(corpus))
   path = {"c4": "data.source.path", "wikitext103": "data.data_dir", "ptb": "data.path"}[corpus]
   assert config_hash(override(loaded, [f"{path}=elsewhere"])) != config_hash(loaded)

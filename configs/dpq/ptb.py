@@ -1,9 +1,9 @@
-"""The small LSTM of Zaremba et al. on Penn Treebank, its embedding quantised by DPQ-SX.
+"""DPQ-SX on Penn Treebank: the small LSTM of Zaremba et al., K = 8, 25 shared subspaces.
 
-The paper's 105.8 (Table 4): K = 8, 25 shared subspaces.
+The paper's perplexity is 105.8 (Table 4).
 """
 
-from configs.dpq_lstm import SMALL, V, language_model
+from configs.dpq.lstm import SMALL, V, language_model
 from vqjax import DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import PennTreebank

@@ -1,8 +1,8 @@
-"""What do the decoders of the VQ-Logits paper have in common, whatever their corpus and head?
+"""The decoder of VQ-Logits and its heads, for the configs of its three corpora.
 
-Their sizes and schedules are those of its Tables 4 and 5 and Appendix B. Where it says nothing, the
-betas are AdamW's usual ones and the cosine ends at a tenth of the learning rate. It applies dropout
-to attention too; ours is on the embedding and on the output of every branch alone.
+Sizes and schedules are those of Tables 4 and 5 and Appendix B. Where the paper says nothing, the
+betas are AdamW's defaults and the cosine ends at a tenth of the learning rate. The paper also
+applies dropout to attention; here it is on the embedding and the output of every branch.
 """
 
 import functools
@@ -22,7 +22,7 @@ HEADS: dict[str, Callable[[int, int], Head]] = {
     for codes in (256, 512, 1024, 2048, 4096)
   },
 }
-"""Codes are blocks of consecutive tokens, as in the paper's Option B for training from scratch."""
+"""Codes are blocks of consecutive tokens: the paper's Option B, for training from scratch."""
 
 
 def language_model(
@@ -36,7 +36,7 @@ def language_model(
   tokenizer: Tokenizer,
   train: Train,
 ) -> Experiment:
-  """A decoder with heads of 64, an untied embedding and dropout 0.1, computed in bfloat16."""
+  """Return a run of a decoder with attention heads of 64, an untied embedding and dropout 0.1."""
   return Experiment(
     name=f"{name}-{head}",
     model=Transformer(
@@ -59,5 +59,5 @@ def language_model(
 training = functools.partial(
   Train, weight_decay=0.01, clip=1.0, beta2=0.999, log_every=100, save_every=1000
 )
-"""A run from scratch; fine-tuning on WikiText-103 has train.learning_rate=5e-5 train.warmup=1000
-train.steps=50000."""
+"""Training from scratch. Fine-tuning on WikiText-103 has the overrides train.learning_rate=5e-5
+train.warmup=1000 train.steps=50000."""

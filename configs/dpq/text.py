@@ -1,4 +1,4 @@
-"""The text classification of DPQ: the mean of a text's vectors and a hidden layer (Appendix C)."""
+"""The text classifier of DPQ: the mean of a text's embeddings and a hidden layer (Appendix C)."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ ADAM = Train(
   eval_every=250,
   save_every=1_000,
 )
-"""The reference implementation's: Adam at a constant rate, 5,000 batches of 64 texts."""
+"""Adam at a constant rate for 5,000 batches of 64 texts, as in the reference implementation."""
 
 
 def classifier(
@@ -39,7 +39,7 @@ def classifier(
   train: Train = ADAM,
   seed: int = 0,
 ) -> Experiment:
-  """A run on texts with so many classes."""
+  """Return a run on texts of `classes` classes, with any embedding."""
   return Experiment(
     name=name,
     model=TextClassifier(embedding=embedding, classes=classes, dim=embedding.dim, context=context),

@@ -1,10 +1,10 @@
-"""How do VQ-Logits' heads fare on the 267,735 words of WikiText-103 (its Tables 1, 2 and 4)?
+"""VQ-Logits on the 267,735 words of WikiText-103 (Tables 1, 2 and 4).
 
 Put the three files of words into wikitext-103 under $VQJAX_DATA and prepare them:
 `python -m vqjax.lab.data.build vqjax_wiki_text/103`.
 """
 
-from configs.vq import language_model, training
+from configs.vq_logits.base import language_model, training
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import TFDS, WordTokenizer
 

@@ -1,8 +1,8 @@
-"""How do the paper's language models on TinyStories fare, one for each head, width and window?
+"""The language models on TinyStories of the grouped head's paper, by head, width and window.
 
-Of GPT-2's vocabulary, 50,257 tokens: with the dense head tied and d = 128, 256, 1024, 2048 they
-have the 8.1, 19.3 and 152 million parameters of its tables, and 506.8 million where it prints 659.
-The learning rate is not in the paper: 1e-3 at this batch is ours.
+The vocabulary is GPT-2's 50,257 tokens. With the dense head tied and d = 128, 256, 1024, 2048 the
+models have the 8.1, 19.3 and 152 million parameters of the paper's tables, and 506.8 million where
+it prints 659. The paper does not give the learning rate; 1e-3 at this batch is ours.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ GPT2 = BPETokenizer(folder="tokenizers/gpt2")
 FULL = TFDS("vqjax_tiny_stories", train="train", valid="validation[:50%]", test="validation[50%:]")
 
 WINDOW = 256
-"""Tokens that GPT-Neo's local attention sees."""
+"""Tokens that GPT-Neo's local attention covers."""
 
 TOKENS = 472_000_000
-"""Of the training text, about, by GPT-2's tokenizer."""
+"""Tokens of the training text by GPT-2's tokenizer, about."""
 
 BATCH, CONTEXT = 32, 512
 
@@ -40,12 +40,12 @@ EPOCH = Train(
 
 
 def dense(vocab: int, dim: int, embedding: Embedding) -> Head:
-  """The softmax over all tokens, with the rows of the embedding."""
+  """Return the softmax over all tokens, tied to the embedding."""
   return DenseHead(vocab, dim, embedding=embedding)
 
 
 def grouped(vocab: int, dim: int, embedding: Embedding) -> Head:
-  """The paper's: floor(sqrt V) groups in the order of the tokenizer."""
+  """Return the paper's head: floor(sqrt V) groups in the order of the tokenizer."""
   del embedding
   return GroupedHead(vocab, dim)
 
@@ -64,7 +64,7 @@ def language_model(
   train: Train = EPOCH,
   seed: int = 0,
 ) -> Experiment:
-  """A decoder without dropout; `window` makes it GPT-Neo's: every second block looks that far."""
+  """Return a run of a decoder; with `window`, every second block is local, as in GPT-Neo."""
   embedding = DenseEmbedding(FROM_TOKENIZER, dim)
   model = Transformer(
     embedding=embedding,

@@ -1,11 +1,11 @@
-"""How do VQ-Logits' heads fare on 32,000 pieces of 10 billion tokens of C4 (its Tables 5 and 9)?
+"""VQ-Logits on 10 billion tokens of C4 in 32,000 pieces (Tables 5 and 9).
 
 Put the files c4-train.*.json.gz and c4-validation.*.json.gz, as AllenAI publishes them, into c4/en
-under $VQJAX_DATA. The fraction is what 10 billion tokens are of the whole corpus's 156 billion;
-with some 70 of its 1,024 files for training, which are in random order, set data.fraction=1.
+under $VQJAX_DATA. The fraction is 10 billion of the whole corpus's 156 billion tokens; with some 70
+of its 1,024 files for training, which are in random order, set data.fraction=1.
 """
 
-from configs.vq import language_model, training
+from configs.vq_logits.base import language_model, training
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import Filtered, JSONLines, SentencePieceTokenizer
 

@@ -18,21 +18,21 @@ from vqjax.lab.training import SGD, SM3
 
 V = FROM_TOKENIZER
 WORDS = 25
-"""Words of a sentence of IWSLT15, about: what their loss is more than ours."""
+"""Mean number of words in a sentence of IWSLT15, about: the ratio of a summed to a mean loss."""
 BEGIN = SymmetricUniform(0.1)
-"""Of embeddings, as in the reference implementation."""
+"""Initialiser of embeddings, as in the reference implementation."""
 
 
-class Body(NamedTuple):
-  """A size of the model.
+class TransformerSize(NamedTuple):
+  """A size of the encoder and the decoder.
 
   Attributes:
     dim: width, D.
-    layers: of the encoder, and of the decoder.
-    heads: of an attention.
+    layers: layers of the encoder, and of the decoder.
+    heads: attention heads.
     hidden: width of the feed-forward layers.
     context: most tokens of a sentence.
-    dropout: of every branch.
+    dropout: dropout of every branch.
   """
 
   dim: int
@@ -43,31 +43,31 @@ class Body(NamedTuple):
   dropout: float = 0.1
 
 
-BASE = Body(512, 6, 8, 2048, 256)
+BASE = TransformerSize(512, 6, 8, 2048, 256)
 """Transformer base of Vaswani et al., with the context of the DPQ paper's Appendix C."""
 
 
 def translation(
   name: str,
   embedding: Embedding,
-  body: Body,
+  size: TransformerSize,
   data: PairedSource,
   tokenizer: Tokenizer,
   train: Train,
   seed: int = 0,
 ) -> Experiment:
-  """A run; source and target have one vocabulary and one embedding, the softmax its own rows."""
+  """Return a run; source and target share vocabulary and embedding, and the head is untied."""
   return Experiment(
     name=name,
     model=Translator(
       embedding=embedding,
-      head=DenseHead(V, body.dim, label_smoothing=0.1),
-      dim=body.dim,
-      layers=body.layers,
-      heads=body.heads,
-      context=body.context,
-      hidden=body.hidden,
-      dropout=body.dropout,
+      head=DenseHead(V, size.dim, label_smoothing=0.1),
+      dim=size.dim,
+      layers=size.layers,
+      heads=size.heads,
+      context=size.context,
+      hidden=size.hidden,
+      dropout=size.dropout,
     ),
     data=data,
     tokenizer=tokenizer,
@@ -97,9 +97,9 @@ def wmt19(name: str, embedding: Embedding, seed: int = 0) -> Experiment:
 def iwslt15(source: str, target: str) -> Callable[[str, Embedding, int], Experiment]:
   """English and Vietnamese of IWSLT15: words, an LSTM with attention, as in Luong et al. (2017).
 
-  Its rate of 1 halves each thousand steps from two thirds of the 12,000 on. Their loss is the sum
-  over the words of a sentence, ours the mean over words: so that rate and the clipping are times
-  and over `WORDS` here. The vocabulary is of both languages, where theirs is one of each.
+  The learning rate of 1 halves each thousand steps from two thirds of the 12,000 steps on. Their
+  loss is the sum over the words of a sentence, and ours is the mean over words: here the rate is
+  multiplied and the clipping divided by `WORDS`. One vocabulary has both languages; theirs are two.
   """
 
   def make(name: str, embedding: Embedding, seed: int = 0) -> Experiment:

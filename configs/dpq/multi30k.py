@@ -1,11 +1,11 @@
-"""English to German captions of Multi30k with DPQ-SX: a size that a core trains within the hour."""
+"""DPQ-SX on captions of Multi30k, English to German: small enough for an hour on a CPU core."""
 
-from configs.dpq_translation import BEGIN, Body, V, translation
+from configs.dpq.translation import BEGIN, TransformerSize, V, translation
 from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import Multi30k, SentencePieceTokenizer
 
-SMALL = Body(dim=128, layers=3, heads=4, hidden=512, context=32)
+SMALL = TransformerSize(dim=128, layers=3, heads=4, hidden=512, context=32)
 
 TRAIN = Train(
   steps=2_000,
@@ -21,7 +21,7 @@ TRAIN = Train(
 
 
 def with_embedding(name: str, embedding: Embedding, seed: int = 0) -> Experiment:
-  """The same model and training with another embedding."""
+  """Return a run of this model and training with any embedding."""
   pieces = SentencePieceTokenizer(vocab=6_000)
   return translation(name, embedding, SMALL, Multi30k(), pieces, TRAIN, seed)
 

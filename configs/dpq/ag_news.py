@@ -1,6 +1,6 @@
-"""Topics of AG News by the mean of a text's vectors, the embedding quantised by DPQ-SX."""
+"""DPQ-SX on AG News: topics by the mean of a text's embeddings."""
 
-from configs.dpq_text import BEGIN, DIM, V, classifier
+from configs.dpq.text import BEGIN, DIM, V, classifier
 from vqjax import DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import AGNews

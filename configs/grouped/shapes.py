@@ -1,4 +1,4 @@
-"""The classification of pictures of 184,320 classes of the grouped head's paper (Section 3.2)."""
+"""The pictures of 184,320 classes of the grouped head's paper (Section 3.2)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from vqjax.lab.models import ConvNet
 EVERY = Grid()
 
 REDUCED = Grid(pattern=(0,), rotation=(0,), texture=(0,), opacity=(3,), border=(0,))
-"""480 classes: the shapes, colours and sizes of solid, upright, opaque ones."""
+"""480 classes: shapes, colours and sizes, all solid, upright and opaque."""
 
 PAPER = Train(
   steps=72_000,
@@ -44,12 +44,12 @@ CPU = dataclasses.replace(
 
 
 def dense(vocab: int, dim: int) -> Head:
-  """The paper's baseline: 104,087,552 parameters with its body."""
+  """Return the paper's baseline: 104,087,552 parameters with the convolutions."""
   return DenseHead(vocab, dim, use_bias=True)
 
 
 def grouped(vocab: int, dim: int) -> Head:
-  """The paper's head: 10,340,999 parameters with its body."""
+  """Return the paper's head: 10,340,999 parameters with the convolutions."""
   return GroupedHead(vocab, dim, use_bias=True)
 
 
@@ -66,20 +66,20 @@ def shapes_run(
   channels: tuple[int, ...] = (32, 64, 128),
   seed: int = 0,
 ) -> Experiment:
-  """A run on the classes of a grid.
+  """Return a run on the classes of a grid.
 
   Args:
-    name: what tables call it.
+    name: name of the run.
     head_of: (number of classes, dim) -> the head.
     grid: the classes.
-    steps: in place of those of `train`.
+    steps: number of steps, in place of those of `train`.
     train: optimisation.
-    train_images: of the training split; None: ten a class.
+    train_images: pictures of the training split; None: ten for each class.
     held_out: pictures of the validation split, and of the test split; None: one for ten classes, or
-      for each where there are fewer than 10,000.
+      one for each class where there are fewer than 10,000.
     dim: width of the dense layer.
-    channels: of the convolutions.
-    seed: of initialisation and order; the pictures are the same.
+    channels: channels of the convolutions.
+    seed: seed of initialisation and order; it does not change the pictures.
   """
   classes = grid.num_classes
   held_out = (classes if classes < 10_000 else classes // 10) if held_out is None else held_out
@@ -102,5 +102,5 @@ def shapes_run(
 
 
 def experiment() -> Experiment:
-  """The paper's model on all classes, for an accelerator: `shapes_run` has the rest."""
+  """Return the paper's model on all classes, for an accelerator."""
   return shapes_run("grouped-shapes", grouped)

@@ -1,7 +1,7 @@
-"""BERT with any embedding: pre-training on hidden words, then a pair and a span task (Table 13).
+"""BERT with any embedding: masked pre-training, then a pair task and a span task (DPQ, Table 13).
 
-The tasks are made of the same text: whether the second half of a paragraph is its own, and which
-stretch of a paragraph is another's.
+The tasks are made of the same text: whether the second half of a paragraph belongs to it, and which
+stretch of a paragraph comes from another.
 """
 
 import dataclasses
@@ -32,16 +32,16 @@ V = FROM_TOKENIZER
 BEGIN = SymmetricUniform(0.05)
 
 
-class Body(NamedTuple):
+class EncoderSize(NamedTuple):
   """A size of the encoder.
 
   Attributes:
     dim: width, D.
     layers: number of blocks.
-    heads: of an attention.
+    heads: attention heads.
     hidden: width of the feed-forward layers.
     context: most tokens of a segment.
-    dropout: of every branch.
+    dropout: dropout of every branch.
   """
 
   dim: int
@@ -52,7 +52,7 @@ class Body(NamedTuple):
   dropout: float = 0.1
 
   def encoder(self, embedding: Embedding) -> Encoder:
-    """The encoder with this embedding."""
+    """Return the encoder of this size with an embedding."""
     return Encoder(
       embedding=embedding,
       dim=self.dim,
@@ -64,49 +64,49 @@ class Body(NamedTuple):
     )
 
 
-BASE = Body(768, 12, 12, 3072, 512)
-SMALL = Body(128, 2, 4, 512, 64)
+BASE = EncoderSize(768, 12, 12, 3072, 512)
+SMALL = EncoderSize(128, 2, 4, 512, 64)
 
 
-class Text(NamedTuple):
-  """What is read, and how."""
+class Corpus(NamedTuple):
+  """A source of text and its tokenizer."""
 
   data: Source
   tokenizer: Tokenizer
 
 
-PARAGRAPHS = Text(Filtered(WikiText(), min_chars=512), SentencePieceTokenizer(vocab=8000))
+PARAGRAPHS = Corpus(Filtered(WikiText(), min_chars=512), SentencePieceTokenizer(vocab=8000))
 
 Make = Callable[[str, Embedding, int], Experiment]
 
 
-def pretraining(body: Body, text: Text, train: Train) -> Make:
-  """(name, embedding, seed) -> pre-training."""
+def pretraining(size: EncoderSize, corpus: Corpus, train: Train) -> Make:
+  """Return (name, embedding, seed) -> a run of pre-training."""
 
   def make(name: str, embedding: Embedding, seed: int) -> Experiment:
-    head = DenseHead(V, body.dim, use_bias=True)
-    model = MaskedLanguageModel(body.encoder(embedding), head)
-    return Experiment(name, model, *text, loader=Masked(), train=train, seed=seed)
+    head = DenseHead(V, size.dim, use_bias=True)
+    model = MaskedLanguageModel(size.encoder(embedding), head)
+    return Experiment(name, model, *corpus, loader=Masked(), train=train, seed=seed)
 
   return make
 
 
-def pairs(body: Body, text: Text, train: Train) -> Make:
-  """(name, embedding, seed) -> the pair task, without a beginning."""
+def pairs(size: EncoderSize, corpus: Corpus, train: Train) -> Make:
+  """Return (name, embedding, seed) -> a run of the pair task, from fresh parameters."""
 
   def make(name: str, embedding: Embedding, seed: int) -> Experiment:
-    model = PairClassifier(body.encoder(embedding), 2)
-    return Experiment(name, model, *text, loader=Continued(), train=train, seed=seed)
+    model = PairClassifier(size.encoder(embedding), 2)
+    return Experiment(name, model, *corpus, loader=Continued(), train=train, seed=seed)
 
   return make
 
 
-def spans(body: Body, text: Text, train: Train) -> Make:
-  """(name, embedding, seed) -> the span task, without a beginning."""
+def spans(size: EncoderSize, corpus: Corpus, train: Train) -> Make:
+  """Return (name, embedding, seed) -> a run of the span task, from fresh parameters."""
 
   def make(name: str, embedding: Embedding, seed: int) -> Experiment:
-    model = SpanFinder(body.encoder(embedding))
-    return Experiment(name, model, *text, loader=Intruded(), train=train, seed=seed)
+    model = SpanFinder(size.encoder(embedding))
+    return Experiment(name, model, *corpus, loader=Intruded(), train=train, seed=seed)
 
   return make
 

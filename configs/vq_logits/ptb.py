@@ -1,9 +1,9 @@
-"""How do VQ-Logits' heads fare on the 10,000 words of Penn Treebank (its Tables 5 and 10)?
+"""VQ-Logits on the 10,000 words of Penn Treebank (Tables 5 and 10).
 
 The schedule is 1,762 epochs of the training text. What Table 5 leaves out is as in Table 4.
 """
 
-from configs.vq import language_model, training
+from configs.vq_logits.base import language_model, training
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import PennTreebank, WordTokenizer
 
