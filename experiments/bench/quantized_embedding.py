@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   return 0
 
 
-def training(body: LSTMSize, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
+def training(
+  body: LSTMSize, vocab: int, grid: tuple[Sequence[int], Sequence[int]]
+) -> dict[str, Any]:
   """Figure 4: the time of a whole training step beside that of the full embedding, and memory.
 
   Each step goes on from the state of the one before. All in turn, in one process.
