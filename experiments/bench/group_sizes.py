@@ -32,8 +32,8 @@ class UntiledHead(GroupedHead):
   def log_prob(self, hidden, tokens):
     """Log-probability of `tokens` in nats."""
     group, slot = group_ops.group_and_slot(tokens, self.starts)
-    shared = softmax.linear_scores(hidden, self.slot_weight)
-    scores = group_ops.scaled(shared, self.scale[group], self.shift[group])
+    shared = softmax.linear_scores(hidden, self.array("slot_weight"))
+    scores = group_ops.scaled(shared, self.array("scale")[group], self.array("shift")[group])
     size = jnp.asarray(np.diff(self.starts), jnp.int32)[group]
     of_group = jnp.take_along_axis(self.log_group(hidden), group[..., None], axis=-1)[..., 0]
     return of_group + group_ops.log_prob_in_group(scores, size, slot)

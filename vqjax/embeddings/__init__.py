@@ -1,4 +1,4 @@
-"""Which embeddings are there?"""
+"""Embeddings: maps from tokens to vectors."""
 
 from vqjax.embeddings.base import Embedding
 from vqjax.embeddings.codebook import CodebookEmbedding

@@ -1,4 +1,4 @@
-"""What does an embedding look like whose tokens share K vectors?"""
+"""The codebook embedding, in which tokens share K vectors."""
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -8,23 +8,24 @@ from vqjax import assign
 from vqjax.assign.table import check_codes
 from vqjax.embeddings.base import Embedding
 from vqjax.ops import codes as code_ops
-from vqjax.types import Dtype, Size
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Variable, table
 
 
 class CodebookEmbedding(Embedding):
-  """The vector of a token is the codebook's at the token's code: K·D parameters for V tokens.
+  """codebook[code of the token]: K·D parameters for V tokens.
 
-  The same object as the embedding of a `CodebookHead` ties the two. Source: VQ-Logits, Section 6,
-  "tied input-output embeddings", c_M(i).
+  Given as the `embedding` of a `CodebookHead`, the same object ties the two. Source: VQ-Logits,
+  Section 6, "tied input-output embeddings", c_M(i).
 
-  The table token -> code is the variable `assignment` of the collection `codes`: saved and
-  restored with the parameters, never trained.
+  The table token -> code is the variable `assignment` of the collection `codes`: it is saved and
+  restored with the parameters, and never trained.
 
   Attributes:
     codes: number of codes, K.
     assignment_init: (vocab, codes) -> int [V], the code of each token.
     codebook_init: initialiser of the [K, D] codebook.
-    dtype: dtype of the vectors handed out; None: that of the parameters.
+    dtype: dtype of the returned vectors; None: `param_dtype`.
     param_dtype: dtype of the parameters.
   """
 
@@ -34,21 +35,27 @@ class CodebookEmbedding(Embedding):
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
-  def setup(self):
-    check_codes(self.vocab, self.codes)
-    shape = self.codes, self.dim
-    self.codebook = self.param("codebook", self.codebook_init, shape, self.param_dtype)
-    self.assignment = self.variable("codes", "assignment", self._initial_assignment)
-    assign.check_shape(self.assignment.value.shape, self.vocab)
+  def declare(self) -> Declaration:
+    """The codebook [K, D] and the code of each token [V]."""
+    v, k = self.vocab, self.codes
+    shape, axes = (k, self.dim), ("codes", "table_embed")
+    make = lambda: assign.checked(self.assignment_init(v, k), v, k)
+    return {
+      "codebook": Variable(shape, axes, self.codebook_init, self.param_dtype, pad_value=0),
+      "assignment": table((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
+    }
 
-  def _initial_assignment(self):
-    table = assign.checked(self.assignment_init(self.vocab, self.codes), self.vocab, self.codes)
-    return jnp.asarray(table)
+  def check(self) -> None:
+    """Checks the number of codes."""
+    check_codes(self.vocab, self.codes)
+
+  def flops_per_token(self) -> int:
+    """Zero: a lookup is no arithmetic."""
+    return 0
 
   def factors(self) -> tuple[Float[Array, "K D"], Int[Array, "V"]]:
-    """The codebook and the code of each token: what a tied head scores with."""
-    # Inside `nn.scan` the variable may be the NumPy array it was made from.
-    return self.codebook, jnp.asarray(self.assignment.value)
+    """The codebook and the code of each token; a tied head scores with them."""
+    return self.array("codebook"), self.array("assignment")
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token's code; nan for a token outside [0, V)."""
@@ -59,16 +66,3 @@ class CodebookEmbedding(Embedding):
     """The vector of every token, in `param_dtype`: V·D numbers, of which K·D differ."""
     codebook, assignment = self.factors()
     return codebook[assignment]
-
-  def size(self) -> Size:
-    """K·D parameters, and four bytes a token for the table of codes; no arithmetic."""
-    params = self.codes * self.dim
-    state = params * jnp.dtype(self.param_dtype).itemsize + 4 * self.vocab
-    return Size(params, state, 0)
-
-  def logical_axes(self) -> dict:
-    """Axes of the codebook and of the table of codes."""
-    return {
-      "params": {"codebook": ("codes", "table_embed")},
-      "codes": {"assignment": ("vocab",)},
-    }

@@ -1,45 +1,75 @@
-"""What does an embedding look like whose vectors a small network makes of another's?"""
+"""An embedding composed by a small network from another embedding."""
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
+from vqjax import variables
 from vqjax.embeddings.base import Embedding
 from vqjax.types import Dtype, Size
+from vqjax.variables import Declaration, Variable
 
 
 class ComposedEmbedding(Embedding):
-  """W2 tanh(W1 · inner(token) + b1) + b2: the composer of KD codes, where `inner` is of such codes.
+  """W2 tanh(W1 · inner(token) + b1) + b2.
 
-  Source: Chen, Min and Sun, Learning K-way D-dimensional discrete codes for compact embedding
-  representations, 2018, with the layers of its Section 3.2 that are no recurrent network.
+  With an `inner` of KD codes it is their composer. Source: Chen, Min and Sun, Learning K-way
+  D-dimensional discrete codes for compact embedding representations, 2018, Section 3.2, without the
+  recurrent variants.
 
   Attributes:
-    inner: of any width; its vocabulary is this one's.
+    inner: an embedding of the same vocabulary and any width.
     hidden: width of the hidden layer.
-    dtype: dtype of the vectors handed out; None: float32.
+    dtype: dtype of the returned vectors; None: float32.
   """
 
   inner: Embedding
   hidden: int
   dtype: Dtype | None = None
 
-  def setup(self):
+  def declare(self) -> Declaration:
+    """The inner embedding and the two layers."""
+    return {"inner": self.inner} | self._layers()
+
+  def _layers(self):
+    def layer(inputs, outputs, *axes):
+      kernel, bias = nn.initializers.lecun_normal(), nn.initializers.zeros_init()
+      return {
+        "kernel": Variable((inputs, outputs), axes, kernel),
+        "bias": Variable((outputs,), axes[1:], bias),
+      }
+
+    return {
+      "first": layer(self.inner.dim, self.hidden, "embed", "mlp"),
+      "second": layer(self.hidden, self.dim, "mlp", "embed"),
+    }
+
+  def check(self) -> None:
+    """Checks the vocabulary of the inner embedding and the width of the hidden layer."""
     if self.inner.vocab != self.vocab:
-      raise ValueError(
-        f"inner has {self.inner.vocab} tokens in an embedding of {self.vocab}; give both the same"
-      )
+      raise ValueError(f"`inner` must have vocab {self.vocab}; got {self.inner.vocab}.")
     if self.hidden < 1:
-      raise ValueError(f"hidden {self.hidden} numbers make no layer; give at least 1")
+      raise ValueError(f"`hidden` must be at least 1; got {self.hidden}.")
+
+  def setup(self):
+    super().setup()
     self.first, self.second = nn.Dense(self.hidden), nn.Dense(self.dim)
+
+  def flops_per_token(self) -> int:
+    """The operations of the inner embedding and of the two layers."""
+    return self.inner.flops_per_token() + self._layer_flops
+
+  @property
+  def _layer_flops(self):
+    return 2 * self.hidden * (self.inner.dim + self.dim)
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The composed vector of each token; nan for a token outside [0, V)."""
     return self._composed(self.inner(tokens))
 
   def _composed(self, vectors):
-    found = self.second(jnp.tanh(self.first(vectors)))
-    return found.astype(jnp.dtype(self.dtype or jnp.float32))
+    composed = self.second(jnp.tanh(self.first(vectors)))
+    return composed.astype(jnp.dtype(self.dtype or jnp.float32))
 
   def loss_terms(
     self, tokens: Integer[Array, "*B"], deterministic: bool = True
@@ -56,24 +86,12 @@ class ComposedEmbedding(Embedding):
     """The vectors of the whole vocabulary, float32."""
     return self._composed(self.inner.table())
 
-  def size(self) -> Size:
-    """The inner embedding's, and two layers."""
-    return self._with_layers(self.inner.size())
-
   def shipped(self) -> Size:
-    """Likewise of what ships of the inner embedding."""
-    return self._with_layers(self.inner.shipped())
-
-  def _with_layers(self, inner: Size) -> Size:
-    width = self.inner.dim
-    own = self.hidden * (width + 1) + self.dim * (self.hidden + 1)
-    work = 2 * self.hidden * (width + self.dim)
-    return Size(inner.params + own, inner.state_bytes + 4 * own, inner.flops_per_token + work)
-
-  def logical_axes(self) -> dict:
-    """The inner embedding's, and those of the two layers."""
-    axes = {name: {"inner": tree} for name, tree in self.inner.logical_axes().items()}
-    layer = lambda *names: {"kernel": names, "bias": names[1:]}
-    own = {"first": layer("embed", "mlp"), "second": layer("mlp", "embed")}
-    axes["params"] = axes.get("params", {}) | own
-    return axes
+    """The size of the inner embedding for inference, with the two layers."""
+    inner = self.inner.shipped()
+    params, state_bytes = variables.count_and_bytes(self._layers())
+    return Size(
+      params=inner.params + params,
+      state_bytes=inner.state_bytes + state_bytes,
+      flops_per_token=inner.flops_per_token + self._layer_flops,
+    )

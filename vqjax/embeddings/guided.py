@@ -1,4 +1,4 @@
-"""What does an embedding look like that is drawn to a trained table while it learns?"""
+"""An embedding that is trained towards a given table."""
 
 import math
 
@@ -8,33 +8,49 @@ from jaxtyping import Array, Float, Integer
 from vqjax.embeddings.base import Embedding
 from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
 from vqjax.types import Size
+from vqjax.variables import Declaration, Variable
 
 
 class GuidedEmbedding(Embedding):
-  """The student's vectors; training adds their squared distances to the rows of another table.
+  """The student's vectors; training adds their squared distances to the rows of a given table.
 
-  The table is the variable `table` of the collection `guide`, which `convert.FromTable` fills. What
-  ships is the student. The distillation of Chen, Min and Sun, Learning K-way D-dimensional discrete
-  codes for compact embedding representations, 2018, Section 3.3.
+  The table is the variable `table` of the collection `guide`, which `convert.FromTable` fills.
+  Inference needs the student only. Source: the distillation of Chen, Min and Sun, Learning K-way
+  D-dimensional discrete codes for compact embedding representations, 2018, Section 3.3.
 
   Attributes:
-    student: of this vocabulary and width.
+    student: an embedding of the same vocabulary and width.
     weight: coefficient of the mean over tokens of the squared distance.
   """
 
   student: Embedding
   weight: float = 1.0
 
-  def setup(self):
+  def declare(self) -> Declaration:
+    """The student and the given table [V, D]."""
+    zeros = lambda key, shape, dtype: jnp.zeros(shape, dtype)
+    guide = Variable(
+      (self.vocab, self.dim),
+      ("vocab", "table_embed"),
+      zeros,
+      collection="guide",
+      random=False,
+    )
+    return {"student": self.student, "table": guide}
+
+  def check(self) -> None:
+    """Checks the student and the coefficient."""
     if (self.student.vocab, self.student.dim) != (self.vocab, self.dim):
       raise ValueError(
-        f"the student is {self.student.vocab} x {self.student.dim} in an embedding of"
-        f" {self.vocab} x {self.dim}; give both the same"
+        f"`student` must have vocab {self.vocab} and dim {self.dim}; got {self.student.vocab} and"
+        f" {self.student.dim}."
       )
     if not 0 <= self.weight < math.inf:
-      raise ValueError(f"weight {self.weight} is negative or not finite; 1 is usual")
-    shape = self.vocab, self.dim
-    self.guide = self.variable("guide", "table", lambda: jnp.zeros(shape, jnp.float32))
+      raise ValueError(f"`weight` must be finite and not negative; got {self.weight}. 1 is usual.")
+
+  def flops_per_token(self) -> int:
+    """The operations of the student."""
+    return self.student.flops_per_token()
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The student's vector of each token; nan for a token outside [0, V)."""
@@ -53,25 +69,15 @@ class GuidedEmbedding(Embedding):
 
   def _distance(self, tokens, vectors):
     known, token = in_vocabulary(tokens, self.vocab)
-    # A vector that is none has no distance, and its gradient none that is nan.
+    # The nan vector of a token outside the vocabulary must not reach the gradient.
     vectors = jnp.where(known[..., None], vectors, 0.0)
-    square = ((vectors - self.guide.value[token]) ** 2).sum(axis=-1)
+    square = ((vectors - self.array("table")[token]) ** 2).sum(axis=-1)
     return {"guide": self.weight * mean_in_vocabulary(square, tokens, self.vocab)}
 
   def table(self) -> Float[Array, "V D"]:
-    """The student's."""
+    """The table of the student."""
     return self.student.table()
 
-  def size(self) -> Size:
-    """The student's, and the bytes of the guide."""
-    own = self.student.size()
-    return own._replace(state_bytes=own.state_bytes + 4 * self.vocab * self.dim)
-
   def shipped(self) -> Size:
-    """The student's."""
+    """The size of the student for inference."""
     return self.student.shipped()
-
-  def logical_axes(self) -> dict:
-    """The student's, and those of the guide."""
-    axes = {name: {"student": tree} for name, tree in self.student.logical_axes().items()}
-    return axes | {"guide": {"table": ("vocab", "table_embed")}}

@@ -1,25 +1,25 @@
-"""What does an embedding look like whose table is a product of two thin matrices?"""
+"""The low-rank embedding, whose table is a product of two thin matrices."""
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.embeddings.base import Embedding
-from vqjax.ops import vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
-from vqjax.types import Dtype, Size
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Variable
 
 
 class LowRankEmbedding(Embedding):
   """weight[token] · up: rank·(V + D) parameters instead of V·D.
 
-  The baseline "low rank" of Chen et al., Differentiable product quantization, 2020, Table 9.
+  It is the baseline "low rank" of Chen et al., Differentiable product quantization, 2020, Table 9.
 
   Attributes:
-    rank: numbers of a token's own, r.
+    rank: number of coefficients of a token, r.
     weight_init: initialiser of the [V, r] weight.
-    up_init: initialiser of the [r, D] matrix that all tokens share.
-    dtype: dtype of the vectors handed out; None: that of the parameters.
+    up_init: initialiser of the [r, D] matrix that the coefficients multiply.
+    dtype: dtype of the returned vectors; None: `param_dtype`.
     param_dtype: dtype of the parameters.
   """
 
@@ -29,36 +29,33 @@ class LowRankEmbedding(Embedding):
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
-  def setup(self):
+  def declare(self) -> Declaration:
+    """The coefficients [V, r] and the matrix [r, D]."""
+    v, d, r, dtype = self.vocab, self.dim, self.rank, self.param_dtype
+    return {
+      "weight": Variable((v, r), ("vocab", "rank"), self.weight_init, dtype, pad_value=0),
+      "up": Variable((r, d), ("rank", "table_embed"), self.up_init, dtype),
+    }
+
+  def check(self) -> None:
+    """Checks the rank."""
     most = min(self.vocab, self.dim)
     if not 1 <= self.rank <= most:
       raise ValueError(
-        f"rank {self.rank} for a table of {self.vocab} x {self.dim}; give 1 to {most}"
+        f"`rank` must be in [1, {most}]; got {self.rank} for a table of {self.vocab} x {self.dim}."
       )
-    new = lambda name, init, *shape: self.param(name, init, shape, self.param_dtype)
-    self.weight = new("weight", self.weight_init, self.vocab, self.rank)
-    self.up = new("up", self.up_init, self.rank, self.dim)
+
+  def flops_per_token(self) -> int:
+    """The product of r coefficients with the matrix [r, D]."""
+    return 2 * self.rank * self.dim
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
     known, token = in_vocabulary(tokens, self.vocab)
     dtype = jnp.dtype(self.dtype or self.param_dtype)
-    look_up = lambda rows, token: vocab_parallel.sharded_lookup(
-      rows[0], token, self.vocab_axis, dtype
-    )
-    rows = (vocab_parallel.Sharded(self.weight, 0),)
-    own = vocab_parallel.over_vocabulary(self.vocab_axis, look_up, rows, token)
-    return jnp.where(known[..., None], own @ self.up.astype(dtype), jnp.nan)
+    coefficients = self._gather("weight", token, dtype)
+    return jnp.where(known[..., None], coefficients @ self.array("up").astype(dtype), jnp.nan)
 
   def table(self) -> Float[Array, "V D"]:
-    """The product, in `param_dtype`."""
-    return self.weight @ self.up
-
-  def size(self) -> Size:
-    """r·(V + D) parameters; a look-up multiplies r·D of them."""
-    params = self.rank * (self.vocab + self.dim)
-    return Size(params, params * jnp.dtype(self.param_dtype).itemsize, 2 * self.rank * self.dim)
-
-  def logical_axes(self) -> dict:
-    """Axes of both matrices."""
-    return {"params": {"weight": ("vocab", "rank"), "up": ("rank", "table_embed")}}
+    """The product of the two matrices, in `param_dtype`."""
+    return self.array("weight") @ self.array("up")

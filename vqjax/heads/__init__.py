@@ -1,4 +1,4 @@
-"""Which output heads are there?"""
+"""Output heads: distributions over the vocabulary for hidden vectors."""
 
 from vqjax.heads.adaptive import AdaptiveHead
 from vqjax.heads.base import Head

@@ -1,4 +1,4 @@
-"""What does the adaptive softmax look like: frequent tokens at full width, rare ones in tails?"""
+"""The adaptive softmax head, with full width for frequent tokens and less for rare ones."""
 
 from typing import NamedTuple
 
@@ -7,15 +7,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
-from vqjax.heads.base import Head, bytes_of, row_init
+from vqjax.heads.base import Head, row_init
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
+from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import in_vocabulary
-from vqjax.types import Dtype, Size
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Variable
 
 
-class TailShape(NamedTuple):
-  """Which tokens a tail holds, [first, first + rows), and the width of what scores them."""
+class Cluster(NamedTuple):
+  """A cluster of rare tokens, [first, first + rows), and the width of the vectors that score it."""
 
   first: int
   rows: int
@@ -23,21 +25,22 @@ class TailShape(NamedTuple):
 
 
 class AdaptiveHead(Head):
-  """p(v) for the first tokens, p(tail i) · p(v | tail i) for the others.
+  """p(v) for frequent tokens, p(cluster i) · p(v | cluster i) for the others.
 
-  One softmax holds the tokens before the first cutoff and a row for each tail. Tail i, from cutoff
-  i to the next, has a softmax of its own over vectors of width D // factor^(i+1). Tokens are in
-  order of falling frequency, and only those in a tail pay for it. The distribution and the shapes
-  are those of `torch.nn.AdaptiveLogSoftmaxWithLoss(div_value=factor, head_bias=False)`. Source:
-  Grave et al. 2017, Efficient softmax approximation for GPUs, Section 4.
+  One softmax holds the tokens before the first cutoff and a row for each cluster. Cluster i, from
+  cutoff i to the next, has a softmax of its own over vectors of width D // factor^(i+1). Tokens
+  must be in order of falling frequency; the rows of a cluster are scored only for the tokens in it.
+  The distribution and the shapes are those of
+  `torch.nn.AdaptiveLogSoftmaxWithLoss(div_value=factor, head_bias=False)`. Source: Grave et al.
+  2017, Efficient softmax approximation for GPUs, Section 4.
 
   Attributes:
-    cutoffs: the first token of each tail, ascending.
-    factor: by how much each tail is narrower than the one before it.
-    head_init: initialiser of the [cutoff + tails, D] weight of the first softmax.
+    cutoffs: the first token of each cluster, ascending.
+    factor: ratio of the widths of consecutive clusters.
+    head_init: initialiser of the [cutoff + clusters, D] weight of the first softmax.
     down_init: initialiser of the [width, D] projections.
-    tail_init: initialiser of the [rows, width] weights of the tails.
-    dtype: dtype of the matrix products' operands; None: that of hidden and weights together.
+    tail_init: initialiser of the [rows, width] weights of the clusters.
+    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
     param_dtype: dtype of the parameters.
   """
 
@@ -49,143 +52,132 @@ class AdaptiveHead(Head):
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
-  def setup(self):
-    shapes = self.tails()
-    new = lambda name, init, *shape: self.param(name, init, shape, self.param_dtype)
-    self.head = new("head", self.head_init, self.cutoffs[0] + len(shapes), self.dim)
-    self.down = [
-      new(f"down_{i}", self.down_init, tail.width, self.dim) for i, tail in enumerate(shapes)
-    ]
-    self.tail = [
-      new(f"tail_{i}", self.tail_init, tail.rows, tail.width) for i, tail in enumerate(shapes)
-    ]
+  def declare(self) -> Declaration:
+    """The weight of the first softmax, and the projection and the weight of each cluster."""
+    clusters, dtype = self.clusters(), self.param_dtype
+    rows, axes = self.cutoffs[0] + len(clusters), ("vocab", "table_embed")
+    declared = {"head": Variable((rows, self.dim), axes, self.head_init, dtype, pad_value=0)}
+    for i, cluster in enumerate(clusters):
+      shape = cluster.width, self.dim
+      declared[f"down_{i}"] = Variable(shape, ("rank", "embed"), self.down_init, dtype)
+    for i, cluster in enumerate(clusters):
+      shape = cluster.rows, cluster.width
+      declared[f"tail_{i}"] = Variable(shape, axes, self.tail_init, dtype, pad_value=0)
+    return declared
 
-  def tails(self) -> tuple[TailShape, ...]:
-    """The tails' shapes, from the fields alone.
+  def flops_per_token(self) -> int:
+    """The operations of a token in the most expensive cluster; every token is projected."""
+    clusters = self.clusters()
+    rows = self.cutoffs[0] + len(clusters) + sum(cluster.width for cluster in clusters)
+    return 2 * (self.dim * rows + max(cluster.rows * cluster.width for cluster in clusters))
+
+  def clusters(self) -> tuple[Cluster, ...]:
+    """The clusters of rare tokens, from the fields alone.
 
     Raises:
-      ValueError: cutoffs that are none, do not ascend, or are outside (0, V); a factor below 1 or
-        one that leaves a tail no width.
+      ValueError: there is no cutoff, the cutoffs do not ascend or are outside (0, V), or `factor`
+        is below 1 or leaves a cluster of width 0.
     """
     ends = (*self.cutoffs, self.vocab)
     if not self.cutoffs or any(a >= b for a, b in zip((0, *ends), ends)):
       raise ValueError(
-        f"cutoffs {tuple(self.cutoffs)} do not ascend inside of (0, {self.vocab}); give the first"
-        " token of each tail, as (20000, 80000) for 267735 tokens"
+        f"`cutoffs` must ascend inside of (0, {self.vocab}); got {tuple(self.cutoffs)}. Give the"
+        " first token of each cluster, such as (20000, 80000) for 267735 tokens."
       )
     if self.factor < 1:
-      raise ValueError(f"factor {self.factor} is below 1; 4 is usual")
+      raise ValueError(f"`factor` must be at least 1; got {self.factor}. 4 is usual.")
     widths = [self.dim // self.factor ** (i + 1) for i in range(len(self.cutoffs))]
     if not widths[-1]:
       raise ValueError(
-        f"factor {self.factor} leaves width 0 of dim {self.dim} to tail {widths.index(0)}; lower it"
-        " or give fewer cutoffs"
+        f"`factor` must leave each cluster a width; got {self.factor}, which leaves width 0 of dim"
+        f" {self.dim} to cluster {widths.index(0)}. Lower it or give fewer cutoffs."
       )
-    return tuple(TailShape(a, b - a, w) for a, b, w in zip(ends, ends[1:], widths))
+    return tuple(Cluster(a, b - a, w) for a, b, w in zip(ends, ends[1:], widths))
 
   def _dtype(self, hidden):
-    return self.dtype or jnp.promote_types(hidden.dtype, self.head.dtype)
+    return self.dtype or jnp.promote_types(hidden.dtype, self.array("head").dtype)
 
-  def _narrow(self, hidden, i):
-    """down_i · hidden, float32."""
-    return softmax.linear_scores(hidden, self.down[i], dtype=self._dtype(hidden))
+  def _project(self, hidden, i):
+    """down_i · hidden, in float32."""
+    return softmax.linear_scores(hidden, self.array(f"down_{i}"), dtype=self._dtype(hidden))
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Log-probabilities of all tokens, which are logits that need no normaliser."""
+    """Log-probabilities of all tokens, which are normalised logits."""
     self._check_hidden(hidden)
     dtype, first = self._dtype(hidden), self.cutoffs[0]
-    log_head = jax.nn.log_softmax(softmax.linear_scores(hidden, self.head, dtype=dtype))
-    found = [log_head[..., :first]]
-    for i, weight in enumerate(self.tail):
-      scores = softmax.linear_scores(self._narrow(hidden, i), weight, dtype=dtype)
-      found.append(log_head[..., first + i, None] + jax.nn.log_softmax(scores))
-    return jnp.concatenate(found, axis=-1)
+    log_head = jax.nn.log_softmax(softmax.linear_scores(hidden, self.array("head"), dtype=dtype))
+    parts = [log_head[..., :first]]
+    for i in range(len(self.cutoffs)):
+      weight = self.array(f"tail_{i}")
+      scores = softmax.linear_scores(self._project(hidden, i), weight, dtype=dtype)
+      parts.append(log_head[..., first + i, None] + jax.nn.log_softmax(scores))
+    return jnp.concatenate(parts, axis=-1)
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V).
 
-    Besides a projection, a tail costs nothing to tokens that are not in it.
+    For tokens outside of a cluster, only the projection of the cluster is computed.
     """
     self._check_hidden(hidden)
     known, token = in_vocabulary(tokens, self.vocab)
 
     def body(rows, hidden, token):
-      (head, head_bias), *tails = _pairs(rows)
       options = {"dtype": self._dtype(hidden), "vocab_axis": self.vocab_axis}
-      # 0 for a token of the first softmax, i + 1 for one of tail i.
+      # 0 for a token of the first softmax, i + 1 for one of cluster i.
       where = jnp.searchsorted(jnp.asarray(self.cutoffs), token, side="right")
       row = jnp.where(where == 0, token, self.cutoffs[0] - 1 + where).astype(jnp.int32)
-      log_prob = softmax.linear_log_prob(hidden, head, row, head_bias, **options)
-      for i, ((weight, removed), shape) in enumerate(zip(tails, self.tails(), strict=True)):
+      log_prob = softmax.linear_log_prob(hidden, rows["head"], row, rows["head_padding"], **options)
+      for i, cluster in enumerate(self.clusters()):
         inside = where == i + 1
-        place = jnp.where(inside, token - shape.first, 0)
         log_prob += cluster_log_prob(
-          self._narrow(hidden, i), weight, place, inside, removed, **options
+          self._project(hidden, i),
+          rows[f"tail_{i}"],
+          jnp.where(inside, token - cluster.first, 0),
+          inside,
+          rows[f"tail_{i}_padding"],
+          **options,
         )
       return log_prob
 
     return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
 
-  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
-    """The weight of each softmax, each followed by what removes the rows that fill it up."""
-    found = []
-    for weight in (self.head, *self.tail):
-      removed = vocab_parallel.bias_of_padding(None, weight.shape[0], self.vocab_axis)
-      found += [vocab_parallel.Sharded(weight, 0), vocab_parallel.Sharded(removed, -jnp.inf)]
-    return tuple(found)
+  def _rows(self) -> dict[str, Sharded]:
+    """The weight of each softmax, and a bias of -inf for the rows that pad it."""
+    rows = super()._rows()
+    for name, weight in tuple(rows.items()):
+      count = weight.rows.shape[0]
+      bias = vocab_parallel.bias_of_padding(None, count, self.vocab_axis)
+      rows[f"{name}_padding"] = Sharded(bias, -jnp.inf)
+    return rows
 
-  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The log-probabilities, the first softmax's and then each tail's."""
+  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """The log-probabilities, first of the first softmax and then of each cluster."""
     self._check_hidden(hidden)
-    (head, head_bias), *tails = _pairs(rows)
-    first, shapes = self.cutoffs[0], self.tails()
-    own = vocab_parallel.sharded_lookup(
-      head, first + jnp.arange(len(shapes)), vocab_parallel.inside(self.vocab_axis)
+    head, first, clusters = rows["head"], self.cutoffs[0], self.clusters()
+    cluster_rows = vocab_parallel.sharded_lookup(
+      head, first + jnp.arange(len(clusters)), vocab_parallel.inside(self.vocab_axis)
     )
-    of_tails = softmax.linear_scores(hidden, own, dtype=self._dtype(hidden))
-    log_z = self._log_z(hidden, head, head_bias)
+    cluster_scores = softmax.linear_scores(hidden, cluster_rows, dtype=self._dtype(hidden))
+    log_z = self._log_z(hidden, head, rows["head_padding"])
     sections = [Section(self._section(hidden, head, first, log_z), 0)]
-    for i, ((weight, removed), shape) in enumerate(zip(tails, shapes, strict=True)):
-      narrow = self._narrow(hidden, i)
-      above = self._log_z(narrow, weight, removed) + log_z - of_tails[..., i]
-      sections.append(Section(self._section(narrow, weight, shape.rows, above), shape.first))
+    for i, cluster in enumerate(clusters):
+      narrow, weight = self._project(hidden, i), rows[f"tail_{i}"]
+      log_z_tail = self._log_z(narrow, weight, rows[f"tail_{i}_padding"])
+      above = log_z_tail + log_z - cluster_scores[..., i]
+      sections.append(Section(self._section(narrow, weight, cluster.rows, above), cluster.first))
     return concatenate_blocks(tuple(sections))
 
-  def _log_z(self, hidden, weight, removed):
+  def _log_z(self, hidden, weight, padding):
     tokens = jnp.zeros(hidden.shape[:-1], jnp.int32)
     options = {"dtype": self._dtype(hidden), "vocab_axis": self.vocab_axis}
-    return softmax.linear_softmax(hidden, weight, tokens, removed, **options).log_z
+    return softmax.linear_softmax(hidden, weight, tokens, padding, **options).log_z
 
   def _section(self, hidden, weight, tokens, above_B):
-    """Blocks of hidden · weightᵀ - above, of so many tokens in all."""
-    batch = hidden.shape[:-1]
+    """Blocks of hidden · weightᵀ - above, over `tokens` rows on all devices."""
+    batch, dtype = hidden.shape[:-1], self._dtype(hidden)
     scores = lambda row_W: (
-      softmax.linear_scores(hidden, weight[row_W], dtype=self._dtype(hidden)) - above_B[..., None]
+      softmax.linear_scores(hidden, weight[row_W], dtype=dtype) - above_B[..., None]
     )
     return sampling.row_blocks(batch, weight.shape[0], tokens, scores, self.vocab_axis)
-
-  def size(self) -> Size:
-    """D·(first cutoff + tails) parameters and width·(D + rows) for each tail.
-
-    Operations are those of a token in the tail that costs most; others pay for the projections.
-    """
-    shapes = self.tails()
-    head = self.dim * (self.cutoffs[0] + len(shapes))
-    down = self.dim * sum(tail.width for tail in shapes)
-    scored = [tail.rows * tail.width for tail in shapes]
-    params = head + down + sum(scored)
-    return Size(params, bytes_of(params, self.param_dtype), 2 * (head + down + max(scored)))
-
-  def logical_axes(self) -> dict:
-    """Axes of the weights and of the projections."""
-    count = len(self.cutoffs)
-    axes = {"head": ("vocab", "table_embed")}
-    axes |= {f"down_{i}": ("rank", "embed") for i in range(count)}
-    axes |= {f"tail_{i}": ("vocab", "table_embed") for i in range(count)}
-    return {"params": axes}
-
-
-def _pairs(rows):
-  return list(zip(rows[::2], rows[1::2], strict=True))

@@ -1,10 +1,11 @@
-"""What does every output head promise, and what does it get for that?
+"""The contract of output heads, and what a head inherits.
 
-A head says how it scores a block of the vocabulary (`blocks`) and how likely a token is
-(`log_prob`); exact sampling and top-k follow from the blocks, on one device or on many, and a head
-with factors overrides them where it can do better.
+A head implements `logits`, `log_prob` and `_blocks`, the logits of a block of the vocabulary at a
+time. Exact sampling and top-k follow from the blocks, on one device or on many. A head with factors
+overrides them with faster methods.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,28 +14,29 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
+from vqjax.layer import Layer
 from vqjax.ops import sampling, vocab_parallel
-from vqjax.types import Size
+from vqjax.ops.vocab_parallel import Replicated, Sharded
 
 row_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
 """Default initialiser of [rows, D] weights: normal with variance 1/D, so scores have variance 1."""
 
 
-class Head(nn.Module):
-  """A distribution over the vocabulary for each hidden vector, and the contract all heads pass.
+class Head(Layer):
+  """A distribution over the vocabulary for each hidden vector: the contract that all heads pass.
 
-  Log-probabilities are in nats and float32. A head is a Linen module with `setup` alone, so its
-  methods can be called through `apply(..., method="log_prob")` or from a model's own methods.
+  Log-probabilities are in nats and float32. A head is a Linen module without compact methods, so
+  its methods can be called through `apply(..., method="log_prob")` or from a model's own methods.
 
-  A head says which of its arrays go along the vocabulary (`_rows`) and how their rows score
-  (`_blocks`); where the mesh in context has an axis `vocab_axis`, each of its devices holds and
-  scans its own part of them, and the results are the same.
+  Where the mesh in context has an axis `vocab_axis`, each device of the axis holds and scans its
+  own rows of the vocabulary, and the results are the same: `_rows` gives the arrays and `_blocks`
+  scores the rows that one device holds.
 
   Attributes:
     vocab: number of tokens, V.
     dim: width of the hidden vectors, D.
-    vocab_axis: mesh axis over which the vocabulary is spread (`jax.set_mesh`, an automatic axis);
-      None, or without a mesh: every device holds all of it.
+    vocab_axis: automatic mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or
+      without a mesh: every device holds the whole vocabulary.
   """
 
   vocab: int
@@ -42,13 +44,14 @@ class Head(nn.Module):
   vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
 
   def __call__(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """The same as `logits`."""
+    """Returns `logits(hidden)`."""
     return self.logits(hidden)
 
+  @abc.abstractmethod
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Scores whose softmax is the distribution; the only method that builds an array [*B, V]."""
-    raise TypeError(f"{type(self).__name__} does not score its vocabulary: define logits")
 
+  @abc.abstractmethod
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> Float[Array, "*B"]:
@@ -56,38 +59,43 @@ class Head(nn.Module):
 
     The loss of a language model is -mean(log_prob). Neither it nor its gradient holds [*B, V].
     """
-    raise TypeError(f"{type(self).__name__} does not know its probabilities: define log_prob")
+
+  @abc.abstractmethod
+  def _blocks(self, rows: dict[str, Any], hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """The logits of `rows`: the arrays of `_rows`, of which a device may hold a part."""
+
+  def _rows(self) -> dict[str, Sharded | Replicated]:
+    """The arrays that `_blocks` scores with.
+
+    By default they are those declared with a `pad_value`; a subclass adds what each device reads
+    whole.
+    """
+    return self.sharded_arrays()
 
   def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The logits, a block of the vocabulary at a time."""
-    return self._blocks(tuple(part.rows for part in self._rows()), hidden)
-
-  def _rows(self) -> tuple[vocab_parallel.Sharded | vocab_parallel.Replicated, ...]:
-    """The arrays that go along the vocabulary, with what fills them up, and those that do not."""
-    raise TypeError(f"{type(self).__name__} does not come in blocks: define _rows")
-
-  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The logits of `rows`, which are those of `_rows` or one device's part of them."""
-    raise TypeError(f"{type(self).__name__} does not come in blocks: define _blocks")
-
-  def _over_vocabulary(self, body: Callable, *shared):
-    """body(rows, *shared), where each device of `vocab_axis` has its part of the rows."""
-    call = lambda rows, shared: body(rows, *shared)
-    return vocab_parallel.over_vocabulary(self.vocab_axis, call, self._rows(), shared)
+    """The logits, one block of the vocabulary at a time."""
+    return self._blocks({name: part.rows for name, part in self._rows().items()}, hidden)
 
   def over_blocks(self, body: Callable, hidden: Float[Array, "*B D"], *shared: Any) -> Any:
-    """body(blocks of `hidden`, *shared), where each device of `vocab_axis` has its own blocks.
+    """Calls body(blocks of `hidden`, *shared); each device of `vocab_axis` has its own blocks.
 
-    The body reduces over `blocks.axis`, so that it returns the same on all of these devices.
+    The body must reduce over `blocks.axis`, so that it returns the same on all of these devices.
     """
+    rows = self._rows()
 
     def run(arrays, shared):
-      # Where an array is marked its gradient is summed: before an operand of it is narrowed.
-      *rows, hidden = vocab_parallel.varying(arrays)
-      return body(self._blocks(tuple(rows), hidden), *shared)
+      # Marking an array sums its gradient over the devices: before an operand of it is narrowed.
+      *rows_here, hidden = vocab_parallel.varying(arrays)
+      return body(self._blocks(dict(zip(rows, rows_here)), hidden), *shared)
 
-    rows = *self._rows(), vocab_parallel.Replicated(hidden)
-    return vocab_parallel.over_vocabulary(self.vocab_axis, run, rows, shared)
+    parts = *rows.values(), Replicated(hidden)
+    return vocab_parallel.over_vocabulary(self.vocab_axis, run, parts, shared)
+
+  def _over_vocabulary(self, body: Callable, *shared: Any) -> Any:
+    """Calls body(rows, *shared) with the arrays of `_rows`, each device with its own part."""
+    rows = self._rows()
+    call = lambda arrays, shared: body(dict(zip(rows, arrays)), *shared)
+    return vocab_parallel.over_vocabulary(self.vocab_axis, call, tuple(rows.values()), shared)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -99,7 +107,7 @@ class Head(nn.Module):
   def loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux` together: a head that can compute both at once overrides this."""
+    """`log_prob` and `aux`; a head that can compute both at once overrides this method."""
     return self.log_prob(hidden, tokens), self.aux(hidden, tokens)
 
   def sample(
@@ -111,7 +119,7 @@ class Head(nn.Module):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """A token from the distribution, exactly; -1 in a row for which nothing is allowed.
+    """Draws a token from the exact distribution; -1 in a row for which no token is allowed.
 
     Args:
       hidden: one vector for each draw.
@@ -122,7 +130,7 @@ class Head(nn.Module):
       allowed: marks the tokens that may be drawn, [V] or [*B, V].
 
     Raises:
-      ValueError: an option that no distribution has, or an `allowed` of another shape.
+      ValueError: an option is outside its range, or `allowed` has another shape.
     """
     allowed = None if allowed is None else jnp.asarray(allowed)
 
@@ -135,28 +143,22 @@ class Head(nn.Module):
   def top_k(
     self, hidden: Float[Array, "*B D"], k: int
   ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
-    """Log-probabilities and tokens of the k most likely tokens, best first, exactly."""
-    if not 1 <= k <= self.vocab:
-      raise ValueError(f"k {k} for a vocabulary of {self.vocab} tokens; give 1 to {self.vocab}")
+    """Log-probabilities and tokens of the k most likely tokens, best first, exactly.
+
+    Raises:
+      ValueError: `k` is outside [1, V].
+    """
+    self._check_k(k)
     best = lambda rows, hidden: sampling.best(self._blocks(rows, hidden), k)
     scores, tokens, log_z = self._over_vocabulary(best, hidden)
     return scores - log_z[..., None], tokens
 
-  def size(self) -> Size:
-    """Parameters, bytes and operations for each token, from the fields alone."""
-    raise TypeError(f"{type(self).__name__} does not know its size: define size")
-
-  def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
-    raise TypeError(f"{type(self).__name__} does not name its axes: define logical_axes")
-
-  def _check_hidden(self, hidden) -> None:
+  def _check_hidden(self, hidden: Array) -> None:
     if hidden.shape[-1] != self.dim:
       raise ValueError(
-        f"hidden {hidden.shape} meets a head of dim {self.dim}; give it dim={hidden.shape[-1]}"
+        f"the width of `hidden` must be the head's dim; got {hidden.shape[-1]} for dim {self.dim}."
       )
 
-
-def bytes_of(count: int, dtype) -> int:
-  """Bytes of `count` numbers of a dtype."""
-  return count * jnp.dtype(dtype).itemsize
+  def _check_k(self, k: int) -> None:
+    if not 1 <= k <= self.vocab:
+      raise ValueError(f"`k` must be in [1, vocab]; got {k} for vocab {self.vocab}.")

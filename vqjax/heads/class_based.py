@@ -1,4 +1,4 @@
-"""What does the class-based head look like: a class first, then a token of that class?"""
+"""The class-based head: a class first, then a token of that class."""
 
 import jax
 import jax.numpy as jnp
@@ -6,29 +6,31 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax import assign
-from vqjax.heads.base import Head, bytes_of, row_init
+from vqjax.heads.base import Head, row_init
 from vqjax.ops import class_softmax as class_ops
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
-from vqjax.types import Dtype, Size
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Variable, table
 
 
 class ClassBasedHead(Head):
   """p(class of the token) · p(token | its class), both softmaxes of scores linear in hidden.
 
-  D·(C + V) parameters, but about D·(C + V/C) products for each token: sqrt(V) classes of equal size
-  are the cheapest. Source: Goodman (2001), Classes for Fast Maximum Entropy Training.
+  The head has D·(C + V) parameters, but a token takes only about D·(C + V/C) multiply-adds: sqrt(V)
+  classes of equal size are the cheapest. Source: Goodman (2001), Classes for Fast Maximum Entropy
+  Training.
 
-  The table token -> class is the variable `assignment` of the collection `codes`: saved and
-  restored with the parameters, never trained. A class without a token has no probability.
+  The table token -> class is the variable `assignment` of the collection `codes`: it is saved and
+  restored with the parameters, and never trained. A class without a token has probability 0.
 
   Attributes:
     classes: number of classes, C.
     assignment_init: (vocab, classes) -> int [V], the class of each token.
     class_init: initialiser of the [C, D] weight of the classes.
     weight_init: initialiser of the [V, D] weight of the tokens.
-    dtype: dtype of the matrix products' operands; None: that of hidden and weights together.
+    dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
     param_dtype: dtype of the parameters.
   """
 
@@ -39,31 +41,35 @@ class ClassBasedHead(Head):
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
-  def setup(self):
-    if not 1 <= self.classes <= self.vocab:
-      raise ValueError(
-        f"classes {self.classes} for a vocabulary of {self.vocab}; give 1 to {self.vocab}"
-      )
-    new = lambda name, init, rows: self.param(name, init, (rows, self.dim), self.param_dtype)
-    self.class_weight = new("class_weight", self.class_init, self.classes)
-    self.weight = new("weight", self.weight_init, self.vocab)
-    self.assignment = self.variable("codes", "assignment", self._initial_assignment)
-    assign.check_shape(self.assignment.value.shape, self.vocab)
+  def declare(self) -> Declaration:
+    """The weights of the classes [C, D] and of the tokens [V, D], and the class of each token."""
+    v, d, c, dtype = self.vocab, self.dim, self.classes, self.param_dtype
+    make = lambda: assign.checked(self.assignment_init(v, c), v, c)
+    axes = ("codes", "table_embed"), ("vocab", "table_embed")
+    return {
+      "class_weight": Variable((c, d), axes[0], self.class_init, dtype, pad_value=0),
+      "weight": Variable((v, d), axes[1], self.weight_init, dtype, pad_value=0),
+      "assignment": table((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
+    }
 
-  def _initial_assignment(self):
-    table = self.assignment_init(self.vocab, self.classes)
-    return jnp.asarray(assign.checked(table, self.vocab, self.classes))
+  def check(self) -> None:
+    """Checks the number of classes."""
+    if not 1 <= self.classes <= self.vocab:
+      raise ValueError(f"`classes` must be in [1, vocab]; got {self.classes} for {self.vocab}.")
+
+  def flops_per_token(self) -> int:
+    """One product of width D for each class and for each token of a class of equal size."""
+    return 2 * self.dim * (self.classes + -(-self.vocab // self.classes))
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are logits that need no normaliser."""
     self._check_hidden(hidden)
-    class_weight, weight, table = (part.rows for part in self._rows())
-    scores_BV = softmax.linear_scores(hidden, weight, dtype=self.dtype)
+    assignment = self.array("assignment")
+    scores_BV = softmax.linear_scores(hidden, self.array("weight"), dtype=self.dtype)
     start = class_ops.empty_normalizers(hidden.shape[:-1], self.classes)
-    log_z_BC = class_ops.log_normalizers(class_ops.add_scores(start, scores_BV, table), None)
-    return self._log_prob_of(
-      scores_BV, table, self._log_class(class_weight, table, hidden) - log_z_BC
-    )
+    log_z_BC = class_ops.log_normalizers(class_ops.add_scores(start, scores_BV, assignment), None)
+    log_class_BC = self._log_class(self.array("class_weight"), assignment, hidden)
+    return self._log_prob_of(scores_BV, assignment, log_class_BC - log_z_BC)
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -73,84 +79,58 @@ class ClassBasedHead(Head):
     known, token = in_vocabulary(tokens, self.vocab)
 
     def body(rows, hidden, token):
-      class_weight, weight, table = rows
-      axis = self.vocab_axis
+      class_weight, assignment, axis = rows["class_weight"], rows["assignment"], self.vocab_axis
       exists, of_token = in_vocabulary(
-        vocab_parallel.sharded_lookup(table, token, axis), self.classes
+        vocab_parallel.sharded_lookup(assignment, token, axis), self.classes
       )
-      bias = vocab_parallel.own_part(self._class_bias(table), class_weight.shape[0], axis)
+      bias = vocab_parallel.own_part(self._class_bias(assignment), class_weight.shape[0], axis)
       log_prob_class = softmax.linear_log_prob(
         hidden, class_weight, of_token, bias, dtype=self.dtype, vocab_axis=axis
       )
       log_prob_token = class_ops.log_prob_in_class(
-        hidden, weight, table, token, of_token, self.classes, self.dtype, axis
+        hidden, rows["weight"], assignment, token, of_token, self.classes, self.dtype, axis
       )
       return exists, log_prob_class + log_prob_token
 
     exists, log_prob = self._over_vocabulary(body, hidden, token)
     return jnp.where(known & exists, log_prob, jnp.nan)
 
-  def _class_bias(self, table):
-    """0 for a class that has tokens, on whichever device; -inf for one that has none."""
+  def _class_bias(self, assignment):
+    """0 for a class that has tokens on any device; -inf for a class without tokens."""
     rows = self.classes
     axis = vocab_parallel.inside(self.vocab_axis)
     if axis:
       rows += -rows % vocab_parallel.axis_size(axis)
-    mass_C = code_ops.log_mass(table, rows, None, self.vocab_axis)
+    mass_C = code_ops.log_mass(assignment, rows, None, self.vocab_axis)
     return jnp.where(jnp.isneginf(mass_C), -jnp.inf, 0.0)
 
-  def _log_class(self, class_weight, table, hidden):
+  def _log_class(self, class_weight, assignment, hidden):
     """Log-probabilities [*B, C] of all classes."""
     scores_BC = code_ops.all_code_scores(
       hidden, class_weight, self.classes, self.dtype, self.vocab_axis
     )
-    return jax.nn.log_softmax(scores_BC + self._class_bias(table)[: self.classes])
+    return jax.nn.log_softmax(scores_BC + self._class_bias(assignment)[: self.classes])
 
   def _log_prob_of(self, scores, class_of, offset_BC):
     # A class that does not exist has no probability: nan, not that of a neighbour.
     known, class_of = in_vocabulary(class_of, self.classes)
     return jnp.where(known, scores + offset_BC[..., class_of], jnp.nan)
 
-  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
-    return (
-      vocab_parallel.Sharded(self.class_weight, 0),
-      vocab_parallel.Sharded(self.weight, 0),
-      # Inside `nn.scan` the variable may be the NumPy array it was made from.
-      vocab_parallel.Sharded(jnp.asarray(self.assignment.value), code_ops.NO_CODE),
-    )
-
-  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, after a pass over all scores for the normaliser of each class."""
     self._check_hidden(hidden)
-    class_weight, weight, table = rows
-    axis, batch = self.vocab_axis, hidden.shape[:-1]
+    weight, assignment = rows["weight"], rows["assignment"]
+    axis, batch, count = self.vocab_axis, hidden.shape[:-1], assignment.shape[0]
     scores = lambda row_W: softmax.linear_scores(hidden, weight[row_W], dtype=self.dtype)
-    blocks_of = lambda of_row: sampling.row_blocks(batch, table.shape[0], self.vocab, of_row, axis)
-    raw = blocks_of(scores)
+    raw = sampling.row_blocks(batch, count, self.vocab, scores, axis)
 
-    def step(found, index):
+    def step(normalizers, index):
       scores_BW, token_W = raw.block(index)
-      here_W = jnp.maximum(token_W - vocab_parallel.first_row(axis, table.shape[0]), 0)
-      return class_ops.add_scores(found, scores_BW, table[here_W])
+      here_W = jnp.maximum(token_W - vocab_parallel.first_row(axis, count), 0)
+      return class_ops.add_scores(normalizers, scores_BW, assignment[here_W])
 
-    found = raw.fold(step, class_ops.empty_normalizers(batch, self.classes))
-    log_z_BC = class_ops.log_normalizers(found, axis)
-    offset_BC = self._log_class(class_weight, table, hidden) - log_z_BC
-    return blocks_of(lambda row_W: self._log_prob_of(scores(row_W), table[row_W], offset_BC))
-
-  def size(self) -> Size:
-    """D·(C + V) parameters, four bytes a token for the table; operations for equal classes."""
-    params = self.dim * (self.classes + self.vocab)
-    state = bytes_of(params, self.param_dtype) + bytes_of(self.vocab, jnp.int32)
-    scored = self.classes + -(-self.vocab // self.classes)
-    return Size(params, state, 2 * self.dim * scored)
-
-  def logical_axes(self) -> dict:
-    """Axes of both weights and of the table of classes."""
-    return {
-      "params": {
-        "class_weight": ("codes", "table_embed"),
-        "weight": ("vocab", "table_embed"),
-      },
-      "codes": {"assignment": ("vocab",)},
-    }
+    normalizers = raw.fold(step, class_ops.empty_normalizers(batch, self.classes))
+    log_z_BC = class_ops.log_normalizers(normalizers, axis)
+    offset_BC = self._log_class(rows["class_weight"], assignment, hidden) - log_z_BC
+    log_prob = lambda row_W: self._log_prob_of(scores(row_W), assignment[row_W], offset_BC)
+    return sampling.row_blocks(batch, count, self.vocab, log_prob, axis)

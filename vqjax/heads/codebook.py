@@ -1,4 +1,4 @@
-"""What does the VQ-Logits head look like: K codes stand for V tokens?"""
+"""The VQ-Logits head, in which K codes stand for V tokens."""
 
 import math
 
@@ -11,44 +11,46 @@ from vqjax import assign
 from vqjax.assign.table import check_codes
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads import regularizers
-from vqjax.heads.base import Head, bytes_of, row_init
+from vqjax.heads.base import Head, row_init
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, softmax
 from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
-from vqjax.types import Dtype, Size
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Variable, table
 
 
 class CodebookHead(Head):
-  """softmax over the vocabulary of hidden · codebook[code of the token] (+ a bias of the token).
+  """softmax over the vocabulary of hidden · codebook[code of the token], plus a token bias.
 
-  K·D parameters, O(N·K·D) exact log-probabilities. Without a token bias all tokens on a code are
-  equally likely, so that no model's perplexity is below exp(E[log n]), n the number of tokens on
-  the code; V more parameters for the bias lower that floor to exp(H(token | code)), since the bias
-  is the same in every context (`assign.floor` computes both). Source: VQ-Logits, Eq. 2-5.
+  The head has K·D parameters and computes exact log-probabilities in O(N·K·D). Without a token bias
+  all tokens on a code are equally likely, so that no model's perplexity is below exp(E[log n]),
+  where n is the number of tokens on the code. V more parameters for the bias lower that floor to
+  exp(H(token | code)), since the bias is the same in every context (`assign.floor` computes both).
+  Source: VQ-Logits, Eq. 2-5.
 
-  The table token -> code is the variable `assignment` of the collection `codes`: saved and
-  restored with the parameters, never trained.
+  The table token -> code is the variable `assignment` of the collection `codes`: it is saved and
+  restored with the parameters, and never trained.
 
-  Tied, it has the codebook and the assignment of an embedding (Section 6): give the same object to
-  both,
+  A tied head uses the codebook and the assignment of an embedding (Section 6). Give the same object
+  to both:
 
     embedding = CodebookEmbedding(vocab, dim, codes)
     Transformer(embedding=embedding, head=CodebookHead(vocab, dim, codes, embedding=embedding))
 
   Attributes:
     codes: number of codes, K.
-    assignment_init: (vocab, codes) -> int [V], the code of each token; a tied head has that of its
-      embedding.
-    token_bias: give each token a score of its own inside its code.
-    embedding: the embedding whose codebook and assignment these are; None: the head has its own.
+    assignment_init: (vocab, codes) -> int [V], the code of each token; unused by a tied head.
+    token_bias: add a score for each token.
+    embedding: the embedding whose codebook and assignment the head uses; None: its own.
     commitment: coefficient of the commitment term of the training loss (Section 3.4); 0 for none.
     z_loss: coefficient of the mean squared log-normaliser in the training loss.
     label_smoothing: part of the target, in [0, 1), that is spread evenly over the vocabulary in
       the training loss.
-    codebook_init: initialiser of the [K, D] codebook; a tied head has that of its embedding.
+    codebook_init: initialiser of the [K, D] codebook; unused by a tied head.
     bias_init: initialiser of the [V] token bias, such as `UnigramBias`.
-    dtype: dtype of the matrix product's operands; None: that of hidden and codebook together.
+    dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and codebook.
     param_dtype: dtype of the parameters.
   """
 
@@ -64,58 +66,62 @@ class CodebookHead(Head):
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
-  def setup(self):
-    self._check()
-    if self.embedding is None:
-      shape = self.codes, self.dim
-      self.codebook = self.param("codebook", self.codebook_init, shape, self.param_dtype)
-      self.assignment = self.variable("codes", "assignment", self._initial_assignment)
-      assign.check_shape(self.assignment.value.shape, self.vocab)
+  def declare(self) -> Declaration:
+    """The codebook [K, D] and the code of each token [V], or the embedding, and the bias [V]."""
+    v, k = self.vocab, self.codes
+    if self.embedding is not None:
+      declared = {"embedding": self.embedding}
+    else:
+      shape, axes = (k, self.dim), ("codes", "table_embed")
+      make = lambda: assign.checked(self.assignment_init(v, k), v, k)
+      declared = {
+        "codebook": Variable(shape, axes, self.codebook_init, self.param_dtype, pad_value=0),
+        "assignment": table((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
+      }
     if self.token_bias:
-      self.bias = self.param("token_bias", self.bias_init, (self.vocab,), self.param_dtype)
+      declared["token_bias"] = Variable(
+        (v,), ("vocab",), self.bias_init, self.param_dtype, pad_value=0
+      )
+    return declared
 
-  def _check(self):
+  def check(self) -> None:
+    """Checks the number of codes, the options of the loss and a tied embedding."""
     check_codes(self.vocab, self.codes)
     regularizers.check(self)
     if not 0 <= self.commitment < math.inf:
       raise ValueError(
-        f"commitment {self.commitment} is negative or not finite; 0.25 is usual, 0 for none"
+        f"`commitment` must be finite and not negative; got {self.commitment}. 0.25 is usual, 0 for"
+        " none."
       )
     tied = self.embedding
     sizes = self.vocab, self.dim, self.codes
     if tied is not None and (tied.vocab, tied.dim, tied.codes) != sizes:
       raise ValueError(
-        f"a head of vocab {self.vocab}, dim {self.dim} and codes {self.codes} is tied to an"
-        f" embedding of vocab {tied.vocab}, dim {tied.dim} and codes {tied.codes}; give both the"
-        " same"
+        f"`embedding` must have vocab {self.vocab}, dim {self.dim} and codes {self.codes}; got"
+        f" vocab {tied.vocab}, dim {tied.dim} and codes {tied.codes}. Give both the same."
       )
 
-  def _initial_assignment(self):
-    table = assign.checked(self.assignment_init(self.vocab, self.codes), self.vocab, self.codes)
-    return jnp.asarray(table)
-
-  @property
-  def _bias(self):
-    return self.bias if self.token_bias else None
+  def flops_per_token(self) -> int:
+    """One product of width D for each code."""
+    return 2 * self.codes * self.dim
 
   def factors(self) -> tuple[Float[Array, "K D"], Int[Array, "V"]]:
     """The codebook and the code of each token, of the head itself or of its embedding."""
     if self.embedding is not None:
       return self.embedding.factors()
-    # Inside `nn.scan` the variable may be the NumPy array it was made from.
-    return self.codebook, jnp.asarray(self.assignment.value)
+    return self.array("codebook"), self.array("assignment")
 
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
-    """The rows and the bias whose scores the head is a softmax of: what a distillation needs."""
-    codebook, table = self.factors()
-    return RowFactory(table, codebook, _row_of_code), self._bias
+    """The rows and the bias that the head scores with; a distillation reads them."""
+    codebook, assignment = self.factors()
+    return RowFactory(assignment, codebook, _row_of_code), self.array("token_bias")
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
     self._check_hidden(hidden)
-    codebook, table = self.factors()
+    codebook, assignment = self.factors()
     scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
-    return _token_scores(scores_BK, self._bias, table, slice(None))
+    return _token_scores(scores_BK, self.array("token_bias"), assignment, slice(None))
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -125,8 +131,13 @@ class CodebookHead(Head):
 
   def _softmax(self, hidden, tokens, mean=False):
     self._check_hidden(hidden)
+    codebook, assignment = self.factors()
     return code_ops.code_softmax(
-      *(hidden, *self.factors(), tokens, self._bias),
+      hidden,
+      codebook,
+      assignment,
+      tokens,
+      self.array("token_bias"),
       mean=mean,
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
@@ -143,44 +154,40 @@ class CodebookHead(Head):
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> dict[str, Float[Array, ""]]:
-    """The terms "commitment", "z_loss" and "label_smoothing", those that are asked for."""
+    """The terms "commitment", "z_loss" and "label_smoothing" with a coefficient above 0."""
     if not (self.commitment or self.z_loss or self.label_smoothing):
       return super().aux(hidden, tokens)
     return self.loss_terms(hidden, tokens)[1]
 
   def _commitment(self, hidden, tokens):
-    """Hidden vectors are drawn to their tokens' codes.
+    """The squared distance of hidden vectors to the codes of their tokens.
 
-    commitment · mean over tokens and D of (hidden - stop_gradient(code of the token))²: a mean over
-    D too, as in the authors' implementation of VQ-VAE, so that the coefficient does not depend on
-    the width. Source: VQ-Logits, Section 3.4, which gives no formula; van den Oord et al. (2017),
-    Eq. 3, whose encoder output is the hidden vector here and whose code is the token's.
+    commitment · mean over tokens and D of (hidden - stop_gradient(code of the token))². The mean
+    over D, as in the authors' implementation of VQ-VAE, makes the coefficient independent of the
+    width. Source: VQ-Logits, Section 3.4, which gives no formula; van den Oord et al. (2017), Eq.
+    3, with the hidden vector as encoder output and the token's code as its code.
     """
-    codebook, table = self.factors()
+    codebook, assignment = self.factors()
     _, token = in_vocabulary(tokens, self.vocab)
     code = code_ops.code_vectors(
-      jax.lax.stop_gradient(codebook), table, token, jnp.float32, self.vocab_axis
+      jax.lax.stop_gradient(codebook), assignment, token, jnp.float32, self.vocab_axis
     )
-    apart = ((hidden.astype(jnp.float32) - code) ** 2).mean(axis=-1)
-    return {"commitment": self.commitment * mean_in_vocabulary(apart, tokens, self.vocab)}
+    distance = ((hidden.astype(jnp.float32) - code) ** 2).mean(axis=-1)
+    return {"commitment": self.commitment * mean_in_vocabulary(distance, tokens, self.vocab)}
 
-  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
-    codebook, table = self.factors()
-    return (
-      vocab_parallel.Sharded(codebook, 0),
-      vocab_parallel.Sharded(table, code_ops.NO_CODE),
-      vocab_parallel.Sharded(self._bias, 0),
-    )
+  def _rows(self) -> dict[str, Sharded]:
+    tied = {} if self.embedding is None else self.embedding.sharded_arrays()
+    return tied | super()._rows()
 
-  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of consecutive tokens, from scores of all codes that are computed once."""
-    codebook, table, bias = rows
-    scores_BK = self._all_code_scores(codebook, hidden)
+    assignment, bias = rows["assignment"], rows.get("token_bias")
+    scores_BK = self._all_code_scores(rows["codebook"], hidden)
     return sampling.row_blocks(
       hidden.shape[:-1],
-      table.shape[0],
+      assignment.shape[0],
       self.vocab,
-      lambda row_W: _token_scores(scores_BK, bias, table, row_W),
+      lambda row_W: _token_scores(scores_BK, bias, assignment, row_W),
       self.vocab_axis,
     )
 
@@ -197,46 +204,22 @@ class CodebookHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """As `Head.sample`; without filters a code is drawn first, then a token on it."""
+    """Draws a token; without filters a code first, then a token on it. See `Head.sample`."""
     sampling.check_options(temperature, top_k, top_p)
     filtered = not (top_k is None and top_p is None and allowed is None)
     if temperature < 1e-6 or filtered:
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
 
     def body(rows, hidden, key):
-      codebook, table, bias = rows
-      bias = None if bias is None else bias / temperature
+      assignment = rows["assignment"]
+      bias = rows["token_bias"] / temperature if self.token_bias else None
       code_key, token_key = jax.random.split(key)
-      mass_K = code_ops.log_mass(table, self.codes, bias, self.vocab_axis)
-      scores_BK = self._all_code_scores(codebook, hidden) / temperature + mass_K
+      mass_K = code_ops.log_mass(assignment, self.codes, bias, self.vocab_axis)
+      scores_BK = self._all_code_scores(rows["codebook"], hidden) / temperature + mass_K
       code = jax.random.categorical(code_key, scores_BK, mode="high").astype(jnp.int32)
-      return code_ops.draw_within(token_key, code, table, self.codes, bias, self.vocab_axis)
+      return code_ops.draw_within(token_key, code, assignment, self.codes, bias, self.vocab_axis)
 
     return self._over_vocabulary(body, hidden, key)
-
-  def size(self) -> Size:
-    """K·D parameters, V for a token bias, four bytes a token for the table of codes.
-
-    A tied head owns the bias alone.
-    """
-    bias = self.vocab if self.token_bias else 0
-    own = 0 if self.embedding is not None else self.codes * self.dim
-    table = 0 if self.embedding is not None else bytes_of(self.vocab, jnp.int32)
-    state = bytes_of(own + bias, self.param_dtype) + table
-    return Size(own + bias, state, 2 * self.codes * self.dim)
-
-  def logical_axes(self) -> dict:
-    """Axes of the codebook, the token bias and the table of codes; or those of the embedding."""
-    if self.embedding is None:
-      axes = {
-        "params": {"codebook": ("codes", "table_embed")},
-        "codes": {"assignment": ("vocab",)},
-      }
-    else:
-      axes = {name: {"embedding": tree} for name, tree in self.embedding.logical_axes().items()}
-    if self.token_bias:
-      axes["params"]["token_bias"] = ("vocab",)
-    return axes
 
 
 def _row_of_code(code_W, codebook_KD):

@@ -1,5 +1,6 @@
-"""What does a head do whose tokens come in groups that bound how likely they are?"""
+"""Decoding by groups, each of which bounds the probability of its tokens."""
 
+import abc
 import math
 
 import jax
@@ -10,56 +11,58 @@ from vqjax.heads.base import Head
 from vqjax.ops import group_search, sampling, topk, vocab_parallel
 
 
-class VisitedHead(Head):
-  """A head that finds the best tokens, and draws, without scoring every group of its vocabulary.
+class GroupDecodingHead(Head):
+  """A head that finds the best tokens and samples without scoring every group of its vocabulary.
 
-  A subclass says what its groups are: `groups_and_slots` and `_groups`; and `_blocks`, for what
-  needs all of them, in whole groups of S positions.
+  A subclass defines its groups by `groups_and_slots` and `_groups`. Its `_blocks` hold whole groups
+  of S positions.
   """
 
+  @abc.abstractmethod
   def groups_and_slots(self) -> tuple[int, int]:
     """(G, S): the number of groups, and of slots in the largest."""
-    raise TypeError(f"{type(self).__name__} has no groups: define groups_and_slots")
 
-  def _groups(self, rows: tuple, hidden: Float[Array, "*B D"]) -> group_search.Groups:
-    """The groups of `rows`, which are those of `_rows` or one device's part of them."""
-    raise TypeError(f"{type(self).__name__} has no groups: define _groups")
+  @abc.abstractmethod
+  def _groups(self, rows: dict, hidden: Float[Array, "*B D"]) -> group_search.Groups:
+    """The groups of `rows`: the arrays of `_rows`, of which a device may hold a part."""
 
-  def _is_worth_visiting(self, hidden: Float[Array, "*B D"]) -> bool:
-    """Whether scoring the groups of each row apart is cheaper than all groups for all rows."""
+  def _prefers_group_search(self, hidden: Float[Array, "*B D"]) -> bool:
+    """Whether the best-first search is cheaper than scoring all groups for all rows."""
     del hidden
     return True
 
   def top_k(
     self, hidden: Float[Array, "*B D"], k: int
   ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
-    """As `Head.top_k`, without scoring groups that cannot matter."""
+    """Log-probabilities and tokens of the k most likely tokens, best first, exactly.
+
+    Groups that cannot hold one of them are not scored.
+    """
     return self.top_k_visited(hidden, k)[:2]
 
   def top_k_visited(
     self, hidden: Float[Array, "*B D"], k: int
   ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Int[Array, "*B"]]:
-    """Log-probabilities and tokens of the k most likely tokens, and how many groups it took.
+    """Log-probabilities and tokens of the k most likely tokens, and the number of scored groups.
 
     Equal log-probabilities come in the order of their positions.
     """
-    if not 1 <= k <= self.vocab:
-      raise ValueError(f"k {k} for a vocabulary of {self.vocab} tokens; give 1 to {self.vocab}")
+    self._check_k(k)
     return self._over_vocabulary(lambda rows, hidden: self._best(rows, hidden, k), hidden)
 
   def _best(self, rows, hidden, k):
-    if not self._is_worth_visiting(hidden):
+    if not self._prefers_group_search(hidden):
       scores_Bk, token_Bk, log_z_B = sampling.best(self._blocks(rows, hidden), k)
       return scores_Bk - log_z_B[..., None], token_Bk, self._all_groups(hidden)
-    found = self._groups(rows, hidden)
+    groups = self._groups(rows, hidden)
     log_prob_Bk, position_Bk, visited_B = group_search.best_first_top_k(
-      found.log_group, found.score_groups, k, self._width(found), self.vocab_axis
+      groups.log_group, groups.score_groups, k, self._step_width(groups), self.vocab_axis
     )
-    return log_prob_Bk, found.token_at(position_Bk), visited_B
+    return log_prob_Bk, groups.token_at(position_Bk), visited_B
 
-  def _width(self, found):
-    rows, groups = math.prod(found.log_group.shape[:-1]), found.log_group.shape[-1]
-    return group_search.step_width(rows, groups, self.groups_and_slots()[1])
+  def _step_width(self, groups):
+    rows, count = math.prod(groups.log_group.shape[:-1]), groups.log_group.shape[-1]
+    return group_search.step_width(rows, count, self.groups_and_slots()[1])
 
   def _all_groups(self, hidden):
     return jnp.full(hidden.shape[:-1], self.groups_and_slots()[0], jnp.int32)
@@ -73,7 +76,7 @@ class VisitedHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """As `Head.sample`, by group and slot where it can be: see `sample_visited`."""
+    """Draws a token by group and slot where possible: see `Head.sample` and `sample_visited`."""
     return self.sample_visited(hidden, key, temperature, top_k, top_p, allowed)[0]
 
   def sample_visited(
@@ -85,12 +88,12 @@ class VisitedHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> tuple[Int[Array, "*B"], Int[Array, "*B"]]:
-    """A token as `sample` draws it, and how many groups had their slots scored for it.
+    """The token that `sample` draws, and the number of groups whose slots were scored.
 
-    Without filters a group is drawn first, then its slot: one group at temperature 1, and at
-    another temperature or under a mask all of them once, for the mass of each. The `top_k` best,
-    the arg max (temperature 0) and the nucleus at temperature 1 are found by visiting. A mask
-    together with a filter, and the nucleus at another temperature, score everything.
+    Without filters a group is drawn first, then its slot. At temperature 1 one group is scored; at
+    another temperature or under a mask all groups are, for the mass of each. The `top_k` best, the
+    arg max (temperature 0) and the nucleus at temperature 1 come from the best-first search. A mask
+    together with a filter, and the nucleus at another temperature, score all groups.
     """
     sampling.check_options(temperature, top_k, top_p)
     allowed = None if allowed is None else jnp.asarray(allowed)
@@ -103,7 +106,7 @@ class VisitedHead(Head):
       return self._drawn_from_best(hidden, key, temperature, top_k, top_p)
     if top_k is None and top_p is None and not greedy:
       return self._drawn_by_group(hidden, key, temperature, allowed)
-    if allowed is None and temperature == 1 and self._is_worth_visiting(hidden):
+    if allowed is None and temperature == 1 and self._prefers_group_search(hidden):
       return self._drawn_from_nucleus(hidden, key, top_p)
     tokens = super().sample(hidden, key, temperature, top_k, top_p, allowed)
     return tokens, self._all_groups(hidden)
@@ -115,7 +118,7 @@ class VisitedHead(Head):
   def _drawn_from_nucleus(self, hidden, key, top_p):
     def body(rows, hidden, key):
       groups = self._groups(rows, hidden)
-      width, slots = self._width(groups), self.groups_and_slots()[1]
+      width, slots = self._step_width(groups), self.groups_and_slots()[1]
       most = sampling.STORED_SCORES // max(1, math.prod(hidden.shape[:-1]) * slots)
       steps = max(1, min(group_search.MOST, most) // width)
       position_B, known_B, visited_B = group_search.best_first_nucleus(
@@ -139,10 +142,10 @@ class VisitedHead(Head):
       log_mass_BG = self._log_mass(rows, hidden, temperature, allowed)
       noisy_BG = log_mass_BG + sampling.gumbel(group_key, log_mass_BG.shape)
       group_B1 = jnp.argmax(noisy_BG, axis=-1, keepdims=True).astype(jnp.int32)
-      found = self._groups(rows, hidden)
-      scored = found.score_groups(group_B1, jnp.zeros(group_B1.shape))
-      score_BS, position_BS = (x[..., 0, :] for x in scored)
-      token_BS = found.token_at(position_BS)
+      groups = self._groups(rows, hidden)
+      score_B1S, position_B1S = groups.score_groups(group_B1, jnp.zeros(group_B1.shape))
+      score_BS = score_B1S[..., 0, :]
+      token_BS = groups.token_at(position_B1S[..., 0, :])
       score_BS = _masked(score_BS / temperature, token_BS, allowed)
       slot_B1 = jnp.argmax(
         score_BS + sampling.gumbel(slot_key, score_BS.shape), axis=-1, keepdims=True
@@ -157,7 +160,7 @@ class VisitedHead(Head):
     return tokens, jnp.ones_like(visited) if plain else visited
 
   def _log_mass(self, rows, hidden, temperature, allowed):
-    """Log-mass [*B, G] of what is allowed of each group, at a temperature, not normalised."""
+    """Unnormalised log-mass [*B, G] of the allowed tokens of each group at a temperature."""
     if temperature == 1 and allowed is None:
       return self._groups(rows, hidden).log_group
     blocks = sampling.allow(self._blocks(rows, hidden), allowed, self.vocab)

@@ -1,22 +1,23 @@
-"""What does the grouped head look like: a group of the vocabulary first, then a slot inside it?"""
+"""The grouped head, whose groups share the weights of their slots."""
 
 from flax import linen as nn
 
-from vqjax.heads.base import bytes_of, row_init
+from vqjax.heads.base import row_init
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import groups as group_ops
-from vqjax.ops import softmax, vocab_parallel
-from vqjax.types import Size
+from vqjax.ops import softmax
+from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.variables import Declaration, Variable
 
 
 class GroupedHead(TwoLevelHead):
   """p(group of the token) · p(its slot in the group), both linear in hidden.
 
-  The scores of the slots are W_s h + b_s for all groups, each of which scales and shifts them in
-  its own way: D·G + D·S + 2·G·S parameters for G groups of at most S tokens; about 2·sqrt(V)
-  products of width D for each token at the default G. Slots that a smaller group lacks are masked.
-  Source: LLM Vocabulary Compression for Low-Compute Environments, Section 2; the biases are what
-  its Appendix C counts need.
+  The scores of the slots are W_s h + b_s for all groups; each group scales and shifts them with
+  numbers of its own. That is D·G + D·S + 2·G·S parameters for G groups of at most S tokens, and
+  about 2·sqrt(V) products of width D for each token at the default G. Slots that a smaller group
+  lacks are masked. Source: LLM Vocabulary Compression for Low-Compute Environments, Section 2; its
+  parameter counts in Appendix C include the biases.
 
   Attributes:
     slot_init: initialiser of the [S, D] slot weight.
@@ -28,52 +29,43 @@ class GroupedHead(TwoLevelHead):
   scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
   shift_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
-  def setup(self):
-    super().setup()
-    groups, slots = self.groups_and_slots()
-    self.slot_weight = self._new("slot_weight", self.slot_init, slots, self.dim)
-    self.scale = self._new("scale", self.scale_init, groups, slots)
-    self.shift = self._new("shift", self.shift_init, groups, slots)
-    self.slot_bias = self._new("slot_bias", self.bias_init, slots) if self.use_bias else None
-
-  def _slot_rows(self):
-    return (
-      vocab_parallel.Replicated(self.slot_weight),
-      vocab_parallel.Replicated(self.slot_bias),
-      vocab_parallel.Sharded(self.scale, 0),
-      vocab_parallel.Sharded(self.shift, 0),
-    )
-
-  def _shared(self, slots, hidden):
-    """W_s h + b_s, what all groups share: [*B, S] in float32."""
-    weight, bias, _, _ = slots
-    return softmax.linear_scores(hidden, weight, bias, self.dtype)
-
-  def _slot_scores(self, slots, shared, group):
-    _, _, scale, shift = slots
-    return group_ops.scaled(shared[..., None, :], scale[group], shift[group])
-
-  def _slot_log_prob(self, rows, hidden, group, slot):
-    slots = group_ops.Slots(*rows.slots)
-    return group_ops.slot_log_prob(
-      hidden, slots, rows.size, group, slot, self.dtype, self.vocab_axis
-    )
-
-  def size(self) -> Size:
-    """(D + bias)·(G + S) + 2·G·S parameters; eight bytes a token for an order."""
-    g, s = self.groups_and_slots()
-    params = (self.dim + self.use_bias) * (g + s) + 2 * g * s
-    state = bytes_of(params, self.param_dtype) + self._bytes_of_order()
-    return Size(params, state, 2 * self.dim * (g + s) + 2 * s)
-
-  def logical_axes(self) -> dict:
-    """Axes of the weights, scales, shifts and biases, and of the order."""
-    axes = {
-      "group_weight": ("groups", "table_embed"),
-      "slot_weight": ("slots", "embed"),
-      "scale": ("groups", "slots"),
-      "shift": ("groups", "slots"),
+  def declare(self) -> Declaration:
+    """The variables of the groups, the slot weight [S, D], scales and shifts [G, S], a bias [S]."""
+    (g, s), dtype, axes = self.groups_and_slots(), self.param_dtype, ("groups", "slots")
+    declared = super().declare() | {
+      "slot_weight": Variable((s, self.dim), ("slots", "embed"), self.slot_init, dtype),
+      "scale": Variable((g, s), axes, self.scale_init, dtype, pad_value=0),
+      "shift": Variable((g, s), axes, self.shift_init, dtype, pad_value=0),
     }
     if self.use_bias:
-      axes |= {"group_bias": ("groups",), "slot_bias": ("slots",)}
-    return {"params": axes} | self._axes_of_order()
+      declared["slot_bias"] = Variable((s,), ("slots",), self.bias_init, dtype)
+    return declared
+
+  def flops_per_token(self) -> int:
+    """A product of width D for each group and slot, and one scale and shift for each slot."""
+    g, s = self.groups_and_slots()
+    return 2 * self.dim * (g + s) + 2 * s
+
+  def _rows(self) -> dict[str, Sharded | Replicated]:
+    return super()._rows() | {
+      "slot_weight": Replicated(self.array("slot_weight")),
+      "slot_bias": Replicated(self.array("slot_bias")),
+    }
+
+  def _slot_context(self, rows, hidden):
+    """W_s h + b_s, [*B, S] in float32."""
+    return softmax.linear_scores(hidden, rows["slot_weight"], rows["slot_bias"], self.dtype)
+
+  def _slot_scores(self, rows, context, group):
+    return group_ops.scaled(context[..., None, :], rows["scale"][group], rows["shift"][group])
+
+  def _slot_log_prob(self, rows, hidden, group, slot):
+    slots = group_ops.Slots(
+      weight=rows["slot_weight"],
+      bias=rows["slot_bias"],
+      scale=rows["scale"],
+      shift=rows["shift"],
+    )
+    return group_ops.slot_log_prob(
+      hidden, slots, rows["group_size"], group, slot, self.dtype, self.vocab_axis
+    )

@@ -1,32 +1,35 @@
-"""What does a head look like that chooses a token by going down a binary tree?"""
+"""The hierarchical softmax head over a binary tree of the vocabulary."""
+
+import functools
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.assign import trees
-from vqjax.heads.base import Head, bytes_of, row_init
+from vqjax.heads.base import Head, row_init
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops import tree as tree_ops
 from vqjax.ops.vocabulary import in_vocabulary
-from vqjax.types import Dtype, Size
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Variable, table
 
 
 class HierarchicalHead(Head):
-  """p(token) = product over its path of sigmoid(±hidden · the node's vector).
+  """p(token) = product over the nodes above its leaf of sigmoid(±hidden · the node's vector).
 
-  As many parameters as a dense head's, but a token's log-probability takes only the products on
-  its path, log2 V of them in a balanced tree. Source: Morin and Bengio 2005; with the Huffman tree,
-  Mikolov et al. 2013, Section 2.1.
+  The head has as many parameters as a dense head, but a token's log-probability takes only the
+  products on its path, log2 V in a balanced tree. Source: Morin and Bengio 2005; with the Huffman
+  tree, Mikolov et al. 2013, Section 2.1.
 
   The tree is in the collection `codes`: `tokens`, the token of each leaf from left to right,
-  `leaves`, its inverse, and `paths`, the inner nodes above each leaf. Row k of the weight is of the
-  node between leaf k and leaf k + 1; the last row is of none and stays as it is.
+  `leaves`, its inverse, and `paths`, the inner nodes above each leaf. Row k of the weight belongs
+  to the node between leaf k and leaf k + 1; the last row is unused.
 
   Attributes:
     tree: vocab -> `trees.Tree`: `trees.balanced` or `trees.Huffman(counts)`.
     weight_init: initialiser of the [V, D] weight.
-    dtype: dtype of the products' operands; None: that of hidden and weight together.
+    dtype: dtype of the products' operands; None: the promoted dtype of hidden and weight.
     param_dtype: dtype of the parameters.
   """
 
@@ -35,60 +38,66 @@ class HierarchicalHead(Head):
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
-  def setup(self):
-    shape = self.vocab, self.dim
-    self.weight = self.param("weight", self.weight_init, shape, self.param_dtype)
-    made = self.tree(self.vocab) if not self.has_variable("codes", "paths") else None
-    new = lambda name, make: self.variable("codes", name, lambda: jnp.asarray(make(), jnp.int32))
-    self.tokens = new("tokens", lambda: made.tokens)
-    self.leaves = new("leaves", lambda: made.tokens.argsort())
-    self.paths = new("paths", lambda: made.paths)
-    self._check_tables()
+  def declare(self) -> Declaration:
+    """The vectors of the nodes [V, D] and the tables of the tree, [V] and [V, levels]."""
+    v, made = self.vocab, _tree(self.tree, self.vocab)
+    weight_axes = "vocab", "table_embed"
+    return {
+      "weight": Variable(
+        (v, self.dim), weight_axes, self.weight_init, self.param_dtype, pad_value=0
+      ),
+      "tokens": table((len(made.tokens),), ("vocab",), lambda: made.tokens, pad_value=0),
+      "leaves": table((len(made.tokens),), ("vocab",), made.tokens.argsort, pad_value=0),
+      "paths": table(
+        made.paths.shape, ("vocab", "levels"), lambda: made.paths, pad_value=trees.NO_NODE
+      ),
+    }
 
-  def _check_tables(self):
-    tables = self.tokens.value.shape, self.leaves.value.shape, self.paths.value.shape[:1]
-    if any(shape != (self.vocab,) for shape in tables):
+  def check(self) -> None:
+    """Checks that the tree has a leaf for each token."""
+    leaves = len(_tree(self.tree, self.vocab).tokens)
+    if leaves != self.vocab:
       raise ValueError(
-        f"vocab {self.vocab} has a tree of {tables[0][0]} leaves; build it with trees.balanced or"
-        " trees.Huffman(counts)"
+        f"`tree` must have vocab={self.vocab} leaves; got {leaves}. Take trees.balanced or"
+        " trees.Huffman(counts)."
       )
+
+  def flops_per_token(self) -> int:
+    """The products of the longest path, which all tokens take."""
+    return 2 * _tree(self.tree, self.vocab).paths.shape[1] * self.dim
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are logits that need no normaliser."""
     self._check_hidden(hidden)
-    paths, leaves = jnp.asarray(self.paths.value), jnp.asarray(self.leaves.value)
-    return tree_ops.all_log_probs(hidden, self.weight, paths, self.dtype)[..., leaves]
+    log_prob_BL = tree_ops.all_log_probs(
+      hidden, self.array("weight"), self.array("paths"), self.dtype
+    )
+    return log_prob_BL[..., self.array("leaves")]
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats, from their paths; nan for a token outside [0, V)."""
+    """Log-probability of `tokens` in nats; nan for a token outside [0, V)."""
     self._check_hidden(hidden)
     known, token = in_vocabulary(tokens, self.vocab)
 
     def body(rows, hidden, token):
-      weight, paths, _, leaves = rows
-      leaf = vocab_parallel.sharded_lookup(leaves, token, self.vocab_axis)
-      path = vocab_parallel.sharded_lookup(paths, leaf, self.vocab_axis)
-      return tree_ops.leaf_log_prob(hidden, weight, path, leaf, self.dtype, self.vocab_axis)
+      leaf = vocab_parallel.sharded_lookup(rows["leaves"], token, self.vocab_axis)
+      path = vocab_parallel.sharded_lookup(rows["paths"], leaf, self.vocab_axis)
+      return tree_ops.leaf_log_prob(hidden, rows["weight"], path, leaf, self.dtype, self.vocab_axis)
 
     return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
 
-  def _rows(self) -> tuple[vocab_parallel.Sharded, ...]:
-    # Inside `nn.scan` the variables may be the NumPy arrays they were made from.
-    paths, tokens, leaves = (jnp.asarray(x.value) for x in (self.paths, self.tokens, self.leaves))
-    return (
-      vocab_parallel.Sharded(self.weight, 0),
-      vocab_parallel.Sharded(paths, trees.NO_NODE),
-      vocab_parallel.Sharded(tokens, 0),
-      vocab_parallel.Sharded(leaves, 0),
-    )
-
-  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     self._check_hidden(hidden)
-    weight, paths, tokens, _ = rows
     return tree_ops.leaf_blocks(
-      hidden, weight, paths, tokens, self.vocab, self.dtype, self.vocab_axis
+      hidden,
+      rows["weight"],
+      rows["paths"],
+      rows["tokens"],
+      self.vocab,
+      self.dtype,
+      self.vocab_axis,
     )
 
   def sample(
@@ -100,29 +109,21 @@ class HierarchicalHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """As `Head.sample`; at temperature 1 without filters it walks down the tree."""
+    """Draws a token; at temperature 1 without filters from the root down. See `Head.sample`."""
     if temperature != 1 or not (top_k is None and top_p is None and allowed is None):
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
     self._check_hidden(hidden)
 
     def body(rows, hidden, key):
-      weight, paths, tokens, _ = rows
-      leaf = tree_ops.draw_leaves(key, hidden, weight, paths, self.dtype, self.vocab_axis)
-      return vocab_parallel.sharded_lookup(tokens, leaf, self.vocab_axis)
+      leaf = tree_ops.draw_leaves(
+        key, hidden, rows["weight"], rows["paths"], self.dtype, self.vocab_axis
+      )
+      return vocab_parallel.sharded_lookup(rows["tokens"], leaf, self.vocab_axis)
 
     return self._over_vocabulary(body, hidden, key)
 
-  def size(self) -> Size:
-    """V·D parameters, and four bytes for each entry of the tree's tables.
 
-    Operations are those of the longest path, which all tokens take.
-    """
-    vocab, levels = self.tree(self.vocab).paths.shape
-    params = vocab * self.dim
-    state = bytes_of(params, self.param_dtype) + bytes_of(vocab * (levels + 2), jnp.int32)
-    return Size(params, state, 2 * levels * self.dim)
-
-  def logical_axes(self) -> dict:
-    """Axes of the weight and of the tree's tables."""
-    tables = {"tokens": ("vocab",), "leaves": ("vocab",), "paths": ("vocab", "levels")}
-    return {"params": {"weight": ("vocab", "table_embed")}, "codes": tables}
+@functools.lru_cache(maxsize=4)
+def _tree(init: trees.TreeInit, vocab: int) -> trees.Tree:
+  # The shape of `paths` depends on the tree, and a declaration is read at each trace.
+  return init(vocab)

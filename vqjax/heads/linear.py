@@ -1,5 +1,6 @@
-"""What do all heads share whose scores are hidden · rowᵀ + bias, however the rows come about?"""
+"""The base class of heads whose scores are hidden · rowᵀ + bias."""
 
+import abc
 import dataclasses
 import math
 
@@ -8,19 +9,20 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax.heads import regularizers
 from vqjax.heads.base import Head
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, softmax
 from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Dtype
 
 
 class LinearHead(Head):
   """softmax over the vocabulary of hidden · rowᵀ + bias, by the tiled softmax.
 
-  A subclass says what the rows are (`_weight`) and the bias (`_bias`). With z-loss or label
-  smoothing the loss takes one pass all the same.
+  A subclass gives the rows (`_weight`) and the bias (`_bias`). With z-loss or label smoothing the
+  loss still takes one pass over the vocabulary.
 
   Attributes:
-    dtype: dtype of the matrix product's operands; None: that of hidden and rows together.
+    dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and rows.
     param_dtype: dtype of the parameters.
     softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
     z_loss: coefficient of the mean squared log-normaliser in the training loss.
@@ -34,29 +36,34 @@ class LinearHead(Head):
   z_loss: float = dataclasses.field(default=0.0, kw_only=True)
   label_smoothing: float = dataclasses.field(default=0.0, kw_only=True)
 
+  @abc.abstractmethod
   def _weight(self) -> RowFactory:
     """The rows, [V, D]."""
-    raise TypeError(f"{type(self).__name__} does not say what its rows are: define _weight")
 
   def _bias(self) -> Float[Array, "V"] | None:
     """A score for each token, or None."""
     return None
 
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
-    """The rows and the bias whose scores the head is a softmax of: what a distillation needs."""
+    """The rows and the bias that the head scores with; a distillation reads them."""
     return self._weight(), self._bias()
 
-  def _check_loss(self):
+  def check(self) -> None:
+    """Checks the vocabulary and the options of the loss."""
     if self.vocab < 1:
-      raise ValueError(f"vocab {self.vocab} holds no token; give at least 1")
+      raise ValueError(f"`vocab` must be at least 1; got {self.vocab}.")
     regularizers.check(self)
     if self.softcap is not None and not 0 < self.softcap < math.inf:
       raise ValueError(
-        f"softcap {self.softcap} is not positive and finite; 30 is usual, None for no cap"
+        f"`softcap` must be positive and finite; got {self.softcap}. Give 30, or None for no cap."
       )
 
+  def flops_per_token(self) -> int:
+    """One product of width D for each token of the vocabulary."""
+    return 2 * self.vocab * self.dim
+
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """hidden · rowᵀ + bias, capped, float32."""
+    """hidden · rowᵀ + bias, capped, in float32."""
     self._check_hidden(hidden)
     return softmax.linear_scores(hidden, self._weight(), self._bias(), self.dtype, self.softcap)
 
@@ -69,7 +76,10 @@ class LinearHead(Head):
   def _softmax(self, hidden, tokens, mean, weight=None):
     self._check_hidden(hidden)
     return softmax.linear_softmax(
-      *(hidden, weight or self._weight(), tokens, self._bias()),
+      hidden,
+      weight or self._weight(),
+      tokens,
+      self._bias(),
       softcap=self.softcap,
       mean=mean,
       dtype=self.dtype,
@@ -88,23 +98,23 @@ class LinearHead(Head):
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> dict[str, Float[Array, ""]]:
-    """The means over the tokens of the z-loss and of what label smoothing adds, where asked for."""
+    """The terms "z_loss" and "label_smoothing" where their coefficients are not zero."""
     if not (self.z_loss or self.label_smoothing):
       return super().aux(hidden, tokens)
     return self.loss_terms(hidden, tokens)[1]
 
-  def _rows(self) -> tuple[vocab_parallel.Sharded | vocab_parallel.Replicated, ...]:
+  def _rows(self) -> dict[str, Sharded | Replicated]:
     weight = self._weight()
-    return (
-      vocab_parallel.Sharded(weight.per_row, 0),
-      vocab_parallel.Sharded(self._bias(), -jnp.inf),
-      vocab_parallel.Replicated(weight.shared),
-    )
+    return {
+      "per_row": Sharded(weight.per_row, 0),
+      "bias": Sharded(self._bias(), -jnp.inf),
+      "shared": Replicated(weight.shared),
+    }
 
-  def _blocks(self, rows: tuple, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     self._check_hidden(hidden)
-    own, bias, shared = rows
-    weight = dataclasses.replace(self._weight(), per_row=own, shared=shared)
+    weight = dataclasses.replace(self._weight(), per_row=rows["per_row"], shared=rows["shared"])
+    bias = rows["bias"]
 
     def scores(row_W):
       bias_W = None if bias is None else bias[row_W]

@@ -1,13 +1,13 @@
-"""What does a softmax head look like whose training loss scores a sample of the vocabulary?"""
+"""The sampled softmax head, whose training loss scores a sample of the vocabulary."""
 
 import dataclasses
 from collections.abc import Callable
 
 from jaxtyping import Array, Float, Integer
 
+from vqjax.heads import regularizers
 from vqjax.heads.dense import DenseHead
 from vqjax.ops import sampled_softmax
-from vqjax.ops.vocabulary import mean_in_vocabulary
 
 Proposal = Callable[[int], Float[Array, "V"]]
 """vocab -> log-probabilities [V] with which tokens are drawn, up to a constant."""
@@ -16,27 +16,28 @@ Proposal = Callable[[int], Float[Array, "V"]]
 class SampledSoftmaxHead(DenseHead):
   """A `DenseHead` that is trained on the scores of `samples` tokens instead of all V.
 
-  `loss_terms`, given a random stream "sample" as training steps do, estimates the log-probability
-  from one sample for all tokens of the batch (`ops.sampled`): O(N·S·D), consistent as S grows,
-  exact at S = V. Everything else, `log_prob` included, is exact, and so is `loss_terms` without the
-  stream: evaluation is that of the full softmax. Source: Jean et al. (2014).
+  Given a random stream "sample", as in training steps, `loss_terms` estimates the log-probability
+  from one sample for all tokens of the batch (`ops.sampled_softmax`): O(N·S·D), consistent as S
+  grows, exact at S = V. Without the stream `loss_terms` is exact, as is every other method, so
+  evaluation uses the full softmax. Source: Jean et al. (2014).
 
   Attributes:
     samples: number of different tokens drawn for each step, S.
-    proposal: vocab -> log-probabilities of the draw: `ops.sampled.log_uniform`, Zipf's law over
-      token ids, or `UnigramProposal(counts)`.
+    proposal: vocab -> log-probabilities of the draw: `ops.sampled_softmax.log_uniform`, Zipf's law
+      over token ids, or `UnigramProposal(counts)`.
   """
 
   samples: int = dataclasses.field(kw_only=True)
   proposal: Proposal = dataclasses.field(default=sampled_softmax.log_uniform, kw_only=True)
 
-  def setup(self):
-    super().setup()
+  def check(self) -> None:
+    """Checks the number of samples, and that no option needs the scores of all tokens."""
+    super().check()
     sampled_softmax.check_samples(self.samples, self.vocab)
     if self.softcap is not None or self.label_smoothing:
       raise ValueError(
-        f"softcap {self.softcap} and label_smoothing {self.label_smoothing} need all scores, of"
-        " which a sampled softmax has a few; leave them out, or take DenseHead"
+        f"`softcap` must be None and `label_smoothing` 0, since both need all scores; got"
+        f" {self.softcap} and {self.label_smoothing}. Leave them out, or take DenseHead."
       )
 
   def loss_terms(
@@ -49,12 +50,13 @@ class SampledSoftmaxHead(DenseHead):
     candidates = sampled_softmax.draw_candidates(
       self.make_rng("sample"), self.proposal(self.vocab), self.samples
     )
-    found = sampled_softmax.sampled_softmax(
-      *(hidden, self._weight().all(), tokens, candidates, self._bias()),
+    scores = sampled_softmax.sampled_softmax(
+      hidden,
+      self._weight().all(),
+      tokens,
+      candidates,
+      self._bias(),
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
     )
-    if not self.z_loss:
-      return found.log_prob, {}
-    z_loss = self.z_loss * mean_in_vocabulary(found.log_z**2, tokens, self.vocab)
-    return found.log_prob, {"z_loss": z_loss}
+    return scores.log_prob, regularizers.terms(self, scores, tokens)

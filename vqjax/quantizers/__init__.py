@@ -1,4 +1,4 @@
-"""Which quantisers are there?"""
+"""Quantisers: layers that replace vectors by codes and learn the codes."""
 
 from vqjax.quantizers.base import Quantized, Quantizer
 from vqjax.quantizers.centroid import CentroidQuantizer, MovingAverage

@@ -1,4 +1,4 @@
-"""What does every quantiser promise?"""
+"""The contract of quantisers, and what a quantiser inherits."""
 
 import abc
 import dataclasses
@@ -11,15 +11,17 @@ from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from vqjax.layer import Layer
 from vqjax.ops import product, quantize
 from vqjax.types import Dtype
+from vqjax.variables import Declaration, Variable
 
 
 class Quantized(NamedTuple):
-  """What a quantiser makes of vectors.
+  """The result of quantising vectors [*B, D].
 
   Attributes:
-    vectors: [*B, D]; zeros where the mask is False.
+    vectors: the quantised vectors, [*B, D]; zeros where the mask is False.
     codes: int32 [*B, M].
     terms: terms of the training loss, by name.
   """
@@ -29,29 +31,29 @@ class Quantized(NamedTuple):
   terms: dict[str, Float[Array, ""]]
 
 
-class Quantizer(nn.Module):
-  """Vectors [*B, D] -> vectors [*B, D] that M codes of K each stand for, differentiable.
+class Quantizer(Layer):
+  """A differentiable map from vectors [*B, D] to vectors [*B, D] given by M codes below K.
 
-  It serves any layer. In training (`train=True`) the responses are normalised by the batch, noise
-  is drawn from the rng stream "sample" and the collections `batch_stats`, `centroids` and `revival`
-  are written where the caller has them mutable; otherwise a vector's codes depend on that vector
-  alone. On a mesh, batch statistics are those of the whole batch.
+  In training (`train=True`) the responses are normalised by the batch, noise is drawn from the rng
+  stream "sample", and the collections `batch_stats`, `centroids` and `revival` are updated where
+  the caller makes them mutable. Outside training a vector's codes depend on that vector only. On a
+  mesh, batch statistics are over the whole batch.
 
   Attributes:
-    codes: choices of a code, K.
-    subspaces: codes of a vector, M.
-    dim: width of the vectors, D; None: an embedding fills in its own.
-    shared: all subspaces have one table.
-    additive: tables have whole vectors, and the mean of the M chosen ones is the result; else M, a
-      divisor of D, parts are side by side. All M tables are asked with the same whole vector, where
-      the reference implementation has M vectors of D numbers for that.
-    normalize: normalise each code's responses over the tokens of a batch and the subspaces; without
-      scale and offset. The codes that follow are not always those of the nearest vectors.
-    momentum: of the running mean and variance that are used outside training.
-    epsilon: is added to the variance.
+    codes: number of choices of a code, K.
+    subspaces: number of codes of a vector, M.
+    dim: width of the vectors, D; None: an embedding sets its own.
+    shared: use one table for all subspaces.
+    additive: tables hold vectors of full width, and the result is the mean of the M chosen vectors;
+      otherwise the result concatenates M parts, and M must divide D. All M tables compare the same
+      full vector, where the reference implementation has M vectors of D numbers.
+    normalize: normalise each code's responses over the tokens of a batch and the subspaces, without
+      scale and offset. The chosen code is then not always that of the nearest vector.
+    momentum: decay of the running mean and variance that are used outside training.
+    epsilon: added to the variance.
     gumbel: factor of the Gumbel noise that is added to the responses in training.
     table_init: initialiser of the tables.
-    param_dtype: dtype of the parameters. The result has the dtype of the vectors given.
+    param_dtype: dtype of the parameters. The result has the dtype of the input vectors.
   """
 
   codes: int
@@ -68,41 +70,46 @@ class Quantizer(nn.Module):
   )
   param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
 
-  def setup(self):
-    self._check()
-    if self.normalize:
-      zeros, ones = (lambda: jnp.zeros(self.codes)), (lambda: jnp.ones(self.codes))
-      self.mean = self.variable("batch_stats", "mean", zeros)
-      self.var = self.variable("batch_stats", "var", ones)
+  def declare(self) -> Declaration:
+    """The running mean and variance of the responses [K]."""
+    if not self.normalize:
+      return {}
+
+    def running_moment(start):
+      init = lambda key, shape, dtype: jnp.full(shape, start, dtype)
+      return Variable((self.codes,), ("norm",), init, collection="batch_stats", random=False)
+
+    return {"mean": running_moment(0), "var": running_moment(1)}
 
   def of_width(self, width: int) -> "Quantizer":
-    """The same quantiser, with results of this width where it has no `dim` yet."""
+    """A quantiser with results of this width; the quantiser itself where it has a `dim`."""
     return self if self.dim is not None else self.clone(dim=width)
 
-  def _check(self):
+  def check(self) -> None:
+    """Checks the numbers of the fields."""
     if self.dim is None:
       raise ValueError(
-        f"{type(self).__name__} has no dim; give the width of the vectors, such as dim=64"
+        f"`dim` of {type(self).__name__} must be given; got None. Give the width of the vectors,"
+        " such as dim=64."
       )
     if self.dim < 1 or self.subspaces < 1:
-      raise ValueError(f"dim {self.dim} and subspaces {self.subspaces} must be at least 1")
-    if not 2 <= self.codes <= MOST_CODES:
       raise ValueError(
-        f"codes {self.codes} are outside [2, {MOST_CODES}]: one tells nothing apart, and more do"
-        " not fit an int32; 32 is usual"
+        f"`dim` and `subspaces` must be at least 1; got {self.dim} and {self.subspaces}."
       )
+    if not 2 <= self.codes < 2**31:
+      raise ValueError(f"`codes` must be in [2, 2**31 - 1]; got {self.codes}. 32 is usual.")
     if self.dim % self.subspaces and not self.additive:
       raise ValueError(
-        f"subspaces {self.subspaces} do not divide dim {self.dim}; give one of"
-        f" {[m for m in range(1, self.dim + 1) if self.dim % m == 0]}, or additive=True"
+        f"`subspaces` must divide dim {self.dim}; got {self.subspaces}. Give one of"
+        f" {[m for m in range(1, self.dim + 1) if self.dim % m == 0]}, or additive=True."
       )
     if not 0 <= self.momentum < 1:
-      raise ValueError(f"momentum {self.momentum} is outside [0, 1); 0.99 is usual")
-    check_amounts(epsilon=self.epsilon, gumbel=self.gumbel)
+      raise ValueError(f"`momentum` must be in [0, 1); got {self.momentum}. 0.99 is usual.")
+    check_not_negative(epsilon=self.epsilon, gumbel=self.gumbel)
 
   @property
   def width(self) -> int:
-    """Numbers of a result."""
+    """Width of a quantised vector."""
     return self.dim
 
   @property
@@ -112,7 +119,7 @@ class Quantizer(nn.Module):
 
   @abc.abstractmethod
   def values(self) -> Float[Array, "Q K C"]:
-    """What the result is made of: ships, beside the codes. Q is 1 where it is shared, else M."""
+    """The vectors that codes choose from; Q is 1 where `shared`, otherwise M."""
 
   def __call__(
     self,
@@ -120,7 +127,7 @@ class Quantizer(nn.Module):
     train: bool = False,
     mask: Bool[Array, "*B"] | None = None,
   ) -> Float[Array, "*B D"]:
-    """The vectors that the codes stand for. Tokens outside the mask count nowhere."""
+    """The quantised vectors; what the mask excludes contributes to no statistic."""
     return self.quantized(vectors, train, mask).vectors
 
   def quantized(
@@ -129,83 +136,89 @@ class Quantizer(nn.Module):
     train: bool = False,
     mask: Bool[Array, "*B"] | None = None,
   ) -> Quantized:
-    """The same, with the codes and what they add to a training loss."""
+    """The quantised vectors, their codes and the terms of the training loss."""
     if vectors.shape[-1] != self.dim:
-      raise ValueError(f"vectors of width {vectors.shape[-1]} for a quantizer of dim {self.dim}")
+      raise ValueError(
+        f"`vectors` must have width dim={self.dim}; got {vectors.shape[-1]}. Give the quantiser"
+        f" dim={vectors.shape[-1]}."
+      )
     lead = vectors.shape[:-1]
     if mask is not None and mask.shape != lead:
-      raise ValueError(f"a mask of shape {mask.shape} for vectors of {lead}; give one a vector")
+      raise ValueError(f"`mask` must have shape {lead}, one for each vector; got {mask.shape}.")
     flat = vectors.reshape(math.prod(lead), self.dim)
     weight = None if mask is None else mask.reshape(math.prod(lead))
-    # What is masked may be no number: it is to reach neither a sum nor a gradient.
+    # Masked vectors may be nan, which must reach neither a sum nor a gradient.
     flat = flat if weight is None else jnp.where(weight[:, None], flat, 0)
-    query = self._parts(flat)
-    row, codes, terms = self._answer(flat, query, train, weight)
+    query = self._queries(flat)
+    row, codes, terms = self._quantize(flat, query, train, weight)
     row = row.astype(vectors.dtype)
     row = row if weight is None else jnp.where(weight[:, None], row, 0)
     if train and not self.is_initializing():
-      self._learn(lax.stop_gradient(query), codes, weight)
-    shapes = (*lead, self.width), (*lead, self.subspaces)
-    return Quantized(row.reshape(shapes[0]), codes.reshape(shapes[1]), terms)
+      self._update_state(lax.stop_gradient(query), codes, weight)
+    return Quantized(
+      vectors=row.reshape(*lead, self.width),
+      codes=codes.reshape(*lead, self.subspaces),
+      terms=terms,
+    )
 
-  def _learn(self, query, codes, mask):
-    """What a training batch leaves in the collections that are mutable, beside the moments.
+  def _update_state(self, query, codes, mask):
+    """Updates the mutable collections, except for the moments, after a training batch.
 
-    In `metrics`, of each subspace: the part of its codes that the batch uses (`code_usage`), and
-    how many codes of equal use that is worth (`code_perplexity`).
+    Writes to `metrics`, for each subspace: the share of its codes that the batch uses
+    (`code_usage`), and the perplexity of the codes (`code_perplexity`).
     """
     del query
     if not self.is_mutable_collection("metrics"):
       return
     counts = quantize.code_counts(codes, self.codes, mask)
-    found = {
+    metrics = {
       "code_usage": (counts > 0).mean(axis=-1),
       "code_perplexity": quantize.code_perplexity(counts),
     }
-    for name, value in found.items():
+    for name, value in metrics.items():
       self.sow("metrics", name, value, lambda old, new: new, lambda: None)
 
-  def operations(self) -> int:
-    """Multiplications and additions of a vector's responses: it is compared with every key."""
+  def flops_per_token(self) -> int:
+    """Multiplications and additions of one vector's responses: every key is compared."""
     width = self.dim if self.additive else self.dim // self.subspaces
     return 2 * self.subspaces * self.codes * width
 
   def encode(self, vectors: Float[Array, "*B D"]) -> Int[Array, "*B M"]:
-    """The codes of vectors, as outside training."""
+    """The codes of vectors, computed as outside training."""
     lead = vectors.shape[:-1]
-    query = self._parts(vectors.reshape(math.prod(lead), self.dim))
+    query = self._queries(vectors.reshape(math.prod(lead), self.dim))
     codes = self._over_responses(largest, query, False, None)
     return codes.reshape(*lead, self.subspaces)
 
   def decode(self, codes: Int[Array, "*B M"]) -> Float[Array, "*B D"]:
-    """What codes stand for, in `param_dtype`."""
+    """The vectors of codes, in `param_dtype`."""
     return product.compose(codes, self.values(), self.additive)
 
   def responses(self, vectors: Float[Array, "*B D"]) -> Float[Array, "*B M K"]:
-    """How near each key is to a vector, normalised as outside training: the largest wins."""
-    query = self._parts(vectors.reshape(-1, self.dim))
-    found = self._normal(query, False, None)(self._comparison()(query))
-    return found.reshape(*vectors.shape[:-1], *found.shape[1:])
+    """The score of each code for a vector, normalised as outside training."""
+    query = self._queries(vectors.reshape(-1, self.dim))
+    response = self._normalizer(query, False, None)(self._comparison()(query))
+    return response.reshape(*vectors.shape[:-1], *response.shape[1:])
 
   @abc.abstractmethod
   def _comparison(self) -> Callable[[Array], Array]:
-    """A pure function: queries [N, P, C] -> the responses [N, M, K] as they are, float32."""
+    """A pure function: queries [N, P, C] -> responses [N, M, K], not normalised, float32."""
 
   @abc.abstractmethod
-  def _answer(self, vectors, query, train, mask):
-    """(rows [N, D], codes [N, M], terms) of vectors [N, D], which are queries [N, P, C]."""
+  def _quantize(self, vectors, query, train, mask):
+    """Rows [N, D], codes [N, M] and loss terms of vectors [N, D], as queries [N, P, C]."""
 
   def _over_responses(self, function: Callable, query, train, mask) -> Any:
-    """function(responses [n, M, K]) of all tokens, a few at a time: `ops.quantize.in_chunks`.
+    """Calls function(responses [n, M, K]) for all tokens, in chunks: `ops.quantize.in_chunks`.
 
     The responses are normalised, with noise in training.
     """
-    compare, normal = self._comparison(), self._normal(query, train, mask)
+    compare, normalize = self._comparison(), self._normalizer(query, train, mask)
     key = self.make_rng("sample") if train and self.gumbel else None
 
     def some(part):
       index, query = part
-      response = normal(compare(query))
+      response = normalize(compare(query))
       if key is not None:
         response += self.gumbel * quantize.noise(key, index, response.shape[1:])
       return function(response)
@@ -216,24 +229,22 @@ class Quantizer(nn.Module):
   def _scores(self) -> int:
     return self.subspaces * self.codes
 
-  def _normal(self, query, train, mask) -> Callable[[Array], Array]:
-    """A pure function that normalises responses; in training by this batch, which is kept."""
+  def _normalizer(self, query, train, mask) -> Callable[[Array], Array]:
+    """A pure function that normalises responses; in training by this batch's moments."""
     if not self.normalize:
       return lambda response: response
-    mean, var = self.mean.value, self.var.value
+    mean, var = self.array("mean"), self.array("var")
     if train:
-      mean, var = quantize.moments_of(self._comparison(), query, mask, self._scores)
-      self._keep(mean, var, mask)
+      batch_mean, batch_var = quantize.moments_of(self._comparison(), query, mask, self._scores)
+      if self.is_mutable_collection("batch_stats") and not self.is_initializing():
+        update = lambda old, new: running(old, lax.stop_gradient(new), self.momentum, mask)
+        self.put_variable("batch_stats", "mean", update(mean, batch_mean))
+        self.put_variable("batch_stats", "var", update(var, batch_var))
+      mean, var = batch_mean, batch_var
     return lambda response: (response - mean) * lax.rsqrt(var + self.epsilon)
 
-  def _keep(self, mean, var, mask):
-    if not self.is_mutable_collection("batch_stats") or self.is_initializing():
-      return
-    update = lambda old, new: running(old, lax.stop_gradient(new), self.momentum, mask)
-    self.mean.value, self.var.value = update(self.mean.value, mean), update(self.var.value, var)
-
-  def _parts(self, vectors):
-    """[*B, M, C], or [*B, 1, D] where vectors are not cut."""
+  def _queries(self, vectors):
+    """Vectors as [*B, M, C], or [*B, 1, D] where `additive`."""
     if self.additive:
       return vectors[..., None, :]
     return vectors.reshape(*vectors.shape[:-1], self.subspaces, self.dim // self.subspaces)
@@ -242,28 +253,21 @@ class Quantizer(nn.Module):
     own = width if self.additive else width // self.subspaces
     return 1 if self.shared else self.subspaces, self.codes, own
 
-  def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
-    tables = dict.fromkeys(self._tables(), TABLE_AXES)
-    axes: dict = {"params": tables} if tables else {}
-    if self.normalize:
-      axes["batch_stats"] = {"mean": ("norm",), "var": ("norm",)}
-    return axes
-
-  @abc.abstractmethod
-  def _tables(self) -> tuple[str, ...]:
-    """Names of the parameters that are tables."""
+  def _table(self, width: int, dtype: Dtype | None = None, **fields: Any) -> Variable:
+    """Declares a table [M or 1, K, C] of vectors of this width."""
+    shape = self._table_shape(width)
+    return Variable(shape, TABLE_AXES, self.table_init, dtype or self.param_dtype, **fields)
 
 
-def check_amounts(**numbers: float) -> None:
-  """ValueError for a number that is negative or not finite."""
+def check_not_negative(**numbers: float) -> None:
+  """Raises ValueError for a number that is negative or not finite."""
   for name, number in numbers.items():
     if not 0 <= number < math.inf:
-      raise ValueError(f"{name} {number} is negative or not finite; 0 is none")
+      raise ValueError(f"`{name}` must be finite and not negative; got {number}. 0 is none.")
 
 
 def running(old, new, decay, mask):
-  """The running mean after a batch. No token, no news."""
+  """The running mean after a batch; unchanged by a batch without tokens."""
   kept = jnp.float32(decay) if mask is None else jnp.where(mask.any(), decay, 1.0)
   return kept * old + (1 - kept) * new
 
@@ -273,5 +277,5 @@ def largest(response):
   return jnp.argmax(response, axis=-1).astype(jnp.int32)
 
 
-MOST_CODES = 2**31 - 1
 TABLE_AXES = "subspaces", "sub_codes", "sub_embed"
+"""Logical axes of a table [M or 1, K, C]."""

@@ -1,4 +1,4 @@
-"""How are codes learned as the nearest of some centroids (DPQ-VQ)?"""
+"""The centroid quantiser (DPQ-VQ), whose codes are the nearest centroids."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from vqjax.ops import product, quantize
-from vqjax.quantizers.base import TABLE_AXES, check_amounts, largest, running
+from vqjax.quantizers.base import TABLE_AXES, check_not_negative, largest, running
 from vqjax.quantizers.revival import KeyedQuantizer
+from vqjax.variables import Declaration, Variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +18,11 @@ class MovingAverage:
   """Centroids follow the mean of the vectors that chose them; no gradient trains them.
 
   Attributes:
-    decay: of the running counts and sums, a step.
-    epsilon: is added to each count (Laplace).
+    decay: decay of the running counts and sums in each step.
+    epsilon: added to each count (Laplace smoothing).
 
   Raises:
-    ValueError: a number outside its range.
+    ValueError: a number is outside its range.
   """
 
   decay: float = 0.99
@@ -29,23 +30,23 @@ class MovingAverage:
 
   def __post_init__(self):
     if not 0 <= self.decay < 1:
-      raise ValueError(f"decay {self.decay} is outside [0, 1); 0.99 is usual")
+      raise ValueError(f"`decay` must be in [0, 1); got {self.decay}. 0.99 is usual.")
     if self.epsilon < 0:
-      raise ValueError(f"epsilon {self.epsilon} is negative; 1e-5 is usual")
+      raise ValueError(f"`epsilon` must not be negative; got {self.epsilon}. 1e-5 is usual.")
 
 
 class CentroidQuantizer(KeyedQuantizer):
-  """The centroid of largest response, -|vector - centroid|², with the gradient of the vector.
+  """The centroid of largest response, -|vector - centroid|², with a straight-through gradient.
 
-  Keys and values are one table, the centroids. DPQ-VQ, Eq. 6 and 7.
+  Keys and values are one table, the centroids. Source: DPQ-VQ, Eq. 6 and 7.
 
   Attributes:
     gradient: `ops.quantize.straight_through` or `rotated`.
-    regularizer: pulls the centroids to the vectors that chose them: `ops.quantize.mean_distance`,
-      or `summed_distance` as the paper writes it.
+    regularizer: pulls the centroids towards the vectors that chose them:
+      `ops.quantize.mean_distance`, or `summed_distance` as the paper writes it.
     weight: coefficient of the regulariser.
-    commitment: coefficient of the same distance as a pull of the vectors to the centroids.
-    moving_average: how the centroids move instead of by a gradient; None: by the gradient.
+    commitment: coefficient of that distance as a pull of the vectors towards the centroids.
+    moving_average: moves the centroids instead of a gradient; None: the gradient moves them.
   """
 
   gradient: Callable = dataclasses.field(default=quantize.straight_through, kw_only=True)
@@ -54,22 +55,27 @@ class CentroidQuantizer(KeyedQuantizer):
   commitment: float = dataclasses.field(default=0.0, kw_only=True)
   moving_average: MovingAverage | None = dataclasses.field(default=None, kw_only=True)
 
-  def setup(self):
-    super().setup()
-    shape = self._table_shape(self.dim)
+  def declare(self) -> Declaration:
+    """The base's variables, and the centroids or their running sums and counts."""
     if self.moving_average is None:
-      self.table = self.param("centroids", self.table_init, shape, self.param_dtype)
-      return
-    start = lambda: self.table_init(self.make_rng("params"), shape, jnp.float32)
-    self.total = self.variable("centroids", "total", start)
-    self.count = self.variable("centroids", "count", lambda: jnp.ones(shape[:2]))
+      return super().declare() | {"centroids": self._table(self.dim)}
+    ones = lambda key, shape, dtype: jnp.ones(shape, dtype)
+    shape, axes = self._table_shape(self.dim)[:2], TABLE_AXES[:2]
+    return super().declare() | {
+      "total": self._table(self.dim, jnp.float32, collection="centroids"),
+      "count": Variable(shape, axes, ones, collection="centroids", random=False),
+    }
+
+  def check(self) -> None:
+    """Checks the coefficients of the loss terms."""
+    super().check()
+    check_not_negative(weight=self.weight, commitment=self.commitment)
 
   def keys(self) -> Float[Array, "Q K C"]:
     """The centroids."""
     if self.moving_average is None:
       return super().keys()
-    count, total = jnp.asarray(self.count.value), jnp.asarray(self.total.value)
-    return quantize.averaged(count, total, self.moving_average.epsilon)
+    return quantize.averaged(self.array("count"), self.array("total"), self.moving_average.epsilon)
 
   def values(self) -> Float[Array, "Q K C"]:
     """The centroids."""
@@ -79,8 +85,8 @@ class CentroidQuantizer(KeyedQuantizer):
     keys = lax.stop_gradient(self.keys())
     return lambda query: quantize.euclidean_response(query, keys)
 
-  def _answer(self, vectors, query, train, mask):
-    # No gradient passes through the choice.
+  def _quantize(self, vectors, query, train, mask):
+    # The choice has no gradient.
     codes = self._over_responses(largest, lax.stop_gradient(query), train, mask)
     row = product.compose(codes, self.values(), self.additive)
     terms = {}
@@ -89,47 +95,29 @@ class CentroidQuantizer(KeyedQuantizer):
     if self.commitment:
       pull = self.regularizer(lax.stop_gradient(row), vectors, mask)
       terms["commitment"] = self.commitment * pull
-    return self._passed(row, vectors), codes, terms
+    # The row with the gradient of the vectors, each part by itself.
+    passed = self.gradient(self._queries(row), self._queries(vectors)).reshape(row.shape)
+    return passed, codes, terms
 
-  def _passed(self, row, vectors):
-    """The row with the gradient of the vectors, each part by itself."""
-    return self.gradient(self._parts(row), self._parts(vectors)).reshape(row.shape)
-
-  def _check(self):
-    super()._check()
-    check_amounts(weight=self.weight, commitment=self.commitment)
-
-  def _learn(self, query, codes, mask):
+  def _update_state(self, query, codes, mask):
     if self.moving_average is not None and self.is_mutable_collection("centroids"):
-      self._move(query, codes, mask)
-    super()._learn(query, codes, mask)
-
-  def _move(self, query, codes, mask):
-    decay, tables = self.moving_average.decay, self.count.value.shape[0]
-    found, sums = quantize.gathered_sums(codes, query, tables, self.codes, mask)
-    self.count.value = running(self.count.value, found, decay, mask)
-    self.total.value = running(self.total.value, sums, decay, mask)
+      count, total, decay = self.array("count"), self.array("total"), self.moving_average.decay
+      counts, sums = quantize.gathered_sums(codes, query, count.shape[0], self.codes, mask)
+      self.put_variable("centroids", "count", running(count, counts, decay, mask))
+      self.put_variable("centroids", "total", running(total, sums, decay, mask))
+    super()._update_state(query, codes, mask)
 
   @property
   def _keys_are_parameters(self):
     return self.moving_average is None
 
   def _own_keys(self):
-    return self.table
+    return self.array("centroids")
 
   def _revive(self, dead, fresh):
     if self.moving_average is None:
       super()._revive(dead, fresh)
     elif self.is_mutable_collection("centroids"):
-      self.total.value = jnp.where(dead[..., None], fresh, self.total.value)
-      self.count.value = jnp.where(dead, 1.0, self.count.value)
-
-  def _tables(self):
-    return ("centroids",) if self.moving_average is None else ()
-
-  def logical_axes(self) -> dict:
-    """Axes of the centroids, and of their running counts and sums."""
-    axes = super().logical_axes()
-    if self.moving_average is not None:
-      axes["centroids"] = {"total": TABLE_AXES, "count": TABLE_AXES[:2]}
-    return axes
+      total = jnp.where(dead[..., None], fresh, self.array("total"))
+      self.put_variable("centroids", "total", total)
+      self.put_variable("centroids", "count", jnp.where(dead, 1.0, self.array("count")))

@@ -1,4 +1,4 @@
-"""What becomes of a key that no vector chooses any more?"""
+"""Revival of keys that no vector chooses any more."""
 
 import abc
 import dataclasses
@@ -9,18 +9,19 @@ from jaxtyping import Array, Float
 
 from vqjax.ops import quantize
 from vqjax.quantizers.base import TABLE_AXES, Quantizer, running
+from vqjax.variables import Declaration, Variable
 
 
 @dataclasses.dataclass(frozen=True)
 class Revival:
-  """A key that is chosen too rarely takes the place of a random vector of the batch.
+  """A key that is chosen too rarely is replaced by a random vector of the batch.
 
   Attributes:
-    below: tokens a step that choose a key, as a running mean, below which it is revived.
-    decay: of the running mean, a step; it begins at one token.
+    below: a key is revived where the running mean of the tokens that choose it in a step is below.
+    decay: decay of the running mean in each step; the mean starts at one token.
 
   Raises:
-    ValueError: a number outside its range.
+    ValueError: a number is outside its range.
   """
 
   below: float
@@ -28,41 +29,45 @@ class Revival:
 
   def __post_init__(self):
     if not 0 <= self.decay < 1:
-      raise ValueError(f"decay {self.decay} is outside [0, 1); 0.99 is usual")
+      raise ValueError(f"`decay` must be in [0, 1); got {self.decay}. 0.99 is usual.")
     if not 0 < self.below < 1:
       raise ValueError(
-        f"below {self.below} is outside (0, 1): a revived key counts as chosen once a step; 0.01"
-        " tokens a step is usual, and no Revival for none"
+        f"`below` must be in (0, 1), since a revived key counts as chosen once; got {self.below}."
+        " 0.01 tokens for each step is usual."
       )
 
 
 class KeyedQuantizer(Quantizer):
-  """What quantisers share that compare a vector with keys.
+  """Base class of quantisers that compare a vector with keys.
 
   Attributes:
-    revival: when a key is revived; None: never. A key that is a parameter stays where it is and is
+    revival: when a key is revived; None: never. A key that is a parameter keeps its value and is
       moved by an offset, the variable `offset` of the collection `revival`, which an optimiser does
       not see.
   """
 
   revival: Revival | None = dataclasses.field(default=None, kw_only=True)
 
-  def _check(self):
-    super()._check()
+  def declare(self) -> Declaration:
+    """The base's variables, and the running counts [M or 1, K] and offsets of revived keys."""
+    declared = dict(super().declare())
+    if self.revival is not None:
+      shape, options = self._table_shape(self.dim), {"collection": "revival", "random": False}
+      ones = lambda key, shape, dtype: jnp.ones(shape, dtype)
+      zeros = lambda key, shape, dtype: jnp.zeros(shape, dtype)
+      declared["chosen"] = Variable(shape[:2], TABLE_AXES[:2], ones, **options)
+      if self._keys_are_parameters:
+        declared["offset"] = Variable(shape, TABLE_AXES, zeros, **options)
+    return declared
+
+  def check(self) -> None:
+    """Checks that additive subspaces do not share a table."""
+    super().check()
     if self.additive and self.shared:
       raise ValueError(
-        "a vector that is not cut (additive=True) has one answer in a table that all subspaces"
-        " share; give shared=False"
+        "`shared` must be False where `additive` is True, since all subspaces would choose the same"
+        " code; got True. Give shared=False."
       )
-
-  def setup(self):
-    super().setup()
-    if self.revival is None:
-      return
-    shape = self._table_shape(self.dim)
-    self.chosen = self.variable("revival", "chosen", lambda: jnp.ones(shape[:2]))
-    if self._keys_are_parameters:
-      self.offset = self.variable("revival", "offset", lambda: jnp.zeros(shape))
 
   @property
   def _keys_are_parameters(self) -> bool:
@@ -70,37 +75,28 @@ class KeyedQuantizer(Quantizer):
 
   @abc.abstractmethod
   def _own_keys(self) -> Float[Array, "Q K C"]:
-    """The parameter that the keys are, where they are one."""
+    """The parameter that holds the keys, where it exists."""
 
   def keys(self) -> Float[Array, "Q K C"]:
-    """What vectors are compared with: the parameter, or where its keys have been revived."""
+    """The keys that vectors are compared with, revived ones at their new values."""
     own = jnp.asarray(self._own_keys())
     if self.revival is None:
       return own
-    return own + lax.stop_gradient(jnp.asarray(self.offset.value, own.dtype))
+    return own + lax.stop_gradient(jnp.asarray(self.array("offset"), own.dtype))
 
-  def _learn(self, query, codes, mask):
-    super()._learn(query, codes, mask)
+  def _update_state(self, query, codes, mask):
+    super()._update_state(query, codes, mask)
     if self.revival is None or not self.is_mutable_collection("revival"):
       return
-    how = self.revival
     counts = quantize.code_counts(codes, self.codes, mask)
     counts = counts.sum(axis=0, keepdims=True) if self.shared else counts
-    chosen = running(self.chosen.value, counts, how.decay, mask)
-    # Below at the last batch, it had been revived: a batch without a token revives none.
-    dead = chosen < how.below
-    self.chosen.value = jnp.where(dead, 1.0, chosen)
+    chosen = running(self.array("chosen"), counts, self.revival.decay, mask)
+    # A batch without tokens changes no mean, so it revives no key.
+    dead = chosen < self.revival.below
+    self.put_variable("revival", "chosen", jnp.where(dead, 1.0, chosen))
     self._revive(dead, quantize.drawn_queries(self.make_rng("sample"), query, dead.shape, mask))
 
   def _revive(self, dead, fresh):
     offset = fresh - lax.stop_gradient(self._own_keys()).astype(fresh.dtype)
-    self.offset.value = jnp.where(dead[..., None], offset, self.offset.value)
-
-  def logical_axes(self) -> dict:
-    """Axes of the tables, of the running counts and of the offset."""
-    axes = super().logical_axes()
-    if self.revival is not None:
-      axes["revival"] = {"chosen": TABLE_AXES[:2]}
-      if self._keys_are_parameters:
-        axes["revival"]["offset"] = TABLE_AXES
-    return axes
+    moved = jnp.where(dead[..., None], offset, self.array("offset"))
+    self.put_variable("revival", "offset", moved)

@@ -1,0 +1,92 @@
+"""The base class of all Flax Linen layers: variables are made from their declaration."""
+
+import abc
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array
+
+from vqjax import variables
+from vqjax.ops.vocab_parallel import Sharded
+from vqjax.types import Size
+from vqjax.variables import Declaration, Variable
+
+
+class Layer(nn.Module, metaclass=abc.ABCMeta):
+  """A Linen module whose variables are those that it declares.
+
+  A subclass states its variables in `declare` and its rules in `check`. `setup` creates the
+  variables in the order of the declaration; `array` reads one.
+  """
+
+  @abc.abstractmethod
+  def declare(self) -> Declaration:
+    """The variables and the sub-layers by name, from the fields alone.
+
+    The order matters: each random `init` gets the next key of the module.
+    """
+
+  @abc.abstractmethod
+  def flops_per_token(self) -> int:
+    """Floating-point operations of the forward pass for one token; a multiply-add counts as two."""
+
+  def check(self) -> None:
+    """Checks the fields.
+
+    Raises:
+      ValueError: the fields contradict each other or are out of range.
+    """
+
+  def setup(self):
+    self.check()
+    created = {}
+    for name, variable in self.declare().items():
+      if isinstance(variable, Variable):
+        created[name] = self._create(name, variable, created)
+    self._created = created
+
+  def _create(self, name: str, variable: Variable, created: dict):
+    shape, dtype = variable.shape, variable.dtype
+    if variable.collection == "params":
+      return self.param(name, variable.init, shape, dtype)
+
+    def init():
+      if variable.source is not None:
+        return variable.init(created[variable.source].value, shape, dtype)
+      return variable.init(self.make_rng("params") if variable.random else None, shape, dtype)
+
+    state = self.variable(variable.collection, name, init)
+    if jnp.shape(state.value) != shape:
+      raise ValueError(
+        f"`{name}` must have shape {shape}; got {jnp.shape(state.value)}. Give the layer the fields"
+        " with which the variables were made."
+      )
+    return state
+
+  def array(self, name: str) -> Array | None:
+    """The value of a variable of this layer; None for a name that it does not declare."""
+    value = self._created.get(name)
+    if isinstance(value, nn.Variable):
+      # Inside `nn.scan` the value may be the NumPy array that it was made from.
+      return jnp.asarray(value.value)
+    return value
+
+  def sharded_arrays(self) -> dict[str, Sharded]:
+    """The variables that are declared with a `pad_value`, by name."""
+    return {
+      name: Sharded(self.array(name), variable.pad_value)
+      for name, variable in self.declare().items()
+      if isinstance(variable, Variable) and variable.pad_value is not None
+    }
+
+  def size(self) -> Size:
+    """Parameters, bytes and operations for each token, from the fields alone.
+
+    The variables of a tied `embedding` belong to the embedding and do not count.
+    """
+    own = {name: part for name, part in self.declare().items() if name != "embedding"}
+    return Size(*variables.count_and_bytes(own), self.flops_per_token())
+
+  def logical_axes(self) -> dict:
+    """Names of the axes of every variable, a tree like the variables with tuples as leaves."""
+    return variables.logical_axes(self.declare())

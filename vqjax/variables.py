@@ -1,0 +1,109 @@
+"""Declarations of the arrays that a layer owns, and what follows from them.
+
+A layer declares each variable once, from its fields alone. The number of parameters, the bytes, the
+logical axes and the layout over a mesh are derived from the declaration. Nothing here depends on a
+module system.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from vqjax.types import Dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+  """The declaration of one array.
+
+  Attributes:
+    shape: the array's shape.
+    axes: the logical name of each axis; `vqjax.sharding.RULES` maps names to mesh axes.
+    init: (key, shape, dtype) -> array, as in `jax.nn.initializers`.
+    dtype: the array's dtype.
+    collection: "params" holds what an optimiser trains; every other collection is model state.
+    pad_value: fills the rows that are appended where devices do not divide the first axis; None:
+      the array is not split by rows of the vocabulary, and every device reads all of it.
+    random: whether `init` draws random numbers; otherwise it gets None instead of a key.
+    source: the name of a variable declared earlier, whose value `init` gets instead of a key.
+  """
+
+  shape: tuple[int, ...]
+  axes: tuple[str, ...]
+  init: Callable[[Any, tuple[int, ...], Dtype], Array]
+  dtype: Dtype = jnp.float32
+  collection: str = "params"
+  pad_value: float | int | None = None
+  random: bool = True
+  source: str | None = None
+
+  def __post_init__(self):
+    if len(self.shape) != len(self.axes):
+      raise ValueError(f"`axes` must name the axes of {self.shape}; got {self.axes}")
+
+
+def table(
+  shape: tuple[int, ...],
+  axes: tuple[str, ...],
+  make: Callable[[], ArrayLike],
+  dtype: Dtype = jnp.int32,
+  pad_value: int | None = None,
+) -> Variable:
+  """Declares an integer table of the collection `codes`: checkpointed, sharded, never trained.
+
+  Args:
+    shape: the table's shape.
+    axes: the logical name of each axis.
+    make: computes the table; called only where no table is given.
+    dtype: the table's dtype.
+    pad_value: see `Variable`.
+  """
+  init = lambda key, shape, dtype: jnp.asarray(make(), dtype)
+  return Variable(shape, axes, init, dtype, "codes", pad_value, random=False)
+
+
+class Declares(Protocol):
+  """A layer that declares its variables."""
+
+  def declare(self) -> "Declaration":
+    """The variables by name; those of a sub-layer are given by the sub-layer itself."""
+
+
+Declaration = Mapping[str, "Variable | Declares | Declaration"]
+"""The variables of a layer by name, and its sub-layers by theirs."""
+
+
+def logical_axes(declaration: Declaration) -> dict:
+  """Collection -> names of the axes, a tree like the variables with tuples as leaves."""
+  return _by_collection(declaration, lambda variable: variable.axes)
+
+
+def structs(declaration: Declaration) -> dict:
+  """Collection -> a tree of `jax.ShapeDtypeStruct` like the variables."""
+  return _by_collection(
+    declaration, lambda variable: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+  )
+
+
+def count_and_bytes(declaration: Declaration) -> tuple[int, int]:
+  """The number of parameters, and the bytes of the variables of all collections."""
+  arrays = structs(declaration)
+  params = sum(math.prod(x.shape) for x in jax.tree.leaves(arrays.get("params", {})))
+  return params, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def _by_collection(declaration: Declaration, leaf: Callable[[Variable], Any]) -> dict:
+  trees: dict[str, dict] = {}
+  for name, part in declaration.items():
+    if isinstance(part, Variable):
+      trees.setdefault(part.collection, {})[name] = leaf(part)
+      continue
+    nested = part if isinstance(part, Mapping) else part.declare()
+    for collection, tree in _by_collection(nested, leaf).items():
+      trees.setdefault(collection, {})[name] = tree
+  return trees
