@@ -83,13 +83,13 @@ def test_size_and_axes_are_those_of_the_variables(variables):
 
 @pytest.mark.parametrize("codes", [0, 12])
 def test_codes_outside_the_vocabulary_are_refused(codes):
-  with pytest.raises(ValueError, match=rf"codes {codes} for a vocabulary of 11; give 1 to 11"):
+  with pytest.raises(ValueError, match=f"codes.*{codes}"):
     CodebookEmbedding(11, 6, codes).init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
 
 
 def test_a_table_that_does_not_fit_is_refused():
   embedding = CodebookEmbedding(11, 6, 3, lambda vocab, codes: np.full(vocab, 3))
-  with pytest.raises(ValueError, match=r"token 0 is assigned to code 3, outside \[0, 3\)"):
+  with pytest.raises(ValueError, match=r"token 0 .*3"):
     embedding.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
 
 

@@ -47,7 +47,7 @@ def test_size_and_axes_are_those_of_the_variables(variables):
 
 
 def test_an_empty_vocabulary_is_refused():
-  with pytest.raises(ValueError, match="vocab 0 holds no token"):
+  with pytest.raises(ValueError, match=r"`vocab` .*0"):
     DenseEmbedding(0, 6).init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
 
 

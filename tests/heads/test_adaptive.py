@@ -99,15 +99,13 @@ def test_a_tail_that_no_token_is_in_is_not_scored():
 
 
 @pytest.mark.parametrize("cutoffs", [(), (0, 5), (5, 5), (7, 5), (5, 31), (-1,)])
-def test_cutoffs_that_cut_no_tail_are_refused(cutoffs):
-  with pytest.raises(ValueError, match=r"do not ascend inside of \(0, 31\); give the first token"):
+def test_cutoffs_that_make_no_cluster_are_refused(cutoffs):
+  with pytest.raises(ValueError, match=r"`cutoffs` .*\(0, 31\)") as error:
     AdaptiveHead(31, 12, cutoffs).size()
+  assert str(cutoffs) in str(error.value)
 
 
-@pytest.mark.parametrize(
-  ("factor", "message"),
-  [(0, "factor 0 is below 1"), (4, "factor 4 leaves width 0 of dim 12 to tail 1; lower it")],
-)
-def test_factors_that_leave_no_width_are_refused(factor, message):
-  with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("factor", [0, 4])
+def test_factors_that_leave_no_width_are_refused(factor):
+  with pytest.raises(ValueError, match=f"`factor` .*got {factor}"):
     AdaptiveHead(31, 12, (5, 9), factor).init(jax.random.key(0), jnp.zeros((1, 12)))

@@ -101,12 +101,12 @@ def test_a_class_that_does_not_exist_is_nan_and_one_without_a_token_has_no_proba
 
 @pytest.mark.parametrize("classes", [0, 12])
 def test_classes_outside_the_vocabulary_are_refused(classes):
-  with pytest.raises(ValueError, match=f"classes {classes} for a vocabulary of 11; give 1 to 11"):
+  with pytest.raises(ValueError, match=f"`classes` .*{classes}"):
     problem(ClassBasedHead(11, 4, classes))
 
 
 def test_a_table_of_another_length_is_refused():
-  with pytest.raises(ValueError, match=r"vocab 11 has an assignment of shape \(9,\)"):
+  with pytest.raises(ValueError, match=r"assignment.*\(9,\)"):
     problem(ClassBasedHead(11, 4, 3, lambda vocab, classes: np.zeros(9, np.int32)))
 
 

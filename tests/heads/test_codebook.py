@@ -79,17 +79,17 @@ def test_without_a_bias_no_probability_exceeds_one_over_the_size_of_its_code():
 
 @pytest.mark.parametrize("codes", [0, 11])
 def test_codes_outside_the_vocabulary_are_refused(codes):
-  with pytest.raises(ValueError, match=rf"codes {codes} for a vocabulary of 10; give 1 to 10"):
+  with pytest.raises(ValueError, match=rf"codes.*{codes}"):
     CodebookHead(10, 4, codes).init(jax.random.key(0), jnp.zeros((1, 4)))
 
 
 @pytest.mark.parametrize(
   ("table", "message"),
   [
-    (np.zeros(9, np.int32), r"vocab 10 has an assignment of shape \(9,\)"),
-    (np.full(10, 3), r"token 0 is assigned to code 3, outside \[0, 3\) \(10 such tokens\)"),
-    (np.full(10, -1), "code -1"),
-    (np.zeros(10), "float64 names no codes"),
+    (np.zeros(9, np.int32), r"assignment.*\(9,\)"),
+    (np.full(10, 3), r"token 0 .*3"),
+    (np.full(10, -1), "-1"),
+    (np.zeros(10), "float64"),
   ],
 )
 def test_a_table_that_does_not_fit_is_refused_with_a_remedy(table, message):
@@ -103,7 +103,7 @@ def test_a_restored_table_of_another_length_is_refused():
   head = CodebookHead(10, 4, 3)
   variables = head.init(jax.random.key(0), jnp.zeros((1, 4)))
   variables["codes"] = {"assignment": jnp.zeros(9, jnp.int32)}
-  with pytest.raises(ValueError, match="vocab 10 has an assignment of shape"):
+  with pytest.raises(ValueError, match=r"`assignment` .*\(10,\).*\(9,\)"):
     head.apply(variables, jnp.zeros((1, 4)))
 
 
@@ -220,7 +220,7 @@ def test_the_gradient_of_a_tied_codebook_has_the_part_of_look_ups_and_that_of_sc
 @pytest.mark.parametrize("sizes", [(8, 4, 3), (7, 5, 3), (7, 4, 2)])
 def test_a_tied_embedding_of_another_size_is_refused(sizes):
   head = CodebookHead(7, 4, 3, embedding=CodebookEmbedding(*sizes))
-  with pytest.raises(ValueError, match="head of vocab 7, dim 4 and codes 3 is tied to an embeddi"):
+  with pytest.raises(ValueError, match=r"`embedding` .*vocab 7, dim 4 and codes 3"):
     head.init(jax.random.key(0), jnp.zeros((1, 4)))
 
 
@@ -251,6 +251,6 @@ def test_the_commitment_joins_the_terms_of_the_loss_and_leaves_the_rest_alone():
 
 
 @pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
-def test_a_commitment_that_no_one_means_is_refused(value):
-  with pytest.raises(ValueError, match=f"commitment {value} is negative or not finite"):
+def test_a_negative_or_infinite_commitment_is_refused(value):
+  with pytest.raises(ValueError, match=f"`commitment` .*{value}"):
     CodebookHead(7, 4, 3, commitment=value).init(jax.random.key(0), jnp.zeros((1, 4)))

@@ -137,21 +137,19 @@ def test_an_order_is_a_table_with_its_inverse_and_no_order_is_none(head):
   assert given.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(variables))
 
 
-def test_groups_sizes_and_orders_that_are_none_are_refused():
+def test_groups_sizes_and_orders_that_do_not_fit_are_refused():
   def begin(vocab=11, **fields):
     return GroupedHead(vocab, 4, **fields).init(jax.random.key(0), jnp.zeros((1, 4)))
 
-  with pytest.raises(ValueError, match="groups 12 for a vocabulary of 11; give 1 to 11"):
+  with pytest.raises(ValueError, match=r"groups.*12"):
     begin(groups=12)
   with pytest.raises(ValueError, match="group 1 has size 0"):
     begin(sizes=(5, 0, 6))
   twice = lambda key, shape, dtype: jnp.array([0, 1, 1, 3])
-  with pytest.raises(
-    ValueError, match="order has token 1 at positions 1 and 2, and token 2 at none"
-  ):
+  with pytest.raises(ValueError, match=r"order.*token 1 .*1 and 2.*token 2"):
     begin(4, order_init=twice)
   other = GroupedHead(10, 4, order_init=shuffled)
-  with pytest.raises(ValueError, match=r"order int32\(11,\) is no int\[10\]"):
+  with pytest.raises(ValueError, match=r"`order` .*\(10,\).*\(11,\)"):
     other.apply(begin(order_init=shuffled), jnp.zeros((1, 4)), method="log_group")
 
 

@@ -73,11 +73,11 @@ def test_only_the_nodes_on_the_path_of_a_token_get_a_gradient():
 
 
 def test_a_tree_of_another_vocabulary_is_refused():
-  with pytest.raises(ValueError, match=r"counts of shape \(9,\), where \(10,\) is wanted"):
+  with pytest.raises(ValueError, match=r"counts.*9"):
     HierarchicalHead(10, 4, trees.Huffman(np.ones(9, int))).size()
   variables = HierarchicalHead(9, 4).init(jax.random.key(0), jnp.ones((1, 4)))
   weight = {"weight": jnp.ones((10, 4))}
-  with pytest.raises(ValueError, match="vocab 10 has a tree of 9 leaves"):
+  with pytest.raises(ValueError, match=r"`tokens` .*\(10,\).*\(9,\)"):
     HierarchicalHead(10, 4).apply(variables | {"params": weight}, jnp.ones((1, 4)))
 
 

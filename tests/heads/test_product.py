@@ -150,11 +150,11 @@ def test_looked_up_scores_equal_those_of_composed_rows():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ((10, 8, 4, 3), r"subspaces 3 do not divide dim 8; give one of \[1, 2, 4, 8\]"),
-    ((10, 8, 0, 2), "codes 0 name no sub-vector"),
+    ((10, 8, 4, 3), r"`subspaces` .*3.*\[1, 2, 4, 8\]"),
+    ((10, 8, 0, 2), "`codes` .*0"),
   ],
 )
-def test_sizes_that_make_no_rows_are_refused(arguments, message):
+def test_codes_and_subspaces_outside_their_range_are_refused(arguments, message):
   with pytest.raises(ValueError, match=message):
     ProductHead(*arguments).init(jax.random.key(0), jnp.ones((1, 8)))
 
@@ -162,9 +162,9 @@ def test_sizes_that_make_no_rows_are_refused(arguments, message):
 @pytest.mark.parametrize(
   ("codes", "message"),
   [
-    (np.zeros((9, 2), int), r"codes are int64\[9, 2\]; give integers \[10, 2\]"),
-    (np.zeros((10, 2)), "codes are float64"),
-    (np.full((10, 2), 4), r"token 0 has code 4 in subspace 0, outside \[0, 4\) \(20 such codes\)"),
+    (np.zeros((9, 2), int), r"codes.*9, 2"),
+    (np.zeros((10, 2)), "codes.*float64"),
+    (np.full((10, 2), 4), "token 0 .*4"),
   ],
 )
 def test_codes_that_do_not_fit_are_refused(codes, message):
@@ -174,8 +174,8 @@ def test_codes_that_do_not_fit_are_refused(codes, message):
 
 
 @pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
-def test_a_commitment_that_no_one_means_is_refused(value):
-  with pytest.raises(ValueError, match=f"commitment {value} is negative or not finite"):
+def test_a_negative_or_infinite_commitment_is_refused(value):
+  with pytest.raises(ValueError, match=f"`commitment` .*{value}"):
     LearnedProductHead(7, 4, 3, 2, commitment=value).init(jax.random.key(0), jnp.zeros((1, 4)))
 
 

@@ -58,5 +58,5 @@ def test_it_starts_as_the_codebook_head_and_then_tells_tokens_of_a_code_apart():
 
 @pytest.mark.parametrize("rank", [0, 7])
 def test_a_rank_outside_the_width_is_refused(rank):
-  with pytest.raises(ValueError, match=rf"rank {rank} in a head of dim 6; give 1 to 6"):
+  with pytest.raises(ValueError, match=f"`rank` .*{rank}"):
     ResidualCodebookHead(20, 6, 4, rank).init(jax.random.key(0), jnp.ones((1, 6)))

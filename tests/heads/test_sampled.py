@@ -128,12 +128,12 @@ def test_a_unigram_proposal_draws_what_is_frequent():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"samples": 0}, "samples 0 of a vocabulary of 53; give 1 to 53"),
-    ({"samples": 54}, "samples 54"),
-    ({"softcap": 30.0}, "softcap 30.0 and label_smoothing 0.0 need all scores"),
-    ({"label_smoothing": 0.1}, "label_smoothing 0.1 need all scores"),
+    ({"samples": 0}, "samples.*0"),
+    ({"samples": 54}, "samples.*54"),
+    ({"softcap": 30.0}, "`softcap` .*30.0"),
+    ({"label_smoothing": 0.1}, "`label_smoothing` .*0.1"),
   ],
 )
-def test_what_a_sample_cannot_do_is_refused(changes, message):
+def test_options_that_need_all_scores_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     problem(SampledSoftmaxHead(53, 6, **({"samples": 5} | changes)))

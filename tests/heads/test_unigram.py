@@ -39,10 +39,10 @@ def test_the_probability_of_a_code_is_what_it_is_without_a_bias():
 @pytest.mark.parametrize(
   ("counts", "message"),
   [
-    (np.ones(6, int), r"counts of shape \(6,\), where \(7,\) is wanted"),
-    (np.array([1, 2, 3, -4, 5, 6, 7]), "token 3 has the count -4"),
-    (np.zeros(7, int), "the counts of all 7 tokens are zero"),
-    (np.ones(7), "counts of float64 are no counts"),
+    (np.ones(6, int), "counts.*6"),
+    (np.array([1, 2, 3, -4, 5, 6, 7]), "count.*-4"),
+    (np.zeros(7, int), "counts.*7"),
+    (np.ones(7), "counts.*float64"),
   ],
 )
 def test_counts_that_are_none_are_refused(counts, message):
@@ -54,7 +54,7 @@ def test_counts_that_are_none_are_refused(counts, message):
 
 @pytest.mark.parametrize("smoothing", [0.0, -1.0, float("nan")])
 def test_a_smoothing_that_leaves_tokens_impossible_is_refused(smoothing):
-  with pytest.raises(ValueError, match=f"smoothing {smoothing} is not a positive number"):
+  with pytest.raises(ValueError, match=f"`smoothing` .*{smoothing}"):
     UnigramProposal(COUNTS, smoothing)(7)
 
 
