@@ -100,8 +100,8 @@ class Experiment:
     loader: cuts the tokens into batches.
     train: optimisation and bookkeeping.
     seed: seed of initialisation, dropout and the order of the data.
-    init_from: initial parameters of a fresh run, a `training.start` object; None: the model's own
-      initialisers.
+    init_from: initial parameters of a fresh run, such as `training.FromRun(...)`; None: the model's
+      own initialisers.
     recluster: moves tokens between codes while a codebook is trained, a `training.Recluster`;
       None: the assignment is fixed.
   """
