@@ -205,7 +205,7 @@ def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> d
     split = text.splits[name]
     batches = experiment.loader.whole(split, batch=experiment.train.batch, context=model.context)
     size = experiment.loader.text_bytes(split)
-    result[name] = evaluate(scorer, variables, batches, size).known()
+    result[name] = evaluate(scorer, variables, batches, size).numbers()
   rebuilt_VD = model.embedding.apply(filled, method="table")
   result["embedding"] = {
     "class": type(row.embedding).__name__,

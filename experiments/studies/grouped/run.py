@@ -140,7 +140,7 @@ def scores(experiment: Experiment) -> dict[str, Any]:
   for name in ("valid", "test"):
     split = text.splits[name]
     batches = run.loader.whole(split, batch=run.train.batch, context=run.model.context)
-    result[name] = evaluate(scorer, variables, batches, run.loader.text_bytes(split)).known()
+    result[name] = evaluate(scorer, variables, batches, run.loader.text_bytes(split)).numbers()
   head = run.model.head
   return {"result": result | {"head": {"class": type(head).__name__, "params": head.size().params}}}
 

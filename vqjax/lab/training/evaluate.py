@@ -37,11 +37,11 @@ class Score(NamedTuple):
   text_bytes: int | None
   rates: Mapping[str, float] = MappingProxyType({})
 
-  def known(self) -> dict[str, float]:
+  def numbers(self) -> dict[str, float]:
     """Returns the numbers that are not None by name, the rates among them."""
-    numbers = self._asdict()
-    rates = numbers.pop("rates")
-    return {name: x for name, x in (numbers | rates).items() if x is not None}
+    values = self._asdict()
+    rates = values.pop("rates")
+    return {name: x for name, x in (values | rates).items() if x is not None}
 
 
 Sums = dict[str, jax.Array]

@@ -172,7 +172,7 @@ class _Training:
     if not all_finite(self.state.params):
       self._stop(step, "a parameter is not finite")
     if step % train.eval_every == 0 or step == train.steps:
-      metrics = self._score("valid").known()
+      metrics = self._score("valid").numbers()
       self._write({"step": step, "valid": metrics})
     position = {
       "data": self.batches.get_state(),
@@ -199,8 +199,8 @@ class _Training:
     seconds, steps = self.clock.seconds, self.clock.steps
     params, variables = jax.tree.leaves(self.state.params), jax.tree.leaves(self.state.variables)
     result = {
-      "valid": self._score("valid").known(),
-      "test": self._score("test").known(),
+      "valid": self._score("valid").numbers(),
+      "test": self._score("test").numbers(),
       "head": None,
       "embedding": None,
       "model": {
