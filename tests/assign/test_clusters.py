@@ -1,4 +1,4 @@
-"""Do clusters of embeddings make codes that stand for their tokens?"""
+"""Assignments from clusters of embeddings: k-means, balanced k-means, frequent tokens alone."""
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def means(rows, weights, table):
   )
 
 
-def test_tokens_sit_on_the_nearest_center_which_is_their_weighted_mean(embeddings, counts):
+def test_tokens_have_the_nearest_center_which_is_their_weighted_mean(embeddings, counts):
   weights = counts + 1.0
   found = assign.by_kmeans(embeddings, CODES, key=KEY, weights=weights, iterations=100)
   distance = np.square(embeddings[:, None].astype(np.float64) - found.centers).sum(axis=2)
@@ -115,7 +115,7 @@ def test_equal_embeddings_still_fill_every_code_evenly():
 
 
 def test_many_equal_rows_settle_within_the_capacity():
-  """None of them outbids the others: the bids must rise faster for this to end."""
+  """Equal rows cannot outbid each other: the auction ends only if the increments grow."""
   draw = np.random.default_rng(0)
   rows = np.concatenate([np.zeros((350, 8)), draw.normal(size=(150, 8))])
   table = assign.assigned_within(rows, rows[draw.choice(500, 50)], 10)
@@ -137,28 +137,36 @@ def broken(embeddings, rows):
 
 
 @pytest.mark.parametrize("recipe", [assign.by_kmeans, assign.balanced_kmeans])
-def test_wrong_embeddings_and_weights_are_refused_with_the_remedy(recipe, embeddings, counts):
+def test_wrong_embeddings_and_weights_are_refused(recipe, embeddings, counts):
   wrong = {
-    "codes 212 for a vocabulary of 211; give 1 to 211": (embeddings, 212, None),
-    "codes 0 for": (embeddings, 0, None),
-    "2 of 211 embeddings hold nan or infinity: rows 3, 17; take": (
+    "`codes` must be .*; got 212 for vocab 211": (embeddings, 212, None),
+    "`codes` must be .*; got 0 for": (embeddings, 0, None),
+    "`embeddings` must be finite; .* in 2 of 211 rows: 3, 17": (
       broken(embeddings, [17, 3]),
       CODES,
       None,
     ),
-    r"rows 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.": (broken(embeddings, slice(9)), CODES, None),
-    r"embeddings of shape \(6,\)": (embeddings[0], 2, None),
-    "embeddings of complex64 are no numbers": (embeddings * 1j, CODES, None),
-    "the weights of all 211 tokens are zero": (embeddings, CODES, 0 * counts),
-    r"weights of shape \(210,\)": (embeddings, CODES, counts[1:]),
-    "token 4 has the weight -1.0": (embeddings, CODES, np.where(np.arange(VOCAB) == 4, -1.0, 1)),
-    "token 0 has the weight 1e.300; give finite ones, at least 0, that float32": (
+    r"rows: 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.": (broken(embeddings, slice(9)), CODES, None),
+    r"`embeddings` must have shape \[V, D\], .* got \(6,\)": (embeddings[0], 2, None),
+    "`embeddings` must be real numbers; got complex64": (embeddings * 1j, CODES, None),
+    "`weights` must not be all zero in float32; got 0": (embeddings, CODES, 0 * counts),
+    r"`weights` must have shape \(211,\), one a token; got \(210,\)": (
+      embeddings,
+      CODES,
+      counts[1:],
+    ),
+    "`weights` must be .*; got -1.0 for token 4": (
+      embeddings,
+      CODES,
+      np.where(np.arange(VOCAB) == 4, -1.0, 1),
+    ),
+    r"`weights` must be .*; got 1e\+300 for token 0": (
       embeddings,
       CODES,
       np.full(VOCAB, 1e300),
     ),
-    "all 211 tokens are zero": (embeddings, CODES, np.full(VOCAB, 1e-300)),
-    "token 5 has the weight nan": (embeddings, CODES, np.where(np.arange(VOCAB) == 5, np.nan, 1)),
+    "got 0 for all 211 tokens": (embeddings, CODES, np.full(VOCAB, 1e-300)),
+    "got nan for token 5": (embeddings, CODES, np.where(np.arange(VOCAB) == 5, np.nan, 1)),
   }
   for message, (rows, codes, weights) in wrong.items():
     with pytest.raises(ValueError, match=message):
@@ -168,9 +176,9 @@ def test_wrong_embeddings_and_weights_are_refused_with_the_remedy(recipe, embedd
 @pytest.mark.parametrize(
   ("alone", "weights", "message"),
   [
-    (CODES, None, "alone 23 is outside"),
-    (-1, None, "alone -1 is outside"),
-    (3, np.arange(VOCAB) < 3, "the weights of all 208 tokens that are not alone are zero; add 1"),
+    (CODES, None, r"`alone` must be in \[0, 23\), .*; got 23"),
+    (-1, None, "`alone` must be .*; got -1"),
+    (3, np.arange(VOCAB) < 3, "`weights` must not be all zero; got 0 for all 208 tokens"),
   ],
 )
 def test_frequent_tokens_alone_must_leave_codes_and_weight_to_the_rest(
@@ -181,5 +189,7 @@ def test_frequent_tokens_alone_must_leave_codes_and_weight_to_the_rest(
 
 
 def test_too_little_capacity_is_refused_with_the_least_that_suffices(embeddings):
-  with pytest.raises(ValueError, match=r"23 codes of capacity 9 hold no 211 tokens; .*least 10"):
+  with pytest.raises(
+    ValueError, match="`capacity` must be at least 10 for 211 tokens on 23 codes; got 9"
+  ):
     assign.balanced_kmeans(embeddings, CODES, key=KEY, capacity=9)

@@ -1,4 +1,4 @@
-"""Does the exchange algorithm lower the loss of the class-bigram model, and count it rightly?"""
+"""The exchange algorithm computes the loss of the class-bigram model exactly and lowers it."""
 
 import itertools
 import math
@@ -15,14 +15,14 @@ UNUSED = 30
 
 @pytest.fixture(scope="module")
 def tokens():
-  """A text of three hidden classes in a cycle, some of whose tokens are followed by themselves."""
+  """A text with a cycle of three hidden classes, in which some tokens repeat."""
   rng = np.random.default_rng(0)
   classes = np.cumsum(rng.random(3001) < 0.9) % 3
   return (classes + 3 * (rng.integers(0, 10, 3001) * rng.random(3001)).astype(int)) % UNUSED
 
 
 def loss(tokens, table, token_bias):
-  """Nats a token of the class-bigram model with relative frequencies, straight from the text."""
+  """Loss of the class-bigram model in nats per token, counted directly in the text."""
   pairs = list(itertools.pairwise(tokens.tolist()))
   code = table.tolist()
   frequency = lambda items: {x: items.count(x) for x in set(items)}
@@ -45,7 +45,7 @@ def test_bigrams_are_the_pairs_of_neighbours(tokens):
 
 
 @pytest.mark.parametrize("token_bias", [False, True])
-def test_the_bound_is_the_loss_of_the_class_bigram_model(tokens, token_bias):
+def test_the_reported_loss_is_that_of_the_class_bigram_model(tokens, token_bias):
   counts = assign.bigrams(tokens, VOCAB)
   for codes in (1, 5, VOCAB):
     start = assign.contiguous(VOCAB, codes)
@@ -72,7 +72,7 @@ def test_a_token_moves_to_the_code_that_brute_force_finds_best(tokens, token_bia
 
 
 @pytest.mark.parametrize("token_bias", [False, True])
-def test_each_sweep_lowers_the_bound_until_nothing_moves(tokens, token_bias):
+def test_each_sweep_lowers_the_loss_until_no_token_moves(tokens, token_bias):
   found = assign.exchange(assign.bigrams(tokens, VOCAB), 7, token_bias=token_bias, sweeps=50)
   assert (np.diff(found.nats) <= 1e-12).all()
   assert 2 < len(found.nats) < 50
@@ -112,7 +112,7 @@ def test_tokens_and_counts_of_any_integer_type_give_the_same_codes(tokens, dtype
 
 
 def test_tokens_that_never_occur_share_no_code_with_frequent_ones(tokens):
-  """Without a bias each of them makes all others on its code less likely."""
+  """Without a bias each of them lowers the probability of the others on its code."""
   counts = assign.bigrams(tokens, VOCAB + 20)
   found = assign.exchange(counts, 6)
   mass = np.bincount(found.assignment, weights=counts.sum(axis=0), minlength=6)
@@ -122,20 +122,35 @@ def test_tokens_that_never_occur_share_no_code_with_frequent_ones(tokens):
 @pytest.mark.parametrize(
   ("make", "message"),
   [
-    (lambda: assign.bigrams([3], 5), "1 tokens hold no bigram"),
-    (lambda: assign.bigrams([[1, 2]], 5), "give one row of integers"),
-    (lambda: assign.bigrams([0.5, 1.0], 5), "give one row of integers"),
-    (lambda: assign.bigrams([0, 4, 5], 5), "token 5 at 2 is outside the vocabulary of 5"),
-    (lambda: assign.exchange(assign.bigrams([0, 1], 2), 3), "codes 3 for a vocabulary of 2"),
-    (lambda: assign.exchange(scipy.sparse.csr_array((2, 3), dtype=int), 1), "of shape"),
-    (lambda: assign.exchange(scipy.sparse.csr_array((3, 3), dtype=int), 1), "all zero"),
-    (lambda: assign.exchange(scipy.sparse.csr_array((3, 3), dtype=float), 1), "float64"),
+    (lambda: assign.bigrams([3], 5), "`tokens` must have at least 2 tokens, .*; got 1"),
+    (
+      lambda: assign.bigrams([[1, 2]], 5),
+      r"`tokens` must be one row of integers; got int64\[1, 2\]",
+    ),
+    (lambda: assign.bigrams([0.5, 1.0], 5), "`tokens` must be one row of integers; got float64"),
+    (lambda: assign.bigrams([0, 4, 5], 5), r"`tokens` must be in \[0, 5\); got 5 at position 2"),
+    (
+      lambda: assign.exchange(assign.bigrams([0, 1], 2), 3),
+      "`codes` must be .*; got 3 for vocab 2",
+    ),
+    (
+      lambda: assign.exchange(scipy.sparse.csr_array((2, 3), dtype=int), 1),
+      r"`counts` must be integers \[V, V\]; got int64\[2, 3\]",
+    ),
+    (
+      lambda: assign.exchange(scipy.sparse.csr_array((3, 3), dtype=int), 1),
+      "`counts` must be at least 0 and not all zero",
+    ),
+    (
+      lambda: assign.exchange(scipy.sparse.csr_array((3, 3), dtype=float), 1),
+      "`counts` must be integers .*; got float64",
+    ),
     (
       lambda: assign.exchange(assign.bigrams([0, 1], 2), 1, start=[0, 1]),
-      "token 1 is assigned to code 1",
+      r"`assignment` must hold codes in \[0, 1\); got 1 for token 1",
     ),
   ],
 )
-def test_wrong_bigrams_are_refused_with_the_remedy(make, message):
+def test_wrong_bigrams_are_refused(make, message):
   with pytest.raises(ValueError, match=message):
     make()

@@ -1,4 +1,4 @@
-"""Does an assignment come back from its file, and is a file that is not right refused?"""
+"""Assignments are read back from their files, and wrong files are refused by line."""
 
 import re
 
@@ -40,32 +40,32 @@ def test_lines_may_be_in_any_order_and_end_as_on_other_systems(path):
 def test_a_head_takes_its_codes_from_a_file(path):
   head = CodebookHead(7, 4, 5, assign.FromFile(str(path), FINGERPRINT))
   np.testing.assert_array_equal(head.assignment_init(7, 5), TABLE)
-  with pytest.raises(ValueError, match="made for the tokenizer 0123abcd, not for other"):
+  with pytest.raises(ValueError, match="`tokenizer` must be other; got 0123abcd"):
     assign.FromFile(str(path), "other")(7, 5)
 
 
 @pytest.mark.parametrize(
   ("line", "text", "message"),
   [
-    (4, "1 0", "line 4: token 1 has a code in line 3 already; keep one"),
-    (4, None, "token 2 has no code (1 such tokens), and line 7 is the last; add a line `2 CODE`"),
-    (4, "7 0", "line 4: token 7 is outside [0, 7); remove the line"),
-    (4, "-1 0", "line 4: token -1 is outside [0, 7)"),
-    (4, "2 5", "line 4: code 5 is outside [0, 5); give token 2 another"),
-    (4, "2 -1", "line 4: code -1 is outside"),
-    (4, "2 1.5", "line 4: '2 1.5' is not `token code`; write two integers"),
-    (4, "2", "line 4: '2' is not `token code`"),
-    (4, "2 1 1", "line 4: '2 1 1' is not `token code`"),
-    (4, "", "line 4: '' is not `token code`"),
-    (4, "two \xff", "line 4: 'two"),
-    (8, "6 2 # half", "line 8: '6 2 # half' is not"),
-    (1, "7 5", "line 1: '7 5' is no header; write it with assign.save: `vocab 7 codes 5"),
-    (1, "vocab 8 codes 5 tokenizer 0123abcd", "line 1: vocab 8, where 7 is wanted; take a file"),
-    (1, "vocab 7 codes 6 tokenizer 0123abcd", "or set the head's codes to 6"),
-    (1, "vocab 7 codes 5 tokenizer ffff", "made for the tokenizer ffff, not for 0123abcd"),
+    (4, "1 0", "line 4: `token` must occur once; got 1 as in line 3"),
+    (4, None, "got none for token 2 (1 such tokens) in 7 lines. Add a line `2 CODE`"),
+    (4, "7 0", "line 4: `token` must be in [0, 7); got 7"),
+    (4, "-1 0", "line 4: `token` must be in [0, 7); got -1"),
+    (4, "2 5", "line 4: `code` must be in [0, 5); got 5 for token 2"),
+    (4, "2 -1", "line 4: `code` must be in [0, 5); got -1"),
+    (4, "2 1.5", "line 4: a line must be `token code`, two integers; got '2 1.5'"),
+    (4, "2", "two integers; got '2'"),
+    (4, "2 1 1", "two integers; got '2 1 1'"),
+    (4, "", "two integers; got ''"),
+    (4, "two \xff", "two integers; got 'two"),
+    (8, "6 2 # half", "line 8: a line must be `token code`, two integers; got '6 2 # half'"),
+    (1, "7 5", "line 1: the header must be `vocab 7 codes 5 tokenizer FINGERPRINT`; got '7 5'"),
+    (1, "vocab 8 codes 5 tokenizer 0123abcd", "line 1: `vocab` must be 7; got 8"),
+    (1, "vocab 7 codes 6 tokenizer 0123abcd", "line 1: `codes` must be 5; got 6"),
+    (1, "vocab 7 codes 5 tokenizer ffff", "`tokenizer` must be 0123abcd; got ffff"),
   ],
 )
-def test_a_wrong_file_is_refused_with_its_line_and_the_remedy(path, line, text, message):
+def test_a_wrong_file_is_refused_with_its_line(path, line, text, message):
   lines = path.read_text().splitlines()
   lines[line - 1 : line] = [] if text is None else [text]
   path.write_bytes("\n".join(lines).encode("latin-1"))
@@ -76,17 +76,17 @@ def test_a_wrong_file_is_refused_with_its_line_and_the_remedy(path, line, text, 
 
 def test_an_empty_file_has_no_header(path):
   path.write_text("")
-  with pytest.raises(ValueError, match="line 1: '' is no header"):
+  with pytest.raises(ValueError, match=r"line 1: the header must be .*; got ''"):
     assign.load(path, 7, 5)
 
 
-def test_a_table_that_is_none_is_not_saved(tmp_path):
+def test_an_invalid_assignment_is_not_saved(tmp_path):
   path = tmp_path / "table.txt"
   for table, fingerprint, message in (
-    (TABLE, "x", "token 5 is assigned to code 3"),
-    (TABLE / 2, "x", "an assignment of float64"),
-    (TABLE % 3, "two words", "fingerprint 'two words' is no word"),
-    (TABLE % 3, "", "fingerprint '' is no word"),
+    (TABLE, "x", r"`assignment` must hold codes in \[0, 3\); got 3 for token 5"),
+    (TABLE / 2, "x", "`assignment` must hold integers; got float64"),
+    (TABLE % 3, "two words", "`fingerprint` must be one word, .*; got 'two words'"),
+    (TABLE % 3, "", "`fingerprint` must be one word, .*; got ''"),
   ):
     with pytest.raises(ValueError, match=message):
       assign.save(table, path, codes=3, fingerprint=fingerprint)

@@ -1,4 +1,4 @@
-"""Is a clustering turned into groups, and is the number of groups the one that memory wants?"""
+"""Groups from a clustering, and the number of groups that needs the least memory."""
 
 import numpy as np
 import pytest
@@ -17,15 +17,15 @@ def test_groups_hold_the_tokens_of_a_cluster_in_their_order():
 @pytest.mark.parametrize(
   ("assignment", "message"),
   [
-    ([0, 2, 2, 4], r"cluster 1 of 5 has no token \(2 such clusters\); .*np.unique"),
-    ([0, 2**40], r"cluster 1 of 1099511627777 has no token"),
-    ([0, 1, -1], "token 2 is in cluster -1; number them from 0 on"),
-    ([0.0, 1.0], "names no clusters"),
-    ([], "names no clusters"),
-    ([[0, 1]], r"vocab 2 has an assignment of shape \(1, 2\)"),
+    ([0, 2, 2, 4], r"every cluster in \[0, 5\); got no token in cluster 1 \(2 such .*np.unique"),
+    ([0, 2**40], r"every cluster in \[0, 1099511627777\); got no token in cluster 1"),
+    ([0, 1, -1], "`assignment` must be at least 0; got -1 for token 2"),
+    ([0.0, 1.0], "`assignment` must hold integers; got float64"),
+    ([], "`assignment` must hold integers; got float64"),
+    ([[0, 1]], r"`assignment` must have shape \(2,\), as vocab; got \(1, 2\)"),
   ],
 )
-def test_a_clustering_that_gives_no_groups_is_refused(assignment, message):
+def test_an_invalid_clustering_is_refused(assignment, message):
   with pytest.raises(ValueError, match=message):
     assign.grouping(np.array(assignment))
 
@@ -45,6 +45,6 @@ def test_one_array_is_the_papers_square_root_and_groups_stay_within_the_vocabula
 
 
 @pytest.mark.parametrize(("vocab", "arrays"), [(0, 4), (5, 0), (5, float("nan"))])
-def test_a_memory_optimum_of_nothing_is_refused(vocab, arrays):
-  with pytest.raises(ValueError, match=r"give (at least 1|more than 0)"):
+def test_memory_groups_refuses_an_empty_vocabulary_and_no_arrays(vocab, arrays):
+  with pytest.raises(ValueError, match=r"`(vocab|arrays)` must be"):
     assign.memory_groups(vocab, arrays=arrays)

@@ -1,4 +1,4 @@
-"""Is the floor the lowest perplexity that a codebook head can have?"""
+"""The floor is the lowest perplexity that a codebook head can have."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_the_worst_offenders_are_the_parts_of_the_floor():
   costs = [row.nats for row in found.worst]
   assert costs == sorted(costs, reverse=True)
   assert sum(costs) == pytest.approx(43 * found.nats)
-  # One that is alone and one that never occurs cost nothing.
+  # Tokens with a code of their own and tokens that do not occur contribute nothing.
   assert {row.token for row in found.worst} == {0, 1, 3, 4, 5, 6}
 
 
@@ -58,14 +58,14 @@ def test_a_bias_allows_a_perplexity_of_one_only_where_no_two_tokens_of_a_code_oc
 
 
 def loss(head, params, hidden):
-  """Nats a token of the text with these counts, each token after the hidden vector of its code."""
+  """Loss in nats per token, with the hidden vector of the right code before each token."""
   variables = {"params": params, "codes": {"assignment": jnp.asarray(TABLE)}}
   log_prob = head.apply(variables, hidden[TABLE], jnp.arange(8), method="log_prob")
   return -float(np.where(COUNTS > 0, COUNTS * log_prob, 0).sum() / COUNTS.sum())
 
 
 @pytest.mark.parametrize("token_bias", [False, True])
-def test_a_head_that_knows_every_code_reaches_the_floor_and_no_other_bias_goes_below(token_bias):
+def test_a_head_that_predicts_every_code_reaches_the_floor_and_other_biases_stay_above(token_bias):
   head = CodebookHead(8, 5, 5, token_bias=token_bias)
   found = assign.floor(TABLE, COUNTS, codes=5, token_bias=token_bias)
   params = {"codebook": jnp.eye(5)}
@@ -88,14 +88,14 @@ def test_a_tokens_count_of_zero_costs_nothing_and_one_token_is_enough():
 @pytest.mark.parametrize(
   ("table", "counts", "message"),
   [
-    (TABLE, np.zeros(8, int), "the counts of all 8 tokens are zero"),
-    (TABLE, COUNTS[:7], "vocab 7 has an assignment of shape"),
-    (TABLE, COUNTS / 1.0, "counts of float64"),
-    (TABLE / 1.0, COUNTS, "an assignment of float64 names no codes"),
-    (TABLE - 1, COUNTS, "token 0 is assigned to code -1"),
-    ([], COUNTS, "vocab 8 has an assignment of shape"),
-    ([np.nan] * 8, COUNTS, "an assignment of float64 names no codes"),
-    ([9] * 8, COUNTS, "codes 10 for a vocabulary of 8"),
+    (TABLE, np.zeros(8, int), "`counts` must not be all zero"),
+    (TABLE, COUNTS[:7], r"`assignment` must have shape \(7,\)"),
+    (TABLE, COUNTS / 1.0, "`counts` must hold integers; got float64"),
+    (TABLE / 1.0, COUNTS, "`assignment` must hold integers; got float64"),
+    (TABLE - 1, COUNTS, "`assignment` must hold codes .*; got -1 for token 0"),
+    ([], COUNTS, r"`assignment` must have shape \(8,\), .*; got \(0,\)"),
+    ([np.nan] * 8, COUNTS, "`assignment` must hold integers; got float64"),
+    ([9] * 8, COUNTS, "`codes` must be .*; got 10 for vocab 8"),
   ],
 )
 def test_wrong_tables_and_counts_are_refused(table, counts, message):

@@ -1,4 +1,4 @@
-"""Does a tree have each token once, at the depth that it should?"""
+"""Trees have each token once, and their depths are the least possible."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def depths(tree):
 
 
 def check(tree, vocab):
-  """Node k parts the leaves below it after leaf k, and every leaf ends up alone."""
+  """Check that node k separates its leaves after leaf k, and that each path ends at one leaf."""
   assert sorted(tree.tokens) == list(range(vocab))
   assert sorted(set(tree.paths.ravel()) - {trees.NO_NODE}) == list(range(vocab - 1))
 
@@ -31,7 +31,7 @@ def check(tree, vocab):
 
 
 def least_expected_depth(counts):
-  """Sum of the masses of all nodes that Huffman's algorithm makes, two lists in their order."""
+  """Sum of the masses of all inner nodes of Huffman's algorithm."""
   masses, total = sorted(counts), 0
   while len(masses) > 1:
     merged, masses = masses[0] + masses[1], sorted([masses[0] + masses[1], *masses[2:]])
@@ -69,17 +69,17 @@ def test_tokens_that_never_occur_do_not_make_the_tree_deep():
 @pytest.mark.parametrize(
   ("counts", "message"),
   [
-    ([1, 2], r"counts of shape \(2,\), where \(3,\) is wanted"),
-    ([1, -2, 3], "token 1 has the count -2"),
-    ([1.0, np.nan, 3.0], "counts of float64 are no counts"),
-    ([0, 0, 0], "the counts of all 3 tokens are zero"),
+    ([1, 2], r"`counts` must have shape \(3,\); got \(2,\)"),
+    ([1, -2, 3], "`counts` must be at least 0; got -2 for token 1"),
+    ([1.0, np.nan, 3.0], "`counts` must hold integers; got float64"),
+    ([0, 0, 0], "`counts` must not be all zero"),
   ],
 )
-def test_counts_that_are_none_are_refused(counts, message):
+def test_invalid_counts_are_refused(counts, message):
   with pytest.raises(ValueError, match=message):
     trees.Huffman(counts)(3)
 
 
 def test_a_tree_of_no_token_is_refused():
-  with pytest.raises(ValueError, match="vocab 0 holds no token; give at least 1"):
+  with pytest.raises(ValueError, match="`vocab` must be at least 1; got 0"):
     trees.balanced(0)

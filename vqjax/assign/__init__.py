@@ -1,13 +1,18 @@
-"""Which code does each token of the vocabulary sit on, and what does that cost at least?
+"""Assignments of the tokens to codes, and the perplexity floor that an assignment implies.
 
-An assignment is a function (vocab, codes) -> int32 [V]: what `CodebookHead(assignment_init=...)`
-expects. `contiguous`, `Random` and `FrequentAlone` are such functions; a table that was computed
-from counts, embeddings or bigrams becomes one by `Given(table)`.
+An assignment is int32 [V], token -> code. `CodebookHead(assignment_init=...)` takes a function
+(vocab, codes) -> assignment: `contiguous`, `Random`, `FrequentAlone`, or `Given(table)` for a table
+that was computed from counts, embeddings or bigrams.
 """
 
-from vqjax.assign.balanced import assigned_within, balanced_kmeans
 from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass
-from vqjax.assign.clusters import Clustering, by_kmeans, frequent_alone
+from vqjax.assign.clusters import (
+  Clustering,
+  assigned_within,
+  balanced_kmeans,
+  by_kmeans,
+  frequent_alone,
+)
 from vqjax.assign.exchange import Exchanged, bigrams, exchange
 from vqjax.assign.files import FromFile, load, save
 from vqjax.assign.groups import Grouping, grouping, memory_groups

@@ -1,4 +1,4 @@
-"""Which code has a token by its number or its frequency alone?"""
+"""Assignments from token ids or frequencies: blocks, bins and random assignments."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from vqjax.assign.table import check_codes, checked_counts
 
 
 def contiguous(vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-  """Equal blocks of consecutive tokens: token v on code floor(v·K / V).
+  """Equal blocks of consecutive token ids: token v has code floor(v·K / V).
 
   Source: VQ-Logits, Section 3.3, Option B, for training without prior embeddings.
   """
@@ -20,41 +20,44 @@ def contiguous(vocab: int, codes: int) -> Int[np.ndarray, "V"]:
 
 @dataclasses.dataclass(frozen=True)
 class Random:
-  """Equally many tokens on each code, drawn at random.
+  """A random assignment with equally many tokens on each code.
 
   Source: VQ-Logits, Table 6, "Random assignment (then fixed)".
 
   Attributes:
-    seed: of the draw.
+    seed: seed of the permutation.
   """
 
   seed: int = 0
 
   def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]."""
+    """Assignment, int32 [V]."""
     return np.random.default_rng(self.seed).permutation(contiguous(vocab, codes))
 
 
 @dataclasses.dataclass(frozen=True)
 class FrequentAlone:
-  """The first tokens have a code each; the others share what codes remain, in equal blocks.
+  """The first tokens have a code each; the others share the remaining codes in equal blocks.
 
-  Token ids are taken to be in order of falling frequency, as word-level tokenizers and, roughly,
-  BPE merges number them.
+  Token ids must be sorted by falling frequency, as those of word-level tokenizers are and those of
+  BPE merges roughly are.
 
-  Tokens on one code are equally likely, so no model with `contiguous` codes has a perplexity below
-  V/K. The most frequent words carry most of the text: alone on their codes they escape that floor.
+  Tokens on one code are equally likely, so that no model with `contiguous` codes has a perplexity
+  below V/K. The most frequent words are most of the text: on codes of their own they lower that
+  floor.
 
   Attributes:
-    fraction: the part of the codes that one frequent token each has, in [0, 1).
+    fraction: fraction of the codes, in [0, 1), that have one frequent token each.
   """
 
   fraction: float = 0.75
 
   def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]."""
+    """Assignment, int32 [V]."""
     if not 0 <= self.fraction < 1:
-      raise ValueError(f"fraction {self.fraction} is outside [0, 1): the rest needs a code too")
+      raise ValueError(
+        f"`fraction` must be in [0, 1), so that the other tokens have a code; got {self.fraction}."
+      )
     check_codes(vocab, codes)
     alone = int(codes * self.fraction)
     rest = alone + contiguous(vocab - alone, codes - alone)
@@ -62,17 +65,17 @@ class FrequentAlone:
 
 
 def by_frequency(counts: Int[np.ndarray, "V"]) -> Int[np.ndarray, "V"]:
-  """The tokens from the most frequent one on; ties in the order of their numbers."""
+  """The tokens by falling count, with ties by token id."""
   return np.argsort(-counts, kind="stable")
 
 
 def equal_count(counts: ArrayLike, codes: int) -> Int[np.ndarray, "V"]:
-  """Blocks of equally many tokens, of the tokens [V] sorted by falling count.
+  """Bins of equally many tokens, by falling count.
 
   Source: VQ-Logits, Table 6, "Frequency-based binning".
 
   Raises:
-    ValueError: counts that are none (see `checked_counts`), or more codes than tokens.
+    ValueError: the counts are not valid (see `checked_counts`), or there are more codes than tokens.
   """
   counts = checked_counts(counts)
   table = np.empty(len(counts), np.int32)
@@ -81,13 +84,13 @@ def equal_count(counts: ArrayLike, codes: int) -> Int[np.ndarray, "V"]:
 
 
 def equal_mass(counts: ArrayLike, codes: int) -> Int[np.ndarray, "V"]:
-  """Blocks of as nearly equal total count as can be, of the tokens [V] sorted by falling count.
+  """Bins of nearly equal total count, by falling count.
 
-  Each code takes its share of what the codes before it left, and at least one token: the most
-  frequent tokens are alone on their codes, the rarest share one with many.
+  Each bin takes an equal share of the mass that the bins before it left, and at least one token:
+  the most frequent tokens have a bin of their own, the rarest share one with many others.
 
   Raises:
-    ValueError: counts that are none (see `checked_counts`), or more codes than tokens.
+    ValueError: the counts are not valid (see `checked_counts`), or there are more codes than tokens.
   """
   counts = checked_counts(counts)
   vocab = len(counts)
@@ -98,9 +101,9 @@ def equal_mass(counts: ArrayLike, codes: int) -> Int[np.ndarray, "V"]:
   for code in range(1, codes):
     start = starts[code - 1]
     share = (mass_before[-1] - mass_before[start]) / (codes - code + 1)
-    wanted = mass_before[start] + share
-    end = np.searchsorted(mass_before, wanted)
-    end -= end > 0 and wanted - mass_before[end - 1] < mass_before[end] - wanted
+    target = mass_before[start] + share
+    end = np.searchsorted(mass_before, target)
+    end -= end > 0 and target - mass_before[end - 1] < mass_before[end] - target
     starts[code] = np.clip(end, start + 1, vocab - (codes - code))
   table = np.empty(vocab, np.int32)
   table[order] = np.searchsorted(starts, np.arange(vocab), side="right") - 1

@@ -1,4 +1,4 @@
-"""Which codes leave the least loss to a model that knows the code before and predicts the next?"""
+"""Assignments that minimise the loss of a class-bigram model, by exchange of single tokens."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ from vqjax.assign.table import check_codes, checked
 
 
 class Exchanged(NamedTuple):
-  """An assignment found by exchange.
+  """An assignment that `exchange` found, and how its loss fell.
 
   Attributes:
     assignment: the code of each token, int32 [V].
-    nats: the bound, in nats a token: of the start, then after each sweep over the vocabulary.
+    nats: loss in nats per token, at the start and after each sweep over the vocabulary.
   """
 
   assignment: Int[np.ndarray, "V"]
@@ -24,21 +24,21 @@ class Exchanged(NamedTuple):
 
 
 def bigrams(tokens: ArrayLike, vocab: int) -> scipy.sparse.csr_array:
-  """How often each token is followed by each other one: int64 [V, V], sparse.
+  """Number of times that token i is followed by token j, int64 [V, V], sparse.
 
   Raises:
-    ValueError: no row of integers, fewer than two of them, or one outside the vocabulary.
+    ValueError: `tokens` is not one row of at least two integers in [0, V).
   """
   row = np.asarray(tokens)
   if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-    raise ValueError(f"tokens of shape {row.shape} and {row.dtype}; give one row of integers")
+    raise ValueError(f"`tokens` must be one row of integers; got {row.dtype}{list(row.shape)}.")
   if row.size < 2:
-    raise ValueError(f"{row.size} tokens hold no bigram; give at least 2")
+    raise ValueError(f"`tokens` must have at least 2 tokens, for a bigram; got {row.size}.")
   outside = np.flatnonzero((row < 0) | (row >= vocab))
   if outside.size:
     raise ValueError(
-      f"token {row[outside[0]]} at {outside[0]} is outside the vocabulary of {vocab}; count with"
-      " the tokenizer that made the tokens"
+      f"`tokens` must be in [0, {vocab}); got {row[outside[0]]} at position {outside[0]}. Give the"
+      " vocab of the tokenizer that made the tokens."
     )
   row = row.astype(np.int64)
   pairs = row[:-1] * vocab + row[1:]
@@ -54,41 +54,47 @@ def exchange(
   token_bias: bool = False,
   sweeps: int = 10,
 ) -> Exchanged:
-  """Codes that minimise the loss of the class-bigram model, by moving one token at a time.
+  """The assignment that minimises the loss of a class-bigram model, by moving one token at a time.
 
-  The bound is -E[log p(c | c') + log p(v | c)] over all bigrams (v', v) of the counts, c' and c
-  their codes: what a body reaches that knows only the code before and predicts the next one as well
-  as relative frequencies allow. p(v | c) is 1/n for n tokens on the code, as in a codebook head
-  without a token bias, or the relative frequency inside the code, as with the best token bias.
+  The loss is -E[log p(c | c') + log p(v | c)] over the bigrams (v', v) with codes c' and c: that of
+  a model which knows the previous code only and predicts by relative frequencies. p(v | c) is 1/n
+  for n tokens on the code, as in a codebook head without a token bias, or the relative frequency
+  within the code, as with the best token bias.
 
-  Tokens are visited by falling frequency; each moves to the code that lowers the bound most.
-  Deterministic. A sweep costs O(K · distinct bigrams); the class bigrams are [K, K].
+  Tokens are processed by falling frequency, and each moves to the code that lowers the loss most.
+  The result is deterministic. A sweep costs O(K · distinct bigrams), and the counts of class
+  bigrams are [K, K].
 
   Source: Martin, Liermann and Ney, "Algorithms for bigram and trigram word clustering", Speech
   Communication 24 (1998), Section 3; its criterion is the one with `token_bias`.
 
   Args:
-    counts: of `bigrams(tokens, vocab)`, [V, V].
+    counts: result of `bigrams(tokens, vocab)`, [V, V].
     codes: number of codes, K.
-    start: the codes to start from, integers [V]; None: the K - 1 most frequent tokens alone and all
-      others on the last code, as in the source.
-    token_bias: whether the head will have a token bias.
-    sweeps: visits of each token at most; it ends earlier where nothing moves.
+    start: initial assignment, integers [V]; None: the K - 1 most frequent tokens have a code each
+      and all others the last code, as in the source.
+    token_bias: p(v | c) is the relative frequency, as in a head with a token bias.
+    sweeps: maximum number of passes over the vocabulary; it ends early when no token moves.
 
   Raises:
-    ValueError: counts that are not square or empty, more codes than tokens, a wrong start.
+    ValueError: the counts are not square, are not integers or are all zero; there are more codes
+      than tokens; `start` is not a valid assignment.
   """
   vocab = _checked_vocab(counts)
   check_codes(vocab, codes)
-  # Unsigned counts cannot be taken away.
+  # Counts are subtracted when a token leaves a code, so that they must be signed.
   following = scipy.sparse.csr_array(counts).astype(np.int64)
-  table = _first_alone(following, codes) if start is None else checked(start, vocab, codes).copy()
+  if start is None:
+    table = np.full(vocab, codes - 1)
+    table[by_frequency(following.sum(axis=0))[: codes - 1]] = np.arange(codes - 1)
+  else:
+    table = checked(start, vocab, codes).copy()
   clusters = _Clusters(following, table, codes, token_bias)
   order = by_frequency(clusters.predicted_V).tolist()
-  nats = [clusters.bound()]
+  nats = [clusters.loss()]
   for _ in range(sweeps):
-    moved = sum(clusters.visit(token) for token in order)
-    nats.append(clusters.bound())
+    moved = sum(clusters.move(token) for token in order)
+    nats.append(clusters.loss())
     if not moved:
       break
   return Exchanged(clusters.table.astype(np.int32), tuple(nats))
@@ -98,22 +104,19 @@ def _checked_vocab(counts: scipy.sparse.sparray) -> int:
   rows, columns = counts.shape
   if rows != columns or not np.issubdtype(counts.dtype, np.integer):
     raise ValueError(
-      f"bigram counts of shape {counts.shape} and {counts.dtype}; make them with"
-      " assign.bigrams(tokens, vocab)"
+      f"`counts` must be integers [V, V]; got {counts.dtype}{list(counts.shape)}. Build them with"
+      " assign.bigrams(tokens, vocab)."
     )
   if counts.sum() == 0 or counts.min() < 0:
-    raise ValueError("bigram counts are all zero or negative; count the bigrams of some text")
+    raise ValueError(
+      "`counts` must be at least 0 and not all zero; got other numbers. Build them with"
+      " assign.bigrams(tokens, vocab)."
+    )
   return rows
 
 
-def _first_alone(following: scipy.sparse.csr_array, codes: int) -> Int[np.ndarray, "V"]:
-  table = np.full(following.shape[0], codes - 1)
-  table[by_frequency(following.sum(axis=0))[: codes - 1]] = np.arange(codes - 1)
-  return table
-
-
 def _sparse_rows(matrix: scipy.sparse.csr_array) -> list[tuple[np.ndarray, np.ndarray]]:
-  """The columns and counts of each row, without its diagonal."""
+  """The columns and counts of each row, without the diagonal."""
   matrix = matrix - scipy.sparse.diags_array(matrix.diagonal(), dtype=matrix.dtype)
   matrix = scipy.sparse.csr_array(matrix)
   matrix.eliminate_zeros()
@@ -122,10 +125,10 @@ def _sparse_rows(matrix: scipy.sparse.csr_array) -> list[tuple[np.ndarray, np.nd
 
 
 class _Clusters:
-  """The codes of all tokens, and the counts that the bound is a function of.
+  """The codes of all tokens, and the counts from which the loss is computed.
 
-  pairs_KK[g, h] counts code h after code g, and its transpose is kept for reading columns. `before`
-  counts a token or code as the first of a bigram, `predicted` as the second.
+  pairs_KK[g, h] counts code h after code g; a transposed copy makes its columns contiguous.
+  `before` counts a token or code as the first of a bigram, `predicted` as the second.
   """
 
   def __init__(
@@ -150,8 +153,8 @@ class _Clusters:
     whole = np.arange(following.sum() + 1, dtype=np.float64)
     self.n_log_n = whole * np.log(np.maximum(whole, 1))
 
-  def bound(self) -> float:
-    """The loss in nats a token."""
+  def loss(self) -> float:
+    """The loss in nats per token."""
     phi = self.n_log_n
     gained = phi[self.pairs_KK].sum() - phi[self.before_K].sum()
     gained += self._within(self.predicted_K, self.size_K).sum()
@@ -160,20 +163,20 @@ class _Clusters:
     return float(-gained / self.predicted_K.sum())
 
   def _within(self, predicted_K, size_K):
-    """The log-likelihood inside each code, less what no exchange changes."""
+    """The log-likelihood within each code, up to a constant that no exchange changes."""
     if self.token_bias:
       return -self.n_log_n[predicted_K]
     return -predicted_K * np.log(np.maximum(size_K, 1))
 
-  def visit(self, token: int) -> bool:
-    """Moves a token to its best code; whether that is another one than it had."""
+  def move(self, token: int) -> bool:
+    """Move a token to its best code; return whether the code changed."""
     old = self.table[token]
     previous, count_p = self._by_code(*self.previous[token])
     following, count_f = self._by_code(*self.next[token])
     self._add(token, old, previous, -count_p, following, -count_f, -1)
     gain_K = self._gain(token, previous, count_p, following, count_f)
     best = gain_K.argmax()
-    # What rounding makes of a tie is no reason to move.
+    # A token stays if the gain is no more than rounding, so that ties do not move it forever.
     if gain_K[best] <= gain_K[old] + 1e-6:
       best = old
     self._add(token, best, previous, count_p, following, count_f, 1)
@@ -198,7 +201,7 @@ class _Clusters:
     self.size_K[code] += sign
 
   def _gain(self, token, previous, count_p, following, count_f):
-    """What the log-likelihood gains where the token, which is on no code now, joins each code."""
+    """The gain in log-likelihood if the token, now without a code, joins each code."""
     phi = self.n_log_n
     gain_K = np.zeros(self.codes)
     own_K = self.pairs_KK.diagonal()
@@ -209,7 +212,7 @@ class _Clusters:
     ):
       rows = pairs[codes]
       gain_K += (phi[rows + counts[:, None]] - phi[rows]).sum(axis=0)
-      # A code's bigrams with itself change by both sides and the token's own at once: see below.
+      # Bigrams of a code with itself change by three counts at once and are added below.
       gain_K[codes] -= phi[own_K[codes] + counts] - phi[own_K[codes]]
       joined_K[codes] += counts
     gain_K += phi[joined_K] - phi[own_K]

@@ -1,4 +1,4 @@
-"""How is an assignment kept in a file that no other vocabulary can be read with?"""
+"""Assignments in text files, which record the tokenizer that they are for."""
 
 import dataclasses
 import pathlib
@@ -14,21 +14,21 @@ _HEADER = re.compile(r"vocab (\d+) codes (\d+) tokenizer (\S+)")
 
 
 def save(assignment: ArrayLike, path: str | pathlib.Path, *, codes: int, fingerprint: str) -> None:
-  """Writes a header line, then `token code` in a line for each token.
+  """Write an assignment as a header line and a line `token code` for each token.
 
   Args:
     assignment: the code of each token, integers [V].
-    path: the file; its folder is made.
+    path: the file; its folder is created.
     codes: number of codes, K.
-    fingerprint: of the tokenizer whose tokens these are: `Encoder.fingerprint()`.
+    fingerprint: fingerprint of the tokenizer, `Encoder.fingerprint()`.
 
   Raises:
-    ValueError: a table that is no assignment of `codes` codes, or a fingerprint with blanks.
+    ValueError: the table is not an assignment to `codes` codes, or the fingerprint has blanks.
   """
   table = checked(assignment, np.size(assignment), codes)
   header = f"vocab {table.size} codes {codes} tokenizer {fingerprint}"
   if not _HEADER.fullmatch(header):
-    raise ValueError(f"fingerprint {fingerprint!r} is no word; give Encoder.fingerprint()")
+    raise ValueError(f"`fingerprint` must be one word, Encoder.fingerprint(); got {fingerprint!r}.")
   lines = (f"{token} {code}\n" for token, code in enumerate(table))
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,17 +38,18 @@ def save(assignment: ArrayLike, path: str | pathlib.Path, *, codes: int, fingerp
 def load(
   path: str | pathlib.Path, vocab: int, codes: int, *, fingerprint: str | None = None
 ) -> Int[np.ndarray, "V"]:
-  """The assignment in a file of `save`, int32 [V]; its lines may be in any order.
+  """The assignment in a file that `save` wrote, int32 [V]; its lines may be in any order.
 
   Args:
     path: the file.
-    vocab: tokens that it must have.
-    codes: codes that it must have.
-    fingerprint: of the tokenizer that it must be for; None: any with that vocabulary.
+    vocab: required number of tokens, V.
+    codes: required number of codes, K.
+    fingerprint: required fingerprint of the tokenizer; None: any.
 
   Raises:
-    ValueError: another vocabulary, number of codes or tokenizer; a line that is not `token code`; a
-      token or code outside; a token twice or missing. The message names the line.
+    ValueError: the file has another vocabulary, number of codes or tokenizer, a line that is not
+      `token code`, a token or code out of range, or a token twice or never. The message names the
+      line.
   """
   path = pathlib.Path(path)
   header, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
@@ -58,36 +59,36 @@ def load(
     token, code = _parsed(f"{path}, line {number}", line, vocab, codes)
     if line_of[token]:
       raise ValueError(
-        f"{path}, line {number}: token {token} has a code in line {line_of[token]} already; keep"
-        " one of the two lines"
+        f"{path}, line {number}: `token` must occur once; got {token} as in line {line_of[token]}."
+        " Keep one of the two lines."
       )
     table[token], line_of[token] = code, number
   missing = np.flatnonzero(line_of == 0)
   if missing.size:
     raise ValueError(
-      f"{path}: token {missing[0]} has no code ({missing.size} such tokens), and line"
-      f" {len(lines) + 1} is the last; add a line `{missing[0]} CODE`, or save the table again"
+      f"{path}: every token must have a code; got none for token {missing[0]} ({missing.size} such"
+      f" tokens) in {len(lines) + 1} lines. Add a line `{missing[0]} CODE`, or save the table again."
     )
   return table
 
 
 def _check_header(path, header: str, vocab: int, codes: int, fingerprint: str | None):
-  found = _HEADER.fullmatch(header.strip())
-  if not found:
+  fields = _HEADER.fullmatch(header.strip())
+  if not fields:
     raise ValueError(
-      f"{path}, line 1: {header[:60]!r} is no header; write it with assign.save: `vocab {vocab}"
-      f" codes {codes} tokenizer FINGERPRINT`"
+      f"{path}, line 1: the header must be `vocab {vocab} codes {codes} tokenizer FINGERPRINT`; got"
+      f" {header[:60]!r}. Write the file with assign.save."
     )
-  for name, here, wanted in (("vocab", found[1], vocab), ("codes", found[2], codes)):
-    if int(here) != wanted:
+  for name, here, required in (("vocab", fields[1], vocab), ("codes", fields[2], codes)):
+    if int(here) != required:
       raise ValueError(
-        f"{path}, line 1: {name} {here}, where {wanted} is wanted; take a file for {name} {wanted},"
-        f" or set the head's {name} to {here}"
+        f"{path}, line 1: `{name}` must be {required}; got {here}. Use another file, or set the"
+        f" head's {name} to {here}."
       )
-  if fingerprint not in (None, found[3]):
+  if fingerprint not in (None, fields[3]):
     raise ValueError(
-      f"{path}, line 1: made for the tokenizer {found[3]}, not for {fingerprint}: its tokens mean"
-      " other text; make the assignment again with this tokenizer, or use the other one"
+      f"{path}, line 1: `tokenizer` must be {fingerprint}; got {fields[3]}, whose tokens are other"
+      " text. Make the assignment again with this tokenizer, or use the other one."
     )
 
 
@@ -95,28 +96,31 @@ def _parsed(where: str, line: str, vocab: int, codes: int) -> tuple[int, int]:
   try:
     token, code = map(int, line.split())
   except ValueError:
-    raise ValueError(f"{where}: {line[:60]!r} is not `token code`; write two integers") from None
+    raise ValueError(
+      f"{where}: a line must be `token code`, two integers; got {line[:60]!r}."
+    ) from None
   if not 0 <= token < vocab:
-    raise ValueError(f"{where}: token {token} is outside [0, {vocab}); remove the line")
+    raise ValueError(f"{where}: `token` must be in [0, {vocab}); got {token}. Remove the line.")
   if not 0 <= code < codes:
-    raise ValueError(f"{where}: code {code} is outside [0, {codes}); give token {token} another")
+    raise ValueError(f"{where}: `code` must be in [0, {codes}); got {code} for token {token}.")
   return token, code
 
 
 @dataclasses.dataclass(frozen=True)
 class FromFile:
-  """The assignment in a file, for a config.
+  """The assignment in a file, as a field of a config.
 
-  The path is part of what a run is, the file's content is not: give a new table a new name.
+  The path is part of a run's identity and the content of the file is not: give a new assignment a
+  new path.
 
   Attributes:
     path: a file that `save` wrote.
-    fingerprint: of the tokenizer that it must be for; None: any with that vocabulary.
+    fingerprint: required fingerprint of the tokenizer; None: any.
   """
 
   path: str
   fingerprint: str | None = None
 
   def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-    """Token -> code, int32 [V]; errors as `load`."""
+    """Assignment, int32 [V]; raises ValueError as `load` does."""
     return load(self.path, vocab, codes, fingerprint=self.fingerprint)

@@ -1,4 +1,4 @@
-"""How many groups should a vocabulary have, and what groups are those of a clustering?"""
+"""Groups of the vocabulary from a clustering, and the number of groups of least memory."""
 
 import math
 from typing import NamedTuple
@@ -23,50 +23,56 @@ class Grouping(NamedTuple):
 
 
 def grouping(assignment: ArrayLike) -> Grouping:
-  """The groups that hold the tokens of each cluster, in order of the clusters, then of the tokens.
+  """One group for each cluster, with the tokens of the group in order of their ids.
 
   Args:
-    assignment: the cluster of each token, integers [V] of 0 to G - 1, each of which is used.
+    assignment: the cluster of each token, integers [V] in [0, G), each of which occurs.
 
   Raises:
-    ValueError: no token, no integers, a negative cluster, or one between that has no token.
+    ValueError: there are no tokens, no integers, a negative cluster, or a cluster without tokens.
   """
   table = np.asarray(assignment)
   check_shape(table.shape, table.size)
   if not table.size or not np.issubdtype(table.dtype, np.integer):
-    raise ValueError(f"an assignment {table.dtype}{table.shape} names no clusters{REMEDY}")
+    raise ValueError(
+      f"`assignment` must hold integers; got {table.dtype}{list(table.shape)}. {REMEDY}"
+    )
   if table.min() < 0:
     token = np.argmax(table < 0)
-    raise ValueError(f"token {token} is in cluster {table[token]}; number them from 0 on{REMEDY}")
+    raise ValueError(
+      f"`assignment` must be at least 0; got {table[token]} for token {token}. {REMEDY}"
+    )
   used, sizes = np.unique(table, return_counts=True)
   count = int(used[-1]) + 1
   if len(used) < count:
     empty = np.argmax(used != np.arange(len(used)))
     raise ValueError(
-      f"cluster {empty} of {count} has no token ({count - len(used)} such clusters); number those"
-      " that have one from 0 on: np.unique(assignment, return_inverse=True)[1]"
+      f"`assignment` must use every cluster in [0, {count}); got no token in cluster {empty}"
+      f" ({count - len(used)} such clusters). Renumber them:"
+      " np.unique(assignment, return_inverse=True)[1]."
     )
   order = np.argsort(table, kind="stable").astype(np.int32)
   return Grouping(tuple(sizes.tolist()), order)
 
 
 def memory_groups(vocab: int, arrays: float | int = 4) -> int:
-  """The number of groups G, with S = V/G slots, that takes the least memory for each token.
+  """The number of groups G, with S = V/G slots, for which a grouped head needs the least memory.
 
-  For each token that is scored the loss and its gradient hold G scores of groups and, of S numbers
-  each, c = `arrays`: by default the shared scores, the scale and the shift of the token's group,
-  and the cotangent of its scores. G + c·S is least at S = sqrt(V/c). Section 2.4 of the paper
-  counts one array of S, and so finds S = sqrt(V).
+  For each scored token the loss and its gradient hold the scores of G groups, and c = `arrays`
+  arrays of S numbers: by default the shared scores, the scale and the shift of the token's group,
+  and the cotangent of its scores. G + c·S is least at S = sqrt(V/c). Source: LLM Vocabulary
+  Compression for Low-Compute Environments, Section 2.4, which counts one array and so derives
+  S = sqrt(V).
 
   Args:
     vocab: number of tokens, V.
-    arrays: how many arrays of N·S are alive for one of N·G.
+    arrays: number of arrays [N, S] that are alive for one array [N, G].
 
   Raises:
-    ValueError: no token, or no positive number of arrays.
+    ValueError: `vocab` is less than 1, or `arrays` is not positive and finite.
   """
   if vocab < 1:
-    raise ValueError(f"vocab {vocab} holds no token; give at least 1")
+    raise ValueError(f"`vocab` must be at least 1; got {vocab}.")
   if not 0 < arrays < math.inf:
-    raise ValueError(f"arrays {arrays} is no count of arrays; give more than 0, such as 4")
+    raise ValueError(f"`arrays` must be positive and finite; got {arrays}. 4 is usual.")
   return max(1, min(vocab, round(math.sqrt(vocab * arrays))))

@@ -1,4 +1,4 @@
-"""Which M codes does each token sit on, before anything is known of it, and are these right?"""
+"""Codes [V, M] of product quantisation: their dtype, initial values and checks."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,36 +11,41 @@ def code_dtype(codes: int) -> jnp.dtype:
 
 
 def mixed_radix(vocab: int, codes: int, subspaces: int) -> Int[np.ndarray, "V M"]:
-  """Codes without knowledge of the tokens: the digits of a token, base K, each moved by the lower.
+  """Data-independent codes: the digits of a token id in base K, shifted by hashes of lower digits.
 
-  No two tokens share all codes where V is at most K^M, and each code is on about V/K tokens.
+  If V is at most K^M, no two tokens share all codes; each code is used by about V/K tokens.
   """
   higher, lower = np.arange(vocab, dtype=np.uint64), np.zeros(vocab, np.uint64)
-  base, place, columns = np.uint64(codes), 1, []
+  base, power, columns = np.uint64(codes), 1, []
   for m in range(subspaces):
-    # A multiplicative hash a subspace: high digits are zero, and neighbours share few codes.
+    # A multiplicative hash for each subspace: the high digits of most ids are zero, and without the
+    # shift neighbours would share codes.
     mixed = (lower + np.uint64(m)) * np.uint64(0x9E3779B97F4A7C15 + 2 * m) >> np.uint64(33)
     digit = higher % base
     columns.append((digit + (mixed if m else np.uint64(0))) % base)
-    lower += digit * np.uint64(place)
-    higher, place = higher // base, min(place * codes, vocab)
+    lower += digit * np.uint64(power)
+    higher, power = higher // base, min(power * codes, vocab)
   return np.stack(columns, axis=1).astype(np.int64)
 
 
 def checked_codes(
   codes: np.ndarray, vocab: int, count: int, subspaces: int
 ) -> Integer[np.ndarray, "V M"]:
-  """The codes in their narrowest dtype; ValueError if one is not in [0, K) or some are missing."""
+  """The codes in their narrowest dtype.
+
+  Raises:
+    ValueError: the codes are not integers [V, M], or one is outside [0, K).
+  """
   if codes.shape != (vocab, subspaces) or not np.issubdtype(codes.dtype, np.integer):
     raise ValueError(
-      f"codes are {codes.dtype}{list(codes.shape)}; give integers [{vocab}, {subspaces}], one for"
-      " each token and subspace"
+      f"`codes` must be integers [{vocab}, {subspaces}], one for each token and subspace; got"
+      f" {codes.dtype}{list(codes.shape)}."
     )
   outside = np.argwhere((codes < 0) | (codes >= count))
   if len(outside):
     token, m = outside[0]
     raise ValueError(
-      f"token {token} has code {codes[token, m]} in subspace {m}, outside [0, {count})"
-      f" ({len(outside)} such codes); give another number of codes, or rebuild them"
+      f"`codes` must be in [0, {count}); got {codes[token, m]} for token {token} in subspace {m}"
+      f" ({len(outside)} such codes). Give another number of codes, or rebuild them."
     )
   return codes.astype(code_dtype(count))

@@ -1,9 +1,9 @@
-"""Which path through a binary tree leads to each token of the vocabulary?
+"""Binary trees over the vocabulary for a tree softmax.
 
-A tree is a function vocab -> `Tree`: what `HierarchicalHead(tree=...)` expects. Leaves are counted
-from left to right, and an inner node has the number of the last leaf on its left: node k parts
-leaf k from leaf k + 1, and leaf j lies left of an ancestor k exactly where j <= k. So a path needs
-no turns beside its nodes, and consecutive leaves have consecutive nodes between them.
+`HierarchicalHead(tree=...)` takes a function vocab -> `Tree`. Leaves are numbered from left to
+right, and an inner node has the number of the last leaf on its left: node k separates leaf k from
+leaf k + 1, and leaf j is left of an ancestor k if and only if j <= k. The inner nodes of a path
+therefore determine its turns, and between consecutive leaves there are consecutive nodes.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from vqjax.assign.table import checked_counts
 
 NO_NODE = -1
-"""What fills up a path that is shorter than the longest."""
+"""Padding of a path that is shorter than the longest."""
 
 
 class Tree(NamedTuple):
@@ -26,8 +26,8 @@ class Tree(NamedTuple):
 
   Attributes:
     tokens: the token of each leaf, from left to right.
-    paths: the inner nodes from the root down to each leaf, then `NO_NODE`; L is the longest path's
-      length, 1 for a single leaf.
+    paths: the inner nodes from the root to each leaf, padded with `NO_NODE`; L is the length of the
+      longest path, and 1 for a single leaf.
   """
 
   tokens: Int[np.ndarray, "V"]
@@ -38,9 +38,9 @@ TreeInit = Callable[[int], Tree]
 
 
 def balanced(vocab: int) -> Tree:
-  """The tree of least depth, ceil(log2 V), whose leaves are the tokens in their own order."""
+  """The tree of least depth, ceil(log2 V), whose leaves are the tokens in order of their ids."""
   if vocab < 1:
-    raise ValueError(f"vocab {vocab} holds no token; give at least 1")
+    raise ValueError(f"`vocab` must be at least 1; got {vocab}.")
   depth = (vocab - 1).bit_length()
   early = 2**depth - vocab
   return _with_depths(np.arange(vocab), np.where(np.arange(vocab) < early, depth - 1, depth))
@@ -48,34 +48,35 @@ def balanced(vocab: int) -> Tree:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Huffman:
-  """The tree of least expected depth under these counts; frequent tokens are near the root.
+  """The tree of least expected depth under the counts, with frequent tokens near the root.
 
-  Source: Huffman 1952. A token that never occurs has a leaf too.
+  Tokens with count 0 have leaves too. Source: Huffman, A method for the construction of
+  minimum-redundancy codes, 1952.
 
   Attributes:
-    counts: how often each token occurs, integers [V].
+    counts: number of occurrences of each token, integers [V].
   """
 
   counts: ArrayLike
 
   def __call__(self, vocab: int) -> Tree:
-    """The tree; ValueError for counts of another length, negative, not integers, or all zero."""
+    """The tree; ValueError if the counts are not valid (see `checked_counts`)."""
     depth = _huffman_depths(checked_counts(self.counts, vocab))
     order = np.argsort(depth, kind="stable")
     return _with_depths(order, depth[order])
 
   def __eq__(self, other: object) -> bool:
-    """Whether the counts are equal: modules are compared and hashed by their fields."""
+    """Whether the counts are equal, since modules are compared by their fields."""
     return isinstance(other, Huffman) and np.array_equal(self.counts, other.counts)
 
   def __hash__(self) -> int:
-    """Of the counts."""
+    """Hash of the counts."""
     return hash(np.asarray(self.counts, np.int64).tobytes())
 
 
 def _huffman_depths(counts: Int[np.ndarray, "V"]) -> Int[np.ndarray, "V"]:
   vocab = len(counts)
-  # Among equal masses the oldest first: it is the shallowest.
+  # Of equal masses the oldest node comes first; it is the shallowest.
   heap = [(count, leaf) for leaf, count in enumerate(counts.tolist())]
   heapq.heapify(heap)
   parent = [0] * (2 * vocab - 1)
@@ -93,16 +94,16 @@ def _huffman_depths(counts: Int[np.ndarray, "V"]) -> Int[np.ndarray, "V"]:
 def _with_depths(tokens: Int[np.ndarray, "V"], depths: Int[np.ndarray, "V"]) -> Tree:
   """The tree whose leaves have these depths, from left to right."""
   vocab = len(tokens)
-  # Paths of nodes in the order in which they are met; a node's own number is known only when the
-  # leaves on its left are done.
+  # Paths first hold inner nodes in the order of a depth-first walk: the number of a node is known
+  # only after all leaves on its left.
   paths = np.full((vocab, max(1, depths.max())), NO_NODE, np.int32)
   number = np.full(vocab, NO_NODE, np.int32)
-  open_nodes, is_left, met = [], [], 0
+  open_nodes, is_left, reached = [], [], 0
   for leaf, depth in enumerate(depths.tolist()):
     new = depth - len(open_nodes)
-    open_nodes += range(met, met + new)
+    open_nodes += range(reached, reached + new)
     is_left += [True] * new
-    met += new
+    reached += new
     paths[leaf, :depth] = open_nodes
     while is_left and not is_left[-1]:
       open_nodes.pop()
