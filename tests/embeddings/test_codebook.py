@@ -89,7 +89,7 @@ def test_codes_outside_the_vocabulary_are_refused(codes):
 
 def test_a_table_that_does_not_fit_is_refused():
   embedding = CodebookEmbedding(11, 6, 3, lambda vocab, codes: np.full(vocab, 3))
-  with pytest.raises(ValueError, match=r"token 0 .*3"):
+  with pytest.raises(ValueError, match=r"got 3 for token 0"):
     embedding.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
 
 

@@ -164,7 +164,7 @@ def test_codes_and_subspaces_outside_their_range_are_refused(arguments, message)
   [
     (np.zeros((9, 2), int), r"codes.*9, 2"),
     (np.zeros((10, 2)), "codes.*float64"),
-    (np.full((10, 2), 4), "token 0 .*4"),
+    (np.full((10, 2), 4), "got 4 for token 0"),
   ],
 )
 def test_codes_that_do_not_fit_are_refused(codes, message):
