@@ -1,6 +1,6 @@
-"""What do the letters and records that every part of vqjax shares mean?
+"""Dimension letters and records that all parts of vqjax share.
 
-One glossary of dimension letters, used as suffixes of array names and in jaxtyping signatures:
+The letters are used as suffixes of array names and in jaxtyping signatures:
 
   B  batch: any number of leading axes      K  codes of a codebook
   N  tokens: a batch, flattened             G  groups of the vocabulary
@@ -12,18 +12,18 @@ One glossary of dimension letters, used as suffixes of array names and in jaxtyp
 from typing import Any, NamedTuple
 
 Dtype = Any
-"""Whatever `jnp.dtype` accepts."""
+"""A type that `jnp.dtype` accepts."""
 
 
 class Size(NamedTuple):
-  """What a vocabulary layer costs, from its fields alone.
+  """Cost of a vocabulary layer, computed from its fields without variables.
 
   Attributes:
-    params: number of trained parameters that the layer itself owns; a tied head owns none of its
-      embedding's.
-    state_bytes: bytes of all variables it owns, at their own dtypes: parameters and integer tables.
-    flops_per_token: floating-point operations of `log_prob` (a head) or of a look-up (an
-      embedding) for one token, forward, counting a multiply-add as two.
+    params: number of trained parameters that the layer owns; a tied head does not own the
+      parameters of its embedding.
+    state_bytes: bytes of all variables that it owns, parameters and integer tables, at their dtypes.
+    flops_per_token: floating-point operations of `log_prob` (of a head) or of a lookup (of an
+      embedding) for one token, without gradients; a multiply-add counts as two.
   """
 
   params: int

@@ -124,7 +124,7 @@ def test_draws_are_of_the_nucleus_and_of_all_of_it(width, top_p):
   same = for_equal_rows(score_groups)
   found = drawn(many, same, top_p, SLOTS, 13, width)
   wanted = nucleus(log_prob[0], top_p)
-  assert found.found.all()
+  assert found.complete.all()
   seen, count = np.unique(found.position, return_counts=True)
   assert set(seen.tolist()) <= wanted
   share = np.exp(log_prob[0][sorted(wanted)])
@@ -144,7 +144,7 @@ def for_equal_rows(score_groups):
 def test_a_nucleus_beyond_the_steps_is_said_not_to_be_found():
   log_group, score_groups, _ = vocabulary(0.1)
   found = drawn(log_group, score_groups, 0.9, SLOTS, 2, 4)
-  assert not found.found.any()
+  assert not found.complete.any()
 
 
 def test_what_ties_at_the_edge_of_the_nucleus_is_visited():

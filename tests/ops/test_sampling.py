@@ -76,8 +76,8 @@ def test_a_draw_does_not_depend_on_what_other_rows_hold(scores):
   [
     ({"temperature": -0.5}, "temperature -0.5 is negative"),
     ({"temperature": float("nan")}, "temperature nan"),
-    ({"top_k": 0}, "top_k 0 leaves no token"),
-    ({"top_p": 0.0}, "top_p 0.0 is not a probability mass"),
+    ({"top_k": 0}, "`top_k` must be at least 1; got 0"),
+    ({"top_p": 0.0}, r"`top_p` must be in \(0, 1\]; got 0.0"),
     ({"top_p": 1.5}, "top_p 1.5"),
   ],
 )
@@ -154,7 +154,7 @@ def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(scores, monkeypat
 @pytest.mark.parametrize("shape", [(50,), (2, 37), (7, 1, 37), ()])
 def test_a_mask_of_another_shape_is_refused(scores, shape):
   with pytest.raises(
-    ValueError, match=r"allowed .* does not fit rows \(4,\) of a vocabulary of 37"
+    ValueError, match=r"`allowed` must have shape \(37,\) or \(4, 37\); got"
   ):
     sampling.allow(blocks_of(scores, 10), np.ones(shape, bool), 37)
 

@@ -1,1 +1,1 @@
-"""Which array computations does a compressed vocabulary layer rest on?  They import jax alone."""
+"""Array computations of compressed vocabulary layers; they import only JAX."""

@@ -1,8 +1,8 @@
-"""How likely are the tokens of one tail, where the others are not to pay for it?
+"""Log-probabilities in the clusters of an adaptive softmax, at the cost of their own tokens.
 
-The tail of an adaptive softmax holds the rare tokens: V_i rows, scored by a narrow vector, and few
-of a batch. Those few are brought to the front, and a loop whose length is known only when it runs
-visits them, some at a time: its cost follows the number of tokens that are in the tail.
+A cluster of rare tokens has V_i rows, scored with a narrow vector, and few of the tokens of a
+batch. These few are moved to the front, and a loop of dynamic length scores a chunk of them at a
+time, so that the cost follows the number of tokens in the cluster.
 """
 
 import functools
@@ -28,82 +28,83 @@ def cluster_log_prob(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, under softmax(narrow · weightᵀ) of the tokens `inside`; 0 elsewhere.
+  """Log-probability, in nats, of the tokens `inside` under softmax(narrow · weightᵀ); 0 elsewhere.
 
-  Exact, and without an array [N, V]. Tokens that are not inside are not scored: with n inside, time
-  is O(n·V·w), n rounded up to a chunk, an eighth of the tokens. Where tokens are spread over
-  devices, n is the number on the device with most. Reverse mode scores the n tokens once more than
-  `linear_log_prob`.
+  The result is exact and no array [N, V] exists. Other tokens are not scored: with n tokens inside,
+  time is O(n·V·w), where n is rounded up to a multiple of a chunk, an eighth of the tokens. If
+  tokens are sharded over devices, n is the largest number on a device. Reverse mode scores the n
+  tokens once more than `linear_log_prob`.
 
   Args:
     narrow: the projected vector of each token.
-    weight: one row for each token of the tail; inside of `vocab_axis` the device's own rows.
-    tokens: places in the tail, over the rows of all devices; of those not inside: anything.
-    inside: which tokens are in the tail.
-    removed: 0 for a row that is there and -inf for one that only fills up; it has no gradient.
+    weight: one row for each token of the cluster; inside of `vocab_axis` the device's own rows.
+    tokens: indices into the rows of all devices; arbitrary for tokens that are not inside.
+    inside: whether each token is in the cluster.
+    removed: 0 for a real row and -inf for padding, as a bias; it has no gradient.
     dtype: dtype of the matrix product's operands, as in `linear_log_prob`.
-    vocab_axis: mesh axis inside of which this code runs, each device with rows of its own.
+    vocab_axis: manual mesh axis over which each device has its own rows, or None.
   """
-  parts = vocab_parallel.token_shards(vocab_axis)
+  shards = vocab_parallel.token_shards(vocab_axis)
   flat = narrow.reshape(-1, narrow.shape[-1]), tokens.reshape(-1), inside.reshape(-1)
-  narrow_PNw, token_PN, inside_PN = (parts.split(x) for x in flat)
+  narrow_PNw, token_PN, inside_PN = (shards.split(x) for x in flat)
   n = token_PN.shape[1]
   tile = tiles.default_tile(
     math.ceil(n / 8), weight.shape[0], vocab_parallel.platform(), vocab_parallel.devices()
   )
   order_PN = jnp.argsort(~inside_PN, axis=1, stable=True)
-  place_PN = jnp.argsort(order_PN, axis=1)
-  # Every chunk is whole: what fills up the last one is a token that is read again.
+  # The inverse permutation.
+  rank_PN = jnp.argsort(order_PN, axis=1)
+  # All chunks are full: the padding of the last one reads token 0 once more.
   order_PN = jnp.pad(order_PN, [(0, 0), (0, -n % tile.tokens)])
-  first = _First(order_PN, place_PN, inside_PN.sum(axis=1, dtype=jnp.int32).max())
+  first = _First(order_PN, rank_PN, inside_PN.sum(axis=1, dtype=jnp.int32).max())
   narrow_PNw, weight = vocab_parallel.varying((narrow_PNw, weight))
-  plan = _Plan(tile, parts, dtype, vocab_axis)
+  plan = _Plan(tile, shards, dtype, vocab_axis)
   log_prob_PN = _log_prob(plan, narrow_PNw, weight, removed, token_PN, first)
-  log_prob = parts.join(jnp.where(inside_PN, log_prob_PN, 0.0), flat[1].shape[0])
+  log_prob = shards.join(jnp.where(inside_PN, log_prob_PN, 0.0), flat[1].shape[0])
   return log_prob.reshape(tokens.shape)
 
 
 class _Plan(NamedTuple):
   tile: tiles.Tile
-  parts: vocab_parallel.TokenShards
+  shards: vocab_parallel.TokenShards
   dtype: Dtype | None
   axis: str | None
 
 
 class _First(NamedTuple):
-  """Which tokens come first.
+  """A permutation of the tokens.
 
   Attributes:
-    order: the tokens in order, [P, N], those of the tail first.
-    place: where in that order each token is, [P, N].
-    count: how many are visited.
+    order: [P, N], the tokens, those of the cluster first.
+    rank: [P, N], the index of each token in `order`.
+    count: number of tokens to score.
   """
 
   order: Array
-  place: Array
+  rank: Array
   count: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_prob(plan, narrow_PNw, weight, removed, token_PN, first):
-  """Log-probabilities of the tokens that come first; of the others, any number."""
+  """Log-probabilities of the first tokens of the order, and arbitrary values of the others."""
   ordered = _Chunk(_permuted(narrow_PNw, first.order), _permuted(token_PN, first.order))
   of_chunk = lambda chunk: _chunk_log_prob(plan, chunk.narrow, weight, removed, chunk.token)
 
-  def step(index, found):
+  def step(index, log_prob):
     new = of_chunk(_cut(plan, ordered, index))
-    return lax.dynamic_update_slice_in_dim(found, new, index * plan.tile.tokens, axis=1)
+    return lax.dynamic_update_slice_in_dim(log_prob, new, index * plan.tile.tokens, axis=1)
 
   kind = jax.eval_shape(lambda: of_chunk(_cut(plan, ordered, 0)))
   start = vocab_parallel.varying(
     jnp.zeros(first.order.shape, jnp.float32), *vocab_parallel.varies_over(kind)
   )
-  found = lax.fori_loop(0, _steps(plan, first), step, start)
-  return _permuted(found, first.place)
+  log_prob = lax.fori_loop(0, _steps(plan, first), step, start)
+  return _permuted(log_prob, first.rank)
 
 
 class _Chunk(NamedTuple):
-  """Some of the tokens: their vectors [P, n, w] and places in the tail [P, n]."""
+  """Vectors [P, n, w] and indices [P, n] of some tokens."""
 
   narrow: Array
   token: Array
@@ -125,7 +126,7 @@ def _steps(plan, first):
 
 
 def _chunk_log_prob(plan, narrow_Pnw, weight, removed, token_Pn):
-  # Laid out in parts as they are, so that the flat tokens of a part stay on its devices.
+  # Flat in the order of their shards, so that `linear_log_prob` finds each shard on its device.
   log_prob = softmax.linear_log_prob(
     narrow_Pnw.reshape(-1, narrow_Pnw.shape[-1]),
     weight,
@@ -144,9 +145,9 @@ def _forward(plan, *operands):
 
 def _backward(plan, operands, cotangent_PN):
   narrow_PNw, weight, removed, token_PN, first = operands
-  visited = jnp.arange(first.order.shape[1]) < cotangent_PN.shape[1]
-  # The token that fills up the last chunk has its gradient where it is read first.
-  cotangent = jnp.where(visited, _permuted(cotangent_PN, first.order), 0.0)
+  real = jnp.arange(first.order.shape[1]) < cotangent_PN.shape[1]
+  # The token that pads the last chunk has its gradient from where it is read first.
+  cotangent = jnp.where(real, _permuted(cotangent_PN, first.order), 0.0)
   ordered = _Chunk(_permuted(narrow_PNw, first.order), _permuted(token_PN, first.order))
 
   def step(index, sums):
@@ -161,21 +162,21 @@ def _backward(plan, operands, cotangent_PN):
   zeros = jnp.zeros_like(ordered.narrow), jnp.zeros(weight.shape, jnp.float32)
   zeros = vocab_parallel.varying((*zeros, ordered.narrow, weight))[:2]
   d_narrow, d_weight = lax.fori_loop(0, _steps(plan, first), step, zeros)
-  return _permuted(d_narrow, first.place), d_weight.astype(weight.dtype), None, None, None
+  return _permuted(d_narrow, first.rank), d_weight.astype(weight.dtype), None, None, None
 
 
 _log_prob.defvjp(_forward, _backward)
 
 
 class Section(NamedTuple):
-  """Blocks of consecutive tokens, counted from the section's own first token."""
+  """Blocks of a range of tokens, and the first token of the range."""
 
   blocks: sampling.Blocks
   first: int
 
 
 def concatenate_blocks(sections: tuple[Section, ...]) -> sampling.Blocks:
-  """The blocks of one section after another's; narrower ones are filled up with -inf."""
+  """The blocks of all sections in a row; narrower ones are padded with -inf."""
   kinds = [jax.eval_shape(s.blocks.block, jax.ShapeDtypeStruct((), jnp.int32)) for s in sections]
   width = max(tokens.shape[0] for _, tokens in kinds)
   starts = [sum(s.blocks.count for s in sections[:i]) for i in range(len(sections))]

@@ -1,4 +1,4 @@
-"""Which sequence is the likeliest that a model can spell, among those that a beam keeps?"""
+"""Beam search with a length penalty."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,19 +9,19 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 NEVER = -1e30
-"""Score of what is not there: finite, so that differences of it are."""
+"""Score of an absent sequence; finite, so that sums and differences of it are not nan."""
 
 Step = Callable[[Array, Any], tuple[Array, Array, Any]]
-"""(tokens [N], state) -> (log-probabilities [N, C], tokens [N, C] of the C likeliest, state)."""
+"""(tokens [N], state) -> (log-probabilities and tokens [N, C] of the C most likely, state)."""
 
 
 class BeamResult(NamedTuple):
   """The best sequence of each row.
 
   Attributes:
-    tokens: without the token that ends them; -1 behind the end.
-    log_prob: of the sequence with its end, in nats.
-    ended: whether the end was reached; else the sequence is the best of those of full length.
+    tokens: the sequence without its `eos`, then -1.
+    log_prob: log-probability of the sequence with its `eos`, in nats.
+    ended: whether `eos` was reached; otherwise this is the best sequence of full length.
   """
 
   tokens: Int[Array, "B T"]
@@ -51,38 +51,39 @@ def beam_search(
   eos: int,
   penalty: float = 0.6,
 ) -> BeamResult:
-  """The sequences of highest log p / ((5 + n) / 6)^penalty, n their tokens with the end.
+  """The sequence of highest log p / ((5 + n) / 6)^penalty of each row, n tokens with `eos`.
 
-  A row keeps its `beams` likeliest unfinished sequences, and stops where none of them can become
-  better than the best finished one. Source: Wu et al., Google's neural machine translation system,
-  2016, Eq. 14, without its coverage.
+  Each row keeps its `beams` most likely unfinished sequences. The search stops when no unfinished
+  sequence can become better than the best finished one. Source: Wu et al., Google's neural machine
+  translation system, 2016, Eq. 14, without its coverage penalty.
 
   Args:
-    step: gives the C >= 2·beams likeliest next tokens (or all of a smaller vocabulary) of each
-      sequence; row b's sequences are b·beams to (b + 1)·beams.
-    state: what it goes on from, the sequences on the first axis of every array.
+    step: returns the C >= 2·beams most likely next tokens (or all of a smaller vocabulary) of each
+      sequence; row b has sequences b·beams to (b + 1)·beams - 1.
+    state: first state of `step`; sequences are the first axis of every array.
     rows: B.
-    beams: K; 1 is greedy.
-    length: most tokens of a sequence, with the end.
-    eos: the token that ends a sequence, and that each begins after.
-    penalty: 0 prefers short sequences, 1 the mean log-probability.
+    beams: K, number of sequences of a row; 1 is greedy decoding.
+    length: largest number of tokens of a sequence, with `eos`.
+    eos: token that ends a sequence, and that precedes the first token.
+    penalty: 0 compares log-probabilities and so prefers short sequences; 1 compares nearly their
+      means over tokens.
 
   Raises:
-    ValueError: beams or length below 1, or a negative penalty.
+    ValueError: `beams` or `length` is below 1, or `penalty` is negative.
   """
   if beams < 1 or length < 1 or penalty < 0:
     raise ValueError(
-      f"beams {beams} and length {length} must be at least 1 and penalty {penalty} not negative; 4"
-      " beams and 0.6 are usual"
+      "`beams` and `length` must be at least 1 and `penalty` at least 0; got"
+      f" {beams}, {length} and {penalty}. 4 beams and a penalty of 0.6 are usual."
     )
   weight = lambda n: ((5.0 + n) / 6.0) ** penalty
   none = jnp.full((rows, beams), NEVER)
   empty = jnp.full((rows, beams, length), -1, jnp.int32)
-  # At first all sequences of a row are the same one: the first counts.
+  # All sequences of a row start equal: only the first one is present, or all beams would be copies.
   start = _Beam(jnp.int32(0), empty, none.at[:, 0].set(0.0), state, empty, none, none)
 
   def goes_on(beam: _Beam):
-    # What is to come has a log-probability of at most 0, and the weight of the full length is best.
+    # An upper bound: further tokens add at most 0, and the weight of the full length divides most.
     possible = beam.score.max(axis=1) / weight(length)
     return (beam.length < length) & (possible > beam.done_rank.max(axis=1)).any()
 
@@ -92,9 +93,10 @@ def beam_search(
     log_prob, token, state = step(last.reshape(-1), beam.state)
     count = log_prob.shape[-1]
     total = beam.score[..., None] + log_prob.reshape(rows, beams, count)
-    best, place = lax.top_k(total.reshape(rows, -1), min(2 * beams, beams * count))
-    parent = place // count
-    token = jnp.take_along_axis(token.reshape(rows, -1), place, axis=1).astype(jnp.int32)
+    # 2·beams candidates: up to `beams` of them may end, and `beams` must remain.
+    best, index = lax.top_k(total.reshape(rows, -1), min(2 * beams, beams * count))
+    parent = index // count
+    token = jnp.take_along_axis(token.reshape(rows, -1), index, axis=1).astype(jnp.int32)
     tokens = jnp.take_along_axis(beam.tokens, parent[..., None], axis=1)
     tokens = tokens.at[:, :, beam.length].set(token)
     is_end = token == eos
@@ -103,25 +105,24 @@ def beam_search(
 
   def _finished(beam: _Beam, tokens, score, weight) -> _Beam:
     rank = jnp.where(score > NEVER, score / weight(beam.length + 1), NEVER)
-    every = [
-      jnp.concatenate(pair, axis=1)
-      for pair in ((beam.done_tokens, tokens), (beam.done_score, score), (beam.done_rank, rank))
-    ]
-    best_rank, place = lax.top_k(every[2], beams)
+    all_tokens = jnp.concatenate([beam.done_tokens, tokens], axis=1)
+    all_scores = jnp.concatenate([beam.done_score, score], axis=1)
+    best_rank, index = lax.top_k(jnp.concatenate([beam.done_rank, rank], axis=1), beams)
     return beam._replace(
-      done_tokens=jnp.take_along_axis(every[0], place[..., None], axis=1),
-      done_score=jnp.take_along_axis(every[1], place, axis=1),
+      done_tokens=jnp.take_along_axis(all_tokens, index[..., None], axis=1),
+      done_score=jnp.take_along_axis(all_scores, index, axis=1),
       done_rank=best_rank,
     )
 
   def _kept(beam: _Beam, tokens, score, parent, state) -> _Beam:
-    best, place = lax.top_k(score, beams)
-    parent = jnp.take_along_axis(parent, place, axis=1)
+    best, index = lax.top_k(score, beams)
+    parent = jnp.take_along_axis(parent, index, axis=1)
     source = (jnp.arange(rows)[:, None] * beams + parent).reshape(-1)
     return beam._replace(
       length=beam.length + 1,
-      tokens=jnp.take_along_axis(tokens, place[..., None], axis=1),
+      tokens=jnp.take_along_axis(tokens, index[..., None], axis=1),
       score=best,
+      # A scalar of the state, such as a cache's length, belongs to all sequences.
       state=jax.tree.map(lambda x: x[source] if jnp.ndim(x) else x, state),
     )
 

@@ -1,11 +1,11 @@
-"""What is a token's probability among the tokens of its own class, without scoring any other?
+"""Log-probability of a token in its class; only the rows of that class are scored.
 
   log p(v | class of v) = h · w_v - log sum of exp(h · w_u) over the tokens u of the class.
 
-Classes may be of any size. Tokens of the batch are sorted by class, and so are the rows of the
-weight; a work item is a chunk of the tokens and a tile of the rows of one class. Where classes fit
-a tile there are at most N / chunk + C items, each one matrix product of fixed size: about N·V/C·D
-operations in all, and no [N, S, D] gather. The backward pass walks over the same items and adds
+Classes may have any sizes. The tokens of the batch are sorted by class, and so are the rows of the
+weight; a work item is a chunk of the tokens and a tile of the rows of one class. If classes fit a
+tile there are at most N / chunk + C items, each one matrix product of fixed size: about N·V/C·D
+operations in total, and no [N, S, D] gather. The backward pass goes through the same items and adds
 each one's gradient to the rows that it read.
 """
 
@@ -22,10 +22,10 @@ from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
 
 CHUNK = 256
-"""Most tokens of a work item."""
+"""Largest number of tokens of a work item."""
 
 TILE = 1024
-"""Most rows of a work item."""
+"""Largest number of rows of a work item."""
 
 
 def log_prob_in_class(
@@ -38,48 +38,49 @@ def log_prob_in_class(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of each token among the rows of its class; float32.
+  """Log-probability, in nats and float32, of each token among the rows of its class.
 
-  `class_of_token` is that of the token's row, in [0, classes). A row whose class is outside of that
-  belongs to none. `dtype` is that of the products' operands. Inside of `vocab_axis` weight and
-  classes are of the device's own rows, and tokens count over those of all.
+  `class_of_token` is the class of the token's row, in [0, classes). A row with a class outside of
+  that range belongs to no class. `dtype` is the dtype of the products' operands. Inside of
+  `vocab_axis` weight and classes are those of the device's own rows, and tokens count over the rows
+  of all devices.
   """
   axis = vocab_parallel.inside(vocab_axis)
   dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  parts = vocab_parallel.token_shards(vocab_axis)
+  shards = vocab_parallel.token_shards(vocab_axis)
   row = token - vocab_parallel.first_row(axis, weight.shape[0])
-  split = lambda x, *end: parts.split(x.reshape(-1, *end))
-  operands = split(hidden, hidden.shape[-1]), weight, classes_of_rows, split(row)
-  *operands, class_PN = vocab_parallel.varying(
-    (*operands, split(class_of_token)), *([axis] if axis else [])
+  hidden_PND = shards.split(hidden.reshape(-1, hidden.shape[-1]))
+  row_PN, class_PN = shards.split(row.reshape(-1)), shards.split(class_of_token.reshape(-1))
+  operands = vocab_parallel.varying(
+    (hidden_PND, weight, classes_of_rows, row_PN, class_PN), *([axis] if axis else [])
   )
-  plan = _Plan(parts, axis, classes, dtype)
-  log_prob = _log_prob(plan, *operands, class_PN)
-  return parts.join(log_prob, math.prod(token.shape)).reshape(token.shape)
+  log_prob = _log_prob(_Plan(shards, axis, classes, dtype), *operands)
+  return shards.join(log_prob, math.prod(token.shape)).reshape(token.shape)
 
 
 class _Plan(NamedTuple):
-  """What is known before any array is."""
+  """Static values of the computation."""
 
-  parts: vocab_parallel.TokenShards
+  shards: vocab_parallel.TokenShards
   axis: str | None
   classes: int
   dtype: jnp.dtype
 
 
 class _Runs(NamedTuple):
-  """Things sorted by class: their order, where the run of each class begins, how long it is."""
+  """Items sorted by class: their order, and the first index and length of each class's run."""
 
   order: Int[Array, "X"]
   first: Int[Array, "C"]
   count: Int[Array, "C"]
 
   def members(self, which: Array, start: Array, size: int, valid: Array) -> Array:
-    """`size` members of a class from `start` on; beyond its last, numbers that no thing has."""
+    """`size` members of a class from `start` on; distinct numbers out of range beyond its last."""
+    # Distinct, so that scatters may rely on unique indices.
     step = jnp.arange(size, dtype=jnp.int32)
-    there = (start + step < self.count[which]) & valid
+    exists = (start + step < self.count[which]) & valid
     member = self.order.at[self.first[which] + start + step].get(mode="clip")
-    return jnp.where(there, member, self.order.shape[0] + step)
+    return jnp.where(exists, member, self.order.shape[0] + step)
 
 
 def _runs(class_X, classes):
@@ -89,12 +90,12 @@ def _runs(class_X, classes):
 
 
 class _Items(NamedTuple):
-  """The work of one part of the tokens.
+  """The work items of one token shard.
 
   Attributes:
-    tokens: the part's tokens by class.
+    tokens: the shard's tokens by class.
     chunks: number of chunks of each class's tokens.
-    ends: number of items of each class and of those before it.
+    ends: number of items of each class and of all classes before it.
   """
 
   tokens: _Runs
@@ -102,8 +103,8 @@ class _Items(NamedTuple):
   ends: Int[Array, "C"]
 
   def item(self, index: Array, rows: _Runs, sizes: tuple[int, int]) -> tuple[Array, Array]:
-    """Tokens [n] and rows [w] of an item; in a place without one, numbers that none has."""
-    # Not `searchsorted`, which jax 0.10 cannot trace inside of a `shard_map`.
+    """Tokens [n] and rows [w] of an item; numbers out of range pad both."""
+    # Not `searchsorted`: JAX 0.10 cannot trace it inside of a `shard_map`.
     which = (self.ends <= index).sum()
     valid = which < self.ends.shape[0]
     which = jnp.where(valid, which, 0)
@@ -113,45 +114,45 @@ class _Items(NamedTuple):
     return tokens, rows.members(which, left // chunks * sizes[1], sizes[1], valid)
 
 
-class _Walk(NamedTuple):
-  """The items of all parts.
+class _Work(NamedTuple):
+  """The work items of all token shards.
 
   Attributes:
     rows: the rows by class.
-    parts: the items of each part, [P, ...].
-    count: most items of a part.
+    shards: the items of each shard, [P, ...].
+    count: largest number of items of a shard.
   """
 
   rows: _Runs
-  parts: _Items
+  shards: _Items
   count: Int[Array, ""]
 
 
 def _sizes(plan, tokens, rows):
-  """Tokens and rows of an item: a mean class in tiles of equal size, and its tokens in chunks."""
+  """Tokens and rows of an item: a class of mean size in equal tiles, its tokens in chunks."""
   mean = -(-rows // plan.classes)
   tile = -(-mean // -(-mean // TILE))
   return min(tokens, max(32, min(CHUNK, -(-tokens // plan.classes)))), tile
 
 
-def _walk(plan, class_PN, class_V):
+def _plan_work(plan, class_PN, class_V):
   chunk, tile = _sizes(plan, class_PN.shape[1], class_V.shape[0])
   rows = _runs(class_V, plan.classes)
 
-  def of_part(class_N):
+  def of_shard(class_N):
     tokens = _runs(class_N, plan.classes)
     chunks = -(-tokens.count // chunk)
     return _Items(tokens, chunks, jnp.cumsum(chunks * -(-rows.count // tile)))
 
-  parts = jax.vmap(of_part)(class_PN)
-  count = parts.ends[:, -1].max()
-  # All devices go as many rounds: inside of a round they may send each other what they share.
+  shards = jax.vmap(of_shard)(class_PN)
+  count = shards.ends[:, -1].max()
+  # Equally many rounds on all devices, because a round may contain collectives.
   count = lax.pmax(count, plan.axis) if plan.axis else count
-  return _Walk(rows, parts, count)
+  return _Work(rows, shards, count)
 
 
 class _Running(NamedTuple):
-  """Of the scores in a token's class so far: its own, the largest, sum of exp(score - top)."""
+  """Statistics of a token's class: its own score, the largest, sum of exp(score - top)."""
 
   own: Array
   top: Array
@@ -164,42 +165,43 @@ def _log_prob(plan, hidden_PND, weight, class_V, row_PN, class_PN):
 
 
 def _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN):
-  walk = _walk(plan, class_PN, class_V)
+  work = _plan_work(plan, class_PN, class_V)
   sizes = _sizes(plan, row_PN.shape[1], weight.shape[0])
 
-  def of_part(items, hidden_ND, row_N, state_N3, index):
-    tokens, rows = items.item(index, walk.rows, sizes)
+  def of_shard(items, hidden_ND, row_N, state_N3, index):
+    tokens, rows = items.item(index, work.rows, sizes)
     score_nw, own_nw, _, _ = _scored(plan, hidden_ND, weight, row_N, tokens, rows)
     old = _Running(*jnp.moveaxis(state_N3.at[tokens].get(mode="clip"), -1, 0))
     top = jnp.maximum(old.top, score_nw.max(axis=-1))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     total = old.total * jnp.exp(old.top - shift) + jnp.exp(score_nw - shift[:, None]).sum(axis=-1)
     own = jnp.maximum(old.own, jnp.where(own_nw, score_nw, -jnp.inf).max(axis=-1))
+    # One [N, 3] array, so that an item takes one gather and one scatter.
     new = jnp.stack([own, top, total], axis=-1)
     return state_N3.at[tokens].set(new, mode="drop", unique_indices=True)
 
   start = jnp.broadcast_to(jnp.array([-jnp.inf, -jnp.inf, 0.0]), (*row_PN.shape, 3))
   start, given, _ = vocab_parallel.varying(
-    (plan.parts.keep(start), (walk.parts, hidden_PND, row_PN), (weight, class_V))
+    (plan.shards.keep(start), (work.shards, hidden_PND, row_PN), (weight, class_V))
   )
-  each = jax.vmap(of_part, (0, 0, 0, 0, None))
+  each = jax.vmap(of_shard, (0, 0, 0, 0, None))
   step = lambda index, state: each(*given, state, index)
-  found = _Running(*jnp.moveaxis(lax.fori_loop(0, walk.count, step, start), -1, 0))
-  found = _reduced(found, plan.axis)
-  log_sum = jnp.log(found.total)
-  saved = hidden_PND, weight, row_PN, walk, found.top, log_sum
-  return found.own - found.top - log_sum, saved
+  last = _Running(*jnp.moveaxis(lax.fori_loop(0, work.count, step, start), -1, 0))
+  last = _all_reduce(last, plan.axis)
+  log_sum = jnp.log(last.total)
+  saved = hidden_PND, weight, row_PN, work, last.top, log_sum
+  return last.own - last.top - log_sum, saved
 
 
 def _scored(plan, hidden_ND, weight, row_N, tokens, rows):
-  """Scores [n, w], which of them are the tokens' own, and the operands; -inf where no row is."""
+  """Scores [n, w], a mask of the tokens' own, and both operands; -inf in padding."""
   hidden_nD = hidden_ND.at[tokens].get(mode="clip").astype(plan.dtype)
   weight_wD = weight.at[rows].get(mode="clip").astype(plan.dtype)
   score_nw = _product(hidden_nD, weight_wD, 1, 1)
-  there_w = rows < weight.shape[0]
-  # A row of the next device may have the number of a place without one.
-  own_nw = there_w & (row_N.at[tokens].get(mode="clip")[:, None] == rows)
-  return jnp.where(there_w, score_nw, -jnp.inf), own_nw, hidden_nD, weight_wD
+  exists_w = rows < weight.shape[0]
+  # The numbers of padding may be those of the next device's rows.
+  own_nw = exists_w & (row_N.at[tokens].get(mode="clip")[:, None] == rows)
+  return jnp.where(exists_w, score_nw, -jnp.inf), own_nw, hidden_nD, weight_wD
 
 
 def _product(a, b, axis_a, axis_b):
@@ -208,27 +210,26 @@ def _product(a, b, axis_a, axis_b):
   )
 
 
-def _reduced(mine, axis):
-  """Of all devices' rows of the class, from those of each."""
+def _all_reduce(local, axis):
+  """The statistics over the rows of all devices."""
   if axis is None:
-    return mine
-  top = lax.pmax(mine.top, axis)
-  return _Running(
-    lax.pmax(mine.own, axis), top, lax.psum(mine.total * jnp.exp(mine.top - top), axis)
-  )
+    return local
+  top = lax.pmax(local.top, axis)
+  total = lax.psum(local.total * jnp.exp(local.top - top), axis)
+  return _Running(own=lax.pmax(local.own, axis), top=top, total=total)
 
 
 def _backward(plan, saved, cotangent_PN):
-  hidden_PND, weight, row_PN, walk, top_PN, log_sum_PN = saved
+  hidden_PND, weight, row_PN, work, top_PN, log_sum_PN = saved
   sizes = _sizes(plan, row_PN.shape[1], weight.shape[0])
 
-  def of_part(items, hidden_ND, row_N, per_N3, sums, index):
+  def of_shard(items, hidden_ND, row_N, per_N3, sums, index):
     d_hidden, d_weight = sums
-    tokens, rows = items.item(index, walk.rows, sizes)
+    tokens, rows = items.item(index, work.rows, sizes)
     score_nw, own_nw, hidden_nD, weight_wD = _scored(plan, hidden_ND, weight, row_N, tokens, rows)
     top, log_sum, cotangent = jnp.moveaxis(per_N3.at[tokens].get(mode="clip"), -1, 0)[..., None]
     d_nw = cotangent * (own_nw - jnp.exp(score_nw - top - log_sum))
-    # Places behind the last token of the class repeat some other one.
+    # Padding holds another token's values, whose contribution to the rows must not count.
     d_nw = jnp.where((tokens < hidden_ND.shape[0])[:, None], d_nw, 0.0).astype(plan.dtype)
     return (
       d_hidden.at[tokens].add(_product(d_nw, weight_wD, 1, 0), mode="drop", unique_indices=True),
@@ -237,16 +238,16 @@ def _backward(plan, saved, cotangent_PN):
 
   per_PN3 = jnp.stack([top_PN, log_sum_PN, cotangent_PN], axis=-1)
   start = (
-    plan.parts.keep(jnp.zeros(hidden_PND.shape, jnp.float32)),
-    plan.parts.keep(jnp.zeros((hidden_PND.shape[0], *weight.shape), jnp.float32)),
+    plan.shards.keep(jnp.zeros(hidden_PND.shape, jnp.float32)),
+    plan.shards.keep(jnp.zeros((hidden_PND.shape[0], *weight.shape), jnp.float32)),
   )
   start, given, _ = vocab_parallel.varying(
-    (start, (walk.parts, hidden_PND, row_PN, per_PN3), (weight, walk.rows))
+    (start, (work.shards, hidden_PND, row_PN, per_PN3), (weight, work.rows))
   )
-  each = jax.vmap(of_part, (0, 0, 0, 0, 0, None))
+  each = jax.vmap(of_shard, (0, 0, 0, 0, 0, None))
   step = lambda index, sums: each(*given, sums, index)
-  d_hidden, d_weight = lax.fori_loop(0, walk.count, step, start)
-  d_weight = plan.parts.keep(d_weight).sum(axis=0).astype(weight.dtype)
+  d_hidden, d_weight = lax.fori_loop(0, work.count, step, start)
+  d_weight = plan.shards.keep(d_weight).sum(axis=0).astype(weight.dtype)
   return d_hidden.astype(hidden_PND.dtype), d_weight, None, None, None
 
 
@@ -254,39 +255,39 @@ _log_prob.defvjp(_forward, _backward)
 
 
 class Normalizers(NamedTuple):
-  """Of the scores of each class so far: the largest, and the sum of exp(score - top)."""
+  """The largest score of each class, and the sum of exp(score - top)."""
 
   top: Float[Array, "*B C"]
   total: Float[Array, "*B C"]
 
 
 def empty_normalizers(batch: tuple[int, ...], classes: int) -> Normalizers:
-  """The normalisers before any row is scored."""
+  """Normalisers of no rows."""
   return Normalizers(
     jnp.full((*batch, classes), -jnp.inf, jnp.float32), jnp.zeros((*batch, classes), jnp.float32)
   )
 
 
 def add_scores(
-  found: Normalizers, scores: Float[Array, "*B W"], classes_of_rows: Int[Array, "W"]
+  old: Normalizers, scores: Float[Array, "*B W"], classes_of_rows: Int[Array, "W"]
 ) -> Normalizers:
-  """The normalisers with the scores of some rows added; rows without a class have no part."""
-  classes = found.top.shape[-1]
+  """The normalisers with the scores of some rows added; rows without a class are left out."""
+  classes = old.top.shape[-1]
   by_class = lambda reduce, x: jnp.moveaxis(
     reduce(jnp.moveaxis(x, -1, 0), classes_of_rows, classes), 0, -1
   )
-  top = jnp.maximum(found.top, by_class(jax.ops.segment_max, scores))
+  top = jnp.maximum(old.top, by_class(jax.ops.segment_max, scores))
   shift = jnp.where(jnp.isneginf(top), 0.0, top)
   above = scores - shift.at[..., classes_of_rows].get(mode="clip")
   total = by_class(jax.ops.segment_sum, jnp.exp(above))
-  return Normalizers(top, found.total * jnp.exp(found.top - shift) + total)
+  return Normalizers(top, old.total * jnp.exp(old.top - shift) + total)
 
 
-def log_normalizers(found: Normalizers, vocab_axis: str | None) -> Float[Array, "*B C"]:
-  """log sum of exp(scores) of each class, over all devices; 0 for a class of which no row is."""
+def log_normalizers(local: Normalizers, vocab_axis: str | None) -> Float[Array, "*B C"]:
+  """log sum of exp(scores) of each class over all devices; 0 for a class without rows."""
   axis = vocab_parallel.inside(vocab_axis)
-  top, total = found
+  top, total = local
   if axis:
-    top = lax.pmax(found.top, axis)
-    total = lax.psum(total * jnp.exp(found.top - jnp.where(jnp.isneginf(top), 0.0, top)), axis)
+    top = lax.pmax(local.top, axis)
+    total = lax.psum(total * jnp.exp(local.top - jnp.where(jnp.isneginf(top), 0.0, top)), axis)
   return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), 0.0)

@@ -1,12 +1,12 @@
-"""What distribution do tokens have that share the score of a code?
+"""Distribution over a vocabulary whose tokens share the scores of codes.
 
-Every token v sits on one code c(v); its score is hidden · codebook[c(v)] + b_v. Then
+Every token v has one code c(v); its score is hidden · codebook[c(v)] + b_v. Then
 
   p(v) = p(code c(v)) · p(v | code),   p(v | code) = exp(b_v) / sum of exp(b_u) over u on the code,
 
-so the normaliser is a softmax over K codes whose bias is the log-mass of each code. It needs no
-array of the vocabulary's size for each token, and is exact. Without a bias the mass of a code is
-the number of its tokens. Source: VQ-Logits, Eq. 2-5, without the [*B, V] gather of Eq. 3.
+so the normaliser is that of a softmax over K codes, each with its log-mass as bias. It is exact and
+needs no array of the vocabulary's size for each token. Without a bias the mass of a code is the
+number of its tokens. Source: VQ-Logits, Eq. 2-5, without the [*B, V] gather of Eq. 3.
 """
 
 import math
@@ -22,10 +22,10 @@ from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
 NO_CODE = 2**30
-"""The code of a place in a table that stands for no token: more than any codebook has."""
+"""Code of the padding of an assignment, above those of any codebook."""
 
 BLOCK_MASSES = 2**22
-"""Masses, 16 MiB of them, that a draw may keep of codes in blocks of the vocabulary."""
+"""Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores."""
 
 
 def log_mass(
@@ -34,10 +34,10 @@ def log_mass(
   bias: Float[Array, "V"] | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "{codes}"]:
-  """Log of each code's mass: log sum of exp(bias) over its tokens; of their number without bias.
+  """Log-mass of each code: log sum of exp(bias) over its tokens, log of their number without bias.
 
-  -inf for a code on which no token sits, which removes it from the distribution. Inside of
-  `vocab_axis` the tokens of all its devices count.
+  A code without tokens has -inf, which removes it from the distribution. Inside of `vocab_axis` the
+  tokens of all devices are summed.
   """
   axis = vocab_parallel.inside(vocab_axis)
   in_all = lambda x: lax.psum(x, axis) if axis else x
@@ -46,13 +46,13 @@ def log_mass(
     return jnp.log(in_all(jax.ops.segment_sum(ones_V, assignment, codes)))
   share_V, shift_K = _shares(assignment, codes, bias, axis)
   sum_K = in_all(jax.ops.segment_sum(share_V, assignment, codes))
-  # log 0 is right for an empty code, but its derivative is not finite: keep it out of the gradient.
+  # Two `where`: the derivative of log 0 is infinite, and infinite times 0 is nan.
   empty_K = sum_K == 0
   return jnp.where(empty_K, -jnp.inf, jnp.log(jnp.where(empty_K, 1.0, sum_K)) + shift_K)
 
 
 def _shares(assignment, codes, bias, axis):
-  """exp(bias) over that of its code's best token [V], and the log of the latter [K]."""
+  """exp(bias) relative to the largest of its code [V], and the largest bias of each code [K]."""
   bias_V = bias.astype(jnp.float32)
   top_K = jax.ops.segment_max(jax.lax.stop_gradient(bias_V), assignment, codes)
   top_K = lax.pmax(top_K, axis) if axis else top_K
@@ -61,13 +61,13 @@ def _shares(assignment, codes, bias, axis):
 
 
 class CodeSoftmax(NamedTuple):
-  """What a token's distribution is known by, float32, in nats.
+  """Statistics of each token's distribution over the vocabulary, float32, in nats.
 
   Attributes:
     log_prob: log-probability of the token.
     log_z: log-normaliser, log sum_v exp(score_v).
-    mean_log_prob: mean of log p_v over the vocabulary (over the tokens that no bias of -inf
-      removes), if asked for: what label smoothing adds.
+    mean_log_prob: mean of log p_v over the vocabulary, without the tokens that a bias of -inf
+      removes: the term of label smoothing. Or None.
   """
 
   log_prob: Float[Array, "*B"]
@@ -84,9 +84,9 @@ def code_log_prob(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of `tokens`, each scored by the code it sits on.
+  """Log-probability, in nats, of `tokens`, each with the score of its code.
 
-  `code_softmax(...).log_prob`, where the arguments are explained.
+  This is `code_softmax(...).log_prob`; the arguments are explained there.
   """
   arguments = hidden, codebook, assignment, tokens, bias
   return code_softmax(*arguments, dtype=dtype, vocab_axis=vocab_axis).log_prob
@@ -103,24 +103,24 @@ def code_softmax(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> CodeSoftmax:
-  """softmax over the vocabulary of hidden · codebook[code of the token] + bias, at `tokens`.
+  """Statistics of `tokens` under the softmax of hidden · codebook[code of the token] + bias.
 
-  O(N·K·D) time; O(V) once, for the mass of the codes; no array of N·V elements. A token outside
-  [0, V) has a log-probability of nan, as does one whose code is not in [0, K).
+  This takes O(N·K·D) time, O(V) once for the mass of the codes, and no array of N·V elements. A
+  token outside [0, V), or with a code outside [0, K), has a log-probability of nan.
 
   Args:
     hidden: one vector for each token.
     codebook: the vector of each code.
-    assignment: the code of each word of the vocabulary.
+    assignment: the code of each token of the vocabulary.
     tokens: indices into the vocabulary.
-    bias: a score of each word; -inf removes it.
-    mean: whether to compute the mean log-probability: hidden · (mean row) + (mean bias) - log Z,
-      the mean row being that of the codes by the number of their words.
-    dtype: that of the matrix product's operands, as in `linear_softmax`.
-    vocab_axis: mesh axis over which the codes are spread, and the table and the bias over their
-      words.
+    bias: a score of each token of the vocabulary; -inf removes it.
+    mean: whether to compute the mean log-probability, hidden · (mean row) + (mean bias) - log Z,
+      where the mean row weights each code by the number of its tokens.
+    dtype: dtype of the matrix product's operands, as in `linear_softmax`.
+    vocab_axis: mesh axis over which the codebook is sharded by codes, and `assignment` and `bias`
+      by tokens of the vocabulary.
   """
-  known, token = in_vocabulary(tokens, assignment.shape[0])
+  valid, token = in_vocabulary(tokens, assignment.shape[0])
 
   def body(rows, shared):
     codebook, assignment, bias = rows
@@ -132,15 +132,15 @@ def code_softmax(
     vocab_parallel.Sharded(assignment, NO_CODE),
     vocab_parallel.Sharded(bias, 0),
   )
-  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden, token))
-  return found._replace(log_prob=jnp.where(known, found.log_prob, jnp.nan))
+  stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden, token))
+  return stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
 
 
 def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
   codes = codebook.shape[0]
   mass_K = log_mass(assignment, vocab_parallel.rows_in_all(axis, codes), bias, axis)
   code = vocab_parallel.sharded_lookup(assignment, token, axis).astype(jnp.int32)
-  found = softmax.linear_softmax(
+  of_code = softmax.linear_softmax(
     hidden,
     codebook,
     code,
@@ -152,15 +152,16 @@ def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
     0.0 if bias is None else vocab_parallel.sharded_lookup(bias, token, axis).astype(jnp.float32)
   )
   mass_B = vocab_parallel.gather(mass_K, code)
-  # On a code whose tokens all have bias -inf nothing has a probability, and no share of it.
+  # If all tokens of a code have bias -inf, both are -inf and their difference would be nan.
   within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
-  mean_B = _mean_score(hidden, codebook, assignment, bias, axis) - found.log_z if mean else None
-  return CodeSoftmax(found.log_prob + within, found.log_z, mean_B)
+  mean_B = _mean_score(hidden, codebook, assignment, bias, axis) - of_code.log_z if mean else None
+  return CodeSoftmax(of_code.log_prob + within, of_code.log_z, mean_B)
 
 
 def _mean_score(hidden, codebook, assignment, bias, axis):
-  """Mean of a token's scores over the words in the distribution."""
+  """Mean score of the tokens of the vocabulary that no bias of -inf removes."""
   axis = vocab_parallel.inside(axis)
+  # Counts times the codebook, instead of a mean over [V, D] rows.
   in_all = lambda x: lax.psum(vocab_parallel.varying(x, axis), axis) if axis else x
   codes = codebook.shape[0]
   kept_V = assignment < vocab_parallel.rows_in_all(axis, codes)
@@ -181,13 +182,14 @@ def all_code_scores(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B {codes}"]:
-  """hidden · codebookᵀ, float32; inside of `vocab_axis` each device computes those of its rows."""
+  """Scores hidden · codebookᵀ of all codes, float32, each computed on the device of its row."""
   scores = softmax.linear_scores(hidden, codebook, dtype=dtype)
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return scores
-  parts = jnp.moveaxis(vocab_parallel.gathered(scores, axis), 0, -2)
-  return parts.reshape(*parts.shape[:-2], -1)[..., :codes]
+  score_BAk = jnp.moveaxis(vocab_parallel.gathered(scores, axis), 0, -2)
+  # The last device's padding has no code.
+  return score_BAk.reshape(*score_BAk.shape[:-2], -1)[..., :codes]
 
 
 def code_vectors(
@@ -197,12 +199,13 @@ def code_vectors(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B D"]:
-  """The vector of each token's code, in `dtype`; by default in that of the codebook.
+  """Vector of each token's code, in `dtype` or in the dtype of the codebook.
 
-  nan for a token outside [0, V), and for one whose code is not in [0, K). Over `vocab_axis` the
-  codes are spread, and the table over its tokens. Source: VQ-Logits, Section 6, c_M(i).
+  The vector is nan for a token outside [0, V), and for one with a code outside [0, K). Over
+  `vocab_axis` the codebook is sharded by codes and the assignment by tokens. Source: VQ-Logits,
+  Section 6, c_M(i).
   """
-  known, token = in_vocabulary(tokens, assignment.shape[0])
+  valid, token = in_vocabulary(tokens, assignment.shape[0])
   codes = codebook.shape[0]
 
   def body(rows, token):
@@ -216,7 +219,7 @@ def code_vectors(
 
   rows = vocab_parallel.Sharded(codebook, 0), vocab_parallel.Sharded(assignment, NO_CODE)
   exists, vectors = vocab_parallel.over_vocabulary(vocab_axis, body, rows, token)
-  return jnp.where((known & exists)[..., None], vectors, jnp.nan)
+  return jnp.where((valid & exists)[..., None], vectors, jnp.nan)
 
 
 def draw_within(
@@ -227,25 +230,25 @@ def draw_within(
   bias: Float[Array, "V"] | None = None,
   vocab_axis: str | None = None,
 ) -> Int[Array, "*B"]:
-  """A token on the given code with probability proportional to exp(bias), uniform without bias.
+  """A token of the given code, drawn in proportion to exp(bias), or uniformly without a bias.
 
-  A block of consecutive tokens first, by the mass that the code has in it, then a token of the
-  block: O(V) time once and O(sqrt V) for each row. -1 on a code without a token, or whose tokens
-  all have bias -inf. Inside of `vocab_axis` each device draws among its own tokens, and the device
-  by its mass of the code.
+  A block of consecutive tokens is drawn first, by the mass of the code in it, then a token of the
+  block: O(V) time once and O(sqrt V) for each row. The token is -1 for a code without tokens, or
+  whose tokens all have bias -inf. Inside of `vocab_axis` each device draws among its own tokens,
+  and a device is drawn by its mass of the code.
   """
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
-    return _draw_here(key, code, assignment, codes, bias)[1]
+    return _draw_locally(key, code, assignment, codes, bias)[1]
   key = jax.random.fold_in(vocab_parallel.varying(key, axis), lax.axis_index(axis))
   device_key, token_key = jax.random.split(key)
-  mass, token = _draw_here(token_key, code, assignment, codes, bias)
+  mass, token = _draw_locally(token_key, code, assignment, codes, bias)
   token = token + vocab_parallel.first_row(axis, assignment.shape[0])
   return topk.winner(mass + sampling.gumbel(device_key, code.shape), token, axis)
 
 
-def _draw_here(key, code, assignment, codes, bias):
-  """The log-mass of each row's code among the tokens that are here, and one of them."""
+def _draw_locally(key, code, assignment, codes, bias):
+  """Log-mass of each row's code on this device, and a token drawn from it."""
   block_key, token_key = jax.random.split(key)
   if bias is None:
     share_V, shift_K = jnp.ones(assignment.shape, jnp.float32), jnp.zeros((codes,), jnp.float32)
@@ -257,24 +260,25 @@ def _draw_here(key, code, assignment, codes, bias):
   token_BW = block_B[..., None] * width + jnp.arange(width, dtype=jnp.int32)
   code_BW = assignment.at[token_BW].get(mode="fill", fill_value=NO_CODE)
   bias_BW = 0.0 if bias is None else bias.at[token_BW].get(mode="clip").astype(jnp.float32)
-  place_B = _noisy_arg_max(token_key, jnp.where(code_BW == code[..., None], bias_BW, -jnp.inf))
+  index_B = _noisy_arg_max(token_key, jnp.where(code_BW == code[..., None], bias_BW, -jnp.inf))
   log_mass_B = jax.nn.logsumexp(log_mass_BJ, axis=-1) + shift_K[code]
-  token_B = block_B * width + place_B
+  token_B = block_B * width + index_B
   return log_mass_B, jnp.where(jnp.isneginf(log_mass_B), -1, token_B)
 
 
 def _block_width(vocab: int, codes: int) -> int:
-  """Tokens of a block: about sqrt V; more where blocks · codes would pass `BLOCK_MASSES`."""
+  """Number of tokens of a block: about sqrt V, more if blocks · codes exceeded `BLOCK_MASSES`."""
   blocks = max(1, min(math.isqrt(vocab), BLOCK_MASSES // codes))
   return -(-vocab // blocks)
 
 
 def _block_mass(share_V, assignment, codes, width):
-  """[K, J]: the sum of the shares of each code's tokens in each block."""
+  """Sum of the shares of each code's tokens in each of J blocks, [K, J]."""
   vocab = assignment.shape[0]
   block_V = jnp.arange(vocab, dtype=jnp.int32) // width
-  none_KJ = jnp.zeros((codes, -(-vocab // width)), jnp.float32)
-  return none_KJ.at[assignment, block_V].add(share_V, mode="drop")
+  # `drop` leaves out the padding, whose code is `NO_CODE`.
+  zero_KJ = jnp.zeros((codes, -(-vocab // width)), jnp.float32)
+  return zero_KJ.at[assignment, block_V].add(share_V, mode="drop")
 
 
 def _noisy_arg_max(key, scores):

@@ -1,8 +1,8 @@
-"""Which tokens are best, or in the nucleus, without scoring every group of the vocabulary?
+"""Exact top-k and nuclei by best-first search over groups of the vocabulary.
 
-A token is at most as likely as its group, p(v) <= p(group of v): groups are visited in order of
-falling probability, some at a time, until no group that is left can change the result. Where each
-device of a mesh axis has groups of its own, each visits those.
+A token is at most as likely as its group, p(v) <= p(group of v). Groups are scored in order of
+descending probability, a step of some groups at a time, until no remaining group can change the
+result. Where each device of a mesh axis has its own groups, each searches those.
 """
 
 from collections.abc import Callable
@@ -16,25 +16,25 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from vqjax.ops import sampling, topk, vocab_parallel
 
 WIDTH = 32
-"""Groups of a row that are scored at once."""
+"""Groups of a row that one step scores."""
 
 MOST = 64
-"""Groups of a row among which a nucleus is looked for before everything is scored."""
+"""Groups of a row among which a nucleus is searched before everything is scored."""
 
 ScoreGroups = Callable[[Int[Array, "*B W"], Float[Array, "*B W"]], tuple[Array, Array]]
 """(groups, their log-probabilities) -> (log-probabilities, positions) [*B, W, S] of their tokens.
 
-A group of log-probability -inf, and a slot that no token has, give -inf.
+Slots without a token, and all slots of a group of log-probability -inf, score -inf.
 """
 
 
 class Groups(NamedTuple):
-  """What there is to visit.
+  """The groups of this device, for a search.
 
   Attributes:
     log_group: log-probabilities of the groups.
-    score_groups: those of their tokens.
-    token_at: the tokens at positions, of any shape; -1 stays -1.
+    score_groups: the function that scores the tokens of some groups.
+    token_at: positions of any shape -> tokens; -1 stays -1.
   """
 
   log_group: Float[Array, "*B G"]
@@ -42,13 +42,13 @@ class Groups(NamedTuple):
   token_at: Callable[[Array], Array]
 
 
-class Visits(NamedTuple):
-  """In which order groups are visited, W at a time: C steps.
+class SearchOrder(NamedTuple):
+  """Groups by descending probability, in C steps of W groups.
 
   Attributes:
-    group: [C, *B, W].
-    log_group: [C, *B, W], their log-probabilities; -inf where the last step has no more groups.
-    bound: [C + 1, *B], the highest of a step; -inf beyond the last.
+    group: [C, *B, W], groups of each step.
+    log_group: [C, *B, W], their log-probabilities; -inf for the padding of the last step.
+    bound: [C + 1, *B], the highest log-probability of a step; -inf beyond the last.
   """
 
   group: Int[Array, "C *B W"]
@@ -57,12 +57,12 @@ class Visits(NamedTuple):
 
 
 def step_width(rows: int, groups: int, slots: int) -> int:
-  """Groups a step: `WIDTH`, or fewer where the scores of all rows would be more than 4 Mi."""
+  """Number of groups of a step: `WIDTH`, or fewer if all rows would have more than 4 Mi scores."""
   return max(1, min(WIDTH, groups, 2**22 // max(1, rows * slots)))
 
 
-def visits(log_group: Float[Array, "*B G"], width: int) -> Visits:
-  """The groups by falling probability, in steps of `width`."""
+def search_order(log_group: Float[Array, "*B G"], width: int) -> SearchOrder:
+  """The groups by descending probability, in steps of `width`; groups of equal ones in order."""
   missing = -log_group.shape[-1] % width
   fill = [(0, 0)] * (log_group.ndim - 1) + [(0, missing)]
   number = jnp.broadcast_to(jnp.arange(log_group.shape[-1], dtype=jnp.int32), log_group.shape)
@@ -73,7 +73,7 @@ def visits(log_group: Float[Array, "*B G"], width: int) -> Visits:
   group, falling = steps(group), steps(falling)
   beyond = jnp.full((1, *falling.shape[1:-1]), -jnp.inf, jnp.float32)
   bound = jnp.concatenate([-falling[..., 0], beyond])
-  return Visits(group, -falling, bound)
+  return SearchOrder(group, -falling, bound)
 
 
 def best_first_top_k(
@@ -83,35 +83,40 @@ def best_first_top_k(
   width: int = WIDTH,
   axis: str | None = None,
 ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Int[Array, "*B"]]:
-  """The k most likely tokens: log-probabilities in descending order, positions, groups visited.
+  """Log-probabilities and positions of the k most likely tokens, and number of visited groups.
 
-  Exact: the same as scoring every group, equal scores in the order of their positions, -inf and -1
-  where there is no token left. The last result is how many groups each row needed: those at least
-  as likely as its k-th best token (of each device, where the groups lie on several).
+  The result equals that of scoring every group: log-probabilities in descending order, ties in the
+  order of their positions, -inf and -1 in entries without a token. The number of visited groups of
+  a row is that of groups at least as likely as its k-th best token (of each device, where the groups
+  are sharded).
   """
   axis = vocab_parallel.inside(axis)
-  plan = visits(log_group, width)
-  batch, count = log_group.shape[:-1], plan.group.shape[0]
+  order = search_order(log_group, width)
+  batch, count = log_group.shape[:-1], order.group.shape[0]
 
   def matters(state):
-    index, found = state
-    some = (plan.bound[index] >= found.scores[..., -1]).any()
-    return (index == 0) | ((index < count) & _anywhere(some, axis))
+    index, top = state
+    # `>=`, for a group as likely as the k-th token may hold one that ties with it.
+    some = (order.bound[index] >= top.scores[..., -1]).any()
+    if axis:
+      # A loop with collectives must be equally long on all devices.
+      some = lax.pmax(some.astype(jnp.int32), axis) > 0
+    return (index == 0) | ((index < count) & some)
 
   def step(state):
-    index, found = state
-    # In the order of their numbers: so tokens that tie come in the order of their positions.
-    groups = lax.sort((plan.group[index], plan.log_group[index]), num_keys=1)
-    score_BWS, position_BWS = score_groups(*groups)
-    return index + 1, _merged(found, _flat(score_BWS), _flat(position_BWS))
+    index, top = state
+    # By group number, so that tokens of one step that tie come in the order of their positions.
+    groups, log_prob = lax.sort((order.group[index], order.log_group[index]), num_keys=1)
+    score_BWS, position_BWS = score_groups(groups, log_prob)
+    return index + 1, _merge_by_position(top, _flat(score_BWS), _flat(position_BWS))
 
   start = vocab_parallel.varying(
     topk.empty(batch, k), *vocab_parallel.varies_over(jax.typeof(log_group))
   )
-  _, found = lax.while_loop(matters, step, (jnp.int32(0), start))
-  needed_B = _needed(log_group, found.scores[..., -1:], axis)
-  found = topk.across_devices(found, axis)
-  return found.scores, found.tokens, needed_B
+  _, top = lax.while_loop(matters, step, (jnp.int32(0), start))
+  visited_B = _visited(log_group, top.scores[..., -1:], axis)
+  top = topk.across_devices(top, axis)
+  return top.scores, top.tokens, visited_B
 
 
 def _flat(array):
@@ -120,36 +125,28 @@ def _flat(array):
   return array.reshape(*batch, a * b)
 
 
-def _anywhere(some, axis):
-  """Devices that are done go on with the others: a loop that sends must be as long on all."""
-  return lax.pmax(some.astype(jnp.int32), axis) > 0 if axis else some
-
-
-def _summed(number, axis):
-  return lax.psum(number, axis) if axis else number
-
-
-def _merged(found, scores, positions):
-  """The best of both, ties by position: `topk.merge` would keep them as they came."""
-  k = found.scores.shape[-1]
+def _merge_by_position(top, scores, positions):
+  """The top k of a list and new scores, ties by position; `topk.merge` keeps ties as they came."""
+  k = top.scores.shape[-1]
   new = topk.merge(topk.empty(scores.shape[:-1], k), scores, positions)
-  score, position = (jnp.concatenate(pair, axis=-1) for pair in zip(found, new))
+  score, position = (jnp.concatenate(pair, axis=-1) for pair in zip(top, new))
+  # nan sorts first, as in `lax.top_k`, so that it stays visible.
   falling = jnp.where(jnp.isnan(score), -jnp.inf, -score)
   _, position, score = lax.sort((falling, position, score), num_keys=2)
   return topk.TopK(score[..., :k], position[..., :k])
 
 
 class Nucleus(NamedTuple):
-  """What visiting found of a nucleus.
+  """A draw from a nucleus.
 
   Attributes:
-    position: a fair draw from it, where it was found.
-    found: whether all of it lies in the groups that were visited.
-    visited: how many groups that took.
+    position: position of the drawn token, if `complete`.
+    complete: whether the visited groups contain the whole nucleus.
+    visited: number of visited groups.
   """
 
   position: Int[Array, "*B"]
-  found: Bool[Array, "*B"]
+  complete: Bool[Array, "*B"]
   visited: Int[Array, "*B"]
 
 
@@ -165,26 +162,27 @@ def best_first_nucleus(
 ) -> Nucleus:
   """A draw from the smallest set of best tokens whose mass reaches `top_p`, and their ties.
 
-  At most `steps` steps of `width` groups: the set is found where the tokens above the next group's
-  probability have that mass.
+  At most `steps` steps of `width` groups are scored. The set is complete once the tokens that are
+  more likely than the next group have the mass.
   """
   axis = vocab_parallel.inside(axis)
-  plan = visits(log_group, width)
-  # A mass that rounds to zero is there before any group is visited.
+  order = search_order(log_group, width)
+  # A mass of 0 would be reached before any group is scored.
   top_p = max(top_p, float(jnp.finfo(jnp.float32).tiny))
-  batch, count = log_group.shape[:-1], min(steps, plan.group.shape[0])
-  everything = count == plan.group.shape[0]
+  batch, count = log_group.shape[:-1], min(steps, order.group.shape[0])
+  everything = count == order.group.shape[0]
+  total = lambda x: lax.psum(x, axis) if axis else x
 
-  def found(state):
+  def complete(state):
     index, score_CBw, _ = state
-    bound_B = plan.bound[index]
+    bound_B = order.bound[index]
     bound_B = lax.pmax(bound_B, axis) if axis else bound_B
     sure_CBw = jnp.where(score_CBw > bound_B[..., None], jnp.exp(score_CBw), 0.0)
-    return _summed(sure_CBw.sum(axis=(0, -1)), axis) >= top_p
+    return total(sure_CBw.sum(axis=(0, -1))) >= top_p
 
   def step(state):
     index, score_CBw, position_CBw = state
-    score_BWS, position_BWS = score_groups(plan.group[index], plan.log_group[index])
+    score_BWS, position_BWS = score_groups(order.group[index], order.log_group[index])
     scores, positions = score_CBw.at[index].set(_flat(score_BWS)), _flat(position_BWS)
     return index + 1, scores, position_CBw.at[index].set(positions)
 
@@ -192,18 +190,19 @@ def best_first_nucleus(
   start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
   start = vocab_parallel.varying(start, *vocab_parallel.varies_over(jax.typeof(log_group)))
   state = lax.while_loop(
-    lambda state: (state[0] < count) & ~found(state).all(), step, (jnp.int32(0), *start)
+    lambda state: (state[0] < count) & ~complete(state).all(), step, (jnp.int32(0), *start)
   )
   score_Bw, position_Bw = (_flat(jnp.moveaxis(x, 0, -2)) for x in state[1:])
   blocks = sampling.Blocks(1, lambda _: (score_Bw, jnp.arange(score_Bw.shape[-1])), batch, axis)
   edge_B1 = sampling.nucleus_edge(blocks, top_p, jnp.zeros(batch, jnp.float32))[..., None]
   kept_Bw = jnp.where(score_Bw >= edge_B1, score_Bw, -jnp.inf)
   drawn_B = sampling.draw_among(kept_Bw, position_Bw, key, None, axis)
-  return Nucleus(drawn_B, found(state) | everything, _needed(log_group, edge_B1, axis))
+  return Nucleus(drawn_B, complete(state) | everything, _visited(log_group, edge_B1, axis))
 
 
-def _needed(log_group, worst_B1, axis):
-  """How many groups hold tokens as likely as the last that was wanted."""
-  # A group that is impossible only fills up a device's part.
-  matters = (log_group >= worst_B1) & ~jnp.isneginf(log_group)
-  return _summed(matters.sum(axis=-1, dtype=jnp.int32), axis)
+def _visited(log_group, lowest_B1, axis):
+  """Number of groups that may hold tokens as likely as the last one of the result."""
+  # A group of probability 0 is padding of a device's shard.
+  matters = (log_group >= lowest_B1) & ~jnp.isneginf(log_group)
+  count_B = matters.sum(axis=-1, dtype=jnp.int32)
+  return lax.psum(count_B, axis) if axis else count_B

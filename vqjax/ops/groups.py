@@ -1,12 +1,12 @@
-"""What distribution does a vocabulary in groups have, a group first, then its slot?
+"""Distribution over a vocabulary in groups: a group, then a slot of the group.
 
   log p(v) = log softmax(W_g h + b_g)[group] + log softmax(P_group ∘ (W_s h + b_s) + Q_group)[slot]
 
-W_s is shared by all groups; each group has a scale P and a shift Q for each of its S slots. Groups
-lie one after another in an order of the tokens: a token has a position, and a position a group and a
-slot. A group smaller than the largest lacks its last slots: they are masked, or the probabilities
-would not sum to one. Source: LLM Vocabulary Compression for Low-Compute Environments, Sections 2.2
-and 2.3; the mask and any order but that of the token ids are not in the paper.
+W_s is shared by all groups; each group has a scale P and a shift Q for each of its S slots. An
+order of the tokens gives each token a position, and groups are runs of consecutive positions. A
+group smaller than the largest lacks its last slots, which are masked so that the probabilities sum
+to one. Source: LLM Vocabulary Compression for Low-Compute Environments, Sections 2.2 and 2.3; the
+mask and orders other than that of the token ids are not in the paper.
 """
 
 import math
@@ -23,7 +23,7 @@ from vqjax.types import Dtype
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:
-  """First position of each of equal groups, and the vocabulary's size at the end: int64 [G + 1].
+  """First positions of G equal groups, and V at the end: int64 [G + 1].
 
   S_g = floor(V·g / G); E_g = S_{g+1} - 1 (Section 2.2).
   """
@@ -33,72 +33,82 @@ def group_starts(vocab: int, groups: int) -> np.ndarray:
 def checked_sizes(
   vocab: int, groups: int | None = None, sizes: tuple[int, ...] | None = None
 ) -> np.ndarray:
-  """Number of tokens in each group, int64 [G]: `sizes`, or those of `groups` equal ones.
+  """Number of tokens in each group, int64 [G], from `sizes` or from a number of equal groups.
 
-  With neither there are floor(sqrt(V)) groups.
+  Without both arguments there are floor(sqrt(V)) groups.
 
   Raises:
-    ValueError: no token, both arguments, more groups than tokens, an empty group, or sizes that do
-      not add up to the vocabulary.
+    ValueError: `vocab` is below 1, both arguments are given, there are more groups than tokens, a
+      group is empty, or `sizes` do not add up to `vocab`.
   """
   if vocab < 1:
-    raise ValueError(f"vocab {vocab} holds no token; give at least 1")
+    raise ValueError(f"`vocab` must be at least 1; got {vocab}. Give the number of tokens.")
   if sizes is None:
     groups = math.isqrt(vocab) if groups is None else groups
     if not 1 <= groups <= vocab:
-      raise ValueError(f"groups {groups} for a vocabulary of {vocab}; give 1 to {vocab}")
+      raise ValueError(
+        f"`groups` must be in [1, {vocab}] for a vocabulary of {vocab}; got {groups}. None is sqrt(V)."
+      )
     return np.diff(group_starts(vocab, groups))
   if groups is not None:
-    raise ValueError(f"groups {groups} and {len(sizes)} sizes are given; give one of the two")
+    raise ValueError(
+      f"`groups` must be None beside `sizes`; got {groups} and {len(sizes)} sizes. Give one of the two."
+    )
   if len(sizes) > vocab:
-    raise ValueError(f"{len(sizes)} groups for a vocabulary of {vocab}; give 1 to {vocab} sizes")
+    raise ValueError(
+      f"`sizes` must have 1 to {vocab} entries for a vocabulary of {vocab}; got {len(sizes)}. Take them"
+      " from assign.grouping(assignment).sizes."
+    )
   empty = [g for g, size in enumerate(sizes) if size < 1]
   if empty:
     raise ValueError(
-      f"group {empty[0]} has size {sizes[empty[0]]}, and every group holds a token; leave out the"
-      f" {len(empty)} empty groups, as assign.grouping does"
+      f"`sizes` must be at least 1; got {sizes[empty[0]]} for group {empty[0]}. Leave out the"
+      f" {len(empty)} empty groups, as assign.grouping does."
     )
   if sum(sizes) != vocab:
     raise ValueError(
-      f"sizes add up to {sum(sizes)} tokens for a vocabulary of {vocab}; take them from"
-      " assign.grouping(assignment).sizes"
+      f"`sizes` must add up to the vocabulary of {vocab}; got {sum(sizes)}. Take them from"
+      " assign.grouping(assignment).sizes."
     )
   return np.asarray(sizes, np.int64)
 
 
 def check_order(order: ArrayLike, vocab: int) -> None:
-  """Nothing, where `order` names each token of [0, V) exactly once; under jit, where it has V.
+  """Checks that `order` contains each token of [0, V) once; under jit, only its shape and dtype.
 
   Raises:
-    ValueError: it does not; the message names the first token that it should not, or should, name.
+    ValueError: `order` is not a permutation; the message gives the first wrong token.
   """
-  remedy = f"; give each token of 0 to {vocab - 1} one position, as assign.grouping(...).order does"
+  remedy = f" Give each token of [0, {vocab}) one position, as assign.grouping(...).order does."
   if np.shape(order) != (vocab,) or not jnp.issubdtype(jnp.result_type(order), jnp.integer):
-    raise ValueError(f"order {jnp.result_type(order)}{np.shape(order)} is no int[{vocab}]{remedy}")
+    kind = f"{jnp.result_type(order)}{list(np.shape(order))}"
+    raise ValueError(f"`order` must be int[{vocab}]; got {kind}.{remedy}")
   if isinstance(order, jax.core.Tracer):
     return
   order = np.asarray(order)
   outside = order[(order < 0) | (order >= vocab)]
   if outside.size:
-    raise ValueError(f"order names {outside[0]}, which is no token of {vocab}{remedy}")
+    raise ValueError(f"`order` must be a permutation; got token {outside[0]} of {vocab}.{remedy}")
   count = np.bincount(order, minlength=vocab)
   if (count != 1).any():
     twice, never = np.argmax(count > 1), np.argmin(count)
     at = " and ".join(map(str, np.flatnonzero(order == twice)[:2]))
     raise ValueError(
-      f"order has token {twice} at positions {at}, and token {never} at none{remedy}"
+      f"`order` must be a permutation; got token {twice} at positions {at}, and token {never} at"
+      f" none.{remedy}"
     )
 
 
 def positions(order: Int[Array, "V"]) -> Int[Array, "V"]:
-  """The position of each token: the inverse of the token at each position."""
+  """Position of each token, the inverse of the permutation `order`."""
   return jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
 
 
 def group_and_slot(
   position: Integer[Array, "*B"], starts: np.ndarray
 ) -> tuple[Int[Array, "*B"], Int[Array, "*B"]]:
-  """The group of each position, and its slot inside it."""
+  """Group and slot of each position."""
+  # int32, for JAX without x64 has no int64, and positions fit.
   first = jnp.asarray(starts[:-1], jnp.int32)
   group = jnp.searchsorted(first, position, side="right").astype(jnp.int32) - 1
   return group, position - first[group]
@@ -107,7 +117,7 @@ def group_and_slot(
 def scaled(
   shared: Float[Array, "*#B S"], scale: Float[Array, "*#B S"], shift: Float[Array, "*#B S"]
 ) -> Float[Array, "*B S"]:
-  """Scores of the slots of a group, scale ∘ shared + shift, in float32."""
+  """Scores of the slots of a group in float32: scale ∘ shared + shift."""
   return shared.astype(jnp.float32) * scale.astype(jnp.float32) + shift.astype(jnp.float32)
 
 
@@ -115,12 +125,12 @@ def log_prob_in_group(scores: Float[Array, "*B S"], sizes, slot: Int[Array, "*B"
   """Log-probability, in nats, of a slot among the first `sizes` [*B] slots."""
   present = jnp.arange(scores.shape[-1]) < sizes[..., None]
   scores = jnp.where(present, scores, -jnp.inf)
-  picked = jnp.take_along_axis(scores, slot[..., None], axis=-1)[..., 0]
-  return picked - jax.nn.logsumexp(scores, axis=-1)
+  own = jnp.take_along_axis(scores, slot[..., None], axis=-1)[..., 0]
+  return own - jax.nn.logsumexp(scores, axis=-1)
 
 
 class Slots(NamedTuple):
-  """What scores slots: the shared weight [S, D] and bias [S] or None, scale and shift [G, S]."""
+  """Parameters of slot scores: weight [S, D], bias [S] or None, scale and shift [G, S]."""
 
   weight: Array
   bias: Array | None
@@ -137,37 +147,37 @@ def slot_log_prob(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of a slot inside its group; only the token's own group is scored.
+  """Log-probability, in nats, of a slot in its group; only the token's own group is scored.
 
-  A tile of tokens is scored at a time, and again for the gradient: a few arrays of [tile, S] are
-  alive, none of [N, S]. Inside of `vocab_axis` scale, shift and sizes are of the device's own
-  groups, and `group` counts over those of all.
+  A tile of tokens is scored at a time, and once more for the gradient: a few arrays of [tile, S]
+  exist at a time, and none of [N, S]. Inside of `vocab_axis`, `slots` and `sizes` are those of the
+  device's own groups, and `group` counts over the groups of all devices.
   """
   axis = vocab_parallel.inside(vocab_axis)
-  here = group - vocab_parallel.first_row(axis, sizes.shape[0])
-  mine = (here >= 0) & (here < sizes.shape[0])
+  local = group - vocab_parallel.first_row(axis, sizes.shape[0])
+  is_local = (local >= 0) & (local < sizes.shape[0])
   dtype = dtype or jnp.promote_types(hidden.dtype, slots.weight.dtype)
-  spread = vocab_parallel.token_shards(vocab_axis)
-  flat = hidden.reshape(-1, hidden.shape[-1]), jnp.where(mine, here, 0).ravel(), slot.ravel()
-  # A copy of the tables for each part of the tokens: their gradients are summed once, not a tile.
-  # A group that fills up a device's part has no slot, and log 0 no gradient: give it one.
-  tables = slots, jnp.maximum(sizes, 1)
-  exact = lambda x: spread.keep(
-    jnp.broadcast_to(x.astype(vocab_parallel.summed_dtype(x.dtype)), (spread.count, *x.shape))
-  )
-  tables = jax.tree.map(exact, tables)
-  tables, tokens = vocab_parallel.varying((tables, jax.tree.map(spread.split, flat)))
-  found = _each_part(lambda tables, tokens: _by_tiles(tables, tokens, dtype), tables, tokens)
-  found = spread.join(found, flat[0].shape[0]).reshape(group.shape)
-  log_prob = jnp.where(mine, found, 0.0)
+  shards = vocab_parallel.token_shards(vocab_axis)
+  flat = hidden.reshape(-1, hidden.shape[-1]), jnp.where(is_local, local, 0).ravel(), slot.ravel()
+
+  def copies(x):
+    # One copy for each token shard, so that gradients are summed over devices once and not in
+    # every tile; in float32, because many tokens add to them.
+    wide = x.astype(vocab_parallel.summed_dtype(x.dtype))
+    return shards.keep(jnp.broadcast_to(wide, (shards.count, *x.shape)))
+
+  # A group that only pads a device's shard has no slot, and log 0 has no gradient: give it one.
+  tables = jax.tree.map(copies, (slots, jnp.maximum(sizes, 1)))
+  tables, tokens = vocab_parallel.varying((tables, jax.tree.map(shards.split, flat)))
+  run = lambda tables, tokens: _by_tiles(tables, tokens, dtype)
+  if shards.count > 1:
+    log_prob = jax.vmap(run)(tables, tokens)
+  else:
+    # Without `vmap`, which turns gathers and products into slower batched ones.
+    log_prob = run(*jax.tree.map(lambda x: x[0], (tables, tokens)))[None]
+  log_prob = shards.join(log_prob, flat[0].shape[0]).reshape(group.shape)
+  log_prob = jnp.where(is_local, log_prob, 0.0)
   return lax.psum(log_prob, axis) if axis else log_prob
-
-
-def _each_part(function, *trees):
-  """function for each part of the first axis; not as a batch where there is one part."""
-  if jax.tree.leaves(trees)[0].shape[0] > 1:
-    return jax.vmap(function)(*trees)
-  return function(*jax.tree.map(lambda x: x[0], trees))[None]
 
 
 def _by_tiles(tables, tokens, dtype):
@@ -175,7 +185,7 @@ def _by_tiles(tables, tokens, dtype):
   least = -(-count * slots // tiles.most_scores())
   if least <= 1:
     return _tile_log_prob(tables, *tokens, dtype)
-  # Tokens that no number of tiles divides are copied, to be filled up.
+  # Tokens have to be copied to be padded; a number of tiles that divides them avoids that.
   steps = next((n for n in range(least, 2 * least) if count % n == 0), least)
   fill = -count % steps
 
@@ -183,8 +193,10 @@ def _by_tiles(tables, tokens, dtype):
     x = jnp.pad(x, [(0, fill)] + [(0, 0)] * (x.ndim - 1)) if fill else x
     return x.reshape(steps, -1, *x.shape[1:])
 
-  again = jax.checkpoint(_tile_log_prob, prevent_cse=False, static_argnums=(4,))
-  step = lambda carry, tile: (carry, again(tables, *tile, dtype))
+  # Recomputed in the backward pass; a scan's body needs no protection from common-subexpression
+  # elimination.
+  tile_log_prob = jax.checkpoint(_tile_log_prob, prevent_cse=False, static_argnums=(4,))
+  step = lambda carry, tile: (carry, tile_log_prob(tables, *tile, dtype))
   return lax.scan(step, None, jax.tree.map(cut, tokens))[1].reshape(-1)[:count]
 
 

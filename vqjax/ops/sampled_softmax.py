@@ -1,17 +1,18 @@
-"""What is a softmax's log-probability, estimated from a sample of the vocabulary?
+"""Estimates of softmax log-probabilities from a sample of the vocabulary.
 
 S tokens are drawn without replacement from a proposal q, by the Gumbel top-k trick, once for all
 tokens of the batch. With κ the (S+1)-th best of the noisy log q, a token exceeds κ with probability
 
   π_v = 1 - exp(-exp(log q_v - κ)),
 
-and sum of exp(s_v) / π_v over the sample has the mean sum of exp(s_v) over all v: the normaliser is
-estimated without bias, its logarithm and the loss consistently. The token itself counts once,
-exactly, whether it was drawn (an "accidental hit") or not. With S = V the estimate is exact.
+and the mean of the sum of exp(s_v) / π_v over the sample is the sum of exp(s_v) over all v. So the
+estimate of the normaliser is unbiased, and those of its logarithm and of the loss are consistent.
+The token itself is counted once and exactly, whether it was drawn (an "accidental hit") or not.
+With S = V the estimate is exact.
 
-Source: Jean et al. (2014), On Using Very Large Target Vocabulary, the log Q correction; there the
-tokens of the batch are candidates as well and are corrected too. Kool et al. (2019), Stochastic
-Beams and Where to Find Them, the inclusion probabilities.
+Sources: Jean et al. (2014), On Using Very Large Target Vocabulary, the log Q correction; there the
+tokens of the batch are candidates too, and corrected. Kool et al. (2019), Stochastic Beams and
+Where to Find Them, the inclusion probabilities.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from vqjax.types import Dtype
 
 
 class Candidates(NamedTuple):
-  """Different tokens, and the log of the probability with which each came to be among them."""
+  """Distinct tokens, and the log of each one's probability of inclusion among them."""
 
   tokens: Int[Array, "S"]
   log_inclusion: Float[Array, "S"]
@@ -41,28 +42,32 @@ class Estimate(NamedTuple):
 
 
 def log_uniform(vocab: int) -> Float[Array, "{vocab}"]:
-  """Log-probabilities of Zipf's law: q_v = log((v + 2) / (v + 1)) / log(V + 1).
+  """Log-probabilities of the log-uniform distribution: q_v = log((v + 2) / (v + 1)) / log(V + 1).
 
-  For token ids in order of falling frequency, as word-level tokenizers number them.
+  It follows Zipf's law if token ids are sorted by descending frequency, as in word-level
+  tokenizers.
   """
   rank_V = jnp.arange(1, vocab + 1, dtype=jnp.float32)
   return jnp.log(jnp.log1p(1 / rank_V)) - jnp.log(jnp.log(jnp.float32(vocab + 1)))
 
 
 def check_samples(samples: int, vocab: int) -> None:
-  """ValueError for less than one sample, or more than there are tokens."""
+  """Raises ValueError unless `samples` is in [1, vocab]."""
   if not 1 <= samples <= vocab:
-    raise ValueError(f"samples {samples} of a vocabulary of {vocab}; give 1 to {vocab}")
+    raise ValueError(
+      f"`samples` must be in [1, {vocab}] for a vocabulary of {vocab}; got {samples}. 64 to 8192 is"
+      " usual."
+    )
 
 
 def draw_candidates(key: PRNGKeyArray, log_q: Float[Array, "V"], samples: int) -> Candidates:
-  """`samples` different tokens, drawn one after another from softmax(log_q); O(V).
+  """`samples` distinct tokens, drawn without replacement from softmax(log_q) in O(V) time.
 
-  A token with a log_q of -inf is never drawn; where fewer are left than samples, others fill the
-  places, and the estimates made of them are of no token: their `log_inclusion` is infinite.
+  A token of log_q -inf is never drawn. If fewer others than `samples` exist, such tokens fill the
+  list with a `log_inclusion` of infinity, which gives them weight 0 in an estimate.
 
   Raises:
-    ValueError: less than one sample, or more than there are tokens.
+    ValueError: `samples` is not in [1, V].
   """
   vocab = log_q.shape[0]
   check_samples(samples, vocab)
@@ -70,10 +75,10 @@ def draw_candidates(key: PRNGKeyArray, log_q: Float[Array, "V"], samples: int) -
   noisy_S, token_S = lax.top_k(log_q_V + sampling.gumbel(key, log_q.shape), min(samples + 1, vocab))
   edge = noisy_S[samples] if samples < vocab else -jnp.inf
   token_S = token_S[:samples].astype(jnp.int32)
-  # Without an edge exp overflows to infinity, and the probability is 1.
+  # With S = V the edge is -inf: exp overflows to infinity, and the probability is 1.
   log_q_S = log_q_V[token_S]
   inclusion_S = jnp.log(-jnp.expm1(-jnp.exp(log_q_S - edge)))
-  # What cannot be drawn weighs nothing, where it fills a place.
+  # The weight 1 / π of a token that cannot be drawn is 0.
   return Candidates(token_S, jnp.where(log_q_S == -jnp.inf, jnp.inf, inclusion_S))
 
 
@@ -87,14 +92,15 @@ def sampled_softmax(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Estimate:
-  """Estimates of softmax(hidden · weightᵀ + bias) at `tokens` from the candidates' scores.
+  """Estimated statistics of `tokens` under softmax(hidden · weightᵀ + bias), from candidates.
 
-  O(N·S·D) time; S + N rows of the weight are fetched, once, and the gradient is added to those rows
-  alone. nan for a token outside [0, V). `dtype` is that of the products' operands, as in
-  `linear_softmax`; over `vocab_axis` the weight's rows are spread, and then the candidates.
+  This takes O(N·S·D) time. S + N rows of the weight are gathered once, and only they get a
+  gradient. A token outside [0, V) has log-probability nan. `dtype` is the dtype of the products'
+  operands, as in `linear_softmax`. Over `vocab_axis` the weight's rows are sharded, and so are the
+  candidates after the gather.
   """
   vocab, count = weight.shape[0], candidates.tokens.shape[0]
-  known, token = in_vocabulary(tokens, vocab)
+  valid, token = in_vocabulary(tokens, vocab)
   wanted = jnp.concatenate([candidates.tokens, token.reshape(-1)])
   fetch = lambda rows, wanted: jax.tree.map(
     lambda x: vocab_parallel.sharded_lookup(x, wanted, vocab_axis), rows
@@ -103,28 +109,28 @@ def sampled_softmax(
   row, bias = vocab_parallel.over_vocabulary(vocab_axis, fetch, rows, wanted)
   bias = jnp.zeros(wanted.shape, jnp.float32) if bias is None else bias.astype(jnp.float32)
 
-  place_V = jnp.full((vocab,), count, jnp.int32).at[candidates.tokens].set(jnp.arange(count))
-  place = place_V[token]
-  hit = place < count
-  place = jnp.where(hit, place, 0)
-  # p_S(v) = exp(s_v) / π_v / Z_S, where the hit, if there is one, has its weight 1 / π too.
+  # The inverse of `candidates.tokens`, with `count` for tokens that are not candidates.
+  index_V = jnp.full((vocab,), count, jnp.int32).at[candidates.tokens].set(jnp.arange(count))
+  index = index_V[token]
+  hit = index < count
+  index = jnp.where(hit, index, 0)
+  # p_S(v) = exp(s_v) / π_v / Z_S over the candidates; an accidental hit has its weight 1 / π too.
   among = softmax.linear_softmax(
-    *(hidden, row[:count], place, bias[:count] - candidates.log_inclusion),
+    hidden,
+    row[:count],
+    index,
+    bias[:count] - candidates.log_inclusion,
     dtype=dtype,
     vocab_axis=vocab_axis,
   )
   own_row = row[count:].reshape(*token.shape, -1)
-  own = _row_scores(hidden, own_row, dtype) + bias[count:].reshape(token.shape)
-  log_pi = candidates.log_inclusion[place]
+  # Rounded as the operands of `linear_softmax` are, so that a hit has the same score there.
+  operands = dtype or jnp.promote_types(hidden.dtype, own_row.dtype)
+  exact = lambda x: x.astype(operands).astype(jnp.float32)
+  own = (exact(hidden) * exact(own_row)).sum(axis=-1) + bias[count:].reshape(token.shape)
+  log_pi = candidates.log_inclusion[index]
   # Z = Z_S - exp(s) / π + exp(s) where the token was drawn, and exp(s) = π · p_S · Z_S.
   excess = jnp.log1p(jnp.expm1(log_pi) * jnp.exp(among.log_prob))
   log_prob = jnp.where(hit, among.log_prob + log_pi - excess, -jax.nn.softplus(among.log_z - own))
   log_z = among.log_z + jnp.where(hit, excess, jax.nn.softplus(own - among.log_z))
-  return Estimate(jnp.where(known, log_prob, jnp.nan), log_z)
-
-
-def _row_scores(hidden, rows, dtype):
-  """hidden · row of each token, its operands in the dtype of the products, summed in float32."""
-  dtype = dtype or jnp.promote_types(hidden.dtype, rows.dtype)
-  product = hidden.astype(dtype).astype(jnp.float32) * rows.astype(dtype).astype(jnp.float32)
-  return product.sum(axis=-1)
+  return Estimate(jnp.where(valid, log_prob, jnp.nan), log_z)

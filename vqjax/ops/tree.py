@@ -1,11 +1,12 @@
-"""What distribution do the leaves of a binary tree have, a choice at each node of their path?
+"""Tree softmax: a distribution over the leaves of a binary tree, with a sigmoid at each node.
 
-  p(leaf) = product over its path of sigmoid(±hidden · weight[node]),   + where the leaf lies left
+  p(leaf) = product over its path of sigmoid(±hidden · weight[node]),  + if the leaf is on the left
 
-Leaves are counted from left to right, and node k parts leaf k from leaf k + 1: leaf j lies left of
-an ancestor k exactly where j <= k. Row k of the weight is that of node k; the last row is of no
-node, so that rows are spread over devices as leaves are. A path is filled up with -1. Source: Morin
-and Bengio 2005, Hierarchical probabilistic neural network language model; Mikolov et al. 2013.
+Leaves are numbered from left to right, and node k separates leaf k from leaf k + 1: leaf j is on
+the left of an ancestor k if and only if j <= k. Row k of the weight belongs to node k; the last row
+belongs to no node, so that rows are sharded over devices as leaves are. The nodes from the root to
+a leaf are its path [L], padded with -1. Sources: Morin and Bengio 2005, Hierarchical probabilistic
+neural network language model; Mikolov et al. 2013.
 """
 
 import functools
@@ -31,29 +32,31 @@ def leaf_log_prob(
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a leaf for each vector, given the path to it.
 
-  A level of all paths at a time: O(N·L·D) time, and no array larger than [N, D], [N, L] and the
-  weight. Inside of `vocab_axis` the weight is the device's own rows, and nodes count over all.
+  One level of all paths is scored at a time: O(N·L·D) time, and no array larger than [N, D], [N, L]
+  and the weight. Inside of `vocab_axis` the weight is the device's own rows, and nodes count over
+  the rows of all devices.
   """
-  axis, parts = vocab_parallel.inside(vocab_axis), vocab_parallel.token_shards(vocab_axis)
-  flat = hidden.reshape(-1, hidden.shape[-1]), paths.reshape(-1, paths.shape[-1])
-  left = flat[1] >= leaves.reshape(-1, 1)
-  here = jnp.where(flat[1] < 0, -1, flat[1] - vocab_parallel.first_row(axis, weight.shape[0]))
-  operands = parts.split(flat[0]), weight, parts.split(here), parts.split(left)
-  dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
-  log_prob_PN = _leaf_log_prob((jnp.dtype(dtype), parts), *vocab_parallel.varying(operands))
-  log_prob = parts.join(log_prob_PN, flat[0].shape[0]).reshape(leaves.shape)
+  axis, shards = vocab_parallel.inside(vocab_axis), vocab_parallel.token_shards(vocab_axis)
+  hidden_ND, path_NL = hidden.reshape(-1, hidden.shape[-1]), paths.reshape(-1, paths.shape[-1])
+  left_NL = path_NL >= leaves.reshape(-1, 1)
+  local_NL = jnp.where(path_NL < 0, -1, path_NL - vocab_parallel.first_row(axis, weight.shape[0]))
+  operands = shards.split(hidden_ND), weight, shards.split(local_NL), shards.split(left_NL)
+  dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+  log_prob_PN = _leaf_log_prob(dtype, shards, *vocab_parallel.varying(operands))
+  log_prob = shards.join(log_prob_PN, hidden_ND.shape[0]).reshape(leaves.shape)
   return lax.psum(log_prob, axis) if axis else log_prob
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _leaf_log_prob(plan, hidden_PND, weight, path_PNL, left_PNL):
-  """The part of the log-probability of which the nodes are here."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _leaf_log_prob(dtype, shards, hidden_PND, weight, path_PNL, left_PNL):
+  """Sum of the log-probabilities of the nodes that are on this device."""
+  del shards
 
   def step(total_PN, level):
     path_PN, left_PN = level
-    visit = _visit(plan[0], hidden_PND, weight, path_PN)
-    log_prob_PN = jax.nn.log_sigmoid(jnp.where(left_PN, visit.score, -visit.score))
-    return total_PN + jnp.where(visit.mine, log_prob_PN, 0.0), None
+    node = _score_nodes(dtype, hidden_PND, weight, path_PN)
+    log_prob_PN = jax.nn.log_sigmoid(jnp.where(left_PN, node.score, -node.score))
+    return total_PN + jnp.where(node.is_local, log_prob_PN, 0.0), None
 
   start = jnp.zeros(hidden_PND.shape[:2], jnp.float32)
   start = vocab_parallel.varying((start, hidden_PND, weight, path_PNL))[0]
@@ -64,50 +67,45 @@ def _levels(*arrays):
   return tuple(jnp.moveaxis(x, 2, 0) for x in arrays)
 
 
-class _Visit(NamedTuple):
-  """A node for each vector: its row, and hidden · row; of a node that is not here, any."""
+class _Nodes(NamedTuple):
+  """A node for each vector: index, row, and hidden · row; arbitrary unless `is_local`."""
 
-  node: Array
-  mine: Array
+  index: Array
+  is_local: Array
   row: Array
   score: Array
 
 
-def _visit(dtype, hidden, weight, here):
-  mine = (here >= 0) & (here < weight.shape[0])
-  node = jnp.where(mine, here, 0)
-  row = weight[node].astype(dtype)
-  return _Visit(node, mine, row, _products(hidden, row))
+def _score_nodes(dtype, hidden, weight, local):
+  is_local = (local >= 0) & (local < weight.shape[0])
+  index = jnp.where(is_local, local, 0)
+  row = weight[index].astype(dtype)
+  # Operands are rounded to `dtype`, as a matrix product would take them, and summed in float32.
+  product = hidden.astype(dtype).astype(jnp.float32) * row.astype(jnp.float32)
+  return _Nodes(index, is_local, row, product.sum(axis=-1))
 
 
-def _products(hidden, rows):
-  """Row by row, of numbers in the rows' dtype, added up in float32."""
-  product = hidden.astype(rows.dtype).astype(jnp.float32) * rows.astype(jnp.float32)
-  return product.sum(axis=-1)
+def _forward(dtype, shards, *operands):
+  return _leaf_log_prob(dtype, shards, *operands), operands
 
 
-def _forward(plan, *operands):
-  return _leaf_log_prob(plan, *operands), operands
-
-
-def _backward(plan, operands, cotangent_PN):
+def _backward(dtype, shards, operands, cotangent_PN):
   hidden_PND, weight, path_PNL, left_PNL = operands
-  parts = plan[1]
 
   def step(sums, level):
     d_hidden_PND, d_weight_PVD = sums
     path_PN, left_PN = level
-    visit = _visit(plan[0], hidden_PND, weight, path_PN)
-    slope_PN = jnp.where(left_PN, jax.nn.sigmoid(-visit.score), -jax.nn.sigmoid(visit.score))
-    d_PN1 = jnp.where(visit.mine, slope_PN * cotangent_PN, 0.0)[..., None]
-    # In its own part each token adds to its rows in place: a sum over parts would be sent a level.
-    add = jax.vmap(lambda rows, node, d: rows.at[node].add(d))
-    d_weight_PVD = add(d_weight_PVD, visit.node, d_PN1 * hidden_PND.astype(jnp.float32))
-    return (d_hidden_PND + d_PN1 * visit.row.astype(jnp.float32), d_weight_PVD), None
+    node = _score_nodes(dtype, hidden_PND, weight, path_PN)
+    slope_PN = jnp.where(left_PN, jax.nn.sigmoid(-node.score), -jax.nn.sigmoid(node.score))
+    d_PN1 = jnp.where(node.is_local, slope_PN * cotangent_PN, 0.0)[..., None]
+    # Shards stay apart: a sum over them would be an all-reduce at every level.
+    add = jax.vmap(lambda rows, index, d: rows.at[index].add(d))
+    d_weight_PVD = add(d_weight_PVD, node.index, d_PN1 * hidden_PND.astype(jnp.float32))
+    return (d_hidden_PND + d_PN1 * node.row.astype(jnp.float32), d_weight_PVD), None
 
   start = (
     jnp.zeros(hidden_PND.shape, jnp.float32),
-    parts.keep(jnp.zeros((hidden_PND.shape[0], *weight.shape), jnp.float32)),
+    shards.keep(jnp.zeros((hidden_PND.shape[0], *weight.shape), jnp.float32)),
   )
   start = vocab_parallel.varying((*start, hidden_PND, weight, path_PNL))[:2]
   (d_hidden, d_weight), _ = lax.scan(step, start, _levels(path_PNL, left_PNL))
@@ -126,22 +124,24 @@ def draw_leaves(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Int[Array, "*B"]:
-  """A leaf for each vector, drawn by walking down from the root: O(N·L·D) time.
+  """A leaf for each vector, drawn node by node from the root in O(N·L·D) time.
 
-  Inside of `vocab_axis` weight and paths are the device's own rows; all devices walk together.
+  Inside of `vocab_axis` weight and paths are the device's own rows, and all devices draw together.
   """
   axis = vocab_parallel.inside(vocab_axis)
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
 
   def step(leaf, level):
-    # Any leaf below a node knows its path: node k has leaf k on its left and k + 1 on its right.
+    # `leaf` is any leaf below the current node, whose path holds the next one. Node k has leaf k on
+    # its left and leaf k + 1 on its right.
     node = vocab_parallel.sharded_lookup(
       lax.dynamic_index_in_dim(paths, level, 1, False), leaf, axis
     )
-    here = jnp.where(node < 0, -1, node - vocab_parallel.first_row(axis, weight.shape[0]))
-    visit = _visit(dtype, hidden, weight, here)
-    score = jnp.where(visit.mine, visit.score, 0.0)
+    local = jnp.where(node < 0, -1, node - vocab_parallel.first_row(axis, weight.shape[0]))
+    scored = _score_nodes(dtype, hidden, weight, local)
+    score = jnp.where(scored.is_local, scored.score, 0.0)
     score = lax.psum(score, axis) if axis else score
+    # P(score + logistic noise > 0) = sigmoid(score).
     noise = jax.random.logistic(jax.random.fold_in(key, level), leaf.shape)
     below = jnp.where(score + noise > 0, node, node + 1)
     return jnp.where(node < 0, leaf, below), None
@@ -158,23 +158,24 @@ def all_log_probs(
   paths: Int[Array, "V L"],
   dtype: Dtype | None = None,
 ) -> Float[Array, "*B V"]:
-  """Log-probabilities of all leaves, in nats."""
+  """Log-probabilities of all leaves in nats."""
   left = paths >= jnp.arange(paths.shape[0])[:, None]
   log_prob = _log_probs(hidden.reshape(-1, hidden.shape[-1]), weight, paths, left, dtype)
   return log_prob.reshape(*hidden.shape[:-1], paths.shape[0])
 
 
-def _log_probs(hidden_ND, row_RD, place_WL, left_WL, dtype):
-  """Log-probabilities [N, W] of leaves whose paths are places among the rows; -1 for none."""
+def _log_probs(hidden_ND, row_RD, path_WL, left_WL, dtype):
+  """Log-probabilities [N, W] of leaves whose paths index the rows, padded with -1."""
   score_RN = softmax.linear_scores(row_RD, hidden_ND, dtype=dtype)
   r, n = score_RN.shape
-  # A leaf reads rows of n numbers, once a level: which side it is on chooses the row.
+  # Transposed, so that a leaf gathers whole rows of n numbers, one for each level: the first R rows
+  # hold the left sides, the next R the right sides, and the last one is for padding.
   sides = [jax.nn.log_sigmoid(score_RN), jax.nn.log_sigmoid(-score_RN), jnp.zeros((1, n))]
   table = jnp.concatenate(sides)
-  place_WL = jnp.where(place_WL < 0, 2 * r, jnp.where(left_WL, place_WL, r + place_WL))
-  start = jnp.zeros((place_WL.shape[0], n), jnp.float32)
-  start = vocab_parallel.varying((start, table, place_WL))[0]
-  return lax.scan(lambda total, place_W: (total + table[place_W], None), start, place_WL.T)[0].T
+  index_WL = jnp.where(path_WL < 0, 2 * r, jnp.where(left_WL, path_WL, r + path_WL))
+  start = jnp.zeros((index_WL.shape[0], n), jnp.float32)
+  start = vocab_parallel.varying((start, table, index_WL))[0]
+  return lax.scan(lambda total, index_W: (total + table[index_W], None), start, index_WL.T)[0].T
 
 
 def leaf_blocks(
@@ -186,11 +187,12 @@ def leaf_blocks(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> sampling.Blocks:
-  """The log-probabilities, some consecutive leaves at a time.
+  """Blocks of the log-probabilities of consecutive leaves.
 
-  Their paths meet the nodes between them, which are as many consecutive rows, and beyond these
-  only ancestors of the first leaf on the left and of the last on the right, at the same level:
-  2·L rows more. Inside of `vocab_axis` weight, paths and tokens are the device's own rows.
+  The paths of consecutive leaves contain the nodes between them, which are consecutive rows, and
+  otherwise only ancestors of the first leaf (to the left) and of the last leaf (to the right), at
+  the same levels: 2·L further rows. Inside of `vocab_axis` weight, paths and tokens are the
+  device's own rows.
   """
   axis, (rows, levels) = vocab_parallel.inside(vocab_axis), paths.shape
   first = vocab_parallel.first_row(axis, rows)
@@ -201,8 +203,8 @@ def leaf_blocks(
 
   def edge_rows(leaf, beyond_LD):
     node_L = paths[leaf] - first
-    here = (node_L >= 0) & (node_L < rows)
-    return jnp.where(here[:, None], weight[jnp.where(here, node_L, 0)], beyond_LD)
+    is_local = (node_L >= 0) & (node_L < rows)
+    return jnp.where(is_local[:, None], weight[jnp.where(is_local, node_L, 0)], beyond_LD)
 
   def block(index):
     start = jnp.minimum(index * width, rows - width)
@@ -213,12 +215,13 @@ def leaf_blocks(
     )
     path_WL = paths[leaf_W]
     node_WL, level_L = path_WL - first - start, width + jnp.arange(levels)
-    place_WL = jnp.where(
+    # Left of the block: ancestors of its first leaf; right of it: ancestors of its last leaf.
+    index_WL = jnp.where(
       node_WL < 0, level_L, jnp.where(node_WL < width, node_WL, level_L + levels)
     )
-    place_WL = jnp.where(path_WL < 0, -1, place_WL)
+    index_WL = jnp.where(path_WL < 0, -1, index_WL)
     left_WL = path_WL >= first + leaf_W[:, None]
-    log_prob_BW = _log_probs(hidden_ND, row_RD, place_WL, left_WL, dtype).reshape(*batch, width)
+    log_prob_BW = _log_probs(hidden_ND, row_RD, index_WL, left_WL, dtype).reshape(*batch, width)
     real_W = (leaf_W >= index * width) & (first + leaf_W < vocab)
     return jnp.where(real_W, log_prob_BW, -jnp.inf), jnp.where(real_W, tokens[leaf_W], 0)
 
@@ -226,9 +229,9 @@ def leaf_blocks(
 
 
 def _beyond(weight, paths, axis):
-  """Rows of the nodes above this device's first leaf and above its last, [2, L, D]."""
+  """Rows of the ancestors of this device's first leaf and of its last leaf, [2, L, D]."""
   if axis is None:
-    # All nodes are here.
+    # All nodes are on this device: `edge_rows` does not read this.
     return jnp.zeros((2, paths.shape[1], 1), weight.dtype)
   edges = vocab_parallel.gathered(paths[jnp.array([0, paths.shape[0] - 1])], axis)
   return vocab_parallel.sharded_lookup(weight, jnp.maximum(edges, 0), axis)[lax.axis_index(axis)]

@@ -1,9 +1,9 @@
-"""Over which devices of a mesh does an op spread the rows of a vocabulary, and its tokens?
+"""Sharding of a vocabulary's rows over one mesh axis, and of tokens over all other axes.
 
-The mesh is the one in context (`jax.set_mesh`); without one everything here does nothing. Rows are
-spread over one named axis by `jax.shard_map`, every other axis stays automatic. Tokens are laid out
-in as many parts as the automatic axes have devices, so that a loop over tiles of tokens cuts inside
-each device's part and never across devices.
+The mesh is the one in context (`jax.set_mesh`); without a mesh all functions leave arrays as they
+are. Rows are sharded over one named axis by `jax.shard_map`, and every other axis stays automatic.
+Tokens are laid out in as many shards as the automatic axes have devices, so that a loop over tiles
+of tokens slices inside each device's shard and never across devices.
 """
 
 import functools
@@ -20,56 +20,56 @@ from jaxtyping import Array
 
 
 class Sharded(NamedTuple):
-  """Arrays whose first axis is the vocabulary, and what fills the rows that make it divisible."""
+  """Arrays whose first axis is the vocabulary, and the value of rows that make it divisible."""
 
   rows: Any
   pad_value: float | int
 
 
 class Replicated(NamedTuple):
-  """Arrays that every device of the axis has whole, beside those that it has a part of.
+  """Arrays that every device of the axis has whole.
 
-  Their gradients, which the devices add up, travel in float32 at least.
+  Their gradients are summed over the devices in float32 or a wider dtype.
   """
 
   rows: Any
 
 
 def axis_types() -> dict[str, AxisType]:
-  """The axes of the mesh in context, with their types; empty without a mesh."""
+  """Names and types of the axes of the mesh in context; empty without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types))
 
 
 def platform() -> str:
-  """What the program is compiled for: the mesh in context says it, else the default backend."""
+  """The platform that is compiled for: that of the mesh in context, or the default backend."""
   device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
   return getattr(device, "platform", None) or jax.default_backend()
 
 
 def devices() -> int:
-  """Devices of the mesh in context; 1 without a mesh."""
+  """Number of devices of the mesh in context; 1 without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return 1 if mesh.empty else mesh.size
 
 
 def axis_size(axis: str) -> int:
-  """Devices along an axis of the mesh in context."""
+  """Number of devices along an axis of the mesh in context."""
   return jax.sharding.get_abstract_mesh().shape[axis]
 
 
 def inside(axis: str | None) -> str | None:
-  """The axis, where this code runs once for each of its devices; None where arrays are whole."""
+  """The axis if this code runs in a `shard_map` over it; None if arrays are whole."""
   return axis if axis_types().get(axis) == AxisType.Manual else None
 
 
 def rows_in_all(axis: str | None, rows: int) -> int:
-  """Rows on all devices of an axis inside of which `rows` are here."""
+  """Number of rows on all devices of an axis of which this device has `rows`."""
   return rows if inside(axis) is None else rows * axis_size(axis)
 
 
 def first_row(axis: str | None, rows: int) -> Array | int:
-  """Index in the whole vocabulary of the first of the `rows` that are here."""
+  """Index in the whole vocabulary of the first of this device's `rows`."""
   return 0 if inside(axis) is None else lax.axis_index(axis) * rows
 
 
@@ -79,15 +79,15 @@ def over_vocabulary(
   rows: tuple[Sharded | Replicated, ...],
   shared: Any,
 ) -> Any:
-  """body(arrays of `rows`, `shared`), where each device of `axis` holds its part of the rows.
+  """`body(arrays of rows, shared)` in a `shard_map`, each device of `axis` with its own rows.
 
-  The body must return the same on all devices of the axis: it reduces over it. Without a mesh in
-  context, with one device on the axis, or inside of a `shard_map` over it, it is simply called.
-  Rows that no device count divides are filled up.
+  The body must reduce over the axis, so that it returns equal values on all of its devices. Without
+  a mesh in context, with one device on the axis, or inside of a `shard_map` over it, the body is
+  called as it is. Rows that the number of devices does not divide are padded.
 
   Raises:
-    ValueError: the mesh in context has no such axis, or an explicit one; an array is spread over
-      an explicit axis.
+    ValueError: the mesh in context has no such axis, the axis is explicit, or an array is sharded
+      over an explicit axis.
   """
   arrays = tuple(part.rows for part in rows)
   kinds = axis_types()
@@ -95,72 +95,79 @@ def over_vocabulary(
   if axis is None or not kinds or inside(axis):
     return body(arrays, shared)
   if axis not in kinds:
-    raise ValueError(f"vocab_axis {axis!r} is no axis of the mesh, which has {', '.join(kinds)}")
+    raise ValueError(
+      f"`vocab_axis` must be an axis of the mesh in context, {', '.join(kinds)}; got {axis!r}. Use"
+      " None for whole rows on every device."
+    )
   if kinds[axis] != AxisType.Auto:
-    raise ValueError(f"vocab_axis {axis!r} is an explicit axis; make the mesh with AxisType.Auto")
+    raise ValueError(
+      f"`vocab_axis` must be an automatic axis; got {axis!r} of type {kinds[axis].name}. Make the"
+      " mesh with AxisType.Auto."
+    )
   count = axis_size(axis)
   if count == 1:
     return body(arrays, shared)
-  filled = tuple(_filled(part, count) for part in rows)
+  padded = tuple(_padded(part, count) for part in rows)
   specs = tuple(P(axis) if isinstance(part, Sharded) else P() for part in rows)
 
-  def as_given(filled, shared):
-    # Marked before it is narrowed: where it is marked, its gradient is summed.
-    narrowed = lambda x, like: x if x.dtype == like.dtype else varying(x, axis).astype(like.dtype)
-    return body(jax.tree.map(narrowed, filled, arrays), shared)
+  def local(padded, shared):
+    # `varying` before `astype`: its transpose, the psum of the gradient, then adds float32 numbers.
+    narrow = lambda x, like: x if x.dtype == like.dtype else varying(x, axis).astype(like.dtype)
+    return body(jax.tree.map(narrow, padded, arrays), shared)
 
-  spread = jax.shard_map(as_given, in_specs=(specs, P()), out_specs=P(), axis_names={axis})
+  mapped = jax.shard_map(local, in_specs=(specs, P()), out_specs=P(), axis_names={axis})
   # Outside of jit a shard_map that leaves axes automatic is an error.
-  return jax.jit(spread)(filled, shared)
+  return jax.jit(mapped)(padded, shared)
 
 
-def _check_automatic(tree: Any) -> None:
+def _check_automatic(tree):
   for leaf in jax.tree.leaves(tree):
     spec = getattr(jax.typeof(leaf).sharding, "spec", ())
     if any(part is not None for part in spec):
       raise ValueError(
-        f"an array is spread over explicit axes of the mesh ({spec}); make the mesh with"
-        " axis_types=(AxisType.Auto, ...), as vqjax.sharding.make_mesh does"
+        f"arrays must not be sharded over explicit axes of the mesh in context; got {spec}."
+        " Make the mesh with axis_types=(AxisType.Auto, ...), as vqjax.sharding.make_mesh does."
       )
 
 
 def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | None:
-  """A bias where there must be one: -inf is what removes the rows that fill up a device's part."""
+  """The bias, or zeros if rows have to be padded: only a bias of -inf can remove padding."""
   kinds = axis_types()
   ragged = axis in kinds and inside(axis) is None and rows % axis_size(axis)
   return jnp.zeros((rows,), jnp.float32) if bias is None and ragged else bias
 
 
 def summed_dtype(dtype: jnp.dtype) -> jnp.dtype:
-  """In which many numbers of a dtype are added up: floats narrower than float32 in float32."""
+  """The dtype to sum many numbers of `dtype` in: float32 for narrower floats."""
   floating = jnp.issubdtype(dtype, jnp.floating)
   return jnp.promote_types(dtype, jnp.float32) if floating else jnp.dtype(dtype)
 
 
-def _filled(part: Sharded | Replicated, count: int) -> Any:
+def _padded(part, count):
   if isinstance(part, Replicated):
-    # XLA aborts where a sum over devices is narrower, and it would lose what is small.
+    # The gradient is summed over devices in this dtype: XLA aborts on a bfloat16 sum of a manual
+    # axis, and small terms would be lost.
     return jax.tree.map(lambda x: x.astype(summed_dtype(x.dtype)), part.rows)
 
-  def fill_up(rows):
+  def pad(rows):
     missing = -rows.shape[0] % count
     if not missing:
       return rows
-    filling = jnp.full((missing, *rows.shape[1:]), part.pad_value, rows.dtype)
-    # Not `jnp.pad`: XLA's partitioner takes two pads of an array for one, whatever they fill in.
-    return jnp.concatenate([rows, filling])
+    padding = jnp.full((missing, *rows.shape[1:]), part.pad_value, rows.dtype)
+    # Not `jnp.pad`: XLA's partitioner merges two pads of one array that differ only in their value.
+    return jnp.concatenate([rows, padding])
 
-  return jax.tree.map(fill_up, part.rows)
+  return jax.tree.map(pad, part.rows)
 
 
 class TokenShards(NamedTuple):
-  """How many parts tokens are laid out in, one for each device of the automatic axes."""
+  """Layout of tokens in shards, one for each device of the automatic axes."""
 
   axes: tuple[str, ...]
   count: int
 
   def split(self, array: Array) -> Array:
-    """[N, ...] -> [P, N / P, ...], filled up with zeros, part p on device p."""
+    """[N, ...] -> [P, ceil(N / P), ...], padded with zeros, shard p on device p."""
     n = array.shape[0]
     size = max(1, -(-n // self.count))
     if size * self.count != n:
@@ -168,59 +175,61 @@ class TokenShards(NamedTuple):
     return self.keep(array.reshape(self.count, size, *array.shape[1:]))
 
   def join(self, array: Array, n: int) -> Array:
-    """[P, N / P, ...] -> [N, ...]: undoes `split`."""
+    """[P, ceil(N / P), ...] -> [N, ...], the inverse of `split`."""
     return array.reshape(-1, *array.shape[2:])[:n]
 
   def keep(self, array: Array, axis: int = 0) -> Array:
-    """The array, its axis of parts laid over the devices."""
+    """The array with its axis of shards placed on the devices."""
     if self.count == 1:
       return array
     return lax.with_sharding_constraint(array, P(*[None] * axis, self.axes))
 
   def whole(self, array: Array) -> Array:
-    """The array, on every device of the automatic axes: fetched where it is used."""
+    """The array replicated over the automatic axes, gathered at this point of the program."""
     if self.count == 1:
       return array
-    # Without the barrier the partitioner fetches what the array was sliced from, whole.
+    # Without the barrier the partitioner gathers the whole array that this one is a slice of.
     return lax.with_sharding_constraint(lax.optimization_barrier(array), P())
 
 
 def token_shards(vocab_axis: str | None) -> TokenShards:
-  """The parts of the mesh in context; the axis of the vocabulary is not one for tokens."""
+  """Token shards of the mesh in context, over all automatic axes but that of the vocabulary."""
   axes = tuple(a for a, kind in axis_types().items() if kind == AxisType.Auto and a != vocab_axis)
   return TokenShards(axes, math.prod(axis_size(axis) for axis in axes))
 
 
 def varying(tree: Any, *axes: str) -> Any:
-  """The arrays, all marked as different on the devices of every axis on which one of them is.
+  """The arrays, cast to vary over `axes` and over every axis over which one of them varies.
 
-  Inside of a `shard_map` a loop's carry must be marked so from the start, and the gradient of an
-  operand that was the same on all devices is then their sum.
+  Inside of a `shard_map` the carry of a loop must have its type from the start, so it has to vary
+  before it meets arrays that do. The transpose of the cast is a psum: the gradient of an operand
+  that was equal on all devices becomes the sum over them.
   """
   leaves = jax.tree.leaves(tree)
-  found = frozenset(axes).union(*(varies_over(jax.typeof(leaf)) for leaf in leaves))
+  union = frozenset(axes).union(*(varies_over(jax.typeof(leaf)) for leaf in leaves))
 
   def mark(leaf):
-    missing = tuple(sorted(found - varies_over(jax.typeof(leaf))))
+    missing = tuple(sorted(union - varies_over(jax.typeof(leaf))))
     return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
   return jax.tree.map(mark, tree)
 
 
 def varies_over(kind: Any) -> frozenset[str]:
-  """The axes on whose devices a value of this type may differ (of `jax.typeof` or `eval_shape`)."""
+  """The manual axes over which a value of this type (`jax.typeof`, `eval_shape`) may vary."""
   # jax 0.10 keeps the axes one level deeper than the versions before it.
   marked = getattr(kind, "manual_axis_type", None)
   return frozenset((getattr(kind, "vma", None) or ()) if marked is None else marked.varying)
 
 
 def gather(table: Array, index: Array) -> Array:
-  """table[index] along the first axis, with a gradient that stays on the devices of its tokens.
+  """`table[index]` along the first axis, with a gradient that stays on the devices of its tokens.
 
-  Each part of the tokens adds up its own rows, and the sums travel. Left to the partitioner, the
-  cotangents of all tokens may be sent to all devices. On one device it is plain indexing, unless
-  the table is narrower than float32: a row that many tokens read would stop growing in its dtype,
-  so its gradient is summed in float32 and rounded once (and there is no forward mode).
+  Each shard of the tokens adds up the cotangents of its rows, and the sums are all-reduced. The
+  partitioner by itself may send the cotangents of all tokens to all devices. On one device this is
+  plain indexing, unless the table is narrower than float32: the gradient of a row that many tokens
+  read would stop growing in its dtype, so it is summed in float32 and rounded once. That case has
+  no forward mode.
   """
   if token_shards(None).count == 1 and summed_dtype(table.dtype) == table.dtype:
     return table[index]
@@ -240,13 +249,14 @@ def _gather_forward(kind, table, index):
 
 def _gather_backward(kind, index, cotangent):
   shape, dtype = kind
-  spread = token_shards(None)
-  exact = summed_dtype(dtype)
-  flat = cotangent.reshape(-1, *shape[1:]).astype(exact)
-  index_PN, cotangent_PN = spread.split(index.reshape(-1)), spread.split(flat)
-  zeros = varying((jnp.zeros(shape, exact), index, cotangent))[0]
+  shards = token_shards(None)
+  wide = summed_dtype(dtype)
+  flat = cotangent.reshape(-1, *shape[1:]).astype(wide)
+  index_PN, cotangent_PN = shards.split(index.reshape(-1)), shards.split(flat)
+  zeros = varying((jnp.zeros(shape, wide), index, cotangent))[0]
+  # The padding of a shard adds cotangents of zero to row 0.
   sums = jax.vmap(lambda i, c: zeros.at[i].add(c))(index_PN, cotangent_PN)
-  return spread.keep(sums).sum(axis=0).astype(dtype), None
+  return shards.keep(sums).sum(axis=0).astype(dtype), None
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -255,20 +265,21 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def sharded_lookup(
   table: Array, index: Array, axis: str | None, dtype: jnp.dtype | None = None
 ) -> Array:
-  """table[index] for a table whose first axis is spread; each device gives what it holds."""
+  """`table[index]` for a table whose first axis is sharded over `axis`, on all of its devices."""
   axis = inside(axis)
   dtype = dtype or table.dtype
   if axis is None:
     return gather(table, index).astype(dtype)
-  here = index - first_row(axis, table.shape[0])
-  mine = (here >= 0) & (here < table.shape[0])
-  found = gather(table, jnp.where(mine, here, 0)).astype(dtype)
-  mine = mine.reshape(*mine.shape, *[1] * (found.ndim - mine.ndim))
-  return lax.psum(jnp.where(mine, found, jnp.zeros_like(found)), axis)
+  local = index - first_row(axis, table.shape[0])
+  is_local = (local >= 0) & (local < table.shape[0])
+  rows = gather(table, jnp.where(is_local, local, 0)).astype(dtype)
+  is_local = is_local.reshape(*is_local.shape, *[1] * (rows.ndim - is_local.ndim))
+  # Exactly one device holds each row, so the sum is that row.
+  return lax.psum(jnp.where(is_local, rows, jnp.zeros_like(rows)), axis)
 
 
 def own_part(array: Array, rows: int, axis: str | None) -> Array:
-  """This device's `rows` of an array that all devices have whole."""
+  """This device's `rows` rows of an array that is whole on all devices of `axis`."""
   axis = inside(axis)
   if axis is None:
     return array
@@ -276,6 +287,7 @@ def own_part(array: Array, rows: int, axis: str | None) -> Array:
 
 
 def gathered(array: Array, axis: str) -> Array:
-  """[...] on each device -> [devices of the axis, ...], the same on all of them."""
+  """All-gather: [...] on each device -> [devices of the axis, ...], equal on all of them."""
+  # A psum of disjoint parts: JAX knows its result to be equal on all devices, unlike `all_gather`.
   everywhere = jnp.zeros((axis_size(axis), *array.shape), array.dtype)
   return lax.psum(everywhere.at[lax.axis_index(axis)].set(array), axis)
