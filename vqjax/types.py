@@ -21,7 +21,7 @@ class Size(NamedTuple):
   Attributes:
     params: number of trained parameters that the layer owns; a tied head does not own the
       parameters of its embedding.
-    state_bytes: bytes of all variables that it owns, parameters and integer tables, at their dtypes.
+    state_bytes: bytes of all variables that it owns, parameters and integer tables.
     flops_per_token: floating-point operations of `log_prob` (of a head) or of a lookup (of an
       embedding) for one token, without gradients; a multiply-add counts as two.
   """

@@ -224,16 +224,25 @@ def test_a_common_offset_does_not_cost_precision():
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"clusters": 12}, "K 12 for 10 points; give at most 10"),
-    ({"clusters": 0}, "K 0 is below 1"),
-    ({"iterations": -1}, "iterations -1 is negative"),
-    ({"chunk": 0}, "chunk 0 is below 1"),
-    ({"points": jnp.ones((10, 3)).at[7, 1].set(jnp.nan)}, "point 7 is not finite"),
-    ({"points": jnp.ones((10, 3)).at[4:, 0].set(jnp.inf)}, r"point 4 is not finite \(6 such"),
-    ({"weights": jnp.ones(10).at[3].set(-2)}, "weight 3 is -2.0"),
-    ({"weights": jnp.ones(10).at[5].set(jnp.nan)}, "weight 5 is not finite"),
-    ({"weights": jnp.zeros(10)}, "all weights are zero"),
-    ({"points": jnp.ones((0, 3)), "clusters": 1}, "K 1 for 0 points"),
+    ({"clusters": 12}, "`clusters` must be at most 10, .* got 12"),
+    ({"clusters": 0}, "`clusters` must be at least 1; got 0"),
+    ({"iterations": -1}, "`iterations` must be at least 0; got -1"),
+    ({"chunk": 0}, "`chunk` must be at least 1; got 0"),
+    (
+      {"points": jnp.ones((10, 3)).at[7, 1].set(jnp.nan)},
+      "`points` must be finite; got 1 of 10 .* first 7",
+    ),
+    (
+      {"points": jnp.ones((10, 3)).at[4:, 0].set(jnp.inf)},
+      "`points` must be finite; got 6 of 10 .* first 4",
+    ),
+    ({"weights": jnp.ones(10).at[3].set(-2)}, "`weights` must be at least 0; got -2.0 for point 3"),
+    (
+      {"weights": jnp.ones(10).at[5].set(jnp.nan)},
+      "`weights` must be finite; got 1 of 10 .* first 5",
+    ),
+    ({"weights": jnp.zeros(10)}, "`weights` must not all be 0"),
+    ({"points": jnp.ones((0, 3)), "clusters": 1}, "`clusters` must be at most 0, .* got 1"),
   ],
 )
 def test_bad_input_is_refused_with_a_remedy(change, message):
@@ -243,5 +252,5 @@ def test_bad_input_is_refused_with_a_remedy(change, message):
 
 
 def test_no_center_is_refused():
-  with pytest.raises(ValueError, match="K 0 is below 1"):
+  with pytest.raises(ValueError, match="`clusters` must be at least 1; got 0"):
     nearest(jnp.ones((3, 2)), jnp.ones((0, 2)))

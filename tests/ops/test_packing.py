@@ -60,7 +60,7 @@ def test_one_code_needs_no_bits():
 def test_a_number_that_does_not_fit_is_named(wrong):
   table = np.zeros((5, 3), int)
   table[3, 1] = wrong
-  with pytest.raises(ValueError, match=rf"number {wrong} at \[3, 1\] does not fit 3 bits"):
+  with pytest.raises(ValueError, match=rf"`table` must be in \[0, 2\^3\); got {wrong} at \[3, 1\]"):
     packing.packed(table, 3)
 
 

@@ -153,9 +153,7 @@ def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(scores, monkeypat
 
 @pytest.mark.parametrize("shape", [(50,), (2, 37), (7, 1, 37), ()])
 def test_a_mask_of_another_shape_is_refused(scores, shape):
-  with pytest.raises(
-    ValueError, match=r"`allowed` must have shape \(37,\) or \(4, 37\); got"
-  ):
+  with pytest.raises(ValueError, match=r"`allowed` must have shape \(37,\) or \(4, 37\); got"):
     sampling.allow(blocks_of(scores, 10), np.ones(shape, bool), 37)
 
 

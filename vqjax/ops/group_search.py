@@ -86,9 +86,8 @@ def best_first_top_k(
   """Log-probabilities and positions of the k most likely tokens, and number of visited groups.
 
   The result equals that of scoring every group: log-probabilities in descending order, ties in the
-  order of their positions, -inf and -1 in entries without a token. The number of visited groups of
-  a row is that of groups at least as likely as its k-th best token (of each device, where the groups
-  are sharded).
+  order of their positions, -inf and -1 in entries without a token. A row visits the groups that
+  are at least as likely as its k-th best token (of each device, where the groups are sharded).
   """
   axis = vocab_parallel.inside(axis)
   order = search_order(log_group, width)

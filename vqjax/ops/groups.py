@@ -47,17 +47,19 @@ def checked_sizes(
     groups = math.isqrt(vocab) if groups is None else groups
     if not 1 <= groups <= vocab:
       raise ValueError(
-        f"`groups` must be in [1, {vocab}] for a vocabulary of {vocab}; got {groups}. None is sqrt(V)."
+        f"`groups` must be in [1, {vocab}] for a vocabulary of {vocab}; got {groups}. None is"
+        " sqrt(V)."
       )
     return np.diff(group_starts(vocab, groups))
   if groups is not None:
     raise ValueError(
-      f"`groups` must be None beside `sizes`; got {groups} and {len(sizes)} sizes. Give one of the two."
+      f"`groups` must be None beside `sizes`; got {groups} and {len(sizes)} sizes. Give one"
+      " of the two."
     )
   if len(sizes) > vocab:
     raise ValueError(
-      f"`sizes` must have 1 to {vocab} entries for a vocabulary of {vocab}; got {len(sizes)}. Take them"
-      " from assign.grouping(assignment).sizes."
+      f"`sizes` must have 1 to {vocab} entries for a vocabulary of {vocab}; got {len(sizes)}. Take"
+      " them from assign.grouping(assignment).sizes."
     )
   empty = [g for g, size in enumerate(sizes) if size < 1]
   if empty:

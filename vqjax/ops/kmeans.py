@@ -1,9 +1,9 @@
-"""Which K centers stand for N weighted points, and which center is nearest to each point?
+"""k-means clustering of weighted points, and nearest centers.
 
-Lloyd's algorithm after a seeding that reads the points a few times, not K times: k-means|| draws
-some points by their cost in each of a few passes, and weighted k-means++ picks the seeds among
-them. Every pass goes over the points in chunks, scores a chunk by one matrix product and adds it to
-the sums of its clusters, so that [N, K] never exists and the points are never copied.
+Lloyd's algorithm follows a seeding that reads the points a few times instead of K times: k-means||
+draws points by their cost in each of a few passes, and weighted k-means++ picks the seeds among
+them. Every pass takes the points in chunks, scores a chunk by one matrix product and adds it to the
+sums of its clusters, so that [N, K] never exists and the points are never copied.
 """
 
 import functools
@@ -21,15 +21,15 @@ from vqjax.ops.tiles import default_tile, edge
 from vqjax.ops.vocab_parallel import Sharded, varying
 
 PASSES, DRAWS = 5, 2
-"""Passes over the points, and the candidates that each draws for every cluster."""
+"""Passes over the points of the seeding, and candidates that each pass draws for every cluster."""
 
 
 class KMeans(NamedTuple):
-  """What k-means found.
+  """Clusters of points.
 
   Attributes:
-    centers: a mean of points each, in float32.
-    assignment: the center nearest to each point, int32; the lowest of those equally near.
+    centers: weighted means of the clusters' points, float32.
+    assignment: nearest center of each point, int32; the lowest of equally near ones.
     inertia: sum over points of weight times squared distance to its center.
   """
 
@@ -48,29 +48,29 @@ def kmeans(
   chunk: int | None = None,
   axis: str | None = None,
 ) -> KMeans:
-  """Clusters of points such that sum_i w_i |x_i - c_a(i)|^2 is low, by Lloyd's iterations.
+  """k-means clusters: Lloyd's iterations on sum_i w_i |x_i - c_a(i)|² from k-means|| seeds.
 
-  The same key gives the same clusters, on any number of devices up to the order of float32 sums.
-  A cluster without weight moves to a point that costs most; it can stay empty where fewer than
-  `clusters` rows differ. It ends early where an iteration changes nothing. Sources: Lloyd 1982;
-  Bahmani et al. 2012, Algorithm 2, with draws of a fixed number without replacement; Arthur and
-  Vassilvitskii 2007, with the best of 2 + floor(ln K) draws at each step.
+  Equal keys give equal clusters, on any number of devices up to the order of float32 sums. A
+  cluster without weight moves to one of the points of highest cost; it can stay empty if fewer than
+  `clusters` points are distinct. Iterations end early when one changes nothing. Sources: Lloyd
+  1982; Bahmani et al. 2012, Algorithm 2, with draws of a fixed number without replacement; Arthur
+  and Vassilvitskii 2007, with the best of 2 + floor(ln K) draws at each step.
 
   Args:
-    key: what the seeding draws with.
-    points: rows of any float type; sums and distances are in float32.
+    key: random key of the seeding.
+    points: rows of any float type; sums and distances are computed in float32.
     clusters: K, at most N.
-    weights: of each point, at least 0; 1 by default.
-    iterations: updates of the centers, at most.
-    chunk: points that are scored at once; by default what suits the device.
-    axis: the axis of the mesh in context over which the points are spread.
+    weights: weight of each point, at least 0; None: 1.
+    iterations: largest number of updates of the centers.
+    chunk: number of points that are scored at once; None: that of `default_tile`.
+    axis: axis of the mesh in context over which the points are sharded.
 
   Raises:
-    ValueError: `clusters` is not in [1, N]; `iterations` is negative or `chunk` below 1; a row is
-      not finite, or a weight is negative or not finite or all are zero (where values are known).
+    ValueError: `clusters` is not in [1, N], `iterations` is negative, `chunk` is below 1, or,
+      outside of jit, a point or a weight is not finite, a weight is negative or all are zero.
   """
   _check_sizes(points.shape[0], clusters, iterations, chunk)
-  _check_rows("point", points, "remove such rows or set them to 0")
+  _check_rows("points", points, "Remove such rows or set them to 0.")
   if weights is None:
     weights = jnp.ones(points.shape[0], jnp.float32)
   _check_weights(weights)
@@ -80,7 +80,7 @@ def kmeans(
 def nearest(
   points: Float[Array, "N D"], centers: Float[Array, "K D"], *, chunk: int | None = None
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-  """The center nearest to each point, the lowest of those equally near, and its squared distance.
+  """Nearest center of each point (the lowest of equally near ones), and its squared distance.
 
   Raises:
     ValueError: there is no center, or `chunk` is below 1.
@@ -103,7 +103,7 @@ def _nearest(points, centers, chunk):
 def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
   n = points.shape[0]
   noise_key, seed_key = random.split(key)
-  # Drawn for all points at once: a point meets the same noise on any number of devices.
+  # Drawn for all points at once, so that a point has equal noise on any number of devices.
   noise_NP = random.gumbel(noise_key, (n, PASSES), jnp.float32)
   rows = (Sharded(points, 0), Sharded(weights.astype(jnp.float32), 0), Sharded(noise_NP, 0))
 
@@ -124,7 +124,7 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
 
 
 class _Data(NamedTuple):
-  """The points of this device, seen from `shift`: a common offset would cost their precision."""
+  """The points of this device, relative to `shift`: a large common offset would cost precision."""
 
   points: Array
   weights: Array
@@ -133,7 +133,7 @@ class _Data(NamedTuple):
   axis: str | None
 
   def rows(self, index: Array) -> Array:
-    """Rows of the points of all devices."""
+    """Points of all devices with the given indices."""
     return (
       vocab_parallel.sharded_lookup(self.points, index, self.axis, jnp.dtype(jnp.float32))
       - self.shift
@@ -141,7 +141,7 @@ class _Data(NamedTuple):
 
 
 class _Assigned(NamedTuple):
-  """A pass over the points: center and squared distance of each, sums and weight of a center."""
+  """Result of a pass: center and cost of each point, sum and weight of each cluster."""
 
   assignment: Array
   cost: Array
@@ -150,22 +150,25 @@ class _Assigned(NamedTuple):
 
 
 def _assign(data: _Data, centers_KD: Array) -> _Assigned:
-  """Each point's nearest center, and each center's sums over the points of this device."""
+  """Nearest center of each point of this device, and sums of each center over these points."""
   (n, d), k = data.points.shape, centers_KD.shape[0]
   size = (
     data.chunk or default_tile(n, k, vocab_parallel.platform(), vocab_parallel.devices()).tokens
   )
   size = min(size, n)
+  # |x - c|² / 2 without |x|² / 2, which all centers share.
   half_K = 0.5 * jnp.square(centers_KD).sum(axis=1)
 
   def step(found, index):
     at = edge(index, size, n)
     part = lambda x: lax.dynamic_slice_in_dim(x, at.start, size)
     rows_nD = part(data.points).astype(jnp.float32) - data.shift
-    # The last chunk overlaps the one before, whose points are in the sums already.
+    # The last chunk overlaps the one before, whose points have been added already.
     weights_n = jnp.where(at.fresh, part(data.weights), 0)
+    # The default precision of a GPU or TPU would confuse centers that are near each other.
     product_nK = jnp.matmul(rows_nD, centers_KD.T, precision=lax.Precision.HIGHEST)
     code_n = jnp.argmin(half_K - product_nK, axis=1).astype(jnp.int32)
+    # Not from the product, whose terms cancel for a point near its center.
     cost_n = jnp.square(rows_nD - centers_KD[code_n]).sum(axis=1)
     put = lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, at.start, axis=0)
     return _Assigned(
@@ -186,14 +189,14 @@ def _total(value: Any, axis: str | None) -> Any:
 
 
 def _means(data: _Data, found: _Assigned) -> tuple[Array, Array]:
-  """The mean of each cluster over all devices, and which clusters have no weight."""
+  """Means of the clusters over all devices, and a mask of clusters without weight."""
   sums_KD, mass_K = _total((found.sums, found.mass), data.axis)
   empty_K = mass_K == 0
   return sums_KD / jnp.where(empty_K, 1, mass_K)[:, None], empty_K
 
 
 def _lloyd(data: _Data, centers_KD: Array, iterations: int) -> Array:
-  """The centers after so many iterations, fewer where one changes nothing."""
+  """The centers after at most `iterations` updates; fewer if one changes nothing."""
 
   def update(state):
     index, old_KD, _ = state
@@ -210,7 +213,7 @@ def _lloyd(data: _Data, centers_KD: Array, iterations: int) -> Array:
 
 
 def _reseeded(data: _Data, cost_N: Array, centers_KD: Array, empty_K: Array) -> Array:
-  """The centers, the j-th empty one at the point that costs j-th most, if it costs anything."""
+  """The centers, the j-th empty one moved to the point of j-th highest cost above 0."""
   best = _best(data, data.weights * cost_N, centers_KD.shape[0])
   rank_K = jnp.minimum(jnp.cumsum(empty_K) - 1, best.tokens.shape[0] - 1)
   use_K = empty_K & (best.scores > 0)[rank_K]
@@ -218,7 +221,7 @@ def _reseeded(data: _Data, cost_N: Array, centers_KD: Array, empty_K: Array) -> 
 
 
 def _best(data: _Data, scores_N: Array, k: int) -> topk.TopK:
-  """The k highest scores of the points of all devices, and which points they are."""
+  """The k highest scores of the points of all devices, and their indices."""
   n = scores_N.shape[0]
   names_N = vocab_parallel.first_row(data.axis, n) + jnp.arange(n, dtype=jnp.int32)
   best = varying((topk.empty((), k), scores_N))[0]
@@ -226,14 +229,14 @@ def _best(data: _Data, scores_N: Array, k: int) -> topk.TopK:
 
 
 def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
-  """K of the points: k-means|| draws candidates, weighted k-means++ chooses among them."""
+  """K of the points: candidates drawn by k-means||, among which weighted k-means++ chooses."""
   n = data.points.shape[0]
   draws = min(vocab_parallel.rows_in_all(data.axis, n), max(64, DRAWS * clusters))
 
   def draw(state, noise_and_index):
     code_N, cost_N = state
     noise_N, index = noise_and_index
-    # The largest of log p + Gumbel noise are draws by p without replacement.
+    # The largest values of log p + Gumbel noise are draws from p without replacement.
     scores_N = jnp.log(_pull(data.weights, cost_N)) + noise_N
     rows = data.rows(jnp.maximum(_best(data, scores_N, draws).tokens, 0))
     found = _assign(data, rows)
@@ -254,16 +257,16 @@ def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
 
 
 def _pull(weights: Array, cost: Array) -> Array:
-  """What a draw is in proportion to: weight times cost, or the weight while there is no center."""
+  """Sampling weights: weight times cost, or the weight alone before the first center."""
   return weights * jnp.where(jnp.isinf(cost), 1, cost)
 
 
 def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, own_C: Array, clusters: int) -> Array:
-  """Indices of K rows: each is drawn by weighted cost, the best of a few draws.
+  """Indices of K rows, each the best of a few draws by weighted cost.
 
-  The points that a candidate stands for, of weight `mass_C`, cost `own_C` on the average even with
-  a seed there, and no seed is thought to be nearer: or a second seed among many alike points, each
-  far from the next in a space of many dimensions, would seem to be worth as much as all of them.
+  A candidate represents points of weight `mass_C`, whose mean cost is `own_C` even with a seed at
+  the candidate; no seed is assumed to reduce it further. Otherwise a second seed among many similar
+  points that are far apart, as in a space of many dimensions, would seem to remove all their cost.
   """
   count, tries = rows_CD.shape[0], 2 + int(math.log(clusters))
   norm_C = jnp.square(rows_CD).sum(axis=1)
@@ -283,13 +286,15 @@ def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, own_C: Array, clusters
 
 def _check_sizes(n: int, clusters: int, iterations: int, chunk: int | None) -> None:
   if clusters < 1:
-    raise ValueError(f"K {clusters} is below 1; give at least one cluster")
+    raise ValueError(f"`clusters` must be at least 1; got {clusters}. Give the number of centers.")
   if clusters > n:
-    raise ValueError(f"K {clusters} for {n} points; give at most {n}")
+    raise ValueError(
+      f"`clusters` must be at most {n}, the number of points; got {clusters}. Give fewer."
+    )
   if iterations < 0:
-    raise ValueError(f"iterations {iterations} is negative; give 0 for the seeds alone")
+    raise ValueError(f"`iterations` must be at least 0; got {iterations}. 0 returns the seeds.")
   if chunk is not None and chunk < 1:
-    raise ValueError(f"chunk {chunk} is below 1; give the points that are scored at once, or None")
+    raise ValueError(f"`chunk` must be at least 1; got {chunk}. None suits the device.")
 
 
 _finite = jax.jit(lambda rows: jnp.isfinite(rows).reshape(rows.shape[0], -1).all(axis=1))
@@ -301,17 +306,20 @@ def _check_rows(name: str, rows: Array, remedy: str) -> None:
   bad = np.flatnonzero(~np.asarray(_finite(rows)))
   if bad.size:
     raise ValueError(
-      f"{name} {bad[0]} is not finite ({bad.size} such of {rows.shape[0]}); {remedy}"
+      f"`{name}` must be finite; got {bad.size} of {rows.shape[0]} that are not, first {bad[0]}."
+      f" {remedy}"
     )
 
 
 def _check_weights(weights: Array) -> None:
   if isinstance(weights, jax.core.Tracer):
     return
-  _check_rows("weight", weights, "give finite ones")
+  _check_rows("weights", weights, "Give finite numbers.")
   values = np.asarray(weights, np.float32)
   if values.min() < 0:
     first = int(np.argmax(values < 0))
-    raise ValueError(f"weight {first} is {values[first]}; give weights of at least 0")
+    raise ValueError(f"`weights` must be at least 0; got {values[first]} for point {first}.")
   if not values.any():
-    raise ValueError("all weights are zero; give some point a weight above 0")
+    raise ValueError(
+      "`weights` must not all be 0; got no point with a weight. Give some point one."
+    )

@@ -1,8 +1,7 @@
-"""How do integers below K lie in memory at ceil(log2 K) bits each, and how are some rows read back?
+"""Tables of integers below K at ceil(log2 K) bits a number, and access to some of their rows.
 
-The numbers of a table [V, M] follow one another without a gap, row after row, the low bit first:
-number i has the bits [i·b, (i + 1)·b) of the bytes, in the order of NumPy's
-`packbits(bitorder="little")`.
+The numbers of a table [V, M] are stored without gaps, row after row, low bit first: number i has
+bits [i·b, (i + 1)·b) of the bytes, in the order of NumPy's `packbits(bitorder="little")`.
 """
 
 import math
@@ -13,79 +12,79 @@ import numpy as np
 from jaxtyping import Array, Int, Integer, UInt8, UInt32
 
 BLOCK = 2**10
-"""Rows that are packed at a time: a multiple of 8, so that every block ends with a whole byte."""
+"""Rows that are packed at a time; a multiple of 8, so that every block ends at a byte."""
 
 MOST_BITS = 32
 
 
 def bits_for(codes: int) -> int:
-  """Bits of a number in [0, codes): ceil(log2 codes); 0 where there is nothing to tell apart.
+  """Bits of a number in [0, codes): ceil(log2 codes), 0 for a single code.
 
   Raises:
-    ValueError: codes is below 1 or above 2^32.
+    ValueError: `codes` is below 1 or above 2^32.
   """
   if not 1 <= codes <= 2**MOST_BITS:
-    raise ValueError(f"codes {codes} are not between 1 and 2^{MOST_BITS}; give another number")
+    raise ValueError(f"`codes` must be in [1, 2^{MOST_BITS}]; got {codes}. 2 to 65536 is usual.")
   return (codes - 1).bit_length()
 
 
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
-  """Bytes of a packed table."""
+  """Number of bytes of a packed table."""
   return -(-rows * columns * bits // 8)
 
 
 @runtime_checkable
-class Table(Protocol):
-  """Rows of numbers: an array, or what makes some of its rows when they are asked for."""
+class RowSource(Protocol):
+  """A table of integers: an array, or an object that computes slices of rows."""
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """(rows, columns)."""
+    """Numbers of rows and columns."""
 
   def __getitem__(self, rows: slice) -> Integer[np.ndarray, "n M"]:
-    """Some rows."""
+    """A slice of rows."""
 
 
-def packed(table: Table, bits: int) -> UInt8[np.ndarray, "bytes"]:
-  """The table at `bits` bits a number; at most a block of its rows is held unpacked.
+def packed(table: RowSource, bits: int) -> UInt8[np.ndarray, "bytes"]:
+  """The bytes of a table at `bits` bits a number; at most one block of rows is held unpacked.
 
   Raises:
-    ValueError: a number is negative or needs more bits.
+    ValueError: a number is negative or needs more than `bits` bits.
   """
   rows, columns = table.shape
-  found = np.empty(packed_bytes(rows, columns, bits), np.uint8)
+  data = np.empty(packed_bytes(rows, columns, bits), np.uint8)
   for first in range(0, rows, BLOCK):
     block = np.asarray(table[first : first + BLOCK])
     wrong = (block < 0) | (block.astype(np.uint64) >> np.uint64(bits) != 0)
     if wrong.any():
       row, column = np.argwhere(wrong)[0]
       raise ValueError(
-        f"number {block[row, column]} at [{first + row}, {column}] does not fit {bits} bits; give"
-        " more bits, or the right numbers"
+        f"`table` must be in [0, 2^{bits}); got {block[row, column]} at [{first + row}, {column}]."
+        " Give more bits, or correct the number."
       )
     bit = block[..., None].astype(np.uint32) >> np.arange(bits, dtype=np.uint32) & np.uint32(1)
-    some = np.packbits(bit.astype(np.uint8).reshape(-1), bitorder="little")
+    part = np.packbits(bit.astype(np.uint8).reshape(-1), bitorder="little")
     start = first * columns * bits // 8
-    found[start : start + len(some)] = some
-  return found
+    data[start : start + len(part)] = part
+  return data
 
 
 def unpacked_rows(
   data: UInt8[Array, "bytes"], row: Int[Array, "*B"], columns: int, bits: int
 ) -> UInt32[Array, "*B M"]:
-  """Rows of a packed table; those outside it are some row of it. Jittable; reads these rows only.
+  """Rows of a packed table, from the bytes of these rows; a `row` out of range gives some row.
 
   Raises:
-    ValueError: the table has more bytes than an int32 counts.
+    ValueError: the table has 2^31 bytes or more.
   """
   if data.size >= 2**31:
-    raise ValueError(f"a packed table of {data.size} bytes is beyond 2^31; split it")
+    raise ValueError(f"`data` must be below 2^31 bytes; got {data.size}. Split the table.")
   shape = row.shape
   if not bits * columns:
     return jnp.zeros((*shape, columns), jnp.uint32)
   row = row.reshape(-1).astype(jnp.int32)
-  # The first bit of row v is v·(8q + r). Eight rows fill 8q + r bytes, so that no product is larger
-  # than the number of bytes there are, or than 64.
+  # The first bit of row v is v·(8q + r), which may exceed int32. Eight rows fill 8q + r bytes, so
+  # that no product below is larger than the number of bytes, or than 64.
   whole, rest = divmod(columns * bits, 8)
   eights, left = row // 8, row % 8
   first_byte = row * whole + eights * rest + left * rest // 8
@@ -98,18 +97,18 @@ def unpacked_rows(
 
 
 def _windows(data, start, length):
-  """`length` bytes from each start; beyond the end they are anything."""
-  place = start[:, None] + jnp.arange(length, dtype=jnp.int32)
-  return data.at[place].get(mode="clip")
+  """`length` bytes from each start on; arbitrary beyond the end."""
+  index = start[:, None] + jnp.arange(length, dtype=jnp.int32)
+  return data.at[index].get(mode="clip")
 
 
 def _numbers(byte_NB, shift_N, columns, bits):
-  """Numbers from the bytes of each row, whose first bit is `shift` bits into its first byte."""
+  """Numbers from the bytes of each row, which begins `shift` bits into its first byte."""
   if shift_N is not None:
     after = jnp.pad(byte_NB[:, 1:], ((0, 0), (0, 1)))
     shift = shift_N[:, None]
     byte_NB = (byte_NB >> shift | after << (8 - shift)) & 0xFF
-  # Each number has the same place in every row now: it lies in at most 5 bytes.
+  # Now a number has the same bits in every row; they are spread over at most 5 bytes.
   first = np.arange(columns) * bits
   number = jnp.zeros((byte_NB.shape[0], columns), jnp.uint32)
   for step in range(math.ceil((bits + 7) / 8)):
@@ -124,7 +123,7 @@ def _numbers(byte_NB, shift_N, columns, bits):
 def is_below(
   data: UInt8[np.ndarray, "bytes"], shape: tuple[int, int], bits: int, most: int
 ) -> bool:
-  """Whether every number of a packed table is below `most`; a block at a time."""
+  """Whether every number of a packed table is below `most`; one block is unpacked at a time."""
   rows, columns = shape
   if most >= 2**bits:
     return True

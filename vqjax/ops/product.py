@@ -1,9 +1,9 @@
-"""How are the rows of a weight composed from a few codes each, and scored without composing them?
+"""Rows of a weight as product codes: composition, nearest codes, and scores without composition.
 
-Row v is the concatenation of M sub-vectors, the m-th of which is one of the K of table m: the one
-that code m of v names. (One table may serve all m, and whole vectors may be averaged instead of
-laid side by side.) A latent row may stand for the codes while they are learned: the nearest
-sub-vectors make the row, and the latent row gets the row's gradient as it is (straight-through).
+Row v is the concatenation of M sub-vectors; the m-th is the vector of table m with the index that
+code m of v gives. One table may serve all m, and vectors of full width may be averaged instead of
+concatenated. While codes are learned, a latent row may determine them: the nearest sub-vectors
+compose the row, and the latent row gets the gradient of the row (straight-through).
 """
 
 import jax.numpy as jnp
@@ -16,43 +16,43 @@ from vqjax.ops import vocab_parallel
 def compose(
   codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"], additive: bool = False
 ) -> Float[Array, "*W D"]:
-  """Rows from their codes: D = M·C, or the mean of the M vectors; Q is M, or 1 for all of them."""
+  """Rows from their codes: M concatenated vectors, or their mean; Q is M, or 1 if they share."""
   return joined(chosen_parts(codes, tables), additive)
 
 
 def chosen_parts(
   codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"]
 ) -> Float[Array, "*W M C"]:
-  """The sub-vector that each code names."""
+  """Sub-vectors with the indices that the codes give."""
   return tables[jnp.arange(codes.shape[-1]) if tables.shape[0] > 1 else 0, codes]
 
 
 def joined(parts: Float[Array, "*W M C"], additive: bool) -> Float[Array, "*W D"]:
-  """Sub-vectors side by side, or their mean."""
+  """Concatenation of the sub-vectors of each row, or their mean."""
   if additive:
     return parts.mean(axis=-2)
   return parts.reshape(*parts.shape[:-2], parts.shape[-2] * parts.shape[-1])
 
 
 def nearest_codes(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Int[Array, "W M"]:
-  """The code of the nearest sub-vector of each table; the first of equally near ones."""
+  """Code of the nearest sub-vector of each table; the lowest of equally near ones."""
   latent_WMC = latent.reshape(latent.shape[0], tables.shape[0], -1).astype(jnp.float32)
   tables = tables.astype(jnp.float32)
-  # |x - t|^2 / 2 without the part that all tables share.
+  # |x - t|² / 2 without |x|² / 2, which all codes share.
   product_WMK = jnp.einsum("wmc,mkc->wmk", latent_WMC, tables)
   distance_WMK = (tables**2).sum(axis=-1) / 2 - product_WMK
   return jnp.argmin(distance_WMK, axis=-1).astype(jnp.int32)
 
 
 def nearest_rows(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Float[Array, "W D"]:
-  """The rows that the nearest codes compose, differentiable in the tables alone."""
+  """Rows that the nearest codes compose, differentiable only in the tables."""
   return compose(nearest_codes(*map(lax.stop_gradient, (latent, tables))), tables)
 
 
 def quantized(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Float[Array, "W D"]:
-  """The rows that the nearest codes compose; latent rows get the gradient straight through.
+  """Rows that the nearest codes compose, with a straight-through gradient of the latent rows.
 
-  The tables get the exact gradient of what was composed of them.
+  The tables get the exact gradient of the composed rows.
   """
   row_WD = nearest_rows(latent, tables)
   return row_WD + (latent - lax.stop_gradient(latent)).astype(row_WD.dtype)
@@ -61,7 +61,7 @@ def quantized(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Flo
 def partial_scores(
   hidden: Float[Array, "*B D"], tables: Float[Array, "M K C"], dtype
 ) -> Float[Array, "*B M K"]:
-  """Scores of every sub-vector of every table, float32: what decoding looks up."""
+  """Scores of every sub-vector of every table, float32, of which `summed_scores` adds up rows."""
   hidden_BMC = hidden.reshape(*hidden.shape[:-1], tables.shape[0], -1)
   return jnp.einsum(
     "...mc,mkc->...mk",
@@ -74,7 +74,8 @@ def partial_scores(
 def summed_scores(
   partial: Float[Array, "*B M K"], codes: Integer[Array, "W M"]
 ) -> Float[Array, "*B W"]:
-  """The scores of rows with these codes: a sum of M looked-up numbers each."""
+  """Scores of the rows with these codes: sums of M gathered numbers each."""
+  # One table at a time: a single gather would be an array [*B, W, M].
   table_MBK = jnp.moveaxis(partial, -2, 0)
 
   def add(total, part):

@@ -1,10 +1,10 @@
-"""How is a vector replaced by M of K codes each, and what gradient passes?
+"""Differentiable quantisation of vectors by M codes of K values each.
 
-A vector [D] is cut into M parts of C = D/M numbers, each of which is answered by a part of a table
-[M, K, C]; a table [1, K, C] is shared by all parts. Or it is not cut (additive): a vector [1, D] is
-answered by M parts of D numbers each, whose mean stands for it. Source: Chen et al., Differentiable
-product quantization for end-to-end embedding compression, 2020, Eq. 1-7; the letters M and K are
-its D and K.
+A vector [D] is split into M parts of C = D/M numbers, each of which is replaced by a vector of its
+table in [M, K, C]; a table [1, K, C] is shared by all parts. In additive quantisation the vector is
+not split: a query [1, D] is replaced by the mean of M vectors of D numbers. Source: Chen et al.,
+Differentiable product quantization for end-to-end embedding compression, 2020, Eq. 1-7; M and K
+here are D and K there.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from vqjax.ops import product, tiles, vocab_parallel
 
 Response = Callable[[Array, Array], Array]
-"""(query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32: the larger, the nearer."""
+"""(query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32, larger for nearer keys."""
 
 
 def dot_response(
   query: Float[Array, "*B P C"], keys: Float[Array, "Q K C"]
 ) -> Float[Array, "*B M K"]:
-  """Inner products: Eq. 3. One of P and Q may be 1, the other is M."""
+  """Inner products of queries and keys (Eq. 3). One of P and Q may be 1; the other is M."""
   query, keys = query.astype(jnp.float32), keys.astype(jnp.float32)
   if keys.shape[0] == 1:
     return jnp.einsum("...mc,kc->...mk", query, keys[0])
@@ -36,7 +36,8 @@ def dot_response(
 def euclidean_response(
   query: Float[Array, "*B P C"], keys: Float[Array, "Q K C"]
 ) -> Float[Array, "*B M K"]:
-  """Minus the squared distances: Eq. 6. In float32, where those of half precision overflow."""
+  """Negative squared distances of queries and keys (Eq. 6)."""
+  # Squares of half-precision numbers overflow.
   query, keys = query.astype(jnp.float32), keys.astype(jnp.float32)
   squares = (query**2).sum(axis=-1)[..., None] + (keys**2).sum(axis=-1)
   return 2 * dot_response(query, keys) - squares
@@ -45,7 +46,7 @@ def euclidean_response(
 def cosine_response(
   query: Float[Array, "*B P C"], keys: Float[Array, "Q K C"]
 ) -> Float[Array, "*B M K"]:
-  """Cosines; 0 for a vector of zeros."""
+  """Cosines of queries and keys; 0 for a vector of zeros."""
   return dot_response(_unit(query.astype(jnp.float32)), _unit(keys.astype(jnp.float32)))
 
 
@@ -57,15 +58,16 @@ def _unit(x):
 
 
 def in_chunks(function: Callable[[Any], Any], tokens: Any, scores: int) -> Any:
-  """function of the arrays [N, ...] of a tree, for a few tokens at a time; results [N, ...] too.
+  """`function(tokens)`, applied to chunks of the tokens: a tree of [N, ...] -> one of [N, ...].
 
-  Where all tokens have too many scores for one tile, what `function` holds is computed again in the
-  backward pass, and so never held for more than a chunk. Each device of a mesh cuts its own tokens.
+  If the scores of all tokens exceed one tile, the intermediate values of `function` are computed
+  again in the backward pass, and exist for one chunk at a time. Each device of a mesh splits its
+  own tokens.
 
   Args:
-    function: treats every token alone.
+    function: treats every token independently.
     tokens: its argument.
-    scores: how many numbers it holds of a token.
+    scores: number of intermediate values of `function` for one token.
   """
   total = jax.tree.leaves(tokens)[0].shape[0]
   layout = vocab_parallel.token_shards(None)
@@ -74,23 +76,24 @@ def in_chunks(function: Callable[[Any], Any], tokens: Any, scores: int) -> Any:
   if count == 1:
     return function(tokens)
   size = -(-own // count)
-  filled = layout.count * count * size - total
+  padding = layout.count * count * size - total
 
   def cut(x):
-    x = jnp.pad(x, [(0, filled)] + [(0, 0)] * (x.ndim - 1))
+    x = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
     x = x.reshape(layout.count, count, size, *x.shape[1:])
+    # Chunks are the outer axis, so that each chunk has tokens of every device.
     return layout.keep(jnp.moveaxis(x, 1, 0).reshape(count, -1, *x.shape[3:]), axis=1)
 
   def join(x):
     x = x.reshape(count, layout.count, size, *x.shape[2:])
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])[:total]
 
-  found = lax.map(jax.checkpoint(function), jax.tree.map(cut, tokens))
-  return jax.tree.map(join, found)
+  return jax.tree.map(join, lax.map(jax.checkpoint(function), jax.tree.map(cut, tokens)))
 
 
 def _chunks(tokens: int, scores: int) -> int:
-  """As few as hold at most a tile of scores each; a divisor of the tokens where one is near."""
+  """The fewest chunks of at most a tile of scores each, or a near divisor of the tokens."""
+  # A divisor needs no padding, which would copy the tokens.
   least = max(1, min(tokens, -(-tokens * scores // tiles.most_scores())))
   return next((count for count in range(least, 2 * least) if tokens % count == 0), least)
 
@@ -103,13 +106,13 @@ def moments_of(
 ) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
   """Mean and variance of each code's responses [N, M, K], over the mask's tokens and all parts.
 
-  Zero both where the mask has no token. A few tokens at a time: `in_chunks`.
+  Both are 0 if the mask has no token. Responses are computed `in_chunks`.
   """
   weight = jnp.ones(len(query)) if mask is None else mask.astype(jnp.float32)
   if not len(query):
-    nothing = jnp.zeros(jax.eval_shape(respond, query).shape[-1:])
-    return nothing, nothing
-  # About the responses of one token: sums of squares lose no digits to a mean far from zero.
+    zero = jnp.zeros(jax.eval_shape(respond, query).shape[-1:])
+    return zero, zero
+  # Relative to the responses of one token: E[x²] - E[x]² would cancel if the mean were far from 0.
   first = query[jnp.argmax(weight)][None]
   center = lax.stop_gradient(respond(first)).mean(axis=(0, 1))
 
@@ -128,7 +131,7 @@ def moments_of(
 def weighted(
   weights: Float[Array, "*B M K"], values: Float[Array, "Q K C"], additive: bool = False
 ) -> Float[Array, "*B D"]:
-  """`product.compose`, where every code counts by its weight: one-hot weights choose."""
+  """Weighted sums of the values of all codes; one-hot weights equal `product.compose`."""
   if values.shape[0] == 1:
     parts = jnp.einsum("...mk,kc->...mc", weights, values[0])
   else:
@@ -143,12 +146,12 @@ def softmax_quantized(
   forward_temperature: float = 0.0,
   additive: bool = False,
 ) -> tuple[Float[Array, "*B D"], Int[Array, "*B M"]]:
-  """DPQ-SX: the value of the best code, with the gradient of a softmax: Eq. 4 and 5.
+  """DPQ-SX: the value of the best code, with the gradient of a softmax (Eq. 4 and 5), and the code.
 
-  The vector is exactly that of the code. Its gradient in the responses is that of
-  softmax(response / temperature) · values, in the values that of the one-hot code. With a
-  `forward_temperature` above 0 the vector is the softmax's own at that temperature, and the values
-  have its gradient.
+  The vector equals the value of the code exactly. Its gradient in the responses is that of
+  softmax(response / temperature) · values, and in the values that of the one-hot code. With a
+  `forward_temperature` above 0 the vector is softmax(response / forward_temperature) · values, and
+  the values have its gradient.
   """
   code = jnp.argmax(response, axis=-1).astype(jnp.int32)
   soft = jax.nn.softmax(response / temperature, axis=-1)
@@ -168,9 +171,9 @@ def _hard_forward(soft, values, code):
   return product.chosen_parts(code, values), (soft, values, code)
 
 
-def _hard_backward(kept, d_parts):
-  soft, values, code = kept
-  # A one-hot product, not a scatter: responses of this size are there already.
+def _hard_backward(saved, d_parts):
+  soft, values, code = saved
+  # A one-hot product, which is faster than a scatter; the responses are of its size anyway.
   one_hot = jax.nn.one_hot(code, values.shape[1], dtype=d_parts.dtype)
   if values.shape[0] == 1:
     d_soft = jnp.einsum("...mc,kc->...mk", d_parts, values[0])
@@ -187,24 +190,27 @@ _hard.defvjp(_hard_forward, _hard_backward)
 def straight_through(
   row: Float[Array, "*B D"], query: Float[Array, "*B D"]
 ) -> Float[Array, "*B D"]:
-  """DPQ-VQ: exactly the row, with the gradient of the query: Eq. 7. The row itself has none."""
+  """DPQ-VQ: the row, with the straight-through gradient of the query (Eq. 7)."""
+  # Not query + stop_gradient(row - query), whose value would be a rounding off the row.
   return lax.stop_gradient(row) + (query - lax.stop_gradient(query)).astype(row.dtype)
 
 
 def rotated(row: Float[Array, "*B D"], query: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-  """Exactly the row, with the gradient of the rotation and scaling that takes the query to it.
+  """The row, with the gradient of the rotation and scaling that takes the query to it.
 
-  Of a product code the parts [*B, M, C] are rows and queries of their own.
-  Both are constants in the gradient. A vector of zeros passes none. Source: Fifty et al.,
+  Rotation and scaling are constants in the gradient, and a vector of zeros passes no gradient. The
+  parts [*B, M, C] of a product code are separate rows and queries. Source: Fifty et al.,
   Restructuring vector quantization with the rotation trick, 2024, Eq. 4.
   """
   query32, row32 = query.astype(jnp.float32), lax.stop_gradient(row).astype(jnp.float32)
   fixed = lax.stop_gradient(query32)
   q, e = _unit(fixed), _unit(row32)
   between = _unit(q + e)
-  norms = [jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (row32, fixed)]
-  scale = jnp.where(norms[1] > 0, norms[0] / jnp.where(norms[1] > 0, norms[1], 1.0), 0.0)
+  norm = lambda x: jnp.linalg.norm(x, axis=-1, keepdims=True)
+  query_norm = norm(fixed)
+  scale = jnp.where(query_norm > 0, norm(row32) / jnp.where(query_norm > 0, query_norm, 1.0), 0.0)
   along = lambda x, axis: (x * axis).sum(axis=-1, keepdims=True)
+  # A product of two reflections, O(D), instead of a rotation matrix [D, D].
   turned = query32 - 2 * along(query32, between) * between + 2 * along(query32, q) * e
   moved = scale * turned
   return lax.stop_gradient(row) + (moved - lax.stop_gradient(moved)).astype(row.dtype)
@@ -213,19 +219,15 @@ def rotated(row: Float[Array, "*B D"], query: Float[Array, "*B D"]) -> Float[Arr
 def mean_distance(
   row: Float[Array, "*B D"], query: Float[Array, "*B D"], mask: Bool[Array, "*B"] | None = None
 ) -> Float[Array, ""]:
-  """Mean of the squared differences over the tokens of the mask and their D numbers."""
+  """Mean of the squared differences over the mask's tokens and their D numbers."""
   count = row.size if mask is None else jnp.maximum(mask.sum() * row.shape[-1], 1)
-  return _summed_squares(row, query, mask) / count
+  return summed_distance(row, query, mask) / count
 
 
 def summed_distance(
   row: Float[Array, "*B D"], query: Float[Array, "*B D"], mask: Bool[Array, "*B"] | None = None
 ) -> Float[Array, ""]:
-  """Sum of the squared differences over the tokens of the mask and their D numbers."""
-  return _summed_squares(row, query, mask)
-
-
-def _summed_squares(row, query, mask):
+  """Sum of the squared differences over the mask's tokens and their D numbers."""
   square = (row.astype(jnp.float32) - query.astype(jnp.float32)) ** 2
   return (square if mask is None else jnp.where(mask[..., None], square, 0.0)).sum()
 
@@ -233,14 +235,14 @@ def _summed_squares(row, query, mask):
 def noise(
   key: PRNGKeyArray, index: Int[Array, "N"], shape: tuple[int, int]
 ) -> Float[Array, "N M K"]:
-  """Gumbel noise of tokens by their indices: that of a token does not depend on the others."""
+  """Gumbel noise of tokens from their indices, independent of the other tokens of the batch."""
   return jax.vmap(lambda one: jax.random.gumbel(jax.random.fold_in(key, one), shape))(index)
 
 
 def code_counts(
   codes: Int[Array, "*B M"], count: int, mask: Bool[Array, "*B"] | None = None
 ) -> Float[Array, "M K"]:
-  """How many tokens of the mask have each code, in each subspace."""
+  """Number of the mask's tokens that have each code, in each subspace."""
   flat = codes.reshape(-1, codes.shape[-1])
   weight = jnp.ones(flat.shape[0]) if mask is None else mask.reshape(-1).astype(jnp.float32)
   counts = lambda column: jnp.zeros(count).at[column].add(weight)
@@ -248,7 +250,7 @@ def code_counts(
 
 
 def code_perplexity(counts: Float[Array, "*M K"]) -> Float[Array, "*M"]:
-  """exp of the entropy of the codes: K where all are used alike, 1 where one is; 0 without any."""
+  """exp of the entropy of the codes: K for uniform counts, 1 for a single code, 0 for no counts."""
   total = counts.sum(axis=-1, keepdims=True)
   share = counts / jnp.maximum(total, 1)
   entropy = -jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0).sum(-1)
@@ -262,7 +264,7 @@ def gathered_sums(
   count: int,
   mask: Bool[Array, "*B"] | None = None,
 ) -> tuple[Float[Array, "Q K"], Float[Array, "Q K C"]]:
-  """Tokens on each code of each of `tables` tables, 1 or M, and the sum of their queries."""
+  """Number of tokens, and sum of their queries, of each code of `tables` (1 or M) tables."""
   one_hot = jax.nn.one_hot(codes, count, dtype=jnp.float32)
   if mask is not None:
     one_hot = jnp.where(mask[..., None, None], one_hot, 0.0)
@@ -279,7 +281,7 @@ def gathered_sums(
 def averaged(
   count: Float[Array, "Q K"], total: Float[Array, "Q K C"], epsilon: float
 ) -> Float[Array, "Q K C"]:
-  """Centroids from running counts and sums, the counts smoothed by Laplace's rule.
+  """Centroids from running counts and sums, with Laplace smoothing of the counts.
 
   Source: van den Oord et al., Neural discrete representation learning, 2017, Appendix A.1.
   """
@@ -295,10 +297,10 @@ def drawn_queries(
   shape: tuple[int, int],
   mask: Bool[Array, "*B"] | None = None,
 ) -> Float[Array, "Q K C"]:
-  """A query of a random token of the mask for each code of each table; equal ones may come up."""
+  """Queries of random tokens of the mask, with replacement, one for each code of each table."""
   flat = query.reshape(-1, *query.shape[-2:])
   weight = jnp.ones(flat.shape[0]) if mask is None else mask.reshape(-1).astype(jnp.float32)
   row = jax.random.categorical(key, jnp.log(weight), shape=shape)
-  # Of a shared table, any part will do; there is one for each code.
+  # Parts of a token are equally good for a shared table: take them in turn.
   part = jnp.arange(shape[0])[:, None] if shape[0] > 1 else jnp.arange(shape[1])[None]
   return flat[row, part % flat.shape[1]]

@@ -215,7 +215,8 @@ def ragged_outer(
 ) -> Float[Array, "G X Y"]:
   """Sums of left[n] · right[n]ᵀ over the rows n of each group, in float32.
 
-  Rows are sorted by group as in `ragged_product`. An empty group has a sum of 0. Rows beyond all groups are left out, whatever they hold.
+  Rows are sorted by group as in `ragged_product`. An empty group has a sum of 0. Rows beyond all
+  groups are left out, even if they hold nan.
   """
   run = _outer_by_blocks if vocab_parallel.platform() == "cpu" else _outer_native
   return sequential_vmap(run)(left, right, counts)
@@ -234,7 +235,7 @@ def _outer_native(left, right, counts):
 
 
 class _Blocks(NamedTuple):
-  """Blocks of consecutive rows of one group: their number, and group, first row and size of each."""
+  """Blocks of consecutive rows of one group: number; and group, first row and size of each."""
 
   count: Array
   group: Array

@@ -220,8 +220,8 @@ def check_options(temperature: float | int, top_k: int | None, top_p: float | No
   """Raises ValueError if an option of `sample` is out of range."""
   if not 0 <= temperature < math.inf:
     raise ValueError(
-      f"`temperature` must be finite and at least 0; got {temperature}. 0 is the arg max, 1 keeps the"
-      " distribution."
+      f"`temperature` must be finite and at least 0; got {temperature}. 0 is the arg max, 1 keeps"
+      " the distribution."
     )
   if top_k is not None and top_k < 1:
     raise ValueError(f"`top_k` must be at least 1; got {top_k}. Use None for no limit.")

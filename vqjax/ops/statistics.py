@@ -281,8 +281,8 @@ def _pass_forward(plan, *primals):
 def _pass_backward(plan, saved, cotangents):
   layer, row_PN, z, excess_PN, top_token_PNk = saved
   # XLA removes unused gradients of operands from the loops by itself, but not the terms of
-  # statistics that a loss only reports: p · 0 may be nan. The zeros are known only here, and without
-  # this line an unused top-5 costs a scatter for each tile.
+  # statistics that a loss only reports (p · 0 may be nan), such as a scatter at each tile for an
+  # unused top-5. Only symbolic zeros tell which they are.
   own, log_z, entropy, score_sum, best_own, _ = (
     None if isinstance(x, SymbolicZero) else x for x in cotangents
   )

@@ -118,7 +118,7 @@ class Scoring(NamedTuple):
 
 
 class Linear(NamedTuple):
-  """Operands of a linear layer: hidden [P, N, D], weight [V, D] as `RowFactory`, bias [V] or None."""
+  """Operands of a layer: hidden [P, N, D], weight [V, D] as `RowFactory`, bias [V] or None."""
 
   hidden: Array
   weight: RowFactory
