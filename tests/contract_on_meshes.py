@@ -161,7 +161,7 @@ class ContractOnMeshes:
     expected = alone.apply(variables, hidden, tokens, method="log_prob")
     found = head.apply(variables, hidden, tokens, method="log_prob")
     np.testing.assert_array_equal(found, expected)
-    message = "vocab_axis.*model.*rows, columns"
+    message = "`vocab_axis`.*rows, columns; got .model."
     other = jax.make_mesh((4, 2), ("rows", "columns"), (AxisType.Auto,) * 2)
     for argument, method in ((tokens, "log_prob"), (1, "top_k")):
       with jax.set_mesh(other), pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Does the beam find what an exhaustive search finds, and stop when it has it?"""
+"""Tests of beam search against an exhaustive search."""
 
 import itertools
 
@@ -13,7 +13,7 @@ V, EOS = 4, 0
 
 
 def model(seed, length):
-  """Log-probabilities [T, V, V] of the next token, given the place and the token before."""
+  """Log-probabilities [T, V, V] of the next token, given the position and the token before."""
   scores = np.random.default_rng(seed).normal(size=(length, V, V)) * 2
   return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
 
@@ -73,7 +73,7 @@ def test_one_beam_is_greedy_while_nothing_ends():
 
 
 def test_rows_have_beams_of_their_own():
-  """Each row begins in another place of the table: the state goes with its row."""
+  """Each row starts at another index of the table, which its state holds."""
   table = model(4, 8)
   starts = jnp.repeat(jnp.array([0, 3]), 6)
   both = beam_search(step_of(table), starts, rows=2, beams=6, length=4, eos=EOS)

@@ -1,4 +1,4 @@
-"""Do the masses of codes and the draws inside a code follow their definitions?"""
+"""Tests of masses of codes and of draws within a code, against their definitions."""
 
 import jax
 import jax.numpy as jnp

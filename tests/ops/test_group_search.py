@@ -1,4 +1,4 @@
-"""Does visiting some groups find what scoring all of them finds, and does it visit few?"""
+"""Tests of best-first search over groups against a search of all of them."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Do group and slot name each token exactly once?"""
+"""Tests of groups, slots and orders of a vocabulary."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Are points with their nearest center, and is the inertia as low as another library's?"""
+"""Tests of k-means: nearest centers, inertia against scikit-learn, meshes, and errors."""
 
 import functools
 

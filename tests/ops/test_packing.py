@@ -1,4 +1,4 @@
-"""Do packed numbers come back, in exactly as many bits as they need?"""
+"""Tests of packed integers: round trips, exact sizes, and errors."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Do the functions of quantisers have the gradients that they define, at the edges too?"""
+"""Tests of the values and gradients that the functions of quantisers define."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Are the slots of unshared groups scored exactly, in a loop and in a product?"""
+"""Tests of unshared groups, in the loop of a CPU and in the ragged product of accelerators."""
 
 import functools
 

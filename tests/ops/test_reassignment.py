@@ -1,4 +1,4 @@
-"""Does a sample gain what is promised when tokens change their codes, and never lose?"""
+"""Tests of the reassignment of tokens to codes: its bound, its splits and its limits."""
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +7,15 @@ import pytest
 
 from vqjax.ops import reassignment
 
-VOCAB, CODES, WIDTH, PLACES = 53, 7, 5, 600
+VOCAB, CODES, WIDTH, POSITIONS = 53, 7, 5, 600
 
 
 def problem(seed, codes=CODES, bias=False, scale=1.0):
   """Hidden vectors that say which of ten topics a token is from, and codes that do not know it."""
   rng = np.random.default_rng(seed)
-  tokens = np.minimum(rng.zipf(1.3, PLACES) - 1, VOCAB - 1).astype(np.int32)
+  tokens = np.minimum(rng.zipf(1.3, POSITIONS) - 1, VOCAB - 1).astype(np.int32)
   topic = rng.normal(size=(10, WIDTH))
-  hidden = topic[tokens % 10] + 0.3 * rng.normal(size=(PLACES, WIDTH))
+  hidden = topic[tokens % 10] + 0.3 * rng.normal(size=(POSITIONS, WIDTH))
   codebook = scale * rng.normal(size=(codes, WIDTH))
   table = rng.integers(0, codes, VOCAB).astype(np.int32)
   return {
@@ -23,13 +23,13 @@ def problem(seed, codes=CODES, bias=False, scale=1.0):
     "codebook": jnp.asarray(codebook, jnp.float32),
     "assignment": jnp.asarray(table),
     "tokens": jnp.asarray(tokens),
-    "mask": jnp.asarray(rng.random(PLACES) < 0.9),
+    "mask": jnp.asarray(rng.random(POSITIONS) < 0.9),
     "bias": jnp.asarray(rng.normal(size=VOCAB), jnp.float32) if bias else None,
   }
 
 
 def log_prob(hidden, codebook, assignment, tokens, mask, bias):
-  """[marked places] in nats, by the definition, in float64."""
+  """[positions in the mask] in nats, by the definition, in float64."""
   h, c = np.asarray(hidden, np.float64)[mask], np.asarray(codebook, np.float64)
   scores = h @ c[np.asarray(assignment)].T + (0 if bias is None else np.asarray(bias, np.float64))
   scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
@@ -60,7 +60,7 @@ def test_the_sample_gains_at_least_what_is_promised(seed, scale, bias):
   gained = log_prob(**after(given, found)).sum() - log_prob(**given).sum()
   assert int(found.moved) > 0
   assert float(found.gain) > np.log(CODES) * int(found.moved) * 0.999
-  # Of 600 places' float32 log-probabilities near 10, 600 · 10 · 2^-24.
+  # Of 600 positions' float32 log-probabilities near 10, 600 · 10 · 2^-24.
   assert gained >= float(found.gain) - 4e-4
 
 
@@ -96,10 +96,10 @@ def test_the_gain_of_one_move_is_the_brute_force_bound(bias):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_codes_without_tokens_split_others_without_changing_a_probability(bias):
-  # Of so few places and such small scores no token gains log K nats by moving.
+  # Of so few positions and such small scores no token gains log K nats by moving.
   given = problem(2, codes=11, bias=bias, scale=0.1)
   given["assignment"] = jnp.minimum(given["assignment"], 3)
-  given["mask"] = jnp.arange(PLACES) < 12
+  given["mask"] = jnp.arange(POSITIONS) < 12
   found = move(given)
   assert int(found.moved) == 0
   assert int(found.split) > 0
@@ -121,10 +121,10 @@ def test_a_token_that_splits_off_is_far_from_its_code_and_not_its_most_frequent(
   assert move(given).assignment.tolist() == [0, 1, 0, 0]
 
 
-def test_one_code_or_a_sample_without_a_place_changes_nothing():
+def test_one_code_or_a_sample_without_positions_changes_nothing():
   one = problem(0, codes=1)
   one["assignment"] *= 0
-  blind = problem(0) | {"mask": jnp.zeros(PLACES, bool)}
+  blind = problem(0) | {"mask": jnp.zeros(POSITIONS, bool)}
   for given in (one, blind):
     found = move(given)
     assert int(found.moved) == int(found.split) == 0

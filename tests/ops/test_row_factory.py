@@ -1,4 +1,4 @@
-"""Is a weight that is composed tile by tile the same as one that is there, and never whole?"""
+"""Tests of composed rows against a weight that exists as an array."""
 
 import dataclasses
 import inspect

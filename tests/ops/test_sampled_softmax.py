@@ -1,4 +1,4 @@
-"""Is the estimate from a sample consistent, exact for all tokens, and as small as it says?"""
+"""Tests of the sampled softmax: consistency, exactness for all tokens, size, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ def test_the_normaliser_is_estimated_without_bias_and_better_with_more_samples(l
   assert spread[0] > 2 * spread[1] > 4 * spread[2]
 
 
-def test_what_the_proposal_rules_out_fills_places_and_weighs_nothing():
+def test_tokens_that_the_proposal_excludes_pad_the_sample_with_weight_zero():
   hidden, weight, tokens, bias = problem()
   log_q = jnp.where(jnp.arange(V) < 5, 0.0, -jnp.inf)
   found = sampled_softmax(

@@ -1,4 +1,4 @@
-"""Do the block-wise best, draw and nucleus equal what sorting the whole row gives?"""
+"""Tests of block-wise top-k, draws and nuclei against a sort of the whole row."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Is the tiled log-probability exact, at any shape, and as small as it says?"""
+"""Tests of the tiled log-probability: exactness at any shape, size of its arrays, and errors."""
 
 import inspect
 
@@ -145,8 +145,8 @@ def test_a_bias_of_minus_infinity_removes_a_row_even_a_whole_tile_of_them():
   tokens = jnp.where((tokens < 12) | (tokens == 20), 13, tokens)
   loss = lambda h, w, b: softmax.linear_log_prob(h, w, tokens, b, tile=(4, 5)).sum()
   kept = np.isfinite(np.asarray(bias))
-  place = np.cumsum(kept) - 1
-  expected = reference.linear_log_prob(hidden, weight[kept], place[np.asarray(tokens)], bias[kept])
+  index = np.cumsum(kept) - 1
+  expected = reference.linear_log_prob(hidden, weight[kept], index[np.asarray(tokens)], bias[kept])
   value, (d_hidden, d_weight, d_bias) = jax.value_and_grad(loss, (0, 1, 2))(hidden, weight, bias)
   np.testing.assert_allclose(value, expected.sum(), rtol=1e-5)
   assert np.isfinite(d_hidden).all()

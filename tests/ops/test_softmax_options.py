@@ -1,4 +1,4 @@
-"""Are the entropy, the mean, the best tokens, the softcap and the loss built on them exact?"""
+"""Tests of entropy, mean, best tokens, softcap and losses against float64 computations."""
 
 import functools
 import inspect
@@ -65,8 +65,8 @@ def check(ours, whole, operands):
 )
 def test_all_results_and_their_gradients_together_equal_float64(n, v, tile, k, softcap, bias):
   *operands, tokens, kept = arrays(n, v, bias)
-  ask = {"entropy": True, "mean": True, "top_k": k, "softcap": softcap, "tile": tile}
-  ours = lambda h, w, b: linear_softmax(h, w, tokens, b, **ask)[:5]
+  outputs = {"entropy": True, "mean": True, "top_k": k, "softcap": softcap, "tile": tile}
+  ours = lambda h, w, b: linear_softmax(h, w, tokens, b, **outputs)[:5]
   whole = lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, softcap, k)
   check(ours, whole, operands)
 
@@ -75,17 +75,17 @@ def test_all_results_and_their_gradients_together_equal_float64(n, v, tile, k, s
 @pytest.mark.parametrize(("softcap", "bias"), [(None, None), (3, "removes rows")])
 def test_each_result_alone_and_its_gradients_equal_float64(name, softcap, bias):
   *operands, tokens, kept = arrays(13, 101, bias)
-  place, ask = list(EVERYTHING).index(name), EVERYTHING[name]
+  index, outputs = list(EVERYTHING).index(name), EVERYTHING[name]
 
   def ours(h, w, b):
-    found = linear_softmax(h, w, tokens, b, softcap=softcap, tile=(4, 10), **ask)
+    found = linear_softmax(h, w, tokens, b, softcap=softcap, tile=(4, 10), **outputs)
     return (getattr(found, name),)
 
   whole = lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, softcap, 5)
-  check(ours, lambda h, w, b: whole(h, w, b)[place : place + 1], operands)
+  check(ours, lambda h, w, b: whole(h, w, b)[index : index + 1], operands)
 
 
-def test_what_is_not_asked_for_is_none():
+def test_outputs_that_are_not_requested_are_none():
   hidden, weight, bias, tokens, _ = arrays(3, 11, "plain")
   assert linear_softmax(hidden, weight, tokens, bias)[2:] == (None,) * 4
 

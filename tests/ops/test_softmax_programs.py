@@ -1,4 +1,4 @@
-"""What does the tiled softmax compute, keep and send: inside other transformations, on devices?"""
+"""Tests of the tiled softmax's programs: products, temporaries, and transfers of a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -95,10 +95,10 @@ def test_inside_of_a_shard_map_over_tokens_loss_and_gradients_are_those_of_all_t
   close(jax.jit(inside)(hidden, weight, bias, tokens), expected)
 
 
-def test_every_result_is_known_inside_of_a_shard_map_over_tokens():
+def test_all_outputs_inside_of_a_shard_map_over_tokens_equal_those_outside():
   mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
-  ask = {"entropy": True, "mean": True, "top_k": 5, "softcap": 3.0, "tile": TILE}
-  all_of = lambda h, w, b, t: linear_softmax(h, w, t, b, **ask)
+  outputs = {"entropy": True, "mean": True, "top_k": 5, "softcap": 3.0, "tile": TILE}
+  all_of = lambda h, w, b, t: linear_softmax(h, w, t, b, **outputs)
   specs = P("data"), P(), P(), P("data")
   spread = jax.shard_map(all_of, mesh=mesh, in_specs=specs, out_specs=P("data"))
   close(jax.jit(spread)(*operands()), all_of(*operands()))
@@ -147,9 +147,9 @@ def temporaries(n, d, v, mesh=None):
     args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     compiled = jax.jit(value_and_grad).lower(*args).compile()
     return compiled.memory_analysis().temp_size_in_bytes
-  places = [NamedSharding(mesh, P(*axes)) for axes in [(), ("model",), ()]]
-  args = [jax.ShapeDtypeStruct(*shape, sharding=s) for shape, s in zip(shapes, places)]
-  outs = places[2], tuple(places[:2])
+  shardings = [NamedSharding(mesh, P(*axes)) for axes in [(), ("model",), ()]]
+  args = [jax.ShapeDtypeStruct(*shape, sharding=s) for shape, s in zip(shapes, shardings)]
+  outs = shardings[2], tuple(shardings[:2])
   with jax.set_mesh(mesh):
     compiled = jax.jit(value_and_grad, out_shardings=outs).lower(*args).compile()
   return compiled.memory_analysis().temp_size_in_bytes
@@ -172,12 +172,12 @@ def test_a_device_of_eight_needs_an_eighth_of_the_temporaries():
 
 def test_the_search_for_the_best_sends_no_tile_of_scores_between_devices():
   mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
-  places = [NamedSharding(mesh, P(axis)) for axis in ("data", "model", "data")]
+  shardings = [NamedSharding(mesh, P(axis)) for axis in ("data", "model", "data")]
   shapes = [((256, 8), jnp.float32), ((512, 8), jnp.float32), ((256,), jnp.int32)]
-  args = [jax.ShapeDtypeStruct(*shape, sharding=s) for shape, s in zip(shapes, places)]
+  args = [jax.ShapeDtypeStruct(*shape, sharding=s) for shape, s in zip(shapes, shardings)]
   best = lambda h, w, t: linear_softmax(h, w, t, top_k=5, vocab_axis="model").top_tokens
   with jax.set_mesh(mesh):
-    compiled = jax.jit(best, out_shardings=places[0]).lower(*args).compile()
+    compiled = jax.jit(best, out_shardings=shardings[0]).lower(*args).compile()
   program = hlo.parse(compiled.as_text())
   sent = collectives.collectives(program, loops.runs(program), dict(mesh.shape))
   # A device's own scores are 64 x 256 numbers.

@@ -95,8 +95,8 @@ def nearest(
 def _nearest(points, centers, chunk):
   centers = centers.astype(jnp.float32)
   data = _Data(points, jnp.ones(points.shape[0], jnp.float32), centers.mean(axis=0), chunk, None)
-  found = _assign(data, centers - data.shift)
-  return found.assignment, found.cost
+  assigned = _assign(data, centers - data.shift)
+  return assigned.assignment, assigned.cost
 
 
 @functools.partial(jax.jit, static_argnames=("clusters", "iterations", "chunk", "axis"))
@@ -113,9 +113,9 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
     data = _Data(points, weights, jnp.zeros(points.shape[1], jnp.float32), chunk, here)
     data = data._replace(shift=_means(data, _assign(data, data.shift[None]))[0][0])
     centers = _lloyd(data, _seeds(key, data, noise_NP, clusters), iterations)
-    found = _assign(data, centers)
-    inertia = _total((weights * found.cost).sum(), here)
-    assignment = found.assignment
+    assigned = _assign(data, centers)
+    inertia = _total((weights * assigned.cost).sum(), here)
+    assignment = assigned.assignment
     if here is not None:
       assignment = vocab_parallel.gathered(assignment, here).reshape(-1)[:n]
     return KMeans(centers + data.shift, assignment, inertia)
@@ -159,7 +159,7 @@ def _assign(data: _Data, centers_KD: Array) -> _Assigned:
   # |x - c|² / 2 without |x|² / 2, which all centers share.
   half_K = 0.5 * jnp.square(centers_KD).sum(axis=1)
 
-  def step(found, index):
+  def step(total, index):
     at = edge(index, size, n)
     part = lambda x: lax.dynamic_slice_in_dim(x, at.start, size)
     rows_nD = part(data.points).astype(jnp.float32) - data.shift
@@ -172,10 +172,10 @@ def _assign(data: _Data, centers_KD: Array) -> _Assigned:
     cost_n = jnp.square(rows_nD - centers_KD[code_n]).sum(axis=1)
     put = lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, at.start, axis=0)
     return _Assigned(
-      put(found.assignment, code_n),
-      put(found.cost, cost_n),
-      found.sums.at[code_n].add(weights_n[:, None] * rows_nD),
-      found.mass.at[code_n].add(weights_n),
+      put(total.assignment, code_n),
+      put(total.cost, cost_n),
+      total.sums.at[code_n].add(weights_n[:, None] * rows_nD),
+      total.mass.at[code_n].add(weights_n),
     ), None
 
   zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
@@ -188,9 +188,9 @@ def _total(value: Any, axis: str | None) -> Any:
   return value if axis is None else lax.psum(value, axis)
 
 
-def _means(data: _Data, found: _Assigned) -> tuple[Array, Array]:
+def _means(data: _Data, assigned: _Assigned) -> tuple[Array, Array]:
   """Means of the clusters over all devices, and a mask of clusters without weight."""
-  sums_KD, mass_K = _total((found.sums, found.mass), data.axis)
+  sums_KD, mass_K = _total((assigned.sums, assigned.mass), data.axis)
   empty_K = mass_K == 0
   return sums_KD / jnp.where(empty_K, 1, mass_K)[:, None], empty_K
 
@@ -200,10 +200,10 @@ def _lloyd(data: _Data, centers_KD: Array, iterations: int) -> Array:
 
   def update(state):
     index, old_KD, _ = state
-    found = _assign(data, old_KD)
-    means_KD, empty_K = _means(data, found)
+    assigned = _assign(data, old_KD)
+    means_KD, empty_K = _means(data, assigned)
     reseed = lambda: _reseeded(
-      data, found.cost, jnp.where(empty_K[:, None], old_KD, means_KD), empty_K
+      data, assigned.cost, jnp.where(empty_K[:, None], old_KD, means_KD), empty_K
     )
     new_KD = lax.cond(empty_K.any(), reseed, lambda: means_KD)
     return index + 1, new_KD, (new_KD != old_KD).any()
@@ -239,10 +239,10 @@ def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
     # The largest values of log p + Gumbel noise are draws from p without replacement.
     scores_N = jnp.log(_pull(data.weights, cost_N)) + noise_N
     rows = data.rows(jnp.maximum(_best(data, scores_N, draws).tokens, 0))
-    found = _assign(data, rows)
-    closer_N = found.cost < cost_N
-    code_N = jnp.where(closer_N, found.assignment + index * draws, code_N)
-    return (code_N, jnp.where(closer_N, found.cost, cost_N)), rows
+    assigned = _assign(data, rows)
+    closer_N = assigned.cost < cost_N
+    code_N = jnp.where(closer_N, assigned.assignment + index * draws, code_N)
+    return (code_N, jnp.where(closer_N, assigned.cost, cost_N)), rows
 
   start = (jnp.zeros(n, jnp.int32), jnp.full(n, jnp.inf, jnp.float32))
   start = varying((start, data.points))[0]
