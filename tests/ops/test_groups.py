@@ -42,11 +42,14 @@ def test_sizes_of_any_kind_are_inverted_too():
     ({"groups": 0}, r"`groups` must be in \[1, 11\] .* got 0"),
     ({"groups": 12}, r"`groups` must be in \[1, 11\] .* got 12"),
     ({"sizes": (1,) * 12}, "`sizes` must have 1 to 11 entries .* got 12"),
-    ({"sizes": (5, 0, 6, 0)}, "group 1 has size 0, .* leave out the 2 empty groups"),
-    ({"sizes": (12, -1)}, "group 1 has size -1"),
+    (
+      {"sizes": (5, 0, 6, 0)},
+      "`sizes` must be at least 1; got 0 for group 1. Leave out the 2 empty groups",
+    ),
+    ({"sizes": (12, -1)}, "`sizes` .* got -1 for group 1"),
     ({"sizes": (5, 5)}, "`sizes` must add up to .* 11; got 10"),
     ({"sizes": ()}, "`sizes` must add up to .* got 0"),
-    ({"groups": 2, "sizes": (5, 6)}, "groups 2 and 2 sizes are given; give one of the two"),
+    ({"groups": 2, "sizes": (5, 6)}, "`groups` must be None beside `sizes`; got 2"),
   ],
 )
 def test_groups_that_do_not_hold_the_vocabulary_are_refused(given, message):
@@ -59,9 +62,9 @@ def test_groups_that_do_not_hold_the_vocabulary_are_refused(given, message):
   [
     ([0, 1, 1, 3], "`order` must be .* got token 1 at positions 1 and 2, and token 2 at none"),
     ([0, 1, 2, 4], "`order` must be .* got token 4 of 4"),
-    ([0, -1, 2, 3], "order names -1"),
-    ([0, 1, 2], r"order int32\(3,\) is no int\[4\]"),
-    ([0.0, 1.0, 2.0, 3.0], r"order float32\(4,\) is no int\[4\]"),
+    ([0, -1, 2, 3], "`order` must be .* got token -1 of 4"),
+    ([0, 1, 2], r"`order` must be int\[4\]; got int32\[3\]"),
+    ([0.0, 1.0, 2.0, 3.0], r"`order` must be int\[4\]; got float32\[4\]"),
   ],
 )
 def test_an_order_that_is_no_permutation_is_refused(order, message):

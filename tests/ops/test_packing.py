@@ -18,7 +18,7 @@ def test_bits_are_the_logarithm_rounded_up(codes, bits):
 
 @pytest.mark.parametrize("codes", [0, -3, 2**32 + 1])
 def test_what_no_integer_of_32_bits_counts_is_refused(codes):
-  with pytest.raises(ValueError, match=f"codes {codes} are not between"):
+  with pytest.raises(ValueError, match=rf"`codes` must be in \[1, 2\^32\]; got {codes}"):
     packing.bits_for(codes)
 
 
