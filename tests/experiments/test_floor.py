@@ -122,6 +122,7 @@ def test_the_assignment_of_init_from_has_its_floor(corpus):
   [
     ("lm_dense.py", [], ("model.head", "DenseHead")),
     ("lm_codebook.py", ["model.head.codes=9999"], ("codes", "9999")),
+    ("lm_codebook.py", ["data.path=nowhere"], ("data.path", "nowhere")),
     ("lm_none.py", [], ("config", "lm_none.py")),
   ],
 )
@@ -130,8 +131,3 @@ def test_a_wrong_call_names_the_argument_and_its_value(corpus, capsys, config, o
   error = capsys.readouterr().err
   assert error.startswith("error: ")
   assert all(name in error for name in names)
-
-
-def test_a_text_that_is_not_there_is_named(capsys):
-  assert floor.main([str(CONFIGS / "lm_codebook.py"), "data.path=nowhere"]) == 2
-  assert "'nowhere' does not exist" in capsys.readouterr().err
