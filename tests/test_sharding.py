@@ -1,4 +1,4 @@
-"""Does every array lie where the rules say, and is a mesh that does not fit refused?"""
+"""Arrays are sharded by the rules, and meshes that do not fit are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from vqjax import sharding
 from vqjax.sharding import MeshShape, make_mesh, spec
 
 
-def test_a_mesh_takes_all_devices_unless_told_otherwise():
+def test_a_mesh_uses_all_devices_by_default():
   assert dict(make_mesh(MeshShape()).shape) == {"data": 8, "fsdp": 1, "model": 1}
   assert dict(make_mesh(MeshShape(fsdp=2, model=2)).shape) == {"data": 2, "fsdp": 2, "model": 2}
   assert set(make_mesh(MeshShape()).axis_types) == {AxisType.Auto}
@@ -25,32 +25,32 @@ def test_a_smaller_mesh_takes_the_first_devices():
 @pytest.mark.parametrize(
   ("shape", "message"),
   [
-    (MeshShape(2, 4, 2), r"\(data=2, fsdp=4, model=2\) needs 16 devices and there are 8; lower"),
-    (MeshShape(model=3), r"8 devices cannot be shared .* fsdp=1 and model=3; give two numbers"),
-    (MeshShape(model=16), r"8 devices cannot be shared .* model=16"),
+    (MeshShape(2, 4, 2), r"\(data=2, fsdp=4, model=2\) must have at most 8 devices; got 16"),
+    (MeshShape(model=3), r"divides 8 devices; got fsdp=1 and model=3"),
+    (MeshShape(model=16), r"divides 8 devices; got .* model=16"),
   ],
 )
-def test_a_mesh_that_does_not_fit_names_the_numbers_and_the_remedy(shape, message):
+def test_a_mesh_that_does_not_fit_is_refused_with_its_numbers(shape, message):
   with pytest.raises(ValueError, match=message):
     make_mesh(shape)
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "model"])
 def test_an_axis_without_devices_is_refused(axis):
-  with pytest.raises(ValueError, match=rf"train\.mesh\.{axis} 0 is below 1"):
+  with pytest.raises(ValueError, match=rf"`train\.mesh\.{axis}` must be at least 1; got 0"):
     MeshShape(**{axis: 0})
 
 
-class Elsewhere:
-  """A device of another process."""
+class FakeDevice:
+  """A device of a process with this index."""
 
   def __init__(self, index):
     self.process_index = index
 
 
 def test_several_processes_use_all_their_devices():
-  with pytest.raises(ValueError, match=r"takes 2 of 4 devices, which several processes hold"):
-    make_mesh(MeshShape(data=2), [Elsewhere(i // 2) for i in range(4)])
+  with pytest.raises(ValueError, match=r"must use all 4 devices of several processes; got 2"):
+    make_mesh(MeshShape(data=2), [FakeDevice(i // 2) for i in range(4)])
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_rules_are_data_that_a_caller_may_replace():
   assert spec(("vocab", "embed"), (64, 16), mesh, (("embed", ("data",)),)) == P(None, ("data",))
 
 
-def test_an_activation_is_laid_out_on_a_mesh_and_left_alone_without_one():
+def test_an_activation_is_sharded_on_a_mesh_and_unchanged_without_one():
   x = jnp.ones((8, 3, 6))
   assert sharding.constrain(x, ("batch", None, "heads")) is x
   with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
-    laid = jax.jit(lambda x: sharding.constrain(x, ("batch", None, "heads")))(x)
-  assert laid.sharding.shard_shape(x.shape) == (2, 3, 3)
+    sharded = jax.jit(lambda x: sharding.constrain(x, ("batch", None, "heads")))(x)
+  assert sharded.sharding.shard_shape(x.shape) == (2, 3, 3)
   with jax.set_mesh(jax.make_mesh((8,), ("mine",), (AxisType.Auto,))):
     assert sharding.constrain(x, ("batch", None, "heads")) is x
 

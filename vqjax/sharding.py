@@ -1,4 +1,4 @@
-"""Which part of which array does each device of a mesh hold?"""
+"""Device meshes, and rules that map logical axes of arrays to mesh axes."""
 
 import dataclasses
 import math
@@ -27,25 +27,25 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
   ("table_embed", ("fsdp",)),
   ("table_embed", ("model",)),
 )
-"""Logical axis -> mesh axes, in order of preference.
+"""Pairs (logical axis, mesh axes), in order of preference.
 
-The width of a table with a row for each token, code or group is `table_embed`: where its rows
-cannot be spread over `model`, its width is, so that no device holds all of it.
+`table_embed` is the width of a table with a row for each token, code or group: if its rows cannot
+be sharded over `model`, its width is, so that no device holds the whole table.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-  """How many devices a run uses along each axis of its mesh.
+  """The number of devices along each axis of a mesh.
 
   Attributes:
-    data: groups of devices that each hold all parameters and take a part of every batch; None: as
-      many as there are devices for.
-    fsdp: devices of a group that share the parameters and take a part of every batch.
-    model: devices that share the parameters and compute each token together.
+    data: number of groups of devices; each group holds all parameters and a part of every batch.
+      None: as many as there are devices for.
+    fsdp: number of devices over which a group shards parameters and its part of every batch.
+    model: number of devices over which parameters and the computation of each token are sharded.
 
   Raises:
-    ValueError: a number below 1; the message names it.
+    ValueError: a number is below 1.
   """
 
   data: int | None = None
@@ -55,33 +55,35 @@ class MeshShape:
   def __post_init__(self):
     for name, count in dataclasses.asdict(self).items():
       if count is not None and count < 1:
-        raise ValueError(f"train.mesh.{name} {count} is below 1; give a positive int")
+        raise ValueError(f"`train.mesh.{name}` must be at least 1; got {count}.")
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """A mesh with the axes `AXES`, all automatic, on these devices; None: on all that there are.
+  """A mesh with the axes `AXES`, all of type Auto.
 
-  In a single process a smaller mesh takes the first devices.
+  Args:
+    shape: the number of devices along each axis.
+    devices: the devices to use, of which a single process may leave out the last ones; None: all.
 
   Raises:
-    ValueError: the devices are too few, are not shared evenly, or would be left without work in
-      several processes; the message names the numbers and the remedy.
+    ValueError: there are too few devices, their number is not divisible, or devices of several
+      processes would be left out.
   """
   devices = jax.devices() if devices is None else list(devices)
   sizes = _sizes(shape, len(devices))
   needed = math.prod(sizes)
   if needed > len(devices):
     raise ValueError(
-      f"train.mesh {_text(sizes)} needs {needed} devices and there are {len(devices)}; lower one of"
-      " its axes"
+      f"`train.mesh` {_text(sizes)} must have at most {len(devices)} devices; got {needed}. Lower one"
+      " of its axes."
     )
   if needed < len(devices) and len({device.process_index for device in devices}) > 1:
     raise ValueError(
-      f"train.mesh {_text(sizes)} takes {needed} of {len(devices)} devices, which several processes"
-      " hold; leave out train.mesh.data to use them all"
+      f"`train.mesh` {_text(sizes)} must use all {len(devices)} devices of several processes; got"
+      f" {needed}. Leave out train.mesh.data to use them all."
     )
-  # The order in which neighbours on the mesh are neighbours on the network; an axis of the mesh may
-  # be a part of one of a TPU's torus, such as 8 of 4 x 4 x 4.
+  # In this order neighbours on the mesh are neighbours on the network. A mesh axis may be a part of
+  # an axis of a TPU's torus, such as 8 devices of 4 x 4 x 4.
   order = create_device_mesh(sizes, devices[:needed], allow_split_physical_axes=True)
   return Mesh(order, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -91,9 +93,8 @@ def _sizes(shape: MeshShape, devices: int) -> tuple[int, int, int]:
   data = shape.data
   if data is None and devices % share:
     raise ValueError(
-      f"{devices} devices cannot be shared by train.mesh with fsdp={shape.fsdp} and"
-      f" model={shape.model}; give two numbers whose product divides {devices}, or give"
-      " train.mesh.data too"
+      f"`train.mesh` must have fsdp x model that divides {devices} devices; got fsdp={shape.fsdp} and"
+      f" model={shape.model}. Change them, or give train.mesh.data too."
     )
   return devices // share if data is None else data, shape.fsdp, shape.model
 
@@ -108,25 +109,26 @@ def spec(
   mesh: Mesh | AbstractMesh,
   rules: Sequence[tuple[str, tuple[str, ...]]] = RULES,
 ) -> P:
-  """Mesh axes for each dimension of an array whose dimensions have these logical names.
+  """The PartitionSpec of an array whose dimensions have these logical names.
 
-  A rule applies where none of its mesh axes is taken by another dimension and their devices divide
-  this one: arrays cannot be spread unevenly, so a prime vocabulary leaves `model` to the width.
+  A rule applies to a dimension if none of its mesh axes is used by another dimension and their
+  number of devices divides its length. Arrays cannot be sharded unevenly, so that for a prime
+  vocabulary `model` is left to the width.
   """
-  taken: dict[int, tuple[str, ...]] = {}
+  mesh_axes: dict[int, tuple[str, ...]] = {}
   for name, axes in rules:
-    used = {axis for some in taken.values() for axis in some}
+    used = {axis for some in mesh_axes.values() for axis in some}
     size = math.prod(mesh.shape[axis] for axis in axes)
     for at, (logical_axis, length) in enumerate(zip(logical, shape, strict=True)):
-      free = at not in taken and not used & set(axes)
+      free = at not in mesh_axes and not used & set(axes)
       if logical_axis == name and free and length % size == 0:
-        taken[at] = axes
+        mesh_axes[at] = axes
         used |= set(axes)
-  return P(*(taken.get(at) for at in range(len(shape))))
+  return P(*(mesh_axes.get(at) for at in range(len(shape))))
 
 
 def constrain(array: jax.Array, logical: Sequence[str | None]) -> jax.Array:
-  """The same array, laid out by the rules where a mesh of automatic axes `AXES` is in context."""
+  """The array, sharded by `RULES` if the mesh in context has the axes `AXES` of type Auto."""
   mesh = jax.sharding.get_abstract_mesh()
   kinds = dict(zip(mesh.axis_names, mesh.axis_types)) if not mesh.empty else {}
   if any(kinds.get(axis) != AxisType.Auto for axis in AXES):
@@ -135,37 +137,33 @@ def constrain(array: jax.Array, logical: Sequence[str | None]) -> jax.Array:
 
 
 def shardings(logical: Any, arrays: Any, mesh: Mesh) -> Any:
-  """A NamedSharding for each array of a tree, from a tree of the same form with tuples of names."""
-  place = lambda names, array: NamedSharding(mesh, spec(names, array.shape, mesh))
-  return jax.tree.map(place, logical, arrays, is_leaf=lambda x: isinstance(x, tuple))
+  """A NamedSharding for each array of a tree; `logical` has tuples of axis names in its place."""
+  sharding = lambda names, array: NamedSharding(mesh, spec(names, array.shape, mesh))
+  return jax.tree.map(sharding, logical, arrays, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """All of an array on every device."""
+  """The sharding of an array that is replicated on every device."""
   return NamedSharding(mesh, P())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Rows of a batch over `data` and `fsdp`."""
+  """The sharding of the rows of a batch over `data` and `fsdp`."""
   return NamedSharding(mesh, P(("data", "fsdp")))
 
 
 def check_batch(rows: int, mesh: Mesh) -> None:
-  """Nothing, where every device gets the same number of rows.
-
-  Raises:
-    ValueError: the devices along `data` and `fsdp` do not divide the rows.
-  """
+  """Raise ValueError unless the devices along `data` and `fsdp` divide the rows of a batch."""
   data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
   if rows % (data * fsdp):
     raise ValueError(
-      f"a (micro-)batch of {rows} rows cannot be split over data={data} x fsdp={fsdp} devices; give"
-      f" a train.batch / train.accumulate that {data * fsdp} divides, or set train.mesh.data"
+      f"`train.batch` / train.accumulate must be divisible by data={data} x fsdp={fsdp} devices; got"
+      f" {rows} rows. Change it, or set train.mesh.data."
     )
 
 
 def local_rows(rows: int, mesh: Mesh) -> np.ndarray:
-  """Which rows of a batch the devices of this process hold, in order, each once: int64."""
+  """The sorted indices of the rows of a batch that the devices of this process hold, int64."""
   held = batch_sharding(mesh).addressable_devices_indices_map((rows,))
   every = np.arange(rows)
   return np.unique(np.concatenate([every[index] for index in held.values()]))
@@ -175,14 +173,14 @@ def global_batch(
   local: Mapping[str, Any], rows: np.ndarray, batch: int, mesh: Mesh
 ) -> dict[str, Any]:
   """Arrays of `batch` rows on the mesh, from the rows `rows` that this process has read."""
-  return jax.tree.map(lambda array: _global(np.asarray(array), rows, batch, mesh), dict(local))
-
-
-def _global(array: np.ndarray, rows: np.ndarray, batch: int, mesh: Mesh) -> jax.Array:
   sharding = batch_sharding(mesh)
-  if sharding.is_fully_addressable:
-    return jax.device_put(array, sharding)
-  place = np.full(batch, -1)
-  place[rows] = np.arange(len(rows))
-  shape = batch, *array.shape[1:]
-  return jax.make_array_from_callback(shape, sharding, lambda index: array[place[index[0]]])
+  position = np.full(batch, -1)
+  position[rows] = np.arange(len(rows))
+
+  def put(array: np.ndarray) -> jax.Array:
+    if sharding.is_fully_addressable:
+      return jax.device_put(array, sharding)
+    shape = batch, *array.shape[1:]
+    return jax.make_array_from_callback(shape, sharding, lambda index: array[position[index[0]]])
+
+  return jax.tree.map(lambda array: put(np.asarray(array)), dict(local))

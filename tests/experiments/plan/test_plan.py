@@ -104,8 +104,8 @@ def test_a_missing_compiler_names_the_extra(capsys, monkeypatch):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["--devices", "8", "train.mesh.data=3"], "needs 12 devices and there are 8"),
-    (["--devices", "8", "train.batch=7"], "cannot be split over"),
+    (["--devices", "8", "train.mesh.data=3"], "must have at most 8 devices; got 12"),
+    (["--devices", "8", "train.batch=7"], "must be divisible by"),
     (["--devices", "8", "--device-kind", "H1"], "no device kind 'H1'; give one of A100"),
     (["--devices", "4096"], "jax runs with 8 simulated devices, not 4096"),
     (["--devices", "8", "--vocab", "-1"], "--vocab -1 holds no token"),

@@ -91,7 +91,7 @@ def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
   network = EncoderQuantizer(
     8, 4, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
-  codes = convert.Codes(network, steps=1_500)
+  codes = convert.Codes(network, steps=500)
   embedding = ProductEmbedding(V, D, 8, 4, additive=True)
   start = conversion.FromTable(str(dense), codes)
   model, variables = begun(start, embedding)

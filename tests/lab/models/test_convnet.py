@@ -182,6 +182,7 @@ def tiny(head=GroupedHead, **train) -> Experiment:
   )
 
 
+@pytest.mark.slow
 def test_it_learns_and_a_run_that_is_interrupted_ends_bitwise_the_same(tmp_path, monkeypatch):
   made = tiny(accumulate=2, steps=12, eval_every=12)
   whole = fit(made, tmp_path / "whole")
