@@ -74,8 +74,8 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
   needed = math.prod(sizes)
   if needed > len(devices):
     raise ValueError(
-      f"`train.mesh` {_text(sizes)} must have at most {len(devices)} devices; got {needed}. Lower one"
-      " of its axes."
+      f"`train.mesh` {_text(sizes)} must have at most {len(devices)} devices; got {needed}. Lower"
+      " one of its axes."
     )
   if needed < len(devices) and len({device.process_index for device in devices}) > 1:
     raise ValueError(
@@ -93,8 +93,8 @@ def _sizes(shape: MeshShape, devices: int) -> tuple[int, int, int]:
   data = shape.data
   if data is None and devices % share:
     raise ValueError(
-      f"`train.mesh` must have fsdp x model that divides {devices} devices; got fsdp={shape.fsdp} and"
-      f" model={shape.model}. Change them, or give train.mesh.data too."
+      f"`train.mesh` must have fsdp x model that divides {devices} devices; got fsdp={shape.fsdp}"
+      f" and model={shape.model}. Change them, or give train.mesh.data too."
     )
   return devices // share if data is None else data, shape.fsdp, shape.model
 
@@ -157,8 +157,8 @@ def check_batch(rows: int, mesh: Mesh) -> None:
   data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
   if rows % (data * fsdp):
     raise ValueError(
-      f"`train.batch` / train.accumulate must be divisible by data={data} x fsdp={fsdp} devices; got"
-      f" {rows} rows. Change it, or set train.mesh.data."
+      f"`train.batch` / train.accumulate must be divisible by data={data} x fsdp={fsdp} devices;"
+      f" got {rows} rows. Change it, or set train.mesh.data."
     )
 
 

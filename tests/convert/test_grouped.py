@@ -127,7 +127,7 @@ class TestOrders:
       assert len(set(cluster[members])) == 1
       assert (np.diff(given.counts[members]) <= 0).all()
 
-  def test_only_the_rarest_of_a_cluster_that_is_too_large_lie_elsewhere(self):
+  def test_only_the_rarest_tokens_of_too_large_a_cluster_are_in_other_groups(self):
     cluster = np.where(np.arange(V) < 30, 2, np.arange(V) % 5)
     given = stats()
     order = convert.ByClusters(convert.Fixed(lambda vocab, codes: cluster))(

@@ -28,7 +28,7 @@ def off(embedding, variables, table):
   return convert.squared_error(vectors, table) / convert.squared_error(0 * table, table)
 
 
-def test_clusters_of_parts_find_what_the_table_is_made_of(table):
+def test_clusters_of_parts_recover_the_parts_of_the_table(table):
   embedding = ProductEmbedding(V, D, K, M)
   variables = convert.to_clusters(embedding, table, key=KEY)
   assert off(embedding, variables, table) < 1e-2
@@ -36,12 +36,12 @@ def test_clusters_of_parts_find_what_the_table_is_made_of(table):
   assert jax.tree.map(np.shape, variables) == own
 
 
-def test_shared_clusters_are_of_all_parts(table):
+def test_shared_clusters_recover_the_parts_of_the_table(table):
   embedding = ProductEmbedding(V, D, K * M, M, shared=True)
   assert off(embedding, convert.to_clusters(embedding, table, key=KEY), table) < 1e-2
 
 
-def test_each_residual_cluster_comes_nearer(table):
+def test_each_residual_codebook_lowers_the_error(table):
   errors = []
   for subspaces in (1, 2, 4):
     embedding = ProductEmbedding(V, D, K, subspaces, additive=True)
@@ -55,7 +55,7 @@ def test_shared_residual_clusters_are_refused(table):
     convert.to_clusters(embedding, table, key=KEY)
 
 
-def test_levels_come_nearer_with_bits(table):
+def test_more_bits_lower_the_error(table):
   errors = []
   for bits in (2, 4, 8):
     embedding = ScalarEmbedding(V, D, bits)
@@ -69,10 +69,10 @@ def test_levels_come_nearer_with_bits(table):
     (LowRankEmbedding(V, D, 6), 0.6),
     (DPQEmbedding(V, D, SoftmaxQuantizer(K, M, D)), 0.6),
     (DPQEmbedding(V, D, CentroidQuantizer(K, M, D, normalize=False)), 0.6),
-    (ProductEmbedding(V, D, K, M), 0.8),  # its codes are no good ones, and stay
+    (ProductEmbedding(V, D, K, M), 0.8),  # its codes are hashes of the tokens, and stay
   ],
 )
-def test_learning_comes_near(embedding, part, table):
+def test_training_lowers_the_error(embedding, part, table):
   variables = embedding.init({"params": KEY, "sample": KEY}, jnp.arange(V))
   if isinstance(embedding, DPQEmbedding):
     variables["params"]["query"] = jnp.asarray(table)
@@ -90,7 +90,7 @@ def test_learning_comes_near(embedding, part, table):
   assert off(embedding, found, table) < part * off(embedding, variables, table)
 
 
-def test_codes_of_shu_and_nakayama_leave_the_table_as_it_is(table):
+def test_codes_of_shu_and_nakayama_keep_the_queries(table):
   quantizer = EncoderQuantizer(
     K, M, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
@@ -110,14 +110,14 @@ def test_codes_of_shu_and_nakayama_leave_the_table_as_it_is(table):
   assert off(embedding, found, table) < 0.5
 
 
-def test_the_same_key_learns_the_same(table):
+def test_training_is_deterministic(table):
   embedding = LowRankEmbedding(V, D, 2)
   variables = embedding.init(KEY, jnp.arange(2))
   again = [convert.reconstruct(embedding, variables, table, key=KEY, steps=7) for _ in range(2)]
   jax.tree.map(np.testing.assert_array_equal, *again)
 
 
-def test_another_table_is_refused(table):
+def test_a_table_that_does_not_fit_is_refused(table):
   embedding = LowRankEmbedding(V, D, 2)
   variables = embedding.init(KEY, jnp.arange(2))
   with pytest.raises(ValueError, match=r"`table` must have shape \[120, 8\], .*; got \[119, 8\]"):
@@ -130,19 +130,19 @@ def test_another_table_is_refused(table):
 
 @pytest.mark.parametrize("average", [None, MovingAverage()])
 @pytest.mark.parametrize("shared", [True, False])
-def test_any_quantiser_begins_at_clusters_of_vectors(average, shared):
-  """A quantiser of no embedding: its centroids are clusters, nearer than those it was made with."""
+def test_centroids_of_a_quantiser_are_clusters_of_the_vectors(average, shared):
+  """The quantiser belongs to no embedding; the clusters have less error than initial centroids."""
   quantizer = CentroidQuantizer(4, 2, 6, shared=shared, normalize=False, moving_average=average)
   vectors = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
   variables = quantizer.init(jax.random.key(0), jnp.asarray(vectors))
-  begun = convert.clustered(quantizer, variables, vectors, key=jax.random.key(1))
-  assert jax.tree.map(np.shape, begun) == jax.tree.map(np.shape, variables)
+  clusters = convert.clustered(quantizer, variables, vectors, key=jax.random.key(1))
+  assert jax.tree.map(np.shape, clusters) == jax.tree.map(np.shape, variables)
   given = jnp.asarray(vectors)
   error = lambda v: ((quantizer.apply(v, given) - vectors) ** 2).mean()
-  assert error(begun) < 0.6 * error(variables)
+  assert error(clusters) < 0.6 * error(variables)
   parts = vectors.reshape(60, 2, 3)
-  codes = np.asarray(quantizer.apply(begun, given, method="encode"))
-  centers = np.asarray(quantizer.apply(begun, method="values"))
+  codes = np.asarray(quantizer.apply(clusters, given, method="encode"))
+  centers = np.asarray(quantizer.apply(clusters, method="values"))
   if not shared:
     for m in range(2):
       for k in range(4):
@@ -151,7 +151,7 @@ def test_any_quantiser_begins_at_clusters_of_vectors(average, shared):
 
 
 @pytest.mark.parametrize("average", [None, MovingAverage()])
-def test_clusters_are_where_centroids_begin_though_some_had_been_revived(average):
+def test_clustered_centroids_do_not_depend_on_revived_ones(average):
   quantizer = CentroidQuantizer(
     4, 2, 6, normalize=False, moving_average=average, revival=Revival(0.9, decay=0.0)
   )
@@ -162,10 +162,10 @@ def test_clusters_are_where_centroids_begin_though_some_had_been_revived(average
     mutable=["centroids", "revival"],
     rngs={"sample": jax.random.key(2)},
   )
-  begun, fresh = (
+  clusters, fresh = (
     convert.clustered(quantizer, own, vectors, key=jax.random.key(1))
     for own in (variables | written, variables)
   )
-  assert jax.tree.map(np.shape, begun) == jax.tree.map(np.shape, variables)
-  at = [quantizer.apply(own, method="values") for own in (begun, fresh)]
+  assert jax.tree.map(np.shape, clusters) == jax.tree.map(np.shape, variables)
+  at = [quantizer.apply(own, method="values") for own in (clusters, fresh)]
   np.testing.assert_array_equal(*at)

@@ -14,7 +14,9 @@ V, D, K, M = 53, 12, 6, 3
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("kind", [SoftmaxQuantizer, CentroidQuantizer])
-def test_it_has_the_distribution_of_the_tied_head(kind, shared, use_bias, tmp_path):
+def test_the_head_of_a_compact_embedding_has_the_distribution_of_the_tied_head(
+  kind, shared, use_bias, tmp_path
+):
   embedding = DPQEmbedding(V, D, kind(K, M, shared=shared))
   trained = DenseHead(V, D, use_bias=use_bias, embedding=embedding)
   hidden, tokens = jax.random.normal(jax.random.key(4), (2, 9, D)), jnp.arange(18).reshape(2, 9)
@@ -32,7 +34,7 @@ def test_it_has_the_distribution_of_the_tied_head(kind, shared, use_bias, tmp_pa
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_sums_of_vectors_are_refused():
+def test_additive_codes_are_refused():
   embedding = DPQEmbedding(V, D, SoftmaxQuantizer(K, M, additive=True))
   small = embedding.compact(embedding.init(jax.random.key(0), jnp.zeros(1, int)))
   with pytest.raises(ValueError, match=r"`small.additive` must be False"):

@@ -133,6 +133,7 @@ def test_any_head_fits_and_its_logits_and_log_prob_agree(head, tokens):
   log_prob = model.apply(variables, tokens, tokens, method="log_prob")
   logits = jax.nn.log_softmax(model.apply(variables, tokens))
   expected = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+  # Log-probabilities near 3.4 = log 31, of sums of 31 terms: 31 · 2^-24 · 3.4.
   np.testing.assert_allclose(log_prob, expected, atol=1e-5)
 
 
@@ -147,6 +148,7 @@ def test_a_shorter_row_has_the_same_logits(tokens):
   model = decoder()
   variables = init(model)
   whole, part = model.apply(variables, tokens), model.apply(variables, tokens[:1, :1])
+  # Logits of order one, after two blocks with sums of at most 32 terms: 2 · 32 · 2^-24.
   np.testing.assert_allclose(whole[:1, :1], part, atol=1e-5)
 
 
@@ -217,8 +219,8 @@ def test_the_hidden_vectors_equal_an_independent_float64_decoder(window, tokens)
   hidden = model.apply(variables, tokens, method="hidden")
   exact = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
   expected = float64_hidden(exact, np.asarray(tokens), 2, [99, window or 99])
-  # Hidden vectors of order one, from scores of order ten: the softmax turns a rounding of 2^-24 · 10
-  # of a score into a relative error of its weights, and ten layers of sums of 32 numbers follow.
+  # Hidden vectors of order one, from scores of order ten: a softmax turns a rounding 10 · 2^-24 of a
+  # score into a relative error of its weights, and ten layers of sums of 32 numbers follow.
   np.testing.assert_allclose(hidden, expected, atol=2e-4)
 
 

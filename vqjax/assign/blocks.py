@@ -75,7 +75,7 @@ def equal_count(counts: ArrayLike, codes: int) -> Int[np.ndarray, "V"]:
   Source: VQ-Logits, Table 6, "Frequency-based binning".
 
   Raises:
-    ValueError: the counts are not valid (see `checked_counts`), or there are more codes than tokens.
+    ValueError: the counts are not valid (see `checked_counts`), or the codes exceed the tokens.
   """
   counts = checked_counts(counts)
   table = np.empty(len(counts), np.int32)
@@ -90,7 +90,7 @@ def equal_mass(counts: ArrayLike, codes: int) -> Int[np.ndarray, "V"]:
   the most frequent tokens have a bin of their own, the rarest share one with many others.
 
   Raises:
-    ValueError: the counts are not valid (see `checked_counts`), or there are more codes than tokens.
+    ValueError: the counts are not valid (see `checked_counts`), or the codes exceed the tokens.
   """
   counts = checked_counts(counts)
   vocab = len(counts)

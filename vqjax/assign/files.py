@@ -67,7 +67,7 @@ def load(
   if missing.size:
     raise ValueError(
       f"{path}: every token must have a code; got none for token {missing[0]} ({missing.size} such"
-      f" tokens) in {len(lines) + 1} lines. Add a line `{missing[0]} CODE`, or save the table again."
+      f" tokens) in {len(lines) + 1} lines. Add a line `{missing[0]} CODE`, or save it again."
     )
   return table
 

@@ -233,7 +233,7 @@ class Codes:
         f" additive) {form(self.quantizer)}; got a {type(embedding).__name__} with"
         f" {form(embedding) if isinstance(embedding, ProductEmbedding) else 'no codes'}."
       )
-    # The network is trained on numbers of unit size, whatever the scale of the table is.
+    # The network is trained on numbers of unit size, for any scale of the table.
     size = float(np.sqrt(np.mean(np.square(table, dtype=np.float64)))) or 1.0
     learned, variables = self.learned(table / np.float32(size))
     encode = jax.jit(lambda tokens: learned.apply(variables, tokens, method="codes_of"))

@@ -14,7 +14,7 @@ from vqjax.variables import Declaration, Variable
 class GuidedEmbedding(Embedding):
   """The student's vectors; training adds their squared distances to the rows of a given table.
 
-  The table is the variable `table` of the collection `guide`, which `convert.FromTable` fills.
+  The table is the variable `table` of the collection `guide`, which `convert.Guide` fills.
   Inference needs the student only. Source: the distillation of Chen, Min and Sun, Learning K-way
   D-dimensional discrete codes for compact embedding representations, 2018, Section 3.3.
 

@@ -32,7 +32,7 @@ class LearnedCodebookHead(LinearHead):
   choice gets the gradient of softmax((choice + noise) / temperature) (straight-through). The
   temperature falls geometrically from `temperature` to `final_temperature` over `anneal` steps;
   later steps draw no noise, and the assignment of the highest choice stays fixed. Outside training
-  steps, as in `log_prob`, every token has the code of its highest choice. `vqjax.convert.Frozen`
+  steps, as in `log_prob`, every token has the code of its highest choice. `vqjax.convert.frozen`
   gives a `CodebookHead` with the same distribution.
 
   Source: VQ-Logits, Section 3.3, which proposes this and does not test it; Jang et al., Categorical

@@ -65,7 +65,7 @@ def table_of(folder):
   return np.asarray(read_variables(folder)[0]["params"]["embedding"]["weight"])
 
 
-def begun(start, embedding):
+def initial(start, embedding):
   text = load_text(experiment(embedding, start))
   model = text.experiment.model
   tokens = jnp.zeros((1, 2), jnp.int32)
@@ -87,14 +87,14 @@ def test_a_guided_embedding_learns_the_table(dense, tmp_path):
   assert far < 0.3 * np.abs(table).mean()
 
 
-def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
+def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
   network = EncoderQuantizer(
     8, 4, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
   codes = convert.Codes(network, steps=500)
   embedding = ProductEmbedding(V, D, 8, 4, additive=True)
   start = conversion.FromTable(str(dense), codes)
-  model, variables = begun(start, embedding)
+  model, variables = initial(start, embedding)
   table = table_of(dense)
   found = model.embedding.apply(part_of(variables, "embedding"), method="table")
   assert ((found - table) ** 2).sum() < 0.8 * ((table - table.mean(axis=0)) ** 2).sum()
@@ -106,10 +106,10 @@ def test_codes_rebuild_the_table_and_stay_as_they_are(dense, tmp_path):
 
 @pytest.mark.parametrize("average", [None, MovingAverage()])
 @pytest.mark.parametrize("shared", [False, True])
-def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
+def test_initial_centroids_are_clusters_of_the_initial_queries(average, shared):
   quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
   embedding = DPQEmbedding(V, D, quantizer)
-  model, variables = begun(conversion.ClusteredCentroids(), embedding)
+  model, variables = initial(conversion.ClusteredCentroids(), embedding)
   own = part_of(variables, "embedding")
   query = np.asarray(own["params"]["query"])
   centers = np.asarray(model.embedding.apply(own, method="values"))
@@ -123,7 +123,7 @@ def test_centroids_begin_as_clusters_of_the_first_queries(average, shared):
     assert np.abs(means - table).max() < 0.25 * np.abs(table).max()
 
 
-def test_an_embedding_that_does_not_fit_its_fill_is_named(dense):
+def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
   network = SoftmaxQuantizer(4, 2, D)
   for start, embedding, message in (
     (
@@ -143,10 +143,10 @@ def test_an_embedding_that_does_not_fit_its_fill_is_named(dense):
     ),
   ):
     with pytest.raises(ValueError, match=message):
-      begun(start, embedding)
+      initial(start, embedding)
 
 
-def test_a_table_of_another_width_is_named(dense):
+def test_a_table_of_another_width_is_refused(dense):
   start = conversion.FromTable(str(dense), convert.Guide())
   text = load_text(experiment(DenseEmbedding(V, D), start))
   vocab = text.experiment.model.embedding.vocab

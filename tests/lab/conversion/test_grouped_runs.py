@@ -22,7 +22,7 @@ def divergence(logits, logits_of_student):
   return (np.exp(log_q) * (log_q - reference.log_softmax(logits_of_student))).sum(-1).mean()
 
 
-def begun(experiment):
+def initial(experiment):
   """(text, its experiment's model, the variables that its run begins with, the fresh ones)."""
   text = load_text(experiment)
   program = Program(text.experiment, make_mesh(MeshShape(data=1)))
@@ -31,13 +31,13 @@ def begun(experiment):
   return text, model, experiment.init_from(text, model, fresh), fresh
 
 
-def test_a_run_can_begin_with_groups_from_its_text_and_nothing_else_changes(dense):
+def test_groups_from_the_text_change_only_the_order(dense):
   experiment, _ = dense
   head = GroupedHead(FROM_TOKENIZER, 16, order_init=convert.in_order)
   model = experiment.model.clone(head=head)
   start = conversion.Regrouped(convert.ByClusters(convert.ContextKMeans(width=4)))
   scratch = dataclasses.replace(experiment, model=model, init_from=start)
-  _, _, variables, fresh = begun(scratch)
+  _, _, variables, fresh = initial(scratch)
   codes = variables["codes"]["head"]
   order = codes["order"]
   assert order.dtype == codes["position"].dtype == np.int32
@@ -47,14 +47,16 @@ def test_a_run_can_begin_with_groups_from_its_text_and_nothing_else_changes(dens
   jax.tree.map(np.testing.assert_array_equal, variables["params"], fresh["params"])
 
 
-def test_a_conversion_beats_a_fresh_head_and_is_distilled_and_ships(dense, short, tmp_path):
+def test_a_converted_head_is_nearer_than_a_fresh_one_and_is_distilled_without_its_teacher(
+  dense, short, tmp_path
+):
   experiment, folder = dense
   head = GroupedHead(FROM_TOKENIZER, 16, use_bias=True, order_init=convert.in_order)
   target = convert.ToGrouped(by=convert.ByFrequency())
   made = conversion.converted(
     experiment, folder, head, target, name="grouped", distillation=1.0, train=short
   )
-  text, model, variables, fresh = begun(made)
+  text, model, variables, fresh = initial(made)
   tokens = jnp.arange(32).reshape(4, 8) * 7 % model.head.vocab
 
   @jax.jit
@@ -74,10 +76,10 @@ def test_a_conversion_beats_a_fresh_head_and_is_distilled_and_ships(dense, short
   assert fit(made, tmp_path / "run")["status"] == "finished"
   both, _ = read_variables(tmp_path / "run")
   alone = {name: tree["student"] for name, tree in variables.items()}
-  ships = conversion.FromStudent(str(tmp_path / "run"))(text, model.student, alone)
+  kept = conversion.FromStudent(str(tmp_path / "run"))(text, model.student, alone)
   for collection in ("params", "codes"):
-    jax.tree.map(np.testing.assert_array_equal, ships[collection], both[collection]["student"])
-  np.testing.assert_array_equal(ships["codes"]["head"]["order"], alone["codes"]["head"]["order"])
+    jax.tree.map(np.testing.assert_array_equal, kept[collection], both[collection]["student"])
+  np.testing.assert_array_equal(kept["codes"]["head"]["order"], alone["codes"]["head"]["order"])
 
 
 def _with_head(variables, fresh):
@@ -89,4 +91,4 @@ def test_an_order_for_a_head_without_one_is_refused(dense):
   model = dense[0].model.clone(head=DenseHead(FROM_TOKENIZER, 16))
   start = conversion.Regrouped(convert.Shuffled())
   with pytest.raises(ValueError, match=r"by Shuffled\(seed=0\); got a DenseHead without one"):
-    begun(dataclasses.replace(dense[0], model=model, init_from=start))
+    initial(dataclasses.replace(dense[0], model=model, init_from=start))

@@ -140,8 +140,8 @@ class ConvNet(nn.Module):
     least = 2 ** len(self.channels)
     if min(x_BHWC.shape[1:3]) < least:
       raise ValueError(
-        f"`inputs` must have at least {least} x {least} pixels for {len(self.channels)} poolings; got"
-        f" {x_BHWC.shape[1:3]}. Give larger images, or fewer channels."
+        f"`inputs` must have at least {least} x {least} pixels for {len(self.channels)} poolings;"
+        f" got {x_BHWC.shape[1:3]}. Give larger images, or fewer channels."
       )
     for convolution, norm in zip(self.convolutions, self.norms, strict=True):
       x_BHWC = norm(convolution(x_BHWC), use_running_average=deterministic)

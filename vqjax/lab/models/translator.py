@@ -110,7 +110,7 @@ class EncoderDecoder(nn.Module, metaclass=abc.ABCMeta):
   def likeliest(
     self, tokens: Integer[Array, "B"], state: Any, count: int
   ) -> tuple[Float[Array, "B k"], Int[Array, "B k"], Any]:
-    """Log-probabilities and tokens of the `count` most likely next tokens, best first; the state."""
+    """Log-probabilities and ids of the `count` most likely next tokens, best first; the state."""
     hidden, state = self.step(tokens, state)
     return *self.head.top_k(hidden, count), state
 
