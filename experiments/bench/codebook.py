@@ -1,24 +1,58 @@
-"""How fast is a codebook against other heads: logits as in VQ-Logits' Table 3, training, decoding?
+"""Benchmark of heads at the sizes of VQ-Logits' Table 3: log-probabilities, training, decoding."""
 
-python -m experiments.bench.codebook --json docs/results/vq/speed.json
-python -m experiments.bench.codebook --tokens 512
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-All in one process, relative to a full softmax whose logits are materialised. At the size of Table 3
-they would take 17.5 GB and more for their softmax, so it takes a slice of the tokens at a time, as
-the paper's gather does.
-"""
-
-import argparse
-import sys
-from collections.abc import Callable, Sequence
-
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jax import lax
 
-from experiments.bench import benching, vq_programs
+from experiments.bench import measure
 from experiments.bench.losses import Shape
-from experiments.bench.timing import Timed, budgeted
-from experiments.bench.vq_programs import FULL, GATHER, TILED, Sizes
-from vqjax.lab.training.provenance import device, provenance
+from experiments.bench.measure import Program, Timed, compare_within
+from vqjax import (
+  AdaptiveHead,
+  CodebookHead,
+  DenseHead,
+  GroupedHead,
+  Head,
+  LowRankHead,
+  ProductHead,
+  assign,
+)
+from vqjax.lab.training.provenance import device
+
+FULL = "full, in slices"
+TILED = "full, tiled"
+GATHER = "gather, in slices"
+SLICE_SCORES = 2**28
+"""Largest number of scores of a slice of tokens: 1 GiB."""
+
+
+class Sizes(NamedTuple):
+  """Sizes of the compared heads.
+
+  Attributes:
+    shape: tokens of a batch, width, vocabulary.
+    codes: codes of the codebooks; the first is also computed by gathering.
+    cutoffs: cutoffs of the adaptive softmax.
+    rank: rank of the low-rank head.
+    product: codes and subspaces of the product head.
+    batches: rows of a decoding step.
+    best: numbers of best tokens in decoding.
+  """
+
+  shape: Shape
+  codes: tuple[int, ...]
+  cutoffs: tuple[int, ...]
+  rank: int
+  product: tuple[int, int]
+  batches: tuple[int, ...]
+  best: tuple[int, ...]
+
 
 PAPER = Sizes(
   shape=Shape(16384, 768, 267_735),
@@ -29,62 +63,48 @@ PAPER = Sizes(
   batches=(1, 64),
   best=(1, 50),
 )
-"""Those of Table 3: 32 sequences of 512 tokens of WikiText-103."""
+"""The sizes of Table 3: 32 sequences of 512 tokens of WikiText-103."""
 QUICK = Sizes(Shape(32, 16, 512), (16, 32), (40, 160), 8, (16, 4), (2,), (3,))
-SECONDS_A_TOKEN = 15 / 16384
-"""What the calls of a program may take beyond its first, for each token of the batch."""
+SECONDS_PER_TOKEN = 15 / 16384
+"""Seconds that the calls of a program may take after the first, for each token of the batch."""
 DECODING_SECONDS = 3.0
-"""The same of a decoding step."""
+"""Seconds that the calls of a decoding step may take after the first."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the tables, writes what was asked for, and returns the exit code."""
-  parser = benching.parser("experiments.bench.codebook", __doc__.splitlines()[0])
-  parser.add_argument(
-    "--tokens", type=_positive, metavar="N", help="tokens of a batch in every row (default: 16384)"
-  )
-  options = parser.parse_args(arguments)
-  sizes = QUICK if options.quick else PAPER
-  if options.tokens:
-    sizes = sizes._replace(shape=sizes.shape._replace(tokens=options.tokens))
-  of_batch = 0.0 if options.quick else SECONDS_A_TOKEN * sizes.shape.tokens
-  of_step = 0.0 if options.quick else DECODING_SECONDS
-  figures = {
-    "sizes": sizes._asdict() | {"shape": sizes.shape._asdict()},
-    **batches(sizes, of_batch),
-    "decoding": decoding(sizes, of_step),
-  }
-  benching.write(options.json, figures | {"provenance": provenance()})
-  return 0
+def run(quick: bool) -> Iterator[dict[str, Any]]:
+  """Times log-probabilities, training and decoding, relative to a full softmax.
 
-
-def _positive(text: str) -> int:
-  if not text.isdecimal() or not int(text):
-    raise argparse.ArgumentTypeError(f"{text} is no number of tokens; give at least 1")
-  return int(text)
+  At the sizes of Table 3 materialised logits would take 17.5 GB and more for their softmax, so the
+  full softmax takes a slice of the tokens at a time, as the paper's gather does.
+  """
+  sizes = QUICK if quick else PAPER
+  figures = {"sizes": sizes._asdict() | {"shape": sizes.shape._asdict()}}
+  figures |= batches(sizes, 0.0 if quick else SECONDS_PER_TOKEN * sizes.shape.tokens)
+  yield figures
+  yield figures | {"decoding": decoding_steps(sizes, 0.0 if quick else DECODING_SECONDS)}
 
 
 def batches(sizes: Sizes, seconds: float) -> dict[str, dict]:
-  """Prints what log-probabilities of a batch of tokens cost, and their loss with its gradient."""
-  rows = vq_programs.contenders(sizes)
-  variables = vq_programs.variables_of([one.head for one in rows.values()])
-  data = vq_programs.batch(sizes.shape)
-  of_slice = vq_programs.slice_of(sizes.shape.tokens, sizes.shape.vocab)
-  benching.say(f"slices of {of_slice} tokens; tokens by Zipf's law; random codes; 16-bit weights")
+  """Prints and returns the cost of log-probabilities, and of loss and gradient, of a batch."""
+  rows = contenders(sizes)
+  variables = variables_of([one.head for one in rows.values()])
+  data = batch(sizes.shape)
+  of_slice = slice_of(sizes.shape.tokens, sizes.shape.vocab)
+  measure.say(f"slices of {of_slice} tokens; tokens by Zipf's law; random codes; 16-bit weights")
 
   def table(title: str, program: Callable) -> dict[str, Timed]:
     programs = {name: program(one, variables[one.head], *data) for name, one in rows.items()}
-    timed = budgeted(programs, seconds, said=benching.say)
-    benching.show(
+    timed = compare_within(programs, seconds, log=measure.log)
+    measure.show(
       f"{title}, {sizes.shape} float32, {device()}",
       ("", "ms", "faster", "temp MiB", "weights MB", "codes MB"),
       [_cells(name, t, timed[FULL], rows[name].head) for name, t in timed.items()],
     )
     return timed
 
-  found = table("log-probabilities (Table 3)", vq_programs.forward)
+  found = table("log-probabilities (Table 3)", forward)
   differences = _differences(found, sizes)
-  trained = table("loss and gradient", vq_programs.training)
+  trained = table("loss and gradient", training)
   return {
     "slice": of_slice,
     "forward": _figures(found, rows),
@@ -98,9 +118,9 @@ def _cells(name, timed, full, head):
     name,
     f"{timed.seconds * 1e3:.1f}",
     f"{full.seconds / timed.seconds:.3g}x",
-    benching.mib(timed.temp_bytes),
-    f"{vq_programs.weight_bytes(head) / 1e6:.2f}",
-    f"{vq_programs.table_bytes(head) / 1e6:.2f}",
+    measure.mib(timed.temp_bytes),
+    f"{weight_bytes(head) / 1e6:.2f}",
+    f"{table_bytes(head) / 1e6:.2f}",
   ]
 
 
@@ -108,8 +128,8 @@ def _figures(timed, rows):
   return {
     name: _measured(t, timed[FULL])
     | {
-      "weight_bytes_16_bit": vq_programs.weight_bytes(rows[name].head),
-      "table_bytes": vq_programs.table_bytes(rows[name].head),
+      "weight_bytes_16_bit": weight_bytes(rows[name].head),
+      "table_bytes": table_bytes(rows[name].head),
     }
     for name, t in timed.items()
   }
@@ -125,20 +145,20 @@ def _measured(timed: Timed, full: Timed) -> dict[str, float]:
 
 
 def _differences(timed: dict[str, Timed], sizes: Sizes) -> dict[str, float]:
-  """Prints by how many nats two ways to compute the same log-probabilities differ at most."""
+  """Largest differences in nats between two computations of the same log-probabilities."""
   found = {}
-  exact = vq_programs.codebook_name(sizes.codes[0])
+  exact = codebook_name(sizes.codes[0])
   for first, second in ((FULL, TILED), (GATHER, exact)):
     off = np.abs(np.asarray(timed[first].output) - np.asarray(timed[second].output)).max()
     found[second] = float(off)
-    benching.say(f"{second} is at most {off:.1e} nats off {first}")
+    measure.say(f"{second} is at most {off:.1e} nats off {first}")
   return found
 
 
-def decoding(sizes: Sizes, seconds: float) -> dict[str, dict]:
-  """Prints what one step of decoding costs, each head relative to the dense one."""
-  heads = vq_programs.decoders(sizes)
-  variables = vq_programs.variables_of(list(heads.values()))
+def decoding_steps(sizes: Sizes, seconds: float) -> dict[str, dict]:
+  """Prints and returns the cost of a decoding step, relative to the dense head."""
+  heads = decoders(sizes)
+  variables = variables_of(list(heads.values()))
   return {
     f"batch {rows}": _decoding_of(rows, heads, variables, sizes, seconds) for rows in sizes.batches
   }
@@ -148,10 +168,10 @@ def _decoding_of(rows, heads, variables, sizes, seconds):
   programs = {
     (name, step): program
     for name, head in heads.items()
-    for step, program in vq_programs.decoding(head, variables[head], rows, sizes.best).items()
+    for step, program in decoding(head, variables[head], rows, sizes.best).items()
   }
-  benching.say(f"batch {rows}: {len(programs)} programs of at most {seconds:.0f} s each")
-  timed = budgeted(programs, seconds, said=lambda _: None)
+  measure.say(f"batch {rows}: {len(programs)} programs of at most {seconds:.0f} s each")
+  timed = compare_within(programs, seconds, log=lambda _: None)
   steps = list(dict.fromkeys(step for _, step in timed))
   dense = next(iter(heads))
   found = {
@@ -159,7 +179,7 @@ def _decoding_of(rows, heads, variables, sizes, seconds):
     for name in heads
   }
   cell = lambda one: f"{one['seconds'] * 1e3:.4g} ({one['times_faster']:.3g}x)"
-  benching.show(
+  measure.show(
     f"ms of a decoding step and times faster, batch {rows}, D={sizes.shape.dim}"
     f" V={sizes.shape.vocab} float32, {device()}",
     ("", *steps),
@@ -168,5 +188,165 @@ def _decoding_of(rows, heads, variables, sizes, seconds):
   return found
 
 
-if __name__ == "__main__":
-  sys.exit(main())
+class Contender(NamedTuple):
+  """A head and the computation of its log-probabilities.
+
+  Attributes:
+    head: the head that owns the variables.
+    log_prob: (variables, hidden, tokens) -> [N].
+    sliced: whether all scores of its tokens are in memory, so that it needs slices of tokens.
+  """
+
+  head: Head
+  log_prob: Callable
+  sliced: bool = False
+
+
+def contenders(sizes: Sizes) -> dict[str, Contender]:
+  """The rows of Table 3, with the baselines of Table 1.
+
+  The codes are random: neighbours in the vocabulary have different codes, as after clustering.
+  """
+  vocab, dim = sizes.shape.vocab, sizes.shape.dim
+  dense = DenseHead(vocab, dim)
+  codebooks = {k: CodebookHead(vocab, dim, k, assign.Random()) for k in sizes.codes}
+  return {
+    FULL: Contender(dense, _materialised, sliced=True),
+    TILED: _own(dense),
+    GATHER: Contender(codebooks[sizes.codes[0]], _gathered, sliced=True),
+    **{codebook_name(k): _own(head) for k, head in codebooks.items()},
+    "adaptive": _own(AdaptiveHead(vocab, dim, sizes.cutoffs)),
+    f"low rank {sizes.rank}": _own(LowRankHead(vocab, dim, sizes.rank)),
+  }
+
+
+def codebook_name(codes: int) -> str:
+  """Label of a codebook whose normaliser is computed over its codes."""
+  return f"codebook K={codes}"
+
+
+def decoders(sizes: Sizes) -> dict[str, Head]:
+  """The heads whose decoding is timed; the dense head comes first."""
+  vocab, dim = sizes.shape.vocab, sizes.shape.dim
+  codes, (sub_codes, subspaces) = sizes.codes[0], sizes.product
+  codebook = lambda bias: CodebookHead(vocab, dim, codes, assign.Random(), token_bias=bias)
+  return {
+    "dense": DenseHead(vocab, dim),
+    codebook_name(codes): codebook(False),
+    f"{codebook_name(codes)} + bias": codebook(True),
+    "adaptive": AdaptiveHead(vocab, dim, sizes.cutoffs),
+    f"low rank {sizes.rank}": LowRankHead(vocab, dim, sizes.rank),
+    f"product K={sub_codes} M={subspaces}": ProductHead(vocab, dim, sub_codes, subspaces),
+    "grouped": GroupedHead(vocab, dim),
+  }
+
+
+def variables_of(heads: list[Head]) -> dict[Head, dict]:
+  """Fresh variables of each head; equal heads share theirs."""
+  start = lambda head: jax.jit(head.init)(jax.random.key(1), jnp.zeros((1, head.dim)))
+  return {head: start(head) for head in dict.fromkeys(heads)}
+
+
+def batch(shape: Shape) -> tuple[jax.Array, jax.Array]:
+  """Hidden states, and tokens by Zipf's law: token v with a frequency of 1 / (v + 1)."""
+  share = 1 / np.arange(1, shape.vocab + 1)
+  tokens = np.random.default_rng(0).choice(shape.vocab, shape.tokens, p=share / share.sum())
+  hidden = jax.random.normal(jax.random.key(0), (shape.tokens, shape.dim))
+  return hidden, jnp.asarray(tokens, jnp.int32)
+
+
+def slice_of(tokens: int, vocab: int) -> int:
+  """The largest divisor of the tokens whose scores are at most `SLICE_SCORES`.
+
+  Raises:
+    ValueError: the divisor is less than half of what fits, so that slices would be slow.
+  """
+  most = min(tokens, max(1, SLICE_SCORES // vocab))
+  size = next(size for size in range(most, 0, -1) if tokens % size == 0)
+  if 2 * size < most:
+    raise ValueError(
+      f"`tokens` must have a divisor near {most}; got {tokens}, whose is {size}. Use a power of two"
+    )
+  return size
+
+
+def forward(one: Contender, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:
+  """The program of the tokens' log-probabilities."""
+  size = slice_of(len(tokens), one.head.vocab)
+
+  def in_slices(variables, hidden, tokens):
+    part = lambda both: one.log_prob(variables, *both)
+    return lax.map(part, _parts(size, hidden, tokens)).reshape(-1)
+
+  return in_slices if one.sliced else one.log_prob, (variables, hidden, tokens)
+
+
+def training(one: Contender, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:
+  """The program of the mean loss and its gradient in parameters and hidden states.
+
+  A slice keeps its scores for its backward pass; the gradients of the slices are summed.
+  """
+  size = slice_of(len(tokens), one.head.vocab) if one.sliced else len(tokens)
+  params = variables["params"]
+  tables = {name: tree for name, tree in variables.items() if name != "params"}
+
+  def loss(params, hidden, tables, some):
+    return -one.log_prob({"params": params, **tables}, hidden, some).sum() / len(tokens)
+
+  gradient = jax.value_and_grad(loss, argnums=(0, 1))
+
+  def in_slices(params, hidden, tables, tokens):
+    def add(carry, both):
+      part, (d_params, d_hidden) = gradient(params, both[0], tables, both[1])
+      return jax.tree.map(jnp.add, carry, (part, d_params)), d_hidden
+
+    start = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+    (total, d_params), d_hidden = lax.scan(add, start, _parts(size, hidden, tokens))
+    return total, (d_params, d_hidden.reshape(hidden.shape))
+
+  return in_slices if one.sliced else gradient, (params, hidden, tables, tokens)
+
+
+def decoding(head: Head, variables: dict, rows: int, ks: tuple[int, ...]) -> dict[str, Program]:
+  """Programs of a decoding step: a sample at temperature 1, and the best k."""
+  hidden = jax.random.normal(jax.random.key(0), (rows, head.dim))
+  draw = lambda v, h, key: head.apply(v, h, key, method="sample")
+  best = lambda k: lambda v, h: head.apply(v, h, k, method="top_k")
+  return {
+    "sample": (draw, (variables, hidden, jax.random.key(1))),
+    **{f"top {k}": (best(k), (variables, hidden)) for k in ks},
+  }
+
+
+def weight_bytes(head: Head) -> int:
+  """Bytes of the parameters in 16 bits, as in Table 3."""
+  return 2 * head.size().params
+
+
+def table_bytes(head: Head) -> int:
+  """Bytes of the integer tables."""
+  return head.size().state_bytes - 4 * head.size().params
+
+
+def _own(head):
+  return Contender(head, lambda v, h, t: head.apply(v, h, t, method="log_prob"))
+
+
+def _materialised(variables, hidden, tokens):
+  """Log-probabilities of the full softmax from materialised logits."""
+  return _picked(hidden @ variables["params"]["weight"].T, tokens)
+
+
+def _gathered(variables, hidden, tokens):
+  """Log-probabilities by Eq. 2-5: K scores, gathered to V logits, and their softmax."""
+  scores_NK = hidden @ variables["params"]["codebook"].T
+  table_V = variables["codes"]["assignment"]
+  return _picked(jnp.take(scores_NK, table_V, axis=1, mode="clip"), tokens)
+
+
+def _picked(logits, tokens):
+  return -optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
+
+
+def _parts(size, *arrays):
+  return tuple(x.reshape(math.ceil(len(x) / size), size, *x.shape[1:]) for x in arrays)

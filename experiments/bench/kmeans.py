@@ -1,34 +1,27 @@
-"""How do time, inertia and memory of k-means compare with scikit-learn's, on the same cores?
-
-python -m experiments.bench.kmeans
-python -m experiments.bench.kmeans --points 60000 --json kmeans.json
-"""
+"""Benchmark of k-means against scikit-learn on the same cores."""
 
 import functools
-import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn.cluster import KMeans as SklearnKMeans
 
-from experiments.bench import benching
-from experiments.bench.process import measured
-from experiments.plan.apart import apart
-from vqjax.lab.training.provenance import device, provenance
+from experiments.bench import measure
+from experiments.plan.isolated import isolated
+from vqjax.lab.training.provenance import device
 from vqjax.ops.kmeans import kmeans
 
 ITERATIONS = 20
 BLOCK = 4096
 COMPONENTS = 4
-"""Components of the mixture, per cluster: as with words, there are more kinds than codes."""
+"""Components of the mixture per cluster: words, too, have more kinds than there are codes."""
 
 
 class Size(NamedTuple):
-  """N points, D their width, K clusters."""
+  """Sizes of a fit: N points of width D, K clusters."""
 
   points: int
   dim: int
@@ -38,58 +31,54 @@ class Size(NamedTuple):
     return f"N={self.points} D={self.dim} K={self.clusters}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the tables, writes what was asked for, and returns the exit code."""
-  parser = benching.parser("experiments.bench.kmeans", __doc__.splitlines()[0])
-  parser.add_argument("--points", type=int, default=267_735, help="rows of the table")
-  options = parser.parse_args(arguments)
-  size = Size(509, 16, 31) if options.quick else Size(options.points, 768, 1024)
-  figures = {"size": size._asdict(), "data": {}, "provenance": provenance()}
+def run(quick: bool) -> Iterator[dict[str, Any]]:
+  """Fits two tables with both libraries, each fit in a process of its own."""
+  size = Size(509, 16, 31) if quick else Size(267_735, 768, 1024)
+  figures = {"size": size._asdict(), "data": {}}
   for draw in (mixture, gaussian):
     figures["data"][draw.__name__] = against_sklearn(size, draw)
-    benching.write(options.json, figures)  # a fit takes minutes: what is there is kept
-  return 0
+    yield figures
 
 
 def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
-  """Prints both fits of one table, each in a fresh process, and ours relative to theirs.
+  """Prints and returns the cost of both fits of a table, and the ratios of vqjax to scikit-learn.
 
-  Memory is what the process had at its peak beyond what it had when the fit began.
+  Memory is the peak of the process beyond its memory before the fit.
   """
-  rows = {"scikit-learn": apart(fit_sklearn, size, draw), "vqjax": apart(fit_vqjax, size, draw)}
+  rows = {
+    "scikit-learn": isolated(fit_sklearn, size, draw),
+    "vqjax": isolated(fit_vqjax, size, draw),
+  }
   theirs, ours = rows.values()
   compared = ("seconds", "cpu_seconds", "inertia", "memory_bytes")
-  ratios = {name: _ratio(ours[name], theirs[name]) for name in compared}
-  benching.show(
+  # Memory is None on systems that do not report its peak.
+  known = [name for name in compared if None not in (ours[name], theirs[name])]
+  ratios = {name: ours[name] / max(theirs[name], 1e-9) for name in known}
+  cells = lambda name, row: [
+    name,
+    *(f"{row[key]:.2f}" for key in ("seconds", "cpu_seconds")),
+    f"{row['inertia']:.6g}",
+    measure.mib(row["memory_bytes"]),
+  ]
+  measure.show(
     f"k-means of a {draw.__name__}, {ITERATIONS} iterations, {size} float32, {device()}",
     ("", "s", "CPU s", "inertia", "MiB beyond the input"),
     [
-      *(_cells(name, row) for name, row in rows.items()),
-      ["vqjax / scikit-learn", *map(_shown, ratios.values())],
+      *(cells(name, row) for name, row in rows.items()),
+      ["vqjax / scikit-learn", *(f"{ratios[n]:.4f}" if n in ratios else "—" for n in compared)],
     ],
   )
-  benching.say(
+  measure.say(
     f"compiled before in {ours['compile_seconds']:.1f} s; by the compiler's account"
-    f" {benching.mib(ours['compiler_bytes'])} MiB"
+    f" {measure.mib(ours['compiler_bytes'])} MiB"
   )
   return {"rows": rows, "ratios": ratios}
 
 
-def _ratio(ours: float | None, theirs: float | None) -> float | None:
-  return None if ours is None or theirs is None else ours / max(theirs, 1e-9)
-
-
-def _shown(ratio: float | None) -> str:
-  return "—" if ratio is None else f"{ratio:.4f}"
-
-
-def _cells(name: str, row: dict) -> list[str]:
-  times = (f"{row[key]:.2f}" for key in ("seconds", "cpu_seconds"))
-  return [name, *times, f"{row['inertia']:.6g}", benching.mib(row["memory_bytes"])]
-
-
 def fit_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
-  """Cost of scikit-learn's Lloyd."""
+  """Cost of scikit-learn's Lloyd iterations."""
+  from sklearn.cluster import KMeans as SklearnKMeans
+
   points = draw(size)
   model = SklearnKMeans(
     size.clusters,
@@ -100,34 +89,36 @@ def fit_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
     algorithm="lloyd",
     random_state=0,
   )
-  cost = measured(lambda: model.fit(points))
+  cost = measure.process_cost(lambda: model.fit(points))
   return cost | {"inertia": float(model.inertia_)}
 
 
 def fit_vqjax(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
-  """Cost of ours, with the compiler's account of temporaries and results."""
+  """Cost of `vqjax.ops.kmeans`, with the compiler's account of temporaries and results."""
   points = jnp.asarray(draw(size))
   fit = jax.jit(functools.partial(kmeans, clusters=size.clusters, iterations=ITERATIONS))
   start = time.perf_counter()
   compiled = fit.lower(jax.random.key(0), points).compile()
   compile_seconds = time.perf_counter() - start
-  found = []
-  cost = measured(lambda: found.append(jax.block_until_ready(compiled(jax.random.key(0), points))))
+  results = []
+  cost = measure.process_cost(
+    lambda: results.append(jax.block_until_ready(compiled(jax.random.key(0), points)))
+  )
   memory = compiled.memory_analysis()
   return cost | {
-    "inertia": float(found[0].inertia),
+    "inertia": float(results[0].inertia),
     "compiler_bytes": memory.temp_size_in_bytes + memory.output_size_in_bytes,
     "compile_seconds": compile_seconds,
   }
 
 
 def gaussian(size: Size) -> np.ndarray:
-  """Points without structure, of unit variance."""
+  """Normal points of unit variance, without clusters."""
   return _filled(size, lambda draw, block: draw.standard_normal(block.shape, np.float32, block))
 
 
 def mixture(size: Size) -> np.ndarray:
-  """Points of unit variance, half of it noise around centers whose sizes follow Zipf's law."""
+  """Points around centers whose sizes follow Zipf's law; unit variance, half of it noise."""
   count = COMPONENTS * size.clusters
   centers = np.random.default_rng(1).standard_normal((count, size.dim), np.float32)
   share = 1 / np.arange(1, count + 1)
@@ -141,12 +132,8 @@ def mixture(size: Size) -> np.ndarray:
 
 
 def _filled(size, fill):
-  """A table filled a block at a time: a temporary copy would hide the peak of what comes after."""
+  """A table filled in blocks: a temporary copy would hide the peak of the fit."""
   draw, points = np.random.default_rng(0), np.empty((size.points, size.dim), np.float32)
   for start in range(0, size.points, BLOCK):
     fill(draw, points[start : start + BLOCK])
   return points
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -1,27 +1,47 @@
-"""How much time does the training loop add to the bare step?"""
+"""Benchmark of the training loop against its bare step."""
 
+import pathlib
 import statistics
 import tempfile
 import time
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import jax
-from rich.console import Console
 
-from vqjax.lab.config import load, override
+from experiments.bench import measure
+from vqjax.lab.config import Experiment, load, override
 from vqjax.lab.training import fit
 from vqjax.lab.training.program import Program
 from vqjax.lab.training.provenance import device
 from vqjax.lab.training.run import load_text
 from vqjax.sharding import make_mesh
 
-CONFIG = Path(__file__).parents[1] / "configs" / "lm_codebook.py"
-STEPS = 150
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm_codebook.py"
 
 
-def bare_seconds(experiment) -> float:
-  """Time of a step alone, on batches that are already in memory, without reading a metric."""
+def run(quick: bool) -> Iterator[dict[str, Any]]:
+  """Prints the median overhead of runs that alternate with the bare step."""
+  steps, rounds = (2, 1) if quick else (150, 5)
+  # Nothing is evaluated or saved before the end, where the clock has stopped.
+  far = [f"train.{name}={10**6}" for name in ("eval_every", "save_every")]
+  experiment = override(load(CONFIG), [f"train.steps={steps}", *far])
+  pairs = []
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for _ in range(rounds):
+      pairs.append((bare_seconds(experiment), loop_seconds(experiment)))
+  overhead = statistics.median(loop / bare for bare, loop in pairs) - 1
+  measure.say(
+    f"loop over bare step, median of {rounds} runs of {steps} steps of {pairs[-1][0] * 1e3:.1f} ms:"
+    f" {100 * overhead:+.1f} % time ({device()})"
+  )
+  yield {"steps": steps, "seconds": pairs, "overhead": overhead}
+
+
+def bare_seconds(experiment: Experiment) -> float:
+  """Seconds of a step on batches that are in memory already, without reading a metric."""
   text = load_text(experiment)
   experiment, train = text.experiment, text.experiment.train
   program = Program(experiment, make_mesh(train.mesh))
@@ -38,30 +58,7 @@ def bare_seconds(experiment) -> float:
   return (time.perf_counter() - start) / train.steps
 
 
-def loop_seconds(experiment) -> float:
-  """Time of a step in a real run, with loader, metrics and progress bar."""
+def loop_seconds(experiment: Experiment) -> float:
+  """Seconds of a step in a run with its loader, metrics and progress bar."""
   with tempfile.TemporaryDirectory() as folder:
-    result = fit(experiment, Path(folder))
-  return result["train"]["step_seconds"]
-
-
-def main() -> None:
-  """Prints the median overhead of runs that alternate with the bare step."""
-  warnings.simplefilter("ignore")
-  # Nothing is evaluated or saved before the end, where the clock has stopped.
-  far = [f"train.{name}={10**6}" for name in ("eval_every", "save_every")]
-  experiment = override(load(CONFIG), [f"train.steps={STEPS}", *far])
-  ratios = []
-  for _ in range(5):
-    bare, whole = bare_seconds(experiment), loop_seconds(experiment)
-    ratios.append(whole / bare)
-  step = bare * 1e3
-  Console().print(
-    f"loop over bare step, median of 5 runs of {STEPS} steps of {step:.1f} ms each:"
-    f" {100 * (statistics.median(ratios) - 1):+.1f} % time ({device()})",
-    highlight=False,
-  )
-
-
-if __name__ == "__main__":
-  main()
+    return fit(experiment, pathlib.Path(folder))["train"]["step_seconds"]

@@ -1,4 +1,4 @@
-"""Which dense losses do the benches compare, and on which arrays?"""
+"""Dense losses that the benchmarks compare, and their arrays."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.bench.timing import Program
+from experiments.bench.measure import Program
 from vqjax import linear_log_prob
 
 BLOCKS = 64
 
 
 class Shape(NamedTuple):
-  """N tokens, D the width of their vectors, V words."""
+  """Sizes of a loss: N tokens, width D, vocabulary V."""
 
   tokens: int
   dim: int
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
 
 def arrays(shape: Shape, dtype=jnp.float32) -> tuple:
-  """Hidden vectors, a weight whose scores have variance 1, and tokens."""
+  """Hidden states, a weight whose logits have variance 1, and tokens."""
   keys = jax.random.split(jax.random.key(0), 3)
   hidden = _normal(keys[0], shape.tokens, shape.dim, 1.0, dtype)
   weight = _normal(keys[1], shape.vocab, shape.dim, shape.dim**-0.5, dtype)
@@ -34,7 +34,7 @@ def arrays(shape: Shape, dtype=jnp.float32) -> tuple:
 
 
 def _normal(key, rows, dim, scale, dtype):
-  """[rows, dim] a block at a time: random bits of all of it would be the peak of memory."""
+  """A normal array [rows, dim], made in blocks: its random bits at once would be the peak."""
 
   def block(key):
     return (scale * jax.random.normal(key, (-(-rows // BLOCKS), dim))).astype(dtype)
@@ -44,23 +44,23 @@ def _normal(key, rows, dim, scale, dtype):
 
 
 def materialised_loss(hidden, weight, tokens):
-  """The loss that everybody writes first: all logits at once."""
+  """The mean cross-entropy with all logits in memory."""
   logits = (hidden @ weight.T).astype(jnp.float32)
   return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
 
 def tiled_loss(tile: tuple[int, int] | None = None) -> Callable:
-  """The same loss in tiles."""
+  """The mean cross-entropy by `linear_log_prob`."""
   return lambda h, w, t: -linear_log_prob(h, w, t, tile=tile).mean()
 
 
 def gradient(loss: Callable) -> Callable:
-  """The loss and its gradient in hidden and weight."""
+  """The function of a loss and its gradient in hidden and weight."""
   return jax.value_and_grad(loss, argnums=(0, 1))
 
 
 def exact_log_prob(hidden, weight, tokens) -> np.ndarray:
-  """Log-probabilities of the tokens in float64, some tokens at a time."""
+  """Log-probabilities of the tokens in nats, computed in float64 with NumPy."""
   weight = np.asarray(weight, np.float64)
   found = []
   for start in range(0, len(tokens), 256):
@@ -72,16 +72,16 @@ def exact_log_prob(hidden, weight, tokens) -> np.ndarray:
 
 
 def tokamax_programs(data: tuple) -> tuple[dict[str, Program], dict[str, str]]:
-  """Each implementation of tokamax's loss that runs here, and why the others do not.
+  """Programs of tokamax's loss that run here, and the errors of the implementations that do not.
 
-  Nothing where tokamax is not installed. Each gets its weight as it wants it, [D, V].
+  Both are empty where tokamax is not installed. tokamax takes the weight as [D, V].
   """
   try:
     from absl import flags
     from tokamax._src.ops.linear_softmax_cross_entropy_loss import api
   except ImportError:
     return {}, {}
-  # tokamax would read its flags from our command line, and refuse what it does not know.
+  # Otherwise tokamax parses this command line and refuses flags that are not its own.
   flags.FLAGS.mark_as_parsed()
   hidden, weight, tokens = data
   arguments = hidden, jnp.asarray(weight.T), tokens
@@ -90,7 +90,7 @@ def tokamax_programs(data: tuple) -> tuple[dict[str, Program], dict[str, str]]:
     function = gradient(_tokamax_loss(api.linear_softmax_cross_entropy_loss, name))
     try:
       jax.jit(function).lower(*arguments)
-    except Exception as error:  # whatever an implementation raises where it does not run
+    except Exception as error:  # implementations raise errors of many types on other platforms
       refused[f"tokamax {name}"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     else:
       programs[f"tokamax {name}"] = function, arguments

@@ -1,108 +1,202 @@
-"""Is the tiled softmax as fast as materialised logits and tokamax, how much smaller, how exact?
+"""Benchmarks of the tiled softmax: speed, error, options, memory."""
 
-python -m experiments.bench.softmax
-python -m experiments.bench.softmax --json softmax.json
-"""
-
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from experiments.bench import benching, losses
+from experiments.bench import losses, measure
 from experiments.bench.losses import Shape, gradient
-from experiments.bench.timing import Timed, compare
-from vqjax import linear_log_prob
-from vqjax.lab.training.provenance import device, provenance
+from experiments.bench.measure import compare
+from experiments.plan.compiling import simulated_devices
+from vqjax import linear_cross_entropy, linear_log_prob, linear_softmax
+from vqjax.lab.training.provenance import device
+from vqjax.sharding import MeshShape, make_mesh
 
-NAIVE, OURS = "materialised (optax)", "linear_log_prob"
+MATERIALISED, TILED, PLAIN = "materialised (optax)", "linear_log_prob", "plain loss"
 TILES = ((256, 1280), (512, 640), (512, 2560), (1024, 1280), (2048, 640))
-COLUMNS = ("", "ms", "ratio", "temp MiB", "loss", "off float64")
-WRONG = 1e-4
-"""Nats: float32 sums of any order are closer to float64 than this, a different sum is not."""
+MAX_ERROR = 1e-4
+"""Nats. float32 sums in any order are closer to float64 than this; a wrong sum is not."""
+DEVICES = 8
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the tables, writes what was asked for, and returns the exit code."""
-  options = benching.parser("experiments.bench.softmax", __doc__.splitlines()[0]).parse_args(
-    arguments
-  )
-  if options.quick:
+def speed_and_error(quick: bool) -> Iterator[dict[str, Any]]:
+  """Times loss and gradient against materialised logits, and measures the error to float64."""
+  sizes, tiles, rounds = (Shape(2048, 256, 32000), Shape(2048, 256, 50257)), TILES, 5
+  if quick:
     sizes, tiles, rounds = (Shape(32, 16, 512), Shape(32, 16, 509)), TILES[:1], 1
-  else:
-    sizes, tiles, rounds = (Shape(2048, 256, 32000), Shape(2048, 256, 50257)), TILES, 5
-  tables = [speed(sizes[0], tiles, rounds), speed(sizes[1], (), rounds)]
-  figures = {
-    "speed": tables,
-    "exactness": exactness(sizes[1]._replace(tokens=sizes[1].tokens // 2)),
-  }
-  benching.write(options.json, figures | {"provenance": provenance()})
-  return 0
+  figures = {"speed": []}
+  for shape, shape_tiles in zip(sizes, (tiles, ()), strict=True):
+    figures["speed"].append(speed(shape, shape_tiles, rounds))
+    yield figures
+  yield figures | {"error": error(sizes[1]._replace(tokens=sizes[1].tokens // 2))}
 
 
-def speed(shape: Shape, tiles: Sequence[tuple[int, int]], rounds: int) -> dict:
-  """Prints time, temporaries and loss of loss and gradient, against the materialised ones."""
+def speed(shape: Shape, tiles: Sequence[tuple[int, int]], rounds: int) -> dict[str, Any]:
+  """Prints and returns time, temporaries and loss of each program."""
   data = losses.arrays(shape)
   programs = {
-    NAIVE: (gradient(losses.materialised_loss), data),
-    OURS: (gradient(losses.tiled_loss()), data),
+    MATERIALISED: (gradient(losses.materialised_loss), data),
+    TILED: (gradient(losses.tiled_loss()), data),
   }
   programs |= {f"  tile {n} x {v}": (gradient(losses.tiled_loss((n, v))), data) for n, v in tiles}
   peers, refused = losses.tokamax_programs(data)
   timed = compare(programs | peers, rounds)
-  expected = -float(losses.exact_log_prob(*data).mean())
-  rows = {name: _figures(t, timed[NAIVE], expected) for name, t in timed.items()}
-  benching.show(
+  exact = -float(losses.exact_log_prob(*data).mean())
+  rows = {}
+  for name, one in timed.items():
+    loss = float(one.output[0])
+    rows[name] = {
+      "seconds": one.seconds,
+      "time_ratio": one.seconds / timed[MATERIALISED].seconds,
+      "temp_bytes": one.temp_bytes,
+      "loss": loss,
+      "error": abs(loss - exact),
+    }
+  measure.show(
     f"loss and gradient, {shape} float32, {device()}",
-    COLUMNS,
-    [_cells(name, row) for name, row in rows.items()],
+    ("", "ms", "ratio", "temp MiB", "loss", "error"),
+    [cells(name, row) for name, row in rows.items()],
   )
   for name, why in refused.items():
-    benching.say(f"{name} does not run here: {why}")
-  return {"shape": shape._asdict(), "loss_float64": expected, "rows": rows, "refused": refused}
+    measure.say(f"{name} does not run here: {why}")
+  return {"shape": shape._asdict(), "loss_float64": exact, "rows": rows, "refused": refused}
 
 
-def _figures(timed: Timed, first: Timed, expected: float) -> dict:
-  loss = float(timed.output[0])
-  return {
-    "seconds": timed.seconds,
-    "time_ratio": timed.seconds / first.seconds,
-    "temp_bytes": timed.temp_bytes,
-    "loss": loss,
-    "error": abs(loss - expected),
-  }
-
-
-def _cells(name: str, row: dict) -> list[str]:
-  wrong = " WRONG" if row["error"] > WRONG else ""
+def cells(name: str, row: dict[str, float]) -> list[str]:
+  """The cells of a row of `speed`; a loss that differs from float64 by `MAX_ERROR` is marked."""
   return [
     name,
     f"{row['seconds'] * 1e3:.1f}",
     f"{row['time_ratio']:.2f}",
-    benching.mib(row["temp_bytes"]),
+    measure.mib(row["temp_bytes"]),
     f"{row['loss']:.6f}",
-    f"{row['error']:.0e}{wrong}",
+    f"{row['error']:.0e}" + (" WRONG" if row["error"] > MAX_ERROR else ""),
   ]
 
 
-def exactness(shape: Shape) -> list[dict]:
-  """Prints the largest error of a token's log-probability against float64, in nats."""
-  found = []
+def error(shape: Shape) -> list[dict[str, Any]]:
+  """Prints and returns the largest error of a token's log-probability, in nats."""
+  rows = []
   for dtype in (jnp.float32, jnp.bfloat16):
     data = losses.arrays(shape, dtype)
-    expected = losses.exact_log_prob(*data)
-    ours = np.asarray(jax.jit(linear_log_prob)(*data), np.float64)
-    each, mean = np.abs(ours - expected).max(), abs(ours.mean() - expected.mean())
-    name = jnp.dtype(dtype).name
-    benching.say(
-      f"{shape} {name}: off float64 on the same values by at most {each:.1e} nats a token,"
-      f" {mean:.1e} in the mean loss"
+    exact = losses.exact_log_prob(*data)
+    tiled = np.asarray(jax.jit(linear_log_prob)(*data), np.float64)
+    row = {
+      "dtype": jnp.dtype(dtype).name,
+      "token": float(np.abs(tiled - exact).max()),
+      "mean": float(abs(tiled.mean() - exact.mean())),
+    }
+    measure.say(
+      f"{shape} {row['dtype']}: error to float64 on equal values at most {row['token']:.1e} nats a"
+      f" token, {row['mean']:.1e} in the mean loss"
     )
-    found.append({"dtype": name, "token": float(each), "mean": float(mean)})
-  return found
+    rows.append(row)
+  return rows
 
 
-if __name__ == "__main__":
-  sys.exit(main())
+def options(quick: bool) -> Iterator[dict[str, Any]]:
+  """Times each option of the tiled softmax against the plain loss."""
+  shape = Shape(32, 16, 509) if quick else Shape(2048, 256, 32000)
+  data = losses.arrays(shape)
+  timed = compare({n: (f, data) for n, f in option_programs().items()}, 1 if quick else 5)
+  rows = {
+    name: {
+      "seconds": one.seconds,
+      "time_ratio": one.seconds / timed[PLAIN].seconds,
+      "temp_bytes": one.temp_bytes,
+    }
+    for name, one in timed.items()
+  }
+  measure.show(
+    f"linear_softmax, loss and gradient, {shape} float32, {device()}",
+    ("", "ms", "time ratio", "temp MiB"),
+    [
+      [n, f"{r['seconds'] * 1e3:.1f}", f"{r['time_ratio']:.2f}", measure.mib(r["temp_bytes"])]
+      for n, r in rows.items()
+    ],
+  )
+  yield {"shape": shape._asdict(), "rows": rows}
+
+
+def option_programs() -> dict[str, Callable]:
+  """Loss and gradient with each option; metrics are results without a gradient."""
+  plain = lambda h, w, t: -linear_softmax(h, w, t).log_prob.mean()
+
+  def entropy_loss(h, w, t):
+    result = linear_softmax(h, w, t, entropy=True)
+    return (-result.log_prob + 1e-4 * result.log_z**2 - 0.01 * result.entropy).mean()
+
+  def with_metrics(**requested):
+    def loss(h, w, t):
+      result = linear_softmax(h, w, t, **requested)
+      return -result.log_prob.mean(), result
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+  option = lambda **given: gradient(lambda h, w, t: linear_cross_entropy(h, w, t, **given).mean())
+  return {
+    PLAIN: gradient(plain),
+    "log Z and entropy as metrics": with_metrics(entropy=True),
+    "log Z and entropy in the loss": gradient(entropy_loss),
+    "best token as a metric": with_metrics(top_k=1),
+    "8 best tokens as a metric": with_metrics(top_k=8),
+    "label smoothing": option(label_smoothing=0.1),
+    "softcap": option(softcap=30),
+    "label smoothing under a softcap": option(label_smoothing=0.1, softcap=30),
+    "frozen weight": jax.value_and_grad(plain),
+    "no gradient": plain,
+  }
+
+
+SHARDED_LOSSES = {
+  MATERIALISED: losses.materialised_loss,
+  TILED: lambda h, w, t: -linear_log_prob(h, w, t, vocab_axis="model").mean(),
+}
+
+
+def memory(quick: bool) -> Iterator[dict[str, Any]]:
+  """Compiles losses of large vocabularies for one device and for eight."""
+  devices = simulated_devices(DEVICES)
+  large, sharded = Shape(16384, 1024, 256_000), Shape(2048, 256, 262_144)
+  if quick:
+    large, sharded = Shape(64, 16, 1009), Shape(64, 16, 1024)
+  one = make_mesh(MeshShape(), devices[:1])
+  every = make_mesh(MeshShape(model=DEVICES), devices)
+  rows = [
+    {
+      "shape": shape._asdict(),
+      "devices": mesh.size,
+      "loss": name,
+      "temp_bytes": loss_temporaries(loss, shape, mesh),
+    }
+    for shape, mesh in ((large, one), (sharded, one), (sharded, every))
+    for name, loss in SHARDED_LOSSES.items()
+  ]
+  measure.show(
+    "temporaries of loss and gradient, float32, compiled for a CPU; weight rows sharded",
+    ("", "N", "D", "V", "devices", "MiB a device"),
+    [
+      [r["loss"], *map(str, r["shape"].values()), str(r["devices"]), measure.mib(r["temp_bytes"])]
+      for r in rows
+    ],
+  )
+  yield {"rows": rows}
+
+
+def loss_temporaries(loss: Callable, shape: Shape, mesh: Mesh) -> int:
+  """Bytes of temporaries on each device; the weight and its gradient are sharded over `model`."""
+  rows, replicated = NamedSharding(mesh, P("model")), NamedSharding(mesh, P())
+  of = lambda dims, dtype, sharding: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+  arguments = (
+    of((shape.tokens, shape.dim), jnp.float32, replicated),
+    of((shape.vocab, shape.dim), jnp.float32, rows),
+    of((shape.tokens,), jnp.int32, replicated),
+  )
+  with jax.set_mesh(mesh):
+    function = jax.jit(gradient(loss), out_shardings=(replicated, (replicated, rows)))
+    return measure.temp_bytes(function.lower(*arguments).compile())

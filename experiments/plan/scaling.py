@@ -19,7 +19,7 @@ import jax
 
 from configs.large import HEADS
 from experiments.plan import chips, compiling, plan, scaling_report
-from experiments.plan.apart import apart
+from experiments.plan.isolated import isolated
 from vqjax.lab.config import Experiment
 from vqjax.lab.console import speak_plainly
 from vqjax.sharding import MeshShape, make_mesh
@@ -116,7 +116,7 @@ def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
 def _planned(cell: Cell) -> dict[str, Any]:
   """The cell's row, from a process of its own: a compiler may take the process with it."""
   try:
-    return apart(planned, cell)
+    return isolated(planned, cell)
   except Exception as error:  # a compiler's failures have no type of their own
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return dataclasses.asdict(cell) | {"failed": reason}

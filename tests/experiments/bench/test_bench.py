@@ -1,4 +1,4 @@
-"""Do the benches run, print every column, write what they print, and say what failed?"""
+"""The benchmarks run at tiny sizes, keep their figures, and count as the papers count."""
 
 import json
 import os
@@ -11,35 +11,132 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from experiments.bench import codebook as bench_vq
-from experiments.bench import heads as bench_heads
-from experiments.bench import kmeans as bench_kmeans
-from experiments.bench import losses, vq_programs
-from experiments.bench import memory as bench_memory
-from experiments.bench import options as bench_options
-from experiments.bench import quantized_embedding as bench_dpq
-from experiments.bench import softmax as bench_softmax
+from experiments.bench import __main__ as command
+from experiments.bench import codebook, grouped, losses, registry, softmax
+from experiments.bench.grouped import CONTENDERS, Decoder, experiment, macs
 from experiments.bench.losses import Shape
-from experiments.studies.vq_logits import report as vq_report
-from vqjax import CodebookHead
-from vqjax.lab.training import loss_cost
+from experiments.bench.registry import BENCHMARKS, Benchmark
+from vqjax import DenseHead, GroupedHead
+from vqjax.lab.training.program import Program
+from vqjax.sharding import MeshShape, make_mesh
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
-def run(bench, tmp_path, capsys):
-  """What a bench prints at tiny sizes, and what it writes."""
+@pytest.fixture
+def figures(request, tmp_path, monkeypatch, capsys):
+  """The figures that a benchmark writes at tiny sizes."""
+  few = {name: CONTENDERS[name] for name in ("gpt-2", "grouped")}
+  monkeypatch.setattr(grouped, "CONTENDERS", few)
+  monkeypatch.setattr("experiments.bench.measure.MIN_SECONDS", 0.0)
+  decoders = codebook.decoders
+  monkeypatch.setattr(codebook, "decoders", lambda s: dict(list(decoders(s).items())[:3]))
   file = tmp_path / "new" / "figures.json"
-  assert bench.main(["--quick", "--json", str(file)]) == 0
-  figures = json.loads(file.read_text())
-  assert {"commit", "device", "versions", "date"} <= figures["provenance"].keys()
-  return capsys.readouterr().out, figures
+  assert command.main([request.param, "--quick", "--json", str(file)]) == 0
+  (result,) = json.loads(file.read_text()).values()
+  assert {"commit", "device", "versions", "date"} <= result["origin"].keys()
+  assert capsys.readouterr().out
+  return result
+
+
+def of(name, slow=False):
+  marks = [pytest.mark.slow] if slow else []
+  return pytest.mark.parametrize("figures", [pytest.param(name, marks=marks)], indirect=True)
+
+
+@of("softmax")
+def test_the_softmax_benchmark_compares_every_loss_with_float64(figures):
+  for table in figures["speed"]:
+    assert table["rows"][softmax.MATERIALISED]["time_ratio"] == 1
+    assert all(row["error"] < softmax.MAX_ERROR for row in table["rows"].values())
+  wrong = {"seconds": 1.0, "time_ratio": 1.0, "temp_bytes": 0, "loss": 10.39, "error": 0.0145}
+  assert "WRONG" in softmax.cells("chunked", wrong)[-1]
+
+
+@of("options", slow=True)
+def test_the_options_benchmark_is_relative_to_the_plain_loss(figures):
+  assert figures["rows"].keys() == softmax.option_programs().keys()
+  assert figures["rows"][softmax.PLAIN]["time_ratio"] == 1
+
+
+@of("memory")
+def test_the_memory_benchmark_shards_the_vocabulary(figures):
+  temp = {(r["devices"], r["shape"]["vocab"], r["loss"]): r["temp_bytes"] for r in figures["rows"]}
+  for loss in softmax.SHARDED_LOSSES:
+    assert 0 < temp[8, 1024, loss] < temp[1, 1024, loss]
+
+
+@of("heads", slow=True)
+def test_the_heads_benchmark_has_every_head_and_the_growth(figures):
+  assert figures["heads"][0]["rows"].keys() >= {"dense, tiled", "grouped"}
+  assert len(figures["growth"]) == 2
+
+
+@of("loop", slow=True)
+def test_the_loop_benchmark_measures_both_steps(figures):
+  ((bare, loop),) = figures["seconds"]
+  assert bare > 0
+  assert loop > 0
+
+
+@of("kmeans", slow=True)
+def test_the_kmeans_benchmark_fits_the_same_tables_as_scikit_learn(figures):
+  for data in figures["data"].values():
+    assert data["rows"].keys() == {"scikit-learn", "vqjax"}
+    # Two seedings of few points have different luck.
+    assert 0.9 < data["ratios"]["inertia"] < 1.1
+
+
+@of("codebook", slow=True)
+def test_the_codebook_benchmark_has_table_3_training_and_decoding(figures):
+  rows = figures["forward"]
+  assert rows.keys() == figures["training"].keys()
+  assert rows[codebook.FULL]["times_faster"] == 1
+  assert rows["codebook K=16"]["weight_bytes_16_bit"] == 2 * 16 * 16
+  assert rows["codebook K=16"]["table_bytes"] == 4 * 512
+  assert max(figures["differences"].values()) < 1e-4
+  assert figures["decoding"]["batch 2"]["codebook K=16 + bias"]["sample"]["seconds"] > 0
+
+
+@of("dpq", slow=True)
+def test_the_dpq_benchmark_has_training_lookup_and_export(figures):
+  assert set(figures["training"]) == {f"{kind} {k}x3" for kind in ("SX", "VQ") for k in (2, 4)}
+  assert figures["look_up"]["time"] > 0
+  written = figures["export"]["export"]
+  # 300 tokens of four codes of four bits, and 4·16·4 values.
+  assert written["formula_bytes"] == 300 * 4 * 4 // 8 + 4 * 16 * 16
+  assert 0 < written["file_bytes"] - written["formula_bytes"] < 1024
+
+
+@of("grouped-loss", slow=True)
+def test_the_grouped_loss_is_relative_to_the_dense_losses(figures):
+  assert figures["rows"]["materialised"]["faster_than_materialised"] == 1
+  assert figures["unshared_slower"] > 0
+
+
+@of("grouped-steps", slow=True)
+def test_the_grouped_steps_have_memory_and_throughput(figures):
+  for row in figures["8"].values():
+    assert row["tokens_per_s"] == pytest.approx(16 / row["step_seconds"])
+    assert 0 < row["temp_bytes"] < row["peak_bytes"]
+    assert row["without_remat"]["peak_bytes"] > 0
+
+
+@of("grouped-sizes", slow=True)
+def test_the_group_sizes_are_compiled(figures):
+  assert [(row["size"], row["groups"]) for row in figures["sizes"]] == [(7, 73)]
+  assert figures["least"]["sqrt"] == 22
+
+
+@of("grouped-images", slow=True)
+def test_drawing_is_compared_with_the_step(figures):
+  assert figures["draw_of_step"] > 0
 
 
 def gpu(*arguments):
-  """The GPU bench as a machine runs it that has no GPU."""
+  """The GPU benchmark as a machine without a GPU runs it."""
   return subprocess.run(
-    [sys.executable, "-m", "experiments.bench.gpu", *arguments],
+    [sys.executable, "-m", "experiments.bench", "gpu", *arguments],
     cwd=ROOT,
     env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "."},
     capture_output=True,
@@ -48,147 +145,174 @@ def gpu(*arguments):
   )
 
 
-def test_float64_log_probabilities_are_scipys():
+@pytest.mark.slow
+def test_the_gpu_benchmark_names_a_missing_gpu_and_keeps_rows_after_one_that_fails(tmp_path):
+  refused = gpu()
+  assert refused.returncode == 2
+  assert "cpu" in refused.stderr
+  file = tmp_path / "gpu.json"
+  tried = gpu("--quick", "--json", str(file))
+  assert tried.returncode == 0, tried.stderr
+  (table,) = json.loads(file.read_text())["gpu"]["tables"]
+  rows, shape = table["rows"], table["shape"]
+  work = 6 * shape["tokens"] * shape["dim"] * shape["vocab"]
+  for name in ("materialised (XLA)", "linear_log_prob", "codebook K=16", "grouped"):
+    assert rows[name]["tflops"] == pytest.approx(work / rows[name]["seconds"] / 1e12)
+  # The PyTorch peers need CUDA, whether they are installed or not.
+  for name in ("Liger", "CCE, all gradients"):
+    assert rows[name]["error"]
+
+
+def test_float64_log_probabilities_equal_scipys():
   hidden, weight, tokens = losses.arrays(Shape(300, 7, 67))
   scores = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
   expected = log_softmax(scores, axis=1)[np.arange(300), tokens]
   np.testing.assert_allclose(losses.exact_log_prob(hidden, weight, tokens), expected, rtol=1e-12)
 
 
-def test_softmax_bench_compares_every_loss_with_float64(tmp_path, capsys):
-  out, figures = run(bench_softmax, tmp_path, capsys)
-  for column in ("ms", "ratio", "temp MiB", "loss", "off float64", "tile 256 x 1280"):
-    assert column in out
-  assert "WRONG" not in out
-  for table in figures["speed"]:
-    assert table["rows"]["materialised (optax)"]["time_ratio"] == 1
-    assert all(row["error"] < bench_softmax.WRONG for row in table["rows"].values())
-
-
-def test_a_loss_that_is_off_is_marked():
-  row = {"seconds": 1.0, "time_ratio": 1.0, "temp_bytes": 0, "loss": 10.39, "error": 0.0145}
-  assert bench_softmax._cells("chunked", row)[-1] == "1e-02 WRONG"
-
-
-def test_options_bench_is_relative_to_the_plain_loss(tmp_path, capsys):
-  out, figures = run(bench_options, tmp_path, capsys)
-  assert "time ratio" in out
-  assert figures["rows"].keys() == bench_options.functions().keys()
-  assert figures["rows"][bench_options.PLAIN]["time_ratio"] == 1
-
-
-def test_heads_bench_prints_every_head_and_the_growth(tmp_path, capsys):
-  out, figures = run(bench_heads, tmp_path, capsys)
-  for text in ("times faster", "times smaller", "codebook K=16 + bias", "grouped", "V=4099 takes"):
-    assert text in out
-  assert figures["heads"][0]["rows"].keys() >= {"dense, tiled", "grouped"}
-  assert len(figures["growth"]) == 2
-
-
-def test_vq_bench_prints_table_3_training_and_decoding(tmp_path, capsys, monkeypatch):
-  # Three heads decode: a step of each of the others is in the contract of heads.
-  every = vq_programs.decoders
-  monkeypatch.setattr(vq_programs, "decoders", lambda s: dict(list(every(s).items())[:3]))
-  out, figures = run(bench_vq, tmp_path, capsys)
-  for text in ("faster", "temp MiB", "weights MB", "codes MB", "batch 2,", "sample", "top 3"):
-    assert text in out
-  rows = figures["forward"]
-  assert rows.keys() == figures["training"].keys()
-  assert rows[vq_programs.FULL]["times_faster"] == 1
-  assert rows["codebook K=16"]["weight_bytes_16_bit"] == 2 * 16 * 16
-  assert rows["codebook K=16"]["table_bytes"] == 4 * 512
-  assert max(figures["differences"].values()) < 1e-4
-  assert figures["decoding"]["batch 2"]["codebook K=16 + bias"]["sample"]["seconds"] > 0
-  # The page reads what the benchmark writes.
-  page = vq_report.speed_block(figures)
-  assert all(page.count(f"| {name} ") >= 2 for name in rows)
-
-
-def test_kmeans_bench_fits_the_same_tables_as_scikit_learn(tmp_path, capsys):
-  out, figures = run(bench_kmeans, tmp_path, capsys)
-  assert "vqjax / scikit-learn" in out
-  for data in figures["data"].values():
-    assert data["rows"].keys() == {"scikit-learn", "vqjax"}
-    # Two seedings of few points: the same within the luck of them.
-    assert 0.9 < data["ratios"]["inertia"] < 1.1
-
-
 def test_a_slice_divides_the_tokens_and_its_scores_fit():
-  assert vq_programs.slice_of(16384, 267_735) == 512
-  assert vq_programs.slice_of(32, 512) == 32
-  assert vq_programs.slice_of(7, vq_programs.SLICE_SCORES) == 1
-  assert vq_programs.slice_of(7, 2 * vq_programs.SLICE_SCORES) == 1
+  assert codebook.slice_of(16384, 267_735) == 512
+  assert codebook.slice_of(32, 512) == 32
+  assert codebook.slice_of(7, codebook.SLICE_SCORES) == 1
+  assert codebook.slice_of(7, 2 * codebook.SLICE_SCORES) == 1
 
 
 def test_slices_have_the_loss_and_gradient_of_all_tokens_at_once(monkeypatch):
-  sizes = vq_programs.Sizes(Shape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
-  monkeypatch.setattr(vq_programs, "SLICE_SCORES", 4 * 31)
-  rows, data = vq_programs.contenders(sizes), vq_programs.batch(sizes.shape)
-  same = {vq_programs.FULL: vq_programs.TILED, vq_programs.GATHER: "codebook K=5"}
-  for sliced, whole in same.items():
-    variables = vq_programs.variables_of([rows[whole].head])[rows[sliced].head]
-    for program in (vq_programs.forward, vq_programs.training):
-      (found, arguments), (expected, others) = (
-        program(rows[name], variables, *data) for name in (sliced, whole)
-      )
-      jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-        found(*arguments),
-        expected(*others),
-      )
+  sizes = codebook.Sizes(Shape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
+  monkeypatch.setattr(codebook, "SLICE_SCORES", 4 * 31)
+  rows, data = codebook.contenders(sizes), codebook.batch(sizes.shape)
+  equal = {codebook.FULL: codebook.TILED, codebook.GATHER: "codebook K=5"}
+  for sliced, whole in equal.items():
+    variables = codebook.variables_of([rows[whole].head])[rows[sliced].head]
+    for program in (codebook.forward, codebook.training):
+      results = []
+      for name in (sliced, whole):
+        function, arguments = program(rows[name], variables, *data)
+        results.append(jax.jit(function)(*arguments))
+      jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *results)
 
 
-def test_memory_bench_spreads_the_vocabulary_over_devices(tmp_path, capsys):
-  out, figures = run(bench_memory, tmp_path, capsys)
-  assert "MiB a device" in out
-  found = {(r["devices"], r["shape"]["vocab"], r["loss"]): r["temp_bytes"] for r in figures["rows"]}
-  for loss in bench_memory.LOSSES:
-    assert 0 < found[8, 1024, loss] < found[1, 1024, loss]
+@pytest.mark.parametrize(("dim", "millions"), [(128, 8.1), (2048, 506.8)])
+def test_decoders_have_the_papers_parameters(dim, millions):
+  one = make_mesh(MeshShape(), jax.devices()[:1])
+  state = Program(experiment(Decoder(dim), CONTENDERS["gpt-2"]), one).abstract_state
+  count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+  assert count / 1e6 == pytest.approx(millions, abs=0.05)
 
 
-def test_gpu_bench_says_that_there_is_no_gpu():
-  found = gpu()
-  assert found.returncode == 2
-  assert "no GPU: jax sees cpu" in found.stderr
-  assert found.stdout == ""
+@pytest.mark.parametrize(
+  ("name", "dim", "attention", "billions"),
+  [
+    ("gpt-2", 128, False, 4.10),
+    ("gpt-neo", 128, True, 4.64),
+    ("gpt-neo", 1024, True, 82.0),
+    ("grouped", 128, False, 0.83),
+    ("grouped", 1024, False, 52.0),
+  ],
+)
+def test_operations_are_those_of_table_3(name, dim, attention, billions):
+  decoder = Decoder(dim)
+  work = macs(decoder, experiment(decoder, CONTENDERS[name]).model.head)
+  counted = work["weights"] + attention * work["attention"]
+  assert counted / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_gpu_bench_goes_on_after_a_row_that_fails(tmp_path):
-  file = tmp_path / "gpu.json"
-  found = gpu("--quick", "--json", str(file))
-  assert found.returncode == 0, found.stderr
-  for column in ("ms", "TFLOP/s", "peak (compiler)", "peak (device)"):
-    assert column in found.stdout
-  written = json.loads(file.read_text())
-  (table,) = written["tables"]
-  rows = table["rows"]
-  assert written["device"] == "cpu"
-  assert list(rows)[-1] == "grouped"
-  for name in ("materialised (XLA)", "linear_log_prob", "codebook K=16", "grouped"):
-    shape = table["shape"]
-    work = 6 * shape["tokens"] * shape["dim"] * shape["vocab"]
-    assert rows[name]["tflops"] == pytest.approx(work / rows[name]["seconds"] / 1e12)
-  # Without CUDA the peers fail, whether they are installed or not.
-  for name in ("Liger", "CCE, all gradients"):
-    assert f"{name}: {rows[name]['error']}" in found.stdout
+def test_group_sizes_cover_the_vocabulary():
+  assert grouped.equal(50_258, 8372) == (*[8372] * 6, 26)
+  assert grouped.equal(21, 7) == (7, 7, 7)
 
 
-def test_a_run_measures_the_head_that_the_bench_measures():
-  cost = loss_cost(CodebookHead(1009, 16, 31), tokens=50, repeats=1)
-  assert cost.tokens == 50
-  assert cost.seconds > 0
-  # At most: scores over the codes, and what is [N]- or [V]-sized; never scores over the tokens.
-  assert cost.temp_bytes < 50 * 1009 * 4
+def test_sizes_near_the_least_memory_are_reported():
+  peaks = {3: 200, 5: 101, 7: 100, 11: 102, 13: 103}
+  rows = [
+    {"size": s, "peak_bytes": p, "head_temp_bytes": s, "untiled_temp_bytes": 2 * p}
+    for s, p in peaks.items()
+  ]
+  result = grouped.least(100, rows)
+  assert result["step"] == {"size": 7, "bytes": 100, "near": [5, 11]}
+  assert result["head"] == {"size": 3, "bytes": 3, "near": [3, 3]}
+  assert (result["sqrt"], result["corrected"]) == (10, 5)
 
 
-def test_dpq_bench_prints_training_look_up_and_export(tmp_path, capsys):
-  file = tmp_path / "dpq.json"
-  assert bench_dpq.main(["--quick", "--json", str(file)]) == 0
-  figures = json.loads(file.read_text())
-  assert set(figures["training"]) == {f"{kind} {k}x3" for kind in ("SX", "VQ") for k in (2, 4)}
-  assert figures["look_up"]["time"] > 0
-  written = figures["export"]["export"]
-  # 300 tokens of four codes of four bits, and 4·16·4 values.
-  assert written["formula_bytes"] == 300 * 4 * 4 // 8 + 4 * 16 * 16
-  assert 0 < written["file_bytes"] - written["formula_bytes"] < 1024
-  assert "ratio" in capsys.readouterr().out
+def test_untiled_and_materialised_losses_equal_those_of_the_heads():
+  keys = jax.random.split(jax.random.key(0), 2)
+  hidden = jax.random.normal(keys[0], (11, 6))
+  tokens = jax.random.randint(keys[1], (11,), 0, 31)
+  groups = grouped.equal(31, 7)
+  pairs = (
+    (grouped.UntiledHead(31, 6, sizes=groups), GroupedHead(31, 6, sizes=groups)),
+    (grouped.MaterialisedHead(31, 6), DenseHead(31, 6)),
+  )
+
+  def both(own, head):
+    variables = head.init(keys[0], hidden)
+    return tuple(one.apply(variables, hidden, tokens, method="log_prob") for one in (own, head))
+
+  for own, expected in jax.jit(lambda: [both(*pair) for pair in pairs])():
+    np.testing.assert_allclose(own, expected, atol=1e-5)  # float32 sums of 31 terms
+
+
+def test_steps_beyond_the_budget_or_the_device_are_only_compiled(monkeypatch):
+  class Fake:
+    peak_bytes, temp_bytes, params = 10, 5, 1
+
+    def __init__(self, run):
+      self.large = run.model.dim > 16
+
+    def __call__(self):
+      assert not self.large
+      return 100.0
+
+    def end(self):
+      pass
+
+  monkeypatch.setattr(grouped, "TrainingStep", Fake)
+  small, large = (Decoder(dim, layers=1, heads=2, vocab=509) for dim in (8, 32))
+  *_, rows = grouped.tables_2_and_3([small, large], budget_seconds=1e-9)
+  assert "tokens_per_s" in rows["8"]["grouped"]
+  assert rows["32"]["grouped"]["peak_bytes"] == 10
+  assert "tokens_per_s" not in rows["32"]["grouped"]
+  monkeypatch.setattr(grouped, "device_bytes", lambda: 9)
+  *_, rows = grouped.tables_2_and_3([small], budget_seconds=100)
+  assert "tokens_per_s" not in rows["8"]["grouped"]
+
+
+def test_an_interrupted_benchmark_keeps_its_parts_and_the_other_benchmarks(tmp_path, monkeypatch):
+  def interrupted(quick):
+    yield {"part": 1}
+    raise KeyboardInterrupt
+
+  benchmarks = {
+    "first": Benchmark("", lambda quick: iter([{"part": 7}])),
+    "second": Benchmark("", interrupted),
+  }
+  monkeypatch.setattr(command, "BENCHMARKS", benchmarks)
+  file = tmp_path / "figures.json"
+  with pytest.raises(KeyboardInterrupt):
+    command.main(["first", "second", "--json", str(file)])
+  kept = json.loads(file.read_text())
+  assert (kept["first"]["part"], kept["second"]["part"]) == (7, 1)
+  monkeypatch.setitem(benchmarks, "second", Benchmark("", lambda quick: iter([{"part": 2}])))
+  assert command.main(["second", "--json", str(file)]) == 0
+  again = json.loads(file.read_text())
+  assert (again["first"], again["second"]["part"]) == (kept["first"], 2)
+
+
+def test_a_wrong_name_and_a_file_of_something_else_are_refused(tmp_path, capsys):
+  with pytest.raises(SystemExit):
+    command.main(["softmaxx"])
+  assert "softmaxx" in capsys.readouterr().err
+  file = tmp_path / "other.json"
+  for text in ("{", "[1]", '{"name": 1}'):
+    file.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+      command.main(["softmax", "--quick", "--json", str(file)])
+    assert "other.json" in capsys.readouterr().err
+    assert file.read_text() == text
+
+
+def test_every_benchmark_is_listed(capsys):
+  assert command.main(["--list"]) == 0
+  listed = capsys.readouterr().out
+  assert all(name in listed for name in registry.BENCHMARKS)
+  assert any(benchmark.is_default for benchmark in BENCHMARKS.values())

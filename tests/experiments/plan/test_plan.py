@@ -15,7 +15,7 @@ from vqjax import DenseHead
 from vqjax.lab.training.program import Program
 from vqjax.sharding import MeshShape, make_mesh
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 CONFIG = str(ROOT / "configs" / "lm_dense.py")
 SMALL = ["model.layers=1", "train.mesh.fsdp=2", "train.mesh.model=2"]
 WITHOUT_LIBTPU = importlib.util.find_spec("libtpu") is None

@@ -11,7 +11,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
   """function(...) in a new process: its peak of memory and its crash are its own.
 
   A caller that is killed or interrupted takes the process with it: one that went on would spoil

@@ -9,16 +9,16 @@ import time
 
 import pytest
 
-from experiments.plan.apart import apart
+from experiments.plan.isolated import isolated
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def test_results_and_errors_come_back_from_another_process():
-  assert apart(os.getpid) != os.getpid()
-  assert apart(int, "11", base=2) == 3
+  assert isolated(os.getpid) != os.getpid()
+  assert isolated(int, "11", base=2) == 3
   with pytest.raises(ValueError, match="invalid literal"):
-    apart(int, "x")
+    isolated(int, "x")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
@@ -27,7 +27,7 @@ def test_a_caller_that_is_stopped_takes_it_along(tmp_path, name):
   script, told = tmp_path / "caller.py", tmp_path / "child"
   script.write_text(f"""
 import os, pathlib, signal, time
-from experiments.plan.apart import apart
+from experiments.plan.isolated import isolated
 
 def stay():
   pathlib.Path({str(told)!r}).write_text(str(os.getpid()))
@@ -36,7 +36,7 @@ def stay():
 if __name__ == "__main__":
   # Whoever started this may have had it ignored.
   signal.signal(signal.SIGINT, signal.default_int_handler)
-  apart(stay)
+  isolated(stay)
 """)
   caller = subprocess.Popen([sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)})
   try:

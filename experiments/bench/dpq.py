@@ -1,15 +1,9 @@
-"""What does DPQ cost: a training step over K and M, a look-up from packed codes, an export?
+"""Benchmark of DPQ: training steps over K and M, lookup from packed codes, export."""
 
-make bench-dpq
-python -m experiments.bench.quantized_embedding --json docs/results/dpq/cost.json
-"""
-
-import functools
 import pathlib
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,28 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs.dpq.lstm import MEDIUM, LSTMSize, language_model
-from experiments.bench import benching
-from experiments.bench.process import measured
-from experiments.bench.stepping import Stepping
-from experiments.bench.timing import compare
-from experiments.plan.apart import apart
+from experiments.bench import measure
+from experiments.bench.measure import compare, process_cost
+from experiments.bench.training_step import TrainingStep
+from experiments.plan.isolated import isolated
 from experiments.studies.dpq.rows import centroids, full, softmax
 from experiments.studies.dpq.settings import Codes, Setting
 from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.embeddings.compact_file import open_compact
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import PennTreebank
-from vqjax.lab.training.provenance import device, provenance
+from vqjax.lab.training.provenance import device
 from vqjax.ops import packing
 
 V = 10_000
+ROUNDS = 7
 
 GRID = (8, 32, 128, 512), (25, 50, 130)
 """K x M of Figure 4; M divides the medium model's width of 650."""
 
 
-class Table(NamedTuple):
-  """A compressed table."""
+class CompactTable(NamedTuple):
+  """Sizes of a compressed table."""
 
   vocab: int
   dim: int
@@ -46,35 +40,28 @@ class Table(NamedTuple):
   subspaces: int
 
 
-WHOLE = Table(267_735, 768, 256, 96)
+PAPER_TABLE = CompactTable(267_735, 768, 256, 96)
 TOKENS = 16_384
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the tables, writes what was asked for, and returns the exit code."""
-  options = benching.parser(
-    "experiments.bench.quantized_embedding", __doc__.splitlines()[0]
-  ).parse_args(arguments)
-  body, grid, whole, tokens = MEDIUM, GRID, WHOLE, TOKENS
-  if options.quick:
+def run(quick: bool) -> Iterator[dict[str, Any]]:
+  """Times training steps and lookups, and exports a whole table."""
+  body, vocab, grid, table, tokens = MEDIUM, V, GRID, PAPER_TABLE, TOKENS
+  if quick:
     tiny = LSTMSize(12, 5, 0.0, 0.1, 0.5, 1, 1, 3.0)
-    body, grid, whole, tokens = tiny, ((2, 4), (3,)), Table(300, 16, 16, 4), 64
-  figures = {
-    "training": training(body, 100 if options.quick else V, grid),
-    "look_up": look_up(whole, tokens),
-    "export": export(whole),
-    "provenance": provenance(),
-  }
-  benching.write(options.json, figures)
-  return 0
+    body, vocab, grid = tiny, 100, ((2, 4), (3,))
+    table, tokens = CompactTable(300, 16, 16, 4), 64
+  figures = {"training": training(body, vocab, grid)}
+  yield figures
+  figures |= {"look_up": look_up(table, tokens)}
+  yield figures
+  yield figures | {"export": export(table)}
 
 
-def training(
-  body: LSTMSize, vocab: int, grid: tuple[Sequence[int], Sequence[int]]
-) -> dict[str, Any]:
-  """Figure 4: the time of a whole training step beside that of the full embedding, and memory.
+def training(body: LSTMSize, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
+  """Figure 4: time and temporaries of a training step, relative to the full embedding's.
 
-  Each step goes on from the state of the one before. All in turn, in one process.
+  The two steps are called in turn, since the noise of a machine changes over time.
   """
   choices = [Codes(k, m, False) for k in grid[0] for m in grid[1]]
   makers = {f"SX {codes}": functools.partial(softmax, codes=codes) for codes in choices}
@@ -82,9 +69,17 @@ def training(
   setting = _setting(body)
   rows, dense = {}, _step(setting, full, vocab)
   for name, make in makers.items():
-    print(f"measuring {name}", file=sys.stderr)
-    rows[name] = _beside(dense, _step(setting, make, vocab))
-  benching.show(
+    measure.log(f"measuring {name}")
+    own = _step(setting, make, vocab)
+    times = [(dense(), own()) for _ in range(ROUNDS)]
+    dense_seconds, seconds = (statistics.median(column) for column in zip(*times, strict=True))
+    rows[name] = {
+      "seconds": seconds,
+      "time": seconds / dense_seconds,
+      "temp_bytes": own.temp_bytes,
+      "temp": own.temp_bytes / dense.temp_bytes,
+    }
+  measure.show(
     f"training step of the LSTM of width {body.dim}, V={vocab:,}, {body.unroll * 20} tokens,"
     f" float32, {device()}",
     ("K x M", "time / full", "temp / full"),
@@ -101,29 +96,14 @@ def _setting(body: LSTMSize) -> Setting:
   return Setting(make, body.dim, body.begin, (), none, none, weight=body.weight)
 
 
-def _step(setting: Setting, make: Callable[[Setting], Embedding], vocab: int) -> Stepping:
-  step = Stepping(with_vocab(setting.make("", make(setting), 0), vocab))
+def _step(setting: Setting, make: Callable[[Setting], Embedding], vocab: int) -> TrainingStep:
+  step = TrainingStep(with_vocab(setting.make("", make(setting), 0), vocab))
   step()
   return step
 
 
-ROUNDS = 7
-
-
-def _beside(full: Stepping, own: Stepping) -> dict[str, float]:
-  """In turn, since a noisy machine is not as noisy all the time."""
-  times = [(full(), own()) for _ in range(ROUNDS)]
-  of_full, seconds = (statistics.median(column) for column in zip(*times, strict=True))
-  return {
-    "seconds": seconds,
-    "time": seconds / of_full,
-    "temp_bytes": own.temp_bytes,
-    "temp": own.temp_bytes / full.temp_bytes,
-  }
-
-
-def look_up(table: Table, tokens: int) -> dict[str, Any]:
-  """Vectors of random tokens from packed codes, beside a gather from the dense table, jitted."""
+def look_up(table: CompactTable, tokens: int) -> dict[str, Any]:
+  """Time of vectors of random tokens from packed codes, against a gather from the dense table."""
   small = random_compact(table)
   dense = jax.random.normal(jax.random.key(0), (table.vocab, table.dim))
   chosen = jax.random.randint(jax.random.key(1), (tokens,), 0, table.vocab)
@@ -131,24 +111,24 @@ def look_up(table: Table, tokens: int) -> dict[str, Any]:
     "dense gather": (lambda rows, token: rows[token], (dense, chosen)),
     "packed codes": (lambda small, token: small(token), (small, chosen)),
   }
-  found = compare(programs, rounds=9)
+  timed = compare(programs, rounds=9)
   rows = {
-    name: {"seconds": one.seconds, "temp_bytes": one.temp_bytes} for name, one in found.items()
+    name: {"seconds": one.seconds, "temp_bytes": one.temp_bytes} for name, one in timed.items()
   }
-  rows["time"] = found["packed codes"].seconds / found["dense gather"].seconds
-  benching.show(
-    f"look-up of {tokens:,} tokens, V={table.vocab:,} D={table.dim} K={table.codes}"
+  rows["time"] = timed["packed codes"].seconds / timed["dense gather"].seconds
+  measure.show(
+    f"lookup of {tokens:,} tokens, V={table.vocab:,} D={table.dim} K={table.codes}"
     f" M={table.subspaces}, float32, {device()}",
     ("", "ms", "time / dense"),
     [
-      [name, f"{1e3 * one.seconds:.2f}", f"{one.seconds / found['dense gather'].seconds:.2f}"]
-      for name, one in found.items()
+      [name, f"{1e3 * one.seconds:.2f}", f"{one.seconds / timed['dense gather'].seconds:.2f}"]
+      for name, one in timed.items()
     ],
   )
   return rows
 
 
-def random_compact(table: Table) -> CompactEmbedding:
+def random_compact(table: CompactTable) -> CompactEmbedding:
   """A compact embedding of random codes and values."""
   codes = np.random.default_rng(0).integers(0, table.codes, (table.vocab, table.subspaces))
   shape = table.subspaces, table.codes, table.dim // table.subspaces
@@ -163,30 +143,30 @@ def random_compact(table: Table) -> CompactEmbedding:
   )
 
 
-def export(table: Table) -> dict[str, Any]:
-  """`compact` and `save` of a whole embedding, and a look-up in the file, each in a process."""
+def export(table: CompactTable) -> dict[str, Any]:
+  """Cost of `compact` and `save`, and of a lookup in the file, each in a process of its own."""
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder, "embedding.safetensors")
-    written = apart(_exported, table, str(path))
-    read = apart(_read, str(path), table.vocab)
+    written = isolated(_exported, table, str(path))
+    read = isolated(_read, str(path), table.vocab)
   rows = {"export": written, "open and look up": read}
   file = written["file_bytes"]
-  benching.show(
+  measure.show(
     f"export of V={table.vocab:,} D={table.dim} K={table.codes} M={table.subspaces}:"
     f" {file:,} bytes, {written['formula_bytes']:,} by the formula, ratio"
     f" {written['formula_ratio']:.2f} by the paper's formula, {written['file_ratio']:.2f} by the"
     " file",
     ("", "s", "peak, MiB", "of the file"),
     [
-      [name, f"{r['seconds']:.2f}", benching.mib(r["memory_bytes"]), _part(r["memory_bytes"], file)]
+      [name, f"{r['seconds']:.2f}", measure.mib(r["memory_bytes"]), _part(r["memory_bytes"], file)]
       for name, r in rows.items()
     ],
   )
   return rows
 
 
-def _exported(table: Table, path: str) -> dict[str, Any]:
-  """Memory is that at the peak, beyond what the process had with the trained embedding."""
+def _exported(table: CompactTable, path: str) -> dict[str, Any]:
+  """Cost of the export; memory is the peak beyond the trained embedding."""
   quantizer = SoftmaxQuantizer(table.codes, table.subspaces, table.dim)
   embedding = DPQEmbedding(table.vocab, table.dim, quantizer)
   variables = jax.block_until_ready(
@@ -198,7 +178,7 @@ def _exported(table: Table, path: str) -> dict[str, Any]:
     made.append(embedding.compact(variables))
     made[0].save(path)
 
-  cost, small = measured(save), made[0]
+  cost, small = process_cost(save), made[0]
   size = pathlib.Path(path).stat().st_size
   full = 4 * table.vocab * table.dim
   own = {
@@ -216,8 +196,4 @@ def _part(count: int | None, whole: int) -> str:
 
 def _read(path: str, vocab: int) -> dict[str, float]:
   tokens = np.random.default_rng(0).integers(0, vocab, 100)
-  return measured(lambda: open_compact(path)[tokens])
-
-
-if __name__ == "__main__":
-  sys.exit(main())
+  return process_cost(lambda: open_compact(path)[tokens])

@@ -1,0 +1,86 @@
+"""The benchmarks by name."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lazy_loader
+
+# Imported at first use: the GPU benchmark also runs where the lab's packages are not installed.
+codebook = lazy_loader.load("experiments.bench.codebook", suppress_warning=True)
+dpq = lazy_loader.load("experiments.bench.dpq", suppress_warning=True)
+gpu = lazy_loader.load("experiments.bench.gpu", suppress_warning=True)
+grouped = lazy_loader.load("experiments.bench.grouped", suppress_warning=True)
+heads = lazy_loader.load("experiments.bench.heads", suppress_warning=True)
+kmeans = lazy_loader.load("experiments.bench.kmeans", suppress_warning=True)
+loop = lazy_loader.load("experiments.bench.loop", suppress_warning=True)
+softmax = lazy_loader.load("experiments.bench.softmax", suppress_warning=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+  """A benchmark.
+
+  Attributes:
+    description: what it measures, in a line.
+    run: (quick) -> all figures so far, after each part; `quick` selects tiny sizes.
+    is_default: whether it runs when no benchmark is named.
+  """
+
+  description: str
+  run: Callable[[bool], Iterator[dict[str, Any]]]
+  is_default: bool = False
+
+
+BENCHMARKS = {
+  "softmax": Benchmark(
+    "the tiled softmax against materialised logits: time, memory, error",
+    lambda quick: softmax.speed_and_error(quick),
+    is_default=True,
+  ),
+  "options": Benchmark(
+    "each option of the tiled softmax against the plain loss",
+    lambda quick: softmax.options(quick),
+    is_default=True,
+  ),
+  "memory": Benchmark(
+    "temporaries of large losses, compiled for one device and for eight",
+    lambda quick: softmax.memory(quick),
+    is_default=True,
+  ),
+  "heads": Benchmark(
+    "compressed heads against a dense softmax", lambda quick: heads.run(quick), is_default=True
+  ),
+  "loop": Benchmark(
+    "the training loop against its bare step", lambda quick: loop.run(quick), is_default=True
+  ),
+  "kmeans": Benchmark(
+    "k-means against scikit-learn's Lloyd, half an hour", lambda quick: kmeans.run(quick)
+  ),
+  "codebook": Benchmark(
+    "heads at the sizes of VQ-Logits' Table 3: log-probabilities, training, decoding; half an hour",
+    lambda quick: codebook.run(quick),
+  ),
+  "dpq": Benchmark(
+    "DPQ: training steps over K and M, lookup, export; a quarter of an hour",
+    lambda quick: dpq.run(quick),
+  ),
+  "grouped-loss": Benchmark(
+    "loss and gradient of the grouped head", lambda quick: grouped.loss(quick)
+  ),
+  "grouped-steps": Benchmark(
+    "training steps of the grouped paper's Tables 2 and 3; a quarter of an hour",
+    lambda quick: grouped.steps(quick),
+  ),
+  "grouped-sizes": Benchmark(
+    "memory by group size (the grouped paper's Figure 3), compiled only",
+    lambda quick: grouped.sizes(quick),
+  ),
+  "grouped-images": Benchmark(
+    "drawing a batch of images against the step that learns from it",
+    lambda quick: grouped.images(quick),
+  ),
+  "gpu": Benchmark(
+    "losses of large vocabularies on a GPU against PyTorch peers", lambda quick: gpu.run(quick)
+  ),
+}
