@@ -51,15 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
       # After each part: an interrupted benchmark keeps what it has measured.
       for figures in BENCHMARKS[name].run(options.quick):
-        _write(options.json, kept | {name: figures | {"origin": _origin(options.quick)}})
-      kept[name] = figures | {"origin": _origin(options.quick)}
+        _write(options.json, kept | {name: figures | {"provenance": _provenance(options.quick)}})
+      kept[name] = figures | {"provenance": _provenance(options.quick)}
     except Unavailable as error:
       print(f"{name}: {error}", file=sys.stderr)
       return 2
   return 0
 
 
-def _origin(quick: bool) -> dict[str, Any]:
+def _provenance(quick: bool) -> dict[str, Any]:
   """Commit, device and versions; only JAX's version where the lab is not installed."""
   try:
     from vqjax.lab.training.provenance import provenance
@@ -75,7 +75,7 @@ def _read(file: pathlib.Path | None) -> dict[str, Any]:
     return {}
   try:
     kept = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(kept, dict) and all("origin" in figures for figures in kept.values()):
+    if isinstance(kept, dict) and all("provenance" in figures for figures in kept.values()):
       return kept
   except (ValueError, TypeError):
     pass
@@ -83,12 +83,13 @@ def _read(file: pathlib.Path | None) -> dict[str, Any]:
 
 
 def _write(file: pathlib.Path | None, figures: dict[str, Any]) -> None:
-  """Writes the figures in one step; null stands for numbers that are not finite."""
+  """Writes a benchmark a line, in one step; null stands for numbers that are not finite."""
   if file is None:
     return
   file.parent.mkdir(parents=True, exist_ok=True)
   partial = file.with_name(f".{file.name}.{os.getpid()}")
-  partial.write_text(json.dumps(_plain(figures), allow_nan=False) + "\n", encoding="utf-8")
+  lines = (f"{json.dumps(n)}: {json.dumps(_plain(f), allow_nan=False)}" for n, f in figures.items())
+  partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
   partial.replace(file)
 
 

@@ -10,6 +10,7 @@ and `update` rewrites only these blocks.
 """
 
 import dataclasses
+import json
 import pathlib
 import re
 import statistics
@@ -115,6 +116,14 @@ def origins(results: Results) -> str:
     f"{len(kept)} results, {days[0]} to {days[-1]}, on {devices}, with {versions}; commits"
     f" (+: with uncommitted changes) {distinct(row['commit'] for row in kept)}."
   )
+
+
+def bench(docs: pathlib.Path, name: str) -> dict[str, Any] | None:
+  """The figures of a benchmark in results/bench.json; None if it was not run at full size."""
+  path = docs / "results" / "bench.json"
+  kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+  figures = kept.get(name)
+  return None if figures is None or figures["provenance"].get("quick") else figures
 
 
 def failures(results: Results) -> str:

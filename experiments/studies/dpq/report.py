@@ -16,7 +16,6 @@ from experiments.studies.dpq.rows import LABELS, rows
 from experiments.studies.dpq.settings import SCALES, STAND_INS, Codes, Setting
 from experiments.studies.study import Results
 from vqjax.lab.report import INK, SERIES, units
-from vqjax.lab.training.run import read_json
 
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
 """The scores and compression ratios that the paper prints: table, "setting/row", column, value."""
@@ -232,7 +231,7 @@ def corrected_ratios() -> pd.DataFrame:
 
 def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[str, Figure]]:
   """The generated blocks of the page by their names, and its figures by their files."""
-  cost = read_json(docs / "results" / "dpq" / "cost.json")
+  cost = page.bench(docs, "dpq")
   frames = {name.lower().replace(" ", "-"): table(results, "cpu", name) for name in TABLES} | {
     "stand-ins": stand_ins("cpu"),
     "neighbours": neighbours(results),

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import json
 import pathlib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,7 @@ from vqjax.lab.data import shapes
 from vqjax.lab.report import INK, SERIES, units
 
 Cost = Mapping[str, Any]
-"""The measurements of `experiments.bench.grouped`."""
+"""The measurements of `python -m experiments.bench`."""
 
 GRADES = ("grammar", "creativity", "consistency", "plot", "age")
 MODELS = {
@@ -57,6 +56,10 @@ TITLES = {
 }
 
 
+PARTS = "loss", "steps", "sizes", "images"
+"""Benchmarks of the grouped head, without the prefix of their names."""
+
+
 @functools.cache
 def paper() -> dict[tuple[str, str, str], str]:
   """(table, row, column) -> the number that the paper prints."""
@@ -65,17 +68,13 @@ def paper() -> dict[tuple[str, str, str], str]:
 
 
 def read_cost(docs: pathlib.Path) -> Cost | None:
-  """The bench's measurements without those of `--quick`; None if there are none."""
-  path = docs / "results" / "grouped" / "cost.json"
-  if not path.exists():
+  """The figures of the grouped benchmarks; None if there are none."""
+  parts = {part: page.bench(docs, f"grouped-{part}") for part in PARTS}
+  parts = {part: figures for part, figures in parts.items() if figures is not None}
+  if not parts:
     return None
-  cost = json.loads(path.read_text(encoding="utf-8"))
-  origins = cost.get("provenance", {})
-  quick = {part for part in origins if origins[part].get("quick")}
-  if "sizes" in quick:
-    quick.add("least")
-  kept = {key: value for key, value in cost.items() if key not in quick}
-  return kept | {"provenance": {part: of for part, of in origins.items() if part not in quick}}
+  provenance = {part: figures.pop("provenance") for part, figures in parts.items()}
+  return parts | parts.get("sizes", {}) | {"provenance": provenance}
 
 
 def tables(results: Results, scale: str, cost: Cost | None) -> dict[str, pd.DataFrame]:

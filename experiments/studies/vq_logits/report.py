@@ -22,7 +22,6 @@ from experiments.studies.vq_logits.settings import SCALES, Setting
 from vqjax import CodebookHead, LearnedCodebookHead, LearnedProductHead, ProductHead
 from vqjax.lab.report import INK, SERIES, units
 from vqjax.lab.report.plots import blank, byte_axis, label_points
-from vqjax.lab.training.run import read_json
 
 CLUSTERED = "wikitext/vq-1024"
 """The run whose codes Table 8 shows."""
@@ -275,7 +274,7 @@ def shared_words(results: Results) -> pd.DataFrame:
 
 
 def speed_block(speed: Mapping[str, Any] | None) -> str:
-  """Table 3 of the page: the paper's numbers and those of `experiments.bench.codebook`."""
+  """Table 3 of the page: the paper's numbers and those of the benchmark `codebook`."""
   full = float(PAPER["Table 3"]["full"]["ms"])
   paper = pd.DataFrame(
     {
@@ -320,7 +319,7 @@ def speed_block(speed: Mapping[str, Any] | None) -> str:
 
 
 def kmeans_table(figures: Mapping[str, Any] | None) -> pd.DataFrame:
-  """The numbers that `experiments.bench.kmeans` writes; empty if it was not run."""
+  """The numbers that the benchmark `kmeans` writes; empty if it was not run."""
   return pd.DataFrame(
     {
       "run": name,
@@ -431,7 +430,7 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrites the generated blocks and figures of results/vq_logits.md; returns their paths."""
   settings = SCALES["cpu"]
-  speed = read_json(docs / "results" / "vq" / "speed.json")
+  speed = page.bench(docs, "codebook")
   heads = all_heads(results, settings["ptb"])
   frames = {
     "codebooks": codebooks(results, settings),
@@ -440,7 +439,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS},
     "table-8": shared_words(results),
     "all-heads": table(heads),
-    "kmeans": kmeans_table(read_json(docs / "results" / "vq" / "kmeans.json")),
+    "kmeans": kmeans_table(page.bench(docs, "kmeans")),
   }
   blocks = {name: page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
   blocks |= {"table-3": speed_block(speed)}

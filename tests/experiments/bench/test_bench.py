@@ -34,7 +34,7 @@ def figures(request, tmp_path, monkeypatch, capsys):
   file = tmp_path / "new" / "figures.json"
   assert command.main([request.param, "--quick", "--json", str(file)]) == 0
   (result,) = json.loads(file.read_text()).values()
-  assert {"commit", "device", "versions", "date"} <= result["origin"].keys()
+  assert {"commit", "device", "versions", "date"} <= result["provenance"].keys()
   assert capsys.readouterr().out
   return result
 

@@ -129,7 +129,7 @@ def test_one_hot_codes_do_not_have_full_rank(codes, subspaces):
 
 
 def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_path):
-  for path in ("results/dpq.md", "results/dpq/cost.json"):
+  for path in ("results/dpq.md", "results/bench.json"):
     (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
     shutil.copy(DOCS / path, tmp_path / path)
 

@@ -115,18 +115,22 @@ def test_a_step_that_the_compiler_refused_has_failed_and_another_is_missing(cost
 
 def test_quick_measurements_of_the_bench_are_left_out(cost, tmp_path):
   assert report.read_cost(tmp_path) is None
-  cost["provenance"]["sizes"] = cost["provenance"]["steps"] | {"quick": True}
-  path = tmp_path / "results" / "grouped" / "cost.json"
+  provenance = cost["provenance"]["steps"]
+  path = tmp_path / "results" / "bench.json"
   path.parent.mkdir(parents=True)
-  path.write_text(json.dumps(cost | {"sizes": [], "least": {"sqrt": 22}}))
+  figures = {
+    "grouped-steps": cost["steps"] | {"provenance": provenance},
+    "grouped-sizes": {"sizes": [], "least": {}, "provenance": provenance | {"quick": True}},
+  }
+  path.write_text(json.dumps(figures))
   read = report.read_cost(tmp_path)
   assert read.keys() == {"steps", "provenance"}
   assert read["provenance"].keys() == {"steps"}
 
 
 def test_rendering_twice_changes_nothing(tmp_path):
-  (tmp_path / "results" / "grouped").mkdir(parents=True)
-  for name in ("grouped.md", "grouped/cost.json"):
+  (tmp_path / "results").mkdir()
+  for name in ("grouped.md", "bench.json"):
     shutil.copy(DOCS / "results" / name, tmp_path / "results" / name)
   results = run.STUDY.read("cpu")
   paths = report.write(results, tmp_path)
