@@ -1,5 +1,6 @@
 """Benchmark of DPQ: training steps over K and M, lookup from packed codes, export."""
 
+import functools
 import pathlib
 import statistics
 import tempfile
@@ -58,7 +59,9 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   yield figures | {"export": export(table)}
 
 
-def training(body: LSTMSize, vocab: int, grid: tuple[Sequence[int], Sequence[int]]) -> dict[str, Any]:
+def training(
+  body: LSTMSize, vocab: int, grid: tuple[Sequence[int], Sequence[int]]
+) -> dict[str, Any]:
   """Figure 4: time and temporaries of a training step, relative to the full embedding's.
 
   The two steps are called in turn, since the noise of a machine changes over time.
@@ -97,7 +100,7 @@ def _setting(body: LSTMSize) -> Setting:
 
 
 def _step(setting: Setting, make: Callable[[Setting], Embedding], vocab: int) -> TrainingStep:
-  step = TrainingStep(with_vocab(setting.make("", make(setting), 0), vocab))
+  step = TrainingStep(with_vocab(setting.make("", make(setting), seed=0), vocab))
   step()
   return step
 

@@ -10,7 +10,7 @@ python -m experiments.studies.grouped.run --judge-url URL --judge-model NAME
 
 `--scale paper` reads TinyStories, which `python -m vqjax.lab.data.build vqjax_tiny_stories`
 prepares from its two files; `--scale cpu` reads the slices of it below $VQJAX_DATA. A run that was
-stopped resumes. Memory and speed are measured by `python -m experiments.bench grouped-loss` and its siblings.
+stopped resumes. `python -m experiments.bench` measures memory and speed.
 """
 
 import argparse
