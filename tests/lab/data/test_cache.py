@@ -107,7 +107,7 @@ def test_a_killed_process_leaves_nothing_that_is_read(source, monkeypatch):
   assert list(cache.cache_folder().iterdir()) == []
 
 
-def test_processes_at_once_do_not_disturb_each_other(source):
+def test_concurrent_processes_write_one_cache(source):
   code = (
     "import sys; from vqjax.lab.data import *;"
     "s = Text(sys.argv[1]); e = fit_encoder(s, WordTokenizer());"
@@ -126,7 +126,7 @@ def test_a_token_outside_the_vocabulary_is_named(source, token):
     encode_split(source, Wide(token=token), "train")
 
 
-def test_a_source_that_fails_is_not_blamed_on_the_cache(tmp_path):
+def test_an_error_of_the_source_is_not_reported_as_one_of_the_cache(tmp_path):
   broken = type("Broken", (Text,), {"fingerprint": lambda self: "broken"})(str(tmp_path / "gone"))
   with pytest.raises(FileNotFoundError, match="must exist"):
     encode_split(broken, Wide(), "train")

@@ -1,4 +1,4 @@
-"""Are tokens counted rightly, and are counts for another tokenizer refused?"""
+"""Tests of token counts, and of their file, which belongs to one tokenizer."""
 
 import collections
 import re

@@ -36,7 +36,7 @@ def english(numbers):
 
 
 def plain(source, **fields):
-  """No filter but those in `fields`."""
+  """A source with only the filters in `fields`."""
   return Filtered(source, **{"min_chars": 0, "language": None, "deduplicate": False, **fields})
 
 

@@ -79,7 +79,7 @@ def test_a_fraction_that_leaves_a_split_empty_is_refused(fraction):
     DBpedia(valid_fraction=0.95)
 
 
-def test_the_real_ones_have_their_classes(real_data, monkeypatch):
+def test_the_published_files_have_their_classes(real_data, monkeypatch):
   monkeypatch.setenv("VQJAX_DATA", str(real_data))
   for source, classes in ((AGNews(), 4), (DBpedia(), 14)):
     labels = {split: source.labels(split) for split in SPLITS}
@@ -128,7 +128,7 @@ class TestDocuments:
     inputs = np.concatenate([one["inputs"] for one in got])
     assert (inputs[split.documents :] == -1).all()
 
-  def test_parts_of_the_rows_are_those_of_the_whole(self, news):
+  def test_a_process_reads_its_rows_of_the_whole_batch(self, news):
     _, split = self.split(news)
     whole = Documents().batches(split, batch=6, context=5, seed=3)
     part = Documents().batches(split, batch=6, context=5, seed=3, rows=np.array([1, 4]))
@@ -136,7 +136,7 @@ class TestDocuments:
       one, other = next(whole), next(part)
       assert all(np.array_equal(one[name][[1, 4]], other[name]) for name in one)
 
-  def test_shapes_are_those_of_the_batches(self, news):
+  def test_shapes_describe_the_batches(self, news):
     _, split = self.split(news)
     shapes = Documents().shapes(6, 5)
     for batch in (

@@ -79,7 +79,7 @@ def test_windows_without_shuffling_are_in_order(numbered):
   assert np.array_equal(epoch, np.arange(1, 211))
 
 
-def test_a_stream_goes_on_in_its_row_until_it_says_reset(numbered):
+def test_a_stream_continues_in_its_row_until_it_is_reset(numbered):
   batches = take(Streams().batches(numbered(211), batch=3, context=7, seed=0), 31)
   assert [bool(got["reset"].all()) for got in batches] == [i % 10 == 0 for i in range(31)]
   for before, after in itertools.pairwise(batches):
@@ -105,7 +105,7 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(numbered, loader, sto
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("rows", [[0], [5, 2], [1, 3, 4], range(6)])
-def test_a_process_reads_the_rows_that_it_asks_for(numbered, loader, rows):
+def test_a_process_reads_its_own_rows(numbered, loader, rows):
   rows = np.asarray(rows)
   start = lambda **some: loader.batches(numbered(211), batch=6, context=7, seed=2, **some)
   whole = [{k: x[rows] for k, x in batch.items()} for batch in take(start(), 40)]

@@ -46,7 +46,7 @@ def test_a_class_has_a_caption():
   assert len({shapes.caption(int(c)) for c in EVERY[::97]}) == len(EVERY[::97])
 
 
-def test_each_attribute_shows_whatever_the_others_are():
+def test_each_attribute_is_visible_for_all_values_of_the_others():
   """With the same key, any change of an attribute changes pixels by a twentieth of their range."""
   bases = np.random.default_rng(0).integers(0, COUNTS, (6, 8))
   faint = [0, 0, 0, 3, 0, 0, 0, 0]  # a tiny circle without a pattern or noise, hardly to be seen
@@ -63,7 +63,7 @@ def test_each_attribute_shows_whatever_the_others_are():
 
 
 def corners(shape):
-  """Of the outline, at distance 1 from the centre."""
+  """The corners of the outline as complex numbers, at distance 1 from the centre."""
   ring = lambda n, turn=0.0: np.exp(1j * (2 * np.pi * np.arange(n) / n + turn))
   sides = {"circle": 400, "square": 4, "triangle": 3, "pentagon": 5, "hexagon": 6, "octagon": 8}
   if shape == "star":
@@ -74,7 +74,7 @@ def corners(shape):
   return ring(sides[shape])
 
 
-def test_the_outlines_are_those_of_the_names():
+def test_outlines_have_the_area_of_the_named_polygons():
   """The ink and fill of huge solid shapes cover the polygon and half the border around it."""
   at = [[shape, 0, 2, 2, 4, 0, 3, 0] for shape in range(8)]
   images = pictures(np.ravel_multi_index(np.transpose(at), COUNTS), number=5)
@@ -162,7 +162,7 @@ def test_a_grid_of_missing_or_repeated_values_is_refused(wrong):
 SMALL = Grid(pattern=(0,), rotation=(0,), colour=(1,), size=(3,), texture=(0,), border=(1,))
 
 
-def test_pictures_are_dealt_out_evenly_and_none_is_in_two_splits():
+def test_classes_are_stratified_and_no_picture_is_in_two_splits():
   data = Shapes(SMALL, train_images=100, valid_images=40, test_images=7, seed=3)
   assert data.vocab == 32
   seen = set()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vqjax.lab.data import PennTreebank, Text, WikiText
+from vqjax.lab.data import PennTreebank, SentencePieceTokenizer, Text, WikiText
 from vqjax.lab.data.source import SPLITS
 
 
@@ -116,18 +116,18 @@ def test_a_path_is_also_looked_for_under_the_data_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [Text, PennTreebank, WikiText])
-def test_a_missing_folder_names_itself_and_the_remedy(make, monkeypatch):
+def test_a_missing_folder_is_named_with_the_remedy(make, monkeypatch):
   monkeypatch.delenv("VQJAX_DATA", raising=False)
   with pytest.raises(FileNotFoundError, match=r"'nowhere'.*VQJAX_DATA"):
     list(make("nowhere").documents("train"))
 
 
-def test_a_folder_without_text_says_so(tmp_path):
+def test_a_folder_without_text_is_refused(tmp_path):
   with pytest.raises(ValueError, match=r"data\.path` must hold a text file"):
     list(Text(str(tmp_path)).documents("train"))
 
 
-def test_an_empty_file_says_so(tmp_path):
+def test_an_empty_file_is_refused(tmp_path):
   with pytest.raises(ValueError, match=r"data\.path` must have a document .* got 0"):
     list(Text(write(tmp_path / "a.txt", "")).documents("train"))
 
@@ -143,7 +143,7 @@ def test_an_unknown_split_names_the_splits():
     Text().documents("dev")
 
 
-def test_a_split_that_gets_nothing_says_what_to_raise(tmp_path):
+def test_an_empty_split_names_the_fraction_to_raise(tmp_path):
   source = Text(write(tmp_path / "a.txt", "one", "two"), valid_fraction=0.0)
   with pytest.raises(ValueError, match=r"must have a document for 'valid'; got 2 .*valid_fraction"):
     list(source.documents("valid"))
@@ -172,7 +172,7 @@ def test_lines_of_a_corpus_are_documents_in_order_and_empty_ones_count(corpus):
   ]
 
 
-def test_a_corpus_without_a_split_says_which(corpus):
+def test_a_corpus_without_a_split_names_it(corpus):
   (corpus / "ptb.valid.txt").unlink()
   with pytest.raises(FileNotFoundError, match="without valid"):
     list(PennTreebank(str(corpus)).documents("train"))
@@ -197,3 +197,9 @@ def test_a_folder_with_one_book_is_read_by_paragraphs(tmp_path):
 def test_an_empty_path_is_not_the_current_folder():
   with pytest.raises(ValueError, match=r"`data.path` must .* empty"):
     list(Text("").documents("train"))
+
+
+def test_a_missing_extra_names_the_command_that_installs_it(monkeypatch):
+  monkeypatch.setitem(sys.modules, "sentencepiece", None)
+  with pytest.raises(ImportError, match=r"sentencepiece must .* pip install 'vqjax\[lab\]'"):
+    SentencePieceTokenizer(vocab=300).fit(lambda: ["some text"])

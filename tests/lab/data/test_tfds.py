@@ -70,7 +70,7 @@ def test_tensorflow_is_not_imported(prepared):
   subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_bad_names_say_what_there_is(prepared, tmp_path):
+def test_unknown_names_are_refused_with_the_known_ones(prepared, tmp_path):
   there = prepared.data_dir
   for source, message in (
     (TFDS("no_such_set", data_dir=there), r"TFDS\.name` must .* got 'no_such_set'"),
@@ -86,7 +86,7 @@ def test_bad_names_say_what_there_is(prepared, tmp_path):
     list(TFDS(data_dir=str(tmp_path / "empty")).documents("train"))
 
 
-def test_a_corpus_that_is_nowhere_says_where_to_put_it(tmp_path, monkeypatch):
+def test_a_missing_corpus_names_the_folder_for_it(tmp_path, monkeypatch):
   monkeypatch.delenv("VQJAX_DATA", raising=False)
   done = build("vqjax_penn_treebank", tmp_path / "tfds")
   assert done.returncode != 0

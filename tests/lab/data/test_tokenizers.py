@@ -94,7 +94,7 @@ def test_training_bpe_is_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("tokenizer", [WordTokenizer(), BPETokenizer(vocab=270)])
-def test_an_encoder_survives_its_state(tokenizer):
+def test_an_encoder_is_rebuilt_from_its_state(tokenizer):
   encoder = fit(tokenizer)
   again = tokenizer.load(encoder.state())
   assert again.fingerprint() == encoder.fingerprint()

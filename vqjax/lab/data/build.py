@@ -9,8 +9,7 @@ array_record` is equivalent.
 
 import sys
 
-from absl import app
-from tensorflow_datasets.scripts.cli import build, cli_utils
+from vqjax.lab.data.files import import_extra
 
 DEFAULTS = {"--imports": "vqjax.lab.data.builders", "--file_format": "array_record"}
 """Defaults of arguments: the datasets of `builders`, in a format that needs no TensorFlow."""
@@ -18,6 +17,10 @@ DEFAULTS = {"--imports": "vqjax.lab.data.builders", "--file_format": "array_reco
 
 def main(argv: list[str]) -> None:
   """Build the datasets that `argv` names, with all options of `tfds build`."""
+  import_extra("tensorflow_datasets")
+  from absl import app
+  from tensorflow_datasets.scripts.cli import build, cli_utils
+
   given = {argument.split("=")[0] for argument in argv}
   added = [f"{name}={value}" for name, value in DEFAULTS.items() if name not in given]
   parser = cli_utils.make_flags_parser(build.Args, description=__doc__)

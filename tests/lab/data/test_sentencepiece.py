@@ -105,7 +105,7 @@ def test_no_lines_are_refused():
     SentencePieceTokenizer(lines=0)
 
 
-def test_lines_that_the_library_reserves_or_finds_long_do_no_harm():
+def test_reserved_characters_and_long_lines_are_trained_on():
   odd = ["\u2585 \u2047 a\u0000b", "long " * 9_001, "\u2581 the"]
   assert fit(SentencePieceTokenizer(vocab=310), [*PROSE, *odd]).vocab == 310
 
