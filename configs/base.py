@@ -1,4 +1,4 @@
-"""The small language model of the `lm_*` configs, which differ only in their heads."""
+"""The small language model of the `lm_*` configs, which differ in their heads."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ DIM = 128
 
 
 def language_model(name: str, head: Callable[[int, int, Embedding], Head]) -> Experiment:
-  """Return a run of a two-layer decoder on the words of the standard library's docstrings.
+  """Return a run of a two-layer decoder on the standard library's docstrings.
 
   Args:
     name: name of the run.

@@ -29,7 +29,7 @@ HEADS: dict[str, Callable[[int, int], Head]] = {
 def language_model(
   name: str, head: str, vocab: int, dim: int, layers: int, context: int, batch: int
 ) -> Experiment:
-  """Return a run of a decoder with attention heads of 128 and 12·layers·dim² weights.
+  """Return a run of a decoder with attention heads of width 128.
 
   It computes in bfloat16 with float32 parameters, and rematerialises every block.
   """

@@ -1,4 +1,4 @@
-"""BERT with any embedding: masked pre-training, then a pair task and a span task (DPQ, Table 13).
+"""BERT with any embedding: pre-training and two tasks (DPQ, Table 13).
 
 The tasks are made of the same text: whether the second half of a paragraph belongs to it, and which
 stretch of a paragraph comes from another.

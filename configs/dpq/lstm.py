@@ -1,4 +1,4 @@
-"""The LSTM language models of Zaremba et al. in three sizes, with any embedding (DPQ, Table 4).
+"""The LSTM language models of Zaremba et al. in three sizes (DPQ, Table 4).
 
 Their loss is the sum over the tokens of a row, and ours is the mean: a learning rate of 1 becomes
 `unroll` here, and the clipping is divided by it.

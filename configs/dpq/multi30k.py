@@ -1,4 +1,4 @@
-"""DPQ-SX on captions of Multi30k, English to German: small enough for an hour on a CPU core."""
+"""DPQ-SX on captions of Multi30k, English to German: an hour on a CPU core."""
 
 from configs.dpq.translation import BEGIN, TransformerSize, V, translation
 from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer

@@ -1,4 +1,4 @@
-"""DPQ-SX on Penn Treebank: the small LSTM of Zaremba et al., K = 8, 25 shared subspaces.
+"""DPQ-SX on Penn Treebank: the small LSTM, K = 8, 25 shared subspaces.
 
 The paper's perplexity is 105.8 (Table 4).
 """

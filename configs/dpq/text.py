@@ -1,4 +1,4 @@
-"""The text classifier of DPQ: the mean of a text's embeddings and a hidden layer (Appendix C)."""
+"""The text classifier of DPQ: mean embedding and a hidden layer (Appendix C)."""
 
 import dataclasses
 

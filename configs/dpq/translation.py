@@ -1,4 +1,4 @@
-"""Translation with a Transformer of any size and any embedding (DPQ, Tables 3 and 11)."""
+"""Translation with any embedding (DPQ, Tables 3 and 11)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -56,7 +56,7 @@ def translation(
   train: Train,
   seed: int = 0,
 ) -> Experiment:
-  """Return a run; source and target share vocabulary and embedding, and the head is untied."""
+  """Return a run in which source and target share vocabulary and embedding."""
   return Experiment(
     name=name,
     model=Translator(
@@ -78,7 +78,7 @@ def translation(
 
 
 def wmt19(name: str, embedding: Embedding, seed: int = 0) -> Experiment:
-  """English to German of WMT19: 32,000 pieces, SM3 with a quadratic warm-up (Appendix C)."""
+  """Return a run on English to German of WMT19 with 32,000 pieces (Appendix C)."""
   train = Train(
     steps=250_000,
     batch=2048,
@@ -95,7 +95,9 @@ def wmt19(name: str, embedding: Embedding, seed: int = 0) -> Experiment:
 
 
 def iwslt15(source: str, target: str) -> Callable[[str, Embedding, int], Experiment]:
-  """English and Vietnamese of IWSLT15: words, an LSTM with attention, as in Luong et al. (2017).
+  """Return (name, embedding, seed) -> a run on IWSLT15, English and Vietnamese.
+
+  The model is an LSTM with attention on words, as in Luong et al. (2017).
 
   The learning rate of 1 halves each thousand steps from two thirds of the 12,000 steps on. Their
   loss is the sum over the words of a sentence, and ours is the mean over words: here the rate is

@@ -1,4 +1,4 @@
-"""The language models on TinyStories of the grouped head's paper, by head, width and window.
+"""The language models on TinyStories of the grouped head's paper.
 
 The vocabulary is GPT-2's 50,257 tokens. With the dense head tied and d = 128, 256, 1024, 2048 the
 models have the 8.1, 19.3 and 152 million parameters of the paper's tables, and 506.8 million where
@@ -64,7 +64,7 @@ def language_model(
   train: Train = EPOCH,
   seed: int = 0,
 ) -> Experiment:
-  """Return a run of a decoder; with `window`, every second block is local, as in GPT-Neo."""
+  """Return a run of a decoder; with `window`, every second block is local."""
   embedding = DenseEmbedding(FROM_TOKENIZER, dim)
   model = Transformer(
     embedding=embedding,

@@ -36,7 +36,7 @@ def language_model(
   tokenizer: Tokenizer,
   train: Train,
 ) -> Experiment:
-  """Return a run of a decoder with attention heads of 64, an untied embedding and dropout 0.1."""
+  """Return a run of a decoder with attention heads of width 64 and dropout 0.1."""
   return Experiment(
     name=f"{name}-{head}",
     model=Transformer(

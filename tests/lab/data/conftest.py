@@ -20,7 +20,7 @@ def numbered():
 
 @pytest.fixture
 def corpus(tmp_path):
-  """A folder of three files with empty, repeated and accented lines, in Mikolov's layout."""
+  """A folder of three files in Mikolov's layout, with odd lines."""
   folder = tmp_path / "corpus"
   folder.mkdir()
   for name, lines in (("train", 1500), ("valid", 7), ("test", 3)):

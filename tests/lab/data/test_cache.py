@@ -1,4 +1,4 @@
-"""Tests of the token cache: whole or absent after kills, damage and races; token counts."""
+"""Tests of the token cache: whole or absent after kills, damage and races."""
 
 import dataclasses
 import os

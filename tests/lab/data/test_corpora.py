@@ -1,4 +1,4 @@
-"""Tests of corpora in their published formats: lines, JSON, stories; published counts."""
+"""Tests of corpora in their published formats, and their published counts."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Tests of the loaders of whole documents: translations, and tasks made of plain text."""
+"""Tests of the loaders of translations and of tasks made of plain text."""
 
 import gzip
 

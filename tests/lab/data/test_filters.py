@@ -1,4 +1,4 @@
-"""Tests of filters: what they drop and count, and that no document is in two splits."""
+"""Tests of filters: drops, counts, and documents that are in one split only."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ CLASSES = "World\nSports\nBusiness\nSci/Tech\n"
 
 @pytest.fixture
 def news(tmp_path):
-  """Each file in its own layout; one text twice, one of the test's among those to train on."""
+  """AG News with files in their layouts, a repeated text, and one of the test's."""
   (tmp_path / "classes.txt").write_text(CLASSES)
   own = [f'"{1 + i % 4}","Title {i}","text\\nnumber\\{i}"' for i in range(40)]
   (tmp_path / "subset2k_amrayach_train.csv").write_text("\n".join(own) + "\n")

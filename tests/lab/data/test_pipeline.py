@@ -1,4 +1,4 @@
-"""Tests of loaders of tokens: positions, rows of processes, resumption, evaluation."""
+"""Tests of loaders of tokens: positions, rows of processes, resumption."""
 
 import itertools
 import json

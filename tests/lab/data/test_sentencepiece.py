@@ -1,4 +1,4 @@
-"""Tests of SentencePiece: exact decoding, reproducible training, limits of the vocabulary."""
+"""Tests of SentencePiece: exact decoding and reproducible training."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests of the pictures: numbers and attributes of classes, drawings, splits and loader."""
+"""Tests of the pictures: classes, drawings, splits and loader."""
 
 import itertools
 import math
@@ -47,7 +47,7 @@ def test_a_class_has_a_caption():
 
 
 def test_each_attribute_is_visible_for_all_values_of_the_others():
-  """With the same key, any change of an attribute changes pixels by a twentieth of their range."""
+  """A changed attribute changes pixels by a twentieth of their range."""
   bases = np.random.default_rng(0).integers(0, COUNTS, (6, 8))
   faint = [0, 0, 0, 3, 0, 0, 0, 0]  # a tiny circle without a pattern or noise, hardly to be seen
   for base in map(list, [*bases, faint]):
@@ -75,7 +75,7 @@ def corners(shape):
 
 
 def test_outlines_have_the_area_of_the_named_polygons():
-  """The ink and fill of huge solid shapes cover the polygon and half the border around it."""
+  """Huge solid shapes cover the polygon and half the border around it."""
   at = [[shape, 0, 2, 2, 4, 0, 3, 0] for shape in range(8)]
   images = pictures(np.ravel_multi_index(np.transpose(at), COUNTS), number=5)
   area = (np.abs(images - images[:, :1, :1]).max(axis=-1) > 0.2).sum(axis=(1, 2))

@@ -1,4 +1,4 @@
-"""Tests of datasets of TensorFlow Datasets: prepared and read in order, without TensorFlow."""
+"""Tests of prepared datasets, built and read in order without TensorFlow."""
 
 import dataclasses
 import subprocess

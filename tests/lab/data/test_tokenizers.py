@@ -1,4 +1,4 @@
-"""Tests of tokenizers of words and byte pairs: numbering, decoding, reproducible training."""
+"""Tests of tokenizers of words and byte pairs."""
 
 import json
 import subprocess

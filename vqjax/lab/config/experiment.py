@@ -1,4 +1,4 @@
-"""The experiment: the objects that a run consists of, and the file that defines them."""
+"""The experiment: the objects that a run consists of, loaded from a config file."""
 
 import dataclasses
 import difflib
@@ -122,7 +122,7 @@ class Experiment:
 
 
 def with_vocab(experiment: Experiment, vocab: int) -> Experiment:
-  """Return the experiment with `vocab` in every module of the model that has FROM_TOKENIZER.
+  """Return the experiment with `vocab` in place of the model's FROM_TOKENIZER.
 
   Raises:
     ValueError: a module has another vocabulary than the tokenizer.

@@ -1,4 +1,4 @@
-"""The help text of an experiment: every field that a command line can set, and its meaning."""
+"""The help text of an experiment: its settable fields and their meanings."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from vqjax.lab.config.tree import children, join, walk
 
 
 def help_text(experiment: Experiment) -> Group:
-  """Return every settable field as `path  type = value  meaning`, grouped by object, for `rich`.
+  """Return every settable field as `path  type = value  meaning`, for `rich`.
 
   Meanings come from the "Attributes:" or "Args:" sections of the classes' docstrings.
   """
@@ -42,7 +42,7 @@ def help_text(experiment: Experiment) -> Group:
 
 
 def _documentation(cls: type) -> tuple[str, dict[str, str]]:
-  """The class's name and summary, and the meaning of each field that it or a base documents."""
+  """The class's name and summary, and the meanings of its fields and its bases'."""
   summary, meanings = cls.__name__, {}
   for base in reversed(cls.__mro__):
     text = base.__dict__.get("__doc__") or ""

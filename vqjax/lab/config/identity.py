@@ -1,4 +1,4 @@
-"""The description of an experiment as JSON, its hash, and the difference of two descriptions."""
+"""The description of an experiment as JSON, its hash, and differences."""
 
 import dataclasses
 import enum
@@ -22,7 +22,7 @@ from vqjax.lab.config.tree import annotations, fields_of, is_object, join
 
 
 def config_hash(experiment: Any) -> str:
-  """Return 12 hexadecimal digits that identify an experiment, equal in every process.
+  """Return 12 hexadecimal digits that identify an experiment in every process.
 
   They begin the SHA-256 of its description as canonical JSON. Module paths and fields at their
   defaults are not part of it: neither a moved class nor a new field with a default changes the
@@ -34,7 +34,7 @@ def config_hash(experiment: Any) -> str:
 
 
 def describe(experiment: Any) -> Any:
-  """Return what an experiment, or one of its objects, consists of as what `json` can write.
+  """Return a description of an experiment, or of one of its objects, for `json`.
 
   An object is {"class": "CodebookHead", field: ...}. A function is its name and, for one that
   another function made, such as an initialiser, the values that it captured. A module that hangs
@@ -48,7 +48,7 @@ def describe(experiment: Any) -> Any:
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-  """Return where two descriptions differ: lines like `model.head.codes: 512 here, 1024 there`."""
+  """Return the differences as lines: `model.head.codes: 512 here, 1024 there`."""
   left, right = _flatten(here), _flatten(there)
   show = lambda flat, path: repr(flat[path]) if path in flat else "absent"
   return [
@@ -59,7 +59,7 @@ def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
 
 
 def _flatten(described: Any) -> dict[str, Any]:
-  """A nested description as {"model.head.codes": 512, ...}; a list of plain values is one value."""
+  """A nested description as {"model.head.codes": 512, ...}."""
 
   def is_value(node: Any) -> bool:
     is_plain = isinstance(node, list) and not any(isinstance(item, (dict, list)) for item in node)
@@ -132,13 +132,13 @@ def _describe(value: Any, path: str, seen: dict[int, str]) -> Any:
 
 
 def is_dtype(value: Any) -> bool:
-  """Return whether `value` is a number format: `jnp.bfloat16`, `np.float32` or a `np.dtype`."""
+  """Return whether `value` is a number format, such as `jnp.bfloat16`."""
   is_numpy = isinstance(value, type) and issubclass(value, np.generic)
   return is_numpy or isinstance(value, (np.dtype, type(jnp.float32)))
 
 
 def _describe_function(function: Any, path: str) -> str:
-  """The name of a function or class, with captured values where another function made it."""
+  """The name of a function or class, with the values that it captured."""
   if isinstance(function, functools.partial):
     bound = {str(at): arg for at, arg in enumerate(function.args)} | function.keywords
     return _describe_function(function.func, path) + _arguments(bound, path)

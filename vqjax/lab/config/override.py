@@ -1,8 +1,9 @@
-"""Overrides of an experiment: `model.head.codes=512 train.steps=1000`, parsed by annotation."""
+"""Overrides of an experiment, such as `train.steps=1000`, parsed by annotation."""
 
 import dataclasses
 import difflib
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ NoneType = types.NoneType
 
 
 class Dtype:
-  """The type of a field that holds a number format, for any spelling of its annotation."""
+  """The type of a field that holds a number format."""
 
 
 EXPECTED = {
@@ -37,7 +38,7 @@ WORDS = {NoneType: {"none": None}, bool: {"true": True, "false": False}}
 
 
 def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
-  """Return the experiment with fields set from `path=value` texts, all of them at once.
+  """Return the experiment with fields set from `path=value` texts, all at once.
 
   Types come from the fields' annotations. An object that hangs in several places, such as a tied
   embedding, is changed in all of them and stays one object.
@@ -117,7 +118,7 @@ def _short(value: Any) -> str:
 
 
 def settable(node: Any) -> dict[str, tuple[Any, ...]]:
-  """Return the fields of an object that a command line can set, each with the types it takes.
+  """Return the fields of an object that a command line can set, with their types.
 
   Types come narrow ones first. A field annotated `Any` takes the type of its present value.
   """
@@ -125,7 +126,9 @@ def settable(node: Any) -> dict[str, tuple[Any, ...]]:
     return {}
   hints, fields = annotations(type(node)), {}
   for name, value in children(node).items():
-    union = _members(hints.get(name, Any))
+    hint = hints.get(name, Any)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    union = typing.get_args(hint) if is_union else (hint,)
     # By name too: annotations of number formats are aliases of Any more often than not.
     unset = value is None and (name == "dtype" or name.endswith("_dtype"))
     if is_dtype(value) or np.dtype in union or (unset and not {*union} <= {str, NoneType}):
@@ -133,34 +136,21 @@ def settable(node: Any) -> dict[str, tuple[Any, ...]]:
       continue
     if Any in union and isinstance(value, (bool, int, float, str)):
       union = (*union, type(value))
-    kinds = [kind for kind in union if kind in EXPECTED or _is_compound(kind)]
+    kinds = [
+      kind
+      for kind in union
+      if kind in EXPECTED
+      or typing.get_origin(kind) is typing.Literal
+      or (typing.get_origin(kind) is tuple and {*typing.get_args(kind)} <= {*EXPECTED, ...})
+    ]
     if {*kinds} - {NoneType}:  # None by itself would only take an object away
-      fields[name] = tuple(sorted(kinds, key=_width))
+      order = list(EXPECTED)
+      fields[name] = tuple(sorted(kinds, key=lambda k: order.index(k if k in EXPECTED else Dtype)))
   return fields
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
-  """The types of a union, or the one type that an annotation is."""
-  if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-    return tuple(m for part in typing.get_args(annotation) for m in _members(part))
-  return (annotation,)
-
-
-def _is_compound(kind: Any) -> bool:
-  """Whether a type is a choice, or a tuple of plain values."""
-  if typing.get_origin(kind) is tuple:
-    return all(item in EXPECTED for item in typing.get_args(kind) if item is not Ellipsis)
-  return typing.get_origin(kind) is typing.Literal
-
-
-def _width(kind: Any) -> float:
-  """The place of a type between narrow and wide ones; compound types are as narrow as formats."""
-  order = list(EXPECTED)
-  return order.index(kind if kind in EXPECTED else Dtype)
-
-
 def type_name(kinds: tuple[Any, ...]) -> str:
-  """Return the types of a field for a reader: `int | None`, `tuple[int, ...]`, `dtype`."""
+  """Return the types of a field for a reader, such as `int | None` or `dtype`."""
   special = {Dtype: "dtype", NoneType: "None"}
   ordered = sorted(kinds, key=lambda kind: kind is NoneType)
   names = [special.get(k, k.__name__ if isinstance(k, type) else str(k)) for k in ordered]
@@ -168,7 +158,7 @@ def type_name(kinds: tuple[Any, ...]) -> str:
 
 
 def parse(text: str, kinds: tuple[Any, ...], path: str) -> Any:
-  """Return the value that `text` means for the field `path` of these types, narrow ones first.
+  """Return the value that `text` means for a field of these types.
 
   Raises:
     ValueError: no type takes the text; the message says how to write one.
@@ -206,6 +196,6 @@ def _parse_one(text: str, kind: Any) -> Any:
       return getattr(jnp, text, jnp.dtype(text))
     raise ValueError
   except (KeyError, TypeError, ValueError):
-    if kind is int and bare.lower().replace("e", "").replace(".", "").isdecimal():
+    if kind is int and re.fullmatch(r"\d+(\.\d*)?(e\d+)?", bare):
       raise ValueError(f"That is a float: write {float(bare):.0f}.") from None
     raise ValueError(EXPECTED[kind]) from None

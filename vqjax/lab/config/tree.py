@@ -1,4 +1,4 @@
-"""The tree of dataclasses that an experiment consists of, and its reconstruction with changes."""
+"""The tree of dataclasses that an experiment consists of, and changes of it."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ NOT_IDENTITY = {"identity": False}
 
 
 def is_object(value: Any) -> bool:
-  """Return whether `value` is an instance of a dataclass, such as a Flax module or a source."""
+  """Return whether `value` is an instance of a dataclass."""
   return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -33,7 +33,7 @@ def fields_of(node: Any, *, identity: bool = False) -> dict[str, Any]:
 
 @functools.cache
 def annotations(cls: type) -> dict[str, Any]:
-  """Return the resolved annotation of each field; `Any` for a name that cannot be resolved."""
+  """Return the resolved annotation of each field; `Any` for an unknown name."""
   try:
     return typing.get_type_hints(cls)
   except (NameError, TypeError):
@@ -42,7 +42,7 @@ def annotations(cls: type) -> dict[str, Any]:
 
 
 def children(node: Any) -> dict[str, Any]:
-  """Return what hangs below a node, by the name in a path: a field, a position or a key."""
+  """Return what hangs below a node, by field, position or key."""
   if is_object(node):
     return fields_of(node)
   if isinstance(node, Mapping):
@@ -63,7 +63,7 @@ def join(path: str, name: str) -> str:
 
 
 def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-  """Yield (path, object) for `node` and each object below; a shared one once for each path."""
+  """Yield (path, object) for `node` and below; a shared object once for each path."""
   if is_object(node):
     yield path, node
   for name, child in children(node).items():
@@ -72,7 +72,7 @@ def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def rebuild(root: Any, changes: Mapping[int, Mapping[str, Any]]) -> Any:
-  """Return a copy of the tree in which the object with id `i` has the fields `changes[i]`.
+  """Return a copy in which the object with id `i` has the fields `changes[i]`.
 
   An object that hangs in several places is replaced by one new object in all of them, so that a
   tied embedding stays tied. Objects above no change are not copied.

@@ -1,4 +1,4 @@
-"""Prepare a dataset of `builders` without TensorFlow: `tfds build` with other defaults.
+"""Prepare a dataset of `builders` without TensorFlow.
 
 python -m vqjax.lab.data.build vqjax_penn_treebank --manual_dir ptb --data_dir datasets
 

@@ -52,7 +52,7 @@ class _Lines(_Texts, skip_registration=True):
       yield number, {"text": line}
 
   def _source(self, dl_manager: Any) -> Source:
-    """The corpus in the manual folder if that has files, otherwise under `$VQJAX_DATA`."""
+    """The corpus in the manual folder if it has files, otherwise under `$VQJAX_DATA`."""
     source = self._corpus()
     try:
       manual = Path(dl_manager.manual_dir)
@@ -113,7 +113,7 @@ ZHANG = {
 
 
 class VqjaxZhang(tfds.core.GeneratorBasedBuilder):
-  """Texts with a class each: train.csv and test.csv, whose first column counts classes from 1."""
+  """Texts with a class each, from train.csv and test.csv; classes count from 1."""
 
   VERSION = tfds.core.Version("1.0.0")
   BUILDER_CONFIGS: ClassVar[list] = [
@@ -145,7 +145,7 @@ class VqjaxZhang(tfds.core.GeneratorBasedBuilder):
 
 
 class VqjaxTinyStories(_Texts):
-  """TinyStories of Eldan and Li, 2023: a story an example, in the order of the files."""
+  """TinyStories of Eldan and Li, 2023: one story an example, in order."""
 
   MANUAL_DOWNLOAD_INSTRUCTIONS = (
     "Give the folder of TinyStories-train.txt and TinyStories-valid.txt as --manual_dir.\n"
@@ -165,7 +165,7 @@ class VqjaxTinyStories(_Texts):
 
 
 class VqjaxIwslt15(tfds.core.GeneratorBasedBuilder):
-  """English and Vietnamese talks: lines of train, tst2012 (validation) and tst2013 (test)."""
+  """English and Vietnamese talks: train, tst2012 (validation), tst2013 (test)."""
 
   VERSION = tfds.core.Version("1.0.0")
   MANUAL_DOWNLOAD_INSTRUCTIONS = (

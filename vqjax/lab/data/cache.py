@@ -1,4 +1,4 @@
-"""The token cache: text is tokenised once, and files are never read half-written or outdated."""
+"""The token cache: tokenised text that is never read half-written or outdated."""
 
 import contextlib
 import dataclasses
@@ -57,7 +57,7 @@ def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
 
 
 def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
-  """Return the tokens of a split, and the classes of its documents where the source has them.
+  """Return the tokens of a split, and the classes of its documents if there are any.
 
   The tokens are memory-mapped from the cache, and encoded first where it does not hold them.
 

@@ -1,4 +1,4 @@
-"""Corpora in the formats that they are published in: Penn Treebank, WikiText, C4, TinyStories."""
+"""Corpora in their published formats: Penn Treebank, WikiText, C4, TinyStories."""
 
 import dataclasses
 import gzip
@@ -22,7 +22,7 @@ from vqjax.lab.data.source import SPLITS, Source
 
 @dataclasses.dataclass(frozen=True)
 class _Lines(Source):
-  """A folder with a file for each split, of which every line is a document, empty ones included."""
+  """A folder with a file for each split; every line is a document."""
 
   path: str = ""
 
@@ -49,7 +49,9 @@ class _Lines(Source):
 
 @dataclasses.dataclass(frozen=True)
 class PennTreebank(_Lines):
-  """Penn Treebank in Mikolov's version: 929,589 / 73,760 / 82,430 tokens with <eos>, 10,000 words.
+  """Penn Treebank in Mikolov's version, 10,000 words.
+
+  Training, validation and test have 929,589, 73,760 and 82,430 tokens with <eos>.
 
   Attributes:
     path: folder with ptb.train.txt, ptb.valid.txt and ptb.test.txt, here or under $VQJAX_DATA.
@@ -60,7 +62,9 @@ class PennTreebank(_Lines):
 
 @dataclasses.dataclass(frozen=True)
 class WikiText(_Lines):
-  """WikiText-2: 2,088,628 / 217,646 / 245,569 tokens with <eos>, 33,278 words; or WikiText-103.
+  """WikiText-2 with 33,278 words, or WikiText-103.
+
+  WikiText-2 has 2,088,628, 217,646 and 245,569 tokens with <eos>.
 
   Attributes:
     path: folder with a file for each split, here or under $VQJAX_DATA.
@@ -75,7 +79,7 @@ JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 @dataclasses.dataclass(frozen=True)
 class JSONLines(Source):
-  """A folder of files with a JSON object in each line; the files are named for their splits.
+  """A folder of files with a JSON object in each line, named for their splits.
 
   AllenAI publishes C4 like this: c4-train.00000-of-01024.json.gz and so on. Its documents are in
   random order, so any of its files will do; some 70 hold the paper's 10 billion tokens. In a
@@ -133,7 +137,7 @@ class JSONLines(Source):
     return files
 
   def fingerprint(self) -> str:
-    """Return a hash of the files (the outlines of large ones), their splits and the member."""
+    """Return a hash of the files (outlines of large ones), splits and the member."""
     parts = (part for split, fs in self._files().items() for part in (split, *map(outline, fs)))
     return content_hash([type(self).__name__, self.text, *parts])
 
@@ -156,10 +160,11 @@ LONG = 60
 
 @dataclasses.dataclass(frozen=True)
 class Stories(Source):
-  """Stories from files that separate them by `END`; a file without it is one document.
+  """Stories from files that separate them by `END`.
 
-  Of the held-out file, every second story is for validation and the others are for the test. A
-  long paragraph that is also in a held-out story is left out of training.
+  A file without `END` is one document. Of the held-out file, every second story is for validation
+  and the others are for the test. A long paragraph that is also in a held-out story is left out of
+  training.
 
   Attributes:
     train: files to train on, here or under $VQJAX_DATA.
@@ -206,7 +211,7 @@ def _long_paragraphs(story: str) -> list[str]:
 
 
 def stories_of(path: Path) -> Iterator[str]:
-  """Yield the stories of a file, which is read line by line: TinyStories has two gigabytes."""
+  """Yield the stories of a file, read line by line: TinyStories has two gigabytes."""
   lines: list[str] = []
   for line in read_lines(path):
     first, *others = line.split(END)

@@ -1,4 +1,4 @@
-"""Loaders of whole documents: classes, translations, and tasks that are made of plain text."""
+"""Loaders of whole documents: classes, translations, tasks made of plain text."""
 
 import abc
 import dataclasses
@@ -20,11 +20,14 @@ class Reader(Protocol):
     """Return the number of examples."""
 
   def __call__(self, number: np.ndarray) -> Batch:
-    """Return a batch of these examples; the example `NONE` has no tokens and no target."""
+    """Return a batch of these examples; the example `NONE` is empty."""
 
 
 class Examples(Loader):
-  """A loader of whole examples, shuffled anew each epoch; their targets spell no text."""
+  """A loader of whole examples, shuffled anew each epoch.
+
+  Their targets spell no text.
+  """
 
   def whole(self, split, *, batch, context):
     return _AllExamples(self._reader(split, context), batch)
@@ -52,7 +55,7 @@ class _ExampleBatches:
 
 
 class _AllExamples:
-  """Every example once, in order; the last batch is filled up with the example `NONE`."""
+  """Every example once, in order; the last batch is filled with the example `NONE`."""
 
   def __init__(self, read, batch):
     self.read, self.batch = read, batch
@@ -90,7 +93,7 @@ class DocumentRows:
       )
 
   def __call__(self, number: np.ndarray) -> np.ndarray:
-    """Return int32 [n, context]; `NONE` after a document's end, and for the document `NONE`."""
+    """Return int32 [n, context], `NONE` after a document's end."""
     first, last = self.starts[number][:, None], self.ends[number][:, None]
     position = first + np.arange(self.context)
     inside = (position < last + self.ended) & (number != NONE)[:, None]
@@ -100,7 +103,7 @@ class DocumentRows:
 
 @dataclasses.dataclass(frozen=True)
 class Documents(Examples):
-  """Documents with a class each: {"inputs": [B, T], "targets": [B]}, shuffled anew each epoch.
+  """Documents with a class each: {"inputs": [B, T], "targets": [B]}.
 
   The inputs are a document's first T tokens, without the one that ends it, and `NONE` after them.
   """
@@ -133,7 +136,7 @@ class _LabelledDocuments:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs(Examples):
-  """Translations: {"inputs": {"source", "target"}, "targets"}, all [B, T], shuffled each epoch.
+  """Translations: {"inputs": {"source", "target"}, "targets"}, all [B, T].
 
   A source is its first T tokens, with the one that ends it. The target of the inputs is one token
   behind the targets and begins with the token that ends a document. `NONE` follows the end.
@@ -172,7 +175,7 @@ class _PairedDocuments:
 
 @dataclasses.dataclass(frozen=True)
 class Continued(Examples):
-  """A pair task of any text, like next-sentence prediction: {"inputs": [B, 2, T], "targets": [B]}.
+  """A pair task of any text: {"inputs": [B, 2, T], "targets": [B]}.
 
   The inputs are the two halves of a document (target 1), or the first half of one and the second
   half of another (target 0), equally often.
@@ -187,7 +190,7 @@ class Continued(Examples):
 
 
 class _Continuations:
-  """Example 2n is document n; example 2n + 1 is its first half and the second of another."""
+  """Example 2n is document n; in example 2n + 1 the second half is another's."""
 
   def __init__(self, split: TokenSplit, context: int):
     self.rows, self.context = DocumentRows(split, 2 * context), context
@@ -216,7 +219,7 @@ class _Continuations:
 
 @dataclasses.dataclass(frozen=True)
 class Intruded(Examples):
-  """A span task of any text, to find a foreign stretch: {"inputs": [B, T], "targets": [B, 2]}.
+  """A span task of any text: {"inputs": [B, T], "targets": [B, 2]}.
 
   A fifth of a document's tokens, at least two, at a position that depends on the document, is
   replaced by as many tokens of another document. The targets are its first and last position.

@@ -1,4 +1,4 @@
-"""Files of corpora: find, read and hash them; write files that are never half there."""
+"""Files: find, read and hash those of corpora, and write files atomically."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ LARGE = 64 * 2**20
 
 
 def import_extra(module: str) -> ModuleType:
-  """Import a module of the `lab` extra, or raise an ImportError that says how to install it."""
+  """Import a module of the `lab` extra; the error says how to install it."""
   try:
     return importlib.import_module(module)
   except ModuleNotFoundError as error:
@@ -36,7 +36,7 @@ def import_extra(module: str) -> ModuleType:
 
 
 def data_path(path: str, kind: str = "path") -> Path:
-  """Return the existing file or folder `path`; a relative one may lie under `$VQJAX_DATA`.
+  """Return the existing file or folder `path`, here or under `$VQJAX_DATA`.
 
   Raises:
     ValueError: `path` is empty.
@@ -92,7 +92,7 @@ def _decoded(content: bytes, path: Path, offset: int = 0) -> str:
 
 
 def split_files(folder: Path) -> dict[str, Path]:
-  """Return the files directly in `folder` that are named for a split: `ptb.valid.txt`, ...
+  """Return the files directly in `folder` that are named for splits.
 
   Raises:
     ValueError: two files are named for the same split.
@@ -111,7 +111,7 @@ def split_files(folder: Path) -> dict[str, Path]:
 
 
 def content_hash(parts: Iterable[str | bytes | Path]) -> str:
-  """Return 32 hexadecimal digits that change with any part, or the content of any file in them."""
+  """Return 32 hexadecimal digits that change with any part or content of a file."""
   digest = hashlib.blake2b(digest_size=16)
   for part in parts:
     content = part.read_bytes() if isinstance(part, Path) else part
@@ -131,7 +131,7 @@ def normalised_hash(document: str) -> int:
 
 
 def outline(path: Path) -> bytes:
-  """Return the bytes of a file, or for a large one its size and its first and last MiB.
+  """Return the bytes of a file; for a large one its size, first and last MiB.
 
   Compressed formats end in a checksum or an index, so that a change shows at the end. This
   identifies a corpus without reading files for hours.

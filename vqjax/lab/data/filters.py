@@ -13,7 +13,7 @@ LANGUAGE_CHARS = 1000
 
 @dataclasses.dataclass
 class Report:
-  """The number of documents of a split that were read, dropped by each filter, and kept.
+  """Numbers of documents that were read, dropped by each filter, and kept.
 
   Attributes:
     read: documents of the source.
@@ -123,7 +123,7 @@ class Filtered(Source):
     return document_hash < self.fraction * 2**64
 
   def fingerprint(self) -> str:
-    """Return a hash of the source, the settings, and the version of the language detector."""
+    """Return a hash of the source, the settings, and the language detector's version."""
     version = ""
     if self.language:
       import_extra("py3langid")

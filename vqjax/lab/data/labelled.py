@@ -142,7 +142,7 @@ class _Topics(LabelledSource):
 
 @dataclasses.dataclass(frozen=True)
 class AGNews(_Topics):
-  """AG News, four classes of news: the official test set, and published subsets to train on.
+  """AG News, four classes: the official test set, and published training subsets.
 
   Title and description are one text. Some files have only the description, so that one article may
   occur twice, under two different texts.
@@ -165,7 +165,7 @@ class AGNews(_Topics):
 
 @dataclasses.dataclass(frozen=True)
 class DBpedia(_Topics):
-  """DBpedia's fourteen classes: 14,000 of the training rows, of which a part is the test split.
+  """DBpedia, fourteen classes: 14,000 of the training rows, split three ways.
 
   Attributes:
     path: folder with the CSV file, here or under $VQJAX_DATA.

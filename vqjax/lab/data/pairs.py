@@ -11,7 +11,7 @@ from vqjax.lab.data.source import SPLITS, Source
 
 
 class PairedSource(Source):
-  """Pairs of a text and its translation; its documents are source, target, source, target, ..."""
+  """Pairs of a text and its translation; documents alternate between the two."""
 
   @abc.abstractmethod
   def pairs(self, split: str) -> Iterator[tuple[str, str]]:
@@ -25,7 +25,7 @@ class PairedSource(Source):
 
 @dataclasses.dataclass(frozen=True)
 class Multi30k(PairedSource):
-  """Captions of pictures in English and German: 29,000 / 1,014 / 1,000 pairs (test of 2016).
+  """Captions in English and German: 29,000, 1,014 and 1,000 pairs (test of 2016).
 
   Source: Elliott et al., Multi30K: multilingual English-German image descriptions, 2016.
 
@@ -61,7 +61,7 @@ class Multi30k(PairedSource):
 
 
 def paired_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
-  """Yield the lines of two files in pairs, with single spaces; either file may be a .gz.
+  """Yield the lines of two files in pairs, with single spaces; a file may be a .gz.
 
   Raises:
     ValueError: one file has more lines than the other.

@@ -1,4 +1,4 @@
-"""The data set of pictures of `shapes`, and its loader: a picture is two integers until drawn."""
+"""The data set of the pictures that `shapes` draws, and its loader."""
 
 import dataclasses
 
@@ -95,7 +95,7 @@ class Drawings:
     return len(self.classes)
 
   def __call__(self, number: np.ndarray) -> Batch:
-    """Return a batch of these pictures; the picture `NONE` is the last one, without a target."""
+    """Return a batch of these pictures; the picture `NONE` is without a target."""
     position = np.where(number == NONE, len(self) - 1, number)
     own = self.classes[position]
     inputs = np.stack([self.grid.classes[own], self.first + position], axis=-1)

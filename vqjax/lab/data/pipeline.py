@@ -1,4 +1,4 @@
-"""Loaders of tokens: windows, streams, masked windows, and complete passes for evaluation."""
+"""Loaders of tokens: windows, streams, masked windows, evaluation batches."""
 
 import abc
 import dataclasses
@@ -24,7 +24,7 @@ ENDLESS = 2**40
 
 
 class Loader(abc.ABC):
-  """A way to cut a split into an endless sequence of batches: a frozen dataclass for configs."""
+  """A way to cut a split into an endless sequence of batches."""
 
   def batches(
     self,
@@ -35,7 +35,7 @@ class Loader(abc.ABC):
     seed: int,
     rows: np.ndarray | None = None,
   ) -> grain.DatasetIterator:
-    """Return an iterator of batches of the sizes in `shapes`, or of the rows `rows` of each.
+    """Return an iterator of batches, or of the rows `rows` of each.
 
     `get_state()` of the iterator is JSON; after `set_state` it continues exactly there, for any
     `rows`.
@@ -53,7 +53,7 @@ class Loader(abc.ABC):
 
   @abc.abstractmethod
   def shapes(self, batch: int, context: int) -> dict[str, Any]:
-    """Return shape and dtype of "inputs", "targets" and further arrays of a batch, rows first.
+    """Return shape and dtype of each array of a batch, rows first.
 
     A target of `NONE` is not a target.
     """
@@ -63,7 +63,7 @@ class Loader(abc.ABC):
     """Return batches in which every target of a split occurs exactly once, in order."""
 
   def text_bytes(self, split: TokenSplit) -> int | None:
-    """Return the UTF-8 bytes of the text that the targets of `whole` spell; None: they do not."""
+    """Return the UTF-8 bytes that the targets of `whole` spell; None: no text."""
     return split.text_bytes
 
   @abc.abstractmethod
@@ -74,7 +74,7 @@ class Loader(abc.ABC):
 
 
 class _NextTokens(Loader):
-  """{"inputs", "targets": [B, T] int32, "reset": [B] bool}: every target follows its input.
+  """Next tokens: {"inputs", "targets": [B, T] int32, "reset": [B] bool}.
 
   The first token of the split follows an `eos`. `reset` marks rows that do not continue the same
   row of the batch before.
@@ -130,7 +130,7 @@ class _WindowBatches:
 
 
 class Order:
-  """Batch i of a run: numbers i·B to (i + 1)·B of the epochs' permutations, laid end to end.
+  """Batch i of a run: numbers i·B to (i + 1)·B of the epochs' permutations.
 
   Attributes:
     items: number of items in an epoch.
@@ -164,7 +164,7 @@ class Streams(_NextTokens):
   """
 
   def whole(self, split, *, batch, context):
-    """Return the split in streams, so that a model with a state reads each as one text."""
+    """Return the split in streams, for models that carry a state."""
     return EvaluationStreams(split, batch, context)
 
   def _source(self, split, batch, context, seed, rows):
@@ -239,7 +239,7 @@ class Masked(Windows):
   def mask(
     self, plain: Batch, split: TokenSplit, *, seed: list[int], rows: np.ndarray, batch: int
   ) -> Batch:
-    """Return the batch with hidden tokens; `plain` has the rows `rows` of `batch` rows."""
+    """Return the batch with hidden tokens; `plain` has its rows `rows`."""
     tokens = plain["targets"]
     # Draws are for the whole batch, so that each process has its rows of the same ones.
     draw, shape = np.random.default_rng(seed), (batch, tokens.shape[1])
@@ -295,7 +295,7 @@ class EvaluationBatches:
 
 
 class EvaluationStreams(EvaluationBatches):
-  """Every token once, in B streams of nearly equal length, each of which one row reads.
+  """Every token once, in B streams of nearly equal length, one for each row.
 
   Row b of a batch continues row b of the batch before; the first batch resets all rows.
   """
@@ -316,7 +316,7 @@ class EvaluationStreams(EvaluationBatches):
 
 
 def _until(split: TokenSplit, position: np.ndarray, end: np.ndarray | int, reset: bool) -> Batch:
-  """Targets at these positions, none from `end` on, and their inputs, one token earlier."""
+  """Targets at these positions, none from `end` on, and their inputs."""
   total, real = len(split.tokens), position < end
   targets = np.where(real, split.tokens[np.minimum(position, total - 1)].astype(np.int32), NONE)
   before = split.tokens[np.clip(position - 1, 0, total - 1)]

@@ -1,4 +1,4 @@
-"""Pictures of 184,320 classes of shapes: their attributes, and their drawing in compiled code.
+"""Pictures of 184,320 classes of shapes: their attributes and their drawing.
 
 Source: LLM Vocabulary Compression for Low-Compute Environments, Appendix C.1.
 Pictures are drawn from signed distances.
@@ -44,7 +44,7 @@ NUM_CLASSES = math.prod(RADIX)
 
 
 class Attributes(NamedTuple):
-  """The number of a value of each attribute, as arrays or integers, in the order of `NAMES`."""
+  """The number of a value of each attribute, as arrays or integers."""
 
   shape: Any
   pattern: Any
@@ -57,9 +57,9 @@ class Attributes(NamedTuple):
 
 
 def attributes(class_index: Integer[Array | np.ndarray, "*B"] | int) -> Attributes:
-  """Return the attributes of classes: the digits of their numbers, the border's changing fastest.
+  """Return the attributes of classes, the digits of their numbers.
 
-  Traced class numbers are not checked.
+  The border's digit changes fastest. Traced class numbers are not checked.
 
   Raises:
     ValueError: a number is outside [0, NUM_CLASSES).
@@ -84,7 +84,7 @@ def class_of(values: Attributes) -> Int[Array | np.ndarray, "*B"]:
 
 
 def caption(class_index: int) -> str:
-  """Return the class in words, such as "a medium red circle, striped, turned by 60°, ..."."""
+  """Return the class in words, such as "a medium red circle, striped, ..."."""
   words = [names[int(at)] for names, at in zip(NAMES.values(), attributes(class_index))]
   shape, pattern, rotation, colour, size, texture, opacity, border = words
   noise = ", with noise" if texture == "noise" else ""
@@ -95,7 +95,7 @@ def caption(class_index: int) -> str:
 
 
 def checked(number: Any, count: int, name: str) -> Any:
-  """Return integers as int32, so that narrow types do not overflow in what is computed from them.
+  """Return checked integers as int32, so that narrow types do not overflow later.
 
   Raises:
     ValueError: one is outside [0, count); traced values are not checked.
@@ -119,7 +119,7 @@ def _all(name: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-  """A subset of the values of each attribute, and its classes, numbered 0..num_classes - 1.
+  """A subset of the values of each attribute, and the classes that they make.
 
   Each field holds the numbers of the values that are used, which `NAMES` names. The default is all
   values, and then classes have their own numbers.
@@ -186,7 +186,7 @@ NOISE, SHADE, BORDER, DASHES = 0.2, 0.4, 1.2, 12
 
 
 def _edges() -> np.ndarray:
-  """Five numbers a shape: sides, and two half-planes (angle, offset) that bound a sector.
+  """Five numbers a shape: sides, and two half-planes (angle, offset) of a sector.
 
   A point is turned and mirrored into the half sector of the first corner, which lies at (1, 0). A
   circle is a polygon with enough sides to be exact to a tenth of a pixel.
@@ -288,7 +288,10 @@ def _turned(rotation, offset):
 
 
 def _distance(shape, rho, angle, radius):
-  """The signed distance from the outline in pixels, negative inside; exact except at corners."""
+  """The signed distance from the outline in pixels, negative inside.
+
+  It is exact except at corners, outside.
+  """
   sides, first, first_offset, second, second_offset = jnp.asarray(EDGES)[shape]
   sector = 2 * math.pi / sides
   folded = jnp.abs(angle - sector * jnp.round(angle / sector))

@@ -1,4 +1,4 @@
-"""The interfaces of data: sources of documents, and prepared data that are not text."""
+"""The interfaces of data: sources of documents, and prepared data without text."""
 
 import abc
 from collections.abc import Iterator, Sized

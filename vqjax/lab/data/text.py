@@ -24,7 +24,7 @@ EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idl
 
 @dataclasses.dataclass(frozen=True)
 class Text(Source):
-  """Documents from text files; without a path, the docstrings of Python's standard library.
+  """Documents from text files, or the docstrings of Python's standard library.
 
   A folder whose own files have splits in their names (train.txt, ptb.valid.txt) has these splits.
   In any other folder each text file at any depth is a document. In one file, or a folder of two,
@@ -97,7 +97,7 @@ class Text(Source):
       yield from paragraphs(text) if len(files) < len(SPLITS) else filter(None, [text])
 
   def _splits_of(self, hashes: np.ndarray) -> np.ndarray:
-    """Index into SPLITS of each document; a split with a fraction has at least one document."""
+    """Index into SPLITS of each document; a fraction means at least one document."""
     order = np.unique(hashes)
     valid, test = (
       max(1, round(order.size * fraction)) if fraction else 0
@@ -129,7 +129,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def text_files(folder: Path) -> list[Path]:
-  """Return the text files of a folder at any depth, sorted by path, without hidden ones.
+  """Return the visible text files of a folder at any depth, sorted by path.
 
   Raises:
     ValueError: there is no text file.
@@ -149,7 +149,7 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def stdlib_modules() -> list[Path]:
-  """Return the standard library's modules in Python source, sorted by their relative path.
+  """Return the standard library's modules in Python source, sorted by path.
 
   Raises:
     FileNotFoundError: this Python has its library in another form, such as a zip file.
@@ -178,7 +178,7 @@ def _stdlib_fingerprint(settings: str) -> str:
 
 
 def docstrings(module: bytes) -> Iterator[str]:
-  """Yield the dedented docstrings in a module's source, in source order, without importing it.
+  """Yield the dedented docstrings in a module's source, in source order.
 
   A module that does not parse (some are examples of errors) has none.
   """

@@ -15,7 +15,7 @@ CHUNK = 1024
 
 
 class _TFDS(Source):
-  """A prepared dataset of `tensorflow_datasets`, in its own order; nothing is downloaded.
+  """A prepared dataset of `tensorflow_datasets`, in its own order, never downloaded.
 
   Its format must have random access, like array_record, which needs no TensorFlow. A subclass has
   the fields `name`, `train`, `valid`, `test` and `data_dir`.
@@ -42,7 +42,7 @@ class _TFDS(Source):
         yield tuple(example[feature] for feature in features)
 
   def _identity(self, *fields: str) -> str:
-    """A hash of the prepared files (the outlines of large ones), the splits and these fields."""
+    """A hash of the prepared files (outlines of large ones), splits and fields."""
     builder = self._builder()
     files = sorted({Path(f) for info in builder.info.splits.values() for f in info.filepaths})
     splits = [self._split(builder, name) for name in SPLITS]
@@ -80,7 +80,7 @@ class _TFDS(Source):
 
 @dataclasses.dataclass(frozen=True)
 class TFDS(_TFDS):
-  """A prepared dataset of `tensorflow_datasets`, in its own order; nothing is downloaded.
+  """A prepared dataset of `tensorflow_datasets`, in its own order, never downloaded.
 
   Its format must have random access, like array_record, which needs no TensorFlow.
 
@@ -111,7 +111,7 @@ class TFDS(_TFDS):
 
 @dataclasses.dataclass(frozen=True)
 class LabelledTFDS(_TFDS, LabelledSource):
-  """A prepared dataset of texts with a class each, such as `vqjax_zhang/yelp_review_full`.
+  """A prepared dataset of texts with a class each, such as `vqjax_zhang/ag_news`.
 
   Attributes:
     name: name of the dataset.
@@ -148,7 +148,7 @@ class LabelledTFDS(_TFDS, LabelledSource):
 
 @dataclasses.dataclass(frozen=True)
 class PairedTFDS(_TFDS, PairedSource):
-  """A prepared dataset of texts and their translations, such as `wmt19_translate/de-en`.
+  """A prepared dataset of translations, such as `wmt19_translate/de-en`.
 
   Attributes:
     name: name of the dataset.

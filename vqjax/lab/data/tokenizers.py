@@ -78,7 +78,7 @@ class Tokenizer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class WordTokenizer(Tokenizer):
-  """A token for each word, numbered by falling frequency; ties in alphabetical order.
+  """A token for each word, numbered by falling frequency, then alphabetically.
 
   `<eos>` and `<unk>` are numbered by their frequency too. `<unk>` stands for words that are left
   out, and for words that only held-out text has.
@@ -142,7 +142,7 @@ class WordEncoder(Encoder):
     self.eos, self._unknown = self._number[EOS], self._number[UNKNOWN]
 
   def encode(self, document: str) -> np.ndarray:
-    """Return the words' numbers, that of `<unk>` for unknown ones, and that of `<eos>`."""
+    """Return the words' numbers, with `<unk>` for unknown words, and `<eos>`."""
     words = self._tokenizer.words(document)
     numbers = [self._number.get(word, self._unknown) for word in words]
     return np.array([*numbers, self.eos], np.int64)
@@ -158,7 +158,7 @@ class WordEncoder(Encoder):
 
 @dataclasses.dataclass(frozen=True)
 class BPETokenizer(Tokenizer):
-  """Byte-level byte-pair encoding, trained on the documents or read from GPT-2's files.
+  """Byte-level byte-pair encoding, trained on documents or read from GPT-2's files.
 
   Attributes:
     vocab: tokens of a trained encoding, at least 257 (256 bytes and the end of a document).
