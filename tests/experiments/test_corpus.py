@@ -39,5 +39,5 @@ def test_counts_are_printed(folder, capsys):
 def test_a_wrong_call_names_the_remedy(folder, capsys):
   arguments = CONFIG, f"data.source.path={folder}", "data.fraction=1"
   assert corpus.main([*arguments]) == 2
-  assert "tokenizer.vocab 32000" in capsys.readouterr().err
+  assert "`tokenizer.vocab` must be at most" in capsys.readouterr().err
   assert corpus.main([]) == 2
