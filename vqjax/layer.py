@@ -1,4 +1,4 @@
-"""The base class of all Flax Linen layers: variables are made from their declaration."""
+"""The base class of Linen layers that declare their variables."""
 
 import abc
 
@@ -28,7 +28,10 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
 
   @abc.abstractmethod
   def flops_per_token(self) -> int:
-    """Floating-point operations of the forward pass for one token; a multiply-add counts as two."""
+    """Floating-point operations of a forward pass for one token.
+
+    A multiply-add counts as two.
+    """
 
   def check(self) -> None:
     """Checks the fields.
@@ -88,5 +91,5 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     return Size(*variables.count_and_bytes(own), self.flops_per_token())
 
   def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a tree like the variables with tuples as leaves."""
+    """Names of the axes of every variable, a tree with tuples as leaves."""
     return variables.logical_axes(self.declare())

@@ -54,7 +54,9 @@ def table(
   dtype: Dtype = jnp.int32,
   pad_value: int | None = None,
 ) -> Variable:
-  """Declares an integer table of the collection `codes`: checkpointed, sharded, never trained.
+  """Declares an integer table of the collection `codes`.
+
+  It is saved and sharded with the parameters, and never trained.
 
   Args:
     shape: the table's shape.
@@ -79,7 +81,7 @@ Declaration = Mapping[str, "Variable | Declares | Declaration"]
 
 
 def logical_axes(declaration: Declaration) -> dict:
-  """Collection -> names of the axes, a tree like the variables with tuples as leaves."""
+  """Collection -> names of the axes, a tree with tuples as leaves."""
   return _by_collection(declaration, lambda variable: variable.axes)
 
 

@@ -1,4 +1,4 @@
-"""What do the tests of DPQ embeddings begin with: every quantiser, after a training batch?"""
+"""A DPQ embedding with each quantiser, after one training batch."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def embedding(request):
 
 @pytest.fixture
 def variables(embedding):
-  """After a training batch, so that statistics are not those of the start."""
+  """Variables after a training batch, so that statistics are not the initial ones."""
   fresh = embedding.init(jax.random.key(0), jnp.arange(5))
   _, written = embedding.apply(fresh, jnp.arange(40), False, **TRAINING)
   return fresh | written

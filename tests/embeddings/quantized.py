@@ -1,4 +1,4 @@
-"""Which small DPQ embeddings do the tests of embeddings share?"""
+"""Quantisers and options that the tests of embeddings share."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""Does the codebook embedding look up its tokens' codes, and is it what a tied head scores with?"""
+"""The codebook embedding returns its tokens' codes, with their gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,10 @@ def test_the_gradient_of_a_code_is_the_sum_over_its_tokens(variables):
   tokens = jnp.array([0, 20, 30, 20, 306])
   cotangent = np.asarray(jax.random.normal(jax.random.key(1), (5, 6)))
   params = variables["params"]
-  look_up = lambda p: (EMBEDDING.apply(variables | {"params": p}, tokens) * cotangent).sum()
+  lookup = lambda p: (EMBEDDING.apply(variables | {"params": p}, tokens) * cotangent).sum()
   expected = np.zeros((11, 6))
   np.add.at(expected, assign.FrequentAlone()(307, 11)[np.asarray(tokens)], cotangent)
-  np.testing.assert_allclose(jax.grad(look_up)(params)["codebook"], expected, atol=1e-6)
+  np.testing.assert_allclose(jax.grad(lookup)(params)["codebook"], expected, atol=1e-6)
 
 
 def test_a_bfloat16_code_of_many_tokens_gets_the_sum_over_all_of_them():
@@ -100,13 +100,13 @@ def test_on_a_mesh_vectors_and_gradient_are_those_of_one_device():
   cotangent = jax.random.normal(jax.random.key(2), (4, 5, 6))
 
   def both(params):
-    look_up = lambda p: embedding.apply(variables | {"params": p}, tokens)
-    vectors, pull = jax.vjp(look_up, params)
+    lookup = lambda p: embedding.apply(variables | {"params": p}, tokens)
+    vectors, pull = jax.vjp(lookup, params)
     return vectors, pull(cotangent)
 
   alone = jax.jit(both)(variables["params"])
   with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
     spread = jax.device_get(jax.jit(both)(variables["params"]))
   assert np.isnan(spread[0][0, 0]).all()
-  # Look-ups are exact; a row that comes several times is added up in another order.
+  # Lookups are exact; a row that comes several times is added up in another order.
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), spread, alone)

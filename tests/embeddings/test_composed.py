@@ -1,4 +1,4 @@
-"""Do embeddings that are made of another one look up, learn and weigh what they should?"""
+"""Composed and guided embeddings: vectors, sizes and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_size_and_axes_are_those_of_the_variables(name):
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
-def test_what_ships_is_codes_values_and_layers():
+def test_the_shipped_size_is_codes_values_and_layers():
   layers = 7 * (5 + 1) + D * (7 + 1)
   values, codes = 3 * 4 * 5, -(-V * 3 * 2 // 8)
   for name in ("composed", "guided, composed"):
@@ -72,7 +72,7 @@ def test_what_ships_is_codes_values_and_layers():
 
 
 @pytest.mark.parametrize("additive", [False, True])
-def test_what_ships_of_quantised_vectors_is_the_compact_form(additive):
+def test_the_shipped_size_of_quantised_vectors_is_that_of_the_compact_form(additive):
   embedding = DPQEmbedding(V, D, SoftmaxQuantizer(5, 3, D, additive=additive))
   small = embedding.compact(made(embedding))
   assert embedding.shipped().state_bytes == small.nbytes
@@ -89,7 +89,7 @@ def test_the_composer_is_two_layers():
   np.testing.assert_allclose(embedding.apply(variables, jnp.arange(V)), expected, atol=1e-6)
 
 
-def test_the_guide_draws_the_student_and_padding_counts_nowhere():
+def test_the_guide_moves_the_student_and_padding_contributes_nothing():
   embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=0.5)
   variables = made(embedding)
   guide = jax.random.normal(jax.random.key(1), (V, D))
@@ -125,7 +125,7 @@ def test_fields_that_do_not_fit_are_refused(embedding, message):
     made(embedding)
 
 
-def test_an_embedding_gives_its_quantiser_a_width():
+def test_an_embedding_sets_the_width_of_its_quantiser():
   for quantizer in (SoftmaxQuantizer(4, 3), FreeQuantizer(4, 3, additive=True)):
     embedding = DPQEmbedding(V, D, quantizer)
     assert embedding.quantizer.width == D

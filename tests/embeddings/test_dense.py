@@ -1,4 +1,4 @@
-"""Does the embedding look up its table, in the dtype asked for, and say what is not in it?"""
+"""The dense embedding returns rows of its table in the requested dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def variables():
   return DenseEmbedding(300, 6).init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
 
 
-def test_a_look_up_is_a_row_of_the_table(variables):
+def test_a_lookup_is_a_row_of_the_table(variables):
   tokens = jnp.array([[0, 299, 7], [7, 1, 0]])
   found = DenseEmbedding(300, 6).apply(variables, tokens)
   np.testing.assert_array_equal(found, np.asarray(variables["params"]["weight"])[tokens])
@@ -55,9 +55,9 @@ def test_forward_mode_works_on_one_device():
   embedding = DenseEmbedding(5, 3)
   tokens = jnp.array([1, 1, 4])
   variables = embedding.init(jax.random.key(0), tokens)
-  look_up = lambda v: embedding.apply(v, tokens)
-  _, tangent = jax.jvp(look_up, (variables,), (variables,))
-  np.testing.assert_array_equal(tangent, look_up(variables))
+  lookup = lambda v: embedding.apply(v, tokens)
+  _, tangent = jax.jvp(lookup, (variables,), (variables,))
+  np.testing.assert_array_equal(tangent, lookup(variables))
 
 
 def test_on_a_mesh_vectors_and_gradient_are_those_of_one_device():
@@ -74,5 +74,5 @@ def test_on_a_mesh_vectors_and_gradient_are_those_of_one_device():
   with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
     spread = jax.device_get(jax.jit(both)())
   assert np.isnan(spread[0][0, 0]).all()
-  # Look-ups are exact; a row that comes several times is added up in another order.
+  # Lookups are exact; a row that comes several times is added up in another order.
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), spread, alone)

@@ -1,4 +1,4 @@
-"""Does a DPQ embedding train as its quantiser says?"""
+"""The DPQ embedding returns and trains the rows of its quantiser."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_vectors_are_those_of_the_quantised_rows(embedding, variables):
   np.testing.assert_array_equal(found, expected)
 
 
-def test_tokens_outside_the_vocabulary_are_nan_and_count_nowhere(embedding, variables):
+def test_tokens_outside_the_vocabulary_are_nan_and_contribute_nothing(embedding, variables):
   found = embedding.apply(variables, jnp.array([3, V, -1]))
   assert np.isfinite(found[0]).all()
   assert np.isnan(found[1:]).all()
@@ -35,7 +35,7 @@ def test_tokens_outside_the_vocabulary_are_nan_and_count_nowhere(embedding, vari
   )
 
 
-def test_a_batch_reads_its_own_rows_alone(embedding):
+def test_a_batch_reads_only_its_own_rows(embedding):
   big = embedding.clone(vocab=100_003)
   tokens = jnp.arange(8)
   variables = jax.eval_shape(lambda: big.init(jax.random.key(0), tokens))
@@ -86,7 +86,7 @@ def test_a_head_that_shares_the_codes_scores_with_the_quantised_rows(embedding, 
   assert np.any(gradient["query"])
 
 
-def test_a_quantizer_of_another_width_is_named():
+def test_a_quantizer_of_another_width_is_refused():
   embedding = DPQEmbedding(V, 10, QUANTIZERS["vq"])
   with pytest.raises(ValueError, match=r"`quantizer` .*10.*12"):
     embedding.init(jax.random.key(0), jnp.arange(3))

@@ -1,4 +1,4 @@
-"""Are the baselines under the contract: tables of thin factors, of fixed codes, of a few bits?"""
+"""Low-rank, product-quantised and scalar-quantised embeddings keep the contract."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def table():
 
 
 @every
-def test_a_look_up_is_a_row_of_the_table_and_nan_outside(embedding):
+def test_a_lookup_is_a_row_of_the_table_and_nan_outside(embedding):
   variables = init(embedding)
   tokens = jnp.array([[0, V - 1, -1], [7, V, 7]])
   found = embedding.apply(variables, tokens)
@@ -70,7 +70,7 @@ def test_size_and_axes_are_those_of_the_variables(embedding):
 
 @every
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_vectors_have_the_dtype_that_was_asked_for(embedding, dtype):
+def test_vectors_have_the_requested_dtype(embedding, dtype):
   found = embedding.clone(dtype=dtype).apply(init(embedding), jnp.arange(4))
   assert found.dtype == dtype
 
@@ -106,14 +106,14 @@ def test_a_constant_table_has_one_level():
 
 
 @pytest.mark.parametrize("embedding", ALL[1:5])
-def test_what_ships_is_the_same_bit_for_bit(embedding):
+def test_the_compact_form_is_equal_bit_for_bit(embedding):
   variables, tokens = init(embedding), jnp.array([[0, 28], [-1, 7]])
   compact = embedding.compact(variables)
   np.testing.assert_array_equal(compact(tokens), embedding.apply(variables, tokens))
   assert compact.data.nbytes == -(-V * embedding.subspaces * 3 // 8)
 
 
-def test_codes_have_another_number_of_tokens():
+def test_codes_of_another_vocabulary_are_refused():
   given = lambda vocab, codes, subspaces: np.zeros((3, subspaces), int)
   with pytest.raises(ValueError, match=r"codes.*3, 4"):
     init(ProductEmbedding(V, D, 5, 4, codes_init=given))
@@ -142,5 +142,5 @@ def test_a_table_that_is_not_finite_is_refused():
 
 
 @pytest.mark.parametrize("bits", [1, 6, 8, 9])
-def test_levels_ship_at_their_bits(bits):
+def test_the_shipped_size_packs_levels_at_their_bits(bits):
   assert ScalarEmbedding(V, D, bits).shipped().state_bytes == 8 + -(-V * D * bits // 8)

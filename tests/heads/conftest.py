@@ -1,4 +1,4 @@
-"""How does a contract's test run once for every case of its class?"""
+"""Runs each test of a contract once for every case of its class."""
 
 from tests.contract import for_each_case
 

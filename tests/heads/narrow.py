@@ -1,4 +1,4 @@
-"""What does a head promise in bfloat16 whose scores are products of a narrow vector?"""
+"""The contract of heads that score a projection of the hidden vectors."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests.contract_on_meshes import as_float64, perturbed
 
 
 def exact(narrow):
-  """No rounding."""
+  """The vector itself, without rounding."""
   return narrow
 
 
@@ -20,9 +20,9 @@ def in_bfloat16(narrow):
 
 
 class NarrowContract(HeadContract):
-  """The contract for heads that project hidden first.
+  """The contract of heads that score a projection of the hidden vectors.
 
-  `reference_logits` has one more argument, applied to a projected vector before it is scored.
+  `reference_logits` takes one more argument, a function of the projected vectors.
   """
 
   @costly

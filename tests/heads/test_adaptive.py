@@ -1,4 +1,4 @@
-"""Does the adaptive head keep the contract, as the adaptive softmax that PyTorch has?"""
+"""The adaptive head keeps the contract and agrees with PyTorch's adaptive softmax."""
 
 from typing import ClassVar
 
@@ -15,11 +15,11 @@ from vqjax import AdaptiveHead
 
 class TestAdaptiveHead(NarrowContract):
   cases: ClassVar = {
-    "two tails": lambda v, d: AdaptiveHead(v, d, (v // 10, v // 2), factor=2),
-    "one tail": lambda v, d: AdaptiveHead(v, d, (v // 3,)),
-    "tails of one token": lambda v, d: AdaptiveHead(v, d, (1, v // 3, v - 1), factor=2),
+    "two clusters": lambda v, d: AdaptiveHead(v, d, (v // 10, v // 2), factor=2),
+    "one cluster": lambda v, d: AdaptiveHead(v, d, (v // 3,)),
+    "clusters of one token": lambda v, d: AdaptiveHead(v, d, (1, v // 3, v - 1), factor=2),
   }
-  mesh_cases: ClassVar = ("two tails",)
+  mesh_cases: ClassVar = ("two clusters",)
 
   def reference_logits(self, head, variables, hidden, rounded=exact):
     """The formula of torch.nn.AdaptiveLogSoftmaxWithLoss, cluster by cluster."""
@@ -56,7 +56,7 @@ def test_the_parameters_are_those_of_wikitext_103():
 
 
 @pytest.mark.parametrize("inside", [0, 1, 255, 256, 257, 1999, 2003])
-def test_any_number_of_tokens_in_a_tail_is_scored_and_has_its_gradient(inside):
+def test_any_number_of_tokens_in_a_cluster_is_scored_and_has_its_gradient(inside):
   # A chunk is 256 of 2003 tokens: none, part of one, whole ones and all of them.
   head = AdaptiveHead(60, 8, (7, 30), factor=2)
   rng = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_any_number_of_tokens_in_a_tail_is_scored_and_has_its_gradient(inside):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
 
 
-def test_a_tail_that_no_token_is_in_is_not_scored():
+def test_a_cluster_without_tokens_is_not_scored():
   head = AdaptiveHead(50, 8, (10, 30), factor=2)
   hidden, tokens = jax.random.normal(jax.random.key(0), (5, 8)), jnp.array([0, 9, 10, 29, 3])
   params = head.init(jax.random.key(1), hidden)["params"]

@@ -1,4 +1,4 @@
-"""Does the class-based head keep the contract, whatever classes it has, and score only its own?"""
+"""The class-based head keeps the contract and scores each token's own class only."""
 
 from typing import ClassVar
 
@@ -29,7 +29,7 @@ class TestClassBasedHead(HeadContract):
   mesh_cases: ClassVar = ("equal", "empty")
 
   def reference_logits(self, head, variables, hidden):
-    """Class by class."""
+    """The log-probabilities, one class at a time."""
     params, table = variables["params"], variables["codes"]["assignment"]
     sizes = np.bincount(table, minlength=head.classes)
     class_scores = np.where(sizes > 0, hidden @ params["class_weight"].T, -np.inf)
@@ -75,7 +75,7 @@ def test_no_rows_are_gathered_for_each_token_and_no_product_is_of_the_vocabulary
   assert max(np.prod(shape) for shape in products) <= rows * 64
 
 
-def test_a_token_pays_for_its_own_class_alone():
+def test_the_work_of_a_token_is_that_of_its_own_class():
   head = ClassBasedHead(40_000, 8, 200)
   variables, hidden, tokens = problem(head, 4)
   changed = variables["params"]["weight"].at[200:].set(jnp.nan)
@@ -86,7 +86,7 @@ def test_a_token_pays_for_its_own_class_alone():
   np.testing.assert_array_equal(found, expected)
 
 
-def test_a_class_that_does_not_exist_is_nan_and_one_without_a_token_has_no_probability():
+def test_a_missing_class_is_nan_and_an_empty_class_has_probability_0():
   head = ClassBasedHead(10, 4, 5)
   variables, hidden, _ = problem(head, 2)
   table = jnp.array([0, 0, 9, 1, 1, -1, 4, 4, 4, 4])

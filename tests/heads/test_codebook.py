@@ -1,4 +1,4 @@
-"""Does the codebook head keep the contract, whatever table of codes it has?"""
+"""The codebook head keeps the contract with any assignment, tied and untied."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ def with_empty_codes(vocab, codes):
 
 
 def tied(vocab, dim, codes=17, **options):
-  """A head and its embedding in one."""
+  """A head that is tied to an embedding."""
   embedding = CodebookEmbedding(vocab, dim, codes, with_empty_codes)
   return CodebookHead(vocab, dim, codes, embedding=embedding, **options)
 
@@ -190,7 +190,7 @@ def test_a_tied_model_has_one_codebook_and_one_table_and_names_their_axes():
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
-def test_the_gradient_of_a_tied_codebook_has_the_part_of_look_ups_and_that_of_scores():
+def test_the_gradient_of_a_tied_codebook_sums_those_of_lookups_and_of_scores():
   embedding = CodebookEmbedding(7, 4, 3)
   head = CodebookHead(7, 4, 3, embedding=embedding)
   tokens, targets = jnp.array([1, 2, 6]), jnp.array([3, 3, 0])
@@ -208,7 +208,7 @@ def test_the_gradient_of_a_tied_codebook_has_the_part_of_look_ups_and_that_of_sc
   both = jax.grad(lambda c: loss(c, c))(codebook)
   parts = jax.grad(loss, (0, 1))(codebook, codebook)
   np.testing.assert_allclose(both, parts[0] + parts[1], atol=1e-6)
-  # The part of the look-ups: each token's code moves by the gradient in its hidden vector.
+  # The part of the lookups: each token's code moves by the gradient in its hidden vector.
   weight = np.asarray(codebook, np.float64)
   logits = weight[np.asarray(table)[np.asarray(tokens)]] @ weight[table].T
   pull = np.eye(7)[np.asarray(targets)] - np.exp(reference.log_softmax(logits))
@@ -225,7 +225,7 @@ def test_a_tied_embedding_of_another_size_is_refused(sizes):
 
 
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
-def test_commitment_draws_hidden_vectors_to_their_codes_and_leaves_the_codebook_alone(shape):
+def test_the_commitment_moves_hidden_vectors_and_not_the_codebook(shape):
   head = CodebookHead(53, 6, 7, commitment=0.25, vocab_axis="model" if shape else None)
   hidden = jax.random.normal(jax.random.key(0), (4, 5, 6))
   tokens = jax.random.randint(jax.random.key(1), (4, 5), 0, 53)
@@ -240,7 +240,7 @@ def test_commitment_draws_hidden_vectors_to_their_codes_and_leaves_the_codebook_
   assert (gradients[0]["codebook"] == 0).all()
 
 
-def test_the_commitment_joins_the_terms_of_the_loss_and_leaves_the_rest_alone():
+def test_the_commitment_is_a_separate_term_of_the_loss():
   head, hidden = tied(11, 4, 3, commitment=1.0), jnp.ones((2, 4))
   variables = head.init(jax.random.key(0), hidden)
   log_prob, terms = head.apply(variables, hidden, jnp.array([0, 10]), method="loss_terms")

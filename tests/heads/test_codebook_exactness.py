@@ -1,4 +1,4 @@
-"""Is the codebook head's loss that of the paper's gather and softmax, with every option?"""
+"""The codebook head's loss equals the paper's gather and softmax in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ V, D, K, N = 103, 8, 11, 64
 
 
 def gathered_loss(params, table, hidden, tokens, z_loss, smoothing):
-  """Eq. 2-5 as the paper writes them, whatever precision the arrays have."""
+  """Eq. 2-5 as the paper writes them, in the precision of the arrays."""
   scores_NK = hidden @ params["codebook"].T
   logits_NV = scores_NK[:, table] + params.get("token_bias", 0.0)
   log_z_N = jax.nn.logsumexp(logits_NV, axis=-1)

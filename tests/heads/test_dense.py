@@ -1,4 +1,4 @@
-"""Does the dense head keep the contract, free and tied?"""
+"""The dense head keeps the contract, tied and untied."""
 
 from typing import ClassVar
 
@@ -63,7 +63,7 @@ def test_a_tied_embedding_of_another_size_is_refused():
     head.init(jax.random.key(0), jnp.zeros((1, 4)))
 
 
-def test_the_initialiser_may_carry_partitioning():
+def test_the_initialiser_may_be_partitioned():
   init = nn.with_partitioning(nn.initializers.normal(0.02), ("model", None))
   variables = DenseHead(7, 4, weight_init=init).init(jax.random.key(0), jnp.zeros((1, 4)))
   assert variables["params"]["weight"].names == ("model", None)
@@ -103,7 +103,7 @@ def test_options_of_the_loss_outside_their_range_are_refused(field, value):
     DenseHead(7, 4, **{field: value}).init(jax.random.key(0), jnp.zeros((1, 4)))
 
 
-def test_arrays_over_explicit_axes_are_refused_with_the_remedy():
+def test_arrays_over_explicit_axes_are_refused():
   head, hidden = DenseHead(8, 4), jnp.ones((8, 4))
   variables = head.init(jax.random.key(0), hidden)
   mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,))

@@ -1,4 +1,4 @@
-"""Does a head of quantised rows keep the contract, train end to end, and ship as a ProductHead?"""
+"""The DPQ head keeps the contract, trains, and converts to a ProductHead."""
 
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ M = 4
 
 
 def codes_and_rows(head, variables):
-  """By brute force, in float64; the statistics are those of the start."""
+  """Codes and rows by brute force in float64, with initial statistics."""
   params = as_float64(variables)["params"]["table"]
   own = params["quantizer"]
   keys = own.get("keys", own.get("centroids"))
@@ -43,7 +43,7 @@ class TestDPQHead(HeadContract):
   def test_gradients_equal_those_of_a_float64_dense_reference(
     self, case, head, variables, hidden, tokens
   ):
-    """Exact for hidden, bias and the values of SX; VQ hands the rows' to the queries, Eq. 7."""
+    """Gradients are exact except for the queries, which get those of the rows (Eq. 7)."""
     cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
 
     def loss(params, hidden):
@@ -72,7 +72,7 @@ class TestDPQHead(HeadContract):
 
   @costly
   def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
-    """The codes are those of the parameters as they are; the rows are rounded, not the queries."""
+    """Rows are rounded to bfloat16; queries and codes are not."""
     head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
     variables = perturbed(head.init(jax.random.key(1), hidden))
     low = hidden.astype(jnp.bfloat16)
@@ -92,8 +92,8 @@ TRAINED = [
 
 
 @pytest.mark.parametrize("quantizer", TRAINED)
-def test_it_learns_and_ships_as_a_product_head(quantizer):
-  """Statistics and centroids follow the targets; what ships has the same distribution."""
+def test_it_learns_and_converts_to_a_product_head(quantizer):
+  """Statistics and centroids follow the targets; conversion keeps the distribution."""
   head = DPQHead(40, 12, quantizer, use_bias=True)
   hidden, tokens = jax.random.normal(jax.random.key(0), (40, 12)), jnp.arange(40)
   variables = head.init(jax.random.key(1), hidden)
@@ -126,7 +126,7 @@ def test_it_learns_and_ships_as_a_product_head(quantizer):
   assert -found.mean() < np.log(40) - 1
 
 
-def test_terms_are_those_of_the_targets_rows():
+def test_the_terms_are_over_the_rows_of_the_targets():
   head = DPQHead(11, 12, CentroidQuantizer(3, M, commitment=0.5))
   hidden, tokens = jax.random.normal(jax.random.key(0), (5, 12)), jnp.array([0, 3, 3, 10, -1])
   variables = head.init(jax.random.key(1), hidden)

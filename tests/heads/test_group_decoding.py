@@ -1,4 +1,4 @@
-"""Do the grouped heads decode without scoring every group, and say how many they scored?"""
+"""Grouped heads decode exactly without scoring every group."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ VOCAB, DIM = 307, 8
 
 
 def shuffled(key, shape, dtype):
-  """Tokens in an order of their own."""
+  """A random order of the tokens."""
   return jax.random.permutation(key, shape[0]).astype(dtype)
 
 
@@ -36,13 +36,13 @@ def variables(head):
 
 
 def run(head, variables, *args, method, **options):
-  """`head.apply`, compiled at once: one after another its operations take longer."""
+  """`head.apply`, compiled, since its operations take longer one by one."""
   call = lambda variables, *args: head.apply(variables, *args, **options, method=method)
   return jax.jit(call)(variables, *args)
 
 
 def peaked(rows=1):
-  """Vectors so long that few groups have most of the probability."""
+  """Long hidden vectors, for which few groups have most of the probability."""
   return 6 * jax.random.normal(jax.random.key(1), (rows, DIM))
 
 
@@ -72,7 +72,7 @@ def test_how_many_groups_a_draw_scored_is_reported(head, variables):
     assert (draw(**few) < groups / 2).all()
 
 
-def test_a_nucleus_of_more_groups_than_are_visited_is_drawn_from_exactly(monkeypatch):
+def test_a_nucleus_of_more_groups_than_the_search_scores_is_drawn_from_exactly(monkeypatch):
   monkeypatch.setattr(group_search, "MOST", 4)
   monkeypatch.setattr(group_search, "WIDTH", 2)
   head = HEADS["shared"]
@@ -144,7 +144,7 @@ def test_a_batch_by_vmap_is_that_batch(head, variables):
   assert ((drawn >= 0) & (drawn < VOCAB)).all()
 
 
-def test_rows_that_read_their_own_weights_are_scored_some_at_a_time():
+def test_rows_with_their_own_groups_are_scored_in_chunks():
   head = UnsharedGroupedHead(1030, 512, sizes=(1024, 6))
   variables = jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, 512)))
   hidden = jax.random.normal(jax.random.key(1), (9, 512))

@@ -1,4 +1,4 @@
-"""Do the grouped heads keep the contract at any number, sizes and order of groups?"""
+"""The grouped heads keep the contract for any number, sizes and order of groups."""
 
 import math
 from typing import ClassVar
@@ -22,7 +22,7 @@ def uneven(vocab):
 
 
 def shuffled(key, shape, dtype):
-  """Tokens in an order of their own."""
+  """A random order of the tokens."""
   return jax.random.permutation(key, shape[0]).astype(dtype)
 
 
@@ -67,7 +67,7 @@ class TestGroupedHead(HeadContract):
   mesh_cases: ClassVar = ("in an order",)
 
   def reference_logits(self, head, variables, hidden):
-    """Section 2.3.2."""
+    """Section 2.3.2, in float64."""
     params, (group, slot, _) = variables["params"], positions(head)
     shared = hidden @ params["slot_weight"].T + params.get("slot_bias", 0.0)
     scores = shared[..., slot] * params["scale"][group, slot] + params["shift"][group, slot]
@@ -91,7 +91,7 @@ class TestUnsharedGroupedHead(HeadContract):
   mesh_cases: ClassVar = ("in an order",)
 
   def reference_logits(self, head, variables, hidden):
-    """Figure 4: a linear for each group."""
+    """Figure 4: a linear layer for each group."""
     params, (group, slot, _) = variables["params"], positions(head)
     scores = hidden @ params["slot_weight"][group, slot].T
     if head.use_bias:
@@ -124,7 +124,7 @@ def test_the_parameters_are_those_of_the_papers_classifier():
 
 
 @pytest.mark.parametrize("head", [GroupedHead, UnsharedGroupedHead])
-def test_an_order_is_a_table_with_its_inverse_and_no_order_is_none(head):
+def test_an_order_is_kept_with_its_inverse(head):
   hidden = jnp.zeros((1, 4))
   assert set(jax.eval_shape(head(11, 4).init, jax.random.key(0), hidden)) == {"params"}
   order = jnp.array([3, 0, 10, 2, 1, 4, 9, 8, 7, 6, 5])

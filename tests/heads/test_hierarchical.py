@@ -1,4 +1,4 @@
-"""Does the hierarchical head keep the contract, whatever tree it has?"""
+"""The hierarchical head keeps the contract with any tree."""
 
 from typing import ClassVar
 
@@ -13,13 +13,13 @@ from vqjax.assign import trees
 
 
 def zipf(vocab):
-  """Counts of a vocabulary in no order; some tokens never occur."""
+  """Unordered counts of a vocabulary; some are zero."""
   counts = (1e6 / np.arange(1, vocab + 1)).astype(int) * (np.arange(vocab) % 10 > 0)
   return np.random.default_rng(0).permutation(counts)
 
 
 def uneven(vocab):
-  """Some of the leaves hang on a chain, much deeper than the others."""
+  """A tree in which some leaves are much deeper than the others."""
   chain = 2 ** np.arange(20)
   return trees.Huffman(np.concatenate([np.full(vocab - 20, 2**22), chain]))(vocab)
 
@@ -33,7 +33,7 @@ class TestHierarchicalHead(HeadContract):
   mesh_cases: ClassVar = ("huffman",)
 
   def reference_logits(self, head, variables, hidden):
-    """Down the tree from the root, the leaves below a node parted by its number."""
+    """Recursion from the root; the number of a node separates its leaves."""
     weight = variables["params"]["weight"]
     tokens, paths = (variables["codes"][name] for name in ("tokens", "paths"))
     log_prob = np.empty((*hidden.shape[:-1], head.vocab))

@@ -1,4 +1,4 @@
-"""Does the codebook head that learns its mapping keep the contract, choose, anneal and freeze?"""
+"""The learned codebook head keeps the contract, draws codes, anneals and freezes."""
 
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ class TestLearnedCodebookHead(HeadContract):
   def test_gradients_equal_those_of_a_float64_dense_reference(
     self, head, variables, hidden, tokens
   ):
-    """Of `log_prob`, whose mapping is fixed: the choice has none."""
+    """The choice has no gradient in `log_prob`, where the assignment is fixed."""
     loss = lambda p: head.apply(variables | {"params": p}, hidden, tokens, method="log_prob").sum()
     gradient = jax.grad(loss)(variables["params"])
     assert (gradient["choice"] == 0).all()

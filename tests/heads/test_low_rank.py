@@ -1,4 +1,4 @@
-"""Does the low-rank head keep the contract, and count as a product of two matrices?"""
+"""The low-rank head keeps the contract and has the parameters of two factors."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Do heads whose rows are composed of codes keep the contract, and learn their codes?"""
+"""Product-quantised heads keep the contract and learn their codes."""
 
 from typing import ClassVar
 
@@ -18,12 +18,12 @@ from vqjax.ops import product
 
 
 def composed(codes, tables):
-  """[V, D] by a loop, in float64."""
+  """The rows [V, D], by a loop in float64."""
   return np.stack([np.concatenate([t[c] for t, c in zip(tables, row)]) for row in codes])
 
 
 def check_rounded(head, variables, hidden, tokens, rows):
-  """The log-probabilities are those of the rows, in bfloat16 as the hidden vectors are."""
+  """Log-probabilities equal those of rows rounded to bfloat16."""
   low = hidden.astype(jnp.bfloat16)
   found = head.apply(variables, low, tokens, method="log_prob")
   rows = np.asarray(jnp.asarray(rows, jnp.bfloat16), np.float64)
@@ -73,7 +73,7 @@ class TestLearnedProductHead(HeadContract):
   def test_gradients_equal_those_of_a_float64_dense_reference(
     self, head, variables, hidden, tokens
   ):
-    """The latent rows get, by definition, the gradient of the rows; the rest is exact."""
+    """Latent rows get the gradient of the rows; the other gradients are exact."""
     params = variables["params"]
     cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
     loss = lambda p: (
@@ -98,7 +98,7 @@ class TestLearnedProductHead(HeadContract):
 
   @costly
   def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
-    """The codes are those of the parameters as they are; the rows are rounded, not the latents."""
+    """Rows are rounded to bfloat16; latent rows and codes are not."""
     head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
     variables = perturbed(head.init(jax.random.key(1), hidden))
     params = as_float64(variables)["params"]
@@ -110,7 +110,7 @@ class TestLearnedProductHead(HeadContract):
   ("vocab", "codes", "subspaces"),
   [(10007, 101, 5), (10000, 224, 16), (1024, 2, 10), (4096, 4, 6), (101, 101, 1), (1, 1, 3)],
 )
-def test_mixed_radix_tells_all_tokens_apart_and_uses_every_code_evenly(vocab, codes, subspaces):
+def test_mixed_radix_gives_distinct_codes_and_uses_each_evenly(vocab, codes, subspaces):
   table = mixed_radix(vocab, codes, subspaces)
   assert len(np.unique(table, axis=0)) == vocab
   counts = np.stack([np.bincount(column, minlength=codes) for column in table.T])
@@ -123,7 +123,7 @@ def test_mixed_radix_gives_neighbours_few_codes_in_common():
   assert (table[1:] == table[:-1]).mean() < 0.1
 
 
-def test_commitment_draws_the_latent_rows_of_the_batch_to_their_rows():
+def test_the_commitment_moves_the_batchs_latent_rows_towards_their_rows():
   head = LearnedProductHead(11, 6, 3, 2, commitment=0.5)
   hidden, tokens = jax.random.normal(jax.random.key(0), (4, 6)), jnp.array([0, 3, 3, 10])
   variables = head.init(jax.random.key(1), hidden)
@@ -137,7 +137,7 @@ def test_commitment_draws_the_latent_rows_of_the_batch_to_their_rows():
   assert (gradient["tables"] == 0).all()
 
 
-def test_looked_up_scores_equal_those_of_composed_rows():
+def test_summed_scores_equal_those_of_composed_rows():
   keys = jax.random.split(jax.random.key(0), 3)
   tables = jax.random.normal(keys[0], (3, 7, 4))
   codes = jax.random.randint(keys[1], (29, 3), 0, 7)
@@ -195,7 +195,7 @@ def test_initial_rows_have_unit_length_on_average():
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_one_row_is_decoded_by_looking_up_and_many_by_composing_with_the_same_result(softcap):
+def test_one_row_is_decoded_by_lookups_and_many_by_composing_with_equal_results(softcap):
   head = ProductHead(101, 12, 5, 3, token_bias=True, softcap=softcap)
   many = jax.random.normal(jax.random.key(0), (7, 12))
   variables = perturbed(head.init(jax.random.key(1), many))

@@ -1,4 +1,4 @@
-"""Does the codebook head with a low-rank part keep the contract, and start as the codebook head?"""
+"""The residual codebook head keeps the contract and starts as the codebook head."""
 
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ class TestResidualCodebookHead(HeadContract):
 
   @costly
   def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
-    """A row is rounded after its two parts are added."""
+    """A row is rounded after its two parts are added, not before."""
     head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
     variables = perturbed(head.init(jax.random.key(1), hidden))
     params, code = as_float64(variables)["params"], variables["codes"]["assignment"]
@@ -41,7 +41,7 @@ class TestResidualCodebookHead(HeadContract):
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
-def test_it_starts_as_the_codebook_head_and_then_tells_tokens_of_a_code_apart():
+def test_it_starts_as_the_codebook_head_and_learns_to_distinguish_tokens_of_a_code():
   hidden = jax.random.normal(jax.random.key(0), (5, 6))
   head, plain = ResidualCodebookHead(20, 6, 4, 2), CodebookHead(20, 6, 4)
   variables = head.init(jax.random.key(1), hidden)

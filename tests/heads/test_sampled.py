@@ -1,4 +1,4 @@
-"""Is a head that trains on a sample exact in all else, and does its loss come from the stream?"""
+"""The sampled softmax head is exact except for its training loss."""
 
 import contextlib
 from typing import ClassVar
@@ -37,7 +37,7 @@ def drawn(head, variables, hidden, tokens, seed=0):
   return head.apply(variables, hidden, tokens, rngs=rngs, method="loss_terms")
 
 
-def test_only_the_loss_with_a_stream_is_an_estimate():
+def test_only_the_loss_with_a_random_stream_is_an_estimate():
   head = SampledSoftmaxHead(53, 6, samples=7)
   variables, hidden, tokens = problem(head)
   exact = head.apply(variables, hidden, tokens, method="log_prob")
@@ -93,7 +93,7 @@ def test_a_tied_head_adds_its_gradient_to_the_table():
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_training_steps_draw_anew_and_learn():
+def test_training_steps_draw_new_samples_and_learn():
   tokens = jax.random.randint(jax.random.key(3), (8, 5), 0, 31)
   batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
   model = Transformer(
@@ -119,7 +119,7 @@ def test_training_steps_draw_anew_and_learn():
   assert score(state).mean() < 0.7 * before
 
 
-def test_a_unigram_proposal_draws_what_is_frequent():
+def test_a_unigram_proposal_follows_the_counts():
   counts = np.array([1, 0, 97, 2])
   log_q = UnigramProposal(counts)(4)
   np.testing.assert_allclose(np.exp(log_q), np.array([2, 1, 98, 3]) / 104, rtol=1e-5)

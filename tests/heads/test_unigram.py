@@ -1,4 +1,4 @@
-"""Do counts become biases and proposals, and are counts that are none refused?"""
+"""Counts become biases and proposals; invalid counts are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_the_probability_of_a_code_is_what_it_is_without_a_bias():
     (np.ones(7), "counts.*float64"),
   ],
 )
-def test_counts_that_are_none_are_refused(counts, message):
+def test_invalid_counts_are_refused(counts, message):
   with pytest.raises(ValueError, match=message):
     UnigramBias(counts, TABLE)(None, (7,))
   with pytest.raises(ValueError, match=message):
@@ -53,7 +53,7 @@ def test_counts_that_are_none_are_refused(counts, message):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, -1.0, float("nan")])
-def test_a_smoothing_that_leaves_tokens_impossible_is_refused(smoothing):
+def test_a_smoothing_that_is_not_positive_is_refused(smoothing):
   with pytest.raises(ValueError, match=f"`smoothing` .*{smoothing}"):
     UnigramProposal(COUNTS, smoothing)(7)
 

@@ -1,4 +1,4 @@
-"""Which small vectors do the tests of quantisers share, and what is made of them?"""
+"""Small vectors and helpers that the tests of quantisers share."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ def vectors(shape=(N, D)):
 
 
 def made(quantizer, x=None, train=False):
-  """(variables, what it makes of x)."""
+  """The variables of a quantiser, and its result for x."""
   x = vectors() if x is None else x
   keys = {"params": jax.random.key(0), "sample": jax.random.key(5)}
   variables = quantizer.init(keys, x)
@@ -19,7 +19,7 @@ def made(quantizer, x=None, train=False):
 
 
 def trained(quantizer, variables, x, mask=None):
-  """(what it makes of x in training, what it writes)."""
+  """The result of a training call, and the updated collections."""
   return quantizer.apply(
     variables,
     x,

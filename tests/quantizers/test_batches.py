@@ -1,4 +1,4 @@
-"""What do quantisers keep of the batches that they learn from, wherever these lie?"""
+"""Quantisers keep the statistics of their training batches, on any mesh."""
 
 import functools
 
@@ -36,7 +36,7 @@ MASKED = [
 
 
 @pytest.mark.parametrize("quantizer", MASKED)
-def test_what_is_masked_counts_nowhere(quantizer):
+def test_masked_vectors_contribute_nothing(quantizer):
   variables, _ = made(quantizer)
   x, mask = vectors(), jnp.arange(N) < 8
   found, written = trained(quantizer, variables, x.at[8:].set(1e6), mask)
@@ -54,7 +54,7 @@ def test_what_is_masked_counts_nowhere(quantizer):
 
 
 @pytest.mark.parametrize("quantizer", MASKED)
-def test_what_is_masked_may_be_no_number(quantizer):
+def test_masked_vectors_may_be_nan(quantizer):
   variables, _ = made(quantizer)
   mask = jnp.arange(N) < 8
 
@@ -112,8 +112,8 @@ REVIVED = [
 
 
 @pytest.mark.parametrize("quantizer", REVIVED)
-def test_keys_that_nobody_chooses_take_the_place_of_vectors_of_the_batch(quantizer):
-  """Of eight keys, all but the first are far from every vector."""
+def test_keys_that_no_vector_chooses_move_to_vectors_of_the_batch(quantizer):
+  """All of eight keys but the first are far from every vector."""
   quantizer = quantizer.clone(normalize=False, revival=Revival(0.6, decay=0.5))
   variables, _ = made(quantizer)
   away = lambda table: jnp.full(table.shape, 50.0).at[:, 0].set(0)
@@ -135,8 +135,8 @@ def test_keys_that_nobody_chooses_take_the_place_of_vectors_of_the_batch(quantiz
   np.testing.assert_array_equal(again["revival"]["chosen"] >= 0.6, True)
 
 
-def test_a_revived_key_is_trained_from_where_it_is():
-  """Its gradient is the parameter's; another batch of its own vectors does not move it back."""
+def test_a_revived_key_is_trained_from_its_new_value():
+  """The gradient goes to the parameter, and a later batch does not undo the revival."""
   quantizer = CentroidQuantizer(K, M, D, normalize=False, revival=Revival(0.9, decay=0.0))
   variables, _ = made(quantizer)
   _, written = trained(quantizer, variables, vectors())
@@ -163,7 +163,7 @@ def test_a_revived_key_is_trained_from_where_it_is():
     SoftmaxQuantizer(K, M, D, shared=True, revival=Revival(0.9, decay=0.1)),
   ],
 )
-def test_eight_devices_keep_the_statistics_of_one(quantizer):
+def test_statistics_on_eight_devices_are_those_of_one(quantizer):
   x = vectors((16, D))
   variables, _ = made(quantizer, x)
 
@@ -190,8 +190,8 @@ CUT = [
 
 @pytest.mark.parametrize("quantizer", CUT)
 @pytest.mark.parametrize("most", [K * M, 40, 100])
-def test_a_few_tokens_at_a_time_are_as_all_at_once(quantizer, most, monkeypatch):
-  """In as many chunks as tokens, in a count that divides them and one that does not; masked too."""
+def test_chunks_of_tokens_equal_all_tokens_at_once(quantizer, most, monkeypatch):
+  """Chunks of one token, of a divisor of the tokens, and of another size; with a mask."""
   variables, _ = made(quantizer)
   weight = jax.random.normal(jax.random.key(8), (N, D))
 
@@ -229,7 +229,7 @@ def test_memory_of_training_does_not_grow_with_tokens_times_codes():
 
 
 def test_statistics_far_from_zero_lose_no_digits():
-  """Squared distances of 1e4 that differ by a few: their mean square has no digit of that."""
+  """Squared distances near 1e4 differ by a few, which float32 mean squares would lose."""
   draw = np.random.default_rng(0)
   x = (50 + 0.02 * draw.normal(size=(N, D))).astype(np.float32)
   keys = jnp.asarray(0.1 * draw.normal(size=(M, K, D // M)), jnp.float32)

@@ -1,4 +1,4 @@
-"""Are codes of a network, and codes that are parameters, what their papers write down?"""
+"""Encoder and free quantisers follow their papers."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def test_free_codes_are_the_largest_of_a_tokens_own_numbers(additive):
     FreeQuantizer(K, M, M * K, value_dim=D),
   ],
 )
-def test_all_that_is_trained_has_a_gradient_and_its_axes(quantizer):
+def test_every_parameter_has_a_gradient_and_named_axes(quantizer):
   x = jax.random.normal(jax.random.key(1), (N, quantizer.dim))
   variables = quantizer.init(KEYS, x)
   others = {name: tree for name, tree in variables.items() if name != "params"}

@@ -1,4 +1,4 @@
-"""Do the quantisers compute what the paper writes down, and the gradients that it defines?"""
+"""Quantisers follow the papers' algorithms and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ EPSILON = 1e-3
 
 
 def algorithm_1(query, keys, values, distance, normalize):
-  """Algorithms 1 and 2, a loop over tokens and subspaces, with the responses' normalisation."""
+  """Algorithms 1 and 2 by a loop over tokens and subspaces, with normalised responses."""
   response = np.array([[[-distance(q, k) for k in keys[m % len(keys)]] for m, q in enumerate(row)]
                        for row in query])  # fmt: skip
   if normalize:
@@ -113,7 +113,7 @@ def test_the_regulariser_as_the_paper_writes_it_is_the_sum():
   np.testing.assert_allclose(terms[1], terms[0] * N * D, rtol=1e-6)
 
 
-def test_the_commitment_pulls_the_vectors_alone():
+def test_the_commitment_pulls_only_the_vectors():
   quantizer = CentroidQuantizer(K, M, D, commitment=0.25)
   variables, _ = made(quantizer)
   term = lambda p, x: trained(quantizer, variables | {"params": p}, x)[0].terms["commitment"]
@@ -123,7 +123,7 @@ def test_the_commitment_pulls_the_vectors_alone():
   np.testing.assert_allclose(d_x, 0.25 * 2 * (vectors() - row) / (N * D), atol=1e-6)
 
 
-def test_a_warm_forward_pass_is_a_mean_of_values_in_training_alone():
+def test_a_forward_temperature_averages_values_only_in_training():
   quantizer = SoftmaxQuantizer(K, M, D, forward_temperature=0.7, normalize=False)
   variables, evaluated = made(quantizer)
   keys, values = (in_float64(variables["params"][name]) for name in ("keys", "values"))
@@ -176,7 +176,7 @@ def test_half_precision_distances_do_not_overflow():
   assert np.isfinite(response).all()
 
 
-def test_gumbel_noise_is_drawn_in_training_alone():
+def test_gumbel_noise_is_drawn_only_in_training():
   quantizer = SoftmaxQuantizer(K, M, D, gumbel=5.0)
   variables, found = made(quantizer)
   again = quantizer.apply(variables, vectors(), method="quantized")
@@ -225,13 +225,13 @@ def test_a_quantiser_alone_needs_a_width():
     SoftmaxQuantizer(K, M).init(jax.random.key(0), vectors())
 
 
-def test_vectors_of_another_width_are_named():
+def test_vectors_of_another_width_are_refused():
   quantizer = SoftmaxQuantizer(K, M, D)
   with pytest.raises(ValueError, match=r"`vectors` .*12.*13"):
     quantizer.init(jax.random.key(0), jnp.zeros((2, 13)))
 
 
-def test_a_mask_of_another_shape_is_named():
+def test_a_mask_of_another_shape_is_refused():
   variables, _ = made(SoftmaxQuantizer(K, M, D))
   with pytest.raises(ValueError, match=r"`mask` .*\(13,\).*\(3,\)"):
     trained(SoftmaxQuantizer(K, M, D), variables, vectors(), jnp.ones(3, bool))

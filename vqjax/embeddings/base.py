@@ -37,7 +37,10 @@ class Embedding(Layer):
     """The vectors of the whole vocabulary."""
 
   def rows(self) -> RowFactory:
-    """The vectors of the whole vocabulary, of which a tied head may compose a tile at a time."""
+    """The vectors of the whole vocabulary, for a tied head.
+
+    A subclass may return rows that are composed a tile at a time.
+    """
     return as_row_factory(self.table())
 
   def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
@@ -53,11 +56,11 @@ class Embedding(Layer):
     return self(tokens), self.aux(tokens)
 
   def shipped(self) -> Size:
-    """`size` of what inference needs: less than `size` where training keeps more variables."""
+    """The size of what inference needs, which may be less than `size`."""
     return self.size()
 
   def _gather(self, name: str, token: Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """Rows of a variable [V, ...] for tokens in [0, V); each device contributes those it holds."""
+    """Rows of a variable [V, ...], sharded or not, for tokens in [0, V)."""
     look_up = lambda rows, token: vocab_parallel.sharded_lookup(
       rows[0], token, self.vocab_axis, dtype
     )

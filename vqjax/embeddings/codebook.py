@@ -50,7 +50,7 @@ class CodebookEmbedding(Embedding):
     check_codes(self.vocab, self.codes)
 
   def flops_per_token(self) -> int:
-    """Zero: a lookup is no arithmetic."""
+    """Zero: a lookup needs no arithmetic."""
     return 0
 
   def factors(self) -> tuple[Float[Array, "K D"], Int[Array, "V"]]:

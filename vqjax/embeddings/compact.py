@@ -1,4 +1,4 @@
-"""What does an embedding look like when it ships: packed codes, values, and nothing else?"""
+"""The compact embedding for inference: packed codes and values."""
 
 import dataclasses
 import os
@@ -18,22 +18,23 @@ from vqjax.ops.vocabulary import in_vocabulary
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CompactEmbedding:
-  """Codes at ceil(log2 K) bits each and the tables that they choose from: a pytree, jittable.
+  """Codes at ceil(log2 K) bits each and the tables that they choose from.
 
-  Its vectors are those of the evaluation forward of the `DPQEmbedding` that made it, bit for bit.
+  It is a pytree. Its vectors equal the evaluation forward of the embedding that made it, bit for
+  bit.
 
   Attributes:
-    data: uint8 [bytes]: the packed codes, V·M·ceil(log2 K)/8 bytes.
-    values: float32 [M or 1, K, C]: the tables.
-    vocab: V.
-    dim: d.
-    codes: K.
-    subspaces: M.
-    additive: whether the mean of the chosen values is the vector, or they side by side.
-    dtype: name of the dtype of the vectors, to which they are rounded.
+    data: uint8 [bytes], the packed codes: V·M·ceil(log2 K)/8 bytes.
+    values: float32 [M or 1, K, C], the tables.
+    vocab: number of tokens, V.
+    dim: width of the vectors, D.
+    codes: number of values that a code chooses from, K.
+    subspaces: number of codes of a token, M.
+    additive: whether a vector is the mean of its values; otherwise their concatenation.
+    dtype: name of the dtype to which the vectors are rounded.
   """
 
-  # No types of arrays: transformations put other things into a pytree's places.
+  # Untyped, because transformations put other objects into the leaves of a pytree.
   data: Any
   values: Any
   vocab: int = dataclasses.field(metadata={"static": True})
@@ -57,19 +58,19 @@ class CompactEmbedding:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of codes and values: those of the file, without its header."""
+    """Bytes of codes and values, which are those of the file without its header."""
     return int(self.data.nbytes + self.values.nbytes)
 
   def compression_ratio(self) -> float:
-    """Bits of the float32 table over those of codes and values: Section 3 of the paper.
+    """Bits of the float32 table over those of codes and values (Section 3 of DPQ).
 
-    32·V·d / (V·M·log2 K + 32·values), with log2 K as it is, where the file has whole bits.
+    32·V·d / (V·M·log2 K + 32·values). As in the paper, log2 K is not rounded up to whole bits.
     """
     full = 32 * self.vocab * self.dim
     return full / (self.vocab * self.subspaces * float(np.log2(self.codes)) + 32 * self.values.size)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes one safetensors file; `load` and `compact_file.open_compact` read it."""
+    """Writes a safetensors file that `load` and `compact_file.open_compact` read."""
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
     save_file(tensors, path, metadata=self._metadata())
 
@@ -87,14 +88,16 @@ class CompactEmbedding:
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> "CompactEmbedding":
-    """The embedding of a file, memory-mapped until it is used.
+    """Loads the embedding of a file, memory-mapped until it is used.
 
     Raises:
-      ValueError: the file is truncated, of another format or version, or has codes of K or above.
+      ValueError: the file is truncated, has another format or version, or codes of K or above.
     """
     table = compact_file.open_compact(path)
     shape = table.vocab, table.subspaces
     if not packing.is_below(table.data, shape, table.bits, table.codes):
-      raise ValueError(f"{path} has codes of {table.codes} or above; it is damaged: save it anew")
+      raise ValueError(
+        f"the codes of {path} must be below K={table.codes}; some are not. Save the file again."
+      )
     names = [f.name for f in dataclasses.fields(cls)]
     return cls(**{name: getattr(table, name) for name in names})

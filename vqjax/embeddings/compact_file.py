@@ -1,9 +1,9 @@
-"""How is a compact embedding read with NumPy alone, without loading it?
+"""A memory-mapped reader of compact embeddings that needs only NumPy.
 
-This file imports nothing but NumPy, so it may be copied to where there is no JAX:
+This file imports only NumPy and the standard library, so it may be copied to a machine without JAX:
 
   table = open_compact("embedding.safetensors")
-  vectors = table[[17, 4, 17]]            # float32 [3, d]; the system reads their pages alone
+  vectors = table[[17, 4, 17]]            # float32 [3, d]; only the pages of these tokens are read
 """
 
 import json
@@ -18,17 +18,17 @@ HEADER_LIMIT = 2**20
 
 
 class CompactTable:
-  """The vectors of a compact embedding, looked up in the file.
+  """The vectors of a compact embedding, read from the file on access.
 
   Attributes:
     data: uint8, the packed codes, a memory map.
     values: float32 [M or 1, K, C], a memory map.
-    vocab: V.
-    dim: d.
-    codes: K.
-    subspaces: M.
-    additive: whether the mean of the chosen values is the vector, or they side by side.
-    dtype: to which the embedding that was trained rounds its vectors; here they are float32.
+    vocab: number of tokens, V.
+    dim: width of the vectors, D.
+    codes: number of values that a code chooses from, K.
+    subspaces: number of codes of a token, M.
+    additive: whether a vector is the mean of its values; otherwise their concatenation.
+    dtype: the dtype to which `CompactEmbedding` rounds the vectors; here they are float32.
   """
 
   def __init__(self, data, values, *, vocab, dim, codes, subspaces, additive, dtype):
@@ -44,15 +44,15 @@ class CompactTable:
     """The codes of tokens: int64 [*B, M].
 
     Raises:
-      IndexError: a token outside [0, V), or one that is no integer.
+      IndexError: a token is outside [0, V) or not an integer.
     """
     tokens = np.asarray(tokens)
     if not np.issubdtype(tokens.dtype, np.integer) and tokens.size:
-      raise IndexError(f"tokens of {tokens.dtype} name no rows: give integers")
+      raise IndexError(f"`tokens` must be integers; got {tokens.dtype}.")
     tokens = tokens.astype(np.int64)
     wrong = (tokens < 0) | (tokens >= self.vocab)
     if wrong.any():
-      raise IndexError(f"token {tokens[wrong].flat[0]} is outside [0, {self.vocab})")
+      raise IndexError(f"`tokens` must be in [0, {self.vocab}); got {tokens[wrong].flat[0]}.")
     row_bits = self.subspaces * self.bits
     first = tokens.astype(np.int64)[..., None] * row_bits + np.arange(row_bits)
     bit = self.data[first // 8] >> (first % 8).astype(np.uint8) & 1
@@ -63,7 +63,9 @@ class CompactTable:
     """The vectors of tokens: float32 [*B, d]."""
     codes = self.codes_of(tokens)
     if (codes >= self.codes).any():
-      raise ValueError(f"the file has codes of {self.codes} or above; it is damaged: save it anew")
+      raise ValueError(
+        f"the codes of the file must be below K={self.codes}; some are not. Save the file again."
+      )
     table = np.arange(self.subspaces) if len(self.values) > 1 else 0
     parts = self.values[table, codes]
     if self.additive:
@@ -72,21 +74,21 @@ class CompactTable:
 
 
 def open_compact(path):
-  """The embedding of a file.
+  """Opens the embedding of a file.
 
   Raises:
-    ValueError: the file is truncated, of another format or version, or contradicts itself.
+    ValueError: the file is truncated, has another format or version, or contradicts itself.
   """
   path = os.fspath(path)
   size = os.path.getsize(path)
   header, start = _header(path, size)
   meta = header["__metadata__"]
   if meta.get("format") != FORMAT:
-    raise ValueError(f"{path} is no compact embedding: its format is {meta.get('format')!r}")
+    raise ValueError(f"`format` of {path} must be {FORMAT!r}; got {meta.get('format')!r}.")
   if meta.get("version") != VERSION:
     raise ValueError(
-      f"{path} has version {meta.get('version')!r} and this reads {VERSION!r}; read it with the"
-      " vqjax that wrote it, or save it anew"
+      f"`version` of {path} must be {VERSION!r}; got {meta.get('version')!r}. Read it with the"
+      " vqjax that wrote it, or save it again."
     )
   vocab, dim, codes, subspaces = (_count(path, meta, k) for k in ("V", "d", "K", "M"))
   table = CompactTable(
@@ -107,21 +109,21 @@ def _header(path, size):
   with open(path, "rb") as file:
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
-      raise ValueError(f"{path} is truncated, or no safetensors file: {size} bytes")
+      raise ValueError(f"{path} is truncated or not a safetensors file; it has {size} bytes.")
     try:
       header = json.loads(file.read(length))
     except ValueError as error:
-      raise ValueError(f"{path} is no safetensors file: its header is no JSON") from error
+      raise ValueError(f"{path} is not a safetensors file: its header is not JSON.") from error
   texts = header.get("__metadata__") if isinstance(header, dict) else None
   if not isinstance(texts, dict) or not all(isinstance(x, str) for x in texts.values()):
-    raise ValueError(f"{path} is no compact embedding: its header states no texts by name")
+    raise ValueError(f"{path} is not a compact embedding: its header has no strings by name.")
   return header, 8 + length
 
 
 def _count(path, meta, key):
   text = meta.get(key, "")
   if not text.isdecimal() or not int(text):
-    raise ValueError(f"{path} states {key} = {text!r}; it must be a positive number")
+    raise ValueError(f"`{key}` of {path} must be a positive number; got {text!r}.")
   return int(text)
 
 
@@ -134,12 +136,12 @@ def _array(path, header, name, dtype, start, size):
   except (KeyError, TypeError, ValueError):
     right = False
   if not right:
-    raise ValueError(f"{path} has no {kind} tensor {name!r} that its header describes")
+    raise ValueError(f"the header of {path} must describe a {kind} tensor {name!r}; it does not.")
   shape = tuple(shape)
   wanted = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
   if last - first != wanted or start + last > size:
     raise ValueError(
-      f"{path} is truncated: tensor {name!r} ends at byte {start + last} of {size}; copy it again"
+      f"{path} is truncated: tensor {name!r} ends at byte {start + last} of {size}. Copy it again."
     )
   return np.memmap(path, dtype, "r", start + first, shape)
 
@@ -147,14 +149,16 @@ def _array(path, header, name, dtype, start, size):
 def _check(path, table):
   parts = sorted((x.offset, x.offset + x.nbytes) for x in (table.data, table.values))
   if parts[0][1] > parts[1][0]:
-    raise ValueError(f"{path} has tensors that overlap; it is damaged: save it anew")
+    raise ValueError(f"the tensors of {path} overlap. The file is damaged: save it again.")
   bits = table.vocab * table.subspaces * table.bits
   if table.data.shape != (-(-bits // 8),):
     raise ValueError(
-      f"{path} has {table.data.shape} bytes of codes where V={table.vocab} M={table.subspaces}"
-      f" K={table.codes} need {-(-bits // 8)}"
+      f"the codes of {path} must have {-(-bits // 8)} bytes for V={table.vocab} M={table.subspaces}"
+      f" K={table.codes}; got shape {table.data.shape}."
     )
   width = table.dim if table.additive else table.dim // table.subspaces
   shapes = [(q, table.codes, width) for q in (1, table.subspaces)]
   if table.values.shape not in shapes or (table.dim % table.subspaces and not table.additive):
-    raise ValueError(f"{path} has values of shape {table.values.shape}; one of {shapes} is right")
+    raise ValueError(
+      f"the values of {path} must have one of the shapes {shapes}; got {table.values.shape}."
+    )

@@ -34,7 +34,7 @@ class DenseEmbedding(Embedding):
       raise ValueError(f"`vocab` must be at least 1; got {self.vocab}.")
 
   def flops_per_token(self) -> int:
-    """Zero: a lookup is no arithmetic."""
+    """Zero: a lookup needs no arithmetic."""
     return 0
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:

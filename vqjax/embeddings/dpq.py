@@ -20,11 +20,12 @@ from vqjax.variables import Declaration, Variable
 
 
 class DPQEmbedding(Embedding):
-  """Quantised rows of a query table, which is trained; inference needs only codes and values.
+  """Quantised rows of a trained query table.
 
-  Only the rows of a batch's tokens are quantised, so the batch statistics count each token as often
-  as it occurs. `compact` gives the form for inference. Source: Chen et al., Differentiable product
-  quantization for end-to-end embedding compression, 2020.
+  Inference needs only codes and values. Only the rows of a batch's tokens are quantised, so the
+  batch statistics count each token as often as it occurs. `compact` gives the form for inference.
+  Source: Chen et al., Differentiable product quantization for end-to-end embedding compression,
+  2020.
 
   Attributes:
     quantizer: a quantiser with results of width `dim`. Its own `dim` is the width of the query
@@ -100,7 +101,7 @@ class DPQEmbedding(Embedding):
     return self.quantizer(jnp.asarray(self.array("query"), jnp.float32)).astype(self.param_dtype)
 
   def rows(self) -> RowFactory:
-    """The vectors of the whole vocabulary, quantised a tile at a time, for a tied head.
+    """The vectors of the whole vocabulary, quantised a tile at a time.
 
     The quantiser uses its running statistics, to which these rows do not contribute.
     """
@@ -113,7 +114,7 @@ class DPQEmbedding(Embedding):
     return self.quantizer.values()
 
   def compact(self, variables: dict[str, Any]) -> CompactEmbedding:
-    """The form for inference: codes, made and packed a block at a time, and the values."""
+    """The form for inference: packed codes, and values."""
     values = np.asarray(self.apply(variables, method="values"), np.float32)
     bits = packing.bits_for(self.quantizer.codes)
     return CompactEmbedding(
@@ -156,7 +157,7 @@ class _Quantized:
 
 
 class _Codes:
-  """The codes of all tokens as an array that computes its slices; `packing.packed` reads it."""
+  """The codes of all tokens as an array whose slices are computed on access."""
 
   def __init__(self, embedding: DPQEmbedding, variables: dict[str, Any]):
     quantizer = embedding.quantizer.clone(parent=None)

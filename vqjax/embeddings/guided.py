@@ -12,11 +12,12 @@ from vqjax.variables import Declaration, Variable
 
 
 class GuidedEmbedding(Embedding):
-  """The student's vectors; training adds their squared distances to the rows of a given table.
+  """The student's vectors, trained towards the rows of a given table.
 
-  The table is the variable `table` of the collection `guide`, which `convert.Guide` fills.
-  Inference needs the student only. Source: the distillation of Chen, Min and Sun, Learning K-way
-  D-dimensional discrete codes for compact embedding representations, 2018, Section 3.3.
+  Training adds the squared distances to the loss. The table is the variable `table` of the
+  collection `guide`, which `convert.Guide` fills. Inference needs the student only. Source: the
+  distillation of Chen, Min and Sun, Learning K-way D-dimensional discrete codes for compact
+  embedding representations, 2018, Section 3.3.
 
   Attributes:
     student: an embedding of the same vocabulary and width.

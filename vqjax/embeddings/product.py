@@ -70,7 +70,7 @@ class ProductEmbedding(Embedding):
       )
 
   def flops_per_token(self) -> int:
-    """The additions of M vectors where `additive`; otherwise a lookup is no arithmetic."""
+    """The additions of M vectors where `additive`; otherwise zero."""
     return self.subspaces * self.dim if self.additive else 0
 
   def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:

@@ -72,7 +72,7 @@ class ScalarEmbedding(Embedding):
 def scalar_levels(
   table: Float[np.ndarray, "V D"], bits: int
 ) -> tuple[UInt[np.ndarray, "V D"], float, float]:
-  """The nearest of 2^bits levels for each number of a table, and the ends of the scale.
+  """The nearest of 2^bits levels for each number, and the ends of the scale.
 
   The ends are the least and the largest number of the table.
 

@@ -1,4 +1,4 @@
-"""The adaptive softmax head, with full width for frequent tokens and less for rare ones."""
+"""The adaptive softmax head, which scores rare tokens with narrower vectors."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from vqjax.variables import Declaration, Variable
 
 
 class Cluster(NamedTuple):
-  """A cluster of rare tokens, [first, first + rows), and the width of the vectors that score it."""
+  """A cluster of rare tokens, [first, first + rows), and the width of its rows."""
 
   first: int
   rows: int
@@ -53,7 +53,7 @@ class AdaptiveHead(Head):
   param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
-    """The weight of the first softmax, and the projection and the weight of each cluster."""
+    """The first softmax's weight, and each cluster's projection and weight."""
     clusters, dtype = self.clusters(), self.param_dtype
     rows, axes = self.cutoffs[0] + len(clusters), ("vocab", "table_embed")
     declared = {"head": Variable((rows, self.dim), axes, self.head_init, dtype, pad_value=0)}
@@ -66,7 +66,10 @@ class AdaptiveHead(Head):
     return declared
 
   def flops_per_token(self) -> int:
-    """The operations of a token in the most expensive cluster; every token is projected."""
+    """The operations of a token in the most expensive cluster.
+
+    The projections of all clusters count for every token.
+    """
     clusters = self.clusters()
     rows = self.cutoffs[0] + len(clusters) + sum(cluster.width for cluster in clusters)
     return 2 * (self.dim * rows + max(cluster.rows * cluster.width for cluster in clusters))

@@ -19,11 +19,14 @@ from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 
 row_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
-"""Default initialiser of [rows, D] weights: normal with variance 1/D, so scores have variance 1."""
+"""Default initialiser of [rows, D] weights: normal with variance 1/D.
+
+The scores of hidden vectors of unit variance have variance 1.
+"""
 
 
 class Head(Layer):
-  """A distribution over the vocabulary for each hidden vector: the contract that all heads pass.
+  """A distribution over the vocabulary for each hidden vector.
 
   Log-probabilities are in nats and float32. A head is a Linen module without compact methods, so
   its methods can be called through `apply(..., method="log_prob")` or from a model's own methods.
@@ -49,7 +52,10 @@ class Head(Layer):
 
   @abc.abstractmethod
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Scores whose softmax is the distribution; the only method that builds an array [*B, V]."""
+    """Scores whose softmax is the distribution.
+
+    This is the only method that builds an array [*B, V].
+    """
 
   @abc.abstractmethod
   def log_prob(
@@ -77,9 +83,10 @@ class Head(Layer):
     return self._blocks({name: part.rows for name, part in self._rows().items()}, hidden)
 
   def over_blocks(self, body: Callable, hidden: Float[Array, "*B D"], *shared: Any) -> Any:
-    """Calls body(blocks of `hidden`, *shared); each device of `vocab_axis` has its own blocks.
+    """Calls body(blocks of `hidden`, *shared).
 
-    The body must reduce over `blocks.axis`, so that it returns the same on all of these devices.
+    Each device of `vocab_axis` has its own blocks. The body must reduce over `blocks.axis`, so that
+    it returns the same on all of these devices.
     """
     rows = self._rows()
 
@@ -92,7 +99,7 @@ class Head(Layer):
     return vocab_parallel.over_vocabulary(self.vocab_axis, run, parts, shared)
 
   def _over_vocabulary(self, body: Callable, *shared: Any) -> Any:
-    """Calls body(rows, *shared) with the arrays of `_rows`, each device with its own part."""
+    """Calls body(rows, *shared); each device has its part of the arrays of `_rows`."""
     rows = self._rows()
     call = lambda arrays, shared: body(dict(zip(rows, arrays)), *shared)
     return vocab_parallel.over_vocabulary(self.vocab_axis, call, tuple(rows.values()), shared)
@@ -107,7 +114,7 @@ class Head(Layer):
   def loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`; a head that can compute both at once overrides this method."""
+    """`log_prob` and `aux`, which a head may compute at once."""
     return self.log_prob(hidden, tokens), self.aux(hidden, tokens)
 
   def sample(
@@ -119,7 +126,7 @@ class Head(Layer):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """Draws a token from the exact distribution; -1 in a row for which no token is allowed.
+    """Draws a token from the exact distribution; -1 where no token is allowed.
 
     Args:
       hidden: one vector for each draw.

@@ -16,11 +16,11 @@ from vqjax.variables import Declaration, Variable, table
 
 
 class ClassBasedHead(Head):
-  """p(class of the token) · p(token | its class), both softmaxes of scores linear in hidden.
+  """p(class of the token) · p(token | its class).
 
-  The head has D·(C + V) parameters, but a token takes only about D·(C + V/C) multiply-adds: sqrt(V)
-  classes of equal size are the cheapest. Source: Goodman (2001), Classes for Fast Maximum Entropy
-  Training.
+  Both are softmaxes of scores that are linear in hidden. The head has D·(C + V) parameters, but a
+  token takes only about D·(C + V/C) multiply-adds: sqrt(V) classes of equal size are the cheapest.
+  Source: Goodman (2001), Classes for Fast Maximum Entropy Training.
 
   The table token -> class is the variable `assignment` of the collection `codes`: it is saved and
   restored with the parameters, and never trained. A class without a token has probability 0.
@@ -42,7 +42,7 @@ class ClassBasedHead(Head):
   param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
-    """The weights of the classes [C, D] and of the tokens [V, D], and the class of each token."""
+    """The weights of classes [C, D] and tokens [V, D], and each token's class."""
     v, d, c, dtype = self.vocab, self.dim, self.classes, self.param_dtype
     make = lambda: assign.checked(self.assignment_init(v, c), v, c)
     axes = ("codes", "table_embed"), ("vocab", "table_embed")
@@ -58,11 +58,11 @@ class ClassBasedHead(Head):
       raise ValueError(f"`classes` must be in [1, vocab]; got {self.classes} for {self.vocab}.")
 
   def flops_per_token(self) -> int:
-    """One product of width D for each class and for each token of a class of equal size."""
+    """A product of width D for each class and each token of a class of mean size."""
     return 2 * self.dim * (self.classes + -(-self.vocab // self.classes))
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Log-probabilities of all tokens, which are logits that need no normaliser."""
+    """Log-probabilities of all tokens, which are normalised logits."""
     self._check_hidden(hidden)
     assignment = self.array("assignment")
     scores_BV = softmax.linear_scores(hidden, self.array("weight"), dtype=self.dtype)
@@ -117,7 +117,7 @@ class ClassBasedHead(Head):
     return jnp.where(known, scores + offset_BC[..., class_of], jnp.nan)
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The log-probabilities, after a pass over all scores for the normaliser of each class."""
+    """The log-probabilities, after a pass for the normaliser of each class."""
     self._check_hidden(hidden)
     weight, assignment = rows["weight"], rows["assignment"]
     axis, batch, count = self.vocab_axis, hidden.shape[:-1], assignment.shape[0]

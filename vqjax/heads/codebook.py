@@ -22,7 +22,7 @@ from vqjax.variables import Declaration, Variable, table
 
 
 class CodebookHead(Head):
-  """softmax over the vocabulary of hidden · codebook[code of the token], plus a token bias.
+  """softmax of hidden · codebook[code of the token] + token bias.
 
   The head has K·D parameters and computes exact log-probabilities in O(N·K·D). Without a token bias
   all tokens on a code are equally likely, so that no model's perplexity is below exp(E[log n]),
@@ -67,7 +67,7 @@ class CodebookHead(Head):
   param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
-    """The codebook [K, D] and the code of each token [V], or the embedding, and the bias [V]."""
+    """The codebook [K, D] and assignment [V], or the embedding, and the bias [V]."""
     v, k = self.vocab, self.codes
     if self.embedding is not None:
       declared = {"embedding": self.embedding}
@@ -126,7 +126,7 @@ class CodebookHead(Head):
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats, from K scores; nan for a token outside [0, V)."""
+    """Log-probability of `tokens` in nats, from K scores; nan outside [0, V)."""
     return self._softmax(hidden, tokens).log_prob
 
   def _softmax(self, hidden, tokens, mean=False):
@@ -154,7 +154,7 @@ class CodebookHead(Head):
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> dict[str, Float[Array, ""]]:
-    """The terms "commitment", "z_loss" and "label_smoothing" with a coefficient above 0."""
+    """The terms "commitment", "z_loss" and "label_smoothing" that are not zero."""
     if not (self.commitment or self.z_loss or self.label_smoothing):
       return super().aux(hidden, tokens)
     return self.loss_terms(hidden, tokens)[1]
@@ -204,7 +204,10 @@ class CodebookHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """Draws a token; without filters a code first, then a token on it. See `Head.sample`."""
+    """Draws a token; without filters a code first, then a token on it.
+
+    The arguments are those of `Head.sample`.
+    """
     sampling.check_options(temperature, top_k, top_p)
     filtered = not (top_k is None and top_p is None and allowed is None)
     if temperature < 1e-6 or filtered:

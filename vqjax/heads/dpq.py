@@ -12,12 +12,13 @@ from vqjax.variables import Declaration, Variable
 
 
 class DPQHead(LinearHead):
-  """softmax(hidden · rowᵀ + bias), with the rows of a `DPQEmbedding` that the head owns.
+  """softmax(hidden · rowᵀ + bias) with the rows of a `DPQEmbedding`.
 
-  This is DPQ on the output side. The rows of the whole vocabulary are quantised a tile at a time,
-  as outside training; the targets of a batch update the quantiser's statistics and its loss terms.
-  To share the codes of the input embedding, take `DenseHead(embedding=e)`. `compact` and
-  `vqjax.convert.to_head` convert the head to a `ProductHead` for inference.
+  This is DPQ on the output side; the head owns the embedding. The rows of the whole vocabulary are
+  quantised a tile at a time, as outside training; the targets of a batch update the quantiser's
+  statistics and its loss terms. To share the codes of the input embedding, take
+  `DenseHead(embedding=e)`. `compact` and `vqjax.convert.to_head` convert the head to a
+  `ProductHead` for inference.
 
   Attributes:
     quantizer: DPQ-SX or DPQ-VQ, with results of width `dim`.
@@ -78,6 +79,6 @@ class DPQHead(LinearHead):
     return self.table.loss_terms(tokens, deterministic=not train)[1]
 
   def compact(self, variables: dict) -> CompactEmbedding:
-    """The packed codes and the values of the rows, without the bias: see `DPQEmbedding.compact`."""
+    """The packed codes and the values of the rows, without the bias."""
     own = {name: trees["table"] for name, trees in variables.items() if "table" in trees}
     return self._rows_embedding().compact(own)

@@ -12,7 +12,7 @@ from vqjax.ops import group_search, sampling, topk, vocab_parallel
 
 
 class GroupDecodingHead(Head):
-  """A head that finds the best tokens and samples without scoring every group of its vocabulary.
+  """A head that decodes without scoring every group of its vocabulary.
 
   A subclass defines its groups by `groups_and_slots` and `_groups`. Its `_blocks` hold whole groups
   of S positions.
@@ -43,7 +43,7 @@ class GroupDecodingHead(Head):
   def top_k_visited(
     self, hidden: Float[Array, "*B D"], k: int
   ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Int[Array, "*B"]]:
-    """Log-probabilities and tokens of the k most likely tokens, and the number of scored groups.
+    """`top_k`, and the number of groups whose slots were scored.
 
     Equal log-probabilities come in the order of their positions.
     """
@@ -76,7 +76,7 @@ class GroupDecodingHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """Draws a token by group and slot where possible: see `Head.sample` and `sample_visited`."""
+    """Draws a token, by group and slot where possible: see `sample_visited`."""
     return self.sample_visited(hidden, key, temperature, top_k, top_p, allowed)[0]
 
   def sample_visited(
@@ -160,7 +160,7 @@ class GroupDecodingHead(Head):
     return tokens, jnp.ones_like(visited) if plain else visited
 
   def _log_mass(self, rows, hidden, temperature, allowed):
-    """Unnormalised log-mass [*B, G] of the allowed tokens of each group at a temperature."""
+    """Unnormalised log-mass [*B, G] of each group's allowed tokens."""
     if temperature == 1 and allowed is None:
       return self._groups(rows, hidden).log_group
     blocks = sampling.allow(self._blocks(rows, hidden), allowed, self.vocab)

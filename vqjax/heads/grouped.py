@@ -30,7 +30,7 @@ class GroupedHead(TwoLevelHead):
   shift_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
-    """The variables of the groups, the slot weight [S, D], scales and shifts [G, S], a bias [S]."""
+    """The groups' variables, slot weight [S, D] and bias [S], scales, shifts [G, S]."""
     (g, s), dtype, axes = self.groups_and_slots(), self.param_dtype, ("groups", "slots")
     declared = super().declare() | {
       "slot_weight": Variable((s, self.dim), ("slots", "embed"), self.slot_init, dtype),
@@ -42,7 +42,7 @@ class GroupedHead(TwoLevelHead):
     return declared
 
   def flops_per_token(self) -> int:
-    """A product of width D for each group and slot, and one scale and shift for each slot."""
+    """A product of width D for each group and slot, and the scales and shifts."""
     g, s = self.groups_and_slots()
     return 2 * self.dim * (g + s) + 2 * s
 

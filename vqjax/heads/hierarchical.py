@@ -16,7 +16,7 @@ from vqjax.variables import Declaration, Variable, table
 
 
 class HierarchicalHead(Head):
-  """p(token) = product over the nodes above its leaf of sigmoid(±hidden · the node's vector).
+  """p(token) = product of sigmoid(±hidden · node) over the nodes above its leaf.
 
   The head has as many parameters as a dense head, but a token's log-probability takes only the
   products on its path, log2 V in a balanced tree. Source: Morin and Bengio 2005; with the Huffman
@@ -67,7 +67,7 @@ class HierarchicalHead(Head):
     return 2 * _tree(self.tree, self.vocab).paths.shape[1] * self.dim
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Log-probabilities of all tokens, which are logits that need no normaliser."""
+    """Log-probabilities of all tokens, which are normalised logits."""
     self._check_hidden(hidden)
     log_prob_BL = tree_ops.all_log_probs(
       hidden, self.array("weight"), self.array("paths"), self.dtype
@@ -109,7 +109,10 @@ class HierarchicalHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """Draws a token; at temperature 1 without filters from the root down. See `Head.sample`."""
+    """Draws a token; at temperature 1 without filters from the root down.
+
+    The arguments are those of `Head.sample`.
+    """
     if temperature != 1 or not (top_k is None and top_p is None and allowed is None):
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
     self._check_hidden(hidden)

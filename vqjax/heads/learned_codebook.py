@@ -26,14 +26,14 @@ def spread(vocab: int, codes: int, candidates: int) -> Int[np.ndarray, "V C"]:
 
 
 class LearnedCodebookHead(LinearHead):
-  """A `CodebookHead` whose assignment is trained: each token chooses one of its candidate codes.
+  """A `CodebookHead` whose assignment is trained.
 
-  In a training step a token's row is the code of the highest choice + Gumbel noise (hard), and the
-  choice gets the gradient of softmax((choice + noise) / temperature) (straight-through). The
-  temperature falls geometrically from `temperature` to `final_temperature` over `anneal` steps;
-  later steps draw no noise, and the assignment of the highest choice stays fixed. Outside training
-  steps, as in `log_prob`, every token has the code of its highest choice. `vqjax.convert.frozen`
-  gives a `CodebookHead` with the same distribution.
+  Each token chooses one of its candidate codes. In a training step a token's row is the code of the
+  highest choice + Gumbel noise (hard), and the choice gets the gradient of softmax((choice + noise)
+  / temperature) (straight-through). The temperature falls geometrically from `temperature` to
+  `final_temperature` over `anneal` steps; later steps draw no noise, and the assignment of the
+  highest choice stays fixed. Outside training steps, as in `log_prob`, every token has the code of
+  its highest choice. `vqjax.convert.frozen` gives a `CodebookHead` with the same distribution.
 
   Source: VQ-Logits, Section 3.3, which proposes this and does not test it; Jang et al., Categorical
   reparameterization with Gumbel-softmax, 2016.
@@ -63,7 +63,7 @@ class LearnedCodebookHead(LinearHead):
   bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
-    """Codebook [K, D], choice and candidates [V, C], the bias [V] and the count of steps."""
+    """Codebook [K, D], choice and candidates [V, C], bias [V], number of steps."""
     v, k, c, dtype = self.vocab, self.codes, self.candidates, self.param_dtype
     declared = {
       "codebook": Variable((k, self.dim), ("shared_codes", "width"), self.codebook_init, dtype),
@@ -105,7 +105,7 @@ class LearnedCodebookHead(LinearHead):
   def loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`; in a training step with drawn codes, until the assignment is fixed.
+    """`log_prob` and `aux`; with drawn codes in a training step.
 
     In a training step the collection `schedule` is mutable and there is a random stream "sample".
     """

@@ -11,10 +11,11 @@ from vqjax.variables import Declaration, Variable
 
 
 class LowRankHead(Head):
-  """softmax(weight · (down · hidden) + bias), with rank·(D + V) parameters instead of V·D.
+  """softmax(weight · (down · hidden) + bias).
 
-  The hidden vector is projected to `rank` numbers once, and every token's row scores those.
-  It is the baseline "low rank" of VQ-Logits, Table 1.
+  The head has rank·(D + V) parameters instead of V·D. The hidden vector is projected to `rank`
+  numbers once, and every token's row scores those. It is the baseline "low rank" of VQ-Logits,
+  Table 1.
 
   Attributes:
     rank: width of the projection, r.

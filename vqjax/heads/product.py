@@ -22,7 +22,7 @@ from vqjax.variables import Declaration, Variable, table
 
 
 def sub_vector_init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-  """Normal sub-vectors [M, K, D/M] with the variance of those of a row of width D: 1/D."""
+  """Normal sub-vectors [M, K, D/M] of variance 1/D."""
   subspaces, _, width = shape
   return jax.random.normal(key, shape, dtype) * (subspaces * width) ** -0.5
 
@@ -69,7 +69,7 @@ class _ProductTables(LinearHead):
 
 
 class ProductHead(_ProductTables):
-  """softmax(hidden · rowᵀ + bias), where each row is composed of the M sub-vectors of its codes.
+  """softmax(hidden · rowᵀ + bias), each row composed of M sub-vectors.
 
   K·D parameters (and V for a bias) and V·M codes represent V·D numbers. The loss is exact, in tiles
   of rows that are composed where they are used; decoding a few rows sums M gathered numbers for
@@ -94,7 +94,7 @@ class ProductHead(_ProductTables):
     return RowFactory(self.array("codes"), self.array("tables"), product.compose)
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """Blocks of tokens; with few rows of `hidden` the scores are sums of M gathered numbers.
+    """Blocks of tokens; few rows of `hidden` are scored by sums of gathered numbers.
 
     Many rows share the cost of composing the block, and one product is faster than M gathers each.
     """

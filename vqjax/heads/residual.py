@@ -16,14 +16,14 @@ from vqjax.variables import Declaration, Variable, table
 
 
 def compose(own: tuple[Array, Array], shared: tuple[Array, Array]) -> Float[Array, "W D"]:
-  """codebook[code] + low · up, for rows with (code, low) and the shared (codebook, up)."""
+  """codebook[code] + low · up, from rows (code, low) and shared (codebook, up)."""
   code_W, low_WR = own
   codebook_KD, up_RD = shared
   return codebook_KD[code_W] + low_WR @ up_RD
 
 
 class ResidualCodebookHead(LinearHead):
-  """softmax(hidden · rowᵀ + bias), where a row is the vector of its code plus a low-rank residual.
+  """softmax(hidden · rowᵀ + bias), a row being its code plus a low-rank residual.
 
   The head has K·D + R·(V + D) parameters, and V for a bias. The residual distinguishes the tokens
   of a code by context, which a bias cannot; at rank 0 the head would be the codebook head, with its
@@ -51,7 +51,7 @@ class ResidualCodebookHead(LinearHead):
   bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
-    """Codebook [K, D], residuals [V, R] · [R, D], the bias [V] and the code of each token [V]."""
+    """Codebook [K, D], residuals [V, R] · [R, D], bias [V] and assignment [V]."""
     v, d, k, r, dtype = self.vocab, self.dim, self.codes, self.rank, self.param_dtype
     declared = {
       "codebook": Variable((k, d), ("shared_codes", "width"), self.codebook_init, dtype),
@@ -81,7 +81,7 @@ class ResidualCodebookHead(LinearHead):
     return self.array("token_bias")
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """Blocks of tokens, from scores of all codes and of the R vectors that are computed once."""
+    """Blocks of tokens, from scores of all codes and R vectors computed once."""
     self._check_hidden(hidden)
     (code_V, low_VR), bias, (codebook, up) = rows["per_row"], rows["bias"], rows["shared"]
     scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)

@@ -14,7 +14,7 @@ Proposal = Callable[[int], Float[Array, "V"]]
 
 
 class SampledSoftmaxHead(DenseHead):
-  """A `DenseHead` that is trained on the scores of `samples` tokens instead of all V.
+  """A `DenseHead` that is trained on the scores of a sample of the tokens.
 
   Given a random stream "sample", as in training steps, `loss_terms` estimates the log-probability
   from one sample for all tokens of the batch (`ops.sampled_softmax`): O(N·S·D), consistent as S
@@ -43,7 +43,7 @@ class SampledSoftmaxHead(DenseHead):
   def loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """An estimate of `log_prob` from a sample, and `aux`; exact without a stream "sample"."""
+    """`log_prob` and `aux`; an estimate where there is a random stream "sample"."""
     if not self.has_rng("sample"):
       return super().loss_terms(hidden, tokens)
     self._check_hidden(hidden)

@@ -1,4 +1,4 @@
-"""The base class of heads that predict a group of the vocabulary, then a slot inside the group."""
+"""The base class of heads that predict a group, then a slot inside the group."""
 
 import abc
 import math
@@ -50,7 +50,7 @@ class TwoLevelHead(GroupDecodingHead):
   param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
-    """The weight [G, D] and the bias [G] of the groups, and the order of the tokens [V]."""
+    """The groups' weight [G, D] and bias [G], and the order of the tokens [V]."""
     groups, v, dtype = self.groups_and_slots()[0], self.vocab, self.param_dtype
     shape, axes = (groups, self.dim), ("groups", "table_embed")
     declared = {"group_weight": Variable(shape, axes, self.group_init, dtype, pad_value=0)}
@@ -115,7 +115,7 @@ class TwoLevelHead(GroupDecodingHead):
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats, with the slots of one group each; nan outside [0, V)."""
+    """Log-probability of `tokens` in nats; nan for a token outside [0, V)."""
     self._check_hidden(hidden)
     known, token = in_vocabulary(tokens, self.vocab)
     group, slot = group_ops.group_and_slot(self._position_of(token), self.starts)

@@ -1,4 +1,4 @@
-"""How do the counts of the tokens enter a head: as its first biases, or as a proposal?"""
+"""Token counts as initial biases and as a proposal of the sampled softmax."""
 
 import dataclasses
 from typing import Any
@@ -14,30 +14,30 @@ from vqjax.assign.table import checked_counts
 
 
 def smoothed(counts: ArrayLike, vocab: int, smoothing: float) -> Float[np.ndarray, "{vocab}"]:
-  """Each token's count + smoothing, float64 [V]: a token that was never seen is not impossible.
+  """Each token's count + smoothing, float64 [V].
 
   Raises:
-    ValueError: counts of another length, negative, not integers or all zero; a smoothing that is
-      not positive.
+    ValueError: `counts` have another length, are negative, not integers or all zero, or `smoothing`
+      is not positive.
   """
   if not 0 < smoothing < np.inf:
-    raise ValueError(f"smoothing {smoothing} is not a positive number; 1 is usual")
+    raise ValueError(f"`smoothing` must be positive and finite; got {smoothing}. 1 is usual.")
   return checked_counts(counts, vocab) + float(smoothing)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnigramBias:
-  """Initialiser of `CodebookHead`'s token bias: tokens on a code start with their unigram.
+  """Initialiser of `CodebookHead`'s token bias: unigrams within each code.
 
     b_v = log(count_v + smoothing) - log(mean of count_u + smoothing over the tokens u on v's code)
 
-  Only differences inside of a code matter to p(token | code). The mean makes the mass of each code,
-  sum of exp(b_u), the number of its tokens: what it is without a bias. So p(code) is that of the
-  head without one, and a trained or converted codebook keeps its meaning.
+  p(token | code) depends only on differences within a code. Subtracting the mean makes the mass of
+  each code, the sum of exp(b_u), equal to the number of its tokens, as without a bias. So p(code)
+  is that of the head without a bias, and a trained or converted codebook keeps its meaning.
 
   Attributes:
     counts: occurrences of each token in the training text, integers [V].
-    assignment: the code of each token, integers [V]; the same as the head's.
+    assignment: the code of each token, integers [V]; equal to the head's.
     smoothing: added to each count.
   """
 
@@ -46,7 +46,11 @@ class UnigramBias:
   smoothing: float = 1.0
 
   def __call__(self, key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """The bias [V]; ValueError where counts and assignment are not those of `shape`."""
+    """The bias [V].
+
+    Raises:
+      ValueError: the counts or the assignment do not have `shape`.
+    """
     del key
     (vocab,) = shape
     count_V = smoothed(self.counts, vocab, self.smoothing)
@@ -60,7 +64,7 @@ class UnigramBias:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnigramProposal:
-  """Proposal of `SampledSoftmaxHead`: tokens are drawn as often as they come in the text.
+  """Proposal of `SampledSoftmaxHead`: tokens are drawn by their frequency.
 
   Attributes:
     counts: occurrences of each token in the training text, integers [V].

@@ -13,7 +13,7 @@ from vqjax.variables import Declaration, Variable
 
 
 class UnsharedGroupedHead(TwoLevelHead):
-  """p(group of the token) · p(its slot in the group), with a slot weight for each group.
+  """p(group of the token) · p(its slot), with a slot weight for each group.
 
   Each group has a weight [S, D] for its slots: D·(G + G·S) parameters, about D·G more than a dense
   head, but only D·(G + S) multiply-adds for each token. Source: LLM Vocabulary Compression for

@@ -1,4 +1,4 @@
-"""What program is a head's training loss, alone, on random hidden vectors and tokens?"""
+"""A head's training loss on random hidden vectors and tokens, for measurements."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ from vqjax.types import Dtype
 def loss_and_gradient(
   head: Head, tokens: int, dtype: Dtype = jnp.float32
 ) -> tuple[Callable, tuple]:
-  """(function, its arguments), to be compiled and timed, of a freshly initialised head.
+  """The loss and gradient of a freshly initialised head, and its arguments.
 
-  The function gives the mean loss in nats, and its gradient in the parameters and in the hidden
-  vectors, which are of `dtype`.
+  The function returns the mean loss in nats, and its gradient with respect to the parameters and
+  the hidden vectors, which have `dtype`.
   """
   keys = jax.random.split(jax.random.key(0), 3)
   hidden = jax.random.normal(keys[0], (tokens, head.dim), dtype)

@@ -32,7 +32,7 @@ class Quantized(NamedTuple):
 
 
 class Quantizer(Layer):
-  """A differentiable map from vectors [*B, D] to vectors [*B, D] given by M codes below K.
+  """A differentiable map from vectors [*B, D] to vectors given by M codes below K.
 
   In training (`train=True`) the responses are normalised by the batch, noise is drawn from the rng
   stream "sample", and the collections `batch_stats`, `centroids` and `revival` are updated where
@@ -82,7 +82,7 @@ class Quantizer(Layer):
     return {"mean": running_moment(0), "var": running_moment(1)}
 
   def of_width(self, width: int) -> "Quantizer":
-    """A quantiser with results of this width; the quantiser itself where it has a `dim`."""
+    """A quantiser with results of this width, unless `dim` is set."""
     return self if self.dim is not None else self.clone(dim=width)
 
   def check(self) -> None:
@@ -202,16 +202,16 @@ class Quantizer(Layer):
 
   @abc.abstractmethod
   def _comparison(self) -> Callable[[Array], Array]:
-    """A pure function: queries [N, P, C] -> responses [N, M, K], not normalised, float32."""
+    """A pure function: queries [N, P, C] -> raw responses [N, M, K], float32."""
 
   @abc.abstractmethod
   def _quantize(self, vectors, query, train, mask):
-    """Rows [N, D], codes [N, M] and loss terms of vectors [N, D], as queries [N, P, C]."""
+    """Rows [N, D], codes [N, M] and terms of vectors [N, D], queries [N, P, C]."""
 
   def _over_responses(self, function: Callable, query, train, mask) -> Any:
-    """Calls function(responses [n, M, K]) for all tokens, in chunks: `ops.quantize.in_chunks`.
+    """Calls function(responses [n, M, K]) for all tokens, in chunks.
 
-    The responses are normalised, with noise in training.
+    The responses are normalised, with noise in training. See `ops.quantize.in_chunks`.
     """
     compare, normalize = self._comparison(), self._normalizer(query, train, mask)
     key = self.make_rng("sample") if train and self.gumbel else None

@@ -15,7 +15,7 @@ from vqjax.variables import Declaration, Variable
 
 @dataclasses.dataclass(frozen=True)
 class MovingAverage:
-  """Centroids follow the mean of the vectors that chose them; no gradient trains them.
+  """Centroids as moving averages of the vectors that choose them.
 
   Attributes:
     decay: decay of the running counts and sums in each step.
@@ -36,9 +36,10 @@ class MovingAverage:
 
 
 class CentroidQuantizer(KeyedQuantizer):
-  """The centroid of largest response, -|vector - centroid|², with a straight-through gradient.
+  """The nearest centroid, with a straight-through gradient.
 
-  Keys and values are one table, the centroids. Source: DPQ-VQ, Eq. 6 and 7.
+  The response of a centroid is -|vector - centroid|². Keys and values are one table, the centroids.
+  Source: DPQ-VQ, Eq. 6 and 7.
 
   Attributes:
     gradient: `ops.quantize.straight_through` or `rotated`.

@@ -49,7 +49,7 @@ class KeyedQuantizer(Quantizer):
   revival: Revival | None = dataclasses.field(default=None, kw_only=True)
 
   def declare(self) -> Declaration:
-    """The base's variables, and the running counts [M or 1, K] and offsets of revived keys."""
+    """The base's variables, and running counts and offsets of the keys."""
     declared = dict(super().declare())
     if self.revival is not None:
       shape, options = self._table_shape(self.dim), {"collection": "revival", "random": False}

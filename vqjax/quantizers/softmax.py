@@ -1,4 +1,4 @@
-"""Quantisers trained through a softmax over codes: of keys (DPQ-SX), a network, or free codes."""
+"""Quantisers trained through a softmax over codes, such as DPQ-SX."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from vqjax.variables import Declaration, Variable
 
 
 class _ChosenBySoftmax(Quantizer):
-  """Base class of quantisers whose result is the value of the largest of K responses.
+  """Base class of quantisers that choose the value of the largest response.
 
   Attributes:
     value_dim: width of the result; None: the width of the vectors.
@@ -71,7 +71,7 @@ class _ChosenBySoftmax(Quantizer):
 
 
 class SoftmaxQuantizer(_ChosenBySoftmax, KeyedQuantizer):
-  """The value of the key of largest response, with the gradient of the softmax of all responses.
+  """The value of the key of largest response, trained through a softmax.
 
   The forward pass gives the chosen value exactly. The gradient of keys and vectors goes through
   softmax(responses / temperature): DPQ-SX, Eq. 3-5. The gradient of the values is that of the
@@ -115,11 +115,11 @@ class SoftmaxQuantizer(_ChosenBySoftmax, KeyedQuantizer):
 
 
 class EncoderQuantizer(_ChosenBySoftmax):
-  """Codes from a network of two layers, with the responses log softplus(W2 tanh(W1 x)).
+  """Codes from a network of two layers.
 
-  With `additive`, Gumbel noise in training, `forward_temperature` 1, no normalisation and a trained
-  table as input, the codes are those of Shu and Nakayama, Compressing word embeddings via deep
-  compositional code learning, 2018.
+  The responses are log softplus(W2 tanh(W1 x)). With `additive`, Gumbel noise in training,
+  `forward_temperature` 1, no normalisation and a trained table as input, the codes are those of Shu
+  and Nakayama, Compressing word embeddings via deep compositional code learning, 2018.
 
   Attributes:
     hidden: width of the hidden layer; None: M·K/2.
@@ -172,7 +172,7 @@ class FreeQuantizer(_ChosenBySoftmax):
   """
 
   def of_width(self, width: int) -> "FreeQuantizer":
-    """A quantiser with results of this width; the quantiser itself where it has a `dim`."""
+    """A quantiser with results of this width, unless `dim` is set."""
     choices = self.subspaces * self.codes
     return self if self.dim is not None else self.clone(dim=choices, value_dim=width)
 
