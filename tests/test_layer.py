@@ -1,0 +1,101 @@
+"""A layer's variables, size and axes follow from its declaration."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vqjax.heads import Head
+from vqjax.layer import Layer
+from vqjax.variables import Variable, table
+
+
+def drawn(shape, axes, **options):
+  return Variable(shape, axes, jax.nn.initializers.normal(), **options)
+
+
+class Inner(Layer):
+  def declare(self):
+    return {"scale": drawn((5,), ("embed",), dtype=jnp.bfloat16)}
+
+  def flops_per_token(self):
+    return 0
+
+
+class Outer(Layer):
+  inner: Layer
+  embedding: Layer | None = None
+
+  def declare(self):
+    double = lambda value, shape, dtype: (2 * value).astype(dtype)
+    return {
+      "weight": drawn((3, 5), ("vocab", "embed"), pad_value=0),
+      "order": table((3,), ("vocab",), lambda: [2, 0, 1]),
+      "doubled": Variable((3,), ("vocab",), double, jnp.uint8, "codes", source="order"),
+      "inner": self.inner,
+    } | ({} if self.embedding is None else {"embedding": self.embedding})
+
+  def flops_per_token(self):
+    return 30
+
+  def __call__(self):
+    return self.array("weight") * self.inner.array("scale")
+
+
+def test_variables_are_created_as_they_are_declared():
+  layer = Outer(Inner())
+  made = layer.init(jax.random.key(0))
+  shapes = {"weight": (3, 5), "inner": {"scale": (5,)}}
+  assert jax.tree.map(jnp.shape, made["params"]) == shapes
+  assert made["codes"]["order"].tolist() == [2, 0, 1]
+  assert made["codes"]["doubled"].tolist() == [4, 0, 2]
+  assert made["codes"]["doubled"].dtype == jnp.uint8
+  np.testing.assert_array_equal(
+    layer.apply(made), made["params"]["weight"] * made["params"]["inner"]["scale"]
+  )
+
+
+def test_size_and_axes_are_derived_and_a_tied_embedding_is_not_counted():
+  for layer in (Outer(Inner()), Outer(Inner(), embedding=Inner())):
+    assert layer.size() == (15 + 5, 4 * 15 + 2 * 5 + 4 * 3 + 3, 30)
+  assert layer.logical_axes() == {
+    "params": {
+      "weight": ("vocab", "embed"),
+      "inner": {"scale": ("embed",)},
+      "embedding": {"scale": ("embed",)},
+    },
+    "codes": {"order": ("vocab",), "doubled": ("vocab",)},
+  }
+
+
+def test_arrays_with_a_pad_value_are_sharded_by_rows():
+  layer = Outer(Inner())
+  parts = layer.apply(layer.init(jax.random.key(0)), method="sharded_arrays")
+  assert {name: part.pad_value for name, part in parts.items()} == {"weight": 0}
+
+
+def test_an_undeclared_array_is_none():
+  layer = Outer(Inner())
+  assert layer.apply(layer.init(jax.random.key(0)), "bias", method="array") is None
+
+
+def test_variables_of_another_shape_are_refused():
+  layer = Outer(Inner())
+  made = layer.init(jax.random.key(0))
+  made["codes"] = made["codes"] | {"order": jnp.zeros(4, jnp.int32)}
+  with pytest.raises(ValueError, match=r"`order` .*\(3,\).*\(4,\)"):
+    layer.apply(made)
+
+
+def test_axes_must_name_every_axis():
+  with pytest.raises(ValueError, match=r"`axes` .*vocab"):
+    drawn((3, 5), ("vocab",))
+
+
+def test_a_head_without_its_methods_cannot_be_constructed():
+  class Incomplete(Head):
+    def declare(self):
+      return {}
+
+  with pytest.raises(TypeError, match="log_prob"):
+    Incomplete(3, 2)
