@@ -147,9 +147,9 @@ class CodebookHead(Head):
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`, from the same scores of the codes."""
-    found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
+    scores = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
     terms = self._commitment(hidden, tokens) if self.commitment else {}
-    return found.log_prob, terms | regularizers.terms(self, found, tokens)
+    return scores.log_prob, terms | regularizers.terms(self, scores, tokens)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]

@@ -103,17 +103,14 @@ class GroupDecodingHead(Head):
       _, tokens, visited = self.top_k_visited(hidden, 1)
       return tokens[..., 0], visited
     if allowed is None and top_k is not None:
-      return self._drawn_from_best(hidden, key, temperature, top_k, top_p)
+      log_prob_Bk, token_Bk, visited = self.top_k_visited(hidden, min(top_k, self.vocab))
+      return sampling.draw_among(log_prob_Bk / temperature, token_Bk, key, top_p), visited
     if top_k is None and top_p is None and not greedy:
       return self._drawn_by_group(hidden, key, temperature, allowed)
     if allowed is None and temperature == 1 and self._prefers_group_search(hidden):
       return self._drawn_from_nucleus(hidden, key, top_p)
     tokens = super().sample(hidden, key, temperature, top_k, top_p, allowed)
     return tokens, self._all_groups(hidden)
-
-  def _drawn_from_best(self, hidden, key, temperature, top_k, top_p):
-    log_prob_Bk, token_Bk, visited_B = self.top_k_visited(hidden, min(top_k, self.vocab))
-    return sampling.draw_among(log_prob_Bk / temperature, token_Bk, key, top_p), visited_B
 
   def _drawn_from_nucleus(self, hidden, key, top_p):
     def body(rows, hidden, key):

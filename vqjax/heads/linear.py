@@ -92,8 +92,8 @@ class LinearHead(Head):
     """`log_prob` and `aux`, in one pass over the vocabulary."""
     if not (self.z_loss or self.label_smoothing):
       return super().loss_terms(hidden, tokens)
-    found = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
-    return found.log_prob, regularizers.terms(self, found, tokens)
+    scores = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
+    return scores.log_prob, regularizers.terms(self, scores, tokens)
 
   def aux(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
