@@ -1,4 +1,4 @@
-"""Tests of k-means: nearest centers, inertia against scikit-learn, meshes, and errors."""
+"""Tests of k-means against scikit-learn and float64, on meshes too."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Tests of unshared groups, in the loop of a CPU and in the ragged product of accelerators."""
+"""Tests of unshared groups, by the loop of a CPU and by ragged products."""
 
 import functools
 

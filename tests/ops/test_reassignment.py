@@ -1,4 +1,4 @@
-"""Tests of the reassignment of tokens to codes: its bound, its splits and its limits."""
+"""Tests of the reassignment of tokens to codes: bound, splits and limits."""
 
 import jax
 import jax.numpy as jnp

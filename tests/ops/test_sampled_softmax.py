@@ -1,4 +1,4 @@
-"""Tests of the sampled softmax: consistency, exactness for all tokens, size, and errors."""
+"""Tests of the sampled softmax: consistency, exactness for all tokens, size."""
 
 import jax
 import jax.numpy as jnp

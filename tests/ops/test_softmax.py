@@ -1,4 +1,4 @@
-"""Tests of the tiled log-probability: exactness at any shape, size of its arrays, and errors."""
+"""Tests of the tiled log-probability: exactness at any shape, size of arrays."""
 
 import inspect
 

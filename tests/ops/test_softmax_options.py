@@ -1,4 +1,4 @@
-"""Tests of entropy, mean, best tokens, softcap and losses against float64 computations."""
+"""Tests of entropy, mean, best tokens, softcap and losses against float64."""
 
 import functools
 import inspect

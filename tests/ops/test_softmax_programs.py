@@ -1,4 +1,4 @@
-"""Tests of the tiled softmax's programs: products, temporaries, and transfers of a mesh."""
+"""Tests of the tiled softmax's programs: products, temporaries, transfers."""
 
 import jax
 import jax.numpy as jnp

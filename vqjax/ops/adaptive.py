@@ -1,4 +1,4 @@
-"""Log-probabilities in the clusters of an adaptive softmax, at the cost of their own tokens.
+"""Log-probabilities in the clusters of an adaptive softmax.
 
 A cluster of rare tokens has V_i rows, scored with a narrow vector, and few of the tokens of a
 batch. These few are moved to the front, and a loop of dynamic length scores a chunk of them at a
@@ -28,12 +28,12 @@ def cluster_log_prob(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of the tokens `inside` under softmax(narrow · weightᵀ); 0 elsewhere.
+  """Log-probability, in nats, of the tokens in a cluster; 0 for all others.
 
-  The result is exact and no array [N, V] exists. Other tokens are not scored: with n tokens inside,
-  time is O(n·V·w), where n is rounded up to a multiple of a chunk, an eighth of the tokens. If
-  tokens are sharded over devices, n is the largest number on a device. Reverse mode scores the n
-  tokens once more than `linear_log_prob`.
+  The distribution is softmax(narrow · weightᵀ). The result is exact and no array [N, V] exists.
+  Other tokens are not scored: with n tokens inside, time is O(n·V·w), where n is rounded up to a
+  multiple of a chunk, an eighth of the tokens. If tokens are sharded over devices, n is the largest
+  number on a device. Reverse mode scores the n tokens once more than `linear_log_prob`.
 
   Args:
     narrow: the projected vector of each token.
@@ -51,6 +51,7 @@ def cluster_log_prob(
   tile = tiles.default_tile(
     math.ceil(n / 8), weight.shape[0], vocab_parallel.platform(), vocab_parallel.devices()
   )
+  # Stable, so that tokens keep their order; False sorts before True.
   order_PN = jnp.argsort(~inside_PN, axis=1, stable=True)
   # The inverse permutation.
   rank_PN = jnp.argsort(order_PN, axis=1)
@@ -85,9 +86,10 @@ class _First(NamedTuple):
   count: Array
 
 
+# A loop whose length is known only at run time has no reverse mode of its own.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_prob(plan, narrow_PNw, weight, removed, token_PN, first):
-  """Log-probabilities of the first tokens of the order, and arbitrary values of the others."""
+  """Log-probabilities of the first tokens of the order; arbitrary for others."""
   ordered = _Chunk(_permuted(narrow_PNw, first.order), _permuted(token_PN, first.order))
   of_chunk = lambda chunk: _chunk_log_prob(plan, chunk.narrow, weight, removed, chunk.token)
 

@@ -51,11 +51,12 @@ def beam_search(
   eos: int,
   penalty: float = 0.6,
 ) -> BeamResult:
-  """The sequence of highest log p / ((5 + n) / 6)^penalty of each row, n tokens with `eos`.
+  """The sequence of highest log p / ((5 + n) / 6)^penalty of each row.
 
-  Each row keeps its `beams` most likely unfinished sequences. The search stops when no unfinished
-  sequence can become better than the best finished one. Source: Wu et al., Google's neural machine
-  translation system, 2016, Eq. 14, without its coverage penalty.
+  Here n is the number of tokens with `eos`. Each row keeps its `beams` most likely unfinished
+  sequences. The search stops when no unfinished sequence can become better than the best finished
+  one. Source: Wu et al., Google's neural machine translation system, 2016, Eq. 14, without its
+  coverage penalty.
 
   Args:
     step: returns the C >= 2·beams most likely next tokens (or all of a smaller vocabulary) of each

@@ -68,14 +68,14 @@ class _Plan(NamedTuple):
 
 
 class _Runs(NamedTuple):
-  """Items sorted by class: their order, and the first index and length of each class's run."""
+  """Items sorted by class: order, and first index and length of each class."""
 
   order: Int[Array, "X"]
   first: Int[Array, "C"]
   count: Int[Array, "C"]
 
   def members(self, which: Array, start: Array, size: int, valid: Array) -> Array:
-    """`size` members of a class from `start` on; distinct numbers out of range beyond its last."""
+    """`size` members of a class from `start` on, padded with numbers out of range."""
     # Distinct, so that scatters may rely on unique indices.
     step = jnp.arange(size, dtype=jnp.int32)
     exists = (start + step < self.count[which]) & valid
@@ -84,6 +84,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(class_X, classes):
+  # Items of no class sort behind all others, and `segment_sum` leaves them out.
   class_X = jnp.where((class_X >= 0) & (class_X < classes), class_X, classes)
   count_C = jax.ops.segment_sum(jnp.ones_like(class_X), class_X, classes)
   return _Runs(jnp.argsort(class_X).astype(jnp.int32), jnp.cumsum(count_C) - count_C, count_C)
@@ -129,7 +130,7 @@ class _Work(NamedTuple):
 
 
 def _sizes(plan, tokens, rows):
-  """Tokens and rows of an item: a class of mean size in equal tiles, its tokens in chunks."""
+  """Tokens and rows of an item, for a class of mean size in equal tiles."""
   mean = -(-rows // plan.classes)
   tile = -(-mean // -(-mean // TILE))
   return min(tokens, max(32, min(CHUNK, -(-tokens // plan.classes)))), tile
@@ -152,13 +153,14 @@ def _plan_work(plan, class_PN, class_V):
 
 
 class _Running(NamedTuple):
-  """Statistics of a token's class: its own score, the largest, sum of exp(score - top)."""
+  """Own score of a token, largest score of its class, sum of exp(score - top)."""
 
   own: Array
   top: Array
   total: Array
 
 
+# A loop whose length is known only at run time has no reverse mode of its own.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_prob(plan, hidden_PND, weight, class_V, row_PN, class_PN):
   return _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN)[0]
@@ -171,6 +173,7 @@ def _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN):
   def of_shard(items, hidden_ND, row_N, state_N3, index):
     tokens, rows = items.item(index, work.rows, sizes)
     score_nw, own_nw, _, _ = _scored(plan, hidden_ND, weight, row_N, tokens, rows)
+    # `clip` reads some token for padding, and `drop` below does not write it back.
     old = _Running(*jnp.moveaxis(state_N3.at[tokens].get(mode="clip"), -1, 0))
     top = jnp.maximum(old.top, score_nw.max(axis=-1))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
@@ -271,7 +274,7 @@ def empty_normalizers(batch: tuple[int, ...], classes: int) -> Normalizers:
 def add_scores(
   old: Normalizers, scores: Float[Array, "*B W"], classes_of_rows: Int[Array, "W"]
 ) -> Normalizers:
-  """The normalisers with the scores of some rows added; rows without a class are left out."""
+  """The normalisers with the scores of some rows added, by class."""
   classes = old.top.shape[-1]
   by_class = lambda reduce, x: jnp.moveaxis(
     reduce(jnp.moveaxis(x, -1, 0), classes_of_rows, classes), 0, -1
@@ -284,7 +287,7 @@ def add_scores(
 
 
 def log_normalizers(local: Normalizers, vocab_axis: str | None) -> Float[Array, "*B C"]:
-  """log sum of exp(scores) of each class over all devices; 0 for a class without rows."""
+  """log sum of exp(scores) of each class, over all devices; 0 without rows."""
   axis = vocab_parallel.inside(vocab_axis)
   top, total = local
   if axis:

@@ -34,10 +34,10 @@ def log_mass(
   bias: Float[Array, "V"] | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "{codes}"]:
-  """Log-mass of each code: log sum of exp(bias) over its tokens, log of their number without bias.
+  """Log-mass of each code: log sum of exp(bias) over its tokens.
 
-  A code without tokens has -inf, which removes it from the distribution. Inside of `vocab_axis` the
-  tokens of all devices are summed.
+  Without a bias the mass is the number of tokens. A code without tokens has -inf, which removes it
+  from the distribution. Inside of `vocab_axis` the tokens of all devices are summed.
   """
   axis = vocab_parallel.inside(vocab_axis)
   in_all = lambda x: lax.psum(x, axis) if axis else x
@@ -52,8 +52,9 @@ def log_mass(
 
 
 def _shares(assignment, codes, bias, axis):
-  """exp(bias) relative to the largest of its code [V], and the largest bias of each code [K]."""
+  """exp(bias - the largest of its code) [V], and the largest of each code [K]."""
   bias_V = bias.astype(jnp.float32)
+  # The log-mass does not depend on the shift, so that no gradient has to pass through it.
   top_K = jax.ops.segment_max(jax.lax.stop_gradient(bias_V), assignment, codes)
   top_K = lax.pmax(top_K, axis) if axis else top_K
   shift_K = jnp.where(jnp.isneginf(top_K), 0.0, top_K)
@@ -103,7 +104,7 @@ def code_softmax(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> CodeSoftmax:
-  """Statistics of `tokens` under the softmax of hidden · codebook[code of the token] + bias.
+  """Statistics of `tokens` under softmax(hidden · codebook[assignment]ᵀ + bias).
 
   This takes O(N·K·D) time, O(V) once for the mass of the codes, and no array of N·V elements. A
   token outside [0, V), or with a code outside [0, K), has a log-probability of nan.
@@ -139,6 +140,7 @@ def code_softmax(
 def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
   codes = codebook.shape[0]
   mass_K = log_mass(assignment, vocab_parallel.rows_in_all(axis, codes), bias, axis)
+  # The assignment may be stored in a narrow integer type, in which row arithmetic would overflow.
   code = vocab_parallel.sharded_lookup(assignment, token, axis).astype(jnp.int32)
   of_code = softmax.linear_softmax(
     hidden,
@@ -182,7 +184,7 @@ def all_code_scores(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B {codes}"]:
-  """Scores hidden · codebookᵀ of all codes, float32, each computed on the device of its row."""
+  """Scores hidden · codebookᵀ of all codes, float32, on all devices."""
   scores = softmax.linear_scores(hidden, codebook, dtype=dtype)
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
@@ -230,16 +232,17 @@ def draw_within(
   bias: Float[Array, "V"] | None = None,
   vocab_axis: str | None = None,
 ) -> Int[Array, "*B"]:
-  """A token of the given code, drawn in proportion to exp(bias), or uniformly without a bias.
+  """A token of the given code, drawn in proportion to exp(bias).
 
   A block of consecutive tokens is drawn first, by the mass of the code in it, then a token of the
-  block: O(V) time once and O(sqrt V) for each row. The token is -1 for a code without tokens, or
-  whose tokens all have bias -inf. Inside of `vocab_axis` each device draws among its own tokens,
-  and a device is drawn by its mass of the code.
+  block: O(V) time once and O(sqrt V) for each row. Without a bias the draw is uniform. The token is
+  -1 for a code without tokens, or whose tokens all have bias -inf. Inside of `vocab_axis` each
+  device draws among its own tokens, and a device is drawn by its mass of the code.
   """
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return _draw_locally(key, code, assignment, codes, bias)[1]
+  # Each device needs noise of its own.
   key = jax.random.fold_in(vocab_parallel.varying(key, axis), lax.axis_index(axis))
   device_key, token_key = jax.random.split(key)
   mass, token = _draw_locally(token_key, code, assignment, codes, bias)
@@ -267,7 +270,7 @@ def _draw_locally(key, code, assignment, codes, bias):
 
 
 def _block_width(vocab: int, codes: int) -> int:
-  """Number of tokens of a block: about sqrt V, more if blocks · codes exceeded `BLOCK_MASSES`."""
+  """Number of tokens of a block: sqrt V, or more for many codes."""
   blocks = max(1, min(math.isqrt(vocab), BLOCK_MASSES // codes))
   return -(-vocab // blocks)
 

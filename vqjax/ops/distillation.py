@@ -1,4 +1,4 @@
-"""Distillation losses between two vocabulary softmaxes, without the logits of either.
+"""Distillation losses between two softmaxes, without the logits of either.
 
 A student distribution p = softmax(s) is compared with a teacher distribution q = softmax(t) over
 one vocabulary. Only [N]-sized sums, kept relative to running maxima, survive from one part of the
@@ -52,7 +52,7 @@ def linear_soft_target_loss(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> SoftTargetLoss:
-  """Cross-entropy and Kullback-Leibler divergence of a linear student from a linear teacher.
+  """Cross-entropy and KL divergence of a linear student from a linear teacher.
 
   Both distributions are those of `linear_softmax`, their scores divided by `temperature`. The
   losses are exact and differentiable, in reverse mode, in all six arrays. A teacher under
@@ -141,7 +141,7 @@ def block_soft_target_loss(
   teacher_softcap: float | int | None = None,
   dtype: Dtype | None = None,
 ) -> SoftTargetLoss:
-  """Cross-entropy and Kullback-Leibler divergence of a student in blocks from a linear teacher.
+  """Cross-entropy and KL divergence of a student in blocks from a linear teacher.
 
   The losses are exact and differentiable, in reverse mode, in the arrays that the blocks are
   computed from; the teacher has no gradient. The gradient computes each block once more instead of
@@ -204,7 +204,7 @@ def _check_positive(name, value):
 
 
 class _Sums(NamedTuple):
-  """Sums over the part of the vocabulary that was scored, of student scores s and teacher scores t.
+  """Sums of student scores s and teacher scores t over some of the vocabulary.
 
   Attributes:
     top: largest s.
@@ -304,7 +304,7 @@ class _Plan(NamedTuple):
 
 
 class _Saved(NamedTuple):
-  """Per-token values of the forward pass that the cotangents of the scores are computed from.
+  """Per-token values of the forward pass that the backward pass needs.
 
   Attributes:
     top: largest s.
@@ -336,6 +336,7 @@ def _loss(scorings, tile, vocab_axis, student, teacher):
   return jax.tree.map(lambda x: shards.join(x, n), _pass(plan, student, teacher))
 
 
+# JAX's own gradient of the scans would store the scores of all tiles, [N, V], twice.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pass(plan, student, teacher):
   return _forward(plan, student, teacher)[0]
@@ -384,7 +385,7 @@ def _pass_backward(plan, residuals, cotangents):
 
 
 def _d_scores(scores, row_v11, given):
-  """Cotangents of the scores s and t: (p - q) · g, and q · (the mean of s under q - s) · g."""
+  """Cotangents of the scores: (p - q) · g, and q · (mean of s under q - s) · g."""
   del row_v11
   s, t = scores
   saved = given.saved

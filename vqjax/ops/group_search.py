@@ -57,15 +57,16 @@ class SearchOrder(NamedTuple):
 
 
 def step_width(rows: int, groups: int, slots: int) -> int:
-  """Number of groups of a step: `WIDTH`, or fewer if all rows would have more than 4 Mi scores."""
+  """Number of groups of a step: `WIDTH`, or fewer beyond 4 Mi scores."""
   return max(1, min(WIDTH, groups, 2**22 // max(1, rows * slots)))
 
 
 def search_order(log_group: Float[Array, "*B G"], width: int) -> SearchOrder:
-  """The groups by descending probability, in steps of `width`; groups of equal ones in order."""
+  """The groups by descending probability, in steps of `width`."""
   missing = -log_group.shape[-1] % width
   fill = [(0, 0)] * (log_group.ndim - 1) + [(0, missing)]
   number = jnp.broadcast_to(jnp.arange(log_group.shape[-1], dtype=jnp.int32), log_group.shape)
+  # Two keys: groups of equal probability come in the order of their numbers.
   falling, group = lax.sort((-log_group, number), num_keys=2)
   falling = jnp.pad(falling, fill, constant_values=jnp.inf)
   group = jnp.pad(group, fill)
@@ -83,7 +84,7 @@ def best_first_top_k(
   width: int = WIDTH,
   axis: str | None = None,
 ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Int[Array, "*B"]]:
-  """Log-probabilities and positions of the k most likely tokens, and number of visited groups.
+  """The k most likely tokens: log-probabilities, positions, visited groups.
 
   The result equals that of scoring every group: log-probabilities in descending order, ties in the
   order of their positions, -inf and -1 in entries without a token. A row visits the groups that
@@ -125,7 +126,7 @@ def _flat(array):
 
 
 def _merge_by_position(top, scores, positions):
-  """The top k of a list and new scores, ties by position; `topk.merge` keeps ties as they came."""
+  """The top k of a list and new scores, ties by position unlike `topk.merge`."""
   k = top.scores.shape[-1]
   new = topk.merge(topk.empty(scores.shape[:-1], k), scores, positions)
   score, position = (jnp.concatenate(pair, axis=-1) for pair in zip(top, new))
@@ -159,9 +160,10 @@ def best_first_nucleus(
   width: int = WIDTH,
   axis: str | None = None,
 ) -> Nucleus:
-  """A draw from the smallest set of best tokens whose mass reaches `top_p`, and their ties.
+  """A draw from the `top_p` nucleus, by best-first search.
 
-  At most `steps` steps of `width` groups are scored. The set is complete once the tokens that are
+  The nucleus is the smallest set of best tokens whose mass reaches `top_p`, with their ties. At
+  most `steps` steps of `width` groups are scored. The set is complete once the tokens that are
   more likely than the next group have the mass.
   """
   axis = vocab_parallel.inside(axis)
@@ -185,6 +187,7 @@ def best_first_nucleus(
     scores, positions = score_CBw.at[index].set(_flat(score_BWS)), _flat(position_BWS)
     return index + 1, scores, position_CBw.at[index].set(positions)
 
+  # All scores of the search are stored, for the bisection and the draw after it.
   shape = count, *batch, width * slots
   start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
   start = vocab_parallel.varying(start, *vocab_parallel.varies_over(jax.typeof(log_group)))

@@ -33,9 +33,10 @@ def group_starts(vocab: int, groups: int) -> np.ndarray:
 def checked_sizes(
   vocab: int, groups: int | None = None, sizes: tuple[int, ...] | None = None
 ) -> np.ndarray:
-  """Number of tokens in each group, int64 [G], from `sizes` or from a number of equal groups.
+  """Number of tokens in each group, int64 [G].
 
-  Without both arguments there are floor(sqrt(V)) groups.
+  They are `sizes`, or the sizes of `groups` equal groups; without both there are floor(sqrt(V))
+  groups.
 
   Raises:
     ValueError: `vocab` is below 1, both arguments are given, there are more groups than tokens, a
@@ -76,7 +77,7 @@ def checked_sizes(
 
 
 def check_order(order: ArrayLike, vocab: int) -> None:
-  """Checks that `order` contains each token of [0, V) once; under jit, only its shape and dtype.
+  """Checks that `order` is a permutation; under jit, only its shape and dtype.
 
   Raises:
     ValueError: `order` is not a permutation; the message gives the first wrong token.
@@ -132,7 +133,7 @@ def log_prob_in_group(scores: Float[Array, "*B S"], sizes, slot: Int[Array, "*B"
 
 
 class Slots(NamedTuple):
-  """Parameters of slot scores: weight [S, D], bias [S] or None, scale and shift [G, S]."""
+  """Weight [S, D], bias [S] or None, scale and shift [G, S] of slot scores."""
 
   weight: Array
   bias: Array | None
@@ -149,11 +150,12 @@ def slot_log_prob(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of a slot in its group; only the token's own group is scored.
+  """Log-probability, in nats, of a slot in its group.
 
-  A tile of tokens is scored at a time, and once more for the gradient: a few arrays of [tile, S]
-  exist at a time, and none of [N, S]. Inside of `vocab_axis`, `slots` and `sizes` are those of the
-  device's own groups, and `group` counts over the groups of all devices.
+  Only the token's own group is scored. A tile of tokens is scored at a time, and once more for the
+  gradient: a few arrays of [tile, S] exist at a time, and none of [N, S]. Inside of `vocab_axis`,
+  `slots` and `sizes` are those of the device's own groups, and `group` counts over the groups of
+  all devices.
   """
   axis = vocab_parallel.inside(vocab_axis)
   local = group - vocab_parallel.first_row(axis, sizes.shape[0])

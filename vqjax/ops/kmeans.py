@@ -48,13 +48,14 @@ def kmeans(
   chunk: int | None = None,
   axis: str | None = None,
 ) -> KMeans:
-  """k-means clusters: Lloyd's iterations on sum_i w_i |x_i - c_a(i)|² from k-means|| seeds.
+  """k-means clusters by Lloyd's iterations from k-means|| seeds.
 
-  Equal keys give equal clusters, on any number of devices up to the order of float32 sums. A
-  cluster without weight moves to one of the points of highest cost; it can stay empty if fewer than
-  `clusters` points are distinct. Iterations end early when one changes nothing. Sources: Lloyd
-  1982; Bahmani et al. 2012, Algorithm 2, with draws of a fixed number without replacement; Arthur
-  and Vassilvitskii 2007, with the best of 2 + floor(ln K) draws at each step.
+  The objective is sum_i w_i |x_i - c_a(i)|². Equal keys give equal clusters, on any number of
+  devices up to the order of float32 sums. A cluster without weight moves to one of the points of
+  highest cost; it can stay empty if fewer than `clusters` points are distinct. Iterations end early
+  when one changes nothing. Sources: Lloyd 1982; Bahmani et al. 2012, Algorithm 2, with draws of a
+  fixed number without replacement; Arthur and Vassilvitskii 2007, with the best of 2 + floor(ln K)
+  draws at each step.
 
   Args:
     key: random key of the seeding.
@@ -80,7 +81,7 @@ def kmeans(
 def nearest(
   points: Float[Array, "N D"], centers: Float[Array, "K D"], *, chunk: int | None = None
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-  """Nearest center of each point (the lowest of equally near ones), and its squared distance.
+  """Nearest center of each point, the lowest of ties, and its squared distance.
 
   Raises:
     ValueError: there is no center, or `chunk` is below 1.
@@ -124,7 +125,7 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
 
 
 class _Data(NamedTuple):
-  """The points of this device, relative to `shift`: a large common offset would cost precision."""
+  """The points of this device, relative to `shift` for precision."""
 
   points: Array
   weights: Array
@@ -150,7 +151,7 @@ class _Assigned(NamedTuple):
 
 
 def _assign(data: _Data, centers_KD: Array) -> _Assigned:
-  """Nearest center of each point of this device, and sums of each center over these points."""
+  """Nearest center of each point of this device, and sums of each cluster."""
   (n, d), k = data.points.shape, centers_KD.shape[0]
   size = (
     data.chunk or default_tile(n, k, vocab_parallel.platform(), vocab_parallel.devices()).tokens
@@ -229,7 +230,7 @@ def _best(data: _Data, scores_N: Array, k: int) -> topk.TopK:
 
 
 def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
-  """K of the points: candidates drawn by k-means||, among which weighted k-means++ chooses."""
+  """K of the points, chosen by weighted k-means++ from k-means|| candidates."""
   n = data.points.shape[0]
   draws = min(vocab_parallel.rows_in_all(data.axis, n), max(64, DRAWS * clusters))
 
@@ -257,7 +258,7 @@ def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
 
 
 def _pull(weights: Array, cost: Array) -> Array:
-  """Sampling weights: weight times cost, or the weight alone before the first center."""
+  """Sampling weights: weight times cost, or the weight before the first center."""
   return weights * jnp.where(jnp.isinf(cost), 1, cost)
 
 

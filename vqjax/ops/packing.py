@@ -1,4 +1,4 @@
-"""Tables of integers below K at ceil(log2 K) bits a number, and access to some of their rows.
+"""Tables of integers below K, packed at ceil(log2 K) bits a number.
 
 The numbers of a table [V, M] are stored without gaps, row after row, low bit first: number i has
 bits [i·b, (i + 1)·b) of the bytes, in the order of NumPy's `packbits(bitorder="little")`.
@@ -46,7 +46,7 @@ class RowSource(Protocol):
 
 
 def packed(table: RowSource, bits: int) -> UInt8[np.ndarray, "bytes"]:
-  """The bytes of a table at `bits` bits a number; at most one block of rows is held unpacked.
+  """The bytes of a table at `bits` bits a number, packed block by block.
 
   Raises:
     ValueError: a number is negative or needs more than `bits` bits.
@@ -72,7 +72,7 @@ def packed(table: RowSource, bits: int) -> UInt8[np.ndarray, "bytes"]:
 def unpacked_rows(
   data: UInt8[Array, "bytes"], row: Int[Array, "*B"], columns: int, bits: int
 ) -> UInt32[Array, "*B M"]:
-  """Rows of a packed table, from the bytes of these rows; a `row` out of range gives some row.
+  """Rows of a packed table; a `row` out of range gives some row.
 
   Raises:
     ValueError: the table has 2^31 bytes or more.
@@ -103,7 +103,7 @@ def _windows(data, start, length):
 
 
 def _numbers(byte_NB, shift_N, columns, bits):
-  """Numbers from the bytes of each row, which begins `shift` bits into its first byte."""
+  """Numbers of each row, which begins `shift` bits into its first byte."""
   if shift_N is not None:
     after = jnp.pad(byte_NB[:, 1:], ((0, 0), (0, 1)))
     shift = shift_N[:, None]
@@ -123,7 +123,7 @@ def _numbers(byte_NB, shift_N, columns, bits):
 def is_below(
   data: UInt8[np.ndarray, "bytes"], shape: tuple[int, int], bits: int, most: int
 ) -> bool:
-  """Whether every number of a packed table is below `most`; one block is unpacked at a time."""
+  """Whether every number of a packed table is below `most`, block by block."""
   rows, columns = shape
   if most >= 2**bits:
     return True

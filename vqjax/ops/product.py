@@ -1,4 +1,4 @@
-"""Rows of a weight as product codes: composition, nearest codes, and scores without composition.
+"""Rows of a weight as product codes: composition, nearest codes, and scores.
 
 Row v is the concatenation of M sub-vectors; the m-th is the vector of table m with the index that
 code m of v gives. One table may serve all m, and vectors of full width may be averaged instead of
@@ -16,7 +16,7 @@ from vqjax.ops import vocab_parallel
 def compose(
   codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"], additive: bool = False
 ) -> Float[Array, "*W D"]:
-  """Rows from their codes: M concatenated vectors, or their mean; Q is M, or 1 if they share."""
+  """Rows from their codes: M concatenated vectors, or their mean; Q is M or 1."""
   return joined(chosen_parts(codes, tables), additive)
 
 
@@ -50,7 +50,7 @@ def nearest_rows(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> 
 
 
 def quantized(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Float[Array, "W D"]:
-  """Rows that the nearest codes compose, with a straight-through gradient of the latent rows.
+  """Rows that the nearest codes compose, straight-through in the latent rows.
 
   The tables get the exact gradient of the composed rows.
   """
@@ -61,7 +61,7 @@ def quantized(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Flo
 def partial_scores(
   hidden: Float[Array, "*B D"], tables: Float[Array, "M K C"], dtype
 ) -> Float[Array, "*B M K"]:
-  """Scores of every sub-vector of every table, float32, of which `summed_scores` adds up rows."""
+  """Scores of every sub-vector of every table, float32."""
   hidden_BMC = hidden.reshape(*hidden.shape[:-1], tables.shape[0], -1)
   return jnp.einsum(
     "...mc,mkc->...mk",

@@ -24,7 +24,7 @@ Response = Callable[[Array, Array], Array]
 def dot_response(
   query: Float[Array, "*B P C"], keys: Float[Array, "Q K C"]
 ) -> Float[Array, "*B M K"]:
-  """Inner products of queries and keys (Eq. 3). One of P and Q may be 1; the other is M."""
+  """Inner products of queries and keys (Eq. 3); P and Q are M or 1."""
   query, keys = query.astype(jnp.float32), keys.astype(jnp.float32)
   if keys.shape[0] == 1:
     return jnp.einsum("...mc,kc->...mk", query, keys[0])
@@ -58,7 +58,7 @@ def _unit(x):
 
 
 def in_chunks(function: Callable[[Any], Any], tokens: Any, scores: int) -> Any:
-  """`function(tokens)`, applied to chunks of the tokens: a tree of [N, ...] -> one of [N, ...].
+  """`function(tokens)` of trees [N, ...], applied to chunks of the tokens.
 
   If the scores of all tokens exceed one tile, the intermediate values of `function` are computed
   again in the backward pass, and exist for one chunk at a time. Each device of a mesh splits its
@@ -92,7 +92,7 @@ def in_chunks(function: Callable[[Any], Any], tokens: Any, scores: int) -> Any:
 
 
 def _chunks(tokens: int, scores: int) -> int:
-  """The fewest chunks of at most a tile of scores each, or a near divisor of the tokens."""
+  """Number of chunks: the fewest of a tile each, or a near divisor of the tokens."""
   # A divisor needs no padding, which would copy the tokens.
   least = max(1, min(tokens, -(-tokens * scores // tiles.most_scores())))
   return next((count for count in range(least, 2 * least) if tokens % count == 0), least)
@@ -104,7 +104,7 @@ def moments_of(
   mask: Bool[Array, "N"] | None,
   scores: int,
 ) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
-  """Mean and variance of each code's responses [N, M, K], over the mask's tokens and all parts.
+  """Mean and variance of each code's responses [N, M, K] over tokens and parts.
 
   Both are 0 if the mask has no token. Responses are computed `in_chunks`.
   """
@@ -131,7 +131,7 @@ def moments_of(
 def weighted(
   weights: Float[Array, "*B M K"], values: Float[Array, "Q K C"], additive: bool = False
 ) -> Float[Array, "*B D"]:
-  """Weighted sums of the values of all codes; one-hot weights equal `product.compose`."""
+  """Weighted sums of all codes' values; `product.compose` for one-hot weights."""
   if values.shape[0] == 1:
     parts = jnp.einsum("...mk,kc->...mc", weights, values[0])
   else:
@@ -146,12 +146,12 @@ def softmax_quantized(
   forward_temperature: float = 0.0,
   additive: bool = False,
 ) -> tuple[Float[Array, "*B D"], Int[Array, "*B M"]]:
-  """DPQ-SX: the value of the best code, with the gradient of a softmax (Eq. 4 and 5), and the code.
+  """DPQ-SX: value and index of the best code, with the gradient of a softmax.
 
-  The vector equals the value of the code exactly. Its gradient in the responses is that of
-  softmax(response / temperature) · values, and in the values that of the one-hot code. With a
-  `forward_temperature` above 0 the vector is softmax(response / forward_temperature) · values, and
-  the values have its gradient.
+  The vector equals the value of the code exactly (Eq. 4 and 5). Its gradient in the responses is
+  that of softmax(response / temperature) · values, and in the values that of the one-hot code. With
+  a `forward_temperature` above 0 the vector is softmax(response / forward_temperature) · values,
+  and the values have its gradient.
   """
   code = jnp.argmax(response, axis=-1).astype(jnp.int32)
   soft = jax.nn.softmax(response / temperature, axis=-1)
@@ -196,7 +196,7 @@ def straight_through(
 
 
 def rotated(row: Float[Array, "*B D"], query: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-  """The row, with the gradient of the rotation and scaling that takes the query to it.
+  """The row, with the gradient of the rotation that takes the query to it.
 
   Rotation and scaling are constants in the gradient, and a vector of zeros passes no gradient. The
   parts [*B, M, C] of a product code are separate rows and queries. Source: Fifty et al.,
@@ -235,7 +235,7 @@ def summed_distance(
 def noise(
   key: PRNGKeyArray, index: Int[Array, "N"], shape: tuple[int, int]
 ) -> Float[Array, "N M K"]:
-  """Gumbel noise of tokens from their indices, independent of the other tokens of the batch."""
+  """Gumbel noise of tokens from their indices, independent of other tokens."""
   return jax.vmap(lambda one: jax.random.gumbel(jax.random.fold_in(key, one), shape))(index)
 
 
@@ -250,7 +250,7 @@ def code_counts(
 
 
 def code_perplexity(counts: Float[Array, "*M K"]) -> Float[Array, "*M"]:
-  """exp of the entropy of the codes: K for uniform counts, 1 for a single code, 0 for no counts."""
+  """exp of the entropy of the codes: K for uniform counts, 0 for no counts."""
   total = counts.sum(axis=-1, keepdims=True)
   share = counts / jnp.maximum(total, 1)
   entropy = -jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0).sum(-1)
@@ -264,7 +264,7 @@ def gathered_sums(
   count: int,
   mask: Bool[Array, "*B"] | None = None,
 ) -> tuple[Float[Array, "Q K"], Float[Array, "Q K C"]]:
-  """Number of tokens, and sum of their queries, of each code of `tables` (1 or M) tables."""
+  """Number of tokens and sum of queries of each code of `tables` (1 or M) tables."""
   one_hot = jax.nn.one_hot(codes, count, dtype=jnp.float32)
   if mask is not None:
     one_hot = jnp.where(mask[..., None, None], one_hot, 0.0)
@@ -297,7 +297,7 @@ def drawn_queries(
   shape: tuple[int, int],
   mask: Bool[Array, "*B"] | None = None,
 ) -> Float[Array, "Q K C"]:
-  """Queries of random tokens of the mask, with replacement, one for each code of each table."""
+  """Queries of random tokens of the mask, one for each code of each table."""
   flat = query.reshape(-1, *query.shape[-2:])
   weight = jnp.ones(flat.shape[0]) if mask is None else mask.reshape(-1).astype(jnp.float32)
   row = jax.random.categorical(key, jnp.log(weight), shape=shape)

@@ -29,7 +29,7 @@ At 4096 rows in 224 groups, 8 to 24 are equally fast; larger blocks hold more ro
 
 
 class _Linears(NamedTuple):
-  """One linear layer for each group: weight [G, S, D], bias [G, S] or None, sizes [G]."""
+  """A layer for each group: weight [G, S, D], bias [G, S] or None, sizes [G]."""
 
   weight: Array
   bias: Array | None
@@ -54,7 +54,7 @@ def unshared_slot_log_prob(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of a slot among the sizes[g] slots of its token's group g.
+  """Log-probability, in nats, of a slot among those of its token's group.
 
   Sums accumulate in float32 and the result is float32; it is -inf for a slot that the group lacks.
   Differentiable in `hidden`, `weight` and `bias`, in reverse mode. Inside of `vocab_axis` the
@@ -91,6 +91,7 @@ def unshared_slot_log_prob(
   return lax.psum(log_prob, axis) if axis else log_prob
 
 
+# The loop of `ragged_product` has a dynamic length and so no reverse mode of its own.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_prob(dtype, linears: _Linears, tokens: _Tokens) -> Array:
   """Log-probabilities [N] of the slots; 0 for tokens of no group."""
@@ -116,7 +117,7 @@ _log_prob.defvjp(_forward, _backward)
 
 
 def _on_each_device(function, linears, per_token):
-  """function(linears, tree of [N, ...]) -> (tree of [N, ...], tree of sums over the tokens).
+  """A function that returns (values [N, ...], sums over tokens), on all devices.
 
   Each device of the automatic axes computes its own tokens, and the sums are added up.
   """
@@ -179,7 +180,7 @@ def _has_group(linears, tokens):
 
 
 def _scores(dtype, linears, tokens, counts):
-  """Scores [N, S] in float32, -inf for slots that a group lacks; tokens sorted by group."""
+  """Scores [N, S] of tokens sorted by group; -inf for slots that a group lacks."""
   scores_NS = ragged_product(tokens.hidden.astype(dtype), linears.weight, counts, contracted=2)
   # Tokens of no group read the last group's size, so that their scores have a finite maximum.
   group = jnp.minimum(tokens.group, linears.sizes.shape[0] - 1)
@@ -199,9 +200,10 @@ def ragged_product(
   counts: Int[Array, "G"],
   contracted: int,
 ) -> Float[Array, "N Y"]:
-  """Products of rows with the matrices of their groups, contracted along axis 1 or 2 of `weight`.
+  """Products of rows with the matrices of their groups.
 
-  The first counts[0] rows are of group 0, and so on; rows beyond all groups get arbitrary values.
+  They are contracted along axis 1 or 2 (`contracted`) of `weight`. The first counts[0] rows are of
+  group 0, and so on; rows beyond all groups get arbitrary values.
   The weight is cast to the dtype of the rows, and the result is float32. XLA lowers ragged products
   for a CPU to dense ones over all groups, so there a loop multiplies blocks of one group's rows.
   `jax.vmap` runs the product once for each element.
@@ -235,7 +237,7 @@ def _outer_native(left, right, counts):
 
 
 class _Blocks(NamedTuple):
-  """Blocks of consecutive rows of one group: number; and group, first row and size of each."""
+  """Blocks of rows of one group: number; group, first row and size of each."""
 
   count: Array
   group: Array
@@ -244,7 +246,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(counts, n):
-  """The blocks of n rows, in order; the last of a group may reach into the next group's rows."""
+  """The blocks of n rows; the last of a group may reach into the next group."""
   rows_end, blocks = jnp.cumsum(counts), -(-counts // BLOCK)
   blocks_end = jnp.cumsum(blocks)
   # Each nonempty group, of which there are at most min(n, G), may end with one partial block.
@@ -257,7 +259,7 @@ def _blocks(counts, n):
 
 
 def _padded(rows):
-  """Rows with one block of zeros at the end: `dynamic_slice` would shift a slice that overruns."""
+  """Rows with one block of zeros: `dynamic_slice` shifts a slice that overruns."""
   return jnp.concatenate([rows, jnp.zeros((BLOCK, rows.shape[1]), rows.dtype)])
 
 

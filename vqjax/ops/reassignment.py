@@ -1,4 +1,4 @@
-"""Reassignment of tokens to codes by the hidden vectors of the contexts they occur in.
+"""Reassignment of tokens to codes by the hidden vectors of their contexts.
 
 With the codebook and the hidden vectors h_n of a sample held fixed, a token v on code k adds
 x_v exp(h_n · c_k) to each normaliser Z_n, x_v = exp(b_v) being its weight on the code (1 without
@@ -69,7 +69,7 @@ def contexts(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Contexts:
-  """Sums that `reassigned` needs, over the positions with target `tokens` in the mask."""
+  """Sums over the positions of the mask, with targets `tokens`, for `reassigned`."""
   vocab, codes = assignment.shape[0], codebook.shape[0]
   hidden, weight = hidden.astype(jnp.float32), mask.astype(jnp.float32)
   by_token = lambda shape, values: jnp.zeros(shape, jnp.float32).at[tokens].add(values)
@@ -97,7 +97,7 @@ def reassigned(
   bias: Float[Array, "V"] | None = None,
   chunk: int = 4096,
 ) -> Reassigned:
-  """Moves each token to its best code, and splits codes with the codes that have no tokens.
+  """Moves tokens to their best codes, and splits codes onto codes without tokens.
 
   A token moves if the sample gains more than log K nats, the description length of a code: a rare
   token has too few contexts for a smaller gain to be reliable (minimum description length). A code
@@ -130,7 +130,7 @@ def reassigned(
 
 
 def _split_codes(sums: Contexts, assignment, codes):
-  """The assignment with codes split, the code whose row each code has, and the number of splits."""
+  """The new assignment, the code whose row each code has, and number of splits."""
   by_code = lambda x: jax.ops.segment_sum(x, assignment, codes)
   count_V, token_V = sums.count, jnp.arange(assignment.shape[0])
   mean_VD = sums.hidden / jnp.maximum(count_V, 1)[:, None]

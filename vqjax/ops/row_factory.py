@@ -26,7 +26,8 @@ class RowFactory:
     per_row: a tree of arrays [V, ...], of which each row has its own part.
     shared: a tree of arrays that all rows are composed of; () for none.
     compose: (per_row [v, ...], shared) -> rows [v, D], differentiable in its floating-point arrays;
-      row i of the result depends on row i of `per_row` only.
+      row i of the result depends on row i of `per_row` only. It is compared by identity: a new
+      lambda at each call would compile a program at each call.
   """
 
   per_row: Any
@@ -86,7 +87,7 @@ class RowFactory:
     )
 
   def rounded(self, gradient: "RowFactory") -> "RowFactory":
-    """A gradient that began as `zero_gradient`, in the dtypes of the arrays themselves."""
+    """A gradient that began as `zero_gradient`, in the dtypes of the arrays."""
     return jax.tree.map(lambda x, d: None if d is None else d.astype(x.dtype), self, gradient)
 
   def add_gradient(
@@ -95,7 +96,7 @@ class RowFactory:
     """`gradient` with the cotangent of the rows from `start` on pulled back and added."""
 
     def add(total, part):
-      """Adds [v, ...] to rows from `start` on; they may overlap those of the tile before."""
+      """Adds [v, ...] to rows from `start` on, which may overlap the tile before."""
       old = lax.dynamic_slice_in_dim(total, start, part.shape[0])
       return lax.dynamic_update_slice_in_dim(total, old + part.astype(total.dtype), start, axis=0)
 

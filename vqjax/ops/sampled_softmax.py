@@ -35,17 +35,17 @@ class Candidates(NamedTuple):
 
 
 class Estimate(NamedTuple):
-  """Estimates, float32 and in nats, of a token's log-probability and of the log-normaliser."""
+  """Estimates in nats, float32: a token's log-probability, the log-normaliser."""
 
   log_prob: Float[Array, "*B"]
   log_z: Float[Array, "*B"]
 
 
 def log_uniform(vocab: int) -> Float[Array, "{vocab}"]:
-  """Log-probabilities of the log-uniform distribution: q_v = log((v + 2) / (v + 1)) / log(V + 1).
+  """Log-probabilities of q_v = log((v + 2) / (v + 1)) / log(V + 1).
 
-  It follows Zipf's law if token ids are sorted by descending frequency, as in word-level
-  tokenizers.
+  This log-uniform distribution follows Zipf's law if token ids are sorted by descending frequency,
+  as in word-level tokenizers.
   """
   rank_V = jnp.arange(1, vocab + 1, dtype=jnp.float32)
   return jnp.log(jnp.log1p(1 / rank_V)) - jnp.log(jnp.log(jnp.float32(vocab + 1)))
@@ -61,10 +61,11 @@ def check_samples(samples: int, vocab: int) -> None:
 
 
 def draw_candidates(key: PRNGKeyArray, log_q: Float[Array, "V"], samples: int) -> Candidates:
-  """`samples` distinct tokens, drawn without replacement from softmax(log_q) in O(V) time.
+  """`samples` distinct tokens, drawn without replacement from softmax(log_q).
 
-  A token of log_q -inf is never drawn. If fewer others than `samples` exist, such tokens fill the
-  list with a `log_inclusion` of infinity, which gives them weight 0 in an estimate.
+  This takes O(V) time. A token of log_q -inf is never drawn. If fewer others than `samples` exist,
+  such tokens fill the list with a `log_inclusion` of infinity, which gives them weight 0 in an
+  estimate.
 
   Raises:
     ValueError: `samples` is not in [1, V].
@@ -92,7 +93,7 @@ def sampled_softmax(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Estimate:
-  """Estimated statistics of `tokens` under softmax(hidden · weightᵀ + bias), from candidates.
+  """Estimates of `tokens` under softmax(hidden · weightᵀ + bias).
 
   This takes O(N·S·D) time. S + N rows of the weight are gathered once, and only they get a
   gradient. A token outside [0, V) has log-probability nan. `dtype` is the dtype of the products'

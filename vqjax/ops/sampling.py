@@ -1,4 +1,4 @@
-"""Top-k and sampling from scores that are computed a block of the vocabulary at a time.
+"""Top-k and sampling from scores that come a block of the vocabulary at a time.
 
 A head provides its scores as `Blocks`; the scores of the whole vocabulary never exist for all rows
 at once. Filters apply in the order temperature, top_k, top_p. Where each device of a mesh axis has
@@ -56,6 +56,7 @@ class Blocks(NamedTuple):
     # A carry varies over the same mesh axes as the scores that are merged into it.
     scores = jax.eval_shape(self.block, jax.ShapeDtypeStruct((), jnp.int32))[0]
     carry = vocab_parallel.varying(carry, *vocab_parallel.varies_over(scores))
+    # `scan`, because a `fori_loop` has no reverse mode, which distillation from blocks needs.
     return lax.scan(lambda carry, index: (step(carry, index), None), carry, self.indices)[0]
 
 
@@ -74,6 +75,7 @@ def row_blocks(
   beyond the vocabulary, score -inf.
   """
   axis = vocab_parallel.inside(axis)
+  # Of the device's own rows: all devices have equally many, and so equally many blocks.
   width = block_width(math.prod(batch), rows)
   first = vocab_parallel.first_row(axis, rows)
 
@@ -87,7 +89,7 @@ def row_blocks(
 
 
 def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) -> Blocks:
-  """Blocks in which every token that the mask `allowed`, [V] or [*B, V], excludes scores -inf."""
+  """Blocks that score -inf where the mask `allowed`, [V] or [*B, V], is False."""
   if allowed is None:
     return blocks
   allowed = jnp.asarray(allowed)
@@ -106,7 +108,7 @@ def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) ->
 
 
 def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Array]:
-  """The k highest scores in descending order, their tokens, and the log-normaliser [*B].
+  """The k highest scores in descending order, tokens, and log-normaliser [*B].
 
   Equal scores keep the order of the blocks. Entries without a token of a score above -inf have
   token -1.
@@ -137,7 +139,7 @@ def _shift(top):
 
 
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
-  """A token drawn from softmax(scores) by the Gumbel-max trick; -1 where every score is -inf."""
+  """A Gumbel-max draw from softmax(scores); -1 where every score is -inf."""
   # Blocks are numbered over all devices, so that no two of them use the same noise.
   first = vocab_parallel.first_row(blocks.axis, blocks.count)
 
@@ -148,6 +150,7 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
     noisy_BW = score_BW.astype(jnp.float32) + noise_BW
     index_B = jnp.argmax(noisy_BW, axis=-1)
     top_B = jnp.take_along_axis(noisy_BW, index_B[..., None], axis=-1)[..., 0]
+    # Strictly: where every score is -inf the token stays -1.
     better_B = top_B > best_B
     chosen_B = jnp.where(better_B, token_W[index_B].astype(jnp.int32), chosen_B)
     return jnp.maximum(best_B, top_B), chosen_B
@@ -169,7 +172,7 @@ def sample(
   top_k: int | None = None,
   top_p: float | None = None,
 ) -> Int[Array, "*B"]:
-  """A token from softmax(scores / temperature), cut to the `top_k` best and the `top_p` nucleus.
+  """A token from softmax(scores / temperature), cut by `top_k` and `top_p`.
 
   The nucleus is the smallest set of most probable tokens whose mass reaches `top_p`, with all
   tokens that tie with its last. Without `top_k` its lowest score is found, exactly, by bisection
@@ -197,7 +200,7 @@ def draw_among(
   top_p: float | None = None,
   axis: str | None = None,
 ) -> Int[Array, "*B"]:
-  """A draw from the softmax over each row's own candidates, cut to its `top_p` nucleus.
+  """A draw from the softmax over each row's own candidates, cut by `top_p`.
 
   Inside of `axis` each device has its own candidates. The token is -1 where every score is -inf.
   """
@@ -276,7 +279,7 @@ def nucleus_edge(
 
 
 def _stored(blocks: Blocks) -> Blocks:
-  """Blocks whose scores are computed once and stored, if there are at most `STORED_SCORES`."""
+  """Blocks whose scores are stored, if there are at most `STORED_SCORES`."""
   score, _ = jax.eval_shape(blocks.block, jax.ShapeDtypeStruct((), jnp.int32))
   if blocks.count * math.prod(score.shape) > STORED_SCORES:
     return blocks
@@ -288,7 +291,7 @@ _SIGN = np.uint32(0x80000000)
 
 
 def _to_ordinal(x: Float[Array, "*B"]) -> Array:
-  """A uint32 in the order of the float32, so that bisection ends at two neighbouring floats."""
+  """A uint32 in the order of the float32, for bisection between neighbours."""
   # The bits of a positive float sort as integers; those of a negative one sort backwards.
   bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)

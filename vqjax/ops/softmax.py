@@ -67,12 +67,13 @@ def linear_softmax(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> LinearSoftmax:
-  """Statistics of `tokens` under softmax(softcap · tanh((hidden · weightᵀ + bias) / softcap)).
+  """Statistics of `tokens` under softmax(hidden · weightᵀ + bias), exactly.
 
-  The computation is exact: sums accumulate in float32 and results are float32 for inputs of any
-  float type. Neither the forward nor the backward pass holds an array of N·V elements. A bias of
-  -inf removes its row from the distribution. A token outside [0, V) has no probability: its
-  `log_prob` is nan, so that a loss over it cannot pass unnoticed.
+  With a `softcap` c, scores are c · tanh((hidden · weightᵀ + bias) / c). Sums accumulate in float32
+  and results are float32 for inputs of any float type. Neither the forward nor the backward pass
+  holds an array of N·V elements. A bias of -inf removes its row from the distribution. A token
+  outside [0, V) has no probability: its `log_prob` is nan, so that a loss over it cannot pass
+  unnoticed.
 
   Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode.
   Under `jax.jit` XLA removes the gradient of an operand that needs none (`jax.lax.stop_gradient`,
@@ -146,7 +147,7 @@ def linear_cross_entropy(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> Float[Array, "*B"]:
-  """Cross-entropy of each token, in nats, with label smoothing and z-loss; not reduced.
+  """Cross-entropy of each token, in nats, with label smoothing and z-loss.
 
     token_weight · (-(1 - s) log p(token) - s · mean_v log p_v + z_loss · (log z)²),
 
@@ -227,11 +228,11 @@ def linear_scores(
 
 
 def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:
-  """log softmax over the last axis, which inside of `vocab_axis` is sharded over its devices."""
+  """log softmax over the last axis, which may be sharded over `vocab_axis`."""
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return jax.nn.log_softmax(scores)
-  # The result does not depend on the maximum, and `pmax` has no gradient.
+  # The result does not depend on the maximum, and `pmax` has no derivative.
   top = lax.pmax(lax.stop_gradient(scores.max(axis=-1, keepdims=True)), axis)
   above = scores - top
   return above - jnp.log(lax.psum(jnp.exp(above).sum(axis=-1, keepdims=True), axis))

@@ -1,4 +1,4 @@
-"""Per-token statistics of softmax(hidden · weightᵀ + bias) from one pass over tiles.
+"""Statistics of softmax(hidden · weightᵀ + bias) from one pass over tiles.
 
 A running maximum and running sums are merged from tile to tile (`_merge`), then over the devices of
 the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent of a tile of scores
@@ -137,12 +137,13 @@ class _Running(NamedTuple):
 
 
 class _Normalizer(NamedTuple):
-  """log Z in two parts: their sum would round `log_sum` away under a large common offset."""
+  """log Z in two parts: a sum would round `log_sum` away under a large offset."""
 
   top: Array
   log_sum: Array
 
 
+# JAX's own gradient of the scans would store the scores of all tiles, [N, V].
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pass(plan, hidden_PND, weight, bias_V, row_PN):
   """Statistics of tokens at index `row` of the rows, which may be another device's."""
@@ -221,7 +222,7 @@ def _merge(old, scores, first_row, row_Pn):
 
 
 def _all_reduce(local, axis, rows):
-  """The statistics over all devices of the axis, each with `rows` rows, from those of each."""
+  """The statistics over all devices of the axis, each with `rows` rows."""
   if axis is None:
     return local
   top = lax.pmax(local.top, axis)
@@ -246,7 +247,7 @@ def _all_reduce(local, axis, rows):
 
 
 class _Cotangents(NamedTuple):
-  """Per-token values that the cotangents of the scores are computed from; None: no such term.
+  """Per-token values that the cotangents of the scores are computed from.
 
   Attributes:
     row: row of the token.

@@ -1,4 +1,4 @@
-"""Functions of all scores hidden · weightᵀ + bias, tile by tile, and their gradients.
+"""Functions of the scores hidden · weightᵀ + bias, tile by tile, with gradients.
 
 Tiles are two-dimensional. The vocabulary is the outer loop, so that each tile of the weight is read
 once and its gradient is written once; the tokens are the inner loop. A function keeps [N]-sized
@@ -32,13 +32,13 @@ class Tile(NamedTuple):
 
 
 def default_tile(tokens: int, vocab: int, platform: str = "cpu", devices: int = 1) -> Tile:
-  """The tile for N tokens and V rows on one of `devices` devices ("cpu", "gpu", "tpu", ...).
+  """The default tile for N tokens and V rows on one of `devices` devices.
 
-  At most 512 x 1280 scores on a CPU: 2.5 MiB in float32, near the size of a cache, and large enough
-  for its matrix products. Several CPU devices share the cache of one processor: 256 x 320 each.
-  Elsewhere at most 4096 x 8192 (128 MiB), beside whose product the launch of a kernel is short.
-  Each axis is cut into equal parts, rounded up to a multiple of 64, so the last tile overlaps
-  little.
+  `platform` is "cpu", "gpu", "tpu", ... At most 512 x 1280 scores on a CPU: 2.5 MiB in float32,
+  near the size of a cache, and large enough for its matrix products. Several CPU devices share the
+  cache of one processor: 256 x 320 each. Elsewhere at most 4096 x 8192 (128 MiB), beside whose
+  product the launch of a kernel is short. Each axis is cut into equal parts, rounded up to a
+  multiple of 64, so the last tile overlaps little.
   """
   limit = _largest_tile(platform, devices)
   return Tile(_even_part(tokens, limit.tokens), _even_part(vocab, limit.vocab))
@@ -57,7 +57,7 @@ def _largest_tile(platform, devices):
 
 
 def _even_part(size, limit):
-  """The smallest multiple of 64 that covers `size` in ceil(size / limit) parts, at most `size`."""
+  """The smallest multiple of 64 that covers `size` in ceil(size / limit) parts."""
   count = max(1, math.ceil(size / limit))
   return max(1, min(size, 64 * math.ceil(size / count / 64)))
 
@@ -79,7 +79,7 @@ def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
 
 
 class Cut(NamedTuple):
-  """Tile and token shards of a computation, equal in its forward and its backward pass."""
+  """Tile and token shards of a computation, equal in its two passes."""
 
   tile: Tile
   shards: TokenShards
@@ -108,7 +108,7 @@ class Scoring(NamedTuple):
     return raw if self.temperature == 1 else raw / self.temperature
 
   def pull_back(self, score: Array, d_score: Array) -> Array:
-    """The cotangent of hidden · weightᵀ + bias, from finished scores and their cotangent."""
+    """The cotangent of hidden · weightᵀ + bias, from that of the finished scores."""
     if self.softcap is not None:
       # d tanh(x) = 1 - tanh(x)², and score · temperature / c is that tanh.
       slope = 1 - (score * (self.temperature / self.softcap)) ** 2
@@ -118,7 +118,7 @@ class Scoring(NamedTuple):
 
 
 class Linear(NamedTuple):
-  """Operands of a layer: hidden [P, N, D], weight [V, D] as `RowFactory`, bias [V] or None."""
+  """Operands: hidden [P, N, D], weight [V, D] as `RowFactory`, bias [V] or None."""
 
   hidden: Array
   weight: RowFactory
@@ -133,7 +133,7 @@ class Edge(NamedTuple):
 
 
 def edge(index: Array, size: int, total: int) -> Edge:
-  """Tile `index`; the last one is moved back to end at `total`, its overlap marked as not fresh."""
+  """Tile `index`; the last one is moved back to end at `total`."""
   nominal = index * size
   start = jnp.minimum(nominal, total - size)
   return Edge(start, start + jnp.arange(size, dtype=jnp.int32) >= nominal)
@@ -201,7 +201,7 @@ def fold(
 
 
 def _weight_and_bias(cut, scoring, layer, start):
-  """A tile of rows [v, D], cast, and its bias [v]; gathered if sharded over automatic axes."""
+  """A tile of rows [v, D], cast and replicated, and its bias [v]."""
   weight_vD = layer.weight.part(start, cut.tile.vocab).all().astype(scoring.dtype)
   if layer.bias is None:
     return cut.shards.whole(weight_vD), None
@@ -216,7 +216,7 @@ def gradients(
   per_token: Any,
   d_scores: Callable[[tuple[Array, ...], Array, Any], tuple[Array, ...]],
 ) -> tuple[Linear, ...]:
-  """Cotangents of every layer's hidden, weight and bias; None for integer arrays of a weight.
+  """Cotangents of every layer's hidden, weight (floating-point arrays) and bias.
 
   Scores are [v, P, n] here, so that both products read their operands along rows. Gradients that
   nobody uses are computed too, as far as JAX knows: XLA removes them, with their products and
@@ -324,7 +324,7 @@ class _Sums(NamedTuple):
 
 
 def _add_tile(sums, rows, hidden_PnD, d_vPn, start):
-  """The sums with the contributions of one tile of tokens, from the cotangent of its scores."""
+  """The sums with the contributions of one tile of tokens."""
   d_hidden, d_weight, d_bias = sums
   if d_bias is not None:
     d_bias = d_bias + d_vPn.sum(axis=2)
@@ -340,7 +340,7 @@ def _add_tile(sums, rows, hidden_PnD, d_vPn, start):
 
 
 def _store_rows(gradient, sums, layer, start):
-  """The gradient of a layer with the sums of a tile of rows added; overlapping rows add 0."""
+  """The gradient of a layer with the sums of a tile of rows added."""
   weight = layer.weight.add_gradient(gradient.weight, start, sums.weight.sum(axis=0))
   bias = gradient.bias
   if bias is not None:

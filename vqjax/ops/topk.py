@@ -14,14 +14,14 @@ from vqjax.ops import vocab_parallel
 
 
 class TopK(NamedTuple):
-  """The k highest scores in descending order and their tokens; -inf and -1 in empty entries."""
+  """The k highest scores, descending, and their tokens; -inf and -1 if empty."""
 
   scores: Float[Array, "*B k"]
   tokens: Int[Array, "*B k"]
 
 
 def empty(batch: tuple[int, ...], k: int) -> TopK:
-  """A top-k list of which all entries are empty: the start of a loop that calls `merge`."""
+  """A top-k list of empty entries: the start of a loop that calls `merge`."""
   return TopK(jnp.full((*batch, k), -jnp.inf, jnp.float32), jnp.full((*batch, k), -1, jnp.int32))
 
 
@@ -55,7 +55,7 @@ def across_devices(top: TopK, axis: str | None) -> TopK:
 def winner(
   score: Float[Array, "*B"], token: Int[Array, "*B"], axis: str | None
 ) -> Int[Array, "*B"]:
-  """The token of the device with the highest score; outside of `axis`, the token itself."""
+  """The token of the device with the highest score; the token outside of `axis`."""
   return across_devices(TopK(score[..., None], token[..., None]), axis).tokens[..., 0]
 
 
@@ -64,7 +64,7 @@ def _highest(scores, k):
 
 
 def _each_row(function: Callable[[Array], Any], array: Array) -> Any:
-  """`function(array)` of rows [*B, W] that it treats independently, each device its own rows.
+  """`function(array)` of independent rows [*B, W], each device its own rows.
 
   The partitioner does not split `lax.top_k`: it would send all rows to all devices.
   """

@@ -1,4 +1,4 @@
-"""Tree softmax: a distribution over the leaves of a binary tree, with a sigmoid at each node.
+"""Tree softmax: a distribution over the leaves of a binary tree.
 
   p(leaf) = product over its path of sigmoid(±hidden · weight[node]),  + if the leaf is on the left
 
@@ -47,6 +47,7 @@ def leaf_log_prob(
   return lax.psum(log_prob, axis) if axis else log_prob
 
 
+# JAX's own gradient of the scan would store the rows of all levels, [L, N, D].
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _leaf_log_prob(dtype, shards, hidden_PND, weight, path_PNL, left_PNL):
   """Sum of the log-probabilities of the nodes that are on this device."""
@@ -68,7 +69,7 @@ def _levels(*arrays):
 
 
 class _Nodes(NamedTuple):
-  """A node for each vector: index, row, and hidden · row; arbitrary unless `is_local`."""
+  """A node for each vector: index, row, hidden · row; arbitrary if not local."""
 
   index: Array
   is_local: Array
@@ -229,7 +230,7 @@ def leaf_blocks(
 
 
 def _beyond(weight, paths, axis):
-  """Rows of the ancestors of this device's first leaf and of its last leaf, [2, L, D]."""
+  """Rows of the ancestors of this device's first and last leaves, [2, L, D]."""
   if axis is None:
     # All nodes are on this device: `edge_rows` does not read this.
     return jnp.zeros((2, paths.shape[1], 1), weight.dtype)

@@ -1,4 +1,4 @@
-"""Sharding of a vocabulary's rows over one mesh axis, and of tokens over all other axes.
+"""Sharding of a vocabulary over one mesh axis, and of tokens over all others.
 
 The mesh is the one in context (`jax.set_mesh`); without a mesh all functions leave arrays as they
 are. Rows are sharded over one named axis by `jax.shard_map`, and every other axis stays automatic.
@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 
 class Sharded(NamedTuple):
-  """Arrays whose first axis is the vocabulary, and the value of rows that make it divisible."""
+  """Arrays whose first axis is the vocabulary, and the value that pads it."""
 
   rows: Any
   pad_value: float | int
@@ -42,7 +42,7 @@ def axis_types() -> dict[str, AxisType]:
 
 
 def platform() -> str:
-  """The platform that is compiled for: that of the mesh in context, or the default backend."""
+  """The platform of the mesh in context, or the default backend."""
   device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
   return getattr(device, "platform", None) or jax.default_backend()
 
@@ -79,7 +79,7 @@ def over_vocabulary(
   rows: tuple[Sharded | Replicated, ...],
   shared: Any,
 ) -> Any:
-  """`body(arrays of rows, shared)` in a `shard_map`, each device of `axis` with its own rows.
+  """`body(rows, shared)` in a `shard_map`, each device with its own rows.
 
   The body must reduce over the axis, so that it returns equal values on all of its devices. Without
   a mesh in context, with one device on the axis, or inside of a `shard_map` over it, the body is
@@ -131,7 +131,7 @@ def _check_automatic(tree):
 
 
 def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | None:
-  """The bias, or zeros if rows have to be padded: only a bias of -inf can remove padding."""
+  """The bias, or zeros if rows are padded: only a bias of -inf removes padding."""
   kinds = axis_types()
   ragged = axis in kinds and inside(axis) is None and rows % axis_size(axis)
   return jnp.zeros((rows,), jnp.float32) if bias is None and ragged else bias
@@ -185,7 +185,7 @@ class TokenShards(NamedTuple):
     return lax.with_sharding_constraint(array, P(*[None] * axis, self.axes))
 
   def whole(self, array: Array) -> Array:
-    """The array replicated over the automatic axes, gathered at this point of the program."""
+    """The array replicated over the automatic axes, gathered at this point."""
     if self.count == 1:
       return array
     # Without the barrier the partitioner gathers the whole array that this one is a slice of.
@@ -193,13 +193,13 @@ class TokenShards(NamedTuple):
 
 
 def token_shards(vocab_axis: str | None) -> TokenShards:
-  """Token shards of the mesh in context, over all automatic axes but that of the vocabulary."""
+  """Token shards of the mesh in context: all automatic axes but `vocab_axis`."""
   axes = tuple(a for a, kind in axis_types().items() if kind == AxisType.Auto and a != vocab_axis)
   return TokenShards(axes, math.prod(axis_size(axis) for axis in axes))
 
 
 def varying(tree: Any, *axes: str) -> Any:
-  """The arrays, cast to vary over `axes` and over every axis over which one of them varies.
+  """The arrays, cast to vary over `axes` and all axes over which any of them does.
 
   Inside of a `shard_map` the carry of a loop must have its type from the start, so it has to vary
   before it meets arrays that do. The transpose of the cast is a psum: the gradient of an operand
@@ -216,14 +216,14 @@ def varying(tree: Any, *axes: str) -> Any:
 
 
 def varies_over(kind: Any) -> frozenset[str]:
-  """The manual axes over which a value of this type (`jax.typeof`, `eval_shape`) may vary."""
+  """The manual axes over which a value of this type (`jax.typeof`) may vary."""
   # jax 0.10 keeps the axes one level deeper than the versions before it.
   marked = getattr(kind, "manual_axis_type", None)
   return frozenset((getattr(kind, "vma", None) or ()) if marked is None else marked.varying)
 
 
 def gather(table: Array, index: Array) -> Array:
-  """`table[index]` along the first axis, with a gradient that stays on the devices of its tokens.
+  """`table[index]`, with a gradient that is summed on the devices of its tokens.
 
   Each shard of the tokens adds up the cotangents of its rows, and the sums are all-reduced. The
   partitioner by itself may send the cotangents of all tokens to all devices. On one device this is
@@ -265,7 +265,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def sharded_lookup(
   table: Array, index: Array, axis: str | None, dtype: jnp.dtype | None = None
 ) -> Array:
-  """`table[index]` for a table whose first axis is sharded over `axis`, on all of its devices."""
+  """`table[index]` of a table that is sharded over `axis`, on all devices."""
   axis = inside(axis)
   dtype = dtype or table.dtype
   if axis is None:
@@ -287,7 +287,7 @@ def own_part(array: Array, rows: int, axis: str | None) -> Array:
 
 
 def gathered(array: Array, axis: str) -> Array:
-  """All-gather: [...] on each device -> [devices of the axis, ...], equal on all of them."""
+  """All-gather: [...] on each device -> [devices of the axis, ...] on all."""
   # A psum of disjoint parts: JAX knows its result to be equal on all devices, unlike `all_gather`.
   everywhere = jnp.zeros((axis_size(axis), *array.shape), array.dtype)
   return lax.psum(everywhere.at[lax.axis_index(axis)].set(array), axis)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 def in_vocabulary(
   tokens: Integer[Array, "*B"], vocab: int
 ) -> tuple[Bool[Array, "*B"], Int[Array, "*B"]]:
-  """A mask of the tokens in [0, vocab), and the tokens as int32 with 0 for all others."""
+  """A mask of the tokens in [0, vocab), and the tokens as int32, others as 0."""
   # Before the comparison: `vocab` would wrap in an integer type that is too narrow for it.
   if jnp.iinfo(tokens.dtype).bits < 32:
     tokens = tokens.astype(jnp.int32)
