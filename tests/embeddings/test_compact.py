@@ -51,7 +51,7 @@ def test_the_file_has_codes_and_values_and_nothing_else(embedding, variables, tm
 
 
 def test_the_ratio_is_that_of_the_paper():
-  """Table 4, small: 85.5 for K=8 and M=25 shared, 51.1 for K=32; it counts d + 1 for d."""
+  """Table 4, small: 85.5 for K=8, M=25 shared, 51.1 for K=32; d + 1 for d."""
   for codes, printed in ((8, 85.5), (32, 51.1)):
     compact = CompactEmbedding(
       data=np.zeros(packing.packed_bytes(10_000, 25, packing.bits_for(codes)), np.uint8),

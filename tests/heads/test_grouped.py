@@ -34,7 +34,7 @@ def log_groups(head, variables, hidden):
 
 
 def by_group(head, variables, hidden, scores):
-  """float64 log-probabilities of the tokens, from scores [*B, V] that share a group's slots."""
+  """float64 log-probabilities of the tokens, from scores [*B, V] of the slots."""
   log_group = log_groups(head, variables, hidden)
   group, _, starts = positions(head)
   own = scores - np.logaddexp.reduceat(scores, starts, axis=-1)[..., group]

@@ -191,7 +191,7 @@ CUT = [
 @pytest.mark.parametrize("quantizer", CUT)
 @pytest.mark.parametrize("most", [K * M, 40, 100])
 def test_chunks_of_tokens_equal_all_tokens_at_once(quantizer, most, monkeypatch):
-  """Chunks of one token, of a divisor of the tokens, and of another size; with a mask."""
+  """Chunks of one token, of a divisor of the tokens and of another size; masked."""
   variables, _ = made(quantizer)
   weight = jax.random.normal(jax.random.key(8), (N, D))
 
@@ -229,7 +229,7 @@ def test_memory_of_training_does_not_grow_with_tokens_times_codes():
 
 
 def test_statistics_far_from_zero_lose_no_digits():
-  """Squared distances near 1e4 differ by a few, which float32 mean squares would lose."""
+  """Distances near 1e4 differ by a few, which float32 mean squares would lose."""
   draw = np.random.default_rng(0)
   x = (50 + 0.02 * draw.normal(size=(N, D))).astype(np.float32)
   keys = jnp.asarray(0.1 * draw.normal(size=(M, K, D // M)), jnp.float32)

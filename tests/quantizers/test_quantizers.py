@@ -14,7 +14,7 @@ EPSILON = 1e-3
 
 
 def algorithm_1(query, keys, values, distance, normalize):
-  """Algorithms 1 and 2 by a loop over tokens and subspaces, with normalised responses."""
+  """Algorithms 1 and 2 by a loop over tokens and subspaces, normalised."""
   response = np.array([[[-distance(q, k) for k in keys[m % len(keys)]] for m, q in enumerate(row)]
                        for row in query])  # fmt: skip
   if normalize:
