@@ -219,7 +219,7 @@ def test_the_hidden_vectors_equal_an_independent_float64_decoder(window, tokens)
   hidden = model.apply(variables, tokens, method="hidden")
   exact = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
   expected = float64_hidden(exact, np.asarray(tokens), 2, [99, window or 99])
-  # Hidden vectors of order one, from scores of order ten: a rounding 10 · 2^-24 of a score becomes a
+  # Hidden vectors of order one, from scores of order ten: a rounding 10 · 2^-24 of a score is a
   # relative error of its softmax weight, and ten layers of sums of 32 numbers follow.
   np.testing.assert_allclose(hidden, expected, atol=2e-4)
 
