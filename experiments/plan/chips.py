@@ -1,4 +1,4 @@
-"""How fast and how large is a chip, in which sizes does it come, and how long must a step take?"""
+"""Published peaks of accelerators, their topologies, and the roofline of a step."""
 
 import dataclasses
 import math
@@ -12,13 +12,13 @@ class Chip:
   """The published peaks of one accelerator.
 
   Attributes:
-    name: what its maker calls it.
-    flops: bfloat16 operations in a second, without sparsity.
+    name: the name that its maker uses.
+    flops: dense bfloat16 operations a second.
     memory: bytes of device memory that a program may use.
-    bandwidth: bytes in a second between the chip and its memory.
-    links: bytes in a second that it sends to its neighbours, over all links in one direction.
-    node: chips that `links` joins; None: all of a topology.
-    network: bytes in a second that it sends outside of its node.
+    bandwidth: bytes a second between the chip and its memory.
+    links: bytes a second that it sends to its neighbours, over all links in one direction.
+    node: number of chips that `links` joins; None for all of a topology.
+    network: bytes a second that it sends out of its node.
   """
 
   name: str
@@ -54,19 +54,19 @@ TOPOLOGIES = {
   "v5p": (V5P, (*_CUBES, "8x16x16", "16x16x16", "16x16x24")),
   "v6e": (V6E, _FLAT),
 }
-"""Slices that exist, and that the compiler knows; it also accepts some that do not."""
+"""Slices that exist and that the compiler knows; it also accepts some that do not exist."""
 
 
 def tpu(topology: str) -> Chip:
   """The chip of a topology such as "v5e:4x4".
 
   Raises:
-    ValueError: there is no such topology; the message lists those that there are.
+    ValueError: the topology does not exist; the message lists the existing ones.
   """
   kind, _, layout = topology.partition(":")
   if kind not in TOPOLOGIES or layout not in TOPOLOGIES[kind][1]:
     there = "\n".join(f"  {name}: {', '.join(sizes)}" for name, (_, sizes) in TOPOLOGIES.items())
-    raise ValueError(f"no topology {topology!r}; give KIND:SIZE, of\n{there}")
+    raise ValueError(f"`topology` must be KIND:SIZE; got {topology!r}. There are\n{there}")
   return TOPOLOGIES[kind][0]
 
 
@@ -74,20 +74,20 @@ def gpu(kind: str) -> Chip:
   """The chip that `--device-kind` names.
 
   Raises:
-    ValueError: it is not in the table; the message lists those that are.
+    ValueError: the kind is not in `GPUS`; the message lists them.
   """
   if kind not in GPUS:
-    raise ValueError(f"no device kind {kind!r}; give one of {', '.join(GPUS)}")
+    raise ValueError(f"`device_kind` must be one of {', '.join(GPUS)}; got {kind!r}")
   return GPUS[kind]
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-  """The least time of a step on one chip, in seconds, by each of its limits.
+  """Lower bounds of the time of a step on one chip, in seconds.
 
-  All three are taken to overlap perfectly, at the published peaks. Left out: operations that are
-  no matrix products, latencies, links that idle while a ring uses others, values that travel to
-  memory and back inside of a layer, and waiting for data. Real steps take longer.
+  The three bounds assume the published peaks and perfect overlap. Not counted are operations other
+  than matrix products, latencies, idle links, values that travel to memory and back inside a layer,
+  and waiting for data: real steps take longer.
 
   Attributes:
     compute: matrix products at the bfloat16 peak.
@@ -101,20 +101,20 @@ class Roofline:
 
   @property
   def seconds(self) -> float:
-    """The longest of the three."""
+    """The largest of the three bounds."""
     return max(self.compute, self.memory, self.network)
 
   @property
   def limit(self) -> str:
-    """Which of the three that is."""
+    """The name of the largest bound."""
     named = dataclasses.asdict(self)
     return max(named, key=named.get)
 
 
 def roofline(chip: Chip, flops: float, traffic: float, sent: Sequence[Collective]) -> Roofline:
-  """The limits of a chip on a step that computes, moves and sends this much.
+  """The roofline of a step with these operations, memory traffic and collectives.
 
-  Of GPUs, a group that spans nodes is taken to send all of its bytes between them.
+  A group of GPUs that spans nodes is assumed to send all of its bytes between them.
   """
   inside = outside = 0.0
   for one in sent:

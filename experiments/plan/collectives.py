@@ -1,4 +1,4 @@
-"""What does a program send between its devices: how much, by which operation, along which axes?"""
+"""Collective operations of a program: kinds, bytes and mesh axes."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ class Collective:
 
   @property
   def sent(self) -> float:
-    """Bytes that one device sends in all runs: of ring algorithms, the least that suffice.
+    """Bytes that one device sends in all runs, a lower bound for ring algorithms.
 
     2(n-1)/n of the array for an all-reduce over n devices; (n-1)/n for a gather, a reduce-scatter
     and an exchange, whose hops over more than one link are not counted; 1 for a permutation.
@@ -58,7 +58,7 @@ class Collective:
 
 
 def collectives(program: Program, runs: Runs, mesh: Mapping[str, int]) -> list[Collective]:
-  """All collectives that move data in a program partitioned over a mesh (axis -> devices).
+  """Lists the collectives that move data in a program on a mesh (axis -> devices).
 
   An all-reduce of which each device keeps its own slice alone counts as the reduce-scatter that
   compilers for accelerators make of it.
@@ -90,7 +90,7 @@ def _collective(program, computation, instruction, kind, times, mesh) -> Collect
 
 
 def _is_sliced(program: Program, computation: str, instruction: Instruction, group: int) -> bool:
-  """Whether every reader of an all-reduce keeps the part of one device of the group."""
+  """Whether every reader of an all-reduce keeps only the shard of its device."""
   readers = list(_readers(program.computations[computation], instruction))
   return bool(readers) and all(
     reader.opcode == "dynamic-slice" and reader.shapes[0].size * group == read.size
@@ -108,7 +108,7 @@ def _readers(computation, instruction) -> Iterator:
 
 
 def spanned(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
-  """The axes of a mesh along which the devices of some group differ."""
+  """Mesh axes along which the devices of some group differ."""
   if not groups.size:
     return ()
   places = np.stack(np.unravel_index(groups, tuple(mesh.values())))
@@ -117,7 +117,7 @@ def spanned(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def device_groups(instruction: Instruction, devices: int) -> np.ndarray:
-  """[groups, devices of a group] of a collective: its pairs, for a permutation.
+  """Device groups [groups, devices] of a collective; pairs for a permutation.
 
   Raises:
     ValueError: the groups are written in a form that is not known.
@@ -131,7 +131,7 @@ def device_groups(instruction: Instruction, devices: int) -> np.ndarray:
 
 
 def parse_groups(text: str, devices: int) -> np.ndarray:
-  """[groups, devices of a group], from any of the three forms in which HLO writes them.
+  """Device groups [groups, devices], from any of the three forms of HLO.
 
   {{0,1},{2,3}}; [2,2]<=[4] or [2,2]<=[2,2]T(1,0): the numbers below 4 as an array of the second
   shape, transposed, reshaped to the first; mesh['a'=2,'b'=2] {'b'}: along axes of a mesh, whose
@@ -152,7 +152,7 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
 
 
 def _iota(text: str) -> np.ndarray:
-  """<=[2,4]T(1,0): the numbers from 0 in this shape, transposed."""
+  """Expands "<=[2,4]T(1,0)": the numbers from 0 in this shape, transposed."""
   found = re.match(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
   shape = _numbers(found[1])
   numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -160,7 +160,7 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _along_axes(mesh: str, order: str | None, axes: str) -> np.ndarray:
-  """Groups along axes of a mesh of HLO's own; 'b':(2)2 is a part of an axis."""
+  """Groups along axes of a mesh in HLO; 'b':(2)2 is a part of an axis."""
   sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
   ids = np.arange(math.prod(sizes.values()))
   if order is not None:

@@ -1,4 +1,4 @@
-"""What does the compiler make of a training step for devices that are not here?"""
+"""Compilation of training steps for devices that are absent."""
 
 import contextlib
 import importlib.util
@@ -49,7 +49,7 @@ class Compiled(NamedTuple):
 
 
 def tpu_devices(topology: str) -> list:
-  """The chips of a TPU topology such as "v5e:4x4", for compiling alone; no TPU is needed.
+  """Abstract chips of a TPU topology such as "v5e:4x4"; no TPU is needed.
 
   Raises:
     ValueError: no such topology; the message lists those that there are.
@@ -67,7 +67,7 @@ def tpu_devices(topology: str) -> list:
 
 
 def simulated_devices(count: int) -> list:
-  """As many devices on this machine's CPU, for compiling; the process may have none before.
+  """Simulated CPU devices for compilation, before any other device is used.
 
   Raises:
     ValueError: a number below 1, or jax runs already, with fewer devices.
@@ -86,7 +86,7 @@ def simulated_devices(count: int) -> list:
 
 
 def compile_step(program: Program) -> Compiled:
-  """Compiles the training step for the program's mesh, of whatever devices."""
+  """Compiles the training step for the devices of the program's mesh."""
   lowered = program.step.lower(program.abstract_state, program.abstract_batch)
   return compile_lowered(lowered, program.mesh.size)
 
@@ -119,7 +119,7 @@ def compile_lowered(lowered: jax.stages.Lowered, devices: int) -> Compiled:
 
 @contextlib.contextmanager
 def _no_cache():
-  """A program out of the persistent cache is not compiled, so that nothing would be written."""
+  """Disables the persistent cache: a cached program writes no compiler output."""
   before = jax.config.jax_enable_compilation_cache
   jax.config.update("jax_enable_compilation_cache", False)
   try:
@@ -146,7 +146,7 @@ def _candidates(folder: pathlib.Path, devices: int) -> Iterator[tuple[str, list[
 
 
 def _wanted(refused: str) -> int | None:
-  """Bytes of temporaries that a refused program would have used."""
+  """Bytes of temporaries of a program that the compiler refused."""
   found = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds|program +([\d.]+)([KMGT]?)", refused)
   if not found:
     return None

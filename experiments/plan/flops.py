@@ -1,4 +1,4 @@
-"""How many floating-point operations does a program spend in matrix products?"""
+"""Floating-point operations of the matrix products of a program."""
 
 import math
 import re
@@ -8,9 +8,9 @@ from experiments.plan.loops import Runs
 
 
 def matmul_flops(program: Program, runs: Runs) -> int:
-  """Operations in all products and convolutions, 2·m·n·k each, times how often they run.
+  """Operations of all products and convolutions, 2·m·n·k for each execution.
 
-  What is between the products (norms, softmax, the optimiser) is left out.
+  Norms, softmax, the optimizer and other elementwise operations are not counted.
   """
   total = 0
   for name, times in runs.times.items():
@@ -29,7 +29,7 @@ def _dot(instruction: Instruction, lhs: Shape, rhs: Shape) -> int:
 
 
 def _convolution(instruction: Instruction, lhs: Shape, rhs: Shape) -> int:
-  """TPUs write every product so: a batch axis is a window that meets each element once."""
+  """Operations of a convolution; TPUs write products with a batch axis as convolutions."""
   lhs_labels, rhs_labels, out_labels = re.search(
     r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text
   ).groups()
@@ -50,7 +50,7 @@ def _convolution(instruction: Instruction, lhs: Shape, rhs: Shape) -> int:
 
 
 def _window(text: str, rank: int) -> tuple[list, list, list, list]:
-  """Strides, low paddings, and dilations of both operands, for each spatial axis."""
+  """Strides, low paddings and dilations of both operands for each spatial axis."""
   inside = re.search(r"window=\{([^}]*)\}", text)
   fields = dict(part.split("=") for part in inside[1].split()) if inside else {}
   numbers = lambda name: [int(n) for n in fields.get(name, "x".join(["1"] * rank)).split("x") if n]
@@ -61,11 +61,11 @@ def _window(text: str, rank: int) -> tuple[list, list, list, list]:
 def _meetings(
   size: int, taps: int, outputs: int, stride: int, low: int, dilation: int, spread: int
 ) -> int:
-  """Pairs of an output and a tap that read an element, neither padding nor a hole."""
+  """Number of pairs of an output and a tap that read an element instead of padding."""
   if taps == 1 and stride == 1 and low == 0 and dilation == 1:
     return min(outputs, size)
-  places = (at * stride + tap * spread - low for at in range(outputs) for tap in range(taps))
-  return sum(0 <= p < (size - 1) * dilation + 1 and p % dilation == 0 for p in places)
+  positions = (at * stride + tap * spread - low for at in range(outputs) for tap in range(taps))
+  return sum(0 <= p < (size - 1) * dilation + 1 and p % dilation == 0 for p in positions)
 
 
 _COUNTS = {"dot": _dot, "convolution": _convolution}

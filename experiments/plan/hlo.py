@@ -1,4 +1,4 @@
-"""What instructions does a compiled program hold?"""
+"""Instructions of a compiled program, parsed from its HLO text."""
 
 import math
 import re
@@ -36,8 +36,8 @@ class Instruction(NamedTuple):
     opcode: `dot`, `all-reduce-start`, ...
     shapes: the arrays it returns; several for a tuple.
     operands: names of the instructions it reads.
-    text: all that stands after the opcode's opening parenthesis.
-    root: whether it is what its computation returns.
+    text: the text after the opcode's opening parenthesis.
+    root: whether its computation returns it.
   """
 
   name: str
@@ -57,13 +57,13 @@ Computation = dict[str, Instruction]
 
 
 class Program(NamedTuple):
-  """A module: its computations by name, and which of them is run first."""
+  """A module: its computations by name, and the name of its entry."""
 
   computations: dict[str, Computation]
   entry: str
 
   def shapes(self, computation: str, operand: str) -> tuple[Shape, ...]:
-    """The arrays that an operand consists of."""
+    """Shapes of the arrays of an operand."""
     return self.computations[computation][operand].shapes
 
 
@@ -76,10 +76,10 @@ def bits(dtype: str) -> int:
 
 
 def parse(text: str) -> Program:
-  """The module whose HLO text is given, of any compiler and any stage.
+  """Parses the HLO text of a module, from any compiler and any stage.
 
   Raises:
-    ValueError: the text has no entry computation, so it is no HLO module.
+    ValueError: the text has no entry computation.
   """
   computations: dict[str, Computation] = {}
   entry, current = None, {}
@@ -92,7 +92,10 @@ def parse(text: str) -> Program:
       instruction = _instruction(bool(found[1]), found[2], found[3])
       current[instruction.name] = instruction
   if entry is None:
-    raise ValueError(f"no ENTRY computation in {len(text)} characters; give the text of a module")
+    raise ValueError(
+      f"`text` must have an ENTRY computation; got {len(text)} characters without one. Pass the"
+      " text of a whole module"
+    )
   return Program(computations, entry)
 
 

@@ -1,4 +1,4 @@
-"""How does a call run in a process of its own, which ends when its caller does?"""
+"""Calls in a process of their own that ends with its caller."""
 
 import multiprocessing
 import os
@@ -12,20 +12,20 @@ T = TypeVar("T")
 
 
 def isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-  """function(...) in a new process: its peak of memory and its crash are its own.
+  """Calls a function in a new process, so that its peak memory and its crash are its own.
 
-  A caller that is killed or interrupted takes the process with it: one that went on would spoil
-  what is measured next.
+  The process ends when its caller is killed or interrupted; otherwise it would disturb the next
+  measurement.
 
   Raises:
-    BrokenProcessPool: the process died; whatever else the function raises.
+    BrokenProcessPool: the process died. Errors of the function are raised as they are.
   """
   spawn = multiprocessing.get_context("spawn")
   with ProcessPoolExecutor(1, mp_context=spawn, initializer=_end_with_caller) as pool:
     try:
       return pool.submit(function, *args, **kwargs).result()
     except KeyboardInterrupt:
-      # The pool would wait for it to end; it is the only child of these commands.
+      # The pool would wait for the process to end. These commands have no other children.
       for child in multiprocessing.active_children():
         child.terminate()
       raise

@@ -1,4 +1,4 @@
-"""How often does each part of a compiled program run, its loops multiplied out?"""
+"""Execution counts of the parts of a compiled program, with loops multiplied out."""
 
 import re
 from collections import defaultdict
@@ -14,11 +14,11 @@ _TRANSPARENT = frozenset({"bitcast", "convert", "copy", "copy-start", "copy-done
 
 
 class Runs(NamedTuple):
-  """How often computations run.
+  """Execution counts of computations.
 
   Attributes:
-    times: executions of each computation that runs, loops multiplied out.
-    unknown: loops whose trip count could not be found; they are counted once.
+    times: executions of each computation, with loops multiplied out.
+    unknown: loops with an unknown trip count, which are counted once.
   """
 
   times: dict[str, int]
@@ -26,7 +26,7 @@ class Runs(NamedTuple):
 
 
 def runs(program: Program) -> Runs:
-  """How often each computation runs when the program runs once.
+  """Counts the executions of each computation in one run of the program.
 
   Every branch of a conditional is counted, which is an upper bound. Computations that a reduction,
   a sort or a scatter applies to single elements are left out.
@@ -50,7 +50,7 @@ def runs(program: Program) -> Runs:
 
 
 def called_by(instruction: Instruction) -> Iterator[str]:
-  """Computations that an instruction runs on whole arrays."""
+  """Names of the computations that an instruction applies to whole arrays."""
   # The other halves of an asynchronous pair name the same computation again.
   if instruction.opcode in ("async-update", "async-done"):
     return
@@ -62,10 +62,10 @@ def called_by(instruction: Instruction) -> Iterator[str]:
 
 
 def trip_count(program: Program, where: str, loop: Instruction) -> int | None:
-  """Iterations of a `while` in the computation `where`; None where they are not constant.
+  """Number of iterations of a `while` in the computation `where`; None if not constant.
 
-  The compiler's annotation is taken where there is one. Else the loop must count a variable up from
-  a constant, by a constant, while it is below a constant, as `lax.scan` and `lax.fori_loop` do.
+  The compiler's annotation is used if present. Otherwise the loop must count a variable up from a
+  constant by a constant to a constant, as `lax.scan` and `lax.fori_loop` do.
   """
   if known := _KNOWN_TRIPS.search(loop.text):
     return int(known[1])
@@ -96,7 +96,7 @@ def _through_fusion(program: Program, root: Instruction) -> Instruction:
 
 
 def source(computation: Computation, name: str) -> Instruction:
-  """What an instruction is a copy of, its own kind or another one's layout or type."""
+  """The instruction of which `name` is a copy, up to layout and type."""
   instruction = computation[name]
   while instruction.opcode in _TRANSPARENT and instruction.operands:
     instruction = computation[instruction.operands[0]]
@@ -104,7 +104,7 @@ def source(computation: Computation, name: str) -> Instruction:
 
 
 def constant(computation: Computation, name: str) -> int | None:
-  """The integer that an instruction is a copy of; None for anything else."""
+  """The integer constant of which `name` is a copy; None for anything else."""
   instruction = source(computation, name)
   if instruction.opcode != "constant":
     return None
@@ -113,7 +113,7 @@ def constant(computation: Computation, name: str) -> int | None:
 
 
 def _start(program: Program, where: str, loop: Instruction, index: int) -> int:
-  """The first value of the counter: 0 where the text does not show a constant."""
+  """The first value of the counter; 0 if the text shows no constant."""
   computation = program.computations[where]
   initial = computation[loop.operands[0]]
   if initial.opcode != "tuple":
@@ -122,7 +122,7 @@ def _start(program: Program, where: str, loop: Instruction, index: int) -> int:
 
 
 def _step(program: Program, loop: Instruction, index: int) -> int:
-  """What an iteration adds to the counter: 1 where the text does not show a constant."""
+  """The increment of the counter; 1 if the text shows no constant."""
   body = program.computations[loop.attribute("body").lstrip("%")]
   root = next(i for i in body.values() if i.root)
   if root.opcode != "tuple":

@@ -1,4 +1,4 @@
-"""Will this run fit on those chips, what will they send each other, and how long must a step take?
+"""Plan of a training step: memory, communication and a lower bound of its time.
 
 python -m experiments.plan configs/lm_1b.py --topology v5p:4x4x4
 python -m experiments.plan configs/lm_1b.py --devices 64 --device-kind H100 train.mesh.model=8
@@ -39,7 +39,7 @@ joins or moves anything, its temporaries are those of a CPU's compiler."""
 
 
 def plan(experiment: Experiment, mesh: Mesh, chip: chips.Chip) -> dict[str, Any]:
-  """What each chip of a mesh holds, computes and sends in one step of training, as JSON.
+  """Plans a training step: what each chip of a mesh holds, computes and sends.
 
   Bytes are of one chip, times in seconds. `bytes.params`, `.opt_state`, `.tables` and `.batch` are
   exact, from the shardings; `.temporaries` are the compiler's; `.embedding` and `.head` are parts
@@ -83,7 +83,7 @@ def plan(experiment: Experiment, mesh: Mesh, chip: chips.Chip) -> dict[str, Any]
 
 
 def held_bytes(program: Program) -> dict[str, int]:
-  """Exact bytes on one device of each part of the state and of a batch."""
+  """Bytes on one device of each part of the state and of a batch, exact."""
   state = program.abstract_state
   parts = {"params": state.params, "opt_state": state.opt_state, "tables": state.model_state}
   found = {name: _bytes(jax.tree.leaves(tree)) for name, tree in parts.items()}
@@ -100,7 +100,7 @@ def _bytes(arrays: Sequence[jax.ShapeDtypeStruct]) -> int:
 
 
 def total_bytes(sizes: dict[str, int | None]) -> int:
-  """All that is on a device at once, less what is not known."""
+  """Bytes on a device at once, without the unknown ones."""
   parts = ("params", "opt_state", "tables", "batch", "temporaries", "code")
   return sum(sizes[name] or 0 for name in parts)
 
@@ -108,20 +108,23 @@ def total_bytes(sizes: dict[str, int | None]) -> int:
 def fits(
   sizes: dict[str, int | None], chip: chips.Chip, compiled: compiling.Compiled
 ) -> bool | None:
-  """Whether memory suffices; None where only a compiler for the device itself could tell."""
+  """Whether memory suffices; None if only the device's own compiler can tell."""
   if compiled.refused or total_bytes(sizes | {"temporaries": 0}) > chip.memory:
     return False
   return total_bytes(sizes) <= chip.memory if compiled.stage == "optimised" else None
 
 
 def _traffic(sizes: dict[str, int | None]) -> int:
-  """Least bytes between a chip and its memory: the state read and written, temporaries likewise."""
+  """Lower bound of bytes between a chip and its memory.
+
+  The state and the temporaries are read and written once.
+  """
   changed = sizes["params"] + sizes["opt_state"] + (sizes["temporaries"] or 0)
   return 2 * changed + sizes["tables"] + sizes["batch"]
 
 
 def summed(found: Sequence[collectives.Collective]) -> list[dict[str, Any]]:
-  """Collectives of one kind along the same axes together, the most bytes first."""
+  """Sums of the collectives of each kind and axes, largest first."""
   groups: dict[tuple, list[collectives.Collective]] = {}
   for one in found:
     groups.setdefault((one.kind, one.axes, one.group), []).append(one)
@@ -147,7 +150,7 @@ def _version(package: str) -> str | None:
 
 
 def with_vocab(experiment: Experiment, vocab: int | None) -> Experiment:
-  """The experiment with this vocabulary in every module; None: with the one that it states.
+  """The experiment with this vocabulary in every module; None keeps its own.
 
   Raises:
     ValueError: no number is given and the config leaves it to its tokenizer, or it is below 1.
@@ -164,7 +167,7 @@ def with_vocab(experiment: Experiment, vocab: int | None) -> Experiment:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the plan, writes its JSON where asked, and returns the exit code: 2 for a wrong call."""
+  """Prints the plan and writes its JSON; returns 2 for a wrong call."""
   return with_config(_parser(), arguments, _plan)
 
 

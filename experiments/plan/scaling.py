@@ -1,4 +1,4 @@
-"""How do memory and communication of a chip grow from 16 chips to 1,024, for each head?
+"""Plans of heads on 16 to 1,024 chips: memory and communication of a chip.
 
 python -m experiments.plan.scaling                        plan what is missing, then render
 python -m experiments.plan.scaling --models lm_1b --chips 16 64
@@ -29,18 +29,18 @@ TABLE = RESULTS.with_suffix(".md")
 IMAGES = pathlib.Path("docs/images")
 
 WINDOWS = {"lm_1b": 2, "lm_8b": 1}
-"""Config -> windows in a batch for each chip: 4,096 tokens of either."""
+"""Config -> windows in a batch for each chip, which make 4,096 tokens."""
 
 VOCABULARIES = (32_768, 131_072, 262_144)
 WORK = "4,096 tokens: two windows for lm_1b, one for lm_8b"
 TOPOLOGIES = {16: "v5p:2x2x4", 64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
 MODEL = 8
-"""Chips along the axis `model`, on every mesh; `fsdp` has all others."""
+"""Chips along the axis `model` of every mesh; `fsdp` has all others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """One plan of the grid: a config, its head and vocabulary, and how many chips."""
+  """A plan of the grid: a config, its head and vocabulary, and a number of chips."""
 
   config: str
   head: str
@@ -48,7 +48,7 @@ class Cell:
   chips: int
 
   def experiment(self) -> Experiment:
-    """What is planned: a batch in proportion to the chips, so that each has the same work."""
+    """The planned experiment; its batch is proportional to the number of chips."""
     made = importlib.import_module(f"configs.{self.config}").experiment(self.head, self.vocab)
     train = dataclasses.replace(
       made.train,
@@ -63,13 +63,13 @@ def grid(
   vocabularies: Sequence[int] = VOCABULARIES,
   sizes: Sequence[int] = tuple(TOPOLOGIES),
 ) -> Iterator[Cell]:
-  """All cells, in the order of the arguments."""
+  """Cells of the grid in the order of the arguments."""
   for config, vocab, count, head in itertools.product(models, vocabularies, sizes, HEADS):
     yield Cell(config, head, vocab, count)
 
 
 def planned(cell: Cell) -> dict[str, Any]:
-  """The cell's row: its fields, and its plan or why there is none."""
+  """The row of a cell: its fields, and its plan or the error."""
   jax.config.update("jax_platforms", "cpu")
   row = dataclasses.asdict(cell) | {"topology": TOPOLOGIES[cell.chips]}
   experiment, devices = cell.experiment(), compiling.tpu_devices(row["topology"])
@@ -97,7 +97,7 @@ def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
 
 
 def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
-  """Plans the cells that have no plan yet, one after another, a row of the file for each.
+  """Plans the cells without a plan and appends a row to the file for each.
 
   Each is compiled in a process of its own: what a compiler leaves behind does not add up, and one
   that it brings down is recorded as failed and tried again next time.
@@ -114,7 +114,7 @@ def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
 
 
 def _planned(cell: Cell) -> dict[str, Any]:
-  """The cell's row, from a process of its own: a compiler may take the process with it."""
+  """The row of a cell, planned in a process of its own: a compiler may crash it."""
   try:
     return isolated(planned, cell)
   except Exception as error:  # a compiler's failures have no type of their own
@@ -123,7 +123,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
 
 
 def render(rows: Mapping[Cell, dict[str, Any]]) -> None:
-  """Writes the table and a plot for each model that has a row."""
+  """Writes the table, and a figure for each model that has a row."""
   order = {cell: rows.get(cell) for cell in grid()}
   scaling_report.write_table(order, WORK, TABLE)
   for config in WINDOWS:
@@ -133,7 +133,7 @@ def render(rows: Mapping[Cell, dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Plans what is missing, renders, and returns the exit code."""
+  """Plans missing cells and renders; returns the exit code."""
   options = _parser().parse_args(arguments)
   speak_plainly()
   try:

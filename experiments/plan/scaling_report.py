@@ -1,4 +1,4 @@
-"""How does the grid of plans read as tables and plots?"""
+"""Tables and figures of the grid of plans."""
 
 import math
 import pathlib
@@ -14,39 +14,39 @@ from vqjax.lab import report
 from vqjax.lab.report import INK, SERIES, units, write_whole
 
 Rows = Mapping[Any, Mapping[str, Any] | None]
-"""Cell -> its row, or None where it has not been planned."""
+"""Cell -> its row, or None if it has not been planned."""
 
 _INTRODUCTION = """\
 # From 16 chips to 1,024
 
-Plans of `python -m experiments.plan.scaling`: the real training step, compiled for TPU v5p slices that
-are not here. Nothing was run. Each chip has the same work at every size,
+`python -m experiments.plan.scaling` compiles the training step for TPU v5p slices without having
+them; no step was run. Each chip has the same work at every size,
 {work}.
 On every mesh `model` has 8 chips and `fsdp` all others. Parameters are float32, products bfloat16,
-blocks are computed again in the backward pass, the optimiser is AdamW. The embedding is dense and
-untied in all rows: the heads differ, nothing else. The codebook has 4,096 codes and a bias for each
-token, the grouped head sqrt(V) groups.
+blocks are recomputed in the backward pass, and the optimizer is AdamW. The embedding is dense and
+untied in all rows: only the heads differ. The codebook has 4,096 codes and a token bias, and the
+grouped head has sqrt(V) groups.
 
 {counts}
 
-- Memory is the compiler's account: state, exact from the shardings, and temporaries.
-- Sent is what ring algorithms send at least: 2(n-1)/n of an all-reduced array, (n-1)/n of a
-  gathered or scattered one, loops multiplied out.
-- The least time is the longest of three, at published peaks and with perfect overlap: c, products;
-  m, memory: state and temporaries once each; n, all links at once. A real step takes longer.
-- A dash has not been planned. Failed: no plan could be made; the row in scaling.jsonl says why.
+- Memory is the state, exact from the shardings, and the temporaries by the compiler's account.
+- Bytes sent are the lower bound of ring algorithms: 2(n-1)/n of an all-reduced array, (n-1)/n of a
+  gathered or scattered one, with loops multiplied out.
+- The time is the largest of three lower bounds at published peaks with perfect overlap: c, matrix
+  products; m, memory traffic of state and temporaries; n, all links. A real step takes longer.
+- A dash is a cell without a plan; "failed" is one whose plan failed, with the error in scaling.jsonl.
 """
 
 _METRICS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
   ("Memory of a chip", lambda plan: _fitting(plan)),
-  ("... of it parameters and optimiser state", lambda plan: units.size(_state(plan))),
-  ("... and of that the head's", lambda plan: units.size(plan["bytes"]["head"])),
-  ("Sent by a chip in a step", lambda plan: units.size(plan["sent"])),
+  ("Memory of parameters and optimizer state", lambda plan: units.size(_state(plan))),
+  ("Memory of the head's parameters", lambda plan: units.size(plan["bytes"]["head"])),
+  ("Bytes sent by a chip in a step", lambda plan: units.size(plan["sent"])),
   (
-    "... of it along fsdp: weights, their gradients, and sums over the batch",
+    "Bytes sent along fsdp: weights, their gradients, and sums over the batch",
     lambda plan: units.size(_sent_along(plan, "fsdp")),
   ),
-  ("Least time of a step, milliseconds", lambda plan: _least(plan)),
+  ("Lower bound of the step time, milliseconds", lambda plan: _least(plan)),
 )
 
 
@@ -69,7 +69,7 @@ def _least(plan: Mapping[str, Any]) -> str:
 
 
 def write_table(rows: Rows, work: str, path: pathlib.Path) -> None:
-  """Writes the tables as markdown: one for each model and number, a row for each V and head."""
+  """The tables in Markdown, one for each model and quantity."""
   parts = [_INTRODUCTION.format(work=work, counts=_counts(rows))]
   for config in dict.fromkeys(cell.config for cell in rows):
     some = {cell: row for cell, row in rows.items() if cell.config == config}
@@ -132,7 +132,7 @@ _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float], Callable], 
 
 
 def write_plot(rows: Rows, path: pathlib.Path) -> None:
-  """Draws what a chip holds, sends and takes over the number of chips, a column for each V."""
+  """Draws memory, communication and time by number of chips, a column for each V."""
   vocabularies = sorted({cell.vocab for cell in rows})
   figure = Figure(figsize=(2.9 * len(vocabularies), 10), layout="constrained")
   panels = figure.subplots(len(_PANELS), len(vocabularies), sharex=True, sharey="row")
@@ -152,7 +152,7 @@ def write_plot(rows: Rows, path: pathlib.Path) -> None:
 
 
 def _value_axis(axes: Axes, scale: str, most: float, text: Callable[[float], str]) -> None:
-  """Bytes at powers of two; where the axis starts at zero, four to eight ticks of equal steps."""
+  """Sets byte ticks at powers of two, or equal steps from zero."""
   axes.set_yscale(scale, **({"base": 4} if scale == "log" else {}))
   axes.yaxis.set_minor_locator(NullLocator())
   if scale == "linear":

@@ -9,7 +9,7 @@ from tests import reference
 from tests.contract_on_meshes import perturbed
 from vqjax import GroupedHead, UnsharedGroupedHead
 from vqjax.heads.base import Head
-from vqjax.ops import sampling
+from vqjax.ops import group_search, sampling
 
 VOCAB, DIM = 307, 8
 
