@@ -1,4 +1,4 @@
-"""What do the tests compare with: float64 NumPy, and a look at every value that a program makes?"""
+"""References of the tests in float64 NumPy, and the values that a traced program makes."""
 
 import jax
 import jax.numpy as jnp

@@ -34,7 +34,7 @@ grouped head has sqrt(V) groups.
   gathered or scattered one, with loops multiplied out.
 - The time is the largest of three lower bounds at published peaks with perfect overlap: c, matrix
   products; m, memory traffic of state and temporaries; n, all links. A real step takes longer.
-- A dash is a cell without a plan; "failed" is one whose plan failed, with the error in scaling.jsonl.
+- A dash is a cell without a plan. "Failed" is one whose plan failed; scaling.jsonl has the error.
 """
 
 _METRICS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (

@@ -1,4 +1,4 @@
-"""Do the counts of operations and of sent bytes equal what is known by hand?"""
+"""Counts of operations and of sent bytes equal those made by hand."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Is a call apart from its caller, and does it end with it?"""
+"""A call in its own process is isolated from its caller and ends with it."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Does a plan say truly what a run holds and sends, and does a wrong call say what is right?"""
+"""A plan states what a run holds and sends; a wrong call names the remedy."""
 
 import importlib.util
 import json

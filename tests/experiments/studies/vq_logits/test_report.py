@@ -53,7 +53,8 @@ def failed():
 
 @pytest.fixture
 def docs(tmp_path):
-  """A copy of the page and of the files of benches that it reads."""
+  """A copy of the page and of the benchmarks' figures that it reads."""
+  (tmp_path / "results").mkdir()
   shutil.copy(DOCS / "results" / "bench.json", tmp_path / "results" / "bench.json")
   shutil.copy(DOCS / "results" / "vq_logits.md", tmp_path / "results")
   return tmp_path
