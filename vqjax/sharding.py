@@ -128,7 +128,7 @@ def spec(
 
 
 def constrain(array: jax.Array, logical: Sequence[str | None]) -> jax.Array:
-  """The array, sharded by `RULES` if the mesh in context has the axes `AXES` of type Auto."""
+  """The array, sharded by `RULES` if the mesh in context has the axes `AXES`."""
   mesh = jax.sharding.get_abstract_mesh()
   kinds = dict(zip(mesh.axis_names, mesh.axis_types)) if not mesh.empty else {}
   if any(kinds.get(axis) != AxisType.Auto for axis in AXES):
@@ -137,7 +137,7 @@ def constrain(array: jax.Array, logical: Sequence[str | None]) -> jax.Array:
 
 
 def shardings(logical: Any, arrays: Any, mesh: Mesh) -> Any:
-  """A NamedSharding for each array of a tree; `logical` has tuples of axis names in its place."""
+  """A NamedSharding for each array of a tree, from tuples of logical axes."""
   sharding = lambda names, array: NamedSharding(mesh, spec(names, array.shape, mesh))
   return jax.tree.map(sharding, logical, arrays, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -153,7 +153,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def check_batch(rows: int, mesh: Mesh) -> None:
-  """Raise ValueError unless the devices along `data` and `fsdp` divide the rows of a batch."""
+  """Raise ValueError unless `data` and `fsdp` divide the rows of a batch."""
   data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
   if rows % (data * fsdp):
     raise ValueError(
@@ -163,7 +163,7 @@ def check_batch(rows: int, mesh: Mesh) -> None:
 
 
 def local_rows(rows: int, mesh: Mesh) -> np.ndarray:
-  """The sorted indices of the rows of a batch that the devices of this process hold, int64."""
+  """Sorted indices of the batch rows that this process's devices hold, int64."""
   held = batch_sharding(mesh).addressable_devices_indices_map((rows,))
   every = np.arange(rows)
   return np.unique(np.concatenate([every[index] for index in held.values()]))
@@ -172,7 +172,7 @@ def local_rows(rows: int, mesh: Mesh) -> np.ndarray:
 def global_batch(
   local: Mapping[str, Any], rows: np.ndarray, batch: int, mesh: Mesh
 ) -> dict[str, Any]:
-  """Arrays of `batch` rows on the mesh, from the rows `rows` that this process has read."""
+  """Arrays of `batch` rows on the mesh, from the rows read by this process."""
   sharding = batch_sharding(mesh)
   position = np.full(batch, -1)
   position[rows] = np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""Assignments of the tokens to codes, and the perplexity floor that an assignment implies.
+"""Assignments of tokens to codes, and the perplexity floor that they imply.
 
 An assignment is int32 [V], token -> code. `CodebookHead(assignment_init=...)` takes a function
 (vocab, codes) -> assignment: `contiguous`, `Random`, `FrequentAlone`, or `Given(table)` for a table

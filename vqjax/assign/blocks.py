@@ -37,7 +37,7 @@ class Random:
 
 @dataclasses.dataclass(frozen=True)
 class FrequentAlone:
-  """The first tokens have a code each; the others share the remaining codes in equal blocks.
+  """A code for each of the first tokens; the others share the rest in equal blocks.
 
   Token ids must be sorted by falling frequency, as those of word-level tokenizers are and those of
   BPE merges roughly are.

@@ -1,4 +1,4 @@
-"""Assignments from clusters of embeddings: k-means, balanced k-means, frequent tokens alone."""
+"""Assignments from clusters of embeddings."""
 
 import itertools
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def frequent_alone(
   weights: ArrayLike | None = None,
   iterations: int = 20,
 ) -> Clustering:
-  """The most frequent tokens on a code each, the others on the remaining codes by k-means.
+  """A code for each of the most frequent tokens, and k-means for the others.
 
   The codeword of a token that has a code of its own is its embedding.
 
@@ -155,7 +155,7 @@ def balanced_kmeans(
 def assigned_within(
   embeddings: ArrayLike, centers: ArrayLike, capacity: int, *, weights: ArrayLike | None = None
 ) -> Int[np.ndarray, "V"]:
-  """The assignment of nearly least squared distance with at most `capacity` tokens on a code.
+  """The near-optimal assignment with at most `capacity` tokens on a code.
 
   The weighted sum of squared distances is minimised by an auction. A token without a code bids for
   the code that is best at the current prices: the amount by which the second best is worse, plus an
@@ -216,7 +216,7 @@ class _Auction:
     return np.maximum(np.square(rows).sum(axis=1)[:, None] - 2 * product + self.square_K, 0)
 
   def bid(self):
-    """One round: every free token bids, then codes beyond their capacity free the lowest bids."""
+    """One auction round: free tokens bid, then full codes release their lowest bids."""
     for part in self._chunks():
       cost_nK = self.weight_V[part, None] * self._distances(part) + self.price_K
       code_n = cost_nK.argmin(axis=1)
@@ -237,7 +237,7 @@ class _Auction:
 
 
 def _means(rows, weights, table, fallback) -> Float[np.ndarray, "K D"]:
-  """The weighted mean of the rows on each code; the fallback's row for a code without weight."""
+  """Weighted mean rows of the codes; `fallback`'s row for a code without weight."""
   order = np.argsort(table, kind="stable")
   codes, first = np.unique(table[order], return_index=True)
   weight = np.add.reduceat(weights[order].astype(np.float64), first)

@@ -1,4 +1,4 @@
-"""Assignments that minimise the loss of a class-bigram model, by exchange of single tokens."""
+"""Assignments that minimise a class-bigram loss, by exchange of single tokens."""
 
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ def exchange(
   token_bias: bool = False,
   sweeps: int = 10,
 ) -> Exchanged:
-  """The assignment that minimises the loss of a class-bigram model, by moving one token at a time.
+  """The assignment of least class-bigram loss, by moving one token at a time.
 
   The loss is -E[log p(c | c') + log p(v | c)] over the bigrams (v', v) with codes c' and c: that of
   a model which knows the previous code only and predicts by relative frequencies. p(v | c) is 1/n

@@ -38,7 +38,7 @@ def save(assignment: ArrayLike, path: str | pathlib.Path, *, codes: int, fingerp
 def load(
   path: str | pathlib.Path, vocab: int, codes: int, *, fingerprint: str | None = None
 ) -> Int[np.ndarray, "V"]:
-  """The assignment in a file that `save` wrote, int32 [V]; its lines may be in any order.
+  """The assignment in a file that `save` wrote, int32 [V], its lines in any order.
 
   Args:
     path: the file.

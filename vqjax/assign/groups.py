@@ -1,4 +1,4 @@
-"""Groups of the vocabulary from a clustering, and the number of groups of least memory."""
+"""Groups of the vocabulary from a clustering, and the group count of least memory."""
 
 import math
 from typing import NamedTuple
@@ -56,7 +56,7 @@ def grouping(assignment: ArrayLike) -> Grouping:
 
 
 def memory_groups(vocab: int, arrays: float | int = 4) -> int:
-  """The number of groups G, with S = V/G slots, for which a grouped head needs the least memory.
+  """The number of groups G for which a grouped head needs the least memory.
 
   For each scored token the loss and its gradient hold the scores of G groups, and c = `arrays`
   arrays of S numbers: by default the shared scores, the scale and the shift of the token's group,

@@ -11,7 +11,7 @@ def code_dtype(codes: int) -> jnp.dtype:
 
 
 def mixed_radix(vocab: int, codes: int, subspaces: int) -> Int[np.ndarray, "V M"]:
-  """Data-independent codes: the digits of a token id in base K, shifted by hashes of lower digits.
+  """Data-independent codes: digits of a token id, shifted by hashes of lower digits.
 
   If V is at most K^M, no two tokens share all codes; each code is used by about V/K tokens.
   """

@@ -1,4 +1,4 @@
-"""Checks of assignments, and of the counts, embeddings and weights they are computed from."""
+"""Checks of assignments, counts, embeddings and weights."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Given:
   table: ArrayLike
 
   def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-    """Assignment, int32 [V]; ValueError if the table has another size or codes beyond `codes`."""
+    """The assignment as int32 [V]; ValueError for a wrong size or code."""
     return checked(self.table, vocab, codes)
 
   def __eq__(self, other: object) -> bool:
@@ -62,7 +62,7 @@ def checked(assignment: ArrayLike, vocab: int, codes: int) -> Int[np.ndarray, "{
 
 
 def check_codes(vocab: int, codes: int) -> None:
-  """Raise ValueError unless there is at least one code, and at most one for each token."""
+  """Raise ValueError unless there are at least one and at most V codes."""
   if not 1 <= codes <= vocab:
     raise ValueError(f"`codes` must be in [1, vocab]; got {codes} for vocab {vocab}.")
 
@@ -93,7 +93,7 @@ def checked_counts(counts: ArrayLike, vocab: int | None = None) -> Int[np.ndarra
 
 
 def checked_rows(embeddings: ArrayLike, codes: int) -> Float[np.ndarray, "V D"]:
-  """One embedding for each token, float32 [V, D], to be clustered into `codes` clusters.
+  """Check embeddings, float32 [V, D], that are clustered into `codes` clusters.
 
   Raises:
     ValueError: the embeddings are not a matrix of real numbers, are fewer than the codes, or have

@@ -38,7 +38,7 @@ TreeInit = Callable[[int], Tree]
 
 
 def balanced(vocab: int) -> Tree:
-  """The tree of least depth, ceil(log2 V), whose leaves are the tokens in order of their ids."""
+  """The tree of least depth, ceil(log2 V), with tokens in order of their ids."""
   if vocab < 1:
     raise ValueError(f"`vocab` must be at least 1; got {vocab}.")
   depth = (vocab - 1).bit_length()
@@ -48,7 +48,7 @@ def balanced(vocab: int) -> Tree:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Huffman:
-  """The tree of least expected depth under the counts, with frequent tokens near the root.
+  """The tree of least expected depth under the counts.
 
   Tokens with count 0 have leaves too. Source: Huffman, A method for the construction of
   minimum-redundancy codes, 1952.

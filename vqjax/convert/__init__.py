@@ -1,4 +1,4 @@
-"""Conversions of arrays [V, D] to the variables of compressed heads and embeddings.
+"""Conversions of arrays [V, D] to variables of compressed layers.
 
 A `Mapping` assigns tokens to codes, an `Ordering` sorts them for a grouped head, and a target
 (`ToCodebook`, `ToGrouped`, ...) makes a head's variables, all from `TokenStats`. The functions

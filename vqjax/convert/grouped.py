@@ -1,4 +1,4 @@
-"""Orders of the tokens that a grouped head cuts into groups, and its parameters from dense rows.
+"""Orders of the tokens of a grouped head, and its parameters from dense rows.
 
 An order is a frozen dataclass that is called as `order(stats, sizes)` with the number of tokens of
 each group, and returns the token at each position, int [V].
@@ -28,7 +28,7 @@ Ordering = Callable[[TokenStats, Int[np.ndarray, "G"]], Int[np.ndarray, "V"]]
 
 @dataclasses.dataclass(frozen=True)
 class ByFrequency:
-  """The most frequent tokens in the first group, the rarest in the last; ties by token id."""
+  """Tokens by falling frequency; ties by token id."""
 
   def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
     """The token at each position."""
@@ -83,7 +83,7 @@ class ByClusters:
 
 
 def in_order(key: Array, shape: tuple[int, ...], dtype: Any) -> Int[Array, "V"]:
-  """Token v at position v: an `order_init` for a head whose order is set by a conversion."""
+  """The identity order: an `order_init` for a head that a conversion reorders."""
   del key
   return jnp.arange(shape[0], dtype=dtype)
 
@@ -105,13 +105,13 @@ def ordered(by: Ordering, stats: TokenStats, head: Head) -> Int[np.ndarray, "V"]
 
 
 def as_codes(order: Int[np.ndarray, "V"]) -> dict[str, np.ndarray]:
-  """The "codes" variables of an ordered head: the token at each position, and its inverse."""
+  """The "codes" variables of an ordered head: order and inverse order."""
   return {"order": order, "position": np.argsort(order).astype(np.int32)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ToGrouped:
-  """The variables of a grouped head, shared or not, whose distribution is near the dense one.
+  """Grouped-head variables whose distribution is near the dense one.
 
   A token's row is the sum of its group's mean row and a remainder. Within a group only the
   remainders matter: `UnsharedGroupedHead` keeps them, so that p(token | group) is exact.
@@ -169,7 +169,7 @@ class ToGrouped:
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-  """Rows in the order of the head, split into the means of their groups and remainders."""
+  """Rows in the order of the head, split into group means and remainders."""
 
   means: Float[np.ndarray, "G D"]
   rest: Float[np.ndarray, "V D"]
@@ -193,7 +193,7 @@ class _Split:
     return {"slot_weight": weight}
 
   def shared_slots(self, mean_D: np.ndarray) -> dict:
-    """Weights [S, D] that all groups share, with a scale and a shift for each token, [G, S]."""
+    """Weights [S, D] that all groups share, with scales and shifts [G, S]."""
     groups, slots, dim = len(self.means), int(self.slot.max()) + 1, self.rest.shape[1]
     scale, shift, vectors = np.zeros((groups, slots)), np.zeros((groups, slots)), []
     positions = np.split(
@@ -211,7 +211,7 @@ class _Split:
 
 
 def _mean_hidden(stats: TokenStats) -> Float[np.ndarray, "D"]:
-  """The vector whose scores are nearest to log(count + 1) up to a constant, by ridge regression.
+  """The vector whose scores are nearest to log(count + 1), by ridge regression.
 
   It is zero if all counts are equal.
   """

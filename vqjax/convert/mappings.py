@@ -1,4 +1,4 @@
-"""Mappings of the tokens to codes, from their counts, neighbours or trained vectors.
+"""Mappings of tokens to codes from counts, neighbours or trained vectors.
 
 A mapping is a frozen dataclass, so that it can be a field of a config and part of a run's identity.
 It is called as `mapping(stats, codes)` and returns an assignment, int32 [V].
@@ -36,7 +36,7 @@ Mapping = Callable[[TokenStats, int], Int[np.ndarray, "V"]]
 
 
 def _embeddings(stats: TokenStats, inputs: bool) -> Float[np.ndarray, "V D"]:
-  """The vectors to cluster: the output rows if there are any, else (or on request) the inputs."""
+  """The vectors to cluster: output rows if given, else (or on request) the inputs."""
   rows = stats.inputs if inputs or stats.output is None else stats.output
   if rows is None:
     raise ValueError(
@@ -116,7 +116,7 @@ class FrequencyBins:
 
 @dataclasses.dataclass(frozen=True)
 class Brown:
-  """Classes that minimise the loss of a class-bigram model, by exchange of single tokens.
+  """Classes of least class-bigram loss, by exchange of single tokens.
 
   Attributes:
     token_bias: p(token | code) is the relative frequency; False: one over the number of tokens.
@@ -149,7 +149,7 @@ class Fixed:
 
 
 def contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D"]:
-  """Embeddings of the tokens from their neighbours in the text, without a trained model.
+  """Embeddings of the tokens from their neighbours in the text.
 
   The leading singular vectors, scaled by the square roots of the singular values, of the positive
   pointwise mutual information between a token and the tokens before and after it. A random rotation

@@ -46,7 +46,7 @@ def _check_table(embedding, table):
 
 
 def to_levels(embedding: ScalarEmbedding, table: Float[np.ndarray, "V D"]) -> Variables:
-  """Scalar quantisation: the variables of an embedding whose numbers are the nearest levels.
+  """Scalar quantisation: embedding variables with the nearest levels.
 
   Raises:
     ValueError: the table has another shape than the embedding, or is not finite.
@@ -64,7 +64,7 @@ def to_clusters(
   key: PRNGKeyArray,
   iterations: int = 25,
 ) -> Variables:
-  """Product quantisation: k-means of the sub-vectors of the rows, jointly if codes are shared.
+  """Product quantisation: k-means of sub-vectors, joint if codes are shared.
 
   For an additive embedding it is residual quantisation: each codebook clusters what the codebooks
   before it leave of the rows.
@@ -199,7 +199,7 @@ class Guide:
   """Fills a `GuidedEmbedding`, whose vectors are trained towards the table."""
 
   def __call__(self, embedding: Embedding, fresh: Variables, table: np.ndarray) -> Variables:
-    """The fresh variables with the table as the guide; ValueError for another embedding."""
+    """The fresh variables with the table as the guide."""
     if not isinstance(embedding, GuidedEmbedding):
       raise ValueError(
         f"`embedding` must be a GuidedEmbedding; got a {type(embedding).__name__}. Wrap it in one."
@@ -209,7 +209,7 @@ class Guide:
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-  """Fills a `ProductEmbedding` with the codes and values by which a quantiser rebuilds the table.
+  """Fills a `ProductEmbedding` with codes and values that rebuild the table.
 
   With an `EncoderQuantizer` these are the codes of Shu and Nakayama, 2018.
 
@@ -225,7 +225,7 @@ class Codes:
   seed: int = 0
 
   def __call__(self, embedding: Embedding, fresh: Variables, table: np.ndarray) -> Variables:
-    """The embedding's variables; ValueError if its codes have another form than the quantiser's."""
+    """Embedding variables with the codes and values of the trained quantiser."""
     form = lambda x: (x.codes, x.subspaces, x.shared, x.additive)
     if not isinstance(embedding, ProductEmbedding) or form(embedding) != form(self.quantizer):
       raise ValueError(
@@ -264,7 +264,7 @@ def clustered(
   key: PRNGKeyArray,
   iterations: int = 25,
 ) -> Variables:
-  """A quantiser's variables with the k-means centroids of the vectors that it will quantise.
+  """Quantiser variables with k-means centroids of the vectors to be quantised.
 
   Raises:
     ValueError: the vectors have another width than the quantiser, are not finite, or are fewer

@@ -51,7 +51,7 @@ def _means(
 
 
 def unigram_bias(stats: TokenStats, code: Int[np.ndarray, "V"]) -> Float[np.ndarray, "V"]:
-  """The token bias by which the tokens of a code share its probability as their counts do."""
+  """The token bias that divides a code's probability by the counts of its tokens."""
   return np.asarray(UnigramBias(stats.counts, code)(None, stats.counts.shape))
 
 
@@ -61,7 +61,7 @@ def _zero_bias(head: Head) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class ToCodebook:
-  """The variables of a `CodebookHead`: each codeword is the mean row of its tokens by counts.
+  """`CodebookHead` variables: a codeword is the mean row of its tokens by counts.
 
   If the head has a token bias, the tokens of a code share its probability as their counts do.
   Source: VQ-Logits, Section 3.3, Option A.
@@ -84,7 +84,7 @@ class ToCodebook:
 
 @dataclasses.dataclass(frozen=True)
 class ToResidual:
-  """The variables of a `ResidualCodebookHead`: codewords, and the best low-rank approximation.
+  """`ResidualCodebookHead` variables: codewords and the best low-rank remainder.
 
   The low-rank part approximates the rows minus their codewords in squared error, weighted by
   (count + 1)^power.
@@ -109,7 +109,7 @@ class ToResidual:
 
 
 def _low_rank(rows, weights, rank) -> tuple[np.ndarray, np.ndarray]:
-  """(low [V, R], up [R, D]) whose product is nearest to the rows, row v weighted by weights[v]."""
+  """Weighted low-rank factors (low [V, R], up [R, D]) of the rows."""
   rows = np.asarray(rows, np.float64)
   second = (rows * weights[:, None]).T @ rows
   up = np.linalg.eigh(second)[1][:, ::-1][:, :rank].T
@@ -118,7 +118,7 @@ def _low_rank(rows, weights, rank) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class ToLowRank:
-  """The variables of a `LowRankHead`: the best approximation of the rows in squared error.
+  """`LowRankHead` variables: the best approximation of the rows in squared error.
 
   Attributes:
     power: the weight of a row is (count + 1)^power.
@@ -190,7 +190,7 @@ class ToLearnedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class ToLearnedCodebook:
-  """The variables of a `LearnedCodebookHead`, whose candidates are the nearest codewords.
+  """`LearnedCodebookHead` variables whose candidates are the nearest codewords.
 
   Attributes:
     mapping: assigns each token its first candidate; the codebook is that of `ToCodebook`.
@@ -215,7 +215,7 @@ class ToLearnedCodebook:
 
 
 def _candidates(rows, codebook, code, count, chunk=4096) -> Int[np.ndarray, "V C"]:
-  """The code of each row, then the codes of the nearest other codewords, nearest first."""
+  """The code of each row, followed by the nearest other codes, nearest first."""
   chunks = []
   for start in range(0, len(rows), chunk):
     part, own = rows[start : start + chunk], code[start : start + chunk]

@@ -1,4 +1,4 @@
-"""Flax variables of trained layers, taken apart, merged, and converted to fixed codes."""
+"""Variables of trained layers: parts, merging, and conversion to fixed codes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def part_of(variables: Mapping[str, Any], name: str) -> Variables:
 
 
 def with_part(variables: Mapping[str, Any], name: str, part: Mapping[str, Any]) -> Variables:
-  """A model's variables in which `part` replaces all variables of the submodule `name`."""
+  """A model's variables with those of the submodule `name` replaced by `part`."""
   replaced = {
     collection: {key: subtree for key, subtree in tree.items() if key != name}
     for collection, tree in variables.items()

@@ -20,7 +20,7 @@ WRONG_CALL = ValueError, TypeError, AttributeError, ImportError, OSError
 
 
 def speak_plainly() -> None:
-  """Shows warnings of vqjax as one line, and hides other libraries' logs and warnings."""
+  """Shows warnings of vqjax as one line and hides those of other libraries."""
   for name in ("absl", "asyncio", "orbax"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -34,7 +34,7 @@ def speak_plainly() -> None:
 
 
 def config_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-  """Returns the parser of a command that reads a config: file, overrides, --traceback, --help."""
+  """Returns the parser of a command that reads a config."""
   parser = argparse.ArgumentParser(
     prog=f"python -m {name}",
     description=description,
@@ -47,7 +47,7 @@ def config_parser(name: str, description: str, examples: str) -> argparse.Argume
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `with_config`: config file, overrides, --traceback and --help."""
+  """Adds the arguments of `with_config`."""
   parser.add_argument("config", nargs="?", help="config file, such as configs/lm_codebook.py")
   parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change")
   parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
@@ -116,7 +116,7 @@ def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
 
 
 def print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
-  """Prints the scores of a finished run, one line for each split, and the path of its result."""
+  """Prints the scores of a finished run and the path of its result."""
   for split in ("valid", "test"):
     score = result[split]
     parts = [f"{score['nats_per_token']:.4f} nats/token", f"perplexity {score['perplexity']:.2f}"]

@@ -70,7 +70,7 @@ marks:
 
 
 class EndpointError(OSError):
-  """The endpoint cannot be reached, refuses the request, or does not speak the protocol."""
+  """The endpoint is unreachable, refuses the request, or breaks the protocol."""
 
 
 class UnreadableGrades(ValueError):

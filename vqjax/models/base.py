@@ -21,7 +21,7 @@ NORM_AXES = {"scale": ("norm",), "bias": ("norm",)}
 
 
 def stacked_axes(axes: dict) -> dict:
-  """Logical axes of parameters that a scan over layers stacks along a new first axis."""
+  """Logical axes of parameters that a layer scan stacks along a new first axis."""
   is_names = lambda node: isinstance(node, tuple)
   return jax.tree.map(lambda names: ("layers", *names), axes, is_leaf=is_names)
 
@@ -45,7 +45,7 @@ def check_dropout(dropout: float) -> None:
 
 
 class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
-  """A model of the next token, whose subclasses define the body between embedding and head.
+  """A next-token model; subclasses define the body between embedding and head.
 
   A subclass has a field `context`, the largest number of tokens in a row.
 
@@ -68,7 +68,7 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
     """Logical axes of the variables of the body."""
 
   def check_layers(self) -> None:
-    """Raise ValueError unless embedding, head and body have the same width and vocabulary."""
+    """Raise ValueError unless embedding, head and body agree in width and vocabulary."""
     check_dim("embedding", self.embedding, self.dim)
     check_dim("head", self.head, self.dim)
     if self.embedding.vocab != self.head.vocab:
@@ -79,7 +79,7 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
   def __call__(
     self, tokens: Integer[Array, "B T"], deterministic: bool = True
   ) -> Float[Array, "B T V"]:
-    """Logits of the next token at every position, for inspection; training does not need them."""
+    """Logits of the next token at every position, for inspection."""
     return self.head.logits(self.hidden(tokens, deterministic))
 
   def hidden(
@@ -114,12 +114,12 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
   def head_terms(
     self, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
   ) -> tuple[Float[Array, "B T"], Terms]:
-    """`log_prob` from the final hidden vectors, and the head's loss terms as "head/NAME"."""
+    """`log_prob` from final hidden states, and the head's loss terms."""
     log_prob, terms = self.head.loss_terms(hidden, targets)
     return log_prob, named("head", terms)
 
   def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+    """Names of the axes of every variable; tuples are the leaves."""
     return vocabulary_axes(self, self.own_axes())
 
 

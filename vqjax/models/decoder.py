@@ -32,7 +32,7 @@ def attend(
   value: Float[Array, "B T H C"],
   window: Int[Array, ""] | None,
 ) -> Float[Array, "B T H C"]:
-  """Causal attention to the last `window` positions, or for None to all positions so far."""
+  """Causal attention to the last `window` positions; None for all."""
   if window is None:
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
   position_T = jnp.arange(query.shape[1])
@@ -80,13 +80,13 @@ def tile_size(shape: tuple[int, int, int, int], most: int) -> int:
 def causal_mask(
   position: Int[Array, "Q"], length: int, window: Int[Array, ""]
 ) -> Bool[Array, "Q T"]:
-  """True where a query attends: the last `window` of T positions, up to and including its own."""
+  """True where a query attends: the last `window` positions up to its own."""
   back_QT = position[:, None] - jnp.arange(length)
   return (back_QT >= 0) & (back_QT < window)
 
 
 class Block(nn.Module):
-  """Pre-LayerNorm self-attention and a GELU feed-forward layer of four times the width.
+  """Pre-LayerNorm self-attention and a GELU feed-forward layer.
 
   Attributes:
     dim: model width, D.
@@ -160,7 +160,7 @@ BLOCK_AXES = {
 
 
 class Transformer(LanguageModel):
-  """A GPT-2-style decoder: learned positions, `layers` blocks, a final LayerNorm, and a head.
+  """A GPT-2-style decoder with learned positions, `layers` blocks and a head.
 
   With a `window`, attention alternates as in GPT-Neo: the first, third, ... block attends to all
   positions so far, the second, fourth, ... to the last `window`. The rest is that of GPT-2: GPT-Neo

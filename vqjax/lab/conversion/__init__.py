@@ -1,4 +1,4 @@
-"""Conversions of trained runs: initial variables of runs with compressed layers, distillation."""
+"""Initial variables of runs with compressed layers, and distillation."""
 
 from vqjax.lab.conversion.compress import CODEBOOK, FULL, HEAD, compress, converted
 from vqjax.lab.conversion.distilled import Distilled, FromStudent, FromTeacher

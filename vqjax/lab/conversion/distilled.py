@@ -1,4 +1,4 @@
-"""Distillation: a student model is trained towards the distribution of a frozen teacher."""
+"""Distillation of a student model from a frozen teacher."""
 
 import dataclasses
 import functools
@@ -92,7 +92,7 @@ class Distilled(nn.Module):
   def loss_terms(
     self, tokens: Integer[Array, "B T"], targets: Int[Array, "B T"], deterministic: bool = True
   ) -> tuple[Float[Array, "B T"], dict[str, Float[Array, ""]]]:
-    """The student's loss terms, and "distillation" averaged over the positions with a target."""
+    """The student's loss terms, and the mean "distillation" term."""
     hidden, terms = self.student.hidden_and_terms(tokens, deterministic)
     log_prob, of_head = self.student.head_terms(hidden, targets)
     teacher_hidden = jax.lax.stop_gradient(self.teacher.hidden(tokens))
@@ -101,7 +101,7 @@ class Distilled(nn.Module):
     return log_prob, terms | of_head | {"distillation": self.weight * self.temperature**2 * kl}
 
   def _soft_target_loss(self, hidden, teacher_hidden) -> SoftTargetLoss:
-    """The divergence by tiles of rows if the student's head is linear, else by its blocks."""
+    """The divergence, by tiles if the student's head is linear, else by its blocks."""
     head, teacher = self.student.head, self.teacher.head
     options = {
       "temperature": self.temperature,

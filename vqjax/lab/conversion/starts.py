@@ -1,4 +1,4 @@
-"""Initial variables of runs: converted from a trained run, or from statistics of the text.
+"""Initial variables of runs, from a trained run or from statistics of the text.
 
 Each class is an `Experiment.init_from`: it is called with the text, the model and its freshly
 initialised variables, and returns the variables that the run begins with.
@@ -39,7 +39,7 @@ def token_stats(
 
 
 def initial_stats(text: Text, head: Head, variables: Variables) -> TokenStats:
-  """Statistics before training: of the text, with the initial vectors of the input embedding."""
+  """Statistics of the text and the initial vectors of the input embedding."""
   inputs = variables["params"].get("embedding", {}).get("weight")
   inputs = None if inputs is None else np.asarray(inputs)
   return token_stats(text, head.vocab, inputs=inputs)
@@ -75,7 +75,7 @@ def _of_head(variables: Variables, head: Head) -> Variables:
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-  """From scratch, with codes from a mapping of the text: Option B of VQ-Logits, Section 3.3.
+  """Codes from a mapping of the text, without training (VQ-Logits, Section 3.3, B).
 
   If the head has a token bias, the tokens of a code share its probability as their counts do.
 
@@ -138,7 +138,7 @@ class Regrouped:
 
 @dataclasses.dataclass(frozen=True)
 class ClusteredCentroids:
-  """From scratch, a `CentroidQuantizer` whose centroids are k-means of the initial queries.
+  """A `CentroidQuantizer` whose centroids are k-means of the initial queries.
 
   Attributes:
     iterations: maximum number of Lloyd iterations.
@@ -236,7 +236,7 @@ def dense_rows(variables: Variables, source: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class FromTable:
-  """An embedding made of the table of a run with a `DenseEmbedding`; the rest is initialised.
+  """An embedding made from the dense table of a run; the rest is initialised.
 
   Attributes:
     folder: run folder of the run with the table.
@@ -304,5 +304,5 @@ class Frozen:
 
 
 def student_of(variables: Variables) -> Variables:
-  """The student's variables of a `Distilled` model; all variables of any other model."""
+  """The student's variables of a `Distilled` model; all those of another model."""
   return part_of(variables, "student") if "student" in variables["params"] else variables

@@ -28,7 +28,7 @@ def sinusoids(length: int, dim: int) -> Float[np.ndarray, "T D"]:
 
 
 def stacked(block: type[nn.Module], layers: int) -> Callable[..., nn.Module]:
-  """`layers` blocks with stacked parameters, called as (carry, per layer, mask, deterministic)."""
+  """Blocks with stacked parameters: (carry, per layer, mask, deterministic)."""
   return nn.scan(
     block,
     variable_axes={"params": 0},
@@ -39,7 +39,7 @@ def stacked(block: type[nn.Module], layers: int) -> Callable[..., nn.Module]:
 
 
 class Attention(nn.Module):
-  """A residual branch of attention, to the sequence itself or (`crossed`) to another one."""
+  """A residual branch of attention to the sequence itself or to another one."""
 
   dim: int
   heads: int
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-  """A residual branch of two dense layers with an activation between, at each position."""
+  """A residual branch of two dense layers with an activation between them."""
 
   dim: int
   hidden: int
@@ -111,7 +111,7 @@ class EncoderBlock(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-  """Self-attention to the target so far, attention to the source, and a feed-forward layer."""
+  """Self-attention, attention to the source, and a feed-forward layer."""
 
   dim: int
   heads: int

@@ -83,7 +83,7 @@ class Encoder(nn.Module):
     return self.final_norm(x_BND).reshape(*tokens.shape, self.dim), terms
 
   def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+    """Names of the axes of every variable; tuples are the leaves."""
     own = {
       "position": ("positions", "embed"),
       "segment": ("norm", "embed"),
@@ -111,7 +111,7 @@ class _Task(nn.Module, metaclass=abc.ABCMeta):
     return self.encoder.context
 
   def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+    """Names of the axes of every variable; tuples are the leaves."""
     axes = {name: {"encoder": tree} for name, tree in self.encoder.logical_axes().items()}
     for collection, tree in self.own_axes().items():
       axes[collection] = axes.get(collection, {}) | tree
@@ -210,7 +210,7 @@ class PairClassifier(_Task):
 
 
 class SpanFinder(_Task):
-  """The first and the last position of a span of a text, each from a softmax over positions.
+  """The first and the last position of a span, each by a softmax over positions.
 
   Attributes:
     encoder: tokens -> vectors.

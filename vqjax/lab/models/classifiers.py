@@ -15,7 +15,7 @@ from vqjax.models.base import NORM_AXES, Terms, check_dim, named
 
 
 class TextClassifier(nn.Module):
-  """The mean of a text's vectors, batch norm, ReLU, a dense layer, batch norm, ReLU, and scores.
+  """Mean pooling, batch norm, ReLU, a dense layer, batch norm, ReLU, and a head.
 
   Tokens below 0 are padding. Batch norm is over the whole batch, also on a mesh. Source: the text
   classification of Chen et al., Differentiable product quantization, 2020, Appendix C.
@@ -93,7 +93,7 @@ def as_given(inputs: Float[Array, "B height width channels"]) -> Any:
 
 
 class ConvNet(nn.Module):
-  """Blocks of 3x3 convolution, batch norm, ReLU and 2x2 max pooling, a dense layer, and a head.
+  """Blocks of 3x3 convolution, batch norm, ReLU and pooling, then dense and head.
 
   With the defaults and images of 100 x 100 in three colours the body has 9,531,392 parameters, the
   number of the paper. Batch norm is over the whole (micro-)batch, also on a mesh. Source: LLM
@@ -171,7 +171,7 @@ class ConvNet(nn.Module):
   def hits(
     self, inputs: Integer[Array, "B ..."] | Float[Array, "B ..."], targets: Integer[Array, "B"]
   ) -> dict[str, Bool[Array, "B"]]:
-    """Whether the most likely class is that of the image; for a head with groups, the group too."""
+    """Whether the most likely class, and its group, are those of the image."""
     hidden_BD = self.hidden(inputs)
     hits = {"accuracy": self.head.top_k(hidden_BD, 1)[1][:, 0] == targets}
     if hasattr(self.head, "group_of"):
@@ -180,7 +180,7 @@ class ConvNet(nn.Module):
     return hits
 
   def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+    """Names of the axes of every variable; tuples are the leaves."""
     axes = {"params": {"dense": {"kernel": ("pixels", "embed"), "bias": ("norm",)}}}
     axes["batch_stats"] = {}
     for at in range(len(self.channels)):

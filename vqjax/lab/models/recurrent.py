@@ -1,4 +1,4 @@
-"""Recurrent models whose vocabulary layers are fields: a language model and a translator."""
+"""Recurrent models: an LSTM language model and a translator."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ def lstm_cell(
 
 
 class LSTM(LanguageModel):
-  """The LSTM language model of Zaremba et al., with embedding, layers and head of one width.
+  """The LSTM language model of Zaremba et al., with one width throughout.
 
   The final state of each row of a batch is the collection `carry`. If the caller makes it mutable,
   the next call continues from it, so that the rows of batches of contiguous streams
@@ -87,7 +87,7 @@ class LSTM(LanguageModel):
     self.drop = nn.Dropout(self.dropout)
 
   def body(self, vectors: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
-    """The output of the last layer; the state continues from the carry if there is one."""
+    """The output of the last layer; the state continues from the carry if given."""
     x_BTD = self.drop(vectors.astype(self.dtype), deterministic)
     start_BLSD = self._initial_state(vectors.shape[0])
     end = []
@@ -201,7 +201,7 @@ class RecurrentTranslator(EncoderDecoder):
     return jnp.where((tokens >= 0)[..., None], vectors, 0.0), terms
 
   def _read(self, weights, x_BSD, real_BS, backward=False):
-    """(outputs [B, S, W], final state) of one layer; padding leaves the state as it is."""
+    """Outputs [B, S, W] and final state of a layer; padding keeps the state."""
     width = weights[1].shape[0] // 4
     start = (jnp.zeros((len(x_BSD), width)),) * 2
 
@@ -239,7 +239,7 @@ class RecurrentTranslator(EncoderDecoder):
     return RecurrentDecoding(x_BSD, real_BS, carry_BLSD, fed), terms
 
   def _write(self, state: RecurrentDecoding, x_BD, keep) -> RecurrentDecoding:
-    """The state after one more token; `keep` is the dropout mask of the inputs, [B, L, 2D]."""
+    """The state after one more token; `keep` is the dropout mask [B, L, 2D]."""
     x_BD = jnp.concatenate([x_BD, state.fed], axis=-1)
     carries = []
     for layer, weights in enumerate(self.writing):

@@ -1,4 +1,4 @@
-"""Encoder-decoders whose vocabulary layers are fields, and the Transformer of Vaswani et al."""
+"""Encoder-decoders, among them the Transformer of Vaswani et al."""
 
 import abc
 import dataclasses
@@ -110,12 +110,12 @@ class EncoderDecoder(nn.Module, metaclass=abc.ABCMeta):
   def likeliest(
     self, tokens: Integer[Array, "B"], state: Any, count: int
   ) -> tuple[Float[Array, "B k"], Int[Array, "B k"], Any]:
-    """Log-probabilities and ids of the `count` most likely next tokens, best first; the state."""
+    """The `count` most likely next tokens with log-probabilities, and the new state."""
     hidden, state = self.step(tokens, state)
     return *self.head.top_k(hidden, count), state
 
   def logical_axes(self) -> dict:
-    """Names of the axes of every variable, a pytree like the variables with tuples as leaves."""
+    """Names of the axes of every variable; tuples are the leaves."""
     return vocabulary_axes(self, self.own_axes())
 
 
@@ -152,7 +152,7 @@ def translate(
 
 
 class Memory(NamedTuple):
-  """Keys and values of the source for each layer of the decoder; sentences on the first axis."""
+  """Keys and values of the source for each decoder layer, by sentence."""
 
   key: Float[Array, "B L S H C"]
   value: Float[Array, "B L S H C"]
@@ -160,7 +160,7 @@ class Memory(NamedTuple):
 
 
 class Decoding(NamedTuple):
-  """The state of decoding; sentences on the first axis of every array but `position`."""
+  """The state of decoding, by sentence; `position` is shared."""
 
   memory: Memory
   key: Float[Array, "B L T H C"]
@@ -208,7 +208,7 @@ class Translator(EncoderDecoder):
     self.drop = nn.Dropout(self.dropout)
 
   def _embedded(self, embedding: Embedding, tokens, deterministic, first=0):
-    """Vectors of tokens, scaled by sqrt(D) and 0 for padding, plus positions from `first` on."""
+    """Token vectors times sqrt(D), 0 for padding, plus positions from `first` on."""
     self.check_length(tokens)
     vectors, terms = embedding.loss_terms(tokens, deterministic)
     vectors = jnp.where((tokens >= 0)[..., None], vectors, 0.0) * self.dim**0.5

@@ -119,7 +119,7 @@ def write_page(
   title: str = "Runs",
   columns: Sequence[Column] | None = None,
 ) -> None:
-  """Writes a page with a table, plots, the meaning of each column and the origin of each run.
+  """Writes a page with tables, plots, meanings of columns, and origins of runs.
 
   The page loads nothing from outside, and replaces an older one atomically.
   """

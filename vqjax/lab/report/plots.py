@@ -32,7 +32,7 @@ DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def loss_curves(runs: Sequence[Run]) -> Figure | None:
-  """Plots smoothed training loss and validation loss over steps; None if no run has a row."""
+  """Plots training and validation loss over steps; None if no run has a row."""
   figure, axes = blank(height=max(3.6, 0.8 + 0.19 * len(runs)))
   ends = []
   for style, run, label in zip(_styles(), runs, labels(runs)):
@@ -82,7 +82,7 @@ def loss_curves(runs: Sequence[Run]) -> Figure | None:
 
 
 def size_against_perplexity(runs: Sequence[Run]) -> Figure | None:
-  """Plots head bytes against perplexity, with a label for each run; None if no run has both."""
+  """Plots head bytes against perplexity, with labels; None if no run has both."""
   split = common_split(runs)
   points = []
   for style, run, label in zip(_styles(), runs, labels(runs)):
@@ -156,14 +156,14 @@ def blank(height: float) -> tuple[Figure, Axes]:
 
 
 def _series(run: Run, get: Callable[[Mapping[str, Any]], float | None]) -> np.ndarray:
-  """Returns steps and finite values as [points, 2]; of a repeated step the last value."""
+  """Returns steps and finite values as [points, 2], the last of a repeated step."""
   values = {row["step"]: get(row) for row in run.metrics if get(row) is not None}
   finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
   return np.array(finite, float).reshape(-1, 2)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-  """Returns the mean of each value and its neighbours, a fiftieth of the curve on either side.
+  """Returns running means over a fiftieth of the curve on either side.
 
   The window shrinks towards both ends, so that the first and the last value do not change.
   """
@@ -188,7 +188,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Sequence[str]):
-  """Writes a text at the nearest free position beside each point, with a line where it is far."""
+  """Writes labels at the nearest free positions, with lines to distant points."""
   # The layout moves the axes, and a line to a label must not move: positions are final from here.
   FigureCanvasAgg(axes.figure).draw()
   axes.autoscale(False)

@@ -44,7 +44,7 @@ class Run:
     return "unfinished" if self.result is None else str(self.get("status") or "finished")
 
   def get(self, path: str) -> Any:
-    """Returns a value of the result by its dotted path, such as "head.params", or None."""
+    """Returns a value of the result by a dotted path such as "head.params", or None."""
     value: Any = self.result
     for part in path.split("."):
       value = value.get(part) if isinstance(value, Mapping) else None
@@ -76,7 +76,7 @@ def read_runs(folder: str | pathlib.Path) -> list[Run]:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-  """Returns a name for each run, with the folder's name where two runs have the same name."""
+  """Returns the names of runs, with their folders where names repeat."""
   names = [run.name for run in runs]
   return [
     f"{name} ({run.folder.name})" if names.count(name) > 1 else name
@@ -132,7 +132,7 @@ class Column:
 
 
 def common_split(runs: Sequence[Run]) -> str:
-  """Returns "test" if every finished run was tested, else "valid": a column has one split."""
+  """Returns "test" if every finished run was tested, else "valid"."""
   finished = [run for run in runs if run.status == "finished"]
   tested = finished and all(run.get("test.perplexity") is not None for run in finished)
   return "test" if tested else "valid"
@@ -145,7 +145,7 @@ def notes(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def default_columns(runs: Sequence[Run]) -> list[Column]:
-  """Returns columns of quality, sizes and costs; the quality of all runs is on one split."""
+  """Returns the columns of quality, sizes and costs."""
   split = common_split(runs)
   # Times on several devices or batch sizes are not compared.
   comparable = len({_timed_on(run) for run in runs if run.status == "finished"}) <= 1
@@ -232,13 +232,13 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def first_dense(runs: Sequence[Run]) -> Run | None:
-  """Returns the first run with a dense head and a loss time, the baseline of the times."""
+  """Returns the first run with a dense head and a loss time, the baseline."""
   is_dense = lambda run: "DenseHead" in str(run.get("head.class")) and run.get("loss.seconds")
   return next(filter(is_dense, runs), None)
 
 
 def _timed_on(run: Run) -> tuple[Any, Any]:
-  """What a loss time depends on besides the head: the device and the number of tokens."""
+  """The device and the number of tokens of a loss time."""
   return run.get("device"), run.get("loss.tokens")
 
 

@@ -62,7 +62,7 @@ def console_table(
   width: int = 80,
   notes: Mapping[str, str] | None = None,
 ) -> Group:
-  """Returns a table for `rich`, split into several that are at most `width` characters wide.
+  """Returns a table for `rich`, in parts of at most `width` characters.
 
   The best value of a column is bold. `notes`, by label, stand below the table.
   """
@@ -111,7 +111,7 @@ def markdown_table(
 def html_table(
   columns: Sequence[Column], runs: Sequence[Run], notes: Mapping[str, str] | None = None
 ) -> str:
-  """Returns a `<table>` with exact values as titles of the cells; class "best" marks the best."""
+  """Returns a `<table>` with exact values as titles and the best ones marked."""
   header = "".join(f'<th scope="col">{html.escape(column.title)}</th>' for column in columns)
   lines = ["<table>", f'<thead><tr><th scope="col">run</th>{header}</tr></thead>', "<tbody>"]
   for label, row in zip(_marked(runs, notes or {}), cells(columns, runs)):

@@ -35,7 +35,7 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-  """Saves state and data position together, asynchronously; keeps the newest and the best.
+  """Saves state and data position asynchronously; keeps the newest and the best.
 
   A checkpoint appears under its final name only when it is complete. A checksum of every array is
   saved with it and compared when it is restored, so that a run never trains on a damaged one.
@@ -130,7 +130,7 @@ class Checkpoints:
     return Restored(saved.state, saved.record["position"])
 
   def _check_shapes(self, step: int, like: TrainState) -> None:
-    """Compares shapes and dtypes by the checkpoint's metadata, before its arrays are read."""
+    """Compares shapes and dtypes with the checkpoint's metadata."""
     try:
       saved = shapes_by_name(self._manager.item_metadata(step).state)
     except Exception:  # `_read` reports the damage
@@ -192,7 +192,7 @@ def _check_sums(sums: jax.Array, saved: list[int]) -> None:
 
 
 def shapes_by_name(tree: Any) -> dict[str, str]:
-  """Returns dotted name -> "dtype[shape]" of every array; the kind of containers does not count."""
+  """Returns dotted name -> "dtype[shape]" of every array."""
   # Orbax returns tuples as lists and NamedTuples as dicts.
   part = lambda key: str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
   return {
@@ -202,7 +202,7 @@ def shapes_by_name(tree: Any) -> dict[str, str]:
 
 
 def differences(given: dict[str, str], wanted: dict[str, str], verb: str) -> str:
-  """Returns up to ten lines with the arrays in which two results of `shapes_by_name` differ."""
+  """Returns up to ten lines on how two results of `shapes_by_name` differ."""
   lines = [
     f"  {name}: {given.get(name, 'absent')} {verb}, {wanted.get(name, 'absent')} in this model"
     for name in sorted(given.keys() | wanted.keys())
@@ -214,7 +214,7 @@ def differences(given: dict[str, str], wanted: dict[str, str], verb: str) -> str
 def read_variables(
   folder: str | pathlib.Path, best: bool = False, at: int | None = None
 ) -> tuple[dict[str, Any], int]:
-  """Returns the variables of the newest intact checkpoint of a run folder, and its step.
+  """Returns the variables and step of the newest intact checkpoint of a run folder.
 
   The model is not needed, and the folder is not changed: a damaged checkpoint is skipped with a
   warning.

@@ -1,4 +1,4 @@
-"""Several processes of one run: how they find each other, compare values, and end together."""
+"""Several processes of one run: connection, agreement, and a common end."""
 
 import collections
 import os
@@ -48,7 +48,7 @@ class Process(NamedTuple):
 def find_process(
   coordinator: str | None, count: int | None, index: int | None, patience: float
 ) -> Process | None:
-  """Completes the arguments with what jax detects of a cluster; None for a single process.
+  """Completes the arguments from a detected cluster; None for a single process.
 
   Under Slurm and Open MPI jax gives each process of a machine one of its accelerators;
   JAX_LOCAL_DEVICE_IDS=0,1,2,3 gives it several. `patience` is the number of seconds that a cluster
@@ -110,7 +110,7 @@ def start(
   patience: float = PATIENCE,
   silence: float = SILENCE,
 ) -> None:
-  """Connects this process to the others of its run; returns at once where it is the only one.
+  """Connects this process to the others of its run.
 
   Arguments that are None are detected by jax under Slurm, Open MPI, Kubernetes and on TPU pods.
   Call it before any other use of devices. When a process dies later, all others end within about
@@ -142,7 +142,7 @@ def start(
 
 
 def _connect(process: Process, patience: float, silence: float) -> None:
-  """Calls `jax.distributed.initialize`, which aborts the process where the others do not come."""
+  """Calls `jax.distributed.initialize`, which aborts if the others do not come."""
   deadline = time.monotonic() + patience
   if process.index > 0:
     _wait_for_port(process, patience, deadline)
@@ -241,7 +241,7 @@ def _listed(indices: list[int]) -> str:
 
 
 def main_first(name: str, make: Callable[[], T]) -> T:
-  """Returns `make()`; process 0 calls it before the others, which then find a filled cache."""
+  """Returns `make()`, called by process 0 first so that it fills the cache."""
   made = make() if is_main() else None
   from_main(name, lambda: "made")
   return made if is_main() else make()
@@ -263,7 +263,7 @@ def from_main(name: str, make: Callable[[], str]) -> str:
 
 
 def _next_key(kind: str, name: str) -> str:
-  """Returns a new key for every call: all processes make the same calls in the same order."""
+  """Returns a new key for each call; all processes make their calls in one order."""
   _calls[name] += 1
   return f"vqjax/{kind}/{name.replace(' ', '_')}/{_calls[name]}"
 
@@ -277,13 +277,13 @@ def finish() -> None:
 
 
 def await_verdict(error: Exception) -> None:
-  """Ends this process with a message if the error is the death of another; returns otherwise."""
+  """Ends this process with a message if another's death caused the error."""
   if _watch and isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
     _watch[0].verdict()
 
 
 def fail(code: int, message: str) -> int:
-  """Ends a command that failed, in all its processes, with one line on standard error.
+  """Ends a failed command in all its processes, with one line on standard error.
 
   A single process gets `code` back. Several processes all stop within seconds; those without an
   error of their own name the process that had one, and its message.

@@ -124,7 +124,7 @@ class Cost(NamedTuple):
 
 
 def loss_cost(head: Head, tokens: int, dtype=jnp.float32, repeats: int = 5) -> Cost:
-  """Measures the loss of a freshly initialised head on random hidden states and tokens."""
+  """Measures the loss of an initialised head on random hidden states and tokens."""
   function, arguments = loss_and_gradient(head, tokens, dtype)
   compiled = jax.jit(function).lower(*arguments).compile()
   memory = compiled.memory_analysis()

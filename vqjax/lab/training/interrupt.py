@@ -27,7 +27,7 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[Callable[[], int | None]]:
-  """Defers SIGINT and SIGTERM; yields a function that returns the signal that came, or None.
+  """Defers SIGINT and SIGTERM; yields a function that returns a received signal.
 
   A second signal has its usual effect. Outside the main thread, where Python cannot handle signals,
   nothing changes. In a run of several processes jax handles SIGTERM: see `agreed_signal`.
@@ -58,7 +58,7 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
 
 
 def agreed_signal(step: int) -> int | None:
-  """Returns SIGTERM at the step after which all processes stop because one of them got it.
+  """Returns SIGTERM at the step at which all processes stop for one's signal.
 
   Every process calls it at every step; jax chooses the first step that no process has passed.
   """

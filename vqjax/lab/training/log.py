@@ -77,7 +77,7 @@ Report = Callable[[int, float], None]
 def progress_bar(
   name: str, first_step: int, steps: int, tokens_per_step: int, console: Console | None = None
 ) -> Iterator[Report]:
-  """Shows a live bar on a terminal, and ten lines in all elsewhere; yields the function to call.
+  """Shows a live bar on a terminal, else ten lines; yields the function to call.
 
   Of several processes the first shows it.
   """

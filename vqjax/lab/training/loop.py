@@ -28,7 +28,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
-  """Trains an experiment in its run folder and returns the result; resumes an earlier call.
+  """Trains an experiment in its run folder, or resumes it; returns the result.
 
   A finished run returns its result at once. SIGINT and SIGTERM finish the step, save and raise
   `Interrupted`. Of several processes each calls this function after `distributed.start`; a signal
@@ -231,7 +231,7 @@ class _Training:
     return result
 
   def _loss_cost(self, head) -> dict | None:
-    """Returns the cost of the head's loss on one device; None where it does not fit into memory."""
+    """Returns the cost of the head's loss on one device; None if it does not fit."""
     mesh = self.program.mesh.shape
     rows = self.program.micro // (mesh["data"] * mesh["fsdp"])
     try:

@@ -1,4 +1,4 @@
-"""Optimisers, learning-rate schedules, and the choice of the parameters that are trained."""
+"""Optimizers, learning-rate schedules, and masks of trained parameters."""
 
 import dataclasses
 import difflib
@@ -55,7 +55,7 @@ class SGD:
 
 @dataclasses.dataclass(frozen=True)
 class SM3:
-  """SM3 with momentum: second moments of rows and columns in place of those of numbers.
+  """SM3 with momentum: second moments of rows and columns.
 
   The rate grows with the square of the step to `train.learning_rate` at `train.warmup`, and stays.
 
@@ -85,7 +85,7 @@ class SM3:
 
 
 def learning_rate(train: Train) -> optax.Schedule:
-  """Returns step -> learning rate: a linear warm-up, then a cosine to the final fraction.
+  """Returns step -> learning rate: linear warm-up, then a cosine.
 
   `train.optimizer`, where there is one, has a schedule of its own.
   """
@@ -158,7 +158,7 @@ def trainable_mask(params: dict, prefixes: tuple[str, ...]) -> dict:
 
 
 def partition(params: dict, prefixes: tuple[str, ...]) -> tuple[dict, dict]:
-  """Splits parameters into (trained, frozen); each tree has None where the other has an array."""
+  """Splits parameters into (trained, frozen), with None for the other part."""
   mask = trainable_mask(params, prefixes)
   select = lambda wanted: jax.tree.map(lambda m, x: x if m == wanted else None, mask, params)
   return select(True), select(False)

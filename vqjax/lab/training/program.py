@@ -1,4 +1,4 @@
-"""The compiled functions of an experiment on a mesh, and the placement of its arrays."""
+"""Compiled functions of an experiment on a mesh, and the placement of arrays."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from vqjax.lab.training.step import TrainState, all_finite, fresh_state, state_m
 
 
 class Program:
-  """Initialisation, step and scorer of an experiment on a mesh, with the shardings of their arrays.
+  """Initialisation, step and scorer of an experiment on a mesh.
 
   Nothing is compiled before it is called. The mesh may be of devices that this machine lacks:
   `program.step.lower(program.abstract_state, program.abstract_batch)` lowers the real step.
@@ -153,7 +153,7 @@ class Program:
     return sharding.global_batch(batch, self.rows, self.experiment.train.batch, self.mesh)
 
   def place_whole(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a batch on the mesh of which every process has all rows, as in an evaluation."""
+    """Returns a batch on the mesh of which every process has all rows."""
     rows = len(batch["targets"])
     return sharding.global_batch(batch, np.arange(rows), rows, self.mesh)
 
@@ -165,7 +165,7 @@ def keys(seed: int) -> tuple[jax.Array, jax.Array]:
 
 
 def over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
-  """Returns the model with every `vocab_axis` of None set to "model", if that axis is sharded."""
+  """Returns the model with unset `vocab_axis` fields set to "model" if sharded."""
   if mesh.shape["model"] == 1:
     return model
   changes: dict[int, dict[str, Any]] = {}

@@ -32,7 +32,7 @@ def provenance() -> dict:
 
 
 def commit() -> str | None:
-  """Returns the commit of this checkout, with + where files are changed; None outside of one."""
+  """Returns the commit of this checkout, with + for changed files; None outside."""
   root = pathlib.Path(__file__).resolve().parents[3]
   if not (root / ".git").exists():
     return None
@@ -48,7 +48,7 @@ def commit() -> str | None:
 
 
 def device() -> str:
-  """Returns number, kind and platform of the devices; for a CPU the cores of this process."""
+  """Returns number, kind and platform of the devices; CPU cores for a CPU."""
   devices = jax.devices()
   if devices[0].platform == "cpu":
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -57,7 +57,7 @@ def device() -> str:
 
 
 def peak_memory_bytes() -> int:
-  """Returns the peak memory of the first accelerator where it is counted, else of the process."""
+  """Returns peak memory of the first accelerator if counted, else of the process."""
   stats = jax.local_devices()[0].memory_stats()
   if stats and "peak_bytes_in_use" in stats:
     return int(stats["peak_bytes_in_use"])

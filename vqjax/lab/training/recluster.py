@@ -59,7 +59,7 @@ class Recluster:
     return step % self.every == 0 and step <= self.until
 
   def on(self, program: Program, split: TokenSplit) -> Between:
-    """Returns the function to call between steps: a pass over a segment, and the reassignment.
+    """Returns the function between steps: a pass over a segment, and reassignment.
 
     Its metrics are the numbers of `moved` and `split` tokens, `gain_nats` (a lower bound of the
     gain per token of the segment), and the perplexity floors of the segment, `floor_before` and

@@ -84,7 +84,7 @@ def load_text(experiment: Experiment) -> Text:
 
 
 class RunFolder:
-  """A folder with config.json, metrics.jsonl, events/, checkpoints/ and, at the end, result.json.
+  """A run folder: config, metrics, events, checkpoints and the result.
 
   Of several processes the first opens and writes it; the others check that they see the same.
 
@@ -107,7 +107,7 @@ class RunFolder:
       _wait_for_token(path / "lock", token)
 
   def _open(self, experiment: Experiment, data: dict) -> str:
-    """Locks the folder, and returns a token that the other processes find in its lock file."""
+    """Locks the folder; returns the token in its lock file."""
     path = self.path
     mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
     theirs = read_json(path / "config.json")
@@ -210,7 +210,7 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
 
 
 def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = None) -> Exception:
-  """Returns an OSError with the remedy for a full or read-only disk; other errors unchanged.
+  """Returns an OSError with the remedy for a full disk; other errors unchanged.
 
   `last_good` is the step of the newest complete checkpoint.
   """

@@ -74,7 +74,7 @@ def fresh_state(optimizer: optax.GradientTransformation, variables: dict) -> Tra
 
 
 def carried(collections: Any, batch: dict) -> Any:
-  """Returns the collections with the carry of every row in `batch["reset"]` set to zero.
+  """Returns the collections with the carry of reset rows set to zero.
 
   The collection `carry` is what a recurrent model remembers of each row of a batch.
   """
@@ -166,7 +166,7 @@ def train_step(
 def _mean_gradient(
   loss: Callable, params: Any, model_state: Any, batch: dict, key: Array, accumulate: int
 ) -> tuple[Any, dict, Any]:
-  """Returns gradient and metrics averaged over the micro-batches, and the last `model_state`.
+  """Returns mean gradient and metrics of the micro-batches, and the model state.
 
   `loss` is a function (params, model_state, batch, key) -> loss, (metrics, model_state).
   """
@@ -201,7 +201,7 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 @jax.jit
 def checksum(state: TrainState) -> UInt32[Array, "leaves"]:
-  """Returns one number for each array of the state, from all of its bits and their positions.
+  """Returns a checksum of all bits and their positions for each array of the state.
 
   Integer sums wrap and do not depend on the order of addition, so the result is the same on any
   device and for any sharding. A single wrong bit always shows.

@@ -1,4 +1,4 @@
-"""Heartbeats between the processes of a run: when one dies, all end with a message."""
+"""Heartbeats between the processes of a run: when one dies, all end."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ BEATS = 6
 
 
 class Watch:
-  """Threads that send heartbeats, wait for a reason to stop, and check the coordinator.
+  """Threads for heartbeats, the reason to stop, and the coordinator.
 
   They use only the coordinator's key-value store. Process 0 reads all heartbeats: when a process
   has sent none for `silence` seconds, it writes the reason to stop, and every process ends, even
@@ -75,7 +75,7 @@ class Watch:
     return {name.rsplit("/", 1)[1]: value for name, value in entries}
 
   def _stop_all(self, reason: str) -> str | None:
-    """Writes the reason to stop; returns that of another process which was earlier, or None."""
+    """Writes the reason to stop; returns an earlier one of another process, or None."""
     try:
       self.client.key_value_set(STOP, reason)
     except JaxRuntimeError:
@@ -120,7 +120,7 @@ class Watch:
       os._exit(1)
 
   def _leave(self) -> None:
-    """Marks this process as done, so that its end is not a death; process 0 waits for others."""
+    """Marks this process as finished; process 0 waits for the others."""
     try:
       self.client.key_value_set(f"{OVER}/{self.index}", "", allow_overwrite=True)
       deadline = time.monotonic() + 2 * GRACE
@@ -132,7 +132,7 @@ class Watch:
       pass  # the coordinator has died
 
   def close(self) -> None:
-    """Waits until all processes are done, so that none takes the end of another for a death."""
+    """Waits until all processes are done, so that no end counts as a death."""
     self.client.key_value_set(f"{OVER}/{self.index}", "")
     self.client.wait_at_barrier(OVER, int(1000 * DAY))
     self.over.set()
@@ -146,7 +146,7 @@ class Watch:
     time.sleep(self.silence * (1 + 2 / BEATS) + GRACE)
 
   def abandon(self, reason: str) -> bool:
-    """Stops the others with this reason; returns False where one gave the same reason before.
+    """Stops the others with this reason; False if the same reason came before.
 
     Process 0 returns when the others have ended, or after some seconds: its store ends with it.
     """
@@ -157,7 +157,7 @@ class Watch:
 
 
 def _on_abort(explain: Callable[[], None] | None) -> Callable | None:
-  """Calls `explain` when C++ aborts the process; returns the handler, which must stay alive.
+  """Calls `explain` when C++ aborts the process; the handler must stay alive.
 
   jax aborts, with its stack on standard error, as soon as the coordinator is lost, in the thread
   that would wake `_wait_for_stop`. Python's own handlers run later in the main thread, and so
