@@ -19,7 +19,7 @@ SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
+  """Runs the command; returns 2 for a wrong call, 128 + n for signal n."""
   options = _parser().parse_intermixed_args(arguments)
   speak_plainly()
   return exit_code(lambda: _compress(options), show_traceback=options.traceback)

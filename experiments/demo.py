@@ -1,4 +1,4 @@
-"""Command that trains a small decoder with each vocabulary layer, and compares them.
+"""Command that trains and compares a small decoder with each vocabulary layer.
 
 python -m experiments.demo
 """
@@ -18,7 +18,7 @@ CONFIGS = ("lm_dense", "lm_tied", "lm_codebook", "lm_codebook_bias", "lm_grouped
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
+  """Runs the command; returns 2 for a wrong call, 128 + n for signal n."""
   parser = argparse.ArgumentParser(
     prog="python -m experiments.demo",
     description="Train a small decoder with each vocabulary layer on the docstrings of Python's"

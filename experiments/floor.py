@@ -39,7 +39,7 @@ the tokens in the split itself."""
 
 
 def measure(experiment: Experiment) -> dict[str, Any]:
-  """Returns the floors of an experiment's initial assignment on its own text, as JSON.
+  """Returns the floors of an experiment's assignment on its own text, as JSON.
 
   `splits` has for each split the number of tokens, and the floor in nats per token and as
   perplexity, without and with a token bias. `worst` are the tokens of the training text with the

@@ -26,7 +26,7 @@ they find each other; elsewhere, start the same command on each machine:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
+  """Runs the command; returns 2 for a wrong call, 128 + n for signal n."""
   return with_config(_parser(), arguments, train, before=_join)
 
 

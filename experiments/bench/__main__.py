@@ -83,7 +83,7 @@ def _read(file: pathlib.Path | None) -> dict[str, Any]:
 
 
 def _write(file: pathlib.Path | None, figures: dict[str, Any]) -> None:
-  """Writes a benchmark a line, in one step; null stands for numbers that are not finite."""
+  """Writes a benchmark a line, in one step; null for numbers that are not finite."""
   if file is None:
     return
   file.parent.mkdir(parents=True, exist_ok=True)

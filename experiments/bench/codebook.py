@@ -1,4 +1,4 @@
-"""Benchmark of heads at the sizes of VQ-Logits' Table 3: log-probabilities, training, decoding."""
+"""Benchmark of heads at the sizes of VQ-Logits' Table 3."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def batches(sizes: Sizes, seconds: float) -> dict[str, dict]:
-  """Prints and returns the cost of log-probabilities, and of loss and gradient, of a batch."""
+  """Prints and returns the cost of log-probabilities and of loss and gradient."""
   rows = contenders(sizes)
   variables = variables_of([one.head for one in rows.values()])
   data = batch(sizes.shape)
@@ -145,7 +145,7 @@ def _measured(timed: Timed, full: Timed) -> dict[str, float]:
 
 
 def _differences(timed: dict[str, Timed], sizes: Sizes) -> dict[str, float]:
-  """Largest differences in nats between two computations of the same log-probabilities."""
+  """Largest differences in nats between equal log-probabilities."""
   found = {}
   exact = codebook_name(sizes.codes[0])
   for first, second in ((FULL, TILED), (GATHER, exact)):
@@ -248,7 +248,7 @@ def variables_of(heads: list[Head]) -> dict[Head, dict]:
 
 
 def batch(shape: Shape) -> tuple[jax.Array, jax.Array]:
-  """Hidden states, and tokens by Zipf's law: token v with a frequency of 1 / (v + 1)."""
+  """Hidden states, and tokens by Zipf's law."""
   share = 1 / np.arange(1, shape.vocab + 1)
   tokens = np.random.default_rng(0).choice(shape.vocab, shape.tokens, p=share / share.sum())
   hidden = jax.random.normal(jax.random.key(0), (shape.tokens, shape.dim))

@@ -62,7 +62,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 def training(
   body: LSTMSize, vocab: int, grid: tuple[Sequence[int], Sequence[int]]
 ) -> dict[str, Any]:
-  """Figure 4: time and temporaries of a training step, relative to the full embedding's.
+  """Figure 4: training step time and temporaries relative to the full embedding's.
 
   The two steps are called in turn, since the noise of a machine changes over time.
   """
@@ -106,7 +106,7 @@ def _step(setting: Setting, make: Callable[[Setting], Embedding], vocab: int) ->
 
 
 def look_up(table: CompactTable, tokens: int) -> dict[str, Any]:
-  """Time of vectors of random tokens from packed codes, against a gather from the dense table."""
+  """Time of lookups in packed codes against a gather from the dense table."""
   small = random_compact(table)
   dense = jax.random.normal(jax.random.key(0), (table.vocab, table.dim))
   chosen = jax.random.randint(jax.random.key(1), (tokens,), 0, table.vocab)
@@ -147,7 +147,7 @@ def random_compact(table: CompactTable) -> CompactEmbedding:
 
 
 def export(table: CompactTable) -> dict[str, Any]:
-  """Cost of `compact` and `save`, and of a lookup in the file, each in a process of its own."""
+  """Cost of `compact` and `save`, and of a lookup, each in its own process."""
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder, "embedding.safetensors")
     written = isolated(_exported, table, str(path))

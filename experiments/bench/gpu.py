@@ -89,7 +89,7 @@ def rows(shape: Shape, tiles: Sequence, codes: Sequence[int], calls: int = CALLS
 
 
 def table(shape: Shape, device: str, lines: Sequence[Row]) -> dict:
-  """Measures and prints the rows of a shape; the error of a row that fails is kept in its place."""
+  """Measures and prints the rows of a shape; failed rows keep their errors."""
   found, work = {}, 6 * shape.tokens * shape.dim * shape.vocab
   for line in lines:
     measure.log(f"measuring {line.name.strip()}, {shape}")
@@ -179,7 +179,7 @@ def cut_cross_entropy(shape: Shape, calls: int, filter_eps: str | None) -> Cost:
 
 
 def liger(shape: Shape, calls: int) -> Cost:
-  """Cost of Liger's fused linear cross-entropy, whose forward pass computes the gradient."""
+  """Cost of Liger's fused linear cross-entropy (gradient in the forward pass)."""
   from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
   loss = LigerFusedLinearCrossEntropyLoss()

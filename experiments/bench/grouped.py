@@ -1,4 +1,4 @@
-"""Benchmarks of the grouped head: its loss, training steps, group sizes, drawn images."""
+"""Benchmarks of the grouped head: loss, training steps, group sizes, images."""
 
 import math
 import os
@@ -158,7 +158,7 @@ def experiment(decoder: Decoder, contender: Contender, remat: bool = True) -> Ex
 
 
 def macs(decoder: Decoder, head: Head) -> dict[str, int]:
-  """Multiply-accumulates of a forward pass of one row: with weights, and inside attention.
+  """Multiply-accumulates of a row's forward pass: weights, and inside attention.
 
   Attention multiplies queries with keys and attention weights with values, for every pair of
   positions. The paper counts these products for GPT-Neo only: 4.64 G at a width of 128, against
@@ -171,7 +171,7 @@ def macs(decoder: Decoder, head: Head) -> dict[str, int]:
 
 
 def steps(quick: bool) -> Iterator[dict[str, Any]]:
-  """Tables 2 and 3: memory, tokens a second and multiply-accumulates of training steps."""
+  """Tables 2 and 3: memory, tokens a second and multiply-accumulates."""
   decoders = tuple(Decoder(dim) for dim in (128, 256, 1024, 2048))
   for rows_by_width in tables_2_and_3((TINY,) if quick else decoders, BUDGET_SECONDS):
     dim, rows = list(rows_by_width.items())[-1]
@@ -299,7 +299,7 @@ def equal(vocab: int, size: int) -> tuple[int, ...]:
 
 
 class UntiledHead(GroupedHead):
-  """The grouped head as in the paper's Figure 5: all [N, G] and [N, S] scores in memory."""
+  """The grouped head of the paper's Figure 5, with all scores in memory."""
 
   def log_prob(self, hidden, tokens):
     """Log-probability of `tokens` in nats."""
@@ -312,7 +312,7 @@ class UntiledHead(GroupedHead):
 
 
 def memory_at(decoder: Decoder, size: int) -> dict[str, int]:
-  """Bytes of a training step, and of the loss and gradient of its head, tiled and untiled.
+  """Bytes of a training step, and of its head's loss, tiled and untiled.
 
   The arrays of the decoder hide smaller ones of the head. Blocks are recomputed in the backward
   pass.
@@ -332,7 +332,7 @@ def memory_at(decoder: Decoder, size: int) -> dict[str, int]:
 
 
 def least(vocab: int, rows: Sequence[dict[str, int]]) -> dict[str, Any]:
-  """The size of least memory and the sizes within `NEAR` of it, and the formulas' sizes."""
+  """The group sizes of least memory, those within `NEAR`, and the formulas' sizes."""
   kinds = {"step": "peak_bytes", "head": "head_temp_bytes", "untiled": "untiled_temp_bytes"}
   result = {
     "sqrt": math.isqrt(vocab),
@@ -363,7 +363,7 @@ class _Predrawn(Drawn):
 
 
 def images(quick: bool) -> Iterator[dict[str, Any]]:
-  """Section 3.2: seconds to draw a batch, of a step on drawn images, and of a step that draws."""
+  """Section 3.2: seconds to draw a batch, and of steps with and without drawing."""
   sizes = Images(classes=509, dim=8, channels=(2,), batch=2) if quick else Images()
   net = lambda **more: ConvNet(
     head=GroupedHead(sizes.classes, sizes.dim, use_bias=True),

@@ -41,7 +41,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
-  """Prints and returns the cost of both fits of a table, and the ratios of vqjax to scikit-learn.
+  """Prints and returns the cost of both fits of a table, and their ratios.
 
   Memory is the peak of the process beyond its memory before the fit.
   """
@@ -94,7 +94,7 @@ def fit_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
 
 
 def fit_vqjax(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
-  """Cost of `vqjax.ops.kmeans`, with the compiler's account of temporaries and results."""
+  """Cost of `vqjax.ops.kmeans`, with the compiler's account of memory."""
   points = jnp.asarray(draw(size))
   fit = jax.jit(functools.partial(kmeans, clusters=size.clusters, iterations=ITERATIONS))
   start = time.perf_counter()
@@ -118,7 +118,7 @@ def gaussian(size: Size) -> np.ndarray:
 
 
 def mixture(size: Size) -> np.ndarray:
-  """Points around centers whose sizes follow Zipf's law; unit variance, half of it noise."""
+  """Points around centers with sizes by Zipf's law; half of the variance is noise."""
   count = COMPONENTS * size.clusters
   centers = np.random.default_rng(1).standard_normal((count, size.dim), np.float32)
   share = 1 / np.arange(1, count + 1)

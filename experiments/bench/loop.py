@@ -41,7 +41,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def bare_seconds(experiment: Experiment) -> float:
-  """Seconds of a step on batches that are in memory already, without reading a metric."""
+  """Seconds of a step on batches in memory, without reading a metric."""
   text = load_text(experiment)
   experiment, train = text.experiment, text.experiment.train
   program = Program(experiment, make_mesh(train.mesh))

@@ -34,7 +34,7 @@ def arrays(shape: Shape, dtype=jnp.float32) -> tuple:
 
 
 def _normal(key, rows, dim, scale, dtype):
-  """A normal array [rows, dim], made in blocks: its random bits at once would be the peak."""
+  """A normal array [rows, dim], made in blocks to limit the peak of memory."""
 
   def block(key):
     return (scale * jax.random.normal(key, (-(-rows // BLOCKS), dim))).astype(dtype)
@@ -72,7 +72,7 @@ def exact_log_prob(hidden, weight, tokens) -> np.ndarray:
 
 
 def tokamax_programs(data: tuple) -> tuple[dict[str, Program], dict[str, str]]:
-  """Programs of tokamax's loss that run here, and the errors of the implementations that do not.
+  """Programs of tokamax's loss that run here, and the errors of the others.
 
   Both are empty where tokamax is not installed. tokamax takes the weight as [D, V].
   """

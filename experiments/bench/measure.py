@@ -1,4 +1,4 @@
-"""Measurements on a noisy machine: programs in turn, medians, and the memory of a process."""
+"""Measurements on a noisy machine: programs in turn, medians, process memory."""
 
 import gc
 import pathlib
@@ -76,7 +76,7 @@ def compare(programs: dict[str, Program], rounds: int = 5) -> dict[str, Timed]:
 def compare_within(
   programs: dict[Hashable, Program], seconds: float, log: Callable[[str], None]
 ) -> dict[Hashable, Timed]:
-  """Compiles each program and calls it as often as `seconds` allow, at most `MAX_CALLS` times.
+  """Compiles each program and calls it within `seconds`, at most `MAX_CALLS` times.
 
   The calls are divided into `ROUNDS` turns, since the noise of a machine changes over time. The
   first call is not counted unless it takes longer than `seconds`; then it is the only one. `log`
@@ -117,7 +117,7 @@ def _timed(times, compiled, output):
 
 
 def settled_seconds(call: Callable[[], float]) -> float:
-  """Median of the seconds that a call returns, over `MIN_SECONDS` and at least one call.
+  """Median of the seconds that a call returns, over at least `MIN_SECONDS`.
 
   The first call is not counted: it meets caches and heap as another program left them.
   """
@@ -144,7 +144,7 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def process_cost(call: Callable[[], object]) -> dict[str, float | None]:
-  """Wall-clock seconds, CPU seconds of all threads, and peak memory beyond that before the call.
+  """Wall-clock seconds, CPU seconds and additional peak memory of a call.
 
   Memory is None on systems other than Linux. Pages of a memory-mapped file count as far as they
   were read.
@@ -170,7 +170,7 @@ def _status(name: str) -> int:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-  """Prints a table whose first column holds names and whose other columns hold numbers."""
+  """Prints a table of names (first column) and numbers."""
   say(title)
   table = Table()
   for index, column in enumerate(columns):

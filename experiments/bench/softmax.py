@@ -25,7 +25,7 @@ DEVICES = 8
 
 
 def speed_and_error(quick: bool) -> Iterator[dict[str, Any]]:
-  """Times loss and gradient against materialised logits, and measures the error to float64."""
+  """Times loss and gradient against materialised logits, and measures the error."""
   sizes, tiles, rounds = (Shape(2048, 256, 32000), Shape(2048, 256, 50257)), TILES, 5
   if quick:
     sizes, tiles, rounds = (Shape(32, 16, 512), Shape(32, 16, 509)), TILES[:1], 1
@@ -68,7 +68,7 @@ def speed(shape: Shape, tiles: Sequence[tuple[int, int]], rounds: int) -> dict[s
 
 
 def cells(name: str, row: dict[str, float]) -> list[str]:
-  """The cells of a row of `speed`; a loss that differs from float64 by `MAX_ERROR` is marked."""
+  """The cells of a row of `speed`; an error above `MAX_ERROR` is marked."""
   return [
     name,
     f"{row['seconds'] * 1e3:.1f}",
@@ -189,7 +189,7 @@ def memory(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def loss_temporaries(loss: Callable, shape: Shape, mesh: Mesh) -> int:
-  """Bytes of temporaries on each device; the weight and its gradient are sharded over `model`."""
+  """Bytes of temporaries on each device, with the weight sharded over `model`."""
   rows, replicated = NamedSharding(mesh, P("model")), NamedSharding(mesh, P())
   of = lambda dims, dtype, sharding: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
   arguments = (

@@ -13,7 +13,7 @@ from vqjax.sharding import MeshShape, make_mesh
 
 
 class TrainingStep:
-  """The compiled training step of an experiment on one device, on random numbers as data.
+  """A compiled training step on one device, on random numbers as data.
 
   Each call is a step that continues from the one before. Compilation needs shapes only: the arrays
   of the model exist from the first call on.

@@ -29,7 +29,7 @@ def _dot(instruction: Instruction, lhs: Shape, rhs: Shape) -> int:
 
 
 def _convolution(instruction: Instruction, lhs: Shape, rhs: Shape) -> int:
-  """Operations of a convolution; TPUs write products with a batch axis as convolutions."""
+  """Operations of a convolution, which may be a product on TPUs."""
   lhs_labels, rhs_labels, out_labels = re.search(
     r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text
   ).groups()

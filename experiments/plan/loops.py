@@ -62,7 +62,7 @@ def called_by(instruction: Instruction) -> Iterator[str]:
 
 
 def trip_count(program: Program, where: str, loop: Instruction) -> int | None:
-  """Number of iterations of a `while` in the computation `where`; None if not constant.
+  """Number of iterations of a `while` in the computation `where`, or None.
 
   The compiler's annotation is used if present. Otherwise the loop must count a variable up from a
   constant by a constant to a constant, as `lax.scan` and `lax.fori_loop` do.

@@ -1,4 +1,4 @@
-"""Generated blocks, tables, figures and statistics over seeds of the studies' pages.
+"""Generated blocks, tables, figures and seed statistics of the studies' pages.
 
 A page is prose written by hand. Computed tables and figures stand between markers,
 
@@ -56,7 +56,7 @@ def update(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
 
 
 def markdown(frame: pd.DataFrame, left: int = 1) -> str:
-  """A table in GitHub's Markdown, its first `left` columns aligned left and the others right.
+  """A table in GitHub's Markdown with `left` left-aligned columns.
 
   Cells are shown by `str`; a missing cell is a dash, and a column without any cell is left out.
   """
@@ -66,7 +66,7 @@ def markdown(frame: pd.DataFrame, left: int = 1) -> str:
 
 
 def show(console: Console, title: str, frame: pd.DataFrame) -> None:
-  """Prints a table in a terminal, in several parts if its columns do not fit side by side."""
+  """Prints a table in a terminal, in parts if its columns do not fit."""
   texts = _texts(frame)
   label, *columns = texts.columns
   # Titles may be broken between words, labels anywhere, and numbers must not.
@@ -102,7 +102,7 @@ def save_figures(figures: Mapping[str, Figure], docs: pathlib.Path) -> list[path
 
 
 def origins(results: Results) -> str:
-  """A sentence that names the number of results, their days, devices, versions and commits."""
+  """A sentence on the number, days, devices, versions and commits of the results."""
   kept = [row["result"] for row in results.values()]
   if not kept:
     return "No results."
@@ -119,7 +119,7 @@ def origins(results: Results) -> str:
 
 
 def bench(docs: pathlib.Path, name: str) -> dict[str, Any] | None:
-  """The figures of a benchmark in results/bench.json; None if it was not run at full size."""
+  """The figures of a benchmark in results/bench.json; None without a full run."""
   path = docs / "results" / "bench.json"
   kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
   figures = kept.get(name)

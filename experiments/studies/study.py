@@ -1,4 +1,4 @@
-"""Studies: sets of runs whose results are kept in one file and resumed where they stopped."""
+"""Studies: sets of runs with results in one file, resumed where they stopped."""
 
 import argparse
 import dataclasses
@@ -127,7 +127,7 @@ class Study:
   options: Sequence[argparse.ArgumentParser] = ()
 
   def main(self, arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 2 for a wrong call, 128 + n for signal n."""
+    """Runs the command; returns 2 for a wrong call, 128 + n for signal n."""
     parser = argparse.ArgumentParser(
       prog=f"python -m experiments.studies.{self.name}.run",
       description=self.description,
@@ -173,7 +173,7 @@ class Study:
     return rows
 
   def keep(self, scale: str, row: Mapping[str, Any]) -> None:
-    """Writes a result in place of an earlier one of its name; other processes may do so too."""
+    """Writes a result in place of an earlier one; safe beside other processes."""
     path = self.path(scale)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = pathlib.Path("runs", f".{self.name}.lock")
@@ -193,7 +193,7 @@ class Study:
     return kept is not None and kept["result"]["config_hash"] == work.identity()
 
   def do(self, scale: str, work: Work) -> None:
-    """Makes and keeps a missing result; skips a work that starts from a run without a model."""
+    """Makes and keeps a missing result, unless a work that it needs has no model."""
     if self.is_done(scale, work):
       return
     kept = self.read(scale)
@@ -229,7 +229,7 @@ class Study:
     self.render(console, self.current(options.scale), options.scale)
 
   def chosen(self, scale: str, only: str | None) -> list[Work]:
-    """The works named by `only` (all if None) in their order, after those that they need.
+    """The works named by `only` (None for all), after those that they need.
 
     Raises:
       ValueError: `only` names a work that the scale does not have.

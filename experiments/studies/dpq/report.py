@@ -73,7 +73,7 @@ def scores(results: Results, name: str) -> dict[int, float]:
 
 
 def compression_ratio(results: Results, name: str) -> float | None:
-  """Bytes of the full float32 table over those of a row's inference form; None if not known."""
+  """Bytes of the float32 table over those of a row's inference form, or None."""
   size = lambda row: next(
     (one["embedding"]["shipped_bytes"] for one in page.finished(results, row).values()), None
   )
@@ -293,7 +293,7 @@ def _grid(results: Results, s: Setting, kind: str, shared: bool) -> np.ndarray:
 
 
 def heat_figure(results: Results, s: Setting) -> Figure | None:
-  """Figures 3 and 7: score and ratio over K and M, every subspace with its own codebook."""
+  """Figures 3 and 7: score and ratio over K and M, with separate codebooks."""
   grids = {kind: _grid(results, s, kind, shared=False) for kind in KINDS}
   if all(np.isnan(grid).all() for grid in grids.values()):
     return None
@@ -313,7 +313,7 @@ def heat_figure(results: Results, s: Setting) -> Figure | None:
 
 
 def trade_figure(results: Results, s: Setting) -> Figure | None:
-  """Figure 8: score against ratio, with the best score at each ratio joined by a line."""
+  """Figure 8: score against ratio, with a line through the best scores."""
   figure = Figure(figsize=(7.2, 4.2))
   axes = figure.add_subplot()
   for color, (kind, label) in zip(SERIES, KINDS.items(), strict=False):
@@ -342,7 +342,7 @@ def trade_figure(results: Results, s: Setting) -> Figure | None:
 
 
 def frontier(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-  """The points (ratio, score) with no better score at a higher ratio, by falling ratio."""
+  """The points (ratio, score) on the Pareto front, by falling ratio."""
   best: list[Sequence[float]] = []
   for ratio, score in sorted(points, reverse=True):
     if not best or score > best[-1][1]:
@@ -365,7 +365,7 @@ def usage_figure(results: Results, setting: str) -> Figure | None:
 
 
 def changes_figure(results: Results, s: Setting) -> Figure | None:
-  """Figure 6: percentage of codes that changed since the checkpoint before, for each K."""
+  """Figure 6: percentage of codes that changed since the last checkpoint."""
   figure = Figure(figsize=(8, 3.2))
   panels = figure.subplots(1, 2, sharey=True)
   for axes, (kind, label) in zip(panels, KINDS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""Rows of DPQ's tables: the embeddings that are compared, and how each gets its variables."""
+"""Rows of DPQ's tables: the compared embeddings and their initial variables."""
 
 import dataclasses
 import functools
@@ -156,7 +156,7 @@ def centroids(s: Setting, codes: Codes) -> Embedding:
 
 
 def _rebuild(embedding: DPQEmbedding, table: np.ndarray, steps: int) -> Mapping[str, Any]:
-  """Variables of a DPQ-VQ that learns to rebuild the trained table, starting from its clusters.
+  """Variables of a DPQ-VQ that learns to rebuild the trained table.
 
   The paper does not say how its own was trained; of the ways that were tried, this one comes
   nearest to its numbers.

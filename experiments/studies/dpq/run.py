@@ -139,7 +139,7 @@ def _embedding_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def compact_size(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str, float]:
-  """The compression ratio by the paper's formula, and the bytes in memory and of the saved file."""
+  """The compression ratio by the paper's formula, bytes in memory and in the file."""
   small = embedding.compact(variables)
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder, "embedding.safetensors")
@@ -149,7 +149,7 @@ def compact_size(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str
 
 
 def code_changes(embedding: DPQEmbedding, folder: pathlib.Path) -> list[tuple[int, float]]:
-  """(step, percentage of codes that differ from the checkpoint before) for each checkpoint."""
+  """(step, percentage of changed codes) for each checkpoint."""
   steps = saved_steps(folder)
   codes = [
     codes_of_all(embedding, _embedding_variables(read_variables(folder, at=step)[0]))
@@ -181,7 +181,7 @@ def neighbours(
 
 
 def single_tokens(encoder: Encoder, words: Sequence[str]) -> dict[str, int]:
-  """Word -> token, for the words that are one token and not the one for unknown words."""
+  """Word -> token, for words that are one known token."""
   tokens = {}
   for word in words:
     encoded = encoder.encode(word)[:-1]
@@ -191,7 +191,7 @@ def single_tokens(encoder: Encoder, words: Sequence[str]) -> dict[str, int]:
 
 
 def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> dict[str, Any]:
-  """Scores of a trained model whose full embedding is replaced by one that is derived from it."""
+  """Scores of a trained model whose embedding is replaced by a derived one."""
   text = load_text(experiment)
   variables, _ = read_variables(folder)
   table_VD = np.asarray(variables["params"]["embedding"]["weight"])
@@ -221,7 +221,7 @@ def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> d
 def bleu(
   experiment: Experiment, model: EncoderDecoder, variables: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """BLEU of a model's translations of the test split, cased and detokenised, by sacrebleu."""
+  """BLEU of a model's test translations, cased and detokenised, by sacrebleu."""
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
   sources, references = zip(*experiment.data.pairs("test"), strict=True)
   metric = sacrebleu.BLEU()

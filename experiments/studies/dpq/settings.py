@@ -1,4 +1,4 @@
-"""Settings of DPQ's tables at three scales: task, model, training budget and codes.
+"""Settings of DPQ's tables at three scales.
 
 The scale "smoke" runs in seconds on text that every machine has, "cpu" runs on two cores, and
 "paper" has the values of the paper and its reference implementation, for a GPU or TPU. The rows of
@@ -142,7 +142,7 @@ def lstm(
 
 
 def classified(data: LabelledSource, classes: int, options: dict[str, Any], **fields) -> Setting:
-  """Text classification with the mean of a text's vectors; `options` are the classifier's."""
+  """Text classification with mean pooling; `options` are the classifier's."""
   make = functools.partial(classifier, data=data, classes=classes, **options)
   return Setting(make, begin=BEGIN, **{"dim": DIM} | fields)
 

@@ -1,4 +1,4 @@
-"""Tables and figures of the study, in the terminal and on the page docs/results/grouped.md."""
+"""Tables and figures of the study, in the terminal and on its page."""
 
 import functools
 import io
@@ -114,7 +114,7 @@ def write(results: Results, docs: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _numbers(source: Mapping[str, Any], names: Iterable[str], *path: str) -> pd.Series:
-  """Numbers at a path, such as "result", "test", "perplexity", of named entries; NaN if missing."""
+  """Numbers at a path such as "result", "test" of named entries; NaN if missing."""
   step = lambda entry, key: (entry or {}).get(key)
   return pd.Series([functools.reduce(step, path, source.get(n)) for n in names], dtype=float)
 
@@ -190,7 +190,7 @@ def _differences(results: Results, scale: str) -> pd.DataFrame:
 
 
 def _group_losses(results: Results, scale: str) -> pd.Series:
-  """Validation loss in nats by the number of groups, of the models that were trained."""
+  """Validation loss in nats by the number of groups of the trained models."""
   works = {n: f"{s.name}/groups-{n}" for s in SCALES[scale].values() for n in s.groups}
   loss = _numbers(results, works.values(), "result", "valid", "nats_per_token")
   return loss.set_axis(list(works)).dropna()
@@ -354,7 +354,7 @@ def _curve(results: Results, name: str, key: str) -> list[list[float]]:
 
 
 def losses(results: Results) -> Figure:
-  """Training loss of the models that were trained from scratch, a panel for each width."""
+  """Training loss of the models from scratch, a panel for each width."""
   settings = [SCALES["cpu"][name] for name in ("lm-128", "lm-64")]
   figure = Figure(figsize=(4.8 * len(settings), 3.6), layout="constrained")
   for axes, s in zip(figure.subplots(1, len(settings), sharey=True), settings, strict=True):
@@ -386,7 +386,7 @@ def picture_curves(results: Results) -> Figure:
 
 
 def sizes(results: Results, cost: Cost) -> Figure:
-  """Memory by the compiler's account, and validation loss, over the number of groups."""
+  """Memory by the compiler's account, and validation loss, by number of groups."""
   memory = {
     label: sorted((row["groups"], row[key] / 1e9) for row in cost.get("sizes", []) if key in row)
     for key, label in (
@@ -410,7 +410,7 @@ def sizes(results: Results, cost: Cost) -> Figure:
 
 
 def save_sheet(path: pathlib.Path, seed: int = 0) -> None:
-  """Draws a contact sheet of the picture classes: the values of each attribute, and random classes.
+  """Draws a contact sheet of the image classes.
 
   The file is a PNG of 256 colours: the noise of all colours would make it four times as large.
   """

@@ -1,4 +1,4 @@
-"""Settings and rows of the study: texts, widths, schedules and the heads that are compared.
+"""Settings and rows of the study.
 
 The scale `paper` has the paper's sizes, for a GPU or TPU: an epoch of the whole of TinyStories.
 At the scale `cpu` a model is as deep and as wide, but reads slices of TinyStories for some minutes,
@@ -56,7 +56,7 @@ SHORT = Train(
 
 @dataclasses.dataclass(frozen=True)
 class SpreadTokenizer(Tokenizer):
-  """A tokenizer whose token t is t * floor(vocab / inner vocabulary) of another tokenizer.
+  """A tokenizer that spreads another tokenizer's tokens over a larger vocabulary.
 
   No text at hand has 262,144 different tokens. If the tokens of a smaller vocabulary are spread
   evenly over it, each group of a head has its share of tokens that occur and of tokens that do not.
@@ -113,7 +113,7 @@ Make = Callable[..., Experiment]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """Language models on one text that differ in their head, or in their attention window.
+  """Language models on one text with different heads or attention windows.
 
   Attributes:
     name: of the setting in run folders and results.
@@ -228,7 +228,7 @@ def _converted(
   tuned: bool = False,
   distillation: float = 0.0,
 ) -> Row:
-  """The trained GPT-2 with a grouped head in place of its dense one, fine-tuned if `tuned`."""
+  """The trained GPT-2 with a converted grouped head, fine-tuned if `tuned`."""
 
   def make(s: Setting) -> Experiment:
     return conversion.converted(

@@ -91,7 +91,7 @@ def _row(s: Setting, row: Row) -> Work:
 
 
 def _graded(scale: str, s: Setting, row: Row, judge: Judge | None) -> Work | None:
-  """The work of grading a row's stories; without a judge, a result that is already kept or None."""
+  """The work of grading a row's stories; without a judge, a kept result or None."""
   name = f"grades/{s.name}-{row.name}"
   if judge is None:
     settings = STUDY.read(scale).get(name, {}).get("settings")
@@ -106,7 +106,7 @@ def _graded(scale: str, s: Setting, row: Row, judge: Judge | None) -> Work | Non
 
 
 def curves(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
-  """Curves of a run at the resolution of a plot: {"curves": {name: [[step, value], ...]}}.
+  """Curves of a run at a plot's resolution: {"curves": {name: [[step, value]]}}.
 
   "train" has means of the loss between its points. "valid" has the loss of every evaluation and,
   for pictures, "accuracy" and "group_accuracy" have rates.
@@ -130,7 +130,7 @@ def curves(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def scores(experiment: Experiment) -> dict[str, Any]:
-  """Scores of both held-out splits of a model as `Experiment.init_from` starts it, untrained."""
+  """Scores of the held-out splits by an untrained model with its initial variables."""
   text = load_text(experiment)
   run = text.experiment
   program = Program(run, make_mesh(run.train.mesh))
@@ -146,7 +146,7 @@ def scores(experiment: Experiment) -> dict[str, Any]:
 
 
 def time_top_k(experiment: Experiment, folder: pathlib.Path, calls: int = 7) -> dict[str, Any]:
-  """Time of a trained grouped head's exact top-k: best-first group search, and all groups.
+  """Time of a trained grouped head's exact top-k, by search and by all groups.
 
   Args:
     experiment: the trained run.

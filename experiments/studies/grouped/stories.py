@@ -24,7 +24,7 @@ from vqjax.models import LanguageModel
 def graded(
   experiment: Experiment, folder: pathlib.Path, settings: Mapping[str, Any], judge: Judge
 ) -> dict[str, Any]:
-  """Mean grades of the completions that a run's model writes for beginnings of test stories.
+  """Mean grades of a model's completions of test stories.
 
   Args:
     experiment: the trained run; of a distilled model, the student writes.
@@ -83,7 +83,7 @@ def complete(
   temperature: float = 1.0,
   top_k: int | None = None,
 ) -> list[list[int]]:
-  """Completions of prompts, without the prompts, up to the first `eos` token and without it.
+  """Completions of prompts, without the prompts, up to the first `eos` token.
 
   Each token is sampled from the head's exact distribution given the last `context` tokens, for
   which the whole window is computed again. The result is a function of the key.

@@ -1,4 +1,4 @@
-"""Tables and figures of the VQ-Logits study, beside the numbers that the paper prints."""
+"""Tables and figures of the VQ-Logits study, beside the paper's numbers."""
 
 import collections
 import dataclasses
@@ -63,7 +63,7 @@ PAPER = _read_paper()
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-  """A row of a setting, measured over its seeds. A number without a finished run is None.
+  """A row of a setting, measured over its seeds; None for missing numbers.
 
   Attributes:
     row: the measured row.
@@ -92,7 +92,7 @@ class Measurement:
 
   @property
   def code_perplexity(self) -> float | None:
-    """Perplexity of the codes: without a token bias, the test perplexity is floor times it."""
+    """Perplexity of the codes, which times the floor is the test perplexity."""
     if self.perplexity is None or self.floor is None or self.row.head.token_bias:
       return None
     return self.perplexity.mean / self.floor
@@ -178,7 +178,7 @@ def _over(perplexity: str, full: Mapping[str, str]) -> str:
 
 
 def paper_table(results: Results, setting: Setting, name: str) -> pd.DataFrame:
-  """A table of the paper: of a main table all methods, of an ablation the paper's rows."""
+  """A table of the paper: all methods of a main table, or an ablation's rows."""
   # At another scale, codebooks have other sizes; the first of the paper's stands for our first.
   theirs = map(int, PAPER["Setup"][setting.name]["codes"].split())
   sizes = dict(zip(theirs, setting.codes, strict=True))
@@ -334,7 +334,7 @@ def kmeans_table(figures: Mapping[str, Any] | None) -> pd.DataFrame:
 
 
 def bytes_figure(measured: Sequence[Measurement]) -> Figure | None:
-  """Head bytes against test perplexity, points numbered as in the table; None without a point."""
+  """Head bytes against test perplexity, points numbered as in the table, or None."""
   points = [m for m in measured if m.perplexity]
   if not points:
     return None
@@ -361,7 +361,7 @@ def bytes_figure(measured: Sequence[Measurement]) -> Figure | None:
 
 
 def codes_figure(results: Results, settings: Mapping[str, Setting]) -> Figure:
-  """Figure 2a for each text: perplexity by codebook size, its floor, and the paper's."""
+  """Figure 2a for each text: perplexity, floor and the paper's, by codebook size."""
   figure = Figure(figsize=(9.6, 3.8), layout="constrained")
   for axes, (name, setting) in zip(
     figure.subplots(1, len(settings)), settings.items(), strict=True
@@ -392,7 +392,7 @@ def codes_figure(results: Results, settings: Mapping[str, Setting]) -> Figure:
 
 
 def speed_figure(speed: Mapping[str, Any]) -> Figure:
-  """Figure 2b: how many times faster than the full softmax the log-probabilities are."""
+  """Figure 2b: speed of the log-probabilities relative to the full softmax."""
   forms = ((re.fullmatch(r"codebook K=(\d+)", name), row) for name, row in speed["forward"].items())
   measured = {int(form[1]): row["times_faster"] for form, row in forms if form}
   printed = PAPER["Table 1"].items()
@@ -428,7 +428,7 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-  """Rewrites the generated blocks and figures of results/vq_logits.md; returns their paths."""
+  """Rewrites the generated blocks and figures of the page; returns their paths."""
   settings = SCALES["cpu"]
   speed = page.bench(docs, "codebook")
   heads = all_heads(results, settings["ptb"])

@@ -49,7 +49,7 @@ def rows(s: Setting) -> list[Row]:
 def _scratch(
   s: Setting, name: str, label: str, head: Head, init_from: Any = None, *, headline: bool = False
 ) -> Row:
-  """A head that is trained from scratch, for the steps of a dense run and its fine-tuning."""
+  """A head trained from scratch for the steps of a dense run and its fine-tuning."""
   experiment = lambda seed: s.run(name, head, s.whole, seed, init_from=init_from)
   return Row(name, label, head, experiment, headline=headline)
 
@@ -65,7 +65,7 @@ def _converted(
   recluster: Recluster | None = None,
   **options: Any,
 ) -> Row:
-  """A head that is computed from the dense run's weights, then fine-tuned with its decoder."""
+  """A head computed from the dense run's weights, then fine-tuned."""
 
   def experiment(seed: int) -> Experiment:
     dense = dataclasses.replace(s.dense, seed=seed)
@@ -186,7 +186,7 @@ def _codebooks(s: Setting) -> list[Row]:
 
 
 def _from_scratch(s: Setting) -> list[Row]:
-  """Codes computed from the tokens' neighbours in the text, with training from scratch."""
+  """Codes from the tokens' neighbours in the text, trained from scratch."""
   k, small = s.codes[-1], s.further.small_codes
   contexts = conversion.MappedProduct(convert.ToProduct(power=0.5))
   others = {f"-{c}x{m}": (f" ({c} x {m})", (c, m)) for c, m in s.further.other_products}
@@ -228,7 +228,7 @@ def _from_scratch(s: Setting) -> list[Row]:
 
 
 def _other_heads(s: Setting) -> list[Row]:
-  """Heads other than the codebook: converted from the dense run, and baselines from scratch."""
+  """Heads other than the codebook: converted ones, and baselines from scratch."""
   product = heads.ProductHead(V, s.dim, *s.further.product, token_bias=True)
   learned = heads.LearnedProductHead(V, s.dim, *s.further.product, token_bias=True)
   residual = heads.ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True)
@@ -257,5 +257,5 @@ def _other_heads(s: Setting) -> list[Row]:
 
 
 def zipf_tree(vocab: int) -> trees.Tree:
-  """Huffman's tree of a vocabulary sorted by frequency, with frequencies by Zipf's law."""
+  """Huffman's tree of a frequency-sorted vocabulary under Zipf's law."""
   return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)

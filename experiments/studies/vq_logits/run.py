@@ -1,4 +1,4 @@
-"""Runs the VQ-Logits study: the paper's heads, its baselines, and heads that go beyond it.
+"""Runs the VQ-Logits study: the paper's heads, its baselines, and others.
 
 python -m experiments.studies.vq_logits.run --scale smoke
 python -m experiments.studies.vq_logits.run --scale cpu            runs what is missing, renders
@@ -63,7 +63,7 @@ def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | N
 
 
 def clusters(experiment: Experiment, folder: pathlib.Path) -> list[dict[str, Any]]:
-  """For each row of Table 8 the code of a codebook run that holds most of the row's words."""
+  """The code that holds most words of each row of Table 8."""
   variables, _ = read_variables(folder)
   assignment = variables["codes"]["head"]["assignment"]
   encoder = fit_encoder(experiment.data, experiment.tokenizer)

@@ -55,7 +55,7 @@ class Further:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """A text, a decoder, a training budget, and the sizes of the heads that are compared.
+  """A text, a decoder, a training budget, and the sizes of the compared heads.
 
   Attributes:
     name: of the text; the rows of the study are called "NAME/ROW".
@@ -93,7 +93,7 @@ class Setting:
 
   @property
   def whole(self) -> Train:
-    """Training from scratch, with the steps of the dense run and of the fine-tuning together."""
+    """Training from scratch for the steps of the dense run and its fine-tuning."""
     train = self.dense.train
     steps = train.steps + self.fine_tune.steps
     return dataclasses.replace(train, steps=steps, eval_every=steps, save_every=steps)
@@ -103,7 +103,7 @@ class Setting:
     return f"{RUNS}/{self.scale}/{self.name}/{row}-{seed}"
 
   def run(self, row: str, head: Head, train: Train, seed: int, **changes: Any) -> Experiment:
-    """The dense experiment with another head, a new embedding or the head's, and other training."""
+    """The dense experiment with another head, embedding and training."""
     own = getattr(head, "embedding", None)
     embedding = own or DenseEmbedding(FROM_TOKENIZER, self.dim, dtype=self.dtype)
     model = self.dense.model.clone(head=head, embedding=embedding)
@@ -159,7 +159,7 @@ def _cpu(
 
 
 def _paper(name: str, config: Experiment, **fields: Any) -> Setting:
-  """The paper's decoder and schedule, with the fine-tuning of the second column of Table 4."""
+  """The paper's decoder and schedule, with Table 4's second column's fine-tuning."""
   model, train = config.model, config.train
   fine_tune = dataclasses.replace(
     train, learning_rate=5e-5, warmup=1000, steps=min(50_000, train.steps // 5)
