@@ -29,10 +29,7 @@ if os.environ.get("VQJAX_RUNTIME_TYPES"):
   import jaxtyping
 
   _hook = jaxtyping.install_import_hook(
-    [
-      *("vqjax.ops", "vqjax.heads", "vqjax.embeddings", "vqjax.quantizers"),
-      *("vqjax.assign", "vqjax.convert", "vqjax.models", "vqjax.lab.models"),
-    ],
+    ["vqjax.ops", "vqjax.heads", "vqjax.embeddings", "vqjax.assign", "vqjax.models"],
     "beartype.beartype",
   )
 
