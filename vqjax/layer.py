@@ -70,9 +70,9 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     """The value of a variable of this layer; None for a name that it does not declare."""
     value = self._created.get(name)
     if isinstance(value, nn.Variable):
-      # Inside `nn.scan` the value may be the NumPy array that it was made from.
-      return jnp.asarray(value.value)
-    return value
+      value = value.value
+    # NumPy arrays reach here: restored or converted variables, and tables inside `nn.scan`.
+    return None if value is None else jnp.asarray(value)
 
   def sharded_arrays(self) -> dict[str, Sharded]:
     """The variables that are declared with a `pad_value`, by name."""
