@@ -23,11 +23,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(PY) -m experiments.demo
 
-# Five minutes on two cores.
+# Without the tests that are marked slow.
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-# Fifteen minutes: with run-time types, every mesh, several processes, the studies' smoke runs, and
+# With run-time types, every mesh, several processes, the studies' smoke runs, and
 # the numeric tests as machines without AVX-512 and without AVX compute them.
 test-all: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST)
