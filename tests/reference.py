@@ -3,6 +3,20 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+
+def _compiles_float16() -> bool:
+  try:
+    jax.jit(lambda x: x.astype(jnp.float32) * 2)(jnp.ones(3, jnp.float16)).block_until_ready()
+  except jax.errors.JaxRuntimeError:
+    return False
+  return True
+
+
+needs_float16 = pytest.mark.skipif(
+  not _compiles_float16(), reason="XLA compiles no float16 for a CPU without F16C instructions"
+)
 
 
 def log_softmax(logits):

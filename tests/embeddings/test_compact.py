@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import reference
 from tests.embeddings.quantized import QUANTIZERS, D, K, M, V
 from vqjax import DPQEmbedding, ProductEmbedding
 from vqjax.embeddings import compact_file
@@ -137,7 +138,11 @@ def test_tokens_outside_are_nan_in_jax_and_an_error_in_numpy(saved):
     compact_file.open_compact(saved)[[V]]
 
 
-LOW = [{"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}, {"param_dtype": jnp.float16}]
+LOW = [
+  {"dtype": jnp.bfloat16},
+  {"param_dtype": jnp.bfloat16},
+  pytest.param({"param_dtype": jnp.float16}, marks=reference.needs_float16),
+]
 
 
 @pytest.mark.parametrize("fields", [*LOW, {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}])

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sklearn.cluster import KMeans as SklearnKMeans
 
+from tests import reference
 from vqjax.ops.kmeans import kmeans, nearest
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -203,7 +204,9 @@ def test_neither_all_distances_nor_a_copy_of_the_points_are_kept():
   assert held < 50_021 * min(128, 256) * 4 / 3
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+  "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=reference.needs_float16)]
+)
 def test_narrow_points_are_clustered_in_float32(dtype):
   points = blobs(1009, 5, 7).astype(dtype)
   found = kmeans(jax.random.key(0), points, 7)

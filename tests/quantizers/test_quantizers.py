@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
+from tests import reference
 from tests.quantizers.small import D, K, M, N, in_float64, made, trained, vectors
 from vqjax.ops import quantize
 from vqjax.quantizers import CentroidQuantizer, SoftmaxQuantizer
@@ -167,6 +168,7 @@ def test_tied_keys_are_the_values():
   assert variables["params"].keys() == {"keys"}
 
 
+@reference.needs_float16
 def test_half_precision_distances_do_not_overflow():
   x = jnp.full((2, D), 300.0, jnp.float16)
   quantizer = CentroidQuantizer(K, M, D)
