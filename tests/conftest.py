@@ -34,6 +34,21 @@ if os.environ.get("VQJAX_RUNTIME_TYPES"):
   )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` says
+def pytest_collection_modifyitems(items):
+  """Marks the cases of a test as slow, except for as many as its mark `fast_cases` says."""
+  cases = {}
+  for item in items:
+    if item.get_closest_marker("fast_cases") and not item.get_closest_marker("slow"):
+      cases.setdefault((item.cls, item.function), []).append(item)
+  for same in cases.values():
+    count = same[0].get_closest_marker("fast_cases").args[0]
+    fast = {round(i * (len(same) - 1) / max(count - 1, 1)) for i in range(count)}
+    for i, item in enumerate(same):
+      if i not in fast:
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "cache"))

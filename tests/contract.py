@@ -22,20 +22,13 @@ from tests.contract_on_meshes import (
   as_float64,
   mesh_cases,
 )
-from vqjax import Head
 from vqjax.ops import sampling
 
 
 def costly(test):
-  """Marks a test that compiles programs of its own: it runs for the cases of the meshes alone."""
+  """Marks a slow test with programs of its own, which runs for the cases of the meshes alone."""
   test.is_costly = True
-  return test
-
-
-def draws(test):
-  """Marks a costly test of sampling; it is slow for a head that inherits `Head.sample`."""
-  test.is_draw = True
-  return costly(test)
+  return pytest.mark.slow(test)
 
 
 @functools.lru_cache(maxsize=8)
@@ -174,23 +167,23 @@ class OneDeviceContract:
     largest = reference.largest_value(both, variables["params"], rest, hidden, tokens)
     assert largest < rows * vocab / 4
 
-  @draws
+  @costly
   def test_samples_follow_the_distribution(self, run, hidden):
     self.check_draws(run, hidden[0, 0])
 
-  @draws
+  @costly
   def test_samples_at_a_temperature_follow_the_sharpened_distribution(self, run, hidden):
     self.check_draws(run, hidden[0, 0], temperature=0.5)
 
-  @draws
+  @costly
   def test_samples_among_the_best_follow_the_cut_distribution(self, run, hidden):
     self.check_draws(run, hidden[0, 0], top_k=7)
 
-  @draws
+  @costly
   def test_samples_of_the_nucleus_follow_the_cut_distribution(self, run, hidden):
     self.check_draws(run, hidden[0, 0], top_p=0.6)
 
-  @draws
+  @costly
   def test_samples_are_of_allowed_tokens_alone(self, run, hidden):
     self.check_draws(run, hidden[0, 0], allowed=np.arange(self.vocab) % 3 == 1)
 
@@ -219,7 +212,6 @@ class OneDeviceContract:
     assert tokens[0, 0] == 4
     assert (tokens.ravel()[1:] == -1).all()
 
-  @pytest.mark.slow
   @costly
   @pytest.mark.parametrize("vocab", [9001])
   def test_a_vocabulary_of_several_blocks_is_searched_and_drawn_from_whole(self, case, vocab):
@@ -312,15 +304,11 @@ def for_each_case(metafunc):
   """Runs each test of a contract once for each of its class's cases."""
   if "case" in metafunc.fixturenames:
     few = getattr(metafunc.function, "is_costly", False)
-    names = mesh_cases(metafunc.cls) if few else list(metafunc.cls.cases)
-    inherits = lambda name: type(metafunc.cls.cases[name](101, 12)).sample is Head.sample
-    is_draw = getattr(metafunc.function, "is_draw", False)
-    slow = lambda name: [pytest.mark.slow] if is_draw and inherits(name) else []
-    metafunc.parametrize("case", [pytest.param(name, marks=slow(name)) for name in names])
-  if "mesh_case" in metafunc.fixturenames:
-    first, *others = mesh_cases(metafunc.cls)
+    first, *others = mesh_cases(metafunc.cls) if few else metafunc.cls.cases
     rest = [pytest.param(name, marks=pytest.mark.slow) for name in others]
-    metafunc.parametrize("mesh_case", [first, *rest])
+    metafunc.parametrize("case", [first, *rest])
+  if "mesh_case" in metafunc.fixturenames:
+    metafunc.parametrize("mesh_case", mesh_cases(metafunc.cls))
 
 
 def float64_gradients(contract, head, variables, hidden, tokens, cotangent):

@@ -70,6 +70,7 @@ class ContractOnMeshes:
   def first_mesh_case(self):
     return mesh_cases(type(self))[0]
 
+  @pytest.mark.slow
   def test_on_a_mesh_losses_gradients_and_the_best_are_those_of_one_device(self, mesh_case):
     # 101 is prime, and most codes and groups do not divide either.
     self.check_meshes(mesh_case, 101, (2, 2, 2))

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_an_example_runs_and_prints(path, capsys):
   runpy.run_path(str(path), run_name="__main__")

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("module", "absent"),
   [

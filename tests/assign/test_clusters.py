@@ -34,6 +34,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_clustering_is_an_assignment_with_its_codebook(recipe, embeddings, counts):
   found = RECIPES[recipe](embeddings, counts)
@@ -122,6 +123,7 @@ def test_many_equal_rows_settle_within_the_capacity():
   assert (np.bincount(table, minlength=50) == 10).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [assign.by_kmeans, assign.balanced_kmeans])
 def test_one_code_and_a_code_for_each_token_are_possible(recipe, embeddings):
   assert (recipe(embeddings, 1, key=KEY).assignment == 0).all()

@@ -64,6 +64,7 @@ def loss(head, params, hidden):
   return -float(np.where(COUNTS > 0, COUNTS * log_prob, 0).sum() / COUNTS.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token_bias", [False, True])
 def test_a_head_that_predicts_every_code_reaches_the_floor_and_other_biases_stay_above(token_bias):
   head = CodebookHead(8, 5, 5, token_bias=token_bias)

@@ -28,6 +28,7 @@ def off(embedding, variables, table):
   return convert.squared_error(vectors, table) / convert.squared_error(0 * table, table)
 
 
+@pytest.mark.slow
 def test_clusters_of_parts_recover_the_parts_of_the_table(table):
   embedding = ProductEmbedding(V, D, K, M)
   variables = convert.to_clusters(embedding, table, key=KEY)
@@ -41,6 +42,7 @@ def test_shared_clusters_recover_the_parts_of_the_table(table):
   assert off(embedding, convert.to_clusters(embedding, table, key=KEY), table) < 1e-2
 
 
+@pytest.mark.slow
 def test_each_residual_codebook_lowers_the_error(table):
   errors = []
   for subspaces in (1, 2, 4):
@@ -63,6 +65,7 @@ def test_more_bits_lower_the_error(table):
   assert errors[0] > 10 * errors[1] > 100 * errors[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("embedding", "part"),
   [
@@ -90,6 +93,7 @@ def test_training_lowers_the_error(embedding, part, table):
   assert off(embedding, found, table) < part * off(embedding, variables, table)
 
 
+@pytest.mark.slow
 def test_codes_of_shu_and_nakayama_keep_the_queries(table):
   quantizer = EncoderQuantizer(
     K, M, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
@@ -128,6 +132,7 @@ def test_a_table_that_does_not_fit_is_refused(table):
     convert.reconstruct(embedding, variables, broken, key=KEY, steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [None, MovingAverage()])
 @pytest.mark.parametrize("shared", [True, False])
 def test_centroids_of_a_quantiser_are_clusters_of_the_vectors(average, shared):
@@ -150,6 +155,7 @@ def test_centroids_of_a_quantiser_are_clusters_of_the_vectors(average, shared):
         np.testing.assert_allclose(centers[m, k], mean, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [None, MovingAverage()])
 def test_clustered_centroids_do_not_depend_on_revived_ones(average):
   quantizer = CentroidQuantizer(

@@ -11,6 +11,7 @@ from vqjax.convert import to_head
 V, D, K, M = 53, 12, 6, 3
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("kind", [SoftmaxQuantizer, CentroidQuantizer])

@@ -18,6 +18,7 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing
 
 
+@pytest.mark.fast_cases(1)
 def test_the_compact_form_is_the_evaluation_bit_for_bit(embedding, variables, tmp_path):
   tokens = jnp.arange(V).reshape(1, V)
   compact = embedding.compact(variables)
@@ -34,6 +35,7 @@ def test_the_compact_form_is_the_evaluation_bit_for_bit(embedding, variables, tm
     np.testing.assert_array_equal(with_numpy, expected)
 
 
+@pytest.mark.slow
 def test_the_file_has_codes_and_values_and_nothing_else(embedding, variables, tmp_path):
   file = tmp_path / "embedding.safetensors"
   compact = embedding.compact(variables)
@@ -66,6 +68,7 @@ def test_the_ratio_is_that_of_the_paper():
     np.testing.assert_allclose(compact.compression_ratio() * 201 / 200, printed, atol=0.05)
 
 
+@pytest.mark.fast_cases(1)
 def test_the_reader_needs_only_numpy(embedding, variables, tmp_path):
   file = tmp_path / "embedding.safetensors"
   embedding.compact(variables).save(file)
@@ -145,6 +148,7 @@ LOW = [
 ]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("fields", [*LOW, {"dtype": jnp.float32, "param_dtype": jnp.bfloat16}])
 def test_it_is_rounded_as_the_embedding_is(embedding, fields, tmp_path):
   embedding, tokens = embedding.clone(**fields), jnp.arange(V)
@@ -166,6 +170,7 @@ def test_fixed_codes_have_a_compact_form(options, fields):
   assert embedding.shipped().state_bytes == compact.nbytes
 
 
+@pytest.mark.slow
 def test_the_compact_form_has_the_size_that_shipped_states(embedding, variables):
   assert embedding.shipped().state_bytes == embedding.compact(variables).nbytes
 

@@ -34,6 +34,7 @@ def made(embedding: Embedding):
   return embedding.init(jax.random.key(0), jnp.zeros((1,), jnp.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_vectors_are_rows_of_the_table_and_nan_outside(name):
   embedding = CASES[name]
@@ -49,6 +50,7 @@ def test_vectors_are_rows_of_the_table_and_nan_outside(name):
   assert all(np.isfinite(term) for term in terms.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_size_and_axes_are_those_of_the_variables(name):
   embedding = CASES[name]
@@ -71,6 +73,7 @@ def test_the_shipped_size_is_codes_values_and_layers():
   assert CASES["guided"].shipped() == DenseEmbedding(V, D).size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("additive", [False, True])
 def test_the_shipped_size_of_quantised_vectors_is_that_of_the_compact_form(additive):
   embedding = DPQEmbedding(V, D, SoftmaxQuantizer(5, 3, D, additive=additive))
@@ -78,6 +81,7 @@ def test_the_shipped_size_of_quantised_vectors_is_that_of_the_compact_form(addit
   assert embedding.shipped().state_bytes == small.nbytes
 
 
+@pytest.mark.slow
 def test_the_composer_is_two_layers():
   embedding = CASES["composed"]
   variables = made(embedding)

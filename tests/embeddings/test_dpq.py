@@ -11,6 +11,7 @@ from vqjax import DenseHead, DPQEmbedding
 from vqjax.sharding import MeshShape, make_mesh
 
 
+@pytest.mark.fast_cases(2)
 def test_vectors_are_those_of_the_quantised_rows(embedding, variables):
   tokens = jnp.array([[7, 0, 52], [7, 7, 1]])
   found = embedding.apply(variables, tokens)
@@ -21,6 +22,7 @@ def test_vectors_are_those_of_the_quantised_rows(embedding, variables):
   np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.fast_cases(1)
 def test_tokens_outside_the_vocabulary_are_nan_and_contribute_nothing(embedding, variables):
   found = embedding.apply(variables, jnp.array([3, V, -1]))
   assert np.isfinite(found[0]).all()
@@ -53,6 +55,7 @@ def test_size_and_axes_are_those_of_the_variables(embedding):
   assert jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple)) == ranks
 
 
+@pytest.mark.slow
 def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
   spread = embedding.clone(vocab_axis="model")
   tokens = jnp.arange(32).reshape(8, 4) * 7 % V
@@ -72,6 +75,7 @@ def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
+@pytest.mark.fast_cases(1)
 def test_a_head_that_shares_the_codes_scores_with_the_quantised_rows(embedding, variables):
   head = DenseHead(V, D, embedding=embedding)
   own = {name: {"embedding": tree} for name, tree in variables.items()}
@@ -92,6 +96,7 @@ def test_a_quantizer_of_another_width_is_refused():
     embedding.init(jax.random.key(0), jnp.arange(3))
 
 
+@pytest.mark.fast_cases(1)
 def test_an_empty_batch_is_empty(embedding, variables):
   nothing = jnp.zeros((2, 0), jnp.int32)
   assert embedding.apply(variables, nothing).shape == (2, 0, D)

@@ -34,6 +34,7 @@ def table():
   return np.asarray(jax.random.normal(jax.random.key(3), (V, D)))
 
 
+@pytest.mark.fast_cases(2)
 @every
 def test_a_lookup_is_a_row_of_the_table_and_nan_outside(embedding):
   variables = init(embedding)
@@ -47,6 +48,7 @@ def test_a_lookup_is_a_row_of_the_table_and_nan_outside(embedding):
   assert np.isnan(found[1, 1]).all()
 
 
+@pytest.mark.slow
 @every
 def test_rows_differ_between_tokens(embedding):
   if getattr(embedding, "additive", False) and embedding.shared:
@@ -68,6 +70,7 @@ def test_size_and_axes_are_those_of_the_variables(embedding):
   assert ranks == jax.tree.map(np.ndim, variables)
 
 
+@pytest.mark.fast_cases(2)
 @every
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_vectors_have_the_requested_dtype(embedding, dtype):
@@ -75,6 +78,7 @@ def test_vectors_have_the_requested_dtype(embedding, dtype):
   assert found.dtype == dtype
 
 
+@pytest.mark.fast_cases(1)
 @every
 def test_on_eight_devices_vectors_and_gradients_are_those_of_one(embedding):
   variables, tokens = init(embedding), jnp.array([3, 3, 0, V - 1, 9, 11, 1, 28])
@@ -105,6 +109,7 @@ def test_a_constant_table_has_one_level():
   assert low == high == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ALL[1:5])
 def test_the_compact_form_is_equal_bit_for_bit(embedding):
   variables, tokens = init(embedding), jnp.array([[0, 28], [-1, 7]])

@@ -55,6 +55,7 @@ def test_the_parameters_are_those_of_wikitext_103():
   assert AdaptiveHead(267_735, 768, (20_000, 80_000)).size().params == 36_077_136
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("inside", [0, 1, 255, 256, 257, 1999, 2003])
 def test_any_number_of_tokens_in_a_cluster_is_scored_and_has_its_gradient(inside):
   # A chunk is 256 of 2003 tokens: none, part of one, whole ones and all of them.
@@ -83,6 +84,7 @@ def test_any_number_of_tokens_in_a_cluster_is_scored_and_has_its_gradient(inside
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
 
 
+@pytest.mark.slow
 def test_a_cluster_without_tokens_is_not_scored():
   head = AdaptiveHead(50, 8, (10, 30), factor=2)
   hidden, tokens = jax.random.normal(jax.random.key(0), (5, 8)), jnp.array([0, 9, 10, 29, 3])

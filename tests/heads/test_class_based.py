@@ -47,6 +47,7 @@ def problem(head, rows=23):
   return head.init(jax.random.key(2), hidden), hidden, tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [1, 7])
 def test_classes_of_many_tiles_and_tokens_of_many_chunks_change_nothing(monkeypatch, tile):
   head = ClassBasedHead(101, 6, 4, with_empty_classes)
@@ -60,6 +61,7 @@ def test_classes_of_many_tiles_and_tokens_of_many_chunks_change_nothing(monkeypa
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-5), both(), whole)
 
 
+@pytest.mark.slow
 def test_no_rows_are_gathered_for_each_token_and_no_product_is_of_the_vocabulary():
   rows, vocab, dim = 257, 4099, 16
   head = ClassBasedHead(vocab, dim, 64)
@@ -75,6 +77,7 @@ def test_no_rows_are_gathered_for_each_token_and_no_product_is_of_the_vocabulary
   assert max(np.prod(shape) for shape in products) <= rows * 64
 
 
+@pytest.mark.slow
 def test_the_work_of_a_token_is_that_of_its_own_class():
   head = ClassBasedHead(40_000, 8, 200)
   variables, hidden, tokens = problem(head, 4)
@@ -86,6 +89,7 @@ def test_the_work_of_a_token_is_that_of_its_own_class():
   np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_missing_class_is_nan_and_an_empty_class_has_probability_0():
   head = ClassBasedHead(10, 4, 5)
   variables, hidden, _ = problem(head, 2)
@@ -115,6 +119,7 @@ def test_the_cost_is_that_of_the_classes_and_of_one_class():
   assert ClassBasedHead(10_000, 4, 100).size().params == 4 * (10_000 + 100)
 
 
+@pytest.mark.slow
 def test_classes_whose_rows_lie_on_several_devices_are_summed_over_them():
   head = ClassBasedHead(53, 6, 5, assign.Random(), vocab_axis="model")
   variables, hidden, _ = problem(head, 53)

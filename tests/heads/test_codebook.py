@@ -47,6 +47,7 @@ class TestCodebookHead(HeadContract):
     return scores[..., codes["assignment"]] + params.get("token_bias", 0.0)
 
 
+@pytest.mark.slow
 def test_an_empty_code_gets_no_gradient():
   head = CodebookHead(10, 4, 6, with_empty_codes)
   hidden, tokens = jax.random.normal(jax.random.key(0), (3, 4)), jnp.array([0, 1, 2])
@@ -59,6 +60,7 @@ def test_an_empty_code_gets_no_gradient():
   assert np.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 def test_a_bfloat16_bias_of_a_frequent_token_gets_its_whole_gradient():
   head = CodebookHead(5, 4, 2, token_bias=True, param_dtype=jnp.bfloat16)
   hidden, tokens = jnp.zeros((3000, 4)), jnp.zeros((3000,), jnp.int32)
@@ -157,6 +159,7 @@ def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
   assert np.isfinite(log_prob[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
 def test_draws_of_a_code_and_then_a_token_follow_the_distribution_on_a_mesh_too(shape):
   head = CodebookHead(101, 4, 17, token_bias=True, vocab_axis="model" if shape else None)
@@ -179,6 +182,7 @@ def decoder(head, embedding):
   return Transformer(embedding=embedding, head=head, dim=6, layers=1, heads=2, context=4)
 
 
+@pytest.mark.slow
 def test_a_tied_model_has_one_codebook_and_one_table_and_names_their_axes():
   embedding = CodebookEmbedding(13, 6, 5)
   model = decoder(CodebookHead(13, 6, 5, token_bias=True, embedding=embedding), embedding)
@@ -190,6 +194,7 @@ def test_a_tied_model_has_one_codebook_and_one_table_and_names_their_axes():
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_tied_codebook_sums_those_of_lookups_and_of_scores():
   embedding = CodebookEmbedding(7, 4, 3)
   head = CodebookHead(7, 4, 3, embedding=embedding)

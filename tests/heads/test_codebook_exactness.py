@@ -23,6 +23,7 @@ def gathered_loss(params, table, hidden, tokens, z_loss, smoothing):
   return -smooth_N.mean() + z_loss * (log_z_N**2).mean()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -53,6 +54,7 @@ def test_loss_and_gradients_equal_gather_and_softmax_in_float64(bias, z_loss, sm
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2)])
 def test_the_mean_over_the_vocabulary_is_the_same_on_a_mesh(shape):
   hidden = jax.random.normal(jax.random.key(0), (N, D))

@@ -69,6 +69,7 @@ def test_the_initialiser_may_be_partitioned():
   assert variables["params"]["weight"].names == ("model", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}])
 def test_one_program_on_a_mesh_may_draw_search_and_score(options):
   # With a vocabulary that no device count divides: in one program XLA takes two paddings of an
@@ -113,6 +114,7 @@ def test_arrays_over_explicit_axes_are_refused():
       head.apply(variables, spread, jnp.zeros((8,), jnp.int32), method="log_prob")
 
 
+@pytest.mark.slow
 def test_the_terms_of_the_loss_are_those_of_the_cross_entropy():
   head = DenseHead(31, 8, softcap=2.0, z_loss=1e-2, label_smoothing=0.1)
   hidden = jax.random.normal(jax.random.key(0), (5, 8))

@@ -91,6 +91,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", TRAINED)
 def test_it_learns_and_converts_to_a_product_head(quantizer):
   """Statistics and centroids follow the targets; conversion keeps the distribution."""
@@ -126,6 +127,7 @@ def test_it_learns_and_converts_to_a_product_head(quantizer):
   assert -found.mean() < np.log(40) - 1
 
 
+@pytest.mark.slow
 def test_the_terms_are_over_the_rows_of_the_targets():
   head = DPQHead(11, 12, CentroidQuantizer(3, M, commitment=0.5))
   hidden, tokens = jax.random.normal(jax.random.key(0), (5, 12)), jnp.array([0, 3, 3, 10, -1])

@@ -46,6 +46,7 @@ def peaked(rows=1):
   return 6 * jax.random.normal(jax.random.key(1), (rows, DIM))
 
 
+@pytest.mark.slow
 def test_the_best_of_a_peaked_distribution_are_those_of_all_groups(head, variables):
   hidden = peaked()
   log_probs, tokens, visited = run(head, variables, hidden, k=5, method="top_k_visited")
@@ -60,6 +61,7 @@ def test_the_best_of_a_peaked_distribution_are_those_of_all_groups(head, variabl
   assert (jnp.exp(jnp.take_along_axis(log_group, of_best, -1)) >= jnp.exp(log_probs[:, :1])).all()
 
 
+@pytest.mark.slow
 def test_how_many_groups_a_draw_scored_is_reported(head, variables):
   groups, _ = head.groups_and_slots()
   draw = lambda **options: run(
@@ -72,6 +74,7 @@ def test_how_many_groups_a_draw_scored_is_reported(head, variables):
     assert (draw(**few) < groups / 2).all()
 
 
+@pytest.mark.slow
 def test_a_nucleus_of_more_groups_than_the_search_scores_is_drawn_from_exactly(monkeypatch):
   monkeypatch.setattr(group_search, "MOST", 4)
   monkeypatch.setattr(group_search, "WIDTH", 2)
@@ -117,6 +120,7 @@ def test_draws_by_group_make_no_value_of_batch_times_vocabulary(options):
     assert reference.largest_value(draw, variables, hidden, allowed) < rows * vocab / 4
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 1)])
 def test_any_leading_shape_is_decoded(head, variables, shape):
   hidden = jnp.ones((*shape, DIM))
@@ -134,6 +138,7 @@ def test_any_leading_shape_is_decoded(head, variables, shape):
   assert all(x.shape == shape and x.dtype == jnp.int32 for x in jax.tree.leaves(draws))
 
 
+@pytest.mark.slow
 def test_a_batch_by_vmap_is_that_batch(head, variables):
   hidden = peaked(3)
   best = lambda hidden: head.apply(variables, hidden, 4, method="top_k")

@@ -98,10 +98,12 @@ class TestUnsharedGroupedHead(HeadContract):
       scores = scores + params["slot_bias"][group, slot]
     return by_group(head, variables, hidden, scores)
 
+  @pytest.mark.slow
   def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
     # The other meshes are those of `tests/ops/test_ragged.py`.
     self.check_meshes(first_mesh_case, 101, (1, 1, 8))
 
+  @pytest.mark.slow
   def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case):
     # How draws are found is shared with `GroupedHead`: one of its options is enough.
     super().test_draws_on_a_mesh_follow_the_distribution(mesh_case, None)
@@ -123,6 +125,7 @@ def test_the_parameters_are_those_of_the_papers_classifier():
   assert head.size().params == 10_340_999 - 9_531_392
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [GroupedHead, UnsharedGroupedHead])
 def test_an_order_is_kept_with_its_inverse(head):
   hidden = jnp.zeros((1, 4))
@@ -137,6 +140,7 @@ def test_an_order_is_kept_with_its_inverse(head):
   assert given.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(variables))
 
 
+@pytest.mark.slow
 def test_groups_sizes_and_orders_that_do_not_fit_are_refused():
   def begin(vocab=11, **fields):
     return GroupedHead(vocab, 4, **fields).init(jax.random.key(0), jnp.zeros((1, 4)))

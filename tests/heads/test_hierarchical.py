@@ -51,6 +51,7 @@ class TestHierarchicalHead(HeadContract):
     return log_prob
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_one_token_is_certain():
   head = HierarchicalHead(1, 4)
   hidden = jnp.ones((3, 4))
@@ -62,6 +63,7 @@ def test_a_vocabulary_of_one_token_is_certain():
   np.testing.assert_array_equal(draws, 0)
 
 
+@pytest.mark.slow
 def test_only_the_nodes_on_the_path_of_a_token_get_a_gradient():
   head = HierarchicalHead(37, 8, trees.Huffman(zipf(37)))
   hidden, tokens = jax.random.normal(jax.random.key(0), (1, 8)), jnp.array([11])

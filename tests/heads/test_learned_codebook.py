@@ -58,6 +58,7 @@ def training_loss(head, hidden, tokens, variables, params, key):
   return -log_prob.mean(), written
 
 
+@pytest.mark.slow
 def test_training_draws_codes_with_a_gradient_for_the_choice_until_it_is_annealed():
   head, hidden, tokens, variables = small()
   run = lambda v, key: jax.value_and_grad(

@@ -123,6 +123,7 @@ def test_mixed_radix_gives_neighbours_few_codes_in_common():
   assert (table[1:] == table[:-1]).mean() < 0.1
 
 
+@pytest.mark.slow
 def test_the_commitment_moves_the_batchs_latent_rows_towards_their_rows():
   head = LearnedProductHead(11, 6, 3, 2, commitment=0.5)
   hidden, tokens = jax.random.normal(jax.random.key(0), (4, 6)), jnp.array([0, 3, 3, 10])
@@ -194,6 +195,7 @@ def test_initial_rows_have_unit_length_on_average():
   np.testing.assert_allclose((rows**2).sum(-1).mean(), 1, rtol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_one_row_is_decoded_by_lookups_and_many_by_composing_with_equal_results(softcap):
   head = ProductHead(101, 12, 5, 3, token_bias=True, softcap=softcap)

@@ -41,6 +41,7 @@ class TestResidualCodebookHead(HeadContract):
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_it_starts_as_the_codebook_head_and_learns_to_distinguish_tokens_of_a_code():
   hidden = jax.random.normal(jax.random.key(0), (5, 6))
   head, plain = ResidualCodebookHead(20, 6, 4, 2), CodebookHead(20, 6, 4)

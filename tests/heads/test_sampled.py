@@ -37,6 +37,7 @@ def drawn(head, variables, hidden, tokens, seed=0):
   return head.apply(variables, hidden, tokens, rngs=rngs, method="loss_terms")
 
 
+@pytest.mark.slow
 def test_only_the_loss_with_a_random_stream_is_an_estimate():
   head = SampledSoftmaxHead(53, 6, samples=7)
   variables, hidden, tokens = problem(head)
@@ -50,6 +51,7 @@ def test_only_the_loss_with_a_random_stream_is_an_estimate():
   np.testing.assert_array_equal(first, drawn(head, variables, hidden, tokens)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2), MeshShape(1, 1, 8)])
 def test_a_sample_of_the_whole_vocabulary_is_exact_on_any_mesh(shape):
   head = SampledSoftmaxHead(
@@ -71,6 +73,7 @@ def test_a_sample_of_the_whole_vocabulary_is_exact_on_any_mesh(shape):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
+@pytest.mark.slow
 def test_the_estimate_on_a_mesh_is_that_of_one_device():
   head = SampledSoftmaxHead(53, 6, samples=11, vocab_axis="model")
   variables, hidden, tokens = problem(head)
@@ -82,6 +85,7 @@ def test_the_estimate_on_a_mesh_is_that_of_one_device():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), spread, alone)
 
 
+@pytest.mark.slow
 def test_a_tied_head_adds_its_gradient_to_the_table():
   head = SampledSoftmaxHead(53, 6, samples=53, embedding=DenseEmbedding(53, 6))
   variables, hidden, tokens = problem(head)
@@ -93,6 +97,7 @@ def test_a_tied_head_adds_its_gradient_to_the_table():
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_steps_draw_new_samples_and_learn():
   tokens = jax.random.randint(jax.random.key(3), (8, 5), 0, 31)
   batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}

@@ -59,6 +59,7 @@ def tokens():
   return jax.random.randint(jax.random.key(1), (3, 16), 0, 31)
 
 
+@pytest.mark.slow
 def test_a_position_sees_no_later_token(tokens):
   model = decoder()
   variables = init(model)
@@ -68,6 +69,7 @@ def test_a_position_sees_no_later_token(tokens):
   assert (before[:, 9:] != after[:, 9:]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_change_reaches_as_far_as_the_windows_of_the_blocks_allow(remat, tokens, monkeypatch):
   monkeypatch.setattr(decoder_module, "tile_size", lambda *_: 5)
@@ -87,6 +89,7 @@ def test_a_change_reaches_as_far_as_the_windows_of_the_blocks_allow(remat, token
   assert reached(params) == list(range(3, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_parameters_add_up(tied):
   embedding = DenseEmbedding(31, 8)
@@ -97,6 +100,7 @@ def test_the_parameters_add_up(tied):
   assert sum(x.size for x in jax.tree.leaves(variables)) == expected
 
 
+@pytest.mark.slow
 def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monkeypatch):
   monkeypatch.setattr(decoder_module, "tile_size", lambda *_: 5)
 
@@ -114,6 +118,7 @@ def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monke
   assert_equal_up_to_rounding(again, kept, summands=48)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_with_float32_parameters(tokens):
   model = decoder(dtype=jnp.bfloat16)
   variables = init(model)
@@ -126,6 +131,7 @@ def test_bfloat16_computes_with_float32_parameters(tokens):
   np.testing.assert_allclose(found, close, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [CodebookHead(31, 8, 5), GroupedHead(31, 8)])
 def test_any_head_fits_and_its_logits_and_log_prob_agree(head, tokens):
   model = decoder(head=head)
@@ -137,6 +143,7 @@ def test_any_head_fits_and_its_logits_and_log_prob_agree(head, tokens):
   np.testing.assert_allclose(log_prob, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_is_off_by_default(tokens):
   model = decoder(dropout=0.5)
   variables = init(model)
@@ -144,6 +151,7 @@ def test_dropout_is_off_by_default(tokens):
   np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_a_shorter_row_has_the_same_logits(tokens):
   model = decoder()
   variables = init(model)
@@ -212,6 +220,7 @@ def float64_hidden(params, tokens, heads, windows):
   return norm(x, params["final_norm"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 5, 99])
 def test_the_hidden_vectors_equal_an_independent_float64_decoder(window, tokens):
   model = decoder(window=window)
@@ -232,6 +241,7 @@ def test_output_projections_start_smaller_by_the_depth_of_the_residual_stream():
     np.testing.assert_allclose(found, expected, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_auxiliary_terms_are_named_by_embedding_and_head(tokens):
   class Embedding(DenseEmbedding):
     def aux(self, tokens):
@@ -246,6 +256,7 @@ def test_auxiliary_terms_are_named_by_embedding_and_head(tokens):
   assert aux == {"embedding/commitment": 1, "head/commitment": 10}
 
 
+@pytest.mark.slow
 def test_remat_recomputes_in_the_backward_pass(tokens):
   def backward_text(model):
     variables = init(model)
@@ -286,6 +297,7 @@ def test_the_program_does_not_grow_with_the_depth(tokens):
   assert length(24) < 1.02 * length(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "window"), [(13, None), (13, 4), (1, 4), (0, 4)])
 def test_attention_in_tiles_equals_attention_in_one_piece_with_its_gradients(
   length, window, monkeypatch

@@ -40,6 +40,7 @@ def exhaustive(table, length, penalty):
   return max(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
 def test_a_wide_beam_finds_the_best_of_all_sequences(penalty):
   length, beams = 4, V**4

@@ -31,6 +31,7 @@ def test_a_code_whose_tokens_all_have_bias_minus_infinity_is_empty():
   assert np.isfinite(gradient).all()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("masses", [codes.BLOCK_MASSES, 15, 1])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_draws_within_a_code_follow_the_bias_in_however_many_blocks(with_bias, masses, monkeypatch):
@@ -49,6 +50,7 @@ def test_draws_within_a_code_follow_the_bias_in_however_many_blocks(with_bias, m
   assert scipy.stats.chisquare(counts, expected, sum_check=False).pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_a_code_without_a_token_or_of_mass_zero_draws_minus_one():
   assignment = jnp.array([0, 0, 3, 1, 3])
   bias = jnp.array([0.0, 0.0, -jnp.inf, 1.0, -jnp.inf])

@@ -64,6 +64,7 @@ OPTIONS = [{}, {"temperature": 2.0}, {"temperature": 1.5, "softcap": 3, "teacher
 
 
 class TestLinearStudent:
+  @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("options", OPTIONS)
   @pytest.mark.parametrize(
     ("n", "tile", "bias"), [(1, None, True), (13, (4, 10), True), (13, (100, V), False)]
@@ -104,6 +105,7 @@ class TestLinearStudent:
     student_only = linear_soft_target_loss(*rest, both[0], teacher_bias, tile=(4, 10))
     assert np.isposinf(student_only.cross_entropy).all()
 
+  @pytest.mark.slow
   def test_no_array_of_tokens_times_vocabulary_exists_and_a_frozen_teacher_costs_only_scores(self):
     n, d, e, v = 2053, 8, 16, 4099
     shapes = (n, d), (v, d), (n, e), (v, e)
@@ -205,12 +207,14 @@ class TestStudentInBlocks:
     for gradient in jax.grad(loss, (0, 1, 2))(*teacher, bias):
       assert not gradient.any()
 
+  @pytest.mark.slow
   def test_a_grouped_student_has_the_gradients_of_its_logits(self, monkeypatch):
     monkeypatch.setattr(sampling, "block_width", lambda rows, vocab: 25)
     loss, expected, arrays = grouped((3, 5), 11, None)
     chex.assert_trees_all_close(loss(*arrays), expected(*arrays), atol=ATOL, rtol=0)
 
   # bfloat16 has 8 bits: scores near ten have an error of 0.03, which the mean over tokens reduces.
+  @pytest.mark.slow
   @pytest.mark.parametrize(("dtype", "atol"), [(None, ATOL), (jnp.bfloat16, 2e-2)])
   def test_a_mesh_changes_neither_loss_nor_gradients(self, dtype, atol):
     loss, expected, arrays = grouped((3, 5), 11, "model", dtype)

@@ -50,6 +50,7 @@ def drawn(log_group, score_groups, top_p, slots, steps, width):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "k"), [(1, 6), (4, 1), (4, 36), (13, 6)])
 def test_the_best_are_those_of_all_groups(width, k):
   log_group, score_groups, log_prob = vocabulary(2.0)
@@ -117,6 +118,7 @@ def nucleus(log_prob, top_p):
 
 
 # Less than float32 can hold is there before any group is visited: the best token alone.
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "top_p"), [(4, 0.8), (13, 0.99), (1, 1e-50)])
 def test_draws_are_of_the_nucleus_and_of_all_of_it(width, top_p):
   log_group, score_groups, log_prob = vocabulary(3.0, rows=1)

@@ -77,6 +77,7 @@ def test_positions_invert_an_order():
   np.testing.assert_array_equal(order[groups.positions(order)], jnp.arange(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [23, 24])
 def test_tiles_of_tokens_change_neither_the_loss_nor_its_gradient(count, monkeypatch):
   keys = jax.random.split(jax.random.key(0), 6)

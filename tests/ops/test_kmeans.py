@@ -37,6 +37,7 @@ def weighted_means(points, assignment, weights, clusters):
   return sums / mass[:, None]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("count", "dim", "clusters"), SIZES)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_each_point_is_with_its_nearest_center(count, dim, clusters, chunk):
@@ -79,6 +80,7 @@ def test_centers_are_weighted_means_once_nothing_changes():
   np.testing.assert_allclose(found.inertia, (weights * cost).sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_blobs_far_apart_are_found():
   found = kmeans(jax.random.key(0), blobs(1009, 8, 61, spread=0.01), 61)
   sizes = np.bincount(found.assignment, minlength=61)
@@ -88,6 +90,7 @@ def test_blobs_far_apart_are_found():
 SEEDS = range(10)
 
 
+@pytest.mark.slow
 def test_many_dimensions_are_seeded_as_well_as_by_scikit_learn():
   """Points of one kind are as far apart as kinds are: each seems to be a kind of its own."""
   draw = np.random.default_rng(0)
@@ -103,6 +106,7 @@ def test_many_dimensions_are_seeded_as_well_as_by_scikit_learn():
   assert ours <= 1.002 * peer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.3, 10.0])
 def test_inertia_is_that_of_scikit_learn(spread):
   # Either finds all blobs or not: the mean over few seeds is luck.
@@ -118,6 +122,7 @@ def test_inertia_is_that_of_scikit_learn(spread):
   assert ours <= 1.01 * peer
 
 
+@pytest.mark.slow
 def test_a_weight_counts_a_point_so_often():
   points = blobs(67, 3, 5)
   counts = np.random.default_rng(2).integers(1, 6, 67)
@@ -153,6 +158,7 @@ def test_more_clusters_than_different_rows_leave_some_empty():
   assert np.isfinite(found.centers).all()
 
 
+@pytest.mark.slow
 def test_the_same_key_gives_the_same_clusters_under_jit_too():
   points = blobs(307, 6, 13, spread=1.0)
   run = functools.partial(kmeans, clusters=13)
@@ -162,6 +168,7 @@ def test_the_same_key_gives_the_same_clusters_under_jit_too():
   assert (other.assignment != first.assignment).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shape", "count"), [((8, 1, 1), 1009), ((2, 1, 4), 1008), ((1, 1, 8), 67)]
 )
@@ -177,6 +184,7 @@ def test_on_a_mesh_the_clusters_are_those_of_one_device(shape, count):
   np.testing.assert_allclose(found.inertia, expected.inertia, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_empty_clusters_move_to_points_of_any_device():
   points = jnp.zeros((400, 3)).at[-40:].set(blobs(40, 3, 40))
   with jax.set_mesh(make_mesh(MeshShape(model=8))):
@@ -204,6 +212,7 @@ def test_neither_all_distances_nor_a_copy_of_the_points_are_kept():
   assert held < 50_021 * min(128, 256) * 4 / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=reference.needs_float16)]
 )
@@ -254,6 +263,7 @@ def test_bad_input_is_refused_with_a_remedy(change, message):
     kmeans(jax.random.key(0), **given)
 
 
+@pytest.mark.slow
 def test_no_center_is_refused():
   with pytest.raises(ValueError, match="`clusters` must be at least 1; got 0"):
     nearest(jnp.ones((3, 2)), jnp.ones((0, 2)))

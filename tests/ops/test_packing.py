@@ -22,6 +22,7 @@ def test_what_no_integer_of_32_bits_counts_is_refused(codes):
     packing.bits_for(codes)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("columns", [1, 5, 25, 96])
 @pytest.mark.parametrize("codes", [2, 3, 8, 31, 256, 257, 70_000, 2**32])
 def test_rows_come_back_in_any_order_and_shape(codes, columns):

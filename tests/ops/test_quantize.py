@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.test_util import check_grads
 
 from vqjax.ops import quantize
@@ -18,6 +19,7 @@ def in_float64(x):
   return np.asarray(x, np.float64)
 
 
+@pytest.mark.slow
 def test_a_warm_forward_pass_is_the_softmax_with_its_true_gradient():
   with jax.enable_x64(True):
     x = jnp.asarray(vectors((3, D)), jnp.float64)
@@ -32,6 +34,7 @@ def test_a_warm_forward_pass_is_the_softmax_with_its_true_gradient():
     check_grads(out, (x, values), order=1, modes=["rev"])
 
 
+@pytest.mark.slow
 def test_the_rotation_takes_the_vector_to_its_centroid_and_passes_its_transpose():
   x = vectors((7, 4))
   row = jax.random.normal(jax.random.key(9), (7, 4))
@@ -44,6 +47,7 @@ def test_the_rotation_takes_the_vector_to_its_centroid_and_passes_its_transpose(
     assert np.linalg.det(j) > 0  # no reflection
 
 
+@pytest.mark.slow
 def test_vectors_of_zeros_and_opposite_ones_have_finite_gradients():
   x = jnp.array([[0.0, 0, 0], [1, 2, 3], [1, 2, 3]])
   row = jnp.array([[1.0, 1, 1], [-1, -2, -3], [0, 0, 0]])

@@ -80,12 +80,14 @@ def of_path(path):
   return compiled(value_and_gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [COUNTS, (0, 0, N, 0, 0)])
 def test_value_and_gradients_are_those_of_float64(path, counts):
   args = operands(counts)
   check(of_path(path)(*args), reference(*args))
 
 
+@pytest.mark.slow
 def test_only_accelerators_are_given_a_ragged_product(path):
   program = str(jax.make_jaxpr(lambda *args: value_and_gradients(*args))(*operands()))
   assert ("ragged_dot" in program) == (path == "gpu")
@@ -99,6 +101,7 @@ def test_without_a_bias_it_is_zero(path):
   check(compiled(jax.grad(loss, (0, 1)))(hidden, weight), expected[1:3])
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_tokens_have_any_shape(path, shape):
   hidden, weight, bias, sizes, group, slot, cotangent = operands()
@@ -121,6 +124,7 @@ def test_temporaries_are_rows_of_the_tokens_and_never_a_weight_for_each():
   assert program.memory_analysis().temp_size_in_bytes < 4 * 4 * n * (d + slots)
 
 
+@pytest.mark.slow
 def test_vmap_is_a_loop_over_its_elements(path):
   hidden, weight, bias, sizes, group, slot, cotangent = operands()
   tokens = [x[:60].reshape(3, 20, *x.shape[1:]) for x in (hidden, group, slot, cotangent)]
@@ -177,6 +181,7 @@ def test_a_vector_that_is_no_number_stays_in_its_group(path):
     assert np.isfinite(np.delete(np.asarray(gradient), 3, axis=0)).all()
 
 
+@pytest.mark.slow
 def test_on_a_mesh_each_device_has_its_groups_and_its_tokens(path):
   model, data = 4, 2  # the fourth part has nothing but groups that fill it up
   hidden, weight, bias, sizes, *rest = operands()

@@ -51,6 +51,7 @@ def move(given, **more):
   )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("seed", range(4))
@@ -94,6 +95,7 @@ def test_the_gain_of_one_move_is_the_brute_force_bound(bias):
   np.testing.assert_allclose(float(found.gain), total, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 def test_codes_without_tokens_split_others_without_changing_a_probability(bias):
   # Of so few positions and such small scores no token gains log K nats by moving.
@@ -107,6 +109,7 @@ def test_codes_without_tokens_split_others_without_changing_a_probability(bias):
   np.testing.assert_allclose(log_prob(**after(given, found)), log_prob(**given), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_token_that_splits_off_is_far_from_its_code_and_not_its_most_frequent():
   hidden = jnp.array([[1.0, 0.0]] * 6 + [[0.0, 5.0]] * 2 + [[1.0, 0.1]])
   tokens = jnp.array([0] * 6 + [1] * 2 + [2])
@@ -121,6 +124,7 @@ def test_a_token_that_splits_off_is_far_from_its_code_and_not_its_most_frequent(
   assert move(given).assignment.tolist() == [0, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_one_code_or_a_sample_without_positions_changes_nothing():
   one = problem(0, codes=1)
   one["assignment"] *= 0
@@ -132,6 +136,7 @@ def test_one_code_or_a_sample_without_positions_changes_nothing():
     np.testing.assert_array_equal(found.codebook, given["codebook"])
 
 
+@pytest.mark.slow
 def test_chunks_and_batches_do_not_change_the_result():
   given = problem(3, bias=True)
   whole = reassignment.contexts(**given)

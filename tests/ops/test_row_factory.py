@@ -35,6 +35,7 @@ def everything(hidden, weight, tokens, bias, **options):
   return sum((i + 1.0) * x.mean() for i, x in enumerate(found[:5]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [(8, 16), (64, 128), (5, 67)])
 def test_value_and_gradients_are_those_of_the_composed_weight(tile):
   tables, codes, hidden, tokens, bias = operands()
@@ -47,6 +48,7 @@ def test_value_and_gradients_are_those_of_the_composed_weight(tile):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2)])
 def test_on_a_mesh_the_shared_arrays_get_the_gradient_of_all_devices(shape):
   tables, codes, hidden, tokens, bias = operands()
@@ -59,6 +61,7 @@ def test_on_a_mesh_the_shared_arrays_get_the_gradient_of_all_devices(shape):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_tables_on_a_mesh_get_the_gradient_of_one_device():
   tables, codes, hidden, tokens, bias = operands()
   tables = tables.astype(jnp.bfloat16)
@@ -74,6 +77,7 @@ def test_bfloat16_tables_on_a_mesh_get_the_gradient_of_one_device():
   np.testing.assert_allclose(*wide, rtol=2**-6, atol=2**-9 * abs(wide[1]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [(29, 2003), (29, 64)])
 def test_bfloat16_tables_that_many_rows_share_get_their_whole_gradient(tile):
   vocab, codes = 2003, 2
@@ -98,6 +102,7 @@ def test_bfloat16_tables_that_many_rows_share_get_their_whole_gradient(tile):
   assert off < 0.01
 
 
+@pytest.mark.slow
 def test_what_a_row_owns_gets_its_own_gradient():
   keys = jax.random.split(jax.random.key(1), 3)
   low, up = jax.random.normal(keys[0], (V, 2)), jax.random.normal(keys[1], (2, D))
@@ -114,6 +119,7 @@ def test_what_a_row_owns_gets_its_own_gradient():
   jax.tree.map(near, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("student_is_composed", [True, False])
 def test_distillation_from_and_to_composed_rows(student_is_composed):
   tables, codes, hidden, _, bias = operands()

@@ -32,6 +32,7 @@ def estimate_by_definition(hidden, weight, tokens, bias, candidates):
   return np.array(log_prob).T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 13, 52])
 def test_the_estimate_equals_its_definition_with_accidental_hits_removed(samples):
   hidden, weight, tokens, bias = problem()
@@ -43,6 +44,7 @@ def test_the_estimate_equals_its_definition_with_accidental_hits_removed(samples
   np.testing.assert_allclose(found, expected, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_a_sample_of_all_tokens_is_exact_and_so_is_its_gradient():
   hidden, weight, tokens, bias = problem()
   candidates = draw_candidates(jax.random.key(1), log_uniform(V), V)
@@ -57,6 +59,7 @@ def test_a_sample_of_all_tokens_is_exact_and_so_is_its_gradient():
     np.testing.assert_allclose(a, b, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_definition():
   hidden, weight, tokens, bias = problem()
   candidates = draw_candidates(jax.random.key(1), log_uniform(V), 13)
@@ -76,6 +79,7 @@ def test_gradients_are_those_of_the_definition():
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_q", [log_uniform(V), jnp.zeros(V)])
 def test_the_normaliser_is_estimated_without_bias_and_better_with_more_samples(log_q):
   hidden, weight, tokens, bias = problem()
@@ -98,6 +102,7 @@ def test_the_normaliser_is_estimated_without_bias_and_better_with_more_samples(l
   assert spread[0] > 2 * spread[1] > 4 * spread[2]
 
 
+@pytest.mark.slow
 def test_tokens_that_the_proposal_excludes_pad_the_sample_with_weight_zero():
   hidden, weight, tokens, bias = problem()
   log_q = jnp.where(jnp.arange(V) < 5, 0.0, -jnp.inf)
@@ -150,6 +155,7 @@ def test_neither_logits_nor_more_than_the_scatter_is_of_the_vocabularys_size():
   assert memory.temp_size_in_bytes < 4 * vocab * dim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [-1, V])
 def test_a_token_outside_the_vocabulary_is_nan(token):
   hidden, weight, tokens, _ = problem()

@@ -25,6 +25,7 @@ def scores():
   return jax.random.normal(jax.random.key(0), (4, 37))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("width", [1, 5, 10, 37])
 @pytest.mark.parametrize("k", [1, 3, 37])
 def test_best_equals_sorting_at_any_block_width(scores, width, k):
@@ -41,6 +42,7 @@ def test_best_beyond_the_vocabulary_says_minus_one(scores):
   assert np.isneginf(values[:, 37:]).all()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
 def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass(scores, top_p, scale):
@@ -134,6 +136,7 @@ def test_scores_a_rounding_apart_are_told_apart_by_the_nucleus():
   assert np.isfinite(kept[0]).tolist() == [True] * 16 + [False] * 48
 
 
+@pytest.mark.slow
 def test_temperature_comes_before_the_nucleus():
   rows = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2])), (2000, 3))
   # Squared, the first has 0.25 / 0.38 = 0.66 of the mass; as it is, only half.

@@ -23,6 +23,7 @@ SHAPES = [(1, 1), (1, 7), (5, 3), (13, 101), (16, 128), (37, 1009)]
 TILES = [None, (1, 1), (4, 10), (13, 100), (1000, 1000)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("n", "v"), SHAPES)
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -49,6 +50,7 @@ def test_leading_axes_are_kept():
   np.testing.assert_array_equal(folded.ravel(), flat)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_within_a_hundred_thousandth_of_a_nat():
   hidden, weight, tokens, _ = arrays(200, 64, 50257)
   weight = weight / 8
@@ -57,6 +59,7 @@ def test_a_large_vocabulary_is_within_a_hundred_thousandth_of_a_nat():
   assert np.abs(value - expected).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_bfloat16_accumulates_in_float32():
   hidden, weight, tokens, _ = arrays(64, 128, 8191, jnp.bfloat16)
   weight = (weight / 8).astype(jnp.bfloat16)
@@ -74,6 +77,7 @@ def test_bfloat16_accumulates_in_float32():
   np.testing.assert_allclose(np.float32(d_weight), exact[1], atol=2e-2, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_gradients_of_bfloat16_add_up_over_many_tiles_in_float32():
   # 128 tiles of tokens and of rows: sums kept in bfloat16 would lose several per cent.
   hidden, weight, tokens, bias = arrays(2048, 16, 1024, jnp.bfloat16)
@@ -86,6 +90,7 @@ def test_gradients_of_bfloat16_add_up_over_many_tiles_in_float32():
     assert error < 4e-3
 
 
+@pytest.mark.slow
 def test_float32_weights_of_a_bfloat16_product_are_not_copied_and_their_gradient_not_rounded():
   hidden, weight, tokens, _ = arrays(512, 64, 8009)
   loss = lambda w: softmax.linear_log_prob(hidden, w, tokens, dtype=jnp.bfloat16).sum()
@@ -100,6 +105,7 @@ def test_float32_weights_of_a_bfloat16_product_are_not_copied_and_their_gradient
   assert ((8009, 64), jnp.dtype("bfloat16")) not in shapes
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int16, jnp.uint16, jnp.uint32])
 def test_tokens_of_any_integer_type_mean_the_same(dtype):
   hidden, weight, tokens, _ = arrays(9, 8, 70_001)
@@ -116,6 +122,7 @@ def test_operands_of_different_dtypes_agree_with_the_promoted_ones():
   np.testing.assert_allclose(mixed, same, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1, 10, 100, 1000])
 def test_no_probability_exceeds_one_however_large_the_scores(scale):
   hidden, weight, _, _ = arrays(512, 64, 1009)
@@ -129,6 +136,7 @@ def test_no_probability_exceeds_one_however_large_the_scores(scale):
   np.testing.assert_allclose(value, exact, atol=1e-6 + 4e-7 * largest)
 
 
+@pytest.mark.slow
 def test_a_common_offset_of_all_scores_changes_nothing_but_their_rounding():
   hidden, weight, tokens, _ = arrays(20, 8, 101)
   loss = lambda h, b: softmax.linear_log_prob(h, weight, tokens, b, tile=(7, 30)).sum()
@@ -139,6 +147,7 @@ def test_a_common_offset_of_all_scores_changes_nothing_but_their_rounding():
   np.testing.assert_allclose(d_bias, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_bias_of_minus_infinity_removes_a_row_even_a_whole_tile_of_them():
   hidden, weight, tokens, bias = arrays(9, 4, 30)
   bias = bias.at[:12].set(-jnp.inf).at[20].set(-jnp.inf)
@@ -154,6 +163,7 @@ def test_a_bias_of_minus_infinity_removes_a_row_even_a_whole_tile_of_them():
   assert (d_bias[~kept] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [-1, 31, 2**31 - 1])
 def test_a_token_outside_the_vocabulary_is_nan_and_touches_no_other(token):
   hidden, weight, tokens, _ = arrays(5, 4, 31)

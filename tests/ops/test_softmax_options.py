@@ -56,6 +56,7 @@ def check(ours, whole, operands):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), found, exact)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
   ("n", "v", "tile", "k"),
   [(1, 1, None, 1), (5, 3, (2, 2), 1), (13, 101, (4, 10), 5), (3, 157, (2, 50), 128)],
@@ -71,6 +72,7 @@ def test_all_results_and_their_gradients_together_equal_float64(n, v, tile, k, s
   check(ours, whole, operands)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", EVERYTHING)
 @pytest.mark.parametrize(("softcap", "bias"), [(None, None), (3, "removes rows")])
 def test_each_result_alone_and_its_gradients_equal_float64(name, softcap, bias):
@@ -90,6 +92,7 @@ def test_outputs_that_are_not_requested_are_none():
   assert linear_softmax(hidden, weight, tokens, bias)[2:] == (None,) * 4
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("k", [1, 5, 128])
 @pytest.mark.parametrize(("softcap", "bias"), [(None, "plain"), (3, "removes rows")])
 def test_the_best_tokens_are_those_of_sorting_and_minus_one_where_there_are_none(k, softcap, bias):
@@ -132,6 +135,7 @@ def test_without_options_the_loss_is_minus_log_prob():
   np.testing.assert_array_equal(loss, -linear_softmax(hidden, weight, tokens, bias).log_prob)
 
 
+@pytest.mark.slow
 def test_padding_of_weight_zero_has_no_loss_and_no_gradient_whatever_its_token():
   hidden, weight, bias, tokens, _ = arrays(9, 31, "plain")
   real = np.arange(9) % 3 > 0

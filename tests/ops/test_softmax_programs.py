@@ -34,6 +34,7 @@ def tile_products(function, *args):
   return [shape for shape in reference.products_of(function, *args) if set(shape) & set(TILE)]
 
 
+@pytest.mark.slow
 def test_a_gradient_takes_four_products_of_a_tile():
   args = operands()
   assert len(tile_products(loss, *args)) == 1
@@ -74,6 +75,7 @@ def test_smoothing_makes_no_second_pass_over_the_vocabulary(softcap):
   assert products(0.1) == products(0.0)
 
 
+@pytest.mark.slow
 def test_inside_of_a_shard_map_over_tokens_loss_and_gradients_are_those_of_all_tokens():
   hidden, weight, bias, tokens = operands()
   mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
@@ -95,6 +97,7 @@ def test_inside_of_a_shard_map_over_tokens_loss_and_gradients_are_those_of_all_t
   close(jax.jit(inside)(hidden, weight, bias, tokens), expected)
 
 
+@pytest.mark.slow
 def test_all_outputs_inside_of_a_shard_map_over_tokens_equal_those_outside():
   mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
   outputs = {"entropy": True, "mean": True, "top_k": 5, "softcap": 3.0, "tile": TILE}
@@ -104,6 +107,7 @@ def test_all_outputs_inside_of_a_shard_map_over_tokens_equal_those_outside():
   close(jax.jit(spread)(*operands()), all_of(*operands()))
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_the_same_under_vmap_remat_and_scan():
   hidden, weight, bias, tokens = operands()
   gradient = jax.value_and_grad(loss, (0, 1, 2))

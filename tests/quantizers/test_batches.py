@@ -13,6 +13,7 @@ from vqjax.quantizers import CentroidQuantizer, MovingAverage, Revival, SoftmaxQ
 from vqjax.sharding import MeshShape, make_mesh
 
 
+@pytest.mark.slow
 def test_running_statistics_follow_the_batches_and_are_used_afterwards():
   quantizer = SoftmaxQuantizer(K, M, D, momentum=0.9)
   variables, before = made(quantizer)
@@ -35,6 +36,7 @@ MASKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", MASKED)
 def test_masked_vectors_contribute_nothing(quantizer):
   variables, _ = made(quantizer)
@@ -53,6 +55,7 @@ def test_masked_vectors_contribute_nothing(quantizer):
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), written, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", MASKED)
 def test_masked_vectors_may_be_nan(quantizer):
   variables, _ = made(quantizer)
@@ -69,6 +72,7 @@ def test_masked_vectors_may_be_nan(quantizer):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", MASKED)
 def test_a_batch_without_a_token_changes_nothing(quantizer):
   variables, _ = made(quantizer)
@@ -111,6 +115,7 @@ REVIVED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", REVIVED)
 def test_keys_that_no_vector_chooses_move_to_vectors_of_the_batch(quantizer):
   """All of eight keys but the first are far from every vector."""
@@ -135,6 +140,7 @@ def test_keys_that_no_vector_chooses_move_to_vectors_of_the_batch(quantizer):
   np.testing.assert_array_equal(again["revival"]["chosen"] >= 0.6, True)
 
 
+@pytest.mark.slow
 def test_a_revived_key_is_trained_from_its_new_value():
   """The gradient goes to the parameter, and a later batch does not undo the revival."""
   quantizer = CentroidQuantizer(K, M, D, normalize=False, revival=Revival(0.9, decay=0.0))
@@ -153,6 +159,7 @@ def test_a_revived_key_is_trained_from_its_new_value():
   np.testing.assert_allclose(gradient, jax.grad(term)({"centroids": at})["centroids"], atol=1e-6)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
   "quantizer",
   [
@@ -188,6 +195,7 @@ CUT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", CUT)
 @pytest.mark.parametrize("most", [K * M, 40, 100])
 def test_chunks_of_tokens_equal_all_tokens_at_once(quantizer, most, monkeypatch):
@@ -240,6 +248,7 @@ def test_statistics_far_from_zero_lose_no_digits():
   np.testing.assert_allclose(var, exact.var(axis=(0, 1)), rtol=1e-2)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
   ("kind", "fields"),
   [

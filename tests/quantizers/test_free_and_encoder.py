@@ -16,6 +16,7 @@ def as_float64(tree):
   return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"additive": True}, {"shared": True}, {"hidden": 4}])
 def test_the_encoder_is_two_layers_and_a_softplus(options):
   quantizer = EncoderQuantizer(K, M, D, normalize=False, **options)
@@ -34,6 +35,7 @@ def test_the_encoder_is_two_layers_and_a_softplus(options):
   np.testing.assert_allclose(found.vectors, rows, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("additive", [False, True])
 def test_free_codes_are_the_largest_of_a_tokens_own_numbers(additive):
   quantizer = FreeQuantizer(K, M, M * K, value_dim=D, additive=additive, normalize=False)
@@ -48,6 +50,7 @@ def test_free_codes_are_the_largest_of_a_tokens_own_numbers(additive):
   np.testing.assert_array_equal(compact(jnp.arange(N)), embedding.apply(variables, jnp.arange(N)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "quantizer",
   [

@@ -39,6 +39,7 @@ DISTANCES = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("response", DISTANCES)
@@ -137,6 +138,7 @@ def test_a_forward_temperature_averages_values_only_in_training():
   np.testing.assert_array_equal(evaluated.vectors, hard.vectors)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", [SoftmaxQuantizer, CentroidQuantizer])
 @pytest.mark.parametrize("options", [{}, {"shared": True}, {"additive": True}])
 def test_codes_decode_to_the_vectors_bit_for_bit(kind, options):
@@ -188,6 +190,7 @@ def test_gumbel_noise_is_drawn_only_in_training():
   assert (np.asarray(noisy.codes) != np.asarray(quiet.codes)).any()
 
 
+@pytest.mark.slow
 def test_the_temperature_can_be_learned():
   quantizer = SoftmaxQuantizer(K, M, D, learned_temperature=True, temperature=2.0)
   variables, _ = made(quantizer)

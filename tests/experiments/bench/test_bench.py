@@ -44,6 +44,7 @@ def of(name, slow=False):
   return pytest.mark.parametrize("figures", [pytest.param(name, marks=marks)], indirect=True)
 
 
+@pytest.mark.slow
 @of("softmax")
 def test_the_softmax_benchmark_compares_every_loss_with_float64(figures):
   for table in figures["speed"]:
@@ -59,6 +60,7 @@ def test_the_options_benchmark_is_relative_to_the_plain_loss(figures):
   assert figures["rows"][softmax.PLAIN]["time_ratio"] == 1
 
 
+@pytest.mark.slow
 @of("memory")
 def test_the_memory_benchmark_shards_the_vocabulary(figures):
   temp = {(r["devices"], r["shape"]["vocab"], r["loss"]): r["temp_bytes"] for r in figures["rows"]}
@@ -177,6 +179,7 @@ def test_a_slice_divides_the_tokens_and_its_scores_fit():
   assert codebook.slice_of(7, 2 * codebook.SLICE_SCORES) == 1
 
 
+@pytest.mark.slow
 def test_slices_have_the_loss_and_gradient_of_all_tokens_at_once(monkeypatch):
   sizes = codebook.Sizes(Shape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
   monkeypatch.setattr(codebook, "SLICE_SCORES", 4 * 31)
@@ -311,6 +314,7 @@ def test_a_wrong_name_and_a_file_of_something_else_are_refused(tmp_path, capsys)
     assert file.read_text() == text
 
 
+@pytest.mark.slow
 def test_every_benchmark_is_listed(capsys):
   assert command.main(["--list"]) == 0
   listed = capsys.readouterr().out

@@ -54,6 +54,7 @@ def test_held_bytes_are_those_of_real_arrays(experiment):
   assert held["batch"] == (2 * 4 * 64 + 1) * 8 // 4
 
 
+@pytest.mark.slow
 def test_a_plan_for_gpus_is_written_whole(tmp_path, capsys):
   file = tmp_path / "new" / "plan.json"
   code, _ = called(capsys, "--devices", "8", "--json", str(file))

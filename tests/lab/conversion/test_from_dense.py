@@ -51,6 +51,7 @@ def log_prob(experiment, variables):
   return experiment.model.apply(variables, tokens, tokens[:, ::-1], method="log_prob")
 
 
+@pytest.mark.slow
 def test_a_code_for_each_token_reproduces_the_dense_model(dense):
   experiment, folder = dense
   vocab = load_text(experiment).experiment.model.head.vocab
@@ -61,6 +62,7 @@ def test_a_code_for_each_token_reproduces_the_dense_model(dense):
   np.testing.assert_allclose(log_prob(new, variables), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("head", "target"),
   [
@@ -81,6 +83,7 @@ def test_a_head_that_can_represent_all_rows_reproduces_the_dense_model(dense, he
   np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_codewords_are_mean_rows_and_the_bias_is_the_unigram_within_a_code(dense):
   experiment, folder = dense
   _, variables, text = initial(
@@ -102,6 +105,7 @@ def test_codewords_are_mean_rows_and_the_bias_is_the_unigram_within_a_code(dense
   jax.tree.map(np.testing.assert_array_equal, variables["params"]["blocks"], body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("scope", "changed"),
   [
@@ -135,6 +139,7 @@ def test_fine_tuning_changes_only_its_scope(dense, short, tmp_path, scope, chang
   )
 
 
+@pytest.mark.slow
 def test_distillation_lowers_the_divergence_and_keeps_the_teacher(dense, short, tmp_path):
   experiment, folder = dense
   train = dataclasses.replace(short, steps=30, log_every=1, eval_every=30, save_every=30)
@@ -152,6 +157,7 @@ def test_distillation_lowers_the_divergence_and_keeps_the_teacher(dense, short, 
   jax.tree.map(np.testing.assert_array_equal, after["params"]["teacher"], teacher)
 
 
+@pytest.mark.slow
 def test_the_distillation_term_is_the_divergence_of_the_two_models(dense):
   experiment, folder = dense
   new, variables, _ = initial(
@@ -167,6 +173,7 @@ def test_the_distillation_term_is_the_divergence_of_the_two_models(dense):
   np.testing.assert_allclose(terms["distillation"], 3 * 4 * kl, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_distillation_term_uses_the_softcaps_of_both_heads(dense):
   experiment, _ = dense
   sized = lambda head: (
@@ -187,6 +194,7 @@ def test_the_distillation_term_uses_the_softcaps_of_both_heads(dense):
   np.testing.assert_allclose(terms["distillation"], kl, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("learned", "target", "fixed"),
   [
@@ -218,6 +226,7 @@ def test_frozen_codes_have_the_distribution_that_was_learned(
   np.testing.assert_allclose(log_prob(new, variables), expected, atol=1.5e-5)
 
 
+@pytest.mark.slow
 def test_a_tied_codebook_is_the_input_embedding(dense, tmp_path):
   experiment, folder = dense
   tied = conversion.compress(experiment, folder, codes=7, tied=True)
@@ -230,6 +239,7 @@ def test_a_tied_codebook_is_the_input_embedding(dense, tmp_path):
   assert fit(tied, tmp_path / "run")["head"]["tied"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token_bias", [False, True])
 @pytest.mark.parametrize("scope", [conversion.HEAD, conversion.CODEBOOK])
 def test_the_scope_of_a_tied_codebook_is_the_embedding(dense, scope, token_bias):
@@ -257,6 +267,7 @@ def test_a_mapping_from_scratch_reaches_a_tied_head(dense):
   np.testing.assert_array_equal(variables["codes"]["embedding"]["assignment"], expected)
 
 
+@pytest.mark.slow
 def test_a_run_can_begin_with_the_student_of_a_distilled_run(dense, short, tmp_path):
   experiment, folder = dense
   distilled = conversion.compress(experiment, folder, codes=7, distillation=1.0, train=short)
@@ -291,6 +302,7 @@ def test_a_mapping_from_scratch_sets_only_the_codes_and_the_bias(dense):
   )
 
 
+@pytest.mark.slow
 def test_product_codes_approximate_the_rows_and_best_those_of_frequent_tokens(dense):
   experiment, folder = dense
   head = ProductHead(V, D, 8, 4)
@@ -361,6 +373,7 @@ class TestBadInput:
     with pytest.raises(ValueError, match="`student` must have the teacher's 12 tokens; got 9"):
       conversion.Distilled(student, teacher).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ("head", "start", "message"),
     [
@@ -388,6 +401,7 @@ class TestBadInput:
       initial(dataclasses.replace(dense[0], init_from=start))
 
 
+@pytest.mark.slow
 def test_product_codes_from_scratch_are_clusters_of_contexts_and_all_else_is_fresh(dense):
   experiment, _ = dense
   head = ProductHead(V, D, 6, 4, token_bias=True)

@@ -73,6 +73,7 @@ def initial(start, embedding):
   return model, start(text, model, variables)
 
 
+@pytest.mark.slow
 def test_a_guided_embedding_learns_the_table(dense, tmp_path):
   embedding = GuidedEmbedding(V, D, DenseEmbedding(V, D), weight=100.0)
   start = conversion.FromTable(str(dense), convert.Guide())
@@ -87,6 +88,7 @@ def test_a_guided_embedding_learns_the_table(dense, tmp_path):
   assert far < 0.3 * np.abs(table).mean()
 
 
+@pytest.mark.slow
 def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
   network = EncoderQuantizer(
     8, 4, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
@@ -104,6 +106,7 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
   np.testing.assert_array_equal(trained["codes"]["embedding"]["codes"], kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [None, MovingAverage()])
 @pytest.mark.parametrize("shared", [False, True])
 def test_initial_centroids_are_clusters_of_the_initial_queries(average, shared):
@@ -123,6 +126,7 @@ def test_initial_centroids_are_clusters_of_the_initial_queries(average, shared):
     assert np.abs(means - table).max() < 0.25 * np.abs(table).max()
 
 
+@pytest.mark.slow
 def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
   network = SoftmaxQuantizer(4, 2, D)
   for start, embedding, message in (
@@ -146,6 +150,7 @@ def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
       initial(start, embedding)
 
 
+@pytest.mark.slow
 def test_a_table_of_another_width_is_refused(dense):
   start = conversion.FromTable(str(dense), convert.Guide())
   text = load_text(experiment(DenseEmbedding(V, D), start))

@@ -31,6 +31,7 @@ def initial(experiment):
   return text, model, experiment.init_from(text, model, fresh), fresh
 
 
+@pytest.mark.slow
 def test_groups_from_the_text_change_only_the_order(dense):
   experiment, _ = dense
   head = GroupedHead(FROM_TOKENIZER, 16, order_init=convert.in_order)
@@ -47,6 +48,7 @@ def test_groups_from_the_text_change_only_the_order(dense):
   jax.tree.map(np.testing.assert_array_equal, variables["params"], fresh["params"])
 
 
+@pytest.mark.slow
 def test_a_converted_head_is_nearer_than_a_fresh_one_and_is_distilled_without_its_teacher(
   dense, short, tmp_path
 ):
@@ -87,6 +89,7 @@ def _with_head(variables, fresh):
   return params | {"student": params["student"] | {"head": fresh["params"]["student"]["head"]}}
 
 
+@pytest.mark.slow
 def test_an_order_for_a_head_without_one_is_refused(dense):
   model = dense[0].model.clone(head=DenseHead(FROM_TOKENIZER, 16))
   start = conversion.Regrouped(convert.Shuffled())

@@ -107,6 +107,7 @@ def test_a_killed_process_leaves_nothing_that_is_read(source, monkeypatch):
   assert list(cache.cache_folder().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_concurrent_processes_write_one_cache(source):
   code = (
     "import sys; from vqjax.lab.data import *;"

@@ -41,6 +41,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corpus", PUBLISHED)
 def test_tokens_and_vocabulary_are_as_published(corpus, real_data):
   folder, vocab, tokens = PUBLISHED[corpus]

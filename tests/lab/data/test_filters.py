@@ -142,6 +142,7 @@ def test_hashes_ignore_case_and_blanks_only():
   assert len({normalised_hash(text) for text in ("", "a", "b", "ab", "a b", "a.")}) == 6
 
 
+@pytest.mark.slow
 def test_sentencepiece_encodes_filtered_news(real_data):
   file = real_data / "ag_news/test.csv"
   if not file.is_file():

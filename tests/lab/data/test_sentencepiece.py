@@ -33,6 +33,7 @@ def trained():
   return fit(SentencePieceTokenizer(vocab=1009), prose)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_any_text_comes_back_exactly(trained, text):
   tokens = trained.encode(text)
@@ -49,6 +50,7 @@ def test_frequent_words_are_one_piece(trained):
   assert len(trained.encode("the same file is not")) == 5 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [4_000_000, 50])
 def test_training_is_the_same_in_every_process(lines):
   code = (

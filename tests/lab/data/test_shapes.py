@@ -46,6 +46,7 @@ def test_a_class_has_a_caption():
   assert len({shapes.caption(int(c)) for c in EVERY[::97]}) == len(EVERY[::97])
 
 
+@pytest.mark.slow
 def test_each_attribute_is_visible_for_all_values_of_the_others():
   """A changed attribute changes pixels by a twentieth of their range."""
   bases = np.random.default_rng(0).integers(0, COUNTS, (6, 8))
@@ -100,6 +101,7 @@ def test_the_key_moves_a_shape_but_never_out_of_the_picture_or_to_another_size()
   assert (radius[:-1] * (1 + shapes.SCALE) < radius[1:] * (1 - shapes.SCALE)).all()
 
 
+@pytest.mark.slow
 def test_pictures_are_in_range_and_depend_only_on_class_and_key():
   classes = jnp.array([[3, 100_003], [184_319, 3]])
   keys = jax.random.split(jax.random.key(1), (2, 2))

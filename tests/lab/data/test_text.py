@@ -21,6 +21,7 @@ def split_of(source):
   return {document: split for split in SPLITS for document in source.documents(split)}
 
 
+@pytest.mark.slow
 def test_docstrings_are_a_corpus_of_a_useful_size():
   words = [
     word
@@ -33,6 +34,7 @@ def test_docstrings_are_a_corpus_of_a_useful_size():
   assert len(set(words)) > 8_000
 
 
+@pytest.mark.slow
 def test_the_splits_do_not_depend_on_the_process(tmp_path):
   path = write(tmp_path / "a.txt", *(f"document {i}" for i in range(50)))
   code = (

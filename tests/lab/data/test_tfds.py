@@ -31,6 +31,7 @@ def prepared(corpus, tmp_path):
   return TFDS(data_dir=str(tmp_path / "tfds"))
 
 
+@pytest.mark.slow
 def test_lines_come_back_in_their_order(prepared, corpus):
   # 3,000 lines of 12 kinds: any shuffling would show, and they are more than are read at once.
   for split in SPLITS:
@@ -38,12 +39,14 @@ def test_lines_come_back_in_their_order(prepared, corpus):
     assert list(prepared.documents(split)) == expected
 
 
+@pytest.mark.slow
 def test_slices_are_splits(prepared):
   sliced = TFDS(train="train[:10]", data_dir=prepared.data_dir)
   assert len(list(sliced.documents("train"))) == 10
   assert sliced.fingerprint() != prepared.fingerprint()
 
 
+@pytest.mark.slow
 def test_one_split_may_serve_as_two(prepared):
   # As for C4, which has no test split.
   halves = TFDS(valid="train[:50%]", test="train[50%:]", data_dir=prepared.data_dir)
@@ -51,6 +54,7 @@ def test_one_split_may_serve_as_two(prepared):
   assert both == list(prepared.documents("train"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["2", "103"])
 def test_wikitext_is_found_under_the_data_folder(size, corpus, tmp_path, monkeypatch):
   corpus.rename(tmp_path / f"wikitext-{size}")
@@ -61,6 +65,7 @@ def test_wikitext_is_found_under_the_data_folder(size, corpus, tmp_path, monkeyp
   assert list(source.documents("test"))[:2] == ["test 0 é", ""]
 
 
+@pytest.mark.slow
 def test_tensorflow_is_not_imported(prepared):
   code = (
     "import sys; from vqjax.lab.data import TFDS; early = 'tensorflow_datasets' in sys.modules;"
@@ -70,6 +75,7 @@ def test_tensorflow_is_not_imported(prepared):
   subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_unknown_names_are_refused_with_the_known_ones(prepared, tmp_path):
   there = prepared.data_dir
   for source, message in (
@@ -86,6 +92,7 @@ def test_unknown_names_are_refused_with_the_known_ones(prepared, tmp_path):
     list(TFDS(data_dir=str(tmp_path / "empty")).documents("train"))
 
 
+@pytest.mark.slow
 def test_a_missing_corpus_names_the_folder_for_it(tmp_path, monkeypatch):
   monkeypatch.delenv("VQJAX_DATA", raising=False)
   done = build("vqjax_penn_treebank", tmp_path / "tfds")
@@ -93,6 +100,7 @@ def test_a_missing_corpus_names_the_folder_for_it(tmp_path, monkeypatch):
   assert "VQJAX_DATA" in done.stderr
 
 
+@pytest.mark.slow
 def test_labelled_texts_and_translations_are_prepared_and_read(tmp_path):
   manual = tmp_path / "manual"
   manual.mkdir()
@@ -121,6 +129,7 @@ def test_labelled_texts_and_translations_are_prepared_and_read(tmp_path):
     list(PairedTFDS("vqjax_iwslt15", "vi", "fr", data_dir=str(there)).pairs("train"))
 
 
+@pytest.mark.slow
 def test_tinystories_is_prepared_with_its_validation_halved(tmp_path):
   manual = tmp_path / "manual"
   manual.mkdir()

@@ -80,6 +80,7 @@ def test_trained_bpe_has_the_requested_size():
   assert fit(BPETokenizer(vocab=400), text).vocab == 400
 
 
+@pytest.mark.slow
 def test_training_bpe_is_the_same_in_every_process():
   code = (
     "from vqjax.lab.data import BPETokenizer as B;"
@@ -137,6 +138,7 @@ def test_a_changed_vocabulary_file_is_read_again(tmp_path):
   assert fitted[0] != fitted[1]
 
 
+@pytest.mark.slow
 def test_gpt2_gives_the_published_numbers(real_data):
   folder, stories = real_data / "tokenizers/gpt2", real_data / "tinystories"
   if not (folder.is_dir() and stories.is_dir()):

@@ -29,6 +29,7 @@ def tasks(**options):
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tasks())
 def test_every_variable_has_its_axes(name):
   quantized = DPQEmbedding(V, D, SoftmaxQuantizer(4, 4, D))
@@ -43,6 +44,7 @@ def test_every_variable_has_its_axes(name):
   assert model.context == T
 
 
+@pytest.mark.slow
 def test_every_position_depends_on_every_token_and_on_no_padding():
   model = encoder()
   tokens = jnp.array([[[3, 4, 5, 6, NONE, NONE]]])
@@ -55,6 +57,7 @@ def test_every_position_depends_on_every_token_and_on_no_padding():
   np.testing.assert_allclose(see(tokens[..., :4]), whole[:4], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_masked_position_is_neither_its_token_nor_padding():
   model = encoder()
   tokens = jnp.array([[[3, MASKED, 5]]])
@@ -66,6 +69,7 @@ def test_a_masked_position_is_neither_its_token_nor_padding():
   assert np.abs(see(tokens)[0] - see(tokens.at[0, 0, 1].set(NONE))[0]).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_segments_have_different_vectors():
   model = encoder()
   tokens = jnp.array([[[3, 4], [5, 6]]])
@@ -87,6 +91,7 @@ def learned(model, batches, steps, rate=3e-3):
   return state, metrics
 
 
+@pytest.mark.slow
 def test_masked_tokens_of_a_counting_text_are_predicted():
   """Each token is one more than the one before, so that a neighbour determines a masked one."""
 
@@ -104,6 +109,7 @@ def test_masked_tokens_of_a_counting_text_are_predicted():
   assert metrics["loss"] < 0.5
 
 
+@pytest.mark.slow
 def test_pairs_of_equal_tokens_are_classified():
   def batches():
     draw = np.random.default_rng(0)
@@ -121,6 +127,7 @@ def test_pairs_of_equal_tokens_are_classified():
   assert right.mean() > 0.9
 
 
+@pytest.mark.slow
 def test_a_span_of_large_tokens_is_predicted():
   def batches():
     draw = np.random.default_rng(0)
@@ -142,6 +149,7 @@ def test_a_span_of_large_tokens_is_predicted():
   assert right.mean() > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("options", "shape", "message"),
   [

@@ -48,6 +48,7 @@ def in_float64(variables, tokens, train):
   return x @ p["output"]["kernel"] + p["output"]["bias"], moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 def test_it_equals_the_formula_and_ignores_padding(train):
   tokens, targets = batch()
@@ -70,6 +71,7 @@ def test_it_equals_the_formula_and_ignores_padding(train):
       )
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_where_texts_are_empty():
   tokens, targets = batch()
   classifier = model(embedding=DPQEmbedding(V, D, SoftmaxQuantizer(4, 2, D)))
@@ -98,6 +100,7 @@ def test_wrong_sizes_are_named():
     model(classes=1).init(jax.random.key(0), tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshShape(data=1), MeshShape(data=2, model=2)])
 def test_it_learns_topics(tmp_path, mesh):
   """Words of four topics: the class is that of most words."""

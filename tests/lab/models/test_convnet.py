@@ -67,6 +67,7 @@ def in_float64(variables, x, train):
   return np.maximum(x.reshape(len(x), -1) @ layer["kernel"] + layer["bias"], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 def test_it_equals_the_formula(train):
   images = jax.random.uniform(jax.random.key(1), (3, 11, 8, 3))
@@ -120,6 +121,7 @@ class Grouped(GroupedHead):
     return jnp.log(jnp.stack([p[:, a:b].sum(1) for a, b in itertools.pairwise(self.starts)], 1))
 
 
+@pytest.mark.slow
 def test_class_and_group_are_right_where_their_arg_max_is():
   images = jax.random.uniform(jax.random.key(1), (40, 4, 4, 3))
   targets = jnp.arange(40) % 11

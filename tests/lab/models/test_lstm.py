@@ -47,6 +47,7 @@ def by_hand(variables, tokens, forget_bias):
   return np.stack(hidden, axis=1)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("forget_bias", [0.0, 1.0])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_hidden_vectors_are_those_of_the_equations(layers, forget_bias):
@@ -63,6 +64,7 @@ def test_hidden_vectors_are_those_of_the_equations(layers, forget_bias):
   np.testing.assert_allclose(log_prob, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_text_in_pieces_has_the_hidden_vectors_of_the_whole_text():
   lstm = model()
   variables = init(lstm)
@@ -87,6 +89,7 @@ def test_without_a_carry_every_call_begins_anew():
   np.testing.assert_array_equal(*twice)
 
 
+@pytest.mark.slow
 def test_a_batch_of_padding_has_zero_loss_and_gradient():
   lstm, padding = model(), jnp.full((3, T), -1)
   variables = init(lstm)
@@ -108,6 +111,7 @@ def test_another_number_of_rows_is_named():
     lstm.apply(variables, tokens((2, T)), method="hidden", mutable=["carry"])
 
 
+@pytest.mark.slow
 def test_evaluation_reads_each_stream_as_one_text():
   lstm = model()
   variables = init(lstm)

@@ -32,6 +32,7 @@ def hidden(model, variables, inputs):
   return model.apply(variables, inputs, method="hidden_and_terms")[0]
 
 
+@pytest.mark.slow
 def test_a_position_of_the_target_depends_on_no_later_token(inputs):
   model = translator()
   variables = initialised(model, inputs)
@@ -41,6 +42,7 @@ def test_a_position_of_the_target_depends_on_no_later_token(inputs):
   assert (np.asarray(before[4:]) != np.asarray(after[4:])).any(axis=-1).all()
 
 
+@pytest.mark.slow
 def test_padding_of_the_source_changes_nothing(inputs):
   model = translator()
   variables = initialised(model, inputs)
@@ -49,6 +51,7 @@ def test_padding_of_the_source_changes_nothing(inputs):
   np.testing.assert_allclose(found, hidden(model, variables, short)[0, :5], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs):
   model = translator()
   variables = initialised(model, inputs)
@@ -59,6 +62,7 @@ def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs):
     np.testing.assert_allclose(one, whole[:, at], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_variable_has_its_axes(inputs):
   model = translator(layers=3, target_embedding=DenseEmbedding(V, D))
   variables = initialised(model, inputs)
@@ -66,6 +70,7 @@ def test_every_variable_has_its_axes(inputs):
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
+@pytest.mark.slow
 def test_dropout_is_applied_in_training_only(inputs):
   model = translator(dropout=0.5)
   variables = initialised(model, inputs)
@@ -77,6 +82,7 @@ def test_dropout_is_applied_in_training_only(inputs):
   np.testing.assert_array_equal(hidden(model, variables, inputs), hidden(still, variables, inputs))
 
 
+@pytest.mark.slow
 def test_it_learns_to_reverse_and_beam_search_finds_the_reversed_source():
   model = translator(dim=32).clone(embedding=DenseEmbedding(V, 32), head=DenseHead(V, 32))
   rule = optax.adam(5e-3)

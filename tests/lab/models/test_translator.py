@@ -45,6 +45,7 @@ def hidden(model, variables, inputs):
   return model.apply(variables, inputs, method="hidden_and_terms")[0]
 
 
+@pytest.mark.slow
 def test_a_position_of_the_target_depends_on_no_later_token(inputs):
   model = translator()
   variables = initialised(model, inputs)
@@ -54,6 +55,7 @@ def test_a_position_of_the_target_depends_on_no_later_token(inputs):
   assert (np.asarray(before[4:]) != np.asarray(after[4:])).any(axis=-1).all()
 
 
+@pytest.mark.slow
 def test_padding_of_the_source_changes_nothing(inputs):
   model = translator()
   variables = initialised(model, inputs)
@@ -64,6 +66,7 @@ def test_padding_of_the_source_changes_nothing(inputs):
   assert np.any(hidden(model, variables, changed)[0] != hidden(model, variables, inputs)[0])
 
 
+@pytest.mark.slow
 def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs):
   model = translator()
   variables = initialised(model, inputs)
@@ -74,12 +77,14 @@ def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs):
     np.testing.assert_allclose(one, whole[:, at], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_target_may_have_an_embedding_of_its_own(inputs):
   shared, own = translator(), translator(target_embedding=DenseEmbedding(V, D))
   assert "target_embedding" not in initialised(shared, inputs)["params"]
   assert initialised(own, inputs)["params"]["target_embedding"]["weight"].shape == (V, D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"target_embedding": DenseEmbedding(V, D)}])
 def test_every_variable_has_its_axes(inputs, options):
   quantized = DPQEmbedding(V, D, SoftmaxQuantizer(4, 4, D))
@@ -89,6 +94,7 @@ def test_every_variable_has_its_axes(inputs, options):
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
+@pytest.mark.slow
 def test_it_learns_to_reverse_and_beam_search_finds_the_reversed_source():
   """With a shared quantised embedding, padded rows and label smoothing, as in an experiment."""
   embedding = DPQEmbedding(V, D, SoftmaxQuantizer(8, 4, D))

@@ -229,6 +229,7 @@ def trained(experiment, tmp_path):
   return tmp_path / "trained"
 
 
+@pytest.mark.slow
 def test_the_newest_or_the_best_variables_of_a_folder_are_read_without_its_model(
   experiment, trained
 ):
@@ -271,6 +272,7 @@ def test_a_folder_without_checkpoints_is_an_error(tmp_path):
       read_variables(tmp_path, best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_a_state_begins_with_the_given_variables_on_their_devices(experiment, trained, mesh):
   on = program_of(experiment, *mesh)
@@ -281,6 +283,7 @@ def test_a_state_begins_with_the_given_variables_on_their_devices(experiment, tr
   assert int(state.step) == 0
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_only_where_it_has_no_checkpoint_yet(
   experiment, trained, tmp_path
 ):
@@ -318,6 +321,7 @@ def test_variables_that_do_not_fit_are_refused_by_name(experiment, change, messa
     on.begin(Changed(change)(None, None, fresh))
 
 
+@pytest.mark.slow
 def test_arrays_that_are_the_models_own_may_be_given_back(experiment):
   on = program_of(experiment)
   fresh = on.init(keys(0)[0])

@@ -88,6 +88,7 @@ def finish(process):
   return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [(60,), pytest.param((3, 60, 122), marks=pytest.mark.slow)])
 def test_a_killed_run_ends_bitwise_like_one_that_was_not(command, whole, tmp_path, kills):
   parts = tmp_path / "parts"
@@ -114,6 +115,7 @@ def test_a_run_killed_before_its_result_only_measures_again(command, whole, tmp_
   assert again["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )

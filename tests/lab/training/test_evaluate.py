@@ -12,6 +12,7 @@ from vqjax.lab.training import evaluate, make_scorer
 from vqjax.models import Transformer
 
 
+@pytest.mark.slow
 def test_absent_targets_do_not_count_and_the_units_agree():
   model = Transformer(DenseEmbedding(11, 8), DenseHead(11, 8), 8, layers=1, heads=2, context=4)
   tokens = np.asarray(jax.random.randint(jax.random.key(3), (5, 5), 0, 11), np.int32)
@@ -39,6 +40,7 @@ def test_a_split_without_tokens_has_no_score():
     evaluate(lambda variables, batch: ({}, {}), {}, [], 0)
 
 
+@pytest.mark.slow
 def test_a_split_without_targets_has_no_score():
   nothing = {"nats": np.float32(0), "targets": np.int32(0)}
   with pytest.raises(ValueError, match="must have targets; got none"):

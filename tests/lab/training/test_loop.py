@@ -22,6 +22,7 @@ def changed(experiment, **train):
   return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, **train))
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_its_result_is_complete(finished):
   experiment, folder, result = finished
   assert result == json.loads((folder / "result.json").read_text())
@@ -36,6 +37,7 @@ def test_a_run_learns_and_its_result_is_complete(finished):
   assert {"python", "jax", "flax"} <= result["versions"].keys()
 
 
+@pytest.mark.slow
 def test_metrics_have_each_logged_step_and_each_evaluation_once(experiment, tmp_path):
   fit(changed(experiment, log_every=3), tmp_path)
   steps = [row["step"] for row in tiny.rows(tmp_path) if "loss" in row]
@@ -45,6 +47,7 @@ def test_metrics_have_each_logged_step_and_each_evaluation_once(experiment, tmp_
   assert list((tmp_path / "events").glob("events*"))
 
 
+@pytest.mark.slow
 def test_every_token_of_the_split_is_evaluated(finished):
   _, folder, result = finished
   identity = json.loads((folder / "config.json").read_text())["data"]
@@ -104,6 +107,7 @@ def test_text_that_has_changed_since_is_refused(finished, tmp_path):
     fit(moved, run)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
   experiment, tmp_path, monkeypatch
 ):
@@ -127,6 +131,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
   assert fit(experiment, tmp_path)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_diverging_run_is_stopped_by_its_own_numbers(experiment, tmp_path):
   wild = changed(experiment, learning_rate=1e30, warmup=0, clip=1e30)
   with pytest.raises(NotFiniteError, match=r"Try a lower train\.learning_rate"):
@@ -159,6 +164,7 @@ def test_a_run_folder_that_is_a_file_names_the_remedy(experiment, tmp_path):
     fit(experiment, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_second_process_in_the_same_folder_is_refused(experiment, tmp_path):
   fit(experiment, tmp_path)
   config = json.loads((tmp_path / "config.json").read_text())
@@ -169,6 +175,7 @@ def test_a_second_process_in_the_same_folder_is_refused(experiment, tmp_path):
   assert fit(experiment, tmp_path)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_last_update_that_is_not_finite_is_not_saved(experiment, tmp_path):
   wild = changed(experiment, steps=1, warmup=0, learning_rate=3e38)
   with pytest.raises(NotFiniteError, match="at step 1"):

@@ -67,6 +67,7 @@ def one_device():
 
 
 # Every head on a mesh of all axes, one of them on each axis alone.
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
   ("head", "shape"),
   [
@@ -86,6 +87,7 @@ def test_loss_gradient_and_ten_steps_equal_those_of_one_device(head, shape, one_
   jax.tree.map(close(1e-5), found[2], expected[2])
 
 
+@pytest.mark.slow
 def test_micro_batches_on_a_mesh_equal_those_on_one_device():
   experiment = small("grouped", batch=8, accumulate=2)
   expected, found = ten_steps(experiment, ONE), ten_steps(experiment, (2, 2, 2))
@@ -100,6 +102,7 @@ def arrays_in_shares(tree, devices, vocab_only):
   return all(x.addressable_shards[0].data.size * devices == x.size for x in large)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 8, 1), (1, 1, 8)])
 def test_every_device_holds_an_eighth_of_parameters_and_moments(shape):
   on = program(small(), shape)
@@ -120,6 +123,7 @@ def wide():
   return Experiment("wide", model, None, None, Windows(), Train(batch=64, mesh=MeshShape(1, 8, 1)))
 
 
+@pytest.mark.slow
 def test_initialisation_never_holds_an_unsharded_copy():
   on = program(wide(), (1, 8, 1))
   memory = on.init.lower(keys(0)[0]).compile().memory_analysis()
@@ -129,6 +133,7 @@ def test_initialisation_never_holds_an_unsharded_copy():
   assert memory.output_size_in_bytes < whole / 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", EIGHT)
 def test_the_devices_share_the_arithmetic(shape):
   flops = {}
@@ -139,6 +144,7 @@ def test_the_devices_share_the_arithmetic(shape):
   assert flops[shape] < flops[ONE] / 8 * 1.3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_eight_devices_is_restored_on_one_and_back(tmp_path):
   eight, one = (program(small("codebook"), shape) for shape in ((2, 2, 2), ONE))
   state = eight.init(keys(0)[0])
@@ -154,6 +160,7 @@ def test_a_checkpoint_of_eight_devices_is_restored_on_one_and_back(tmp_path):
     assert all(jax.tree.leaves(placed))
 
 
+@pytest.mark.slow
 def test_a_run_begun_on_eight_devices_ends_on_one(experiment, tmp_path):
   on = lambda *shape: dataclasses.replace(
     experiment, train=dataclasses.replace(experiment.train, mesh=MeshShape(*shape))

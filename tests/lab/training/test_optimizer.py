@@ -71,6 +71,7 @@ def changed(before, after):
   return {".".join(k.key for k in path) for path, d in jax.tree.leaves_with_path(differ) if d}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_only_the_named_parameters_change_and_only_they_have_moments(accumulate):
   on = Program(
@@ -86,6 +87,7 @@ def test_only_the_named_parameters_change_and_only_they_have_moments(accumulate)
   assert sum(x.size for x in arrays) == 2 * (8 * 16 + 13 + 16 + 16)
 
 
+@pytest.mark.slow
 def test_the_norm_and_the_clipping_are_of_the_trained_gradient_alone():
   experiment = small(trainable=("head",), clip=1e-3, weight_decay=0.0)
   batch = jax.tree.map(jnp.asarray, text())
@@ -107,6 +109,7 @@ def test_the_norm_and_the_clipping_are_of_the_trained_gradient_alone():
   np.testing.assert_allclose(optax.tree.norm(moments), 0.1 * 1e-3, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_cost_no_gradient():
   flops = {}
   for trainable in ((), ("blocks",), ("head.token_bias",)):
@@ -117,6 +120,7 @@ def test_frozen_parameters_cost_no_gradient():
   assert flops[("blocks",)] < flops[()]
 
 
+@pytest.mark.slow
 def test_a_partly_trained_state_is_saved_and_restored_with_its_shardings(tmp_path):
   experiment = small(trainable=("head.codebook", "embedding"))
   on = Program(experiment, make_mesh(MeshShape(2, 2, 2)))
@@ -197,6 +201,7 @@ def test_a_momentum_of_one_is_refused():
     SM3(momentum=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshShape(data=1), MeshShape(data=2, fsdp=2, model=2)])
 def test_moments_of_rows_and_columns_learn_on_any_mesh(tmp_path, mesh):
   text = tiny.write_text(tmp_path / "text")

@@ -40,6 +40,7 @@ def classes(experiment, tmp_path):
   return dataclasses.replace(experiment, data=data, train=train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token_bias", [False, True])
 def test_a_run_that_reclusters_finds_the_classes_and_ends_with_a_lower_loss(
   classes, tmp_path, token_bias
@@ -58,6 +59,7 @@ def test_a_run_that_reclusters_finds_the_classes_and_ends_with_a_lower_loss(
   assert (assignment(tmp_path / "moving") != assignment(tmp_path / "fixed")).any()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_its_reassignments_bitwise(experiment, tmp_path):
   short = dataclasses.replace(experiment.train, steps=20, eval_every=20)
   short = dataclasses.replace(experiment, train=short)
@@ -76,6 +78,7 @@ def on(experiment, *mesh):
   return program, program.init(keys(0)[0])
 
 
+@pytest.mark.slow
 def test_a_mesh_moves_the_same_tokens_and_keeps_its_shardings(experiment):
   split = load_text(experiment).splits["train"]
   found = {}
@@ -103,6 +106,7 @@ def test_segments_follow_one_another_and_fit_into_the_text(experiment):
       np.testing.assert_array_equal(segments[1], text.splits["train"].tokens[tokens : 2 * tokens])
 
 
+@pytest.mark.slow
 def test_only_an_untied_codebook_head_can_be_reclustered(experiment):
   tied = CodebookEmbedding(FROM_TOKENIZER, 16, codes=8)
   for embedding, head, kind in (
@@ -115,6 +119,7 @@ def test_only_an_untied_codebook_head_can_be_reclustered(experiment):
       Recluster(5, 10).on(program, None)
 
 
+@pytest.mark.slow
 def test_the_student_of_a_distillation_cannot_be_reclustered(experiment):
   train = dataclasses.replace(experiment.train, trainable=("student",))
   student = experiment.model

@@ -49,6 +49,7 @@ def batch():
   return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+@pytest.mark.slow
 def test_micro_batches_give_the_gradient_of_the_whole_batch(batch):
   model, transform = decoder(), optax.sgd(1.0)
   found = {}
@@ -61,6 +62,7 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(batch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2.5e-6), found[1], found[parts])
 
 
+@pytest.mark.slow
 def test_a_step_repeats_itself_bitwise_and_differs_from_the_next(batch):
   model, transform = decoder(dropout=0.5), optax.sgd(0.0)
   step = make_step(model, transform, lambda _: 0.0, jax.random.key(1))
@@ -74,6 +76,7 @@ def test_a_step_repeats_itself_bitwise_and_differs_from_the_next(batch):
   assert losses[0][0] != losses[0][1]
 
 
+@pytest.mark.slow
 def test_the_loss_is_in_nats_and_starts_near_that_of_a_uniform_guess(batch):
   model, transform = decoder(), optimizer(Train(warmup=0))
   state = init_state(model, transform, jax.random.key(0))
@@ -83,6 +86,7 @@ def test_the_loss_is_in_nats_and_starts_near_that_of_a_uniform_guess(batch):
   np.testing.assert_allclose(metrics["loss"], np.log(11), atol=1.0)
 
 
+@pytest.mark.slow
 def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
   class Penalised(DenseHead):
     def aux(self, hidden, tokens):
@@ -101,6 +105,7 @@ def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
   assert norms["with"]["grad_norm"] != norms["without"]["grad_norm"]
 
 
+@pytest.mark.slow
 def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
   state = init_state(decoder(), optax.adam(1.0), jax.random.key(0))
   before = np.asarray(checksum(state))
@@ -117,6 +122,7 @@ def test_a_checksum_notices_one_bit_a_swap_and_a_sign():
     assert (np.asarray(checksum(other)) != reference[name]).sum() == 1, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_sown_values_are_metrics_and_not_part_of_the_loss(batch, accumulate):
   """The perplexity of the codes in each subspace: the mean and the least."""
@@ -146,6 +152,7 @@ def test_sown_values_are_metrics_and_not_part_of_the_loss(batch, accumulate):
   assert metrics["loss"] < np.log(11) + 1
 
 
+@pytest.mark.slow
 def test_micro_batches_with_different_numbers_of_targets_add_up_to_the_batch(batch):
   targets = np.array(batch["targets"])
   targets[1::2] = -1
@@ -189,6 +196,7 @@ def text_batch():
   return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_variables_that_the_model_writes_pass_through_micro_batches_and_steps(accumulate):
   state = init_state(counting_model(), optax.sgd(0.1), jax.random.key(0))
@@ -206,6 +214,7 @@ def test_variables_that_the_model_writes_pass_through_micro_batches_and_steps(ac
   assert jnp.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_variables_that_the_model_does_not_write_are_not_copied(accumulate):
   state = init_state(counting_model(), optax.sgd(0.1), jax.random.key(0))
@@ -223,6 +232,7 @@ def test_an_evaluation_writes_nothing():
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.variables))
 
 
+@pytest.mark.slow
 def test_variables_that_the_model_writes_are_sharded_and_saved(tmp_path):
   experiment = Experiment(
     "counting", counting_model(), None, None, Windows(), Train(batch=8, steps=2)

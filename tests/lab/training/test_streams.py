@@ -31,6 +31,7 @@ def recurrent(experiment):
   return dataclasses.replace(experiment, model=model, loader=Streams(), train=train)
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_learns_and_resumes_with_its_carry(recurrent, tmp_path):
   """A run that is stopped in the middle of its streams ends bitwise as if it had not been."""
   train = dataclasses.replace(
@@ -47,6 +48,7 @@ def test_a_recurrent_model_learns_and_resumes_with_its_carry(recurrent, tmp_path
   assert np.abs(states[0]["carry"]["state"]).max() > 0
 
 
+@pytest.mark.slow
 def test_a_run_with_plain_descent_finishes(recurrent, tmp_path):
   assert fit(recurrent, tmp_path / "run")["status"] == "finished"
 

@@ -128,6 +128,7 @@ def test_one_hot_codes_do_not_have_full_rank(codes, subspaces):
   assert np.linalg.matrix_rank(blocks) == subspaces * (codes - 1) + 1
 
 
+@pytest.mark.slow
 def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_path):
   for path in ("results/dpq.md", "results/bench.json"):
     (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)

@@ -128,6 +128,7 @@ def test_quick_measurements_of_the_bench_are_left_out(cost, tmp_path):
   assert read["provenance"].keys() == {"steps"}
 
 
+@pytest.mark.slow
 def test_rendering_twice_changes_nothing(tmp_path):
   (tmp_path / "results").mkdir()
   for name in ("grouped.md", "bench.json"):
@@ -203,6 +204,7 @@ def test_the_options_of_the_judge_need_each_other(capsys):
     assert "--judge-model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_sheet_of_classes_is_a_picture(tmp_path):
   assert run.main(["--sheet", str(tmp_path / "sheet.png")]) == 0
   assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")

@@ -51,12 +51,14 @@ def greedy(scores):
   return written
 
 
+@pytest.mark.slow
 def test_greedy_tokens_do_not_depend_on_the_other_prompts(trained, greedy):
   key = jax.random.key(1)
   assert len({token for row in greedy for token in row}) > 3
   assert complete(*trained, PROMPTS, key, tokens=6, eos=NEVER, temperature=0) == greedy
 
 
+@pytest.mark.slow
 def test_a_completion_stops_at_eos(trained, greedy):
   end = greedy[1][2]
   cut = [row[: row.index(end)] if end in row else row for row in greedy]
@@ -65,6 +67,7 @@ def test_a_completion_stops_at_eos(trained, greedy):
   assert complete(*trained, PROMPTS, key, tokens=6, eos=end, temperature=0) == cut
 
 
+@pytest.mark.slow
 def test_a_window_shorter_than_the_context_gives_equal_tokens(trained, greedy):
   key = jax.random.key(1)
   found = complete(*trained, PROMPTS[:1], key, tokens=3, eos=NEVER, temperature=0)
@@ -78,6 +81,7 @@ def test_a_model_that_diverged_is_refused(trained):
     complete(model, diverged, [[1]], jax.random.key(0), tokens=1, eos=NEVER)
 
 
+@pytest.mark.slow
 def test_completions_are_a_function_of_the_key(trained):
   options = {"tokens": 12, "eos": NEVER, "top_k": 5}
   first, again, other = (

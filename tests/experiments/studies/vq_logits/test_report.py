@@ -160,6 +160,7 @@ def test_published_perplexities_of_equal_codes_are_below_their_floor():
     assert float(PAPER["Table 6"][row]["perplexity"]) < floor
 
 
+@pytest.mark.slow
 def test_the_page_has_the_kept_results_and_rendering_again_changes_nothing(docs):
   committed = (DOCS / "results" / "vq_logits.md").read_text()
   page, *figures = report.update(STUDY.read("cpu"), docs)

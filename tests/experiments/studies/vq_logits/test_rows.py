@@ -18,6 +18,7 @@ def at_paper_size(name):
   return with_vocab(LARGE[name].experiment(0), VOCAB[name.split("/")[0]])
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_a_head_of_the_papers_size_has_the_parameters_that_it_declares(name):
   model, tokens = at_paper_size(name).model, jnp.zeros((1, 8), jnp.int32)
