@@ -1,4 +1,4 @@
-"""Settings of all tests: compilation, simulated devices, run-time types and caches."""
+"""Settings of all tests: compilation, simulated devices, types and caches."""
 
 import ctypes
 import gc
@@ -60,7 +60,7 @@ MOST_RESIDENT = 4 * 2**30
 
 @pytest.fixture(autouse=True, scope="module")
 def _drop_programs():
-  """Frees compiled programs after a module if they fill gigabytes; kept ones save time."""
+  """Frees compiled programs after a module, once memory exceeds `MOST_RESIDENT`."""
   yield
   if _resident_bytes() < MOST_RESIDENT:
     return

@@ -78,9 +78,9 @@ def rows(folder: pathlib.Path) -> list[dict]:
 
 
 def fit_and_interrupt(run: Experiment, folder: pathlib.Path, steps: int) -> str:
-  """Trains `steps` further steps of a run, then stops it as SIGINT would; returns the message."""
-  asked = itertools.count(1)
-  received = lambda: signal.SIGINT if next(asked) == steps else None
+  """Trains `steps` further steps, then stops as SIGINT would; returns the message."""
+  steps_done = itertools.count(1)
+  received = lambda: signal.SIGINT if next(steps_done) == steps else None
   handler = lambda: contextlib.nullcontext(received)
   with mock.patch.object(loop, "deferred_signals", handler), pytest.raises(Interrupted) as stop:
     fit(run, folder)

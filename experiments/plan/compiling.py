@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from experiments.plan import chips
 from vqjax.lab.training.program import Program
@@ -88,11 +89,11 @@ def simulated_devices(count: int) -> list:
 def compile_step(program: Program) -> Compiled:
   """Compiles the training step for the devices of the program's mesh."""
   lowered = program.step.lower(program.abstract_state, program.abstract_batch)
-  return compile_lowered(lowered, program.mesh.size)
+  return compile_lowered(lowered, program.mesh)
 
 
-def compile_lowered(lowered: jax.stages.Lowered, devices: int) -> Compiled:
-  """Compiles a function for the devices of its arguments.
+def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
+  """Compiles a function for the devices of its mesh.
 
   The text comes from files that the compiler writes on the way: an executable for many TPUs does
   not always give its own.
@@ -103,6 +104,9 @@ def compile_lowered(lowered: jax.stages.Lowered, devices: int) -> Compiled:
       "xla_dump_hlo_as_text": True,
       "xla_dump_hlo_pass_re": "spmd-partitioning",
     }
+    if mesh.devices.flat[0].platform == "cpu":
+      # This pass aborts the process at sums of bfloat16 over devices.
+      options["xla_disable_hlo_passes"] = "all-reduce-promotion"
     start, refused, stats = time.perf_counter(), None, None
     try:
       stats = lowered.compile(compiler_options=options).memory_analysis()
@@ -111,7 +115,7 @@ def compile_lowered(lowered: jax.stages.Lowered, devices: int) -> Compiled:
         raise
       refused = str(error)
     seconds = time.perf_counter() - start
-    text, stage = _text(pathlib.Path(folder), devices)
+    text, stage = _text(pathlib.Path(folder), mesh.size)
   temporaries = stats.temp_size_in_bytes if stats else _wanted(refused)
   code = stats.generated_code_size_in_bytes if stats else 0
   return Compiled(text, stage, temporaries, code, refused, seconds)

@@ -1,4 +1,4 @@
-"""The command takes its options in any order, and refuses a wrong call with the remedy."""
+"""The command takes options in any order, and refuses a wrong call."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""The command prints what the filters of a corpus drop, and the tokens that are left."""
+"""The command prints the documents that the filters drop, and the tokens left."""
 
 import json
 import pathlib

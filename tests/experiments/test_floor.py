@@ -36,8 +36,8 @@ def measured(corpus, tmp_path, capsys):
 
   def call(config, codes, *overrides):
     file = tmp_path / "new" / "floor.json"
-    given = [f"data.path={corpus}", MIN_COUNT, f"model.head.codes={codes}", *overrides]
-    code = floor.main([str(CONFIGS / config), *given, "--json", str(file)])
+    fields = [f"data.path={corpus}", MIN_COUNT, f"model.head.codes={codes}", *overrides]
+    code = floor.main([str(CONFIGS / config), *fields, "--json", str(file)])
     printed = capsys.readouterr()
     assert code == 0, printed.err
     return json.loads(file.read_text()), printed.out

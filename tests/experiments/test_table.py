@@ -1,4 +1,4 @@
-"""The command prints and writes tables, and refuses a wrong folder with the remedy."""
+"""The command prints and writes tables, and refuses a wrong folder."""
 
 from experiments.table import main
 

@@ -67,6 +67,7 @@ def with_config(
   Calls `before(options)`, reads the config with its overrides, and calls
   `act(experiment, options)`. With --help it only prints the fields of the config.
   """
+  # `parse_args` would refuse overrides that follow an option.
   options = parser.parse_intermixed_args(arguments)
   speak_plainly()
   if options.config is None:
@@ -74,6 +75,7 @@ def with_config(
     return 0 if options.help else 2
 
   def work() -> None:
+    # With --help one process must not wait for others.
     if not options.help:
       before(options)
     experiment = override(load(options.config), options.overrides)
@@ -110,6 +112,7 @@ def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
   except Exception as error:
     if not distributed.is_joined():
       raise
+    # When another process dies, collectives fail here: the watch knows which process it was.
     distributed.await_verdict(error)
     traceback.print_exception(error)
     return distributed.fail(1, str(error))

@@ -28,7 +28,7 @@ def compiled(function, mesh, *arrays):
   )
   with jax.set_mesh(mesh):
     lowered = jax.jit(function).lower(*(place(*array) for array in arrays))
-    result = compile_lowered(lowered, mesh.size)
+    result = compile_lowered(lowered, mesh)
   assert result.stage == "partitioned"
   program = hlo.parse(result.text)
   return program, loops.runs(program)

@@ -57,7 +57,9 @@ def test_held_bytes_are_those_of_real_arrays(experiment):
 @pytest.mark.slow
 def test_a_plan_for_gpus_is_written_whole(tmp_path, capsys):
   file = tmp_path / "new" / "plan.json"
-  code, _ = called(capsys, "--devices", "8", "--json", str(file))
+  # bfloat16: its sums over devices once aborted the CPU's compiler.
+  low = ["model.dtype=bfloat16", "model.head.dtype=bfloat16"]
+  code, _ = called(capsys, *low, "--devices", "8", "--json", str(file))
   assert code == 0
   found = json.loads(file.read_text())
   assert found["chips"] == math.prod(found["mesh"].values()) == 8

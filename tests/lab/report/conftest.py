@@ -13,7 +13,7 @@ def quality(perplexity: float) -> dict:
 
 @pytest.fixture
 def write_run(tmp_path):
-  """Writes a run folder below `tmp_path / "runs"`; `result=None` leaves an unfinished run."""
+  """Writes a run folder below `tmp_path / "runs"`, unfinished without `result`."""
 
   def write(folder: str, result: dict | None, steps: int = 40):
     path = tmp_path / "runs" / folder

@@ -1,4 +1,4 @@
-"""Plots are deterministic, their labels do not overlap, and missing numbers are left out."""
+"""Plots are deterministic, without overlapping labels and missing numbers."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Runs are read as they were written, and tables show what the runs wrote and nothing else."""
+"""Runs are read as they were written, and tables show exactly their numbers."""
 
 import io
 import re

@@ -124,6 +124,7 @@ def write_page(
   The page loads nothing from outside, and replaces an older one atomically.
   """
   columns = default_columns(runs) if columns is None else columns
+  # One split for all runs: a column must not mix validation with test.
   states, split = Counter(run.status for run in runs), common_split(runs)
   counts = [f"{states[s]} {s}" for s in ("finished", "failed", "unfinished") if states[s]]
   series = lambda colors: "; ".join(f"--series-{at}: {color}" for at, color in enumerate(colors))

@@ -120,12 +120,15 @@ def svg(figure: Figure, name: str, description: str) -> str:
     description: text for readers who cannot see the figure.
   """
   buffer = io.StringIO()
+  # A fixed salt and no date: the text changes only where a number does. Letters are outlines,
+  # because the reader's machine may lack the font.
   with matplotlib.rc_context({"svg.hashsalt": "vqjax", "svg.fonttype": "path"}):
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata=no_metadata)
   text = buffer.getvalue()
   text = text[text.index("<svg") :]
   text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+  # The style of the page sets the size; the viewBox keeps the proportions.
   text = re.sub(r'\s(width|height)="[\d.]+pt"', "", text, count=2)
   text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
   label = f'role="img" aria-label="{html.escape(description)}"'

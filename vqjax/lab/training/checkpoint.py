@@ -49,13 +49,13 @@ class Checkpoints:
     self.folder = folder / "checkpoints"
     best = policy.BestN(
       get_metric_fn=_validation_loss,
-      reverse=True,
+      reverse=True,  # Orbax keeps the last of the sorted checkpoints: the least loss
       n=1,
-      keep_checkpoints_without_metrics=False,
+      keep_checkpoints_without_metrics=False,  # else every save without an evaluation stays
     )
     options = ocp.CheckpointManagerOptions(
       preservation_policy=policy.AnyPreservationPolicy([policy.LatestN(keep), best]),
-      cleanup_tmp_directories=True,
+      cleanup_tmp_directories=True,  # of a run that was killed while it saved
       **BEST,
     )
     try:
@@ -81,28 +81,30 @@ class Checkpoints:
     Args:
       state: the state, saved under the number of its step.
       position: the state of the data iterator, JSON.
-      metrics: those of the validation split, with `nats_per_token`; None without an evaluation.
+      metrics: scores of the validation split, with `nats_per_token`; None without an evaluation.
     """
+    # Reading the checksum on the host waits for the step that makes `state`.
     record = {"position": position, "checksum": np.asarray(checksum(state)).tolist()}
     items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
     with self._explained_errors():
       self._manager.save(int(state.step), args=items, metrics=metrics)
 
   def restore(self, like: TrainState) -> Restored | None:
-    """Returns the newest intact checkpoint, or None where there is no checkpoint.
+    """Returns the newest intact checkpoint, or None in a folder without any.
 
     A damaged one is moved aside with a warning, and the one before it is read.
 
     Raises:
-      ValueError: the arrays have other shapes or dtypes than those of `like`, or no checkpoint is
-        intact.
+      ValueError: the arrays and `like` differ in shapes or dtypes, or no checkpoint is intact.
     """
     damaged: list[int] = []
     for step in sorted(self._manager.all_steps(), reverse=True):
+      # Before the read: the arrays of another model must not pass for a damaged checkpoint.
       self._check_shapes(step, like)
       try:
         return self._read(step, like)
       except Exception as error:
+        # Damage shows as errors of many classes: of TensorStore, JSON, Orbax and the checksums.
         _raise_unless_damage(error)
         await_verdict(error)
         message = self._set_aside(step, error)
@@ -151,7 +153,9 @@ class Checkpoints:
       target, number = aside.with_name(f"{step}.{number}"), number + 1
     with contextlib.suppress(FileNotFoundError):  # another process was first
       (self.folder / str(step)).rename(target)
-    if not is_joined():  # `reload` is a collective
+    # The manager caches the list of steps. In several processes `reload` is a collective, which a
+    # process that alone sees the damage must not enter.
+    if not is_joined():
       self._manager.reload()
     return (
       f"checkpoint {step} in {self.folder} is damaged ({_reason(error)}); it is moved to {target}"
@@ -177,6 +181,7 @@ class Checkpoints:
 
 def _raise_unless_damage(error: Exception) -> None:
   """Raises the errors that come from this machine and not from a damaged file."""
+  # jax has no class for a device without memory: the text of the error is all that tells it.
   machine = isinstance(error, (MemoryError, PermissionError))
   if machine or "RESOURCE_EXHAUSTED" in str(error):
     raise error
@@ -202,7 +207,7 @@ def shapes_by_name(tree: Any) -> dict[str, str]:
 
 
 def differences(given: dict[str, str], wanted: dict[str, str], verb: str) -> str:
-  """Returns up to ten lines on how two results of `shapes_by_name` differ."""
+  """Returns up to ten lines with the differences of two `shapes_by_name`."""
   lines = [
     f"  {name}: {given.get(name, 'absent')} {verb}, {wanted.get(name, 'absent')} in this model"
     for name in sorted(given.keys() | wanted.keys())
@@ -228,7 +233,7 @@ def read_variables(
     {"params": ..., further collections} as nested dicts of NumPy arrays; and the step.
 
   Raises:
-    FileNotFoundError: there is no such checkpoint.
+    FileNotFoundError: the folder has no such checkpoint.
     ValueError: no checkpoint is intact.
   """
   checkpoints = pathlib.Path(folder).absolute() / "checkpoints"
@@ -268,6 +273,7 @@ def saved_steps(folder: str | pathlib.Path) -> list[int]:
 
 
 def _reader(checkpoints: pathlib.Path) -> ocp.CheckpointManager:
+  # Read-only: another process may be saving into the folder.
   return ocp.CheckpointManager(
     checkpoints,
     options=ocp.CheckpointManagerOptions(create=False, read_only=True, **BEST),
@@ -281,16 +287,17 @@ def _reader(checkpoints: pathlib.Path) -> ocp.CheckpointManager:
 def _read_variables(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
   saved = manager.item_metadata(step).state.tree
   wanted = {name: saved.get(name) or {} for name in ("params", "model_state")}
+  # Not as `jax.Array`, whose saved sharding may name devices that this machine lacks.
   as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
   items = ocp.args.Composite(
     state=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True),
     record=ocp.args.JsonRestore(),
   )
-  found = manager.restore(step, args=items)
-  params, model_state = found.state["params"], found.state["model_state"]
+  restored = manager.restore(step, args=items)
+  params, model_state = restored.state["params"], restored.state["model_state"]
   sums = checksum((params, model_state))
   # The checksums of a state are in the order of its fields: the step, params, model_state, ...
-  _check_sums(sums, found.record["checksum"][1 : 1 + len(sums)])
+  _check_sums(sums, restored.record["checksum"][1 : 1 + len(sums)])
   return {"params": params, **model_state}
 
 
@@ -336,7 +343,8 @@ class FromRun:
     """Returns the other run's variables; raises the errors of `read_variables`."""
     del model, variables
     check_tokenizer(self.folder, text)
-    return read_variables(self.folder, self.best)[0]
+    other, _ = read_variables(self.folder, self.best)
+    return other
 
 
 @dataclasses.dataclass(frozen=True)

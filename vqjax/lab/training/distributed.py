@@ -155,7 +155,8 @@ def _connect(process: Process, patience: float, silence: float) -> None:
         process.count,
         process.index,
         process.devices,
-        cluster_detection_method="deactivate",
+        cluster_detection_method="deactivate",  # `find_process` has done it
+        # Both times are longer than ours: when they are over, jax aborts without a remedy.
         initialization_timeout=int(patience) + 60,
         heartbeat_timeout_seconds=int(2 * silence) + 10,
       )
@@ -173,13 +174,13 @@ def _connect(process: Process, patience: float, silence: float) -> None:
       " s. Start the command on each with its own --process-id, and a --coordinator on the machine"
       " of process 0."
     )
-  if isinstance(outcome[0], JaxRuntimeError):
+  (error,) = outcome
+  if isinstance(error, JaxRuntimeError):
     raise OSError(
-      f"cannot listen at {process.coordinator} ({outcome[0]}). Choose another port with"
-      " --coordinator."
-    ) from outcome[0]
-  if outcome[0] is not None:
-    raise outcome[0]
+      f"cannot listen at {process.coordinator} ({error}). Choose another port with --coordinator."
+    ) from error
+  if error is not None:
+    raise error
 
 
 def _wait_for_port(process: Process, patience: float, deadline: float) -> None:
@@ -225,25 +226,26 @@ def agree(name: str, value: str, patience: float = PATIENCE) -> None:
       f"not all processes came to compare their {name} within {patience:g} s. Read what the others"
       " print."
     ) from error
+  # Every process has set its value before it came to the barrier, so that none is missing here.
   processes = collections.defaultdict(list)
   for path, theirs in client.key_value_dir_get(key):
     processes[theirs].append(int(path.rsplit("/", 1)[1]))
   if len(processes) > 1:
-    each = "; ".join(f"{theirs} on {_listed(indices)}" for theirs, indices in processes.items())
+    groups = []
+    for theirs, indices in processes.items():
+      shown = ", ".join(str(index) for index in sorted(indices)[:8])
+      others = f" and {len(indices) - 8} others" if len(indices) > 8 else ""
+      groups.append(f"{theirs} on process {shown}{others}")
     raise ValueError(
-      f"the processes differ in the {name}: {each}. Start all with the same command, code and data."
+      f"the processes differ in the {name}: {'; '.join(groups)}. Start all with the same command,"
+      " code and data."
     )
-
-
-def _listed(indices: list[int]) -> str:
-  shown = ", ".join(str(index) for index in sorted(indices)[:8])
-  return f"process {shown}" + (f" and {len(indices) - 8} others" if len(indices) > 8 else "")
 
 
 def main_first(name: str, make: Callable[[], T]) -> T:
   """Returns `make()`, called by process 0 first so that it fills the cache."""
   made = make() if is_main() else None
-  from_main(name, lambda: "made")
+  from_main(name, lambda: "made")  # the others wait here until the cache is complete
   return made if is_main() else make()
 
 
@@ -294,6 +296,6 @@ def fail(code: int, message: str) -> int:
       return code
   elif _watch.pop().abandon(message) or is_main():
     print(f"error: {message}", file=sys.stderr)
-  sys.stdout.flush()
+  sys.stdout.flush()  # `os._exit` drops what the buffers hold
   sys.stderr.flush()
   os._exit(code)  # a normal exit would make jax wait for the others

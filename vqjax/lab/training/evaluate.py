@@ -83,7 +83,7 @@ def evaluate(
   """Returns the score over the batches; the sums of batches are added in float64.
 
   Raises:
-    ValueError: there is no batch, or no batch has a target.
+    ValueError: `batches` is empty, or no batch has a target.
   """
   total, pending = collections.Counter(), {}
 
@@ -106,6 +106,7 @@ def evaluate(
   bits = None if text_bytes is None else total["nats"] / math.log(2) / max(text_bytes, 1)
   hits = [name for name in pending if name.startswith(HITS)]
   rates = {name.removeprefix(HITS): total[name] / targets for name in hits}
+  # exp(710) is infinite in float64, and JSON has no infinity.
   return Score(mean, math.exp(min(mean, 700.0)), bits, targets, text_bytes, rates)
 
 
@@ -128,6 +129,7 @@ def loss_cost(head: Head, tokens: int, dtype=jnp.float32, repeats: int = 5) -> C
   function, arguments = loss_and_gradient(head, tokens, dtype)
   compiled = jax.jit(function).lower(*arguments).compile()
   memory = compiled.memory_analysis()
+  # The first call is a warm-up. Each is waited for: jax returns before the device has finished.
   jax.block_until_ready(compiled(*arguments))
   times = []
   for _ in range(repeats):

@@ -40,10 +40,12 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
 
   def handle(signum, frame):
     del frame
+    # Restored at once, so that a second signal stops a step that hangs.
     signal.signal(signum, before[signum])
     # `print` raises RuntimeError where the signal came in the middle of a write to the same file.
     os.write(2, b"\nfinishing the step and saving; once more to stop at once\n")
     if is_joined():
+      # jax's handler of SIGTERM makes the processes agree on a step after which all stop.
       os.kill(os.getpid(), signal.SIGTERM)
     else:
       received.append(signum)

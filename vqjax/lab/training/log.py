@@ -32,13 +32,15 @@ class MetricsLog:
     self.path = folder / "metrics.jsonl"
     _keep_until(self.path, step)
     self._file = self.path.open("a", encoding="utf-8")
+    # TensorBoard discards earlier events from this step on, which the resumed run writes again.
     self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
 
   def write(self, row: dict) -> None:
     """Appends and flushes a row."""
     try:
+      # Python would write NaN, which is not JSON.
       self._file.write(json.dumps(row, allow_nan=False) + "\n")
-      self._file.flush()
+      self._file.flush()  # a killed process loses its buffer
     except OSError as error:
       raise disk_error(error, self.path) from error
     for name, value in row.items():
@@ -77,7 +79,7 @@ Report = Callable[[int, float], None]
 def progress_bar(
   name: str, first_step: int, steps: int, tokens_per_step: int, console: Console | None = None
 ) -> Iterator[Report]:
-  """Shows a live bar on a terminal, else ten lines; yields the function to call.
+  """Shows a live bar on a terminal, else ten lines; yields a `Report`.
 
   Of several processes the first shows it.
   """
@@ -113,6 +115,7 @@ def progress_bar(
     task = bar.add_task(name, total=steps, completed=first_step, rate="-", loss="-")
 
     def update(step: int, loss: float) -> None:
-      bar.update(task, completed=step, rate=f"{pace(step)[0]:,.0f}", loss=f"{loss:.3f}")
+      rate, _ = pace(step)
+      bar.update(task, completed=step, rate=f"{rate:,.0f}", loss=f"{loss:.3f}")
 
     yield update

@@ -61,6 +61,7 @@ def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
       run.write_result(identity | provenance() | {"status": "failed", "error": str(error)})
       raise
     run.write_result(identity | provenance() | {"status": "finished", **outcome})
+    # Read back: of several processes only the first measures the cost of the loss.
     return run.result()
   finally:
     run.close()
@@ -86,12 +87,14 @@ class _Training:
     self.checkpoints = Checkpoints(run.path, self.train.keep)
     self.loss, self.clock = None, _Clock()
     restored = self.checkpoints.restore(program.abstract_state)
+    # A run that has a checkpoint does not read `init_from`, whose folder may be gone by now.
     if restored is not None:
       self.state, position = restored
       self.batches.set_state(position["data"])
       self.loss, self.clock = position["loss"], _Clock(**position["clock"])
     else:
-      self.state = program.init(keys(self.experiment.seed)[0])
+      init_key, _ = keys(self.experiment.seed)
+      self.state = program.init(init_key)
       init_from = self.experiment.init_from
       if init_from is not None:
         self.state = program.begin(init_from(text, self.model, self.state.variables))
@@ -102,7 +105,7 @@ class _Training:
     self.log = MetricsLog(self.run.path, self.first_step) if is_main() else None
     try:
       self._train()
-      self.checkpoints.wait()
+      self.checkpoints.wait()  # a folder with a result must have its last checkpoint
       return self._result()
     finally:
       if self.log is not None:
@@ -126,6 +129,7 @@ class _Training:
         if pending is not None:
           report(step - 1, self._read_metrics(*pending))
         pending = step, metrics
+        # Of several processes none returns a signal of its own: all of them call `agreed_signal`.
         signum = received_signal() or agreed_signal(step)
         pauses = signum or step == train.steps
         pauses = pauses or step % train.save_every == 0 or step % train.eval_every == 0
@@ -133,6 +137,7 @@ class _Training:
         if pauses or reclusters:
           report(step, self._read_metrics(*pending))
           pending = None
+          # The metrics are on the host, so that the device has finished the step.
           self.clock.stop(step)
           if reclusters:
             self.state, row = self.recluster(self.state)
@@ -158,7 +163,7 @@ class _Training:
 
   def _stop(self, step: int, problem: str) -> None:
     """Waits for the last checkpoint, and raises NotFiniteError."""
-    self.checkpoints.wait()
+    self.checkpoints.wait()  # the message names a complete checkpoint
     latest = self.checkpoints.latest
     kept = "no checkpoint was saved" if latest is None else f"checkpoint {latest} is kept"
     raise NotFiniteError(
@@ -169,6 +174,7 @@ class _Training:
   def _evaluate_and_save(self, step: int, signum: int | None) -> None:
     """Evaluates where it is due, saves, and raises `Interrupted` where a signal came."""
     train, metrics = self.train, None
+    # The metrics of a step come from the parameters before its update, which may have overflowed.
     if not all_finite(self.state.params):
       self._stop(step, "a parameter is not finite")
     if step % train.eval_every == 0 or step == train.steps:
@@ -182,7 +188,7 @@ class _Training:
     # Saved at every evaluation too, because the best checkpoint must be on disk.
     self.checkpoints.save(self.state, position, metrics)
     if signum:
-      self.checkpoints.wait()
+      self.checkpoints.wait()  # the process ends soon, and the threads that write with it
       raise Interrupted(signum, step)
 
   def _score(self, name: str) -> Score:

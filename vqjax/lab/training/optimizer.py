@@ -96,6 +96,7 @@ def learning_rate(train: Train) -> optax.Schedule:
     init_value=0.0 if warmup else train.learning_rate,
     peak_value=train.learning_rate,
     warmup_steps=warmup,
+    # `decay_steps` counts the warm-up, and Optax refuses a cosine of no step.
     decay_steps=max(train.steps, warmup + 1),
     end_value=train.learning_rate * train.final_fraction,
   )
@@ -128,6 +129,7 @@ def optimizer(train: Train) -> optax.GradientTransformation:
   rule = optax.chain(optax.clip_by_global_norm(train.clip), descent)
   if not train.trainable:
     return rule
+  # `optax.masked` passes the gradients of the others through, so they are set to zero.
   trained = lambda params: trainable_mask(params, train.trainable)
   frozen = lambda params: jax.tree.map(operator.not_, trained(params))
   return optax.chain(optax.masked(rule, trained), optax.masked(optax.set_to_zero(), frozen))
@@ -147,8 +149,8 @@ def trainable_mask(params: dict, prefixes: tuple[str, ...]) -> dict:
   for prefix in prefixes:
     if not any(is_below(name, prefix) for name in names):
       parts = [name.split(".") for name in names]
-      known = dict.fromkeys(".".join(p[:end]) for p in parts for end in range(1, len(p) + 1))
-      similar = difflib.get_close_matches(prefix, known, 3) or dict.fromkeys(p[0] for p in parts)
+      possible = dict.fromkeys(".".join(p[:end]) for p in parts for end in range(1, len(p) + 1))
+      similar = difflib.get_close_matches(prefix, possible, 3) or dict.fromkeys(p[0] for p in parts)
       raise ValueError(
         "`train.trainable` must hold prefixes of the model's parameters; got"
         f" {prefix!r}. Similar names are {', '.join(similar)}."

@@ -70,6 +70,8 @@ class Program:
       )
     placed = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     everywhere = sharding.replicated(mesh)
+    # Sharded by the program itself: a table of the vocabulary may not fit on one device. A step
+    # returns the shardings that it takes, so that it is compiled once and reuses donated buffers.
     self.init = jax.jit(make, out_shardings=placed)
     self._begin = jax.jit(begin, out_shardings=placed, donate_argnums=0)
     self.step = self.jitted(step, donate_argnums=0, out_shardings=(placed, everywhere))
@@ -105,6 +107,7 @@ class Program:
   def jitted(self, function: Callable, **options: Any) -> Callable:
     """Returns `jax.jit(function, **options)`, traced with the mesh in context."""
 
+    # Heads read the mesh while they are traced; a later call runs the compiled program.
     @functools.wraps(function)
     def traced(*args):
       with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):

@@ -51,6 +51,7 @@ def device() -> str:
   """Returns number, kind and platform of the devices; CPU cores for a CPU."""
   devices = jax.devices()
   if devices[0].platform == "cpu":
+    # A batch system may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{platform.machine()} CPU, {cores} cores"
   return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"

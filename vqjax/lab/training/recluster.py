@@ -25,9 +25,9 @@ class Recluster:
 
   The mean hidden state of a token's contexts, over a segment of the training text, determines the
   code that raises the likelihood of the segment most: see `vqjax.ops.reassignment`. For given
-  hidden states and codewords, the loss of the segment never rises. Codewords do not change, except
-  those of codes without a token, so Adam's moments are kept: what they hold of such a codeword
-  decays within 1 / (1 - beta1) steps.
+  hidden states and codewords, the loss of the segment never rises. Only codes without a token get
+  other codewords, so Adam's moments are kept: the old moments of such a codeword decay within
+  1 / (1 - beta1) steps.
 
   The segment depends on the step alone, so that a resumed run repeats it.
 
@@ -103,14 +103,14 @@ class _Between:
     model, targets = self.program.model, batch["targets"]
     codebook, assignment, token_bias = _head_arrays(variables)
     contexts = reassignment.contexts(
-      model.apply(variables, batch["inputs"], method="hidden"),
-      codebook,
-      assignment,
-      jnp.maximum(targets, 0),
-      targets >= 0,
-      token_bias,
-      model.head.dtype,
-      model.head.vocab_axis,
+      hidden=model.apply(variables, batch["inputs"], method="hidden"),
+      codebook=codebook,
+      assignment=assignment,
+      tokens=jnp.maximum(targets, 0),  # a negative index would count from the end
+      mask=targets >= 0,
+      bias=token_bias,
+      dtype=model.head.dtype,
+      vocab_axis=model.head.vocab_axis,
     )
     return jax.tree.map(jnp.add, total, contexts)
 
@@ -123,8 +123,11 @@ class _Between:
 
   def __call__(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
     program, head = self.program, self.program.model.head
-    shapes = (head.vocab,), (head.vocab, head.dim), (head.codes,)
-    total = reassignment.Contexts(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
+    total = reassignment.Contexts(
+      count=jnp.zeros((head.vocab,), jnp.float32),
+      hidden=jnp.zeros((head.vocab, head.dim), jnp.float32),
+      mass=jnp.zeros((head.codes,), jnp.float32),
+    )
     total = jax.device_put(total, sharding.replicated(program.mesh), may_alias=False)
     segment = self._segment(int(state.step))
     for batch in EvaluationBatches(segment, program.micro, program.model.context):

@@ -115,17 +115,20 @@ class RunFolder:
       _check_owner(path, mine, theirs)
     try:
       path.mkdir(parents=True, exist_ok=True)
+      # Opened with "a": "w" would erase the token of a run that holds the lock.
       self._lock = (path / "lock").open("a")
       if theirs is None:
         write_json(path / "config.json", mine)
     except OSError as error:
       raise disk_error(error, path) from error
+    # The kernel releases the lock when the process ends, even when it is killed.
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
       raise ValueError(
         f"another process is running in {path}. Wait for it, or give another folder with --run."
       ) from None
+    # A folder of the same path on another machine may exist; only the shared one has this token.
     token = uuid.uuid4().hex
     try:
       self._lock.truncate(0)
@@ -184,7 +187,7 @@ def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:
 
 
 def read_json(path: pathlib.Path) -> dict | None:
-  """Returns the object in a file, or None where there is no file."""
+  """Returns the object in a file, or None if the file does not exist."""
   if not path.exists():
     return None
   try:
@@ -204,6 +207,7 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
   """Writes a text file atomically: a reader sees the old text or the new one."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
+  # In the same folder, because a rename is atomic only within one file system.
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
   temporary.write_text(text, encoding="utf-8")
   temporary.replace(path)
@@ -220,12 +224,10 @@ def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = N
   elif code in NO_PERMISSION:
     message = f"cannot write ({text}). Choose a folder with --run."
   elif any(phrase in text for phrase in FAILED_WRITES):
-    code, message = (
-      errno.EIO,
-      (
-        f"a checkpoint could not be written ({text.splitlines()[-1][-200:]}). Check the disk's"
-        " space and the limit on file sizes, then run again to resume."
-      ),
+    code = errno.EIO
+    message = (
+      f"a checkpoint could not be written ({text.splitlines()[-1][-200:]}). Check the disk's space"
+      " and the limit on file sizes, then run again to resume."
     )
   else:
     return error

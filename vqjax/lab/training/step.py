@@ -55,7 +55,7 @@ def state_maker(
 ) -> Callable[[PRNGKeyArray], TrainState]:
   """Returns a pure function from a key to an initial state.
 
-  `shapes` are those of the model's arguments, under "inputs" and "targets".
+  `shapes` has the shapes and dtypes of the model's arguments, under "inputs" and "targets".
   """
 
   def make(key):
@@ -155,9 +155,12 @@ def train_step(
     )
     metrics["grad_norm"] = optax.tree.norm(gradient)
     metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
+    # The optimiser takes the tree of all parameters, and masks the frozen ones itself.
     gradient = combine(gradient, jax.tree.map(jnp.zeros_like, frozen))
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-    trained = optax.apply_updates(trained, partition(updates, trainable)[0])
+    # Frozen parameters do not even get updates of zero: -0.0 + 0.0 is 0.0, of other bits.
+    updates, _ = partition(updates, trainable)
+    trained = optax.apply_updates(trained, updates)
     return TrainState(state.step + 1, combine(trained, frozen), model_state, opt_state), metrics
 
   return step
@@ -184,6 +187,7 @@ def _mean_gradient(
     gradient, (metrics, model_state) = gradient_of(params, model_state, micro, micro_key)
     return (jax.tree.map(jnp.add, total, (gradient, metrics)), model_state), None
 
+  # The scan starts from zeros of the dtypes of a micro-batch's results; nothing runs for them.
   first = jax.tree.map(lambda x: x[0], parts)
   gradient, (metrics, _) = jax.eval_shape(gradient_of, params, model_state, first, key)
   zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (gradient, metrics))

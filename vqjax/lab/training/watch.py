@@ -37,8 +37,10 @@ class Watch:
     self.last_answer = time.monotonic()
     self.dead: set[str] = set()
     self._send_beat(0)
+    # Kept as an attribute: C holds only the address of the callback.
     self.on_abort = _on_abort(lambda: self._exit(self._lost("no connection")))
     runs = self._beat, self._wait_for_stop, self._check_coordinator
+    # Daemons, because an exception in the main thread must end the process without waiting.
     self.threads = [threading.Thread(target=run, daemon=True) for run in runs]
     for thread in self.threads:
       thread.start()
@@ -63,9 +65,11 @@ class Watch:
     """Updates {process: (heartbeat, time)}; stops all where a heartbeat is too old."""
     now, done = time.monotonic(), self._processes(OVER)
     for index, beat in self._processes(ALIVE).items():
-      if last.get(index, ("", 0.0))[0] != beat:
+      # Clocks of machines differ: only this process's clock times the changes of a heartbeat.
+      last_beat, since = last.get(index, ("", 0.0))
+      if last_beat != beat:
         last[index] = beat, now
-      elif index not in done and now - last[index][1] > self.silence:
+      elif index not in done and now - since > self.silence:
         self.dead.add(index)
         who = f"process {index} of {self.count} has died"
         self._stop_all(_died(who, f"silent for {self.silence:g} s"))
@@ -77,6 +81,7 @@ class Watch:
   def _stop_all(self, reason: str) -> str | None:
     """Writes the reason to stop; returns an earlier one of another process, or None."""
     try:
+      # Without `allow_overwrite` the first reason stays, and a second one raises.
       self.client.key_value_set(STOP, reason)
     except JaxRuntimeError:
       try:
@@ -94,6 +99,7 @@ class Watch:
         if "DEADLINE_EXCEEDED" not in str(error):
           return self._exit(self._lost("no connection"))
     if reason:
+      # The process that has failed reports its own error in this time.
       self.over.wait(GRACE)
       self._exit(reason, in_order=True)
 
@@ -114,14 +120,17 @@ class Watch:
 
   def _exit(self, reason: str, in_order: bool = False) -> None:
     if not self.over.is_set():
+      # Not `print`: the main thread may hold the lock of standard error.
       os.write(2, f"error: {reason}\n".encode())
       if in_order:
         self._leave()
+      # `sys.exit` would end this thread only, and the main thread may wait for a device forever.
       os._exit(1)
 
   def _leave(self) -> None:
     """Marks this process as finished; process 0 waits for the others."""
     try:
+      # `close` may have marked this process already, and a second mark must not raise.
       self.client.key_value_set(f"{OVER}/{self.index}", "", allow_overwrite=True)
       deadline = time.monotonic() + 2 * GRACE
       while self.index == 0 and time.monotonic() < deadline:
@@ -135,7 +144,7 @@ class Watch:
     """Waits until all processes are done, so that no end counts as a death."""
     self.client.key_value_set(f"{OVER}/{self.index}", "")
     self.client.wait_at_barrier(OVER, int(1000 * DAY))
-    self.over.set()
+    self.over.set()  # only now: until all are done, a death must be noticed
     self._stop_all("")  # wakes `_wait_for_stop`: Python cannot end while a thread waits in C++
     for thread in self.threads:
       thread.join(GRACE)
