@@ -97,6 +97,7 @@ def _log_prob(plan, narrow_PNw, weight, removed, token_PN, first):
     new = of_chunk(_cut(plan, ordered, index))
     return lax.dynamic_update_slice_in_dim(log_prob, new, index * plan.tile.tokens, axis=1)
 
+  # Inside of a `shard_map` the carry must have the type of what is written to it.
   kind = jax.eval_shape(lambda: of_chunk(_cut(plan, ordered, 0)))
   start = vocab_parallel.varying(
     jnp.zeros(first.order.shape, jnp.float32), *vocab_parallel.varies_over(kind)
@@ -180,6 +181,7 @@ class Section(NamedTuple):
 def concatenate_blocks(sections: tuple[Section, ...]) -> sampling.Blocks:
   """The blocks of all sections in a row; narrower ones are padded with -inf."""
   kinds = [jax.eval_shape(s.blocks.block, jax.ShapeDtypeStruct((), jnp.int32)) for s in sections]
+  # `lax.switch` needs branches of equal shapes.
   width = max(tokens.shape[0] for _, tokens in kinds)
   starts = [sum(s.blocks.count for s in sections[:i]) for i in range(len(sections))]
 

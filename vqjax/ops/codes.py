@@ -142,6 +142,8 @@ def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
   mass_K = log_mass(assignment, vocab_parallel.rows_in_all(axis, codes), bias, axis)
   # The assignment may be stored in a narrow integer type, in which row arithmetic would overflow.
   code = vocab_parallel.sharded_lookup(assignment, token, axis).astype(jnp.int32)
+  # With the log-mass m_k as its bias, a softmax over K codes has the normaliser of all V tokens:
+  # sum_v exp(score_v) = sum_k exp(hidden · codebook_k + m_k).
   of_code = softmax.linear_softmax(
     hidden,
     codebook,
@@ -259,6 +261,7 @@ def _draw_locally(key, code, assignment, codes, bias):
     share_V, shift_K = _shares(assignment, codes, bias, None)
   width = _block_width(assignment.shape[0], codes)
   log_mass_BJ = jnp.log(_block_mass(share_V, assignment, codes, width)[code])
+  # log p + Gumbel noise has its maximum at a draw from p.
   block_B = _noisy_arg_max(block_key, log_mass_BJ)
   token_BW = block_B[..., None] * width + jnp.arange(width, dtype=jnp.int32)
   code_BW = assignment.at[token_BW].get(mode="fill", fill_value=NO_CODE)
@@ -271,6 +274,7 @@ def _draw_locally(key, code, assignment, codes, bias):
 
 def _block_width(vocab: int, codes: int) -> int:
   """Number of tokens of a block: sqrt V, or more for many codes."""
+  # sqrt V blocks of sqrt V tokens make the two draws equally long.
   blocks = max(1, min(math.isqrt(vocab), BLOCK_MASSES // codes))
   return -(-vocab // blocks)
 

@@ -345,6 +345,7 @@ def _pass(plan, student, teacher):
 def _forward(plan, student, teacher):
   merge = lambda sums, scores, first_row, given: _add_block(sums, *scores)
   start = _zero_sums(student.hidden.shape[:2])
+  # Reduced once at the end, not at every tile: the sums of a device are relative to its own maxima.
   sums = tiles.fold(plan.cut, plan.scorings, (student, teacher), None, start, merge)
   sums = _all_reduce(sums, plan.axis)
   saved = _Saved(

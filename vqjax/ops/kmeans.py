@@ -112,6 +112,8 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
     points, weights, noise_NP = rows
     here = vocab_parallel.inside(axis)
     data = _Data(points, weights, jnp.zeros(points.shape[1], jnp.float32), chunk, here)
+    # Distances of points far from the origin would cancel: all is computed relative to the mean,
+    # which is the center of a single cluster.
     data = data._replace(shift=_means(data, _assign(data, data.shift[None]))[0][0])
     centers = _lloyd(data, _seeds(key, data, noise_NP, clusters), iterations)
     assigned = _assign(data, centers)
@@ -215,6 +217,8 @@ def _lloyd(data: _Data, centers_KD: Array, iterations: int) -> Array:
 
 def _reseeded(data: _Data, cost_N: Array, centers_KD: Array, empty_K: Array) -> Array:
   """The centers, the j-th empty one moved to the point of j-th highest cost above 0."""
+  # One top-k serves all empty clusters; points at a center (cost 0) would only split a cluster of
+  # equal points.
   best = _best(data, data.weights * cost_N, centers_KD.shape[0])
   rank_K = jnp.minimum(jnp.cumsum(empty_K) - 1, best.tokens.shape[0] - 1)
   use_K = empty_K & (best.scores > 0)[rank_K]
@@ -269,6 +273,7 @@ def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, own_C: Array, clusters
   the candidate; no seed is assumed to reduce it further. Otherwise a second seed among many similar
   points that are far apart, as in a space of many dimensions, would seem to remove all their cost.
   """
+  # Trials of greedy k-means++, as many as scikit-learn makes.
   count, tries = rows_CD.shape[0], 2 + int(math.log(clusters))
   norm_C = jnp.square(rows_CD).sum(axis=1)
 
@@ -276,6 +281,7 @@ def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, own_C: Array, clusters
     at_t = random.choice(random.fold_in(key, index), count, (tries,), p=_pull(mass_C, cost_C))
     product_tC = jnp.matmul(rows_CD[at_t], rows_CD.T, precision=lax.Precision.HIGHEST)
     apart_tC = jnp.maximum(norm_C[at_t][:, None] + norm_C - 2 * product_tC, 0)
+    # Exactly 0 to itself, or a chosen candidate could be chosen again for its rounding error.
     apart_tC = jnp.where(at_t[:, None] == jnp.arange(count), 0, apart_tC)
     cost_tC = jnp.minimum(cost_C, jnp.maximum(apart_tC, own_C))
     best = jnp.argmin(cost_tC @ mass_C)

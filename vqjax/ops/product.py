@@ -24,6 +24,7 @@ def chosen_parts(
   codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"]
 ) -> Float[Array, "*W M C"]:
   """Sub-vectors with the indices that the codes give."""
+  # Two index arrays that broadcast: part m of a row is read from table m, or all from the only one.
   return tables[jnp.arange(codes.shape[-1]) if tables.shape[0] > 1 else 0, codes]
 
 
@@ -36,6 +37,7 @@ def joined(parts: Float[Array, "*W M C"], additive: bool) -> Float[Array, "*W D"
 
 def nearest_codes(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Int[Array, "W M"]:
   """Code of the nearest sub-vector of each table; the lowest of equally near ones."""
+  # float32: in bfloat16, near sub-vectors would tie and the lowest code would win too often.
   latent_WMC = latent.reshape(latent.shape[0], tables.shape[0], -1).astype(jnp.float32)
   tables = tables.astype(jnp.float32)
   # |x - t|² / 2 without |x|² / 2, which all codes share.

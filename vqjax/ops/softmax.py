@@ -110,6 +110,7 @@ def linear_softmax(
   _check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   _check_options(softcap, top_k, vocab)
+  # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
   valid, token = in_vocabulary(tokens.reshape(-1), vocab)
   scoring = tiles.Scoring(
     jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)), softcap
@@ -119,12 +120,14 @@ def linear_softmax(
   def body(rows, flat):
     per_row, bias, shared = rows
     hidden_ND, token = flat
+    # On a mesh the arrays are this device's rows; without one they are those of `weight`.
     local = dataclasses.replace(weight, per_row=per_row, shared=shared)
     return distribution(outputs, tile, hidden_ND, token, local, bias)
 
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
   rows = (
     vocab_parallel.Sharded(weight.per_row, 0),
+    # Rows that pad V to a multiple of the devices need the bias of a removed row.
     vocab_parallel.Sharded(vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
     vocab_parallel.Replicated(weight.shared),
   )
@@ -220,6 +223,7 @@ def linear_scores(
   weight = as_row_factory(weight).all()
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
   axes = ((hidden.ndim - 1,), (1,)), ((), ())
+  # float32 results of bfloat16 operands: rounded scores would move probabilities by percents.
   scores = lax.dot_general(
     hidden.astype(dtype), weight.astype(dtype), axes, preferred_element_type=jnp.float32
   )

@@ -172,6 +172,8 @@ def fold(
   # The carry of a loop inside of a `shard_map` must vary over an axis from the start or never.
   carry = varying((carry, per_token, linears))[0]
 
+  # Rows outside, tokens inside: [N]-sized statistics are small enough to be read for every tile of
+  # rows, the weight is not.
   def vocab_step(carry, v_index):
     v_edge = edge(v_index, tile.vocab, v)
     rows = [_weight_and_bias(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
@@ -185,6 +187,7 @@ def fold(
         # The tile before has scored the overlap: -inf leaves a sum of exp as it is, 0 would not.
         scores.append(jnp.where(v_edge.fresh, score_Pnv, -jnp.inf) if v % tile.vocab else score_Pnv)
       old, given = _tokens((carry, per_token), n_edge.start, tile.tokens)
+      # One merge for all layers, so that a distillation loss sees both scores of a tile at once.
       new = merge(old, tuple(scores), v_edge.start, given)
 
       def put(whole, new, old):
@@ -258,6 +261,7 @@ def gradients(
         new.append(_add_tile(sums[i], rows[i], hiddens[i], d_vPn, n_edge.start))
       return new, None
 
+    # The gradient of a tile of rows is complete after its inner loop, so that it is written once.
     start = [
       _Sums(
         hidden=gradient.hidden,
@@ -275,6 +279,7 @@ def gradients(
       for gradient, part, layer in zip(carry, sums, linears)
     ], None
 
+  # hidden meets every tile of rows: its gradient is summed in float32 and rounded at the end.
   start = [
     Linear(
       hidden=cut.shards.keep(jnp.zeros(layer.hidden.shape, jnp.float32)),
@@ -327,6 +332,7 @@ def _add_tile(sums, rows, hidden_PnD, d_vPn, start):
   """The sums with the contributions of one tile of tokens."""
   d_hidden, d_weight, d_bias = sums
   if d_bias is not None:
+    # Before the cast below: a sum of bfloat16 numbers over many tokens would stop growing.
     d_bias = d_bias + d_vPn.sum(axis=2)
   d_vPn = d_vPn.astype(hidden_PnD.dtype)
   # Shards stay apart: a sum over them would be an all-reduce at every tile.
