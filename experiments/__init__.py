@@ -1,0 +1,1 @@
+"""Commands, studies, benchmarks and plans."""

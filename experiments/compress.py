@@ -11,7 +11,7 @@ import sys
 
 from vqjax.convert import KMeans
 from vqjax.lab.config import config_hash, load, override
-from vqjax.lab.console import exit_code, print_result, speak_plainly
+from vqjax.lab.console import configure_warnings, exit_code, print_result
 from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress
 from vqjax.lab.training import fit
 
@@ -19,9 +19,9 @@ SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns 2 for a wrong call, 128 + n for signal n."""
+  """Run the command; return 2 for a wrong call, 128 + n for signal n."""
   options = _parser().parse_intermixed_args(arguments)
-  speak_plainly()
+  configure_warnings()
   return exit_code(lambda: _compress(options), show_traceback=options.traceback)
 
 

@@ -21,15 +21,20 @@ the same config starts at once."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code: 2 for a wrong call."""
+  """Run the command; return its exit code: 2 for a wrong call."""
   description = "Count a corpus: the documents that its filters drop, and its tokens."
   parser = config_parser("experiments.corpus", description, EXAMPLES)
   return with_config(parser, arguments, lambda experiment, _: count(experiment))
 
 
 def count(experiment: Experiment) -> None:
-  """Prints the report of the filters, the vocabulary, and the size of each split."""
+  """Print the report of the filters, the vocabulary, and the size of each split."""
   source = experiment.data
+  if experiment.tokenizer is None:
+    raise ValueError(
+      f"`data` must be documents; got {type(source).__name__}, whose splits are not text. Give a"
+      " config with a tokenizer."
+    )
   if isinstance(source, Filtered):
     for split in SPLITS:
       print(f"{split}: {source.report(split)}", flush=True)

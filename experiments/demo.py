@@ -11,14 +11,14 @@ from rich.console import Console
 
 from vqjax.lab import report
 from vqjax.lab.config import load, override
-from vqjax.lab.console import exit_code, speak_plainly
+from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.training import fit
 
 CONFIGS = ("lm_dense", "lm_tied", "lm_codebook", "lm_codebook_bias", "lm_grouped")
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns 2 for a wrong call, 128 + n for signal n."""
+  """Run the command; return 2 for a wrong call, 128 + n for signal n."""
   parser = argparse.ArgumentParser(
     prog="python -m experiments.demo",
     description="Train a small decoder with each vocabulary layer on the docstrings of Python's"
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("--steps", type=int, help="number of training steps instead of the configs'")
   options = parser.parse_args(arguments)
-  speak_plainly()
+  configure_warnings()
   return exit_code(lambda: _demo(options.runs, options.steps))
 
 
@@ -45,8 +45,8 @@ def _demo(folder: pathlib.Path, steps: int | None) -> None:
     fit(experiment, folder / experiment.name)
   runs = [report.read_run(folder / experiment.name) for experiment in experiments]
   console = Console()
-  columns, notes = report.default_columns(runs), report.notes(runs)
-  console.print(report.console_table(columns, runs, console.width, notes))
+  columns = report.default_columns(runs)
+  console.print(report.console_table(columns, runs, console.width))
   page = folder / "report.html"
   report.write_page(runs, page, title="Vocabulary layers, side by side")
   console.print(f"page: {page}", highlight=False)

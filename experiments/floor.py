@@ -39,7 +39,7 @@ the tokens in the split itself."""
 
 
 def measure(experiment: Experiment) -> dict[str, Any]:
-  """Returns the floors of an experiment's assignment on its own text, as JSON.
+  """Return the floors of an experiment's assignment on its own text, as JSON.
 
   `splits` has for each split the number of tokens, and the floor in nats per token and as
   perplexity, without and with a token bias. `worst` are the tokens of the training text with the
@@ -91,7 +91,7 @@ def measure(experiment: Experiment) -> dict[str, Any]:
 
 
 def _assignment(text: Text) -> np.ndarray:
-  """Returns the initial assignment of the head, or that of `init_from`."""
+  """Return the initial assignment of the head, or that of `init_from`."""
   experiment, model = text.experiment, text.experiment.model
   head = model.head
   if experiment.init_from is None:
@@ -105,7 +105,7 @@ def _assignment(text: Text) -> np.ndarray:
 
 
 def show(floors: dict[str, Any], console: Console) -> None:
-  """Prints the result of `measure`."""
+  """Print the result of `measure`."""
   bias = "with" if floors["token_bias"] else "without"
   console.print(
     f"[bold]{escape(floors['name'])}[/], V = {floors['vocab']:,}, K = {floors['codes']:,}; its head"
@@ -138,7 +138,7 @@ def show(floors: dict[str, Any], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the command; returns its exit code: 2 for a wrong call."""
+  """Run the command; return its exit code: 2 for a wrong call."""
   parser = config_parser(
     "experiments.floor",
     "Compute before any training which perplexity the codes of a config rule out.",

@@ -15,21 +15,21 @@ from vqjax.lab import report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the command; returns its exit code: 2 for a wrong call."""
+  """Run the command; return its exit code: 2 for a wrong call."""
   options = _parser().parse_args(arguments)
   try:
     runs = _read_runs(options.folder)
   except (FileNotFoundError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  columns, notes = report.default_columns(runs), report.notes(runs)
+  columns = report.default_columns(runs)
   console = Console()
-  console.print(report.console_table(columns, runs, console.width, notes))
+  console.print(report.console_table(columns, runs, console.width))
   try:
     if options.html:
       report.write_page(runs, options.html, title=options.title or options.folder.resolve().name)
     if options.markdown:
-      report.write_whole(options.markdown, report.markdown_table(columns, runs, notes))
+      report.write_whole(options.markdown, report.markdown_table(columns, runs))
     if options.png:
       _save_plots(runs, options.png)
   except (OSError, ValueError) as error:
@@ -74,7 +74,7 @@ def _read_runs(folder: pathlib.Path) -> list[report.Run]:
 
 
 def _save_plots(runs: Sequence[report.Run], path: pathlib.Path) -> None:
-  """Writes both plots; a message on standard error names a plot that has no data."""
+  """Write both plots; a message on standard error names a plot that has no data."""
   path.parent.mkdir(parents=True, exist_ok=True)
   curves = path.with_stem(f"{path.stem}-loss")
   plots = {path: report.size_against_perplexity(runs), curves: report.loss_curves(runs)}

@@ -26,12 +26,12 @@ they find each other; elsewhere, start the same command on each machine:
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns 2 for a wrong call, 128 + n for signal n."""
+  """Run the command; return 2 for a wrong call, 128 + n for signal n."""
   return with_config(_parser(), arguments, train, before=_join)
 
 
 def _join(options: argparse.Namespace) -> None:
-  """Connects the processes before anything can fail in one of them."""
+  """Connect the processes before anything can fail in one of them."""
   distributed.start(
     options.coordinator,
     options.num_processes,
@@ -42,7 +42,7 @@ def _join(options: argparse.Namespace) -> None:
 
 
 def train(experiment: Experiment, options: argparse.Namespace) -> None:
-  """Trains an experiment in its run folder and prints the result."""
+  """Train an experiment in its run folder and print the result."""
   folder = options.run or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
   if distributed.is_main():
     print(f"run folder: {folder}", file=sys.stderr)

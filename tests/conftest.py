@@ -8,14 +8,15 @@ import sys
 
 # Most of the time of these tests is compilation, of programs that then run for milliseconds. They
 # and the programs that they start are compiled with the least effort, and each program once: the
-# workers share a persistent cache. (The commands of `make smoke` and the benchmarks are compiled
-# as users' programs are.)
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+# workers share a persistent cache. `make test-all` runs the numeric tests also as users' programs
+# are compiled, with JAX_DISABLE_MOST_OPTIMIZATIONS=false.
+if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true") == "true":
+  emitters = "--xla_cpu_use_fusion_emitters=false"
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters}"
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import pytest

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from experiments.plan import collectives, hlo, loops
 from tests import reference
@@ -75,12 +73,6 @@ class ContractOnMeshes:
     # 101 is prime, and most codes and groups do not divide either.
     self.check_meshes(mesh_case, 101, (2, 2, 2))
 
-  @pytest.mark.slow
-  def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
-    # To a head, `data` and `fsdp` are both axes of tokens.
-    self.check_meshes(first_mesh_case, 101, (1, 8, 1), (1, 1, 8))
-    self.check_meshes(first_mesh_case, 104, (2, 2, 2))
-
   def check_meshes(self, case, vocab, *shapes):
     run = Compiled(self.spread(case, vocab, self.dim))
     head, variables = run.head, run.variables
@@ -107,16 +99,6 @@ class ContractOnMeshes:
       exact = np.take_along_axis(reference.log_softmax(logits), best, -1)
       np.testing.assert_allclose(found[-1], exact, atol=2e-5)
       assert all(len(set(row)) == 7 for row in best.reshape(-1, 7))
-
-  @pytest.mark.slow
-  def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case, first_mesh_case):
-    run = Compiled(self.spread(mesh_case, self.vocab, self.dim))
-    row = jax.random.normal(jax.random.key(2), (self.dim,))
-    some = {"allowed": jnp.arange(self.vocab) % 3 == 1}
-    options = [{}, {"temperature": 0.5}, {"top_k": 7}, {"top_p": 0.6}, some]
-    with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
-      for option in options if mesh_case == first_mesh_case else options[:1]:
-        self.check_draws(run, row, **option)
 
   @pytest.mark.slow
   def test_no_weight_and_no_logits_travel_across_the_vocabulary(self, first_mesh_case):
@@ -152,48 +134,6 @@ class ContractOnMeshes:
       # A weight [V, D] or a device's logits would be 256 KiB; d_hidden is summed, not gathered.
       gathered = [x.bytes for x in across if x.kind != "all-reduce"]
       assert max(gathered, default=0) < 4 * vocab * dim / 16
-
-  @pytest.mark.slow
-  def test_a_mesh_without_the_axis_is_refused_and_no_mesh_is_one_device(self, first_mesh_case):
-    head = self.spread(first_mesh_case, self.vocab, self.dim)
-    hidden, tokens = jnp.ones((2, self.dim)), jnp.zeros((2,), jnp.int32)
-    variables = head.init(jax.random.key(0), hidden)
-    alone = self.cases[first_mesh_case](self.vocab, self.dim)
-    expected = alone.apply(variables, hidden, tokens, method="log_prob")
-    found = head.apply(variables, hidden, tokens, method="log_prob")
-    np.testing.assert_array_equal(found, expected)
-    message = "`vocab_axis`.*rows, columns; got .model."
-    other = jax.make_mesh((4, 2), ("rows", "columns"), (AxisType.Auto,) * 2)
-    for argument, method in ((tokens, "log_prob"), (1, "top_k")):
-      with jax.set_mesh(other), pytest.raises(ValueError, match=message):
-        head.apply(variables, hidden, argument, method=method)
-
-  @pytest.mark.slow
-  def test_inside_of_a_shard_map_over_the_batch_each_device_does_its_rows(self, first_mesh_case):
-    head = self.cases[first_mesh_case](self.vocab, self.dim)
-    hidden = jax.random.normal(jax.random.key(2), (16, self.dim))
-    variables = perturbed(head.init(jax.random.key(1), hidden))
-    tokens = jax.random.randint(jax.random.key(3), (16,), 0, self.vocab)
-
-    def parts(hidden, tokens):
-      run = lambda *args, **options: head.apply(variables, hidden, *args, **options)
-      mine = jax.nn.one_hot(tokens, self.vocab, dtype=bool)
-      return (
-        run(tokens, method="log_prob"),
-        run(7, method="top_k")[0],
-        run(jax.random.key(0), top_p=0.9, allowed=mine, method="sample"),
-        run(jax.random.key(0), method="sample"),
-      )
-
-    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
-    spread = jax.shard_map(parts, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    log_prob, best, forced, drawn = jax.jit(spread)(hidden, tokens)
-    logits = self.reference_logits(head, as_float64(variables), np.asarray(hidden, np.float64))
-    exact = reference.log_softmax(logits)
-    np.testing.assert_allclose(log_prob, exact[np.arange(16), tokens], atol=2e-5)
-    np.testing.assert_allclose(best, np.sort(exact)[:, ::-1][:, :7], atol=2e-5)
-    np.testing.assert_array_equal(forced, tokens)
-    assert ((drawn >= 0) & (drawn < self.vocab)).all()
 
 
 def mesh_cases(contract) -> tuple:

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
-from vqjax.heads import Head
+from vqjax.embeddings import DenseEmbedding
+from vqjax.heads import CodebookHead, DenseHead, Head
 from vqjax.layer import Layer
 from vqjax.variables import Variable, table
 
@@ -90,6 +92,45 @@ def test_variables_of_another_shape_are_refused():
 def test_axes_must_name_every_axis():
   with pytest.raises(ValueError, match=r"`axes` .*vocab"):
     drawn((3, 5), ("vocab",))
+
+
+def _with(layer, **fields):
+  """Sets fields to what a constructor that checks its annotations would refuse."""
+  for name, value in fields.items():
+    object.__setattr__(layer, name, value)
+  return layer
+
+
+@pytest.mark.parametrize("method", ["size", "logical_axes"])
+@pytest.mark.parametrize(
+  ("head", "message"),
+  [
+    (DenseHead(-5, 6), "`vocab` of DenseHead must be an integer of at least 1; got -5"),
+    (_with(DenseHead(5, 6), vocab=5.5), "`vocab` .* got 5.5"),
+    (DenseHead(5, 0), "`dim` .* got 0"),
+    (CodebookHead(5, 6, 9), "`codes` .* got 9"),
+    (
+      _with(DenseHead(5, 6), embedding=nn.Dense(6)),
+      "`embedding` must be an embedding .* got a Dense",
+    ),
+    (
+      _with(CodebookHead(5, 6, 3), embedding=DenseEmbedding(5, 6)),
+      "`embedding` must be a CodebookEmbedding; got a DenseEmbedding",
+    ),
+  ],
+)
+def test_a_head_with_wrong_fields_has_neither_size_nor_axes(head, message, method):
+  with pytest.raises(ValueError, match=message):
+    getattr(head, method)()
+
+
+def test_tokens_that_are_not_integers_are_refused():
+  head, hidden = DenseHead(5, 6), jnp.ones((2, 6))
+  variables = head.init(jax.random.key(0), hidden)
+  # A TypeError where annotations are checked.
+  message = r"`tokens` must be integers|parameter 'tokens'"
+  with pytest.raises((ValueError, TypeError), match=message):
+    head.apply(variables, hidden, jnp.ones(2), method="log_prob")
 
 
 def test_a_head_without_its_methods_cannot_be_constructed():

@@ -3,6 +3,7 @@ from . import convert as convert
 from . import embeddings as embeddings
 from . import heads as heads
 from . import models as models
+from . import nnx as nnx
 from . import ops as ops
 from . import quantizers as quantizers
 from . import sharding as sharding

@@ -1,6 +1,7 @@
 """The base class of Linen layers that declare their variables."""
 
 import abc
+import numbers
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -34,16 +35,28 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     """
 
   def check(self) -> None:
-    """Checks the fields.
+    """Check the fields, except for `vocab` and `dim`.
 
     Raises:
       ValueError: the fields contradict each other or are out of range.
     """
 
-  def setup(self):
+  def _checked(self) -> Declaration:
+    """The declaration of a layer whose fields are checked."""
+    for name in ("vocab", "dim"):
+      value = getattr(self, name, None)
+      # A quantiser's `dim` is None until an embedding sets it.
+      if value is not None and (not isinstance(value, numbers.Integral) or value < 1):
+        raise ValueError(
+          f"`{name}` of {type(self).__name__} must be an integer of at least 1; got {value!r}."
+          " Give the number of tokens as `vocab` and the width of the vectors as `dim`."
+        )
     self.check()
+    return self.declare()
+
+  def setup(self):
     created = {}
-    for name, variable in self.declare().items():
+    for name, variable in self._checked().items():
       if isinstance(variable, Variable):
         created[name] = self._create(name, variable, created)
     self._created = created
@@ -87,9 +100,9 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
 
     The variables of a tied `embedding` belong to the embedding and do not count.
     """
-    own = {name: part for name, part in self.declare().items() if name != "embedding"}
+    own = {name: part for name, part in self._checked().items() if name != "embedding"}
     return Size(*variables.count_and_bytes(own), self.flops_per_token())
 
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a tree with tuples as leaves."""
-    return variables.logical_axes(self.declare())
+    return variables.logical_axes(self._checked())

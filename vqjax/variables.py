@@ -12,9 +12,30 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.nn import initializers
 from jaxtyping import Array, ArrayLike
 
 from vqjax.types import Dtype
+
+
+def row_init(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> Array:
+  """Default initialiser of weights [..., rows, D]: normal with variance 1/D.
+
+  Rows have a mean square length of 1, and the scores of hidden vectors of unit variance have
+  variance 1. Embeddings begin so as well as heads, so that an output layer begins with one scale,
+  tied or not.
+  """
+  return initializers.normal(shape[-1] ** -0.5)(key, shape, dtype)
+
+
+def composed_init(width: int, vectors: int = 1) -> Callable[[Any, tuple[int, ...], Dtype], Array]:
+  """Initialiser of tables whose entries compose vectors of mean square length 1.
+
+  Args:
+    width: width of a composed vector.
+    vectors: number of vectors of that width of which it is the mean; 1: its parts are concatenated.
+  """
+  return initializers.normal((vectors / width) ** 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +65,9 @@ class Variable:
 
   def __post_init__(self):
     if len(self.shape) != len(self.axes):
-      raise ValueError(f"`axes` must name the axes of {self.shape}; got {self.axes}")
+      raise ValueError(
+        f"`axes` must have a name for each axis of {self.shape}; got {self.axes}. Add the names."
+      )
 
 
 def table(
@@ -54,7 +77,7 @@ def table(
   dtype: Dtype = jnp.int32,
   pad_value: int | None = None,
 ) -> Variable:
-  """Declares an integer table of the collection `codes`.
+  """Declare an integer table of the collection `codes`.
 
   It is saved and sharded with the parameters, and never trained.
 

@@ -7,6 +7,8 @@ it prints 659. The paper does not give the learning rate; 1e-3 at this batch is 
 
 from collections.abc import Callable
 
+from flax import linen as nn
+
 from vqjax import DenseEmbedding, DenseHead, Embedding, GroupedHead, Head
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import TFDS, BPETokenizer, Source, Tokenizer, Windows
@@ -65,7 +67,8 @@ def language_model(
   seed: int = 0,
 ) -> Experiment:
   """Return a run of a decoder; with `window`, every second block is local."""
-  embedding = DenseEmbedding(FROM_TOKENIZER, dim)
+  # As GPT-2 begins, whatever its width: the dense rows of the paper are tied.
+  embedding = DenseEmbedding(FROM_TOKENIZER, dim, weight_init=nn.initializers.normal(0.02))
   model = Transformer(
     embedding=embedding,
     head=head(FROM_TOKENIZER, dim, embedding),

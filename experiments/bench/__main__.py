@@ -18,7 +18,7 @@ from experiments.bench.registry import BENCHMARKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the named benchmarks; returns 2 for a wrong call or a missing device."""
+  """Run the named benchmarks; return 2 for a wrong call or a missing device."""
   parser = argparse.ArgumentParser(
     prog="python -m experiments.bench",
     description="Benchmarks of speed, memory and exactness. Run them alone on the machine.",
@@ -83,7 +83,7 @@ def _read(file: pathlib.Path | None) -> dict[str, Any]:
 
 
 def _write(file: pathlib.Path | None, figures: dict[str, Any]) -> None:
-  """Writes a benchmark a line, in one step; null for numbers that are not finite."""
+  """Write a benchmark a line, in one step; null for numbers that are not finite."""
   if file is None:
     return
   file.parent.mkdir(parents=True, exist_ok=True)

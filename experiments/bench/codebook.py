@@ -72,7 +72,7 @@ DECODING_SECONDS = 3.0
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Times log-probabilities, training and decoding, relative to a full softmax.
+  """Time log-probabilities, training and decoding, relative to a full softmax.
 
   At the sizes of Table 3 materialised logits would take 17.5 GB and more for their softmax, so the
   full softmax takes a slice of the tokens at a time, as the paper's gather does.
@@ -85,7 +85,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def batches(sizes: Sizes, seconds: float) -> dict[str, dict]:
-  """Prints and returns the cost of log-probabilities and of loss and gradient."""
+  """Print and return the cost of log-probabilities and of loss and gradient."""
   rows = contenders(sizes)
   variables = variables_of([one.head for one in rows.values()])
   data = batch(sizes.shape)
@@ -156,7 +156,7 @@ def _differences(timed: dict[str, Timed], sizes: Sizes) -> dict[str, float]:
 
 
 def decoding_steps(sizes: Sizes, seconds: float) -> dict[str, dict]:
-  """Prints and returns the cost of a decoding step, relative to the dense head."""
+  """Print and return the cost of a decoding step, relative to the dense head."""
   heads = decoders(sizes)
   variables = variables_of(list(heads.values()))
   return {

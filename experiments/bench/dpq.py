@@ -22,6 +22,7 @@ from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.embeddings.compact_file import open_compact
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import PennTreebank
+from vqjax.lab.report.units import MISSING
 from vqjax.lab.training.provenance import device
 from vqjax.ops import packing
 
@@ -46,7 +47,7 @@ TOKENS = 16_384
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Times training steps and lookups, and exports a whole table."""
+  """Time training steps and lookups, and export a whole table."""
   body, vocab, grid, table, tokens = MEDIUM, V, GRID, PAPER_TABLE, TOKENS
   if quick:
     tiny = LSTMSize(12, 5, 0.0, 0.1, 0.5, 1, 1, 3.0)
@@ -194,7 +195,7 @@ def _exported(table: CompactTable, path: str) -> dict[str, Any]:
 
 
 def _part(count: int | None, whole: int) -> str:
-  return "—" if count is None else f"{count / whole:.2f}"
+  return MISSING if count is None else f"{count / whole:.2f}"
 
 
 def _read(path: str, vocab: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ from experiments.bench.measure import Program, Unavailable, compare
 from experiments.plan.isolated import isolated
 from vqjax import CodebookHead, GroupedHead
 from vqjax.heads.workload import loss_and_gradient
+from vqjax.lab.report.units import MISSING
 
 PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel")
 
@@ -59,7 +60,7 @@ class Row(NamedTuple):
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Measures losses of large vocabularies, each row in a process of its own."""
+  """Measure losses of large vocabularies, each row in a process of its own."""
   here = isolated(machine)
   if here["platform"] != "gpu" and not quick:
     raise Unavailable(f"JAX must see a GPU; it sees {here['device']}. Use --quick to try it here")
@@ -89,7 +90,7 @@ def rows(shape: Shape, tiles: Sequence, codes: Sequence[int], calls: int = CALLS
 
 
 def table(shape: Shape, device: str, lines: Sequence[Row]) -> dict:
-  """Measures and prints the rows of a shape; failed rows keep their errors."""
+  """Measure and print the rows of a shape; failed rows keep their errors."""
   found, work = {}, 6 * shape.tokens * shape.dim * shape.vocab
   for line in lines:
     measure.log(f"measuring {line.name.strip()}, {shape}")
@@ -114,7 +115,7 @@ def table(shape: Shape, device: str, lines: Sequence[Row]) -> dict:
 
 def _cells(name: str, row: dict) -> list[str]:
   if "error" in row:
-    return [name, "failed", "—", "—", "—"]
+    return [name, "failed", MISSING, MISSING, MISSING]
   peaks = measure.mib(row["compiled_bytes"]), measure.mib(row["device_bytes"])
   return [name, f"{row['seconds'] * 1e3:.1f}", f"{row['tflops']:.3g}", *peaks]
 

@@ -31,6 +31,7 @@ from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import Drawn, Windows
 from vqjax.lab.data.shapes import NUM_CLASSES, SIDE, draw
 from vqjax.lab.models import ConvNet
+from vqjax.lab.report.units import MISSING
 from vqjax.lab.training.provenance import device
 from vqjax.models import Transformer
 from vqjax.ops import groups as group_ops
@@ -46,7 +47,7 @@ MATERIALISED, TILED, GROUPED, UNSHARED = "materialised", "tiled", "grouped", "un
 
 
 def loss(quick: bool) -> Iterator[dict[str, Any]]:
-  """Times loss and gradient of the grouped heads against dense losses, in float32."""
+  """Time loss and gradient of the grouped heads against dense losses, in float32."""
   shape, codes, rounds = Shape(4096, 256, 50_257), CODES, 5
   if quick:
     shape, codes, rounds = Shape(32, 16, 509), 16, 1
@@ -188,16 +189,16 @@ def _step_cells(name: str, row: dict[str, Any], dense: dict[str, Any]) -> list[s
   work = row["macs"]
   macs = f"{work['weights'] / 1e9:.2f} + {work['attention'] / 1e9:.2f}"
   if "peak_bytes" not in row:
-    return [name, "—", "failed", "—", "—", "—", macs]
-  of_dense = f"{row['peak_bytes'] / dense['peak_bytes']:.3f}" if "peak_bytes" in dense else "—"
+    return [name, MISSING, "failed", MISSING, MISSING, MISSING, macs]
+  of_dense = f"{row['peak_bytes'] / dense['peak_bytes']:.3f}" if "peak_bytes" in dense else MISSING
   plain = row.get("without_remat")
   return [
     name,
     f"{row['params'] / 1e6:.1f} M",
     f"{row['peak_bytes'] / 1e9:.2f}",
     of_dense,
-    f"{plain['peak_bytes'] / 1e9:.2f}" if plain else "failed" if "error" in row else "—",
-    f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "—",
+    f"{plain['peak_bytes'] / 1e9:.2f}" if plain else "failed" if "error" in row else MISSING,
+    f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else MISSING,
     macs,
   ]
 
@@ -246,7 +247,7 @@ def _compiled(decoder: Decoder, plain_too: bool) -> tuple[dict, dict[str, Traini
 
 
 def _time(decoder: Decoder, rows: dict, steps: dict[str, TrainingStep]) -> None:
-  """Adds times to the rows: contenders in turn, one model at a time in memory."""
+  """Add times to the rows: contenders in turn, one model at a time in memory."""
   times = {name: [] for name in steps}
   for turn in range(ROUNDS):
     log(f"timing steps of width {decoder.dim}, round {turn + 1} of {ROUNDS}")

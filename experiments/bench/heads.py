@@ -14,7 +14,7 @@ MATERIALISED = "dense, materialised"
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Compares heads at two vocabularies, and a codebook at a much larger one."""
+  """Compare heads at two vocabularies, and a codebook at a much larger one."""
   shapes = Shape(4096, 256, 32000), Shape(4096, 256, 50257)
   larger, codes, rounds = 267_735, 1024, 5
   if quick:
@@ -27,7 +27,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def against_dense(shape: Shape, codes: int, rounds: int) -> dict[str, Any]:
-  """Prints and returns each head's cost relative to the materialised dense loss."""
+  """Print and return each head's cost relative to the materialised dense loss."""
   vocab, dim = shape.vocab, shape.dim
   heads = {
     "dense, tiled": DenseHead(vocab, dim),
@@ -66,7 +66,7 @@ def against_dense(shape: Shape, codes: int, rounds: int) -> dict[str, Any]:
 
 
 def growth(shape: Shape, larger: int, codes: int, rounds: int) -> dict[str, float]:
-  """Prints and returns a codebook's relative time at a larger vocabulary."""
+  """Print and return a codebook's relative time at a larger vocabulary."""
   biased = {"": False, " + bias": True}
   programs = {
     f"{vocab}{suffix}": loss_and_gradient(

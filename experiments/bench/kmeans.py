@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments.bench import measure
 from experiments.plan.isolated import isolated
+from vqjax.lab.report.units import MISSING
 from vqjax.lab.training.provenance import device
 from vqjax.ops.kmeans import kmeans
 
@@ -32,7 +33,7 @@ class Size(NamedTuple):
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Fits two tables with both libraries, each fit in a process of its own."""
+  """Fit two tables with both libraries, each fit in a process of its own."""
   size = Size(509, 16, 31) if quick else Size(267_735, 768, 1024)
   figures = {"size": size._asdict(), "data": {}}
   for draw in (mixture, gaussian):
@@ -41,7 +42,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
-  """Prints and returns the cost of both fits of a table, and their ratios.
+  """Print and return the cost of both fits of a table, and their ratios.
 
   Memory is the peak of the process beyond its memory before the fit.
   """
@@ -65,7 +66,7 @@ def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
     ("", "s", "CPU s", "inertia", "MiB beyond the input"),
     [
       *(cells(name, row) for name, row in rows.items()),
-      ["vqjax / scikit-learn", *(f"{ratios[n]:.4f}" if n in ratios else "—" for n in compared)],
+      ["vqjax / scikit-learn", *(f"{ratios[n]:.4f}" if n in ratios else MISSING for n in compared)],
     ],
   )
   measure.say(

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vqjax.lab.report.units import MISSING
+
 Program = tuple[Callable, tuple]
 """A function and its arguments."""
 
@@ -48,7 +50,7 @@ class Timed(NamedTuple):
 
 
 def compare(programs: dict[str, Program], rounds: int = 5) -> dict[str, Timed]:
-  """Compiles each program, then calls all of them in turn, `rounds` times.
+  """Compile each program, then call all of them in turn, `rounds` times.
 
   A program that takes less than a fifth of the slowest one is called five times in a round, so that
   its median rests on a similar amount of time.
@@ -76,7 +78,7 @@ def compare(programs: dict[str, Program], rounds: int = 5) -> dict[str, Timed]:
 def compare_within(
   programs: dict[Hashable, Program], seconds: float, log: Callable[[str], None]
 ) -> dict[Hashable, Timed]:
-  """Compiles each program and calls it within `seconds`, at most `MAX_CALLS` times.
+  """Compile each program and call it within `seconds`, at most `MAX_CALLS` times.
 
   The calls are divided into `ROUNDS` turns, since the noise of a machine changes over time. The
   first call is not counted unless it takes longer than `seconds`; then it is the only one. `log`
@@ -170,7 +172,7 @@ def _status(name: str) -> int:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-  """Prints a table of names (first column) and numbers."""
+  """Print a table of names (first column) and numbers."""
   say(title)
   table = Table()
   for index, column in enumerate(columns):
@@ -181,15 +183,15 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def say(text: str) -> None:
-  """Prints a line without markup or wrapping."""
+  """Print a line without markup or wrapping."""
   Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def log(text: str) -> None:
-  """Prints a line of progress to standard error."""
+  """Print a line of progress to standard error."""
   print(text, file=sys.stderr, flush=True)
 
 
 def mib(count: int | None) -> str:
   """Bytes in MiB; a dash for None."""
-  return "—" if count is None else f"{count / 2**20:.1f}"
+  return MISSING if count is None else f"{count / 2**20:.1f}"

@@ -25,7 +25,7 @@ DEVICES = 8
 
 
 def speed_and_error(quick: bool) -> Iterator[dict[str, Any]]:
-  """Times loss and gradient against materialised logits, and measures the error."""
+  """Time loss and gradient against materialised logits, and measure the error."""
   sizes, tiles, rounds = (Shape(2048, 256, 32000), Shape(2048, 256, 50257)), TILES, 5
   if quick:
     sizes, tiles, rounds = (Shape(32, 16, 512), Shape(32, 16, 509)), TILES[:1], 1
@@ -37,7 +37,7 @@ def speed_and_error(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def speed(shape: Shape, tiles: Sequence[tuple[int, int]], rounds: int) -> dict[str, Any]:
-  """Prints and returns time, temporaries and loss of each program."""
+  """Print and return time, temporaries and loss of each program."""
   data = losses.arrays(shape)
   programs = {
     MATERIALISED: (gradient(losses.materialised_loss), data),
@@ -80,7 +80,7 @@ def cells(name: str, row: dict[str, float]) -> list[str]:
 
 
 def error(shape: Shape) -> list[dict[str, Any]]:
-  """Prints and returns the largest error of a token's log-probability, in nats."""
+  """Print and return the largest error of a token's log-probability, in nats."""
   rows = []
   for dtype in (jnp.float32, jnp.bfloat16):
     data = losses.arrays(shape, dtype)
@@ -100,7 +100,7 @@ def error(shape: Shape) -> list[dict[str, Any]]:
 
 
 def options(quick: bool) -> Iterator[dict[str, Any]]:
-  """Times each option of the tiled softmax against the plain loss."""
+  """Time each option of the tiled softmax against the plain loss."""
   shape = Shape(32, 16, 509) if quick else Shape(2048, 256, 32000)
   data = losses.arrays(shape)
   timed = compare({n: (f, data) for n, f in option_programs().items()}, 1 if quick else 5)
@@ -160,7 +160,7 @@ SHARDED_LOSSES = {
 
 
 def memory(quick: bool) -> Iterator[dict[str, Any]]:
-  """Compiles losses of large vocabularies for one device and for eight."""
+  """Compile losses of large vocabularies for one device and for eight."""
   devices = simulated_devices(DEVICES)
   large, sharded = Shape(16384, 1024, 256_000), Shape(2048, 256, 262_144)
   if quick:

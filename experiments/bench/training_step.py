@@ -47,7 +47,7 @@ class TrainingStep:
     return seconds
 
   def end(self) -> None:
-    """Frees the arrays of the model; the next call initialises it again."""
+    """Free the arrays of the model; the next call initialises it again."""
     self._run = None
 
   def _batch(self) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Plans of training steps, compiled ahead of time."""

@@ -58,7 +58,7 @@ class Collective:
 
 
 def collectives(program: Program, runs: Runs, mesh: Mapping[str, int]) -> list[Collective]:
-  """Lists the collectives that move data in a program on a mesh (axis -> devices).
+  """List the collectives that move data in a program on a mesh (axis -> devices).
 
   An all-reduce of which each device keeps its own slice alone counts as the reduce-scatter that
   compilers for accelerators make of it.
@@ -148,11 +148,13 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
     return _iota(found[2]).reshape(_numbers(found[1]))
   if found := _MESH_GROUPS.match(text):
     return _along_axes(*found.groups())
-  raise ValueError(f"replica groups {text[:80]!r} are in no known form; teach parse_groups theirs")
+  raise ValueError(
+    f"`replica_groups` must be in a form that parse_groups reads; got {text[:80]!r}. Add the form."
+  )
 
 
 def _iota(text: str) -> np.ndarray:
-  """Expands "<=[2,4]T(1,0)": the numbers from 0 in this shape, transposed."""
+  """Expand "<=[2,4]T(1,0)": the numbers from 0 in this shape, transposed."""
   found = re.match(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
   shape = _numbers(found[1])
   numbers = np.arange(math.prod(shape)).reshape(shape)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from experiments.plan import chips
@@ -59,8 +60,8 @@ def tpu_devices(topology: str) -> list:
   chips.tpu(topology)
   if importlib.util.find_spec("libtpu") is None:
     raise ModuleNotFoundError(
-      "libtpu, the compiler for TPUs, is not installed; pip install 'vqjax[plan]', on Linux"
-      " and x86-64"
+      "libtpu, the compiler for TPUs, must be installed; got no such package. Call"
+      " `pip install 'vqjax[plan]'`, on Linux and x86-64."
     )
   for name, value in _QUIET.items():
     os.environ.setdefault(name, value)
@@ -74,26 +75,27 @@ def simulated_devices(count: int) -> list:
     ValueError: a number below 1, or jax runs already, with fewer devices.
   """
   if count < 1:
-    raise ValueError(f"--devices {count} is below 1; give the number of GPUs")
+    raise ValueError(f"`--devices` must be at least 1; got {count}. Give the number of GPUs.")
   # Where jax runs already it may have enough of them.
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", count)
   devices = jax.devices("cpu")
   if len(devices) < count:
     raise ValueError(
-      f"jax runs with {len(devices)} simulated devices, not {count}; start another process"
+      f"`count` must be at most {len(devices)}, the devices with which JAX runs already; got"
+      f" {count}. Start another process."
     )
   return devices[:count]
 
 
 def compile_step(program: Program) -> Compiled:
-  """Compiles the training step for the devices of the program's mesh."""
+  """Compile the training step for the devices of the program's mesh."""
   lowered = program.step.lower(program.abstract_state, program.abstract_batch)
   return compile_lowered(lowered, program.mesh)
 
 
 def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
-  """Compiles a function for the devices of its mesh.
+  """Compile a function for the devices of its mesh.
 
   The text comes from files that the compiler writes on the way: an executable for many TPUs does
   not always give its own.
@@ -123,13 +125,15 @@ def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
 
 @contextlib.contextmanager
 def _no_cache():
-  """Disables the persistent cache: a cached program writes no compiler output."""
+  """Disable the persistent cache: a cached program writes no compiler output."""
   before = jax.config.jax_enable_compilation_cache
   jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()  # JAX reads the option once
   try:
     yield
   finally:
     jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def _text(folder: pathlib.Path, devices: int) -> tuple[str, str]:
@@ -137,12 +141,13 @@ def _text(folder: pathlib.Path, devices: int) -> tuple[str, str]:
     if files:
       return max(files, key=lambda file: file.stat().st_size).read_text(), stage
   raise ValueError(
-    "the compiler wrote no HLO; unset XLA_FLAGS, or compile with another version of jax"
+    "the compiler must write the HLO of the program; got none. Unset XLA_FLAGS, or use another"
+    " version of jax."
   )
 
 
 def _candidates(folder: pathlib.Path, devices: int) -> Iterator[tuple[str, list[pathlib.Path]]]:
-  # The CPU's optimised program is no model for a GPU: it widens bfloat16 before it is sent.
+  # The CPU's optimised program widens bfloat16 before it is sent, which a GPU's does not.
   yield "optimised", list(folder.rglob("*[0-9].after_optimizations.txt"))
   if devices > 1:
     yield "partitioned", list(folder.rglob("*after_*spmd-partitioning.before*.txt"))

@@ -76,7 +76,7 @@ def bits(dtype: str) -> int:
 
 
 def parse(text: str) -> Program:
-  """Parses the HLO text of a module, from any compiler and any stage.
+  """Parse the HLO text of a module, from any compiler and any stage.
 
   Raises:
     ValueError: the text has no entry computation.

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-  """Calls a function in a new process with its own peak memory and crashes.
+  """Call a function in a new process with its own peak memory and crashes.
 
   The process ends when its caller is killed or interrupted; otherwise it would disturb the next
   measurement.

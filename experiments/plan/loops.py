@@ -26,7 +26,7 @@ class Runs(NamedTuple):
 
 
 def runs(program: Program) -> Runs:
-  """Counts the executions of each computation in one run of the program.
+  """Count the executions of each computation in one run of the program.
 
   Every branch of a conditional is counted, which is an upper bound. Computations that a reduction,
   a sort or a scatter applies to single elements are left out.

@@ -39,12 +39,12 @@ joins or moves anything, its temporaries are those of a CPU's compiler."""
 
 
 def plan(experiment: Experiment, mesh: Mesh, chip: chips.Chip) -> dict[str, Any]:
-  """Plans a training step: what each chip of a mesh holds, computes and sends.
+  """Plan a training step: what each chip of a mesh holds, compute and send.
 
   Bytes are of one chip, times in seconds. `bytes.params`, `.opt_state`, `.tables` and `.batch` are
   exact, from the shardings; `.temporaries` are the compiler's; `.embedding` and `.head` are parts
-  of the first three. `fits` is None where the compiler of
-  another device was asked and memory is not exceeded without its temporaries.
+  of the first three. `fits` is None where another device's compiler made the program and
+  the memory suffices without its temporaries.
 
   Raises:
     ValueError: the batch does not fit the mesh.
@@ -157,17 +157,19 @@ def with_vocab(experiment: Experiment, vocab: int | None) -> Experiment:
   """
   if vocab is None:
     if FROM_TOKENIZER in (experiment.model.head.vocab, experiment.model.embedding.vocab):
-      raise ValueError("the config leaves its vocabulary to its tokenizer; give --vocab N")
+      raise ValueError(
+        "`--vocab` must be given where the tokenizer sets the vocabulary; got none. Give --vocab N."
+      )
     return experiment
   if vocab < 1:
-    raise ValueError(f"--vocab {vocab} holds no token; give at least 1")
+    raise ValueError(f"`--vocab` must be at least 1; got {vocab}. Give the number of tokens.")
   nodes = [node for _, node in walk(experiment.model) if "vocab" in fields_of(node)]
   changes = {id(node): {"vocab": vocab} for node in nodes}
   return dataclasses.replace(experiment, model=rebuild(experiment.model, changes))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Prints the plan and writes its JSON; returns 2 for a wrong call."""
+  """Print the plan and write its JSON; return 2 for a wrong call."""
   return with_config(_parser(), arguments, _plan)
 
 
@@ -183,7 +185,11 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, A
   # Whatever this machine has, nothing runs on it.
   jax.config.update("jax_platforms", "cpu")
   if (options.topology is None) == (options.devices is None):
-    raise ValueError("give one of --topology, for TPUs, and --devices, for GPUs")
+    given = "neither" if options.devices is None else "both"
+    raise ValueError(
+      f"one of `--topology` and `--devices` must be given; got {given}. Give --topology for TPUs or"
+      " --devices for GPUs."
+    )
   if options.topology is not None:
     chip, devices = chips.tpu(options.topology), compiling.tpu_devices(options.topology)
   else:
@@ -195,7 +201,8 @@ def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, A
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m experiments.plan",
-    description="Compiles a training step for chips that are not here, and says what it needs.",
+    description="Compile a training step ahead of time, without the accelerator, and print what it"
+    " needs.",
     epilog=USAGE,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     add_help=False,

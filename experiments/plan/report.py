@@ -10,7 +10,7 @@ from vqjax.lab.report import units
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-  """Prints a plan as tables."""
+  """Print a plan as tables."""
   mesh = ", ".join(f"{axis}={size}" for axis, size in found["mesh"].items())
   console.print(
     f"[bold]{found['name']}[/], V = {found['vocab']:,}, on {found['chips']:,} x"

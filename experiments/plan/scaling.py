@@ -21,7 +21,7 @@ from configs.large import HEADS
 from experiments.plan import chips, compiling, plan, scaling_report
 from experiments.plan.isolated import isolated
 from vqjax.lab.config import Experiment
-from vqjax.lab.console import speak_plainly
+from vqjax.lab.console import configure_warnings
 from vqjax.sharding import MeshShape, make_mesh
 
 RESULTS = pathlib.Path("docs/results/scaling.jsonl")
@@ -32,7 +32,6 @@ WINDOWS = {"lm_1b": 2, "lm_8b": 1}
 """Config -> windows in a batch for each chip, which make 4,096 tokens."""
 
 VOCABULARIES = (32_768, 131_072, 262_144)
-WORK = "4,096 tokens: two windows for lm_1b, one for lm_8b"
 TOPOLOGIES = {16: "v5p:2x2x4", 64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
 MODEL = 8
 """Chips along the axis `model` of every mesh; `fsdp` has all others."""
@@ -92,12 +91,14 @@ def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
       row = json.loads(line)
       found[Cell(**{name: row[name] for name in fields})] = row
     except (json.JSONDecodeError, KeyError) as error:
-      raise ValueError(f"{path}:{number} is no row ({error}); remove that line") from error
+      raise ValueError(
+        f"line {number} of {path} must be a plan; got {error!r}. Restore or remove the line."
+      ) from error
   return found
 
 
 def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
-  """Plans the cells without a plan and appends a row to the file for each.
+  """Plan the cells without a plan and append a row to the file for each.
 
   Each is compiled in a process of its own: what a compiler leaves behind does not add up, and one
   that it brings down is recorded as failed and tried again next time.
@@ -123,9 +124,9 @@ def _planned(cell: Cell) -> dict[str, Any]:
 
 
 def render(rows: Mapping[Cell, dict[str, Any]]) -> None:
-  """Writes the table, and a figure for each model that has a row."""
+  """Rewrite the tables of the page, and a figure for each model that has a row."""
   order = {cell: rows.get(cell) for cell in grid()}
-  scaling_report.write_table(order, WORK, TABLE)
+  scaling_report.update(order, TABLE)
   for config in WINDOWS:
     some = {cell: row for cell, row in order.items() if cell.config == config}
     if any(row and "plan" in row for row in some.values()):
@@ -133,9 +134,9 @@ def render(rows: Mapping[Cell, dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Plans missing cells and renders; returns the exit code."""
+  """Plan missing cells and render; return the exit code."""
   options = _parser().parse_args(arguments)
-  speak_plainly()
+  configure_warnings()
   try:
     if not options.render:
       fill(RESULTS, list(grid(options.models, options.vocabularies, options.chips)))

@@ -3,51 +3,31 @@
 import math
 import pathlib
 import re
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullLocator
 
+from experiments.studies import page
 from vqjax.lab import report
-from vqjax.lab.report import INK, SERIES, units, write_whole
+from vqjax.lab.report import INK, SERIES, units
 
 Rows = Mapping[Any, Mapping[str, Any] | None]
 """Cell -> its row, or None if it has not been planned."""
 
-_INTRODUCTION = """\
-# From 16 chips to 1,024
-
-`python -m experiments.plan.scaling` compiles the training step for TPU v5p slices without having
-them; no step was run. Each chip has the same work at every size,
-{work}.
-On every mesh `model` has 8 chips and `fsdp` all others. Parameters are float32, products bfloat16,
-blocks are recomputed in the backward pass, and the optimizer is AdamW. The embedding is dense and
-untied in all rows: only the heads differ. The codebook has 4,096 codes and a token bias, and the
-grouped head has sqrt(V) groups.
-
-{counts}
-
-- Memory is the state, exact from the shardings, and the temporaries by the compiler's account.
-- Bytes sent are the lower bound of ring algorithms: 2(n-1)/n of an all-reduced array, (n-1)/n of a
-  gathered or scattered one, with loops multiplied out.
-- The time is the largest of three lower bounds at published peaks with perfect overlap: c, matrix
-  products; m, memory traffic of state and temporaries; n, all links. A real step takes longer.
-- A dash is a cell without a plan. "Failed" is one whose plan failed; scaling.jsonl has the error.
-"""
-
-_METRICS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
-  ("Memory of a chip", lambda plan: _fitting(plan)),
-  ("Memory of parameters and optimizer state", lambda plan: units.size(_state(plan))),
-  ("Memory of the head's parameters", lambda plan: units.size(plan["bytes"]["head"])),
-  ("Bytes sent by a chip in a step", lambda plan: units.size(plan["sent"])),
-  (
-    "Bytes sent along fsdp: weights, their gradients, and sums over the batch",
-    lambda plan: units.size(_sent_along(plan, "fsdp")),
-  ),
-  ("Lower bound of the step time, milliseconds", lambda plan: _least(plan)),
-)
+_METRICS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+  "memory": lambda plan: _fitting(plan),
+  "state": lambda plan: units.size(_state(plan)),
+  "head": lambda plan: units.size(plan["bytes"]["head"]),
+  "sent": lambda plan: units.size(plan["sent"]),
+  "fsdp": lambda plan: units.size(_sent_along(plan, "fsdp")),
+  "time": lambda plan: _least(plan),
+}
+"""Quantities of a plan, as the page shows them; the page's prose explains each."""
 
 
 def _fitting(plan: Mapping[str, Any]) -> str:
@@ -68,51 +48,52 @@ def _least(plan: Mapping[str, Any]) -> str:
   return f"{units.milliseconds(roofline['seconds'])} {roofline['limit'][0]}"
 
 
-def write_table(rows: Rows, work: str, path: pathlib.Path) -> None:
-  """The tables in Markdown, one for each model and quantity."""
-  parts = [_INTRODUCTION.format(work=work, counts=_counts(rows))]
-  for config in dict.fromkeys(cell.config for cell in rows):
+def update(rows: Rows, path: pathlib.Path) -> None:
+  """Rewrite the tables of the page, one for each model and quantity, and that of the plans."""
+  configs = dict.fromkeys(cell.config for cell in rows)
+  blocks = {"plans": page.markdown(_plans(rows))}
+  for config in configs:
     some = {cell: row for cell, row in rows.items() if cell.config == config}
-    parts.append(f"\n## {config}\n")
-    parts += [f"\n{title}:\n\n{_table(some, value)}" for title, value in _METRICS]
-  path.parent.mkdir(parents=True, exist_ok=True)
-  write_whole(path, "".join(parts))
+    if any(some.values()):
+      blocks |= {
+        f"{config}-{name}": page.markdown(_table(some, value), left=2)
+        for name, value in _METRICS.items()
+      }
+  page.update(path, blocks)
 
 
-def _counts(rows: Rows) -> str:
+def _plans(rows: Rows) -> pd.DataFrame:
+  """The number of plans, and what made them."""
   plans = [row["plan"] for row in rows.values() if row and "plan" in row]
-  if not plans:
-    return f"None of {len(rows)} cells are planned."
+  distinct = lambda values: ", ".join(sorted({str(value) for value in values}))
   seconds = sorted(plan["compile_seconds"] for plan in plans)
-  versions = {
-    f"jax {plan['provenance']['versions']['jax']}, libtpu {plan['provenance']['libtpu']}"
-    for plan in plans
-  }
-  commits = sorted({str(plan["provenance"]["commit"]) for plan in plans})
-  return (
-    f"{len(plans)} of {len(rows)} cells are planned, by {'; '.join(sorted(versions))},\n"
-    f"at commit {', '.join(commits)}. A cell took {seconds[0]:.0f} to {seconds[-1]:.0f} seconds to"
-    f" compile on a busy machine of two cores,\nhalf of them at most"
-    f" {seconds[len(seconds) // 2]:.0f}."
-  )
+  made = {"planned": [len(plans)], "cells": [len(rows)]}
+  if plans:
+    made |= {
+      "jax": [distinct(plan["provenance"]["versions"]["jax"] for plan in plans)],
+      "libtpu": [distinct(plan["provenance"]["libtpu"] for plan in plans)],
+      "commit": [distinct(plan["provenance"]["commit"] for plan in plans)],
+      "seconds of compilation, median": [f"{statistics.median_high(seconds):.0f}"],
+      "least": [f"{seconds[0]:.0f}"],
+      "most": [f"{seconds[-1]:.0f}"],
+    }
+  return pd.DataFrame(made)
 
 
-def _table(rows: Rows, value: Callable[[Mapping[str, Any]], str]) -> str:
+def _table(rows: Rows, value: Callable[[Mapping[str, Any]], str]) -> pd.DataFrame:
+  """A quantity by vocabulary and head, a column for each number of chips with a cell."""
   sizes = sorted({cell.chips for cell in rows})
-  lines = [
-    "| V | head | " + " | ".join(f"{size:,} chips" for size in sizes) + " |",
-    "|---:|---|" + "---:|" * len(sizes),
-  ]
+  shown = []
   for vocab, head in dict.fromkeys((cell.vocab, cell.head) for cell in rows):
     found = {c.chips: row for c, row in rows.items() if (c.vocab, c.head) == (vocab, head)}
-    shown = " | ".join(_shown(found.get(size), value) for size in sizes)
-    lines.append(f"| {vocab:,} | {head} | {shown} |")
-  return "\n".join(lines) + "\n"
+    cells = {f"{size:,} chips": _shown(found.get(size), value) for size in sizes}
+    shown.append({"V": f"{vocab:,}", "head": head} | cells)
+  return pd.DataFrame(shown)
 
 
-def _shown(row: Mapping[str, Any] | None, value: Callable[[Mapping[str, Any]], str]) -> str:
+def _shown(row: Mapping[str, Any] | None, value: Callable[[Mapping[str, Any]], str]) -> str | None:
   if row is None:
-    return units.MISSING
+    return None
   return value(row["plan"]) if "plan" in row else "failed"
 
 
@@ -132,7 +113,7 @@ _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float], Callable], 
 
 
 def write_plot(rows: Rows, path: pathlib.Path) -> None:
-  """Draws memory, communication and time by number of chips, a column for each V."""
+  """Draw memory, communication and time by number of chips, a column for each V."""
   vocabularies = sorted({cell.vocab for cell in rows})
   figure = Figure(figsize=(2.9 * len(vocabularies), 10), layout="constrained")
   panels = figure.subplots(len(_PANELS), len(vocabularies), sharex=True, sharey="row")
@@ -152,7 +133,7 @@ def write_plot(rows: Rows, path: pathlib.Path) -> None:
 
 
 def _value_axis(axes: Axes, scale: str, most: float, text: Callable[[float], str]) -> None:
-  """Sets byte ticks at powers of two, or equal steps from zero."""
+  """Set byte ticks at powers of two, or equal steps from zero."""
   axes.set_yscale(scale, **({"base": 4} if scale == "log" else {}))
   axes.yaxis.set_minor_locator(NullLocator())
   if scale == "linear":

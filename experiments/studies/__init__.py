@@ -1,0 +1,1 @@
+"""Studies of papers: a folder each, and what they share."""

@@ -31,7 +31,7 @@ _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- end: \1 -->\n", re
 
 
 def update(page: pathlib.Path, blocks: Mapping[str, str]) -> bool:
-  """Rewrites the generated blocks of a page; returns whether the page changed.
+  """Rewrite the generated blocks of a page; return whether the page changed.
 
   Raises:
     ValueError: a marker of the page has no block, or a block has no marker.
@@ -66,7 +66,7 @@ def markdown(frame: pd.DataFrame, left: int = 1) -> str:
 
 
 def show(console: Console, title: str, frame: pd.DataFrame) -> None:
-  """Prints a table in a terminal, in parts if its columns do not fit."""
+  """Print a table in a terminal, in parts if its columns do not fit."""
   texts = _texts(frame)
   label, *columns = texts.columns
   # Titles may be broken between words, labels anywhere, and numbers must not.
@@ -93,7 +93,7 @@ def _texts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def save_figures(figures: Mapping[str, Figure], docs: pathlib.Path) -> list[pathlib.Path]:
-  """Writes each figure to docs/images/NAME; returns the paths."""
+  """Write each figure to docs/images/NAME; return the paths."""
   paths = [docs / "images" / name for name in figures]
   for figure, path in zip(figures.values(), paths, strict=True):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class Spread:
 def seeds(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
   """All kept of a row such as "ptb/full", by seed; "ptb/full-s1" is its seed 1."""
   form = re.compile(re.escape(name) + r"(?:-s(\d+))?")
-  matches = ((form.fullmatch(work), kept) for work, kept in results.items())
+  matches = ((form.fullmatch(job), kept) for job, kept in results.items())
   return {int(match[1] or 0): kept for match, kept in matches if match}
 
 

@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import difflib
 import fcntl
+import fnmatch
 import hashlib
 import json
 import pathlib
@@ -13,20 +15,20 @@ from typing import Any
 from rich.console import Console
 
 from vqjax.lab.config import Experiment, config_hash
-from vqjax.lab.console import exit_code, speak_plainly
+from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import read_json
 
 Results = Mapping[str, Mapping[str, Any]]
-"""Name of a work -> its kept result and the measurements beside it."""
+"""Name of a job -> its kept result and the measurements beside it."""
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 """The folder of the pages and of their images."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Job:
   """One run or measurement of a study, whose result is kept.
 
   Attributes:
@@ -35,7 +37,7 @@ class Work:
     identity: () -> a hash of all values that the result depends on.
     make: () -> {"result": {"status", "config_hash": the identity, ...}, further measurements}. It
       resumes where an earlier call was stopped.
-    needs: names of the works that it starts from.
+    needs: names of the jobs that it starts from.
   """
 
   name: str
@@ -56,65 +58,69 @@ def trained(
   folder: str | pathlib.Path,
   beside: Beside = lambda experiment, folder: {},
   needs: tuple[str, ...] = (),
-) -> Work:
-  """Work that trains an experiment in its run folder."""
+) -> Job:
+  """A job that trains an experiment in its run folder."""
   folder = pathlib.Path(folder)
 
   def make() -> dict[str, Any]:
     try:
       fit(experiment, folder)
     except NotFiniteError as error:
-      # The result says that it failed; the other works of the study still run.
+      # The result says that it failed; the other jobs of the study still run.
       print(f"{name} failed: {error}", file=sys.stderr)
     result = read_json(folder / "result.json")
     measurements = beside(experiment, folder) if result["status"] == "finished" else {}
     return {"result": result, **measurements}
 
-  return Work(name, label, lambda: config_hash(experiment), make, needs)
+  return Job(name, label, lambda: config_hash(experiment), make, needs)
 
 
 def derived(
   name: str,
   label: str,
-  source: Work,
+  source: Job,
   settings: Mapping[str, Any],
   measure: Callable[[], dict[str, Any]],
-) -> Work:
-  """Work that measures something of another work's run.
+) -> Job:
+  """A job that measures something of another job's run.
 
   Args:
-    name: of this work.
+    name: of this job.
     label: the row's label in tables.
-    source: the work whose run is measured.
+    source: the job whose run is measured.
     settings: how it is measured, as values that JSON has; part of the identity.
     measure: () -> {"result": ..., further measurements}.
   """
 
   def identity() -> str:
-    values = json.dumps([source.identity(), settings], sort_keys=True)
-    return hashlib.sha256(values.encode()).hexdigest()[:12]
+    return identity_of([source.identity(), settings])
 
   def make() -> dict[str, Any]:
     measured = measure()
     origin = {"status": "finished", "config_hash": identity(), **provenance()}
     return {**measured, "result": origin | measured["result"], "settings": dict(settings)}
 
-  return Work(name, label, identity, make, (source.name,))
+  return Job(name, label, identity, make, (source.name,))
+
+
+def identity_of(values: Any) -> str:
+  """A short hash of values that JSON has."""
+  return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """Works at several scales, one file of their results, and the page made of them.
+  """Jobs at several scales, one file of their results, and the page made of them.
 
   Each line of `results.jsonl` in the study's folder is one result: {"name", "scale", "result",
-  further measurements}. Results of the scale "smoke" go to runs/NAME/smoke instead, so that nobody
-  commits them.
+  further measurements}. Results of the scale "smoke" go to runs/NAME/smoke instead, which git
+  ignores.
 
   Attributes:
     name: of the study's folder, and of its runs in runs/NAME.
     description: the text of --help.
     scales: the names of the scales.
-    works: scale -> works, each after the works that it needs.
+    jobs: scale -> jobs, each after the jobs that it needs.
     render: (console, results, scale) prints the tables and updates the page.
     options: parsers of further options, which the caller reads from the arguments itself.
   """
@@ -122,12 +128,12 @@ class Study:
   name: str
   description: str
   scales: Sequence[str]
-  works: Callable[[str], list[Work]]
+  jobs: Callable[[str], list[Job]]
   render: Callable[[Console, Results, str], None]
   options: Sequence[argparse.ArgumentParser] = ()
 
   def main(self, arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 2 for a wrong call, 128 + n for signal n."""
+    """Run the command; return 2 for a wrong call, 128 + n for signal n."""
     parser = argparse.ArgumentParser(
       prog=f"python -m experiments.studies.{self.name}.run",
       description=self.description,
@@ -136,11 +142,15 @@ class Study:
     )
     add = parser.add_argument
     add("--scale", choices=self.scales, default="cpu", help="(default: %(default)s)")
-    add("--only", metavar="NAMES", help="these works, comma-separated, and those that they need")
-    add("--list", action="store_true", help="print the works and which are done")
+    add(
+      "--only",
+      metavar="NAMES",
+      help="these jobs and those that they need: names or patterns like 'ptb/*', comma-separated",
+    )
+    add("--list", action="store_true", help="print the jobs and which are done")
     add("--render", action="store_true", help="run nothing; print the tables, update the page")
     options = parser.parse_args(arguments)
-    speak_plainly()
+    configure_warnings()
     return exit_code(lambda: self._act(options))
 
   def path(self, scale: str) -> pathlib.Path:
@@ -150,7 +160,7 @@ class Study:
     return pathlib.Path(__file__).parent / self.name / "results.jsonl"
 
   def read(self, scale: str) -> dict[str, dict[str, Any]]:
-    """All results of a scale by the names of their works.
+    """All results of a scale by the names of their jobs.
 
     Raises:
       ValueError: a line of the file is not a result; the message names file and line.
@@ -173,7 +183,7 @@ class Study:
     return rows
 
   def keep(self, scale: str, row: Mapping[str, Any]) -> None:
-    """Writes a result in place of an earlier one; safe beside other processes."""
+    """Write a result in place of an earlier one; safe beside other processes."""
     path = self.path(scale)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = pathlib.Path("runs", f".{self.name}.lock")
@@ -187,25 +197,25 @@ class Study:
       partial.write_text("".join(f"{line}\n" for line in lines))
       partial.replace(path)
 
-  def is_done(self, scale: str, work: Work) -> bool:
-    """Whether a result of exactly this work is kept."""
-    kept = self.read(scale).get(work.name)
-    return kept is not None and kept["result"]["config_hash"] == work.identity()
+  def is_done(self, scale: str, job: Job) -> bool:
+    """Whether a result of exactly this job is kept."""
+    kept = self.read(scale).get(job.name)
+    return kept is not None and kept["result"]["config_hash"] == job.identity()
 
-  def do(self, scale: str, work: Work) -> None:
-    """Makes and keeps a missing result, unless a work that it needs has no model."""
-    if self.is_done(scale, work):
+  def do(self, scale: str, job: Job) -> None:
+    """Make and keep a missing result, unless a job that it needs has no model."""
+    if self.is_done(scale, job):
       return
     kept = self.read(scale)
-    for name in work.needs:
+    for name in job.needs:
       if name not in kept or kept[name]["result"]["status"] != "finished":
-        print(f"{work.name} is skipped: it starts from {name}, which has no model", file=sys.stderr)
+        print(f"{job.name} is skipped: it starts from {name}, which has no model", file=sys.stderr)
         return
-    self.keep(scale, {"name": work.name, **work.make()})
+    self.keep(scale, {"name": job.name, **job.make()})
 
   def current(self, scale: str) -> dict[str, dict[str, Any]]:
     """`read` without results of another configuration; their names go to stderr."""
-    identities = {work.name: work.identity() for work in self.works(scale)}
+    identities = {job.name: job.identity() for job in self.jobs(scale)}
     current = {}
     for name, kept in self.read(scale).items():
       if kept["result"]["config_hash"] == identities.get(name):
@@ -220,34 +230,41 @@ class Study:
       chosen = self.chosen(options.scale, options.only)
       if options.list:
         kept = self.current(options.scale)
-        for work in chosen:
-          done = work.name in kept
-          console.print(f"{'done' if done else '    '}  {work.name}  {work.label}", highlight=False)
+        for job in chosen:
+          done = job.name in kept
+          console.print(f"{'done' if done else '    '}  {job.name}  {job.label}", highlight=False)
         return
-      for work in chosen:
-        self.do(options.scale, work)
+      for job in chosen:
+        self.do(options.scale, job)
     self.render(console, self.current(options.scale), options.scale)
 
-  def chosen(self, scale: str, only: str | None) -> list[Work]:
-    """The works named by `only` (None for all), after those that they need.
+  def chosen(self, scale: str, only: str | None) -> list[Job]:
+    """The jobs named by `only` (None for all), after those that they need.
+
+    Args:
+      scale: the scale whose jobs they are.
+      only: names, or patterns as of a shell, comma-separated.
 
     Raises:
-      ValueError: `only` names a work that the scale does not have.
+      ValueError: `only` names a job that the scale does not have.
     """
-    works = {work.name: work for work in self.works(scale)}
-    names = list(works) if only is None else only.split(",")
-    unknown = [name for name in names if name not in works]
+    jobs = {job.name: job for job in self.jobs(scale)}
+    wanted = ["*"] if only is None else only.split(",")
+    matches = {pattern: fnmatch.filter(jobs, pattern) for pattern in wanted}
+    names = [name for found in matches.values() for name in found]
+    unknown = [pattern for pattern, found in matches.items() if not found]
     if unknown:
+      near = [match for name in unknown for match in difflib.get_close_matches(name, jobs, 3)]
+      hint = f"Did you mean {', '.join(near)}?" if near else "--list prints all names."
       raise ValueError(
-        f"`--only` must name works of the scale {scale}; got {', '.join(unknown)}."
-        f" Choose from {', '.join(works)}."
+        f"`--only` must name jobs of the scale {scale}; got {', '.join(unknown)}. {hint}"
       )
-    chosen: dict[str, Work] = {}
+    chosen: dict[str, Job] = {}
 
     def add(name: str) -> None:
-      for needed in works[name].needs:
+      for needed in jobs[name].needs:
         add(needed)
-      chosen.setdefault(name, works[name])
+      chosen.setdefault(name, jobs[name])
 
     for name in names:
       add(name)

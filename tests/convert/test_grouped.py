@@ -141,7 +141,7 @@ class TestOrders:
 
 class TestBadInput:
   def test_a_head_without_groups_is_refused(self):
-    with pytest.raises(TypeError, match="must be a GroupedHead for ToGrouped; got a DenseHead"):
+    with pytest.raises(ValueError, match="must be a GroupedHead for ToGrouped; got a DenseHead"):
       convert.ToGrouped()(stats(), DenseHead(V, D))
 
   def test_an_order_for_a_head_without_one_is_refused(self):

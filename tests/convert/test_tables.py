@@ -144,7 +144,7 @@ def test_centroids_of_a_quantiser_are_clusters_of_the_vectors(average, shared):
   assert jax.tree.map(np.shape, clusters) == jax.tree.map(np.shape, variables)
   given = jnp.asarray(vectors)
   error = lambda v: ((quantizer.apply(v, given) - vectors) ** 2).mean()
-  assert error(clusters) < 0.6 * error(variables)
+  assert error(clusters) < 0.7 * error(variables)
   parts = vectors.reshape(60, 2, 3)
   codes = np.asarray(quantizer.apply(clusters, given, method="encode"))
   centers = np.asarray(quantizer.apply(clusters, method="values"))

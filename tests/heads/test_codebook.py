@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 
 from tests import reference
-from tests.contract import HeadContract
+from tests.contract_of_representatives import RepresentativeContract
 from vqjax import CodebookEmbedding, CodebookHead, assign
 from vqjax.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
@@ -28,7 +28,7 @@ def tied(vocab, dim, codes=17, **options):
   return CodebookHead(vocab, dim, codes, embedding=embedding, **options)
 
 
-class TestCodebookHead(HeadContract):
+class TestCodebookHead(RepresentativeContract):
   cases: ClassVar = {
     "uniform": lambda v, d: CodebookHead(v, d, 17),
     "bias": lambda v, d: CodebookHead(v, d, 17, token_bias=True),

@@ -10,12 +10,12 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests import reference
-from tests.contract import HeadContract
+from tests.contract_of_representatives import RepresentativeContract
 from tests.contract_on_meshes import perturbed
 from vqjax import DenseEmbedding, DenseHead, linear_cross_entropy
 
 
-class TestDenseHead(HeadContract):
+class TestDenseHead(RepresentativeContract):
   cases: ClassVar = {
     "plain": DenseHead,
     "bias": lambda v, d: DenseHead(v, d, use_bias=True),

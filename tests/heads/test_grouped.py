@@ -10,6 +10,7 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract
+from tests.contract_of_representatives import RepresentativeContract
 from vqjax import GroupedHead, UnsharedGroupedHead
 
 
@@ -55,7 +56,7 @@ def positions(head):
   return group, np.arange(head.vocab) - starts[group], starts
 
 
-class TestGroupedHead(HeadContract):
+class TestGroupedHead(RepresentativeContract):
   cases: ClassVar = {
     "default": GroupedHead,
     "a group each": lambda v, d: GroupedHead(v, d, groups=v),
@@ -97,16 +98,6 @@ class TestUnsharedGroupedHead(HeadContract):
     if head.use_bias:
       scores = scores + params["slot_bias"][group, slot]
     return by_group(head, variables, hidden, scores)
-
-  @pytest.mark.slow
-  def test_a_mesh_of_one_axis_and_a_vocabulary_that_divides_change_nothing(self, first_mesh_case):
-    # The other meshes are those of `tests/ops/test_ragged.py`.
-    self.check_meshes(first_mesh_case, 101, (1, 1, 8))
-
-  @pytest.mark.slow
-  def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case):
-    # How draws are found is shared with `GroupedHead`: one of its options is enough.
-    super().test_draws_on_a_mesh_follow_the_distribution(mesh_case, None)
 
 
 def test_the_bounds_are_those_of_the_paper():

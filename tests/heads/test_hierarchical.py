@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.contract import HeadContract
+from tests.contract_of_representatives import RepresentativeContract
 from vqjax import HierarchicalHead
 from vqjax.assign import trees
 
@@ -24,7 +24,7 @@ def uneven(vocab):
   return trees.Huffman(np.concatenate([np.full(vocab - 20, 2**22), chain]))(vocab)
 
 
-class TestHierarchicalHead(HeadContract):
+class TestHierarchicalHead(RepresentativeContract):
   cases: ClassVar = {
     "huffman": lambda v, d: HierarchicalHead(v, d, trees.Huffman(zipf(v))),
     "balanced": HierarchicalHead,

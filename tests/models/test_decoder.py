@@ -1,6 +1,5 @@
 """The decoder equals its definition, is causal, and does not depend on how it is computed."""
 
-import functools
 import pathlib
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jitted import apply, init
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
 from vqjax.lab import config
 from vqjax.models import Transformer
@@ -26,11 +26,9 @@ def decoder(**changes):
   return Transformer(**(fields | changes))
 
 
-@functools.cache
-def init(model, length=16):
+def initialised(model, length=16):
   tokens = jnp.zeros((1, length), jnp.int32)
-  start = lambda key: model.init(key, tokens, tokens, method="loss_terms")
-  return jax.jit(start)(jax.random.key(0))
+  return init(model, jax.random.key(0), tokens, tokens, method="loss_terms")
 
 
 def assert_equal_up_to_rounding(found, expected, summands):
@@ -59,12 +57,11 @@ def tokens():
   return jax.random.randint(jax.random.key(1), (3, 16), 0, 31)
 
 
-@pytest.mark.slow
 def test_a_position_sees_no_later_token(tokens):
   model = decoder()
-  variables = init(model)
+  variables = initialised(model)
   changed = tokens.at[:, 9:].set((tokens[:, 9:] + 1) % 31)
-  before, after = (model.apply(variables, t) for t in (tokens, changed))
+  before, after = (apply(model, variables, t) for t in (tokens, changed))
   np.testing.assert_array_equal(before[:, :9], after[:, :9])
   assert (before[:, 9:] != after[:, 9:]).any()
 
@@ -74,7 +71,7 @@ def test_a_position_sees_no_later_token(tokens):
 def test_a_change_reaches_as_far_as_the_windows_of_the_blocks_allow(remat, tokens, monkeypatch):
   monkeypatch.setattr(decoder_module, "tile_size", lambda *_: 5)
   model = decoder(window=5, layers=3, remat=remat)
-  params = moved(init(model))["params"]
+  params = moved(initialised(model))["params"]
   # Of the three blocks only the second, which has the window, mixes positions.
   only = lambda x: x * jnp.array([0, 1, 0]).reshape(3, *[1] * (x.ndim - 1))
   out = jax.tree.map(only, params["blocks"]["attention_out"])
@@ -89,18 +86,17 @@ def test_a_change_reaches_as_far_as_the_windows_of_the_blocks_allow(remat, token
   assert reached(params) == list(range(3, 16))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_parameters_add_up(tied):
   embedding = DenseEmbedding(31, 8)
   head = DenseHead(31, 8, embedding=embedding) if tied else DenseHead(31, 8)
-  variables = init(decoder(embedding=embedding, head=head))
+  model = decoder(embedding=embedding, head=head)
+  variables = jax.eval_shape(lambda: initialised(model))
   block = 2 * 2 * 8 + (8 * 24 + 24) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
   expected = embedding.size().params + head.size().params + 16 * 8 + 2 * block + 2 * 8
   assert sum(x.size for x in jax.tree.leaves(variables)) == expected
 
 
-@pytest.mark.slow
 def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monkeypatch):
   monkeypatch.setattr(decoder_module, "tile_size", lambda *_: 5)
 
@@ -110,7 +106,7 @@ def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monke
         v, tokens, tokens, False, method="log_prob", rngs={"dropout": jax.random.key(2)}
       ).mean()
     )
-    return jax.value_and_grad(loss)(init(model))
+    return jax.jit(jax.value_and_grad(loss))(initialised(model))
 
   fields = {"dropout": 0.5, "window": 7}
   kept, again = gradient(decoder(**fields)), gradient(decoder(**fields, remat=True))
@@ -118,44 +114,41 @@ def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monke
   assert_equal_up_to_rounding(again, kept, summands=48)
 
 
-@pytest.mark.slow
 def test_bfloat16_computes_with_float32_parameters(tokens):
   model = decoder(dtype=jnp.bfloat16)
-  variables = init(model)
+  variables = initialised(model)
   assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
-  assert model.apply(variables, tokens, method="hidden").dtype == jnp.bfloat16
-  close = decoder().apply(variables, tokens, tokens, method="log_prob")
-  found = model.apply(variables, tokens, tokens, method="log_prob")
+  assert apply(model, variables, tokens, method="hidden").dtype == jnp.bfloat16
+  close = apply(decoder(), variables, tokens, tokens, method="log_prob")
+  found = apply(model, variables, tokens, tokens, method="log_prob")
   assert found.dtype == jnp.float32
   # bfloat16 keeps 8 bits, 2^-8 of a number; scores of order one pass through about ten roundings.
   np.testing.assert_allclose(found, close, atol=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("head", [CodebookHead(31, 8, 5), GroupedHead(31, 8)])
 def test_any_head_fits_and_its_logits_and_log_prob_agree(head, tokens):
   model = decoder(head=head)
-  variables = init(model)
-  log_prob = model.apply(variables, tokens, tokens, method="log_prob")
-  logits = jax.nn.log_softmax(model.apply(variables, tokens))
+  variables = initialised(model)
+  log_prob = apply(model, variables, tokens, tokens, method="log_prob")
+  logits = jax.nn.log_softmax(apply(model, variables, tokens))
   expected = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
   # Log-probabilities near 3.4 = log 31, of sums of 31 terms: 31 · 2^-24 · 3.4.
   np.testing.assert_allclose(log_prob, expected, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_dropout_is_off_by_default(tokens):
   model = decoder(dropout=0.5)
-  variables = init(model)
-  first, second = (model.apply(variables, tokens, method="hidden") for _ in range(2))
+  variables = initialised(model)
+  first, second = (apply(model, variables, tokens, method="hidden") for _ in range(2))
   np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.slow
 def test_a_shorter_row_has_the_same_logits(tokens):
   model = decoder()
-  variables = init(model)
-  whole, part = model.apply(variables, tokens), model.apply(variables, tokens[:1, :1])
+  variables = initialised(model)
+  whole, part = apply(model, variables, tokens), apply(model, variables, tokens[:1, :1])
   # Logits of order one, after two blocks with sums of at most 32 terms: 2 · 32 · 2^-24.
   np.testing.assert_allclose(whole[:1, :1], part, atol=1e-5)
 
@@ -173,13 +166,13 @@ def test_a_shorter_row_has_the_same_logits(tokens):
 )
 def test_parts_that_do_not_fit_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    init(decoder(**changes))
+    initialised(decoder(**changes))
 
 
 def test_a_sequence_longer_than_the_context_is_refused(tokens):
   model = decoder(context=15)
   with pytest.raises(ValueError, match="`tokens` must have at most context 15 columns; got 16"):
-    model.apply(init(model, 15), tokens)
+    model.apply(initialised(model, 15), tokens)
 
 
 def float64_hidden(params, tokens, heads, windows):
@@ -220,12 +213,12 @@ def float64_hidden(params, tokens, heads, windows):
   return norm(x, params["final_norm"])
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("window", [None, 1, 5, 99])
 def test_the_hidden_vectors_equal_an_independent_float64_decoder(window, tokens):
   model = decoder(window=window)
-  variables = moved(init(model))
-  hidden = model.apply(variables, tokens, method="hidden")
+  variables = moved(initialised(model))
+  hidden = apply(model, variables, tokens, method="hidden")
   exact = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
   expected = float64_hidden(exact, np.asarray(tokens), 2, [99, window or 99])
   # Hidden vectors of order one, from scores of order ten: a rounding 10 · 2^-24 of a score is a
@@ -235,13 +228,12 @@ def test_the_hidden_vectors_equal_an_independent_float64_decoder(window, tokens)
 
 def test_output_projections_start_smaller_by_the_depth_of_the_residual_stream():
   deep = decoder(embedding=DenseEmbedding(31, 64), head=DenseHead(31, 64), dim=64, layers=8)
-  params = init(deep)["params"]
+  params = initialised(deep)["params"]
   for name, expected in (("attention_out", 0.02 / 4), ("mlp_out", 0.02 / 4), ("mlp_in", 0.02)):
     found = np.mean([params["blocks"][name]["kernel"][i].std() for i in range(8)])
     np.testing.assert_allclose(found, expected, rtol=0.05)
 
 
-@pytest.mark.slow
 def test_auxiliary_terms_are_named_by_embedding_and_head(tokens):
   class Embedding(DenseEmbedding):
     def aux(self, tokens):
@@ -252,14 +244,13 @@ def test_auxiliary_terms_are_named_by_embedding_and_head(tokens):
       return {"commitment": jnp.float32(10)}
 
   model = decoder(embedding=Embedding(31, 8), head=Head(31, 8))
-  _, aux = model.apply(init(model), tokens, tokens, method="loss_terms")
+  _, aux = apply(model, initialised(model), tokens, tokens, method="loss_terms")
   assert aux == {"embedding/commitment": 1, "head/commitment": 10}
 
 
-@pytest.mark.slow
 def test_remat_recomputes_in_the_backward_pass(tokens):
   def backward_text(model):
-    variables = init(model)
+    variables = initialised(model)
     loss = lambda v: model.apply(v, tokens, method="hidden").sum()
     return str(jax.make_jaxpr(jax.grad(loss))(variables))
 
@@ -292,12 +283,12 @@ def test_the_program_does_not_grow_with_the_depth(tokens):
   def length(layers):
     model = decoder(layers=layers)
     loss = lambda v: model.apply(v, tokens, tokens, method="log_prob").sum()
-    return len(str(jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(lambda: init.__wrapped__(model)))))
+    return len(str(jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(lambda: initialised(model)))))
 
   assert length(24) < 1.02 * length(3)
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("length", "window"), [(13, None), (13, 4), (1, 4), (0, 4)])
 def test_attention_in_tiles_equals_attention_in_one_piece_with_its_gradients(
   length, window, monkeypatch

@@ -23,10 +23,16 @@ SHAPES = [(1, 1), (1, 7), (5, 3), (13, 101), (16, 128), (37, 1009)]
 TILES = [None, (1, 1), (4, 10), (13, 100), (1000, 1000)]
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("n", "v"), SHAPES)
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+  ("n", "v", "tile", "with_bias"),
+  [
+    # Every shape with every tile; every shape and every tile with and without a bias.
+    (*shape, tile, bool((i + j) % 2))
+    for i, shape in enumerate(SHAPES)
+    for j, tile in enumerate(TILES)
+  ],
+)
 def test_values_and_gradients_equal_float64_at_any_shape_and_tile(n, v, tile, with_bias):
   if tile == (1, 1) and n * v > 1500:
     tile = (2, 50)  # tiles of one score are checked on the small shapes

@@ -184,7 +184,9 @@ def test_statistics_on_eight_devices_are_those_of_one(quantizer):
   with jax.set_mesh(mesh):
     spread = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
     found = jax.device_get(step(variables, spread))
-  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+  # The loss is a float32 sum of 16·D squares, in another order on the mesh.
+  close = functools.partial(np.testing.assert_allclose, rtol=16 * D * 2.0**-24, atol=1e-5)
+  jax.tree.map(close, found, expected)
 
 
 CUT = [
@@ -211,9 +213,10 @@ def test_chunks_of_tokens_equal_all_tokens_at_once(quantizer, most, monkeypatch)
 
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(variables.get("params", {}), x)
 
-  expected = both(vectors())
+  # A function of its own for each: one that is compiled is not traced again.
+  expected = jax.jit(lambda x: both(x))(vectors())
   monkeypatch.setattr(quantize.tiles, "most_scores", lambda: most)
-  found = both(vectors())
+  found = jax.jit(lambda x: both(x))(vectors())
   jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), found, expected)
   codes = quantizer.apply(variables, vectors(), method="encode")
   monkeypatch.undo()

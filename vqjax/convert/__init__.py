@@ -17,6 +17,7 @@ from vqjax.convert.mappings import (
   Balanced,
   Brown,
   ContextKMeans,
+  ContextVectors,
   Fixed,
   FrequencyBins,
   KMeans,
@@ -34,6 +35,7 @@ from vqjax.convert.tables import (
 )
 from vqjax.convert.targets import (
   ToCodebook,
+  ToDense,
   ToLearnedCodebook,
   ToLearnedProduct,
   ToLowRank,
@@ -49,6 +51,7 @@ __all__ = [
   "ByFrequency",
   "Codes",
   "ContextKMeans",
+  "ContextVectors",
   "Fixed",
   "FrequencyBins",
   "Guide",
@@ -57,6 +60,7 @@ __all__ = [
   "Ordering",
   "Shuffled",
   "ToCodebook",
+  "ToDense",
   "ToGrouped",
   "ToLearnedCodebook",
   "ToLearnedProduct",

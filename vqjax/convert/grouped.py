@@ -132,7 +132,7 @@ class ToGrouped:
   by: Ordering | None = None
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head without groups of slots."""
+    """The head's variables; ValueError for a head without groups of slots."""
     unshared = isinstance(head, UnsharedGroupedHead)
     check_kind(head, UnsharedGroupedHead if unshared else GroupedHead, self)
     order = self._order(stats, head)

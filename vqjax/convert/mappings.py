@@ -179,6 +179,25 @@ def contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D
 
 
 @dataclasses.dataclass(frozen=True)
+class ContextVectors:
+  """Vectors of the tokens' neighbours in the text, with the scale of a fresh head's rows.
+
+  They are the embeddings that `ContextKMeans` clusters. Their mean square length is 1, as that of
+  rows that `variables.row_init` draws.
+
+  Attributes:
+    seed: seed of the embeddings.
+  """
+
+  seed: int = 0
+
+  def __call__(self, stats: TokenStats, width: int) -> Float[np.ndarray, "V D"]:
+    """A row of `width` numbers for each token."""
+    rows = contexts(stats, width, self.seed)
+    return rows / np.sqrt((rows**2).sum(axis=1).mean())
+
+
+@dataclasses.dataclass(frozen=True)
 class ContextKMeans:
   """K-means on embeddings of the tokens from their neighbours in the text.
 

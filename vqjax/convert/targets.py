@@ -17,6 +17,7 @@ from vqjax.assign.table import checked_rows
 from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.heads import (
   CodebookHead,
+  DenseHead,
   Head,
   LearnedCodebookHead,
   LearnedProductHead,
@@ -29,9 +30,9 @@ from vqjax.ops.kmeans import kmeans
 
 
 def check_kind(head: Head, kind: type[Head], target: Any) -> None:
-  """Raise TypeError if `head` is not of the class that `target` makes."""
+  """Raise ValueError if `head` is not of the class that `target` makes."""
   if not isinstance(head, kind):
-    raise TypeError(
+    raise ValueError(
       f"`head` must be a {kind.__name__} for {type(target).__name__}; got a {type(head).__name__}."
       " Use the target of that class."
     )
@@ -60,6 +61,17 @@ def _zero_bias(head: Head) -> dict[str, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
+class ToDense:
+  """`DenseHead` variables: the rows themselves."""
+
+  def __call__(self, stats: TokenStats, head: Head) -> dict:
+    """The head's variables; TypeError for a head of another class."""
+    check_kind(head, DenseHead, self)
+    bias = {"bias": np.zeros(head.vocab)} if head.use_bias else {}
+    return {"params": {"weight": stats.output} | bias}
+
+
+@dataclasses.dataclass(frozen=True)
 class ToCodebook:
   """`CodebookHead` variables: a codeword is the mean row of its tokens by counts.
 
@@ -73,7 +85,7 @@ class ToCodebook:
   mapping: Mapping
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head of another class."""
+    """The head's variables; ValueError for a head of another class."""
     check_kind(head, CodebookHead, self)
     code = self.mapping(stats, head.codes)
     params = {"codebook": _means(stats.output, stats.counts + 1.0, code, head.codes)}
@@ -98,7 +110,7 @@ class ToResidual:
   power: float = 0.5
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head of another class."""
+    """The head's variables; ValueError for a head of another class."""
     check_kind(head, ResidualCodebookHead, self)
     code = self.mapping(stats, head.codes)
     weights = (stats.counts + 1.0) ** self.power
@@ -127,7 +139,7 @@ class ToLowRank:
   power: float = 0.5
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head of another class."""
+    """The head's variables; ValueError for a head of another class."""
     check_kind(head, LowRankHead, self)
     weights = (stats.counts + 1.0) ** self.power
     low, up = _low_rank(stats.output, weights, head.rank)
@@ -152,7 +164,7 @@ class ToProduct:
   iterations: int = 25
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head of another class."""
+    """The head's variables; ValueError for a head of another class."""
     check_kind(head, ProductHead, self)
     tables, codes = self.clustered(stats, head)
     params = {"tables": tables} | _zero_bias(head)
@@ -182,7 +194,7 @@ class ToLearnedProduct:
   start: ToProduct = dataclasses.field(default_factory=ToProduct)
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head of another class."""
+    """The head's variables; ValueError for a head of another class."""
     check_kind(head, LearnedProductHead, self)
     tables, _ = self.start.clustered(stats, head)
     return {"params": {"tables": tables, "latent": stats.output} | _zero_bias(head)}
@@ -193,21 +205,20 @@ class ToLearnedCodebook:
   """`LearnedCodebookHead` variables whose candidates are the nearest codewords.
 
   Attributes:
-    mapping: assigns each token its first candidate; the codebook is that of `ToCodebook`.
-    lead: initial score of the first candidate; the other candidates have 0.
+    mapping: assigns each token its first candidate, whose initial score is 1 where others have 0;
+      the codebook is that of `ToCodebook`.
   """
 
   mapping: Mapping
-  lead: float = 1.0
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head of another class."""
+    """The head's variables; ValueError for a head of another class."""
     check_kind(head, LearnedCodebookHead, self)
     code = self.mapping(stats, head.codes)
     codebook = _means(stats.output, stats.counts + 1.0, code, head.codes)
     candidates = _candidates(stats.output, codebook, code, head.candidates)
     choice = np.zeros(candidates.shape)
-    choice[:, 0] = self.lead
+    choice[:, 0] = 1  # the mapping's code begins as the most likely one
     params = {"codebook": codebook, "choice": choice}
     if head.token_bias:
       params["token_bias"] = unigram_bias(stats, code)

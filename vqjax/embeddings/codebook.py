@@ -9,7 +9,7 @@ from vqjax.assign.table import check_codes
 from vqjax.embeddings.base import Embedding
 from vqjax.ops import codes as code_ops
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, row_init, table
 
 
 class CodebookEmbedding(Embedding):
@@ -31,7 +31,7 @@ class CodebookEmbedding(Embedding):
 
   codes: int
   assignment_init: assign.Assignment = assign.contiguous
-  codebook_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+  codebook_init: nn.initializers.Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
@@ -46,7 +46,7 @@ class CodebookEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Checks the number of codes."""
+    """Check the number of codes."""
     check_codes(self.vocab, self.codes)
 
   def flops_per_token(self) -> int:

@@ -70,7 +70,7 @@ class CompactEmbedding:
     return full / (self.vocab * self.subspaces * float(np.log2(self.codes)) + 32 * self.values.size)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes a safetensors file that `load` and `compact_file.open_compact` read."""
+    """Write a safetensors file that `load` and `compact_file.open_compact` read."""
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
     save_file(tensors, path, metadata=self._metadata())
 
@@ -88,7 +88,7 @@ class CompactEmbedding:
 
   @classmethod
   def load(cls, path: str | os.PathLike[str]) -> "CompactEmbedding":
-    """Loads the embedding of a file, memory-mapped until it is used.
+    """Load the embedding of a file, memory-mapped until it is used.
 
     Raises:
       ValueError: the file is truncated, has another format or version, or codes of K or above.

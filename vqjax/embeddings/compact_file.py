@@ -74,7 +74,7 @@ class CompactTable:
 
 
 def open_compact(path):
-  """Opens the embedding of a file.
+  """Open the embedding of a file.
 
   Raises:
     ValueError: the file is truncated, has another format or version, or contradicts itself.

@@ -45,7 +45,7 @@ class ComposedEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Checks the vocabulary of the inner embedding and the width of the hidden layer."""
+    """Check the vocabulary of the inner embedding and the width of the hidden layer."""
     if self.inner.vocab != self.vocab:
       raise ValueError(f"`inner` must have vocab {self.vocab}; got {self.inner.vocab}.")
     if self.hidden < 1:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Integer
 from vqjax.embeddings.base import Embedding
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class DenseEmbedding(Embedding):
@@ -19,7 +19,7 @@ class DenseEmbedding(Embedding):
     param_dtype: dtype of the parameters.
   """
 
-  weight_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+  weight_init: nn.initializers.Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
@@ -27,11 +27,6 @@ class DenseEmbedding(Embedding):
     """The table [V, D]."""
     shape, axes = (self.vocab, self.dim), ("vocab", "table_embed")
     return {"weight": Variable(shape, axes, self.weight_init, self.param_dtype, pad_value=0)}
-
-  def check(self) -> None:
-    """Checks the vocabulary."""
-    if self.vocab < 1:
-      raise ValueError(f"`vocab` must be at least 1; got {self.vocab}.")
 
   def flops_per_token(self) -> int:
     """Zero: a lookup needs no arithmetic."""

@@ -16,7 +16,7 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.quantizers import Quantized, Quantizer
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class DPQEmbedding(Embedding):
@@ -36,7 +36,7 @@ class DPQEmbedding(Embedding):
   """
 
   quantizer: Quantizer
-  query_init: nn.initializers.Initializer = nn.initializers.normal(0.1)
+  query_init: nn.initializers.Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
@@ -53,9 +53,7 @@ class DPQEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Checks the vocabulary and the width of the quantiser's results."""
-    if self.vocab < 1:
-      raise ValueError(f"`vocab` must be at least 1; got {self.vocab}.")
+    """Check the width of the quantiser's results."""
     if self.quantizer.width != self.dim:
       raise ValueError(
         f"`quantizer` must make vectors of width dim={self.dim}; got width {self.quantizer.width}."

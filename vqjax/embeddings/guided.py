@@ -40,7 +40,7 @@ class GuidedEmbedding(Embedding):
     return {"student": self.student, "table": guide}
 
   def check(self) -> None:
-    """Checks the student and the coefficient."""
+    """Check the student and the coefficient."""
     if (self.student.vocab, self.student.dim) != (self.vocab, self.dim):
       raise ValueError(
         f"`student` must have vocab {self.vocab} and dim {self.dim}; got {self.student.vocab} and"

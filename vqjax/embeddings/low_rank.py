@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Integer
 from vqjax.embeddings.base import Embedding
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class LowRankEmbedding(Embedding):
@@ -24,8 +24,8 @@ class LowRankEmbedding(Embedding):
   """
 
   rank: int
-  weight_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
-  up_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
+  weight_init: nn.initializers.Initializer = row_init
+  up_init: nn.initializers.Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
@@ -38,7 +38,7 @@ class LowRankEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Checks the rank."""
+    """Check the rank."""
     most = min(self.vocab, self.dim)
     if not 1 <= self.rank <= most:
       raise ValueError(

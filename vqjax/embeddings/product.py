@@ -13,7 +13,7 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing, product
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, composed_init, table
 
 
 class ProductEmbedding(Embedding):
@@ -29,7 +29,7 @@ class ProductEmbedding(Embedding):
     shared: use one table of values for all M codes.
     additive: the vector is the mean of M vectors of width D; False: M parts of width D/M each.
     codes_init: (vocab, codes, subspaces) -> int [V, M].
-    values_init: initialiser of the values [M or 1, K, D or D/M].
+    values_init: initialiser of the values [M or 1, K, D or D/M]; None: `composed_init`.
     dtype: dtype of the returned vectors; None: `param_dtype`.
     param_dtype: dtype of the values.
   """
@@ -39,7 +39,7 @@ class ProductEmbedding(Embedding):
   shared: bool = False
   additive: bool = False
   codes_init: Callable[[int, int, int], np.ndarray] = mixed_radix
-  values_init: nn.initializers.Initializer = nn.initializers.normal(0.02)
+  values_init: nn.initializers.Initializer | None = None
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
@@ -49,15 +49,14 @@ class ProductEmbedding(Embedding):
     width = self.dim if self.additive else self.dim // m
     shape, axes = (1 if self.shared else m, k, width), ("subspaces", "sub_codes", "sub_embed")
     make = lambda: checked_codes(np.asarray(self.codes_init(v, k, m)), v, k, m)
+    init = self.values_init or composed_init(self.dim, m if self.additive else 1)
     return {
-      "values": Variable(shape, axes, self.values_init, self.param_dtype),
+      "values": Variable(shape, axes, init, self.param_dtype),
       "codes": table((v, m), ("vocab", "subspaces"), make, code_dtype(k), pad_value=0),
     }
 
   def check(self) -> None:
-    """Checks the vocabulary, and the numbers of codes and subspaces."""
-    if self.vocab < 1:
-      raise ValueError(f"`vocab` must be at least 1; got {self.vocab}.")
+    """Check the numbers of codes and subspaces."""
     if self.codes < 1 or self.subspaces < 1:
       raise ValueError(
         f"`codes` and `subspaces` must be at least 1; got {self.codes} and {self.subspaces}. 32 and"

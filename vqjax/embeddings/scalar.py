@@ -39,9 +39,7 @@ class ScalarEmbedding(Embedding):
     }
 
   def check(self) -> None:
-    """Checks the vocabulary and the number of bits."""
-    if self.vocab < 1:
-      raise ValueError(f"`vocab` must be at least 1; got {self.vocab}.")
+    """Check the number of bits."""
     _check_bits(self.bits)
 
   def flops_per_token(self) -> int:

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
-from vqjax.heads.base import Head, row_init
+from vqjax.heads.base import Head
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class Cluster(NamedTuple):

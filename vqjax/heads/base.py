@@ -11,18 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.layer import Layer
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
-
-row_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2)
-"""Default initialiser of [rows, D] weights: normal with variance 1/D.
-
-The scores of hidden vectors of unit variance have variance 1.
-"""
 
 
 class Head(Layer):
@@ -47,7 +40,7 @@ class Head(Layer):
   vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
 
   def __call__(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Returns `logits(hidden)`."""
+    """Return `logits(hidden)`."""
     return self.logits(hidden)
 
   @abc.abstractmethod
@@ -83,7 +76,7 @@ class Head(Layer):
     return self._blocks({name: part.rows for name, part in self._rows().items()}, hidden)
 
   def over_blocks(self, body: Callable, hidden: Float[Array, "*B D"], *shared: Any) -> Any:
-    """Calls body(blocks of `hidden`, *shared).
+    """Call body(blocks of `hidden`, *shared).
 
     Each device of `vocab_axis` has its own blocks. The body must reduce over `blocks.axis`, so that
     it returns the same on all of these devices.
@@ -99,7 +92,7 @@ class Head(Layer):
     return vocab_parallel.over_vocabulary(self.vocab_axis, run, parts, shared)
 
   def _over_vocabulary(self, body: Callable, *shared: Any) -> Any:
-    """Calls body(rows, *shared); each device has its part of the arrays of `_rows`."""
+    """Call body(rows, *shared); each device has its part of the arrays of `_rows`."""
     rows = self._rows()
     call = lambda arrays, shared: body(dict(zip(rows, arrays)), *shared)
     return vocab_parallel.over_vocabulary(self.vocab_axis, call, tuple(rows.values()), shared)
@@ -126,7 +119,7 @@ class Head(Layer):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """Draws a token from the exact distribution; -1 where no token is allowed.
+    """Draw a token from the exact distribution; -1 where no token is allowed.
 
     Args:
       hidden: one vector for each draw.
@@ -164,8 +157,9 @@ class Head(Layer):
     if hidden.shape[-1] != self.dim:
       raise ValueError(
         f"the width of `hidden` must be the head's dim; got {hidden.shape[-1]} for dim {self.dim}."
+        " Give the head the width of the model."
       )
 
   def _check_k(self, k: int) -> None:
     if not 1 <= k <= self.vocab:
-      raise ValueError(f"`k` must be in [1, vocab]; got {k} for vocab {self.vocab}.")
+      raise ValueError(f"`k` must be in [1, vocab]; got {k} for vocab {self.vocab}. Reduce k.")

@@ -6,13 +6,13 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax import assign
-from vqjax.heads.base import Head, row_init
+from vqjax.heads.base import Head
 from vqjax.ops import class_softmax as class_ops
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, row_init, table
 
 
 class ClassBasedHead(Head):
@@ -53,9 +53,12 @@ class ClassBasedHead(Head):
     }
 
   def check(self) -> None:
-    """Checks the number of classes."""
+    """Check the number of classes."""
     if not 1 <= self.classes <= self.vocab:
-      raise ValueError(f"`classes` must be in [1, vocab]; got {self.classes} for {self.vocab}.")
+      raise ValueError(
+        f"`classes` must be in [1, vocab]; got {self.classes} for vocab {self.vocab}. The root of"
+        " vocab is usual."
+      )
 
   def flops_per_token(self) -> int:
     """A product of width D for each class and each token of a class of mean size."""
@@ -97,6 +100,7 @@ class ClassBasedHead(Head):
 
   def _class_bias(self, assignment):
     """0 for a class that has tokens on any device; -inf for a class without tokens."""
+    # On a mesh the classes are padded; padding classes have no tokens, so that they get -inf.
     rows = self.classes
     axis = vocab_parallel.inside(self.vocab_axis)
     if axis:
@@ -126,6 +130,7 @@ class ClassBasedHead(Head):
 
     def step(normalizers, index):
       scores_BW, token_W = raw.block(index)
+      # Tokens are numbered over all devices, the assignment on this one.
       here_W = jnp.maximum(token_W - vocab_parallel.first_row(axis, count), 0)
       return class_ops.add_scores(normalizers, scores_BW, assignment[here_W])
 

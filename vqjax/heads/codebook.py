@@ -11,14 +11,14 @@ from vqjax import assign
 from vqjax.assign.table import check_codes
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads import regularizers
-from vqjax.heads.base import Head, row_init
+from vqjax.heads.base import Head
 from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, row_init, table
 
 
 class CodebookHead(Head):
@@ -82,10 +82,11 @@ class CodebookHead(Head):
       declared["token_bias"] = Variable(
         (v,), ("vocab",), self.bias_init, self.param_dtype, pad_value=0
       )
+      # 0 and not -inf: padding rows have the code NO_CODE, which removes them.
     return declared
 
   def check(self) -> None:
-    """Checks the number of codes, the options of the loss and a tied embedding."""
+    """Check the number of codes, the options of the loss and a tied embedding."""
     check_codes(self.vocab, self.codes)
     regularizers.check(self)
     if not 0 <= self.commitment < math.inf:
@@ -94,6 +95,11 @@ class CodebookHead(Head):
         " none."
       )
     tied = self.embedding
+    if tied is not None and not isinstance(tied, CodebookEmbedding):
+      raise ValueError(
+        f"`embedding` must be a CodebookEmbedding; got a {type(tied).__name__}. Tie a DenseHead to"
+        " a table with a row for each token."
+      )
     sizes = self.vocab, self.dim, self.codes
     if tied is not None and (tied.vocab, tied.dim, tied.codes) != sizes:
       raise ValueError(
@@ -168,6 +174,7 @@ class CodebookHead(Head):
     3, with the hidden vector as encoder output and the token's code as its code.
     """
     codebook, assignment = self.factors()
+    # Tokens outside of the vocabulary gather the code of token 0; the mean below leaves them out.
     _, token = in_vocabulary(tokens, self.vocab)
     code = code_ops.code_vectors(
       jax.lax.stop_gradient(codebook), assignment, token, jnp.float32, self.vocab_axis
@@ -204,7 +211,7 @@ class CodebookHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """Draws a token; without filters a code first, then a token on it.
+    """Draw a token; without filters a code first, then a token on it.
 
     The arguments are those of `Head.sample`.
     """

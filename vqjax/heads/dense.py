@@ -4,10 +4,9 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from vqjax.embeddings.base import Embedding
-from vqjax.heads.base import row_init
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory, as_row_factory
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class DenseHead(LinearHead):
@@ -20,21 +19,25 @@ class DenseHead(LinearHead):
 
   Attributes:
     use_bias: add a score for each token.
-    embedding: the embedding whose table is the weight; None: the head has its own weight.
+    embedding: the embedding whose table is the weight, of vqjax or a `flax.linen.Embed`; None: the
+      head has its own weight.
     weight_init: initialiser of the [V, D] weight.
     bias_init: initialiser of the [V] bias.
   """
 
   use_bias: bool = False
-  embedding: Embedding | None = None
+  embedding: Embedding | nn.Embed | None = None
   weight_init: nn.initializers.Initializer = row_init
   bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """The weight [V, D], or the tied embedding, and the bias [V]."""
     shape, axes = (self.vocab, self.dim), ("vocab", "table_embed")
+    weight = Variable(shape, axes, self.weight_init, self.param_dtype)
     if self.embedding is None:
-      declared = {"weight": Variable(shape, axes, self.weight_init, self.param_dtype)}
+      declared = {"weight": weight}
+    elif isinstance(self.embedding, nn.Embed):
+      declared = {"embedding": {"embedding": weight}}
     else:
       declared = {"embedding": self.embedding}
     if self.use_bias:
@@ -42,17 +45,30 @@ class DenseHead(LinearHead):
     return declared
 
   def check(self) -> None:
-    """Checks that a tied embedding has the vocabulary and the width of the head."""
+    """Check that a tied embedding has the vocabulary and the width of the head."""
     super().check()
     tied = self.embedding
-    if tied is not None and (tied.vocab, tied.dim) != (self.vocab, self.dim):
+    if tied is None:
+      return
+    if not isinstance(tied, (Embedding, nn.Embed)):
       raise ValueError(
-        f"`embedding` must have vocab {self.vocab} and dim {self.dim}; got vocab {tied.vocab} and"
-        f" dim {tied.dim}. Give the head and the embedding the same."
+        f"`embedding` must be an embedding of vqjax or an nn.Embed; got a {type(tied).__name__}."
+        " Give the model's embedding to its head."
+      )
+    foreign = isinstance(tied, nn.Embed)
+    vocab, dim = (tied.num_embeddings, tied.features) if foreign else (tied.vocab, tied.dim)
+    if (vocab, dim) != (self.vocab, self.dim):
+      raise ValueError(
+        f"`embedding` must have vocab {self.vocab} and dim {self.dim}; got vocab {vocab} and dim"
+        f" {dim}. Give the head and the embedding the same."
       )
 
   def _weight(self) -> RowFactory:
-    return self.embedding.rows() if self.embedding else as_row_factory(self.array("weight"))
+    if self.embedding is None:
+      return as_row_factory(self.array("weight"))
+    if isinstance(self.embedding, nn.Embed):
+      return as_row_factory(self.embedding.embedding)
+    return self.embedding.rows()
 
   def _bias(self) -> Float[Array, "V"] | None:
     return self.array("bias")

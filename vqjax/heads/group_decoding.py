@@ -76,7 +76,7 @@ class GroupDecodingHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """Draws a token, by group and slot where possible: see `sample_visited`."""
+    """Draw a token, by group and slot where possible: see `sample_visited`."""
     return self.sample_visited(hidden, key, temperature, top_k, top_p, allowed)[0]
 
   def sample_visited(

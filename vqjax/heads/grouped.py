@@ -2,12 +2,11 @@
 
 from flax import linen as nn
 
-from vqjax.heads.base import row_init
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import groups as group_ops
 from vqjax.ops import softmax
 from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class GroupedHead(TwoLevelHead):

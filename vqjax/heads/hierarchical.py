@@ -7,12 +7,12 @@ from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.assign import trees
-from vqjax.heads.base import Head, row_init
+from vqjax.heads.base import Head
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops import tree as tree_ops
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, row_init, table
 
 
 class HierarchicalHead(Head):
@@ -54,7 +54,7 @@ class HierarchicalHead(Head):
     }
 
   def check(self) -> None:
-    """Checks that the tree has a leaf for each token."""
+    """Check that the tree has a leaf for each token."""
     leaves = len(_tree(self.tree, self.vocab).tokens)
     if leaves != self.vocab:
       raise ValueError(
@@ -109,7 +109,7 @@ class HierarchicalHead(Head):
     top_p: float | None = None,
     allowed: Bool[ArrayLike, "..."] | None = None,
   ) -> Int[Array, "*B"]:
-    """Draws a token; at temperature 1 without filters from the root down.
+    """Draw a token; at temperature 1 without filters from the root down.
 
     The arguments are those of `Head.sample`.
     """

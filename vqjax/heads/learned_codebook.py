@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Int, Integer
 from vqjax.assign.multiple import checked_codes, code_dtype
 from vqjax.assign.table import check_codes
 from vqjax.heads import regularizers
-from vqjax.heads.base import row_init
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, row_init, table
 
 
 def spread(vocab: int, codes: int, candidates: int) -> Int[np.ndarray, "V C"]:
@@ -79,18 +78,19 @@ class LearnedCodebookHead(LinearHead):
     }
 
   def check(self) -> None:
-    """Checks the numbers of codes and candidates, and the schedule."""
+    """Check the numbers of codes and candidates, and the schedule."""
     super().check()
     check_codes(self.vocab, self.codes)
     if not 1 <= self.candidates <= self.codes:
       raise ValueError(
-        f"`candidates` must be in [1, codes]; got {self.candidates} for codes {self.codes}."
+        f"`candidates` must be in [1, codes]; got {self.candidates} for codes {self.codes}. Reduce"
+        " candidates."
       )
     if self.anneal < 1 or not 0 < self.final_temperature <= self.temperature:
       raise ValueError(
         f"`anneal` must be at least 1, and 0 < `final_temperature` <= `temperature`; got anneal"
         f" {self.anneal}, final_temperature {self.final_temperature}, temperature"
-        f" {self.temperature}."
+        f" {self.temperature}. Lower final_temperature."
       )
 
   def _weight(self) -> RowFactory:
@@ -124,8 +124,10 @@ class LearnedCodebookHead(LinearHead):
     ratio = self.final_temperature / self.temperature
     noise_VC = jax.random.gumbel(self.make_rng("sample"), choice_VC.shape, jnp.float32)
     learning = steps < self.anneal
+    # Masked instead of branched: under jit the step is a traced number.
     choice_VC = choice_VC.astype(jnp.float32) + jnp.where(learning, noise_VC, 0.0)
     soft_VC = jax.nn.softmax(choice_VC / (self.temperature * ratio**done))
+    # Zero in the forward pass: the straight-through estimator of Gumbel-softmax.
     slope_VC = jnp.where(learning, soft_VC - lax.stop_gradient(soft_VC), 0.0)
     return _one_hot(choice_VC) + slope_VC
 
@@ -137,4 +139,6 @@ def _one_hot(choice_VC):
 
 def _compose(per_row, codebook_KD):
   candidate_WC, share_WC = per_row
+  # A sum over all candidates although only one has a share: its derivative with respect to the
+  # shares, which a gather of the chosen codeword would not have, is what trains the choice.
   return jnp.einsum("wc,wcd->wd", share_WC, codebook_KD[candidate_WC])

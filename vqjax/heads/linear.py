@@ -49,9 +49,7 @@ class LinearHead(Head):
     return self._weight(), self._bias()
 
   def check(self) -> None:
-    """Checks the vocabulary and the options of the loss."""
-    if self.vocab < 1:
-      raise ValueError(f"`vocab` must be at least 1; got {self.vocab}.")
+    """Check the options of the loss."""
     regularizers.check(self)
     if self.softcap is not None and not 0 < self.softcap < math.inf:
       raise ValueError(
@@ -92,6 +90,7 @@ class LinearHead(Head):
     """`log_prob` and `aux`, in one pass over the vocabulary."""
     if not (self.z_loss or self.label_smoothing):
       return super().loss_terms(hidden, tokens)
+    # The mean over the vocabulary costs work in every tile; the log-normaliser is there anyway.
     scores = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
     return scores.log_prob, regularizers.terms(self, scores, tokens)
 
@@ -105,6 +104,7 @@ class LinearHead(Head):
 
   def _rows(self) -> dict[str, Sharded | Replicated]:
     weight = self._weight()
+    # The bias removes the rows that pad a device's part, so that what they hold does not matter.
     return {
       "per_row": Sharded(weight.per_row, 0),
       "bias": Sharded(self._bias(), -jnp.inf),

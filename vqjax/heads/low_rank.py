@@ -4,10 +4,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
-from vqjax.heads.base import Head, row_init
+from vqjax.heads.base import Head
 from vqjax.ops import sampling, softmax
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class LowRankHead(Head):
@@ -47,11 +47,12 @@ class LowRankHead(Head):
     return declared
 
   def check(self) -> None:
-    """Checks the rank."""
+    """Check the rank."""
     most = min(self.vocab, self.dim)
     if not 1 <= self.rank <= most:
       raise ValueError(
         f"`rank` must be in [1, {most}]; got {self.rank} for a weight of {self.vocab} x {self.dim}."
+        " Use a DenseHead for the full rank."
       )
 
   def flops_per_token(self) -> int:
@@ -62,6 +63,7 @@ class LowRankHead(Head):
     """down · hidden in float32, [*B, r], and the dtype in which it is scored."""
     self._check_hidden(hidden)
     down = self.array("down")
+    # Decided before the projection: its float32 result would promote the second product.
     dtype = self.dtype or jnp.promote_types(hidden.dtype, down.dtype)
     return softmax.linear_scores(hidden, down, dtype=dtype), dtype
 

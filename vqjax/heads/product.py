@@ -12,13 +12,12 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
-from vqjax.heads.base import row_init
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
 from vqjax.ops.vocabulary import mean_in_vocabulary
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, row_init, table
 
 
 def sub_vector_init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -54,7 +53,7 @@ class _ProductTables(LinearHead):
     return declared
 
   def check(self) -> None:
-    """Checks the numbers of codes and subspaces."""
+    """Check the numbers of codes and subspaces."""
     super().check()
     if self.codes < 1:
       raise ValueError(f"`codes` must be at least 1; got {self.codes}. 256 is usual.")
@@ -98,6 +97,8 @@ class ProductHead(_ProductTables):
 
     Many rows share the cost of composing the block, and one product is faster than M gathers each.
     """
+    # To compose a row reads D numbers once; otherwise each of B hidden vectors gathers M numbers,
+    # which count twice because they are not read in order.
     if 2 * math.prod(hidden.shape[:-1]) * self.subspaces > self.dim:
       return super()._blocks(rows, hidden)
     self._check_hidden(hidden)
@@ -142,7 +143,7 @@ class LearnedProductHead(_ProductTables):
     return super().declare() | {"latent": latent}
 
   def check(self) -> None:
-    """Checks the coefficient of the commitment."""
+    """Check the coefficient of the commitment."""
     super().check()
     if not 0 <= self.commitment < math.inf:
       raise ValueError(

@@ -12,7 +12,7 @@ from vqjax.ops.vocabulary import mean_in_vocabulary
 
 
 def check(head: Head) -> None:
-  """Raises ValueError where `z_loss` or `label_smoothing` is outside its range."""
+  """Raise ValueError where `z_loss` or `label_smoothing` is outside its range."""
   if not 0 <= head.label_smoothing < 1:
     raise ValueError(
       f"`label_smoothing` must be in [0, 1); got {head.label_smoothing}. 0.1 is usual."

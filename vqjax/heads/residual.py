@@ -7,12 +7,11 @@ from jaxtyping import Array, Float
 from vqjax import assign
 from vqjax.assign.multiple import code_dtype
 from vqjax.assign.table import check_codes
-from vqjax.heads.base import row_init
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import sampling, softmax
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
-from vqjax.variables import Declaration, Variable, table
+from vqjax.variables import Declaration, Variable, row_init, table
 
 
 def compose(own: tuple[Array, Array], shared: tuple[Array, Array]) -> Float[Array, "W D"]:
@@ -64,7 +63,7 @@ class ResidualCodebookHead(LinearHead):
     return declared | {"assignment": table((v,), ("vocab",), make, code_dtype(k))}
 
   def check(self) -> None:
-    """Checks the number of codes and the rank."""
+    """Check the number of codes and the rank."""
     super().check()
     check_codes(self.vocab, self.codes)
     if not 1 <= self.rank <= self.dim:
@@ -84,8 +83,10 @@ class ResidualCodebookHead(LinearHead):
     """Blocks of tokens, from scores of all codes and R vectors computed once."""
     self._check_hidden(hidden)
     (code_V, low_VR), bias, (codebook, up) = rows["per_row"], rows["bias"], rows["shared"]
+    # Once for all blocks: K + R products of width D, after which a token costs R multiplications.
     scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
     up_BR = softmax.linear_scores(hidden, up, dtype=self.dtype)
+    # The cap belongs to the sum of both parts, which exists only here.
     scoring = Scoring(jnp.dtype(jnp.float32), self.softcap)
 
     def scores(row_W):

@@ -31,7 +31,7 @@ class SampledSoftmaxHead(DenseHead):
   proposal: Proposal = dataclasses.field(default=sampled_softmax.log_uniform, kw_only=True)
 
   def check(self) -> None:
-    """Checks the number of samples, and that no option needs the scores of all tokens."""
+    """Check the number of samples, and that no option needs the scores of all tokens."""
     super().check()
     sampled_softmax.check_samples(self.samples, self.vocab)
     if self.softcap is not None or self.label_smoothing:

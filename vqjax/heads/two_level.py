@@ -9,14 +9,13 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
-from vqjax.heads.base import row_init
 from vqjax.heads.group_decoding import GroupDecodingHead
 from vqjax.ops import group_search, sampling, softmax, vocab_parallel
 from vqjax.ops import groups as group_ops
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class TwoLevelHead(GroupDecodingHead):
@@ -147,6 +146,8 @@ class TwoLevelHead(GroupDecodingHead):
 
   def _rows(self) -> dict[str, Sharded | Replicated]:
     sizes, axis = self._group_sizes(), self.vocab_axis
+    # Groups are split as rows are. A group that pads a device's part has size 0 and a bias of -inf,
+    # even where the head itself has no bias.
     bias = vocab_parallel.bias_of_padding(self.array("group_bias"), len(sizes), axis)
     return super()._rows() | {
       "group_bias": Sharded(bias, -jnp.inf),
@@ -161,6 +162,7 @@ class TwoLevelHead(GroupDecodingHead):
     context, order = self._slot_context(rows, hidden), rows["order"]
 
     def score_groups(group, log_group):
+      # A softmax in each group needs all slots of the group, which is why groups are not split.
       scores = self._slot_scores(rows, context, group)
       slot = jnp.arange(scores.shape[-1], dtype=jnp.int32)
       present = slot < rows["group_size"][group][..., None]

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from vqjax.heads.base import row_init
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import group_search, ragged
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, row_init
 
 
 class UnsharedGroupedHead(TwoLevelHead):

@@ -15,12 +15,12 @@ from rich.console import Console
 from vqjax.lab.config import Experiment, help_text, load, override
 from vqjax.lab.training import Interrupted, NotFiniteError, distributed
 
-WRONG_CALL = ValueError, TypeError, AttributeError, ImportError, OSError
+WRONG_CALL = ValueError, ImportError, OSError
 """Errors of a wrong config, wrong data or a wrong folder; the message has the remedy."""
 
 
-def speak_plainly() -> None:
-  """Shows warnings of vqjax as one line and hides those of other libraries."""
+def configure_warnings() -> None:
+  """Show warnings of vqjax as one line and hide those of other libraries."""
   for name in ("absl", "asyncio", "orbax"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -34,7 +34,7 @@ def speak_plainly() -> None:
 
 
 def config_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-  """Returns the parser of a command that reads a config."""
+  """Return the parser of a command that reads a config."""
   parser = argparse.ArgumentParser(
     prog=f"python -m {name}",
     description=description,
@@ -47,7 +47,7 @@ def config_parser(name: str, description: str, examples: str) -> argparse.Argume
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `with_config`."""
+  """Add the arguments of `with_config`."""
   parser.add_argument("config", nargs="?", help="config file, such as configs/lm_codebook.py")
   parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change")
   parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
@@ -62,14 +62,14 @@ def with_config(
   act: Callable[[Experiment, argparse.Namespace], None],
   before: Callable[[argparse.Namespace], None] = lambda options: None,
 ) -> int:
-  """Runs a command of `config_parser` and returns the exit code of `exit_code`.
+  """Run a command of `config_parser` and return the exit code of `exit_code`.
 
   Calls `before(options)`, reads the config with its overrides, and calls
   `act(experiment, options)`. With --help it only prints the fields of the config.
   """
   # `parse_args` would refuse overrides that follow an option.
   options = parser.parse_intermixed_args(arguments)
-  speak_plainly()
+  configure_warnings()
   if options.config is None:
     parser.print_help()
     return 0 if options.help else 2
@@ -88,7 +88,7 @@ def with_config(
 
 
 def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
-  """Calls `work` and returns the exit code of its command, in each process of a run.
+  """Call `work` and return the exit code of its command, in each process of a run.
 
   0 for success, 2 for a wrong call, 1 for a loss that is not finite, 128 + n for signal n.
   """
@@ -119,7 +119,7 @@ def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
 
 
 def print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
-  """Prints the scores of a finished run and the path of its result."""
+  """Print the scores of a finished run and the path of its result."""
   for split in ("valid", "test"):
     score = result[split]
     parts = [f"{score['nats_per_token']:.4f} nats/token", f"perplexity {score['perplexity']:.2f}"]

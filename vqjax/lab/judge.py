@@ -70,7 +70,7 @@ marks:
 
 
 class EndpointError(OSError):
-  """The endpoint is unreachable, refuses the request, or breaks the protocol."""
+  """The endpoint is unreachable, rejects the request, or breaks the protocol."""
 
 
 class UnreadableGrades(ValueError):
@@ -247,7 +247,7 @@ class Judge:
     return grades
 
   def _ask(self, messages: list[dict[str, str]]) -> tuple[Grades, str]:
-    """Sends requests until an answer has grades.
+    """Send requests until an answer has grades.
 
     At temperature 0 the same messages have the same answer. After an answer without grades, the
     model is therefore sent that answer and what is wrong with it.
@@ -291,8 +291,8 @@ class Judge:
       if error.code in (408, 429) or error.code >= 500:
         raise _Temporary(message, _retry_after(error.headers.get("Retry-After"))) from error
       raise EndpointError(
-        f"{self._route} refuses: {message}; check the url, the model {self.model!r} and the key in"
-        f" ${self.key_variable}"
+        f"{self._route} rejected the request: {message}; check the url, the model"
+        f" {self.model!r} and the key in ${self.key_variable}"
       ) from error
     except (OSError, http.client.HTTPException) as error:
       reason = getattr(error, "reason", None) or error

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
+from vqjax.ops.stable import exp_shift
 from vqjax.types import Dtype
 
 CHUNK = 256
@@ -176,7 +177,7 @@ def _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN):
     # `clip` reads some token for padding, and `drop` below does not write it back.
     old = _Running(*jnp.moveaxis(state_N3.at[tokens].get(mode="clip"), -1, 0))
     top = jnp.maximum(old.top, score_nw.max(axis=-1))
-    shift = jnp.where(jnp.isneginf(top), 0.0, top)
+    shift = exp_shift(top)
     total = old.total * jnp.exp(old.top - shift) + jnp.exp(score_nw - shift[:, None]).sum(axis=-1)
     own = jnp.maximum(old.own, jnp.where(own_nw, score_nw, -jnp.inf).max(axis=-1))
     # One [N, 3] array, so that an item takes one gather and one scatter.
@@ -280,7 +281,7 @@ def add_scores(
     reduce(jnp.moveaxis(x, -1, 0), classes_of_rows, classes), 0, -1
   )
   top = jnp.maximum(old.top, by_class(jax.ops.segment_max, scores))
-  shift = jnp.where(jnp.isneginf(top), 0.0, top)
+  shift = exp_shift(top)
   above = scores - shift.at[..., classes_of_rows].get(mode="clip")
   total = by_class(jax.ops.segment_sum, jnp.exp(above))
   return Normalizers(top, old.total * jnp.exp(old.top - shift) + total)
@@ -292,5 +293,5 @@ def log_normalizers(local: Normalizers, vocab_axis: str | None) -> Float[Array, 
   top, total = local
   if axis:
     top = lax.pmax(local.top, axis)
-    total = lax.psum(total * jnp.exp(local.top - jnp.where(jnp.isneginf(top), 0.0, top)), axis)
+    total = lax.psum(total * jnp.exp(local.top - exp_shift(top)), axis)
   return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), 0.0)

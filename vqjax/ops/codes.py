@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, topk, vocab_parallel
+from vqjax.ops.stable import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
@@ -57,7 +58,7 @@ def _shares(assignment, codes, bias, axis):
   # The log-mass does not depend on the shift, so that no gradient has to pass through it.
   top_K = jax.ops.segment_max(jax.lax.stop_gradient(bias_V), assignment, codes)
   top_K = lax.pmax(top_K, axis) if axis else top_K
-  shift_K = jnp.where(jnp.isneginf(top_K), 0.0, top_K)
+  shift_K = exp_shift(top_K)
   return jnp.exp(bias_V - shift_K[assignment]), shift_K
 
 
@@ -74,23 +75,6 @@ class CodeSoftmax(NamedTuple):
   log_prob: Float[Array, "*B"]
   log_z: Float[Array, "*B"]
   mean_log_prob: Float[Array, "*B"] | None
-
-
-def code_log_prob(
-  hidden: Float[Array, "*B D"],
-  codebook: Float[Array, "K D"],
-  assignment: Int[Array, "V"],
-  tokens: Integer[Array, "*B"],
-  bias: Float[Array, "V"] | None = None,
-  dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
-) -> Float[Array, "*B"]:
-  """Log-probability, in nats, of `tokens`, each with the score of its code.
-
-  This is `code_softmax(...).log_prob`; the arguments are explained there.
-  """
-  arguments = hidden, codebook, assignment, tokens, bias
-  return code_softmax(*arguments, dtype=dtype, vocab_axis=vocab_axis).log_prob
 
 
 def code_softmax(

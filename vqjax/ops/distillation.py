@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from vqjax.ops import softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.sampling import Blocks
+from vqjax.ops.stable import exp_shift
 from vqjax.types import Dtype
 
 
@@ -231,11 +232,6 @@ def _zero_sums(batch):
   )
 
 
-def _finite(top):
-  """The maximum, or 0 where every score so far is -inf: -inf - (-inf) would be nan."""
-  return jnp.where(jnp.isneginf(top), 0.0, top)
-
-
 def _add_block(old: _Sums, s: Float[Array, "*B W"], t: Float[Array, "*B W"]) -> _Sums:
   """The sums with a block of scores added."""
   # The losses do not depend on the maxima, so no gradient has to pass through them.
@@ -243,7 +239,7 @@ def _add_block(old: _Sums, s: Float[Array, "*B W"], t: Float[Array, "*B W"]) -> 
   top = jnp.maximum(old.top, highest(s))
   teacher_top = jnp.maximum(old.teacher_top, highest(t))
   moved = _relative_to(old, top, teacher_top)
-  s_above, t_above = s - _finite(top)[..., None], t - _finite(teacher_top)[..., None]
+  s_above, t_above = s - exp_shift(top)[..., None], t - exp_shift(teacher_top)[..., None]
   mass = jnp.exp(t_above)
   # Where the teacher has no mass a student score of -inf must not make the sum nan.
   expected = lambda above: jnp.where(mass == 0, 0.0, mass * above).sum(axis=-1)
@@ -260,9 +256,9 @@ def _add_block(old: _Sums, s: Float[Array, "*B W"], t: Float[Array, "*B W"]) -> 
 def _relative_to(old, top, teacher_top):
   """The sums relative to higher maxima."""
   # Nothing has been added under a maximum of -inf, so the sums there are 0 and need no step.
-  step = jnp.where(jnp.isneginf(old.top), 0.0, old.top - _finite(top))
+  step = jnp.where(jnp.isneginf(old.top), 0.0, old.top - exp_shift(top))
   teacher_step = jnp.where(
-    jnp.isneginf(old.teacher_top), 0.0, old.teacher_top - _finite(teacher_top)
+    jnp.isneginf(old.teacher_top), 0.0, old.teacher_top - exp_shift(teacher_top)
   )
   shrink = jnp.exp(teacher_step)
   return _Sums(

@@ -77,7 +77,7 @@ def checked_sizes(
 
 
 def check_order(order: ArrayLike, vocab: int) -> None:
-  """Checks that `order` is a permutation; under jit, only its shape and dtype.
+  """Check that `order` is a permutation; under jit, only its shape and dtype.
 
   Raises:
     ValueError: `order` is not a permutation; the message gives the first wrong token.

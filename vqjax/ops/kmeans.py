@@ -292,6 +292,8 @@ def _plus_plus(key: Array, rows_CD: Array, mass_C: Array, own_C: Array, clusters
 
 
 def _check_sizes(n: int, clusters: int, iterations: int, chunk: int | None) -> None:
+  if n < 1:
+    raise ValueError("`points` must have at least 1 row; got 0. Give the vectors to cluster.")
   if clusters < 1:
     raise ValueError(f"`clusters` must be at least 1; got {clusters}. Give the number of centers.")
   if clusters > n:

@@ -97,7 +97,7 @@ def reassigned(
   bias: Float[Array, "V"] | None = None,
   chunk: int = 4096,
 ) -> Reassigned:
-  """Moves tokens to their best codes, and splits codes onto codes without tokens.
+  """Move tokens to their best codes, and split codes onto codes without tokens.
 
   A token moves if the sample gains more than log K nats, the description length of a code: a rare
   token has too few contexts for a smaller gain to be reliable (minimum description length). A code

@@ -96,7 +96,7 @@ class RowFactory:
     """`gradient` with the cotangent of the rows from `start` on pulled back and added."""
 
     def add(total, part):
-      """Adds [v, ...] to rows from `start` on, which may overlap the tile before."""
+      """Add [v, ...] to rows from `start` on, which may overlap the tile before."""
       old = lax.dynamic_slice_in_dim(total, start, part.shape[0])
       return lax.dynamic_update_slice_in_dim(total, old + part.astype(total.dtype), start, axis=0)
 

@@ -52,7 +52,7 @@ def log_uniform(vocab: int) -> Float[Array, "{vocab}"]:
 
 
 def check_samples(samples: int, vocab: int) -> None:
-  """Raises ValueError unless `samples` is in [1, vocab]."""
+  """Raise ValueError unless `samples` is in [1, vocab]."""
   if not 1 <= samples <= vocab:
     raise ValueError(
       f"`samples` must be in [1, {vocab}] for a vocabulary of {vocab}; got {samples}. 64 to 8192 is"

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import topk, vocab_parallel
+from vqjax.ops.stable import exp_shift
 
 STORED_SCORES = 2**22
 """Largest number of scores (16 MiB) that the search for a nucleus stores instead of recomputing."""
@@ -119,7 +120,7 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
     score_BW, token_W = blocks.block(index)
     score_BW = score_BW.astype(jnp.float32)
     new_max_B = jnp.maximum(max_B, score_BW.max(axis=-1))
-    shift_B = _shift(new_max_B)
+    shift_B = exp_shift(new_max_B)
     sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_BW - shift_B[..., None]).sum(axis=-1)
     return topk.merge(top, score_BW, token_W), new_max_B, sum_B
 
@@ -128,14 +129,9 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
   top, max_B, sum_B = blocks.fold(step, start)
   if blocks.axis:
     all_max_B = lax.pmax(max_B, blocks.axis)
-    sum_B = lax.psum(sum_B * jnp.exp(max_B - _shift(all_max_B)), blocks.axis)
+    sum_B = lax.psum(sum_B * jnp.exp(max_B - exp_shift(all_max_B)), blocks.axis)
     top, max_B = topk.across_devices(top, blocks.axis), all_max_B
   return top.scores, top.tokens, max_B + jnp.log(sum_B)
-
-
-def _shift(top):
-  """The maximum, or 0 where every score so far is -inf: -inf - (-inf) would be nan."""
-  return jnp.where(jnp.isneginf(top), 0.0, top)
 
 
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
@@ -220,7 +216,7 @@ def draw_among(
 
 
 def check_options(temperature: float | int, top_k: int | None, top_p: float | None) -> None:
-  """Raises ValueError if an option of `sample` is out of range."""
+  """Raise ValueError if an option of `sample` is out of range."""
   if not 0 <= temperature < math.inf:
     raise ValueError(
       f"`temperature` must be finite and at least 0; got {temperature}. 0 is the arg max, 1 keeps"

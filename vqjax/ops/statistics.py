@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from vqjax.ops import tiles, topk, vocab_parallel
+from vqjax.ops.stable import exp_shift
 
 
 class LinearSoftmax(NamedTuple):
@@ -187,8 +188,7 @@ def _merge(old, scores, first_row, row_Pn):
   """The statistics with a tile's scores added."""
   (score_Pnv,) = scores
   top_Pn = jnp.maximum(old.top, score_Pnv.max(axis=-1))
-  # With every score so far at -inf the maximum is -inf, and -inf - (-inf) is nan.
-  shift_Pn = jnp.where(jnp.isneginf(top_Pn), 0.0, top_Pn)
+  shift_Pn = exp_shift(top_Pn)
   above_Pnv = score_Pnv - shift_Pn[..., None]
   mass_Pnv = jnp.exp(above_Pnv)
   step_Pn = jnp.where(jnp.isneginf(old.top), 0.0, old.top - shift_Pn)
@@ -226,7 +226,7 @@ def _all_reduce(local, axis, rows):
   if axis is None:
     return local
   top = lax.pmax(local.top, axis)
-  shift = jnp.where(jnp.isneginf(top), 0.0, top)
+  shift = exp_shift(top)
   step = jnp.where(jnp.isneginf(local.top), 0.0, local.top - shift)
   shrink = jnp.exp(step)
   moment = best = None

@@ -221,8 +221,8 @@ def gradients(
 ) -> tuple[Linear, ...]:
   """Cotangents of every layer's hidden, weight (floating-point arrays) and bias.
 
-  Scores are [v, P, n] here, so that both products read their operands along rows. Gradients that
-  nobody uses are computed too, as far as JAX knows: XLA removes them, with their products and
+  Scores are [v, P, n] here, so that both products read their operands along rows. Unused
+  gradients are computed too, as far as JAX knows: XLA removes them, with their products and
   buffers, from the loops of a compiled program.
 
   Args:

@@ -7,7 +7,13 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 def in_vocabulary(
   tokens: Integer[Array, "*B"], vocab: int
 ) -> tuple[Bool[Array, "*B"], Int[Array, "*B"]]:
-  """A mask of the tokens in [0, vocab), and the tokens as int32, others as 0."""
+  """A mask of the tokens in [0, vocab), and the tokens as int32, others as 0.
+
+  Raises:
+    ValueError: the tokens are not integers.
+  """
+  if not jnp.issubdtype(tokens.dtype, jnp.integer):
+    raise ValueError(f"`tokens` must be integers; got {tokens.dtype}. Cast them to int32.")
   # Before the comparison: `vocab` would wrap in an integer type that is too narrow for it.
   if jnp.iinfo(tokens.dtype).bits < 32:
     tokens = tokens.astype(jnp.int32)

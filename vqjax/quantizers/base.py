@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vqjax.layer import Layer
 from vqjax.ops import product, quantize
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable
+from vqjax.variables import Declaration, Variable, composed_init
 
 
 class Quantized(NamedTuple):
@@ -52,7 +52,7 @@ class Quantizer(Layer):
     momentum: decay of the running mean and variance that are used outside training.
     epsilon: added to the variance.
     gumbel: factor of the Gumbel noise that is added to the responses in training.
-    table_init: initialiser of the tables.
+    table_init: initialiser of the tables; None: `composed_init`.
     param_dtype: dtype of the parameters. The result has the dtype of the input vectors.
   """
 
@@ -65,9 +65,7 @@ class Quantizer(Layer):
   momentum: float = dataclasses.field(default=0.99, kw_only=True)
   epsilon: float = dataclasses.field(default=1e-3, kw_only=True)
   gumbel: float = dataclasses.field(default=0.0, kw_only=True)
-  table_init: nn.initializers.Initializer = dataclasses.field(
-    default=nn.initializers.normal(0.1), kw_only=True
-  )
+  table_init: nn.initializers.Initializer | None = dataclasses.field(default=None, kw_only=True)
   param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
 
   def declare(self) -> Declaration:
@@ -86,7 +84,7 @@ class Quantizer(Layer):
     return self if self.dim is not None else self.clone(dim=width)
 
   def check(self) -> None:
-    """Checks the numbers of the fields."""
+    """Check the numbers of the fields."""
     if self.dim is None:
       raise ValueError(
         f"`dim` of {type(self).__name__} must be given; got None. Give the width of the vectors,"
@@ -162,7 +160,7 @@ class Quantizer(Layer):
     )
 
   def _update_state(self, query, codes, mask):
-    """Updates the mutable collections, except for the moments, after a training batch.
+    """Update the mutable collections, except for the moments, after a training batch.
 
     Writes to `metrics`, for each subspace: the share of its codes that the batch uses
     (`code_usage`), and the perplexity of the codes (`code_perplexity`).
@@ -209,7 +207,7 @@ class Quantizer(Layer):
     """Rows [N, D], codes [N, M] and terms of vectors [N, D], queries [N, P, C]."""
 
   def _over_responses(self, function: Callable, query, train, mask) -> Any:
-    """Calls function(responses [n, M, K]) for all tokens, in chunks.
+    """Call function(responses [n, M, K]) for all tokens, in chunks.
 
     The responses are normalised, with noise in training. See `ops.quantize.in_chunks`.
     """
@@ -254,13 +252,14 @@ class Quantizer(Layer):
     return 1 if self.shared else self.subspaces, self.codes, own
 
   def _table(self, width: int, dtype: Dtype | None = None, **fields: Any) -> Variable:
-    """Declares a table [M or 1, K, C] of vectors of this width."""
+    """Declare a table [M or 1, K, C] of vectors of this width."""
     shape = self._table_shape(width)
-    return Variable(shape, TABLE_AXES, self.table_init, dtype or self.param_dtype, **fields)
+    init = self.table_init or composed_init(width, self.subspaces if self.additive else 1)
+    return Variable(shape, TABLE_AXES, init, dtype or self.param_dtype, **fields)
 
 
 def check_not_negative(**numbers: float) -> None:
-  """Raises ValueError for a number that is negative or not finite."""
+  """Raise ValueError for a number that is negative or not finite."""
   for name, number in numbers.items():
     if not 0 <= number < math.inf:
       raise ValueError(f"`{name}` must be finite and not negative; got {number}. 0 is none.")

@@ -68,7 +68,7 @@ class CentroidQuantizer(KeyedQuantizer):
     }
 
   def check(self) -> None:
-    """Checks the coefficients of the loss terms."""
+    """Check the coefficients of the loss terms."""
     super().check()
     check_not_negative(weight=self.weight, commitment=self.commitment)
 

@@ -61,7 +61,7 @@ class KeyedQuantizer(Quantizer):
     return declared
 
   def check(self) -> None:
-    """Checks that additive subspaces do not share a table."""
+    """Check that additive subspaces do not share a table."""
     super().check()
     if self.additive and self.shared:
       raise ValueError(

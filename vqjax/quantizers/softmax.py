@@ -39,7 +39,7 @@ class _ChosenBySoftmax(Quantizer):
     return declared
 
   def check(self) -> None:
-    """Checks the width of the values and the temperatures."""
+    """Check the width of the values and the temperatures."""
     super().check()
     if self.width % self.subspaces and not self.additive:
       raise ValueError(
@@ -95,7 +95,7 @@ class SoftmaxQuantizer(_ChosenBySoftmax, KeyedQuantizer):
     return declared
 
   def check(self) -> None:
-    """Checks that tied keys and values have one width."""
+    """Check that tied keys and values have one width."""
     super().check()
     if self.tied and self.width != self.dim:
       raise ValueError(
@@ -177,7 +177,7 @@ class FreeQuantizer(_ChosenBySoftmax):
     return self if self.dim is not None else self.clone(dim=choices, value_dim=width)
 
   def check(self) -> None:
-    """Checks that the vectors hold one response for each code of each subspace."""
+    """Check that the vectors hold one response for each code of each subspace."""
     super().check()
     choices = self.subspaces * self.codes
     if self.dim != choices or self.value_dim is None:

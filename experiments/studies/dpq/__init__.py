@@ -1,0 +1,1 @@
+"""Differentiable product quantisation of embeddings (Chen et al., 2020)."""

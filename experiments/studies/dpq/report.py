@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from experiments.studies import page
-from experiments.studies.dpq.rows import LABELS, rows
+from experiments.studies.dpq.rows import rows
 from experiments.studies.dpq.settings import SCALES, STAND_INS, Codes, Setting
 from experiments.studies.study import Results
 from vqjax.lab.report import INK, SERIES, units
@@ -54,6 +54,20 @@ TITLES = {
 }
 """Setting -> its name in tables."""
 
+_MUCH = "a GPU"
+NEEDS = {
+  "ptb-small": "hours on a CPU",
+  "ptb-medium": _MUCH,
+  "ptb-large": _MUCH,
+  "wikitext-medium": _MUCH,
+  "iwslt-en-vi": "IWSLT15 and a GPU",
+  "iwslt-vi-en": "IWSLT15 and a GPU",
+  "yahoo": "Yahoo! Answers",
+  "yelp-polarity": "Yelp reviews",
+  "yelp-full": "Yelp reviews",
+}
+"""Setting of the paper -> what its rows need that a small machine does not have."""
+
 KINDS = {"sx": "DPQ-SX", "vq": "DPQ-VQ"}
 WORDS_OF = "ptb-small"
 """The setting whose words, neighbours and codes the page shows."""
@@ -89,24 +103,60 @@ def formula_ratio(vocab: int, dim: int, codes: Codes) -> float:
 
 
 def table(results: Results, scale: str, name: str) -> pd.DataFrame:
-  """One of the paper's tables; a row that was not run has only the paper's numbers.
+  """The rows of one of the paper's tables that a scale has, beside the paper's numbers.
 
   A setting with a dagger stands in for the paper's.
   """
   lines = []
-  for row, printed in PRINTED[PRINTED.table == name].groupby("row", sort=False):
-    theirs, kind = row.split("/")
+  for theirs, kind, printed in _printed(name):
+    ours, label = _own(scale, name, theirs, kind)
+    if label is None:
+      continue
     published = dict(zip(printed.column, printed.value, strict=True))
-    ours = STAND_INS[scale].get((name, theirs), theirs)
-    setting = SCALES[scale].get(ours)
     title = TITLES[ours] + ("" if ours == theirs else " †")
-    labels = {own.name: own.label for own in rows(setting)} if setting else {}
     lines.append(
       {
-        "run": f"{title}: {labels.get(kind, LABELS[kind])}",
+        "run": f"{title}: {label}",
         "paper": f"{published['score']:g}",
         "paper's ratio": _show(published.get("ratio"), "{:,.1f}"),
-        **_measured(results if setting else {}, f"{ours}/{kind}"),
+        **_measured(results, f"{ours}/{kind}"),
+      }
+    )
+  return pd.DataFrame(lines)
+
+
+def _printed(name: str) -> list[tuple[str, str, pd.DataFrame]]:
+  """(setting, row, its numbers) of a table of the paper."""
+  groups = PRINTED[PRINTED.table == name].groupby("row", sort=False)
+  return [(*row.split("/"), printed) for row, printed in groups]
+
+
+def _own(scale: str, name: str, theirs: str, kind: str) -> tuple[str, str | None]:
+  """The setting that stands for the paper's, and its label of a row; None if it has none."""
+  ours = STAND_INS[scale].get((name, theirs), theirs)
+  setting = SCALES[scale].get(ours)
+  labels = {own.name: own.label for own in rows(setting)} if setting else {}
+  return ours, labels.get(kind)
+
+
+def elsewhere(scale: str) -> pd.DataFrame:
+  """The rows of the paper's tables that a scale does not have, and the commands that run them."""
+  missing: dict[str, dict[str, list[str]]] = {}
+  for name in TABLES:
+    for theirs, kind, _ in _printed(name):
+      if _own(scale, name, theirs, kind)[1] is None:
+        missing.setdefault(theirs, {}).setdefault(name.split()[1], []).append(kind)
+  lines = []
+  for setting, tables in missing.items():
+    kinds = dict.fromkeys(kind for some in tables.values() for kind in some)
+    names = ",".join(f"{setting}/{kind}" for kind in kinds)
+    lines.append(
+      {
+        "setting": TITLES[setting],
+        "tables": ", ".join(tables),
+        "needs": NEEDS[setting],
+        "`--only`": f"`{names}`",
+        "rows": len(kinds),
       }
     )
   return pd.DataFrame(lines)
@@ -234,13 +284,20 @@ def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[s
   cost = page.bench(docs, "dpq")
   frames = {name.lower().replace(" ", "-"): table(results, "cpu", name) for name in TABLES} | {
     "stand-ins": stand_ins("cpu"),
+    "elsewhere": elsewhere("cpu"),
     "neighbours": neighbours(results),
     "word-codes": word_codes(results),
     "corrected-ratios": corrected_ratios(),
     "training-cost": training_cost(cost["training"]) if cost else pd.DataFrame(),
     "inference-cost": inference_cost(cost) if cost else pd.DataFrame(),
   }
-  text_columns = {"stand-ins": 3, "neighbours": 3, "word-codes": 3, "corrected-ratios": 2}
+  text_columns = {
+    "stand-ins": 3,
+    "elsewhere": 4,
+    "neighbours": 3,
+    "word-codes": 3,
+    "corrected-ratios": 2,
+  }
   generated = {
     name: page.markdown(frame, text_columns.get(name, 1)) if len(frame) else "Not run."
     for name, frame in frames.items()

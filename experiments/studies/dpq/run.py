@@ -28,7 +28,7 @@ from experiments.studies import page
 from experiments.studies.dpq import report
 from experiments.studies.dpq.rows import Row, full, rows
 from experiments.studies.dpq.settings import HEADLINE, SCALES, Setting
-from experiments.studies.study import DOCS, Results, Study, Work, derived, trained
+from experiments.studies.study import DOCS, Job, Results, Study, derived, trained
 from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
 from vqjax.lab import conversion
@@ -57,8 +57,8 @@ BEAMS, PENALTY, SENTENCES = 4, 0.6, 50
 """Of the beam search: beams, length penalty, and sentences of a batch."""
 
 
-def works(scale: str) -> list[Work]:
-  """All works of a scale, each after those that it starts from."""
+def jobs(scale: str) -> list[Job]:
+  """All jobs of a scale, each after those that it starts from."""
   every = []
   for s in SCALES[scale].values():
     own = rows(s)
@@ -72,7 +72,7 @@ def works(scale: str) -> list[Work]:
   return every
 
 
-def _trained(s: Setting, row: Row, seed: int = 0) -> Work:
+def _trained(s: Setting, row: Row, seed: int = 0) -> Job:
   name = f"{s.name}/{row.name}" + (f"-s{seed}" if seed else "")
   start, needs = None, ()
   if row.start is not None:
@@ -87,7 +87,7 @@ def _trained(s: Setting, row: Row, seed: int = 0) -> Work:
   return trained(name, row.label, experiment, s.path(row.name, seed), beside, needs)
 
 
-def _derived(s: Setting, row: Row) -> Work:
+def _derived(s: Setting, row: Row) -> Job:
   source = _trained(s, Row("full", "Full", full(s)))
   experiment, folder = s.make("full", full(s), seed=0), pathlib.Path(s.path("full"))
   settings = {"embedding": repr(row.embedding)}
@@ -254,7 +254,7 @@ def translations(
 
 
 def render(console: Console, results: Results, scale: str, docs: pathlib.Path = DOCS) -> None:
-  """Prints the tables; at the scale "cpu" it also updates the page and its figures."""
+  """Print the tables; at the scale "cpu" also update the page and its figures."""
   for name, title in report.TABLES.items():
     page.show(console, f"{name}: {title}", report.table(results, scale, name))
   if scale == "cpu":
@@ -263,7 +263,7 @@ def render(console: Console, results: Results, scale: str, docs: pathlib.Path = 
     page.save_figures(figures, docs)
 
 
-STUDY = Study(name="dpq", description=__doc__, scales=tuple(SCALES), works=works, render=render)
+STUDY = Study(name="dpq", description=__doc__, scales=tuple(SCALES), jobs=jobs, render=render)
 
 if __name__ == "__main__":
   sys.exit(STUDY.main())

@@ -1,0 +1,1 @@
+"""The grouped head (Vennam et al., 2024)."""

@@ -93,13 +93,13 @@ def tables(results: Results, scale: str, cost: Cost | None) -> dict[str, pd.Data
 
 
 def show(console: Console, results: Results, scale: str, docs: pathlib.Path) -> None:
-  """Prints all tables."""
+  """Print all tables."""
   for name, frame in tables(results, scale, read_cost(docs)).items():
     page.show(console, TITLES[name], frame)
 
 
 def write(results: Results, docs: pathlib.Path) -> list[pathlib.Path]:
-  """Updates the generated blocks of the page, and its figures; returns their paths."""
+  """Update the generated blocks of the page, and its figures; return their paths."""
   cost = read_cost(docs)
   blocks = {name: page.markdown(frame) for name, frame in tables(results, "cpu", cost).items()}
   blocks["results"] = f"{page.origins(results)}\n\n{page.failures(results)}"
@@ -128,8 +128,8 @@ def _printed(table: str, names: Iterable[str], column: str) -> pd.Series:
   return pd.Series([paper().get((table, name, column)) for name in names], dtype=object)
 
 
-def _mark_failed(frame: pd.DataFrame, results: Results, works: Iterable[str]) -> None:
-  failed = [results.get(w, {}).get("result", {}).get("status") == "failed" for w in works]
+def _mark_failed(frame: pd.DataFrame, results: Results, jobs: Iterable[str]) -> None:
+  failed = [results.get(w, {}).get("result", {}).get("status") == "failed" for w in jobs]
   frame.loc[failed, frame.columns[1:]] = "failed"
 
 
@@ -140,16 +140,16 @@ def _language(results: Results, scale: str) -> pd.DataFrame:
     if s.rows
     for row in rows(s)
   }
-  for table, work, _ in paper() if scale == "cpu" else ():
-    if table == "1" and work not in labels:
-      dim, name = work.removeprefix("lm-").split("/")
-      labels[work] = f"paper, {MODELS[name]}, {dim}"
+  for table, job, _ in paper() if scale == "cpu" else ():
+    if table == "1" and job not in labels:
+      dim, name = job.removeprefix("lm-").split("/")
+      labels[job] = f"paper, {MODELS[name]}, {dim}"
   numbers = functools.partial(_numbers, results, labels)
   nats = numbers("result", "test", "nats_per_token")
-  dense = [f"{work.split('/')[0]}/{TEACHER}" for work in labels]
+  dense = [f"{job.split('/')[0]}/{TEACHER}" for job in labels]
   over = nats - _numbers(results, dense, "result", "test", "nats_per_token")
   # The count of a distilled model includes its teacher.
-  distilled = [work.endswith("distilled") for work in labels]
+  distilled = [job.endswith("distilled") for job in labels]
   params = numbers("result", "model", "params").mask(distilled)
   frame = pd.DataFrame({
     "model": list(labels.values()),
@@ -160,7 +160,7 @@ def _language(results: Results, scale: str) -> pd.DataFrame:
     "of the head": _text(numbers("result", "head", "params"), units.count),
   })  # fmt: skip
   _mark_failed(frame, results, labels)
-  judged = [f"grades/{work.replace('/', '-')}" for work in labels]
+  judged = [f"grades/{job.replace('/', '-')}" for job in labels]
   for grade in GRADES:
     own = _text(_numbers(results, judged, "grades", grade), "{:.2f}")
     printed = _printed("1", labels, grade)
@@ -191,9 +191,9 @@ def _differences(results: Results, scale: str) -> pd.DataFrame:
 
 def _group_losses(results: Results, scale: str) -> pd.Series:
   """Validation loss in nats by the number of groups of the trained models."""
-  works = {n: f"{s.name}/groups-{n}" for s in SCALES[scale].values() for n in s.groups}
-  loss = _numbers(results, works.values(), "result", "valid", "nats_per_token")
-  return loss.set_axis(list(works)).dropna()
+  jobs = {n: f"{s.name}/groups-{n}" for s in SCALES[scale].values() for n in s.groups}
+  loss = _numbers(results, jobs.values(), "result", "valid", "nats_per_token")
+  return loss.set_axis(list(jobs)).dropna()
 
 
 def _groups(results: Results, scale: str) -> pd.DataFrame:
@@ -204,8 +204,8 @@ def _groups(results: Results, scale: str) -> pd.DataFrame:
 
 
 def _pictures(results: Results) -> pd.DataFrame:
-  works = ("pictures/dense", "pictures/grouped")
-  numbers = functools.partial(_numbers, results, works, "result")
+  jobs = ("pictures/dense", "pictures/grouped")
+  numbers = functools.partial(_numbers, results, jobs, "result")
   frame = pd.DataFrame({
     "model": ["CNN, dense", "CNN, grouped"],
     "accuracy, %": _text(100 * numbers("test", "accuracy"), "{:.1f}"),
@@ -213,10 +213,8 @@ def _pictures(results: Results) -> pd.DataFrame:
     "nats": _text(numbers("test", "nats_per_token"), "{:.3f}"),
     "parameters": _text(numbers("model", "params"), units.count),
   })  # fmt: skip
-  _mark_failed(frame, results, works)
-  frame["paper's parameters"] = (
-    _printed("pictures", works, "parameters").map(int).map("{:,}".format)
-  )
+  _mark_failed(frame, results, jobs)
+  frame["paper's parameters"] = _printed("pictures", jobs, "parameters").map(int).map("{:,}".format)
   return frame
 
 
@@ -410,7 +408,7 @@ def sizes(results: Results, cost: Cost) -> Figure:
 
 
 def save_sheet(path: pathlib.Path, seed: int = 0) -> None:
-  """Draws a contact sheet of the image classes.
+  """Draw a contact sheet of the image classes.
 
   The file is a PNG of 256 colours: the noise of all colours would make it four times as large.
   """

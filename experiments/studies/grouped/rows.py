@@ -70,11 +70,11 @@ class SpreadTokenizer(Tokenizer):
   vocab: int
 
   def fit(self, documents: Documents) -> Encoder:
-    """Fits the inner tokenizer."""
+    """Fit the inner tokenizer."""
     return SpreadEncoder(self.inner.fit(documents), self.vocab)
 
   def load(self, state: str) -> Encoder:
-    """Loads the state of a `SpreadEncoder`."""
+    """Load the state of a `SpreadEncoder`."""
     return SpreadEncoder(self.inner.load(json.loads(state)["inner"]), self.vocab)
 
   def files(self) -> tuple[pathlib.Path, ...]:
@@ -86,7 +86,7 @@ class SpreadEncoder(Encoder):
   """An encoder whose tokens are multiples of `stride`."""
 
   def __init__(self, inner: Encoder, vocab: int):
-    """Spreads the tokens of `inner` over a vocabulary of `vocab` tokens."""
+    """Spread the tokens of `inner` over a vocabulary of `vocab` tokens."""
     if vocab < inner.vocab:
       raise ValueError(f"`vocab` must be at least the inner vocabulary {inner.vocab}; got {vocab}.")
     self._inner, self.vocab = inner, vocab

@@ -1,7 +1,7 @@
 """Run the study of the grouped head.
 
 python -m experiments.studies.grouped.run --scale cpu         runs what has no result, then renders
-python -m experiments.studies.grouped.run --scale cpu --list  lists the works, and which are done
+python -m experiments.studies.grouped.run --scale cpu --list  lists the jobs, and which are done
 python -m experiments.studies.grouped.run --scale cpu --only lm-128/gpt-2,lm-128/grouped
 python -m experiments.studies.grouped.run --render            updates the page from the results
 python -m experiments.studies.grouped.run --sheet sheet.png   draws pictures of the classes
@@ -41,7 +41,7 @@ from experiments.studies.grouped.rows import (
   rows,
 )
 from experiments.studies.grouped.stories import graded
-from experiments.studies.study import DOCS, Results, Study, Work, derived, trained
+from experiments.studies.study import DOCS, Job, Results, Study, derived, trained
 from vqjax import GroupedHead, Head
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.judge import Judge
@@ -60,8 +60,8 @@ STORIES = {"stories": 30, "tokens": 200, "temperature": 1.0}
 """Number of graded stories, most tokens of a completion, and temperature of sampling."""
 
 
-def works(scale: str, judge: Judge | None = None) -> list[Work]:
-  """All works of a scale, each after those that it starts from."""
+def jobs(scale: str, judge: Judge | None = None) -> list[Job]:
+  """All jobs of a scale, each after those that it starts from."""
   settings = SCALES[scale]
   made = [_row(s, row) for s in settings.values() for row in rows(s)]
   for name, head in (("dense", dense), ("grouped", grouped)):
@@ -76,11 +76,11 @@ def works(scale: str, judge: Judge | None = None) -> list[Work]:
     made.append(derived(f"top/{name}", label, _row(s, row), TOP_SETTINGS, measure))
   for s in settings.values():
     made += [_graded(scale, s, row, judge) for row in rows(s) if TEACHER in s.rows and row.trained]
-  return [work for work in made if work is not None]
+  return [job for job in made if job is not None]
 
 
-def _row(s: Setting, row: Row) -> Work:
-  """The work of a language model: training, or evaluation as it starts."""
+def _row(s: Setting, row: Row) -> Job:
+  """The job of a language model: training, or evaluation as it starts."""
   name, experiment = f"{s.name}/{row.name}", row.make(s)
   if row.trained:
     needs = (f"{s.name}/{row.needs}",) if row.needs else ()
@@ -90,8 +90,8 @@ def _row(s: Setting, row: Row) -> Work:
   return derived(name, row.label, source, settings, functools.partial(scores, experiment))
 
 
-def _graded(scale: str, s: Setting, row: Row, judge: Judge | None) -> Work | None:
-  """The work of grading a row's stories; without a judge, a kept result or None."""
+def _graded(scale: str, s: Setting, row: Row, judge: Judge | None) -> Job | None:
+  """The job of grading a row's stories; without a judge, a kept result or None."""
   name = f"grades/{s.name}-{row.name}"
   if judge is None:
     settings = STUDY.read(scale).get(name, {}).get("settings")
@@ -101,8 +101,8 @@ def _graded(scale: str, s: Setting, row: Row, judge: Judge | None) -> Work | Non
   if settings is None:
     return None
   measure = functools.partial(graded, row.make(s), pathlib.Path(s.path(row.name)), settings, judge)
-  work = derived(name, f"grades of {row.label}", _row(s, row), settings, measure)
-  return work if judge is not None or STUDY.is_done(scale, work) else None
+  job = derived(name, f"grades of {row.label}", _row(s, row), settings, measure)
+  return job if judge is not None or STUDY.is_done(scale, job) else None
 
 
 def curves(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def time_top_k(experiment: Experiment, folder: pathlib.Path, calls: int = 7) -> 
 
 
 def render(console: Console, results: Results, scale: str) -> None:
-  """Prints the tables; at the scale cpu, also updates the page and its figures."""
+  """Print the tables; at the scale cpu, also update the page and its figures."""
   report.show(console, results, scale, DOCS)
   if scale == "cpu":
     for path in report.write(results, DOCS):
@@ -223,14 +223,14 @@ STUDY = Study(
   name="grouped",
   description=__doc__,
   scales=tuple(SCALES),
-  works=works,
+  jobs=jobs,
   render=render,
   options=(OPTIONS,),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Runs the command with the judge that its options name; returns the exit code."""
+  """Run the command with the judge that its options name; return the exit code."""
   own, _ = OPTIONS.parse_known_args(arguments)
   if (own.judge_url is None) != (own.judge_model is None):
     OPTIONS.error("--judge-url and --judge-model must be given together")
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judge = Judge(own.judge_url, own.judge_model, pathlib.Path(RUNS, "judge"))
   except ValueError as error:
     OPTIONS.error(str(error))
-  return dataclasses.replace(STUDY, works=functools.partial(works, judge=judge)).main(arguments)
+  return dataclasses.replace(STUDY, jobs=functools.partial(jobs, judge=judge)).main(arguments)
 
 
 if __name__ == "__main__":

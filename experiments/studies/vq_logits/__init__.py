@@ -1,0 +1,1 @@
+"""VQ-Logits (Shao et al.): heads with codes for tokens."""

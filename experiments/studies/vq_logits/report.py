@@ -43,8 +43,7 @@ FAMILIES = {
   "tokens share codes": ("CodebookHead", "LearnedCodebookHead"),
   "composed rows": ("ProductHead", "LearnedProductHead", "ResidualCodebookHead"),
   "low rank": ("LowRankHead",),
-  "full softmax": ("DenseHead", "SampledSoftmaxHead"),
-  "by classes or trees": ("AdaptiveHead", "ClassBasedHead", "HierarchicalHead"),
+  "full softmax": ("DenseHead",),
 }
 """Series of the figure of bytes -> classes of heads."""
 
@@ -102,7 +101,7 @@ def measure(results: Results, setting: Setting, row: Row) -> Measurement:
   """The measurement of a row beside the full softmax that was trained as it was."""
   of = lambda name: page.finished(results, f"{setting.name}/{name}")
   done = of(row.name)
-  from_scratch = setting.further and not row.needs and row.name != "dense"
+  from_scratch = not row.needs and row.name != "dense"
   full = of("full-scratch" if from_scratch else "full")
   test = lambda result: result["test"]["perplexity"]
   over = [100 * (test(done[seed]) / test(full[seed]) - 1) for seed in sorted(done.keys() & full)]
@@ -191,9 +190,9 @@ def paper_table(results: Results, setting: Setting, name: str) -> pd.DataFrame:
   return table(measured, printed, PAPER[MAIN[setting.name]]["full"])
 
 
-def all_heads(results: Results, setting: Setting) -> list[Measurement]:
-  """All rows of a setting, sorted by perplexity and numbered in their labels."""
-  measured = [measure(results, setting, row) for row in rows(setting)]
+def conversions(results: Results, setting: Setting) -> list[Measurement]:
+  """The rows that start from one trained model, by perplexity and numbered in their labels."""
+  measured = [measure(results, setting, row) for row in rows(setting) if row.needs]
   measured.sort(key=lambda m: m.perplexity.mean if m.perplexity else float("inf"))
   return [
     dataclasses.replace(m, row=dataclasses.replace(m.row, label=f"{number}. {m.row.label}"))
@@ -347,7 +346,7 @@ def bytes_figure(measured: Sequence[Measurement]) -> Figure | None:
       own = [xs[at] for at in members], [ys[at] for at in members]
       axes.plot(*own, "o", markersize=6, color=color, label=family)
   frontier: list[tuple[float, float]] = []
-  for x, y in sorted((x, y) for x, y, m in zip(xs, ys, points, strict=True) if not m.head["tied"]):
+  for x, y in sorted(zip(xs, ys, strict=True)):
     if not frontier or y < frontier[-1][1]:
       frontier.append((x, y))
   axes.plot(*zip(*frontier, strict=True), color=INK, alpha=0.4, linewidth=1, zorder=1)
@@ -428,24 +427,24 @@ def _legend_below(figure: Figure, axes: Axes) -> None:
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
-  """Rewrites the generated blocks and figures of the page; returns their paths."""
+  """Rewrite the generated blocks and figures of the page; return their paths."""
   settings = SCALES["cpu"]
   speed = page.bench(docs, "codebook")
-  heads = all_heads(results, settings["ptb"])
+  converted = conversions(results, settings["ptb"])
   frames = {
     "codebooks": codebooks(results, settings),
     "settings": setups(results, settings),
     **{_slug(table): paper_table(results, settings[name], table) for name, table in MAIN.items()},
     **{_slug(name): paper_table(results, settings["wikitext"], name) for name in ABLATIONS},
     "table-8": shared_words(results),
-    "all-heads": table(heads),
+    "conversions": table(converted),
     "kmeans": kmeans_table(page.bench(docs, "kmeans")),
   }
   blocks = {name: page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
   blocks |= {"table-3": speed_block(speed)}
   blocks["origins"] = f"{page.origins(results)}\n\n{page.failures(results)}"
   figures = {
-    "vq-bytes.png": bytes_figure(heads),
+    "vq-bytes.png": bytes_figure(converted),
     "vq-codes.png": codes_figure(results, settings),
     "vq-speed.png": speed_figure(speed) if speed else None,
   }
@@ -460,12 +459,12 @@ def _slug(table: str) -> str:
 
 
 def render(console: Console, results: Results, scale: str) -> None:
-  """Prints the tables of a scale; at "cpu", updates the page too."""
+  """Print the tables of a scale; at "cpu", update the page too."""
   settings = SCALES[scale]
   for name, main in MAIN.items():
     for title in (main, *(ABLATIONS if name == "wikitext" else ())):
       page.show(console, title, paper_table(results, settings[name], title))
-  page.show(console, "All heads", table(all_heads(results, settings["ptb"])))
+  page.show(console, "Conversions", table(conversions(results, settings["ptb"])))
   if scale == "cpu":
     for path in update(results):
       console.print(f"wrote {path}", highlight=False)

@@ -4,11 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from experiments.studies.vq_logits.settings import Setting
 from vqjax import Head, assign, convert, embeddings, heads
-from vqjax.assign import trees
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, Experiment
 from vqjax.lab.training import FromRun, Recluster
@@ -43,7 +40,7 @@ def rows(s: Setting) -> list[Row]:
   """Every row of a setting, each after those that it needs."""
   if s.further is None:
     return paper_rows(s)
-  return [*paper_rows(s), *_codebooks(s), *_from_scratch(s), *_other_heads(s)]
+  return [*paper_rows(s), *_codebooks(s), *_other_heads(s)]
 
 
 def _scratch(
@@ -88,9 +85,8 @@ def paper_rows(s: Setting) -> list[Row]:
   listed = [
     Row("dense", "Full softmax, before fine-tuning", dense, before, headline=True),
     Row("full", "Full softmax", dense, tuned, needs=("dense",), headline=True),
+    _scratch(s, "full-scratch", "Full softmax, from scratch", dense, headline=True),
   ]
-  if s.further:
-    listed += [_scratch(s, "full-scratch", "Full softmax, from scratch", dense, headline=True)]
   adaptive = heads.AdaptiveHead(V, s.dim, s.cutoffs, dtype=s.dtype)
   listed += [
     _scratch(s, "adaptive", "Adaptive softmax", adaptive),
@@ -185,61 +181,13 @@ def _codebooks(s: Setting) -> list[Row]:
   ]
 
 
-def _from_scratch(s: Setting) -> list[Row]:
-  """Codes from the tokens' neighbours in the text, trained from scratch."""
-  k, small = s.codes[-1], s.further.small_codes
-  contexts = conversion.MappedProduct(convert.ToProduct(power=0.5))
-  others = {f"-{c}x{m}": (f" ({c} x {m})", (c, m)) for c, m in s.further.other_products}
-  products = {"": ("", s.further.product)} | others
-  return [
-    *(
-      _scratch(
-        s,
-        f"product-scratch{suffix}",
-        f"product codes of contexts{shown}, + bias, from scratch",
-        heads.ProductHead(V, s.dim, *size, token_bias=True),
-        contexts,
-        headline=not suffix,
-      )
-      for suffix, (shown, size) in products.items()
-    ),
-    _scratch(
-      s,
-      "residual-scratch",
-      "codebook of contexts and a low-rank part, + bias, from scratch",
-      heads.ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True),
-      conversion.Mapped(convert.ContextKMeans(alone=0.25)),
-    ),
-    _scratch(
-      s,
-      f"contexts-scratch-{k}",
-      f"K={k}, half alone, contexts, + bias, from scratch",
-      heads.CodebookHead(V, s.dim, k, token_bias=True, dtype=s.dtype),
-      conversion.Mapped(convert.ContextKMeans(alone=0.5)),
-    ),
-    _scratch(
-      s,
-      f"brown-scratch-{small}",
-      f"K={small}, exchange on bigrams, + bias, from scratch",
-      heads.CodebookHead(V, s.dim, small, token_bias=True, dtype=s.dtype),
-      conversion.Mapped(BROWN),
-    ),
-  ]
-
-
 def _other_heads(s: Setting) -> list[Row]:
-  """Heads other than the codebook: converted ones, and baselines from scratch."""
+  """Heads other than the codebook."""
   product = heads.ProductHead(V, s.dim, *s.further.product, token_bias=True)
   learned = heads.LearnedProductHead(V, s.dim, *s.further.product, token_bias=True)
   residual = heads.ResidualCodebookHead(V, s.dim, *s.further.residual, token_bias=True)
   quarter = convert.KMeans(power=1.0, alone=0.25)
   low_rank = heads.LowRankHead(V, s.dim, s.rank)
-  tied = heads.DenseHead(
-    V, s.dim, embedding=embeddings.DenseEmbedding(V, s.dim, dtype=s.dtype), dtype=s.dtype
-  )
-  sampled = heads.SampledSoftmaxHead(V, s.dim, samples=s.codes[-1])
-  tree = heads.HierarchicalHead(V, s.dim, zipf_tree)
-  classes = heads.ClassBasedHead(V, s.dim, s.further.classes, assign.contiguous)
   to, label = convert.ToProduct(), "product codes, + bias"
   return [
     _converted(s, "product", label, product, to),
@@ -249,13 +197,4 @@ def _other_heads(s: Setting) -> list[Row]:
       s, "residual", "codebook and a low-rank part", residual, convert.ToResidual(quarter)
     ),
     _converted(s, "low-rank-converted", "low rank, converted", low_rank, convert.ToLowRank()),
-    _scratch(s, "tied", "tied full softmax", tied),
-    _scratch(s, "sampled", "sampled softmax in training", sampled),
-    _scratch(s, "hierarchical", "hierarchical softmax", tree),
-    _scratch(s, "class-based", "class-based, two steps", classes),
   ]
-
-
-def zipf_tree(vocab: int) -> trees.Tree:
-  """Huffman's tree of a frequency-sorted vocabulary under Zipf's law."""
-  return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)

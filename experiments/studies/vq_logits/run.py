@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.studies.study import Study, Work, trained
+from experiments.studies.study import Job, Study, trained
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.rows import Row, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
@@ -111,10 +111,10 @@ def shared_code(
   }
 
 
-def works(scale: str) -> list[Work]:
+def jobs(scale: str) -> list[Job]:
   """All runs of a scale, each after those that it starts from."""
   return [
-    _work(setting, row, seed)
+    _job(setting, row, seed)
     for setting in SCALES[scale].values()
     for seed in range(setting.seeds)
     for row in rows(setting)
@@ -122,7 +122,7 @@ def works(scale: str) -> list[Work]:
   ]
 
 
-def _work(setting: Setting, row: Row, seed: int) -> Work:
+def _job(setting: Setting, row: Row, seed: int) -> Job:
   named = lambda name: f"{setting.name}/{name}" + (f"-s{seed}" if seed else "")
 
   def measure(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ STUDY = Study(
   name="vq_logits",
   description=__doc__,
   scales=tuple(SCALES),
-  works=works,
+  jobs=jobs,
   render=report.render,
 )
 

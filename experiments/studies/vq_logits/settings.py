@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from flax import linen as nn
 
 from configs.vq_logits import c4, ptb, wikitext103
 from vqjax import DenseEmbedding, DenseHead, Head
@@ -26,6 +27,9 @@ from vqjax.lab.data import (
 )
 from vqjax.models import Transformer
 
+INPUTS = nn.initializers.normal(0.02)
+"""Initialiser of the input embeddings of untied rows."""
+
 RUNS = "runs/vq"
 """Folder of the training runs; each scale has a folder in it."""
 
@@ -40,16 +44,12 @@ class Further:
     product: (K, M) of the product head.
     residual: (K, R) of the codebook head with a low-rank part.
     small_codes: K of a small codebook.
-    classes: number of classes of the class-based head.
-    other_products: (K, M) of further product heads.
     recluster_tokens: length of the text that one re-clustering reads.
   """
 
   product: tuple[int, int]
   residual: tuple[int, int]
   small_codes: int
-  classes: int
-  other_products: tuple[tuple[int, int], ...] = ()
   recluster_tokens: int = 2**18
 
 
@@ -105,9 +105,13 @@ class Setting:
   def run(self, row: str, head: Head, train: Train, seed: int, **changes: Any) -> Experiment:
     """The dense experiment with another head, embedding and training."""
     own = getattr(head, "embedding", None)
-    embedding = own or DenseEmbedding(FROM_TOKENIZER, self.dim, dtype=self.dtype)
+    embedding = own or _inputs(self.dim, self.dtype)
     model = self.dense.model.clone(head=head, embedding=embedding)
     return dataclasses.replace(self.dense, name=row, model=model, train=train, seed=seed, **changes)
+
+
+def _inputs(dim: int, dtype: Any) -> DenseEmbedding:
+  return DenseEmbedding(FROM_TOKENIZER, dim, weight_init=INPUTS, dtype=dtype)
 
 
 def _train(steps: int, **fields: Any) -> Train:
@@ -120,7 +124,7 @@ def _dense(data: Source, tokenizer: Tokenizer, train: Train, **fields: Any) -> E
   """A full softmax on a decoder with the given fields, computed in float32."""
   dim, dtype = fields["dim"], jnp.float32
   model = Transformer(
-    embedding=DenseEmbedding(FROM_TOKENIZER, dim, dtype=dtype),
+    embedding=_inputs(dim, dtype),
     head=DenseHead(FROM_TOKENIZER, dim, dtype=dtype),
     dtype=dtype,
     **fields,
@@ -175,7 +179,7 @@ def _paper(name: str, config: Experiment, **fields: Any) -> Setting:
 
 SCALES = {
   "smoke": {
-    "ptb": _smoke("ptb", further=Further((16, 4), (16, 2), 24, 20, ((16, 2), (16, 8)), 512)),
+    "ptb": _smoke("ptb", further=Further((16, 4), (16, 2), 24, recluster_tokens=512)),
     "wikitext": _smoke("wikitext", ablations=True),
     "web": _smoke("web"),
   },
@@ -189,7 +193,7 @@ SCALES = {
       codes=(256, 512, 1024),
       cutoffs=(750, 3000),
       rank=7,
-      further=Further(product=(224, 16), residual=(200, 4), small_codes=460, classes=100),
+      further=Further(product=(224, 16), residual=(200, 4), small_codes=460),
       seeds=3,
     ),
     "wikitext": _cpu(
@@ -221,7 +225,7 @@ SCALES = {
       codes=(256, 512, 1024),
       cutoffs=(750, 3000),
       rank=27,
-      further=Further((256, 64), (1024, 16), 585, 100, other_products=((256, 32), (256, 128))),
+      further=Further((256, 64), (1024, 16), 585),
       seeds=3,
     ),
     "wikitext": _paper(

@@ -1,10 +1,8 @@
 """The benchmarks run at tiny sizes, keep their figures, and count as the papers count."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
+import re
 
 import jax
 import numpy as np
@@ -12,15 +10,13 @@ import pytest
 from scipy.special import log_softmax
 
 from experiments.bench import __main__ as command
-from experiments.bench import codebook, grouped, losses, registry, softmax
+from experiments.bench import codebook, gpu, grouped, losses, registry, softmax
 from experiments.bench.grouped import CONTENDERS, Decoder, experiment, macs
 from experiments.bench.losses import Shape
 from experiments.bench.registry import BENCHMARKS, Benchmark
 from vqjax import DenseHead, GroupedHead
 from vqjax.lab.training.program import Program
 from vqjax.sharding import MeshShape, make_mesh
-
-ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -135,26 +131,15 @@ def test_drawing_is_compared_with_the_step(figures):
   assert figures["draw_of_step"] > 0
 
 
-def gpu(*arguments):
-  """The GPU benchmark as a machine without a GPU runs it."""
-  return subprocess.run(
-    [sys.executable, "-m", "experiments.bench", "gpu", *arguments],
-    cwd=ROOT,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": "."},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-
-
-@pytest.mark.slow
-def test_the_gpu_benchmark_names_a_missing_gpu_and_keeps_rows_after_one_that_fails(tmp_path):
-  refused = gpu()
-  assert refused.returncode == 2
-  assert "cpu" in refused.stderr
+def test_the_gpu_benchmark_names_a_missing_gpu_and_keeps_rows_after_one_that_fails(
+  tmp_path, monkeypatch, capsys
+):
+  # A process for each row is a claim of `plan/test_isolated.py`.
+  monkeypatch.setattr(gpu, "isolated", lambda call: call())
+  assert command.main(["gpu"]) == 2
+  assert "cpu" in capsys.readouterr().err
   file = tmp_path / "gpu.json"
-  tried = gpu("--quick", "--json", str(file))
-  assert tried.returncode == 0, tried.stderr
+  assert command.main(["gpu", "--quick", "--json", str(file)]) == 0
   (table,) = json.loads(file.read_text())["gpu"]["tables"]
   rows, shape = table["rows"], table["shape"]
   work = 6 * shape["tokens"] * shape["dim"] * shape["vocab"]
@@ -320,3 +305,11 @@ def test_every_benchmark_is_listed(capsys):
   listed = capsys.readouterr().out
   assert all(name in listed for name in registry.BENCHMARKS)
   assert any(benchmark.is_default for benchmark in BENCHMARKS.values())
+
+
+def test_the_documents_name_benchmarks_that_exist():
+  root = pathlib.Path(__file__).parents[3]
+  text = "".join(path.read_text() for path in [root / "README.md", *(root / "docs").glob("*.md")])
+  named = re.findall(r"make bench ARGS=(\w[\w-]*)", text)
+  assert len(named) > 5
+  assert set(named) <= BENCHMARKS.keys()

@@ -149,7 +149,7 @@ def test_groups_are_read_in_every_form(text, groups):
 
 
 def test_unknown_groups_are_an_error():
-  with pytest.raises(ValueError, match=r"'<odd>' are in no known form"):
+  with pytest.raises(ValueError, match=r"`replica_groups` .*got '<odd>'"):
     parse_groups("<odd>", 4)
 
 

@@ -110,9 +110,9 @@ def test_a_missing_compiler_names_the_extra(capsys, monkeypatch):
     (["--devices", "8", "train.mesh.data=3"], "must have at most 8 devices; got 12"),
     (["--devices", "8", "train.batch=7"], "must be divisible by"),
     (["--devices", "8", "--device-kind", "H1"], "`device_kind` must be one of A100"),
-    (["--devices", "4096"], "jax runs with 8 simulated devices, not 4096"),
-    (["--devices", "8", "--vocab", "-1"], "--vocab -1 holds no token"),
-    ([], "give one of --topology, for TPUs, and --devices, for GPUs"),
+    (["--devices", "4096"], "`count` must be at most 8"),
+    (["--devices", "8", "--vocab", "-1"], "`--vocab` must be at least 1; got -1"),
+    ([], "`--topology` and `--devices`"),
   ],
 )
 def test_a_wrong_call_names_the_remedy(capsys, arguments, message):
@@ -123,7 +123,7 @@ def test_a_wrong_call_names_the_remedy(capsys, arguments, message):
 
 def test_a_vocabulary_of_the_tokenizer_must_be_given(capsys):
   assert plan.main([CONFIG, "--devices", "8"]) == 2
-  assert "give --vocab N" in capsys.readouterr().err
+  assert "`--vocab` must be given" in capsys.readouterr().err
 
 
 def test_the_roofline_is_the_longest_of_its_limits():
@@ -154,13 +154,20 @@ def test_a_large_decoder_has_the_size_in_its_name():
     assert body == pytest.approx(size, rel=0.02)
 
 
-def test_missing_and_failed_cells_are_shown_as_such(tmp_path):
+def test_failed_cells_are_shown_as_such_and_sizes_without_plans_have_no_column(tmp_path):
   cells = list(scaling.grid(["lm_1b"], sizes=[16, 64]))
   rows = dict.fromkeys(cells) | {cells[0]: {"failed": "no memory"}}
-  scaling_report.write_table(rows, "little", tmp_path / "table.md")
-  text = (tmp_path / "table.md").read_text()
-  assert "| 32,768 | dense | failed | – |" in text
-  assert "None of 18 cells are planned" in text
+  names = ["plans", *(f"lm_1b-{n}" for n in ("memory", "state", "head", "sent", "fsdp", "time"))]
+  page = tmp_path / "page.md"
+  page.write_text("".join(f"<!-- generated: {n} -->\n<!-- end: {n} -->\n" for n in names))
+  scaling_report.update(rows, page)
+  lines = [
+    [c.strip() for c in line.strip("|").split("|")] for line in page.read_text().splitlines()
+  ]
+  assert ["0", "18"] in lines
+  assert ["32,768", "dense", "failed"] in lines
+  assert ["32,768", "codebook", "–"] in lines
+  assert not any("64 chips" in line for line in lines)
 
 
 def test_rows_are_read_back_newest_first(tmp_path):
@@ -170,5 +177,5 @@ def test_rows_are_read_back_newest_first(tmp_path):
   file.write_text("".join(json.dumps(key | more) + "\n" for more in ({"failed": "x"}, {"plan": 1})))
   assert scaling.read_rows(file) == {cell: key | {"plan": 1}}
   file.write_text("{}\n")
-  with pytest.raises(ValueError, match="remove that line"):
+  with pytest.raises(ValueError, match=r"line 1 of .*rows.jsonl"):
     scaling.read_rows(file)

@@ -1,5 +1,6 @@
 """Tests of a study's resumption, of its file of results, and of the blocks of its page."""
 
+import importlib
 import io
 import json
 
@@ -9,36 +10,36 @@ from rich.console import Console
 
 from experiments.studies import page
 from experiments.studies.page import Spread
-from experiments.studies.study import Study, Work
+from experiments.studies.study import Job, Study
 
 
 @pytest.fixture
 def made():
-  """The names of the works that were made, in their order."""
+  """The names of the jobs that were made, in their order."""
   return []
 
 
 @pytest.fixture
 def study(tmp_path, monkeypatch, made):
-  """A study of five works at the scale "smoke"; the first fails, and two need others."""
+  """A study of five jobs at the scale "smoke"; the first fails, and two need others."""
   monkeypatch.chdir(tmp_path)
 
-  def work(name, status, *needs):
+  def job(name, status, *needs):
     def make():
       made.append(name)
       return {"result": {"status": status, "config_hash": f"hash of {name}"}}
 
-    return Work(name, f"label of {name}", lambda: f"hash of {name}", make, needs)
+    return Job(name, f"label of {name}", lambda: f"hash of {name}", make, needs)
 
-  works = [
-    work("a/dense", "failed"),
-    work("a/tuned", "finished", "a/dense"),
-    work("grades/tuned", "finished", "a/tuned"),
-    work("a/grouped", "finished"),
-    work("top/grouped", "finished", "a/grouped"),
+  jobs = [
+    job("a/dense", "failed"),
+    job("a/tuned", "finished", "a/dense"),
+    job("grades/tuned", "finished", "a/tuned"),
+    job("a/grouped", "finished"),
+    job("top/grouped", "finished", "a/grouped"),
   ]
   render = lambda console, results, scale: console.print("rendered", *results)
-  return Study("x", "", ("smoke",), lambda scale: works, render)
+  return Study("x", "", ("smoke",), lambda scale: jobs, render)
 
 
 def test_works_that_start_from_a_failed_run_are_skipped_and_the_others_run(study, made, capsys):
@@ -71,9 +72,11 @@ def test_rendering_makes_nothing_and_leaves_out_results_of_another_configuration
   assert "a/grouped is left out" in printed.err
 
 
-def test_an_unknown_work_is_a_wrong_call(study, capsys):
+def test_an_unknown_job_is_a_wrong_call_with_a_near_match(study, capsys):
   assert study.main(["--scale", "smoke", "--only", "a/grouped,b/none"]) == 2
-  assert "`--only` must name works of the scale smoke; got b/none." in capsys.readouterr().err
+  assert "`--only` must name jobs of the scale smoke; got b/none." in capsys.readouterr().err
+  assert study.main(["--scale", "smoke", "--only", "a/grouqed"]) == 2
+  assert "Did you mean a/grouped" in capsys.readouterr().err
 
 
 def test_a_result_replaces_the_earlier_one_of_its_name(study):
@@ -94,6 +97,15 @@ def test_a_line_that_is_not_a_result_is_named(study, line):
     file.write(line)
   with pytest.raises(ValueError, match=r"line 2 of .*results\.jsonl"):
     study.read("smoke")
+
+
+@pytest.mark.parametrize("name", ["comparison", "dpq", "grouped", "vq_logits"])
+def test_every_kept_result_is_of_the_configuration_that_the_code_has(name):
+  """A code move must not change the identity of a result."""
+  study = importlib.import_module(f"experiments.studies.{name}.run").STUDY
+  identities = {job.name: job.identity() for job in study.jobs("cpu")}
+  kept = {name: row["result"]["config_hash"] for name, row in study.read("cpu").items()}
+  assert {name: identities.get(name) for name in kept} == kept
 
 
 PAGE = """# Title

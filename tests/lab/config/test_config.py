@@ -131,8 +131,8 @@ def test_a_text_becomes_the_annotated_type(assignment, expected):
 @pytest.mark.parametrize(
   ("assignment", "fragments"),
   [
-    ("model.hed.codes=4", ["model.hed ", "model.head?", "embedding, head, blocks"]),
-    ("train.step=4", ["train.step ", "train.steps?", "learning_rate"]),
+    ("model.hed.codes=4", ["`model.hed`", "model.head?", "embedding, head, blocks"]),
+    ("train.step=4", ["`train.step`", "train.steps?", "learning_rate"]),
     ("codes=4", ["codes", "model.head.codes?"]),
     ("model.parent=4", ["model.parent"]),
     ("model.blocks.2.features=4", ["model.blocks.2", "0, 1"]),
@@ -264,10 +264,10 @@ def test_a_missing_config_lists_the_others_of_its_folder(config_file):
 
 def test_a_config_file_must_define_an_experiment(config_file):
   config_file.write_text("x = 1")
-  with pytest.raises(AttributeError, match=r"function experiment\(\)"):
+  with pytest.raises(ValueError, match=r"function experiment\(\)"):
     config.load(config_file)
   config_file.write_text("def experiment():\n  return 7")
-  with pytest.raises(TypeError, match="Experiment; got 7"):
+  with pytest.raises(ValueError, match="Experiment; got 7"):
     config.load(config_file)
 
 
@@ -373,7 +373,7 @@ def test_a_callable_object_is_described_by_its_fields():
 
 @pytest.mark.parametrize(("value", "named"), [(object(), "object"), (lambda x: x + 41, "lambda")])
 def test_a_value_without_a_stable_description_is_refused(value, named):
-  with pytest.raises(TypeError, match=rf"`model.head.activation` must have .* got .*{named}"):
+  with pytest.raises(ValueError, match=rf"`model.head.activation` must have .* got .*{named}"):
     config.describe(make(activation=value))
 
 
@@ -419,7 +419,7 @@ def test_an_object_of_plain_values_is_written_with_its_fields(text, expected):
   ("texts", "message"),
   [
     (["=8"], r"`train.mesh` must .*\(data=\.\.\., fsdp=\.\.\., model=\.\.\.\)"),
-    (["=(dat=8)"], "got dat .*data, fsdp, model"),
+    (["=(dat=8)"], "got dat,.*data, fsdp, model"),
     (["=(data=8, data=4)"], "one value; got 8 and 4"),
     (["=(data=all)"], r"`data` must be int \| None; got 'all'"),
     (["=(data=0)"], r"data.* 0"),

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jitted import apply
 from vqjax import (
   AdaptiveHead,
   CodebookEmbedding,
   CodebookHead,
+  DenseEmbedding,
   DenseHead,
   LearnedCodebookHead,
   LearnedProductHead,
@@ -25,7 +27,7 @@ from vqjax import (
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.conversion.compress import converted
-from vqjax.lab.conversion.starts import dense_rows
+from vqjax.lab.conversion.starts import dense_rows, token_stats
 from vqjax.lab.data import WordTokenizer
 from vqjax.lab.training import fit, read_variables
 from vqjax.lab.training.optimizer import partition
@@ -48,7 +50,7 @@ def initial(experiment):
 def log_prob(experiment, variables):
   tokens = jnp.arange(16).reshape(2, 8) % experiment.model.head.vocab
   variables = jax.tree.map(jnp.asarray, variables)
-  return experiment.model.apply(variables, tokens, tokens[:, ::-1], method="log_prob")
+  return apply(experiment.model, variables, tokens, tokens[:, ::-1], method="log_prob")
 
 
 @pytest.mark.slow
@@ -338,13 +340,13 @@ class TestBadInput:
 
   def test_another_tokenizer_is_refused(self, dense):
     experiment = dataclasses.replace(dense[0], tokenizer=WordTokenizer(vocab=20))
-    with pytest.raises(ValueError, match="has another tokenizer"):
+    with pytest.raises(ValueError, match="`tokenizer` must be that of the run"):
       initial(conversion.compress(experiment, dense[1], codes=5))
 
   def test_a_target_of_another_head_is_refused(self, dense):
     wrong = converted(*dense, DenseHead(V, D), convert.ToCodebook(convert.KMeans()), name="x")
     with pytest.raises(
-      TypeError, match="`head` must be a CodebookHead for ToCodebook; got a DenseHead"
+      ValueError, match="`head` must be a CodebookHead for ToCodebook; got a DenseHead"
     ):
       initial(wrong)
 
@@ -365,7 +367,7 @@ class TestBadInput:
       dense[0].model, dense[0].model.clone(head=AdaptiveHead(9, D, (5,)))
     )
     tokens = jnp.zeros((1, 2), jnp.int32)
-    with pytest.raises(TypeError, match=r"`teacher.head` must be linear, .*; got a AdaptiveHead"):
+    with pytest.raises(ValueError, match=r"`teacher.head` must be linear, .*; got a AdaptiveHead"):
       model.init(jax.random.key(0), tokens)
 
   def test_a_teacher_of_other_tokens_is_refused(self, dense):
@@ -382,16 +384,20 @@ class TestBadInput:
         conversion.Mapped(convert.Brown()),
         "must have assignment .*; got a DenseHead",
       ),
-      (CodebookHead(V, D, 5), conversion.MappedProduct(), "must have codes .*; got a CodebookHead"),
+      (
+        CodebookHead(V, D, 5),
+        conversion.FromVectors(convert.ContextVectors(), convert.ToProduct()),
+        "must be a ProductHead .*; got a CodebookHead",
+      ),
     ],
   )
-  def test_a_mapping_for_a_head_without_its_codes_is_refused(self, dense, head, start, message):
+  def test_a_start_for_another_head_is_refused(self, dense, head, start, message):
     model = dense[0].model.clone(head=head)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
       initial(dataclasses.replace(dense[0], model=model, init_from=start))
 
   def test_a_folder_without_a_run_is_refused(self, dense, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"`folder` must have a config\.json"):
       initial(conversion.compress(dense[0], tmp_path, codes=5))
 
   def test_a_run_that_learned_no_codes_cannot_be_frozen(self, dense, tmp_path):
@@ -401,16 +407,52 @@ class TestBadInput:
       initial(dataclasses.replace(dense[0], init_from=start))
 
 
+CONTEXTS = convert.ContextVectors()
+
+
 @pytest.mark.slow
-def test_product_codes_from_scratch_are_clusters_of_contexts_and_all_else_is_fresh(dense):
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dense_head_begins_with_given_vectors_of_unit_length(dense, tied):
+  experiment, _ = dense
+  embedding = DenseEmbedding(V, D)
+  head = DenseHead(V, D, embedding=embedding if tied else None)
+  start = conversion.FromVectors(CONTEXTS, convert.ToDense())
+  model = experiment.model.clone(embedding=embedding, head=head)
+  new, variables, text = initial(dataclasses.replace(experiment, model=model, init_from=start))
+  weight = variables["params"]["embedding" if tied else "head"]["weight"]
+  expected = CONTEXTS(token_stats(text, new.model.head.vocab), D)
+  np.testing.assert_array_equal(weight, expected.astype(np.float32))
+  np.testing.assert_allclose((weight**2).sum(axis=1).mean(), 1, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_product_head_begins_with_clusters_of_given_vectors_and_all_else_is_fresh(dense):
   experiment, _ = dense
   head = ProductHead(V, D, 6, 4, token_bias=True)
+  start = conversion.FromVectors(CONTEXTS, convert.ToProduct())
   scratch = dataclasses.replace(
-    experiment, model=experiment.model.clone(head=head), init_from=conversion.MappedProduct()
+    experiment, model=experiment.model.clone(head=head), init_from=start
   )
-  _, variables, text = initial(scratch)
-  codes = variables["codes"]["head"]["codes"]
+  new, variables, text = initial(scratch)
+  codes, tables = variables["codes"]["head"]["codes"], variables["params"]["head"]["tables"]
   assert codes.dtype == np.uint8
   assert all(len(np.unique(column)) == 6 for column in codes.T)
+  rows = CONTEXTS(token_stats(text, new.model.head.vocab), D)
+  close = np.asarray(compose(jnp.asarray(codes), jnp.asarray(tables)))
+  assert ((close - rows) ** 2).sum() < 0.7 * (rows**2).sum()
   fresh = jax.device_get(Program(text.experiment, make_mesh(MeshShape(data=1))).init(keys(0)[0]))
-  jax.tree.map(np.testing.assert_array_equal, variables["params"], fresh.params)
+  others = lambda params: {name: tree for name, tree in params.items() if name != "head"}
+  jax.tree.map(np.testing.assert_array_equal, others(variables["params"]), others(fresh.params))
+
+
+def test_a_bias_from_unigrams_gives_the_frequencies_of_the_text(dense):
+  experiment, _ = dense
+  model = experiment.model.clone(head=DenseHead(V, D, use_bias=True))
+  start = conversion.Unigrams(smoothing=0.5)
+  new, variables, text = initial(dataclasses.replace(experiment, model=model, init_from=start))
+  counts = np.bincount(text.splits["train"].tokens, minlength=new.model.head.vocab) + 0.5
+  bias = variables["params"]["head"]["bias"].astype(np.float64)
+  np.testing.assert_allclose(np.exp(bias), counts / counts.sum(), rtol=1e-6)
+  without = experiment.model.clone(head=DenseHead(V, D))
+  with pytest.raises(ValueError, match="`head` must have a bias"):
+    initial(dataclasses.replace(experiment, model=without, init_from=start))

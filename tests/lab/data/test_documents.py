@@ -1,5 +1,6 @@
 """Tests of the loaders of translations and of tasks made of plain text."""
 
+import dataclasses
 import gzip
 
 import numpy as np
@@ -11,6 +12,7 @@ from vqjax.lab.data import (
   Masked,
   Mirrored,
   Multi30k,
+  PairedText,
   Pairs,
   Text,
   TokenSplit,
@@ -46,6 +48,22 @@ def test_lines_of_two_files_are_pairs(folder):
   turned = Multi30k(path=str(folder), source="de", target="en")
   assert next(turned.pairs("test")) == PAIRS[0][::-1]
   assert turned.fingerprint() != source.fingerprint()
+
+
+def test_any_two_files_are_pairs(folder):
+  (folder / "test.en").write_text("plain text\n")
+  (folder / "test.de").write_text("ein  Text\n")
+  file = lambda name: str(folder / name)
+  train, valid = [tuple(file(f"{n}.{x}.gz") for x in ("en", "de")) for n in ("train", "val")]
+  source = PairedText(train, valid, test=(file("test.en"), file("test.de")))
+  assert list(source.pairs("train")) == PAIRS
+  assert list(source.pairs("test")) == [("plain text", "ein Text")]
+  turned = dataclasses.replace(source, test=source.test[::-1])
+  assert turned.fingerprint() != source.fingerprint()
+  with pytest.raises(FileNotFoundError, match=r"`PairedText.valid` must exist .*'absent.en'"):
+    list(dataclasses.replace(source, valid=("absent.en", "absent.de")).pairs("valid"))
+  with pytest.raises(ValueError, match=r"`PairedText.test` must be two files"):
+    list(dataclasses.replace(source, test=("alone",)).pairs("test"))
 
 
 def test_files_of_different_length_are_refused(folder):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+from tests.jitted import init
 from vqjax import DenseEmbedding, DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import AGNews, Documents, WordTokenizer
@@ -53,10 +54,13 @@ def in_float64(variables, tokens, train):
 def test_it_equals_the_formula_and_ignores_padding(train):
   tokens, targets = batch()
   classifier = model()
-  variables = classifier.init(jax.random.key(0), tokens, targets, method="loss_terms")
-  (log_prob, terms), written = classifier.apply(
-    variables, tokens, targets, not train, method="loss_terms", mutable=["batch_stats"]
+  variables = init(classifier, jax.random.key(0), tokens, targets, method="loss_terms")
+  both = jax.jit(
+    lambda v, *batch: classifier.apply(
+      v, *batch, not train, method="loss_terms", mutable=["batch_stats"]
+    )
   )
+  (log_prob, terms), written = both(variables, tokens, targets)
   scores, moments = in_float64(variables, tokens, train)
   wanted = log_softmax(scores, axis=-1)[np.arange(B), np.asarray(targets)]
   np.testing.assert_allclose(log_prob, wanted, rtol=1e-4, atol=1e-5)
@@ -75,7 +79,7 @@ def test_it_equals_the_formula_and_ignores_padding(train):
 def test_gradients_are_finite_where_texts_are_empty():
   tokens, targets = batch()
   classifier = model(embedding=DPQEmbedding(V, D, SoftmaxQuantizer(4, 2, D)))
-  variables = classifier.init(jax.random.key(0), tokens, targets, method="loss_terms")
+  variables = init(classifier, jax.random.key(0), tokens, targets, method="loss_terms")
 
   def loss(params):
     (log_prob, _), _ = classifier.apply(
@@ -86,7 +90,7 @@ def test_gradients_are_finite_where_texts_are_empty():
     )
     return -log_prob.mean()
 
-  gradient = jax.grad(loss)(variables["params"])
+  gradient = jax.jit(jax.grad(loss))(variables["params"])
   assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradient))
   absent = np.setdiff1d(np.arange(V), np.asarray(tokens))
   assert (np.asarray(gradient["embedding"]["query"])[absent] == 0).all()

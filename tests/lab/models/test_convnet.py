@@ -73,10 +73,12 @@ def test_it_equals_the_formula(train):
   images = jax.random.uniform(jax.random.key(1), (3, 11, 8, 3))
   model = ConvNet(DenseHead(7, 5), dim=5, channels=(4, 6))
   variables = variables_of(model, images)
-  hidden, _ = model.apply(variables, images, not train, method="hidden", mutable=["batch_stats"])
+  run = lambda method, *targets: jax.jit(
+    lambda v: model.apply(v, images, *targets, not train, method=method, mutable=["batch_stats"])[0]
+  )(variables)
+  hidden = run("hidden")
   np.testing.assert_allclose(hidden, in_float64(variables, images, train), rtol=1e-4, atol=1e-5)
-  log_prob = model.apply(variables, images, jnp.array([0, 3, 6]), not train, method="log_prob",
-                         mutable=["batch_stats"])[0]  # fmt: skip
+  log_prob = run("log_prob", jnp.array([0, 3, 6]))
   scores = np.asarray(hidden, np.float64) @ np.asarray(variables["params"]["head"]["weight"]).T
   wanted = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
   np.testing.assert_allclose(log_prob, wanted[np.arange(3), [0, 3, 6]], rtol=1e-4, atol=1e-5)

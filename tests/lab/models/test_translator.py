@@ -1,4 +1,4 @@
-"""The Transformer translator: causal, equal in decoding and training, and able to learn."""
+"""The translators: causal, equal in decoding and training, and able to learn."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,10 @@ import numpy as np
 import optax
 import pytest
 
+from tests.jitted import apply, init
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.data.pipeline import NONE
-from vqjax.lab.models import Translator, translate
+from vqjax.lab.models import RecurrentTranslator, Translator, translate
 from vqjax.lab.models.attention import sinusoids
 from vqjax.lab.training.step import make_step, state_maker
 
@@ -28,6 +29,14 @@ def translator(**options):
   return Translator(**(fields | options))
 
 
+def recurrent(**options):
+  fields = {"dim": D, "layers": 2, "context": T, "dropout": 0.0}
+  return RecurrentTranslator(DenseEmbedding(V, D), DenseHead(V, D), **(fields | options))
+
+
+both = pytest.mark.parametrize("translator", [translator, recurrent])
+
+
 @pytest.fixture
 def inputs():
   key = jax.random.key(1)
@@ -38,15 +47,16 @@ def inputs():
 
 
 def initialised(model, inputs):
-  return model.init(jax.random.key(0), inputs, inputs["target"], method="loss_terms")
+  return init(model, jax.random.key(0), inputs, inputs["target"], method="loss_terms")
 
 
 def hidden(model, variables, inputs):
-  return model.apply(variables, inputs, method="hidden_and_terms")[0]
+  return apply(model, variables, inputs, method="hidden_and_terms")[0]
 
 
 @pytest.mark.slow
-def test_a_position_of_the_target_depends_on_no_later_token(inputs):
+@both
+def test_a_position_of_the_target_depends_on_no_later_token(inputs, translator):
   model = translator()
   variables = initialised(model, inputs)
   later = {**inputs, "target": inputs["target"].at[0, 4].set(9)}
@@ -56,7 +66,8 @@ def test_a_position_of_the_target_depends_on_no_later_token(inputs):
 
 
 @pytest.mark.slow
-def test_padding_of_the_source_changes_nothing(inputs):
+@both
+def test_padding_of_the_source_changes_nothing(inputs, translator):
   model = translator()
   variables = initialised(model, inputs)
   short = {"source": inputs["source"][1:2, :4], "target": inputs["target"][1:2]}
@@ -67,58 +78,84 @@ def test_padding_of_the_source_changes_nothing(inputs):
 
 
 @pytest.mark.slow
-def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs):
+@both
+def test_decoding_step_by_step_gives_the_hidden_vectors_of_training(inputs, translator):
   model = translator()
   variables = initialised(model, inputs)
   whole = hidden(model, variables, inputs)
-  state = model.apply(variables, inputs["source"], 1, method="begin")
+  state = jax.jit(lambda v, s: model.apply(v, s, 1, method="begin"))(variables, inputs["source"])
   for at in range(5):
-    one, state = model.apply(variables, inputs["target"][:, at], state, method="step")
+    one, state = apply(model, variables, inputs["target"][:, at], state, method="step")
     np.testing.assert_allclose(one, whole[:, at], atol=1e-5)
 
 
-@pytest.mark.slow
 def test_the_target_may_have_an_embedding_of_its_own(inputs):
   shared, own = translator(), translator(target_embedding=DenseEmbedding(V, D))
-  assert "target_embedding" not in initialised(shared, inputs)["params"]
-  assert initialised(own, inputs)["params"]["target_embedding"]["weight"].shape == (V, D)
+  params = lambda model: jax.eval_shape(lambda: initialised(model, inputs))["params"]
+  assert "target_embedding" not in params(shared)
+  assert params(own)["target_embedding"]["weight"].shape == (V, D)
 
 
-@pytest.mark.slow
+@both
 @pytest.mark.parametrize("options", [{}, {"target_embedding": DenseEmbedding(V, D)}])
-def test_every_variable_has_its_axes(inputs, options):
+def test_every_variable_has_its_axes(inputs, translator, options):
   quantized = DPQEmbedding(V, D, SoftmaxQuantizer(4, 4, D))
-  model = translator(embedding=quantized, head=CodebookHead(V, D, 5), **options)
-  variables = initialised(model, inputs)
+  model = translator(layers=3, **options).clone(embedding=quantized, head=CodebookHead(V, D, 5))
+  variables = jax.eval_shape(lambda: initialised(model, inputs))
   ranks = jax.tree.map(len, model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
-  assert ranks == jax.tree.map(jnp.ndim, variables)
+  assert ranks == jax.tree.map(lambda x: x.ndim, variables)
 
 
 @pytest.mark.slow
-def test_it_learns_to_reverse_and_beam_search_finds_the_reversed_source():
-  """With a shared quantised embedding, padded rows and label smoothing, as in an experiment."""
-  embedding = DPQEmbedding(V, D, SoftmaxQuantizer(8, 4, D))
-  model = translator(
-    embedding=embedding, head=DenseHead(V, D, label_smoothing=0.05), heads=4, hidden=64
+def test_dropout_of_the_recurrent_translator_is_applied_in_training_only(inputs):
+  model = recurrent(dropout=0.5)
+  variables = initialised(model, inputs)
+  drop = jax.jit(
+    lambda key: model.apply(
+      variables, inputs, False, method="hidden_and_terms", rngs={"dropout": key}
+    )[0]
   )
-  rule = optax.adam(3e-3)
+  assert np.abs(drop(jax.random.key(1)) - drop(jax.random.key(2))).max() > 1e-4
+  still = recurrent()
+  np.testing.assert_array_equal(hidden(model, variables, inputs), hidden(still, variables, inputs))
+
+
+SHARED = translator(
+  embedding=DPQEmbedding(V, D, SoftmaxQuantizer(8, 4, D)),
+  head=DenseHead(V, D, label_smoothing=0.05),
+  heads=4,
+  hidden=64,
+)
+"""A model with a shared quantised embedding and label smoothing, as in an experiment."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("model", "steps", "rate"),
+  [
+    (SHARED, 400, 3e-3),
+    (recurrent(dim=32).clone(embedding=DenseEmbedding(V, 32), head=DenseHead(V, 32)), 300, 5e-3),
+  ],
+)
+def test_it_learns_to_reverse_and_beam_search_finds_the_reversed_source(model, steps, rate):
+  rule = optax.adam(rate)
   row = jax.ShapeDtypeStruct((32, T), jnp.int32)
   shapes = {"inputs": {"source": row, "target": row}, "targets": row}
   state = state_maker(model, rule, shapes)(jax.random.key(0))
-  step = make_step(model, rule, lambda count: 3e-3, jax.random.key(1))
+  step = make_step(model, rule, lambda count: rate, jax.random.key(1))
   draw = np.random.default_rng(0)
-  for _ in range(700):
+  for _ in range(steps):
     state, metrics = step(state, reversed_pairs(draw, 32))
   assert metrics["loss"] < 0.3
   batch = jax.tree.map(jnp.asarray, reversed_pairs(draw, 20))
   search = jax.jit(lambda v, source: translate(model, v, source, EOS, beams=3))
   found = search(state.variables, batch["inputs"]["source"])
   wanted = np.where(batch["targets"] == EOS, NONE, batch["targets"])
-  assert (np.asarray(found.tokens) == wanted).all(axis=1).mean() > 0.8
-  # The log-probability is that of the whole sequence, with the token that ends it.
-  log_prob = model.apply(state.variables, batch["inputs"], batch["targets"], method="log_prob")
-  total = np.where(batch["targets"] >= 0, log_prob, 0).sum(axis=1)
   same = (np.asarray(found.tokens) == wanted).all(axis=1)
+  assert same.mean() > 0.8
+  # The log-probability is that of the whole sequence, with the token that ends it.
+  log_prob = apply(model, state.variables, *batch.values(), method="log_prob")
+  total = np.where(batch["targets"] >= 0, log_prob, 0).sum(axis=1)
   np.testing.assert_allclose(found.log_prob[same], total[same], atol=1e-3)
 
 
@@ -142,16 +179,24 @@ def test_positions_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize(
-  ("options", "message"),
+  ("translator", "options", "message"),
   [
-    ({"heads": 3}, "`heads` must divide dim 16; got 3"),
-    ({"layers": 0}, "`layers` must be at least 1; got 0"),
-    ({"dropout": 1.0}, r"`dropout` must be in \[0, 1\); got 1.0"),
-    ({"context": 3}, "`tokens` must have at most context 3 columns; got 7"),
-    ({"head": DenseHead(V, 8)}, "`head` must have the model's dim 16; got 8"),
-    ({"target_embedding": DenseEmbedding(V, 8)}, "`target_embedding` must have .* got 8"),
+    (translator, {"heads": 3}, "`heads` must divide dim 16; got 3"),
+    (translator, {"layers": 0}, "`layers` must be at least 1; got 0"),
+    (translator, {"dropout": 1.0}, r"`dropout` must be in \[0, 1\); got 1.0"),
+    (translator, {"context": 3}, "`tokens` must have at most context 3 columns; got 7"),
+    (translator, {"head": DenseHead(V, 8)}, "`head` must have the model's dim 16; got 8"),
+    (translator, {"target_embedding": DenseEmbedding(V, 8)}, "`target_embedding` must .* got 8"),
+    (recurrent, {"dim": 15}, "`dim` must be even, .*; got 15"),
+    (recurrent, {"layers": 0}, "`layers` must be at least 1; got 0"),
+    (recurrent, {"dropout": 1.0}, r"`dropout` must be in \[0, 1\); got 1.0"),
   ],
 )
-def test_fields_and_tokens_that_do_not_fit_are_named(inputs, options, message):
+def test_fields_and_tokens_that_do_not_fit_are_named(inputs, translator, options, message):
   with pytest.raises(ValueError, match=message):
     initialised(translator(**options), inputs)
+
+
+def test_a_head_of_another_width_is_named(inputs):
+  with pytest.raises(ValueError, match="`head` must have the model's dim 16; got 8"):
+    initialised(recurrent().clone(head=DenseHead(V, 8)), inputs)

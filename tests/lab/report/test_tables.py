@@ -8,7 +8,7 @@ from rich.console import Console
 
 from vqjax.lab import report
 from vqjax.lab.report import units
-from vqjax.lab.report.runs import Column, common_split, labels, notes, read_run, read_runs
+from vqjax.lab.report.runs import Column, common_split, labels, read_run, read_runs
 from vqjax.lab.report.tables import cells
 
 
@@ -169,20 +169,6 @@ def test_a_new_column_joins_a_table(demo):
   runs = report.read_runs(demo)
   paper = Column("paper", lambda run: {"dense": 110.0}.get(run.name), str, "Published.", True)
   assert [row[0].text for row in cells([paper], runs)] == ["110.0", "–", "failed", "–"]
-
-
-def test_a_tied_dense_head_has_a_note_in_each_table(demo, write_run, finished):
-  write_run("e_tied", finished("tied", head={"class": "DenseHead", "state_bytes": 0, "tied": True}))
-  runs = read_runs(demo)
-  columns, note = report.default_columns(runs), notes(runs)
-  assert list(note) == ["tied"]
-  console = Console(width=200, file=io.StringIO())
-  console.print(report.console_table(columns, runs, 200, note))
-  printed = console.file.getvalue()
-  assert "tied *" in printed
-  assert f"* tied: {note['tied']}" in printed
-  assert "| tied * |" in report.markdown_table(columns, runs, note)
-  assert "tied *</th>" in report.html_table(columns, runs, note)
 
 
 @pytest.mark.parametrize(

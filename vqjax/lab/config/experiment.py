@@ -145,8 +145,7 @@ def load(path: str | pathlib.Path) -> Experiment:
 
   Raises:
     FileNotFoundError: there is no such file; the message lists the configs of that folder.
-    AttributeError: the file defines no `experiment` function.
-    TypeError: `experiment()` returns something else.
+    ValueError: the file defines no `experiment` function, or that returns something else.
   """
   path = pathlib.Path(path)
   if not path.is_file() or path.suffix != ".py":
@@ -174,8 +173,8 @@ def load(path: str | pathlib.Path) -> Experiment:
     del sys.modules[name]
     raise
   if not callable(getattr(module, "experiment", None)):
-    raise AttributeError(f"{path} must define a function experiment(); got none.")
+    raise ValueError(f"`config` must define a function experiment(); got none in {path}. Add it.")
   made = module.experiment()
   if not isinstance(made, Experiment):
-    raise TypeError(f"experiment() of {path} must return a config.Experiment; got {made!r}.")
+    raise ValueError(f"experiment() of {path} must return a config.Experiment; got {made!r}.")
   return made

@@ -42,7 +42,7 @@ def describe(experiment: Any) -> Any:
   "same_as": tied and untied models differ.
 
   Raises:
-    TypeError: a value has no stable description, such as a lambda; the message has its path.
+    ValueError: a value has no stable description, such as a lambda; the message has its path.
   """
   return _describe(experiment, "", {})
 
@@ -125,7 +125,7 @@ def _describe(value: Any, path: str, seen: dict[int, str]) -> Any:
     return str(value)
   if callable(value):
     return _describe_function(value, path)
-  raise TypeError(
+  raise ValueError(
     f"`{path}` must have a stable description; got {type(value).__qualname__}. Use a frozen"
     " dataclass, a number or a string."
   )
@@ -151,7 +151,7 @@ def _describe_function(function: Any, path: str) -> str:
       # Of the code, not of the function: functools.wraps overwrites the function's own names.
       qualname = function.__code__.co_qualname
       if qualname.endswith("<lambda>"):
-        raise TypeError(f"`{path}` must have a name; got a lambda. Define a function with def.")
+        raise ValueError(f"`{path}` must have a name; got a lambda. Define a function with def.")
       if "<locals>" not in qualname:
         return qualname
       parameters = inspect.signature(function, follow_wrapped=False).parameters.items()
@@ -160,7 +160,7 @@ def _describe_function(function: Any, path: str) -> str:
       return qualname.replace(".<locals>", "") + _arguments(given, path)
   name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
   if name is None:
-    raise TypeError(
+    raise ValueError(
       f"`{path}` must have a name; got a callable {type(function).__qualname__}. Use a function or"
       " a frozen dataclass."
     )

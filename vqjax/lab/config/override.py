@@ -80,9 +80,8 @@ def _owner(experiment: Experiment, path: str) -> tuple[Any, str]:
       elsewhere = [join(p, name) for p, other in walk(experiment) if name in children(other)]
       hints = " or ".join(dict.fromkeys(near + elsewhere[:1]))
       raise ValueError(
-        f"`{at or 'experiment'}` must have the field {name}; got {join(at, name)} for a"
-        f" {type(node).__name__} with the fields {', '.join(names)}."
-        + (f" Did you mean {hints}?" if hints else "")
+        f"`{join(at, name)}` must name a field of {type(node).__name__}; got {name}, and the fields"
+        f" are {', '.join(names)}." + (f" Did you mean {hints}?" if hints else "")
       )
     owner, at, node = node, join(at, name), children(node)[name]
   return owner, name

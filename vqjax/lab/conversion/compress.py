@@ -63,8 +63,14 @@ def compress(
     name: name of the new run; None: the dense run's name and "-codebook".
 
   Raises:
-    ValueError: the dense head has a softcap, which a codebook head does not have.
+    ValueError: the model has no embedding, or the dense head has a softcap, which a codebook head
+      does not have.
   """
+  if not hasattr(dense.model, "embedding"):
+    raise ValueError(
+      f"`dense` must be a run of a language model; got a {type(dense.model).__name__}, which has no"
+      " embedding. Give the config of a decoder or an LSTM."
+    )
   shape = dense.model.head.vocab, dense.model.embedding.dim, codes
   head = CodebookHead(
     *shape,

@@ -37,7 +37,7 @@ class Distilled(nn.Module):
   Raises:
     ValueError: at initialisation or application: a weight that is negative or not finite, or
       models of different vocabularies.
-    TypeError: at initialisation or application: the teacher's head is not linear, or the student's
+    ValueError: at initialisation or application: the teacher's head is not linear, or the student's
       head has no blocks.
   """
 
@@ -52,7 +52,7 @@ class Distilled(nn.Module):
         f"`weight` must be at least 0 and finite; got {self.weight}. 1 is usual, 0 is no teacher."
       )
     if not _is_linear(self.teacher.head):
-      raise TypeError(
+      raise ValueError(
         "`teacher.head` must be linear, a LinearHead or a CodebookHead; got a"
         f" {type(self.teacher.head).__name__}. Distil from another model."
       )

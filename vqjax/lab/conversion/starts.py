@@ -12,11 +12,10 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from vqjax.assign.multiple import code_dtype
 from vqjax.convert.grouped import Ordering, as_codes, ordered
-from vqjax.convert.mappings import Mapping, TokenStats, contexts
+from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.convert.tables import clustered
-from vqjax.convert.targets import ToProduct, unigram_bias
+from vqjax.convert.targets import unigram_bias
 from vqjax.convert.variables import Variables, frozen, merged, part_of, with_part
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
@@ -61,9 +60,9 @@ def _is_tied(head: Head) -> bool:
 def _of_head(variables: Variables, head: Head) -> Variables:
   """A head's variables, {collection: {...}}, at their paths in a model.
 
-  The codebook and the assignment of a tied head are variables of its embedding.
+  The weight, the codebook and the assignment of a tied head are variables of its embedding.
   """
-  embedded = {"codebook", "assignment"} if _is_tied(head) else set()
+  embedded = {"weight", "codebook", "assignment"} if _is_tied(head) else set()
   by_owner = {}
   for collection, tree in variables.items():
     names = {"embedding": tree.keys() & embedded, "head": tree.keys() - embedded}
@@ -98,26 +97,48 @@ class Mapped:
 
 
 @dataclasses.dataclass(frozen=True)
-class MappedProduct:
-  """From scratch, a product head with codes from the tokens' neighbours in the text.
+class FromVectors:
+  """From scratch, a head that begins with given vectors of the tokens.
+
+  Heads that begin with the same vectors have the same statistics of the text: a dense head with
+  `ToDense()`, a product head with `ToProduct()`.
 
   Attributes:
-    clusters: k-means in each subspace of the embeddings `convert.mappings.contexts`.
-    seed: seed of the embeddings.
+    vectors: (statistics of the text, width) -> [V, width], such as `convert.ContextVectors()`.
+    target: makes the head's variables of the vectors, as of the rows of a trained head.
   """
 
-  clusters: ToProduct = dataclasses.field(default_factory=ToProduct)
-  seed: int = 0
+  vectors: Callable[[TokenStats, int], np.ndarray]
+  target: Callable[[TokenStats, Head], dict]
 
   def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
-    """The fresh variables with these codes; ValueError if the head has no codes."""
+    """The fresh variables with this head; TypeError if the target makes another class."""
     head = model.head
-    _check_has("codes", variables, head, self)
     stats = token_stats(text, head.vocab)
-    rows = contexts(stats, head.dim, self.seed)
-    _, codes = self.clusters.clustered(stats._replace(output=rows), head)
-    new = {"codes": {"codes": codes.astype(code_dtype(head.codes))}}
+    new = self.target(stats._replace(output=self.vectors(stats, head.dim)), head)
     return merged(dict(variables), _of_head(new, head))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unigrams:
+  """From scratch, a dense head whose bias begins at the unigram log-probabilities of the text.
+
+  Attributes:
+    smoothing: added to the count of each token.
+  """
+
+  smoothing: float = 0.1
+
+  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with this bias; ValueError if the head has no bias."""
+    if "bias" not in variables["params"].get("head", {}):
+      raise ValueError(
+        f"`head` must have a bias for {type(self).__name__}; got a {type(model.head).__name__}"
+        " without one. Set use_bias=True, or init_from=None."
+      )
+    counts = token_stats(text, model.head.vocab).counts + self.smoothing
+    bias = np.log(counts / counts.sum())
+    return merged(dict(variables), {"params": {"head": {"bias": bias}}})
 
 
 @dataclasses.dataclass(frozen=True)

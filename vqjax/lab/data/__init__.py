@@ -5,7 +5,7 @@ from vqjax.lab.data.corpora import JSONLines, PennTreebank, Stories, WikiText
 from vqjax.lab.data.documents import Continued, Documents, Intruded, Pairs
 from vqjax.lab.data.filters import Filtered
 from vqjax.lab.data.labelled import AGNews, DBpedia, LabelledSource
-from vqjax.lab.data.pairs import Mirrored, Multi30k, PairedSource
+from vqjax.lab.data.pairs import Mirrored, Multi30k, PairedSource, PairedText
 from vqjax.lab.data.pictures import Drawn, Shapes
 from vqjax.lab.data.pipeline import (
   EvaluationBatches,
@@ -50,6 +50,7 @@ __all__ = [
   "Multi30k",
   "PairedSource",
   "PairedTFDS",
+  "PairedText",
   "Pairs",
   "PennTreebank",
   "Prepared",

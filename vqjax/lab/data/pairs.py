@@ -60,6 +60,36 @@ class Multi30k(PairedSource):
     return content_hash([type(self).__name__, *sides, *files])
 
 
+@dataclasses.dataclass(frozen=True)
+class PairedText(PairedSource):
+  """The lines of two files a split: any parallel text.
+
+  Attributes:
+    train: files of the source and of the target sentences, here or under $VQJAX_DATA; a file may be
+      a .gz.
+    valid: the same for validation.
+    test: the same for the test.
+  """
+
+  train: tuple[str, str]
+  valid: tuple[str, str]
+  test: tuple[str, str]
+
+  def pairs(self, split: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of both files in pairs."""
+    yield from paired_lines(*self._files(split))
+
+  def _files(self, split: str) -> list[Path]:
+    names = getattr(self, split)
+    if len(names) != 2:
+      raise ValueError(f"`PairedText.{split}` must be two files, source and target; got {names}.")
+    return [data_path(name, kind=f"PairedText.{split}") for name in names]
+
+  def fingerprint(self) -> str:
+    """Return a hash of the files and of their order."""
+    return content_hash([type(self).__name__, *(f for split in SPLITS for f in self._files(split))])
+
+
 def paired_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
   """Yield the lines of two files in pairs, with single spaces; a file may be a .gz.
 

@@ -14,7 +14,6 @@ from vqjax.lab.report.runs import (
   common_split,
   default_columns,
   labels,
-  notes,
   read_run,
   read_runs,
 )
@@ -33,7 +32,6 @@ __all__ = [
   "labels",
   "loss_curves",
   "markdown_table",
-  "notes",
   "read_run",
   "read_runs",
   "save_png",

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vqjax.lab.report.plots import SERIES, loss_curves, size_against_perplexity, svg
-from vqjax.lab.report.runs import Column, Run, common_split, default_columns, labels, notes
-from vqjax.lab.report.tables import breakable, html_table, note_lines
+from vqjax.lab.report.runs import Column, Run, common_split, default_columns, labels
+from vqjax.lab.report.tables import breakable, html_table
 from vqjax.lab.report.units import MISSING
 from vqjax.lab.training.run import write_whole
 
@@ -58,7 +58,6 @@ th:first-child {
 tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 11rem; }
 td.best { font-weight: 700; }
 td.failed { color: var(--failed); }
-.note { color: var(--quiet); font-size: .875rem; }
 figure { margin: 2rem 0 0; max-width: 52rem; }
 .plot { overflow-x: auto; }
 figure svg { display: block; width: 100%; min-width: 30rem; height: auto; }
@@ -96,7 +95,6 @@ dd { margin: 0; }
 <div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs">
 $table
 </div>
-$notes
 $curves
 $sizes
 <h2>What the columns mean</h2>
@@ -119,7 +117,7 @@ def write_page(
   title: str = "Runs",
   columns: Sequence[Column] | None = None,
 ) -> None:
-  """Writes a page with tables, plots, meanings of columns, and origins of runs.
+  """Write a page with tables, plots, meanings of columns, and origins of runs.
 
   The page loads nothing from outside, and replaces an older one atomically.
   """
@@ -133,7 +131,6 @@ def write_page(
     "\n</section>"
     for label, run in zip(labels(runs), runs)
   ]
-  footnotes = note_lines(notes(runs))
   text = PAGE.substitute(
     title=html.escape(title),
     light=series(SERIES),
@@ -141,8 +138,7 @@ def write_page(
     states=f"{len(runs)} runs: {', '.join(counts)}",
     split=split,
     reason="" if split == "test" else " (not every finished run has test numbers)",
-    table=html_table(columns, runs, notes(runs)),
-    notes="\n".join(f'<p class="note">{html.escape(line)}</p>' for line in footnotes),
+    table=html_table(columns, runs),
     curves=_figure(
       loss_curves(runs),
       "loss",
@@ -167,7 +163,7 @@ def _figure(figure, name: str, caption: str) -> str:
 
 
 def _origin(run: Run) -> list[tuple[str, str]]:
-  """Returns what a reader needs to repeat a run, as (name, text)."""
+  """Return what a reader needs to repeat a run, as (name, text)."""
   head, tied = run.get("head.class"), run.get("head.tied")
   versions = run.get("versions") or {}
   values = {

@@ -32,7 +32,7 @@ DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)))
 
 
 def loss_curves(runs: Sequence[Run]) -> Figure | None:
-  """Plots training and validation loss over steps; None if no run has a row."""
+  """Plot training and validation loss over steps; None if no run has a row."""
   figure, axes = blank(height=max(3.6, 0.8 + 0.19 * len(runs)))
   ends = []
   for style, run, label in zip(_styles(), runs, labels(runs)):
@@ -82,7 +82,7 @@ def loss_curves(runs: Sequence[Run]) -> Figure | None:
 
 
 def size_against_perplexity(runs: Sequence[Run]) -> Figure | None:
-  """Plots head bytes against perplexity, with labels; None if no run has both."""
+  """Plot head bytes against perplexity, with labels; None if no run has both."""
   split = common_split(runs)
   points = []
   for style, run, label in zip(_styles(), runs, labels(runs)):
@@ -107,12 +107,12 @@ def size_against_perplexity(runs: Sequence[Run]) -> Figure | None:
 
 
 def save_png(figure: Figure, path: str | os.PathLike) -> None:
-  """Writes a figure on a white ground, about 1500 pixels wide."""
+  """Write a figure on a white ground, about 1500 pixels wide."""
   figure.savefig(path, format="png", dpi=200, facecolor="white", bbox_inches="tight")
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
-  """Returns a figure as an `<svg>` element, the same text for the same figure.
+  """Return a figure as an `<svg>` element, the same text for the same figure.
 
   Args:
     figure: the figure.
@@ -143,7 +143,7 @@ def _styles():
 
 
 def blank(height: float) -> tuple[Figure, Axes]:
-  """Returns a figure of the page's width and its axes, on a transparent ground."""
+  """Return a figure of the page's width and its axes, on a transparent ground."""
   figure = Figure(figsize=(7.2, height), layout="constrained")
   figure.patch.set_alpha(0)
   axes = figure.add_subplot()
@@ -159,14 +159,14 @@ def blank(height: float) -> tuple[Figure, Axes]:
 
 
 def _series(run: Run, get: Callable[[Mapping[str, Any]], float | None]) -> np.ndarray:
-  """Returns steps and finite values as [points, 2], the last of a repeated step."""
+  """Return steps and finite values as [points, 2], the last of a repeated step."""
   values = {row["step"]: get(row) for row in run.metrics if get(row) is not None}
   finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
   return np.array(finite, float).reshape(-1, 2)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-  """Returns running means over a fiftieth of the curve on either side.
+  """Return running means over a fiftieth of the curve on either side.
 
   The window shrinks towards both ends, so that the first and the last value do not change.
   """
@@ -177,7 +177,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-  """Returns positions in [0, 1] that are `gap` apart and nearest to the wanted ones.
+  """Return positions in [0, 1] that are `gap` apart and nearest to the wanted ones.
 
   The order does not change. The least-squares solution is an isotonic regression, once positions
   are shifted by their rank. Too many labels for [0, 1] exceed it at the top.
@@ -191,7 +191,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Sequence[str]):
-  """Writes labels at the nearest free positions, with lines to distant points."""
+  """Write labels at the nearest free positions, with lines to distant points."""
   # The layout moves the axes, and a line to a label must not move: positions are final from here.
   FigureCanvasAgg(axes.figure).draw()
   axes.autoscale(False)
@@ -221,7 +221,7 @@ def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Se
 
 
 def byte_axis(axes: Axes, sizes: Sequence[float]) -> list[float]:
-  """Makes the x axis logarithmic in bytes; returns the x of each size.
+  """Make the x axis logarithmic in bytes; return the x of each size.
 
   A size of 0, that of a tied head, stands left of the smallest.
   """

@@ -8,12 +8,6 @@ from typing import Any
 
 from vqjax.lab.report import units
 
-TIED_NOTE = (
-  "this baseline is being measured again. Tied and untied embeddings start at different output"
-  " scales; a fair comparison is pending."
-)
-"""Note on every dense head that is tied to its embedding."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -44,7 +38,7 @@ class Run:
     return "unfinished" if self.result is None else str(self.get("status") or "finished")
 
   def get(self, path: str) -> Any:
-    """Returns a value of the result by a dotted path such as "head.params", or None."""
+    """Return a value of the result by a dotted path such as "head.params", or None."""
     value: Any = self.result
     for part in path.split("."):
       value = value.get(part) if isinstance(value, Mapping) else None
@@ -52,7 +46,7 @@ class Run:
 
 
 def read_run(folder: str | pathlib.Path) -> Run:
-  """Reads the run in a folder; any of its files may be missing.
+  """Read the run in a folder; any of its files may be missing.
 
   Raises:
     ValueError: a file does not hold the expected JSON; the message names the file and the line.
@@ -69,14 +63,14 @@ def read_run(folder: str | pathlib.Path) -> Run:
 
 
 def read_runs(folder: str | pathlib.Path) -> list[Run]:
-  """Reads every run in or below a folder, in the order of their paths."""
+  """Read every run in or below a folder, in the order of their paths."""
   files = pathlib.Path(folder).rglob("*.json")
   folders = {file.parent for file in files if file.name in ("config.json", "result.json")}
   return [read_run(folder) for folder in sorted(folders)]
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-  """Returns the names of runs, with their folders where names repeat."""
+  """Return the names of runs, with their folders where names repeat."""
   names = [run.name for run in runs]
   return [
     f"{name} ({run.folder.name})" if names.count(name) > 1 else name
@@ -132,20 +126,14 @@ class Column:
 
 
 def common_split(runs: Sequence[Run]) -> str:
-  """Returns "test" if every finished run was tested, else "valid"."""
+  """Return "test" if every finished run was tested, else "valid"."""
   finished = [run for run in runs if run.status == "finished"]
   tested = finished and all(run.get("test.perplexity") is not None for run in finished)
   return "test" if tested else "valid"
 
 
-def notes(runs: Sequence[Run]) -> dict[str, str]:
-  """Returns label -> note of the runs whose numbers need one."""
-  tied = lambda run: "DenseHead" in str(run.get("head.class")) and run.get("head.tied")
-  return {label: TIED_NOTE for run, label in zip(runs, labels(runs)) if tied(run)}
-
-
 def default_columns(runs: Sequence[Run]) -> list[Column]:
-  """Returns the columns of quality, sizes and costs."""
+  """Return the columns of quality, sizes and costs."""
   split = common_split(runs)
   # Times on several devices or batch sizes are not compared.
   comparable = len({_timed_on(run) for run in runs if run.status == "finished"}) <= 1
@@ -232,7 +220,7 @@ def default_columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def first_dense(runs: Sequence[Run]) -> Run | None:
-  """Returns the first run with a dense head and a loss time, the baseline."""
+  """Return the first run with a dense head and a loss time, the baseline."""
   is_dense = lambda run: "DenseHead" in str(run.get("head.class")) and run.get("loss.seconds")
   return next(filter(is_dense, runs), None)
 

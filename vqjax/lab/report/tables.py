@@ -3,7 +3,7 @@
 import html
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich import box
@@ -30,7 +30,7 @@ class Cell(NamedTuple):
 
 
 def cells(columns: Sequence[Column], runs: Sequence[Run]) -> list[list[Cell]]:
-  """Returns one row for each run, with one cell for each column."""
+  """Return one row for each run, with one cell for each column."""
   rows: list[list[Cell]] = [[] for _ in runs]
   for column in columns:
     values = [column.get(run) for run in runs]
@@ -46,28 +46,12 @@ def cells(columns: Sequence[Column], runs: Sequence[Run]) -> list[list[Cell]]:
   return rows
 
 
-def _marked(runs: Sequence[Run], notes: Mapping[str, str]) -> list[str]:
-  """Labels, with a star where there is a note."""
-  return [f"{label} *" if label in notes else label for label in labels(runs)]
+def console_table(columns: Sequence[Column], runs: Sequence[Run], width: int = 80) -> Group:
+  """Return a table for `rich`, in parts of at most `width` characters.
 
-
-def note_lines(notes: Mapping[str, str]) -> list[str]:
-  """Returns the lines below a table, one for each note."""
-  return [f"* {label}: {text}" for label, text in notes.items()]
-
-
-def console_table(
-  columns: Sequence[Column],
-  runs: Sequence[Run],
-  width: int = 80,
-  notes: Mapping[str, str] | None = None,
-) -> Group:
-  """Returns a table for `rich`, in parts of at most `width` characters.
-
-  The best value of a column is bold. `notes`, by label, stand below the table.
+  The best value of a column is bold.
   """
-  notes = notes or {}
-  names = [shorten(label, width // 4) for label in _marked(runs, notes)]
+  names = [shorten(label, width // 4) for label in labels(runs)]
   first_room = width - max(map(len, ["run", *names])) - 4  # blanks beside it and at both ends
   by_column = list(zip(*cells(columns, runs)))
   parts: list[list[tuple[Column, Sequence[Cell], int]]] = []
@@ -90,31 +74,25 @@ def console_table(
       style = lambda cell: "bold" if cell.best else "red" if cell.text == "failed" else ""
       table.add_row(Text(name), *(Text(cell.text, style(cell)) for cell in row))
     tables.append(table)
-  return Group(*tables, *map(Text, note_lines(notes)))
+  return Group(*tables)
 
 
-def markdown_table(
-  columns: Sequence[Column], runs: Sequence[Run], notes: Mapping[str, str] | None = None
-) -> str:
-  """Returns a table in GitHub's Markdown; the best value of a column is bold."""
-  notes = notes or {}
+def markdown_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
+  """Return a table in GitHub's Markdown; the best value of a column is bold."""
   rows = [["run", *(column.title for column in columns)], ["---", *("---:" for _ in columns)]]
-  for label, row in zip(_marked(runs, notes), cells(columns, runs)):
+  for label, row in zip(labels(runs), cells(columns, runs)):
     rows.append([label, *(f"**{cell.text}**" if cell.best else cell.text for cell in row)])
   # A bar would end the cell, and a line break the row.
   escape = lambda text: " ".join(text.split()).replace("|", "\\|")
   lines = [f"| {' | '.join(map(escape, row))} |" for row in rows]
-  lines += [line for note in note_lines(notes) for line in ("", note.replace("*", "\\*"))]
   return "\n".join(lines) + "\n"
 
 
-def html_table(
-  columns: Sequence[Column], runs: Sequence[Run], notes: Mapping[str, str] | None = None
-) -> str:
-  """Returns a `<table>` with exact values as titles and the best ones marked."""
+def html_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
+  """Return a `<table>` with exact values as titles and the best ones marked."""
   header = "".join(f'<th scope="col">{html.escape(column.title)}</th>' for column in columns)
   lines = ["<table>", f'<thead><tr><th scope="col">run</th>{header}</tr></thead>', "<tbody>"]
-  for label, row in zip(_marked(runs, notes or {}), cells(columns, runs)):
+  for label, row in zip(labels(runs), cells(columns, runs)):
     row_cells = []
     for cell in row:
       kind = "best" if cell.best else "failed" if cell.text == "failed" else ""
@@ -126,5 +104,5 @@ def html_table(
 
 
 def breakable(label: str) -> str:
-  """Escapes a label for HTML and lets it break after an underscore or a slash."""
+  """Escape a label for HTML and let it break after an underscore or a slash."""
   return re.sub(r"([_/])", r"\1<wbr>", html.escape(label))

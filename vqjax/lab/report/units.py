@@ -7,27 +7,27 @@ MISSING = "–"
 
 
 def count(value: float) -> str:
-  """Formats 1_570_000 as "1.57 M"."""
+  """Format 1_570_000 as "1.57 M"."""
   return _scaled(value, 1000, ["", "k", "M", "G", "T", "P"])
 
 
 def size(value: float) -> str:
-  """Formats 6_400_000 bytes as "6.10 MiB"."""
+  """Format 6_400_000 bytes as "6.10 MiB"."""
   return _scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
 
 
 def milliseconds(value: float) -> str:
-  """Formats 0.0123 seconds as "12.3"."""
+  """Format 0.0123 seconds as "12.3"."""
   return _three_digits(1000 * value)
 
 
 def ratio(value: float) -> str:
-  """Formats 0.42 as "0.42×" and 0.00321 as "0.0032×"."""
+  """Format 0.42 as "0.42×" and 0.00321 as "0.0032×"."""
   return f"{value:.2f}×" if value >= 0.1 or value == 0 else f"{value:.2g}×"
 
 
 def fixed(digits: int) -> Callable[[float], str]:
-  """Returns a formatter with a fixed number of digits after the point."""
+  """Return a formatter with a fixed number of digits after the point."""
   return lambda value: f"{value:,.{digits}f}"
 
 
@@ -49,7 +49,7 @@ def _three_digits(value: float) -> str:
 
 
 def shorten(text: str, limit: int = 32) -> str:
-  """Returns the text, without its middle where it is longer than `limit` characters."""
+  """Return the text, without its middle where it is longer than `limit` characters."""
   if len(text) <= limit:
     return text
   half = (limit - 1) // 2

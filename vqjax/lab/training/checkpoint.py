@@ -42,7 +42,7 @@ class Checkpoints:
   """
 
   def __init__(self, folder: pathlib.Path, keep: int):
-    """Opens `folder`/checkpoints.
+    """Open `folder`/checkpoints.
 
     The `keep` newest checkpoints stay on disk, and the one of lowest validation loss.
     """
@@ -76,7 +76,7 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def save(self, state: TrainState, position: Any, metrics: dict | None = None) -> None:
-    """Starts to save; returns when the state may be donated to the next step.
+    """Start to save; return when the state may be donated to the next step.
 
     Args:
       state: the state, saved under the number of its step.
@@ -90,7 +90,7 @@ class Checkpoints:
       self._manager.save(int(state.step), args=items, metrics=metrics)
 
   def restore(self, like: TrainState) -> Restored | None:
-    """Returns the newest intact checkpoint, or None in a folder without any.
+    """Return the newest intact checkpoint, or None in a folder without any.
 
     A damaged one is moved aside with a warning, and the one before it is read.
 
@@ -132,7 +132,7 @@ class Checkpoints:
     return Restored(saved.state, saved.record["position"])
 
   def _check_shapes(self, step: int, like: TrainState) -> None:
-    """Compares shapes and dtypes with the checkpoint's metadata."""
+    """Compare shapes and dtypes with the checkpoint's metadata."""
     try:
       saved = shapes_by_name(self._manager.item_metadata(step).state)
     except Exception:  # `_read` reports the damage
@@ -145,7 +145,7 @@ class Checkpoints:
       )
 
   def _set_aside(self, step: int, error: Exception) -> str:
-    """Moves a checkpoint to the folder `damaged`, and returns a message that says so."""
+    """Move a checkpoint to the folder `damaged`, and return a message that says so."""
     target = aside = self.folder.parent / "damaged" / str(step)
     aside.parent.mkdir(exist_ok=True)
     number = 1
@@ -162,12 +162,12 @@ class Checkpoints:
     )
 
   def wait(self) -> None:
-    """Waits until everything is on disk; raises the errors of asynchronous writes."""
+    """Wait until everything is on disk; raise the errors of asynchronous writes."""
     with self._explained_errors():
       self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Finishes saving and stops the background threads."""
+    """Finish saving and stop the background threads."""
     self._manager.close()
 
   @contextlib.contextmanager
@@ -180,7 +180,7 @@ class Checkpoints:
 
 
 def _raise_unless_damage(error: Exception) -> None:
-  """Raises the errors that come from this machine and not from a damaged file."""
+  """Raise the errors that come from this machine and not from a damaged file."""
   # jax has no class for a device without memory: the text of the error is all that tells it.
   machine = isinstance(error, (MemoryError, PermissionError))
   if machine or "RESOURCE_EXHAUSTED" in str(error):
@@ -197,7 +197,7 @@ def _check_sums(sums: jax.Array, saved: list[int]) -> None:
 
 
 def shapes_by_name(tree: Any) -> dict[str, str]:
-  """Returns dotted name -> "dtype[shape]" of every array."""
+  """Return dotted name -> "dtype[shape]" of every array."""
   # Orbax returns tuples as lists and NamedTuples as dicts.
   part = lambda key: str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
   return {
@@ -207,7 +207,7 @@ def shapes_by_name(tree: Any) -> dict[str, str]:
 
 
 def differences(given: dict[str, str], wanted: dict[str, str], verb: str) -> str:
-  """Returns up to ten lines with the differences of two `shapes_by_name`."""
+  """Return up to ten lines with the differences of two `shapes_by_name`."""
   lines = [
     f"  {name}: {given.get(name, 'absent')} {verb}, {wanted.get(name, 'absent')} in this model"
     for name in sorted(given.keys() | wanted.keys())
@@ -219,7 +219,7 @@ def differences(given: dict[str, str], wanted: dict[str, str], verb: str) -> str
 def read_variables(
   folder: str | pathlib.Path, best: bool = False, at: int | None = None
 ) -> tuple[dict[str, Any], int]:
-  """Returns the variables and step of the newest intact checkpoint of a run folder.
+  """Return the variables and step of the newest intact checkpoint of a run folder.
 
   The model is not needed, and the folder is not changed: a damaged checkpoint is skipped with a
   warning.
@@ -251,7 +251,9 @@ def read_variables(
     if not steps:
       kind = "evaluated checkpoint" if best else "complete checkpoint"
       kind += "" if at is None else f" of step {at}"
-      raise FileNotFoundError(f"{checkpoints} has no {kind}. Run until it has one.")
+      raise FileNotFoundError(
+        f"`folder` must have one {kind}; got none in {checkpoints}. Train until it has one."
+      )
     for step in steps:
       try:
         return _read_variables(manager, step), step
@@ -260,11 +262,14 @@ def read_variables(
         warnings.warn(
           f"checkpoint {step} in {checkpoints} is damaged ({_reason(error)})", stacklevel=2
         )
-  raise ValueError(f"no checkpoint in {checkpoints} is intact: {steps}. Give another run's folder.")
+  raise ValueError(
+    f"`folder` must have an intact checkpoint; got {checkpoints}, where {steps} are damaged. Give"
+    " another run's folder."
+  )
 
 
 def saved_steps(folder: str | pathlib.Path) -> list[int]:
-  """Returns the steps of a run folder's checkpoints in ascending order."""
+  """Return the steps of a run folder's checkpoints in ascending order."""
   checkpoints = pathlib.Path(folder).absolute() / "checkpoints"
   if not checkpoints.is_dir():
     return []
@@ -302,7 +307,7 @@ def _read_variables(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]
 
 
 def check_tokenizer(folder: str | pathlib.Path, text: Text) -> None:
-  """Checks that the run in a folder has the tokenizer of this text.
+  """Check that the run in a folder has the tokenizer of this text.
 
   Raises:
     FileNotFoundError: the folder is not a run folder.
@@ -310,12 +315,12 @@ def check_tokenizer(folder: str | pathlib.Path, text: Text) -> None:
   """
   config = read_json(pathlib.Path(folder) / "config.json")
   if config is None:
-    raise FileNotFoundError(f"{folder} has no config.json. Give the folder of a run.")
+    raise FileNotFoundError(f"`folder` must have a config.json; got {folder}. Give a run folder.")
   here, there = text.identity["tokenizer"], config["data"]["tokenizer"]
   if here != there:
     raise ValueError(
-      f"the run in {folder} has another tokenizer: {there} there, {here} here. Give this experiment"
-      " its tokenizer and data, or start from another run."
+      f"`tokenizer` must be that of the run in {folder}, {there}; got {here}. Give this experiment"
+      " the tokenizer and the data of the run, or start from another run."
     )
 
 
@@ -340,7 +345,7 @@ class FromRun:
   best: bool = False
 
   def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """Returns the other run's variables; raises the errors of `read_variables`."""
+    """Return the other run's variables; raise the errors of `read_variables`."""
     del model, variables
     check_tokenizer(self.folder, text)
     other, _ = read_variables(self.folder, self.best)
@@ -362,7 +367,7 @@ class FromPart:
   best: bool = False
 
   def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fresh variables with the other run's part.
+    """Return the fresh variables with the other run's part.
 
     Raises:
       FileNotFoundError: the folder has no checkpoint.

@@ -48,7 +48,7 @@ class Process(NamedTuple):
 def find_process(
   coordinator: str | None, count: int | None, index: int | None, patience: float
 ) -> Process | None:
-  """Completes the arguments from a detected cluster; None for a single process.
+  """Complete the arguments from a detected cluster; None for a single process.
 
   Under Slurm and Open MPI jax gives each process of a machine one of its accelerators;
   JAX_LOCAL_DEVICE_IDS=0,1,2,3 gives it several. `patience` is the number of seconds that a cluster
@@ -110,7 +110,7 @@ def start(
   patience: float = PATIENCE,
   silence: float = SILENCE,
 ) -> None:
-  """Connects this process to the others of its run.
+  """Connect this process to the others of its run.
 
   Arguments that are None are detected by jax under Slurm, Open MPI, Kubernetes and on TPU pods.
   Call it before any other use of devices. When a process dies later, all others end within about
@@ -142,7 +142,7 @@ def start(
 
 
 def _connect(process: Process, patience: float, silence: float) -> None:
-  """Calls `jax.distributed.initialize`, which aborts if the others do not come."""
+  """Call `jax.distributed.initialize`, which aborts if the others do not come."""
   deadline = time.monotonic() + patience
   if process.index > 0:
     _wait_for_port(process, patience, deadline)
@@ -209,7 +209,7 @@ def is_main() -> bool:
 
 
 def agree(name: str, value: str, patience: float = PATIENCE) -> None:
-  """Returns when all processes have called it with the same value.
+  """Return when all processes have called it with the same value.
 
   Raises:
     ValueError: on every process, where the values differ.
@@ -243,14 +243,14 @@ def agree(name: str, value: str, patience: float = PATIENCE) -> None:
 
 
 def main_first(name: str, make: Callable[[], T]) -> T:
-  """Returns `make()`, called by process 0 first so that it fills the cache."""
+  """Return `make()`, called by process 0 first so that it fills the cache."""
   made = make() if is_main() else None
   from_main(name, lambda: "made")  # the others wait here until the cache is complete
   return made if is_main() else make()
 
 
 def from_main(name: str, make: Callable[[], str]) -> str:
-  """Returns on every process the value of `make()`, which process 0 calls."""
+  """Return on every process the value of `make()`, which process 0 calls."""
   if not is_joined():
     return make()
   key = _next_key("main", name)
@@ -265,13 +265,13 @@ def from_main(name: str, make: Callable[[], str]) -> str:
 
 
 def _next_key(kind: str, name: str) -> str:
-  """Returns a new key for each call; all processes make their calls in one order."""
+  """Return a new key for each call; all processes make their calls in one order."""
   _calls[name] += 1
   return f"vqjax/{kind}/{name.replace(' ', '_')}/{_calls[name]}"
 
 
 def finish() -> None:
-  """Disconnects from the other processes, once all are done."""
+  """Disconnect from the other processes, once all are done."""
   if _watch:
     _watch[0].close()
     _watch.clear()
@@ -279,13 +279,13 @@ def finish() -> None:
 
 
 def await_verdict(error: Exception) -> None:
-  """Ends this process with a message if another's death caused the error."""
+  """End this process with a message if another's death caused the error."""
   if _watch and isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
     _watch[0].verdict()
 
 
 def fail(code: int, message: str) -> int:
-  """Ends a failed command in all its processes, with one line on standard error.
+  """End a failed command in all its processes, with one line on standard error.
 
   A single process gets `code` back. Several processes all stop within seconds; those without an
   error of their own name the process that had one, and its message.

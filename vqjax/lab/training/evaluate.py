@@ -38,7 +38,7 @@ class Score(NamedTuple):
   rates: Mapping[str, float] = MappingProxyType({})
 
   def numbers(self) -> dict[str, float]:
-    """Returns the numbers that are not None by name, the rates among them."""
+    """Return the numbers that are not None by name, the rates among them."""
     values = self._asdict()
     rates = values.pop("rates")
     return {name: x for name, x in (values | rates).items() if x is not None}
@@ -54,7 +54,7 @@ Scorer = Callable[[dict, dict], tuple[Sums, dict]]
 
 
 def summed(model: nn.Module) -> Scorer:
-  """Returns a pure scorer for the model."""
+  """Return a pure scorer for the model."""
 
   def sums(variables, batch):
     wanted = batch["targets"] >= 0
@@ -73,14 +73,14 @@ def summed(model: nn.Module) -> Scorer:
 
 
 def make_scorer(model: nn.Module) -> Scorer:
-  """Returns `summed(model)`, jitted."""
+  """Return `summed(model)`, jitted."""
   return jax.jit(summed(model))
 
 
 def evaluate(
   scorer: Scorer, variables: dict, batches: Iterable[dict], text_bytes: int | None
 ) -> Score:
-  """Returns the score over the batches; the sums of batches are added in float64.
+  """Return the score over the batches; the sums of batches are added in float64.
 
   Raises:
     ValueError: `batches` is empty, or no batch has a target.
@@ -125,7 +125,7 @@ class Cost(NamedTuple):
 
 
 def loss_cost(head: Head, tokens: int, dtype=jnp.float32, repeats: int = 5) -> Cost:
-  """Measures the loss of an initialised head on random hidden states and tokens."""
+  """Measure the loss of an initialised head on random hidden states and tokens."""
   function, arguments = loss_and_gradient(head, tokens, dtype)
   compiled = jax.jit(function).lower(*arguments).compile()
   memory = compiled.memory_analysis()

@@ -20,14 +20,14 @@ class Interrupted(Exception):
   """
 
   def __init__(self, signum: int, step: int):
-    """Stores the signal and the step."""
+    """Store the signal and the step."""
     super().__init__(f"stopped by {signal.Signals(signum).name} after step {step}, which is saved")
     self.signum, self.step = signum, step
 
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[Callable[[], int | None]]:
-  """Defers SIGINT and SIGTERM; yields a function that returns a received signal.
+  """Defer SIGINT and SIGTERM; yield a function that returns a received signal.
 
   A second signal has its usual effect. Outside the main thread, where Python cannot handle signals,
   nothing changes. In a run of several processes jax handles SIGTERM: see `agreed_signal`.
@@ -60,7 +60,7 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
 
 
 def agreed_signal(step: int) -> int | None:
-  """Returns SIGTERM at the step at which all processes stop for one's signal.
+  """Return SIGTERM at the step at which all processes stop for one's signal.
 
   Every process calls it at every step; jax chooses the first step that no process has passed.
   """

@@ -28,7 +28,7 @@ class MetricsLog:
   """
 
   def __init__(self, folder: pathlib.Path, step: int):
-    """Opens the log of a run that goes on after `step`, and drops the rows after it."""
+    """Open the log of a run that goes on after `step`, and drop the rows after it."""
     self.path = folder / "metrics.jsonl"
     _keep_until(self.path, step)
     self._file = self.path.open("a", encoding="utf-8")
@@ -36,7 +36,7 @@ class MetricsLog:
     self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
 
   def write(self, row: dict) -> None:
-    """Appends and flushes a row."""
+    """Append and flush a row."""
     try:
       # Python would write NaN, which is not JSON.
       self._file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -51,13 +51,13 @@ class MetricsLog:
         self._events.add_scalar(f"train/{name}", value, row["step"])
 
   def close(self) -> None:
-    """Flushes and closes both files."""
+    """Flush and close both files."""
     self._file.close()
     self._events.close()
 
 
 def _keep_until(path: pathlib.Path, step: int) -> None:
-  """Drops rows after `step`, and a last line that a killed run left incomplete."""
+  """Drop rows after `step`, and a last line that a killed run left incomplete."""
   if not path.exists():
     return
   kept = []
@@ -79,7 +79,7 @@ Report = Callable[[int, float], None]
 def progress_bar(
   name: str, first_step: int, steps: int, tokens_per_step: int, console: Console | None = None
 ) -> Iterator[Report]:
-  """Shows a live bar on a terminal, else ten lines; yields a `Report`.
+  """Show a live bar on a terminal, else ten lines; yield a `Report`.
 
   Of several processes the first shows it.
   """

@@ -28,7 +28,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
-  """Trains an experiment in its run folder, or resumes it; returns the result.
+  """Train an experiment in its run folder, or resume it; return the result.
 
   A finished run returns its result at once. SIGINT and SIGTERM finish the step, save and raise
   `Interrupted`. Of several processes each calls this function after `distributed.start`; a signal
@@ -101,7 +101,7 @@ class _Training:
     self.first_step = int(self.state.step)
 
   def run_to_end(self) -> dict:
-    """Trains the remaining steps, and returns the measurements of the result."""
+    """Train the remaining steps, and return the measurements of the result."""
     self.log = MetricsLog(self.run.path, self.first_step) if is_main() else None
     try:
       self._train()
@@ -147,7 +147,7 @@ class _Training:
           self.clock.start(step)
 
   def _read_metrics(self, step: int, metrics: dict) -> float:
-    """Logs the metrics of a step and returns its loss; raises where one is not finite."""
+    """Log the metrics of a step and return its loss; raise where one is not finite."""
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
     if wrong:
@@ -162,7 +162,7 @@ class _Training:
       self.log.write(row)
 
   def _stop(self, step: int, problem: str) -> None:
-    """Waits for the last checkpoint, and raises NotFiniteError."""
+    """Wait for the last checkpoint, and raise NotFiniteError."""
     self.checkpoints.wait()  # the message names a complete checkpoint
     latest = self.checkpoints.latest
     kept = "no checkpoint was saved" if latest is None else f"checkpoint {latest} is kept"
@@ -172,7 +172,7 @@ class _Training:
     )
 
   def _evaluate_and_save(self, step: int, signum: int | None) -> None:
-    """Evaluates where it is due, saves, and raises `Interrupted` where a signal came."""
+    """Evaluate where it is due, save, and raise `Interrupted` where a signal came."""
     train, metrics = self.train, None
     # The metrics of a step come from the parameters before its update, which may have overflowed.
     if not all_finite(self.state.params):
@@ -237,7 +237,7 @@ class _Training:
     return result
 
   def _loss_cost(self, head) -> dict | None:
-    """Returns the cost of the head's loss on one device; None if it does not fit."""
+    """Return the cost of the head's loss on one device; None if it does not fit."""
     mesh = self.program.mesh.shape
     rows = self.program.micro // (mesh["data"] * mesh["fsdp"])
     try:

@@ -43,13 +43,13 @@ class SGD:
       )
 
   def learning_rate(self, train: Train) -> optax.Schedule:
-    """Returns step -> learning rate."""
+    """Return step -> learning rate."""
     # `optax.exponential_decay` divides in float32; integers cannot fall a step early or late.
     falls = lambda step: jnp.maximum(0, (step - self.hold) // self.every + 1)
     return lambda step: train.learning_rate * self.factor ** falls(step)
 
   def rule(self, train: Train) -> optax.GradientTransformation:
-    """Returns the optimiser, without clipping."""
+    """Return the optimiser, without clipping."""
     return optax.sgd(self.learning_rate(train))
 
 
@@ -73,19 +73,19 @@ class SM3:
       raise ValueError(f"`momentum` must be in [0, 1); got {self.momentum}. Use 0.9.")
 
   def learning_rate(self, train: Train) -> optax.Schedule:
-    """Returns step -> learning rate."""
+    """Return step -> learning rate."""
     # No schedule of Optax rises as a power: `polynomial_schedule` is a power of the steps left.
     fraction = lambda step: jnp.minimum(1.0, (step + 1) / max(train.warmup, 1))
     return lambda step: train.learning_rate * fraction(step) ** 2
 
   def rule(self, train: Train) -> optax.GradientTransformation:
-    """Returns the optimiser, without clipping."""
+    """Return the optimiser, without clipping."""
     scale = optax.scale_by_learning_rate(self.learning_rate(train))
     return optax.chain(optax.scale_by_sm3(self.momentum), scale)
 
 
 def learning_rate(train: Train) -> optax.Schedule:
-  """Returns step -> learning rate: linear warm-up, then a cosine.
+  """Return step -> learning rate: linear warm-up, then a cosine.
 
   `train.optimizer`, where there is one, has a schedule of its own.
   """
@@ -96,19 +96,19 @@ def learning_rate(train: Train) -> optax.Schedule:
     init_value=0.0 if warmup else train.learning_rate,
     peak_value=train.learning_rate,
     warmup_steps=warmup,
-    # `decay_steps` counts the warm-up, and Optax refuses a cosine of no step.
+    # `decay_steps` counts the warm-up, and Optax rejects a cosine of zero steps.
     decay_steps=max(train.steps, warmup + 1),
     end_value=train.learning_rate * train.final_fraction,
   )
 
 
 def decayed(params: dict) -> dict:
-  """Marks the parameters that weight decay applies to: all but `UNDECAYED`."""
+  """Mark the parameters that weight decay applies to: all but `UNDECAYED`."""
   return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in UNDECAYED, params)
 
 
 def optimizer(train: Train) -> optax.GradientTransformation:
-  """Returns clipping by global norm, then AdamW or `train.optimizer`.
+  """Return clipping by global norm, then AdamW or `train.optimizer`.
 
   Parameters outside `train.trainable` have no moments, no decay, no part in the norm, and updates
   of zero.
@@ -136,7 +136,7 @@ def optimizer(train: Train) -> optax.GradientTransformation:
 
 
 def trainable_mask(params: dict, prefixes: tuple[str, ...]) -> dict:
-  """Marks the parameters below one of the dotted prefixes; () marks all.
+  """Mark the parameters below one of the dotted prefixes; () marks all.
 
   "head" marks every parameter of the head, "head.codebook" that one.
 
@@ -160,13 +160,13 @@ def trainable_mask(params: dict, prefixes: tuple[str, ...]) -> dict:
 
 
 def partition(params: dict, prefixes: tuple[str, ...]) -> tuple[dict, dict]:
-  """Splits parameters into (trained, frozen), with None for the other part."""
+  """Split parameters into (trained, frozen), with None for the other part."""
   mask = trainable_mask(params, prefixes)
   select = lambda wanted: jax.tree.map(lambda m, x: x if m == wanted else None, mask, params)
   return select(True), select(False)
 
 
 def combine(trained: Any, frozen: Any) -> Any:
-  """Merges the two trees of `partition`."""
+  """Merge the two trees of `partition`."""
   pick = lambda one, other: other if one is None else one
   return jax.tree.map(pick, trained, frozen, is_leaf=lambda x: x is None)

@@ -39,7 +39,7 @@ class Program:
   """
 
   def __init__(self, experiment: Experiment, mesh: Mesh):
-    """Derives the shardings of an experiment on a mesh.
+    """Derive the shardings of an experiment on a mesh.
 
     Raises:
       ValueError: the mesh does not divide the rows of a micro-batch, `train.trainable` names no
@@ -79,7 +79,7 @@ class Program:
     self.scorer = self.jitted(summed(self.model), out_shardings=(everywhere, carry))
 
   def begin(self, variables: Mapping[str, Any]) -> TrainState:
-    """Returns the initial state with given variables, each on its own devices.
+    """Return the initial state with given variables, each on its own devices.
 
     Raises:
       ValueError: the variables differ from the model's in structure, shapes or dtypes, or hold a
@@ -105,7 +105,7 @@ class Program:
     return state
 
   def jitted(self, function: Callable, **options: Any) -> Callable:
-    """Returns `jax.jit(function, **options)`, traced with the mesh in context."""
+    """Return `jax.jit(function, **options)`, traced with the mesh in context."""
 
     # Heads read the mesh while they are traced; a later call runs the compiled program.
     @functools.wraps(function)
@@ -116,7 +116,7 @@ class Program:
     return jax.jit(traced, **options)
 
   def _placed(self, state: TrainState) -> TrainState:
-    """Returns an abstract state with shardings: moments lie with their parameters."""
+    """Return an abstract state with shardings: moments lie with their parameters."""
     everywhere = sharding.replicated(self.mesh)
     logical_axes = getattr(self.experiment.model, "logical_axes", None)
     if logical_axes is None:
@@ -152,23 +152,23 @@ class Program:
     return sharding.local_rows(self.experiment.train.batch, self.mesh)
 
   def place(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a training batch on the mesh, from the rows `rows` of it."""
+    """Return a training batch on the mesh, from the rows `rows` of it."""
     return sharding.global_batch(batch, self.rows, self.experiment.train.batch, self.mesh)
 
   def place_whole(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a batch on the mesh of which every process has all rows."""
+    """Return a batch on the mesh of which every process has all rows."""
     rows = len(batch["targets"])
     return sharding.global_batch(batch, np.arange(rows), rows, self.mesh)
 
 
 def keys(seed: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the keys of an experiment's initialisation and of its steps."""
+  """Return the keys of an experiment's initialisation and of its steps."""
   init_key, step_key = jax.random.split(jax.random.key(seed))
   return init_key, step_key
 
 
 def over_mesh(model: nn.Module, mesh: Mesh) -> nn.Module:
-  """Returns the model with unset `vocab_axis` fields set to "model" if sharded."""
+  """Return the model with unset `vocab_axis` fields set to "model" if sharded."""
   if mesh.shape["model"] == 1:
     return model
   changes: dict[int, dict[str, Any]] = {}

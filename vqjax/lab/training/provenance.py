@@ -16,7 +16,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "vqja
 
 
 def provenance() -> dict:
-  """Returns commit, device, versions and date, for the JSON of a result."""
+  """Return commit, device, versions and date, for the JSON of a result."""
   versions: dict[str, str | None] = {"python": platform.python_version()}
   for name in PACKAGES:
     try:
@@ -32,7 +32,7 @@ def provenance() -> dict:
 
 
 def commit() -> str | None:
-  """Returns the commit of this checkout, with + for changed files; None outside."""
+  """Return the commit of this checkout, with + for changed files; None outside."""
   root = pathlib.Path(__file__).resolve().parents[3]
   if not (root / ".git").exists():
     return None
@@ -48,7 +48,7 @@ def commit() -> str | None:
 
 
 def device() -> str:
-  """Returns number, kind and platform of the devices; CPU cores for a CPU."""
+  """Return number, kind and platform of the devices; CPU cores for a CPU."""
   devices = jax.devices()
   if devices[0].platform == "cpu":
     # A batch system may give this process fewer cores than the machine has.
@@ -58,7 +58,7 @@ def device() -> str:
 
 
 def peak_memory_bytes() -> int:
-  """Returns peak memory of the first accelerator if counted, else of the process."""
+  """Return peak memory of the first accelerator if counted, else of the process."""
   stats = jax.local_devices()[0].memory_stats()
   if stats and "peak_bytes_in_use" in stats:
     return int(stats["peak_bytes_in_use"])

@@ -59,7 +59,7 @@ class Recluster:
     return step % self.every == 0 and step <= self.until
 
   def on(self, program: Program, split: TokenSplit) -> Between:
-    """Returns the function between steps: a pass over a segment, and reassignment.
+    """Return the function between steps: a pass over a segment, and reassignment.
 
     Its metrics are the numbers of `moved` and `split` tokens, `gain_nats` (a lower bound of the
     gain per token of the segment), and the perplexity floors of the segment, `floor_before` and
@@ -99,7 +99,7 @@ class _Between:
   def _add_batch(
     self, total: reassignment.Contexts, variables: dict, batch: dict
   ) -> reassignment.Contexts:
-    """Adds the contexts of a batch."""
+    """Add the contexts of a batch."""
     model, targets = self.program.model, batch["targets"]
     codebook, assignment, token_bias = _head_arrays(variables)
     contexts = reassignment.contexts(
@@ -115,7 +115,7 @@ class _Between:
     return jax.tree.map(jnp.add, total, contexts)
 
   def _segment(self, step: int) -> TokenSplit:
-    """Returns the next segment of the text, which starts over at its end."""
+    """Return the next segment of the text, which starts over at its end."""
     total = len(self.split.tokens)
     length = min(self.recluster.tokens, total)
     first = min((step // self.recluster.every - 1) * length % total, total - length)
@@ -149,7 +149,7 @@ class _Between:
 
 
 def _head_arrays(variables: dict) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """Returns codebook, assignment and token bias of the head."""
+  """Return codebook, assignment and token bias of the head."""
   params = variables["params"]["head"]
   assignment = variables["codes"]["head"]["assignment"]
   return params["codebook"], assignment, params.get("token_bias")

@@ -48,7 +48,7 @@ class Text:
 
 
 def load_text(experiment: Experiment) -> Text:
-  """Returns the splits of an experiment, and fills in the vocabulary.
+  """Return the splits of an experiment, and fill in the vocabulary.
 
   Fits the tokenizer and encodes the text; both are cached by content. Data of the kind `Prepared`
   have splits of their own and no tokenizer.
@@ -93,7 +93,7 @@ class RunFolder:
   """
 
   def __init__(self, path: pathlib.Path, experiment: Experiment, data: dict):
-    """Opens or makes the folder for an experiment on data with this identity.
+    """Open or make the folder for an experiment on data with this identity.
 
     Raises:
       ValueError: the folder belongs to another config or other data, or another process runs in
@@ -107,7 +107,7 @@ class RunFolder:
       _wait_for_token(path / "lock", token)
 
   def _open(self, experiment: Experiment, data: dict) -> str:
-    """Locks the folder; returns the token in its lock file."""
+    """Lock the folder; return the token in its lock file."""
     path = self.path
     mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
     theirs = read_json(path / "config.json")
@@ -139,16 +139,16 @@ class RunFolder:
     return token
 
   def close(self) -> None:
-    """Unlocks the folder."""
+    """Unlock the folder."""
     if self._lock is not None:
       self._lock.close()
 
   def result(self) -> dict | None:
-    """Returns the content of result.json, or None before the run has ended."""
+    """Return the content of result.json, or None before the run has ended."""
     return read_json(self.path / "result.json")
 
   def write_result(self, result: dict) -> None:
-    """Writes result.json atomically; of several processes the first writes its own."""
+    """Write result.json atomically; of several processes the first writes its own."""
 
     def write() -> str:
       try:
@@ -161,7 +161,7 @@ class RunFolder:
 
 
 def _wait_for_token(path: pathlib.Path, token: str) -> None:
-  """Waits until the file holds the token: a network file system may show it late."""
+  """Wait until the file holds the token: a network file system may show it late."""
   deadline = time.monotonic() + PATIENCE / 6
   while not path.exists() or path.read_text() != token:
     if time.monotonic() > deadline:
@@ -187,7 +187,7 @@ def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:
 
 
 def read_json(path: pathlib.Path) -> dict | None:
-  """Returns the object in a file, or None if the file does not exist."""
+  """Return the object in a file, or None if the file does not exist."""
   if not path.exists():
     return None
   try:
@@ -199,12 +199,12 @@ def read_json(path: pathlib.Path) -> dict | None:
 
 
 def write_json(path: pathlib.Path, value: dict) -> None:
-  """Writes an object to a file atomically."""
+  """Write an object to a file atomically."""
   write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def write_whole(path: str | os.PathLike, text: str) -> None:
-  """Writes a text file atomically: a reader sees the old text or the new one."""
+  """Write a text file atomically: a reader sees the old text or the new one."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   # In the same folder, because a rename is atomic only within one file system.
@@ -214,7 +214,7 @@ def write_whole(path: str | os.PathLike, text: str) -> None:
 
 
 def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = None) -> Exception:
-  """Returns an OSError with the remedy for a full disk; other errors unchanged.
+  """Return an OSError with the remedy for a full disk; other errors unchanged.
 
   `last_good` is the step of the newest complete checkpoint.
   """

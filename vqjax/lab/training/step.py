@@ -45,7 +45,7 @@ Step = Callable[[TrainState, dict], tuple[TrainState, dict]]
 def init_state(
   model: nn.Module, optimizer: optax.GradientTransformation, key: PRNGKeyArray
 ) -> TrainState:
-  """Returns the initial state of a language model, made in one jitted call."""
+  """Return the initial state of a language model, made in one jitted call."""
   row = jax.ShapeDtypeStruct((1, min(model.context, 8)), jnp.int32)
   return jax.jit(state_maker(model, optimizer, {"inputs": row, "targets": row}))(key)
 
@@ -53,7 +53,7 @@ def init_state(
 def state_maker(
   model: nn.Module, optimizer: optax.GradientTransformation, shapes: dict[str, Any]
 ) -> Callable[[PRNGKeyArray], TrainState]:
-  """Returns a pure function from a key to an initial state.
+  """Return a pure function from a key to an initial state.
 
   `shapes` has the shapes and dtypes of the model's arguments, under "inputs" and "targets".
   """
@@ -67,14 +67,14 @@ def state_maker(
 
 
 def fresh_state(optimizer: optax.GradientTransformation, variables: dict) -> TrainState:
-  """Returns the state at step 0 of a run that begins with these variables."""
+  """Return the state at step 0 of a run that begins with these variables."""
   model_state = {name: tree for name, tree in variables.items() if name != "params"}
   params = variables["params"]
   return TrainState(jnp.int32(0), params, model_state, optimizer.init(params))
 
 
 def carried(collections: Any, batch: dict) -> Any:
-  """Returns the collections with the carry of reset rows set to zero.
+  """Return the collections with the carry of reset rows set to zero.
 
   The collection `carry` is what a recurrent model remembers of each row of a batch.
   """
@@ -86,7 +86,7 @@ def carried(collections: Any, batch: dict) -> Any:
 
 
 def make_step(*args: Any, **kwargs: Any) -> Step:
-  """Returns `train_step(...)`, jitted; the step donates its state."""
+  """Return `train_step(...)`, jitted; the step donates its state."""
   return jax.jit(train_step(*args, **kwargs), donate_argnums=0)
 
 
@@ -98,7 +98,7 @@ def train_step(
   accumulate: int = 1,
   trainable: tuple[str, ...] = (),
 ) -> Step:
-  """Returns the training step as a pure function.
+  """Return the training step as a pure function.
 
   The loss is the mean of -log p(target) in nats over the targets that are not negative, plus the
   model's auxiliary terms. The randomness of a step depends on `key` and the step's number alone, so
@@ -169,7 +169,7 @@ def train_step(
 def _mean_gradient(
   loss: Callable, params: Any, model_state: Any, batch: dict, key: Array, accumulate: int
 ) -> tuple[Any, dict, Any]:
-  """Returns mean gradient and metrics of the micro-batches, and the model state.
+  """Return mean gradient and metrics of the micro-batches, and the model state.
 
   `loss` is a function (params, model_state, batch, key) -> loss, (metrics, model_state).
   """
@@ -205,7 +205,7 @@ def all_finite(tree: Any) -> Bool[Array, ""]:
 
 @jax.jit
 def checksum(state: TrainState) -> UInt32[Array, "leaves"]:
-  """Returns a checksum of all bits and their positions for each array of the state.
+  """Return a checksum of all bits and their positions for each array of the state.
 
   Integer sums wrap and do not depend on the order of addition, so the result is the same on any
   device and for any sharding. A single wrong bit always shows.

@@ -31,7 +31,7 @@ class Watch:
   """
 
   def __init__(self, client, index: int, count: int, silence: float):
-    """Starts the threads; `client` is the connected client of `jax.distributed`."""
+    """Start the threads; `client` is the connected client of `jax.distributed`."""
     self.client, self.index, self.count, self.silence = client, index, count, silence
     self.over = threading.Event()
     self.last_answer = time.monotonic()
@@ -62,7 +62,7 @@ class Watch:
       pass  # the coordinator has died, which `_check_coordinator` notices too
 
   def _check_beats(self, last: dict[str, tuple[str, float]]) -> None:
-    """Updates {process: (heartbeat, time)}; stops all where a heartbeat is too old."""
+    """Update {process: (heartbeat, time)}; stop all where a heartbeat is too old."""
     now, done = time.monotonic(), self._processes(OVER)
     for index, beat in self._processes(ALIVE).items():
       # Clocks of machines differ: only this process's clock times the changes of a heartbeat.
@@ -79,7 +79,7 @@ class Watch:
     return {name.rsplit("/", 1)[1]: value for name, value in entries}
 
   def _stop_all(self, reason: str) -> str | None:
-    """Writes the reason to stop; returns an earlier one of another process, or None."""
+    """Write the reason to stop; return an earlier one of another process, or None."""
     try:
       # Without `allow_overwrite` the first reason stays, and a second one raises.
       self.client.key_value_set(STOP, reason)
@@ -104,7 +104,7 @@ class Watch:
       self._exit(reason, in_order=True)
 
   def _check_coordinator(self) -> None:
-    """Exits when the coordinator no longer answers but its connection is still open."""
+    """Exit when the coordinator no longer answers but its connection is still open."""
     before = time.monotonic()
     while not self.over.wait(self.silence / BEATS):
       now = time.monotonic()
@@ -128,7 +128,7 @@ class Watch:
       os._exit(1)
 
   def _leave(self) -> None:
-    """Marks this process as finished; process 0 waits for the others."""
+    """Mark this process as finished; process 0 waits for the others."""
     try:
       # `close` may have marked this process already, and a second mark must not raise.
       self.client.key_value_set(f"{OVER}/{self.index}", "", allow_overwrite=True)
@@ -141,7 +141,7 @@ class Watch:
       pass  # the coordinator has died
 
   def close(self) -> None:
-    """Waits until all processes are done, so that no end counts as a death."""
+    """Wait until all processes are done, so that no end counts as a death."""
     self.client.key_value_set(f"{OVER}/{self.index}", "")
     self.client.wait_at_barrier(OVER, int(1000 * DAY))
     self.over.set()  # only now: until all are done, a death must be noticed
@@ -151,11 +151,11 @@ class Watch:
     _on_abort(None)
 
   def verdict(self) -> None:
-    """Waits long enough for the threads to end this process if another one has died."""
+    """Wait long enough for the threads to end this process if another one has died."""
     time.sleep(self.silence * (1 + 2 / BEATS) + GRACE)
 
   def abandon(self, reason: str) -> bool:
-    """Stops the others with this reason; False if the same reason came before.
+    """Stop the others with this reason; False if the same reason came before.
 
     Process 0 returns when the others have ended, or after some seconds: its store ends with it.
     """
@@ -166,7 +166,7 @@ class Watch:
 
 
 def _on_abort(explain: Callable[[], None] | None) -> Callable | None:
-  """Calls `explain` when C++ aborts the process; the handler must stay alive.
+  """Call `explain` when C++ aborts the process; the handler must stay alive.
 
   jax aborts, with its stack on standard error, as soon as the coordinator is lost, in the thread
   that would wake `_wait_for_stop`. Python's own handlers run later in the main thread, and so

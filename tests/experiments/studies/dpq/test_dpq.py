@@ -4,8 +4,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import types
 from typing import Any, NamedTuple
 
@@ -60,8 +58,8 @@ def test_a_row_has_its_score_its_paired_difference_and_both_ratios(results):
 
 
 def test_a_row_that_was_not_run_has_only_the_papers_numbers(results):
-  row = line(results, "Table 4", "PTB, large: DPQ-VQ")
-  assert (row["paper"], row["measured"], row["seeds"]) == ("79.5", "–", "0")
+  row = line(results, "Table 3", "DBpedia: DPQ-VQ")
+  assert (row["paper"], row["measured"], row["seeds"]) == ("98.14", "–", "0")
 
 
 def test_a_derived_row_is_compared_with_the_full_embedding(results):
@@ -88,10 +86,10 @@ def test_rows_of_a_table_keep_the_papers_order():
 @pytest.mark.parametrize("scale", SCALES)
 def test_works_have_distinct_names_and_follow_the_works_that_they_need(scale):
   seen = set()
-  for work in run.works(scale):
-    assert work.name not in seen
-    assert seen.issuperset(work.needs)
-    seen.add(work.name)
+  for job in run.jobs(scale):
+    assert job.name not in seen
+    assert seen.issuperset(job.needs)
+    seen.add(job.name)
 
 
 VOCABULARIES = {
@@ -219,51 +217,29 @@ def test_bleu_of_the_references_is_100_and_of_other_words_less(copied, monkeypat
   assert 0 < score((text, text), (text, "monday toronto bush toronto monday")) < 100
 
 
-def command(tmp_path, monkeypatch, names):
-  """The results of the command at the smoke scale."""
-  arguments = ["--scale", "smoke", "--only", names]
-  done = subprocess.run(
-    [sys.executable, "-m", "experiments.studies.dpq.run", *arguments],
-    cwd=tmp_path,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  monkeypatch.chdir(tmp_path)
-  results = run.STUDY.read("smoke")
-  json.dumps(results, allow_nan=False)
-  return results
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_command_trains_derives_and_keeps(tmp_path, monkeypatch, capsys):
-  names = "ptb-small/sx,ptb-small/scalar-8,ptb-small/kd-distilled"
-  results = command(tmp_path, monkeypatch, names)
-  assert set(results) == {*names.split(","), "ptb-small/full"}
+def test_the_command_makes_every_kind_of_job_and_keeps_it(smoke, capsys):
+  small = "ptb-small/sx,ptb-small/scalar-8,ptb-small/kd-distilled"
+  names = f"{small},multi30k/reconstruction-32x256,bert-pairs/sx"
+  smoke("dpq", names)
+  results = run.STUDY.read("smoke")
+  json.dumps(results, allow_nan=False)
+  assert set(results) == {*names.split(","), "ptb-small/full", "multi30k/full", "bert/sx"}
   small = results["ptb-small/sx"]
   assert small["compact"]["bytes"] == small["result"]["embedding"]["shipped_bytes"]
   assert np.sum(small["codes"]["counts"], axis=1).tolist() == [200] * 4
+  assert 0 <= results["multi30k/reconstruction-32x256"]["bleu"]["score"] <= 100
   before = run.STUDY.path("smoke").read_bytes()
   assert run.STUDY.main(["--scale", "smoke", "--only", names]) == 0
   assert run.STUDY.path("smoke").read_bytes() == before
   capsys.readouterr()
   assert run.STUDY.main(["--scale", "smoke", "--only", names, "--list"]) == 0
-  assert capsys.readouterr().out.count("done") == 4
+  assert capsys.readouterr().out.count("done") == 8
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_command_translates_with_a_rebuilt_table(tmp_path, monkeypatch):
-  results = command(tmp_path, monkeypatch, "multi30k/reconstruction-32x256")
-  assert set(results) == {"multi30k/full", "multi30k/reconstruction-32x256"}
-  assert 0 <= results["multi30k/reconstruction-32x256"]["bleu"]["score"] <= 100
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_command_fine_tunes_a_pretrained_encoder(tmp_path, monkeypatch):
-  results = command(tmp_path, monkeypatch, "bert-pairs/sx,bert-spans/sx")
-  assert set(results) == {"bert/sx", "bert-pairs/sx", "bert-spans/sx"}
+def test_the_commands_of_rows_that_run_elsewhere_name_these_rows():
+  for line in report.elsewhere("cpu").to_dict("records"):
+    names = line["`--only`"].strip("`")
+    assert len(names.split(",")) == line["rows"]
+    assert run.STUDY.chosen("paper", names)

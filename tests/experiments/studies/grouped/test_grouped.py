@@ -129,27 +129,28 @@ def test_quick_measurements_of_the_bench_are_left_out(cost, tmp_path):
 
 
 @pytest.mark.slow
-def test_rendering_twice_changes_nothing(tmp_path):
+def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_path):
   (tmp_path / "results").mkdir()
   for name in ("grouped.md", "bench.json"):
     shutil.copy(DOCS / "results" / name, tmp_path / "results" / name)
   results = run.STUDY.read("cpu")
   paths = report.write(results, tmp_path)
   first = [path.read_bytes() for path in paths]
+  assert first[0] == (DOCS / "results" / "grouped.md").read_bytes()
   assert report.write(results, tmp_path) == paths
   assert [path.read_bytes() for path in paths] == first
 
 
 def test_every_row_of_the_paper_is_a_row_of_the_study():
-  works = {work.name for work in run.works("paper")}
+  jobs = {job.name for job in run.jobs("paper")}
   steps = {f"{dim}/{model}" for dim in report.WIDTHS for model in report.MODELS}
   for table, row, _ in report.paper():
-    assert row in (steps if table in ("2", "3") else works)
+    assert row in (steps if table in ("2", "3") else jobs)
 
 
 @pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
 def test_no_two_works_of_a_scale_have_one_name(scale):
-  names = [work.name for work in run.works(scale)]
+  names = [job.name for job in run.jobs(scale)]
   assert len(set(names)) == len(names)
   assert {"pictures/dense", "pictures/grouped", "wide/grouped", "top/wide"} <= set(names)
 
@@ -213,10 +214,10 @@ def test_the_sheet_of_classes_is_a_picture(tmp_path):
 @pytest.mark.slow
 def test_the_command_runs_resumes_grades_and_renders(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  works = "tiny-16/gpt-2,tiny-16/converted-frequency,top/tiny-16,pictures/grouped"
-  assert run.main(["--scale", "smoke", "--only", works]) == 0
+  jobs = "tiny-16/gpt-2,tiny-16/converted-frequency,top/tiny-16,pictures/grouped"
+  assert run.main(["--scale", "smoke", "--only", jobs]) == 0
   before = run.STUDY.read("smoke")
-  assert before.keys() == {*works.split(","), "tiny-16/grouped"}
+  assert before.keys() == {*jobs.split(","), "tiny-16/grouped"}
   monkeypatch.setattr(Judge, "grades", lambda *story: Grades(4, 3, 2, 1, 6.5))
   judge = ["--judge-url", "http://127.0.0.1:1/v1", "--judge-model", "m"]
   assert run.main(["--scale", "smoke", *judge, "--only", "grades/tiny-16-gpt-2"]) == 0

@@ -39,10 +39,10 @@ def test_heads_of_the_papers_size_have_the_published_parameters():
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_work_comes_after_those_that_it_starts_from(scale):
   seen = set()
-  for work in STUDY.works(scale):
-    assert seen.issuperset(work.needs)
-    assert work.name not in seen
-    seen.add(work.name)
+  for job in STUDY.jobs(scale):
+    assert seen.issuperset(job.needs)
+    assert job.name not in seen
+    seen.add(job.name)
 
 
 @pytest.mark.parametrize("name", SCALES["paper"])

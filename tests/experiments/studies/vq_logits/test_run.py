@@ -1,9 +1,6 @@
 """Tests of the measurements and the command of the VQ-Logits study."""
 
-import os
 import pathlib
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -66,22 +63,10 @@ def test_the_floor_of_a_learned_assignment_is_that_of_the_highest_choices(monkey
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_smoke_scale_trains_keeps_resumes_and_prints(tmp_path, monkeypatch, capsys):
-  arguments = ["--scale", "smoke", "--only", "ptb/vq-16"]
-  # A process of its own: the batches of the smoke scale are smaller than the simulated devices.
-  done = subprocess.run(
-    [sys.executable, "-m", "experiments.studies.vq_logits.run", *arguments],
-    cwd=tmp_path,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert "Table 10" in done.stdout
-  monkeypatch.chdir(tmp_path)
+def test_the_smoke_scale_trains_keeps_resumes_and_prints(smoke, capsys):
+  assert "Table 10" in smoke("vq_logits", "ptb/vq-16")
   results = run.STUDY.read("smoke")
   assert set(results) == {"ptb/dense", "ptb/vq-16"}
   assert results["ptb/vq-16"]["floors"]["bias"] <= results["ptb/vq-16"]["floors"]["uniform"]
-  assert run.STUDY.main([*arguments, "--list"]) == 0
+  assert run.STUDY.main(["--scale", "smoke", "--only", "ptb/vq-16", "--list"]) == 0
   assert capsys.readouterr().out.count("done") == 2

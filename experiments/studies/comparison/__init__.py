@@ -1,0 +1,1 @@
+"""Comparison of vocabulary heads, each tuned, over several seeds."""

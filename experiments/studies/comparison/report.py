@@ -1,0 +1,194 @@
+"""Tables and the figure of the comparison of heads."""
+
+import math
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+import scipy.stats
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from experiments.studies import page
+from experiments.studies.comparison.rows import SCALES, Row, Setting, rows
+from experiments.studies.page import Spread
+from experiments.studies.study import DOCS, Results
+from vqjax import heads
+from vqjax.lab.report import SERIES, units
+from vqjax.lab.report.plots import blank, byte_axis, label_points
+
+EQUIVALENCE = 1.0
+"""Per cent of perplexity within which two heads count as equal."""
+
+
+class Interval(NamedTuple):
+  """A paired difference of perplexities in per cent, with its 95 % interval.
+
+  Attributes:
+    mean: exp of the mean difference in nats, minus 1.
+    low: lower end of the interval of Student's t over the seeds; None for one seed.
+    high: upper end; None for one seed.
+  """
+
+  mean: float
+  low: float | None = None
+  high: float | None = None
+
+  @classmethod
+  def of(cls, nats: Sequence[float]) -> "Interval | None":
+    """The interval of differences in nats a token, one for each seed; None without any."""
+    if not nats:
+      return None
+    per_cent = lambda x: 100 * math.expm1(x)
+    mean = statistics.fmean(nats)
+    if len(nats) == 1:
+      return cls(per_cent(mean))
+    error = statistics.stdev(nats) / math.sqrt(len(nats))
+    half = error * scipy.stats.t.ppf(0.975, len(nats) - 1)
+    return cls(per_cent(mean), per_cent(mean - half), per_cent(mean + half))
+
+  @property
+  def verdict(self) -> str | None:
+    """ "equal", "better" or "worse" where the interval shows it; None where it does not."""
+    if self.low is None:
+      return None
+    if self.low >= -EQUIVALENCE and self.high <= EQUIVALENCE:
+      return "equal"
+    if self.high < 0:
+      return "better"
+    return "worse" if self.low > 0 else None
+
+  def __str__(self) -> str:
+    ends = "" if self.low is None else f" ({self.low:+.1f} to {self.high:+.1f})"
+    return f"{self.mean:+.1f}{ends}"
+
+
+def paired(results: Results, row: str, reference: str) -> Interval | None:
+  """The difference of two rows' test perplexities, over the seeds that both have."""
+  nats = [
+    {seed: run["test"]["nats_per_token"] for seed, run in page.finished(results, name).items()}
+    for name in (row, reference)
+  ]
+  return Interval.of([nats[0][seed] - nats[1][seed] for seed in sorted(nats[0].keys() & nats[1])])
+
+
+def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
+  """Bytes of the head that inference needs: of learned codes, those of the codes that it ends with.
+
+  Args:
+    row: the row.
+    result: of one of its runs.
+    s: the setting.
+  """
+  head = row.head()
+  if not isinstance(head, heads.LearnedProductHead):
+    return result["head"]["state_bytes"]
+  vocab = result["embedding"]["params"] // s.dim
+  fixed = heads.ProductHead(vocab, s.dim, head.codes, head.subspaces, token_bias=head.token_bias)
+  return fixed.size().state_bytes
+
+
+def table(results: Results, s: Setting) -> pd.DataFrame:
+  """The heads by test perplexity; rows without a result are last."""
+  reference = s.rows[0]
+  of_reference = page.finished(results, f"{s.name}/{reference}")
+  measured, missing = [], []
+  for row in rows(s):
+    runs = page.finished(results, f"{s.name}/{row.name}")
+    shown = {"head": row.label, "test perplexity": None, "seeds": len(runs)}
+    if not runs:
+      missing.append(shown)
+      continue
+    spread = Spread.of([run["test"]["perplexity"] for run in runs.values()])
+    one = next(iter(runs.values()))
+    size = head_bytes(row, one, s)
+    difference = (
+      None
+      if row.name == reference
+      else paired(results, *(f"{s.name}/{name}" for name in (row.name, reference)))
+    )
+    shown |= {
+      "test perplexity": spread.show(1),
+      "% from the reference": difference and str(difference),
+      "verdict": difference and difference.verdict,
+      "bytes": units.size(size),
+      "step, ms": f"{1e3 * one['train']['step_seconds']:.0f}",
+    }
+    if of_reference:
+      dense = next(iter(of_reference.values()))["head"]["state_bytes"]
+      shown["of the reference"] = units.ratio(size / dense)
+    measured.append((spread.mean, shown))
+  ranked = [shown for _, shown in sorted(measured, key=lambda one: one[0])]
+  frame = pd.DataFrame([*ranked, *missing])
+  return frame.astype(object).where(frame.notna(), None)
+
+
+def tunings(results: Results, s: Setting) -> pd.DataFrame:
+  """What each row's tuning chose, and its cost."""
+  shown = []
+  for row in rows(s):
+    kept = results.get(f"{s.name}/{row.name}-tuning")
+    if kept is None:
+      continue
+    tokens = s.train.batch * s.decoder["context"] * sum(t["steps"] for t in kept["trials"])
+    shown.append(
+      {"head": row.label}
+      | {field.split(".")[-1].replace("_", " "): f"{v:g}" for field, v in kept["chosen"].items()}
+      | {
+        "runs": len(kept["trials"]),
+        "diverged": sum(trial["valid"] is None for trial in kept["trials"]),
+        "tokens": units.count(tokens),
+        "minutes": f"{kept['seconds'] / 60:.0f}",
+      }
+    )
+  return pd.DataFrame(shown)
+
+
+def bytes_figure(results: Results, s: Setting) -> Figure | None:
+  """Bytes of the head against test perplexity, by name."""
+  points = []
+  for row in rows(s):
+    runs = page.finished(results, f"{s.name}/{row.name}").values()
+    if runs and (size := head_bytes(row, next(iter(runs)), s)):
+      perplexity = statistics.fmean(run["test"]["perplexity"] for run in runs)
+      points.append((size, perplexity, row.name))
+  if not points:
+    return None
+  sizes, perplexities, names = zip(*points)
+  figure, axes = blank(height=4.2)
+  xs = byte_axis(axes, sizes)
+  axes.plot(xs, perplexities, "o", color=SERIES[0])
+  axes.set_xlabel("bytes of the head", fontsize=9)
+  axes.set_ylabel("test perplexity", fontsize=9)
+  axes.margins(y=0.15)
+  label_points(axes, xs, perplexities, names)
+  return figure
+
+
+def render(console: Console, results: Results, scale: str) -> None:
+  """Print the tables of a scale; at "cpu", update the page too."""
+  for s in SCALES[scale]:
+    for title, frame in {"heads": table(results, s), "tunings": tunings(results, s)}.items():
+      if len(frame):
+        page.show(console, f"{s.name}: {title}", frame)
+  if scale == "cpu":
+    for path in update(results):
+      console.print(f"wrote {path}", highlight=False)
+
+
+def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Rewrite the generated blocks and the figures of the page; return their paths."""
+  blocks, figures = {}, {}
+  for s in SCALES["cpu"]:
+    for title, frame in {"heads": table(results, s), "tunings": tunings(results, s)}.items():
+      blocks[f"{s.name}-{title}"] = page.markdown(frame) if len(frame) else units.MISSING
+    name, figure = f"comparison-{s.name}.png", bytes_figure(results, s)
+    figures |= {name: figure} if figure else {}
+    drawn = f"![Bytes of the head against test perplexity, {s.name}](../images/{name})"
+    blocks[f"{s.name}-figure"] = drawn if figure else units.MISSING
+  blocks["origins"] = f"{page.origins(results)}\n\n{page.failures(results)}"
+  path = docs / "results" / "comparison.md"
+  page.update(path, blocks)
+  return [path, *page.save_figures(figures, docs)]

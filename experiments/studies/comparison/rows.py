@@ -1,0 +1,366 @@
+"""Rows of the comparison: heads on one decoder and text, with one budget and one grid for all.
+
+Every row of a setting is trained from scratch for the same number of steps, after a tuning of the
+same grid on the validation split. Rows that begin with vectors of contexts all begin with the same
+ones.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from flax import linen as nn
+
+from experiments.studies.tuning import Grid
+from vqjax import DenseEmbedding, Head, assign, convert, heads
+from vqjax.assign import trees
+from vqjax.lab import conversion
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import (
+  BPETokenizer,
+  PennTreebank,
+  Source,
+  Stories,
+  Text,
+  Tokenizer,
+  Windows,
+  WordTokenizer,
+)
+from vqjax.models import Transformer
+
+V = FROM_TOKENIZER
+
+INPUTS = nn.initializers.normal(0.02)
+"""Initialiser of the input embedding of untied rows; tied tables have the default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A text, a decoder, a budget, and the compared heads.
+
+  Attributes:
+    name: of the setting; its rows are called "NAME/ROW".
+    rows: names of its rows; the first is the reference of differences.
+    headline: rows that are run with every seed; the others have one.
+    data: the text.
+    tokenizer: its tokenizer.
+    decoder: fields of the decoder.
+    train: training of each row, before its tuning.
+    grid: values that each row's tuning tries.
+    codes: K of the larger codebook.
+    small_codes: K of the codebook with at most 1/16 of the dense head's bytes.
+    product: (K, M) of the product head with at most 1/16 of the dense head's bytes.
+    residual: (K, R) of the residual codebook with at most 1/16 of the dense head's bytes.
+    rank: of the low-rank head with at most 1/16 of the dense head's bytes.
+    cutoffs: of the adaptive softmax.
+    classes: of the class-based head.
+    seeds: number of seeds of the headline rows.
+    seen: number of different tokens of the training text, where a row needs it.
+    folder: of the setting's runs.
+  """
+
+  name: str
+  rows: tuple[str, ...]
+  headline: tuple[str, ...]
+  data: Source
+  tokenizer: Tokenizer
+  decoder: dict[str, Any]
+  train: Train
+  grid: Grid
+  codes: int
+  small_codes: int
+  product: tuple[int, int]
+  residual: tuple[int, int]
+  rank: int
+  cutoffs: tuple[int, int]
+  classes: int
+  seeds: int
+  seen: int = 0
+  folder: str = ""
+
+  def path(self, row: str, seed: int) -> str:
+    """The run folder of a row."""
+    return f"{self.folder}/{run_name(row, seed)}"
+
+  @property
+  def dim(self) -> int:
+    """Model width, D."""
+    return self.decoder["dim"]
+
+
+def run_name(row: str, seed: int) -> str:
+  """The name of a row's run with a seed."""
+  return row + (f"-s{seed}" if seed else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A head, how it begins, and what it learns from.
+
+  Attributes:
+    name: of the row; its runs are called "NAME" and "NAME-s1", its tuning "NAME-tuning".
+    label: the row's label in tables.
+    head: () -> the head, with an embedding of its own where it is tied.
+    start: seed -> `Experiment.init_from`.
+    teacher: the row whose trained model of the same seed it is distilled from; None: the text
+      alone.
+  """
+
+  name: str
+  label: str
+  head: Callable[[], Head]
+  start: Callable[[int], Any] = lambda seed: None
+  teacher: "Row | None" = None
+
+  def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
+    """The row's run before its tuning; the teacher has the run's seed unless one is given."""
+    head, start, train = self.head(), self.start(seed), s.train
+    embedding = getattr(head, "embedding", None) or DenseEmbedding(V, s.dim, weight_init=INPUTS)
+    model = Transformer(embedding=embedding, head=head, **s.decoder)
+    if self.teacher is not None:
+      model = conversion.Distilled(model, self.teacher.experiment(s, seed).model)
+      folder = s.path(self.teacher.name, seed if teacher_seed is None else teacher_seed)
+      start = conversion.FromTeacher(folder, start)
+      train = dataclasses.replace(train, trainable=("student",))
+    return Experiment(
+      self.name, model, s.data, s.tokenizer, Windows(), train, seed, init_from=start
+    )
+
+  def grid(self, s: Setting) -> Grid:
+    """The grid of the row's tuning."""
+    if self.teacher is None:
+      return s.grid
+    of_student = lambda field: field.replace("model.", "model.student.", 1)
+    return Grid({of_student(field): values for field, values in s.grid.values.items()})
+
+
+def rows(s: Setting) -> list[Row]:
+  """The rows of a setting, in its order."""
+  d = s.dim
+  dense = lambda: heads.DenseHead(V, d)
+  tied = lambda: heads.DenseHead(V, d, embedding=DenseEmbedding(V, d))
+  contexts = lambda target: (
+    lambda seed: conversion.FromVectors(convert.ContextVectors(seed), target(seed))
+  )
+  to_dense = contexts(lambda seed: convert.ToDense())
+  to_product = contexts(lambda seed: convert.ToProduct(power=0.5, seed=seed))
+  to_codes = lambda alone: contexts(
+    lambda seed: convert.ToCodebook(convert.KMeans(power=0.5, alone=alone, seed=seed))
+  )
+  to_residual = contexts(
+    lambda seed: convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=seed))
+  )
+  to_low_rank = contexts(lambda seed: convert.ToLowRank())
+  exchange = lambda seed: conversion.Mapped(convert.Brown(token_bias=True))
+  codebook = lambda codes: lambda: heads.CodebookHead(V, d, codes, token_bias=True)
+  with_bias = lambda: heads.DenseHead(V, d, use_bias=True)
+  ordered = lambda: heads.GroupedHead(V, d, use_bias=True, order_init=convert.in_order)
+  # All codes but one hold a token each.
+  alone = lambda seed: convert.ContextKMeans(alone=1 - 0.5 / (s.seen + 1), seed=seed)
+  clusters = lambda seed: convert.ByClusters(convert.ContextKMeans(seed=seed))
+  learned = lambda: heads.LearnedProductHead(V, d, *s.product, token_bias=True)
+  to_learned = contexts(
+    lambda seed: convert.ToLearnedProduct(convert.ToProduct(power=0.5, seed=seed))
+  )
+  best = Row("dense-contexts", "full softmax, from contexts", dense, to_dense)
+  every = [
+    best,
+    Row("dense", "full softmax", dense),
+    Row("tied", "tied full softmax", tied),
+    Row("tied-contexts", "tied full softmax, from contexts", tied, to_dense),
+    Row(
+      "product",
+      "product codes, from contexts",
+      lambda: heads.ProductHead(V, d, *s.product, token_bias=True),
+      to_product,
+    ),
+    Row("product-learned", "product codes, from contexts, learned", learned, to_learned),
+    Row(
+      "product-distilled",
+      "product codes, from contexts, learned, distilled",
+      learned,
+      to_learned,
+      teacher=best,
+    ),
+    Row(
+      "dense-distilled",
+      "full softmax, from contexts, distilled",
+      dense,
+      to_dense,
+      teacher=best,
+    ),
+    Row(
+      "residual",
+      "codebook and low rank, from contexts",
+      lambda: heads.ResidualCodebookHead(V, d, *s.residual, token_bias=True),
+      to_residual,
+    ),
+    Row(
+      "codebook",
+      f"codebook, K={s.codes}, from contexts",
+      codebook(s.codes),
+      to_codes(0.5),
+    ),
+    Row(
+      "codebook-exchange",
+      f"codebook, K={s.small_codes}, exchange on bigrams",
+      codebook(s.small_codes),
+      exchange,
+    ),
+    Row(
+      "sampled",
+      "sampled softmax in training",
+      lambda: heads.SampledSoftmaxHead(V, d, samples=s.codes),
+    ),
+    Row("adaptive", "adaptive softmax", lambda: heads.AdaptiveHead(V, d, s.cutoffs)),
+    Row(
+      "low-rank",
+      f"low rank, r={s.rank}, from contexts",
+      lambda: heads.LowRankHead(V, d, s.rank),
+      to_low_rank,
+    ),
+    Row(
+      "class-based",
+      "class-based",
+      lambda: heads.ClassBasedHead(V, d, s.classes, assign.contiguous),
+    ),
+    Row("hierarchical", "tree", lambda: heads.HierarchicalHead(V, d, zipf_tree)),
+    Row("grouped", "grouped", lambda: heads.GroupedHead(V, d, use_bias=True)),
+    Row(
+      "grouped-frequency",
+      "grouped by frequency",
+      ordered,
+      lambda seed: conversion.Regrouped(convert.ByFrequency()),
+    ),
+    Row(
+      "grouped-clusters",
+      "grouped by clusters of contexts",
+      ordered,
+      lambda seed: conversion.Regrouped(clusters(seed)),
+    ),
+    Row("unshared", "grouped, unshared", lambda: heads.UnsharedGroupedHead(V, d, use_bias=True)),
+    Row(
+      "dense-unigram",
+      "full softmax, bias from unigrams",
+      with_bias,
+      lambda seed: conversion.Unigrams(),
+    ),
+    Row(
+      "seen",
+      "full softmax of the tokens in the training text",
+      codebook(s.seen + 1),
+      lambda seed: conversion.Mapped(alone(seed)),
+    ),
+  ]
+  by_name = {row.name: row for row in every}
+  return [by_name[name] for name in s.rows]
+
+
+def zipf_tree(vocab: int) -> trees.Tree:
+  """Huffman's tree of a frequency-sorted vocabulary under Zipf's law."""
+  return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)
+
+
+def _train(steps: int, batch: int, warmup: int) -> Train:
+  return Train(
+    steps=steps,
+    batch=batch,
+    warmup=warmup,
+    learning_rate=3e-3,
+    weight_decay=0.1,
+    eval_every=steps,
+    save_every=max(1, steps // 4),
+    keep=1,
+    log_every=10,
+  )
+
+
+HEADLINE = (
+  *("dense-contexts", "dense", "tied", "tied-contexts"),
+  *("product-learned", "product-distilled", "dense-distilled"),
+)
+PTB = (
+  *HEADLINE,
+  *(
+    "product",
+    "residual",
+    "codebook",
+    "codebook-exchange",
+    "sampled",
+    "adaptive",
+    "low-rank",
+    "class-based",
+  ),
+  *("hierarchical", "grouped", "unshared"),
+)
+STORIES = (
+  *("dense", "dense-unigram", "tied", "seen", "grouped", "grouped-frequency", "grouped-clusters"),
+  *("unshared", "product-learned"),
+)
+_TINY = {
+  "tokenizer": WordTokenizer(vocab=400),
+  "decoder": {"dim": 16, "layers": 1, "heads": 2, "context": 16, "dropout": 0.1},
+  "train": _train(12, batch=4, warmup=2),
+  "grid": Grid({"train.learning_rate": (1e-3, 3e-3, 1e-2), "model.dropout": (0.0, 0.1)}),
+  "codes": 64,
+  "small_codes": 24,
+  "product": (16, 4),
+  "residual": (16, 2),
+  "rank": 4,
+  "cutoffs": (40, 120),
+  "classes": 20,
+  "seen": 390,
+}
+
+_SETTINGS = {
+  "smoke": (
+    Setting("ptb", PTB, HEADLINE, Text(), **_TINY, seeds=2),
+    Setting("stories", STORIES, (), Text(), **_TINY, seeds=1),
+  ),
+  "cpu": (
+    Setting(
+      "ptb",
+      PTB,
+      HEADLINE,
+      data=PennTreebank(),
+      tokenizer=WordTokenizer(split=False),
+      decoder={"dim": 128, "layers": 2, "heads": 4, "context": 64, "dropout": 0.2},
+      train=_train(3600, batch=16, warmup=200),
+      grid=Grid({"train.learning_rate": (1.5e-3, 3e-3, 6e-3), "model.dropout": (0.1, 0.25)}),
+      codes=1024,
+      small_codes=460,
+      product=(224, 16),
+      residual=(200, 4),
+      rank=7,
+      cutoffs=(750, 3000),
+      classes=100,
+      seeds=5,
+    ),
+    Setting(
+      "stories",
+      STORIES,
+      (),
+      data=Stories(),
+      tokenizer=BPETokenizer(folder="tokenizers/gpt2"),
+      decoder={"dim": 64, "layers": 4, "heads": 4, "context": 128, "dropout": 0.0},
+      train=_train(3072, batch=8, warmup=200),
+      grid=Grid({"train.learning_rate": (2e-3, 4e-3, 8e-3)}),
+      codes=4096,
+      small_codes=1500,
+      product=(256, 8),
+      residual=(1024, 2),
+      rank=4,
+      cutoffs=(2000, 10_000),
+      classes=224,
+      seen=7935,
+      seeds=1,
+    ),
+  ),
+}
+
+SCALES = {
+  scale: tuple(dataclasses.replace(s, folder=f"runs/comparison/{scale}/{s.name}") for s in settings)
+  for scale, settings in _SETTINGS.items()
+}
+"""Scale -> settings. At `cpu`, four passes over Penn Treebank, three over slices of TinyStories."""

@@ -1,0 +1,85 @@
+"""Runs the comparison of heads: a tuning of each row, then its seeds.
+
+python -m experiments.studies.comparison.run --scale smoke
+python -m experiments.studies.comparison.run --scale cpu            runs what is missing, renders
+python -m experiments.studies.comparison.run --scale cpu --list     lists the jobs that are done
+python -m experiments.studies.comparison.run --scale cpu --only 'ptb/dense*,ptb/product'
+python -m experiments.studies.comparison.run --render               renders the kept results
+
+A stopped run is resumed. Rows are independent: several processes may each run some of them with
+--only. Results are kept in results.jsonl; the page docs/results/comparison.md is prose with
+generated tables and figures, which --scale cpu and --render rewrite.
+"""
+
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+from experiments.studies.comparison import report
+from experiments.studies.comparison.rows import SCALES, Row, Setting, rows, run_name
+from experiments.studies.study import Job, Study, trained
+from experiments.studies.tuning import tuned, tuning
+
+TUNING_SEED = 100
+"""Seed of the tunings, which is not that of a row."""
+
+
+def jobs(scale: str) -> list[Job]:
+  """All jobs of a scale: the tuning of each row before its runs, headline rows first."""
+  return [
+    job
+    for setting in SCALES[scale]
+    for row in sorted(rows(setting), key=lambda row: row.name not in setting.headline)
+    for job in _jobs(scale, setting, row)
+  ]
+
+
+def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
+  before = tuning(
+    f"{setting.name}/{row.name}-tuning",
+    f"tuning of {row.label}",
+    # The teacher of a tuning is that of the first seed.
+    row.experiment(setting, TUNING_SEED, teacher_seed=0),
+    row.grid(setting),
+    pathlib.Path(setting.folder, "tuning", row.name),
+  )
+
+  def chosen() -> dict[str, float] | None:
+    kept = STUDY.read(scale).get(before.name)
+    current = kept is not None and kept["result"]["config_hash"] == before.identity()
+    return kept["chosen"] if current else None
+
+  def measured(seed: int) -> Job:
+    name, folder = f"{setting.name}/{run_name(row.name, seed)}", setting.path(row.name, seed)
+    job = lambda experiment: trained(name, row.label, experiment, folder)
+    return tuned(job, row.experiment(setting, seed), before, chosen)
+
+  seeds = range(setting.seeds if row.name in setting.headline else 1)
+  jobs = [before, *map(measured, seeds)]
+  if row.teacher is None:
+    return jobs
+  teachers = _jobs(scale, setting, row.teacher)[1:]
+  return [_taught(job, teachers[seed]) for job, seed in zip(jobs, (0, *seeds), strict=True)]
+
+
+def _taught(job: Job, teacher: Job) -> Job:
+  """The job after that of its teacher, whose run is made again where its folder is gone."""
+
+  def make() -> dict[str, Any]:
+    teacher.make()
+    return job.make()
+
+  return dataclasses.replace(job, make=make, needs=(*job.needs, teacher.name))
+
+
+STUDY = Study(
+  name="comparison",
+  description=__doc__,
+  scales=tuple(SCALES),
+  jobs=jobs,
+  render=report.render,
+)
+
+if __name__ == "__main__":
+  sys.exit(STUDY.main())

@@ -1,0 +1,141 @@
+"""Tuning of a row by successive halving on validation, as jobs of a study.
+
+Every candidate trains for a sixth of the row's steps; the best third of them, at least two, train
+again, from the start, for half of the steps; the lowest validation loss of that round chooses. A
+shortened run has a whole schedule, so that candidates are compared at the end of their learning
+rates.
+"""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from experiments.studies.study import Job, identity_of
+from vqjax.lab.config import Experiment, config_hash, override
+from vqjax.lab.training import NotFiniteError, fit
+from vqjax.lab.training.provenance import provenance
+from vqjax.lab.training.run import read_json
+
+ROUNDS = 6, 2
+"""Parts of the row's steps in the rounds; each round keeps a third of its candidates, and two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+  """The values that a tuning tries.
+
+  Attributes:
+    values: dotted field of the experiment -> its candidates; all combinations are tried.
+  """
+
+  values: Mapping[str, tuple[float, ...]]
+
+  def candidates(self) -> list[dict[str, float]]:
+    """All combinations, as fields and values."""
+    return [dict(zip(self.values, one)) for one in itertools.product(*self.values.values())]
+
+
+def with_fields(experiment: Experiment, fields: Mapping[str, float]) -> Experiment:
+  """The experiment with some of its fields replaced."""
+  return override(experiment, [f"{name}={value!r}" for name, value in fields.items()])
+
+
+def shortened(experiment: Experiment, part: int) -> Experiment:
+  """The experiment with a `part`-th of its steps and of its warm-up, evaluated once at the end."""
+  train = experiment.train
+  steps = max(1, train.steps // part)
+  own = dataclasses.replace(
+    train, steps=steps, warmup=train.warmup // part, eval_every=steps, save_every=steps, keep=1
+  )
+  return dataclasses.replace(experiment, train=own)
+
+
+def tuning(
+  name: str, label: str, experiment: Experiment, grid: Grid, folder: str | pathlib.Path
+) -> Job:
+  """Job that chooses the fields of an experiment on its validation split.
+
+  The result holds `chosen` (field -> value), `trials` (one for each run: its fields, steps and
+  validation loss in nats a token; None where it diverged) and the `seconds` of all of them.
+
+  Args:
+    name: of the job.
+    label: its label in lists.
+    experiment: the row's experiment, with its full number of steps.
+    grid: what is tried.
+    folder: of the trials' runs, one a candidate and round; their checkpoints are removed once they
+      have a result.
+  """
+  folder = pathlib.Path(folder)
+
+  def make() -> dict[str, Any]:
+    left, trials = grid.candidates(), []
+    for part in ROUNDS:
+      scores = []
+      for fields in left:
+        trial = _trial(with_fields(shortened(experiment, part), fields), folder)
+        trials.append({"fields": fields, **trial})
+        scores.append(math.inf if trial["valid"] is None else trial["valid"])
+      order = sorted(range(len(left)), key=scores.__getitem__)
+      # At least two, or the next round would choose nothing.
+      left = [left[i] for i in order[: max(2, len(left) // 3)]]
+    if min(scores) == math.inf:
+      raise NotFiniteError(f"every candidate of {name} diverged: {grid.values}. Give lower values.")
+    origin = {"status": "finished", "config_hash": identity(), **provenance()}
+    seconds = sum(trial["seconds"] for trial in trials)
+    return {"result": origin, "chosen": left[0], "trials": trials, "seconds": seconds}
+
+  def identity() -> str:
+    tried = {field: list(values) for field, values in grid.values.items()}
+    return identity_of([config_hash(experiment), tried, ROUNDS])
+
+  return Job(name, label, identity, make)
+
+
+def _trial(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+  run = folder / config_hash(experiment)
+  try:
+    fit(experiment, run)
+  except NotFiniteError as error:
+    print(f"{run.name} diverged: {error}", file=sys.stderr)
+  result = read_json(run / "result.json")
+  # The result stays: a tuning that was stopped does not repeat its trials.
+  shutil.rmtree(run / "checkpoints", ignore_errors=True)
+  valid = result["valid"]["nats_per_token"] if result["status"] == "finished" else None
+  seconds = result.get("train", {}).get("seconds") or 0.0
+  return {"steps": experiment.train.steps, "valid": valid, "seconds": seconds}
+
+
+def tuned(
+  job: Callable[[Experiment], Job],
+  experiment: Experiment,
+  before: Job,
+  chosen: Callable[[], Mapping[str, float] | None],
+) -> Job:
+  """The job of a row whose fields are those that its tuning chose.
+
+  Args:
+    job: experiment -> the job of the row.
+    experiment: the row's experiment.
+    before: the tuning.
+    chosen: () -> what it chose; None before it has a result.
+  """
+  plain = job(experiment)
+
+  def now() -> Job | None:
+    fields = chosen()
+    return None if fields is None else job(with_fields(experiment, fields))
+
+  def identity() -> str:
+    own = now()
+    return "" if own is None else own.identity()
+
+  def make() -> dict[str, Any]:
+    return now().make()
+
+  return dataclasses.replace(plain, identity=identity, make=make, needs=(*plain.needs, before.name))

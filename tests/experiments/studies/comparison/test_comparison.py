@@ -1,0 +1,214 @@
+"""The comparison of heads: intervals, tuning, tables, the page and the command."""
+
+import json
+import math
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from experiments.studies import tuning
+from experiments.studies.comparison import report, run
+from experiments.studies.comparison.report import Interval
+from experiments.studies.comparison.rows import SCALES, rows
+from experiments.studies.study import DOCS, Job
+from experiments.studies.tuning import Grid
+from vqjax.lab.config import config_hash
+from vqjax.lab.data import fit_encoder
+from vqjax.lab.training import NotFiniteError
+
+PTB, STORIES = SCALES["cpu"]
+ROOT = pathlib.Path(__file__).parents[4]
+
+
+def kept(nats, size=100, seconds=0.1):
+  return {
+    "result": {
+      "status": "finished",
+      "test": {"nats_per_token": nats, "perplexity": math.exp(nats)},
+      "head": {"state_bytes": size},
+      "train": {"step_seconds": seconds},
+    }
+  }
+
+
+def test_an_interval_is_that_of_students_t_in_per_cent():
+  nats = [0.01, 0.03, 0.02, 0.05]
+  found = Interval.of(nats)
+  half = scipy.stats.sem(nats) * scipy.stats.t.ppf(0.975, 3)
+  np.testing.assert_allclose(found, 100 * np.expm1(np.mean(nats) + half * np.array([0, -1, 1])))
+
+
+@pytest.mark.parametrize(
+  ("nats", "verdict"),
+  [
+    ([0.001, -0.002, 0.0, 0.001], "equal"),
+    ([-0.05, -0.06, -0.04], "better"),
+    ([0.05, 0.06, 0.04], "worse"),
+    ([-0.1, 0.1, 0.05], None),
+    ([0.2], None),
+  ],
+)
+def test_a_verdict_needs_an_interval(nats, verdict):
+  assert Interval.of(nats).verdict == verdict
+
+
+def test_differences_are_paired_by_seed():
+  results = {
+    "a": kept(4.0),
+    "a-s1": kept(5.0),
+    "b": kept(4.1),
+    "b-s1": kept(5.1),
+    "b-s2": kept(9.0),
+  }
+  found = report.paired(results, "b", "a")
+  np.testing.assert_allclose(found, 100 * math.expm1(0.1))
+  assert report.paired(results, "c", "a") is None
+
+
+def test_heads_are_ranked_and_the_missing_are_last():
+  s = PTB
+  scores = {"dense-contexts": (5.0, 5000), "product": (4.9, 310), "tied": (5.2, 0)}
+  results = {f"ptb/{name}": kept(*score) for name, score in scores.items()}
+  table = report.table(results, s)
+  assert list(table["test perplexity"][:3]) == ["134.3", "148.4", "181.3"]
+  assert table["test perplexity"][3:].isna().all()
+  first, second, *_ = table.to_dict("records")
+  assert (first["% from the reference"], first["of the reference"]) == ("-9.5", "0.062×")
+  assert second["% from the reference"] is None
+
+
+def test_learned_codes_have_the_bytes_of_the_head_that_they_become():
+  (row,) = (row for row in rows(PTB) if row.name == "product-learned")
+  result = {"head": {"state_bytes": 10**9}, "embedding": {"params": 10_000 * 128}}
+  size = report.head_bytes(row, result, PTB)
+  # Tables, codes of a byte, and biases.
+  assert size == 224 * 128 * 4 + 10_000 * 16 + 10_000 * 4 <= 10_000 * 128 * 4 / 16
+
+
+def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
+  jobs = {job.name: job for job in run.jobs("cpu")}
+  assert "ptb/dense-contexts-s2" in jobs["ptb/product-distilled-s2"].needs
+  assert "ptb/dense-contexts" in jobs["ptb/product-distilled-tuning"].needs
+  (row,) = (row for row in rows(PTB) if row.name == "product-distilled")
+  assert row.experiment(PTB, 2).init_from.folder == "runs/comparison/cpu/ptb/dense-contexts-s2"
+  assert "model.student.dropout" in row.grid(PTB).values
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_jobs_have_distinct_names_and_a_row_follows_its_tuning(scale):
+  seen = set()
+  for job in run.jobs(scale):
+    assert job.name not in seen
+    assert seen.issuperset(job.needs)
+    seen.add(job.name)
+
+
+def test_rows_below_a_sixteenth_have_at_most_its_bytes():
+  s = PTB
+  sizes = {
+    row.name: row.head().clone(vocab=10_000).size().state_bytes
+    for row in rows(s)
+    if row.name in ("dense", "product", "residual", "codebook-exchange", "low-rank")
+  }
+  dense = sizes.pop("dense")
+  assert len(sizes) == 4
+  assert all(size <= dense / 16 for size in sizes.values())
+
+
+@pytest.mark.slow
+def test_the_row_of_seen_tokens_has_a_code_for_each(real_data, monkeypatch):
+  monkeypatch.setenv("VQJAX_DATA", str(real_data))
+  data, encoder = STORIES.data, fit_encoder(STORIES.data, STORIES.tokenizer)
+  seen = {token for text in data.documents("train") for token in encoder.encode(text).tolist()}
+  assert len(seen) == STORIES.seen
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+  """Tunes with given losses: (learning rate, steps) -> nats; returns the result and the runs."""
+
+  def tune(losses):
+    ran = []
+
+    def fit(experiment, folder):
+      rate, steps = experiment.train.learning_rate, experiment.train.steps
+      ran.append((rate, steps))
+      nats, folder = losses(rate, steps), pathlib.Path(folder)
+      folder.mkdir(parents=True, exist_ok=True)
+      status = "failed" if nats is None else "finished"
+      result = {"status": status, "valid": {"nats_per_token": nats}, "train": {"seconds": 2.0}}
+      (folder / "result.json").write_text(json.dumps(result))
+      if nats is None:
+        raise NotFiniteError("the loss is nan")
+
+    monkeypatch.setattr(tuning, "fit", fit)
+    row = rows(SCALES["smoke"][0])[0].experiment(SCALES["smoke"][0], 0)
+    grid = Grid({"train.learning_rate": (1.0, 2.0, 3.0), "model.dropout": (0.0, 0.1)})
+    return tuning.tuning("t", "", row, grid, tmp_path / "runs").make(), ran
+
+  return tune
+
+
+def test_the_best_third_trains_longer_and_the_last_round_chooses(tuned):
+  # The lowest loss of the first round is not the lowest of the second.
+  made, ran = tuned(lambda rate, steps: {1.0: 3.0, 2.0: 1.0, 3.0: 2.0}[rate] + (steps > 2) / rate)
+  assert [steps for _, steps in ran] == [2] * 6 + [6] * 2
+  assert {rate for rate, _ in ran[6:]} == {2.0}
+  assert made["chosen"]["train.learning_rate"] == 2.0
+  assert made["seconds"] == 16.0
+
+
+def test_a_candidate_that_diverges_is_not_chosen(tuned):
+  made, _ = tuned(lambda rate, steps: None if rate > 1 else 5.0)
+  assert made["chosen"]["train.learning_rate"] == 1.0
+  assert sum(trial["valid"] is None for trial in made["trials"]) == 4
+
+
+def test_a_tuning_of_which_every_candidate_diverges_has_no_result(tuned):
+  with pytest.raises(NotFiniteError, match="every candidate of t diverged"):
+    tuned(lambda rate, steps: None)
+
+
+def test_a_row_has_no_identity_before_its_tuning_and_then_that_of_the_chosen_fields():
+  row = rows(SCALES["smoke"][0])[0].experiment(SCALES["smoke"][0], 0)
+  job = lambda experiment: Job("r", "", lambda: config_hash(experiment), dict)
+  before, chosen = Job("r/tuning", "", str, dict), {}
+  made = tuning.tuned(job, row, before, lambda: chosen or None)
+  assert made.identity() == ""
+  assert made.needs == ("r/tuning",)
+  chosen["model.dropout"] = 0.05
+  assert made.identity() == config_hash(tuning.with_fields(row, chosen)) != config_hash(row)
+
+
+@pytest.mark.slow
+def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_path):
+  (tmp_path / "results").mkdir()
+  shutil.copy(DOCS / "results" / "comparison.md", tmp_path / "results")
+  results = run.STUDY.current("cpu")
+  report.update(results, tmp_path)
+  page = (tmp_path / "results" / "comparison.md").read_bytes()
+  assert page == (DOCS / "results" / "comparison.md").read_bytes()
+  report.update(results, tmp_path)
+  assert (tmp_path / "results" / "comparison.md").read_bytes() == page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_tunes_and_trains_and_repeats_nothing(smoke, capsys, monkeypatch):
+  names = "ptb/dense,ptb/product-s1,stories/seen,stories/dense-unigram"
+  smoke("comparison", names)
+  kept = run.STUDY.read("smoke")
+  ran = names.split(",")
+  assert set(kept) == {*ran, *(f"{name.removesuffix('-s1')}-tuning" for name in ran)}
+  arguments = ["--scale", "smoke", "--only", names]
+  assert run.STUDY.main([*arguments, "--list"]) == 0
+  assert capsys.readouterr().out.count("done") == 8
+  # A tuning that was stopped before its result finds the trials that have ended.
+  run.STUDY.path("smoke").unlink()
+  again = {job.name: job for job in run.jobs("smoke")}["ptb/dense-tuning"].make()
+  timeless = lambda row: [{k: v for k, v in t.items() if k != "seconds"} for t in row["trials"]]
+  assert again["chosen"] == kept["ptb/dense-tuning"]["chosen"]
+  assert timeless(again) == timeless(kept["ptb/dense-tuning"])

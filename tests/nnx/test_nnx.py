@@ -1,0 +1,382 @@
+"""NNX layers: the methods and variables of the Linen layers, and Flax's transformations of them."""
+
+import copy
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import vqjax
+from vqjax import embeddings, heads, quantizers
+from vqjax import nnx as layers
+from vqjax.layer import Layer
+
+V, D = 101, 12
+
+HEADS = {
+  "DenseHead": {"use_bias": True, "z_loss": 0.1},
+  "SampledSoftmaxHead": {"samples": 7},
+  "CodebookHead": {"codes": 13, "token_bias": True, "commitment": 0.25},
+  "LearnedCodebookHead": {"codes": 13, "candidates": 2},
+  "ResidualCodebookHead": {"codes": 13, "rank": 3},
+  "ProductHead": {"codes": 5, "subspaces": 4, "token_bias": True},
+  "LearnedProductHead": {"codes": 5, "subspaces": 4},
+  "DPQHead": {"quantizer": quantizers.SoftmaxQuantizer(5, 4)},
+  "GroupedHead": {"use_bias": True, "order_init": vqjax.convert.in_order},
+  "UnsharedGroupedHead": {},
+  "AdaptiveHead": {"cutoffs": (20, 50), "factor": 2},
+  "LowRankHead": {"rank": 3},
+  "ClassBasedHead": {"classes": 7},
+  "HierarchicalHead": {},
+}
+EMBEDDINGS = {
+  "DenseEmbedding": {},
+  "CodebookEmbedding": {"codes": 13},
+  "ProductEmbedding": {"codes": 5, "subspaces": 4},
+  "LowRankEmbedding": {"rank": 3},
+  "ScalarEmbedding": {"bits": 4},
+  "DPQEmbedding": {"quantizer": quantizers.CentroidQuantizer(5, 4, commitment=0.25)},
+  "ComposedEmbedding": {"inner": embeddings.DenseEmbedding(V, 6), "hidden": 8},
+  "GuidedEmbedding": {"student": embeddings.LowRankEmbedding(V, D, 3)},
+}
+
+
+def public(package):
+  kinds = (getattr(package, name) for name in package.__all__)
+  return {k.__name__ for k in kinds if isinstance(k, type) and issubclass(k, Layer)}
+
+
+def made(name):
+  fields = (HEADS | EMBEDDINGS)[name]
+  return getattr(layers, name)(vocab=V, dim=D, **fields, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture
+def hidden():
+  return jax.random.normal(jax.random.key(2), (3, 5, D))
+
+
+@pytest.fixture
+def tokens():
+  return jax.random.randint(jax.random.key(3), (3, 5), 0, V)
+
+
+def assert_equal(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_every_layer_has_an_nnx_class_and_every_class_a_case():
+  abstract = {"Head", "Embedding", "Quantizer"}
+  linen = (public(heads) | public(embeddings) | public(quantizers)) - abstract
+  assert linen <= set(layers.__all__)
+  assert (public(heads) | public(embeddings)) - abstract == HEADS.keys() | EMBEDDINGS.keys()
+
+
+@pytest.mark.parametrize("name", HEADS | EMBEDDINGS)
+def test_a_new_layer_has_the_variables_of_the_linen_layer(name):
+  layer = made(name)
+  given = jnp.zeros((1, D)) if name in HEADS else jnp.zeros(1, jnp.int32)
+  expected = jax.eval_shape(layer.layer.init, jax.random.key(0), given)
+  found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layer.linen_variables())
+  assert found == jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(expected))
+  kinds = {
+    "params": nnx.Param,
+    "codes": layers.Codes,
+    "batch_stats": nnx.BatchStat,
+  }
+  for collection, tree in found.items():
+    of = nnx.state(layer, kinds.get(collection, layers.LayerState))
+    sizes = lambda tree: sorted(x.size for x in jax.tree.leaves(tree))
+    if collection in kinds:
+      assert sizes(of) == sizes(tree)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_methods_of_a_head_equal_those_of_the_linen_head(name, hidden, tokens):
+  head = made(name)
+  variables = head.linen_variables()
+  key = jax.random.key(4)
+  calls = {
+    "__call__": (hidden,),
+    "log_prob": (hidden, tokens),
+    "loss_terms": (hidden, tokens),
+    "top_k": (hidden, 3),
+    "sample": (hidden, key, 0.7),
+  }
+  for method, arguments in calls.items():
+    linen = head.layer.apply(variables, *arguments, method=method)
+    assert_equal(getattr(head, method)(*arguments), linen)
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_the_methods_of_an_embedding_equal_those_of_the_linen_embedding(name, tokens):
+  embedding = made(name)
+  variables = embedding.linen_variables()
+  for method, arguments in {"__call__": (tokens,), "table": (), "loss_terms": (tokens,)}.items():
+    linen = embedding.layer.apply(variables, *arguments, method=method)
+    assert_equal(getattr(embedding, method)(*arguments), linen)
+
+
+@pytest.mark.parametrize("name", ["DPQHead", "ProductHead", "ComposedEmbedding"])
+def test_linen_variables_become_an_equal_layer(name):
+  layer = made(name)
+  again = layers.from_linen(layer.layer, jax.device_get(layer.linen_variables()))
+  assert type(again) is type(layer)
+  assert_equal(nnx.to_pure_dict(nnx.state(again)), nnx.to_pure_dict(nnx.state(layer)))
+
+
+def test_fields_sizes_and_axes_are_those_of_the_linen_layer():
+  head = made("CodebookHead")
+  assert (head.vocab, head.codes) == (V, 13)
+  assert head.size() == head.layer.size()
+  assert head.logical_axes() == head.layer.logical_axes()
+  with pytest.raises(AttributeError, match="absent"):
+    head.absent  # noqa: B018
+
+
+def test_a_field_that_is_a_function_is_the_given_one():
+  zeros = jax.nn.initializers.zeros
+  assert layers.DenseHead(V, D, weight_init=zeros, rngs=nnx.Rngs(0)).weight_init is zeros
+
+
+def test_a_subclass_from_elsewhere_has_an_nnx_form():
+  class Own(quantizers.SoftmaxQuantizer):
+    """A quantiser of a user."""
+
+  embedding = layers.DPQEmbedding(V, D, Own(5, 4), rngs=nnx.Rngs(0))
+  assert isinstance(embedding.quantizer, layers.SoftmaxQuantizer)
+  assert type(embedding.quantizer.layer) is Own
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda tree: tree | {"codes": {}}, r"'codes/assignment' of shape \(101,\); got None"),
+    (lambda tree: tree | {"params": {"codebook": jnp.ones((13, D))}}, "'params/token_bias'"),
+    (lambda tree: tree | {"more": jnp.ones(3)}, r"'more' of shape None; got \(3,\)"),
+    (
+      lambda tree: tree | {"params": tree["params"] | {"codebook": jnp.ones((2, D))}},
+      r"'params/codebook' of shape \(13, 12\); got \(2, 12\)",
+    ),
+  ],
+)
+def test_linen_variables_that_are_not_the_layers_are_refused(change, message):
+  head = made("CodebookHead")
+  with pytest.raises(ValueError, match=message):
+    layers.from_linen(head.layer, change(head.linen_variables()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_computes_the_same(copied, hidden, tokens):
+  head = made("DPQHead")
+  assert_equal(copied(head).log_prob(hidden, tokens), head.log_prob(hidden, tokens))
+
+
+def test_a_field_with_the_name_of_a_variable_keeps_its_value():
+  head = made("ProductHead")
+  assert head.codes == 5
+  assert head.codes_array.shape == (V, 4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_training_steps_lower_the_loss_and_leave_the_codes(name, hidden, tokens):
+  head = made(name)
+  optimizer = nnx.Optimizer(head, optax.adam(3e-2), wrt=nnx.Param)
+  before = nnx.to_pure_dict(nnx.state(head, layers.Codes))
+
+  @nnx.jit
+  def step(head, optimizer, rngs):
+    def loss(head, rngs):
+      log_prob, terms = head.loss_terms(hidden, tokens, rngs=rngs)
+      return sum(terms.values(), -log_prob.mean())
+
+    optimizer.update(head, nnx.grad(loss)(head, rngs))
+    return -head.log_prob(hidden, tokens).mean()
+
+  rngs = nnx.Rngs(sample=1)
+  losses = [step(head, optimizer, rngs) for _ in range(8)]
+  assert losses[-1] < losses[0]
+  assert_equal(nnx.to_pure_dict(nnx.state(head, layers.Codes)), before)
+
+
+def test_training_updates_the_state_as_the_linen_layer_does(tokens):
+  quantizer = quantizers.CentroidQuantizer(5, 4, moving_average=quantizers.MovingAverage())
+  embedding = layers.DPQEmbedding(V, D, quantizer, rngs=nnx.Rngs(0))
+  variables = embedding.linen_variables()
+  state = [name for name in variables if name != "params"]
+  _, changed = embedding.layer.apply(
+    variables, tokens, deterministic=False, method="loss_terms", mutable=state
+  )
+  embedding.loss_terms(tokens)
+  assert_equal(embedding.linen_variables(), variables)
+  embedding.loss_terms(tokens, deterministic=False)
+  assert_equal({name: embedding.linen_variables()[name] for name in state}, dict(changed))
+  assert not jnp.array_equal(
+    embedding.quantizer.total.get_value(), variables["centroids"]["quantizer"]["total"]
+  )
+
+
+def test_state_that_changes_inside_of_a_gradient_is_kept(tokens):
+  embedding = made("DPQEmbedding")
+  before = embedding.quantizer.mean.get_value()
+
+  @nnx.jit
+  def step(embedding):
+    loss = lambda layer: jnp.square(layer.loss_terms(tokens, deterministic=False)[0]).sum()
+    return nnx.grad(loss)(embedding)
+
+  step(embedding)
+  assert not jnp.array_equal(embedding.quantizer.mean.get_value(), before)
+
+
+def test_a_learned_codebook_counts_its_steps(hidden, tokens):
+  head = made("LearnedCodebookHead")
+  head.loss_terms(hidden, tokens)
+  assert head.steps.get_value() == 0
+  head.loss_terms(hidden, tokens, rngs=nnx.Rngs(sample=0))
+  assert head.steps.get_value() == 1
+
+
+@pytest.mark.parametrize("kind", ["layer", "embed", "param"])
+def test_a_tied_head_shares_the_table_and_its_gradient(kind, hidden, tokens):
+  embed = {
+    "layer": lambda: layers.DenseEmbedding(V, D, rngs=nnx.Rngs(0)),
+    "embed": lambda: nnx.Embed(V, D, rngs=nnx.Rngs(0)),
+    "param": lambda: nnx.Param(jax.random.normal(jax.random.key(0), (V, D))),
+  }[kind]()
+  table = {"layer": "weight", "embed": "embedding"}.get(kind)
+
+  class Model(nnx.Module):
+    def __init__(self):
+      self.embed = embed
+      self.head = layers.DenseHead(V, D, embedding=embed, rngs=nnx.Rngs(1))
+
+    def loss(self):
+      vectors = self.embed[tokens] if kind == "param" else self.embed(tokens)
+      return -self.head.log_prob(vectors, tokens).mean()
+
+  model = Model()
+  gradient = nnx.grad(lambda model: model.loss())(model)
+  (found,) = jax.tree.leaves(gradient)
+  weight = (getattr(embed, table) if table else embed).get_value()
+  untied = vqjax.DenseHead(V, D)
+
+  def dense(weight):
+    given = {"params": {"weight": weight}}
+    return -untied.apply(given, weight[tokens], tokens, method="log_prob").mean()
+
+  np.testing.assert_allclose(found, jax.grad(dense)(weight), atol=1e-6)
+
+
+def test_a_tied_codebook_shares_the_embedding(hidden, tokens):
+  embedding = layers.CodebookEmbedding(V, D, 13, rngs=nnx.Rngs(0))
+  head = layers.CodebookHead(V, D, 13, embedding=embedding, rngs=nnx.Rngs(1))
+  embedding.codebook.set_value(embedding.codebook.get_value() * 2)
+  linen = head.layer.apply(head.linen_variables(), hidden, tokens, method="log_prob")
+  assert_equal(head.log_prob(hidden, tokens), linen)
+  assert head.embedding is embedding
+  assert len(jax.tree.leaves(nnx.state(head, nnx.Param))) == 1
+
+
+def test_stacked_heads_are_scanned(hidden, tokens):
+  @nnx.vmap(in_axes=(nnx.StateAxes({...: 0}),), out_axes=0)
+  def create(rngs):
+    return layers.CodebookHead(V, D, 13, rngs=rngs)
+
+  stacked = create(nnx.Rngs(0).split(3))
+
+  @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+  def total(carry, head):
+    log_prob = head.log_prob(hidden, tokens)
+    return carry + log_prob.sum(), log_prob
+
+  _, found = total(jnp.zeros(()), stacked)
+  graph, state = nnx.split(stacked)
+  for i in range(3):
+    one = nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], state))
+    np.testing.assert_allclose(found[i], one.log_prob(hidden, tokens), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ProductHead", "DPQHead"])
+def test_orbax_restores_a_layer(name, tmp_path, hidden, tokens):
+  head = made(name)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "head", nnx.to_pure_dict(nnx.state(head)))
+    checkpointer.wait_until_finished()
+    other = getattr(layers, name)(V, D, **HEADS[name], rngs=nnx.Rngs(9))
+    graph, state = nnx.split(other)
+    restored = checkpointer.restore(tmp_path / "head", nnx.to_pure_dict(state))
+  nnx.replace_by_pure_dict(state, restored)
+  assert_equal(nnx.merge(graph, state).log_prob(hidden, tokens), head.log_prob(hidden, tokens))
+
+
+def test_an_abstract_model_has_the_sharding_of_the_rules():
+  mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+  rules = {"vocab": "model", "table_embed": "data"}
+  make = lambda: layers.DenseHead(104, D, use_bias=True, axis_rules=rules, rngs=nnx.Rngs(0))
+  _, state = nnx.get_abstract_model(make, mesh)
+  specs = {path[-1]: leaf.get_value().sharding.spec for path, leaf in nnx.to_flat_state(state)}
+  assert specs == {"weight": P("model", "data"), "bias": P("model")}
+  with jax.set_mesh(mesh):
+    head = nnx.jit(make)()
+    odd = layers.DenseHead(V, D, vocab_axis="model", rngs=nnx.Rngs(0))
+  assert head.weight.get_value().sharding.spec == P("model", "data")
+  assert not odd.weight.get_metadata().get("out_sharding")  # four devices do not divide 101 rows
+  without = make()  # no mesh in context
+  assert nnx.get_partition_spec(nnx.state(without))["weight"].get_value() == P("model", "data")
+
+
+def test_a_head_on_a_mesh_equals_that_on_one_device(hidden, tokens):
+  mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+  head = made("CodebookHead")
+  expected = head.log_prob(hidden, tokens)
+  sharded = layers.from_linen(head.layer.clone(vocab_axis="model"), head.linen_variables())
+  with jax.set_mesh(mesh):
+    found = nnx.jit(lambda head: head.log_prob(hidden, tokens))(sharded)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("make", "error", "message"),
+  [
+    (lambda: layers.DenseHead(V, D), TypeError, "`rngs` of DenseHead must be an nnx.Rngs"),
+    (lambda: layers.DenseHead(V, D, rngs=0), TypeError, "got int"),
+    (lambda: layers.DenseHead(V, D, width=3, rngs=nnx.Rngs(0)), TypeError, "width"),
+    (lambda: layers.DenseHead(V, D, vocab=3, rngs=nnx.Rngs(0)), TypeError, "vocab"),
+    (lambda: layers.DenseHead(V, D, name="x", rngs=nnx.Rngs(0)), TypeError, "name"),
+    (
+      lambda: layers.DenseHead(V, D, embedding=nnx.Param(jnp.ones(V)), rngs=nnx.Rngs(0)),
+      ValueError,
+      r"`embedding` must be a table \[V, D\]",
+    ),
+    (lambda: setattr(made("DenseHead"), "vocab", 3), AttributeError, "`vocab` .* is a field"),
+    (
+      lambda: made("DenseHead").loss_terms(jnp.ones((1, D)), jnp.zeros(1, int), rngs=0),
+      TypeError,
+      "`rngs` must be an nnx.Rngs",
+    ),
+    (lambda: layers.DenseHead(V, 0, rngs=nnx.Rngs(0)), ValueError, "`dim` of DenseHead"),
+    (
+      lambda: layers.DenseHead(V, D, embedding=nnx.Embed(V, 5, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)),
+      ValueError,
+      "`embedding` must have vocab 101 and dim 12; got vocab 101 and dim 5",
+    ),
+  ],
+)
+def test_wrong_calls_name_the_argument(make, error, message):
+  with pytest.raises(error, match=message):
+    make()
+
+
+def test_signatures_name_the_fields():
+  parameters = layers.CodebookHead.__signature__.parameters
+  names = {f.name for f in dataclasses.fields(vqjax.CodebookHead)} - {"parent", "name"}
+  assert names | {"rngs", "axis_rules"} == set(parameters)

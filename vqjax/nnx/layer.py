@@ -1,0 +1,328 @@
+"""The base class of NNX layers, which wrap the Linen layers and their declarations.
+
+An NNX layer has the variables that its Linen layer declares, and calls the methods of that layer on
+their values. So both have one implementation of every method and one declaration of every variable.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from vqjax import layer as linen_layer
+from vqjax.embeddings import DenseEmbedding
+from vqjax.variables import Variable
+
+AxisRules = Mapping[str, str | tuple[str, ...] | None]
+"""Logical axis, as in `logical_axes()`, -> axes of the mesh; an absent one is not sharded."""
+
+
+class Codes(nnx.Variable):
+  """Integer tables, such as the code of each token: saved and sharded, never trained."""
+
+
+class LayerState(nnx.Variable):
+  """Numbers that a layer keeps beside its parameters, such as moving averages of centroids."""
+
+
+_KINDS = {"params": nnx.Param, "codes": Codes, "batch_stats": nnx.BatchStat}
+_CONSTANT = "params", "codes", "guide"
+"""Collections that no method changes."""
+
+
+class Layer(nnx.Module):
+  """Base class of NNX layers.
+
+  A subclass names its Linen class, `class DenseHead(Layer, of=heads.DenseHead)`, and has its fields
+  and its public methods. Each method has a further argument `rngs`, whose stream "sample" is the
+  Linen stream of this name: methods that draw random numbers in training take them from it.
+
+  A variable is an attribute with its name in the declaration, or with that name and "_array" where
+  a field or a method has the name: `CodebookHead` has `codes` and `token_bias` as fields, and its
+  bias is `token_bias_array`.
+
+  Attributes:
+    layer: the Linen layer: the fields and the computation.
+  """
+
+  of: ClassVar[type[linen_layer.Layer]]
+
+  def __init_subclass__(cls, of: type[linen_layer.Layer] | None = None, **options: Any):
+    super().__init_subclass__(**options)
+    if of is None:
+      return
+    cls.of, cls.__doc__ = of, of.__doc__
+    _NNX_CLASS[of] = cls
+    for name in _methods(of):
+      if name not in vars(cls):
+        setattr(cls, name, _calling(of, name))
+    cls.__signature__ = _signature(of)
+
+  def __init__(
+    self,
+    *fields: Any,
+    rngs: nnx.Rngs | None = None,
+    axis_rules: AxisRules | None = None,
+    **named: Any,
+  ):
+    """Construct the layer and its variables.
+
+    Args:
+      *fields: the fields of the Linen class, in their order.
+      rngs: its stream "params" initialises the parameters.
+      axis_rules: logical axis -> mesh axes, for the variables' metadata `out_sharding`; None: the
+        vocabulary over `vocab_axis`, if that is given. With a mesh in context (`jax.set_mesh`) the
+        variables are created with this sharding.
+      **named: further fields of the Linen class. A layer among them, such as `embedding`, may be
+        an NNX layer, which is then shared, or a Linen layer, of which an NNX layer is made; a tied
+        `embedding` may also be an `nnx.Embed` or an `nnx.Param` [V, D].
+
+    Raises:
+      ValueError: the fields contradict each other or are out of range.
+      TypeError: `rngs` is missing, or a field is missing or unknown.
+    """
+    if not isinstance(rngs, nnx.Rngs):
+      raise TypeError(
+        f"`rngs` of {type(self).__name__} must be an nnx.Rngs; got {type(rngs).__name__}. Give"
+        " rngs=nnx.Rngs(0)."
+      )
+    given = type(self).__signature__.bind(*fields, rngs=rngs, **named).arguments
+    del given["rngs"]
+    shared = {name: value for name, value in given.items() if isinstance(value, Layer)}
+    if isinstance(given.get("embedding"), (nnx.Embed, nnx.Param)):
+      shared["embedding"] = given["embedding"]
+    self.layer = self.of(**given | {name: _linen(value) for name, value in shared.items()})
+    rules = axis_rules
+    if rules is None:
+      rules = {"vocab": getattr(self.layer, "vocab_axis", None)}
+    for name, part in self.layer._checked().items():
+      held = shared[name] if name in shared else self._create(part, rngs, rules)
+      setattr(self, self._attribute(name), held)
+
+  def _create(self, part: Any, rngs: nnx.Rngs, rules: AxisRules) -> Any:
+    """What is made for a part of the declaration: a variable, a layer, or a dict of variables."""
+    if isinstance(part, linen_layer.Layer):
+      return _of_linen(part, rngs, rules)
+    if not isinstance(part, Variable):
+      return nnx.Dict({name: self._create(inner, rngs, rules) for name, inner in part.items()})
+    if part.source is not None:
+      source = getattr(self, self._attribute(part.source)).get_value()
+    else:
+      source = rngs.params() if part.random else None
+    axes = tuple(rules.get(axis) for axis in part.axes)
+    metadata = {}
+    if any(axes) and _divides(part.shape, axes):
+      has_mesh = not jax.sharding.get_abstract_mesh().empty
+      metadata = {"out_sharding": axes, "eager_sharding": has_mesh}
+    kind = _KINDS.get(part.collection, LayerState)
+    return kind(jnp.asarray(part.init(source, part.shape, part.dtype)), **metadata)
+
+  @staticmethod
+  def from_linen(
+    layer: linen_layer.Layer,
+    variables: Mapping[str, Any],
+    axis_rules: AxisRules | None = None,
+  ) -> "Layer":
+    """The NNX layer of a Linen layer, with the values of its variables.
+
+    Args:
+      layer: the Linen layer.
+      variables: collection -> values.
+      axis_rules: see the constructor.
+
+    Raises:
+      ValueError: a declared variable is missing, a variable is not declared, or one has another
+        shape.
+    """
+    layer = layer.clone(parent=None)
+    rules = {"vocab": getattr(layer, "vocab_axis", None)} if axis_rules is None else axis_rules
+    made = nnx.eval_shape(lambda: _of_linen(layer, nnx.Rngs(0), rules))
+    shapes = lambda tree: {
+      jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(leaf)
+      for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+    variables = jax.tree.map(jnp.asarray, nn.meta.unbox(dict(variables)))
+    needed, given = shapes(made.linen_variables()), shapes(variables)
+    for path in sorted(needed.keys() | given.keys()):
+      if needed.get(path) != given.get(path):
+        raise ValueError(
+          f"`variables` must have {path!r} of shape {needed.get(path)}; got {given.get(path)}. Give"
+          f" all variables of the {type(layer).__name__} and no others."
+        )
+    made._update(variables)
+    return made
+
+  def linen_variables(self) -> dict[str, Any]:
+    """The values of the variables, as those of the Linen layer."""
+    collected: dict[str, Any] = {}
+    for name, part in self.layer.declare().items():
+      for collection, tree in _values(getattr(self, self._attribute(name)), part).items():
+        collected.setdefault(collection, {})[name] = tree
+    return collected
+
+  def compact(self) -> Any:
+    """The form for inference.
+
+    Raises:
+      AttributeError: the layer has none.
+    """
+    return self.layer.compact(jax.device_get(self.linen_variables()))
+
+  def __getattr__(self, name: str) -> Any:
+    fields = {f.name for f in dataclasses.fields(type(self).of)} - {*_LINEN}
+    if name in fields | _DERIVED:
+      return getattr(self.layer, name)
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if name != "layer" and name in {f.name for f in dataclasses.fields(type(self).of)}:
+      held = vars(self).get("layer")
+      if held is None or not isinstance(getattr(held, name), nn.Module):
+        raise AttributeError(
+          f"`{name}` of {type(self).__name__} is a field, which is fixed; got an assignment."
+          " Construct another layer."
+        )
+    super().__setattr__(name, value)
+
+  def _attribute(self, name: str) -> str:
+    """A declared variable's attribute, which is not that of a field or a method."""
+    own = getattr(self.layer, name, None)
+    return name if own is None or isinstance(own, nn.Module) else f"{name}_array"
+
+  def _call(self, method: str, *args: Any, rngs: nnx.Rngs | None = None, **kwargs: Any) -> Any:
+    variables = self.linen_variables()
+    changing = [name for name in variables if name not in _CONSTANT]
+    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+      raise TypeError(f"`rngs` must be an nnx.Rngs; got {type(rngs).__name__}.")
+    streams = {} if rngs is None else {"sample": rngs.sample()}
+    apply = functools.partial(self.layer.apply, variables, method=method, rngs=streams)
+    if not changing:
+      return apply(*args, **kwargs)
+    result, changed = apply(*args, mutable=changing, **kwargs)
+    self._update(changed)
+    return result
+
+  def _update(self, changed: Mapping[str, Any]) -> None:
+    for name, part in self.layer.declare().items():
+      here = {collection: tree[name] for collection, tree in changed.items() if name in tree}
+      if here:
+        _assign(getattr(self, self._attribute(name)), part, here)
+
+
+_NNX_CLASS: dict[type, type[Layer]] = {}
+_LINEN = "parent", "name"
+"""Fields of every Linen module."""
+
+
+_DERIVED = {"size", "logical_axes", "flops_per_token", "shipped", "width", "value_shape"}
+"""What follows from the fields of a layer."""
+
+
+def _nnx_class(of: type) -> type[Layer]:
+  """The NNX class of a Linen class; of a subclass from elsewhere, a new one."""
+  if of not in _NNX_CLASS:
+    base = next((_NNX_CLASS[parent] for parent in of.__mro__ if parent in _NNX_CLASS), Layer)
+    type(base)(of.__name__, (base,), {}, of=of)
+  return _NNX_CLASS[of]
+
+
+def _of_linen(layer: linen_layer.Layer, rngs: nnx.Rngs, rules: AxisRules) -> Layer:
+  """A new NNX layer with the fields of a Linen layer."""
+  names = [f.name for f in dataclasses.fields(layer) if f.init and f.name not in _LINEN]
+  fields = {name: getattr(layer, name) for name in names}
+  return _nnx_class(type(layer))(**fields, rngs=rngs, axis_rules=rules)
+
+
+def _linen(shared: Any) -> linen_layer.Layer:
+  """The Linen layer of a shared layer, or of a shared table [V, D]."""
+  if isinstance(shared, Layer):
+    return shared.layer
+  shape = (shared.embedding if isinstance(shared, nnx.Embed) else shared).shape
+  if len(shape) != 2:
+    raise ValueError(f"`embedding` must be a table [V, D]; got an nnx.Param of shape {shape}.")
+  return DenseEmbedding(*shape)
+
+
+def _divides(shape: tuple[int, ...], axes: tuple) -> bool:
+  """Whether the mesh in context, if there is one, divides the shape."""
+  sizes = dict(jax.sharding.get_abstract_mesh().shape)
+  for count, axis in zip(shape, axes):
+    for name in (axis,) if isinstance(axis, str) else axis or ():
+      if count % sizes.get(name, 1):
+        return False
+      count //= sizes.get(name, 1)
+  return True
+
+
+def _values(held: Any, part: Any) -> dict[str, Any]:
+  """Collection -> values of what is held for a part of a declaration."""
+  if isinstance(held, Layer):
+    return held.linen_variables()
+  if isinstance(held, nnx.Embed):
+    return {"params": {"weight": held.embedding.get_value()}}
+  if isinstance(part, Variable):
+    return {part.collection: held.get_value()}
+  if isinstance(held, nnx.Param):
+    return {"params": {"weight": held.get_value()}}
+  collected: dict[str, Any] = {}
+  for name, inner in part.items():
+    for collection, tree in _values(held[name], inner).items():
+      collected.setdefault(collection, {})[name] = tree
+  return collected
+
+
+def _assign(held: Any, part: Any, changed: Mapping[str, Any]) -> None:
+  """Write changed values; those that a method left alone are the same objects."""
+  if isinstance(held, Layer):
+    held._update(changed)
+  elif isinstance(part, Variable):
+    value = changed[part.collection]
+    if value is not held.get_value():
+      held.set_value(value)
+  else:
+    for name, inner in part.items():
+      _assign(held[name], inner, {kind: tree[name] for kind, tree in changed.items()})
+
+
+def _methods(of: type) -> list[str]:
+  """The public methods that compute with variables."""
+  hidden = {"declare", "check", "setup", "array", "sharded_arrays", "blocks", "over_blocks"}
+  hidden |= {"of_width", "compact"} | _DERIVED | (set(dir(nn.Module)) - {"__call__"})
+  hidden |= {f.name for f in dataclasses.fields(of)}
+  return [
+    name
+    for name in dir(of)
+    if name not in hidden
+    and (name == "__call__" or not name.startswith("_"))
+    and inspect.isfunction(inspect.getattr_static(of, name))
+  ]
+
+
+def _calling(of: type, name: str) -> Callable:
+  """A method of the NNX class that calls the Linen one."""
+  original = getattr(of, name)
+
+  @functools.wraps(original)
+  def method(self, *args, rngs=None, **kwargs):
+    return self._call(name, *args, rngs=rngs, **kwargs)
+
+  signature = inspect.signature(original)
+  rngs = inspect.Parameter(
+    "rngs", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=nnx.Rngs | None
+  )
+  method.__signature__ = signature.replace(parameters=[*signature.parameters.values(), rngs])
+  return method
+
+
+def _signature(of: type) -> inspect.Signature:
+  """The constructor's signature: the Linen fields, `rngs` and `axis_rules`."""
+  given = inspect.signature(of).parameters.values()
+  fields = [each for each in given if each.name not in _LINEN]
+  keyword = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+  return inspect.Signature([*fields, keyword("rngs"), keyword("axis_rules", default=None)])
