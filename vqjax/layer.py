@@ -1,13 +1,19 @@
 """The base class of Linen layers that declare their variables."""
 
 import abc
+import functools
+import inspect
 import numbers
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
 from vqjax import variables
+from vqjax.ops import vocab_parallel
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
@@ -17,8 +23,18 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   """A Linen module whose variables are those that it declares.
 
   A subclass states its variables in `declare` and its rules in `check`. `setup` creates the
-  variables in the order of the declaration; `array` reads one.
+  variables in the order of the declaration; `array` reads one. Where axes of the mesh in context
+  are explicit, its public methods compute with automatic ones and type their results.
   """
+
+  def __init_subclass__(cls, **options: Any):
+    # A field's default, such as an initialiser, may be a function too.
+    others = _WITHOUT_COMPUTATION | inspect.get_annotations(cls).keys()
+    for name, function in list(vars(cls).items()):
+      is_public = name == "__call__" or not name.startswith("_")
+      if is_public and inspect.isfunction(function) and name not in others:
+        setattr(cls, name, _on_any_axes(function))
+    super().__init_subclass__(**options)
 
   @abc.abstractmethod
   def declare(self) -> Declaration:
@@ -85,7 +101,11 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     if isinstance(value, nn.Variable):
       value = value.value
     # NumPy arrays reach here: restored or converted variables, and tables inside `nn.scan`.
-    return None if value is None else jnp.asarray(value)
+    return None if value is None else vocab_parallel.automatic(jnp.asarray(value))
+
+  def put_variable(self, col: str, name: str, value: Any) -> None:
+    """Write a variable, with the type that it has outside of the method that computed it."""
+    super().put_variable(col, name, vocab_parallel.outside(value))
 
   def sharded_arrays(self) -> dict[str, Sharded]:
     """The variables that are declared with a `pad_value`, by name."""
@@ -106,3 +126,24 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a tree with tuples as leaves."""
     return variables.logical_axes(self._checked())
+
+
+_WITHOUT_COMPUTATION = {"declare", "check", "setup", "of_width", "compact", "array"}
+_WITHOUT_COMPUTATION |= {"sharded_arrays", "size", "shipped", "logical_axes", "flops_per_token"}
+_WITHOUT_COMPUTATION |= {"put_variable"}
+
+
+def _on_any_axes(function: Callable) -> Callable:
+  """The method, computing with automatic axes where those of the mesh in context are explicit."""
+
+  @functools.wraps(function)
+  def method(self, *args, **kwargs):
+    arrays = (x for x in (*args, *kwargs.values()) if isinstance(x, jax.Array))
+    vocab, axis = (getattr(self, name, None) for name in ("vocab", "vocab_axis"))
+    return vocab_parallel.on_any_axes(
+      lambda given: function(self, *given[0], **given[1]),
+      (args, kwargs),
+      vocab_parallel.Results(next(arrays, None), vocab, axis),
+    )
+
+  return method

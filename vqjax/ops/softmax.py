@@ -53,6 +53,7 @@ def linear_log_prob(
   ).log_prob
 
 
+@vocab_parallel.for_any_axes("hidden")
 def linear_softmax(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"] | RowFactory,
@@ -77,11 +78,13 @@ def linear_softmax(
 
   Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode.
   Under `jax.jit` XLA removes the gradient of an operand that needs none (`jax.lax.stop_gradient`,
-  or an argument that is not differentiated). Forward mode is an error, as for every function with a
-  custom VJP.
+  or an argument that is not differentiated). Forward mode (`jax.jvp`, `jax.jacfwd`) is an error, as
+  for every function with a custom VJP: `vqjax.ops.forward_mode.linear_log_prob_jvp` computes it,
+  and `jax.jvp` of `jax.grad` of a loss is a Hessian-vector product.
 
-  With a mesh in context (`jax.set_mesh`, automatic axes), rows are sharded over `vocab_axis` and
-  tokens over all other axes: each device scores its own rows, and [N]-sized values are reduced.
+  With a mesh in context (`jax.set_mesh`), rows are sharded over `vocab_axis` and tokens over all
+  other axes: each device scores its own rows, and [N]-sized values are reduced. Where axes are
+  explicit, operands may be sharded in any way, and results have the type of the tokens of `hidden`.
 
   Args:
     hidden: one vector for each token.
@@ -107,7 +110,7 @@ def linear_softmax(
       axis `vocab_axis`.
   """
   weight = as_row_factory(weight)
-  _check_shapes(hidden, weight, tokens, bias)
+  check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   _check_options(softcap, top_k, vocab)
   # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
@@ -136,6 +139,7 @@ def linear_softmax(
   return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), stats)
 
 
+@vocab_parallel.for_any_axes("hidden")
 def linear_cross_entropy(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"] | RowFactory,
@@ -242,7 +246,8 @@ def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> 
   return above - jnp.log(lax.psum(jnp.exp(above).sum(axis=-1, keepdims=True), axis))
 
 
-def _check_shapes(hidden, weight, tokens, bias):
+def check_shapes(hidden, weight, tokens, bias):
+  """Raise ValueError unless the shapes of the operands fit together."""
   if hidden.shape[:-1] != tokens.shape:
     raise ValueError(
       f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
@@ -264,9 +269,14 @@ def _check_shapes(hidden, weight, tokens, bias):
     )
 
 
-def _check_options(softcap, top_k, vocab):
+def check_softcap(softcap):
+  """Raise ValueError unless `softcap` is positive or None."""
   if softcap is not None and not softcap > 0:
     raise ValueError(f"`softcap` must be positive; got {softcap}. 30 is usual, None is no cap.")
+
+
+def _check_options(softcap, top_k, vocab):
+  check_softcap(softcap)
   if not 0 <= top_k <= min(128, vocab):
     raise ValueError(
       f"`top_k` must be in [0, {min(128, vocab)}] for a vocabulary of {vocab}; got {top_k}. The"

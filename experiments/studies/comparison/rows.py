@@ -128,11 +128,13 @@ class Row:
     )
 
   def grid(self, s: Setting) -> Grid:
-    """The grid of the row's tuning."""
+    """The grid of the row's tuning; only headline rows try several rates of dropout."""
+    alone = set() if self.name in s.headline else {"model.dropout"}
+    values = {field: some[:1] if field in alone else some for field, some in s.grid.values.items()}
     if self.teacher is None:
-      return s.grid
+      return Grid(values)
     of_student = lambda field: field.replace("model.", "model.student.", 1)
-    return Grid({of_student(field): values for field, values in s.grid.values.items()})
+    return Grid({of_student(field): some for field, some in values.items()})
 
 
 def rows(s: Setting) -> list[Row]:

@@ -256,7 +256,9 @@ def translations(
 def render(console: Console, results: Results, scale: str, docs: pathlib.Path = DOCS) -> None:
   """Print the tables; at the scale "cpu" also update the page and its figures."""
   for name, title in report.TABLES.items():
-    page.show(console, f"{name}: {title}", report.table(results, scale, name))
+    # All rows of a table may run elsewhere.
+    if len(table := report.table(results, scale, name)):
+      page.show(console, f"{name}: {title}", table)
   if scale == "cpu":
     blocks, figures = report.blocks(results, docs)
     page.update(docs / "results" / "dpq.md", blocks)

@@ -198,7 +198,7 @@ def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_command_tunes_and_trains_and_repeats_nothing(smoke, capsys, monkeypatch):
-  names = "ptb/dense,ptb/product-s1,stories/seen,stories/dense-unigram"
+  names = "ptb/dense,ptb/product-learned-s1,stories/seen,stories/dense-unigram"
   smoke("comparison", names)
   kept = run.STUDY.read("smoke")
   ran = names.split(",")
