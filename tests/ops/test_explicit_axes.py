@@ -1,4 +1,4 @@
-"""Operands of the tiled softmax on a mesh whose axes are explicit, and inside of `jax.shard_map`."""
+"""Ops on a mesh whose axes are explicit, and inside of a `jax.shard_map`."""
 
 import jax
 import jax.numpy as jnp

@@ -81,7 +81,7 @@ def test_a_token_outside_the_vocabulary_is_nan(operands):
 
 def test_a_direction_of_other_shapes_is_refused(operands):
   (hidden, weight, bias), tangents, tokens = operands
-  with pytest.raises(ValueError, match="`tangents` .*array of zeros"):
+  with pytest.raises(ValueError, match=r"`tangents` .*array of zeros"):
     linear_log_prob_jvp(hidden, weight, tokens, bias, tangents=tangents[:2])
 
 

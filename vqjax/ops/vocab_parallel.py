@@ -2,8 +2,9 @@
 
 The mesh is the one in context (`jax.set_mesh`); without a mesh all functions leave arrays as they
 are. Rows are sharded over one named axis by `jax.shard_map`, and every other axis stays automatic:
-`on_any_axes` makes explicit axes automatic for a computation and types its results. Tokens are laid out in as many shards as the automatic axes have devices, so that a loop over tiles
-of tokens slices inside each device's shard and never across devices.
+`on_any_axes` makes explicit axes automatic for a computation and types its results. Tokens are laid
+out in as many shards as the automatic axes have devices, so that a loop over tiles of tokens slices
+inside each device's shard and never across devices.
 """
 
 import contextvars
