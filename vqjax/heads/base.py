@@ -105,9 +105,35 @@ class Head(Layer):
     return {}
 
   def loss_terms(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    mask: Bool[Array, "*B"] | None = None,
+    ignore_index: int | None = None,
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`, which a head may compute at once."""
+    """`log_prob` and `aux`, which a head may compute at once.
+
+    A token that is left out has log-probability 0 and contributes to no term and no gradient,
+    whatever its hidden vector holds. Without `mask` and `ignore_index`, `log_prob` is nan for
+    a token outside [0, V), and `aux` leaves it out.
+
+    Args:
+      hidden: one vector for each token.
+      tokens: the targets.
+      mask: False for the tokens to leave out.
+      ignore_index: the target of further tokens to leave out, such as -1 or -100.
+    """
+    if mask is None and ignore_index is None:
+      return self._loss_terms(hidden, tokens)
+    counted = jnp.ones(tokens.shape, bool) if mask is None else mask
+    if ignore_index is not None:
+      counted &= tokens != ignore_index
+    # Before the products: 0 · nan in the backward pass would reach the gradients of the variables.
+    hidden = jnp.where(counted[..., None], hidden, 0)
+    log_prob, terms = self._loss_terms(hidden, jnp.where(counted, tokens, -1))
+    return jnp.where(counted, log_prob, 0.0), terms
+
+  def _loss_terms(self, hidden, tokens):
     return self.log_prob(hidden, tokens), self.aux(hidden, tokens)
 
   def sample(

@@ -147,6 +147,7 @@ def linear_cross_entropy(
   bias: Float[Array, "V"] | None = None,
   *,
   token_weight: Float[Array, "*B"] | None = None,
+  ignore_index: int | None = None,
   label_smoothing: float | int = 0.0,
   z_loss: float | int = 0.0,
   softcap: float | int | None = None,
@@ -167,6 +168,7 @@ def linear_cross_entropy(
     tokens: indices into the vocabulary.
     bias: one number for each row.
     token_weight: weight of each token's loss; 0 for padding.
+    ignore_index: target whose tokens have weight 0, such as -1 or -100.
     label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary; a
       Python number, like `z_loss` and `softcap`.
     z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
@@ -183,12 +185,15 @@ def linear_cross_entropy(
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
   if z_loss < 0:
     raise ValueError(f"`z_loss` must be at least 0; got {z_loss}. 1e-4 is usual.")
+  if token_weight is not None and token_weight.shape != tokens.shape:
+    raise ValueError(
+      f"`token_weight` must have the shape {tokens.shape} of `tokens`; got {token_weight.shape}."
+      " Give one weight for each token."
+    )
+  if ignore_index is not None:
+    ones = jnp.ones(tokens.shape, jnp.float32) if token_weight is None else token_weight
+    token_weight = jnp.where(tokens == ignore_index, 0, ones)
   if token_weight is not None:
-    if token_weight.shape != tokens.shape:
-      raise ValueError(
-        f"`token_weight` must have the shape {tokens.shape} of `tokens`; got {token_weight.shape}."
-        " Give one weight for each token."
-      )
     # Before the products: 0 · nan in the backward pass would reach the gradient of the weight.
     hidden = jnp.where((token_weight == 0)[..., None], 0, hidden)
   stats = linear_softmax(
