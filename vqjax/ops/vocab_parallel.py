@@ -11,7 +11,7 @@ import contextvars
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -223,7 +223,7 @@ def _spec(shape, results):
   return P(*spec, *rest)
 
 
-def _names(spec) -> Iterable[str]:
+def _names(spec):
   return [name for part in spec for name in (part if isinstance(part, tuple) else (part,))]
 
 
