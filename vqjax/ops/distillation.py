@@ -395,3 +395,5 @@ def _d_scores(scores, row_v11, given):
 
 
 _pass.defvjp(_pass_forward, _pass_backward)
+# In a program of its own, whose transpose has the types of axes that it was traced with.
+_pass = jax.jit(_pass, static_argnums=0, inline=True)

@@ -357,6 +357,8 @@ def _gather_backward(kind, index, cotangent):
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+# In a program of its own, whose transpose has the types of axes that it was traced with.
+_gather = jax.jit(_gather, static_argnums=0, inline=True)
 
 
 def sharded_lookup(
