@@ -7,6 +7,7 @@ overrides them with faster methods.
 
 import abc
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -125,7 +126,12 @@ class Head(Layer):
     """
     if mask is None and ignore_index is None:
       return self._loss_terms(hidden, tokens)
-    counted = jnp.ones(tokens.shape, bool) if mask is None else mask
+    if mask is not None and (mask.shape != tokens.shape or mask.dtype != bool):
+      raise ValueError(
+        f"`mask` must be bool of the shape {tokens.shape} of `tokens`; got {mask.dtype} of shape"
+        f" {mask.shape}. Use mask > 0."
+      )
+    counted = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
     if ignore_index is not None:
       counted &= tokens != ignore_index
     # Before the products: 0 · nan in the backward pass would reach the gradients of the variables.
@@ -180,6 +186,11 @@ class Head(Layer):
     return scores - log_z[..., None], tokens
 
   def _check_hidden(self, hidden: Array) -> None:
+    if not jnp.issubdtype(hidden.dtype, jnp.floating):
+      raise ValueError(
+        f"`hidden` must be floating-point vectors of width {self.dim}; got {hidden.dtype} of shape"
+        f" {hidden.shape}. Look token ids up in an embedding first."
+      )
     if hidden.shape[-1] != self.dim:
       raise ValueError(
         f"the width of `hidden` must be the head's dim; got {hidden.shape[-1]} for dim {self.dim}."
@@ -187,5 +198,5 @@ class Head(Layer):
       )
 
   def _check_k(self, k: int) -> None:
-    if not 1 <= k <= self.vocab:
-      raise ValueError(f"`k` must be in [1, vocab]; got {k} for vocab {self.vocab}. Reduce k.")
+    if not isinstance(k, numbers.Integral) or not 1 <= k <= self.vocab:
+      raise ValueError(f"`k` must be an integer in [1, vocab]; got {k} for vocab {self.vocab}.")

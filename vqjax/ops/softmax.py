@@ -18,7 +18,7 @@ from vqjax.ops import tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary
 from vqjax.types import Dtype
 
 __all__ = [
@@ -109,6 +109,7 @@ def linear_softmax(
       1, `softcap` is not positive, `top_k` is above 128 or the number of rows, or the mesh has no
       axis `vocab_axis`.
   """
+  check_arrays(hidden=hidden, tokens=tokens, bias=bias)
   weight = as_row_factory(weight)
   check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
@@ -181,6 +182,7 @@ def linear_cross_entropy(
     ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative, or
       `token_weight` has another shape than `tokens`.
   """
+  check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
   if z_loss < 0:
@@ -253,6 +255,11 @@ def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> 
 
 def check_shapes(hidden, weight, tokens, bias):
   """Raise ValueError unless the shapes of the operands fit together."""
+  if not jnp.issubdtype(hidden.dtype, jnp.floating):
+    raise ValueError(
+      f"`hidden` must be floating-point vectors; got {hidden.dtype} of shape {hidden.shape}. Look"
+      " token ids up in an embedding first."
+    )
   if hidden.shape[:-1] != tokens.shape:
     raise ValueError(
       f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
