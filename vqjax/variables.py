@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, ArrayLike
 
@@ -37,30 +36,6 @@ def composed_init(width: int, vectors: int = 1) -> Callable[[Any, tuple[int, ...
     vectors: number of vectors of that width of which it is the mean; 1: its parts are concatenated.
   """
   return initializers.normal((vectors / width) ** 0.5)
-
-
-class Given:
-  """A function that returns a given array, where a field is an initialiser or an assignment.
-
-  Two of them are equal if their arrays are.
-  """
-
-  def __init__(self, array: ArrayLike):
-    self.array = np.asarray(array)
-
-  def __call__(self, source: Any, shape: Any = None, dtype: Dtype | None = None) -> ArrayLike:
-    """The array; initialisers are called with a dtype, to which it is cast."""
-    del source, shape
-    return self.array if dtype is None else jnp.asarray(self.array, dtype)
-
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Given) and np.array_equal(self.array, other.array)
-
-  def __hash__(self) -> int:
-    return hash((self.array.shape, self.array.tobytes()))
-
-  def __repr__(self) -> str:
-    return f"Given({self.array.dtype}{list(self.array.shape)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +88,7 @@ def table(
     dtype: the table's dtype.
     pad_value: see `Variable`.
   """
-
-  def init(key, shape, dtype):
-    del key
-    made = jnp.asarray(make())
-    if made.shape != shape or not jnp.issubdtype(made.dtype, jnp.integer):
-      raise ValueError(
-        f"a table must be integers of shape {shape}; got {made.dtype} of shape {made.shape}. Give"
-        " one entry for each token, in the order of the token ids."
-      )
-    return made.astype(dtype)
-
+  init = lambda key, shape, dtype: jnp.asarray(make(), dtype)
   return Variable(shape, axes, init, dtype, "codes", pad_value, random=False)
 
 

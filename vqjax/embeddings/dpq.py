@@ -41,11 +41,6 @@ class DPQEmbedding(Embedding):
   param_dtype: Dtype = jnp.float32
 
   def __post_init__(self):
-    if not isinstance(self.quantizer, Quantizer):
-      raise TypeError(
-        f"`quantizer` must be a Quantizer; got {type(self.quantizer).__name__}. Give, for instance,"
-        " SoftmaxQuantizer(codes, subspaces)."
-      )
     object.__setattr__(self, "quantizer", self.quantizer.of_width(self.dim))
     super().__post_init__()
 

@@ -149,7 +149,7 @@ class CodebookHead(Head):
       vocab_axis=self.vocab_axis,
     )
 
-  def _loss_terms(
+  def loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`, from the same scores of the codes."""
@@ -163,7 +163,7 @@ class CodebookHead(Head):
     """The terms "commitment", "z_loss" and "label_smoothing" that are not zero."""
     if not (self.commitment or self.z_loss or self.label_smoothing):
       return super().aux(hidden, tokens)
-    return self._loss_terms(hidden, tokens)[1]
+    return self.loss_terms(hidden, tokens)[1]
 
   def _commitment(self, hidden, tokens):
     """The squared distance of hidden vectors to the codes of their tokens.

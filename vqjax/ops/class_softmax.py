@@ -256,8 +256,6 @@ def _backward(plan, saved, cotangent_PN):
 
 
 _log_prob.defvjp(_forward, _backward)
-# In a program of its own, whose transpose has the types of axes that it was traced with.
-_log_prob = jax.jit(_log_prob, static_argnums=0, inline=True)
 
 
 class Normalizers(NamedTuple):

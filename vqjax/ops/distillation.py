@@ -38,7 +38,6 @@ class SoftTargetLoss(NamedTuple):
   kl: Float[Array, "*B"]
 
 
-@vocab_parallel.for_any_axes("hidden")
 def linear_soft_target_loss(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"] | RowFactory,
@@ -395,5 +394,3 @@ def _d_scores(scores, row_v11, given):
 
 
 _pass.defvjp(_pass_forward, _pass_backward)
-# In a program of its own, whose transpose has the types of axes that it was traced with.
-_pass = jax.jit(_pass, static_argnums=0, inline=True)

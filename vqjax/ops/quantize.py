@@ -185,8 +185,6 @@ def _hard_backward(saved, d_parts):
 
 
 _hard.defvjp(_hard_forward, _hard_backward)
-# In a program of its own, whose transpose has the types of axes that it was traced with.
-_hard = jax.jit(_hard, inline=True)
 
 
 def straight_through(

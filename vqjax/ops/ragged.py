@@ -114,8 +114,6 @@ def _backward(dtype, saved, cotangent):
 
 
 _log_prob.defvjp(_forward, _backward)
-# In a program of its own, whose transpose has the types of axes that it was traced with.
-_log_prob = jax.jit(_log_prob, static_argnums=0, inline=True)
 
 
 def _on_each_device(function, linears, per_token):

@@ -342,6 +342,3 @@ def _d_scores(scores, row_v11, given):
 
 
 _pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)
-# In a program of its own, whose transpose has the types of axes that it was traced with. Eagerly,
-# `jax.shard_map` has no rule for symbolic zeros; a program needs none.
-_pass = jax.jit(_pass, static_argnums=0, inline=True)

@@ -115,8 +115,6 @@ def _backward(dtype, shards, operands, cotangent_PN):
 
 
 _leaf_log_prob.defvjp(_forward, _backward)
-# In a program of its own, whose transpose has the types of axes that it was traced with.
-_leaf_log_prob = jax.jit(_leaf_log_prob, static_argnums=(0, 1), inline=True)
 
 
 def draw_leaves(
