@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 # Tests of the mathematics, whose tolerances must hold for programs that are compiled as users' are,
 # with this machine's vector instructions and with older ones.
-NUMERIC := tests/models $(addprefix tests/ops/test_,softmax.py softmax_options.py distillation.py codes.py \
+NUMERIC := tests/test_mistakes.py tests/models $(addprefix tests/ops/test_,softmax.py softmax_options.py distillation.py codes.py \
   row_factory.py product.py quantize.py)
 ISAS := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512) AVX2 SSE4_2
 

@@ -23,7 +23,7 @@ class CodebookEmbedding(Embedding):
 
   Attributes:
     codes: number of codes, K.
-    assignment_init: (vocab, codes) -> int [V], the code of each token.
+    assignment_init: int [V], the code of each token, or a function (vocab, codes) that makes it.
     codebook_init: initialiser of the [K, D] codebook.
     dtype: dtype of the returned vectors; None: `param_dtype`.
     param_dtype: dtype of the parameters.

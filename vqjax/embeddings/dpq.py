@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.embeddings.base import Embedding
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.ops import packing
+from vqjax.ops import packing, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.quantizers import Quantized, Quantizer
@@ -41,6 +41,11 @@ class DPQEmbedding(Embedding):
   param_dtype: Dtype = jnp.float32
 
   def __post_init__(self):
+    if not isinstance(self.quantizer, Quantizer):
+      raise TypeError(
+        f"`quantizer` must be a Quantizer; got {type(self.quantizer).__name__}. Give, for instance,"
+        " SoftmaxQuantizer(codes, subspaces)."
+      )
     object.__setattr__(self, "quantizer", self.quantizer.of_width(self.dim))
     super().__post_init__()
 
@@ -104,7 +109,7 @@ class DPQEmbedding(Embedding):
     The quantiser uses its running statistics, to which these rows do not contribute.
     """
     self.quantizer.values()  # creates the quantiser's variables: Linen does so at the first use
-    own = dict(self.quantizer.variables)
+    own = vocab_parallel.automatic(dict(self.quantizer.variables))
     return RowFactory(self.array("query"), own, _Quantized(self.quantizer))
 
   def values(self) -> Float[Array, "Q K C"]:

@@ -28,7 +28,7 @@ class ProductEmbedding(Embedding):
     subspaces: number of codes of a token, M.
     shared: use one table of values for all M codes.
     additive: the vector is the mean of M vectors of width D; False: M parts of width D/M each.
-    codes_init: (vocab, codes, subspaces) -> int [V, M].
+    codes_init: (vocab, codes, subspaces) -> int [V, M], or the array.
     values_init: initialiser of the values [M or 1, K, D or D/M]; None: `composed_init`.
     dtype: dtype of the returned vectors; None: `param_dtype`.
     param_dtype: dtype of the values.
@@ -38,7 +38,7 @@ class ProductEmbedding(Embedding):
   subspaces: int
   shared: bool = False
   additive: bool = False
-  codes_init: Callable[[int, int, int], np.ndarray] = mixed_radix
+  codes_init: Callable[[int, int, int], np.ndarray] | np.ndarray | Array = mixed_radix
   values_init: nn.initializers.Initializer | None = None
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32

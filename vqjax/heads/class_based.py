@@ -27,7 +27,7 @@ class ClassBasedHead(Head):
 
   Attributes:
     classes: number of classes, C.
-    assignment_init: (vocab, classes) -> int [V], the class of each token.
+    assignment_init: int [V], the class of each token, or a function (vocab, classes).
     class_init: initialiser of the [C, D] weight of the classes.
     weight_init: initialiser of the [V, D] weight of the tokens.
     dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.

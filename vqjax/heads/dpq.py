@@ -68,9 +68,9 @@ class DPQHead(LinearHead):
     """The terms of `LinearHead`, and those of the quantiser for the targets."""
     return super().aux(hidden, tokens) | self._quantizer_terms(tokens)
 
-  def loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
+  def _loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`."""
-    log_prob, terms = super().loss_terms(hidden, tokens)
+    log_prob, terms = super()._loss_terms(hidden, tokens)
     return log_prob, terms | self._quantizer_terms(tokens)
 
   def _quantizer_terms(self, tokens):

@@ -102,7 +102,7 @@ class LearnedCodebookHead(LinearHead):
   def _bias(self) -> Float[Array, "V"] | None:
     return self.array("token_bias")
 
-  def loss_terms(
+  def _loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`; with drawn codes in a training step.
@@ -111,7 +111,7 @@ class LearnedCodebookHead(LinearHead):
     """
     training = self.is_mutable_collection("schedule") and self.has_rng("sample")
     if self.is_initializing() or not training:
-      return super().loss_terms(hidden, tokens)
+      return super()._loss_terms(hidden, tokens)
     rows = self._rows_of(self._drawn_shares())
     self.put_variable("schedule", "steps", self.array("steps") + 1)
     scores = self._softmax(hidden, tokens, self.label_smoothing > 0, rows)

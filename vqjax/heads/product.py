@@ -78,10 +78,10 @@ class ProductHead(_ProductTables):
   quantization for nearest neighbor search, 2011.
 
   Attributes:
-    codes_init: (vocab, codes, subspaces) -> int [V, M].
+    codes_init: (vocab, codes, subspaces) -> int [V, M], or the array.
   """
 
-  codes_init: Callable[[int, int, int], np.ndarray] = mixed_radix
+  codes_init: Callable[[int, int, int], np.ndarray] | np.ndarray | Array = mixed_radix
 
   def declare(self) -> Declaration:
     """The tables [M, K, D/M], the bias [V] and the codes [V, M]."""
@@ -158,11 +158,11 @@ class LearnedProductHead(_ProductTables):
     """The terms of `LinearHead`, and "commitment"."""
     return super().aux(hidden, tokens) | self._commitment(tokens)
 
-  def loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
+  def _loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`."""
     if not (self.z_loss or self.label_smoothing):
       return self.log_prob(hidden, tokens), self._commitment(tokens)
-    log_prob, terms = super().loss_terms(hidden, tokens)
+    log_prob, terms = super()._loss_terms(hidden, tokens)
     return log_prob, terms | self._commitment(tokens)
 
   def _commitment(self, tokens):

@@ -32,7 +32,7 @@ class ResidualCodebookHead(LinearHead):
   Attributes:
     codes: number of codes, K.
     rank: numbers of each token's residual, R.
-    assignment_init: (vocab, codes) -> int [V], the code of each token.
+    assignment_init: int [V], the code of each token, or a function (vocab, codes) that makes it.
     token_bias: add a score for each token.
     codebook_init: initialiser of the [K, D] codebook.
     low_init: initialiser of the [V, R] coefficients of the tokens.

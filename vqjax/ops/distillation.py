@@ -38,6 +38,7 @@ class SoftTargetLoss(NamedTuple):
   kl: Float[Array, "*B"]
 
 
+@vocab_parallel.for_any_axes("hidden")
 def linear_soft_target_loss(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"] | RowFactory,

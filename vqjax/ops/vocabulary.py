@@ -1,7 +1,18 @@
 """Tokens outside of the vocabulary: a mask of them, and means without them."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
+
+
+def check_arrays(**arrays: Any) -> None:
+  """Raise TypeError unless each argument is an array or None."""
+  for name, array in arrays.items():
+    if array is not None and not hasattr(array, "shape"):
+      raise TypeError(
+        f"`{name}` must be an array; got {type(array).__name__}. Use jnp.asarray({name})."
+      )
 
 
 def in_vocabulary(

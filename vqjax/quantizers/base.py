@@ -174,7 +174,7 @@ class Quantizer(Layer):
       "code_perplexity": quantize.code_perplexity(counts),
     }
     for name, value in metrics.items():
-      self.sow("metrics", name, value, lambda old, new: new, lambda: None)
+      self.put_variable("metrics", name, value)
 
   def flops_per_token(self) -> int:
     """Multiplications and additions of one vector's responses: every key is compared."""
