@@ -20,6 +20,9 @@ from jaxtyping import Array, ArrayLike
 from vqjax.assign.table import Given
 from vqjax.types import Dtype
 
+Initializer = initializers.Initializer | np.ndarray | Array
+"""A function (key, shape, dtype) -> array, as in `jax.nn.initializers`, or the array itself."""
+
 
 def row_init(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> Array:
   """Default initialiser of weights [..., rows, D]: normal with variance 1/D.

@@ -1,7 +1,6 @@
 """The codebook embedding, in which tokens share K vectors."""
 
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
 from vqjax import assign
@@ -9,7 +8,7 @@ from vqjax.assign.table import check_codes
 from vqjax.embeddings.base import Embedding
 from vqjax.ops import codes as code_ops
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 class CodebookEmbedding(Embedding):
@@ -31,7 +30,7 @@ class CodebookEmbedding(Embedding):
 
   codes: int
   assignment_init: assign.Assignment = assign.contiguous
-  codebook_init: nn.initializers.Initializer = row_init
+  codebook_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

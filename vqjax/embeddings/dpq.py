@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.embeddings.base import Embedding
@@ -16,7 +15,7 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.quantizers import Quantized, Quantizer
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class DPQEmbedding(Embedding):
@@ -36,7 +35,7 @@ class DPQEmbedding(Embedding):
   """
 
   quantizer: Quantizer
-  query_init: nn.initializers.Initializer = row_init
+  query_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

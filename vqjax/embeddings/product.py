@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
@@ -13,7 +12,7 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing, product
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Variable, composed_init, table
+from vqjax.variables import Declaration, Initializer, Variable, composed_init, table
 
 
 class ProductEmbedding(Embedding):
@@ -39,7 +38,7 @@ class ProductEmbedding(Embedding):
   shared: bool = False
   additive: bool = False
   codes_init: Callable[[int, int, int], np.ndarray] | np.ndarray | Array = mixed_radix
-  values_init: nn.initializers.Initializer | None = None
+  values_init: Initializer | None = None
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head
@@ -13,7 +12,7 @@ from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class Cluster(NamedTuple):
@@ -46,9 +45,9 @@ class AdaptiveHead(Head):
 
   cutoffs: tuple[int, ...]
   factor: int = 4
-  head_init: nn.initializers.Initializer = row_init
-  down_init: nn.initializers.Initializer = row_init
-  tail_init: nn.initializers.Initializer = row_init
+  head_init: Initializer = row_init
+  down_init: Initializer = row_init
+  tail_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

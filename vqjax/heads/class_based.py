@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax import assign
@@ -12,7 +11,7 @@ from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 class ClassBasedHead(Head):
@@ -36,8 +35,8 @@ class ClassBasedHead(Head):
 
   classes: int
   assignment_init: assign.Assignment = assign.contiguous
-  class_init: nn.initializers.Initializer = row_init
-  weight_init: nn.initializers.Initializer = row_init
+  class_init: Initializer = row_init
+  weight_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

@@ -18,7 +18,7 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 class CodebookHead(Head):
@@ -62,8 +62,8 @@ class CodebookHead(Head):
   commitment: float = 0.0
   z_loss: float = 0.0
   label_smoothing: float = 0.0
-  codebook_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  codebook_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

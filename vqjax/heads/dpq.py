@@ -8,7 +8,7 @@ from vqjax.embeddings.dpq import DPQEmbedding
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
 from vqjax.quantizers import Quantizer
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class DPQHead(LinearHead):
@@ -29,8 +29,8 @@ class DPQHead(LinearHead):
 
   quantizer: Quantizer
   use_bias: bool = False
-  query_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  query_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """The query table and the quantiser of the rows, and the bias [V]."""

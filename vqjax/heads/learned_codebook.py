@@ -14,7 +14,7 @@ from vqjax.assign.table import check_codes
 from vqjax.heads import regularizers
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 def spread(vocab: int, codes: int, candidates: int) -> Int[np.ndarray, "V C"]:
@@ -57,9 +57,9 @@ class LearnedCodebookHead(LinearHead):
   temperature: float = 1.0
   final_temperature: float = 0.1
   candidates_init: Callable[[int, int, int], np.ndarray] = spread
-  codebook_init: nn.initializers.Initializer = row_init
-  choice_init: nn.initializers.Initializer = nn.initializers.zeros_init()
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  codebook_init: Initializer = row_init
+  choice_init: Initializer = nn.initializers.zeros_init()
+  bias_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """Codebook [K, D], choice and candidates [V, C], bias [V], number of steps."""

@@ -17,7 +17,7 @@ from vqjax.ops import product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
 from vqjax.ops.vocabulary import mean_in_vocabulary
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 def sub_vector_init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -40,8 +40,8 @@ class _ProductTables(LinearHead):
   codes: int
   subspaces: int
   token_bias: bool = False
-  table_init: nn.initializers.Initializer = sub_vector_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  table_init: Initializer = sub_vector_init
+  bias_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """The tables [M, K, D/M] and the bias [V]."""
@@ -132,7 +132,7 @@ class LearnedProductHead(_ProductTables):
       tokens of the batch.
   """
 
-  latent_init: nn.initializers.Initializer = row_init
+  latent_init: Initializer = row_init
   commitment: float = 0.25
 
   def declare(self) -> Declaration:

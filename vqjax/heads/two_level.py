@@ -15,7 +15,7 @@ from vqjax.ops import groups as group_ops
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class TwoLevelHead(GroupDecodingHead):
@@ -41,10 +41,10 @@ class TwoLevelHead(GroupDecodingHead):
 
   groups: int | None = None
   sizes: tuple[int, ...] | None = None
-  order_init: nn.initializers.Initializer | np.ndarray | Array | None = None
+  order_init: Initializer | None = None
   use_bias: bool = False
-  group_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  group_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
