@@ -17,6 +17,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 from vqjax.layer import Layer
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.ops.vocabulary import check_mask
 
 
 class Head(Layer):
@@ -126,11 +127,8 @@ class Head(Layer):
     """
     if mask is None and ignore_index is None:
       return self._loss_terms(hidden, tokens)
-    if mask is not None and (mask.shape != tokens.shape or mask.dtype != bool):
-      raise ValueError(
-        f"`mask` must be bool of the shape {tokens.shape} of `tokens`; got {mask.dtype} of shape"
-        f" {mask.shape}. Use mask > 0."
-      )
+    if mask is not None:
+      check_mask(mask, tokens.shape)
     counted = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
     if ignore_index is not None:
       counted &= tokens != ignore_index

@@ -15,6 +15,15 @@ def check_arrays(**arrays: Any) -> None:
       )
 
 
+def check_mask(mask: Array, shape: tuple[int, ...]) -> None:
+  """Raise ValueError unless a mask has one boolean for each token."""
+  if mask.shape != shape or mask.dtype != bool:
+    raise ValueError(
+      f"`mask` must be bool of shape {shape}, one for each token; got {mask.dtype} of shape"
+      f" {mask.shape}. Use mask > 0."
+    )
+
+
 def in_vocabulary(
   tokens: Integer[Array, "*B"], vocab: int
 ) -> tuple[Bool[Array, "*B"], Int[Array, "*B"]]:
