@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.plan import collectives, hlo, loops
 from tests import reference
 from vqjax import Head, sharding
+from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.sharding import MeshShape, make_mesh
 
 
