@@ -1,5 +1,7 @@
 """The base class of Linen layers that declare their variables."""
 
+from __future__ import annotations
+
 import abc
 import numbers
 

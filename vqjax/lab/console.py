@@ -43,7 +43,9 @@ def config_parser(command: str, description: str, examples: str) -> argparse.Arg
     add_help=False,
   )
   parser.add_argument("config", nargs="?", help="config file, such as configs/lm_codebook.py")
-  parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change, such as model.dim=64")
+  parser.add_argument(
+    "overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change, such as model.dim=64"
+  )
   parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
   parser.add_argument(
     "-h", "--help", action="store_true", help="show this text, and after a config its fields"

@@ -4,6 +4,8 @@ Attention is computed in one piece, with all weights [B, H, T, T] at once, or in
 positions that are recomputed in the backward pass, so that no array of T·T elements is alive.
 """
 
+from __future__ import annotations
+
 import math
 
 import jax

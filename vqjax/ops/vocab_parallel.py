@@ -6,6 +6,8 @@ Tokens are laid out in as many shards as the automatic axes have devices, so tha
 of tokens slices inside each device's shard and never across devices.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable
