@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import numbers
+import re
+from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -19,8 +22,13 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   """A Linen module whose variables are those that it declares.
 
   A subclass states its variables in `declare` and its rules in `check`. `setup` creates the
-  variables in the order of the declaration; `array` reads one.
+  variables in the order of the declaration; `array` reads one. The docstring of a subclass gets the
+  attributes of its bases, so that `help` lists every field and each is described once.
   """
+
+  def __init_subclass__(cls, **options: Any):
+    super().__init_subclass__(**options)
+    cls.__doc__ = _with_inherited_attributes(cls)
 
   @abc.abstractmethod
   def declare(self) -> Declaration:
@@ -108,3 +116,23 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a tree with tuples as leaves."""
     return variables.logical_axes(self._checked())
+
+
+def _with_inherited_attributes(cls: type) -> str:
+  """The docstring of a class, whose section Attributes begins with those of its bases."""
+  texts = [inspect.cleandoc(part.__doc__ or "") for part in (*reversed(cls.__bases__), cls)]
+  entries: dict[str, str] = {}
+  for text in texts:
+    section = _ATTRIBUTES.search(text)
+    entries |= dict(_ENTRY.findall(section[1] if section else ""))
+  if not entries:
+    return texts[-1]
+  listed = "\n".join(f"  {name}: {text.rstrip()}" for name, text in entries.items())
+  return f"{_ATTRIBUTES.sub('', texts[-1]).rstrip()}\n\nAttributes:\n{listed}\n"
+
+
+_ATTRIBUTES = re.compile(r"^Attributes:\n((?:  .*\n?)+)", re.MULTILINE)
+"""The section of a docstring without its indentation."""
+
+_ENTRY = re.compile(r"^  (\w+): (.*\n?(?:    .*\n?)*)", re.MULTILINE)
+"""A name and the lines that explain it."""

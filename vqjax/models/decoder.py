@@ -173,6 +173,9 @@ class Transformer(LanguageModel):
   too, its matrix products are in float32.
 
   Attributes:
+    embedding: tokens -> vectors of width `dim`.
+    head: hidden vectors of width `dim` -> a distribution over the vocabulary.
+    dim: model width, D, which the parts share.
     layers: number of blocks.
     heads: number of attention heads of a block, which divides `dim`.
     context: largest number of tokens in a row.
