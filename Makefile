@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | lint | bench | smoke | clean
+# make install | demo | test | test-all | test-versions | lint | bench | smoke | package | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,7 +10,13 @@ NUMERIC := tests/models $(addprefix tests/ops/test_,softmax.py softmax_options.p
   row_factory.py product.py quantize.py)
 ISAS := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512) AVX2 SSE4_2
 
-.PHONY: install demo test test-all lint bench smoke clean
+# What `make test-versions` runs, with what.
+VERSIONS := 3.12 3.13
+NEWEST := jax flax optax numpy pytest pytest-timeout docstring-parser orbax-checkpoint
+SMOKE := tests/test_layer.py tests/nnx tests/ops/test_codes.py tests/ops/test_groups.py tests/ops/test_sampling.py \
+  tests/ops/test_softmax.py
+
+.PHONY: install demo test test-all test-versions lint bench smoke package clean
 
 install: $(STAMP)
 
@@ -37,6 +43,16 @@ test-all: $(STAMP)
 	for isa in $(ISAS); do JAX_DISABLE_MOST_OPTIMIZATIONS=false \
 	  XLA_FLAGS=--xla_cpu_max_isa=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
 
+# With each further Python that this machine has, and the newest versions that its packages have.
+test-versions:
+	@for version in $(VERSIONS); do \
+	  python$$version -c '' 2>/dev/null || { echo "python$$version: not on this machine"; continue; }; \
+	  env=$(VENV)-$$version; test -x $$env/bin/python || python$$version -m venv $$env; \
+	  $$env/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e . $(NEWEST) && \
+	  $$env/bin/python -c 'import sys, jax; print("Python", *sys.version.split()[:1], "jax", jax.__version__)' && \
+	  $$env/bin/python -m pytest -m "not slow" $(SMOKE) || exit 1; \
+	done
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -51,5 +67,11 @@ smoke: $(STAMP)
 	@rm -rf runs/smoke
 	$(PY) -m experiments.demo --steps 12 --runs runs/smoke
 
+# A wheel and an sdist in dist/; the wheel, in a fresh environment, does what the documents say.
+package: $(STAMP)
+	rm -rf build dist
+	$(PY) -m build
+	$(PY) tests/wheel.py dist/*.whl
+
 clean:
-	rm -rf $(VENV) .jax_cache runs build *.egg-info
+	rm -rf $(VENV) $(VENV)-* .jax_cache runs build dist *.egg-info
