@@ -1,5 +1,6 @@
 """The console command runs each module of its package, and names what an installation lacks."""
 
+import pathlib
 import pkgutil
 import subprocess
 import sys
@@ -23,6 +24,13 @@ def test_arguments_after_the_name_are_those_of_the_command(tmp_path, capsys):
   assert str(tmp_path) in capsys.readouterr().err
   assert commands.main(["floor", "--help"]) == 0
   assert "--json" in capsys.readouterr().out
+
+
+def test_help_after_a_config_has_the_options_and_the_fields(capsys):
+  config = pathlib.Path(__file__).parents[3] / "configs" / "lm_tied.py"
+  assert commands.main(["train", str(config), "--help"]) == 0
+  shown = capsys.readouterr().out.split()
+  assert {"--run", "--coordinator", "model.dim", "train.steps"} <= {*shown}
 
 
 def test_a_call_without_a_command_lists_them(capsys):
