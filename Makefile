@@ -10,11 +10,12 @@ NUMERIC := tests/models $(addprefix tests/ops/test_,softmax.py softmax_options.p
   row_factory.py product.py quantize.py)
 ISAS := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512) AVX2 SSE4_2
 
-# What `make test-versions` runs, with what.
+# Further versions of Python, what their environments have, and the tests that run in them.
 VERSIONS := 3.12 3.13
-NEWEST := jax flax optax numpy pytest pytest-timeout docstring-parser orbax-checkpoint
-SMOKE := tests/test_layer.py tests/nnx tests/ops/test_codes.py tests/ops/test_groups.py tests/ops/test_sampling.py \
-  tests/ops/test_softmax.py
+NEWEST := jax flax docstring-parser orbax-checkpoint pytest pytest-timeout
+ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
+  $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
+  tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
 
 .PHONY: install demo test test-all test-versions lint bench smoke package clean
 
@@ -37,20 +38,24 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 # With run-time types, every mesh, several processes, the studies' smoke runs, and the mathematics as
-# machines with AVX-512, without it and without AVX compute it.
+# machines with AVX-512, without it and without AVX compute it; then `test-versions`.
 test-all: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST)
 	for isa in $(ISAS); do JAX_DISABLE_MOST_OPTIMIZATIONS=false \
 	  XLA_FLAGS=--xla_cpu_max_isa=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
+	$(MAKE) test-versions
 
-# With each further Python that this machine has, and the newest versions that its packages have.
+# A minute of tests with every further Python that runs here, and the jax and flax that are the
+# newest when its environment is made.
 test-versions:
 	@for version in $(VERSIONS); do \
-	  python$$version -c '' 2>/dev/null || { echo "python$$version: not on this machine"; continue; }; \
-	  env=$(VENV)-$$version; test -x $$env/bin/python || python$$version -m venv $$env; \
-	  $$env/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e . $(NEWEST) && \
-	  $$env/bin/python -c 'import sys, jax; print("Python", *sys.version.split()[:1], "jax", jax.__version__)' && \
-	  $$env/bin/python -m pytest -m "not slow" $(SMOKE) || exit 1; \
+	  python$$version -c '' 2>/dev/null || { echo "python$$version does not run here"; continue; }; \
+	  env=$(VENV)-$$version; \
+	  test -e $$env/.installed || { python$$version -m venv $$env && \
+	    $$env/bin/python -m pip install --quiet --disable-pip-version-check -e . $(NEWEST) && \
+	    touch $$env/.installed; } || exit 1; \
+	  $$env/bin/python -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'; \
+	  $$env/bin/python -m pytest -m "not slow" $(ANY_VERSION) || exit 1; \
 	done
 
 lint: $(STAMP)
