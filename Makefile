@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | lint | bench | smoke | clean
+# make install | demo | test | test-all | test-versions | lint | bench | smoke | package | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,7 +12,14 @@ OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=false XLA_FLAGS=--xla_cpu_max_isa
 NATIVE := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512,AVX2)
 OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2) SSE4_2
 
-.PHONY: install demo test test-all lint bench smoke clean
+# Further versions of Python, what their environments have, and the tests that run in them.
+VERSIONS := 3.12 3.13
+NEWEST := jax flax docstring-parser orbax-checkpoint pytest pytest-timeout
+ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
+  $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
+  tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
+
+.PHONY: install demo test test-all test-versions lint bench smoke package clean
 
 install: $(STAMP)
 
@@ -38,6 +45,20 @@ test-all: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(addprefix --ignore=,$(NUMERIC))
 	VQJAX_RUNTIME_TYPES=1 $(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
 	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
+	$(MAKE) test-versions
+
+# A minute of tests with every further Python that runs here, and the jax and flax that are the
+# newest when its environment is made.
+test-versions:
+	@for version in $(VERSIONS); do \
+	  python$$version -c '' 2>/dev/null || { echo "python$$version does not run here"; continue; }; \
+	  env=$(VENV)-$$version; \
+	  test -e $$env/.installed || { python$$version -m venv $$env && \
+	    $$env/bin/python -m pip install --quiet --disable-pip-version-check -e . $(NEWEST) && \
+	    touch $$env/.installed; } || exit 1; \
+	  $$env/bin/python -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'; \
+	  $$env/bin/python -m pytest -m "not slow" $(ANY_VERSION) || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -53,5 +74,11 @@ smoke: $(STAMP)
 	@rm -rf runs/smoke
 	$(PY) -m experiments.demo --steps 12 --runs runs/smoke
 
+# A wheel and an sdist in dist/; the wheel, in a fresh environment, does what the documents say.
+package: $(STAMP)
+	rm -rf build dist
+	$(PY) -m build
+	$(PY) tests/wheel.py dist/*.whl
+
 clean:
-	rm -rf $(VENV) .jax_cache runs build *.egg-info
+	rm -rf $(VENV) $(VENV)-* .jax_cache runs build dist *.egg-info

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib.metadata
 import os
 import pathlib
 import sys
@@ -10,7 +11,11 @@ import sys
 # and the programs that they start are compiled with the least effort, and each program once: the
 # workers share a persistent cache. `make test-all` runs the numeric tests also as users' programs
 # are compiled, with JAX_DISABLE_MOST_OPTIMIZATIONS=false.
-if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true") == "true":
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+# jaxlib 0.12 has no other emitters, and ends the process at an unknown flag.
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and importlib.metadata.version(
+  "jaxlib"
+).startswith(("0.10", "0.11")):
   emitters = "--xla_cpu_use_fusion_emitters=false"
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters}"
 os.environ.setdefault(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from experiments.plan import collectives, hlo, loops
 from tests import reference
 from vqjax import Head, sharding
+from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.sharding import MeshShape, make_mesh
 
 

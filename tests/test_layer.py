@@ -1,14 +1,23 @@
-"""A layer's variables, size and axes follow from its declaration."""
+"""Layers follow from their declarations, explain their fields, and are pickled."""
 
+import dataclasses
+import inspect
+import pickle
+
+import docstring_parser
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
 
+import vqjax
+from tests.nnx.test_nnx import EMBEDDINGS, HEADS
+from vqjax import quantizers
 from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import CodebookHead, DenseHead, Head
 from vqjax.layer import Layer
+from vqjax.models import Transformer
 from vqjax.variables import Variable, table
 
 
@@ -140,3 +149,70 @@ def test_a_head_without_its_methods_cannot_be_constructed():
 
   with pytest.raises(TypeError, match="log_prob"):
     Incomplete(3, 2)
+
+
+PUBLIC = [*HEADS, *EMBEDDINGS, *(n for n in quantizers.__all__ if n.endswith("Quantizer"))]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_docstring_of_a_layer_names_each_field_and_nothing_else(name):
+  cls = getattr(vqjax, name)
+  described = docstring_parser.parse(cls.__doc__, docstring_parser.DocstringStyle.GOOGLE).params
+  fields = {field.name for field in dataclasses.fields(cls)} - {"parent", "name"}
+  assert sorted(entry.arg_name for entry in described) == sorted(fields)
+
+
+def test_signatures_are_shown_as_they_are_written():
+  for function in (DenseHead.log_prob, CodebookHead.sample, vqjax.linear_log_prob):
+    shown = str(inspect.signature(function))
+    assert "Float[Array, '*B D']" in shown
+    assert "Union" not in shown
+
+
+def test_an_attribute_that_a_subclass_describes_again_has_its_words():
+  class Base(Inner):
+    """A base.
+
+    Attributes:
+      first: one
+        of two lines.
+      second: two.
+    """
+
+  class Derived(Base):
+    """A subclass.
+
+    Attributes:
+      second: another.
+      third: three.
+    """
+
+  entries = docstring_parser.parse(Derived.__doc__, docstring_parser.DocstringStyle.GOOGLE).params
+  assert [(entry.arg_name, entry.description) for entry in entries] == [
+    ("first", "one\nof two lines."),
+    ("second", "another."),
+    ("third", "three."),
+  ]
+
+
+@pytest.mark.parametrize("name", HEADS | EMBEDDINGS)
+def test_an_unbound_layer_is_pickled(name):
+  fields = (HEADS | EMBEDDINGS)[name]
+  layer = getattr(vqjax, name)(101, 12, **fields)
+  read = pickle.loads(pickle.dumps(layer))
+  assert read == layer
+  assert read.size() == layer.size()
+
+
+def test_a_pickled_model_stays_tied():
+  embedding = DenseEmbedding(13, 4)
+  head = DenseHead(13, 4, embedding=embedding)
+  model = Transformer(embedding=embedding, head=head, dim=4, layers=1, heads=2, context=3)
+  read = pickle.loads(pickle.dumps(model))
+  assert read == model
+  assert read.head.embedding is read.embedding
+
+
+def test_a_function_that_cannot_be_imported_is_refused_by_name():
+  with pytest.raises((AttributeError, pickle.PicklingError), match=r"normal.<locals>.init"):
+    pickle.dumps(DenseHead(13, 4, weight_init=nn.initializers.normal(0.02)))

@@ -1,10 +1,13 @@
 """The base class of Linen layers that declare their variables."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 import functools
 import inspect
 import numbers
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +31,9 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
 
   A subclass states its variables in `declare` and its rules in `check`. `setup` creates the
   variables in the order of the declaration; `array` reads one. Where axes of the mesh in context
-  are explicit, its public methods compute with automatic ones and type their results.
+  are explicit, its public methods compute with automatic ones and type their results. The docstring
+  of a subclass gets the attributes of its bases, so that `help` lists every field and each is
+  described once.
   """
 
   def __init_subclass__(cls, **options: Any):
@@ -39,6 +44,7 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
       if is_public and inspect.isfunction(function) and name not in others:
         setattr(cls, name, _on_any_axes(function))
     super().__init_subclass__(**options)
+    cls.__doc__ = _with_inherited_attributes(cls)
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -74,7 +80,7 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     for field in dataclasses.fields(self):
       value, is_size = getattr(self, field.name), field.name in ("vocab", "dim")
       # A quantiser's `dim` is None until an embedding sets it.
-      is_checked = field.type is int or (is_size and value is not None)
+      is_checked = field.type in (int, "int") or (is_size and value is not None)
       if is_checked and (not isinstance(value, numbers.Integral) or (is_size and value < 1)):
         least = " of at least 1" if is_size else ""
         raise ValueError(
@@ -177,3 +183,23 @@ def _on_any_axes(function: Callable) -> Callable:
     )
 
   return method
+
+
+def _with_inherited_attributes(cls: type) -> str:
+  """The docstring of a class, whose section Attributes begins with those of its bases."""
+  texts = [inspect.cleandoc(part.__doc__ or "") for part in (*reversed(cls.__bases__), cls)]
+  entries: dict[str, str] = {}
+  for text in texts:
+    section = _ATTRIBUTES.search(text)
+    entries |= dict(_ENTRY.findall(section[1] if section else ""))
+  if not entries:
+    return texts[-1]
+  listed = "\n".join(f"  {name}: {text.rstrip()}" for name, text in entries.items())
+  return f"{_ATTRIBUTES.sub('', texts[-1]).rstrip()}\n\nAttributes:\n{listed}\n"
+
+
+_ATTRIBUTES = re.compile(r"^Attributes:\n((?:  .*\n?)+)", re.MULTILINE)
+"""The section of a docstring without its indentation."""
+
+_ENTRY = re.compile(r"^  (\w+): (.*\n?(?:    .*\n?)*)", re.MULTILINE)
+"""A name and the lines that explain it."""

@@ -1,5 +1,7 @@
 """Device meshes, and rules that map logical axes of arrays to mesh axes."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -5,6 +5,8 @@ logical axes and the layout over a mesh are derived from the declaration. Nothin
 module system.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from experiments.bench import losses, measure
 from experiments.bench.losses import Shape, gradient
 from experiments.bench.measure import compare
-from experiments.plan.compiling import simulated_devices
 from vqjax import linear_cross_entropy, linear_log_prob, linear_softmax
+from vqjax.lab.plan.compiling import simulated_devices
 from vqjax.lab.training.provenance import device
 from vqjax.sharding import MeshShape, make_mesh
 

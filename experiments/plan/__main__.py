@@ -1,8 +1,8 @@
-"""Entry point of `python -m experiments.plan`."""
+"""`vqjax plan` from a checkout: `python -m experiments.plan`."""
 
 import sys
 
-from experiments.plan.plan import main
+from vqjax.lab.commands.plan import main
 
 if __name__ == "__main__":
   sys.exit(main())

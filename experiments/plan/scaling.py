@@ -18,10 +18,12 @@ from typing import Any
 import jax
 
 from configs.large import HEADS
-from experiments.plan import chips, compiling, plan, scaling_report
+from experiments.plan import scaling_report
 from experiments.plan.isolated import isolated
 from vqjax.lab.config import Experiment
 from vqjax.lab.console import configure_warnings
+from vqjax.lab.plan import chips, compiling
+from vqjax.lab.plan.plan import plan
 from vqjax.sharding import MeshShape, make_mesh
 
 RESULTS = pathlib.Path("docs/results/scaling.jsonl")

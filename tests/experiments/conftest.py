@@ -1,4 +1,4 @@
-"""Run folders and processes for the tests of commands."""
+"""Processes for the tests of studies."""
 
 import os
 import pathlib
@@ -6,10 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
-from tests.lab.report.conftest import demo, finished, write_run
-
-__all__ = ["demo", "finished", "write_run"]
 
 ROOT = pathlib.Path(__file__).parents[2]
 

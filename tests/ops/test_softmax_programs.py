@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.plan import collectives, hlo, loops
 from tests import reference
+from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.ops.softmax import linear_cross_entropy, linear_log_prob, linear_softmax
 
 N, D, V, TILE = 24, 6, 101, (4, 10)

@@ -1,5 +1,7 @@
 """Assignments from token ids or frequencies: blocks, bins and random assignments."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Assignments from clusters of embeddings."""
 
+from __future__ import annotations
+
 import itertools
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """Assignments that minimise a class-bigram loss, by exchange of single tokens."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Assignments in text files, which record the tokenizer that they are for."""
 
+from __future__ import annotations
+
 import dataclasses
 import pathlib
 import re

@@ -1,5 +1,7 @@
 """Groups of the vocabulary from a clustering, and the group count of least memory."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

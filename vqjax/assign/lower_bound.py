@@ -1,5 +1,7 @@
 """The lowest perplexity that a codebook head with a given assignment can have."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """Codes [V, M] of product quantisation: their dtype, initial values and checks."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Integer

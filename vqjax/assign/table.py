@@ -1,5 +1,7 @@
 """Checks of assignments, counts, embeddings and weights."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

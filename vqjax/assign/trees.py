@@ -6,6 +6,8 @@ leaf k + 1, and leaf j is left of an ancestor k if and only if j <= k. The inner
 therefore determine its turns, and between consecutive leaves there are consecutive nodes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import heapq
 from collections.abc import Callable

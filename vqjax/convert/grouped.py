@@ -4,6 +4,8 @@ An order is a frozen dataclass that is called as `order(stats, sizes)` with the 
 each group, and returns the token at each position, int [V].
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any

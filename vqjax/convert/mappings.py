@@ -4,6 +4,8 @@ A mapping is a frozen dataclass, so that it can be a field of a config and part 
 It is called as `mapping(stats, codes)` and returns an assignment, int32 [V].
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple

@@ -4,6 +4,8 @@
 embedding to have the rows of the table.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,6 +4,8 @@ A target is a frozen dataclass that is called as `target(stats, head)` and retur
 variables, {"params": {...}, "codes": {...}}, in NumPy. Each target makes one class of head.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

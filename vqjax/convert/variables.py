@@ -1,5 +1,7 @@
 """Variables of trained layers: parts, merging, and conversion to fixed codes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The contract of embeddings, and what an embedding inherits."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 

@@ -1,5 +1,7 @@
 """The codebook embedding, in which tokens share K vectors."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 

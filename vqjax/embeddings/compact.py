@@ -1,5 +1,7 @@
 """The compact embedding for inference: packed codes and values."""
 
+from __future__ import annotations
+
 import dataclasses
 import os
 from typing import Any

@@ -6,6 +6,8 @@ This file imports only NumPy and the standard library, so it may be copied to a 
   vectors = table[[17, 4, 17]]            # float32 [3, d]; only the pages of these tokens are read
 """
 
+from __future__ import annotations
+
 import json
 import operator
 import os

@@ -1,5 +1,7 @@
 """An embedding composed by a small network from another embedding."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer

@@ -1,5 +1,7 @@
 """The dense embedding, a table [V, D]."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 

@@ -1,5 +1,7 @@
 """The DPQ embedding, whose vectors are learned codes into a few small tables."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """An embedding that is trained towards a given table."""
 
+from __future__ import annotations
+
 import math
 
 import jax.numpy as jnp

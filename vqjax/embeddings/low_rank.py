@@ -1,5 +1,7 @@
 """The low-rank embedding, whose table is a product of two thin matrices."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 

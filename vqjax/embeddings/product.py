@@ -1,5 +1,7 @@
 """The product-quantised embedding, with M fixed codes for each token."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """The scalar-quantised embedding, with a few bits for each number."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn

@@ -1,5 +1,7 @@
 """Output heads: distributions over the vocabulary for hidden vectors."""
 
+from __future__ import annotations
+
 from vqjax.heads.adaptive import AdaptiveHead
 from vqjax.heads.base import Head
 from vqjax.heads.class_based import ClassBasedHead

@@ -1,5 +1,7 @@
 """The adaptive softmax head, which scores rare tokens with narrower vectors."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

@@ -5,6 +5,8 @@ time. Exact sampling and top-k follow from the blocks, on one device or on many.
 overrides them with faster methods.
 """
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 import numbers

@@ -1,5 +1,7 @@
 """The class-based head: a class first, then a token of that class."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer

@@ -1,5 +1,7 @@
 """The VQ-Logits head, in which K codes stand for V tokens."""
 
+from __future__ import annotations
+
 import math
 
 import jax

@@ -1,5 +1,7 @@
 """The dense softmax head, with a weight of its own or tied to an embedding."""
 
+from __future__ import annotations
+
 from flax import linen as nn
 from jaxtyping import Array, Float
 

@@ -1,5 +1,7 @@
 """The head whose rows are those of a `DPQEmbedding`, trained end to end."""
 
+from __future__ import annotations
+
 from flax import linen as nn
 from jaxtyping import Array, Float
 

@@ -1,5 +1,7 @@
 """Decoding by groups, each of which bounds the probability of its tokens."""
 
+from __future__ import annotations
+
 import abc
 import math
 

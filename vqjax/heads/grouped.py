@@ -1,5 +1,7 @@
 """The grouped head, whose groups share the weights of their slots."""
 
+from __future__ import annotations
+
 from flax import linen as nn
 
 from vqjax.heads.two_level import TwoLevelHead

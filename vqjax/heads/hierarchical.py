@@ -1,5 +1,7 @@
 """The hierarchical softmax head over a binary tree of the vocabulary."""
 
+from __future__ import annotations
+
 import functools
 
 import jax.numpy as jnp

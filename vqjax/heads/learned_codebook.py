@@ -1,5 +1,7 @@
 """The codebook head that learns the assignment of tokens to codes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax

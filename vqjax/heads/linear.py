@@ -1,5 +1,7 @@
 """The base class of heads whose scores are hidden · rowᵀ + bias."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 import math

@@ -1,5 +1,7 @@
 """The low-rank head, whose weight is a product of two thin matrices."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float, Integer

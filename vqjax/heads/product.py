@@ -1,5 +1,7 @@
 """Product-quantised heads, whose rows are composed of M sub-vectors each."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

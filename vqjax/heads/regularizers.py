@@ -1,5 +1,7 @@
 """Z-loss and label smoothing as further terms of a head's training loss."""
 
+from __future__ import annotations
+
 import math
 
 from jaxtyping import Array, Float, Integer

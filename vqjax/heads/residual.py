@@ -1,5 +1,7 @@
 """The codebook head with a low-rank residual for each token."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float

@@ -1,5 +1,7 @@
 """The sampled softmax head, whose training loss scores a sample of the vocabulary."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 

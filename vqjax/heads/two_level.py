@@ -1,5 +1,7 @@
 """The base class of heads that predict a group, then a slot inside the group."""
 
+from __future__ import annotations
+
 import abc
 import math
 

@@ -1,5 +1,7 @@
 """Token counts as initial biases and as a proposal of the sampled softmax."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The grouped head with a slot weight for each group."""
 
+from __future__ import annotations
+
 import math
 
 import jax

@@ -1,5 +1,7 @@
 """A head's training loss on random hidden vectors and tokens, for measurements."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax

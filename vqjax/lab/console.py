@@ -33,27 +33,24 @@ def configure_warnings() -> None:
   warnings.showwarning = show
 
 
-def config_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-  """Return the parser of a command that reads a config."""
+def config_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+  """Return the parser of a command that reads a config, for `with_config`."""
   parser = argparse.ArgumentParser(
-    prog=f"python -m {name}",
+    prog=f"vqjax {command}",
     description=description,
     epilog=examples,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     add_help=False,
   )
-  add_config(parser)
-  return parser
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-  """Add the arguments of `with_config`."""
   parser.add_argument("config", nargs="?", help="config file, such as configs/lm_codebook.py")
-  parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change")
+  parser.add_argument(
+    "overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change, such as model.dim=64"
+  )
   parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
   parser.add_argument(
-    "-h", "--help", action="store_true", help="show this text, or with a config its fields"
+    "-h", "--help", action="store_true", help="show this text, and after a config its fields"
   )
+  return parser
 
 
 def with_config(
@@ -65,13 +62,14 @@ def with_config(
   """Run a command of `config_parser` and return the exit code of `exit_code`.
 
   Calls `before(options)`, reads the config with its overrides, and calls
-  `act(experiment, options)`. With --help it only prints the fields of the config.
+  `act(experiment, options)`. With --help it only prints the options and the fields of the config.
   """
   # `parse_args` would refuse overrides that follow an option.
   options = parser.parse_intermixed_args(arguments)
   configure_warnings()
-  if options.config is None:
+  if options.help or options.config is None:
     parser.print_help()
+  if options.config is None:
     return 0 if options.help else 2
 
   def work() -> None:
@@ -80,7 +78,7 @@ def with_config(
       before(options)
     experiment = override(load(options.config), options.overrides)
     if options.help:
-      Console().print(help_text(experiment))
+      Console().print(f"\nfields of {options.config}:\n", help_text(experiment), highlight=False)
     else:
       act(experiment, options)
 

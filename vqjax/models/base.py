@@ -1,5 +1,7 @@
 """The base class of language models: an embedding, a body and a head."""
 
+from __future__ import annotations
+
 import abc
 
 import jax
@@ -52,7 +54,7 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
   Attributes:
     embedding: tokens -> vectors of width `dim`.
     head: hidden vectors of width `dim` -> a distribution over the vocabulary.
-    dim: model width, D.
+    dim: model width, D, which the parts share.
   """
 
   embedding: Embedding

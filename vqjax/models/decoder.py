@@ -4,6 +4,8 @@ Attention is computed in one piece, with all weights [B, H, T, T] at once, or in
 positions that are recomputed in the backward pass, so that no array of T·T elements is alive.
 """
 
+from __future__ import annotations
+
 import math
 
 import jax
@@ -171,6 +173,9 @@ class Transformer(LanguageModel):
   too, its matrix products are in float32.
 
   Attributes:
+    embedding: tokens -> vectors of width `dim`.
+    head: hidden vectors of width `dim` -> a distribution over the vocabulary.
+    dim: model width, D, which the parts share.
     layers: number of blocks.
     heads: number of attention heads of a block, which divides `dim`.
     context: largest number of tokens in a row.

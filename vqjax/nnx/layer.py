@@ -4,6 +4,8 @@ An NNX layer has the variables that its Linen layer declares, and calls the meth
 their values. So both have one implementation of every method and one declaration of every variable.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect

@@ -5,6 +5,8 @@ batch. These few are moved to the front, and a loop of dynamic length scores a c
 time, so that the cost follows the number of tokens in the cluster.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """Beam search with a length penalty."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

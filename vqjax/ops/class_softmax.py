@@ -9,6 +9,8 @@ operations in total, and no [N, S, D] gather. The backward pass goes through the
 each one's gradient to the rows that it read.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import NamedTuple

@@ -9,6 +9,8 @@ needs no array of the vocabulary's size for each token. Without a bias the mass 
 number of its tokens. Source: VQ-Logits, Eq. 2-5, without the [*B, V] gather of Eq. 3.
 """
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

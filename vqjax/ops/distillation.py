@@ -10,6 +10,8 @@ and as many again for each gradient that is computed. `block_soft_target_loss` t
 scores as `Blocks` in any order of tokens, and gathers the teacher's rows.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import NamedTuple

@@ -5,6 +5,8 @@ Hessian-vector products need no rule of their own: `jax.jvp` of `jax.grad` of a 
 the backward pass, in as little memory.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import NamedTuple
 

@@ -5,6 +5,8 @@ descending probability, a step of some groups at a time, until no remaining grou
 result. Where each device of a mesh axis has its own groups, each searches those.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -9,6 +9,8 @@ to one. Source: LLM Vocabulary Compression for Low-Compute Environments, Section
 mask and orders other than that of the token ids are not in the paper.
 """
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

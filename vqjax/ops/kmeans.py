@@ -6,6 +6,8 @@ them. Every pass takes the points in chunks, scores a chunk by one matrix produc
 sums of its clusters, so that [N, K] never exists and the points are never copied.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import Any, NamedTuple

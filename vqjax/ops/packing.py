@@ -4,6 +4,8 @@ The numbers of a table [V, M] are stored without gaps, row after row, low bit fi
 bits [i·b, (i + 1)·b) of the bytes, in the order of NumPy's `packbits(bitorder="little")`.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Protocol, runtime_checkable
 

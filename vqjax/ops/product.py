@@ -6,6 +6,8 @@ concatenated. While codes are learned, a latent row may determine them: the near
 compose the row, and the latent row gets the gradient of the row (straight-through).
 """
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer

@@ -7,6 +7,8 @@ Differentiable product quantization for end-to-end embedding compression, 2020, 
 here are D and K there.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

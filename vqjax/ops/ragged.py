@@ -8,6 +8,8 @@ backward pass recomputes the scores from the saved normalisers, so one array [N,
 time. Source: LLM Vocabulary Compression for Low-Compute Environments, Figure 4.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import NamedTuple
 

@@ -13,6 +13,8 @@ f_v log(q_a / q_b) for v's f_v positions, and the bound holds as well. This is t
 Kneser and Ney (1993), for codes whose probabilities come from a network.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

@@ -5,6 +5,8 @@ codes and of tables that all rows share; then only a tile of the weight ever exi
 gradient of a tile of rows goes to the arrays that they were composed of.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any

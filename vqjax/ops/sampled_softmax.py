@@ -15,6 +15,8 @@ tokens of the batch are candidates too, and corrected. Kool et al. (2019), Stoch
 Where to Find Them, the inclusion probabilities.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

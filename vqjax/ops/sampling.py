@@ -5,6 +5,8 @@ at once. Filters apply in the order temperature, top_k, top_p. Where each device
 its own blocks, devices exchange candidates and [*B]-sized sums, not scores.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

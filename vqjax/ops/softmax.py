@@ -7,6 +7,8 @@ saved normaliser: 8NDV floating-point operations in all, against 6NDV when the l
 Statistics that are not requested, and gradients that a compiled program does not use, cost nothing.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 import jax

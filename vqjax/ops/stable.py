@@ -1,5 +1,7 @@
 """Exponentials that neither overflow nor become nan."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 

@@ -5,6 +5,8 @@ the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent 
 (`_d_scores`) from the saved normaliser and the cotangents of the statistics.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import NamedTuple
 

@@ -10,6 +10,8 @@ its neighbour, and the overlap is masked. Tokens are [P, N, ...], one shard for 
 they are spread over (`vocab_parallel.TokenShards`); P is 1 without a mesh.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

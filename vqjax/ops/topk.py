@@ -1,5 +1,7 @@
 """The k highest scores, merged over blocks of the vocabulary and over devices."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -9,6 +9,8 @@ a leaf are its path [L], padded with -1. Sources: Morin and Bengio 2005, Hierarc
 neural network language model; Mikolov et al. 2013.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import NamedTuple

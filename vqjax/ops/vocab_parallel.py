@@ -7,6 +7,8 @@ out in as many shards as the automatic axes have devices, so that a loop over ti
 inside each device's shard and never across devices.
 """
 
+from __future__ import annotations
+
 import contextvars
 import functools
 import inspect

@@ -1,5 +1,7 @@
 """Tokens outside of the vocabulary: a mask of them, and means without them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """The contract of quantisers, and what a quantiser inherits."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 import math

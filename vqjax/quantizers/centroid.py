@@ -1,5 +1,7 @@
 """The centroid quantiser (DPQ-VQ), whose codes are the nearest centroids."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
 """Revival of keys that no vector chooses any more."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 

@@ -1,5 +1,7 @@
 """Quantisers trained through a softmax over codes, such as DPQ-SX."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 

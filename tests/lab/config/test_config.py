@@ -73,6 +73,13 @@ class Model(nn.Module):
     return self.head(self.embedding(tokens))
 
 
+class Wide(nn.Module):
+  """Parts with a width of their own or that of the model."""
+
+  parts: Any
+  dim: int = 5
+
+
 @dataclasses.dataclass(frozen=True)
 class Folder:
   """A source of text.
@@ -99,6 +106,21 @@ def test_overrides_reach_fields_at_every_depth():
   assert changed.train.steps == 1000
   assert changed.seed == 3
   assert changed.data.path == pathlib.Path("/x")
+
+
+def test_the_parts_of_a_model_share_its_width():
+  configs = pathlib.Path(__file__).parents[3] / "configs"
+  for name in ("lm_codebook", "lm_grouped", "lm_tied"):
+    model = override(config.load(configs / f"{name}.py"), ["model.dim=64"]).model
+    assert (model.dim, model.embedding.dim, model.head.dim) == (64, 64, 64)
+  assert model.head.embedding is model.embedding
+
+
+def test_parts_of_another_width_and_parts_that_are_set_keep_theirs():
+  parts = {name: Embedding(7, dim) for name, dim in (("same", 5), ("narrow", 3), ("given", 5))}
+  made = dataclasses.replace(make(), model=Wide(parts))
+  parts = override(made, ["model.dim=11", "model.parts.given.dim=13"]).model.parts
+  assert {name: part.dim for name, part in parts.items()} == {"same": 11, "narrow": 3, "given": 13}
 
 
 @pytest.mark.parametrize(

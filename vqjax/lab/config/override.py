@@ -41,7 +41,9 @@ def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
   """Return the experiment with fields set from `path=value` texts, all at once.
 
   Types come from the fields' annotations. An object that hangs in several places, such as a tied
-  embedding, is changed in all of them and stays one object.
+  embedding, is changed in all of them and stays one object. The parts of an object whose `dim` is
+  set get the same `dim` if they had that of the object and are not set themselves, so that
+  `model.dim=64` is the width of a whole model.
 
   Raises:
     ValueError: an assignment has no '=', an unknown field or a text of the wrong type; a field
@@ -65,7 +67,20 @@ def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
         raise ValueError(
           f"`{join(path, name)}` must be set as a whole or by its fields; got both. Keep one way."
         )
-  return rebuild(experiment, changes)
+  return rebuild(experiment, _with_shared_dim(experiment, changes))
+
+
+def _with_shared_dim(
+  experiment: Experiment, changes: dict[int, dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+  """The changes, and those of the parts that share a `dim` which is set."""
+  shared: dict[int, dict[str, Any]] = {}
+  for _, owner in walk(experiment):
+    if "dim" in changes.get(id(owner), {}):
+      old = children(owner)["dim"]
+      same = (part for _, part in walk(owner) if children(part).get("dim") == old)
+      shared |= {id(part): {"dim": changes[id(owner)]["dim"]} for part in same}
+  return {key: shared.get(key, {}) | changes.get(key, {}) for key in shared | changes}
 
 
 def _owner(experiment: Experiment, path: str) -> tuple[Any, str]:

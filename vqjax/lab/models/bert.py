@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
   Attributes:
     embedding: tokens -> vectors of width `dim`.
-    dim: model width, D.
+    dim: model width, D, which the parts share.
     layers: number of blocks.
     heads: number of attention heads, which divides `dim`.
     context: largest number of tokens in a segment.

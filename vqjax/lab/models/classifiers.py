@@ -101,7 +101,7 @@ class ConvNet(nn.Module):
 
   Attributes:
     head: hidden vectors of width `dim` -> a distribution over the classes.
-    dim: width of the dense layer, D.
+    dim: width of the dense layer, D, which the head shares.
     channels: number of output channels of each convolution.
     images: inputs of a batch -> images [B, height, width, channels], inside the compiled step.
     momentum: momentum of the running statistics.

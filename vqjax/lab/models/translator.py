@@ -46,7 +46,7 @@ class EncoderDecoder(nn.Module, metaclass=abc.ABCMeta):
   Attributes:
     embedding: embedding of the source, and of the target without `target_embedding`.
     head: hidden vectors of width `dim` -> a distribution over the target's vocabulary.
-    dim: model width, D.
+    dim: model width, D, which the parts share.
     target_embedding: embedding of the target; None: `embedding`.
   """
 

@@ -3,8 +3,8 @@
 import math
 import re
 
-from experiments.plan.hlo import Instruction, Program, Shape
-from experiments.plan.loops import Runs
+from vqjax.lab.plan.hlo import Instruction, Program, Shape
+from vqjax.lab.plan.loops import Runs
 
 
 def matmul_flops(program: Program, runs: Runs) -> int:

@@ -8,10 +8,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.plan import hlo, loops
-from experiments.plan.collectives import collectives, parse_groups, spanned
-from experiments.plan.compiling import compile_lowered
-from experiments.plan.flops import matmul_flops
+from vqjax.lab.plan import hlo, loops
+from vqjax.lab.plan.collectives import collectives, parse_groups, spanned
+from vqjax.lab.plan.compiling import compile_lowered
+from vqjax.lab.plan.flops import matmul_flops
 
 M, K, N, TRIPS = 24, 40, 16, 7
 

@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
-from experiments import corpus
+from vqjax.lab.commands import corpus
 
-CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/vq_logits/c4.py")
+CONFIG = str(pathlib.Path(__file__).parents[3] / "configs/vq_logits/c4.py")
 STORY = "Once upon a time a fox lived by the river, and every day he counted {} stones. "
 
 

@@ -1,6 +1,6 @@
 """The command prints and writes tables, and refuses a wrong folder."""
 
-from experiments.table import main
+from vqjax.lab.commands.table import main
 
 
 def test_the_command_prints_a_table_and_writes_each_file(demo, tmp_path, capsys):

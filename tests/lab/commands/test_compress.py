@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
-from experiments import compress
+from vqjax.lab.commands import compress
 
-CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/lm_dense.py")
+CONFIG = str(pathlib.Path(__file__).parents[3] / "configs/lm_dense.py")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from experiments.plan.collectives import Collective
+from vqjax.lab.plan.collectives import Collective
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from experiments.plan import chips
+from vqjax.lab.plan import chips
 from vqjax.lab.training.program import Program
 
 _QUIET = {

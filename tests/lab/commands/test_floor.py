@@ -8,14 +8,14 @@ import pathlib
 import numpy as np
 import pytest
 
-from experiments import floor
 from vqjax import CodebookHead, assign, convert
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.lab import conversion
+from vqjax.lab.commands import floor
 from vqjax.lab.config import load, override
 from vqjax.lab.training.run import load_text
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 MIN_COUNT = "tokenizer.min_count=20"
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from experiments.plan.hlo import Instruction, Program
-from experiments.plan.loops import Runs
+from vqjax.lab.plan.hlo import Instruction, Program
+from vqjax.lab.plan.loops import Runs
 
 KINDS = (
   "all-reduce",

@@ -1,0 +1,59 @@
+"""The console command `vqjax`, with a module for each of its commands.
+
+Neither JAX nor a package of the lab is loaded before a command is known, so that `vqjax --help` is
+quick and an installation without the lab names what it lacks.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import vqjax
+
+COMMANDS = {
+  "train": "train one experiment, or resume it",
+  "table": "compare the runs below a folder",
+  "compress": "replace the dense head of a trained model by a codebook head",
+  "floor": "compute the perplexity that the codes of a config rule out",
+  "corpus": "count the documents and tokens of a config's corpus",
+  "plan": "compile a training step for accelerators, without having them",
+}
+"""Module of this package -> what its `main` does."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Run `vqjax COMMAND ...`; return the exit code of the command, or 2 for a wrong call."""
+  arguments = sys.argv[1:] if arguments is None else list(arguments)
+  parser = _parser()
+  if not arguments:
+    parser.print_help()
+    return 2
+  # What follows the name is for the command, also --help.
+  name = parser.parse_args(arguments[:1]).command
+  try:
+    command = importlib.import_module(f"{__name__}.{name}")
+  except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] == "vqjax":
+      raise
+    print(
+      f"error: the package {error.name} must be installed for `vqjax {name}`; got no such package."
+      " Call pip install 'vqjax[lab]'.",
+      file=sys.stderr,
+    )
+    return 2
+  return command.main(arguments[1:])
+
+
+def _parser() -> argparse.ArgumentParser:
+  lines = (f"  {name:<10}{purpose}" for name, purpose in COMMANDS.items())
+  parser = argparse.ArgumentParser(
+    prog="vqjax",
+    usage="vqjax COMMAND ...",
+    description="Train, compare and convert models with compressed vocabulary layers.",
+    epilog="\n".join(("commands:", *lines, "", "vqjax COMMAND --help explains a command.")),
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+  parser.add_argument("--version", action="version", version=f"vqjax {vqjax.__version__}")
+  return parser

@@ -1,0 +1,1 @@
+"""Training steps compiled ahead of time for accelerators, without having them."""
