@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -26,7 +25,6 @@ from vqjax.heads import (
   ResidualCodebookHead,
   UnigramBias,
 )
-from vqjax.ops.kmeans import kmeans
 
 
 def check_kind(head: Head, kind: type[Head], target: Any) -> None:
@@ -172,15 +170,14 @@ class ToProduct:
 
   def clustered(self, stats: TokenStats, head: Head) -> tuple[np.ndarray, np.ndarray]:
     """The codebooks [M, K, D/M] and the codes [V, M]."""
-    rows = checked_rows(stats.output, head.codes)
-    weights = jnp.asarray((stats.counts + 1.0) ** self.power, jnp.float32)
-    keys = jax.random.split(jax.random.key(self.seed), head.subspaces)
-    clusterings = [
-      kmeans(key, jnp.asarray(part), head.codes, weights=weights, iterations=self.iterations)
-      for key, part in zip(keys, np.split(rows, head.subspaces, axis=1))
-    ]
-    tables = np.stack([np.asarray(part.centers) for part in clusterings])
-    return tables, np.stack([np.asarray(part.assignment) for part in clusterings], axis=1)
+    return product_codes(
+      checked_rows(stats.output, head.codes),
+      head.codes,
+      head.subspaces,
+      key=jax.random.key(self.seed),
+      weights=(stats.counts + 1.0) ** self.power,
+      iterations=self.iterations,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
