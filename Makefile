@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | lint | bench | smoke | clean
+# make install | torch | demo | test | test-all | lint | bench | smoke | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,7 +10,7 @@ NUMERIC := tests/models $(addprefix tests/ops/test_,softmax.py softmax_options.p
   row_factory.py product.py quantize.py)
 ISAS := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512) AVX2 SSE4_2
 
-.PHONY: install demo test test-all lint bench smoke clean
+.PHONY: install torch demo test test-all lint bench smoke clean
 
 install: $(STAMP)
 
@@ -22,6 +22,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (once; a few minutes)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
+
+# PyTorch, for the tests of the reader in it, which are skipped otherwise. The index of pip decides
+# whether it is the build with CUDA.
+torch: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch]'
 
 demo: $(STAMP)
 	$(PY) -m experiments.demo
