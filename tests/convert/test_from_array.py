@@ -99,6 +99,7 @@ def test_no_other_level_of_a_number_lowers_the_error_of_the_scores(table, hidden
       assert (cost(other) > cost(error) * (1 - 1e-4)).all()
 
 
+@pytest.mark.slow
 def test_more_bytes_lower_the_error(table):
   small = [vqjax.compress(table, bytes=fraction) for fraction in (1 / 8, 1 / 4, 1 / 2)]
   errors = [each.report.error for each in small]
@@ -147,6 +148,7 @@ def test_the_least_fraction_of_the_message_is_reachable(table):
     vqjax.compress(table, bytes=0.95 * least)
 
 
+@pytest.mark.fast_cases(3)
 @every_method
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_the_head_scores_with_the_vectors_and_the_bias(method, with_bias, table, bias, tmp_path):
