@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import ArrayLike, Float, Int, PRNGKeyArray
 
 from vqjax.assign.table import checked_counts
-from vqjax.convert.tables import to_clusters, to_levels
-from vqjax.embeddings import CompactEmbedding, ProductEmbedding, ScalarEmbedding
+from vqjax.convert.tables import to_clusters
+from vqjax.embeddings import CompactEmbedding, ProductEmbedding
 from vqjax.ops import packing
 
 Method = Callable[..., CompactEmbedding]
@@ -74,10 +74,11 @@ class Clusters:
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-  """Scalar quantisation: each number is one of 2^bits equally spaced levels.
+  """Scalar quantisation: each number is one of 2^bits numbers, which k-means chooses.
 
-  The levels span the numbers of the table and do not depend on counts; hidden states decide which
-  of the neighbouring levels a number takes.
+  It takes V·D·bits/8 bytes of codes and 4·2^bits bytes of numbers. (A `ScalarEmbedding` has equally
+  spaced numbers, as the baseline of the DPQ paper, which outliers spread; see
+  `convert.to_levels`.)
 
   Attributes:
     bits: bits of a number, 1 to 8.
@@ -91,18 +92,11 @@ class Scalar:
         f"`bits` must be in [1, 8]; got {self.bits}. Beyond 8 bits keep the table in bfloat16."
       )
 
-  def __call__(
-    self,
-    table: Float[np.ndarray, "V D"],
-    *,
-    key: PRNGKeyArray,
-    weights: Float[np.ndarray, "V"] | None = None,
-    second: Float[np.ndarray, "D D"] | None = None,
-  ) -> CompactEmbedding:
-    """The compact embedding; see `convert.to_levels`."""
-    del key, weights
-    embedding = ScalarEmbedding(*table.shape, self.bits)
-    return embedding.compact(to_levels(embedding, table, second=second))
+  def __call__(self, table: Float[np.ndarray, "V D"], **options: Any) -> CompactEmbedding:
+    """The compact embedding; the options are those of `Product`."""
+    vocab, dim = table.shape
+    embedding = ProductEmbedding(vocab, dim, 2**self.bits, dim, shared=True)
+    return embedding.compact(to_clusters(embedding, table, **options))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,9 @@ from vqjax.quantizers import CentroidQuantizer, Quantizer
 CHUNK = 200
 """Number of steps of `reconstruct` between two reports of the error."""
 
+ROWS, BINS = 2**12, 2**16
+"""Rows that are read at a time, and bins of the histogram that scalar quantisation clusters."""
+
 SWEEPS = 8
 """Passes of coordinate descent over the subspaces, where hidden states weight the error."""
 
@@ -50,19 +53,8 @@ def _check_table(embedding, table):
     )
 
 
-def to_levels(
-  embedding: ScalarEmbedding,
-  table: Float[np.ndarray, "V D"],
-  *,
-  second: Float[np.ndarray, "D D"] | None = None,
-) -> Variables:
+def to_levels(embedding: ScalarEmbedding, table: Float[np.ndarray, "V D"]) -> Variables:
   """Scalar quantisation: embedding variables with the nearest levels.
-
-  Args:
-    embedding: the embedding whose variables are made.
-    table: the rows.
-    second: second moment of the vectors that multiply the rows; the levels then minimise the
-      squared error of the products instead of that of the rows. See `to_clusters`.
 
   Raises:
     ValueError: the table has another shape than the embedding, or is not finite.
@@ -70,11 +62,7 @@ def to_levels(
   _check_table(embedding, table)
   levels, low, high = scalar_levels(table, embedding.bits)
   params = {"low": np.float32(low), "high": np.float32(high)}
-  if second is not None:
-    values = np.linspace(low, high, 2**embedding.bits, dtype=np.float32)[:, None]
-    values = np.broadcast_to(values, (embedding.dim, *values.shape))
-    _, levels = _descend(table, values, levels, second, weights=None, fit=False)
-  return {"params": params, "codes": {"levels": levels.astype(code_dtype(2**embedding.bits))}}
+  return {"params": params, "codes": {"levels": levels}}
 
 
 def to_clusters(
@@ -89,12 +77,13 @@ def to_clusters(
   """Product quantisation: k-means of sub-vectors, joint if codes are shared.
 
   For an additive embedding it is residual quantisation: each codebook clusters what the codebooks
-  before it leave of the rows.
+  before it leave of the rows. With one code for each number and shared values it is scalar
+  quantisation with the values of least squared error.
 
   With `second`, the second moment E[h hᵀ] of the hidden states h that multiply the rows, the error
   is E[(h · (row - approximation))²] instead of the squared distance. Each subspace is clustered in
   the metric of its own block; then codes and values descend on the whole error, one subspace at a
-  time.
+  time. Shared values are clustered by distance, and only the codes descend.
 
   Args:
     embedding: the embedding whose variables are made.
@@ -106,20 +95,21 @@ def to_clusters(
 
   Raises:
     ValueError: the table has another shape than the embedding, is not finite, or has fewer rows
-      than codes; the embedding is shared and additive, or is one of both and `second` is given.
+      than codes; the embedding is additive, and shared or with `second`.
   """
   _check_table(embedding, table)
   embedding.check()
-  check_codes(len(table), embedding.codes)
+  by_number = embedding.shared and embedding.subspaces == embedding.dim
+  if not by_number:
+    check_codes(len(table), embedding.codes)
   if embedding.additive and embedding.shared:
     raise ValueError(
       "`embedding.shared` must be False for clusters of additive codes; got True. Give"
       " shared=False, or use `reconstruct`."
     )
-  if second is not None and (embedding.additive or embedding.shared):
+  if embedding.additive and second is not None:
     raise ValueError(
-      "`second` must be None for codes that are shared or additive; got a matrix. Give"
-      " shared=False and additive=False."
+      "`second` must be None for clusters of additive codes; got a matrix. Give additive=False."
     )
   subspaces, keys = embedding.subspaces, jax.random.split(key, embedding.subspaces)
 
@@ -138,6 +128,8 @@ def to_clusters(
       values.append(centers)
       codes.append(code)
     values, codes = np.stack(values), np.stack(codes, axis=1)
+  elif by_number:
+    values, codes = _levels_of_least_error(table, embedding.codes, key, weights)
   elif embedding.shared:
     parts = np.split(np.asarray(table, np.float32), subspaces, axis=1)
     repeated = None if weights is None else np.tile(weights, subspaces)
@@ -153,10 +145,42 @@ def to_clusters(
       second=second,
       iterations=iterations,
     )
+  if embedding.shared and second is not None:
+    repeated = np.broadcast_to(values, (subspaces, *values.shape[1:]))
+    _, codes = _descend(table, repeated, codes, second, weights, fit=False)
   return {
     "params": {"values": values},
     "codes": {"codes": codes.astype(code_dtype(embedding.codes))},
   }
+
+
+def _levels_of_least_error(table, codes, key, weights):
+  """K numbers [1, K, 1] and the nearest of them for each number, by k-means of a histogram."""
+  ends = float(table.min()), float(table.max())
+  weights = np.ones(len(table)) if weights is None else weights
+  blocks = [slice(first, first + ROWS) for first in range(0, len(table), ROWS)]
+
+  def numbers_and_weights(block):
+    numbers = np.asarray(table[block], np.float64)
+    return numbers.ravel(), np.repeat(weights[block], numbers.shape[1])
+
+  mass = np.zeros(BINS)
+  for numbers, own in map(numbers_and_weights, blocks):
+    mass += np.histogram(numbers, BINS, ends, weights=own)[0]
+  edges = np.histogram_bin_edges([], BINS, ends)
+  middles = jnp.asarray((edges[1:] + edges[:-1])[:, None] / 2, jnp.float32)
+  found = kmeans(key, middles, codes, weights=jnp.asarray(mass / mass.max()), iterations=100)
+  centers = np.sort(np.asarray(found.centers, np.float64)[:, 0])
+  bounds = (centers[1:] + centers[:-1]) / 2
+  # The means of the numbers themselves, which the histogram has rounded to its bins.
+  level, total, sums = np.empty(table.shape, np.int32), np.zeros(codes), np.zeros(codes)
+  for block, (numbers, own) in zip(blocks, map(numbers_and_weights, blocks)):
+    nearest_level = np.searchsorted(bounds, numbers)
+    level[block] = nearest_level.reshape(-1, table.shape[1])
+    total += np.bincount(nearest_level, own, codes)
+    sums += np.bincount(nearest_level, own * numbers, codes)
+  values = np.where(total > 0, sums / np.where(total > 0, total, 1), centers)
+  return values.astype(np.float32)[None, :, None], level
 
 
 def product_codes(
