@@ -1,6 +1,7 @@
 """Compact files in PyTorch: the vectors of NumPy's reader, and the scores of the JAX head."""
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -11,7 +12,8 @@ import pytest
 from ml_dtypes import bfloat16
 
 import vqjax
-from vqjax.embeddings import ProductEmbedding, compact_file
+from vqjax import convert
+from vqjax.embeddings import ProductEmbedding, ScalarEmbedding, compact_file
 
 torch = pytest.importorskip("torch")
 
@@ -26,15 +28,22 @@ FORMS = {
 }
 
 
-@pytest.fixture(params=FORMS)
-def saved(request, tmp_path):
+@pytest.fixture(scope="module", params=FORMS)
+def written(request, tmp_path_factory):
   """The file of a form, and the compact embedding in it, with a bias in every second one."""
-  embedding = FORMS[request.param]
+  embedding, tmp_path = FORMS[request.param], tmp_path_factory.mktemp("written")
   small = embedding.compact(embedding.init(jax.random.key(0), jnp.arange(3)))
   bias = np.random.default_rng(0).normal(size=V).astype(np.float32)
   small = small.__class__(**vars(small) | {"bias": bias if small.subspaces != 4 else None})
   small.save(tmp_path / "small.safetensors")
   return tmp_path / "small.safetensors", small
+
+
+@pytest.fixture
+def saved(written, tmp_path):
+  """A copy that a test may damage."""
+  path, small = written
+  return shutil.copy(path, tmp_path / "small.safetensors"), small
 
 
 def test_vectors_are_those_of_the_reader_in_numpy(saved):
@@ -47,7 +56,7 @@ def test_vectors_are_those_of_the_reader_in_numpy(saved):
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 if small.additive else 0)
 
 
-@pytest.mark.parametrize("batch", [(), (1,), (2, 0), (3, 5), (40,)])
+@pytest.mark.parametrize("batch", [(), (2, 0), (3, 5)])
 def test_scores_are_products_with_the_vectors_plus_the_bias(saved, batch):
   path, small = saved
   hidden = np.random.default_rng(0).normal(size=(*batch, D)).astype(np.float32)
@@ -60,7 +69,9 @@ def test_scores_are_products_with_the_vectors_plus_the_bias(saved, batch):
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_scalar_codes_are_read_at_their_bits(bits, tmp_path):
-  small = vqjax.compress(np.random.default_rng(0).normal(size=(V, 7)), method=vqjax.Scalar(bits))
+  embedding = ScalarEmbedding(V, 7, bits)
+  rows = np.random.default_rng(0).normal(size=(V, 7))
+  small = embedding.compact(convert.to_levels(embedding, rows))
   small.save(tmp_path / "small.safetensors")
   found = compact_torch.CompactEmbedding(tmp_path / "small.safetensors")(torch.arange(V))
   np.testing.assert_array_equal(found, small.table())

@@ -84,7 +84,7 @@ def test_counts_lower_the_error_of_frequent_tokens(table):
   assert errors[1] < 0.5 * errors[0]
 
 
-def test_no_other_level_of_a_number_lowers_the_error_of_the_scores(table, hidden):
+def test_no_other_code_of_a_number_lowers_the_error_of_the_scores(table, hidden):
   small = vqjax.compress(table, method=vqjax.Scalar(3), hidden=hidden)
   # What is minimised: the second moment, shrunk to the identity by D / (N + D).
   share, moment = D / (len(hidden) + D), hidden.T @ hidden / len(hidden)
@@ -212,8 +212,9 @@ def test_a_result_is_the_same_again_and_another_with_another_seed(table):
   assert (np.asarray(first.data) != np.asarray(other.data)).any()
 
 
-def test_equal_rows_are_kept_exactly():
-  small = vqjax.compress(np.full((5, 3), 2.5, np.float32), method=vqjax.Product(2, 1))
+@pytest.mark.parametrize("method", [vqjax.Clusters(2), vqjax.Scalar(3)])
+def test_equal_rows_are_kept_exactly(method):
+  small = vqjax.compress(np.full((5, 3), 2.5, np.float32), method=method)
   np.testing.assert_array_equal(small.table(), np.full((5, 3), 2.5))
   assert small.report.error == 0
 
