@@ -47,6 +47,7 @@ def relative_error(found, table, weights=None, hidden=None):
   return energy(np.asarray(found, np.float64) - table) / energy(table)
 
 
+@pytest.mark.fast_cases(1)
 @every_method
 def test_the_report_has_the_size_and_the_error_of_the_result(method, table, hidden):
   counts = np.arange(V)
@@ -63,6 +64,7 @@ def test_the_report_has_the_size_and_the_error_of_the_result(method, table, hidd
   assert method.__class__.__name__ in str(report)
 
 
+@pytest.mark.fast_cases(1)
 @every_method
 def test_hidden_states_lower_the_error_of_the_scores(method, table, hidden):
   counts = np.arange(V)

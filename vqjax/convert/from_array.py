@@ -259,7 +259,8 @@ def _second_moments(hidden: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
     moment += block.T @ block
   moment /= len(states)
   if not np.isfinite(moment).all() or not moment.any():
-    raise ValueError("`hidden` must be finite and not all zero; got other numbers. Sample again.")
+    got = "only zeros" if np.isfinite(moment).all() else "nan or infinity"
+    raise ValueError(f"`hidden` must be finite and not all zero; got {got}. Sample other states.")
   # A sample of N vectors says little about D directions unless N is much larger: shrink towards the
   # identity, as Ledoit and Wolf do, with the weight D / (N + D).
   share = dim / (len(states) + dim)

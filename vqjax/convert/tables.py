@@ -173,7 +173,8 @@ def _levels_of_least_error(table, codes, key, weights):
   centers = np.sort(np.asarray(found.centers, np.float64)[:, 0])
   bounds = (centers[1:] + centers[:-1]) / 2
   # The means of the numbers themselves, which the histogram has rounded to its bins.
-  level, total, sums = np.empty(table.shape, np.int32), np.zeros(codes), np.zeros(codes)
+  level = np.empty(table.shape, code_dtype(codes))
+  total, sums = np.zeros(codes), np.zeros(codes)
   for block, (numbers, own) in zip(blocks, map(numbers_and_weights, blocks)):
     nearest_level = np.searchsorted(bounds, numbers)
     level[block] = nearest_level.reshape(-1, table.shape[1])
