@@ -129,7 +129,7 @@ def to_clusters(
       codes.append(code)
     values, codes = np.stack(values), np.stack(codes, axis=1)
   elif by_number:
-    values, codes = _levels_of_least_error(table, embedding.codes, key, weights)
+    values, codes = _levels_of_least_error(table, embedding.codes, key, weights, iterations)
   elif embedding.shared:
     parts = np.split(np.asarray(table, np.float32), subspaces, axis=1)
     repeated = None if weights is None else np.tile(weights, subspaces)
@@ -154,7 +154,7 @@ def to_clusters(
   }
 
 
-def _levels_of_least_error(table, codes, key, weights):
+def _levels_of_least_error(table, codes, key, weights, iterations):
   """K numbers [1, K, 1] and the nearest of them for each number, by k-means of a histogram."""
   ends = float(table.min()), float(table.max())
   weights = np.ones(len(table)) if weights is None else weights
@@ -169,7 +169,7 @@ def _levels_of_least_error(table, codes, key, weights):
     mass += np.histogram(numbers, BINS, ends, weights=own)[0]
   edges = np.histogram_bin_edges([], BINS, ends)
   middles = jnp.asarray((edges[1:] + edges[:-1])[:, None] / 2, jnp.float32)
-  found = kmeans(key, middles, codes, weights=jnp.asarray(mass / mass.max()), iterations=100)
+  found = kmeans(key, middles, codes, weights=jnp.asarray(mass / mass.max()), iterations=iterations)
   centers = np.sort(np.asarray(found.centers, np.float64)[:, 0])
   bounds = (centers[1:] + centers[:-1]) / 2
   # The means of the numbers themselves, which the histogram has rounded to its bins.
