@@ -76,9 +76,8 @@ class Clusters:
 class Scalar:
   """Scalar quantisation: each number is one of 2^bits numbers, which k-means chooses.
 
-  It takes V·D·bits/8 bytes of codes and 4·2^bits bytes of numbers. (A `ScalarEmbedding` has equally
-  spaced numbers, as the baseline of the DPQ paper, which outliers spread; see
-  `convert.to_levels`.)
+  It takes V·D·bits/8 bytes of codes and 4·2^bits bytes of numbers. A `ScalarEmbedding` has equally
+  spaced numbers instead, as the baseline of the DPQ paper; see `convert.to_levels`.
 
   Attributes:
     bits: bits of a number, 1 to 8.
@@ -123,7 +122,7 @@ class Report:
   seconds: float
 
   def __str__(self) -> str:
-    """One line."""
+    """The report in one line."""
     return (
       f"{self.bits_per_weight:.2f} bits a weight, {self.bytes:,} bytes (1/{self.ratio:.1f});"
       f" relative squared error {self.error:.3g}, weighted {self.weighted_error:.3g};"
@@ -183,10 +182,12 @@ def compress(
   weights = None if counts is None else checked_counts(_host("counts", counts), vocab) + 1.0
   moment, second = (None, None) if hidden is None else _second_moments(hidden, dim)
   if bias is not None:
-    bias = np.asarray(_host("bias", bias), np.float32)
+    bias = np.array(_host("bias", bias), np.float32)  # a copy: the caller may go on training
     if bias.shape != (vocab,) or not np.isfinite(bias).all():
+      got = f"shape {bias.shape}" if bias.shape != (vocab,) else "nan or infinity"
       raise ValueError(
-        f"`bias` must be {vocab} finite numbers, one for each row; got shape {bias.shape}."
+        f"`bias` must be {vocab} finite numbers, one for each row; got {got}. Give the bias of the"
+        " head whose weight the table is."
       )
   if method is None:
     method = _within(bytes, rows, 0 if bias is None else bias.nbytes)
