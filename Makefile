@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | test-versions | lint | bench | smoke | package | clean
+# make install | torch | docs | demo | test | test-all | test-versions | lint | bench | smoke | package | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -19,7 +19,7 @@ ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
   $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
   tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
 
-.PHONY: install demo test test-all test-versions lint bench smoke package clean
+.PHONY: install torch docs demo test test-all test-versions lint bench smoke package clean
 
 install: $(STAMP)
 
@@ -31,6 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (once; a few minutes)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
+
+# PyTorch, for the tests of the reader in it, which are skipped otherwise. The index of pip decides
+# whether it is the build with CUDA.
+torch: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch]'
 
 demo: $(STAMP)
 	$(PY) -m experiments.demo

@@ -1,9 +1,12 @@
 """What an installed vqjax imports, and what it leaves alone."""
 
+import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from vqjax import convert
 
 
 @pytest.mark.slow
@@ -26,3 +29,9 @@ def test_subpackages_and_names_are_imported_at_first_use():
   code = "import vqjax; print(vqjax.convert.to_head.__name__, vqjax.GroupedHead.__name__)"
   shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert shown.stdout.split() == ["to_head", "GroupedHead"]
+
+
+def test_every_conversion_is_described():
+  layers = pathlib.Path(__file__).parents[1] / "docs" / "layers.md"
+  described = layers.read_text("utf-8").split("## From trained arrays")[1]
+  assert [name for name in convert.__all__ if f"`{name}`" not in described] == []

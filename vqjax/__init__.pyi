@@ -8,6 +8,10 @@ from . import ops as ops
 from . import quantizers as quantizers
 from . import sharding as sharding
 from . import types as types
+from .convert import Clusters as Clusters
+from .convert import Product as Product
+from .convert import Scalar as Scalar
+from .convert import compress as compress
 from .embeddings import CodebookEmbedding as CodebookEmbedding
 from .embeddings import CompactEmbedding as CompactEmbedding
 from .embeddings import ComposedEmbedding as ComposedEmbedding

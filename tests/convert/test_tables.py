@@ -57,6 +57,23 @@ def test_shared_residual_clusters_are_refused(table):
     convert.to_clusters(embedding, table, key=KEY)
 
 
+def test_numbers_of_least_error_are_the_means_of_what_is_nearest_to_them(table):
+  """Scalar quantisation: a fixed point of Lloyd's iteration on the weighted numbers."""
+  weights = 1.0 + np.arange(V)
+  embedding = ProductEmbedding(V, D, 5, D, shared=True)
+  variables = convert.to_clusters(embedding, table, key=KEY, weights=weights)
+  values, codes = variables["params"]["values"], variables["codes"]["codes"]
+  assert values.shape == (1, 5, 1)
+  distance = np.abs(table[..., None] - values[0, :, 0])
+  # The histogram rounds a number to one of 2^16 bins.
+  slack = np.ptp(table) / 2**15
+  chosen = np.take_along_axis(distance, codes[..., None].astype(int), -1)[..., 0]
+  assert (chosen <= distance.min(axis=-1) + slack).all()
+  for k in range(5):
+    own = np.broadcast_to(weights[:, None], table.shape)[codes == k]
+    np.testing.assert_allclose(values[0, k, 0], np.average(table[codes == k], weights=own), 1e-5)
+
+
 def test_more_bits_lower_the_error(table):
   errors = []
   for bits in (2, 4, 8):

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
+from vqjax.embeddings import (
+  LowRankEmbedding,
+  ProductEmbedding,
+  ScalarEmbedding,
+  compact_file,
+)
 from vqjax.embeddings.scalar import scalar_levels
 
 V, D = 29, 12
@@ -146,6 +151,29 @@ def test_a_table_that_is_not_finite_is_refused():
     scalar_levels(np.array([[1.0, np.nan]]), 8)
 
 
-@pytest.mark.parametrize("bits", [1, 6, 8, 9])
-def test_the_shipped_size_packs_levels_at_their_bits(bits):
-  assert ScalarEmbedding(V, D, bits).shipped().state_bytes == 8 + -(-V * D * bits // 8)
+@pytest.mark.parametrize("bits", [*range(1, 10), 16])
+def test_levels_are_packed_at_their_bits_and_read_back(bits, tmp_path):
+  vocab, dim = 101, 7
+  embedding = ScalarEmbedding(vocab, dim, bits)
+  rows = np.random.default_rng(0).normal(size=(vocab, dim))
+  levels, low, high = scalar_levels(rows, bits)
+  variables = {
+    "params": {"low": jnp.float32(low), "high": jnp.float32(high)},
+    "codes": {"levels": levels},
+  }
+  compact = embedding.compact(variables)
+  assert compact.data.nbytes == -(-vocab * dim * bits // 8)
+  assert embedding.shipped().state_bytes == compact.nbytes
+  compact.save(tmp_path / "small.safetensors")
+  read = compact_file.open_compact(tmp_path / "small.safetensors")
+  np.testing.assert_array_equal(read.codes_of(np.arange(vocab)), levels)
+  wanted = np.asarray(embedding.apply(variables, method="table"))
+  np.testing.assert_array_equal(read[np.arange(vocab)], wanted)
+  np.testing.assert_array_equal(compact(jnp.arange(vocab)), wanted)
+  assert np.abs(wanted - rows).max() <= (high - low) / (2**bits - 1) / 2 * (1 + 1e-2)
+
+
+def test_levels_of_a_bfloat16_table_are_those_of_its_float32_copy():
+  rows = np.random.default_rng(0).normal(size=(V, D)).astype(jnp.bfloat16)
+  for mine, wanted in zip(scalar_levels(rows, 8), scalar_levels(rows.astype(np.float32), 8)):
+    np.testing.assert_array_equal(mine, wanted)

@@ -5,6 +5,7 @@ A `Mapping` assigns tokens to codes, an `Ordering` sorts them for a grouped head
 `to_levels`, `to_clusters` and `reconstruct` make an embedding's variables from a trained table.
 """
 
+from vqjax.convert.from_array import Clusters, Method, Product, Report, Scalar, compress
 from vqjax.convert.grouped import (
   ByClusters,
   ByFrequency,
@@ -49,6 +50,7 @@ __all__ = [
   "Brown",
   "ByClusters",
   "ByFrequency",
+  "Clusters",
   "Codes",
   "ContextKMeans",
   "ContextVectors",
@@ -57,7 +59,11 @@ __all__ = [
   "Guide",
   "KMeans",
   "Mapping",
+  "Method",
   "Ordering",
+  "Product",
+  "Report",
+  "Scalar",
   "Shuffled",
   "ToCodebook",
   "ToDense",
@@ -69,6 +75,7 @@ __all__ = [
   "ToResidual",
   "TokenStats",
   "clustered",
+  "compress",
   "frozen",
   "in_order",
   "merged",

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from numpy.typing import ArrayLike
 
 from vqjax import assign
 from vqjax.assign.blocks import by_frequency
-from vqjax.convert.mappings import Mapping, TokenStats
+from vqjax.convert.mappings import Mapping, TokenStats, as_mapping
 from vqjax.convert.targets import check_kind
 from vqjax.heads import GroupedHead, Head, UnsharedGroupedHead
 from vqjax.ops.groups import check_order
@@ -62,10 +63,14 @@ class ByClusters:
   on. If a cluster is larger than its group, its rarest tokens move to groups with free slots.
 
   Attributes:
-    mapping: makes as many clusters as there are groups; `Balanced()` moves the fewest tokens.
+    mapping: makes as many clusters as there are groups; `Balanced()` moves the fewest tokens. Or
+      the cluster of each token, an array [V].
   """
 
-  mapping: Mapping
+  mapping: Mapping | ArrayLike
+
+  def __post_init__(self):
+    object.__setattr__(self, "mapping", as_mapping(self.mapping))
 
   def __call__(self, stats: TokenStats, sizes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "V"]:
     """The token at each position."""
@@ -122,7 +127,8 @@ class ToGrouped:
   The score of a group is that of its mean row, corrected so that at the mean hidden vector it is
   the log-frequency of the group's tokens: by the group bias, or without biases along the mean
   hidden vector. The hidden vectors themselves are not given: their mean is estimated as the vector
-  whose scores are nearest to the log-frequencies, and their variance is assumed to be 1.
+  whose scores are nearest to the log-frequencies, and their variance is assumed to be 1. A trained
+  output bias is kept inside the groups: as the slot bias of each group, or in the shifts.
 
   Attributes:
     power: in means and least squares the weight of a row is (count + 1)^power.
@@ -137,8 +143,13 @@ class ToGrouped:
     """The head's variables; ValueError for a head without groups of slots."""
     unshared = isinstance(head, UnsharedGroupedHead)
     check_kind(head, UnsharedGroupedHead if unshared else GroupedHead, self)
+    if unshared and stats.bias is not None and not head.use_bias:
+      raise ValueError(
+        "`head` must have a bias, because the rows were trained with one; got an"
+        " UnsharedGroupedHead without. Give use_bias=True."
+      )
     order = self._order(stats, head)
-    counts = stats.counts[order]
+    counts, bias = stats.counts[order], _trained_bias(stats)[order]
     split = _Split.of(
       rows=np.asarray(stats.output, np.float64)[order],
       weights=(counts + 1.0) ** self.power,
@@ -157,6 +168,9 @@ class ToGrouped:
     params |= split.own_slots() if unshared else split.shared_slots(mean_D)
     if head.use_bias:
       params["slot_bias"] = np.zeros(params["slot_weight"].shape[:-1])
+    kept = "slot_bias" if unshared else "shift"
+    if kept in params:
+      params[kept][split.group, split.slot] += bias
     codes = {} if head.order_init is None else {"codes": as_codes(order)}
     return {"params": params} | codes
 
@@ -212,14 +226,18 @@ class _Split:
     return {"slot_weight": np.reshape(vectors, (slots, dim)), "scale": scale, "shift": shift}
 
 
+def _trained_bias(stats: TokenStats) -> Float[np.ndarray, "V"]:
+  return np.zeros(len(stats.counts)) if stats.bias is None else np.asarray(stats.bias, np.float64)
+
+
 def _mean_hidden(stats: TokenStats) -> Float[np.ndarray, "D"]:
   """The vector whose scores are nearest to log(count + 1), by ridge regression.
 
-  It is zero if all counts are equal.
+  A trained bias counts as part of the scores. It is zero if all counts are equal.
   """
   rows = np.asarray(stats.output, np.float64)
   rows = rows - rows.mean(axis=0)
-  log_counts = np.log(stats.counts + 1.0)
+  log_counts = np.log(stats.counts + 1.0) - _trained_bias(stats)
   second = rows.T @ rows
   ridge = RIDGE * np.trace(second) / len(second) or 1.0
   centred = log_counts - log_counts.mean()

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import scipy.sparse
 from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
 
 from vqjax import assign
 
@@ -26,15 +27,22 @@ class TokenStats(NamedTuple):
     counts: number of occurrences of each token in `tokens`, int64 [V].
     output: the trained rows of a dense head, [V, D]; None before training.
     inputs: the vectors of the input embedding, trained or initial, [V, E]; None without a table.
+    bias: the trained output bias, which the converted head keeps, [V]; None: there is none.
   """
 
   tokens: Int[np.ndarray, "N"]
   counts: Int[np.ndarray, "V"]
   output: Float[np.ndarray, "V D"] | None
   inputs: Float[np.ndarray, "V E"] | None
+  bias: Float[np.ndarray, "V"] | None = None
 
 
 Mapping = Callable[[TokenStats, int], Int[np.ndarray, "V"]]
+
+
+def as_mapping(given: Mapping | ArrayLike) -> Mapping:
+  """The mapping, or the `Fixed` mapping of an assignment [V]."""
+  return given if callable(given) else Fixed(given)
 
 
 def _embeddings(stats: TokenStats, inputs: bool) -> Float[np.ndarray, "V D"]:
@@ -139,10 +147,14 @@ class Fixed:
   """An assignment that ignores the statistics, such as `assign.Random()`.
 
   Attributes:
-    assignment: (vocab, codes) -> int [V].
+    assignment: (vocab, codes) -> int [V], or the array itself.
   """
 
-  assignment: assign.Assignment
+  assignment: assign.Assignment | ArrayLike
+
+  def __post_init__(self):
+    if not callable(self.assignment):
+      object.__setattr__(self, "assignment", assign.Given(self.assignment))
 
   def __call__(self, stats: TokenStats, codes: int) -> Int[np.ndarray, "V"]:
     """Assignment, int32 [V]."""

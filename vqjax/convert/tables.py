@@ -7,6 +7,7 @@ embedding to have the rows of the table.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import traverse_util
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.assign.multiple import code_dtype
-from vqjax.assign.table import checked_rows
+from vqjax.assign.table import check_codes
 from vqjax.convert.variables import Variables
 from vqjax.embeddings import (
   DPQEmbedding,
@@ -28,11 +29,18 @@ from vqjax.embeddings import (
   ScalarEmbedding,
 )
 from vqjax.embeddings.scalar import scalar_levels
-from vqjax.ops.kmeans import kmeans
+from vqjax.ops import product
+from vqjax.ops.kmeans import kmeans, nearest
 from vqjax.quantizers import CentroidQuantizer, Quantizer
 
 CHUNK = 200
 """Number of steps of `reconstruct` between two reports of the error."""
+
+ROWS, BINS = 2**12, 2**16
+"""Rows that are read at a time, and bins of the histogram that scalar quantisation clusters."""
+
+SWEEPS = 8
+"""Passes of coordinate descent over the subspaces, where hidden states weight the error."""
 
 
 def _check_table(embedding, table):
@@ -65,50 +73,200 @@ def to_clusters(
   *,
   key: PRNGKeyArray,
   iterations: int = 25,
+  weights: Float[np.ndarray, "V"] | None = None,
+  second: Float[np.ndarray, "D D"] | None = None,
 ) -> Variables:
   """Product quantisation: k-means of sub-vectors, joint if codes are shared.
 
   For an additive embedding it is residual quantisation: each codebook clusters what the codebooks
-  before it leave of the rows.
+  before it leave of the rows. With one code for each number and shared values it is scalar
+  quantisation with the values of least squared error.
+
+  With `second`, the second moment E[h hᵀ] of the hidden states h that multiply the rows, the error
+  is E[(h · (row - approximation))²] instead of the squared distance. Each subspace is clustered in
+  the metric of its own block; then codes and values descend on the whole error, one subspace at a
+  time. Shared values are clustered by distance, and only the codes descend.
+
+  Args:
+    embedding: the embedding whose variables are made.
+    table: the rows, of any float dtype; a part of the columns at a time is copied to float32.
+    key: source of randomness of the initial centroids.
+    iterations: maximum number of Lloyd iterations.
+    weights: weight of each row's error; None: 1.
+    second: a positive definite matrix; None: the identity.
 
   Raises:
     ValueError: the table has another shape than the embedding, is not finite, or has fewer rows
-      than codes; the embedding is shared and additive.
+      than codes; the embedding is additive, and shared or with `second`.
   """
   _check_table(embedding, table)
-  rows, keys = checked_rows(table, embedding.codes), jax.random.split(key, embedding.subspaces)
-
-  def cluster(key, points):
-    points = jnp.asarray(points, jnp.float32)
-    clusters = kmeans(key, points, embedding.codes, iterations=iterations)
-    return np.asarray(clusters.centers), np.asarray(clusters.assignment)
-
+  embedding.check()
+  by_number = embedding.shared and embedding.subspaces == embedding.dim
+  if not by_number:
+    check_codes(len(table), embedding.codes)
   if embedding.additive and embedding.shared:
     raise ValueError(
       "`embedding.shared` must be False for clusters of additive codes; got True. Give"
       " shared=False, or use `reconstruct`."
     )
+  if embedding.additive and second is not None:
+    raise ValueError(
+      "`second` must be None for clusters of additive codes; got a matrix. Give additive=False."
+    )
+  subspaces, keys = embedding.subspaces, jax.random.split(key, embedding.subspaces)
+
+  def cluster(key, points, weights=weights):
+    points = jnp.asarray(points, jnp.float32)
+    weights = None if weights is None else jnp.asarray(weights, jnp.float32)
+    clusters = kmeans(key, points, embedding.codes, weights=weights, iterations=iterations)
+    return np.asarray(clusters.centers), np.asarray(clusters.assignment)
+
   if embedding.additive:
     # The vector of a token is the mean of its codewords.
-    rest, values, codes = rows * embedding.subspaces, [], []
+    rest, values, codes = np.asarray(table, np.float32) * subspaces, [], []
     for key in keys:
       centers, code = cluster(key, rest)
       rest = rest - centers[code]
       values.append(centers)
       codes.append(code)
     values, codes = np.stack(values), np.stack(codes, axis=1)
+  elif by_number:
+    values, codes = _levels_of_least_error(table, embedding.codes, key, weights, iterations)
   elif embedding.shared:
-    parts = np.split(rows, embedding.subspaces, axis=1)
-    centers, code = cluster(keys[0], np.concatenate(parts))
-    values, codes = centers[None], code.reshape(embedding.subspaces, -1).T
+    parts = np.split(np.asarray(table, np.float32), subspaces, axis=1)
+    repeated = None if weights is None else np.tile(weights, subspaces)
+    centers, code = cluster(keys[0], np.concatenate(parts), repeated)
+    values, codes = centers[None], code.reshape(subspaces, -1).T
   else:
-    parts = np.split(rows, embedding.subspaces, axis=1)
-    values, codes = zip(*(cluster(key, part) for key, part in zip(keys, parts)))
-    values, codes = np.stack(values), np.stack(codes, axis=1)
+    values, codes = product_codes(
+      table,
+      embedding.codes,
+      subspaces,
+      key=key,
+      weights=weights,
+      second=second,
+      iterations=iterations,
+    )
+  if embedding.shared and second is not None:
+    repeated = np.broadcast_to(values, (subspaces, *values.shape[1:]))
+    _, codes = _descend(table, repeated, codes, second, weights, fit=False)
   return {
     "params": {"values": values},
     "codes": {"codes": codes.astype(code_dtype(embedding.codes))},
   }
+
+
+def _levels_of_least_error(table, codes, key, weights, iterations):
+  """K numbers [1, K, 1] and the nearest of them for each number, by k-means of a histogram."""
+  ends = float(table.min()), float(table.max())
+  weights = np.ones(len(table)) if weights is None else weights
+  blocks = [slice(first, first + ROWS) for first in range(0, len(table), ROWS)]
+
+  def numbers_and_weights(block):
+    numbers = np.asarray(table[block], np.float64)
+    return numbers.ravel(), np.repeat(weights[block], numbers.shape[1])
+
+  mass = np.zeros(BINS)
+  for numbers, own in map(numbers_and_weights, blocks):
+    mass += np.histogram(numbers, BINS, ends, weights=own)[0]
+  edges = np.histogram_bin_edges([], BINS, ends)
+  middles = jnp.asarray((edges[1:] + edges[:-1])[:, None] / 2, jnp.float32)
+  found = kmeans(key, middles, codes, weights=jnp.asarray(mass / mass.max()), iterations=iterations)
+  centers = np.sort(np.asarray(found.centers, np.float64)[:, 0])
+  bounds = (centers[1:] + centers[:-1]) / 2
+  # The means of the numbers themselves, which the histogram has rounded to its bins.
+  level = np.empty(table.shape, code_dtype(codes))
+  total, sums = np.zeros(codes), np.zeros(codes)
+  for block, (numbers, own) in zip(blocks, map(numbers_and_weights, blocks)):
+    nearest_level = np.searchsorted(bounds, numbers)
+    level[block] = nearest_level.reshape(-1, table.shape[1])
+    total += np.bincount(nearest_level, own, codes)
+    sums += np.bincount(nearest_level, own * numbers, codes)
+  values = np.where(total > 0, sums / np.where(total > 0, total, 1), centers)
+  return values.astype(np.float32)[None, :, None], level
+
+
+def product_codes(
+  rows: Float[np.ndarray, "V D"],
+  codes: int,
+  subspaces: int,
+  *,
+  key: PRNGKeyArray,
+  weights: Float[np.ndarray, "V"] | None = None,
+  second: Float[np.ndarray, "D D"] | None = None,
+  iterations: int = 25,
+) -> tuple[Float[np.ndarray, "M K C"], Int[np.ndarray, "V M"]]:
+  """The values and the codes of product quantisation; the arguments are those of `to_clusters`."""
+  width, values, assigned = rows.shape[1] // subspaces, [], []
+  weights = None if weights is None else jnp.asarray(weights, jnp.float32)
+  for m, own_key in enumerate(jax.random.split(key, subspaces)):
+    own = slice(m * width, (m + 1) * width)
+    points = jnp.asarray(np.asarray(rows[:, own], np.float32))
+    if second is not None:
+      # d S dᵀ is the squared length of d L, where S = L Lᵀ.
+      root = np.linalg.cholesky(np.asarray(second, np.float64)[own, own]).astype(np.float32)
+      points = jnp.matmul(points, root, precision="highest")
+    found = kmeans(own_key, points, codes, weights=weights, iterations=iterations)
+    centers = np.asarray(found.centers)
+    values.append(centers if second is None else np.linalg.solve(root.T, centers.T).T)
+    assigned.append(np.asarray(found.assignment))
+  values, assigned = np.stack(values), np.stack(assigned, axis=1)
+  if second is not None and subspaces > 1:
+    values, assigned = _descend(rows, values, assigned, second, weights, fit=True)
+  return values, assigned
+
+
+@functools.partial(jax.jit, static_argnames="fit", donate_argnums=0)
+def _sweep(error_VD, values_MKC, codes_MV, second, roots_MCC, weights_V, fit):
+  """One pass of coordinate descent over the subspaces.
+
+  The error (e Σ eᵀ, with e the difference of a row and its approximation) is quadratic in the part
+  of a subspace. Given the other parts, its minimum lies at the row's own part plus a pull that
+  corrects their errors; the code is the value that is nearest to it in the subspace's metric.
+  """
+  subspaces, codes, width = values_MKC.shape
+
+  def step(m, state):
+    error_VD, values_MKC, codes_MV = state
+    part = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, m * width, width, axis)
+    own_VC, root = part(error_VD, 1), roots_MCC[m]
+    pull_VC = jnp.matmul(error_VD, part(second, 1), precision="highest")
+    # The subspace's own error is in the product, so this is its part plus the pull.
+    metric = part(part(second, 0), 1)
+    pull_VC = jax.scipy.linalg.solve(metric, pull_VC.T, assume_a="pos").T
+    values_KC = values_MKC[m]
+    goal_VC = values_KC[codes_MV[m]] + pull_VC
+    rotate = lambda x: jnp.matmul(x, root, precision="highest")
+    code_V, _ = nearest(rotate(goal_VC), rotate(values_KC))
+    row_VC = values_KC[codes_MV[m]] + own_VC
+    if fit:
+      mass_K = jax.ops.segment_sum(weights_V, code_V, codes)
+      sums_KC = jax.ops.segment_sum(weights_V[:, None] * goal_VC, code_V, codes)
+      values_KC = jnp.where(
+        mass_K[:, None] > 0, sums_KC / jnp.maximum(mass_K, 1e-30)[:, None], values_KC
+      )
+    error_VC = row_VC - values_KC[code_V]
+    return (
+      jax.lax.dynamic_update_slice_in_dim(error_VD, error_VC, m * width, 1),
+      values_MKC.at[m].set(values_KC),
+      codes_MV.at[m].set(code_V),
+    )
+
+  return jax.lax.fori_loop(0, subspaces, step, (error_VD, values_MKC, codes_MV))
+
+
+def _descend(rows, values, codes, second, weights, fit):
+  """Codes, and values if `fit`, that lower the error of products with vectors of `second`."""
+  subspaces, _, width = values.shape
+  blocks = np.asarray(second, np.float64).reshape(subspaces, width, subspaces, width)
+  roots = np.linalg.cholesky(blocks[range(subspaces), :, range(subspaces)])
+  weights = jnp.ones(len(rows)) if weights is None else weights
+  values, codes = jnp.asarray(values), jnp.asarray(codes.T.astype(np.int32))
+  second, roots = jnp.asarray(second, jnp.float32), jnp.asarray(roots, jnp.float32)
+  for _ in range(SWEEPS):
+    error = jnp.asarray(np.asarray(rows, np.float32)) - product.compose(codes.T, values)
+    _, values, codes = _sweep(error, values, codes, second, roots, weights, fit=fit)
+  return np.asarray(values), np.asarray(codes).T
 
 
 def reconstruct(

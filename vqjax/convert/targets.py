@@ -10,13 +10,14 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
 
 from vqjax.assign.multiple import code_dtype
 from vqjax.assign.table import checked_rows
-from vqjax.convert.mappings import Mapping, TokenStats
+from vqjax.convert.mappings import Mapping, TokenStats, as_mapping
+from vqjax.convert.tables import product_codes
 from vqjax.heads import (
   CodebookHead,
   DenseHead,
@@ -28,7 +29,6 @@ from vqjax.heads import (
   ResidualCodebookHead,
   UnigramBias,
 )
-from vqjax.ops.kmeans import kmeans
 
 
 def check_kind(head: Head, kind: type[Head], target: Any) -> None:
@@ -58,8 +58,25 @@ def unigram_bias(stats: TokenStats, code: Int[np.ndarray, "V"]) -> Float[np.ndar
   return np.asarray(UnigramBias(stats.counts, code)(None, stats.counts.shape))
 
 
-def _zero_bias(head: Head) -> dict[str, np.ndarray]:
-  return {"token_bias": np.zeros(head.vocab)} if head.token_bias else {}
+def _bias(stats: TokenStats, head: Head) -> dict[str, np.ndarray]:
+  """The trained output bias, or zeros, as the head's own."""
+  name = "token_bias" if hasattr(head, "token_bias") else "use_bias"
+  if getattr(head, name):
+    bias = np.zeros(head.vocab) if stats.bias is None else stats.bias
+    return {"token_bias" if name == "token_bias" else "bias": bias}
+  if stats.bias is not None:
+    raise ValueError(
+      f"`head` must have a bias, because the rows were trained with one; got a"
+      f" {type(head).__name__} without. Give {name}=True."
+    )
+  return {}
+
+
+def _code_bias(stats: TokenStats, head: Head, code: Int[np.ndarray, "V"]) -> dict[str, np.ndarray]:
+  """The trained output bias, or that of the counts, of a head whose tokens share codes."""
+  if head.token_bias and stats.bias is None:
+    return {"token_bias": unigram_bias(stats, code)}
+  return _bias(stats, head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +86,31 @@ class ToDense:
   def __call__(self, stats: TokenStats, head: Head) -> dict:
     """The head's variables; TypeError for a head of another class."""
     check_kind(head, DenseHead, self)
-    bias = {"bias": np.zeros(head.vocab)} if head.use_bias else {}
-    return {"params": {"weight": stats.output} | bias}
+    return {"params": {"weight": stats.output} | _bias(stats, head)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ToCodebook:
   """`CodebookHead` variables: a codeword is the mean row of its tokens by counts.
 
-  If the head has a token bias, the tokens of a code share its probability as their counts do.
-  Source: VQ-Logits, Section 3.3, Option A.
+  If the head has a token bias, it is the trained one; without one, the tokens of a code share its
+  probability as their counts do. Source: VQ-Logits, Section 3.3, Option A.
 
   Attributes:
-    mapping: assigns the tokens to codes.
+    mapping: assigns the tokens to codes; or the assignment itself, an array [V].
   """
 
-  mapping: Mapping
+  mapping: Mapping | ArrayLike
+
+  def __post_init__(self):
+    object.__setattr__(self, "mapping", as_mapping(self.mapping))
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
     """The head's variables; ValueError for a head of another class."""
     check_kind(head, CodebookHead, self)
     code = self.mapping(stats, head.codes)
     params = {"codebook": _means(stats.output, stats.counts + 1.0, code, head.codes)}
-    if head.token_bias:
-      params["token_bias"] = unigram_bias(stats, code)
+    params |= _code_bias(stats, head, code)
     return {"params": params, "codes": {"assignment": code}}
 
 
@@ -104,12 +122,15 @@ class ToResidual:
   (count + 1)^power.
 
   Attributes:
-    mapping: assigns the tokens to codes.
+    mapping: assigns the tokens to codes; or the assignment itself, an array [V].
     power: exponent of the weights.
   """
 
-  mapping: Mapping
+  mapping: Mapping | ArrayLike
   power: float = 0.5
+
+  def __post_init__(self):
+    object.__setattr__(self, "mapping", as_mapping(self.mapping))
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
     """The head's variables; ValueError for a head of another class."""
@@ -118,7 +139,7 @@ class ToResidual:
     weights = (stats.counts + 1.0) ** self.power
     codebook = _means(stats.output, weights, code, head.codes)
     low, up = _low_rank(stats.output - codebook[code], weights, head.rank)
-    params = {"codebook": codebook, "low": low, "up": up} | _zero_bias(head)
+    params = {"codebook": codebook, "low": low, "up": up} | _bias(stats, head)
     return {"params": params, "codes": {"assignment": code.astype(code_dtype(head.codes))}}
 
 
@@ -145,10 +166,7 @@ class ToLowRank:
     check_kind(head, LowRankHead, self)
     weights = (stats.counts + 1.0) ** self.power
     low, up = _low_rank(stats.output, weights, head.rank)
-    params = {"weight": low, "down": up}
-    if head.use_bias:
-      params["bias"] = np.zeros(len(low))
-    return {"params": params}
+    return {"params": {"weight": low, "down": up} | _bias(stats, head)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,20 +187,19 @@ class ToProduct:
     """The head's variables; ValueError for a head of another class."""
     check_kind(head, ProductHead, self)
     tables, codes = self.clustered(stats, head)
-    params = {"tables": tables} | _zero_bias(head)
+    params = {"tables": tables} | _bias(stats, head)
     return {"params": params, "codes": {"codes": codes.astype(code_dtype(head.codes))}}
 
   def clustered(self, stats: TokenStats, head: Head) -> tuple[np.ndarray, np.ndarray]:
     """The codebooks [M, K, D/M] and the codes [V, M]."""
-    rows = checked_rows(stats.output, head.codes)
-    weights = jnp.asarray((stats.counts + 1.0) ** self.power, jnp.float32)
-    keys = jax.random.split(jax.random.key(self.seed), head.subspaces)
-    clusterings = [
-      kmeans(key, jnp.asarray(part), head.codes, weights=weights, iterations=self.iterations)
-      for key, part in zip(keys, np.split(rows, head.subspaces, axis=1))
-    ]
-    tables = np.stack([np.asarray(part.centers) for part in clusterings])
-    return tables, np.stack([np.asarray(part.assignment) for part in clusterings], axis=1)
+    return product_codes(
+      checked_rows(stats.output, head.codes),
+      head.codes,
+      head.subspaces,
+      key=jax.random.key(self.seed),
+      weights=(stats.counts + 1.0) ** self.power,
+      iterations=self.iterations,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +216,7 @@ class ToLearnedProduct:
     """The head's variables; ValueError for a head of another class."""
     check_kind(head, LearnedProductHead, self)
     tables, _ = self.start.clustered(stats, head)
-    return {"params": {"tables": tables, "latent": stats.output} | _zero_bias(head)}
+    return {"params": {"tables": tables, "latent": stats.output} | _bias(stats, head)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,10 +225,13 @@ class ToLearnedCodebook:
 
   Attributes:
     mapping: assigns each token its first candidate, whose initial score is 1 where others have 0;
-      the codebook is that of `ToCodebook`.
+      or the assignment itself, an array [V]. The codebook is that of `ToCodebook`.
   """
 
-  mapping: Mapping
+  mapping: Mapping | ArrayLike
+
+  def __post_init__(self):
+    object.__setattr__(self, "mapping", as_mapping(self.mapping))
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
     """The head's variables; ValueError for a head of another class."""
@@ -222,8 +242,7 @@ class ToLearnedCodebook:
     choice = np.zeros(candidates.shape)
     choice[:, 0] = 1  # the mapping's code begins as the most likely one
     params = {"codebook": codebook, "choice": choice}
-    if head.token_bias:
-      params["token_bias"] = unigram_bias(stats, code)
+    params |= _code_bias(stats, head, code)
     return {"params": params, "codes": {"candidates": candidates.astype(code_dtype(head.codes))}}
 
 

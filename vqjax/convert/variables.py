@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from vqjax.assign.multiple import code_dtype
 from vqjax.embeddings import CompactEmbedding
-from vqjax.heads import ProductHead
+from vqjax.heads import CodebookHead, Head, ProductHead
 from vqjax.ops import packing
 from vqjax.ops.product import nearest_codes
 
@@ -82,16 +82,19 @@ def frozen(learned: Mapping[str, Any]) -> Variables:
 
 def to_head(
   small: CompactEmbedding, bias: Float[Array, "V"] | None = None, **options: Any
-) -> tuple[ProductHead, Variables]:
-  """A `ProductHead` that scores with the embedding's vectors, and its variables.
+) -> tuple[Head, Variables]:
+  """The head that scores with a compact embedding's vectors, and its variables.
 
-  A trained `DenseHead(embedding=DPQEmbedding(...))` is converted so: the input and the output then
-  have the same codes and values. A table that all subspaces share is repeated for each subspace.
+  It is a `ProductHead`, or a `CodebookHead` where a token has one code. A trained
+  `DenseHead(embedding=DPQEmbedding(...))` is converted so: the input and the output then have the
+  same codes and values. A table that all subspaces share is repeated for each subspace. The pair is
+  that of `flax.linen.Module.unbind`: `head.apply(variables, ...)`, or `head.bind(variables)`.
 
   Args:
-    small: the result of `embedding.compact(variables)` or of `CompactEmbedding.load`.
-    bias: the bias of the trained head, if it has one.
-    options: further fields of the head, such as `softcap`.
+    small: the result of `compress`, of `embedding.compact(variables)` or of
+      `CompactEmbedding.load`.
+    bias: the bias of the trained head; None: that of `small`, if it has one.
+    options: further fields of the head, such as `dtype`.
 
   Raises:
     ValueError: the vectors are sums of codewords (`additive`), which a ProductHead cannot score.
@@ -101,19 +104,17 @@ def to_head(
       "`small.additive` must be False, because a ProductHead concatenates sub-vectors; got True."
       " Train the embedding with additive=False."
     )
-  head = ProductHead(
-    small.vocab,
-    small.dim,
-    small.codes,
-    small.subspaces,
-    token_bias=bias is not None,
-    **options,
-  )
-  shape = small.subspaces, small.codes, small.dim // small.subspaces
-  params = {"tables": jnp.broadcast_to(jnp.asarray(small.values), shape)}
-  if bias is not None:
-    params["token_bias"] = jnp.asarray(bias)
+  bias = small.bias if bias is None else bias
+  params = {} if bias is None else {"token_bias": jnp.asarray(bias)}
   tokens = jnp.arange(small.vocab)
   codes = packing.unpacked_rows(jnp.asarray(small.data), tokens, small.subspaces, small.bits)
-  codes = np.asarray(codes).astype(code_dtype(small.codes))
-  return head, {"params": params, "codes": {"codes": codes}}
+  codes, values = np.asarray(codes), jnp.asarray(small.values)
+  fields = {"token_bias": bias is not None} | options
+  if small.subspaces == 1 and small.codes <= small.vocab:
+    head = CodebookHead(small.vocab, small.dim, small.codes, **fields)
+    params["codebook"] = values[0]
+    return head, {"params": params, "codes": {"assignment": codes[:, 0].astype(np.int32)}}
+  head = ProductHead(small.vocab, small.dim, small.codes, small.subspaces, **fields)
+  shape = small.subspaces, small.codes, small.dim // small.subspaces
+  params["tables"] = jnp.broadcast_to(values, shape)
+  return head, {"params": params, "codes": {"codes": codes.astype(code_dtype(small.codes))}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -17,7 +18,12 @@ from vqjax.ops import packing, product
 from vqjax.ops.vocabulary import in_vocabulary
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("data", "values", "bias"),
+  meta_fields=("vocab", "dim", "codes", "subspaces", "additive", "dtype"),
+  drop_fields=("report",),  # seconds among the static fields would compile a program for each
+)
 @dataclasses.dataclass(frozen=True)
 class CompactEmbedding:
   """Codes at ceil(log2 K) bits each and the tables that they choose from.
@@ -34,17 +40,21 @@ class CompactEmbedding:
     subspaces: number of codes of a token, M.
     additive: whether a vector is the mean of its values; otherwise their concatenation.
     dtype: name of the dtype to which the vectors are rounded.
+    bias: float32 [V], the output bias that was trained with the table; None: there is none.
+    report: the `convert.Report` of the compression; not saved, and dropped by transformations.
   """
 
   # Untyped, because transformations put other objects into the leaves of a pytree.
   data: Any
   values: Any
-  vocab: int = dataclasses.field(metadata={"static": True})
-  dim: int = dataclasses.field(metadata={"static": True})
-  codes: int = dataclasses.field(metadata={"static": True})
-  subspaces: int = dataclasses.field(metadata={"static": True})
-  additive: bool = dataclasses.field(metadata={"static": True})
-  dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+  vocab: int
+  dim: int
+  codes: int
+  subspaces: int
+  additive: bool
+  dtype: str = "float32"
+  bias: Any = None
+  report: Any = None
 
   @property
   def bits(self) -> int:
@@ -58,10 +68,32 @@ class CompactEmbedding:
     vectors = product.compose(code.astype(jnp.int32), jnp.asarray(self.values), self.additive)
     return jnp.where(known[..., None], vectors.astype(self.dtype), jnp.nan)
 
+  def table(self) -> Float[Array, "V D"]:
+    """The vectors of the whole vocabulary."""
+    return self(jnp.arange(self.vocab))
+
+  def to_head(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The Linen head that scores with these vectors and the bias, and its variables.
+
+    See `vqjax.convert.to_head`.
+    """
+    from vqjax.convert.variables import to_head  # heads are built on embeddings
+
+    return to_head(self, **options)
+
+  def to_nnx(self, **options: Any) -> Any:
+    """The NNX head that scores with these vectors and the bias.
+
+    The options are those of `to_head`.
+    """
+    from vqjax import nnx
+
+    return nnx.from_linen(*self.to_head(**options))
+
   @property
   def nbytes(self) -> int:
-    """Bytes of codes and values, which are those of the file without its header."""
-    return int(self.data.nbytes + self.values.nbytes)
+    """Bytes of codes, values and bias, which are those of the file without its header."""
+    return int(sum(x.nbytes for x in (self.data, self.values, self.bias) if x is not None))
 
   def compression_ratio(self) -> float:
     """Bits of the float32 table over those of codes and values (Section 3 of DPQ).
@@ -74,6 +106,8 @@ class CompactEmbedding:
   def save(self, path: str | os.PathLike[str]) -> None:
     """Write a safetensors file that `load` and `compact_file.open_compact` read."""
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
+    if self.bias is not None:
+      tensors["bias"] = np.asarray(self.bias)
     save_file(tensors, path, metadata=self._metadata())
 
   def _metadata(self) -> dict[str, str]:
@@ -85,6 +119,8 @@ class CompactEmbedding:
       "additive": str(self.additive).lower(),
       "dtype": self.dtype,
     }
+    if self.bias is not None:
+      counts["bias"] = "true"
     own = {"format": compact_file.FORMAT, "version": compact_file.VERSION}
     return own | {name: str(value) for name, value in counts.items()}
 
@@ -101,5 +137,5 @@ class CompactEmbedding:
       raise ValueError(
         f"the codes of {path} must be below K={table.codes}; some are not. Save the file again."
       )
-    names = [f.name for f in dataclasses.fields(cls)]
+    names = [f.name for f in dataclasses.fields(cls) if f.name != "report"]
     return cls(**{name: getattr(table, name) for name in names})

@@ -8,6 +8,7 @@ This file imports only NumPy and the standard library, so it may be copied to a 
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import os
@@ -31,10 +32,11 @@ class CompactTable:
     subspaces: number of codes of a token, M.
     additive: whether a vector is the mean of its values; otherwise their concatenation.
     dtype: the dtype to which `CompactEmbedding` rounds the vectors; here they are float32.
+    bias: float32 [V], the output bias, a memory map; None: the file has none.
   """
 
-  def __init__(self, data, values, *, vocab, dim, codes, subspaces, additive, dtype):
-    self.data, self.values = data, values
+  def __init__(self, data, values, *, vocab, dim, codes, subspaces, additive, dtype, bias=None):
+    self.data, self.values, self.bias = data, values, bias
     self.vocab, self.dim, self.codes, self.subspaces = vocab, dim, codes, subspaces
     self.additive, self.dtype = additive, dtype
     self.bits = (codes - 1).bit_length()
@@ -93,6 +95,9 @@ def open_compact(path):
       " vqjax that wrote it, or save it again."
     )
   vocab, dim, codes, subspaces = (_count(path, meta, k) for k in ("V", "d", "K", "M"))
+  has_bias = meta.get("bias") == "true"
+  if has_bias != ("bias" in header):
+    raise ValueError(f"{path} must have a bias just where its header says so. Save it again.")
   table = CompactTable(
     _array(path, header, "codes", np.uint8, start, size),
     _array(path, header, "values", np.float32, start, size),
@@ -102,6 +107,7 @@ def open_compact(path):
     subspaces=subspaces,
     additive=meta.get("additive") == "true",
     dtype=meta.get("dtype"),
+    bias=_array(path, header, "bias", np.float32, start, size) if has_bias else None,
   )
   _check(path, table)
   return table
@@ -149,8 +155,9 @@ def _array(path, header, name, dtype, start, size):
 
 
 def _check(path, table):
-  parts = sorted((x.offset, x.offset + x.nbytes) for x in (table.data, table.values))
-  if parts[0][1] > parts[1][0]:
+  arrays = [x for x in (table.data, table.values, table.bias) if x is not None]
+  parts = sorted((x.offset, x.offset + x.nbytes) for x in arrays)
+  if any(first[1] > second[0] for first, second in itertools.pairwise(parts)):
     raise ValueError(f"the tensors of {path} overlap. The file is damaged: save it again.")
   bits = table.vocab * table.subspaces * table.bits
   if table.data.shape != (-(-bits // 8),):
@@ -163,4 +170,8 @@ def _check(path, table):
   if table.values.shape not in shapes or (table.dim % table.subspaces and not table.additive):
     raise ValueError(
       f"the values of {path} must have one of the shapes {shapes}; got {table.values.shape}."
+    )
+  if table.bias is not None and table.bias.shape != (table.vocab,):
+    raise ValueError(
+      f"the bias of {path} must have shape ({table.vocab},); got {table.bias.shape}."
     )

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Integer, UInt
 
 from vqjax.assign.multiple import code_dtype
 from vqjax.embeddings.base import Embedding
+from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
@@ -63,10 +64,28 @@ class ScalarEmbedding(Embedding):
     """The vectors of the whole vocabulary, in float32."""
     return self._dequantized(self.array("levels").astype(jnp.float32))
 
+  def compact(self, variables: dict) -> CompactEmbedding:
+    """The form for inference: levels packed at `bits` bits each, and the 2^bits numbers.
+
+    A level is a code into one table of numbers that all D positions share.
+    """
+    levels = jnp.arange(2**self.bits, dtype=jnp.float32)
+    values = self.apply(variables, levels, method="_dequantized")
+    return CompactEmbedding(
+      data=packing.packed(np.asarray(variables["codes"]["levels"]), self.bits),
+      values=np.asarray(values, np.float32)[None, :, None],
+      vocab=self.vocab,
+      dim=self.dim,
+      codes=2**self.bits,
+      subspaces=self.dim,
+      additive=False,
+      dtype=jnp.dtype(self.dtype or jnp.float32).name,
+    )
+
   def shipped(self) -> Size:
-    """`size` with levels packed at `bits` bits each."""
+    """The size of `compact`: levels at `bits` bits each, and the 2^bits numbers."""
     levels = packing.packed_bytes(self.vocab, self.dim, self.bits)
-    return self.size()._replace(state_bytes=8 + levels)
+    return self.size()._replace(state_bytes=4 * 2**self.bits + levels)
 
 
 def scalar_levels(
@@ -85,8 +104,12 @@ def scalar_levels(
     raise ValueError(f"`table` must be finite; got {wrong} numbers that are not finite.")
   low, high = float(table.min()), float(table.max())
   step = (high - low) / (2**bits - 1)
-  levels = np.rint((table - low) / step) if step else np.zeros(table.shape)
-  return levels.astype(code_dtype(2**bits)), low, high
+  levels = np.zeros(np.shape(table), code_dtype(2**bits))
+  # A block at a time: in float64, in which the steps of a bfloat16 table do not vanish.
+  for first in range(0, len(levels) if step else 0, packing.BLOCK):
+    block = slice(first, first + packing.BLOCK)
+    levels[block] = np.rint((np.asarray(table[block], np.float64) - low) / step)
+  return levels, low, high
 
 
 def _check_bits(bits: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -81,6 +84,7 @@ class DPQHead(LinearHead):
     return self.table.loss_terms(tokens, deterministic=not train)[1]
 
   def compact(self, variables: dict) -> CompactEmbedding:
-    """The packed codes and the values of the rows, without the bias."""
+    """The packed codes and the values of the rows, and the bias."""
     own = {name: trees["table"] for name, trees in variables.items() if "table" in trees}
-    return self._rows_embedding().compact(own)
+    bias = np.asarray(variables["params"]["bias"], np.float32) if self.use_bias else None
+    return dataclasses.replace(self._rows_embedding().compact(own), bias=bias)

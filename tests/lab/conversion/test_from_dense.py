@@ -26,6 +26,7 @@ from vqjax import (
 )
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER
+from vqjax.lab.conversion import starts
 from vqjax.lab.conversion.compress import converted
 from vqjax.lab.conversion.starts import dense_rows, token_stats
 from vqjax.lab.data import WordTokenizer
@@ -83,6 +84,24 @@ def test_a_head_that_can_represent_all_rows_reproduces_the_dense_model(dense, he
   new, variables, _ = initial(converted(experiment, folder, head, target, name="x"))
   expected = log_prob(load_text(experiment).experiment, read_variables(folder)[0])
   np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_the_bias_of_the_dense_head_is_kept(dense, monkeypatch):
+  experiment, folder = dense
+  given, step = read_variables(folder)
+  vocab = len(given["params"]["head"]["weight"])
+  given["params"]["head"]["bias"] = np.random.default_rng(0).normal(size=vocab).astype(np.float32)
+  monkeypatch.setattr(starts, "read_variables", lambda *arguments: (given, step))
+  head, target = ResidualCodebookHead(V, D, 4, D), convert.ToResidual(convert.KMeans())
+  with_bias = head.clone(token_bias=True)
+  new, variables, _ = initial(converted(experiment, folder, with_bias, target, name="x"))
+  text = load_text(experiment).experiment
+  trained = text.model.clone(head=text.model.head.clone(use_bias=True))
+  expected = log_prob(dataclasses.replace(text, model=trained), given)
+  np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-4)
+  with pytest.raises(ValueError, match="`head` must have a bias"):
+    initial(converted(experiment, folder, head, target, name="x"))
 
 
 @pytest.mark.slow

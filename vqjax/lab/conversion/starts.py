@@ -217,6 +217,7 @@ class FromDense:
     output = dense_rows(dense, f"checkpoint {step} of {self.folder}")
     inputs = dense["params"].get("embedding", {}).get("weight")
     stats = token_stats(text, len(output), output=output, inputs=inputs)
+    stats = stats._replace(bias=dense["params"].get("head", {}).get("bias"))
     replaced = {"head", "embedding"} if _is_tied(model.head) else {"head"}
     kept = {name: tree for name, tree in dense["params"].items() if name not in replaced}
     converted = merged(dict(variables), {"params": kept})
@@ -231,7 +232,7 @@ def dense_rows(variables: Variables, source: str) -> np.ndarray:
     source: where they come from, for the message of an error.
 
   Raises:
-    ValueError: the head is not dense, has a bias, or has rows that are not finite.
+    ValueError: the head is not dense, or has rows that are not finite.
   """
   head = variables["params"].get("head", {})
   rows = head.get("weight", variables["params"].get("embedding", {}).get("weight"))
@@ -239,11 +240,6 @@ def dense_rows(variables: Variables, source: str) -> np.ndarray:
     raise ValueError(
       f"the head of {source} must be dense; got one with {', '.join(sorted(head)) or 'nothing'}."
       " Convert a run of a DenseHead."
-    )
-  if "bias" in head:
-    raise ValueError(
-      f"the dense head of {source} must have no bias, which conversions drop; got one. Train with"
-      " use_bias=False."
     )
   broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
   if len(broken):

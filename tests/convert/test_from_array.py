@@ -1,0 +1,280 @@
+"""A compressed array has the size that was allowed, the least error, and the scores of its rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import vqjax
+from tests import reference
+from vqjax.convert import from_array
+from vqjax.embeddings import compact_file
+
+V, D = 101, 12
+METHODS = {
+  "product": vqjax.Product(codes=8, subspaces=3),
+  "clusters": vqjax.Clusters(codes=8),
+  "scalar": vqjax.Scalar(bits=3),
+}
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+@pytest.fixture(scope="module")
+def table():
+  return np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def hidden():
+  """Hidden states with strongly correlated components, as those of a model."""
+  rng = np.random.default_rng(1)
+  return (rng.normal(size=(300, D)) * np.arange(1, D + 1)) @ rng.normal(size=(D, D))
+
+
+@pytest.fixture(scope="module")
+def bias():
+  return np.random.default_rng(2).normal(size=V).astype(np.float32)
+
+
+def relative_error(found, table, weights=None, hidden=None):
+  """float64: sum of w_v E[(h · (found - row))²] over that of the rows; h unit vectors if None."""
+  hidden = np.eye(table.shape[1]) if hidden is None else hidden
+  weights = np.ones(len(table)) if weights is None else weights
+  energy = lambda rows: weights @ ((np.asarray(rows, np.float64) @ hidden.T) ** 2).sum(axis=1)
+  return energy(np.asarray(found, np.float64) - table) / energy(table)
+
+
+@pytest.mark.fast_cases(1)
+@every_method
+def test_the_report_has_the_size_and_the_error_of_the_result(method, table, hidden):
+  counts = np.arange(V)
+  small = vqjax.compress(table, method=method, counts=counts, hidden=hidden)
+  report, found = small.report, np.asarray(small.table())
+  np.testing.assert_allclose(report.error, relative_error(found, table), rtol=1e-5)
+  weighted = relative_error(found, table, counts + 1.0, hidden)
+  np.testing.assert_allclose(report.weighted_error, weighted, rtol=1e-5)
+  assert report.bytes == small.data.nbytes + small.values.nbytes
+  assert report.bits_per_weight == 8 * report.bytes / table.size
+  assert report.ratio == table.nbytes / report.bytes
+  assert report.method == method
+  assert report.seconds > 0
+  assert method.__class__.__name__ in str(report)
+
+
+@pytest.mark.fast_cases(1)
+@every_method
+def test_hidden_states_lower_the_error_of_the_scores(method, table, hidden):
+  counts = np.arange(V)
+  plain, guided = (
+    np.asarray(vqjax.compress(table, method=method, **options).table())
+    for options in ({}, {"counts": counts, "hidden": hidden})
+  )
+  of = lambda rows: relative_error(rows, table, counts + 1.0, hidden)
+  assert of(guided) < 0.8 * of(plain)
+
+
+def test_counts_lower_the_error_of_frequent_tokens(table):
+  counts = np.where(np.arange(V) < 10, 1000, 0)
+  method = METHODS["product"]
+  errors = [
+    relative_error(vqjax.compress(table, method=method, counts=given).table()[:10], table[:10])
+    for given in (None, counts)
+  ]
+  assert errors[1] < 0.5 * errors[0]
+
+
+def test_no_other_code_of_a_number_lowers_the_error_of_the_scores(table, hidden):
+  small = vqjax.compress(table, method=vqjax.Scalar(3), hidden=hidden)
+  # What is minimised: the second moment, shrunk to the identity by D / (N + D).
+  share, moment = D / (len(hidden) + D), hidden.T @ hidden / len(hidden)
+  second = (1 - share) * moment + share * np.trace(moment) / D * np.eye(D)
+  found = np.asarray(small.table(), np.float64)
+  error = found - table
+  for m in range(D):
+    for level in small.values[0, :, 0]:
+      other = error.copy()
+      other[:, m] += level - found[:, m]
+      cost = lambda e: ((e @ second) * e).sum(axis=1)
+      assert (cost(other) > cost(error) * (1 - 1e-4)).all()
+
+
+@pytest.mark.slow
+def test_more_bytes_lower_the_error(table):
+  small = [vqjax.compress(table, bytes=fraction) for fraction in (1 / 8, 1 / 4, 1 / 2)]
+  errors = [each.report.error for each in small]
+  assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize(("dtype", "with_bias"), [(np.float32, True), (bfloat16, False)])
+def test_the_tensors_of_the_file_are_within_the_bytes(dtype, with_bias, table, bias, tmp_path):
+  small = vqjax.compress(table.astype(dtype), bytes=1 / 3, bias=bias if with_bias else None)
+  small.save(tmp_path / "small.safetensors")
+  tensors = load_file(tmp_path / "small.safetensors")
+  assert tensors.keys() == {"codes", "values"} | ({"bias"} if with_bias else set())
+  size = sum(x.nbytes for x in tensors.values())
+  assert size == small.nbytes <= table.astype(dtype).nbytes / 3
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+@pytest.mark.parametrize(("vocab", "dim"), [(101, 12), (10_007, 64), (50_257, 768), (997, 7)])
+def test_a_budget_is_filled_with_the_most_bits_that_fit(vocab, dim, dtype):
+  rows = np.broadcast_to(np.zeros((), dtype), (vocab, dim))
+  for fraction in (0.06, 0.1, 0.26, 0.9):
+    try:
+      chosen = from_array._within(fraction, rows, 0)
+    except ValueError:
+      continue
+
+    def size(codes, subspaces):
+      return -(-vocab * subspaces * int(codes - 1).bit_length() // 8) + 4 * codes * dim
+
+    def bits(codes, subspaces):
+      return subspaces * np.log2(codes)
+
+    assert size(chosen.codes, chosen.subspaces) <= fraction * rows.nbytes
+    for subspaces in (m for m in range(1, dim + 1) if dim % m == 0):
+      for codes in (2, 4, 8, 16, 32, 64, 128, 256):
+        if codes <= vocab and size(codes, subspaces) <= fraction * rows.nbytes:
+          assert bits(codes, subspaces) <= bits(chosen.codes, chosen.subspaces)
+
+
+def test_the_least_fraction_of_the_message_is_reachable(table):
+  with pytest.raises(ValueError, match=r"`bytes` must be at least .*; got 0.001") as caught:
+    vqjax.compress(table, bytes=0.001)
+  least = float(str(caught.value).split("at least ")[1].split()[0])
+  assert vqjax.compress(table, bytes=least).nbytes <= least * table.nbytes
+  with pytest.raises(ValueError, match="must be at least"):
+    vqjax.compress(table, bytes=0.95 * least)
+
+
+@pytest.mark.fast_cases(3)
+@every_method
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_head_scores_with_the_vectors_and_the_bias(method, with_bias, table, bias, tmp_path):
+  given = bias if with_bias else None
+  vqjax.compress(table, method=method, bias=given).save(tmp_path / "small.safetensors")
+  small = vqjax.CompactEmbedding.load(tmp_path / "small.safetensors")
+  head, variables = small.to_head()
+  hidden = jax.random.normal(jax.random.key(0), (2, 9, D))
+  tokens = jnp.arange(18).reshape(2, 9) * 5
+  found = head.apply(variables, hidden, tokens, method="log_prob")
+  expected = reference.linear_log_prob(hidden, np.asarray(small.table()), tokens, given)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  in_nnx = small.to_nnx()
+  np.testing.assert_array_equal(in_nnx.log_prob(hidden, tokens), found)
+  for mine, linen in zip(
+    in_nnx.top_k(hidden[0], 3), head.apply(variables, hidden[0], 3, method="top_k")
+  ):
+    np.testing.assert_array_equal(mine, linen)
+  drawn = head.apply(variables, hidden, jax.random.key(1), method="sample")
+  assert drawn.shape == (2, 9)
+  fresh = jax.eval_shape(head.init, jax.random.key(0), hidden)
+  assert jax.tree.map(np.shape, variables) == jax.tree.map(np.shape, fresh)
+
+
+def memory_mapped(table, tmp_path):
+  path = tmp_path / "table.bin"
+  table.astype(bfloat16).tofile(path)
+  return np.memmap(path, bfloat16, "r", shape=table.shape)
+
+
+def slice_of_a_file(table, tmp_path):
+  save_file({"weight": table.astype(bfloat16)}, tmp_path / "table.safetensors")
+  with safe_open(tmp_path / "table.safetensors", framework="np") as file:
+    return file.get_slice("weight")
+
+
+@pytest.mark.parametrize(
+  ("given", "dtype"),
+  [
+    (lambda table, path: jnp.asarray(table), np.float32),
+    (lambda table, path: np.asfortranarray(table), np.float32),
+    (lambda table, path: table.tolist(), np.float32),
+    (lambda table, path: jnp.asarray(table, jnp.bfloat16), bfloat16),
+    (memory_mapped, bfloat16),
+    (slice_of_a_file, bfloat16),
+  ],
+)
+def test_arrays_of_all_kinds_give_the_same_result(given, dtype, table, tmp_path):
+  method = METHODS["product"]
+  wanted = vqjax.compress(table.astype(dtype).astype(np.float32), method=method)
+  found = vqjax.compress(given(table, tmp_path), method=method)
+  np.testing.assert_array_equal(found.data, wanted.data)
+  np.testing.assert_array_equal(found.values, wanted.values)
+
+
+def test_a_result_is_the_same_again_and_another_with_another_seed(table):
+  first, again, other = (
+    vqjax.compress(table, method=METHODS["product"], seed=seed) for seed in (0, 0, 1)
+  )
+  np.testing.assert_array_equal(first.data, again.data)
+  assert (np.asarray(first.data) != np.asarray(other.data)).any()
+
+
+@pytest.mark.parametrize("method", [vqjax.Clusters(2), vqjax.Scalar(3)])
+def test_equal_rows_are_kept_exactly(method):
+  small = vqjax.compress(np.full((5, 3), 2.5, np.float32), method=method)
+  np.testing.assert_array_equal(small.table(), np.full((5, 3), 2.5))
+  assert small.report.error == 0
+
+
+def test_the_report_does_not_enter_transformations(table):
+  small = vqjax.compress(table, method=METHODS["scalar"])
+  assert jax.tree.structure(small) == jax.tree.structure(jax.tree.map(lambda x: x, small))
+  assert jax.tree.map(lambda x: x, small).report is None
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"table": np.zeros(7)}, r"`table` must have shape \[V, D\].*\[7\]"),
+    ({"table": np.zeros((0, 7))}, r"`table` must have shape \[V, D\].*\[0, 7\]"),
+    ({"table": np.zeros((5, 3), int)}, "`table` must hold floating-point .*int64"),
+    ({"table": np.array([[1.0], [np.nan]])}, "`table` must be finite.*row 1"),
+    ({"bytes": 1 / 16}, "one of `bytes` and `method` .*both"),
+    ({"method": None}, "one of `bytes` and `method` .*neither"),
+    ({"method": None, "bytes": 16}, r"`bytes` must be a fraction .*16"),
+    ({"method": None, "bytes": 1e-9}, "`bytes` must be at least"),
+    ({"method": vqjax.Product(8, 5)}, "`subspaces` must divide dim 12; got 5"),
+    ({"method": vqjax.Clusters(102)}, r"`codes` must be in \[1, vocab\]; got 102"),
+    ({"counts": np.arange(7)}, r"`counts` must have shape \(101,\); got \(7,\)"),
+    ({"hidden": np.ones((5, 7))}, r"`hidden` must have shape \[..., 12\].*\[5, 7\]"),
+    ({"hidden": np.full((5, D), np.inf)}, "`hidden` must be finite"),
+    ({"bias": np.ones(7)}, r"`bias` must be 101 finite numbers.*\(7,\)"),
+  ],
+)
+def test_bad_input_is_refused(change, message, table):
+  options = {"table": table, "method": METHODS["product"]} | change
+  with pytest.raises(ValueError, match=message):
+    vqjax.compress(options.pop("table"), **options)
+
+
+@pytest.mark.parametrize("bits", [0, 9])
+def test_bits_outside_their_range_are_refused(bits):
+  with pytest.raises(ValueError, match=rf"`bits` must be in \[1, 8\]; got {bits}"):
+    vqjax.Scalar(bits)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_reader_without_jax_has_the_vectors_and_the_bias(with_bias, table, bias, tmp_path):
+  small = vqjax.compress(table, method=METHODS["scalar"], bias=bias if with_bias else None)
+  small.save(tmp_path / "small.safetensors")
+  read = compact_file.open_compact(tmp_path / "small.safetensors")
+  np.testing.assert_array_equal(read[np.arange(V)], small.table())
+  if with_bias:
+    np.testing.assert_array_equal(read.bias, bias)
+  else:
+    assert read.bias is None
+
+
+def test_a_bias_of_another_length_in_a_file_is_refused(table, bias, tmp_path):
+  small = vqjax.compress(table, method=METHODS["scalar"], bias=bias)
+  small.save(tmp_path / "small.safetensors")
+  whole = (tmp_path / "small.safetensors").read_bytes()
+  assert b'"shape":[101]' in whole
+  (tmp_path / "small.safetensors").write_bytes(whole.replace(b'"shape":[101]', b'"shape":[100]'))
+  with pytest.raises(ValueError, match="bias"):
+    compact_file.open_compact(tmp_path / "small.safetensors")
