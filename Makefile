@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | lint | bench | smoke | clean
+# make install | demo | test | test-all | lint | docs | bench | smoke | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,7 +12,7 @@ OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=false XLA_FLAGS=--xla_cpu_max_isa
 NATIVE := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512,AVX2)
 OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2) SSE4_2
 
-.PHONY: install demo test test-all lint bench smoke clean
+.PHONY: install demo test test-all lint docs bench smoke clean
 
 install: $(STAMP)
 
@@ -43,6 +43,14 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
+
+# build/docs/index.html; the code of its pages is executed.
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -W --keep-going -j 2 -b html docs build/docs
+
+$(VENV)/.docs: $(STAMP)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # make bench ARGS="--list", make bench ARGS="softmax heads --json bench.json": alone on the machine.
 bench: $(STAMP)
