@@ -3,8 +3,14 @@
 import ast
 import inspect
 import os
+import pathlib
 import re
 import textwrap
+
+# Pages and the reference are made without accelerators.
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from flax import linen as nn
 
 import vqjax
 
@@ -21,17 +27,25 @@ extensions = [
   "sphinx_copybutton",
 ]
 exclude_patterns = ["_static"]
-# A glob of a toctree may name pages that a checkout does not have.
-suppress_warnings = ["toc.empty_glob"]
+# A type in a signature may be the name of several classes; it is then not a link.
+suppress_warnings = ["ref.python"]
 
 # Pages with code are executed, each in a process of its own; an exception or a message on stderr
 # fails the build.
-os.environ["JAX_PLATFORMS"] = "cpu"
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_output_stderr = "remove-warn"
 nb_merge_streams = True
+_build = pathlib.Path(__file__).parents[1] / "build"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_build / "jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+_ipython = _build / "ipython" / "profile_default"
+_ipython.mkdir(parents=True, exist_ok=True)
+(_ipython / "ipython_kernel_config.py").write_text(
+  "c = get_config()\nc.IPKernelApp.log_level = 40\nc.InlineBackend.figure_formats = {'svg'}\n"
+)
+os.environ["IPYTHONDIR"] = str(_ipython.parent)
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3
 
@@ -59,6 +73,7 @@ autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 napoleon_use_rtype = False
 maximum_signature_line_length = 88
 python_display_short_literal_types = True
@@ -82,7 +97,11 @@ def signature_as_written(app, what, name, obj, options, args, returns):
 
 
 def _fields(cls):
-  """The arguments of a class by name, without those of every Linen module."""
+  """The arguments of a class by name; with their shapes for a tuple of results."""
+  if issubclass(cls, tuple):
+    body = ast.parse(inspect.getsource(cls)).body[0].body
+    fields = [ast.unparse(node) for node in body if isinstance(node, ast.AnnAssign)]
+    return f"({', '.join(fields)})", None
   shown = []
   for parameter in inspect.signature(cls).parameters.values():
     if parameter.name in ("parent", "name"):
@@ -104,14 +123,15 @@ class _Named(str):
 def is_internal(app, what, name, obj, skip, options):
   """Whether a member is left out: declarations, and methods that a contract describes."""
   del app, what, options
+  of_linen = name in dir(nn.Module) and name != "__call__"
+  of_layers = name in ("declare", "check", "array", "sharded_arrays")
+  field_of_tuple = type(obj).__name__ == "_tuplegetter"
   owner = getattr(obj, "__qualname__", "").split(".")[0]
-  described = {*dir(vqjax.Head), *dir(vqjax.Embedding), *dir(vqjax.Quantizer)}
-  contracts = "Head", "Embedding", "Quantizer", "Layer"
-  if name in ("setup", "declare", "check", "array", "sharded_arrays"):
-    return True
-  if name in described and owner not in contracts and owner.endswith(contracts[:3]):
-    return True
-  return None if not skip else True
+  contracts = "Head", "Embedding", "Quantizer"
+  described = owner not in contracts and any(
+    owner.endswith(kind) and name in dir(getattr(vqjax, kind)) for kind in contracts
+  )
+  return skip or of_linen or of_layers or field_of_tuple or described or None
 
 
 def plain_prose(app, what, name, obj, options, lines):
