@@ -60,6 +60,10 @@ html_theme_options = {
   "home_page_in_toc": True,
   "use_download_button": False,
   "use_fullscreen_button": False,
+  "navbar_start": [],
+  "navbar_center": [],
+  "navbar_end": [],
+  "navbar_persistent": [],
 }
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
@@ -72,7 +76,7 @@ autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_attr_annotations = False
 napoleon_use_rtype = False
 maximum_signature_line_length = 88
@@ -92,15 +96,19 @@ def signature_as_written(app, what, name, obj, options, args, returns):
     return args, returns
   obj = inspect.unwrap(getattr(obj, "__func__", obj))
   node = ast.parse(textwrap.dedent(inspect.getsource(obj))).body[0]
-  text = re.sub(r"^(self|cls)(, )?", "", ast.unparse(node.args))
-  return f"({text})", node.returns and ast.unparse(node.returns)
+  text = re.sub(r"^(self|cls)(, )?", "", _unparsed(node.args))
+  return f"({text})", node.returns and _unparsed(node.returns)
+
+
+def _unparsed(node):
+  return ast.unparse(node).replace("'", '"')
 
 
 def _fields(cls):
   """The arguments of a class by name; with their shapes for a tuple of results."""
   if issubclass(cls, tuple):
     body = ast.parse(inspect.getsource(cls)).body[0].body
-    fields = [ast.unparse(node) for node in body if isinstance(node, ast.AnnAssign)]
+    fields = [_unparsed(node) for node in body if isinstance(node, ast.AnnAssign)]
     return f"({', '.join(fields)})", None
   shown = []
   for parameter in inspect.signature(cls).parameters.values():
@@ -125,13 +133,14 @@ def is_internal(app, what, name, obj, skip, options):
   del app, what, options
   of_linen = name in dir(nn.Module) and name != "__call__"
   of_layers = name in ("declare", "check", "array", "sharded_arrays")
-  field_of_tuple = type(obj).__name__ == "_tuplegetter"
+  # A field's default, or an element of a named tuple.
+  value = type(obj).__name__ == "_tuplegetter" or getattr(obj, "__name__", name) != name
   owner = getattr(obj, "__qualname__", "").split(".")[0]
   contracts = "Head", "Embedding", "Quantizer"
   described = owner not in contracts and any(
     owner.endswith(kind) and name in dir(getattr(vqjax, kind)) for kind in contracts
   )
-  return skip or of_linen or of_layers or field_of_tuple or described or None
+  return skip or of_linen or of_layers or value or described or None
 
 
 def plain_prose(app, what, name, obj, options, lines):
