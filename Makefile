@@ -70,6 +70,14 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 
+# build/docs/index.html; the code of its pages is executed.
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -W --keep-going -j 2 -b html docs build/docs
+
+$(VENV)/.docs: $(STAMP)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 # make bench ARGS="--list", make bench ARGS="softmax heads --json bench.json": alone on the machine.
 bench: $(STAMP)
 	$(PY) -m experiments.bench $(ARGS)

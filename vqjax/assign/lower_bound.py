@@ -76,6 +76,14 @@ def floor(
 
   Raises:
     ValueError: the assignment or the counts are not valid (see `checked_counts`).
+
+  Example:
+    Half of the text is on a code of three tokens, which are equally likely:
+
+    >>> from vqjax import assign
+    >>> bound = assign.floor([0, 1, 1, 1], counts=[50, 25, 25, 0])
+    >>> print(f"{bound.perplexity:.3f}", bound.sizes)
+    1.732 [1 3]
   """
   counts = checked_counts(counts)
   if codes is None:

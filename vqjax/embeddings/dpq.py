@@ -28,6 +28,16 @@ class DPQEmbedding(Embedding):
   Source: Chen et al., Differentiable product quantization for end-to-end embedding compression,
   2020.
 
+  Example:
+    >>> import jax
+    >>> from vqjax import DPQEmbedding, SoftmaxQuantizer
+    >>> quantizer = SoftmaxQuantizer(codes=16, subspaces=4)
+    >>> embedding = DPQEmbedding(vocab=1000, dim=8, quantizer=quantizer)
+    >>> variables = embedding.init(jax.random.key(0), jax.numpy.arange(3))
+    >>> compact = embedding.compact(variables)
+    >>> print(compact(jax.numpy.arange(3)).shape, compact.nbytes)
+    (3, 8) 2512
+
   Attributes:
     quantizer: a quantiser with results of width `dim`. Its own `dim` is the width of the query
       table; None: this embedding's `dim`.

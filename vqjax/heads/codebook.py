@@ -41,6 +41,16 @@ class CodebookHead(Head):
     embedding = CodebookEmbedding(vocab, dim, codes)
     Transformer(embedding=embedding, head=CodebookHead(vocab, dim, codes, embedding=embedding))
 
+  Example:
+    >>> import jax
+    >>> from vqjax import CodebookHead
+    >>> head = CodebookHead(vocab=1000, dim=8, codes=50, token_bias=True)
+    >>> hidden = jax.random.normal(jax.random.key(0), (4, 8))
+    >>> variables = head.init(jax.random.key(1), hidden)
+    >>> log_prob = head.apply(variables, hidden, jax.numpy.arange(4), method="log_prob")
+    >>> print(log_prob.shape, head.size().params)
+    (4,) 1400
+
   Attributes:
     codes: number of codes, K.
     assignment_init: int [V], the code of each token, or a function (vocab, codes) that makes it;

@@ -20,6 +20,16 @@ class GroupedHead(TwoLevelHead):
   lacks are masked. Source: LLM Vocabulary Compression for Low-Compute Environments, Section 2; its
   parameter counts in Appendix C include the biases.
 
+  Example:
+    >>> import jax
+    >>> from vqjax import GroupedHead
+    >>> head = GroupedHead(vocab=1000, dim=8)
+    >>> hidden = jax.random.normal(jax.random.key(0), (4, 8))
+    >>> variables = head.init(jax.random.key(1), hidden)
+    >>> log_probs, tokens = head.apply(variables, hidden, 5, method="top_k")
+    >>> print(head.groups_and_slots(), tokens.shape)
+    (31, 33) (4, 5)
+
   Attributes:
     slot_init: initialiser of the [S, D] slot weight.
     scale_init: initialiser of the [G, S] scales.

@@ -49,6 +49,15 @@ class Layer(nnx.Module):
   a field or a method has the name: `CodebookHead` has `codes` and `token_bias` as fields, and its
   bias is `token_bias_array`.
 
+  Example:
+    >>> import jax
+    >>> from flax import nnx
+    >>> from vqjax.nnx import CodebookHead
+    >>> head = CodebookHead(vocab=1000, dim=8, codes=50, rngs=nnx.Rngs(0))
+    >>> hidden = jax.random.normal(jax.random.key(0), (4, 8))
+    >>> print(head.log_prob(hidden, jax.numpy.arange(4)).shape, type(head.assignment).__name__)
+    (4,) Codes
+
   Attributes:
     layer: the Linen layer: the fields and the computation.
   """

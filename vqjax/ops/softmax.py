@@ -49,6 +49,16 @@ def linear_log_prob(
   """Log-probability, in nats, of `tokens` under softmax(hidden · weightᵀ + bias).
 
   This is `linear_softmax(...).log_prob`; the arguments are explained there.
+
+  Example:
+    >>> import jax
+    >>> from vqjax import linear_log_prob
+    >>> hidden = jax.random.normal(jax.random.key(0), (4, 8))
+    >>> weight = jax.random.normal(jax.random.key(1), (1000, 8))
+    >>> tokens = jax.numpy.array([1, 2, 3, 4])
+    >>> loss = lambda weight: -linear_log_prob(hidden, weight, tokens).mean()
+    >>> print(jax.jit(jax.grad(loss))(weight).shape)
+    (1000, 8)
   """
   return linear_softmax(
     hidden, weight, tokens, bias, softcap=softcap, tile=tile, dtype=dtype, vocab_axis=vocab_axis
