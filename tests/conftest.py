@@ -10,10 +10,11 @@ import sys
 # Most of the time of these tests is compilation, of programs that then run for milliseconds. They
 # and the programs that they start are compiled with the least effort, and each program once: the
 # workers share a persistent cache. `make test-all` runs the numeric tests also as users' programs
-# are compiled, with JAX_DISABLE_MOST_OPTIMIZATIONS=false.
-OPTIMIZED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true") != "true"
-# jaxlib 0.12 has no other emitters, and ends the process at an unknown flag.
-if not OPTIMIZED and importlib.metadata.version("jaxlib").startswith(("0.10", "0.11")):
+# are compiled, with JAX_DISABLE_MOST_OPTIMIZATIONS=false. jaxlib 0.12
+# has no other emitters, and ends the process at an unknown flag.
+if os.environ.setdefault(
+  "JAX_DISABLE_MOST_OPTIMIZATIONS", "true"
+) == "true" and importlib.metadata.version("jaxlib").startswith(("0.10", "0.11")):
   emitters = "--xla_cpu_use_fusion_emitters=false"
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters}"
 os.environ.setdefault(
