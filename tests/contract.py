@@ -134,18 +134,18 @@ class OneDeviceContract:
       np.testing.assert_allclose(own, expected.max(axis=-1), atol=2e-5)
 
   @costly
-  def test_positions_without_a_target_contribute_exactly_zero(self, run, variables, hidden, tokens):
-    """Padded batches have targets outside the vocabulary, whose log_prob the loss leaves out."""
-    tokens = tokens.at[1, 2:].set(-1).at[2, 0].set(self.vocab)
+  def test_tokens_that_are_left_out_contribute_exactly_zero(self, run, variables, hidden, tokens):
+    tokens = tokens.at[1, 2:].set(-100).at[2, 0].set(self.vocab)
     known = (tokens >= 0) & (tokens < self.vocab)
+    hidden = jnp.where(known[..., None], hidden, jnp.nan)
 
-    def loss(params, hidden, tokens, known):
+    def loss(params, hidden, tokens, mask):
       given = variables | {"params": params}
-      log_prob, terms = run.head.apply(given, hidden, tokens, method="loss_terms")
-      return sum(terms.values(), -jnp.where(known, log_prob, 0).sum())
+      log_prob, terms = run.head.apply(given, hidden, tokens, mask, -100, method="loss_terms")
+      return sum(terms.values(), -log_prob.sum())
 
     both = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    value, (of_params, of_hidden) = both(variables["params"], hidden, tokens, known)
+    value, (of_params, of_hidden) = both(variables["params"], hidden, tokens, tokens < self.vocab)
     kept = both(variables["params"], hidden[known], tokens[known], jnp.ones(known.sum(), bool))
     np.testing.assert_allclose(value, kept[0], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), of_params, kept[1][0])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests import reference
 from vqjax import Head, sharding
@@ -70,14 +71,17 @@ class ContractOnMeshes:
 
   @pytest.mark.slow
   def test_on_a_mesh_losses_gradients_and_the_best_are_those_of_one_device(self, mesh_case):
+    # Explicit axes are made automatic, so that the first case stands for both kinds.
+    explicit = mesh_case == mesh_cases(type(self))[0]
     # 101 is prime, and most codes and groups do not divide either.
-    self.check_meshes(mesh_case, 101, (2, 2, 2))
+    self.check_meshes(mesh_case, 101, (2, 2, 2), explicit=explicit)
 
-  def check_meshes(self, case, vocab, *shapes):
+  def check_meshes(self, case, vocab, *shapes, explicit=False):
     run = Compiled(self.spread(case, vocab, self.dim))
     head, variables = run.head, run.variables
-    hidden = jax.random.normal(jax.random.key(2), (3, 5, self.dim))
-    tokens = jax.random.randint(jax.random.key(3), (3, 5), 0, vocab)
+    batch = (4, 5) if explicit else (3, 5)
+    hidden = jax.random.normal(jax.random.key(2), (*batch, self.dim))
+    tokens = jax.random.randint(jax.random.key(3), batch, 0, vocab)
     tokens = tokens.at[0, :2].set(jnp.array([0, vocab - 1]))
     cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
     rest = {name: tree for name, tree in variables.items() if name != "params"}
@@ -90,8 +94,11 @@ class ContractOnMeshes:
     *expected, _ = jax.jit(everything)(variables["params"], hidden)
     logits = self.reference_logits(head, as_float64(variables), np.asarray(hidden, np.float64))
     for shape in shapes:
-      with jax.set_mesh(make_mesh(MeshShape(*shape))):
-        *found, best = jax.device_get(jax.jit(everything)(variables["params"], hidden))
+      if explicit:
+        *found, best = self.on_explicit_axes(everything, variables["params"], hidden, shape)
+      else:
+        with jax.set_mesh(make_mesh(MeshShape(*shape))):
+          *found, best = jax.device_get(jax.jit(everything)(variables["params"], hidden))
       # float32 sums of up to 104 terms of order one, in another order: some hundred roundings of
       # 6e-8 each.
       jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
@@ -99,6 +106,20 @@ class ContractOnMeshes:
       exact = np.take_along_axis(reference.log_softmax(logits), best, -1)
       np.testing.assert_allclose(found[-1], exact, atol=2e-5)
       assert all(len(set(row)) == 7 for row in best.reshape(-1, 7))
+
+  def on_explicit_axes(self, everything, params, hidden, shape):
+    """Results for tokens over `data` and parameters whose width is over `fsdp`, where it can be."""
+    place = lambda x: P(*[None] * (x.ndim - 1), "fsdp" if x.shape[-1] % shape[1] == 0 else None)
+    with jax.set_mesh(jax.make_mesh(shape, sharding.AXES)):
+      params = jax.tree.map(lambda x: jax.device_put(x, place(x)), params)
+      hidden = jax.device_put(hidden, P("data"))
+      found = jax.jit(everything)(params, hidden)
+      log_prob, (of_params, of_hidden), *best = found
+      for result in (log_prob, of_hidden, *best):
+        assert jax.typeof(result).sharding.spec == P("data", *[None] * (result.ndim - 1))
+      kinds = lambda tree: jax.tree.map(lambda x: jax.typeof(x).sharding, tree)
+      assert kinds(of_params) == kinds(params)
+      return jax.device_get(found)
 
   @pytest.mark.slow
   def test_no_weight_and_no_logits_travel_across_the_vocabulary(self, first_mesh_case):

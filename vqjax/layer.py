@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import functools
 import inspect
 import numbers
 import re
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array
 
 from vqjax import variables
+from vqjax.assign.table import Given
+from vqjax.ops import vocab_parallel
 from vqjax.ops.vocab_parallel import Sharded
+from vqjax.ops.vocabulary import check_arrays
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
 
@@ -22,13 +30,28 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   """A Linen module whose variables are those that it declares.
 
   A subclass states its variables in `declare` and its rules in `check`. `setup` creates the
-  variables in the order of the declaration; `array` reads one. The docstring of a subclass gets the
-  attributes of its bases, so that `help` lists every field and each is described once.
+  variables in the order of the declaration; `array` reads one. Where axes of the mesh in context
+  are explicit, its public methods compute with automatic ones and type their results. The docstring
+  of a subclass gets the attributes of its bases, so that `help` lists every field.
   """
 
   def __init_subclass__(cls, **options: Any):
+    # A field's default, such as an initialiser, may be a function too.
+    others = _WITHOUT_COMPUTATION | inspect.get_annotations(cls).keys()
+    for name, function in list(vars(cls).items()):
+      is_public = name == "__call__" or not name.startswith("_")
+      if is_public and inspect.isfunction(function) and name not in others:
+        setattr(cls, name, _on_any_axes(function))
     super().__init_subclass__(**options)
     cls.__doc__ = _with_inherited_attributes(cls)
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      # Only an array that is wrapped can be compared and hashed, as fields are.
+      if field.name.endswith("_init") and isinstance(value, (np.ndarray, jax.Array, list, tuple)):
+        object.__setattr__(self, field.name, Given(value))
+    super().__post_init__()
 
   @abc.abstractmethod
   def declare(self) -> Declaration:
@@ -53,13 +76,15 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
 
   def _checked(self) -> Declaration:
     """The declaration of a layer whose fields are checked."""
-    for name in ("vocab", "dim"):
-      value = getattr(self, name, None)
+    for field in dataclasses.fields(self):
+      value, is_size = getattr(self, field.name), field.name in ("vocab", "dim")
       # A quantiser's `dim` is None until an embedding sets it.
-      if value is not None and (not isinstance(value, numbers.Integral) or value < 1):
+      is_checked = field.type is int or (is_size and value is not None)
+      if is_checked and (not isinstance(value, numbers.Integral) or (is_size and value < 1)):
+        least = " of at least 1" if is_size else ""
         raise ValueError(
-          f"`{name}` of {type(self).__name__} must be an integer of at least 1; got {value!r}."
-          " Give the number of tokens as `vocab` and the width of the vectors as `dim`."
+          f"`{field.name}` of {type(self).__name__} must be an integer{least}; got {value!r}. Give"
+          " a number, such as that of the tokens for `vocab` and the vectors' width for `dim`."
         )
     self.check()
     return self.declare()
@@ -91,11 +116,20 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
 
   def array(self, name: str) -> Array | None:
     """The value of a variable of this layer; None for a name that it does not declare."""
+    if self.scope is None:
+      raise ValueError(
+        f"`{type(self).__name__}` has no variables outside of `init` and `apply`. Call"
+        ' head.apply(variables, ..., method="log_prob"), or use the layer of `vqjax.nnx`.'
+      )
     value = self._created.get(name)
     if isinstance(value, nn.Variable):
       value = value.value
     # NumPy arrays reach here: restored or converted variables, and tables inside `nn.scan`.
-    return None if value is None else jnp.asarray(value)
+    return None if value is None else vocab_parallel.automatic(jnp.asarray(value))
+
+  def put_variable(self, col: str, name: str, value: Any) -> None:
+    """Write a variable, with the type that it has outside of the method that computed it."""
+    super().put_variable(col, name, vocab_parallel.outside(value))
 
   def sharded_arrays(self) -> dict[str, Sharded]:
     """The variables that are declared with a `pad_value`, by name."""
@@ -116,6 +150,38 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a tree with tuples as leaves."""
     return variables.logical_axes(self._checked())
+
+
+_ARRAYS = {"hidden", "tokens", "vectors", "mask"}
+"""Names of arguments that are arrays."""
+
+_WITHOUT_COMPUTATION = {"declare", "check", "setup", "of_width", "compact", "array"}
+_WITHOUT_COMPUTATION |= {"sharded_arrays", "size", "shipped", "logical_axes", "flops_per_token"}
+_WITHOUT_COMPUTATION |= {"put_variable"}
+
+
+def _on_any_axes(function: Callable) -> Callable:
+  """The method, computing with automatic axes where those of the mesh in context are explicit."""
+
+  names = list(inspect.signature(function).parameters)[1:]
+
+  @functools.wraps(function)
+  def method(self, *args, **kwargs):
+    given = dict(zip(names, args)) | kwargs
+    check_arrays(**{name: given[name] for name in _ARRAYS & given.keys()})
+    if "key" in given and not hasattr(given["key"], "dtype"):
+      raise TypeError(
+        f"`key` must be a key of jax.random; got {given['key']!r}. Use jax.random.key(0)."
+      )
+    arrays = (x for x in (*args, *kwargs.values()) if isinstance(x, jax.Array))
+    vocab, axis = (getattr(self, name, None) for name in ("vocab", "vocab_axis"))
+    return vocab_parallel.on_any_axes(
+      lambda given: function(self, *given[0], **given[1]),
+      (args, kwargs),
+      vocab_parallel.Results(next(arrays, None), vocab, axis),
+    )
+
+  return method
 
 
 def _with_inherited_attributes(cls: type) -> str:

@@ -8,16 +8,22 @@ module system.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.nn import initializers
 from jaxtyping import Array, ArrayLike
 
+from vqjax.assign.table import Given
 from vqjax.types import Dtype
+
+Initializer = initializers.Initializer | np.ndarray | Array
+"""A function (key, shape, dtype) -> array, as in `jax.nn.initializers`, or the array itself."""
 
 
 def row_init(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> Array:
@@ -70,6 +76,19 @@ class Variable:
       raise ValueError(
         f"`axes` must have a name for each axis of {self.shape}; got {self.axes}. Add the names."
       )
+    if isinstance(self.init, Given):
+      object.__setattr__(self, "init", functools.partial(_given, self.init.table))
+
+
+def _given(table, key, shape, dtype):
+  """A given array as an initialiser."""
+  del key
+  if np.shape(table) != shape:
+    raise ValueError(
+      f"a given array must have shape {shape}; got {np.shape(table)}. Give a row for each token, in"
+      " the order of the token ids."
+    )
+  return jnp.asarray(table, dtype)
 
 
 def table(
@@ -90,7 +109,17 @@ def table(
     dtype: the table's dtype.
     pad_value: see `Variable`.
   """
-  init = lambda key, shape, dtype: jnp.asarray(make(), dtype)
+
+  def init(key, shape, dtype):
+    del key
+    made = jnp.asarray(make())
+    if made.shape != shape or not jnp.issubdtype(made.dtype, jnp.integer):
+      raise ValueError(
+        f"a table must be integers of shape {shape}; got {made.dtype} of shape {made.shape}. Give"
+        " one entry for each token, in the order of the token ids."
+      )
+    return made.astype(dtype)
+
   return Variable(shape, axes, init, dtype, "codes", pad_value, random=False)
 
 

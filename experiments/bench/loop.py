@@ -27,7 +27,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   # Nothing is evaluated or saved before the end, where the clock has stopped.
   fields = [f"train.steps={steps}", f"train.eval_every={10**6}", f"train.save_every={10**6}"]
   if quick:
-    fields += ["data.valid_fraction=0.001", "data.test_fraction=0.001"]
+    fields += ["data.valid_fraction=0.001", "data.test_fraction=0.001", "model.layers=1"]
   experiment = override(load(CONFIG), fields)
   pairs = []
   with warnings.catch_warnings():

@@ -10,7 +10,6 @@ import pytest
 from tests import reference
 from tests.embeddings.quantized import QUANTIZERS, TRAINING, D, V
 from vqjax import DenseHead, DPQEmbedding
-from vqjax.sharding import MeshShape, make_mesh
 
 
 @pytest.mark.fast_cases(2)
@@ -62,7 +61,7 @@ def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
   spread = embedding.clone(vocab_axis="model")
   tokens = jnp.arange(32).reshape(8, 4) * 7 % V
 
-  def step(embedding):
+  def step(embedding, tokens):
     def loss(params):
       (vectors, terms), written = embedding.apply(
         variables | {"params": params}, tokens, False, **TRAINING
@@ -71,9 +70,9 @@ def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
 
-  expected = jax.device_get(step(embedding))
-  with jax.set_mesh(make_mesh(MeshShape(data=2, model=4))):
-    found = jax.device_get(step(spread))
+  expected = jax.device_get(step(embedding, tokens))
+  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):  # explicit axes
+    found = jax.device_get(step(spread, jax.device_put(tokens, jax.P("data"))))
   # The loss is a float32 sum of 32·D squares, in another order on the mesh.
   close = functools.partial(np.testing.assert_allclose, rtol=32 * D * 2.0**-24, atol=1e-5)
   jax.tree.map(close, found, expected)

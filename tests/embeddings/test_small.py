@@ -7,7 +7,6 @@ import pytest
 
 from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
 from vqjax.embeddings.scalar import scalar_levels
-from vqjax.sharding import MeshShape, make_mesh
 
 V, D = 29, 12
 ALL = [
@@ -84,14 +83,15 @@ def test_on_eight_devices_vectors_and_gradients_are_those_of_one(embedding):
   variables, tokens = init(embedding), jnp.array([3, 3, 0, V - 1, 9, 11, 1, 28])
   others = {name: tree for name, tree in variables.items() if name != "params"}
 
-  def loss(params, embedding):
+  def loss(params, embedding, tokens):
     vectors = embedding.apply({"params": params, **others}, tokens)
     return (jnp.sin(vectors) * jnp.arange(8)[:, None]).sum()
 
-  wanted = jax.value_and_grad(loss)(variables["params"], embedding)
-  with jax.set_mesh(make_mesh(MeshShape(data=2, model=4))):
-    spread = embedding.clone(vocab_axis="model")
-    found = jax.jit(jax.value_and_grad(lambda params: loss(params, spread)))(variables["params"])
+  wanted = jax.value_and_grad(loss)(variables["params"], embedding, tokens)
+  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"))):  # explicit axes
+    spread, tokens = embedding.clone(vocab_axis="model"), jax.device_put(tokens, jax.P("data"))
+    both = jax.jit(jax.value_and_grad(lambda params: loss(params, spread, tokens)))
+    found = jax.device_get(both(variables["params"]))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 

@@ -56,7 +56,7 @@ def test_the_parameters_are_those_of_wikitext_103():
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("inside", [0, 1, 255, 256, 257, 1999, 2003])
+@pytest.mark.parametrize("inside", [0, 256, 257, 2003])
 def test_any_number_of_tokens_in_a_cluster_is_scored_and_has_its_gradient(inside):
   # A chunk is 256 of 2003 tokens: none, part of one, whole ones and all of them.
   head = AdaptiveHead(60, 8, (7, 30), factor=2)

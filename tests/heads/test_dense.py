@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
@@ -102,16 +102,6 @@ def test_one_program_on_a_mesh_may_draw_search_and_score(options):
 def test_options_of_the_loss_outside_their_range_are_refused(field, value):
   with pytest.raises(ValueError, match=f"`{field}` .*{value}"):
     DenseHead(7, 4, **{field: value}).init(jax.random.key(0), jnp.zeros((1, 4)))
-
-
-def test_arrays_over_explicit_axes_are_refused():
-  head, hidden = DenseHead(8, 4), jnp.ones((8, 4))
-  variables = head.init(jax.random.key(0), hidden)
-  mesh = jax.make_mesh((8,), ("data",), (AxisType.Explicit,))
-  with jax.set_mesh(mesh):
-    spread = jax.device_put(hidden, NamedSharding(mesh, PartitionSpec("data")))
-    with pytest.raises(ValueError, match=r"explicit axes of the mesh .*AxisType.Auto"):
-      head.apply(variables, spread, jnp.zeros((8,), jnp.int32), method="log_prob")
 
 
 @pytest.mark.slow

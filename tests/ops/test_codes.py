@@ -32,8 +32,9 @@ def test_a_code_whose_tokens_all_have_bias_minus_infinity_is_empty():
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("masses", [codes.BLOCK_MASSES, 15, 1])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+  ("with_bias", "masses"), [(True, codes.BLOCK_MASSES), (False, 15), (True, 1)]
+)
 def test_draws_within_a_code_follow_the_bias_in_however_many_blocks(with_bias, masses, monkeypatch):
   # 17 blocks of 19 tokens, 3 of 106, and one of all.
   monkeypatch.setattr(codes, "BLOCK_MASSES", masses)

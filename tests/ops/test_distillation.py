@@ -105,6 +105,17 @@ class TestLinearStudent:
     student_only = linear_soft_target_loss(*rest, both[0], teacher_bias, tile=(4, 10))
     assert np.isposinf(student_only.cross_entropy).all()
 
+  def test_masked_tokens_contribute_exactly_zero_whatever_they_hold(self):
+    hidden, *rest = operands(13)
+    mask = jnp.arange(13) % 3 != 1
+    broken = jnp.where(mask[:, None], hidden, jnp.nan)
+    loss = lambda mask, *a: sum(x.sum() for x in linear_soft_target_loss(*a, mask=mask))
+    found = jax.grad(loss, (1, 2))(mask, broken, *rest)
+    kept = lambda x: x[mask] if x.shape[0] == 13 else x
+    expected = jax.grad(loss, (1, 2))(None, *map(kept, (hidden, *rest)))
+    np.testing.assert_array_equal(found[0][~mask], 0)
+    chex.assert_trees_all_close((found[0][mask], found[1]), expected, atol=ATOL, rtol=0)
+
   @pytest.mark.slow
   def test_no_array_of_tokens_times_vocabulary_exists_and_a_frozen_teacher_costs_only_scores(self):
     n, d, e, v = 2053, 8, 16, 4099

@@ -194,12 +194,14 @@ def test_weights_of_another_shape_than_the_tokens_are_refused():
     inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, token_weight=jnp.ones((5, 1)))
 
 
-def test_padding_may_have_a_hidden_vector_that_is_no_number():
+@pytest.mark.parametrize(
+  "option", [{"token_weight": jnp.array([1.0, 0.0, 1.0])}, {"ignore_index": -100}]
+)
+def test_padding_may_have_a_hidden_vector_that_is_no_number(option):
   hidden = jnp.ones((3, 4)).at[1].set(jnp.nan)
-  kept = jnp.array([1.0, 0.0, 1.0])
   weight = jax.random.normal(jax.random.key(0), (31, 4))
   tokens = jnp.array([3, -100, 5])
-  loss = lambda h, w: linear_cross_entropy(h, w, tokens, token_weight=kept).sum()
+  loss = lambda h, w: linear_cross_entropy(h, w, tokens, **option).sum()
   value, gradients = jax.value_and_grad(loss, (0, 1))(hidden, weight)
   assert np.isfinite(value)
   assert all(np.isfinite(x).all() for x in gradients)

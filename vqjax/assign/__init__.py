@@ -1,8 +1,7 @@
 """Assignments of tokens to codes, and the perplexity floor that they imply.
 
-An assignment is int32 [V], token -> code. `CodebookHead(assignment_init=...)` takes a function
-(vocab, codes) -> assignment: `contiguous`, `Random`, `FrequentAlone`, or `Given(table)` for a table
-that was computed from counts, embeddings or bigrams.
+An assignment is int32 [V], token -> code. `CodebookHead(assignment_init=...)` takes the array, or a
+function (vocab, codes) -> assignment: `contiguous`, `Random`, `FrequentAlone`.
 """
 
 from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
-Assignment = Callable[[int, int], Int[np.ndarray, "V"]]
+Assignment = (
+  Callable[[int, int], Int[np.ndarray, "V"]] | np.ndarray | Array | Sequence[int | np.integer]
+)
+"""A function (vocab, codes) -> int32 [V], token -> code, or the integers themselves."""
 
 REMEDY = "Build it with assign.contiguous(vocab, codes) or another function of vqjax.assign."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Given:
-  """A given assignment, as a function of the number of tokens and codes.
+  """A given array where a function makes one: an assignment, codes, an order or a weight.
+
+  Layers wrap the arrays that their fields named `*_init` get, since only then can the layers be
+  compared and hashed.
 
   Attributes:
-    table: the assignment, integers [V].
+    table: the array, with its first axis in the order of the token ids.
   """
 
   table: ArrayLike
 
-  def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-    """The assignment as int32 [V]; ValueError for a wrong size or code."""
-    return checked(self.table, vocab, codes)
+  def __call__(self, *request: Any) -> np.ndarray:
+    """The array; the request (vocab, codes) of an assignment is checked as by `checked`."""
+    return checked(self.table, *request) if len(request) == 2 else np.asarray(self.table)
 
   def __eq__(self, other: object) -> bool:
-    """Whether the tables are equal, since modules are compared by their fields."""
+    """Whether the arrays are equal, since modules are compared by their fields."""
     return isinstance(other, Given) and np.array_equal(self.table, other.table)
 
   def __hash__(self) -> int:
-    """Hash of the content of the table."""
-    return hash(np.asarray(self.table, np.int64).tobytes())
+    """Hash of the content of the array."""
+    table = np.asarray(self.table)
+    # Equal numbers of different types make equal tables; the first numbers tell most tables apart.
+    return hash((table.shape, table.ravel()[:4096].astype(np.float64).tobytes()))
 
 
 def check_shape(shape: tuple[int, ...], vocab: int) -> None:

@@ -22,8 +22,8 @@ class Embedding(Layer):
   Attributes:
     vocab: number of tokens, V.
     dim: width of the vectors, D.
-    vocab_axis: automatic mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or
-      without a mesh: every device holds the whole vocabulary.
+    vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or without
+      a mesh: every device holds the whole vocabulary.
   """
 
   vocab: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
 from vqjax import assign
@@ -11,7 +10,7 @@ from vqjax.assign.table import check_codes
 from vqjax.embeddings.base import Embedding
 from vqjax.ops import codes as code_ops
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 class CodebookEmbedding(Embedding):
@@ -25,7 +24,7 @@ class CodebookEmbedding(Embedding):
 
   Attributes:
     codes: number of codes, K.
-    assignment_init: (vocab, codes) -> int [V], the code of each token.
+    assignment_init: int [V], the code of each token, or a function (vocab, codes) that makes it.
     codebook_init: initialiser of the [K, D] codebook.
     dtype: dtype of the returned vectors; None: `param_dtype`.
     param_dtype: dtype of the parameters.
@@ -33,7 +32,7 @@ class CodebookEmbedding(Embedding):
 
   codes: int
   assignment_init: assign.Assignment = assign.contiguous
-  codebook_init: nn.initializers.Initializer = row_init
+  codebook_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.embeddings.base import Embedding
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class DenseEmbedding(Embedding):
@@ -21,7 +20,7 @@ class DenseEmbedding(Embedding):
     param_dtype: dtype of the parameters.
   """
 
-  weight_init: nn.initializers.Initializer = row_init
+  weight_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

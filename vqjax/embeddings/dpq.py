@@ -8,17 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.embeddings.base import Embedding
 from vqjax.embeddings.compact import CompactEmbedding
-from vqjax.ops import packing
+from vqjax.ops import packing, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.quantizers import Quantized, Quantizer
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class DPQEmbedding(Embedding):
@@ -38,11 +37,16 @@ class DPQEmbedding(Embedding):
   """
 
   quantizer: Quantizer
-  query_init: nn.initializers.Initializer = row_init
+  query_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
   def __post_init__(self):
+    if not isinstance(self.quantizer, Quantizer):
+      raise TypeError(
+        f"`quantizer` must be a Quantizer; got {type(self.quantizer).__name__}. Give, for instance,"
+        " SoftmaxQuantizer(codes, subspaces)."
+      )
     object.__setattr__(self, "quantizer", self.quantizer.of_width(self.dim))
     super().__post_init__()
 
@@ -106,7 +110,7 @@ class DPQEmbedding(Embedding):
     The quantiser uses its running statistics, to which these rows do not contribute.
     """
     self.quantizer.values()  # creates the quantiser's variables: Linen does so at the first use
-    own = dict(self.quantizer.variables)
+    own = vocab_parallel.automatic(dict(self.quantizer.variables))
     return RowFactory(self.array("query"), own, _Quantized(self.quantizer))
 
   def values(self) -> Float[Array, "Q K C"]:

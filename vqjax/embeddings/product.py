@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
@@ -15,7 +14,7 @@ from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing, product
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Variable, composed_init, table
+from vqjax.variables import Declaration, Initializer, Variable, composed_init, table
 
 
 class ProductEmbedding(Embedding):
@@ -30,7 +29,7 @@ class ProductEmbedding(Embedding):
     subspaces: number of codes of a token, M.
     shared: use one table of values for all M codes.
     additive: the vector is the mean of M vectors of width D; False: M parts of width D/M each.
-    codes_init: (vocab, codes, subspaces) -> int [V, M].
+    codes_init: (vocab, codes, subspaces) -> int [V, M], or the array.
     values_init: initialiser of the values [M or 1, K, D or D/M]; None: `composed_init`.
     dtype: dtype of the returned vectors; None: `param_dtype`.
     param_dtype: dtype of the values.
@@ -40,8 +39,8 @@ class ProductEmbedding(Embedding):
   subspaces: int
   shared: bool = False
   additive: bool = False
-  codes_init: Callable[[int, int, int], np.ndarray] = mixed_radix
-  values_init: nn.initializers.Initializer | None = None
+  codes_init: Callable[[int, int, int], np.ndarray] | np.ndarray | Array = mixed_radix
+  values_init: Initializer | None = None
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

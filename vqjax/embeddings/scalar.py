@@ -37,7 +37,7 @@ class ScalarEmbedding(Embedding):
     return {
       "low": Variable((), (), nn.initializers.constant(-1.0)),
       "high": Variable((), (), nn.initializers.constant(1.0)),
-      "levels": table(shape, axes, lambda: np.zeros(shape), dtype, pad_value=0),
+      "levels": table(shape, axes, lambda: np.zeros(shape, dtype), dtype, pad_value=0),
     }
 
   def check(self) -> None:

@@ -6,16 +6,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
-from vqjax.ops.vocab_parallel import Sharded
+from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class Cluster(NamedTuple):
@@ -48,9 +47,9 @@ class AdaptiveHead(Head):
 
   cutoffs: tuple[int, ...]
   factor: int = 4
-  head_init: nn.initializers.Initializer = row_init
-  down_init: nn.initializers.Initializer = row_init
-  tail_init: nn.initializers.Initializer = row_init
+  head_init: Initializer = row_init
+  down_init: Initializer = row_init
+  tail_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
@@ -102,9 +101,9 @@ class AdaptiveHead(Head):
   def _dtype(self, hidden):
     return self.dtype or jnp.promote_types(hidden.dtype, self.array("head").dtype)
 
-  def _project(self, hidden, i):
-    """down_i · hidden, in float32."""
-    return softmax.linear_scores(hidden, self.array(f"down_{i}"), dtype=self._dtype(hidden))
+  def _project(self, hidden, down):
+    """down · hidden, in float32."""
+    return softmax.linear_scores(hidden, down, dtype=self._dtype(hidden))
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are normalised logits."""
@@ -114,7 +113,8 @@ class AdaptiveHead(Head):
     parts = [log_head[..., :first]]
     for i in range(len(self.cutoffs)):
       weight = self.array(f"tail_{i}")
-      scores = softmax.linear_scores(self._project(hidden, i), weight, dtype=dtype)
+      narrow = self._project(hidden, self.array(f"down_{i}"))
+      scores = softmax.linear_scores(narrow, weight, dtype=dtype)
       parts.append(log_head[..., first + i, None] + jax.nn.log_softmax(scores))
     return jnp.concatenate(parts, axis=-1)
 
@@ -137,7 +137,7 @@ class AdaptiveHead(Head):
       for i, cluster in enumerate(self.clusters()):
         inside = where == i + 1
         log_prob += cluster_log_prob(
-          self._project(hidden, i),
+          self._project(hidden, rows[f"down_{i}"]),
           rows[f"tail_{i}"],
           jnp.where(inside, token - cluster.first, 0),
           inside,
@@ -148,13 +148,15 @@ class AdaptiveHead(Head):
 
     return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
 
-  def _rows(self) -> dict[str, Sharded]:
-    """The weight of each softmax, and a bias of -inf for the rows that pad it."""
+  def _rows(self) -> dict[str, Sharded | Replicated]:
+    """The weight of each softmax, a bias of -inf for its padding, and the projections."""
     rows = super()._rows()
     for name, weight in tuple(rows.items()):
       count = weight.rows.shape[0]
       bias = vocab_parallel.bias_of_padding(None, count, self.vocab_axis)
       rows[f"{name}_padding"] = Sharded(bias, -jnp.inf)
+    for i in range(len(self.cutoffs)):
+      rows[f"down_{i}"] = Replicated(self.array(f"down_{i}"))
     return rows
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
@@ -168,7 +170,7 @@ class AdaptiveHead(Head):
     log_z = self._log_z(hidden, head, rows["head_padding"])
     sections = [Section(self._section(hidden, head, first, log_z), 0)]
     for i, cluster in enumerate(clusters):
-      narrow, weight = self._project(hidden, i), rows[f"tail_{i}"]
+      narrow, weight = self._project(hidden, rows[f"down_{i}"]), rows[f"tail_{i}"]
       log_z_tail = self._log_z(narrow, weight, rows[f"tail_{i}_padding"])
       above = log_z_tail + log_z - cluster_scores[..., i]
       sections.append(Section(self._section(narrow, weight, cluster.rows, above), cluster.first))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 from vqjax.layer import Layer
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.ops.vocabulary import check_mask
 
 
 class Head(Layer):
@@ -33,8 +35,8 @@ class Head(Layer):
   Attributes:
     vocab: number of tokens, V.
     dim: width of the hidden vectors, D.
-    vocab_axis: automatic mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or
-      without a mesh: every device holds the whole vocabulary.
+    vocab_axis: mesh axis over which the vocabulary is sharded (`jax.set_mesh`). None, or without
+      a mesh: every device holds the whole vocabulary.
   """
 
   vocab: int
@@ -107,9 +109,37 @@ class Head(Layer):
     return {}
 
   def loss_terms(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    mask: Bool[Array, "*B"] | None = None,
+    ignore_index: int | None = None,
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`, which a head may compute at once."""
+    """`log_prob` and `aux`, which a head may compute at once.
+
+    A token that is left out has log-probability 0 and contributes to no term and no gradient,
+    whatever its hidden vector holds. Without `mask` and `ignore_index`, `log_prob` is nan for
+    a token outside [0, V), and `aux` leaves it out.
+
+    Args:
+      hidden: one vector for each token.
+      tokens: the targets.
+      mask: False for the tokens to leave out.
+      ignore_index: the target of further tokens to leave out, such as -1 or -100.
+    """
+    if mask is None and ignore_index is None:
+      return self._loss_terms(hidden, tokens)
+    if mask is not None:
+      check_mask(mask, tokens.shape)
+    counted = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
+    if ignore_index is not None:
+      counted &= tokens != ignore_index
+    # Before the products: 0 · nan in the backward pass would reach the gradients of the variables.
+    hidden = jnp.where(counted[..., None], hidden, 0)
+    log_prob, terms = self._loss_terms(hidden, jnp.where(counted, tokens, -1))
+    return jnp.where(counted, log_prob, 0.0), terms
+
+  def _loss_terms(self, hidden, tokens):
     return self.log_prob(hidden, tokens), self.aux(hidden, tokens)
 
   def sample(
@@ -156,6 +186,11 @@ class Head(Layer):
     return scores - log_z[..., None], tokens
 
   def _check_hidden(self, hidden: Array) -> None:
+    if not jnp.issubdtype(hidden.dtype, jnp.floating):
+      raise ValueError(
+        f"`hidden` must be floating-point vectors of width {self.dim}; got {hidden.dtype} of shape"
+        f" {hidden.shape}. Look token ids up in an embedding first."
+      )
     if hidden.shape[-1] != self.dim:
       raise ValueError(
         f"the width of `hidden` must be the head's dim; got {hidden.shape[-1]} for dim {self.dim}."
@@ -163,5 +198,5 @@ class Head(Layer):
       )
 
   def _check_k(self, k: int) -> None:
-    if not 1 <= k <= self.vocab:
-      raise ValueError(f"`k` must be in [1, vocab]; got {k} for vocab {self.vocab}. Reduce k.")
+    if not isinstance(k, numbers.Integral) or not 1 <= k <= self.vocab:
+      raise ValueError(f"`k` must be an integer in [1, vocab]; got {k} for vocab {self.vocab}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax import assign
@@ -14,7 +13,7 @@ from vqjax.ops import codes as code_ops
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 class ClassBasedHead(Head):
@@ -29,7 +28,7 @@ class ClassBasedHead(Head):
 
   Attributes:
     classes: number of classes, C.
-    assignment_init: (vocab, classes) -> int [V], the class of each token.
+    assignment_init: int [V], the class of each token, or a function (vocab, classes).
     class_init: initialiser of the [C, D] weight of the classes.
     weight_init: initialiser of the [V, D] weight of the tokens.
     dtype: dtype of the matrix products' operands; None: the promoted dtype of hidden and weights.
@@ -38,8 +37,8 @@ class ClassBasedHead(Head):
 
   classes: int
   assignment_init: assign.Assignment = assign.contiguous
-  class_init: nn.initializers.Initializer = row_init
-  weight_init: nn.initializers.Initializer = row_init
+  class_init: Initializer = row_init
+  weight_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

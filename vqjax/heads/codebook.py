@@ -20,7 +20,7 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 class CodebookHead(Head):
@@ -43,7 +43,8 @@ class CodebookHead(Head):
 
   Attributes:
     codes: number of codes, K.
-    assignment_init: (vocab, codes) -> int [V], the code of each token; unused by a tied head.
+    assignment_init: int [V], the code of each token, or a function (vocab, codes) that makes it;
+      unused by a tied head.
     token_bias: add a score for each token.
     embedding: the embedding whose codebook and assignment the head uses; None: its own.
     commitment: coefficient of the commitment term of the training loss (Section 3.4); 0 for none.
@@ -63,8 +64,8 @@ class CodebookHead(Head):
   commitment: float = 0.0
   z_loss: float = 0.0
   label_smoothing: float = 0.0
-  codebook_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  codebook_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 
@@ -151,7 +152,7 @@ class CodebookHead(Head):
       vocab_axis=self.vocab_axis,
     )
 
-  def loss_terms(
+  def _loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`, from the same scores of the codes."""
@@ -165,7 +166,7 @@ class CodebookHead(Head):
     """The terms "commitment", "z_loss" and "label_smoothing" that are not zero."""
     if not (self.commitment or self.z_loss or self.label_smoothing):
       return super().aux(hidden, tokens)
-    return self.loss_terms(hidden, tokens)[1]
+    return self._loss_terms(hidden, tokens)[1]
 
   def _commitment(self, hidden, tokens):
     """The squared distance of hidden vectors to the codes of their tokens.

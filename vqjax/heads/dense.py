@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from vqjax.embeddings.base import Embedding
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory, as_row_factory
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class DenseHead(LinearHead):
@@ -29,8 +29,8 @@ class DenseHead(LinearHead):
 
   use_bias: bool = False
   embedding: Embedding | nn.Embed | None = None
-  weight_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  weight_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """The weight [V, D], or the tied embedding, and the bias [V]."""

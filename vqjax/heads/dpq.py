@@ -10,7 +10,7 @@ from vqjax.embeddings.dpq import DPQEmbedding
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
 from vqjax.quantizers import Quantizer
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class DPQHead(LinearHead):
@@ -31,8 +31,8 @@ class DPQHead(LinearHead):
 
   quantizer: Quantizer
   use_bias: bool = False
-  query_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  query_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """The query table and the quantiser of the rows, and the bias [V]."""
@@ -70,9 +70,9 @@ class DPQHead(LinearHead):
     """The terms of `LinearHead`, and those of the quantiser for the targets."""
     return super().aux(hidden, tokens) | self._quantizer_terms(tokens)
 
-  def loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
+  def _loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`."""
-    log_prob, terms = super().loss_terms(hidden, tokens)
+    log_prob, terms = super()._loss_terms(hidden, tokens)
     return log_prob, terms | self._quantizer_terms(tokens)
 
   def _quantizer_terms(self, tokens):

@@ -8,7 +8,7 @@ from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import groups as group_ops
 from vqjax.ops import softmax
 from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class GroupedHead(TwoLevelHead):
@@ -26,9 +26,9 @@ class GroupedHead(TwoLevelHead):
     shift_init: initialiser of the [G, S] shifts.
   """
 
-  slot_init: nn.initializers.Initializer = row_init
-  scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
-  shift_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  slot_init: Initializer = row_init
+  scale_init: Initializer = nn.initializers.ones_init()
+  shift_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """The groups' variables, slot weight [S, D] and bias [S], scales, shifts [G, S]."""

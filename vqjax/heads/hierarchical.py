@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.assign import trees
@@ -14,7 +13,7 @@ from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops import tree as tree_ops
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 class HierarchicalHead(Head):
@@ -36,7 +35,7 @@ class HierarchicalHead(Head):
   """
 
   tree: trees.TreeInit = trees.balanced
-  weight_init: nn.initializers.Initializer = row_init
+  weight_init: Initializer = row_init
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

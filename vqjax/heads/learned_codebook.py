@@ -16,7 +16,7 @@ from vqjax.assign.table import check_codes
 from vqjax.heads import regularizers
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 def spread(vocab: int, codes: int, candidates: int) -> Int[np.ndarray, "V C"]:
@@ -59,9 +59,9 @@ class LearnedCodebookHead(LinearHead):
   temperature: float = 1.0
   final_temperature: float = 0.1
   candidates_init: Callable[[int, int, int], np.ndarray] = spread
-  codebook_init: nn.initializers.Initializer = row_init
-  choice_init: nn.initializers.Initializer = nn.initializers.zeros_init()
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  codebook_init: Initializer = row_init
+  choice_init: Initializer = nn.initializers.zeros_init()
+  bias_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """Codebook [K, D], choice and candidates [V, C], bias [V], number of steps."""
@@ -104,7 +104,7 @@ class LearnedCodebookHead(LinearHead):
   def _bias(self) -> Float[Array, "V"] | None:
     return self.array("token_bias")
 
-  def loss_terms(
+  def _loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`; with drawn codes in a training step.
@@ -113,7 +113,7 @@ class LearnedCodebookHead(LinearHead):
     """
     training = self.is_mutable_collection("schedule") and self.has_rng("sample")
     if self.is_initializing() or not training:
-      return super().loss_terms(hidden, tokens)
+      return super()._loss_terms(hidden, tokens)
     rows = self._rows_of(self._drawn_shares())
     self.put_variable("schedule", "steps", self.array("steps") + 1)
     scores = self._softmax(hidden, tokens, self.label_smoothing > 0, rows)

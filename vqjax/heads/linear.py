@@ -86,12 +86,12 @@ class LinearHead(Head):
       vocab_axis=self.vocab_axis,
     )
 
-  def loss_terms(
+  def _loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`, in one pass over the vocabulary."""
     if not (self.z_loss or self.label_smoothing):
-      return super().loss_terms(hidden, tokens)
+      return super()._loss_terms(hidden, tokens)
     # The mean over the vocabulary costs work in every tile; the log-normaliser is there anyway.
     scores = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
     return scores.log_prob, regularizers.terms(self, scores, tokens)
@@ -102,7 +102,7 @@ class LinearHead(Head):
     """The terms "z_loss" and "label_smoothing" where their coefficients are not zero."""
     if not (self.z_loss or self.label_smoothing):
       return super().aux(hidden, tokens)
-    return self.loss_terms(hidden, tokens)[1]
+    return self._loss_terms(hidden, tokens)[1]
 
   def _rows(self) -> dict[str, Sharded | Replicated]:
     weight = self._weight()

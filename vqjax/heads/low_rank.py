@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer
 from vqjax.heads.base import Head
 from vqjax.ops import sampling, softmax
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class LowRankHead(Head):
@@ -31,9 +31,9 @@ class LowRankHead(Head):
 
   rank: int
   use_bias: bool = False
-  down_init: nn.initializers.Initializer = row_init
-  weight_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  down_init: Initializer = row_init
+  weight_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

@@ -19,7 +19,7 @@ from vqjax.ops import product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
 from vqjax.ops.vocabulary import mean_in_vocabulary
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 def sub_vector_init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -42,8 +42,8 @@ class _ProductTables(LinearHead):
   codes: int
   subspaces: int
   token_bias: bool = False
-  table_init: nn.initializers.Initializer = sub_vector_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  table_init: Initializer = sub_vector_init
+  bias_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """The tables [M, K, D/M] and the bias [V]."""
@@ -80,10 +80,10 @@ class ProductHead(_ProductTables):
   quantization for nearest neighbor search, 2011.
 
   Attributes:
-    codes_init: (vocab, codes, subspaces) -> int [V, M].
+    codes_init: (vocab, codes, subspaces) -> int [V, M], or the array.
   """
 
-  codes_init: Callable[[int, int, int], np.ndarray] = mixed_radix
+  codes_init: Callable[[int, int, int], np.ndarray] | np.ndarray | Array = mixed_radix
 
   def declare(self) -> Declaration:
     """The tables [M, K, D/M], the bias [V] and the codes [V, M]."""
@@ -134,7 +134,7 @@ class LearnedProductHead(_ProductTables):
       tokens of the batch.
   """
 
-  latent_init: nn.initializers.Initializer = row_init
+  latent_init: Initializer = row_init
   commitment: float = 0.25
 
   def declare(self) -> Declaration:
@@ -160,11 +160,11 @@ class LearnedProductHead(_ProductTables):
     """The terms of `LinearHead`, and "commitment"."""
     return super().aux(hidden, tokens) | self._commitment(tokens)
 
-  def loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
+  def _loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`."""
     if not (self.z_loss or self.label_smoothing):
       return self.log_prob(hidden, tokens), self._commitment(tokens)
-    log_prob, terms = super().loss_terms(hidden, tokens)
+    log_prob, terms = super()._loss_terms(hidden, tokens)
     return log_prob, terms | self._commitment(tokens)
 
   def _commitment(self, tokens):

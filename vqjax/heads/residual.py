@@ -13,7 +13,7 @@ from vqjax.heads.linear import LinearHead
 from vqjax.ops import sampling, softmax
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
-from vqjax.variables import Declaration, Variable, row_init, table
+from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
 def compose(own: tuple[Array, Array], shared: tuple[Array, Array]) -> Float[Array, "W D"]:
@@ -34,7 +34,7 @@ class ResidualCodebookHead(LinearHead):
   Attributes:
     codes: number of codes, K.
     rank: numbers of each token's residual, R.
-    assignment_init: (vocab, codes) -> int [V], the code of each token.
+    assignment_init: int [V], the code of each token, or a function (vocab, codes) that makes it.
     token_bias: add a score for each token.
     codebook_init: initialiser of the [K, D] codebook.
     low_init: initialiser of the [V, R] coefficients of the tokens.
@@ -46,10 +46,10 @@ class ResidualCodebookHead(LinearHead):
   rank: int
   assignment_init: assign.Assignment = assign.contiguous
   token_bias: bool = False
-  codebook_init: nn.initializers.Initializer = row_init
-  low_init: nn.initializers.Initializer = nn.initializers.zeros_init()
-  up_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  codebook_init: Initializer = row_init
+  low_init: Initializer = nn.initializers.zeros_init()
+  up_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
 
   def declare(self) -> Declaration:
     """Codebook [K, D], residuals [V, R] · [R, D], bias [V] and assignment [V]."""

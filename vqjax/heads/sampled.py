@@ -42,12 +42,12 @@ class SampledSoftmaxHead(DenseHead):
         f" {self.softcap} and {self.label_smoothing}. Leave them out, or take DenseHead."
       )
 
-  def loss_terms(
+  def _loss_terms(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
   ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
     """`log_prob` and `aux`; an estimate where there is a random stream "sample"."""
     if not self.has_rng("sample"):
-      return super().loss_terms(hidden, tokens)
+      return super()._loss_terms(hidden, tokens)
     self._check_hidden(hidden)
     candidates = sampled_softmax.draw_candidates(
       self.make_rng("sample"), self.proposal(self.vocab), self.samples

@@ -17,7 +17,7 @@ from vqjax.ops import groups as group_ops
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class TwoLevelHead(GroupDecodingHead):
@@ -31,9 +31,9 @@ class TwoLevelHead(GroupDecodingHead):
   Attributes:
     groups: number of equal groups, G; None, without `sizes`: floor(sqrt(V)).
     sizes: number of tokens of each group, which add up to V; not together with `groups`.
-    order_init: (key, shape, dtype) -> int [V], the token at each position. It is kept as variable
-      `order` of the collection `codes`, with its inverse `position`, and never trained. None: the
-      token at position v is v, without a variable.
+    order_init: int [V], the token at each position, or a function (key, shape, dtype) that makes
+      it. It is kept as variable `order` of the collection `codes`, with its inverse `position`, and
+      never trained. None: the token at position v is v, without a variable.
     use_bias: add a bias to the group scores and to the slot scores.
     group_init: initialiser of the [G, D] group weight.
     bias_init: initialiser of the biases.
@@ -43,10 +43,10 @@ class TwoLevelHead(GroupDecodingHead):
 
   groups: int | None = None
   sizes: tuple[int, ...] | None = None
-  order_init: nn.initializers.Initializer | None = None
+  order_init: Initializer | None = None
   use_bias: bool = False
-  group_init: nn.initializers.Initializer = row_init
-  bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+  group_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
   dtype: Dtype | None = None
   param_dtype: Dtype = jnp.float32
 

@@ -6,11 +6,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import group_search, ragged
-from vqjax.variables import Declaration, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class UnsharedGroupedHead(TwoLevelHead):
@@ -24,7 +23,7 @@ class UnsharedGroupedHead(TwoLevelHead):
     slot_init: initialiser of the [G, S, D] slot weight.
   """
 
-  slot_init: nn.initializers.Initializer = row_init
+  slot_init: Initializer = row_init
 
   def declare(self) -> Declaration:
     """The variables of the groups, the slot weight [G, S, D] and the slot bias [G, S]."""

@@ -79,6 +79,7 @@ class CodeSoftmax(NamedTuple):
   mean_log_prob: Float[Array, "*B"] | None
 
 
+@vocab_parallel.for_any_axes("hidden")
 def code_softmax(
   hidden: Float[Array, "*B D"],
   codebook: Float[Array, "K D"],
@@ -182,6 +183,7 @@ def all_code_scores(
   return score_BAk.reshape(*score_BAk.shape[:-2], -1)[..., :codes]
 
 
+@vocab_parallel.for_any_axes("tokens")
 def code_vectors(
   codebook: Float[Array, "K D"],
   assignment: Int[Array, "V"],

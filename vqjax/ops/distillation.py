@@ -19,12 +19,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from vqjax.ops import softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.stable import exp_shift
+from vqjax.ops.vocabulary import check_mask
 from vqjax.types import Dtype
 
 
@@ -40,6 +41,7 @@ class SoftTargetLoss(NamedTuple):
   kl: Float[Array, "*B"]
 
 
+@vocab_parallel.for_any_axes("hidden")
 def linear_soft_target_loss(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"] | RowFactory,
@@ -48,6 +50,7 @@ def linear_soft_target_loss(
   bias: Float[Array, "V"] | None = None,
   teacher_bias: Float[Array, "V"] | None = None,
   *,
+  mask: Bool[Array, "*B"] | None = None,
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
   teacher_softcap: float | int | None = None,
@@ -70,6 +73,8 @@ def linear_soft_target_loss(
     teacher_weight: rows of the teacher.
     bias: bias of the student's scores.
     teacher_bias: bias of the teacher's scores.
+    mask: False for tokens that are left out: their losses are 0 and have no gradient, whatever
+      their hidden vectors hold.
     temperature: divides the scores of both, after their caps.
     softcap: largest absolute score of the student.
     teacher_softcap: largest absolute score of the teacher.
@@ -129,9 +134,14 @@ def linear_soft_target_loss(
     vocab_parallel.Replicated(teacher_weight.shared),
     sharded(teacher_bias),
   )
+  if mask is not None:
+    check_mask(mask, hidden.shape[:-1])
+    # Before the products: 0 · nan in the backward pass would reach the gradients of the weights.
+    hidden, teacher_hidden = (jnp.where(mask[..., None], x, 0) for x in (hidden, teacher_hidden))
   hiddens = tuple(x.reshape(-1, x.shape[-1]) for x in (hidden, teacher_hidden))
   losses = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hiddens)
-  return jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), losses)
+  losses = jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), losses)
+  return losses if mask is None else jax.tree.map(lambda x: jnp.where(mask, x, 0), losses)
 
 
 def block_soft_target_loss(

@@ -85,6 +85,7 @@ def draw_candidates(key: PRNGKeyArray, log_q: Float[Array, "V"], samples: int) -
   return Candidates(token_S, jnp.where(log_q_S == -jnp.inf, jnp.inf, inclusion_S))
 
 
+@vocab_parallel.for_any_axes("hidden")
 def sampled_softmax(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"],

@@ -20,7 +20,7 @@ from vqjax.ops import tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary
 from vqjax.types import Dtype
 
 __all__ = [
@@ -55,6 +55,7 @@ def linear_log_prob(
   ).log_prob
 
 
+@vocab_parallel.for_any_axes("hidden")
 def linear_softmax(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"] | RowFactory,
@@ -79,11 +80,13 @@ def linear_softmax(
 
   Every floating-point result is differentiable in `hidden`, `weight` and `bias`, in reverse mode.
   Under `jax.jit` XLA removes the gradient of an operand that needs none (`jax.lax.stop_gradient`,
-  or an argument that is not differentiated). Forward mode is an error, as for every function with a
-  custom VJP.
+  or an argument that is not differentiated). Forward mode (`jax.jvp`, `jax.jacfwd`) is an error, as
+  for every function with a custom VJP: `vqjax.ops.forward_mode.linear_log_prob_jvp` computes it,
+  and `jax.jvp` of `jax.grad` of a loss is a Hessian-vector product.
 
-  With a mesh in context (`jax.set_mesh`, automatic axes), rows are sharded over `vocab_axis` and
-  tokens over all other axes: each device scores its own rows, and [N]-sized values are reduced.
+  With a mesh in context (`jax.set_mesh`), rows are sharded over `vocab_axis` and tokens over all
+  other axes: each device scores its own rows, and [N]-sized values are reduced. Where axes are
+  explicit, operands may be sharded in any way, and results have the type of the tokens of `hidden`.
 
   Args:
     hidden: one vector for each token.
@@ -108,8 +111,9 @@ def linear_softmax(
       1, `softcap` is not positive, `top_k` is above 128 or the number of rows, or the mesh has no
       axis `vocab_axis`.
   """
+  check_arrays(hidden=hidden, tokens=tokens, bias=bias)
   weight = as_row_factory(weight)
-  _check_shapes(hidden, weight, tokens, bias)
+  check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   _check_options(softcap, top_k, vocab)
   # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
@@ -138,6 +142,7 @@ def linear_softmax(
   return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), stats)
 
 
+@vocab_parallel.for_any_axes("hidden")
 def linear_cross_entropy(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"] | RowFactory,
@@ -145,6 +150,7 @@ def linear_cross_entropy(
   bias: Float[Array, "V"] | None = None,
   *,
   token_weight: Float[Array, "*B"] | None = None,
+  ignore_index: int | None = None,
   label_smoothing: float | int = 0.0,
   z_loss: float | int = 0.0,
   softcap: float | int | None = None,
@@ -165,6 +171,7 @@ def linear_cross_entropy(
     tokens: indices into the vocabulary.
     bias: one number for each row.
     token_weight: weight of each token's loss; 0 for padding.
+    ignore_index: target whose tokens have weight 0, such as -1 or -100.
     label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary; a
       Python number, like `z_loss` and `softcap`.
     z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
@@ -177,16 +184,20 @@ def linear_cross_entropy(
     ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative, or
       `token_weight` has another shape than `tokens`.
   """
+  check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
   if z_loss < 0:
     raise ValueError(f"`z_loss` must be at least 0; got {z_loss}. 1e-4 is usual.")
+  if token_weight is not None and token_weight.shape != tokens.shape:
+    raise ValueError(
+      f"`token_weight` must have the shape {tokens.shape} of `tokens`; got {token_weight.shape}."
+      " Give one weight for each token."
+    )
+  if ignore_index is not None:
+    ones = jnp.ones(tokens.shape, jnp.float32) if token_weight is None else token_weight
+    token_weight = jnp.where(tokens == ignore_index, 0, ones)
   if token_weight is not None:
-    if token_weight.shape != tokens.shape:
-      raise ValueError(
-        f"`token_weight` must have the shape {tokens.shape} of `tokens`; got {token_weight.shape}."
-        " Give one weight for each token."
-      )
     # Before the products: 0 · nan in the backward pass would reach the gradient of the weight.
     hidden = jnp.where((token_weight == 0)[..., None], 0, hidden)
   stats = linear_softmax(
@@ -244,7 +255,13 @@ def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> 
   return above - jnp.log(lax.psum(jnp.exp(above).sum(axis=-1, keepdims=True), axis))
 
 
-def _check_shapes(hidden, weight, tokens, bias):
+def check_shapes(hidden, weight, tokens, bias):
+  """Raise ValueError unless the shapes of the operands fit together."""
+  if not jnp.issubdtype(hidden.dtype, jnp.floating):
+    raise ValueError(
+      f"`hidden` must be floating-point vectors; got {hidden.dtype} of shape {hidden.shape}. Look"
+      " token ids up in an embedding first."
+    )
   if hidden.shape[:-1] != tokens.shape:
     raise ValueError(
       f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
@@ -266,9 +283,14 @@ def _check_shapes(hidden, weight, tokens, bias):
     )
 
 
-def _check_options(softcap, top_k, vocab):
+def check_softcap(softcap):
+  """Raise ValueError unless `softcap` is positive or None."""
   if softcap is not None and not softcap > 0:
     raise ValueError(f"`softcap` must be positive; got {softcap}. 30 is usual, None is no cap.")
+
+
+def _check_options(softcap, top_k, vocab):
+  check_softcap(softcap)
   if not 0 <= top_k <= min(128, vocab):
     raise ValueError(
       f"`top_k` must be in [0, {min(128, vocab)}] for a vocabulary of {vocab}; got {top_k}. The"

@@ -87,7 +87,7 @@ def distribution(outputs: Outputs, tile, hidden_ND, token_N, weight, bias_V) -> 
   row_PN = shards.split(token_N) - vocab_parallel.first_row(axis, weight.count)
   sides = tiles.cut_tile(tile, hidden_PND.shape[1], weight.count)
   plan = _Plan(outputs, tiles.Cut(sides, shards))
-  stats = _pass(plan, hidden_PND, weight, bias_V, row_PN)
+  stats = _compiled_pass(plan, hidden_PND, weight, bias_V, row_PN)
   mean_PN = None
   if outputs.mean:
     mean_PN = _mean_score(outputs, hidden_PND, weight, bias_V, stats.score_sum) - stats.log_z
@@ -344,3 +344,5 @@ def _d_scores(scores, row_v11, given):
 
 
 _pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)
+# Eagerly, `jax.shard_map` has no rule for symbolic zeros; compiled, it needs none.
+_compiled_pass = jax.jit(_pass, static_argnums=0, inline=True)

@@ -1,14 +1,17 @@
 """Sharding of a vocabulary over one mesh axis, and of tokens over all others.
 
 The mesh is the one in context (`jax.set_mesh`); without a mesh all functions leave arrays as they
-are. Rows are sharded over one named axis by `jax.shard_map`, and every other axis stays automatic.
-Tokens are laid out in as many shards as the automatic axes have devices, so that a loop over tiles
-of tokens slices inside each device's shard and never across devices.
+are. Rows are sharded over one named axis by `jax.shard_map`, and every other axis stays automatic:
+`on_any_axes` makes explicit axes automatic for a computation and types its results. Tokens are laid
+out in as many shards as the automatic axes have devices, so that a loop over tiles of tokens slices
+inside each device's shard and never across devices.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -88,23 +91,16 @@ def over_vocabulary(
   called as it is. Rows that the number of devices does not divide are padded.
 
   Raises:
-    ValueError: the mesh in context has no such axis, the axis is explicit, or an array is sharded
-      over an explicit axis.
+    ValueError: the mesh in context has no such axis.
   """
   arrays = tuple(part.rows for part in rows)
   kinds = axis_types()
-  _check_automatic((arrays, shared))
   if axis is None or not kinds or inside(axis):
     return body(arrays, shared)
   if axis not in kinds:
     raise ValueError(
       f"`vocab_axis` must be an axis of the mesh in context, {', '.join(kinds)}; got {axis!r}. Use"
       " None for whole rows on every device."
-    )
-  if kinds[axis] != AxisType.Auto:
-    raise ValueError(
-      f"`vocab_axis` must be an automatic axis; got {axis!r} of type {kinds[axis].name}. Make the"
-      " mesh with AxisType.Auto."
     )
   count = axis_size(axis)
   if count == 1:
@@ -122,14 +118,115 @@ def over_vocabulary(
   return jax.jit(mapped)(padded, shared)
 
 
-def _check_automatic(tree):
-  for leaf in jax.tree.leaves(tree):
-    spec = getattr(jax.typeof(leaf).sharding, "spec", ())
-    if any(part is not None for part in spec):
-      raise ValueError(
-        f"arrays must not be sharded over explicit axes of the mesh in context; got {spec}."
-        " Make the mesh with axis_types=(AxisType.Auto, ...), as vqjax.sharding.make_mesh does."
-      )
+class Results(NamedTuple):
+  """What the types of results on explicit axes follow from.
+
+  Attributes:
+    batch: the array whose leading axes are those of the tokens: integers have no other axes,
+      floating-point vectors have one more.
+    vocab: size of the vocabulary, or None.
+    vocab_axis: mesh axis over which the vocabulary is sharded, or None.
+  """
+
+  batch: Array | None
+  vocab: int | None
+  vocab_axis: str | None
+
+
+def on_any_axes(compute: Callable[[Any], Any], arrays: Any, results: Results) -> Any:
+  """`compute(arrays)`, with the explicit axes of the mesh in context made automatic.
+
+  Tokens of a result are sharded as those of `results.batch`, its axis of V elements over
+  `results.vocab_axis`, if that is explicit and divides V, and its other axes are not sharded.
+  """
+  if AxisType.Explicit not in axis_types().values():
+    return compute(arrays)
+  before = _OUTSIDE.set(jax.sharding.get_abstract_mesh())
+  try:
+    with use_abstract_mesh(_automatic_mesh()):
+      found = compute(automatic(arrays))
+  finally:
+    _OUTSIDE.reset(before)
+  typed = lambda x: reshard(x, _spec(x.shape, results)) if isinstance(x, jax.Array) else x
+  return jax.tree.map(typed, found)
+
+
+def automatic(tree: Any) -> Any:
+  """The arrays, with types for the mesh in context, none of whose axes is explicit.
+
+  Arrays that were made where axes are explicit, such as the variables of a layer, cannot be used
+  before.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return tree
+
+  def cast(x):
+    there = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    is_explicit = there is not None and AxisType.Explicit in there.axis_types
+    return reshard(x, P()) if is_explicit else x
+
+  return jax.tree.map(lambda x: cast(x) if isinstance(x, jax.Array) else x, tree)
+
+
+def for_any_axes(batch: str) -> Callable[[Callable], Callable]:
+  """A decorator of functions of arrays, whose tokens are those of the argument `batch`."""
+
+  def decorate(function):
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+      if AxisType.Explicit not in axis_types().values():
+        return function(*args, **kwargs)
+      given = signature.bind(*args, **kwargs).arguments
+      return on_any_axes(lambda given: function(**given), given, Results(given[batch], None, None))
+
+    return wrapped
+
+  return decorate
+
+
+_OUTSIDE = contextvars.ContextVar("the mesh around `on_any_axes`", default=None)
+
+
+def outside(tree: Any) -> Any:
+  """The arrays, replicated and with types for the mesh around `on_any_axes`.
+
+  For what leaves a computation by another way than as its result.
+  """
+  mesh = _OUTSIDE.get()
+  if mesh is None:
+    return tree
+  with use_abstract_mesh(mesh):
+    return jax.tree.map(lambda x: reshard(x, P()) if isinstance(x, jax.Array) else x, tree)
+
+
+def _automatic_mesh():
+  mesh = jax.sharding.get_abstract_mesh()
+  automatic = lambda kind: AxisType.Auto if kind == AxisType.Explicit else kind
+  return mesh.update(axis_types=tuple(automatic(kind) for kind in mesh.axis_types))
+
+
+def _spec(shape, results):
+  """The PartitionSpec of a result."""
+  batch, spec = (), ()
+  if results.batch is not None:
+    tokens = results.batch.ndim - jnp.issubdtype(results.batch.dtype, jnp.floating)
+    batch = results.batch.shape[:tokens]
+    spec = (*jax.typeof(results.batch).sharding.spec, *[None] * tokens)[:tokens]
+  if shape[: len(batch)] != batch:
+    batch, spec = (), ()
+  rest = [None] * (len(shape) - len(batch))
+  axis = results.vocab_axis
+  is_free = axis_types().get(axis) == AxisType.Explicit and axis not in _names(spec)
+  if is_free and results.vocab in shape[len(batch) :] and results.vocab % axis_size(axis) == 0:
+    rest[shape[len(batch) :].index(results.vocab)] = axis
+  return P(*spec, *rest)
+
+
+def _names(spec):
+  return [name for part in spec for name in (part if isinstance(part, tuple) else (part,))]
 
 
 def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | None:

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
+
+
+def check_arrays(**arrays: Any) -> None:
+  """Raise TypeError unless each argument is an array or None."""
+  for name, array in arrays.items():
+    if array is not None and not hasattr(array, "shape"):
+      raise TypeError(
+        f"`{name}` must be an array; got {type(array).__name__}. Use jnp.asarray({name})."
+      )
+
+
+def check_mask(mask: Array, shape: tuple[int, ...]) -> None:
+  """Raise ValueError unless a mask has one boolean for each token."""
+  if mask.shape != shape or mask.dtype != bool:
+    raise ValueError(
+      f"`mask` must be bool of shape {shape}, one for each token; got {mask.dtype} of shape"
+      f" {mask.shape}. Use mask > 0."
+    )
 
 
 def in_vocabulary(

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from flax import linen as nn
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.layer import Layer
 from vqjax.ops import product, quantize
 from vqjax.types import Dtype
-from vqjax.variables import Declaration, Variable, composed_init
+from vqjax.variables import Declaration, Initializer, Variable, composed_init
 
 
 class Quantized(NamedTuple):
@@ -67,7 +66,7 @@ class Quantizer(Layer):
   momentum: float = dataclasses.field(default=0.99, kw_only=True)
   epsilon: float = dataclasses.field(default=1e-3, kw_only=True)
   gumbel: float = dataclasses.field(default=0.0, kw_only=True)
-  table_init: nn.initializers.Initializer | None = dataclasses.field(default=None, kw_only=True)
+  table_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
   param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
 
   def declare(self) -> Declaration:
@@ -176,7 +175,7 @@ class Quantizer(Layer):
       "code_perplexity": quantize.code_perplexity(counts),
     }
     for name, value in metrics.items():
-      self.sow("metrics", name, value, lambda old, new: new, lambda: None)
+      self.put_variable("metrics", name, value)
 
   def flops_per_token(self) -> int:
     """Multiplications and additions of one vector's responses: every key is compared."""

@@ -202,8 +202,8 @@ def test_a_momentum_of_one_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [MeshShape(data=1), MeshShape(data=2, fsdp=2, model=2)])
-def test_moments_of_rows_and_columns_learn_on_any_mesh(tmp_path, mesh):
+def test_moments_of_rows_and_columns_learn_on_a_mesh(tmp_path):
+  mesh = MeshShape(data=2, fsdp=2, model=2)
   text = tiny.write_text(tmp_path / "text")
   settings = {"optimizer": SM3(), "learning_rate": 0.05, "warmup": 5, "clip": 1e6, "mesh": mesh}
   run = tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16), **settings)

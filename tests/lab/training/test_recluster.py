@@ -41,13 +41,10 @@ def classes(experiment, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("token_bias", [False, True])
-def test_a_run_that_reclusters_finds_the_classes_and_ends_with_a_lower_loss(
-  classes, tmp_path, token_bias
-):
+def test_a_run_that_reclusters_finds_the_classes_and_ends_with_a_lower_loss(classes, tmp_path):
   losses = {}
   for name, recluster in (("fixed", None), ("moving", Recluster(10, 40))):
-    run = with_recluster(classes, recluster, codes=16, token_bias=token_bias)
+    run = with_recluster(classes, recluster, codes=16, token_bias=True)
     losses[name] = fit(run, tmp_path / name)["valid"]["nats_per_token"]
   assert losses["moving"] < losses["fixed"] - 0.5
   found = {

@@ -41,7 +41,10 @@ def commit() -> str | None:
     head = subprocess.run(
       [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode != 0
+    # Results that other runs of a study have written since are not code.
+    paths = [":/", ":(exclude,top)*/results.jsonl"]
+    different = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *paths], check=False)
+    changed = different.returncode != 0
   except (OSError, subprocess.CalledProcessError):
     return None
   return head + ("+" if changed else "")

@@ -221,11 +221,11 @@ def test_bleu_of_the_references_is_100_and_of_other_words_less(copied, monkeypat
 @pytest.mark.timeout(900)
 def test_the_command_makes_every_kind_of_job_and_keeps_it(smoke, capsys):
   small = "ptb-small/sx,ptb-small/scalar-8,ptb-small/kd-distilled"
-  names = f"{small},multi30k/reconstruction-32x256,bert-pairs/sx"
+  names = f"{small},multi30k/reconstruction-32x256"
   smoke("dpq", names)
   results = run.STUDY.read("smoke")
   json.dumps(results, allow_nan=False)
-  assert set(results) == {*names.split(","), "ptb-small/full", "multi30k/full", "bert/sx"}
+  assert set(results) == {*names.split(","), "ptb-small/full", "multi30k/full"}
   small = results["ptb-small/sx"]
   assert small["compact"]["bytes"] == small["result"]["embedding"]["shipped_bytes"]
   assert np.sum(small["codes"]["counts"], axis=1).tolist() == [200] * 4
@@ -235,7 +235,7 @@ def test_the_command_makes_every_kind_of_job_and_keeps_it(smoke, capsys):
   assert run.STUDY.path("smoke").read_bytes() == before
   capsys.readouterr()
   assert run.STUDY.main(["--scale", "smoke", "--only", names, "--list"]) == 0
-  assert capsys.readouterr().out.count("done") == 8
+  assert capsys.readouterr().out.count("done") == 6
 
 
 def test_the_commands_of_rows_that_run_elsewhere_name_these_rows():

@@ -1,0 +1,131 @@
+"""Wrong calls, as people make them: each error names the argument, its value and the remedy."""
+
+import inspect
+import os
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, DPQEmbedding, GroupedHead, ProductHead
+from vqjax import nnx as vqjax_nnx
+from vqjax.ops.softmax import linear_cross_entropy, linear_log_prob
+
+V, D = 31, 8
+HIDDEN, TOKENS, WEIGHT = jnp.ones((4, D)), jnp.arange(4), jnp.ones((V, D))
+KEY = jax.random.key(0)
+HEAD = DenseHead(V, D)
+VARIABLES = {"params": {"weight": WEIGHT}}
+
+
+def log_prob(*operands, **options):
+  """The op without run-time types, which users do not have."""
+  return inspect.unwrap(linear_log_prob)(*operands, **options)
+
+
+def call(method, *arguments, **options):
+  return HEAD.apply(VARIABLES, *arguments, **options, method=method)
+
+
+MISTAKES = {
+  "float tokens": (lambda: call("log_prob", HIDDEN, TOKENS.astype(float)), "`tokens` .* int32"),
+  "a list of tokens": (
+    lambda: call("log_prob", HIDDEN, [0, 1, 2, 3]),
+    r"`tokens` .* list.*asarray",
+  ),
+  "a list of vectors": (lambda: call("logits", HIDDEN.tolist()), r"`hidden` .* list.*asarray"),
+  "token ids for vectors": (lambda: HEAD.init(KEY, TOKENS), "`hidden` .* int32 .* embedding first"),
+  "vectors for token ids": (
+    lambda: DenseEmbedding(V, D).init(KEY, HIDDEN),
+    "`tokens` must be integers; got float32",
+  ),
+  "another width": (lambda: call("logits", jnp.ones((4, 9))), "`hidden` .* 9 for dim 8"),
+  "fewer tokens": (lambda: call("log_prob", HIDDEN, TOKENS[:3]), r"`hidden` .* \(3,\) of `tokens`"),
+  "a vocabulary in floats": (lambda: DenseHead(3e2, D).init(KEY, HIDDEN), "`vocab` .* got 300.0"),
+  "codes that are an assignment": (
+    lambda: CodebookHead(V, D, np.arange(V)).init(KEY, HIDDEN),
+    "`codes` of CodebookHead must be an integer",
+  ),
+  "a short assignment": (
+    lambda: CodebookHead(V, D, 5, assignment_init=np.arange(7) % 5).init(KEY, HIDDEN),
+    r"`assignment` .* \(7,\)",
+  ),
+  "a [D, V] array for a weight": (
+    lambda: DenseHead(V, D, weight_init=WEIGHT.T).init(KEY, HIDDEN),
+    r"a given array must have shape \(31, 8\); got \(8, 31\)",
+  ),
+  "an assignment in floats": (
+    lambda: CodebookHead(V, D, 5, assignment_init=np.zeros(V)).init(KEY, HIDDEN),
+    "integers; got float64",
+  ),
+  "more codes than tokens": (
+    lambda: CodebookHead(V, D, 99).init(KEY, HIDDEN),
+    "`codes` .* got 99 for vocab 31",
+  ),
+  "a seed for a key": (lambda: call("sample", HIDDEN, 0), r"`key` .* got 0. Use jax.random.key"),
+  "a number of tokens in floats": (lambda: call("top_k", HIDDEN, 3.0), "`k` .* got 3.0"),
+  "a negative temperature": (lambda: call("sample", HIDDEN, KEY, -1.0), "`temperature` .* -1.0"),
+  "a mask of floats": (
+    lambda: call("loss_terms", HIDDEN, TOKENS, jnp.ones(4)),
+    "`mask` must be bool .* got float32",
+  ),
+  "a table for an embedding": (
+    lambda: DenseHead(V, D, embedding=WEIGHT).init(KEY, HIDDEN),
+    "`embedding` must be an embedding",
+  ),
+  "a name for a quantiser": (lambda: DPQEmbedding(V, D, "sx"), "`quantizer` .* got str"),
+  "a head without variables": (lambda: HEAD.log_prob(HIDDEN, TOKENS), r"variables .*head.apply"),
+  "a bias of another rank": (
+    lambda: log_prob(HIDDEN, WEIGHT, TOKENS, jnp.ones((1, V))),
+    r"`bias` must be \[31\] .* got \(1, 31\)",
+  ),
+  "a number for a bias": (lambda: log_prob(HIDDEN, WEIGHT, TOKENS, 0.0), "`bias` .* got float"),
+  "a [D, V] kernel": (lambda: log_prob(HIDDEN, WEIGHT.T, TOKENS), "Transpose"),
+  "one-hot tokens": (
+    lambda: log_prob(HIDDEN, WEIGHT, jax.nn.one_hot(TOKENS, V)),
+    r"`hidden` must have the shape \(4, 31\) of `tokens`",
+  ),
+  "a list for the op": (
+    lambda: inspect.unwrap(linear_cross_entropy)(HIDDEN, WEIGHT, [0, 1, 2, 3]),
+    "`tokens` .* list",
+  ),
+}
+
+
+# With run-time types, which users do not have, jaxtyping refuses some calls before vqjax does.
+@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(mistake):
+  make, message = MISTAKES[mistake]
+  with pytest.raises((ValueError, TypeError), match=message):
+    make()
+
+
+def test_an_array_is_accepted_where_a_function_makes_one():
+  assignment = np.arange(V) % 5
+  head = CodebookHead(V, D, 5, assignment_init=assignment)
+  variables = head.init(KEY, HIDDEN)
+  np.testing.assert_array_equal(variables["codes"]["assignment"], assignment)
+  assert head == CodebookHead(V, D, 5, assignment_init=list(assignment))
+  assert hash(head) == hash(head.clone())
+  assert head != CodebookHead(V, D, 5, assignment_init=assignment[::-1])
+  order = np.random.default_rng(0).permutation(V)
+  grouped = GroupedHead(V, D, order_init=order).init(KEY, HIDDEN)
+  np.testing.assert_array_equal(grouped["codes"]["order"], order)
+  codes = np.random.default_rng(1).integers(0, 3, (V, 2))
+  product = ProductHead(V, D, 3, 2, codes_init=codes).init(KEY, HIDDEN)
+  np.testing.assert_array_equal(product["codes"]["codes"], codes)
+  given = DenseHead(V, D, weight_init=np.asarray(WEIGHT, np.float64)).init(KEY, HIDDEN)
+  np.testing.assert_array_equal(given["params"]["weight"], WEIGHT)
+  assert given["params"]["weight"].dtype == jnp.float32
+  rngs = nnx.Rngs(0)
+  native = vqjax_nnx.DenseHead(V, D, weight_init=WEIGHT, rngs=rngs)
+  np.testing.assert_array_equal(native.weight[...], WEIGHT)
+
+
+@pytest.mark.parametrize("layer", [HEAD, GroupedHead(V, D), CodebookHead(V, D, 5, [0] * V)])
+def test_an_unbound_layer_is_pickled(layer):
+  assert pickle.loads(pickle.dumps(layer)) == layer

@@ -1,0 +1,162 @@
+"""Forward-mode derivative of the tiled log-probability.
+
+The losses have custom rules for reverse mode, with which `jax.jvp` cannot differentiate them.
+Hessian-vector products need no rule of their own: `jax.jvp` of `jax.grad` of a loss differentiates
+the backward pass, in as little memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Integer
+
+from vqjax.ops import softmax, tiles, vocab_parallel
+from vqjax.ops.row_factory import as_row_factory
+from vqjax.ops.stable import exp_shift
+from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.types import Dtype
+
+
+@vocab_parallel.for_any_axes("hidden")
+def linear_log_prob_jvp(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"],
+  tokens: Integer[Array, "*B"],
+  bias: Float[Array, "V"] | None = None,
+  *,
+  tangents: tuple[Array, ...],
+  softcap: float | int | None = None,
+  tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+  """Log-probability of `tokens` and its derivative in a direction, in one pass over tiles.
+
+    d log p(token) = d s_token - sum_v p_v d s_v, where s = hidden · weightᵀ + bias.
+
+  The result is that of `jax.jvp` of `linear_log_prob`, whose custom rule is for reverse mode alone.
+  No array of N·V scores or derivatives is held.
+
+  Args:
+    hidden: one vector for each token; it and all arguments without a remark as in `linear_softmax`.
+    weight: one row for each token of the vocabulary.
+    tokens: indices into the vocabulary; a token outside of it has a log-probability of nan.
+    bias: one number for each row.
+    tangents: the direction: arrays of the shapes of hidden and weight, and of bias if it is given.
+    softcap: largest absolute score.
+    tile: (tokens, vocabulary rows) that are scored at once.
+    dtype: dtype of the matrix products' operands.
+    vocab_axis: mesh axis over which the rows are sharded.
+
+  Raises:
+    ValueError: `tangents` have other shapes than the primals, or as `linear_softmax`.
+  """
+  primals = (hidden, weight) if bias is None else (hidden, weight, bias)
+  wanted, given = ([jnp.shape(x) for x in arrays] for arrays in (primals, tangents))
+  if wanted != given:
+    raise ValueError(
+      f"`tangents` must have the shapes {wanted} of hidden, weight and bias; got {given}. Give an"
+      " array of zeros for an operand that the direction leaves alone."
+    )
+  softmax.check_shapes(hidden, as_row_factory(weight), tokens, bias)
+  softmax.check_softcap(softcap)
+  vocab = vocab_parallel.rows_in_all(vocab_axis, weight.shape[0])
+  valid, token = in_vocabulary(tokens.reshape(-1), vocab)
+  scoring = tiles.Scoring(
+    jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)), softcap
+  )
+  d_hidden, d_weight, *d_bias = tangents
+  flat = lambda x: x.reshape(-1, x.shape[-1])
+
+  def body(rows, given):
+    (weight, d_weight), bias, d_bias = rows
+    hidden_ND, d_hidden_ND, token_N = given
+    score = tiles.Linear(hidden_ND, as_row_factory(weight), bias)
+    # d (hidden · row) = d_hidden · row + hidden · d_row, as one product of twice the width.
+    slope = tiles.Linear(
+      jnp.concatenate([d_hidden_ND, hidden_ND], axis=-1),
+      as_row_factory(jnp.concatenate([weight, d_weight], axis=-1)),
+      d_bias,
+    )
+    return _log_prob_jvp(scoring, tile, vocab_axis, score, slope, token_N)
+
+  # Rows that pad V to a multiple of the devices need the bias of a removed row.
+  filled = vocab_parallel.bias_of_padding(bias, vocab, vocab_axis)
+  rows = (
+    vocab_parallel.Sharded((weight, d_weight), 0),
+    vocab_parallel.Sharded(filled, -jnp.inf),
+    vocab_parallel.Sharded(d_bias[0] if d_bias else None, 0),
+  )
+  shared = flat(hidden), flat(d_hidden), token
+  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, shared)
+  return tuple(jnp.where(valid, x, jnp.nan).reshape(tokens.shape) for x in found)
+
+
+class _Sums(NamedTuple):
+  """Sums over the rows that were merged; exponentials are relative to `top`."""
+
+  own: Array
+  d_own: Array
+  top: Array
+  total: Array
+  d_total: Array
+
+
+def _log_prob_jvp(scoring, tile, vocab_axis, score, slope, token_N):
+  """Log-probabilities and derivatives of flat tokens; the rows may be one device's part."""
+  axis = vocab_parallel.inside(vocab_axis)
+  score, slope, token_N = vocab_parallel.varying((score, slope, token_N), *([axis] if axis else []))
+  shards = vocab_parallel.token_shards(vocab_axis)
+  rows = score.weight.count
+  row_PN = shards.split(token_N) - vocab_parallel.first_row(axis, rows)
+  score, slope = (x._replace(hidden=shards.split(x.hidden)) for x in (score, slope))
+  cut = tiles.Cut(tiles.cut_tile(tile, row_PN.shape[1], rows), shards)
+  zero_PN = jnp.zeros(row_PN.shape, jnp.float32)
+  lowest_PN = jnp.full(row_PN.shape, -jnp.inf, jnp.float32)
+  start = _Sums(lowest_PN, zero_PN, lowest_PN, zero_PN, zero_PN)
+  scorings = scoring, tiles.Scoring(scoring.dtype)
+  merge = functools.partial(_merge, scoring)
+  sums = tiles.fold(cut, scorings, (score, slope), row_PN, start, merge)
+  if axis is not None:
+    top = lax.pmax(sums.top, axis)
+    shrink = jnp.exp(jnp.where(jnp.isneginf(sums.top), -jnp.inf, sums.top - exp_shift(top)))
+    add = lambda x: lax.psum(x, axis)
+    # One device has the token's own row, and zero is the derivative on the others.
+    sums = _Sums(
+      own=lax.pmax(sums.own, axis),
+      d_own=add(sums.d_own),
+      top=top,
+      total=add(sums.total * shrink),
+      d_total=add(sums.d_total * shrink),
+    )
+  log_prob = (sums.own - sums.top) - jnp.log(sums.total)
+  tangent = sums.d_own - sums.d_total / sums.total
+  return tuple(shards.join(x, token_N.shape[0]) for x in (log_prob, tangent))
+
+
+def _merge(scoring, old, scores, first_row, row_Pn):
+  """The sums with a tile added."""
+  score_Pnv, slope_Pnv = scores
+  absent = jnp.isneginf(score_Pnv)
+  slope_Pnv = jnp.where(absent, 0.0, scoring.pull_back(score_Pnv, slope_Pnv))
+  top_Pn = jnp.maximum(old.top, score_Pnv.max(axis=-1))
+  shift_Pn = exp_shift(top_Pn)
+  mass_Pnv = jnp.exp(score_Pnv - shift_Pn[..., None])
+  shrink_Pn = jnp.exp(jnp.where(jnp.isneginf(old.top), 0.0, old.top - shift_Pn))
+  width = score_Pnv.shape[-1]
+  index_Pn = row_Pn - first_row
+  clipped_Pn1 = jnp.clip(index_Pn, 0, width - 1)[..., None]
+  at_token = lambda x: jnp.take_along_axis(x, clipped_Pn1, axis=-1)[..., 0]
+  # A column that overlaps the tile before is absent from this one.
+  is_here = (index_Pn >= 0) & (index_Pn < width) & ~at_token(absent)
+  return _Sums(
+    own=jnp.where(is_here, at_token(score_Pnv), old.own),
+    d_own=jnp.where(is_here, at_token(slope_Pnv), old.d_own),
+    top=top_Pn,
+    total=old.total * shrink_Pn + mass_Pnv.sum(axis=-1),
+    d_total=old.d_total * shrink_Pn + (mass_Pnv * slope_Pnv).sum(axis=-1),
+  )
