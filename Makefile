@@ -45,7 +45,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 # With run-time types, every mesh, several processes and the studies' smoke runs; and the mathematics as
-# this machine computes it, and others without AVX-512 or AVX.
+# this machine computes it, and others without AVX-512 or AVX; then `test-versions`.
 test-all: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(addprefix --ignore=,$(NUMERIC))
 	VQJAX_RUNTIME_TYPES=1 $(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
