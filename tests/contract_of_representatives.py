@@ -21,6 +21,8 @@ from vqjax.sharding import MeshShape, make_mesh
 class RepresentativeContract(HeadContract):
   """Claims about draws and about kinds of meshes, beyond those about every head."""
 
+  is_representative = True
+
   @costly
   def test_samples_follow_the_distribution(self, run, hidden):
     self.check_draws(run, hidden[0, 0])
@@ -71,7 +73,7 @@ class RepresentativeContract(HeadContract):
     run = Compiled(self.spread(mesh_case, self.vocab, self.dim))
     row = jax.random.normal(jax.random.key(2), (self.dim,))
     some = {"allowed": jnp.arange(self.vocab) % 3 == 1}
-    options = [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.6} | some]
+    options = [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.9} | some]
     with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
       for option in options if mesh_case == first_mesh_case else options[:1]:
         self.check_draws(run, row, **option)

@@ -61,6 +61,7 @@ class ContractOnMeshes:
   """
 
   mesh_cases: tuple = ()
+  is_representative = False
 
   def spread(self, case, vocab, dim):
     return self.cases[case](vocab, dim).clone(vocab_axis="model")
@@ -141,11 +142,10 @@ class ContractOnMeshes:
 
     best = lambda v, h: run(v, h, 5, method="top_k")
     drawn = lambda v, h: run(v, h, jax.random.key(0), top_p=0.9, method="sample")
-    for function, args, outs in [
-      (gradient, (variables, hidden, tokens), (places["params"], batch)),
-      (best, (variables, hidden), batch),
-      (drawn, (variables, hidden), batch),
-    ]:
+    decoding = [(best, (variables, hidden), batch), (drawn, (variables, hidden), batch)]
+    training = (gradient, (variables, hidden, tokens), (places["params"], batch))
+    # Representatives decode as the heads that they represent do.
+    for function, args, outs in [training, *(decoding if self.is_representative else [])]:
       with jax.set_mesh(mesh):
         compiled = jax.jit(function, out_shardings=outs).lower(*args).compile()
       program = hlo.parse(compiled.as_text())

@@ -10,11 +10,13 @@ import pytest
 from scipy.special import log_softmax
 
 from experiments.bench import __main__ as command
-from experiments.bench import codebook, gpu, grouped, losses, registry, softmax
+from experiments.bench import codebook, gpu, grouped, loop, losses, registry, softmax
 from experiments.bench.grouped import CONTENDERS, Decoder, experiment, macs
 from experiments.bench.losses import Shape
 from experiments.bench.registry import BENCHMARKS, Benchmark
+from tests import tiny
 from vqjax import DenseHead, GroupedHead
+from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.training.program import Program
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -25,6 +27,10 @@ def figures(request, tmp_path, monkeypatch, capsys):
   few = {name: CONTENDERS[name] for name in ("gpt-2", "grouped")}
   monkeypatch.setattr(grouped, "CONTENDERS", few)
   monkeypatch.setattr("experiments.bench.measure.MIN_SECONDS", 0.0)
+  text = tiny.write_text(tmp_path / "text")
+  monkeypatch.setattr(
+    loop, "load", lambda path: tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16))
+  )
   decoders = codebook.decoders
   monkeypatch.setattr(codebook, "decoders", lambda s: dict(list(decoders(s).items())[:3]))
   file = tmp_path / "new" / "figures.json"

@@ -18,7 +18,6 @@ from vqjax import (
   DenseHead,
   LearnedCodebookHead,
   LearnedProductHead,
-  LowRankHead,
   ProductHead,
   ResidualCodebookHead,
   assign,
@@ -70,7 +69,6 @@ def test_a_code_for_each_token_reproduces_the_dense_model(dense):
   ("head", "target"),
   [
     (ResidualCodebookHead(V, D, 4, D), convert.ToResidual(convert.KMeans())),
-    (LowRankHead(V, D, D), convert.ToLowRank()),
     (ProductHead(V, D, 54, 4, token_bias=True), convert.ToProduct(power=0.5, iterations=60)),
     (LearnedProductHead(V, D, 54, 2), convert.ToLearnedProduct()),
   ],
@@ -130,7 +128,6 @@ def test_codewords_are_mean_rows_and_the_bias_is_the_unigram_within_a_code(dense
 @pytest.mark.parametrize(
   ("scope", "changed"),
   [
-    (conversion.FULL, {"embedding", "position", "blocks", "final_norm", "head"}),
     (conversion.HEAD, {"head", "final_norm"}),
     (conversion.CODEBOOK, {"head"}),
   ],
@@ -219,11 +216,6 @@ def test_the_distillation_term_uses_the_softcaps_of_both_heads(dense):
 @pytest.mark.parametrize(
   ("learned", "target", "fixed"),
   [
-    (
-      LearnedProductHead(V, D, 6, 4, token_bias=True),
-      convert.ToLearnedProduct(),
-      ProductHead(V, D, 6, 4, token_bias=True),
-    ),
     (
       LearnedCodebookHead(V, D, 9, 3, token_bias=True),
       convert.ToLearnedCodebook(convert.KMeans(power=1.0)),

@@ -81,13 +81,6 @@ def test_loss_gradient_and_ten_steps_equal_those_of_one_device(head, shape, one_
   jax.tree.map(close(1e-5), found[2], expected[2])
 
 
-@pytest.mark.slow
-def test_micro_batches_on_a_mesh_equal_those_on_one_device():
-  experiment = small("grouped", batch=8, accumulate=2)
-  expected, found = ten_steps(experiment, ONE), ten_steps(experiment, (2, 2, 2))
-  np.testing.assert_allclose(found[0], expected[0], rtol=4e-6)
-
-
 def arrays_in_shares(tree, devices, vocab_only):
   """Whether each device holds exactly its share of every large array (of the vocabulary)."""
   large = [x for x in jax.tree.leaves(tree) if x.size >= 16 * PRIME]
