@@ -10,6 +10,7 @@ import textwrap
 # Pages and the reference are made without accelerators.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import matplotlib.font_manager  # noqa: F401  it builds its cache here, not with a message in a page
 from flax import linen as nn
 
 import vqjax
