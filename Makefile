@@ -6,9 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 # Tests of the mathematics, whose tolerances must hold for programs that are compiled as users' are,
 # with this machine's vector instructions and with older ones.
-NUMERIC := tests/test_mistakes.py tests/models $(addprefix tests/ops/test_,softmax.py \
-  softmax_options.py distillation.py codes.py row_factory.py product.py quantize.py)
-PORTABLE := $(filter-out %options.py %distillation.py %row_factory.py %quantize.py,$(NUMERIC))
+NUMERIC := tests/test_mistakes.py tests/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)
 OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=false XLA_FLAGS=--xla_cpu_max_isa
 NATIVE := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512,AVX2)
 OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2) SSE4_2
@@ -50,7 +48,7 @@ test: $(STAMP)
 test-all: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(addprefix --ignore=,$(NUMERIC))
 	VQJAX_RUNTIME_TYPES=1 $(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
-	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(PORTABLE) || exit 1; done
+	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
 	$(MAKE) test-versions
 
 # A minute of tests with every further Python that runs here, and the jax and flax that are the
