@@ -67,6 +67,15 @@ def test_scores_are_products_with_the_vectors_plus_the_bias(saved, batch):
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_a_model_in_bfloat16_has_scores(saved):
+  path, _ = saved
+  exact, narrow = (compact_torch.CompactEmbedding(path) for _ in range(2))
+  hidden = torch.randn(3, D, generator=torch.Generator().manual_seed(0))
+  found = narrow.to(torch.bfloat16).scores(hidden.to(torch.bfloat16))
+  # Eight bits of D products of order one.
+  np.testing.assert_allclose(found, exact.scores(hidden), atol=0.1)
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_scalar_codes_are_read_at_their_bits(bits, tmp_path):
   embedding = ScalarEmbedding(V, 7, bits)

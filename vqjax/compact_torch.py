@@ -111,7 +111,8 @@ class CompactEmbedding(torch.nn.Module):
     by_codeword = not self.additive and 2 * len(rows) * self.subspaces <= self.dim
     if by_codeword:
       parts = rows.unflatten(-1, (self.subspaces, self.dim // self.subspaces))
-      values = self.values.expand(self.subspaces, -1, -1)
+      # `to(dtype)` of a model converts the buffer too.
+      values = self.values.float().expand(self.subspaces, -1, -1)
       table = torch.einsum("bmc,mkc->bmk", parts, values)
     for first in range(0, self.vocab, TILE):
       tokens = torch.arange(first, min(first + TILE, self.vocab), device=rows.device)
@@ -119,7 +120,7 @@ class CompactEmbedding(torch.nn.Module):
         codes = self.codes_of(tokens)
         tile = sum(table[:, m, codes[:, m]] for m in range(self.subspaces))
       else:
-        tile = rows @ self._composed(tokens).T
+        tile = rows @ self._composed(tokens).float().T
       scores[:, first : first + len(tokens)] = tile
     if self.bias is not None:
       scores += self.bias

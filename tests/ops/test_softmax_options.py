@@ -218,3 +218,10 @@ def test_a_score_beyond_all_numbers_is_capped_and_not_removed():
 def test_a_tile_must_be_two_ints(tile):
   with pytest.raises(ValueError, match=r"`tile` must be .* got"):
     inspect.unwrap(tiles.cut_tile)(tile, 5, 31)
+
+
+def test_narrow_tokens_do_not_wrap_to_the_index_that_is_ignored():
+  hidden, weight, tokens = jnp.ones((3, 4)), jnp.ones((300, 4)), jnp.array([1, 100, 2], jnp.uint8)
+  # -156 is 100 in eight bits.
+  loss = linear_cross_entropy(hidden, weight, tokens, ignore_index=-156)
+  np.testing.assert_allclose(loss, np.log(300), rtol=1e-6)

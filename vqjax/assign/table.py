@@ -42,8 +42,9 @@ class Given:
   def __hash__(self) -> int:
     """Hash of the content of the array."""
     table = np.asarray(self.table)
-    # Equal numbers of different types make equal tables; the first numbers tell most tables apart.
-    return hash((table.shape, table.ravel()[:4096].astype(np.float64).tobytes()))
+    # Equal numbers of different types make equal tables, as 0.0 and -0.0 do; the first numbers tell
+    # most tables apart.
+    return hash((table.shape, (table.ravel()[:4096].astype(np.float64) + 0.0).tobytes()))
 
 
 def check_shape(shape: tuple[int, ...], vocab: int) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 from vqjax.layer import Layer
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.ops.vocabulary import check_mask
+from vqjax.ops.vocabulary import check_mask, widened
 
 
 class Head(Layer):
@@ -131,6 +131,7 @@ class Head(Layer):
       return self._loss_terms(hidden, tokens)
     if mask is not None:
       check_mask(mask, tokens.shape)
+    tokens = widened(tokens)
     counted = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
     if ignore_index is not None:
       counted &= tokens != ignore_index

@@ -20,7 +20,7 @@ from vqjax.ops import tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
-from vqjax.ops.vocabulary import check_arrays, in_vocabulary
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary, widened
 from vqjax.types import Dtype
 
 __all__ = [
@@ -206,7 +206,7 @@ def linear_cross_entropy(
     )
   if ignore_index is not None:
     ones = jnp.ones(tokens.shape, jnp.float32) if token_weight is None else token_weight
-    token_weight = jnp.where(tokens == ignore_index, 0, ones)
+    token_weight = jnp.where(widened(tokens) == ignore_index, 0, ones)
   if token_weight is not None:
     # Before the products: 0 · nan in the backward pass would reach the gradient of the weight.
     hidden = jnp.where((token_weight == 0)[..., None], 0, hidden)

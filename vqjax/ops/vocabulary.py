@@ -26,6 +26,17 @@ def check_mask(mask: Array, shape: tuple[int, ...]) -> None:
     )
 
 
+def widened(tokens: Integer[Array, "*B"]) -> Integer[Array, "*B"]:
+  """The tokens in at least 32 bits, where -1 and the size of a vocabulary do not wrap.
+
+  Raises:
+    ValueError: the tokens are not integers.
+  """
+  if not jnp.issubdtype(tokens.dtype, jnp.integer):
+    raise ValueError(f"`tokens` must be integers; got {tokens.dtype}. Cast them to int32.")
+  return tokens.astype(jnp.int32) if jnp.iinfo(tokens.dtype).bits < 32 else tokens
+
+
 def in_vocabulary(
   tokens: Integer[Array, "*B"], vocab: int
 ) -> tuple[Bool[Array, "*B"], Int[Array, "*B"]]:
@@ -34,11 +45,7 @@ def in_vocabulary(
   Raises:
     ValueError: the tokens are not integers.
   """
-  if not jnp.issubdtype(tokens.dtype, jnp.integer):
-    raise ValueError(f"`tokens` must be integers; got {tokens.dtype}. Cast them to int32.")
-  # Before the comparison: `vocab` would wrap in an integer type that is too narrow for it.
-  if jnp.iinfo(tokens.dtype).bits < 32:
-    tokens = tokens.astype(jnp.int32)
+  tokens = widened(tokens)
   valid = (tokens >= 0) & (tokens < vocab)
   return valid, jnp.where(valid, tokens, 0).astype(jnp.int32)
 
