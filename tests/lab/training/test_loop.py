@@ -39,7 +39,7 @@ def test_a_run_learns_and_its_result_is_complete(finished):
 
 @pytest.mark.slow
 def test_metrics_have_each_logged_step_and_each_evaluation_once(experiment, tmp_path):
-  fit(changed(experiment, log_every=3), tmp_path)
+  fit(changed(experiment, log_every=3), str(tmp_path))
   steps = [row["step"] for row in tiny.rows(tmp_path) if "loss" in row]
   assert steps == [*range(3, 40, 3), 40]
   evaluations = [row["step"] for row in tiny.rows(tmp_path) if "valid" in row]

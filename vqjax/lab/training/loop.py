@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import time
 
@@ -27,7 +28,7 @@ class NotFiniteError(ArithmeticError):
   """The loss, its gradient or a parameter is not a finite number, and the run stops."""
 
 
-def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
+def fit(experiment: Experiment, folder: str | os.PathLike) -> dict:
   """Train an experiment in its run folder, or resume it; return the result.
 
   A finished run returns its result at once. SIGINT and SIGTERM finish the step, save and raise
@@ -40,6 +41,7 @@ def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
     NotFiniteError: a loss, gradient or parameter is not finite; the last checkpoint is kept.
     OSError: the disk is full, or the folder cannot be written or is not shared.
   """
+  folder = pathlib.Path(folder)
   distributed.agree("config", config_hash(experiment))
   distributed.agree("train.mesh", str(experiment.train.mesh))
   text = distributed.main_first("text", lambda: load_text(experiment))
