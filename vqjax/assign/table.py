@@ -76,7 +76,9 @@ def checked(assignment: ArrayLike, vocab: int, codes: int) -> Int[np.ndarray, "{
 def check_codes(vocab: int, codes: int) -> None:
   """Raise ValueError unless there are at least one and at most V codes."""
   if not 1 <= codes <= vocab:
-    raise ValueError(f"`codes` must be in [1, vocab]; got {codes} for vocab {vocab}.")
+    raise ValueError(
+      f"`codes` must be in [1, vocab]; got {codes} for vocab {vocab}. Give fewer codes than tokens."
+    )
 
 
 def checked_counts(counts: ArrayLike, vocab: int | None = None) -> Int[np.ndarray, "V"]:
@@ -115,6 +117,7 @@ def checked_rows(embeddings: ArrayLike, codes: int) -> Float[np.ndarray, "V D"]:
   if rows.ndim != 2:
     raise ValueError(
       f"`embeddings` must have shape [V, D], a row for each token; got {rows.shape}."
+      " Reshape them."
     )
   if not np.can_cast(rows.dtype, np.float64, "same_kind"):
     raise ValueError(f"`embeddings` must be real numbers; got {rows.dtype}. Give float32 rows.")
@@ -141,7 +144,9 @@ def checked_weights(weights: ArrayLike | None, vocab: int) -> Float[np.ndarray, 
     return np.ones(vocab, np.float32)
   table = np.asarray(weights)
   if table.shape != (vocab,):
-    raise ValueError(f"`weights` must have shape ({vocab},), one a token; got {table.shape}.")
+    raise ValueError(
+      f"`weights` must have shape ({vocab},); got {table.shape}. Give one weight for each token."
+    )
   with np.errstate(over="ignore"):
     narrow = table.astype(np.float32)
   wrong = np.flatnonzero(~(np.isfinite(narrow) & (table >= 0)))

@@ -47,7 +47,7 @@ def _check_table(embedding, table):
   if table.shape != (embedding.vocab, embedding.dim):
     raise ValueError(
       f"`table` must have shape {[embedding.vocab, embedding.dim]}, as the embedding; got"
-      f" {list(table.shape)}."
+      f" {list(table.shape)}. Give the embedding the table's sizes."
     )
   if not np.isfinite(table).all():
     raise ValueError(
@@ -391,7 +391,7 @@ class Codes:
       raise ValueError(
         "`embedding` must be a ProductEmbedding with the quantizer's (codes, subspaces, shared,"
         f" additive) {form(self.quantizer)}; got a {type(embedding).__name__} with"
-        f" {form(embedding) if isinstance(embedding, ProductEmbedding) else 'no codes'}."
+        f" {form(embedding) if isinstance(embedding, ProductEmbedding) else 'no codes'}. Give both the same."
       )
     # The network is trained on numbers of unit size, for any scale of the table.
     size = float(np.sqrt(np.mean(np.square(table, dtype=np.float64)))) or 1.0

@@ -84,7 +84,7 @@ class ToDense:
   """`DenseHead` variables: the rows themselves."""
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head of another class."""
+    """The head's variables; ValueError for a head of another class."""
     check_kind(head, DenseHead, self)
     return {"params": {"weight": stats.output} | _bias(stats, head)}
 

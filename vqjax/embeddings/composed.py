@@ -49,9 +49,11 @@ class ComposedEmbedding(Embedding):
   def check(self) -> None:
     """Check the vocabulary of the inner embedding and the width of the hidden layer."""
     if self.inner.vocab != self.vocab:
-      raise ValueError(f"`inner` must have vocab {self.vocab}; got {self.inner.vocab}.")
+      raise ValueError(
+        f"`inner` must have vocab {self.vocab}; got {self.inner.vocab}. Give both the same."
+      )
     if self.hidden < 1:
-      raise ValueError(f"`hidden` must be at least 1; got {self.hidden}.")
+      raise ValueError(f"`hidden` must be at least 1; got {self.hidden}. Give a width such as dim.")
 
   def setup(self):
     super().setup()

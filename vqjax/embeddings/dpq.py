@@ -73,6 +73,7 @@ class DPQEmbedding(Embedding):
     if self.quantizer.width != self.dim:
       raise ValueError(
         f"`quantizer` must make vectors of width dim={self.dim}; got width {self.quantizer.width}."
+        " Give it the value_dim of the embedding's dim, or leave its widths out."
       )
 
   def flops_per_token(self) -> int:

@@ -46,7 +46,7 @@ class GuidedEmbedding(Embedding):
     if (self.student.vocab, self.student.dim) != (self.vocab, self.dim):
       raise ValueError(
         f"`student` must have vocab {self.vocab} and dim {self.dim}; got {self.student.vocab} and"
-        f" {self.student.dim}."
+        f" {self.student.dim}. Give both the same."
       )
     if not 0 <= self.weight < math.inf:
       raise ValueError(f"`weight` must be finite and not negative; got {self.weight}. 1 is usual.")

@@ -101,7 +101,9 @@ def scalar_levels(
   _check_bits(bits)
   if not np.isfinite(table).all():
     wrong = np.size(table) - np.isfinite(table).sum()
-    raise ValueError(f"`table` must be finite; got {wrong} numbers that are not finite.")
+    raise ValueError(
+      f"`table` must be finite; got {wrong} numbers that are not. Use an earlier checkpoint."
+    )
   low, high = float(table.min()), float(table.max())
   step = (high - low) / (2**bits - 1)
   levels = np.zeros(np.shape(table), code_dtype(2**bits))

@@ -92,10 +92,10 @@ class CodebookHead(Head):
         "assignment": table((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
       }
     if self.token_bias:
+      # 0 and not -inf: padding rows have the code NO_CODE, which removes them.
       declared["token_bias"] = Variable(
         (v,), ("vocab",), self.bias_init, self.param_dtype, pad_value=0
       )
-      # 0 and not -inf: padding rows have the code NO_CODE, which removes them.
     return declared
 
   def check(self) -> None:

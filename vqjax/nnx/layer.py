@@ -210,7 +210,7 @@ class Layer(nnx.Module):
     variables = self.linen_variables()
     changing = [name for name in variables if name not in _CONSTANT]
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
-      raise TypeError(f"`rngs` must be an nnx.Rngs; got {type(rngs).__name__}.")
+      raise TypeError(f"`rngs` must be an nnx.Rngs; got {type(rngs).__name__}. Give nnx.Rngs(0).")
     streams = {} if rngs is None else {"sample": rngs.sample()}
     apply = functools.partial(self.layer.apply, variables, method=method, rngs=streams)
     if not changing:
@@ -256,7 +256,9 @@ def _linen(shared: Any) -> linen_layer.Layer:
     return shared.layer
   shape = (shared.embedding if isinstance(shared, nnx.Embed) else shared).shape
   if len(shape) != 2:
-    raise ValueError(f"`embedding` must be a table [V, D]; got an nnx.Param of shape {shape}.")
+    raise ValueError(
+      f"`embedding` must be a table [V, D]; got an nnx.Param of shape {shape}. Reshape it."
+    )
   return DenseEmbedding(*shape)
 
 

@@ -74,8 +74,8 @@ def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def rebuild(root: Any, changes: Mapping[int, Mapping[str, Any]]) -> Any:
   """Return a copy in which the object with id `i` has the fields `changes[i]`.
 
-  An object that hangs in several places is replaced by one new object in all of them, so that a
-  tied embedding stays tied. Objects above no change are not copied.
+  An object that several fields share is replaced by one new object in all of them, so that a tied
+  embedding stays tied. Objects above no change are not copied.
   """
   # By id, never by value: two equal modules are two sets of parameters, and some do not hash.
   memo: dict[int, Any] = {}
