@@ -21,7 +21,7 @@ TILE = 4096
 
 
 class CompactEmbedding(torch.nn.Module):
-  """The vectors of a compact file, and the scores of an output head with these vectors.
+  """The vectors of a compact file, and the scores of a head with these vectors.
 
   The arrays are buffers: `to` moves them, and no optimiser trains them. The codes stay packed.
 
@@ -106,8 +106,8 @@ class CompactEmbedding(torch.nn.Module):
     """
     if hidden.shape[-1] != self.dim:
       raise ValueError(
-        f"`hidden` must have width {self.dim}, that of the vectors; got {hidden.shape[-1]}. Give the"
-        " inputs of the output head."
+        f"`hidden` must have width {self.dim}, that of the vectors; got {hidden.shape[-1]}. Give"
+        " the inputs of the output head."
       )
     rows = hidden.reshape(-1, self.dim).float()
     scores = rows.new_empty(len(rows), self.vocab)

@@ -46,7 +46,7 @@ def with_fields(experiment: Experiment, fields: Mapping[str, float]) -> Experime
 
 
 def shortened(experiment: Experiment, part: int) -> Experiment:
-  """The experiment with a `part`-th of its steps and of its warm-up, evaluated once at the end."""
+  """The experiment with a `part`-th of its steps and warm-up, evaluated at the end."""
   train = experiment.train
   steps = max(1, train.steps // part)
   own = dataclasses.replace(

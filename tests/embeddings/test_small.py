@@ -147,7 +147,7 @@ def test_numbers_outside_their_range_are_refused(embedding, message):
 
 
 def test_a_table_that_is_not_finite_is_refused():
-  with pytest.raises(ValueError, match="not finite"):
+  with pytest.raises(ValueError, match="`table` must be finite"):
     scalar_levels(np.array([[1.0, np.nan]]), 8)
 
 

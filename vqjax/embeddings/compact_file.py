@@ -180,6 +180,5 @@ def _check(path, table):
     )
   if table.bias is not None and table.bias.shape != (table.vocab,):
     raise ValueError(
-      f"the bias of {path} must have shape ({table.vocab},); got {table.bias.shape}. Save it"
-      " again."
+      f"the bias of {path} must have shape ({table.vocab},); got {table.bias.shape}. Save it again."
     )

@@ -65,7 +65,7 @@ class ScalarEmbedding(Embedding):
     return self._dequantized(self.array("levels").astype(jnp.float32))
 
   def compact(self, variables: dict) -> CompactEmbedding:
-    """The form for inference: levels packed at `bits` bits each, and the 2^bits numbers.
+    """The form for inference: packed levels of `bits` bits, and the 2^bits numbers.
 
     A level is a code into one table of numbers that all D positions share.
     """

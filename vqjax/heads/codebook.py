@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -102,11 +100,6 @@ class CodebookHead(Head):
     """Check the number of codes, the options of the loss and a tied embedding."""
     check_codes(self.vocab, self.codes)
     regularizers.check(self)
-    if not 0 <= self.commitment < math.inf:
-      raise ValueError(
-        f"`commitment` must be finite and not negative; got {self.commitment}. 0.25 is usual, 0 for"
-        " none."
-      )
     tied = self.embedding
     if tied is not None and not isinstance(tied, CodebookEmbedding):
       raise ValueError(

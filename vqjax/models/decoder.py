@@ -230,8 +230,8 @@ class Transformer(LanguageModel):
     length = vectors.shape[1]
     if length > self.context:
       raise ValueError(
-        f"`tokens` must have at most context {self.context} columns; got {length}. Cut them, or raise"
-        " the model's context."
+        f"`tokens` must have at most context {self.context} columns; got {length}. Cut them, or"
+        " raise the model's context."
       )
     x_BTD = vectors.astype(self.dtype) + self.position[:length].astype(self.dtype)
     x_BTD = constrain(self.drop(x_BTD, deterministic), ROWS)

@@ -1,4 +1,4 @@
-"""The base class of NNX layers, which wrap the Linen layers and their declarations.
+"""The base class of NNX layers, which wrap Linen layers and their declarations.
 
 An NNX layer has the variables that its Linen layer declares, and calls the methods of that layer on
 their values. So both have one implementation of every method and one declaration of every variable.
@@ -26,11 +26,11 @@ AxisRules = Mapping[str, str | tuple[str, ...] | None]
 
 
 class Codes(nnx.Variable):
-  """Integer tables, such as the code of each token: saved and sharded, never trained."""
+  """An integer table, such as the code of each token: saved, never trained."""
 
 
 class LayerState(nnx.Variable):
-  """Numbers that a layer keeps beside its parameters, such as moving averages of centroids."""
+  """State beside the parameters, such as moving averages of centroids."""
 
 
 _KINDS = {"params": nnx.Param, "codes": Codes, "batch_stats": nnx.BatchStat}
@@ -117,7 +117,7 @@ class Layer(nnx.Module):
       setattr(self, self._attribute(name), held)
 
   def _create(self, part: Any, rngs: nnx.Rngs, rules: AxisRules) -> Any:
-    """What is made for a part of the declaration: a variable, a layer, or a dict of variables."""
+    """The variable, the layer or the dict of variables of a part of the declaration."""
     if isinstance(part, linen_layer.Layer):
       return _of_linen(part, rngs, rules)
     if not isinstance(part, Variable):

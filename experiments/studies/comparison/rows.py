@@ -1,4 +1,4 @@
-"""Rows of the comparison: heads on one decoder and text, with one budget and one grid for all.
+"""Heads on one decoder and text, with one budget and one grid for all.
 
 Every row of a setting is trained from scratch for the same number of steps, after a tuning of the
 same grid on the validation split. Rows that begin with vectors of contexts all begin with the same
@@ -114,7 +114,7 @@ class Row:
   teacher: "Row | None" = None
 
   def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
-    """The row's run before its tuning; the teacher has the run's seed unless one is given."""
+    """The row's run before its tuning; by default the teacher has the run's seed."""
     head, start, train = self.head(), self.start(seed), s.train
     embedding = getattr(head, "embedding", None) or DenseEmbedding(V, s.dim, weight_init=INPUTS)
     model = Transformer(embedding=embedding, head=head, **s.decoder)

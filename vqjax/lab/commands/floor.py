@@ -58,7 +58,7 @@ def measure(experiment: Experiment) -> dict[str, Any]:
   head = text.experiment.model.head
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
   assignment = assign.checked(_assignment(text), head.vocab, head.codes)
-  counts = {name: count_tokens(split, encoder).counts for name, split in text.splits.items()}
+  counts = {name: count_tokens(split, encoder) for name, split in text.splits.items()}
 
   def floor(name: str, token_bias: bool) -> assign.Floor:
     return assign.floor(assignment, counts[name], codes=head.codes, token_bias=token_bias)

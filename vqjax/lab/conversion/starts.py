@@ -121,7 +121,7 @@ class FromVectors:
 
 @dataclasses.dataclass(frozen=True)
 class Unigrams:
-  """From scratch, a dense head whose bias begins at the unigram log-probabilities of the text.
+  """A fresh dense head whose bias is the text's unigram log-probabilities.
 
   Attributes:
     smoothing: added to the count of each token.
@@ -283,6 +283,7 @@ class FromTable:
       got = "none" if table is None else list(table.shape)
       raise ValueError(
         f"the table of {source} must have shape {shape}, as the model's embedding; got {got}."
+        " Give the embedding the sizes of the run."
       )
     if not np.isfinite(table).all():
       raise ValueError(
