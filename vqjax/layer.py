@@ -157,8 +157,9 @@ _ARRAYS = {"hidden", "tokens", "vectors", "mask"}
 """Names of arguments that are arrays."""
 
 _WITHOUT_COMPUTATION = {"declare", "check", "setup", "of_width", "compact", "array"}
-_WITHOUT_COMPUTATION |= {"sharded_arrays", "size", "shipped", "logical_axes", "flops_per_token"}
-_WITHOUT_COMPUTATION |= {"put_variable"}
+_WITHOUT_COMPUTATION |= {"sharded_arrays", "size", "inference_size", "logical_axes"}
+_WITHOUT_COMPUTATION |= {"flops_per_token", "put_variable"}
+"""Names of public methods that compute with no arrays of a mesh."""
 
 
 def _on_any_axes(function: Callable) -> Callable:

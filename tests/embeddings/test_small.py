@@ -163,7 +163,7 @@ def test_levels_are_packed_at_their_bits_and_read_back(bits, tmp_path):
   }
   compact = embedding.compact(variables)
   assert compact.data.nbytes == -(-vocab * dim * bits // 8)
-  assert embedding.shipped().state_bytes == compact.nbytes
+  assert embedding.inference_size().state_bytes == compact.nbytes
   compact.save(tmp_path / "small.safetensors")
   read = compact_file.open_compact(tmp_path / "small.safetensors")
   np.testing.assert_array_equal(read.codes_of(np.arange(vocab)), levels)

@@ -90,9 +90,9 @@ class ComposedEmbedding(Embedding):
     """The vectors of the whole vocabulary, float32."""
     return self._composed(self.inner.table())
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of the inner embedding for inference, with the two layers."""
-    inner = self.inner.shipped()
+    inner = self.inner.inference_size()
     params, state_bytes = variables.count_and_bytes(self._layers())
     return Size(
       params=inner.params + params,

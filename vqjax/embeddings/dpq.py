@@ -143,7 +143,7 @@ class DPQEmbedding(Embedding):
       dtype=self._out.name,
     )
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of `compact`: float32 values, and codes at ceil(log2 K) bits."""
     q = self.quantizer
     values = math.prod(q.value_shape)

@@ -81,6 +81,6 @@ class GuidedEmbedding(Embedding):
     """The table of the student."""
     return self.student.table()
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of the student for inference."""
-    return self.student.shipped()
+    return self.student.inference_size()

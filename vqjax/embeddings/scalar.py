@@ -82,7 +82,7 @@ class ScalarEmbedding(Embedding):
       dtype=jnp.dtype(self.dtype or jnp.float32).name,
     )
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of `compact`: levels at `bits` bits each, and the 2^bits numbers."""
     levels = packing.packed_bytes(self.vocab, self.dim, self.bits)
     return self.size()._replace(state_bytes=4 * 2**self.bits + levels)

@@ -89,10 +89,10 @@ class Grades(NamedTuple):
   """A judge's grades of one story, from 0 to 10, and an age.
 
   Attributes:
-    grammar: of the completion.
-    creativity: of the completion.
-    consistency: of the completion with the beginning.
-    plot: whether the completion makes sense.
+    grammar: grade of the completion's language.
+    creativity: grade of its ideas.
+    consistency: grade of its consistency with the beginning.
+    plot: grade of whether the completion makes sense.
     age: in years, of a child that would write so: the middle of the age group that the judge chose.
       TinyStories does not say how ages are computed from groups.
   """

@@ -231,7 +231,7 @@ _LINEN = "parent", "name"
 """Fields of every Linen module."""
 
 
-_DERIVED = {"size", "logical_axes", "flops_per_token", "shipped", "width", "value_shape"}
+_DERIVED = {"size", "logical_axes", "flops_per_token", "inference_size", "width", "value_shape"}
 """What follows from the fields of a layer."""
 
 

@@ -79,7 +79,7 @@ def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
 
   Args:
     row: the row.
-    result: of one of its runs.
+    result: result of one of its runs.
     s: the setting.
   """
   head = row.head()

@@ -231,7 +231,7 @@ class _Training:
       result["loss"] = self._loss_cost(head) if is_main() else None  # only process 0 writes
     embedding = getattr(self.model, "embedding", None)  # a model of images has no embedding
     if embedding is not None:
-      shipped = {"shipped_bytes": embedding.shipped().state_bytes}
+      shipped = {"shipped_bytes": embedding.inference_size().state_bytes}
       name = type(embedding).__name__
       result["embedding"] = {"class": name, **embedding.size()._asdict(), **shipped}
     return result
