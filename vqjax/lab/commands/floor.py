@@ -22,7 +22,7 @@ from vqjax.lab.console import config_parser, with_config
 from vqjax.lab.data import fit_encoder
 from vqjax.lab.data.cache import count_tokens
 from vqjax.lab.training.program import keys
-from vqjax.lab.training.run import Text, load_text, write_json
+from vqjax.lab.training.run import EncodedText, load_text, write_json
 from vqjax.lab.training.step import init_state
 
 QUANTILES = {"least": 0, "10%": 0.1, "half": 0.5, "90%": 0.9, "most": 1}
@@ -89,7 +89,7 @@ def measure(experiment: Experiment) -> dict[str, Any]:
   }
 
 
-def _assignment(text: Text) -> np.ndarray:
+def _assignment(text: EncodedText) -> np.ndarray:
   """Return the initial assignment of the head, or that of `init_from`."""
   experiment, model = text.experiment, text.experiment.model
   head = model.head

@@ -12,7 +12,7 @@ LANGUAGE_CHARS = 1000
 
 
 @dataclasses.dataclass
-class Report:
+class FilterCounts:
   """Numbers of documents that were read, dropped by each filter, and kept.
 
   Attributes:
@@ -74,16 +74,16 @@ class Filtered(Source):
       )
 
   def _documents(self, split: str) -> Iterator[str]:
-    yield from self.filtered(split, Report())
+    yield from self.filtered(split, FilterCounts())
 
-  def report(self, split: str) -> Report:
+  def report(self, split: str) -> FilterCounts:
     """Read the documents of a split and return how many each filter drops."""
-    report = Report()
+    report = FilterCounts()
     for _ in self.filtered(split, report):
       pass
     return report
 
-  def filtered(self, split: str, report: Report) -> Iterator[str]:
+  def filtered(self, split: str, report: FilterCounts) -> Iterator[str]:
     """Yield the documents that pass, counted in `report` as they are read.
 
     Raises:

@@ -17,7 +17,7 @@ from vqjax.lab.training.interrupt import Interrupted, agreed_signal, deferred_si
 from vqjax.lab.training.log import MetricsLog, progress_bar
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import peak_memory_bytes, provenance
-from vqjax.lab.training.run import RunFolder, Text, load_text
+from vqjax.lab.training.run import EncodedText, RunFolder, load_text
 from vqjax.lab.training.step import all_finite
 from vqjax.lab.training.watch import DAY
 from vqjax.sharding import make_mesh
@@ -70,7 +70,7 @@ def fit(experiment: Experiment, folder: pathlib.Path) -> dict:
 class _Training:
   """The work of one process, from the newest checkpoint to the last step."""
 
-  def __init__(self, text: Text, run: RunFolder, program: Program):
+  def __init__(self, text: EncodedText, run: RunFolder, program: Program):
     self.text, self.run, self.program = text, run, program
     self.experiment, self.splits = text.experiment, text.splits
     self.train, self.model = self.experiment.train, self.experiment.model
