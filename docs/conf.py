@@ -86,7 +86,7 @@ toc_object_entries_show_parents = "hide"
 
 
 def signature_as_written(app, what, name, obj, options, args, returns):
-  """The signature of the source: shapes as jaxtyping states them, defaults by their names.
+  """The signature of the source: jaxtyping's shapes, and defaults by their names.
 
   A signature at run time expands each array type to a union of classes.
   """
@@ -130,7 +130,7 @@ class _Named(str):
 
 
 def is_internal(app, what, name, obj, skip, options):
-  """Whether a member is left out: declarations, and methods that a contract describes."""
+  """Whether a member is left out, such as one that a contract describes."""
   del app, what, options
   of_linen = name in dir(nn.Module) and name != "__call__"
   of_layers = name in ("declare", "check", "array", "sharded_arrays")

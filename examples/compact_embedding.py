@@ -1,4 +1,4 @@
-"""A DPQ embedding in training, and the compact file that replaces its table for inference."""
+"""A DPQ embedding in training, and the compact file that replaces its table."""
 
 import pathlib
 import tempfile

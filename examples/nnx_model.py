@@ -32,7 +32,7 @@ class Model(nnx.Module):
 
 @nnx.jit
 def step(model, optimizer, tokens, targets):
-  """One step of AdamW; the head's table of codes is an `nnx.Variable` that it leaves alone."""
+  """One step of AdamW, which leaves the head's table of codes alone."""
   loss, gradient = nnx.value_and_grad(Model.loss)(model, tokens, targets)
   optimizer.update(model, gradient)
   return loss

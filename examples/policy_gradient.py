@@ -11,7 +11,7 @@ VOCAB, DIM, LENGTH, GROUP = 1_000, 32, 8, 16
 
 
 class Policy(nnx.Module):
-  """Predicts a token from the last one: an embedding, one layer, and a codebook head."""
+  """A policy that sees the last token: an embedding, a layer, and a codebook head."""
 
   def __init__(self, rngs: nnx.Rngs):
     self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
@@ -22,13 +22,13 @@ class Policy(nnx.Module):
     return nnx.gelu(self.body(self.embed(tokens)))
 
   def log_prob(self, text):
-    """Log-probabilities of the tokens after the first, without [batch, length, vocabulary]."""
+    """Log-probabilities of the tokens after the first, without logits."""
     return self.head.log_prob(self.hidden(text[:, :-1]), text[:, 1:])
 
 
 @nnx.jit
 def roll_out(policy, prompts, key):
-  """Completions of `prompts`, drawn at temperature 1, so that `log_prob` is that of the draw."""
+  """Completions of `prompts` at temperature 1, whose probabilities `log_prob` has."""
   text = [prompts]
   for step in range(LENGTH):
     drawn = policy.head.sample(policy.hidden(text[-1]), jax.random.fold_in(key, step))

@@ -21,7 +21,7 @@ TILE = 4096
 
 
 class CompactEmbedding(torch.nn.Module):
-  """The vectors of a compact file, and the scores of an output head with these vectors.
+  """The vectors of a compact file, and the scores of a head with these vectors.
 
   The arrays are buffers: `to` moves them, and no optimiser trains them. The codes stay packed.
 
@@ -49,7 +49,10 @@ class CompactEmbedding(torch.nn.Module):
       meta, names = file.metadata() or {}, set(file.keys())
       for name, wanted in (("format", FORMAT), ("version", VERSION)):
         if meta.get(name) != wanted:
-          raise ValueError(f"`{name}` of {path} must be {wanted!r}; got {meta.get(name)!r}.")
+          raise ValueError(
+            f"`{name}` of {path} must be {wanted!r}; got {meta.get(name)!r}. Write the file with"
+            " CompactEmbedding.save."
+          )
       read = lambda name: file.get_tensor(name) if name in names else None
       self.register_buffer("data", read("codes"))
       self.register_buffer("values", read("values"))
@@ -103,7 +106,8 @@ class CompactEmbedding(torch.nn.Module):
     """
     if hidden.shape[-1] != self.dim:
       raise ValueError(
-        f"the width of `hidden` must be {self.dim}, as the vectors; got {hidden.shape[-1]}."
+        f"`hidden` must have width {self.dim}, that of the vectors; got {hidden.shape[-1]}. Give"
+        " the inputs of the output head."
       )
     rows = hidden.reshape(-1, self.dim).float()
     scores = rows.new_empty(len(rows), self.vocab)

@@ -129,7 +129,7 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     return None if value is None else vocab_parallel.automatic(jnp.asarray(value))
 
   def put_variable(self, col: str, name: str, value: Any) -> None:
-    """Write a variable, with the type that it has outside of the method that computed it."""
+    """Write a variable with the type that it has outside of the computing method."""
     super().put_variable(col, name, vocab_parallel.outside(value))
 
   def sharded_arrays(self) -> dict[str, Sharded]:
@@ -157,12 +157,13 @@ _ARRAYS = {"hidden", "tokens", "vectors", "mask"}
 """Names of arguments that are arrays."""
 
 _WITHOUT_COMPUTATION = {"declare", "check", "setup", "of_width", "compact", "array"}
-_WITHOUT_COMPUTATION |= {"sharded_arrays", "size", "shipped", "logical_axes", "flops_per_token"}
-_WITHOUT_COMPUTATION |= {"put_variable"}
+_WITHOUT_COMPUTATION |= {"sharded_arrays", "size", "inference_size", "logical_axes"}
+_WITHOUT_COMPUTATION |= {"flops_per_token", "put_variable"}
+"""Names of public methods that compute with no arrays of a mesh."""
 
 
 def _on_any_axes(function: Callable) -> Callable:
-  """The method, computing with automatic axes where those of the mesh in context are explicit."""
+  """The method on automatic axes where those of the mesh in context are explicit."""
 
   names = list(inspect.signature(function).parameters)[1:]
 
@@ -186,7 +187,7 @@ def _on_any_axes(function: Callable) -> Callable:
 
 
 def _with_inherited_attributes(cls: type) -> str:
-  """The docstring of a class, whose section Attributes begins with those of its bases."""
+  """The docstring of a class, with the attributes of its bases before its own."""
   texts = [inspect.cleandoc(part.__doc__ or "") for part in (*reversed(cls.__bases__), cls)]
   entries: dict[str, str] = {}
   for text in texts:

@@ -57,7 +57,9 @@ class MeshShape:
   def __post_init__(self):
     for name, count in dataclasses.asdict(self).items():
       if count is not None and count < 1:
-        raise ValueError(f"`train.mesh.{name}` must be at least 1; got {count}.")
+        raise ValueError(
+          f"`train.mesh.{name}` must be at least 1; got {count}. 1 leaves the axis unused."
+        )
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:

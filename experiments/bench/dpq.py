@@ -33,7 +33,7 @@ GRID = (8, 32, 128, 512), (25, 50, 130)
 """K x M of Figure 4; M divides the medium model's width of 650."""
 
 
-class CompactTable(NamedTuple):
+class TableShape(NamedTuple):
   """Sizes of a compressed table."""
 
   vocab: int
@@ -42,7 +42,7 @@ class CompactTable(NamedTuple):
   subspaces: int
 
 
-PAPER_TABLE = CompactTable(267_735, 768, 256, 96)
+PAPER_TABLE = TableShape(267_735, 768, 256, 96)
 TOKENS = 16_384
 
 
@@ -52,7 +52,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   if quick:
     tiny = LSTMSize(12, 5, 0.0, 0.1, 0.5, 1, 1, 3.0)
     body, vocab, grid = tiny, 100, ((2, 4), (3,))
-    table, tokens = CompactTable(300, 16, 16, 4), 64
+    table, tokens = TableShape(300, 16, 16, 4), 64
   figures = {"training": training(body, vocab, grid)}
   yield figures
   figures |= {"look_up": look_up(table, tokens)}
@@ -106,7 +106,7 @@ def _step(setting: Setting, make: Callable[[Setting], Embedding], vocab: int) ->
   return step
 
 
-def look_up(table: CompactTable, tokens: int) -> dict[str, Any]:
+def look_up(table: TableShape, tokens: int) -> dict[str, Any]:
   """Time of lookups in packed codes against a gather from the dense table."""
   small = random_compact(table)
   dense = jax.random.normal(jax.random.key(0), (table.vocab, table.dim))
@@ -132,7 +132,7 @@ def look_up(table: CompactTable, tokens: int) -> dict[str, Any]:
   return rows
 
 
-def random_compact(table: CompactTable) -> CompactEmbedding:
+def random_compact(table: TableShape) -> CompactEmbedding:
   """A compact embedding of random codes and values."""
   codes = np.random.default_rng(0).integers(0, table.codes, (table.vocab, table.subspaces))
   shape = table.subspaces, table.codes, table.dim // table.subspaces
@@ -147,7 +147,7 @@ def random_compact(table: CompactTable) -> CompactEmbedding:
   )
 
 
-def export(table: CompactTable) -> dict[str, Any]:
+def export(table: TableShape) -> dict[str, Any]:
   """Cost of `compact` and `save`, and of a lookup, each in its own process."""
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder, "embedding.safetensors")
@@ -169,7 +169,7 @@ def export(table: CompactTable) -> dict[str, Any]:
   return rows
 
 
-def _exported(table: CompactTable, path: str) -> dict[str, Any]:
+def _exported(table: TableShape, path: str) -> dict[str, Any]:
   """Cost of the export; memory is the peak beyond the trained embedding."""
   quantizer = SoftmaxQuantizer(table.codes, table.subspaces, table.dim)
   embedding = DPQEmbedding(table.vocab, table.dim, quantizer)

@@ -21,7 +21,7 @@ COMPONENTS = 4
 """Components of the mixture per cluster: words, too, have more kinds than there are codes."""
 
 
-class Size(NamedTuple):
+class PointsShape(NamedTuple):
   """Sizes of a fit: N points of width D, K clusters."""
 
   points: int
@@ -34,14 +34,14 @@ class Size(NamedTuple):
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
   """Fit two tables with both libraries, each fit in a process of its own."""
-  size = Size(509, 16, 31) if quick else Size(267_735, 768, 1024)
+  size = PointsShape(509, 16, 31) if quick else PointsShape(267_735, 768, 1024)
   figures = {"size": size._asdict(), "data": {}}
   for draw in (mixture,) if quick else (mixture, gaussian):
     figures["data"][draw.__name__] = against_sklearn(size, draw)
     yield figures
 
 
-def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
+def against_sklearn(size: PointsShape, draw: Callable[[PointsShape], np.ndarray]) -> dict:
   """Print and return the cost of both fits of a table, and their ratios.
 
   Memory is the peak of the process beyond its memory before the fit.
@@ -76,7 +76,7 @@ def against_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
   return {"rows": rows, "ratios": ratios}
 
 
-def fit_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
+def fit_sklearn(size: PointsShape, draw: Callable[[PointsShape], np.ndarray]) -> dict:
   """Cost of scikit-learn's Lloyd iterations."""
   from sklearn.cluster import KMeans as SklearnKMeans
 
@@ -94,7 +94,7 @@ def fit_sklearn(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
   return cost | {"inertia": float(model.inertia_)}
 
 
-def fit_vqjax(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
+def fit_vqjax(size: PointsShape, draw: Callable[[PointsShape], np.ndarray]) -> dict:
   """Cost of `vqjax.ops.kmeans`, with the compiler's account of memory."""
   points = jnp.asarray(draw(size))
   fit = jax.jit(functools.partial(kmeans, clusters=size.clusters, iterations=ITERATIONS))
@@ -113,12 +113,12 @@ def fit_vqjax(size: Size, draw: Callable[[Size], np.ndarray]) -> dict:
   }
 
 
-def gaussian(size: Size) -> np.ndarray:
+def gaussian(size: PointsShape) -> np.ndarray:
   """Normal points of unit variance, without clusters."""
   return _filled(size, lambda draw, block: draw.standard_normal(block.shape, np.float32, block))
 
 
-def mixture(size: Size) -> np.ndarray:
+def mixture(size: PointsShape) -> np.ndarray:
   """Points around centers with sizes by Zipf's law; half of the variance is noise."""
   count = COMPONENTS * size.clusters
   centers = np.random.default_rng(1).standard_normal((count, size.dim), np.float32)

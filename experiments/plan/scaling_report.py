@@ -49,7 +49,7 @@ def _least(plan: Mapping[str, Any]) -> str:
 
 
 def update(rows: Rows, path: pathlib.Path) -> None:
-  """Rewrite the tables of the page, one for each model and quantity, and that of the plans."""
+  """Rewrite the page's table of plans, and one for each model and quantity."""
   configs = dict.fromkeys(cell.config for cell in rows)
   blocks = {"plans": page.markdown(_plans(rows))}
   for config in configs:
@@ -81,7 +81,7 @@ def _plans(rows: Rows) -> pd.DataFrame:
 
 
 def _table(rows: Rows, value: Callable[[Mapping[str, Any]], str]) -> pd.DataFrame:
-  """A quantity by vocabulary and head, a column for each number of chips with a cell."""
+  """A quantity by vocabulary and head, with a column for each number of chips."""
   sizes = sorted({cell.chips for cell in rows})
   shown = []
   for vocab, head in dict.fromkeys((cell.vocab, cell.head) for cell in rows):

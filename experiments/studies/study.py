@@ -85,7 +85,7 @@ def derived(
   """A job that measures something of another job's run.
 
   Args:
-    name: of this job.
+    name: name of this job.
     label: the row's label in tables.
     source: the job whose run is measured.
     settings: how it is measured, as values that JSON has; part of the identity.
@@ -117,7 +117,7 @@ class Study:
   ignores.
 
   Attributes:
-    name: of the study's folder, and of its runs in runs/NAME.
+    name: name of the study's folder, and of its runs in runs/NAME.
     description: the text of --help.
     scales: the names of the scales.
     jobs: scale -> jobs, each after the jobs that it needs.

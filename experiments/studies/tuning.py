@@ -46,7 +46,7 @@ def with_fields(experiment: Experiment, fields: Mapping[str, float]) -> Experime
 
 
 def shortened(experiment: Experiment, part: int) -> Experiment:
-  """The experiment with a `part`-th of its steps and of its warm-up, evaluated once at the end."""
+  """The experiment with a `part`-th of its steps and warm-up, evaluated at the end."""
   train = experiment.train
   steps = max(1, train.steps // part)
   own = dataclasses.replace(
@@ -64,12 +64,12 @@ def tuning(
   validation loss in nats a token; None where it diverged) and the `seconds` of all of them.
 
   Args:
-    name: of the job.
+    name: name of the job.
     label: its label in lists.
     experiment: the row's experiment, with its full number of steps.
     grid: what is tried.
-    folder: of the trials' runs, one a candidate and round; their checkpoints are removed once they
-      have a result.
+    folder: folder of the trials' runs, one for each candidate and round; their checkpoints are
+      removed once they have a result.
   """
   folder = pathlib.Path(folder)
 

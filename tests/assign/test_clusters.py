@@ -152,7 +152,7 @@ def test_wrong_embeddings_and_weights_are_refused(recipe, embeddings, counts):
     r"`embeddings` must have shape \[V, D\], .* got \(6,\)": (embeddings[0], 2, None),
     "`embeddings` must be real numbers; got complex64": (embeddings * 1j, CODES, None),
     "`weights` must not be all zero in float32; got 0": (embeddings, CODES, 0 * counts),
-    r"`weights` must have shape \(211,\), one a token; got \(210,\)": (
+    r"`weights` must have shape \(211,\); got \(210,\)": (
       embeddings,
       CODES,
       counts[1:],

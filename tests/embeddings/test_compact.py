@@ -167,12 +167,12 @@ def test_fixed_codes_have_a_compact_form(options, fields):
   variables = embedding.init(jax.random.key(0), jnp.arange(3))
   compact, tokens = embedding.compact(variables), jnp.arange(V)
   np.testing.assert_array_equal(compact(tokens), embedding.apply(variables, tokens))
-  assert embedding.shipped().state_bytes == compact.nbytes
+  assert embedding.inference_size().state_bytes == compact.nbytes
 
 
 @pytest.mark.slow
-def test_the_compact_form_has_the_size_that_shipped_states(embedding, variables):
-  assert embedding.shipped().state_bytes == embedding.compact(variables).nbytes
+def test_the_compact_form_has_the_inference_size_that_it_states(embedding, variables):
+  assert embedding.inference_size().state_bytes == embedding.compact(variables).nbytes
 
 
 def test_a_damaged_header_is_a_value_error_or_reads_the_same(saved):

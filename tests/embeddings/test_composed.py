@@ -63,22 +63,22 @@ def test_size_and_axes_are_those_of_the_variables(name):
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
-def test_the_shipped_size_is_codes_values_and_layers():
+def test_the_inference_size_is_codes_values_and_layers():
   layers = 7 * (5 + 1) + D * (7 + 1)
   values, codes = 3 * 4 * 5, -(-V * 3 * 2 // 8)
   for name in ("composed", "guided, composed"):
-    shipped = CASES[name].shipped()
+    shipped = CASES[name].inference_size()
     assert shipped.params == values + layers
     assert shipped.state_bytes == 4 * (values + layers) + codes
-  assert CASES["guided"].shipped() == DenseEmbedding(V, D).size()
+  assert CASES["guided"].inference_size() == DenseEmbedding(V, D).size()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("additive", [False, True])
-def test_the_shipped_size_of_quantised_vectors_is_that_of_the_compact_form(additive):
+def test_the_inference_size_of_quantised_vectors_is_that_of_the_compact_form(additive):
   embedding = DPQEmbedding(V, D, SoftmaxQuantizer(5, 3, D, additive=additive))
   small = embedding.compact(made(embedding))
-  assert embedding.shipped().state_bytes == small.nbytes
+  assert embedding.inference_size().state_bytes == small.nbytes
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def test_numbers_outside_their_range_are_refused(embedding, message):
 
 
 def test_a_table_that_is_not_finite_is_refused():
-  with pytest.raises(ValueError, match="not finite"):
+  with pytest.raises(ValueError, match="`table` must be finite"):
     scalar_levels(np.array([[1.0, np.nan]]), 8)
 
 
@@ -163,7 +163,7 @@ def test_levels_are_packed_at_their_bits_and_read_back(bits, tmp_path):
   }
   compact = embedding.compact(variables)
   assert compact.data.nbytes == -(-vocab * dim * bits // 8)
-  assert embedding.shipped().state_bytes == compact.nbytes
+  assert embedding.inference_size().state_bytes == compact.nbytes
   compact.save(tmp_path / "small.safetensors")
   read = compact_file.open_compact(tmp_path / "small.safetensors")
   np.testing.assert_array_equal(read.codes_of(np.arange(vocab)), levels)

@@ -59,6 +59,7 @@ class FrequentAlone:
     if not 0 <= self.fraction < 1:
       raise ValueError(
         f"`fraction` must be in [0, 1), so that the other tokens have a code; got {self.fraction}."
+        " 0.5 is usual."
       )
     check_codes(vocab, codes)
     alone = int(codes * self.fraction)

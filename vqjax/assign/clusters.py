@@ -98,6 +98,7 @@ def frequent_alone(
   if not 0 <= alone < codes:
     raise ValueError(
       f"`alone` must be in [0, {codes}), so that the other tokens have a code; got {alone}."
+      " Give fewer."
     )
   first, others = np.split(by_frequency(counts), [alone])
   if not weights[others].any():
@@ -183,7 +184,7 @@ def assigned_within(
   if capacity * len(centers) < len(rows):
     raise ValueError(
       f"`capacity` must be at least {-(-len(rows) // len(centers))} for {len(rows)} tokens on"
-      f" {len(centers)} codes; got {capacity}."
+      f" {len(centers)} codes; got {capacity}. Raise it, or give more codes."
     )
   auction = _Auction(rows, centers, capacity, weights)
   for round_number in itertools.count(1):

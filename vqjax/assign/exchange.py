@@ -33,9 +33,14 @@ def bigrams(tokens: ArrayLike, vocab: int) -> scipy.sparse.csr_array:
   """
   row = np.asarray(tokens)
   if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-    raise ValueError(f"`tokens` must be one row of integers; got {row.dtype}{list(row.shape)}.")
+    raise ValueError(
+      f"`tokens` must be one row of integers; got {row.dtype}{list(row.shape)}. Concatenate the"
+      " documents."
+    )
   if row.size < 2:
-    raise ValueError(f"`tokens` must have at least 2 tokens, for a bigram; got {row.size}.")
+    raise ValueError(
+      f"`tokens` must have at least 2 tokens, for a bigram; got {row.size}. Give a longer text."
+    )
   outside = np.flatnonzero((row < 0) | (row >= vocab))
   if outside.size:
     raise ValueError(

@@ -30,7 +30,10 @@ def save(assignment: ArrayLike, path: str | pathlib.Path, *, codes: int, fingerp
   table = checked(assignment, np.size(assignment), codes)
   header = f"vocab {table.size} codes {codes} tokenizer {fingerprint}"
   if not _HEADER.fullmatch(header):
-    raise ValueError(f"`fingerprint` must be one word, Encoder.fingerprint(); got {fingerprint!r}.")
+    raise ValueError(
+      f"`fingerprint` must be one word; got {fingerprint!r}. Give encoder.fingerprint() of the"
+      " tokenizer."
+    )
   lines = (f"{token} {code}\n" for token, code in enumerate(table))
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,12 +102,16 @@ def _parsed(where: str, line: str, vocab: int, codes: int) -> tuple[int, int]:
     token, code = map(int, line.split())
   except ValueError:
     raise ValueError(
-      f"{where}: a line must be `token code`, two integers; got {line[:60]!r}."
+      f"{where}: a line must be `token code`, two integers; got {line[:60]!r}. Write the file"
+      " with assign.save."
     ) from None
   if not 0 <= token < vocab:
     raise ValueError(f"{where}: `token` must be in [0, {vocab}); got {token}. Remove the line.")
   if not 0 <= code < codes:
-    raise ValueError(f"{where}: `code` must be in [0, {codes}); got {code} for token {token}.")
+    raise ValueError(
+      f"{where}: `code` must be in [0, {codes}); got {code} for token {token}. Use another file, or"
+      " more codes."
+    )
   return token, code
 
 

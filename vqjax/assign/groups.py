@@ -74,7 +74,7 @@ def memory_groups(vocab: int, arrays: float | int = 4) -> int:
     ValueError: `vocab` is less than 1, or `arrays` is not positive and finite.
   """
   if vocab < 1:
-    raise ValueError(f"`vocab` must be at least 1; got {vocab}.")
+    raise ValueError(f"`vocab` must be at least 1; got {vocab}. Give the number of tokens.")
   if not 0 < arrays < math.inf:
     raise ValueError(f"`arrays` must be positive and finite; got {arrays}. 4 is usual.")
   return max(1, min(vocab, round(math.sqrt(vocab * arrays))))

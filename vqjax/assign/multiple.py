@@ -41,7 +41,7 @@ def checked_codes(
   if codes.shape != (vocab, subspaces) or not np.issubdtype(codes.dtype, np.integer):
     raise ValueError(
       f"`codes` must be integers [{vocab}, {subspaces}], one for each token and subspace; got"
-      f" {codes.dtype}{list(codes.shape)}."
+      f" {codes.dtype}{list(codes.shape)}. Give the layer the numbers with which they were made."
     )
   outside = np.argwhere((codes < 0) | (codes >= count))
   if len(outside):

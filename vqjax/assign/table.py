@@ -20,7 +20,7 @@ REMEDY = "Build it with assign.contiguous(vocab, codes) or another function of v
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Given:
-  """A given array where a function makes one: an assignment, codes, an order or a weight.
+  """A given array in place of a function that would make it.
 
   Layers wrap the arrays that their fields named `*_init` get, since only then can the layers be
   compared and hashed.
@@ -32,7 +32,7 @@ class Given:
   table: ArrayLike
 
   def __call__(self, *request: Any) -> np.ndarray:
-    """The array; the request (vocab, codes) of an assignment is checked as by `checked`."""
+    """The array; for arguments (vocab, codes), an assignment that is checked."""
     return checked(self.table, *request) if len(request) == 2 else np.asarray(self.table)
 
   def __eq__(self, other: object) -> bool:
@@ -76,7 +76,9 @@ def checked(assignment: ArrayLike, vocab: int, codes: int) -> Int[np.ndarray, "{
 def check_codes(vocab: int, codes: int) -> None:
   """Raise ValueError unless there are at least one and at most V codes."""
   if not 1 <= codes <= vocab:
-    raise ValueError(f"`codes` must be in [1, vocab]; got {codes} for vocab {vocab}.")
+    raise ValueError(
+      f"`codes` must be in [1, vocab]; got {codes} for vocab {vocab}. Give fewer codes than tokens."
+    )
 
 
 def checked_counts(counts: ArrayLike, vocab: int | None = None) -> Int[np.ndarray, "V"]:
@@ -114,7 +116,7 @@ def checked_rows(embeddings: ArrayLike, codes: int) -> Float[np.ndarray, "V D"]:
   rows = np.asarray(embeddings)
   if rows.ndim != 2:
     raise ValueError(
-      f"`embeddings` must have shape [V, D], a row for each token; got {rows.shape}."
+      f"`embeddings` must have shape [V, D], a row for each token; got {rows.shape}. Reshape them."
     )
   if not np.can_cast(rows.dtype, np.float64, "same_kind"):
     raise ValueError(f"`embeddings` must be real numbers; got {rows.dtype}. Give float32 rows.")
@@ -141,7 +143,9 @@ def checked_weights(weights: ArrayLike | None, vocab: int) -> Float[np.ndarray, 
     return np.ones(vocab, np.float32)
   table = np.asarray(weights)
   if table.shape != (vocab,):
-    raise ValueError(f"`weights` must have shape ({vocab},), one a token; got {table.shape}.")
+    raise ValueError(
+      f"`weights` must have shape ({vocab},); got {table.shape}. Give one weight for each token."
+    )
   with np.errstate(over="ignore"):
     narrow = table.astype(np.float32)
   wrong = np.flatnonzero(~(np.isfinite(narrow) & (table >= 0)))

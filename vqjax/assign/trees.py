@@ -42,7 +42,7 @@ TreeInit = Callable[[int], Tree]
 def balanced(vocab: int) -> Tree:
   """The tree of least depth, ceil(log2 V), with tokens in order of their ids."""
   if vocab < 1:
-    raise ValueError(f"`vocab` must be at least 1; got {vocab}.")
+    raise ValueError(f"`vocab` must be at least 1; got {vocab}. Give the number of tokens.")
   depth = (vocab - 1).bit_length()
   early = 2**depth - vocab
   return _with_depths(np.arange(vocab), np.where(np.arange(vocab) < early, depth - 1, depth))

@@ -76,7 +76,7 @@ class Clusters:
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-  """Scalar quantisation: each number is one of 2^bits numbers, which k-means chooses.
+  """Scalar quantisation: each number is one of 2^bits numbers, chosen by k-means.
 
   It takes V·D·bits/8 bytes of codes and 4·2^bits bytes of numbers. A `ScalarEmbedding` has equally
   spaced numbers instead, as the baseline of the DPQ paper; see `convert.to_levels`.
@@ -271,7 +271,7 @@ def _second_moments(hidden: Any, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _within(fraction: float, rows: np.ndarray, bias_bytes: int) -> Product:
-  """The product quantisation with the most bits a token within a fraction of the bytes."""
+  """The product quantisation with the most bits a token within a budget."""
   if not 0 < fraction <= 1:
     raise ValueError(
       f"`bytes` must be a fraction of the table's bytes, in (0, 1]; got {fraction}. Give 1/16."
@@ -296,7 +296,7 @@ def _within(fraction: float, rows: np.ndarray, bias_bytes: int) -> Product:
 
 
 def _errors(small, rows, weights, moment) -> tuple[float, float]:
-  """The relative squared error, and with weights and the metric of the hidden states."""
+  """The relative squared error, plain and as it was minimised."""
   vectors = jax.jit(CompactEmbedding.__call__)
   sums = np.zeros((2, 2))
   for first in range(0, len(rows), BLOCK):

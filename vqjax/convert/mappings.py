@@ -194,7 +194,7 @@ def contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D
 
 @dataclasses.dataclass(frozen=True)
 class ContextVectors:
-  """Vectors of the tokens' neighbours in the text, with the scale of a fresh head's rows.
+  """Vectors of the tokens' neighbours in the text, on the scale of a new head.
 
   They are the embeddings that `ContextKMeans` clusters. Their mean square length is 1, as that of
   rows that `variables.row_init` draws.

@@ -47,7 +47,7 @@ def _check_table(embedding, table):
   if table.shape != (embedding.vocab, embedding.dim):
     raise ValueError(
       f"`table` must have shape {[embedding.vocab, embedding.dim]}, as the embedding; got"
-      f" {list(table.shape)}."
+      f" {list(table.shape)}. Give the embedding the table's sizes."
     )
   if not np.isfinite(table).all():
     raise ValueError(
@@ -157,7 +157,7 @@ def to_clusters(
 
 
 def _levels_of_least_error(table, codes, key, weights, iterations):
-  """K numbers [1, K, 1] and the nearest of them for each number, by k-means of a histogram."""
+  """K numbers [1, K, 1], by k-means of a histogram, and each number's nearest."""
   ends = float(table.min()), float(table.max())
   weights = np.ones(len(table)) if weights is None else weights
   blocks = [slice(first, first + ROWS) for first in range(0, len(table), ROWS)]
@@ -196,7 +196,7 @@ def product_codes(
   second: Float[np.ndarray, "D D"] | None = None,
   iterations: int = 25,
 ) -> tuple[Float[np.ndarray, "M K C"], Int[np.ndarray, "V M"]]:
-  """The values and the codes of product quantisation; the arguments are those of `to_clusters`."""
+  """The values and the codes of product quantisation, with `to_clusters`' arguments."""
   width, values, assigned = rows.shape[1] // subspaces, [], []
   weights = None if weights is None else jnp.asarray(weights, jnp.float32)
   for m, own_key in enumerate(jax.random.split(key, subspaces)):
@@ -256,7 +256,7 @@ def _sweep(error_VD, values_MKC, codes_MV, second, roots_MCC, weights_V, fit):
 
 
 def _descend(rows, values, codes, second, weights, fit):
-  """Codes, and values if `fit`, that lower the error of products with vectors of `second`."""
+  """Codes, and values if `fit`, that lower the error in the metric `second`."""
   subspaces, _, width = values.shape
   blocks = np.asarray(second, np.float64).reshape(subspaces, width, subspaces, width)
   roots = np.linalg.cholesky(blocks[range(subspaces), :, range(subspaces)])
@@ -392,6 +392,7 @@ class Codes:
         "`embedding` must be a ProductEmbedding with the quantizer's (codes, subspaces, shared,"
         f" additive) {form(self.quantizer)}; got a {type(embedding).__name__} with"
         f" {form(embedding) if isinstance(embedding, ProductEmbedding) else 'no codes'}."
+        " Give both the same."
       )
     # The network is trained on numbers of unit size, for any scale of the table.
     size = float(np.sqrt(np.mean(np.square(table, dtype=np.float64)))) or 1.0

@@ -73,7 +73,7 @@ def _bias(stats: TokenStats, head: Head) -> dict[str, np.ndarray]:
 
 
 def _code_bias(stats: TokenStats, head: Head, code: Int[np.ndarray, "V"]) -> dict[str, np.ndarray]:
-  """The trained output bias, or that of the counts, of a head whose tokens share codes."""
+  """The trained output bias of a head with shared codes, or that of the counts."""
   if head.token_bias and stats.bias is None:
     return {"token_bias": unigram_bias(stats, code)}
   return _bias(stats, head)
@@ -84,7 +84,7 @@ class ToDense:
   """`DenseHead` variables: the rows themselves."""
 
   def __call__(self, stats: TokenStats, head: Head) -> dict:
-    """The head's variables; TypeError for a head of another class."""
+    """The head's variables; ValueError for a head of another class."""
     check_kind(head, DenseHead, self)
     return {"params": {"weight": stats.output} | _bias(stats, head)}
 

@@ -57,7 +57,7 @@ class Embedding(Layer):
     del deterministic
     return self(tokens), self.aux(tokens)
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of what inference needs, which may be less than `size`."""
     return self.size()
 

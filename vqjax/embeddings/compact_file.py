@@ -52,11 +52,14 @@ class CompactTable:
     """
     tokens = np.asarray(tokens)
     if not np.issubdtype(tokens.dtype, np.integer) and tokens.size:
-      raise IndexError(f"`tokens` must be integers; got {tokens.dtype}.")
+      raise IndexError(f"`tokens` must be integers; got {tokens.dtype}. Give token ids.")
     tokens = tokens.astype(np.int64)
     wrong = (tokens < 0) | (tokens >= self.vocab)
     if wrong.any():
-      raise IndexError(f"`tokens` must be in [0, {self.vocab}); got {tokens[wrong].flat[0]}.")
+      raise IndexError(
+        f"`tokens` must be in [0, {self.vocab}); got {tokens[wrong].flat[0]}. Use the tokenizer of"
+        " the table."
+      )
     row_bits = self.subspaces * self.bits
     first = tokens.astype(np.int64)[..., None] * row_bits + np.arange(row_bits)
     bit = self.data[first // 8] >> (first % 8).astype(np.uint8) & 1
@@ -88,7 +91,10 @@ def open_compact(path):
   header, start = _header(path, size)
   meta = header["__metadata__"]
   if meta.get("format") != FORMAT:
-    raise ValueError(f"`format` of {path} must be {FORMAT!r}; got {meta.get('format')!r}.")
+    raise ValueError(
+      f"`format` of {path} must be {FORMAT!r}; got {meta.get('format')!r}. Write the file with"
+      " CompactEmbedding.save."
+    )
   if meta.get("version") != VERSION:
     raise ValueError(
       f"`version` of {path} must be {VERSION!r}; got {meta.get('version')!r}. Read it with the"
@@ -131,7 +137,7 @@ def _header(path, size):
 def _count(path, meta, key):
   text = meta.get(key, "")
   if not text.isdecimal() or not int(text):
-    raise ValueError(f"`{key}` of {path} must be a positive number; got {text!r}.")
+    raise ValueError(f"`{key}` of {path} must be a positive number; got {text!r}. Save it again.")
   return int(text)
 
 
@@ -163,15 +169,16 @@ def _check(path, table):
   if table.data.shape != (-(-bits // 8),):
     raise ValueError(
       f"the codes of {path} must have {-(-bits // 8)} bytes for V={table.vocab} M={table.subspaces}"
-      f" K={table.codes}; got shape {table.data.shape}."
+      f" K={table.codes}; got shape {table.data.shape}. Save it again."
     )
   width = table.dim if table.additive else table.dim // table.subspaces
   shapes = [(q, table.codes, width) for q in (1, table.subspaces)]
   if table.values.shape not in shapes or (table.dim % table.subspaces and not table.additive):
     raise ValueError(
       f"the values of {path} must have one of the shapes {shapes}; got {table.values.shape}."
+      " Save it again."
     )
   if table.bias is not None and table.bias.shape != (table.vocab,):
     raise ValueError(
-      f"the bias of {path} must have shape ({table.vocab},); got {table.bias.shape}."
+      f"the bias of {path} must have shape ({table.vocab},); got {table.bias.shape}. Save it again."
     )

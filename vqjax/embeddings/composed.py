@@ -49,9 +49,11 @@ class ComposedEmbedding(Embedding):
   def check(self) -> None:
     """Check the vocabulary of the inner embedding and the width of the hidden layer."""
     if self.inner.vocab != self.vocab:
-      raise ValueError(f"`inner` must have vocab {self.vocab}; got {self.inner.vocab}.")
+      raise ValueError(
+        f"`inner` must have vocab {self.vocab}; got {self.inner.vocab}. Give both the same."
+      )
     if self.hidden < 1:
-      raise ValueError(f"`hidden` must be at least 1; got {self.hidden}.")
+      raise ValueError(f"`hidden` must be at least 1; got {self.hidden}. Give a width such as dim.")
 
   def setup(self):
     super().setup()
@@ -88,9 +90,9 @@ class ComposedEmbedding(Embedding):
     """The vectors of the whole vocabulary, float32."""
     return self._composed(self.inner.table())
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of the inner embedding for inference, with the two layers."""
-    inner = self.inner.shipped()
+    inner = self.inner.inference_size()
     params, state_bytes = variables.count_and_bytes(self._layers())
     return Size(
       params=inner.params + params,

@@ -73,6 +73,7 @@ class DPQEmbedding(Embedding):
     if self.quantizer.width != self.dim:
       raise ValueError(
         f"`quantizer` must make vectors of width dim={self.dim}; got width {self.quantizer.width}."
+        " Give it the value_dim of the embedding's dim, or leave its widths out."
       )
 
   def flops_per_token(self) -> int:
@@ -142,7 +143,7 @@ class DPQEmbedding(Embedding):
       dtype=self._out.name,
     )
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of `compact`: float32 values, and codes at ceil(log2 K) bits."""
     q = self.quantizer
     values = math.prod(q.value_shape)

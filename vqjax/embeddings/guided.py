@@ -46,7 +46,7 @@ class GuidedEmbedding(Embedding):
     if (self.student.vocab, self.student.dim) != (self.vocab, self.dim):
       raise ValueError(
         f"`student` must have vocab {self.vocab} and dim {self.dim}; got {self.student.vocab} and"
-        f" {self.student.dim}."
+        f" {self.student.dim}. Give both the same."
       )
     if not 0 <= self.weight < math.inf:
       raise ValueError(f"`weight` must be finite and not negative; got {self.weight}. 1 is usual.")
@@ -81,6 +81,6 @@ class GuidedEmbedding(Embedding):
     """The table of the student."""
     return self.student.table()
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of the student for inference."""
-    return self.student.shipped()
+    return self.student.inference_size()

@@ -103,7 +103,7 @@ class ProductEmbedding(Embedding):
       dtype=self._out.name,
     )
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of `compact`: float32 values, and codes at ceil(log2 K) bits."""
     size = self.size()
     codes = packing.packed_bytes(self.vocab, self.subspaces, packing.bits_for(self.codes))

@@ -65,7 +65,7 @@ class ScalarEmbedding(Embedding):
     return self._dequantized(self.array("levels").astype(jnp.float32))
 
   def compact(self, variables: dict) -> CompactEmbedding:
-    """The form for inference: levels packed at `bits` bits each, and the 2^bits numbers.
+    """The form for inference: packed levels of `bits` bits, and the 2^bits numbers.
 
     A level is a code into one table of numbers that all D positions share.
     """
@@ -82,7 +82,7 @@ class ScalarEmbedding(Embedding):
       dtype=jnp.dtype(self.dtype or jnp.float32).name,
     )
 
-  def shipped(self) -> Size:
+  def inference_size(self) -> Size:
     """The size of `compact`: levels at `bits` bits each, and the 2^bits numbers."""
     levels = packing.packed_bytes(self.vocab, self.dim, self.bits)
     return self.size()._replace(state_bytes=4 * 2**self.bits + levels)
@@ -101,7 +101,9 @@ def scalar_levels(
   _check_bits(bits)
   if not np.isfinite(table).all():
     wrong = np.size(table) - np.isfinite(table).sum()
-    raise ValueError(f"`table` must be finite; got {wrong} numbers that are not finite.")
+    raise ValueError(
+      f"`table` must be finite; got {wrong} numbers that are not. Use an earlier checkpoint."
+    )
   low, high = float(table.min()), float(table.max())
   step = (high - low) / (2**bits - 1)
   levels = np.zeros(np.shape(table), code_dtype(2**bits))

@@ -194,10 +194,12 @@ class Head(Layer):
       )
     if hidden.shape[-1] != self.dim:
       raise ValueError(
-        f"the width of `hidden` must be the head's dim; got {hidden.shape[-1]} for dim {self.dim}."
+        f"`hidden` must have the width of the head; got {hidden.shape[-1]} for dim {self.dim}."
         " Give the head the width of the model."
       )
 
   def _check_k(self, k: int) -> None:
     if not isinstance(k, numbers.Integral) or not 1 <= k <= self.vocab:
-      raise ValueError(f"`k` must be an integer in [1, vocab]; got {k} for vocab {self.vocab}.")
+      raise ValueError(
+        f"`k` must be an integer in [1, vocab]; got {k} for vocab {self.vocab}. 50 is usual."
+      )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -92,21 +90,16 @@ class CodebookHead(Head):
         "assignment": table((v,), ("vocab",), make, pad_value=code_ops.NO_CODE),
       }
     if self.token_bias:
+      # 0 and not -inf: padding rows have the code NO_CODE, which removes them.
       declared["token_bias"] = Variable(
         (v,), ("vocab",), self.bias_init, self.param_dtype, pad_value=0
       )
-      # 0 and not -inf: padding rows have the code NO_CODE, which removes them.
     return declared
 
   def check(self) -> None:
     """Check the number of codes, the options of the loss and a tied embedding."""
     check_codes(self.vocab, self.codes)
     regularizers.check(self)
-    if not 0 <= self.commitment < math.inf:
-      raise ValueError(
-        f"`commitment` must be finite and not negative; got {self.commitment}. 0.25 is usual, 0 for"
-        " none."
-      )
     tied = self.embedding
     if tied is not None and not isinstance(tied, CodebookEmbedding):
       raise ValueError(

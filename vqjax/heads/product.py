@@ -144,15 +144,6 @@ class LearnedProductHead(_ProductTables):
     )
     return super().declare() | {"latent": latent}
 
-  def check(self) -> None:
-    """Check the coefficient of the commitment."""
-    super().check()
-    if not 0 <= self.commitment < math.inf:
-      raise ValueError(
-        f"`commitment` must be finite and not negative; got {self.commitment}. 0.25 is usual, 0 for"
-        " none."
-      )
-
   def _weight(self) -> RowFactory:
     return RowFactory(self.array("latent"), self.array("tables"), product.quantized)
 

@@ -14,15 +14,19 @@ from vqjax.ops.vocabulary import mean_in_vocabulary
 
 
 def check(head: Head) -> None:
-  """Raise ValueError where `z_loss` or `label_smoothing` is outside its range."""
+  """Raise ValueError where a coefficient of the training loss is outside its range."""
   if not 0 <= head.label_smoothing < 1:
     raise ValueError(
       f"`label_smoothing` must be in [0, 1); got {head.label_smoothing}. 0.1 is usual."
     )
-  if not 0 <= head.z_loss < math.inf:
-    raise ValueError(
-      f"`z_loss` must be finite and not negative; got {head.z_loss}. 1e-4 is usual, 0 for none."
-    )
+  for name, usual in (("z_loss", 1e-4), ("commitment", 0.25)):
+    # Only heads with codes have a commitment.
+    coefficient = getattr(head, name, 0.0)
+    if not 0 <= coefficient < math.inf:
+      raise ValueError(
+        f"`{name}` must be finite and not negative; got {coefficient}. {usual} is usual, 0 for"
+        " none."
+      )
 
 
 def terms(

@@ -89,10 +89,10 @@ class Grades(NamedTuple):
   """A judge's grades of one story, from 0 to 10, and an age.
 
   Attributes:
-    grammar: of the completion.
-    creativity: of the completion.
-    consistency: of the completion with the beginning.
-    plot: whether the completion makes sense.
+    grammar: grade of the completion's language.
+    creativity: grade of its ideas.
+    consistency: grade of its consistency with the beginning.
+    plot: grade of whether the completion makes sense.
     age: in years, of a child that would write so: the middle of the age group that the judge chose.
       TinyStories does not say how ages are computed from groups.
   """
@@ -206,19 +206,19 @@ class Judge:
       is_address = False
     if not is_address or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", self.url):
       raise ValueError(
-        f"`url` must be an address such as http://127.0.0.1:8000/v1; got {self.url!r}."
+        f"`url` must be an address such as http://127.0.0.1:8000/v1; got {self.url!r}. Correct it."
       )
     if parts.path.rstrip("/").endswith("/chat/completions"):
       raise ValueError(f"`url` must end before /chat/completions; got {self.url!r}. Leave it out.")
     if not self.model:
-      raise ValueError("`model` must name a model of the endpoint; got ''.")
+      raise ValueError("`model` must name a model of the endpoint; got ''. Give its name.")
     for name, is_valid in (
       ("attempts", self.attempts >= 1),
       ("timeout", self.timeout > 0),
       ("wait", self.wait >= 0),
     ):
       if not is_valid:
-        raise ValueError(f"`{name}` must be positive; got {getattr(self, name)}.")
+        raise ValueError(f"`{name}` must be positive; got {getattr(self, name)}. Leave it out.")
 
   @property
   def _route(self) -> str:

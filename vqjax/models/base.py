@@ -37,7 +37,9 @@ def check_heads(dim: int, heads: int) -> None:
 def check_dim(name: str, layer: Embedding | Head | None, dim: int) -> None:
   """Raise ValueError unless the field `name` of a model has the model width."""
   if layer is not None and layer.dim != dim:
-    raise ValueError(f"`{name}` must have the model's dim {dim}; got {layer.dim}.")
+    raise ValueError(
+      f"`{name}` must have the model's dim {dim}; got {layer.dim}. Give both the same width."
+    )
 
 
 def check_dropout(dropout: float) -> None:
@@ -76,6 +78,7 @@ class LanguageModel(nn.Module, metaclass=abc.ABCMeta):
     if self.embedding.vocab != self.head.vocab:
       raise ValueError(
         f"`head` must have the embedding's vocab {self.embedding.vocab}; got {self.head.vocab}."
+        " Give both the same vocabulary."
       )
 
   def __call__(

@@ -198,10 +198,11 @@ class Transformer(LanguageModel):
   def setup(self):
     for name in ("layers", "context"):
       if getattr(self, name) < 1:
-        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}. Raise it.")
     if self.window is not None and self.window < 1:
       raise ValueError(
         f"`window` must be at least 1, the position itself, or None; got {self.window}."
+        " 256 is usual."
       )
     check_dropout(self.dropout)
     check_heads(self.dim, self.heads)
@@ -228,7 +229,10 @@ class Transformer(LanguageModel):
     """Final hidden vectors, after positions, blocks and the final LayerNorm."""
     length = vectors.shape[1]
     if length > self.context:
-      raise ValueError(f"`tokens` must have at most context {self.context} columns; got {length}.")
+      raise ValueError(
+        f"`tokens` must have at most context {self.context} columns; got {length}. Cut them, or"
+        " raise the model's context."
+      )
     x_BTD = vectors.astype(self.dtype) + self.position[:length].astype(self.dtype)
     x_BTD = constrain(self.drop(x_BTD, deterministic), ROWS)
     windows_L = None

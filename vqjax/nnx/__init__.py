@@ -1,4 +1,4 @@
-"""The layers as NNX modules: the same names, fields, methods and numbers as the Linen layers.
+"""NNX modules with the names, fields, methods and numbers of the Linen layers.
 
   head = vqjax.nnx.CodebookHead(vocab=50_257, dim=64, codes=1024, rngs=nnx.Rngs(0))
   loss = -head.log_prob(hidden, tokens).mean()

@@ -1,4 +1,4 @@
-"""The base class of NNX layers, which wrap the Linen layers and their declarations.
+"""The base class of NNX layers, which wrap Linen layers and their declarations.
 
 An NNX layer has the variables that its Linen layer declares, and calls the methods of that layer on
 their values. So both have one implementation of every method and one declaration of every variable.
@@ -26,11 +26,11 @@ AxisRules = Mapping[str, str | tuple[str, ...] | None]
 
 
 class Codes(nnx.Variable):
-  """Integer tables, such as the code of each token: saved and sharded, never trained."""
+  """An integer table, such as the code of each token: saved, never trained."""
 
 
 class LayerState(nnx.Variable):
-  """Numbers that a layer keeps beside its parameters, such as moving averages of centroids."""
+  """State beside the parameters, such as moving averages of centroids."""
 
 
 _KINDS = {"params": nnx.Param, "codes": Codes, "batch_stats": nnx.BatchStat}
@@ -117,7 +117,7 @@ class Layer(nnx.Module):
       setattr(self, self._attribute(name), held)
 
   def _create(self, part: Any, rngs: nnx.Rngs, rules: AxisRules) -> Any:
-    """What is made for a part of the declaration: a variable, a layer, or a dict of variables."""
+    """The variable, the layer or the dict of variables of a part of the declaration."""
     if isinstance(part, linen_layer.Layer):
       return _of_linen(part, rngs, rules)
     if not isinstance(part, Variable):
@@ -210,7 +210,7 @@ class Layer(nnx.Module):
     variables = self.linen_variables()
     changing = [name for name in variables if name not in _CONSTANT]
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
-      raise TypeError(f"`rngs` must be an nnx.Rngs; got {type(rngs).__name__}.")
+      raise TypeError(f"`rngs` must be an nnx.Rngs; got {type(rngs).__name__}. Give nnx.Rngs(0).")
     streams = {} if rngs is None else {"sample": rngs.sample()}
     apply = functools.partial(self.layer.apply, variables, method=method, rngs=streams)
     if not changing:
@@ -231,7 +231,7 @@ _LINEN = "parent", "name"
 """Fields of every Linen module."""
 
 
-_DERIVED = {"size", "logical_axes", "flops_per_token", "shipped", "width", "value_shape"}
+_DERIVED = {"size", "logical_axes", "flops_per_token", "inference_size", "width", "value_shape"}
 """What follows from the fields of a layer."""
 
 
@@ -256,7 +256,9 @@ def _linen(shared: Any) -> linen_layer.Layer:
     return shared.layer
   shape = (shared.embedding if isinstance(shared, nnx.Embed) else shared).shape
   if len(shape) != 2:
-    raise ValueError(f"`embedding` must be a table [V, D]; got an nnx.Param of shape {shape}.")
+    raise ValueError(
+      f"`embedding` must be a table [V, D]; got an nnx.Param of shape {shape}. Reshape it."
+    )
   return DenseEmbedding(*shape)
 
 

@@ -34,7 +34,7 @@ def linear_log_prob_jvp(
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
-  """Log-probability of `tokens` and its derivative in a direction, in one pass over tiles.
+  """Log-probability of `tokens` and its derivative in a direction, in tiles.
 
     d log p(token) = d s_token - sum_v p_v d s_v, where s = hidden · weightᵀ + bias.
 
@@ -107,7 +107,7 @@ class _Sums(NamedTuple):
 
 
 def _log_prob_jvp(scoring, tile, vocab_axis, score, slope, token_N):
-  """Log-probabilities and derivatives of flat tokens; the rows may be one device's part."""
+  """Log-probabilities and derivatives of flat tokens, over one device's rows."""
   axis = vocab_parallel.inside(vocab_axis)
   score, slope, token_N = vocab_parallel.varying((score, slope, token_N), *([axis] if axis else []))
   shards = vocab_parallel.token_shards(vocab_axis)

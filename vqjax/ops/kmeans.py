@@ -329,7 +329,9 @@ def _check_weights(weights: Array) -> None:
   values = np.asarray(weights, np.float32)
   if values.min() < 0:
     first = int(np.argmax(values < 0))
-    raise ValueError(f"`weights` must be at least 0; got {values[first]} for point {first}.")
+    raise ValueError(
+      f"`weights` must be at least 0; got {values[first]} for point {first}. Give 0 to ignore it."
+    )
   if not values.any():
     raise ValueError(
       "`weights` must not all be 0; got no point with a weight. Give some point one."

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 
 def exp_shift(top: Float[Array, "*B"]) -> Float[Array, "*B"]:
-  """The number to subtract from scores before exp: their maximum, or 0 where it is -inf.
+  """The number to subtract before exp: the maximum score, or 0 where it is -inf.
 
   Where every score so far is -inf, -inf - (-inf) would be nan.
   """

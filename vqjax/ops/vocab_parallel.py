@@ -170,7 +170,7 @@ def automatic(tree: Any) -> Any:
 
 
 def for_any_axes(batch: str) -> Callable[[Callable], Callable]:
-  """A decorator of functions of arrays, whose tokens are those of the argument `batch`."""
+  """A decorator of functions of arrays; the argument `batch` has their tokens."""
 
   def decorate(function):
     signature = inspect.signature(function)

@@ -27,7 +27,7 @@ def check_mask(mask: Array, shape: tuple[int, ...]) -> None:
 
 
 def widened(tokens: Integer[Array, "*B"]) -> Integer[Array, "*B"]:
-  """The tokens in at least 32 bits, where -1 and the size of a vocabulary do not wrap.
+  """The tokens in at least 32 bits, in which -1 and vocabulary sizes do not wrap.
 
   Raises:
     ValueError: the tokens are not integers.

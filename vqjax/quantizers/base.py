@@ -94,6 +94,7 @@ class Quantizer(Layer):
     if self.dim < 1 or self.subspaces < 1:
       raise ValueError(
         f"`dim` and `subspaces` must be at least 1; got {self.dim} and {self.subspaces}."
+        " 25 subspaces of 8 numbers are usual."
       )
     if not 2 <= self.codes < 2**31:
       raise ValueError(f"`codes` must be in [2, 2**31 - 1]; got {self.codes}. 32 is usual.")
@@ -143,7 +144,9 @@ class Quantizer(Layer):
       )
     lead = vectors.shape[:-1]
     if mask is not None and mask.shape != lead:
-      raise ValueError(f"`mask` must have shape {lead}, one for each vector; got {mask.shape}.")
+      raise ValueError(
+        f"`mask` must have shape {lead}; got {mask.shape}. Give one boolean for each vector."
+      )
     flat = vectors.reshape(math.prod(lead), self.dim)
     weight = None if mask is None else mask.reshape(math.prod(lead))
     # Masked vectors may be nan, which must reach neither a sum nor a gradient.

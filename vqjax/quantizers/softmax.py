@@ -46,6 +46,7 @@ class _ChosenBySoftmax(Quantizer):
     if self.width % self.subspaces and not self.additive:
       raise ValueError(
         f"`value_dim` must be a multiple of subspaces {self.subspaces}; got {self.width}."
+        " Give a multiple, or additive=True."
       )
     if not 0 < self.temperature < math.inf:
       raise ValueError(
@@ -102,6 +103,7 @@ class SoftmaxQuantizer(_ChosenBySoftmax, KeyedQuantizer):
     if self.tied and self.width != self.dim:
       raise ValueError(
         f"`value_dim` must be dim {self.dim} where `tied` is True; got {self.value_dim}."
+        " Leave it out, or give tied=False."
       )
 
   def _own_keys(self):
@@ -185,7 +187,7 @@ class FreeQuantizer(_ChosenBySoftmax):
     if self.dim != choices or self.value_dim is None:
       raise ValueError(
         f"`dim` must be subspaces · codes = {choices}, and `value_dim` the width of the result; got"
-        f" {self.dim} and {self.value_dim}."
+        f" {self.dim} and {self.value_dim}. Leave dim out: an embedding sets both."
       )
 
   def flops_per_token(self) -> int:

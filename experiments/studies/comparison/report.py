@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 
   @classmethod
   def of(cls, nats: Sequence[float]) -> "Interval | None":
-    """The interval of differences in nats a token, one for each seed; None without any."""
+    """The interval of differences in nats a token over the seeds; None without any."""
     if not nats:
       return None
     per_cent = lambda x: 100 * math.expm1(x)
@@ -51,7 +51,7 @@ class Interval(NamedTuple):
 
   @property
   def verdict(self) -> str | None:
-    """ "equal", "better" or "worse" where the interval shows it; None where it does not."""
+    """ "equal", "better" or "worse" if the interval shows it; None otherwise."""
     if self.low is None:
       return None
     if self.low >= -EQUIVALENCE and self.high <= EQUIVALENCE:
@@ -75,11 +75,11 @@ def paired(results: Results, row: str, reference: str) -> Interval | None:
 
 
 def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
-  """Bytes of the head that inference needs: of learned codes, those of the codes that it ends with.
+  """Bytes of the head that inference needs; learned codes count as fixed ones.
 
   Args:
     row: the row.
-    result: of one of its runs.
+    result: result of one of its runs.
     s: the setting.
   """
   head = row.head()

@@ -1,4 +1,4 @@
-"""Rows of the comparison: heads on one decoder and text, with one budget and one grid for all.
+"""Heads on one decoder and text, with one budget and one grid for all.
 
 Every row of a setting is trained from scratch for the same number of steps, after a tuning of the
 same grid on the validation split. Rows that begin with vectors of contexts all begin with the same
@@ -40,7 +40,7 @@ class Setting:
   """A text, a decoder, a budget, and the compared heads.
 
   Attributes:
-    name: of the setting; its rows are called "NAME/ROW".
+    name: name of the setting; its rows are called "NAME/ROW".
     rows: names of its rows; the first is the reference of differences.
     headline: rows that are run with every seed; the others have one.
     data: the text.
@@ -52,12 +52,12 @@ class Setting:
     small_codes: K of the codebook with at most 1/16 of the dense head's bytes.
     product: (K, M) of the product head with at most 1/16 of the dense head's bytes.
     residual: (K, R) of the residual codebook with at most 1/16 of the dense head's bytes.
-    rank: of the low-rank head with at most 1/16 of the dense head's bytes.
-    cutoffs: of the adaptive softmax.
-    classes: of the class-based head.
+    rank: rank of the low-rank head with at most 1/16 of the dense head's bytes.
+    cutoffs: cutoffs of the adaptive softmax.
+    classes: classes of the class-based head.
     seeds: number of seeds of the headline rows.
     seen: number of different tokens of the training text, where a row needs it.
-    folder: of the setting's runs.
+    folder: folder of the setting's runs.
   """
 
   name: str
@@ -99,7 +99,7 @@ class Row:
   """A head, how it begins, and what it learns from.
 
   Attributes:
-    name: of the row; its runs are called "NAME" and "NAME-s1", its tuning "NAME-tuning".
+    name: name of the row; its runs are called "NAME" and "NAME-s1", its tuning "NAME-tuning".
     label: the row's label in tables.
     head: () -> the head, with an embedding of its own where it is tied.
     start: seed -> `Experiment.init_from`.
@@ -114,7 +114,7 @@ class Row:
   teacher: "Row | None" = None
 
   def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
-    """The row's run before its tuning; the teacher has the run's seed unless one is given."""
+    """The row's run before its tuning; by default the teacher has the run's seed."""
     head, start, train = self.head(), self.start(seed), s.train
     embedding = getattr(head, "embedding", None) or DenseEmbedding(V, s.dim, weight_init=INPUTS)
     model = Transformer(embedding=embedding, head=head, **s.decoder)

@@ -26,7 +26,7 @@ TUNING_SEED = 100
 
 
 def jobs(scale: str) -> list[Job]:
-  """All jobs of a scale: the tuning of each row before its runs, headline rows first."""
+  """All jobs of a scale, each row's tuning before its runs; headline rows first."""
   return [
     job
     for setting in SCALES[scale]
@@ -64,7 +64,7 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
 
 
 def _taught(job: Job, teacher: Job) -> Job:
-  """The job after that of its teacher, whose run is made again where its folder is gone."""
+  """The job after its teacher's, which runs again where its folder is gone."""
 
   def make() -> dict[str, Any]:
     teacher.make()

@@ -103,7 +103,7 @@ def formula_ratio(vocab: int, dim: int, codes: Codes) -> float:
 
 
 def table(results: Results, scale: str, name: str) -> pd.DataFrame:
-  """The rows of one of the paper's tables that a scale has, beside the paper's numbers.
+  """A scale's rows of one of the paper's tables, beside the paper's numbers.
 
   A setting with a dagger stands in for the paper's.
   """
@@ -132,7 +132,7 @@ def _printed(name: str) -> list[tuple[str, str, pd.DataFrame]]:
 
 
 def _own(scale: str, name: str, theirs: str, kind: str) -> tuple[str, str | None]:
-  """The setting that stands for the paper's, and its label of a row; None if it has none."""
+  """The setting that stands for the paper's, and its label of a row, or None."""
   ours = STAND_INS[scale].get((name, theirs), theirs)
   setting = SCALES[scale].get(ours)
   labels = {own.name: own.label for own in rows(setting)} if setting else {}
@@ -140,7 +140,7 @@ def _own(scale: str, name: str, theirs: str, kind: str) -> tuple[str, str | None
 
 
 def elsewhere(scale: str) -> pd.DataFrame:
-  """The rows of the paper's tables that a scale does not have, and the commands that run them."""
+  """The paper's rows that a scale does not have, and the commands that run them."""
   missing: dict[str, dict[str, list[str]]] = {}
   for name in TABLES:
     for theirs, kind, _ in _printed(name):

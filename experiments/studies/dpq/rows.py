@@ -53,7 +53,7 @@ class Row:
   """An embedding of a setting.
 
   Attributes:
-    name: of its run.
+    name: name of its run.
     label: in tables, with the size of its codes.
     embedding: the module.
     start: (embedding, fresh variables, trained full table) -> the variables that training starts

@@ -101,8 +101,8 @@ def measure_trained(
   """Measurements of a run's embedding, and BLEU if it translates.
 
   Args:
-    experiment: of the run.
-    folder: of the run.
+    experiment: experiment of the run.
+    folder: folder of the run.
     words: whether neighbours and codes of words, and the tokens on each code, are among them.
   """
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
@@ -209,7 +209,7 @@ def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> d
   rebuilt_VD = model.embedding.apply(filled, method="table")
   result["embedding"] = {
     "class": type(row.embedding).__name__,
-    "shipped_bytes": model.embedding.shipped().state_bytes,
+    "shipped_bytes": model.embedding.inference_size().state_bytes,
     "lost": squared_error(rebuilt_VD, table_VD) / squared_error(0 * table_VD, table_VD),
   }
   measured = {"result": result}

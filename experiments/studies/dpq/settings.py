@@ -89,8 +89,8 @@ class Setting:
     grid: K and M of the heat maps, all pairs, for SX and VQ, with and without shared codebooks.
     seeds: number of seeds of the headline rows.
     words: whether neighbours and codes of words are kept with the results.
-    name: of the setting, in run folders and results; `SCALES` fills it in.
-    folder: of the scale's runs; `SCALES` fills it in.
+    name: name of the setting, in run folders and results; `SCALES` fills it in.
+    folder: folder of the scale's runs; `SCALES` fills it in.
   """
 
   make: Callable[..., Experiment]
@@ -129,7 +129,7 @@ def lstm(
     text: a source and its number of training tokens.
     body: size of the model.
     quantized: size of the model with any other embedding than the full one; None: `body`.
-    tokenizer: of the text.
+    tokenizer: tokenizer of the text.
     **fields: of the setting.
   """
 

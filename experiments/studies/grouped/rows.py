@@ -116,7 +116,7 @@ class Setting:
   """Language models on one text with different heads or attention windows.
 
   Attributes:
-    name: of the setting in run folders and results.
+    name: name of the setting in run folders and results.
     folder: the folder of the scale's runs.
     make: makes the model of a head.
     dim: width, D.
@@ -149,7 +149,7 @@ class Row:
   """A language model of a setting.
 
   Attributes:
-    name: of its run.
+    name: name of its run.
     label: its label in tables.
     make: setting -> its experiment.
     needs: name of the row that it starts from.
@@ -188,7 +188,7 @@ def _scratch(
   """A row that trains from scratch.
 
   Args:
-    name: of the row.
+    name: name of the row.
     label: its label.
     head: its head.
     control: name of the row with which it is compared.

@@ -191,7 +191,7 @@ def paper_table(results: Results, setting: Setting, name: str) -> pd.DataFrame:
 
 
 def conversions(results: Results, setting: Setting) -> list[Measurement]:
-  """The rows that start from one trained model, by perplexity and numbered in their labels."""
+  """The rows that start from one trained model, numbered by perplexity."""
   measured = [measure(results, setting, row) for row in rows(setting) if row.needs]
   measured.sort(key=lambda m: m.perplexity.mean if m.perplexity else float("inf"))
   return [

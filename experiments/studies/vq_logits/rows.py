@@ -20,7 +20,7 @@ class Row:
   """A row of the tables of one setting.
 
   Attributes:
-    name: of the row; its runs are called "SETTING/NAME".
+    name: name of the row; its runs are called "SETTING/NAME".
     label: the row's label in tables.
     head: the head that is measured.
     experiment: seed -> the experiment.

@@ -81,10 +81,10 @@ def shared_code(
   """The code that most of some words are on.
 
   Args:
-    encoder: of the text.
+    encoder: encoder of the text.
     assignment: int [V], token -> code.
     counts: [V], frequencies of the tokens.
-    words: of one row of Table 8.
+    words: words of one row of Table 8.
 
   Returns:
     `words`; `known`, the words that are one token; and unless there is none, `code`, `held` (the

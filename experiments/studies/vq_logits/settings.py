@@ -58,13 +58,13 @@ class Setting:
   """A text, a decoder, a training budget, and the sizes of the compared heads.
 
   Attributes:
-    name: of the text; the rows of the study are called "NAME/ROW".
-    scale: of the run folders.
+    name: name of the text; the rows of the study are called "NAME/ROW".
+    scale: scale of the run folders.
     dense: the experiment of the full softmax, from which converted rows start.
     fine_tune: training after a conversion, and of the fine-tuned full softmax.
     codes: codebook sizes K of the main table; the first is that of Tables 2, 6 and 7.
-    cutoffs: of the adaptive softmax.
-    rank: of the low-rank head.
+    cutoffs: cutoffs of the adaptive softmax.
+    rank: rank of the low-rank head.
     ablations: whether the setting has the rows of Tables 2, 6 and 7 and of Section 6.
     further: sizes of the heads that the paper does not have; None: the setting has none of them.
     seeds: number of seeds of the headline rows.

@@ -69,15 +69,14 @@ def test_the_floors_equal_entropies_within_codes(measured, corpus):
 
 def test_printed_tables_show_the_words_of_the_text(measured):
   floors, printed = measured("lm_codebook.py", 13)
-  assert f"V = {floors['vocab']}, K = 13; its head is without a token bias" in printed
+  assert f"V = {floors['vocab']}, K = 13;" in printed
   assert f"{floors['splits']['test']['uniform']['perplexity']:.2f}" in printed
   assert repr(floors["worst"][0]["text"]) in printed
 
 
 def test_the_worst_tokens_of_a_head_with_a_bias_include_the_bias(measured):
-  floors, printed = measured("lm_codebook_bias.py", 13)
+  floors, _ = measured("lm_codebook_bias.py", 13)
   assert floors["token_bias"]
-  assert "its head is with a token bias" in printed
   total = floors["splits"]["train"]["tokens"] * floors["splits"]["train"]["token_bias"]["nats"]
   assert 0 < sum(row["nats"] for row in floors["worst"]) <= total * (1 + 1e-9)
 

@@ -8,7 +8,7 @@ import pytest
 
 from vqjax.lab.data import Filtered, SentencePieceTokenizer, Source, encode_split, fit_encoder
 from vqjax.lab.data.files import content_hash, normalised_hash
-from vqjax.lab.data.filters import Report
+from vqjax.lab.data.filters import FilterCounts
 from vqjax.lab.data.source import SPLITS
 
 ENGLISH = "The river was high that spring, and {} people crossed it by the old stone bridge. " * 2
@@ -50,10 +50,10 @@ def test_a_corpus_is_filtered_as_in_appendix_a():
   mixed = [*kept, *noise]
   np.random.default_rng(0).shuffle(mixed)
   filtered = Filtered(Memory(tuple(mixed)), min_chars=LONG)
-  report = Report()
+  report = FilterCounts()
   documents = list(filtered.filtered("train", report))
   same = lambda text: " ".join(text.lower().split())
-  assert report == Report(326, 0, 5, 3, 7, 311)
+  assert report == FilterCounts(326, 0, 5, 3, 7, 311)
   assert sorted(map(same, documents)) == sorted(map(same, kept))
   positions = [mixed.index(document) for document in documents]
   assert positions == sorted(positions)

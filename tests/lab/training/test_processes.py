@@ -186,7 +186,6 @@ def test_two_processes_train_what_one_does_and_survive_the_death_of_either(launc
     assert time.monotonic() - began < 2 * SILENCE + 10
     assert code == 1
     assert err.splitlines()[-1].startswith("error: process 1 of 2 has ")
-    assert "run the same command on all again to resume" in err
   finish_well(launcher.start("killed"))
   assert launcher.rows("killed") == launcher.rows("two")
   assert launcher.checksums("killed") == launcher.checksums("two")

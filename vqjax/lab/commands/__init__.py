@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """Run `vqjax COMMAND ...`; return the exit code of the command, or 2 for a wrong call."""
+  """Run `vqjax COMMAND ...`; return the command's exit code, or 2 for a wrong call."""
   arguments = sys.argv[1:] if arguments is None else list(arguments)
   parser = _parser()
   if not arguments:

@@ -22,7 +22,7 @@ from vqjax.lab.console import config_parser, with_config
 from vqjax.lab.data import fit_encoder
 from vqjax.lab.data.cache import count_tokens
 from vqjax.lab.training.program import keys
-from vqjax.lab.training.run import Text, load_text, write_json
+from vqjax.lab.training.run import EncodedText, load_text, write_json
 from vqjax.lab.training.step import init_state
 
 QUANTILES = {"least": 0, "10%": 0.1, "half": 0.5, "90%": 0.9, "most": 1}
@@ -58,7 +58,7 @@ def measure(experiment: Experiment) -> dict[str, Any]:
   head = text.experiment.model.head
   encoder = fit_encoder(experiment.data, experiment.tokenizer)
   assignment = assign.checked(_assignment(text), head.vocab, head.codes)
-  counts = {name: count_tokens(split, encoder).counts for name, split in text.splits.items()}
+  counts = {name: count_tokens(split, encoder) for name, split in text.splits.items()}
 
   def floor(name: str, token_bias: bool) -> assign.Floor:
     return assign.floor(assignment, counts[name], codes=head.codes, token_bias=token_bias)
@@ -89,7 +89,7 @@ def measure(experiment: Experiment) -> dict[str, Any]:
   }
 
 
-def _assignment(text: Text) -> np.ndarray:
+def _assignment(text: EncodedText) -> np.ndarray:
   """Return the initial assignment of the head, or that of `init_from`."""
   experiment, model = text.experiment, text.experiment.model
   head = model.head

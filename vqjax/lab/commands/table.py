@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read_runs(folder: pathlib.Path) -> list[report.Run]:
   if not folder.is_dir():
-    raise FileNotFoundError(f"`folder` must be a folder with runs; got {folder}, which is not one.")
+    raise FileNotFoundError(
+      f"`folder` must be a folder with runs; got {folder}, which is not one. Give one such as runs."
+    )
   runs = report.read_runs(folder)
   if not runs:
     raise FileNotFoundError(

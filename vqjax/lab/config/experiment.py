@@ -80,7 +80,7 @@ class Train:
       for name in sorted(names):
         value = getattr(self, name)
         if not holds(value):
-          raise ValueError(f"`train.{name}` must be {requirement}; got {value}.")
+          raise ValueError(f"`train.{name}` must be {requirement}; got {value}. Correct it.")
     if self.batch % self.accumulate:
       raise ValueError(
         f"`train.accumulate` must divide batch {self.batch}; got {self.accumulate}. Choose a"
@@ -118,7 +118,7 @@ class Experiment:
 
   def __post_init__(self):
     if not 0 <= self.seed < 2**32:
-      raise ValueError(f"`seed` must be in [0, 2^32); got {self.seed}.")
+      raise ValueError(f"`seed` must be in [0, 2^32); got {self.seed}. 0 is usual.")
 
 
 def with_vocab(experiment: Experiment, vocab: int) -> Experiment:
@@ -176,5 +176,7 @@ def load(path: str | pathlib.Path) -> Experiment:
     raise ValueError(f"`config` must define a function experiment(); got none in {path}. Add it.")
   made = module.experiment()
   if not isinstance(made, Experiment):
-    raise ValueError(f"experiment() of {path} must return a config.Experiment; got {made!r}.")
+    raise ValueError(
+      f"experiment() of {path} must return a config.Experiment; got {made!r}. Return one."
+    )
   return made

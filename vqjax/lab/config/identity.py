@@ -37,8 +37,8 @@ def describe(experiment: Any) -> Any:
   """Return a description of an experiment, or of one of its objects, for `json`.
 
   An object is {"class": "CodebookHead", field: ...}. A function is its name and, for one that
-  another function made, such as an initialiser, the values that it captured. A module that hangs
-  in several places is described in each, and from the second on has the path of the first as
+  another function made, such as an initialiser, the values that it captured. A module that
+  several fields share is described in each, and from the second on has the path of the first as
   "same_as": tied and untied models differ.
 
   Raises:

@@ -40,7 +40,7 @@ WORDS = {NoneType: {"none": None}, bool: {"true": True, "false": False}}
 def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
   """Return the experiment with fields set from `path=value` texts, all at once.
 
-  Types come from the fields' annotations. An object that hangs in several places, such as a tied
+  Types come from the fields' annotations. An object that several fields share, such as a tied
   embedding, is changed in all of them and stays one object. The parts of an object whose `dim` is
   set get the same `dim` if they had that of the object and are not set themselves, so that
   `model.dim=64` is the width of a whole model.

@@ -20,7 +20,7 @@ def is_object(value: Any) -> bool:
 def fields_of(node: Any, *, identity: bool = False) -> dict[str, Any]:
   """Return the fields that a dataclass instance was constructed with, by name.
 
-  Flax's own `parent` and `name` are left out: they say where a bound module hangs. With
+  Flax's own `parent` and `name`, the position of a bound module, are left out. With
   `identity`, so are the fields that are marked `NOT_IDENTITY`.
   """
   flax = ("parent", "name") if isinstance(node, nn.Module) else ()
@@ -42,7 +42,7 @@ def annotations(cls: type) -> dict[str, Any]:
 
 
 def children(node: Any) -> dict[str, Any]:
-  """Return what hangs below a node, by field, position or key."""
+  """Return the children of a node, by field, position or key."""
   if is_object(node):
     return fields_of(node)
   if isinstance(node, Mapping):
@@ -74,8 +74,8 @@ def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def rebuild(root: Any, changes: Mapping[int, Mapping[str, Any]]) -> Any:
   """Return a copy in which the object with id `i` has the fields `changes[i]`.
 
-  An object that hangs in several places is replaced by one new object in all of them, so that a
-  tied embedding stays tied. Objects above no change are not copied.
+  An object that several fields share is replaced by one new object in all of them, so that a tied
+  embedding stays tied. Objects above no change are not copied.
   """
   # By id, never by value: two equal modules are two sets of parameters, and some do not hash.
   memo: dict[int, Any] = {}

@@ -14,7 +14,7 @@ from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.lab.conversion.starts import dense_rows
 from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
-from vqjax.lab.training.run import Text
+from vqjax.lab.training.run import EncodedText
 from vqjax.models import Transformer
 from vqjax.ops.distillation import SoftTargetLoss, block_soft_target_loss, linear_soft_target_loss
 from vqjax.ops.vocabulary import mean_in_vocabulary
@@ -149,7 +149,7 @@ class FromTeacher:
   folder: str
   student: Callable[..., dict] | None = None
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The variables of both models."""
     check_tokenizer(self.folder, text)
     teacher, step = read_variables(self.folder)
@@ -172,7 +172,7 @@ class FromStudent:
   folder: str
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The student's variables, as those of the model.
 
     Raises:

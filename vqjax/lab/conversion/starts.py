@@ -20,12 +20,12 @@ from vqjax.convert.variables import Variables, frozen, merged, part_of, with_par
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
-from vqjax.lab.training.run import Text
+from vqjax.lab.training.run import EncodedText
 from vqjax.quantizers import CentroidQuantizer
 
 
 def token_stats(
-  text: Text,
+  text: EncodedText,
   vocab: int,
   *,
   output: np.ndarray | None = None,
@@ -37,7 +37,7 @@ def token_stats(
   return TokenStats(tokens, counts, output, inputs)
 
 
-def initial_stats(text: Text, head: Head, variables: Variables) -> TokenStats:
+def initial_stats(text: EncodedText, head: Head, variables: Variables) -> TokenStats:
   """Statistics of the text and the initial vectors of the input embedding."""
   inputs = variables["params"].get("embedding", {}).get("weight")
   inputs = None if inputs is None else np.asarray(inputs)
@@ -84,7 +84,7 @@ class Mapped:
 
   mapping: Mapping
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The fresh variables with these codes; ValueError if the head has no assignment."""
     head = model.head
     _check_has("assignment", variables, head, self)
@@ -111,7 +111,7 @@ class FromVectors:
   vectors: Callable[[TokenStats, int], np.ndarray]
   target: Callable[[TokenStats, Head], dict]
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The fresh variables with this head; TypeError if the target makes another class."""
     head = model.head
     stats = token_stats(text, head.vocab)
@@ -121,7 +121,7 @@ class FromVectors:
 
 @dataclasses.dataclass(frozen=True)
 class Unigrams:
-  """From scratch, a dense head whose bias begins at the unigram log-probabilities of the text.
+  """A fresh dense head whose bias is the text's unigram log-probabilities.
 
   Attributes:
     smoothing: added to the count of each token.
@@ -129,7 +129,7 @@ class Unigrams:
 
   smoothing: float = 0.1
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The fresh variables with this bias; ValueError if the head has no bias."""
     if "bias" not in variables["params"].get("head", {}):
       raise ValueError(
@@ -151,7 +151,7 @@ class Regrouped:
 
   by: Ordering
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The fresh variables with this order; ValueError if the head has no order."""
     order = ordered(self.by, initial_stats(text, model.head, variables), model.head)
     return merged(dict(variables), {"codes": {"head": as_codes(order)}})
@@ -169,7 +169,7 @@ class ClusteredCentroids:
   iterations: int = 25
   seed: int = 0
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The fresh variables with these centroids; ValueError if there are no centroids."""
     del text
     quantizer = getattr(model.embedding, "quantizer", None)
@@ -205,7 +205,7 @@ class FromDense:
   target: Callable[[TokenStats, Head], dict]
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The converted variables.
 
     Raises:
@@ -266,7 +266,7 @@ class FromTable:
   fill: Callable[[Embedding, Variables, np.ndarray], Variables]
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The fresh variables with this embedding.
 
     Raises:
@@ -283,6 +283,7 @@ class FromTable:
       got = "none" if table is None else list(table.shape)
       raise ValueError(
         f"the table of {source} must have shape {shape}, as the model's embedding; got {got}."
+        " Give the embedding the sizes of the run."
       )
     if not np.isfinite(table).all():
       raise ValueError(
@@ -307,7 +308,7 @@ class Frozen:
   folder: str
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: Variables) -> Variables:
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
     """The learned variables in the fixed model, which has the same distribution.
 
     Raises:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,26 +133,8 @@ def _remedy(path: Path) -> Iterator[None]:
     ) from error
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TokenCounts:
-  """Occurrences of each token of a vocabulary in a text.
-
-  Attributes:
-    counts: int64 [V].
-    fingerprint: `Encoder.fingerprint()` of the tokenizer.
-  """
-
-  counts: np.ndarray
-  fingerprint: str
-
-  def save(self, path: str | Path) -> None:
-    """Write both arrays as NumPy's npz; the file appears complete or not at all."""
-    with atomic_file(Path(path)) as file:
-      np.savez_compressed(file, counts=self.counts, fingerprint=np.array(self.fingerprint))
-
-
-def count_tokens(split: TokenSplit, encoder: Encoder) -> TokenCounts:
-  """Count the tokens of a split that the encoder made.
+def count_tokens(split: TokenSplit, encoder: Encoder) -> np.ndarray:
+  """The number of occurrences of each token in a split that the encoder made, int64 [V].
 
   Raises:
     ValueError: a token is outside the encoder's vocabulary.
@@ -163,30 +144,4 @@ def count_tokens(split: TokenSplit, encoder: Encoder) -> TokenCounts:
       f"`split` must have tokens in [0, {encoder.vocab}); got {split.tokens.max()}. Count with the"
       " tokenizer that made the tokens."
     )
-  counts = np.bincount(split.tokens, minlength=encoder.vocab)
-  return TokenCounts(counts.astype(np.int64), encoder.fingerprint())
-
-
-def load_counts(path: str | Path, encoder: Encoder) -> TokenCounts:
-  """Return the counts in a file of `TokenCounts.save` for the same tokenizer.
-
-  Raises:
-    ValueError: the counts are of another tokenizer, or the file does not hold counts.
-  """
-  remedy = "Count the tokens again with count_tokens"
-  try:
-    with np.load(path, allow_pickle=False) as file:
-      loaded = TokenCounts(file["counts"], str(file["fingerprint"]))
-  except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-    raise ValueError(f"`path` must hold token counts; got {path} ({error}). {remedy}.") from None
-  if loaded.fingerprint != encoder.fingerprint():
-    raise ValueError(
-      f"`path` must hold counts of tokenizer {encoder.fingerprint()}; got {path} of"
-      f" {loaded.fingerprint}. {remedy}, or use the other tokenizer."
-    )
-  if loaded.counts.shape != (encoder.vocab,) or loaded.counts.dtype != np.int64:
-    raise ValueError(
-      f"`path` must hold int64 [{encoder.vocab}]; got {loaded.counts.dtype}"
-      f" {list(loaded.counts.shape)} in {path}. {remedy}."
-    )
-  return loaded
+  return np.bincount(split.tokens, minlength=encoder.vocab).astype(np.int64)

@@ -133,6 +133,7 @@ class JSONLines(Source):
       raise FileNotFoundError(
         "`data.path` must hold files for train and validation, with these words in their names and"
         f" one of the endings {', '.join(JSON_SUFFIXES)}; got {folder}."
+        " Give their folder."
       )
     return files
 

@@ -263,5 +263,7 @@ class _Intrusions:
 def _at_least_two(split: TokenSplit) -> int:
   """The number of documents of a split, from which another one is drawn for each."""
   if split.documents < 2:
-    raise ValueError(f"`split` must have at least two documents; got {split.documents}.")
+    raise ValueError(
+      f"`split` must have at least two documents; got {split.documents}. Give more documents."
+    )
   return split.documents

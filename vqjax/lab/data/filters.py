@@ -12,7 +12,7 @@ LANGUAGE_CHARS = 1000
 
 
 @dataclasses.dataclass
-class Report:
+class FilterCounts:
   """Numbers of documents that were read, dropped by each filter, and kept.
 
   Attributes:
@@ -65,21 +65,25 @@ class Filtered(Source):
 
   def __post_init__(self):
     if self.min_chars < 0:
-      raise ValueError(f"`data.min_chars` must be at least 0; got {self.min_chars}.")
+      raise ValueError(
+        f"`data.min_chars` must be at least 0; got {self.min_chars}. 0 keeps all documents."
+      )
     if not 0 < self.fraction <= 1:
-      raise ValueError(f"`data.fraction` must be in (0, 1]; got {self.fraction}.")
+      raise ValueError(
+        f"`data.fraction` must be in (0, 1]; got {self.fraction}. 1 keeps all documents."
+      )
 
   def _documents(self, split: str) -> Iterator[str]:
-    yield from self.filtered(split, Report())
+    yield from self.filtered(split, FilterCounts())
 
-  def report(self, split: str) -> Report:
+  def report(self, split: str) -> FilterCounts:
     """Read the documents of a split and return how many each filter drops."""
-    report = Report()
+    report = FilterCounts()
     for _ in self.filtered(split, report):
       pass
     return report
 
-  def filtered(self, split: str, report: Report) -> Iterator[str]:
+  def filtered(self, split: str, report: FilterCounts) -> Iterator[str]:
     """Yield the documents that pass, counted in `report` as they are read.
 
     Raises:
@@ -91,6 +95,7 @@ class Filtered(Source):
       if self.language not in known:
         raise ValueError(
           f"`data.language` must be None or one of {', '.join(known)}; got {self.language!r}."
+          " Name one of them."
         )
     seen: set[int] = set()
     if self.deduplicate:

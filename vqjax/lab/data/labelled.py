@@ -67,11 +67,14 @@ class Columns:
     with path.open(encoding="utf-8", newline="") as lines:
       for number, row in enumerate(csv.reader(lines), 1):
         if len(row) < needed:
-          raise ValueError(f"{path}, row {number} must have {needed} columns; got {len(row)}.")
+          raise ValueError(
+            f"{path}, row {number} must have {needed} columns; got {len(row)}. Correct the file."
+          )
         label, last = row[self.label], self.first + classes - 1
         if not label.isdecimal() or not self.first <= int(label) <= last:
           raise ValueError(
             f"{path}, row {number}: the label must be in {self.first}..{last}; got {label!r}."
+            " Correct the row, or the number of classes."
           )
         # The files write a line's end as a backslash, with an n or without.
         text = " ".join(row[column] for column in self.texts)
@@ -98,7 +101,7 @@ class _Topics(LabelledSource):
     most = 1 - self._test_fraction
     if not 0 < self.valid_fraction < most:
       raise ValueError(
-        f"`data.valid_fraction` must be in (0, {most:g}); got {self.valid_fraction}."
+        f"`data.valid_fraction` must be in (0, {most:g}); got {self.valid_fraction}. 0.05 is usual."
       )
 
   @property

@@ -50,6 +50,7 @@ class Multi30k(PairedSource):
     if not path.is_file():
       raise FileNotFoundError(
         f"`Multi30k.path`, `source` and `target` must name existing files; got {path}."
+        " Give the folder of the pairs, and languages that it has."
       )
     return path
 
@@ -82,7 +83,9 @@ class PairedText(PairedSource):
   def _files(self, split: str) -> list[Path]:
     names = getattr(self, split)
     if len(names) != 2:
-      raise ValueError(f"`PairedText.{split}` must be two files, source and target; got {names}.")
+      raise ValueError(
+        f"`PairedText.{split}` must be two files, source and target; got {names}. Give both."
+      )
     return [data_path(name, kind=f"PairedText.{split}") for name in names]
 
   def fingerprint(self) -> str:

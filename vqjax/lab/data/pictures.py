@@ -48,11 +48,11 @@ class Shapes(Prepared):
     counts = self._counts()
     for name, count in counts.items():
       if count < 1:
-        raise ValueError(f"`data.{name}_images` must be at least 1; got {count}.")
+        raise ValueError(f"`data.{name}_images` must be at least 1; got {count}. Raise it.")
     if sum(counts.values()) > MOST:
-      raise ValueError(f"the splits must have at most {MOST} pictures; got {counts}.")
+      raise ValueError(f"the splits must have at most {MOST} pictures; got {counts}. Take fewer.")
     if not 0 <= self.seed < 2**32:
-      raise ValueError(f"`data.seed` must be in [0, 2^32); got {self.seed}.")
+      raise ValueError(f"`data.seed` must be in [0, 2^32); got {self.seed}. 0 is usual.")
 
   def _counts(self) -> dict[str, int]:
     return {name: getattr(self, f"{name}_images") for name in SPLITS}
@@ -65,7 +65,7 @@ class Shapes(Prepared):
   def split(self, name: str) -> "Drawings":
     """Return the pictures of "train", "valid" or "test"."""
     if name not in SPLITS:
-      raise ValueError(f"`name` must be one of {', '.join(SPLITS)}; got {name!r}.")
+      raise ValueError(f"`name` must be one of {', '.join(SPLITS)}; got {name!r}. Name one.")
     position, counts = SPLITS.index(name), self._counts()
     first = int(np.random.default_rng(self.seed).integers(MOST))
     first += sum(counts[before] for before in SPLITS[:position])

@@ -44,7 +44,7 @@ class Loader(abc.ABC):
       ValueError: the split is too small for one batch, or `context` is below 1.
     """
     if context < 1:
-      raise ValueError(f"`model.context` must be at least 1; got {context}.")
+      raise ValueError(f"`model.context` must be at least 1; got {context}. Raise it.")
     rows = np.arange(batch) if rows is None else rows
     source = self._source(split, batch, context, seed, rows)
     # A thread runs ahead, so that no step waits even where the tokens are not in memory yet.
@@ -216,7 +216,7 @@ class Masked(Windows):
 
   def __post_init__(self):
     if not 0 < self.part <= 1:
-      raise ValueError(f"`loader.part` must be in (0, 1]; got {self.part}.")
+      raise ValueError(f"`loader.part` must be in (0, 1]; got {self.part}. 1 is the whole text.")
 
   def text_bytes(self, split):
     return None

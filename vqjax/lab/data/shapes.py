@@ -104,12 +104,12 @@ def checked(number: Any, count: int, name: str) -> Any:
   if not isinstance(number, jax.Array):
     number = np.asarray(number)
   if not np.issubdtype(number.dtype, np.integer):
-    raise TypeError(f"`{name}` must be integers; got {number.dtype}.")
+    raise TypeError(f"`{name}` must be integers; got {number.dtype}. Convert them.")
   if not isinstance(number, jax.core.Tracer):
     values = np.asarray(number)
     outside = values[(values < 0) | (values >= count)]
     if outside.size:
-      raise ValueError(f"`{name}` must be in [0, {count}); got {outside.flat[0]}.")
+      raise ValueError(f"`{name}` must be in [0, {count}); got {outside.flat[0]}. Correct it.")
   return number.astype(np.int32)
 
 
@@ -141,7 +141,9 @@ class Grid:
     for name, names in NAMES.items():
       used = getattr(self, name)
       if not used or len(set(used)) < len(used):
-        raise ValueError(f"`grid.{name}` must have some values, each once; got {used}.")
+        raise ValueError(
+          f"`grid.{name}` must have some values, each once; got {used}. Leave it out for all."
+        )
       checked(used, len(names), f"grid.{name}")
 
   @property

@@ -24,7 +24,7 @@ class Source(abc.ABC):
       FileNotFoundError: the data are missing.
     """
     if split not in SPLITS:
-      raise ValueError(f"`split` must be one of {', '.join(SPLITS)}; got {split!r}.")
+      raise ValueError(f"`split` must be one of {', '.join(SPLITS)}; got {split!r}. Name one.")
     return self._documents(split)
 
   @abc.abstractmethod

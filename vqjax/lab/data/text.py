@@ -47,7 +47,7 @@ class Text(Source):
     if min(valid, test) < 0 or valid + test >= 1:
       raise ValueError(
         "`data.valid_fraction` and `data.test_fraction` must be at least 0 and below 1 together;"
-        f" got {valid} and {test}."
+        f" got {valid} and {test}. 0.05 each is usual."
       )
 
   def _documents(self, split: str) -> Iterator[str]:

@@ -33,7 +33,7 @@ class _TFDS(Source):
       if feature not in builder.info.features:
         raise ValueError(
           f"`{type(self).__name__}.{field}` must be one of {', '.join(builder.info.features)};"
-          f" got {feature!r}."
+          f" got {feature!r}. Name one of them."
         )
     examples = builder.as_data_source(self._split(builder, split))
     for first in range(0, len(examples), CHUNK):
@@ -54,7 +54,7 @@ class _TFDS(Source):
     if name.split("[")[0] not in builder.info.splits:
       raise ValueError(
         f"`{type(self).__name__}.{split}` must be one of {', '.join(builder.info.splits)}, or a"
-        f" slice of one; got {name!r}."
+        f" slice of one; got {name!r}. Name one of them."
       )
     return name
 
@@ -68,7 +68,8 @@ class _TFDS(Source):
     except tensorflow_datasets.core.DatasetNotFoundError:
       raise ValueError(
         f"`{type(self).__name__}.name` must be a dataset in {self.data_dir or 'the default folder'}"
-        f" or one of tensorflow_datasets.list_builders(); got {self.name!r}."
+        f" or one of tensorflow_datasets.list_builders(); got {self.name!r}. Correct the"
+        " name, or set data_dir."
       ) from None
     if not builder.is_prepared():
       raise FileNotFoundError(

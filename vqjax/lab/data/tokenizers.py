@@ -267,7 +267,7 @@ class SentencePieceTokenizer(Tokenizer):
 
   def __post_init__(self):
     if self.lines < 1:
-      raise ValueError(f"`tokenizer.lines` must be at least 1; got {self.lines}.")
+      raise ValueError(f"`tokenizer.lines` must be at least 1; got {self.lines}. Raise it.")
 
   def fit(self, documents: Documents) -> Encoder:
     """Train the pieces, or read the model."""

@@ -70,7 +70,7 @@ class Encoder(nn.Module):
     if segments > self.segments or length > self.context:
       raise ValueError(
         f"`tokens` must have at most segments {self.segments} x context {self.context} in a row;"
-        f" got {segments} x {length}."
+        f" got {segments} x {length}. Raise the encoder's segments or context."
       )
     vectors, terms = self.embedding.loss_terms(tokens, deterministic)
     vectors = jnp.where((tokens >= 0)[..., None], vectors, self.mask_vector)

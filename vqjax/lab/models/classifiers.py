@@ -39,7 +39,7 @@ class TextClassifier(nn.Module):
   def setup(self):
     check_dim("embedding", self.embedding, self.dim)
     if self.classes < 2:
-      raise ValueError(f"`classes` must be at least 2; got {self.classes}.")
+      raise ValueError(f"`classes` must be at least 2; got {self.classes}. Give their number.")
     norm = lambda: nn.BatchNorm(momentum=self.momentum, epsilon=self.epsilon)
     self.mean_norm, self.hidden_norm = norm(), norm()
     self.hidden_layer = nn.Dense(self.dim)

@@ -76,7 +76,7 @@ class LSTM(LanguageModel):
   def setup(self):
     for name in ("layers", "context"):
       if getattr(self, name) < 1:
-        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}. Raise it.")
     check_dropout(self.dropout)
     self.check_layers()
     square = self.layers, self.dim, 4 * self.dim
@@ -175,10 +175,10 @@ class RecurrentTranslator(EncoderDecoder):
 
   def setup(self):
     if self.dim % 2:
-      raise ValueError(f"`dim` must be even, for two directions; got {self.dim}.")
+      raise ValueError(f"`dim` must be even, for two directions; got {self.dim}. Add 1.")
     for name in ("layers", "context"):
       if getattr(self, name) < 1:
-        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}. Raise it.")
     check_dropout(self.dropout)
     self.check_layers()
     half, own = self.dim // 2, self.dim

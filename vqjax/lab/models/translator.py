@@ -91,6 +91,7 @@ class EncoderDecoder(nn.Module, metaclass=abc.ABCMeta):
     if tokens.shape[1] > self.context:
       raise ValueError(
         f"`tokens` must have at most context {self.context} columns; got {tokens.shape[1]}."
+        " Raise the model's context."
       )
 
   def log_prob(
@@ -194,7 +195,7 @@ class Translator(EncoderDecoder):
     check_heads(self.dim, self.heads)
     for name in ("layers", "context", "hidden"):
       if getattr(self, name) < 1:
-        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}.")
+        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}. Raise it.")
     check_dropout(self.dropout)
     self.check_layers()
     options = (self.dim, self.heads, self.hidden, self.dropout, self.dtype)

@@ -10,7 +10,7 @@ from vqjax.lab.plan.loops import Runs
 def matmul_flops(program: Program, runs: Runs) -> int:
   """Operations of all products and convolutions, 2·m·n·k for each execution.
 
-  Norms, softmax, the optimizer and other elementwise operations are not counted.
+  Norms, softmax, the optimiser and other elementwise operations are not counted.
   """
   total = 0
   for name, times in runs.times.items():

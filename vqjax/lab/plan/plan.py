@@ -16,7 +16,7 @@ from vqjax.lab.training.provenance import provenance
 
 
 def plan(experiment: Experiment, mesh: Mesh, chip: chips.Chip) -> dict[str, Any]:
-  """Plan a training step: what each chip of a mesh holds, compute and send.
+  """Plan a training step: what each chip of a mesh holds, computes and sends.
 
   Bytes are of one chip, times in seconds. `bytes.params`, `.opt_state`, `.tables` and `.batch` are
   exact, from the shardings; `.temporaries` are the compiler's; `.embedding` and `.head` are parts

@@ -15,7 +15,7 @@ from flax import linen as nn
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from vqjax.lab.training.distributed import await_verdict, is_joined
-from vqjax.lab.training.run import Text, disk_error, read_json
+from vqjax.lab.training.run import EncodedText, disk_error, read_json
 from vqjax.lab.training.step import TrainState, checksum
 
 
@@ -306,7 +306,7 @@ def _read_variables(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]
   return {"params": params, **model_state}
 
 
-def check_tokenizer(folder: str | pathlib.Path, text: Text) -> None:
+def check_tokenizer(folder: str | pathlib.Path, text: EncodedText) -> None:
   """Check that the run in a folder has the tokenizer of this text.
 
   Raises:
@@ -324,7 +324,7 @@ def check_tokenizer(folder: str | pathlib.Path, text: Text) -> None:
     )
 
 
-Start = Callable[[Text, nn.Module, dict[str, Any]], dict[str, Any]]
+Start = Callable[[EncodedText, nn.Module, dict[str, Any]], dict[str, Any]]
 """Type of `Experiment.init_from`: (text, model, fresh variables) -> initial variables.
 
 The result has the structure, shapes and dtypes of the fresh variables. Each of several processes
@@ -344,7 +344,9 @@ class FromRun:
   folder: str
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+  def __call__(
+    self, text: EncodedText, model: nn.Module, variables: dict[str, Any]
+  ) -> dict[str, Any]:
     """Return the other run's variables; raise the errors of `read_variables`."""
     del model, variables
     check_tokenizer(self.folder, text)
@@ -366,7 +368,9 @@ class FromPart:
   part: str
   best: bool = False
 
-  def __call__(self, text: Text, model: nn.Module, variables: dict[str, Any]) -> dict[str, Any]:
+  def __call__(
+    self, text: EncodedText, model: nn.Module, variables: dict[str, Any]
+  ) -> dict[str, Any]:
     """Return the fresh variables with the other run's part.
 
     Raises:

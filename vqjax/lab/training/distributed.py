@@ -93,7 +93,9 @@ def find_process(
       f"--coordinator must be HOST:PORT; got {process.coordinator!r}. Give, say, 10.0.0.1:1234."
     )
   if process.count < 1:
-    raise ValueError(f"--num-processes must be at least 1; got {process.count}.")
+    raise ValueError(
+      f"--num-processes must be at least 1; got {process.count}. Leave it out for one process."
+    )
   if not 0 <= process.index < process.count:
     raise ValueError(
       f"--process-id must be in [0, {process.count}); got {process.index}. Give every process a"
@@ -134,7 +136,7 @@ def start(
     return
   for name, seconds in (("--patience", patience), ("--silence", silence)):
     if seconds < 1:
-      raise ValueError(f"{name} must be at least 1 second; got {seconds:g}.")
+      raise ValueError(f"{name} must be at least 1 second; got {seconds:g}. Leave it out.")
   _connect(process, patience, silence)
   _watch.append(Watch(global_state.client, process.index, process.count, silence))
   agree("number of processes", str(process.count), patience)

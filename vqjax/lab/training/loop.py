@@ -18,7 +18,7 @@ from vqjax.lab.training.interrupt import Interrupted, agreed_signal, deferred_si
 from vqjax.lab.training.log import MetricsLog, progress_bar
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import peak_memory_bytes, provenance
-from vqjax.lab.training.run import RunFolder, Text, load_text
+from vqjax.lab.training.run import EncodedText, RunFolder, load_text
 from vqjax.lab.training.step import all_finite
 from vqjax.lab.training.watch import DAY
 from vqjax.sharding import make_mesh
@@ -72,7 +72,7 @@ def fit(experiment: Experiment, folder: str | os.PathLike) -> dict:
 class _Training:
   """The work of one process, from the newest checkpoint to the last step."""
 
-  def __init__(self, text: Text, run: RunFolder, program: Program):
+  def __init__(self, text: EncodedText, run: RunFolder, program: Program):
     self.text, self.run, self.program = text, run, program
     self.experiment, self.splits = text.experiment, text.splits
     self.train, self.model = self.experiment.train, self.experiment.model
@@ -233,7 +233,7 @@ class _Training:
       result["loss"] = self._loss_cost(head) if is_main() else None  # only process 0 writes
     embedding = getattr(self.model, "embedding", None)  # a model of images has no embedding
     if embedding is not None:
-      shipped = {"shipped_bytes": embedding.shipped().state_bytes}
+      shipped = {"shipped_bytes": embedding.inference_size().state_bytes}
       name = type(embedding).__name__
       result["embedding"] = {"class": name, **embedding.size()._asdict(), **shipped}
     return result

@@ -47,11 +47,13 @@ class Recluster:
   def __post_init__(self):
     for name in ("every", "tokens"):
       if getattr(self, name) < 1:
-        raise ValueError(f"`recluster.{name}` must be at least 1; got {getattr(self, name)}.")
+        raise ValueError(
+          f"`recluster.{name}` must be at least 1; got {getattr(self, name)}. Raise it."
+        )
     if self.until < self.every:
       raise ValueError(
         f"`recluster.until` must be at least recluster.every = {self.every}, the first step; got"
-        f" {self.until}."
+        f" {self.until}. Raise it, or set recluster to None."
       )
 
   def is_due(self, step: int) -> bool:

@@ -33,7 +33,7 @@ FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class EncodedText:
   """The encoded text of an experiment.
 
   Attributes:
@@ -47,7 +47,7 @@ class Text:
   identity: dict
 
 
-def load_text(experiment: Experiment) -> Text:
+def load_text(experiment: Experiment) -> EncodedText:
   """Return the splits of an experiment, and fill in the vocabulary.
 
   Fits the tokenizer and encodes the text; both are cached by content. Data of the kind `Prepared`
@@ -80,7 +80,7 @@ def load_text(experiment: Experiment) -> Text:
     "vocab": vocab,
     "tokens": sizes,
   }
-  return Text(resolved, splits, identity)
+  return EncodedText(resolved, splits, identity)
 
 
 class RunFolder:

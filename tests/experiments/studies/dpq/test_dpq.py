@@ -114,7 +114,7 @@ def test_recovered_codes_have_the_ratio_that_the_paper_prints(name, kind):
 @pytest.mark.parametrize("codes", [32, 128])
 def test_the_formula_counts_the_bits_of_the_inference_form(codes):
   embedding = DPQEmbedding(32_000, 512, SoftmaxQuantizer(codes, 128))
-  exact = 4 * 32_000 * 512 / embedding.shipped().state_bytes
+  exact = 4 * 32_000 * 512 / embedding.inference_size().state_bytes
   ratio = report.formula_ratio(32_000, 512, Codes(codes, 128))
   np.testing.assert_allclose(ratio, exact, rtol=1e-6)  # the bits are rounded up to whole bytes
 
