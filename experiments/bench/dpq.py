@@ -51,7 +51,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   body, vocab, grid, table, tokens = MEDIUM, V, GRID, PAPER_TABLE, TOKENS
   if quick:
     tiny = LSTMSize(12, 5, 0.0, 0.1, 0.5, 1, 1, 3.0)
-    body, vocab, grid = tiny, 100, ((2, 4), (3,))
+    body, vocab, grid = tiny, 100, ((4,), (3,))
     table, tokens = TableShape(300, 16, 16, 4), 64
   figures = {"training": training(body, vocab, grid)}
   yield figures

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -65,7 +66,9 @@ def experiment():
       dim=16, layers=1, heads=2, context=8, dropout=0.1,
     ),
     data=Text(valid_fraction=0.2, test_fraction=0.2), tokenizer=WordTokenizer(), loader=Recorded(),
-    train=Train(steps=24, batch=8, log_every=1, eval_every=24, save_every=8, warmup=5),
+    train=Train(
+      steps=24, batch=8, log_every=1, eval_every=24, save_every=8, warmup=5, keep=3
+    ),
   )
 '''
 
@@ -108,12 +111,16 @@ class Launcher:
   def losses(self, run):
     return [row["loss"] for row in self.rows(run) if "loss" in row]
 
-  def checksums(self, run):
-    """Returns the step, checksums and data position of the newest checkpoint."""
+  def saved(self, run):
+    """Returns the steps of the checkpoints."""
     checkpoints = self.folder / run / "checkpoints"
-    newest = max(int(p.name) for p in checkpoints.iterdir() if p.name.isdigit())
-    record = json.loads((checkpoints / str(newest) / "record" / "metadata").read_text())
-    return newest, record["checksum"], record["position"]["data"]
+    return {int(path.name) for path in checkpoints.iterdir() if path.name.isdigit()}
+
+  def checkpoint(self, run, step):
+    """Returns the checksums and the data position of a checkpoint."""
+    path = self.folder / run / "checkpoints" / str(step) / "record" / "metadata"
+    record = json.loads(path.read_text())
+    return record["checksum"], record["position"]["data"]
 
   def read(self, run, processes):
     """Returns (batch, row) -> targets; no row is read by two processes."""
@@ -143,13 +150,6 @@ def launcher(tmp_path_factory):
     yield made
 
 
-@pytest.fixture(scope="module")
-def one(launcher):
-  """The run of one process with eight devices, the reference of the others."""
-  finish_well(launcher.start("one", processes=1, devices=8))
-  return "one"
-
-
 def free_port():
   with socket.socket() as found:
     found.bind(("127.0.0.1", 0))
@@ -168,41 +168,44 @@ def finish_well(processes):
     assert code == 0, err
 
 
+# One test, so that two workers do not both train the run of one process.
 @pytest.mark.slow
-def test_two_processes_train_what_one_does_and_survive_the_death_of_either(launcher, one):
+def test_two_processes_train_what_one_does_stop_together_and_survive_the_death_of_either(launcher):
+  finish_well(launcher.start("one", processes=1, devices=8))
   finish_well(launcher.start("two"))
   # Sums over devices come in another order, in float32.
-  np.testing.assert_allclose(launcher.losses("two"), launcher.losses(one), rtol=1e-5)
-  alone, shared = launcher.read(one, 1), launcher.read("two", 2)
+  np.testing.assert_allclose(launcher.losses("two"), launcher.losses("one"), rtol=1e-5)
+  alone, shared = launcher.read("one", 1), launcher.read("two", 2)
   steps = {key: targets for key, targets in alone.items() if key[0] < STEPS}
   assert {key: shared[key] for key in steps} == steps
   assert len(steps) == STEPS * 8
-  for victim, step in ((1, 10), (0, 18)):
-    processes = launcher.start("killed", processes=2)
-    launcher.wait_for_step("killed", step, processes)
+
+  # A signal to one stops both after the same step, and any number of devices continues the run.
+  processes = launcher.start("stopped")
+  launcher.wait_for_step("stopped", 6, processes)
+  processes[1].send_signal(signal.SIGTERM)
+  (first, err), (second, _) = finish(processes)
+  assert (first, second) == (128 + signal.SIGTERM,) * 2
+  stopped = max(launcher.saved("stopped"))
+  assert f"stopped by SIGTERM after step {stopped}, which is saved" in err
+  assert launcher.rows("stopped")[-1]["step"] == stopped < STEPS
+  shutil.copytree(launcher.folder / "stopped", launcher.folder / "moved")
+  finish_well(launcher.start("moved", processes=1, devices=1))
+  np.testing.assert_allclose(launcher.losses("moved"), launcher.losses("one"), rtol=1e-5)
+
+  # Two continue it, and are started again after process 0 dies, which writes the checkpoints.
+  for victim, step in ((0, stopped + 3), (1, 18)):
+    processes = launcher.start("stopped")
+    launcher.wait_for_step("stopped", step, processes)
     processes[victim].send_signal(signal.SIGKILL)
     began = time.monotonic()
     code, err = finish(processes)[1 - victim]
     assert time.monotonic() - began < 2 * SILENCE + 10
     assert code == 1
     assert err.splitlines()[-1].startswith("error: process 1 of 2 has ")
-  finish_well(launcher.start("killed"))
-  assert launcher.rows("killed") == launcher.rows("two")
-  assert launcher.checksums("killed") == launcher.checksums("two")
-
-
-@pytest.mark.slow
-def test_one_signal_stops_all_after_the_same_step_and_any_number_of_devices_goes_on(launcher, one):
-  processes = launcher.start("moved")
-  launcher.wait_for_step("moved", 6, processes)
-  processes[1].send_signal(signal.SIGTERM)
-  (first, err), (second, _) = finish(processes)
-  assert (first, second) == (128 + signal.SIGTERM,) * 2
-  stopped, *_ = launcher.checksums("moved")
-  assert f"stopped by SIGTERM after step {stopped}, which is saved" in err
-  assert launcher.rows("moved")[-1]["step"] == stopped < STEPS
-  finish_well(launcher.start("moved", processes=1, devices=1))
-  np.testing.assert_allclose(launcher.losses("moved"), launcher.losses(one), rtol=1e-5)
+  finish_well(launcher.start("stopped"))
+  assert launcher.rows("stopped") == launcher.rows("two")
+  assert launcher.checkpoint("stopped", STEPS) == launcher.checkpoint("two", STEPS)
 
 
 @pytest.mark.slow
@@ -228,16 +231,15 @@ def test_processes_that_do_not_share_the_folder_stop_and_say_so(launcher):
 
 @pytest.mark.slow
 def test_the_wait_for_other_processes_ends_after_patience(launcher):
-  address = f"127.0.0.1:{free_port()}"
-  place = ("--coordinator", address, "--num-processes", "2", "--patience", "2")
-  late = launcher.start("late", *place, "--process-id", "1", processes=1)
-  (code, err) = finish(late, 60)[0]
-  assert code == 2
-  assert f"the coordinator {address} does not answer within 2 s" in err
-  alone = launcher.start("alone", *place, "--process-id", "0", processes=1)
-  (code, err) = finish(alone, 60)[0]
-  assert code == 2
-  assert f"not all of the 2 processes came to {address} within 2 s" in err
+  started, addresses = [], []
+  for process in ("0", "1"):  # each waits for another, at its own address
+    addresses.append(f"127.0.0.1:{free_port()}")
+    place = ("--coordinator", addresses[-1], "--num-processes", "2", "--patience", "2")
+    started += launcher.start(f"w{process}", *place, "--process-id", process, processes=1)
+  (first, alone), (second, late) = finish(started, 60)
+  assert (first, second) == (2, 2)
+  assert f"not all of the 2 processes came to {addresses[0]} within 2 s" in alone
+  assert f"the coordinator {addresses[1]} does not answer within 2 s" in late
 
 
 @pytest.mark.parametrize(
