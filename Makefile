@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 # Tests of the mathematics, whose tolerances must hold for programs that are compiled as users' are,
 # with this machine's vector instructions and with older ones.
-NUMERIC := tests/test_mistakes.py tests/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)
+NUMERIC := tests/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)
 OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=false XLA_FLAGS=--xla_cpu_max_isa
 NATIVE := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512,AVX2)
 OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2) SSE4_2
@@ -31,10 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 
-# PyTorch, for the tests of the reader in it, which are skipped otherwise. The index of pip decides
+# PyTorch, and the tests of the reader in it, which are skipped otherwise. The index of pip decides
 # whether it is the build with CUDA.
 torch: $(STAMP)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch]'
+	$(PY) -m pytest tests/test_compact_torch.py
 
 demo: $(STAMP)
 	$(PY) -m experiments.demo
@@ -48,6 +49,7 @@ test: $(STAMP)
 test-all: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(addprefix --ignore=,$(NUMERIC))
 	VQJAX_RUNTIME_TYPES=1 $(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
+	$(PY) -m pytest tests/test_mistakes.py
 	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
 	$(MAKE) test-versions
 
