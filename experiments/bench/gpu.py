@@ -191,7 +191,7 @@ def _cost(shape: Shape, calls: int, loss: Callable) -> Cost:
   import torch
 
   if not torch.cuda.is_available():
-    raise RuntimeError("torch sees no CUDA device")
+    raise Unavailable("torch must see a CUDA device; got none. Install its build with CUDA.")
   make = lambda *dims: torch.randn(*dims, device="cuda", dtype=torch.bfloat16)
   hidden, weight = make(shape.tokens, shape.dim), make(shape.vocab, shape.dim)
   weight.mul_(shape.dim**-0.5)

@@ -161,13 +161,13 @@ class Spread:
 
 
 def seeds(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
-  """All kept of a row such as "ptb/full", by seed; "ptb/full-s1" is its seed 1."""
+  """The kept results of a row "ptb/full", by seed; "ptb/full-s1" is that of seed 1."""
   form = re.compile(re.escape(name) + r"(?:-s(\d+))?")
   matches = ((form.fullmatch(job), kept) for job, kept in results.items())
   return {int(match[1] or 0): kept for match, kept in matches if match}
 
 
 def finished(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
-  """The "result" of each seed of a row whose run finished."""
+  """The "result" of a row's finished runs, by seed."""
   rows = {seed: kept["result"] for seed, kept in seeds(results, name).items()}
   return {seed: row for seed, row in rows.items() if row["status"] == "finished"}

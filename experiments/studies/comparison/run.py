@@ -1,4 +1,4 @@
-"""Runs the comparison of heads: a tuning of each row, then its seeds.
+"""Run the comparison of heads: a tuning of each row, then its seeds.
 
 python -m experiments.studies.comparison.run --scale smoke
 python -m experiments.studies.comparison.run --scale cpu            runs what is missing, renders

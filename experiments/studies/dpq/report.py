@@ -126,7 +126,7 @@ def table(results: Results, scale: str, name: str) -> pd.DataFrame:
 
 
 def _printed(name: str) -> list[tuple[str, str, pd.DataFrame]]:
-  """(setting, row, its numbers) of a table of the paper."""
+  """The rows of a table of the paper: setting, row, and its numbers."""
   groups = PRINTED[PRINTED.table == name].groupby("row", sort=False)
   return [(*row.split("/"), printed) for row, printed in groups]
 
@@ -339,7 +339,7 @@ STYLE = {
 
 
 def _grid(results: Results, s: Setting, kind: str, shared: bool) -> np.ndarray:
-  """[K, M, (score, ratio)] of a setting's grid; nan where nothing was measured."""
+  """Score and ratio of a setting's grid, [K, M, 2]; nan where it was not measured."""
   values = np.full((len(s.grid[0]), len(s.grid[1]), 2), np.nan)
   for i, j in np.ndindex(values.shape[:2]):
     name = f"{s.name}/{kind}-{Codes(s.grid[0][i], s.grid[1][j], shared)}"

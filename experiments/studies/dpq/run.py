@@ -1,4 +1,4 @@
-"""Tables and figures of the DPQ paper, measured.
+"""Run the study of DPQ: the paper's embeddings and its baselines.
 
 python -m experiments.studies.dpq.run --scale smoke
 python -m experiments.studies.dpq.run --scale cpu          run what has no result yet, then render
@@ -54,7 +54,7 @@ CODES = 12
 """Codes of a word that are kept."""
 
 BEAMS, PENALTY, SENTENCES = 4, 0.6, 50
-"""Of the beam search: beams, length penalty, and sentences of a batch."""
+"""Beams of the search, its length penalty, and sentences of a batch."""
 
 
 def jobs(scale: str) -> list[Job]:
@@ -149,7 +149,7 @@ def compact_size(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str
 
 
 def code_changes(embedding: DPQEmbedding, folder: pathlib.Path) -> list[tuple[int, float]]:
-  """(step, percentage of changed codes) for each checkpoint."""
+  """Percentage of codes that changed since the checkpoint before, by step."""
   steps = saved_steps(folder)
   codes = [
     codes_of_all(embedding, _embedding_variables(read_variables(folder, at=step)[0]))
@@ -168,7 +168,7 @@ def codes_of_all(embedding: DPQEmbedding, variables: dict[str, Any]) -> np.ndarr
 def neighbours(
   embedding: Embedding, variables: dict[str, Any], encoder: Encoder
 ) -> dict[str, list[tuple[str, float]]]:
-  """Word -> its nearest other words with their cosines, for the words of `PROBES`."""
+  """The nearest other words of each word of `PROBES`, with their cosines."""
   table_VD = np.asarray(embedding.apply(variables, method="table"), np.float64)
   unit_VD = table_VD / np.maximum(np.linalg.norm(table_VD, axis=1, keepdims=True), 1e-12)
   nearest = {}

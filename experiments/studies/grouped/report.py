@@ -1,4 +1,4 @@
-"""Tables and figures of the study, in the terminal and on its page."""
+"""Tables and figures of the grouped head's study."""
 
 import functools
 import io
@@ -62,7 +62,7 @@ PARTS = "loss", "steps", "sizes", "images"
 
 @functools.cache
 def paper() -> dict[tuple[str, str, str], str]:
-  """(table, row, column) -> the number that the paper prints."""
+  """The numbers that the paper prints, by (table, row, column)."""
   frame = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"), dtype=str)
   return frame.set_index(["table", "row", "column"])["value"].to_dict()
 

@@ -49,7 +49,7 @@ FAMILIES = {
 
 
 def _read_paper() -> dict[str, dict[str, dict[str, str]]]:
-  """Table -> row -> column -> the value as the paper prints it."""
+  """The values as the paper prints them, by table, row and column."""
   tables: dict[str, Any] = collections.defaultdict(lambda: collections.defaultdict(dict))
   frame = pd.read_csv(pathlib.Path(__file__).parent / "paper.csv", dtype=str)
   for cell in frame.itertuples():

@@ -1,4 +1,4 @@
-"""Runs the VQ-Logits study: the paper's heads, its baselines, and others.
+"""Run the VQ-Logits study: the paper's heads, its baselines, and others.
 
 python -m experiments.studies.vq_logits.run --scale smoke
 python -m experiments.studies.vq_logits.run --scale cpu            runs what is missing, renders

@@ -94,7 +94,7 @@ def parse(text: str) -> Program:
   if entry is None:
     raise ValueError(
       f"`text` must have an ENTRY computation; got {len(text)} characters without one. Pass the"
-      " text of a whole module"
+      " text of a whole module."
     )
   return Program(computations, entry)
 
