@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator
 
 from experiments.studies import page
 from experiments.studies.dpq.rows import rows
-from experiments.studies.dpq.settings import SCALES, STAND_INS, Codes, Setting
+from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, Setting
 from experiments.studies.study import Results
 from vqjax.lab.report import INK, SERIES, units
 
@@ -95,7 +95,7 @@ def compression_ratio(results: Results, name: str) -> float | None:
   return full / own if full and own else None
 
 
-def formula_ratio(vocab: int, dim: int, codes: Codes) -> float:
+def formula_ratio(vocab: int, dim: int, codes: CodeSize) -> float:
   """The paper's compression ratio of a product code, in bits (Section 3)."""
   k, m, shared = codes
   values = 32 * k * dim / (m if shared else 1)
@@ -262,13 +262,13 @@ def corrected_ratios() -> pd.DataFrame:
   """Compression ratios that the paper prints beside those of its formula."""
   ptb, wmt = (10_000, 650), (32_000, 512)
   cases = [
-    ("Table 3", "DPQ-SX, PTB, medium", 163.2, ptb, Codes(32, 25, shared=True)),
+    ("Table 3", "DPQ-SX, PTB, medium", 163.2, ptb, CodeSize(32, 25, shared=True)),
     *(
-      ("Table 9", f"product quantisation, K = {k}", printed, ptb, Codes(k, 650 // 2))
+      ("Table 9", f"product quantisation, K = {k}", printed, ptb, CodeSize(k, 650 // 2))
       for k, printed in ((64, 8.3), (128, 6.7), (256, 5.3))
     ),
-    ("Table 11", "reconstruction, K = 32", 25.0, wmt, Codes(32, 128)),
-    ("Table 11", "reconstruction, K = 128, printed as 32", 17.0, wmt, Codes(128, 128)),
+    ("Table 11", "reconstruction, K = 32", 25.0, wmt, CodeSize(32, 128)),
+    ("Table 11", "reconstruction, K = 128, printed as 32", 17.0, wmt, CodeSize(128, 128)),
   ]
   lines = []
   for name, row, printed, (vocab, dim), codes in cases:
@@ -342,7 +342,7 @@ def _grid(results: Results, s: Setting, kind: str, shared: bool) -> np.ndarray:
   """Score and ratio of a setting's grid, [K, M, 2]; nan where it was not measured."""
   values = np.full((len(s.grid[0]), len(s.grid[1]), 2), np.nan)
   for i, j in np.ndindex(values.shape[:2]):
-    name = f"{s.name}/{kind}-{Codes(s.grid[0][i], s.grid[1][j], shared)}"
+    name = f"{s.name}/{kind}-{CodeSize(s.grid[0][i], s.grid[1][j], shared)}"
     score, ratio = scores(results, name), compression_ratio(results, name)
     if score and ratio:
       values[i, j] = np.mean(list(score.values())), ratio
@@ -427,7 +427,7 @@ def changes_figure(results: Results, s: Setting) -> Figure | None:
   panels = figure.subplots(1, 2, sharey=True)
   for axes, (kind, label) in zip(panels, KINDS.items(), strict=True):
     for k in s.grid[0]:
-      changed = results.get(f"{s.name}/{kind}-{Codes(k, s.grid[1][0])}", {}).get("changes")
+      changed = results.get(f"{s.name}/{kind}-{CodeSize(k, s.grid[1][0])}", {}).get("changes")
       if changed:
         axes.plot(*zip(*changed, strict=True), label=f"K = {k}")
     axes.set(title=label, xlabel="step", ylabel="codes that changed, %", ylim=(0, None))

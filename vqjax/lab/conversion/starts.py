@@ -258,7 +258,7 @@ class FromTable:
   Attributes:
     folder: run folder of the run with the table.
     fill: (embedding, its fresh variables, table) -> its variables, such as `convert.Guide()` or
-      `convert.Codes(...)`.
+      `convert.LearnedCodes(...)`.
     best: read the checkpoint of the lowest validation loss; False: the newest.
   """
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from experiments.studies.dpq import report, run
-from experiments.studies.dpq.settings import SCALES, ZHANG, Codes
+from experiments.studies.dpq.settings import SCALES, ZHANG, CodeSize
 from experiments.studies.study import DOCS
 from vqjax import DPQEmbedding, SoftmaxQuantizer
 
@@ -115,7 +115,7 @@ def test_recovered_codes_have_the_ratio_that_the_paper_prints(name, kind):
 def test_the_formula_counts_the_bits_of_the_inference_form(codes):
   embedding = DPQEmbedding(32_000, 512, SoftmaxQuantizer(codes, 128))
   exact = 4 * 32_000 * 512 / embedding.inference_size().state_bytes
-  ratio = report.formula_ratio(32_000, 512, Codes(codes, 128))
+  ratio = report.formula_ratio(32_000, 512, CodeSize(codes, 128))
   np.testing.assert_allclose(ratio, exact, rtol=1e-6)  # the bits are rounded up to whole bytes
 
 
