@@ -9,12 +9,13 @@ A page is prose written by hand. Computed tables and figures stand between marke
 and `update` rewrites only these blocks.
 """
 
+import collections
 import dataclasses
 import json
 import pathlib
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -116,6 +117,45 @@ def origins(results: Results) -> str:
     f"{len(kept)} results, {days[0]} to {days[-1]}, on {devices}, with {versions}; commits"
     f" (+: with uncommitted changes) {distinct(row['commit'] for row in kept)}."
   )
+
+
+def publish(
+  docs: pathlib.Path,
+  name: str,
+  results: Results,
+  blocks: Mapping[str, str],
+  figures: Mapping[str, Figure | None],
+) -> list[pathlib.Path]:
+  """Rewrite the generated blocks and the figures of a page; return the paths.
+
+  Args:
+    docs: folder of the documents.
+    name: the page is results/NAME.md.
+    results: results of the study, whose origins and failures are the block "origins".
+    blocks: the other blocks by their names.
+    figures: figures by their files in images; None is not drawn.
+  """
+  path = docs / "results" / f"{name}.md"
+  update(path, {**blocks, "origins": f"{origins(results)}\n\n{failures(results)}"})
+  drawn = {file: figure for file, figure in figures.items() if figure is not None}
+  return [path, *save_figures(drawn, docs)]
+
+
+def read_paper(path: pathlib.Path) -> dict[str, dict[str, dict[str, str]]]:
+  """The values of a paper.csv as the paper prints them, by table, row and column."""
+  tables: dict[str, Any] = collections.defaultdict(lambda: collections.defaultdict(dict))
+  for cell in pd.read_csv(path, dtype=str).itertuples():
+    tables[cell.table][cell.row][cell.column] = cell.value
+  return {table: dict(by_row) for table, by_row in tables.items()}
+
+
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+  """The points (x, y) of which none with a smaller x has as small a y, by rising x."""
+  best: list[tuple[float, float]] = []
+  for x, y in sorted(points):
+    if not best or y < best[-1][1]:
+      best.append((x, y))
+  return best
 
 
 def bench(docs: pathlib.Path, name: str) -> dict[str, Any] | None:

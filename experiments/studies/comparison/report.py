@@ -185,10 +185,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     for title, frame in {"heads": table(results, s), "tunings": tunings(results, s)}.items():
       blocks[f"{s.name}-{title}"] = page.markdown(frame) if len(frame) else units.MISSING
     name, figure = f"comparison-{s.name}.png", bytes_figure(results, s)
-    figures |= {name: figure} if figure else {}
+    figures[name] = figure
     drawn = f"![Bytes of the head against test perplexity, {s.name}](../images/{name})"
     blocks[f"{s.name}-figure"] = drawn if figure else units.MISSING
-  blocks["origins"] = f"{page.origins(results)}\n\n{page.failures(results)}"
-  path = docs / "results" / "comparison.md"
-  page.update(path, blocks)
-  return [path, *page.save_figures(figures, docs)]
+  return page.publish(docs, "comparison", results, blocks, figures)

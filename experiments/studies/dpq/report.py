@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator
 from experiments.studies import page
 from experiments.studies.dpq.rows import rows
 from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, Setting
-from experiments.studies.study import Results
+from experiments.studies.study import DOCS, Results
 from vqjax.lab.report import INK, SERIES, units
 
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
@@ -279,8 +279,8 @@ def corrected_ratios() -> pd.DataFrame:
   return pd.DataFrame(lines)
 
 
-def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[str, Figure]]:
-  """The generated blocks of the page by their names, and its figures by their files."""
+def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Rewrite the generated blocks and figures of the page; return their paths."""
   cost = page.bench(docs, "dpq")
   frames = {name.lower().replace(" ", "-"): table(results, "cpu", name) for name in TABLES} | {
     "stand-ins": stand_ins("cpu"),
@@ -302,7 +302,6 @@ def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[s
     name: page.markdown(frame, text_columns.get(name, 1)) if len(frame) else "Not run."
     for name, frame in frames.items()
   }
-  generated["origins"] = page.origins(results) + "\n\n" + page.failures(results)
   grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]
   with matplotlib.rc_context(STYLE):
     figures = {
@@ -315,7 +314,8 @@ def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[s
   for name, figure in figures.items():
     image = f"![{CAPTIONS[name]}](../images/dpq-{name}.png)"
     generated[f"figure-{name}"] = "Not run." if figure is None else image
-  return generated, {f"dpq-{name}.png": figure for name, figure in figures.items() if figure}
+  drawn = {f"dpq-{name}.png": figure for name, figure in figures.items()}
+  return page.publish(docs, "dpq", results, generated, drawn)
 
 
 CAPTIONS = {
@@ -383,8 +383,8 @@ def trade_figure(results: Results, s: Setting) -> Figure | None:
       if len(points):
         style = {"markeredgecolor": color, "markerfacecolor": fill, "markersize": 5}
         axes.plot(points[:, 1], points[:, 0], "o", label=name, **style)
-        best = frontier(points[:, ::-1].tolist())
-        axes.plot(*zip(*best, strict=True), line, color=color, linewidth=1)
+        best = -np.array(page.frontier((-points[:, ::-1]).tolist()))
+        axes.plot(*best.T, line, color=color, linewidth=1)
   full = list(scores(results, f"{s.name}/full").values())
   if not axes.lines:
     return None
@@ -396,15 +396,6 @@ def trade_figure(results: Results, s: Setting) -> Figure | None:
   axes.xaxis.set_minor_formatter("")
   axes.legend()
   return figure
-
-
-def frontier(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-  """The points (ratio, score) on the Pareto front, by falling ratio."""
-  best: list[Sequence[float]] = []
-  for ratio, score in sorted(points, reverse=True):
-    if not best or score > best[-1][1]:
-      best.append((ratio, score))
-  return best
 
 
 def usage_figure(results: Results, setting: str) -> Figure | None:

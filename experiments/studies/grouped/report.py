@@ -52,7 +52,7 @@ TITLES = {
   "loss": "Loss and gradient, N = 4096, D = 256, V = 50,257",
   "least": "Group sizes of the least memory, tokens a group",
   "drawing": "Drawing the pictures in the training step",
-  "origins": "Origin of the bench's measurements",
+  "bench-origins": "Origin of the bench's measurements",
 }
 
 
@@ -60,11 +60,7 @@ PARTS = "loss", "steps", "sizes", "images"
 """Benchmarks of the grouped head, without the prefix of their names."""
 
 
-@functools.cache
-def paper() -> dict[tuple[str, str, str], str]:
-  """The numbers that the paper prints, by (table, row, column)."""
-  frame = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"), dtype=str)
-  return frame.set_index(["table", "row", "column"])["value"].to_dict()
+PAPER = page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
 
 def read_cost(docs: pathlib.Path) -> Cost | None:
@@ -88,7 +84,7 @@ def tables(results: Results, scale: str, cost: Cost | None) -> dict[str, pd.Data
   }
   if cost is not None:
     frames |= {"memory": _memory(cost), "speed": _speed(cost), "loss": _loss(cost)}
-    frames |= {"least": _least(cost), "drawing": _drawing(cost), "origins": _origins(cost)}
+    frames |= {"least": _least(cost), "drawing": _drawing(cost), "bench-origins": _origins(cost)}
   return {name: frame for name, frame in frames.items() if len(frame)}
 
 
@@ -102,15 +98,12 @@ def write(results: Results, docs: pathlib.Path) -> list[pathlib.Path]:
   """Update the generated blocks of the page, and its figures; return their paths."""
   cost = read_cost(docs)
   blocks = {name: page.markdown(frame) for name, frame in tables(results, "cpu", cost).items()}
-  blocks["results"] = f"{page.origins(results)}\n\n{page.failures(results)}"
-  path = docs / "results" / "grouped.md"
-  page.update(path, blocks)
   figures = {
     "grouped-losses.png": losses(results),
     "grouped-pictures.png": picture_curves(results),
     "grouped-sizes.png": sizes(results, cost or {}),
   }
-  return [path, *page.save_figures(figures, docs)]
+  return page.publish(docs, "grouped", results, blocks, figures)
 
 
 def _numbers(source: Mapping[str, Any], names: Iterable[str], *path: str) -> pd.Series:
@@ -125,7 +118,7 @@ def _text(numbers: pd.Series, form: str | Callable[[float], str]) -> pd.Series:
 
 
 def _printed(table: str, names: Iterable[str], column: str) -> pd.Series:
-  return pd.Series([paper().get((table, name, column)) for name in names], dtype=object)
+  return pd.Series([PAPER[table].get(name, {}).get(column) for name in names], dtype=object)
 
 
 def _mark_failed(frame: pd.DataFrame, results: Results, jobs: Iterable[str]) -> None:
@@ -140,8 +133,8 @@ def _language(results: Results, scale: str) -> pd.DataFrame:
     if s.rows
     for row in rows(s)
   }
-  for table, job, _ in paper() if scale == "cpu" else ():
-    if table == "1" and job not in labels:
+  for job in PAPER["1"] if scale == "cpu" else ():
+    if job not in labels:
       dim, name = job.removeprefix("lm-").split("/")
       labels[job] = f"paper, {MODELS[name]}, {dim}"
   numbers = functools.partial(_numbers, results, labels)

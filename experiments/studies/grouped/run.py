@@ -40,12 +40,13 @@ from experiments.studies.grouped.rows import (
   Setting,
   rows,
 )
-from experiments.studies.grouped.stories import graded
+from experiments.studies.measure import held_out_scores
 from experiments.studies.study import DOCS, Job, Results, Study, derived, trained
 from vqjax import GroupedHead, Head
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.judge import Judge
-from vqjax.lab.training import evaluate, make_scorer, read_variables
+from vqjax.lab.stories import graded
+from vqjax.lab.training import read_variables
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run import load_text
 from vqjax.sharding import make_mesh
@@ -136,12 +137,7 @@ def scores(experiment: Experiment) -> dict[str, Any]:
   program = Program(run, make_mesh(run.train.mesh))
   init_key, _ = keys(run.seed)
   variables = run.init_from(text, run.model, program.init(init_key).variables)
-  scorer, result = make_scorer(run.model), {}
-  for name in ("valid", "test"):
-    split = text.splits[name]
-    batches = run.loader.whole(split, batch=run.train.batch, context=run.model.context)
-    result[name] = evaluate(scorer, variables, batches, run.loader.text_bytes(split)).numbers()
-  head = run.model.head
+  result, head = held_out_scores(run.model, variables, text), run.model.head
   return {"result": result | {"head": {"class": type(head).__name__, "params": head.size().params}}}
 
 
