@@ -212,9 +212,11 @@ def _spec(shape, results):
   """The PartitionSpec of a result."""
   batch, spec = (), ()
   if results.batch is not None:
+    # Vectors have one axis more than their tokens.
     tokens = results.batch.ndim - jnp.issubdtype(results.batch.dtype, jnp.floating)
     batch = results.batch.shape[:tokens]
     spec = (*jax.typeof(results.batch).sharding.spec, *[None] * tokens)[:tokens]
+  # A result without the tokens' axes, such as a table or a scalar, is sharded by its V alone.
   if shape[: len(batch)] != batch:
     batch, spec = (), ()
   rest = [None] * (len(shape) - len(batch))

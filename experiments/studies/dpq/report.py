@@ -210,18 +210,18 @@ def training_cost(cost: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
 
 
 def inference_cost(cost: Mapping[str, Any]) -> pd.DataFrame:
-  """Look-up, export and file of a large compact embedding."""
+  """Lookup, export and file of a large compact embedding."""
   export, opened = cost["export"]["export"], cost["export"]["open and look up"]
   peak = export["memory_bytes"]
   cells = {
-    "look-up of 16,384 tokens, time over a dense gather's": f"{cost['look_up']['time']:.2f}",
+    "lookup of 16,384 tokens, time over a dense gather's": f"{cost['look_up']['time']:.2f}",
     "file, bytes": f"{export['file_bytes']:,}",
     "codes and values in it, bytes": f"{export['formula_bytes']:,}",
     "compression ratio by the paper's formula": f"{export['formula_ratio']:.2f}",
     "compression ratio of the file": f"{export['file_ratio']:.2f}",
     "export, s": f"{export['seconds']:.0f}",
     "export, peak memory beyond the trained table": None if peak is None else units.size(peak),
-    "opening by memory map and look-up of 100 tokens, ms": f"{1e3 * opened['seconds']:.1f}",
+    "opening by memory map and lookup of 100 tokens, ms": f"{1e3 * opened['seconds']:.1f}",
     "device": cost["provenance"]["device"],
   }
   return pd.DataFrame(cells.items(), columns=["quantity", "value"])

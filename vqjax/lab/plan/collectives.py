@@ -111,8 +111,8 @@ def spanned(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
   """Mesh axes along which the devices of some group differ."""
   if not groups.size:
     return ()
-  places = np.stack(np.unravel_index(groups, tuple(mesh.values())))
-  differ = (places != places[:, :, :1]).any(axis=(1, 2))
+  coordinates = np.stack(np.unravel_index(groups, tuple(mesh.values())))
+  differ = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
   return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
 
 
