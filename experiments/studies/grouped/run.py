@@ -45,6 +45,7 @@ from experiments.studies.study import DOCS, Job, Results, Study, derived, traine
 from vqjax import GroupedHead, Head
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.judge import Judge
+from vqjax.lab.report.sheet import save_sheet
 from vqjax.lab.stories import graded
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.program import Program, keys
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if (own.judge_url is None) != (own.judge_model is None):
     OPTIONS.error("--judge-url and --judge-model must be given together")
   if own.sheet is not None:
-    report.save_sheet(own.sheet)
+    save_sheet(own.sheet)
     return 0
   if own.judge_url is None:
     return STUDY.main(arguments)
