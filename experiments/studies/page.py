@@ -24,9 +24,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.studies.study import Results
 from vqjax.lab import report
 from vqjax.lab.report import units
+
+Results = Mapping[str, Mapping[str, Any]]
+"""Name of a job -> its kept result and the measurements beside it."""
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+"""The folder of the pages and of their images."""
 
 _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- end: \1 -->\n", re.DOTALL)
 

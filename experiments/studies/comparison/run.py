@@ -78,7 +78,8 @@ STUDY = Study(
   description=__doc__,
   scales=tuple(SCALES),
   jobs=jobs,
-  render=report.render,
+  tables=report.shown_tables,
+  update=report.update,
 )
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator
 from experiments.studies import page
 from experiments.studies.dpq.rows import rows
 from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, Setting
-from experiments.studies.study import DOCS, Results
+from experiments.studies.page import DOCS, Results
 from vqjax.lab.report import INK, SERIES, units
 
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
@@ -277,6 +277,13 @@ def corrected_ratios() -> pd.DataFrame:
     cells |= {"formula": f"{ratio:.2f}", "formula · (d + 1)/d": f"{ratio * (dim + 1) / dim:.2f}"}
     lines.append(cells)
   return pd.DataFrame(lines)
+
+
+def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
+  """The tables of the terminal by their titles."""
+  every = {f"{name}: {title}": table(results, scale, name) for name, title in TABLES.items()}
+  # All rows of a table may run elsewhere.
+  return {title: frame for title, frame in every.items() if len(frame)}
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:

@@ -20,14 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
-from experiments.studies import page
 from experiments.studies.dpq import report
 from experiments.studies.dpq.rows import Row, full, rows
 from experiments.studies.dpq.settings import HEADLINE, SCALES, Setting
 from experiments.studies.measure import held_out_scores, single_tokens
-from experiments.studies.study import DOCS, Job, Results, Study, derived, trained
+from experiments.studies.study import Job, Study, derived, trained
 from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
 from vqjax.lab import conversion
@@ -198,18 +196,14 @@ def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> d
   return measured
 
 
-def render(console: Console, results: Results, scale: str, docs: pathlib.Path = DOCS) -> None:
-  """Print the tables; at the scale "cpu" also update the page and its figures."""
-  for name, title in report.TABLES.items():
-    # All rows of a table may run elsewhere.
-    if len(table := report.table(results, scale, name)):
-      page.show(console, f"{name}: {title}", table)
-  if scale == "cpu":
-    for path in report.update(results, docs):
-      console.print(f"wrote {path}", highlight=False)
-
-
-STUDY = Study(name="dpq", description=__doc__, scales=tuple(SCALES), jobs=jobs, render=render)
+STUDY = Study(
+  name="dpq",
+  description=__doc__,
+  scales=tuple(SCALES),
+  jobs=jobs,
+  tables=report.shown_tables,
+  update=report.update,
+)
 
 if __name__ == "__main__":
   sys.exit(STUDY.main())

@@ -8,11 +8,10 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from experiments.studies import page
 from experiments.studies.grouped.rows import SCALES, TEACHER, rows
-from experiments.studies.study import Results
+from experiments.studies.page import DOCS, Results
 from vqjax.lab.report import INK, SERIES, units
 
 Cost = Mapping[str, Any]
@@ -81,14 +80,14 @@ def tables(results: Results, scale: str, cost: Cost | None) -> dict[str, pd.Data
   return {name: frame for name, frame in frames.items() if len(frame)}
 
 
-def show(console: Console, results: Results, scale: str, docs: pathlib.Path) -> None:
-  """Print all tables."""
-  for name, frame in tables(results, scale, read_cost(docs)).items():
-    page.show(console, TITLES[name], frame)
+def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
+  """The tables of the terminal by their titles."""
+  frames = tables(results, scale, read_cost(DOCS))
+  return {TITLES[name]: frame for name, frame in frames.items()}
 
 
-def write(results: Results, docs: pathlib.Path) -> list[pathlib.Path]:
-  """Update the generated blocks of the page, and its figures; return their paths."""
+def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Rewrite the generated blocks and the figures of the page; return their paths."""
   cost = read_cost(docs)
   blocks = {name: page.markdown(frame) for name, frame in tables(results, "cpu", cost).items()}
   figures = {

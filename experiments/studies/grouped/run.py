@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from configs.grouped.shapes import dense, grouped
 from experiments.studies.grouped import report
@@ -41,7 +40,7 @@ from experiments.studies.grouped.rows import (
   rows,
 )
 from experiments.studies.measure import held_out_scores
-from experiments.studies.study import DOCS, Job, Results, Study, derived, trained
+from experiments.studies.study import Job, Study, derived, trained
 from vqjax import GroupedHead, Head
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.judge import Judge
@@ -201,14 +200,6 @@ def time_top_k(experiment: Experiment, folder: pathlib.Path, calls: int = 7) -> 
   return {"result": {}, "top": top}
 
 
-def render(console: Console, results: Results, scale: str) -> None:
-  """Print the tables; at the scale cpu, also update the page and its figures."""
-  report.show(console, results, scale, DOCS)
-  if scale == "cpu":
-    for path in report.write(results, DOCS):
-      console.print(f"wrote {path}", highlight=False)
-
-
 OPTIONS = argparse.ArgumentParser("python -m experiments.studies.grouped.run", add_help=False)
 OPTIONS.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint, to /v1")
 OPTIONS.add_argument("--judge-model", metavar="NAME", help="its model, which grades stories")
@@ -221,7 +212,8 @@ STUDY = Study(
   description=__doc__,
   scales=tuple(SCALES),
   jobs=jobs,
-  render=render,
+  tables=report.shown_tables,
+  update=report.update,
   options=(OPTIONS,),
 )
 

@@ -11,11 +11,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
-from rich.console import Console
 
 from experiments.studies import page
-from experiments.studies.page import Spread
-from experiments.studies.study import DOCS, Results
+from experiments.studies.page import DOCS, Results, Spread
 from experiments.studies.vq_logits.rows import Row, paper_rows, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
 from vqjax import CodebookHead, LearnedCodebookHead, LearnedProductHead, ProductHead
@@ -441,13 +439,12 @@ def _slug(table: str) -> str:
   return table.lower().replace(" ", "-")
 
 
-def render(console: Console, results: Results, scale: str) -> None:
-  """Print the tables of a scale; at "cpu", update the page too."""
+def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
+  """The tables of the terminal by their titles."""
   settings = SCALES[scale]
-  for name, main in MAIN.items():
-    for title in (main, *(ABLATIONS if name == "wikitext" else ())):
-      page.show(console, title, paper_table(results, settings[name], title))
-  page.show(console, "Conversions", table(conversions(results, settings["ptb"])))
-  if scale == "cpu":
-    for path in update(results):
-      console.print(f"wrote {path}", highlight=False)
+  tables = {
+    title: paper_table(results, settings[name], title)
+    for name, main in MAIN.items()
+    for title in (main, *(ABLATIONS if name == "wikitext" else ()))
+  }
+  return tables | {"Conversions": table(conversions(results, settings["ptb"]))}

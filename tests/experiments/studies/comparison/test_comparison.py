@@ -13,7 +13,8 @@ from experiments.studies import tuning
 from experiments.studies.comparison import report, run
 from experiments.studies.comparison.report import Interval
 from experiments.studies.comparison.rows import SCALES, rows
-from experiments.studies.study import DOCS, Job
+from experiments.studies.page import DOCS
+from experiments.studies.study import Job
 from experiments.studies.tuning import SearchSpace
 from vqjax.lab.config import config_hash
 from vqjax.lab.data import fit_encoder

@@ -1,17 +1,15 @@
 """Tests of the rows, tables, page and measurements of the DPQ study."""
 
 import json
-import os
 import pathlib
 import shutil
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from experiments.studies.dpq import report, run
 from experiments.studies.dpq.settings import SCALES, ZHANG, CodeSize
-from experiments.studies.study import DOCS
+from experiments.studies.page import DOCS
 from vqjax import DPQEmbedding, SoftmaxQuantizer
 
 ROOT = pathlib.Path(__file__).parents[4]
@@ -131,8 +129,7 @@ def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_p
     shutil.copy(DOCS / path, tmp_path / path)
 
   def render():
-    with pathlib.Path(os.devnull).open("w") as stream:
-      run.render(Console(file=stream), run.STUDY.read("cpu"), "cpu", tmp_path)
+    report.update(run.STUDY.read("cpu"), tmp_path)
     return {path.name: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
 
   first = render()

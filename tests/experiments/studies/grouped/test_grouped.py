@@ -10,7 +10,7 @@ import pytest
 
 from configs.grouped.lm import dense, language_model
 from experiments.studies.grouped import report, rows, run
-from experiments.studies.study import DOCS
+from experiments.studies.page import DOCS
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import WordTokenizer
 from vqjax.lab.judge import Grades, Judge
@@ -134,10 +134,10 @@ def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_p
   for name in ("grouped.md", "bench.json"):
     shutil.copy(DOCS / "results" / name, tmp_path / "results" / name)
   results = run.STUDY.read("cpu")
-  paths = report.write(results, tmp_path)
+  paths = report.update(results, tmp_path)
   first = [path.read_bytes() for path in paths]
   assert first[0] == (DOCS / "results" / "grouped.md").read_bytes()
-  assert report.write(results, tmp_path) == paths
+  assert report.update(results, tmp_path) == paths
   assert [path.read_bytes() for path in paths] == first
 
 
