@@ -259,8 +259,7 @@ def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> 
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return jax.nn.log_softmax(scores)
-  # The result does not depend on the maximum, and `pmax` has no derivative.
-  top = lax.pmax(lax.stop_gradient(scores.max(axis=-1, keepdims=True)), axis)
+  top = vocab_parallel.common_shift(scores.max(axis=-1, keepdims=True), axis)
   above = scores - top
   return above - jnp.log(lax.psum(jnp.exp(above).sum(axis=-1, keepdims=True), axis))
 
