@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vqjax import CodebookHead, DenseEmbedding, DenseHead, DPQEmbedding, GroupedHead, ProductHead
+from vqjax import (
+  CodebookHead,
+  DenseEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  GroupedHead,
+  Product,
+  ProductHead,
+  compress,
+)
 from vqjax import nnx as vqjax_nnx
 from vqjax.ops.softmax import linear_cross_entropy, linear_log_prob
 
@@ -87,6 +96,30 @@ MISTAKES = {
   "one-hot tokens": (
     lambda: log_prob(HIDDEN, WEIGHT, jax.nn.one_hot(TOKENS, V)),
     r"`hidden` must have the shape \(4, 31\) of `tokens`",
+  ),
+  "a list for a weight": (
+    lambda: log_prob(HIDDEN, WEIGHT.tolist(), TOKENS),
+    "`weight` .* list.*asarray",
+  ),
+  "a number for a tile": (
+    lambda: log_prob(HIDDEN, WEIGHT, TOKENS, tile=128),
+    r"`tile` must be \(tokens, vocabulary rows\).* got 128",
+  ),
+  "a traced temperature": (
+    lambda: jax.jit(lambda t: call("sample", HIDDEN, KEY, t))(0.5),
+    "`temperature` must be a Python number",
+  ),
+  "a name for a method": (
+    lambda: compress(np.asarray(WEIGHT), method="product"),
+    r"`method` .* got 'product'. Give vqjax.Product\(",
+  ),
+  "a class for a method": (
+    lambda: compress(np.asarray(WEIGHT), method=Product),
+    r"`method` must be a method with its sizes",
+  ),
+  "a path for a table": (
+    lambda: compress("model.safetensors", bytes=1 / 4),
+    "`table` must be an array; got str",
   ),
   "a list for the op": (
     lambda: inspect.unwrap(linear_cross_entropy)(HIDDEN, WEIGHT, [0, 1, 2, 3]),

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from vqjax.ops import tiles, vocab_parallel
-from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.row_factory import RowFactory, as_row_factory, value_of
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary, widened
@@ -122,7 +122,9 @@ def linear_softmax(
       axis `vocab_axis`.
   """
   check_arrays(hidden=hidden, tokens=tokens, bias=bias)
-  weight = as_row_factory(weight)
+  if not isinstance(weight, RowFactory):
+    check_arrays(weight=weight)
+  weight, bias = as_row_factory(weight), value_of(bias)
   check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   _check_options(softcap, top_k, vocab)
