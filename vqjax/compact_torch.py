@@ -67,6 +67,10 @@ class CompactEmbedding(torch.nn.Module):
         f"{path} must have {count} bytes of codes, and values; it does not. Save it again."
       )
 
+  def extra_repr(self) -> str:
+    """The sizes, which `print` shows."""
+    return f"{self.vocab}, {self.dim}, codes={self.codes}, subspaces={self.subspaces}"
+
   def codes_of(self, tokens: torch.Tensor) -> torch.Tensor:
     """The codes of tokens: int64 [*B, M].
 
