@@ -137,6 +137,17 @@ def test_a_mistake_is_named(mistake):
     make()
 
 
+# Not a mistake, but not of a type that jaxtyping knows.
+@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
+def test_a_param_is_the_weight_of_the_tiled_loss():
+  embed = nnx.Embed(V, D, rngs=nnx.Rngs(0))
+  loss = lambda weight: -linear_log_prob(HIDDEN, weight, TOKENS).sum()
+  value, gradient = nnx.value_and_grad(lambda embed: loss(embed.embedding))(embed)
+  expected = jax.value_and_grad(loss)(embed.embedding[...])
+  np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+  np.testing.assert_allclose(gradient.embedding[...], expected[1], rtol=1e-5, atol=1e-6)
+
+
 def test_an_array_is_accepted_where_a_function_makes_one():
   assignment = np.arange(V) % 5
   head = CodebookHead(V, D, 5, assignment_init=assignment)

@@ -409,16 +409,6 @@ def test_help_has_the_constructor_and_no_example_of_linen():
   assert ".init(" not in text
 
 
-def test_a_param_is_the_weight_of_the_tiled_loss(hidden, tokens):
-  embed = nnx.Embed(V, D, rngs=nnx.Rngs(0))
-  loss = lambda embed: -vqjax.linear_log_prob(hidden, embed.embedding, tokens).sum()
-  value, gradient = nnx.value_and_grad(loss)(embed)
-  of_array = lambda weight: -vqjax.linear_log_prob(hidden, weight, tokens).sum()
-  expected = jax.value_and_grad(of_array)(embed.embedding[...])
-  np.testing.assert_allclose(value, expected[0], rtol=1e-6)
-  np.testing.assert_allclose(gradient.embedding[...], expected[1], rtol=1e-5, atol=1e-6)
-
-
 def test_signatures_name_the_fields():
   parameters = layers.CodebookHead.__signature__.parameters
   names = {f.name for f in dataclasses.fields(vqjax.CodebookHead)} - {"parent", "name"}
