@@ -14,6 +14,7 @@ OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2) SSE4_2
 
 # Further versions of Python, what their environments have, and the tests that run in them.
 VERSIONS := 3.12 3.13
+PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 NEWEST := jax flax docstring-parser orbax-checkpoint pytest pytest-timeout
 ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
   $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
@@ -58,9 +59,12 @@ test-all: $(STAMP)
 # newest when its environment is made.
 test-versions:
 	@for version in $(VERSIONS); do \
-	  python$$version -c '' 2>/dev/null || { echo "python$$version does not run here"; continue; }; \
+	  for python in python$$version $(PYENV)/versions/$$version.*/bin/python none; do \
+	    $$python -c '' 2>/dev/null && break; \
+	  done; \
+	  test $$python != none || { echo "Python $$version does not run here"; continue; }; \
 	  env=$(VENV)-$$version; \
-	  test -e $$env/.installed || { python$$version -m venv $$env && \
+	  test -e $$env/.installed || { $$python -m venv $$env && \
 	    $$env/bin/python -m pip install --quiet --disable-pip-version-check -e . $(NEWEST) && \
 	    touch $$env/.installed; } || exit 1; \
 	  $$env/bin/python -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'; \

@@ -116,6 +116,10 @@ def test_neither_the_module_nor_a_copy_of_its_file_imports_jax(copied, tmp_path)
   assert done.stdout.split() == ["5", str(V)]
 
 
+def test_printing_shows_the_sizes(saved):
+  assert f"{V}, {D}, codes=" in str(compact_torch.CompactEmbedding(saved[0]))
+
+
 def test_tokens_outside_and_hidden_states_of_another_width_are_refused(saved):
   small = compact_torch.CompactEmbedding(saved[0])
   for token in (-1, V):

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from vqjax import CodebookHead, DenseEmbedding, DenseHead, DPQEmbedding, GroupedHead, ProductHead
+from vqjax import (
+  CodebookHead,
+  DenseEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  GroupedHead,
+  Product,
+  ProductHead,
+  compress,
+)
 from vqjax import nnx as vqjax_nnx
 from vqjax.ops.softmax import linear_cross_entropy, linear_log_prob
 
@@ -88,6 +97,30 @@ MISTAKES = {
     lambda: log_prob(HIDDEN, WEIGHT, jax.nn.one_hot(TOKENS, V)),
     r"`hidden` must have the shape \(4, 31\) of `tokens`",
   ),
+  "a list for a weight": (
+    lambda: log_prob(HIDDEN, WEIGHT.tolist(), TOKENS),
+    "`weight` .* list.*asarray",
+  ),
+  "a number for a tile": (
+    lambda: log_prob(HIDDEN, WEIGHT, TOKENS, tile=128),
+    r"`tile` must be \(tokens, vocabulary rows\).* got 128",
+  ),
+  "a traced temperature": (
+    lambda: jax.jit(lambda t: call("sample", HIDDEN, KEY, t))(0.5),
+    "`temperature` must be a Python number",
+  ),
+  "a name for a method": (
+    lambda: compress(np.asarray(WEIGHT), method="product"),
+    r"`method` .* got 'product'. Give vqjax.Product\(",
+  ),
+  "a class for a method": (
+    lambda: compress(np.asarray(WEIGHT), method=Product),
+    r"`method` must be a method with its sizes",
+  ),
+  "a path for a table": (
+    lambda: compress("model.safetensors", bytes=1 / 4),
+    "`table` must be an array; got str",
+  ),
   "a list for the op": (
     lambda: inspect.unwrap(linear_cross_entropy)(HIDDEN, WEIGHT, [0, 1, 2, 3]),
     "`tokens` .* list",
@@ -102,6 +135,17 @@ def test_a_mistake_is_named(mistake):
   make, message = MISTAKES[mistake]
   with pytest.raises((ValueError, TypeError), match=message):
     make()
+
+
+# Not a mistake, but not of a type that jaxtyping knows.
+@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
+def test_a_param_is_the_weight_of_the_tiled_loss():
+  embed = nnx.Embed(V, D, rngs=nnx.Rngs(0))
+  loss = lambda weight: -linear_log_prob(HIDDEN, weight, TOKENS).sum()
+  value, gradient = nnx.value_and_grad(lambda embed: loss(embed.embedding))(embed)
+  expected = jax.value_and_grad(loss)(embed.embedding[...])
+  np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+  np.testing.assert_allclose(gradient.embedding[...], expected[1], rtol=1e-5, atol=1e-6)
 
 
 def test_an_array_is_accepted_where_a_function_makes_one():

@@ -2,7 +2,7 @@
 
 python tests/wheel.py dist/vqjax-0.1.0-py3-none-any.whl
 
-The first snippet of README.md runs with the library alone; then the config of docs/training.md goes
+The program of README.md runs with the library alone; then the config of docs/training.md goes
 through the commands of the lab.
 """
 
@@ -59,13 +59,15 @@ def check_installation(wheel: pathlib.Path, folder: pathlib.Path) -> None:
     run("python", "-m", "pip", "install", "-q", "-c", constraints, requirement)
 
   install(str(wheel))
-  (folder / "snippet.py").write_text(snippet("README.md"))
-  assert "parameters" in run("python", "snippet.py")
+  (folder / "readme.py").write_text("\n".join(snippets("README.md")))
+  printed = run("python", "readme.py")
+  assert "bits a weight" in printed, printed
+  assert "parameters" in printed, printed
   assert "vqjax[lab]" in run("vqjax", "train", code=2)
 
   install(f"{wheel}[lab]")
   write_text(folder / "text")
-  codebook = snippet("docs/training.md")
+  codebook = snippets("docs/training.md")[0]
   (folder / "codebook.py").write_text(codebook)
   assert "train" in run("vqjax", "--help")
   assert "nats/token" in run("vqjax", "train", "codebook.py", *SMALL, "--run", "runs/codebook")
@@ -85,9 +87,9 @@ def check_installation(wheel: pathlib.Path, folder: pathlib.Path) -> None:
   assert "head: " in run("vqjax", "compress", "dense.py", "runs/dense", *options, *dense)
 
 
-def snippet(page: str) -> str:
-  """The first Python program of a page."""
-  return re.search(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)[1]
+def snippets(page: str) -> list[str]:
+  """The blocks of Python of a page."""
+  return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
 
 
 def write_text(folder: pathlib.Path) -> None:

@@ -68,6 +68,10 @@ class CompactEmbedding(torch.nn.Module):
         " others. Save it again."
       )
 
+  def extra_repr(self) -> str:
+    """The sizes, which `print` shows."""
+    return f"{self.vocab}, {self.dim}, codes={self.codes}, subspaces={self.subspaces}"
+
   def codes_of(self, tokens: torch.Tensor) -> torch.Tensor:
     """The codes of tokens: int64 [*B, M].
 

@@ -53,6 +53,18 @@ def test_the_file_has_codes_and_values_and_nothing_else(embedding, variables, tm
   assert (meta["d"], meta["K"], meta["M"]) == (str(D), str(K), str(q.subspaces))
 
 
+def test_a_file_has_the_usual_permissions_and_replaces_one_that_is_read(tmp_path):
+  (tmp_path / "usual").touch()
+  path = tmp_path / "small.safetensors"
+  embedding = ProductEmbedding(101, 12, 5, 4)
+  small = embedding.compact(embedding.init(jax.random.key(0), jnp.arange(3)))
+  small.save(path)
+  assert path.stat().st_mode == (tmp_path / "usual").stat().st_mode
+  CompactEmbedding.load(path).save(path)
+  np.testing.assert_array_equal(CompactEmbedding.load(path).table(), small.table())
+  assert {file.name for file in tmp_path.iterdir()} == {"usual", "small.safetensors"}
+
+
 def test_the_ratio_is_that_of_the_paper():
   """Table 4, small: 85.5 for K=8, M=25 shared, 51.1 for K=32; d + 1 for d."""
   for codes, printed in ((8, 85.5), (32, 51.1)):

@@ -402,6 +402,13 @@ def test_wrong_calls_name_the_argument(make, error, message):
     make()
 
 
+def test_help_has_the_constructor_and_no_example_of_linen():
+  text = layers.CodebookHead.__doc__
+  assert "token_bias: add" in text
+  assert "axis_rules: " in text
+  assert ".init(" not in text
+
+
 def test_signatures_name_the_fields():
   parameters = layers.CodebookHead.__signature__.parameters
   names = {f.name for f in dataclasses.fields(vqjax.CodebookHead)} - {"parent", "name"}

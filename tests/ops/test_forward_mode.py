@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import AxisType
 
 from tests import reference
+from vqjax import ClassBasedHead
+from vqjax.ops.distillation import linear_soft_target_loss
 from vqjax.ops.forward_mode import linear_log_prob_jvp
-from vqjax.ops.softmax import linear_log_prob
+from vqjax.ops.softmax import linear_log_prob, linear_softmax
 
 N, V, D = 23, 101, 12  # 101 is prime: no tile and no device count divides it
 TILE = 7, 30
@@ -99,3 +101,42 @@ def test_a_hessian_vector_product_is_that_of_float64(operands):
   expected = central_difference(gradient, (hidden, weight), (d_hidden, d_weight))
   flat = np.concatenate([np.ravel(x) for x in found])
   np.testing.assert_allclose(flat, expected, atol=2e-4)
+
+
+def statistics(hidden, weight, tokens, axis):
+  stats = linear_softmax(hidden, weight, tokens, entropy=True, vocab_axis=axis)
+  return stats.log_prob.sum() + stats.entropy.sum()
+
+
+def distilled(hidden, weight, tokens, axis):
+  del tokens
+  return linear_soft_target_loss(
+    hidden, weight, jnp.roll(hidden, 1, 0), jnp.roll(weight, 1, 0), vocab_axis=axis
+  ).kl.sum()
+
+
+def by_class(hidden, weight, tokens, axis):
+  head = ClassBasedHead(V, D, 5, vocab_axis=axis)
+  variables = head.init(jax.random.key(0), hidden)
+  params = variables["params"] | {"weight": weight}
+  return head.apply(variables | {"params": params}, hidden, tokens, method="log_prob").sum()
+
+
+@pytest.mark.parametrize(
+  "loss", [statistics, distilled, pytest.param(by_class, marks=pytest.mark.slow)]
+)
+def test_a_loss_of_sharded_rows_has_hessian_vector_products(operands, loss):
+  (hidden, weight, _), (d_hidden, d_weight, _), tokens = operands
+
+  def run(axis):
+    derivatives = jax.value_and_grad(lambda h, w: loss(h, w, tokens, axis), (0, 1))
+    return jax.jit(lambda x, d: jax.jvp(derivatives, x, d)[1])(
+      (hidden, weight), (d_hidden, d_weight)
+    )
+
+  # The derivative of the loss, and of its gradients.
+  expected = run(None)
+  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)):
+    found = run("model")
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -171,6 +171,7 @@ def compress(
   Raises:
     ValueError: the table is not a matrix of finite floats, `bytes` is out of reach or both or
       neither of `bytes` and `method` are given, or another array has a wrong shape or value.
+    TypeError: the table is not an array with values, or `method` is not a method.
   """
   started = time.perf_counter()
   rows = _matrix(table)
@@ -179,6 +180,12 @@ def compress(
     raise ValueError(
       f"just one of `bytes` and `method` must be given; got {got}. Give bytes=1/16, or"
       " method=vqjax.Product(codes=256, subspaces=64)."
+    )
+  if method is not None and (isinstance(method, type) or not callable(method)):
+    raise TypeError(
+      f"`method` must be a method with its sizes; got {method!r}. Give"
+      " vqjax.Product(codes=256, subspaces=64), vqjax.Clusters(codes=1024) or"
+      " vqjax.Scalar(bits=4)."
     )
   vocab, dim = rows.shape
   weights = None if counts is None else checked_counts(_host("counts", counts), vocab) + 1.0
@@ -228,7 +235,14 @@ def _host(name: str, array: Any) -> np.ndarray:
 
 
 def _matrix(table: Any) -> np.ndarray:
+  if isinstance(table, jax.core.Tracer):
+    raise TypeError("`table` must have values; got a traced array. Call compress outside of jit.")
   rows = _host("table", table)
+  if rows.dtype.kind in "OUS":
+    raise TypeError(
+      f"`table` must be an array; got {type(table).__name__}. Give the array itself, such as"
+      " embed.embedding, or a tensor of a file that is open."
+    )
   if rows.ndim != 2 or not rows.size:
     raise ValueError(
       f"`table` must have shape [V, D], a row for each token; got {list(rows.shape)}. Reshape it;"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from vqjax.embeddings import compact_file
 from vqjax.ops import packing, product
@@ -108,7 +109,11 @@ class CompactEmbedding:
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
     if self.bias is not None:
       tensors["bias"] = np.asarray(self.bias)
-    save_file(tensors, path, metadata=self._metadata())
+    # Not `save_file`, whose files other users may not read. The new file replaces the old one at
+    # once, because the old one may be mapped.
+    draft = pathlib.Path(f"{os.fspath(path)}.{os.getpid()}")
+    draft.write_bytes(save(tensors, metadata=self._metadata()))
+    os.replace(draft, path)
 
   def _metadata(self) -> dict[str, str]:
     counts: dict[str, Any] = {

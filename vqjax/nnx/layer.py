@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -68,7 +69,7 @@ class Layer(nnx.Module):
     super().__init_subclass__(**options)
     if of is None:
       return
-    cls.of, cls.__doc__ = of, of.__doc__
+    cls.of, cls.__doc__ = of, _docstring(of)
     _NNX_CLASS[of] = cls
     for name in _methods(of):
       if name not in vars(cls):
@@ -103,7 +104,11 @@ class Layer(nnx.Module):
         f"`rngs` of {type(self).__name__} must be an nnx.Rngs; got {type(rngs).__name__}. Give"
         " rngs=nnx.Rngs(0)."
       )
-    given = type(self).__signature__.bind(*fields, rngs=rngs, **named).arguments
+    try:
+      given = type(self).__signature__.bind(*fields, rngs=rngs, **named).arguments
+    except TypeError as error:
+      names = ", ".join(name for name in type(self).__signature__.parameters)
+      raise TypeError(f"{type(self).__name__} {error}. Its arguments are {names}.") from None
     del given["rngs"]
     shared = {name: value for name, value in given.items() if isinstance(value, Layer)}
     if isinstance(given.get("embedding"), (nnx.Embed, nnx.Param)):
@@ -331,6 +336,19 @@ def _calling(of: type, name: str) -> Callable:
   )
   method.__signature__ = signature.replace(parameters=[*signature.parameters.values(), rngs])
   return method
+
+
+def _docstring(of: type) -> str:
+  """The Linen docstring with the constructor's further arguments, without its Linen example."""
+  text = re.sub(r"^Example:\n(?:  .*\n|\n)*", "", inspect.cleandoc(of.__doc__), flags=re.MULTILINE)
+  return f"{text.rstrip()}\n\n{_CONSTRUCTOR}"
+
+
+_CONSTRUCTOR = """Args:
+  rngs: its stream "params" initialises the parameters.
+  axis_rules: logical axis -> axes of the mesh, for the sharding of the variables; None: the
+    vocabulary over `vocab_axis`.
+"""
 
 
 def _signature(of: type) -> inspect.Signature:

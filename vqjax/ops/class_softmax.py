@@ -193,7 +193,7 @@ def _forward(plan, hidden_PND, weight, class_V, row_PN, class_PN):
   each = jax.vmap(of_shard, (0, 0, 0, 0, None))
   step = lambda index, state: each(*given, state, index)
   last = _Running(*jnp.moveaxis(lax.fori_loop(0, work.count, step, start), -1, 0))
-  last = _all_reduce(last, plan.axis)
+  last = _all_reduce(last, plan.axis, row_PN, weight.shape[0])
   log_sum = jnp.log(last.total)
   saved = hidden_PND, weight, row_PN, work, last.top, log_sum
   return last.own - last.top - log_sum, saved
@@ -216,13 +216,14 @@ def _product(a, b, axis_a, axis_b):
   )
 
 
-def _all_reduce(local, axis):
+def _all_reduce(local, axis, row_PN, rows):
   """The statistics over the rows of all devices."""
   if axis is None:
     return local
-  top = lax.pmax(local.top, axis)
+  top = vocab_parallel.common_shift(local.top, axis)
   total = lax.psum(local.total * jnp.exp(local.top - top), axis)
-  return _Running(own=lax.pmax(local.own, axis), top=top, total=total)
+  own = vocab_parallel.from_owner(local.own, row_PN, rows, axis)
+  return _Running(own=own, top=top, total=total)
 
 
 def _backward(plan, saved, cotangent_PN):
@@ -294,6 +295,6 @@ def log_normalizers(local: Normalizers, vocab_axis: str | None) -> Float[Array, 
   axis = vocab_parallel.inside(vocab_axis)
   top, total = local
   if axis:
-    top = lax.pmax(local.top, axis)
+    top = vocab_parallel.common_shift(local.top, axis)
     total = lax.psum(total * jnp.exp(local.top - exp_shift(top)), axis)
   return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), 0.0)

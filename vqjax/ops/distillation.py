@@ -288,7 +288,8 @@ def _all_reduce(local, axis):
   """The sums over all devices of a manual mesh axis."""
   if axis is None:
     return local
-  moved = _relative_to(local, lax.pmax(local.top, axis), lax.pmax(local.teacher_top, axis))
+  top, teacher_top = (vocab_parallel.common_shift(x, axis) for x in (local.top, local.teacher_top))
+  moved = _relative_to(local, top, teacher_top)
   total = lambda x: lax.psum(x, axis)
   return moved._replace(
     total=total(moved.total),

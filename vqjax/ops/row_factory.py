@@ -142,4 +142,12 @@ def _table_rows(per_row, shared):
 
 def as_row_factory(weight: Array | RowFactory) -> RowFactory:
   """A weight as `RowFactory`; an array [V, D] is a table of rows."""
-  return weight if isinstance(weight, RowFactory) else RowFactory(weight, (), _table_rows)
+  return weight if isinstance(weight, RowFactory) else RowFactory(value_of(weight), (), _table_rows)
+
+
+def value_of(array: Any) -> Any:
+  """The array of a variable, such as an `nnx.Param`, or the array itself.
+
+  Inside of `nnx.grad` JAX does not trace the variable, only the array that it holds.
+  """
+  return jnp.asarray(array) if hasattr(array, "__jax_array__") else array

@@ -218,7 +218,13 @@ def draw_among(
 
 
 def check_options(temperature: float | int, top_k: int | None, top_p: float | None) -> None:
-  """Raise ValueError if an option of `sample` is out of range."""
+  """Raise an error if an option of `sample` is out of range, or is a traced number."""
+  for name, option in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+    if isinstance(option, jax.core.Tracer):
+      raise TypeError(
+        f"`{name}` must be a Python number, which chooses the program; got a traced one. Make it"
+        " static: jax.jit(..., static_argnames=...)."
+      )
   if not 0 <= temperature < math.inf:
     raise ValueError(
       f"`temperature` must be finite and at least 0; got {temperature}. 0 is the arg max, 1 keeps"

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from vqjax.ops import tiles, vocab_parallel
-from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.row_factory import RowFactory, as_row_factory, value_of
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary, widened
@@ -122,7 +122,9 @@ def linear_softmax(
       axis `vocab_axis`.
   """
   check_arrays(hidden=hidden, tokens=tokens, bias=bias)
-  weight = as_row_factory(weight)
+  if not isinstance(weight, RowFactory):
+    check_arrays(weight=weight)
+  weight, bias = as_row_factory(weight), value_of(bias)
   check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   _check_options(softcap, top_k, vocab)
@@ -259,8 +261,7 @@ def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> 
   axis = vocab_parallel.inside(vocab_axis)
   if axis is None:
     return jax.nn.log_softmax(scores)
-  # The result does not depend on the maximum, and `pmax` has no derivative.
-  top = lax.pmax(lax.stop_gradient(scores.max(axis=-1, keepdims=True)), axis)
+  top = vocab_parallel.common_shift(scores.max(axis=-1, keepdims=True), axis)
   above = scores - top
   return above - jnp.log(lax.psum(jnp.exp(above).sum(axis=-1, keepdims=True), axis))
 

@@ -169,7 +169,7 @@ def _forward(plan, layer, row_PN):
     best=topk.empty(row_PN.shape, outputs.top_k) if outputs.top_k else None,
   )
   last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, _merge)
-  last = _all_reduce(last, vocab_parallel.inside(outputs.axis), layer.weight.count)
+  last = _all_reduce(last, vocab_parallel.inside(outputs.axis), row_PN, layer.weight.count)
   z = _Normalizer(last.top, jnp.log(last.total))
   excess_PN = last.moment / last.total if outputs.entropy else None
   stats = _Pass(
@@ -223,11 +223,11 @@ def _merge(old, scores, first_row, row_Pn):
   )
 
 
-def _all_reduce(local, axis, rows):
+def _all_reduce(local, axis, row_PN, rows):
   """The statistics over all devices of the axis, each with `rows` rows."""
   if axis is None:
     return local
-  top = lax.pmax(local.top, axis)
+  top = vocab_parallel.common_shift(local.top, axis)
   shift = exp_shift(top)
   step = jnp.where(jnp.isneginf(local.top), 0.0, local.top - shift)
   shrink = jnp.exp(step)
@@ -239,7 +239,7 @@ def _all_reduce(local, axis, rows):
     token = jnp.where(local.best.tokens < 0, -1, local.best.tokens + first)
     best = topk.across_devices(topk.TopK(local.best.scores, token), axis)
   return _Running(
-    own=lax.pmax(local.own, axis),
+    own=vocab_parallel.from_owner(local.own, row_PN, rows, axis),
     top=top,
     total=lax.psum(local.total * shrink, axis),
     moment=moment,

@@ -72,9 +72,10 @@ def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
   """
   if tile is None:
     return default_tile(tokens, vocab, vocab_parallel.platform(), vocab_parallel.devices())
-  if len(tile) != 2 or not all(isinstance(side, int) and side >= 1 for side in tile):
+  sides = tile if isinstance(tile, (tuple, list)) else ()
+  if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
     raise ValueError(
-      f"`tile` must be (tokens, vocabulary rows), two ints of at least 1; got {tuple(tile)}. Use"
+      f"`tile` must be (tokens, vocabulary rows), two ints of at least 1; got {tile}. Use"
       " None for the default."
     )
   return Tile(min(tile[0], tokens), min(tile[1], vocab))

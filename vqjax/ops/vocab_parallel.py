@@ -379,6 +379,21 @@ def sharded_lookup(
   return lax.psum(jnp.where(is_local, rows, jnp.zeros_like(rows)), axis)
 
 
+def common_shift(x: Array, axis: str) -> Array:
+  """The largest of all devices' values, as a constant of differentiation.
+
+  For the number that exponentials are relative to, on which their normalised sums do not depend:
+  `pmax` has no derivative, and second derivatives pass through this value.
+  """
+  return lax.pmax(lax.stop_gradient(x), axis)
+
+
+def from_owner(x: Array, row: Array, rows: int, axis: str) -> Array:
+  """A token's value on the device that has its `row`, which is below 0 or above on the others."""
+  # Exactly one device has each row, so the sum is its value; unlike `pmax` it has a derivative.
+  return lax.psum(jnp.where((row >= 0) & (row < rows), x, jnp.zeros_like(x)), axis)
+
+
 def own_part(array: Array, rows: int, axis: str | None) -> Array:
   """This device's `rows` rows of an array that is whole on all devices of `axis`."""
   axis = inside(axis)

@@ -9,9 +9,10 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 
 def check_arrays(**arrays: Any) -> None:
-  """Raise TypeError unless each argument is an array or None."""
+  """Raise TypeError unless each argument is an array of JAX or NumPy, or None."""
   for name, array in arrays.items():
-    if array is not None and not hasattr(array, "shape"):
+    # PyTorch's arrays have a shape, and a method that JAX's do not have.
+    if array is not None and (not hasattr(array, "shape") or hasattr(array, "detach")):
       raise TypeError(
         f"`{name}` must be an array; got {type(array).__name__}. Use jnp.asarray({name})."
       )
