@@ -18,7 +18,7 @@ from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run import read_json
+from vqjax.lab.training.run import read_result
 
 Results = Mapping[str, Mapping[str, Any]]
 """Name of a job -> its kept result and the measurements beside it."""
@@ -68,7 +68,7 @@ def trained(
     except NotFiniteError as error:
       # The result says that it failed; the other jobs of the study still run.
       print(f"{name} failed: {error}", file=sys.stderr)
-    result = read_json(folder / "result.json")
+    result = read_result(folder)
     measurements = beside(experiment, folder) if result["status"] == "finished" else {}
     return {"result": result, **measurements}
 

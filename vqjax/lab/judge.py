@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vqjax.lab.data.files import atomic_file
+from vqjax.lab import records
 
 ASPECTS = ("grammar", "creativity", "consistency", "plot")
 """What is graded from 0 to 10."""
@@ -242,7 +242,7 @@ class Judge:
     except UnreadableGrades as error:
       raise UnreadableGrades(f"{error}; the story is {_start(beginning, 80)!r}") from error
     record = {"url": self.url, "model": self.model, "messages": messages, "answer": answer}
-    with atomic_file(file) as out:
+    with records.atomic_file(file) as out:
       out.write(json.dumps(record, indent=2).encode())
     return grades
 

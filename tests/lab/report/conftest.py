@@ -1,9 +1,22 @@
 """Run folders for the tests of reports."""
 
-import json
 import math
+import pathlib
+from collections.abc import Sequence
 
 import pytest
+
+from vqjax.lab import records
+
+
+def write_rows(folder: pathlib.Path, rows: Sequence[dict]) -> None:
+  """Writes the metrics of a run as a run does."""
+  lines, last = [], ""
+  for row in rows:
+    row = records.sealed(row, last)
+    last = row[records.CHECKSUM]
+    lines.append(records.dumps(row))
+  (folder / "metrics.jsonl").write_text("".join(lines))
 
 
 def quality(perplexity: float) -> dict:
@@ -18,13 +31,13 @@ def write_run(tmp_path):
   def write(folder: str, result: dict | None, steps: int = 40):
     path = tmp_path / "runs" / folder
     path.mkdir(parents=True)
-    config = {"hash": "0123456789ab", "config": {"name": folder, "seed": 0}}
-    (path / "config.json").write_text(json.dumps(config, indent=1))
+    config = {"hash": "0123456789ab", "config": {"name": folder, "seed": 0}, "data": {}}
+    records.write(path / "config.json", config)
     rows = [{"step": s, "loss": 5 + 4 * math.exp(-s / 9)} for s in range(1, steps + 1)]
     rows += [{"step": steps, "valid": quality(150.0)}] if steps else []
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     if result is not None:
-      (path / "result.json").write_text(json.dumps(result))
+      records.write(path / "result.json", result)
     return path
 
   return write

@@ -1,5 +1,6 @@
 """Plots are deterministic, without overlapping labels and missing numbers."""
 
+import dataclasses
 import itertools
 import math
 
@@ -40,35 +41,31 @@ def test_runs_without_numbers_draw_nothing(write_run, plot):
   assert plot(report.read_runs(write_run("started", None, steps=0))) is None
 
 
+def with_losses(write_run, *losses):
+  """Returns a run with (step, loss) as the rows of its metrics."""
+  run = report.read_run(write_run("one", None, steps=0))
+  return dataclasses.replace(run, metrics=tuple({"step": s, "loss": x} for s, x in losses))
+
+
 def test_a_loss_that_is_not_finite_is_left_out_of_the_frame(write_run):
-  folder = write_run("one", None)
-  rows = '{"step": 1, "loss": 9.0}\n{"step": 2, "loss": 5.0}\n{"step": 3, "loss": NaN}\n'
-  (folder / "metrics.jsonl").write_text(rows)
-  figure = report.loss_curves(report.read_runs(folder))
+  figure = report.loss_curves([with_losses(write_run, (1, 9.0), (2, 5.0), (3, math.nan))])
   assert all(math.isfinite(limit) for limit in figure.axes[0].get_ylim())
 
 
 def test_a_single_nan_does_not_erase_the_curve_after_it(write_run):
-  folder = write_run("one", None, steps=0)
-  rows = [f'{{"step": {s}, "loss": {"NaN" if s == 2 else 5.0}}}\n' for s in range(1, 100)]
-  (folder / "metrics.jsonl").write_text("".join(rows))
-  figure = report.loss_curves(report.read_runs(folder))
+  losses = [(step, math.nan if step == 2 else 5.0) for step in range(1, 100)]
+  figure = report.loss_curves([with_losses(write_run, *losses)])
   assert list(figure.axes[0].lines[0].get_ydata()) == [5.0] * 98
 
 
 def test_steps_that_a_resumed_run_repeats_count_once_and_as_written_last(write_run):
-  folder = write_run("one", None, steps=0)
-  rows = [(1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0)]
-  text = "".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in rows)
-  (folder / "metrics.jsonl").write_text(text)
-  line = report.loss_curves(report.read_runs(folder)).axes[0].lines[0]
+  run = with_losses(write_run, (1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0))
+  line = report.loss_curves([run]).axes[0].lines[0]
   assert list(zip(*line.get_data(), strict=True)) == [(1, 9.0), (2, 6.0), (3, 7.0)]
 
 
 def test_a_run_whose_losses_are_all_nan_draws_nothing(write_run):
-  folder = write_run("one", None)
-  (folder / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
-  assert report.loss_curves(report.read_runs(folder)) is None
+  assert report.loss_curves([with_losses(write_run, (1, math.nan))]) is None
 
 
 def test_a_tied_head_of_0_bytes_stands_left_of_the_others(demo, write_run, finished):

@@ -79,7 +79,7 @@ def digests(run):
   newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
   record = json.loads((run / "checkpoints" / str(newest) / "record" / "metadata").read_text())
   position = record["position"]
-  return newest, record["checksum"], position["data"], position["loss"]
+  return newest, record["arrays"], position["data"], position["loss"]
 
 
 def finish(process):

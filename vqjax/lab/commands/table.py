@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from vqjax.lab import report
+from vqjax.lab import records, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.html:
       report.write_page(runs, options.html, title=options.title or options.folder.resolve().name)
     if options.markdown:
-      report.write_whole(options.markdown, report.markdown_table(columns, runs))
+      records.write_text(options.markdown, report.markdown_table(columns, runs))
     if options.png:
       _save_plots(runs, options.png)
   except (OSError, ValueError) as error:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vqjax.lab.data.files import atomic_file, content_hash
+from vqjax.lab import records
+from vqjax.lab.data.files import content_hash
 from vqjax.lab.data.labelled import LabelledSource
 from vqjax.lab.data.source import Source
 from vqjax.lab.data.tokenizers import Encoder, Tokenizer
@@ -50,7 +51,7 @@ def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
     with contextlib.suppress(ValueError, KeyError):
       return tokenizer.load(json.loads(path.read_text(encoding="utf-8"))["state"])
   encoder = tokenizer.fit(lambda: source.documents("train"))
-  with _remedy(path), atomic_file(path) as file:
+  with _remedy(path), records.atomic_file(path) as file:
     file.write(json.dumps({"state": encoder.state()}).encode())
   return encoder
 
@@ -96,7 +97,7 @@ def _write(path: Path, source: Source, encoder: Encoder, split: str) -> None:
   header = {"descr": _dtype(encoder).str, "fortran_order": False}
   with contextlib.ExitStack() as stack:
     with _remedy(path):
-      file = stack.enter_context(atomic_file(path))
+      file = stack.enter_context(records.atomic_file(path))
       np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
     # Only writing is under the remedy: any other OSError is the source's.
     for document in source.documents(split):
@@ -117,7 +118,7 @@ def _write(path: Path, source: Source, encoder: Encoder, split: str) -> None:
       file.seek(0)
       np.lib.format.write_array_header_1_0(file, header | {"shape": (sizes["tokens"],)})
       stack.pop_all().close()
-      with atomic_file(path.with_suffix(".json")) as about:
+      with records.atomic_file(path.with_suffix(".json")) as about:
         about.write(json.dumps(sizes).encode())
 
 
