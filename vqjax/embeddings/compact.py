@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import pathlib
+import uuid
 from typing import Any
 
 import jax
@@ -104,11 +106,31 @@ class CompactEmbedding:
     return full / (self.vocab * self.subspaces * float(np.log2(self.codes)) + 32 * self.values.size)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Write a safetensors file that `load` and `compact_file.open_compact` read."""
+    """Write a safetensors file that `load` and `compact_file.open_compact` read.
+
+    It appears whole or not at all, with a checksum in its metadata.
+
+    Raises:
+      ValueError: `dtype` is not that of a compact file.
+    """
+    if self.dtype not in compact_file.DTYPES:
+      raise ValueError(
+        f"`dtype` must be one of {', '.join(compact_file.DTYPES)}; got {self.dtype!r}. Make the"
+        " embedding with one of them."
+      )
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
     if self.bias is not None:
       tensors["bias"] = np.asarray(self.bias)
-    save_file(tensors, path, metadata=self._metadata())
+    path = pathlib.Path(path)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+      # The checksum covers the header, which is therefore written twice, with the same length.
+      save_file(tensors, partial, metadata=self._metadata() | {"checksum": "0" * 8})
+      value = compact_file.checksum(partial)
+      save_file(tensors, partial, metadata=self._metadata() | {"checksum": value})
+      partial.replace(path)
+    finally:
+      partial.unlink(missing_ok=True)
 
   def _metadata(self) -> dict[str, str]:
     counts: dict[str, Any] = {

@@ -145,8 +145,8 @@ METRICS_DAMAGE = {
 def test_damaged_metrics_of_the_best_checkpoint_do_not_stop_a_run(evaluated, damage):
   path = evaluated / "checkpoints" / "1" / "metrics" / "metrics"
   path.write_bytes(METRICS_DAMAGE[damage](path.read_bytes()))
+  assert saved_steps(evaluated) == [1, 2]
   with pytest.warns(UserWarning, match=r"checkpoint 1 in .* is damaged"):
-    assert saved_steps(evaluated) == [1, 2]
     restored = Checkpoints(evaluated, keep=3).restore(state_at(0))
   assert restored.position == {"next": 2}
   assert (evaluated / "damaged" / "1").is_dir()
@@ -162,7 +162,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_left_alone(saved):
 
 def test_a_run_whose_newest_checkpoint_is_gone_goes_on_with_a_warning(saved):
   shutil.rmtree(saved / "checkpoints" / "2")
-  with pytest.warns(UserWarning, match="checkpoint 2 in .* is missing; the run goes on from 1"):
+  with pytest.warns(UserWarning, match=r"checkpoint 2 in .* is missing; the run goes on from 1"):
     assert Checkpoints(saved, keep=3).restore(state_at(0)).position == {"next": 1}
 
 
@@ -170,7 +170,7 @@ def test_checkpoints_do_not_go_over_to_another_run(tmp_path):
   checkpoints = Checkpoints(tmp_path, keep=1, owner="mine")
   checkpoints.save(state_at(1), {})
   checkpoints.close()
-  with pytest.raises(ValueError, match="checkpoint 1 in .* is of another config or other data"):
+  with pytest.raises(ValueError, match=r"checkpoint 1 in .* is of another config or other data"):
     Checkpoints(tmp_path, keep=1, owner="yours")
 
 
