@@ -27,13 +27,16 @@ from vqjax.sharding import make_mesh
 class NotFiniteError(ArithmeticError):
   """The loss, its gradient or a parameter is not a finite number, and the run stops."""
 
+  exit_code = 1
+
 
 def fit(experiment: Experiment, folder: str | os.PathLike) -> dict:
   """Train an experiment in its run folder, or resume it; return the result.
 
-  A finished run returns its result at once. SIGINT and SIGTERM finish the step, save and raise
-  `Interrupted`. Of several processes each calls this function after `distributed.start`; a signal
-  to one stops all after the same step. Process 0 writes, and all must share the folder.
+  A finished run returns its result at once. SIGINT, SIGTERM, SIGHUP and SIGQUIT finish the step,
+  save and raise `Interrupted`. Of several processes each calls this function after
+  `distributed.start`; a signal to one stops all after the same step. Process 0 writes, and all must
+  share the folder.
 
   Raises:
     ValueError: the folder belongs to another config; or the text, the tokenizer or a checkpoint

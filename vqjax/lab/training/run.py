@@ -337,8 +337,14 @@ def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = N
   `last_good` is the step of the newest complete checkpoint.
   """
   text, code = str(error), getattr(error, "errno", None)
-  if code == errno.ENOSPC or "No space left" in text:
+  if code in (errno.EMFILE, errno.ENFILE):
+    message = "too many files are open. Raise the limit, as `ulimit -n 4096` does, and run again."
+  elif code == errno.ENOSPC or "No space left" in text:
     code, message = errno.ENOSPC, "the disk is full. Free some space and run again to resume."
+  elif code in (errno.ENOENT, errno.ESTALE):
+    message = (
+      f"a file is gone ({text}): the folder was removed or replaced. Run again to start over."
+    )
   elif code in NO_PERMISSION:
     message = f"cannot write ({text}). Choose a folder with --run."
   elif any(phrase in text for phrase in FAILED_WRITES):
