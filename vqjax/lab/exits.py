@@ -7,6 +7,7 @@ command, while JAX is imported, already ends it in order.
 import contextlib
 import importlib
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -18,6 +19,9 @@ from typing import Any, NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that ask a command to stop."""
+
+LEAST_ADDRESSES = 2_000_000_000
+"""Bytes of addresses that the libraries of a small run map, though they use a tenth."""
 
 PATIENCE = 10.0
 """Seconds in which a command that is interrupted must end by itself."""
@@ -56,6 +60,14 @@ def run(module: str, arguments: Sequence[str]) -> NoReturn:
     # A signal that the caller ignores, as nohup and shells in the background do, stays ignored.
     if signal.getsignal(signum) is not signal.SIG_IGN:
       signal.signal(signum, _stop)
+  addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+  if addresses != resource.RLIM_INFINITY and addresses < LEAST_ADDRESSES:
+    # XLA would end the process in the middle of a step, without a word.
+    say(
+      f"error: the limit on addresses must be at least {LEAST_ADDRESSES:,} bytes; got"
+      f" {addresses:,}. Raise it, as `ulimit -v unlimited` does."
+    )
+    end(2)
   # A file number for the log, where no more files may be opened at the end.
   with contextlib.suppress(OSError):
     _command.spare = os.open(os.devnull, os.O_RDONLY)

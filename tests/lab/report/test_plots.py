@@ -113,3 +113,13 @@ def test_smoothing_keeps_a_line_and_both_ends():
 def test_a_png_is_written(demo, tmp_path):
   report.save_png(report.loss_curves(report.read_runs(demo)), tmp_path / "curves.png")
   assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_a_name_may_look_like_a_formula(write_run, finished, tmp_path, plot):
+  folder = write_run("one", finished(r"$\bad{$ $x^2$"))
+  figure = plot(report.read_runs(folder))
+  report.save_png(figure, tmp_path / "plot.png")
+  drawn = [text.get_text() for text in figure.axes[0].texts]
+  assert r"$\bad{$ $x^2$" in drawn
+  assert "<svg" in svg(figure, "a", "b")

@@ -148,6 +148,13 @@ def test_markdown_has_one_cell_for_each_column_in_each_row(demo, write_run, fini
   assert "**120.00**" in lines[2]
 
 
+def test_markdown_has_no_html_links_or_emphasis_of_names(write_run, finished):
+  folder = write_run("one", finished("<img src=x onerror=y> [a](b) *c* `d` \x1b[31m \\"))
+  runs = report.read_runs(folder)
+  cell = report.markdown_table(report.default_columns(runs), runs).splitlines()[2].split(" | ")[0]
+  assert cell == (r"| &lt;img src=x onerror=y&gt; \[a\](b) \*c\* \`d\` \\x1b\[31m \\")
+
+
 def test_html_escapes_names_and_holds_exact_values(write_run, finished):
   folder = write_run("one", finished("<i>&", perplexity=123.456789))
   runs = report.read_runs(folder)

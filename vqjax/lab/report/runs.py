@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vqjax.lab import records
 from vqjax.lab.report import units
 from vqjax.lab.training.run import read_config, read_metrics, read_result
 
@@ -73,9 +74,9 @@ def read_runs(folder: str | pathlib.Path) -> list[Run]:
 
 def labels(runs: Sequence[Run]) -> list[str]:
   """Return the names of runs, with their folders where names repeat."""
-  names = [run.name for run in runs]
+  names = [records.printable(run.name) for run in runs]
   return [
-    f"{name} ({run.folder.name})" if names.count(name) > 1 else name
+    f"{name} ({records.printable(run.folder.name)})" if names.count(name) > 1 else name
     for run, name in zip(runs, names, strict=True)
   ]
 
