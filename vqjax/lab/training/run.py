@@ -347,6 +347,8 @@ def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = N
     )
   elif code in NO_PERMISSION:
     message = f"cannot write ({text}). Choose a folder with --run."
+  elif code == errno.EIO:
+    message = f"the disk fails ({text}). Check it, or choose a folder on another one with --run."
   elif any(phrase in text for phrase in FAILED_WRITES):
     code = errno.EIO
     message = (
