@@ -663,9 +663,9 @@ def trials(lab: Lab, short: bool, seed: int) -> list[Trial]:
     *damaged_caches(lab, draw, fraction),
     *damaged_compact(9 if short else 30, draw),
     *signals(("HUP",) if short else SIGNALS),
-    *disks((9,) if short else (0, 3, 9, 20, 45, 80)),
+    *disks((9,) if short else (0, 9, 30, 70)),
     *limits(1 if short else 4),
-    *together(0 if short else 8),
+    *together(0 if short else 4),
     *removed(0 if short else 3),
     *clocks(),
     *several(0 if short else 6),
@@ -828,6 +828,8 @@ def main() -> int:
   parser.add_argument("--json", type=pathlib.Path, help="write all rows to this file")
   parser.add_argument("--page", type=pathlib.Path, help="write the page to this file")
   options = parser.parse_args()
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   with_shim()
   results = campaign(options.short, options.seed, options.workers, options.only, options.rows)
   print(table(results))

@@ -211,7 +211,9 @@ def read_rows(
     content = pathlib.Path(path).read_bytes()
   except FileNotFoundError:
     return found
-  *lines, _ = content.split(b"\n")
+  *lines, rest = content.split(b"\n")
+  if rest and not seal:  # a file that is edited by hand may lack the last end of a line
+    lines.append(rest)
   for number, line in enumerate(lines, 1):
     previous = found.checksums[-1] if found.checksums else ""
     try:

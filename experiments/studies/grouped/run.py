@@ -16,7 +16,6 @@ stopped resumes. `python -m experiments.bench` measures memory and speed.
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -47,7 +46,7 @@ from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.judge import Judge
 from vqjax.lab.training import evaluate, make_scorer, read_variables
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training.run import load_text, read_metrics
 from vqjax.sharding import make_mesh
 
 CURVE_POINTS = 60
@@ -112,8 +111,10 @@ def curves(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   for pictures, "accuracy" and "group_accuracy" have rates.
   """
   del experiment
-  lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-  metrics = [json.loads(line) for line in lines]
+  found = read_metrics(folder)
+  if found.problem:
+    raise found.problem
+  metrics = found.rows
   losses = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
   width = max(1, len(losses) // CURVE_POINTS)
   kept = {"train": []}

@@ -1,22 +1,11 @@
 """Run folders for the tests of reports."""
 
 import math
-import pathlib
-from collections.abc import Sequence
 
 import pytest
 
+from tests import tiny
 from vqjax.lab import records
-
-
-def write_rows(folder: pathlib.Path, rows: Sequence[dict]) -> None:
-  """Writes the metrics of a run as a run does."""
-  lines, last = [], ""
-  for row in rows:
-    row = records.sealed(row, last)
-    last = row[records.CHECKSUM]
-    lines.append(records.dumps(row))
-  (folder / "metrics.jsonl").write_text("".join(lines))
 
 
 def quality(perplexity: float) -> dict:
@@ -35,7 +24,7 @@ def write_run(tmp_path):
     records.write(path / "config.json", config)
     rows = [{"step": s, "loss": 5 + 4 * math.exp(-s / 9)} for s in range(1, steps + 1)]
     rows += [{"step": steps, "valid": quality(150.0)}] if steps else []
-    write_rows(path, rows)
+    tiny.write_rows(path, rows)
     if result is not None:
       records.write(path / "result.json", result)
     return path

@@ -68,7 +68,7 @@ def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
     kept = records.read(path, CachedEncoder)
     if kept is not None:
       return tokenizer.load(kept["state"])
-  except (ValueError, KeyError, OSError) as error:
+  except (ValueError, OSError) as error:
     _warn(path, error)
   encoder = tokenizer.fit(lambda: source.documents("train"))
   with _remedy(path):
