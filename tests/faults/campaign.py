@@ -7,7 +7,8 @@ run ends bitwise as one that was never broken, or if the command says in one las
 and what to do. A silent difference, a hang and a bare traceback are failures.
 
 The modules are imported once; a trial forks this process before JAX has started, and calls the
-console command there. Those that break a command while it imports modules start it afresh.
+console command there. Those that break a command while it imports modules start it afresh. The
+command that runs again does so in a process that keeps its compiled programs.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import platform
@@ -109,6 +111,7 @@ class Lab:
     from tests import tiny
 
     self.folder = folder
+    self.warm = Warm(folder)
     self.text = tiny.write_text(folder / "text")
     self.config = folder / "faults.py"
     self.config.write_text(CONFIG.format(text=str(self.text), steps=STEPS))
@@ -137,6 +140,11 @@ class Lab:
   def train(self, run: pathlib.Path, *options: str, **more: Any) -> End:
     """Run `vqjax train` in a run folder to its end."""
     return self.end(self.start(run, *options, **more))
+
+  def again(self, run: pathlib.Path, *options: str, env: dict[str, str] | None = None) -> End:
+    """Run `vqjax train` to its end where its programs are compiled already."""
+    arguments = ["train", str(self.config), "--run", str(run), *options]
+    return self.warm.call(arguments, self.environment(env or {}))
 
   def end(self, started: "Started") -> End:
     return started.end()
@@ -255,6 +263,96 @@ class Started:
     return End(None if hung else self.code, err)
 
 
+class Warm:
+  """A process that runs commands one after another, and keeps the programs that it compiled.
+
+  A command takes a fraction of the time there. It has the same end as in a process of its own, with
+  the signals and the hooks of `exits.run`.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    """Start at the first call."""
+    self.folder, self.pid = folder, 0
+
+  def call(self, arguments: Sequence[str], env: dict[str, str]) -> End:
+    """Run `vqjax` with these arguments to its end."""
+    if not self.pid:
+      self.mine, theirs = multiprocessing.Pipe()
+      self.pid = os.fork()
+      if self.pid == 0:
+        self.mine.close()
+        serve(theirs, self.folder)
+      theirs.close()
+    self.mine.send((arguments, env))
+    # Counted, because this process may be stopped itself for a while.
+    waits = int(HANGS)
+    while waits and not self.mine.poll(1):
+      waits -= 1
+    try:
+      return End(*(self.mine.recv() if waits else (None, "")))
+    except EOFError:
+      pid, self.pid = self.pid, 0
+      return End(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "the process has died")
+    finally:
+      if not waits:
+        self.close()
+
+  def close(self) -> None:
+    """End the process."""
+    if self.pid:
+      os.kill(self.pid, signal.SIGKILL)
+      os.waitpid(self.pid, 0)
+      self.pid = 0
+
+
+def serve(calls, folder: pathlib.Path) -> None:
+  """Be the process of `Warm`."""
+  code = 1
+  try:
+    from vqjax.lab import commands, exits
+    from vqjax.lab.config import config_hash
+    from vqjax.lab.training import loop
+
+    default_signals()
+    exits.prepare()
+    programs, costs, Program, loss_cost = {}, {}, loop.Program, loop.loss_cost
+
+    def kept_program(experiment, mesh):
+      key = config_hash(experiment), str(mesh)
+      if key not in programs:
+        programs[key] = Program(experiment, mesh)
+      return programs[key]
+
+    def kept_cost(head, tokens):
+      key = repr(head), tokens
+      if key not in costs:
+        costs[key] = loss_cost(head, tokens)
+      return costs[key]
+
+    loop.Program, loop.loss_cost = kept_program, kept_cost
+    os.chdir(ROOT)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    while True:
+      arguments, env = calls.recv()
+      before = dict(os.environ)
+      os.environ.update(env)
+      with tempfile.TemporaryFile(dir=folder) as err:
+        os.dup2(err.fileno(), 2)
+        code = exits.guarded(lambda arguments=arguments: commands.main(arguments))
+        sys.stderr.flush()
+        err.seek(0)
+        calls.send((code, err.read().decode(errors="replace")))
+      for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+      os.environ.update(before)
+  except EOFError:
+    code = 0
+  except BaseException:
+    traceback.print_exc()
+  finally:
+    os._exit(code)
+
+
 def default_signals() -> None:
   """Undo what a shell does to the signals of commands in the background."""
   for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
@@ -329,7 +427,7 @@ def kills(count: int, draw: random.Random) -> Iterator[Trial]:
           time.sleep(at * 0.01)
       started.kill(signal.SIGKILL)
       started.end()
-      return lab.judged(lab.train(run), run)
+      return lab.judged(lab.again(run), run)
 
     yield Trial("SIGKILL at a random moment", f"{moment} {at:.3f}", act)
 
@@ -369,11 +467,10 @@ def _damaged(source, kind, draw, fraction, only=None) -> Iterator[Trial]:
     def act(lab, folder, file=file, way=way, seed=seed):
       run = shutil.copytree(source, folder / "run")
       damage(run / file, way, random.Random(seed))
-      outcome = lab.judged(lab.train(run), run)
+      outcome = lab.judged(lab.again(run), run)
       if outcome[0] == "silent difference" and only and file.name != "result.json":
         # A finished run prints its result, and `table` reads the other files.
-        started = Started(["table", str(run)], lab.environment({}))
-        outcome = lab.judged(started.end(), run)
+        outcome = lab.judged(lab.warm.call(["table", str(run)], lab.environment({})), run)
       return outcome
 
     yield Trial(kind, f"{way}: {generic(file)}", act)
@@ -396,7 +493,7 @@ def damaged_caches(lab: Lab, draw: random.Random, fraction: float) -> Iterator[T
       cache = shutil.copytree(lab.folder / "cache", folder / "cache")
       run = shutil.copytree(lab.stopped, folder / "run")
       damage(cache / file.name, way, random.Random(seed))
-      return lab.judged(lab.train(run, env={"VQJAX_CACHE": str(cache)}), run)
+      return lab.judged(lab.again(run, env={"VQJAX_CACHE": str(cache)}), run)
 
     yield Trial("a file of the token cache", f"{way}: {file.name.split('.', 1)[1]}", act)
 
@@ -478,7 +575,7 @@ def signals(names: Sequence[str]) -> Iterator[Trial]:
         last = first.err.strip().splitlines()[-1]
         if first.code != 128 + signum or not last.startswith("stopped by "):
           return "unclear end", f"code {first.code}: {last}"
-      return lab.judged(lab.train(run), run)
+      return lab.judged(lab.again(run), run)
 
     yield Trial("a signal", f"SIG{name}, {moment}", act)
 
@@ -515,7 +612,7 @@ def broken_then_whole(lab, folder, cache=False, env=None, **more) -> tuple[str, 
   if first.code != 0 and not first.is_clear:
     return lab.judged(first, run)
   good = {"VQJAX_CACHE": str(folder / "cache")} if cache else {}
-  outcome, words = lab.judged(lab.train(run, env=good), run)
+  outcome, words = lab.judged(lab.again(run, env=good), run)
   last = (first.err.strip().splitlines() or [""])[-1]
   return outcome, f"first code {first.code}: {last} {words}"
 
@@ -579,7 +676,7 @@ def removed(count: int) -> Iterator[Trial]:
       if not first.is_clear and first.code != 0:
         return lab.judged(first, run)
       shutil.rmtree(run, ignore_errors=True)
-      return lab.judged(lab.train(run), run)
+      return lab.judged(lab.again(run), run)
 
     yield Trial("the folder removed under a run", f"after row {3 * number}", act)
   for what in ("checkpoints", "checkpoints and progress.json", "newest checkpoint"):
@@ -591,7 +688,7 @@ def removed(count: int) -> Iterator[Trial]:
         shutil.rmtree(path)
       if "progress" in what:
         (run / "progress.json").unlink()
-      return lab.judged(lab.train(run), run)
+      return lab.judged(lab.again(run), run)
 
     yield Trial("lost checkpoints", what, lost)
 
@@ -603,7 +700,7 @@ def clocks() -> Iterator[Trial]:
     def act(lab, folder, days=days):
       run = shutil.copytree(lab.stopped, folder / "run")
       env = {"FAULT_CLOCK": str(days * 86400)}
-      return lab.judged(lab.train(run, env=env), run)
+      return lab.judged(lab.again(run, env=env), run)
 
     if SHIM in os.environ:
       yield Trial("the clock set back or forth", f"{days} days", act)
@@ -733,6 +830,7 @@ def work(lab: Lab, mine: Sequence[Trial], folder: pathlib.Path, results: pathlib
     if outcome not in GOOD:
       print(f"{outcome}: {trial.kind}: {trial.name}: {words[:600]}", flush=True)
     shutil.rmtree(own, ignore_errors=True)
+  lab.warm.close()
 
 
 def preload() -> None:
@@ -794,7 +892,8 @@ traceback and an end without such a line are failures.
 `make faults` runs the campaign and the long form of the property-based tests, and writes this page;
 `make test-all` has a short form of both. The faults of disks and of the clock are those of a
 library that is loaded before the others (`tests/faults/shim.c`). Trials fork one process that has
-imported the modules; signals during imports meet a new interpreter.
+imported the modules; signals during imports meet a new interpreter. The command that is run again
+does so in a process that keeps its compiled programs.
 
 Run on {date} with Python {python}, on {machine}, commit {commit}; digest of the trials {digest}.
 """

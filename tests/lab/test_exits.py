@@ -102,7 +102,7 @@ def test_threads_that_hang_do_not_keep_a_failed_command(ended):
   ("error", "code", "part"),
   [
     (ValueError("x"), 2, "error: x"),
-    (OSError(errno.EMFILE, "Too many open files"), 2, "Too many open files"),
+    (OSError(errno.EMFILE, "Too many open files"), 2, "files. Raise the limit on open files"),
     (NotFiniteError("loss is nan"), 1, "error: loss is nan"),
     (MemoryError(), 1, "out of memory (MemoryError). Lower train.batch"),
     (RuntimeError("RESOURCE_EXHAUSTED: 3 GB"), 1, "out of memory (RESOURCE_EXHAUSTED"),

@@ -5,6 +5,7 @@ command, while JAX is imported, already ends it in order.
 """
 
 import contextlib
+import errno
 import importlib
 import os
 import resource
@@ -56,6 +57,12 @@ _command = _Command()
 
 def run(module: str, arguments: Sequence[str]) -> NoReturn:
   """Call `main(arguments)` of a module that is imported first, and end the process."""
+  prepare()
+  end(guarded(lambda: importlib.import_module(module).main(arguments)))
+
+
+def prepare() -> None:
+  """Take over signals, and tracebacks that no line reports, for a command in this process."""
   for signum in STOPS:
     # A signal that the caller ignores, as nohup and shells in the background do, stays ignored.
     if signal.getsignal(signum) is not signal.SIG_IGN:
@@ -74,7 +81,6 @@ def run(module: str, arguments: Sequence[str]) -> NoReturn:
   sys.excepthook = lambda kind, error, trace: _keep(error)
   sys.unraisablehook = lambda args: _keep(args.exc_value)
   threading.excepthook = lambda args: _keep(args.exc_value)
-  end(guarded(lambda: importlib.import_module(module).main(arguments)))
 
 
 def end(code: int) -> NoReturn:
@@ -112,6 +118,17 @@ def _die_later(signum: int) -> None:
   time.sleep(PATIENCE)
   _die(signum)
 
+
+REMEDIES = {
+  errno.ENOSPC: "Free some space, and run again.",
+  errno.EDQUOT: "Free some space, or raise the quota, and run again.",
+  errno.EFBIG: "Raise the limit on the size of files, as `ulimit -f` does, and run again.",
+  errno.EMFILE: "Raise the limit on open files, as `ulimit -n 4096` does, and run again.",
+  errno.EIO: "Check the disk, or use another one, and run again.",
+  errno.EROFS: "Use a folder that can be written, and run again.",
+  errno.EACCES: "Use a folder that you may read and write, and run again.",
+}
+"""What to do about errors of the system."""
 
 RESUME = "Run the same command again to resume."
 
@@ -161,6 +178,9 @@ def explained(error: BaseException) -> tuple[int, str]:
     )
   if isinstance(error, BrokenPipeError):
     return 1, "the reader of the output is gone. Run again with another reader."
+  if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
+    # As the system raised it: what this project raises has its own remedy.
+    text += f". {REMEDIES.get(error.errno, 'Check the path, and run again.')}"
   if isinstance(error, (ValueError, ImportError, OSError)):
     return 2, text
   if hasattr(error, "exit_code"):
