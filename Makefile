@@ -1,4 +1,5 @@
-# make install | torch | docs | demo | test | test-all | test-versions | lint | bench | smoke | package | clean
+# make install | torch | docs | demo | test | test-all | test-versions | faults | lint | bench | smoke |
+# package | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -20,7 +21,7 @@ ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
   $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
   tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
 
-.PHONY: install torch docs demo test test-all test-versions lint bench smoke package clean
+.PHONY: install torch docs demo test test-all test-versions faults lint bench smoke package clean
 
 install: $(STAMP)
 
@@ -70,6 +71,15 @@ test-versions:
 	  $$env/bin/python -c 'import sys, jax; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'; \
 	  $$env/bin/python -m pytest -m "not slow" $(ANY_VERSION) || exit 1; \
 	done
+
+# Hundreds of broken runs, and many examples of the property-based tests: half an hour, and
+# docs/results/faults.md again. The trials that are done are kept in build/, and a second call goes on.
+faults: $(STAMP)
+	@mkdir -p build
+	$(PY) -m tests.faults.campaign --rows build/faults.jsonl --json docs/results/faults.json \
+	  --page docs/results/faults.md
+	@rm build/faults.jsonl
+	VQJAX_EXAMPLES=20 $(PY) -m pytest tests/faults/test_parsers.py tests/faults/test_properties.py
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

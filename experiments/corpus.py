@@ -2,7 +2,7 @@
 
 import sys
 
-from vqjax.lab.commands.corpus import main
+from vqjax.lab import exits
 
 if __name__ == "__main__":
-  sys.exit(main())
+  exits.run("vqjax.lab.commands.corpus", sys.argv[1:])

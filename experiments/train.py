@@ -2,7 +2,7 @@
 
 import sys
 
-from vqjax.lab.commands.train import main
+from vqjax.lab import exits
 
 if __name__ == "__main__":
-  sys.exit(main())
+  exits.run("vqjax.lab.commands.train", sys.argv[1:])

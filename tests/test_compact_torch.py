@@ -132,7 +132,7 @@ def test_tokens_outside_and_hidden_states_of_another_width_are_refused(saved):
 @pytest.mark.parametrize(
   ("old", "new", "message"),
   [
-    (b'"version":"1"', b'"version":"2"', "`version` .*'1'.*'2'"),
+    (b'"version":"2"', b'"version":"1"', "`version` .*'2'.*'1'"),
     (b'"format":"vqjax-c', b'"format":"other-c', "`format` .*other-c"),
     (b'"V":"101"', b'"V":"900"', "bytes of codes"),
   ],

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from vqjax import DenseEmbedding, Head
+from vqjax.lab import records
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.lab.training import Interrupted, fit, loop
@@ -75,6 +76,16 @@ def own_cache(folder: pathlib.Path):
 def rows(folder: pathlib.Path) -> list[dict]:
   """Returns the rows of a run's metrics."""
   return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_rows(folder: pathlib.Path, rows: list[dict]) -> None:
+  """Writes the metrics of a run as a run does."""
+  lines, last = [], ""
+  for row in rows:
+    row = records.sealed(row, last)
+    last = row[records.CHECKSUM]
+    lines.append(records.dumps(row))
+  (folder / "metrics.jsonl").write_text("".join(lines))
 
 
 def fit_and_interrupt(run: Experiment, folder: pathlib.Path, steps: int) -> str:

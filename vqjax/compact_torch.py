@@ -9,13 +9,17 @@ This file imports only PyTorch and safetensors, so it may be copied to a machine
   scores = small.scores(hidden)     # [*B, V], with the trained bias
 """
 
+import json
 import os
+import zlib
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 FORMAT = "vqjax-compact-embedding"
-VERSION = "1"
+VERSION = "2"
+DTYPES = ("float32", "bfloat16", "float16")
+CHUNK = 2**22
 TILE = 4096
 """Rows that are unpacked at a time, so that a table [V, D] never exists."""
 
@@ -45,7 +49,11 @@ class CompactEmbedding(torch.nn.Module):
     """
     super().__init__()
     path = os.fspath(path)
-    with safe_open(path, framework="pt") as file:
+    try:
+      opened = safe_open(path, framework="pt")
+    except SafetensorError as error:
+      raise ValueError(f"{path} is not a safetensors file ({error}). Copy it again.") from error
+    with opened as file:
       meta, names = file.metadata() or {}, set(file.keys())
       for name, wanted in (("format", FORMAT), ("version", VERSION)):
         if meta.get(name) != wanted:
@@ -53,6 +61,16 @@ class CompactEmbedding(torch.nn.Module):
             f"`{name}` of {path} must be {wanted!r}; got {meta.get(name)!r}. Write the file with"
             " CompactEmbedding.save."
           )
+      if meta.get("checksum") != _checksum(path):
+        raise ValueError(
+          f"{path} is damaged: it does not have the checksum that it was saved with. Copy it again,"
+          " or save it again."
+        )
+      if meta.get("dtype") not in DTYPES:
+        raise ValueError(
+          f"`dtype` of {path} must be one of {', '.join(DTYPES)}; got {meta.get('dtype')!r}. Save"
+          " it again."
+        )
       read = lambda name: file.get_tensor(name) if name in names else None
       self.register_buffer("data", read("codes"))
       self.register_buffer("values", read("values"))
@@ -137,3 +155,14 @@ class CompactEmbedding(torch.nn.Module):
     if self.bias is not None:
       scores += self.bias
     return scores.reshape(*hidden.shape[:-1], self.vocab)
+
+
+def _checksum(path: str) -> str:
+  """The CRC-32 of a file's header, in one spelling and without the checksum, and of its tensors."""
+  with open(path, "rb") as file:
+    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header["__metadata__"].pop("checksum", None)
+    value = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    while part := file.read(CHUNK):
+      value = zlib.crc32(part, value)
+  return f"{value:08x}"

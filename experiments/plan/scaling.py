@@ -20,6 +20,7 @@ import jax
 from configs.large import HEADS
 from experiments.plan import scaling_report
 from experiments.plan.isolated import isolated
+from vqjax.lab import records
 from vqjax.lab.config import Experiment
 from vqjax.lab.console import configure_warnings
 from vqjax.lab.plan import chips, compiling
@@ -84,19 +85,11 @@ def read_rows(path: pathlib.Path) -> dict[GridCell, dict[str, Any]]:
   Raises:
     ValueError: a line is no row; the message names it.
   """
-  if not path.exists():
-    return {}
   fields = [field.name for field in dataclasses.fields(GridCell)]
-  found = {}
-  for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-    try:
-      row = json.loads(line)
-      found[GridCell(**{name: row[name] for name in fields})] = row
-    except (json.JSONDecodeError, KeyError) as error:
-      raise ValueError(
-        f"line {number} of {path} must be a plan; got {error!r}. Restore or remove the line."
-      ) from error
-  return found
+  kept = records.read_rows(path, GridCell, "Restore or remove the line.", seal=False)
+  if kept.problem:
+    raise kept.problem
+  return {GridCell(**{name: row[name] for name in fields}): row for row in kept.rows}
 
 
 def fill(path: pathlib.Path, cells: Sequence[GridCell]) -> None:

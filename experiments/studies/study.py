@@ -17,11 +17,29 @@ from rich.console import Console
 
 from experiments.studies import page
 from experiments.studies.page import Results
+from vqjax.lab import records
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run import read_json
+from vqjax.lab.training.run import read_result
+
+
+@dataclasses.dataclass
+class KeptResult:
+  """Schema of the result of a job."""
+
+  status: str
+  config_hash: str
+
+
+@dataclasses.dataclass
+class Kept:
+  """Schema of a line of a file of results."""
+
+  name: str
+  scale: str
+  result: KeptResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +83,7 @@ def trained(
     except NotFiniteError as error:
       # The result says that it failed; the other jobs of the study still run.
       print(f"{name} failed: {error}", file=sys.stderr)
-    result = read_json(folder / "result.json")
+    result = read_result(folder)
     measurements = beside(experiment, folder) if result["status"] == "finished" else {}
     return {"result": result, **measurements}
 
@@ -167,19 +185,11 @@ class Study:
     return {row["name"]: row for row in self._rows(scale) if row["scale"] == scale}
 
   def _rows(self, scale: str) -> list[dict[str, Any]]:
-    path = self.path(scale)
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-      try:
-        row = json.loads(line)
-        row["name"], row["scale"], row["result"]["status"], row["result"]["config_hash"]
-      except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-          f"line {number} of {path} must be a result; got {error!r}. Restore or remove the line."
-        ) from error
-      rows.append(row)
-    return rows
+    # Without checksums: the files are in the repository, which has its own.
+    kept = records.read_rows(self.path(scale), Kept, "Restore or remove the line.", seal=False)
+    if kept.problem:
+      raise kept.problem
+    return kept.rows
 
   def keep(self, scale: str, row: Mapping[str, Any]) -> None:
     """Write a result in place of an earlier one; safe beside other processes."""

@@ -19,7 +19,7 @@ from experiments.studies.study import Job, identity_of
 from vqjax.lab.config import Experiment, config_hash, override
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
-from vqjax.lab.training.run import read_json
+from vqjax.lab.training.run import read_result
 
 ROUNDS = 6, 2
 """Parts of the row's steps in the rounds; each round keeps a third of its candidates, and two."""
@@ -106,7 +106,7 @@ def _trial(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
     fit(experiment, run)
   except NotFiniteError as error:
     print(f"{run.name} diverged: {error}", file=sys.stderr)
-  result = read_json(run / "result.json")
+  result = read_result(run)
   # The result stays: a tuning that was stopped does not repeat its trials.
   shutil.rmtree(run / "checkpoints", ignore_errors=True)
   valid = result["valid"]["nats_per_token"] if result["status"] == "finished" else None

@@ -1,5 +1,6 @@
 """The compact form equals the evaluation forward; damaged files are refused."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -110,6 +111,14 @@ def saved(tmp_path):
   return file
 
 
+def with_new_checksum(path):
+  """Gives a changed file the checksum that it would be saved with."""
+  whole = path.read_bytes()
+  before = whole[: whole.index(b'"checksum":"') + 12]
+  after = whole[len(before) + 8 :]
+  path.write_bytes(before + compact_file.checksum(path).encode() + after)
+
+
 @pytest.mark.parametrize("kept", [0, 7, 50, -1])
 def test_a_truncated_file_is_refused(saved, kept):
   whole = saved.read_bytes()
@@ -121,7 +130,7 @@ def test_a_truncated_file_is_refused(saved, kept):
 @pytest.mark.parametrize(
   ("old", "new", "message"),
   [
-    (b'"version":"1"', b'"version":"2"', "`version` .*'1'.*'2'"),
+    (b'"version":"2"', b'"version":"1"', "`version` .*'2'.*'1'"),
     (b'"format":"vqjax-c', b'"format":"other-c', "`format` .*other-c"),
     (b'"V":"53"', b'"V":"54"', "V=54"),
     (b'"d":"12"', b'"d":"15"', "values .*shape"),
@@ -143,6 +152,7 @@ def test_codes_of_k_and_above_are_refused(saved):
   at = bytes(whole).index(codes)
   whole[at : at + len(codes)] = b"\xff" * len(codes)
   saved.write_bytes(bytes(whole))
+  with_new_checksum(saved)
   with pytest.raises(ValueError, match=r"codes .*K=6"):
     CompactEmbedding.load(saved)
 
@@ -236,3 +246,40 @@ def test_the_reader_refuses_codes_of_k_and_tokens_that_are_not_integers(saved):
   for tokens in ([1.7], [True, False]):
     with pytest.raises(IndexError, match=r"`tokens` .*integers"):
       table[tokens]
+
+
+def test_no_flipped_bit_of_a_file_loads(saved):
+  whole = saved.read_bytes()
+  header = int.from_bytes(whole[:8], "little")
+  expected = compact_file.open_compact(saved)[np.arange(V)]
+  for at in [*range(0, 8 + header, 5), *range(8 + header, len(whole), 3)]:
+    damaged = bytearray(whole)
+    damaged[at] ^= 1 << at % 8
+    saved.write_bytes(damaged)
+    try:
+      found, message = compact_file.open_compact(saved)[np.arange(V)], None
+    except ValueError as error:
+      found, message = expected, str(error)
+    # A blank of another kind at the end of the header is read as before.
+    assert whole[at] in b" " if message is None else str(saved) in message
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_file_may_be_opened_without_reading_all_of_it(saved):
+  whole = bytearray(saved.read_bytes())
+  whole[-1] ^= 64
+  saved.write_bytes(whole)
+  with pytest.raises(ValueError, match="is damaged: it does not have the checksum"):
+    compact_file.open_compact(saved)
+  assert len(compact_file.open_compact(saved, verify=False)) == V
+
+
+def test_only_floating_dtypes_are_saved_and_loaded(saved, tmp_path):
+  compact = CompactEmbedding.load(saved)
+  with pytest.raises(ValueError, match=r"`dtype` must be one of float32, .*; got 'int8'"):
+    dataclasses.replace(compact, dtype="int8").save(tmp_path / "other")
+  assert not (tmp_path / "other").exists()
+  saved.write_bytes(saved.read_bytes().replace(b'"dtype":"float32"', b'"dtype":"int8"   '))
+  with_new_checksum(saved)
+  with pytest.raises(ValueError, match=r"`dtype` of .* must be one of float32, .*; got 'int8'"):
+    CompactEmbedding.load(saved)

@@ -229,7 +229,8 @@ def test_a_damaged_answer_is_requested_again(judge, endpoint, damage):
   [file] = judge.cache.iterdir()
   whole = file.read_bytes()
   file.write_bytes(damage)
-  assert judge.grades("Once", " upon.") == EXPECTED
+  with pytest.warns(UserWarning, match=r"is asked again: .*json is damaged"):
+    assert judge.grades("Once", " upon.") == EXPECTED
   assert len(endpoint.requests) == 2
   assert file.read_bytes() == whole
 
@@ -317,3 +318,58 @@ def test_an_invalid_key_is_not_shown(judge, endpoint, monkeypatch):
     judge.grades("Once", " upon.")
   assert "sec" not in str(raised.value)
   assert endpoint.requests == []
+
+
+def raw_server(send):
+  """Starts a server that answers each connection by `send(connection)`; returns its URL."""
+  listening = socket.create_server(("127.0.0.1", 0))
+
+  def serve():
+    with contextlib.suppress(OSError):
+      while True:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+          connection.recv(2**16)
+          send(connection)
+
+  threading.Thread(target=serve, daemon=True).start()
+  return f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+
+@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_an_endpoint_that_sends_byte_by_byte_times_out(tmp_path, start):
+  over = threading.Event()
+
+  def drip(connection):
+    connection.sendall(start)
+    while not over.wait(0.02):
+      connection.sendall(b"x")
+
+  judge = Judge(raw_server(drip), "teacher", tmp_path, wait=0, timeout=0.3, attempts=1)
+  with pytest.raises(EndpointError, match="timed out"):
+    judge.grades("Once", " upon.")
+  over.set()
+
+
+def test_an_answer_of_any_length_ends_at_a_limit(tmp_path, monkeypatch):
+  monkeypatch.setattr("vqjax.lab.judge.MOST_BYTES", 2**18)
+  sent = []
+
+  def flood(connection):
+    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+    while len(sent) < 10_000:
+      sent.append(connection.send(bytes(2**16)))
+
+  judge = Judge(raw_server(flood), "teacher", tmp_path, wait=0, timeout=20, attempts=1)
+  with pytest.raises(EndpointError, match="longer than 262,144 bytes"):
+    judge.grades("Once", " upon.")
+  assert sum(sent) < 2**26
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_deep_json_and_escape_sequences_are_text_in_an_error(judge, endpoint, status):
+  for body in (b"[" * 100_000, b"\x1b[31m\x1b]0;title\x07red"):
+    endpoint.replies = [(status, body)]
+    with pytest.raises(EndpointError) as raised:
+      judge.grades("Once", " upon.")
+    assert str(raised.value).isprintable()

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import uuid
 from typing import Any
 
 import jax
@@ -105,15 +106,33 @@ class CompactEmbedding:
     return full / (self.vocab * self.subspaces * float(np.log2(self.codes)) + 32 * self.values.size)
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Write a safetensors file that `load` and `compact_file.open_compact` read."""
+    """Write a safetensors file that `load` and `compact_file.open_compact` read.
+
+    It appears whole or not at all, with a checksum in its metadata.
+
+    Raises:
+      ValueError: `dtype` is not that of a compact file.
+    """
+    if self.dtype not in compact_file.DTYPES:
+      raise ValueError(
+        f"`dtype` must be one of {', '.join(compact_file.DTYPES)}; got {self.dtype!r}. Make the"
+        " embedding with one of them."
+      )
     tensors = {"values": np.asarray(self.values), "codes": np.asarray(self.data)}
     if self.bias is not None:
       tensors["bias"] = np.asarray(self.bias)
-    # Not `save_file`, whose files other users may not read. The new file replaces the old one at
-    # once, because the old one may be mapped.
-    draft = pathlib.Path(f"{os.fspath(path)}.{os.getpid()}")
-    draft.write_bytes(save(tensors, metadata=self._metadata()))
-    os.replace(draft, path)
+    path = pathlib.Path(path)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+      # The checksum covers the header, which is therefore written twice, with the same length. Not
+      # by `save_file`, whose files other users may not read.
+      partial.write_bytes(save(tensors, metadata=self._metadata() | {"checksum": "0" * 8}))
+      value = compact_file.checksum(partial)
+      partial.write_bytes(save(tensors, metadata=self._metadata() | {"checksum": value}))
+      # At once, because the old file may be mapped.
+      partial.replace(path)
+    finally:
+      partial.unlink(missing_ok=True)
 
   def _metadata(self) -> dict[str, str]:
     counts: dict[str, Any] = {

@@ -12,12 +12,15 @@ import itertools
 import json
 import operator
 import os
+import zlib
 
 import numpy as np
 
 FORMAT = "vqjax-compact-embedding"
-VERSION = "1"
+VERSION = "2"
 HEADER_LIMIT = 2**20
+DTYPES = ("float32", "bfloat16", "float16")
+CHUNK = 2**22
 
 
 class CompactTable:
@@ -80,11 +83,17 @@ class CompactTable:
     return parts.reshape(*codes.shape[:-1], self.dim)
 
 
-def open_compact(path):
+def open_compact(path, verify=True):
   """Open the embedding of a file.
 
+  Args:
+    path: the file.
+    verify: whether to read the whole file once and compare its checksum; False: only the pages of
+      tokens that are looked up are read, and damage of numbers is not noticed.
+
   Raises:
-    ValueError: the file is truncated, has another format or version, or contradicts itself.
+    ValueError: the file is truncated or damaged, has another format or version, or contradicts
+      itself.
   """
   path = os.fspath(path)
   size = os.path.getsize(path)
@@ -99,6 +108,11 @@ def open_compact(path):
     raise ValueError(
       f"`version` of {path} must be {VERSION!r}; got {meta.get('version')!r}. Read it with the"
       " vqjax that wrote it, or save it again."
+    )
+  if meta.get("dtype") not in DTYPES:
+    raise ValueError(
+      f"`dtype` of {path} must be one of {', '.join(DTYPES)}; got {meta.get('dtype')!r}. Save it"
+      " again."
     )
   vocab, dim, codes, subspaces = (_count(path, meta, k) for k in ("V", "d", "K", "M"))
   has_bias = meta.get("bias") == "true"
@@ -116,7 +130,23 @@ def open_compact(path):
     bias=_array(path, header, "bias", np.float32, start, size) if has_bias else None,
   )
   _check(path, table)
+  if verify and meta.get("checksum") != checksum(path):
+    raise ValueError(
+      f"{path} is damaged: it does not have the checksum that it was saved with. Copy it again, or"
+      " save it again."
+    )
   return table
+
+
+def checksum(path):
+  """The CRC-32 of a file's header, in one spelling and without the checksum, and of its tensors."""
+  with open(path, "rb") as file:
+    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header["__metadata__"].pop("checksum", None)
+    value = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    while part := file.read(CHUNK):
+      value = zlib.crc32(part, value)
+  return f"{value:08x}"
 
 
 def _header(path, size):
@@ -126,7 +156,7 @@ def _header(path, size):
       raise ValueError(f"{path} is truncated or not a safetensors file; it has {size} bytes.")
     try:
       header = json.loads(file.read(length))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f"{path} is not a safetensors file: its header is not JSON.") from error
   texts = header.get("__metadata__") if isinstance(header, dict) else None
   if not isinstance(texts, dict) or not all(isinstance(x, str) for x in texts.values()):

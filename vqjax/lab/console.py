@@ -4,7 +4,6 @@ import argparse
 import logging
 import pathlib
 import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,25 +11,31 @@ from typing import Any
 
 from rich.console import Console
 
+from vqjax.lab import exits
 from vqjax.lab.config import Experiment, help_text, load, override
-from vqjax.lab.training import Interrupted, NotFiniteError, distributed
-
-WRONG_CALL = ValueError, ImportError, OSError
-"""Errors of a wrong config, wrong data or a wrong folder; the message has the remedy."""
+from vqjax.lab.training import Interrupted, distributed
 
 
 def configure_warnings() -> None:
   """Show warnings of vqjax as one line and hide those of other libraries."""
   for name in ("absl", "asyncio", "orbax"):
-    logging.getLogger(name).setLevel(logging.CRITICAL)
+    logger = logging.getLogger(name)
+    logger.handlers, logger.propagate = [_Kept(logging.ERROR)], False
 
   def show(message, category, filename, lineno, file=None, line=None):
     del category, filename, lineno, file, line
-    print(f"warning: {message}", file=sys.stderr)
+    exits.say(f"warning: {message}")
 
   warnings.simplefilter("ignore")
   warnings.filterwarnings("default", module=r"vqjax(\.|$)")
   warnings.showwarning = show
+
+
+class _Kept(logging.Handler):
+  """Keeps messages of other libraries for the log that the last line of an error names."""
+
+  def emit(self, record: logging.LogRecord) -> None:
+    exits.keep_text(f"{self.format(record)}\n")
 
 
 def config_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -88,32 +93,32 @@ def with_config(
 def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
   """Call `work` and return the exit code of its command, in each process of a run.
 
-  0 for success, 2 for a wrong call, 1 for a loss that is not finite, 128 + n for signal n.
+  0 for success, 2 for a wrong call, a wrong folder or a full disk, 1 for a loss that is not finite
+  and for unexpected errors, 128 + n for signal n. The last line on standard error says why; what
+  else there is to know, such as tracebacks, is in a file that the line names.
   """
   try:
-    try:
-      work()
-      code = 0
-    except Interrupted as stop:
-      if distributed.is_main():
-        print(f"{stop}. Run the same command again to resume.", file=sys.stderr)
-      code = 128 + stop.signum
-    distributed.finish()
+    with exits.interruptible():
+      try:
+        work()
+        code = 0
+      except Interrupted as stop:
+        if distributed.is_main():
+          exits.say(f"{stop}. {exits.RESUME}")
+        code = 128 + stop.signum
+      distributed.finish()
     return code
-  except KeyboardInterrupt:
-    code = 128 + signal.SIGINT
-    return distributed.fail(code, "stopped at once. Run the same command again to resume.")
-  except (NotFiniteError, *WRONG_CALL) as error:
-    if show_traceback:
-      traceback.print_exception(error)
-    return distributed.fail(1 if isinstance(error, NotFiniteError) else 2, str(error))
+  except KeyboardInterrupt as stop:
+    signum = getattr(stop, "signum", signal.SIGINT)
+    line = f"stopped by {signal.Signals(signum).name}. {exits.RESUME}"
+    return distributed.fail(128 + signum, line)
   except Exception as error:
-    if not distributed.is_joined():
-      raise
     # When another process dies, collectives fail here: the watch knows which process it was.
     distributed.await_verdict(error)
-    traceback.print_exception(error)
-    return distributed.fail(1, str(error))
+    if show_traceback:
+      traceback.print_exception(error)
+    code, message = exits.explained(error)
+    return distributed.fail(code, message + exits.kept_noise())
 
 
 def print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:

@@ -14,15 +14,17 @@ import json
 import os
 import re
 import statistics
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vqjax.lab.data.files import atomic_file
+from vqjax.lab import records
 
 ASPECTS = ("grammar", "creativity", "consistency", "plot")
 """What is graded from 0 to 10."""
@@ -36,6 +38,9 @@ Group A is "3 or under". It has no first year; here it spans two years as its ne
 MAX_GRADE = 10
 LONGEST_WAIT = 120.0
 """Seconds; an endpoint whose Retry-After is longer counts as failed."""
+
+MOST_BYTES = 2**22
+"""The longest answer, in bytes."""
 
 _YEARS = {
   group: f"{last} or under" if group == "A" else f"{first}-{last}"
@@ -67,6 +72,43 @@ groups of years: {_GROUPS}.
 The last line of your answer has exactly this form, with your grades in place of the question \
 marks:
 {FORMAT}"""
+
+
+@dataclasses.dataclass
+class _Kept:
+  """Schema of a cached answer."""
+
+  answer: str
+
+
+@dataclasses.dataclass
+class _Message:
+  content: str | None
+
+
+@dataclasses.dataclass
+class _Choice:
+  message: _Message
+  finish_reason: str | None = None
+
+
+@dataclasses.dataclass
+class _Completion:
+  """Schema of a chat completion."""
+
+  choices: list[_Choice]
+
+
+@dataclasses.dataclass
+class _Error:
+  message: str
+
+
+@dataclasses.dataclass
+class _Refusal:
+  """Schema of the body of an error."""
+
+  error: _Error
 
 
 class EndpointError(OSError):
@@ -186,7 +228,7 @@ class Judge:
     cache: folder of the answers, one JSON file each; only answers with grades are kept.
     key_variable: environment variable with the endpoint's key; sent as a bearer token if it is set.
     attempts: most requests for one story.
-    timeout: seconds without a byte after which a request has failed.
+    timeout: seconds after which a request without a whole answer has failed.
     wait: seconds before the second request; doubled before each further one.
   """
 
@@ -234,16 +276,18 @@ class Judge:
     messages = [{"role": "user", "content": question(beginning, completion)}]
     identity = json.dumps([self.url.rstrip("/"), self.model, messages])
     file = self.cache / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
-    # A damaged file is not JSON, not text, other JSON, or an answer without grades: ask again.
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-      return parse(str(json.loads(file.read_text(encoding="utf-8"))["answer"]))
+    try:
+      kept = records.read(file, _Kept)
+      if kept is not None:
+        return parse(kept["answer"])
+    except (OSError, ValueError) as error:
+      warnings.warn(f"the judge is asked again: {error}", stacklevel=2)
     try:
       grades, answer = self._ask(messages)
     except UnreadableGrades as error:
       raise UnreadableGrades(f"{error}; the story is {_start(beginning, 80)!r}") from error
     record = {"url": self.url, "model": self.model, "messages": messages, "answer": answer}
-    with atomic_file(file) as out:
-      out.write(json.dumps(record, indent=2).encode())
+    records.write(file, record)
     return grades
 
   def _ask(self, messages: list[dict[str, str]]) -> tuple[Grades, str]:
@@ -287,10 +331,9 @@ class Judge:
     body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}).encode()
     request = urllib.request.Request(self._route, body, headers)
     try:
-      with _OPENER.open(request, timeout=self.timeout) as response:
-        reply = response.read()
+      reply = self._reply(request)
     except urllib.error.HTTPError as error:
-      message = f"HTTP {error.code}: {_message(error)}"
+      message = f"HTTP {error.code}: {error.message}"
       if error.code in (408, 429) or error.code >= 500:
         raise _Temporary(message, _retry_after(error.headers.get("Retry-After"))) from error
       raise EndpointError(
@@ -303,15 +346,53 @@ class Judge:
         f"{str(reason) or type(reason).__name__}; check the url, and that the endpoint is up"
       ) from error
     try:
-      choice = json.loads(reply)["choices"][0]
-      content, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
-      content = "" if content is None else content.strip()
-    except (ValueError, LookupError, TypeError, AttributeError):
-      start = _start(reply.decode(errors="replace"), 200)
+      (choice, *_) = records.parse(reply, _Completion, "it", "", seal=False)["choices"]
+    except ValueError:  # also without a choice
+      start = _start(reply[:800].decode(errors="replace"), 200)
       raise _Temporary(f"{start!r} is not a chat completion; most urls end in /v1") from None
-    if is_cut:
+    content = (choice["message"]["content"] or "").strip()
+    if choice.get("finish_reason") == "length":
       raise UnreadableGrades(f"the endpoint cut the answer off after {len(content)} characters")
     return content
+
+  def _reply(self, request: urllib.request.Request) -> bytes:
+    """The body of the answer to a request.
+
+    In a thread, because a timeout of a socket counts from one byte to the next, and an endpoint
+    that sends them one by one would never end.
+    """
+    outcome: list[bytes | BaseException] = []
+    deadline = time.monotonic() + self.timeout
+
+    def send() -> None:
+      try:
+        with _OPENER.open(request, timeout=self.timeout) as response:
+          parts, size = [], 0
+          while part := response.read1(2**16):
+            parts.append(part)
+            size += len(part)
+            if size > MOST_BYTES:
+              raise OSError(f"the answer is longer than {MOST_BYTES:,} bytes")
+            if time.monotonic() > deadline:
+              return
+          # As `read` does, which `read1` does not notice.
+          if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
+          outcome.append(b"".join(parts))
+      except urllib.error.HTTPError as error:
+        error.message = _message(error)
+        outcome.append(error)
+      except BaseException as error:
+        outcome.append(error)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    thread.join(self.timeout)
+    if not outcome:
+      raise TimeoutError(f"timed out: no whole answer within {self.timeout:g} seconds")
+    if isinstance(outcome[0], BaseException):
+      raise outcome[0]
+    return outcome[0]
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
@@ -328,10 +409,10 @@ def _message(error: urllib.error.HTTPError) -> str:
   """The server's message about its error."""
   text = ""
   with contextlib.suppress(OSError, http.client.HTTPException):
-    text = error.read().decode(errors="replace")
-  with contextlib.suppress(ValueError, LookupError, TypeError):
-    text = str(json.loads(text)["error"]["message"])
-  return _start(text or str(error.reason), 300)
+    text = error.read(2**16).decode(errors="replace")
+  with contextlib.suppress(ValueError):
+    text = records.parse(text, _Refusal, "it", "", seal=False)["error"]["message"]
+  return records.printable(_start(text or str(error.reason), 300))
 
 
 def _retry_after(header: str | None) -> float | None:

@@ -16,7 +16,6 @@ stopped resumes. `python -m experiments.bench` measures memory and speed.
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -48,7 +47,7 @@ from vqjax.lab.report.sheet import save_sheet
 from vqjax.lab.stories import graded
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.run import load_text
+from vqjax.lab.training.run import load_text, read_metrics
 from vqjax.sharding import make_mesh
 
 CURVE_POINTS = 60
@@ -113,8 +112,10 @@ def curves(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
   for pictures, "accuracy" and "group_accuracy" have rates.
   """
   del experiment
-  lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-  metrics = [json.loads(line) for line in lines]
+  found = read_metrics(folder)
+  if found.problem:
+    raise found.problem
+  metrics = found.rows
   losses = [(row["step"], row["loss"]) for row in metrics if "loss" in row]
   width = max(1, len(losses) // CURVE_POINTS)
   kept = {"train": []}

@@ -95,7 +95,7 @@ def test_a_line_that_is_not_a_result_is_named(study, line):
   study.keep("smoke", {"name": "a/dense", "result": result})
   with study.path("smoke").open("a") as file:
     file.write(line)
-  with pytest.raises(ValueError, match=r"line 2 of .*results\.jsonl"):
+  with pytest.raises(ValueError, match=r"results\.jsonl, line 2, is damaged"):
     study.read("smoke")
 
 

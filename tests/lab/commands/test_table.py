@@ -23,4 +23,4 @@ def test_a_folder_without_runs_is_refused(tmp_path, capsys):
 def test_damage_is_an_error_without_a_traceback(demo, capsys):
   (demo / "a_dense" / "result.json").write_text("{")
   assert main([str(demo)]) == 2
-  assert "result.json, line 1: damaged JSON" in capsys.readouterr().err
+  assert "result.json is damaged: line 1" in capsys.readouterr().err

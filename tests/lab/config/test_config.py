@@ -22,6 +22,8 @@ from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train, override
 from vqjax.sharding import MeshShape
 from vqjax.types import Dtype
 
+ROOT = pathlib.Path(__file__).parents[3]
+
 
 class Embedding(nn.Module):
   """A table of vectors.
@@ -457,3 +459,27 @@ def test_the_mesh_is_not_part_of_the_identity():
   elsewhere = override(make(), ["train.mesh=(data=2, fsdp=2, model=2)"])
   assert config.config_hash(elsewhere) == config.config_hash(make())
   assert config.describe(elsewhere) == config.describe(make())
+
+
+@pytest.mark.parametrize(
+  ("assignment", "message"),
+  [
+    ("train.batch=1000000000000", r"`train.batch` must be in \[1, 1048576\]; got 1000000000000"),
+    ("train.steps=2147483648", r"`train.steps` must be in \[1, 2147483647\]"),
+    ("train.learning_rate=inf", "`train.learning_rate` must be a finite number; got inf"),
+    ("train.learning_rate=nan", "`train.learning_rate` must be"),
+    ("train.weight_decay=inf", "`train.weight_decay` must be a finite number"),
+    ("model.head.dtype=int32", "`model.head.dtype` must be a floating-point format; got int32"),
+    ("model.head.dtype=bool", "`model.head.dtype` must be"),
+    ("name=/etc/x", "`name` must be a name for a folder: .*; got '/etc/x'"),
+    ("name=../x", "`name` must be"),
+    ("name=..", "`name` must be"),
+    ("name=", "`name` must be"),
+    ("name=a\x1b[31m", "`name` must be"),
+    ("name=a\nb", "`name` must be"),
+    (f"name={'x' * 200}", "`name` must be"),
+  ],
+)
+def test_an_absurd_value_is_refused_by_name(assignment, message):
+  with pytest.raises(ValueError, match=message):
+    override(config.load(ROOT / "configs" / "lm_dense.py"), [assignment])

@@ -138,3 +138,30 @@ def test_a_cache_that_cannot_be_written_names_the_remedy(source, tmp_path, monke
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "text.txt" / "cache"))
   with pytest.raises(OSError, match=r"cannot write the token cache.*set VQJAX_CACHE"):
     encode_split(source, Wide(), "train")
+
+
+@pytest.mark.parametrize("at", [3, 60, 127, 128, 129, -1])
+def test_a_flipped_bit_of_the_tokens_is_built_again_with_a_warning(source, at):
+  expected = np.array(encode_split(source, Wide(), "train").tokens)
+  content = bytearray(only_file().read_bytes())
+  content[at] ^= 4
+  only_file().write_bytes(content)
+  with pytest.warns(UserWarning, match=r"the cache .* is made again: .* checksum"):
+    again = encode_split(source, Wide(), "train").tokens
+  assert np.array_equal(again, expected)
+
+
+def test_a_changed_size_of_a_split_is_built_again_with_a_warning(source):
+  encode_split(source, Wide(), "train")
+  path = only_file("json")
+  path.write_text(path.read_text().replace('"documents": 9', '"documents": 8'))
+  with pytest.warns(UserWarning, match=r"json is damaged: its checksum"):
+    assert encode_split(source, Wide(), "train").documents > 89
+
+
+def test_an_encoder_with_another_word_is_fitted_again_with_a_warning(source):
+  expected = fit_encoder(source, WordTokenizer()).fingerprint()
+  path = only_file("encoder.json")
+  path.write_text(path.read_text().replace("document", "dokument", 1))
+  with pytest.warns(UserWarning, match=r"encoder.json is made again: .* checksum"):
+    assert fit_encoder(source, WordTokenizer()).fingerprint() == expected

@@ -1,9 +1,11 @@
 """Run folders for the tests of reports."""
 
-import json
 import math
 
 import pytest
+
+from tests import tiny
+from vqjax.lab import records
 
 
 def quality(perplexity: float) -> dict:
@@ -18,13 +20,13 @@ def write_run(tmp_path):
   def write(folder: str, result: dict | None, steps: int = 40):
     path = tmp_path / "runs" / folder
     path.mkdir(parents=True)
-    config = {"hash": "0123456789ab", "config": {"name": folder, "seed": 0}}
-    (path / "config.json").write_text(json.dumps(config, indent=1))
+    config = {"hash": "0123456789ab", "config": {"name": folder, "seed": 0}, "data": {}}
+    records.write(path / "config.json", config)
     rows = [{"step": s, "loss": 5 + 4 * math.exp(-s / 9)} for s in range(1, steps + 1)]
     rows += [{"step": steps, "valid": quality(150.0)}] if steps else []
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.write_rows(path, rows)
     if result is not None:
-      (path / "result.json").write_text(json.dumps(result))
+      records.write(path / "result.json", result)
     return path
 
   return write

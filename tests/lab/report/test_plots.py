@@ -1,5 +1,6 @@
 """Plots are deterministic, without overlapping labels and missing numbers."""
 
+import dataclasses
 import itertools
 import math
 
@@ -40,35 +41,31 @@ def test_runs_without_numbers_draw_nothing(write_run, plot):
   assert plot(report.read_runs(write_run("started", None, steps=0))) is None
 
 
+def with_losses(write_run, *losses):
+  """Returns a run with (step, loss) as the rows of its metrics."""
+  run = report.read_run(write_run("one", None, steps=0))
+  return dataclasses.replace(run, metrics=tuple({"step": s, "loss": x} for s, x in losses))
+
+
 def test_a_loss_that_is_not_finite_is_left_out_of_the_frame(write_run):
-  folder = write_run("one", None)
-  rows = '{"step": 1, "loss": 9.0}\n{"step": 2, "loss": 5.0}\n{"step": 3, "loss": NaN}\n'
-  (folder / "metrics.jsonl").write_text(rows)
-  figure = report.loss_curves(report.read_runs(folder))
+  figure = report.loss_curves([with_losses(write_run, (1, 9.0), (2, 5.0), (3, math.nan))])
   assert all(math.isfinite(limit) for limit in figure.axes[0].get_ylim())
 
 
 def test_a_single_nan_does_not_erase_the_curve_after_it(write_run):
-  folder = write_run("one", None, steps=0)
-  rows = [f'{{"step": {s}, "loss": {"NaN" if s == 2 else 5.0}}}\n' for s in range(1, 100)]
-  (folder / "metrics.jsonl").write_text("".join(rows))
-  figure = report.loss_curves(report.read_runs(folder))
+  losses = [(step, math.nan if step == 2 else 5.0) for step in range(1, 100)]
+  figure = report.loss_curves([with_losses(write_run, *losses)])
   assert list(figure.axes[0].lines[0].get_ydata()) == [5.0] * 98
 
 
 def test_steps_that_a_resumed_run_repeats_count_once_and_as_written_last(write_run):
-  folder = write_run("one", None, steps=0)
-  rows = [(1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0)]
-  text = "".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in rows)
-  (folder / "metrics.jsonl").write_text(text)
-  line = report.loss_curves(report.read_runs(folder)).axes[0].lines[0]
+  run = with_losses(write_run, (1, 9.0), (2, 8.0), (3, 7.0), (2, 6.0))
+  line = report.loss_curves([run]).axes[0].lines[0]
   assert list(zip(*line.get_data(), strict=True)) == [(1, 9.0), (2, 6.0), (3, 7.0)]
 
 
 def test_a_run_whose_losses_are_all_nan_draws_nothing(write_run):
-  folder = write_run("one", None)
-  (folder / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
-  assert report.loss_curves(report.read_runs(folder)) is None
+  assert report.loss_curves([with_losses(write_run, (1, math.nan))]) is None
 
 
 def test_a_tied_head_of_0_bytes_stands_left_of_the_others(demo, write_run, finished):
@@ -116,3 +113,13 @@ def test_smoothing_keeps_a_line_and_both_ends():
 def test_a_png_is_written(demo, tmp_path):
   report.save_png(report.loss_curves(report.read_runs(demo)), tmp_path / "curves.png")
   assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("plot", PLOTS)
+def test_a_name_may_look_like_a_formula(write_run, finished, tmp_path, plot):
+  folder = write_run("one", finished(r"$\bad{$ $x^2$"))
+  figure = plot(report.read_runs(folder))
+  report.save_png(figure, tmp_path / "plot.png")
+  drawn = [text.get_text() for text in figure.axes[0].texts]
+  assert r"$\bad{$ $x^2$" in drawn
+  assert "<svg" in svg(figure, "a", "b")

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from vqjax.lab import records
 from vqjax.lab.config import config_hash, describe
 from vqjax.lab.training import fit
 from vqjax.lab.training.checkpoint import (
@@ -23,7 +24,7 @@ from vqjax.lab.training.checkpoint import (
   saved_steps,
 )
 from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.run import load_text, write_json
+from vqjax.lab.training.run import load_text
 from vqjax.lab.training.step import TrainState
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -99,6 +100,80 @@ def test_a_damaged_newest_checkpoint_is_moved_aside_with_a_warning(saved, damage
   assert not (saved / "checkpoints" / "2").exists()
 
 
+def change_json(path, change):
+  """Writes a file again with a change to its object, and its checksum as it was."""
+  value = json.loads(path.read_text())
+  change(value)
+  path.write_text(json.dumps(value))
+
+
+RECORD_DAMAGE = {
+  "another position": lambda record: record["position"].update(next=7),
+  "no position": lambda record: record.update(position={}),
+  "another loss": lambda record: record["metrics"].update(nats_per_token=0.5),
+  "no checksum": lambda record: record.pop("checksum"),
+}
+
+
+@pytest.mark.parametrize("damage", RECORD_DAMAGE)
+def test_a_record_that_was_changed_is_not_resumed_from(evaluated, damage):
+  change_json(evaluated / "checkpoints" / "2" / "record" / "metadata", RECORD_DAMAGE[damage])
+  with pytest.warns(UserWarning, match=r"checkpoint 2 in .* is damaged .* the run goes on"):
+    restored = Checkpoints(evaluated, keep=3).restore(state_at(0))
+  assert restored.position == {"next": 1}
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+  """Run folder with checkpoints 1 and 2, of which the first has the least loss."""
+  checkpoints = Checkpoints(tmp_path, keep=3)
+  for step in (1, 2):
+    checkpoints.save(state_at(step), {"next": step}, {"nats_per_token": float(step)})
+  checkpoints.close()
+  return tmp_path
+
+
+METRICS_DAMAGE = {
+  "truncated": lambda content: content[:20],
+  "empty": lambda content: b"",
+  "one bit": lambda content: content.replace(b"1", b"3", 1),
+  "no text": lambda content: b"\xff" + content,
+}
+
+
+@pytest.mark.parametrize("damage", METRICS_DAMAGE)
+def test_damaged_metrics_of_the_best_checkpoint_do_not_stop_a_run(evaluated, damage):
+  path = evaluated / "checkpoints" / "1" / "metrics" / "metrics"
+  path.write_bytes(METRICS_DAMAGE[damage](path.read_bytes()))
+  assert saved_steps(evaluated) == [1, 2]
+  with pytest.warns(UserWarning, match=r"checkpoint 1 in .* is damaged"):
+    restored = Checkpoints(evaluated, keep=3).restore(state_at(0))
+  assert restored.position == {"next": 2}
+  assert (evaluated / "damaged" / "1").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_left_alone(saved):
+  for step in (1, 2):
+    shutil.rmtree(saved / "checkpoints" / str(step))
+  with pytest.raises(ValueError, match=r"must hold checkpoint 2, .*got none.* remove .* or give"):
+    Checkpoints(saved, keep=3)
+  assert (saved / "progress.json").exists()
+
+
+def test_a_run_whose_newest_checkpoint_is_gone_goes_on_with_a_warning(saved):
+  shutil.rmtree(saved / "checkpoints" / "2")
+  with pytest.warns(UserWarning, match=r"checkpoint 2 in .* is missing; the run goes on from 1"):
+    assert Checkpoints(saved, keep=3).restore(state_at(0)).position == {"next": 1}
+
+
+def test_checkpoints_do_not_go_over_to_another_run(tmp_path):
+  checkpoints = Checkpoints(tmp_path, keep=1, owner="mine")
+  checkpoints.save(state_at(1), {})
+  checkpoints.close()
+  with pytest.raises(ValueError, match=r"checkpoint 1 in .* is of another config or other data"):
+    Checkpoints(tmp_path, keep=1, owner="yours")
+
+
 def test_the_step_of_a_damaged_checkpoint_is_saved_again(saved):
   truncate(saved / "checkpoints" / "2")
   checkpoints = Checkpoints(saved, keep=3)
@@ -109,15 +184,16 @@ def test_the_step_of_a_damaged_checkpoint_is_saved_again(saved):
   assert Checkpoints(saved, keep=3).restore(state_at(0)).position == {"next": 2}
 
 
-def test_a_run_without_an_intact_checkpoint_is_refused_once(saved):
+def test_a_run_without_an_intact_checkpoint_is_refused(saved):
   for step in (1, 2):
     truncate(saved / "checkpoints" / str(step))
   with (
     pytest.warns(UserWarning, match="is damaged"),
-    pytest.raises(ValueError, match=r"no checkpoint in .* is intact: \[2, 1\] are moved"),
+    pytest.raises(ValueError, match=r"no checkpoint in .* is intact: \[1, 2\] are moved"),
   ):
     Checkpoints(saved, keep=3).restore(state_at(0))
-  assert Checkpoints(saved, keep=3).restore(state_at(0)) is None
+  with pytest.raises(ValueError, match=r"must hold checkpoint 2, .* To start over, remove"):
+    Checkpoints(saved, keep=3)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +301,7 @@ def trained(experiment, tmp_path):
     checkpoints.save(state, {}, {"nats_per_token": nats})
   checkpoints.close()
   identity = load_text(experiment).identity
-  write_json(tmp_path / "trained" / "config.json", {"data": identity})
+  records.write(tmp_path / "trained" / "config.json", {"hash": "", "config": {}, "data": identity})
   return tmp_path / "trained"
 
 
@@ -300,7 +376,7 @@ def test_a_run_starts_from_another_only_where_it_has_no_checkpoint_yet(
 def test_another_tokenizer_is_refused(experiment, trained, tmp_path):
   config = json.loads((trained / "config.json").read_text())
   config["data"]["tokenizer"] = "other"
-  write_json(trained / "config.json", config)
+  records.write(trained / "config.json", config)
   with pytest.raises(ValueError, match=r"`tokenizer` must be .*other; got"):
     fit(starting_from(experiment, FromRun(str(trained))), tmp_path / "run")
 

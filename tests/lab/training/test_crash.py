@@ -79,7 +79,7 @@ def digests(run):
   newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
   record = json.loads((run / "checkpoints" / str(newest) / "record" / "metadata").read_text())
   position = record["position"]
-  return newest, record["checksum"], position["data"], position["loss"]
+  return newest, record["arrays"], position["data"], position["loss"]
 
 
 def finish(process):
@@ -115,8 +115,9 @@ def test_a_run_killed_before_its_result_only_measures_again(command, whole, tmp_
 
 
 @pytest.mark.slow
-def test_a_signal_finishes_the_step_and_saves(command, tmp_path):
-  run, signum = tmp_path / "run", signal.SIGTERM
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_finishes_the_step_and_saves(command, tmp_path, signum):
+  run = tmp_path / "run"
   process = command(run)
   wait_for_step(run, 30, process)
   process.send_signal(signum)

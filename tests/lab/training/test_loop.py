@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import chex
@@ -11,10 +12,11 @@ import pytest
 
 from tests import tiny
 from vqjax import CodebookHead
+from vqjax.lab import records
 from vqjax.lab.config import config_hash
 from vqjax.lab.training import NotFiniteError, fit, init_state, loop, optimizer, program
 from vqjax.lab.training.checkpoint import Checkpoints
-from vqjax.lab.training.run import RunFolder, load_text
+from vqjax.lab.training.run import RunFolder, load_text, read_metrics, read_result
 from vqjax.lab.training.step import train_step
 
 
@@ -25,7 +27,7 @@ def changed(experiment, **train):
 @pytest.mark.slow
 def test_a_run_learns_and_its_result_is_complete(finished):
   experiment, folder, result = finished
-  assert result == json.loads((folder / "result.json").read_text())
+  assert result == read_result(folder)
   assert result["status"] == "finished"
   assert result["config_hash"] == config_hash(experiment)
   assert result["head"]["params"] == 16 * 8 + result["head"]["state_bytes"] // 8 - 16 * 4
@@ -102,7 +104,7 @@ def test_text_that_has_changed_since_is_refused(finished, tmp_path):
   (text / "00.txt").write_text("entirely different words\n" * 40)
   config = json.loads((run / "config.json").read_text())
   config["config"]["data"]["path"] = str(text)
-  (run / "config.json").write_text(json.dumps(config | {"hash": config_hash(moved)}))
+  records.write(run / "config.json", config | {"hash": config_hash(moved)})
   with pytest.raises(ValueError, match="has changed since the run began"):
     fit(moved, run)
 
@@ -169,7 +171,9 @@ def test_a_second_process_in_the_same_folder_is_refused(experiment, tmp_path):
   fit(experiment, tmp_path)
   config = json.loads((tmp_path / "config.json").read_text())
   first = RunFolder(tmp_path, experiment, config["data"])
-  with pytest.raises(ValueError, match="another process is running in"):
+  with pytest.raises(
+    ValueError, match=rf"another process is running in .*: process {os.getpid()} on"
+  ):
     fit(experiment, tmp_path)
   first.close()
   assert fit(experiment, tmp_path)["status"] == "finished"
@@ -182,3 +186,68 @@ def test_a_last_update_that_is_not_finite_is_not_saved(experiment, tmp_path):
     fit(wild, tmp_path)
   assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
   assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
+
+
+@pytest.fixture
+def stopped(experiment, tmp_path):
+  """Folder of a run that was interrupted after step 25, with a copy of its rows."""
+  tiny.fit_and_interrupt(experiment, tmp_path / "run", 25)
+  return tmp_path / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["a row lost", "a digit", "half", "removed"])
+def test_damaged_metrics_are_kept_beside_and_their_loss_is_told(experiment, stopped, damage):
+  path = stopped / "metrics.jsonl"
+  lines = path.read_text().splitlines(keepends=True)
+  if damage == "removed":
+    path.unlink()
+  else:
+    first, fourth = lines[:3], lines[3]
+    kept = {"a row lost": lines[4:], "a digit": [fourth.replace('"step": 4', '"step": 5')]}
+    path.write_text("".join(first + kept.get(damage, [])))
+  with pytest.warns(UserWarning, match=r"rows until checkpoint 25 are intact and kept"):
+    assert fit(experiment, stopped)["status"] == "finished"
+  steps = [row["step"] for row in tiny.rows(stopped) if "loss" in row]
+  assert steps == [*([] if damage == "removed" else [1, 2, 3]), *range(26, 41)]
+  assert read_metrics(stopped).problem is None
+  assert damage == "removed" or (stopped / "damaged" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_damaged_result_is_measured_again(finished, tmp_path):
+  experiment, folder, result = finished
+  run = shutil.copytree(folder, tmp_path / "run")
+  text = (run / "result.json").read_text()
+  (run / "result.json").write_text(text.replace(repr(result["test"]["perplexity"]), "1.5"))
+  with pytest.warns(UserWarning, match=r"result.json is damaged: its checksum .* goes on"):
+    assert fit(experiment, run)["test"] == result["test"]
+  assert tiny.rows(run) == tiny.rows(folder)
+
+
+@pytest.mark.slow
+def test_a_lost_config_does_not_hand_a_run_over_to_another(finished, tmp_path):
+  experiment, folder, result = finished
+  run = shutil.copytree(folder, tmp_path / "run")
+  (run / "result.json").unlink()
+  (run / "config.json").write_text("{")
+  with (
+    pytest.warns(UserWarning, match=r"config.json is damaged"),
+    pytest.raises(ValueError, match=r"is of another config or other data, and .* was lost"),
+  ):
+    fit(changed(experiment, learning_rate=5e-3), run)
+  shutil.rmtree(run / "damaged")
+  (run / "config.json").unlink()
+  assert fit(experiment, run)["test"] == result["test"]
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_removed_under_a_run_is_an_error(experiment, tmp_path):
+  run = RunFolder(tmp_path / "run", experiment, {})
+  run.check()
+  shutil.rmtree(tmp_path / "run")
+  with pytest.raises(OSError, match="was removed or replaced"):
+    run.check()
+  RunFolder(tmp_path / "run", experiment, {}).close()
+  with pytest.raises(OSError, match="was removed or replaced"):
+    run.check()

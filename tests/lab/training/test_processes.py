@@ -120,7 +120,7 @@ class Launcher:
     """Returns the checksums and the data position of a checkpoint."""
     path = self.folder / run / "checkpoints" / str(step) / "record" / "metadata"
     record = json.loads(path.read_text())
-    return record["checksum"], record["position"]["data"]
+    return record["arrays"], record["position"]["data"]
 
   def read(self, run, processes):
     """Returns (batch, row) -> targets; no row is read by two processes."""

@@ -17,12 +17,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from vqjax import CodebookHead, assign
+from vqjax.lab import records
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.console import config_parser, with_config
 from vqjax.lab.data import fit_encoder
 from vqjax.lab.data.cache import count_tokens
 from vqjax.lab.training.program import keys
-from vqjax.lab.training.run import EncodedText, load_text, write_json
+from vqjax.lab.training.run import EncodedText, load_text
 from vqjax.lab.training.step import init_state
 
 QUANTILES = {"least": 0, "10%": 0.1, "half": 0.5, "90%": 0.9, "most": 1}
@@ -151,5 +152,4 @@ def _floor(experiment: Experiment, options: argparse.Namespace) -> None:
   floors = measure(experiment)
   show(floors, Console())
   if options.json:
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.json, floors)
+    records.write(options.json, floors)

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from vqjax.lab import records
 from vqjax.lab.config import Experiment
 from vqjax.lab.console import config_parser, with_config
 from vqjax.lab.plan import chips, compiling, report
 from vqjax.lab.plan.plan import plan, with_vocab
-from vqjax.lab.training.run import write_json
 from vqjax.sharding import make_mesh
 
 USAGE = """\
@@ -40,8 +40,7 @@ def _plan(experiment: Experiment, options: argparse.Namespace) -> None:
   found = _planned(with_vocab(experiment, options.vocab), options)
   report.show(found, Console())
   if options.json:
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    write_json(options.json, found)
+    records.write(options.json, found)
 
 
 def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from vqjax.lab import report
+from vqjax.lab import exits, records, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,9 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   options = _parser().parse_args(arguments)
   try:
     runs = _read_runs(options.folder)
-  except (FileNotFoundError, ValueError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+  except (OSError, ValueError) as error:
+    return exits.failed(error)
   columns = report.default_columns(runs)
   console = Console()
   console.print(report.console_table(columns, runs, console.width))
@@ -29,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.html:
       report.write_page(runs, options.html, title=options.title or options.folder.resolve().name)
     if options.markdown:
-      report.write_whole(options.markdown, report.markdown_table(columns, runs))
+      records.write_text(options.markdown, report.markdown_table(columns, runs))
     if options.png:
       _save_plots(runs, options.png)
   except (OSError, ValueError) as error:
-    print(f"error: cannot write: {error}. Give another file.", file=sys.stderr)
+    exits.say(f"error: cannot write: {error}. Give another file.")
     return 2
   return 0
 

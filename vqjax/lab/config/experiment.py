@@ -3,17 +3,29 @@
 import dataclasses
 import difflib
 import importlib.util
+import math
 import pathlib
 import sys
 from typing import Any
 
+import jax.numpy as jnp
 from flax import linen as nn
 
-from vqjax.lab.config.tree import NOT_IDENTITY, fields_of, rebuild, walk
+from vqjax.lab.config.identity import is_dtype
+from vqjax.lab.config.tree import NOT_IDENTITY, fields_of, join, rebuild, walk
 from vqjax.sharding import MeshShape
 
 FROM_TOKENIZER = 0
 """The `vocab` of modules in a config file that `with_vocab` replaces by the tokenizer's."""
+
+LAST = 2**31 - 1
+"""The largest number of steps: they are counted in int32."""
+
+MOST_WINDOWS = 2**20
+"""The largest batch: above it the indices of a batch's tokens may not fit in int32."""
+
+LONGEST_NAME = 128
+"""Bytes of a name, which is part of the names of folders and files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +80,13 @@ class Train:
   mesh: MeshShape = dataclasses.field(default=MeshShape(), metadata=NOT_IDENTITY)
 
   def __post_init__(self):
-    counts = {"steps", "batch", "accumulate", "log_every", "eval_every", "save_every", "keep"}
+    counts = {"steps", "accumulate", "log_every", "eval_every", "save_every", "keep"}
     ranges = {
-      "at least 1": (counts, lambda value: value >= 1),
+      f"in [1, {MOST_WINDOWS}]": ({"batch"}, lambda value: 1 <= value <= MOST_WINDOWS),
+      f"in [1, {LAST}]": (counts, lambda value: 1 <= value <= LAST),
       "above 0": ({"learning_rate", "clip"}, lambda value: value > 0),
-      "at least 0": ({"weight_decay", "warmup"}, lambda value: value >= 0),
+      "at least 0": ({"weight_decay"}, lambda value: value >= 0),
+      f"in [0, {LAST}]": ({"warmup"}, lambda value: 0 <= value <= LAST),
       "in [0, 1)": ({"beta1", "beta2"}, lambda value: 0 <= value < 1),
       "in [0, 1]": ({"final_fraction"}, lambda value: 0 <= value <= 1),
     }
@@ -119,6 +133,27 @@ class Experiment:
   def __post_init__(self):
     if not 0 <= self.seed < 2**32:
       raise ValueError(f"`seed` must be in [0, 2^32); got {self.seed}. 0 is usual.")
+    is_name = self.name.strip(".") and self.name.isprintable() and not {*self.name} & {*"/\\"}
+    if not is_name or len(self.name.encode(errors="replace")) > LONGEST_NAME:
+      raise ValueError(
+        f"`name` must be a name for a folder: at most {LONGEST_NAME} printable bytes without a"
+        f" slash, and not only dots; got {self.name!r}. Give the folder itself with --run."
+      )
+    for path, node in walk(self):
+      for name, value in fields_of(node).items():
+        _check_number(join(path, name), value)
+
+
+def _check_number(path: str, value: Any) -> None:
+  """Refuse numbers and number formats that no field of an experiment can mean."""
+  for item in value if isinstance(value, (tuple, list)) else [value]:
+    if isinstance(item, float) and not math.isfinite(item):
+      raise ValueError(f"`{path}` must be a finite number; got {item}. Write one, such as 1e-3.")
+  if is_dtype(value) and not jnp.issubdtype(jnp.dtype(value), jnp.floating):
+    raise ValueError(
+      f"`{path}` must be a floating-point format; got {jnp.dtype(value).name}. Write float32 or"
+      " bfloat16."
+    )
 
 
 def with_vocab(experiment: Experiment, vocab: int) -> Experiment:

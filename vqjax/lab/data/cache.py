@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
-import json
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from vqjax.lab.data.files import atomic_file, content_hash
+from vqjax.lab import records
+from vqjax.lab.data.files import content_hash
 from vqjax.lab.data.labelled import LabelledSource
 from vqjax.lab.data.source import Source
 from vqjax.lab.data.tokenizers import Encoder, Tokenizer
@@ -35,6 +37,23 @@ class TokenSplit:
   labels: np.ndarray | None = None
 
 
+@dataclasses.dataclass
+class CachedSplit:
+  """Schema of the file beside the tokens; `file` is the checksum of theirs."""
+
+  tokens: int
+  text_bytes: int
+  documents: int
+  file: str
+
+
+@dataclasses.dataclass
+class CachedEncoder:
+  """Schema of the file of a fitted tokenizer."""
+
+  state: str
+
+
 def cache_folder() -> Path:
   """Return $VQJAX_CACHE, or ~/.cache/vqjax."""
   chosen = os.environ.get("VQJAX_CACHE")
@@ -45,20 +64,23 @@ def fit_encoder(source: Source, tokenizer: Tokenizer) -> Encoder:
   """Return the tokenizer fitted to the source's training documents; cached."""
   key = content_hash([source.fingerprint(), repr(tokenizer), *tokenizer.files()])
   path = cache_folder() / f"{key}.encoder.json"
-  if path.exists():
-    # A damaged file is fitted and written again.
-    with contextlib.suppress(ValueError, KeyError):
-      return tokenizer.load(json.loads(path.read_text(encoding="utf-8"))["state"])
+  try:
+    kept = records.read(path, CachedEncoder)
+    if kept is not None:
+      return tokenizer.load(kept["state"])
+  except (ValueError, OSError) as error:
+    _warn(path, error)
   encoder = tokenizer.fit(lambda: source.documents("train"))
-  with _remedy(path), atomic_file(path) as file:
-    file.write(json.dumps({"state": encoder.state()}).encode())
+  with _remedy(path):
+    records.write(path, {"state": encoder.state()})
   return encoder
 
 
 def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
   """Return the tokens of a split, and the classes of its documents if there are any.
 
-  The tokens are memory-mapped from the cache, and encoded first where it does not hold them.
+  The tokens are memory-mapped from the cache, and encoded first where it does not hold them, or
+  holds others than were written: a checksum of the file is compared at each call.
 
   Raises:
     ValueError: the encoder returns a token outside its vocabulary.
@@ -79,24 +101,34 @@ def _dtype(encoder: Encoder) -> np.dtype:
 
 
 def _read(path: Path, encoder: Encoder) -> TokenSplit | None:
-  """The cached split; None where a file is missing, cut off or something else."""
+  """The cached split; None where a file is missing, or damaged, which is a warning."""
   try:
-    sizes = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    sizes = records.read(path.with_suffix(".json"), CachedSplit)
+    if sizes is None or not path.exists():
+      return None
+    if records.file_checksum(path) != sizes["file"]:
+      raise ValueError(f"{path} does not have the checksum that was written with it")
     tokens = np.lib.format.open_memmap(path, mode="r")
     if tokens.dtype != _dtype(encoder) or tokens.shape != (sizes["tokens"],):
-      return None
+      raise ValueError(f"{path} does not have the tokens that were written to it")
     return TokenSplit(tokens, sizes["text_bytes"], sizes["documents"], encoder.eos)
-  except (OSError, ValueError, KeyError, TypeError):
+  except (OSError, ValueError) as error:
+    _warn(path, error)
     return None
+
+
+def _warn(path: Path, error: Exception) -> None:
+  problem = str(error).partition(". ")[0]
+  warnings.warn(f"the cache {path} is made again: {problem}", stacklevel=4)
 
 
 def _write(path: Path, source: Source, encoder: Encoder, split: str) -> None:
   """Encode one document at a time, since a corpus may not fit in memory."""
-  sizes = {"tokens": 0, "text_bytes": 0, "documents": 0}
+  sizes: dict[str, Any] = {"tokens": 0, "text_bytes": 0, "documents": 0}
   header = {"descr": _dtype(encoder).str, "fortran_order": False}
   with contextlib.ExitStack() as stack:
     with _remedy(path):
-      file = stack.enter_context(atomic_file(path))
+      file = stack.enter_context(records.atomic_file(path))
       np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
     # Only writing is under the remedy: any other OSError is the source's.
     for document in source.documents(split):
@@ -116,9 +148,11 @@ def _write(path: Path, source: Source, encoder: Encoder, split: str) -> None:
       # NumPy pads the header so that a longer shape takes no more bytes.
       file.seek(0)
       np.lib.format.write_array_header_1_0(file, header | {"shape": (sizes["tokens"],)})
+      file.flush()
+      sizes["file"] = records.file_checksum(file.name)
+      # Of several processes that write at once each has its own tokens, equal to the others'.
       stack.pop_all().close()
-      with atomic_file(path.with_suffix(".json")) as about:
-        about.write(json.dumps(sizes).encode())
+      records.write(path.with_suffix(".json"), sizes)
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ class JSONLines(Source):
   def _document(self, line: bytes, where: str) -> str:
     try:
       value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ValueError(f"{where} must be JSON; got {error}. Fetch the file again.") from None
     if not isinstance(value, dict) or not isinstance(value.get(self.text), str):
       members = value.items() if isinstance(value, dict) else ()

@@ -1,14 +1,11 @@
 """Files: find, read and hash those of corpora, and write files atomically."""
 
-import contextlib
 import hashlib
 import importlib
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
 
 SPLIT_NAMES = {
   "train": "train",
@@ -143,23 +140,3 @@ def outline(path: Path) -> bytes:
     first = file.read(2**20)
     file.seek(-(2**20), os.SEEK_END)
     return size.to_bytes(8, "little") + first + file.read()
-
-
-@contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-  """Open a file for writing that appears at `path` complete, or not at all.
-
-  It is written beside `path` under another name and renamed at the end, so that neither a killed
-  process nor two concurrent processes leave a part of it.
-  """
-  path.parent.mkdir(parents=True, exist_ok=True)
-  file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False)  # noqa: SIM115
-  try:
-    with file:
-      yield file
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(file.name, path)
-  except BaseException:
-    Path(file.name).unlink(missing_ok=True)
-    raise

@@ -11,11 +11,12 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 
-from vqjax.lab.data.files import content_hash, data_path, import_extra
+from vqjax.lab.data.files import content_hash, data_path, import_extra, read_text
 
 Documents = Callable[[], Iterable[str]]
 """A function that returns the documents from the first on, at each call."""
@@ -52,6 +53,13 @@ class Encoder(abc.ABC):
   def fingerprint(self) -> str:
     """Return a hash that changes with anything that `encode` depends on."""
     return content_hash([type(self).__name__, self.state()])
+
+
+def _json(text: str, where: str) -> Any:
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{where} must be JSON; got {error}. Restore it.") from None
 
 
 def _decoded(tokens: Iterable[int], eos: int, decode: Callable[[list[int]], str]) -> str:
@@ -128,7 +136,14 @@ class WordTokenizer(Tokenizer):
 
   def load(self, state: str) -> Encoder:
     """Return the encoder of a JSON list of words."""
-    return WordEncoder(self, json.loads(state))
+    words = _json(state, "`state`")
+    is_right = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    if not is_right or len({*words}) < len(words) or not {EOS, UNKNOWN} <= {*words}:
+      raise ValueError(
+        f"`state` must be a JSON list of different words with {EOS} and {UNKNOWN}; got"
+        f" {state[:40]!r}. Fit the tokenizer again."
+      )
+    return WordEncoder(self, words)
 
 
 class WordEncoder(Encoder):
@@ -172,11 +187,17 @@ class BPETokenizer(Tokenizer):
     """Train the merges, or read GPT-2's."""
     if self.folder is not None:
       vocab_file, merges_file = self.files()
-      vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
-      lines = merges_file.read_text(encoding="utf-8").split("\n")
+      vocab = _json(read_text(vocab_file), str(vocab_file))
+      lines = read_text(merges_file).split("\n")
       # The line "#version: 0.2" may be missing; as a pair it could not be a merge.
       pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-      model = _byte_level(tokenizers.models.BPE(vocab=vocab, merges=pairs))
+      try:
+        model = _byte_level(tokenizers.models.BPE(vocab=vocab, merges=pairs))
+      except Exception as error:  # the library raises nothing narrower
+        raise ValueError(
+          f"{vocab_file} and {merges_file.name} must be those of one tokenizer; got {error}. Fetch"
+          " both again."
+        ) from None
       model.add_special_tokens(["<|endoftext|>"])
       return BPEEncoder(model)
     if self.vocab < 257:
@@ -209,7 +230,12 @@ class BPETokenizer(Tokenizer):
 
   def load(self, state: str) -> Encoder:
     """Return the encoder of the JSON of the `tokenizers` library."""
-    return BPEEncoder(tokenizers.Tokenizer.from_str(state))
+    try:
+      return BPEEncoder(tokenizers.Tokenizer.from_str(state))
+    except Exception as error:  # the library raises nothing narrower
+      raise ValueError(
+        f"`state` must be the JSON of a tokenizer; got {state[:40]!r} ({error}). Fit it again."
+      ) from None
 
 
 def _byte_level(bpe: tokenizers.models.BPE) -> tokenizers.Tokenizer:
@@ -228,7 +254,10 @@ class BPEEncoder(Encoder):
     # "<eos>" that a document spells out is text, not its end.
     model.encode_special_tokens = True
     ends = [model.token_to_id(name) for name in (EOS, "<|endoftext|>")]
-    self.eos = next(number for number in ends if number is not None)
+    known = [number for number in ends if number is not None]
+    if not known:
+      raise ValueError(f"the tokenizer must have the token {EOS} or <|endoftext|>; it has neither.")
+    self.eos = known[0]
     self.vocab = model.get_vocab_size()
 
   def encode(self, document: str) -> np.ndarray:
@@ -285,7 +314,11 @@ class SentencePieceTokenizer(Tokenizer):
 
   def load(self, state: str) -> Encoder:
     """Return the encoder of a model's bytes in base 64."""
-    return SentencePieceEncoder(base64.b64decode(state, validate=True))
+    try:
+      content = base64.b64decode(state, validate=True)
+    except ValueError as error:
+      raise ValueError(f"`state` must be a model in base 64; got {error}. Fit it again.") from None
+    return SentencePieceEncoder(content)
 
   def _train(self, documents: Iterable[str]) -> bytes:
     """The content of a .model file trained on the documents' lines."""

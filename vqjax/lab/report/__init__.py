@@ -18,7 +18,6 @@ from vqjax.lab.report.runs import (
   read_runs,
 )
 from vqjax.lab.report.tables import console_table, html_table, markdown_table
-from vqjax.lab.training.run import write_whole
 
 __all__ = [
   "INK",
@@ -37,5 +36,4 @@ __all__ = [
   "save_png",
   "size_against_perplexity",
   "write_page",
-  "write_whole",
 ]

@@ -70,6 +70,7 @@ def loss_curves(runs: Sequence[Run]) -> Figure | None:
       color=color,
       fontsize=9,
       va="center",
+      parse_math=False,  # a name may have dollar signs
       arrowprops={
         "arrowstyle": "-",
         "alpha": 0.5,
@@ -199,7 +200,8 @@ def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Se
   points = axes.transData.transform(list(zip(xs, ys)))
   occupied = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
   for (x, y), text in zip(points, texts):
-    artist = axes.text(0, 0, units.shorten(text), color=INK, fontsize=9, va="bottom", ha="left")
+    look = {"color": INK, "fontsize": 9, "va": "bottom", "ha": "left", "parse_math": False}
+    artist = axes.text(0, 0, units.shorten(text), **look)
     extent = artist.get_window_extent()
     width, height = extent.width, extent.height
     for distance, turn in itertools.product((9, 20, 34, 50, 68), (0, 4, 2, 6, 1, 7, 3, 5)):

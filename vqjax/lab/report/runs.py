@@ -1,12 +1,13 @@
 """Runs as their folders describe them, and the columns that compare them."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vqjax.lab import records
 from vqjax.lab.report import units
+from vqjax.lab.training.run import read_config, read_metrics, read_result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +53,15 @@ def read_run(folder: str | pathlib.Path) -> Run:
     ValueError: a file does not hold the expected JSON; the message names the file and the line.
   """
   folder = pathlib.Path(folder)
-  config = _read_object(folder / "config.json") or {}
+  config, metrics = read_config(folder) or {}, read_metrics(folder)
+  if metrics.problem:
+    raise metrics.problem
   return Run(
     folder=folder,
     config=config.get("config", {}),
     config_hash=config.get("hash"),
-    metrics=_read_rows(folder / "metrics.jsonl"),
-    result=_read_object(folder / "result.json"),
+    metrics=tuple(metrics.rows),
+    result=read_result(folder),
   )
 
 
@@ -71,39 +74,11 @@ def read_runs(folder: str | pathlib.Path) -> list[Run]:
 
 def labels(runs: Sequence[Run]) -> list[str]:
   """Return the names of runs, with their folders where names repeat."""
-  names = [run.name for run in runs]
+  names = [records.printable(run.name) for run in runs]
   return [
-    f"{name} ({run.folder.name})" if names.count(name) > 1 else name
+    f"{name} ({records.printable(run.folder.name)})" if names.count(name) > 1 else name
     for run, name in zip(runs, names, strict=True)
   ]
-
-
-def _read_object(path: pathlib.Path) -> dict[str, Any] | None:
-  return _parse(path.read_text(), path, 1) if path.is_file() else None
-
-
-def _read_rows(path: pathlib.Path) -> tuple[dict[str, Any], ...]:
-  if not path.is_file():
-    return ()
-  *lines, unfinished = path.read_text().split("\n")
-  rows = [_parse(line, path, at) for at, line in enumerate(lines, 1) if line.strip()]
-  try:
-    return (*rows, _parse(unfinished, path, len(lines) + 1)) if unfinished else tuple(rows)
-  except ValueError:
-    return tuple(rows)  # a running process has not finished its last line
-
-
-def _parse(text: str, path: pathlib.Path, line: int) -> dict[str, Any]:
-  try:
-    value = json.loads(text)
-  except json.JSONDecodeError as error:
-    at = f"{path}, line {line + error.lineno - 1}"
-    raise ValueError(f"{at}: damaged JSON ({error.msg}). Repair it or remove the run.") from None
-  if not isinstance(value, dict):
-    raise ValueError(
-      f"{path}, line {line}: must be a JSON object; got {value!r}. Repair it or remove the run."
-    )
-  return value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,11 +81,16 @@ def markdown_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
   """Return a table in GitHub's Markdown; the best value of a column is bold."""
   rows = [["run", *(column.title for column in columns)], ["---", *("---:" for _ in columns)]]
   for label, row in zip(labels(runs), cells(columns, runs)):
-    rows.append([label, *(f"**{cell.text}**" if cell.best else cell.text for cell in row)])
-  # A bar would end the cell, and a line break the row.
-  escape = lambda text: " ".join(text.split()).replace("|", "\\|")
-  lines = [f"| {' | '.join(map(escape, row))} |" for row in rows]
+    texts = (f"**{_plain(cell.text)}**" if cell.best else _plain(cell.text) for cell in row)
+    rows.append([_plain(label), *texts])
+  lines = [f"| {' | '.join(row)} |" for row in rows]
   return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+  """The text in Markdown: without HTML, links and emphasis, and in one cell of one row."""
+  escaped = html.escape(" ".join(text.split()), quote=False)
+  return re.sub(r"([\\`*\[\]|])", r"\\\1", escaped)
 
 
 def html_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:

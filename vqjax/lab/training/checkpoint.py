@@ -14,8 +14,9 @@ import orbax.checkpoint as ocp
 from flax import linen as nn
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from vqjax.lab.training.distributed import await_verdict, is_joined
-from vqjax.lab.training.run import EncodedText, disk_error, read_json
+from vqjax.lab import records
+from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
+from vqjax.lab.training.run import START_AFRESH, EncodedText, disk_error, read_config
 from vqjax.lab.training.step import TrainState, checksum
 
 
@@ -25,6 +26,41 @@ def _validation_loss(metrics: dict) -> float:
 
 BEST = {"best_fn": _validation_loss, "best_mode": "min"}
 """Options of Orbax that save metrics with a checkpoint and order checkpoints by them."""
+
+
+@dataclasses.dataclass
+class Record:
+  """Schema of what a checkpoint has beside the state.
+
+  Attributes:
+    owner: the run that saved it, `RunFolder.owner`.
+    position: the position of the data iterator and of the logs.
+    arrays: a checksum of each array of the state.
+    metrics: scores of the validation split, which Orbax keeps in a file of its own.
+  """
+
+  owner: str
+  position: dict[str, Any]
+  arrays: list[int]
+  metrics: dict[str, float] | None
+
+
+@dataclasses.dataclass
+class Metrics:
+  """Schema of Orbax's file of metrics."""
+
+  nats_per_token: float
+
+
+@dataclasses.dataclass
+class Progress:
+  """Schema of `progress.json`, which outlives lost checkpoints.
+
+  Attributes:
+    checkpoint: step of the newest complete checkpoint.
+  """
+
+  checkpoint: int
 
 
 class Restored(NamedTuple):
@@ -37,16 +73,27 @@ class Restored(NamedTuple):
 class Checkpoints:
   """Saves state and data position asynchronously; keeps the newest and the best.
 
-  A checkpoint appears under its final name only when it is complete. A checksum of every array is
-  saved with it and compared when it is restored, so that a run never trains on a damaged one.
+  A checkpoint appears under its final name only when it is complete. Checksums of every array, of
+  the data position and of the metrics are saved with it and compared when it is read, so that a run
+  never goes on from a damaged one.
   """
 
-  def __init__(self, folder: pathlib.Path, keep: int):
-    """Open `folder`/checkpoints.
+  def __init__(self, folder: pathlib.Path, keep: int, owner: str = ""):
+    """Open `folder`/checkpoints; move checkpoints with a damaged record aside.
 
     The `keep` newest checkpoints stay on disk, and the one of lowest validation loss.
+
+    Raises:
+      ValueError: there were checkpoints, and all are lost; or they are of another run than `owner`.
+      OSError: the folder cannot be read or written.
     """
-    self.folder = folder / "checkpoints"
+    self.folder, self.owner = folder / "checkpoints", owner
+    self._saving = self._progress = None
+    # Before Orbax reads the metrics of all of them. The other processes wait.
+    try:
+      from_main("checkpoints", self._inspect)
+    except OSError as error:
+      raise disk_error(error, self.folder) from error
     best = policy.BestN(
       get_metric_fn=_validation_loss,
       reverse=True,  # Orbax keeps the last of the sorted checkpoints: the least loss
@@ -56,6 +103,7 @@ class Checkpoints:
     options = ocp.CheckpointManagerOptions(
       preservation_policy=policy.AnyPreservationPolicy([policy.LatestN(keep), best]),
       cleanup_tmp_directories=True,  # of a run that was killed while it saved
+      async_options=ocp.AsyncOptions(post_finalization_callback=self._write_progress),
       **BEST,
     )
     try:
@@ -69,6 +117,55 @@ class Checkpoints:
       )
     except OSError as error:
       raise disk_error(error, self.folder) from error
+
+  def _inspect(self) -> str:
+    """Compare the records with what is there, and move those that are damaged aside."""
+    run, progress = self.folder.parent, None
+    try:
+      progress = records.read(run / "progress.json", Progress)
+    except records.DamagedError as error:
+      target = records.set_aside(run / "progress.json", run / "damaged")
+      warnings.warn(f"{_reason(error)}; it is moved to {target}, and the run goes on", stacklevel=4)
+    before = _steps(self.folder)
+    for step in before:
+      try:
+        record = read_record(self.folder / str(step))
+      except (records.DamagedError, FileNotFoundError, NotADirectoryError) as error:
+        warnings.warn(f"{self._set_aside(step, error)}, and the run goes on", stacklevel=4)
+        continue
+      if self.owner and record["owner"] != self.owner:
+        raise ValueError(
+          f"checkpoint {step} in {self.folder} is of another config or other data, and"
+          f" {run / 'config.json'} was lost. Restore it. {START_AFRESH.format(run)}"
+        )
+    steps = _steps(self.folder)
+    if before and not steps:
+      raise self._none_intact(before)
+    newest = self._progress = progress and progress["checkpoint"]
+    if newest and not before:
+      raise ValueError(
+        f"{self.folder} must hold checkpoint {newest}, which was complete; got none. Restore it."
+        f" {START_AFRESH.format(run)}"
+      )
+    if newest and newest > before[-1]:
+      warnings.warn(
+        f"checkpoint {newest} in {self.folder} is missing; the run goes on from {steps[-1]}",
+        stacklevel=4,
+      )
+    return "inspected"
+
+  def _none_intact(self, steps: list[int]) -> ValueError:
+    run = self.folder.parent
+    return ValueError(
+      f"no checkpoint in {self.folder} is intact: {sorted(steps)} are moved to {run / 'damaged'}."
+      f" Restore one. {START_AFRESH.format(run)}"
+    )
+
+  def _write_progress(self, step: int | None = None) -> None:
+    """Remember the newest complete checkpoint; Orbax calls it after the end of a save."""
+    if is_main():
+      step = self._saving if step is None else step
+      records.write(self.folder.parent / "progress.json", {"checkpoint": step})
 
   @property
   def latest(self) -> int | None:
@@ -84,10 +181,14 @@ class Checkpoints:
       metrics: scores of the validation split, with `nats_per_token`; None without an evaluation.
     """
     # Reading the checksum on the host waits for the step that makes `state`.
-    record = {"position": position, "checksum": np.asarray(checksum(state)).tolist()}
+    arrays = np.asarray(checksum(state)).tolist()
+    record = Record(self.owner, position, arrays, metrics)
+    record = records.sealed(dataclasses.asdict(record))
     items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
     with self._explained_errors():
-      self._manager.save(int(state.step), args=items, metrics=metrics)
+      self._manager.wait_until_finished()
+      self._saving = int(state.step)
+      self._manager.save(self._saving, args=items, metrics=metrics)
 
   def restore(self, like: TrainState) -> Restored | None:
     """Return the newest intact checkpoint, or None in a folder without any.
@@ -102,7 +203,7 @@ class Checkpoints:
       # Before the read: the arrays of another model must not pass for a damaged checkpoint.
       self._check_shapes(step, like)
       try:
-        return self._read(step, like)
+        restored = self._read(step, like)
       except Exception as error:
         # Damage shows as errors of many classes: of TensorStore, JSON, Orbax and the checksums.
         _raise_unless_damage(error)
@@ -113,23 +214,28 @@ class Checkpoints:
           raise ValueError(
             f"{message}. Run the same command again to resume from the one before."
           ) from error
+        # The manager caches the list of steps.
+        self._manager.reload()
         warnings.warn(f"{message}, and the one before is read", stacklevel=2)
         damaged.append(step)
+        continue
+      if self._progress != step:
+        with self._explained_errors():
+          self._write_progress(step)
+      return restored
     if damaged:
-      raise ValueError(
-        f"no checkpoint in {self.folder} is intact: {damaged} are moved to"
-        f" {self.folder.parent / 'damaged'}. Run again to start over from step 0."
-      )
+      raise self._none_intact(damaged)
     return None
 
   def _read(self, step: int, like: TrainState) -> Restored:
+    record = read_record(self.folder / str(step))
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    items = ocp.args.Composite(
-      state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore()
-    )
+    items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
     saved = self._manager.restore(step, args=items)
-    _check_sums(checksum(saved.state), saved.record["checksum"])
-    return Restored(saved.state, saved.record["position"])
+    _check_sums(checksum(saved.state), record["arrays"])
+    if int(saved.state.step) != step:
+      raise ValueError(f"it holds step {int(saved.state.step)}")
+    return Restored(saved.state, record["position"])
 
   def _check_shapes(self, step: int, like: TrainState) -> None:
     """Compare shapes and dtypes with the checkpoint's metadata."""
@@ -146,17 +252,9 @@ class Checkpoints:
 
   def _set_aside(self, step: int, error: Exception) -> str:
     """Move a checkpoint to the folder `damaged`, and return a message that says so."""
-    target = aside = self.folder.parent / "damaged" / str(step)
-    aside.parent.mkdir(exist_ok=True)
-    number = 1
-    while target.exists():
-      target, number = aside.with_name(f"{step}.{number}"), number + 1
+    target = self.folder.parent / "damaged" / str(step)
     with contextlib.suppress(FileNotFoundError):  # another process was first
-      (self.folder / str(step)).rename(target)
-    # The manager caches the list of steps. In several processes `reload` is a collective, which a
-    # process that alone sees the damage must not enter.
-    if not is_joined():
-      self._manager.reload()
+      target = records.set_aside(self.folder / str(step), target.parent)
     return (
       f"checkpoint {step} in {self.folder} is damaged ({_reason(error)}); it is moved to {target}"
     )
@@ -175,8 +273,32 @@ class Checkpoints:
     try:
       yield
     except (OSError, ValueError) as error:
-      steps = [int(p.name) for p in self.folder.glob("*") if p.name.isdigit()]
-      raise disk_error(error, self.folder, max(steps, default=None)) from error
+      raise disk_error(error, self.folder, max(_steps(self.folder), default=None)) from error
+
+
+def _steps(checkpoints: pathlib.Path) -> list[int]:
+  """The steps of the complete checkpoints in a folder, in ascending order."""
+  if not checkpoints.is_dir():
+    return []
+  return sorted(int(p.name) for p in checkpoints.iterdir() if p.name.isdecimal() and p.is_dir())
+
+
+def read_record(checkpoint: pathlib.Path) -> dict[str, Any]:
+  """Return the intact record of a checkpoint, a dict with the fields of `Record`.
+
+  Raises:
+    DamagedError: the record is damaged, or Orbax's file has other metrics.
+  """
+  path = checkpoint / "record" / "metadata"
+  record = records.read(path, Record)
+  if record is None:
+    raise records.DamagedError(f"{path} is missing. Restore it.")
+  path = checkpoint / "metrics" / "metrics"
+  # Orbax gives the file no checksum.
+  metrics = records.read(path, Metrics, seal=False)
+  if metrics != record["metrics"]:
+    raise records.DamagedError(f"{path} must hold {record['metrics']}; got {metrics}. Restore it.")
+  return record
 
 
 def _raise_unless_damage(error: Exception) -> None:
@@ -242,67 +364,68 @@ def read_variables(
       f"`folder` must be a run folder with checkpoints; got {folder}. Give the folder of a run that"
       " saved one."
     )
+  found: dict[int, dict[str, Any]] = {}
+  damaged: list[int] = []
+
+  def report(step: int, error: Exception) -> None:
+    _raise_unless_damage(error)
+    damaged.append(step)
+    warnings.warn(f"checkpoint {step} in {checkpoints} is damaged ({_reason(error)})", stacklevel=3)
+
+  steps = _steps(checkpoints)
+  for step in reversed(steps if at is None else [step for step in steps if step == at]):
+    try:
+      found[step] = read_record(checkpoints / str(step))
+    except Exception as error:
+      report(step, error)
+  if best:
+    loss = {step: _validation_loss(r["metrics"]) for step, r in found.items() if r["metrics"]}
+    found = {step: found[step] for step in sorted(loss, key=loss.get)[:1]}
+  if not found and not damaged:
+    kind = "evaluated checkpoint" if best else "complete checkpoint"
+    kind += "" if at is None else f" of step {at}"
+    raise FileNotFoundError(
+      f"`folder` must have one {kind}; got none in {checkpoints}. Train until it has one."
+    )
   with _reader(checkpoints) as manager:
-    steps = sorted(manager.all_steps(), reverse=True)
-    if best:
-      steps = [step for step in steps if step == manager.best_step()]
-    if at is not None:
-      steps = [step for step in steps if step == at]
-    if not steps:
-      kind = "evaluated checkpoint" if best else "complete checkpoint"
-      kind += "" if at is None else f" of step {at}"
-      raise FileNotFoundError(
-        f"`folder` must have one {kind}; got none in {checkpoints}. Train until it has one."
-      )
-    for step in steps:
+    for step, record in found.items():
       try:
-        return _read_variables(manager, step), step
+        return _read_variables(manager, step, record), step
       except Exception as error:
-        _raise_unless_damage(error)
-        warnings.warn(
-          f"checkpoint {step} in {checkpoints} is damaged ({_reason(error)})", stacklevel=2
-        )
+        report(step, error)
   raise ValueError(
-    f"`folder` must have an intact checkpoint; got {checkpoints}, where {steps} are damaged. Give"
-    " another run's folder."
+    f"`folder` must have an intact checkpoint; got {checkpoints}, where {sorted(damaged)} are"
+    " damaged. Give another run's folder."
   )
 
 
 def saved_steps(folder: str | pathlib.Path) -> list[int]:
   """Return the steps of a run folder's checkpoints in ascending order."""
-  checkpoints = pathlib.Path(folder).absolute() / "checkpoints"
-  if not checkpoints.is_dir():
-    return []
-  with _reader(checkpoints) as manager:
-    return sorted(manager.all_steps())
+  return _steps(pathlib.Path(folder) / "checkpoints")
 
 
 def _reader(checkpoints: pathlib.Path) -> ocp.CheckpointManager:
   # Read-only: another process may be saving into the folder.
   return ocp.CheckpointManager(
     checkpoints,
-    options=ocp.CheckpointManagerOptions(create=False, read_only=True, **BEST),
-    item_handlers={
-      "state": ocp.PyTreeCheckpointHandler(),
-      "record": ocp.JsonCheckpointHandler(),
-    },
+    options=ocp.CheckpointManagerOptions(create=False, read_only=True),
+    item_handlers={"state": ocp.PyTreeCheckpointHandler()},
   )
 
 
-def _read_variables(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+def _read_variables(
+  manager: ocp.CheckpointManager, step: int, record: dict[str, Any]
+) -> dict[str, Any]:
   saved = manager.item_metadata(step).state.tree
   wanted = {name: saved.get(name) or {} for name in ("params", "model_state")}
   # Not as `jax.Array`, whose saved sharding may name devices that this machine lacks.
   as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-  items = ocp.args.Composite(
-    state=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True),
-    record=ocp.args.JsonRestore(),
-  )
-  restored = manager.restore(step, args=items)
-  params, model_state = restored.state["params"], restored.state["model_state"]
+  state = ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True)
+  restored = manager.restore(step, args=ocp.args.Composite(state=state)).state
+  params, model_state = restored["params"], restored["model_state"]
   sums = checksum((params, model_state))
   # The checksums of a state are in the order of its fields: the step, params, model_state, ...
-  _check_sums(sums, restored.record["checksum"][1 : 1 + len(sums)])
+  _check_sums(sums, record["arrays"][1 : 1 + len(sums)])
   return {"params": params, **model_state}
 
 
@@ -313,10 +436,10 @@ def check_tokenizer(folder: str | pathlib.Path, text: EncodedText) -> None:
     FileNotFoundError: the folder is not a run folder.
     ValueError: the tokenizers differ, so that the ids of tokens differ.
   """
-  config = read_json(pathlib.Path(folder) / "config.json")
+  config = read_config(folder)
   if config is None:
     raise FileNotFoundError(f"`folder` must have a config.json; got {folder}. Give a run folder.")
-  here, there = text.identity["tokenizer"], config["data"]["tokenizer"]
+  here, there = text.identity["tokenizer"], config["data"].get("tokenizer")
   if here != there:
     raise ValueError(
       f"`tokenizer` must be that of the run in {folder}, {there}; got {here}. Give this experiment"

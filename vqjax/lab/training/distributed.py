@@ -15,6 +15,7 @@ from jax._src import clusters  # no public name detects a cluster
 from jax._src.distributed import global_state  # no public name gives the key-value store
 from jax.errors import JaxRuntimeError
 
+from vqjax.lab import exits
 from vqjax.lab.training.watch import Watch
 
 T = TypeVar("T")
@@ -295,11 +296,11 @@ def fail(code: int, message: str) -> int:
   error of their own name the process that had one, and its message.
   """
   if not _watch:
-    print(f"error: {message}", file=sys.stderr)
+    exits.say(f"error: {message}")
     if global_state.client is None and global_state.service is None:
       return code
   elif _watch.pop().abandon(message) or is_main():
-    print(f"error: {message}", file=sys.stderr)
+    exits.say(f"error: {message}")
   sys.stdout.flush()  # `os._exit` drops what the buffers hold
   sys.stderr.flush()
   os._exit(code)  # a normal exit would make jax wait for the others

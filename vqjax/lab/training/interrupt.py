@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from jax.experimental import multihost_utils
 
+from vqjax.lab.exits import STOPS
 from vqjax.lab.training.distributed import is_joined
 
 
@@ -27,10 +28,11 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[Callable[[], int | None]]:
-  """Defer SIGINT and SIGTERM; yield a function that returns a received signal.
+  """Defer the signals that stop a run; yield a function that returns a received one.
 
-  A second signal has its usual effect. Outside the main thread, where Python cannot handle signals,
-  nothing changes. In a run of several processes jax handles SIGTERM: see `agreed_signal`.
+  They are SIGINT, SIGTERM, SIGHUP and SIGQUIT; one that this process ignores, as under nohup, stays
+  ignored. A second signal has its usual effect. Outside the main thread, where Python cannot handle
+  signals, nothing changes. In a run of several processes jax handles SIGTERM: see `agreed_signal`.
   """
   if threading.current_thread() is not threading.main_thread():
     yield lambda: None
@@ -50,8 +52,10 @@ def deferred_signals() -> Iterator[Callable[[], int | None]]:
     else:
       received.append(signum)
 
-  for signum in (signal.SIGINT,) if is_joined() else (signal.SIGINT, signal.SIGTERM):
-    before[signum] = signal.signal(signum, handle)
+  for signum in STOPS:
+    is_ignored = signal.getsignal(signum) is signal.SIG_IGN
+    if not is_ignored and not (signum == signal.SIGTERM and is_joined()):
+      before[signum] = signal.signal(signum, handle)
   try:
     yield lambda: received[0] if received else None
   finally:

@@ -1,9 +1,10 @@
 """The metrics that a run writes, and the progress that it shows."""
 
 import contextlib
-import json
 import pathlib
+import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -16,8 +17,9 @@ from rich.progress import (
 )
 from tensorboardX import SummaryWriter
 
+from vqjax.lab import records
 from vqjax.lab.training.distributed import is_main
-from vqjax.lab.training.run import disk_error, write_whole
+from vqjax.lab.training.run import disk_error, read_metrics
 
 
 class MetricsLog:
@@ -27,22 +29,33 @@ class MetricsLog:
   split.
   """
 
-  def __init__(self, folder: pathlib.Path, step: int):
-    """Open the log of a run that goes on after `step`, and drop the rows after it."""
+  def __init__(self, folder: pathlib.Path, step: int, last: str | None = None):
+    """Open the log of a run that goes on after `step`, and drop the rows after it.
+
+    Args:
+      folder: the run folder.
+      step: the step of the checkpoint that the run goes on from; 0 for a fresh run.
+      last: the checksum of the last row before the checkpoint, as `last` was then; "": there was
+        none; None without a checkpoint.
+    """
     self.path = folder / "metrics.jsonl"
-    _keep_until(self.path, step)
-    self._file = self.path.open("a", encoding="utf-8")
-    # TensorBoard discards earlier events from this step on, which the resumed run writes again.
-    self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
+    try:
+      self.last = _keep_until(self.path, step, last)
+      self._file = self.path.open("a", encoding="utf-8")
+      # TensorBoard discards earlier events from this step on, which the resumed run writes again.
+      self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
+    except OSError as error:
+      raise disk_error(error, self.path) from error
 
   def write(self, row: dict) -> None:
     """Append and flush a row."""
+    row = records.sealed(row, self.last)
     try:
-      # Python would write NaN, which is not JSON.
-      self._file.write(json.dumps(row, allow_nan=False) + "\n")
+      self._file.write(records.dumps(row))
       self._file.flush()  # a killed process loses its buffer
     except OSError as error:
       raise disk_error(error, self.path) from error
+    self.last = row.pop(records.CHECKSUM)
     for name, value in row.items():
       if isinstance(value, dict):
         for inner, number in value.items():
@@ -56,19 +69,41 @@ class MetricsLog:
     self._events.close()
 
 
-def _keep_until(path: pathlib.Path, step: int) -> None:
-  """Drop rows after `step`, and a last line that a killed run left incomplete."""
-  if not path.exists():
-    return
-  kept = []
-  for line in path.read_text(encoding="utf-8").splitlines():
-    try:
-      row = json.loads(line)
-    except json.JSONDecodeError:
-      continue
-    if row["step"] <= step:
-      kept.append(line + "\n")
-  write_whole(path, "".join(kept))
+def _keep_until(path: pathlib.Path, step: int, last: str | None) -> str:
+  """Drop the rows after a checkpoint; return the checksum of the last row that is kept.
+
+  Damaged rows before the checkpoint are dropped with a warning.
+  """
+  if not path.exists() and not last:
+    return ""
+  found = read_metrics(path.parent)
+  if last in found.checksums:
+    kept = found.lines[: found.checksums.index(last) + 1]
+  elif not last:
+    kept, rows = [], len(found.rows)
+    if last is None and rows:
+      warnings.warn(
+        f"{path.parent} has no checkpoint yet: the run starts again at step 0, and {rows} rows of"
+        f" {path.name} are written again",
+        stacklevel=3,
+      )
+  else:
+    kept, last = [], ""
+    rows = [row for row in found.rows if row["step"] <= step]
+    for row in rows:
+      row = records.sealed(row, last)
+      last = row[records.CHECKSUM]
+      kept.append(records.dumps(row).removesuffix("\n"))
+    problem = str(found.problem or f"{path} lacks rows").partition(". ")[0]
+    aside = path.parent / "damaged" / path.name
+    if path.exists():
+      aside.parent.mkdir(exist_ok=True)
+      shutil.copy(path, aside)
+      problem += f"; it is copied to {aside}"
+    kept_rows = f"{len(rows)} rows until checkpoint {step} are intact and kept"
+    warnings.warn(f"{problem}. {kept_rows}, and the run goes on", stacklevel=3)
+  records.write_text(path, "".join(f"{line}\n" for line in kept))
+  return last or ""
 
 
 Report = Callable[[int, float], None]

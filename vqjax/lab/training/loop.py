@@ -27,13 +27,16 @@ from vqjax.sharding import make_mesh
 class NotFiniteError(ArithmeticError):
   """The loss, its gradient or a parameter is not a finite number, and the run stops."""
 
+  exit_code = 1
+
 
 def fit(experiment: Experiment, folder: str | os.PathLike) -> dict:
   """Train an experiment in its run folder, or resume it; return the result.
 
-  A finished run returns its result at once. SIGINT and SIGTERM finish the step, save and raise
-  `Interrupted`. Of several processes each calls this function after `distributed.start`; a signal
-  to one stops all after the same step. Process 0 writes, and all must share the folder.
+  A finished run returns its result at once. SIGINT, SIGTERM, SIGHUP and SIGQUIT finish the step,
+  save and raise `Interrupted`. Of several processes each calls this function after
+  `distributed.start`; a signal to one stops all after the same step. Process 0 writes, and all must
+  share the folder.
 
   Raises:
     ValueError: the folder belongs to another config; or the text, the tokenizer or a checkpoint
@@ -86,14 +89,15 @@ class _Training:
     )
     recluster = self.experiment.recluster
     self.recluster = recluster and recluster.on(program, self.splits["train"])
-    self.checkpoints = Checkpoints(run.path, self.train.keep)
-    self.loss, self.clock = None, _Clock()
+    self.checkpoints = Checkpoints(run.path, self.train.keep, run.owner)
+    self.loss, self.clock, self.last_row = None, _Clock(), None
     restored = self.checkpoints.restore(program.abstract_state)
     # A run that has a checkpoint does not read `init_from`, whose folder may be gone by now.
     if restored is not None:
       self.state, position = restored
       self.batches.set_state(position["data"])
       self.loss, self.clock = position["loss"], _Clock(**position["clock"])
+      self.last_row = position["last_row"]
     else:
       init_key, _ = keys(self.experiment.seed)
       self.state = program.init(init_key)
@@ -104,8 +108,10 @@ class _Training:
 
   def run_to_end(self) -> dict:
     """Train the remaining steps, and return the measurements of the result."""
-    self.log = MetricsLog(self.run.path, self.first_step) if is_main() else None
+    self.log = None
     try:
+      if is_main():
+        self.log = MetricsLog(self.run.path, self.first_step, self.last_row)
       self._train()
       self.checkpoints.wait()  # a folder with a result must have its last checkpoint
       return self._result()
@@ -186,7 +192,9 @@ class _Training:
       "data": self.batches.get_state(),
       "loss": self.loss,
       "clock": {"seconds": self.clock.seconds, "steps": self.clock.steps},
+      "last_row": self.log.last if self.log is not None else "",
     }
+    self.run.check()
     # Saved at every evaluation too, because the best checkpoint must be on disk.
     self.checkpoints.save(self.state, position, metrics)
     if signum:

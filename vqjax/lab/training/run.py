@@ -6,10 +6,14 @@ import fcntl
 import json
 import os
 import pathlib
+import socket
 import time
 import uuid
+import warnings
 from collections.abc import Sized
+from typing import Any, Literal
 
+from vqjax.lab import records
 from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
 from vqjax.lab.data import TokenSplit, encode_split, fit_encoder
 from vqjax.lab.data.source import SPLITS, Prepared
@@ -30,6 +34,90 @@ NO_PERMISSION = frozenset(
 
 FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
 """Texts of TensorStore's errors for a failed write, which carry no error number."""
+
+
+@dataclasses.dataclass
+class Config:
+  """Schema of `config.json`."""
+
+  hash: str
+  config: dict[str, Any]
+  data: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Score:
+  """Schema of the scores of a split."""
+
+  nats_per_token: float
+  perplexity: float
+  bits_per_byte: float | None = None
+  tokens: int = 0
+
+
+@dataclasses.dataclass
+class Result:
+  """Schema of `result.json`."""
+
+  status: Literal["finished", "failed"]
+  name: str = ""
+  config_hash: str = ""
+  seed: int = 0
+  error: str = ""
+  commit: str | None = None
+  device: str = ""
+  date: str = ""
+  versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+  valid: Score | None = None
+  test: Score | None = None
+  head: dict[str, Any] | None = None
+  embedding: dict[str, Any] | None = None
+  model: dict[str, int] = dataclasses.field(default_factory=dict)
+  mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+  loss: dict[str, Any] | None = None
+  train: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Row:
+  """Schema of a row of `metrics.jsonl`."""
+
+  step: int
+  loss: float | None = None
+  valid: dict[str, float] | None = None
+  recluster: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass
+class Lock:
+  """Schema of the file `lock`, which names the process that holds it."""
+
+  token: str
+  host: str
+  process: int
+  since: str
+
+
+START_AFRESH = "To start over, remove {} or give another folder with --run."
+"""What to do with a run folder that cannot be resumed."""
+
+
+def read_result(folder: str | os.PathLike) -> dict | None:
+  """Return the content of a folder's result.json, or None before the run has ended."""
+  path = pathlib.Path(folder) / "result.json"
+  return records.read(path, Result, "Remove it and run again: the run then measures once more.")
+
+
+def read_config(folder: str | os.PathLike) -> dict | None:
+  """Return the content of a folder's config.json, or None without one."""
+  path = pathlib.Path(folder) / "config.json"
+  return records.read(path, Config, "Restore it, or run the folder's command again to write it.")
+
+
+def read_metrics(folder: str | os.PathLike) -> records.Rows:
+  """Return the rows of a folder's metrics.jsonl; none without one."""
+  remedy = "Run the folder's command again to go on without it, or restore it."
+  return records.read_rows(pathlib.Path(folder) / "metrics.jsonl", Row, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +178,7 @@ class RunFolder:
 
   Attributes:
     path: the folder.
+    owner: the experiment and its data, in one word.
   """
 
   def __init__(self, path: pathlib.Path, experiment: Experiment, data: dict):
@@ -102,41 +191,71 @@ class RunFolder:
     """
     self.path = path
     self._lock = None
-    token = from_main("run folder", lambda: self._open(experiment, data))
+    mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
+    # Checkpoints name their owner, so that they cannot change hands with a lost config.json.
+    self.owner = f"{mine['hash']}-{records.checksum(json.dumps(data, sort_keys=True).encode())}"
+    token = from_main("run folder", lambda: self._open(mine))
     if not is_main():
       _wait_for_token(path / "lock", token)
 
-  def _open(self, experiment: Experiment, data: dict) -> str:
-    """Lock the folder; return the token in its lock file."""
+  def _open(self, mine: dict) -> str:
+    """Lock the folder; return the content of its lock file."""
     path = self.path
-    mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
-    theirs = read_json(path / "config.json")
+    try:
+      theirs = read_config(path)
+    except OSError as error:
+      raise disk_error(error, path) from error
+    except records.DamagedError as error:
+      # Checkpoints name the config too, so that another one cannot go on in this folder.
+      _warn_and_set_aside(error, path / "config.json")
+      theirs = None
     if theirs is not None:
       _check_owner(path, mine, theirs)
     try:
       path.mkdir(parents=True, exist_ok=True)
-      # Opened with "a": "w" would erase the token of a run that holds the lock.
+      # Opened with "a": "w" would erase the content of a run that holds the lock.
       self._lock = (path / "lock").open("a")
-      if theirs is None:
-        write_json(path / "config.json", mine)
     except OSError as error:
       raise disk_error(error, path) from error
-    # The kernel releases the lock when the process ends, even when it is killed.
+    # The kernel releases the lock when the process ends, even when it is killed: a file that is
+    # left behind is taken over.
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
       raise ValueError(
-        f"another process is running in {path}. Wait for it, or give another folder with --run."
+        f"another process is running in {path}{_holder(path / 'lock')}. Wait for it, or give"
+        " another folder with --run."
       ) from None
-    # A folder of the same path on another machine may exist; only the shared one has this token.
-    token = uuid.uuid4().hex
+    except OSError as error:
+      raise disk_error(error, path) from error
     try:
+      if theirs is None:
+        records.write(path / "config.json", mine)
+      # A folder of the same path on another machine may exist; only the shared one has this token.
+      now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+      holder = Lock(uuid.uuid4().hex, socket.gethostname(), os.getpid(), now)
+      content = records.dumps(records.sealed(dataclasses.asdict(holder)))
       self._lock.truncate(0)
-      self._lock.write(token)
+      self._lock.write(content)
       self._lock.flush()
     except OSError as error:
       raise disk_error(error, path) from error
-    return token
+    return content
+
+  def check(self) -> None:
+    """Check that the folder is still there, and this process its owner.
+
+    Raises:
+      OSError: it was removed or replaced.
+    """
+    if self._lock is not None:
+      try:
+        is_same = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / "lock"))
+      except OSError:
+        is_same = False
+      if not is_same:
+        problem = "the run folder was removed or replaced. Run again to start over"
+        raise OSError(errno.ENOENT, problem, str(self.path))
 
   def close(self) -> None:
     """Unlock the folder."""
@@ -144,20 +263,46 @@ class RunFolder:
       self._lock.close()
 
   def result(self) -> dict | None:
-    """Return the content of result.json, or None before the run has ended."""
-    return read_json(self.path / "result.json")
+    """Return the content of result.json, or None before the run has ended.
+
+    A damaged file is moved aside with a warning: the run measures again what it held.
+    """
+    try:
+      return read_result(self.path)
+    except records.DamagedError as error:
+      if not is_main():
+        return None
+      _warn_and_set_aside(error, self.path / "result.json")
+      return None
 
   def write_result(self, result: dict) -> None:
     """Write result.json atomically; of several processes the first writes its own."""
 
     def write() -> str:
       try:
-        write_json(self.path / "result.json", result)
+        records.write(self.path / "result.json", result)
       except OSError as error:
         raise disk_error(error, self.path) from error
       return "written"
 
     from_main("result", write)
+
+
+def _holder(lock: pathlib.Path) -> str:
+  """The process that a lock file names, for a message."""
+  try:
+    holder = records.read(lock, Lock)
+  except (OSError, records.DamagedError):
+    holder = None
+  if holder is None:
+    return ""
+  return f": process {holder['process']} on {holder['host']}, since {holder['since']}"
+
+
+def _warn_and_set_aside(error: Exception, path: pathlib.Path) -> None:
+  target = records.set_aside(path, path.parent / "damaged")
+  problem = str(error).partition(". ")[0]
+  warnings.warn(f"{problem}; it is moved to {target}, and the run goes on", stacklevel=3)
 
 
 def _wait_for_token(path: pathlib.Path, token: str) -> None:
@@ -173,7 +318,7 @@ def _wait_for_token(path: pathlib.Path, token: str) -> None:
 
 
 def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:
-  remedy = "Give another folder with --run, or remove this one to start over."
+  remedy = START_AFRESH.format(path)
   if theirs["hash"] != mine["hash"]:
     lines = "\n  ".join(difference(mine["config"], theirs["config"]))
     raise ValueError(f"{path} belongs to another config:\n  {lines}\n{remedy}")
@@ -186,43 +331,24 @@ def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:
     raise ValueError(f"the text of {path} has changed since the run began:\n  {lines}\n{remedy}")
 
 
-def read_json(path: pathlib.Path) -> dict | None:
-  """Return the object in a file, or None if the file does not exist."""
-  if not path.exists():
-    return None
-  try:
-    return json.loads(path.read_text(encoding="utf-8"))
-  except json.JSONDecodeError as error:
-    raise ValueError(
-      f"{path} must hold JSON; got {error}. Remove it to go on without it."
-    ) from error
-
-
-def write_json(path: pathlib.Path, value: dict) -> None:
-  """Write an object to a file atomically."""
-  write_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def write_whole(path: str | os.PathLike, text: str) -> None:
-  """Write a text file atomically: a reader sees the old text or the new one."""
-  path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  # In the same folder, because a rename is atomic only within one file system.
-  temporary = path.with_name(f".{path.name}.{os.getpid()}")
-  temporary.write_text(text, encoding="utf-8")
-  temporary.replace(path)
-
-
 def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = None) -> Exception:
   """Return an OSError with the remedy for a full disk; other errors unchanged.
 
   `last_good` is the step of the newest complete checkpoint.
   """
   text, code = str(error), getattr(error, "errno", None)
-  if code == errno.ENOSPC or "No space left" in text:
+  if code in (errno.EMFILE, errno.ENFILE):
+    message = "too many files are open. Raise the limit, as `ulimit -n 4096` does, and run again."
+  elif code == errno.ENOSPC or "No space left" in text:
     code, message = errno.ENOSPC, "the disk is full. Free some space and run again to resume."
+  elif code in (errno.ENOENT, errno.ESTALE):
+    message = (
+      f"a file is gone ({text}): the folder was removed or replaced. Run again to start over."
+    )
   elif code in NO_PERMISSION:
     message = f"cannot write ({text}). Choose a folder with --run."
+  elif code == errno.EIO:
+    message = f"the disk fails ({text}). Check it, or choose a folder on another one with --run."
   elif any(phrase in text for phrase in FAILED_WRITES):
     code = errno.EIO
     message = (

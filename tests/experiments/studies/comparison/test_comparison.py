@@ -1,6 +1,5 @@
 """The comparison of heads: intervals, tuning, tables, the page and the command."""
 
-import json
 import math
 import pathlib
 import shutil
@@ -16,6 +15,7 @@ from experiments.studies.comparison.rows import SCALES, rows
 from experiments.studies.page import DOCS
 from experiments.studies.study import Job
 from experiments.studies.tuning import SearchSpace
+from vqjax.lab import records
 from vqjax.lab.config import config_hash
 from vqjax.lab.data import fit_encoder
 from vqjax.lab.training import NotFiniteError
@@ -140,8 +140,9 @@ def tuned(monkeypatch, tmp_path):
       nats, folder = losses(rate, steps), pathlib.Path(folder)
       folder.mkdir(parents=True, exist_ok=True)
       status = "failed" if nats is None else "finished"
-      result = {"status": status, "valid": {"nats_per_token": nats}, "train": {"seconds": 2.0}}
-      (folder / "result.json").write_text(json.dumps(result))
+      valid = None if nats is None else {"nats_per_token": nats, "perplexity": math.exp(nats)}
+      result = {"status": status, "valid": valid, "train": {"seconds": 2.0}}
+      records.write(folder / "result.json", result)
       if nats is None:
         raise NotFiniteError("the loss is nan")
 

@@ -11,6 +11,7 @@ import pytest
 from configs.grouped.lm import dense, language_model
 from experiments.studies.grouped import report, rows, run
 from experiments.studies.page import DOCS
+from tests import tiny
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import WordTokenizer
 from vqjax.lab.judge import Grades, Judge
@@ -175,7 +176,7 @@ def test_a_tied_gpt_2_has_the_parameters_that_the_page_states(dim, millions):
 def test_a_kept_curve_averages_the_losses_between_its_points(tmp_path):
   metrics = [{"step": step, "loss": float(step % 2)} for step in range(1, 121)]
   metrics.append({"step": 120, "valid": {"nats_per_token": 3.0, "accuracy": 0.25}})
-  (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
+  tiny.write_rows(tmp_path, metrics)
   curves = run.curves(None, tmp_path)["curves"]
   assert len(curves["train"]) == 60
   assert {loss for _, loss in curves["train"]} == {0.5}

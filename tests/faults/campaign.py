@@ -1,0 +1,947 @@
+"""Runs that are killed, damaged and starved, and what becomes of them.
+
+python -m tests.faults.campaign --json build/faults.json --page docs/results/faults.md
+
+Each trial breaks a training run in one way, then runs the same command again. It ends well if the
+run ends bitwise as one that was never broken, or if the command says in one last line what is wrong
+and what to do. A silent difference, a hang and a bare traceback are failures.
+
+The modules are imported once; a trial forks this process before JAX has started, and calls the
+console command there. Those that break a command while it imports modules start it afresh. The
+command that runs again does so in a process that keeps its compiled programs.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import platform
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHIM = "VQJAX_FAULTS_SHIM"
+"""Environment variable with the library of shim.c, where there is a compiler."""
+
+HANGS = 240.0
+"""Seconds after which a command hangs."""
+
+STEPS = 24
+
+CONFIG = """
+from vqjax import CodebookHead, DenseEmbedding
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import Text, Windows, WordTokenizer
+from vqjax.models import Transformer
+
+
+def experiment():
+  return Experiment(
+    name="faults",
+    model=Transformer(
+      embedding=DenseEmbedding(FROM_TOKENIZER, 16),
+      head=CodebookHead(FROM_TOKENIZER, 16, codes=8, token_bias=True),
+      dim=16, layers=1, heads=2, context=8, dropout=0.1,
+    ),
+    data=Text({text!r}, valid_fraction=0.2, test_fraction=0.2),
+    tokenizer=WordTokenizer(), loader=Windows(),
+    train=Train(
+      steps={steps}, batch=4, log_every=1, eval_every=8, save_every=4, warmup=5, keep=2
+    ),
+  )
+"""
+
+
+@dataclasses.dataclass
+class End:
+  """How a command ended: its exit code (None: it hung) and its standard error."""
+
+  code: int | None
+  err: str
+
+  @property
+  def is_clear(self) -> bool:
+    """Whether it failed with one last line that has a remedy, and without a traceback."""
+    last = (self.err.strip().splitlines() or [""])[-1]
+    has_remedy = last.startswith("error: ") and last.count(" ") > 5
+    return self.code in (1, 2) and has_remedy and "Traceback" not in self.err
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+  """One way to break a run.
+
+  Attributes:
+    kind: the row of the table that it belongs to.
+    name: what distinguishes it from the others of its kind.
+    act: (lab, folder of this trial) -> (outcome, further words).
+  """
+
+  kind: str
+  name: str
+  act: Callable[["Lab", pathlib.Path], tuple[str, str]]
+
+
+EQUAL, WARNED, CLEAR = "bitwise equal", "bitwise equal, with a warning", "a clear line"
+GOOD = (EQUAL, WARNED, CLEAR)
+BAD = ("silent difference", "hang", "traceback", "unclear end")
+
+
+class Lab:
+  """Starts commands, and compares their runs with one that was never broken."""
+
+  def __init__(self, folder: pathlib.Path):
+    """Write the text and the config; make the runs that trials start from."""
+    from tests import tiny
+
+    self.folder = folder
+    self.warm = Warm(folder)
+    self.text = tiny.write_text(folder / "text")
+    self.config = folder / "faults.py"
+    self.config.write_text(CONFIG.format(text=str(self.text), steps=STEPS))
+    self.whole = folder / "whole"
+    end = self.train(self.whole)
+    assert end.code == 0, end.err
+    self.expected = self.outcome(self.whole)
+    # Another whole run, whose seconds a trial waits to break one in the middle.
+    began = time.monotonic()
+    self.train(folder / "timed")
+    self.seconds = time.monotonic() - began
+    self.stopped = folder / "stopped"
+    pid = self.start(self.stopped)
+    self.wait_for(lambda: rows(self.stopped) >= STEPS * 2 // 3, pid)
+    pid.kill(signal.SIGTERM)
+    assert self.end(pid).code == 128 + signal.SIGTERM
+
+  def start(self, run: pathlib.Path, *options: str, fresh: bool = False, **more: Any) -> "Started":
+    """Start `vqjax train` in a run folder."""
+    arguments = ["train", str(self.config), "--run", str(run), *options]
+    return Started(arguments, self.environment(more.pop("env", {})), fresh=fresh, **more)
+
+  def environment(self, more: dict[str, str]) -> dict[str, str]:
+    return {"VQJAX_CACHE": str(self.folder / "cache"), "TMPDIR": str(self.folder)} | more
+
+  def train(self, run: pathlib.Path, *options: str, **more: Any) -> End:
+    """Run `vqjax train` in a run folder to its end."""
+    return self.end(self.start(run, *options, **more))
+
+  def again(self, run: pathlib.Path, *options: str, env: dict[str, str] | None = None) -> End:
+    """Run `vqjax train` to its end where its programs are compiled already."""
+    arguments = ["train", str(self.config), "--run", str(run), *options]
+    return self.warm.call(arguments, self.environment(env or {}))
+
+  def end(self, started: "Started") -> End:
+    return started.end()
+
+  def wait_for(self, holds: Callable[[], bool], started: "Started") -> None:
+    """Wait until something holds, or the command has ended."""
+    while started.is_running() and not holds():
+      time.sleep(0.003)
+
+  def outcome(self, run: pathlib.Path) -> dict[str, Any]:
+    """Everything of a finished run that must be equal bit by bit."""
+    from vqjax.lab.training.run import read_metrics, read_result
+
+    result = read_result(run)
+    newest = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
+    record = json.loads((run / "checkpoints" / str(newest) / "record" / "metadata").read_text())
+    return {
+      "step": newest,
+      "arrays": record["arrays"],
+      "data": record["position"]["data"],
+      "loss": record["position"]["loss"],
+      "valid": result["valid"],
+      "test": result["test"],
+      "rows": read_metrics(run).rows,
+    }
+
+  def judged(self, end: End, run: pathlib.Path) -> tuple[str, str]:
+    """The outcome of a trial by the end of the command that ran last in its folder."""
+    last = (end.err.strip().splitlines() or [""])[-1]
+    if end.code is None:
+      return "hang", last
+    if "Traceback" in end.err:
+      return "traceback", last
+    if end.code != 0:
+      return (CLEAR if end.is_clear else "unclear end"), f"code {end.code}: {last}"
+    warned = [line for line in end.err.splitlines() if line.startswith("warning: ")]
+    try:
+      found = self.outcome(run)
+    except (ValueError, OSError, TypeError) as error:
+      return "silent difference", f"{type(error).__name__}: {error}"
+    differs = [name for name in self.expected if found[name] != self.expected[name]]
+    if not differs:
+      return (WARNED if warned else EQUAL), "; ".join(warned)
+    # Rows of a log that was damaged are lost, which a warning says; the run itself is the same.
+    told = any("metrics.jsonl" in line for line in warned)
+    if differs == ["rows"] and told and is_within(found["rows"], self.expected["rows"]):
+      return WARNED, "; ".join(warned)
+    return "silent difference", f"in {', '.join(differs)}"
+
+
+def is_within(few: list, many: list) -> bool:
+  """Whether `few` is what is left of `many` when some are taken out."""
+  rest = iter(many)
+  return all(any(row == other for other in rest) for row in few)
+
+
+class Started:
+  """A command in a process of its own."""
+
+  def __init__(
+    self,
+    arguments: Sequence[str],
+    env: dict[str, str],
+    *,
+    fresh: bool = False,
+    limits: dict[int, int] | None = None,
+    devices: int = 1,
+  ):
+    """Start `vqjax` with these arguments; `fresh`: in a new interpreter, else by a fork."""
+    descriptor, path = tempfile.mkstemp(suffix=".err")
+    self.path = pathlib.Path(path)
+    self.code: int | None = None
+    if fresh:
+      code = "from vqjax.lab.exits import vqjax; vqjax()"
+      self.process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | env,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=descriptor,
+        preexec_fn=default_signals,
+      )
+      self.pid = self.process.pid
+    else:
+      self.pid = os.fork()
+      if self.pid == 0:
+        in_child(arguments, env, descriptor, limits or {}, devices)
+    os.close(descriptor)
+
+  def is_running(self) -> bool:
+    """Whether the process has not ended yet."""
+    if self.code is None:
+      pid, status = os.waitpid(self.pid, os.WNOHANG)
+      if pid:
+        self.code = os.waitstatus_to_exitcode(status)
+    return self.code is None
+
+  def kill(self, signum: int) -> None:
+    """Send a signal, unless the process has ended."""
+    if self.is_running():
+      os.kill(self.pid, signum)
+
+  def end(self, timeout: float = HANGS) -> End:
+    """Wait for the end."""
+    # Counted, because this process may be stopped itself for a while.
+    waits = int(timeout / 0.005)
+    while self.is_running() and waits > 0:
+      time.sleep(0.005)
+      waits -= 1
+    hung = self.is_running()
+    if hung:
+      os.kill(self.pid, signal.SIGKILL)
+      os.waitpid(self.pid, 0)
+    err = self.path.read_text(errors="replace")
+    self.path.unlink()
+    return End(None if hung else self.code, err)
+
+
+class Warm:
+  """A process that runs commands one after another, and keeps the programs that it compiled.
+
+  A command takes a fraction of the time there. It has the same end as in a process of its own, with
+  the signals and the hooks of `exits.run`.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    """Start at the first call."""
+    self.folder, self.pid = folder, 0
+
+  def call(self, arguments: Sequence[str], env: dict[str, str]) -> End:
+    """Run `vqjax` with these arguments to its end."""
+    if not self.pid:
+      self.mine, theirs = multiprocessing.Pipe()
+      self.pid = os.fork()
+      if self.pid == 0:
+        self.mine.close()
+        serve(theirs, self.folder)
+      theirs.close()
+    self.mine.send((arguments, env))
+    # Counted, because this process may be stopped itself for a while.
+    waits = int(HANGS)
+    while waits and not self.mine.poll(1):
+      waits -= 1
+    try:
+      return End(*(self.mine.recv() if waits else (None, "")))
+    except EOFError:
+      pid, self.pid = self.pid, 0
+      return End(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "the process has died")
+    finally:
+      if not waits:
+        self.close()
+
+  def close(self) -> None:
+    """End the process."""
+    if self.pid:
+      os.kill(self.pid, signal.SIGKILL)
+      os.waitpid(self.pid, 0)
+      self.pid = 0
+
+
+def serve(calls, folder: pathlib.Path) -> None:
+  """Be the process of `Warm`."""
+  code = 1
+  try:
+    from vqjax.lab import commands, exits
+    from vqjax.lab.config import config_hash
+    from vqjax.lab.training import loop
+
+    default_signals()
+    exits.prepare()
+    programs, costs, Program, loss_cost = {}, {}, loop.Program, loop.loss_cost
+
+    def kept_program(experiment, mesh):
+      key = config_hash(experiment), str(mesh)
+      if key not in programs:
+        programs[key] = Program(experiment, mesh)
+      return programs[key]
+
+    def kept_cost(head, tokens):
+      key = repr(head), tokens
+      if key not in costs:
+        costs[key] = loss_cost(head, tokens)
+      return costs[key]
+
+    loop.Program, loop.loss_cost = kept_program, kept_cost
+    os.chdir(ROOT)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    while True:
+      arguments, env = calls.recv()
+      before = dict(os.environ)
+      os.environ.update(env)
+      with tempfile.TemporaryFile(dir=folder) as err:
+        os.dup2(err.fileno(), 2)
+        code = exits.guarded(lambda arguments=arguments: commands.main(arguments))
+        sys.stderr.flush()
+        err.seek(0)
+        calls.send((code, err.read().decode(errors="replace")))
+      for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+      os.environ.update(before)
+  except EOFError:
+    code = 0
+  except BaseException:
+    traceback.print_exc()
+  finally:
+    os._exit(code)
+
+
+def default_signals() -> None:
+  """Undo what a shell does to the signals of commands in the background."""
+  for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+    signal.signal(signum, signal.SIG_DFL)
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def in_child(arguments, env, err, limits, devices) -> None:
+  """Become the command: the child of a fork."""
+  code = 99
+  try:
+    default_signals()
+    # Python's own handler, which a fresh interpreter would have.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(err, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.environ.update(env)
+    tempfile.tempdir = None
+    os.chdir(ROOT)
+    for limit, value in limits.items():
+      resource.setrlimit(limit, (value, value))
+    if devices > 1:
+      import jax
+
+      jax.config.update("jax_num_cpu_devices", devices)
+    from vqjax.lab import exits
+
+    exits.run("vqjax.lab.commands", arguments)
+  except SystemExit as stop:
+    code = stop.code or 0
+  except BaseException:
+    traceback.print_exc()
+  finally:
+    os._exit(code)
+
+
+def rows(run: pathlib.Path) -> int:
+  """The number of whole rows of a run's metrics."""
+  try:
+    return (run / "metrics.jsonl").read_bytes().count(b"\n")
+  except OSError:
+    return 0
+
+
+def is_saving(run: pathlib.Path) -> bool:
+  """Whether a checkpoint is being written."""
+  try:
+    return any("tmp" in path.name for path in (run / "checkpoints").iterdir())
+  except OSError:
+    return False
+
+
+# --- the trials ---
+
+
+def kills(count: int, draw: random.Random) -> Iterator[Trial]:
+  """SIGKILL at random moments: of the whole run, and while a checkpoint is written."""
+  for number in range(count):
+    at, moment = draw.random(), ("any", "saving", "evaluating")[number % 3]
+
+    def act(lab, folder, at=at, moment=moment):
+      run = folder / "run"
+      started = lab.start(run)
+      if moment == "any":
+        deadline = time.monotonic() + at * lab.seconds
+        lab.wait_for(lambda: time.monotonic() > deadline, started)
+      else:
+        step = 1 + int(at * (STEPS - 1)) if moment == "saving" else 8 * (1 + int(at * 2))
+        lab.wait_for(lambda: rows(run) >= step, started)
+        if moment == "saving":
+          lab.wait_for(lambda: is_saving(run), started)
+          time.sleep(at * 0.01)
+      started.kill(signal.SIGKILL)
+      started.end()
+      return lab.judged(lab.again(run), run)
+
+    yield Trial("SIGKILL at a random moment", f"{moment} {at:.3f}", act)
+
+
+def damage(path: pathlib.Path, way: str, draw: random.Random) -> None:
+  """Truncate a file, flip one bit of it, or remove it."""
+  content = bytearray(path.read_bytes())
+  if way == "removed" or not content:
+    path.unlink()
+    return
+  if way == "truncated":
+    content = content[: draw.randrange(len(content))]
+  else:
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+  path.write_bytes(content)
+
+
+WAYS = ("truncated", "one bit", "removed")
+
+
+def damaged_runs(lab: Lab, draw: random.Random, fraction: float) -> Iterator[Trial]:
+  """Every file of a stopped run, damaged."""
+  yield from _damaged(lab.stopped, "a file of a stopped run", draw, fraction)
+  only = {"result.json", "metrics.jsonl", "config.json", "progress.json"}
+  yield from _damaged(lab.whole, "a file of a finished run", draw, fraction, only)
+
+
+def _damaged(source, kind, draw, fraction, only=None) -> Iterator[Trial]:
+  files = sorted(p.relative_to(source) for p in source.rglob("*") if p.is_file())
+  for file, way in itertools.product(files, WAYS):
+    if (only and file.name not in only) or (only and len(file.parts) > 1):
+      continue
+    seed = draw.random()
+    if draw.random() >= fraction:
+      continue
+
+    def act(lab, folder, file=file, way=way, seed=seed):
+      run = shutil.copytree(source, folder / "run")
+      damage(run / file, way, random.Random(seed))
+      outcome = lab.judged(lab.again(run), run)
+      if outcome[0] == "silent difference" and only and file.name != "result.json":
+        # A finished run prints its result, and `table` reads the other files.
+        outcome = lab.judged(lab.warm.call(["table", str(run)], lab.environment({})), run)
+      return outcome
+
+    yield Trial(kind, f"{way}: {generic(file)}", act)
+
+
+def generic(file: pathlib.Path) -> str:
+  """The name of a file without the random parts of its name."""
+  parts = [part if len(part) < 30 or "." in part[:12] else part[:4] + "..." for part in file.parts]
+  return "/".join(parts)
+
+
+def damaged_caches(lab: Lab, draw: random.Random, fraction: float) -> Iterator[Trial]:
+  """Every file of the cache, damaged, before a run is resumed."""
+  for file, way in itertools.product(sorted((lab.folder / "cache").iterdir()), WAYS):
+    seed = draw.random()
+    if draw.random() >= fraction:
+      continue
+
+    def act(lab, folder, file=file, way=way, seed=seed):
+      cache = shutil.copytree(lab.folder / "cache", folder / "cache")
+      run = shutil.copytree(lab.stopped, folder / "run")
+      damage(cache / file.name, way, random.Random(seed))
+      return lab.judged(lab.again(run, env={"VQJAX_CACHE": str(cache)}), run)
+
+    yield Trial("a file of the token cache", f"{way}: {file.name.split('.', 1)[1]}", act)
+
+
+def damaged_compact(count: int, draw: random.Random) -> Iterator[Trial]:
+  """A compact file, damaged."""
+  for number in range(count):
+    way, seed = WAYS[number % 3], draw.random()
+
+    def act(lab, folder, way=way, seed=seed):
+      import numpy as np
+
+      from vqjax.embeddings.compact import CompactEmbedding
+      from vqjax.embeddings.compact_file import open_compact
+
+      path, random_ = folder / "x.safetensors", np.random.default_rng(0)
+      made = CompactEmbedding(
+        random_.integers(0, 256, 2000 * 8 // 2, np.uint8),
+        random_.standard_normal((8, 16, 4), np.float32),
+        vocab=2000,
+        dim=32,
+        codes=16,
+        subspaces=8,
+        additive=False,
+        bias=random_.standard_normal(2000, np.float32),
+      )
+      made.save(path)
+      expected = open_compact(path)[np.arange(2000)]
+      damage(path, way, random.Random(seed))
+      try:
+        found = open_compact(path)
+      except (ValueError, OSError) as error:
+        return (CLEAR if str(path) in str(error) else "unclear end"), str(error)
+      same = np.array_equal(found[np.arange(2000)], expected)
+      same &= np.array_equal(found.bias, made.bias)
+      return (EQUAL if same else "silent difference"), ""
+
+    yield Trial("a compact file", f"{way} {seed:.3f}", act)
+
+
+SIGNALS = [
+  "INT",
+  "TERM",
+  "HUP",
+  "QUIT",
+  "KILL",
+  "USR1",
+  "USR2",
+  "ALRM",
+  "PIPE",
+  "ABRT",
+  "SEGV",
+  "XCPU",
+]
+MOMENTS = ("importing", "training", "saving", "evaluating")
+
+
+def signals(names: Sequence[str]) -> Iterator[Trial]:
+  """Signals at four moments, then the same command again."""
+  for name, moment in itertools.product(names, MOMENTS):
+
+    def act(lab, folder, name=name, moment=moment):
+      run, signum = folder / "run", getattr(signal, f"SIG{name}")
+      started = lab.start(run, fresh=moment == "importing")
+      if moment == "importing":
+        time.sleep(0.4)
+      else:
+        step = {"training": 5, "saving": 4, "evaluating": 8}[moment]
+        lab.wait_for(lambda: rows(run) >= step, started)
+        if moment == "saving":
+          lab.wait_for(lambda: is_saving(run), started)
+      started.kill(signum)
+      first = started.end()
+      if first.code is None:
+        return "hang", "after the signal"
+      if "Traceback" in first.err:
+        return "traceback", first.err.strip().splitlines()[-1]
+      if name in ("INT", "TERM", "HUP", "QUIT") and first.code != 0:
+        last = first.err.strip().splitlines()[-1]
+        if first.code != 128 + signum or not last.startswith("stopped by "):
+          return "unclear end", f"code {first.code}: {last}"
+      return lab.judged(lab.again(run), run)
+
+    yield Trial("a signal", f"SIG{name}, {moment}", act)
+
+
+DISKS = {
+  "full": ("write", 28),
+  "input/output error": ("write", 5),
+  "quota exceeded": ("write", 122),
+  "sync fails": ("sync", 5),
+  "rename fails": ("rename", 5),
+  "read-only": ("open", 30),
+}
+
+
+def disks(places: Sequence[int]) -> Iterator[Trial]:
+  """Disks that fail from the n-th call on, then the same command on a good one."""
+  for (kind, (call, code)), place in itertools.product(DISKS.items(), places):
+
+    def act(lab, folder, call=call, code=code, place=place):
+      env = {"FAULT_PATH": str(folder), "FAULT_CALL": call, "FAULT_ERRNO": str(code)}
+      env |= {"FAULT_AFTER": str(place), "FAULT_TIMES": "0"}
+      return broken_then_whole(lab, folder, env=env, cache=True)
+
+    if SHIM in os.environ:
+      yield Trial("a disk that fails at the n-th call", f"{kind}, n = {place + 1}", act)
+
+
+def broken_then_whole(lab, folder, cache=False, env=None, **more) -> tuple[str, str]:
+  """Run the command where something fails, and then where nothing does."""
+  run, env = folder / "run", dict(env or {})
+  if cache:
+    env["VQJAX_CACHE"] = str(folder / "cache")
+  first = lab.train(run, env=env, **more)
+  if first.code != 0 and not first.is_clear:
+    return lab.judged(first, run)
+  good = {"VQJAX_CACHE": str(folder / "cache")} if cache else {}
+  outcome, words = lab.judged(lab.again(run, env=good), run)
+  last = (first.err.strip().splitlines() or [""])[-1]
+  return outcome, f"first code {first.code}: {last} {words}"
+
+
+def limits(count: int) -> Iterator[Trial]:
+  """Limits on the size of files and on the number of open files."""
+  sizes = [2_000, 6_000, 15_000, 40_000][:count]
+  numbers = [12, 20, 40, 80][:count]
+  for kind, name, values in (
+    (resource.RLIMIT_FSIZE, "size of files", sizes),
+    (resource.RLIMIT_NOFILE, "open files", numbers),
+  ):
+    for value in values:
+
+      def act(lab, folder, kind=kind, value=value):
+        return broken_then_whole(lab, folder, limits={kind: value})
+
+      yield Trial("a limit", f"{name}: {value}", act)
+
+
+def together(count: int) -> Iterator[Trial]:
+  """Several processes on one folder, and on one new cache."""
+  for number in range(count):
+
+    def act(lab, folder, number=number):
+      run = folder / "run"
+      first = lab.start(run)
+      if number % 2:
+        lab.wait_for(lambda: rows(run) >= number, first)
+      second = lab.train(run)
+      outcome = lab.judged(first.end(), run)
+      refused = second.code == 2 and "another process is running in" in second.err
+      if number % 2 and not (refused and f"process {first.pid}" in second.err):
+        return "unclear end", second.err.strip()[-200:]
+      if outcome[0] == CLEAR and second.code == 0:  # the second one was faster
+        return lab.judged(second, run)
+      return outcome
+
+    yield Trial("two processes on one folder", f"{number}", act)
+
+    def at_once(lab, folder):
+      env = {"VQJAX_CACHE": str(folder / "cache")}
+      started = [lab.start(folder / f"run{i}", env=env) for i in range(3)]
+      outcomes = [lab.judged(s.end(), folder / f"run{i}") for i, s in enumerate(started)]
+      return next((o for o in outcomes if o[0] not in GOOD), outcomes[0])
+
+    if number % 2:
+      yield Trial("three processes write one cache", f"{number}", at_once)
+
+
+def removed(count: int) -> Iterator[Trial]:
+  """The run folder, or all checkpoints, removed."""
+  for number in range(count):
+
+    def act(lab, folder, number=number):
+      run = folder / "run"
+      started = lab.start(run)
+      lab.wait_for(lambda: rows(run) > 3 * number, started)
+      run.rename(folder / "moved")
+      first = started.end()
+      if not first.is_clear and first.code != 0:
+        return lab.judged(first, run)
+      shutil.rmtree(run, ignore_errors=True)
+      return lab.judged(lab.again(run), run)
+
+    yield Trial("the folder removed under a run", f"after row {3 * number}", act)
+  for what in ("checkpoints", "checkpoints and progress.json", "newest checkpoint"):
+
+    def lost(lab, folder, what=what):
+      run = shutil.copytree(lab.stopped, folder / "run")
+      steps = sorted((run / "checkpoints").iterdir(), key=lambda p: int(p.name))
+      for path in steps[-1:] if what.startswith("newest") else steps:
+        shutil.rmtree(path)
+      if "progress" in what:
+        (run / "progress.json").unlink()
+      return lab.judged(lab.again(run), run)
+
+    yield Trial("lost checkpoints", what, lost)
+
+
+def clocks() -> Iterator[Trial]:
+  """A run that is resumed with another date."""
+  for days in (-1, -4000, 4000):
+
+    def act(lab, folder, days=days):
+      run = shutil.copytree(lab.stopped, folder / "run")
+      env = {"FAULT_CLOCK": str(days * 86400)}
+      return lab.judged(lab.again(run, env=env), run)
+
+    if SHIM in os.environ:
+      yield Trial("the clock set back or forth", f"{days} days", act)
+
+
+def several(count: int) -> Iterator[Trial]:
+  """Two processes of one run, killed, and resumed by one, or by two."""
+  for number in range(count):
+
+    def act(lab, folder, number=number):
+      options = ("train.mesh.data=2",)
+      with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = lab.folder / "whole-2"
+        if not (whole / "result.json").exists():
+          end = lab.train(whole, *options, devices=2)
+          assert end.code == 0, end.err
+        run = folder / "run"
+        pair = start_pair(lab, run, options)
+        lab.wait_for(lambda: rows(run) >= 6 + 5 * number, pair[0])
+        pair[number % 2].kill(signal.SIGKILL)
+        ends = [started.end() for started in pair]
+        if any("Traceback" in end.err for end in ends):
+          return "traceback", ends[0].err[-200:]
+        if any(end.code is None for end in ends):
+          return "hang", "the other process"
+        if number % 3 < 2:
+          end = lab.train(run, *options, devices=2)
+        else:
+          first, second = (s.end() for s in start_pair(lab, run, options))
+          end = first if first.code else End(second.code, first.err + second.err)
+      expected, lab.expected = lab.expected, lab.outcome(whole)
+      try:
+        return lab.judged(end, run)
+      finally:
+        lab.expected = expected
+
+    again = "two" if number % 3 == 2 else "one"
+    yield Trial("one of two processes killed, resumed by one or two", f"{number}, by {again}", act)
+
+
+def start_pair(lab: Lab, run: pathlib.Path, options: Sequence[str]) -> list[Started]:
+  with socket.socket() as found:
+    found.bind(("127.0.0.1", 0))
+    port = found.getsockname()[1]
+  group = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--silence", "8"]
+  return [lab.start(run, *options, *group, "--process-id", str(i)) for i in range(2)]
+
+
+def trials(lab: Lab, short: bool, seed: int) -> list[Trial]:
+  """All trials of the short or the long form."""
+  draw = random.Random(seed)
+  fraction = 0.07 if short else 1.0
+  chosen = [
+    *kills(3 if short else 50, draw),
+    *damaged_runs(lab, draw, fraction),
+    *damaged_caches(lab, draw, fraction),
+    *damaged_compact(9 if short else 30, draw),
+    *signals(("HUP",) if short else SIGNALS),
+    *disks((9,) if short else (0, 9, 30, 70)),
+    *limits(1 if short else 4),
+    *together(0 if short else 4),
+    *removed(0 if short else 3),
+    *clocks(),
+    *several(0 if short else 6),
+  ]
+  if not short:
+    return chosen
+  # One of each kind of disk is enough of a test, and one clock.
+  return [t for t in chosen if not t.name.endswith("4000 days")]
+
+
+# --- running them ---
+
+
+def campaign(short: bool, seed: int, workers: int, only: str, kept: pathlib.Path | None) -> list:
+  """Run the trials; return a row {"kind", "name", "outcome", "words", "seconds"} for each."""
+  preload()
+  folder = pathlib.Path(tempfile.mkdtemp(prefix="vqjax-faults-"))
+  try:
+    lab = Lab(folder)
+    chosen = [trial for trial in trials(lab, short, seed) if only in trial.kind]
+    done = {}
+    if kept is not None and kept.exists():
+      done = {(r["kind"], r["name"]): r for r in map(json.loads, kept.read_text().splitlines())}
+    left = [t for t in chosen if (t.kind, t.name) not in done]
+    print(f"{len(chosen)} trials, {len(done)} done before; a run takes {lab.seconds:.1f} s")
+    results = kept or folder / "rows.jsonl"
+    results.touch()
+    children = []
+    for worker in range(workers):
+      pid = os.fork()
+      if pid == 0:
+        code = 1
+        try:
+          work(lab, left[worker::workers], folder / f"worker{worker}", results)
+          code = 0
+        except BaseException:
+          traceback.print_exc()
+        finally:
+          os._exit(code)
+      children.append(pid)
+    codes = [os.waitpid(pid, 0)[1] for pid in children]
+    if any(codes):
+      raise RuntimeError("a worker of the campaign failed")
+    return [json.loads(line) for line in results.read_text().splitlines()]
+  finally:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def work(lab: Lab, mine: Sequence[Trial], folder: pathlib.Path, results: pathlib.Path) -> None:
+  """Run trials one after another; append a row for each."""
+  for number, trial in enumerate(mine):
+    own = folder / str(number)
+    own.mkdir(parents=True)
+    began = time.monotonic()
+    try:
+      outcome, words = trial.act(lab, own)
+    except Exception as error:
+      traceback.print_exc()
+      outcome, words = "unclear end", f"the campaign itself: {type(error).__name__}: {error}"
+    seconds = round(time.monotonic() - began, 2)
+    words = words.replace(str(own), "").replace(str(lab.folder), "")
+    row = {"kind": trial.kind, "name": trial.name, "outcome": outcome, "words": words[:600]}
+    with results.open("a") as file:
+      file.write(json.dumps(row | {"seconds": seconds}) + "\n")
+    if outcome not in GOOD:
+      print(f"{outcome}: {trial.kind}: {trial.name}: {words[:600]}", flush=True)
+    shutil.rmtree(own, ignore_errors=True)
+  lab.warm.close()
+
+
+def preload() -> None:
+  """Import everything that a command imports, without starting JAX."""
+  import importlib
+
+  for name in ("orbax.checkpoint", "grain", "tensorboardX", "vqjax.lab.commands.train"):
+    importlib.import_module(name)
+  importlib.import_module("vqjax.lab.commands.table")
+  importlib.import_module("vqjax.models")
+  warnings.filterwarnings("ignore", message=".*fork.*")
+
+
+def with_shim() -> None:
+  """Start this program again with the library of shim.c loaded first, if it can be made."""
+  compiler = shutil.which("cc") or shutil.which("gcc")
+  if SHIM in os.environ or compiler is None or sys.platform != "linux":
+    return
+  library = pathlib.Path(tempfile.mkdtemp(prefix="vqjax-shim-")) / "shim.so"
+  source = pathlib.Path(__file__).with_name("shim.c")
+  call = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
+  if subprocess.run(call, capture_output=True, check=False).returncode:
+    return
+  env = os.environ | {SHIM: str(library), "LD_PRELOAD": str(library)}
+  os.execve(sys.executable, [sys.executable, "-m", "tests.faults.campaign", *sys.argv[1:]], env)
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+  """A Markdown table with a row for each kind of trial."""
+  counts: dict[str, Counter] = defaultdict(Counter)
+  for row in results:
+    counts[row["kind"]][row["outcome"]] += 1
+  shown = [*GOOD, "failures"]
+  lines = [f"| fault | trials | {' | '.join(shown)} |", "|---|" + "---:|" * (len(shown) + 1)]
+  total: Counter = Counter()
+  for kind, found in [*counts.items(), ("all", None)]:
+    found = total if found is None else found
+    bad = sum(found[name] for name in BAD)
+    cells = [found.total(), *(found[name] for name in GOOD), bad]
+    lines.append(f"| {kind} | {' | '.join(map(str, cells))} |")
+    total = total if kind == "all" else total + found
+  return "\n".join(lines)
+
+
+PAGE = """\
+# Faults
+
+A small run is broken on purpose, once in each trial, and then the same command is run again. A
+trial ends well in one of three ways: the run ends bitwise like one that was never broken
+(parameters, optimiser, codes, data position, all rows of the metrics, and the scores); it does so
+and a warning says what was damaged, and for a damaged log which of its rows are lost; or the
+command prints one last line that says what is wrong and what to do. A silent difference, a hang, a
+traceback and an end without such a line are failures.
+
+{table}
+
+{failures}
+
+`make faults` runs the campaign and the long form of the property-based tests, and writes this page;
+`make test-all` has a short form of both. The faults of disks and of the clock are those of a
+library that is loaded before the others (`tests/faults/shim.c`). Trials fork one process that has
+imported the modules; signals during imports meet a new interpreter. The command that is run again
+does so in a process that keeps its compiled programs.
+
+Run on {date} with Python {python}, on {machine}, commit {commit}; digest of the trials {digest}.
+"""
+
+
+def page(results: Sequence[dict[str, Any]], commit: str | None) -> str:
+  """The page of a campaign."""
+  bad = [row for row in results if row["outcome"] in BAD]
+  lines = [f"- {r['kind']}, {r['name']}: {r['outcome']} ({r['words'][:200]})" for r in bad]
+  failures = "\n".join(["Failures:", "", *lines]) if bad else "No trial failed."
+  key = json.dumps(sorted((r["kind"], r["name"], r["outcome"]) for r in results))
+  return PAGE.format(
+    table=table(results),
+    failures=failures,
+    date=time.strftime("%Y-%m-%d"),
+    python=platform.python_version(),
+    machine=f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+    commit=commit,
+    digest=hashlib.sha256(key.encode()).hexdigest()[:12],
+  )
+
+
+def main() -> int:
+  """Run the campaign; return 1 if a trial failed."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--short", action="store_true", help="a minute of trials")
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+  parser.add_argument("--only", default="", help="trials whose kind contains this")
+  parser.add_argument("--rows", type=pathlib.Path, help="keep rows here; those in it are done")
+  parser.add_argument("--json", type=pathlib.Path, help="write all rows to this file")
+  parser.add_argument("--page", type=pathlib.Path, help="write the page to this file")
+  options = parser.parse_args()
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+  os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+  with_shim()
+  results = campaign(options.short, options.seed, options.workers, options.only, options.rows)
+  print(table(results))
+  if options.json:
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+  if options.page:
+    # In a process of its own: to ask for the commit starts JAX, and this one is not to.
+    code = "from vqjax.lab.training.provenance import commit; print(commit())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    options.page.write_text(page(results, found.stdout.strip()))
+  return int(any(row["outcome"] in BAD for row in results))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

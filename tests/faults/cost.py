@@ -1,0 +1,146 @@
+"""The cost of the checksums: what opening and saving take with them and without.
+
+python -m tests.faults.cost
+"""
+
+import json
+import logging
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vqjax.embeddings.compact import CompactEmbedding
+from vqjax.embeddings.compact_file import open_compact
+from vqjax.lab import records
+from vqjax.lab.training import checkpoint, log
+from vqjax.lab.training.step import TrainState, checksum
+
+REPEATS = 9
+
+
+def compared(with_checks: Callable[[], object], without: Callable[[], object]) -> tuple:
+  """Median seconds of both, alternating."""
+  times: tuple[list, list] = [], []
+  for _ in range(REPEATS):
+    for kept, act in zip(times, (with_checks, without)):
+      began = time.perf_counter()
+      act()
+      kept.append(time.perf_counter() - began)
+  return tuple(map(statistics.median, times))
+
+
+def token_cache(folder: pathlib.Path) -> tuple:
+  """A split of a hundred million tokens, read once as an epoch does."""
+  path = folder / "tokens.npy"
+  np.save(path, np.random.default_rng(0).integers(0, 50_000, 100_000_000, np.uint16))
+
+  def read(check):
+    if check:
+      records.file_checksum(path)
+    tokens = np.lib.format.open_memmap(path, mode="r")
+    return int(tokens.sum(dtype=np.int64))
+
+  return compared(lambda: read(True), lambda: read(False))
+
+
+def compact_file(folder: pathlib.Path) -> tuple:
+  """A compact file of 50,257 tokens in 768 dimensions, opened and unpacked."""
+  draw = np.random.default_rng(0)
+  data = draw.integers(0, 256, 50_257 * 96, np.uint8)
+  values = draw.standard_normal((96, 256, 8), np.float32)
+  shape = {"vocab": 50_257, "dim": 768, "codes": 256, "subspaces": 96, "additive": False}
+  CompactEmbedding(data, values, **shape).save(folder / "x.safetensors")
+
+  def read(check):
+    return open_compact(folder / "x.safetensors", verify=check)[np.arange(5000)]
+
+  return compared(lambda: read(True), lambda: read(False))
+
+
+def state() -> TrainState:
+  """A state of 25 million parameters with their moments: 300 MB."""
+  params = {"w": jax.random.normal(jax.random.key(0), (25_000, 1000))}
+  fresh = optax.adamw(1.0).init(params)
+  # Moments of zero would be compressed to nothing.
+  noise = lambda x: x + jax.random.normal(jax.random.key(1), x.shape) if x.ndim else x
+  return TrainState(jnp.int32(0), params, {}, jax.tree.map(noise, fresh))
+
+
+def save(folder: pathlib.Path) -> tuple:
+  """A checkpoint, from its start until it is on the disk."""
+  made, number = state(), iter(range(1, 1000))
+  kept = checkpoint.Checkpoints(folder / "saved", keep=1)
+  zeros = jnp.zeros(len(jax.tree.leaves(made)), jnp.uint32)
+
+  def write():
+    kept.save(made.replace(step=jnp.int32(next(number))), {})
+    kept.wait()
+
+  def write_without():
+    with (
+      mock.patch.object(checkpoint, "checksum", return_value=zeros),
+      mock.patch.object(records, "sealed", lambda value, previous="": value),
+    ):
+      write()
+
+  write()
+  found = compared(write, write_without)
+  kept.close()
+  return found
+
+
+def restore(folder: pathlib.Path) -> tuple:
+  """The same checkpoint, read by a new process: the reading only."""
+  made = state()
+  kept = checkpoint.Checkpoints(folder / "restored", keep=1)
+  kept.save(made.replace(step=jnp.int32(1)), {})
+  kept.close()
+  opened = checkpoint.Checkpoints(folder / "restored", keep=1)
+  checksum(made)
+
+  def read_without():
+    with mock.patch.object(checkpoint, "_check_sums"), mock.patch.object(checkpoint, "checksum"):
+      opened.restore(made)
+
+  opened.restore(made)
+  return compared(lambda: opened.restore(made), read_without)
+
+
+def rows(folder: pathlib.Path) -> tuple:
+  """A thousand rows of metrics."""
+  row = {"step": 1, "loss": 1.234567, "grad_norm": 0.1234567, "learning_rate": 1e-3}
+  made = log.MetricsLog(folder, 0)
+  made._events = mock.Mock()  # TensorBoard's are the same in both
+
+  def write_without():
+    for _ in range(1000):
+      made._file.write(json.dumps(row, allow_nan=False) + "\n")
+      made._file.flush()
+
+  return compared(lambda: [made.write(row) for _ in range(1000)], write_without)
+
+
+def main() -> None:
+  """Print a Markdown table."""
+  logging.getLogger("absl").setLevel(logging.CRITICAL)
+  print("| | with checks, s | without, s | difference |\n|---|---:|---:|---:|")
+  for measure in (token_cache, compact_file, save, restore, rows):
+    with tempfile.TemporaryDirectory() as name:
+      (pathlib.Path(name) / "saved").mkdir()
+      (pathlib.Path(name) / "restored").mkdir()
+      checked, plain = measure(pathlib.Path(name))
+    what = measure.__doc__.rstrip(".")
+    share = f"{checked - plain:.4f} s, {100 * (checked / plain - 1):.0f} %"
+    print(f"| {what} | {checked:.4f} | {plain:.4f} | {share} |")
+
+
+if __name__ == "__main__":
+  main()

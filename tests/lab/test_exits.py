@@ -1,0 +1,134 @@
+"""A command ends with one last line and its exit code, whatever stops it."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from vqjax.lab import exits
+from vqjax.lab.training import NotFiniteError
+
+
+@pytest.fixture
+def ended(tmp_path):
+  """Runs a program, `main(arguments)` of a module, by `exits.run`: -> code, lines of stderr."""
+
+  def end(body, signum=None):
+    code = f"import sys, time\nprint('started', flush=True)\n{textwrap.dedent(body)}"
+    (tmp_path / "program.py").write_text(code)
+    run = "from vqjax.lab import exits; exits.run('program', [])"
+    process = subprocess.Popen(
+      [sys.executable, "-c", run],
+      env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "TMPDIR": str(tmp_path)},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      preexec_fn=lambda: [signal.signal(s, signal.SIG_DFL) for s in exits.STOPS],
+    )
+    if signum is not None:
+      assert process.stdout.readline() == "started\n"
+      process.send_signal(signum)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err.splitlines()
+
+  return end
+
+
+@pytest.mark.parametrize("signum", exits.STOPS)
+def test_a_signal_while_modules_are_imported_is_one_line(ended, signum):
+  # An import that swallows exceptions, as some do.
+  body = """
+  for _ in range(100):
+    try: time.sleep(0.1)
+    except BaseException: pass
+  """
+  code, lines = ended(body, signum)
+  assert code == 128 + signum
+  assert lines == [f"stopped by {signum.name}. Run the same command again to resume."]
+
+
+def test_a_signal_under_nohup_is_ignored(tmp_path):
+  ignore = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+  body = "main = lambda arguments: os.kill(os.getpid(), signal.SIGHUP) or 7"
+  (tmp_path / "program.py").write_text(f"import os, signal\n{body}")
+  done = subprocess.run(
+    [sys.executable, "-c", f"{ignore} from vqjax.lab import exits; exits.run('program', [])"],
+    env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
+    check=False,
+  )
+  assert done.returncode == 7
+
+
+def test_noise_of_threads_and_callbacks_is_in_the_log_and_not_on_the_screen(ended, tmp_path):
+  code, lines = ended(
+    """
+  import threading
+  class Loud:
+    def __del__(self): raise RuntimeError("from a destructor")
+  def main(arguments):
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    del Loud
+    raise OSError(28, "No space left")
+  """.replace("del Loud", "Loud()")
+  )
+  assert code == 2
+  (line,) = lines
+  (log,) = tmp_path.glob("vqjax-*.log")
+  assert line == f"error: [Errno 28] No space left (more in {log})"
+  assert "ZeroDivisionError" in log.read_text()
+  assert "from a destructor" in log.read_text()
+
+
+def test_threads_that_hang_do_not_keep_a_failed_command(ended):
+  began = time.monotonic()
+  code, _ = ended("""
+  import threading
+  def main(arguments):
+    threading.Thread(target=lambda: time.sleep(100)).start()
+    return 2
+  """)
+  assert code == 2
+  assert time.monotonic() - began < 50
+
+
+@pytest.mark.parametrize(
+  ("error", "code", "part"),
+  [
+    (ValueError("x"), 2, "error: x"),
+    (OSError(errno.EMFILE, "Too many open files"), 2, "files. Raise the limit on open files"),
+    (NotFiniteError("loss is nan"), 1, "error: loss is nan"),
+    (MemoryError(), 1, "out of memory (MemoryError). Lower train.batch"),
+    (RuntimeError("RESOURCE_EXHAUSTED: 3 GB"), 1, "out of memory (RESOURCE_EXHAUSTED"),
+    (KeyError("a bug"), 1, "KeyError: 'a bug'. Run again; if it comes again, report it. (more in "),
+    (OverflowError("a bug"), 1, "OverflowError: a bug."),
+    (KeyboardInterrupt(), 130, "stopped by SIGINT."),
+    (exits.Stopped(signal.SIGHUP), 129, "stopped by SIGHUP."),
+    (SystemExit(2), 2, ""),
+    (ValueError("\x1b[31mred"), 2, "error: \\x1b[31mred"),
+  ],
+)
+def test_an_error_is_one_line_and_a_code(error, code, part, capsys, tmp_path, monkeypatch):
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+  def fail():
+    raise error
+
+  assert exits.guarded(fail) == code
+  err = capsys.readouterr().err
+  assert part in err
+  assert err.count("\n") == bool(part)
+
+
+def test_a_limit_on_addresses_that_would_end_in_a_crash_is_refused(ended):
+  limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (10**9, 10**9));"
+  run = f"{limit} from vqjax.lab import exits; exits.run('program', [])"
+  done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
+  assert done.returncode == 2
+  assert done.stderr.startswith("error: the limit on addresses must be at least")

@@ -1,0 +1,229 @@
+"""How a command ends: one last line, an exit code, and a log of the rest.
+
+The module loads nothing but the standard library, so that a signal in the first moments of a
+command, while JAX is imported, already ends it in order.
+"""
+
+import contextlib
+import errno
+import importlib
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that ask a command to stop."""
+
+LEAST_ADDRESSES = 2_000_000_000
+"""Bytes of addresses that the libraries of a small run map, though they use a tenth."""
+
+PATIENCE = 10.0
+"""Seconds in which a command that is interrupted must end by itself."""
+
+MOST = 2**20
+"""Characters of noise that are kept."""
+
+
+class Stopped(KeyboardInterrupt):
+  """A signal stopped a command before its training loop, or for the second time.
+
+  Attributes:
+    signum: the signal.
+  """
+
+  def __init__(self, signum: int):
+    """Store the signal."""
+    super().__init__(f"stopped by {signal.Signals(signum).name}")
+    self.signum = signum
+
+
+class _Command:
+  """What the functions of this module share: one command runs in a process."""
+
+  noise: str = ""
+  raises: bool = False
+  spare: int | None = None
+
+
+_command = _Command()
+
+
+def run(module: str, arguments: Sequence[str]) -> NoReturn:
+  """Call `main(arguments)` of a module that is imported first, and end the process."""
+  prepare()
+  end(guarded(lambda: importlib.import_module(module).main(arguments)))
+
+
+def prepare() -> None:
+  """Take over signals, and tracebacks that no line reports, for a command in this process."""
+  for signum in STOPS:
+    # A signal that the caller ignores, as nohup and shells in the background do, stays ignored.
+    if signal.getsignal(signum) is not signal.SIG_IGN:
+      signal.signal(signum, _stop)
+  addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+  if addresses != resource.RLIM_INFINITY and addresses < LEAST_ADDRESSES:
+    # XLA would end the process in the middle of a step, without a word.
+    say(
+      f"error: the limit on addresses must be at least {LEAST_ADDRESSES:,} bytes; got"
+      f" {addresses:,}. Raise it, as `ulimit -v unlimited` does."
+    )
+    end(2)
+  # A file number for the log, where no more files may be opened at the end.
+  with contextlib.suppress(OSError):
+    _command.spare = os.open(os.devnull, os.O_RDONLY)
+  sys.excepthook = lambda kind, error, trace: _keep(error)
+  sys.unraisablehook = lambda args: _keep(args.exc_value)
+  threading.excepthook = lambda args: _keep(args.exc_value)
+
+
+def end(code: int) -> NoReturn:
+  """End the process; after an error at once, because threads may hang and print."""
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(Exception):
+      stream.flush()
+  if code:
+    os._exit(code)
+  sys.exit(0)
+
+
+def vqjax() -> NoReturn:
+  """Run the console command `vqjax`."""
+  run("vqjax.lab.commands", sys.argv[1:])
+
+
+def _stop(signum: int, frame: Any) -> None:
+  del frame
+  if not _command.raises:
+    # Not an exception: some modules swallow one that comes while they are imported.
+    _die(signum)
+  _command.raises = False  # a second signal does not wait
+  threading.Thread(target=_die_later, args=(signum,), daemon=True).start()
+  raise Stopped(signum)
+
+
+def _die(signum: int) -> NoReturn:
+  # Not `print`: the signal may have come in the middle of a write to the same file.
+  os.write(2, f"stopped by {signal.Signals(signum).name}. {RESUME}\n".encode())
+  os._exit(128 + signum)
+
+
+def _die_later(signum: int) -> None:
+  time.sleep(PATIENCE)
+  _die(signum)
+
+
+REMEDIES = {
+  errno.ENOSPC: "Free some space, and run again.",
+  errno.EDQUOT: "Free some space, or raise the quota, and run again.",
+  errno.EFBIG: "Raise the limit on the size of files, as `ulimit -f` does, and run again.",
+  errno.EMFILE: "Raise the limit on open files, as `ulimit -n 4096` does, and run again.",
+  errno.EIO: "Check the disk, or use another one, and run again.",
+  errno.EROFS: "Use a folder that can be written, and run again.",
+  errno.EACCES: "Use a folder that you may read and write, and run again.",
+}
+"""What to do about errors of the system."""
+
+RESUME = "Run the same command again to resume."
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+  """Let signals raise `Stopped`, so that files and other processes are left in order."""
+  _command.raises = True
+  try:
+    yield
+  finally:
+    _command.raises = False
+
+
+def guarded(work: Callable[[], int]) -> int:
+  """Return the exit code of `work`; an exception becomes the last line and a code.
+
+  128 + n for signal n, 2 for a wrong call, a wrong folder or a full disk, 1 for other errors.
+  """
+  try:
+    return work()
+  except KeyboardInterrupt as stop:
+    signum = getattr(stop, "signum", signal.SIGINT)
+    say(f"stopped by {signal.Signals(signum).name}. {RESUME}")
+    return 128 + signum
+  except SystemExit as stop:  # of argparse
+    return stop.code if isinstance(stop.code, int) else 2
+  except BaseException as error:
+    return failed(error)
+
+
+def failed(error: BaseException) -> int:
+  """Print the last line of a command that fails with this error; return its code."""
+  code, message = explained(error)
+  say(f"error: {message}{kept_noise()}")
+  return code
+
+
+def explained(error: BaseException) -> tuple[int, str]:
+  """Return the exit code and the message of an error; keep the traceback of an unexpected one."""
+  text = str(error)
+  if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "bad_alloc" in text:
+    _keep(error)
+    return 1, (
+      f"out of memory ({text.splitlines()[0][:200] if text else type(error).__name__}). Lower"
+      " train.batch, raise train.accumulate, or use a machine with more memory; then run again."
+    )
+  if isinstance(error, BrokenPipeError):
+    return 1, "the reader of the output is gone. Run again with another reader."
+  if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
+    # As the system raised it: what this project raises has its own remedy.
+    text += f". {REMEDIES.get(error.errno, 'Check the path, and run again.')}"
+  if isinstance(error, (ValueError, ImportError, OSError)):
+    return 2, text
+  if hasattr(error, "exit_code"):
+    return error.exit_code, text
+  _keep(error)
+  first = text.splitlines()[0][:300] if text else "no message"
+  return 1, f"{type(error).__name__}: {first}. Run again; if it comes again, report it."
+
+
+def _keep(error: BaseException | None) -> None:
+  """Keep the traceback of an error that no line reports."""
+  if error is not None and len(_command.noise) < MOST:
+    with contextlib.suppress(Exception):
+      _command.noise += "".join(traceback.format_exception(error))
+
+
+def keep_text(text: str) -> None:
+  """Keep a message of another library."""
+  if len(_command.noise) < MOST:
+    _command.noise += text
+
+
+def kept_noise() -> str:
+  """Write what was kept to a file in the temporary folder; return a remark that names it."""
+  noise, _command.noise = _command.noise, ""
+  if not noise:
+    return ""
+  if _command.spare is not None:
+    with contextlib.suppress(OSError):
+      os.close(_command.spare)
+    _command.spare = None
+  try:
+    number, path = tempfile.mkstemp(prefix="vqjax-", suffix=".log")
+    with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+      file.write(noise)
+  except OSError:  # the disk is full, which the last line says
+    return ""
+  return f" (more in {path})"
+
+
+def say(line: str) -> None:
+  """Print a line of this project on standard error, with control characters escaped."""
+  from vqjax.lab.records import printable
+
+  with contextlib.suppress(OSError, ValueError):  # standard error may be closed
+    print(printable(line), file=sys.stderr, flush=True)
