@@ -159,7 +159,10 @@ def linear_sparse_target_loss(
   log_p = _outcomes(rest, student)
   used = probs > 0
   if rest == "bucket":
-    probs = jnp.concatenate([probs, jnp.maximum(1 - probs.sum(-1, keepdims=True), 0)], axis=-1)
+    missing = 1 - probs.sum(-1, keepdims=True)
+    # What rounding leaves of a whole distribution is not mass of other tokens.
+    missing = jnp.where(missing > probs.shape[-1] * 2.0**-24, missing, 0.0)
+    probs = jnp.concatenate([probs, missing], axis=-1)
   elif rest == "renormalize":
     total = probs.sum(-1, keepdims=True)
     probs = probs / jnp.where(total > 0, total, 1)
@@ -326,7 +329,7 @@ def _token_log_probs(
     shards = vocab_parallel.token_shards(vocab_axis)
     # Indices into the rows of this device, outside of them for tokens of another device.
     row_PNk = shards.split(token_Nk) - vocab_parallel.first_row(axis, layer.weight.count)
-    layer = layer._replace(hidden=shards.split(hidden_ND))
+    layer = layer._replace(hidden=shards.split(layer.hidden))
     sides = tiles.cut_tile(tile, row_PNk.shape[1], layer.weight.count)
     plan = _Plan(scoring, tiles.Cut(sides, shards), axis, rest)
     return jax.tree.map(lambda x: shards.join(x, hidden_ND.shape[0]), _pass(plan, *layer, row_PNk))
