@@ -481,12 +481,14 @@ def _d_scores(scores, row_v11, given):
   d_vPn = jnp.exp((score_vPn - given.z.top) - given.z.log_sum) * given.prob
   if given.rest is not None:
     d_vPn += _share(score_vPn, given.rest) * given.share
-  height, shards, width = d_vPn.shape
+  height, _, width = d_vPn.shape
   row_Pnk = given.row - row_v11[0, 0, 0]
   # `drop` ignores indices beyond the end, but a negative index counts from the end.
   row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
-  shard_P11, token_n1 = jnp.arange(shards)[:, None, None], jnp.arange(width)[:, None]
-  return (d_vPn.at[row_Pnk, shard_P11, token_n1].add(given.own, mode="drop"),)
+  token_n1 = jnp.arange(width)[:, None]
+  add = lambda d_vn, row_nk, own_nk: d_vn.at[row_nk, token_n1].add(own_nk, mode="drop")
+  # Mapped over the shards, which an index would make the partitioner gather from all devices.
+  return (jax.vmap(add, in_axes=(1, 0, 0), out_axes=1)(d_vPn, row_Pnk, given.own),)
 
 
 _pass.defvjp(_pass_forward, _pass_backward)
