@@ -123,11 +123,10 @@ def vocab_tiling_nnx_loss(
   decoder = model.decoder
   deterministic = not (config.enable_dropout and is_train)
   hidden = decoder.dropout(decoder.decoder_norm(hidden_states), deterministic=deterministic)
-  dtype, softcap = config.dtype, None
+  dtype, softcap = jnp.float32 if config.logits_dot_in_fp32 else config.dtype, None
   if config.logits_via_embedding:
     weight = model.token_embedder.embedding[...]
     softcap = config.final_logits_soft_cap or None
-    dtype = jnp.float32 if config.logits_dot_in_fp32 else dtype
     if config.normalize_embedding_logits:
       hidden = hidden / hidden.shape[-1] ** 0.5
   else:
