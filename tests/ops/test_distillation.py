@@ -238,6 +238,18 @@ class TestDivergence:
     bound = -(mixture * np.log(mixture) + (1 - mixture) * np.log(1 - mixture))
     assert value < 13 * bound
 
+  @pytest.mark.parametrize("mixture", [0.3, 1])
+  def test_scores_of_ten_thousand_stay_finite_and_exact(self, mixture):
+    hidden, weight, teacher_hidden, teacher_weight, *_ = operands(7)
+    arrays = 2e3 * hidden, weight, 2e3 * teacher_hidden, teacher_weight
+    total = lambda *a: linear_divergence(*a, mixture=mixture, tile=(4, 10))
+    value, pull = jax.vjp(total, *arrays)
+    with jax.enable_x64(True):
+      expected = materialised_divergence(*float64(arrays), mixture=mixture)[0]
+    # Scores up to 2e4 have an error of 2e4 · 2^-24 · sqrt(9) = 4e-3 each.
+    np.testing.assert_allclose(value, expected, atol=1e-2, rtol=1e-5)
+    assert all(np.isfinite(x).all() for x in pull(jnp.ones(7)))
+
   def test_the_reverse_divergence_is_infinite_where_the_teacher_lacks_a_row(self):
     *rest, bias, teacher_bias = operands(3)
     removed = teacher_bias.at[7].set(-jnp.inf)

@@ -208,7 +208,12 @@ def test_weights_of_another_shape_than_the_tokens_are_refused():
 
 
 @pytest.mark.parametrize(
-  "option", [{"token_weight": jnp.array([1.0, 0.0, 1.0])}, {"ignore_index": -100}]
+  "option",
+  [
+    {"token_weight": jnp.array([1.0, 0.0, 1.0])},
+    {"mask": jnp.array([True, False, True])},
+    {"ignore_index": -100},
+  ],
 )
 def test_padding_may_have_a_hidden_vector_that_is_no_number(option):
   hidden = jnp.ones((3, 4)).at[1].set(jnp.nan)

@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests import reference
+from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.ops.distillation import linear_divergence
 from vqjax.ops.sparse_targets import (
   linear_sparse_target_loss,
@@ -406,6 +409,25 @@ def test_bfloat16_operands_are_scored_and_summed_in_float32(rest):
     # bfloat16 keeps 8 bits of probabilities and results.
     assert ours.dtype == jnp.bfloat16
     assert np.linalg.norm(np.float64(ours) - wanted) / np.linalg.norm(wanted) < 1e-2
+
+
+def test_between_devices_travel_rows_and_sums_and_no_scores():
+  n, v, d, k = 256, 512, 8, 50
+  mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  places = [NamedSharding(mesh, P(axis)) for axis in ("data", "model", "data", "data")]
+  shapes = [((n, d), "float32"), ((v, d), "float32"), ((n, k), "int32"), ((n, k), "float32")]
+  arrays = [jax.ShapeDtypeStruct(*s, sharding=place) for s, place in zip(shapes, places)]
+
+  def loss(h, w, tokens, probs):
+    options = {"rest": "bucket", "vocab_axis": "model"}
+    return linear_sparse_target_loss(h, w, tokens, probs, **options).kl.mean()
+
+  with jax.set_mesh(mesh):
+    gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=tuple(places[:2]))
+    program = hlo.parse(gradient.lower(*arrays).compile().as_text())
+  sent = collectives.collectives(program, loops.runs(program), dict(mesh.shape))
+  # A device reduces its 64 x 50 scores of tokens and a few sums; a tile would have 64 x 256.
+  assert max(x.bytes for x in sent) <= 4 * 64 * (k + 4)
 
 
 def test_neither_scores_of_all_tokens_nor_rows_of_the_k_tokens_exist():

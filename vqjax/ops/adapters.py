@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from vqjax.ops import vocab_parallel
 from vqjax.ops.softmax import linear_cross_entropy, linear_softmax
-from vqjax.ops.vocabulary import TokenWeight
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -53,9 +52,7 @@ def softmax_cross_entropy_with_integer_labels(
       f"`where` must be {labels.shape} or {(*labels.shape, 1)}; got {where.shape}. Remove classes"
       " with a bias of -inf instead."
     )
-  counted = TokenWeight.of(labels.shape, where)
-  losses = linear_cross_entropy(counted.hide(hidden), kernel.T, labels, **options)
-  return counted.of_each(losses)
+  return linear_cross_entropy(hidden, kernel.T, labels, mask=where, **options)
 
 
 def linear_softmax_cross_entropy_loss(

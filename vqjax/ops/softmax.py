@@ -184,6 +184,7 @@ def linear_cross_entropy(
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
+  mask: Bool[Array, "*B"] | None = None,
   token_weight: Float[Array, "*B"] | None = None,
   ignore_index: int | None = None,
   label_smoothing: float | int = 0.0,
@@ -206,6 +207,7 @@ def linear_cross_entropy(
     weight: one row for each token of the vocabulary.
     tokens: indices into the vocabulary.
     bias: one number for each row.
+    mask: False for tokens that are left out, as if their weight were 0.
     token_weight: weight of each token's loss; 0 for padding.
     ignore_index: target whose tokens have weight 0, such as -1 or -100.
     label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary; a
@@ -226,7 +228,7 @@ def linear_cross_entropy(
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
   if z_loss < 0:
     raise ValueError(f"`z_loss` must be at least 0; got {z_loss}. 1e-4 is usual.")
-  counted = TokenWeight.of(tokens.shape, None, token_weight, tokens, ignore_index)
+  counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
   hidden = counted.hide(hidden)
   stats = linear_softmax(
     hidden,
