@@ -158,7 +158,8 @@ def _code_softmax(
   mean_B = None
   if mean:
     # Of the scores, whose bias is divided already.
-    mean_B = _mean_score(hidden / temperature, codebook, assignment, bias, axis) - of_code.log_z
+    sharp = hidden.astype(jnp.float32) / temperature
+    mean_B = _mean_score(sharp, codebook, assignment, bias, axis) - of_code.log_z
   return CodeSoftmax(of_code.log_prob + within, of_code.log_z, mean_B)
 
 

@@ -129,7 +129,7 @@ def linear_divergence(
   at most -w log w - (1 - w) log(1 - w), and finite where a bias of -inf removes a row from one side
   alone. The result is exact and differentiable, in reverse mode, in all six arrays. The mixture
   takes one more pass than the others. Source: Agarwal et al. (2024), On-policy distillation of
-  language models, Eq. 2-3, whose β is w.
+  language models, whose D_JSD(β) this is with β = w.
 
   Args:
     hidden: hidden vectors of the student; it and all arguments without a remark as in
