@@ -176,7 +176,6 @@ def test_padding_of_weight_zero_has_no_loss_and_no_gradient_whatever_its_token()
     ({"softcap": 0.0}, "`softcap` must be positive; got 0.0"),
     ({"softcap": float("nan")}, "`softcap` .* got nan"),
     ({"temperature": 0}, "`temperature` must be positive; got 0"),
-    ({"mask": jnp.ones(3)}, r"`mask` must be bool of shape \(3,\)"),
     ({"top_k": -1}, r"`top_k` must be in \[0, 128\] .* got -1"),
     ({"top_k": 129}, "`top_k` .* got 129"),
   ],
@@ -201,8 +200,10 @@ def test_losses_without_a_meaning_are_refused(options, message):
     linear_cross_entropy(hidden, weight, tokens, bias, **options)
 
 
-def test_weights_of_another_shape_than_the_tokens_are_refused():
+def test_weights_and_masks_of_another_shape_than_the_tokens_are_refused():
   hidden, weight, tokens = jnp.ones((5, 4)), jnp.ones((31, 4)), jnp.zeros((5,), jnp.int32)
+  with pytest.raises(ValueError, match=r"`mask` must be bool of shape \(5,\)"):
+    inspect.unwrap(linear_softmax)(hidden, weight, tokens, mask=jnp.ones(5))
   with pytest.raises(ValueError, match=r"`token_weight` must .*\(5,\) .* got \(5, 1\)"):
     inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, token_weight=jnp.ones((5, 1)))
 

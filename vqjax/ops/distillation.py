@@ -296,7 +296,7 @@ def _check_layer(prefix, hidden, weight, bias, softcap):
     _check_positive(f"{prefix}softcap", softcap)
 
 
-def check_mixture(mixture: float) -> None:
+def check_mixture(mixture: float | int) -> None:
   """Raise ValueError unless a weight of the teacher is in [0, 1]."""
   if not 0 <= mixture <= 1:
     raise ValueError(
@@ -501,7 +501,7 @@ def _mixture_terms(mixture, log_p, log_q):
 
 
 def log_ratios_to_mixture(
-  mixture: float, log_p: Float[Array, "*B"], log_q: Float[Array, "*B"]
+  mixture: float | int, log_p: Float[Array, "*B"], log_q: Float[Array, "*B"]
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
   """log(p / m) and log(q / m), where m = mixture · q + (1 - mixture) · p.
 

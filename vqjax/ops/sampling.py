@@ -136,7 +136,7 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
   return top.scores, top.tokens, max_B + jnp.log(sum_B)
 
 
-def log_z_excess(blocks: Blocks, temperature: float) -> Float[Array, "*B"]:
+def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]:
   """log z(T) - log z(1) / T, where z(T) is the normaliser of softmax(scores / T).
 
   The log-probability of a token at temperature T is log p(token) / T minus this. It is

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 
 def check_arrays(**arrays: Any) -> None:
@@ -43,9 +43,9 @@ class TokenWeight(NamedTuple):
   def of(
     cls,
     shape: tuple[int, ...],
-    mask: Bool[Array, "*B"] | None = None,
-    weight: Float[Array, "*B"] | None = None,
-    tokens: Integer[Array, "*B"] | None = None,
+    mask: Array | None = None,
+    weight: Array | None = None,
+    tokens: Array | None = None,
     ignore_index: int | None = None,
   ) -> "TokenWeight":
     """The tokens of `shape` that a mask, a weight of 0 or `ignore_index` leaves out.
@@ -68,13 +68,13 @@ class TokenWeight(NamedTuple):
       kept.append(widened(tokens) != ignore_index)
     return cls(functools.reduce(jnp.logical_and, kept) if kept else None, weight)
 
-  def hide(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """The hidden vectors, those of tokens that are left out as zeros.
+  def hide(self, vectors: Shaped[Array, "*B D"]) -> Shaped[Array, "*B D"]:
+    """Vectors of the tokens, those of tokens that are left out as zeros.
 
     To be called before the products: 0 · nan in their backward pass would reach the gradients of
     the weights.
     """
-    return hidden if self.kept is None else jnp.where(self.kept[..., None], hidden, 0)
+    return vectors if self.kept is None else jnp.where(self.kept[..., None], vectors, 0)
 
   def of_each(self, numbers: Any) -> Any:
     """A tree of [*B, ...] arrays, weighted; of tokens that are left out 0, or -1 for integers."""
