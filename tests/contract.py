@@ -134,6 +134,29 @@ class OneDeviceContract:
       np.testing.assert_allclose(own, expected.max(axis=-1), atol=2e-5)
 
   @costly
+  def test_log_prob_at_a_temperature_is_of_the_sharpened_distribution(
+    self, run, head, variables, hidden, tokens, cotangent
+  ):
+    @jax.jit
+    def at_temperature(params, hidden):
+      given = variables | {"params": params}
+      loss = lambda h: head.apply(given, h, tokens, 0.7, method="log_prob")
+      value, pull = jax.vjp(loss, hidden)
+      return value, pull(cotangent)[0]
+
+    found, gradient = at_temperature(variables["params"], hidden)
+    wide = as_float64(variables)
+    sharp = lambda h: reference.log_softmax(self.reference_logits(head, wide, h) / 0.7)
+    own = lambda h: np.take_along_axis(sharp(h), np.asarray(tokens)[..., None], -1)[..., 0]
+    exact = np.asarray(hidden, np.float64)
+    # Some hundred roundings of 6e-8 of scores of order one, divided by 0.7.
+    np.testing.assert_allclose(found, own(exact), atol=4e-5)
+    direction = np.random.default_rng(0).normal(size=exact.shape)
+    change = own(exact + 1e-5 * direction) - own(exact - 1e-5 * direction)
+    slope = (np.asarray(cotangent, np.float64) * change).sum() / 2e-5
+    np.testing.assert_allclose((gradient * direction).sum(), slope, atol=1e-3)
+
+  @costly
   def test_tokens_that_are_left_out_contribute_exactly_zero(self, run, variables, hidden, tokens):
     tokens = tokens.at[1, 2:].set(-100).at[2, 0].set(self.vocab)
     known = (tokens >= 0) & (tokens < self.vocab)

@@ -44,13 +44,13 @@ def linear_gradients(hidden, weight, tokens, cotangent, bias=None):
   return score @ weight, score.T @ hidden, score.sum(axis=0)
 
 
-def linear_softmax(hidden, weight, bias, tokens, kept, softcap=None, k=0) -> tuple:
+def linear_softmax(hidden, weight, bias, tokens, kept, softcap=None, k=0, temperature=1) -> tuple:
   """(log_prob, log_z, entropy, mean_log_prob, top_log_probs) over the rows `kept`, in jax.numpy.
 
   All scores at once, in the precision of the arguments, to be differentiated.
   """
   scores = hidden @ weight[kept].T + (0.0 if bias is None else bias[kept])
-  scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+  scores = (softcap * jnp.tanh(scores / softcap) if softcap else scores) / temperature
   log_z = jax.nn.logsumexp(scores, axis=-1)
   log_prob = scores - log_z[..., None]
   own = jnp.take_along_axis(

@@ -40,11 +40,16 @@ from .heads import UnigramBias as UnigramBias
 from .heads import UnigramProposal as UnigramProposal
 from .heads import UnsharedGroupedHead as UnsharedGroupedHead
 from .ops.distillation import SoftTargetLoss as SoftTargetLoss
+from .ops.distillation import linear_divergence as linear_divergence
 from .ops.distillation import linear_soft_target_loss as linear_soft_target_loss
 from .ops.softmax import LinearSoftmax as LinearSoftmax
 from .ops.softmax import linear_cross_entropy as linear_cross_entropy
 from .ops.softmax import linear_log_prob as linear_log_prob
 from .ops.softmax import linear_softmax as linear_softmax
+from .ops.sparse_targets import TokenLogProbs as TokenLogProbs
+from .ops.sparse_targets import linear_sparse_target_loss as linear_sparse_target_loss
+from .ops.sparse_targets import linear_token_log_probs as linear_token_log_probs
+from .ops.sparse_targets import linear_top_k_divergence as linear_top_k_divergence
 from .quantizers import CentroidQuantizer as CentroidQuantizer
 from .quantizers import EncoderQuantizer as EncoderQuantizer
 from .quantizers import FreeQuantizer as FreeQuantizer

@@ -12,7 +12,11 @@ import pytest
 from tests import reference
 from vqjax import GroupedHead
 from vqjax.ops import sampling
-from vqjax.ops.distillation import block_soft_target_loss, linear_soft_target_loss
+from vqjax.ops.distillation import (
+  block_soft_target_loss,
+  linear_divergence,
+  linear_soft_target_loss,
+)
 from vqjax.sharding import MeshShape, make_mesh
 
 V, D, E = 101, 6, 9
@@ -147,6 +151,185 @@ class TestLinearStudent:
   def test_options_must_be_positive(self, name):
     with pytest.raises(ValueError, match=f"`{name}` must be positive; got 0"):
       linear_soft_target_loss(*operands(13), **{name: 0})
+
+
+def divergence_from_logits(mixture, logits, teacher_logits):
+  """Divergence as its definition has it, over the rows that a side has, to be differentiated."""
+  log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(teacher_logits)
+  if mixture == 1:
+    log_p, log_q = log_q, log_p
+  p, q = jnp.exp(log_p), jnp.exp(log_q)
+  kl = lambda a, log_a, log_b: jnp.where(a > 0, a * (log_a - log_b), 0.0).sum(-1)
+  if mixture in (0, 1):
+    return kl(q, log_q, log_p)
+  log_m = jnp.log(mixture * q + (1 - mixture) * p)
+  return mixture * kl(q, log_q, log_m) + (1 - mixture) * kl(p, log_p, log_m)
+
+
+def materialised_divergence(h, w, th, tw, b=None, tb=None, *, mixture, **options):
+  """The divergence from all scores, in the precision of its arguments."""
+  temperature = options.get("temperature", 1.0)
+
+  def logits(h, w, b, cap):
+    score = h @ w.T + (0.0 if b is None else b)
+    return (cap * jnp.tanh(score / cap) if cap else score) / temperature
+
+  student = logits(h, w, b, options.get("softcap"))
+  teacher = logits(th, tw, tb, options.get("teacher_softcap"))
+  return (divergence_from_logits(mixture, student, teacher),)
+
+
+class TestDivergence:
+  @pytest.mark.fast_cases(3)
+  @pytest.mark.parametrize("mixture", [0, 0.1, 0.5, 1])
+  @pytest.mark.parametrize("options", OPTIONS)
+  @pytest.mark.parametrize(
+    ("n", "tile", "bias"), [(1, None, True), (13, (4, 10), True), (13, (100, V), False)]
+  )
+  def test_values_and_all_gradients_equal_float64(self, mixture, options, n, tile, bias):
+    arrays = operands(n)[: 6 if bias else 4]
+    cotangents = (jax.random.normal(jax.random.key(7), (n,)),)
+    ours = lambda *a: (linear_divergence(*a, mixture=mixture, tile=tile, **options),)
+    result = value_and_pullback(ours, arrays, cotangents)
+    with jax.enable_x64(True):
+      exact = functools.partial(materialised_divergence, mixture=mixture, **options)
+      expected = value_and_pullback(exact, float64(arrays), float64(cotangents))
+    chex.assert_trees_all_close(result, expected, atol=ATOL, rtol=0)
+
+  @pytest.mark.parametrize("mixture", [0.1, 0.7])
+  def test_a_mixture_of_distributions_that_are_nearly_equal_keeps_its_digits(self, mixture):
+    hidden, weight, *_ = operands(13)
+    teacher = weight + 1e-3 * jax.random.normal(jax.random.key(5), weight.shape)
+    found = linear_divergence(hidden, weight, hidden, teacher, mixture=mixture, tile=(4, 10))
+    wide = lambda w: np.asarray(hidden, np.float64) @ np.asarray(w, np.float64).T
+    log_p, log_q = reference.log_softmax(wide(weight)), reference.log_softmax(wide(teacher))
+    p, q = np.exp(log_p), np.exp(log_q)
+    log_m = np.log(mixture * q + (1 - mixture) * p)
+    exact = (mixture * q * (log_q - log_m) + (1 - mixture) * p * (log_p - log_m)).sum(-1)
+    # Of order 1e-6; the scores, of order ten, have errors of 1e-6 that meet gaps of 1e-3.
+    np.testing.assert_allclose(found, exact, atol=2e-8)
+
+  def test_rows_that_one_side_lacks_leave_a_mixture_finite_with_exact_gradients(self):
+    mixture = 0.3
+    *rest, bias, teacher_bias = operands(13)
+    kept = np.ones(V, bool), np.ones(V, bool)
+    kept[0][5:30] = kept[1][20:45] = False
+    both = [jnp.where(k, b, -jnp.inf) for k, b in zip(kept, (bias, teacher_bias))]
+    total = lambda *a: linear_divergence(*a, *both, mixture=mixture, tile=(4, 10)).sum()
+    value, gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(*rest)
+
+    def exact(h, w, th, tw):
+      # 1e4 nats below the others, a row has probability 0 in float64 as well.
+      far = lambda k, b: jnp.asarray(np.where(k, np.asarray(b, np.float64), -1e4))
+      score = h @ w.T + far(kept[0], bias)
+      other = th @ tw.T + far(kept[1], teacher_bias)
+      p, q = jax.nn.softmax(score), jax.nn.softmax(other)
+      m = mixture * q + (1 - mixture) * p
+      log = lambda x, present: jnp.log(jnp.where(present, x, 1.0))
+      some = kept[0] | kept[1]
+      of_q = (q * (log(q, kept[1]) - log(m, some))).sum()
+      return mixture * of_q + (1 - mixture) * (p * (log(p, kept[0]) - log(m, some))).sum()
+
+    with jax.enable_x64(True):
+      expected = jax.value_and_grad(exact, (0, 1, 2, 3))(*float64(rest))
+    chex.assert_trees_all_close((value, gradients), expected, atol=13 * ATOL, rtol=0)
+    assert (gradients[1][5:30] == 0).all()
+    assert (gradients[3][20:45] == 0).all()
+    bound = -(mixture * np.log(mixture) + (1 - mixture) * np.log(1 - mixture))
+    assert value < 13 * bound
+
+  @pytest.mark.parametrize("mixture", [0.3, 1])
+  def test_scores_of_ten_thousand_stay_finite_and_exact(self, mixture):
+    hidden, weight, teacher_hidden, teacher_weight, *_ = operands(7)
+    arrays = 2e3 * hidden, weight, 2e3 * teacher_hidden, teacher_weight
+    total = lambda *a: linear_divergence(*a, mixture=mixture, tile=(4, 10))
+    value, pull = jax.vjp(total, *arrays)
+    with jax.enable_x64(True):
+      expected = materialised_divergence(*float64(arrays), mixture=mixture)[0]
+    # Scores up to 2e4 have an error of 2e4 · 2^-24 · sqrt(9) = 4e-3 each.
+    np.testing.assert_allclose(value, expected, atol=1e-2, rtol=1e-5)
+    assert all(np.isfinite(x).all() for x in pull(jnp.ones(7)))
+
+  def test_the_reverse_divergence_is_infinite_where_the_teacher_lacks_a_row(self):
+    *rest, bias, teacher_bias = operands(3)
+    removed = teacher_bias.at[7].set(-jnp.inf)
+    assert np.isposinf(linear_divergence(*rest, bias, removed, mixture=1)).all()
+    assert np.isfinite(linear_divergence(*rest, bias, removed, mixture=0)).all()
+
+  @pytest.mark.fast_cases(1)
+  @pytest.mark.parametrize("mixture", [0.5, 0])
+  def test_weights_scale_and_tokens_left_out_contribute_exactly_zero(self, mixture):
+    hidden, weight, teacher, teacher_weight, *_ = operands(13)
+    kept = np.arange(13) % 3 != 1
+    token_weight = jnp.where(np.arange(13) % 5 == 4, 0.0, jnp.linspace(0.5, 2, 13))
+    counts = kept & np.asarray(token_weight != 0)
+    broken = [jnp.where(counts[:, None], x, jnp.nan) for x in (hidden, teacher)]
+
+    def total(h, w, t, tw, mask, token_weight):
+      options = {"mask": mask, "token_weight": token_weight, "tile": (4, 10)}
+      each = linear_divergence(h, w, t, tw, mixture=mixture, **options)
+      return each.sum(), each
+
+    run = jax.jit(jax.grad(total, (0, 1, 2, 3), has_aux=True))
+    found, each = run(broken[0], weight, broken[1], teacher_weight, jnp.asarray(kept), token_weight)
+    alone, wanted = run(
+      hidden[counts], weight, teacher[counts], teacher_weight, None, token_weight[counts]
+    )
+    assert (each[~counts] == 0).all()
+    assert not found[0][~counts].any()
+    assert not found[2][~counts].any()
+    chex.assert_trees_all_close(
+      (each[counts], found[0][counts], found[1], found[2][counts], found[3]),
+      (wanted, *alone),
+      atol=ATOL,
+      rtol=0,
+    )
+
+  # bfloat16 keeps 8 bits of hidden vectors, rows and probabilities; the values stay float32.
+  @pytest.mark.slow
+  @pytest.mark.parametrize("mixture", [0, 0.5, 1])
+  def test_bfloat16_operands_are_scored_and_summed_in_float32(self, mixture):
+    arrays = [x.astype(jnp.bfloat16) for x in operands(64)[:4]]
+    total = lambda *a: linear_divergence(*a, mixture=mixture, tile=(16, 10)).mean()
+    value, gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(*arrays)
+    with jax.enable_x64(True):
+      exact = lambda *a: materialised_divergence(*a, mixture=mixture)[0].mean()
+      expected = jax.value_and_grad(exact, (0, 1, 2, 3))(*float64(arrays))
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    for ours, wanted in zip(gradients, expected[1]):
+      assert ours.dtype == jnp.bfloat16
+      error = np.linalg.norm(np.float64(ours) - wanted) / np.linalg.norm(wanted)
+      assert error < 1e-2
+
+  @pytest.mark.fast_cases(1)
+  @pytest.mark.parametrize("shape", [MeshShape(1, 1, 8), MeshShape(2, 2, 2)])
+  @pytest.mark.parametrize("mixture", [0, 0.5, 1])
+  def test_a_mesh_changes_neither_values_nor_gradients(self, mixture, shape):
+    arrays = operands(3, 5)
+
+    def run(*a):
+      each = lambda *a: linear_divergence(
+        *a, mixture=mixture, softcap=5.0, tile=(4, 10), vocab_axis="model"
+      )
+      return jax.value_and_grad(lambda a: each(*a).mean())(a)
+
+    wanted = jax.jit(run)(*arrays)
+    with jax.set_mesh(make_mesh(shape)):
+      found = jax.device_get(jax.jit(run)(*arrays))
+    chex.assert_trees_all_close(found, wanted, atol=ATOL, rtol=0)
+
+  def test_no_array_of_tokens_times_vocabulary_exists(self):
+    n, v = 2053, 4099
+    shapes = (n, D), (v, D), (n, E), (v, E)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    loss = lambda *a: linear_divergence(*a, mixture=0.5).mean()
+    assert reference.largest_value(jax.grad(loss, (0, 1, 2, 3)), *arrays) < n * v / 4
+
+  @pytest.mark.parametrize("mixture", [-0.1, 1.5, float("nan")])
+  def test_a_mixture_outside_of_its_range_is_refused(self, mixture):
+    with pytest.raises(ValueError, match=r"`mixture` must be in \[0, 1\]; got"):
+      inspect.unwrap(linear_divergence)(*operands(3), mixture=mixture)
 
 
 def blocks_of(hidden, weight, width=12):

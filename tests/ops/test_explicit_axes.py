@@ -8,6 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from vqjax.ops import codes, softmax
+from vqjax.ops.distillation import linear_divergence
+from vqjax.ops.sparse_targets import linear_sparse_target_loss
 
 V, D = 64, 16
 
@@ -64,6 +66,41 @@ def test_the_ops_run_eagerly_on_explicit_axes(operands, mesh):
     gathered = codes.code_vectors(book, assignment, tokens)
     assert jax.typeof(gathered).sharding.spec == P("data", None, None)
     np.testing.assert_array_equal(gathered, vectors)
+
+
+def distillation_losses(hidden, weight, tokens, vocab_axis=None):
+  """A divergence, and a loss against two tokens, of a student from a teacher twice as sharp."""
+  options = {"temperature": 0.7, "vocab_axis": vocab_axis}
+  divergence = linear_divergence(hidden, weight, 2 * hidden, weight, mixture=0.4, **options)
+  two = jnp.stack([tokens, (tokens + 1) % V], axis=-1)
+  probs = jnp.broadcast_to(jnp.array([0.6, 0.3], hidden.dtype), two.shape)
+  return divergence, linear_sparse_target_loss(
+    hidden, weight, two, probs, rest="bucket", **options
+  ).kl
+
+
+def test_distillation_losses_are_equal_on_explicit_axes_and_inside_of_a_shard_map(operands, mesh):
+  def loss(hidden, weight, tokens, vocab_axis=None):
+    each = distillation_losses(hidden, weight, tokens, vocab_axis)
+    return sum(x.sum() for x in each), each
+
+  both = jax.value_and_grad(loss, (0, 1), has_aux=True)
+  hidden, weight, tokens = operands
+  expected = jax.jit(both)(hidden, weight, tokens)
+  with jax.set_mesh(mesh):
+    placed = (jax.device_put(x, P(axis)) for x, axis in zip(operands, ("data", "model", "data")))
+    found = jax.jit(both, static_argnums=3)(*placed, "model")
+    for each in found[0][1]:
+      assert jax.typeof(each).sharding.spec == P("data", None)
+    found = jax.device_get(found)
+  # Sums of 100 terms of order one in another order.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), found, expected)
+  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)):
+    inside = lambda *a: distillation_losses(*a, vocab_axis="model")
+    specs = P("data"), P("model"), P("data")
+    found = jax.shard_map(inside, in_specs=specs, out_specs=P("data"))(hidden, weight, tokens)
+    for ours, wanted in zip(found, expected[0][1]):
+      np.testing.assert_allclose(ours, wanted, atol=2e-5)
 
 
 def test_the_loss_runs_inside_of_a_shard_map_without_jit(operands):

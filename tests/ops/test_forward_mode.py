@@ -26,13 +26,13 @@ def operands():
   return float32((hidden, weight, bias)), float32(directions), jnp.arange(N) + 5
 
 
-def float64_log_prob(operands, tokens, softcap=None):
+def float64_log_prob(operands, tokens, softcap=None, temperature=1.0):
   """Log-probabilities of tokens, in NumPy."""
   hidden, weight, bias = operands
   scores = hidden @ weight.T + bias
   if softcap is not None:
     scores = np.where(np.isneginf(bias), -np.inf, softcap * np.tanh(scores / softcap))
-  return np.take_along_axis(reference.log_softmax(scores), tokens[:, None], -1)[:, 0]
+  return np.take_along_axis(reference.log_softmax(scores / temperature), tokens[:, None], -1)[:, 0]
 
 
 def central_difference(function, operands, directions, step=1e-5):
@@ -43,17 +43,21 @@ def central_difference(function, operands, directions, step=1e-5):
   return (at(1) - at(-1)) / (2 * step)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_the_derivative_in_a_direction_is_that_of_float64(operands, softcap):
+@pytest.mark.parametrize(("softcap", "temperature"), [(None, 1.0), (3.0, 0.7)])
+def test_the_derivative_in_a_direction_is_that_of_float64(operands, softcap, temperature):
   primals, tangents, tokens = operands
   hidden, weight, bias = primals
   expected = central_difference(
-    lambda x: float64_log_prob(x, np.asarray(tokens), softcap), primals, tangents
+    lambda x: float64_log_prob(x, np.asarray(tokens), softcap, temperature), primals, tangents
   )
   log_prob, tangent = linear_log_prob_jvp(
-    hidden, weight, tokens, bias, tangents=tangents, softcap=softcap, tile=TILE
+    *(hidden, weight, tokens, bias),
+    tangents=tangents,
+    softcap=softcap,
+    temperature=temperature,
+    tile=TILE,
   )
-  equal = linear_log_prob(hidden, weight, tokens, bias, softcap=softcap)
+  equal = linear_log_prob(hidden, weight, tokens, bias, softcap=softcap, temperature=temperature)
   np.testing.assert_allclose(log_prob, equal, atol=1e-5)
   # Sums of 2·D + V products of size 10: some hundred roundings of 6e-7.
   np.testing.assert_allclose(tangent, expected, atol=1e-4)

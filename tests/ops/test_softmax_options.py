@@ -62,13 +62,24 @@ def check(ours, whole, operands):
   [(1, 1, None, 1), (5, 3, (2, 2), 1), (13, 101, (4, 10), 5), (3, 157, (2, 50), 128)],
 )
 @pytest.mark.parametrize(
-  ("softcap", "bias"), [(None, None), (None, "removes rows"), (3, "plain"), (2.5, "removes rows")]
+  ("softcap", "temperature", "bias"),
+  [
+    (None, 1, None),
+    (None, 1.7, "removes rows"),
+    (3, 1, "plain"),
+    (2.5, 1, "removes rows"),
+    (3, 0.6, "plain"),
+  ],
 )
-def test_all_results_and_their_gradients_together_equal_float64(n, v, tile, k, softcap, bias):
+def test_all_results_and_their_gradients_together_equal_float64(
+  n, v, tile, k, softcap, temperature, bias
+):
   *operands, tokens, kept = arrays(n, v, bias)
   outputs = {"entropy": True, "mean": True, "top_k": k, "softcap": softcap, "tile": tile}
-  ours = lambda h, w, b: linear_softmax(h, w, tokens, b, **outputs)[:5]
-  whole = lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, softcap, k)
+  ours = lambda h, w, b: linear_softmax(h, w, tokens, b, temperature=temperature, **outputs)[:5]
+  whole = lambda h, w, b: reference.linear_softmax(
+    h, w, b, tokens, kept, softcap, k, temperature=temperature
+  )
   check(ours, whole, operands)
 
 
@@ -164,6 +175,7 @@ def test_padding_of_weight_zero_has_no_loss_and_no_gradient_whatever_its_token()
   [
     ({"softcap": 0.0}, "`softcap` must be positive; got 0.0"),
     ({"softcap": float("nan")}, "`softcap` .* got nan"),
+    ({"temperature": 0}, "`temperature` must be positive; got 0"),
     ({"top_k": -1}, r"`top_k` must be in \[0, 128\] .* got -1"),
     ({"top_k": 129}, "`top_k` .* got 129"),
   ],
@@ -188,14 +200,21 @@ def test_losses_without_a_meaning_are_refused(options, message):
     linear_cross_entropy(hidden, weight, tokens, bias, **options)
 
 
-def test_weights_of_another_shape_than_the_tokens_are_refused():
+def test_weights_and_masks_of_another_shape_than_the_tokens_are_refused():
   hidden, weight, tokens = jnp.ones((5, 4)), jnp.ones((31, 4)), jnp.zeros((5,), jnp.int32)
+  with pytest.raises(ValueError, match=r"`mask` must be bool of shape \(5,\)"):
+    inspect.unwrap(linear_softmax)(hidden, weight, tokens, mask=jnp.ones(5))
   with pytest.raises(ValueError, match=r"`token_weight` must .*\(5,\) .* got \(5, 1\)"):
     inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, token_weight=jnp.ones((5, 1)))
 
 
 @pytest.mark.parametrize(
-  "option", [{"token_weight": jnp.array([1.0, 0.0, 1.0])}, {"ignore_index": -100}]
+  "option",
+  [
+    {"token_weight": jnp.array([1.0, 0.0, 1.0])},
+    {"mask": jnp.array([True, False, True])},
+    {"ignore_index": -100},
+  ],
 )
 def test_padding_may_have_a_hidden_vector_that_is_no_number(option):
   hidden = jnp.ones((3, 4)).at[1].set(jnp.nan)
@@ -205,6 +224,30 @@ def test_padding_may_have_a_hidden_vector_that_is_no_number(option):
   value, gradients = jax.value_and_grad(loss, (0, 1))(hidden, weight)
   assert np.isfinite(value)
   assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_results_of_tokens_that_a_mask_leaves_out_are_zero_without_a_gradient():
+  hidden, weight, bias, tokens, _ = arrays(13, 101, "plain")
+  mask = np.arange(13) % 3 != 1
+  broken, odd = jnp.where(mask[:, None], hidden, jnp.nan), jnp.where(mask, tokens, -100)
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+  def run(h, w, b, tokens, mask):
+    options = {"entropy": True, "mean": True, "top_k": 3, "temperature": 0.7, "tile": (4, 10)}
+    found = linear_softmax(h, w, tokens, b, mask=mask, **options)
+    return sum(x.sum() for x in found[:5]), found
+
+  (value, found), gradients = run(broken, weight, bias, odd, jnp.asarray(mask))
+  (expected, _), alone = run(hidden[mask], weight, bias, tokens[mask], None)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  for statistic in found[:5]:
+    assert not statistic[~mask].any()
+  assert (found.top_tokens[~mask] == -1).all()
+  assert not gradients[0][~mask].any()
+  np.testing.assert_allclose(gradients[0][mask], alone[0], atol=1e-5)
+  for ours, wanted in zip(gradients[1:], alone[1:]):
+    np.testing.assert_allclose(ours, wanted, atol=5e-5)
 
 
 def test_a_score_beyond_all_numbers_is_capped_and_not_removed():

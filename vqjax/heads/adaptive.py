@@ -119,12 +119,17 @@ class AdaptiveHead(Head):
     return jnp.concatenate(parts, axis=-1)
 
   def log_prob(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V).
 
     For tokens outside of a cluster, only the projection of the cluster is computed.
     """
+    if temperature != 1:
+      return self._log_prob_at(hidden, tokens, temperature)
     self._check_hidden(hidden)
     known, token = in_vocabulary(tokens, self.vocab)
 

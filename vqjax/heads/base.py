@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.layer import Layer
-from vqjax.ops import sampling, vocab_parallel
+from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import check_mask, widened
 
@@ -56,12 +56,31 @@ class Head(Layer):
 
   @abc.abstractmethod
   def log_prob(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V).
 
     The loss of a language model is -mean(log_prob). Neither it nor its gradient holds [*B, V].
+
+    Args:
+      hidden: one vector for each token.
+      tokens: the tokens.
+      temperature: divides the logits, as in `sample`: the log-probabilities are those with which
+        `sample` draws at this temperature. A Python number. At another temperature than 1 a head
+        with factors scores all tokens, a block at a time.
+
+    Raises:
+      ValueError: `temperature` is not positive.
     """
+
+  def _log_prob_at(self, hidden, tokens, temperature):
+    """`log_prob` at a temperature, from the logits a block at a time."""
+    softmax.check_temperature(temperature)
+    excess = self.over_blocks(lambda blocks: sampling.log_z_excess(blocks, temperature), hidden)
+    return self.log_prob(hidden, tokens) / temperature - excess
 
   @abc.abstractmethod
   def _blocks(self, rows: dict[str, Any], hidden: Float[Array, "*B D"]) -> sampling.Blocks:

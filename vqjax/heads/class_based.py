@@ -76,9 +76,14 @@ class ClassBasedHead(Head):
     return self._log_prob_of(scores_BV, assignment, log_class_BC - log_z_BC)
 
   def log_prob(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; only each token's own class is scored."""
+    if temperature != 1:
+      return self._log_prob_at(hidden, tokens, temperature)
     self._check_hidden(hidden)
     known, token = in_vocabulary(tokens, self.vocab)
 

@@ -136,12 +136,15 @@ class CodebookHead(Head):
     return _token_scores(scores_BK, self.array("token_bias"), assignment, slice(None))
 
   def log_prob(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, from K scores; nan outside [0, V)."""
-    return self._softmax(hidden, tokens).log_prob
+    return self._softmax(hidden, tokens, temperature=temperature).log_prob
 
-  def _softmax(self, hidden, tokens, mean=False):
+  def _softmax(self, hidden, tokens, mean=False, temperature=1.0):
     self._check_hidden(hidden)
     codebook, assignment = self.factors()
     return code_ops.code_softmax(
@@ -150,6 +153,7 @@ class CodebookHead(Head):
       assignment,
       tokens,
       self.array("token_bias"),
+      temperature=temperature,
       mean=mean,
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,

@@ -68,18 +68,22 @@ class LinearHead(Head):
     return softmax.linear_scores(hidden, self._weight(), self._bias(), self.dtype, self.softcap)
 
   def log_prob(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
-    return self._softmax(hidden, tokens, mean=False).log_prob
+    return self._softmax(hidden, tokens, mean=False, temperature=temperature).log_prob
 
-  def _softmax(self, hidden, tokens, mean, weight=None):
+  def _softmax(self, hidden, tokens, mean, weight=None, temperature=1.0):
     self._check_hidden(hidden)
     return softmax.linear_softmax(
       hidden,
       weight or self._weight(),
       tokens,
       self._bias(),
+      temperature=temperature,
       softcap=self.softcap,
       mean=mean,
       dtype=self.dtype,

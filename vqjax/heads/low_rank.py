@@ -75,7 +75,10 @@ class LowRankHead(Head):
     return softmax.linear_scores(narrow_BR, self.array("weight"), self.array("bias"), dtype)
 
   def log_prob(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
     narrow_BR, dtype = self._project(hidden)
@@ -84,6 +87,7 @@ class LowRankHead(Head):
       self.array("weight"),
       tokens,
       self.array("bias"),
+      temperature=temperature,
       dtype=dtype,
       vocab_axis=self.vocab_axis,
     )

@@ -114,9 +114,14 @@ class TwoLevelHead(GroupDecodingHead):
     return log_prob_BGS[..., group, slot]
 
   def log_prob(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V)."""
+    if temperature != 1:
+      return self._log_prob_at(hidden, tokens, temperature)
     self._check_hidden(hidden)
     known, token = in_vocabulary(tokens, self.vocab)
     group, slot = group_ops.group_and_slot(self._position_of(token), self.starts)

@@ -87,6 +87,7 @@ def code_softmax(
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
+  temperature: float | int = 1.0,
   mean: bool = False,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
@@ -102,6 +103,7 @@ def code_softmax(
     assignment: the code of each token of the vocabulary.
     tokens: indices into the vocabulary.
     bias: a score of each token of the vocabulary; -inf removes it.
+    temperature: divides the scores, as in `linear_softmax`.
     mean: whether to compute the mean log-probability, hidden · (mean row) + (mean bias) - log Z,
       where the mean row weights each code by the number of its tokens.
     dtype: dtype of the matrix product's operands, as in `linear_softmax`.
@@ -113,7 +115,9 @@ def code_softmax(
   def body(rows, shared):
     codebook, assignment, bias = rows
     hidden, token = shared
-    return _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, vocab_axis)
+    return _code_softmax(
+      hidden, codebook, assignment, token, bias, temperature, mean, dtype, vocab_axis
+    )
 
   rows = (
     vocab_parallel.Sharded(codebook, 0),
@@ -124,8 +128,12 @@ def code_softmax(
   return stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
 
 
-def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
+def _code_softmax(
+  hidden, codebook, assignment, token, bias, temperature, mean, dtype, axis
+) -> CodeSoftmax:
   codes = codebook.shape[0]
+  if bias is not None and temperature != 1:
+    bias = bias.astype(jnp.float32) / temperature
   mass_K = log_mass(assignment, vocab_parallel.rows_in_all(axis, codes), bias, axis)
   # The assignment may be stored in a narrow integer type, in which row arithmetic would overflow.
   code = vocab_parallel.sharded_lookup(assignment, token, axis).astype(jnp.int32)
@@ -135,7 +143,9 @@ def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
     hidden,
     codebook,
     code,
-    vocab_parallel.own_part(mass_K, codes, axis),
+    # A temperature divides the scores of the codes, not the masses of the tokens on them.
+    vocab_parallel.own_part(mass_K, codes, axis) * temperature,
+    temperature=temperature,
     dtype=dtype,
     vocab_axis=axis,
   )
@@ -145,7 +155,11 @@ def _code_softmax(hidden, codebook, assignment, token, bias, mean, dtype, axis):
   mass_B = vocab_parallel.gather(mass_K, code)
   # If all tokens of a code have bias -inf, both are -inf and their difference would be nan.
   within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
-  mean_B = _mean_score(hidden, codebook, assignment, bias, axis) - of_code.log_z if mean else None
+  mean_B = None
+  if mean:
+    # Of the scores, whose bias is divided already.
+    sharp = hidden.astype(jnp.float32) / temperature
+    mean_B = _mean_score(sharp, codebook, assignment, bias, axis) - of_code.log_z
   return CodeSoftmax(of_code.log_prob + within, of_code.log_z, mean_B)
 
 

@@ -1,13 +1,16 @@
 """Distillation losses between two softmaxes, without the logits of either.
 
 A student distribution p = softmax(s) is compared with a teacher distribution q = softmax(t) over
-one vocabulary. Only [N]-sized sums, kept relative to running maxima, survive from one part of the
-vocabulary to the next; they are then reduced over the devices of the vocabulary's mesh axis.
+one vocabulary. Only [N]-sized sums survive from one part of the vocabulary to the next; they are
+then reduced over the devices of the vocabulary's mesh axis.
 
-`linear_soft_target_loss` scores both layers tile by tile (`vqjax.ops.tiles`). Its gradients come
-from a second pass that recomputes the scores: 4NV(D + E) floating-point operations for the loss,
-and as many again for each gradient that is computed. `block_soft_target_loss` takes the student's
-scores as `Blocks` in any order of tokens, and gathers the teacher's rows.
+`linear_soft_target_loss` and `linear_divergence` score both layers tile by tile
+(`vqjax.ops.tiles`). Each takes one pass, in which the sums are kept relative to running maxima; a
+mixture of both distributions, which needs their normalisers first, takes a second one. The
+gradients come from one more pass that recomputes the scores, with a rule for the cotangents of both
+layers' scores in a tile: 4NV(D + E) floating-point operations for a pass, and as many again for
+each gradient that is computed. `block_soft_target_loss` takes the student's scores as `Blocks` in
+any order of tokens, and gathers the teacher's rows.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from vqjax.ops import softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.stable import exp_shift
-from vqjax.ops.vocabulary import check_mask
+from vqjax.ops.vocabulary import TokenWeight
 from vqjax.types import Dtype
 
 
@@ -51,6 +54,7 @@ def linear_soft_target_loss(
   teacher_bias: Float[Array, "V"] | None = None,
   *,
   mask: Bool[Array, "*B"] | None = None,
+  token_weight: Float[Array, "*B"] | None = None,
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
   teacher_softcap: float | int | None = None,
@@ -75,6 +79,7 @@ def linear_soft_target_loss(
     teacher_bias: bias of the teacher's scores.
     mask: False for tokens that are left out: their losses are 0 and have no gradient, whatever
       their hidden vectors hold.
+    token_weight: factor of each token's losses; a token of weight 0 is left out.
     temperature: divides the scores of both, after their caps.
     softcap: largest absolute score of the student.
     teacher_softcap: largest absolute score of the teacher.
@@ -86,62 +91,142 @@ def linear_soft_target_loss(
     ValueError: the shapes do not fit together, `temperature` or a cap is not positive, a side of
       `tile` is below 1, or the mesh has no axis `vocab_axis`.
   """
-  weight, teacher_weight = as_row_factory(weight), as_row_factory(teacher_weight)
-  if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
+  student = Side("", hidden, weight, bias, softcap)
+  teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
+  check_sides(student, teacher, temperature)
+  counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
+  return _compare(None, student, teacher, counted, temperature, tile, dtype, vocab_axis)
+
+
+@vocab_parallel.for_any_axes("hidden")
+def linear_divergence(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"] | RowFactory,
+  teacher_hidden: Float[Array, "*B E"],
+  teacher_weight: Float[Array, "V E"] | RowFactory,
+  bias: Float[Array, "V"] | None = None,
+  teacher_bias: Float[Array, "V"] | None = None,
+  *,
+  mixture: float | int = 0.5,
+  mask: Bool[Array, "*B"] | None = None,
+  token_weight: Float[Array, "*B"] | None = None,
+  temperature: float | int = 1.0,
+  softcap: float | int | None = None,
+  teacher_softcap: float | int | None = None,
+  tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> Float[Array, "*B"]:
+  """Forward KL, reverse KL or generalised Jensen-Shannon divergence, in nats.
+
+  With p of the student, q of the teacher, w = `mixture` and m = w q + (1 - w) p:
+
+    w = 0:      KL(q, p) = sum_v q_v (log q_v - log p_v), the forward divergence;
+    w = 1:      KL(p, q), the reverse divergence, which prefers few modes of the teacher;
+    otherwise:  w KL(q, m) + (1 - w) KL(p, m), the generalised Jensen-Shannon divergence.
+
+  The last, divided by w, tends to the first as w tends to 0, and likewise at the other end; it is
+  at most -w log w - (1 - w) log(1 - w), and finite where a bias of -inf removes a row from one side
+  alone. The result is exact and differentiable, in reverse mode, in all six arrays. The mixture
+  takes one more pass than the others. Source: Agarwal et al. (2024), On-policy distillation of
+  language models, whose D_JSD(β) this is with β = w.
+
+  Args:
+    hidden: hidden vectors of the student; it and all arguments without a remark as in
+      `linear_soft_target_loss`.
+    weight: rows of the student.
+    teacher_hidden: hidden vectors of the teacher.
+    teacher_weight: rows of the teacher.
+    bias: bias of the student's scores.
+    teacher_bias: bias of the teacher's scores.
+    mixture: weight w of the teacher in the mixture, in [0, 1], a Python number.
+    mask: False for tokens that are left out.
+    token_weight: factor of each token's divergence; a token of weight 0 is left out.
+    temperature: divides the scores of both, after their caps.
+    softcap: largest absolute score of the student.
+    teacher_softcap: largest absolute score of the teacher.
+    tile: (tokens, vocabulary rows) that are scored at once on each device.
+    dtype: dtype of the matrix products' operands.
+    vocab_axis: mesh axis over which the rows of both weights are sharded.
+
+  Raises:
+    ValueError: as `linear_soft_target_loss`, or `mixture` is outside [0, 1].
+  """
+  check_mixture(mixture)
+  student = Side("", hidden, weight, bias, softcap)
+  teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
+  check_sides(student, teacher, temperature)
+  counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
+  options = counted, temperature, tile, dtype, vocab_axis
+  if mixture == 0:
+    return _compare(None, student, teacher, *options).kl
+  if mixture == 1:
+    # The reverse divergence is the forward one with the sides exchanged.
+    return _compare(None, teacher, student, *options).kl
+  return _compare(float(mixture), student, teacher, *options)
+
+
+class Side(NamedTuple):
+  """One of the two layers, and the prefix of its arguments' names."""
+
+  prefix: str
+  hidden: Array
+  weight: Array | RowFactory
+  bias: Array | None
+  softcap: float | int | None
+
+
+def check_sides(student, teacher, temperature):
+  """Raise ValueError unless both layers fit together."""
+  if student.hidden.shape[:-1] != teacher.hidden.shape[:-1]:
     raise ValueError(
-      f"`teacher_hidden` must have the leading axes of `hidden` {hidden.shape}; got"
-      f" {teacher_hidden.shape}. Give both for the same tokens."
+      f"`teacher_hidden` must have the leading axes of `hidden` {student.hidden.shape}; got"
+      f" {teacher.hidden.shape}. Give both for the same tokens."
     )
-  if weight.shape[0] != teacher_weight.shape[0] or not weight.shape[0]:
+  rows, teacher_rows = (as_row_factory(side.weight).shape for side in (student, teacher))
+  if rows[0] != teacher_rows[0] or not rows[0]:
     raise ValueError(
-      f"`teacher_weight` must have a row for each of the {weight.shape[0]} rows of `weight`, at"
-      f" least 1; got {teacher_weight.shape}. Give both over one vocabulary."
+      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`, at"
+      f" least 1; got {teacher_rows}. Give both over one vocabulary."
     )
-  _check_layer("", hidden, weight, bias, softcap)
-  _check_layer("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
+  for side in (student, teacher):
+    _check_layer(side.prefix, side.hidden, as_row_factory(side.weight), side.bias, side.softcap)
   _check_positive("temperature", temperature)
 
-  def scoring(hidden, weight, cap):
-    operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-    return tiles.Scoring(operands, cap, float(temperature))
 
-  scorings = (
-    scoring(hidden, weight, softcap),
-    scoring(teacher_hidden, teacher_weight, teacher_softcap),
+def _compare(mixture, student, teacher, counted, temperature, tile, dtype, vocab_axis):
+  """The losses [*B] of two sides that fit together: see `_Plan.mixture`."""
+  sides = student, teacher
+  weights = [as_row_factory(side.weight) for side in sides]
+  scorings = tuple(
+    tiles.Scoring(
+      jnp.dtype(dtype or jnp.promote_types(side.hidden.dtype, weight.dtype)),
+      side.softcap,
+      float(temperature),
+    )
+    for side, weight in zip(sides, weights)
   )
 
   def body(rows, hiddens):
-    per_row, shared, bias, teacher_per_row, teacher_shared, teacher_bias = rows
-    student = tiles.Linear(
-      hiddens[0], dataclasses.replace(weight, per_row=per_row, shared=shared), bias
-    )
-    teacher = tiles.Linear(
-      hiddens[1],
-      dataclasses.replace(teacher_weight, per_row=teacher_per_row, shared=teacher_shared),
-      teacher_bias,
-    )
-    return _loss(scorings, tile, vocab_axis, student, teacher)
+    # On a mesh the arrays are this device's rows; without one they are those of the weights.
+    local = [
+      tiles.Linear(hidden, dataclasses.replace(weight, per_row=per_row, shared=shared), bias)
+      for hidden, weight, (per_row, bias, shared) in zip(hiddens, weights, (rows[:3], rows[3:]))
+    ]
+    return _loss(mixture, scorings, tile, vocab_axis, *local)
 
-  def sharded(bias):
-    filled = vocab_parallel.bias_of_padding(bias, weight.count, vocab_axis)
-    return vocab_parallel.Sharded(filled, -jnp.inf)
-
-  rows = (
-    vocab_parallel.Sharded(weight.per_row, 0),
-    vocab_parallel.Replicated(weight.shared),
-    sharded(bias),
-    vocab_parallel.Sharded(teacher_weight.per_row, 0),
-    vocab_parallel.Replicated(teacher_weight.shared),
-    sharded(teacher_bias),
-  )
-  if mask is not None:
-    check_mask(mask, hidden.shape[:-1])
-    # Before the products: 0 · nan in the backward pass would reach the gradients of the weights.
-    hidden, teacher_hidden = (jnp.where(mask[..., None], x, 0) for x in (hidden, teacher_hidden))
-  hiddens = tuple(x.reshape(-1, x.shape[-1]) for x in (hidden, teacher_hidden))
-  losses = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hiddens)
-  losses = jax.tree.map(lambda x: x.reshape(hidden.shape[:-1]), losses)
-  return losses if mask is None else jax.tree.map(lambda x: jnp.where(mask, x, 0), losses)
+  rows = []
+  for side, weight in zip(sides, weights):
+    filled = vocab_parallel.bias_of_padding(side.bias, weight.count, vocab_axis)
+    rows += [
+      vocab_parallel.Sharded(weight.per_row, 0),
+      vocab_parallel.Sharded(filled, -jnp.inf),
+      vocab_parallel.Replicated(weight.shared),
+    ]
+  hiddens = tuple(counted.hide(side.hidden).reshape(-1, side.hidden.shape[-1]) for side in sides)
+  losses = vocab_parallel.over_vocabulary(vocab_axis, body, tuple(rows), hiddens)
+  batch = student.hidden.shape[:-1]
+  return counted.of_each(jax.tree.map(lambda x: x.reshape(batch), losses))
 
 
 def block_soft_target_loss(
@@ -209,6 +294,15 @@ def _check_layer(prefix, hidden, weight, bias, softcap):
     )
   if softcap is not None:
     _check_positive(f"{prefix}softcap", softcap)
+
+
+def check_mixture(mixture: float | int) -> None:
+  """Raise ValueError unless a weight of the teacher is in [0, 1]."""
+  if not 0 <= mixture <= 1:
+    raise ValueError(
+      f"`mixture` must be in [0, 1]; got {mixture}. Give 0 for the forward KL divergence, 1 for the"
+      " reverse one, or 0.5 for the Jensen-Shannon divergence."
+    )
 
 
 def _check_positive(name, value):
@@ -307,9 +401,20 @@ def _finish(sums):
 
 
 class _Plan(NamedTuple):
+  """Static description of a comparison.
+
+  Attributes:
+    scorings: how the scores of student and teacher are computed.
+    cut: tile and token shards.
+    axis: manual mesh axis of the vocabulary, or None.
+    mixture: weight of the teacher in the generalised Jensen-Shannon divergence; None: the results
+      are those of `SoftTargetLoss`.
+  """
+
   scorings: tuple[tiles.Scoring, tiles.Scoring]
   cut: tiles.Cut
   axis: str | None
+  mixture: float | None
 
 
 class _Saved(NamedTuple):
@@ -320,8 +425,8 @@ class _Saved(NamedTuple):
     log_sum: log sum of exp(s - top); added to `top` it would round away under a large offset.
     teacher_top: largest t.
     teacher_log_sum: log sum of exp(t - teacher_top).
-    mean: mean of s - top under q.
-    teacher_mean: mean of t - teacher_top under q.
+    mean: mean of s - top under q; for a mixture, KL(p, m).
+    teacher_mean: mean of t - teacher_top under q; for a mixture, KL(q, m).
   """
 
   top: Array
@@ -332,7 +437,7 @@ class _Saved(NamedTuple):
   teacher_mean: Array
 
 
-def _loss(scorings, tile, vocab_axis, student, teacher):
+def _loss(mixture, scorings, tile, vocab_axis, student, teacher):
   """Losses of flat tokens; the rows may be one device's part of the vocabulary."""
   axis = vocab_parallel.inside(vocab_axis)
   student, teacher = vocab_parallel.varying((student, teacher), *([axis] if axis else []))
@@ -341,7 +446,7 @@ def _loss(scorings, tile, vocab_axis, student, teacher):
   student = student._replace(hidden=shards.split(student.hidden))
   teacher = teacher._replace(hidden=shards.split(teacher.hidden))
   sides = tiles.cut_tile(tile, student.hidden.shape[1], student.weight.count)
-  plan = _Plan(scorings, tiles.Cut(sides, shards), axis)
+  plan = _Plan(scorings, tiles.Cut(sides, shards), axis, mixture)
   return jax.tree.map(lambda x: shards.join(x, n), _pass(plan, student, teacher))
 
 
@@ -352,10 +457,10 @@ def _pass(plan, student, teacher):
 
 
 def _forward(plan, student, teacher):
-  merge = lambda sums, scores, first_row, given: _add_block(sums, *scores)
-  start = _zero_sums(student.hidden.shape[:2])
+  layers, batch = (student, teacher), student.hidden.shape[:2]
+  add = lambda sums, scores, first_row, given: _add_block(sums, *scores)
   # Reduced once at the end, not at every tile: the sums of a device are relative to its own maxima.
-  sums = tiles.fold(plan.cut, plan.scorings, (student, teacher), None, start, merge)
+  sums = tiles.fold(plan.cut, plan.scorings, layers, None, _zero_sums(batch), add)
   sums = _all_reduce(sums, plan.axis)
   saved = _Saved(
     top=sums.top,
@@ -365,7 +470,51 @@ def _forward(plan, student, teacher):
     mean=sums.cross / sums.teacher_total,
     teacher_mean=sums.moment / sums.teacher_total,
   )
-  return _finish(sums), saved
+  if plan.mixture is None:
+    return _finish(sums), saved
+
+  def add_to_mixture(old, scores, first_row, saved):
+    del first_row
+    per_token = jax.tree.map(lambda x: x[..., None], saved)
+    terms = _mixture_terms(plan.mixture, *_log_probs(scores, per_token))
+    return tuple(total + term.sum(axis=-1) for total, term in zip(old, terms))
+
+  # A mixture of probabilities needs both normalisers, hence a second pass.
+  zero = jnp.zeros(batch, jnp.float32)
+  kls = tiles.fold(plan.cut, plan.scorings, layers, saved, (zero, zero), add_to_mixture)
+  of_student, of_teacher = lax.psum(kls, plan.axis) if plan.axis else kls
+  loss = (1 - plan.mixture) * of_student + plan.mixture * of_teacher
+  return loss, saved._replace(mean=of_student, teacher_mean=of_teacher)
+
+
+def _log_probs(scores, saved):
+  """log p and log q of a tile of scores of both sides."""
+  s, t = scores
+  return (s - saved.top) - saved.log_sum, (t - saved.teacher_top) - saved.teacher_log_sum
+
+
+def _mixture_terms(mixture, log_p, log_q):
+  """p log(p / m) and q log(q / m) of each token, where m = mixture · q + (1 - mixture) · p."""
+  p, q = jnp.exp(log_p), jnp.exp(log_q)
+  p_ratio, q_ratio = log_ratios_to_mixture(mixture, log_p, log_q)
+  # 0 · log 0 is 0.
+  return jnp.where(p == 0, 0.0, p * p_ratio), jnp.where(q == 0, 0.0, q * q_ratio)
+
+
+def log_ratios_to_mixture(
+  mixture: float | int, log_p: Float[Array, "*B"], log_q: Float[Array, "*B"]
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+  """log(p / m) and log(q / m), where m = mixture · q + (1 - mixture) · p.
+
+  Where p is 0 the first, where q is 0 the second, and where both are 0 each is arbitrary.
+  """
+  gap = log_q - log_p
+  # log(larger / m) = -log1p(w · expm1(-|gap|)), with the weight w of the smaller: no overflow, and
+  # no cancellation where both are nearly equal.
+  is_above = gap > 0
+  of_smaller = jnp.where(is_above, 1 - mixture, mixture)
+  larger = -jnp.log1p(of_smaller * jnp.expm1(jnp.where(is_above, -gap, gap)))
+  return jnp.where(is_above, larger - gap, larger), jnp.where(is_above, larger, larger + gap)
 
 
 class _Cotangents(NamedTuple):
@@ -373,13 +522,13 @@ class _Cotangents(NamedTuple):
 
   Attributes:
     saved: values of the forward pass.
-    both: sum of the cotangents of both losses.
-    kl: cotangent of the divergence.
+    both: sum of the cotangents of both losses, or the cotangent of the mixture's.
+    kl: cotangent of the divergence; None for a mixture.
   """
 
   saved: _Saved
   both: Array
-  kl: Array
+  kl: Array | None
 
 
 def _pass_forward(plan, student, teacher):
@@ -389,12 +538,17 @@ def _pass_forward(plan, student, teacher):
 
 def _pass_backward(plan, residuals, cotangents):
   student, teacher, saved = residuals
-  given = _Cotangents(saved, cotangents.cross_entropy + cotangents.kl, cotangents.kl)
+  if plan.mixture is None:
+    given = _Cotangents(saved, cotangents.cross_entropy + cotangents.kl, cotangents.kl)
+    rule = _d_soft_targets
+  else:
+    given = _Cotangents(saved, cotangents, None)
+    rule = functools.partial(_d_mixture, plan.mixture)
   given = vocab_parallel.varying((given, student, teacher))[0]
-  return tiles.gradients(plan.cut, plan.scorings, (student, teacher), given, _d_scores)
+  return tiles.gradients(plan.cut, plan.scorings, (student, teacher), given, rule)
 
 
-def _d_scores(scores, row_v11, given):
+def _d_soft_targets(scores, row_v11, given):
   """Cotangents of the scores: (p - q) · g, and q · (mean of s under q - s) · g."""
   del row_v11
   s, t = scores
@@ -404,6 +558,19 @@ def _d_scores(scores, row_v11, given):
   slope = (saved.mean - s_above) * given.both - (saved.teacher_mean - t_above) * given.kl
   # 0 · inf where a bias of -inf removes a row from the teacher.
   return (p - q) * given.both, jnp.where(q == 0, 0.0, q * slope)
+
+
+def _d_mixture(mixture, scores, row_v11, given):
+  """Cotangents of the scores: p · (log(p / m) - KL(p, m)) · (1 - mixture) · g, and so for q."""
+  del row_v11
+  log_p, log_q = _log_probs(scores, given.saved)
+  p, q = jnp.exp(log_p), jnp.exp(log_q)
+  p_ratio, q_ratio = log_ratios_to_mixture(mixture, log_p, log_q)
+  of_student, of_teacher = (1 - mixture) * given.both, mixture * given.both
+  return (
+    jnp.where(p == 0, 0.0, p * (p_ratio - given.saved.mean) * of_student),
+    jnp.where(q == 0, 0.0, q * (q_ratio - given.saved.teacher_mean) * of_teacher),
+  )
 
 
 _pass.defvjp(_pass_forward, _pass_backward)

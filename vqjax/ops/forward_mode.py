@@ -29,6 +29,7 @@ def linear_log_prob_jvp(
   bias: Float[Array, "V"] | None = None,
   *,
   tangents: tuple[Array, ...],
+  temperature: float | int = 1.0,
   softcap: float | int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
@@ -47,6 +48,7 @@ def linear_log_prob_jvp(
     tokens: indices into the vocabulary; a token outside of it has a log-probability of nan.
     bias: one number for each row.
     tangents: the direction: arrays of the shapes of hidden and weight, and of bias if it is given.
+    temperature: divides the scores, after their cap.
     softcap: largest absolute score.
     tile: (tokens, vocabulary rows) that are scored at once.
     dtype: dtype of the matrix products' operands.
@@ -64,11 +66,11 @@ def linear_log_prob_jvp(
     )
   softmax.check_shapes(hidden, as_row_factory(weight), tokens, bias)
   softmax.check_softcap(softcap)
+  softmax.check_temperature(temperature)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.shape[0])
   valid, token = in_vocabulary(tokens.reshape(-1), vocab)
-  scoring = tiles.Scoring(
-    jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)), softcap
-  )
+  operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+  scoring = tiles.Scoring(operands, softcap, float(temperature))
   d_hidden, d_weight, *d_bias = tangents
   flat = lambda x: x.reshape(-1, x.shape[-1])
 

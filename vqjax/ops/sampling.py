@@ -136,6 +136,38 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
   return top.scores, top.tokens, max_B + jnp.log(sum_B)
 
 
+def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]:
+  """log z(T) - log z(1) / T, where z(T) is the normaliser of softmax(scores / T).
+
+  The log-probability of a token at temperature T is log p(token) / T minus this. It is
+  differentiable in reverse mode; the gradient computes each block once more.
+  """
+
+  @jax.checkpoint
+  def step(carry, index):
+    max_B, *sums = carry
+    score_BW = blocks.block(index)[0].astype(jnp.float32)
+    # The result does not depend on the maximum, so that no gradient has to pass through it.
+    new_max_B = jnp.maximum(max_B, lax.stop_gradient(score_BW).max(axis=-1))
+    shift_B = exp_shift(new_max_B)
+    above_BW, step_B = score_BW - shift_B[..., None], max_B - shift_B
+    return new_max_B, *(
+      sum_B * jnp.exp(step_B / t) + jnp.exp(above_BW / t).sum(axis=-1)
+      for sum_B, t in zip(sums, (1.0, temperature))
+    )
+
+  zero_B = jnp.zeros(blocks.batch, jnp.float32)
+  max_B, *sums = blocks.fold(step, (jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B))
+  if blocks.axis:
+    step_B = max_B - exp_shift(lax.pmax(max_B, blocks.axis))
+    sums = [
+      lax.psum(sum_B * jnp.exp(step_B / t), blocks.axis)
+      for sum_B, t in zip(sums, (1.0, temperature))
+    ]
+  # The maximum, divided by T on both sides, cancels.
+  return jnp.log(sums[1]) - jnp.log(sums[0]) / temperature
+
+
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
   """A Gumbel-max draw from softmax(scores); -1 where every score is -inf."""
   # Blocks are numbered over all devices, so that no two of them use the same noise.

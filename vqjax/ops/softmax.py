@@ -14,13 +14,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
 from vqjax.ops import tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory, value_of
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
-from vqjax.ops.vocabulary import check_arrays, in_vocabulary, widened
+from vqjax.ops.vocabulary import TokenWeight, check_arrays, in_vocabulary
 from vqjax.types import Dtype
 
 __all__ = [
@@ -41,6 +41,8 @@ def linear_log_prob(
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
+  mask: Bool[Array, "*B"] | None = None,
+  temperature: float | int = 1.0,
   softcap: float | int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
@@ -61,7 +63,16 @@ def linear_log_prob(
     (1000, 8)
   """
   return linear_softmax(
-    hidden, weight, tokens, bias, softcap=softcap, tile=tile, dtype=dtype, vocab_axis=vocab_axis
+    hidden,
+    weight,
+    tokens,
+    bias,
+    mask=mask,
+    temperature=temperature,
+    softcap=softcap,
+    tile=tile,
+    dtype=dtype,
+    vocab_axis=vocab_axis,
   ).log_prob
 
 
@@ -72,6 +83,8 @@ def linear_softmax(
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
+  mask: Bool[Array, "*B"] | None = None,
+  temperature: float | int = 1.0,
   softcap: float | int | None = None,
   entropy: bool = False,
   mean: bool = False,
@@ -82,9 +95,10 @@ def linear_softmax(
 ) -> LinearSoftmax:
   """Statistics of `tokens` under softmax(hidden · weightᵀ + bias), exactly.
 
-  With a `softcap` c, scores are c · tanh((hidden · weightᵀ + bias) / c). Sums accumulate in float32
-  and results are float32 for inputs of any float type. Neither the forward nor the backward pass
-  holds an array of N·V elements. A bias of -inf removes its row from the distribution. A token
+  With a `softcap` c, scores are c · tanh((hidden · weightᵀ + bias) / c); a `temperature` divides
+  them after that, and all results are of the distribution at that temperature. Sums accumulate in
+  float32 and results are float32 for inputs of any float type. Neither the forward nor the backward
+  pass holds an array of N·V elements. A bias of -inf removes its row from the distribution. A token
   outside [0, V) has no probability: its `log_prob` is nan, so that a loss over it cannot pass
   unnoticed.
 
@@ -104,6 +118,9 @@ def linear_softmax(
       a tile at a time.
     tokens: indices into the vocabulary.
     bias: one number for each row, added to hidden · weightᵀ.
+    mask: False for tokens that are left out: their results are 0, their `top_tokens` -1, and they
+      have no gradient, whatever their tokens and hidden vectors hold.
+    temperature: divides the scores, after their cap; a Python number.
     softcap: largest absolute score c: scores are c · tanh(score / c).
     entropy: whether to compute the entropy.
     mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
@@ -118,21 +135,28 @@ def linear_softmax(
 
   Raises:
     ValueError: the shapes do not fit together, the vocabulary is empty, a side of `tile` is below
-      1, `softcap` is not positive, `top_k` is above 128 or the number of rows, or the mesh has no
-      axis `vocab_axis`.
+      1, `softcap` or `temperature` is not positive, `top_k` is above 128 or the number of rows, or
+      the mesh has no axis `vocab_axis`.
   """
-  check_arrays(hidden=hidden, tokens=tokens, bias=bias)
+  check_arrays(hidden=hidden, tokens=tokens, bias=bias, mask=mask)
   if not isinstance(weight, RowFactory):
     check_arrays(weight=weight)
   weight, bias = as_row_factory(weight), value_of(bias)
   check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
-  _check_options(softcap, top_k, vocab)
+  check_softcap(softcap)
+  check_temperature(temperature)
+  if not 0 <= top_k <= min(128, vocab):
+    raise ValueError(
+      f"`top_k` must be in [0, {min(128, vocab)}] for a vocabulary of {vocab}; got {top_k}. The"
+      " `top_k` method of a head has no limit."
+    )
+  counted = TokenWeight.of(tokens.shape, mask)
+  hidden = counted.hide(hidden)
   # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
   valid, token = in_vocabulary(tokens.reshape(-1), vocab)
-  scoring = tiles.Scoring(
-    jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)), softcap
-  )
+  operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+  scoring = tiles.Scoring(operands, softcap, float(temperature))
   outputs = Outputs(scoring, entropy, mean, top_k, vocab_axis)
 
   def body(rows, flat):
@@ -151,7 +175,8 @@ def linear_softmax(
   )
   stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
   stats = stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
-  return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), stats)
+  stats = jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), stats)
+  return counted.of_each(stats)
 
 
 @vocab_parallel.for_any_axes("hidden")
@@ -161,10 +186,12 @@ def linear_cross_entropy(
   tokens: Integer[Array, "*B"],
   bias: Float[Array, "V"] | None = None,
   *,
+  mask: Bool[Array, "*B"] | None = None,
   token_weight: Float[Array, "*B"] | None = None,
   ignore_index: int | None = None,
   label_smoothing: float | int = 0.0,
   z_loss: float | int = 0.0,
+  temperature: float | int = 1.0,
   softcap: float | int | None = None,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
@@ -182,11 +209,13 @@ def linear_cross_entropy(
     weight: one row for each token of the vocabulary.
     tokens: indices into the vocabulary.
     bias: one number for each row.
+    mask: False for tokens that are left out, as if their weight were 0.
     token_weight: weight of each token's loss; 0 for padding.
     ignore_index: target whose tokens have weight 0, such as -1 or -100.
     label_smoothing: probability, in [0, 1), that the target spreads evenly over the vocabulary; a
       Python number, like `z_loss` and `softcap`.
     z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
+    temperature: divides the scores, after their cap.
     softcap: largest absolute score.
     tile: (tokens, vocabulary rows) that are scored at once.
     dtype: dtype of the matrix products' operands.
@@ -201,22 +230,14 @@ def linear_cross_entropy(
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
   if z_loss < 0:
     raise ValueError(f"`z_loss` must be at least 0; got {z_loss}. 1e-4 is usual.")
-  if token_weight is not None and token_weight.shape != tokens.shape:
-    raise ValueError(
-      f"`token_weight` must have the shape {tokens.shape} of `tokens`; got {token_weight.shape}."
-      " Give one weight for each token."
-    )
-  if ignore_index is not None:
-    ones = jnp.ones(tokens.shape, jnp.float32) if token_weight is None else token_weight
-    token_weight = jnp.where(widened(tokens) == ignore_index, 0, ones)
-  if token_weight is not None:
-    # Before the products: 0 · nan in the backward pass would reach the gradient of the weight.
-    hidden = jnp.where((token_weight == 0)[..., None], 0, hidden)
+  counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
+  hidden = counted.hide(hidden)
   stats = linear_softmax(
     hidden,
     weight,
     tokens,
     bias,
+    temperature=temperature,
     softcap=softcap,
     mean=label_smoothing > 0,
     tile=tile,
@@ -228,10 +249,7 @@ def linear_cross_entropy(
     loss = (1 - label_smoothing) * loss - label_smoothing * stats.mean_log_prob
   if z_loss:
     loss = loss + z_loss * stats.log_z**2
-  if token_weight is None:
-    return loss
-  # `where`, because the loss of a padding token outside of the vocabulary is nan, and nan · 0 too.
-  return jnp.where(token_weight == 0, 0.0, loss * token_weight)
+  return counted.of_each(loss)
 
 
 def linear_scores(
@@ -300,10 +318,10 @@ def check_softcap(softcap):
     raise ValueError(f"`softcap` must be positive; got {softcap}. 30 is usual, None is no cap.")
 
 
-def _check_options(softcap, top_k, vocab):
-  check_softcap(softcap)
-  if not 0 <= top_k <= min(128, vocab):
+def check_temperature(temperature):
+  """Raise ValueError unless `temperature` is positive."""
+  if not temperature > 0:
     raise ValueError(
-      f"`top_k` must be in [0, {min(128, vocab)}] for a vocabulary of {vocab}; got {top_k}. The"
-      " `top_k` method of a head has no limit."
+      f"`temperature` must be positive; got {temperature}. The arg max, which a temperature of 0"
+      " stands for in decoding, is not a distribution: score its tokens at 1."
     )

@@ -115,7 +115,7 @@ def _mean_score(outputs, hidden_PND, weight, bias_V, score_sum_PN):
     score_sum_PN = hidden_PND.astype(jnp.float32) @ rows_VD.sum(axis=0, dtype=jnp.float32)
     if kept_V is not None:
       score_sum_PN += jnp.where(kept_V, bias_V, 0.0).sum(dtype=jnp.float32)
-    score_sum_PN = total(score_sum_PN)
+    score_sum_PN = total(score_sum_PN) / outputs.scoring.temperature
   return score_sum_PN / total(jnp.asarray(rows, jnp.float32))
 
 

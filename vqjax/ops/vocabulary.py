@@ -1,11 +1,13 @@
-"""Tokens outside of the vocabulary: a mask of them, and means without them."""
+"""Tokens outside of the vocabulary, tokens that are left out, and weights of tokens."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 
 def check_arrays(**arrays: Any) -> None:
@@ -25,6 +27,68 @@ def check_mask(mask: Array, shape: tuple[int, ...]) -> None:
       f"`mask` must be bool of shape {shape}, one for each token; got {mask.dtype} of shape"
       f" {mask.shape}. Use mask > 0."
     )
+
+
+class TokenWeight(NamedTuple):
+  """Weights of tokens, of which those that are left out contribute exactly 0.
+
+  Attributes:
+    kept: False for tokens that are left out; None: all tokens count.
+    weight: the weight of each token, 0 for those that are left out; None: 1.
+  """
+
+  kept: Bool[Array, "*B"] | None
+  weight: Float[Array, "*B"] | None
+
+  @classmethod
+  def of(
+    cls,
+    shape: tuple[int, ...],
+    mask: Array | None = None,
+    weight: Array | None = None,
+    tokens: Array | None = None,
+    ignore_index: int | None = None,
+  ) -> "TokenWeight":
+    """The tokens of `shape` that a mask, a weight of 0 or `ignore_index` leaves out.
+
+    Raises:
+      ValueError: `mask` or `weight` has another shape or dtype.
+    """
+    kept = []
+    if mask is not None:
+      check_mask(mask, shape)
+      kept.append(jnp.asarray(mask))
+    if weight is not None:
+      if weight.shape != shape:
+        raise ValueError(
+          f"`token_weight` must have the shape {shape} of `tokens`; got {weight.shape}. Give one"
+          " weight for each token."
+        )
+      kept.append(weight != 0)
+    if ignore_index is not None:
+      kept.append(widened(tokens) != ignore_index)
+    return cls(functools.reduce(jnp.logical_and, kept) if kept else None, weight)
+
+  def hide(self, vectors: Shaped[Array, "*B D"]) -> Shaped[Array, "*B D"]:
+    """Vectors of the tokens, those of tokens that are left out as zeros.
+
+    To be called before the products: 0 · nan in their backward pass would reach the gradients of
+    the weights.
+    """
+    return vectors if self.kept is None else jnp.where(self.kept[..., None], vectors, 0)
+
+  def of_each(self, numbers: Any) -> Any:
+    """A tree of [*B, ...] arrays, weighted; of tokens that are left out 0, or -1 for integers."""
+
+    def weighted(x):
+      wide = lambda w: w.reshape(*w.shape, *[1] * (x.ndim - w.ndim))
+      if jnp.issubdtype(x.dtype, jnp.integer):
+        return x if self.kept is None else jnp.where(wide(self.kept), x, -1)
+      x = x if self.weight is None else x * wide(self.weight)
+      # `where`, because a token outside of the vocabulary is nan, and nan · 0 too.
+      return x if self.kept is None else jnp.where(wide(self.kept), x, 0)
+
+    return jax.tree.map(weighted, numbers)
 
 
 def widened(tokens: Integer[Array, "*B"]) -> Integer[Array, "*B"]:

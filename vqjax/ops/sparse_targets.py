@@ -1,0 +1,494 @@
+"""Losses against a few tokens of each distribution, without the logits of the others.
+
+A teacher often gives only its k best tokens with their probabilities. The student's
+log-probabilities of k tokens, and of all others together, come from one pass over tiles
+(`vqjax.ops.tiles`): the k scores are read from the tiles where they are computed, so that neither
+[N, V] scores nor [N, k, D] rows exist. What a loss makes of them is arithmetic on [N, k] numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Integer
+
+from vqjax.ops import distillation, softmax, tiles, vocab_parallel
+from vqjax.ops.distillation import SoftTargetLoss
+from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.stable import exp_shift
+from vqjax.ops.vocabulary import TokenWeight, check_arrays, in_vocabulary
+from vqjax.types import Dtype
+
+Rest = Literal["ignore", "bucket", "renormalize"]
+"""What becomes of the tokens beside the k that are given: see `linear_sparse_target_loss`."""
+
+
+class TokenLogProbs(NamedTuple):
+  """Log-probabilities of k tokens of each distribution, float32, in nats.
+
+  Attributes:
+    log_probs: log-probability of each of the k tokens.
+    log_rest: log-probability of all other tokens together, or None.
+  """
+
+  log_probs: Float[Array, "*B k"]
+  log_rest: Float[Array, "*B"] | None
+
+
+@vocab_parallel.for_any_axes("hidden")
+def linear_token_log_probs(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"] | RowFactory,
+  tokens: Integer[Array, "*B k"],
+  bias: Float[Array, "V"] | None = None,
+  *,
+  rest: bool = False,
+  mask: Bool[Array, "*B"] | None = None,
+  temperature: float | int = 1.0,
+  softcap: float | int | None = None,
+  tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> TokenLogProbs:
+  """Log-probabilities of k tokens under each softmax(hidden · weightᵀ + bias).
+
+  The results are exact and differentiable, in reverse mode, in `hidden`, `weight` and `bias`. They
+  take one pass over the vocabulary, whatever k is, and k reads of each tile.
+
+  Args:
+    hidden: one vector for each distribution; it and all arguments without a remark as in
+      `linear_softmax`.
+    weight: one row for each token of the vocabulary.
+    tokens: k indices into the vocabulary for each distribution; the log-probability of one outside
+      of it is nan.
+    bias: one number for each row.
+    rest: whether to compute the log-probability of all other tokens. It is a sum over them, not 1
+      minus the others, and so exact where it is small; the k tokens must then be distinct, apart
+      from those outside of the vocabulary.
+    mask: False for distributions that are left out: their results are 0, without a gradient.
+    temperature: divides the scores, after their cap.
+    softcap: largest absolute score.
+    tile: (distributions, vocabulary rows) that are scored at once.
+    dtype: dtype of the matrix products' operands.
+    vocab_axis: mesh axis over which the rows are sharded.
+
+  Raises:
+    ValueError: as `linear_softmax`.
+  """
+  counted = TokenWeight.of(hidden.shape[:-1], mask)
+  options = rest, temperature, softcap, tile, dtype, vocab_axis
+  found, valid = _token_log_probs(counted.hide(hidden), weight, tokens, bias, *options)
+  log_probs = jnp.where(valid, found.log_probs, jnp.nan)
+  return counted.of_each(found._replace(log_probs=log_probs))
+
+
+@vocab_parallel.for_any_axes("hidden")
+def linear_sparse_target_loss(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"] | RowFactory,
+  tokens: Integer[Array, "*B k"],
+  probs: Float[Array, "*B k"],
+  bias: Float[Array, "V"] | None = None,
+  *,
+  rest: Rest = "ignore",
+  mask: Bool[Array, "*B"] | None = None,
+  token_weight: Float[Array, "*B"] | None = None,
+  temperature: float | int = 1.0,
+  softcap: float | int | None = None,
+  tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> SoftTargetLoss:
+  """Cross-entropy and KL divergence of a linear student from k given probabilities.
+
+  With q_j the given probability of token j and p the student's distribution over the whole
+  vocabulary, the losses are -sum_j q_j log p_j and sum_j q_j (log q_j - log p_j). The k
+  probabilities of a teacher usually sum to less than 1; `rest` says what the missing mass does:
+
+    "ignore":       nothing: the sums run over the k tokens with q as it is. The divergence is then
+                    a part of the whole one, and may be negative.
+    "bucket":       all other tokens are one more outcome, of probability 1 - sum_j q_j (at least
+                    0) under the teacher. The divergence is at most the one over all tokens.
+    "renormalize":  both distributions are restricted to the k tokens: q / sum_j q_j against
+                    p / sum_j p_j. The student's scores of other tokens have no gradient.
+
+  For renormalised targets against the whole distribution of the student, divide `probs` by their
+  sum and use "ignore". A probability of 0 marks an unused entry, whose token may be any number; an
+  entry of another probability outside of the vocabulary makes the losses nan.
+
+  The losses are differentiable, in reverse mode, in `probs` too.
+
+  Args:
+    hidden: one vector for each distribution; it and all arguments without a remark as in
+      `linear_softmax`.
+    weight: one row for each token of the vocabulary.
+    tokens: k distinct tokens for each distribution, in any order.
+    probs: probability of each of them under the teacher.
+    bias: one number for each row.
+    rest: what becomes of the mass of all other tokens.
+    mask: False for distributions that are left out: their losses are 0 and have no gradient,
+      whatever their arrays hold.
+    token_weight: factor of each distribution's losses; one of weight 0 is left out.
+    temperature: divides the student's scores, after their cap; `probs` are used as they are.
+    softcap: largest absolute score.
+    tile: (distributions, vocabulary rows) that are scored at once.
+    dtype: dtype of the matrix products' operands.
+    vocab_axis: mesh axis over which the rows are sharded.
+
+  Raises:
+    ValueError: as `linear_softmax`, `probs` has another shape than `tokens`, or `rest` is unknown.
+  """
+  check_arrays(tokens=tokens, probs=probs)
+  _check_rest(rest)
+  if probs.shape != tokens.shape:
+    raise ValueError(
+      f"`probs` must have the shape {tokens.shape} of `tokens`; got {probs.shape}. Give one"
+      " probability for each of the k tokens."
+    )
+  counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
+  hidden, probs = counted.hide(hidden), counted.hide(probs.astype(jnp.float32))
+  tokens = counted.hide(tokens)
+  options = rest == "bucket", temperature, softcap, tile, dtype, vocab_axis
+  student, valid = _token_log_probs(hidden, weight, tokens, bias, *options)
+  log_p = _outcomes(rest, student)
+  used = probs > 0
+  if rest == "bucket":
+    missing = 1 - probs.sum(-1, keepdims=True)
+    # What rounding leaves of a whole distribution is not mass of other tokens.
+    missing = jnp.where(missing > probs.shape[-1] * 2.0**-24, missing, 0.0)
+    probs = jnp.concatenate([probs, missing], axis=-1)
+  elif rest == "renormalize":
+    total = probs.sum(-1, keepdims=True)
+    probs = probs / jnp.where(total > 0, total, 1)
+  # Two `where`: a log-probability of -inf and log 0 have no gradient where there is no mass.
+  has_mass = probs > 0
+  log_p = jnp.where(has_mass, log_p, 0.0)
+  log_q = jnp.log(jnp.where(has_mass, probs, 1.0))
+  loss = SoftTargetLoss(-(probs * log_p).sum(-1), (probs * (log_q - log_p)).sum(-1))
+  known = (valid | ~used).all(axis=-1)
+  return counted.of_each(jax.tree.map(lambda x: jnp.where(known, x, jnp.nan), loss))
+
+
+@vocab_parallel.for_any_axes("hidden")
+def linear_top_k_divergence(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"] | RowFactory,
+  teacher_hidden: Float[Array, "*B E"],
+  teacher_weight: Float[Array, "V E"] | RowFactory,
+  bias: Float[Array, "V"] | None = None,
+  teacher_bias: Float[Array, "V"] | None = None,
+  *,
+  k: int,
+  rest: Rest = "bucket",
+  mixture: float | int = 0.0,
+  mask: Bool[Array, "*B"] | None = None,
+  token_weight: Float[Array, "*B"] | None = None,
+  temperature: float | int = 1.0,
+  softcap: float | int | None = None,
+  teacher_softcap: float | int | None = None,
+  tile: tuple[int, int] | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> Float[Array, "*B"]:
+  """Divergence of a linear student from a linear teacher on the teacher's k best tokens.
+
+  The divergence is that of `linear_divergence` between distributions over the k tokens that the
+  teacher finds most probable, with `rest` as in `linear_sparse_target_loss`. It is differentiable,
+  in reverse mode, in all six arrays, the choice of the k tokens apart.
+
+  Args:
+    hidden: hidden vectors of the student; it and all arguments without a remark as in
+      `linear_soft_target_loss`.
+    weight: rows of the student.
+    teacher_hidden: hidden vectors of the teacher.
+    teacher_weight: rows of the teacher.
+    bias: bias of the student's scores.
+    teacher_bias: bias of the teacher's scores.
+    k: number of tokens, 1 to 128.
+    rest: what becomes of the mass of all other tokens. "bucket" takes a second pass over the
+      teacher.
+    mixture: 0 for the forward divergence, 1 for the reverse one, between them the weight of the
+      teacher in the generalised Jensen-Shannon divergence; with "ignore" a part of the sum.
+    mask: False for tokens that are left out.
+    token_weight: factor of each token's divergence; a token of weight 0 is left out.
+    temperature: divides the scores of both, after their caps.
+    softcap: largest absolute score of the student.
+    teacher_softcap: largest absolute score of the teacher.
+    tile: (tokens, vocabulary rows) that are scored at once on each device.
+    dtype: dtype of the matrix products' operands.
+    vocab_axis: mesh axis over which the rows of both weights are sharded.
+
+  Raises:
+    ValueError: as `linear_soft_target_loss`, `k` is below 1 or above 128 or the number of rows,
+      `mixture` is outside [0, 1], or `rest` is unknown.
+  """
+  _check_rest(rest)
+  distillation.check_mixture(mixture)
+  distillation.check_sides(
+    distillation.Side("", hidden, weight, bias, softcap),
+    distillation.Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap),
+    temperature,
+  )
+  if k < 1:
+    raise ValueError(f"`k` must be at least 1; got {k}. 64 is usual.")
+  counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
+  hidden, teacher_hidden = counted.hide(hidden), counted.hide(teacher_hidden)
+  shared = {"tile": tile, "dtype": dtype, "vocab_axis": vocab_axis, "temperature": temperature}
+  first = jnp.zeros(hidden.shape[:-1], jnp.int32)
+  best = softmax.linear_softmax(
+    teacher_hidden, teacher_weight, first, teacher_bias, top_k=k, softcap=teacher_softcap, **shared
+  )
+  teacher = TokenLogProbs(best.top_log_probs, None)
+  with_rest = rest == "bucket"
+  if with_rest:
+    options = with_rest, temperature, teacher_softcap, tile, dtype, vocab_axis
+    teacher, _ = _token_log_probs(
+      teacher_hidden, teacher_weight, best.top_tokens, teacher_bias, *options
+    )
+  options = with_rest, temperature, softcap, tile, dtype, vocab_axis
+  student, _ = _token_log_probs(hidden, weight, best.top_tokens, bias, *options)
+  log_p, log_q = _outcomes(rest, student), _outcomes(rest, teacher)
+  return counted.of_each(_divergence(mixture, log_p, log_q))
+
+
+def _outcomes(rest, found):
+  """Log-probabilities [*B, k or k + 1] of the outcomes that a loss compares."""
+  if rest == "bucket":
+    return jnp.concatenate([found.log_probs, found.log_rest[..., None]], axis=-1)
+  if rest == "renormalize":
+    # Where none of the k tokens exists there is nothing to normalise, and -inf - (-inf) is nan.
+    exists = ~jnp.isneginf(found.log_probs).all(axis=-1, keepdims=True)
+    return jax.nn.log_softmax(jnp.where(exists, found.log_probs, 0.0))
+  return found.log_probs
+
+
+def _divergence(mixture, log_p, log_q):
+  """Divergence between the outcomes of the last axis, as `linear_divergence` defines it."""
+  if mixture == 1:
+    # The reverse divergence is the forward one with the sides exchanged.
+    mixture, log_p, log_q = 0, log_q, log_p
+  in_p, in_q = ~jnp.isneginf(log_p), ~jnp.isneginf(log_q)
+  # Two `where`: no gradient may pass through log 0, not even times 0.
+  log_p, log_q = jnp.where(in_p, log_p, 0.0), jnp.where(in_q, log_q, 0.0)
+  p, q = jnp.where(in_p, jnp.exp(log_p), 0.0), jnp.where(in_q, jnp.exp(log_q), 0.0)
+  if mixture == 0:
+    return jnp.where(in_q & ~in_p, jnp.inf, q * (log_q - log_p)).sum(axis=-1)
+  p_ratio, q_ratio = distillation.log_ratios_to_mixture(mixture, log_p, log_q)
+  # m is w q where p is 0, and (1 - w) p where q is 0.
+  p_ratio = jnp.where(in_q, p_ratio, -math.log1p(-mixture))
+  q_ratio = jnp.where(in_p, q_ratio, -math.log(mixture))
+  return ((1 - mixture) * p * p_ratio + mixture * q * q_ratio).sum(axis=-1)
+
+
+def _check_rest(rest):
+  if rest not in ("ignore", "bucket", "renormalize"):
+    raise ValueError(
+      f'`rest` must be "ignore", "bucket" or "renormalize"; got {rest!r}. "bucket" keeps the mass'
+      " of all other tokens as one outcome."
+    )
+
+
+ABSENT = -(2**30)
+"""Row of a token outside of the vocabulary, below the first row of any device."""
+
+
+def _token_log_probs(
+  hidden, weight, tokens, bias, rest, temperature, softcap, tile, dtype, vocab_axis
+):
+  """The log-probabilities, -inf for tokens outside of the vocabulary, and a mask of the others."""
+  check_arrays(hidden=hidden, tokens=tokens, bias=bias)
+  weight, batch = as_row_factory(weight), hidden.shape[:-1]
+  if tokens.ndim != hidden.ndim or tokens.shape[:-1] != batch or tokens.shape[-1] < 1:
+    raise ValueError(
+      f"`tokens` must be {(*batch, 'k')} for `hidden` {hidden.shape}, with k at least 1; got"
+      f" {tokens.shape}. Give the k tokens of each distribution."
+    )
+  softmax.check_shapes(hidden, weight, tokens[..., 0], bias)
+  softmax.check_softcap(softcap)
+  softmax.check_temperature(temperature)
+  vocab, k = vocab_parallel.rows_in_all(vocab_axis, weight.count), tokens.shape[-1]
+  valid, token = in_vocabulary(tokens, vocab)
+  operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+  scoring = tiles.Scoring(operands, softcap, float(temperature))
+
+  def body(rows, flat):
+    per_row, bias, shared = rows
+    hidden_ND, token_Nk = flat
+    axis = vocab_parallel.inside(vocab_axis)
+    # On a mesh the arrays are this device's rows; without one they are those of `weight`.
+    layer = tiles.Linear(
+      hidden_ND, dataclasses.replace(weight, per_row=per_row, shared=shared), bias
+    )
+    layer, token_Nk = vocab_parallel.varying((layer, token_Nk), *([axis] if axis else []))
+    shards = vocab_parallel.token_shards(vocab_axis)
+    # Indices into the rows of this device, outside of them for tokens of another device.
+    row_PNk = shards.split(token_Nk) - vocab_parallel.first_row(axis, layer.weight.count)
+    layer = layer._replace(hidden=shards.split(layer.hidden))
+    sides = tiles.cut_tile(tile, row_PNk.shape[1], layer.weight.count)
+    plan = _Plan(scoring, tiles.Cut(sides, shards), axis, rest)
+    return jax.tree.map(lambda x: shards.join(x, hidden_ND.shape[0]), _pass(plan, *layer, row_PNk))
+
+  rows = (
+    vocab_parallel.Sharded(weight.per_row, 0),
+    # Rows that pad V to a multiple of the devices need the bias of a removed row.
+    vocab_parallel.Sharded(vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
+    vocab_parallel.Replicated(weight.shared),
+  )
+  flat = hidden.reshape(-1, hidden.shape[-1]), jnp.where(valid, token, ABSENT).reshape(-1, k)
+  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, flat)
+  log_probs = jnp.where(valid, found.log_probs.reshape(tokens.shape), -jnp.inf)
+  return TokenLogProbs(log_probs, found.log_rest.reshape(batch) if rest else None), valid
+
+
+class _Plan(NamedTuple):
+  """Static description of a pass: see `linear_token_log_probs` for `rest`."""
+
+  scoring: tiles.Scoring
+  cut: tiles.Cut
+  axis: str | None
+  rest: bool
+
+
+class _Running(NamedTuple):
+  """Statistics of the scores that were merged.
+
+  Attributes:
+    own: scores of the k tokens, -inf before their tiles.
+    top: the largest score, of the rest alone if that is computed.
+    total: sum of exp(score - top) over the scores that `top` is the largest of.
+  """
+
+  own: Array
+  top: Array
+  total: Array
+
+
+class _Normalizer(NamedTuple):
+  """A log-sum in two parts: a sum would round `log_sum` away under a large offset."""
+
+  top: Array
+  log_sum: Array
+
+
+# JAX's own gradient of the scans would store the scores of all tiles, [N, V].
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pass(plan, hidden_PND, weight, bias_V, row_PNk):
+  return _pass_forward(plan, hidden_PND, weight, bias_V, row_PNk)[0]
+
+
+def _pass_forward(plan, hidden_PND, weight, bias_V, row_PNk):
+  layer = tiles.Linear(hidden_PND, weight, bias_V)
+  lowest_PN = jnp.full(row_PNk.shape[:2], -jnp.inf, jnp.float32)
+  lowest_PNk = jnp.full(row_PNk.shape, -jnp.inf, jnp.float32)
+  start = _Running(own=lowest_PNk, top=lowest_PN, total=jnp.zeros_like(lowest_PN))
+  merge = functools.partial(_merge, plan.rest)
+  own_PNk, top_PN, total_PN = tiles.fold(plan.cut, (plan.scoring,), (layer,), row_PNk, start, merge)
+  if plan.axis:
+    local, top_PN = top_PN, lax.pmax(top_PN, plan.axis)
+    total_PN = lax.psum(total_PN * jnp.exp(local - exp_shift(top_PN)), plan.axis)
+    own_PNk = lax.pmax(own_PNk, plan.axis)
+  rest = _Normalizer(top_PN, jnp.log(total_PN)) if plan.rest else None
+  if plan.rest:
+    # What was summed are the other tokens: the normaliser has the k tokens in addition.
+    rest_top_PN, top_PN = top_PN, jnp.maximum(top_PN, own_PNk.max(axis=-1))
+    total_PN = total_PN * jnp.exp(rest_top_PN - exp_shift(top_PN))
+    total_PN += jnp.exp(own_PNk - exp_shift(top_PN)[..., None]).sum(axis=-1)
+  z = _Normalizer(top_PN, jnp.log(total_PN))
+  found = TokenLogProbs(
+    # In this order: own - log Z would lose digits where both are large.
+    log_probs=(own_PNk - z.top[..., None]) - z.log_sum[..., None],
+    log_rest=(
+      jnp.minimum(((rest.top - z.top) - z.log_sum) + rest.log_sum, 0.0) if plan.rest else None
+    ),
+  )
+  return found, (layer, row_PNk, own_PNk, z, rest)
+
+
+def _merge(rest, old, scores, first_row, row_Pnk):
+  """The statistics with a tile's scores added."""
+  (score_Pnv,) = scores
+  width, index_Pnk = score_Pnv.shape[-1], row_Pnk - first_row
+  is_here_Pnk = (index_Pnk >= 0) & (index_Pnk < width)
+  # From the tile, so that a score is rounded as it is in the normaliser: no probability exceeds 1.
+  own_Pnk = jnp.take_along_axis(score_Pnv, jnp.clip(index_Pnk, 0, width - 1), axis=-1)
+  # The maximum, for a column that overlaps the tile before has score -inf in this one.
+  own_Pnk = jnp.where(is_here_Pnk, jnp.maximum(old.own, own_Pnk), old.own)
+  if rest:
+    remove = lambda score_v, index_k: score_v.at[index_k].set(-jnp.inf, mode="drop")
+    # `drop` ignores an index beyond the end, but a negative one counts from the end.
+    score_Pnv = jax.vmap(jax.vmap(remove))(score_Pnv, jnp.where(is_here_Pnk, index_Pnk, width))
+  top_Pn = jnp.maximum(old.top, score_Pnv.max(axis=-1))
+  shift_Pn = exp_shift(top_Pn)
+  # exp(-inf - shift) is 0 where nothing was merged before.
+  total_Pn = old.total * jnp.exp(old.top - shift_Pn)
+  total_Pn += jnp.exp(score_Pnv - shift_Pn[..., None]).sum(axis=-1)
+  return _Running(own=own_Pnk, top=top_Pn, total=total_Pn)
+
+
+class _Cotangents(NamedTuple):
+  """Per-token values that the cotangents of the scores are computed from.
+
+  Attributes:
+    row: rows of the k tokens.
+    own: coefficients of their scores.
+    z: normaliser.
+    prob: coefficient of the probabilities.
+    rest: log-sum of the rest, or None.
+    share: coefficient of the probabilities within the rest, or None.
+  """
+
+  row: Array
+  own: Array
+  z: _Normalizer
+  prob: Array
+  rest: _Normalizer | None
+  share: Array | None
+
+
+def _pass_backward(plan, residuals, cotangents):
+  layer, row_PNk, own_PNk, z, rest = residuals
+  # d log p_j = onehot_j - p, and d log p(rest) = share within the rest - p.
+  own, prob, share = cotangents.log_probs, -cotangents.log_probs.sum(axis=-1), None
+  if plan.rest:
+    # A rest without tokens has no share to give.
+    share = jnp.where(jnp.isneginf(rest.top), 0.0, cotangents.log_rest)
+    rest = rest._replace(
+      top=exp_shift(rest.top), log_sum=jnp.where(jnp.isneginf(rest.top), 0.0, rest.log_sum)
+    )
+    prob -= cotangents.log_rest
+    # The rule gives the k tokens a share of the rest as well: their own coefficient removes it.
+    own -= _share(own_PNk, jax.tree.map(lambda x: x[..., None], rest)) * share[..., None]
+  given = _Cotangents(row=row_PNk, own=own, z=z, prob=prob, rest=rest, share=share)
+  given = vocab_parallel.varying((given, layer))[0]
+  (gradient,) = tiles.gradients(plan.cut, (plan.scoring,), (layer,), given, _d_scores)
+  return gradient.hidden, gradient.weight, gradient.bias, None
+
+
+def _share(score, rest):
+  """exp(score) over the sum of the rest; at most 1, for scores outside of the rest too."""
+  return jnp.exp(jnp.minimum((score - rest.top) - rest.log_sum, 0.0))
+
+
+def _d_scores(scores, row_v11, given):
+  """Cotangent of each score of the tile: onehots · own + p · prob + share of the rest."""
+  (score_vPn,) = scores
+  d_vPn = jnp.exp((score_vPn - given.z.top) - given.z.log_sum) * given.prob
+  if given.rest is not None:
+    d_vPn += _share(score_vPn, given.rest) * given.share
+  height, _, width = d_vPn.shape
+  row_Pnk = given.row - row_v11[0, 0, 0]
+  # `drop` ignores indices beyond the end, but a negative index counts from the end.
+  row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
+  token_n1 = jnp.arange(width)[:, None]
+  add = lambda d_vn, row_nk, own_nk: d_vn.at[row_nk, token_n1].add(own_nk, mode="drop")
+  # Mapped over the shards, which an index would make the partitioner gather from all devices.
+  return (jax.vmap(add, in_axes=(1, 0, 0), out_axes=1)(d_vPn, row_Pnk, given.own),)
+
+
+_pass.defvjp(_pass_forward, _pass_backward)
