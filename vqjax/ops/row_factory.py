@@ -99,8 +99,11 @@ class RowFactory:
 
     def add(total, part):
       """Add [v, ...] to rows from `start` on, which may overlap the tile before."""
-      old = lax.dynamic_slice_in_dim(total, start, part.shape[0])
-      return lax.dynamic_update_slice_in_dim(total, old + part.astype(total.dtype), start, axis=0)
+      part = part.astype(total.dtype)
+      # Without an overlap each row is written once, and nothing has to be read.
+      if total.shape[0] % part.shape[0]:
+        part = part + lax.dynamic_slice_in_dim(total, start, part.shape[0])
+      return lax.dynamic_update_slice_in_dim(total, part, start, axis=0)
 
     if self.is_table:
       return dataclasses.replace(gradient, per_row=add(gradient.per_row, d_rows))

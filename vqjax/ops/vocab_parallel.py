@@ -52,6 +52,12 @@ def platform() -> str:
   return getattr(device, "platform", None) or jax.default_backend()
 
 
+def device_kind() -> str:
+  """The kind of device of the mesh in context, or of the default backend."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  return getattr(device, "device_kind", None) or jax.devices()[0].device_kind
+
+
 def devices() -> int:
   """Number of devices of the mesh in context; 1 without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
