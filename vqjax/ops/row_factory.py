@@ -76,11 +76,14 @@ class RowFactory:
       per_row = jax.tree.map(vocab_parallel.token_shards(None).whole, per_row)
     return dataclasses.replace(self, per_row=per_row)
 
-  def zero_gradient(self) -> "RowFactory":
-    """Gradients of zero of all floating-point arrays; None for integer arrays.
+  def zero_gradient(self, height: int) -> "RowFactory":
+    """Gradients before the first of the tiles of `height` rows; None for integer arrays.
 
     Gradients of shared arrays, to which every tile adds, are at least float32.
     """
+    if self.is_table and self.count % height == 0:
+      # Every row is written, so that what is there before does not matter.
+      return dataclasses.replace(self, per_row=lax.empty(self.per_row.shape, self.per_row.dtype))
     zeros = lambda x, dtype: jnp.zeros(x.shape, dtype) if _is_floating(x) else None
     return dataclasses.replace(
       self,

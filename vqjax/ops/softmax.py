@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from vqjax.ops import tiles, vocab_parallel
+from vqjax.ops import reduced_loss, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
@@ -164,16 +164,22 @@ def linear_cross_entropy(
   label_smoothing: float | int = 0.0,
   z_loss: float | int = 0.0,
   softcap: float | int | None = None,
+  reduction: str = "none",
+  scratch: int = 64 * 2**20,
   tile: tuple[int, int] | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
-) -> Float[Array, "*B"]:
-  """Cross-entropy of each token, in nats, with label smoothing and z-loss.
+) -> Float[Array, "*B"] | Float[Array, ""]:
+  """Cross-entropy of each token, in nats, with label smoothing and z-loss; or their sum or mean.
 
     token_weight · (-(1 - s) log p(token) - s · mean_v log p_v + z_loss · (log z)²),
 
   where s is the label smoothing. A token of weight 0 has loss 0 and no gradient, even one outside
   of the vocabulary or with a hidden vector of nan: padding may hold any values.
+
+  The sum, and the mean that divides it by the sum of the weights, may form their gradient in the
+  forward pass, in 6NDV instead of 8NDV operations, where `scratch` and the device's memory make
+  that faster (`vqjax.ops.reduced_loss`). Value and gradient are the same for any cotangent.
 
   Args:
     hidden: one vector for each token; it and all arguments without a remark as in `linear_softmax`.
@@ -186,13 +192,15 @@ def linear_cross_entropy(
       Python number, like `z_loss` and `softcap`.
     z_loss: coefficient of the squared log-normaliser, which keeps scores from drifting.
     softcap: largest absolute score.
-    tile: (tokens, vocabulary rows) that are scored at once.
+    reduction: "none", "sum" or "mean"; the mean over no weight is 0.
+    scratch: bytes of scores that a sum or mean may keep until their gradient is formed.
+    tile: (tokens, vocabulary rows) that are scored at once; if it is given, nothing is kept.
     dtype: dtype of the matrix products' operands.
     vocab_axis: mesh axis over which the rows are sharded.
 
   Raises:
-    ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative, or
-      `token_weight` has another shape than `tokens`.
+    ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative,
+      `token_weight` has another shape than `tokens`, or `reduction` is not one of the three.
   """
   check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight)
   if not 0 <= label_smoothing < 1:
@@ -204,12 +212,28 @@ def linear_cross_entropy(
       f"`token_weight` must have the shape {tokens.shape} of `tokens`; got {token_weight.shape}."
       " Give one weight for each token."
     )
+  if reduction not in ("none", "sum", "mean"):
+    raise ValueError(
+      f'`reduction` must be "none", "sum" or "mean"; got {reduction!r}. "mean" divides by the sum'
+      " of the weights."
+    )
   if ignore_index is not None:
     ones = jnp.ones(tokens.shape, jnp.float32) if token_weight is None else token_weight
     token_weight = jnp.where(widened(tokens) == ignore_index, 0, ones)
   if token_weight is not None:
     # Before the products: 0 · nan in the backward pass would reach the gradient of the weight.
     hidden = jnp.where((token_weight == 0)[..., None], 0, hidden)
+  terms = reduced_loss.Terms(label_smoothing, z_loss)
+  if reduction != "none":
+    ones = jnp.ones(tokens.shape, jnp.float32) if token_weight is None else token_weight
+    total = ones.sum(dtype=jnp.float32)
+    # Divided here, so that the cotangent of the sum is 1 in most programs.
+    share = ones if reduction == "sum" else ones / jnp.where(total == 0, 1.0, total)
+    if tile is None:
+      options = terms, softcap, dtype, vocab_axis, scratch
+      loss = _sum_with_gradient(hidden, weight, tokens, bias, share, *options)
+      if loss is not None:
+        return loss
   stats = linear_softmax(
     hidden,
     weight,
@@ -221,15 +245,38 @@ def linear_cross_entropy(
     dtype=dtype,
     vocab_axis=vocab_axis,
   )
-  loss = -stats.log_prob
-  if label_smoothing:
-    loss = (1 - label_smoothing) * loss - label_smoothing * stats.mean_log_prob
-  if z_loss:
-    loss = loss + z_loss * stats.log_z**2
-  if token_weight is None:
+  loss = terms.of(stats.log_prob, stats.log_z, stats.mean_log_prob)
+  if token_weight is None and reduction == "none":
     return loss
+  token_weight = token_weight if reduction == "none" else share
   # `where`, because the loss of a padding token outside of the vocabulary is nan, and nan · 0 too.
-  return jnp.where(token_weight == 0, 0.0, loss * token_weight)
+  loss = jnp.where(token_weight == 0, 0.0, loss * token_weight)
+  return loss if reduction == "none" else loss.sum()
+
+
+def _sum_with_gradient(
+  hidden, weight, tokens, bias, token_weight, terms, softcap, dtype, vocab_axis, scratch
+):
+  """The weighted sum of the losses, or None where its gradient is formed in a pass of its own."""
+  weight = as_row_factory(weight)
+  check_arrays(hidden=hidden, tokens=tokens, bias=bias)
+  check_shapes(hidden, weight, tokens, bias)
+  _check_options(softcap, 0, weight.count)
+  scoring = tiles.Scoring(
+    jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype)), softcap
+  )
+  outputs = Outputs(scoring, False, terms.label_smoothing > 0, 0, vocab_axis)
+  hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+  tile = reduced_loss.plan(hidden_ND, weight, outputs, scratch)
+  if tile is None:
+    return None
+  valid, token = in_vocabulary(tokens.reshape(-1), weight.count)
+  of_token = token_weight.reshape(-1)
+  # A token outside of the vocabulary has no gradient, and makes the sum nan unless its weight is 0.
+  wrong = (~valid & (of_token != 0)).any()
+  of_token = jnp.where(valid & (of_token != 0), of_token, 0.0)
+  loss = reduced_loss.weighted_sum(outputs, terms, tile, hidden_ND, token, of_token, weight, bias)
+  return jnp.where(wrong, jnp.nan, loss)
 
 
 def linear_scores(

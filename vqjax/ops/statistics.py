@@ -1,8 +1,8 @@
 """Statistics of softmax(hidden · weightᵀ + bias) from one pass over tiles.
 
-A running maximum and running sums are merged from tile to tile (`_merge`), then over the devices of
+A running maximum and running sums are merged from tile to tile (`merge`), then over the devices of
 the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent of a tile of scores
-(`_d_scores`) from the saved normaliser and the cotangents of the statistics.
+(`d_scores`) from the saved normaliser and the cotangents of the statistics.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def distribution(outputs: Outputs, tile, hidden_ND, token_N, weight, bias_V) -> 
     cut=tiles.Cut(sides, shards),
     fuses=device.current().fuses,
     # A given tile is a given limit of memory; the best tokens have a gradient in tiles alone.
-    keeps=tile is None
-    and not outputs.top_k
-    and tiles.are_kept(hidden_PND.shape[1] * weight.count),
+    keeps=tile is None and not outputs.top_k and tiles.are_kept(hidden_PND.shape[1] * weight.count),
   )
   stats = _compiled_pass(plan, hidden_PND, weight, bias_V, row_PN)
   mean_PN = None
@@ -163,53 +161,62 @@ def _pass(plan, hidden_PND, weight, bias_V, row_PN):
   return _forward(plan, tiles.Linear(hidden_PND, weight, bias_V), row_PN)[0]
 
 
-def _forward(plan, layer, row_PN, score_PNV=None):
+def _forward(plan, layer, row_PN, score_VPN=None):
   outputs = plan.outputs
-  lowest_PN = jnp.full(row_PN.shape, -jnp.inf, jnp.float32)
-  zero_PN = jnp.zeros(row_PN.shape, jnp.float32)
   # A softcap makes the mean score differ from hidden · (mean row); composed rows would all have to
   # be composed at once for their mean.
   sums_scores = outputs.mean and (outputs.scoring.softcap is not None or not layer.weight.is_table)
-  start = _Running(
-    own=lowest_PN,
-    top=lowest_PN,
-    total=zero_PN,
-    moment=zero_PN if outputs.entropy else None,
-    score_sum=zero_PN if sums_scores else None,
-    best=topk.empty(row_PN.shape, outputs.top_k) if outputs.top_k else None,
-  )
-  if score_PNV is not None:
-    last = _merge(start, (score_PNV,), 0, row_PN)
+  start = empty(outputs, row_PN.shape, sums_scores)
+  if score_VPN is not None:
+    last = merge(start, (score_VPN,), 0, row_PN, axis=0)
   elif plan.fuses:
     # A lower bound of the maximum, which the first tile may be summed below.
     start = start._replace(top=tiles.first_scores(plan.cut, outputs.scoring, layer).max(axis=-1))
     shortcut = tiles.Shortcut(_merge_below, _overflowed)
-    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, _merge, shortcut)
+    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, merge, shortcut)
   else:
-    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, _merge)
-  last = _all_reduce(last, vocab_parallel.inside(outputs.axis), layer.weight.count)
+    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, merge)
+  return finished(
+    outputs, _all_reduce(last, vocab_parallel.inside(outputs.axis), layer.weight.count)
+  )
+
+
+def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Running:
+  """The statistics of no scores, for tokens of the given shape."""
+  lowest, zero = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
+  return _Running(
+    own=lowest,
+    top=lowest,
+    total=zero,
+    moment=zero if outputs.entropy else None,
+    score_sum=zero if sums_scores else None,
+    best=topk.empty(shape, outputs.top_k) if outputs.top_k else None,
+  )
+
+
+def finished(outputs: Outputs, last: _Running) -> tuple[_Pass, tuple[_Normalizer, Array | None]]:
+  """Results of a pass over all scores, and what its gradient needs."""
   z = _Normalizer(last.top, jnp.log(last.total))
-  excess_PN = last.moment / last.total if outputs.entropy else None
+  excess = last.moment / last.total if outputs.entropy else None
+  # In this order: own - log Z would lose digits where both are large.
+  below = lambda score, top, log_sum: jnp.minimum((score - top) - log_sum, 0.0)
   stats = _Pass(
-    # In this order: own - log Z would lose digits where both are large.
-    log_prob=jnp.minimum((last.own - z.top) - z.log_sum, 0.0),
+    log_prob=below(last.own, z.top, z.log_sum),
     log_z=z.top + z.log_sum,
-    entropy=z.log_sum - excess_PN if outputs.entropy else None,
+    entropy=z.log_sum - excess if outputs.entropy else None,
     score_sum=last.score_sum,
     top_log_prob=(
-      jnp.minimum((last.best.scores - z.top[..., None]) - z.log_sum[..., None], 0.0)
-      if outputs.top_k
-      else None
+      below(last.best.scores, z.top[..., None], z.log_sum[..., None]) if outputs.top_k else None
     ),
     top_token=last.best.tokens if outputs.top_k else None,
   )
-  return stats, (z, excess_PN)
+  return stats, (z, excess)
 
 
-def _merge(old, scores, first_row, row_Pn):
-  """The statistics with a tile's scores added."""
-  top_Pn = jnp.maximum(old.top, scores[0].max(axis=-1))
-  return _add(_moved(old, top_Pn), scores[0], first_row, row_Pn)
+def merge(old, scores, first_row, row_Pn, axis=-1):
+  """The statistics with a tile's scores added; its rows are along `axis`."""
+  top_Pn = jnp.maximum(old.top, scores[0].max(axis=axis))
+  return _add(_moved(old, top_Pn), scores[0], first_row, row_Pn, axis)
 
 
 def _merge_below(old, scores, first_row, row_Pn):
@@ -217,12 +224,12 @@ def _merge_below(old, scores, first_row, row_Pn):
 
   Maximum, sums and own score are reductions of the product in one pass, since none needs another.
   """
-  new = _add(old, scores[0], first_row, row_Pn)
+  new = _add(old, scores[0], first_row, row_Pn, axis=-1)
   return _moved(new, jnp.maximum(old.top, scores[0].max(axis=-1)))
 
 
 HEADROOM = 60.0
-"""Nats by which a maximum may exceed that of earlier tiles: exp(60) times any vocabulary is finite."""
+"""Nats by which a maximum may exceed that of earlier tiles: exp(60) times V is finite."""
 
 
 def _overflowed(old, new):
@@ -230,30 +237,30 @@ def _overflowed(old, new):
   return (new.top - old.top > HEADROOM).any()
 
 
-def _add(old, score_Pnv, first_row, row_Pn):
-  """The statistics with a tile added to the sums, relative to `old.top`."""
-  above_Pnv = score_Pnv - exp_shift(old.top)[..., None]
-  mass_Pnv = jnp.exp(above_Pnv)
-  row_v = first_row + jnp.arange(score_Pnv.shape[-1], dtype=jnp.int32)
+def _add(old, score, first_row, row_Pn, axis):
+  """The statistics with a tile, rows along `axis`, added to the sums relative to `old.top`."""
+  above = score - jnp.expand_dims(exp_shift(old.top), axis)
+  mass = jnp.exp(above)
+  row_v = first_row + jnp.arange(score.shape[axis], dtype=jnp.int32)
   moment, score_sum, best = old.moment, old.score_sum, old.best
   if moment is not None:
     # An absent row has score -inf and mass 0, whose product is nan.
-    moment = moment + jnp.where(jnp.isneginf(score_Pnv), 0.0, mass_Pnv * above_Pnv).sum(axis=-1)
+    moment = moment + jnp.where(jnp.isneginf(score), 0.0, mass * above).sum(axis=axis)
   if score_sum is not None:
-    score_sum = score_sum + jnp.where(jnp.isneginf(score_Pnv), 0.0, score_Pnv).sum(axis=-1)
+    score_sum = score_sum + jnp.where(jnp.isneginf(score), 0.0, score).sum(axis=axis)
   if best is not None:
-    best = topk.merge(best, score_Pnv, row_v)
+    best = topk.merge(best, score, row_v)
   return _Running(
-    own=jnp.maximum(old.own, _own_score(score_Pnv, first_row, row_v, row_Pn)),
+    own=jnp.maximum(old.own, _own_score(score, row_v, row_Pn, axis)),
     top=old.top,
-    total=old.total + mass_Pnv.sum(axis=-1),
+    total=old.total + mass.sum(axis=axis),
     moment=moment,
     score_sum=score_sum,
     best=best,
   )
 
 
-def _own_score(score_Pnv, first_row, row_v, row_Pn):
+def _own_score(score, row_v, row_Pn, axis):
   """The token's own score, -inf where it is in another tile.
 
   It is read from the tile: a separate product hidden · row would round differently from the same
@@ -261,11 +268,12 @@ def _own_score(score_Pnv, first_row, row_v, row_Pn):
   """
   if device.current().fuses:
     # A reduction fuses into the product, which a gather does not.
-    return jnp.where(row_v == row_Pn[..., None], score_Pnv, -jnp.inf).max(axis=-1)
-  index_Pn, width = row_Pn - first_row, score_Pnv.shape[-1]
-  clipped_Pn1 = jnp.clip(index_Pn, 0, width - 1)[..., None]
-  own_Pn = jnp.take_along_axis(score_Pnv, clipped_Pn1, axis=-1)[..., 0]
-  return jnp.where((index_Pn >= 0) & (index_Pn < width), own_Pn, -jnp.inf)
+    row = jnp.expand_dims(row_v, tuple(i for i in range(3) if i != axis % 3))
+    return jnp.where(row == jnp.expand_dims(row_Pn, axis), score, -jnp.inf).max(axis=axis)
+  index_Pn, height = row_Pn - row_v[0], score.shape[axis]
+  clipped = jnp.expand_dims(jnp.clip(index_Pn, 0, height - 1), axis)
+  own_Pn = jnp.take_along_axis(score, clipped, axis=axis).squeeze(axis)
+  return jnp.where((index_Pn >= 0) & (index_Pn < height), own_Pn, -jnp.inf)
 
 
 def _moved(old, top):
@@ -298,7 +306,7 @@ def _all_reduce(local, axis, rows):
   )
 
 
-class _Cotangents(NamedTuple):
+class Cotangents(NamedTuple):
   """Per-token values that the cotangents of the scores are computed from.
 
   Attributes:
@@ -333,7 +341,7 @@ def _pass_forward(plan, *primals):
 
 
 def _pass_backward(plan, saved, cotangents):
-  layer, row_PN, z, excess_PN, top_token_PNk, score_PNV = saved
+  layer, row_PN, z, excess_PN, top_token_PNk, score_VPN = saved
   # XLA removes unused gradients of operands from the loops by itself, but not the terms of
   # statistics that a loss only reports (p · 0 may be nan), such as a scatter at each tile for an
   # unused top-5. Only symbolic zeros tell which they are.
@@ -351,7 +359,7 @@ def _pass_backward(plan, saved, cotangents):
     of_prob.append(-best_own.sum(-1))
     axis = vocab_parallel.inside(plan.outputs.axis)
     best_row = top_token_PNk - vocab_parallel.first_row(axis, layer.weight.count)
-  given = _Cotangents(
+  given = Cotangents(
     row=row_PN,
     z=z,
     own=own,
@@ -363,23 +371,14 @@ def _pass_backward(plan, saved, cotangents):
     best_own=best_own,
   )
   given = vocab_parallel.varying((given, layer))[0]
-  cut, scoring = plan.cut, plan.outputs.scoring
-  if score_PNV is None:
-    (gradient,) = tiles.gradients(cut, (scoring,), (layer,), given, _d_scores)
-  else:
-    row_V = jnp.arange(layer.weight.count, dtype=jnp.int32)
-    of_token = jax.tree.map(lambda x: x[..., None], given)
-    (d_PNV,) = _d_scores((score_PNV,), row_V, of_token)
-    d_PNV = scoring.pull_back(score_PNV, d_PNV)
-    gradient = tiles.kept_gradients(cut, scoring, layer, d_PNV)
+  scoring = plan.outputs.scoring
+  kept = None if score_VPN is None else (score_VPN,)
+  (gradient,) = tiles.gradients(plan.cut, (scoring,), (layer,), given, d_scores, kept)
   return gradient.hidden, gradient.weight, gradient.bias, None
 
 
-def _d_scores(scores, row_v11, given):
-  """Cotangent of each score of the tile: onehot · own + p · prob + ...
-
-  Scores [v, P, n] meet [P, n] values of the tokens; kept scores [P, N, V] meet [P, N, 1].
-  """
+def d_scores(scores, row_v11, given):
+  """Cotangent of each score of the tile: onehot · own + p · prob + ..."""
   (score_vPn,) = scores
   above_vPn = score_vPn - given.z.top
   prob_vPn = jnp.exp(above_vPn - given.z.log_sum)

@@ -144,7 +144,7 @@ def edge(index: Array, size: int, total: int) -> Edge:
   return Edge(start, start + jnp.arange(size, dtype=jnp.int32) >= nominal)
 
 
-class _TokenTiles(NamedTuple):
+class TokenTiles(NamedTuple):
   """Division of [P, N, ...] arrays into tiles of tokens; the last may overlap its neighbour."""
 
   shards: TokenShards
@@ -153,10 +153,12 @@ class _TokenTiles(NamedTuple):
 
   @property
   def count(self) -> int:
+    """Number of tiles."""
     return math.ceil(self.total / self.size)
 
   @property
   def ragged(self) -> bool:
+    """Whether the last tile overlaps its neighbour."""
     return self.total % self.size != 0
 
   def split(self, tree: Any) -> Any:
@@ -192,7 +194,8 @@ class _TokenTiles(NamedTuple):
     return lax.dynamic_index_in_dim(tiles, index, axis=1, keepdims=False)
 
 
-def _product(a, b, contract, batch=((), ())):
+def product(a: Array, b: Array, contract: Any, batch: Any = ((), ())) -> Array:
+  """Matrix product of tiles, in float32 whatever the operands are."""
   return lax.dot_general(a, b, (contract, batch), preferred_element_type=jnp.float32)
 
 
@@ -230,7 +233,7 @@ def fold(
     shortcut: a merge to try first, or None.
   """
   n, v = linears[0].hidden.shape[1], linears[0].weight.count
-  tokens, height = _TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
+  tokens, height = TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
   # The carry of a loop inside of a `shard_map` must vary over an axis from the start or never.
   carry = varying((carry, per_token, linears))[0]
   carry, given = tokens.split((carry, per_token))
@@ -248,7 +251,7 @@ def fold(
         scores = []
         for scoring, layer, (weight_vD, bias_v) in zip(scorings, linears, rows):
           hidden_PnD = tokens.at(layer.hidden, n_index).astype(scoring.dtype)
-          score_Pnv = scoring.finish(_product(hidden_PnD, weight_vD, ((2,), (1,))), bias_v)
+          score_Pnv = scoring.finish(product(hidden_PnD, weight_vD, ((2,), (1,))), bias_v)
           # The tile before has scored the overlap: -inf leaves a sum of exp as it is, 0 would not.
           scores.append(jnp.where(v_edge.fresh, score_Pnv, -jnp.inf) if v % height else score_Pnv)
         # One merge for all layers, so that a distillation loss sees both scores of a tile at once.
@@ -268,40 +271,22 @@ def fold(
 
 
 def all_scores(cut: Cut, scoring: Scoring, layer: Linear) -> Array:
-  """All scores [P, N, V], where they are few enough to be kept (`are_kept`)."""
-  whole = cut._replace(tile=Tile(layer.hidden.shape[1], layer.weight.count))
-  weight_VD, bias_V = _weight_and_bias(whole, scoring, layer, jnp.int32(0))
-  product = _product(layer.hidden.astype(scoring.dtype), weight_VD, ((2,), (1,)))
-  return scoring.finish(product, bias_V)
+  """All scores [V, P, N], where they are few enough to be kept (`are_kept`)."""
+  part = tile_rows(_whole(cut, layer), scoring, layer, jnp.int32(0))
+  raw = product(part.weight, layer.hidden.astype(scoring.dtype), ((1,), (2,)))
+  return scoring.finish(raw, part.bias)
 
 
-def kept_gradients(cut: Cut, scoring: Scoring, layer: Linear, d_PNV: Array) -> Linear:
-  """Cotangents of a layer from that of all of its scores' products, as `gradients`."""
-  whole = cut._replace(tile=Tile(layer.hidden.shape[1], layer.weight.count))
-  weight_VD, _ = _weight_and_bias(whole, scoring, layer, jnp.int32(0))
-  hidden_PND, operand_PNV = layer.hidden.astype(scoring.dtype), d_PNV.astype(scoring.dtype)
-  d_weight = _product(operand_PNV, hidden_PND, ((1,), (1,)), ((0,), (0,)))
-  sums = _Sums(
-    hidden=_product(operand_PNV, weight_VD, ((2,), (0,))).astype(layer.hidden.dtype),
-    weight=d_weight,
-    bias=None if layer.bias is None else d_PNV.sum(axis=1).T,
-  )
-  zero = Linear(
-    hidden=None,
-    weight=layer.weight.zero_gradient(),
-    bias=None if layer.bias is None else jnp.zeros_like(layer.bias),
-  )
-  zero = varying((zero, layer, d_PNV))[0]
-  gradient = _store_rows(zero, sums, layer, jnp.int32(0))
-  return gradient._replace(weight=layer.weight.rounded(gradient.weight))
+def _whole(cut, layer):
+  return cut._replace(tile=Tile(layer.hidden.shape[1], layer.weight.count))
 
 
 def first_scores(cut: Cut, scoring: Scoring, layer: Linear) -> Array:
   """Scores [P, N, r] of the first few rows."""
   few = cut._replace(tile=Tile(cut.tile.tokens, min(cut.tile.vocab, 16)))
   weight_rD, bias_r = _weight_and_bias(few, scoring, layer, jnp.int32(0))
-  product = _product(layer.hidden.astype(scoring.dtype), weight_rD, ((2,), (1,)))
-  return scoring.finish(product, bias_r)
+  raw = product(layer.hidden.astype(scoring.dtype), weight_rD, ((2,), (1,)))
+  return scoring.finish(raw, bias_r)
 
 
 def _weight_and_bias(cut, scoring, layer, start):
@@ -319,6 +304,7 @@ def gradients(
   linears: tuple[Linear, ...],
   per_token: Any,
   d_scores: Callable[[tuple[Array, ...], Array, Any], tuple[Array, ...]],
+  kept: tuple[Array, ...] | None = None,
 ) -> tuple[Linear, ...]:
   """Cotangents of every layer's hidden, weight (floating-point arrays) and bias.
 
@@ -334,24 +320,26 @@ def gradients(
     d_scores: (scores [v, P, n] of each layer, index of each row [v, 1, 1], per_token [P, n, ...])
       -> the cotangent [v, P, n] of each layer's scores. A row that is removed by a bias of -inf
       must get 0.
+    kept: all scores [V, P, N] of each layer, which are not computed again, or None.
   """
+  cut = cut if kept is None else _whole(cut, linears[0])
   n, v = linears[0].hidden.shape[1], linears[0].weight.count
-  tokens, height = _TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
+  tokens, height = TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
   given = tokens.split(varying((per_token, linears))[0])
   index = jnp.arange(tokens.count, dtype=jnp.int32)
 
   def vocab_step(carry, v_index):
     v_edge = edge(v_index, height, v)
-    rows = [_tile_rows(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
+    rows = [tile_rows(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
     row_v11 = (v_edge.start + jnp.arange(height, dtype=jnp.int32))[:, None, None]
 
     def token_step(sums, tile):
       n_index, given = tile
-      hiddens, scores = [], []
-      for scoring, layer, part in zip(scorings, linears, rows):
-        hidden_PnD = tokens.at(layer.hidden, n_index).astype(scoring.dtype)
-        hiddens.append(hidden_PnD)
-        scores.append(scoring.finish(_product(part.weight, hidden_PnD, ((1,), (2,))), part.bias))
+      hiddens = [tokens.at(x.hidden, n_index).astype(s.dtype) for s, x in zip(scorings, linears)]
+      scores = kept or [
+        scoring.finish(product(part.weight, hidden_PnD, ((1,), (2,))), part.bias)
+        for scoring, part, hidden_PnD in zip(scorings, rows, hiddens)
+      ]
       cotangents = d_scores(tuple(scores), row_v11, given)
       new = []
       for i, d_vPn in enumerate(cotangents):
@@ -368,7 +356,9 @@ def gradients(
       _Sums(
         hidden=gradient.hidden,
         weight=jnp.zeros((layer.hidden.shape[0], height, layer.hidden.shape[2]), jnp.float32),
-        bias=None if layer.bias is None else jnp.zeros((height, layer.hidden.shape[0]), jnp.float32),
+        bias=None
+        if layer.bias is None
+        else jnp.zeros((height, layer.hidden.shape[0]), jnp.float32),
       )
       for gradient, layer in zip(carry, linears)
     ]
@@ -385,7 +375,7 @@ def gradients(
   start = [
     Linear(
       hidden=cut.shards.keep(jnp.zeros(shape(layer.hidden), jnp.float32)),
-      weight=layer.weight.zero_gradient(),
+      weight=layer.weight.zero_gradient(height),
       bias=None if layer.bias is None else jnp.zeros_like(layer.bias),
     )
     for layer in linears
@@ -402,22 +392,45 @@ def gradients(
   )
 
 
-class _TileRows(NamedTuple):
-  """A tile of a layer's rows: [v, D], its transpose [D, v], and the bias [v, 1, 1]."""
+class TileRows(NamedTuple):
+  """A tile of a layer's rows: [v, D], its transpose [D, v] or None, and the bias [v, 1, 1]."""
 
   weight: Array
-  transposed: Array
+  transposed: Array | None
   bias: Array | None
 
+  def d_hidden(self, d_vPn: Array) -> Array:
+    """Contribution of a tile of cotangents to that of hidden, as `d_hidden_shape` says."""
+    if self.transposed is None:
+      return product(d_vPn, self.weight, ((0,), (0,)))
+    return product(self.transposed, d_vPn, ((1,), (0,)))
 
-def _tile_rows(cut, scoring, layer, start):
+
+def tile_rows(cut: Cut, scoring: Scoring, layer: Linear, start: Array) -> TileRows:
+  """Rows from `start` on, and for a CPU their transpose, once for all tiles of tokens."""
   weight_vD, bias_v = _weight_and_bias(cut, scoring, layer, start)
-  # Once for all tiles of tokens: without the barrier XLA folds the transposition into each product,
-  # which would then read the weight across its rows.
   transposed = None
-  if not device.current().fuses and vocab_parallel.platform() == "cpu":
+  if _reads_rows():
+    # Without the barrier XLA folds the transposition into each product, which would then read the
+    # weight across its rows.
     transposed = lax.optimization_barrier(weight_vD.T)
-  return _TileRows(weight_vD, transposed, None if bias_v is None else bias_v[:, None, None])
+  return TileRows(weight_vD, transposed, None if bias_v is None else bias_v[:, None, None])
+
+
+def _reads_rows():
+  """Whether products are fast only where both operands are read along their rows."""
+  return vocab_parallel.platform() == "cpu"
+
+
+def d_hidden_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+  """Shape of `TileRows.d_hidden` for hidden [P, n, D]: [D, P, n] on a CPU."""
+  shards, tokens, dim = shape
+  return (dim, shards, tokens) if _reads_rows() else shape
+
+
+def d_hidden_of_tokens(d_hidden: Array) -> Array:
+  """The cotangent of hidden as [P, n, D]."""
+  return jnp.moveaxis(d_hidden, 0, 2) if _reads_rows() else d_hidden
 
 
 class _Sums(NamedTuple):
@@ -442,13 +455,12 @@ def _add_tile(sums, rows, hidden_PnD, d_vPn, index):
     d_bias = d_bias + d_vPn.sum(axis=2)
   d_vPn = d_vPn.astype(hidden_PnD.dtype)
   # Shards stay apart: a sum over them would be an all-reduce at every tile.
-  d_weight = d_weight + _product(d_vPn, hidden_PnD, ((2,), (1,)), ((1,), (0,)))
-  if rows.transposed is None:
-    part_PnD = _product(d_vPn, rows.weight, ((0,), (0,)))
-  else:
-    # The barrier keeps XLA from fusing the transposition below into the product, as in `_tile_rows`.
-    part_DPn = lax.optimization_barrier(_product(rows.transposed, d_vPn, ((1,), (0,))))
-    part_PnD = jnp.moveaxis(part_DPn, 0, 2)
+  d_weight = d_weight + product(d_vPn, hidden_PnD, ((2,), (1,)), ((1,), (0,)))
+  part = rows.d_hidden(d_vPn)
+  if _reads_rows():
+    # The barrier keeps XLA from fusing the transposition into the product, as in `tile_rows`.
+    part = lax.optimization_barrier(part)
+  part_PnD = d_hidden_of_tokens(part)
   new = lax.dynamic_index_in_dim(d_hidden, index, axis=1, keepdims=False) + part_PnD
   d_hidden = lax.dynamic_update_index_in_dim(d_hidden, new, index, axis=1)
   return _Sums(d_hidden, d_weight, d_bias)
