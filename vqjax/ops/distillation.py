@@ -127,10 +127,10 @@ def linear_soft_target_loss(
     return vocab_parallel.Sharded(filled, -jnp.inf)
 
   rows = (
-    vocab_parallel.Sharded(weight.per_row, 0),
+    vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
     vocab_parallel.Replicated(weight.shared),
     sharded(bias),
-    vocab_parallel.Sharded(teacher_weight.per_row, 0),
+    vocab_parallel.Sharded(teacher_weight.per_row, 0, teacher_weight.axis),
     vocab_parallel.Replicated(teacher_weight.shared),
     sharded(teacher_bias),
   )

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from vqjax.ops import reduced_loss, tiles, vocab_parallel
-from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary, widened
@@ -27,6 +27,7 @@ __all__ = [
   "LinearSoftmax",
   "RowFactory",
   "Tile",
+  "columns",
   "default_tile",
   "linear_cross_entropy",
   "linear_log_prob",
@@ -100,8 +101,8 @@ def linear_softmax(
 
   Args:
     hidden: one vector for each token.
-    weight: one row for each token of the vocabulary, an array or a `RowFactory` that composes rows
-      a tile at a time.
+    weight: one row for each token of the vocabulary: an array, a `RowFactory` that composes rows a
+      tile at a time, or `columns(kernel)` of a kernel [D, V].
     tokens: indices into the vocabulary.
     bias: one number for each row, added to hidden · weightᵀ.
     softcap: largest absolute score c: scores are c · tanh(score / c).
@@ -142,7 +143,7 @@ def linear_softmax(
 
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
   rows = (
-    vocab_parallel.Sharded(weight.per_row, 0),
+    vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
     # Rows that pad V to a multiple of the devices need the bias of a removed row.
     vocab_parallel.Sharded(vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
     vocab_parallel.Replicated(weight.shared),
@@ -327,7 +328,7 @@ def check_shapes(hidden, weight, tokens, bias):
   if len(weight.shape) != 2 or weight.shape[1] != hidden.shape[-1]:
     raise ValueError(
       f"`weight` must be [V, {hidden.shape[-1]}] for `hidden` {hidden.shape}; got {weight.shape}."
-      " Transpose a [D, V] kernel."
+      " Use `columns(kernel)` for a kernel [D, V]."
     )
   if weight.shape[0] == 0:
     raise ValueError(

@@ -5,8 +5,9 @@ once and its gradient is written once; the tokens are the inner loop. A function
 statistics of the scores, which are merged from tile to tile (`fold`). Its gradient computes the
 scores of each tile once more, from a rule for the cotangent of a tile of scores (`gradients`).
 
-Operands are never padded, which would copy them: the last tile starts early enough to fit, overlaps
-its neighbour, and the overlap is masked. Tokens are [P, N, ...], one shard for each device that
+Operands are never padded, which would copy them: the last tile starts early enough to fit, and
+overlaps its neighbour. Overlapping rows are masked; overlapping tokens have statistics in both
+tiles, and those of the first are returned. Tokens are [P, N, ...], one shard for each device that
 they are spread over (`vocab_parallel.TokenShards`); P is 1 without a mesh.
 """
 
