@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from tests import reference
 from vqjax.ops import device, softmax
@@ -124,3 +125,25 @@ def test_all_statistics_are_equal_in_both_forms_of_the_loop():
       both.append(run(hidden, weight, bias))
   # Scores of up to 300 are rounded to 6e-8 of themselves.
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4), *both)
+
+
+@pytest.mark.slow
+def test_each_device_of_a_mesh_repairs_its_own_tiles():
+  hidden, weight, bias = maximum_in_the_last_tile()
+  tokens, cotangent = jnp.arange(N) * 16, normal(5, N)
+
+  def loss(h, w, b):
+    found = softmax.linear_log_prob(h, w, tokens, b, tile=(3, 11), vocab_axis="model")
+    return (cotangent * found).sum(), found
+
+  mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), device.using(device.current()._replace(fuses=True)):
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    (_, found), gradients = run(hidden, weight, bias)
+  np.testing.assert_allclose(
+    found, reference.linear_log_prob(hidden, weight, tokens, bias), rtol=1e-6
+  )
+  exact = reference.linear_gradients(hidden, weight, tokens, cotangent, bias)
+  for ours, wanted in zip(gradients, exact, strict=True):
+    # Scores of 500 are rounded to 3e-5.
+    np.testing.assert_allclose(ours, wanted, atol=5e-4)

@@ -40,7 +40,7 @@ class Device(NamedTuple):
 _TPU = (
   ("TPU v5 lite", Device(4096, 4096, 197e12 / 819e9, fuses=True)),
   ("TPU v5e", Device(4096, 4096, 197e12 / 819e9, fuses=True)),
-  ("TPU v5", Device(8192, 2048, 459e12 / 2765e9, fuses=True)),
+  ("TPU v5", Device(16384, 1024, 459e12 / 2765e9, fuses=True)),
   ("TPU v6", Device(4096, 4096, 918e12 / 1640e9, fuses=True)),
   ("TPU v2", Device(1024, 1024, 46e12 / 700e9, fuses=True)),
   ("TPU v3", Device(1024, 1024, 123e12 / 900e9, fuses=True)),

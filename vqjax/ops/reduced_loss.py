@@ -50,8 +50,10 @@ def tile_of_tokens(
   if not min(tokens, fitting):
     return None
   steps = math.ceil(tokens / fitting)
-  moved = 8 * tokens * vocab + (steps - 1) * vocab * dim * (8 + 2 * itemsize)
-  if 2 * tokens * dim * vocab <= limits.balance * moved:
+  # Where reductions fuse into products, kept scores are also read for the maximum and the sum.
+  of_scores = (16 if limits.fuses else 8) * tokens * vocab
+  of_weight = (steps - 1) * vocab * dim * (8 + 2 * itemsize)
+  if 2 * tokens * dim * vocab <= limits.balance * (of_scores + of_weight):
     return None
   even = math.ceil(tokens / steps)
   rounded = 64 * math.ceil(even / 64)
