@@ -1,5 +1,5 @@
-# make install | torch | docs | demo | test | test-all | test-versions | faults | lint | bench | smoke |
-# package | clean
+# make install | torch | docs | demo | test | test-all | test-versions | faults | lint | bench |
+# bench-tpu | smoke | package | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -21,7 +21,7 @@ ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
   $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
   tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
 
-.PHONY: install torch docs demo test test-all test-versions faults lint bench smoke package clean
+.PHONY: install torch docs demo test test-all test-versions faults lint bench bench-tpu smoke package clean
 
 install: $(STAMP)
 
@@ -97,6 +97,14 @@ $(VENV)/.docs: $(STAMP)
 # make bench ARGS="--list", make bench ARGS="softmax heads --json bench.json": alone on the machine.
 bench: $(STAMP)
 	$(PY) -m experiments.bench $(ARGS)
+
+# The compiler's account of losses on TPUs that are absent, with the extra `plan`; a quarter of an hour.
+bench-tpu: $(VENV)/.plan
+	$(PY) -m experiments.bench.tpu $(ARGS)
+
+$(VENV)/.plan: $(STAMP)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plan]'
+	@touch $@
 
 # The demo's whole path in seconds.
 smoke: $(STAMP)

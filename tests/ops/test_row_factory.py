@@ -10,7 +10,7 @@ import pytest
 
 from tests import reference
 from vqjax import linear_soft_target_loss, linear_softmax
-from vqjax.ops import product
+from vqjax.ops import product, softmax
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -177,3 +177,35 @@ def test_rows_of_another_width_than_hidden_are_refused():
     inspect.unwrap(linear_softmax)(
       hidden[:, :5], RowFactory(codes, tables, product.compose), tokens
     )
+
+
+def test_columns_of_a_kernel_are_rows_that_are_neither_transposed_nor_copied():
+  hidden, kernel = (
+    jax.random.normal(jax.random.key(0), (37, 8)),
+    jax.random.normal(jax.random.key(1), (8, 211)),
+  )
+  tokens = jnp.arange(37) * 5
+  loss = lambda h, weight: softmax.linear_log_prob(h, weight, tokens, tile=(16, 50)).sum()
+  of_kernel = lambda h, k: loss(h, softmax.columns(k))
+  value, (d_hidden, d_kernel) = jax.jit(jax.value_and_grad(of_kernel, (0, 1)))(hidden, kernel)
+  expected, wanted = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, kernel.T)
+  np.testing.assert_allclose(value, expected, rtol=1e-6)
+  np.testing.assert_allclose(d_hidden, wanted[0], atol=1e-5)
+  np.testing.assert_allclose(d_kernel, wanted[1].T, atol=1e-5)
+  assert (211, 8) not in reference.shapes_of(jax.grad(of_kernel, (0, 1)), hidden, kernel)
+
+
+@pytest.mark.slow
+def test_columns_are_sharded_over_a_mesh_axis():
+  hidden, kernel = (
+    jax.random.normal(jax.random.key(0), (16, 8)),
+    jax.random.normal(jax.random.key(1), (8, 101)),
+  )
+  tokens = jnp.arange(16) * 5
+  loss = lambda h, k: softmax.linear_log_prob(
+    h, softmax.columns(k), tokens, tile=(8, 10), vocab_axis="model"
+  ).sum()
+  expected = jax.value_and_grad(loss, (0, 1))(hidden, kernel)
+  with jax.set_mesh(make_mesh(MeshShape(data=2, model=4), jax.devices())):
+    found = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, kernel)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)

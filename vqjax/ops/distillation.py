@@ -219,7 +219,7 @@ def _compare(mixture, student, teacher, counted, temperature, tile, dtype, vocab
   for side, weight in zip(sides, weights):
     filled = vocab_parallel.bias_of_padding(side.bias, weight.count, vocab_axis)
     rows += [
-      vocab_parallel.Sharded(weight.per_row, 0),
+      vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
       vocab_parallel.Sharded(filled, -jnp.inf),
       vocab_parallel.Replicated(weight.shared),
     ]

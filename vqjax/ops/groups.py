@@ -154,8 +154,9 @@ def slot_log_prob(
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a slot in its group.
 
-  Only the token's own group is scored. A tile of tokens is scored at a time, and once more for the
-  gradient: a few arrays of [tile, S] exist at a time, and none of [N, S]. Inside of `vocab_axis`,
+  Only the token's own group is scored. Unless few scores [N, S] are kept (`tiles.are_kept`), a tile
+  of tokens is scored at a time, and once more for the gradient: a few arrays of [tile, S] exist at
+  a time. Inside of `vocab_axis`,
   `slots` and `sizes` are those of the device's own groups, and `group` counts over the groups of
   all devices.
   """
@@ -188,9 +189,9 @@ def slot_log_prob(
 
 def _by_tiles(tables, tokens, dtype):
   count, slots = tokens[0].shape[0], tables[0].scale.shape[1]
-  least = -(-count * slots // tiles.most_scores())
-  if least <= 1:
+  if tiles.are_kept(count * slots):
     return _tile_log_prob(tables, *tokens, dtype)
+  least = -(-count * slots // tiles.most_scores())
   # Tokens have to be copied to be padded; a number of tiles that divides them avoids that.
   steps = next((n for n in range(least, 2 * least) if count % n == 0), least)
   fill = -count % steps

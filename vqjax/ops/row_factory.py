@@ -37,6 +37,11 @@ class RowFactory:
   compose: Callable[[Any, Any], Float[Array, "v D"]] = dataclasses.field(metadata={"static": True})
 
   @property
+  def axis(self) -> int:
+    """Axis of the vocabulary in the arrays of `per_row`."""
+    return 0
+
+  @property
   def is_table(self) -> bool:
     """Whether the rows exist as an array [V, D]."""
     return self.compose is _table_rows
@@ -76,11 +81,14 @@ class RowFactory:
       per_row = jax.tree.map(vocab_parallel.token_shards(None).whole, per_row)
     return dataclasses.replace(self, per_row=per_row)
 
-  def zero_gradient(self) -> "RowFactory":
-    """Gradients of zero of all floating-point arrays; None for integer arrays.
+  def zero_gradient(self, height: int) -> "RowFactory":
+    """Gradients before the first of the tiles of `height` rows; None for integer arrays.
 
     Gradients of shared arrays, to which every tile adds, are at least float32.
     """
+    if self.is_table and self.count % height == 0:
+      # Every row is written, so that what is there before does not matter.
+      return dataclasses.replace(self, per_row=lax.empty(self.per_row.shape, self.per_row.dtype))
     zeros = lambda x, dtype: jnp.zeros(x.shape, dtype) if _is_floating(x) else None
     return dataclasses.replace(
       self,
@@ -99,8 +107,11 @@ class RowFactory:
 
     def add(total, part):
       """Add [v, ...] to rows from `start` on, which may overlap the tile before."""
-      old = lax.dynamic_slice_in_dim(total, start, part.shape[0])
-      return lax.dynamic_update_slice_in_dim(total, old + part.astype(total.dtype), start, axis=0)
+      part = part.astype(total.dtype)
+      # Without an overlap each row is written once, and nothing has to be read.
+      if total.shape[0] % part.shape[0]:
+        part = part + lax.dynamic_slice_in_dim(total, start, part.shape[0])
+      return lax.dynamic_update_slice_in_dim(total, part, start, axis=0)
 
     if self.is_table:
       return dataclasses.replace(gradient, per_row=add(gradient.per_row, d_rows))
@@ -129,6 +140,55 @@ class RowFactory:
       gradient.shared,
     )
     return dataclasses.replace(gradient, per_row=per_row, shared=shared)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Columns(RowFactory):
+  """A weight whose rows are the columns of one array [D, V]."""
+
+  @property
+  def axis(self) -> int:
+    return 1
+
+  @property
+  def count(self) -> int:
+    return self.per_row.shape[1]
+
+  def part(self, start: Array, size: int) -> "RowFactory":
+    return dataclasses.replace(
+      self, per_row=lax.dynamic_slice_in_dim(self.per_row, start, size, axis=1)
+    )
+
+  def at(self, index: Array) -> Float[Array, "W D"]:
+    return jnp.moveaxis(self.per_row[:, index], 0, -1)
+
+  def zero_gradient(self, height: int) -> "RowFactory":
+    make = lax.empty if self.count % height == 0 else jnp.zeros
+    return dataclasses.replace(self, per_row=make(self.per_row.shape, self.per_row.dtype))
+
+  def add_gradient(
+    self, gradient: "RowFactory", start: Array, d_rows: Float[Array, "v D"]
+  ) -> "RowFactory":
+    total, part = gradient.per_row, d_rows.T.astype(gradient.per_row.dtype)
+    if self.count % part.shape[1]:
+      part = part + lax.dynamic_slice_in_dim(total, start, part.shape[1], axis=1)
+    return dataclasses.replace(
+      gradient, per_row=lax.dynamic_update_slice_in_dim(total, part, start, axis=1)
+    )
+
+
+def _transposed(per_row, shared):
+  del shared
+  return per_row.T
+
+
+def columns(kernel: Float[Array, "D V"]) -> RowFactory:
+  """The weight [V, D] whose rows are the columns of a kernel, as `flax.linen.Dense` has it.
+
+  Neither the kernel nor its gradient is transposed or copied: a tile of columns at a time is read.
+  """
+  return _Columns(kernel, (), _transposed)
 
 
 def _is_floating(x):

@@ -335,7 +335,7 @@ def _token_log_probs(
     return jax.tree.map(lambda x: shards.join(x, hidden_ND.shape[0]), _pass(plan, *layer, row_PNk))
 
   rows = (
-    vocab_parallel.Sharded(weight.per_row, 0),
+    vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
     # Rows that pad V to a multiple of the devices need the bias of a removed row.
     vocab_parallel.Sharded(vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
     vocab_parallel.Replicated(weight.shared),

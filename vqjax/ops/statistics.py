@@ -1,8 +1,8 @@
 """Statistics of softmax(hidden · weightᵀ + bias) from one pass over tiles.
 
-A running maximum and running sums are merged from tile to tile (`_merge`), then over the devices of
+A running maximum and running sums are merged from tile to tile (`merge`), then over the devices of
 the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent of a tile of scores
-(`_d_scores`) from the saved normaliser and the cotangents of the statistics.
+(`d_scores`) from the saved normaliser and the cotangents of the statistics.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from vqjax.ops import tiles, topk, vocab_parallel
+from vqjax.ops import device, tiles, topk, vocab_parallel
 from vqjax.ops.stable import exp_shift
 
 
@@ -62,6 +62,8 @@ class Outputs(NamedTuple):
 class _Plan(NamedTuple):
   outputs: Outputs
   cut: tiles.Cut
+  fuses: bool
+  keeps: bool
 
 
 class _Pass(NamedTuple):
@@ -86,7 +88,13 @@ def distribution(outputs: Outputs, tile, hidden_ND, token_N, weight, bias_V) -> 
   # Indices into the rows of this device, outside of them for tokens of another device.
   row_PN = shards.split(token_N) - vocab_parallel.first_row(axis, weight.count)
   sides = tiles.cut_tile(tile, hidden_PND.shape[1], weight.count)
-  plan = _Plan(outputs, tiles.Cut(sides, shards))
+  plan = _Plan(
+    outputs=outputs,
+    cut=tiles.Cut(sides, shards),
+    fuses=device.current().fuses,
+    # A given tile is a given limit of memory; the best tokens have a gradient in tiles alone.
+    keeps=tile is None and not outputs.top_k and tiles.are_kept(hidden_PND.shape[1] * weight.count),
+  )
   stats = _compiled_pass(plan, hidden_PND, weight, bias_V, row_PN)
   mean_PN = None
   if outputs.mean:
@@ -153,102 +161,151 @@ def _pass(plan, hidden_PND, weight, bias_V, row_PN):
   return _forward(plan, tiles.Linear(hidden_PND, weight, bias_V), row_PN)[0]
 
 
-def _forward(plan, layer, row_PN):
+def _forward(plan, layer, row_PN, score_VPN=None):
   outputs = plan.outputs
-  lowest_PN = jnp.full(row_PN.shape, -jnp.inf, jnp.float32)
-  zero_PN = jnp.zeros(row_PN.shape, jnp.float32)
   # A softcap makes the mean score differ from hidden · (mean row); composed rows would all have to
   # be composed at once for their mean.
   sums_scores = outputs.mean and (outputs.scoring.softcap is not None or not layer.weight.is_table)
-  start = _Running(
-    own=lowest_PN,
-    top=lowest_PN,
-    total=zero_PN,
-    moment=zero_PN if outputs.entropy else None,
-    score_sum=zero_PN if sums_scores else None,
-    best=topk.empty(row_PN.shape, outputs.top_k) if outputs.top_k else None,
+  start = empty(outputs, row_PN.shape, sums_scores)
+  if score_VPN is not None:
+    last = merge(start, (score_VPN,), 0, row_PN, axis=0)
+  elif plan.fuses:
+    # A lower bound of the maximum, which the first tile may be summed below.
+    start = start._replace(top=tiles.first_scores(plan.cut, outputs.scoring, layer).max(axis=-1))
+    shortcut = tiles.Shortcut(_merge_below, _overflowed)
+    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, merge, shortcut)
+  else:
+    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, merge)
+  axis = vocab_parallel.inside(outputs.axis)
+  return finished(outputs, _all_reduce(last, axis, row_PN, layer.weight.count))
+
+
+def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Running:
+  """The statistics of no scores, for tokens of the given shape."""
+  lowest, zero = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
+  return _Running(
+    own=lowest,
+    top=lowest,
+    total=zero,
+    moment=zero if outputs.entropy else None,
+    score_sum=zero if sums_scores else None,
+    best=topk.empty(shape, outputs.top_k) if outputs.top_k else None,
   )
-  last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, _merge)
-  last = _all_reduce(last, vocab_parallel.inside(outputs.axis), row_PN, layer.weight.count)
+
+
+def finished(outputs: Outputs, last: _Running) -> tuple[_Pass, tuple[_Normalizer, Array | None]]:
+  """Results of a pass over all scores, and what its gradient needs."""
   z = _Normalizer(last.top, jnp.log(last.total))
-  excess_PN = last.moment / last.total if outputs.entropy else None
+  excess = last.moment / last.total if outputs.entropy else None
+  # In this order: own - log Z would lose digits where both are large.
+  below = lambda score, top, log_sum: jnp.minimum((score - top) - log_sum, 0.0)
   stats = _Pass(
-    # In this order: own - log Z would lose digits where both are large.
-    log_prob=(last.own - z.top) - z.log_sum,
+    log_prob=below(last.own, z.top, z.log_sum),
     log_z=z.top + z.log_sum,
-    entropy=z.log_sum - excess_PN if outputs.entropy else None,
+    entropy=z.log_sum - excess if outputs.entropy else None,
     score_sum=last.score_sum,
     top_log_prob=(
-      (last.best.scores - z.top[..., None]) - z.log_sum[..., None] if outputs.top_k else None
+      below(last.best.scores, z.top[..., None], z.log_sum[..., None]) if outputs.top_k else None
     ),
     top_token=last.best.tokens if outputs.top_k else None,
   )
-  return stats, (z, excess_PN)
+  return stats, (z, excess)
 
 
-def _merge(old, scores, first_row, row_Pn):
-  """The statistics with a tile's scores added."""
-  (score_Pnv,) = scores
-  top_Pn = jnp.maximum(old.top, score_Pnv.max(axis=-1))
-  shift_Pn = exp_shift(top_Pn)
-  above_Pnv = score_Pnv - shift_Pn[..., None]
-  mass_Pnv = jnp.exp(above_Pnv)
-  step_Pn = jnp.where(jnp.isneginf(old.top), 0.0, old.top - shift_Pn)
-  shrink_Pn = jnp.exp(step_Pn)
-  moment = score_sum = best = None
-  if old.moment is not None:
+def merge(old, scores, first_row, row_Pn, axis=-1):
+  """The statistics with a tile's scores added; its rows are along `axis`."""
+  top_Pn = jnp.maximum(old.top, scores[0].max(axis=axis))
+  return _add(_moved(old, top_Pn), scores[0], first_row, row_Pn, axis)
+
+
+def _merge_below(old, scores, first_row, row_Pn):
+  """The statistics with a tile added to sums relative to the maximum of earlier tiles.
+
+  Maximum, sums and own score are reductions of the product in one pass, since none needs another.
+  """
+  new = _add(old, scores[0], first_row, row_Pn, axis=-1)
+  return _moved(new, jnp.maximum(old.top, scores[0].max(axis=-1)))
+
+
+HEADROOM = 60.0
+"""Nats by which a maximum may exceed that of earlier tiles: exp(60) times V is finite."""
+
+
+def _overflowed(old, new):
+  """Whether a maximum rose by more than the headroom, or from -inf."""
+  return (new.top - old.top > HEADROOM).any()
+
+
+def _add(old, score, first_row, row_Pn, axis):
+  """The statistics with a tile, rows along `axis`, added to the sums relative to `old.top`."""
+  above = score - jnp.expand_dims(exp_shift(old.top), axis)
+  mass = jnp.exp(above)
+  row_v = first_row + jnp.arange(score.shape[axis], dtype=jnp.int32)
+  moment, score_sum, best = old.moment, old.score_sum, old.best
+  if moment is not None:
     # An absent row has score -inf and mass 0, whose product is nan.
-    tile_Pn = jnp.where(jnp.isneginf(score_Pnv), 0.0, mass_Pnv * above_Pnv).sum(axis=-1)
-    moment = (old.moment + step_Pn * old.total) * shrink_Pn + tile_Pn
-  if old.score_sum is not None:
-    score_sum = old.score_sum + jnp.where(jnp.isneginf(score_Pnv), 0.0, score_Pnv).sum(axis=-1)
-  if old.best is not None:
-    row_v = first_row + jnp.arange(score_Pnv.shape[-1], dtype=jnp.int32)
-    best = topk.merge(old.best, score_Pnv, row_v)
-  # The token's own score is read from the tile: a separate product hidden · row would round
-  # differently from the same score in the normaliser, and could make a probability above 1.
-  index_Pn = row_Pn - first_row
-  width = score_Pnv.shape[-1]
-  clipped_Pn1 = jnp.clip(index_Pn, 0, width - 1)[..., None]
-  own_Pn = jnp.take_along_axis(score_Pnv, clipped_Pn1, axis=-1)[..., 0]
-  in_tile_Pn = (index_Pn >= 0) & (index_Pn < width)
+    moment = moment + jnp.where(jnp.isneginf(score), 0.0, mass * above).sum(axis=axis)
+  if score_sum is not None:
+    score_sum = score_sum + jnp.where(jnp.isneginf(score), 0.0, score).sum(axis=axis)
+  if best is not None:
+    best = topk.merge(best, score, row_v)
   return _Running(
-    # The maximum, for a column that overlaps the tile before has score -inf in this one.
-    own=jnp.where(in_tile_Pn, jnp.maximum(old.own, own_Pn), old.own),
-    top=top_Pn,
-    total=old.total * shrink_Pn + mass_Pnv.sum(axis=-1),
+    own=jnp.maximum(old.own, _own_score(score, row_v, row_Pn, axis)),
+    top=old.top,
+    total=old.total + mass.sum(axis=axis),
     moment=moment,
     score_sum=score_sum,
     best=best,
   )
 
 
+def _own_score(score, row_v, row_Pn, axis):
+  """The token's own score, -inf where it is in another tile.
+
+  It is read from the tile: a separate product hidden · row would round differently from the same
+  score in the normaliser, and could make a probability above 1.
+  """
+  if device.current().fuses:
+    # A reduction fuses into the product, which a gather does not.
+    row = jnp.expand_dims(row_v, tuple(i for i in range(3) if i != axis % 3))
+    return jnp.where(row == jnp.expand_dims(row_Pn, axis), score, -jnp.inf).max(axis=axis)
+  index_Pn, height = row_Pn - row_v[0], score.shape[axis]
+  clipped = jnp.expand_dims(jnp.clip(index_Pn, 0, height - 1), axis)
+  own_Pn = jnp.take_along_axis(score, clipped, axis=axis).squeeze(axis)
+  return jnp.where((index_Pn >= 0) & (index_Pn < height), own_Pn, -jnp.inf)
+
+
+def _moved(old, top):
+  """The statistics with sums relative to another maximum."""
+  # Sums under a maximum of -inf are 0.
+  step = jnp.where(jnp.isneginf(old.top), 0.0, old.top - exp_shift(top))
+  shrink = jnp.exp(step)
+  moment = None if old.moment is None else (old.moment + step * old.total) * shrink
+  return old._replace(top=top, total=old.total * shrink, moment=moment)
+
+
 def _all_reduce(local, axis, row_PN, rows):
   """The statistics over all devices of the axis, each with `rows` rows."""
   if axis is None:
     return local
-  top = vocab_parallel.common_shift(local.top, axis)
-  shift = exp_shift(top)
-  step = jnp.where(jnp.isneginf(local.top), 0.0, local.top - shift)
-  shrink = jnp.exp(step)
-  moment = best = None
-  if local.moment is not None:
-    moment = lax.psum((local.moment + step * local.total) * shrink, axis)
+  moved = _moved(local, vocab_parallel.common_shift(local.top, axis))
+  total = lambda x: None if x is None else lax.psum(x, axis)
+  best = None
   if local.best is not None:
     first = vocab_parallel.first_row(axis, rows)
     token = jnp.where(local.best.tokens < 0, -1, local.best.tokens + first)
     best = topk.across_devices(topk.TopK(local.best.scores, token), axis)
   return _Running(
     own=vocab_parallel.from_owner(local.own, row_PN, rows, axis),
-    top=top,
-    total=lax.psum(local.total * shrink, axis),
-    moment=moment,
-    score_sum=None if local.score_sum is None else lax.psum(local.score_sum, axis),
+    top=moved.top,
+    total=total(moved.total),
+    moment=total(moved.moment),
+    score_sum=total(local.score_sum),
     best=best,
   )
 
 
-class _Cotangents(NamedTuple):
+class Cotangents(NamedTuple):
   """Per-token values that the cotangents of the scores are computed from.
 
   Attributes:
@@ -277,12 +334,13 @@ class _Cotangents(NamedTuple):
 def _pass_forward(plan, *primals):
   hidden, weight, bias, row = jax.tree.map(lambda x: x.value, primals)
   layer = tiles.Linear(hidden, weight, bias)
-  stats, (z, excess) = _forward(plan, layer, row)
-  return stats, (layer, row, z, excess, stats.top_token)
+  score = tiles.all_scores(plan.cut, plan.outputs.scoring, layer) if plan.keeps else None
+  stats, (z, excess) = _forward(plan, layer, row, score)
+  return stats, (layer, row, z, excess, stats.top_token, score)
 
 
 def _pass_backward(plan, saved, cotangents):
-  layer, row_PN, z, excess_PN, top_token_PNk = saved
+  layer, row_PN, z, excess_PN, top_token_PNk, score_VPN = saved
   # XLA removes unused gradients of operands from the loops by itself, but not the terms of
   # statistics that a loss only reports (p · 0 may be nan), such as a scatter at each tile for an
   # unused top-5. Only symbolic zeros tell which they are.
@@ -300,7 +358,7 @@ def _pass_backward(plan, saved, cotangents):
     of_prob.append(-best_own.sum(-1))
     axis = vocab_parallel.inside(plan.outputs.axis)
     best_row = top_token_PNk - vocab_parallel.first_row(axis, layer.weight.count)
-  given = _Cotangents(
+  given = Cotangents(
     row=row_PN,
     z=z,
     own=own,
@@ -312,11 +370,13 @@ def _pass_backward(plan, saved, cotangents):
     best_own=best_own,
   )
   given = vocab_parallel.varying((given, layer))[0]
-  (gradient,) = tiles.gradients(plan.cut, (plan.outputs.scoring,), (layer,), given, _d_scores)
+  scoring = plan.outputs.scoring
+  kept = None if score_VPN is None else (score_VPN,)
+  (gradient,) = tiles.gradients(plan.cut, (scoring,), (layer,), given, d_scores, kept)
   return gradient.hidden, gradient.weight, gradient.bias, None
 
 
-def _d_scores(scores, row_v11, given):
+def d_scores(scores, row_v11, given):
   """Cotangent of each score of the tile: onehot · own + p · prob + ..."""
   (score_vPn,) = scores
   above_vPn = score_vPn - given.z.top

@@ -5,8 +5,9 @@ once and its gradient is written once; the tokens are the inner loop. A function
 statistics of the scores, which are merged from tile to tile (`fold`). Its gradient computes the
 scores of each tile once more, from a rule for the cotangent of a tile of scores (`gradients`).
 
-Operands are never padded, which would copy them: the last tile starts early enough to fit, overlaps
-its neighbour, and the overlap is masked. Tokens are [P, N, ...], one shard for each device that
+Operands are never padded, which would copy them: the last tile starts early enough to fit, and
+overlaps its neighbour. Overlapping rows are masked; overlapping tokens have statistics in both
+tiles, and those of the first are returned. Tokens are [P, N, ...], one shard for each device that
 they are spread over (`vocab_parallel.TokenShards`); P is 1 without a mesh.
 """
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from vqjax.ops import vocab_parallel
+from vqjax.ops import device, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import TokenShards, varying
 
@@ -36,32 +37,35 @@ class Tile(NamedTuple):
 def default_tile(tokens: int, vocab: int, platform: str = "cpu", devices: int = 1) -> Tile:
   """The default tile for N tokens and V rows on one of `devices` devices.
 
-  `platform` is "cpu", "gpu", "tpu", ... At most 512 x 1280 scores on a CPU: 2.5 MiB in float32,
-  near the size of a cache, and large enough for its matrix products. Several CPU devices share the
-  cache of one processor: 256 x 320 each. Elsewhere at most 4096 x 8192 (128 MiB), beside whose
-  product the launch of a kernel is short. Each axis is cut into equal parts, rounded up to a
-  multiple of 64, so the last tile overlaps little.
+  `platform` is "cpu", "gpu", "tpu", ...; the largest tile of each is in `vqjax.ops.device`. Each
+  axis is cut into equal parts whose size is a multiple of 64. Where no such size divides the axis,
+  the parts are rounded up, so that the last tile overlaps little.
   """
-  limit = _largest_tile(platform, devices)
-  return Tile(_even_part(tokens, limit.tokens), _even_part(vocab, limit.vocab))
+  return _default_tile(device.of(platform, devices=devices), tokens, vocab)
+
+
+def _default_tile(limits, tokens, vocab):
+  return Tile(_part(tokens, limits.tokens), _part(vocab, limits.vocab))
 
 
 def most_scores() -> int:
-  """Number of scores in the largest default tile of the platform in use."""
-  limit = _largest_tile(vocab_parallel.platform(), vocab_parallel.devices())
-  return limit.tokens * limit.vocab
+  """Number of scores in the largest default tile of the device in use."""
+  limits = device.current()
+  return limits.tokens * limits.vocab
 
 
-def _largest_tile(platform, devices):
-  if platform == "cpu":
-    return Tile(512, 1280) if devices == 1 else Tile(256, 320)
-  return Tile(4096, 8192)
+def are_kept(scores: int) -> bool:
+  """Whether so many scores are kept for the gradient, instead of computed once more."""
+  return 4 * scores <= device.current().kept
 
 
-def _even_part(size, limit):
-  """The smallest multiple of 64 that covers `size` in ceil(size / limit) parts."""
-  count = max(1, math.ceil(size / limit))
-  return max(1, min(size, 64 * math.ceil(size / count / 64)))
+def _part(size, limit):
+  """A multiple of 64 that divides `size`, or covers it in ceil(size / limit) parts."""
+  least = max(1, math.ceil(size / limit))
+  for count in range(least, 2 * least):
+    if size % (64 * count) == 0:
+      return size // count
+  return max(1, min(size, 64 * math.ceil(size / least / 64)))
 
 
 def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
@@ -71,7 +75,7 @@ def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
     ValueError: `tile` is not two ints of at least 1.
   """
   if tile is None:
-    return default_tile(tokens, vocab, vocab_parallel.platform(), vocab_parallel.devices())
+    return _default_tile(device.current(), tokens, vocab)
   sides = tile if isinstance(tile, (tuple, list)) else ()
   if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
     raise ValueError(
@@ -142,13 +146,71 @@ def edge(index: Array, size: int, total: int) -> Edge:
   return Edge(start, start + jnp.arange(size, dtype=jnp.int32) >= nominal)
 
 
-def _tokens(tree, start, size):
-  """Tokens [P, start : start + size, ...] of every array."""
-  return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=1), tree)
+class TokenTiles(NamedTuple):
+  """Division of [P, N, ...] arrays into tiles of tokens; the last may overlap its neighbour."""
+
+  shards: TokenShards
+  size: int
+  total: int
+
+  @property
+  def count(self) -> int:
+    """Number of tiles."""
+    return math.ceil(self.total / self.size)
+
+  @property
+  def ragged(self) -> bool:
+    """Whether the last tile overlaps its neighbour."""
+    return self.total % self.size != 0
+
+  def split(self, tree: Any) -> Any:
+    """[P, N, ...] -> [tiles, P, n, ...]; a copy, for arrays that have few numbers a token."""
+
+    def split(x):
+      whole = x[:, : self.total // self.size * self.size]
+      tiles = whole.reshape(x.shape[0], -1, self.size, *x.shape[2:])
+      if self.ragged:
+        tiles = jnp.concatenate([tiles, x[:, None, self.total - self.size :]], axis=1)
+      return self.shards.keep(jnp.moveaxis(tiles, 1, 0), axis=1)
+
+    return jax.tree.map(split, tree)
+
+  def join(self, tree: Any) -> Any:
+    """[tiles, P, n, ...] -> [P, N, ...], the inverse of `split`."""
+    return jax.tree.map(lambda x: self.flat(jnp.moveaxis(x, 0, 1)), tree)
+
+  def flat(self, x: Array) -> Array:
+    """[P, tiles, n, ...] -> [P, N, ...], each token from the first tile that has it."""
+    if not self.ragged:
+      return x.reshape(x.shape[0], self.total, *x.shape[3:])
+    whole = x[:, :-1].reshape(x.shape[0], -1, *x.shape[3:])
+    return jnp.concatenate([whole, x[:, -1, self.size - self.total % self.size :]], axis=1)
+
+  def at(self, x: Array, index: Array) -> Array:
+    """Tile [P, n, ...] of an array [P, N, ...] that is not copied."""
+    if self.ragged:
+      start = edge(index, self.size, self.total).start
+      return lax.dynamic_slice_in_dim(x, start, self.size, axis=1)
+    # An index of whole tiles tells the compiler what a start does not: that slices are aligned.
+    tiles = x.reshape(x.shape[0], self.count, self.size, *x.shape[2:])
+    return lax.dynamic_index_in_dim(tiles, index, axis=1, keepdims=False)
 
 
-def _product(a, b, contract, batch=((), ())):
+def product(a: Array, b: Array, contract: Any, batch: Any = ((), ())) -> Array:
+  """Matrix product of tiles, in float32 whatever the operands are."""
   return lax.dot_general(a, b, (contract, batch), preferred_element_type=jnp.float32)
+
+
+class Shortcut(NamedTuple):
+  """A faster merge that fails for some scores.
+
+  Attributes:
+    merge: as the exact merge, which is run again for a tile of rows where this one fails.
+    failed: (carry before, carry after all tokens have met a tile of rows) -> bool [].
+  """
+
+  merge: Callable[[Any, tuple[Array, ...], Int[Array, ""], Any], Any]
+  failed: Callable[[Any, Any], Array]
 
 
 def fold(
@@ -158,6 +220,7 @@ def fold(
   per_token: Any,
   carry: Any,
   merge: Callable[[Any, tuple[Array, ...], Int[Array, ""], Any], Any],
+  shortcut: Shortcut | None = None,
 ) -> Any:
   """The carry after `merge` has added every tile of scores to it, one after another.
 
@@ -169,41 +232,63 @@ def fold(
     carry: a tree of [P, N, ...] arrays: statistics of no scores.
     merge: (carry [P, n, ...], scores [P, n, v] of each layer in float32, index of the first row,
       per_token [P, n, ...]) -> carry. It must leave out scores of -inf, which belong to no row.
+    shortcut: a merge to try first, or None.
   """
-  tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.count
-  n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
+  n, v = linears[0].hidden.shape[1], linears[0].weight.count
+  tokens, height = TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
   # The carry of a loop inside of a `shard_map` must vary over an axis from the start or never.
   carry = varying((carry, per_token, linears))[0]
+  carry, given = tokens.split((carry, per_token))
+  index = jnp.arange(tokens.count, dtype=jnp.int32)
 
   # Rows outside, tokens inside: [N]-sized statistics are small enough to be read for every tile of
   # rows, the weight is not.
   def vocab_step(carry, v_index):
-    v_edge = edge(v_index, tile.vocab, v)
+    v_edge = edge(v_index, height, v)
     rows = [_weight_and_bias(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
 
-    def token_step(carry, n_index):
-      n_edge = edge(n_index, tile.tokens, n)
-      scores = []
-      for scoring, layer, (weight_vD, bias_v) in zip(scorings, linears, rows):
-        hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
-        score_Pnv = scoring.finish(_product(hidden_PnD, weight_vD, ((2,), (1,))), bias_v)
-        # The tile before has scored the overlap: -inf leaves a sum of exp as it is, 0 would not.
-        scores.append(jnp.where(v_edge.fresh, score_Pnv, -jnp.inf) if v % tile.vocab else score_Pnv)
-      old, given = _tokens((carry, per_token), n_edge.start, tile.tokens)
-      # One merge for all layers, so that a distillation loss sees both scores of a tile at once.
-      new = merge(old, tuple(scores), v_edge.start, given)
+    def add_rows(merge, carry):
+      def token_step(_, tile):
+        n_index, old, given = tile
+        scores = []
+        for scoring, layer, (weight_vD, bias_v) in zip(scorings, linears, rows):
+          hidden_PnD = tokens.at(layer.hidden, n_index).astype(scoring.dtype)
+          score_Pnv = scoring.finish(product(hidden_PnD, weight_vD, ((2,), (1,))), bias_v)
+          # The tile before has scored the overlap: -inf leaves a sum of exp as it is, 0 would not.
+          scores.append(jnp.where(v_edge.fresh, score_Pnv, -jnp.inf) if v % height else score_Pnv)
+        # One merge for all layers, so that a distillation loss sees both scores of a tile at once.
+        return None, merge(old, tuple(scores), v_edge.start, given)
 
-      def put(whole, new, old):
-        fresh = n_edge.fresh.reshape(1, -1, *[1] * (new.ndim - 2))
-        # Tokens of the overlap have met these rows already, in the tile before.
-        kept = jnp.where(fresh, new, old) if n % tile.tokens else new
-        return lax.dynamic_update_slice_in_dim(whole, kept, n_edge.start, axis=1)
+      # Each tile of tokens has a carry of its own, so that an overlap is merged in both.
+      return lax.scan(token_step, None, (index, carry, given))[1]
 
-      return jax.tree.map(put, carry, new, old), None
+    if shortcut is None:
+      return add_rows(merge, carry), None
+    new = add_rows(shortcut.merge, carry)
+    failed = shortcut.failed(carry, new)
+    return lax.cond(failed, lambda: add_rows(merge, carry), lambda: new), None
 
-    return lax.scan(token_step, carry, jnp.arange(n_tiles, dtype=jnp.int32))[0], None
+  count = math.ceil(v / height)
+  return tokens.join(lax.scan(vocab_step, carry, jnp.arange(count, dtype=jnp.int32))[0])
 
-  return lax.scan(vocab_step, carry, jnp.arange(v_tiles, dtype=jnp.int32))[0]
+
+def all_scores(cut: Cut, scoring: Scoring, layer: Linear) -> Array:
+  """All scores [V, P, N], where they are few enough to be kept (`are_kept`)."""
+  part = tile_rows(_whole(cut, layer), scoring, layer, jnp.int32(0))
+  raw = product(part.weight, layer.hidden.astype(scoring.dtype), ((1,), (2,)))
+  return scoring.finish(raw, part.bias)
+
+
+def _whole(cut, layer):
+  return cut._replace(tile=Tile(layer.hidden.shape[1], layer.weight.count))
+
+
+def first_scores(cut: Cut, scoring: Scoring, layer: Linear) -> Array:
+  """Scores [P, N, r] of the first few rows."""
+  few = cut._replace(tile=Tile(cut.tile.tokens, min(cut.tile.vocab, 16)))
+  weight_rD, bias_r = _weight_and_bias(few, scoring, layer, jnp.int32(0))
+  raw = product(layer.hidden.astype(scoring.dtype), weight_rD, ((2,), (1,)))
+  return scoring.finish(raw, bias_r)
 
 
 def _weight_and_bias(cut, scoring, layer, start):
@@ -221,6 +306,7 @@ def gradients(
   linears: tuple[Linear, ...],
   per_token: Any,
   d_scores: Callable[[tuple[Array, ...], Array, Any], tuple[Array, ...]],
+  kept: tuple[Array, ...] | None = None,
 ) -> tuple[Linear, ...]:
   """Cotangents of every layer's hidden, weight (floating-point arrays) and bias.
 
@@ -236,92 +322,124 @@ def gradients(
     d_scores: (scores [v, P, n] of each layer, index of each row [v, 1, 1], per_token [P, n, ...])
       -> the cotangent [v, P, n] of each layer's scores. A row that is removed by a bias of -inf
       must get 0.
+    kept: all scores [V, P, N] of each layer, which are not computed again, or None.
   """
-  tile, n, v = cut.tile, linears[0].hidden.shape[1], linears[0].weight.count
-  n_tiles, v_tiles = math.ceil(n / tile.tokens), math.ceil(v / tile.vocab)
+  cut = cut if kept is None else _whole(cut, linears[0])
+  n, v = linears[0].hidden.shape[1], linears[0].weight.count
+  tokens, height = TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
+  given = tokens.split(varying((per_token, linears))[0])
+  index = jnp.arange(tokens.count, dtype=jnp.int32)
 
   def vocab_step(carry, v_index):
-    v_edge = edge(v_index, tile.vocab, v)
-    rows = [_tile_rows(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
-    row_v11 = (v_edge.start + jnp.arange(tile.vocab, dtype=jnp.int32))[:, None, None]
+    v_edge = edge(v_index, height, v)
+    rows = [tile_rows(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
+    row_v11 = (v_edge.start + jnp.arange(height, dtype=jnp.int32))[:, None, None]
 
-    def token_step(sums, n_index):
-      n_edge = edge(n_index, tile.tokens, n)
-      hiddens, scores = [], []
-      for scoring, layer, part in zip(scorings, linears, rows):
-        hidden_PnD = _tokens(layer.hidden, n_edge.start, tile.tokens).astype(scoring.dtype)
-        hiddens.append(hidden_PnD)
-        scores.append(scoring.finish(_product(part.weight, hidden_PnD, ((1,), (2,))), part.bias))
-      given = _tokens(per_token, n_edge.start, tile.tokens)
+    def token_step(sums, tile):
+      n_index, given = tile
+      hiddens = [tokens.at(x.hidden, n_index).astype(s.dtype) for s, x in zip(scorings, linears)]
+      scores = kept or [
+        scoring.finish(product(part.weight, hidden_PnD, ((1,), (2,))), part.bias)
+        for scoring, part, hidden_PnD in zip(scorings, rows, hiddens)
+      ]
       cotangents = d_scores(tuple(scores), row_v11, given)
       new = []
       for i, d_vPn in enumerate(cotangents):
         d_vPn = scorings[i].pull_back(scores[i], d_vPn)
-        if n % tile.tokens:
-          d_vPn = jnp.where(n_edge.fresh, d_vPn, 0.0)
-        if v % tile.vocab:
+        if tokens.ragged:
+          d_vPn = jnp.where(edge(n_index, tokens.size, n).fresh, d_vPn, 0.0)
+        if v % height:
           d_vPn = jnp.where(v_edge.fresh[:, None, None], d_vPn, 0.0)
-        new.append(_add_tile(sums[i], rows[i], hiddens[i], d_vPn, n_edge.start))
+        new.append(_add_tile(sums[i], rows[i], hiddens[i], d_vPn, n_index))
       return new, None
 
     # The gradient of a tile of rows is complete after its inner loop, so that it is written once.
     start = [
       _Sums(
         hidden=gradient.hidden,
-        weight=jnp.zeros((layer.hidden.shape[0], tile.vocab, layer.hidden.shape[2]), jnp.float32),
+        weight=jnp.zeros((layer.hidden.shape[0], height, layer.hidden.shape[2]), jnp.float32),
         bias=None
         if layer.bias is None
-        else jnp.zeros((tile.vocab, layer.hidden.shape[0]), jnp.float32),
+        else jnp.zeros((height, layer.hidden.shape[0]), jnp.float32),
       )
       for gradient, layer in zip(carry, linears)
     ]
     start = varying((start, linears, per_token))[0]
-    sums, _ = lax.scan(token_step, start, jnp.arange(n_tiles, dtype=jnp.int32))
+    sums, _ = lax.scan(token_step, start, (index, given))
     return [
       _store_rows(gradient, part, layer, v_edge.start)
       for gradient, part, layer in zip(carry, sums, linears)
     ], None
 
-  # hidden meets every tile of rows: its gradient is summed in float32 and rounded at the end.
+  # hidden meets every tile of rows: its gradient is summed in float32 and rounded at the end. It
+  # has an axis of tiles, since an update of a whole tile fuses into the product that it adds.
+  shape = lambda x: (x.shape[0], tokens.count, tokens.size, x.shape[2])
   start = [
     Linear(
-      hidden=cut.shards.keep(jnp.zeros(layer.hidden.shape, jnp.float32)),
-      weight=layer.weight.zero_gradient(),
+      hidden=cut.shards.keep(jnp.zeros(shape(layer.hidden), jnp.float32)),
+      weight=layer.weight.zero_gradient(height),
       bias=None if layer.bias is None else jnp.zeros_like(layer.bias),
     )
     for layer in linears
   ]
   start = varying((start, linears, per_token))[0]
-  totals, _ = lax.scan(vocab_step, start, jnp.arange(v_tiles, dtype=jnp.int32))
+  count = math.ceil(v / height)
+  totals, _ = lax.scan(vocab_step, start, jnp.arange(count, dtype=jnp.int32))
   return tuple(
     total._replace(
-      hidden=total.hidden.astype(layer.hidden.dtype), weight=layer.weight.rounded(total.weight)
+      hidden=tokens.flat(total.hidden.astype(layer.hidden.dtype)),
+      weight=layer.weight.rounded(total.weight),
     )
     for total, layer in zip(totals, linears)
   )
 
 
-class _TileRows(NamedTuple):
-  """A tile of a layer's rows: [v, D], its transpose [D, v], and the bias [v, 1, 1]."""
+class TileRows(NamedTuple):
+  """A tile of a layer's rows: [v, D], its transpose [D, v] or None, and the bias [v, 1, 1]."""
 
   weight: Array
-  transposed: Array
+  transposed: Array | None
   bias: Array | None
 
+  def d_hidden(self, d_vPn: Array) -> Array:
+    """Contribution of a tile of cotangents to that of hidden, as `d_hidden_shape` says."""
+    if self.transposed is None:
+      return product(d_vPn, self.weight, ((0,), (0,)))
+    return product(self.transposed, d_vPn, ((1,), (0,)))
 
-def _tile_rows(cut, scoring, layer, start):
+
+def tile_rows(cut: Cut, scoring: Scoring, layer: Linear, start: Array) -> TileRows:
+  """Rows from `start` on, and for a CPU their transpose, once for all tiles of tokens."""
   weight_vD, bias_v = _weight_and_bias(cut, scoring, layer, start)
-  # Once for all tiles of tokens: without the barrier XLA folds the transposition into each product,
-  # which would then read the weight across its rows.
-  transposed = lax.optimization_barrier(weight_vD.T)
-  return _TileRows(weight_vD, transposed, None if bias_v is None else bias_v[:, None, None])
+  transposed = None
+  if _reads_rows():
+    # Without the barrier XLA folds the transposition into each product, which would then read the
+    # weight across its rows.
+    transposed = lax.optimization_barrier(weight_vD.T)
+  return TileRows(weight_vD, transposed, None if bias_v is None else bias_v[:, None, None])
+
+
+def _reads_rows():
+  """Whether products are fast only where both operands are read along their rows."""
+  return vocab_parallel.platform() == "cpu"
+
+
+def d_hidden_shape(shape: tuple[int, int, int]) -> tuple[int, int, int]:
+  """Shape of `TileRows.d_hidden` for hidden [P, n, D]: [D, P, n] on a CPU."""
+  shards, tokens, dim = shape
+  return (dim, shards, tokens) if _reads_rows() else shape
+
+
+def d_hidden_of_tokens(d_hidden: Array) -> Array:
+  """The cotangent of hidden as [P, n, D]."""
+  return jnp.moveaxis(d_hidden, 0, 2) if _reads_rows() else d_hidden
 
 
 class _Sums(NamedTuple):
   """Gradients while the tokens meet one tile of rows, float32.
 
   Attributes:
-    hidden: [P, N, D], over all tiles of rows.
+    hidden: [P, tiles, n, D], over all tiles of rows.
     weight: [P, v, D], of the tile's rows.
     bias: [v, P], of the tile's rows, or None.
   """
@@ -331,7 +449,7 @@ class _Sums(NamedTuple):
   bias: Array | None
 
 
-def _add_tile(sums, rows, hidden_PnD, d_vPn, start):
+def _add_tile(sums, rows, hidden_PnD, d_vPn, index):
   """The sums with the contributions of one tile of tokens."""
   d_hidden, d_weight, d_bias = sums
   if d_bias is not None:
@@ -339,12 +457,14 @@ def _add_tile(sums, rows, hidden_PnD, d_vPn, start):
     d_bias = d_bias + d_vPn.sum(axis=2)
   d_vPn = d_vPn.astype(hidden_PnD.dtype)
   # Shards stay apart: a sum over them would be an all-reduce at every tile.
-  d_weight = d_weight + _product(d_vPn, hidden_PnD, ((2,), (1,)), ((1,), (0,)))
-  # The barrier keeps XLA from fusing the transposition below into the product, as in `_tile_rows`.
-  part_DPn = lax.optimization_barrier(_product(rows.transposed, d_vPn, ((1,), (0,))))
-  old = lax.dynamic_slice_in_dim(d_hidden, start, d_vPn.shape[2], axis=1)
-  new = old + jnp.moveaxis(part_DPn, 0, 2)
-  d_hidden = lax.dynamic_update_slice_in_dim(d_hidden, new, start, axis=1)
+  d_weight = d_weight + product(d_vPn, hidden_PnD, ((2,), (1,)), ((1,), (0,)))
+  part = rows.d_hidden(d_vPn)
+  if _reads_rows():
+    # The barrier keeps XLA from fusing the transposition into the product, as in `tile_rows`.
+    part = lax.optimization_barrier(part)
+  part_PnD = d_hidden_of_tokens(part)
+  new = lax.dynamic_index_in_dim(d_hidden, index, axis=1, keepdims=False) + part_PnD
+  d_hidden = lax.dynamic_update_index_in_dim(d_hidden, new, index, axis=1)
   return _Sums(d_hidden, d_weight, d_bias)
 
 

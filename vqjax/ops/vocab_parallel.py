@@ -25,10 +25,11 @@ from jaxtyping import Array
 
 
 class Sharded(NamedTuple):
-  """Arrays whose first axis is the vocabulary, and the value that pads it."""
+  """Arrays with an axis of the vocabulary, the value that pads it, and the axis."""
 
   rows: Any
   pad_value: float | int
+  axis: int = 0
 
 
 class Replicated(NamedTuple):
@@ -50,6 +51,12 @@ def platform() -> str:
   """The platform of the mesh in context, or the default backend."""
   device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
   return getattr(device, "platform", None) or jax.default_backend()
+
+
+def device_kind() -> str:
+  """The kind of device of the mesh in context, or of the default backend."""
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  return getattr(device, "device_kind", None) or jax.devices()[0].device_kind
 
 
 def devices() -> int:
@@ -106,7 +113,7 @@ def over_vocabulary(
   if count == 1:
     return body(arrays, shared)
   padded = tuple(_padded(part, count) for part in rows)
-  specs = tuple(P(axis) if isinstance(part, Sharded) else P() for part in rows)
+  specs = tuple(P(*[None] * part.axis, axis) if isinstance(part, Sharded) else P() for part in rows)
 
   def local(padded, shared):
     # `varying` before `astype`: its transpose, the psum of the gradient, then adds float32 numbers.
@@ -251,12 +258,13 @@ def _padded(part, count):
     return jax.tree.map(lambda x: x.astype(summed_dtype(x.dtype)), part.rows)
 
   def pad(rows):
-    missing = -rows.shape[0] % count
+    missing = -rows.shape[part.axis] % count
     if not missing:
       return rows
-    padding = jnp.full((missing, *rows.shape[1:]), part.pad_value, rows.dtype)
+    shape = [missing if i == part.axis else size for i, size in enumerate(rows.shape)]
+    padding = jnp.full(shape, part.pad_value, rows.dtype)
     # Not `jnp.pad`: XLA's partitioner merges two pads of one array that differ only in their value.
-    return jnp.concatenate([rows, padding])
+    return jnp.concatenate([rows, padding], axis=part.axis)
 
   return jax.tree.map(pad, part.rows)
 

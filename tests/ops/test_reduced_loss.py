@@ -1,0 +1,147 @@
+"""Tests of sums of cross-entropies whose gradient is formed in the forward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import reference
+from vqjax.ops import device, reduced_loss, softmax
+
+N, D, V = 37, 6, 211
+
+
+def operands(dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(0), 5)
+  hidden = jax.random.normal(keys[0], (N, D)).astype(dtype)
+  weight = jax.random.normal(keys[1], (V, D)).astype(dtype)
+  bias = jax.random.normal(keys[2], (V,)).at[40:50].set(-jnp.inf)
+  tokens = (jax.random.randint(keys[3], (N,), 0, V) * 3 // 4 + 50) % V
+  return hidden, weight, bias, jnp.where((tokens >= 40) & (tokens < 50), 60, tokens), keys[4]
+
+
+def limits(**changed):
+  """A device on which products are so slow that scores are always kept."""
+  return device.using(device.current()._replace(balance=0.0, vocab=64, **changed))
+
+
+def is_formed_in_the_forward_pass(loss, *args):
+  """Whether the gradient takes three products of scores instead of four."""
+  # A loop's products count once.
+  return len(reference.products_of(jax.grad(loss, (0, 1)), *args)) == 3
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_gradients_equal_float64_for_a_cotangent_that_is_neither_one_nor_uniform(reduction):
+  hidden, weight, bias, tokens, key = operands()
+  token_weight = jax.random.uniform(key, (N,)).at[5].set(0)
+  scale = 0.37
+
+  def loss(h, w, b, token_weight):
+    options = {"token_weight": token_weight, "reduction": reduction, "scratch": 4 * V * 16}
+    return scale * softmax.linear_cross_entropy(h, w, tokens, b, **options)
+
+  with limits():
+    assert is_formed_in_the_forward_pass(loss, hidden, weight, bias, token_weight)
+    value, found = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(
+      hidden, weight, bias, token_weight
+    )
+  share = np.asarray(token_weight, np.float64)
+  total = share.sum() if reduction == "mean" else 1.0
+  each = -reference.linear_log_prob(hidden, weight, tokens, bias)
+  np.testing.assert_allclose(value, scale * (share * each).sum() / total, rtol=1e-5)
+  exact = reference.linear_gradients(hidden, weight, tokens, -scale * share / total, bias)
+  for ours, wanted in zip(found, exact):
+    np.testing.assert_allclose(ours, wanted, atol=2e-5)
+  each[5] = 0  # a token without weight has no gradient, in its weight either
+  mean = (share * each).sum() / total if reduction == "mean" else 0.0
+  np.testing.assert_allclose(found[3], scale * (each - mean) / total, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_members_of_a_vmap_have_their_own_cotangents():
+  hidden, weight, _, tokens, key = operands()
+  scales = jax.random.normal(key, (3,))
+
+  def total(w, **options):
+    one = lambda h: softmax.linear_cross_entropy(h, w, tokens, **options).sum()
+    return (scales * jax.vmap(one)(jnp.stack([hidden, 2 * hidden, -hidden]))).sum()
+
+  with limits():
+    found = jax.jit(jax.grad(lambda w: total(w, reduction="sum", scratch=4 * V * 8)))(weight)
+  np.testing.assert_allclose(found, jax.grad(total)(weight), atol=5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_term_of_the_loss_has_the_gradient_of_the_tiles(dtype):
+  hidden, weight, bias, tokens, key = operands(dtype)
+  tokens, token_weight = tokens.at[3].set(100), jax.random.uniform(key, (N,))
+
+  def loss(h, w, b, **given):
+    return softmax.linear_cross_entropy(
+      h, w, tokens, b, token_weight=token_weight, ignore_index=100, label_smoothing=0.1,
+      z_loss=1e-2, softcap=5.0, reduction="mean", **given,
+    )  # fmt: skip
+
+  with limits():
+    run = jax.jit(jax.value_and_grad(lambda *x: loss(*x, scratch=4 * V * 16), (0, 1, 2)))
+    value, found = run(hidden, weight, bias)
+  expected, gradients = jax.value_and_grad(lambda *x: loss(*x, tile=(9, 50)), (0, 1, 2))(
+    hidden, weight, bias
+  )
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  for ours, other in zip(found, gradients):
+    assert ours.dtype == other.dtype
+    # bfloat16 rounds each result to 4e-3 of itself.
+    tolerance = {"atol": 1e-6} if ours.dtype == jnp.float32 else {"rtol": 8e-3, "atol": 1e-4}
+    np.testing.assert_allclose(np.float32(ours), np.float32(other), **tolerance)
+
+
+def test_a_token_outside_makes_the_sum_nan_unless_its_weight_is_zero():
+  hidden, weight, _, tokens, _ = operands()
+  tokens = tokens.at[2].set(-100)
+  with limits():
+    loss = jax.jit(jax.value_and_grad(
+      lambda h, ones: softmax.linear_cross_entropy(
+        h, weight, tokens, token_weight=ones, reduction="mean"
+      )
+    ))  # fmt: skip
+    assert np.isnan(loss(hidden, jnp.ones(N))[0])
+    value, gradient = loss(hidden.at[2].set(jnp.nan), jnp.ones(N).at[2].set(0))
+  assert np.isfinite(value)
+  assert np.isfinite(gradient[jnp.arange(N) != 2]).all()
+  assert (gradient[2] == 0).all()
+
+
+def test_memory_is_the_budget_and_no_score_is_computed_twice():
+  n, d, v, scratch = 2048, 256, 32_000, 64 * 2**20
+  shapes = [((n, d), jnp.float32), ((v, d), jnp.float32), ((n,), jnp.int32)]
+  loss = lambda h, w, t: softmax.linear_cross_entropy(h, w, t, reduction="mean", scratch=scratch)
+  args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+  compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes <= 72 * 2**20
+
+
+@pytest.mark.parametrize(
+  ("shape", "scratch", "kept"),
+  [
+    ((2048, 256, 32_000), 64 * 2**20, True),
+    ((2048, 256, 32_000), 2**23, False),  # 64 tokens at a time: the gradient moves too often
+    ((2048, 8, 32_000), 64 * 2**20, False),  # the product is cheaper than its scores' way
+    ((100, 256, 32_000), 64 * 2**20, True),
+  ],
+)
+def test_scores_are_kept_where_that_moves_less_than_it_computes(shape, scratch, kept):
+  n, d, v = shape
+  tile = reduced_loss.tile_of_tokens(n, d, v, 4, scratch, device.of("cpu"))
+  assert (tile is not None) == kept
+  if kept:
+    assert 4 * tile * v <= scratch
+    assert tile <= n
+
+
+def test_an_unknown_reduction_is_refused():
+  hidden, weight, _, tokens, _ = operands()
+  with pytest.raises(ValueError, match=r"`reduction` must be .* got 'max'"):
+    softmax.linear_cross_entropy(hidden, weight, tokens, reduction="max")

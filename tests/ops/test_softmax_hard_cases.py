@@ -1,0 +1,149 @@
+"""Tests of the tiled softmax on scores that are hard to sum, in every form of its loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from tests import reference
+from vqjax.ops import device, softmax
+
+N, D, V, TILE = 13, 5, 211, (4, 32)
+
+
+def normal(seed, *shape):
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def scores_of_ten_thousand():
+  return 1e4 * normal(0, N, D), normal(1, V, D), jnp.zeros(V)
+
+
+def maximum_in_the_last_tile():
+  return normal(0, N, D), normal(1, V, D), jnp.zeros(V).at[V - 3].set(500.0)
+
+
+def maximum_that_rises_by_59_nats_in_each_tile():
+  return normal(0, N, D), normal(1, V, D), 59.0 * (jnp.arange(V) // TILE[1])
+
+
+def removed_rows():
+  bias = normal(2, V).at[: TILE[1] + 9].set(-jnp.inf).at[100:170].set(-jnp.inf)
+  return normal(0, N, D), normal(1, V, D), bias
+
+
+def scores_far_below_zero():
+  return normal(0, N, D), normal(1, V, D), jnp.full(V, -1e4)
+
+
+def one_token():
+  return normal(0, 1, D), 10 * normal(1, V, D), normal(2, V)
+
+
+def bfloat16():
+  return normal(0, N, D).astype(jnp.bfloat16), normal(1, V, D).astype(jnp.bfloat16), jnp.zeros(V)
+
+
+CASES = [
+  maximum_in_the_last_tile,
+  removed_rows,
+  maximum_that_rises_by_59_nats_in_each_tile,
+  scores_of_ten_thousand,
+  scores_far_below_zero,
+  one_token,
+  bfloat16,
+]
+FORMS = {
+  "exact maximum of a tile": {"fuses": False, "tile": TILE},
+  "maximum of earlier tiles": {"fuses": True, "tile": TILE},
+  "kept scores": {"fuses": False, "tile": None},
+}
+
+
+def value_and_gradients(form, hidden, weight, bias, tokens, cotangent):
+  """Log-probabilities and the gradients of their weighted sum."""
+  value = lambda h, w, b: softmax.linear_log_prob(h, w, tokens, b, tile=form["tile"])
+  with device.using(device.current()._replace(fuses=form["fuses"])):
+    found, pull = jax.vjp(jax.jit(lambda *x: value(*x)), hidden, weight, bias)
+    return found, pull(cotangent)
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_equal_float64(case, form):
+  hidden, weight, bias = case()
+  kept = np.flatnonzero(np.isfinite(np.asarray(bias)))
+  token = kept[np.arange(len(hidden)) * 31 % len(kept)]
+  exact = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T + np.asarray(bias)
+  # Half of the tokens are the most likely ones, whose probability is near 1 in most cases.
+  token[::2] = exact.argmax(axis=1)[::2]
+  cotangent = normal(5, len(hidden))
+  found, gradients = value_and_gradients(FORMS[form], hidden, weight, bias, token, cotangent)
+  # A score is rounded to 6e-8 of itself, by each of its D products.
+  size = np.abs(exact[:, kept]).max()
+  unit = D * 6e-8 * size
+  assert (found <= 0).all()
+  wanted = reference.linear_log_prob(hidden, weight, token, bias)
+  np.testing.assert_allclose(found, wanted, atol=1e-5 + 2 * unit)
+  # A probability is off by a factor of exp(unit); a bfloat16 cotangent is rounded to 4e-3 of it.
+  relative = 1e-5 + 4 * unit + (8e-3 if hidden.dtype == jnp.bfloat16 else 0)
+  for ours, right in zip(
+    gradients, reference.linear_gradients(hidden, weight, token, cotangent, bias), strict=True
+  ):
+    right = np.where(np.isfinite(right), right, 0)
+    np.testing.assert_allclose(
+      np.float64(ours), right, atol=relative * max(1.0, np.abs(right).max())
+    )
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_probabilities_sum_to_one(form):
+  _, weight, bias = removed_rows()
+  hidden = jnp.broadcast_to(30 * normal(3, D), (V, D))
+  log_prob, _ = value_and_gradients(FORMS[form], hidden, weight, bias, jnp.arange(V), jnp.ones(V))
+  np.testing.assert_allclose(np.exp(np.float64(log_prob)).sum(), 1, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_all_statistics_are_equal_in_both_forms_of_the_loop():
+  hidden, weight, bias = maximum_that_rises_by_59_nats_in_each_tile()
+  tokens = jnp.arange(N) * 7
+  outputs = {"entropy": True, "mean": True, "top_k": 3, "softcap": 300.0, "tile": TILE}
+
+  def gradients(h, w, b):
+    found = softmax.linear_softmax(h, w, tokens, b, **outputs)
+    total = sum(x.sum() for x in found if jnp.issubdtype(x.dtype, jnp.floating))
+    return total, found
+
+  both = []
+  for fuses in (False, True):
+    with device.using(device.current()._replace(fuses=fuses)):
+      run = jax.jit(jax.value_and_grad(lambda *x: gradients(*x), (0, 1, 2), has_aux=True))
+      both.append(run(hidden, weight, bias))
+  # Scores of up to 300 are rounded to 6e-8 of themselves.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4), *both)
+
+
+@pytest.mark.slow
+def test_each_device_of_a_mesh_repairs_its_own_tiles():
+  hidden, weight, bias = maximum_in_the_last_tile()
+  tokens, cotangent = jnp.arange(N) * 16, normal(5, N)
+
+  def loss(h, w, b):
+    found = softmax.linear_log_prob(h, w, tokens, b, tile=(3, 11), vocab_axis="model")
+    return (cotangent * found).sum(), found
+
+  mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+  with jax.set_mesh(mesh), device.using(device.current()._replace(fuses=True)):
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    (_, found), gradients = run(hidden, weight, bias)
+  np.testing.assert_allclose(
+    found, reference.linear_log_prob(hidden, weight, tokens, bias), rtol=1e-6
+  )
+  exact = reference.linear_gradients(hidden, weight, tokens, cotangent, bias)
+  for ours, wanted in zip(gradients, exact, strict=True):
+    # Scores of 500 are rounded to 3e-5.
+    np.testing.assert_allclose(ours, wanted, atol=5e-4)

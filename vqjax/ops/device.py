@@ -1,0 +1,109 @@
+"""Limits of the device in use, and the choices that follow from them: one table for all of `ops`.
+
+Programs may be compiled for a device that is not here, so that the kind of an accelerator is looked
+up in a table, while the caches of a CPU are read from the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vqjax.ops import vocab_parallel
+
+
+class Device(NamedTuple):
+  """What tiles and programs are chosen by.
+
+  Attributes:
+    tokens: largest number of tokens in a tile.
+    vocab: largest number of rows in a tile.
+    balance: floating-point operations of a product in the time in which a byte reaches memory.
+    fuses: whether reductions of a product's result fuse into the product.
+    kept: bytes of scores that are kept for the gradient instead of computed twice.
+  """
+
+  tokens: int
+  vocab: int
+  balance: float
+  fuses: bool = False
+  kept: int = 2**25
+
+
+# TPUs: scores of a tile leave the matrix unit as bfloat16 cotangents of at most a quarter of the
+# vector memory (VMEM) of a chip: 128 MiB from v5e on, 32 MiB before. The sides are the fastest by
+# the compiler's own account (`make bench-tpu`). Peaks in bfloat16 and bandwidths as published.
+_TPU = (
+  ("TPU v5 lite", Device(4096, 4096, 197e12 / 819e9, fuses=True)),
+  ("TPU v5e", Device(4096, 4096, 197e12 / 819e9, fuses=True)),
+  ("TPU v5", Device(16384, 1024, 459e12 / 2765e9, fuses=True)),
+  ("TPU v6", Device(4096, 4096, 918e12 / 1640e9, fuses=True)),
+  ("TPU v2", Device(1024, 1024, 46e12 / 700e9, fuses=True)),
+  ("TPU v3", Device(1024, 1024, 123e12 / 900e9, fuses=True)),
+  ("TPU v4", Device(2048, 2048, 275e12 / 1228e9, fuses=True)),
+  ("TPU", Device(4096, 4096, 918e12 / 1640e9, fuses=True)),
+)
+# GPUs: beside the product of 128 MiB of scores the launch of a kernel is short.
+_GPU = Device(4096, 8192, 989e12 / 3350e9)
+# CPUs: 330 GFLOP/s beside 12 GB/s, on two cores with AVX-512.
+_CPU_BALANCE = 27.0
+_CACHES = pathlib.Path("/sys/devices/system/cpu/cpu0/cache")
+
+_CHOSEN: contextvars.ContextVar[Device | None] = contextvars.ContextVar("device", default=None)
+
+
+@contextlib.contextmanager
+def using(device: Device) -> Iterator[None]:
+  """Compute with other limits inside of a `with`, where programs are traced.
+
+  A function under `jax.jit` that has been traced before keeps its limits.
+  """
+  before = _CHOSEN.set(device)
+  try:
+    yield
+  finally:
+    _CHOSEN.reset(before)
+
+
+def current() -> Device:
+  """The limits of `using`, or those of the platform and number of devices in use."""
+  return _CHOSEN.get() or of(
+    vocab_parallel.platform(), vocab_parallel.device_kind(), vocab_parallel.devices()
+  )
+
+
+def of(platform: str, kind: str = "", devices: int = 1) -> Device:
+  """The limits of one of `devices` devices; `kind` as in `jax.Device.device_kind`."""
+  if platform == "cpu":
+    return _cpu(devices)
+  if platform == "tpu":
+    return next(limits for name, limits in _TPU if kind.startswith(name) or name == "TPU")
+  return _GPU
+
+
+def _cpu(devices):
+  """Tiles of a twelfth of the last cache, which several devices share."""
+  level2, level3 = _cache_sizes()
+  scores = min(2**20, max(level3 // 12, level2) // 4) // devices
+  tokens = 512 if devices == 1 else 256
+  # Below 256 rows the loops cost more than what a cache saves.
+  vocab = max(256, scores // tokens // 128 * 128)
+  # Scores that leave the cache cost more than a product of usual width.
+  return Device(tokens, vocab, _CPU_BALANCE, kept=level3 // 8 // devices)
+
+
+@functools.cache
+def _cache_sizes() -> tuple[int, int]:
+  """Bytes of the second and of the last cache; those of a common processor if unknown."""
+  found = {}
+  for folder in _CACHES.glob("index*"):
+    try:
+      level, size = (int((folder / name).read_text().strip("K\n")) for name in ("level", "size"))
+    except (OSError, ValueError):
+      continue
+    found[level] = max(found.get(level, 0), 1024 * size)
+  return found.get(2, 2**20), found.get(3, 2**25)
