@@ -138,11 +138,14 @@ def test_the_commitment_moves_the_batchs_latent_rows_towards_their_rows():
   assert (gradient["tables"] == 0).all()
 
 
-def test_summed_scores_equal_those_of_composed_rows():
+@pytest.mark.parametrize("batch", [(), (1,), (2, 5)])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_summed_scores_equal_those_of_composed_rows(dtype, batch):
+  # Three subspaces fill no word of four or two codes.
   keys = jax.random.split(jax.random.key(0), 3)
-  tables = jax.random.normal(keys[0], (3, 7, 4))
-  codes = jax.random.randint(keys[1], (29, 3), 0, 7)
-  hidden = jax.random.normal(keys[2], (2, 5, 12))
+  tables = jax.random.normal(keys[0], (3, 200, 4))
+  codes = jax.random.randint(keys[1], (29, 3), 0, 200).astype(dtype)
+  hidden = jax.random.normal(keys[2], (*batch, 12))
   found = product.summed_scores(product.partial_scores(hidden, tables, jnp.float32), codes)
   expected = np.asarray(hidden, np.float64) @ composed(np.asarray(codes), np.float64(tables)).T
   np.testing.assert_allclose(found, expected, atol=1e-5)

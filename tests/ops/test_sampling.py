@@ -99,11 +99,9 @@ def test_top_k_and_top_p_together_cut_the_best_first():
 
 
 @pytest.mark.parametrize("width", [None, 128])
-def test_row_blocks_name_every_token_once_and_repeat_none(scores, width, monkeypatch):
+def test_row_blocks_name_every_token_once_and_repeat_none(width):
   wide = jax.random.normal(jax.random.key(1), (4, 300))
-  if width:
-    monkeypatch.setattr(sampling, "block_width", lambda rows, vocab: width)
-  blocks = sampling.row_blocks((4,), 300, 300, lambda rows: wide[:, rows])
+  blocks = sampling.row_blocks((4,), 300, 300, lambda cut: cut(wide.T).T, width=width)
   assert blocks.count == (3 if width else 1)
   seen = []
   for index in range(blocks.count):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -133,7 +135,7 @@ class CodebookHead(Head):
     self._check_hidden(hidden)
     codebook, assignment = self.factors()
     scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
-    return _token_scores(scores_BK, self.array("token_bias"), assignment, slice(None))
+    return _token_scores(scores_BK, self.array("token_bias"), assignment)
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -196,17 +198,44 @@ class CodebookHead(Head):
     """Blocks of consecutive tokens, from scores of all codes that are computed once."""
     assignment, bias = rows["assignment"], rows.get("token_bias")
     scores_BK = self._all_code_scores(rows["codebook"], hidden)
+    batch, count = hidden.shape[:-1], assignment.shape[0]
+
+    def scores_at(row_Bn):
+      bias_Bn = None if bias is None else bias[row_Bn]
+      return _token_scores(scores_BK, bias_Bn, assignment[row_Bn])
+
     return sampling.row_blocks(
-      hidden.shape[:-1],
-      assignment.shape[0],
+      batch,
+      count,
       self.vocab,
-      lambda row_W: _token_scores(scores_BK, bias, assignment, row_W),
+      lambda cut: _token_scores(scores_BK, cut(bias), cut(assignment)),
       self.vocab_axis,
+      width=max(1, sampling.CACHED_SCORES // max(1, math.prod(batch))),
+      scores_at=scores_at,
     )
 
   def _all_code_scores(self, codebook, hidden):
     self._check_hidden(hidden)
     return code_ops.all_code_scores(hidden, codebook, self.codes, self.dtype, self.vocab_axis)
+
+  def top_k(
+    self, hidden: Float[Array, "*B D"], k: int
+  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+    """Log-probabilities and tokens of the k most likely tokens, best first, exactly.
+
+    The normaliser comes from the K scores of the codes and their masses.
+    """
+    self._check_k(k)
+
+    def body(rows, hidden):
+      score_Bk, token_Bk, _ = sampling.best(self._blocks(rows, hidden), k)
+      mass_K = code_ops.log_mass(
+        rows["assignment"], self.codes, rows.get("token_bias"), self.vocab_axis
+      )
+      scores_BK = self._all_code_scores(rows["codebook"], hidden)
+      return score_Bk - jax.nn.logsumexp(scores_BK + mass_K, axis=-1, keepdims=True), token_Bk
+
+    return self._over_vocabulary(body, hidden)
 
   def sample(
     self,
@@ -242,8 +271,11 @@ def _row_of_code(code_W, codebook_KD):
   return codebook_KD[code_W]
 
 
-def _token_scores(scores_BK, bias, assignment, rows):
+def _token_scores(scores_BK, bias, code):
+  """Scores of tokens with the given codes, [W] or each row's own [*B, n]."""
   # A code that does not exist has no score: nan, not that of a neighbour.
-  known, code = in_vocabulary(assignment[rows], scores_BK.shape[-1])
-  scores = jnp.where(known, scores_BK[..., code], jnp.nan)
-  return scores if bias is None else scores + bias[rows].astype(jnp.float32)
+  known, code = in_vocabulary(code, scores_BK.shape[-1])
+  is_shared = code.ndim == 1
+  scores = scores_BK[..., code] if is_shared else jnp.take_along_axis(scores_BK, code, axis=-1)
+  scores = jnp.where(known, scores, jnp.nan)
+  return scores if bias is None else scores + bias.astype(jnp.float32)

@@ -145,7 +145,9 @@ class GroupDecodingHead(Head):
       score_B1S, position_B1S = groups.score_groups(group_B1, jnp.zeros(group_B1.shape))
       score_BS = score_B1S[..., 0, :]
       token_BS = groups.token_at(position_B1S[..., 0, :])
-      score_BS = _masked(score_BS / temperature, token_BS, allowed)
+      score_BS = score_BS / temperature
+      if allowed is not None:
+        score_BS = jnp.where(sampling.marked(allowed, token_BS), score_BS, -jnp.inf)
       slot_B1 = jnp.argmax(
         score_BS + sampling.gumbel(slot_key, score_BS.shape), axis=-1, keepdims=True
       )
@@ -173,13 +175,3 @@ class GroupDecodingHead(Head):
     mass_CBW = jax.lax.map(mass, blocks.indices)
     width = mass_CBW.shape[-1]
     return jnp.moveaxis(mass_CBW, 0, -2).reshape(*batch, blocks.count * width)
-
-
-def _masked(scores, tokens, allowed):
-  """-inf for tokens [*B, S] that `allowed`, [V] or [*B, V], does not mark."""
-  if allowed is None:
-    return scores
-  if allowed.ndim == 1:
-    return jnp.where(allowed[tokens], scores, -jnp.inf)
-  allowed = allowed.reshape(*[1] * (tokens.ndim - allowed.ndim), *allowed.shape)
-  return jnp.where(jnp.take_along_axis(allowed, tokens, axis=-1), scores, -jnp.inf)

@@ -95,26 +95,23 @@ class ProductHead(_ProductTables):
     return RowFactory(self.array("codes"), self.array("tables"), product.compose)
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """Blocks of tokens; few rows of `hidden` are scored by sums of gathered numbers.
-
-    Many rows share the cost of composing the block, and one product is faster than M gathers each.
-    """
-    # To compose a row reads D numbers once; otherwise each of B hidden vectors gathers M numbers,
-    # which count twice because they are not read in order.
-    if 2 * math.prod(hidden.shape[:-1]) * self.subspaces > self.dim:
+    """Blocks of tokens; few rows of `hidden` are scored by sums of gathered numbers."""
+    batch = hidden.shape[:-1]
+    if not product.prefers_sums(math.prod(batch), self.subspaces, self.dim):
       return super()._blocks(rows, hidden)
     self._check_hidden(hidden)
     codes, bias, tables = rows["per_row"], rows["bias"], rows["shared"]
     dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
-    partial_BMK = product.partial_scores(hidden, tables, dtype)
+    partial_MKB = product.partial_scores(hidden, tables, dtype)
     scoring = Scoring(dtype, self.softcap)
 
-    def scores(row_W):
-      bias_W = None if bias is None else bias[row_W].astype(jnp.float32)
-      return scoring.finish(product.summed_scores(partial_BMK, codes[row_W]), bias_W)
+    def scores(cut):
+      bias_W = None if bias is None else cut(bias).astype(jnp.float32)
+      return scoring.finish(product.summed_scores(partial_MKB, cut(codes)), bias_W)
 
+    width = max(1, product.SUMMED_SCORES // max(1, math.prod(batch)))
     return sampling.row_blocks(
-      hidden.shape[:-1], codes.shape[0], self.vocab, scores, self.vocab_axis
+      batch, codes.shape[0], self.vocab, scores, self.vocab_axis, width=width
     )
 
 

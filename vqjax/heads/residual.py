@@ -91,10 +91,11 @@ class ResidualCodebookHead(LinearHead):
     # The cap belongs to the sum of both parts, which exists only here.
     scoring = Scoring(jnp.dtype(jnp.float32), self.softcap)
 
-    def scores(row_W):
-      residual_BW = up_BR @ low_VR[row_W].astype(jnp.float32).T
-      bias_W = None if bias is None else bias[row_W].astype(jnp.float32)
-      return scoring.finish(scores_BK[..., code_V[row_W]] + residual_BW, bias_W)
+    def scores(cut):
+      code_W, low_WR, bias_W = cut((code_V, low_VR, bias))
+      residual_BW = softmax.linear_scores(up_BR, low_WR.astype(jnp.float32))
+      bias_W = None if bias_W is None else bias_W.astype(jnp.float32)
+      return scoring.finish(scores_BK[..., code_W] + residual_BW, bias_W)
 
     return sampling.row_blocks(
       hidden.shape[:-1], low_VR.shape[0], self.vocab, scores, self.vocab_axis

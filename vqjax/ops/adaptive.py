@@ -204,4 +204,5 @@ def concatenate_blocks(sections: tuple[Section, ...]) -> sampling.Blocks:
     which = jnp.searchsorted(jnp.asarray(starts), index, side="right") - 1
     return lax.switch(which, branches, index)
 
-  return sections[0].blocks._replace(count=sum(s.blocks.count for s in sections), block=block)
+  count = sum(section.blocks.count for section in sections)
+  return sections[0].blocks._replace(count=count, block=block, score_at=None)

@@ -20,8 +20,11 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.stable import exp_shift
 
-STORED_SCORES = 2**22
-"""Largest number of scores (16 MiB) that the search for a nucleus stores instead of recomputing."""
+STORED_SCORES = 2**25
+"""Largest number of scores (128 MiB) that are stored instead of recomputed or split."""
+
+CACHED_SCORES = 2**20
+"""Number of scores of a block (4 MiB) that is computed and reduced inside of a cache."""
 
 
 class Blocks(NamedTuple):
@@ -33,29 +36,46 @@ class Blocks(NamedTuple):
       exactly once; padding scores -inf, and its tokens are arbitrary.
     batch: the leading shape *B.
     axis: manual mesh axis over which each device has its own blocks, or None.
+    score_at: positions [*B, n] -> (scores [*B, n], tokens [*B, n]) where a score costs little and
+      need not be kept, or None. Position i·W + j is entry j of block i.
   """
 
   count: int
   block: Callable[[Int[Array, ""]], tuple[Float[Array, "*B W"], Int[Array, "W"]]]
   batch: tuple[int, ...]
   axis: str | None = None
+  score_at: (
+    Callable[[Int[Array, "*B n"]], tuple[Float[Array, "*B n"], Int[Array, "*B n"]]] | None
+  ) = None
 
   @property
   def indices(self) -> Int[Array, "count"]:
     """Indices of all blocks."""
     return jnp.arange(self.count, dtype=jnp.int32)
 
+  @property
+  def width(self) -> int:
+    """Number of scores of a row in a block, W."""
+    return jax.eval_shape(self.block, jax.ShapeDtypeStruct((), jnp.int32))[1].shape[0]
+
   def map(self, change: Callable) -> "Blocks":
-    """Blocks whose scores are `change(scores, tokens)`."""
+    """Blocks whose scores are `change(scores [*B, n], tokens)`, tokens [n] or [*B, n]."""
 
-    def block(index):
-      scores, tokens = self.block(index)
-      return change(scores, tokens), tokens
+    def changed(score):
+      def function(index):
+        scores, tokens = score(index)
+        return change(scores, tokens), tokens
 
-    return self._replace(block=block)
+      return function
+
+    score_at = None if self.score_at is None else changed(self.score_at)
+    return self._replace(block=changed(self.block), score_at=score_at)
 
   def fold(self, step: Callable, carry: Any) -> Any:
     """The carry after `step(carry, index) -> carry` of all blocks, one after another."""
+    if self.count == 1:
+      # A loop would copy what its only step reads, a whole weight for instance.
+      return step(carry, jnp.zeros((), jnp.int32))
     # A carry varies over the same mesh axes as the scores that are merged into it.
     scores = jax.eval_shape(self.block, jax.ShapeDtypeStruct((), jnp.int32))[0]
     carry = vocab_parallel.varying(carry, *vocab_parallel.varies_over(scores))
@@ -63,32 +83,60 @@ class Blocks(NamedTuple):
     return lax.scan(lambda carry, index: (step(carry, index), None), carry, self.indices)[0]
 
 
-def block_width(rows: int, vocab: int) -> int:
-  """Number of tokens of a block: up to 4096, and at most 4 Mi scores for all rows."""
-  return min(vocab, max(1, min(4096, 2**22 // max(rows, 1))))
+def block_width(rows: int, vocab: int, scores: int = 2**22) -> int:
+  """Number of tokens of a block: up to 4096, and at most `scores` for all rows."""
+  return min(vocab, max(1, min(4096, scores // max(rows, 1))))
 
 
 def row_blocks(
-  batch: tuple[int, ...], rows: int, vocab: int, scores: Callable, axis: str | None = None
+  batch: tuple[int, ...],
+  rows: int,
+  vocab: int,
+  scores: Callable[[Callable], Float[Array, "*B W"]],
+  axis: str | None = None,
+  *,
+  width: int | None = None,
+  scores_at: Callable[[Int[Array, "*B n"]], Float[Array, "*B n"]] | None = None,
 ) -> Blocks:
-  """Blocks of consecutive tokens, from a function rows [W] -> scores [*B, W].
+  """Blocks of consecutive tokens, from the arrays that hold a row for each token.
 
   There are `rows` of the `vocab` tokens on this device: all of them, or inside of `axis` its shard,
   which may be padded. The last block starts early enough to fit; tokens that it repeats, and rows
   beyond the vocabulary, score -inf.
+
+  Args:
+    batch: the leading shape *B of the scores.
+    rows: number of rows on this device.
+    vocab: number of tokens on all devices.
+    scores: `cut` -> scores [*B, W] of a block, where `cut` takes a tree of arrays [rows, ...] to
+      their part [W, ...] of the block.
+    axis: mesh axis over which the rows are sharded.
+    width: number of tokens of a block, W; None: `block_width`.
+    scores_at: rows [*B, n] of this device -> their scores, where they cost little.
   """
   axis = vocab_parallel.inside(axis)
   # Of the device's own rows: all devices have equally many, and so equally many blocks.
-  width = block_width(math.prod(batch), rows)
+  width = min(rows, width) if width else block_width(math.prod(batch), rows)
   first = vocab_parallel.first_row(axis, rows)
+
+  def named(score, row, begin):
+    """Scores and tokens of rows; those that the block before holds are padding."""
+    real = (row >= begin) & (first + row < vocab)
+    return jnp.where(real, score, -jnp.inf), jnp.where(real, first + row, 0)
 
   def block(index):
     start = jnp.minimum(index * width, rows - width)
-    row = start + jnp.arange(width, dtype=jnp.int32)
-    real = (row >= index * width) & (first + row < vocab)
-    return jnp.where(real, scores(row), -jnp.inf), jnp.where(real, first + row, 0)
+    row_W = start + jnp.arange(width, dtype=jnp.int32)
+    whole = lambda tree: tree
+    part = lambda tree: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
+    return named(scores(whole if width == rows else part), row_W, index * width)
 
-  return Blocks(-(-rows // width), block, tuple(batch), axis)
+  def score_at(position_Bn):
+    index_Bn = position_Bn // width
+    row_Bn = jnp.minimum(index_Bn * width, rows - width) + position_Bn % width
+    return named(scores_at(row_Bn), row_Bn, index_Bn * width)
+
+  return Blocks(-(-rows // width), block, tuple(batch), axis, scores_at and score_at)
 
 
 def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) -> Blocks:
@@ -107,7 +155,16 @@ def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) ->
       f"`allowed` must have shape {(vocab,)} or {(*blocks.batch, vocab)}; got {allowed.shape}. Give"
       " one boolean for each token of the vocabulary."
     )
-  return blocks.map(lambda scores, tokens: jnp.where(allowed[..., tokens], scores, -jnp.inf))
+  return blocks.map(lambda scores, tokens: jnp.where(marked(allowed, tokens), scores, -jnp.inf))
+
+
+def marked(allowed: Bool[Array, "..."], tokens: Int[Array, "*#B n"]) -> Bool[Array, "*#B n"]:
+  """Whether a mask [V] or [*B, V] marks the tokens, [n] or each row's own [*B, n]."""
+  if tokens.ndim == 1 or allowed.ndim == 1:
+    return allowed[..., tokens]
+  # The mask may have fewer leading axes than the rows, as in broadcasting.
+  allowed = allowed.reshape(*[1] * (tokens.ndim - allowed.ndim), *allowed.shape)
+  return jnp.take_along_axis(allowed, tokens, axis=-1)
 
 
 def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Array]:
@@ -116,6 +173,9 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
   Equal scores keep the order of the blocks. Entries without a token of a score above -inf have
   token -1.
   """
+  width = blocks.width
+  # Where a score can be computed again, a list of the k best chunks is kept and no score.
+  size = topk.chunk_size(blocks.count * width, k) if blocks.score_at else 1
 
   def step(carry, index):
     top, max_B, sum_B = carry
@@ -124,11 +184,17 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
     new_max_B = jnp.maximum(max_B, score_BW.max(axis=-1))
     shift_B = exp_shift(new_max_B)
     sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_BW - shift_B[..., None]).sum(axis=-1)
+    if size > 1:
+      score_BW = topk.chunk_maxima(score_BW, size)
+      # The position of a chunk's first token names the chunk.
+      token_W = index * width + size * jnp.arange(score_BW.shape[-1], dtype=jnp.int32)
     return topk.merge(top, score_BW, token_W), new_max_B, sum_B
 
   least_B = jnp.full(blocks.batch, -jnp.inf, jnp.float32)
   start = topk.empty(blocks.batch, k), least_B, jnp.zeros(blocks.batch, jnp.float32)
   top, max_B, sum_B = blocks.fold(step, start)
+  if size > 1:
+    top = _best_of_chunks(blocks, top.tokens, size, width)
   if blocks.axis:
     all_max_B = lax.pmax(max_B, blocks.axis)
     sum_B = lax.psum(sum_B * jnp.exp(max_B - exp_shift(all_max_B)), blocks.axis)
@@ -136,25 +202,63 @@ def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k
   return top.scores, top.tokens, max_B + jnp.log(sum_B)
 
 
+def _best_of_chunks(blocks, first_Bk, size, width):
+  """The k highest scores of k chunks, given by the positions of their first tokens."""
+  # In the order of the positions, for ties; the number of a missing chunk is -1.
+  first_Bk1 = jnp.sort(first_Bk, axis=-1)[..., None]
+  offset = jnp.arange(size, dtype=jnp.int32)
+  real = (first_Bk1 >= 0) & (first_Bk1 % width + offset < width)
+  flat = lambda x: x.reshape(*x.shape[:-2], x.shape[-2] * size)
+  score_Bn, token_Bn = blocks.score_at(flat(jnp.where(real, first_Bk1 + offset, 0)))
+  score_Bn = jnp.where(flat(real), score_Bn.astype(jnp.float32), -jnp.inf)
+  empty = vocab_parallel.varying((topk.empty(blocks.batch, first_Bk.shape[-1]), score_Bn))[0]
+  return topk.merge(empty, score_Bn, token_Bn)
+
+
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
-  """A Gumbel-max draw from softmax(scores); -1 where every score is -inf."""
+  """A Gumbel-max draw from softmax(scores); -1 where every score is -inf.
+
+  A chunk of about sqrt(W) tokens of a block of W is drawn by its mass, then a token of the chunk:
+  that is the same distribution with sqrt(W) times fewer random numbers.
+  """
+  width = blocks.width
+  size = max(1, math.isqrt(width))
+  chunk_key, token_key = jax.random.split(key)
   # Blocks are numbered over all devices, so that no two of them use the same noise.
   first = vocab_parallel.first_row(blocks.axis, blocks.count)
+  offset = jnp.arange(size, dtype=jnp.int32)
 
   def step(carry, index):
-    best_B, chosen_B = carry
+    best_B, score_Bs, token_Bs = carry
     score_BW, token_W = blocks.block(index)
-    noise_BW = gumbel(jax.random.fold_in(key, first + index), score_BW.shape)
-    noisy_BW = score_BW.astype(jnp.float32) + noise_BW
-    index_B = jnp.argmax(noisy_BW, axis=-1)
-    top_B = jnp.take_along_axis(noisy_BW, index_B[..., None], axis=-1)[..., 0]
+    mass_BC = topk.by_chunk(_log_mass, score_BW.astype(jnp.float32), size)
+    noisy_BC = mass_BC + gumbel(jax.random.fold_in(chunk_key, first + index), mass_BC.shape)
+    chunk_B1 = jnp.argmax(noisy_BC, axis=-1, keepdims=True).astype(jnp.int32)
+    top_B = jnp.take_along_axis(noisy_BC, chunk_B1, axis=-1)[..., 0]
+    place_Bs = chunk_B1 * size + offset
+    # The last chunk may be shorter.
+    inside_Bs, place_Bs = place_Bs < width, jnp.minimum(place_Bs, width - 1)
+    new_Bs = jnp.take_along_axis(score_BW, place_Bs, axis=-1).astype(jnp.float32)
+    new_Bs = jnp.where(inside_Bs, new_Bs, -jnp.inf)
     # Strictly: where every score is -inf the token stays -1.
-    better_B = top_B > best_B
-    chosen_B = jnp.where(better_B, token_W[index_B].astype(jnp.int32), chosen_B)
-    return jnp.maximum(best_B, top_B), chosen_B
+    better_B1 = (top_B > best_B)[..., None]
+    score_Bs = jnp.where(better_B1, new_Bs, score_Bs)
+    token_Bs = jnp.where(better_B1, token_W[place_Bs].astype(jnp.int32), token_Bs)
+    return jnp.maximum(best_B, top_B), score_Bs, token_Bs
 
-  start = jnp.full(blocks.batch, -jnp.inf, jnp.float32), jnp.full(blocks.batch, -1, jnp.int32)
-  return topk.winner(*blocks.fold(step, start), blocks.axis)
+  lowest = lambda *shape: jnp.full((*blocks.batch, *shape), -jnp.inf, jnp.float32)
+  tokens = jnp.full((*blocks.batch, size), -1, jnp.int32)
+  best_B, score_Bs, token_Bs = blocks.fold(step, (lowest(), lowest(size), tokens))
+  choice_B1 = jnp.argmax(score_Bs + gumbel(token_key, score_Bs.shape), axis=-1, keepdims=True)
+  token_B = jnp.take_along_axis(token_Bs, choice_B1, axis=-1)[..., 0]
+  return topk.winner(best_B, token_B, blocks.axis)
+
+
+def _log_mass(scores):
+  """log of the sum of exp(score) over the last axis, -inf where all are."""
+  top = scores.max(axis=-1)
+  shift = exp_shift(top)
+  return jnp.log(jnp.exp(scores - shift[..., None]).sum(axis=-1)) + shift
 
 
 def gumbel(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -278,11 +382,13 @@ def nucleus_edge(
 
 def _stored(blocks: Blocks) -> Blocks:
   """Blocks whose scores are stored, if there are at most `STORED_SCORES`."""
-  score, _ = jax.eval_shape(blocks.block, jax.ShapeDtypeStruct((), jnp.int32))
-  if blocks.count * math.prod(score.shape) > STORED_SCORES:
+  if blocks.count * math.prod(blocks.batch) * blocks.width > STORED_SCORES:
     return blocks
+  if blocks.count == 1:
+    score_BW, token_W = blocks.block(jnp.zeros((), jnp.int32))
+    return blocks._replace(block=lambda _: (score_BW, token_W), score_at=None)
   score_CBW, token_CW = lax.map(blocks.block, blocks.indices)
-  return blocks._replace(block=lambda index: (score_CBW[index], token_CW[index]))
+  return blocks._replace(block=lambda index: (score_CBW[index], token_CW[index]), score_at=None)
 
 
 _SIGN = np.uint32(0x80000000)

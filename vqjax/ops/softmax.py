@@ -10,6 +10,7 @@ Statistics that are not requested, and gradients that a compiled program does no
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -245,13 +246,32 @@ def linear_scores(
   """
   weight = as_row_factory(weight).all()
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
-  axes = ((hidden.ndim - 1,), (1,)), ((), ())
-  # float32 results of bfloat16 operands: rounded scores would move probabilities by percents.
-  scores = lax.dot_general(
-    hidden.astype(dtype), weight.astype(dtype), axes, preferred_element_type=jnp.float32
-  )
+  scores = _product(hidden.astype(dtype), weight.astype(dtype))
   bias = None if bias is None else bias.astype(jnp.float32)
   return tiles.Scoring(dtype, softcap).finish(scores, bias)
+
+
+_FEW_ROWS = 256
+"""Largest number of hidden vectors whose product is computed with the weight first on a CPU."""
+
+
+def _product(hidden, weight):
+  """hidden · weightᵀ in float32."""
+  # float32 results of bfloat16 operands: rounded scores would move probabilities by percents.
+  options = {"preferred_element_type": jnp.float32}
+  batch, rows = hidden.shape[:-1], math.prod(hidden.shape[:-1])
+  if vocab_parallel.platform() != "cpu" or rows > _FEW_ROWS:
+    return lax.dot_general(hidden, weight, (((hidden.ndim - 1,), (1,)), ((), ())), **options)
+  # Of one vector and a narrow weight, XLA would convert the whole weight to float32 first.
+  is_doubled = rows == 1 and hidden.dtype.itemsize < 4
+  if is_doubled:
+    hidden = jnp.concatenate([hidden.reshape(1, -1)] * 2)
+  # With the weight first: XLA's product for CPUs reads it along its rows, in half the time.
+  scores_VB = lax.dot_general(weight, hidden, (((1,), (hidden.ndim - 1,)), ((), ())), **options)
+  if is_doubled:
+    return scores_VB[:, 0].reshape(*batch, -1)
+  # Without the barrier XLA folds the transposition into the product, in the other order again.
+  return jnp.moveaxis(lax.optimization_barrier(scores_VB), 0, -1)
 
 
 def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:
@@ -266,16 +286,21 @@ def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> 
 
 
 def check_shapes(hidden, weight, tokens, bias):
+  """Raise ValueError unless the shapes of the operands and the tokens fit together."""
+  check_operands(hidden, weight, bias)
+  if hidden.shape[:-1] != tokens.shape:
+    raise ValueError(
+      f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
+      f" {hidden.shape}. Give one vector for each token."
+    )
+
+
+def check_operands(hidden, weight, bias):
   """Raise ValueError unless the shapes of the operands fit together."""
   if not jnp.issubdtype(hidden.dtype, jnp.floating):
     raise ValueError(
       f"`hidden` must be floating-point vectors; got {hidden.dtype} of shape {hidden.shape}. Look"
       " token ids up in an embedding first."
-    )
-  if hidden.shape[:-1] != tokens.shape:
-    raise ValueError(
-      f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
-      f" {hidden.shape}. Give one vector for each token."
     )
   if len(weight.shape) != 2 or weight.shape[1] != hidden.shape[-1]:
     raise ValueError(

@@ -61,8 +61,56 @@ def winner(
   return across_devices(TopK(score[..., None], token[..., None]), axis).tokens[..., 0]
 
 
+def chunk_size(width: int, k: int) -> int:
+  """Width of the chunks by whose maxima k of `width` scores are selected; 1 for none."""
+  # The maxima and the k·size candidates are together fewest where both are equally many.
+  size = math.isqrt(width // max(k, 1))
+  return size if size >= 4 else 1
+
+
+def by_chunk(
+  reduce: Callable[[Array], Array], scores: Float[Array, "*B W"], size: int
+) -> Float[Array, "*B C"]:
+  """`reduce` [..., n] -> [...] of consecutive chunks, of which the last may be shorter."""
+  *batch, width = scores.shape
+  whole = width // size
+  parts = []
+  if whole:
+    parts.append(reduce(scores[..., : whole * size].reshape(*batch, whole, size)))
+  if whole * size < width:
+    parts.append(reduce(scores[..., None, whole * size :]))
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def chunk_maxima(scores: Float[Array, "*B W"], size: int) -> Float[Array, "*B C"]:
+  """The highest score of each chunk."""
+  return by_chunk(lambda chunk: chunk.max(axis=-1), scores, size)
+
+
 def _highest(scores, k):
-  return _each_row(lambda rows: tuple(lax.top_k(rows, k)), scores)
+  return _each_row(lambda rows: _highest_of_rows(rows, k), scores)
+
+
+def _highest_of_rows(scores, k):
+  """`lax.top_k`, from the chunks with the k highest maxima.
+
+  They hold the k highest scores: k chunks with higher maxima hold k higher scores. Of chunks with
+  equal maxima the first come first, so that ties stay in order.
+  """
+  *batch, width = scores.shape
+  size = chunk_size(width, k)
+  if size == 1:
+    return tuple(lax.top_k(scores, k))
+  _, chunk_Bk = lax.top_k(chunk_maxima(scores, size), k)
+  # In the order of their numbers, for the second `top_k` orders ties by index.
+  chunk_Bk = chunk_Bk if k == 1 else jnp.sort(chunk_Bk, axis=-1)
+  index_Bn = chunk_Bk[..., None] * size + jnp.arange(size, dtype=jnp.int32)
+  index_Bn = index_Bn.reshape(*batch, k * size)
+  score_Bn = jnp.take_along_axis(scores, jnp.minimum(index_Bn, width - 1), axis=-1)
+  # Behind a shorter last chunk, after all real candidates.
+  score_Bn = jnp.where(index_Bn < width, score_Bn, -jnp.inf)
+  score_Bk, place_Bk = lax.top_k(score_Bn, k)
+  return score_Bk, jnp.take_along_axis(index_Bn, place_Bk, axis=-1)
 
 
 def _each_row(function: Callable[[Array], Any], array: Array) -> Any:
