@@ -186,4 +186,4 @@ class AdaptiveHead(Head):
     blocks = linear_decoding.linear_blocks(
       hidden, weight, None, tokens, dtype=self._dtype(hidden), vocab_axis=self.vocab_axis
     )
-    return blocks.map(lambda scores, _: scores - above_B[..., None])
+    return blocks.map(lambda scores, _: scores - above_B)

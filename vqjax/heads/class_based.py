@@ -133,16 +133,19 @@ class ClassBasedHead(Head):
     here = lambda tokens: jnp.maximum(tokens - vocab_parallel.first_row(axis, count), 0)
 
     def step(normalizers, index):
-      scores_BW, token_W = raw.block(index)
-      return class_ops.add_scores(normalizers, scores_BW, assignment[here(token_W)])
+      score_WB, token_W = raw.block(index)
+      score_BW = jnp.moveaxis(score_WB, 0, -1)
+      return class_ops.add_scores(normalizers, score_BW, assignment[here(token_W)])
 
     normalizers = raw.fold(step, class_ops.empty_normalizers(batch, self.classes))
     log_z_BC = class_ops.log_normalizers(normalizers, axis)
     offset_BC = self._log_class(rows["class_weight"], assignment, hidden) - log_z_BC
 
-    def log_prob(scores, tokens):
-      found = self._log_prob_of(scores, assignment[here(tokens)], offset_BC)
+    def log_prob(score_WB, token_W):
+      score_BW = jnp.moveaxis(score_WB, 0, -1)
+      found_BW = self._log_prob_of(score_BW, assignment[here(token_W)], offset_BC)
       # Padding names some token, whose class says nothing.
-      return jnp.where(jnp.isneginf(scores), -jnp.inf, found)
+      found_BW = jnp.where(jnp.isneginf(score_BW), -jnp.inf, found_BW)
+      return jnp.moveaxis(found_BW, -1, 0)
 
     return raw.map(log_prob)

@@ -15,7 +15,7 @@ from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads import regularizers
 from vqjax.heads.base import Head
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, softmax
+from vqjax.ops import sampling, softmax, topk
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
@@ -135,7 +135,10 @@ class CodebookHead(Head):
     self._check_hidden(hidden)
     codebook, assignment = self.factors()
     scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
-    return _token_scores(scores_BK, self.array("token_bias"), assignment)
+    # A code that does not exist has no score: nan, not that of a neighbour.
+    known, code = in_vocabulary(assignment, scores_BK.shape[-1])
+    scores, bias = jnp.where(known, scores_BK[..., code], jnp.nan), self.array("token_bias")
+    return scores if bias is None else scores + bias.astype(jnp.float32)
 
   def log_prob(
     self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
@@ -197,21 +200,25 @@ class CodebookHead(Head):
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of consecutive tokens, from scores of all codes that are computed once."""
     assignment, bias = rows["assignment"], rows.get("token_bias")
-    scores_BK = self._all_code_scores(rows["codebook"], hidden)
-    batch, count = hidden.shape[:-1], assignment.shape[0]
-
-    def scores_at(row_Bn):
-      bias_Bn = None if bias is None else bias[row_Bn]
-      return _token_scores(scores_BK, bias_Bn, assignment[row_Bn])
-
+    batch = hidden.shape[:-1]
+    score_KB = jnp.moveaxis(self._all_code_scores(rows["codebook"], hidden), -1, 0)
     return sampling.row_blocks(
       batch,
-      count,
+      assignment.shape[0],
       self.vocab,
-      lambda cut: _token_scores(scores_BK, cut(bias), cut(assignment)),
+      lambda cut: code_ops.token_scores(score_KB, cut(assignment), cut(bias)),
       self.vocab_axis,
       width=max(1, sampling.CACHED_SCORES // max(1, math.prod(batch))),
-      scores_at=scores_at,
+    )
+
+  def _best_tokens(self, rows, hidden, scores_BK, k):
+    """The k highest scores and their tokens."""
+    chunks = self.vocab // topk.chunk_size(self.vocab, k)
+    if math.prod(hidden.shape[:-1]) * chunks > sampling.STORED_SCORES:
+      return sampling.best(self._blocks(rows, hidden), k, normalizer=False)[:2]
+    score_KB = jnp.moveaxis(scores_BK, -1, 0)
+    return code_ops.best_tokens(
+      score_KB, rows["assignment"], rows.get("token_bias"), self.vocab, k, self.vocab_axis
     )
 
   def _all_code_scores(self, codebook, hidden):
@@ -228,11 +235,11 @@ class CodebookHead(Head):
     self._check_k(k)
 
     def body(rows, hidden):
-      score_Bk, token_Bk, _ = sampling.best(self._blocks(rows, hidden), k)
+      scores_BK = self._all_code_scores(rows["codebook"], hidden)
+      score_Bk, token_Bk = self._best_tokens(rows, hidden, scores_BK, k)
       mass_K = code_ops.log_mass(
         rows["assignment"], self.codes, rows.get("token_bias"), self.vocab_axis
       )
-      scores_BK = self._all_code_scores(rows["codebook"], hidden)
       return score_Bk - jax.nn.logsumexp(scores_BK + mass_K, axis=-1, keepdims=True), token_Bk
 
     return self._over_vocabulary(body, hidden)
@@ -269,13 +276,3 @@ class CodebookHead(Head):
 
 def _row_of_code(code_W, codebook_KD):
   return codebook_KD[code_W]
-
-
-def _token_scores(scores_BK, bias, code):
-  """Scores of tokens with the given codes, [W] or each row's own [*B, n]."""
-  # A code that does not exist has no score: nan, not that of a neighbour.
-  known, code = in_vocabulary(code, scores_BK.shape[-1])
-  is_shared = code.ndim == 1
-  scores = scores_BK[..., code] if is_shared else jnp.take_along_axis(scores_BK, code, axis=-1)
-  scores = jnp.where(known, scores, jnp.nan)
-  return scores if bias is None else scores + bias.astype(jnp.float32)

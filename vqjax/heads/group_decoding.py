@@ -145,9 +145,7 @@ class GroupDecodingHead(Head):
       score_B1S, position_B1S = groups.score_groups(group_B1, jnp.zeros(group_B1.shape))
       score_BS = score_B1S[..., 0, :]
       token_BS = groups.token_at(position_B1S[..., 0, :])
-      score_BS = score_BS / temperature
-      if allowed is not None:
-        score_BS = jnp.where(sampling.marked(allowed, token_BS), score_BS, -jnp.inf)
+      score_BS = _masked(score_BS / temperature, token_BS, allowed)
       slot_B1 = jnp.argmax(
         score_BS + sampling.gumbel(slot_key, score_BS.shape), axis=-1, keepdims=True
       )
@@ -168,10 +166,19 @@ class GroupDecodingHead(Head):
     slots, batch = self.groups_and_slots()[1], blocks.batch
 
     def mass(index):
-      score_BW, _ = blocks.block(index)
-      score_BWS = score_BW.reshape(*batch, score_BW.shape[-1] // slots, slots) / temperature
-      return jax.nn.logsumexp(score_BWS, axis=-1)
+      score_RB, _ = blocks.block(index)
+      score_WSB = score_RB.reshape(score_RB.shape[0] // slots, slots, *batch) / temperature
+      return jax.nn.logsumexp(score_WSB, axis=1)
 
-    mass_CBW = jax.lax.map(mass, blocks.indices)
-    width = mass_CBW.shape[-1]
-    return jnp.moveaxis(mass_CBW, 0, -2).reshape(*batch, blocks.count * width)
+    mass_CWB = jax.lax.map(mass, blocks.indices)
+    return jnp.moveaxis(mass_CWB.reshape(-1, *batch), 0, -1)
+
+
+def _masked(scores, tokens, allowed):
+  """-inf for tokens [*B, S] that `allowed`, [V] or [*B, V], does not mark."""
+  if allowed is None:
+    return scores
+  if allowed.ndim == 1:
+    return jnp.where(allowed[tokens], scores, -jnp.inf)
+  allowed = allowed.reshape(*[1] * (tokens.ndim - allowed.ndim), *allowed.shape)
+  return jnp.where(jnp.take_along_axis(allowed, tokens, axis=-1), scores, -jnp.inf)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import product, sampling, vocab_parallel
+from vqjax.ops import product, sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
 from vqjax.ops.vocabulary import mean_in_vocabulary
@@ -105,14 +105,14 @@ class ProductHead(_ProductTables):
     partial_MKB = product.partial_scores(hidden, tables, dtype)
     scoring = Scoring(dtype, self.softcap)
 
-    def scores(cut):
-      bias_W = None if bias is None else cut(bias).astype(jnp.float32)
-      return scoring.finish(product.summed_scores(partial_MKB, cut(codes)), bias_W)
+    def finish(sum_WB, cut):
+      return softmax.finished_rows(scoring, sum_WB, cut(bias))
 
-    width = max(1, product.SUMMED_SCORES // max(1, math.prod(batch)))
-    return sampling.row_blocks(
-      batch, codes.shape[0], self.vocab, scores, self.vocab_axis, width=width
-    )
+    if math.prod(batch) * codes.shape[0] <= sampling.STORED_SCORES:
+      sum_VB = product.summed_scores(partial_MKB, codes)
+      return sampling.stored_blocks(sum_VB, self.vocab, finish, self.vocab_axis)
+    scores = lambda cut: finish(product.summed_scores(partial_MKB, cut(codes)), cut)
+    return sampling.row_blocks(batch, codes.shape[0], self.vocab, scores, self.vocab_axis)
 
 
 class LearnedProductHead(_ProductTables):

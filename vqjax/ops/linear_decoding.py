@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.vocabulary import check_arrays
 from vqjax.types import Dtype
@@ -40,23 +40,17 @@ def linear_blocks(
   `vocab` rows of all devices.
   """
   weight = as_row_factory(weight)
-  rows = math.prod(hidden.shape[:-1])
-  operands = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
+  dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+  scoring, batch = tiles.Scoring(dtype, softcap), hidden.shape[:-1]
+  finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
+  rows = math.prod(batch)
   # A slice of a table is copied, and so is a table that is cast: one product reads it in place.
-  in_place = weight.is_table and weight.dtype == operands
-  few = rows <= FEW_ROWS and rows * weight.count <= sampling.STORED_SCORES
-
-  def scores(cut):
-    return softmax.linear_scores(hidden, weight.select(cut), cut(bias), dtype, softcap)
-
-  return sampling.row_blocks(
-    hidden.shape[:-1],
-    weight.count,
-    vocab,
-    scores,
-    vocab_axis,
-    width=weight.count if in_place and few else None,
-  )
+  in_place = weight.is_table and weight.dtype == dtype
+  if in_place and rows <= FEW_ROWS and rows * weight.count <= sampling.STORED_SCORES:
+    product_VB = softmax.rows_scores(weight, hidden, dtype)
+    return sampling.stored_blocks(product_VB, vocab, finish, vocab_axis)
+  scores = lambda cut: finish(softmax.rows_scores(weight.select(cut), hidden, dtype), cut)
+  return sampling.row_blocks(batch, weight.count, vocab, scores, vocab_axis)
 
 
 @vocab_parallel.for_any_axes("hidden")

@@ -99,10 +99,6 @@ def quantized(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Flo
   return row_WD + (latent - lax.stop_gradient(latent)).astype(row_WD.dtype)
 
 
-SUMMED_SCORES = 2**18
-"""Number of scores (1 MiB) that are summed at once, so that the sums stay in a cache."""
-
-
 def prefers_sums(rows: int, subspaces: int, dim: int) -> bool:
   """Whether sums of partial scores are faster than products with composed rows.
 
@@ -129,9 +125,28 @@ def partial_scores(
 
 
 def summed_scores(
-  partial: Float[Array, "M K *B"], codes: Integer[Array, "W M"]
-) -> Float[Array, "*B W"]:
+  partial: Float[Array, "M K *B"], codes: Integer[Array, "V M"]
+) -> Float[Array, "V *B"]:
   """Scores of the rows with these codes: sums of M gathered numbers each."""
+  vocab, batch = codes.shape[0], partial.shape[2:]
+  # Sums and codes of a tile stay in a cache: 64 Ki rows for one hidden vector, 8 Ki for 64.
+  tiles = -(-vocab // max(1, 2**16 // max(1, math.isqrt(math.prod(batch)))))
+  width = -(-vocab // tiles)
+  if tiles == 1:
+    return _summed(partial, codes)
+
+  def step(total_VB, index):
+    # The last tile computes again what it shares with the one before.
+    start = jnp.minimum(index * width, vocab - width)
+    new_WB = _summed(partial, lax.dynamic_slice_in_dim(codes, start, width))
+    return lax.dynamic_update_slice_in_dim(total_VB, new_WB, start, axis=0), None
+
+  zero_VB = jnp.zeros((vocab, *batch), jnp.float32)
+  zero_VB = vocab_parallel.varying((zero_VB, partial, codes))[0]
+  return lax.scan(step, zero_VB, jnp.arange(tiles, dtype=jnp.int32))[0]
+
+
+def _summed(partial, codes):
   word_QW, table_QPKB, bits = _words(codes, partial)
   batch = partial.shape[2:]
 
@@ -147,8 +162,7 @@ def summed_scores(
   # Some words at once: their gathered vectors are added before a sum is written. Of one hidden
   # vector the sums are as small as the codes, and a longer body is slower.
   unroll = 1 if math.prod(batch) == 1 else 4
-  total_WB = lax.scan(add, start, (word_QW, table_QPKB), unroll=unroll)[0]
-  return jnp.moveaxis(total_WB, 0, -1)
+  return lax.scan(add, start, (word_QW, table_QPKB), unroll=unroll)[0]
 
 
 def _words(codes, partial):

@@ -246,7 +246,16 @@ def linear_scores(
   """
   weight = as_row_factory(weight).all()
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
-  scores = _product(hidden.astype(dtype), weight.astype(dtype))
+  if vocab_parallel.platform() == "cpu" and math.prod(hidden.shape[:-1]) <= _FEW_ROWS:
+    # With the weight first: XLA's product for CPUs reads it along its rows, in half the time.
+    # Without the barrier the transposition would be folded into the product.
+    first = lax.optimization_barrier(rows_scores(weight, hidden, dtype))
+    scores = jnp.moveaxis(first, 0, -1)
+  else:
+    axes = ((hidden.ndim - 1,), (1,)), ((), ())
+    scores = lax.dot_general(
+      hidden.astype(dtype), weight.astype(dtype), axes, preferred_element_type=jnp.float32
+    )
   bias = None if bias is None else bias.astype(jnp.float32)
   return tiles.Scoring(dtype, softcap).finish(scores, bias)
 
@@ -255,23 +264,32 @@ _FEW_ROWS = 256
 """Largest number of hidden vectors whose product is computed with the weight first on a CPU."""
 
 
-def _product(hidden, weight):
-  """hidden · weightᵀ in float32."""
-  # float32 results of bfloat16 operands: rounded scores would move probabilities by percents.
-  options = {"preferred_element_type": jnp.float32}
-  batch, rows = hidden.shape[:-1], math.prod(hidden.shape[:-1])
-  if vocab_parallel.platform() != "cpu" or rows > _FEW_ROWS:
-    return lax.dot_general(hidden, weight, (((hidden.ndim - 1,), (1,)), ((), ())), **options)
-  # Of one vector and a narrow weight, XLA would convert the whole weight to float32 first.
-  is_doubled = rows == 1 and hidden.dtype.itemsize < 4
+def rows_scores(
+  weight: Float[Array, "V D"] | RowFactory,
+  hidden: Float[Array, "*B D"],
+  dtype: Dtype | None = None,
+) -> Float[Array, "V *B"]:
+  """Products weight · hidden, vocabulary first, in float32, without bias and cap."""
+  weight = as_row_factory(weight).all()
+  dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+  weight, hidden, batch = weight.astype(dtype), hidden.astype(dtype), hidden.shape[:-1]
+  # Of a single vector and a narrow weight, XLA for CPUs first converts the whole weight to float32.
+  is_doubled = math.prod(batch) == 1 and dtype.itemsize < 4
   if is_doubled:
     hidden = jnp.concatenate([hidden.reshape(1, -1)] * 2)
-  # With the weight first: XLA's product for CPUs reads it along its rows, in half the time.
-  scores_VB = lax.dot_general(weight, hidden, (((1,), (hidden.ndim - 1,)), ((), ())), **options)
-  if is_doubled:
-    return scores_VB[:, 0].reshape(*batch, -1)
-  # Without the barrier XLA folds the transposition into the product, in the other order again.
-  return jnp.moveaxis(lax.optimization_barrier(scores_VB), 0, -1)
+  axes = ((1,), (hidden.ndim - 1,)), ((), ())
+  # float32 results of bfloat16 operands: rounded scores would move probabilities by percents.
+  scores = lax.dot_general(weight, hidden, axes, preferred_element_type=jnp.float32)
+  return scores[:, 0].reshape(-1, *batch) if is_doubled else scores
+
+
+def finished_rows(
+  scoring: tiles.Scoring, product: Float[Array, "V *B"], bias: Float[Array, "V"] | None
+) -> Float[Array, "V *B"]:
+  """Scores from products, vocabulary first."""
+  if bias is not None:
+    bias = bias.astype(jnp.float32).reshape(-1, *[1] * (product.ndim - 1))
+  return scoring.finish(product, bias)
 
 
 def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:
