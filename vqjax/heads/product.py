@@ -110,7 +110,7 @@ class ProductHead(_ProductTables):
 
     if math.prod(batch) * codes.shape[0] <= sampling.STORED_SCORES:
       sum_VB = product.summed_scores(partial_MKB, codes)
-      return sampling.stored_blocks(sum_VB, self.vocab, finish, self.vocab_axis)
+      return sampling.stored_block(sum_VB, self.vocab, finish, self.vocab_axis)
     scores = lambda cut: finish(product.summed_scores(partial_MKB, cut(codes)), cut)
     return sampling.row_blocks(batch, codes.shape[0], self.vocab, scores, self.vocab_axis)
 

@@ -184,7 +184,7 @@ def all_code_scores(
 
 
 def token_scores(
-  code_scores: Float[Array, "K *B"], code: Int[Array, "W"], bias: Float[Array, "W"] | None
+  code_scores: Float[Array, "K *B"], code: Integer[Array, "W"], bias: Float[Array, "W"] | None
 ) -> Float[Array, "W *B"]:
   """Scores of tokens from those of their codes, vocabulary first."""
   scores = _with_missing(code_scores)[_known_code(code, code_scores.shape[0])]

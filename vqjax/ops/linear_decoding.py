@@ -48,7 +48,7 @@ def linear_blocks(
   in_place = weight.is_table and weight.dtype == dtype
   if in_place and rows <= FEW_ROWS and rows * weight.count <= sampling.STORED_SCORES:
     product_VB = softmax.rows_scores(weight, hidden, dtype)
-    return sampling.stored_blocks(product_VB, vocab, finish, vocab_axis)
+    return sampling.stored_block(product_VB, vocab, finish, vocab_axis)
   scores = lambda cut: finish(softmax.rows_scores(weight.select(cut), hidden, dtype), cut)
   return sampling.row_blocks(batch, weight.count, vocab, scores, vocab_axis)
 

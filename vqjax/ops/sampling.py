@@ -126,16 +126,14 @@ def row_blocks(
   return Blocks(count, block, tuple(batch), axis)
 
 
-def stored_blocks(
-  scores: Float[Array, "{rows} *B"], vocab: int, finish: Callable, axis: str | None = None
+def stored_block(
+  scores: Float[Array, "V *B"], vocab: int, finish: Callable, axis: str | None = None
 ) -> Blocks:
-  """`row_blocks` of scores that exist; `finish(scores, cut)` gives those of a block."""
+  """One block of scores that exist, `row_blocks` of `finish(scores, cut)`."""
   rows, *batch = scores.shape
-  # Without the barrier XLA would compute the product of each block in its loop.
+  # The barrier keeps what is done with the scores out of their product.
   scores = lax.optimization_barrier(scores)
-  # Few blocks, for a slice is copied and each block takes a selection of its own.
-  width = max(1, 2**23 // max(1, math.prod(batch)))
-  return row_blocks(tuple(batch), rows, vocab, lambda cut: finish(cut(scores), cut), axis, width)
+  return row_blocks(tuple(batch), rows, vocab, lambda cut: finish(cut(scores), cut), axis, rows)
 
 
 def mask_rows(scores: Float[Array, "W *B"], kept: Bool[Array, "W"]) -> Float[Array, "W *B"]:
@@ -230,6 +228,7 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
   A chunk of some tokens of a block is drawn by its mass, then a token of the chunk. That is the
   distribution of a draw among all tokens, with far fewer random numbers.
   """
+  blocks = _with_whole_chunks(blocks)
   width = blocks.width
   size = min(_CHUNK, 2 ** (math.isqrt(width).bit_length() - 1))
   chunk_key, token_key = jax.random.split(key)
@@ -240,14 +239,17 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
   def step(carry, index):
     best_B, score_sB, token_sB = carry
     score_WB, token_W = blocks.block(index)
-    mass_CB = topk.by_chunk(_log_mass, score_WB.astype(jnp.float32), size, axis=0)
+    score_WB = score_WB.astype(jnp.float32)
+    # Under the highest score of the row: a chunk whose mass underflows could not be drawn.
+    shift_B = exp_shift(score_WB.max(axis=0))
+    mass_CB = jnp.log(topk.chunk_sums(jnp.exp(score_WB - shift_B), size, axis=0)) + shift_B
     noisy_CB = mass_CB + gumbel(jax.random.fold_in(chunk_key, first + index), mass_CB.shape)
     chunk_B = jnp.argmax(noisy_CB, axis=0).astype(jnp.int32)
     top_B = jnp.take_along_axis(noisy_CB, chunk_B[None], axis=0)[0]
     row_sB = chunk_B * size + offset
     # The last chunk may be shorter.
     inside_sB, row_sB = row_sB < width, jnp.minimum(row_sB, width - 1)
-    new_sB = jnp.take_along_axis(score_WB, row_sB, axis=0).astype(jnp.float32)
+    new_sB = jnp.take_along_axis(score_WB, row_sB, axis=0)
     # Strictly: where every score is -inf the token stays -1.
     better_B = top_B > best_B
     score_sB = jnp.where(better_B, jnp.where(inside_sB, new_sB, -jnp.inf), score_sB)
@@ -262,11 +264,24 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
   return topk.winner(best_B, token_B, blocks.axis)
 
 
-def _log_mass(scores):
-  """log of the sum of exp(score) of each chunk [C, s, *B], -inf where all are."""
-  top = scores.max(axis=1)
-  shift = exp_shift(top)
-  return jnp.log(jnp.exp(scores - shift[:, None]).sum(axis=1)) + shift
+def _with_whole_chunks(blocks):
+  """The blocks, a single large one cut into some that whole chunks fill.
+
+  A sum over windows, which a shorter last chunk needs, is slower than a sum over an axis.
+  """
+  width, rows = blocks.width, max(1, math.prod(blocks.batch))
+  if blocks.count > 1 or width % _CHUNK == 0 or rows * width <= 2**20:
+    return blocks
+  score_WB, token_W = blocks.block(jnp.zeros((), jnp.int32))
+  parts = row_blocks(
+    blocks.batch, width, width, lambda cut: cut(score_WB), width=max(_CHUNK, 2**22 // rows)
+  )
+
+  def block(index):
+    part_WB, row_W = parts.block(index)
+    return part_WB, token_W[row_W]
+
+  return blocks._replace(count=parts.count, block=block)
 
 
 def gumbel(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:

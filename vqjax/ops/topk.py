@@ -67,30 +67,31 @@ def winner(
 def chunk_size(width: int, k: int) -> int:
   """Width of the chunks by whose maxima k of `width` scores are selected; 1 for none."""
   # The maxima and the k·size candidates are together fewest where both are equally many. A power of
-  # two divides the width of most blocks; the last chunk of others has to be copied.
+  # two divides the width of most blocks.
   size = 2 ** (math.isqrt(max(1, width // max(k, 1))).bit_length() - 1)
   return size if size >= 4 else 1
 
 
-def by_chunk(
-  reduce: Callable[[Array], Array], scores: Float[Array, "*W"], size: int, axis: int
-) -> Float[Array, "*C"]:
-  """`reduce` consecutive chunks of `size` along an axis; the last may be shorter.
+def chunk_maxima(scores: Float[Array, "*W"], size: int, axis: int) -> Float[Array, "*C"]:
+  """The highest score of each chunk along an axis; the last chunk may be shorter."""
+  return _by_chunk(jnp.max, lax.max, -jnp.inf, scores, size, axis)
 
-  `reduce` takes the array with an axis of chunks and, behind it, one of their elements, which it
-  removes.
-  """
+
+def chunk_sums(scores: Float[Array, "*W"], size: int, axis: int) -> Float[Array, "*C"]:
+  """The sum of each chunk along an axis; the last chunk may be shorter."""
+  return _by_chunk(jnp.sum, lax.add, 0.0, scores, size, axis)
+
+
+def _by_chunk(reduce, combine, start, scores, size, axis):
   width = scores.shape[axis]
-  whole = width // size
-  before, after = scores.shape[:axis], scores.shape[axis + 1 :]
-  parts = []
-  if whole:
-    head = lax.slice_in_dim(scores, 0, whole * size, axis=axis)
-    parts.append(reduce(head.reshape(*before, whole, size, *after)))
-  if whole * size < width:
-    tail = lax.slice_in_dim(scores, whole * size, width, axis=axis)
-    parts.append(reduce(tail.reshape(*before, 1, width - whole * size, *after)))
-  return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
+  if width % size == 0:
+    shape = *scores.shape[:axis], width // size, size, *scores.shape[axis + 1 :]
+    return reduce(scores.reshape(shape), axis=axis + 1)
+  # A window may reach beyond the end; to cut or pad the scores would copy them.
+  window, padding = [1] * scores.ndim, [(0, 0)] * scores.ndim
+  window[axis], padding[axis] = size, (0, -width % size)
+  start = jnp.asarray(start, scores.dtype)
+  return lax.reduce_window(scores, start, combine, window, window, padding)
 
 
 def merge_rows(top: TopK, scores: Float[Array, "W *B"], tokens: Int[Array, "W"]) -> TopK:
@@ -99,7 +100,7 @@ def merge_rows(top: TopK, scores: Float[Array, "W *B"], tokens: Int[Array, "W"])
   size = chunk_size(width, k)
   if size == 1 or vocab_parallel.token_shards(None).count > 1:
     return merge(top, jnp.moveaxis(scores, 0, -1), tokens)
-  maxima_CB = by_chunk(lambda chunk: chunk.max(axis=1), scores, size, axis=0)
+  maxima_CB = chunk_maxima(scores, size, axis=0)
   score_at = lambda index_Bn: _rows_at(scores, index_Bn)
   best = of_chunks(jnp.moveaxis(maxima_CB, 0, -1), k, size, score_at, width)
   found_Bk = jnp.where(jnp.isneginf(best.scores), -1, tokens[best.tokens]).astype(jnp.int32)
@@ -122,7 +123,7 @@ def _highest_of_rows(scores, k):
   size = chunk_size(width, k)
   if size == 1:
     return tuple(lax.top_k(scores, k))
-  maxima_BC = by_chunk(lambda chunk: chunk.max(axis=-1), scores, size, axis)
+  maxima_BC = chunk_maxima(scores, size, axis)
   score_at = lambda index_Bn: jnp.take_along_axis(scores, index_Bn, axis=-1)
   return tuple(of_chunks(maxima_BC, k, size, score_at, width))
 
