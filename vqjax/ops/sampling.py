@@ -77,9 +77,9 @@ class Blocks(NamedTuple):
     return lax.scan(lambda carry, index: (step(carry, index), None), carry, self.indices)[0]
 
 
-def block_width(rows: int, vocab: int, scores: int = 2**22) -> int:
-  """Number of tokens of a block: up to 4096, and at most `scores` for all rows."""
-  return min(vocab, max(1, min(4096, scores // max(rows, 1))))
+def block_width(rows: int, vocab: int) -> int:
+  """Number of tokens of a block: up to 4096, and at most 4 Mi scores for all rows."""
+  return min(vocab, max(1, min(4096, 2**22 // max(rows, 1))))
 
 
 def row_blocks(
@@ -209,19 +209,6 @@ class _Exponentials(NamedTuple):
     return top_B + jnp.log(total_B)
 
 
-def _best_of_chunks(blocks, first_Bk, size, width):
-  """The k highest scores of k chunks, given by the positions of their first tokens."""
-  # In the order of the positions, for ties; the number of a missing chunk is -1.
-  first_Bk1 = jnp.sort(first_Bk, axis=-1)[..., None]
-  offset = jnp.arange(size, dtype=jnp.int32)
-  real = (first_Bk1 >= 0) & (first_Bk1 % width + offset < width)
-  flat = lambda x: x.reshape(*x.shape[:-2], x.shape[-2] * size)
-  score_Bn, token_Bn = blocks.score_at(flat(jnp.where(real, first_Bk1 + offset, 0)))
-  score_Bn = jnp.where(flat(real), score_Bn.astype(jnp.float32), -jnp.inf)
-  empty = vocab_parallel.varying((topk.empty(blocks.batch, first_Bk.shape[-1]), score_Bn))[0]
-  return topk.merge(empty, score_Bn, token_Bn)
-
-
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
   """A Gumbel-max draw from softmax(scores); -1 where every score is -inf.
 
@@ -240,7 +227,8 @@ def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
     best_B, score_sB, token_sB = carry
     score_WB, token_W = blocks.block(index)
     score_WB = score_WB.astype(jnp.float32)
-    # Under the highest score of the row: a chunk whose mass underflows could not be drawn.
+    # A chunk whose mass underflows beside the highest score could not be drawn: the noise of two
+    # chunks differs by less than 87 nats.
     shift_B = exp_shift(score_WB.max(axis=0))
     mass_CB = jnp.log(topk.chunk_sums(jnp.exp(score_WB - shift_B), size, axis=0)) + shift_B
     noisy_CB = mass_CB + gumbel(jax.random.fold_in(chunk_key, first + index), mass_CB.shape)
