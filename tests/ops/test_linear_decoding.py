@@ -69,9 +69,9 @@ def test_top_k_equals_a_sort_of_all_scores(k, options):
 def test_tokens_of_equal_scores_come_in_the_order_of_their_numbers():
   hidden, weight, _ = operands()
   whole = jnp.round(hidden)  # integers: equal scores are equal in float32 too
-  _, tokens = linear_top_k(whole, weight, 30)
+  _, tokens = linear_top_k(whole, weight, 6)
   expected = np.argsort(-(np.asarray(whole) @ np.asarray(weight).T), axis=-1, kind="stable")
-  np.testing.assert_array_equal(tokens, expected[:, :30])
+  np.testing.assert_array_equal(tokens, expected[:, :6])
 
 
 def test_one_vector_no_vectors_and_one_of_bfloat16():

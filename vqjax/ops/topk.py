@@ -69,7 +69,7 @@ def chunk_size(width: int, k: int) -> int:
   # The maxima and the k·size candidates are together fewest where both are equally many. A power of
   # two divides the width of most blocks.
   size = 2 ** (math.isqrt(max(1, width // max(k, 1))).bit_length() - 1)
-  return size if size >= 4 else 1
+  return size if size >= 8 else 1
 
 
 def chunk_maxima(scores: Float[Array, "*W"], size: int, axis: int) -> Float[Array, "*C"]:
