@@ -195,10 +195,13 @@ class _Exponentials(NamedTuple):
 
   def add(self, scores: Float[Array, "W *B"]) -> "_Exponentials":
     """The sum with further scores."""
-    top_B = jnp.maximum(self.top, scores.max(axis=0))
+    # XLA's sums over the first of two axes are slow for CPUs where the second has one element.
+    flat = scores.reshape(-1) if math.prod(self.top.shape) == 1 else scores
+    top_B = jnp.maximum(self.top, flat.max(axis=0).reshape(self.top.shape))
     shift_B = exp_shift(top_B)
-    new_B = jnp.exp(scores - shift_B).sum(axis=0)
-    return _Exponentials(top_B, self.total * jnp.exp(self.top - shift_B) + new_B)
+    new_B = jnp.exp(flat - shift_B.reshape(flat.shape[1:])).sum(axis=0)
+    total_B = self.total * jnp.exp(self.top - shift_B) + new_B.reshape(self.top.shape)
+    return _Exponentials(top_B, total_B)
 
   def log(self, axis: str | None) -> Float[Array, "*B"]:
     """The logarithm of the sum over all devices of `axis`."""
