@@ -8,6 +8,7 @@ import lazy_loader
 
 # Imported at first use: the GPU benchmark also runs where the lab's packages are not installed.
 codebook = lazy_loader.load("experiments.bench.codebook", suppress_warning=True)
+decoding = lazy_loader.load("experiments.bench.decoding", suppress_warning=True)
 dpq = lazy_loader.load("experiments.bench.dpq", suppress_warning=True)
 gpu = lazy_loader.load("experiments.bench.gpu", suppress_warning=True)
 grouped = lazy_loader.load("experiments.bench.grouped", suppress_warning=True)
@@ -60,6 +61,10 @@ BENCHMARKS = {
   "codebook": Benchmark(
     "heads at the sizes of VQ-Logits' Table 3: log-probabilities, training, decoding; half an hour",
     lambda quick: codebook.run(quick),
+  ),
+  "decoding": Benchmark(
+    "top-k and samples of heads against the plain product with the weight; three minutes",
+    lambda quick: decoding.run(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",

@@ -138,14 +138,17 @@ def test_the_commitment_moves_the_batchs_latent_rows_towards_their_rows():
   assert (gradient["tables"] == 0).all()
 
 
-def test_summed_scores_equal_those_of_composed_rows():
+@pytest.mark.parametrize("batch", [(), (1,), (2, 5)])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_summed_scores_equal_those_of_composed_rows(dtype, batch):
+  # Three subspaces fill no word of four or two codes.
   keys = jax.random.split(jax.random.key(0), 3)
-  tables = jax.random.normal(keys[0], (3, 7, 4))
-  codes = jax.random.randint(keys[1], (29, 3), 0, 7)
-  hidden = jax.random.normal(keys[2], (2, 5, 12))
+  tables = jax.random.normal(keys[0], (3, 200, 4))
+  codes = jax.random.randint(keys[1], (29, 3), 0, 200).astype(dtype)
+  hidden = jax.random.normal(keys[2], (*batch, 12))
   found = product.summed_scores(product.partial_scores(hidden, tables, jnp.float32), codes)
   expected = np.asarray(hidden, np.float64) @ composed(np.asarray(codes), np.float64(tables)).T
-  np.testing.assert_allclose(found, expected, atol=1e-5)
+  np.testing.assert_allclose(found, np.moveaxis(expected, -1, 0), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +207,9 @@ def test_one_row_is_decoded_by_lookups_and_many_by_composing_with_equal_results(
   rows = lambda hidden: str(
     jax.make_jaxpr(lambda h: head.apply(variables, h, 9, method="top_k"))(hidden)
   )
-  assert "f32[1,3,5]" in rows(many[:1])  # a score of each sub-vector
-  assert "f32[7,3,5]" not in rows(many)
-  together = head.apply(variables, many, 9, method="top_k")
+  assert "f32[3,5,1]" in rows(many[:1])  # a score of each sub-vector
+  assert "f32[3,5,300]" not in rows(jnp.resize(many, (300, 12)))
+  together = [x[:7] for x in head.apply(variables, jnp.resize(many, (300, 12)), 9, method="top_k")]
   alone = [head.apply(variables, row[None], 9, method="top_k") for row in many]
   for at, expected in enumerate(together):
     found = np.concatenate([pair[at] for pair in alone])

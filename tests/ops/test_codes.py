@@ -70,3 +70,24 @@ def test_draws_within_a_code_cost_no_noise_of_the_vocabulary_and_few_masses():
     draw = lambda key, code, table, count=count: codes.draw_within(key, code, table, count)
     largest = reference.largest_value(draw, jax.random.key(0), code, table)
     assert largest <= max(codes.BLOCK_MASSES, 2 * vocab)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("k", [1, 5, 300])
+def test_best_tokens_equal_a_stable_sort_of_all_scores(k, has_bias):
+  # Tokens of a code tie, also across the chunks that are searched; 509 is prime.
+  rng = np.random.default_rng(0)
+  scores, code = rng.integers(0, 9, (7, 2, 3)).astype(np.float32), rng.integers(0, 7, 509)
+  bias = np.where(rng.random(509) < 0.5, -np.inf, rng.integers(0, 3, 509)).astype(np.float32)
+  found = codes.best_tokens(
+    jnp.asarray(scores),
+    jnp.asarray(code, jnp.int32),
+    jnp.asarray(bias) if has_bias else None,
+    509,
+    k,
+  )
+  every = np.moveaxis(scores[code], 0, -1) + (bias if has_bias else 0)
+  order = np.argsort(-every, axis=-1, kind="stable")[..., :k]
+  expected = np.take_along_axis(every, order, -1)
+  np.testing.assert_array_equal(found.scores, expected)
+  np.testing.assert_array_equal(found.tokens, np.where(np.isneginf(expected), -1, order))

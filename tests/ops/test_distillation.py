@@ -340,7 +340,8 @@ def blocks_of(hidden, weight, width=12):
 
   def block(index):
     real = index * width + jnp.arange(width) < V
-    return jnp.where(real, hidden @ weight[table[index]].T, -jnp.inf), table[index]
+    scores = jnp.where(real, hidden @ weight[table[index]].T, -jnp.inf)
+    return jnp.moveaxis(scores, -1, 0), table[index]
 
   return sampling.Blocks(count, block, hidden.shape[:-1])
 

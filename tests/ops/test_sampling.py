@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vqjax.ops import sampling
+from vqjax.ops import sampling, topk
 
 
 def blocks_of(scores, width):
@@ -15,7 +15,8 @@ def blocks_of(scores, width):
   def block(index):
     start = jnp.minimum(index * width, vocab - width)
     rows = start + jnp.arange(width)
-    return jnp.where(rows >= index * width, scores[..., rows], -jnp.inf), rows
+    block = jnp.where(rows >= index * width, scores[..., rows], -jnp.inf)
+    return jnp.moveaxis(block, -1, 0), rows
 
   return sampling.Blocks(-(-vocab // width), block, scores.shape[:-1])
 
@@ -49,8 +50,8 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass(scores, top_p, sc
   scores = scale * scores
   kept, _ = sampling.nucleus(blocks_of(scores, 10), top_p).map(lambda s, t: s).block(0)
   whole = sampling.nucleus(blocks_of(scores, 37), top_p).block(0)[0]
-  np.testing.assert_array_equal(kept, whole[:, :10])
-  for row, cut in zip(np.asarray(scores, np.float64), np.asarray(whole)):
+  np.testing.assert_array_equal(kept, whole[:10])
+  for row, cut in zip(np.asarray(scores, np.float64), np.asarray(whole).T):
     probability = np.exp(row - row.max())
     probability /= probability.sum()
     mass = probability[np.isfinite(cut)]
@@ -99,18 +100,16 @@ def test_top_k_and_top_p_together_cut_the_best_first():
 
 
 @pytest.mark.parametrize("width", [None, 128])
-def test_row_blocks_name_every_token_once_and_repeat_none(scores, width, monkeypatch):
+def test_row_blocks_name_every_token_once_and_repeat_none(width):
   wide = jax.random.normal(jax.random.key(1), (4, 300))
-  if width:
-    monkeypatch.setattr(sampling, "block_width", lambda rows, vocab: width)
-  blocks = sampling.row_blocks((4,), 300, 300, lambda rows: wide[:, rows])
+  blocks = sampling.row_blocks((4,), 300, 300, lambda cut: cut(wide.T), width=width)
   assert blocks.count == (3 if width else 1)
   seen = []
   for index in range(blocks.count):
     block_scores, tokens = blocks.block(index)
-    kept = np.asarray(~np.isneginf(block_scores[0]))
+    kept = np.asarray(~np.isneginf(block_scores[:, 0]))
     seen += np.asarray(tokens)[kept].tolist()
-    np.testing.assert_array_equal(block_scores[:, kept], wide[:, np.asarray(tokens)[kept]])
+    np.testing.assert_array_equal(block_scores[kept].T, wide[:, np.asarray(tokens)[kept]])
   assert seen == list(range(300))
 
 
@@ -133,7 +132,7 @@ def test_scores_a_rounding_apart_are_told_apart_by_the_nucleus():
     row[i] = np.nextafter(row[i - 1], np.float32(0))
   # Each has a mass of 1 / 64: fifteen and a half of them take sixteen.
   kept = sampling.nucleus(blocks_of(jnp.asarray(row)[None], 64), 15.5 / 64).block(0)[0]
-  assert np.isfinite(kept[0]).tolist() == [True] * 16 + [False] * 48
+  assert np.isfinite(kept[:, 0]).tolist() == [True] * 16 + [False] * 48
 
 
 @pytest.mark.slow
@@ -173,3 +172,19 @@ def test_sampling_works_with_64_bit_types_on(scores):
     values, tokens, _ = sampling.best(blocks_of(wide, 10), 5)
     drawn = sampling.sample(blocks_of(wide, 10), jax.random.key(0), 0.9, top_p=0.5)
   assert (values.dtype, tokens.dtype, drawn.dtype) == ("float32", "int32", "int32")
+
+
+@pytest.mark.parametrize("value", [-np.inf, 0.0, np.nan])
+def test_selection_by_chunks_equals_that_of_all_scores(value):
+  # Few distinct scores, so that ties cross the edges of chunks, the last of which is short.
+  scores = jnp.round(2 * jax.random.normal(jax.random.key(5), (3, 1009)))
+  scores = scores.at[:, 100:400].set(value).at[1].set(value)
+  expected_scores, expected_tokens = jax.lax.top_k(scores, 5)
+  expected_tokens = np.where(np.isneginf(expected_scores), -1, expected_tokens)
+  tokens = jnp.arange(1009, dtype=jnp.int32)
+  for found in (
+    topk.merge(topk.empty((3,), 5), scores, tokens),
+    topk.merge_rows(topk.empty((3,), 5), scores.T, tokens),
+  ):
+    np.testing.assert_array_equal(found.scores, expected_scores)
+    np.testing.assert_array_equal(found.tokens, expected_tokens)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import in_vocabulary
@@ -188,8 +188,7 @@ class AdaptiveHead(Head):
 
   def _section(self, hidden, weight, tokens, above_B):
     """Blocks of hidden · weightᵀ - above, over `tokens` rows on all devices."""
-    batch, dtype = hidden.shape[:-1], self._dtype(hidden)
-    scores = lambda row_W: (
-      softmax.linear_scores(hidden, weight[row_W], dtype=dtype) - above_B[..., None]
+    blocks = linear_decoding.linear_blocks(
+      hidden, weight, None, tokens, dtype=self._dtype(hidden), vocab_axis=self.vocab_axis
     )
-    return sampling.row_blocks(batch, weight.shape[0], tokens, scores, self.vocab_axis)
+    return blocks.map(lambda scores, _: scores - above_B)

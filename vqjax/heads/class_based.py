@@ -10,7 +10,7 @@ from vqjax import assign
 from vqjax.heads.base import Head
 from vqjax.ops import class_softmax as class_ops
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
@@ -131,17 +131,26 @@ class ClassBasedHead(Head):
     self._check_hidden(hidden)
     weight, assignment = rows["weight"], rows["assignment"]
     axis, batch, count = self.vocab_axis, hidden.shape[:-1], assignment.shape[0]
-    scores = lambda row_W: softmax.linear_scores(hidden, weight[row_W], dtype=self.dtype)
-    raw = sampling.row_blocks(batch, count, self.vocab, scores, axis)
+    raw = linear_decoding.linear_blocks(
+      hidden, weight, None, self.vocab, dtype=self.dtype, vocab_axis=axis
+    )
+    # Tokens are numbered over all devices, the assignment on this one.
+    here = lambda tokens: jnp.maximum(tokens - vocab_parallel.first_row(axis, count), 0)
 
     def step(normalizers, index):
-      scores_BW, token_W = raw.block(index)
-      # Tokens are numbered over all devices, the assignment on this one.
-      here_W = jnp.maximum(token_W - vocab_parallel.first_row(axis, count), 0)
-      return class_ops.add_scores(normalizers, scores_BW, assignment[here_W])
+      score_WB, token_W = raw.block(index)
+      score_BW = jnp.moveaxis(score_WB, 0, -1)
+      return class_ops.add_scores(normalizers, score_BW, assignment[here(token_W)])
 
     normalizers = raw.fold(step, class_ops.empty_normalizers(batch, self.classes))
     log_z_BC = class_ops.log_normalizers(normalizers, axis)
     offset_BC = self._log_class(rows["class_weight"], assignment, hidden) - log_z_BC
-    log_prob = lambda row_W: self._log_prob_of(scores(row_W), assignment[row_W], offset_BC)
-    return sampling.row_blocks(batch, count, self.vocab, log_prob, axis)
+
+    def log_prob(score_WB, token_W):
+      score_BW = jnp.moveaxis(score_WB, 0, -1)
+      found_BW = self._log_prob_of(score_BW, assignment[here(token_W)], offset_BC)
+      # Padding names some token, whose class says nothing.
+      found_BW = jnp.where(jnp.isneginf(score_BW), -jnp.inf, found_BW)
+      return jnp.moveaxis(found_BW, -1, 0)
+
+    return raw.map(log_prob)

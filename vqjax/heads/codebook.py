@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -13,7 +15,7 @@ from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads import regularizers
 from vqjax.heads.base import Head
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, softmax
+from vqjax.ops import sampling, softmax, topk
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
@@ -133,7 +135,10 @@ class CodebookHead(Head):
     self._check_hidden(hidden)
     codebook, assignment = self.factors()
     scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
-    return _token_scores(scores_BK, self.array("token_bias"), assignment, slice(None))
+    # A code that does not exist has no score: nan, not that of a neighbour.
+    known, code = in_vocabulary(assignment, scores_BK.shape[-1])
+    scores, bias = jnp.where(known, scores_BK[..., code], jnp.nan), self.array("token_bias")
+    return scores if bias is None else scores + bias.astype(jnp.float32)
 
   def log_prob(
     self,
@@ -199,18 +204,49 @@ class CodebookHead(Head):
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of consecutive tokens, from scores of all codes that are computed once."""
     assignment, bias = rows["assignment"], rows.get("token_bias")
-    scores_BK = self._all_code_scores(rows["codebook"], hidden)
+    batch = hidden.shape[:-1]
+    score_KB = jnp.moveaxis(self._all_code_scores(rows["codebook"], hidden), -1, 0)
     return sampling.row_blocks(
-      hidden.shape[:-1],
+      batch,
       assignment.shape[0],
       self.vocab,
-      lambda row_W: _token_scores(scores_BK, bias, assignment, row_W),
+      lambda cut: code_ops.token_scores(score_KB, cut(assignment), cut(bias)),
       self.vocab_axis,
+      width=max(1, sampling.CACHED_SCORES // max(1, math.prod(batch))),
+    )
+
+  def _best_tokens(self, rows, hidden, scores_BK, k):
+    """The k highest scores and their tokens."""
+    chunks = self.vocab // topk.chunk_size(self.vocab, k)
+    if math.prod(hidden.shape[:-1]) * chunks > sampling.STORED_SCORES:
+      return sampling.best(self._blocks(rows, hidden), k, normalizer=False)[:2]
+    score_KB = jnp.moveaxis(scores_BK, -1, 0)
+    return code_ops.best_tokens(
+      score_KB, rows["assignment"], rows.get("token_bias"), self.vocab, k, self.vocab_axis
     )
 
   def _all_code_scores(self, codebook, hidden):
     self._check_hidden(hidden)
     return code_ops.all_code_scores(hidden, codebook, self.codes, self.dtype, self.vocab_axis)
+
+  def top_k(
+    self, hidden: Float[Array, "*B D"], k: int
+  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+    """Log-probabilities and tokens of the k most likely tokens, best first, exactly.
+
+    The normaliser comes from the K scores of the codes and their masses.
+    """
+    self._check_k(k)
+
+    def body(rows, hidden):
+      scores_BK = self._all_code_scores(rows["codebook"], hidden)
+      score_Bk, token_Bk = self._best_tokens(rows, hidden, scores_BK, k)
+      mass_K = code_ops.log_mass(
+        rows["assignment"], self.codes, rows.get("token_bias"), self.vocab_axis
+      )
+      return score_Bk - jax.nn.logsumexp(scores_BK + mass_K, axis=-1, keepdims=True), token_Bk
+
+    return self._over_vocabulary(body, hidden)
 
   def sample(
     self,
@@ -244,10 +280,3 @@ class CodebookHead(Head):
 
 def _row_of_code(code_W, codebook_KD):
   return codebook_KD[code_W]
-
-
-def _token_scores(scores_BK, bias, assignment, rows):
-  # A code that does not exist has no score: nan, not that of a neighbour.
-  known, code = in_vocabulary(assignment[rows], scores_BK.shape[-1])
-  scores = jnp.where(known, scores_BK[..., code], jnp.nan)
-  return scores if bias is None else scores + bias[rows].astype(jnp.float32)

@@ -166,13 +166,12 @@ class GroupDecodingHead(Head):
     slots, batch = self.groups_and_slots()[1], blocks.batch
 
     def mass(index):
-      score_BW, _ = blocks.block(index)
-      score_BWS = score_BW.reshape(*batch, score_BW.shape[-1] // slots, slots) / temperature
-      return jax.nn.logsumexp(score_BWS, axis=-1)
+      score_RB, _ = blocks.block(index)
+      score_WSB = score_RB.reshape(score_RB.shape[0] // slots, slots, *batch) / temperature
+      return jax.nn.logsumexp(score_WSB, axis=1)
 
-    mass_CBW = jax.lax.map(mass, blocks.indices)
-    width = mass_CBW.shape[-1]
-    return jnp.moveaxis(mass_CBW, 0, -2).reshape(*batch, blocks.count * width)
+    mass_CWB = jax.lax.map(mass, blocks.indices)
+    return jnp.moveaxis(mass_CWB.reshape(-1, *batch), 0, -1)
 
 
 def _masked(scores, tokens, allowed):

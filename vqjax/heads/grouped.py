@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from flax import linen as nn
 
 from vqjax.heads.two_level import TwoLevelHead
+from vqjax.ops import group_search, softmax
 from vqjax.ops import groups as group_ops
-from vqjax.ops import softmax
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.variables import Declaration, Initializer, Variable, row_init
+
+_MANY_ROWS = 16
+"""Number of rows whose searches would score most groups anyway."""
 
 
 class GroupedHead(TwoLevelHead):
@@ -69,6 +74,16 @@ class GroupedHead(TwoLevelHead):
 
   def _slot_scores(self, rows, context, group):
     return group_ops.scaled(context[..., None, :], rows["scale"][group], rows["shift"][group])
+
+  def _best(self, rows, hidden, k):
+    """The search for a few rows; for many, the best slot of every group bounds it tightly."""
+    if math.prod(hidden.shape[:-1]) < _MANY_ROWS:
+      return super()._best(rows, hidden, k)
+    groups, context = self._groups(rows, hidden), self._slot_context(rows, hidden)
+    tables = rows["scale"], rows["shift"], rows["group_size"]
+    log_best = groups.log_group + group_ops.log_best_slot(context, *tables)
+    log_prob, position = group_search.best_of_groups(groups, log_best, k, self.vocab_axis)
+    return log_prob, groups.token_at(position), self._all_groups(hidden)
 
   def _slot_log_prob(self, rows, hidden, group, slot):
     slots = group_ops.Slots(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax.heads import regularizers
 from vqjax.heads.base import Head
-from vqjax.ops import sampling, softmax
+from vqjax.ops import linear_decoding, sampling, softmax
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Dtype
@@ -120,10 +120,12 @@ class LinearHead(Head):
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     self._check_hidden(hidden)
     weight = dataclasses.replace(self._weight(), per_row=rows["per_row"], shared=rows["shared"])
-    bias = rows["bias"]
-
-    def scores(row_W):
-      bias_W = None if bias is None else bias[row_W]
-      return softmax.linear_scores(hidden, weight.at(row_W), bias_W, self.dtype, self.softcap)
-
-    return sampling.row_blocks(hidden.shape[:-1], weight.count, self.vocab, scores, self.vocab_axis)
+    return linear_decoding.linear_blocks(
+      hidden,
+      weight,
+      rows["bias"],
+      self.vocab,
+      softcap=self.softcap,
+      dtype=self.dtype,
+      vocab_axis=self.vocab_axis,
+    )

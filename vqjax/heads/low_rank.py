@@ -7,7 +7,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head
-from vqjax.ops import sampling, softmax
+from vqjax.ops import linear_decoding, sampling, softmax
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -94,12 +94,11 @@ class LowRankHead(Head):
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     narrow_BR, dtype = self._project(hidden)
-    weight, bias = rows["weight"], rows.get("bias")
-
-    def scores(row_W):
-      bias_W = None if bias is None else bias[row_W]
-      return softmax.linear_scores(narrow_BR, weight[row_W], bias_W, dtype)
-
-    return sampling.row_blocks(
-      hidden.shape[:-1], weight.shape[0], self.vocab, scores, self.vocab_axis
+    return linear_decoding.linear_blocks(
+      narrow_BR,
+      rows["weight"],
+      rows.get("bias"),
+      self.vocab,
+      dtype=dtype,
+      vocab_axis=self.vocab_axis,
     )

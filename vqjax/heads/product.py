@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import product, sampling, vocab_parallel
+from vqjax.ops import product, sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
 from vqjax.ops.vocabulary import mean_in_vocabulary
@@ -95,27 +95,24 @@ class ProductHead(_ProductTables):
     return RowFactory(self.array("codes"), self.array("tables"), product.compose)
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """Blocks of tokens; few rows of `hidden` are scored by sums of gathered numbers.
-
-    Many rows share the cost of composing the block, and one product is faster than M gathers each.
-    """
-    # To compose a row reads D numbers once; otherwise each of B hidden vectors gathers M numbers,
-    # which count twice because they are not read in order.
-    if 2 * math.prod(hidden.shape[:-1]) * self.subspaces > self.dim:
+    """Blocks of tokens; few rows of `hidden` are scored by sums of gathered numbers."""
+    batch = hidden.shape[:-1]
+    if not product.prefers_sums(math.prod(batch), self.subspaces, self.dim):
       return super()._blocks(rows, hidden)
     self._check_hidden(hidden)
     codes, bias, tables = rows["per_row"], rows["bias"], rows["shared"]
     dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
-    partial_BMK = product.partial_scores(hidden, tables, dtype)
+    partial_MKB = product.partial_scores(hidden, tables, dtype)
     scoring = Scoring(dtype, self.softcap)
 
-    def scores(row_W):
-      bias_W = None if bias is None else bias[row_W].astype(jnp.float32)
-      return scoring.finish(product.summed_scores(partial_BMK, codes[row_W]), bias_W)
+    def finish(sum_WB, cut):
+      return softmax.finished_rows(scoring, sum_WB, cut(bias))
 
-    return sampling.row_blocks(
-      hidden.shape[:-1], codes.shape[0], self.vocab, scores, self.vocab_axis
-    )
+    if math.prod(batch) * codes.shape[0] <= sampling.STORED_SCORES:
+      sum_VB = product.summed_scores(partial_MKB, codes)
+      return sampling.stored_block(sum_VB, self.vocab, finish, self.vocab_axis)
+    scores = lambda cut: finish(product.summed_scores(partial_MKB, cut(codes)), cut)
+    return sampling.row_blocks(batch, codes.shape[0], self.vocab, scores, self.vocab_axis)
 
 
 class LearnedProductHead(_ProductTables):

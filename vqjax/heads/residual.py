@@ -86,15 +86,15 @@ class ResidualCodebookHead(LinearHead):
     self._check_hidden(hidden)
     (code_V, low_VR), bias, (codebook, up) = rows["per_row"], rows["bias"], rows["shared"]
     # Once for all blocks: K + R products of width D, after which a token costs R multiplications.
-    scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
+    score_KB = softmax.rows_scores(codebook, hidden, dtype=self.dtype)
     up_BR = softmax.linear_scores(hidden, up, dtype=self.dtype)
     # The cap belongs to the sum of both parts, which exists only here.
     scoring = Scoring(jnp.dtype(jnp.float32), self.softcap)
 
-    def scores(row_W):
-      residual_BW = up_BR @ low_VR[row_W].astype(jnp.float32).T
-      bias_W = None if bias is None else bias[row_W].astype(jnp.float32)
-      return scoring.finish(scores_BK[..., code_V[row_W]] + residual_BW, bias_W)
+    def scores(cut):
+      code_W, low_WR, bias_W = cut((code_V, low_VR, bias))
+      residual_WB = softmax.rows_scores(low_WR, up_BR, dtype=jnp.float32)
+      return softmax.finished_rows(scoring, score_KB[code_W] + residual_WB, bias_W)
 
     return sampling.row_blocks(
       hidden.shape[:-1], low_VR.shape[0], self.vocab, scores, self.vocab_axis

@@ -196,6 +196,7 @@ class TwoLevelHead(GroupDecodingHead):
       row_W = jnp.minimum(group_W, count - 1)
       log_group_BW = jnp.where(group_W < count, groups.log_group[..., row_W], -jnp.inf)
       log_prob_BWS, position_WS = groups.score_groups(row_W, log_group_BW)
-      return log_prob_BWS.reshape(*batch, width * slots), groups.token_at(position_WS).reshape(-1)
+      log_prob_BR = log_prob_BWS.reshape(*batch, width * slots)
+      return jnp.moveaxis(log_prob_BR, -1, 0), groups.token_at(position_WS).reshape(-1)
 
     return sampling.Blocks(-(-count // width), block, batch, vocab_parallel.inside(self.vocab_axis))

@@ -191,9 +191,8 @@ def concatenate_blocks(sections: tuple[Section, ...]) -> sampling.Blocks:
     def block(index):
       scores, tokens = section.blocks.block(index - start)
       missing = width - tokens.shape[0]
-      scores = jnp.pad(
-        scores, [(0, 0)] * (scores.ndim - 1) + [(0, missing)], constant_values=-jnp.inf
-      )
+      fill = [(0, missing)] + [(0, 0)] * (scores.ndim - 1)
+      scores = jnp.pad(scores, fill, constant_values=-jnp.inf)
       return scores, jnp.pad(section.first + tokens, (0, missing))
 
     return block
@@ -204,4 +203,5 @@ def concatenate_blocks(sections: tuple[Section, ...]) -> sampling.Blocks:
     which = jnp.searchsorted(jnp.asarray(starts), index, side="right") - 1
     return lax.switch(which, branches, index)
 
-  return sections[0].blocks._replace(count=sum(s.blocks.count for s in sections), block=block)
+  count = sum(section.blocks.count for section in sections)
+  return sections[0].blocks._replace(count=count, block=block)

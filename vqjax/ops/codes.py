@@ -197,6 +197,77 @@ def all_code_scores(
   return score_BAk.reshape(*score_BAk.shape[:-2], -1)[..., :codes]
 
 
+def token_scores(
+  code_scores: Float[Array, "K *B"], code: Integer[Array, "W"], bias: Float[Array, "W"] | None
+) -> Float[Array, "W *B"]:
+  """Scores of tokens from those of their codes, vocabulary first."""
+  scores = _with_missing(code_scores)[_known_code(code, code_scores.shape[0])]
+  return scores if bias is None else scores + _column(bias, scores.ndim)
+
+
+def _with_missing(code_scores):
+  """The scores of the codes, and a row of nan: the score of a code that does not exist."""
+  missing = jnp.full((1, *code_scores.shape[1:]), jnp.nan, code_scores.dtype)
+  return jnp.concatenate([code_scores, missing])
+
+
+def _known_code(code, codes):
+  return jnp.where((code >= 0) & (code < codes), code, codes).astype(jnp.int32)
+
+
+def _column(bias, rank):
+  return bias.astype(jnp.float32).reshape(-1, *[1] * (rank - 1))
+
+
+def best_tokens(
+  code_scores: Float[Array, "K *B"],
+  assignment: Int[Array, "V"],
+  bias: Float[Array, "V"] | None,
+  vocab: int,
+  k: int,
+  vocab_axis: str | None = None,
+) -> topk.TopK:
+  """The k highest of the tokens' scores, which are never all in memory.
+
+  The tokens are divided into chunks. A loop over the places in a chunk keeps the maxima of all
+  chunks, and the tokens of the k highest chunks are scored again. Ties come in the order of the
+  tokens. Inside of `vocab_axis` assignment and bias are the device's own rows.
+  """
+  axis, rows = vocab_parallel.inside(vocab_axis), assignment.shape[0]
+  first = vocab_parallel.first_row(axis, rows)
+  table_KB = _with_missing(code_scores)
+  batch = code_scores.shape[1:]
+  here = min(k, rows)
+  size = topk.chunk_size(rows, here)
+  chunks = -(-rows // size)
+  # Padding has a bias of -inf, without which it would be a token of code 0.
+  padded = lambda x, fill: jnp.pad(x, (0, chunks * size - rows), constant_values=fill)
+  row_V = first + jnp.arange(rows, dtype=jnp.int32)
+  bias_V = jnp.zeros((rows,), jnp.float32) if bias is None else bias.astype(jnp.float32)
+  bias_N = padded(jnp.where(row_V < vocab, bias_V, -jnp.inf), -jnp.inf)
+  code = _known_code(assignment, code_scores.shape[0])
+  # A row that pads a device's part has no code, and nan is above every score.
+  code_N = padded(jnp.where(row_V < vocab, code, 0), 0)
+
+  def step(top_CB, place):
+    code_C, bias_C = place
+    return jnp.maximum(top_CB, table_KB[code_C] + _column(bias_C, table_KB.ndim)), None
+
+  places = tuple(x.reshape(chunks, size).T for x in (code_N, bias_N))
+  lowest = jnp.full((chunks, *batch), -jnp.inf, jnp.float32)
+  lowest = vocab_parallel.varying((lowest, table_KB, *places))[0]
+  top_CB = lax.scan(step, lowest, places)[0]
+
+  def score_at(row_Bn):
+    """Scores of each batch element's own rows."""
+    score_BK = jnp.moveaxis(table_KB, 0, -1)
+    return jnp.take_along_axis(score_BK, code_N[row_Bn], axis=-1) + bias_N[row_Bn]
+
+  best = topk.of_chunks(jnp.moveaxis(top_CB, 0, -1), here, size, score_at)
+  empty = vocab_parallel.varying((topk.empty(batch, k), best))[0]
+  return topk.across_devices(topk.merge(empty, best.scores, first + best.tokens), axis)
+
+
 @vocab_parallel.for_any_axes("tokens")
 def code_vectors(
   codebook: Float[Array, "K D"],

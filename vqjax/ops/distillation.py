@@ -270,7 +270,8 @@ def block_soft_target_loss(
 
   @jax.checkpoint
   def step(sums, index):
-    score_BW, token_W = blocks.block(index)
+    score_WB, token_W = blocks.block(index)
+    score_BW = jnp.moveaxis(score_WB, 0, -1)
     bias_W = None if bias is None else bias[token_W]
     teacher_BW = softmax.linear_scores(hidden, weight.at(token_W), bias_W, dtype, teacher_softcap)
     score_BW = score_BW.astype(jnp.float32)

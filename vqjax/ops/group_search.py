@@ -121,6 +121,29 @@ def best_first_top_k(
   return top.scores, top.tokens, visited_B
 
 
+def best_of_groups(
+  groups: Groups, log_best: Float[Array, "*B G"], k: int, axis: str | None = None
+) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+  """The k most likely tokens and their positions, from the best token of each group.
+
+  The k groups of the best tokens hold the k best tokens, so that only those are scored. The results
+  are those of `best_first_top_k`. `log_best` is the log-probability of the best token.
+  """
+  axis, count = vocab_parallel.inside(axis), min(k, log_best.shape[-1])
+  number = jnp.arange(log_best.shape[-1], dtype=jnp.int32)
+  start = vocab_parallel.varying((topk.empty(log_best.shape[:-1], count), log_best))[0]
+  # In the order of their numbers, so that tokens that tie come in the order of their positions. A
+  # missing group is one of probability 0.
+  group_Bk = jnp.sort(jnp.maximum(topk.merge(start, log_best, number).tokens, 0), axis=-1)
+  log_group_Bk = jnp.take_along_axis(groups.log_group, group_Bk, axis=-1)
+  repeated_Bk = jnp.diff(group_Bk, axis=-1, prepend=-1) == 0
+  log_group_Bk = jnp.where(repeated_Bk, -jnp.inf, log_group_Bk)
+  score_BkS, position_BkS = groups.score_groups(group_Bk, log_group_Bk)
+  empty = vocab_parallel.varying((topk.empty(log_best.shape[:-1], k), score_BkS))[0]
+  top = topk.merge(empty, _flat(score_BkS), _flat(position_BkS))
+  return tuple(topk.across_devices(top, axis))
+
+
 def _flat(array):
   """The array with its last two axes made one: [..., a, b] -> [..., a·b]."""
   *batch, a, b = array.shape
@@ -197,7 +220,8 @@ def best_first_nucleus(
     lambda state: (state[0] < count) & ~complete(state).all(), step, (jnp.int32(0), *start)
   )
   score_Bw, position_Bw = (_flat(jnp.moveaxis(x, 0, -2)) for x in state[1:])
-  blocks = sampling.Blocks(1, lambda _: (score_Bw, jnp.arange(score_Bw.shape[-1])), batch, axis)
+  own = jnp.moveaxis(score_Bw, -1, 0), jnp.arange(score_Bw.shape[-1])
+  blocks = sampling.Blocks(1, lambda _: own, batch, axis)
   edge_B1 = sampling.nucleus_edge(blocks, top_p, jnp.zeros(batch, jnp.float32))[..., None]
   kept_Bw = jnp.where(score_Bw >= edge_B1, score_Bw, -jnp.inf)
   drawn_B = sampling.draw_among(kept_Bw, position_Bw, key, None, axis)

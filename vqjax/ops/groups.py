@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
 from vqjax.ops import softmax, tiles, vocab_parallel
+from vqjax.ops.stable import exp_shift
 from vqjax.types import Dtype
 
 
@@ -132,6 +133,41 @@ def log_prob_in_group(scores: Float[Array, "*B S"], sizes, slot: Int[Array, "*B"
   scores = jnp.where(present, scores, -jnp.inf)
   own = jnp.take_along_axis(scores, slot[..., None], axis=-1)[..., 0]
   return own - jax.nn.logsumexp(scores, axis=-1)
+
+
+def log_best_slot(
+  shared: Float[Array, "*B S"],
+  scale: Float[Array, "G S"],
+  shift: Float[Array, "G S"],
+  sizes: Int[Array, "G"],
+) -> Float[Array, "*B G"]:
+  """Log-probability, in nats, of the best slot in each group; -inf for an empty group."""
+  groups, slots = scale.shape
+  shared_SB = jnp.moveaxis(shared.astype(jnp.float32), -1, 0)
+  batch = shared_SB.shape[1:]
+  # Groups before slots before tokens: sums over slots are then sums of vectors. A few groups at a
+  # time, at most 2^19 scores (2 MiB), so that their scores stay in a cache.
+  count = -(-groups // max(1, 2**19 // max(1, slots * math.prod(batch))))
+  width = -(-groups // count)
+  column = lambda x: x.astype(jnp.float32).reshape(*x.shape, *[1] * len(batch))
+
+  def step(_, index):
+    start = jnp.minimum(index * width, groups - width)
+    cut = lambda x: lax.dynamic_slice_in_dim(x, start, width)
+    score_wSB = column(cut(scale)) * shared_SB + column(cut(shift))
+    present_wS = jnp.arange(slots, dtype=jnp.int32) < cut(sizes)[:, None]
+    score_wSB = jnp.where(column(present_wS) > 0, score_wSB, -jnp.inf)
+    top_wB = score_wSB.max(axis=1)
+    shift_wB = exp_shift(top_wB)
+    total_wB = jnp.exp(score_wSB - shift_wB[:, None]).sum(axis=1)
+    return None, jnp.where(jnp.isneginf(top_wB), -jnp.inf, -jnp.log(total_wB))
+
+  _, found_CwB = lax.scan(step, None, jnp.arange(count, dtype=jnp.int32))
+  # The last step repeats groups of the one before.
+  row_G = jnp.arange(groups, dtype=jnp.int32)
+  step_G = row_G // width
+  place_G = row_G - jnp.minimum(step_G * width, groups - width)
+  return jnp.moveaxis(found_CwB[step_G, place_G], 0, -1)
 
 
 class Slots(NamedTuple):

@@ -8,7 +8,10 @@ compose the row, and the latent row gets the gradient of the row (straight-throu
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
@@ -96,30 +99,88 @@ def quantized(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Flo
   return row_WD + (latent - lax.stop_gradient(latent)).astype(row_WD.dtype)
 
 
+def prefers_sums(rows: int, subspaces: int, dim: int) -> bool:
+  """Whether sums of partial scores are faster than products with composed rows.
+
+  To compose a row reads D numbers once for all hidden vectors; otherwise each of them gathers M
+  numbers, which count twice because they are not read in order. On a CPU the numbers of many hidden
+  vectors are read and added as vectors.
+  """
+  if vocab_parallel.platform() == "cpu":
+    return rows <= 256 and 4 * subspaces <= dim
+  return 2 * rows * subspaces <= dim
+
+
 def partial_scores(
   hidden: Float[Array, "*B D"], tables: Float[Array, "M K C"], dtype
-) -> Float[Array, "*B M K"]:
+) -> Float[Array, "M K *B"]:
   """Scores of every sub-vector of every table, float32."""
   hidden_BMC = hidden.reshape(*hidden.shape[:-1], tables.shape[0], tables.shape[-1])
   return jnp.einsum(
-    "...mc,mkc->...mk",
-    hidden_BMC.astype(dtype),
+    "mkc,...mc->mk...",
     tables.astype(dtype),
+    hidden_BMC.astype(dtype),
     preferred_element_type=jnp.float32,
   )
 
 
 def summed_scores(
-  partial: Float[Array, "*B M K"], codes: Integer[Array, "W M"]
-) -> Float[Array, "*B W"]:
+  partial: Float[Array, "M K *B"], codes: Integer[Array, "V M"]
+) -> Float[Array, "V *B"]:
   """Scores of the rows with these codes: sums of M gathered numbers each."""
-  # One table at a time: a single gather would be an array [*B, W, M].
-  table_MBK = jnp.moveaxis(partial, -2, 0)
+  vocab, batch = codes.shape[0], partial.shape[2:]
+  # Sums and codes of a tile stay in a cache: 64 Ki rows for one hidden vector, 8 Ki for 64.
+  tiles = -(-vocab // max(1, 2**16 // max(1, math.isqrt(math.prod(batch)))))
+  width = -(-vocab // tiles)
+  if tiles == 1:
+    return _summed(partial, codes)
 
-  def add(total, part):
-    scores_BK, code_W = part
-    return total + scores_BK[..., code_W], None
+  def step(total_VB, index):
+    # The last tile computes again what it shares with the one before.
+    start = jnp.minimum(index * width, vocab - width)
+    new_WB = _summed(partial, lax.dynamic_slice_in_dim(codes, start, width))
+    return lax.dynamic_update_slice_in_dim(total_VB, new_WB, start, axis=0), None
 
-  zero = jnp.zeros((*partial.shape[:-2], codes.shape[0]), jnp.float32)
-  start = vocab_parallel.varying((zero, partial, codes))[0]
-  return lax.scan(add, start, (table_MBK, codes.T.astype(jnp.int32)))[0]
+  zero_VB = jnp.zeros((vocab, *batch), jnp.float32)
+  zero_VB = vocab_parallel.varying((zero_VB, partial, codes))[0]
+  return lax.scan(step, zero_VB, jnp.arange(tiles, dtype=jnp.int32))[0]
+
+
+def _summed(partial, codes):
+  word_QW, table_QPKB, bits = _words(codes, partial)
+  batch = partial.shape[2:]
+
+  def add(total_WB, word):
+    word_W, table_PKB = word
+    for place in range(table_PKB.shape[0]):
+      code_W = (word_W >> np.uint32(bits * place)) & np.uint32(2**bits - 1)
+      total_WB = total_WB + table_PKB[place].at[code_W].get(mode="clip")
+    return total_WB, None
+
+  zero_WB = jnp.zeros((codes.shape[0], *batch), jnp.float32)
+  start = vocab_parallel.varying((zero_WB, partial, codes))[0]
+  # Some words at once: their gathered vectors are added before a sum is written. Of one hidden
+  # vector the sums are as small as the codes, and a longer body is slower.
+  unroll = 1 if math.prod(batch) == 1 else 4
+  return lax.scan(add, start, (word_QW, table_QPKB), unroll=unroll)[0]
+
+
+def _words(codes, partial):
+  """Codes as 32-bit words [Q, W], partial scores [Q, P, K, *B], and bits of a code.
+
+  A word holds P codes. The codes of a subspace have to be read for many rows at once, and the
+  transposition of bytes takes four times as long as that of words.
+  """
+  bits = 8 * codes.dtype.itemsize
+  each = 32 // bits
+  missing = -codes.shape[1] % each
+  # Code 0 of further tables of zeros.
+  codes_WM = jnp.pad(codes, ((0, 0), (0, missing)))
+  table_MKB = jnp.pad(partial, ((0, missing), *[(0, 0)] * (partial.ndim - 1)))
+  code_WQP = codes_WM.reshape(codes.shape[0], -1, each).astype(jnp.uint32)
+  word_WQ = code_WQP[..., 0]
+  for place in range(1, each):
+    word_WQ = word_WQ | code_WQP[..., place] << np.uint32(bits * place)
+  # The barriers keep the transposition apart from the loops before and after it.
+  word_QW = lax.optimization_barrier(lax.optimization_barrier(word_WQ).T)
+  return word_QW, table_MKB.reshape(-1, each, *table_MKB.shape[1:]), bits

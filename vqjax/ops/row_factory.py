@@ -67,13 +67,14 @@ class RowFactory:
 
   def part(self, start: Array, size: int) -> "RowFactory":
     """The factory of `size` rows from `start` on."""
-    return self._select(lambda x: lax.dynamic_slice_in_dim(x, start, size))
+    return self.select(lambda x: lax.dynamic_slice_in_dim(x, start, size))
 
   def at(self, index: Array) -> Float[Array, "W D"]:
     """The rows with the given indices, as an array."""
-    return self._select(lambda x: x[index]).all()
+    return self.select(lambda x: x[index]).all()
 
-  def _select(self, choose: Callable[[Array], Array]) -> "RowFactory":
+  def select(self, choose: Callable[[Array], Array]) -> "RowFactory":
+    """The factory of chosen rows: `choose` takes an array [V, ...] to [W, ...]."""
     per_row = jax.tree.map(choose, self.per_row)
     if not self.is_table:
       # Replicated before it is composed: the partitioner does not split a gather whose index is

@@ -20,8 +20,14 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.stable import exp_shift
 
-STORED_SCORES = 2**22
-"""Largest number of scores (16 MiB) that the search for a nucleus stores instead of recomputing."""
+STORED_SCORES = 2**25
+"""Largest number of scores (128 MiB) that are stored instead of recomputed or split."""
+
+CACHED_SCORES = 2**20
+"""Number of scores of a block (4 MiB) that is computed and reduced inside of a cache."""
+
+_CHUNK = 256
+"""Multiple that the width of a block is, where it can be, and most tokens of a chunk of a draw."""
 
 
 class Blocks(NamedTuple):
@@ -29,14 +35,14 @@ class Blocks(NamedTuple):
 
   Attributes:
     count: number of blocks.
-    block: index of a block -> (scores [*B, W], tokens [W]). The blocks together hold every token
+    block: index of a block -> (scores [W, *B], tokens [W]). The blocks together hold every token
       exactly once; padding scores -inf, and its tokens are arbitrary.
-    batch: the leading shape *B.
+    batch: the trailing shape *B.
     axis: manual mesh axis over which each device has its own blocks, or None.
   """
 
   count: int
-  block: Callable[[Int[Array, ""]], tuple[Float[Array, "*B W"], Int[Array, "W"]]]
+  block: Callable[[Int[Array, ""]], tuple[Float[Array, "W *B"], Int[Array, "W"]]]
   batch: tuple[int, ...]
   axis: str | None = None
 
@@ -44,6 +50,11 @@ class Blocks(NamedTuple):
   def indices(self) -> Int[Array, "count"]:
     """Indices of all blocks."""
     return jnp.arange(self.count, dtype=jnp.int32)
+
+  @property
+  def width(self) -> int:
+    """Number of scores of a row in a block, W."""
+    return jax.eval_shape(self.block, jax.ShapeDtypeStruct((), jnp.int32))[1].shape[0]
 
   def map(self, change: Callable) -> "Blocks":
     """Blocks whose scores are `change(scores, tokens)`."""
@@ -56,6 +67,9 @@ class Blocks(NamedTuple):
 
   def fold(self, step: Callable, carry: Any) -> Any:
     """The carry after `step(carry, index) -> carry` of all blocks, one after another."""
+    if self.count == 1:
+      # A loop would copy what its only step reads, a whole weight for instance.
+      return step(carry, jnp.zeros((), jnp.int32))
     # A carry varies over the same mesh axes as the scores that are merged into it.
     scores = jax.eval_shape(self.block, jax.ShapeDtypeStruct((), jnp.int32))[0]
     carry = vocab_parallel.varying(carry, *vocab_parallel.varies_over(scores))
@@ -69,26 +83,62 @@ def block_width(rows: int, vocab: int) -> int:
 
 
 def row_blocks(
-  batch: tuple[int, ...], rows: int, vocab: int, scores: Callable, axis: str | None = None
+  batch: tuple[int, ...],
+  rows: int,
+  vocab: int,
+  scores: Callable[[Callable], Float[Array, "W *B"]],
+  axis: str | None = None,
+  width: int | None = None,
 ) -> Blocks:
-  """Blocks of consecutive tokens, from a function rows [W] -> scores [*B, W].
+  """Blocks of consecutive tokens, from arrays that hold a row for each token.
 
   There are `rows` of the `vocab` tokens on this device: all of them, or inside of `axis` its shard,
   which may be padded. The last block starts early enough to fit; tokens that it repeats, and rows
   beyond the vocabulary, score -inf.
+
+  Args:
+    batch: the trailing shape *B of the scores.
+    rows: number of rows on this device.
+    vocab: number of tokens on all devices.
+    scores: `cut` -> scores [W, *B] of a block, where `cut` takes a tree of arrays [rows, ...] to
+      their part [W, ...] of the block.
+    axis: mesh axis over which the rows are sharded.
+    width: largest number of tokens of a block, W; None: `block_width`.
   """
   axis = vocab_parallel.inside(axis)
   # Of the device's own rows: all devices have equally many, and so equally many blocks.
-  width = block_width(math.prod(batch), rows)
+  width = min(rows, width or block_width(math.prod(batch), rows))
+  count = -(-rows // width)
+  # Equal blocks, so that the last one repeats few rows of the one before, which whole chunks fill.
+  width = min(width, _CHUNK * -(-rows // (count * _CHUNK)))
   first = vocab_parallel.first_row(axis, rows)
 
   def block(index):
     start = jnp.minimum(index * width, rows - width)
-    row = start + jnp.arange(width, dtype=jnp.int32)
-    real = (row >= index * width) & (first + row < vocab)
-    return jnp.where(real, scores(row), -jnp.inf), jnp.where(real, first + row, 0)
+    part = lambda tree: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
+    score_WB = scores(part if count > 1 else lambda tree: tree)
+    row_W = start + jnp.arange(width, dtype=jnp.int32)
+    if count * width == rows and axis is None:
+      return score_WB, row_W
+    real_W = (row_W >= index * width) & (first + row_W < vocab)
+    return mask_rows(score_WB, real_W), jnp.where(real_W, first + row_W, 0)
 
-  return Blocks(-(-rows // width), block, tuple(batch), axis)
+  return Blocks(count, block, tuple(batch), axis)
+
+
+def stored_block(
+  scores: Float[Array, "V *B"], vocab: int, finish: Callable, axis: str | None = None
+) -> Blocks:
+  """One block of scores that exist, `row_blocks` of `finish(scores, cut)`."""
+  rows, *batch = scores.shape
+  # The barrier keeps what is done with the scores out of their product.
+  scores = lax.optimization_barrier(scores)
+  return row_blocks(tuple(batch), rows, vocab, lambda cut: finish(cut(scores), cut), axis, rows)
+
+
+def mask_rows(scores: Float[Array, "W *B"], kept: Bool[Array, "W"]) -> Float[Array, "W *B"]:
+  """The scores, -inf in rows that are not kept."""
+  return jnp.where(kept.reshape(-1, *[1] * (scores.ndim - 1)), scores, -jnp.inf)
 
 
 def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) -> Blocks:
@@ -107,33 +157,59 @@ def allow(blocks: Blocks, allowed: Bool[ArrayLike, "..."] | None, vocab: int) ->
       f"`allowed` must have shape {(vocab,)} or {(*blocks.batch, vocab)}; got {allowed.shape}. Give"
       " one boolean for each token of the vocabulary."
     )
-  return blocks.map(lambda scores, tokens: jnp.where(allowed[..., tokens], scores, -jnp.inf))
+  if allowed.ndim == 1:
+    return blocks.map(lambda scores, tokens: mask_rows(scores, allowed[tokens]))
+  # The mask may have fewer leading axes than the rows, as in broadcasting.
+  allowed = allowed.reshape(*[1] * (len(blocks.batch) + 1 - allowed.ndim), *allowed.shape)
+  of_tokens = lambda tokens: jnp.moveaxis(allowed[..., tokens], -1, 0)
+  return blocks.map(lambda scores, tokens: jnp.where(of_tokens(tokens), scores, -jnp.inf))
 
 
-def best(blocks: Blocks, k: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Array]:
+def best(
+  blocks: Blocks, k: int, normalizer: bool = True
+) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"], Float[Array, "*B"] | None]:
   """The k highest scores in descending order, tokens, and log-normaliser [*B].
 
   Equal scores keep the order of the blocks. Entries without a token of a score above -inf have
-  token -1.
+  token -1. Without `normalizer` it is None, and no exponential is computed.
   """
 
   def step(carry, index):
-    top, max_B, sum_B = carry
-    score_BW, token_W = blocks.block(index)
-    score_BW = score_BW.astype(jnp.float32)
-    new_max_B = jnp.maximum(max_B, score_BW.max(axis=-1))
-    shift_B = exp_shift(new_max_B)
-    sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_BW - shift_B[..., None]).sum(axis=-1)
-    return topk.merge(top, score_BW, token_W), new_max_B, sum_B
+    top, sums = carry
+    score_WB, token_W = blocks.block(index)
+    score_WB = score_WB.astype(jnp.float32)
+    return topk.merge_rows(top, score_WB, token_W), sums and sums.add(score_WB)
 
   least_B = jnp.full(blocks.batch, -jnp.inf, jnp.float32)
-  start = topk.empty(blocks.batch, k), least_B, jnp.zeros(blocks.batch, jnp.float32)
-  top, max_B, sum_B = blocks.fold(step, start)
-  if blocks.axis:
-    all_max_B = lax.pmax(max_B, blocks.axis)
-    sum_B = lax.psum(sum_B * jnp.exp(max_B - exp_shift(all_max_B)), blocks.axis)
-    top, max_B = topk.across_devices(top, blocks.axis), all_max_B
-  return top.scores, top.tokens, max_B + jnp.log(sum_B)
+  sums = _Exponentials(least_B, jnp.zeros_like(least_B)) if normalizer else None
+  top, sums = blocks.fold(step, (topk.empty(blocks.batch, k), sums))
+  top = topk.across_devices(top, blocks.axis)
+  return top.scores, top.tokens, sums and sums.log(blocks.axis)
+
+
+class _Exponentials(NamedTuple):
+  """A sum of exp(score - top), and the highest score so far, `top`."""
+
+  top: Float[Array, "*B"]
+  total: Float[Array, "*B"]
+
+  def add(self, scores: Float[Array, "W *B"]) -> "_Exponentials":
+    """The sum with further scores."""
+    # XLA's sums over the first of two axes are slow for CPUs where the second has one element.
+    flat = scores.reshape(-1) if math.prod(self.top.shape) == 1 else scores
+    top_B = jnp.maximum(self.top, flat.max(axis=0).reshape(self.top.shape))
+    shift_B = exp_shift(top_B)
+    new_B = jnp.exp(flat - shift_B.reshape(flat.shape[1:])).sum(axis=0)
+    total_B = self.total * jnp.exp(self.top - shift_B) + new_B.reshape(self.top.shape)
+    return _Exponentials(top_B, total_B)
+
+  def log(self, axis: str | None) -> Float[Array, "*B"]:
+    """The logarithm of the sum over all devices of `axis`."""
+    if axis is None:
+      return self.top + jnp.log(self.total)
+    top_B = lax.pmax(self.top, axis)
+    total_B = lax.psum(self.total * jnp.exp(self.top - exp_shift(top_B)), axis)
+    return top_B + jnp.log(total_B)
 
 
 def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]:
@@ -169,24 +245,66 @@ def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]
 
 
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
-  """A Gumbel-max draw from softmax(scores); -1 where every score is -inf."""
+  """A Gumbel-max draw from softmax(scores); -1 where every score is -inf.
+
+  A chunk of some tokens of a block is drawn by its mass, then a token of the chunk. That is the
+  distribution of a draw among all tokens, with far fewer random numbers.
+  """
+  blocks = _with_whole_chunks(blocks)
+  width = blocks.width
+  size = min(_CHUNK, 2 ** (math.isqrt(width).bit_length() - 1))
+  chunk_key, token_key = jax.random.split(key)
   # Blocks are numbered over all devices, so that no two of them use the same noise.
   first = vocab_parallel.first_row(blocks.axis, blocks.count)
+  offset = jnp.arange(size, dtype=jnp.int32).reshape(size, *[1] * len(blocks.batch))
 
   def step(carry, index):
-    best_B, chosen_B = carry
-    score_BW, token_W = blocks.block(index)
-    noise_BW = gumbel(jax.random.fold_in(key, first + index), score_BW.shape)
-    noisy_BW = score_BW.astype(jnp.float32) + noise_BW
-    index_B = jnp.argmax(noisy_BW, axis=-1)
-    top_B = jnp.take_along_axis(noisy_BW, index_B[..., None], axis=-1)[..., 0]
+    best_B, score_sB, token_sB = carry
+    score_WB, token_W = blocks.block(index)
+    score_WB = score_WB.astype(jnp.float32)
+    # A chunk whose mass underflows beside the highest score could not be drawn: the noise of two
+    # chunks differs by less than 87 nats.
+    shift_B = exp_shift(score_WB.max(axis=0))
+    mass_CB = jnp.log(topk.chunk_sums(jnp.exp(score_WB - shift_B), size, axis=0)) + shift_B
+    noisy_CB = mass_CB + gumbel(jax.random.fold_in(chunk_key, first + index), mass_CB.shape)
+    chunk_B = jnp.argmax(noisy_CB, axis=0).astype(jnp.int32)
+    top_B = jnp.take_along_axis(noisy_CB, chunk_B[None], axis=0)[0]
+    row_sB = chunk_B * size + offset
+    # The last chunk may be shorter.
+    inside_sB, row_sB = row_sB < width, jnp.minimum(row_sB, width - 1)
+    new_sB = jnp.take_along_axis(score_WB, row_sB, axis=0)
     # Strictly: where every score is -inf the token stays -1.
     better_B = top_B > best_B
-    chosen_B = jnp.where(better_B, token_W[index_B].astype(jnp.int32), chosen_B)
-    return jnp.maximum(best_B, top_B), chosen_B
+    score_sB = jnp.where(better_B, jnp.where(inside_sB, new_sB, -jnp.inf), score_sB)
+    token_sB = jnp.where(better_B, token_W[row_sB].astype(jnp.int32), token_sB)
+    return jnp.maximum(best_B, top_B), score_sB, token_sB
 
-  start = jnp.full(blocks.batch, -jnp.inf, jnp.float32), jnp.full(blocks.batch, -1, jnp.int32)
-  return topk.winner(*blocks.fold(step, start), blocks.axis)
+  lowest = lambda *shape: jnp.full((*shape, *blocks.batch), -jnp.inf, jnp.float32)
+  tokens = jnp.full((size, *blocks.batch), -1, jnp.int32)
+  best_B, score_sB, token_sB = blocks.fold(step, (lowest(), lowest(size), tokens))
+  choice_B = jnp.argmax(score_sB + gumbel(token_key, score_sB.shape), axis=0)
+  token_B = jnp.take_along_axis(token_sB, choice_B[None], axis=0)[0]
+  return topk.winner(best_B, token_B, blocks.axis)
+
+
+def _with_whole_chunks(blocks):
+  """The blocks, a single large one cut into some that whole chunks fill.
+
+  A sum over windows, which a shorter last chunk needs, is slower than a sum over an axis.
+  """
+  width, rows = blocks.width, max(1, math.prod(blocks.batch))
+  if blocks.count > 1 or width % _CHUNK == 0 or rows * width <= 2**20:
+    return blocks
+  score_WB, token_W = blocks.block(jnp.zeros((), jnp.int32))
+  parts = row_blocks(
+    blocks.batch, width, width, lambda cut: cut(score_WB), width=max(_CHUNK, 2**22 // rows)
+  )
+
+  def block(index):
+    part_WB, row_W = parts.block(index)
+    return part_WB, token_W[row_W]
+
+  return blocks._replace(count=parts.count, block=block)
 
 
 def gumbel(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -215,12 +333,13 @@ def sample(
   """
   check_options(temperature, top_k, top_p)
   if temperature < 1e-6:
-    return best(blocks, 1)[1][..., 0]
-  blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / temperature)
+    return best(blocks, 1, normalizer=False)[1][..., 0]
   if top_k is None:
+    blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / temperature)
     return draw(nucleus(blocks, top_p), key)
-  score_Bk, token_Bk, _ = best(blocks, top_k)
-  return draw_among(score_Bk, token_Bk, key, top_p)
+  # The temperature does not change which tokens are best.
+  score_Bk, token_Bk, _ = best(blocks, top_k, normalizer=False)
+  return draw_among(score_Bk / temperature, token_Bk, key, top_p)
 
 
 def draw_among(
@@ -238,7 +357,7 @@ def draw_among(
   count = scores.shape[-1]
   index = vocab_parallel.first_row(axis, count) + jnp.arange(count, dtype=jnp.int32)
   # One block of candidate numbers, which unlike the tokens are equal for all rows.
-  blocks = Blocks(1, lambda _: (scores, index), scores.shape[:-1], axis)
+  blocks = Blocks(1, lambda _: (jnp.moveaxis(scores, -1, 0), index), scores.shape[:-1], axis)
   number_B = draw(nucleus(blocks, top_p), key)
   local_B = number_B - vocab_parallel.first_row(axis, count)
   is_local_B = (local_B >= 0) & (local_B < count)
@@ -277,8 +396,8 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
   if top_p is None or top_p == 1:
     return blocks
   blocks = _stored(blocks)
-  edge_B1 = nucleus_edge(blocks, top_p)[..., None]
-  return blocks.map(lambda scores, _: jnp.where(scores >= edge_B1, scores, -jnp.inf))
+  edge_B = nucleus_edge(blocks, top_p)
+  return blocks.map(lambda scores, _: jnp.where(scores >= edge_B, scores, -jnp.inf))
 
 
 def nucleus_edge(
@@ -288,14 +407,13 @@ def nucleus_edge(
 
   A probability is exp(score - log_z); None: the log-normaliser of all blocks.
   """
-  top_B1, _, own_B = best(blocks, 1)
+  top_B1, _, own_B = best(blocks, 1, normalizer=log_z is None)
   log_z_B = own_B if log_z is None else log_z
 
   def mass_from(edge_B):
     def add(total_B, index):
-      score_BW = blocks.block(index)[0].astype(jnp.float32)
-      prob_BW = jnp.exp(score_BW - log_z_B[..., None])
-      return total_B + jnp.where(score_BW >= edge_B[..., None], prob_BW, 0.0).sum(axis=-1)
+      score_WB = blocks.block(index)[0].astype(jnp.float32)
+      return total_B + jnp.where(score_WB >= edge_B, jnp.exp(score_WB - log_z_B), 0.0).sum(axis=0)
 
     mass_B = blocks.fold(add, jnp.zeros(blocks.batch, jnp.float32))
     return lax.psum(mass_B, blocks.axis) if blocks.axis else mass_B
@@ -316,11 +434,13 @@ def nucleus_edge(
 
 def _stored(blocks: Blocks) -> Blocks:
   """Blocks whose scores are stored, if there are at most `STORED_SCORES`."""
-  score, _ = jax.eval_shape(blocks.block, jax.ShapeDtypeStruct((), jnp.int32))
-  if blocks.count * math.prod(score.shape) > STORED_SCORES:
+  if blocks.count * math.prod(blocks.batch) * blocks.width > STORED_SCORES:
     return blocks
-  score_CBW, token_CW = lax.map(blocks.block, blocks.indices)
-  return blocks._replace(block=lambda index: (score_CBW[index], token_CW[index]))
+  if blocks.count == 1:
+    stored = blocks.block(jnp.zeros((), jnp.int32))
+    return blocks._replace(block=lambda _: stored)
+  score_CWB, token_CW = lax.map(blocks.block, blocks.indices)
+  return blocks._replace(block=lambda index: (score_CWB[index], token_CW[index]))
 
 
 _SIGN = np.uint32(0x80000000)

@@ -225,9 +225,10 @@ def leaf_blocks(
     )
     index_WL = jnp.where(path_WL < 0, -1, index_WL)
     left_WL = path_WL >= first + leaf_W[:, None]
-    log_prob_BW = _log_probs(hidden_ND, row_RD, index_WL, left_WL, dtype).reshape(*batch, width)
+    log_prob_WN = _log_probs(hidden_ND, row_RD, index_WL, left_WL, dtype).T
     real_W = (leaf_W >= index * width) & (first + leaf_W < vocab)
-    return jnp.where(real_W, log_prob_BW, -jnp.inf), jnp.where(real_W, tokens[leaf_W], 0)
+    log_prob_WB = sampling.mask_rows(log_prob_WN.reshape(width, *batch), real_W)
+    return log_prob_WB, jnp.where(real_W, tokens[leaf_W], 0)
 
   return sampling.Blocks(-(-rows // width), block, tuple(batch), axis)
 

@@ -1,0 +1,190 @@
+"""Top-k and sampling from softmax(hidden · weightᵀ + bias).
+
+A few rows are scored by one product with the weight where it lies, since at batch 1 decoding takes
+the time in which the weight is read. The scores of many rows come a block of the vocabulary at a
+time, and no array [N, V] exists. `vqjax.ops.sampling` selects and draws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+
+from vqjax.ops import sampling, softmax, tiles, vocab_parallel
+from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.vocabulary import check_arrays
+from vqjax.types import Dtype
+
+FEW_ROWS = 256
+"""Largest number of rows whose scores of the whole vocabulary are stored."""
+
+
+def linear_blocks(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"] | RowFactory,
+  bias: Float[Array, "V"] | None,
+  vocab: int,
+  *,
+  softcap: float | int | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> sampling.Blocks:
+  """The scores hidden · weightᵀ + bias, a block of the vocabulary at a time.
+
+  Inside of a `shard_map` over `vocab_axis`, `weight` and `bias` are the device's own rows of the
+  `vocab` rows of all devices.
+  """
+  weight = as_row_factory(weight)
+  dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+  scoring, batch = tiles.Scoring(dtype, softcap), hidden.shape[:-1]
+  finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
+  rows = math.prod(batch)
+  # A slice of a table is copied, and so is a table that is cast: one product reads it in place.
+  in_place = weight.is_table and weight.dtype == dtype
+  if in_place and rows <= FEW_ROWS and rows * weight.count <= sampling.STORED_SCORES:
+    product_VB = softmax.rows_scores(weight, hidden, dtype)
+    return sampling.stored_block(product_VB, vocab, finish, vocab_axis)
+  scores = lambda cut: finish(softmax.rows_scores(weight.select(cut), hidden, dtype), cut)
+  return sampling.row_blocks(batch, weight.count, vocab, scores, vocab_axis)
+
+
+@vocab_parallel.for_any_axes("hidden")
+def linear_top_k(
+  hidden: Float[Array, "*B D"],
+  weight: Float[Array, "V D"] | RowFactory,
+  k: int,
+  bias: Float[Array, "V"] | None = None,
+  *,
+  softcap: float | int | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+  """The k most likely tokens under softmax(hidden · weightᵀ + bias), exactly.
+
+  Example:
+    >>> import jax
+    >>> from vqjax import linear_top_k
+    >>> hidden = jax.random.normal(jax.random.key(0), (4, 8))
+    >>> weight = jax.random.normal(jax.random.key(1), (1000, 8))
+    >>> log_probs, tokens = linear_top_k(hidden, weight, 5)
+    >>> print(tokens.shape)
+    (4, 5)
+
+  Args:
+    hidden: one vector for each distribution; it and all arguments without a remark as in
+      `linear_softmax`.
+    weight: one row for each token of the vocabulary.
+    k: number of tokens.
+    bias: one number for each row; -inf removes it.
+    softcap: largest absolute score.
+    dtype: dtype of the matrix product's operands.
+    vocab_axis: mesh axis over which the rows are sharded.
+
+  Returns:
+    Log-probabilities in nats, best first, float32, and tokens, int32; -inf and -1 where fewer than
+    k tokens have a probability. Tokens of equal scores come in the order of their numbers.
+
+  Raises:
+    ValueError: the shapes do not fit together, `k` is outside [1, V], `softcap` is not positive, or
+      the mesh has no axis `vocab_axis`.
+  """
+  vocab = _checked_vocab(hidden, weight, bias, softcap, vocab_axis)
+  if not 1 <= k <= vocab:
+    raise ValueError(
+      f"`k` must be in [1, {vocab}] for a vocabulary of {vocab}; got {k}. 50 is usual."
+    )
+  score_Bk, token_Bk, log_z_B = _over_blocks(
+    lambda blocks: sampling.best(blocks, k), hidden, weight, bias, vocab, softcap, dtype, vocab_axis
+  )
+  return score_Bk - log_z_B[..., None], token_Bk
+
+
+@vocab_parallel.for_any_axes("hidden")
+def linear_sample(
+  hidden: Float[Array, "*B D"],
+  key: PRNGKeyArray,
+  weight: Float[Array, "V D"] | RowFactory,
+  bias: Float[Array, "V"] | None = None,
+  *,
+  temperature: float | int = 1.0,
+  top_k: int | None = None,
+  top_p: float | None = None,
+  allowed: Bool[ArrayLike, "..."] | None = None,
+  softcap: float | int | None = None,
+  dtype: Dtype | None = None,
+  vocab_axis: str | None = None,
+) -> Int[Array, "*B"]:
+  """Draws from softmax(hidden · weightᵀ + bias), exactly; -1 where no token is allowed.
+
+  The filters apply in the order allowed, temperature, top_k, top_p.
+
+  Example:
+    >>> import jax
+    >>> from vqjax import linear_sample
+    >>> hidden = jax.random.normal(jax.random.key(0), (4, 8))
+    >>> weight = jax.random.normal(jax.random.key(1), (1000, 8))
+    >>> drawn = linear_sample(hidden, jax.random.key(2), weight, temperature=0.8, top_p=0.9)
+    >>> print(drawn.shape)
+    (4,)
+
+  Args:
+    hidden: one vector for each draw; it and all arguments without a remark as in `linear_softmax`.
+    key: source of randomness.
+    weight: one row for each token of the vocabulary.
+    bias: one number for each row; -inf removes it.
+    temperature: divides the scores; 0 takes the arg max. A Python number, like `softcap`.
+    top_k: keep only the k best tokens.
+    top_p: keep only the smallest set of best tokens with this mass.
+    allowed: marks the tokens that may be drawn, [V] or [*B, V].
+    softcap: largest absolute score.
+    dtype: dtype of the matrix product's operands.
+    vocab_axis: mesh axis over which the rows are sharded.
+
+  Raises:
+    ValueError: the shapes do not fit together, an option is outside its range, or the mesh has no
+      axis `vocab_axis`.
+  """
+  vocab = _checked_vocab(hidden, weight, bias, softcap, vocab_axis)
+  sampling.check_options(temperature, top_k, top_p)
+  allowed = None if allowed is None else jnp.asarray(allowed)
+
+  def draw(blocks, key, allowed):
+    blocks = sampling.allow(blocks, allowed, vocab)
+    return sampling.sample(blocks, key, temperature, top_k, top_p)
+
+  return _over_blocks(draw, hidden, weight, bias, vocab, softcap, dtype, vocab_axis, (key, allowed))
+
+
+def _checked_vocab(hidden, weight, bias, softcap, vocab_axis):
+  """Number of tokens on all devices; ValueError if the operands do not fit together."""
+  check_arrays(hidden=hidden, bias=bias)
+  weight = as_row_factory(weight)
+  softmax.check_operands(hidden, weight, bias)
+  softmax.check_softcap(softcap)
+  return vocab_parallel.rows_in_all(vocab_axis, weight.count)
+
+
+def _over_blocks(
+  body: Callable, hidden, weight, bias, vocab, softcap, dtype, vocab_axis, shared: Any = ()
+) -> Any:
+  """`body(blocks, *shared)`; each device of `vocab_axis` has the blocks of its own rows."""
+  weight = as_row_factory(weight)
+
+  def run(rows, given):
+    per_row, bias, shared_rows = rows
+    hidden, shared = given
+    local = dataclasses.replace(weight, per_row=per_row, shared=shared_rows)
+    options = {"softcap": softcap, "dtype": dtype, "vocab_axis": vocab_axis}
+    return body(linear_blocks(hidden, local, bias, vocab, **options), *shared)
+
+  rows = (
+    vocab_parallel.Sharded(weight.per_row, 0),
+    vocab_parallel.Sharded(bias, -jnp.inf),
+    vocab_parallel.Replicated(weight.shared),
+  )
+  return vocab_parallel.over_vocabulary(vocab_axis, run, rows, (hidden, shared))
