@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-PYTEST := $(PY) -m pytest -n 2 --dist worksteal
+# More workers than the cores of a small machine: many tests wait for the processes that they start.
+PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 # Tests of the mathematics, whose tolerances must hold for programs that are compiled as users' are,
 # with this machine's vector instructions and with older ones.
 NUMERIC := tests/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)

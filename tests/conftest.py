@@ -61,7 +61,7 @@ def _own_cache(tmp_path, monkeypatch):
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "cache"))
 
 
-MOST_RESIDENT = 7 * 2**30
+MOST_RESIDENT = 5 * 2**30
 """Bytes of resident memory above which compiled programs are dropped after a module."""
 
 

@@ -64,7 +64,8 @@ class CompactEmbedding(torch.nn.Module):
     count = -(-self.vocab * self.subspaces * self.bits // 8)
     if self.data is None or self.data.shape != (count,) or self.values is None:
       raise ValueError(
-        f"{path} must have {count} bytes of codes, and values; it does not. Save it again."
+        f"`path` must be a file with {count} bytes of codes, and values; got {path}, which has"
+        " others. Save it again."
       )
 
   def codes_of(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,10 @@ class CompactEmbedding(torch.nn.Module):
     """
     tokens = tokens.long()
     if tokens.numel() and not (tokens.min() >= 0 and tokens.max() < self.vocab):
-      raise IndexError(f"`tokens` must be in [0, {self.vocab}); some are not.")
+      raise IndexError(
+        f"`tokens` must be in [0, {self.vocab}); got {tokens.min()} to {tokens.max()}. Use the"
+        " tokenizer of the table."
+      )
     # Number i has the bits [i·bits, (i + 1)·bits), the lowest first.
     number = tokens[..., None] * self.subspaces + torch.arange(self.subspaces, device=tokens.device)
     codes = torch.zeros_like(number)

@@ -135,12 +135,12 @@ Declaration = Mapping[str, "Variable | Declares | Declaration"]
 
 
 def logical_axes(declaration: Declaration) -> dict:
-  """Collection -> names of the axes, a tree with tuples as leaves."""
+  """Names of the axes by collection, a tree with tuples as leaves."""
   return _by_collection(declaration, lambda variable: variable.axes)
 
 
 def structs(declaration: Declaration) -> dict:
-  """Collection -> a tree of `jax.ShapeDtypeStruct` like the variables."""
+  """Trees of `jax.ShapeDtypeStruct` by collection, like the variables."""
   return _by_collection(
     declaration, lambda variable: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
   )

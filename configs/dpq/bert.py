@@ -21,7 +21,7 @@ from vqjax.lab.data import (
   WikiText,
 )
 from vqjax.lab.models import (
-  Encoder,
+  BertEncoder,
   MaskedLanguageModel,
   PairClassifier,
   SpanFinder,
@@ -51,9 +51,9 @@ class EncoderSize(NamedTuple):
   context: int
   dropout: float = 0.1
 
-  def encoder(self, embedding: Embedding) -> Encoder:
+  def encoder(self, embedding: Embedding) -> BertEncoder:
     """Return the encoder of this size with an embedding."""
-    return Encoder(
+    return BertEncoder(
       embedding=embedding,
       dim=self.dim,
       layers=self.layers,

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from experiments.bench import measure
-from experiments.bench.losses import Shape
+from experiments.bench.losses import LossShape
 from experiments.bench.measure import Program, Timed, compare_within
 from vqjax import (
   AdaptiveHead,
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     best: numbers of best tokens in decoding.
   """
 
-  shape: Shape
+  shape: LossShape
   codes: tuple[int, ...]
   cutoffs: tuple[int, ...]
   rank: int
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
 
 PAPER = Sizes(
-  shape=Shape(16384, 768, 267_735),
+  shape=LossShape(16384, 768, 267_735),
   codes=(1024, 2048, 4096),
   cutoffs=(20_000, 80_000),
   rank=512,
@@ -64,7 +64,7 @@ PAPER = Sizes(
   best=(1, 50),
 )
 """The sizes of Table 3: 32 sequences of 512 tokens of WikiText-103."""
-QUICK = Sizes(Shape(32, 16, 512), (16, 32), (40, 160), 8, (16, 4), (2,), (3,))
+QUICK = Sizes(LossShape(32, 16, 512), (16, 32), (40, 160), 8, (16, 4), (2,), (3,))
 SECONDS_PER_TOKEN = 15 / 16384
 """Seconds that the calls of a program may take after the first, for each token of the batch."""
 DECODING_SECONDS = 3.0
@@ -188,7 +188,7 @@ def _decoding_of(rows, heads, variables, sizes, seconds):
   return found
 
 
-class Contender(NamedTuple):
+class ScoredHead(NamedTuple):
   """A head and the computation of its log-probabilities.
 
   Attributes:
@@ -202,7 +202,7 @@ class Contender(NamedTuple):
   sliced: bool = False
 
 
-def contenders(sizes: Sizes) -> dict[str, Contender]:
+def contenders(sizes: Sizes) -> dict[str, ScoredHead]:
   """The rows of Table 3, with the baselines of Table 1.
 
   The codes are random: neighbours in the vocabulary have different codes, as after clustering.
@@ -211,9 +211,9 @@ def contenders(sizes: Sizes) -> dict[str, Contender]:
   dense = DenseHead(vocab, dim)
   codebooks = {k: CodebookHead(vocab, dim, k, assign.Random()) for k in sizes.codes}
   return {
-    FULL: Contender(dense, _materialised, sliced=True),
+    FULL: ScoredHead(dense, _materialised, sliced=True),
     TILED: _own(dense),
-    GATHER: Contender(codebooks[sizes.codes[0]], _gathered, sliced=True),
+    GATHER: ScoredHead(codebooks[sizes.codes[0]], _gathered, sliced=True),
     **{codebook_name(k): _own(head) for k, head in codebooks.items()},
     "adaptive": _own(AdaptiveHead(vocab, dim, sizes.cutoffs)),
     f"low rank {sizes.rank}": _own(LowRankHead(vocab, dim, sizes.rank)),
@@ -247,7 +247,7 @@ def variables_of(heads: list[Head]) -> dict[Head, dict]:
   return {head: start(head) for head in dict.fromkeys(heads)}
 
 
-def batch(shape: Shape) -> tuple[jax.Array, jax.Array]:
+def batch(shape: LossShape) -> tuple[jax.Array, jax.Array]:
   """Hidden states, and tokens by Zipf's law."""
   share = 1 / np.arange(1, shape.vocab + 1)
   tokens = np.random.default_rng(0).choice(shape.vocab, shape.tokens, p=share / share.sum())
@@ -270,7 +270,7 @@ def slice_of(tokens: int, vocab: int) -> int:
   return size
 
 
-def forward(one: Contender, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:
+def forward(one: ScoredHead, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:
   """The program of the tokens' log-probabilities."""
   size = slice_of(len(tokens), one.head.vocab)
 
@@ -281,7 +281,7 @@ def forward(one: Contender, variables: dict, hidden: jax.Array, tokens: jax.Arra
   return in_slices if one.sliced else one.log_prob, (variables, hidden, tokens)
 
 
-def training(one: Contender, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:
+def training(one: ScoredHead, variables: dict, hidden: jax.Array, tokens: jax.Array) -> Program:
   """The program of the mean loss and its gradient in parameters and hidden states.
 
   A slice keeps its scores for its backward pass; the gradients of the slices are summed.
@@ -329,7 +329,7 @@ def table_bytes(head: Head) -> int:
 
 
 def _own(head):
-  return Contender(head, lambda v, h, t: head.apply(v, h, t, method="log_prob"))
+  return ScoredHead(head, lambda v, h, t: head.apply(v, h, t, method="log_prob"))
 
 
 def _materialised(variables, hidden, tokens):

@@ -17,7 +17,7 @@ from experiments.bench.measure import compare, process_cost
 from experiments.bench.training_step import TrainingStep
 from experiments.plan.isolated import isolated
 from experiments.studies.dpq.rows import centroids, full, softmax
-from experiments.studies.dpq.settings import Codes, Setting
+from experiments.studies.dpq.settings import CodeSize, Setting
 from vqjax import CompactEmbedding, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.embeddings.compact_file import open_compact
 from vqjax.lab.config import with_vocab
@@ -67,7 +67,7 @@ def training(
 
   The two steps are called in turn, since the noise of a machine changes over time.
   """
-  choices = [Codes(k, m, False) for k in grid[0] for m in grid[1]]
+  choices = [CodeSize(k, m, False) for k in grid[0] for m in grid[1]]
   makers = {f"SX {codes}": functools.partial(softmax, codes=codes) for codes in choices}
   makers |= {f"VQ {codes}": functools.partial(centroids, codes=codes) for codes in choices}
   setting = _setting(body)
@@ -96,7 +96,7 @@ def _setting(body: LSTMSize) -> Setting:
   make = lambda row, embedding, seed: language_model(
     row, embedding, body, PennTreebank(), 929_589, seed
   )
-  none = Codes(2, 1)
+  none = CodeSize(2, 1)
   return Setting(make, body.dim, body.begin, (), none, none, weight=body.weight)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import losses, measure
-from experiments.bench.losses import Shape
+from experiments.bench.losses import LossShape
 from experiments.bench.measure import Program, Unavailable, compare
 from experiments.plan.isolated import isolated
 from vqjax import CodebookHead, GroupedHead
@@ -21,7 +21,7 @@ from vqjax.lab.report.units import MISSING
 PACKAGES = ("torch", "triton", "cut-cross-entropy", "liger-kernel")
 
 
-class Cost(NamedTuple):
+class LossCost(NamedTuple):
   """Cost of loss and gradient.
 
   Attributes:
@@ -35,7 +35,7 @@ class Cost(NamedTuple):
   device_bytes: int | None
 
 
-SHAPES = (Shape(16384, 4096, 128_256), Shape(16384, 768, 267_735))
+SHAPES = (LossShape(16384, 4096, 128_256), LossShape(16384, 768, 267_735))
 TILES = ((1024, 8192), (2048, 8192), (4096, 4096), (4096, 16384), (8192, 8192), (16384, 4096))
 CODES = (1024, 2048, 4096)
 CALLS = 10
@@ -47,7 +47,7 @@ NOTE = (
 )
 
 
-class Row(NamedTuple):
+class LossRow(NamedTuple):
   """A row of the table.
 
   Attributes:
@@ -56,7 +56,7 @@ class Row(NamedTuple):
   """
 
   name: str
-  cost: Callable[[], Cost]
+  cost: Callable[[], LossCost]
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
@@ -66,7 +66,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     raise Unavailable(f"JAX must see a GPU; it sees {here['device']}. Use --quick to try it here")
   calls = 1 if quick else CALLS
   measure.say(NOTE.format(calls=calls))
-  shapes = (Shape(64, 16, 1031),) if quick else SHAPES
+  shapes = (LossShape(64, 16, 1031),) if quick else SHAPES
   tables = []
   for shape in shapes:
     lines = rows(shape, TILES[:1], (16,), calls) if quick else rows(shape, TILES, CODES)
@@ -74,22 +74,24 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     yield here | {"note": NOTE.format(calls=calls), "tables": tables}
 
 
-def rows(shape: Shape, tiles: Sequence, codes: Sequence[int], calls: int = CALLS) -> list[Row]:
+def rows(
+  shape: LossShape, tiles: Sequence, codes: Sequence[int], calls: int = CALLS
+) -> list[LossRow]:
   """The rows of a shape."""
-  jax_row = lambda name, program: Row(name, partial(xla_cost, program, calls))
+  jax_row = lambda name, program: LossRow(name, partial(xla_cost, program, calls))
   return [
     jax_row("materialised (XLA)", partial(materialised, shape)),
     jax_row("linear_log_prob", partial(tiled, shape, None)),
     *(jax_row(f"  tile {n} x {v}", partial(tiled, shape, (n, v))) for n, v in tiles),
-    Row("CCE, all gradients", partial(cut_cross_entropy, shape, calls, None)),
-    Row("CCE, large gradients", partial(cut_cross_entropy, shape, calls, "high")),
-    Row("Liger", partial(liger, shape, calls)),
+    LossRow("CCE, all gradients", partial(cut_cross_entropy, shape, calls, None)),
+    LossRow("CCE, large gradients", partial(cut_cross_entropy, shape, calls, "high")),
+    LossRow("Liger", partial(liger, shape, calls)),
     *(jax_row(f"codebook K={count}", partial(codebook, shape, count)) for count in codes),
     jax_row("grouped", partial(grouped, shape)),
   ]
 
 
-def table(shape: Shape, device: str, lines: Sequence[Row]) -> dict:
+def table(shape: LossShape, device: str, lines: Sequence[LossRow]) -> dict:
   """Measure and print the rows of a shape; failed rows keep their errors."""
   found, work = {}, 6 * shape.tokens * shape.dim * shape.vocab
   for line in lines:
@@ -126,30 +128,30 @@ def machine() -> dict:
   return {"platform": first.platform, "device": first.device_kind, "versions": versions()}
 
 
-def xla_cost(program: Callable[[], Program], calls: int) -> Cost:
+def xla_cost(program: Callable[[], Program], calls: int) -> LossCost:
   """Cost of a program on the first device."""
   timed = compare({"": program()}, rounds=calls)[""]
   stats = jax.local_devices()[0].memory_stats() or {}
-  return Cost(timed.seconds, timed.peak_bytes, stats.get("peak_bytes_in_use"))
+  return LossCost(timed.seconds, timed.peak_bytes, stats.get("peak_bytes_in_use"))
 
 
-def materialised(shape: Shape) -> Program:
+def materialised(shape: LossShape) -> Program:
   """The program of the loss with materialised logits."""
   return losses.gradient(losses.materialised_loss), losses.arrays(shape, jnp.bfloat16)
 
 
-def tiled(shape: Shape, tile: tuple[int, int] | None) -> Program:
+def tiled(shape: LossShape, tile: tuple[int, int] | None) -> Program:
   """The program of the tiled dense loss."""
   return losses.gradient(losses.tiled_loss(tile)), losses.arrays(shape, jnp.bfloat16)
 
 
-def codebook(shape: Shape, codes: int) -> Program:
+def codebook(shape: LossShape, codes: int) -> Program:
   """The program of a codebook head's loss."""
   head = CodebookHead(shape.vocab, shape.dim, codes, param_dtype=jnp.bfloat16)
   return loss_and_gradient(head, shape.tokens, jnp.bfloat16)
 
 
-def grouped(shape: Shape) -> Program:
+def grouped(shape: LossShape) -> Program:
   """The program of a grouped head's loss."""
   head = GroupedHead(shape.vocab, shape.dim, param_dtype=jnp.bfloat16)
   return loss_and_gradient(head, shape.tokens, jnp.bfloat16)
@@ -166,7 +168,7 @@ def versions() -> dict[str, str]:
   return found
 
 
-def cut_cross_entropy(shape: Shape, calls: int, filter_eps: str | None) -> Cost:
+def cut_cross_entropy(shape: LossShape, calls: int, filter_eps: str | None) -> LossCost:
   """Cost of Apple's `linear_cross_entropy`.
 
   Its default `filter_eps`, "high", skips gradients of small probabilities. On random logits over a
@@ -179,7 +181,7 @@ def cut_cross_entropy(shape: Shape, calls: int, filter_eps: str | None) -> Cost:
   return _cost(shape, calls, loss)
 
 
-def liger(shape: Shape, calls: int) -> Cost:
+def liger(shape: LossShape, calls: int) -> LossCost:
   """Cost of Liger's fused linear cross-entropy (gradient in the forward pass)."""
   from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -187,11 +189,11 @@ def liger(shape: Shape, calls: int) -> Cost:
   return _cost(shape, calls, lambda hidden, weight, t: loss(weight, hidden, t))
 
 
-def _cost(shape: Shape, calls: int, loss: Callable) -> Cost:
+def _cost(shape: LossShape, calls: int, loss: Callable) -> LossCost:
   import torch
 
   if not torch.cuda.is_available():
-    raise RuntimeError("torch sees no CUDA device")
+    raise Unavailable("torch must see a CUDA device; got none. Install its build with CUDA.")
   make = lambda *dims: torch.randn(*dims, device="cuda", dtype=torch.bfloat16)
   hidden, weight = make(shape.tokens, shape.dim), make(shape.vocab, shape.dim)
   weight.mul_(shape.dim**-0.5)
@@ -206,4 +208,4 @@ def _cost(shape: Shape, calls: int, loss: Callable) -> Cost:
     torch.autograd.grad(loss(hidden, weight, tokens), (hidden, weight))
     torch.cuda.synchronize()
     times.append(time.perf_counter() - start)
-  return Cost(statistics.median(times[3:]), None, torch.cuda.max_memory_allocated())
+  return LossCost(statistics.median(times[3:]), None, torch.cuda.max_memory_allocated())

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from experiments.bench import losses, measure
-from experiments.bench.losses import Shape
+from experiments.bench.losses import LossShape
 from experiments.bench.measure import compare, log, settled_seconds
 from experiments.bench.training_step import TrainingStep
 from experiments.studies.grouped.rows import ABLATED
@@ -48,9 +48,9 @@ MATERIALISED, TILED, GROUPED, UNSHARED = "materialised", "tiled", "grouped", "un
 
 def loss(quick: bool) -> Iterator[dict[str, Any]]:
   """Time loss and gradient of the grouped heads against dense losses, in float32."""
-  shape, codes, rounds = Shape(4096, 256, 50_257), CODES, 5
+  shape, codes, rounds = LossShape(4096, 256, 50_257), CODES, 5
   if quick:
-    shape, codes, rounds = Shape(32, 16, 509), 16, 1
+    shape, codes, rounds = LossShape(32, 16, 509), 16, 1
   heads = {
     TILED: DenseHead(shape.vocab, shape.dim),
     GROUPED: GroupedHead(shape.vocab, shape.dim),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.bench import losses, measure
-from experiments.bench.losses import Shape
+from experiments.bench.losses import LossShape
 from experiments.bench.measure import compare
 from vqjax import CodebookHead, DenseHead, GroupedHead
 from vqjax.heads.workload import loss_and_gradient
@@ -15,10 +15,10 @@ MATERIALISED = "dense, materialised"
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
   """Compare heads at two vocabularies, and a codebook at a much larger one."""
-  shapes = Shape(4096, 256, 32000), Shape(4096, 256, 50257)
+  shapes = LossShape(4096, 256, 32000), LossShape(4096, 256, 50257)
   larger, codes, rounds = 267_735, 1024, 5
   if quick:
-    shapes, larger, codes, rounds = (Shape(32, 16, 512),), 4099, 16, 1
+    shapes, larger, codes, rounds = (LossShape(32, 16, 512),), 4099, 16, 1
   figures = {"heads": []}
   for shape in shapes:
     figures["heads"].append(against_dense(shape, codes, rounds))
@@ -26,7 +26,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   yield figures | {"growth": growth(shapes[0], larger, codes, 5 * rounds)}
 
 
-def against_dense(shape: Shape, codes: int, rounds: int) -> dict[str, Any]:
+def against_dense(shape: LossShape, codes: int, rounds: int) -> dict[str, Any]:
   """Print and return each head's cost relative to the materialised dense loss."""
   vocab, dim = shape.vocab, shape.dim
   heads = {
@@ -65,7 +65,7 @@ def against_dense(shape: Shape, codes: int, rounds: int) -> dict[str, Any]:
   return {"shape": shape._asdict(), "rows": rows}
 
 
-def growth(shape: Shape, larger: int, codes: int, rounds: int) -> dict[str, float]:
+def growth(shape: LossShape, larger: int, codes: int, rounds: int) -> dict[str, float]:
   """Print and return a codebook's relative time at a larger vocabulary."""
   biased = {"": False, " + bias": True}
   programs = {

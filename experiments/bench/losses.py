@@ -14,7 +14,7 @@ from vqjax import linear_log_prob
 BLOCKS = 64
 
 
-class Shape(NamedTuple):
+class LossShape(NamedTuple):
   """Sizes of a loss: N tokens, width D, vocabulary V."""
 
   tokens: int
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     return f"N={self.tokens} D={self.dim} V={self.vocab}"
 
 
-def arrays(shape: Shape, dtype=jnp.float32) -> tuple:
+def arrays(shape: LossShape, dtype=jnp.float32) -> tuple:
   """Hidden states, a weight whose logits have variance 1, and tokens."""
   keys = jax.random.split(jax.random.key(0), 3)
   hidden = _normal(keys[0], shape.tokens, shape.dim, 1.0, dtype)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.bench import losses, measure
-from experiments.bench.losses import Shape, gradient
+from experiments.bench.losses import LossShape, gradient
 from experiments.bench.measure import compare
 from vqjax import linear_cross_entropy, linear_log_prob, linear_softmax
 from vqjax.lab.plan.compiling import simulated_devices
@@ -26,9 +26,9 @@ DEVICES = 8
 
 def speed_and_error(quick: bool) -> Iterator[dict[str, Any]]:
   """Time loss and gradient against materialised logits, and measure the error."""
-  sizes, tiles, rounds = (Shape(2048, 256, 32000), Shape(2048, 256, 50257)), TILES, 5
+  sizes, tiles, rounds = (LossShape(2048, 256, 32000), LossShape(2048, 256, 50257)), TILES, 5
   if quick:
-    sizes, tiles, rounds = (Shape(32, 16, 512), Shape(32, 16, 509)), TILES[:1], 1
+    sizes, tiles, rounds = (LossShape(32, 16, 512), LossShape(32, 16, 509)), TILES[:1], 1
   figures = {"speed": []}
   for shape, shape_tiles in zip(sizes, (tiles, ()), strict=True):
     figures["speed"].append(speed(shape, shape_tiles, rounds))
@@ -36,7 +36,7 @@ def speed_and_error(quick: bool) -> Iterator[dict[str, Any]]:
   yield figures | {"error": error(sizes[1]._replace(tokens=sizes[1].tokens // 2))}
 
 
-def speed(shape: Shape, tiles: Sequence[tuple[int, int]], rounds: int) -> dict[str, Any]:
+def speed(shape: LossShape, tiles: Sequence[tuple[int, int]], rounds: int) -> dict[str, Any]:
   """Print and return time, temporaries and loss of each program."""
   data = losses.arrays(shape)
   programs = {
@@ -79,7 +79,7 @@ def cells(name: str, row: dict[str, float]) -> list[str]:
   ]
 
 
-def error(shape: Shape) -> list[dict[str, Any]]:
+def error(shape: LossShape) -> list[dict[str, Any]]:
   """Print and return the largest error of a token's log-probability, in nats."""
   rows = []
   for dtype in (jnp.float32, jnp.bfloat16):
@@ -101,7 +101,7 @@ def error(shape: Shape) -> list[dict[str, Any]]:
 
 def options(quick: bool) -> Iterator[dict[str, Any]]:
   """Time each option of the tiled softmax against the plain loss."""
-  shape = Shape(32, 16, 509) if quick else Shape(2048, 256, 32000)
+  shape = LossShape(32, 16, 509) if quick else LossShape(2048, 256, 32000)
   data = losses.arrays(shape)
   timed = compare({n: (f, data) for n, f in option_programs().items()}, 1 if quick else 5)
   rows = {
@@ -162,9 +162,9 @@ SHARDED_LOSSES = {
 def memory(quick: bool) -> Iterator[dict[str, Any]]:
   """Compile losses of large vocabularies for one device and for eight."""
   devices = simulated_devices(DEVICES)
-  large, sharded = Shape(16384, 1024, 256_000), Shape(2048, 256, 262_144)
+  large, sharded = LossShape(16384, 1024, 256_000), LossShape(2048, 256, 262_144)
   if quick:
-    large, sharded = Shape(64, 16, 1009), Shape(64, 16, 1024)
+    large, sharded = LossShape(64, 16, 1009), LossShape(64, 16, 1024)
   one = make_mesh(MeshShape(), devices[:1])
   every = make_mesh(MeshShape(model=DEVICES), devices)
   rows = [
@@ -188,7 +188,7 @@ def memory(quick: bool) -> Iterator[dict[str, Any]]:
   yield {"rows": rows}
 
 
-def loss_temporaries(loss: Callable, shape: Shape, mesh: Mesh) -> int:
+def loss_temporaries(loss: Callable, shape: LossShape, mesh: Mesh) -> int:
   """Bytes of temporaries on each device, with the weight sharded over `model`."""
   rows, replicated = NamedSharding(mesh, P("model")), NamedSharding(mesh, P())
   of = lambda dims, dtype, sharding: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)

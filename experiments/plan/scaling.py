@@ -40,7 +40,7 @@ MODEL = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class GridCell:
   """A plan of the grid: a config, its head and vocabulary, and a number of chips."""
 
   config: str
@@ -63,13 +63,13 @@ def grid(
   models: Sequence[str] = tuple(WINDOWS),
   vocabularies: Sequence[int] = VOCABULARIES,
   sizes: Sequence[int] = tuple(TOPOLOGIES),
-) -> Iterator[Cell]:
+) -> Iterator[GridCell]:
   """Cells of the grid in the order of the arguments."""
   for config, vocab, count, head in itertools.product(models, vocabularies, sizes, HEADS):
-    yield Cell(config, head, vocab, count)
+    yield GridCell(config, head, vocab, count)
 
 
-def planned(cell: Cell) -> dict[str, Any]:
+def planned(cell: GridCell) -> dict[str, Any]:
   """The row of a cell: its fields, and its plan or the error."""
   jax.config.update("jax_platforms", "cpu")
   row = dataclasses.asdict(cell) | {"topology": TOPOLOGIES[cell.chips]}
@@ -78,7 +78,7 @@ def planned(cell: Cell) -> dict[str, Any]:
   return row | {"plan": plan(experiment, mesh, chips.tpu(row["topology"]))}
 
 
-def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
+def read_rows(path: pathlib.Path) -> dict[GridCell, dict[str, Any]]:
   """The newest row of each cell.
 
   Raises:
@@ -86,12 +86,12 @@ def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
   """
   if not path.exists():
     return {}
-  fields = [field.name for field in dataclasses.fields(Cell)]
+  fields = [field.name for field in dataclasses.fields(GridCell)]
   found = {}
   for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
     try:
       row = json.loads(line)
-      found[Cell(**{name: row[name] for name in fields})] = row
+      found[GridCell(**{name: row[name] for name in fields})] = row
     except (json.JSONDecodeError, KeyError) as error:
       raise ValueError(
         f"line {number} of {path} must be a plan; got {error!r}. Restore or remove the line."
@@ -99,7 +99,7 @@ def read_rows(path: pathlib.Path) -> dict[Cell, dict[str, Any]]:
   return found
 
 
-def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
+def fill(path: pathlib.Path, cells: Sequence[GridCell]) -> None:
   """Plan the cells without a plan and append a row to the file for each.
 
   Each is compiled in a process of its own: what a compiler leaves behind does not add up, and one
@@ -116,7 +116,7 @@ def fill(path: pathlib.Path, cells: Sequence[Cell]) -> None:
       file.write(json.dumps(row, allow_nan=False) + "\n")
 
 
-def _planned(cell: Cell) -> dict[str, Any]:
+def _planned(cell: GridCell) -> dict[str, Any]:
   """The row of a cell, planned in a process of its own: a compiler may crash it."""
   try:
     return isolated(planned, cell)
@@ -125,7 +125,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
     return dataclasses.asdict(cell) | {"failed": reason}
 
 
-def render(rows: Mapping[Cell, dict[str, Any]]) -> None:
+def render(rows: Mapping[GridCell, dict[str, Any]]) -> None:
   """Rewrite the tables of the page, and a figure for each model that has a row."""
   order = {cell: rows.get(cell) for cell in grid()}
   scaling_report.update(order, TABLE)

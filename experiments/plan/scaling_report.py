@@ -17,7 +17,7 @@ from vqjax.lab import report
 from vqjax.lab.report import INK, SERIES, units
 
 Rows = Mapping[Any, Mapping[str, Any] | None]
-"""Cell -> its row, or None if it has not been planned."""
+"""Cell of the grid -> its row, or None if it has not been planned."""
 
 _METRICS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
   "memory": lambda plan: _fitting(plan),

@@ -9,12 +9,13 @@ A page is prose written by hand. Computed tables and figures stand between marke
 and `update` rewrites only these blocks.
 """
 
+import collections
 import dataclasses
 import json
 import pathlib
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,9 +24,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.studies.study import Results
 from vqjax.lab import report
 from vqjax.lab.report import units
+
+Results = Mapping[str, Mapping[str, Any]]
+"""Name of a job -> its kept result and the measurements beside it."""
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+"""The folder of the pages and of their images."""
 
 _BLOCK = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- end: \1 -->\n", re.DOTALL)
 
@@ -118,6 +124,45 @@ def origins(results: Results) -> str:
   )
 
 
+def publish(
+  docs: pathlib.Path,
+  name: str,
+  results: Results,
+  blocks: Mapping[str, str],
+  figures: Mapping[str, Figure | None],
+) -> list[pathlib.Path]:
+  """Rewrite the generated blocks and the figures of a page; return the paths.
+
+  Args:
+    docs: folder of the documents.
+    name: the page is results/NAME.md.
+    results: results of the study, whose origins and failures are the block "origins".
+    blocks: the other blocks by their names.
+    figures: figures by their files in images; None is not drawn.
+  """
+  path = docs / "results" / f"{name}.md"
+  update(path, {**blocks, "origins": f"{origins(results)}\n\n{failures(results)}"})
+  drawn = {file: figure for file, figure in figures.items() if figure is not None}
+  return [path, *save_figures(drawn, docs)]
+
+
+def read_paper(path: pathlib.Path) -> dict[str, dict[str, dict[str, str]]]:
+  """The values of a paper.csv as the paper prints them, by table, row and column."""
+  tables: dict[str, Any] = collections.defaultdict(lambda: collections.defaultdict(dict))
+  for cell in pd.read_csv(path, dtype=str).itertuples():
+    tables[cell.table][cell.row][cell.column] = cell.value
+  return {table: dict(by_row) for table, by_row in tables.items()}
+
+
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+  """The points (x, y) of which none with a smaller x has as small a y, by rising x."""
+  best: list[tuple[float, float]] = []
+  for x, y in sorted(points):
+    if not best or y < best[-1][1]:
+      best.append((x, y))
+  return best
+
+
 def bench(docs: pathlib.Path, name: str) -> dict[str, Any] | None:
   """The figures of a benchmark in results/bench.json; None without a full run."""
   path = docs / "results" / "bench.json"
@@ -161,13 +206,13 @@ class Spread:
 
 
 def seeds(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
-  """All kept of a row such as "ptb/full", by seed; "ptb/full-s1" is its seed 1."""
+  """The kept results of a row "ptb/full", by seed; "ptb/full-s1" is that of seed 1."""
   form = re.compile(re.escape(name) + r"(?:-s(\d+))?")
   matches = ((form.fullmatch(job), kept) for job, kept in results.items())
   return {int(match[1] or 0): kept for match, kept in matches if match}
 
 
 def finished(results: Results, name: str) -> dict[int, Mapping[str, Any]]:
-  """The "result" of each seed of a row whose run finished."""
+  """The "result" of a row's finished runs, by seed."""
   rows = {seed: kept["result"] for seed, kept in seeds(results, name).items()}
   return {seed: row for seed, row in rows.items() if row["status"] == "finished"}

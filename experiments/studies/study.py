@@ -12,19 +12,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from rich.console import Console
 
+from experiments.studies import page
+from experiments.studies.page import Results
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import read_json
-
-Results = Mapping[str, Mapping[str, Any]]
-"""Name of a job -> its kept result and the measurements beside it."""
-
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
-"""The folder of the pages and of their images."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +118,8 @@ class Study:
     description: the text of --help.
     scales: the names of the scales.
     jobs: scale -> jobs, each after the jobs that it needs.
-    render: (console, results, scale) prints the tables and updates the page.
+    tables: (results, scale) -> the tables of the terminal by their titles.
+    update: rewrites the page and its figures from the results of the scale "cpu"; returns paths.
     options: parsers of further options, which the caller reads from the arguments itself.
   """
 
@@ -129,7 +127,8 @@ class Study:
   description: str
   scales: Sequence[str]
   jobs: Callable[[str], list[Job]]
-  render: Callable[[Console, Results, str], None]
+  tables: Callable[[Results, str], Mapping[str, pd.DataFrame]]
+  update: Callable[[Results], list[pathlib.Path]]
   options: Sequence[argparse.ArgumentParser] = ()
 
   def main(self, arguments: Sequence[str] | None = None) -> int:
@@ -236,7 +235,12 @@ class Study:
         return
       for job in chosen:
         self.do(options.scale, job)
-    self.render(console, self.current(options.scale), options.scale)
+    results = self.current(options.scale)
+    for title, table in self.tables(results, options.scale).items():
+      page.show(console, title, table)
+    if options.scale == "cpu":
+      for path in self.update(results):
+        console.print(f"wrote {path}", highlight=False)
 
   def chosen(self, scale: str, only: str | None) -> list[Job]:
     """The jobs named by `only` (None for all), after those that they need.

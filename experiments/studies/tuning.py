@@ -26,7 +26,7 @@ ROUNDS = 6, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class SearchSpace:
   """The values that a tuning tries.
 
   Attributes:
@@ -56,7 +56,7 @@ def shortened(experiment: Experiment, part: int) -> Experiment:
 
 
 def tuning(
-  name: str, label: str, experiment: Experiment, grid: Grid, folder: str | pathlib.Path
+  name: str, label: str, experiment: Experiment, space: SearchSpace, folder: str | pathlib.Path
 ) -> Job:
   """Job that chooses the fields of an experiment on its validation split.
 
@@ -67,14 +67,14 @@ def tuning(
     name: name of the job.
     label: its label in lists.
     experiment: the row's experiment, with its full number of steps.
-    grid: what is tried.
+    space: what is tried.
     folder: folder of the trials' runs, one for each candidate and round; their checkpoints are
       removed once they have a result.
   """
   folder = pathlib.Path(folder)
 
   def make() -> dict[str, Any]:
-    left, trials = grid.candidates(), []
+    left, trials = space.candidates(), []
     for part in ROUNDS:
       scores = []
       for fields in left:
@@ -85,13 +85,16 @@ def tuning(
       # At least two, or the next round would choose nothing.
       left = [left[i] for i in order[: max(2, len(left) // 3)]]
     if min(scores) == math.inf:
-      raise NotFiniteError(f"every candidate of {name} diverged: {grid.values}. Give lower values.")
+      raise NotFiniteError(
+        f"`space` must have a candidate that does not diverge; got {space.values} for {name}. Give"
+        " lower values."
+      )
     origin = {"status": "finished", "config_hash": identity(), **provenance()}
     seconds = sum(trial["seconds"] for trial in trials)
     return {"result": origin, "chosen": left[0], "trials": trials, "seconds": seconds}
 
   def identity() -> str:
-    tried = {field: list(values) for field, values in grid.values.items()}
+    tried = {field: list(values) for field, values in space.values.items()}
     return identity_of([config_hash(experiment), tried, ROUNDS])
 
   return Job(name, label, identity, make)

@@ -152,7 +152,7 @@ def checked_weights(weights: ArrayLike | None, vocab: int) -> Float[np.ndarray, 
   if wrong.size:
     raise ValueError(
       f"`weights` must be at least 0 and finite in float32; got {table[wrong[0]]} for token"
-      f" {wrong[0]}."
+      f" {wrong[0]}. Use 0 for a token that does not count."
     )
   if not narrow.any():
     raise ValueError(

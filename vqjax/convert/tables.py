@@ -368,7 +368,7 @@ class Guide:
 
 
 @dataclasses.dataclass(frozen=True)
-class Codes:
+class LearnedCodes:
   """Fills a `ProductEmbedding` with codes and values that rebuild the table.
 
   With an `EncoderQuantizer` these are the codes of Shu and Nakayama, 2018.

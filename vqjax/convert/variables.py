@@ -75,7 +75,8 @@ def frozen(learned: Mapping[str, Any]) -> Variables:
   else:
     raise ValueError(
       "`learned` must be the variables of a LearnedProductHead or a LearnedCodebookHead; got a head"
-      f" with {', '.join(sorted(params)) or 'no parameters'}."
+      f" with {', '.join(sorted(params)) or 'no parameters'}. Convert the head that"
+      " was trained."
     )
   return {"params": params, "codes": fixed}
 

@@ -44,6 +44,7 @@ class LowRankEmbedding(Embedding):
     if not 1 <= self.rank <= most:
       raise ValueError(
         f"`rank` must be in [1, {most}]; got {self.rank} for a table of {self.vocab} x {self.dim}."
+        " Use a DenseEmbedding for the full rank."
       )
 
   def flops_per_token(self) -> int:

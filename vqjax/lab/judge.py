@@ -268,7 +268,8 @@ class Judge:
         problem = EndpointError(f"no answer from {self._route} in {attempt + 1} requests: {error}")
         if error.wait is not None and error.wait > LONGEST_WAIT:
           raise EndpointError(
-            f"{self._route} has a Retry-After of {error.wait:.0f} seconds ({error}); try again then"
+            f"{self._route} has a Retry-After of {error.wait:.0f} seconds ({error}). Try again"
+            " then."
           ) from error
         if attempt + 1 < self.attempts:
           time.sleep(self.wait * 2**attempt if error.wait is None else error.wait)
@@ -278,7 +279,9 @@ class Judge:
     """The answer to messages, by one request; "" if the model answers nothing."""
     key = os.environ.get(self.key_variable, "").strip()
     if not (key.isascii() and key.isprintable()):
-      raise ValueError(f"${self.key_variable} must have printable ASCII characters alone; set it.")
+      raise ValueError(
+        f"${self.key_variable} must have printable ASCII characters only; got others. Set it."
+      )
     headers = {"Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}).encode()
@@ -291,8 +294,8 @@ class Judge:
       if error.code in (408, 429) or error.code >= 500:
         raise _Temporary(message, _retry_after(error.headers.get("Retry-After"))) from error
       raise EndpointError(
-        f"{self._route} rejected the request: {message}; check the url, the model"
-        f" {self.model!r} and the key in ${self.key_variable}"
+        f"{self._route} rejected the request: {message}. Check the url, the model"
+        f" {self.model!r} and the key in ${self.key_variable}."
       ) from error
     except (OSError, http.client.HTTPException) as error:
       reason = getattr(error, "reason", None) or error
@@ -355,7 +358,7 @@ def mean_grades(judge: Judge, stories: Sequence[tuple[str, str]]) -> dict[str, A
     ValueError: `stories` is empty.
   """
   if not stories:
-    raise ValueError("`stories` must have at least one story; got none.")
+    raise ValueError("`stories` must have at least one story; got none. Give some.")
   graded, failures = [], []
   for beginning, completion in stories:
     try:

@@ -274,7 +274,7 @@ def _divides(shape: tuple[int, ...], axes: tuple) -> bool:
 
 
 def _values(held: Any, part: Any) -> dict[str, Any]:
-  """Collection -> values of what is held for a part of a declaration."""
+  """Values by collection of what is held for a part of a declaration."""
   if isinstance(held, Layer):
     return held.linen_variables()
   if isinstance(held, nnx.Embed):

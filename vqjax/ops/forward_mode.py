@@ -136,6 +136,7 @@ def _log_prob_jvp(scoring, tile, vocab_axis, score, slope, token_N):
       d_total=add(sums.d_total * shrink),
     )
   log_prob = (sums.own - sums.top) - jnp.log(sums.total)
+  # The derivative of log Z is the mean, under the softmax, of the scores' derivatives.
   tangent = sums.d_own - sums.d_total / sums.total
   return tuple(shards.join(x, token_N.shape[0]) for x in (log_prob, tangent))
 

@@ -122,7 +122,7 @@ def best_first_top_k(
 
 
 def _flat(array):
-  """[..., a, b] -> [..., a·b]."""
+  """The array with its last two axes made one: [..., a, b] -> [..., a·b]."""
   *batch, a, b = array.shape
   return array.reshape(*batch, a * b)
 

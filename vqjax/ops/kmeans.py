@@ -26,7 +26,7 @@ PASSES, DRAWS = 5, 2
 """Passes over the points of the seeding, and candidates that each pass draws for every cluster."""
 
 
-class KMeans(NamedTuple):
+class KMeansResult(NamedTuple):
   """Clusters of points.
 
   Attributes:
@@ -49,7 +49,7 @@ def kmeans(
   iterations: int = 20,
   chunk: int | None = None,
   axis: str | None = None,
-) -> KMeans:
+) -> KMeansResult:
   """k-means clusters by Lloyd's iterations from k-means|| seeds.
 
   The objective is sum_i w_i |x_i - c_a(i)|². Equal keys give equal clusters, on any number of
@@ -123,7 +123,7 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
     assignment = assigned.assignment
     if here is not None:
       assignment = vocab_parallel.gathered(assignment, here).reshape(-1)[:n]
-    return KMeans(centers + data.shift, assignment, inertia)
+    return KMeansResult(centers + data.shift, assignment, inertia)
 
   return vocab_parallel.over_vocabulary(axis, body, rows, seed_key)
 

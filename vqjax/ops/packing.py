@@ -66,6 +66,7 @@ def packed(table: RowSource, bits: int) -> UInt8[np.ndarray, "bytes"]:
       )
     bit = block[..., None].astype(np.uint32) >> np.arange(bits, dtype=np.uint32) & np.uint32(1)
     part = np.packbits(bit.astype(np.uint8).reshape(-1), bitorder="little")
+    # Exact, since blocks end at bytes: a block is packed without the one before it.
     start = first * columns * bits // 8
     data[start : start + len(part)] = part
   return data
@@ -116,6 +117,7 @@ def _numbers(byte_NB, shift_N, columns, bits):
   for step in range(math.ceil((bits + 7) / 8)):
     at = first // 8 + step
     part = byte_NB[:, np.minimum(at, byte_NB.shape[1] - 1)]
+    # Position in the number of the byte's lowest bit, negative where the number begins inside it.
     up = 8 * step - first % 8
     moved = jnp.where(up < 0, part >> np.maximum(-up, 0), part << np.clip(up, 0, 31))
     number |= jnp.where((up < bits) & (up < 32), moved, 0).astype(jnp.uint32)

@@ -113,6 +113,7 @@ def reassigned(
 
   def best(of_token):
     hidden, count, code = of_token
+    # The last term of the bound: x_v q_k with x_v = 1, or f_v log q_k where b_v follows the move.
     cost_K = jnp.exp(log_q_K) if bias is None else count * log_q_K
     # q is 0 or undefined for codes without tokens, and for codes without probability in the sample.
     gain_K = jnp.where(jnp.isfinite(log_q_K), codebook_f32 @ hidden - cost_K, -jnp.inf)

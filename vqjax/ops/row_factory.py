@@ -48,7 +48,7 @@ class RowFactory:
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """(V, D)."""
+    """Shape of the weight, (V, D)."""
     return jax.eval_shape(RowFactory.all, self).shape
 
   @property

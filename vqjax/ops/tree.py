@@ -40,6 +40,7 @@ def leaf_log_prob(
   """
   axis, shards = vocab_parallel.inside(vocab_axis), vocab_parallel.token_shards(vocab_axis)
   hidden_ND, path_NL = hidden.reshape(-1, hidden.shape[-1]), paths.reshape(-1, paths.shape[-1])
+  # Node k separates the leaves up to k, on its left, from those after k.
   left_NL = path_NL >= leaves.reshape(-1, 1)
   local_NL = jnp.where(path_NL < 0, -1, path_NL - vocab_parallel.first_row(axis, weight.shape[0]))
   operands = shards.split(hidden_ND), weight, shards.split(local_NL), shards.split(left_NL)

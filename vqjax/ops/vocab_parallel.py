@@ -212,9 +212,11 @@ def _spec(shape, results):
   """The PartitionSpec of a result."""
   batch, spec = (), ()
   if results.batch is not None:
+    # Vectors have one axis more than their tokens.
     tokens = results.batch.ndim - jnp.issubdtype(results.batch.dtype, jnp.floating)
     batch = results.batch.shape[:tokens]
     spec = (*jax.typeof(results.batch).sharding.spec, *[None] * tokens)[:tokens]
+  # A result without the tokens' axes, such as a table or a scalar, is sharded by its V alone.
   if shape[: len(batch)] != batch:
     batch, spec = (), ()
   rest = [None] * (len(shape) - len(batch))
@@ -266,7 +268,7 @@ class TokenShards(NamedTuple):
   count: int
 
   def split(self, array: Array) -> Array:
-    """[N, ...] -> [P, ceil(N / P), ...], padded with zeros, shard p on device p."""
+    """An array [N, ...] as [P, ceil(N / P), ...], zero-padded, shard p on device p."""
     n = array.shape[0]
     size = max(1, -(-n // self.count))
     if size * self.count != n:
@@ -274,7 +276,7 @@ class TokenShards(NamedTuple):
     return self.keep(array.reshape(self.count, size, *array.shape[1:]))
 
   def join(self, array: Array, n: int) -> Array:
-    """[P, ceil(N / P), ...] -> [N, ...], the inverse of `split`."""
+    """The array [N, ...] of its shards [P, ceil(N / P), ...], the inverse of `split`."""
     return array.reshape(-1, *array.shape[2:])[:n]
 
   def keep(self, array: Array, axis: int = 0) -> Array:
@@ -386,7 +388,7 @@ def own_part(array: Array, rows: int, axis: str | None) -> Array:
 
 
 def gathered(array: Array, axis: str) -> Array:
-  """All-gather: [...] on each device -> [devices of the axis, ...] on all."""
+  """The arrays [...] of all devices, stacked on each as [devices of the axis, ...]."""
   # A psum of disjoint parts: JAX knows its result to be equal on all devices, unlike `all_gather`.
   everywhere = jnp.zeros((axis_size(axis), *array.shape), array.dtype)
   return lax.psum(everywhere.at[lax.axis_index(axis)].set(array), axis)

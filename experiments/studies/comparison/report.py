@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 import scipy.stats
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from experiments.studies import page
 from experiments.studies.comparison.rows import SCALES, Row, Setting, rows
-from experiments.studies.page import Spread
-from experiments.studies.study import DOCS, Results
+from experiments.studies.page import DOCS, Results, Spread
 from vqjax import heads
 from vqjax.lab.report import SERIES, units
 from vqjax.lab.report.plots import blank, byte_axis, label_points
@@ -167,28 +165,28 @@ def bytes_figure(results: Results, s: Setting) -> Figure | None:
   return figure
 
 
-def render(console: Console, results: Results, scale: str) -> None:
-  """Print the tables of a scale; at "cpu", update the page too."""
-  for s in SCALES[scale]:
-    for title, frame in {"heads": table(results, s), "tunings": tunings(results, s)}.items():
-      if len(frame):
-        page.show(console, f"{s.name}: {title}", frame)
-  if scale == "cpu":
-    for path in update(results):
-      console.print(f"wrote {path}", highlight=False)
+def _tables(results: Results, s: Setting) -> dict[str, pd.DataFrame]:
+  return {"heads": table(results, s), "tunings": tunings(results, s)}
+
+
+def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
+  """The tables of the terminal by their titles."""
+  every = {
+    f"{s.name}: {title}": frame
+    for s in SCALES[scale]
+    for title, frame in _tables(results, s).items()
+  }
+  return {title: frame for title, frame in every.items() if len(frame)}
 
 
 def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and the figures of the page; return their paths."""
   blocks, figures = {}, {}
   for s in SCALES["cpu"]:
-    for title, frame in {"heads": table(results, s), "tunings": tunings(results, s)}.items():
+    for title, frame in _tables(results, s).items():
       blocks[f"{s.name}-{title}"] = page.markdown(frame) if len(frame) else units.MISSING
     name, figure = f"comparison-{s.name}.png", bytes_figure(results, s)
-    figures |= {name: figure} if figure else {}
+    figures[name] = figure
     drawn = f"![Bytes of the head against test perplexity, {s.name}](../images/{name})"
     blocks[f"{s.name}-figure"] = drawn if figure else units.MISSING
-  blocks["origins"] = f"{page.origins(results)}\n\n{page.failures(results)}"
-  path = docs / "results" / "comparison.md"
-  page.update(path, blocks)
-  return [path, *page.save_figures(figures, docs)]
+  return page.publish(docs, "comparison", results, blocks, figures)

@@ -1,8 +1,8 @@
-"""Heads on one decoder and text, with one budget and one grid for all.
+"""Heads on one decoder and text, with one budget and one search space for all.
 
-Every row of a setting is trained from scratch for the same number of steps, after a tuning of the
-same grid on the validation split. Rows that begin with vectors of contexts all begin with the same
-ones.
+Every row of a setting is trained from scratch for the same number of steps, after a tuning over the
+same search space on the validation split. Rows that begin with vectors of contexts all begin with
+the same ones.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
-from experiments.studies.tuning import Grid
+from experiments.studies.tuning import SearchSpace
 from vqjax import DenseEmbedding, Head, assign, convert, heads
 from vqjax.assign import trees
 from vqjax.lab import conversion
@@ -47,7 +47,7 @@ class Setting:
     tokenizer: its tokenizer.
     decoder: fields of the decoder.
     train: training of each row, before its tuning.
-    grid: values that each row's tuning tries.
+    space: values that each row's tuning tries.
     codes: K of the larger codebook.
     small_codes: K of the codebook with at most 1/16 of the dense head's bytes.
     product: (K, M) of the product head with at most 1/16 of the dense head's bytes.
@@ -67,7 +67,7 @@ class Setting:
   tokenizer: Tokenizer
   decoder: dict[str, Any]
   train: Train
-  grid: Grid
+  space: SearchSpace
   codes: int
   small_codes: int
   product: tuple[int, int]
@@ -127,14 +127,14 @@ class Row:
       self.name, model, s.data, s.tokenizer, Windows(), train, seed, init_from=start
     )
 
-  def grid(self, s: Setting) -> Grid:
-    """The grid of the row's tuning; only headline rows try several rates of dropout."""
+  def space(self, s: Setting) -> SearchSpace:
+    """The search space of the row's tuning; only headline rows try several rates of dropout."""
     alone = set() if self.name in s.headline else {"model.dropout"}
-    values = {field: some[:1] if field in alone else some for field, some in s.grid.values.items()}
+    values = {field: some[:1] if field in alone else some for field, some in s.space.values.items()}
     if self.teacher is None:
-      return Grid(values)
+      return SearchSpace(values)
     of_student = lambda field: field.replace("model.", "model.student.", 1)
-    return Grid({of_student(field): some for field, some in values.items()})
+    return SearchSpace({of_student(field): some for field, some in values.items()})
 
 
 def rows(s: Setting) -> list[Row]:
@@ -306,7 +306,7 @@ _TINY = {
   "tokenizer": WordTokenizer(vocab=400),
   "decoder": {"dim": 16, "layers": 1, "heads": 2, "context": 16, "dropout": 0.1},
   "train": _train(12, batch=4, warmup=2),
-  "grid": Grid({"train.learning_rate": (3e-3, 1e-2), "model.dropout": (0.1,)}),
+  "space": SearchSpace({"train.learning_rate": (3e-3, 1e-2), "model.dropout": (0.1,)}),
   "codes": 64,
   "small_codes": 24,
   "product": (16, 4),
@@ -331,7 +331,9 @@ _SETTINGS = {
       tokenizer=WordTokenizer(split=False),
       decoder={"dim": 128, "layers": 2, "heads": 4, "context": 64, "dropout": 0.2},
       train=_train(3600, batch=16, warmup=200),
-      grid=Grid({"train.learning_rate": (1.5e-3, 3e-3, 6e-3), "model.dropout": (0.1, 0.25)}),
+      space=SearchSpace(
+        {"train.learning_rate": (1.5e-3, 3e-3, 6e-3), "model.dropout": (0.1, 0.25)}
+      ),
       codes=1024,
       small_codes=460,
       product=(224, 16),
@@ -349,7 +351,7 @@ _SETTINGS = {
       tokenizer=BPETokenizer(folder="tokenizers/gpt2"),
       decoder={"dim": 64, "layers": 4, "heads": 4, "context": 128, "dropout": 0.0},
       train=_train(3072, batch=8, warmup=200),
-      grid=Grid({"train.learning_rate": (2e-3, 4e-3, 8e-3)}),
+      space=SearchSpace({"train.learning_rate": (2e-3, 4e-3, 8e-3)}),
       codes=4096,
       small_codes=1500,
       product=(256, 8),

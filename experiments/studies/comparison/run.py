@@ -1,4 +1,4 @@
-"""Runs the comparison of heads: a tuning of each row, then its seeds.
+"""Run the comparison of heads: a tuning of each row, then its seeds.
 
 python -m experiments.studies.comparison.run --scale smoke
 python -m experiments.studies.comparison.run --scale cpu            runs what is missing, renders
@@ -41,7 +41,7 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
     f"tuning of {row.label}",
     # The teacher of a tuning is that of the first seed.
     row.experiment(setting, TUNING_SEED, teacher_seed=0),
-    row.grid(setting),
+    row.space(setting),
     pathlib.Path(setting.folder, "tuning", row.name),
   )
 
@@ -78,7 +78,8 @@ STUDY = Study(
   description=__doc__,
   scales=tuple(SCALES),
   jobs=jobs,
-  render=report.render,
+  tables=report.shown_tables,
+  update=report.update,
 )
 
 if __name__ == "__main__":

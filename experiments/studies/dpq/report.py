@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -13,8 +13,8 @@ from matplotlib.ticker import LogLocator
 
 from experiments.studies import page
 from experiments.studies.dpq.rows import rows
-from experiments.studies.dpq.settings import SCALES, STAND_INS, Codes, Setting
-from experiments.studies.study import Results
+from experiments.studies.dpq.settings import SCALES, STAND_INS, CodeSize, Setting
+from experiments.studies.page import DOCS, Results
 from vqjax.lab.report import INK, SERIES, units
 
 PRINTED = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"))
@@ -95,7 +95,7 @@ def compression_ratio(results: Results, name: str) -> float | None:
   return full / own if full and own else None
 
 
-def formula_ratio(vocab: int, dim: int, codes: Codes) -> float:
+def formula_ratio(vocab: int, dim: int, codes: CodeSize) -> float:
   """The paper's compression ratio of a product code, in bits (Section 3)."""
   k, m, shared = codes
   values = 32 * k * dim / (m if shared else 1)
@@ -126,7 +126,7 @@ def table(results: Results, scale: str, name: str) -> pd.DataFrame:
 
 
 def _printed(name: str) -> list[tuple[str, str, pd.DataFrame]]:
-  """(setting, row, its numbers) of a table of the paper."""
+  """The rows of a table of the paper: setting, row, and its numbers."""
   groups = PRINTED[PRINTED.table == name].groupby("row", sort=False)
   return [(*row.split("/"), printed) for row, printed in groups]
 
@@ -210,18 +210,18 @@ def training_cost(cost: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
 
 
 def inference_cost(cost: Mapping[str, Any]) -> pd.DataFrame:
-  """Look-up, export and file of a large compact embedding."""
+  """Lookup, export and file of a large compact embedding."""
   export, opened = cost["export"]["export"], cost["export"]["open and look up"]
   peak = export["memory_bytes"]
   cells = {
-    "look-up of 16,384 tokens, time over a dense gather's": f"{cost['look_up']['time']:.2f}",
+    "lookup of 16,384 tokens, time over a dense gather's": f"{cost['look_up']['time']:.2f}",
     "file, bytes": f"{export['file_bytes']:,}",
     "codes and values in it, bytes": f"{export['formula_bytes']:,}",
     "compression ratio by the paper's formula": f"{export['formula_ratio']:.2f}",
     "compression ratio of the file": f"{export['file_ratio']:.2f}",
     "export, s": f"{export['seconds']:.0f}",
     "export, peak memory beyond the trained table": None if peak is None else units.size(peak),
-    "opening by memory map and look-up of 100 tokens, ms": f"{1e3 * opened['seconds']:.1f}",
+    "opening by memory map and lookup of 100 tokens, ms": f"{1e3 * opened['seconds']:.1f}",
     "device": cost["provenance"]["device"],
   }
   return pd.DataFrame(cells.items(), columns=["quantity", "value"])
@@ -262,13 +262,13 @@ def corrected_ratios() -> pd.DataFrame:
   """Compression ratios that the paper prints beside those of its formula."""
   ptb, wmt = (10_000, 650), (32_000, 512)
   cases = [
-    ("Table 3", "DPQ-SX, PTB, medium", 163.2, ptb, Codes(32, 25, shared=True)),
+    ("Table 3", "DPQ-SX, PTB, medium", 163.2, ptb, CodeSize(32, 25, shared=True)),
     *(
-      ("Table 9", f"product quantisation, K = {k}", printed, ptb, Codes(k, 650 // 2))
+      ("Table 9", f"product quantisation, K = {k}", printed, ptb, CodeSize(k, 650 // 2))
       for k, printed in ((64, 8.3), (128, 6.7), (256, 5.3))
     ),
-    ("Table 11", "reconstruction, K = 32", 25.0, wmt, Codes(32, 128)),
-    ("Table 11", "reconstruction, K = 128, printed as 32", 17.0, wmt, Codes(128, 128)),
+    ("Table 11", "reconstruction, K = 32", 25.0, wmt, CodeSize(32, 128)),
+    ("Table 11", "reconstruction, K = 128, printed as 32", 17.0, wmt, CodeSize(128, 128)),
   ]
   lines = []
   for name, row, printed, (vocab, dim), codes in cases:
@@ -279,8 +279,15 @@ def corrected_ratios() -> pd.DataFrame:
   return pd.DataFrame(lines)
 
 
-def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[str, Figure]]:
-  """The generated blocks of the page by their names, and its figures by their files."""
+def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
+  """The tables of the terminal by their titles."""
+  every = {f"{name}: {title}": table(results, scale, name) for name, title in TABLES.items()}
+  # All rows of a table may run elsewhere.
+  return {title: frame for title, frame in every.items() if len(frame)}
+
+
+def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Rewrite the generated blocks and figures of the page; return their paths."""
   cost = page.bench(docs, "dpq")
   frames = {name.lower().replace(" ", "-"): table(results, "cpu", name) for name in TABLES} | {
     "stand-ins": stand_ins("cpu"),
@@ -302,7 +309,6 @@ def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[s
     name: page.markdown(frame, text_columns.get(name, 1)) if len(frame) else "Not run."
     for name, frame in frames.items()
   }
-  generated["origins"] = page.origins(results) + "\n\n" + page.failures(results)
   grid, changes = SCALES["cpu"]["ag-news-grid"], SCALES["cpu"]["ag-news-changes"]
   with matplotlib.rc_context(STYLE):
     figures = {
@@ -315,7 +321,8 @@ def blocks(results: Results, docs: pathlib.Path) -> tuple[dict[str, str], dict[s
   for name, figure in figures.items():
     image = f"![{CAPTIONS[name]}](../images/dpq-{name}.png)"
     generated[f"figure-{name}"] = "Not run." if figure is None else image
-  return generated, {f"dpq-{name}.png": figure for name, figure in figures.items() if figure}
+  drawn = {f"dpq-{name}.png": figure for name, figure in figures.items()}
+  return page.publish(docs, "dpq", results, generated, drawn)
 
 
 CAPTIONS = {
@@ -339,10 +346,10 @@ STYLE = {
 
 
 def _grid(results: Results, s: Setting, kind: str, shared: bool) -> np.ndarray:
-  """[K, M, (score, ratio)] of a setting's grid; nan where nothing was measured."""
+  """Score and ratio of a setting's grid, [K, M, 2]; nan where it was not measured."""
   values = np.full((len(s.grid[0]), len(s.grid[1]), 2), np.nan)
   for i, j in np.ndindex(values.shape[:2]):
-    name = f"{s.name}/{kind}-{Codes(s.grid[0][i], s.grid[1][j], shared)}"
+    name = f"{s.name}/{kind}-{CodeSize(s.grid[0][i], s.grid[1][j], shared)}"
     score, ratio = scores(results, name), compression_ratio(results, name)
     if score and ratio:
       values[i, j] = np.mean(list(score.values())), ratio
@@ -383,8 +390,8 @@ def trade_figure(results: Results, s: Setting) -> Figure | None:
       if len(points):
         style = {"markeredgecolor": color, "markerfacecolor": fill, "markersize": 5}
         axes.plot(points[:, 1], points[:, 0], "o", label=name, **style)
-        best = frontier(points[:, ::-1].tolist())
-        axes.plot(*zip(*best, strict=True), line, color=color, linewidth=1)
+        best = -np.array(page.frontier((-points[:, ::-1]).tolist()))
+        axes.plot(*best.T, line, color=color, linewidth=1)
   full = list(scores(results, f"{s.name}/full").values())
   if not axes.lines:
     return None
@@ -396,15 +403,6 @@ def trade_figure(results: Results, s: Setting) -> Figure | None:
   axes.xaxis.set_minor_formatter("")
   axes.legend()
   return figure
-
-
-def frontier(points: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-  """The points (ratio, score) on the Pareto front, by falling ratio."""
-  best: list[Sequence[float]] = []
-  for ratio, score in sorted(points, reverse=True):
-    if not best or score > best[-1][1]:
-      best.append((ratio, score))
-  return best
 
 
 def usage_figure(results: Results, setting: str) -> Figure | None:
@@ -427,7 +425,7 @@ def changes_figure(results: Results, s: Setting) -> Figure | None:
   panels = figure.subplots(1, 2, sharey=True)
   for axes, (kind, label) in zip(panels, KINDS.items(), strict=True):
     for k in s.grid[0]:
-      changed = results.get(f"{s.name}/{kind}-{Codes(k, s.grid[1][0])}", {}).get("changes")
+      changed = results.get(f"{s.name}/{kind}-{CodeSize(k, s.grid[1][0])}", {}).get("changes")
       if changed:
         axes.plot(*zip(*changed, strict=True), label=f"K = {k}")
     axes.set(title=label, xlabel="step", ylabel="codes that changed, %", ylim=(0, None))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.studies.dpq.settings import REBUILT, REBUILT_DIM, Codes, Setting
+from experiments.studies.dpq.settings import REBUILT, REBUILT_DIM, CodeSize, Setting
 from vqjax import (
   CentroidQuantizer,
   ComposedEmbedding,
@@ -78,12 +78,12 @@ def rows(s: Setting) -> list[Row]:
     k, m, s.dim, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
   rebuilt = {
-    f"reconstruction-{k}x{m}": Codes(k, max(1, m * s.dim // REBUILT_DIM)) for k, m in REBUILT
+    f"reconstruction-{k}x{m}": CodeSize(k, max(1, m * s.dim // REBUILT_DIM)) for k, m in REBUILT
   }
   codes = {
     **{"sx": s.sx, "vq": s.vq, "sx-tied": s.sx},
     **dict.fromkeys(("kd", "kd-distilled", "pretrained-codes"), s.kd),
-    **{f"clusters-{size}": Codes(size, s.parts) for size in (64, 128, 256)},
+    **{f"clusters-{size}": CodeSize(size, s.parts) for size in (64, 128, 256)},
     **rebuilt,
   }
   embeddings = {
@@ -107,7 +107,7 @@ def rows(s: Setting) -> list[Row]:
   }
   start = {
     "kd-distilled": convert.Guide(),
-    "pretrained-codes": convert.Codes(learner, s.rebuild_steps),
+    "pretrained-codes": convert.LearnedCodes(learner, s.rebuild_steps),
   }
   derive = {
     "scalar": convert.to_levels,
@@ -131,7 +131,7 @@ def rows(s: Setting) -> list[Row]:
     Row(f"{kind}-{codes}", f"{LABELS[kind]} ({codes})", make(s, codes))
     for shared in (False, True)
     for kind, make in (("sx", softmax), ("vq", centroids))
-    for codes in (Codes(k, m, shared) for k in s.grid[0] for m in s.grid[1])
+    for codes in (CodeSize(k, m, shared) for k in s.grid[0] for m in s.grid[1])
   ]
   return named + grid
 
@@ -141,14 +141,14 @@ def full(s: Setting) -> Embedding:
   return DenseEmbedding(V, s.dim, weight_init=s.begin)
 
 
-def softmax(s: Setting, codes: Codes, **fields) -> Embedding:
+def softmax(s: Setting, codes: CodeSize, **fields) -> Embedding:
   """DPQ-SX; `fields` are further fields of its quantiser."""
   k, m, shared = codes
   quantizer = SoftmaxQuantizer(k, m, shared=shared, table_init=s.begin, **fields)
   return DPQEmbedding(V, s.dim, quantizer, query_init=s.begin)
 
 
-def centroids(s: Setting, codes: Codes) -> Embedding:
+def centroids(s: Setting, codes: CodeSize) -> Embedding:
   """DPQ-VQ."""
   k, m, shared = codes
   quantizer = CentroidQuantizer(k, m, shared=shared, table_init=s.begin, weight=s.weight)

@@ -1,4 +1,4 @@
-"""Tables and figures of the DPQ paper, measured.
+"""Run the study of DPQ: the paper's embeddings and its baselines.
 
 python -m experiments.studies.dpq.run --scale smoke
 python -m experiments.studies.dpq.run --scale cpu          run what has no result yet, then render
@@ -15,29 +15,26 @@ import itertools
 import pathlib
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import sacrebleu
-from rich.console import Console
 
-from experiments.studies import page
 from experiments.studies.dpq import report
 from experiments.studies.dpq.rows import Row, full, rows
 from experiments.studies.dpq.settings import HEADLINE, SCALES, Setting
-from experiments.studies.study import DOCS, Job, Results, Study, derived, trained
+from experiments.studies.measure import held_out_scores, single_tokens
+from experiments.studies.study import Job, Study, derived, trained
 from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
 from vqjax.lab import conversion
 from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.data import Encoder, fit_encoder
-from vqjax.lab.data.pipeline import NONE
-from vqjax.lab.models import EncoderDecoder, translate
-from vqjax.lab.training import FromPart, evaluate, make_scorer, read_variables, saved_steps
+from vqjax.lab.models import EncoderDecoder
+from vqjax.lab.training import FromPart, read_variables, saved_steps
 from vqjax.lab.training.run import load_text
+from vqjax.lab.translation import bleu
 from vqjax.ops import quantize
 
 FAMILIES = (
@@ -52,9 +49,6 @@ PROBES = "monopoly", "toronto", "quickly"
 NEIGHBOURS = 9
 CODES = 12
 """Codes of a word that are kept."""
-
-BEAMS, PENALTY, SENTENCES = 4, 0.6, 50
-"""Of the beam search: beams, length penalty, and sentences of a batch."""
 
 
 def jobs(scale: str) -> list[Job]:
@@ -149,7 +143,7 @@ def compact_size(embedding: DPQEmbedding, variables: dict[str, Any]) -> dict[str
 
 
 def code_changes(embedding: DPQEmbedding, folder: pathlib.Path) -> list[tuple[int, float]]:
-  """(step, percentage of changed codes) for each checkpoint."""
+  """Percentage of codes that changed since the checkpoint before, by step."""
   steps = saved_steps(folder)
   codes = [
     codes_of_all(embedding, _embedding_variables(read_variables(folder, at=step)[0]))
@@ -168,7 +162,7 @@ def codes_of_all(embedding: DPQEmbedding, variables: dict[str, Any]) -> np.ndarr
 def neighbours(
   embedding: Embedding, variables: dict[str, Any], encoder: Encoder
 ) -> dict[str, list[tuple[str, float]]]:
-  """Word -> its nearest other words with their cosines, for the words of `PROBES`."""
+  """The nearest other words of each word of `PROBES`, with their cosines."""
   table_VD = np.asarray(embedding.apply(variables, method="table"), np.float64)
   unit_VD = table_VD / np.maximum(np.linalg.norm(table_VD, axis=1, keepdims=True), 1e-12)
   nearest = {}
@@ -180,16 +174,6 @@ def neighbours(
   return nearest
 
 
-def single_tokens(encoder: Encoder, words: Sequence[str]) -> dict[str, int]:
-  """Word -> token, for words that are one known token."""
-  tokens = {}
-  for word in words:
-    encoded = encoder.encode(word)[:-1]
-    if len(encoded) == 1 and encoder.decode(encoded).strip() == word:
-      tokens[word] = int(encoded[0])
-  return tokens
-
-
 def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> dict[str, Any]:
   """Scores of a trained model whose embedding is replaced by a derived one."""
   text = load_text(experiment)
@@ -199,13 +183,7 @@ def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> d
   model = with_vocab(dataclasses.replace(experiment, model=model), len(table_VD)).model
   filled = row.derive(model.embedding, table_VD)
   variables = with_part(variables, "embedding", filled)
-  scorer = make_scorer(model)
-  result = {}
-  for name in ("valid", "test"):
-    split = text.splits[name]
-    batches = experiment.loader.whole(split, batch=experiment.train.batch, context=model.context)
-    size = experiment.loader.text_bytes(split)
-    result[name] = evaluate(scorer, variables, batches, size).numbers()
+  result: dict[str, Any] = held_out_scores(model, variables, text)
   rebuilt_VD = model.embedding.apply(filled, method="table")
   result["embedding"] = {
     "class": type(row.embedding).__name__,
@@ -218,54 +196,14 @@ def measure_derived(experiment: Experiment, folder: pathlib.Path, row: Row) -> d
   return measured
 
 
-def bleu(
-  experiment: Experiment, model: EncoderDecoder, variables: Mapping[str, Any]
-) -> dict[str, Any]:
-  """BLEU of a model's test translations, cased and detokenised, by sacrebleu."""
-  encoder = fit_encoder(experiment.data, experiment.tokenizer)
-  sources, references = zip(*experiment.data.pairs("test"), strict=True)
-  metric = sacrebleu.BLEU()
-  score = metric.corpus_score(translations(model, variables, encoder, sources), [references])
-  return {"score": score.score, "signature": str(metric.get_signature())}
-
-
-def translations(
-  model: EncoderDecoder, variables: Mapping[str, Any], encoder: Encoder, sources: Sequence[str]
-) -> list[str]:
-  """The translation of each source by beam search, in the order of the sources."""
-  encoded = [encoder.encode(source)[: model.context] for source in sources]
-  search = jax.jit(
-    functools.partial(translate, model, eos=encoder.eos, beams=BEAMS, penalty=PENALTY)
-  )
-  texts = [""] * len(sources)
-  # Sources of similar length share a batch, so that few steps of the search are wasted.
-  order = sorted(range(len(sources)), key=lambda at: len(encoded[at]))
-  for first in range(0, len(order), SENTENCES):
-    chosen = order[first : first + SENTENCES]
-    # All batches have one shape, so that the program is compiled once.
-    batch = np.full((SENTENCES, model.context), NONE, np.int32)
-    batch[:, 0] = encoder.eos
-    for row, at in enumerate(chosen):
-      batch[row, : len(encoded[at])] = encoded[at]
-    tokens = np.asarray(search(variables, batch).tokens)
-    for row, at in enumerate(chosen):
-      texts[at] = encoder.decode(tokens[row][tokens[row] >= 0].tolist()).strip()
-  return texts
-
-
-def render(console: Console, results: Results, scale: str, docs: pathlib.Path = DOCS) -> None:
-  """Print the tables; at the scale "cpu" also update the page and its figures."""
-  for name, title in report.TABLES.items():
-    # All rows of a table may run elsewhere.
-    if len(table := report.table(results, scale, name)):
-      page.show(console, f"{name}: {title}", table)
-  if scale == "cpu":
-    blocks, figures = report.blocks(results, docs)
-    page.update(docs / "results" / "dpq.md", blocks)
-    page.save_figures(figures, docs)
-
-
-STUDY = Study(name="dpq", description=__doc__, scales=tuple(SCALES), jobs=jobs, render=render)
+STUDY = Study(
+  name="dpq",
+  description=__doc__,
+  scales=tuple(SCALES),
+  jobs=jobs,
+  tables=report.shown_tables,
+  update=report.update,
+)
 
 if __name__ == "__main__":
   sys.exit(STUDY.main())

@@ -50,7 +50,7 @@ CHEN = "kd", "kd-distilled", "pretrained-codes"
 CLASSIFIED = (*HEADLINE, "low-rank-10", "low-rank-20", "kd")
 
 
-class Codes(NamedTuple):
+class CodeSize(NamedTuple):
   """Size of a product code.
 
   Attributes:
@@ -67,7 +67,7 @@ class Codes(NamedTuple):
     return f"{self.codes}x{self.subspaces}" + ("s" if self.shared else "")
 
 
-DEFAULT = Codes(32, 32)
+DEFAULT = CodeSize(32, 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Setting:
   dim: int
   begin: SymmetricUniform
   rows: tuple[str, ...] = HEADLINE
-  sx: Codes = DEFAULT
-  vq: Codes = DEFAULT
-  kd: Codes = DEFAULT
+  sx: CodeSize = DEFAULT
+  vq: CodeSize = DEFAULT
+  kd: CodeSize = DEFAULT
   rebuild_steps: int = 20_000
   parts: int = 1
   weight: float = 1.0
@@ -156,7 +156,7 @@ def mirrored(row: str, embedding: Embedding, seed: int) -> Experiment:
 
 
 def pretrained(
-  body: bert.EncoderSize, text: bert.Corpus, train: Train, tune: Train, codes: Codes
+  body: bert.EncoderSize, text: bert.Corpus, train: Train, tune: Train, codes: CodeSize
 ) -> dict[str, Setting]:
   """BERT's pre-training and its two fine-tuning tasks."""
   fields = {"dim": body.dim, "begin": bert.BEGIN, "rows": ("full", "sx"), **both(codes)}
@@ -167,13 +167,13 @@ def pretrained(
   }
 
 
-def both(codes: Codes) -> dict[str, Codes]:
+def both(codes: CodeSize) -> dict[str, CodeSize]:
   """The same codes for DPQ-SX and DPQ-VQ, as fields of a setting."""
   return {"sx": codes, "vq": codes}
 
 
 PTB = PennTreebank(), 929_589
-PTB_SMALL = {"sx": Codes(8, 25, shared=True), "vq": Codes(32, 25, shared=True)}
+PTB_SMALL = {"sx": CodeSize(8, 25, shared=True), "vq": CodeSize(32, 25, shared=True)}
 WIKITEXT = WikiText(), 2_088_628
 WIKIPEDIA = TFDS(
   "wikipedia/20230601.en", train="train[:98%]", valid="train[98%:99%]", test="train[99%:]"
@@ -184,11 +184,11 @@ FEW_HELD_OUT = Text(valid_fraction=0.005, test_fraction=0.005)
 # The paper does not print these codes. They are the ones whose ratio, times (d + 1) / d, is the
 # printed one at the paper's vocabulary, to the second decimal.
 ZHANG = {
-  "ag-news": {"sx": Codes(32, 100, shared=True), "vq": Codes(16, 100)},
-  "yahoo": {"sx": Codes(16, 50, shared=True), "vq": Codes(32, 100)},
-  "dbpedia": {"sx": Codes(16, 100, shared=True), "vq": Codes(32, 50)},
-  "yelp-polarity": {"sx": Codes(32, 50, shared=True), "vq": Codes(16, 100)},
-  "yelp-full": {"sx": Codes(16, 50, shared=True), "vq": Codes(16, 100)},
+  "ag-news": {"sx": CodeSize(32, 100, shared=True), "vq": CodeSize(16, 100)},
+  "yahoo": {"sx": CodeSize(16, 50, shared=True), "vq": CodeSize(32, 100)},
+  "dbpedia": {"sx": CodeSize(16, 100, shared=True), "vq": CodeSize(32, 50)},
+  "yelp-polarity": {"sx": CodeSize(32, 50, shared=True), "vq": CodeSize(16, 100)},
+  "yelp-full": {"sx": CodeSize(16, 50, shared=True), "vq": CodeSize(16, 100)},
 }
 """Setting -> row -> codes, for the text classification data of Zhang et al. (2015)."""
 
@@ -198,9 +198,9 @@ SMOKE = {
     LSTMSize(16, 8, 0.0, 0.1, 0.5, 1, 1, 3.0),
     tokenizer=WordTokenizer(vocab=200),
     rows=(*HEADLINE, "sx-tied", "low-rank-5", *CHEN, *COMPRESSED),
-    sx=Codes(4, 4, shared=True),
-    vq=Codes(4, 4),
-    kd=Codes(4, 4),
+    sx=CodeSize(4, 4, shared=True),
+    vq=CodeSize(4, 4),
+    kd=CodeSize(4, 4),
     rebuild_steps=20,
     words=True,
   ),
@@ -209,7 +209,7 @@ SMOKE = {
     dim=16,
     begin=translated.BEGIN,
     rows=(*HEADLINE, "reconstruction-32x256"),
-    **both(Codes(4, 4)),
+    **both(CodeSize(4, 4)),
     rebuild_steps=20,
   ),
   **pretrained(
@@ -217,7 +217,7 @@ SMOKE = {
     bert.Corpus(FEW_HELD_OUT, WordTokenizer(vocab=200)),
     train=Train(steps=3, batch=8, warmup=1, eval_every=3, save_every=3),
     tune=Train(steps=2, batch=8, warmup=1, eval_every=2, save_every=2),
-    codes=Codes(4, 4),
+    codes=CodeSize(4, 4),
   ),
 }
 
@@ -240,9 +240,9 @@ CPU = {
     dim=multi30k.SMALL.dim,
     begin=translated.BEGIN,
     rows=(*HEADLINE, *RECONSTRUCTED),
-    **both(Codes(32, 32)),
+    **both(CodeSize(32, 32)),
   ),
-  **pretrained(bert.SMALL, bert.PARAGRAPHS, bert.PRETRAIN, bert.FINE_TUNE, Codes(32, 32)),
+  **pretrained(bert.SMALL, bert.PARAGRAPHS, bert.PRETRAIN, bert.FINE_TUNE, CodeSize(32, 32)),
   "ag-news-grid": classified(
     AGNews(),
     4,
@@ -267,27 +267,27 @@ PAPER = {
     PTB,
     MEDIUM,
     rows=(*HEADLINE, *TRADITIONAL, *CHEN, *COMPRESSED),
-    sx=Codes(32, 50, shared=True),
-    vq=Codes(128, 50, shared=True),
+    sx=CodeSize(32, 50, shared=True),
+    vq=CodeSize(128, 50, shared=True),
     grid=((2, 8, 32, 128), (10, 25, 50, 130)),
     seeds=3,
   ),
   # Table 3 has smaller codes than Table 4, and Table 12 larger ones.
   "ptb-medium-smaller": lstm(
-    PTB, MEDIUM, sx=Codes(32, 25, shared=True), vq=Codes(128, 50, shared=True)
+    PTB, MEDIUM, sx=CodeSize(32, 25, shared=True), vq=CodeSize(128, 50, shared=True)
   ),
   "ptb-medium-tied": lstm(
-    PTB, MEDIUM, rows=("sx", "sx-tied", "vq"), **both(Codes(128, 50, shared=True))
+    PTB, MEDIUM, rows=("sx", "sx-tied", "vq"), **both(CodeSize(128, 50, shared=True))
   ),
   "ptb-large": lstm(
     PTB,
     LARGE,
     quantized=LARGE_DPQ,
     rows=(*HEADLINE, *CHEN),
-    **both(Codes(16, 50, shared=True)),
+    **both(CodeSize(16, 50, shared=True)),
   ),
   "wikitext-medium": lstm(
-    WIKITEXT, MEDIUM, rows=(*HEADLINE, "sx-tied"), **both(Codes(128, 50, shared=True))
+    WIKITEXT, MEDIUM, rows=(*HEADLINE, "sx-tied"), **both(CodeSize(128, 50, shared=True))
   ),
   **{
     name: classified(
@@ -310,8 +310,8 @@ PAPER = {
       translated.iwslt15(source, target),
       dim=512,
       begin=translated.BEGIN,
-      sx=Codes(32, 32),
-      vq=Codes(128, 128),
+      sx=CodeSize(32, 32),
+      vq=CodeSize(128, 128),
       weight=1 / translated.WORDS,
     )
     for source, target in (("en", "vi"), ("vi", "en"))
@@ -321,7 +321,7 @@ PAPER = {
     dim=translated.BASE.dim,
     begin=translated.BEGIN,
     rows=(*HEADLINE, *RECONSTRUCTED),
-    **both(Codes(128, 128)),
+    **both(CodeSize(128, 128)),
   ),
   **pretrained(
     bert.BASE,
@@ -339,7 +339,7 @@ PAPER = {
       save_every=10_000,
     ),
     tune=dataclasses.replace(bert.FINE_TUNE, steps=30_000, learning_rate=3e-5),
-    codes=Codes(32, 128),
+    codes=CodeSize(32, 128),
   ),
 }
 

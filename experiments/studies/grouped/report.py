@@ -1,25 +1,17 @@
-"""Tables and figures of the study, in the terminal and on its page."""
+"""Tables and figures of the grouped head's study."""
 
 import functools
-import io
 import pathlib
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.gridspec import GridSpec
-from PIL import Image
-from rich.console import Console
 
 from experiments.studies import page
 from experiments.studies.grouped.rows import SCALES, TEACHER, rows
-from experiments.studies.study import Results
-from vqjax.lab.data import shapes
+from experiments.studies.page import DOCS, Results
 from vqjax.lab.report import INK, SERIES, units
 
 Cost = Mapping[str, Any]
@@ -52,7 +44,7 @@ TITLES = {
   "loss": "Loss and gradient, N = 4096, D = 256, V = 50,257",
   "least": "Group sizes of the least memory, tokens a group",
   "drawing": "Drawing the pictures in the training step",
-  "origins": "Origin of the bench's measurements",
+  "bench-origins": "Origin of the bench's measurements",
 }
 
 
@@ -60,11 +52,7 @@ PARTS = "loss", "steps", "sizes", "images"
 """Benchmarks of the grouped head, without the prefix of their names."""
 
 
-@functools.cache
-def paper() -> dict[tuple[str, str, str], str]:
-  """(table, row, column) -> the number that the paper prints."""
-  frame = pd.read_csv(pathlib.Path(__file__).with_name("paper.csv"), dtype=str)
-  return frame.set_index(["table", "row", "column"])["value"].to_dict()
+PAPER = page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
 
 def read_cost(docs: pathlib.Path) -> Cost | None:
@@ -88,29 +76,26 @@ def tables(results: Results, scale: str, cost: Cost | None) -> dict[str, pd.Data
   }
   if cost is not None:
     frames |= {"memory": _memory(cost), "speed": _speed(cost), "loss": _loss(cost)}
-    frames |= {"least": _least(cost), "drawing": _drawing(cost), "origins": _origins(cost)}
+    frames |= {"least": _least(cost), "drawing": _drawing(cost), "bench-origins": _origins(cost)}
   return {name: frame for name, frame in frames.items() if len(frame)}
 
 
-def show(console: Console, results: Results, scale: str, docs: pathlib.Path) -> None:
-  """Print all tables."""
-  for name, frame in tables(results, scale, read_cost(docs)).items():
-    page.show(console, TITLES[name], frame)
+def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
+  """The tables of the terminal by their titles."""
+  frames = tables(results, scale, read_cost(DOCS))
+  return {TITLES[name]: frame for name, frame in frames.items()}
 
 
-def write(results: Results, docs: pathlib.Path) -> list[pathlib.Path]:
-  """Update the generated blocks of the page, and its figures; return their paths."""
+def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
+  """Rewrite the generated blocks and the figures of the page; return their paths."""
   cost = read_cost(docs)
   blocks = {name: page.markdown(frame) for name, frame in tables(results, "cpu", cost).items()}
-  blocks["results"] = f"{page.origins(results)}\n\n{page.failures(results)}"
-  path = docs / "results" / "grouped.md"
-  page.update(path, blocks)
   figures = {
     "grouped-losses.png": losses(results),
     "grouped-pictures.png": picture_curves(results),
     "grouped-sizes.png": sizes(results, cost or {}),
   }
-  return [path, *page.save_figures(figures, docs)]
+  return page.publish(docs, "grouped", results, blocks, figures)
 
 
 def _numbers(source: Mapping[str, Any], names: Iterable[str], *path: str) -> pd.Series:
@@ -125,7 +110,7 @@ def _text(numbers: pd.Series, form: str | Callable[[float], str]) -> pd.Series:
 
 
 def _printed(table: str, names: Iterable[str], column: str) -> pd.Series:
-  return pd.Series([paper().get((table, name, column)) for name in names], dtype=object)
+  return pd.Series([PAPER[table].get(name, {}).get(column) for name in names], dtype=object)
 
 
 def _mark_failed(frame: pd.DataFrame, results: Results, jobs: Iterable[str]) -> None:
@@ -140,8 +125,8 @@ def _language(results: Results, scale: str) -> pd.DataFrame:
     if s.rows
     for row in rows(s)
   }
-  for table, job, _ in paper() if scale == "cpu" else ():
-    if table == "1" and job not in labels:
+  for job in PAPER["1"] if scale == "cpu" else ():
+    if job not in labels:
       dim, name = job.removeprefix("lm-").split("/")
       labels[job] = f"paper, {MODELS[name]}, {dim}"
   numbers = functools.partial(_numbers, results, labels)
@@ -405,66 +390,3 @@ def sizes(results: Results, cost: Cost) -> Figure:
     axes.set_xscale("log")
     _frame(axes, "groups", label)
   return figure
-
-
-def save_sheet(path: pathlib.Path, seed: int = 0) -> None:
-  """Draw a contact sheet of the image classes.
-
-  The file is a PNG of 256 colours: the noise of all colours would make it four times as large.
-  """
-  # A cross, since each of its rotations looks different.
-  base = shapes.Attributes(
-    shape=7, pattern=1, rotation=1, colour=5, size=3, texture=0, opacity=3, border=0
-  )
-  width = max(map(len, shapes.NAMES.values()))
-  lines: list[list[str]] = []
-  for attribute, names in shapes.NAMES.items():
-    # Attributes stand side by side in the first line that has room.
-    for line in lines:
-      if sum(len(shapes.NAMES[other]) for other in line) + len(names) <= width:
-        line.append(attribute)
-        break
-    else:
-      lines.append([attribute])
-  chosen = np.random.default_rng(seed).integers(0, shapes.NUM_CLASSES, (3, 9))
-  heights = [1.1 * len(lines) + 0.3, len(chosen) * (10 / chosen.shape[1] + 0.45) + 0.3]
-  figure = Figure(figsize=(10, sum(heights)))
-  upper, lower = figure.subfigures(2, 1, height_ratios=heights)
-
-  def draw(part, grid, classes, seed) -> list[Axes]:
-    numbers = jnp.arange(len(classes)) + seed * shapes.NUM_CLASSES
-    panels = []
-    images = shapes.draw(jnp.stack([jnp.asarray(classes), numbers], axis=-1))
-    for cell, image in zip(grid, np.asarray(images), strict=True):
-      panels.append(part.add_subplot(cell))
-      panels[-1].imshow(image)
-      panels[-1].axis("off")
-    return panels
-
-  title = f"{shapes.caption(int(shapes.class_of(base)))} - and with one attribute changed"
-  upper.suptitle(title, size=9, y=0.99, color=INK)
-  grid = GridSpec(len(lines), width, upper, 0.01, 0.01, 0.99, 0.88, hspace=0.55, wspace=0.06)
-  for at, line in enumerate(lines):
-    column = 0
-    for attribute in line:
-      names = shapes.NAMES[attribute]
-      classes = [shapes.class_of(base._replace(**{attribute: i})) for i in range(len(names))]
-      cells = [grid[at, column + i] for i in range(len(names))]
-      panels = draw(upper, cells, np.array(classes, np.int32), seed)
-      for axes, name in zip(panels, names, strict=True):
-        axes.set_title(name, size=7, pad=2, color="#5a626d")
-      first = panels[0]
-      first.text(0, 1.22, attribute, transform=first.transAxes, size=8, weight="bold", color=INK)
-      column += len(names)
-  lower.suptitle("classes at random", size=9, y=0.99, color=INK)
-  grid = GridSpec(*chosen.shape, lower, 0.01, 0.1, 0.99, 0.93, hspace=0.62, wspace=0.16)
-  cells = [grid[at] for at in np.ndindex(chosen.shape)]
-  for axes, of in zip(draw(lower, cells, chosen.ravel(), seed + 1), chosen.flat, strict=True):
-    words = textwrap.fill(shapes.caption(int(of)), 225 // chosen.shape[1])
-    axes.text(0.5, -0.04, words, transform=axes.transAxes, ha="center", va="top", size=6)
-  buffer = io.BytesIO()
-  figure.savefig(buffer, dpi=100)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  # Of the methods, this one keeps the colours that few pixels have.
-  image = Image.open(buffer).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
-  image.save(path, "PNG", optimize=True)

@@ -1,4 +1,4 @@
-"""Settings and rows of the study.
+"""Settings and rows of the grouped head's study.
 
 The scale `paper` has the paper's sizes, for a GPU or TPU: an epoch of the whole of TinyStories.
 At the scale `cpu` a model is as deep and as wide, but reads slices of TinyStories for some minutes,
@@ -88,7 +88,9 @@ class SpreadEncoder(Encoder):
   def __init__(self, inner: Encoder, vocab: int):
     """Spread the tokens of `inner` over a vocabulary of `vocab` tokens."""
     if vocab < inner.vocab:
-      raise ValueError(f"`vocab` must be at least the inner vocabulary {inner.vocab}; got {vocab}.")
+      raise ValueError(
+        f"`vocab` must be at least the inner vocabulary {inner.vocab}; got {vocab}. Raise it."
+      )
     self._inner, self.vocab = inner, vocab
     self.stride = vocab // inner.vocab
     self.eos = inner.eos * self.stride

@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from configs.grouped.shapes import dense, grouped
 from experiments.studies.grouped import report
@@ -40,12 +39,14 @@ from experiments.studies.grouped.rows import (
   Setting,
   rows,
 )
-from experiments.studies.grouped.stories import graded
-from experiments.studies.study import DOCS, Job, Results, Study, derived, trained
+from experiments.studies.measure import held_out_scores
+from experiments.studies.study import Job, Study, derived, trained
 from vqjax import GroupedHead, Head
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.judge import Judge
-from vqjax.lab.training import evaluate, make_scorer, read_variables
+from vqjax.lab.report.sheet import save_sheet
+from vqjax.lab.stories import graded
+from vqjax.lab.training import read_variables
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run import load_text
 from vqjax.sharding import make_mesh
@@ -136,12 +137,7 @@ def scores(experiment: Experiment) -> dict[str, Any]:
   program = Program(run, make_mesh(run.train.mesh))
   init_key, _ = keys(run.seed)
   variables = run.init_from(text, run.model, program.init(init_key).variables)
-  scorer, result = make_scorer(run.model), {}
-  for name in ("valid", "test"):
-    split = text.splits[name]
-    batches = run.loader.whole(split, batch=run.train.batch, context=run.model.context)
-    result[name] = evaluate(scorer, variables, batches, run.loader.text_bytes(split)).numbers()
-  head = run.model.head
+  result, head = held_out_scores(run.model, variables, text), run.model.head
   return {"result": result | {"head": {"class": type(head).__name__, "params": head.size().params}}}
 
 
@@ -204,14 +200,6 @@ def time_top_k(experiment: Experiment, folder: pathlib.Path, calls: int = 7) -> 
   return {"result": {}, "top": top}
 
 
-def render(console: Console, results: Results, scale: str) -> None:
-  """Print the tables; at the scale cpu, also update the page and its figures."""
-  report.show(console, results, scale, DOCS)
-  if scale == "cpu":
-    for path in report.write(results, DOCS):
-      console.print(f"wrote {path}", highlight=False)
-
-
 OPTIONS = argparse.ArgumentParser("python -m experiments.studies.grouped.run", add_help=False)
 OPTIONS.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible endpoint, to /v1")
 OPTIONS.add_argument("--judge-model", metavar="NAME", help="its model, which grades stories")
@@ -224,7 +212,8 @@ STUDY = Study(
   description=__doc__,
   scales=tuple(SCALES),
   jobs=jobs,
-  render=render,
+  tables=report.shown_tables,
+  update=report.update,
   options=(OPTIONS,),
 )
 
@@ -235,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if (own.judge_url is None) != (own.judge_model is None):
     OPTIONS.error("--judge-url and --judge-model must be given together")
   if own.sheet is not None:
-    report.save_sheet(own.sheet)
+    save_sheet(own.sheet)
     return 0
   if own.judge_url is None:
     return STUDY.main(arguments)

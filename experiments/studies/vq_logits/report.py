@@ -1,6 +1,5 @@
 """Tables and figures of the VQ-Logits study, beside the paper's numbers."""
 
-import collections
 import dataclasses
 import pathlib
 import re
@@ -12,11 +11,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
-from rich.console import Console
 
 from experiments.studies import page
-from experiments.studies.page import Spread
-from experiments.studies.study import DOCS, Results
+from experiments.studies.page import DOCS, Results, Spread
 from experiments.studies.vq_logits.rows import Row, paper_rows, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
 from vqjax import CodebookHead, LearnedCodebookHead, LearnedProductHead, ProductHead
@@ -48,16 +45,7 @@ FAMILIES = {
 """Series of the figure of bytes -> classes of heads."""
 
 
-def _read_paper() -> dict[str, dict[str, dict[str, str]]]:
-  """Table -> row -> column -> the value as the paper prints it."""
-  tables: dict[str, Any] = collections.defaultdict(lambda: collections.defaultdict(dict))
-  frame = pd.read_csv(pathlib.Path(__file__).parent / "paper.csv", dtype=str)
-  for cell in frame.itertuples():
-    tables[cell.table][cell.row][cell.column] = cell.value
-  return {table: dict(by_row) for table, by_row in tables.items()}
-
-
-PAPER = _read_paper()
+PAPER = page.read_paper(pathlib.Path(__file__).with_name("paper.csv"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,11 +333,8 @@ def bytes_figure(measured: Sequence[Measurement]) -> Figure | None:
     if members:
       own = [xs[at] for at in members], [ys[at] for at in members]
       axes.plot(*own, "o", markersize=6, color=color, label=family)
-  frontier: list[tuple[float, float]] = []
-  for x, y in sorted(zip(xs, ys, strict=True)):
-    if not frontier or y < frontier[-1][1]:
-      frontier.append((x, y))
-  axes.plot(*zip(*frontier, strict=True), color=INK, alpha=0.4, linewidth=1, zorder=1)
+  best = page.frontier(zip(xs, ys, strict=True))
+  axes.plot(*zip(*best, strict=True), color=INK, alpha=0.4, linewidth=1, zorder=1)
   axes.set_xlabel("head bytes")
   axes.set_ylabel("test perplexity")
   axes.margins(y=0.08)
@@ -441,30 +426,25 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
     "kmeans": kmeans_table(page.bench(docs, "kmeans")),
   }
   blocks = {name: page.markdown(f) if len(f) else units.MISSING for name, f in frames.items()}
-  blocks |= {"table-3": speed_block(speed)}
-  blocks["origins"] = f"{page.origins(results)}\n\n{page.failures(results)}"
+  blocks["table-3"] = speed_block(speed)
   figures = {
     "vq-bytes.png": bytes_figure(converted),
     "vq-codes.png": codes_figure(results, settings),
     "vq-speed.png": speed_figure(speed) if speed else None,
   }
-  path = docs / "results" / "vq_logits.md"
-  page.update(path, blocks)
-  drawn = {name: figure for name, figure in figures.items() if figure is not None}
-  return [path, *page.save_figures(drawn, docs)]
+  return page.publish(docs, "vq_logits", results, blocks, figures)
 
 
 def _slug(table: str) -> str:
   return table.lower().replace(" ", "-")
 
 
-def render(console: Console, results: Results, scale: str) -> None:
-  """Print the tables of a scale; at "cpu", update the page too."""
+def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
+  """The tables of the terminal by their titles."""
   settings = SCALES[scale]
-  for name, main in MAIN.items():
-    for title in (main, *(ABLATIONS if name == "wikitext" else ())):
-      page.show(console, title, paper_table(results, settings[name], title))
-  page.show(console, "Conversions", table(conversions(results, settings["ptb"])))
-  if scale == "cpu":
-    for path in update(results):
-      console.print(f"wrote {path}", highlight=False)
+  tables = {
+    title: paper_table(results, settings[name], title)
+    for name, main in MAIN.items()
+    for title in (main, *(ABLATIONS if name == "wikitext" else ()))
+  }
+  return tables | {"Conversions": table(conversions(results, settings["ptb"]))}

@@ -1,4 +1,4 @@
-"""Runs the VQ-Logits study: the paper's heads, its baselines, and others.
+"""Run the VQ-Logits study: the paper's heads, its baselines, and others.
 
 python -m experiments.studies.vq_logits.run --scale smoke
 python -m experiments.studies.vq_logits.run --scale cpu            runs what is missing, renders
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.studies.measure import single_tokens
 from experiments.studies.study import Job, Study, trained
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.rows import Row, rows
@@ -90,11 +91,7 @@ def shared_code(
     `words`; `known`, the words that are one token; and unless there is none, `code`, `held` (the
     known words on it), `others` (the most frequent other words on it) and `size` (its tokens).
   """
-  token = {}
-  for word in words:
-    tokens = encoder.encode(word)[:-1]
-    if len(tokens) == 1 and encoder.decode(tokens).strip() == word:
-      token[word] = int(tokens[0])
+  token = single_tokens(encoder, words)
   if not token:
     return {"words": list(words), "known": []}
   code, _ = collections.Counter(int(assignment[v]) for v in token.values()).most_common(1)[0]
@@ -146,7 +143,8 @@ STUDY = Study(
   description=__doc__,
   scales=tuple(SCALES),
   jobs=jobs,
-  render=report.render,
+  tables=report.shown_tables,
+  update=report.update,
 )
 
 if __name__ == "__main__":

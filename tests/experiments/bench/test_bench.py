@@ -12,7 +12,7 @@ from scipy.special import log_softmax
 from experiments.bench import __main__ as command
 from experiments.bench import codebook, dpq, gpu, grouped, kmeans, loop, losses, registry, softmax
 from experiments.bench.grouped import CONTENDERS, Decoder, experiment, macs
-from experiments.bench.losses import Shape
+from experiments.bench.losses import LossShape
 from experiments.bench.registry import BENCHMARKS, Benchmark
 from tests import tiny
 from vqjax import DenseHead, GroupedHead
@@ -160,7 +160,7 @@ def test_the_gpu_benchmark_names_a_missing_gpu_and_keeps_rows_after_one_that_fai
 
 
 def test_float64_log_probabilities_equal_scipys():
-  hidden, weight, tokens = losses.arrays(Shape(300, 7, 67))
+  hidden, weight, tokens = losses.arrays(LossShape(300, 7, 67))
   scores = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
   expected = log_softmax(scores, axis=1)[np.arange(300), tokens]
   np.testing.assert_allclose(losses.exact_log_prob(hidden, weight, tokens), expected, rtol=1e-12)
@@ -175,7 +175,7 @@ def test_a_slice_divides_the_tokens_and_its_scores_fit():
 
 @pytest.mark.slow
 def test_slices_have_the_loss_and_gradient_of_all_tokens_at_once(monkeypatch):
-  sizes = codebook.Sizes(Shape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
+  sizes = codebook.Sizes(LossShape(12, 6, 31), (5,), (7, 20), 3, (4, 2), (1,), (1,))
   monkeypatch.setattr(codebook, "SLICE_SCORES", 4 * 31)
   rows, data = codebook.contenders(sizes), codebook.batch(sizes.shape)
   equal = {codebook.FULL: codebook.TILED, codebook.GATHER: "codebook K=5"}

@@ -21,7 +21,7 @@ def test_the_grid_is_weakly_scaled():
 
 def test_a_large_decoder_has_the_size_in_its_name():
   for config, size in (("lm_1b", 1e9), ("lm_8b", 8e9)):
-    made = scaling.Cell(config, "dense", 32_768, 16).experiment()
+    made = scaling.GridCell(config, "dense", 32_768, 16).experiment()
     mesh = make_mesh(MeshShape(), jax.devices()[:1])
     state = Program(made, mesh).abstract_state
     body = sum(leaf.size for leaf in jax.tree.leaves(state.params["blocks"]))
@@ -45,7 +45,7 @@ def test_failed_cells_are_shown_as_such_and_sizes_without_plans_have_no_column(t
 
 
 def test_rows_are_read_back_newest_first(tmp_path):
-  cell = scaling.Cell("lm_1b", "dense", 32_768, 16)
+  cell = scaling.GridCell("lm_1b", "dense", 32_768, 16)
   key = {"config": "lm_1b", "head": "dense", "vocab": 32_768, "chips": 16}
   file = tmp_path / "rows.jsonl"
   file.write_text("".join(json.dumps(key | more) + "\n" for more in ({"failed": "x"}, {"plan": 1})))

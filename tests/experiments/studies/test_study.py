@@ -38,11 +38,11 @@ def study(tmp_path, monkeypatch, made):
     job("a/grouped", "finished"),
     job("top/grouped", "finished", "a/grouped"),
   ]
-  render = lambda console, results, scale: console.print("rendered", *results)
-  return Study("x", "", ("smoke",), lambda scale: jobs, render)
+  tables = lambda results, scale: print("rendered", *results) or {}
+  return Study("x", "", ("smoke",), lambda scale: jobs, tables, lambda results: [])
 
 
-def test_works_that_start_from_a_failed_run_are_skipped_and_the_others_run(study, made, capsys):
+def test_jobs_that_start_from_a_failed_run_are_skipped_and_the_others_run(study, made, capsys):
   assert study.main(["--scale", "smoke"]) == 0
   assert made == ["a/dense", "a/grouped", "top/grouped"]
   printed = capsys.readouterr()

@@ -93,7 +93,7 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
   network = EncoderQuantizer(
     8, 4, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
-  codes = convert.Codes(network, steps=500)
+  codes = convert.LearnedCodes(network, steps=500)
   embedding = ProductEmbedding(V, D, 8, 4, additive=True)
   start = conversion.FromTable(str(dense), codes)
   model, variables = initial(start, embedding)
@@ -136,7 +136,7 @@ def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
       "must be a GuidedEmbedding; got a DenseEmbedding",
     ),
     (
-      conversion.FromTable(str(dense), convert.Codes(network, 1)),
+      conversion.FromTable(str(dense), convert.LearnedCodes(network, 1)),
       ProductEmbedding(V, D, 8, 2),
       r"\(4, 2, False, False\); got a ProductEmbedding with \(8, 2, False, False\)",
     ),

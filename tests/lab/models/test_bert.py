@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from tests.jitted import apply, init
 from vqjax import DenseEmbedding, DenseHead, DPQEmbedding, SoftmaxQuantizer
-from vqjax.lab.models import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
+from vqjax.lab.models import BertEncoder, MaskedLanguageModel, PairClassifier, SpanFinder
 from vqjax.lab.models.bert import MASKED
 from vqjax.lab.training.step import make_step, state_maker
 
@@ -21,7 +21,7 @@ def encoder(**options):
   fields = {"dim": D, "layers": 2, "heads": 2, "context": T, "hidden": 32}
   # As BERT's: the position embeddings that are added to the vectors have the same scale.
   embedding = DenseEmbedding(V, D, weight_init=nn.initializers.normal(0.02))
-  return Encoder(embedding=embedding, **(fields | options))
+  return BertEncoder(embedding=embedding, **(fields | options))
 
 
 def tasks(**options):

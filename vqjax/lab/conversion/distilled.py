@@ -183,6 +183,6 @@ class FromStudent:
     if "student" not in both["params"]:
       raise ValueError(
         f"`folder` must hold the run of a Distilled model; got checkpoint {step} of {self.folder}"
-        " without a student."
+        " without a student. Give the folder of a run with a teacher."
       )
     return merged(dict(variables), part_of(both, "student"))

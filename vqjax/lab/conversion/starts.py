@@ -98,7 +98,7 @@ class Mapped:
 
 @dataclasses.dataclass(frozen=True)
 class FromVectors:
-  """From scratch, a head that begins with given vectors of the tokens.
+  """A fresh head that begins with given vectors of the tokens.
 
   Heads that begin with the same vectors have the same statistics of the text: a dense head with
   `ToDense()`, a product head with `ToProduct()`.
@@ -143,7 +143,7 @@ class Unigrams:
 
 @dataclasses.dataclass(frozen=True)
 class Regrouped:
-  """From scratch, a grouped head whose groups come from the text.
+  """A fresh grouped head whose groups come from the text.
 
   Attributes:
     by: the order of the tokens that is cut into groups, such as `ByFrequency()`.
@@ -258,7 +258,7 @@ class FromTable:
   Attributes:
     folder: run folder of the run with the table.
     fill: (embedding, its fresh variables, table) -> its variables, such as `convert.Guide()` or
-      `convert.Codes(...)`.
+      `convert.LearnedCodes(...)`.
     best: read the checkpoint of the lowest validation loss; False: the newest.
   """
 

@@ -134,7 +134,7 @@ def _remedy(path: Path) -> Iterator[None]:
 
 
 def count_tokens(split: TokenSplit, encoder: Encoder) -> np.ndarray:
-  """The number of occurrences of each token in a split that the encoder made, int64 [V].
+  """The number of occurrences of each token in a split of this encoder, int64 [V].
 
   Raises:
     ValueError: a token is outside the encoder's vocabulary.

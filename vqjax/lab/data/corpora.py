@@ -37,7 +37,7 @@ class _Lines(Source):
     if missing:
       raise FileNotFoundError(
         f"`{type(self).__name__}.path` must hold files named for train, valid and test; got"
-        f" {folder} without {', '.join(missing)}."
+        f" {folder} without {', '.join(missing)}. Give the folder of the three files."
       )
     return files
 
@@ -118,7 +118,9 @@ class JSONLines(Source):
     try:
       value[self.text].encode()
     except UnicodeEncodeError:  # JSON can spell what no text holds
-      raise ValueError(f"{where} must be Unicode; got half a surrogate pair.") from None
+      raise ValueError(
+        f"{where} must be Unicode; got half a surrogate pair. Remove it from the text."
+      ) from None
     return value[self.text]
 
   def _files(self) -> dict[str, list[Path]]:

@@ -43,7 +43,7 @@ def data_path(path: str, kind: str = "path") -> Path:
     FileNotFoundError: it exists neither here nor under `$VQJAX_DATA`.
   """
   if not path:
-    raise ValueError(f"`{kind}` must name a file or folder; got an empty path.")
+    raise ValueError(f"`{kind}` must name a file or folder; got an empty path. Give one.")
   here = Path(path).expanduser()
   if here.exists():
     return here

@@ -107,7 +107,7 @@ def paired_lines(source: Path, target: Path) -> Iterator[tuple[str, str]]:
   if len(sides[0]) != len(sides[1]):
     raise ValueError(
       f"`source` and `target` must have as many lines; got {len(sides[0])} in {source} and"
-      f" {len(sides[1])} in {target}."
+      f" {len(sides[1])} in {target}. Give files whose lines correspond."
     )
   yield from zip(*sides, strict=True)
 

@@ -60,7 +60,7 @@ class Text(Source):
         )
       documents = list(paragraphs(read_text(named[split])))
       if not documents:
-        raise ValueError(f"{named[split]} must hold text; got none.")
+        raise ValueError(f"{named[split]} must hold text; got none. Give a file with paragraphs.")
       yield from documents
       return
     hashes = np.array([_hash(document) for document in self._all()], np.uint64)

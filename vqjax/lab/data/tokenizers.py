@@ -98,8 +98,8 @@ class WordTokenizer(Tokenizer):
   def __post_init__(self):
     if self.vocab < 0 or self.vocab in (1, 2):
       raise ValueError(
-        f"`tokenizer.vocab` must be 0 (no limit) or at least 3; got {self.vocab}. {EOS} and"
-        f" {UNKNOWN} take two."
+        f"`tokenizer.vocab` must be 0 (no limit) or at least 3; got {self.vocab}. Raise it:"
+        f" {EOS} and {UNKNOWN} take two."
       )
 
   def fit(self, documents: Documents) -> Encoder:
@@ -182,7 +182,7 @@ class BPETokenizer(Tokenizer):
     if self.vocab < 257:
       raise ValueError(
         f"`tokenizer.vocab` must be at least 257 for 256 bytes and the end of a document; got"
-        f" {self.vocab}."
+        f" {self.vocab}. Raise it."
       )
     model = _byte_level(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
@@ -203,7 +203,7 @@ class BPETokenizer(Tokenizer):
     if missing := [file.name for file in files if not file.is_file()]:
       raise FileNotFoundError(
         f"`tokenizer.folder` must hold vocab.json and merges.txt; got {folder} without"
-        f" {', '.join(missing)}."
+        f" {', '.join(missing)}. Give the folder of GPT-2's two files."
       )
     return files
 
@@ -292,7 +292,9 @@ class SentencePieceTokenizer(Tokenizer):
     lines = (line for document in documents for line in document.split("\n") if line.strip())
     sample = _sample(lines, self.lines)
     if not sample:
-      raise ValueError("`documents` must have words to train SentencePiece on; got none.")
+      raise ValueError(
+        "`documents` must have words to train SentencePiece on; got none. Give more text."
+      )
     model = io.BytesIO()
     try:
       import_extra("sentencepiece").SentencePieceTrainer.train(
@@ -318,7 +320,9 @@ class SentencePieceTokenizer(Tokenizer):
         limit = f"at most {largest[1]}, the pieces of this text"
       elif smallest := re.search(r"required_chars\. \d+ vs (\d+)", limit):
         limit = f"at least {smallest[1]}, for 256 bytes and the text's characters"
-      raise ValueError(f"`tokenizer.vocab` must be {limit}; got {self.vocab}.") from None
+      raise ValueError(
+        f"`tokenizer.vocab` must be {limit}; got {self.vocab}. Give a number in these bounds."
+      ) from None
     return model.getvalue()
 
 
@@ -331,10 +335,15 @@ class SentencePieceEncoder(Encoder):
     try:
       self._model = import_extra("sentencepiece").SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-      raise ValueError(f"`content` must be a SentencePiece model; got {error}.") from None
+      raise ValueError(
+        f"`content` must be a SentencePiece model; got {error}. Give a .model file."
+      ) from None
     self.vocab, self.eos = self._model.vocab_size(), self._model.eos_id()
     if self.eos < 0:
-      raise ValueError("the model must have an end-of-sentence piece. Train it with eos_id set.")
+      raise ValueError(
+        "`content` must have an end-of-sentence piece; got a model without one. Train it with"
+        " eos_id set."
+      )
 
   def encode(self, document: str) -> np.ndarray:
     """Return the document's pieces and the end of a sentence."""

@@ -1,14 +1,14 @@
 """Models of the studies: language models, classifiers, translators and BERT."""
 
-from vqjax.lab.models.bert import Encoder, MaskedLanguageModel, PairClassifier, SpanFinder
+from vqjax.lab.models.bert import BertEncoder, MaskedLanguageModel, PairClassifier, SpanFinder
 from vqjax.lab.models.classifiers import ConvNet, TextClassifier
 from vqjax.lab.models.recurrent import LSTM, RecurrentTranslator, SymmetricUniform
 from vqjax.lab.models.translator import EncoderDecoder, Translator, translate
 
 __all__ = [
   "LSTM",
+  "BertEncoder",
   "ConvNet",
-  "Encoder",
   "EncoderDecoder",
   "MaskedLanguageModel",
   "PairClassifier",

@@ -21,7 +21,7 @@ OUTPUT_AXES = {"kernel": ("embed", "norm"), "bias": ("norm",)}
 """Logical axes of a dense layer whose output is replicated."""
 
 
-class Encoder(nn.Module):
+class BertEncoder(nn.Module):
   """The encoder of BERT: a vector for each token, which depends on the whole row.
 
   Learned positions and segments, LayerNorm, blocks of attention and a GELU feed-forward layer,
@@ -98,7 +98,7 @@ class Encoder(nn.Module):
 class _Task(nn.Module, metaclass=abc.ABCMeta):
   """An encoder with the output layers of a task, which subclasses define."""
 
-  encoder: Encoder
+  encoder: BertEncoder
 
   @property
   def embedding(self) -> Embedding:

@@ -121,7 +121,7 @@ class ConvNet(nn.Module):
   def setup(self):
     check_dim("head", self.head, self.dim)
     if not self.channels:
-      raise ValueError("`channels` must have at least one convolution; got ().")
+      raise ValueError("`channels` must have at least one convolution; got (). Give (32, 64).")
     self.convolutions = [nn.Conv(width, (3, 3)) for width in self.channels]
     self.norms = [nn.BatchNorm(momentum=self.momentum, epsilon=self.epsilon) for _ in self.channels]
     self.dense = nn.Dense(self.dim)

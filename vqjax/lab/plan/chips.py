@@ -66,7 +66,7 @@ def tpu(topology: str) -> Chip:
   kind, _, layout = topology.partition(":")
   if kind not in TOPOLOGIES or layout not in TOPOLOGIES[kind][1]:
     there = "\n".join(f"  {name}: {', '.join(sizes)}" for name, (_, sizes) in TOPOLOGIES.items())
-    raise ValueError(f"`topology` must be KIND:SIZE; got {topology!r}. There are\n{there}")
+    raise ValueError(f"`topology` must be KIND:SIZE; got {topology!r}. Give one of\n{there}")
   return TOPOLOGIES[kind][0]
 
 
@@ -77,7 +77,7 @@ def gpu(kind: str) -> Chip:
     ValueError: the kind is not in `GPUS`; the message lists them.
   """
   if kind not in GPUS:
-    raise ValueError(f"`device_kind` must be one of {', '.join(GPUS)}; got {kind!r}")
+    raise ValueError(f"`device_kind` must be one of {', '.join(GPUS)}; got {kind!r}. Name one.")
   return GPUS[kind]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from vqjax.lab.plan.hlo import Instruction, Program
+from vqjax.lab.plan.hlo import HloModule, Instruction
 from vqjax.lab.plan.loops import Runs
 
 KINDS = (
@@ -57,7 +57,7 @@ class Collective:
     return factor * self.bytes * self.times
 
 
-def collectives(program: Program, runs: Runs, mesh: Mapping[str, int]) -> list[Collective]:
+def collectives(program: HloModule, runs: Runs, mesh: Mapping[str, int]) -> list[Collective]:
   """List the collectives that move data in a program on a mesh (axis -> devices).
 
   An all-reduce of which each device keeps its own slice alone counts as the reduce-scatter that
@@ -89,7 +89,7 @@ def _collective(program, computation, instruction, kind, times, mesh) -> Collect
   return Collective(kind, size, group, spanned(groups, mesh), spread, times)
 
 
-def _is_sliced(program: Program, computation: str, instruction: Instruction, group: int) -> bool:
+def _is_sliced(program: HloModule, computation: str, instruction: Instruction, group: int) -> bool:
   """Whether every reader of an all-reduce keeps only the shard of its device."""
   readers = list(_readers(program.computations[computation], instruction))
   return bool(readers) and all(
@@ -111,8 +111,8 @@ def spanned(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
   """Mesh axes along which the devices of some group differ."""
   if not groups.size:
     return ()
-  places = np.stack(np.unravel_index(groups, tuple(mesh.values())))
-  differ = (places != places[:, :, :1]).any(axis=(1, 2))
+  coordinates = np.stack(np.unravel_index(groups, tuple(mesh.values())))
+  differ = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
   return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)
 
 

@@ -3,11 +3,11 @@
 import math
 import re
 
-from vqjax.lab.plan.hlo import Instruction, Program, Shape
+from vqjax.lab.plan.hlo import HloModule, Instruction, Shape
 from vqjax.lab.plan.loops import Runs
 
 
-def matmul_flops(program: Program, runs: Runs) -> int:
+def matmul_flops(program: HloModule, runs: Runs) -> int:
   """Operations of all products and convolutions, 2·m·n·k for each execution.
 
   Norms, softmax, the optimiser and other elementwise operations are not counted.

@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
 Computation = dict[str, Instruction]
 
 
-class Program(NamedTuple):
+class HloModule(NamedTuple):
   """A module: its computations by name, and the name of its entry."""
 
   computations: dict[str, Computation]
@@ -75,7 +75,7 @@ def bits(dtype: str) -> int:
   return int(found[1]) if found else 0
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloModule:
   """Parse the HLO text of a module, from any compiler and any stage.
 
   Raises:
@@ -94,9 +94,9 @@ def parse(text: str) -> Program:
   if entry is None:
     raise ValueError(
       f"`text` must have an ENTRY computation; got {len(text)} characters without one. Pass the"
-      " text of a whole module"
+      " text of a whole module."
     )
-  return Program(computations, entry)
+  return HloModule(computations, entry)
 
 
 def _instruction(root: bool, name: str, rest: str) -> Instruction:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vqjax.lab.plan.hlo import Computation, Instruction, Program
+from vqjax.lab.plan.hlo import Computation, HloModule, Instruction
 
 _CALLED = re.compile(r"\b(?:calls|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -25,7 +25,7 @@ class Runs(NamedTuple):
   unknown: tuple[str, ...]
 
 
-def runs(program: Program) -> Runs:
+def runs(program: HloModule) -> Runs:
   """Count the executions of each computation in one run of the program.
 
   Every branch of a conditional is counted, which is an upper bound. Computations that a reduction,
@@ -61,7 +61,7 @@ def called_by(instruction: Instruction) -> Iterator[str]:
     yield instruction.attribute("to_apply").lstrip("%")
 
 
-def trip_count(program: Program, where: str, loop: Instruction) -> int | None:
+def trip_count(program: HloModule, where: str, loop: Instruction) -> int | None:
   """Number of iterations of a `while` in the computation `where`, or None.
 
   The compiler's annotation is used if present. Otherwise the loop must count a variable up from a
@@ -88,7 +88,7 @@ def trip_count(program: Program, where: str, loop: Instruction) -> int | None:
   return max(0, -(-(limit + (direction == "LE") - start) // step))
 
 
-def _through_fusion(program: Program, root: Instruction) -> Instruction:
+def _through_fusion(program: HloModule, root: Instruction) -> Instruction:
   if root.opcode != "fusion":
     return root
   inner = program.computations[root.attribute("calls").lstrip("%")]
@@ -112,7 +112,7 @@ def constant(computation: Computation, name: str) -> int | None:
   return int(found[1]) if found else None
 
 
-def _start(program: Program, where: str, loop: Instruction, index: int) -> int:
+def _start(program: HloModule, where: str, loop: Instruction, index: int) -> int:
   """The first value of the counter; 0 if the text shows no constant."""
   computation = program.computations[where]
   initial = computation[loop.operands[0]]
@@ -121,7 +121,7 @@ def _start(program: Program, where: str, loop: Instruction, index: int) -> int:
   return constant(computation, initial.operands[index]) or 0
 
 
-def _step(program: Program, loop: Instruction, index: int) -> int:
+def _step(program: HloModule, loop: Instruction, index: int) -> int:
   """The increment of the counter; 1 if the text shows no constant."""
   body = program.computations[loop.attribute("body").lstrip("%")]
   root = next(i for i in body.values() if i.root)

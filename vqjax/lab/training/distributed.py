@@ -86,7 +86,9 @@ def find_process(
   }
   missing = [name for name, value in options.items() if value is None]
   if missing:
-    raise ValueError(f"{' and '.join(missing)} must be given; jax detects no cluster.")
+    raise ValueError(
+      f"{' and '.join(missing)} must be given where JAX detects no cluster; got none."
+    )
   host, _, port = process.coordinator.rpartition(":")
   if not host or not port.isdigit() or not 0 < int(port) < 2**16:
     raise ValueError(

@@ -97,11 +97,11 @@ def evaluate(
     add(pending)  # one batch late: the device works on this one while the host waits
     pending = sums
   if not pending:
-    raise ValueError("`batches` must not be empty; got no batch. The split has no token.")
+    raise ValueError("`batches` must not be empty; got no batch. Give a longer split.")
   add(pending)
   targets = total["targets"]
   if not targets:
-    raise ValueError("`batches` must have targets; got none. No text of the split fits the task.")
+    raise ValueError("`batches` must have targets; got none. Give texts that fit the task.")
   mean = total["nats"] / targets
   bits = None if text_bytes is None else total["nats"] / math.log(2) / max(text_bytes, 1)
   hits = [name for name in pending if name.startswith(HITS)]

@@ -72,7 +72,7 @@ def _keep_until(path: pathlib.Path, step: int) -> None:
 
 
 Report = Callable[[int, float], None]
-"""(step, loss in nats) -> None."""
+"""Function of the step and the loss in nats that shows progress."""
 
 
 @contextlib.contextmanager

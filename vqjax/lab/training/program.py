@@ -66,7 +66,8 @@ class Program:
     if train.accumulate > 1 and "carry" in self.abstract_state.model_state:
       raise ValueError(
         "`train.accumulate` must be 1 for a model that carries its state from batch to batch; got"
-        f" {train.accumulate}. A micro-batch would take the carry of other rows."
+        f" {train.accumulate}. Set train.accumulate=1: a micro-batch would take the carry of other"
+        " rows."
       )
     placed = jax.tree.map(lambda x: x.sharding, self.abstract_state)
     everywhere = sharding.replicated(mesh)
@@ -88,7 +89,10 @@ class Program:
     variables, own = dict(variables), self.abstract_state.variables
     lines = differences(shapes_by_name(variables), shapes_by_name(own), "given")
     if lines:
-      raise ValueError(f"`init_from` must return the model's variables; got others:\n{lines}")
+      raise ValueError(
+        f"`init_from` must return the model's variables; got others:\n{lines}\nStart from a run of"
+        " the same model."
+      )
     # The step donates its state, so that nothing else may share its buffers.
     copy = lambda array, like: jax.device_put(array, like.sharding, may_alias=False)
     state = self._begin(jax.tree.map(copy, variables, own))

@@ -13,8 +13,9 @@ from experiments.studies import tuning
 from experiments.studies.comparison import report, run
 from experiments.studies.comparison.report import Interval
 from experiments.studies.comparison.rows import SCALES, rows
-from experiments.studies.study import DOCS, Job
-from experiments.studies.tuning import Grid
+from experiments.studies.page import DOCS
+from experiments.studies.study import Job
+from experiments.studies.tuning import SearchSpace
 from vqjax.lab.config import config_hash
 from vqjax.lab.data import fit_encoder
 from vqjax.lab.training import NotFiniteError
@@ -94,7 +95,7 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
   assert "ptb/dense-contexts" in jobs["ptb/product-distilled-tuning"].needs
   (row,) = (row for row in rows(PTB) if row.name == "product-distilled")
   assert row.experiment(PTB, 2).init_from.folder == "runs/comparison/cpu/ptb/dense-contexts-s2"
-  assert "model.student.dropout" in row.grid(PTB).values
+  assert "model.student.dropout" in row.space(PTB).values
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -146,8 +147,8 @@ def tuned(monkeypatch, tmp_path):
 
     monkeypatch.setattr(tuning, "fit", fit)
     row = rows(SCALES["smoke"][0])[0].experiment(SCALES["smoke"][0], 0)
-    grid = Grid({"train.learning_rate": (1.0, 2.0, 3.0), "model.dropout": (0.0, 0.1)})
-    return tuning.tuning("t", "", row, grid, tmp_path / "runs").make(), ran
+    space = SearchSpace({"train.learning_rate": (1.0, 2.0, 3.0), "model.dropout": (0.0, 0.1)})
+    return tuning.tuning("t", "", row, space, tmp_path / "runs").make(), ran
 
   return tune
 
@@ -168,7 +169,7 @@ def test_a_candidate_that_diverges_is_not_chosen(tuned):
 
 
 def test_a_tuning_of_which_every_candidate_diverges_has_no_result(tuned):
-  with pytest.raises(NotFiniteError, match="every candidate of t diverged"):
+  with pytest.raises(NotFiniteError, match=r"`space` must .* for t"):
     tuned(lambda rate, steps: None)
 
 

@@ -1,19 +1,15 @@
 """Tests of the rows, tables, page and measurements of the DPQ study."""
 
 import json
-import os
 import pathlib
 import shutil
-import types
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from experiments.studies.dpq import report, run
-from experiments.studies.dpq.settings import SCALES, ZHANG, Codes
-from experiments.studies.study import DOCS
+from experiments.studies.dpq.settings import SCALES, ZHANG, CodeSize
+from experiments.studies.page import DOCS
 from vqjax import DPQEmbedding, SoftmaxQuantizer
 
 ROOT = pathlib.Path(__file__).parents[4]
@@ -84,7 +80,7 @@ def test_rows_of_a_table_keep_the_papers_order():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_works_have_distinct_names_and_follow_the_works_that_they_need(scale):
+def test_jobs_have_distinct_names_and_follow_the_jobs_that_they_need(scale):
   seen = set()
   for job in run.jobs(scale):
     assert job.name not in seen
@@ -115,7 +111,7 @@ def test_recovered_codes_have_the_ratio_that_the_paper_prints(name, kind):
 def test_the_formula_counts_the_bits_of_the_inference_form(codes):
   embedding = DPQEmbedding(32_000, 512, SoftmaxQuantizer(codes, 128))
   exact = 4 * 32_000 * 512 / embedding.inference_size().state_bytes
-  ratio = report.formula_ratio(32_000, 512, Codes(codes, 128))
+  ratio = report.formula_ratio(32_000, 512, CodeSize(codes, 128))
   np.testing.assert_allclose(ratio, exact, rtol=1e-6)  # the bits are rounded up to whole bytes
 
 
@@ -133,8 +129,7 @@ def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_p
     shutil.copy(DOCS / path, tmp_path / path)
 
   def render():
-    with pathlib.Path(os.devnull).open("w") as stream:
-      run.render(Console(file=stream), run.STUDY.read("cpu"), "cpu", tmp_path)
+    report.update(run.STUDY.read("cpu"), tmp_path)
     return {path.name: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
 
   first = render()
@@ -144,9 +139,11 @@ def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_p
 
 
 def test_a_page_without_results_has_its_blocks_and_no_figures(tmp_path):
-  generated, figures = report.blocks({}, tmp_path)
+  (tmp_path / "results").mkdir()
+  shutil.copy(DOCS / "results" / "dpq.md", tmp_path / "results")
+  page, *figures = report.update({}, tmp_path)
   assert not figures
-  assert "| PTB, small: Full" in generated["table-4"]
+  assert "| PTB, small: Full" in page.read_text()
 
 
 def test_codes_that_changed_are_drawn_where_they_were_measured():
@@ -155,66 +152,6 @@ def test_codes_that_changed_are_drawn_where_they_were_measured():
   measured = {"changes": [(100, 5.0), (150, 2.0)]}
   figure = report.changes_figure({"ag-news-changes/sx-8x32": measured}, setting)
   assert [len(axes.lines) for axes in figure.axes] == [1, 0]
-
-
-def test_no_point_of_the_frontier_is_beaten_at_a_higher_ratio():
-  points = [(10.0, 5.0), (8.0, 4.0), (4.0, 7.0), (2.0, 6.0)]
-  assert report.frontier(points) == [(10.0, 5.0), (4.0, 7.0)]
-
-
-class Words:
-  """An encoder of a few words."""
-
-  words = ("<eos>", "<unk>", "monday", "toronto", "bush")
-  eos = 0
-
-  def encode(self, text):
-    tokens = [self.words.index(word) if word in self.words else 1 for word in text.split()]
-    return np.array([*tokens, self.eos])
-
-  def decode(self, tokens):
-    return " ".join(self.words[token] for token in tokens if token != self.eos)
-
-
-def test_words_that_are_not_one_token_are_left_out():
-  tokens = run.single_tokens(Words(), ("monday", "friday", "toronto"))
-  assert tokens == {"monday": 2, "toronto": 3}
-
-
-class Found(NamedTuple):
-  """The result of a search."""
-
-  tokens: Any
-
-
-@pytest.fixture
-def copied(monkeypatch):
-  """Makes the beam search return its sources."""
-  search = lambda model, variables, batch, *, eos, beams, penalty: Found(batch)
-  monkeypatch.setattr(run, "translate", search)
-  return types.SimpleNamespace(context=7)
-
-
-def test_translations_are_in_the_order_of_their_sources(copied):
-  lengths = np.random.default_rng(0).integers(1, 6, run.SENTENCES + 3)
-  sources = [
-    " ".join(["monday", "bush", "toronto"][(i + j) % 3] for j in range(n))
-    for i, n in enumerate(lengths)
-  ]
-  assert run.translations(copied, {}, Words(), sources) == sources
-
-
-def test_bleu_of_the_references_is_100_and_of_other_words_less(copied, monkeypatch):
-  monkeypatch.setattr(run, "fit_encoder", lambda data, tokenizer: Words())
-
-  def score(*pairs):
-    data = types.SimpleNamespace(pairs=lambda split: pairs)
-    experiment = types.SimpleNamespace(data=data, tokenizer=None)
-    return run.bleu(experiment, copied, {})["score"]
-
-  text = "monday toronto bush monday toronto"
-  assert score((text, text), (text, text)) == pytest.approx(100)
-  assert 0 < score((text, text), (text, "monday toronto bush toronto monday")) < 100
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from configs.grouped.lm import dense, language_model
 from experiments.studies.grouped import report, rows, run
-from experiments.studies.study import DOCS
+from experiments.studies.page import DOCS
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import WordTokenizer
 from vqjax.lab.judge import Grades, Judge
@@ -134,22 +134,22 @@ def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_p
   for name in ("grouped.md", "bench.json"):
     shutil.copy(DOCS / "results" / name, tmp_path / "results" / name)
   results = run.STUDY.read("cpu")
-  paths = report.write(results, tmp_path)
+  paths = report.update(results, tmp_path)
   first = [path.read_bytes() for path in paths]
   assert first[0] == (DOCS / "results" / "grouped.md").read_bytes()
-  assert report.write(results, tmp_path) == paths
+  assert report.update(results, tmp_path) == paths
   assert [path.read_bytes() for path in paths] == first
 
 
 def test_every_row_of_the_paper_is_a_row_of_the_study():
   jobs = {job.name for job in run.jobs("paper")}
   steps = {f"{dim}/{model}" for dim in report.WIDTHS for model in report.MODELS}
-  for table, row, _ in report.paper():
-    assert row in (steps if table in ("2", "3") else jobs)
+  for table, of_rows in report.PAPER.items():
+    assert of_rows.keys() <= (steps if table in ("2", "3") else jobs)
 
 
 @pytest.mark.parametrize("scale", ["smoke", "cpu", "paper"])
-def test_no_two_works_of_a_scale_have_one_name(scale):
+def test_no_two_jobs_of_a_scale_have_one_name(scale):
   names = [job.name for job in run.jobs(scale)]
   assert len(set(names)) == len(names)
   assert {"pictures/dense", "pictures/grouped", "wide/grouped", "top/wide"} <= set(names)

@@ -6,8 +6,7 @@ import shutil
 import pytest
 from rich.console import Console
 
-from experiments.studies.page import Spread
-from experiments.studies.study import DOCS
+from experiments.studies.page import DOCS, Spread, show
 from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.report import ABLATIONS, MAIN, PAPER
 from experiments.studies.vq_logits.rows import rows
@@ -182,7 +181,8 @@ def test_a_page_without_results_or_benches_has_the_papers_numbers(docs):
 
 def test_consoles_show_the_tables(results):
   stream = io.StringIO()
-  report.render(Console(file=stream, width=80), results, "smoke")
+  for title, table in report.shown_tables(results, "smoke").items():
+    show(Console(file=stream, width=80), title, table)
   shown = stream.getvalue()
   assert "Table 10" in shown
   assert max(map(len, shown.splitlines())) <= 80

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.studies.grouped.stories import beginnings, complete
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.data import BPETokenizer, WordTokenizer
+from vqjax.lab.stories import beginnings, complete
 from vqjax.models import Transformer
 
 VOCAB, CONTEXT = 23, 7
