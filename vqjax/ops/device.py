@@ -35,15 +35,15 @@ class Device(NamedTuple):
 
 
 # TPUs: scores of a tile leave the matrix unit as bfloat16 cotangents of at most a quarter of the
-# vector memory (VMEM) of a chip: 128 MiB from v5e on, 32 MiB before. The sides are the fastest by
-# the compiler's own account (`make bench-tpu`). Peaks in bfloat16 and bandwidths as published.
+# vector memory (VMEM) of a device: 128 MiB from v5e on, 32 or 16 MiB before. The sides are the
+# fastest by the compiler's own account (`make bench-tpu`). Peaks and bandwidths are as published.
 _TPU = (
   ("TPU v5 lite", Device(4096, 4096, 197e12 / 819e9, fuses=True)),
   ("TPU v5e", Device(4096, 4096, 197e12 / 819e9, fuses=True)),
   ("TPU v5", Device(16384, 1024, 459e12 / 2765e9, fuses=True)),
   ("TPU v6", Device(4096, 4096, 918e12 / 1640e9, fuses=True)),
-  ("TPU v2", Device(1024, 1024, 46e12 / 700e9, fuses=True)),
-  ("TPU v3", Device(1024, 1024, 123e12 / 900e9, fuses=True)),
+  ("TPU v2", Device(2048, 1024, 46e12 / 700e9, fuses=True)),
+  ("TPU v3", Device(2048, 1024, 123e12 / 900e9, fuses=True)),
   ("TPU v4", Device(2048, 2048, 275e12 / 1228e9, fuses=True)),
   ("TPU", Device(4096, 4096, 918e12 / 1640e9, fuses=True)),
 )
