@@ -93,7 +93,7 @@ def row_blocks(
   """Blocks of consecutive tokens, from arrays that hold a row for each token.
 
   There are `rows` of the `vocab` tokens on this device: all of them, or inside of `axis` its shard,
-  which may be padded. The last block starts early enough to fit; tokens that it repeats, and rows
+  either of which may be padded. The last block starts early enough to fit; tokens that it repeats, and rows
   beyond the vocabulary, score -inf.
 
   Args:
@@ -118,7 +118,7 @@ def row_blocks(
     part = lambda tree: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
     score_WB = scores(part if count > 1 else lambda tree: tree)
     row_W = start + jnp.arange(width, dtype=jnp.int32)
-    if count * width == rows and axis is None:
+    if count * width == rows == vocab and axis is None:
       return score_WB, row_W
     real_W = (row_W >= index * width) & (first + row_W < vocab)
     return mask_rows(score_WB, real_W), jnp.where(real_W, first + row_W, 0)
