@@ -397,6 +397,14 @@ def rows(run: pathlib.Path) -> int:
     return 0
 
 
+def maps(pid: int) -> bytes:
+  """The libraries that a process has loaded."""
+  try:
+    return pathlib.Path("/proc", str(pid), "maps").read_bytes()
+  except OSError:
+    return b""
+
+
 def is_saving(run: pathlib.Path) -> bool:
   """Whether a checkpoint is being written."""
   try:
@@ -559,7 +567,8 @@ def signals(names: Sequence[str]) -> Iterator[Trial]:
       run, signum = folder / "run", getattr(signal, f"SIG{name}")
       started = lab.start(run, fresh=moment == "importing")
       if moment == "importing":
-        time.sleep(0.4)
+        # Before that, while Python itself starts, the end is Python's own.
+        lab.wait_for(lambda: b"jaxlib" in maps(started.pid), started)
       else:
         step = {"training": 5, "saving": 4, "evaluating": 8}[moment]
         lab.wait_for(lambda: rows(run) >= step, started)
