@@ -21,6 +21,7 @@ import os
 import pathlib
 import platform
 import random
+import re
 import resource
 import shutil
 import signal
@@ -397,6 +398,14 @@ def rows(run: pathlib.Path) -> int:
     return 0
 
 
+def maps(pid: int) -> bytes:
+  """The libraries that a process has loaded."""
+  try:
+    return pathlib.Path("/proc", str(pid), "maps").read_bytes()
+  except OSError:
+    return b""
+
+
 def is_saving(run: pathlib.Path) -> bool:
   """Whether a checkpoint is being written."""
   try:
@@ -559,7 +568,8 @@ def signals(names: Sequence[str]) -> Iterator[Trial]:
       run, signum = folder / "run", getattr(signal, f"SIG{name}")
       started = lab.start(run, fresh=moment == "importing")
       if moment == "importing":
-        time.sleep(0.4)
+        # Before that, while Python itself starts, the end is Python's own.
+        lab.wait_for(lambda: b"jaxlib" in maps(started.pid), started)
       else:
         step = {"training": 5, "saving": 4, "evaluating": 8}[moment]
         lab.wait_for(lambda: rows(run) >= step, started)
@@ -782,7 +792,7 @@ def campaign(short: bool, seed: int, workers: int, only: str, kept: pathlib.Path
   folder = pathlib.Path(tempfile.mkdtemp(prefix="vqjax-faults-"))
   try:
     lab = Lab(folder)
-    chosen = [trial for trial in trials(lab, short, seed) if only in trial.kind]
+    chosen = [trial for trial in trials(lab, short, seed) if re.search(only, trial.kind)]
     done = {}
     if kept is not None and kept.exists():
       done = {(r["kind"], r["name"]): r for r in map(json.loads, kept.read_text().splitlines())}
@@ -922,7 +932,7 @@ def main() -> int:
   parser.add_argument("--short", action="store_true", help="a minute of trials")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-  parser.add_argument("--only", default="", help="trials whose kind contains this")
+  parser.add_argument("--only", default="", help="trials whose kind has a match of this")
   parser.add_argument("--rows", type=pathlib.Path, help="keep rows here; those in it are done")
   parser.add_argument("--json", type=pathlib.Path, help="write all rows to this file")
   parser.add_argument("--page", type=pathlib.Path, help="write the page to this file")

@@ -1,7 +1,8 @@
 """How a command ends: one last line, an exit code, and a log of the rest.
 
 The module loads nothing but the standard library, so that a signal in the first moments of a
-command, while JAX is imported, already ends it in order.
+command, while JAX is imported, already ends it in order. Before it is loaded, in the first tenth of
+a second, the signals are Python's.
 """
 
 import contextlib

@@ -226,6 +226,19 @@ def test_a_damaged_result_is_measured_again(finished, tmp_path):
 
 
 @pytest.mark.slow
+def test_lost_rows_of_a_finished_run_are_named(finished, tmp_path):
+  _, folder, _ = finished
+  run = shutil.copytree(folder, tmp_path / "run")
+  assert read_metrics(run).problem is None
+  text = (run / "metrics.jsonl").read_text()
+  for kept in (text[:-5], "".join(text.splitlines(keepends=True)[:7]), ""):
+    (run / "metrics.jsonl").write_text(kept)
+    assert "its last rows are missing" in str(read_metrics(run).problem)
+  (run / "metrics.jsonl").unlink()
+  assert "its last rows are missing" in str(read_metrics(run).problem)
+
+
+@pytest.mark.slow
 def test_a_lost_config_does_not_hand_a_run_over_to_another(finished, tmp_path):
   experiment, folder, result = finished
   run = shutil.copytree(folder, tmp_path / "run")

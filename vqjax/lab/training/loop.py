@@ -224,6 +224,7 @@ class _Training:
         "state_bytes": sum(x.nbytes for x in variables),
       },
       "mesh": dict(self.program.mesh.shape),
+      "last_row": self.log.last if self.log is not None else "",
       "loss": None,
       "train": {
         "steps": self.train.steps,

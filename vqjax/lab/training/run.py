@@ -76,6 +76,7 @@ class Result:
   mesh: dict[str, int] = dataclasses.field(default_factory=dict)
   loss: dict[str, Any] | None = None
   train: dict[str, Any] = dataclasses.field(default_factory=dict)
+  last_row: str = ""
 
 
 @dataclasses.dataclass
@@ -116,8 +117,17 @@ def read_config(folder: str | os.PathLike) -> dict | None:
 
 def read_metrics(folder: str | os.PathLike) -> records.Rows:
   """Return the rows of a folder's metrics.jsonl; none without one."""
-  remedy = "Run the folder's command again to go on without it, or restore it."
-  return records.read_rows(pathlib.Path(folder) / "metrics.jsonl", Row, remedy)
+  path = pathlib.Path(folder) / "metrics.jsonl"
+  remedy = (
+    "Restore it, or run the folder's command again (without result.json) to go on without it."
+  )
+  found = records.read_rows(path, Row, remedy)
+  result = None if found.problem else read_result(folder)
+  # The checksums of rows do not tell that the last ones are gone.
+  last = result and result.get("last_row")
+  if last and found.checksums[-1:] != [last]:
+    found.problem = records.DamagedError(f"{path} is damaged: its last rows are missing. {remedy}")
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
