@@ -92,7 +92,7 @@ MISTAKES = {
     r"`bias` must be \[31\] .* got \(1, 31\)",
   ),
   "a number for a bias": (lambda: log_prob(HIDDEN, WEIGHT, TOKENS, 0.0), "`bias` .* got float"),
-  "a [D, V] kernel": (lambda: log_prob(HIDDEN, WEIGHT.T, TOKENS), "Transpose"),
+  "a [D, V] kernel": (lambda: log_prob(HIDDEN, WEIGHT.T, TOKENS), "columns"),
   "one-hot tokens": (
     lambda: log_prob(HIDDEN, WEIGHT, jax.nn.one_hot(TOKENS, V)),
     r"`hidden` must have the shape \(4, 31\) of `tokens`",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from vqjax.ops import vocab_parallel
+from vqjax.ops.row_factory import columns
 from vqjax.ops.softmax import linear_cross_entropy, linear_softmax
 
 
@@ -52,7 +53,7 @@ def softmax_cross_entropy_with_integer_labels(
       f"`where` must be {labels.shape} or {(*labels.shape, 1)}; got {where.shape}. Remove classes"
       " with a bias of -inf instead."
     )
-  return linear_cross_entropy(hidden, kernel.T, labels, mask=where, **options)
+  return linear_cross_entropy(hidden, columns(kernel), labels, mask=where, **options)
 
 
 def linear_softmax_cross_entropy_loss(
@@ -86,10 +87,7 @@ def linear_softmax_cross_entropy_loss(
       f"`precision` must be None; got {precision}. Give dtype=jnp.float32 for float32 operands, and"
       " set jax_default_matmul_precision for their products."
     )
-  reductions = {"sum": jnp.sum, "mean": jnp.mean, "none": lambda losses: losses}
-  if reduction not in reductions:
-    raise ValueError(f"`reduction` must be one of {', '.join(reductions)}; got {reduction!r}.")
-  return reductions[reduction](linear_cross_entropy(x, weights.T, labels, **options))
+  return linear_cross_entropy(x, columns(weights), labels, reduction=reduction, **options)
 
 
 def vocab_tiling_nnx_loss(
@@ -127,7 +125,7 @@ def vocab_tiling_nnx_loss(
     if config.normalize_embedding_logits:
       hidden = hidden / hidden.shape[-1] ** 0.5
   else:
-    weight = decoder.logits_dense.kernel[...].T
+    weight = columns(decoder.logits_dense.kernel[...])
   stats = linear_softmax(
     hidden,
     weight,
@@ -173,7 +171,7 @@ def compute_chunked_logps(
     tied = not hasattr(model, "lm_head")
   stats = linear_softmax(
     hidden_states,
-    model.embedder.input_embedding[...] if tied else model.lm_head.w[...].T,
+    model.embedder.input_embedding[...] if tied else columns(model.lm_head.w[...]),
     target_ids,
     temperature=temperature or 1.0,
     softcap=getattr(config, "final_logit_softcap", None),
