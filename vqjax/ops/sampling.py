@@ -93,8 +93,8 @@ def row_blocks(
   """Blocks of consecutive tokens, from arrays that hold a row for each token.
 
   There are `rows` of the `vocab` tokens on this device: all of them, or inside of `axis` its shard,
-  either of which may be padded. The last block starts early enough to fit; tokens that it repeats, and rows
-  beyond the vocabulary, score -inf.
+  either of which may be padded. The last block starts early enough to fit; tokens that it repeats,
+  and rows beyond the vocabulary, score -inf.
 
   Args:
     batch: the trailing shape *B of the scores.
