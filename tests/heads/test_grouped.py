@@ -158,3 +158,21 @@ def test_no_probability_falls_on_a_slot_that_no_token_has():
   seen = set(np.asarray(draws).tolist())
   assert seen <= set(range(10))
   assert seen & {0, 1}
+
+
+def test_many_rows_are_decoded_by_the_best_slot_of_each_group_also_on_a_mesh():
+  vocab, rows = 307, 17
+  head = GroupedHead(vocab, 8, sizes=uneven(vocab), order_init=shuffled, use_bias=True)
+  hidden = 2 * jax.random.normal(jax.random.key(0), (rows, 8))
+  variables = head.init(jax.random.key(1), hidden)
+  logits = head.apply(variables, hidden, method="logits")
+  expected = np.sort(reference.log_softmax(np.asarray(logits, np.float64)))[:, ::-1][:, :40]
+  best = jax.jit(lambda head, v, h: head.apply(v, h, 40, method="top_k"), static_argnums=0)
+  here = best(head, variables, hidden)
+  with jax.set_mesh(jax.make_mesh((1, 8), ("data", "model"))):
+    there = jax.device_get(best(head.clone(vocab_axis="model"), variables, hidden))
+  for log_probs, tokens in (here, there):
+    np.testing.assert_allclose(log_probs, expected, atol=2e-5)
+    own = np.take_along_axis(np.asarray(logits), np.asarray(tokens), -1)
+    np.testing.assert_allclose(own, log_probs, atol=2e-5)
+    assert all(len(set(row)) == 40 for row in np.asarray(tokens))

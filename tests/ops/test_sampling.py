@@ -188,3 +188,10 @@ def test_selection_by_chunks_equals_that_of_all_scores(value):
   ):
     np.testing.assert_array_equal(found.scores, expected_scores)
     np.testing.assert_array_equal(found.tokens, expected_tokens)
+
+
+def test_rows_beyond_the_vocabulary_have_no_score():
+  wide = jax.random.normal(jax.random.key(1), (300, 4))
+  block_scores, _ = sampling.row_blocks((4,), 300, 290, lambda cut: cut(wide), width=300).block(0)
+  assert np.isneginf(block_scores[290:]).all()
+  np.testing.assert_array_equal(block_scores[:290], wide[:290])

@@ -80,7 +80,9 @@ def test_values_and_gradients_equal_float64(case, form):
   # Half of the tokens are the most likely ones, whose probability is near 1 in most cases.
   token[::2] = exact.argmax(axis=1)[::2]
   cotangent = normal(5, len(hidden))
-  found, gradients = value_and_gradients(FORMS[form], hidden, weight, bias, token, cotangent)
+  found, gradients = value_and_gradients(
+    FORMS[form], hidden, weight, bias, jnp.asarray(token), cotangent
+  )
   # A score is rounded to 6e-8 of itself, by each of its D products.
   size = np.abs(exact[:, kept]).max()
   unit = D * 6e-8 * size

@@ -27,7 +27,8 @@ def configure_warnings() -> None:
     exits.say(f"warning: {message}")
 
   warnings.simplefilter("ignore")
-  warnings.filterwarnings("default", module=r"vqjax(\.|$)")
+  for category in (UserWarning, FutureWarning):
+    warnings.filterwarnings("default", category=category, module=r"vqjax(\.|$)")
   warnings.showwarning = show
 
 

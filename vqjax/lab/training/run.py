@@ -204,9 +204,13 @@ class RunFolder:
     mine = {"hash": config_hash(experiment), "config": describe(experiment), "data": data}
     # Checkpoints name their owner, so that they cannot change hands with a lost config.json.
     self.owner = f"{mine['hash']}-{records.checksum(json.dumps(data, sort_keys=True).encode())}"
-    token = from_main("run folder", lambda: self._open(mine))
-    if not is_main():
-      _wait_for_token(path / "lock", token)
+    try:
+      token = from_main("run folder", lambda: self._open(mine))
+      if not is_main():
+        _wait_for_token(path / "lock", token)
+    except BaseException:
+      self.close()
+      raise
 
   def _open(self, mine: dict) -> str:
     """Lock the folder; return the content of its lock file."""
