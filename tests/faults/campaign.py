@@ -724,7 +724,7 @@ def several(count: int) -> Iterator[Trial]:
       options = ("train.mesh.data=2",)
       with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        whole = lab.folder / "whole-2"
+        whole = folder.parent / "whole-2"  # of this worker
         if not (whole / "result.json").exists():
           end = lab.train(whole, *options, devices=2)
           assert end.code == 0, end.err
