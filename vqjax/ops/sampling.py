@@ -222,20 +222,20 @@ def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]
   @jax.checkpoint
   def step(carry, index):
     max_B, *sums = carry
-    score_BW = blocks.block(index)[0].astype(jnp.float32)
+    score_WB = blocks.block(index)[0].astype(jnp.float32)
     # The result does not depend on the maximum, so that no gradient has to pass through it.
-    new_max_B = jnp.maximum(max_B, lax.stop_gradient(score_BW).max(axis=-1))
+    new_max_B = jnp.maximum(max_B, lax.stop_gradient(score_WB).max(axis=0))
     shift_B = exp_shift(new_max_B)
-    above_BW, step_B = score_BW - shift_B[..., None], max_B - shift_B
+    above_WB, step_B = score_WB - shift_B, max_B - shift_B
     return new_max_B, *(
-      sum_B * jnp.exp(step_B / t) + jnp.exp(above_BW / t).sum(axis=-1)
+      sum_B * jnp.exp(step_B / t) + jnp.exp(above_WB / t).sum(axis=0)
       for sum_B, t in zip(sums, (1.0, temperature))
     )
 
   zero_B = jnp.zeros(blocks.batch, jnp.float32)
   max_B, *sums = blocks.fold(step, (jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B))
   if blocks.axis:
-    step_B = max_B - exp_shift(lax.pmax(max_B, blocks.axis))
+    step_B = max_B - exp_shift(vocab_parallel.common_shift(max_B, blocks.axis))
     sums = [
       lax.psum(sum_B * jnp.exp(step_B / t), blocks.axis)
       for sum_B, t in zip(sums, (1.0, temperature))
