@@ -237,5 +237,5 @@ def test_what_tokamax_refuses_is_refused():
   loss = inspect.unwrap(adapters.linear_softmax_cross_entropy_loss)
   with pytest.raises(NotImplementedError, match="`precision` must be None"):
     loss(*arrays, precision="highest")
-  with pytest.raises(ValueError, match='`reduction` must be "none", "sum" or "mean"; got .max'):
+  with pytest.raises(ValueError, match=r'`reduction` must be "none", "sum" or "mean"; got .max'):
     loss(*arrays, reduction="max")
