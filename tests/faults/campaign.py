@@ -795,7 +795,9 @@ def campaign(short: bool, seed: int, workers: int, only: str, kept: pathlib.Path
     chosen = [trial for trial in trials(lab, short, seed) if re.search(only, trial.kind)]
     done = {}
     if kept is not None and kept.exists():
-      done = {(r["kind"], r["name"]): r for r in map(json.loads, kept.read_text().splitlines())}
+      earlier = map(json.loads, kept.read_text().splitlines())
+      done = {(r["kind"], r["name"]): r for r in earlier if r["outcome"] in GOOD}
+      kept.write_text("".join(json.dumps(row) + "\n" for row in done.values()))
     left = [t for t in chosen if (t.kind, t.name) not in done]
     print(f"{len(chosen)} trials, {len(done)} done before; a run takes {lab.seconds:.1f} s")
     results = kept or folder / "rows.jsonl"
@@ -905,7 +907,9 @@ library that is loaded before the others (`tests/faults/shim.c`). Trials fork on
 imported the modules; signals during imports meet a new interpreter. The command that is run again
 does so in a process that keeps its compiled programs.
 
-Run on {date} with Python {python}, on {machine}, commit {commit}; digest of the trials {digest}.
+Run on {date} with Python {python}, on {machine}, commit {commit}; a call that goes on after an
+interruption keeps the trials of the earlier one, and repeats those that failed. Digest of the
+trials: {digest}.
 """
 
 

@@ -370,7 +370,7 @@ class TestBadInput:
 
   @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
   def test_an_invalid_weight_of_the_distillation_is_refused(self, dense, weight):
-    with pytest.raises(ValueError, match=f"`weight` must be at least 0 and finite; got {weight}"):
+    with pytest.raises(ValueError, match=rf"weight` must be .*finite.*; got {weight}"):
       initial(conversion.compress(*dense, codes=5, distillation=weight))
 
   def test_a_teacher_without_a_linear_head_is_refused(self, dense):
