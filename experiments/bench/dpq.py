@@ -101,7 +101,7 @@ def _setting(body: LSTMSize) -> Setting:
 
 
 def _step(setting: Setting, make: Callable[[Setting], Embedding], vocab: int) -> TrainingStep:
-  step = TrainingStep(with_vocab(setting.make("", make(setting), seed=0), vocab))
+  step = TrainingStep(with_vocab(setting.make("bench", make(setting), seed=0), vocab))
   step()
   return step
 

@@ -171,7 +171,7 @@ class GroupDecodingHead(Head):
       return jax.nn.logsumexp(score_WSB, axis=1)
 
     mass_CWB = jax.lax.map(mass, blocks.indices)
-    return jnp.moveaxis(mass_CWB.reshape(-1, *batch), 0, -1)
+    return jnp.moveaxis(jax.lax.collapse(mass_CWB, 0, 2), 0, -1)
 
 
 def _masked(scores, tokens, allowed):

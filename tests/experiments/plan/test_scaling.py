@@ -51,5 +51,5 @@ def test_rows_are_read_back_newest_first(tmp_path):
   file.write_text("".join(json.dumps(key | more) + "\n" for more in ({"failed": "x"}, {"plan": 1})))
   assert scaling.read_rows(file) == {cell: key | {"plan": 1}}
   file.write_text("{}\n")
-  with pytest.raises(ValueError, match=r"line 1 of .*rows.jsonl"):
+  with pytest.raises(ValueError, match=r"rows.jsonl, line 1, is damaged: `config`"):
     scaling.read_rows(file)

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from tests import tiny
+from vqjax.lab import exits
 from vqjax.lab.training.interrupt import deferred_signals
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -51,7 +52,10 @@ def command(tmp_path_factory):
     call += ["data.valid_fraction=0.2", "data.test_fraction=0.2", "--run", str(run)]
     env = os.environ | {"VQJAX_CACHE": str(root / "cache")}
     pipe = subprocess.PIPE
-    return subprocess.Popen(call, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env)
+    # A shell makes programs in the background ignore some of the signals.
+    default = lambda: [signal.signal(signum, signal.SIG_DFL) for signum in exits.STOPS]
+    options = {"cwd": ROOT, "env": env, "text": True, "preexec_fn": default}
+    return subprocess.Popen(call, stdout=pipe, stderr=pipe, **options)
 
   return start
 
