@@ -12,6 +12,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import vqjax
+from tests import tiny
 from vqjax import convert
 from vqjax.embeddings import ProductEmbedding, ScalarEmbedding, compact_file
 
@@ -142,6 +143,7 @@ def test_a_file_that_contradicts_itself_is_refused(saved, old, new, message):
   whole = path.read_bytes()
   assert old in whole
   path.write_bytes(whole.replace(old, new))
+  tiny.with_new_checksum(path)
   with pytest.raises(ValueError, match=message):
     compact_torch.CompactEmbedding(path)
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from vqjax import DenseEmbedding, Head
+from vqjax.embeddings import compact_file
 from vqjax.lab import records
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
@@ -96,3 +97,11 @@ def fit_and_interrupt(run: Experiment, folder: pathlib.Path, steps: int) -> str:
   with mock.patch.object(loop, "deferred_signals", handler), pytest.raises(Interrupted) as stop:
     fit(run, folder)
   return str(stop.value)
+
+
+def with_new_checksum(path):
+  """Gives a changed file the checksum that it would be saved with."""
+  whole = path.read_bytes()
+  before = whole[: whole.index(b'"checksum":"') + 12]
+  after = whole[len(before) + 8 :]
+  path.write_bytes(before + compact_file.checksum(path).encode() + after)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import reference
+from tests import reference, tiny
 from tests.embeddings.quantized import QUANTIZERS, D, K, M, V
 from vqjax import DPQEmbedding, ProductEmbedding
 from vqjax.embeddings import compact_file
@@ -111,14 +111,6 @@ def saved(tmp_path):
   return file
 
 
-def with_new_checksum(path):
-  """Gives a changed file the checksum that it would be saved with."""
-  whole = path.read_bytes()
-  before = whole[: whole.index(b'"checksum":"') + 12]
-  after = whole[len(before) + 8 :]
-  path.write_bytes(before + compact_file.checksum(path).encode() + after)
-
-
 @pytest.mark.parametrize("kept", [0, 7, 50, -1])
 def test_a_truncated_file_is_refused(saved, kept):
   whole = saved.read_bytes()
@@ -152,7 +144,7 @@ def test_codes_of_k_and_above_are_refused(saved):
   at = bytes(whole).index(codes)
   whole[at : at + len(codes)] = b"\xff" * len(codes)
   saved.write_bytes(bytes(whole))
-  with_new_checksum(saved)
+  tiny.with_new_checksum(saved)
   with pytest.raises(ValueError, match=r"codes .*K=6"):
     CompactEmbedding.load(saved)
 
@@ -280,6 +272,6 @@ def test_only_floating_dtypes_are_saved_and_loaded(saved, tmp_path):
     dataclasses.replace(compact, dtype="int8").save(tmp_path / "other")
   assert not (tmp_path / "other").exists()
   saved.write_bytes(saved.read_bytes().replace(b'"dtype":"float32"', b'"dtype":"int8"   '))
-  with_new_checksum(saved)
+  tiny.with_new_checksum(saved)
   with pytest.raises(ValueError, match=r"`dtype` of .* must be one of float32, .*; got 'int8'"):
     CompactEmbedding.load(saved)
