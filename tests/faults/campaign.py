@@ -908,8 +908,8 @@ imported the modules; signals during imports meet a new interpreter. The command
 does so in a process that keeps its compiled programs.
 
 Run on {date} with Python {python}, on {machine}, commit {commit}; a call that goes on after an
-interruption keeps the trials of the earlier one, and repeats those that failed. Digest of the
-trials: {digest}.
+interruption keeps the trials of the earlier one, which may be of an earlier commit, and repeats
+those that failed. Digest of the trials: {digest}.
 """
 
 
