@@ -1,8 +1,8 @@
 """Tuning of a row by successive halving on validation, as jobs of a study.
 
-Every candidate trains for a sixth of the row's steps; the best third of them, at least two, train
-again, from the start, for half of the steps; the lowest validation loss of that round chooses. A
-shortened run has a whole schedule, so that candidates are compared at the end of their learning
+Every candidate trains for an eighth of the row's steps; the best third of them, at least two, train
+again, from the start, for a quarter of the steps; the lowest validation loss of that round chooses.
+A shortened run has a whole schedule, so that candidates are compared at the end of their learning
 rates.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 
 from experiments.studies.study import Job, identity_of
 from vqjax.lab.config import Experiment, config_hash, override
-from vqjax.lab.training import NotFiniteError, fit
+from vqjax.lab.training import SGD, NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import read_result
 
-ROUNDS = 6, 2
+ROUNDS = 8, 4
 """Parts of the row's steps in the rounds; each round keeps a third of its candidates, and two."""
 
 
@@ -46,11 +46,20 @@ def with_fields(experiment: Experiment, fields: Mapping[str, float]) -> Experime
 
 
 def shortened(experiment: Experiment, part: int) -> Experiment:
-  """The experiment with a `part`-th of its steps and warm-up, evaluated at the end."""
-  train = experiment.train
+  """The experiment with a `part`-th of its steps and schedule, evaluated at the end."""
+  train, optimizer = experiment.train, experiment.train.optimizer
   steps = max(1, train.steps // part)
+  if isinstance(optimizer, SGD):
+    hold, every = optimizer.hold // part, max(1, optimizer.every // part)
+    optimizer = dataclasses.replace(optimizer, hold=hold, every=every)
   own = dataclasses.replace(
-    train, steps=steps, warmup=train.warmup // part, eval_every=steps, save_every=steps, keep=1
+    train,
+    steps=steps,
+    warmup=train.warmup // part,
+    optimizer=optimizer,
+    eval_every=steps,
+    save_every=steps,
+    keep=1,
   )
   return dataclasses.replace(experiment, train=own)
 

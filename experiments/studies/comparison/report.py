@@ -130,7 +130,7 @@ def tunings(results: Results, s: Setting) -> pd.DataFrame:
     kept = results.get(f"{s.name}/{row.name}-tuning")
     if kept is None:
       continue
-    tokens = s.train.batch * s.decoder["context"] * sum(t["steps"] for t in kept["trials"])
+    tokens = s.train.batch * s.context * sum(t["steps"] for t in kept["trials"])
     shown.append(
       {"head": row.label}
       | {field.split(".")[-1].replace("_", " "): f"{v:g}" for field, v in kept["chosen"].items()}

@@ -1,4 +1,4 @@
-"""Heads on one decoder and text, with one budget and one search space for all.
+"""Heads on one model and text, with one budget and one search space for all.
 
 Every row of a setting is trained from scratch for the same number of steps, after a tuning over the
 same search space on the validation split. Rows that begin with vectors of contexts all begin with
@@ -13,31 +13,32 @@ import numpy as np
 from flax import linen as nn
 
 from experiments.studies.tuning import SearchSpace
-from vqjax import DenseEmbedding, Head, assign, convert, heads
+from vqjax import DenseEmbedding, Embedding, Head, assign, convert, heads
 from vqjax.assign import trees
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import (
   BPETokenizer,
+  Loader,
   PennTreebank,
   Source,
   Stories,
+  Streams,
   Text,
   Tokenizer,
   Windows,
   WordTokenizer,
 )
-from vqjax.models import Transformer
+from vqjax.lab.models import LSTM, SymmetricUniform
+from vqjax.lab.training import SGD
+from vqjax.models import LanguageModel, Transformer
 
 V = FROM_TOKENIZER
-
-INPUTS = nn.initializers.normal(0.02)
-"""Initialiser of the input embedding of untied rows; tied tables have the default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """A text, a decoder, a budget, and the compared heads.
+  """A text, a model, a budget, and the compared heads.
 
   Attributes:
     name: name of the setting; its rows are called "NAME/ROW".
@@ -45,7 +46,11 @@ class Setting:
     headline: rows that are run with every seed; the others have one.
     data: the text.
     tokenizer: its tokenizer.
-    decoder: fields of the decoder.
+    loader: how its batches are made.
+    dim: model width, D.
+    context: tokens of a row of a batch.
+    body: (embedding, head) -> the model.
+    inputs: initialiser of the input embedding of untied rows; tied tables have the default.
     train: training of each row, before its tuning.
     space: values that each row's tuning tries.
     codes: K of the larger codebook.
@@ -65,7 +70,11 @@ class Setting:
   headline: tuple[str, ...]
   data: Source
   tokenizer: Tokenizer
-  decoder: dict[str, Any]
+  loader: Loader
+  dim: int
+  context: int
+  body: Callable[[Embedding, Head], LanguageModel]
+  inputs: nn.initializers.Initializer
   train: Train
   space: SearchSpace
   codes: int
@@ -82,11 +91,6 @@ class Setting:
   def path(self, row: str, seed: int) -> str:
     """The run folder of a row."""
     return f"{self.folder}/{run_name(row, seed)}"
-
-  @property
-  def dim(self) -> int:
-    """Model width, D."""
-    return self.decoder["dim"]
 
 
 def run_name(row: str, seed: int) -> str:
@@ -116,37 +120,28 @@ class Row:
   def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
     """The row's run before its tuning; by default the teacher has the run's seed."""
     head, start, train = self.head(), self.start(seed), s.train
-    embedding = getattr(head, "embedding", None) or DenseEmbedding(V, s.dim, weight_init=INPUTS)
-    model = Transformer(embedding=embedding, head=head, **s.decoder)
+    embedding = getattr(head, "embedding", None) or DenseEmbedding(V, s.dim, weight_init=s.inputs)
+    model = s.body(embedding, head)
     if self.teacher is not None:
       model = conversion.Distilled(model, self.teacher.experiment(s, seed).model)
       folder = s.path(self.teacher.name, seed if teacher_seed is None else teacher_seed)
       start = conversion.FromTeacher(folder, start)
       train = dataclasses.replace(train, trainable=("student",))
-    return Experiment(
-      self.name, model, s.data, s.tokenizer, Windows(), train, seed, init_from=start
-    )
-
-  def space(self, s: Setting) -> SearchSpace:
-    """The search space of the row's tuning; only headline rows try several rates of dropout."""
-    alone = set() if self.name in s.headline else {"model.dropout"}
-    values = {field: some[:1] if field in alone else some for field, some in s.space.values.items()}
-    if self.teacher is None:
-      return SearchSpace(values)
-    of_student = lambda field: field.replace("model.", "model.student.", 1)
-    return SearchSpace({of_student(field): some for field, some in values.items()})
+    return Experiment(self.name, model, s.data, s.tokenizer, s.loader, train, seed, init_from=start)
 
 
 def rows(s: Setting) -> list[Row]:
   """The rows of a setting, in its order."""
   d = s.dim
-  dense = lambda: heads.DenseHead(V, d)
-  tied = lambda: heads.DenseHead(V, d, embedding=DenseEmbedding(V, d))
+  dense = lambda: heads.DenseHead(V, d, use_bias=True)
+  tied = lambda: heads.DenseHead(V, d, use_bias=True, embedding=DenseEmbedding(V, d))
   contexts = lambda target: (
     lambda seed: conversion.FromVectors(convert.ContextVectors(seed), target(seed))
   )
-  to_dense = contexts(lambda seed: convert.ToDense())
-  to_product = contexts(lambda seed: convert.ToProduct(power=0.5, seed=seed))
+  # A bias of its own for each token, which begins at the unigrams.
+  with_unigrams = lambda start: lambda seed: conversion.Unigrams(start=start(seed))
+  to_dense = with_unigrams(contexts(lambda seed: convert.ToDense()))
+  to_product = with_unigrams(contexts(lambda seed: convert.ToProduct(power=0.5, seed=seed)))
   to_codes = lambda alone: contexts(
     lambda seed: convert.ToCodebook(convert.KMeans(power=0.5, alone=alone, seed=seed))
   )
@@ -156,14 +151,13 @@ def rows(s: Setting) -> list[Row]:
   to_low_rank = contexts(lambda seed: convert.ToLowRank())
   exchange = lambda seed: conversion.Mapped(convert.Brown(token_bias=True))
   codebook = lambda codes: lambda: heads.CodebookHead(V, d, codes, token_bias=True)
-  with_bias = lambda: heads.DenseHead(V, d, use_bias=True)
   ordered = lambda: heads.GroupedHead(V, d, use_bias=True, order_init=convert.in_order)
   # All codes but one hold a token each.
   alone = lambda seed: convert.ContextKMeans(alone=1 - 0.5 / (s.seen + 1), seed=seed)
   clusters = lambda seed: convert.ByClusters(convert.ContextKMeans(seed=seed))
   learned = lambda: heads.LearnedProductHead(V, d, *s.product, token_bias=True)
-  to_learned = contexts(
-    lambda seed: convert.ToLearnedProduct(convert.ToProduct(power=0.5, seed=seed))
+  to_learned = with_unigrams(
+    contexts(lambda seed: convert.ToLearnedProduct(convert.ToProduct(power=0.5, seed=seed)))
   )
   best = Row("dense-contexts", "full softmax, from contexts", dense, to_dense)
   every = [
@@ -245,7 +239,7 @@ def rows(s: Setting) -> list[Row]:
     Row(
       "dense-unigram",
       "full softmax, bias from unigrams",
-      with_bias,
+      dense,
       lambda seed: conversion.Unigrams(),
     ),
     Row(
@@ -264,12 +258,57 @@ def zipf_tree(vocab: int) -> trees.Tree:
   return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)
 
 
-def _train(steps: int, batch: int, warmup: int) -> Train:
+def _lstm(dim: int, context: int) -> dict[str, Any]:
+  """Fields of a setting whose model is the small LSTM of Zaremba et al., on one text a row."""
+  begin = SymmetricUniform(0.1)
+  return {
+    "dim": dim,
+    "context": context,
+    "body": lambda embedding, head: LSTM(
+      embedding=embedding, head=head, dim=dim, context=context, weight_init=begin
+    ),
+    "loader": Streams(),
+    "inputs": begin,
+  }
+
+
+def _by_sgd(steps: int, batch: int, row: int) -> Train:
+  """Descent at a constant rate for half of the steps, which then falls to 0.056 of it.
+
+  Zaremba's loss is the sum over the `row` tokens of a row and ours is the mean: his clipping, at 3,
+  is divided by it.
+  """
+  return Train(
+    steps=steps,
+    batch=batch,
+    clip=3.0 / row,
+    optimizer=SGD(hold=steps // 2, every=max(1, steps // 20), factor=0.75),
+    eval_every=steps,
+    save_every=max(1, steps // 4),
+    keep=1,
+    log_every=10,
+  )
+
+
+def _transformer(dim: int, context: int, layers: int, heads: int) -> dict[str, Any]:
+  """Fields of a setting whose model is a decoder without dropout, on windows of the text."""
+  return {
+    "dim": dim,
+    "context": context,
+    "body": lambda embedding, head: Transformer(
+      embedding=embedding, head=head, dim=dim, layers=layers, heads=heads, context=context
+    ),
+    "loader": Windows(),
+    "inputs": nn.initializers.normal(0.02),
+  }
+
+
+def _by_adam(steps: int, batch: int, warmup: int) -> Train:
+  """AdamW along a cosine."""
   return Train(
     steps=steps,
     batch=batch,
     warmup=warmup,
-    learning_rate=3e-3,
     weight_decay=0.1,
     eval_every=steps,
     save_every=max(1, steps // 4),
@@ -304,9 +343,6 @@ _TINY = {
   # Little of the text that every machine has is evaluated.
   "data": Text(valid_fraction=0.005, test_fraction=0.005),
   "tokenizer": WordTokenizer(vocab=400),
-  "decoder": {"dim": 16, "layers": 1, "heads": 2, "context": 16, "dropout": 0.1},
-  "train": _train(12, batch=4, warmup=2),
-  "space": SearchSpace({"train.learning_rate": (3e-3, 1e-2), "model.dropout": (0.1,)}),
   "codes": 64,
   "small_codes": 24,
   "product": (16, 4),
@@ -319,8 +355,26 @@ _TINY = {
 
 _SETTINGS = {
   "smoke": (
-    Setting("ptb", PTB, HEADLINE, **_TINY, seeds=2),
-    Setting("stories", STORIES, (), **_TINY, seeds=1),
+    Setting(
+      "ptb",
+      PTB,
+      HEADLINE,
+      **_lstm(16, 16),
+      train=_by_sgd(12, batch=4, row=16),
+      space=SearchSpace({"train.learning_rate": (5.0, 10.0)}),
+      **_TINY,
+      seeds=2,
+    ),
+    Setting(
+      "stories",
+      STORIES,
+      (),
+      **_transformer(16, 16, layers=1, heads=2),
+      train=_by_adam(12, batch=4, warmup=2),
+      space=SearchSpace({"train.learning_rate": (3e-3, 1e-2)}),
+      **_TINY,
+      seeds=1,
+    ),
   ),
   "cpu": (
     Setting(
@@ -329,16 +383,14 @@ _SETTINGS = {
       HEADLINE,
       data=PennTreebank(),
       tokenizer=WordTokenizer(split=False),
-      decoder={"dim": 128, "layers": 2, "heads": 4, "context": 64, "dropout": 0.2},
-      train=_train(3600, batch=16, warmup=200),
-      space=SearchSpace(
-        {"train.learning_rate": (1.5e-3, 3e-3, 6e-3), "model.dropout": (0.1, 0.25)}
-      ),
+      **_lstm(200, 20),
+      train=_by_sgd(11_615, batch=20, row=20),
+      space=SearchSpace({"train.learning_rate": (10.0, 16.0, 25.0, 40.0)}),
       codes=1024,
-      small_codes=460,
-      product=(224, 16),
-      residual=(200, 4),
-      rank=7,
+      small_codes=525,
+      product=(256, 25),
+      residual=(345, 4),
+      rank=12,
       cutoffs=(750, 3000),
       classes=100,
       seeds=5,
@@ -349,8 +401,8 @@ _SETTINGS = {
       (),
       data=Stories(),
       tokenizer=BPETokenizer(folder="tokenizers/gpt2"),
-      decoder={"dim": 64, "layers": 4, "heads": 4, "context": 128, "dropout": 0.0},
-      train=_train(3072, batch=8, warmup=200),
+      **_transformer(64, 128, layers=4, heads=4),
+      train=_by_adam(3072, batch=8, warmup=200),
       space=SearchSpace({"train.learning_rate": (2e-3, 4e-3, 8e-3)}),
       codes=4096,
       small_codes=1500,
@@ -369,4 +421,4 @@ SCALES = {
   scale: tuple(dataclasses.replace(s, folder=f"runs/comparison/{scale}/{s.name}") for s in settings)
   for scale, settings in _SETTINGS.items()
 }
-"""Scale -> settings. At `cpu`, four passes over Penn Treebank, three over slices of TinyStories."""
+"""Scale -> settings. At `cpu`, five passes over Penn Treebank, three over slices of TinyStories."""

@@ -456,7 +456,7 @@ def test_a_product_head_begins_with_clusters_of_given_vectors_and_all_else_is_fr
   jax.tree.map(np.testing.assert_array_equal, others(variables["params"]), others(fresh.params))
 
 
-def test_a_bias_from_unigrams_gives_the_frequencies_of_the_text(dense):
+def test_a_bias_from_unigrams_gives_the_frequencies_of_the_text_whatever_the_rows(dense):
   experiment, _ = dense
   model = experiment.model.clone(head=DenseHead(V, D, use_bias=True))
   start = conversion.Unigrams(smoothing=0.5)
@@ -464,6 +464,13 @@ def test_a_bias_from_unigrams_gives_the_frequencies_of_the_text(dense):
   counts = np.bincount(text.splits["train"].tokens, minlength=new.model.head.vocab) + 0.5
   bias = variables["params"]["head"]["bias"].astype(np.float64)
   np.testing.assert_allclose(np.exp(bias), counts / counts.sum(), rtol=1e-6)
+  both = dataclasses.replace(start, start=conversion.FromVectors(CONTEXTS, convert.ToDense()))
+  _, after, _ = initial(dataclasses.replace(experiment, model=model, init_from=both))
+  np.testing.assert_array_equal(
+    after["params"]["head"]["bias"], variables["params"]["head"]["bias"]
+  )
+  rows = CONTEXTS(token_stats(text, new.model.head.vocab), D)
+  np.testing.assert_allclose(after["params"]["head"]["weight"], rows, rtol=1e-6)
   without = experiment.model.clone(head=DenseHead(V, D))
   with pytest.raises(ValueError, match="`head` must have a bias"):
     initial(dataclasses.replace(experiment, model=without, init_from=start))

@@ -121,24 +121,30 @@ class FromVectors:
 
 @dataclasses.dataclass(frozen=True)
 class Unigrams:
-  """A fresh dense head whose bias is the text's unigram log-probabilities.
+  """A head whose bias begins at the text's unigram log-probabilities.
 
   Attributes:
     smoothing: added to the count of each token.
+    start: `Experiment.init_from` of everything else, such as `FromVectors(...)`; None: freshly
+      initialised.
   """
 
   smoothing: float = 0.1
+  start: Callable[..., dict] | None = None
 
   def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
-    """The fresh variables with this bias; ValueError if the head has no bias."""
-    if "bias" not in variables["params"].get("head", {}):
+    """The variables with this bias; ValueError if the head has no bias."""
+    if self.start is not None:
+      variables = self.start(text, model, variables)
+    names = {"bias", "token_bias"} & variables["params"].get("head", {}).keys()
+    if not names:
       raise ValueError(
         f"`head` must have a bias for {type(self).__name__}; got a {type(model.head).__name__}"
-        " without one. Set use_bias=True, or init_from=None."
+        " without one. Set use_bias=True or token_bias=True, or init_from=None."
       )
     counts = token_stats(text, model.head.vocab).counts + self.smoothing
     bias = np.log(counts / counts.sum())
-    return merged(dict(variables), {"params": {"head": {"bias": bias}}})
+    return merged(dict(variables), {"params": {"head": dict.fromkeys(names, bias)}})
 
 
 @dataclasses.dataclass(frozen=True)
