@@ -92,6 +92,7 @@ def table(results: Results, s: Setting) -> pd.DataFrame:
   """The heads by test perplexity; rows without a result are last."""
   reference = s.rows[0]
   of_reference = page.finished(results, f"{s.name}/{reference}")
+  at_start = results.get(f"{s.name}/starts", {"nats": {}})["nats"]
   measured, missing = [], []
   for row in rows(s):
     runs = page.finished(results, f"{s.name}/{row.name}")
@@ -113,6 +114,7 @@ def table(results: Results, s: Setting) -> pd.DataFrame:
       "verdict": difference and difference.verdict,
       "bytes": units.size(size),
       "step, ms": f"{1e3 * one['train']['step_seconds']:.0f}",
+      "nats at the start": f"{at_start[row.name]:.2f}" if row.name in at_start else None,
     }
     if of_reference:
       dense = next(iter(of_reference.values()))["head"]["state_bytes"]

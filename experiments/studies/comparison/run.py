@@ -18,8 +18,14 @@ from typing import Any
 
 from experiments.studies.comparison import report
 from experiments.studies.comparison.rows import SCALES, Row, Setting, rows, run_name
-from experiments.studies.study import Job, Study, trained
+from experiments.studies.measure import held_out_scores
+from experiments.studies.study import Job, Study, identity_of, trained
 from experiments.studies.tuning import tuned, tuning
+from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.training.program import Program, keys
+from vqjax.lab.training.provenance import provenance
+from vqjax.lab.training.run import load_text
+from vqjax.sharding import make_mesh
 
 TUNING_SEED = 100
 """Seed of the tunings, which is not that of a row."""
@@ -27,12 +33,34 @@ TUNING_SEED = 100
 
 def jobs(scale: str) -> list[Job]:
   """All jobs of a scale, each row's tuning before its runs; headline rows first."""
-  return [
-    job
-    for setting in SCALES[scale]
-    for row in sorted(rows(setting), key=lambda row: row.name not in setting.headline)
-    for job in _jobs(scale, setting, row)
-  ]
+  every = []
+  for setting in SCALES[scale]:
+    every.append(_starts(setting))
+    for row in sorted(rows(setting), key=lambda row: row.name not in setting.headline):
+      every += _jobs(scale, setting, row)
+  return every
+
+
+def _starts(setting: Setting) -> Job:
+  """The validation loss of each row before its first step; a distilled row begins as another."""
+  runs = {row.name: row.experiment(setting, 0) for row in rows(setting) if row.teacher is None}
+
+  def nats(experiment: Experiment) -> float:
+    text = load_text(experiment)
+    program = Program(text.experiment, make_mesh(experiment.train.mesh))
+    variables = program.init(keys(experiment.seed)[0]).variables
+    if experiment.init_from is not None:
+      variables = experiment.init_from(text, program.model, variables)
+    return held_out_scores(program.model, variables, text)["valid"]["nats_per_token"]
+
+  def identity() -> str:
+    return identity_of({name: config_hash(run) for name, run in runs.items()})
+
+  def make() -> dict[str, Any]:
+    origin = {"status": "finished", "config_hash": identity(), **provenance()}
+    return {"result": origin, "nats": {name: nats(run) for name, run in runs.items()}}
+
+  return Job(f"{setting.name}/starts", "loss before training", identity, make)
 
 
 def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
