@@ -8,6 +8,7 @@ import lazy_loader
 
 # Imported at first use: the GPU benchmark also runs where the lab's packages are not installed.
 codebook = lazy_loader.load("experiments.bench.codebook", suppress_warning=True)
+compared = lazy_loader.load("experiments.bench.compared", suppress_warning=True)
 decoding = lazy_loader.load("experiments.bench.decoding", suppress_warning=True)
 dpq = lazy_loader.load("experiments.bench.dpq", suppress_warning=True)
 gpu = lazy_loader.load("experiments.bench.gpu", suppress_warning=True)
@@ -65,6 +66,10 @@ BENCHMARKS = {
   "decoding": Benchmark(
     "top-k and samples of heads against the plain product with the weight; three minutes",
     lambda quick: decoding.run(quick),
+  ),
+  "compared": Benchmark(
+    "training and decoding steps of the heads of the comparison; five minutes",
+    lambda quick: compared.run(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",

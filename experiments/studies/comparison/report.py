@@ -11,9 +11,8 @@ import scipy.stats
 from matplotlib.figure import Figure
 
 from experiments.studies import page
-from experiments.studies.comparison.rows import SCALES, Row, Setting, rows
+from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
 from experiments.studies.page import DOCS, Results, Spread
-from vqjax import heads
 from vqjax.lab.report import SERIES, units
 from vqjax.lab.report.plots import blank, byte_axis, label_points
 
@@ -73,7 +72,7 @@ def paired(results: Results, row: str, reference: str) -> Interval | None:
 
 
 def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
-  """Bytes of the head that inference needs; learned codes count as fixed ones.
+  """Bytes of the head that inference needs.
 
   Args:
     row: the row.
@@ -81,15 +80,20 @@ def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
     s: the setting.
   """
   head = row.head()
-  if not isinstance(head, heads.LearnedProductHead):
+  if deployed(head) is head:
     return result["head"]["state_bytes"]
   vocab = result["embedding"]["params"] // s.dim
-  fixed = heads.ProductHead(vocab, s.dim, head.codes, head.subspaces, token_bias=head.token_bias)
-  return fixed.size().state_bytes
+  return deployed(head).clone(vocab=vocab).size().state_bytes
 
 
-def table(results: Results, s: Setting) -> pd.DataFrame:
-  """The heads by test perplexity; rows without a result are last."""
+def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFrame:
+  """The heads by test perplexity; rows without a result are last.
+
+  Args:
+    results: the results.
+    s: the setting.
+    costs: figures of the benchmark "compared" for the setting; {} without.
+  """
   reference = s.rows[0]
   of_reference = page.finished(results, f"{s.name}/{reference}")
   at_start = results.get(f"{s.name}/starts", {"nats": {}})["nats"]
@@ -113,12 +117,14 @@ def table(results: Results, s: Setting) -> pd.DataFrame:
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
       "bytes": units.size(size),
-      "step, ms": f"{1e3 * one['train']['step_seconds']:.0f}",
       "nats at the start": f"{at_start[row.name]:.2f}" if row.name in at_start else None,
     }
     if of_reference:
       dense = next(iter(of_reference.values()))["head"]["state_bytes"]
       shown["of the reference"] = units.ratio(size / dense)
+    if row.name in costs:
+      cost = costs[row.name]
+      shown |= {"training": units.ratio(cost["step"]), "sample": units.ratio(cost["sample"])}
     measured.append((spread.mean, shown))
   ranked = [shown for _, shown in sorted(measured, key=lambda one: one[0])]
   frame = pd.DataFrame([*ranked, *missing])
@@ -167,8 +173,9 @@ def bytes_figure(results: Results, s: Setting) -> Figure | None:
   return figure
 
 
-def _tables(results: Results, s: Setting) -> dict[str, pd.DataFrame]:
-  return {"heads": table(results, s), "tunings": tunings(results, s)}
+def _tables(results: Results, s: Setting, docs: pathlib.Path) -> dict[str, pd.DataFrame]:
+  costs = (page.bench(docs, "compared") or {}).get(s.name, {})
+  return {"heads": table(results, s, costs), "tunings": tunings(results, s)}
 
 
 def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
@@ -176,7 +183,7 @@ def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:
   every = {
     f"{s.name}: {title}": frame
     for s in SCALES[scale]
-    for title, frame in _tables(results, s).items()
+    for title, frame in _tables(results, s, DOCS).items()
   }
   return {title: frame for title, frame in every.items() if len(frame)}
 
@@ -185,7 +192,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and the figures of the page; return their paths."""
   blocks, figures = {}, {}
   for s in SCALES["cpu"]:
-    for title, frame in _tables(results, s).items():
+    for title, frame in _tables(results, s, docs).items():
       blocks[f"{s.name}-{title}"] = page.markdown(frame) if len(frame) else units.MISSING
     name, figure = f"comparison-{s.name}.png", bytes_figure(results, s)
     figures[name] = figure

@@ -253,6 +253,14 @@ def rows(s: Setting) -> list[Row]:
   return [by_name[name] for name in s.rows]
 
 
+def deployed(head: Head) -> Head:
+  """The head of inference: one with fixed codes in place of learned ones."""
+  if not isinstance(head, heads.LearnedProductHead):
+    return head
+  shape = head.vocab, head.dim, head.codes, head.subspaces
+  return heads.ProductHead(*shape, token_bias=head.token_bias)
+
+
 def zipf_tree(vocab: int) -> trees.Tree:
   """Huffman's tree of a frequency-sorted vocabulary under Zipf's law."""
   return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)

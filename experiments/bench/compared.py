@@ -1,0 +1,83 @@
+"""Benchmark of the heads of the comparison: a training step and a decoding step of each."""
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench import measure
+from experiments.bench.measure import Program, compare
+from experiments.bench.training_step import TrainingStep
+from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
+from vqjax import DenseHead
+from vqjax.lab.config import with_vocab
+from vqjax.lab.training.provenance import device
+
+ROUNDS = 7
+VOCAB = {"ptb": 10_000, "stories": 50_257}
+
+
+def run(quick: bool) -> Iterator[dict[str, Any]]:
+  """Time the rows of each setting beside its reference."""
+  figures: dict[str, Any] = {}
+  for setting in SCALES["smoke" if quick else "cpu"]:
+    vocab, rounds = (400, 1) if quick else (VOCAB[setting.name], ROUNDS)
+    figures[setting.name] = _setting(setting, vocab, rounds)
+    yield figures
+
+
+def _setting(s: Setting, vocab: int, rounds: int) -> dict[str, Any]:
+  """Print and return the seconds of each row, and their ratios to those of the first one."""
+  reference, *_ = every = rows(s)
+  decoding = compare({row.name: _sample(row, vocab) for row in every}, rounds)
+  figures, dense = {}, _step(reference, s, vocab)
+  for row in every:
+    measure.log(f"measuring {s.name}/{row.name}")
+    own = _step(row, s, vocab)
+    # In turn, since the noise of a machine changes over time.
+    turns = [(dense(), own()) for _ in range(rounds)]
+    of_dense, seconds = map(statistics.median, zip(*turns, strict=True))
+    sample = decoding[row.name].seconds
+    figures[row.name] = {
+      "step_seconds": seconds,
+      "step": seconds / of_dense,
+      "sample_seconds": sample,
+      "sample": sample / decoding[reference.name].seconds,
+    }
+    own.end()
+  measure.show(
+    f"{s.name}: a training step of {s.train.batch * s.context} tokens and a sample at batch 1, over"
+    f" those of the first row, V={vocab:,}, D={s.dim}, float32, {device()}",
+    ("head", "step, ms", "ratio", "sample, ms", "ratio"),
+    [
+      [
+        row.label,
+        f"{1e3 * figures[row.name]['step_seconds']:.1f}",
+        f"{figures[row.name]['step']:.2f}",
+        f"{1e3 * figures[row.name]['sample_seconds']:.2f}",
+        f"{figures[row.name]['sample']:.2f}",
+      ]
+      for row in every
+    ],
+  )
+  return figures
+
+
+def _step(row: Row, s: Setting, vocab: int) -> TrainingStep:
+  step = TrainingStep(with_vocab(row.experiment(s, 0), vocab))
+  step()
+  return step
+
+
+def _sample(row: Row, vocab: int) -> Program:
+  """A sample at batch 1 by the head of inference."""
+  head = deployed(row.head()).clone(vocab=vocab)
+  if isinstance(head, DenseHead):
+    # Rows of its own cost what those of an embedding do.
+    head = head.clone(embedding=None)
+  hidden, key = jax.random.normal(jax.random.key(0), (1, head.dim)), jax.random.key(1)
+  variables = jax.jit(head.init)(jax.random.key(2), jnp.zeros((1, head.dim)))
+  sample = lambda variables, hidden, key: head.apply(variables, hidden, key, method="sample")
+  return sample, (variables, hidden, key)
