@@ -392,7 +392,7 @@ _SETTINGS = {
       tokenizer=WordTokenizer(split=False),
       **_lstm(200, 20),
       train=_by_sgd(9_292, batch=20, row=20),
-      space=SearchSpace({"train.learning_rate": (10.0, 16.0, 25.0, 40.0)}),
+      space=SearchSpace({"train.learning_rate": (16.0, 25.0, 40.0, 64.0)}),
       codes=1024,
       small_codes=525,
       product=(256, 25),
