@@ -142,7 +142,11 @@ class LearnedProductHead(_ProductTables):
     return super().declare() | {"latent": latent}
 
   def _weight(self) -> RowFactory:
-    return RowFactory(self.array("latent"), self.array("tables"), product.quantized)
+    latent, tables = self.array("latent"), self.array("tables")
+    # Once for all tiles, which the forward and the backward pass compose anew.
+    codes = product.nearest_codes(*map(lax.stop_gradient, (latent, tables)))
+    codes = codes.astype(code_dtype(self.codes))
+    return RowFactory((latent, codes), tables, product.straight_through)
 
   def aux(self, hidden, tokens) -> dict[str, Float[Array, ""]]:
     """The terms of `LinearHead`, and "commitment"."""
@@ -158,7 +162,8 @@ class LearnedProductHead(_ProductTables):
   def _commitment(self, tokens):
     token_N = jnp.clip(tokens.reshape(-1), 0, self.vocab - 1)
     latent_ND = vocab_parallel.gather(self.array("latent"), token_N)
-    row_ND = lax.stop_gradient(product.nearest_rows(latent_ND, self.array("tables")))
+    tables = lax.stop_gradient(self.array("tables"))
+    row_ND = product.compose(product.nearest_codes(lax.stop_gradient(latent_ND), tables), tables)
     distance_N = ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
     mean = mean_in_vocabulary(distance_N, tokens.reshape(-1), self.vocab)
     return {"commitment": self.commitment * mean}

@@ -56,10 +56,15 @@ def nearest_codes(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) ->
 
 
 def _nearest_by_product(latent_MCW: Array, tables_MKC: Array) -> Int[Array, "M W"]:
-  # |x - t|² / 2 without |x|² / 2, which all codes share.
-  product_MKW = jnp.einsum("mkc,mcw->mkw", tables_MKC, latent_MCW)
-  distance_MKW = (tables_MKC**2).sum(axis=-1)[..., None] / 2 - product_MKW
-  return jnp.argmin(distance_MKW, axis=1).astype(jnp.int32)
+  """A product for each subspace, so that only the distances [K, W] of one are held."""
+
+  def in_subspace(given):
+    latent_CW, table_KC = given
+    # |x - t|² / 2 without |x|² / 2, which all codes share.
+    distance_KW = (table_KC**2).sum(axis=-1)[:, None] / 2 - table_KC @ latent_CW
+    return jnp.argmin(distance_KW, axis=0).astype(jnp.int32)
+
+  return lax.map(in_subspace, (latent_MCW, tables_MKC))
 
 
 def _nearest_by_loop(latent_MCW: Array, tables_MKC: Array) -> Int[Array, "M W"]:
@@ -85,17 +90,19 @@ def _nearest_by_loop(latent_MCW: Array, tables_MKC: Array) -> Int[Array, "M W"]:
   return lax.fori_loop(0, tables_MKC.shape[1], compare, start, unroll=4)[1]
 
 
-def nearest_rows(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Float[Array, "W D"]:
-  """Rows that the nearest codes compose, differentiable only in the tables."""
-  return compose(nearest_codes(*map(lax.stop_gradient, (latent, tables))), tables)
-
-
-def quantized(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Float[Array, "W D"]:
-  """Rows that the nearest codes compose, straight-through in the latent rows.
+def straight_through(
+  per_row: tuple[Float[Array, "W D"], Integer[Array, "W M"]], tables: Float[Array, "M K C"]
+) -> Float[Array, "W D"]:
+  """Rows that codes compose, whose gradient the latent rows get unchanged.
 
   The tables get the exact gradient of the composed rows.
+
+  Args:
+    per_row: the latent rows, and the codes that `nearest_codes` gives them.
+    tables: the sub-vectors.
   """
-  row_WD = nearest_rows(latent, tables)
+  latent, codes = per_row
+  row_WD = compose(codes, tables)
   return row_WD + (latent - lax.stop_gradient(latent)).astype(row_WD.dtype)
 
 
