@@ -219,7 +219,7 @@ class Started:
     self.path = pathlib.Path(path)
     self.code: int | None = None
     if fresh:
-      code = "from vqjax.lab.exits import vqjax; vqjax()"
+      code = "from vqjax.lab.signals import vqjax; vqjax()"
       self.process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env=os.environ | env,

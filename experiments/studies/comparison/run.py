@@ -13,13 +13,13 @@ generated tables and figures, which --scale cpu and --render rewrite.
 
 import dataclasses
 import pathlib
-import sys
 from typing import Any
 
 from experiments.studies.comparison import report
 from experiments.studies.comparison.rows import SCALES, Row, Setting, rows, run_name
 from experiments.studies.study import Job, Study, trained
 from experiments.studies.tuning import tuned, tuning
+from vqjax.lab import exits
 
 TUNING_SEED = 100
 """Seed of the tunings, which is not that of a row."""
@@ -83,4 +83,4 @@ STUDY = Study(
 )
 
 if __name__ == "__main__":
-  sys.exit(STUDY.main())
+  exits.run_main(STUDY.main)

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests import tiny
-from vqjax.lab import exits
+from vqjax.lab import signals
 from vqjax.lab.training.interrupt import deferred_signals
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -53,7 +53,7 @@ def command(tmp_path_factory):
     env = os.environ | {"VQJAX_CACHE": str(root / "cache")}
     pipe = subprocess.PIPE
     # A shell makes programs in the background ignore some of the signals.
-    default = lambda: [signal.signal(signum, signal.SIG_DFL) for signum in exits.STOPS]
+    default = lambda: [signal.signal(signum, signal.SIG_DFL) for signum in signals.STOPS]
     options = {"cwd": ROOT, "env": env, "text": True, "preexec_fn": default}
     return subprocess.Popen(call, stdout=pipe, stderr=pipe, **options)
 
