@@ -5,11 +5,10 @@ python -m experiments.demo
 
 import argparse
 import pathlib
-import sys
 
 from rich.console import Console
 
-from vqjax.lab import report
+from vqjax.lab import exits, report
 from vqjax.lab.config import load, override
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.training import fit
@@ -53,4 +52,4 @@ def _demo(folder: pathlib.Path, steps: int | None) -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  exits.run_main(main)

@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments.bench.measure import Unavailable
 from experiments.bench.registry import BENCHMARKS
+from vqjax.lab import exits
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,4 +103,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  exits.run_main(main)

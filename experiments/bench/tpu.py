@@ -26,6 +26,7 @@ from experiments.bench import losses
 from experiments.plan.isolated import isolated
 from experiments.studies import page
 from vqjax import CodebookHead, GroupedHead, ProductHead, linear_cross_entropy
+from vqjax.lab import exits
 from vqjax.lab.plan import chips, compiling, cycles
 from vqjax.lab.report import units
 
@@ -289,9 +290,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.render:
       fill(RESULTS, cells)
     render(read_rows(RESULTS), TABLE)
-  except KeyboardInterrupt:
-    print("stopped; the same command again goes on", file=sys.stderr)
-    return 130
   except (ValueError, ImportError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -313,4 +311,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  exits.run_main(main)

@@ -20,7 +20,7 @@ import jax
 from configs.large import HEADS
 from experiments.plan import scaling_report
 from experiments.plan.isolated import isolated
-from vqjax.lab import records
+from vqjax.lab import exits, records
 from vqjax.lab.config import Experiment
 from vqjax.lab.console import configure_warnings
 from vqjax.lab.plan import chips, compiling
@@ -136,9 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.render:
       fill(RESULTS, list(grid(options.models, options.vocabularies, options.chips)))
     render(read_rows(RESULTS))
-  except KeyboardInterrupt:
-    print("stopped; the same command again goes on", file=sys.stderr)
-    return 130
   except (ValueError, ImportError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -161,4 +158,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  exits.run_main(main)

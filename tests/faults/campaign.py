@@ -14,6 +14,7 @@ command that runs again does so in a process that keeps its compiled programs.
 import argparse
 import dataclasses
 import hashlib
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -77,11 +78,16 @@ class End:
   err: str
 
   @property
+  def last(self) -> str:
+    """The last line."""
+    return (self.err.strip().splitlines() or [""])[-1]
+
+  @property
   def is_clear(self) -> bool:
     """Whether it failed with one last line that has a remedy, and without a traceback."""
-    last = (self.err.strip().splitlines() or [""])[-1]
-    has_remedy = last.startswith("error: ") and last.count(" ") > 5
-    return self.code in (1, 2) and has_remedy and "Traceback" not in self.err
+    # The remedy is a sentence of its own, or follows a semicolon.
+    has_remedy = re.fullmatch(r"error: .+[.;] \w.+", self.last)
+    return self.code in (1, 2) and bool(has_remedy) and "Traceback" not in self.err
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,35 +131,30 @@ class Lab:
     self.train(folder / "timed")
     self.seconds = time.monotonic() - began
     self.stopped = folder / "stopped"
-    pid = self.start(self.stopped)
-    self.wait_for(lambda: rows(self.stopped) >= STEPS * 2 // 3, pid)
-    pid.kill(signal.SIGTERM)
-    assert self.end(pid).code == 128 + signal.SIGTERM
+    started = self.start(self.stopped)
+    started.wait_for(lambda: rows(self.stopped) >= STEPS * 2 // 3)
+    started.kill(signal.SIGTERM)
+    assert started.end().code == 128 + signal.SIGTERM
 
   def start(self, run: pathlib.Path, *options: str, fresh: bool = False, **more: Any) -> "Started":
     """Start `vqjax train` in a run folder."""
-    arguments = ["train", str(self.config), "--run", str(run), *options]
-    return Started(arguments, self.environment(more.pop("env", {})), fresh=fresh, **more)
+    env = self.environment | more.pop("env", {})
+    return Started(self.arguments(run, *options), env, fresh=fresh, **more)
 
-  def environment(self, more: dict[str, str]) -> dict[str, str]:
-    return {"VQJAX_CACHE": str(self.folder / "cache"), "TMPDIR": str(self.folder)} | more
+  def arguments(self, run: pathlib.Path, *options: str) -> list[str]:
+    return ["train", str(self.config), "--run", str(run), *options]
+
+  @property
+  def environment(self) -> dict[str, str]:
+    return {"VQJAX_CACHE": str(self.folder / "cache"), "TMPDIR": str(self.folder)}
 
   def train(self, run: pathlib.Path, *options: str, **more: Any) -> End:
     """Run `vqjax train` in a run folder to its end."""
-    return self.end(self.start(run, *options, **more))
+    return self.start(run, *options, **more).end()
 
-  def again(self, run: pathlib.Path, *options: str, env: dict[str, str] | None = None) -> End:
+  def again(self, run: pathlib.Path, **env: str) -> End:
     """Run `vqjax train` to its end where its programs are compiled already."""
-    arguments = ["train", str(self.config), "--run", str(run), *options]
-    return self.warm.call(arguments, self.environment(env or {}))
-
-  def end(self, started: "Started") -> End:
-    return started.end()
-
-  def wait_for(self, holds: Callable[[], bool], started: "Started") -> None:
-    """Wait until something holds, or the command has ended."""
-    while started.is_running() and not holds():
-      time.sleep(0.003)
+    return self.warm.call(self.arguments(run), self.environment | env)
 
   def outcome(self, run: pathlib.Path) -> dict[str, Any]:
     """Everything of a finished run that must be equal bit by bit."""
@@ -172,28 +173,36 @@ class Lab:
       "rows": read_metrics(run).rows,
     }
 
-  def judged(self, end: End, run: pathlib.Path) -> tuple[str, str]:
+  def judged(
+    self, end: End, run: pathlib.Path, expected: dict[str, Any] | None = None
+  ) -> tuple[str, str]:
     """The outcome of a trial by the end of the command that ran last in its folder."""
-    last = (end.err.strip().splitlines() or [""])[-1]
-    if end.code is None:
-      return "hang", last
-    if "Traceback" in end.err:
-      return "traceback", last
+    expected = expected or self.expected
     if end.code != 0:
-      return (CLEAR if end.is_clear else "unclear end"), f"code {end.code}: {last}"
+      return failed(end)
     warned = [line for line in end.err.splitlines() if line.startswith("warning: ")]
     try:
       found = self.outcome(run)
     except (ValueError, OSError, TypeError) as error:
       return "silent difference", f"{type(error).__name__}: {error}"
-    differs = [name for name in self.expected if found[name] != self.expected[name]]
+    differs = [name for name in expected if found[name] != expected[name]]
     if not differs:
       return (WARNED if warned else EQUAL), "; ".join(warned)
     # Rows of a log that was damaged are lost, which a warning says; the run itself is the same.
     told = any("metrics.jsonl" in line for line in warned)
-    if differs == ["rows"] and told and is_within(found["rows"], self.expected["rows"]):
+    if differs == ["rows"] and told and is_within(found["rows"], expected["rows"]):
       return WARNED, "; ".join(warned)
     return "silent difference", f"in {', '.join(differs)}"
+
+
+def failed(end: End) -> tuple[str, str]:
+  """The outcome of a trial whose command did not end well, but should have failed clearly."""
+  words = f"code {end.code}: {end.last}"
+  if end.code is None:
+    return "hang", words
+  if "Traceback" in end.err:
+    return "traceback", words
+  return (CLEAR if end.is_clear else "unclear end"), words
 
 
 def is_within(few: list, many: list) -> bool:
@@ -219,7 +228,7 @@ class Started:
     self.path = pathlib.Path(path)
     self.code: int | None = None
     if fresh:
-      code = "from vqjax.lab.exits import vqjax; vqjax()"
+      code = "from vqjax.lab.signals import vqjax; vqjax()"
       self.process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env=os.environ | env,
@@ -242,6 +251,11 @@ class Started:
       if pid:
         self.code = os.waitstatus_to_exitcode(status)
     return self.code is None
+
+  def wait_for(self, holds: Callable[[], bool]) -> None:
+    """Wait until something holds, or the process has ended."""
+    while self.is_running() and not holds():
+      time.sleep(0.003)
 
   def kill(self, signum: int) -> None:
     """Send a signal, unless the process has ended."""
@@ -356,8 +370,8 @@ def serve(calls, folder: pathlib.Path) -> None:
 
 def default_signals() -> None:
   """Undo what a shell does to the signals of commands in the background."""
-  for signum in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
-    signal.signal(signum, signal.SIG_DFL)
+  for name in SIGNALS[:4]:
+    signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -417,9 +431,9 @@ def is_saving(run: pathlib.Path) -> bool:
 # --- the trials ---
 
 
-def kills(count: int, draw: random.Random) -> Iterator[Trial]:
+def kills(draw: random.Random) -> Iterator[Trial]:
   """SIGKILL at random moments: of the whole run, and while a checkpoint is written."""
-  for number in range(count):
+  for number in range(50):
     at, moment = draw.random(), ("any", "saving", "evaluating")[number % 3]
 
     def act(lab, folder, at=at, moment=moment):
@@ -427,12 +441,12 @@ def kills(count: int, draw: random.Random) -> Iterator[Trial]:
       started = lab.start(run)
       if moment == "any":
         deadline = time.monotonic() + at * lab.seconds
-        lab.wait_for(lambda: time.monotonic() > deadline, started)
+        started.wait_for(lambda: time.monotonic() > deadline)
       else:
         step = 1 + int(at * (STEPS - 1)) if moment == "saving" else 8 * (1 + int(at * 2))
-        lab.wait_for(lambda: rows(run) >= step, started)
+        started.wait_for(lambda: rows(run) >= step)
         if moment == "saving":
-          lab.wait_for(lambda: is_saving(run), started)
+          started.wait_for(lambda: is_saving(run))
           time.sleep(at * 0.01)
       started.kill(signal.SIGKILL)
       started.end()
@@ -457,59 +471,35 @@ def damage(path: pathlib.Path, way: str, draw: random.Random) -> None:
 WAYS = ("truncated", "one bit", "removed")
 
 
-def damaged_runs(lab: Lab, draw: random.Random, fraction: float) -> Iterator[Trial]:
-  """Every file of a stopped run, damaged."""
-  yield from _damaged(lab.stopped, "a file of a stopped run", draw, fraction)
-  only = {"result.json", "metrics.jsonl", "config.json", "progress.json"}
-  yield from _damaged(lab.whole, "a file of a finished run", draw, fraction, only)
-
-
-def _damaged(source, kind, draw, fraction, only=None) -> Iterator[Trial]:
-  files = sorted(p.relative_to(source) for p in source.rglob("*") if p.is_file())
+def damaged(
+  lab: Lab, kind: str, source: pathlib.Path, draw: random.Random, only: str = "*"
+) -> Iterator[Trial]:
+  """Files below a folder damaged in three ways: of a run, or of the cache that a run reads."""
+  files = sorted(p.relative_to(source) for p in source.rglob(only) if p.is_file())
+  seen: Counter = Counter()
   for file, way in itertools.product(files, WAYS):
-    if (only and file.name not in only) or (only and len(file.parts) > 1):
-      continue
+    # Without the random parts of names, which another call does not have.
+    name = f"{way}: {re.sub(r'[0-9a-f]{28,}', '...', str(file))}"
+    seen[name] += 1
     seed = draw.random()
-    if draw.random() >= fraction:
-      continue
 
     def act(lab, folder, file=file, way=way, seed=seed):
-      run = shutil.copytree(source, folder / "run")
-      damage(run / file, way, random.Random(seed))
-      outcome = lab.judged(lab.again(run), run)
-      if outcome[0] == "silent difference" and only and file.name != "result.json":
+      of_cache = source.name == "cache"
+      run = shutil.copytree(lab.stopped if of_cache else source, folder / "run")
+      cache = shutil.copytree(lab.folder / "cache", folder / "cache")
+      damage((cache if of_cache else run) / file, way, random.Random(seed))
+      outcome = lab.judged(lab.again(run, VQJAX_CACHE=str(cache)), run)
+      if outcome[0] == "silent difference" and source == lab.whole and file.name != "result.json":
         # A finished run prints its result, and `table` reads the other files.
-        outcome = lab.judged(lab.warm.call(["table", str(run)], lab.environment({})), run)
+        outcome = lab.judged(lab.warm.call(["table", str(run)], lab.environment), run)
       return outcome
 
-    yield Trial(kind, f"{way}: {generic(file)}", act)
+    yield Trial(kind, name if seen[name] == 1 else f"{name} ({seen[name]})", act)
 
 
-def generic(file: pathlib.Path) -> str:
-  """The name of a file without the random parts of its name."""
-  parts = [part if len(part) < 30 or "." in part[:12] else part[:4] + "..." for part in file.parts]
-  return "/".join(parts)
-
-
-def damaged_caches(lab: Lab, draw: random.Random, fraction: float) -> Iterator[Trial]:
-  """Every file of the cache, damaged, before a run is resumed."""
-  for file, way in itertools.product(sorted((lab.folder / "cache").iterdir()), WAYS):
-    seed = draw.random()
-    if draw.random() >= fraction:
-      continue
-
-    def act(lab, folder, file=file, way=way, seed=seed):
-      cache = shutil.copytree(lab.folder / "cache", folder / "cache")
-      run = shutil.copytree(lab.stopped, folder / "run")
-      damage(cache / file.name, way, random.Random(seed))
-      return lab.judged(lab.again(run, env={"VQJAX_CACHE": str(cache)}), run)
-
-    yield Trial("a file of the token cache", f"{way}: {file.name.split('.', 1)[1]}", act)
-
-
-def damaged_compact(count: int, draw: random.Random) -> Iterator[Trial]:
+def damaged_compact(draw: random.Random) -> Iterator[Trial]:
   """A compact file, damaged."""
-  for number in range(count):
+  for number in range(30):
     way, seed = WAYS[number % 3], draw.random()
 
     def act(lab, folder, way=way, seed=seed):
@@ -543,7 +533,7 @@ def damaged_compact(count: int, draw: random.Random) -> Iterator[Trial]:
     yield Trial("a compact file", f"{way} {seed:.3f}", act)
 
 
-SIGNALS = [
+SIGNALS = (
   "INT",
   "TERM",
   "HUP",
@@ -556,35 +546,34 @@ SIGNALS = [
   "ABRT",
   "SEGV",
   "XCPU",
-]
+)
 MOMENTS = ("importing", "training", "saving", "evaluating")
 
 
-def signals(names: Sequence[str]) -> Iterator[Trial]:
+def signals() -> Iterator[Trial]:
   """Signals at four moments, then the same command again."""
-  for name, moment in itertools.product(names, MOMENTS):
+  for name, moment in itertools.product(SIGNALS, MOMENTS):
 
     def act(lab, folder, name=name, moment=moment):
       run, signum = folder / "run", getattr(signal, f"SIG{name}")
       started = lab.start(run, fresh=moment == "importing")
       if moment == "importing":
         # Before that, while Python itself starts, the end is Python's own.
-        lab.wait_for(lambda: b"jaxlib" in maps(started.pid), started)
+        started.wait_for(lambda: b"jaxlib" in maps(started.pid))
       else:
         step = {"training": 5, "saving": 4, "evaluating": 8}[moment]
-        lab.wait_for(lambda: rows(run) >= step, started)
+        started.wait_for(lambda: rows(run) >= step)
         if moment == "saving":
-          lab.wait_for(lambda: is_saving(run), started)
+          started.wait_for(lambda: is_saving(run))
       started.kill(signum)
       first = started.end()
-      if first.code is None:
-        return "hang", "after the signal"
-      if "Traceback" in first.err:
-        return "traceback", first.err.strip().splitlines()[-1]
-      if name in ("INT", "TERM", "HUP", "QUIT") and first.code != 0:
-        last = first.err.strip().splitlines()[-1]
-        if first.code != 128 + signum or not last.startswith("stopped by "):
-          return "unclear end", f"code {first.code}: {last}"
+      if name in SIGNALS[:4]:
+        # Not 0 either: a signal that is lost is a failure.
+        is_right = first.code == 128 + signum and first.last.startswith("stopped by ")
+      else:
+        is_right = first.code == (0 if name == "PIPE" else -signum)  # Python ignores SIGPIPE
+      if not is_right or "Traceback" in first.err:
+        return failed(first)
       return lab.judged(lab.again(run), run)
 
     yield Trial("a signal", f"SIG{name}, {moment}", act)
@@ -600,40 +589,35 @@ DISKS = {
 }
 
 
-def disks(places: Sequence[int]) -> Iterator[Trial]:
+def disks() -> Iterator[Trial]:
   """Disks that fail from the n-th call on, then the same command on a good one."""
-  for (kind, (call, code)), place in itertools.product(DISKS.items(), places):
+  for (kind, (call, code)), place in itertools.product(DISKS.items(), (0, 9, 30, 70)):
 
     def act(lab, folder, call=call, code=code, place=place):
       env = {"FAULT_PATH": str(folder), "FAULT_CALL": call, "FAULT_ERRNO": str(code)}
-      env |= {"FAULT_AFTER": str(place), "FAULT_TIMES": "0"}
-      return broken_then_whole(lab, folder, env=env, cache=True)
+      env |= {"FAULT_AFTER": str(place), "VQJAX_CACHE": str(folder / "cache")}
+      return broken_then_whole(lab, folder, env=env)
 
     if SHIM in os.environ:
       yield Trial("a disk that fails at the n-th call", f"{kind}, n = {place + 1}", act)
 
 
-def broken_then_whole(lab, folder, cache=False, env=None, **more) -> tuple[str, str]:
-  """Run the command where something fails, and then where nothing does."""
-  run, env = folder / "run", dict(env or {})
-  if cache:
-    env["VQJAX_CACHE"] = str(folder / "cache")
+def broken_then_whole(lab, folder, env=None, **more) -> tuple[str, str]:
+  """Run the command where something fails, which it must report, and then where nothing does."""
+  run, env = folder / "run", env or {}
+  cache = {name: value for name, value in env.items() if name == "VQJAX_CACHE"}
   first = lab.train(run, env=env, **more)
-  if first.code != 0 and not first.is_clear:
-    return lab.judged(first, run)
-  good = {"VQJAX_CACHE": str(folder / "cache")} if cache else {}
-  outcome, words = lab.judged(lab.again(run, env=good), run)
-  last = (first.err.strip().splitlines() or [""])[-1]
-  return outcome, f"first code {first.code}: {last} {words}"
+  if not first.is_clear:
+    return failed(first)
+  outcome, words = lab.judged(lab.again(run, **cache), run)
+  return outcome, f"first {failed(first)[1]} {words}"
 
 
-def limits(count: int) -> Iterator[Trial]:
+def limits() -> Iterator[Trial]:
   """Limits on the size of files and on the number of open files."""
-  sizes = [2_000, 6_000, 15_000, 40_000][:count]
-  numbers = [12, 20, 40, 80][:count]
   for kind, name, values in (
-    (resource.RLIMIT_FSIZE, "size of files", sizes),
-    (resource.RLIMIT_NOFILE, "open files", numbers),
+    (resource.RLIMIT_FSIZE, "size of files", (2_000, 6_000, 15_000, 40_000)),
+    (resource.RLIMIT_NOFILE, "open files", (12, 16, 20, 24)),
   ):
     for value in values:
 
@@ -643,23 +627,22 @@ def limits(count: int) -> Iterator[Trial]:
       yield Trial("a limit", f"{name}: {value}", act)
 
 
-def together(count: int) -> Iterator[Trial]:
+def together() -> Iterator[Trial]:
   """Several processes on one folder, and on one new cache."""
-  for number in range(count):
+  for number in range(4):
 
     def act(lab, folder, number=number):
       run = folder / "run"
       first = lab.start(run)
-      if number % 2:
-        lab.wait_for(lambda: rows(run) >= number, first)
-      second = lab.train(run)
-      outcome = lab.judged(first.end(), run)
-      refused = second.code == 2 and "another process is running in" in second.err
-      if number % 2 and not (refused and f"process {first.pid}" in second.err):
-        return "unclear end", second.err.strip()[-200:]
-      if outcome[0] == CLEAR and second.code == 0:  # the second one was faster
-        return lab.judged(second, run)
-      return outcome
+      first.wait_for(lambda: rows(run) >= number)
+      second = lab.start(run)
+      pids, ends = [first.pid, second.pid], [first.end(), second.end()]
+      # At the same moment either may be first, and the other see a lock without a name.
+      winner = int(ends[0].code != 0) if number == 0 else 0
+      refused, holder = ends[1 - winner], f": process {pids[winner]} on " if number else ""
+      if f"another process is running in {run}{holder}" not in refused.last or refused.code != 2:
+        return "unclear end", f"code {refused.code}: {refused.last}"
+      return lab.judged(ends[winner], run)
 
     yield Trial("two processes on one folder", f"{number}", act)
 
@@ -673,18 +656,18 @@ def together(count: int) -> Iterator[Trial]:
       yield Trial("three processes write one cache", f"{number}", at_once)
 
 
-def removed(count: int) -> Iterator[Trial]:
+def removed() -> Iterator[Trial]:
   """The run folder, or all checkpoints, removed."""
-  for number in range(count):
+  for number in range(3):
 
     def act(lab, folder, number=number):
       run = folder / "run"
       started = lab.start(run)
-      lab.wait_for(lambda: rows(run) > 3 * number, started)
+      started.wait_for(lambda: rows(run) > 3 * number)
       run.rename(folder / "moved")
       first = started.end()
-      if not first.is_clear and first.code != 0:
-        return lab.judged(first, run)
+      if not first.is_clear:
+        return failed(first)
       shutil.rmtree(run, ignore_errors=True)
       return lab.judged(lab.again(run), run)
 
@@ -709,16 +692,20 @@ def clocks() -> Iterator[Trial]:
 
     def act(lab, folder, days=days):
       run = shutil.copytree(lab.stopped, folder / "run")
-      env = {"FAULT_CLOCK": str(days * 86400)}
-      return lab.judged(lab.again(run, env=env), run)
+      end = lab.again(run, FAULT_CLOCK=str(days * 86400))
+      if (
+        f'"date": "{time.strftime("%Y-%m-%d", time.gmtime())}' in (run / "result.json").read_text()
+      ):
+        return "unclear end", "the clock is not set"
+      return lab.judged(end, run)
 
     if SHIM in os.environ:
       yield Trial("the clock set back or forth", f"{days} days", act)
 
 
-def several(count: int) -> Iterator[Trial]:
+def several() -> Iterator[Trial]:
   """Two processes of one run, killed, and resumed by one, or by two."""
-  for number in range(count):
+  for number in range(6):
 
     def act(lab, folder, number=number):
       options = ("train.mesh.data=2",)
@@ -730,23 +717,17 @@ def several(count: int) -> Iterator[Trial]:
           assert end.code == 0, end.err
         run = folder / "run"
         pair = start_pair(lab, run, options)
-        lab.wait_for(lambda: rows(run) >= 6 + 5 * number, pair[0])
+        pair[0].wait_for(lambda: rows(run) >= 6 + 3 * number)
         pair[number % 2].kill(signal.SIGKILL)
-        ends = [started.end() for started in pair]
-        if any("Traceback" in end.err for end in ends):
-          return "traceback", ends[0].err[-200:]
-        if any(end.code is None for end in ends):
-          return "hang", "the other process"
+        left = [started.end() for started in pair][1 - number % 2]
+        if not left.is_clear:
+          return failed(left)
         if number % 3 < 2:
           end = lab.train(run, *options, devices=2)
         else:
           first, second = (s.end() for s in start_pair(lab, run, options))
           end = first if first.code else End(second.code, first.err + second.err)
-      expected, lab.expected = lab.expected, lab.outcome(whole)
-      try:
-        return lab.judged(end, run)
-      finally:
-        lab.expected = expected
+      return lab.judged(end, run, lab.outcome(whole))
 
     again = "two" if number % 3 == 2 else "one"
     yield Trial("one of two processes killed, resumed by one or two", f"{number}, by {again}", act)
@@ -760,46 +741,56 @@ def start_pair(lab: Lab, run: pathlib.Path, options: Sequence[str]) -> list[Star
   return [lab.start(run, *options, *group, "--process-id", str(i)) for i in range(2)]
 
 
-def trials(lab: Lab, short: bool, seed: int) -> list[Trial]:
-  """All trials of the short or the long form."""
+def trials(lab: Lab, seed: int, each: int | None) -> list[Trial]:
+  """All trials, or at most `each` of a kind."""
   draw = random.Random(seed)
-  fraction = 0.07 if short else 1.0
   chosen = [
-    *kills(3 if short else 50, draw),
-    *damaged_runs(lab, draw, fraction),
-    *damaged_caches(lab, draw, fraction),
-    *damaged_compact(9 if short else 30, draw),
-    *signals(("HUP",) if short else SIGNALS),
-    *disks((9,) if short else (0, 9, 30, 70)),
-    *limits(1 if short else 4),
-    *together(0 if short else 4),
-    *removed(0 if short else 3),
+    *kills(draw),
+    *damaged_compact(draw),
+    # After those whose names are drawn: the number of files differs from call to call.
+    *damaged(lab, "a file of a stopped run", lab.stopped, draw),
+    *damaged(lab, "a file of a finished run", lab.whole, draw, only="*.json*"),
+    *damaged(lab, "a file of the token cache", lab.folder / "cache", draw),
+    *signals(),
+    *disks(),
+    *limits(),
+    *together(),
+    *removed(),
     *clocks(),
-    *several(0 if short else 6),
+    *several(),
   ]
-  if not short:
+  if each is None:
     return chosen
-  # One of each kind of disk is enough of a test, and one clock.
-  return [t for t in chosen if not t.name.endswith("4000 days")]
+  kinds: dict[str, list[Trial]] = defaultdict(list)
+  for trial in chosen:
+    kinds[trial.kind].append(trial)
+  return [t for some in kinds.values() for t in draw.sample(some, min(each, len(some)))]
 
 
 # --- running them ---
 
 
-def campaign(short: bool, seed: int, workers: int, only: str, kept: pathlib.Path | None) -> list:
-  """Run the trials; return a row {"kind", "name", "outcome", "words", "seconds"} for each."""
+def campaign(
+  seed: int, workers: int, only: str, each: int | None, kept: pathlib.Path | None, commit: str
+) -> list[dict[str, Any]]:
+  """Run the trials; return a row {"kind", "name", "outcome", "words", "seconds"} for each.
+
+  Trials that ended well at the same commit in an earlier call are not repeated.
+  """
   preload()
   folder = pathlib.Path(tempfile.mkdtemp(prefix="vqjax-faults-"))
   try:
     lab = Lab(folder)
-    chosen = [trial for trial in trials(lab, short, seed) if re.search(only, trial.kind)]
+    chosen = [trial for trial in trials(lab, seed, each) if re.search(only, trial.kind)]
     done = {}
     if kept is not None and kept.exists():
       earlier = map(json.loads, kept.read_text().splitlines())
-      done = {(r["kind"], r["name"]): r for r in earlier if r["outcome"] in GOOD}
+      good = [row for row in earlier if row["outcome"] in GOOD and row["commit"] == commit]
+      done = {(row["kind"], row["name"]): row for row in good}
       kept.write_text("".join(json.dumps(row) + "\n" for row in done.values()))
     left = [t for t in chosen if (t.kind, t.name) not in done]
-    print(f"{len(chosen)} trials, {len(done)} done before; a run takes {lab.seconds:.1f} s")
+    before = f"{len(chosen) - len(left)} done before; a run takes {lab.seconds:.1f} s"
+    print(f"{len(chosen)} trials for {workers} workers, {before}", flush=True)
     results = kept or folder / "rows.jsonl"
     results.touch()
     children = []
@@ -808,7 +799,7 @@ def campaign(short: bool, seed: int, workers: int, only: str, kept: pathlib.Path
       if pid == 0:
         code = 1
         try:
-          work(lab, left[worker::workers], folder / f"worker{worker}", results)
+          work(lab, left[worker::workers], folder / f"worker{worker}", results, commit)
           code = 0
         except BaseException:
           traceback.print_exc()
@@ -818,14 +809,18 @@ def campaign(short: bool, seed: int, workers: int, only: str, kept: pathlib.Path
     codes = [os.waitpid(pid, 0)[1] for pid in children]
     if any(codes):
       raise RuntimeError("a worker of the campaign failed")
-    return [json.loads(line) for line in results.read_text().splitlines()]
+    names = {(trial.kind, trial.name) for trial in chosen}
+    found = map(json.loads, results.read_text().splitlines())
+    return [row for row in found if (row["kind"], row["name"]) in names]
   finally:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def work(lab: Lab, mine: Sequence[Trial], folder: pathlib.Path, results: pathlib.Path) -> None:
+def work(
+  lab: Lab, mine: Sequence[Trial], folder: pathlib.Path, results: pathlib.Path, commit: str
+) -> None:
   """Run trials one after another; append a row for each."""
-  for number, trial in enumerate(mine):
+  for number, trial in enumerate(mine, 1):
     own = folder / str(number)
     own.mkdir(parents=True)
     began = time.monotonic()
@@ -838,33 +833,33 @@ def work(lab: Lab, mine: Sequence[Trial], folder: pathlib.Path, results: pathlib
     words = words.replace(str(own), "").replace(str(lab.folder), "")
     row = {"kind": trial.kind, "name": trial.name, "outcome": outcome, "words": words[:600]}
     with results.open("a") as file:
-      file.write(json.dumps(row | {"seconds": seconds}) + "\n")
-    if outcome not in GOOD:
-      print(f"{outcome}: {trial.kind}: {trial.name}: {words[:600]}", flush=True)
+      file.write(json.dumps(row | {"seconds": seconds, "commit": commit}) + "\n")
+    line = f"{number}/{len(mine)}  {trial.kind}, {trial.name}: {outcome}"
+    print(line if outcome in GOOD else f"{line}: {words[:600]}", flush=True)
     shutil.rmtree(own, ignore_errors=True)
   lab.warm.close()
 
 
 def preload() -> None:
   """Import everything that a command imports, without starting JAX."""
-  import importlib
-
-  for name in ("orbax.checkpoint", "grain", "tensorboardX", "vqjax.lab.commands.train"):
+  for name in ("orbax.checkpoint", "grain", "tensorboardX", "vqjax.models"):
     importlib.import_module(name)
-  importlib.import_module("vqjax.lab.commands.table")
-  importlib.import_module("vqjax.models")
+  for name in ("train", "table"):
+    importlib.import_module(f"vqjax.lab.commands.{name}")
   warnings.filterwarnings("ignore", message=".*fork.*")
 
 
 def with_shim() -> None:
   """Start this program again with the library of shim.c loaded first, if it can be made."""
-  compiler = shutil.which("cc") or shutil.which("gcc")
-  if SHIM in os.environ or compiler is None or sys.platform != "linux":
+  if SHIM in os.environ:
     return
   library = pathlib.Path(tempfile.mkdtemp(prefix="vqjax-shim-")) / "shim.so"
   source = pathlib.Path(__file__).with_name("shim.c")
-  call = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
-  if subprocess.run(call, capture_output=True, check=False).returncode:
+  call = ["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
+  try:
+    subprocess.run(call, capture_output=True, check=True)
+  except (OSError, subprocess.CalledProcessError) as error:
+    print(f"no trials of disks and clocks: `cc` must compile {source.name}; got {error}")
     return
   env = os.environ | {SHIM: str(library), "LD_PRELOAD": str(library)}
   os.execve(sys.executable, [sys.executable, "-m", "tests.faults.campaign", *sys.argv[1:]], env)
@@ -907,13 +902,12 @@ library that is loaded before the others (`tests/faults/shim.c`). Trials fork on
 imported the modules; signals during imports meet a new interpreter. The command that is run again
 does so in a process that keeps its compiled programs.
 
-Run on {date} with Python {python}, on {machine}, commit {commit}; a call that goes on after an
-interruption keeps the trials of the earlier one, which may be of an earlier commit, and repeats
-those that failed. Digest of the trials: {digest}.
+Run on {date} with Python {python}, on {machine}, at the one commit {commit}. Digest of the trials:
+{digest}.
 """
 
 
-def page(results: Sequence[dict[str, Any]], commit: str | None) -> str:
+def page(results: Sequence[dict[str, Any]], commit: str) -> str:
   """The page of a campaign."""
   bad = [row for row in results if row["outcome"] in BAD]
   lines = [f"- {r['kind']}, {r['name']}: {r['outcome']} ({r['words'][:200]})" for r in bad]
@@ -933,7 +927,7 @@ def page(results: Sequence[dict[str, Any]], commit: str | None) -> str:
 def main() -> int:
   """Run the campaign; return 1 if a trial failed."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--short", action="store_true", help="a minute of trials")
+  parser.add_argument("--each", type=int, metavar="N", help="at most N trials of a kind")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
   parser.add_argument("--only", default="", help="trials whose kind has a match of this")
@@ -944,16 +938,18 @@ def main() -> int:
   os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
   with_shim()
-  results = campaign(options.short, options.seed, options.workers, options.only, options.rows)
+  # In a process of its own: to ask for the commit starts JAX, and this one is not to.
+  code = "from vqjax.lab.training.provenance import commit; print(commit())"
+  commit = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
+  results = campaign(
+    options.seed, options.workers, options.only, options.each, options.rows, commit
+  )
   print(table(results))
   if options.json:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
   if options.page:
-    # In a process of its own: to ask for the commit starts JAX, and this one is not to.
-    code = "from vqjax.lab.training.provenance import commit; print(commit())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    options.page.write_text(page(results, found.stdout.strip()))
+    options.page.write_text(page(results, commit))
   return int(any(row["outcome"] in BAD for row in results))
 
 

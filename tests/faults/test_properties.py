@@ -22,9 +22,11 @@ from tests.heads import (
   test_dense,
   test_grouped,
   test_hierarchical,
+  test_learned_codebook,
   test_low_rank,
   test_product,
   test_residual,
+  test_sampled,
 )
 from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
 
@@ -53,6 +55,35 @@ def divisors(draw, number):
 def assigned(seed):
   """A random assignment, with empty codes."""
   return lambda vocab, codes: np.random.default_rng(seed).integers(0, codes, vocab)
+
+
+QUANTIZERS = {"sx": vqjax.SoftmaxQuantizer, "vq": vqjax.CentroidQuantizer}
+
+
+def quantizer(draw, name, dim):
+  """A quantiser without the statistics of normalisation, which `spread` would make negative."""
+  codes, subspaces = draw(st.integers(2, 9)), draw(divisors(dim))
+  return QUANTIZERS[name](codes, subspaces, shared=draw(booleans), normalize=False)
+
+
+def dpq_rows(params):
+  """The rows of a DPQ embedding by brute force, float64 [V, D]."""
+  own, query = params["quantizer"], params["query"]
+  keys = own.get("keys", own.get("centroids"))
+  parts = query.reshape(len(query), -1, 1, keys.shape[-1])
+  scores = parts * keys if "keys" in own else -((parts - keys) ** 2)
+  codes = scores.sum(-1).argmax(-1)
+  values = own.get("values", keys)
+  values = np.broadcast_to(values, (codes.shape[1], *values.shape[1:]))
+  return values[np.arange(codes.shape[1]), codes].reshape(len(query), -1)
+
+
+class DPQ:
+  """Reference of the DPQ heads, for any number of subspaces."""
+
+  def reference_logits(self, head, variables, hidden):
+    params = variables["params"]
+    return hidden @ dpq_rows(params["table"]).T + params.get("bias", 0.0)
 
 
 # Head -> (draw, vocab, dim) -> head, and the class of tests whose reference computes its logits.
@@ -112,6 +143,30 @@ HEADS = {
       v, d, draw(upto(v)), draw(upto(min(v, d))), token_bias=draw(booleans)
     ),
     test_residual.TestResidualCodebookHead,
+  ),
+  "learned codebook": (
+    lambda draw, v, d: vqjax.LearnedCodebookHead(
+      v, d, k := draw(upto(v)), draw(upto(k)), token_bias=draw(booleans)
+    ),
+    test_learned_codebook.TestLearnedCodebookHead,
+  ),
+  "learned product": (
+    lambda draw, v, d: vqjax.LearnedProductHead(
+      v, d, draw(st.integers(2, 9)), draw(divisors(d)), token_bias=True
+    ),
+    test_product.TestLearnedProductHead,
+  ),
+  "sampled": (
+    lambda draw, v, d: vqjax.SampledSoftmaxHead(v, d, samples=draw(upto(v)), use_bias=True),
+    test_sampled.TestSampledSoftmaxHead,
+  ),
+  "dpq sx": (
+    lambda draw, v, d: vqjax.DPQHead(v, d, quantizer(draw, "sx", d), use_bias=draw(booleans)),
+    DPQ,
+  ),
+  "dpq vq": (
+    lambda draw, v, d: vqjax.DPQHead(v, d, quantizer(draw, "vq", d), use_bias=draw(booleans)),
+    DPQ,
   ),
 }
 
@@ -189,6 +244,8 @@ def rows_of(embedding, variables):
       return params["weight"]
     case LowRankEmbedding():
       return params["weight"] @ params["up"]
+    case vqjax.DPQEmbedding():
+      return dpq_rows(params)
     case vqjax.CodebookEmbedding():
       return params["codebook"][codes["assignment"]]
     case ScalarEmbedding():
@@ -216,6 +273,8 @@ EMBEDDINGS = {
     codes_init=lambda v, k, m: np.random.default_rng(0).integers(0, k, (v, m)),
     dtype=kind,
   ),
+  "dpq sx": lambda draw, v, d, kind: vqjax.DPQEmbedding(v, d, quantizer(draw, "sx", d), dtype=kind),
+  "dpq vq": lambda draw, v, d, kind: vqjax.DPQEmbedding(v, d, quantizer(draw, "vq", d), dtype=kind),
 }
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from vqjax.lab import exits
+from vqjax.lab import exits, signals
 from vqjax.lab.training import NotFiniteError
 
 
@@ -28,7 +28,7 @@ def ended(tmp_path):
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
-      preexec_fn=lambda: [signal.signal(s, signal.SIG_DFL) for s in exits.STOPS],
+      preexec_fn=lambda: [signal.signal(s, signal.SIG_DFL) for s in signals.STOPS],
     )
     if signum is not None:
       assert process.stdout.readline() == "started\n"
@@ -39,7 +39,7 @@ def ended(tmp_path):
   return end
 
 
-@pytest.mark.parametrize("signum", exits.STOPS)
+@pytest.mark.parametrize("signum", signals.STOPS)
 def test_a_signal_while_modules_are_imported_is_one_line(ended, signum):
   # An import that swallows exceptions, as some do.
   body = """
@@ -50,6 +50,31 @@ def test_a_signal_while_modules_are_imported_is_one_line(ended, signum):
   code, lines = ended(body, signum)
   assert code == 128 + signum
   assert lines == [f"stopped by {signum.name}. Run the same command again to resume."]
+
+
+COMMANDS = {
+  "vqjax": ["-c", "from vqjax.lab.signals import vqjax; vqjax()", "train", "configs/lm_dense.py"],
+  "train": ["-m", "experiments.train", "configs/lm_dense.py"],
+  "demo": ["-m", "experiments.demo"],
+  "bench": ["-m", "experiments.bench"],
+  "plan": ["-m", "experiments.plan.scaling"],
+  "study": ["-m", "experiments.studies.grouped.run"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_while_a_command_imports_jax_is_one_line(name, tmp_path):
+  (tmp_path / "jax.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+  done = subprocess.run(
+    [sys.executable, *COMMANDS[name]],
+    env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"},
+    capture_output=True,
+    text=True,
+    check=False,
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+  )
+  assert done.returncode == 130
+  assert done.stderr == "stopped by SIGINT. Run the same command again to resume.\n"
 
 
 def test_a_signal_under_nohup_is_ignored(tmp_path):
@@ -109,7 +134,7 @@ def test_threads_that_hang_do_not_keep_a_failed_command(ended):
     (KeyError("a bug"), 1, "KeyError: 'a bug'. Run again; if it comes again, report it. (more in "),
     (OverflowError("a bug"), 1, "OverflowError: a bug."),
     (KeyboardInterrupt(), 130, "stopped by SIGINT."),
-    (exits.Stopped(signal.SIGHUP), 129, "stopped by SIGHUP."),
+    (signals.Stopped(signal.SIGHUP), 129, "stopped by SIGHUP."),
     (SystemExit(2), 2, ""),
     (ValueError("\x1b[31mred"), 2, "error: \\x1b[31mred"),
   ],

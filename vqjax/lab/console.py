@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vqjax.lab import exits
+from vqjax.lab import exits, signals
 from vqjax.lab.config import Experiment, help_text, load, override
 from vqjax.lab.training import Interrupted, distributed
 
@@ -99,19 +99,19 @@ def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
   else there is to know, such as tracebacks, is in a file that the line names.
   """
   try:
-    with exits.interruptible():
+    with signals.interruptible():
       try:
         work()
         code = 0
       except Interrupted as stop:
         if distributed.is_main():
-          exits.say(f"{stop}. {exits.RESUME}")
+          exits.say(f"{stop}. {signals.RESUME}")
         code = 128 + stop.signum
       distributed.finish()
     return code
   except KeyboardInterrupt as stop:
     signum = getattr(stop, "signum", signal.SIGINT)
-    line = f"stopped by {signal.Signals(signum).name}. {exits.RESUME}"
+    line = f"stopped by {signal.Signals(signum).name}. {signals.RESUME}"
     return distributed.fail(128 + signum, line)
   except Exception as error:
     # When another process dies, collectives fail here: the watch knows which process it was.

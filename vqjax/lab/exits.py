@@ -1,8 +1,6 @@
 """How a command ends: one last line, an exit code, and a log of the rest.
 
-The module loads nothing but the standard library, so that a signal in the first moments of a
-command, while JAX is imported, already ends it in order. Before it is loaded, in the first tenth of
-a second, the signals are Python's.
+The module loads nothing but the standard library; `signals` has the part that comes first.
 """
 
 import contextlib
@@ -14,42 +12,24 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""The signals that ask a command to stop."""
+from vqjax.lab.records import printable
+from vqjax.lab.signals import RESUME, take_over
 
 LEAST_ADDRESSES = 2_000_000_000
 """Bytes of addresses that the libraries of a small run map, though they use a tenth."""
 
-PATIENCE = 10.0
-"""Seconds in which a command that is interrupted must end by itself."""
-
 MOST = 2**20
 """Characters of noise that are kept."""
-
-
-class Stopped(KeyboardInterrupt):
-  """A signal stopped a command before its training loop, or for the second time.
-
-  Attributes:
-    signum: the signal.
-  """
-
-  def __init__(self, signum: int):
-    """Store the signal."""
-    super().__init__(f"stopped by {signal.Signals(signum).name}")
-    self.signum = signum
 
 
 class _Command:
   """What the functions of this module share: one command runs in a process."""
 
   noise: str = ""
-  raises: bool = False
   spare: int | None = None
 
 
@@ -62,12 +42,15 @@ def run(module: str, arguments: Sequence[str]) -> NoReturn:
   end(guarded(lambda: importlib.import_module(module).main(arguments)))
 
 
+def run_main(main: Callable[[], int]) -> NoReturn:
+  """Call the `main` of the module that runs as a program, and end the process."""
+  prepare()
+  end(guarded(main))
+
+
 def prepare() -> None:
   """Take over signals, and tracebacks that no line reports, for a command in this process."""
-  for signum in STOPS:
-    # A signal that the caller ignores, as nohup and shells in the background do, stays ignored.
-    if signal.getsignal(signum) is not signal.SIG_IGN:
-      signal.signal(signum, _stop)
+  take_over()
   addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
   if addresses != resource.RLIM_INFINITY and addresses < LEAST_ADDRESSES:
     # XLA would end the process in the middle of a step, without a word.
@@ -94,32 +77,6 @@ def end(code: int) -> NoReturn:
   sys.exit(0)
 
 
-def vqjax() -> NoReturn:
-  """Run the console command `vqjax`."""
-  run("vqjax.lab.commands", sys.argv[1:])
-
-
-def _stop(signum: int, frame: Any) -> None:
-  del frame
-  if not _command.raises:
-    # Not an exception: some modules swallow one that comes while they are imported.
-    _die(signum)
-  _command.raises = False  # a second signal does not wait
-  threading.Thread(target=_die_later, args=(signum,), daemon=True).start()
-  raise Stopped(signum)
-
-
-def _die(signum: int) -> NoReturn:
-  # Not `print`: the signal may have come in the middle of a write to the same file.
-  os.write(2, f"stopped by {signal.Signals(signum).name}. {RESUME}\n".encode())
-  os._exit(128 + signum)
-
-
-def _die_later(signum: int) -> None:
-  time.sleep(PATIENCE)
-  _die(signum)
-
-
 REMEDIES = {
   errno.ENOSPC: "Free some space, and run again.",
   errno.EDQUOT: "Free some space, or raise the quota, and run again.",
@@ -130,18 +87,6 @@ REMEDIES = {
   errno.EACCES: "Use a folder that you may read and write, and run again.",
 }
 """What to do about errors of the system."""
-
-RESUME = "Run the same command again to resume."
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-  """Let signals raise `Stopped`, so that files and other processes are left in order."""
-  _command.raises = True
-  try:
-    yield
-  finally:
-    _command.raises = False
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -224,7 +169,5 @@ def kept_noise() -> str:
 
 def say(line: str) -> None:
   """Print a line of this project on standard error, with control characters escaped."""
-  from vqjax.lab.records import printable
-
   with contextlib.suppress(OSError, ValueError):  # standard error may be closed
     print(printable(line), file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ CHUNK = 2**22
 
 
 class DamagedError(ValueError):
-  """A file is not what this project wrote; the message names it and the remedy."""
+  """A file is not what this version wrote; the message names it and the remedy."""
 
 
 def checksum(*parts: bytes) -> str:
@@ -79,8 +79,8 @@ def parse(
     DamagedError: it is not such an object.
   """
 
-  def damaged(problem: str) -> DamagedError:
-    return DamagedError(f"{where} is damaged: {problem}. {remedy}")
+  def damaged(problem: str, verdict: str = "is damaged") -> DamagedError:
+    return DamagedError(f"{where} {verdict}: {problem}. {remedy}")
 
   def refuse(constant: str):
     raise ValueError(f"{constant} is not JSON")
@@ -96,16 +96,19 @@ def parse(
     raise damaged("it is nested too deeply") from None
   except ValueError as error:
     raise damaged(str(error)) from None
-  if problem := _problem(value, schema, ""):
-    raise damaged(problem)
-  if seal:
+  is_sealed = seal and isinstance(value, dict)
+  if is_sealed:
     found = value.pop(CHECKSUM, None)
+    if found is None:
+      raise damaged("it has no checksum", "is damaged or of another version of vqjax")
     try:
       wanted = sealed(value, previous)[CHECKSUM]
     except (ValueError, RecursionError) as error:
       raise damaged(f"it has no checksum ({error})") from None
     if found != wanted:
       raise damaged(f"its checksum must be {wanted}; got {printable(str(found))[:20]}")
+  if problem := _problem(value, schema, ""):
+    raise damaged(problem, "is of another version of vqjax" if is_sealed else "is damaged")
   return value
 
 

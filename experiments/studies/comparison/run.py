@@ -13,7 +13,6 @@ generated tables and figures, which --scale cpu and --render rewrite.
 
 import dataclasses
 import pathlib
-import sys
 from typing import Any
 
 from experiments.studies.comparison import report
@@ -21,6 +20,7 @@ from experiments.studies.comparison.rows import SCALES, Row, Setting, rows, run_
 from experiments.studies.measure import held_out_scores
 from experiments.studies.study import Job, Study, identity_of, trained
 from experiments.studies.tuning import tuned, tuning
+from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import provenance
@@ -111,4 +111,4 @@ STUDY = Study(
 )
 
 if __name__ == "__main__":
-  sys.exit(STUDY.main())
+  exits.run_main(STUDY.main)

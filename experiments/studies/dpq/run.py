@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import sys
 import tempfile
 from typing import Any
 
@@ -28,7 +27,7 @@ from experiments.studies.measure import held_out_scores, single_tokens
 from experiments.studies.study import Job, Study, derived, trained
 from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
-from vqjax.lab import conversion
+from vqjax.lab import conversion, exits
 from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.data import Encoder, fit_encoder
 from vqjax.lab.models import EncoderDecoder
@@ -206,4 +205,4 @@ STUDY = Study(
 )
 
 if __name__ == "__main__":
-  sys.exit(STUDY.main())
+  exits.run_main(STUDY.main)

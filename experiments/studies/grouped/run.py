@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +40,7 @@ from experiments.studies.grouped.rows import (
 from experiments.studies.measure import held_out_scores
 from experiments.studies.study import Job, Study, derived, trained
 from vqjax import GroupedHead, Head
+from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.judge import Judge
 from vqjax.lab.report.sheet import save_sheet
@@ -237,4 +237,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  exits.run_main(main)

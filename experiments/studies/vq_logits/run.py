@@ -13,7 +13,6 @@ prose with generated tables and figures, which --scale cpu and --render rewrite.
 import collections
 import functools
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from experiments.studies.vq_logits import report
 from experiments.studies.vq_logits.rows import Row, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
 from vqjax import CodebookHead, LearnedCodebookHead, assign, convert
+from vqjax.lab import exits
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import Encoder, encode_split, fit_encoder
 from vqjax.lab.training import read_variables
@@ -148,4 +148,4 @@ STUDY = Study(
 )
 
 if __name__ == "__main__":
-  sys.exit(STUDY.main())
+  exits.run_main(STUDY.main)

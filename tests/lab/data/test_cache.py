@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from vqjax.lab import records
 from vqjax.lab.data import BPETokenizer, Text, WordTokenizer, cache, encode_split, fit_encoder
 
 
@@ -157,6 +158,16 @@ def test_a_changed_size_of_a_split_is_built_again_with_a_warning(source):
   path.write_text(path.read_text().replace('"documents": 9', '"documents": 8'))
   with pytest.warns(UserWarning, match=r"json is damaged: its checksum"):
     assert encode_split(source, Wide(), "train").documents > 89
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_split_of_another_version_is_built_again_with_a_warning(source, is_sealed):
+  expected = encode_split(source, Wide(), "train")
+  path = only_file("json")
+  old = {"tokens": 9}
+  path.write_text(records.dumps(records.sealed(old) if is_sealed else old))
+  with pytest.warns(UserWarning, match=r"made again: .* of another version of vqjax"):
+    assert encode_split(source, Wide(), "train").documents == expected.documents
 
 
 def test_an_encoder_with_another_word_is_fitted_again_with_a_warning(source):

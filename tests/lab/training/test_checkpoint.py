@@ -160,6 +160,14 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_left_alone(saved):
   assert (saved / "progress.json").exists()
 
 
+def test_metrics_tell_that_a_run_has_lost_its_checkpoints(tmp_path):
+  row = records.sealed({"step": 9})
+  (tmp_path / "metrics.jsonl").write_text(records.dumps(row))
+  assert Checkpoints(tmp_path, keep=1, complete_by=9).latest is None
+  with pytest.raises(ValueError, match=r"must hold the first checkpoint, .* To start over, remove"):
+    Checkpoints(tmp_path, keep=1, complete_by=8)
+
+
 def test_a_run_whose_newest_checkpoint_is_gone_goes_on_with_a_warning(saved):
   shutil.rmtree(saved / "checkpoints" / "2")
   with pytest.warns(UserWarning, match=r"checkpoint 2 in .* is missing; the run goes on from 1"):

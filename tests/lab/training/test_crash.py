@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import time
 import pytest
 
 from tests import tiny
-from vqjax.lab import exits
+from vqjax.lab import signals
 from vqjax.lab.training.interrupt import deferred_signals
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -47,13 +48,13 @@ def command(tmp_path_factory):
   config, text = root / "crash.py", tiny.write_text(root / "text")
   config.write_text(CONFIG)
 
-  def start(run):
+  def start(run, *overrides):
     call = [sys.executable, "-m", "experiments.train", str(config), f"data.path={text}"]
-    call += ["data.valid_fraction=0.2", "data.test_fraction=0.2", "--run", str(run)]
+    call += ["data.valid_fraction=0.2", "data.test_fraction=0.2", *overrides, "--run", str(run)]
     env = os.environ | {"VQJAX_CACHE": str(root / "cache")}
     pipe = subprocess.PIPE
     # A shell makes programs in the background ignore some of the signals.
-    default = lambda: [signal.signal(signum, signal.SIG_DFL) for signum in exits.STOPS]
+    default = lambda: [signal.signal(signum, signal.SIG_DFL) for signum in signals.STOPS]
     options = {"cwd": ROOT, "env": env, "text": True, "preexec_fn": default}
     return subprocess.Popen(call, stdout=pipe, stderr=pipe, **options)
 
@@ -90,6 +91,15 @@ def finish(process):
   out, err = process.communicate(timeout=200)
   assert process.returncode == 0, err
   return out
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_in_memory_is_one_line(command, tmp_path):
+  started = command(tmp_path / "run", "model.layers=100_000_000")
+  resource.prlimit(started.pid, resource.RLIMIT_AS, (2**33, 2**33))
+  _, err = started.communicate(timeout=200)
+  assert started.returncode == 1
+  assert err.splitlines()[-1].startswith("error: out of memory (RESOURCE_EXHAUSTED")
 
 
 @pytest.mark.slow

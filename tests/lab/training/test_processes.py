@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -309,3 +310,19 @@ def test_a_single_process_does_not_connect(monkeypatch):
   distributed.start("host:1234", 1, 0)
   assert not distributed.is_joined()
   assert distributed.is_main()
+
+
+@pytest.mark.parametrize(
+  ("error", "waits"),
+  [
+    (ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"), 1),
+    (ValueError("`train.batch` must be 1: got 2"), 0),
+    (ValueError("RESOURCE_EXHAUSTED: 3 GB"), 0),
+  ],
+)
+def test_a_collective_that_fails_waits_for_the_watch_to_tell_who_died(monkeypatch, error, waits):
+  calls = []
+  watch = types.SimpleNamespace(verdict=lambda: calls.append("waited"))
+  monkeypatch.setattr(distributed, "_watch", [watch])
+  distributed.await_verdict(error)
+  assert len(calls) == waits

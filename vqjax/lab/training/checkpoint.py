@@ -16,7 +16,13 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from vqjax.lab import records
 from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
-from vqjax.lab.training.run import START_AFRESH, EncodedText, disk_error, read_config
+from vqjax.lab.training.run import (
+  START_AFRESH,
+  EncodedText,
+  disk_error,
+  read_config,
+  read_metrics,
+)
 from vqjax.lab.training.step import TrainState, checksum
 
 
@@ -78,16 +84,23 @@ class Checkpoints:
   never goes on from a damaged one.
   """
 
-  def __init__(self, folder: pathlib.Path, keep: int, owner: str = ""):
+  def __init__(
+    self, folder: pathlib.Path, keep: int, owner: str = "", complete_by: int | None = None
+  ):
     """Open `folder`/checkpoints; move checkpoints with a damaged record aside.
 
-    The `keep` newest checkpoints stay on disk, and the one of lowest validation loss.
+    Args:
+      folder: the run folder.
+      keep: number of newest checkpoints that stay on disk, beside that of lowest validation loss.
+      owner: the run that the checkpoints are of.
+      complete_by: the step until which the first checkpoint is complete: later rows of the metrics
+        tell that one was, where the folder has none.
 
     Raises:
       ValueError: there were checkpoints, and all are lost; or they are of another run than `owner`.
       OSError: the folder cannot be read or written.
     """
-    self.folder, self.owner = folder / "checkpoints", owner
+    self.folder, self.owner, self._complete_by = folder / "checkpoints", owner, complete_by
     self._saving = self._progress = None
     # Before Orbax reads the metrics of all of them. The other processes wait.
     try:
@@ -142,9 +155,10 @@ class Checkpoints:
     if before and not steps:
       raise self._none_intact(before)
     newest = self._progress = progress and progress["checkpoint"]
-    if newest and not before:
+    if not before and (newest or self._had_one()):
+      which = f"checkpoint {newest}" if newest else "the first checkpoint"
       raise ValueError(
-        f"{self.folder} must hold checkpoint {newest}, which was complete; got none. Restore it."
+        f"{self.folder} must hold {which}, which was complete; got none. Restore it."
         f" {START_AFRESH.format(run)}"
       )
     if newest and newest > before[-1]:
@@ -153,6 +167,11 @@ class Checkpoints:
         stacklevel=4,
       )
     return "inspected"
+
+  def _had_one(self) -> bool:
+    """Whether the metrics go on after the step until which the first checkpoint was complete."""
+    rows = read_metrics(self.folder.parent).rows
+    return self._complete_by is not None and any(row["step"] > self._complete_by for row in rows)
 
   def _none_intact(self, steps: list[int]) -> ValueError:
     run = self.folder.parent

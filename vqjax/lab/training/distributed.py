@@ -2,6 +2,7 @@
 
 import collections
 import os
+import re
 import socket
 import sys
 import threading
@@ -285,7 +286,9 @@ def finish() -> None:
 
 def await_verdict(error: Exception) -> None:
   """End this process with a message if another's death caused the error."""
-  if _watch and isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+  # XLA raises some of its errors as ValueError, which begin with the code of their status too.
+  of_xla = isinstance(error, JaxRuntimeError) or re.match(r"[A-Z_]+: ", str(error))
+  if _watch and of_xla and "RESOURCE_EXHAUSTED" not in str(error):
     _watch[0].verdict()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from jax.experimental import multihost_utils
 
-from vqjax.lab.exits import STOPS
+from vqjax.lab.signals import STOPS
 from vqjax.lab.training.distributed import is_joined
 
 

@@ -89,7 +89,9 @@ class _Training:
     )
     recluster = self.experiment.recluster
     self.recluster = recluster and recluster.on(program, self.splits["train"])
-    self.checkpoints = Checkpoints(run.path, self.train.keep, run.owner)
+    # Each save waits for the one before, so that the second one ends after the first.
+    complete_by = 2 * self.train.save_every
+    self.checkpoints = Checkpoints(run.path, self.train.keep, run.owner, complete_by)
     self.loss, self.clock, self.last_row = None, _Clock(), None
     restored = self.checkpoints.restore(program.abstract_state)
     # A run that has a checkpoint does not read `init_from`, whose folder may be gone by now.
@@ -104,7 +106,8 @@ class _Training:
       init_from = self.experiment.init_from
       if init_from is not None:
         self.state = program.begin(init_from(text, self.model, self.state.variables))
-    self.first_step = int(self.state.step)
+    # Where the state does not fit in memory, `int` alone would wait for ever: XLA reports it here.
+    self.first_step = int(jax.block_until_ready(self.state).step)
 
   def run_to_end(self) -> dict:
     """Train the remaining steps, and return the measurements of the result."""
