@@ -274,7 +274,7 @@ class TestSparseTargetLoss:
       ({"probs": jnp.ones((3, K - 1))}, r"`probs` must have the shape \(3, 5\) .* got \(3, 4\)"),
       ({"tokens": jnp.ones((3,), int)}, r"`probs` must have the shape \(3,\)"),
       ({"rest": "drop"}, r"`rest` must be .* got 'drop'"),
-      ({"temperature": 0}, "`temperature` must be positive; got 0"),
+      ({"temperature": 0}, "`temperature` must be positive .* got 0"),
       ({"token_weight": jnp.ones(4)}, r"`token_weight` must have the shape \(3,\)"),
     ],
   )
@@ -359,7 +359,8 @@ class TestTopKDivergence:
   @pytest.mark.parametrize(
     ("options", "message"),
     [
-      ({"k": 0}, "`k` must be at least 1; got 0"),
+      ({"k": 0}, r"`k` must be in \[1, 101\] .* got 0"),
+      ({"k": 129}, r"`k` must be in \[1, .* got 129"),
       ({"k": 129}, "`top_k` must be in"),
       ({"k": 2, "mixture": 2}, "`mixture` must be"),
     ],

@@ -22,7 +22,7 @@ from vqjax.ops import distillation, softmax, tiles, vocab_parallel
 from vqjax.ops.distillation import SoftTargetLoss
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.stable import exp_shift
-from vqjax.ops.vocabulary import TokenWeight, check_arrays, in_vocabulary
+from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
 from vqjax.types import Dtype
 
 Rest = Literal["ignore", "bucket", "renormalize"]
@@ -235,8 +235,12 @@ def linear_top_k_divergence(
     distillation.Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap),
     temperature,
   )
-  if k < 1:
-    raise ValueError(f"`k` must be at least 1; got {k}. 64 is usual.")
+  check_numbers(k=k)
+  rows = vocab_parallel.rows_in_all(vocab_axis, as_row_factory(teacher_weight).count)
+  if not 1 <= k <= min(128, rows):
+    raise ValueError(
+      f"`k` must be in [1, {min(128, rows)}] for a vocabulary of {rows}; got {k}. 64 is usual."
+    )
   counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
   hidden, teacher_hidden = counted.hide(hidden), counted.hide(teacher_hidden)
   shared = {"tile": tile, "dtype": dtype, "vocab_axis": vocab_axis, "temperature": temperature}

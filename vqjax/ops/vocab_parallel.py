@@ -23,6 +23,8 @@ from jax.sharding import AxisType, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from vqjax.ops.vocabulary import value_of
+
 
 class Sharded(NamedTuple):
   """Arrays with an axis of the vocabulary, the value that pads it, and the axis."""
@@ -177,13 +179,18 @@ def automatic(tree: Any) -> Any:
 
 
 def for_any_axes(batch: str) -> Callable[[Callable], Callable]:
-  """A decorator of functions of arrays; the argument `batch` has their tokens."""
+  """A decorator of functions of arrays; the argument `batch` has their tokens.
+
+  The function gets the arrays that variables, such as an `nnx.Param`, hold.
+  """
 
   def decorate(function):
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
+      args = [value_of(x) for x in args]
+      kwargs = {name: value_of(x) for name, x in kwargs.items()}
       if AxisType.Explicit not in axis_types().values():
         return function(*args, **kwargs)
       given = signature.bind(*args, **kwargs).arguments
