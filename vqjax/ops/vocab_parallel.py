@@ -150,6 +150,10 @@ def on_any_axes(compute: Callable[[Any], Any], arrays: Any, results: Results) ->
   """
   if AxisType.Explicit not in axis_types().values():
     return compute(arrays)
+  # An array that was made without a mesh gets a type here, or its cotangent would have automatic
+  # axes, which some operations that it passes outside of `compute` refuse.
+  is_untyped = lambda x: isinstance(x, jax.Array) and jax.typeof(x).sharding.mesh.empty
+  arrays = jax.tree.map(lambda x: reshard(x, P()) if is_untyped(x) else x, arrays)
   before = _OUTSIDE.set(jax.sharding.get_abstract_mesh())
   try:
     with use_abstract_mesh(_automatic_mesh()):
