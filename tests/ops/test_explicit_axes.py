@@ -114,7 +114,7 @@ def test_the_loss_runs_inside_of_a_shard_map_without_jit(operands):
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-def test_arrays_that_were_made_without_a_mesh_have_gradients_through_a_transposition(operands, mesh):
+def test_gradients_of_arrays_without_a_mesh_pass_a_transposition(operands, mesh):
   hidden, weight, tokens = operands
 
   def loss(weight, vocab_axis=None):

@@ -8,6 +8,7 @@ its own blocks, devices exchange candidates and [*B]-sized sums, not scores.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -377,8 +378,8 @@ def check_options(temperature: float | int, top_k: int | None, top_p: float | No
       f"`temperature` must be finite and at least 0; got {temperature}. 0 is the arg max, 1 keeps"
       " the distribution."
     )
-  if top_k is not None and top_k < 1:
-    raise ValueError(f"`top_k` must be at least 1; got {top_k}. Use None for no limit.")
+  if top_k is not None and (not isinstance(top_k, numbers.Integral) or top_k < 1):
+    raise ValueError(f"`top_k` must be an int of at least 1; got {top_k}. Use None for no limit.")
   if top_p is not None and not 0 < top_p <= 1:
     raise ValueError(f"`top_p` must be in (0, 1]; got {top_p}. Use None for no limit.")
 

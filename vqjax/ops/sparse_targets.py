@@ -119,8 +119,9 @@ def linear_sparse_target_loss(
                     p / sum_j p_j. The student's scores of other tokens have no gradient.
 
   For renormalised targets against the whole distribution of the student, divide `probs` by their
-  sum and use "ignore". A probability of 0 marks an unused entry, whose token may be any number; an
-  entry of another probability outside of the vocabulary makes the losses nan.
+  sum and use "ignore". A probability of 0 marks an unused entry, whose token may be any number and
+  belongs to the others; an entry of another probability outside of the vocabulary makes the losses
+  nan.
 
   The losses are differentiable, in reverse mode, in `probs` too.
 
@@ -154,10 +155,10 @@ def linear_sparse_target_loss(
   counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
   hidden, probs = counted.hide(hidden), counted.hide(probs.astype(jnp.float32))
   tokens = counted.hide(tokens)
-  options = rest == "bucket", temperature, softcap, tile, dtype, vocab_axis
-  student, valid = _token_log_probs(hidden, weight, tokens, bias, *options)
-  log_p = _outcomes(rest, student)
   used = probs > 0
+  options = rest == "bucket", temperature, softcap, tile, dtype, vocab_axis
+  student, valid = _token_log_probs(hidden, weight, tokens, bias, *options, used=used)
+  log_p = _outcomes(rest, student)
   if rest == "bucket":
     missing = 1 - probs.sum(-1, keepdims=True)
     # What rounding leaves of a whole distribution is not mass of other tokens.
@@ -303,9 +304,9 @@ ABSENT = -(2**30)
 
 
 def _token_log_probs(
-  hidden, weight, tokens, bias, rest, temperature, softcap, tile, dtype, vocab_axis
+  hidden, weight, tokens, bias, rest, temperature, softcap, tile, dtype, vocab_axis, used=True
 ):
-  """The log-probabilities, -inf for tokens outside of the vocabulary, and a mask of the others."""
+  """The log-probabilities, -inf for unused tokens and those outside, and a mask of the others."""
   check_arrays(hidden=hidden, tokens=tokens, bias=bias)
   weight, batch = as_row_factory(weight), hidden.shape[:-1]
   if tokens.ndim != hidden.ndim or tokens.shape[:-1] != batch or tokens.shape[-1] < 1:
@@ -318,6 +319,7 @@ def _token_log_probs(
   softmax.check_temperature(temperature)
   vocab, k = vocab_parallel.rows_in_all(vocab_axis, weight.count), tokens.shape[-1]
   valid, token = in_vocabulary(tokens, vocab)
+  valid &= used
   operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
   scoring = tiles.Scoring(operands, softcap, float(temperature))
 
