@@ -19,8 +19,12 @@ from vqjax import (
   Product,
   ProductHead,
   compress,
+  linear_divergence,
+  linear_sparse_target_loss,
+  linear_top_k,
 )
 from vqjax import nnx as vqjax_nnx
+from vqjax.ops.row_factory import columns
 from vqjax.ops.softmax import linear_cross_entropy, linear_log_prob
 
 V, D = 31, 8
@@ -33,6 +37,11 @@ VARIABLES = {"params": {"weight": WEIGHT}}
 def log_prob(*operands, **options):
   """The op without run-time types, which users do not have."""
   return inspect.unwrap(linear_log_prob)(*operands, **options)
+
+
+def cross_entropy(*operands, **options):
+  """The loss without run-time types."""
+  return inspect.unwrap(linear_cross_entropy)(*operands, **options)
 
 
 def call(method, *arguments, **options):
@@ -109,6 +118,23 @@ MISTAKES = {
     lambda: jax.jit(lambda t: call("sample", HIDDEN, KEY, t))(0.5),
     "`temperature` must be a Python number",
   ),
+  "a traced softcap": (
+    lambda: jax.jit(lambda c: log_prob(HIDDEN, WEIGHT, TOKENS, softcap=c))(30.0),
+    "`softcap` must be a Python number",
+  ),
+  "a temperature for each token": (
+    lambda: log_prob(HIDDEN, WEIGHT, TOKENS, temperature=jnp.ones(4)),
+    r"`temperature` must be a Python number, one for all tokens; got .* \(4,\)",
+  ),
+  "a traced label smoothing": (
+    lambda: jax.jit(lambda s: cross_entropy(HIDDEN, WEIGHT, TOKENS, label_smoothing=s))(0.1),
+    "`label_smoothing` must be a Python number",
+  ),
+  "a list for a weight to decode with": (
+    lambda: inspect.unwrap(linear_top_k)(HIDDEN, WEIGHT.tolist(), 3),
+    "`weight` .* list.*asarray",
+  ),
+  "a list for a kernel": (lambda: columns(WEIGHT.tolist()), "`kernel` .* list.*asarray"),
   "a name for a method": (
     lambda: compress(np.asarray(WEIGHT), method="product"),
     r"`method` .* got 'product'. Give vqjax.Product\(",
@@ -122,7 +148,7 @@ MISTAKES = {
     "`table` must be an array; got str",
   ),
   "a list for the op": (
-    lambda: inspect.unwrap(linear_cross_entropy)(HIDDEN, WEIGHT, [0, 1, 2, 3]),
+    lambda: cross_entropy(HIDDEN, WEIGHT, [0, 1, 2, 3]),
     "`tokens` .* list",
   ),
 }
@@ -146,6 +172,22 @@ def test_a_param_is_the_weight_of_the_tiled_loss():
   expected = jax.value_and_grad(loss)(embed.embedding[...])
   np.testing.assert_allclose(value, expected[0], rtol=1e-6)
   np.testing.assert_allclose(gradient.embedding[...], expected[1], rtol=1e-5, atol=1e-6)
+
+
+# Neither are variables of NNX wherever a function has an array.
+@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
+def test_params_are_the_operands_of_every_loss():
+  linear = nnx.Linear(D, V, rngs=nnx.Rngs(0))
+  tokens, probs = jnp.arange(8).reshape(4, 2), jnp.full((4, 2), 0.5)
+
+  def total(kernel, bias):
+    sparse = linear_sparse_target_loss(HIDDEN, columns(kernel), tokens, probs, bias).kl
+    return (sparse + linear_divergence(HIDDEN, columns(kernel), HIDDEN, WEIGHT, bias, bias)).sum()
+
+  gradient = nnx.grad(lambda linear: total(linear.kernel, linear.bias))(linear)
+  expected = jax.grad(total, (0, 1))(linear.kernel[...], linear.bias[...])
+  np.testing.assert_allclose(gradient.kernel[...], expected[0], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(gradient.bias[...], expected[1], rtol=1e-5, atol=1e-6)
 
 
 def test_an_array_is_accepted_where_a_function_makes_one():

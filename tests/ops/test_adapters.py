@@ -223,7 +223,8 @@ def test_the_options_of_the_tiled_loss_pass_through_and_no_logits_exist():
   ("change", "error", "message"),
   [
     ({"axis": 0}, ValueError, "`axis` must be the last one"),
-    ({"where": jnp.ones((B, T, V), bool)}, ValueError, r"`where` must be \(3, 5\)"),
+    ({"where": jnp.ones((B, T, V), bool)}, ValueError, r"`where` must be bool of shape \(3, 5\)"),
+    ({"where": jnp.ones((B, T))}, ValueError, "`where` must be bool .* got float32"),
   ],
 )
 def test_what_optax_allows_beyond_labels_is_refused(change, error, message):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from vqjax.ops import codes, softmax
 from vqjax.ops.distillation import linear_divergence
+from vqjax.ops.row_factory import columns
 from vqjax.ops.sparse_targets import linear_sparse_target_loss
 
 V, D = 64, 16
@@ -111,3 +112,16 @@ def test_the_loss_runs_inside_of_a_shard_map_without_jit(operands):
     specs = P("data"), P("model"), P("data")
     found = jax.shard_map(run, in_specs=specs, out_specs=P("data"))(hidden, weight, tokens)
     np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_gradients_of_arrays_without_a_mesh_pass_a_transposition(operands, mesh):
+  hidden, weight, tokens = operands
+
+  def loss(weight, vocab_axis=None):
+    kernel = columns(jnp.transpose(weight))
+    return softmax.linear_log_prob(hidden, kernel, tokens, vocab_axis=vocab_axis).sum()
+
+  expected = jax.grad(loss)(weight)
+  with jax.set_mesh(mesh):
+    found = jax.device_get(jax.jit(jax.grad(lambda w: loss(w, "model")))(weight))
+  np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)

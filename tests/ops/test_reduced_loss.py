@@ -99,6 +99,25 @@ def test_every_term_of_the_loss_has_the_gradient_of_the_tiles(dtype):
     np.testing.assert_allclose(np.float32(ours), np.float32(other), **tolerance)
 
 
+@reference.needs_float16
+def test_the_mean_over_many_tokens_does_not_underflow_in_float16():
+  n, v = 20_000, 512
+  hidden = 0.3 * jax.random.normal(jax.random.key(0), (n, D))
+  weight = 0.3 * jax.random.normal(jax.random.key(1), (v, D))
+  tokens = jnp.arange(n) % v
+  # Products of float16 and arrays of float32, so that the results are not rounded to float16.
+  loss = lambda h, w: softmax.linear_cross_entropy(
+    h, w, tokens, reduction="mean", dtype=jnp.float16
+  )
+  with limits():
+    assert is_formed_in_the_forward_pass(loss, hidden, weight)
+    found = jax.jit(jax.grad(loss, (0, 1)))(hidden, weight)
+  exact = reference.linear_gradients(hidden, weight, tokens, np.full(n, -1 / n))
+  for ours, wanted in zip(found, exact):
+    # A probability of 1/512 over 20,000 tokens is 1e-7, of which float16 keeps two bits at most.
+    assert np.linalg.norm(ours - wanted) < 1e-3 * np.linalg.norm(wanted)
+
+
 def test_a_token_outside_makes_the_sum_nan_unless_its_weight_is_zero():
   hidden, weight, _, tokens, _ = operands()
   tokens = tokens.at[2].set(-100)

@@ -79,7 +79,8 @@ def test_a_draw_does_not_depend_on_what_other_rows_hold(scores):
   [
     ({"temperature": -0.5}, "`temperature` must be .* got -0.5"),
     ({"temperature": float("nan")}, "`temperature` .* got nan"),
-    ({"top_k": 0}, "`top_k` must be at least 1; got 0"),
+    ({"top_k": 0}, "`top_k` must be an int of at least 1; got 0"),
+    ({"top_k": 2.0}, "`top_k` must be an int of at least 1; got 2.0"),
     ({"top_p": 0.0}, r"`top_p` must be in \(0, 1\]; got 0.0"),
     ({"top_p": 1.5}, "`top_p` .* got 1.5"),
   ],

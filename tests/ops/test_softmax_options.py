@@ -173,9 +173,11 @@ def test_padding_of_weight_zero_has_no_loss_and_no_gradient_whatever_its_token()
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"softcap": 0.0}, "`softcap` must be positive; got 0.0"),
+    ({"softcap": 0.0}, "`softcap` must be positive .* got 0.0"),
     ({"softcap": float("nan")}, "`softcap` .* got nan"),
-    ({"temperature": 0}, "`temperature` must be positive; got 0"),
+    ({"softcap": float("inf")}, "`softcap` .* got inf"),
+    ({"temperature": 0}, "`temperature` must be positive .* got 0"),
+    ({"temperature": float("inf")}, "`temperature` .* got inf"),
     ({"top_k": -1}, r"`top_k` must be in \[0, 128\] .* got -1"),
     ({"top_k": 129}, "`top_k` .* got 129"),
   ],
@@ -191,7 +193,9 @@ def test_options_without_a_meaning_are_refused(options, message):
   [
     ({"label_smoothing": 1.0}, r"`label_smoothing` must be in \[0, 1\); got 1.0"),
     ({"label_smoothing": -0.1}, "`label_smoothing` .* got -0.1"),
-    ({"z_loss": -1e-4}, "`z_loss` must be at least 0; got -0.0001"),
+    ({"scratch": -1, "reduction": "mean"}, "`scratch` must be .* got -1"),
+    ({"scratch": None, "reduction": "mean"}, "`scratch` must be .* got None"),
+    ({"z_loss": -1e-4}, "`z_loss` must be finite .* got -0.0001"),
   ],
 )
 def test_losses_without_a_meaning_are_refused(options, message):

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from vqjax.ops import vocab_parallel
 from vqjax.ops.row_factory import columns
 from vqjax.ops.softmax import linear_cross_entropy, linear_softmax
+from vqjax.ops.vocabulary import check_arrays
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -46,13 +47,14 @@ def softmax_cross_entropy_with_integer_labels(
       f"`axis` must be the last one, -1 or {hidden.ndim - 1}; got {axis}. Move the classes of other"
       " logits to the end."
     )
-  if where is not None and where.shape == (*labels.shape, 1):
-    where = where[..., 0]
-  if where is not None and where.shape != labels.shape:
-    raise ValueError(
-      f"`where` must be {labels.shape} or {(*labels.shape, 1)}; got {where.shape}. Remove classes"
-      " with a bias of -inf instead."
-    )
+  check_arrays(where=where)
+  if where is not None:
+    if where.dtype != bool or where.shape not in (labels.shape, (*labels.shape, 1)):
+      raise ValueError(
+        f"`where` must be bool of shape {labels.shape} or {(*labels.shape, 1)}; got"
+        f" {where.dtype} of shape {where.shape}. Remove classes with a bias of -inf instead."
+      )
+    where = where.reshape(labels.shape)
   return linear_cross_entropy(hidden, columns(kernel), labels, mask=where, **options)
 
 

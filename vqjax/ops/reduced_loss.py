@@ -132,7 +132,13 @@ def _forward(static, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
   tokens = tiles.TokenTiles(static.cut.shards, size, n)
   # The last tile may overlap its neighbour, whose tokens must not count twice.
   fresh = jnp.arange(tokens.count)[:, None, None] * size <= tokens.split(jnp.arange(n)[None])
-  row, token_weight = tokens.split((token_N[None], token_weight_N[None].astype(jnp.float32)))
+  # Cotangents of scores are cast to the dtype of the products. Relative to the largest weight they
+  # are of order 1, where those of a mean over many tokens would underflow in float16.
+  largest = lax.stop_gradient(jnp.abs(token_weight_N).max())
+  unit = jnp.where(largest == 0, 1.0, largest)
+  row, token_weight = tokens.split(
+    (token_N[None], (token_weight_N[None] / unit).astype(jnp.float32))
+  )
   token_weight = jnp.where(fresh, token_weight, 0.0)
   index_v = jnp.arange(math.ceil(v / height), dtype=jnp.int32)
   rows = v if bias_V is None else (~jnp.isneginf(bias_V)).sum()
@@ -201,11 +207,11 @@ def _forward(static, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
   start = vocab_parallel.varying((start, hidden_ND, weight_VD, bias_V, token_weight))[0]
   index = jnp.arange(tokens.count, dtype=jnp.int32)
   sums, (d_hidden, loss) = lax.scan(token_step, start, (index, row, token_weight))
-  value = (loss * token_weight).sum()
+  value = unit * (loss * token_weight).sum()
   d_hidden, loss = (x[0] for x in tokens.join((d_hidden, loss)))
   # Empty arrays carry the dtypes of the operands.
   like = tuple(None if x is None else x[:0] for x in (hidden_ND, weight_VD, bias_V, token_weight_N))
-  return value, ((d_hidden, sums.weight, sums.bias, loss), like)
+  return value, ((d_hidden, sums.weight, sums.bias), unit, loss, like)
 
 
 def _add_at(total, part, start):
@@ -215,8 +221,10 @@ def _add_at(total, part, start):
 
 def _backward(static, saved, cotangent):
   del static
-  scaled = lambda d, like: None if d is None else (cotangent * d).astype(like.dtype)
-  return (*(scaled(d, like) for d, like in zip(*saved, strict=True)), None)
+  gradients, unit, loss, like = saved
+  scaled = lambda d, scale, like: None if d is None else (scale * d).astype(like.dtype)
+  of_operands = [scaled(d, cotangent * unit, x) for d, x in zip(gradients, like[:3], strict=True)]
+  return (*of_operands, scaled(loss, cotangent, like[3]), None)
 
 
 _sum.defvjp(_forward, _backward)

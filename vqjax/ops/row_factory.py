@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from vqjax.ops import vocab_parallel
+from vqjax.ops.vocabulary import check_arrays, value_of
 
 
 @jax.tree_util.register_dataclass
@@ -164,6 +165,10 @@ class _Columns(RowFactory):
   def at(self, index: Array) -> Float[Array, "W D"]:
     return jnp.moveaxis(self.per_row[:, index], 0, -1)
 
+  def select(self, choose: Callable[[Array], Array]) -> "RowFactory":
+    # XLA reads what is chosen where it lies: a transposition is another layout of the same array.
+    return dataclasses.replace(self, per_row=choose(self.per_row.T).T)
+
   def zero_gradient(self, height: int) -> "RowFactory":
     make = lax.empty if self.count % height == 0 else jnp.zeros
     return dataclasses.replace(self, per_row=make(self.per_row.shape, self.per_row.dtype))
@@ -188,8 +193,12 @@ def columns(kernel: Float[Array, "D V"]) -> RowFactory:
   """The weight [V, D] whose rows are the columns of a kernel, as `flax.linen.Dense` has it.
 
   Neither the kernel nor its gradient is transposed or copied: a tile of columns at a time is read.
+
+  Raises:
+    TypeError: `kernel` is not an array.
   """
-  return _Columns(kernel, (), _transposed)
+  check_arrays(kernel=kernel)
+  return _Columns(value_of(kernel), (), _transposed)
 
 
 def _is_floating(x):
@@ -202,13 +211,12 @@ def _table_rows(per_row, shared):
 
 
 def as_row_factory(weight: Array | RowFactory) -> RowFactory:
-  """A weight as `RowFactory`; an array [V, D] is a table of rows."""
-  return weight if isinstance(weight, RowFactory) else RowFactory(value_of(weight), (), _table_rows)
+  """A weight as `RowFactory`; an array [V, D] is a table of rows.
 
-
-def value_of(array: Any) -> Any:
-  """The array of a variable, such as an `nnx.Param`, or the array itself.
-
-  Inside of `nnx.grad` JAX does not trace the variable, only the array that it holds.
+  Raises:
+    TypeError: `weight` is neither.
   """
-  return jnp.asarray(array) if hasattr(array, "__jax_array__") else array
+  if isinstance(weight, RowFactory):
+    return weight
+  check_arrays(weight=weight)
+  return RowFactory(value_of(weight), (), _table_rows)

@@ -8,6 +8,7 @@ its own blocks, devices exchange candidates and [*B]-sized sums, not scores.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.stable import exp_shift
+from vqjax.ops.vocabulary import check_numbers
 
 STORED_SCORES = 2**25
 """Largest number of scores (128 MiB) that are stored instead of recomputed or split."""
@@ -369,20 +371,15 @@ def draw_among(
 
 
 def check_options(temperature: float | int, top_k: int | None, top_p: float | None) -> None:
-  """Raise an error if an option of `sample` is out of range, or is a traced number."""
-  for name, option in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
-    if isinstance(option, jax.core.Tracer):
-      raise TypeError(
-        f"`{name}` must be a Python number, which chooses the program; got a traced one. Make it"
-        " static: jax.jit(..., static_argnames=...)."
-      )
+  """Raise an error if an option of `sample` is out of range, or is not a number."""
+  check_numbers(temperature=temperature, top_k=top_k, top_p=top_p)
   if not 0 <= temperature < math.inf:
     raise ValueError(
       f"`temperature` must be finite and at least 0; got {temperature}. 0 is the arg max, 1 keeps"
       " the distribution."
     )
-  if top_k is not None and top_k < 1:
-    raise ValueError(f"`top_k` must be at least 1; got {top_k}. Use None for no limit.")
+  if top_k is not None and (not isinstance(top_k, numbers.Integral) or top_k < 1):
+    raise ValueError(f"`top_k` must be an int of at least 1; got {top_k}. Use None for no limit.")
   if top_p is not None and not 0 < top_p <= 1:
     raise ValueError(f"`top_p` must be in (0, 1]; got {top_p}. Use None for no limit.")
 

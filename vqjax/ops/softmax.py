@@ -18,10 +18,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from vqjax.ops import reduced_loss, tiles, vocab_parallel
-from vqjax.ops.row_factory import RowFactory, as_row_factory, columns, value_of
+from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
-from vqjax.ops.vocabulary import TokenWeight, check_arrays, in_vocabulary
+from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
 from vqjax.types import Dtype
 
 __all__ = [
@@ -122,7 +122,8 @@ def linear_softmax(
     bias: one number for each row, added to hidden · weightᵀ.
     mask: False for tokens that are left out: their results are 0, their `top_tokens` -1, and they
       have no gradient, whatever their tokens and hidden vectors hold.
-    temperature: divides the scores, after their cap; a Python number.
+    temperature: divides the scores, after their cap; a Python number. Without a cap and a bias,
+      `hidden` may be divided by one of each token instead.
     softcap: largest absolute score c: scores are c · tanh(score / c).
     entropy: whether to compute the entropy.
     mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
@@ -137,13 +138,12 @@ def linear_softmax(
 
   Raises:
     ValueError: the shapes do not fit together, the vocabulary is empty, a side of `tile` is below
-      1, `softcap` or `temperature` is not positive, `top_k` is above 128 or the number of rows, or
-      the mesh has no axis `vocab_axis`.
+      1, `softcap` or `temperature` is not positive and finite, `top_k` is above 128 or the number
+      of rows, or the mesh has no axis `vocab_axis`.
+    TypeError: an operand is not an array, or an option not a Python number.
   """
   check_arrays(hidden=hidden, tokens=tokens, bias=bias, mask=mask)
-  if not isinstance(weight, RowFactory):
-    check_arrays(weight=weight)
-  weight, bias = as_row_factory(weight), value_of(bias)
+  weight = as_row_factory(weight)
   check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   check_softcap(softcap)
@@ -233,17 +233,25 @@ def linear_cross_entropy(
 
   Raises:
     ValueError: as `linear_softmax`; `label_smoothing` is outside [0, 1), `z_loss` is negative,
-      `token_weight` has another shape than `tokens`, or `reduction` is not one of the three.
+      `token_weight` has another shape than `tokens`, `reduction` is not one of the three, or
+      `scratch` is not a number of bytes.
+    TypeError: as `linear_softmax`.
   """
   check_arrays(hidden=hidden, tokens=tokens, token_weight=token_weight)
+  check_numbers(label_smoothing=label_smoothing, z_loss=z_loss)
   if not 0 <= label_smoothing < 1:
     raise ValueError(f"`label_smoothing` must be in [0, 1); got {label_smoothing}. 0.1 is usual.")
-  if z_loss < 0:
-    raise ValueError(f"`z_loss` must be at least 0; got {z_loss}. 1e-4 is usual.")
+  if not 0 <= z_loss < math.inf:
+    raise ValueError(f"`z_loss` must be finite and at least 0; got {z_loss}. 1e-4 is usual.")
   if reduction not in ("none", "sum", "mean"):
     raise ValueError(
       f'`reduction` must be "none", "sum" or "mean"; got {reduction!r}. "mean" divides by the sum'
       " of the weights."
+    )
+  if not isinstance(scratch, int) or scratch < 0:
+    raise ValueError(
+      f"`scratch` must be a number of bytes, an int of at least 0; got {scratch!r}. 0 keeps no"
+      " scores."
     )
   counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
   hidden = counted.hide(hidden)
@@ -282,9 +290,7 @@ def _sum_with_gradient(
 ):
   """The weighted sum of the losses, or None where its gradient is formed in a pass of its own."""
   check_arrays(hidden=hidden, tokens=tokens, bias=bias)
-  if not isinstance(weight, RowFactory):
-    check_arrays(weight=weight)
-  weight, bias = as_row_factory(weight), value_of(bias)
+  weight = as_row_factory(weight)
   check_shapes(hidden, weight, tokens, bias)
   check_softcap(softcap)
   check_temperature(temperature)
@@ -407,15 +413,19 @@ def check_operands(hidden, weight, bias):
 
 
 def check_softcap(softcap):
-  """Raise ValueError unless `softcap` is positive or None."""
-  if softcap is not None and not softcap > 0:
-    raise ValueError(f"`softcap` must be positive; got {softcap}. 30 is usual, None is no cap.")
+  """Raise an error unless `softcap` is a positive finite number or None."""
+  check_numbers(softcap=softcap)
+  if softcap is not None and not 0 < softcap < math.inf:
+    raise ValueError(
+      f"`softcap` must be positive and finite; got {softcap}. 30 is usual, None is no cap."
+    )
 
 
 def check_temperature(temperature):
-  """Raise ValueError unless `temperature` is positive."""
-  if not temperature > 0:
+  """Raise an error unless `temperature` is a positive finite number."""
+  check_numbers(temperature=temperature)
+  if not 0 < temperature < math.inf:
     raise ValueError(
-      f"`temperature` must be positive; got {temperature}. The arg max, which a temperature of 0"
-      " stands for in decoding, is not a distribution: score its tokens at 1."
+      f"`temperature` must be positive and finite; got {temperature}. The arg max, which a"
+      " temperature of 0 stands for in decoding, is not a distribution: score its tokens at 1."
     )

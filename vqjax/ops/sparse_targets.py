@@ -22,7 +22,7 @@ from vqjax.ops import distillation, softmax, tiles, vocab_parallel
 from vqjax.ops.distillation import SoftTargetLoss
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.stable import exp_shift
-from vqjax.ops.vocabulary import TokenWeight, check_arrays, in_vocabulary
+from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
 from vqjax.types import Dtype
 
 Rest = Literal["ignore", "bucket", "renormalize"]
@@ -119,8 +119,9 @@ def linear_sparse_target_loss(
                     p / sum_j p_j. The student's scores of other tokens have no gradient.
 
   For renormalised targets against the whole distribution of the student, divide `probs` by their
-  sum and use "ignore". A probability of 0 marks an unused entry, whose token may be any number; an
-  entry of another probability outside of the vocabulary makes the losses nan.
+  sum and use "ignore". A probability of 0 marks an unused entry, whose token may be any number and
+  belongs to the others; an entry of another probability outside of the vocabulary makes the losses
+  nan.
 
   The losses are differentiable, in reverse mode, in `probs` too.
 
@@ -154,10 +155,10 @@ def linear_sparse_target_loss(
   counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
   hidden, probs = counted.hide(hidden), counted.hide(probs.astype(jnp.float32))
   tokens = counted.hide(tokens)
-  options = rest == "bucket", temperature, softcap, tile, dtype, vocab_axis
-  student, valid = _token_log_probs(hidden, weight, tokens, bias, *options)
-  log_p = _outcomes(rest, student)
   used = probs > 0
+  options = rest == "bucket", temperature, softcap, tile, dtype, vocab_axis
+  student, valid = _token_log_probs(hidden, weight, tokens, bias, *options, used=used)
+  log_p = _outcomes(rest, student)
   if rest == "bucket":
     missing = 1 - probs.sum(-1, keepdims=True)
     # What rounding leaves of a whole distribution is not mass of other tokens.
@@ -235,8 +236,12 @@ def linear_top_k_divergence(
     distillation.Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap),
     temperature,
   )
-  if k < 1:
-    raise ValueError(f"`k` must be at least 1; got {k}. 64 is usual.")
+  check_numbers(k=k)
+  rows = vocab_parallel.rows_in_all(vocab_axis, as_row_factory(teacher_weight).count)
+  if not 1 <= k <= min(128, rows):
+    raise ValueError(
+      f"`k` must be in [1, {min(128, rows)}] for a vocabulary of {rows}; got {k}. 64 is usual."
+    )
   counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
   hidden, teacher_hidden = counted.hide(hidden), counted.hide(teacher_hidden)
   shared = {"tile": tile, "dtype": dtype, "vocab_axis": vocab_axis, "temperature": temperature}
@@ -299,9 +304,9 @@ ABSENT = -(2**30)
 
 
 def _token_log_probs(
-  hidden, weight, tokens, bias, rest, temperature, softcap, tile, dtype, vocab_axis
+  hidden, weight, tokens, bias, rest, temperature, softcap, tile, dtype, vocab_axis, used=True
 ):
-  """The log-probabilities, -inf for tokens outside of the vocabulary, and a mask of the others."""
+  """The log-probabilities, -inf for unused tokens and those outside, and a mask of the others."""
   check_arrays(hidden=hidden, tokens=tokens, bias=bias)
   weight, batch = as_row_factory(weight), hidden.shape[:-1]
   if tokens.ndim != hidden.ndim or tokens.shape[:-1] != batch or tokens.shape[-1] < 1:
@@ -314,6 +319,7 @@ def _token_log_probs(
   softmax.check_temperature(temperature)
   vocab, k = vocab_parallel.rows_in_all(vocab_axis, weight.count), tokens.shape[-1]
   valid, token = in_vocabulary(tokens, vocab)
+  valid &= used
   operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
   scoring = tiles.Scoring(operands, softcap, float(temperature))
 

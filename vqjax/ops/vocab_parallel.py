@@ -23,6 +23,8 @@ from jax.sharding import AxisType, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from vqjax.ops.vocabulary import value_of
+
 
 class Sharded(NamedTuple):
   """Arrays with an axis of the vocabulary, the value that pads it, and the axis."""
@@ -148,6 +150,10 @@ def on_any_axes(compute: Callable[[Any], Any], arrays: Any, results: Results) ->
   """
   if AxisType.Explicit not in axis_types().values():
     return compute(arrays)
+  # An array that was made without a mesh gets a type here, or its cotangent would have automatic
+  # axes, which some operations that it passes outside of `compute` refuse.
+  is_untyped = lambda x: isinstance(x, jax.Array) and jax.typeof(x).sharding.mesh.empty
+  arrays = jax.tree.map(lambda x: reshard(x, P()) if is_untyped(x) else x, arrays)
   before = _OUTSIDE.set(jax.sharding.get_abstract_mesh())
   try:
     with use_abstract_mesh(_automatic_mesh()):
@@ -177,13 +183,18 @@ def automatic(tree: Any) -> Any:
 
 
 def for_any_axes(batch: str) -> Callable[[Callable], Callable]:
-  """A decorator of functions of arrays; the argument `batch` has their tokens."""
+  """A decorator of functions of arrays; the argument `batch` has their tokens.
+
+  The function gets the arrays that variables, such as an `nnx.Param`, hold.
+  """
 
   def decorate(function):
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def wrapped(*args, **kwargs):
+      args = [value_of(x) for x in args]
+      kwargs = {name: value_of(x) for name, x in kwargs.items()}
       if AxisType.Explicit not in axis_types().values():
         return function(*args, **kwargs)
       given = signature.bind(*args, **kwargs).arguments

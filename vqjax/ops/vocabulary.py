@@ -1,8 +1,9 @@
-"""Tokens outside of the vocabulary, tokens that are left out, and weights of tokens."""
+"""Arguments of functions: arrays, numbers, tokens outside of the vocabulary, weights of tokens."""
 
 from __future__ import annotations
 
 import functools
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,29 @@ def check_arrays(**arrays: Any) -> None:
     if array is not None and (not hasattr(array, "shape") or hasattr(array, "detach")):
       raise TypeError(
         f"`{name}` must be an array; got {type(array).__name__}. Use jnp.asarray({name})."
+      )
+
+
+def value_of(array: Any) -> Any:
+  """The array of a variable, such as an `nnx.Param`, or the array itself.
+
+  Inside of `nnx.grad` JAX does not trace the variable, only the array that it holds.
+  """
+  return jnp.asarray(array) if hasattr(array, "__jax_array__") else array
+
+
+def check_numbers(**options: Any) -> None:
+  """Raise TypeError unless each option is a Python or NumPy number, or None."""
+  for name, option in options.items():
+    if isinstance(option, jax.core.Tracer):
+      raise TypeError(
+        f"`{name}` must be a Python number, which chooses the program; got a traced one. Make it"
+        " static: jax.jit(..., static_argnames=...)."
+      )
+    if option is not None and not isinstance(option, numbers.Real):
+      given = f"an array of shape {option.shape}" if hasattr(option, "shape") else repr(option)
+      raise TypeError(
+        f"`{name}` must be a Python number, one for all tokens; got {given}. Use float({name})."
       )
 
 
