@@ -165,7 +165,7 @@ def test_the_edge_of_a_nucleus_is_found_among_numbers_of_any_size_and_sign(bits)
     assert edge[0] == row[order[count - 1]]
 
 
-def test_scores_that_are_not_stored_are_computed_nine_times(scores, monkeypatch):
+def test_scores_that_are_not_stored_are_computed_ten_times(scores, monkeypatch):
   monkeypatch.setattr(sampling, "STORED_SCORES", 0)
   computed = []
 
