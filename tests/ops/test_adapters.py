@@ -97,7 +97,7 @@ def test_the_arguments_are_those_of_the_originals():
   original = names(optax.softmax_cross_entropy_with_integer_labels)
   ours = names(adapters.softmax_cross_entropy_with_integer_labels)
   assert ours == ["hidden", "kernel", *original[1:], "options"]
-  # tokamax 0.0.17, MaxText e591f30cbbf2 and tunix 0340b3b97c62, as read.
+  # tokamax 0.0.17, MaxText e591f30cbbf2 and tunix c7d8950f12a9, as read.
   assert names(adapters.linear_softmax_cross_entropy_loss)[:-1] == [
     *("x", "labels", "weights", "reduction", "precision", "implementation")
   ]

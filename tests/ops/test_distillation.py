@@ -396,6 +396,28 @@ class TestStudentInBlocks:
     expected = from_logits((hidden @ weight.T)[:, ~removed], scores[:, ~removed])
     chex.assert_trees_all_close(tuple(result), expected, atol=ATOL, rtol=0)
 
+  def test_token_weights_scale_losses_and_gradients_and_a_mask_removes_them(self):
+    hidden, weight, *teacher, _, bias = operands(4)
+    mask, token_weight = jnp.array([True, True, False, True]), jnp.array([0.5, 0.0, 3.0, 2.0])
+    factor = np.array([0.5, 0.0, 0.0, 2.0])
+    cotangents = tuple(jax.random.normal(jax.random.key(i), (4,)) for i in (7, 8))
+    # What is left out may hold anything.
+    noisy = teacher[0].at[1:3].set(jnp.nan)
+
+    def loss(hidden, weight):
+      options = {"mask": mask, "token_weight": token_weight}
+      return block_soft_target_loss(blocks_of(hidden, weight), noisy, teacher[1], bias, **options)
+
+    result = value_and_pullback(loss, (hidden, weight), cotangents)
+    with jax.enable_x64(True):
+
+      def exact(h, w):
+        found = materialised(h, w, *float64(teacher), None, float64(bias))
+        return tuple(factor * x for x in found)
+
+      expected = value_and_pullback(exact, float64((hidden, weight)), float64(cotangents))
+    chex.assert_trees_all_close(result, expected, atol=ATOL, rtol=0)
+
   def test_the_teacher_has_no_gradient(self):
     hidden, weight, *teacher, _, bias = operands(2)
     loss = lambda *teacher: block_soft_target_loss(blocks_of(hidden, weight), *teacher).kl.sum()

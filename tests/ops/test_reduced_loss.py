@@ -154,7 +154,7 @@ def test_memory_is_the_budget_and_no_score_is_computed_twice():
 )
 def test_scores_are_kept_where_that_moves_less_than_it_computes(shape, scratch, kept):
   n, d, v = shape
-  tile = reduced_loss.tile_of_tokens(n, d, v, 4, scratch, device.of("cpu"))
+  tile = reduced_loss.tile_of_tokens(n, d, v, jnp.float32, scratch, device.of("cpu"))
   assert (tile is not None) == kept
   if kept:
     assert 4 * tile * v <= scratch

@@ -154,6 +154,33 @@ def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(scores, monkeypat
     np.testing.assert_array_equal(stored.block(index)[0], again.block(index)[0])
 
 
+@pytest.mark.parametrize("bits", [1, 4])
+def test_the_edge_of_a_nucleus_is_found_among_numbers_of_any_size_and_sign(bits):
+  row = np.float32([-3e38, -1e30, -88.5, -2.0, -np.inf, -0.0, 0.0, 1e-30, 1.5, -np.inf])
+  mass = np.exp(np.float64(row) - np.log(np.exp(np.float64(row)).sum()))
+  for count in range(1, 6):
+    # Half of the mass of the last token is missing without it.
+    order = np.argsort(-row, kind="stable")
+    top_p = mass[order[: count - 1]].sum() + mass[order[count - 1]] / 2
+    edge = sampling.nucleus_edge(blocks_of(jnp.asarray(row)[None], 4), top_p, bits=bits)
+    assert edge[0] == row[order[count - 1]]
+
+
+def test_scores_that_are_not_stored_are_computed_ten_times(scores, monkeypatch):
+  monkeypatch.setattr(sampling, "STORED_SCORES", 0)
+  computed = []
+
+  def block(index):
+    jax.debug.callback(lambda index: computed.append(int(index)), index)
+    return blocks_of(scores, 37).block(index)
+
+  blocks = sampling.Blocks(1, block, (4,))
+  jax.jit(lambda: sampling.nucleus(blocks, 0.7).block(0)[0])()
+  jax.effects_barrier()
+  # The normaliser, eight passes of the search, and the scores of the nucleus themselves.
+  assert len(computed) == 10
+
+
 @pytest.mark.parametrize("shape", [(50,), (2, 37), (7, 1, 37), ()])
 def test_a_mask_of_another_shape_is_refused(scores, shape):
   with pytest.raises(ValueError, match=r"`allowed` must have shape \(37,\) or \(4, 37\); got"):

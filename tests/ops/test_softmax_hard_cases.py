@@ -58,18 +58,29 @@ FORMS = {
   "exact maximum of a tile": {"fuses": False, "tile": TILE},
   "maximum of earlier tiles": {"fuses": True, "tile": TILE},
   "kept scores": {"fuses": False, "tile": None},
+  "masses below the maximum of some rows": {"fuses": True, "tile": None, "in_forward": True},
 }
 
 
 def value_and_gradients(form, hidden, weight, bias, tokens, cotangent):
   """Log-probabilities and the gradients of their weighted sum."""
   value = lambda h, w, b: softmax.linear_log_prob(h, w, tokens, b, tile=form["tile"])
-  with device.using(device.current()._replace(fuses=form["fuses"])):
+
+  def weighted_sum(h, w, b, token_weight):
+    options = {"token_weight": token_weight, "reduction": "sum", "scratch": 4 * V * TILE[0]}
+    return softmax.linear_cross_entropy(h, w, tokens, b, **options)
+
+  # Products so slow that what they make is always kept, where the form allows it.
+  with device.using(device.current()._replace(fuses=form["fuses"], balance=0.0)):
+    if "in_forward" in form:
+      run = jax.jit(jax.grad(lambda *x: weighted_sum(*x), (0, 1, 2, 3)))
+      *gradients, loss = run(hidden, weight, bias, -cotangent)
+      return -loss, tuple(gradients)
     found, pull = jax.vjp(jax.jit(lambda *x: value(*x)), hidden, weight, bias)
     return found, pull(cotangent)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_equal_float64(case, form):
@@ -107,6 +118,41 @@ def test_probabilities_sum_to_one(form):
   hidden = jnp.broadcast_to(30 * normal(3, D), (V, D))
   log_prob, _ = value_and_gradients(FORMS[form], hidden, weight, bias, jnp.arange(V), jnp.ones(V))
   np.testing.assert_allclose(np.exp(np.float64(log_prob)).sum(), 1, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_kept_masses_have_every_term_of_the_loss():
+  hidden, weight, bias = removed_rows()
+  tokens, token_weight = 50 + jnp.arange(N) * 3, jax.random.uniform(jax.random.key(7), (N,))
+  terms = {"label_smoothing": 0.1, "z_loss": 1e-2, "temperature": 0.7, "reduction": "mean"}
+
+  def loss(h, w, b, **options):
+    return softmax.linear_cross_entropy(
+      h, w, tokens, b, token_weight=token_weight, **terms, **options
+    )
+
+  def value_and_gradients(**options):
+    return jax.jit(jax.value_and_grad(lambda *x: loss(*x, **options), (0, 1, 2)))(
+      hidden, weight, bias
+    )
+
+  with device.using(device.current()._replace(fuses=True, balance=0.0)):
+    found = value_and_gradients(scratch=4 * V * TILE[0])
+  expected = value_and_gradients(tile=TILE)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, expected)
+
+
+@pytest.mark.slow
+def test_a_nearly_certain_token_keeps_its_gradient_where_masses_are_bfloat16():
+  hidden = jnp.ones((1, 2), jnp.bfloat16)
+  weight = jnp.zeros((V, 2), jnp.bfloat16).at[5].set(6.0)
+  tokens = jnp.array([5])
+  with device.using(device.current()._replace(fuses=True, balance=0.0)):
+    loss = lambda w: softmax.linear_cross_entropy(hidden, w, tokens, reduction="sum")
+    found = jax.jit(jax.grad(loss))(weight)
+  (_, exact, _) = reference.linear_gradients(hidden, weight, tokens, -np.ones(1))
+  # A probability of 0.9987 in bfloat16 is 1 or 0.996, and its distance to 1 nothing.
+  np.testing.assert_allclose(np.float64(found), exact, rtol=1e-2)
 
 
 @pytest.mark.slow

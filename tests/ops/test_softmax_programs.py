@@ -187,3 +187,18 @@ def test_the_search_for_the_best_sends_no_tile_of_scores_between_devices():
   sent = collectives.collectives(program, loops.runs(program), dict(mesh.shape))
   # A device's own scores are 64 x 256 numbers.
   assert max(x.bytes for x in sent) < 4 * 64 * 256
+
+
+def test_the_gradient_of_the_best_stays_on_the_devices_of_its_tokens():
+  mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
+  shardings = [NamedSharding(mesh, P(axis)) for axis in ("data", "model", "data")]
+  shapes = [((256, 8), jnp.float32), ((512, 8), jnp.float32), ((256,), jnp.int32)]
+  args = [jax.ShapeDtypeStruct(*shape, sharding=s) for shape, s in zip(shapes, shardings)]
+  options = {"top_k": 5, "tile": (32, 128), "vocab_axis": "model"}
+  loss = lambda h, w, t: linear_softmax(h, w, t, **options).top_log_probs.sum()
+  with jax.set_mesh(mesh):
+    gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=tuple(shardings[:2]))
+    program = hlo.parse(gradient.lower(*args).compile().as_text())
+  sent = collectives.collectives(program, loops.runs(program), dict(mesh.shape))
+  # Indices and cotangents of the best would be gathered at each tile by one scatter for all shards.
+  assert {x.kind for x in sent} == {"all-reduce"}

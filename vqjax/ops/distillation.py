@@ -235,6 +235,8 @@ def block_soft_target_loss(
   teacher_weight: Float[Array, "V E"] | RowFactory,
   teacher_bias: Float[Array, "V"] | None = None,
   *,
+  mask: Bool[Array, "*B"] | None = None,
+  token_weight: Float[Array, "*B"] | None = None,
   temperature: float | int = 1.0,
   teacher_softcap: float | int | None = None,
   dtype: Dtype | None = None,
@@ -251,6 +253,9 @@ def block_soft_target_loss(
     teacher_hidden: hidden vectors of the teacher, one for each row of the blocks.
     teacher_weight: all rows of the teacher, on every device.
     teacher_bias: bias of the teacher's scores.
+    mask: False for tokens that are left out: their losses are 0 and have no gradient. The blocks
+      must score them finitely; give their hidden vectors as zeros.
+    token_weight: factor of each token's losses; a token of weight 0 is left out.
     temperature: divides the scores of both, after the cap.
     teacher_softcap: largest absolute score of the teacher.
     dtype: dtype of the operands of the teacher's matrix product; None: their promoted dtype.
@@ -266,7 +271,8 @@ def block_soft_target_loss(
     )
   _check_layer("teacher_", teacher_hidden, weight, teacher_bias, teacher_softcap)
   _check_positive("temperature", temperature)
-  hidden, weight, bias = lax.stop_gradient((teacher_hidden, weight, teacher_bias))
+  counted = TokenWeight.of(tuple(blocks.batch), mask, token_weight)
+  hidden, weight, bias = lax.stop_gradient((counted.hide(teacher_hidden), weight, teacher_bias))
 
   @jax.checkpoint
   def step(sums, index):
@@ -279,7 +285,8 @@ def block_soft_target_loss(
     teacher_BW = jnp.where(jnp.isneginf(score_BW), -jnp.inf, teacher_BW)
     return _add_block(sums, score_BW / temperature, teacher_BW / temperature)
 
-  return _finish(_all_reduce(blocks.fold(step, _zero_sums(blocks.batch)), blocks.axis))
+  sums = blocks.fold(step, _zero_sums(blocks.batch))
+  return counted.of_each(_finish(_all_reduce(sums, blocks.axis)))
 
 
 def _check_layer(prefix, hidden, weight, bias, softcap):
@@ -374,7 +381,8 @@ def _relative_to(old, top, teacher_top):
     teacher_top=teacher_top,
     teacher_total=old.teacher_total * shrink,
     # s - top becomes s - top + step for each of the terms, whose masses add up to teacher_total.
-    cross=(old.cross + step * old.teacher_total) * shrink,
+    # A student score of -inf makes `cross` infinite, and -inf · 0 is nan.
+    cross=jnp.where(shrink == 0, 0.0, (old.cross + step * old.teacher_total) * shrink),
     moment=(old.moment + teacher_step * old.teacher_total) * shrink,
   )
 

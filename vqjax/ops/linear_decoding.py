@@ -17,6 +17,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.stable import exp_shift
 from vqjax.ops.vocabulary import check_arrays
 from vqjax.types import Dtype
 
@@ -101,7 +102,8 @@ def linear_top_k(
   score_Bk, token_Bk, log_z_B = _over_blocks(
     lambda blocks: sampling.best(blocks, k), hidden, weight, bias, vocab, softcap, dtype, vocab_axis
   )
-  return score_Bk - log_z_B[..., None], token_Bk
+  # Where nothing has a probability, -inf - (-inf) would be nan.
+  return score_Bk - exp_shift(log_z_B)[..., None], token_Bk
 
 
 @vocab_parallel.for_any_axes("hidden")
@@ -183,7 +185,7 @@ def _over_blocks(
     return body(linear_blocks(hidden, local, bias, vocab, **options), *shared)
 
   rows = (
-    vocab_parallel.Sharded(weight.per_row, 0),
+    vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
     vocab_parallel.Sharded(bias, -jnp.inf),
     vocab_parallel.Replicated(weight.shared),
   )

@@ -1,10 +1,14 @@
 """Sum of weighted cross-entropies whose gradient is formed in the forward pass.
 
 A sum has one cotangent for all tokens, so that its gradient can be computed before the cotangent is
-known, and be multiplied by it later. All scores of a tile of tokens are kept until their gradient
-has been added to that of the weight: 6NDV floating-point operations, where the tiles of
-`vqjax.ops.statistics` compute scores once more and take 8NDV. The price is memory traffic: the
+known, and be multiplied by it later. What is known of all scores of a tile of tokens is kept until
+their gradient has been added to that of the weight: 6NDV floating-point operations, where the tiles
+of `vqjax.ops.statistics` compute scores once more and take 8NDV. The price is memory traffic: the
 scores of the tile, and a gradient [V, D] that is read and written for each tile of tokens.
+
+Scores are computed and kept a tile of rows at a time. Where reductions fuse into products (TPUs),
+one product with all rows makes the statistics and keeps exp(score - reference) in the dtype of the
+cotangents, half of a score in bfloat16: relative errors of the same size as their own rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from jaxtyping import Array
 
 from vqjax.ops import device, statistics, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.stable import exp_shift
 from vqjax.ops.statistics import Outputs
+from vqjax.types import Dtype
 
 
 class Terms(NamedTuple):
@@ -38,26 +44,34 @@ class Terms(NamedTuple):
 
 
 def tile_of_tokens(
-  tokens: int, dim: int, vocab: int, itemsize: int, scratch: int, limits: device.Device
+  tokens: int, dim: int, vocab: int, dtype: Dtype, scratch: int, limits: device.Device
 ) -> int | None:
   """Number of tokens whose scores fit `scratch` bytes; None where recomputing them is faster.
 
   The product that is saved, 2NDV operations, is compared with the bytes that move instead: scores
   to memory and back, and for each tile of tokens but the first, the weight twice and its gradient
-  in float32 both ways.
+  in float32 both ways. Where reductions fuse into products, half of the traffic of masses and
+  gradient is behind the product that it belongs to, and the rest is behind the others.
   """
-  fitting = scratch // (4 * vocab)
+  itemsize, kept = jnp.dtype(dtype).itemsize, _kept_dtype(dtype, limits).itemsize
+  fitting = scratch // (kept * vocab)
   if not min(tokens, fitting):
     return None
   steps = math.ceil(tokens / fitting)
-  # Where reductions fuse into products, kept scores are also read for the maximum and the sum.
-  of_scores = (16 if limits.fuses else 8) * tokens * vocab
-  of_weight = (steps - 1) * vocab * dim * (8 + 2 * itemsize)
-  if 2 * tokens * dim * vocab <= limits.balance * (of_scores + of_weight):
+  if limits.fuses:
+    moved = 0.6 * (kept * tokens * vocab + 8 * steps * vocab * dim)
+  else:
+    moved = 8 * tokens * vocab + (steps - 1) * vocab * dim * (8 + 2 * itemsize)
+  if 2 * tokens * dim * vocab <= limits.balance * moved:
     return None
   even = math.ceil(tokens / steps)
   rounded = 64 * math.ceil(even / 64)
   return rounded if rounded <= min(tokens, fitting) else min(even, fitting)
+
+
+def _kept_dtype(dtype, limits):
+  """Dtype of what is kept of a score: float32, or that of its cotangent."""
+  return jnp.dtype(jnp.bfloat16 if limits.fuses and dtype == jnp.bfloat16 else jnp.float32)
 
 
 def plan(
@@ -66,17 +80,17 @@ def plan(
   """The tile (tokens, rows) of `weighted_sum`; None where the tiles of `statistics` are better.
 
   They are on several devices, each of which would need a gradient of the whole weight, and for
-  composed rows, which would be composed for each tile of tokens.
+  composed rows, which would be composed for each tile of tokens. Where masses are kept, the slope
+  of a softcap would need the scores.
   """
   kinds = vocab_parallel.axis_types()
   alone = outputs.axis not in kinds or vocab_parallel.axis_size(outputs.axis) == 1
   if not (alone and weight.is_table and vocab_parallel.token_shards(outputs.axis).count == 1):
     return None
-  if not hidden_ND.shape[0]:
+  limits, scoring = device.current(), outputs.scoring
+  if not hidden_ND.shape[0] or (limits.fuses and scoring.softcap is not None):
     return None
-  limits = device.current()
-  itemsize = outputs.scoring.dtype.itemsize
-  tokens = tile_of_tokens(*hidden_ND.shape, weight.count, itemsize, scratch, limits)
+  tokens = tile_of_tokens(*hidden_ND.shape, weight.count, scoring.dtype, scratch, limits)
   return tokens and (tokens, tiles.cut_tile(None, tokens, weight.count).vocab)
 
 
@@ -126,12 +140,11 @@ class _Gradients(NamedTuple):
 
 
 def _forward(static, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
-  scoring, (size, height) = static.outputs.scoring, static.cut.tile
   n, v = hidden_ND.shape[0], weight_VD.shape[0]
   layer = tiles.Linear(hidden_ND[None], as_row_factory(weight_VD), bias_V)
-  tokens = tiles.TokenTiles(static.cut.shards, size, n)
+  tokens = tiles.TokenTiles(static.cut.shards, static.cut.tile.tokens, n)
   # The last tile may overlap its neighbour, whose tokens must not count twice.
-  fresh = jnp.arange(tokens.count)[:, None, None] * size <= tokens.split(jnp.arange(n)[None])
+  fresh = jnp.arange(tokens.count)[:, None, None] * tokens.size <= tokens.split(jnp.arange(n)[None])
   # Cotangents of scores are cast to the dtype of the products. Relative to the largest weight they
   # are of order 1, where those of a mean over many tokens would underflow in float16.
   largest = lax.stop_gradient(jnp.abs(token_weight_N).max())
@@ -140,8 +153,8 @@ def _forward(static, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
     (token_N[None], (token_weight_N[None] / unit).astype(jnp.float32))
   )
   token_weight = jnp.where(fresh, token_weight, 0.0)
-  index_v = jnp.arange(math.ceil(v / height), dtype=jnp.int32)
   rows = v if bias_V is None else (~jnp.isneginf(bias_V)).sum()
+  keep, gradients = (_masses, _of_masses) if static.limits.fuses else (_scores, _of_scores)
 
   def losses(own, log_z, score_sum):
     mean = None if score_sum is None else score_sum / rows - log_z
@@ -149,20 +162,9 @@ def _forward(static, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
 
   def token_step(sums, tile):
     index, row_Pn, token_weight_Pn = tile
-    hidden_PnD = tokens.at(layer.hidden, index).astype(scoring.dtype)
-
-    def score_step(running, index):
-      v_edge = tiles.edge(index, height, v)
-      part = tiles.tile_rows(static.cut, scoring, layer, v_edge.start)
-      score_vPn = scoring.finish(tiles.product(part.weight, hidden_PnD, ((1,), (2,))), part.bias)
-      if v % height:
-        score_vPn = jnp.where(v_edge.fresh[:, None, None], score_vPn, -jnp.inf)
-      return statistics.merge(running, (score_vPn,), v_edge.start, row_Pn, axis=0), score_vPn
-
-    start = statistics.empty(static.outputs, row_Pn.shape, static.terms.label_smoothing > 0)
-    start = vocab_parallel.varying((start, hidden_ND, weight_VD, bias_V, row_Pn))[0]
-    # [tiles of rows, v, P, n]: each tile is written and read as a whole.
-    last, scores = lax.scan(score_step, start, index_v)
+    hidden_PnD = tokens.at(layer.hidden, index).astype(static.outputs.scoring.dtype)
+    here = layer._replace(hidden=hidden_PnD)
+    last, kept = keep(static, here, row_Pn)
     stats, (z, _) = statistics.finished(static.outputs, last)
     loss_Pn, pull = jax.vjp(losses, stats.log_prob, stats.log_z, stats.score_sum)
     d_log_prob, d_log_z, d_score_sum = pull(token_weight_Pn)
@@ -177,28 +179,8 @@ def _forward(static, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
       best=None,
       best_own=None,
     )
-
-    def gradient_step(carry, tile):
-      (d_weight, d_bias), d_hidden = carry
-      index, score_vPn = tile
-      v_edge = tiles.edge(index, height, v)
-      part = tiles.tile_rows(static.cut, scoring, layer, v_edge.start)
-      row_v11 = (v_edge.start + jnp.arange(height, dtype=jnp.int32))[:, None, None]
-      (d_vPn,) = statistics.d_scores((score_vPn,), row_v11, given)
-      d_vPn = scoring.pull_back(score_vPn, d_vPn)
-      if v % height:
-        d_vPn = jnp.where(v_edge.fresh[:, None, None], d_vPn, 0.0)
-      if d_bias is not None:
-        d_bias = _add_at(d_bias, d_vPn.sum(axis=(1, 2)), v_edge.start)
-      d_vPn = d_vPn.astype(scoring.dtype)
-      d_rows = tiles.product(d_vPn, hidden_PnD, ((1, 2), (0, 1)))
-      d_weight = _add_at(d_weight, d_rows, v_edge.start)
-      return (_Gradients(d_weight, d_bias), d_hidden + part.d_hidden(d_vPn)), None
-
-    zero = jnp.zeros(tiles.d_hidden_shape(hidden_PnD.shape), jnp.float32)
-    zero = vocab_parallel.varying((zero, sums))[0]
-    (sums, d_hidden), _ = lax.scan(gradient_step, (sums, zero), (index_v, scores))
-    return sums, (tiles.d_hidden_of_tokens(d_hidden), loss_Pn)
+    sums, d_hidden = gradients(static, here, kept, given, stats, sums)
+    return sums, (d_hidden, loss_Pn)
 
   start = _Gradients(
     weight=jnp.zeros(weight_VD.shape, jnp.float32),
@@ -212,6 +194,121 @@ def _forward(static, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
   # Empty arrays carry the dtypes of the operands.
   like = tuple(None if x is None else x[:0] for x in (hidden_ND, weight_VD, bias_V, token_weight_N))
   return value, ((d_hidden, sums.weight, sums.bias), unit, loss, like)
+
+
+def _scores(static, layer, row_Pn):
+  """Statistics of a tile of tokens, and its scores [tiles of rows, v, P, n]."""
+  scoring, height, v = static.outputs.scoring, static.cut.tile.vocab, layer.weight.count
+
+  def step(running, index):
+    v_edge = tiles.edge(index, height, v)
+    part = tiles.tile_rows(static.cut, scoring, layer, v_edge.start)
+    score_vPn = scoring.finish(tiles.product(part.weight, layer.hidden, ((1,), (2,))), part.bias)
+    if v % height:
+      score_vPn = jnp.where(v_edge.fresh[:, None, None], score_vPn, -jnp.inf)
+    return statistics.merge(running, (score_vPn,), v_edge.start, row_Pn, axis=0), score_vPn
+
+  start = statistics.empty(static.outputs, row_Pn.shape, static.terms.label_smoothing > 0)
+  start = vocab_parallel.varying((start, layer, row_Pn))[0]
+  return lax.scan(step, start, jnp.arange(math.ceil(v / height), dtype=jnp.int32))
+
+
+def _of_scores(static, layer, scores, given, stats, sums):
+  """The sums with the gradients of a tile of tokens, and the cotangent of its hidden vectors."""
+  del stats
+  scoring, height, v = static.outputs.scoring, static.cut.tile.vocab, layer.weight.count
+
+  def step(carry, tile):
+    (d_weight, d_bias), d_hidden = carry
+    index, score_vPn = tile
+    v_edge = tiles.edge(index, height, v)
+    part = tiles.tile_rows(static.cut, scoring, layer, v_edge.start)
+    row_v11 = (v_edge.start + jnp.arange(height, dtype=jnp.int32))[:, None, None]
+    (d_vPn,) = statistics.d_scores((score_vPn,), row_v11, given)
+    d_vPn = scoring.pull_back(score_vPn, d_vPn)
+    if v % height:
+      d_vPn = jnp.where(v_edge.fresh[:, None, None], d_vPn, 0.0)
+    if d_bias is not None:
+      d_bias = _add_at(d_bias, d_vPn.sum(axis=(1, 2)), v_edge.start)
+    d_vPn = d_vPn.astype(scoring.dtype)
+    d_rows = tiles.product(d_vPn, layer.hidden, ((1, 2), (0, 1)))
+    d_weight = _add_at(d_weight, d_rows, v_edge.start)
+    return (_Gradients(d_weight, d_bias), d_hidden + part.d_hidden(d_vPn)), None
+
+  zero = jnp.zeros(tiles.d_hidden_shape(layer.hidden.shape), jnp.float32)
+  zero = vocab_parallel.varying((zero, sums))[0]
+  index = jnp.arange(len(scores), dtype=jnp.int32)
+  (sums, d_hidden), _ = lax.scan(step, (sums, zero), (index, scores))
+  return sums, tiles.d_hidden_of_tokens(d_hidden)
+
+
+def _masses(static, layer, row_1n):
+  """Statistics of a tile of tokens, exp(score - reference) [V, n], and its reference [n].
+
+  Sum, own score and masses come from one pass over the product, since the reference is the maximum
+  of some rows. Where the sum shows a score far above it, the exact maximum is the reference.
+  """
+  scoring, hidden_nD = static.outputs.scoring, layer.hidden[0]
+  dtype = _kept_dtype(scoring.dtype, static.limits)
+  weight_VD = layer.weight.all().astype(scoring.dtype)
+  row_V1 = jnp.arange(layer.weight.count, dtype=jnp.int32)[:, None]
+
+  def scores(rows):
+    # Without the axis of shards, which would keep reductions from fusing into the product.
+    raw = tiles.product(weight_VD[rows], hidden_nD, ((1,), (1,)))
+    return scoring.finish(raw, _bias(layer, rows))
+
+  def below(score_Vn, reference_n):
+    mass_Vn = jnp.exp(score_Vn - exp_shift(reference_n))
+    return mass_Vn.sum(axis=0), mass_Vn.astype(dtype), reference_n
+
+  def exact():
+    higher = lambda top, scores, *_: jnp.maximum(top, scores[0].max(axis=-1))
+    lowest = jnp.full(row_1n.shape, -jnp.inf, jnp.float32)
+    top_1n = tiles.fold(static.cut, (scoring,), (layer,), (), lowest, higher)
+    return below(scores(slice(None)), top_1n[0])
+
+  score_Vn = scores(slice(None))
+  own_n = jnp.where(row_V1 == row_1n, score_Vn, -jnp.inf).max(axis=0)
+  score_sum = None
+  if static.terms.label_smoothing > 0:
+    score_sum = jnp.where(jnp.isneginf(score_Vn), 0.0, score_Vn).sum(axis=0)[None]
+  first = below(score_Vn, scores(slice(None, None, _STRIDE)).max(axis=0))
+  failed_n = (first[0] > math.exp(statistics.HEADROOM)) | jnp.isneginf(first[2])
+  # What does not depend on the reference stays outside, where it is part of the same fusion.
+  total_n, mass_Vn, reference_n = lax.cond(failed_n.any(), exact, lambda: first)
+  last = statistics.empty(static.outputs, row_1n.shape, False)._replace(
+    own=own_n[None], top=reference_n[None], total=total_n[None], score_sum=score_sum
+  )
+  return last, (mass_Vn, reference_n)
+
+
+_STRIDE = 512
+"""Distance of the rows whose maximum is the first reference of a token."""
+
+
+def _bias(layer, rows):
+  return None if layer.bias is None else layer.bias[rows, None].astype(jnp.float32)
+
+
+def _of_masses(static, layer, kept, given, stats, sums):
+  """The sums with the gradients of a tile of tokens, and the cotangent of its hidden vectors."""
+  scoring, (mass_Vn, reference_n), hidden_nD = static.outputs.scoring, kept, layer.hidden[0]
+  weight_VD = layer.weight.all().astype(scoring.dtype)
+  row_V1 = jnp.arange(len(mass_Vn), dtype=jnp.int32)[:, None]
+  scale_1n = given.prob * jnp.exp((exp_shift(reference_n) - given.z.top) - given.z.log_sum)
+  # A rounded mass would leave little of p - 1 for a token that is nearly certain.
+  own_1n = given.own + given.prob * jnp.exp(stats.log_prob)
+  d_Vn = jnp.where(row_V1 == given.row, own_1n, mass_Vn * scale_1n)
+  if given.score_sum is not None:
+    is_removed = False if layer.bias is None else jnp.isneginf(_bias(layer, slice(None)))
+    d_Vn += jnp.where(is_removed, 0.0, given.score_sum)
+  d_Vn /= scoring.temperature
+  d_bias = None if sums.bias is None else sums.bias + d_Vn.sum(axis=1)
+  d_Vn = d_Vn.astype(scoring.dtype)
+  d_weight = sums.weight + tiles.product(d_Vn, hidden_nD, ((1,), (0,)))
+  d_hidden_nD = tiles.product(d_Vn, weight_VD, ((0,), (0,)))
+  return _Gradients(d_weight, d_bias), d_hidden_nD[None]
 
 
 def _add_at(total, part, start):

@@ -325,10 +325,11 @@ def sample(
   """A token from softmax(scores / temperature), cut by `top_k` and `top_p`.
 
   The nucleus is the smallest set of most probable tokens whose mass reaches `top_p`, with all
-  tokens that tie with its last. Without `top_k` its lowest score is found, exactly, by bisection
+  tokens that tie with its last. Without `top_k` its lowest score is found, exactly, by a search
   over the float32 numbers. Up to `STORED_SCORES` the scores are computed once and stored for the
-  bisection; beyond, each of its 33 passes computes them anew. A temperature below 1e-6, which
-  float32 scores cannot resolve, is the arg max. The token is -1 where every score is -inf.
+  search; beyond, they are computed 10 times, of which the search takes 8. A temperature below
+  1e-6, which float32 scores cannot resolve, is the arg max. The token is -1 where every score is
+  -inf.
 
   Raises:
     ValueError: `temperature`, `top_k` or `top_p` is out of range.
@@ -392,41 +393,45 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
   """
   if top_p is None or top_p == 1:
     return blocks
-  blocks = _stored(blocks)
-  edge_B = nucleus_edge(blocks, top_p)
-  return blocks.map(lambda scores, _: jnp.where(scores >= edge_B, scores, -jnp.inf))
+  stored = _stored(blocks)
+  edge_B = nucleus_edge(stored, top_p, bits=4 if stored is blocks else 1)
+  return stored.map(lambda scores, _: jnp.where(scores >= edge_B, scores, -jnp.inf))
 
 
 def nucleus_edge(
-  blocks: Blocks, top_p: float, log_z: Float[Array, "*B"] | None = None
+  blocks: Blocks, top_p: float, log_z: Float[Array, "*B"] | None = None, bits: int = 1
 ) -> Float[Array, "*B"]:
-  """The lowest score in the nucleus, by bisection over the float32 numbers.
+  """The lowest score in the nucleus: the highest float32 from which on the mass reaches `top_p`.
 
-  A probability is exp(score - log_z); None: the log-normaliser of all blocks.
+  Each pass over the blocks takes the mass from 2^bits - 1 numbers on, which settles `bits`, a
+  divisor of 32, of the number: more bits save passes over scores that are computed anew, fewer
+  save sums. A probability is exp(score - log_z); None: the log-normaliser of all blocks.
   """
-  top_B1, _, own_B = best(blocks, 1, normalizer=log_z is None)
-  log_z_B = own_B if log_z is None else log_z
+  log_z_B = best(blocks, 1)[2] if log_z is None else log_z
+  lowest = _to_ordinal(jnp.float32(-jnp.inf))
+  digit_c = jnp.arange(1, 2**bits, dtype=jnp.uint32).reshape(-1, *[1] * len(blocks.batch))
 
-  def mass_from(edge_B):
-    def add(total_B, index):
+  def masses_from(edge_cB):
+    def add(total_cB, index):
       score_WB = blocks.block(index)[0].astype(jnp.float32)
-      return total_B + jnp.where(score_WB >= edge_B, jnp.exp(score_WB - log_z_B), 0.0).sum(axis=0)
+      mass_WB = jnp.exp(score_WB - log_z_B)
+      # One sum after another: a sum over [c, W, *B] is several times slower on CPUs.
+      sums = [jnp.where(score_WB >= edge_B, mass_WB, 0.0).sum(axis=0) for edge_B in edge_cB]
+      return total_cB + jnp.stack(sums)
 
-    mass_B = blocks.fold(add, jnp.zeros(blocks.batch, jnp.float32))
-    return lax.psum(mass_B, blocks.axis) if blocks.axis else mass_B
+    mass_cB = blocks.fold(add, jnp.zeros(edge_cB.shape, jnp.float32))
+    return lax.psum(mass_cB, blocks.axis) if blocks.axis else mass_cB
 
-  def halve(_, bracket):
-    low_B, high_B = bracket
-    middle_B = low_B + (high_B - low_B) // 2
-    enough_B = mass_from(_from_ordinal(middle_B)) >= top_p
-    return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
+  def settle(i, found_B):
+    shift = jnp.uint32(32 - bits) - jnp.uint32(bits) * i.astype(jnp.uint32)
+    # Numbers below -inf or above inf are nan: the former count as -inf, the latter have no mass.
+    edge_cB = _from_ordinal(jnp.maximum(found_B + (digit_c << shift), lowest))
+    enough_B = (masses_from(edge_cB) >= top_p).sum(axis=0, dtype=jnp.uint32)
+    return found_B + (enough_B << shift)
 
-  # Invariant: the mass from `low` on is at least top_p, that from `high` on is below it. 2^32
-  # numbers take 32 halvings.
-  high_B = _to_ordinal(top_B1[..., 0]) + 1
-  low_B, _ = vocab_parallel.varying((_to_ordinal(jnp.full(blocks.batch, -jnp.inf)), high_B))
-  edge_B, _ = lax.fori_loop(0, 32, halve, (low_B, high_B))
-  return _from_ordinal(edge_B)
+  found_B = vocab_parallel.varying((jnp.zeros(blocks.batch, jnp.uint32), log_z_B))[0]
+  found_B = lax.fori_loop(0, 32 // bits, settle, found_B)
+  return _from_ordinal(jnp.maximum(found_B, lowest))
 
 
 def _stored(blocks: Blocks) -> Blocks:
@@ -444,7 +449,7 @@ _SIGN = np.uint32(0x80000000)
 
 
 def _to_ordinal(x: Float[Array, "*B"]) -> Array:
-  """A uint32 in the order of the float32, for bisection between neighbours."""
+  """A uint32 in the order of the float32."""
   # The bits of a positive float sort as integers; those of a negative one sort backwards.
   bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)

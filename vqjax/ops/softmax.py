@@ -121,7 +121,8 @@ def linear_softmax(
     tokens: indices into the vocabulary.
     bias: one number for each row, added to hidden · weightᵀ.
     mask: False for tokens that are left out: their results are 0, their `top_tokens` -1, and they
-      have no gradient, whatever their tokens and hidden vectors hold.
+      have no gradient, whatever their tokens and hidden vectors hold. `mask=tokens != -100` leaves
+      out the targets that PyTorch's `ignore_index` would.
     temperature: divides the scores, after their cap; a Python number. Without a cap and a bias,
       `hidden` may be divided by one of each token instead.
     softcap: largest absolute score c: scores are c · tanh(score / c).

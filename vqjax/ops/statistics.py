@@ -244,7 +244,8 @@ def _add(old, score, first_row, row_Pn, axis):
   moment, score_sum, best = old.moment, old.score_sum, old.best
   if moment is not None:
     # An absent row has score -inf and mass 0, whose product is nan.
-    moment = moment + jnp.where(jnp.isneginf(score), 0.0, mass * above).sum(axis=axis)
+    # Before the product as well, for the second derivative: 0 · -inf in a branch that is not taken.
+    moment = moment + (mass * jnp.where(jnp.isneginf(score), 0.0, above)).sum(axis=axis)
   if score_sum is not None:
     score_sum = score_sum + jnp.where(jnp.isneginf(score), 0.0, score).sum(axis=axis)
   if best is not None:
@@ -394,12 +395,14 @@ def d_scores(scores, row_v11, given):
     terms.append(jnp.where(jnp.isneginf(score_vPn), 0.0, given.score_sum))
   d_vPn = functools.reduce(jnp.add, terms)
   if given.best_own is not None:
-    height, shards, width = d_vPn.shape
+    height, _, width = d_vPn.shape
     row_Pnk = given.best - row_v11[0, 0, 0]
     # `drop` ignores indices beyond the end, but a negative index counts from the end.
     row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
-    shard_P11, token_n1 = jnp.arange(shards)[:, None, None], jnp.arange(width)[:, None]
-    d_vPn = d_vPn.at[row_Pnk, shard_P11, token_n1].add(given.best_own, mode="drop")
+    token_n1 = jnp.arange(width)[:, None]
+    add = lambda d_vn, row_nk, own_nk: d_vn.at[row_nk, token_n1].add(own_nk, mode="drop")
+    # A batch of scatters stays on the devices of its shards; one scatter would gather its indices.
+    d_vPn = jax.vmap(add, in_axes=(1, 0, 0), out_axes=1)(d_vPn, row_Pnk, given.best_own)
   return (d_vPn,)
 
 
