@@ -1,0 +1,17 @@
+"""Models that people have: read from safetensors, GGUF and llama2.c, and written for others."""
+
+from vqjax.checkpoints.inspection import Inspection, inspect
+from vqjax.checkpoints.loading import Loaded, decoder, load, read_variables, save
+from vqjax.checkpoints.tokenizers import Tokenizer, load_tokenizer
+
+__all__ = [
+  "Inspection",
+  "Loaded",
+  "Tokenizer",
+  "decoder",
+  "inspect",
+  "load",
+  "load_tokenizer",
+  "read_variables",
+  "save",
+]
