@@ -298,7 +298,9 @@ def test_attention_in_tiles_equals_attention_in_one_piece_with_its_gradients(
   window = None if window is None else jnp.int32(window)
 
   position = jnp.arange(length)
-  in_one_piece = lambda q, k, v, window: attention_module.attend(q, k, v, position, position, window)
+  in_one_piece = lambda q, k, v, window: attention_module.attend(
+    q, k, v, position, position, window
+  )
 
   def mixed_and_gradients(attend):
     whole = lambda q, k, v: attend(q, k, v, window)

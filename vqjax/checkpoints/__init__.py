@@ -2,13 +2,14 @@
 
 from vqjax.checkpoints.inspection import Inspection, inspect
 from vqjax.checkpoints.loading import Loaded, decoder, load, read_variables, save
-from vqjax.checkpoints.tokenizers import Tokenizer, load_tokenizer
+from vqjax.checkpoints.tokenizers import Tokenizer, from_state, load_tokenizer
 
 __all__ = [
   "Inspection",
   "Loaded",
   "Tokenizer",
   "decoder",
+  "from_state",
   "inspect",
   "load",
   "load_tokenizer",

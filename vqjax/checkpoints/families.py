@@ -74,9 +74,7 @@ class Family:
   ignored: tuple[str, ...] = (".rotary_emb.inv_freq", "rope_freqs.weight", "angles")
 
 
-EMBEDDING = Rule(
-  "embedding/weight", "embed_tokens.weight", "token_embd.weight", "v d -> v d"
-)
+EMBEDDING = Rule("embedding/weight", "embed_tokens.weight", "token_embd.weight", "v d -> v d")
 HEAD = Rule("head/weight", "lm_head.weight", "output.weight", "v d -> v d")
 
 
@@ -113,7 +111,9 @@ def _gated(interleaved: bool, offset: float, post_norms: bool) -> tuple[Rule, ..
   turned = "(h i 2) d -> d h (2 i)" if interleaved else None
   norm = functools.partial(_vector, offset=offset)
   attention = [
-    *_linear("blocks/query", f"{block}self_attn.q_proj", f"{out}attn_q", "(h c) d -> d h c", turned),
+    *_linear(
+      "blocks/query", f"{block}self_attn.q_proj", f"{out}attn_q", "(h c) d -> d h c", turned
+    ),
     *_linear("blocks/key", f"{block}self_attn.k_proj", f"{out}attn_k", "(h c) d -> d h c", turned),
     *_linear("blocks/value", f"{block}self_attn.v_proj", f"{out}attn_v", "(h c) d -> d h c"),
     Rule(

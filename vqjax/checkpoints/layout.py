@@ -37,7 +37,7 @@ class Layout:
       unknown = [name for name in axis if name not in known]
       rest = math.prod(known[name] for name in axis if name in known)
       # Only one name of an axis may be unknown, as in "(2 i)".
-      known |= {name: length // rest for name in unknown[:1]}
+      known |= dict.fromkeys(unknown[:1], length // rest)
     return known
 
   def file_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

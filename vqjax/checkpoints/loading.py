@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import traverse_util
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from vqjax.checkpoints.families import Family, Rule, decoder_of, described, family_of
 from vqjax.checkpoints.files import CHECKSUMS, Source, Tensor, _some, open_source, verify
@@ -67,9 +67,7 @@ def decoder(
   return _with_layers(model, head, embedding).clone(**fields)
 
 
-def _with_layers(
-  model: Transformer, head: Head | None, embedding: Embedding | None
-) -> Transformer:
+def _with_layers(model: Transformer, head: Head | None, embedding: Embedding | None) -> Transformer:
   tied = getattr(head, "embedding", None)
   if tied is not None and embedding is not None and tied is not embedding:
     raise ValueError(
@@ -113,7 +111,10 @@ def load(
   source = open_source(path)
   own = decoder_of(source.config, dtype)
   model = _with_layers(own, head, embedding)
-  variables = _read(source, own, model, dtype, mesh, seed)
+  read, places = _read(source, own, model, dtype, mesh)
+  if fresh := places.keys() - read.keys():
+    read |= _initialised(model, fresh, places, seed)
+  variables = traverse_util.unflatten_dict(read)
   tokenizer = find_tokenizer(source)
   if tokenizer is not None:
     check_size(tokenizer, own.head.vocab, source.path)
@@ -121,20 +122,21 @@ def load(
 
 
 def read_variables(
-  path: str | pathlib.Path, model: Transformer, *, mesh: Mesh | None = None, seed: int = 0
+  path: str | pathlib.Path, model: Transformer, *, mesh: Mesh | None = None
 ) -> Variables:
-  """The variables of a decoder that has the loaded model's body, as `load` makes them.
+  """The variables of `model` that are those of a file; fresh layers are left out.
+
+  Args:
+    path: the model's folder or file.
+    model: a decoder with the body of the file's, such as `decoder(path, head=...)`.
+    mesh: as in `load`.
 
   Raises:
-    ValueError: the body of `model` is not that of the file.
+    ValueError: the body of `model` is not that of the file; further errors as of `load`.
   """
   source = open_source(path)
   own = decoder_of(source.config, model.dtype)
-  body = lambda m: {
-    name: getattr(m, name)
-    for name in ("dim", "layers", "heads", "norm", "attention", "mlp", "rotary", "post_norms")
-  }
-  if differing := [name for name, value in body(own).items() if value != body(model)[name]]:
+  if differing := [name for name in BODY if getattr(own, name) != getattr(model, name)]:
     shown = ", ".join(
       f"{name} {getattr(model, name)}, which is {getattr(own, name)} there" for name in differing
     )
@@ -142,7 +144,15 @@ def read_variables(
       f"`model` must be the decoder of {path}; got {shown}. Make it with"
       " checkpoints.decoder(path, head=...)."
     )
-  return _read(source, own, model, model.dtype, mesh, seed)
+  read, _ = _read(source, own, model, model.dtype, mesh)
+  return traverse_util.unflatten_dict(read)
+
+
+BODY = (
+  *("dim", "layers", "heads", "norm", "attention", "mlp", "post_norms", "rotary", "local_rotary"),
+  *("window", "local", "embedding_scale"),
+)
+"""Fields of a decoder that its body computes with."""
 
 
 class Part(NamedTuple):
@@ -218,32 +228,25 @@ def _abstract(model: Transformer) -> Variables:
 
 
 def _read(
-  source: Source,
-  own: Transformer,
-  model: Transformer,
-  dtype: Dtype,
-  mesh: Mesh | None,
-  seed: int,
-) -> Variables:
-  """The variables of `model`, which may have other vocabulary layers than the file's `own`."""
-  found, wanted = parts(source, own), _abstract(model)
+  source: Source, own: Transformer, model: Transformer, dtype: Dtype, mesh: Mesh | None
+) -> tuple[dict[tuple[str, ...], jax.Array], dict[tuple[str, ...], Sharding]]:
+  """The variables of `model` that the file's decoder `own` has too, and the places of all."""
+  found = parts(source, own)
   for part in found.values():
     for name, tensor in part.tensors:
       verify(name, tensor, source.path)
-  where = _shardings(model, wanted, mesh)
-  flat, places = (traverse_util.flatten_dict(tree) for tree in (wanted, where))
-  read, fresh = {}, set()
+  wanted = _abstract(model)
+  flat, places = (
+    traverse_util.flatten_dict(tree) for tree in (wanted, _shardings(model, wanted, mesh))
+  )
+  read = {}
   for path, struct in flat.items():
     part = found.get(_loaded_path(path, own, model))
-    if part is None or part.shape != struct.shape:
-      fresh.add(path)
-      continue
-    read[path] = jax.make_array_from_callback(
-      struct.shape, places[path], lambda index, part=part: _array(source, part, index, dtype)
-    )
-  if fresh:
-    read |= _initialised(model, fresh, places, seed)
-  return traverse_util.unflatten_dict(read)
+    if part is not None and part.shape == struct.shape:
+      read[path] = jax.make_array_from_callback(
+        struct.shape, places[path], lambda index, part=part: _array(source, part, index, dtype)
+      )
+  return read, places
 
 
 def _loaded_path(path: tuple[str, ...], own: Transformer, model: Transformer) -> tuple[str, ...]:
@@ -260,7 +263,10 @@ def _loaded_path(path: tuple[str, ...], own: Transformer, model: Transformer) ->
 
 
 def _initialised(
-  model: Transformer, paths: set[tuple[str, ...]], places: Mapping, seed: int
+  model: Transformer,
+  paths: set[tuple[str, ...]],
+  places: Mapping[tuple[str, ...], Sharding],
+  seed: int,
 ) -> dict[tuple[str, ...], jax.Array]:
   """Fresh variables at these paths; the others are not computed."""
 

@@ -1,8 +1,10 @@
-"""Tokenizers of pretrained models: tokenizer.json, SentencePiece models, and those inside a GGUF."""
+"""Tokenizers of pretrained models: tokenizer.json, SentencePiece, and those inside a GGUF."""
 
 from __future__ import annotations
 
 import abc
+import base64
+import json
 import pathlib
 import shutil
 import struct
@@ -41,6 +43,10 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def save(self, folder: pathlib.Path) -> None:
     """Write the files that transformers reads."""
+
+  @abc.abstractmethod
+  def state(self) -> str:
+    """JSON from which `from_state` makes the tokenizer again."""
 
   def config(self) -> dict[str, Any]:
     """What config.json says of the tokenizer."""
@@ -82,6 +88,11 @@ class JsonTokenizer(Tokenizer):
     """The text of ids."""
     return self.model.decode([int(token) for token in tokens], skip_special_tokens=True)
 
+  def state(self) -> str:
+    """JSON from which `from_state` makes the tokenizer again."""
+    ends = {"bos": self.bos, "eos": self.eos, "add_bos": self._add_bos}
+    return json.dumps({"json": self.model.to_str()} | ends)
+
   def save(self, folder: pathlib.Path) -> None:
     """Write tokenizer.json, and tokenizer_config.json where there was one."""
     self.model.save(str(folder / "tokenizer.json"))
@@ -121,9 +132,27 @@ class PiecesTokenizer(Tokenizer):
     """The text of ids."""
     return self._model.decode([int(token) for token in tokens])
 
+  def state(self) -> str:
+    """JSON from which `from_state` makes the tokenizer again."""
+    ends = {"bos": self.bos, "eos": self.eos, "add_bos": self._add_bos}
+    return json.dumps({"pieces": base64.b64encode(self._content).decode()} | ends)
+
   def save(self, folder: pathlib.Path) -> None:
     """Write tokenizer.model."""
     (folder / "tokenizer.model").write_bytes(self._content)
+
+
+def from_state(state: str) -> Tokenizer:
+  """The tokenizer that `Tokenizer.state` describes; ValueError for another text."""
+  try:
+    ends = json.loads(state)
+    if "json" in ends:
+      return JsonTokenizer(import_extra("tokenizers").Tokenizer.from_str(ends.pop("json")), **ends)
+    return PiecesTokenizer(base64.b64decode(ends.pop("pieces"), validate=True), **ends)
+  except Exception as error:  # the libraries raise nothing narrower
+    raise ValueError(
+      f"`state` must be that of a tokenizer; got {state[:40]!r} ({error}). Read the model again."
+    ) from None
 
 
 def from_pieces(
@@ -206,8 +235,8 @@ def load_tokenizer(path: str | pathlib.Path) -> Tokenizer:
   found = find_tokenizer(open_source(path))
   if found is None:
     raise FileNotFoundError(
-      f"{path} must have a tokenizer: tokenizer.json, tokenizer.model, vocab.json with merges.txt, or"
-      " tok*.bin beside a file of llama2.c. Download it too."
+      f"{path} must have a tokenizer: tokenizer.json, tokenizer.model, vocab.json with merges.txt,"
+      " or tok*.bin beside a file of llama2.c. Download it too."
     )
   return found
 
@@ -320,6 +349,6 @@ def check_size(tokenizer: Tokenizer, vocab: int, path: pathlib.Path) -> None:
   padding = max(64, vocab // 100)
   if not vocab - padding <= tokenizer.vocab or tokenizer.pieces > vocab:
     raise ValueError(
-      f"the tokenizer of {path} must have the model's {vocab:,} tokens, or at most {padding:,} fewer;"
-      f" got {tokenizer.vocab:,}. Use the tokenizer that belongs to the weights."
+      f"the tokenizer of {path} must have the model's {vocab:,} tokens, or at most {padding:,}"
+      f" fewer; got {tokenizer.vocab:,}. Use the tokenizer that belongs to the weights."
     )

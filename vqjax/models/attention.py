@@ -1,8 +1,8 @@
 """Causal attention as pure functions of queries, keys, values and their positions.
 
 Axes beside the usual letters: H query heads, G key-value heads, C width of a head, S positions of
-keys. Attention is computed in one piece, with all weights [B, H, T, S] at once, or in tiles of query
-positions that are recomputed in the backward pass, so that no array of T·T elements is alive.
+keys. Attention is computed in one piece, with all weights [B, H, T, S] at once, or in tiles of
+query positions that are recomputed in the backward pass, so that no array of T·T elements is alive.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ class Block(nn.Module):
     names = ["attention_norm", "mlp_norm"]
     names += ["query_norm", "key_norm"] if self.attention.qk_norm else []
     names += ["attention_post_norm", "mlp_post_norm"] if self.post_norms else []
-    axes = {name: norm for name in names}
+    axes = dict.fromkeys(names, norm)
     if self.attention.kv_heads is None:
       axes["query_key_value"] = qkv("qkv", *heads)
     else:
