@@ -82,6 +82,7 @@ def test_bfloat16_files_are_read_and_written_as_they_are(reference, tmp_path):
   read, written = (
     safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("half", "again")
   )
-  assert read.keys() == written.keys()
-  for name, tensor in read.items():
-    assert torch.equal(tensor, written[name]), name
+  # transformers wrote the rows of a tied head twice here; they are read once.
+  assert read.keys() - written.keys() <= {"lm_head.weight"}
+  for name, tensor in written.items():
+    assert torch.equal(tensor, read[name]), name
