@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.checkpoints import report
 from tests.checkpoints.families import CONFIGS, V
 from tests.jitted import apply
 from vqjax import checkpoints
@@ -22,19 +23,12 @@ TOKENS = np.random.default_rng(0).integers(0, V, (2, 500))
 def reference(request, tmp_path_factory):
   """A random model of transformers, its folder, and its logits at 500 positions."""
   folder = tmp_path_factory.mktemp(request.param)
-  config = transformers.AutoConfig.for_model(**CONFIGS[request.param])
-  torch.manual_seed(0)
-  model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-  with torch.no_grad():
-    for parameter in model.parameters():
-      parameter.add_(0.1 * torch.randn_like(parameter))
-  model.save_pretrained(folder, max_shard_size="20KB")
+  model = report.reference(request.param, folder)
   return model, folder, logits(model)
 
 
 def logits(model):
-  with torch.no_grad():
-    return model(torch.tensor(TOKENS)).logits.float().numpy()
+  return report.reference_logits(model, TOKENS)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from vqjax.models import Transformer
 from vqjax.sharding import shardings
 from vqjax.types import Dtype
 
-BLOCK = 2**24
+BLOCK = 2**22
 """Numbers of a table that are read, dequantised and cast at a time."""
 
 
