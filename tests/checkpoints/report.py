@@ -5,8 +5,11 @@ python -m tests.checkpoints.report --gemma FILE --text FILE     Gemma 3 270M, an
 """
 
 import argparse
+import itertools
 import pathlib
+import random
 import tempfile
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -60,29 +63,44 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
   return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> None:
-  """Print ids, divergence and nats of a GGUF here and in llama.cpp, on the start of a text."""
+def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> dict[str, float]:
+  """Ids, divergence and nats of a GGUF here and in llama.cpp, on the start of a text."""
+  import llama_cpp
+
   model, variables, tokenizer = checkpoints.load(file)
   content = text.read_text("utf-8")
   ids = tokenizer.encode(content[: 8 * positions])[:positions]
-  ours = np.asarray(jax.jit(model.apply)(variables, jnp.array([ids])))[0]
-  nats = lambda logp: -logp[np.arange(len(ids) - 1), ids[1:]].mean()
-  print(f"vqjax: {nats(log_softmax(ours)):.4f} nats a token at {len(ids)} positions", flush=True)
-  import llama_cpp
-
+  q = log_softmax(np.asarray(jax.jit(model.apply)(variables, jnp.array([ids])))[0])
   other = llama_cpp.Llama(str(file), n_ctx=positions, logits_all=True, verbose=False)
-  lines = [line for line in content[:400_000].split("\n") if line.strip()][:10_000]
-  equal = sum(
-    other.tokenize(line.encode(), add_bos=True, special=False) == tokenizer.encode(line)
-    for line in lines
-  )
-  print(f"ids: {equal} of {len(lines)} lines equal")
   other.eval(ids)
-  theirs = np.array(other.scores[: len(ids)])
-  p, q = log_softmax(theirs), log_softmax(ours)
+  p = log_softmax(np.array(other.scores[: len(ids)]))
+  lines = list(mixed_lines(10_000))
+  ours, theirs = (
+    [tokenizer.encode(line) for line in lines],
+    [other.tokenize(line.encode(), add_bos=True, special=False) for line in lines],
+  )
+  nats = lambda logp: float(-logp[np.arange(len(ids) - 1), ids[1:]].mean())
   divergence = (np.exp(p) * (p - q)).sum(-1)
-  print(f"llama.cpp: {nats(p):.4f} nats a token")
-  print(f"KL(llama.cpp, vqjax): mean {divergence.mean():.2e}, largest {divergence.max():.2e}")
+  return {
+    "positions": len(ids),
+    "nats, vqjax": nats(q),
+    "nats, llama.cpp": nats(p),
+    "mean KL(llama.cpp, vqjax)": float(divergence.mean()),
+    "largest KL": float(divergence.max()),
+    "lines": len(lines),
+    "lines with equal ids": sum(a == b for a, b in zip(ours, theirs)),
+  }
+
+
+def mixed_lines(count: int) -> Iterator[str]:
+  """Lines of words, numbers, runs of spaces, other scripts and code, the same at each call."""
+  draw = random.Random(0)
+  words = ["the", "of", "Gemma", "naïve", "東京", "日本語", "привет", "مرحبا", "🙂👍🏽", "e\u0301"]
+  words += ["1234567", "3.14", "don't", "I'LL", "x_y", "!=", "\t"]
+  joins = [" ", " ", " ", "  ", "   ", "\n", "", ", ", "\r\n", " \n "]
+  for _ in range(count):
+    picked = draw.choices(words, k=draw.randint(1, 12))
+    yield "".join(itertools.chain(*((word, draw.choice(joins)) for word in picked)))
 
 
 def main() -> None:
@@ -93,7 +111,8 @@ def main() -> None:
   parser.add_argument("--positions", type=int, default=900, help="tokens of the text")
   options = parser.parse_args()
   if options.gemma:
-    with_llama_cpp(options.gemma, options.text, options.positions)
+    for name, number in with_llama_cpp(options.gemma, options.text, options.positions).items():
+      print(f"{name}: {number:.6g}")
   else:
     random_models()
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.checkpoints import report
 from tests.checkpoints.families import CONFIGS, V, small
 from tests.jitted import apply
 from vqjax import checkpoints
@@ -160,3 +161,29 @@ def test_a_truncated_file_of_llama2c_is_refused(real_data, tmp_path):
   (tmp_path / "model.bin").write_bytes(content[2:])
   with pytest.raises(ValueError, match="must begin with dim"):
     checkpoints.load(tmp_path / "model.bin")
+
+
+@pytest.mark.slow
+def test_gemma_has_the_distribution_and_the_ids_of_llama_cpp(gemma, real_data):
+  pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+  text = real_data / "tinystories" / "gpt2_tokens_test.decoded.txt"
+  found = report.with_llama_cpp(gemma, text, positions=600)
+  # llama.cpp quantises the inputs of its products to 8 bits, which the float32 of vqjax does not.
+  assert found["mean KL(llama.cpp, vqjax)"] < 1e-3
+  assert found["lines with equal ids"] == found["lines"]
+
+
+@pytest.mark.slow
+def test_gemma_saved_from_a_gguf_is_that_of_transformers(gemma, real_data, tmp_path):
+  torch = pytest.importorskip("torch", reason="`make parity` installs PyTorch")
+  transformers = pytest.importorskip("transformers", reason="`make parity` installs transformers")
+  model, variables, tokenizer = checkpoints.load(gemma)
+  checkpoints.save(tmp_path / "model", model, variables)
+  text = (real_data / "tinystories" / "gpt2_tokens_test.decoded.txt").read_text("utf-8")
+  tokens = np.array([tokenizer.encode(text[:4000])[:600]])
+  found = jax.jit(model.apply)(variables, tokens)
+  other = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "model", dtype=torch.float32, attn_implementation="eager"
+  )
+  # Logits of up to 40, after 18 blocks of sums of 2048 terms.
+  np.testing.assert_allclose(found, report.reference_logits(other.eval(), tokens), atol=5e-3)

@@ -1,31 +1,19 @@
 """Tokenizers have the ids of the libraries that they come from, and tell when they do not fit."""
 
-import itertools
 import json
 import pathlib
-import random
 import re
 
 import numpy as np
 import pytest
 
 from tests.checkpoints.families import small
+from tests.checkpoints.report import mixed_lines
 from vqjax import checkpoints
 from vqjax.checkpoints import tokenizers
 
 library = pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 sentencepiece = pytest.importorskip("sentencepiece", reason="the extra `checkpoints` is missing")
-
-
-def mixed_lines(count):
-  """Lines of words, numbers, runs of spaces, other scripts and code, the same at each call."""
-  draw = random.Random(0)
-  words = ["the", "of", "Gemma", "naïve", "東京", "日本語", "привет", "مرحبا", "🙂👍🏽", "e\u0301"]
-  words += ["1234567", "3.14", "don't", "I'LL", "x_y", "!=", "\t"]
-  joins = [" ", " ", " ", "  ", "   ", "\n", "", ", ", "\r\n", " \n "]
-  for _ in range(count):
-    picked = draw.choices(words, k=draw.randint(1, 12))
-    yield "".join(itertools.chain(*((word, draw.choice(joins)) for word in picked)))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -220,6 +221,7 @@ def _without_prefix(source: Source, family: Family) -> dict[str, Tensor]:
   return {name.removeprefix(family.prefix): tensor for name, tensor in source.tensors.items()}
 
 
+@functools.lru_cache(maxsize=4)  # tracing takes as long as reading half a gigabyte
 def _abstract(model: Transformer) -> Variables:
   """The shapes of a decoder's variables."""
   tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
