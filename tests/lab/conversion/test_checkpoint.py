@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -39,7 +40,7 @@ def pretrained(tmp_path_factory):
     "tie_word_embeddings": True,
   }
   model = decoder_of(config)
-  tokens = np.zeros((1, 1), np.int32)
+  tokens = jnp.zeros((1, 1), jnp.int32)
   variables = model.init(jax.random.key(7), tokens, tokens, method="loss_terms")
   checkpoints.save(folder, model, variables)
   names = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(67))]
@@ -73,7 +74,7 @@ def test_a_run_begins_with_the_pretrained_body_and_the_codes_of_its_rows(pretrai
   folder, variables = pretrained
   made = experiment(folder, text, CodebookHead(V, 16, 11), ToCodebook(KMeans()))
   loaded = load_text(made)
-  model, tokens = loaded.experiment.model, np.zeros((1, 1), np.int32)
+  model, tokens = loaded.experiment.model, jnp.zeros((1, 1), jnp.int32)
   fresh = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
   started = made.init_from(loaded, model, jax.device_get(fresh))
   jax.tree.map(
