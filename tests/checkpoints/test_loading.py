@@ -207,6 +207,8 @@ def changed_config(folder, **changes):
     ({"hidden_size": "absent"}, "config of a qwen3 must have hidden_size"),
     ({"hidden_size": 40}, r"must have shape \[.*40.*\], by the config; got \[.*32.*\]"),
     ({"num_hidden_layers": 4, "layer_types": "absent"}, "lacks layers.3"),
+    ({"num_attention_heads": 0, "head_dim": None}, "must have numbers for sizes"),
+    ({"hidden_size": "32", "head_dim": None}, "must have numbers for sizes"),
     ({"hidden_act": "swish2"}, "activation among gelu_new, .* got 'swish2'"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "`rope_type` .* got 'longrope'"),
   ],

@@ -553,6 +553,11 @@ def decoder_of(config: Mapping[str, Any], dtype: Dtype = jnp.float32) -> Transfo
       f"the config of a {family.model_type} must have {error.args[0]}; it has none. Download"
       " config.json again."
     ) from None
+  except (TypeError, ZeroDivisionError) as error:
+    raise ValueError(
+      f"the config of a {family.model_type} must have numbers for sizes; got one of another kind"
+      f" ({error}). Download config.json again."
+    ) from None
 
 
 def described(model: Transformer) -> tuple[Family, dict[str, Any]]:
