@@ -167,9 +167,11 @@ def test_a_truncated_file_of_llama2c_is_refused(real_data, tmp_path):
 def test_gemma_has_the_distribution_and_the_ids_of_llama_cpp(gemma, real_data):
   pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
   text = real_data / "tinystories" / "gpt2_tokens_test.decoded.txt"
-  found = report.with_llama_cpp(gemma, text, positions=600)
-  # llama.cpp quantises the inputs of its products to 8 bits, which the float32 of vqjax does not.
-  assert found["mean KL(llama.cpp, vqjax)"] < 1e-3
+  found = report.with_llama_cpp(gemma, text, positions=560)
+  # Both are float32 sums in another order, but for llama.cpp's cache of keys, which is float16.
+  assert found["mean KL(llama.cpp with its F32 copy, vqjax)"] < 1e-5
+  # llama.cpp rounds the inputs of its quantised products to 8 bits.
+  assert found["mean KL(llama.cpp with the same file, vqjax)"] < 1e-2
   assert found["lines with equal ids"] == found["lines"]
 
 
