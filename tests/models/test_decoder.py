@@ -11,7 +11,7 @@ from tests.jitted import apply, init
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
 from vqjax.lab import config
 from vqjax.models import Transformer
-from vqjax.models import decoder as decoder_module
+from vqjax.models import attention as attention_module
 
 
 def decoder(**changes):
@@ -69,7 +69,7 @@ def test_a_position_sees_no_later_token(tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_change_reaches_as_far_as_the_windows_of_the_blocks_allow(remat, tokens, monkeypatch):
-  monkeypatch.setattr(decoder_module, "tile_size", lambda *_: 5)
+  monkeypatch.setattr(attention_module, "tile_size", lambda *_: 5)
   model = decoder(window=5, layers=3, remat=remat)
   params = moved(initialised(model))["params"]
   # Of the three blocks only the second, which has the window, mixes positions.
@@ -98,7 +98,7 @@ def test_the_parameters_add_up(tied):
 
 
 def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monkeypatch):
-  monkeypatch.setattr(decoder_module, "tile_size", lambda *_: 5)
+  monkeypatch.setattr(attention_module, "tile_size", lambda *_: 5)
 
   def gradient(model):
     loss = lambda v: (
@@ -293,9 +293,14 @@ def test_the_program_does_not_grow_with_the_depth(tokens):
 def test_attention_in_tiles_equals_attention_in_one_piece_with_its_gradients(
   length, window, monkeypatch
 ):
-  monkeypatch.setattr(decoder_module, "tile_size", lambda *_: 5)
+  monkeypatch.setattr(attention_module, "tile_size", lambda *_: 5)
   parts = jax.random.normal(jax.random.key(0), (4, 3, length, 2, 7))
   window = None if window is None else jnp.int32(window)
+
+  position = jnp.arange(length)
+  in_one_piece = lambda q, k, v, window: attention_module.attend(
+    q, k, v, position, position, window
+  )
 
   def mixed_and_gradients(attend):
     whole = lambda q, k, v: attend(q, k, v, window)
@@ -304,7 +309,7 @@ def test_attention_in_tiles_equals_attention_in_one_piece_with_its_gradients(
 
   expected, found = (
     jax.jit(mixed_and_gradients, static_argnums=0)(attend)
-    for attend in (decoder_module.attend, decoder_module.attend_in_tiles)
+    for attend in (in_one_piece, attention_module.attend_in_tiles)
   )
   # Sums over 13 positions of products that are sums over 7 numbers.
   assert_equal_up_to_rounding(found, expected, summands=13 + 7)
@@ -337,4 +342,4 @@ def test_a_training_step_with_remat_has_no_array_of_all_pairs_of_positions():
   ],
 )
 def test_tiles_are_equal_parts_of_bounded_size(shape, most, size):
-  assert decoder_module.tile_size(shape, most) == size
+  assert attention_module.tile_size(shape, most) == size

@@ -1,6 +1,18 @@
 """Decoders whose embedding and output head are fields."""
 
 from vqjax.models.base import LanguageModel
-from vqjax.models.decoder import Transformer
+from vqjax.models.decoder import MLP, Attention, LayerNorm, RMSNorm, Transformer
+from vqjax.models.rotary import Linear, Llama3, Rotary, Yarn
 
-__all__ = ["LanguageModel", "Transformer"]
+__all__ = [
+  "MLP",
+  "Attention",
+  "LanguageModel",
+  "LayerNorm",
+  "Linear",
+  "Llama3",
+  "RMSNorm",
+  "Rotary",
+  "Transformer",
+  "Yarn",
+]

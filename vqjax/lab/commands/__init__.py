@@ -17,6 +17,7 @@ COMMANDS = {
   "compress": "replace the dense head of a trained model by a codebook head",
   "floor": "compute the perplexity that the codes of a config rule out",
   "corpus": "count the documents and tokens of a config's corpus",
+  "inspect": "print the parts and sizes of a pretrained model",
   "plan": "compile a training step for accelerators, without having them",
 }
 """Module of this package -> what its `main` does."""

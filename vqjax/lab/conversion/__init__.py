@@ -3,6 +3,7 @@
 from vqjax.lab.conversion.compress import CODEBOOK, FULL, HEAD, compress, converted
 from vqjax.lab.conversion.distilled import Distilled, FromStudent, FromTeacher
 from vqjax.lab.conversion.starts import (
+  Checkpoint,
   ClusteredCentroids,
   FromDense,
   FromTable,
@@ -18,6 +19,7 @@ __all__ = [
   "CODEBOOK",
   "FULL",
   "HEAD",
+  "Checkpoint",
   "ClusteredCentroids",
   "Distilled",
   "FromDense",

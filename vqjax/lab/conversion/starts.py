@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
+from vqjax import checkpoints
 from vqjax.convert.grouped import Ordering, as_codes, ordered
 from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.convert.tables import clustered
@@ -19,6 +20,7 @@ from vqjax.convert.targets import unigram_bias
 from vqjax.convert.variables import Variables, frozen, merged, part_of, with_part
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
+from vqjax.lab.data.files import data_path
 from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
 from vqjax.lab.training.run import EncodedText
 from vqjax.quantizers import CentroidQuantizer
@@ -228,6 +230,46 @@ class FromDense:
     kept = {name: tree for name, tree in dense["params"].items() if name not in replaced}
     converted = merged(dict(variables), {"params": kept})
     return merged(converted, _of_head(self.target(stats, model.head), model.head))
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """The body of a pretrained model; a dense head and embedding are its own too.
+
+  Make the model with `checkpoints.decoder(path, head=...)` and give the experiment the tokenizer
+  `data.CheckpointTokenizer(path)`.
+
+  Attributes:
+    path: a folder of safetensors, a GGUF, or a .bin file of llama2.c, here or under $VQJAX_DATA.
+    target: makes another head's variables of the rows of the pretrained one, such as
+      `ToCodebook(...)`; None: such a head is freshly initialised.
+  """
+
+  path: str
+  target: Callable[[TokenStats, Head], dict] | None = None
+
+  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
+    """The fresh variables with those of the pretrained model.
+
+    Raises:
+      ValueError: the model's body or vocabulary is not that of the pretrained one.
+    """
+    path = data_path(self.path, kind="init_from.path")
+    own = checkpoints.decoder(path)
+    if own.head.vocab != model.head.vocab:
+      raise ValueError(
+        f"`model.head` must have the {own.head.vocab} tokens of {self.path}; got"
+        f" {model.head.vocab}. Use the tokenizer data.CheckpointTokenizer({self.path!r})."
+      )
+    started = merged(dict(variables), checkpoints.read_variables(path, model))
+    if self.target is None:
+      return started
+    dense = checkpoints.read_variables(path, model.clone(head=own.head, embedding=own.embedding))
+    output = dense_rows(dense, self.path)
+    stats = token_stats(
+      text, len(output), output=output, inputs=np.asarray(dense["params"]["embedding"]["weight"])
+    )
+    return merged(started, _of_head(self.target(stats, model.head), model.head))
 
 
 def dense_rows(variables: Variables, source: str) -> np.ndarray:

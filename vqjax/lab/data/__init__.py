@@ -21,6 +21,7 @@ from vqjax.lab.data.text import Text
 from vqjax.lab.data.tfds import TFDS, LabelledTFDS, PairedTFDS
 from vqjax.lab.data.tokenizers import (
   BPETokenizer,
+  CheckpointTokenizer,
   Encoder,
   SentencePieceTokenizer,
   Tokenizer,
@@ -31,6 +32,7 @@ __all__ = [
   "TFDS",
   "AGNews",
   "BPETokenizer",
+  "CheckpointTokenizer",
   "Continued",
   "DBpedia",
   "Documents",

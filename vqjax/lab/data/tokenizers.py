@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from vqjax import checkpoints
 from vqjax.lab.data.files import content_hash, data_path, import_extra, read_text
 
 Documents = Callable[[], Iterable[str]]
@@ -389,6 +390,64 @@ class SentencePieceEncoder(Encoder):
   def state(self) -> str:
     """Return the model's bytes in base 64."""
     return base64.b64encode(self._content).decode()
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointTokenizer(Tokenizer):
+  """The tokenizer of a pretrained model; a document begins as its texts do and ends with EOS.
+
+  Attributes:
+    path: the model's folder or file, here or under $VQJAX_DATA.
+  """
+
+  path: str
+
+  def fit(self, documents: Documents) -> Encoder:
+    """Read the tokenizer."""
+    del documents
+    path = data_path(self.path, kind="tokenizer.path")
+    vocab = checkpoints.decoder(path).embedding.vocab
+    return CheckpointEncoder(checkpoints.load_tokenizer(path), vocab)
+
+  def files(self) -> tuple[Path, ...]:
+    """Return the files that hold the tokenizer."""
+    path = data_path(self.path, kind="tokenizer.path")
+    if path.is_dir():
+      names = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "config.json"
+      files = [path / name for name in (*names, "generation_config.json")]
+    else:
+      files = [path, *path.parent.glob("tok*.bin")]
+    return tuple(file for file in files if file.is_file())
+
+  def load(self, state: str) -> Encoder:
+    """Return the encoder of a tokenizer's state."""
+    parsed = _json(state, "the state of a tokenizer")
+    return CheckpointEncoder(checkpoints.from_state(parsed["tokenizer"]), parsed["vocab"])
+
+
+class CheckpointEncoder(Encoder):
+  """An encoder by the tokenizer of a pretrained model."""
+
+  def __init__(self, tokenizer: checkpoints.Tokenizer, vocab: int):
+    """Take a tokenizer that has an end of text, and the rows of its model's table."""
+    if not tokenizer.eos:
+      raise ValueError(
+        "`tokenizer.path` must have a token that ends a text; got a tokenizer without one. Set"
+        " eos_token_id in its config.json."
+      )
+    self._tokenizer, self.vocab, self.eos = tokenizer, vocab, tokenizer.eos[0]
+
+  def encode(self, document: str) -> np.ndarray:
+    """Return what begins a text, the document's tokens and the end of a text."""
+    return np.array([*self._tokenizer.encode(document), self.eos], np.int64)
+
+  def decode(self, tokens: Iterable[int]) -> str:
+    """Return the text of the tokens."""
+    return _decoded(tokens, self.eos, self._tokenizer.decode)
+
+  def state(self) -> str:
+    """Return the tokenizer's state and the vocabulary."""
+    return json.dumps({"tokenizer": self._tokenizer.state(), "vocab": self.vocab})
 
 
 def _sample(lines: Iterable[str], size: int) -> list[str]:

@@ -1,0 +1,143 @@
+"""Command that prints the parity of pretrained models with other libraries as a table.
+
+python -m tests.checkpoints.report                        random small models, and transformers
+python -m tests.checkpoints.report --gemma FILE --text FILE     Gemma 3 270M, and llama.cpp
+"""
+
+import argparse
+import itertools
+import pathlib
+import random
+import tempfile
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.checkpoints.families import CONFIGS, V
+from vqjax import checkpoints
+
+POSITIONS = 500
+
+
+def reference(name: str, folder: pathlib.Path):
+  """A random model of transformers in a folder of several files."""
+  import torch
+  import transformers
+
+  config = transformers.AutoConfig.for_model(**CONFIGS[name])
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.add_(0.1 * torch.randn_like(parameter))
+  model.save_pretrained(folder, max_shard_size="20KB")
+  return model
+
+
+def reference_logits(model, tokens: np.ndarray) -> np.ndarray:
+  """The logits of a model of transformers, float32."""
+  import torch
+
+  with torch.no_grad():
+    return model(torch.tensor(tokens)).logits.float().numpy()
+
+
+def random_models() -> None:
+  """Print the largest difference of logits for each family."""
+  tokens = np.random.default_rng(0).integers(0, V, (2, POSITIONS))
+  print("| family | positions | largest difference of logits | largest logit |\n|---|---|---|---|")
+  for name in CONFIGS:
+    with tempfile.TemporaryDirectory() as folder:
+      expected = reference_logits(reference(name, pathlib.Path(folder)), tokens)
+      model, variables, _ = checkpoints.load(folder)
+      found = np.asarray(jax.jit(model.apply)(variables, jnp.asarray(tokens)))
+    difference = np.abs(found - expected).max()
+    print(f"| {name} | {POSITIONS} | {difference:.1e} | {np.abs(expected).max():.2f} |", flush=True)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+  """Log-probabilities in float64."""
+  shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+  return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> dict[str, float]:
+  """Ids, divergence and nats of a GGUF here and in llama.cpp, on the start of a text."""
+  import llama_cpp
+
+  model, variables, tokenizer = checkpoints.load(file)
+  content = text.read_text("utf-8")
+  ids = tokenizer.encode(content[: 8 * positions])[:positions]
+  q = log_softmax(np.asarray(jax.jit(model.apply)(variables, jnp.array([ids])))[0])
+  nats = lambda logp: float(-logp[np.arange(len(ids) - 1), ids[1:]].mean())
+  found = {"positions": len(ids), "nats, vqjax": nats(q)}
+  # llama.cpp rounds the inputs of products with quantised weights to 8 bits, and those with float32
+  # not at all: the second figure compares the models, the first one their arithmetic too.
+  with tempfile.TemporaryDirectory() as folder:
+    wide = pathlib.Path(folder) / "wide.gguf"
+    write_float32(file, wide)
+    for name, path in {"its F32 copy": wide, "the same file": file}.items():
+      other = llama_cpp.Llama(str(path), n_ctx=positions, logits_all=True, verbose=False)
+      other.eval(ids)
+      p = log_softmax(np.array(other.scores[: len(ids)]))
+      found[f"nats, llama.cpp with {name}"] = nats(p)
+      found[f"mean KL(llama.cpp with {name}, vqjax)"] = float((np.exp(p) * (p - q)).sum(-1).mean())
+  lines = list(mixed_lines(10_000))
+  equal = sum(
+    tokenizer.encode(line) == other.tokenize(line.encode(), add_bos=True, special=False)
+    for line in lines
+  )
+  return found | {"lines": len(lines), "lines with equal ids": equal}
+
+
+def write_float32(file: pathlib.Path, to: pathlib.Path) -> None:
+  """Write a GGUF with the numbers of another one as float32."""
+  import gguf
+
+  reader = gguf.GGUFReader(file)
+  writer = gguf.GGUFWriter(to, reader.fields["general.architecture"].contents())
+  for name, field in reader.fields.items():
+    if not name.startswith("GGUF.") and name != "general.architecture":
+      kind = field.types[0]
+      of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+      value = 0 if name == "general.file_type" else field.contents()
+      writer.add_key_value(name, value, kind, of)
+  for tensor in reader.tensors:
+    shape = [int(length) for length in reversed(tensor.shape)]
+    numbers = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+    writer.add_tensor(tensor.name, np.ascontiguousarray(numbers, np.float32))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+
+def mixed_lines(count: int) -> Iterator[str]:
+  """Lines of words, numbers, runs of spaces, other scripts and code, the same at each call."""
+  draw = random.Random(0)
+  words = ["the", "of", "Gemma", "naïve", "東京", "日本語", "привет", "مرحبا", "🙂👍🏽", "e\u0301"]
+  words += ["1234567", "3.14", "don't", "I'LL", "x_y", "!=", "\t"]
+  joins = [" ", " ", " ", "  ", "   ", "\n", "", ", ", "\r\n", " \n "]
+  for _ in range(count):
+    picked = draw.choices(words, k=draw.randint(1, 12))
+    yield "".join(itertools.chain(*((word, draw.choice(joins)) for word in picked)))
+
+
+def main() -> None:
+  """Run the command."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--gemma", type=pathlib.Path, help="a GGUF to compare with llama.cpp")
+  parser.add_argument("--text", type=pathlib.Path, help="the text to compare on")
+  parser.add_argument("--positions", type=int, default=900, help="tokens of the text")
+  options = parser.parse_args()
+  if options.gemma:
+    for name, number in with_llama_cpp(options.gemma, options.text, options.positions).items():
+      print(f"{name}: {number:.6g}")
+  else:
+    random_models()
+
+
+if __name__ == "__main__":
+  main()

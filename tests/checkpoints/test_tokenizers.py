@@ -1,0 +1,172 @@
+"""Tokenizers have the ids of the libraries that they come from, and tell when they do not fit."""
+
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from tests.checkpoints.families import small
+from tests.checkpoints.report import mixed_lines
+from vqjax import checkpoints
+from vqjax.checkpoints import tokenizers
+
+library = pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
+sentencepiece = pytest.importorskip("sentencepiece", reason="the extra `checkpoints` is missing")
+
+
+@pytest.fixture
+def folder(tmp_path):
+  """A saved model of 97 tokens."""
+  checkpoints.save(tmp_path / "model", *small("llama"))
+  return tmp_path / "model"
+
+
+def words_of(count):
+  """A tokenizer.json of so many tokens, which adds the first one before a text."""
+  names = ["<s>", *(f"w{number}" for number in range(count - 1))]
+  model = library.models.WordLevel({name: at for at, name in enumerate(names)}, unk_token="w0")
+  made = library.Tokenizer(model)
+  made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+  made.post_processor = library.processors.TemplateProcessing(
+    single="<s> $A", special_tokens=[("<s>", 0)]
+  )
+  made.add_special_tokens(["<s>"])
+  return made
+
+
+def test_a_tokenizer_json_is_read_with_what_begins_a_text(folder, tmp_path):
+  words_of(97).save(str(folder / "tokenizer.json"))
+  config = json.loads((folder / "config.json").read_text())
+  (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, 5]}))
+  model, variables, found = checkpoints.load(folder)
+  assert found.encode("w4 w1") == [0, 5, 2]
+  assert found.encode("w4 w1", special=False) == [5, 2]
+  assert found.decode([0, 5, 2]) == "w4 w1"
+  assert (found.vocab, found.eos) == (97, (3, 5))
+  checkpoints.save(tmp_path / "again", model, variables, found)
+  again = checkpoints.load_tokenizer(tmp_path / "again")
+  assert (again.encode("w4 w1"), again.eos) == ([0, 5, 2], (3, 5))
+
+
+@pytest.mark.parametrize("count", [32, 98])
+def test_a_tokenizer_of_another_size_is_refused(folder, count):
+  words_of(count).save(str(folder / "tokenizer.json"))
+  with pytest.raises(ValueError, match=rf"must have the model's 97 tokens.*got {count}"):
+    checkpoints.load(folder)
+
+
+def test_a_damaged_tokenizer_is_refused(folder):
+  (folder / "tokenizer.json").write_text("{")
+  with pytest.raises(ValueError, match=r"tokenizer.json must be a tokenizer"):
+    checkpoints.load(folder)
+  (folder / "tokenizer.json").unlink()
+  (folder / "tokenizer.model").write_bytes(b"\x01\x02")
+  with pytest.raises(ValueError, match="must be a SentencePiece model"):
+    checkpoints.load(folder)
+  (folder / "tokenizer.model").unlink()
+  with pytest.raises(FileNotFoundError, match="must have a tokenizer"):
+    checkpoints.load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+  """A SentencePiece BPE with bytes and with runs of spaces as pieces, trained on mixed lines."""
+  prefix = str(tmp_path_factory.mktemp("pieces") / "model")
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(list(mixed_lines(500))),
+    model_prefix=prefix,
+    model_type="bpe",
+    vocab_size=460,
+    byte_fallback=True,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    add_dummy_prefix=False,
+    user_defined_symbols=["\u2581\u2581", "\u2581\u2581\u2581", "<mask>"],
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
+  return sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+
+
+def test_pieces_with_scores_give_the_ids_of_the_model_that_they_come_from(trained):
+  numbers = range(trained.vocab_size())
+  pieces = [trained.id_to_piece(number) for number in numbers]
+  user_defined = {"\u2581\u2581", "\u2581\u2581\u2581", "<mask>"}
+
+  def kind(number):
+    if trained.is_byte(number):
+      return 6
+    if pieces[number] in user_defined:
+      return 4
+    return 2 if trained.is_unknown(number) else 3 if trained.is_control(number) else 1
+
+  # As a GGUF has them: user-defined runs of spaces are written as spaces.
+  types = [kind(number) for number in numbers]
+  given = [p.replace("\u2581", " ") if t == 4 else p for p, t in zip(pieces, types)]
+  scores = [trained.get_score(number) for number in numbers]
+  options = {"bos": 1, "eos": [2], "add_space": False, "add_bos": True}
+  found = tokenizers.from_pieces(given, scores, types, **options)
+  for line in mixed_lines(2000):
+    assert found.encode(line, special=False) == trained.encode(line), line
+    assert found.encode(line) == [1, *trained.encode(line)]
+    assert found.decode(found.encode(line)) == trained.decode(trained.encode(line))
+
+
+def test_a_tokenizer_is_made_again_from_its_state(trained):
+  for made in (
+    tokenizers.PiecesTokenizer(trained.serialized_model_proto(), 1, [2]),
+    tokenizers.JsonTokenizer(words_of(97), 0, [1]),
+  ):
+    again = checkpoints.from_state(made.state())
+    assert again.encode("w4 the 東京") == made.encode("w4 the 東京")
+    assert (again.bos, again.eos, again.vocab) == (made.bos, made.eos, made.vocab)
+  with pytest.raises(ValueError, match="`state` must be that of a tokenizer"):
+    checkpoints.from_state("{}")
+
+
+@pytest.mark.parametrize("pattern", tokenizers.PATTERNS)
+def test_words_are_split_as_the_pattern_says(pattern):
+  # One token for each byte and no merges: the tokens that are joined are those of a word.
+  letters = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+  vocab = {letter: number for number, letter in enumerate(letters)}
+  model = tokenizers.byte_level(vocab, [], pattern, [])
+  for line in mixed_lines(200):
+    words = [line[a:b] for _, (a, b) in model.pre_tokenizer.pre_tokenize_str(line)]
+    assert "".join(words) == line
+    longest = max((len(digits) for w in words for digits in re.findall(r"\d+", w)), default=0)
+    assert longest <= {"gpt-2": 7, "llama-bpe": 3, "qwen2": 1}[pattern]
+
+
+@pytest.fixture(scope="module")
+def gpt2(real_data, tmp_path_factory):
+  """A folder with GPT-2's own files, and a config of its size."""
+  folder = tmp_path_factory.mktemp("gpt2")
+  for name in ("vocab.json", "merges.txt"):
+    (folder / name).write_bytes((real_data / "tokenizers" / "gpt2" / name).read_bytes())
+  return folder
+
+
+def test_gpt2_has_its_published_ids(gpt2, real_data):
+  source = checkpoints.files.Source(
+    gpt2, "safetensors", {"model_type": "gpt2", "eos_token_id": 50256}, {}
+  )
+  found = tokenizers.find_tokenizer(source)
+  ids = np.fromfile(real_data / "tinystories" / "gpt2_tokens_test.uint16.bin", "<u2")[:20_000]
+  text = found.model.decode(ids.tolist(), skip_special_tokens=False)
+  assert found.encode(text) == ids.tolist()
+  assert found.vocab == 50257
+
+
+@pytest.mark.slow
+def test_transformers_has_the_same_ids_for_ten_thousand_lines(gpt2, trained, tmp_path):
+  transformers = pytest.importorskip("transformers", reason="`make parity` installs transformers")
+  source = checkpoints.files.Source(gpt2, "safetensors", {"model_type": "gpt2"}, {})
+  found = tokenizers.find_tokenizer(source)
+  merges = pathlib.Path(gpt2 / "merges.txt")
+  if not merges.read_text("utf-8").startswith("#version"):
+    merges.write_text("#version: 0.2\n" + merges.read_text("utf-8"), "utf-8")
+  reference = transformers.GPT2TokenizerFast.from_pretrained(gpt2)
+  lines = list(mixed_lines(10_000))
+  assert [found.encode(line) for line in lines] == reference(lines)["input_ids"]

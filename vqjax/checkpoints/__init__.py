@@ -1,0 +1,18 @@
+"""Models that people have: read from safetensors, GGUF and llama2.c, and written for others."""
+
+from vqjax.checkpoints.inspection import Inspection, inspect
+from vqjax.checkpoints.loading import Loaded, decoder, load, read_variables, save
+from vqjax.checkpoints.tokenizers import Tokenizer, from_state, load_tokenizer
+
+__all__ = [
+  "Inspection",
+  "Loaded",
+  "Tokenizer",
+  "decoder",
+  "from_state",
+  "inspect",
+  "load",
+  "load_tokenizer",
+  "read_variables",
+  "save",
+]
