@@ -164,6 +164,7 @@ def test_a_truncated_file_of_llama2c_is_refused(real_data, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_gemma_has_the_distribution_and_the_ids_of_llama_cpp(gemma, real_data):
   pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
   text = real_data / "tinystories" / "gpt2_tokens_test.decoded.txt"
