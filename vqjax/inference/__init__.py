@@ -2,12 +2,13 @@
 
 from vqjax.inference.cache import unstacked
 from vqjax.inference.generation import Generated, generate, stream
-from vqjax.inference.sampling import GREEDY, Sampling
+from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
 from vqjax.inference.text import TextStream, Tokenizer
 
 __all__ = [
   "GREEDY",
+  "UNFILTERED",
   "Generated",
   "Sampling",
   "TextStream",

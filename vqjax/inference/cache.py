@@ -76,8 +76,11 @@ def unstacked(variables: Variables) -> Variables:
 
 @jax.jit
 def _split(blocks):
-  layers = len(jax.tree.leaves(blocks)[0])
-  return tuple(jax.tree.map(lambda x: x[layer], blocks) for layer in range(layers))
+  return tuple(_entry(blocks, layer) for layer in range(len(jax.tree.leaves(blocks)[0])))
+
+
+def _entry(tree, layer):
+  return jax.tree.map(lambda x: x[layer], tree)
 
 
 def prefill(
@@ -154,7 +157,7 @@ def cache_slots(model: Transformer, capacity: int) -> list[int]:
 
 def _layers(model: Transformer) -> list[Layer]:
   inputs = model.layer_inputs()
-  return [jax.tree.map(lambda x: x[layer], inputs) for layer in range(model.layers)]
+  return [_entry(inputs, layer) for layer in range(model.layers)]
 
 
 def _of_prompt(

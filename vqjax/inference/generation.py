@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.inference.cache import Ring, Variables, decode, prefill, unstacked
-from vqjax.inference.sampling import Sampling, choose
+from vqjax.inference.sampling import UNFILTERED, Sampling, choose
 from vqjax.inference.text import TextStream, Tokenizer
 from vqjax.models import Transformer
 
@@ -53,7 +53,7 @@ def generate(
   variables: Variables,
   prompts: Prompts,
   key: PRNGKeyArray,
-  sampling: Sampling = Sampling(),
+  sampling: Sampling = UNFILTERED,
   *,
   max_tokens: int,
   stop: Sequence[int | str] | None = None,
@@ -104,7 +104,7 @@ def stream(
   variables: Variables,
   prompts: Prompts,
   key: PRNGKeyArray,
-  sampling: Sampling = Sampling(),
+  sampling: Sampling = UNFILTERED,
   *,
   max_tokens: int,
   tokenizer: Tokenizer,
@@ -176,12 +176,18 @@ class _Program:
       if best and allowed is None and self.has_log_probs:
         log_prob_B1, token_B1 = head.top_k(hidden_BD, 1)
         return token_B1[:, 0], log_prob_B1[:, 0]
-      drawn = choose(
+      drawn_B = choose(
         head, hidden_BD, jax.random.fold_in(key, step), self.sampling, allowed, state.seen
       )
-      return drawn, head.log_prob(hidden_BD, drawn) if self.has_log_probs else None
+      # The log-probability of -1 would be nan.
+      score = lambda: head.log_prob(hidden_BD, jnp.maximum(drawn_B, 0))
+      return drawn_B, score() if self.has_log_probs else None
 
     token_B, log_prob_B = self.model.apply(variables, method=of_head)
+    broken_B = jnp.isnan(hidden_BD).any(-1)
+    if self.has_log_probs:
+      broken_B |= jnp.isnan(log_prob_B)
+    token_B = jnp.where(broken_B, -1, token_B)
     write = lambda array_BM, new_B, old: array_BM.at[:, step].set(jnp.where(state.done, old, new_B))
     rows, fed_B = jnp.arange(len(token_B)), jnp.maximum(token_B, 0)
     return state._replace(

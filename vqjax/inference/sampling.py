@@ -58,6 +58,9 @@ class Sampling:
     return self.repetition_penalty != 1
 
 
+UNFILTERED = Sampling()
+"""The distribution of the model."""
+
 GREEDY = Sampling(temperature=0.0)
 """The most likely token, always."""
 
