@@ -10,6 +10,7 @@ import lazy_loader
 codebook = lazy_loader.load("experiments.bench.codebook", suppress_warning=True)
 decoding = lazy_loader.load("experiments.bench.decoding", suppress_warning=True)
 dpq = lazy_loader.load("experiments.bench.dpq", suppress_warning=True)
+generation = lazy_loader.load("experiments.bench.generation", suppress_warning=True)
 gpu = lazy_loader.load("experiments.bench.gpu", suppress_warning=True)
 grouped = lazy_loader.load("experiments.bench.grouped", suppress_warning=True)
 heads = lazy_loader.load("experiments.bench.heads", suppress_warning=True)
@@ -65,6 +66,10 @@ BENCHMARKS = {
   "decoding": Benchmark(
     "top-k and samples of heads against the plain product with the weight; three minutes",
     lambda quick: decoding.run(quick),
+  ),
+  "generation": Benchmark(
+    "greedy generation against its bare step, called token by token; a minute",
+    lambda quick: generation.run(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",
