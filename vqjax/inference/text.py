@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 BROKEN = "\ufffd"
 """What tokenizers decode bytes to that are not a whole character."""
@@ -12,6 +12,7 @@ BEFORE = 5
 """Tokens of the prompt with which the first ones are decoded, because spaces depend on them."""
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
   """What generation needs of a tokenizer, such as those of `vqjax.checkpoints`.
 
