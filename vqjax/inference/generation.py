@@ -249,7 +249,7 @@ class _Run:
     check_decoder(model)
     if max_tokens < 1:
       raise ValueError(f"`max_tokens` must be at least 1; got {max_tokens}. Raise it.")
-    self.max_tokens, self.tokenizer = max_tokens, tokenizer
+    self.max_tokens = max_tokens
     self.prompts = encoded(prompts, model.head.vocab, tokenizer, name="prompts")
     longest = max(map(len, self.prompts))
     if longest + max_tokens > model.context:
@@ -276,7 +276,9 @@ class _Run:
         " the one that ends a text."
       )
     self.program = _Program(model, sampling, _cache_size(model, longest + max_tokens), log_probs)
-    self.texts = [TextStream(tokenizer, prompt, self.stop_strings) for prompt in self.prompts]
+    self.texts = None
+    if tokenizer is not None:
+      self.texts = [TextStream(tokenizer, prompt, self.stop_strings) for prompt in self.prompts]
     self.lengths = np.zeros(len(self.prompts), np.int32)
     self.log_probs = None
 
@@ -289,7 +291,7 @@ class _Run:
       pieces, done_B = self._read(state)
       count = int(state.step) + 1
       ended = done_B.all() or count == self.max_tokens
-      if ended and self.tokenizer is not None:
+      if ended and self.texts is not None:
         pieces = [piece + text.finish() for piece, text in zip(pieces, self.texts)]
       yield pieces
       if not ended:
@@ -303,9 +305,10 @@ class _Run:
     self.log_probs = state.log_probs
     done_B, count = np.asarray(state.done).copy(), int(state.step) + 1
     pieces = [""] * len(self.prompts)
-    for row, text in enumerate(self.texts):
-      for token in self.tokens[row, self.lengths[row] : count]:
-        if text.stopped or (self.lengths[row] and self._ends(row)):
+    for row in range(len(self.prompts)):
+      text = self.texts[row] if self.texts else None
+      for token in self.tokens[row, self.lengths[row] : count].tolist():
+        if self._has_ended(row):
           break
         if token < 0:
           raise ValueError(
@@ -313,13 +316,16 @@ class _Run:
             " training did not diverge."
           )
         self.lengths[row] += 1
-        if self.tokenizer is not None and token not in self.stop:
+        if text and token not in self.stop:
           pieces[row] += text.push(token)
-      done_B[row] |= text.stopped
+      done_B[row] |= text is not None and text.stopped
     return pieces, done_B
 
-  def _ends(self, row: int) -> bool:
-    return self.tokens[row, self.lengths[row] - 1] in self.stop
+  def _has_ended(self, row: int) -> bool:
+    if self.texts and self.texts[row].stopped:
+      return True
+    length = self.lengths[row]
+    return length > 0 and self.tokens[row, length - 1] in self.stop
 
   def generated(self) -> Generated:
     """The result, once all chunks are there."""
@@ -327,7 +333,7 @@ class _Run:
     log_probs = self.log_probs
     if log_probs is not None:
       log_probs = np.where(kept_BT, np.asarray(log_probs)[:, : self.max_tokens], 0)
-    texts = None if self.tokenizer is None else [text.text for text in self.texts]
+    texts = self.texts and [text.text for text in self.texts]
     return Generated(np.where(kept_BT, self.tokens, -1), self.lengths, log_probs, texts)
 
 

@@ -31,11 +31,11 @@ class Sampling:
       contains, and multiplies the negative ones. Source: Keskar et al., CTRL, 2019.
   """
 
-  temperature: float = 1.0
+  temperature: float | int = 1.0
   top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
-  repetition_penalty: float = 1.0
+  top_p: float | int | None = None
+  min_p: float | int | None = None
+  repetition_penalty: float | int = 1.0
 
   def __post_init__(self):
     ops.check_options(self.temperature, self.top_k, self.top_p)
