@@ -325,7 +325,7 @@ class _Run:
     if self.texts and self.texts[row].stopped:
       return True
     length = self.lengths[row]
-    return length > 0 and self.tokens[row, length - 1] in self.stop
+    return bool(length > 0 and self.tokens[row, length - 1] in self.stop)
 
   def generated(self) -> Generated:
     """The result, once all chunks are there."""
