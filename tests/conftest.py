@@ -43,6 +43,7 @@ if os.environ.get("VQJAX_RUNTIME_TYPES"):
       "vqjax.assign",
       "vqjax.models",
       "vqjax.checkpoints",
+      "vqjax.inference",
     ],
     "beartype.beartype",
   )

@@ -3,6 +3,7 @@
 import pathlib
 import re
 import runpy
+import sys
 
 import pytest
 
@@ -12,7 +13,8 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("ut
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_an_example_runs_and_prints(path, capsys):
+def test_an_example_runs_and_prints(path, capsys, monkeypatch):
+  monkeypatch.setattr(sys, "argv", [str(path)])
   runpy.run_path(str(path), run_name="__main__")
   assert capsys.readouterr().out
 

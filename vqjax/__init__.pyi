@@ -2,6 +2,7 @@ from . import assign as assign
 from . import convert as convert
 from . import embeddings as embeddings
 from . import heads as heads
+from . import inference as inference
 from . import models as models
 from . import nnx as nnx
 from . import ops as ops

@@ -11,6 +11,7 @@ codebook = lazy_loader.load("experiments.bench.codebook", suppress_warning=True)
 compared = lazy_loader.load("experiments.bench.compared", suppress_warning=True)
 decoding = lazy_loader.load("experiments.bench.decoding", suppress_warning=True)
 dpq = lazy_loader.load("experiments.bench.dpq", suppress_warning=True)
+generation = lazy_loader.load("experiments.bench.generation", suppress_warning=True)
 gpu = lazy_loader.load("experiments.bench.gpu", suppress_warning=True)
 grouped = lazy_loader.load("experiments.bench.grouped", suppress_warning=True)
 heads = lazy_loader.load("experiments.bench.heads", suppress_warning=True)
@@ -70,6 +71,9 @@ BENCHMARKS = {
   "compared": Benchmark(
     "training and decoding steps of the heads of the comparison; five minutes",
     lambda quick: compared.run(quick),
+  "generation": Benchmark(
+    "greedy generation against its bare step, called token by token; a minute",
+    lambda quick: generation.run(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",

@@ -401,6 +401,10 @@ class Transformer(LanguageModel):
       "post_norms": self.post_norms,
     }
 
+  def block(self) -> Block:
+    """One block, to be applied to the parameters of one; the model stacks those of all blocks."""
+    return Block(**self._block_fields(), parent=None)
+
   def is_local(self) -> tuple[bool, ...]:
     """For each block whether it attends to the last `window` positions only."""
     if self.window is None:
@@ -449,7 +453,7 @@ class Transformer(LanguageModel):
   def own_axes(self) -> dict:
     """Logical axes of positions, blocks and the final norm."""
     axes = {
-      "blocks": stacked_axes(Block(**self._block_fields(), parent=None).axes()),
+      "blocks": stacked_axes(self.block().axes()),
       "final_norm": self.norm.axes,
     }
     return {"params": axes | ({"position": ("context", "embed")} if self.rotary is None else {})}

@@ -18,6 +18,8 @@ COMMANDS = {
   "floor": "compute the perplexity that the codes of a config rule out",
   "corpus": "count the documents and tokens of a config's corpus",
   "inspect": "print the parts and sizes of a pretrained model",
+  "generate": "continue prompts with a pretrained model or that of a run",
+  "score": "print the nats a token and a byte of a text",
   "plan": "compile a training step for accelerators, without having them",
 }
 """Module of this package -> what its `main` does."""

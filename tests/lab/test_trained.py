@@ -1,0 +1,75 @@
+"""Commands that generate and score read pretrained models and run folders."""
+
+import json
+import pathlib
+
+import pytest
+
+from tests import tiny
+from vqjax import DenseHead
+from vqjax.lab.commands import generate, score
+from vqjax.lab.config import FROM_TOKENIZER
+from vqjax.lab.training import fit
+
+CONFIG = """
+import pathlib
+from tests import tiny
+from vqjax import DenseHead
+from vqjax.lab.config import FROM_TOKENIZER
+
+def experiment():
+  return tiny.experiment(pathlib.Path({text!r}), DenseHead(FROM_TOKENIZER, 16))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A trained run: its folder, its config file and its folder of text."""
+  folder = tmp_path_factory.mktemp("trained")
+  text = tiny.write_text(folder / "text")
+  config = folder / "config.py"
+  config.write_text(CONFIG.format(text=str(text)))
+  with tiny.own_cache(folder / "cache"):
+    fit(tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16)), folder / "run")
+  return folder / "run", config, text
+
+
+def test_a_run_generates_and_scores_its_text(run, capsys):
+  folder, config, text = run
+  given = [str(folder), "--config", str(config)]
+  assert generate.main([*given, "--prompt", "w0 w7", "--max-tokens", "4"]) == 0
+  assert capsys.readouterr().out.startswith("w0 w7")
+  assert score.main([*given, "--text", str(text / "00.txt"), "--json"]) == 0
+  found = json.loads(capsys.readouterr().out)
+  size = len((text / "00.txt").read_bytes())
+  assert found["bytes"] == size
+  nats = found["nats_per_token"] * found["tokens"]
+  assert nats == pytest.approx(found["nats_per_byte"] * size)
+  assert 0 < found["nats_per_token"] < 4.2  # below log 61, the uniform distribution
+
+
+def test_a_run_without_its_config_or_with_another_is_refused(run, capsys):
+  folder, config, _ = run
+  assert generate.main([str(folder), "--prompt", "w0"]) == 2
+  assert "--config" in capsys.readouterr().err
+  other = [str(folder), "--config", str(config), "model.layers=2", "--prompt", "w0"]
+  assert generate.main(other) == 2
+  assert "layers" in capsys.readouterr().err
+
+
+def test_stories260k_continues_its_published_story_and_scores_it(real_data, tmp_path, capsys):
+  model = str(real_data / "stories260K" / "stories260K.bin")
+  published = (real_data / "stories260K" / "stories260K.md").read_text()
+  story = published[published.index("Once upon") :][:400]
+  prompt, rest = story[:17], story[17:]
+  settings = ["--max-tokens", "180", "--temperature", "0", "--json"]
+  assert generate.main([model, "--prompt", prompt, *settings]) == 0
+  (continued,) = json.loads(capsys.readouterr().out)["continuations"]
+  assert continued["text"].startswith(rest)
+  file = pathlib.Path(tmp_path, "story.txt")
+  file.write_text(prompt + continued["text"])
+  assert score.main([model, "--text", str(file), "--json"]) == 0
+  found = json.loads(capsys.readouterr().out)
+  # All but the tokens of the prompt are the ones that were generated.
+  nats = -sum(continued["log_probs"])
+  assert nats < found["nats_per_token"] * found["tokens"] < nats + 30

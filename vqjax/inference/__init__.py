@@ -1,0 +1,20 @@
+"""Generation and scoring of text with the general decoder and any head."""
+
+from vqjax.inference.cache import unstacked
+from vqjax.inference.generation import Generated, generate, stream
+from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
+from vqjax.inference.scoring import score
+from vqjax.inference.text import TextStream, Tokenizer
+
+__all__ = [
+  "GREEDY",
+  "UNFILTERED",
+  "Generated",
+  "Sampling",
+  "TextStream",
+  "Tokenizer",
+  "generate",
+  "score",
+  "stream",
+  "unstacked",
+]

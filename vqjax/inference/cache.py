@@ -1,0 +1,190 @@
+"""Forward passes of the general decoder that read and extend a cache of keys and values.
+
+Each block has a cache of its own: as many positions as its window, or all of them. Blocks are
+computed one after another, not in a scan over stacked parameters, because a scan copies a block's
+weights before it multiplies one token with them, and that takes longer than the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from vqjax.models import Transformer
+from vqjax.models.attention import attend, attend_in_tiles
+from vqjax.models.decoder import Angles, Block, Layer
+
+Variables = dict[str, Any]
+"""Variables of a model, by collection."""
+
+
+class Ring(NamedTuple):
+  """Keys and values of the last W positions of each row of a batch.
+
+  A row whose prompt has n tokens begins with position n - W + j in slot j. Generated token i, at
+  position n + i, replaces slot i mod W, which held position n + i - W: the slots that are written
+  are the same for all rows, however long their prompts are.
+  """
+
+  key: Float[Array, "B W G C"]
+  value: Float[Array, "B W G C"]
+
+  @staticmethod
+  def of_prompt(
+    key: Float[Array, "B T G C"],
+    value: Float[Array, "B T G C"],
+    length: Int[Array, "B"],
+    slots: int,
+  ) -> Ring:
+    """The ring after a prompt, of which row b has `length[b]` tokens and then padding."""
+    position_BW = length[:, None] - slots + jnp.arange(slots)
+    # Slots before the first position hold copies of a key, which `positions` hides.
+    index_BW11 = jnp.clip(position_BW, 0, key.shape[1] - 1)[..., None, None]
+    return Ring(*(jnp.take_along_axis(x, index_BW11, axis=1) for x in (key, value)))
+
+  def extended(
+    self, key: Float[Array, "B 1 G C"], value: Float[Array, "B 1 G C"], step: Int[Array, ""]
+  ) -> Ring:
+    """The ring with the key and value of generated token `step`."""
+    slot = step % self.key.shape[1]
+    write = lambda old, new: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), slot, 1)
+    return Ring(write(self.key, key), write(self.value, value))
+
+  def positions(self, length: Int[Array, "B"], step: Int[Array, ""]) -> Int[Array, "B W"]:
+    """The position in each slot once token `step` is written; later than any for an empty one."""
+    slots = self.key.shape[1]
+    back_W = (step - jnp.arange(slots)) % slots
+    position_BW = length[:, None] + step - back_W
+    return jnp.where(position_BW < 0, jnp.iinfo(jnp.int32).max, position_BW)
+
+
+def unstacked(variables: Variables) -> Variables:
+  """Variables of a decoder with the parameters of each block in arrays of their own.
+
+  Generation computes with this form. The blocks are copied: where memory is short, convert once
+  and drop the stacked ones. Converted variables are returned as they are.
+  """
+  blocks = variables["params"]["blocks"]
+  if isinstance(blocks, tuple):
+    return variables
+  return {**variables, "params": {**variables["params"], "blocks": _split(blocks)}}
+
+
+@jax.jit
+def _split(blocks):
+  return tuple(_entry(blocks, layer) for layer in range(len(jax.tree.leaves(blocks)[0])))
+
+
+def _entry(tree, layer):
+  return jax.tree.map(lambda x: x[layer], tree)
+
+
+def prefill(
+  model: Transformer,
+  variables: Variables,
+  tokens: Int[Array, "B T"],
+  length: Int[Array, "B"],
+  capacity: int,
+) -> tuple[Float[Array, "B D"], tuple[Ring, ...]]:
+  """Final hidden vectors of the last tokens of prompts, and the caches after them.
+
+  Args:
+    model: the decoder.
+    variables: its `unstacked` variables.
+    tokens: prompts, each followed by padding of any tokens.
+    length: number of tokens of each prompt.
+    capacity: positions that a cache holds unless its block has a smaller window.
+  """
+
+  def forward(model, blocks):
+    position_T = jnp.arange(tokens.shape[1])
+    x_BTD = model.embedded(model.embedding(tokens), position_T)
+    rings = []
+    for params, layer, slots in zip(blocks, _layers(model), cache_slots(model, capacity)):
+      x_BTD, ring = model.block().apply(
+        {"params": params},
+        *(x_BTD, layer, model.angles(position_T), length, slots),
+        method=_of_prompt,
+      )
+      rings.append(ring)
+    last_BD = jnp.take_along_axis(x_BTD, (length - 1)[:, None, None], axis=1)[:, 0]
+    return model.final_norm(last_BD), tuple(rings)
+
+  return model.apply(variables, variables["params"]["blocks"], method=forward)
+
+
+def decode(
+  model: Transformer,
+  variables: Variables,
+  rings: tuple[Ring, ...],
+  token: Int[Array, "B"],
+  length: Int[Array, "B"],
+  step: Int[Array, ""],
+) -> tuple[Float[Array, "B D"], tuple[Ring, ...]]:
+  """Final hidden vectors of generated token number `step`, and the caches with it.
+
+  Args:
+    model: the decoder.
+    variables: its `unstacked` variables.
+    rings: the cache of each block.
+    token: the token of each row.
+    length: number of tokens of each prompt.
+    step: number of tokens that were generated before this one.
+  """
+
+  def forward(model, blocks):
+    position_B1 = (length + step)[:, None]
+    x_BTD = model.embedded(model.embedding(token[:, None]), position_B1)
+    angles, extended = model.angles(position_B1), []
+    for params, layer, ring in zip(blocks, _layers(model), rings):
+      x_BTD, ring = model.block().apply(
+        {"params": params}, *(x_BTD, layer, angles, ring, length, step), method=_of_token
+      )
+      extended.append(ring)
+    return model.final_norm(x_BTD[:, 0]), tuple(extended)
+
+  return model.apply(variables, variables["params"]["blocks"], method=forward)
+
+
+def cache_slots(model: Transformer, capacity: int) -> list[int]:
+  """Number of positions in the cache of each block."""
+  return [min(model.window, capacity) if local else capacity for local in model.is_local()]
+
+
+def _layers(model: Transformer) -> list[Layer]:
+  inputs = model.layer_inputs()
+  return [_entry(inputs, layer) for layer in range(model.layers)]
+
+
+def _of_prompt(
+  block: Block, x_BTD: Array, layer: Layer, angles: Angles | None, length: Array, slots: int
+) -> tuple[Array, Ring]:
+  query, key, value = block.query_key_values(block.attention_norm(x_BTD), layer, angles)
+  mixed = attend_in_tiles(query, key, value, layer.window, **_options(block))
+  ring = Ring.of_prompt(key, value, length, slots)
+  return block.feed_forward(x_BTD, mixed, deterministic=True), ring
+
+
+def _of_token(
+  block: Block,
+  x_BTD: Array,
+  layer: Layer,
+  angles: Angles | None,
+  ring: Ring,
+  length: Array,
+  step: Array,
+) -> tuple[Array, Ring]:
+  query, key, value = block.query_key_values(block.attention_norm(x_BTD), layer, angles)
+  ring = ring.extended(key, value, step)
+  # A ring holds no position before the window.
+  positions = (length + step)[:, None], ring.positions(length, step)
+  mixed = attend(query, ring.key, ring.value, *positions, **_options(block))
+  return block.feed_forward(x_BTD, mixed, deterministic=True), ring
+
+
+def _options(block: Block) -> dict[str, float | None]:
+  return {"scale": block.attention.scale, "softcap": block.attention.softcap}

@@ -1,0 +1,131 @@
+"""Models by their paths: pretrained ones, and those of run folders."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from vqjax import checkpoints
+from vqjax.inference import Tokenizer
+from vqjax.inference.cache import Variables
+from vqjax.lab.config import config_hash, describe, difference, load, override, with_vocab
+from vqjax.lab.conversion import Distilled, student_of
+from vqjax.lab.data import Encoder, fit_encoder
+from vqjax.lab.data.files import data_path
+from vqjax.lab.training import read_variables
+from vqjax.lab.training.run import read_config
+from vqjax.models import LanguageModel
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+"""Number formats in which pretrained models are loaded."""
+
+
+class Trained(NamedTuple):
+  """A model that generates and scores text."""
+
+  model: LanguageModel
+  variables: Variables
+  tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+  """The encoder of a run as a tokenizer; a text follows the end of another, as in training.
+
+  Attributes:
+    encoder: the encoder.
+  """
+
+  encoder: Encoder
+
+  @property
+  def vocab(self) -> int:
+    """Number of tokens."""
+    return self.encoder.vocab
+
+  @property
+  def eos(self) -> tuple[int, ...]:
+    """The token that ends a document."""
+    return (self.encoder.eos,)
+
+  def encode(self, text: str) -> list[int]:
+    """The end of a document, and the tokens of the text without an end."""
+    return [self.encoder.eos, *self.encoder.encode(text).tolist()[:-1]]
+
+  def decode(self, tokens: Iterable[int]) -> str:
+    """The text of tokens."""
+    return self.encoder.decode([token for token in tokens if token != self.encoder.eos])
+
+
+def load_trained(
+  path: str, config: str | None = None, overrides: Sequence[str] = (), dtype: str = "float32"
+) -> Trained:
+  """A model with its tokenizer.
+
+  Args:
+    path: a pretrained model, here or under $VQJAX_DATA, or a run folder.
+    config: config file of the run; None: the model is a pretrained one.
+    overrides: the overrides of the run.
+    dtype: number format of a pretrained model, one of `DTYPES`.
+
+  Raises:
+    FileNotFoundError: there is no such model, or it has no tokenizer.
+    ValueError: a run folder has another config, or none is given for it.
+  """
+  folder = data_path(path, kind="model")
+  if config is None:
+    if (folder / "checkpoints").is_dir():
+      raise ValueError(
+        f"`--config` must be given for a run folder; got {path} alone. Give the config file of the"
+        " run, and its overrides."
+      )
+    loaded = checkpoints.load(folder, dtype=DTYPES[dtype])
+    return Trained(
+      loaded.model, loaded.variables, loaded.tokenizer or checkpoints.load_tokenizer(folder)
+    )
+  return _of_run(folder, config, overrides)
+
+
+def _of_run(folder: pathlib.Path, config: str, overrides: Sequence[str]) -> Trained:
+  experiment = override(load(config), list(overrides))
+  variables, _ = read_variables(folder)
+  theirs = read_config(folder)
+  if theirs is not None and theirs["hash"] != config_hash(experiment):
+    lines = "\n  ".join(difference(describe(experiment), theirs["config"]))
+    raise ValueError(
+      f"{folder} belongs to another config:\n  {lines}\nGive the config file and the overrides of"
+      " the run."
+    )
+  if experiment.tokenizer is None:
+    raise ValueError(
+      f"`--config` must be that of a language model; got {config}, whose data are not text. Give"
+      " another run."
+    )
+  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  model = with_vocab(experiment, encoder.vocab).model
+  if isinstance(model, Distilled):
+    model, variables = model.student, student_of(variables)
+  return Trained(model, variables, Documents(encoder))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Add the arguments that say which model a command reads."""
+  parser.add_argument(
+    "model", help="folder of safetensors, a GGUF, a .bin file of llama2.c, or a run folder"
+  )
+  parser.add_argument(
+    "overrides", nargs="*", metavar="FIELD=VALUE", help="the overrides of a run folder"
+  )
+  parser.add_argument("--config", metavar="FILE", help="config file of a run folder")
+  parser.add_argument(
+    "--dtype",
+    choices=DTYPES,
+    default="float32",
+    help="number format of a pretrained model (default: %(default)s)",
+  )
+  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
