@@ -192,15 +192,15 @@ def check_sides(student, teacher, temperature):
       f"`teacher_hidden` must have the leading axes of `hidden` {student.hidden.shape}; got"
       f" {teacher.hidden.shape}. Give both for the same tokens."
     )
-  for side in (student, teacher):
-    softmax.check_operands(side.hidden, as_row_factory(side.weight), side.bias, side.prefix)
-    softmax.check_softcap(side.softcap, f"{side.prefix}softcap")
   rows, teacher_rows = (as_row_factory(side.weight).shape for side in (student, teacher))
   if rows[0] != teacher_rows[0]:
     raise ValueError(
       f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
       f" {teacher_rows}. Give both over one vocabulary."
     )
+  for side in (student, teacher):
+    softmax.check_operands(side.hidden, as_row_factory(side.weight), side.bias, side.prefix)
+    softmax.check_softcap(side.softcap, f"{side.prefix}softcap")
   softmax.check_temperature(temperature)
 
 
@@ -352,7 +352,8 @@ def _add_block(old: _Sums, s: Float[Array, "*B W"], t: Float[Array, "*B W"]) -> 
   s_above, t_above = s - exp_shift(top)[..., None], t - exp_shift(teacher_top)[..., None]
   mass = jnp.exp(t_above)
   # Where the teacher has no mass a student score of -inf must not make the sum nan.
-  expected = lambda above: jnp.where(mass == 0, 0.0, mass * above).sum(axis=-1)
+  # Before the product, for the second derivative: 0 · -inf in a branch that is not taken.
+  expected = lambda above: (mass * jnp.where(mass == 0, 0.0, above)).sum(axis=-1)
   return _Sums(
     top=top,
     total=moved.total + jnp.exp(s_above).sum(axis=-1),
@@ -378,7 +379,7 @@ def _relative_to(old, top, teacher_top):
     teacher_total=old.teacher_total * shrink,
     # s - top becomes s - top + step for each of the terms, whose masses add up to teacher_total.
     # A student score of -inf makes `cross` infinite, and -inf · 0 is nan.
-    cross=jnp.where(shrink == 0, 0.0, (old.cross + step * old.teacher_total) * shrink),
+    cross=jnp.where(shrink == 0, 0.0, old.cross + step * old.teacher_total) * shrink,
     moment=(old.moment + teacher_step * old.teacher_total) * shrink,
   )
 

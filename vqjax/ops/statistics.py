@@ -392,9 +392,9 @@ def d_scores(scores, row_v11, given):
   if given.prob is not None:
     terms.append(prob_vPn * given.prob)
   if given.entropy is not None:
-    # dH/ds = -p (s - E[s]); an absent row would be 0 · -inf.
-    slope_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, prob_vPn * (given.excess - above_vPn))
-    terms.append(slope_vPn * given.entropy)
+    # dH/ds = -p (s - E[s]); an absent row would be 0 · -inf, here or in the second derivative.
+    finite_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, above_vPn)
+    terms.append(prob_vPn * (given.excess - finite_vPn) * given.entropy)
   if given.score_sum is not None:
     terms.append(jnp.where(jnp.isneginf(score_vPn), 0.0, given.score_sum))
   d_vPn = functools.reduce(jnp.add, terms)
