@@ -358,8 +358,8 @@ def rows_scores(
     hidden = jnp.concatenate([hidden.reshape(1, -1)] * 2)
   # float32 results of bfloat16 operands: rounded scores would move probabilities by percents.
   if weight.axis == 1 and vocab_parallel.platform() == "cpu":
-    # hidden · kernel reads a kernel [D, V] along its rows, several times as fast as weight · hidden,
-    # to which the transposition would be folded without the barrier.
+    # hidden · kernel reads a kernel [D, V] along its rows, far faster than weight · hidden, to
+    # which the transposition would be folded without the barrier.
     axes = ((hidden.ndim - 1,), (0,)), ((), ())
     kernel = weight.per_row.astype(dtype)
     after = lax.dot_general(hidden, kernel, axes, preferred_element_type=jnp.float32)
@@ -417,7 +417,8 @@ def check_operands(hidden, weight, bias, prefix=""):
     )
   if weight.shape[0] == 0:
     raise ValueError(
-      f"`{prefix}weight` must have at least 1 row; got {weight.shape}. A softmax needs a vocabulary."
+      f"`{prefix}weight` must have at least 1 row; got {weight.shape}. A softmax needs a"
+      " vocabulary."
     )
   if bias is not None and bias.shape != weight.shape[:1]:
     raise ValueError(
