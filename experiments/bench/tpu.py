@@ -29,6 +29,7 @@ from vqjax import CodebookHead, GroupedHead, ProductHead, linear_cross_entropy
 from vqjax.lab import exits
 from vqjax.lab.plan import chips, compiling, cycles
 from vqjax.lab.report import units
+from vqjax.lab.training import provenance
 
 RESULTS = pathlib.Path("docs/results/tpu_losses.jsonl")
 TABLE = RESULTS.with_suffix(".md")
@@ -192,6 +193,7 @@ def estimated(cell: Cell) -> dict[str, Any]:
       for part in found.parts[:PARTS]
     ],
     "compile_seconds": time.perf_counter() - start,
+    "commit": provenance.commit(),
     "jax": jax.__version__,
   }
 

@@ -109,6 +109,18 @@ class TestLinearStudent:
     student_only = linear_soft_target_loss(*rest, both[0], teacher_bias, tile=(4, 10))
     assert np.isposinf(student_only.cross_entropy).all()
 
+  def test_a_row_that_the_student_lacks_costs_nothing_once_the_teacher_gives_it_no_mass(self):
+    *rest, bias, teacher_bias = operands(13)
+    # The first tile holds the removed row, the last one the maximum, 500 nats above: its mass is 0.
+    biases = bias.at[5].set(-jnp.inf), teacher_bias.at[V - 3].set(500.0)
+    found = linear_soft_target_loss(*rest, *biases, tile=(4, 10))
+    kept = np.arange(V) != 5
+    scores = lambda h, w, b: np.float64(h) @ np.float64(w).T[:, kept] + np.float64(b)[kept]
+    with jax.enable_x64(True):
+      exact = from_logits(scores(*rest[:2], biases[0]), scores(*rest[2:], biases[1]))
+    # A score of 500 is rounded to 3e-5.
+    chex.assert_trees_all_close(tuple(found), exact, atol=1e-4, rtol=0)
+
   def test_masked_tokens_contribute_exactly_zero_whatever_they_hold(self):
     hidden, *rest = operands(13)
     mask = jnp.arange(13) % 3 != 1
@@ -137,20 +149,26 @@ class TestLinearStudent:
   @pytest.mark.parametrize(
     ("change", "message"),
     [
+      (lambda a: (a[0].tolist(), *a[1:]), "`hidden` must be an array; got list"),
+      (lambda a: (*a[:3], "rows", *a[4:]), "`teacher_weight` must be an array; got str"),
       (lambda a: (a[0][:5], *a[1:]), r"`teacher_hidden` must have .* got \(13, 9\)"),
       (lambda a: (a[0], a[1][:9], *a[2:]), r"`teacher_weight` must have .* got \(101, 9\)"),
       (lambda a: (a[0][:, :3], *a[1:]), r"`weight` must be \[V, 3\] .* got \(101, 6\)"),
-      (lambda a: (*a[:4], a[4][:9], a[5]), r"`bias` must be \[101\]; got \(9,\)"),
+      (lambda a: (*a[:4], a[4][:9], a[5]), r"`bias` must be \[101\] .* got \(9,\)"),
     ],
   )
-  def test_shapes_that_do_not_fit_are_refused(self, change, message):
-    with pytest.raises(ValueError, match=message):
+  def test_operands_that_do_not_fit_are_refused(self, change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
       inspect.unwrap(linear_soft_target_loss)(*change(operands(13)))
 
   @pytest.mark.parametrize("name", ["temperature", "softcap", "teacher_softcap"])
-  def test_options_must_be_positive(self, name):
-    with pytest.raises(ValueError, match=f"`{name}` must be positive; got 0"):
-      linear_soft_target_loss(*operands(13), **{name: 0})
+  def test_options_must_be_positive_finite_numbers(self, name):
+    for value in (0, float("inf")):
+      with pytest.raises(ValueError, match=f"`{name}` must be positive and finite; got {value}"):
+        linear_soft_target_loss(*operands(13), **{name: value})
+    traced = jax.jit(lambda x: inspect.unwrap(linear_soft_target_loss)(*operands(13), **{name: x}))
+    with pytest.raises(TypeError, match=f"`{name}` must be a Python number.* traced"):
+      traced(2.0)
 
 
 def divergence_from_logits(mixture, logits, teacher_logits):
@@ -237,6 +255,27 @@ class TestDivergence:
     assert (gradients[3][20:45] == 0).all()
     bound = -(mixture * np.log(mixture) + (1 - mixture) * np.log(1 - mixture))
     assert value < 13 * bound
+
+  @pytest.mark.parametrize("mixture", [0, 0.3])
+  def test_second_derivatives_equal_float64_on_tiles_that_overlap(self, mixture):
+    arrays = operands(7)
+    # A row that both sides lack.
+    arrays[4:] = [bias.at[3].set(-jnp.inf) for bias in arrays[4:]]
+    kept = np.arange(V) != 3
+
+    def second(function, *operands):
+      total = lambda h, *rest: function(h, *rest).sum()
+      along = lambda *a: sum((x**2).sum() for x in jax.grad(total, (0, 1, 2, 3))(*a))
+      return jax.jit(jax.grad(along, (0, 1, 2, 3)))(*operands)
+
+    found = second(lambda *a: linear_divergence(*a, mixture=mixture, tile=(4, 10)), *arrays)
+    rows = [x[kept] if x.shape[0] == V else x for x in arrays]
+    with jax.enable_x64(True):
+      exact = lambda *a: materialised_divergence(*a, mixture=mixture)[0]
+      expected = second(exact, *float64(rows))
+    found = [x[kept] if x.shape[0] == V else x for x in found]
+    for ours, wanted in zip(found, expected, strict=True):
+      np.testing.assert_allclose(ours, wanted, atol=ATOL * max(1, np.abs(wanted).max()))
 
   @pytest.mark.parametrize("mixture", [0.3, 1])
   def test_scores_of_ten_thousand_stay_finite_and_exact(self, mixture):
@@ -457,9 +496,9 @@ class TestStudentInBlocks:
     [
       (lambda h, w, b: (h[:1], w, b), {}, r"`teacher_hidden` must have .*\(2,\).* got \(1, 9\)"),
       (lambda h, w, b: (h[:, :3], w, b), {}, r"`teacher_weight` must be \[V, 3\] .* \(101, 9\)"),
-      (lambda h, w, b: (h, w, b[:9]), {}, r"`teacher_bias` must be \[101\]; got \(9,\)"),
-      (lambda *a: a, {"temperature": 0}, "`temperature` must be positive; got 0"),
-      (lambda *a: a, {"teacher_softcap": -1.0}, "`teacher_softcap` must be positive; got -1.0"),
+      (lambda h, w, b: (h, w, b[:9]), {}, r"`teacher_bias` must be \[101\] .* got \(9,\)"),
+      (lambda *a: a, {"temperature": 0}, "`temperature` must be positive and finite; got 0"),
+      (lambda *a: a, {"teacher_softcap": -1.0}, "`teacher_softcap` must be positive .* got -1.0"),
     ],
   )
   def test_what_does_not_fit_is_refused(self, change, options, message):

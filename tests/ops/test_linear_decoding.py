@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests import reference
 from vqjax import linear_sample, linear_top_k
 from vqjax.ops import linear_decoding, product, sampling
-from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.row_factory import RowFactory, columns
 
 V, D = 1009, 12
 
@@ -115,6 +115,40 @@ def test_a_mask_of_fewer_tokens_than_top_k_and_of_none():
   drawn = linear_sample(hidden, key, weight, top_k=50, allowed=allowed)
   assert drawn.tolist() == [3, 1008, 0, 500, -1]
   assert linear_sample(hidden, key, weight, temperature=0, allowed=allowed).tolist()[4] == -1
+
+
+@pytest.mark.usefixtures("width")
+def test_where_every_bias_is_minus_infinity_no_token_has_a_probability():
+  hidden, weight, bias = operands()
+  log_probs, tokens = linear_top_k(hidden, weight, 3, jnp.full_like(bias, -jnp.inf))
+  assert np.isneginf(log_probs).all()
+  assert (tokens == -1).all()
+
+
+@pytest.mark.usefixtures("width")
+@pytest.mark.parametrize("rows", [1, 5])
+def test_columns_of_a_kernel_are_rows(rows):
+  hidden, weight, bias = operands(rows)
+  found = jax.jit(lambda h, k, b: linear_top_k(h, columns(k), 7, b))(hidden, weight.T, bias)
+  check_best(found, exact(hidden, weight, bias), 7)
+
+
+def test_columns_of_a_kernel_on_eight_devices():
+  hidden, weight, bias = operands()
+  options = {"bias": bias, "vocab_axis": "model"}
+
+  @jax.jit
+  def both(hidden, kernel):
+    best = linear_top_k(hidden, columns(kernel), 200, **options)
+    key = jax.random.key(0)
+    return best, linear_sample(hidden, key, columns(kernel), temperature=0, **options)
+
+  with jax.set_mesh(jax.make_mesh((8,), ("model",), (AxisType.Auto,))):
+    best, drawn = jax.device_get(both(hidden, weight.T))
+  expected = exact(hidden, weight, bias)
+  check_best(best, expected, 200)
+  own = np.take_along_axis(expected, drawn[:, None], -1)[:, 0]
+  np.testing.assert_allclose(own, expected.max(axis=-1), atol=2e-5)
 
 
 def test_rows_may_be_composed():

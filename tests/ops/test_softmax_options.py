@@ -98,6 +98,27 @@ def test_each_result_alone_and_its_gradients_equal_float64(name, softcap, bias):
   check(ours, lambda h, w, b: whole(h, w, b)[index : index + 1], operands)
 
 
+def test_second_derivatives_of_all_outputs_equal_float64_on_tiles_that_overlap():
+  *operands, tokens, kept = arrays(13, 101, "removes rows")
+
+  def second(outputs, operands):
+    def total(h, w, b):
+      _, _, entropy, mean, best = outputs(h, w, b)
+      return (entropy + mean + best.sum(-1) ** 2).sum()
+
+    slope = lambda *x: sum((d**2).sum() for d in jax.grad(total, (0, 1, 2))(*x))
+    return jax.jit(jax.grad(slope, (0, 1, 2)))(*operands)
+
+  options = {"entropy": True, "mean": True, "top_k": 5, "tile": (4, 10)}
+  found = second(lambda h, w, b: linear_softmax(h, w, tokens, b, **options)[:5], operands)
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), operands)
+    exact = second(lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, k=5), wide)
+  for ours, wanted in zip(found, exact, strict=True):
+    # Products of sums whose parts are rounded to 1e-6 of themselves.
+    np.testing.assert_allclose(ours, wanted, atol=2e-5 * np.abs(wanted).max())
+
+
 def test_outputs_that_are_not_requested_are_none():
   hidden, weight, bias, tokens, _ = arrays(3, 11, "plain")
   assert linear_softmax(hidden, weight, tokens, bias)[2:] == (None,) * 4
@@ -269,6 +290,9 @@ def test_a_tile_must_be_two_ints(tile):
 
 def test_narrow_tokens_do_not_wrap_to_the_index_that_is_ignored():
   hidden, weight, tokens = jnp.ones((3, 4)), jnp.ones((300, 4)), jnp.array([1, 100, 2], jnp.uint8)
-  # -156 is 100 in eight bits.
+  # -156 is 100 in eight bits; -100 in 32 bits without a sign is what it was cast from.
   loss = linear_cross_entropy(hidden, weight, tokens, ignore_index=-156)
   np.testing.assert_allclose(loss, np.log(300), rtol=1e-6)
+  wide = jnp.array([1, 2**32 - 100, 2], jnp.uint32)
+  loss = linear_cross_entropy(hidden, weight, wide, ignore_index=-100)
+  np.testing.assert_allclose(loss, np.log(300) * np.array([1, 0, 1]), rtol=1e-6)

@@ -144,7 +144,8 @@ class Head(Layer):
       hidden: one vector for each token.
       tokens: the targets.
       mask: False for the tokens to leave out.
-      ignore_index: the target of further tokens to leave out, such as -1 or -100.
+      ignore_index: the target of further tokens to leave out, such as -1 or -100; unsigned tokens
+        of 8 or 16 bits cannot hold a negative one.
     """
     if mask is None and ignore_index is None:
       return self._loss_terms(hidden, tokens)

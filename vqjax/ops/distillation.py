@@ -28,7 +28,7 @@ from vqjax.ops import softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.stable import exp_shift
-from vqjax.ops.vocabulary import TokenWeight
+from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers
 from vqjax.types import Dtype
 
 
@@ -88,8 +88,9 @@ def linear_soft_target_loss(
     vocab_axis: mesh axis over which the rows of both weights are sharded.
 
   Raises:
-    ValueError: the shapes do not fit together, `temperature` or a cap is not positive, a side of
-      `tile` is below 1, or the mesh has no axis `vocab_axis`.
+    ValueError: the shapes do not fit together, `temperature` or a cap is not positive and finite, a
+      side of `tile` is below 1, or the mesh has no axis `vocab_axis`.
+    TypeError: an operand is not an array, or an option not a Python number.
   """
   student = Side("", hidden, weight, bias, softcap)
   teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
@@ -151,6 +152,7 @@ def linear_divergence(
 
   Raises:
     ValueError: as `linear_soft_target_loss`, or `mixture` is outside [0, 1].
+    TypeError: as `linear_soft_target_loss`.
   """
   check_mixture(mixture)
   student = Side("", hidden, weight, bias, softcap)
@@ -175,23 +177,31 @@ class Side(NamedTuple):
   bias: Array | None
   softcap: float | int | None
 
+  def check_arrays(self) -> None:
+    """Raise TypeError unless the operands are arrays."""
+    operands = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+    check_arrays(**{self.prefix + name: operand for name, operand in operands.items()})
+
 
 def check_sides(student, teacher, temperature):
-  """Raise ValueError unless both layers fit together."""
+  """Raise an error unless both layers fit together."""
+  for side in (student, teacher):
+    side.check_arrays()
   if student.hidden.shape[:-1] != teacher.hidden.shape[:-1]:
     raise ValueError(
       f"`teacher_hidden` must have the leading axes of `hidden` {student.hidden.shape}; got"
       f" {teacher.hidden.shape}. Give both for the same tokens."
     )
   rows, teacher_rows = (as_row_factory(side.weight).shape for side in (student, teacher))
-  if rows[0] != teacher_rows[0] or not rows[0]:
+  if rows[0] != teacher_rows[0]:
     raise ValueError(
-      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`, at"
-      f" least 1; got {teacher_rows}. Give both over one vocabulary."
+      f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
+      f" {teacher_rows}. Give both over one vocabulary."
     )
   for side in (student, teacher):
-    _check_layer(side.prefix, side.hidden, as_row_factory(side.weight), side.bias, side.softcap)
-  _check_positive("temperature", temperature)
+    softmax.check_operands(side.hidden, as_row_factory(side.weight), side.bias, side.prefix)
+    softmax.check_softcap(side.softcap, f"{side.prefix}softcap")
+  softmax.check_temperature(temperature)
 
 
 def _compare(mixture, student, teacher, counted, temperature, tile, dtype, vocab_axis):
@@ -261,16 +271,21 @@ def block_soft_target_loss(
     dtype: dtype of the operands of the teacher's matrix product; None: their promoted dtype.
 
   Raises:
-    ValueError: the shapes do not fit together, or `temperature` or the cap is not positive.
+    ValueError: the shapes do not fit together, or `temperature` or the cap is not positive and
+      finite.
+    TypeError: an operand is not an array, or an option not a Python number.
   """
+  teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
+  teacher.check_arrays()
   weight = as_row_factory(teacher_weight)
   if teacher_hidden.shape[:-1] != tuple(blocks.batch):
     raise ValueError(
       f"`teacher_hidden` must have the leading axes {tuple(blocks.batch)} of `blocks`; got"
       f" {teacher_hidden.shape}. Give both for the same tokens."
     )
-  _check_layer("teacher_", teacher_hidden, weight, teacher_bias, teacher_softcap)
-  _check_positive("temperature", temperature)
+  softmax.check_operands(teacher_hidden, weight, teacher_bias, "teacher_")
+  softmax.check_softcap(teacher_softcap, "teacher_softcap")
+  softmax.check_temperature(temperature)
   counted = TokenWeight.of(tuple(blocks.batch), mask, token_weight)
   hidden, weight, bias = lax.stop_gradient((counted.hide(teacher_hidden), weight, teacher_bias))
 
@@ -289,33 +304,14 @@ def block_soft_target_loss(
   return counted.of_each(_finish(_all_reduce(sums, blocks.axis)))
 
 
-def _check_layer(prefix, hidden, weight, bias, softcap):
-  if hidden.shape[-1] != weight.shape[-1]:
-    raise ValueError(
-      f"`{prefix}weight` must be [V, {hidden.shape[-1]}] for `{prefix}hidden` {hidden.shape}; got"
-      f" {weight.shape}. Transpose a kernel [{hidden.shape[-1]}, V]."
-    )
-  if bias is not None and bias.shape != weight.shape[:1]:
-    raise ValueError(
-      f"`{prefix}bias` must be [{weight.shape[0]}]; got {bias.shape}. Give one number for each row"
-      f" of `{prefix}weight`."
-    )
-  if softcap is not None:
-    _check_positive(f"{prefix}softcap", softcap)
-
-
 def check_mixture(mixture: float | int) -> None:
-  """Raise ValueError unless a weight of the teacher is in [0, 1]."""
+  """Raise an error unless a weight of the teacher is a number in [0, 1]."""
+  check_numbers(mixture=mixture)
   if not 0 <= mixture <= 1:
     raise ValueError(
       f"`mixture` must be in [0, 1]; got {mixture}. Give 0 for the forward KL divergence, 1 for the"
       " reverse one, or 0.5 for the Jensen-Shannon divergence."
     )
-
-
-def _check_positive(name, value):
-  if not value > 0:
-    raise ValueError(f"`{name}` must be positive; got {value}. Give a number above 0.")
 
 
 class _Sums(NamedTuple):
@@ -356,7 +352,8 @@ def _add_block(old: _Sums, s: Float[Array, "*B W"], t: Float[Array, "*B W"]) -> 
   s_above, t_above = s - exp_shift(top)[..., None], t - exp_shift(teacher_top)[..., None]
   mass = jnp.exp(t_above)
   # Where the teacher has no mass a student score of -inf must not make the sum nan.
-  expected = lambda above: jnp.where(mass == 0, 0.0, mass * above).sum(axis=-1)
+  # Before the product, for the second derivative: 0 · -inf in a branch that is not taken.
+  expected = lambda above: (mass * jnp.where(mass == 0, 0.0, above)).sum(axis=-1)
   return _Sums(
     top=top,
     total=moved.total + jnp.exp(s_above).sum(axis=-1),
@@ -382,7 +379,7 @@ def _relative_to(old, top, teacher_top):
     teacher_total=old.teacher_total * shrink,
     # s - top becomes s - top + step for each of the terms, whose masses add up to teacher_total.
     # A student score of -inf makes `cross` infinite, and -inf · 0 is nan.
-    cross=jnp.where(shrink == 0, 0.0, (old.cross + step * old.teacher_total) * shrink),
+    cross=jnp.where(shrink == 0, 0.0, old.cross + step * old.teacher_total) * shrink,
     moment=(old.moment + teacher_step * old.teacher_total) * shrink,
   )
 
@@ -510,6 +507,10 @@ def _mixture_terms(mixture, log_p, log_q):
   return jnp.where(p == 0, 0.0, p * p_ratio), jnp.where(q == 0, 0.0, q * q_ratio)
 
 
+_NO_MASS = -200.0
+"""A log-probability so low that the probability is 0 in float32."""
+
+
 def log_ratios_to_mixture(
   mixture: float | int, log_p: Float[Array, "*B"], log_q: Float[Array, "*B"]
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
@@ -517,7 +518,8 @@ def log_ratios_to_mixture(
 
   Where p is 0 the first, where q is 0 the second, and where both are 0 each is arbitrary.
   """
-  gap = log_q - log_p
+  # A number of which exp is 0 as well: -inf - (-inf) would be nan, and 0 · nan in derivatives.
+  gap = jnp.maximum(log_q, _NO_MASS) - jnp.maximum(log_p, _NO_MASS)
   # log(larger / m) = -log1p(w · expm1(-|gap|)), with the weight w of the smaller: no overflow, and
   # no cancellation where both are nearly equal.
   is_above = gap > 0
@@ -564,8 +566,10 @@ def _d_soft_targets(scores, row_v11, given):
   saved = given.saved
   s_above, t_above = s - saved.top, t - saved.teacher_top
   p, q = jnp.exp(s_above - saved.log_sum), jnp.exp(t_above - saved.teacher_log_sum)
+  # 0 · inf where a bias of -inf removes a row from the teacher. Before the product as well, for the
+  # second derivative: 0 · inf in a branch that is not taken.
+  s_above, t_above = (jnp.where(q == 0, 0.0, above) for above in (s_above, t_above))
   slope = (saved.mean - s_above) * given.both - (saved.teacher_mean - t_above) * given.kl
-  # 0 · inf where a bias of -inf removes a row from the teacher.
   return (p - q) * given.both, jnp.where(q == 0, 0.0, q * slope)
 
 

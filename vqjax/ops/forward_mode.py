@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Integer
 from vqjax.ops import softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import as_row_factory
 from vqjax.ops.stable import exp_shift
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary
 from vqjax.types import Dtype
 
 
@@ -56,7 +56,9 @@ def linear_log_prob_jvp(
 
   Raises:
     ValueError: `tangents` have other shapes than the primals, or as `linear_softmax`.
+    TypeError: as `linear_softmax`.
   """
+  check_arrays(hidden=hidden, weight=weight, tokens=tokens, bias=bias)
   primals = (hidden, weight) if bias is None else (hidden, weight, bias)
   wanted, given = ([jnp.shape(x) for x in arrays] for arrays in (primals, tangents))
   if wanted != given:

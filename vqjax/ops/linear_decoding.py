@@ -45,8 +45,8 @@ def linear_blocks(
   scoring, batch = tiles.Scoring(dtype, softcap), hidden.shape[:-1]
   finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
   rows = math.prod(batch)
-  # A slice of a table is copied, and so is a table that is cast: one product reads it in place.
-  in_place = weight.is_table and weight.dtype == dtype
+  # A slice of an array is copied, and so is one that is cast: one product reads it in place.
+  in_place = weight.is_stored and weight.dtype == dtype
   if in_place and rows <= FEW_ROWS and rows * weight.count <= sampling.STORED_SCORES:
     product_VB = softmax.rows_scores(weight, hidden, dtype)
     return sampling.stored_block(product_VB, vocab, finish, vocab_axis)

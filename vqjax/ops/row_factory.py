@@ -48,6 +48,11 @@ class RowFactory:
     return self.compose is _table_rows
 
   @property
+  def is_stored(self) -> bool:
+    """Whether the rows exist as one array, [V, D] or [D, V]."""
+    return self.is_table
+
+  @property
   def count(self) -> int:
     """Number of rows: V, or those of one device or part."""
     return jax.tree.leaves(self.per_row)[0].shape[0]
@@ -152,6 +157,10 @@ class _Columns(RowFactory):
   @property
   def axis(self) -> int:
     return 1
+
+  @property
+  def is_stored(self) -> bool:
+    return True
 
   @property
   def count(self) -> int:

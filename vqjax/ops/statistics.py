@@ -168,12 +168,13 @@ def _forward(plan, layer, row_PN, score_VPN=None):
   sums_scores = outputs.mean and (outputs.scoring.softcap is not None or not layer.weight.is_table)
   start = empty(outputs, row_PN.shape, sums_scores)
   if score_VPN is not None:
-    last = merge(start, (score_VPN,), 0, row_PN, axis=0)
+    last = merge(start, (score_VPN,), 0, row_PN, axis=0, fuses=plan.fuses)
   elif plan.fuses:
     # A lower bound of the maximum, which the first tile may be summed below.
     start = start._replace(top=tiles.first_scores(plan.cut, outputs.scoring, layer).max(axis=-1))
     shortcut = tiles.Shortcut(_merge_below, _overflowed)
-    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, merge, shortcut)
+    exact = functools.partial(merge, fuses=True)
+    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, exact, shortcut)
   else:
     last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, merge)
   axis = vocab_parallel.inside(outputs.axis)
@@ -212,10 +213,13 @@ def finished(outputs: Outputs, last: _Running) -> tuple[_Pass, tuple[_Normalizer
   return stats, (z, excess)
 
 
-def merge(old, scores, first_row, row_Pn, axis=-1):
-  """The statistics with a tile's scores added; its rows are along `axis`."""
+def merge(old, scores, first_row, row_Pn, axis=-1, fuses=False):
+  """The statistics with a tile's scores added; its rows are along `axis`.
+
+  `fuses` says whether reductions fuse into the product of the scores.
+  """
   top_Pn = jnp.maximum(old.top, scores[0].max(axis=axis))
-  return _add(_moved(old, top_Pn), scores[0], first_row, row_Pn, axis)
+  return _add(_moved(old, top_Pn), scores[0], first_row, row_Pn, axis, fuses)
 
 
 def _merge_below(old, scores, first_row, row_Pn):
@@ -223,7 +227,7 @@ def _merge_below(old, scores, first_row, row_Pn):
 
   Maximum, sums and own score are reductions of the product in one pass, since none needs another.
   """
-  new = _add(old, scores[0], first_row, row_Pn, axis=-1)
+  new = _add(old, scores[0], first_row, row_Pn, axis=-1, fuses=True)
   return _moved(new, jnp.maximum(old.top, scores[0].max(axis=-1)))
 
 
@@ -236,7 +240,7 @@ def _overflowed(old, new):
   return (new.top - old.top > HEADROOM).any()
 
 
-def _add(old, score, first_row, row_Pn, axis):
+def _add(old, score, first_row, row_Pn, axis, fuses):
   """The statistics with a tile, rows along `axis`, added to the sums relative to `old.top`."""
   above = score - jnp.expand_dims(exp_shift(old.top), axis)
   mass = jnp.exp(above)
@@ -251,7 +255,7 @@ def _add(old, score, first_row, row_Pn, axis):
   if best is not None:
     best = topk.merge(best, score, row_v)
   return _Running(
-    own=jnp.maximum(old.own, _own_score(score, row_v, row_Pn, axis)),
+    own=jnp.maximum(old.own, _own_score(score, row_v, row_Pn, axis, fuses)),
     top=old.top,
     total=old.total + mass.sum(axis=axis),
     moment=moment,
@@ -260,13 +264,13 @@ def _add(old, score, first_row, row_Pn, axis):
   )
 
 
-def _own_score(score, row_v, row_Pn, axis):
+def _own_score(score, row_v, row_Pn, axis, fuses):
   """The token's own score, -inf where it is in another tile.
 
   It is read from the tile: a separate product hidden · row would round differently from the same
   score in the normaliser, and could make a probability above 1.
   """
-  if device.current().fuses:
+  if fuses:
     # A reduction fuses into the product, which a gather does not.
     row = jnp.expand_dims(row_v, tuple(i for i in range(3) if i != axis % 3))
     return jnp.where(row == jnp.expand_dims(row_Pn, axis), score, -jnp.inf).max(axis=axis)
@@ -388,9 +392,9 @@ def d_scores(scores, row_v11, given):
   if given.prob is not None:
     terms.append(prob_vPn * given.prob)
   if given.entropy is not None:
-    # dH/ds = -p (s - E[s]); an absent row would be 0 · -inf.
-    slope_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, prob_vPn * (given.excess - above_vPn))
-    terms.append(slope_vPn * given.entropy)
+    # dH/ds = -p (s - E[s]); an absent row would be 0 · -inf, here or in the second derivative.
+    finite_vPn = jnp.where(jnp.isneginf(score_vPn), 0.0, above_vPn)
+    terms.append(prob_vPn * (given.excess - finite_vPn) * given.entropy)
   if given.score_sum is not None:
     terms.append(jnp.where(jnp.isneginf(score_vPn), 0.0, given.score_sum))
   d_vPn = functools.reduce(jnp.add, terms)

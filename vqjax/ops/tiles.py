@@ -117,10 +117,10 @@ class Scoring(NamedTuple):
   def pull_back(self, score: Array, d_score: Array) -> Array:
     """The cotangent of hidden · weightᵀ + bias, from that of the finished scores."""
     if self.softcap is not None:
-      # d tanh(x) = 1 - tanh(x)², and score · temperature / c is that tanh.
-      slope = 1 - (score * (self.temperature / self.softcap)) ** 2
       # The score of a removed row is -inf, whose square would meet a cotangent of 0 as nan.
-      d_score = d_score * jnp.where(jnp.isneginf(score), 0.0, slope)
+      finite = jnp.where(jnp.isneginf(score), 0.0, score)
+      # d tanh(x) = 1 - tanh(x)², and score · temperature / c is that tanh.
+      d_score = d_score * (1 - (finite * (self.temperature / self.softcap)) ** 2)
     return d_score if self.temperature == 1 else d_score / self.temperature
 
 

@@ -116,14 +116,17 @@ class TokenWeight(NamedTuple):
 
 
 def widened(tokens: Integer[Array, "*B"]) -> Integer[Array, "*B"]:
-  """The tokens in at least 32 bits, in which -1 and vocabulary sizes do not wrap.
+  """The tokens as signed integers of at least 32 bits, which hold -1 and vocabulary sizes.
+
+  Unsigned numbers of 32 bits become the negative ones that they may have been cast from: no
+  vocabulary is so large.
 
   Raises:
     ValueError: the tokens are not integers.
   """
   if not jnp.issubdtype(tokens.dtype, jnp.integer):
     raise ValueError(f"`tokens` must be integers; got {tokens.dtype}. Cast them to int32.")
-  return tokens.astype(jnp.int32) if jnp.iinfo(tokens.dtype).bits < 32 else tokens
+  return tokens.astype(jnp.int64 if jnp.iinfo(tokens.dtype).bits > 32 else jnp.int32)
 
 
 def in_vocabulary(

@@ -41,8 +41,8 @@ def commit() -> str | None:
     head = subprocess.run(
       [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    # Results that other runs of a study have written since are not code.
-    paths = [":/", ":(exclude,top)*/results.jsonl"]
+    # Results that other runs have written since are not code.
+    paths = [":/", ":(exclude,top)*/results.jsonl", ":(exclude,top)docs/results/*"]
     different = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *paths], check=False)
     changed = different.returncode != 0
   except (OSError, subprocess.CalledProcessError):
