@@ -71,6 +71,7 @@ BENCHMARKS = {
   "compared": Benchmark(
     "training and decoding steps of the heads of the comparison; five minutes",
     lambda quick: compared.run(quick),
+  ),
   "generation": Benchmark(
     "greedy generation against its bare step, called token by token; a minute",
     lambda quick: generation.run(quick),
