@@ -259,7 +259,7 @@ def _reader(gguf: ModuleType, path: pathlib.Path) -> Any:
       # Slices of `np.memmap` are slow; those of a plain array over the same memory are not.
       self._data = np.asarray(memory)
 
-    def _get_field_parts(self, offset: int, kind: int):
+    def _get_field_parts(self, offset: int, kind: "int | np.integer"):
       # The arrays of a vocabulary: the package makes several NumPy arrays for each entry.
       if kind != types.ARRAY or self.byte_order != "I":
         return super()._get_field_parts(offset, kind)
