@@ -1,6 +1,7 @@
 """Tokens are drawn from the distribution that the options say, for any head."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -46,7 +47,7 @@ def test_draws_have_the_frequencies_of_the_definition(name):
   logits = log_probs(model, variables, PROMPT)[-1]
   if options.repetition_penalty != 1:
     # The penalty depends on the sign of the logits themselves.
-    logits = np.asarray(model.apply(variables, np.array([PROMPT])))[0, -1]
+    logits = np.asarray(model.apply(variables, jnp.array([PROMPT])))[0, -1]
   p = distribution(logits, options, {*PROMPT})
   counts = np.bincount(drawn.tokens[:, 0], minlength=V)
   assert counts[p == 0].sum() == 0
@@ -63,7 +64,7 @@ def test_the_penalty_counts_the_prompt_and_what_was_generated():
   result = generate(model, variables, [PROMPT, [7]], jax.random.key(0), options, max_tokens=12)
   for prompt, tokens in zip([PROMPT, [7]], result.tokens.tolist()):
     row = np.array([[*prompt, *tokens]])
-    logits = np.asarray(model.apply(variables, row))[0]
+    logits = np.asarray(model.apply(variables, jnp.array(row)))[0]
     for at, token in enumerate(tokens):
       seen = {*row[0, : len(prompt) + at].tolist()}
       last = logits[len(prompt) + at - 1].astype(np.float64)
