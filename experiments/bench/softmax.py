@@ -68,7 +68,7 @@ def speed(shape: LossShape, tiles: Sequence[tuple[int, int]], rounds: int) -> di
   )
   for name, why in refused.items():
     measure.say(f"{name} does not run here: {why}")
-  kept = tile_of_tokens(*shape, 4, SCRATCH, limits.current())
+  kept = tile_of_tokens(*shape, jnp.float32, SCRATCH, limits.current())
   choice = f"tiles of {kept} tokens, 6NDV" if kept else "scores computed twice, 8NDV"
   measure.say(f"{REDUCED}, {measure.mib(SCRATCH)} MiB of scratch: {choice}")
   return {

@@ -1,5 +1,7 @@
 """Tests of block-wise top-k, draws and nuclei against a sort of the whole row."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,7 +89,8 @@ def test_a_draw_does_not_depend_on_what_other_rows_hold(scores):
 )
 def test_options_that_no_distribution_has_are_refused(scores, options, message):
   with pytest.raises(ValueError, match=message):
-    sampling.sample(blocks_of(scores, 10), jax.random.key(0), **options)
+    # Without the types that are checked at run time, one of which is wrong on purpose.
+    inspect.unwrap(sampling.sample)(blocks_of(scores, 10), jax.random.key(0), **options)
 
 
 def test_top_k_and_top_p_together_cut_the_best_first():
