@@ -30,7 +30,9 @@ def test_a_cache_in_any_order_is_attended_to_as_a_sequence(softcap, window):
   slots = lambda x: np.stack([np.pad(r, ((0, 3), (0, 0), (0, 0)))[o] for r, o in zip(x, order)])
   wide = (np.float32(x) for x in (query[:, 7:], slots(key), slots(value)))
   options = {"scale": 0.3, "softcap": softcap}
-  found = attend(*map(jnp.asarray, wide), jnp.arange(7, 11), position, window, **options)
+  found = attend(
+    *map(jnp.asarray, wide), jnp.arange(7, 11), jnp.asarray(position), window, **options
+  )
   # Sums of 11 and of 5 products of numbers of order one.
   np.testing.assert_allclose(found, mixed[:, 7:], atol=16 * 2**-22)
 
