@@ -23,7 +23,7 @@ def attend(
   key: Float[Array, "B S G C"],
   value: Float[Array, "B S G C"],
   query_position: Int[Array, "*b T"],
-  key_position: Int[Array, "*b S"],
+  key_position: Int[Array, "*c S"],
   window: Int[Array, ""] | int | None = None,
   *,
   scale: float | None = None,
@@ -98,9 +98,9 @@ def tile_size(shape: tuple[int, int, int, int], most: int) -> int:
 
 def causal_mask(
   query_position: Int[Array, "*b T"],
-  key_position: Int[Array, "*b S"],
+  key_position: Int[Array, "*c S"],
   window: Int[Array, ""] | int | None = None,
-) -> Bool[Array, "*b T S"]:
+) -> Bool[Array, "*d T S"]:
   """True where a query attends: the last `window` positions up to its own; None: all so far."""
   back_TS = query_position[..., :, None] - key_position[..., None, :]
   seen_TS = back_TS >= 0
