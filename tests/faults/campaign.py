@@ -830,7 +830,8 @@ def work(
       traceback.print_exc()
       outcome, words = "unclear end", f"the campaign itself: {type(error).__name__}: {error}"
     seconds = round(time.monotonic() - began, 2)
-    words = words.replace(str(own), "").replace(str(lab.folder), "")
+    for place in (own, lab.folder, ROOT):
+      words = words.replace(str(place), "")
     row = {"kind": trial.kind, "name": trial.name, "outcome": outcome, "words": words[:600]}
     with results.open("a") as file:
       file.write(json.dumps(row | {"seconds": seconds, "commit": commit}) + "\n")
