@@ -284,8 +284,9 @@ class Checkpoints:
       self._manager.wait_until_finished()
 
   def close(self) -> None:
-    """Finish saving and stop the background threads."""
-    self._manager.close()
+    """Finish saving and stop the background threads; raise the errors of asynchronous writes."""
+    with self._explained_errors():
+      self._manager.close()
 
   @contextlib.contextmanager
   def _explained_errors(self):

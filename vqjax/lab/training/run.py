@@ -355,9 +355,11 @@ def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = N
     message = "too many files are open. Raise the limit, as `ulimit -n 4096` does, and run again."
   elif code == errno.ENOSPC or "No space left" in text:
     code, message = errno.ENOSPC, "the disk is full. Free some space and run again to resume."
-  elif code in (errno.ENOENT, errno.ESTALE):
+  elif code in (errno.ENOENT, errno.ESTALE) or os.strerror(errno.ENOENT) in text:
+    code = code or errno.ENOENT
     message = (
-      f"a file is gone ({text}): the folder was removed or replaced. Run again to start over."
+      f"a file is gone ({text[-200:]}): the folder was removed or replaced. Run again to start"
+      " over."
     )
   elif code in NO_PERMISSION:
     message = f"cannot write ({text}). Choose a folder with --run."
