@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench.gemma import write_gguf
 from tests.checkpoints.families import CONFIGS, V
 from vqjax import checkpoints
 
@@ -77,7 +78,7 @@ def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> di
   # not at all: the second figure compares the models, the first one their arithmetic too.
   with tempfile.TemporaryDirectory() as folder:
     wide = pathlib.Path(folder) / "wide.gguf"
-    write_float32(file, wide)
+    write_gguf(file, wide, "F32")
     for name, path in {"its F32 copy": wide, "the same file": file}.items():
       other = llama_cpp.Llama(str(path), n_ctx=positions, logits_all=True, verbose=False)
       other.eval(ids)
@@ -90,28 +91,6 @@ def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> di
     for line in lines
   )
   return found | {"lines": len(lines), "lines with equal ids": equal}
-
-
-def write_float32(file: pathlib.Path, to: pathlib.Path) -> None:
-  """Write a GGUF with the numbers of another one as float32."""
-  import gguf
-
-  reader = gguf.GGUFReader(file)
-  writer = gguf.GGUFWriter(to, reader.fields["general.architecture"].contents())
-  for name, field in reader.fields.items():
-    if not name.startswith("GGUF.") and name != "general.architecture":
-      kind = field.types[0]
-      of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-      value = 0 if name == "general.file_type" else field.contents()
-      writer.add_key_value(name, value, kind, of)
-  for tensor in reader.tensors:
-    shape = [int(length) for length in reversed(tensor.shape)]
-    numbers = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-    writer.add_tensor(tensor.name, np.ascontiguousarray(numbers, np.float32))
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
 
 
 def mixed_lines(count: int) -> Iterator[str]:
