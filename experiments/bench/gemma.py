@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
   rounds: int
 
 
-GEMMA = Sizes(tokens=32, batches=(1, 8), rounds=3)
+GEMMA = Sizes(tokens=24, batches=(1, 8), rounds=3)
 QUICK = Sizes(tokens=3, batches=(2,), rounds=1)
 
 

@@ -46,16 +46,24 @@ def reference_logits(model, tokens: np.ndarray) -> np.ndarray:
 
 
 def random_models() -> None:
-  """Print the largest difference of logits for each family."""
+  """Print differences of logits, divergence and perplexities of random tokens for each family."""
   tokens = np.random.default_rng(0).integers(0, V, (2, POSITIONS))
-  print("| family | positions | largest difference of logits | largest logit |\n|---|---|---|---|")
+  columns = "family", "positions", "largest difference of logits", "largest logit"
+  columns += "mean KL(transformers, vqjax)", "perplexity, transformers", "perplexity, vqjax"
+  print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+  rows = np.arange(2)[:, None], np.arange(POSITIONS - 1), tokens[:, 1:]
+  perplexity = lambda logp: np.exp(-logp[rows].mean())
   for name in CONFIGS:
     with tempfile.TemporaryDirectory() as folder:
       expected = reference_logits(reference(name, pathlib.Path(folder)), tokens)
       model, variables, _ = checkpoints.load(folder)
       found = np.asarray(jax.jit(model.apply)(variables, jnp.asarray(tokens)))
-    difference = np.abs(found - expected).max()
-    print(f"| {name} | {POSITIONS} | {difference:.1e} | {np.abs(expected).max():.2f} |", flush=True)
+    p, q = log_softmax(expected), log_softmax(found)
+    print(
+      f"| {name} | {POSITIONS} | {np.abs(found - expected).max():.1e} | {np.abs(expected).max():.2f}"
+      f" | {(np.exp(p) * (p - q)).sum(-1).mean():.1e} | {perplexity(p):.4f} | {perplexity(q):.4f} |",
+      flush=True,
+    )
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
