@@ -59,11 +59,10 @@ def random_models() -> None:
       model, variables, _ = checkpoints.load(folder)
       found = np.asarray(jax.jit(model.apply)(variables, jnp.asarray(tokens)))
     p, q = log_softmax(expected), log_softmax(found)
-    print(
-      f"| {name} | {POSITIONS} | {np.abs(found - expected).max():.1e} | {np.abs(expected).max():.2f}"
-      f" | {(np.exp(p) * (p - q)).sum(-1).mean():.1e} | {perplexity(p):.4f} | {perplexity(q):.4f} |",
-      flush=True,
-    )
+    largest, divergence = np.abs(expected).max(), (np.exp(p) * (p - q)).sum(-1).mean()
+    cells = f"{np.abs(found - expected).max():.1e}", f"{largest:.2f}", f"{divergence:.1e}"
+    cells += f"{perplexity(p):.4f}", f"{perplexity(q):.4f}"
+    print(f"| {name} | {POSITIONS} | {' | '.join(cells)} |", flush=True)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -71,6 +71,15 @@ def test_a_damaged_tokenizer_is_refused(folder):
     checkpoints.load_tokenizer(folder)
 
 
+def test_an_end_of_text_that_is_no_number_is_refused(folder):
+  words_of(97).save(str(folder / "tokenizer.json"))
+  config = json.loads((folder / "config.json").read_text())
+  for changes in ({"bos_token_id": "<s>"}, {"eos_token_id": [3, -1]}):
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=r"`(bos|eos)_token_id` of .* must be a token's number"):
+      checkpoints.load(folder)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
   """A SentencePiece BPE with bytes and with runs of spaces as pieces, trained on mixed lines."""

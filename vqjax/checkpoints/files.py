@@ -417,9 +417,9 @@ def read_llama2c(path: pathlib.Path) -> Source:
 
   Its tensors have the names and the layouts of llama.cpp.
   """
+  if (size := path.stat().st_size) < LLAMA2C_HEADER.size:
+    raise ValueError(f"{path} must begin with 7 integers; it has {size} bytes. Copy it again.")
   data = np.memmap(path, np.uint8, "r")
-  if len(data) < LLAMA2C_HEADER.size:
-    raise ValueError(f"{path} must begin with 7 integers; it has {len(data)} bytes. Copy it again.")
   header = LLAMA2C_HEADER.unpack(data[: LLAMA2C_HEADER.size].tobytes())
   dim, inner, layers, heads, kv_heads, vocab, context = header
   tied, vocab = vocab > 0, abs(vocab)
