@@ -237,7 +237,7 @@ def import_extra(module: str) -> ModuleType:
     return importlib.import_module(module)
   except ModuleNotFoundError as error:
     raise ImportError(
-      f"{error.name} must be installed to read this file. Run pip install 'vqjax[checkpoints]'."
+      f"{error.name.partition('.')[0]} must be installed to read this file. Run pip install 'vqjax[checkpoints]'."
     ) from None
 
 

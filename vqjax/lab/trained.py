@@ -82,8 +82,8 @@ def load_trained(
     if (folder / "checkpoints").is_dir():
       raise ValueError(
         f"`--config` must be given for a run folder; got {path} alone. Its config.json describes"
-        " the objects of the run, which only the Python file can make: give the file that the run was"
-        " started with, and its overrides."
+        " the objects of the run, which only a Python file can make: give the config file that the"
+        " run was started with, and its overrides."
       )
     if overrides:
       raise ValueError(
