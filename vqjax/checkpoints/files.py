@@ -236,8 +236,9 @@ def import_extra(module: str) -> ModuleType:
   try:
     return importlib.import_module(module)
   except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
     raise ImportError(
-      f"{error.name.partition('.')[0]} must be installed to read this file. Run pip install 'vqjax[checkpoints]'."
+      f"{package} must be installed to read this file. Run pip install 'vqjax[checkpoints]'."
     ) from None
 
 
