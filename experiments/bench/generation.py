@@ -31,20 +31,20 @@ class Sizes(NamedTuple):
 
 DECODER = Sizes(vocab=32_003, dim=640, inner=2048, layers=12, tokens=64, rounds=5)
 QUICK = Sizes(vocab=97, dim=16, inner=32, layers=2, tokens=9, rounds=1)
-PROMPT = 16
+PROMPT = list(range(1, 17))
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
   """Time greedy generation, prompts included, and as many calls of a step without anything else."""
   sizes = QUICK if quick else DECODER
   model = decoder(sizes)
-  tokens = jnp.zeros((1, PROMPT), jnp.int32)
+  tokens = jnp.zeros((1, len(PROMPT)), jnp.int32)
   init = functools.partial(model.init, method="loss_terms")
   variables = unstacked(jax.jit(init)(jax.random.key(0), tokens, tokens))
   figures: dict[str, Any] = {"sizes": sizes._asdict()}
   for batch in (3,) if quick else (1, 8):
     ways = {
-      "bare step": functools.partial(bare, model, variables, batch, sizes.tokens),
+      "bare step": lambda batch=batch: bare(model, variables, PROMPT, batch, sizes.tokens)[0],
       "generate": functools.partial(library, model, variables, batch, sizes.tokens),
       "generate, without log-probabilities": functools.partial(
         library, model, variables, batch, sizes.tokens, log_probs=False
@@ -94,7 +94,7 @@ def library(
   model: Transformer, variables: Variables, batch: int, tokens: int, log_probs: bool = True
 ) -> float:
   """Seconds of a call of `generate`."""
-  prompts = [list(range(1, PROMPT + 1))] * batch
+  prompts = [PROMPT] * batch
   start = time.perf_counter()
   generate(
     *(model, variables, prompts, jax.random.key(0), GREEDY), max_tokens=tokens, log_probs=log_probs
@@ -102,16 +102,19 @@ def library(
   return time.perf_counter() - start
 
 
-def bare(model: Transformer, variables: Variables, batch: int, tokens: int) -> float:
-  """Seconds of a pass over the prompts and of `tokens` - 1 steps."""
-  prompts = jnp.tile(jnp.arange(1, PROMPT + 1), (batch, 1))
-  length = jnp.full(batch, PROMPT)
+def bare(
+  model: Transformer, variables: Variables, prompt: list[int], batch: int, tokens: int
+) -> tuple[float, list[int]]:
+  """Seconds of a pass over copies of a prompt and of `tokens` - 1 steps, and the last row."""
+  prompts, length = jnp.array([prompt] * batch), jnp.full(batch, len(prompt))
   start = time.perf_counter()
-  token, rings = _first(variables, prompts, length, model=model, capacity=PROMPT + tokens)
+  token, rings = _first(variables, prompts, length, model=model, capacity=len(prompt) + tokens)
+  found = [token]
   for step in range(tokens - 1):
     token, rings = _next(variables, rings, token, length, jnp.int32(step), model=model)
+    found.append(token)
   jax.block_until_ready(token)
-  return time.perf_counter() - start
+  return time.perf_counter() - start, [int(token[-1]) for token in found]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))

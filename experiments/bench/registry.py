@@ -11,6 +11,7 @@ codebook = lazy_loader.load("experiments.bench.codebook", suppress_warning=True)
 compared = lazy_loader.load("experiments.bench.compared", suppress_warning=True)
 decoding = lazy_loader.load("experiments.bench.decoding", suppress_warning=True)
 dpq = lazy_loader.load("experiments.bench.dpq", suppress_warning=True)
+gemma = lazy_loader.load("experiments.bench.gemma", suppress_warning=True)
 generation = lazy_loader.load("experiments.bench.generation", suppress_warning=True)
 gpu = lazy_loader.load("experiments.bench.gpu", suppress_warning=True)
 grouped = lazy_loader.load("experiments.bench.grouped", suppress_warning=True)
@@ -75,6 +76,14 @@ BENCHMARKS = {
   "generation": Benchmark(
     "greedy generation against its bare step, called token by token; a minute",
     lambda quick: generation.run(quick),
+  ),
+  "gemma": Benchmark(
+    "generation of Gemma 3 270M beside llama.cpp and transformers; three minutes",
+    lambda quick: gemma.generating(quick),
+  ),
+  "gemma-loading": Benchmark(
+    "loading of Gemma 3 270M beside reading its files; a minute",
+    lambda quick: gemma.loading(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",

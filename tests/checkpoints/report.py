@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench.gemma import write_gguf
 from tests.checkpoints.families import CONFIGS, V
 from vqjax import checkpoints
 
@@ -45,16 +46,23 @@ def reference_logits(model, tokens: np.ndarray) -> np.ndarray:
 
 
 def random_models() -> None:
-  """Print the largest difference of logits for each family."""
+  """Print differences of logits, divergence and perplexities of random tokens for each family."""
   tokens = np.random.default_rng(0).integers(0, V, (2, POSITIONS))
-  print("| family | positions | largest difference of logits | largest logit |\n|---|---|---|---|")
+  columns = "family", "positions", "largest difference of logits", "largest logit"
+  columns += "mean KL(transformers, vqjax)", "perplexity, transformers", "perplexity, vqjax"
+  print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+  rows = np.arange(2)[:, None], np.arange(POSITIONS - 1), tokens[:, 1:]
+  perplexity = lambda logp: np.exp(-logp[rows].mean())
   for name in CONFIGS:
     with tempfile.TemporaryDirectory() as folder:
       expected = reference_logits(reference(name, pathlib.Path(folder)), tokens)
       model, variables, _ = checkpoints.load(folder)
       found = np.asarray(jax.jit(model.apply)(variables, jnp.asarray(tokens)))
-    difference = np.abs(found - expected).max()
-    print(f"| {name} | {POSITIONS} | {difference:.1e} | {np.abs(expected).max():.2f} |", flush=True)
+    p, q = log_softmax(expected), log_softmax(found)
+    largest, divergence = np.abs(expected).max(), (np.exp(p) * (p - q)).sum(-1).mean()
+    cells = f"{np.abs(found - expected).max():.1e}", f"{largest:.2f}", f"{divergence:.1e}"
+    cells += f"{perplexity(p):.4f}", f"{perplexity(q):.4f}"
+    print(f"| {name} | {POSITIONS} | {' | '.join(cells)} |", flush=True)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -77,7 +85,7 @@ def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> di
   # not at all: the second figure compares the models, the first one their arithmetic too.
   with tempfile.TemporaryDirectory() as folder:
     wide = pathlib.Path(folder) / "wide.gguf"
-    write_float32(file, wide)
+    write_gguf(file, wide, "F32")
     for name, path in {"its F32 copy": wide, "the same file": file}.items():
       other = llama_cpp.Llama(str(path), n_ctx=positions, logits_all=True, verbose=False)
       other.eval(ids)
@@ -90,28 +98,6 @@ def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> di
     for line in lines
   )
   return found | {"lines": len(lines), "lines with equal ids": equal}
-
-
-def write_float32(file: pathlib.Path, to: pathlib.Path) -> None:
-  """Write a GGUF with the numbers of another one as float32."""
-  import gguf
-
-  reader = gguf.GGUFReader(file)
-  writer = gguf.GGUFWriter(to, reader.fields["general.architecture"].contents())
-  for name, field in reader.fields.items():
-    if not name.startswith("GGUF.") and name != "general.architecture":
-      kind = field.types[0]
-      of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-      value = 0 if name == "general.file_type" else field.contents()
-      writer.add_key_value(name, value, kind, of)
-  for tensor in reader.tensors:
-    shape = [int(length) for length in reversed(tensor.shape)]
-    numbers = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-    writer.add_tensor(tensor.name, np.ascontiguousarray(numbers, np.float32))
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
 
 
 def mixed_lines(count: int) -> Iterator[str]:

@@ -158,6 +158,9 @@ def test_a_truncated_file_of_llama2c_is_refused(real_data, tmp_path):
   (tmp_path / "model.bin").write_bytes(content[:-4])
   with pytest.raises(ValueError, match=r"must have 1,056,540 bytes .* got 1,056,536"):
     checkpoints.load(tmp_path / "model.bin")
+  (tmp_path / "model.bin").write_bytes(b"")
+  with pytest.raises(ValueError, match="must begin with 7 integers; it has 0 bytes"):
+    checkpoints.load(tmp_path / "model.bin")
   (tmp_path / "model.bin").write_bytes(content[2:])
   with pytest.raises(ValueError, match="must begin with dim"):
     checkpoints.load(tmp_path / "model.bin")

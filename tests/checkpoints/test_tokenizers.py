@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import unicodedata
 
 import numpy as np
 import pytest
@@ -68,6 +69,15 @@ def test_a_damaged_tokenizer_is_refused(folder):
   (folder / "tokenizer.model").unlink()
   with pytest.raises(FileNotFoundError, match="must have a tokenizer"):
     checkpoints.load_tokenizer(folder)
+
+
+def test_an_end_of_text_that_is_no_number_is_refused(folder):
+  words_of(97).save(str(folder / "tokenizer.json"))
+  config = json.loads((folder / "config.json").read_text())
+  for changes in ({"bos_token_id": "<s>"}, {"eos_token_id": [3, -1]}):
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=r"`(bos|eos)_token_id` of .* must be a token's number"):
+      checkpoints.load(folder)
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +180,67 @@ def test_transformers_has_the_same_ids_for_ten_thousand_lines(gpt2, trained, tmp
   reference = transformers.GPT2TokenizerFast.from_pretrained(gpt2)
   lines = list(mixed_lines(10_000))
   assert [found.encode(line) for line in lines] == reference(lines)["input_ids"]
+  # Qwen's tokenizer with these tokens and merges.
+  vocab = json.loads((gpt2 / "vocab.json").read_text("utf-8"))
+  pairs = [tuple(line.split(" ")) for line in merges.read_text("utf-8").split("\n")[1:] if line]
+  qwen = transformers.Qwen2Tokenizer(vocab=vocab, merges=pairs)
+  own = tokenizers.byte_level(vocab, pairs, "qwen2", ["<|endoftext|>"])
+  assert [own.encode(line).ids for line in lines] == qwen(lines)["input_ids"]
+
+
+def byte_level_gguf(path, pattern, folder):
+  """A GGUF with GPT-2's tokens and merges, a control token and one that a user defined."""
+  gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
+  vocab = json.loads((folder / "vocab.json").read_text("utf-8"))
+  tokens = [*sorted(vocab, key=vocab.get), "<|begin|>", "<|mask|>"]
+  kinds = [1] * (len(vocab) - 1) + [3, 3, 4]  # <|endoftext|> is GPT-2's last
+  lines = (folder / "merges.txt").read_text("utf-8").split("\n")
+  writer = gguf.GGUFWriter(path, "llama")
+  for add in (writer.add_block_count, writer.add_head_count, writer.add_head_count_kv):
+    add(1)
+  writer.add_embedding_length(8)
+  writer.add_feed_forward_length(8)
+  writer.add_context_length(64)
+  writer.add_layer_norm_rms_eps(1e-5)
+  writer.add_tokenizer_model("gpt2")
+  writer.add_tokenizer_pre(pattern)
+  writer.add_token_list(tokens)
+  writer.add_token_types(kinds)
+  writer.add_token_merges([line for line in lines if line and not line.startswith("#version")])
+  writer.add_bos_token_id(len(vocab))
+  writer.add_eos_token_id(len(vocab) - 1)
+  writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 8), np.float32))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+def test_a_byte_level_gguf_has_the_ids_of_the_regular_expression_that_the_library_has(
+  gpt2, tmp_path
+):
+  found = checkpoints.load_tokenizer(byte_level_gguf(tmp_path / "model.gguf", "gpt-2", gpt2))
+  # The pre-tokenizer of the library with its own expression, which is GPT-2's.
+  own = library.ByteLevelBPETokenizer(str(gpt2 / "vocab.json"), str(gpt2 / "merges.txt"))
+  for line in mixed_lines(300):
+    assert found.encode(line) == own.encode(line).ids, line
+    assert found.decode(found.encode(line)) == line
+  assert found.encode("a<|mask|><|endoftext|>") == [64, 50_258, 50_256]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", tokenizers.PATTERNS)
+def test_llama_cpp_has_the_same_ids_of_byte_level_ggufs(pattern, gpt2, tmp_path):
+  llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+  path = byte_level_gguf(tmp_path / "model.gguf", pattern, gpt2)
+  found = checkpoints.load_tokenizer(path)
+  other = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+  # Qwen's own tokenizer composes characters, as "e\u0301", which llama.cpp leaves out.
+  form = (lambda s: unicodedata.normalize("NFC", s)) if pattern == "qwen2" else str
+  differing = [
+    line
+    for line in mixed_lines(10_000)
+    if found.encode(line) != other.tokenize(form(line).encode(), add_bos=pattern == "llama-bpe")
+  ]
+  assert differing == []

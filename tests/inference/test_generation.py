@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.inference.reference import PROMPTS, Letters, V, family, greedy, log_probs, with_head
-from vqjax import AdaptiveHead, CodebookHead, GroupedHead, ProductHead
+from vqjax import AdaptiveHead, CodebookHead, GroupedHead, ProductHead, checkpoints
 from vqjax.inference import GREEDY, Sampling, generate, stream, unstacked
 from vqjax.sharding import MeshShape, make_mesh, shardings
 
@@ -41,6 +41,34 @@ def test_any_head_generates_and_its_log_probs_are_those_of_a_full_pass(name):
   for prompt, tokens, scores in zip(PROMPTS, result.tokens, result.log_probs):
     full = log_probs(model, variables, [*prompt, *tokens])[len(prompt) - 1 : -1]
     np.testing.assert_allclose(scores, full[np.arange(11), tokens], atol=1e-5)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_in_place_of_the_loaded_one_generates_what_full_passes_do(name, tmp_path):
+  checkpoints.save(tmp_path / "model", *family("llama"))
+  model, variables, _ = checkpoints.load(tmp_path / "model", head=HEADS[name]())
+  # A fresh head is nearly uniform.
+  larger = jax.tree.map(lambda x: 3 * x, variables["params"]["head"])
+  variables |= {"params": variables["params"] | {"head": larger}}
+  result = generate(model, variables, PROMPTS[1:3], KEY, GREEDY, max_tokens=11)
+  for row, prompt in enumerate(PROMPTS[1:3]):
+    tokens, scores = greedy(model, variables, prompt, 11)
+    assert result.tokens[row].tolist() == tokens
+    np.testing.assert_allclose(result.log_probs[row], scores, atol=1e-5)
+
+
+def test_a_single_row_in_bfloat16_has_the_log_probs_of_a_full_pass():
+  model, variables = family("llama")
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables)
+  model = model.clone(
+    dtype=jnp.bfloat16, head=model.head.clone(dtype=jnp.bfloat16, parent=None), parent=None
+  )
+  result = generate(model, half, PROMPTS[2:3], KEY, GREEDY, max_tokens=11)
+  tokens = result.tokens[0]
+  full = log_probs(model, half, [*PROMPTS[2], *tokens])[len(PROMPTS[2]) - 1 : -1]
+  # Numbers of 8 bits, rounded in another order: a product with one vector is summed in float32.
+  np.testing.assert_allclose(result.log_probs[0], full[np.arange(11), tokens], atol=0.1)
 
 
 def test_a_row_does_not_depend_on_the_others_nor_on_the_form_of_the_variables():

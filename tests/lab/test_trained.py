@@ -57,6 +57,13 @@ def test_a_run_without_its_config_or_with_another_is_refused(run, capsys):
   assert "layers" in capsys.readouterr().err
 
 
+def test_wrong_arguments_for_a_pretrained_model_are_refused(real_data, capsys):
+  given = [str(real_data / "stories260K" / "stories260K.bin"), "--prompt", "a"]
+  for wrong, part in ((["model.layers=2"], "--config"), (["--seed", str(2**70)], "--seed")):
+    assert generate.main([*given, *wrong]) == 2
+    assert part in capsys.readouterr().err
+
+
 def test_stories260k_continues_its_published_story_and_scores_it(real_data, tmp_path, capsys):
   model = str(real_data / "stories260K" / "stories260K.bin")
   published = (real_data / "stories260K" / "stories260K.md").read_text()

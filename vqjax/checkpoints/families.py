@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import jax.numpy as jnp
@@ -373,6 +374,11 @@ def _rotary(config: Mapping[str, Any]) -> Rotary:
   """Rotary embeddings of a config's `rope_theta` with its scaling, in old words or in new."""
   base, scaling = config.get("rope_theta", 1e4), config.get("rope_scaling") or config
   kind = scaling.get("rope_type", scaling.get("type", "default"))
+  if not _is_above_0(base, Real):
+    raise ValueError(
+      f"`rope_theta` of the config must be a number above 0; got {base!r}. Download config.json"
+      " again."
+    )
   if scaling.get("partial_rotary_factor", 1.0) != 1.0:
     raise ValueError(
       "`partial_rotary_factor` of the config must be 1; got"
@@ -547,7 +553,7 @@ def decoder_of(config: Mapping[str, Any], dtype: Dtype = jnp.float32) -> Transfo
   """
   family = family_of(config)
   try:
-    return family.decoder(config, jnp.dtype(dtype).type)
+    model = family.decoder(config, jnp.dtype(dtype).type)
   except KeyError as error:
     raise ValueError(
       f"the config of a {family.model_type} must have {error.args[0]}; it has none. Download"
@@ -558,6 +564,25 @@ def decoder_of(config: Mapping[str, Any], dtype: Dtype = jnp.float32) -> Transfo
       f"the config of a {family.model_type} must have numbers for sizes; got one of another kind"
       f" ({error}). Download config.json again."
     ) from None
+  attention = model.attention
+  sizes = {"vocab": model.head.vocab, "dim": model.dim, "layers": model.layers}
+  sizes |= {"heads": model.heads, "context": model.context, "inner width": model.mlp.width}
+  sizes |= {"key-value heads": attention.kv_heads, "head width": attention.head_dim}
+  sizes |= {"window": model.window}
+  wrong = {n: x for n, x in sizes.items() if x is not None and not _is_above_0(x, Integral)}
+  if not _is_above_0(model.norm.epsilon, Real):
+    wrong["epsilon of norms"] = model.norm.epsilon
+  if wrong:
+    raise ValueError(
+      f"the config of a {family.model_type} must have numbers for sizes, above 0; got"
+      f" {', '.join(f'{name} {value!r}' for name, value in wrong.items())}. Download config.json"
+      " again."
+    )
+  return model
+
+
+def _is_above_0(value: Any, kind: type) -> bool:
+  return isinstance(value, kind) and not isinstance(value, bool) and value > 0
 
 
 def described(model: Transformer) -> tuple[Family, dict[str, Any]]:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import mmap
 import pathlib
 import struct
 import zlib
@@ -66,6 +67,7 @@ class Source:
     kind: "safetensors", "gguf" or "llama2.c".
     config: the architecture, in the words of a Hugging Face config.json.
     tensors: the tensors by their names in the file.
+    files: the files that hold them.
     metadata: further facts, such as the vocabulary of a GGUF.
   """
 
@@ -73,6 +75,7 @@ class Source:
   kind: str
   config: Mapping[str, Any]
   tensors: Mapping[str, Tensor]
+  files: tuple[pathlib.Path, ...] = ()
   metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -165,7 +168,7 @@ def read_safetensors(folder: pathlib.Path) -> Source:
       f"{folder} must have the tensors of its index; got none named {_some(absent)}. Download the"
       " files again."
     )
-  return Source(folder, "safetensors", config, tensors)
+  return Source(folder, "safetensors", config, tensors, tuple(files))
 
 
 def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:
@@ -204,11 +207,28 @@ def verify(name: str, tensor: Tensor, path: pathlib.Path) -> None:
   if tensor.checksum is None:
     return
   view = tensor.read(slice(None))
-  if zlib.crc32(view.reshape(-1).view(np.uint8)) != tensor.checksum:
+  checksum = zlib.crc32(view.reshape(-1).view(np.uint8))
+  release(view)
+  if checksum != tensor.checksum:
     raise ValueError(
       f"{name} of {path} must have the checksum that it was saved with; got another one. The file"
       " is damaged: copy it again."
     )
+
+
+def release(array: np.ndarray) -> None:
+  """Give back the pages of a mapped file that a view shows; they are read again when needed.
+
+  They would count as memory of the process for as long as the file is mapped.
+  """
+  base = array
+  while isinstance(base, np.ndarray):
+    base = base.base
+  if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.size:
+    first, last = np.lib.array_utils.byte_bounds(array)
+    origin = np.frombuffer(base, np.uint8).ctypes.data
+    start = (first - origin) // mmap.PAGESIZE * mmap.PAGESIZE
+    base.madvise(mmap.MADV_DONTNEED, start, last - origin - start)
 
 
 def import_extra(module: str) -> ModuleType:
@@ -216,8 +236,9 @@ def import_extra(module: str) -> ModuleType:
   try:
     return importlib.import_module(module)
   except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
     raise ImportError(
-      f"{error.name} must be installed to read this file. Run pip install 'vqjax[checkpoints]'."
+      f"{package} must be installed to read this file. Run pip install 'vqjax[checkpoints]'."
     ) from None
 
 
@@ -242,7 +263,8 @@ def read_gguf(path: pathlib.Path) -> Source:
       int(tensor.n_bytes),
       functools.partial(_rows, gguf, tensor.data, kind, shape),
     )
-  return Source(path, "gguf", gguf_config(path, metadata, tensors), tensors, metadata)
+  config = gguf_config(path, metadata, tensors)
+  return Source(path, "gguf", config, tensors, (path,), metadata)
 
 
 def _reader(gguf: ModuleType, path: pathlib.Path) -> Any:
@@ -285,14 +307,27 @@ def _reader(gguf: ModuleType, path: pathlib.Path) -> Any:
   return Reader(path)
 
 
+DEQUANTISED = 2**16
+"""Numbers that are dequantised at a time: they and their parts fit the cache of a core."""
+
+
 def _rows(gguf, data: np.ndarray, kind, shape: tuple[int, ...], rows: slice) -> np.ndarray:
   """Rows of a tensor of a GGUF, as float32 or as a view of what is not quantised."""
   if kind.name in ("F32", "F16", "F64"):
     return data.reshape(shape)[rows]
   if kind.name == "BF16":
     return data.view(ml_dtypes.bfloat16).reshape(shape)[rows]
+  found = np.empty((len(data[rows]), *shape[1:]), np.float32)
+  flat, blocks = found.reshape(-1), data[rows].reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+  numbers = gguf.GGML_QUANT_SIZES[kind][0]
+  # As one row each time: the package takes 16 rows at a time, and most of its time for calls.
+  step = max(1, DEQUANTISED // numbers)
   try:
-    return gguf.dequantize(data[rows], kind)
+    for first in range(0, len(blocks), step):
+      some = gguf.dequantize(blocks[first : first + step].reshape(1, -1), kind)
+      flat[first * numbers : first * numbers + some.size] = some[0]
+    release(data[rows])
+    return found
   except NotImplementedError:
     raise ValueError(
       f"the tensors of a GGUF must have a format that the package gguf reads; got {kind.name}."
@@ -383,9 +418,9 @@ def read_llama2c(path: pathlib.Path) -> Source:
 
   Its tensors have the names and the layouts of llama.cpp.
   """
+  if (size := path.stat().st_size) < LLAMA2C_HEADER.size:
+    raise ValueError(f"{path} must begin with 7 integers; it has {size} bytes. Copy it again.")
   data = np.memmap(path, np.uint8, "r")
-  if len(data) < LLAMA2C_HEADER.size:
-    raise ValueError(f"{path} must begin with 7 integers; it has {len(data)} bytes. Copy it again.")
   header = LLAMA2C_HEADER.unpack(data[: LLAMA2C_HEADER.size].tobytes())
   dim, inner, layers, heads, kv_heads, vocab, context = header
   tied, vocab = vocab > 0, abs(vocab)
@@ -438,7 +473,7 @@ def read_llama2c(path: pathlib.Path) -> Source:
     "rope_theta": 1e4,
     "tie_word_embeddings": tied,
   }
-  return Source(path, "llama2.c", config, tensors)
+  return Source(path, "llama2.c", config, tensors, (path,))
 
 
 def _some(names: list[str], most: int = 5) -> str:

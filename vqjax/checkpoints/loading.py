@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import pathlib
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,15 @@ from flax import traverse_util
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from vqjax.checkpoints.families import Family, Rule, decoder_of, described, family_of
-from vqjax.checkpoints.files import CHECKSUMS, Source, Tensor, _some, open_source, verify
+from vqjax.checkpoints.files import (
+  CHECKSUMS,
+  Source,
+  Tensor,
+  _some,
+  open_source,
+  release,
+  verify,
+)
 from vqjax.checkpoints.layout import Layout
 from vqjax.checkpoints.tokenizers import Tokenizer, check_size, find_tokenizer
 from vqjax.convert.variables import Variables
@@ -234,21 +244,29 @@ def _read(
 ) -> tuple[dict[tuple[str, ...], jax.Array], dict[tuple[str, ...], Sharding]]:
   """The variables of `model` that the file's decoder `own` has too, and the places of all."""
   found = parts(source, own)
-  for part in found.values():
-    for name, tensor in part.tensors:
-      verify(name, tensor, source.path)
   wanted = _abstract(model)
   flat, places = (
     traverse_util.flatten_dict(tree) for tree in (wanted, _shardings(model, wanted, mesh))
   )
+  _read_ahead(source)
   read = {}
-  for path, struct in flat.items():
-    part = found.get(_loaded_path(path, own, model))
-    if part is not None and part.shape == struct.shape:
-      read[path] = jax.make_array_from_callback(
-        struct.shape, places[path], lambda index, part=part: _array(source, part, index, dtype)
-      )
+  with ThreadPoolExecutor(os.cpu_count()) as pool:
+    tensors = [named for part in found.values() for named in part.tensors]
+    list(pool.map(lambda named: verify(*named, source.path), tensors))
+    for path, struct in flat.items():
+      part = found.get(_loaded_path(path, own, model))
+      if part is not None and part.shape == struct.shape:
+        array = functools.partial(_array, source, part, dtype, pool)
+        read[path] = jax.make_array_from_callback(struct.shape, places[path], array)
   return read, places
+
+
+def _read_ahead(source: Source) -> None:
+  """Let the system read the files in order, before pages are touched in that of the variables."""
+  if hasattr(os, "posix_fadvise"):
+    for path in source.files:
+      with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _loaded_path(path: tuple[str, ...], own: Transformer, model: Transformer) -> tuple[str, ...]:
@@ -290,35 +308,45 @@ def _shardings(model: Transformer, wanted: Variables, mesh: Mesh | None) -> Any:
   return shardings(model.logical_axes(), wanted, mesh)
 
 
-def _array(source: Source, part: Part, index: tuple[slice, ...], dtype: Dtype) -> np.ndarray:
+def _array(
+  source: Source, part: Part, dtype: Dtype, pool: ThreadPoolExecutor, index: tuple[slice, ...]
+) -> np.ndarray:
   """The part of a variable that `index` selects, read from the file into new memory."""
   lengths = [len(range(*s.indices(n))) for s, n in zip(index, part.shape)]
   array = _aligned(lengths, jnp.dtype(dtype))
   layout = part.rule.tensor_layout(source.kind)
+  offset = part.rule.gguf_offset if source.kind == "gguf" else 0.0
   if part.rule.path.startswith("blocks/"):
     blocks = range(*index[0].indices(part.shape[0]))
     pieces = [(array[at], part.tensors[block][1]) for at, block in enumerate(blocks)]
     shape, index = part.shape[1:], index[1:]
   else:
     pieces, shape = [(array, part.tensors[0][1])], part.shape
-  offset = part.rule.gguf_offset if source.kind == "gguf" else 0.0
-  for target, tensor in pieces:
-    if layout.text == "v d -> v d":
-      _copy_rows(target, tensor, index)
-      continue
-    values = layout.variable(tensor.read(slice(None)), shape)[index]
+  if layout.text == "v d -> v d":
+    # A block of rows at a time, so that no second copy of the table exists.
+    pieces = _blocks_of_rows(*pieces[0], index[0])
+    index = (slice(None), *index[1:])
+
+  def copy(piece):
+    target, tensor, *rows = piece
+    values = tensor.read(rows[0] if rows else slice(None))
+    values = (values if rows else layout.variable(values, shape))[index]
     np.copyto(target, values - np.float32(offset) if offset else values, casting="unsafe")
+    release(values)
+
+  list(pool.map(copy, pieces))
   return array
 
 
-def _copy_rows(target: np.ndarray, tensor: Tensor, index: tuple[slice, ...]) -> None:
-  """Fill a table a block of rows at a time, so that no second copy of it exists."""
-  first, last, _ = index[0].indices(tensor.shape[0])
+def _blocks_of_rows(
+  target: np.ndarray, tensor: Tensor, index: slice
+) -> list[tuple[np.ndarray, Tensor, slice]]:
+  """Parts of a table, and the rows of the tensor that they hold."""
+  first, last, _ = index.indices(tensor.shape[0])
   step = max(1, BLOCK // max(1, math.prod(tensor.shape[1:])))
-  for row in range(first, last, step):
-    rows = slice(row, min(row + step, last))
-    values = tensor.read(rows)[(slice(None), *index[1:])]
-    np.copyto(target[row - first : rows.stop - first], values, casting="unsafe")
+  starts = range(first, last, step)
+  cuts = [slice(row, min(row + step, last)) for row in starts]
+  return [(target[cut.start - first : cut.stop - first], tensor, cut) for cut in cuts]
 
 
 def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:

@@ -256,6 +256,12 @@ def _of_folder(source: Source) -> Tokenizer | None:
   config = dict(source.config) | (read_json(generation) if generation.is_file() else {})
   bos, eos = config.get("bos_token_id"), config.get("eos_token_id")
   eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+  for name, ids in {"bos_token_id": [] if bos is None else [bos], "eos_token_id": eos}.items():
+    if not all(type(token) is int and token >= 0 for token in ids):
+      raise ValueError(
+        f"`{name}` of {folder} must be a token's number, at least 0; got {config[name]!r}. Download"
+        " config.json and generation_config.json again."
+      )
   if (folder / "tokenizer.json").is_file():
     library, beside = import_extra("tokenizers"), folder / "tokenizer_config.json"
     try:

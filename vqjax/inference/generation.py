@@ -264,7 +264,8 @@ class _Run:
     if self.stop_strings and (tokenizer is None or "" in self.stop_strings):
       raise ValueError(
         "`stop` must have tokens, or strings that are not empty and a tokenizer to find them; got"
-        f" {list(stop)} with tokenizer {tokenizer}. Give the tokenizer too."
+        f" {list(stop)} {'without a' if tokenizer is None else 'and a'} tokenizer. Give both, or no"
+        " string."
       )
     # No token is -2, which keeps the array from being empty.
     self.stop = np.array([entry for entry in stop if not isinstance(entry, str)] or [-2], np.int32)

@@ -81,8 +81,14 @@ def load_trained(
   if config is None:
     if (folder / "checkpoints").is_dir():
       raise ValueError(
-        f"`--config` must be given for a run folder; got {path} alone. Give the config file of the"
-        " run, and its overrides."
+        f"`--config` must be given for a run folder; got {path} alone. Its config.json describes"
+        " the objects of the run, which only a Python file can make: give the config file that the"
+        " run was started with, and its overrides."
+      )
+    if overrides:
+      raise ValueError(
+        f"FIELD=VALUE must be given with --config only; got {' '.join(overrides)} for the"
+        f" pretrained model {path}. Leave it out."
       )
     loaded = checkpoints.load(folder, dtype=DTYPES[dtype])
     return Trained(

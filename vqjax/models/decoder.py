@@ -25,6 +25,7 @@ from vqjax.models.base import (
   stacked_axes,
 )
 from vqjax.models.rotary import Rotary, rotate
+from vqjax.ops import narrow
 from vqjax.sharding import constrain
 from vqjax.types import Dtype
 
@@ -169,7 +170,11 @@ class Block(nn.Module):
   def setup(self):
     normal = nn.initializers.normal
     dense = lambda width, scale, **more: nn.DenseGeneral(
-      width, dtype=self.dtype, kernel_init=normal(scale), **more
+      width,
+      dtype=self.dtype,
+      kernel_init=normal(scale),
+      dot_general=narrow.dot_general,
+      **more,
     )
     norm = lambda: self.norm.module(self.dtype)
     kv_heads, has_bias = self.attention.kv_heads, self.attention.qkv_bias

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from vqjax.ops import reduced_loss, tiles, vocab_parallel
+from vqjax.ops import narrow, reduced_loss, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
@@ -351,24 +351,22 @@ def rows_scores(
   """Products weight · hidden, vocabulary first, in float32, without bias and cap."""
   weight = as_row_factory(weight)
   dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  hidden, batch = hidden.astype(dtype), hidden.shape[:-1]
-  # Of a single vector and a narrow weight, XLA for CPUs first converts the whole weight to float32.
-  is_doubled = math.prod(batch) == 1 and dtype.itemsize < 4
-  if is_doubled:
-    hidden = jnp.concatenate([hidden.reshape(1, -1)] * 2)
+  hidden = hidden.astype(dtype)
   # float32 results of bfloat16 operands: rounded scores would move probabilities by percents.
   if weight.axis == 1 and vocab_parallel.platform() == "cpu":
     # hidden · kernel reads a kernel [D, V] along its rows, far faster than weight · hidden, to
     # which the transposition would be folded without the barrier.
     axes = ((hidden.ndim - 1,), (0,)), ((), ())
     kernel = weight.per_row.astype(dtype)
-    after = lax.dot_general(hidden, kernel, axes, preferred_element_type=jnp.float32)
-    scores = jnp.moveaxis(lax.optimization_barrier(after), -1, 0)
-  else:
-    axes = ((1,), (hidden.ndim - 1,)), ((), ())
-    rows = weight.all().astype(dtype)
-    scores = lax.dot_general(rows, hidden, axes, preferred_element_type=jnp.float32)
-  return scores[:, 0].reshape(-1, *batch) if is_doubled else scores
+    after = narrow.dot_general(hidden, kernel, axes, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(lax.optimization_barrier(after), -1, 0)
+  rows = weight.all().astype(dtype)
+  if math.prod(hidden.shape[:-1]) == 1 and dtype.itemsize < 4:
+    axes = ((hidden.ndim - 1,), (1,)), ((), ())
+    one = narrow.dot_general(hidden, rows, axes, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(one, -1, 0)
+  axes = ((1,), (hidden.ndim - 1,)), ((), ())
+  return lax.dot_general(rows, hidden, axes, preferred_element_type=jnp.float32)
 
 
 def finished_rows(

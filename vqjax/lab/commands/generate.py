@@ -30,6 +30,8 @@ def _generate(options: argparse.Namespace) -> None:
     min_p=options.min_p,
     repetition_penalty=options.repetition_penalty,
   )
+  if not 0 <= options.seed < 2**32:
+    raise ValueError(f"`--seed` must be in [0, 2^32); got {options.seed}. 0 is the default.")
   model, variables, tokenizer = load_trained(
     options.model, options.config, options.overrides, options.dtype
   )
