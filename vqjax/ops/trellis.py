@@ -1,10 +1,10 @@
 """Trellis-coded quantisation: a whole number of bits for each number, without an entropy coder.
 
-A row is a string of bits. Its number j spends `width` j of them, and its value is read from a window of
-the last `STATE_BITS` bits of the string so far: neighbouring numbers share bits, so that each has 4096
-values to choose from, whatever its width. Windows are read independently of each other. Of numbers with
-a normal distribution, two bits leave 7.7 % of the variance, where the best four levels leave 11.8 % and
-no code can leave less than 6.3 %.
+A row is a string of bits. Its number j spends `width` j of them, and its value is read from a
+window of the last `STATE_BITS` bits of the string so far: neighbouring numbers share bits, so that
+each has 4096 values to choose from, whatever its width. Windows are read independently of each
+other. Of numbers with a normal distribution, two bits leave 7.7 % of the variance, where the best
+four levels leave 11.8 % and no code leaves less than 6.3 %.
 
 Source: Tseng et al., QTIP, 2024, Section 3, with a permutation of quantiles as the code; Marcellin
 and Fischer, Trellis coded quantization, 1990.
@@ -32,7 +32,7 @@ UNIT = 16
 
 
 def values() -> Float[Array, "4096"]:
-  """The value of each state: quantiles of the normal distribution, in an order without a pattern."""
+  """The value of each state: quantiles of the normal distribution in an irregular order."""
   state = jnp.arange(STATES, dtype=jnp.uint32)
   # Bijections of 12 bits: products with odd numbers, and shifts that later ones add to.
   for factor in (2_053, 1_221, 3_437):
@@ -57,8 +57,8 @@ def states(
 ) -> Int[Array, "N D"]:
   """The windows of rows that begin at `unit_N` of the stream, each ending at bit `end_ND`.
 
-  The stream begins with an element that belongs to no row, since a window may begin before its row; the
-  bits before the row count as 0.
+  The stream begins with an element that belongs to no row, since a window may begin before its row;
+  the bits before the row count as 0.
   """
   begin = end_ND - STATE_BITS
   at = unit_N[:, None] + (begin >> 4)
