@@ -79,7 +79,7 @@ def test_the_units_of_a_budget_fill_it():
   units = units_of(budget, V, D, 6, others=V * 3)
   head, _ = pack(table, moments, units, classes=6).head(np.zeros(V), param_dtype=jnp.float16)
   assert head.size().state_bytes in (budget, budget - 1)
-  with pytest.raises(ValueError, match="`byte_budget` must be above .* got 400"):
+  with pytest.raises(ValueError, match=r"`byte_budget` must be above .* got 400"):
     units_of(400, V, D, 6)
 
 
