@@ -30,7 +30,7 @@ LEAST = 16
 ENCODED = 64
 """Rows that are encoded at a time, of whose 4096 states each coordinate is remembered."""
 
-LEFT = 1.0, 0.285, 0.0773, 0.0211, 5.5e-3, 1.5e-3, 4e-4, 1.15e-4, 3.3e-5
+LEFT = 1.0, 0.293, 0.08, 0.0214, 5.5e-3, 1.5e-3, 4e-4, 1.15e-4, 3.3e-5
 """Part of the variance of normal numbers that codes of 0 to 8 bits leave."""
 
 SPREAD = 0.0, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.45
@@ -217,7 +217,7 @@ def allocate(
   cost_CD: Float[np.ndarray, "C D"], size_C: Int[np.ndarray, "C"], units: int
 ) -> UInt8[np.ndarray, "C D"]:
   """Bits of each coordinate with the least summed cost · size that fit in `units` elements."""
-  left = np.asarray(LEFT)
+  left, size_C = np.asarray(LEFT), np.asarray(size_C)
 
   def at(price):
     width = (cost_CD[..., None] * left + price * np.arange(len(left))).argmin(axis=-1)
