@@ -12,6 +12,9 @@ and Fischer, Trellis coded quantization, 1990.
 
 from __future__ import annotations
 
+import functools
+import statistics
+
 import jax
 import jax.numpy as jnp
 import numpy as np
