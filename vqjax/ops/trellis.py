@@ -21,6 +21,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt16
 
+from vqjax.ops import vocab_parallel
+
 STATE_BITS = 12
 """Bits of the window that a value is read from."""
 
@@ -155,6 +157,8 @@ def composed_coordinates(
   `shared` has the stream, and the width, the scale and the centre of each number of each class.
   """
   unit_N, class_N = per_row
+  # The partitioner fails where the width of an array is sharded whose rows are gathered here.
+  shared = {name: vocab_parallel.token_shards(None).whole(x) for name, x in shared.items()}
   width_CD = shared["width"].astype(jnp.int32)
   state_ND = states(shared["stream"], unit_N, ends(width_CD)[class_N])
   scale_CD, center_CD = (shared[name].astype(jnp.float32) for name in ("scale", "center"))
