@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from tests import jitted
-from tests.contract import HeadContract
+from tests import jitted, reference
+from tests.contract import HeadContract, costly
+from tests.contract_on_meshes import as_float64, perturbed
 from vqjax.embeddings import QuantizedEmbedding
 from vqjax.heads import QuantizedHead
 from vqjax.ops import trellis
@@ -84,6 +85,29 @@ class TestQuantizedHead(HeadContract):
     scores = hidden @ rows(own["params"], own["codes"]).T
     scores = scores + variables["params"].get("bias", 0.0)
     return scores if head.softcap is None else head.softcap * np.tanh(scores / head.softcap)
+
+  @costly
+  def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
+    head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
+    variables = perturbed(jitted.init(head, jax.random.key(1), hidden))
+    low = hidden.astype(jnp.bfloat16)
+    found = jitted.apply(head, variables, low, tokens, method="log_prob")
+    exact = as_float64(variables)
+    params, codes = exact["params"], exact["codes"]
+    bias = params.get("bias", 0.0)
+    if head.embedding is not None:
+      params, codes = params["embedding"], codes["embedding"]
+    # The hidden vectors are rounded again in the coordinates, and so are the rows.
+    rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+    projected = rounded(np.asarray(low, np.float64) @ rounded(params["inverse"]).T)
+    own = rounded(rows(params | {"inverse": np.eye(self.dim)}, codes))
+    logits = projected @ own.T + bias
+    if head.softcap is not None:
+      logits = head.softcap * np.tanh(logits / head.softcap)
+    expected = np.take_along_axis(reference.log_softmax(logits), tokens[..., None], -1)[..., 0]
+    assert found.dtype == jnp.float32
+    # A sum near the middle of two numbers may be rounded to the other: a part of 2^-8 of a product.
+    np.testing.assert_allclose(found, expected, atol=2e-2)
 
 
 def test_a_lookup_is_a_row_of_the_table_and_nan_outside():

@@ -53,7 +53,7 @@ def declared_rows(layer: Any) -> Declaration:
     "width": table((c, d), of_class, width, jnp.uint8),
     "scale": Variable((c, d), of_class, layer.scale_init or _unit_rows, layer.param_dtype),
     "center": Variable((c, d), of_class, nn.initializers.zeros_init(), layer.param_dtype),
-    "inverse": Variable((d, d), ("coordinates", "embed"), identity, layer.param_dtype),
+    "inverse": Variable((d, d), ("coordinates", "basis"), identity, layer.param_dtype),
   }
   if layer.is_ranked:
     declared["rank"] = table((v,), ("vocab",), lambda: np.arange(v), code_dtype(v))
