@@ -112,8 +112,10 @@ class Model:
     return frequency.ravel(), below.ravel(), symbols
 
 
-def fit(levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MODELS) -> Model:
-  """Few distributions for the classes and columns of integers [V, D].
+def fit(
+  levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MODELS
+) -> tuple[Model, float]:
+  """Few distributions for the classes and columns of integers [V, D], and the bits that all cost.
 
   Histograms of classes and columns are clustered by the bits that they cost under the distribution
   of their cluster.
@@ -124,7 +126,9 @@ def fit(levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MO
   order = np.argsort(step_class, kind="stable")
   ends = np.searchsorted(step_class[order], np.arange(classes + 1))
   step = max(1, 2**22 // columns)
-  blocks = lambda c: (order[i : min(i + step, ends[c + 1])] for i in range(ends[c], ends[c + 1], step))
+  blocks = lambda c: (
+    order[i : min(i + step, ends[c + 1])] for i in range(ends[c], ends[c + 1], step)
+  )
   offsets = np.arange(columns) * SYMBOLS
   for c in range(classes):
     count = ends[c + 1] - ends[c]
@@ -142,7 +146,11 @@ def fit(levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MO
   flat = histograms.reshape(-1, SYMBOLS)
   most = min(most, max(1, rows * columns // 2**14))
   frequencies, distribution = _clusters(flat, most)
-  return Model(frequencies, distribution.reshape(classes, columns).astype(np.uint8), shift)
+  bits = PRECISION - np.log2(np.maximum(frequencies, 1))
+  total = (flat * bits[distribution]).sum() + 32 * histograms[..., ESCAPE].sum()
+  total += (histograms.sum(axis=-1) * shift).sum()
+  shape = classes, columns
+  return Model(frequencies, distribution.reshape(shape).astype(np.uint8), shift), float(total)
 
 
 def _symbols(levels, shift):
@@ -377,11 +385,11 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
   levels = np.asarray(quantized.levels)
   step_class = np.asarray(quantized.step_class, np.uint8)
   classes, (rows, columns) = len(quantized.steps), levels.shape
-  model = fit(levels, step_class, classes)
+  model, _ = fit(levels, step_class, classes)
   parts = encode_integers(levels, step_class, model, progress)
   width = min(WIDTH_OF_CLASSES, rows)
   of_rows = np.pad(step_class.astype(np.int32), (0, -rows % width), mode="edge").reshape(-1, width)
-  class_model = fit(of_rows, np.zeros(len(of_rows), np.uint8), 1, most=1)
+  class_model, _ = fit(of_rows, np.zeros(len(of_rows), np.uint8), 1, most=1)
   class_parts = encode_integers(of_rows, np.zeros(len(of_rows), np.uint8), class_model)
   arrays = {name: parts[name] for name in PARTS}
   arrays |= {f"class_{name}": class_parts[name] for name in PARTS}
@@ -411,6 +419,19 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
   text = json.dumps(header, sort_keys=True)
   sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "header": header}, sort_keys=True)
   return {"header": np.frombuffer(sealed.encode(), np.uint8)} | stored
+
+
+def coded_bytes(quantized: Any) -> int:
+  """Bytes that `encode` needs for a table, about, without coding it."""
+  levels = np.asarray(quantized.levels)
+  step_class, rows = np.asarray(quantized.step_class), len(levels)
+  _, bits = fit(levels, step_class, len(quantized.steps))
+  share = np.unique(step_class, return_counts=True)[1] / rows
+  bits -= rows * (share * np.log2(share)).sum()
+  # A lane has a state of 64 bits, of which 33 say something, and a length; a block a checksum.
+  bits += -(-rows // RESTART) * (LANES * (31 + 12) + 32)
+  small = np.asarray(quantized.inverse).nbytes * 0.93 + np.asarray(quantized.mean).nbytes
+  return int(bits / 8 + small + 20_000)
 
 
 class CompressedTable:

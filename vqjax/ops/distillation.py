@@ -587,3 +587,77 @@ def _d_mixture(mixture, scores, row_v11, given):
 
 
 _pass.defvjp(_pass_forward, _pass_backward)
+
+
+class LinearComparison(NamedTuple):
+  """Two softmaxes over one vocabulary, beside each other.
+
+  Attributes:
+    kl: sum_v q_v (log q_v - log p_v) of the student p from the teacher q, in nats, [N].
+    agrees: whether both have the same most probable token, bool [N].
+    log_prob: log-probability of the token under the student, [N].
+    teacher_log_prob: log-probability of the token under the teacher, [N].
+  """
+
+  kl: Float[Array, "N"]
+  agrees: Bool[Array, "N"]
+  log_prob: Float[Array, "N"]
+  teacher_log_prob: Float[Array, "N"]
+
+
+def linear_comparison(
+  student: Side, teacher: Side, tokens: Array, tile: tuple[int, int] | None = None
+) -> LinearComparison:
+  """Divergence, agreement and log-probabilities of tokens in one pass, without a gradient.
+
+  Args:
+    student: the student; its hidden vectors are [N, D].
+    teacher: the teacher.
+    tokens: int [N], in [0, V).
+    tile: (tokens, vocabulary rows) that are scored at once.
+
+  Raises:
+    ValueError: the shapes do not fit together.
+  """
+  check_sides(student, teacher, 1.0)
+  shards = vocab_parallel.token_shards(None)
+  linears, scorings = [], []
+  for side in (student, teacher):
+    weight = as_row_factory(side.weight)
+    linears.append(tiles.Linear(shards.split(side.hidden), weight, side.bias))
+    dtype = jnp.promote_types(side.hidden.dtype, weight.dtype)
+    scorings.append(tiles.Scoring(jnp.dtype(dtype), side.softcap, 1.0))
+  token = shards.split(tokens.astype(jnp.int32))
+  cut = tiles.Cut(tiles.cut_tile(tile, token.shape[1], linears[0].weight.count), shards)
+
+  def add(old, scores, first_row, token):
+    sums, best, own = old
+    at = token - first_row
+    is_here = (at >= 0) & (at < scores[0].shape[-1])
+    at = jnp.clip(at, 0, scores[0].shape[-1] - 1)[..., None]
+    news = zip(scores, (sums.top, sums.teacher_top), best, own)
+    best, own = zip(
+      *(
+        (
+          jnp.where(score.max(axis=-1) > top, first_row + score.argmax(axis=-1), where),
+          # The score of a row in the overlap of two tiles is -inf in the second.
+          jnp.where(
+            is_here, jnp.maximum(mine, jnp.take_along_axis(score, at, axis=-1)[..., 0]), mine
+          ),
+        )
+        for score, top, where, mine in news
+      )
+    )
+    return _add_block(sums, *scores), best, own
+
+  zero = jnp.zeros_like(token)
+  lowest = jnp.full(token.shape, -jnp.inf, jnp.float32)
+  start = _zero_sums(token.shape), (zero, zero), (lowest, lowest)
+  sums, best, own = tiles.fold(cut, tuple(scorings), tuple(linears), token, start, add)
+  found = LinearComparison(
+    kl=_finish(sums).kl,
+    agrees=best[0] == best[1],
+    log_prob=own[0] - sums.top - jnp.log(sums.total),
+    teacher_log_prob=own[1] - sums.teacher_top - jnp.log(sums.teacher_total),
+  )
+  return jax.tree.map(lambda x: shards.join(x, len(tokens)), found)
