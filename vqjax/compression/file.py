@@ -431,7 +431,7 @@ def coded_bytes(quantized: Any) -> int:
   # A lane has a state of 64 bits, of which 33 say something, and a length; a block a checksum.
   bits += -(-rows // RESTART) * (LANES * (31 + 12) + 32)
   small = np.asarray(quantized.inverse).nbytes * 0.93 + np.asarray(quantized.mean).nbytes
-  return int(bits / 8 + small + 20_000)
+  return int(bits / 8 + small + 3000 + 2 * len(quantized.steps) * levels.shape[1])
 
 
 class CompressedTable:

@@ -149,28 +149,30 @@ class Reference:
     return np.asarray(states[1:-1])
 
   def compare(
-    self, variables: Variables, progress: Callable[[float], None] = lambda part: None
-  ) -> dict[str, np.ndarray]:
-    """Divergence, agreement and log-probabilities of each token: arrays [N, T - 2]."""
-    found: list[Any] = []
+    self, students: Sequence[Variables], progress: Callable[[float], None] = lambda part: None
+  ) -> list[dict[str, np.ndarray]]:
+    """Divergence, agreement and log-probabilities of each token: arrays [N, T - 2] a student."""
+    found: list[list[Any]] = [[] for _ in students]
     count = len(self.windows.tokens)
     at_once = max(1, TOKENS_AT_ONCE // (self.windows.tokens.shape[1] - 2))
     for first in range(0, count, at_once):
       rows = range(first, min(first + at_once, count))
       # The last part is filled up with its last window, so that it needs no program of its own.
       filled = [*rows] + [rows[-1]] * (at_once - len(rows))
-      student = [self._states(variables, self.windows.tokens[row]) for row in rows]
-      student += student[-1:] * (at_once - len(rows))
-      teacher = np.concatenate([self._hidden[row] for row in filled])
+      joined = lambda states: np.concatenate([states[row] for row in filled])
+      hidden = [
+        joined({row: self._states(variables, self.windows.tokens[row]) for row in rows})
+        for variables in students
+      ]
       targets = self.windows.tokens[filled][:, 2:].reshape(-1)
-      part = _compared(
-        variables, self.variables, np.concatenate(student), teacher, targets, model=self.model
+      compared = _compared(
+        students, self.variables, hidden, joined(self._hidden), targets, model=self.model
       )
-      shape = at_once, -1
-      found.append([np.asarray(x).reshape(shape)[: len(rows)] for x in part])
+      for own, part in zip(found, compared):
+        own.append([np.asarray(x).reshape(at_once, -1)[: len(rows)] for x in part])
       progress(rows.stop / count)
-    arrays = [np.concatenate(column) for column in zip(*found)]
-    return dict(zip(distillation.LinearComparison._fields, arrays))
+    fields = distillation.LinearComparison._fields
+    return [dict(zip(fields, map(np.concatenate, zip(*own)))) for own in found]
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -179,14 +181,15 @@ def _states(variables, tokens_BT, *, model):
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _compared(variables, teacher_variables, hidden, teacher_hidden, targets, *, model):
+def _compared(students, teacher, hidden, teacher_hidden, targets, *, model):
   def side(prefix, own, vectors):
     weight, bias = model.apply(own, method=lambda m: m.head.linear())
     return distillation.Side(prefix, vectors, weight, bias, model.head.softcap)
 
-  student = side("", variables, hidden)
   return distillation.linear_comparison(
-    student, side("teacher_", teacher_variables, teacher_hidden), targets
+    [side("", own, vectors) for own, vectors in zip(students, hidden)],
+    side("teacher_", teacher, teacher_hidden),
+    targets,
   )
 
 
@@ -254,7 +257,7 @@ class Compression:
     size = sum(map(file.coded_bytes, quantized.values()))
     if reference is None:
       return Point(step, size, None)
-    found = reference.compare(self.variables_of(quantized))
+    (found,) = reference.compare([self.variables_of(quantized)])
     return Point(step, size, float(found["kl"].mean(dtype=np.float64)))
 
 
@@ -467,7 +470,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     del quantized
     some = held_out.take(-(-job.held_out_tokens // (job.window - 2)))
     judge = Reference(model, variables, some)
-    found = judge.compare(student, bars("held-out text"))
+    (found,) = judge.compare([student], bars("held-out text"))
   result = {
     "step": best.step,
     "tables": {
@@ -532,6 +535,7 @@ def _texts(job, tokenizer, model):
   counts = np.zeros(model.head.vocab, np.float64)
   sides: list[dict[str, list[int]]] = [{}, {}]
   begin: list[int] = []
+  total = 0
   for texts, side in ((job.texts, 0), (job.held_out, 1)):
     for name, text in texts.items():
       begin, tokens = encode(tokenizer, text)
@@ -542,7 +546,10 @@ def _texts(job, tokenizer, model):
         tokens = tokens[:cut]
       sides[side][name] = tokens
       if not side:
-        counts += np.bincount(np.asarray(tokens, np.int64), minlength=len(counts))
+        # Each text counts alike, however long it is.
+        own = np.bincount(np.asarray(tokens, np.int64), minlength=len(counts))
+        counts += own / max(1, len(tokens))
+        total += len(tokens)
   length = min(job.window, model.context)
   made = [windows(side, begin, length) for side in sides]
   for kind, side in zip(("calibration", "held-out"), made):
@@ -551,7 +558,7 @@ def _texts(job, tokenizer, model):
         f"`--text` must hold at least a window of {length} tokens of {kind} text; got fewer. Give"
         " more text."
       )
-  return made[0].take(len(made[0].tokens)), made[1], counts
+  return made[0].take(len(made[0].tokens)), made[1], counts * total / len(job.texts)
 
 
 def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any) -> None:
