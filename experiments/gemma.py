@@ -5,9 +5,9 @@ python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --tokens 512 --work
 
 The table is tied: the inputs and the outputs both use the compressed one. Texts are those of
 $VQJAX_DATA and what is installed on a Debian system: manual pages of many languages, licences and
-Python's library. A domain is a list of documents, in the order of their names; every fourth is held
-out, and the others are for counts and calibration. The licences and the Greek lesson of Vim are held
-out as a whole; no other text is Greek.
+Python's library. A domain is a list of documents, in the order of their names; every fourth is
+held out, and the others are for counts and calibration. The licences and the Greek lesson of Vim
+are held out as a whole; no other text is Greek.
 
 An interrupted call goes on where it was; the results are docs/results/compression.json.
 """
@@ -23,6 +23,7 @@ import resource
 import sysconfig
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from vqjax import checkpoints
 from vqjax.compression import Moments, file
 from vqjax.compression.calibration import collect
 from vqjax.lab import exits, records
-from vqjax.lab.compression import Compression, Reference, encode, search, summary, windows
+from vqjax.lab.compression import Compression, Reference, encode, search, windows
 from vqjax.lab.data.files import data_path
 
 SIZES = (65, 45, 30)
@@ -150,10 +151,56 @@ def spread(of, count: int):
 
 @dataclasses.dataclass
 class _Row:
-  """A domain of held-out text under all sizes."""
+  """Some windows of a domain of held-out text under all sizes."""
 
   domain: str
-  sizes: dict[str, dict[str, float]]
+  part: int
+  sizes: dict[str, dict[str, Any]]
+
+
+def rows_of(options: argparse.Namespace) -> pathlib.Path:
+  """The file of the rows."""
+  return options.work / "rows.jsonl"
+
+
+AT_ONCE = 2
+"""Windows of a row."""
+
+
+def judge(options, model, variables, held_out, students, tables, say) -> None:
+  """Compare all sizes with the model, some windows of each domain in turn."""
+  windows_each = max(1, options.tokens // ((WINDOW - 2) * len(DOMAINS)))
+  done = records.read_rows(rows_of(options), _Row)
+  for part in range(-(-windows_each // AT_ONCE)):
+    for number, name in enumerate(held_out.names):
+      if (name, part) in [(row["domain"], row["part"]) for row in done.rows]:
+        continue
+      own = np.flatnonzero(held_out.domain == number)
+      chosen = np.linspace(0, len(own) - 1, min(windows_each, len(own))).astype(int)
+      # Spread out, so that the first parts are of all documents too.
+      chosen = own[chosen[part :: -(-windows_each // AT_ONCE)]]
+      if not len(chosen):
+        continue
+      some = dataclasses.replace(
+        held_out, tokens=held_out.tokens[chosen], domain=held_out.domain[chosen]
+      )
+      begun = time.monotonic()
+      found = Reference(model, variables, some).compare(students)
+      row = {"domain": name, "part": part, "sizes": {}}
+      for size, compared in zip(tables, found):
+        fields = {"kl": "kl", "log_prob": "after", "teacher_log_prob": "before"}
+        row["sizes"][size] = {
+          short: [round(float(x), 6) for x in compared[field].ravel()]
+          for field, short in fields.items()
+        } | {"agrees": int(compared["agrees"].sum()), "tokens": compared["kl"].size}
+      row["seconds"] = time.monotonic() - begun
+      sealed = records.sealed(row, done.checksums[-1] if done.checksums else "")
+      with open(rows_of(options), "a", encoding="utf-8") as out:
+        out.write(records.dumps(sealed))
+      done.rows.append(row)
+      done.checksums.append(sealed[records.CHECKSUM])
+      kls = (f"{s} MB {np.mean(r['kl']):.5f}" for s, r in row["sizes"].items())
+      say(f"{name}, part {part}: {', '.join(kls)} ({row['seconds']:.0f} s)")
 
 
 def main() -> int:
@@ -211,29 +258,8 @@ def main() -> int:
     students.append(compression.variables_of(quantized))
     say(f"{size:g} MB: {tables[f'{size:g}']}")
     del quantized, coded, read
-  judged = spread(texts.held_out, max(1, options.tokens // ((WINDOW - 2) * len(DOMAINS))))
-  rows = work / f"rows-{options.tokens}.jsonl"
-  done = records.read_rows(rows, _Row)
-  for number, name in enumerate(judged.names):
-    if name in [row["domain"] for row in done.rows]:
-      continue
-    at = judged.domain == number
-    some = dataclasses.replace(judged, tokens=judged.tokens[at], domain=judged.domain[at])
-    begun = time.monotonic()
-    found = Reference(model, variables, some).compare(students)
-    row = {"domain": name, "sizes": {}}
-    for size, own in zip(tables, found):
-      of_all = summary(own, some)
-      del of_all["domains"]
-      of_all["kls"] = [round(float(x), 6) for x in own["kl"].ravel()]
-      row["sizes"][size] = of_all
-    row["seconds"] = time.monotonic() - begun
-    sealed = records.sealed(row, done.checksums[-1] if done.checksums else "")
-    with open(rows, "a", encoding="utf-8") as out:
-      out.write(records.dumps(sealed))
-    done.rows.append(row)
-    done.checksums.append(sealed[records.CHECKSUM])
-    say(f"{name}: " + ", ".join(f"{s} MB {r['kl']:.5f}" for s, r in row["sizes"].items()))
+  judge(options, model, variables, texts.held_out, students, tables, say)
+  done = records.read_rows(rows_of(options), _Row)
   result = assembled(done.rows, tables)
   result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   records.write(options.json or work / "results.json", result)
@@ -249,23 +275,28 @@ def main() -> int:
 def assembled(rows, tables) -> dict:
   """The results: the means over the eight domains, and each domain and each unseen text."""
   sizes = {}
-  for size, table in tables.items():
-    own = {row["domain"]: dict(row["sizes"][size]) for row in rows}
-    kls = np.concatenate([own[name]["kls"] for name in DOMAINS if name in own])
-    for each in own.values():
-      each.pop("kls")
-    seen = [own[name] for name in DOMAINS if name in own]
-    mean = lambda key: float(
-      np.average([d[key] for d in seen], weights=[d["tokens"] for d in seen])
-    )
-    sizes[size] = table | {
-      "tokens": len(kls),
-      "kl": float(kls.mean()),
-      "kl_p99": float(np.quantile(kls, 0.99)),
-      **{key: mean(key) for key in ("top1", "nats", "nats_before")},
-      "domains": {name: own[name] for name in DOMAINS if name in own},
-      "unseen": {name: own[name] for name in UNSEEN if name in own},
+
+  def means(some):
+    if not some:
+      return {}
+    joined = lambda key: np.concatenate([row[key] for row in some])
+    kl = joined("kl")
+    return {
+      "tokens": len(kl),
+      "kl": float(kl.mean()),
+      "kl_p99": float(np.quantile(kl, 0.99)),
+      "top1": sum(row["agrees"] for row in some) / len(kl),
+      "nats_before": float(-joined("before").mean()),
+      "nats": float(-joined("after").mean()),
     }
+
+  for size, table in tables.items():
+    own = {
+      name: [r["sizes"][size] for r in rows if r["domain"] == name] for name in DOMAINS + (*UNSEEN,)
+    }
+    sizes[size] = table | means([row for name in DOMAINS for row in own[name]])
+    sizes[size]["domains"] = {name: means(own[name]) for name in DOMAINS}
+    sizes[size]["unseen"] = {name: means(own[name]) for name in UNSEEN}
   return {"sizes": sizes}
 
 

@@ -384,6 +384,9 @@ def decode_integers(
 
 
 PARTS = ("words", "lengths", "escapes", "escape_counts", "sums")
+SIZE_OF_HEADER = 1600
+"""Bytes of a header and of the distribution of classes, about."""
+
 STORED_AS_THEY_ARE = ("words", "sums")
 """Parts that zlib cannot make smaller."""
 
@@ -406,27 +409,8 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
   class_parts = encode_integers(of_rows, np.zeros(len(of_rows), np.uint8), class_model)
   arrays = {name: parts[name] for name in PARTS}
   arrays |= {f"class_{name}": class_parts[name] for name in PARTS}
-  arrays |= {
-    "frequencies": model.frequencies,
-    "distribution": model.distribution,
-    "shift": model.shift,
-    "class_frequencies": class_model.frequencies,
-    "steps": np.asarray(quantized.steps, np.float32),
-    "mean": np.asarray(quantized.mean, np.float32),
-    "inverse": np.asarray(quantized.inverse),
-  }
-  stored, entries = {}, {}
-  for name, array in arrays.items():
-    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
-    entry = {"dtype": array.dtype.str, "shape": list(array.shape)}
-    data = array.tobytes()
-    if not name.endswith(STORED_AS_THEY_ARE):
-      # Bytes of equal weight side by side.
-      planes = np.frombuffer(data, np.uint8).reshape(-1, array.dtype.itemsize).T
-      data = zlib.compress(planes.tobytes(), 9)
-      entry["zlib"] = True
-    entry["crc32"] = zlib.crc32(data)
-    stored[name], entries[name] = np.frombuffer(data, np.uint8), entry
+  arrays |= _small(quantized, model) | {"class_frequencies": class_model.frequencies}
+  stored, entries = _stored(arrays)
   header = {"format": FORMAT, "version": VERSION, "rows": rows, "columns": columns}
   header |= {"classes": classes, "restart": RESTART, "lanes": model.lanes, "parts": entries}
   text = json.dumps(header, sort_keys=True)
@@ -443,8 +427,37 @@ def coded_bytes(quantized: Any) -> int:
   bits -= rows * (share * np.log2(share)).sum()
   # A lane has a state of 64 bits, of which 33 say something, and a length; a block a checksum.
   bits += -(-rows // RESTART) * (model.lanes * (31 + 12) + 32)
-  small = np.asarray(quantized.inverse).nbytes * 0.93 + np.asarray(quantized.mean).nbytes
-  return int(bits / 8 + small + 3000 + 2 * len(quantized.steps) * levels.shape[1])
+  small = sum(array.nbytes for array in _stored(_small(quantized, model))[0].values())
+  return int(bits / 8 + small + SIZE_OF_HEADER)
+
+
+def _small(quantized, model):
+  """The parts of which nothing depends on the number of rows."""
+  return {
+    "frequencies": model.frequencies,
+    "distribution": model.distribution,
+    "shift": model.shift,
+    "steps": np.asarray(quantized.steps, np.float32),
+    "mean": np.asarray(quantized.mean, np.float32),
+    "inverse": np.asarray(quantized.inverse),
+  }
+
+
+def _stored(arrays):
+  """Arrays as bytes, and what the header says of each."""
+  stored, entries = {}, {}
+  for name, array in arrays.items():
+    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
+    entry = {"dtype": array.dtype.str, "shape": list(array.shape)}
+    data = array.tobytes()
+    if not name.endswith(STORED_AS_THEY_ARE):
+      # Bytes of equal weight side by side.
+      planes = np.frombuffer(data, np.uint8).reshape(-1, array.dtype.itemsize).T
+      data = zlib.compress(planes.tobytes(), 9)
+      entry["zlib"] = True
+    entry["crc32"] = zlib.crc32(data)
+    stored[name], entries[name] = np.frombuffer(data, np.uint8), entry
+  return stored, entries
 
 
 class CompressedTable:
@@ -469,7 +482,7 @@ class CompressedTable:
     header = _header(stored)
     self.shape = header["rows"], header["columns"]
     arrays = {name: _part(name, stored, entry) for name, entry in header["parts"].items()}
-    rows, columns = self.shape
+    rows = self.shape[0]
     width = min(WIDTH_OF_CLASSES, rows)
     height = -(-rows // width)
     zeros = np.zeros((1, width), np.uint8)

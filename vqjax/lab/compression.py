@@ -159,15 +159,13 @@ class Reference:
       rows = range(first, min(first + at_once, count))
       # The last part is filled up with its last window, so that it needs no program of its own.
       filled = [*rows] + [rows[-1]] * (at_once - len(rows))
-      joined = lambda states: np.concatenate([states[row] for row in filled])
-      hidden = [
-        joined({row: self._states(variables, self.windows.tokens[row]) for row in rows})
-        for variables in students
-      ]
+      hidden = []
+      for variables in students:
+        own = {row: self._states(variables, self.windows.tokens[row]) for row in rows}
+        hidden.append(np.concatenate([own[row] for row in filled]))
+      teacher = np.concatenate([self._hidden[row] for row in filled])
       targets = self.windows.tokens[filled][:, 2:].reshape(-1)
-      compared = _compared(
-        students, self.variables, hidden, joined(self._hidden), targets, model=self.model
-      )
+      compared = _compared(students, self.variables, hidden, teacher, targets, model=self.model)
       for own, part in zip(found, compared):
         own.append([np.asarray(x).reshape(at_once, -1)[: len(rows)] for x in part])
       progress(rows.stop / count)
@@ -301,9 +299,9 @@ def search(
       break
     known[step] = measure(step)
     # A divergence that no longer falls is that of rounding, not of the step.
-    if kl is not None and len(ordered) > 2 and not good and step < ordered[0].step:
-      if known[step].kl > 0.8 * ordered[0].kl:
-        break
+    is_least = kl is not None and len(ordered) > 2 and not good and step < ordered[0].step
+    if is_least and known[step].kl > 0.8 * ordered[0].kl:
+      break
   good = [point for point in known.values() if is_good(point)]
   if not good:
     least = min(map(value, known.values()))
@@ -438,7 +436,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   work = job.out.with_name(f".{job.out.name}.partial")
   _open_work(work, job.identity())
   calibration, held_out, counts = _texts(job, tokenizer, model)
-  with progress_bars() as bars:
+  with ProgressBars() as bars:
     moments = _moments(job, work, model, variables, calibration, counts, bars)
     compression = Compression(model, variables, moments)
     tokens = job.search_tokens
@@ -494,8 +492,8 @@ def check_paths(job: Job) -> None:
   """Raise ValueError unless the model can be compressed into the folder."""
   if (job.model / file.MANIFEST).is_file():
     raise ValueError(
-      f"`model` must not be compressed already; got {job.model} with {file.MANIFEST}. Give the model"
-      " that it was made of."
+      f"`model` must not be compressed already; got {job.model} with {file.MANIFEST}. Give the"
+      " model that it was made of."
     )
   if job.out.exists():
     raise ValueError(
@@ -563,9 +561,8 @@ def _texts(job, tokenizer, model):
 
 def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any) -> None:
   """Raise ValueError for a text of which the tokenizer knows nothing."""
-  if text.strip() and (
-    not len(tokens) or not tokenizer.decode([*tokens[:1000]]).strip("\ufffd\u2047 \n")
-  ):
+  pieces = (tokenizer.decode([token]).strip() for token in dict.fromkeys(tokens[:10_000]))
+  if text.strip() and not any(piece and piece in text for piece in pieces):
     raise ValueError(
       f"`--text` must hold tokens of the model's tokenizer; got none in {name}. Give text in a"
       " language that the model knows."
@@ -595,7 +592,7 @@ def _moments(job, work, model, variables, calibration, counts, bars):
   return moments
 
 
-class progress_bars:
+class ProgressBars:
   """Bars on standard error, of which each is made by calling this with its title."""
 
   def __enter__(self) -> Callable[[str], Callable[[float], None]]:
@@ -645,8 +642,8 @@ def _write(job, work, loaded, coded, result):
   free = shutil.disk_usage(work).free
   if free < needed:
     raise OSError(
-      f"`--out` must be on a disk with {needed:,} bytes free; got {free:,}. Free some space, and run"
-      " the same command again, which goes on from here."
+      f"`--out` must be on a disk with {needed:,} bytes free; got {free:,}. Free some space, and"
+      " run the same command again, which goes on from here."
     )
   folder = work / "model"
   try:
@@ -677,8 +674,8 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
   lines = [
     f"# {job.out.name}",
     "",
-    f"The vocabulary tables take {result['bytes']:,} bytes, {before / result['bytes']:.1f} times less"
-    f" than in float32. On {held['tokens']:,} held-out tokens the mean divergence from the original"
+    f"The vocabulary tables take {result['bytes']:,} bytes, {before / result['bytes']:.1f} times"
+    f" less than in float32. On {held['tokens']:,} held-out tokens the mean divergence from the original"
     f" model is {held['kl']:.5f} nats a token. Compressing took {result['seconds']:.0f} s and"
     f" {result['peak_bytes'] / 1e9:.2f} GB of memory.",
     "",

@@ -66,15 +66,15 @@ def _compress(options: argparse.Namespace) -> None:
     f" percentile {held['kl_p99']:.4f}, same best token {100 * held['top1']:.2f} %,"
     f" {held['nats']:.4f} nats/token, before {held['nats_before']:.4f}, over {held['tokens']:,}"
     f" tokens\ncompressing took {result['seconds']:.0f} s and"
-    f" {result['peak_bytes'] / 1e9:.2f} GB of memory\nresult: {options.out}, {options.out}/report.md"
+    f" {result['peak_bytes'] / 1e9:.2f} GB of memory\nresult: {options.out}, with report.md"
   )
 
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="vqjax compress",
-    description="Compress the vocabulary tables of a pretrained model to a divergence from it, or to"
-    " a size.",
+    description="Compress the vocabulary tables of a pretrained model to a divergence from it,"
+    " or to a size.",
     epilog="The same command again resumes an interrupted one.",
   )
   parser.add_argument("model", help="folder of safetensors, a GGUF, or a .bin file of llama2.c")
