@@ -16,7 +16,6 @@ import argparse
 import csv
 import dataclasses
 import gzip
-import json
 import pathlib
 import re
 import resource
@@ -150,6 +149,16 @@ def spread(of, count: int):
 
 
 @dataclasses.dataclass
+class _Table:
+  """A compressed table."""
+
+  step: float
+  bytes: int
+  parts: dict[str, int]
+  seconds: dict[str, float]
+
+
+@dataclasses.dataclass
 class _Row:
   """Some windows of a domain of held-out text under all sizes."""
 
@@ -167,10 +176,11 @@ AT_ONCE = 2
 """Windows of a row."""
 
 
-def judge(options, model, variables, held_out, students, tables, say) -> None:
+def judge(options, model, variables, held_out, students, tables, say, keep) -> None:
   """Compare all sizes with the model, some windows of each domain in turn."""
   windows_each = max(1, options.tokens // ((WINDOW - 2) * len(DOMAINS)))
   done = records.read_rows(rows_of(options), _Row)
+  keep(done.rows)
   for part in range(-(-windows_each // AT_ONCE)):
     for number, name in enumerate(held_out.names):
       if (name, part) in [(row["domain"], row["part"]) for row in done.rows]:
@@ -200,6 +210,7 @@ def judge(options, model, variables, held_out, students, tables, say) -> None:
       done.rows.append(row)
       done.checksums.append(sealed[records.CHECKSUM])
       kls = (f"{s} MB {np.mean(r['kl']):.5f}" for s, r in row["sizes"].items())
+      keep(done.rows)
       say(f"{name}, part {part}: {', '.join(kls)} ({row['seconds']:.0f} s)")
 
 
@@ -234,42 +245,50 @@ def main() -> int:
     moments.save(kept)
     say(f"calibration took {time.monotonic() - begun:.0f} s")
   compression = Compression(model, variables, moments)
-  tables, students, known = {}, [], []
+  tables, students = {}, []
   for size in options.sizes:
-    begun = time.monotonic()
-    best, known = search(
-      lambda step: compression.point(step, None), size=int(size * 1e6), points=known
-    )
-    searched = time.monotonic()
-    quantized = compression.quantized(best.step)
-    coded = file.encode(quantized["embedding"])
-    encoded = time.monotonic()
-    read = file.CompressedTable(coded)
-    if not np.array_equal(read.levels(), quantized["embedding"].levels):
-      raise RuntimeError("the table is not read as it was written")
-    tables[f"{size:g}"] = {
-      "step": best.step,
-      "bytes": sum(array.nbytes for array in coded.values()),
-      "parts": {name: array.nbytes for name, array in coded.items()},
-      "seconds_search": searched - begun,
-      "seconds_encode": encoded - searched,
-      "seconds_decode": time.monotonic() - encoded,
-    }
-    students.append(compression.variables_of(quantized))
+    tables[f"{size:g}"], student = compressed(options, compression, size)
+    students.append(student)
     say(f"{size:g} MB: {tables[f'{size:g}']}")
-    del quantized, coded, read
-  judge(options, model, variables, texts.held_out, students, tables, say)
-  done = records.read_rows(rows_of(options), _Row)
-  result = assembled(done.rows, tables)
-  result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-  records.write(options.json or work / "results.json", result)
-  print(
-    json.dumps(
-      {s: {k: v for k, v in r.items() if k != "parts"} for s, r in result["sizes"].items()},
-      indent=1,
-    )
-  )
+
+  def keep(rows) -> None:
+    result = assembled(rows, tables)
+    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    records.write(options.json or work / "results.json", result)
+
+  judge(options, model, variables, texts.held_out, students, tables, say, keep)
   return 0
+
+
+def compressed(options, compression: Compression, size: float):
+  """What is known of the table of a size, and the variables of the model with it."""
+  path = options.work / f"table-{size:g}.json"
+  known = records.read(path, _Table)
+  if known is not None:
+    return known, compression.variables_of(compression.quantized(known["step"]))
+  begun = time.monotonic()
+  best, _ = search(lambda step: compression.point(step, None), size=int(size * 1e6))
+  searched = time.monotonic()
+  quantized = compression.quantized(best.step)
+  done = time.monotonic()
+  coded = file.encode(quantized["embedding"])
+  encoded = time.monotonic()
+  read = file.CompressedTable(coded).levels()
+  table = {
+    "step": best.step,
+    "bytes": sum(array.nbytes for array in coded.values()),
+    "parts": {name: array.nbytes for name, array in coded.items()},
+    "seconds": {
+      "search": searched - begun,
+      "quantize": done - searched,
+      "encode": encoded - done,
+      "decode": time.monotonic() - encoded,
+    },
+  }
+  if not np.array_equal(read, quantized["embedding"].levels):
+    raise RuntimeError("the table is not read as it was written")
+  records.write(path, table)
+  return table, compression.variables_of(quantized)
 
 
 def assembled(rows, tables) -> dict:
@@ -292,7 +311,7 @@ def assembled(rows, tables) -> dict:
 
   for size, table in tables.items():
     own = {
-      name: [r["sizes"][size] for r in rows if r["domain"] == name] for name in DOMAINS + (*UNSEEN,)
+      name: [r["sizes"][size] for r in rows if r["domain"] == name] for name in (*DOMAINS, *UNSEEN)
     }
     sizes[size] = table | means([row for name in DOMAINS for row in own[name]])
     sizes[size]["domains"] = {name: means(own[name]) for name in DOMAINS}

@@ -100,7 +100,7 @@ def test_damage_is_named(part, damage):
   stored[part] = array if damage == "flipped" else array[:-1]
   if damage == "missing":
     del stored[part]
-  with pytest.raises(ValueError, match="damaged|as it was written"):
+  with pytest.raises(ValueError, match=r"damaged|as it was written"):
     file.CompressedTable(stored).levels()
 
 

@@ -418,13 +418,20 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
   return {"header": np.frombuffer(sealed.encode(), np.uint8)} | stored
 
 
-def coded_bytes(quantized: Any) -> int:
-  """Bytes that `encode` needs for a table, about, without coding it."""
+def coded_bytes(quantized: Any, rows: int | None = None) -> int:
+  """Bytes that `encode` needs for a table, about, without coding it.
+
+  Args:
+    quantized: the table, or some of its rows.
+    rows: rows of the table that these stand for; None: these are all.
+  """
   levels = np.asarray(quantized.levels)
-  step_class, rows = np.asarray(quantized.step_class), len(levels)
+  step_class = np.asarray(quantized.step_class)
   model, bits = fit(levels, step_class, len(quantized.steps))
-  share = np.unique(step_class, return_counts=True)[1] / rows
-  bits -= rows * (share * np.log2(share)).sum()
+  share = np.unique(step_class, return_counts=True)[1] / len(levels)
+  bits -= len(levels) * (share * np.log2(share)).sum()
+  rows = rows or len(levels)
+  bits *= rows / len(levels)
   # A lane has a state of 64 bits, of which 33 say something, and a length; a block a checksum.
   bits += -(-rows // RESTART) * (model.lanes * (31 + 12) + 32)
   small = sum(array.nbytes for array in _stored(_small(quantized, model))[0].values())
