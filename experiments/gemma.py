@@ -30,7 +30,7 @@ from vqjax import checkpoints
 from vqjax.compression import Moments, file
 from vqjax.compression.calibration import collect
 from vqjax.lab import exits, records
-from vqjax.lab.compression import Compression, Reference, encode, search, windows
+from vqjax.lab.compression import Compression, Reference, Windows, encode, search, windows
 from vqjax.lab.data.files import data_path
 
 SIZES = (65, 45, 30)
@@ -113,13 +113,19 @@ def split(name: str) -> tuple[str, str]:
 class Texts:
   """Windows of calibration text, held-out text and unseen text, and counts of tokens."""
 
-  calibration: object
-  held_out: object
+  calibration: Windows
+  held_out: Windows
   counts: np.ndarray
 
 
-def read_texts(tokenizer, vocab: int) -> Texts:
-  """The texts of all domains as tokens."""
+def read_texts(tokenizer, vocab: int, kept: pathlib.Path) -> Texts:
+  """The texts of all domains as tokens, which `kept` has after the first call."""
+  if kept.is_file():
+    with np.load(kept) as found:
+      of = lambda name: Windows(
+        found[f"{name}_tokens"], found[f"{name}_domain"], tuple(found[f"{name}_names"].tolist())
+      )
+      return Texts(of("calibration"), of("held_out"), found["counts"])
   counts = np.zeros(vocab)
   sides: list[dict[str, list[int]]] = [{}, {}]
   begin: list[int] = []
@@ -135,6 +141,10 @@ def read_texts(tokenizer, vocab: int) -> Texts:
     if name in DOMAINS or name in UNSEEN:
       sides[1][name] = encode(tokenizer, others)[1]
   made = [windows(side, begin, WINDOW) for side in sides]
+  named = zip(("calibration", "held_out"), made)
+  arrays = {f"{side}_{f}": np.asarray(v) for side, of in named for f, v in vars(of).items()}
+  with records.atomic_file(kept) as out:
+    np.savez(out, counts=counts, **arrays)
   return Texts(made[0], made[1], counts)
 
 
@@ -234,7 +244,7 @@ def main() -> int:
   say = lambda text: print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
   model, variables, tokenizer = checkpoints.load(data_path(options.model, kind="--model"))
   begun = time.monotonic()
-  texts = read_texts(tokenizer, model.head.vocab)
+  texts = read_texts(tokenizer, model.head.vocab, work / "texts.npz")
   say(f"texts: {len(texts.calibration.tokens)} and {len(texts.held_out.tokens)} windows")
   kept = work / "moments.safetensors"
   if kept.is_file():
