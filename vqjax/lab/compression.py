@@ -703,8 +703,8 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
     "",
     f"The vocabulary tables take {result['bytes']:,} bytes, {before / result['bytes']:.1f} times"
     f" less than in float32. On {held['tokens']:,} held-out tokens the mean divergence from the"
-    f" original model is {held['kl']:.5f} nats a token. Compressing took {result['seconds']:.0f} s and"
-    f" {result['peak_bytes'] / 1e9:.2f} GB of memory.",
+    f" original model is {held['kl']:.5f} nats a token. Compressing took {result['seconds']:.0f} s"
+    f" and {result['peak_bytes'] / 1e9:.2f} GB of memory.",
     "",
     "## Size",
     "",

@@ -97,9 +97,10 @@ def test_commands_read_the_folder(compressed, texts, capsys):
 
 
 def test_a_size_is_kept(folder, texts, tmp_path):
-  assert call(folder, texts, tmp_path / "out", "--bytes", "5.5KB") == 0
+  assert call(folder, texts, tmp_path / "out", "--bytes", "6.5KB") == 0
   report = json.loads((tmp_path / "out/vqjax.json").read_text())["report"]
-  assert report["bytes"] <= 5700
+  # The search counts bits; a file has a few bytes more or less.
+  assert 6000 < report["bytes"] <= 6600
 
 
 def test_a_damaged_table_is_named(compressed, tmp_path):
@@ -120,10 +121,10 @@ def test_moments_replace_the_calibration(folder, texts, tmp_path):
   hidden = rng.normal(size=(64, 32))
   path = tmp_path / "moments.safetensors"
   Moments(hidden.T @ hidden / 64, np.ones(V), 64).save(path)
-  assert call(folder, texts, tmp_path / "out", "--bytes", "6KB", "--moments", str(path)) == 0
+  assert call(folder, texts, tmp_path / "out", "--bytes", "9KB", "--moments", str(path)) == 0
   other = np.eye(31)
   Moments(other, np.ones(V), 64).save(path)
-  assert call(folder, texts, tmp_path / "other", "--bytes", "6KB", "--moments", str(path)) == 2
+  assert call(folder, texts, tmp_path / "other", "--bytes", "9KB", "--moments", str(path)) == 2
   assert not (tmp_path / "other").exists()
 
 
@@ -169,7 +170,7 @@ def test_a_table_that_is_not_finite_is_refused(texts, tmp_path, capsys):
   checkpoints.save(
     folder, model, compression.with_tables(variables, {"embedding": weight}), tokenizer
   )
-  line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "6KB"))
+  line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "9KB"))
   assert "17" in line or "finite" in line
   assert not (tmp_path / "out").exists()
 
@@ -185,7 +186,7 @@ def test_a_text_without_a_known_token_is_refused(folder, tmp_path, capsys):
 def test_no_room_on_the_disk_leaves_no_folder(folder, texts, tmp_path, capsys, monkeypatch):
   usage = shutil.disk_usage(tmp_path)
   monkeypatch.setattr(compression.shutil, "disk_usage", lambda path: usage._replace(free=10))
-  line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "6KB"))
+  line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "9KB"))
   assert "bytes free" in line
   assert not (tmp_path / "out").exists()
 
