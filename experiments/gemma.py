@@ -141,6 +141,8 @@ def read_texts(tokenizer, vocab: int, kept: pathlib.Path) -> Texts:
       sides[0][name] = tokens
     if name in DOMAINS or name in UNSEEN:
       sides[1][name] = encode(tokenizer, others)[1]
+  # What begins every text is an input of each window, and all later positions attend to it.
+  counts[begin] += counts.sum() / WINDOW
   made = [windows(side, begin, WINDOW) for side in sides]
   named = zip(("calibration", "held_out"), made)
   arrays = {f"{side}_{f}": np.asarray(v) for side, of in named for f, v in vars(of).items()}

@@ -576,6 +576,9 @@ def _texts(job, tokenizer, model):
         counts += own / max(1, len(tokens))
         total += len(tokens)
   length = min(job.window, model.context)
+  counts *= total / len(job.texts)
+  # What begins every text is an input of each window, and all later positions attend to it.
+  counts[begin] += counts.sum() / length
   made = [windows(side, begin, length) for side in sides]
   for kind, side in zip(("calibration", "held-out"), made):
     if not len(side.tokens):
@@ -583,7 +586,7 @@ def _texts(job, tokenizer, model):
         f"`--text` must hold at least a window of {length} tokens of {kind} text; got fewer. Give"
         " more text."
       )
-  return made[0].take(len(made[0].tokens)), made[1], counts * total / len(job.texts)
+  return made[0].take(len(made[0].tokens)), made[1], counts
 
 
 def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any) -> None:
