@@ -34,7 +34,7 @@ from vqjax.lab import exits, records
 from vqjax.lab.compression import Compression, Reference, Windows, encode, search, windows
 from vqjax.lab.data.files import data_path
 
-SIZES = (65, 45, 30)
+SIZES = (65, 50, 45, 30)
 """Megabytes of the table."""
 
 WINDOW = 256
