@@ -293,24 +293,20 @@ def compressed(options, compression: Compression, size: float):
   begun = time.monotonic()
   best, _ = search(lambda step: compression.point(step, None), size=int(size * 1e6))
   searched = time.monotonic()
-  quantized = compression.quantized(best.step)
-  done = time.monotonic()
-  coded = file.encode(quantized["embedding"])
+  step, quantized, coded = compression.coded(best.step, int(size * 1e6))
   encoded = time.monotonic()
-  read = file.CompressedTable(coded).levels()
+  parts = coded["embedding"]
+  file.CompressedTable(parts).levels()
   table = {
-    "step": best.step,
-    "bytes": sum(array.nbytes for array in coded.values()),
-    "parts": {name: array.nbytes for name, array in coded.items()},
+    "step": step,
+    "bytes": sum(array.nbytes for array in parts.values()),
+    "parts": {name: array.nbytes for name, array in parts.items()},
     "seconds": {
       "search": searched - begun,
-      "quantize": done - searched,
-      "encode": encoded - done,
+      "quantize, encode and verify": encoded - searched,
       "decode": time.monotonic() - encoded,
     },
   }
-  if not np.array_equal(read, quantized["embedding"].levels):
-    raise RuntimeError("the table is not read as it was written")
   records.write(path, table)
   return table, compression.variables_of(quantized)
 
