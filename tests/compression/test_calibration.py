@@ -25,11 +25,11 @@ def test_moments_are_means_of_outer_products(decoder):
   found = calibration.collect(
     model, variables, rows, counts, hidden_tokens=24, expected_tokens=24, fisher_tokens=24
   )
-  hidden = np.asarray(model.apply(variables, rows, method="hidden"), np.float64)[:, 1:]
+  hidden = np.asarray(model.apply(variables, jnp.asarray(rows), method="hidden"), np.float64)[:, 1:]
   flat = hidden.reshape(-1, hidden.shape[-1])
   # Sums of float32 products.
   np.testing.assert_allclose(found.hidden, flat.T @ flat / len(flat), rtol=1e-4, atol=1e-5)
-  logits = np.asarray(model.apply(variables, rows), np.float64)[:, 1:].reshape(-1, V)
+  logits = np.asarray(model.apply(variables, jnp.asarray(rows)), np.float64)[:, 1:].reshape(-1, V)
   p = np.exp(logits - logits.max(axis=1, keepdims=True))
   p /= p.sum(axis=1, keepdims=True)
   expected = (counts + counts.sum() * p.mean(axis=0)) / 2

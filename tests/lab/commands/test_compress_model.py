@@ -78,7 +78,7 @@ def test_the_report_has_the_divergence_that_the_folder_has(compressed):
   page = (out / "report.md").read_text()
   assert f"{report['held_out']['kl']:.5f}" in page
   before, after = checkpoints.load(model), checkpoints.load(out)
-  rows = np.random.default_rng(2).integers(1, V, (4, 12))
+  rows = jax.numpy.asarray(np.random.default_rng(2).integers(1, V, (4, 12)))
   log_p, log_q = (jax.nn.log_softmax(x.model.apply(x.variables, rows)) for x in (before, after))
   own = (np.exp(log_p) * (log_p - log_q)).sum(-1)
   # Other text, of a model that is as unsure of any.
