@@ -39,8 +39,8 @@ SEPARATOR = ".vqjax."
 RESTART = 256
 """Rows that are coded together, and decoded together."""
 
-LANES = 16
-"""Streams of such rows, which are decoded side by side."""
+MOST_LANES, NUMBERS_OF_A_LANE = 16, 2**13
+"""Streams of such rows, which are decoded side by side, and integers for which one more pays."""
 
 PRECISION = 14
 """Bits of a probability."""
@@ -54,8 +54,8 @@ LARGEST = 127
 LOWEST = 2**31
 """Smallest state; states are below 2^63."""
 
-AT_ONCE = 256
-"""Restart blocks that are coded side by side."""
+AT_ONCE = 2**12
+"""Lanes that are coded side by side."""
 
 MODELS = 255
 """Most distributions; one more codes nothing in padding."""
@@ -88,11 +88,22 @@ class Model:
   distribution: np.ndarray
   shift: np.ndarray
 
+  @property
+  def lanes(self) -> int:
+    """Streams of a restart block."""
+    numbers = RESTART * self.distribution.shape[1]
+    return min(MOST_LANES, max(1, numbers // NUMBERS_OF_A_LANE))
+
+  @property
+  def at_once(self) -> int:
+    """Restart blocks that are coded side by side."""
+    return AT_ONCE // self.lanes
+
   @functools.cached_property
   def padded(self) -> tuple[np.ndarray, np.ndarray]:
     """Distribution and shift with a class and columns of padding, whose symbols take no bits."""
     nothing = len(self.frequencies)
-    columns = -self.distribution.shape[1] % LANES
+    columns = -self.distribution.shape[1] % self.lanes
     grow = lambda x, value: np.pad(x, ((0, 1), (0, columns)), constant_values=value)
     return grow(self.distribution.astype(np.int64), nothing), grow(self.shift.astype(np.int64), 0)
 
@@ -112,8 +123,10 @@ class Model:
     return frequency.ravel(), below.ravel(), symbols
 
 
-def fit(levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MODELS) -> Model:
-  """Few distributions for the classes and columns of integers [V, D].
+def fit(
+  levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MODELS
+) -> tuple[Model, float]:
+  """Few distributions for the classes and columns of integers [V, D], and the bits that all cost.
 
   Histograms of classes and columns are clustered by the bits that they cost under the distribution
   of their cluster.
@@ -124,7 +137,9 @@ def fit(levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MO
   order = np.argsort(step_class, kind="stable")
   ends = np.searchsorted(step_class[order], np.arange(classes + 1))
   step = max(1, 2**22 // columns)
-  blocks = lambda c: (order[i : min(i + step, ends[c + 1])] for i in range(ends[c], ends[c + 1], step))
+  blocks = lambda c: (
+    order[i : min(i + step, ends[c + 1])] for i in range(ends[c], ends[c + 1], step)
+  )
   offsets = np.arange(columns) * SYMBOLS
   for c in range(classes):
     count = ends[c + 1] - ends[c]
@@ -142,7 +157,11 @@ def fit(levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MO
   flat = histograms.reshape(-1, SYMBOLS)
   most = min(most, max(1, rows * columns // 2**14))
   frequencies, distribution = _clusters(flat, most)
-  return Model(frequencies, distribution.reshape(classes, columns).astype(np.uint8), shift)
+  bits = PRECISION - np.log2(np.maximum(frequencies, 1))
+  total = (flat * bits[distribution]).sum() + 32 * histograms[..., ESCAPE].sum()
+  total += (histograms.sum(axis=-1) * shift).sum()
+  shape = classes, columns
+  return Model(frequencies, distribution.reshape(shape).astype(np.uint8), shift), float(total)
 
 
 def _symbols(levels, shift):
@@ -203,9 +222,9 @@ def encode_integers(
   _, shift = model.padded
   blocks = -(-len(levels) // RESTART)
   words, lengths, escapes, counts = [], [], [], []
-  for first in range(0, blocks, AT_ONCE):
-    some = range(first, min(first + AT_ONCE, blocks))
-    rows, owner = _padded_rows(levels, step_class, some)
+  for first in range(0, blocks, model.at_once):
+    some = range(first, min(first + model.at_once, blocks))
+    rows, owner = _padded_rows(levels, step_class, some, model.lanes)
     symbols = _symbols(rows, shift[owner])
     # Padding is a zero, and the escape has no low bits.
     escaped = symbols == ESCAPE
@@ -226,28 +245,29 @@ def encode_integers(
   }
 
 
-def _padded_rows(levels, step_class, blocks):
+def _padded_rows(levels, step_class, blocks, lanes):
   """Rows of blocks and their classes, [blocks · RESTART, D and padding]."""
   rows = levels[blocks.start * RESTART : blocks.stop * RESTART]
   owner = step_class[blocks.start * RESTART : blocks.stop * RESTART]
   missing = len(blocks) * RESTART - len(rows)
   nothing = -1  # the last class, which codes nothing
   owner = np.pad(owner.astype(np.int64), (0, missing), constant_values=nothing)
-  return np.pad(rows, ((0, missing), (0, -levels.shape[1] % LANES))), owner
+  return np.pad(rows, ((0, missing), (0, -levels.shape[1] % lanes))), owner
 
 
 def _encoded(rows, symbols, owner, model):
-  """Words of each block, and their numbers by lane: [blocks], uint16 or uint32 [blocks, LANES]."""
+  """Words of each block, and their numbers by lane: [blocks], uint32 [blocks, lanes]."""
   frequency, below, _ = model.tables
   distribution, shift = model.padded
-  groups = rows.shape[1] // LANES
+  width = model.lanes
+  groups = rows.shape[1] // width
   blocks = len(rows) // RESTART
-  lanes = blocks * LANES
-  # By row of a block and group of columns: [RESTART, groups, blocks · LANES].
-  order = lambda x: x.reshape(blocks, RESTART, groups, LANES).transpose(1, 2, 0, 3)
+  lanes = blocks * width
+  # By row of a block and group of columns: [RESTART, groups, blocks · lanes].
+  order = lambda x: x.reshape(blocks, RESTART, groups, width).transpose(1, 2, 0, 3)
   rows, symbols = order(rows), order(symbols)
   owner = owner.reshape(blocks, RESTART)
-  by_group = lambda x: x.reshape(-1, groups, LANES)
+  by_group = lambda x: x.reshape(-1, groups, width)
   distribution, shift = by_group(distribution), by_group(shift)
   state = np.full(lanes, LOWEST, np.int64)
   out = np.empty((lanes, 256), np.uint32)
@@ -279,9 +299,9 @@ def _encoded(rows, symbols, owner, model):
   # A decoder reads backwards what the encoder wrote.
   coded = []
   for block in range(blocks):
-    own = range(block * LANES, (block + 1) * LANES)
+    own = range(block * width, (block + 1) * width)
     coded.append(np.concatenate([out[lane, : used[lane]][::-1] for lane in own]))
-  return coded, used.reshape(blocks, LANES).astype(np.uint32)
+  return coded, used.reshape(blocks, width).astype(np.uint32)
 
 
 def decode_integers(
@@ -304,9 +324,10 @@ def decode_integers(
   if len(words) != by_block.sum() or len(parts["escapes"]) != (escapes[-1] if len(escapes) else 0):
     raise _damaged("another number of words")
   out = np.empty(((stop - start) * RESTART, columns), np.int32)
-  groups = -(-columns // LANES)
-  for at in range(start, stop, AT_ONCE):
-    end = min(at + AT_ONCE, stop)
+  lanes = model.lanes
+  groups = -(-columns // lanes)
+  for at in range(start, stop, model.at_once):
+    end = min(at + model.at_once, stop)
     blocks = end - at
     begin = int(begins[at])
     some = words[begin : int(begins[end - 1] + by_block[end - 1])]
@@ -323,9 +344,9 @@ def decode_integers(
     owner = step_class[at * RESTART : end * RESTART].astype(np.int64)
     owner = np.pad(owner, (0, blocks * RESTART - len(owner)), constant_values=-1)
     owner = owner.reshape(blocks, RESTART)
-    by_group = lambda x: x.reshape(-1, groups, LANES)
+    by_group = lambda x: x.reshape(-1, groups, lanes)
     which, bits = by_group(distribution), by_group(shift)
-    result = np.empty((RESTART, groups, blocks, LANES), np.int32)
+    result = np.empty((RESTART, groups, blocks, lanes), np.int32)
     mask = 2**PRECISION - 1
     for row in range(RESTART):
       own = owner[:, row]
@@ -344,7 +365,7 @@ def decode_integers(
         if has_low:
           level = np.where(symbol == ESCAPE, level, (level << low) | remainder)
         # The escape is -128 in steps of 2^shift; it is replaced below.
-        result[row, group] = np.where(symbol == ESCAPE, -(2**31), level).reshape(blocks, LANES)
+        result[row, group] = np.where(symbol == ESCAPE, -(2**31), level).reshape(blocks, lanes)
         short = np.flatnonzero(state < LOWEST)
         if len(short):
           place = np.minimum(pointer[short], len(some) - 1)
@@ -352,7 +373,7 @@ def decode_integers(
           pointer[short] += 1
     if (state != LOWEST).any():
       raise _damaged("integers that do not end where they began")
-    table = result.transpose(2, 0, 1, 3).reshape(blocks * RESTART, groups * LANES)
+    table = result.transpose(2, 0, 1, 3).reshape(blocks * RESTART, groups * lanes)
     escaped = table == -(2**31)
     values = parts["escapes"][escapes[at] - parts["escape_counts"][at] : escapes[end - 1]]
     if np.count_nonzero(escaped) != len(values):
@@ -363,6 +384,9 @@ def decode_integers(
 
 
 PARTS = ("words", "lengths", "escapes", "escape_counts", "sums")
+SIZE_OF_HEADER = 1600
+"""Bytes of a header and of the distribution of classes, about."""
+
 STORED_AS_THEY_ARE = ("words", "sums")
 """Parts that zlib cannot make smaller."""
 
@@ -377,23 +401,57 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
   levels = np.asarray(quantized.levels)
   step_class = np.asarray(quantized.step_class, np.uint8)
   classes, (rows, columns) = len(quantized.steps), levels.shape
-  model = fit(levels, step_class, classes)
+  model, _ = fit(levels, step_class, classes)
   parts = encode_integers(levels, step_class, model, progress)
   width = min(WIDTH_OF_CLASSES, rows)
   of_rows = np.pad(step_class.astype(np.int32), (0, -rows % width), mode="edge").reshape(-1, width)
-  class_model = fit(of_rows, np.zeros(len(of_rows), np.uint8), 1, most=1)
+  class_model, _ = fit(of_rows, np.zeros(len(of_rows), np.uint8), 1, most=1)
   class_parts = encode_integers(of_rows, np.zeros(len(of_rows), np.uint8), class_model)
   arrays = {name: parts[name] for name in PARTS}
   arrays |= {f"class_{name}": class_parts[name] for name in PARTS}
-  arrays |= {
+  arrays |= _small(quantized, model) | {"class_frequencies": class_model.frequencies}
+  stored, entries = _stored(arrays)
+  header = {"format": FORMAT, "version": VERSION, "rows": rows, "columns": columns}
+  header |= {"classes": classes, "restart": RESTART, "lanes": model.lanes, "parts": entries}
+  text = json.dumps(header, sort_keys=True)
+  sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "header": header}, sort_keys=True)
+  return {"header": np.frombuffer(sealed.encode(), np.uint8)} | stored
+
+
+def coded_bytes(quantized: Any, rows: int | None = None) -> int:
+  """Bytes that `encode` needs for a table, about, without coding it.
+
+  Args:
+    quantized: the table, or some of its rows.
+    rows: rows of the table that these stand for; None: these are all.
+  """
+  levels = np.asarray(quantized.levels)
+  step_class = np.asarray(quantized.step_class)
+  model, bits = fit(levels, step_class, len(quantized.steps))
+  share = np.unique(step_class, return_counts=True)[1] / len(levels)
+  bits -= len(levels) * (share * np.log2(share)).sum()
+  rows = rows or len(levels)
+  bits *= rows / len(levels)
+  # A lane has a state of 64 bits, of which 33 say something, and a length; a block a checksum.
+  bits += -(-rows // RESTART) * (model.lanes * (31 + 12) + 32)
+  small = sum(array.nbytes for array in _stored(_small(quantized, model))[0].values())
+  return int(bits / 8 + small + SIZE_OF_HEADER)
+
+
+def _small(quantized, model):
+  """The parts of which nothing depends on the number of rows."""
+  return {
     "frequencies": model.frequencies,
     "distribution": model.distribution,
     "shift": model.shift,
-    "class_frequencies": class_model.frequencies,
     "steps": np.asarray(quantized.steps, np.float32),
     "mean": np.asarray(quantized.mean, np.float32),
     "inverse": np.asarray(quantized.inverse),
   }
+
+
+def _stored(arrays):
+  """Arrays as bytes, and what the header says of each."""
   stored, entries = {}, {}
   for name, array in arrays.items():
     array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
@@ -406,11 +464,7 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
       entry["zlib"] = True
     entry["crc32"] = zlib.crc32(data)
     stored[name], entries[name] = np.frombuffer(data, np.uint8), entry
-  header = {"format": FORMAT, "version": VERSION, "rows": rows, "columns": columns}
-  header |= {"classes": classes, "restart": RESTART, "lanes": LANES, "parts": entries}
-  text = json.dumps(header, sort_keys=True)
-  sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "header": header}, sort_keys=True)
-  return {"header": np.frombuffer(sealed.encode(), np.uint8)} | stored
+  return stored, entries
 
 
 class CompressedTable:
@@ -435,7 +489,7 @@ class CompressedTable:
     header = _header(stored)
     self.shape = header["rows"], header["columns"]
     arrays = {name: _part(name, stored, entry) for name, entry in header["parts"].items()}
-    rows, columns = self.shape
+    rows = self.shape[0]
     width = min(WIDTH_OF_CLASSES, rows)
     height = -(-rows // width)
     zeros = np.zeros((1, width), np.uint8)
@@ -468,7 +522,7 @@ class CompressedTable:
     step = self.steps[self.step_class[first : first + len(levels)]][:, None]
     return (levels.astype(np.float32) * step) @ self.inverse.astype(np.float32) + self.mean
 
-  def blocks(self, size: int = AT_ONCE * RESTART) -> Iterator[np.ndarray]:
+  def blocks(self, size: int = 256 * RESTART) -> Iterator[np.ndarray]:
     """All rows in order, `size` at a time."""
     for first in range(0, self.shape[0], size):
       yield self.rows(first, min(first + size, self.shape[0]))
@@ -484,11 +538,11 @@ def _header(stored):
       raise _damaged("another checksum of the header")
   except (UnicodeDecodeError, KeyError, TypeError, json.JSONDecodeError):
     raise _damaged("a header that is not JSON") from None
-  found = header["format"], header["version"], header["restart"], header["lanes"]
-  wanted = FORMAT, VERSION, RESTART, LANES
+  found = header["format"], header["version"], header["restart"]
+  wanted = FORMAT, VERSION, RESTART
   if found != wanted:
     raise ValueError(
-      f"format, version, restart and lanes of the table must be {wanted}; got {found}. Read it with"
+      f"format, version and restart of the table must be {wanted}; got {found}. Read it with"
       " the version of vqjax that wrote it."
     )
   if absent := sorted(header["parts"].keys() - stored.keys()):
