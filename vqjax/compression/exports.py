@@ -309,6 +309,8 @@ def _quantization(modules: list[str], bits: int, group: int, dim: int) -> dict:
   }
   return {
     "quant_method": "compressed-tensors",
+    # transformers has no embedding that stays packed: it unpacks the tables when it loads them.
+    "dequantize": True,
     "format": FORMAT,
     "quantization_status": "compressed",
     "config_groups": {"group_0": scheme},
