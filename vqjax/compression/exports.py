@@ -164,11 +164,11 @@ def _pad(file: BinaryIO, alignment: int) -> None:
 FORMAT = "pack-quantized"
 """Format of compressed-tensors that is written."""
 
-WIDTHS = {8: tuple(range(-128, 128)), 4: tuple(range(-8, 8))}
+WIDTHS = {8: tuple(range(-127, 128)), 4: tuple(range(-8, 8))}
 """Bits of a number in compressed-tensors' layout -> its levels."""
 
 
-FACTORS = {8: (0.94, 0.97, 1.0, 1.008), 4: (0.7, 0.77, 0.84, 0.9, 0.96, 1.02, 1.08, 1.14)}
+FACTORS = {8: (0.94, 0.97, 1.0), 4: (0.7, 0.77, 0.84, 0.9, 0.96, 1.02, 1.08, 8 / 7)}
 """Bits of a number -> scales that are tried, as `Grid.factors`."""
 
 

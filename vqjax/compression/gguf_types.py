@@ -100,18 +100,35 @@ def encode(
   rows = np.ascontiguousarray(rows, np.float32)
   check_rows(rows)
   kind = block_type(name, rows.shape[1])
-  if metric is None:
-    return _packed(name, ROUNDED[name](rows))
-  if not kind.has_factors:
-    scale, level = fit(rows, kind.grid, metric)
-    return _packed(name, Blocks(scale.astype(np.float16), None, level))
-  # The feedback of errors may make a group larger than it was: factors get a tenth of headroom.
   plain = ROUNDED[name](rows)
-  widest = np.float32(1.1) * plain.scale.astype(np.float32)
-  unit = np.repeat(widest.astype(np.float16).astype(np.float32), kind.block // kind.grid.group, 1)
-  scale, level = fit(rows, kind.grid, metric, unit=unit)
-  factor = np.rint(np.divide(scale, unit, out=np.zeros_like(scale), where=unit != 0))
-  return _packed(name, Blocks(widest.astype(np.float16), factor.astype(np.int8), level))
+  if metric is None:
+    return _packed(name, plain)
+  unit = scale = factor = None
+  if kind.has_factors:
+    # The feedback of errors may make a group larger than it was: factors get a tenth of headroom.
+    scale = (np.float32(1.1) * plain.scale.astype(np.float32)).astype(np.float16)
+    unit = np.repeat(scale.astype(np.float32), kind.block // kind.grid.group, axis=1)
+  found = fit(rows, kind.grid, metric, unit=unit)
+  if kind.has_factors:
+    factor = np.rint(np.divide(found.scale, unit, out=np.zeros_like(unit), where=unit != 0))
+    factor = factor.astype(np.int8)
+  else:
+    scale = found.scale.astype(np.float16)
+  fitted = Blocks(scale, factor, found.level)
+  # Some rows are on a grid as they are, which the search may miss.
+  errors = [_error(kind, blocks, rows, metric) for blocks in (plain, fitted)]
+  is_better_R1 = (errors[1] < errors[0])[:, None]
+  choose = lambda new, old: None if new is None else np.where(is_better_R1, new, old)
+  return _packed(name, Blocks(*map(choose, fitted, plain)))
+
+
+def _error(kind: BlockType, blocks: Blocks, rows: np.ndarray, metric: np.ndarray) -> np.ndarray:
+  """The error of each row in a metric."""
+  scale = blocks.scale.astype(np.float32)
+  if blocks.factor is not None:
+    scale = np.repeat(scale, kind.block // kind.grid.group, axis=1) * blocks.factor
+  wrong = rows - np.repeat(scale, kind.grid.group, axis=1) * blocks.level
+  return np.einsum("rd,rd->r", wrong @ np.asarray(metric, np.float32), wrong)
 
 
 def _round_half_away(x: np.ndarray) -> np.ndarray:

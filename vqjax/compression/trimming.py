@@ -353,7 +353,7 @@ def trim(
     _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
     written = checkpoints.load_tokenizer(partial)
     report = _measured(
-      (model, variables, tokenizer), (small, fewer, written), found, ids, held or counted, scored
+      (model, variables, tokenizer), (small, fewer, written), found, ids, held, scored
     )
     width = {"F32": 4}.get(table.format, 2)
     tables = 1 if model.head.embedding is not None else 2
@@ -439,12 +439,13 @@ def _measured(before, after, found: Vocabulary, ids: np.ndarray, held, scored: i
   spelling = np.asarray(sorted(number_of[n] for n in found.spelling if n in number_of), np.int64)
   lines = [line for text in held for line in text.splitlines() if line]
   tokens = tokens_after = covered = spelled = restored = restored_after = 0
-  for line in lines:
-    old, new = (np.asarray(t.encode(line, special=False), np.int64) for t in (tokenizer, written))
+  for piece in _pieces(held, 100_000):
+    old, new = (np.asarray(t.encode(piece, special=False), np.int64) for t in (tokenizer, written))
     tokens, tokens_after = tokens + len(old), tokens_after + len(new)
     covered, spelled = covered + is_kept[old].sum(), spelled + np.isin(new, spelling).sum()
-    restored += tokenizer.decode(old) == line
-    restored_after += written.decode(new) == line
+  for line in lines:
+    restored += tokenizer.decode(tokenizer.encode(line, special=False)) == line
+    restored_after += written.decode(written.encode(line, special=False)) == line
   nats = [None, None]
   if scored:
     text = "\n".join(lines)[:scored]
