@@ -1,4 +1,5 @@
 from . import assign as assign
+from . import compression as compression
 from . import convert as convert
 from . import embeddings as embeddings
 from . import heads as heads
@@ -22,6 +23,7 @@ from .embeddings import Embedding as Embedding
 from .embeddings import GuidedEmbedding as GuidedEmbedding
 from .embeddings import LowRankEmbedding as LowRankEmbedding
 from .embeddings import ProductEmbedding as ProductEmbedding
+from .embeddings import QuantizedEmbedding as QuantizedEmbedding
 from .embeddings import ScalarEmbedding as ScalarEmbedding
 from .heads import AdaptiveHead as AdaptiveHead
 from .heads import ClassBasedHead as ClassBasedHead
@@ -35,6 +37,7 @@ from .heads import LearnedCodebookHead as LearnedCodebookHead
 from .heads import LearnedProductHead as LearnedProductHead
 from .heads import LowRankHead as LowRankHead
 from .heads import ProductHead as ProductHead
+from .heads import QuantizedHead as QuantizedHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead
 from .heads import SampledSoftmaxHead as SampledSoftmaxHead
 from .heads import UnigramBias as UnigramBias

@@ -165,7 +165,44 @@ def read_safetensors(folder: pathlib.Path) -> Source:
       f"{folder} must have the tensors of its index; got none named {_some(absent)}. Download the"
       " files again."
     )
+  if (folder / MANIFEST).is_file():
+    tensors = _decompressed(folder, tensors)
   return Source(folder, "safetensors", config, tensors)
+
+
+MANIFEST = "vqjax.json"
+"""File of a folder that names its compressed tables."""
+
+
+def _decompressed(folder: pathlib.Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+  """The tensors with compressed tables in place of their parts; rows are decoded when read."""
+  from vqjax.compression import file
+
+  manifest = read_json(folder / MANIFEST)
+  try:
+    names = [table["tensor"] for table in manifest["tables"].values()]
+  except (KeyError, TypeError, AttributeError):
+    raise ValueError(
+      f"{folder / MANIFEST} must name the compressed tables; it does not. Copy it again."
+    ) from None
+  for name in names:
+    prefix = name + file.SEPARATOR
+    own = [tensor for tensor in tensors if tensor.startswith(prefix)]
+    stored = {part.removeprefix(prefix): tensors.pop(part).read(slice(None)) for part in own}
+    try:
+      table = file.CompressedTable(stored)
+    except file.DamagedTableError as error:
+      raise ValueError(f"{name} of {folder}: {error}") from None
+    read = functools.partial(_table_rows, f"{name} of {folder}", table)
+    tensors[name] = Tensor(table.shape, "rANS", table.nbytes, read)
+  return tensors
+
+
+def _table_rows(where: str, table, rows: slice) -> np.ndarray:
+  try:
+    return table.rows(*rows.indices(table.shape[0])[:2])
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from None
 
 
 def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:

@@ -341,8 +341,11 @@ def save(
   *,
   dtype: Dtype | None = None,
   shard_bytes: int = 5 * 10**9,
-) -> None:
+  compressed: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+) -> dict[str, str]:
   """Write a folder that Hugging Face transformers loads: config.json and safetensors.
+
+  With compressed tables only this library loads it.
 
   Args:
     folder: a folder that does not exist or is empty.
@@ -351,10 +354,17 @@ def save(
     tokenizer: written as it was read, where it has a file.
     dtype: dtype of the written tensors; None: that of each variable.
     shard_bytes: largest size of a file, unless one tensor is larger.
+    compressed: what `vqjax.compression.file.encode` returned for "embedding" or "head", which is
+      written in place of the table.
+
+  Returns:
+    The name of the tensor of each compressed table.
 
   Raises:
     ValueError: no family computes the decoder, or the folder is not empty.
   """
+  from vqjax.compression.file import SEPARATOR
+
   family, config = described(model)
   folder = pathlib.Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -373,12 +383,18 @@ def save(
     )
   folder.mkdir(parents=True, exist_ok=True)
   files = _Files(folder, shard_bytes)
+  tensors = {}
   for rule in family.rules:
     path = tuple(rule.path.split("/"))
     if path not in shapes:
       continue
     value, layout = params[path], Layout(rule.layout)
     prefix = "" if rule.path.startswith("head/") else family.prefix
+    if (table := (compressed or {}).get(path[0])) is not None and path[1] == "weight":
+      tensors[path[0]] = prefix + rule.name
+      for part, array in table.items():
+        files.add(prefix + rule.name + SEPARATOR + part, array)
+      continue
     for layer in range(model.layers if path[0] == "blocks" else 1):
       block = value[layer] if path[0] == "blocks" else value
       tensor = layout.tensor(np.asarray(jax.device_get(block))).astype(dtype or value.dtype)
@@ -389,6 +405,7 @@ def save(
   (folder / "config.json").write_text(text + "\n", "utf-8")
   if tokenizer is not None:
     tokenizer.save(folder)
+  return tensors
 
 
 class _Files:

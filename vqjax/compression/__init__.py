@@ -1,10 +1,12 @@
 """Lossy compression of trained tables [V, D] in the metric of their use, beyond 16-fold.
 
 `Moments` says which errors cost how much, `quantize` turns a table into a `QuantizedTable` of
-integers, and `ideal_bits` counts the bits that an entropy coder needs for them.
+integers, and `ideal_bits` counts the bits that an entropy coder needs for them. `pack` encodes a
+table in bits that a `QuantizedHead` scores and a `QuantizedEmbedding` looks up where they lie.
 """
 
 from vqjax.compression.moments import Moments
+from vqjax.compression.packed import PackedTable, pack, units_of
 from vqjax.compression.table import (
   QuantizedTable,
   Transform,
@@ -16,10 +18,13 @@ from vqjax.compression.table import (
 
 __all__ = [
   "Moments",
+  "PackedTable",
   "QuantizedTable",
   "Transform",
   "ideal_bits",
+  "pack",
   "probabilities",
   "quantize",
   "transform",
+  "units_of",
 ]

@@ -104,7 +104,7 @@ class Moments:
       tensors = safetensors.numpy.load_file(path)
     except SafetensorError as error:
       raise ValueError(
-        f"{path} is not a file of safetensors ({error}). Collect it again."
+        f"{path} must be a file of safetensors; got another ({error}). Collect it again."
       ) from None
     missing = [name for name in FIELDS[:3] if name not in tensors]
     if missing:

@@ -1,9 +1,9 @@
 """Tables of integers: the lossy half of the compression of a trained table [V, D].
 
-An error e of the row of a token of probability p costs about p · eᵀ M e / 2 nats, where M is a second
-moment. A transform T turns this into p |e T|² / 2 with uncorrelated columns, so that equal steps in
-all columns cost the fewest bits (reverse water-filling). Rows of rare tokens may err more: the step
-of a row is proportional to p^-1/2, in classes a factor sqrt(2) apart.
+An error e of the row of a token of probability p costs about p · eᵀ M e / 2 nats, where M is a
+second moment. A transform T turns this into p |e T|² / 2 with uncorrelated columns, so that equal
+steps in all columns cost the fewest bits (reverse water-filling). Rows of rare tokens may err more:
+the step of a row is proportional to p^-1/2, in classes a factor sqrt(2) apart.
 """
 
 from __future__ import annotations
@@ -164,16 +164,13 @@ def quantize(
     ValueError: the moments are those of another table, the table is not finite, or the step is not
       positive or so small that levels overflow.
   """
-  if np.ndim(table) != 2 or 0 in np.shape(table):
-    raise ValueError(
-      f"`table` must be an array [V, D]; got shape {np.shape(table)}. Give a row for each token."
-    )
+  check_table(table)
   moments.check(*table.shape)
   if not 0 < step < np.inf:
     raise ValueError(f"`step` must be positive and finite; got {step}. Begin with 1.")
   vocab, dim = table.shape
-  mean, covariance = _mean_and_covariance(table)
-  basis = transform(moments, covariance, lam)
+  mean, sigma = covariance(table)
+  basis = transform(moments, sigma, lam)
   step_class, steps = step_classes(probabilities(moments.counts, smoothing), step * basis.scale)
   levels = np.empty((vocab, dim), np.int32)
   forward = basis.forward.astype(np.float32)
@@ -200,6 +197,18 @@ def ideal_bits(quantized: QuantizedTable) -> Float[np.ndarray, "C D"]:
   return bits
 
 
+def check_table(table: Float[np.ndarray, "V D"]) -> None:
+  """Check that there are rows.
+
+  Raises:
+    ValueError: the table has no rows or is not of two axes.
+  """
+  if np.ndim(table) != 2 or 0 in np.shape(table):
+    raise ValueError(
+      f"`table` must be an array [V, D]; got shape {np.shape(table)}. Give a row for each token."
+    )
+
+
 def _blocks(table):
   for start in range(0, table.shape[0], BLOCK):
     block = np.asarray(table[start : start + BLOCK], np.float32)
@@ -212,8 +221,10 @@ def _blocks(table):
     yield start, block
 
 
-def _mean_and_covariance(table):
-  """The mean row, and the covariance of the rows, in float64."""
+def covariance(
+  table: Float[np.ndarray, "V D"],
+) -> tuple[Float[np.ndarray, "D"], Float[np.ndarray, "D D"]]:
+  """The mean row in float32, and the covariance of the rows, a block of rows at a time."""
   vocab, dim = table.shape
   total, second = np.zeros(dim), np.zeros((dim, dim))
   # About the first row, near the mean in comparison with rows far from 0.

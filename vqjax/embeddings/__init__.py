@@ -9,6 +9,7 @@ from vqjax.embeddings.dpq import DPQEmbedding
 from vqjax.embeddings.guided import GuidedEmbedding
 from vqjax.embeddings.low_rank import LowRankEmbedding
 from vqjax.embeddings.product import ProductEmbedding
+from vqjax.embeddings.quantized import QuantizedEmbedding
 from vqjax.embeddings.scalar import ScalarEmbedding
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
   "GuidedEmbedding",
   "LowRankEmbedding",
   "ProductEmbedding",
+  "QuantizedEmbedding",
   "ScalarEmbedding",
 ]

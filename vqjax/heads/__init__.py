@@ -13,6 +13,7 @@ from vqjax.heads.hierarchical import HierarchicalHead
 from vqjax.heads.learned_codebook import LearnedCodebookHead
 from vqjax.heads.low_rank import LowRankHead
 from vqjax.heads.product import LearnedProductHead, ProductHead
+from vqjax.heads.quantized import QuantizedHead
 from vqjax.heads.residual import ResidualCodebookHead
 from vqjax.heads.sampled import SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
@@ -31,6 +32,7 @@ __all__ = [
   "LearnedProductHead",
   "LowRankHead",
   "ProductHead",
+  "QuantizedHead",
   "ResidualCodebookHead",
   "SampledSoftmaxHead",
   "UnigramBias",

@@ -46,6 +46,10 @@ class LinearHead(Head):
     """A score for each token, or None."""
     return None
 
+  def _projected(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """The hidden vectors in the basis of `_weight`, by default the model's."""
+    return hidden
+
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
     """The rows and the bias that the head scores with; a distillation reads them."""
     return self._weight(), self._bias()
@@ -65,7 +69,8 @@ class LinearHead(Head):
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """hidden · rowᵀ + bias, capped, in float32."""
     self._check_hidden(hidden)
-    return softmax.linear_scores(hidden, self._weight(), self._bias(), self.dtype, self.softcap)
+    projected = self._projected(hidden)
+    return softmax.linear_scores(projected, self._weight(), self._bias(), self.dtype, self.softcap)
 
   def log_prob(
     self,
@@ -79,7 +84,7 @@ class LinearHead(Head):
   def _softmax(self, hidden, tokens, mean, weight=None, temperature=1.0):
     self._check_hidden(hidden)
     return softmax.linear_softmax(
-      hidden,
+      self._projected(hidden),
       weight or self._weight(),
       tokens,
       self._bias(),
@@ -121,7 +126,7 @@ class LinearHead(Head):
     self._check_hidden(hidden)
     weight = dataclasses.replace(self._weight(), per_row=rows["per_row"], shared=rows["shared"])
     return linear_decoding.linear_blocks(
-      hidden,
+      self._projected(hidden),
       weight,
       rows["bias"],
       self.vocab,

@@ -33,6 +33,9 @@ class CodebookEmbedding(Layer, of=embeddings.CodebookEmbedding): ...
 class ProductEmbedding(Layer, of=embeddings.ProductEmbedding): ...
 
 
+class QuantizedEmbedding(Layer, of=embeddings.QuantizedEmbedding): ...
+
+
 class LowRankEmbedding(Layer, of=embeddings.LowRankEmbedding): ...
 
 
@@ -64,6 +67,9 @@ class ResidualCodebookHead(Layer, of=heads.ResidualCodebookHead): ...
 
 
 class ProductHead(Layer, of=heads.ProductHead): ...
+
+
+class QuantizedHead(Layer, of=heads.QuantizedHead): ...
 
 
 class LearnedProductHead(Layer, of=heads.LearnedProductHead): ...
@@ -118,6 +124,8 @@ __all__ = [
   "LowRankHead",
   "ProductEmbedding",
   "ProductHead",
+  "QuantizedEmbedding",
+  "QuantizedHead",
   "ResidualCodebookHead",
   "SampledSoftmaxHead",
   "ScalarEmbedding",

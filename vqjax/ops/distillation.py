@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -587,3 +588,80 @@ def _d_mixture(mixture, scores, row_v11, given):
 
 
 _pass.defvjp(_pass_forward, _pass_backward)
+
+
+class LinearComparison(NamedTuple):
+  """Two softmaxes over one vocabulary, beside each other.
+
+  Attributes:
+    kl: sum_v q_v (log q_v - log p_v) of the student p from the teacher q, in nats, [N].
+    agrees: whether both have the same most probable token, bool [N].
+    log_prob: log-probability of the token under the student, [N].
+    teacher_log_prob: log-probability of the token under the teacher, [N].
+  """
+
+  kl: Float[Array, "N"]
+  agrees: Bool[Array, "N"]
+  log_prob: Float[Array, "N"]
+  teacher_log_prob: Float[Array, "N"]
+
+
+def linear_comparison(
+  students: Sequence[Side], teacher: Side, tokens: Array, tile: tuple[int, int] | None = None
+) -> list[LinearComparison]:
+  """Divergence, agreement and log-probabilities of tokens in one pass, without a gradient.
+
+  Args:
+    students: one or more students, which share the scores of the teacher; their hidden vectors are
+      [N, D].
+    teacher: the teacher.
+    tokens: int [N], in [0, V).
+    tile: (tokens, vocabulary rows) that are scored at once.
+
+  Returns:
+    The comparison of each student.
+
+  Raises:
+    ValueError: the shapes do not fit together.
+  """
+  shards = vocab_parallel.token_shards(None)
+  linears, scorings = [], []
+  for side in (teacher, *students):
+    check_sides(side, teacher, 1.0)
+    weight = as_row_factory(side.weight)
+    linears.append(tiles.Linear(shards.split(side.hidden), weight, side.bias))
+    dtype = jnp.promote_types(side.hidden.dtype, weight.dtype)
+    scorings.append(tiles.Scoring(jnp.dtype(dtype), side.softcap, 1.0))
+  token = shards.split(tokens.astype(jnp.int32))
+  cut = tiles.Cut(tiles.cut_tile(tile, token.shape[1], linears[0].weight.count), shards)
+
+  def add(old, scores, first_row, token):
+    at = token - first_row
+    is_here = (at >= 0) & (at < scores[0].shape[-1])
+    at = jnp.clip(at, 0, scores[0].shape[-1] - 1)[..., None]
+    found = []
+    for (top, best, own), score in zip(old[0], scores):
+      highest = score.max(axis=-1)
+      best = jnp.where(highest > top, first_row + score.argmax(axis=-1), best)
+      # The score of a row in the overlap of two tiles is -inf in the second.
+      mine = jnp.take_along_axis(score, at, axis=-1)[..., 0]
+      own = jnp.where(is_here, jnp.maximum(own, mine), own)
+      found.append((jnp.maximum(top, highest), best, own))
+    sums = [_add_block(some, score, scores[0]) for some, score in zip(old[1], scores[1:])]
+    return found, sums
+
+  lowest = jnp.full(token.shape, -jnp.inf, jnp.float32)
+  nothing = [(lowest, jnp.zeros_like(token), lowest)] * len(linears)
+  start = nothing, [_zero_sums(token.shape)] * len(students)
+  found, sums = tiles.fold(cut, tuple(scorings), tuple(linears), token, start, add)
+  (_, teacher_best, teacher_own), *found = found
+  results = [
+    LinearComparison(
+      kl=_finish(some).kl,
+      agrees=best == teacher_best,
+      log_prob=own - some.top - jnp.log(some.total),
+      teacher_log_prob=teacher_own - some.teacher_top - jnp.log(some.teacher_total),
+    )
+    for (_, best, own), some in zip(found, sums)
+  ]
+  return jax.tree.map(lambda x: shards.join(x, len(tokens)), results)

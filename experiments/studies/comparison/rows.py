@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from flax import linen as nn
 
+from experiments.studies.comparison.compressed import InFile, InMemory, Method
 from experiments.studies.tuning import SearchSpace
 from vqjax import DenseEmbedding, Embedding, Head, assign, convert, heads
 from vqjax.assign import trees
@@ -62,6 +63,7 @@ class Setting:
     classes: classes of the class-based head.
     seeds: number of seeds of the headline rows.
     seen: number of different tokens of the training text, where a row needs it.
+    divisor: what the bytes of the dense head are divided by in rows that compress it.
     folder: folder of the setting's runs.
   """
 
@@ -86,6 +88,7 @@ class Setting:
   classes: int
   seeds: int
   seen: int = 0
+  divisor: int = 16
   folder: str = ""
 
   def path(self, row: str, seed: int) -> str:
@@ -109,6 +112,9 @@ class Row:
     start: seed -> `Experiment.init_from`.
     teacher: the row whose trained model of the same seed it is distilled from; None: the text
       alone.
+    source: the row whose trained model of the same seed is compressed, without a run and a tuning
+      of its own; None: the row is trained.
+    method: the compression.
   """
 
   name: str
@@ -116,6 +122,8 @@ class Row:
   head: Callable[[], Head]
   start: Callable[[int], Any] = lambda seed: None
   teacher: "Row | None" = None
+  source: "Row | None" = None
+  method: Method | None = None
 
   def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
     """The row's run before its tuning; by default the teacher has the run's seed."""
@@ -162,6 +170,20 @@ def rows(s: Setting) -> list[Row]:
   best = Row("dense-contexts", "full softmax, from contexts", dense, to_dense)
   every = [
     best,
+    Row(
+      "dense-contexts-file",
+      "full softmax, from contexts, entropy coded in a file",
+      dense,
+      source=best,
+      method=InFile(),
+    ),
+    Row(
+      "dense-contexts-memory",
+      "full softmax, from contexts, packed in memory",
+      dense,
+      source=best,
+      method=InMemory(),
+    ),
     Row("dense", "full softmax", dense),
     Row("tied", "tied full softmax", tied),
     Row("tied-contexts", "tied full softmax, from contexts", tied, to_dense),
@@ -325,7 +347,15 @@ def _by_adam(steps: int, batch: int, warmup: int) -> Train:
   )
 
 
-HEADLINE = "dense-contexts", "dense", "tied-contexts", "product-learned", "product-distilled"
+COMPRESSED = "dense-contexts-file", "dense-contexts-memory"
+HEADLINE = (
+  "dense-contexts",
+  *COMPRESSED,
+  "dense",
+  "tied-contexts",
+  "product-learned",
+  "product-distilled",
+)
 PTB = (
   *HEADLINE,
   *(
@@ -358,6 +388,7 @@ _TINY = {
   "cutoffs": (40, 120),
   "classes": 20,
   "seen": 390,
+  "divisor": 2,
 }
 
 _SETTINGS = {

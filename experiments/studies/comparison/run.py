@@ -15,11 +15,11 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from experiments.studies.comparison import report
+from experiments.studies.comparison import compressed, report
 from experiments.studies.comparison.rows import SCALES, Row, Setting, rows, run_name
 from experiments.studies.measure import held_out_scores
-from experiments.studies.study import Job, Study, identity_of, trained
-from experiments.studies.tuning import tuned, tuning
+from experiments.studies.study import Job, Study, derived, identity_of, trained
+from experiments.studies.tuning import tuned, tuning, with_fields
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.training.program import Program, keys
@@ -43,7 +43,8 @@ def jobs(scale: str) -> list[Job]:
 
 def _starts(setting: Setting) -> Job:
   """The validation loss of each row before its first step; a distilled row begins as another."""
-  runs = {row.name: row.experiment(setting, 0) for row in rows(setting) if row.teacher is None}
+  trained = [row for row in rows(setting) if row.teacher is None and row.source is None]
+  runs = {row.name: row.experiment(setting, 0) for row in trained}
 
   def nats(experiment: Experiment) -> float:
     text = load_text(experiment)
@@ -64,6 +65,8 @@ def _starts(setting: Setting) -> Job:
 
 
 def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
+  if row.source is not None:
+    return _compressed(scale, setting, row)
   before = tuning(
     f"{setting.name}/{row.name}-tuning",
     f"tuning of {row.label}",
@@ -73,10 +76,7 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
     pathlib.Path(setting.folder, "tuning", row.name),
   )
 
-  def chosen() -> dict[str, float] | None:
-    kept = STUDY.read(scale).get(before.name)
-    current = kept is not None and kept["result"]["config_hash"] == before.identity()
-    return kept["chosen"] if current else None
+  chosen = lambda: _chosen(scale, before)
 
   def measured(seed: int) -> Job:
     name, folder = f"{setting.name}/{run_name(row.name, seed)}", setting.path(row.name, seed)
@@ -89,6 +89,31 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
     return jobs
   teachers = _jobs(scale, setting, row.teacher)[1:]
   return [_taught(job, teachers[seed]) for job, seed in zip(jobs, (0, *seeds), strict=True)]
+
+
+def _chosen(scale: str, before: Job) -> dict[str, float] | None:
+  """What a tuning chose; None before it has a result."""
+  kept = STUDY.read(scale).get(before.name)
+  current = kept is not None and kept["result"]["config_hash"] == before.identity()
+  return kept["chosen"] if current else None
+
+
+def _compressed(scale: str, setting: Setting, row: Row) -> list[Job]:
+  """Measurements of the compressed heads of the runs of the row's source, one for each seed."""
+  before, *sources = _jobs(scale, setting, row.source)
+  settings = {"method": repr(row.method), "divisor": setting.divisor}
+
+  def measured(seed: int, source: Job) -> Job:
+    def make() -> dict[str, Any]:
+      source.make()  # resumes where the run's folder is gone
+      experiment = with_fields(row.source.experiment(setting, seed), _chosen(scale, before))
+      folder = setting.path(row.source.name, seed)
+      return compressed.measure(experiment, folder, row.method, setting.divisor)
+
+    name = f"{setting.name}/{run_name(row.name, seed)}"
+    return derived(name, row.label, source, settings, make)
+
+  return [measured(seed, source) for seed, source in enumerate(sources)]
 
 
 def _taught(job: Job, teacher: Job) -> Job:

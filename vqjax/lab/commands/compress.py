@@ -1,5 +1,7 @@
 """Command that replaces the dense head of a trained model by a codebook head.
 
+With `--kl` or `--bytes` it compresses the tables of a pretrained model: see `compress_model`.
+
 vqjax compress configs/lm_dense.py runs/demo/dense --codes 512
 vqjax compress configs/lm_dense.py runs/demo/dense --codes 512 --scope head
 vqjax compress configs/lm_dense.py runs/demo/dense --distillation 1 --out runs/small
@@ -10,6 +12,7 @@ import pathlib
 import sys
 
 from vqjax.convert import KMeans
+from vqjax.lab.commands import compress_model
 from vqjax.lab.config import config_hash, load, override
 from vqjax.lab.console import configure_warnings, exit_code, print_result
 from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress
@@ -20,7 +23,10 @@ SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
-  options = _parser().parse_intermixed_args(arguments)
+  given = sys.argv[1:] if arguments is None else arguments
+  if any(argument.partition("=")[0] in ("--kl", "--bytes") for argument in given):
+    return compress_model.main(given)
+  options = _parser().parse_intermixed_args(given)
   configure_warnings()
   return exit_code(lambda: _compress(options), show_traceback=options.traceback)
 
@@ -51,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     prog="vqjax compress",
     description="Replace the dense head of a trained model by a codebook head: k-means on the rows"
     " of its output table, then fine-tuning.",
-    epilog="The same command again resumes the run; a finished run prints its result.",
+    epilog="The same command again resumes the run; a finished run prints its result. The tables of"
+    " a pretrained model are compressed by `vqjax compress MODEL --kl 0.01 --text FILE ... --out"
+    " FOLDER` or with `--bytes 65MB`; `vqjax compress --kl 0.01 --help` explains it.",
   )
   parser.add_argument("config", help="config file of the dense run")
   parser.add_argument("folder", type=pathlib.Path, help="run folder of the dense run")

@@ -1,0 +1,338 @@
+"""Gemma 3 270M with its table compressed to several sizes, judged end to end by domain.
+
+python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf
+python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --tokens 512 --work runs/quick
+
+The table is tied: the inputs and the outputs both use the compressed one. Texts are those of
+$VQJAX_DATA and what is installed on a Debian system: manual pages of many languages, licences and
+Python's library. A domain is a list of documents, in the order of their names; every fourth is
+held out, and the others are for counts and calibration. The licences and the Greek lesson of Vim
+are held out as a whole; no other text is Greek.
+
+An interrupted call goes on where it was; the results are docs/results/compression.json.
+"""
+
+import argparse
+import csv
+import dataclasses
+import gzip
+import pathlib
+import re
+import resource
+import sysconfig
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from vqjax import checkpoints
+from vqjax.compression import Moments, file
+from vqjax.compression.calibration import collect
+from vqjax.lab import exits, records
+from vqjax.lab.compression import Compression, Reference, Windows, encode, search, windows
+from vqjax.lab.data.files import data_path
+
+SIZES = (65, 45, 30)
+"""Megabytes of the table."""
+
+WINDOW = 256
+COUNTED = 2**20
+"""Characters of a domain from which tokens are counted."""
+
+DOMAINS = ("wikipedia", "news", "stories", "python", "manuals", "german", "french", "russian")
+COUNTED_ONLY = ("es", "it", "ja", "ko", "pl", "pt_BR", "tr", "uk", "zh_CN", "zh_TW")
+"""Languages of manual pages that are counted, a quarter of a domain each."""
+
+UNSEEN = {"licences": "no calibration saw such text", "greek": "no count saw the language"}
+
+
+def documents(name: str) -> Iterator[str]:
+  """The documents of a domain."""
+  manuals = {"manuals": "man[1-8]", "german": "de", "french": "fr", "russian": "ru"}
+  if name == "wikipedia":
+    text = data_path("wikitext-2/valid.txt").read_text("utf-8")
+    text += data_path("wikitext-2/test.txt").read_text("utf-8")
+    text = re.sub(r" @(.)@ ", r"\1", text)
+    text = re.sub(r" ([,.;:!?)'])", r"\1", text).replace("( ", "(")
+    # Articles begin with a title between single equals signs.
+    yield from re.split(r"(?m)^(?= = [^=])", text.replace("<unk>", "one"))
+  elif name == "news":
+    with open(data_path("ag_news/test.csv"), encoding="utf-8", newline="") as lines:
+      for _, title, text in csv.reader(lines):
+        yield f"{title}\n{text}\n\n"
+  elif name == "stories":
+    text = data_path("tinystories/gpt2_tokens_test.decoded.txt").read_text("utf-8")
+    for story in text.split("<|endoftext|>"):
+      yield story.strip() + "\n\n"
+  elif name == "python":
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    for path in sorted(folder.glob("*.py")):
+      yield path.read_text("utf-8", "replace")
+  elif name == "licences":
+    for path in sorted(pathlib.Path("/usr/share/common-licenses").iterdir()):
+      if not path.is_symlink():
+        yield path.read_text("utf-8", "replace")
+  elif name == "greek":
+    for path in sorted(pathlib.Path("/usr/share/vim").glob("vim*/tutor/tutor.el.utf-8")):
+      yield path.read_text("utf-8")
+  else:
+    folder = pathlib.Path("/usr/share/man")
+    pattern = manuals.get(name, name)
+    pattern += "/*.gz" if name == "manuals" else "/man[1-8]/*.gz"
+    for path in sorted(folder.glob(pattern)):
+      if path.is_file():
+        yield plain(gzip.decompress(path.read_bytes()).decode("utf-8", "replace"))
+
+
+def plain(roff: str) -> str:
+  """The words of a manual page."""
+  lines = []
+  for line in roff.splitlines():
+    if line.startswith(('.\\"', "'", ".de", ".if", ".ie", ".nr", ".ds", ".TH")):
+      continue
+    line = re.sub(r"^\.(?:[A-Z]{1,2}|[a-z]{2})\b ?", "", line).replace('"', "")
+    line = re.sub(r"\\f.|\\&|\\/|\\s[-+]?\d|\\\|", "", line)
+    line = re.sub(r"\\\((?:aq|cq|oq)", "'", line).replace("\\(bu", "*").replace("\\-", "-")
+    if line.strip() and not line.startswith("."):
+      lines.append(line.replace("\\e", "\\"))
+  return "\n".join(lines) + "\n\n"
+
+
+def split(name: str) -> tuple[str, str]:
+  """Text for counts and calibration, and held-out text, of at most `COUNTED` characters each."""
+  sides: list[list[str]] = [[], []]
+  for number, text in enumerate(documents(name)):
+    side = 1 if name in UNSEEN or number % 4 == 3 else 0
+    # A long document would leave out the others.
+    sides[side].append(text[: COUNTED // 16])
+  return "".join(sides[0])[:COUNTED], "".join(sides[1])[:COUNTED]
+
+
+@dataclasses.dataclass
+class Texts:
+  """Windows of calibration text, held-out text and unseen text, and counts of tokens."""
+
+  calibration: Windows
+  held_out: Windows
+  counts: np.ndarray
+
+
+def read_texts(tokenizer, vocab: int, kept: pathlib.Path) -> Texts:
+  """The texts of all domains as tokens, which `kept` has after the first call."""
+  if kept.is_file():
+    with np.load(kept) as found:
+      of = lambda name: Windows(
+        found[f"{name}_tokens"], found[f"{name}_domain"], tuple(found[f"{name}_names"].tolist())
+      )
+      return Texts(of("calibration"), of("held_out"), found["counts"])
+  counts = np.zeros(vocab)
+  sides: list[dict[str, list[int]]] = [{}, {}]
+  begin: list[int] = []
+  for name in (*DOMAINS, *COUNTED_ONLY, *UNSEEN):
+    ours, others = split(name)
+    begin, tokens = encode(tokenizer, ours)
+    if len(tokens):
+      weight = 0.25 if name in COUNTED_ONLY else 1.0
+      own = np.bincount(np.asarray(tokens), minlength=vocab)
+      counts += own * (weight * 2**18 / len(tokens))
+    if name in DOMAINS:
+      sides[0][name] = tokens
+    if name in DOMAINS or name in UNSEEN:
+      sides[1][name] = encode(tokenizer, others)[1]
+  made = [windows(side, begin, WINDOW) for side in sides]
+  named = zip(("calibration", "held_out"), made)
+  arrays = {f"{side}_{f}": np.asarray(v) for side, of in named for f, v in vars(of).items()}
+  with records.atomic_file(kept) as out:
+    np.savez(out, counts=counts, **arrays)
+  return Texts(made[0], made[1], counts)
+
+
+def spread(of, count: int):
+  """`count` windows of each domain, at equal distances."""
+  at = []
+  for domain in range(len(of.names)):
+    own = np.flatnonzero(of.domain == domain)
+    at.append(own[np.linspace(0, len(own) - 1, min(count, len(own))).astype(int)])
+  order = np.concatenate([np.array([a[i] for a in at if i < len(a)]) for i in range(count)])
+  return dataclasses.replace(of, tokens=of.tokens[order], domain=of.domain[order])
+
+
+@dataclasses.dataclass
+class _Table:
+  """A compressed table."""
+
+  step: float
+  bytes: int
+  parts: dict[str, int]
+  seconds: dict[str, float]
+
+
+@dataclasses.dataclass
+class _Row:
+  """Some windows of a domain of held-out text under all sizes."""
+
+  domain: str
+  part: int
+  sizes: dict[str, dict[str, Any]]
+
+
+def rows_of(options: argparse.Namespace) -> pathlib.Path:
+  """The file of the rows."""
+  return options.work / "rows.jsonl"
+
+
+AT_ONCE = 2
+"""Windows of a row."""
+
+MOST_PARTS_UNSEEN = 2
+"""Rows of each unseen text."""
+
+
+def judge(options, model, variables, held_out, students, tables, say, keep) -> None:
+  """Compare all sizes with the model, some windows of each domain in turn."""
+  windows_each = max(1, options.tokens // ((WINDOW - 2) * len(DOMAINS)))
+  done = records.read_rows(rows_of(options), _Row)
+  keep(done.rows)
+  for part in range(-(-windows_each // AT_ONCE)):
+    for number, name in enumerate(held_out.names):
+      if (name, part) in [(row["domain"], row["part"]) for row in done.rows]:
+        continue
+      if name in UNSEEN and part >= MOST_PARTS_UNSEEN:
+        continue
+      own = np.flatnonzero(held_out.domain == number)
+      chosen = np.linspace(0, len(own) - 1, min(windows_each, len(own))).astype(int)
+      # Spread out, so that the first parts are of all documents too.
+      chosen = own[chosen[part :: -(-windows_each // AT_ONCE)]]
+      if not len(chosen):
+        continue
+      some = dataclasses.replace(
+        held_out, tokens=held_out.tokens[chosen], domain=held_out.domain[chosen]
+      )
+      begun = time.monotonic()
+      found = Reference(model, variables, some).compare(students)
+      row = {"domain": name, "part": part, "sizes": {}}
+      for size, compared in zip(tables, found):
+        fields = {"kl": "kl", "log_prob": "after", "teacher_log_prob": "before"}
+        row["sizes"][size] = {
+          short: [round(float(x), 6) for x in compared[field].ravel()]
+          for field, short in fields.items()
+        } | {"agrees": int(compared["agrees"].sum()), "tokens": compared["kl"].size}
+      row["seconds"] = time.monotonic() - begun
+      sealed = records.sealed(row, done.checksums[-1] if done.checksums else "")
+      with open(rows_of(options), "a", encoding="utf-8") as out:
+        out.write(records.dumps(sealed))
+      done.rows.append(row)
+      done.checksums.append(sealed[records.CHECKSUM])
+      kls = (f"{s} MB {np.mean(r['kl']):.5f}" for s, r in row["sizes"].items())
+      keep(done.rows)
+      say(f"{name}, part {part}: {', '.join(kls)} ({row['seconds']:.0f} s)")
+
+
+def main() -> int:
+  """Run the experiment, or go on with it."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--model", required=True, help="Gemma 3 270M: a GGUF or a folder")
+  parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/gemma"))
+  parser.add_argument("--json", type=pathlib.Path, help="results (default: WORK/results.json)")
+  parser.add_argument("--tokens", type=int, default=20_320, help="held-out tokens of all domains")
+  parser.add_argument("--calibration", type=int, default=2**14, help="calibration tokens")
+  parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="megabytes")
+  options = parser.parse_args()
+  work = options.work
+  work.mkdir(parents=True, exist_ok=True)
+  say = lambda text: print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+  model, variables, tokenizer = checkpoints.load(data_path(options.model, kind="--model"))
+  begun = time.monotonic()
+  texts = read_texts(tokenizer, model.head.vocab, work / "texts.npz")
+  say(f"texts: {len(texts.calibration.tokens)} and {len(texts.held_out.tokens)} windows")
+  kept = work / "moments.safetensors"
+  if kept.is_file():
+    moments = Moments.load(kept)
+  else:
+    some = spread(texts.calibration, -(-options.calibration // (WINDOW * len(DOMAINS))))
+    report = lambda part: say(f"calibration {100 * part:.0f} %") if part * 64 % 8 < 1 else None
+    moments = collect(
+      model, variables, some.tokens, texts.counts, cache=work / "sums.npz", progress=report,
+      hidden_tokens=options.calibration, expected_tokens=options.calibration // 4,
+      fisher_tokens=options.calibration // 16,
+    )  # fmt: skip
+    moments.save(kept)
+    say(f"calibration took {time.monotonic() - begun:.0f} s")
+  compression = Compression(model, variables, moments)
+  tables, students = {}, []
+  for size in options.sizes:
+    tables[f"{size:g}"], student = compressed(options, compression, size)
+    students.append(student)
+    say(f"{size:g} MB: {tables[f'{size:g}']}")
+
+  def keep(rows) -> None:
+    result = assembled(rows, tables)
+    result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    records.write(options.json or work / "results.json", result)
+
+  judge(options, model, variables, texts.held_out, students, tables, say, keep)
+  return 0
+
+
+def compressed(options, compression: Compression, size: float):
+  """What is known of the table of a size, and the variables of the model with it."""
+  path = options.work / f"table-{size:g}.json"
+  known = records.read(path, _Table)
+  if known is not None:
+    return known, compression.variables_of(compression.quantized(known["step"]))
+  begun = time.monotonic()
+  best, _ = search(lambda step: compression.point(step, None), size=int(size * 1e6))
+  searched = time.monotonic()
+  quantized = compression.quantized(best.step)
+  done = time.monotonic()
+  coded = file.encode(quantized["embedding"])
+  encoded = time.monotonic()
+  read = file.CompressedTable(coded).levels()
+  table = {
+    "step": best.step,
+    "bytes": sum(array.nbytes for array in coded.values()),
+    "parts": {name: array.nbytes for name, array in coded.items()},
+    "seconds": {
+      "search": searched - begun,
+      "quantize": done - searched,
+      "encode": encoded - done,
+      "decode": time.monotonic() - encoded,
+    },
+  }
+  if not np.array_equal(read, quantized["embedding"].levels):
+    raise RuntimeError("the table is not read as it was written")
+  records.write(path, table)
+  return table, compression.variables_of(quantized)
+
+
+def assembled(rows, tables) -> dict:
+  """The results: the means over the eight domains, and each domain and each unseen text."""
+  sizes = {}
+
+  def means(some):
+    if not some:
+      return {}
+    joined = lambda key: np.concatenate([row[key] for row in some])
+    kl = joined("kl")
+    return {
+      "tokens": len(kl),
+      "kl": float(kl.mean()),
+      "kl_p99": float(np.quantile(kl, 0.99)),
+      "top1": sum(row["agrees"] for row in some) / len(kl),
+      "nats_before": float(-joined("before").mean()),
+      "nats": float(-joined("after").mean()),
+    }
+
+  for size, table in tables.items():
+    own = {
+      name: [r["sizes"][size] for r in rows if r["domain"] == name] for name in (*DOMAINS, *UNSEEN)
+    }
+    sizes[size] = table | means([row for name in DOMAINS for row in own[name]])
+    sizes[size]["domains"] = {name: means(own[name]) for name in DOMAINS}
+    sizes[size]["unseen"] = {name: means(own[name]) for name in UNSEEN}
+  return {"sizes": sizes}
+
+
+if __name__ == "__main__":
+  exits.run_main(main)

@@ -1,0 +1,149 @@
+"""What is coded is decoded bit for bit, in any part, at about the ideal size; damage is named."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from vqjax.compression import file, ideal_bits
+
+RNG = np.random.default_rng(0)
+
+
+def table(levels, step_class=None, classes=1):
+  """A quantised table with these integers."""
+  rows, columns = levels.shape
+  return types.SimpleNamespace(
+    levels=levels.astype(np.int32),
+    step_class=np.zeros(rows, np.uint8) if step_class is None else step_class.astype(np.uint8),
+    steps=0.5 ** np.arange(classes, dtype=np.float32),
+    inverse=RNG.normal(size=(columns, columns)).astype(np.float16),
+    mean=RNG.normal(size=columns).astype(np.float32),
+    shape=levels.shape,
+  )
+
+
+def laplace(rows, columns, scale, classes=1):
+  """Integers whose columns and classes have other widths."""
+  step_class = RNG.integers(0, classes, rows)
+  width = scale * np.exp(-2 * np.arange(columns) / columns) * 0.7 ** step_class[:, None]
+  return table(np.rint(RNG.laplace(size=(rows, columns)) * width), step_class, classes)
+
+
+AWKWARD = {
+  "one number": lambda: table(np.array([[-7]])),
+  "one row": lambda: laplace(1, 37, 5.0),
+  "one class": lambda: laplace(523, 19, 3.0),
+  "a class of one row": lambda: table(
+    np.rint(RNG.normal(size=(301, 5)) * 4), np.arange(301) == 17, classes=2
+  ),
+  "a class without rows": lambda: table(np.ones((3, 2)), np.array([0, 2, 2]), classes=3),
+  "outliers beyond 16 bits": lambda: table(
+    np.where(RNG.random((777, 31)) < 0.01, RNG.integers(-(2**30), 2**30, (777, 31)), 1)
+  ),
+  "wide levels": lambda: laplace(600, 16, 3e6),
+  "all zeros": lambda: table(np.zeros((257, 33))),
+  "the ends of int32": lambda: table(np.array([[2**31 - 1, -(2**31) + 1], [0, -1]])),
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_a_table_is_read_as_it_was_written(name):
+  quantized = AWKWARD[name]()
+  found = file.CompressedTable(file.encode(quantized))
+  np.testing.assert_array_equal(found.levels(), quantized.levels)
+  np.testing.assert_array_equal(found.step_class, quantized.step_class)
+  step = quantized.steps[quantized.step_class].astype(np.float64)[:, None]
+  rows = (quantized.levels * step) @ quantized.inverse.astype(np.float64) + quantized.mean
+  # Products of D float32 numbers, against those in float64.
+  size = np.abs(quantized.levels * step) @ np.abs(quantized.inverse.astype(np.float64)) + 1
+  assert (np.abs(found.rows() - rows) / size).max() < 1e-6 * quantized.shape[1] ** 0.5 + 1e-6
+
+
+def test_parts_of_a_table_are_those_of_the_whole():
+  quantized = laplace(1031, 21, 4.0, classes=3)
+  found = file.CompressedTable(file.encode(quantized))
+  for first, last in ((0, 1), (255, 257), (256, 512), (700, 1031), (1030, 1031), (5, 5)):
+    np.testing.assert_array_equal(found.levels(first, last), quantized.levels[first:last])
+  with pytest.raises(IndexError, match="1031"):
+    found.levels(0, 1032)
+
+
+@pytest.mark.parametrize("scale", [1.5, 12.0])
+def test_the_size_is_within_two_hundredths_of_the_ideal(scale):
+  quantized = laplace(40_009, 96, scale, classes=5)
+  stored = file.encode(quantized)
+  # The ideal bits are those of the integers, and those of the classes.
+  share = np.bincount(quantized.step_class) / len(quantized.levels)
+  bits = ideal_bits(quantized).sum() - len(quantized.levels) * (share * np.log2(share)).sum()
+  size = sum(array.nbytes for array in stored.values())
+  own = size - stored["inverse"].nbytes - stored["mean"].nbytes
+  assert own < 1.02 * bits / 8
+  assert file.coded_bytes(quantized) == pytest.approx(size, rel=0.02)
+
+
+def test_distributions_are_few_and_their_bytes_count():
+  stored = file.encode(laplace(4001, 64, 6.0, classes=4))
+  assert sum(array.nbytes for array in stored.values()) > stored["words"].nbytes
+  tables = sum(stored[n].nbytes for n in ("frequencies", "distribution", "shift"))
+  assert tables < 0.05 * stored["words"].nbytes
+
+
+@pytest.mark.parametrize("part", ["words", "lengths", "header", "mean", "class_words", "sums"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_damage_is_named(part, damage):
+  stored = file.encode(laplace(600, 18, 4.0, classes=2))
+  array = stored[part].copy()
+  if damage == "flipped":
+    array[len(array) // 2] ^= 4
+  stored[part] = array if damage == "flipped" else array[:-1]
+  if damage == "missing":
+    del stored[part]
+  with pytest.raises(ValueError, match=r"damaged|as it was written"):
+    file.CompressedTable(stored).levels()
+
+
+def test_every_flipped_word_is_noticed_where_it_lies():
+  quantized = laplace(1000, 18, 4.0)
+  stored = file.encode(quantized)
+  stored["words"] = stored["words"].copy()
+  stored["words"][-9] ^= 1
+  found = file.CompressedTable(stored)
+  np.testing.assert_array_equal(found.levels(0, 256), quantized.levels[:256])
+  with pytest.raises(file.DamagedTableError, match="rows 768 to 1023"):
+    found.levels(990, 991)
+
+
+def test_another_version_is_refused():
+  stored = file.encode(laplace(5, 3, 1.0))
+  sealed = json.loads(bytes(stored["header"]))
+  sealed["header"]["version"] = 99
+  text = json.dumps(sealed["header"], sort_keys=True)
+  sealed["crc32"] = file.zlib.crc32(text.encode())
+  stored["header"] = np.frombuffer(json.dumps(sealed).encode(), np.uint8)
+  with pytest.raises(ValueError, match="99"):
+    file.CompressedTable(stored)
+
+
+def test_the_reader_runs_without_the_library(tmp_path):
+  """A copy of the file, in a process that has NumPy only."""
+  import pathlib
+  import subprocess
+  import sys
+
+  import safetensors.numpy
+
+  quantized = laplace(300, 12, 4.0)
+  tensors = {f"w.vqjax.{name}": array for name, array in file.encode(quantized).items()}
+  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+  (tmp_path / "vqjax.json").write_text(json.dumps({"tables": {"embedding": {"tensor": "w"}}}))
+  (tmp_path / "reader.py").write_text(pathlib.Path(file.__file__).read_text())
+  code = (
+    "import sys, reader; t = reader.read_table('.'); print(t.levels(280, 300).sum(), t.shape,"
+    " [m for m in ('jax', 'vqjax', 'torch') if m in sys.modules])"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+  )
+  assert done.stdout.split("\n")[0] == f"{quantized.levels[280:].sum()} (300, 12) []"

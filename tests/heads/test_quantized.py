@@ -1,0 +1,161 @@
+"""Heads and embeddings of packed rows keep the contract and read the bits that were written."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from tests import jitted
+from tests.contract import HeadContract
+from vqjax.embeddings import QuantizedEmbedding
+from vqjax.heads import QuantizedHead
+from vqjax.ops import trellis
+
+V, D = 29, 12
+
+
+def uneven(classes, dim):
+  """Widths of 0 to 8 bits, wide and narrow ones mixed."""
+  return np.arange(classes * dim).reshape(classes, dim) * 7 % 9
+
+
+def units(sizes, width):
+  return 1 + int((sizes * -(-width.sum(axis=1) // 16)).sum())
+
+
+def make(vocab, dim, **fields):
+  """A head with three classes, of which the last has one row."""
+  sizes = np.array([vocab // 3, vocab - vocab // 3 - 1, 1])
+  fields |= {"size_init": lambda v, c: sizes, "width_init": uneven}
+  return QuantizedHead(vocab, dim, 3, units(sizes, uneven(3, dim)), **fields)
+
+
+def bits_of(stream):
+  """The stream as a list of bits."""
+  return [int(word) >> (15 - i) & 1 for word in stream for i in range(16)]
+
+
+def quantiles():
+  """The values of the states, from the bijections and SciPy's quantiles."""
+  state = np.arange(4096)
+  for factor in (2053, 1221, 3437):
+    state = (state * factor + 1013) % 4096
+    state ^= state >> 5
+  assert len(set(state)) == 4096
+  return scipy.stats.norm.ppf((state + 0.5) / 4096)
+
+
+def rows(params, codes, rank=None):
+  """The rows [V, D], bit by bit in float64."""
+  bits, value = bits_of(codes["stream"]), quantiles()
+  sizes, widths = codes["size"], np.asarray(codes["width"], int)
+  vocab = int(sum(sizes))
+  rank = np.asarray(codes.get("rank", np.arange(vocab)))
+  at, by_rank = 16, []
+  for size, width, scale, center in zip(sizes, widths, params["scale"], params["center"]):
+    for _ in range(size):
+      y, state, own = np.array(center, np.float64), 0, at
+      for j in sorted(range(len(width)), key=lambda j: -width[j]):
+        for _ in range(width[j]):
+          state = (state * 2 + bits[own]) % 4096
+          own += 1
+        if width[j]:
+          y[j] += scale[j] * value[state]
+      by_rank.append(y)
+      at += -(-width.sum() // 16) * 16
+  return np.stack(by_rank)[rank] @ np.asarray(params["inverse"], np.float64)
+
+
+class TestQuantizedHead(HeadContract):
+  cases: ClassVar = {
+    "bias": lambda v, d: make(v, d, use_bias=True),
+    "in order": lambda v, d: make(v, d, is_ranked=False),
+    "tied": lambda v, d: QuantizedHead(v, d, embedding=QuantizedEmbedding(v, d, 2), softcap=3.0),
+  }
+
+  def reference_logits(self, head, variables, hidden):
+    own = {
+      name: tree.get("embedding", tree) if head.embedding is not None else tree
+      for name, tree in variables.items()
+    }
+    scores = hidden @ rows(own["params"], own["codes"]).T
+    scores = scores + variables["params"].get("bias", 0.0)
+    return scores if head.softcap is None else head.softcap * np.tanh(scores / head.softcap)
+
+
+def test_a_lookup_is_a_row_of_the_table_and_nan_outside():
+  embedding = QuantizedEmbedding(V, D, 3, width_init=uneven, units=1000)
+  variables = jitted.init(embedding, jax.random.key(0), jnp.zeros((1,), jnp.int32))
+  rank = np.random.default_rng(0).permutation(V)
+  variables["codes"]["rank"] = jnp.asarray(rank, jnp.uint8)
+  expected = rows(*(jax.tree.map(np.asarray, variables[name]) for name in ("params", "codes")))
+  tokens = jnp.array([[0, V - 1, -1], [7, V, 7]])
+  found = jitted.apply(embedding, variables, tokens)
+  np.testing.assert_allclose(found[0, :2], expected[[0, V - 1]], atol=1e-5)
+  np.testing.assert_allclose(found[1, ::2], expected[[7, 7]], atol=1e-5)
+  assert np.isnan(found[0, 2]).all()
+  assert np.isnan(found[1, 1]).all()
+  np.testing.assert_allclose(
+    jitted.apply(embedding, variables, method="table"), expected, atol=1e-5
+  )
+  leaves = jax.tree.leaves(variables)
+  assert embedding.size().state_bytes == sum(x.nbytes for x in leaves)
+
+
+def test_impossible_fields_are_refused():
+  hidden = jnp.zeros((1, D))
+  with pytest.raises(ValueError, match=r"`classes` must be in \[1, vocab\]; got 30"):
+    QuantizedHead(V, D, 30).init(jax.random.key(0), hidden)
+  with pytest.raises(ValueError, match="`units` must be at least 1; got 0"):
+    QuantizedHead(V, D, 3, 0).init(jax.random.key(0), hidden)
+  with pytest.raises(ValueError, match=f"`embedding` must be a QuantizedEmbedding of vocab {V}"):
+    QuantizedHead(V, D, embedding=QuantizedEmbedding(V, 8, 3)).init(jax.random.key(0), hidden)
+
+
+def best_of_all(x, weight, width):
+  """The least cost over all strings of bits, by brute force."""
+  value, total = quantiles(), int(sum(width))
+  costs = []
+  for string in range(2**total):
+    state, cost, left = 0, 0.0, total
+    for j, bits in enumerate(width):
+      left -= bits
+      state = (string >> left) % 4096
+      cost += weight[j] * (x[j] - value[state]) ** 2 if bits else 0.0
+    costs.append(cost)
+  return min(costs)
+
+
+def test_the_best_path_costs_as_little_as_brute_force_finds():
+  rng = np.random.default_rng(1)
+  width = np.array([3, 2, 2, 1, 1, 0])
+  x, weight = rng.normal(size=(5, 6)), rng.uniform(0.5, 2, size=6)
+  state = np.asarray(trellis.best_states(*map(jnp.float32, (x, weight)), jnp.asarray(width)))
+  error = np.where(width, (x - quantiles()[state]) ** 2, 0)
+  expected = [best_of_all(row, weight, width) for row in x]
+  np.testing.assert_allclose((weight * error).sum(axis=1), expected, rtol=1e-5)
+
+
+def test_packed_states_are_read_back():
+  width = np.array([[5, 0, 8, 1, 3]])
+  columns = np.argsort(-width[0], kind="stable")[:4]
+  x = jax.random.normal(jax.random.key(0), (7, 4))
+  state = np.asarray(trellis.best_states(x, jnp.ones(4), jnp.asarray(width[0, columns])))
+  packed = trellis.packed(state, width[0, columns])
+  stream = jnp.concatenate([jnp.zeros(1, jnp.uint16), jnp.asarray(packed.reshape(-1))])
+  unit, of_class = trellis.places(jnp.arange(7), jnp.array([7]), jnp.asarray(width))
+  found = trellis.states(stream, unit, trellis.ends(jnp.asarray(width))[of_class])
+  np.testing.assert_array_equal(np.asarray(found)[:, columns], state)
+
+
+@pytest.mark.parametrize(("width", "left"), [(1, 0.30), (2, 0.082), (3, 0.0225), (8, 6e-5)])
+def test_a_code_leaves_the_variance_that_it_states(width, left):
+  # The paper's 2-bit code leaves 0.073 with 2^16 states; the best four levels leave 0.1175.
+  x = jax.random.normal(jax.random.key(0), (32, 200))
+  spread = {1: 0.9, 2: 1.0, 3: 1.05, 8: 1.45}[width]
+  state = trellis.best_states(x / spread, jnp.ones(200), jnp.full(200, width))
+  error = (x - spread * trellis.values()[state]) ** 2
+  assert float(error.mean()) < left

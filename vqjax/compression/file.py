@@ -1,0 +1,613 @@
+"""Entropy-coded tables: the lossless half of the compression of a trained table [V, D].
+
+A table is row = mean + steps[class] · (levels @ inverse), with integers `levels` and a class for
+each row. The integers are coded by rANS with static distributions: each pair of class and column
+uses one of a few distributions, and `RESTART` rows at a time are coded alone, so that any row can
+be read without those before it.
+
+This file imports NumPy only, so it may be copied to a machine without JAX:
+
+  from file import read_table
+
+  table = read_table("folder", "embedding")
+  table.rows(5, 7)                  # float32 [2, D]
+
+Coder: J. Duda (2013), Asymmetric numeral systems; streaming with 63-bit states and 32-bit words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+FORMAT = "vqjax-compressed-table"
+VERSION = 1
+
+MANIFEST = "vqjax.json"
+"""File of a folder that names its compressed tables."""
+
+SEPARATOR = ".vqjax."
+"""What separates the name of a table from that of its part, in names of tensors."""
+
+RESTART = 256
+"""Rows that are coded together, and decoded together."""
+
+MOST_LANES, NUMBERS_OF_A_LANE = 16, 2**13
+"""Streams of such rows, which are decoded side by side, and integers for which one more pays."""
+
+PRECISION = 14
+"""Bits of a probability."""
+
+SYMBOLS = 256
+"""Symbols of a distribution: -127 to 127 in steps of 2^shift, and the escape."""
+
+ESCAPE = 0
+LARGEST = 127
+
+LOWEST = 2**31
+"""Smallest state; states are below 2^63."""
+
+AT_ONCE = 2**12
+"""Lanes that are coded side by side."""
+
+MODELS = 255
+"""Most distributions; one more codes nothing in padding."""
+
+WIDTH_OF_CLASSES = 1024
+"""Classes of rows are coded as a table of this width."""
+
+
+class DamagedTableError(ValueError):
+  """The bytes of a table are not those that were written."""
+
+
+def _damaged(what: str) -> DamagedTableError:
+  return DamagedTableError(
+    f"the compressed table must be as it was written; got {what}. It is damaged: copy it again."
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """The distributions of a table of integers.
+
+  Attributes:
+    frequencies: probability of each symbol times 2^PRECISION, [K, SYMBOLS].
+    distribution: which of them a class and a column use, [C, D].
+    shift: low bits of the integers of a class and a column that are coded as they are, [C, D].
+  """
+
+  frequencies: np.ndarray
+  distribution: np.ndarray
+  shift: np.ndarray
+
+  @property
+  def lanes(self) -> int:
+    """Streams of a restart block."""
+    numbers = RESTART * self.distribution.shape[1]
+    return min(MOST_LANES, max(1, numbers // NUMBERS_OF_A_LANE))
+
+  @property
+  def at_once(self) -> int:
+    """Restart blocks that are coded side by side."""
+    return AT_ONCE // self.lanes
+
+  @functools.cached_property
+  def padded(self) -> tuple[np.ndarray, np.ndarray]:
+    """Distribution and shift with a class and columns of padding, whose symbols take no bits."""
+    nothing = len(self.frequencies)
+    columns = -self.distribution.shape[1] % self.lanes
+    grow = lambda x, value: np.pad(x, ((0, 1), (0, columns)), constant_values=value)
+    return grow(self.distribution.astype(np.int64), nothing), grow(self.shift.astype(np.int64), 0)
+
+  @functools.cached_property
+  def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Frequencies and their sums so far by symbol, and symbols by slot; all flat."""
+    frequency = np.zeros((len(self.frequencies) + 1, SYMBOLS), np.int64)
+    frequency[:-1] = self.frequencies
+    # The distribution of padding has one symbol, of probability 1.
+    frequency[-1, LARGEST + 1] = 2**PRECISION
+    if (frequency.sum(axis=1) != 2**PRECISION).any():
+      raise _damaged("probabilities that do not add up to 1")
+    below = np.cumsum(frequency, axis=1) - frequency
+    symbols = np.repeat(
+      np.tile(np.arange(SYMBOLS, dtype=np.uint8), len(frequency)), frequency.ravel()
+    )
+    return frequency.ravel(), below.ravel(), symbols
+
+
+def fit(
+  levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MODELS
+) -> tuple[Model, float]:
+  """Few distributions for the classes and columns of integers [V, D], and the bits that all cost.
+
+  Histograms of classes and columns are clustered by the bits that they cost under the distribution
+  of their cluster.
+  """
+  rows, columns = levels.shape
+  histograms = np.zeros((classes, columns, SYMBOLS), np.int64)
+  shift = np.zeros((classes, columns), np.uint8)
+  order = np.argsort(step_class, kind="stable")
+  ends = np.searchsorted(step_class[order], np.arange(classes + 1))
+  step = max(1, 2**22 // columns)
+  blocks = lambda c: (
+    order[i : min(i + step, ends[c + 1])] for i in range(ends[c], ends[c + 1], step)
+  )
+  offsets = np.arange(columns) * SYMBOLS
+  for c in range(classes):
+    count = ends[c + 1] - ends[c]
+    if not count:
+      continue
+    squares = sum((levels[rows].astype(np.float64) ** 2).sum(axis=0) for rows in blocks(c))
+    root = np.sqrt(squares / count)
+    # Bits below a twelfth of the deviation are as good as uniform.
+    shift[c] = np.clip(np.floor(np.log2(np.maximum(root, 1) / 12)), 0, 16)
+    for some in blocks(c):
+      symbols = _symbols(levels[some], shift[c])
+      histograms[c] += np.bincount(
+        (symbols + offsets).ravel(), minlength=columns * SYMBOLS
+      ).reshape(columns, SYMBOLS)
+  flat = histograms.reshape(-1, SYMBOLS)
+  most = min(most, max(1, rows * columns // 2**14))
+  frequencies, distribution = _clusters(flat, most)
+  bits = PRECISION - np.log2(np.maximum(frequencies, 1))
+  total = (flat * bits[distribution]).sum() + 32 * histograms[..., ESCAPE].sum()
+  total += (histograms.sum(axis=-1) * shift).sum()
+  shape = classes, columns
+  return Model(frequencies, distribution.reshape(shape).astype(np.uint8), shift), float(total)
+
+
+def _symbols(levels, shift):
+  """Symbols of integers: 1 to 255, and the escape for those that are far away."""
+  high = levels >> shift
+  return np.where(np.abs(high) > LARGEST, ESCAPE, high + LARGEST + 1)
+
+
+def _clusters(histograms, most, steps=6):
+  """Distributions in 2^PRECISION parts, and the one of each histogram."""
+  total = histograms.sum(axis=1)
+  seen = total > 0
+  counts = histograms[seen].astype(np.float32)
+  if not len(counts):
+    empty = np.zeros((1, SYMBOLS), np.uint16)
+    empty[0, LARGEST + 1] = 2**PRECISION
+    return empty, np.zeros(len(histograms), np.int64)
+  p = counts / counts.sum(axis=1, keepdims=True)
+  entropy = -(p * np.log2(np.maximum(p, 1e-30))).sum(axis=1)
+  rank = np.argsort(np.argsort(entropy, kind="stable"), kind="stable")
+  assigned = rank * min(most, len(counts)) // len(counts)
+  for _ in range(steps):
+    _, assigned = np.unique(assigned, return_inverse=True)
+    smooth = _sums(assigned, counts) + 1e-3
+    bits = -np.log2(smooth / smooth.sum(axis=1, keepdims=True)).astype(np.float32)
+    assigned = (counts @ bits.T).argmin(axis=1)
+  _, assigned = np.unique(assigned, return_inverse=True)
+  sums = _sums(assigned, counts)
+  distribution = np.zeros(len(histograms), np.int64)
+  distribution[seen] = assigned
+  return np.stack([_quantised(row) for row in sums]), distribution
+
+
+def _sums(assigned, counts):
+  """Sum of the histograms of each cluster."""
+  order = np.argsort(assigned, kind="stable")
+  starts = np.searchsorted(assigned[order], np.arange(assigned.max() + 1))
+  return np.add.reduceat(counts[order].astype(np.float64), starts, axis=0)
+
+
+def _quantised(counts):
+  """Counts as parts of 2^PRECISION, at least 1 for each that is not 0."""
+  parts = np.where(counts > 0, np.maximum(1, np.rint(counts / counts.sum() * 2**PRECISION)), 0)
+  while excess := int(parts.sum()) - 2**PRECISION:
+    # From the largest, of which a part is the least of the probability.
+    order = np.argsort(-parts)[: max(1, min(abs(excess), np.count_nonzero(parts > 1)))]
+    parts[order] -= np.sign(excess)
+  return parts.astype(np.uint16)
+
+
+def encode_integers(
+  levels: np.ndarray,
+  step_class: np.ndarray,
+  model: Model,
+  progress: Callable[[float], None] = lambda part: None,
+) -> dict[str, np.ndarray]:
+  """The parts of a table of integers [V, D]: "words", "lengths", "escapes" and "sums"."""
+  _, shift = model.padded
+  blocks = -(-len(levels) // RESTART)
+  words, lengths, escapes, counts = [], [], [], []
+  for first in range(0, blocks, model.at_once):
+    some = range(first, min(first + model.at_once, blocks))
+    rows, owner = _padded_rows(levels, step_class, some, model.lanes)
+    symbols = _symbols(rows, shift[owner])
+    # Padding is a zero, and the escape has no low bits.
+    escaped = symbols == ESCAPE
+    escapes.append(rows[escaped].astype(np.int32))
+    counts.append(escaped.reshape(len(some), -1).sum(axis=1))
+    coded, length = _encoded(rows, symbols, owner, model)
+    words += coded
+    lengths.append(length)
+    progress(some.stop / blocks)
+  escapes, counts = np.concatenate(escapes), np.concatenate(counts)
+  sums = np.array([zlib.crc32(block.tobytes()) for block in words], np.uint32)
+  return {
+    "words": np.concatenate(words),
+    "lengths": np.concatenate(lengths),
+    "escapes": escapes,
+    "escape_counts": counts.astype(np.uint32),
+    "sums": sums,
+  }
+
+
+def _padded_rows(levels, step_class, blocks, lanes):
+  """Rows of blocks and their classes, [blocks · RESTART, D and padding]."""
+  rows = levels[blocks.start * RESTART : blocks.stop * RESTART]
+  owner = step_class[blocks.start * RESTART : blocks.stop * RESTART]
+  missing = len(blocks) * RESTART - len(rows)
+  nothing = -1  # the last class, which codes nothing
+  owner = np.pad(owner.astype(np.int64), (0, missing), constant_values=nothing)
+  return np.pad(rows, ((0, missing), (0, -levels.shape[1] % lanes))), owner
+
+
+def _encoded(rows, symbols, owner, model):
+  """Words of each block, and their numbers by lane: [blocks], uint32 [blocks, lanes]."""
+  frequency, below, _ = model.tables
+  distribution, shift = model.padded
+  width = model.lanes
+  groups = rows.shape[1] // width
+  blocks = len(rows) // RESTART
+  lanes = blocks * width
+  # By row of a block and group of columns: [RESTART, groups, blocks · lanes].
+  order = lambda x: x.reshape(blocks, RESTART, groups, width).transpose(1, 2, 0, 3)
+  rows, symbols = order(rows), order(symbols)
+  owner = owner.reshape(blocks, RESTART)
+  by_group = lambda x: x.reshape(-1, groups, width)
+  distribution, shift = by_group(distribution), by_group(shift)
+  state = np.full(lanes, LOWEST, np.int64)
+  out = np.empty((lanes, 256), np.uint32)
+  used = np.zeros(lanes, np.int64)
+  for row in reversed(range(RESTART)):
+    own = owner[:, row]
+    for group in reversed(range(groups)):
+      symbol = symbols[row, group].astype(np.int64).ravel()
+      low = shift[own, group].ravel()
+      at = distribution[own, group].ravel() * SYMBOLS + symbol
+      f = frequency[at]
+      # `f << (63 - PRECISION - low)` may be 2^63, which is no int64.
+      full = np.flatnonzero(state >> 1 >= f << (62 - PRECISION - low))
+      if len(full):
+        if used.max() >= out.shape[1] - 2:
+          out = np.concatenate([out, np.empty_like(out)], axis=1)
+        out[full, used[full]] = state[full] & 0xFFFFFFFF
+        used[full] += 1
+        state[full] >>= 32
+      quotient = state // f
+      state = (quotient << PRECISION) + (state - quotient * f) + below[at]
+      if low.any():
+        state = state << low | rows[row, group].astype(np.int64).ravel() & (1 << low) - 1
+  for half in (state & 0xFFFFFFFF, state >> 32):
+    if used.max() >= out.shape[1]:
+      out = np.concatenate([out, np.empty_like(out)], axis=1)
+    out[np.arange(lanes), used] = half
+    used += 1
+  # A decoder reads backwards what the encoder wrote.
+  coded = []
+  for block in range(blocks):
+    own = range(block * width, (block + 1) * width)
+    coded.append(np.concatenate([out[lane, : used[lane]][::-1] for lane in own]))
+  return coded, used.reshape(blocks, width).astype(np.uint32)
+
+
+def decode_integers(
+  parts: Mapping[str, np.ndarray],
+  step_class: np.ndarray,
+  model: Model,
+  columns: int,
+  first: int,
+  last: int,
+) -> np.ndarray:
+  """Rows `first` to `last` of the integers, from the restart blocks that hold them."""
+  frequency, below, symbols_of = model.tables
+  distribution, shift = model.padded
+  start, stop = first // RESTART, -(-last // RESTART)
+  lengths = parts["lengths"].astype(np.int64)
+  by_block = lengths.sum(axis=1)
+  begins = np.cumsum(by_block) - by_block
+  escapes = np.cumsum(parts["escape_counts"].astype(np.int64))
+  words = parts["words"]
+  if len(words) != by_block.sum() or len(parts["escapes"]) != (escapes[-1] if len(escapes) else 0):
+    raise _damaged("another number of words")
+  out = np.empty(((stop - start) * RESTART, columns), np.int32)
+  lanes = model.lanes
+  groups = -(-columns // lanes)
+  for at in range(start, stop, model.at_once):
+    end = min(at + model.at_once, stop)
+    blocks = end - at
+    begin = int(begins[at])
+    some = words[begin : int(begins[end - 1] + by_block[end - 1])]
+    for block in range(at, end):
+      own = some[begins[block] - begin : begins[block] - begin + by_block[block]]
+      if zlib.crc32(own.tobytes()) != parts["sums"][block]:
+        raise _damaged(f"another checksum of rows {block * RESTART} to {(block + 1) * RESTART - 1}")
+    own = lengths[at:end].ravel()
+    pointer = np.cumsum(own) - own
+    # A last word that is read by no lane, for lanes that read behind the end.
+    some = np.append(some, np.uint32(0)).astype(np.int64)
+    state = some[pointer] << 32 | some[pointer + 1]
+    pointer += 2
+    owner = step_class[at * RESTART : end * RESTART].astype(np.int64)
+    owner = np.pad(owner, (0, blocks * RESTART - len(owner)), constant_values=-1)
+    owner = owner.reshape(blocks, RESTART)
+    by_group = lambda x: x.reshape(-1, groups, lanes)
+    which, bits = by_group(distribution), by_group(shift)
+    result = np.empty((RESTART, groups, blocks, lanes), np.int32)
+    mask = 2**PRECISION - 1
+    for row in range(RESTART):
+      own = owner[:, row]
+      for group in range(groups):
+        low = bits[own, group].ravel()
+        has_low = low.any()
+        if has_low:
+          remainder = state & (1 << low) - 1
+          state = state >> low
+        slot = state & mask
+        of = which[own, group].ravel()
+        symbol = symbols_of[(of << PRECISION) + slot]
+        index = of * SYMBOLS + symbol
+        state = frequency[index] * (state >> PRECISION) + slot - below[index]
+        level = symbol.astype(np.int64) - (LARGEST + 1)
+        if has_low:
+          level = np.where(symbol == ESCAPE, level, (level << low) | remainder)
+        # The escape is -128 in steps of 2^shift; it is replaced below.
+        result[row, group] = np.where(symbol == ESCAPE, -(2**31), level).reshape(blocks, lanes)
+        short = np.flatnonzero(state < LOWEST)
+        if len(short):
+          place = np.minimum(pointer[short], len(some) - 1)
+          state[short] = state[short] << 32 | some[place]
+          pointer[short] += 1
+    if (state != LOWEST).any():
+      raise _damaged("integers that do not end where they began")
+    table = result.transpose(2, 0, 1, 3).reshape(blocks * RESTART, groups * lanes)
+    escaped = table == -(2**31)
+    values = parts["escapes"][escapes[at] - parts["escape_counts"][at] : escapes[end - 1]]
+    if np.count_nonzero(escaped) != len(values):
+      raise _damaged("another number of escapes")
+    table[escaped] = values
+    out[(at - start) * RESTART : (end - start) * RESTART] = table[:, :columns]
+  return out[first - start * RESTART : last - start * RESTART]
+
+
+PARTS = ("words", "lengths", "escapes", "escape_counts", "sums")
+SIZE_OF_HEADER = 1600
+"""Bytes of a header and of the distribution of classes, about."""
+
+STORED_AS_THEY_ARE = ("words", "sums")
+"""Parts that zlib cannot make smaller."""
+
+
+def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None) -> dict:
+  """A quantised table as arrays of bytes by the names of its parts.
+
+  Args:
+    quantized: a `QuantizedTable`, or another object with its five arrays.
+    progress: is called with the part that is done.
+  """
+  levels = np.asarray(quantized.levels)
+  step_class = np.asarray(quantized.step_class, np.uint8)
+  classes, (rows, columns) = len(quantized.steps), levels.shape
+  model, _ = fit(levels, step_class, classes)
+  parts = encode_integers(levels, step_class, model, progress)
+  width = min(WIDTH_OF_CLASSES, rows)
+  of_rows = np.pad(step_class.astype(np.int32), (0, -rows % width), mode="edge").reshape(-1, width)
+  class_model, _ = fit(of_rows, np.zeros(len(of_rows), np.uint8), 1, most=1)
+  class_parts = encode_integers(of_rows, np.zeros(len(of_rows), np.uint8), class_model)
+  arrays = {name: parts[name] for name in PARTS}
+  arrays |= {f"class_{name}": class_parts[name] for name in PARTS}
+  arrays |= _small(quantized, model) | {"class_frequencies": class_model.frequencies}
+  stored, entries = _stored(arrays)
+  header = {"format": FORMAT, "version": VERSION, "rows": rows, "columns": columns}
+  header |= {"classes": classes, "restart": RESTART, "lanes": model.lanes, "parts": entries}
+  text = json.dumps(header, sort_keys=True)
+  sealed = json.dumps({"crc32": zlib.crc32(text.encode()), "header": header}, sort_keys=True)
+  return {"header": np.frombuffer(sealed.encode(), np.uint8)} | stored
+
+
+def coded_bytes(quantized: Any, rows: int | None = None) -> int:
+  """Bytes that `encode` needs for a table, about, without coding it.
+
+  Args:
+    quantized: the table, or some of its rows.
+    rows: rows of the table that these stand for; None: these are all.
+  """
+  levels = np.asarray(quantized.levels)
+  step_class = np.asarray(quantized.step_class)
+  model, bits = fit(levels, step_class, len(quantized.steps))
+  share = np.unique(step_class, return_counts=True)[1] / len(levels)
+  bits -= len(levels) * (share * np.log2(share)).sum()
+  rows = rows or len(levels)
+  bits *= rows / len(levels)
+  # A lane has a state of 64 bits, of which 33 say something, and a length; a block a checksum.
+  bits += -(-rows // RESTART) * (model.lanes * (31 + 12) + 32)
+  small = sum(array.nbytes for array in _stored(_small(quantized, model))[0].values())
+  return int(bits / 8 + small + SIZE_OF_HEADER)
+
+
+def _small(quantized, model):
+  """The parts of which nothing depends on the number of rows."""
+  return {
+    "frequencies": model.frequencies,
+    "distribution": model.distribution,
+    "shift": model.shift,
+    "steps": np.asarray(quantized.steps, np.float32),
+    "mean": np.asarray(quantized.mean, np.float32),
+    "inverse": np.asarray(quantized.inverse),
+  }
+
+
+def _stored(arrays):
+  """Arrays as bytes, and what the header says of each."""
+  stored, entries = {}, {}
+  for name, array in arrays.items():
+    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
+    entry = {"dtype": array.dtype.str, "shape": list(array.shape)}
+    data = array.tobytes()
+    if not name.endswith(STORED_AS_THEY_ARE):
+      # Bytes of equal weight side by side.
+      planes = np.frombuffer(data, np.uint8).reshape(-1, array.dtype.itemsize).T
+      data = zlib.compress(planes.tobytes(), 9)
+      entry["zlib"] = True
+    entry["crc32"] = zlib.crc32(data)
+    stored[name], entries[name] = np.frombuffer(data, np.uint8), entry
+  return stored, entries
+
+
+class CompressedTable:
+  """An entropy-coded table, of which rows are decoded when they are read.
+
+  Attributes:
+    shape: (V, D).
+    nbytes: bytes of all parts.
+    step_class: class of each row, [V].
+    steps: step of each class, [C].
+    inverse: map from integers to rows, [D, D].
+    mean: row that is added to each, [D].
+  """
+
+  def __init__(self, stored: Mapping[str, np.ndarray]):
+    """Read the arrays that `encode` returned.
+
+    Raises:
+      DamagedTableError: a part is not as it was written.
+    """
+    self.nbytes = sum(array.nbytes for array in stored.values())
+    header = _header(stored)
+    self.shape = header["rows"], header["columns"]
+    arrays = {name: _part(name, stored, entry) for name, entry in header["parts"].items()}
+    rows = self.shape[0]
+    width = min(WIDTH_OF_CLASSES, rows)
+    height = -(-rows // width)
+    zeros = np.zeros((1, width), np.uint8)
+    try:
+      class_model = Model(arrays["class_frequencies"], zeros, zeros)
+      class_parts = {name: arrays[f"class_{name}"] for name in PARTS}
+      owner = np.zeros(height, np.uint8)
+      classes = decode_integers(class_parts, owner, class_model, width, 0, height)
+      self.step_class = classes.ravel()[:rows].astype(np.uint8)
+      self.steps, self.mean, self.inverse = (arrays[n] for n in ("steps", "mean", "inverse"))
+      self._model = Model(arrays["frequencies"], arrays["distribution"], arrays["shift"])
+      self._parts = {name: arrays[name] for name in PARTS}
+    except KeyError as error:
+      raise _damaged(f"no part {error}") from None
+
+  def levels(self, first: int = 0, last: int | None = None) -> np.ndarray:
+    """Rows `first` to `last` of the integers, int32."""
+    last = self.shape[0] if last is None else last
+    if not 0 <= first <= last <= self.shape[0]:
+      raise IndexError(
+        f"rows must be in [0, {self.shape[0]}]; got {first} to {last}. Use those of the table."
+      )
+    if first == last:
+      return np.empty((0, self.shape[1]), np.int32)
+    return decode_integers(self._parts, self.step_class, self._model, self.shape[1], first, last)
+
+  def rows(self, first: int = 0, last: int | None = None) -> np.ndarray:
+    """Rows `first` to `last` of the table, float32."""
+    levels = self.levels(first, last)
+    step = self.steps[self.step_class[first : first + len(levels)]][:, None]
+    return (levels.astype(np.float32) * step) @ self.inverse.astype(np.float32) + self.mean
+
+  def blocks(self, size: int = 256 * RESTART) -> Iterator[np.ndarray]:
+    """All rows in order, `size` at a time."""
+    for first in range(0, self.shape[0], size):
+      yield self.rows(first, min(first + size, self.shape[0]))
+
+
+def _header(stored):
+  if "header" not in stored:
+    raise _damaged("no header")
+  try:
+    sealed = json.loads(bytes(stored["header"]))
+    header = sealed["header"]
+    if sealed["crc32"] != zlib.crc32(json.dumps(header, sort_keys=True).encode()):
+      raise _damaged("another checksum of the header")
+  except (UnicodeDecodeError, KeyError, TypeError, json.JSONDecodeError):
+    raise _damaged("a header that is not JSON") from None
+  found = header["format"], header["version"], header["restart"]
+  wanted = FORMAT, VERSION, RESTART
+  if found != wanted:
+    raise ValueError(
+      f"format, version and restart of the table must be {wanted}; got {found}. Read it with"
+      " the version of vqjax that wrote it."
+    )
+  if absent := sorted(header["parts"].keys() - stored.keys()):
+    raise _damaged(f"no part {', '.join(absent)}")
+  return header
+
+
+def _part(name, stored, entry):
+  data = np.asarray(stored[name])
+  dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
+  if entry.get("zlib"):
+    data = data.tobytes()
+    if zlib.crc32(data) != entry["crc32"]:
+      raise _damaged(f"another checksum of {name}")
+    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(dtype.itemsize, -1)
+    data = np.ascontiguousarray(planes.T).ravel()
+  elif data.nbytes % dtype.itemsize or data.nbytes != np.prod(shape) * dtype.itemsize:
+    raise _damaged(f"{data.nbytes} bytes of {name}")
+  # Of the words each restart block has a checksum, which is checked where it is decoded.
+  elif name.endswith("sums") and zlib.crc32(data.tobytes()) != entry["crc32"]:
+    raise _damaged(f"another checksum of {name}")
+  return data.view(dtype).reshape(shape)
+
+
+def read_table(folder: str | pathlib.Path, name: str = "embedding") -> CompressedTable:
+  """A table of a folder that `vqjax compress` wrote; its large part is memory-mapped.
+
+  Args:
+    folder: the folder.
+    name: name of the table in `vqjax.json`, "embedding" or "head".
+
+  Raises:
+    FileNotFoundError: the folder has no compressed tables.
+    ValueError: it has no such table, or the table is damaged.
+  """
+  folder = pathlib.Path(folder)
+  manifest = folder / MANIFEST
+  if not manifest.is_file():
+    raise FileNotFoundError(
+      f"`folder` must have {MANIFEST}; got {folder} without. Write it with vqjax compress."
+    )
+  tables = json.loads(manifest.read_text("utf-8"))["tables"]
+  if name not in tables:
+    raise ValueError(
+      f"`name` must be a table of {folder}, {', '.join(sorted(tables))}; got {name}. Use one of"
+      " them."
+    )
+  stored = {}
+  for file in sorted(folder.glob("*.safetensors")):
+    stored |= _bytes_of(file, tables[name]["tensor"] + SEPARATOR)
+  return CompressedTable(stored)
+
+
+def _bytes_of(file, prefix):
+  """Tensors of uint8 of a safetensors file whose names begin with the prefix."""
+  data = np.memmap(file, np.uint8, "r")
+  start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+  if len(data) < start:
+    raise _damaged(f"{file} that ends in its header")
+  entries = json.loads(data[8:start].tobytes())
+  found = {}
+  for name, entry in entries.items():
+    if name.startswith(prefix):
+      begin, end = entry["data_offsets"]
+      if start + end > len(data):
+        raise _damaged(f"{file} that ends before {name}")
+      found[name.removeprefix(prefix)] = np.asarray(data[start + begin : start + end])
+  return found

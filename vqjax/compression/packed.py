@@ -1,0 +1,253 @@
+"""Trained tables in a form that is scored and looked up where it lies, without an entropy coder.
+
+The rows are in the coordinates of `transform`. Classes of rows of like probability spend a whole
+number of bits on each coordinate, more for frequent tokens, coded by `vqjax.ops.trellis`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, UInt8, UInt16
+
+from vqjax.assign.multiple import code_dtype
+from vqjax.compression.moments import Moments
+from vqjax.compression.table import SHRINKAGE, SMOOTHING, check_table, covariance, probabilities
+from vqjax.compression.table import transform as transform_of
+from vqjax.embeddings import QuantizedEmbedding
+from vqjax.heads import QuantizedHead
+from vqjax.ops import trellis
+
+CLASSES = 24
+"""Most classes of rows, each with a scale and a centre of every coordinate."""
+
+LEAST = 16
+"""Least number of rows of a class."""
+
+ENCODED = 64
+"""Rows that are encoded at a time, of whose 4096 states each coordinate is remembered."""
+
+LEFT = 1.0, 0.285, 0.0773, 0.0211, 5.5e-3, 1.5e-3, 4e-4, 1.15e-4, 3.3e-5
+"""Part of the variance of normal numbers that codes of 0 to 8 bits leave."""
+
+SPREAD = 0.0, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.45
+"""Best standard deviation of the values of codes of 0 to 8 bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTable:
+  """A table as strings of bits: row = (center[class] + scale[class] · values) @ inverse.
+
+  Attributes:
+    stream: bits of all rows in the order of their ranks, after an element that belongs to none.
+    rank: place of each row, [V]; classes of falling probability follow each other.
+    size: rows of each class, by rank, [C].
+    width: bits of each coordinate of each class, [C, D].
+    scale: factor of the values, [C, D], float16.
+    center: mean coordinates of the rows, [C, D], float16.
+    inverse: map from coordinates to rows, [D, D], float16.
+  """
+
+  stream: UInt16[np.ndarray, "units"]
+  rank: Int[np.ndarray, "V"]
+  size: Int[np.ndarray, "C"]
+  width: UInt8[np.ndarray, "C D"]
+  scale: Float[np.ndarray, "C D"]
+  center: Float[np.ndarray, "C D"]
+  inverse: Float[np.ndarray, "D D"]
+
+  @property
+  def is_ranked(self) -> bool:
+    """Whether the tokens are in another order than that of falling probability."""
+    return bool((self.rank != np.arange(len(self.rank))).any())
+
+  def embedding(self, **fields: Any) -> tuple[QuantizedEmbedding, dict]:
+    """The embedding with these rows and its variables; `fields` are further ones, as `dtype`."""
+    return QuantizedEmbedding(*self._shape, **self._fields | fields), self._variables()
+
+  def head(
+    self, bias: Float[np.ndarray, "V"] | None = None, **fields: Any
+  ) -> tuple[QuantizedHead, dict]:
+    """The head that scores these rows and its variables.
+
+    Args:
+      bias: score of each token; None: the head has none.
+      fields: further fields of the head, as `softcap` and `vocab_axis`.
+    """
+    variables = self._variables()
+    if bias is not None:
+      variables["params"]["bias"] = np.asarray(bias, np.float32)
+    fields = self._fields | {"use_bias": bias is not None} | fields
+    return QuantizedHead(*self._shape, **fields), variables
+
+  @property
+  def _shape(self):
+    return len(self.rank), len(self.inverse)
+
+  @property
+  def _fields(self):
+    return {"classes": len(self.size), "units": len(self.stream), "is_ranked": self.is_ranked}
+
+  def _variables(self):
+    params = {name: getattr(self, name) for name in ("scale", "center", "inverse")}
+    codes = {"stream": self.stream, "size": self.size.astype(np.int32), "width": self.width}
+    if self.is_ranked:
+      codes["rank"] = self.rank.astype(code_dtype(len(self.rank)))
+    return {
+      "params": {name: value.astype(np.float32) for name, value in params.items()},
+      "codes": codes,
+    }
+
+
+def units_of(byte_budget: int, vocab: int, dim: int, classes: int, others: int = 0) -> int:
+  """Elements of the stream of a table of so many bytes, with float16 parameters.
+
+  Args:
+    byte_budget: bytes of all arrays.
+    vocab: number of rows.
+    dim: width of the rows.
+    classes: number of classes.
+    others: bytes of the bias and of the ranks.
+
+  Raises:
+    ValueError: nothing is left for the rows.
+  """
+  fixed = 2 * dim * dim + classes * (5 * dim + 4) + others
+  units = (int(byte_budget) - fixed) // 2
+  if units < 1 + vocab // 8:
+    raise ValueError(
+      f"`byte_budget` must be above {fixed + vocab // 4:,}, the bytes of the transform and of"
+      f" {classes} classes; got {byte_budget:,}. Give more, or use fewer classes."
+    )
+  return units
+
+
+def pack(
+  table: Float[np.ndarray, "V D"],
+  moments: Moments,
+  units: int,
+  *,
+  classes: int = CLASSES,
+  lam: float = SHRINKAGE,
+  smoothing: float = SMOOTHING,
+  passes: int = 2,
+) -> PackedTable:
+  """Encode a table in a given number of elements of the stream.
+
+  Args:
+    table: the rows; an array, a memory map or a slice of a file.
+    moments: what errors cost.
+    units: elements of 16 bits of the stream; see `units_of`.
+    classes: number of classes of rows; some are empty where fewer differ.
+    lam: see `transform`.
+    smoothing: see `probabilities`.
+    passes: times that rows are encoded, each with scales that fit the values of the time before.
+
+  Raises:
+    ValueError: the moments are those of another table, or the table is not finite.
+  """
+  check_table(table)
+  moments.check(*table.shape)
+  mean, sigma = covariance(table)
+  basis = transform_of(moments, sigma, lam)
+  forward = basis.forward.astype(np.float32)
+  p = probabilities(moments.counts, smoothing)
+  order = np.argsort(-p, kind="stable")
+  size = class_sizes(p[order], classes)
+  # Within a class rows are in the order of their ids, so that a table is read in order.
+  parts = [np.sort(part) for part in np.split(order, np.cumsum(size)[:-1])]
+  rank = np.empty(len(order), np.int64)
+  rank[np.concatenate(parts)] = np.arange(len(order))
+  coordinates = lambda rows: (np.asarray(table[rows], np.float32) - mean) @ forward
+
+  shape = len(size), len(mean)
+  center, deviation, weight = np.zeros(shape), np.zeros(shape), np.zeros(len(size))
+  for c, rows in enumerate(parts):
+    if len(rows):
+      x_ND = coordinates(rows)
+      center[c], deviation[c], weight[c] = x_ND.mean(axis=0), x_ND.std(axis=0), p[rows].mean()
+  width = allocate(weight[:, None] * deviation**2, size, units - 1)
+  scale = np.asarray(SPREAD)[width] * deviation
+  # Relative to the mean row until the end, where rounding to float16 is far below the values.
+  center = center.astype(np.float16).astype(np.float64)
+  value = np.asarray(trellis.values(), np.float64)
+  stream, at = np.zeros(units, np.uint16), 1
+  for c, rows in enumerate(parts):
+    columns = np.argsort(-width[c].astype(int), kind="stable")[: np.count_nonzero(width[c])]
+    if not len(rows) or not len(columns):
+      continue
+    x_ND = (coordinates(rows) - center[c])[:, columns]
+    for _ in range(passes):
+      scale[c] = scale[c].astype(np.float16)
+      state_ND = _best_states(x_ND, scale[c, columns], width[c, columns])
+      y_ND = value[state_ND]
+      fitted = (x_ND * y_ND).sum(axis=0) / np.maximum((y_ND**2).sum(axis=0), 1e-30)
+      scale[c, columns] = np.maximum(fitted, 0)
+    bits = trellis.packed(state_ND, width[c, columns]).reshape(-1)
+    stream[at : at + len(bits)] = bits
+    at += len(bits)
+  center = center + mean.astype(np.float64) @ basis.forward
+  half = lambda x: x.astype(np.float16)
+  return PackedTable(stream, rank, size, width, half(scale), half(center), basis.inverse)
+
+
+def class_sizes(p: Float[np.ndarray, "V"], classes: int = CLASSES) -> Int[np.ndarray, "C"]:
+  """Rows of each class of falling probabilities; some are 0 where fewer differ.
+
+  Probabilities of a class differ by at most a factor, 2 or as much as it takes, unless it would
+  have less than `LEAST` rows.
+  """
+  factor = 2.0
+  while True:
+    size, start = [], 0
+    while start < len(p):
+      end = max(np.searchsorted(-p, -p[start] / factor), start + LEAST)
+      end = len(p) if len(p) - end < LEAST else end
+      size.append(end - start)
+      start = end
+    if len(size) <= classes:
+      return np.array(size + [0] * (classes - len(size)))
+    factor *= 1.1
+
+
+def allocate(
+  cost_CD: Float[np.ndarray, "C D"], size_C: Int[np.ndarray, "C"], units: int
+) -> UInt8[np.ndarray, "C D"]:
+  """Bits of each coordinate with the least summed cost · size that fit in `units` elements."""
+  left = np.asarray(LEFT)
+
+  def at(price):
+    width = (cost_CD[..., None] * left + price * np.arange(len(left))).argmin(axis=-1)
+    return np.where(size_C[:, None] > 0, width, 0)
+
+  used = lambda width: (size_C * -(-width.sum(axis=1) // trellis.UNIT)).sum()
+  low, high = -200.0, 200.0
+  for _ in range(60):
+    middle = (low + high) / 2
+    low, high = (middle, high) if used(at(2.0**middle)) > units else (low, middle)
+  width = at(2.0**high)
+  for c in np.flatnonzero(size_C):
+    # Whole elements: the bits that would be left empty go where they save most.
+    for _ in range(-int(width[c].sum()) % trellis.UNIT):
+      saved = cost_CD[c] * (left[width[c]] - left[np.minimum(width[c] + 1, len(left) - 1)])
+      if saved.max() <= 0:
+        break
+      width[c, saved.argmax()] += 1
+  return width.astype(np.uint8)
+
+
+def _best_states(x_ND, scale_D, width_D):
+  """The best states of rows, a block at a time, of which the last is filled up."""
+  state_ND = np.empty(x_ND.shape, np.int32)
+  scaled_ND = x_ND / np.where(scale_D > 0, scale_D, np.inf)
+  weight_D = jnp.asarray((scale_D / max(scale_D.max(), 1e-30)) ** 2, jnp.float32)
+  for start in range(0, len(x_ND), ENCODED):
+    block = scaled_ND[start : start + ENCODED]
+    filled = np.zeros((ENCODED, x_ND.shape[1]), np.float32)
+    filled[: len(block)] = block
+    state = trellis.best_states(jnp.asarray(filled), weight_D, jnp.asarray(width_D, jnp.int32))
+    state_ND[start : start + len(block)] = state[: len(block)]
+  return state_ND

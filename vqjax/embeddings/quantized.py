@@ -1,0 +1,150 @@
+"""The embedding of a table that is packed as strings of bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jaxtyping import Array, Float, Integer
+
+from vqjax.assign.multiple import code_dtype
+from vqjax.embeddings.base import Embedding
+from vqjax.layer import Layer
+from vqjax.ops import trellis
+from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Initializer, Variable, table
+
+
+def default_units(vocab: int, dim: int) -> int:
+  """Elements of a stream with two bits for each number."""
+  return 1 + vocab * -(-2 * dim // trellis.UNIT)
+
+
+def random_stream(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.uint16) -> Array:
+  """Default stream: random bits, which are rows of normal numbers."""
+  return jax.random.bits(key, shape, dtype)
+
+
+def even_sizes(vocab: int, classes: int) -> np.ndarray:
+  """Default classes: about as many rows of each."""
+  return np.diff(np.arange(classes + 1) * vocab // classes)
+
+
+def two_bits(classes: int, dim: int) -> np.ndarray:
+  """Default widths: two bits for each number."""
+  return np.full((classes, dim), 2)
+
+
+def declared_rows(layer: Any) -> Declaration:
+  """The variables of packed rows, of a layer with the fields of `QuantizedEmbedding`."""
+  v, d, c = layer.vocab, layer.dim, layer.classes
+  units = default_units(v, d) if layer.units is None else layer.units
+  of_class = ("classes", "coordinates")
+  identity = lambda key, shape, dtype: jnp.eye(*shape, dtype=dtype)
+  width = lambda: np.asarray(layer.width_init(c, d))
+  declared = {
+    "stream": Variable((units,), ("units",), layer.stream_init, jnp.uint16, "codes"),
+    "size": table((c,), ("classes",), lambda: np.asarray(layer.size_init(v, c))),
+    "width": table((c, d), of_class, width, jnp.uint8),
+    "scale": Variable((c, d), of_class, layer.scale_init or _unit_rows, layer.param_dtype),
+    "center": Variable((c, d), of_class, nn.initializers.zeros_init(), layer.param_dtype),
+    "inverse": Variable((d, d), ("coordinates", "embed"), identity, layer.param_dtype),
+  }
+  if layer.is_ranked:
+    declared["rank"] = table((v,), ("vocab",), lambda: np.arange(v), code_dtype(v))
+  return declared
+
+
+def check_rows(layer: Any) -> None:
+  """Check the fields that `declared_rows` reads."""
+  if not 1 <= layer.classes <= layer.vocab:
+    raise ValueError(
+      f"`classes` must be in [1, vocab]; got {layer.classes} for vocab {layer.vocab}. 16 are usual."
+    )
+  if layer.units is not None and layer.units < 1:
+    raise ValueError(
+      f"`units` must be at least 1; got {layer.units}. Two bits for each number are"
+      f" {default_units(layer.vocab, layer.dim)} elements."
+    )
+
+
+def _unit_rows(key, shape, dtype):
+  del key
+  return jnp.full(shape, shape[-1] ** -0.5, dtype)
+
+
+def shared_arrays(layer: Layer) -> dict[str, Array]:
+  """The arrays of which `trellis.composed_rows` composes rows."""
+  return {name: layer.array(name) for name in ("stream", "width", "scale", "center", "inverse")}
+
+
+class QuantizedEmbedding(Embedding):
+  """Rows packed as strings of bits, a few bits for each number, wider ones for frequent tokens.
+
+  A row is (center + scale · values) @ inverse: center and scale belong to its class of like
+  probability, and the values are read from its bits (`vqjax.ops.trellis`). The bits, the widths and
+  the ranks are of the collection `codes`: they come from `vqjax.compression.pack` and are never
+  trained; centres, scales and the inverse are parameters. Given as the `embedding` of a
+  `QuantizedHead`, the same object ties the two.
+
+  Attributes:
+    classes: number of classes of tokens, C.
+    units: elements of 16 bits of the stream; None: as many as two bits for each number take.
+    is_ranked: whether tokens have ranks, in the order of falling probability, which take 2 or 4
+      bytes each; False: the tokens are in this order.
+    stream_init: initialiser of the uint16 stream.
+    size_init: (vocab, classes) -> int [C], the tokens of each class by rank.
+    width_init: (classes, dim) -> int [C, D], the bits of each number, 0 to 8.
+    scale_init: initialiser of the [C, D] scales; None: rows of mean square length 1.
+    dtype: dtype of the returned vectors; None: `param_dtype`.
+    param_dtype: dtype of the parameters.
+  """
+
+  classes: int
+  units: int | None = None
+  is_ranked: bool = True
+  stream_init: Initializer = random_stream
+  size_init: Any = even_sizes
+  width_init: Any = two_bits
+  scale_init: Initializer | None = None
+  dtype: Dtype | None = None
+  param_dtype: Dtype = jnp.float32
+
+  def declare(self) -> Declaration:
+    """The stream, sizes, widths and ranks, and the scales, the centres and the inverse."""
+    return declared_rows(self)
+
+  def check(self) -> None:
+    """Check the classes and the stream."""
+    check_rows(self)
+
+  def flops_per_token(self) -> int:
+    """The product with the inverse, and a multiply-add for each number."""
+    return 2 * self.dim * (self.dim + 1)
+
+  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
+    """The row of each token; nan for a token outside [0, V)."""
+    known, token = in_vocabulary(tokens, self.vocab)
+    rank = self._gather("rank", token, jnp.dtype(jnp.int32)) if self.is_ranked else token
+    place = trellis.places(rank.reshape(-1), self.array("size"), self.array("width"))
+    row = trellis.composed_rows(place, shared_arrays(self)).reshape(*tokens.shape, self.dim)
+    return jnp.where(known[..., None], row.astype(self.dtype or self.param_dtype), jnp.nan)
+
+  def table(self) -> Float[Array, "V D"]:
+    """The rows of the whole vocabulary, in `param_dtype`."""
+    return self.rows().all().astype(self.param_dtype)
+
+  def rows(self) -> RowFactory:
+    """The rows, composed a tile at a time."""
+    return RowFactory(row_places(self), shared_arrays(self), trellis.composed_rows)
+
+
+def row_places(layer: Layer) -> tuple[Array, Array]:
+  """The place of every row in the stream, and its class."""
+  rank = layer.array("rank") if layer.is_ranked else jnp.arange(layer.vocab)
+  return trellis.places(rank.astype(jnp.int32), layer.array("size"), layer.array("width"))

@@ -1,0 +1,109 @@
+"""The head of a table that is packed as strings of bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from vqjax.embeddings.quantized import (
+  QuantizedEmbedding,
+  check_rows,
+  declared_rows,
+  even_sizes,
+  random_stream,
+  row_places,
+  shared_arrays,
+  two_bits,
+)
+from vqjax.heads.linear import LinearHead
+from vqjax.ops import softmax, trellis
+from vqjax.ops.row_factory import RowFactory
+from vqjax.variables import Declaration, Initializer, Variable
+
+
+class QuantizedHead(LinearHead):
+  """softmax(hidden · rowᵀ + bias), each row packed as a string of bits.
+
+  The rows are those of a `QuantizedEmbedding`. The hidden vector is mapped to their coordinates
+  once, and tiles of coordinates are read from the bits where they are scored: the table is never
+  unpacked. `vqjax.compression` makes the variables from a trained dense head.
+
+  Attributes:
+    classes: number of classes of tokens, C.
+    units: elements of 16 bits of the stream; None: as many as two bits for each number take.
+    is_ranked: whether tokens have ranks, in the order of falling probability, which take 2 or 4
+      bytes each; False: the tokens are in this order.
+    use_bias: add a score for each token.
+    embedding: the embedding whose rows are scored; None: the head has its own, and the fields of
+      rows are those of the embedding.
+    stream_init: initialiser of the uint16 stream.
+    size_init: (vocab, classes) -> int [C], the tokens of each class by rank.
+    width_init: (classes, dim) -> int [C, D], the bits of each number, 0 to 8.
+    scale_init: initialiser of the [C, D] scales; None: rows of mean square length 1.
+    bias_init: initialiser of the [V] bias.
+  """
+
+  classes: int = 1
+  units: int | None = None
+  is_ranked: bool = True
+  use_bias: bool = False
+  embedding: QuantizedEmbedding | None = None
+  stream_init: Initializer = random_stream
+  size_init: Any = even_sizes
+  width_init: Any = two_bits
+  scale_init: Initializer | None = None
+  bias_init: Initializer = nn.initializers.zeros_init()
+
+  def declare(self) -> Declaration:
+    """The variables of the rows, or the tied embedding, and the bias [V]."""
+    tied = self.embedding
+    declared = {"embedding": tied} if tied is not None else dict(declared_rows(self))
+    if self.use_bias:
+      declared["bias"] = Variable((self.vocab,), ("vocab",), self.bias_init, self.param_dtype)
+    return declared
+
+  def check(self) -> None:
+    """Check the classes and the stream, or that a tied embedding has the head's shape."""
+    super().check()
+    tied = self.embedding
+    if tied is None:
+      check_rows(self)
+    elif not isinstance(tied, QuantizedEmbedding) or (tied.vocab, tied.dim) != (
+      self.vocab,
+      self.dim,
+    ):
+      raise ValueError(
+        f"`embedding` must be a QuantizedEmbedding of vocab {self.vocab} and dim {self.dim}; got"
+        f" {tied!r}. Give the head and the embedding the same, or use a DenseHead."
+      )
+
+  def flops_per_token(self) -> int:
+    """The map to coordinates, and one product of width D for each token of the vocabulary."""
+    return 2 * self.dim * (self.dim + self.vocab)
+
+  def _table(self):
+    return self if self.embedding is None else self.embedding
+
+  def _weight(self) -> RowFactory:
+    """The rows in their coordinates, in which `_projected` gives the hidden vectors."""
+    layer = self._table()
+    shared = {name: x for name, x in shared_arrays(layer).items() if name != "inverse"}
+    return RowFactory(row_places(layer), shared, trellis.composed_coordinates)
+
+  def _projected(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """inverse · hidden, in the dtype that hidden vectors and parameters have in common."""
+    inverse = self._table().array("inverse")
+    dtype = self.dtype or jnp.promote_types(hidden.dtype, inverse.dtype)
+    return softmax.linear_scores(hidden, inverse, dtype=dtype).astype(dtype)
+
+  def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
+    """The rows in the model's basis, and the bias; a distillation reads them."""
+    layer = self._table()
+    rows = RowFactory(row_places(layer), shared_arrays(layer), trellis.composed_rows)
+    return rows, self._bias()
+
+  def _bias(self) -> Float[Array, "V"] | None:
+    return self.array("bias")

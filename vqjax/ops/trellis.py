@@ -1,0 +1,162 @@
+"""Trellis-coded quantisation: a whole number of bits for each number, without an entropy coder.
+
+A row is a string of bits. Its number j spends `width` j of them, and its value is read from a
+window of the last `STATE_BITS` bits of the string so far: neighbouring numbers share bits, so that
+each has 4096 values to choose from, whatever its width. Windows are read independently of each
+other. Of numbers with a normal distribution, two bits leave 7.7 % of the variance, where the best
+four levels leave 11.8 % and no code leaves less than 6.3 %.
+
+Source: Tseng et al., QTIP, 2024, Section 3, with a permutation of quantiles as the code; Marcellin
+and Fischer, Trellis coded quantization, 1990.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.special import ndtri
+from jaxtyping import Array, Float, Int, UInt16
+
+STATE_BITS = 12
+"""Bits of the window that a value is read from."""
+
+STATES = 2**STATE_BITS
+
+MOST_BITS = 8
+"""Largest width: beyond it a window has too little choice to be better than equal levels."""
+
+UNIT = 16
+"""Bits of an element of the stream."""
+
+
+def values() -> Float[Array, "4096"]:
+  """The value of each state: quantiles of the normal distribution in an irregular order."""
+  state = jnp.arange(STATES, dtype=jnp.uint32)
+  # Bijections of 12 bits: products with odd numbers, and shifts that later ones add to.
+  for factor in (2_053, 1_221, 3_437):
+    state = state * factor + 1_013 & STATES - 1
+    state ^= state >> 5
+  return ndtri((state.astype(jnp.float32) + 0.5) / STATES)
+
+
+def ends(width_CD: Int[Array, "C D"]) -> Int[Array, "C D"]:
+  """The bit of a row after that of each of its numbers; wide numbers come first.
+
+  A number of width 0 has no bits, and no end that matters.
+  """
+  order = jnp.argsort(-width_CD, axis=-1, stable=True)
+  end = jnp.cumsum(jnp.take_along_axis(width_CD, order, axis=-1), axis=-1)
+  back = jnp.argsort(order, axis=-1)
+  return jnp.take_along_axis(end, back, axis=-1)
+
+
+def states(
+  stream: UInt16[Array, "units"], unit_N: Int[Array, "N"], end_ND: Int[Array, "N D"]
+) -> Int[Array, "N D"]:
+  """The windows of rows that begin at `unit_N` of the stream, each ending at bit `end_ND`.
+
+  The stream begins with an element that belongs to no row, since a window may begin before its row;
+  the bits before the row count as 0.
+  """
+  begin = end_ND - STATE_BITS
+  at = unit_N[:, None] + (begin >> 4)
+  pair = [stream[at + i].astype(jnp.uint32) for i in range(2)]
+  shift = (2 * UNIT - STATE_BITS) - (begin & UNIT - 1)
+  window = ((pair[0] << UNIT | pair[1]) >> shift.astype(jnp.uint32)).astype(jnp.int32)
+  return window & (1 << jnp.minimum(end_ND, STATE_BITS)) - 1
+
+
+@jax.jit
+def best_states(
+  x_ND: Float[Array, "N D"], weight_D: Float[Array, "D"], width_D: Int[Array, "D"]
+) -> Int[Array, "N D"]:
+  """The states with the least sum of weight · (x - value)², by Viterbi's algorithm.
+
+  Args:
+    x_ND: rows of numbers of about unit variance, in the order of their bits.
+    weight_D: what squared errors of each number cost.
+    width_D: bits of each number, at most `MOST_BITS`; the state stays where it is 0.
+  """
+  value = values()
+
+  def step_of(width):
+    before = 2 ** (STATE_BITS - width)
+
+    def step(cost_NS, x_N, weight):
+      # State s' = (s << width | bits) mod STATES: predecessors differ in their oldest bits.
+      cost = cost_NS.reshape(-1, 2**width, before)
+      oldest = jnp.zeros((cost.shape[0], STATES), jnp.uint8)
+      oldest = oldest.at[:, :before].set(cost.argmin(axis=1).astype(jnp.uint8))
+      reached = jnp.repeat(cost.min(axis=1), 2**width, axis=-1)
+      error = (x_N[:, None] - value) ** 2 if width else 0.0
+      return reached + weight * error, oldest
+
+    return step
+
+  steps = [step_of(width) for width in range(MOST_BITS + 1)]
+
+  def forward(cost_NS, column):
+    x_N, weight, width = column
+    cost_NS, oldest = lax.switch(width, steps, cost_NS, x_N, weight)
+    return cost_NS, oldest
+
+  start_NS = jnp.full((x_ND.shape[0], STATES), jnp.inf).at[:, 0].set(0.0)
+  cost_NS, oldest_DNS = lax.scan(forward, start_NS, (x_ND.T, weight_D, width_D))
+
+  def backward(state_N, column):
+    oldest_NS, width = column
+    rest = state_N >> width
+    oldest = jnp.take_along_axis(oldest_NS, rest[:, None], axis=1)[:, 0].astype(jnp.int32)
+    return rest | oldest << (STATE_BITS - width), state_N
+
+  last = cost_NS.argmin(axis=-1).astype(jnp.int32)
+  return lax.scan(backward, last, (oldest_DNS, width_D), reverse=True)[1].T
+
+
+def packed(state_ND: np.ndarray, width_D: np.ndarray) -> np.ndarray:
+  """Rows of states, in the order of their bits, as elements of the stream, [N, units]."""
+  count, width_D = len(state_ND), width_D.astype(int)
+  bits = np.zeros((count, int(-(-width_D.sum() // UNIT) * UNIT)), np.uint8)
+  at = 0
+  for state_N, width in zip(state_ND.T, width_D):
+    for i in range(width):
+      bits[:, at + i] = state_N >> (width - 1 - i) & 1
+    at += width
+  pairs = np.packbits(bits, axis=1).reshape(count, -1, 2).astype(np.uint16)
+  return pairs[..., 0] << 8 | pairs[..., 1]
+
+
+def places(
+  rank_N: Int[Array, "N"], size_C: Int[Array, "C"], width_CD: Int[Array, "C D"]
+) -> tuple[Int[Array, "N"], Int[Array, "N"]]:
+  """The first element of the stream of rows with the given ranks, and their classes."""
+  units_C = -(-width_CD.astype(jnp.int32).sum(axis=-1) // UNIT)
+  last_C, end_C = jnp.cumsum(size_C), 1 + jnp.cumsum(size_C * units_C)
+  class_N = jnp.searchsorted(last_C, rank_N, side="right", method="compare_all")
+  class_N = jnp.minimum(class_N, len(size_C) - 1)
+  return end_C[class_N] - (last_C[class_N] - rank_N) * units_C[class_N], class_N
+
+
+def composed_coordinates(
+  per_row: tuple[Int[Array, "N"], Int[Array, "N"]], shared: dict[str, Array]
+) -> Float[Array, "N D"]:
+  """Rows center + scale · values, from their first elements of the stream and their classes.
+
+  `shared` has the stream, and the width, the scale and the centre of each number of each class.
+  """
+  unit_N, class_N = per_row
+  width_CD = shared["width"].astype(jnp.int32)
+  state_ND = states(shared["stream"], unit_N, ends(width_CD)[class_N])
+  scale_CD, center_CD = (shared[name].astype(jnp.float32) for name in ("scale", "center"))
+  # Without bits the window is that of neighbours.
+  scale_CD = jnp.where(width_CD > 0, scale_CD, 0.0)
+  return center_CD[class_N] + scale_CD[class_N] * values()[state_ND]
+
+
+def composed_rows(
+  per_row: tuple[Int[Array, "N"], Int[Array, "N"]], shared: dict[str, Array]
+) -> Float[Array, "N D"]:
+  """`composed_coordinates` in the model's basis."""
+  return composed_coordinates(per_row, shared) @ shared["inverse"].astype(jnp.float32)
