@@ -13,6 +13,7 @@ from tests.checkpoints.test_gguf import plain, written
 from tests.jitted import apply
 from vqjax import checkpoints
 from vqjax.compression import Moments, exports
+from vqjax.lab.commands import main
 
 gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
 
@@ -176,3 +177,21 @@ def test_a_table_with_nan_is_refused_and_leaves_nothing(model_file, tmp_path):
   with pytest.raises(ValueError, match="must be finite; row 11"):
     exports.export_gguf(tmp_path / "broken.gguf", tmp_path / "out.gguf", "Q4_0")
   assert [path.name for path in tmp_path.iterdir()] == ["broken.gguf"]
+
+
+def test_the_command_fits_tables_to_a_text(model_file, tmp_path, capsys):
+  (tmp_path / "text").write_text("words of letters, and their sums: 12+3=15.\n" * 30)
+  call = lambda *more: main(["export", str(model_file), *more])
+  text = ["--text", str(tmp_path / "text"), "--tokens", "300"]
+  assert call("--to", "Q4_0", "--out", str(tmp_path / "fitted.gguf"), *text) == 0
+  assert f"token_embd.weight: {V * 18:,} bytes" in capsys.readouterr().out
+  assert call("--to", "Q4_0", "--out", str(tmp_path / "plain.gguf")) == 0
+  first, second = (gguf.GGUFReader(tmp_path / f"{n}.gguf").tensors for n in ("fitted", "plain"))
+  differing = {a.name for a, b in zip(first, second) if a.data.tobytes() != b.data.tobytes()}
+  assert differing == {"token_embd.weight", "output.weight"} & {tensor.name for tensor in first}
+  capsys.readouterr()
+  assert call("--to", "int4", "--out", str(tmp_path / "packed")) == 0
+  assert call("--to", "Q4_0", "--out", str(tmp_path / "text")) == 2
+  assert "`--out` must be new" in capsys.readouterr().err
+  assert call("--to", "Q4_0", "--out", str(tmp_path / "o"), "--moments", str(tmp_path / "no")) == 2
+  assert "`--moments` must be a file" in capsys.readouterr().err

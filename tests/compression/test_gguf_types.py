@@ -144,7 +144,9 @@ def test_whole_rows_share_a_scale_in_a_grid_of_one_group():
 def test_impossible_arguments_are_refused():
   with pytest.raises(ValueError, match="`kind` must be one of Q4_0.*got 'Q3_K'"):
     gguf_types.encode("Q3_K", rows())
-  with pytest.raises(ValueError, match="multiple of 256; got width 64. The types for this width: Q4"):
+  with pytest.raises(
+    ValueError, match="multiple of 256; got width 64. The types for this width: Q4"
+  ):
     gguf_types.encode("Q6_K", rows()[:, :64])
   broken = rows().copy()
   broken[4, 9] = np.nan

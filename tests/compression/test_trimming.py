@@ -138,9 +138,7 @@ def test_sentencepiece_models_are_trimmed(tmp_path):
   options = {"bos": 1, "eos": [2], "add_space": True, "add_bos": True}
   tokenizer = from_pieces(names, scores, types, **options)
   saved(tokenizer, tmp_path / "model")
-  report = trimming.trim(
-    tmp_path / "model", tmp_path / "out", 271, ["the cat\n" * 50], scored=0
-  )
+  report = trimming.trim(tmp_path / "model", tmp_path / "out", 271, ["the cat\n" * 50], scored=0)
   written = checkpoints.load_tokenizer(tmp_path / "out")
   ids = json.loads((tmp_path / "out" / "trimming.json").read_text())["ids"]
   assert report.coverage == 1

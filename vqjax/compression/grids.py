@@ -190,9 +190,7 @@ def _feed_back(rows_DR, units, metric_DD, upper_DD, grid: Grid, round_scale):
     block_bR = jax.lax.dynamic_slice_in_dim(rest_DR, first, block)
     upper_bD = jax.lax.dynamic_slice_in_dim(upper_DD, first, block)
     upper_bb = jax.lax.dynamic_slice_in_dim(upper_bD, first, block, axis=1)
-    tried_KR = (
-      round_scale(_tried(block_bR, grid), units(of)) if searched else scale_GR[of][None]
-    )
+    tried_KR = round_scale(_tried(block_bR, grid), units(of)) if searched else scale_GR[of][None]
 
     def one_column(column, errors_and_levels):
       error_bKR, level_bKR = errors_and_levels

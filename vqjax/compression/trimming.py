@@ -227,7 +227,9 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
   names: list[str | None] = [None] * (max(number_of.values()) + 1)
   for name, number in number_of.items():
     names[number] = name
-  pairs = [tuple(p.split(" ", 1)) if isinstance(p, str) else tuple(p) for p in model.get("merges", [])]
+  pairs = [
+    tuple(p.split(" ", 1)) if isinstance(p, str) else tuple(p) for p in model.get("merges", [])
+  ]
   rank_of = {pair: number for number, pair in reversed(list(enumerate(pairs)))}
   alphabet = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else set()
   if any('"ByteLevel"' in json.dumps(state[part]) for part in ("pre_tokenizer", "decoder")):
@@ -253,7 +255,9 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
     for holder, number in _framing(new.get("post_processor")):
       _renumber(holder, new_of[int(number)])
     library = import_extra("tokenizers").Tokenizer.from_str(json.dumps(new))
-    wrong = [names[old] for old, number in new_of.items() if library.id_to_token(number) != names[old]]
+    wrong = [
+      names[old] for old, number in new_of.items() if library.id_to_token(number) != names[old]
+    ]
     if wrong:
       raise ValueError(
         f"the tokenizer must number its tokens without gaps; got other numbers for {wrong[:3]} after"
@@ -474,7 +478,9 @@ def _nats_per_byte(model: Transformer, variables, tokenizer: Tokenizer, text: st
   rows = [row for row in rows if len(row) > 1]
   if not rows:
     return None
-  total = sum(float(log_prob.sum(dtype=float)) for log_prob in score(model, variables, rows, batch=4))
+  total = sum(
+    float(log_prob.sum(dtype=float)) for log_prob in score(model, variables, rows, batch=4)
+  )
   # The first token is not predicted; that of BOS stands for no byte.
   first = sum(len(tokenizer.decode(row[:1]).encode()) for row in rows)
   return -total / (len(text.encode()) - first)
