@@ -1,4 +1,4 @@
-"""The bytes of block types are those of llama.cpp, and fitted values have less error in a metric."""
+"""Block types have the bytes of llama.cpp, and fitted values have less error in a metric."""
 
 import ctypes
 import functools
@@ -142,10 +142,10 @@ def test_whole_rows_share_a_scale_in_a_grid_of_one_group():
 
 
 def test_impossible_arguments_are_refused():
-  with pytest.raises(ValueError, match="`kind` must be one of Q4_0.*got 'Q3_K'"):
+  with pytest.raises(ValueError, match=r"`kind` must be one of Q4_0.*got 'Q3_K'"):
     gguf_types.encode("Q3_K", rows())
   with pytest.raises(
-    ValueError, match="multiple of 256; got width 64. The types for this width: Q4"
+    ValueError, match=r"multiple of 256; got width 64. The types for this width: Q4"
   ):
     gguf_types.encode("Q6_K", rows()[:, :64])
   broken = rows().copy()

@@ -13,7 +13,7 @@ from vqjax.lab.commands import main
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
-WORDS = "the cat sat on a mat and the dog ran to the house of the old man while rain fell".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "house", "of", "old"]
 
 
 def text(seed=0, lines=120):
@@ -78,7 +78,7 @@ def saved(tokenizer, folder, **changes):
 @pytest.mark.parametrize("kind", ["byte-level", "fallback", "unigram"])
 def test_a_text_of_kept_tokens_has_the_same_tokens_and_logits(kind, tmp_path):
   tokenizer = trained(kind, tmp_path)
-  model, variables = saved(tokenizer, tmp_path / "model")
+  _, variables = saved(tokenizer, tmp_path / "model")
   keep = tokenizer.vocab - 5
   report = trimming.trim(tmp_path / "model", tmp_path / "out", keep, [text()])
   ids = json.loads((tmp_path / "out" / "trimming.json").read_text())["ids"]
@@ -207,5 +207,5 @@ def test_impossible_calls_are_refused_and_leave_nothing(tmp_path, capsys):
 
 def test_tokenizers_of_other_kinds_are_refused(tmp_path):
   model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-  with pytest.raises(ValueError, match="BPE without affixes, or Unigram.*got WordLevel"):
+  with pytest.raises(ValueError, match=r"BPE without affixes, or Unigram.*got WordLevel"):
     trimming.vocabulary(JsonTokenizer(model, None, ()))

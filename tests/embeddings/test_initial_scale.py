@@ -14,6 +14,7 @@ from vqjax.embeddings import (
   GuidedEmbedding,
   LowRankEmbedding,
   ProductEmbedding,
+  QuantizedEmbedding,
 )
 from vqjax.heads import (
   AdaptiveHead,
@@ -27,6 +28,7 @@ from vqjax.heads import (
   LearnedProductHead,
   LowRankHead,
   ProductHead,
+  QuantizedHead,
   ResidualCodebookHead,
   SampledSoftmaxHead,
   UnsharedGroupedHead,
@@ -46,6 +48,7 @@ EMBEDDINGS = {
   "sx": lambda: DPQEmbedding(V, D, SoftmaxQuantizer(31, 12)),
   "sx-additive": lambda: DPQEmbedding(V, D, SoftmaxQuantizer(31, 12, additive=True)),
   "vq": lambda: DPQEmbedding(V, D, CentroidQuantizer(31, 12, normalize=False)),
+  "quantized": lambda: QuantizedEmbedding(V, D, 3),
   "guided": lambda: GuidedEmbedding(V, D, DenseEmbedding(V, D)),
 }
 HEADS = {
@@ -58,6 +61,7 @@ HEADS = {
   "learned-product": lambda: LearnedProductHead(V, D, 31, 12),
   "dpq": lambda: DPQHead(V, D, SoftmaxQuantizer(31, 12)),
   "low-rank": lambda: LowRankHead(V, D, 30),
+  "quantized": lambda: QuantizedHead(V, D, 3),
 }
 """Heads whose `logits` are scores, linear in the hidden vectors."""
 FACTORED = {

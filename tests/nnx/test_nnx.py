@@ -34,6 +34,7 @@ HEADS = {
   "UnsharedGroupedHead": {},
   "AdaptiveHead": {"cutoffs": (20, 50), "factor": 2},
   "LowRankHead": {"rank": 3},
+  "QuantizedHead": {"classes": 3, "use_bias": True},
   "ClassBasedHead": {"classes": 7},
   "HierarchicalHead": {},
 }
@@ -43,6 +44,7 @@ EMBEDDINGS = {
   "ProductEmbedding": {"codes": 5, "subspaces": 4},
   "LowRankEmbedding": {"rank": 3},
   "ScalarEmbedding": {"bits": 4},
+  "QuantizedEmbedding": {"classes": 3},
   "DPQEmbedding": {"quantizer": quantizers.CentroidQuantizer(5, 4, commitment=0.25)},
   "ComposedEmbedding": {"inner": embeddings.DenseEmbedding(V, 6), "hidden": 8},
   "GuidedEmbedding": {"student": embeddings.LowRankEmbedding(V, D, 3)},

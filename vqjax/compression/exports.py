@@ -24,12 +24,10 @@ from vqjax.compression.gguf_types import block_type, encode
 from vqjax.compression.grids import Grid, fit
 from vqjax.compression.moments import Moments
 from vqjax.compression.outputs import check_output, whole
+from vqjax.compression.table import SHRINKAGE
 
 ROWS = 2**13
 """Rows of a table that are read, rounded and written at a time."""
-
-SHRINKAGE = 0.1
-"""Part of the mean eigenvalue of a metric that is added to all of them."""
 
 
 def metric_of(
@@ -114,8 +112,8 @@ def export_gguf(
   source = open_source(path)
   if source.kind != "gguf":
     raise ValueError(
-      f"`path` must be a GGUF; got {path}, which is {source.kind}. Convert the model with llama.cpp's"
-      " convert_hf_to_gguf.py first."
+      f"`path` must be a GGUF; got {path}, which is {source.kind}. Convert the model first, with"
+      " llama.cpp's convert_hf_to_gguf.py."
     )
   check_output(out)
   tables = _Tables(source, moments, shrinkage)
@@ -160,6 +158,9 @@ def export_gguf(
 def _pad(file: BinaryIO, alignment: int) -> None:
   file.write(bytes(-file.tell() % alignment))
 
+
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+"""Ends of the names of files that are not copied."""
 
 FORMAT = "pack-quantized"
 """Format of compressed-tensors that is written."""
@@ -239,9 +240,9 @@ def _write_folder(
   with whole(out) as partial:
     partial.mkdir()
     for file in source.path.iterdir():
-      if file.suffix not in (".safetensors", ".gguf", ".bin", ".pt", ".pth") and file.is_file():
-        if not file.name.endswith(".safetensors.index.json"):
-          shutil.copy(file, partial / file.name)
+      is_index = file.name.endswith(".safetensors.index.json")
+      if file.is_file() and file.suffix not in WEIGHTS and not is_index:
+        shutil.copy(file, partial / file.name)
     files = _Files(partial, 5 * 10**9)
     for name, tensor in source.tensors.items():
       if name in full:

@@ -77,8 +77,8 @@ def block_type(name: str, dim: int) -> BlockType:
   if dim % kind.block:
     fitting = ", ".join(other for other, t in TYPES.items() if dim % t.block == 0) or "none"
     raise ValueError(
-      f"`kind` {name} must have rows whose width is a multiple of {kind.block}; got width {dim}. The"
-      f" types for this width: {fitting}."
+      f"`kind` {name} must have rows whose width is a multiple of {kind.block}; got width {dim}."
+      f" The types for this width: {fitting}."
     )
   return kind
 

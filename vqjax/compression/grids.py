@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -79,12 +80,14 @@ def check_metric(metric: Num[np.ndarray, "D D"], dim: int) -> np.ndarray:
       " Collect the moments with this model."
     )
   if not np.isfinite(metric).all() or not np.allclose(metric, metric.T, rtol=1e-4, atol=1e-6):
-    raise ValueError("`metric` must be finite and symmetric; got another matrix. Collect it again.")
+    raise ValueError(
+      "`metric` must be finite and symmetric; got another matrix. Collect the moments again."
+    )
   lowest = np.linalg.eigvalsh(metric)[0]
   if lowest <= 0:
     raise ValueError(
-      f"`metric` must be positive definite; its lowest eigenvalue is {lowest:.3g}. Add a multiple of"
-      " the identity."
+      f"`metric` must be positive definite; its lowest eigenvalue is {lowest:.3g}. Add a"
+      " multiple of the identity."
     )
   return metric
 
@@ -157,7 +160,7 @@ def _nearest(x, grid: Grid):
     return jnp.clip(jnp.round(x), levels[0], levels[-1])
   # A sum of steps: a gather from a table of levels is slower on CPUs.
   found = jnp.full_like(x, levels[0])
-  for low, high in zip(levels, levels[1:]):
+  for low, high in itertools.pairwise(levels):
     found += jnp.where(x > (low + high) / 2, jnp.float32(high - low), 0)
   return found
 

@@ -27,10 +27,13 @@ CLASSES = 24
 LEAST = 16
 """Least number of rows of a class."""
 
+BLOCK = 2**10
+"""Rows that are read at a time, so that no second copy of a large table exists."""
+
 ENCODED = 64
 """Rows that are encoded at a time, of whose 4096 states each coordinate is remembered."""
 
-LEFT = 1.0, 0.285, 0.0773, 0.0211, 5.5e-3, 1.5e-3, 4e-4, 1.15e-4, 3.3e-5
+LEFT = 1.0, 0.293, 0.08, 0.0214, 5.5e-3, 1.5e-3, 4e-4, 1.15e-4, 3.3e-5
 """Part of the variance of normal numbers that codes of 0 to 8 bits leave."""
 
 SPREAD = 0.0, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.45
@@ -161,37 +164,47 @@ def pack(
   parts = [np.sort(part) for part in np.split(order, np.cumsum(size)[:-1])]
   rank = np.empty(len(order), np.int64)
   rank[np.concatenate(parts)] = np.arange(len(order))
-  coordinates = lambda rows: (np.asarray(table[rows], np.float32) - mean) @ forward
+
+  def blocks(rows):
+    """The coordinates of the given rows about the mean row, some at a time."""
+    for start in range(0, len(rows), BLOCK):
+      some = np.asarray(table[rows[start : start + BLOCK]], np.float32)
+      yield (some - mean) @ forward
 
   shape = len(size), len(mean)
-  center, deviation, weight = np.zeros(shape), np.zeros(shape), np.zeros(len(size))
+  center, square, weight = np.zeros(shape), np.zeros(shape), np.zeros(len(size))
   for c, rows in enumerate(parts):
-    if len(rows):
-      x_ND = coordinates(rows)
-      center[c], deviation[c], weight[c] = x_ND.mean(axis=0), x_ND.std(axis=0), p[rows].mean()
+    for x_ND in blocks(rows):
+      center[c] += x_ND.sum(axis=0, dtype=np.float64) / len(rows)
+      square[c] += (x_ND.astype(np.float64) ** 2).sum(axis=0) / len(rows)
+    weight[c] = p[rows].mean() if len(rows) else 0
+  # Rounded as they are kept, so that the bits make up for what rounding costs.
+  offset = mean.astype(np.float64) @ basis.forward
+  kept = (center + offset).astype(np.float16)
+  center = kept.astype(np.float64) - offset
+  deviation = np.sqrt(np.maximum(square - center**2, 0))
   width = allocate(weight[:, None] * deviation**2, size, units - 1)
   scale = np.asarray(SPREAD)[width] * deviation
-  # Relative to the mean row until the end, where rounding to float16 is far below the values.
-  center = center.astype(np.float16).astype(np.float64)
-  value = np.asarray(trellis.values(), np.float64)
+  value = np.asarray(trellis.values())
   stream, at = np.zeros(units, np.uint16), 1
   for c, rows in enumerate(parts):
-    columns = np.argsort(-width[c].astype(int), kind="stable")[: np.count_nonzero(width[c])]
-    if not len(rows) or not len(columns):
+    if not len(rows):
       continue
-    x_ND = (coordinates(rows) - center[c])[:, columns]
+    start, columns = at, np.argsort(-width[c].astype(int), kind="stable")
     for _ in range(passes):
       scale[c] = scale[c].astype(np.float16)
-      state_ND = _best_states(x_ND, scale[c, columns], width[c, columns])
-      y_ND = value[state_ND]
-      fitted = (x_ND * y_ND).sum(axis=0) / np.maximum((y_ND**2).sum(axis=0), 1e-30)
-      scale[c, columns] = np.maximum(fitted, 0)
-    bits = trellis.packed(state_ND, width[c, columns]).reshape(-1)
-    stream[at : at + len(bits)] = bits
-    at += len(bits)
-  center = center + mean.astype(np.float64) @ basis.forward
-  half = lambda x: x.astype(np.float16)
-  return PackedTable(stream, rank, size, width, half(scale), half(center), basis.inverse)
+      product, power, at = 0.0, 1e-30, start
+      for x_ND in blocks(rows):
+        x_ND = (x_ND - center[c].astype(np.float32))[:, columns]
+        state_ND = _best_states(x_ND, scale[c, columns], width[c, columns])
+        y_ND = value[state_ND]
+        product = product + (x_ND * y_ND).sum(axis=0, dtype=np.float64)
+        power = power + (y_ND**2).sum(axis=0, dtype=np.float64)
+        bits = trellis.packed(state_ND, width[c, columns]).reshape(-1)
+        stream[at : at + len(bits)] = bits
+        at += len(bits)
+      scale[c, columns] = np.where(width[c, columns], np.maximum(product / power, 0), 0)
+  return PackedTable(stream, rank, size, width, scale.astype(np.float16), kept, basis.inverse)
 
 
 def class_sizes(p: Float[np.ndarray, "V"], classes: int = CLASSES) -> Int[np.ndarray, "C"]:
@@ -217,7 +230,7 @@ def allocate(
   cost_CD: Float[np.ndarray, "C D"], size_C: Int[np.ndarray, "C"], units: int
 ) -> UInt8[np.ndarray, "C D"]:
   """Bits of each coordinate with the least summed cost · size that fit in `units` elements."""
-  left = np.asarray(LEFT)
+  left, size_C = np.asarray(LEFT), np.asarray(size_C)
 
   def at(price):
     width = (cost_CD[..., None] * left + price * np.arange(len(left))).argmin(axis=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -129,12 +130,12 @@ def kept_tokens(
   free[sorted(required | {token for token in found.spelling if token < vocab})] = 0
   if not free.any():
     raise ValueError(
-      f"the text must have tokens that the model knows; got {int(counts.sum()):,} tokens, all of them"
-      " bytes, unknown or special. Give a text in a language of the model."
+      f"the text must have tokens that the model knows; got {int(counts.sum()):,} tokens, all of"
+      " them bytes, unknown or special. Give a text in a language of the model."
     )
   number_of = {name: number for number, name in enumerate(found.names) if name is not None}
   kept = set(required)
-  # Unseen tokens come after all others, in the order of their ids: merges are numbered by frequency.
+  # Unseen tokens come last, in the order of their ids: merges are numbered by frequency.
   for token in np.argsort(-free, kind="stable").tolist():
     if len(kept) == keep:
       break
@@ -157,7 +158,7 @@ def merge_parts(name: str, rank: Callable[[str, str], float | None]) -> set[str]
   """
   pieces, made = list(name), set(name)
   while len(pieces) > 1:
-    ranks = [rank(*pair) for pair in zip(pieces, pieces[1:])]
+    ranks = [rank(*pair) for pair in itertools.pairwise(pieces)]
     known = [(r, at) for at, r in enumerate(ranks) if r is not None]
     if not known:
       return set()  # merges never make it: it is matched as a whole, or not at all
@@ -260,8 +261,8 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
     ]
     if wrong:
       raise ValueError(
-        f"the tokenizer must number its tokens without gaps; got other numbers for {wrong[:3]} after"
-        " trimming. Keep all of its tokens."
+        f"the tokenizer must number its tokens without gaps; got other numbers for {wrong[:3]}"
+        " after trimming. Keep all of its tokens."
       )
     return JsonTokenizer(
       library,
@@ -436,8 +437,8 @@ def _renumber_files(source: pathlib.Path, folder: pathlib.Path, ids: np.ndarray)
 
 def _measured(before, after, found: Vocabulary, ids: np.ndarray, held, scored: int) -> Trimmed:
   """The report, without the bytes of the tables."""
-  (model, variables, tokenizer), (small, fewer, written) = before, after
-  is_kept = np.zeros(max(model.head.vocab, len(found.names)), bool)
+  vocab, tokenizer, written = before[0].head.vocab, before[2], after[2]
+  is_kept = np.zeros(max(vocab, len(found.names)), bool)
   is_kept[ids] = True
   number_of = {int(old): number for number, old in enumerate(ids)}
   spelling = np.asarray(sorted(number_of[n] for n in found.spelling if n in number_of), np.int64)
@@ -455,7 +456,7 @@ def _measured(before, after, found: Vocabulary, ids: np.ndarray, held, scored: i
     text = "\n".join(lines)[:scored]
     nats = [_nats_per_byte(*whole_model, text) for whole_model in (before, after)]
   return Trimmed(
-    vocab=model.head.vocab,
+    vocab=vocab,
     kept=len(ids),
     required=len(found.required),
     coverage=float(covered / max(1, tokens)),
@@ -478,9 +479,8 @@ def _nats_per_byte(model: Transformer, variables, tokenizer: Tokenizer, text: st
   rows = [row for row in rows if len(row) > 1]
   if not rows:
     return None
-  total = sum(
-    float(log_prob.sum(dtype=float)) for log_prob in score(model, variables, rows, batch=4)
-  )
+  scores = score(model, variables, rows, batch=4)
+  total = sum(float(log_prob.sum(dtype=float)) for log_prob in scores)
   # The first token is not predicted; that of BOS stands for no byte.
   first = sum(len(tokenizer.decode(row[:1]).encode()) for row in rows)
   return -total / (len(text.encode()) - first)

@@ -23,6 +23,10 @@ Method = Callable[[np.ndarray, np.ndarray, compression.Moments, int], tuple[nn.M
 """(weight, bias, moments, bytes) -> the head of inference, its variables, its bytes."""
 
 
+HIDDEN_STATES = 2**17
+"""Hidden states whose second moment is taken."""
+
+
 def half(values: np.ndarray) -> np.ndarray:
   """Values rounded to float16, in float32."""
   return np.asarray(values, np.float16).astype(np.float32)
@@ -88,7 +92,7 @@ class InMemory:
 def moments_of(
   model: nn.Module, variables: Mapping[str, Any], text: EncodedText
 ) -> compression.Moments:
-  """The moments of a model over the training split: hidden states and counts."""
+  """Moments of the training split: of hidden states at the beginning of it, and counts of it all."""
   run, split = text.experiment, text.splits["train"]
 
   @jax.jit
@@ -105,6 +109,8 @@ def moments_of(
     moment, count, carry = second(variables, batch)
     variables |= carry
     total, tokens = total + np.asarray(moment, np.float64), tokens + int(count)
+    if tokens >= HIDDEN_STATES:
+      break
   counts = np.bincount(np.asarray(split.tokens), minlength=model.head.vocab)
   return compression.Moments(total / tokens, counts, tokens)
 

@@ -73,7 +73,8 @@ def described(report: Trimmed) -> str:
     f"vocabulary tables         {report.table_bytes:,} -> {report.table_bytes_after:,} bytes",
     f"tokens of the text        {report.tokens:,} -> {report.tokens_after:,}; {report.coverage:.2%}"
     f" of them kept, {report.spelled:.2%} now spelled in bytes",
-    f"lines restored            {report.restored:,} -> {report.restored_after:,} of {report.lines:,}",
+    f"lines restored            {report.restored:,} -> {report.restored_after:,} of"
+    f" {report.lines:,}",
   ]
   if report.nats_per_byte is not None:
     lines.append(

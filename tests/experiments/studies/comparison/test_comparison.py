@@ -6,15 +6,19 @@ import shutil
 
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 
 from experiments.studies import tuning
 from experiments.studies.comparison import report, run
+from experiments.studies.comparison.compressed import InFile, InMemory
 from experiments.studies.comparison.report import Interval
 from experiments.studies.comparison.rows import SCALES, rows
 from experiments.studies.page import DOCS
 from experiments.studies.study import Job
 from experiments.studies.tuning import SearchSpace
+from tests import jitted
+from vqjax.compression import Moments
 from vqjax.lab import records
 from vqjax.lab.config import config_hash
 from vqjax.lab.data import fit_encoder
@@ -97,6 +101,30 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
   assert "ptb/dense-contexts" in jobs["ptb/product-distilled-tuning"].needs
   (row,) = (row for row in rows(PTB) if row.name == "product-distilled")
   assert row.experiment(PTB, 2).init_from.folder == "runs/comparison/cpu/ptb/dense-contexts-s2"
+
+
+def test_a_compressed_row_measures_the_run_of_its_seed():
+  jobs = {job.name: job for job in run.jobs("cpu")}
+  for row in ("dense-contexts-file", "dense-contexts-memory"):
+    assert jobs[f"ptb/{row}-s3"].needs == ("ptb/dense-contexts-s3",)
+    assert f"ptb/{row}-tuning" not in jobs
+
+
+@pytest.mark.parametrize("method", [InFile(), InMemory(classes=6)])
+def test_a_compressed_head_takes_its_bytes_and_is_near_the_dense_one(method):
+  rng = np.random.default_rng(0)
+  weight, bias = rng.normal(size=(2000, 12)), rng.normal(size=2000)
+  hidden = rng.normal(size=(300, 12)) * np.linspace(0.2, 2, 12)
+  counts = (20_000 / np.arange(1, 2001)).astype(int)
+  moments = Moments(hidden.T @ hidden / 300, counts, 300)
+  size = 25_000  # a quarter; biases and the transform take a sixth of it
+  head, variables, used = method(weight.astype(np.float32), bias, moments, size)
+  assert 0.97 * size < used <= size
+  found = jitted.apply(head, variables, hidden)
+  logits = hidden @ weight.T + bias
+  both = [scipy.special.log_softmax(x, axis=-1) for x in (logits, np.float64(found))]
+  divergence = (np.exp(both[0]) * (both[0] - both[1])).sum(axis=-1).mean()
+  assert 0 < divergence < 0.05
 
 
 @pytest.mark.parametrize("scale", SCALES)
