@@ -16,6 +16,7 @@ from flax import traverse_util
 from jaxtyping import Int
 
 from vqjax import checkpoints
+from vqjax.checkpoints.families import decoder_of
 from vqjax.checkpoints.files import import_extra, open_source, read_json
 from vqjax.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Tokenizer
 from vqjax.compression.outputs import check_output, whole
@@ -238,7 +239,7 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
   letters = {number_of[name] for name in alphabet if name in number_of}
   special = {token["id"] for token in added if token["special"]}
   ends = {tokenizer.bos, *tokenizer.eos} - {None}
-  framed = {int(number) for _, number in _framing(state.get("post_processor"))}
+  framed = {numbers[at] for numbers, at in _framing(state.get("post_processor"))}
 
   def rebuilt(ids: np.ndarray) -> Tokenizer:
     new_of = {int(old): number for number, old in enumerate(ids)}
@@ -253,8 +254,8 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
       if model.get("unk_id") is not None:
         new["model"]["unk_id"] = new_of[model["unk_id"]]
     new["added_tokens"] = [t | {"id": new_of[t["id"]]} for t in added if t["id"] in new_of]
-    for holder, number in _framing(new.get("post_processor")):
-      _renumber(holder, new_of[int(number)])
+    for numbers, at in _framing(new.get("post_processor")):
+      numbers[at] = new_of[numbers[at]]
     library = import_extra("tokenizers").Tokenizer.from_str(json.dumps(new))
     wrong = [
       names[old] for old, number in new_of.items() if library.id_to_token(number) != names[old]
@@ -283,24 +284,19 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
   )
 
 
-def _framing(processor: Any) -> Iterator[tuple[Any, int]]:
-  """Ids that a post-processor adds to every text, each with the list or object that holds it."""
+def _framing(processor: Any) -> Iterator[tuple[list, int]]:
+  """Lists with the ids that a post-processor adds to every text, and the index of each id."""
   if not isinstance(processor, Mapping):
     return
   for one in processor.get("processors", ()):
     yield from _framing(one)
   special = processor.get("special_tokens")
   for entry in special.values() if isinstance(special, Mapping) else ():
-    for at, number in enumerate(entry["ids"]):
-      yield (entry["ids"], at), number
+    for at in range(len(entry["ids"])):
+      yield entry["ids"], at
   for end in ("sep", "cls"):
     if isinstance(processor.get(end), list):
-      yield (processor[end], 1), processor[end][1]
-
-
-def _renumber(holder: tuple[list, int], number: int) -> None:
-  numbers, at = holder
-  numbers[at] = number
+      yield processor[end], 1
 
 
 def trim(
@@ -334,12 +330,12 @@ def trim(
     ValueError: see `kept_tokens`; or the tokenizer is of another kind.
   """
   check_output(out)
-  source = open_source(path)
-  model, variables, tokenizer = checkpoints.load(path, dtype=dtype)
-  tokenizer = tokenizer or checkpoints.load_tokenizer(path)
-  vocab = model.head.vocab
   if not any(text.strip() for text in texts):
     raise ValueError("`texts` must have text; got none. Give a text of the model's language.")
+  # What may be refused comes before the weights are read.
+  source = open_source(path)
+  tokenizer = checkpoints.load_tokenizer(path)
+  vocab = decoder_of(source.config).head.vocab
   counted, held = zip(*(_split(text) for text in texts))
   counts = np.zeros(vocab, np.int64)
   for piece in _pieces(counted, 100_000):
@@ -347,20 +343,18 @@ def trim(
     counts += np.bincount(tokens[tokens < vocab], minlength=vocab)
   found = vocabulary(tokenizer)
   ids = kept_tokens(found, counts, keep)
+  model, variables, _ = checkpoints.load(path, dtype=dtype)
   small, fewer = _without_rows(model, variables, ids)
+  table = next((t for n, t in source.tensors.items() if n.endswith(TABLES)), None)
+  written_dtype = {"F32": "float32", "F16": "float16"}.get(table and table.format, "bfloat16")
   with whole(out) as partial:
-    # Files of other libraries, which number tokens too.
-    formats = {"F32": "float32", "F16": "float16"}
-    table = next(t for n, t in source.tensors.items() if n.endswith(TABLES) and t.shape[0] == vocab)
-    checkpoints.save(
-      partial, small, fewer, found.rebuilt(ids), dtype=formats.get(table.format, "bfloat16")
-    )
+    checkpoints.save(partial, small, fewer, found.rebuilt(ids), dtype=written_dtype)
     _renumber_files(source.path if source.path.is_dir() else source.path.parent, partial, ids)
     written = checkpoints.load_tokenizer(partial)
     report = _measured(
       (model, variables, tokenizer), (small, fewer, written), found, ids, held, scored
     )
-    width = {"F32": 4}.get(table.format, 2)
+    width = 4 if written_dtype == "float32" else 2
     tables = 1 if model.head.embedding is not None else 2
     report = dataclasses.replace(
       report,
