@@ -16,6 +16,7 @@ import argparse
 import csv
 import dataclasses
 import gzip
+import json
 import pathlib
 import re
 import resource
@@ -232,13 +233,19 @@ def judge(options, model, variables, held_out, students, tables, say, keep) -> N
 def main() -> int:
   """Run the experiment, or go on with it."""
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--model", required=True, help="Gemma 3 270M: a GGUF or a folder")
+  parser.add_argument("--model", help="Gemma 3 270M: a GGUF or a folder")
+  parser.add_argument("--show", type=pathlib.Path, metavar="JSON", help="print tables of results")
   parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/gemma"))
   parser.add_argument("--json", type=pathlib.Path, help="results (default: WORK/results.json)")
   parser.add_argument("--tokens", type=int, default=20_320, help="held-out tokens of all domains")
   parser.add_argument("--calibration", type=int, default=2**14, help="calibration tokens")
   parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="megabytes")
   options = parser.parse_args()
+  if options.show:
+    print(shown(json.loads(options.show.read_text("utf-8"))))
+    return 0
+  if not options.model:
+    parser.error("--model must be given")
   work = options.work
   work.mkdir(parents=True, exist_ok=True)
   say = lambda text: print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
@@ -332,6 +339,29 @@ def assembled(rows, tables) -> dict:
     sizes[size]["domains"] = {name: means(own[name]) for name in DOMAINS}
     sizes[size]["unseen"] = {name: means(own[name]) for name in UNSEEN}
   return {"sizes": sizes}
+
+
+def shown(result) -> str:
+  """The results as tables in Markdown."""
+  sizes = result["sizes"]
+  line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
+  lines = [
+    line("table, bytes", "tokens", "KL", "99th percentile", "same best token", "nats, before"),
+    line("---:", *["---:"] * 5),
+  ]
+  for row in sizes.values():
+    nats = f"{row['nats']:.4f}, {row['nats_before']:.4f}"
+    numbers = f"{row['kl']:.4f}", f"{row['kl_p99']:.3f}", f"{100 * row['top1']:.1f} %", nats
+    lines.append(line(f"{row['bytes']:,}", f"{row['tokens']:,}", *numbers))
+  megabytes = [f"{row['bytes'] / 1e6:.1f} MB" for row in sizes.values()]
+  lines += ["", line("KL by text", "tokens", *megabytes), line("---", *["---:"] * (len(sizes) + 1))]
+  for kind in ("domains", "unseen"):
+    for name, first in next(iter(sizes.values()))[kind].items():
+      if first:
+        found = (f"{row[kind][name]['kl']:.4f}" for row in sizes.values())
+        note = f" ({UNSEEN[name]})" if name in UNSEEN else ""
+        lines.append(line(name + note, first["tokens"], *found))
+  return "\n".join(lines)
 
 
 if __name__ == "__main__":

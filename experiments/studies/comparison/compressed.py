@@ -92,7 +92,7 @@ class InMemory:
 def moments_of(
   model: nn.Module, variables: Mapping[str, Any], text: EncodedText
 ) -> compression.Moments:
-  """Moments of the training split: of hidden states at the beginning of it, and counts of it all."""
+  """Moments of the training split: of its first hidden states, and counts of all of it."""
   run, split = text.experiment, text.splits["train"]
 
   @jax.jit
