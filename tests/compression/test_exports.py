@@ -157,6 +157,8 @@ def test_impossible_exports_are_refused_and_leave_nothing(model_file, moments, t
     exports.export_compressed_tensors(model_file, out, 3)
   with pytest.raises(ValueError, match="`group` must divide the width of the table, 32"):
     exports.export_compressed_tensors(model_file, out, 8, group=5)
+  with pytest.raises(ValueError, match="got -8 with 8 bits"):
+    exports.export_compressed_tensors(model_file, out, 8, group=-8)
   with pytest.raises(ValueError, match="`path` must be a GGUF"):
     exports.export_gguf(model_file.parent / "folder", out, "Q4_0")
   with pytest.raises(FileNotFoundError, match="folder that exists"):

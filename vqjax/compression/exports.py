@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Int32, Num
 
 from vqjax import checkpoints
 from vqjax.checkpoints.families import decoder_of, family_of
-from vqjax.checkpoints.files import Source, Tensor, import_extra, open_source
+from vqjax.checkpoints.files import Source, Tensor, import_extra, open_source, verify
 from vqjax.checkpoints.files import _reader as gguf_reader
 from vqjax.checkpoints.loading import _Files, parts
 from vqjax.compression.gguf_types import block_type, encode
@@ -215,10 +215,9 @@ def export_compressed_tensors(
       del variables
       source = open_source(folder)
     tables = _Tables(source, moments, shrinkage)
-    dims = {tensor.shape[1] for tensor in tables.tensors.values()}
-    (dim,) = dims
+    (dim,) = {tensor.shape[1] for tensor in tables.tensors.values()}
     width = group or (dim if bits == 8 else 32)
-    if dim % width or (dim * bits) % 32:
+    if width < 1 or dim % width or (dim * bits) % 32:
       raise ValueError(
         f"`group` must divide the width of the table, {dim}, whose rows must fill words of 32 bits;"
         f" got {width} with {bits} bits. Give a divisor such as 32."
@@ -245,6 +244,7 @@ def _write_folder(
         shutil.copy(file, partial / file.name)
     files = _Files(partial, 5 * 10**9)
     for name, tensor in source.tensors.items():
+      verify(name, tensor, source.path)
       if name in full:
         stem = name.removesuffix(".weight")
         modules.append(stem)
