@@ -7,7 +7,11 @@ import pathlib
 import numpy as np
 import pytest
 
+from tests.jitted import apply
+from vqjax import checkpoints
 from vqjax.compression import gguf_types, grids
+from vqjax.compression.calibration import collect
+from vqjax.compression.exports import metric_of
 
 gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
 
@@ -156,3 +160,28 @@ def test_impossible_arguments_are_refused():
     gguf_types.encode("Q8_0", rows(), metric(96))
   with pytest.raises(ValueError, match="positive definite"):
     gguf_types.encode("Q8_0", rows(), -np.eye(DIM))
+
+
+@pytest.mark.slow
+def test_a_trained_model_diverges_less_with_fitted_tables(real_data):
+  model, variables, tokenizer = checkpoints.load(real_data / "stories260K" / "stories260K.bin")
+  content = (real_data / "tinystories" / "gpt2_tokens_val.decoded.txt").read_text("utf-8")
+  stories = [tokenizer.encode(story)[:128] for story in content[:300_000].split("<|endoftext|>")]
+  stories = np.asarray([story for story in stories if len(story) == 128], np.int32)
+  fitted_to, held_out = stories[:24], stories[24:40]
+  counts = np.bincount(fitted_to.ravel(), minlength=model.head.vocab)
+  moments = collect(model, variables, fitted_to, counts, hidden_tokens=3000, expected_tokens=0)
+  table = np.asarray(variables["params"]["embedding"]["weight"])
+
+  def log_probs(rows):
+    params = variables["params"] | {"embedding": {"weight": rows}}
+    logits = np.asarray(apply(model, {"params": params}, held_out), np.float64)
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+  before = log_probs(table)
+  for name in ("Q4_0", "IQ4_NL", "Q5_0"):
+    kl = []
+    for metric in (None, metric_of(moments)):
+      rows = dequantised(name, gguf_types.encode(name, table, metric)).astype(np.float32)
+      kl.append((np.exp(before) * (before - log_probs(rows))).sum(-1).mean())
+    assert 0 < kl[1] < 0.7 * kl[0]
