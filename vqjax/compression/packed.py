@@ -185,7 +185,7 @@ def pack(
   deviation = np.sqrt(np.maximum(square - center**2, 0))
   width = allocate(weight[:, None] * deviation**2, size, units - 1)
   scale = np.asarray(SPREAD)[width] * deviation
-  value = np.asarray(trellis.values())
+  value = trellis.values()
   stream, at = np.zeros(units, np.uint16), 1
   for c, rows in enumerate(parts):
     if not len(rows):

@@ -23,7 +23,7 @@ BLOCK = 2**13
 SHRINKAGE = 0.1
 """Part of the mean eigenvalue of the moments that is added to all of them."""
 
-SMOOTHING = 0.5
+SMOOTHING = 0.2
 """Occurrences that are added to those of every token."""
 
 MOST_CLASSES = 48

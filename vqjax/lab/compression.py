@@ -250,6 +250,31 @@ class Compression:
     """The tables as integers."""
     return {n: quantize(table, self._moments[n], step) for n, table in self.tables.items()}
 
+  def coded(
+    self, step: float, size: int | None, progress: Callable[[float], None] = lambda part: None
+  ) -> tuple[float, dict[str, QuantizedTable], dict[str, dict[str, np.ndarray]]]:
+    """The tables at a step, or at a little larger one that fits the size, and their bytes.
+
+    The search counts the bytes of a sample of rows, which may be a hundredth too few.
+
+    Raises:
+      RuntimeError: a table is not read as it was written.
+    """
+    while True:
+      quantized = self.quantized(step)
+      coded = {name: file.encode(table, progress) for name, table in quantized.items()}
+      excess = sum(array.nbytes for parts in coded.values() for array in parts.values())
+      excess -= math.inf if size is None else size
+      if excess <= 0:
+        break
+      numbers = sum(table.size for table in self.tables.values())
+      # At least a tenth of a bit for each hundred numbers, so that it ends.
+      step *= 2 ** (2 * max(8 * excess / numbers, 1e-3))
+    for name, parts in coded.items():
+      if not np.array_equal(file.CompressedTable(parts).levels(), quantized[name].levels):
+        raise RuntimeError(f"the table {name} is not read as it was written: report it")
+    return step, quantized, coded
+
   def variables_of(self, quantized: Mapping[str, QuantizedTable]) -> Variables:
     """The variables of the model with these tables."""
     made = {name: jnp.asarray(q.table(), self.model.dtype) for name, q in quantized.items()}
@@ -483,12 +508,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
       return point
 
     best, points = search(measure, kl=job.kl, size=job.size, points=known)
-    quantized = compression.quantized(best.step)
-    update = bars("coding")
-    coded = {name: file.encode(table, update) for name, table in quantized.items()}
-    for name, parts in coded.items():
-      if not np.array_equal(file.CompressedTable(parts).levels(), quantized[name].levels):
-        raise RuntimeError(f"the table {name} is not read as it was written: report it")
+    step, quantized, coded = compression.coded(best.step, job.size, bars("coding"))
     seconds = time.monotonic() - begin
     sizes = {name: sum(a.nbytes for a in parts.values()) for name, parts in coded.items()}
     student = compression.variables_of(quantized)
@@ -497,7 +517,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     judge = Reference(model, variables, some)
     (found,) = judge.compare([student], bars("held-out text"))
   result = {
-    "step": best.step,
+    "step": step,
     "tables": {
       name: {"shape": list(compression.tables[name].shape), "bytes": size}
       for name, size in sizes.items()
@@ -576,6 +596,9 @@ def _texts(job, tokenizer, model):
         counts += own / max(1, len(tokens))
         total += len(tokens)
   length = min(job.window, model.context)
+  counts *= total / len(job.texts)
+  # What begins every text is an input of each window, and all later positions attend to it.
+  counts[begin] += counts.sum() / length
   made = [windows(side, begin, length) for side in sides]
   for kind, side in zip(("calibration", "held-out"), made):
     if not len(side.tokens):
@@ -583,7 +606,7 @@ def _texts(job, tokenizer, model):
         f"`--text` must hold at least a window of {length} tokens of {kind} text; got fewer. Give"
         " more text."
       )
-  return made[0].take(len(made[0].tokens)), made[1], counts * total / len(job.texts)
+  return made[0].take(len(made[0].tokens)), made[1], counts
 
 
 def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any) -> None:

@@ -12,11 +12,13 @@ and Fischer, Trellis coded quantization, 1990.
 
 from __future__ import annotations
 
+import functools
+import statistics
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Int, UInt16
 
 STATE_BITS = 12
@@ -31,14 +33,20 @@ UNIT = 16
 """Bits of an element of the stream."""
 
 
-def values() -> Float[Array, "4096"]:
-  """The value of each state: quantiles of the normal distribution in an irregular order."""
-  state = jnp.arange(STATES, dtype=jnp.uint32)
+@functools.lru_cache(maxsize=1)
+def values() -> np.ndarray:
+  """The value of each state: quantiles of the normal distribution in an irregular order.
+
+  float32 [4096], computed in float64 by NumPy: all programs and machines have the same bits.
+  """
+  state = np.arange(STATES)
   # Bijections of 12 bits: products with odd numbers, and shifts that later ones add to.
   for factor in (3_077, 1_009, 2_221):
-    state = state * factor + 3_512 & STATES - 1
+    state = (state * factor + 3_512) % STATES
     state ^= state >> 6
-  return ndtri((state.astype(jnp.float32) + 0.5) / STATES)
+  inverse = statistics.NormalDist().inv_cdf
+  quantile = np.array([inverse((rank + 0.5) / STATES) for rank in range(STATES)], np.float32)
+  return quantile[state]
 
 
 def ends(width_CD: Int[Array, "C D"]) -> Int[Array, "C D"]:
@@ -79,7 +87,7 @@ def best_states(
     weight_D: what squared errors of each number cost.
     width_D: bits of each number, at most `MOST_BITS`; the state stays where it is 0.
   """
-  value = values()
+  value = jnp.asarray(values())
 
   def step_of(width):
     before = 2 ** (STATE_BITS - width)
@@ -152,7 +160,7 @@ def composed_coordinates(
   scale_CD, center_CD = (shared[name].astype(jnp.float32) for name in ("scale", "center"))
   # Without bits the window is that of neighbours.
   scale_CD = jnp.where(width_CD > 0, scale_CD, 0.0)
-  return center_CD[class_N] + scale_CD[class_N] * values()[state_ND]
+  return center_CD[class_N] + scale_CD[class_N] * jnp.asarray(values())[state_ND]
 
 
 def composed_rows(
