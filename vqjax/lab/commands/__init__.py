@@ -19,6 +19,8 @@ COMMANDS = {
   "corpus": "count the documents and tokens of a config's corpus",
   "inspect": "print the parts and sizes of a pretrained model",
   "generate": "continue prompts with a pretrained model or that of a run",
+  "export": "write quantised vocabulary tables for llama.cpp or transformers",
+  "trim": "remove the tokens of a pretrained model that a text does not use",
   "score": "print the nats a token and a byte of a text",
   "plan": "compile a training step for accelerators, without having them",
 }

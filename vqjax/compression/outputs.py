@@ -1,0 +1,46 @@
+"""Outputs that are whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import uuid
+from collections.abc import Iterator
+
+
+def check_output(path: str | pathlib.Path, name: str = "out") -> pathlib.Path:
+  """A path at which nothing is, or an empty folder.
+
+  Raises:
+    FileExistsError: something is there.
+    FileNotFoundError: there is no folder above it.
+  """
+  path = pathlib.Path(path)
+  if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    raise FileExistsError(f"`{name}` must be new; got {path}, which exists. Give another one.")
+  if not path.absolute().parent.is_dir():
+    raise FileNotFoundError(
+      f"`{name}` must be in a folder that exists; got {path}. Make the folder first."
+    )
+  return path
+
+
+@contextlib.contextmanager
+def whole(path: str | pathlib.Path, name: str = "out") -> Iterator[pathlib.Path]:
+  """A path beside `path` for a file or a folder, which gets the name `path` at the end.
+
+  After an exception it is removed, and nothing is at `path`.
+  """
+  path = check_output(path, name)
+  partial = path.absolute().with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+  try:
+    yield partial
+    if path.is_dir():
+      path.rmdir()
+    partial.rename(path)
+  finally:
+    if partial.is_dir():
+      shutil.rmtree(partial, ignore_errors=True)
+    else:
+      partial.unlink(missing_ok=True)
