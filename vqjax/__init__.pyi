@@ -24,6 +24,7 @@ from .embeddings import LowRankEmbedding as LowRankEmbedding
 from .embeddings import ProductEmbedding as ProductEmbedding
 from .embeddings import ScalarEmbedding as ScalarEmbedding
 from .heads import AdaptiveHead as AdaptiveHead
+from .heads import CertifiedHead as CertifiedHead
 from .heads import ClassBasedHead as ClassBasedHead
 from .heads import CodebookHead as CodebookHead
 from .heads import DenseHead as DenseHead

@@ -34,6 +34,7 @@ HEADS = {
   "UnsharedGroupedHead": {},
   "AdaptiveHead": {"cutoffs": (20, 50), "factor": 2},
   "LowRankHead": {"rank": 3},
+  "CertifiedHead": {"budget": 5},
   "ClassBasedHead": {"classes": 7},
   "HierarchicalHead": {},
 }

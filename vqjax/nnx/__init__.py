@@ -84,6 +84,9 @@ class AdaptiveHead(Layer, of=heads.AdaptiveHead): ...
 class LowRankHead(Layer, of=heads.LowRankHead): ...
 
 
+class CertifiedHead(Layer, of=heads.CertifiedHead): ...
+
+
 class ClassBasedHead(Layer, of=heads.ClassBasedHead): ...
 
 
@@ -96,6 +99,7 @@ __all__ = [
   "AdaptiveHead",
   "AxisRules",
   "CentroidQuantizer",
+  "CertifiedHead",
   "ClassBasedHead",
   "CodebookEmbedding",
   "CodebookHead",
