@@ -26,6 +26,7 @@ from .embeddings import ProductEmbedding as ProductEmbedding
 from .embeddings import QuantizedEmbedding as QuantizedEmbedding
 from .embeddings import ScalarEmbedding as ScalarEmbedding
 from .heads import AdaptiveHead as AdaptiveHead
+from .heads import CertifiedHead as CertifiedHead
 from .heads import ClassBasedHead as ClassBasedHead
 from .heads import CodebookHead as CodebookHead
 from .heads import DenseHead as DenseHead

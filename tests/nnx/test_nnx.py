@@ -35,6 +35,7 @@ HEADS = {
   "AdaptiveHead": {"cutoffs": (20, 50), "factor": 2},
   "LowRankHead": {"rank": 3},
   "QuantizedHead": {"classes": 3, "use_bias": True},
+  "CertifiedHead": {"budget": 5},
   "ClassBasedHead": {"classes": 7},
   "HierarchicalHead": {},
 }

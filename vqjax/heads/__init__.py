@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vqjax.heads.adaptive import AdaptiveHead
 from vqjax.heads.base import Head
+from vqjax.heads.certified import CertifiedHead
 from vqjax.heads.class_based import ClassBasedHead
 from vqjax.heads.codebook import CodebookHead
 from vqjax.heads.dense import DenseHead
@@ -21,6 +22,7 @@ from vqjax.heads.unshared import UnsharedGroupedHead
 
 __all__ = [
   "AdaptiveHead",
+  "CertifiedHead",
   "ClassBasedHead",
   "CodebookHead",
   "DPQHead",

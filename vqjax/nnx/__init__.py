@@ -90,6 +90,9 @@ class AdaptiveHead(Layer, of=heads.AdaptiveHead): ...
 class LowRankHead(Layer, of=heads.LowRankHead): ...
 
 
+class CertifiedHead(Layer, of=heads.CertifiedHead): ...
+
+
 class ClassBasedHead(Layer, of=heads.ClassBasedHead): ...
 
 
@@ -102,6 +105,7 @@ __all__ = [
   "AdaptiveHead",
   "AxisRules",
   "CentroidQuantizer",
+  "CertifiedHead",
   "ClassBasedHead",
   "CodebookEmbedding",
   "CodebookHead",

@@ -1,0 +1,163 @@
+"""The certified head answers as the dense head does, and says how much it had to look at."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.contract import compiled
+from tests.contract_of_representatives import RepresentativeContract
+from vqjax import CertifiedHead, CodebookHead, DenseEmbedding, DenseHead
+from vqjax.ops import certified, sampling
+
+
+class TestCertifiedHead(RepresentativeContract):
+  cases: ClassVar = {
+    "bias": lambda v, d: CertifiedHead(v, d, use_bias=True, budget=20),
+    "tied": lambda v, d: CertifiedHead(v, d, embedding=DenseEmbedding(v, d)),
+  }
+
+  @pytest.fixture
+  def run(self, case):
+    run = compiled(type(self), case, self.vocab)
+    _, run.variables = CertifiedHead.from_dense(run.head, run.variables)
+    return run
+
+  def reference_logits(self, head, variables, hidden):
+    params = variables["params"]
+    weight = params["weight"] if head.embedding is None else params["embedding"]["weight"]
+    return hidden @ weight.T + params.get("bias", 0.0)
+
+
+def dense(vocab, dim, seed=0, **fields):
+  head = DenseHead(vocab, dim, use_bias=True, **fields)
+  keys = jax.random.split(jax.random.key(seed), 3)
+  variables = {
+    "params": {
+      "weight": jax.random.normal(keys[0], (vocab, dim)) + 0.5,
+      "bias": jax.random.normal(keys[1], (vocab,)),
+    }
+  }
+  return head, variables, jax.random.normal(keys[2], (4, 6, dim))
+
+
+def test_the_error_of_a_row_is_a_bound_in_float64():
+  weight = (
+    jax.random.normal(jax.random.key(0), (257, 19)) * jnp.exp2(jnp.arange(257.0) % 40 - 20)[:, None]
+  )
+  weight = weight.at[7].set(0.0).at[8].set(1e-30)
+  rows = certified.int8_rows(weight)
+  exact = np.asarray(weight, np.float64)
+  q, scale, mean = (np.asarray(x, np.float64) for x in (rows.codes, rows.scale, rows.mean))
+  off = np.linalg.norm(exact - mean - scale[:, None] * q, axis=1)
+  assert (off <= np.asarray(rows.error, np.float64)).all()
+  size = np.linalg.norm(exact - mean, axis=1)
+  # An 8-bit row of normal numbers is about a hundredth of its length off.
+  assert np.median(np.asarray(rows.error) / size) < 0.02
+
+
+@pytest.mark.parametrize("fields", [{}, {"softcap": 30.0}, {"dtype": jnp.bfloat16}])
+@pytest.mark.parametrize("k", [1, 5])
+def test_the_best_tokens_are_those_of_the_dense_head_with_few_in_doubt(fields, k):
+  head, variables, hidden = dense(1009, 24, **fields)
+  own, own_variables = CertifiedHead.from_dense(head, variables, budget=100)
+  found = own.apply(own_variables, hidden, k, method="best")
+  logits = head.apply(variables, hidden)
+  scores, tokens = jax.lax.top_k(logits, k)
+  np.testing.assert_array_equal(found.tokens, tokens)
+  np.testing.assert_allclose(found.scores, scores, rtol=2e-6, atol=2e-6)
+  assert found.certain.all()
+  assert found.survivors.min() >= k
+  assert found.survivors.max() < 100
+
+
+def test_a_draw_is_the_best_of_noisy_dense_scores():
+  head, variables, hidden = dense(1009, 24)
+  own, own_variables = CertifiedHead.from_dense(head, variables, budget=100)
+  key = jax.random.key(9)
+  drawn = own.apply(own_variables, hidden, key, 0.7, method="sample")
+  noise = sampling.gumbel(jax.random.fold_in(key, 0), (1009, 4, 6))
+  noisy = jnp.moveaxis(head.apply(variables, hidden), -1, 0) / 0.7 + noise
+  np.testing.assert_array_equal(drawn, jnp.argmax(noisy, axis=0))
+
+
+def test_rows_in_doubt_beyond_the_budget_are_all_scored():
+  head, variables, hidden = dense(301, 16)
+  # Rows that differ by less than their errors.
+  weight = variables["params"]["weight"]
+  variables["params"]["weight"] = weight[:1] + 1e-3 * weight
+  own, own_variables = CertifiedHead.from_dense(head, variables, budget=3)
+  variables["params"]["bias"] = own_variables["params"]["bias"] = jnp.zeros(301)
+  own_variables["codes"]["row_error"] += 10.0
+  found = own.apply(own_variables, hidden, 2, method="best")
+  assert not found.certain.any()
+  assert (found.survivors == 4).all()
+  np.testing.assert_array_equal(found.tokens, head.apply(variables, hidden, 2, method="top_k")[1])
+
+
+def test_fresh_variables_answer_from_all_rows():
+  head = CertifiedHead(53, 8)
+  hidden = jax.random.normal(jax.random.key(0), (3, 8))
+  variables = head.init(jax.random.key(1), hidden)
+  found = head.apply(variables, hidden, 4, method="best")
+  assert not found.certain.any()
+  np.testing.assert_array_equal(found.tokens, head.apply(variables, hidden, 4, method="top_k")[1])
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 7])
+def test_a_vocabulary_below_the_budget_is_certain(vocab):
+  head, variables, hidden = dense(vocab, 5)
+  own, own_variables = CertifiedHead.from_dense(head, variables)
+  found = own.apply(own_variables, hidden, vocab, method="best")
+  np.testing.assert_array_equal(
+    found.tokens, head.apply(variables, hidden, vocab, method="top_k")[1]
+  )
+
+
+def test_equal_scores_come_in_the_order_of_the_tokens():
+  head, variables, hidden = dense(64, 5)
+  variables["params"] = {"weight": jnp.ones((64, 5)), "bias": jnp.zeros(64)}
+  own, own_variables = CertifiedHead.from_dense(head, variables, budget=10)
+  found = own.apply(own_variables, hidden, 4, method="best")
+  np.testing.assert_array_equal(found.tokens, np.broadcast_to(np.arange(4), (4, 6, 4)))
+
+
+def test_removed_and_forbidden_tokens_are_never_drawn():
+  head, variables, hidden = dense(301, 16)
+  variables["params"]["bias"] = variables["params"]["bias"].at[::2].set(-jnp.inf)
+  own, own_variables = CertifiedHead.from_dense(head, variables, budget=40)
+  allowed = jnp.arange(301) % 3 > 0
+  for options in ({}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.9}):
+    drawn = own.apply(
+      own_variables, hidden, jax.random.key(1), allowed=allowed, method="sample", **options
+    )
+    assert (drawn % 2 == 1).all()
+    assert (drawn % 3 > 0).all()
+  none = own.apply(
+    own_variables, hidden, jax.random.key(1), allowed=jnp.zeros(301, bool), method="sample"
+  )
+  assert (none == -1).all()
+
+
+def test_rows_of_another_weight_are_told():
+  head, variables, _ = dense(301, 16)
+  own, own_variables = CertifiedHead.from_dense(head, variables)
+  assert own.is_certified(own, own_variables)
+  other = own_variables | {"params": dense(301, 16, seed=1)[1]["params"]}
+  assert not own.is_certified(own, other)
+  assert own.is_certified(*CertifiedHead.from_dense(own, other))
+
+
+def test_bad_heads_and_weights_are_refused():
+  head, variables, _ = dense(31, 8)
+  with pytest.raises(ValueError, match="`head` must be a DenseHead; got a CodebookHead"):
+    CertifiedHead.from_dense(CodebookHead(31, 8, 4), variables)
+  with pytest.raises(ValueError, match="`budget` must be at least 1; got 0"):
+    CertifiedHead.from_dense(head, variables, budget=0)[0].init(
+      jax.random.key(0), jnp.zeros((1, 8))
+    )
+  variables["params"]["weight"] = variables["params"]["weight"].at[3, 2].set(jnp.nan)
+  with pytest.raises(ValueError, match="must be finite; got nan or inf"):
+    CertifiedHead.from_dense(head, variables)

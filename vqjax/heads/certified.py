@@ -1,0 +1,209 @@
+"""The dense head with a first pass over 8-bit rows, whose answers are proved to be exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+
+from vqjax.heads.dense import DenseHead
+from vqjax.ops import certified, sampling, softmax, vocab_parallel
+from vqjax.ops.certified import Best, Int8Rows
+from vqjax.ops.tiles import Scoring
+from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.variables import Declaration, Variable
+
+COLLECTION = "codes"
+
+
+class CertifiedHead(DenseHead):
+  """A `DenseHead` that decodes from 8-bit rows, with the exact answers of the dense head.
+
+  The best rows of a first pass, a quarter of the bytes of float32, are scored again with the weight
+  itself; a bound on the error of every 8-bit row proves that no other row could be among the best.
+  Where too many rows are in doubt, all are scored. `best` and `sample` use it; the loss, `log_prob`
+  and `top_k`, whose log-probabilities need every row, are those of the dense head.
+
+  The 8-bit rows are variables of the collection `codes`. Fresh variables know nothing of any row,
+  so that every answer comes from all rows; `from_dense` computes them, also those of a certified
+  head whose weight has changed: `is_certified` tells whether they fit.
+
+  Attributes:
+    budget: largest number of rows in doubt that are scored again; on a mesh, of each device.
+  """
+
+  budget: int = 256
+
+  @staticmethod
+  def from_dense(
+    head: DenseHead, variables: dict[str, Any], budget: int = 256
+  ) -> tuple["CertifiedHead", dict[str, Any]]:
+    """A head and variables that answer as a dense head's do.
+
+    Args:
+      head: the dense head, tied or not.
+      variables: its variables, with those of a tied embedding.
+      budget: see the attribute.
+
+    Raises:
+      ValueError: `head` is another head, or its weight is not finite.
+    """
+    if type(head) not in (DenseHead, CertifiedHead):
+      raise ValueError(
+        f"`head` must be a DenseHead; got a {type(head).__name__}. Heads that are compressed score"
+        " few numbers for each token already."
+      )
+    fields = {f.name: getattr(head, f.name) for f in dataclasses.fields(DenseHead) if f.init}
+    made = CertifiedHead(**fields | {"name": None, "parent": None, "budget": budget})
+    rows = jax.jit(made._computed)(variables)
+    is_finite_V = np.isfinite(rows.error)
+    if not is_finite_V.all():
+      raise ValueError(
+        f"the weight must be finite; got nan or inf in row {int(np.argmin(is_finite_V))}. Remove a"
+        " token with a bias of -inf instead."
+      )
+    codes = {**variables.get(COLLECTION, {}), **_named(rows)}
+    return made, {**variables, COLLECTION: codes}
+
+  @staticmethod
+  def is_certified(head: "CertifiedHead", variables: dict[str, Any]) -> bool:
+    """Whether the 8-bit rows are those of the weight."""
+    own = variables.get(COLLECTION, {})
+    rows = _named(jax.jit(head._computed)(variables))
+    return all(
+      name in own and np.shape(own[name]) == value.shape and bool((own[name] == value).all())
+      for name, value in rows.items()
+    )
+
+  def _computed(self, variables):
+    of_rows = lambda self: certified.int8_rows(self._scored(self._weight().all()))
+    own = {name: variables[name] for name in variables if name != COLLECTION}
+    init = jax.eval_shape(self.init, jax.random.key(0), jnp.zeros((1, self.dim)))
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), init[COLLECTION])
+    return self.apply({**own, COLLECTION: blank}, method=of_rows)
+
+  def _scored(self, weight):
+    """The weight as its products read it."""
+    return weight if self.dtype is None else weight.astype(self.dtype)
+
+  def declare(self) -> Declaration:
+    """The variables of the dense head, and the 8-bit rows."""
+    zeros = nn.initializers.zeros_init()
+    kept = {"collection": COLLECTION, "random": False}
+    vocab = (self.vocab,), ("vocab",)
+    return super().declare() | {
+      "rows": Variable((self.vocab, self.dim), ("vocab", "codes_embed"), zeros, jnp.int8, **kept),
+      "row_scale": Variable(*vocab, zeros, **kept),
+      "row_error": Variable(*vocab, nn.initializers.constant(jnp.inf), **kept),
+      "row_mean": Variable((self.dim,), ("codes_embed",), zeros, **kept),
+    }
+
+  def check(self) -> None:
+    """Check the budget."""
+    super().check()
+    if self.budget < 1:
+      raise ValueError(f"`budget` must be at least 1; got {self.budget}. 256 is usual.")
+
+  def _rows(self) -> dict[str, Sharded | Replicated]:
+    own = self.array
+    return super()._rows() | {
+      "int8": Sharded((own("rows"), own("row_scale"), own("row_error")), 0),
+      "mean": Replicated(own("row_mean")),
+    }
+
+  def best(self, hidden: Float[Array, "*B D"], k: int = 1) -> Best:
+    """The k best tokens and their scores, exactly, and how many rows were in doubt.
+
+    Raises:
+      ValueError: `k` is outside [1, V].
+    """
+    self._check_k(k)
+    self._check_hidden(hidden)
+    return self._over_vocabulary(lambda rows, hidden: self._best(rows, hidden, k), hidden)
+
+  def sample(
+    self,
+    hidden: Float[Array, "*B D"],
+    key: PRNGKeyArray,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    allowed: Bool[ArrayLike, "..."] | None = None,
+  ) -> Int[Array, "*B"]:
+    """Draw a token from the exact distribution; see `Head.sample`.
+
+    A draw from all tokens adds Gumbel noise to each score and its bound, and takes the best. A
+    nucleus without `top_k` needs the mass of every row and takes all of them, as do draws of so
+    many rows that their noise would not fit (`sampling.STORED_SCORES`).
+    """
+    sampling.check_options(temperature, top_k, top_p)
+    self._check_hidden(hidden)
+    is_greedy = temperature < 1e-6
+    count = self.vocab * max(1, int(np.prod(hidden.shape[:-1])))
+    is_open = not is_greedy and top_k is None
+    if is_open and (top_p not in (None, 1) or count > sampling.STORED_SCORES):
+      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
+    allowed = None if allowed is None else jnp.asarray(allowed)
+
+    def body(rows, hidden, key, allowed):
+      if is_open:
+        noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
+        noise = (noise_key, temperature)
+        return self._best(rows, hidden, 1, allowed, noise).tokens[..., 0]
+      found = self._best(rows, hidden, 1 if is_greedy else min(top_k, self.vocab), allowed)
+      if is_greedy:
+        return found.tokens[..., 0]
+      return sampling.draw_among(found.scores / temperature, found.tokens, key, top_p)
+
+    return self._over_vocabulary(body, hidden, key, allowed)
+
+  def _best(self, rows, hidden, k, allowed=None, noise=None) -> Best:
+    """`certified.best` of the device's own rows.
+
+    `noise` is a key and a temperature: scores are divided by it and get Gumbel noise.
+    """
+    weight, bias = rows["per_row"], rows["bias"]
+    count, batch = weight.shape[0], hidden.shape[:-1]
+    dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+    scoring = Scoring(dtype, self.softcap)
+    finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
+    int8 = Int8Rows(*rows["int8"], rows["mean"])
+    upper = certified.bounds(hidden.astype(dtype), int8, self.vocab, finish, self.vocab_axis)
+    exact = self._blocks(rows, hidden)
+    first = vocab_parallel.first_row(exact.axis, count)
+    noise_VB = None
+
+    def score_of(token_Bn):
+      own_Bn = jnp.clip(token_Bn - first, 0, count - 1)
+      row_BnD = weight[own_Bn].astype(dtype)
+      product_Bn = jnp.einsum(
+        "...nd,...d->...n", row_BnD, hidden.astype(dtype), preferred_element_type=jnp.float32
+      )
+      score_Bn = scoring.finish(
+        product_Bn, None if bias is None else bias[own_Bn].astype(jnp.float32)
+      )
+      if noise_VB is None:
+        return score_Bn
+      noise_Bn = jnp.take_along_axis(jnp.moveaxis(noise_VB, 0, -1), own_Bn, axis=-1)
+      return score_Bn / noise[1] + noise_Bn
+
+    exact, upper = (sampling.allow(blocks, allowed, self.vocab) for blocks in (exact, upper))
+    if noise is not None:
+      noise_VB = sampling.gumbel(noise[0], (count, *batch))
+      noisy = lambda scores, tokens: scores / noise[1] + noise_VB[tokens - first]
+      exact, upper = exact.map(noisy), upper.map(noisy)
+    return certified.best(upper, exact, score_of, k, max(k, min(self.budget, count - 1)))
+
+
+def _named(rows: Int8Rows) -> dict[str, Array]:
+  return {
+    "rows": rows.codes,
+    "row_scale": rows.scale,
+    "row_error": rows.error,
+    "row_mean": rows.mean,
+  }
