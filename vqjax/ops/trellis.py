@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt16
+from jaxtyping import Array, Float, Integer, UInt16
 
 from vqjax.ops import vocab_parallel
 
@@ -51,7 +51,7 @@ def values() -> np.ndarray:
   return quantile[state]
 
 
-def ends(width_CD: Int[Array, "C D"]) -> Int[Array, "C D"]:
+def ends(width_CD: Integer[Array, "C D"]) -> Integer[Array, "C D"]:
   """The bit of a row after that of each of its numbers; wide numbers come first.
 
   A number of width 0 has no bits, and no end that matters.
@@ -63,8 +63,8 @@ def ends(width_CD: Int[Array, "C D"]) -> Int[Array, "C D"]:
 
 
 def states(
-  stream: UInt16[Array, "units"], unit_N: Int[Array, "N"], end_ND: Int[Array, "N D"]
-) -> Int[Array, "N D"]:
+  stream: UInt16[Array, "units"], unit_N: Integer[Array, "N"], end_ND: Integer[Array, "N D"]
+) -> Integer[Array, "N D"]:
   """The windows of rows that begin at `unit_N` of the stream, each ending at bit `end_ND`.
 
   The stream begins with an element that belongs to no row, since a window may begin before its row;
@@ -80,8 +80,8 @@ def states(
 
 @jax.jit
 def best_states(
-  x_ND: Float[Array, "N D"], weight_D: Float[Array, "D"], width_D: Int[Array, "D"]
-) -> Int[Array, "N D"]:
+  x_ND: Float[Array, "N D"], weight_D: Float[Array, "D"], width_D: Integer[Array, "D"]
+) -> Integer[Array, "N D"]:
   """The states with the least sum of weight · (x - value)², by Viterbi's algorithm.
 
   Args:
@@ -139,8 +139,8 @@ def packed(state_ND: np.ndarray, width_D: np.ndarray) -> np.ndarray:
 
 
 def places(
-  rank_N: Int[Array, "N"], size_C: Int[Array, "C"], width_CD: Int[Array, "C D"]
-) -> tuple[Int[Array, "N"], Int[Array, "N"]]:
+  rank_N: Integer[Array, "N"], size_C: Integer[Array, "C"], width_CD: Integer[Array, "C D"]
+) -> tuple[Integer[Array, "N"], Integer[Array, "N"]]:
   """The first element of the stream of rows with the given ranks, and their classes."""
   units_C = -(-width_CD.astype(jnp.int32).sum(axis=-1) // UNIT)
   last_C, end_C = jnp.cumsum(size_C), 1 + jnp.cumsum(size_C * units_C)
@@ -150,7 +150,7 @@ def places(
 
 
 def composed_coordinates(
-  per_row: tuple[Int[Array, "N"], Int[Array, "N"]], shared: dict[str, Array]
+  per_row: tuple[Integer[Array, "N"], Integer[Array, "N"]], shared: dict[str, Array]
 ) -> Float[Array, "N D"]:
   """Rows center + scale · values, from their first elements of the stream and their classes.
 
@@ -168,7 +168,7 @@ def composed_coordinates(
 
 
 def composed_rows(
-  per_row: tuple[Int[Array, "N"], Int[Array, "N"]], shared: dict[str, Array]
+  per_row: tuple[Integer[Array, "N"], Integer[Array, "N"]], shared: dict[str, Array]
 ) -> Float[Array, "N D"]:
   """`composed_coordinates` in the model's basis."""
   return composed_coordinates(per_row, shared) @ shared["inverse"].astype(jnp.float32)
