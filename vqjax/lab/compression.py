@@ -351,7 +351,7 @@ def search(
       break
     known[step] = measure(step)
     # A divergence that no longer falls is that of rounding, not of the step.
-    is_least = kl is not None and len(ordered) > 2 and not good and step < ordered[0].step
+    is_least = kl is not None and len(ordered) > 2 and not good and 2 * step <= ordered[0].step
     if is_least and known[step].kl > 0.8 * ordered[0].kl:
       break
   good = [point for point in known.values() if is_good(point)]
