@@ -84,7 +84,7 @@ def check_installation(wheel: pathlib.Path, folder: pathlib.Path) -> None:
   dense = [change for change in SMALL if "codes" not in change]
   run("vqjax", "train", "dense.py", *dense, "--run", "runs/dense")
   options = "--codes=7", "--out=runs/small"
-  assert "head: " in run("vqjax", "compress", "dense.py", "runs/dense", *options, *dense)
+  assert "head: " in run("vqjax", "cluster", "dense.py", "runs/dense", *options, *dense)
 
 
 def snippets(page: str) -> list[str]:

@@ -14,11 +14,12 @@ import vqjax
 COMMANDS = {
   "train": "train one experiment, or resume it",
   "table": "compare the runs below a folder",
-  "compress": "replace the dense head of a trained model by a codebook head",
+  "cluster": "replace the dense head of a trained run by a codebook head, and fine-tune",
   "floor": "compute the perplexity that the codes of a config rule out",
   "corpus": "count the documents and tokens of a config's corpus",
   "inspect": "print the parts and sizes of a pretrained model",
   "generate": "continue prompts with a pretrained model or that of a run",
+  "compress": "write a pretrained model with tables of entropy-coded integers",
   "export": "write quantised vocabulary tables for llama.cpp or transformers",
   "trim": "remove the tokens of a pretrained model that a text does not use",
   "score": "print the nats a token and a byte of a text",

@@ -1,112 +1,115 @@
-"""Command that replaces the dense head of a trained model by a codebook head.
+"""Command that compresses the vocabulary tables of a pretrained model, nearly without loss.
 
-With `--kl` or `--bytes` it compresses the tables of a pretrained model: see `compress_model`.
-
-vqjax compress configs/lm_dense.py runs/demo/dense --codes 512
-vqjax compress configs/lm_dense.py runs/demo/dense --codes 512 --scope head
-vqjax compress configs/lm_dense.py runs/demo/dense --distillation 1 --out runs/small
+vqjax compress gemma-3-270m-q4_k_m.gguf --kl 0.01 --text news.txt code.txt --out small
+vqjax compress gemma-3-270m-q4_k_m.gguf --bytes 45MB --text news.txt code.txt --out smaller
+vqjax compress large --kl 0.01 --moments moments.safetensors --text news.txt --out small
 """
 
 import argparse
 import pathlib
-import sys
+import re
 
-from vqjax.convert import KMeans
-from vqjax.lab.commands import compress_model
-from vqjax.lab.config import config_hash, load, override
-from vqjax.lab.console import configure_warnings, exit_code, print_result
-from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress
-from vqjax.lab.training import fit
+from vqjax.lab.compression import Job, check_paths, compress_model
+from vqjax.lab.console import configure_warnings, exit_code
+from vqjax.lab.data.files import data_path, read_text
+from vqjax.lab.exits import say
+from vqjax.lab.trained import DTYPES, load_trained
 
-SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def size_of(text: str) -> int:
+  """The bytes of a size such as 65MB.
+
+  Raises:
+    argparse.ArgumentTypeError: it is not a size.
+  """
+  match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text.strip())
+  try:
+    return int(float(match[1]) * UNITS[match[2].upper()])
+  except (TypeError, KeyError, ValueError):
+    raise argparse.ArgumentTypeError(
+      f"`--bytes` must be a number of bytes such as 65MB; got {text!r}. Use KB, MB or GB."
+    ) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
-  given = sys.argv[1:] if arguments is None else arguments
-  if any(argument.partition("=")[0] in ("--kl", "--bytes") for argument in given):
-    return compress_model.main(given)
-  options = _parser().parse_intermixed_args(given)
+  options = _parser().parse_args(arguments)
   configure_warnings()
   return exit_code(lambda: _compress(options), show_traceback=options.traceback)
 
 
 def _compress(options: argparse.Namespace) -> None:
-  dense = override(load(options.config), options.overrides)
-  experiment = compress(
-    dense,
-    options.folder,
-    codes=options.codes,
-    mapping=KMeans(power=options.power, alone=options.alone),
-    token_bias=not options.no_token_bias,
-    tied=options.tied,
-    scope=SCOPES[options.scope],
-    distillation=options.distillation,
-    temperature=options.temperature,
+  read = lambda paths: {p.name: read_text(data_path(str(p), kind="--text")) for p in paths}
+  job = Job(
+    model=data_path(options.model, kind="model"),
+    texts=read(options.text),
+    held_out=read(options.held_out),
+    out=options.out,
+    kl=options.kl,
+    size=options.bytes,
+    moments=options.moments,
+    hidden_tokens=options.tokens,
+    search_tokens=max(1, options.tokens // 8),
+    held_out_tokens=max(1, options.tokens // 4),
+    window=options.window,
+    dtype=options.dtype,
   )
-  folder = options.out or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
-  print(f"run folder: {folder}", file=sys.stderr)
-  result = fit(experiment, folder)
-  head = result["head"]
-  print(f"head: {head['params']:,} parameters, {head['state_bytes']:,} bytes")
-  print_result(result, folder)
+  # Before the minutes that loading may take.
+  check_paths(job)
+  result = compress_model(job, load_trained(options.model, dtype=options.dtype), say)
+  held = result["held_out"]
+  print(
+    f"tables: {result['bytes']:,} bytes; held-out text: KL {held['kl']:.5f} nats/token, 99th"
+    f" percentile {held['kl_p99']:.4f}, same best token {100 * held['top1']:.2f} %,"
+    f" {held['nats']:.4f} nats/token, before {held['nats_before']:.4f}, over {held['tokens']:,}"
+    f" tokens\ncompressing took {result['seconds']:.0f} s and"
+    f" {result['peak_bytes'] / 1e9:.2f} GB of memory\nresult: {options.out}, with report.md"
+  )
 
 
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="vqjax compress",
-    description="Replace the dense head of a trained model by a codebook head: k-means on the rows"
-    " of its output table, then fine-tuning.",
-    epilog="The same command again resumes the run; a finished run prints its result. The tables of"
-    " a pretrained model are compressed by `vqjax compress MODEL --kl 0.01 --text FILE ... --out"
-    " FOLDER` or with `--bytes 65MB`; `vqjax compress --kl 0.01 --help` explains it.",
+    description="Compress the vocabulary tables of a pretrained model to a divergence from it,"
+    " or to a size.",
+    epilog="The same command again resumes an interrupted one.",
   )
-  parser.add_argument("config", help="config file of the dense run")
-  parser.add_argument("folder", type=pathlib.Path, help="run folder of the dense run")
-  parser.add_argument(
-    "overrides", nargs="*", metavar="FIELD=VALUE", help="the overrides of the dense run"
+  parser.add_argument("model", help="folder of safetensors, a GGUF, or a .bin file of llama2.c")
+  bound = parser.add_mutually_exclusive_group(required=True)
+  bound.add_argument(
+    "--kl", type=float, metavar="NATS", help="mean divergence, nats a token, such as 0.01"
   )
+  bound.add_argument("--bytes", type=size_of, metavar="SIZE", help="bytes of the tables: 65MB")
   parser.add_argument(
-    "--codes", type=int, default=1024, help="number of codes K (default: %(default)s)"
-  )
+    "--text", type=pathlib.Path, nargs="+", required=True, metavar="FILE",
+    help="text of each domain that matters, in UTF-8: counts, calibration, and without --held-out"
+    " the last fifth to report on",
+  )  # fmt: skip
   parser.add_argument(
-    "--power",
-    type=float,
-    default=1.0,
-    help="weight of a token in k-means is (count + 1)^POWER; the paper has 0 (default %(default)g)",
-  )
+    "--held-out", type=pathlib.Path, nargs="+", default=[], metavar="FILE",
+    help="text to report on",
+  )  # fmt: skip
   parser.add_argument(
-    "--alone",
-    type=float,
-    default=0.0,
-    metavar="FRACTION",
-    help="fraction of the codes that hold one frequent token each (default: %(default)g)",
+    "--out", type=pathlib.Path, required=True, metavar="FOLDER", help="new folder"
   )
   parser.add_argument(
-    "--no-token-bias", action="store_true", help="leave out the token bias, as the paper does"
-  )
-  parser.add_argument("--tied", action="store_true", help="use the codebook as input embedding too")
-  parser.add_argument(
-    "--scope",
-    choices=SCOPES,
-    default="full",
-    help="parameters that are fine-tuned (default: %(default)s)",
+    "--moments", type=pathlib.Path, metavar="FILE", help="moments that were collected elsewhere"
   )
   parser.add_argument(
-    "--distillation",
-    type=float,
-    default=0.0,
-    metavar="WEIGHT",
-    help="coefficient of the divergence from the dense model (default: %(default)g)",
+    "--tokens",
+    type=int,
+    default=2**14,
+    metavar="N",
+    help="calibration tokens (default %(default)s)",
   )
   parser.add_argument(
-    "--temperature",
-    type=float,
-    default=1.0,
-    help="temperature of the distillation (default: %(default)g)",
+    "--window", type=int, default=256, metavar="N", help="tokens of a window (default %(default)s)"
   )
   parser.add_argument(
-    "--out", type=pathlib.Path, metavar="DIR", help="run folder (default: runs/NAME-HASH)"
+    "--dtype", choices=DTYPES, default="float32", help="number format of the rest of the model"
   )
   parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
   return parser
