@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     prog="vqjax cluster",
     description="Replace the dense head of a trained model by a codebook head: k-means on the rows"
     " of its output table, then fine-tuning.",
-    epilog="The same command again resumes the run; a finished run prints its result. `vqjax compress`"
-    " compresses the tables of a pretrained model.",
+    epilog="The same command again resumes the run; a finished run prints its result. `vqjax"
+    " compress` compresses the tables of a pretrained model.",
   )
   parser.add_argument("config", help="config file of the dense run")
   parser.add_argument("folder", type=pathlib.Path, help="run folder of the dense run")
