@@ -41,8 +41,9 @@ def commit() -> str | None:
     head = subprocess.run(
       [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    # Results that other runs have written since are not code.
-    paths = [":/", ":(exclude,top)*/results.jsonl", ":(exclude,top)docs/results/*"]
+    # Results that other runs have written since, and the figures made of them, are not code.
+    excluded = "*/results.jsonl", "docs/results/*", "docs/images/*"
+    paths = [":/", *(f":(exclude,top){path}" for path in excluded)]
     different = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *paths], check=False)
     changed = different.returncode != 0
   except (OSError, subprocess.CalledProcessError):
