@@ -6,10 +6,12 @@ python -m tests.checkpoints.report --gemma FILE --text FILE     Gemma 3 270M, an
 
 import argparse
 import itertools
+import math
 import pathlib
 import random
 import tempfile
 from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,10 @@ import numpy as np
 from experiments.bench.gemma import write_gguf
 from tests.checkpoints.families import CONFIGS, V
 from vqjax import checkpoints
+from vqjax.ops import narrow
 
 POSITIONS = 500
+PRODUCT = narrow.dot_general
 
 
 def reference(name: str, folder: pathlib.Path):
@@ -82,7 +86,15 @@ def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> di
   nats = lambda logp: float(-logp[np.arange(len(ids) - 1), ids[1:]].mean())
   found = {"positions": len(ids), "nats, vqjax": nats(q)}
   # llama.cpp rounds the inputs of products with quantised weights to 8 bits, and those with float32
-  # not at all: the second figure compares the models, the first one their arithmetic too.
+  # not at all: its F32 copy compares the models, the same file their arithmetic too. How much such
+  # a rounding moves a model is measured here as well.
+  with mock.patch.object(narrow, "dot_general", of_rounded_inputs):
+    rounded = log_softmax(
+      np.asarray(jax.jit(lambda *a: model.apply(*a))(variables, jnp.array([ids])))[0]
+    )
+  found["mean KL(vqjax, vqjax with 8-bit inputs)"] = float(
+    (np.exp(q) * (q - rounded)).sum(-1).mean()
+  )
   with tempfile.TemporaryDirectory() as folder:
     wide = pathlib.Path(folder) / "wide.gguf"
     write_gguf(file, wide, "F32")
@@ -98,6 +110,23 @@ def with_llama_cpp(file: pathlib.Path, text: pathlib.Path, positions: int) -> di
     for line in lines
   )
   return found | {"lines": len(lines), "lines with equal ids": equal}
+
+
+def of_rounded_inputs(inputs, weight, dimensions, *rest, **options):
+  """A product of inputs that are rounded to 8 bits as llama.cpp does beside a Q4_K_M weight.
+
+  Rows that 256 divides have K-quants and a scale for 256 inputs (Q8_K), others one for 32 (Q8_0).
+  """
+  of_inputs = dimensions[0][0]
+  assert tuple(of_inputs) == tuple(range(inputs.ndim - len(of_inputs), inputs.ndim))
+  width = math.prod(inputs.shape[axis] for axis in of_inputs)
+  block = 32 if width % 256 else 256
+  blocks = inputs.reshape(*inputs.shape[: -len(of_inputs)], -1, block)
+  scale = jnp.abs(blocks).max(axis=-1, keepdims=True) / 127
+  if block == 32:
+    scale = scale.astype(jnp.float16).astype(jnp.float32)
+  near = jnp.round(blocks / jnp.where(scale > 0, scale, 1.0)) * scale
+  return PRODUCT(near.reshape(inputs.shape), weight, dimensions, *rest, **options)
 
 
 def mixed_lines(count: int) -> Iterator[str]:
