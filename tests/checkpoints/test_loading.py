@@ -209,8 +209,9 @@ def changed_config(folder, **changes):
     ({"num_hidden_layers": 4, "layer_types": "absent"}, "lacks layers.3"),
     ({"num_attention_heads": 0, "head_dim": None}, "must have numbers for sizes"),
     ({"hidden_size": "32", "head_dim": None}, "must have numbers for sizes"),
-    ({"num_attention_heads": "4"}, "must have numbers for sizes, above 0; got heads '4'"),
-    ({"rms_norm_eps": None}, "got epsilon of norms None"),
+    # Run-time types, where they are on, find it first.
+    ({"num_attention_heads": "4"}, "for sizes, above 0; got heads '4'|got one of another kind"),
+    ({"rms_norm_eps": None}, "got epsilon of norms None|got one of another kind"),
     ({"rope_theta": "a"}, "`rope_theta` of the config must be a number above 0; got 'a'"),
     ({"hidden_act": "swish2"}, "activation among gelu_new, .* got 'swish2'"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "`rope_type` .* got 'longrope'"),

@@ -11,6 +11,7 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
+from vqjax.heads.base import Head
 from vqjax.heads.dense import DenseHead
 from vqjax.ops import certified, sampling, softmax, vocab_parallel
 from vqjax.ops.certified import Best, Int8Rows
@@ -41,7 +42,7 @@ class CertifiedHead(DenseHead):
 
   @staticmethod
   def from_dense(
-    head: DenseHead, variables: dict[str, Any], budget: int = 256
+    head: Head, variables: dict[str, Any], budget: int = 256
   ) -> tuple["CertifiedHead", dict[str, Any]]:
     """A head and variables that answer as a dense head's do.
 
