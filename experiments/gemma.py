@@ -28,11 +28,13 @@ from typing import Any
 import numpy as np
 
 from vqjax import checkpoints
-from vqjax.compression import Moments, file
+from vqjax.checkpoints import table_file
+from vqjax.compression import Moments
 from vqjax.compression.calibration import collect
 from vqjax.lab import exits, records
 from vqjax.lab.compression import Compression, Reference, Windows, encode, search, windows
 from vqjax.lab.data.files import data_path
+from vqjax.lab.training.provenance import provenance
 
 SIZES = (65, 50, 45, 30)
 """Megabytes of the table."""
@@ -269,6 +271,8 @@ def main() -> int:
     moments.save(kept)
     say(f"calibration took {time.monotonic() - begun:.0f} s")
   compression = Compression(model, variables, moments)
+  # Rows that were kept may be of an earlier call; a folder of work is for one commit.
+  made_by = provenance()
   tables, students = {}, []
   for size in options.sizes:
     tables[f"{size:g}"], student = compressed(options, compression, size)
@@ -276,7 +280,7 @@ def main() -> int:
     say(f"{size:g} MB: {tables[f'{size:g}']}")
 
   def keep(rows) -> None:
-    result = assembled(rows, tables)
+    result = assembled(rows, tables) | {"provenance": made_by}
     result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     records.write(options.json or work / "results.json", result)
 
@@ -296,7 +300,7 @@ def compressed(options, compression: Compression, size: float):
   step, quantized, coded = compression.coded(best.step, int(size * 1e6))
   encoded = time.monotonic()
   parts = coded["embedding"]
-  file.CompressedTable(parts).levels()
+  table_file.CompressedTable(parts).levels()
   table = {
     "step": step,
     "bytes": sum(array.nbytes for array in parts.values()),

@@ -23,6 +23,7 @@ from vqjax.compression.exports import ROWS, metric_of
 from vqjax.lab import exits, records
 from vqjax.lab.compression import Reference, read_moments, summary, with_tables
 from vqjax.lab.data.files import data_path
+from vqjax.lab.training.provenance import provenance
 
 TYPES = ("Q8_0", "Q5_0", "IQ4_NL", "Q4_0")
 """Types for rows of 640 columns, which blocks of 256 do not divide."""
@@ -85,7 +86,10 @@ def main() -> int:
       print(f"{name} {way}: {size:,} bytes, KL {row.found['kl']:.5f}, {seconds:.0f} s", flush=True)
   rows = [row for row in done.rows if row["tokens_wanted"] == options.tokens]
   fields = [field.name for field in dataclasses.fields(_Row)]
-  result = {"rows": [{name: row[name] for name in fields} for row in rows]}
+  result = {
+    "rows": [{name: row[name] for name in fields} for row in rows],
+    "provenance": provenance(),
+  }
   records.write(options.json or options.work / "gguf_types.json", result)
   return 0
 

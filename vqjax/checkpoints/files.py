@@ -21,6 +21,8 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from vqjax.checkpoints import table_file
+
 DTYPES = {
   "F64": np.float64,
   "F32": np.float32,
@@ -168,33 +170,27 @@ def read_safetensors(folder: pathlib.Path) -> Source:
       f"{folder} must have the tensors of its index; got none named {_some(absent)}. Download the"
       " files again."
     )
-  if (folder / MANIFEST).is_file():
+  if (folder / table_file.MANIFEST).is_file():
     tensors = _decompressed(folder, tensors)
   return Source(folder, "safetensors", config, tensors, tuple(files))
 
 
-MANIFEST = "vqjax.json"
-"""File of a folder that names its compressed tables."""
-
-
 def _decompressed(folder: pathlib.Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
   """The tensors with compressed tables in place of their parts; rows are decoded when read."""
-  from vqjax.compression import file
-
-  manifest = read_json(folder / MANIFEST)
+  manifest = read_json(folder / table_file.MANIFEST)
   try:
     names = [table["tensor"] for table in manifest["tables"].values()]
   except (KeyError, TypeError, AttributeError):
     raise ValueError(
-      f"{folder / MANIFEST} must name the compressed tables; it does not. Copy it again."
+      f"{folder / table_file.MANIFEST} must name the compressed tables; it does not. Copy it again."
     ) from None
   for name in names:
-    prefix = name + file.SEPARATOR
+    prefix = name + table_file.SEPARATOR
     own = [tensor for tensor in tensors if tensor.startswith(prefix)]
     stored = {part.removeprefix(prefix): tensors.pop(part).read(slice(None)) for part in own}
     try:
-      table = file.CompressedTable(stored)
-    except file.DamagedTableError as error:
+      table = table_file.CompressedTable(stored)
+    except table_file.DamagedTableError as error:
       raise ValueError(f"{name} of {folder}: {error}") from None
     read = functools.partial(_table_rows, f"{name} of {folder}", table)
     tensors[name] = Tensor(table.shape, "rANS", table.nbytes, read)

@@ -30,6 +30,7 @@ from vqjax.checkpoints.files import (
   verify,
 )
 from vqjax.checkpoints.layout import Layout
+from vqjax.checkpoints.table_file import SEPARATOR
 from vqjax.checkpoints.tokenizers import Tokenizer, check_size, find_tokenizer
 from vqjax.convert.variables import Variables
 from vqjax.embeddings import DenseEmbedding, Embedding
@@ -382,7 +383,7 @@ def save(
     tokenizer: written as it was read, where it has a file.
     dtype: dtype of the written tensors; None: that of each variable.
     shard_bytes: largest size of a file, unless one tensor is larger.
-    compressed: what `vqjax.compression.file.encode` returned for "embedding" or "head", which is
+    compressed: what `table_file.encode` returned for "embedding" or "head", which is
       written in place of the table.
 
   Returns:
@@ -391,8 +392,6 @@ def save(
   Raises:
     ValueError: no family computes the decoder, or the folder is not empty.
   """
-  from vqjax.compression.file import SEPARATOR
-
   family, config = described(model)
   folder = pathlib.Path(folder)
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

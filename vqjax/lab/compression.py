@@ -25,10 +25,12 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from vqjax import checkpoints
-from vqjax.compression import Moments, QuantizedTable, file, quantize
+from vqjax.checkpoints import table_file
+from vqjax.compression import Moments, QuantizedTable, quantize
 from vqjax.compression.calibration import collect
 from vqjax.convert.variables import Variables
 from vqjax.lab import records
+from vqjax.lab.training.run import disk_error
 from vqjax.models import Transformer
 from vqjax.ops import distillation
 
@@ -262,7 +264,7 @@ class Compression:
     """
     while True:
       quantized = self.quantized(step)
-      coded = {name: file.encode(table, progress) for name, table in quantized.items()}
+      coded = {name: table_file.encode(table, progress) for name, table in quantized.items()}
       excess = sum(array.nbytes for parts in coded.values() for array in parts.values())
       excess -= math.inf if size is None else size
       if excess <= 0:
@@ -271,7 +273,7 @@ class Compression:
       # At least a tenth of a bit for each hundred numbers, so that it ends.
       step *= 2 ** (2 * max(8 * excess / numbers, 1e-3))
     for name, parts in coded.items():
-      if not np.array_equal(file.CompressedTable(parts).levels(), quantized[name].levels):
+      if not np.array_equal(table_file.CompressedTable(parts).levels(), quantized[name].levels):
         raise RuntimeError(f"the table {name} is not read as it was written: report it")
     return step, quantized, coded
 
@@ -297,7 +299,7 @@ class Compression:
     total = 0
     for fine, rows in self._samples.values():
       levels = np.rint(fine.levels * (FINE_STEP / step)).astype(np.int32)
-      total += file.coded_bytes(dataclasses.replace(fine, levels=levels), rows)
+      total += table_file.coded_bytes(dataclasses.replace(fine, levels=levels), rows)
     return total
 
   def point(self, step: float, reference: Reference | None) -> Point:
@@ -537,10 +539,10 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
 
 def check_paths(job: Job) -> None:
   """Raise ValueError unless the model can be compressed into the folder."""
-  if (job.model / file.MANIFEST).is_file():
+  if (job.model / table_file.MANIFEST).is_file():
     raise ValueError(
-      f"`model` must not be compressed already; got {job.model} with {file.MANIFEST}. Give the"
-      " model that it was made of."
+      f"`model` must not be compressed already; got {job.model} with {table_file.MANIFEST}. Give"
+      " the model that it was made of."
     )
   if job.out.exists():
     raise ValueError(
@@ -577,10 +579,8 @@ def _append(path, point, tokens, checksums):
 
 def _texts(job, tokenizer, model):
   """Windows to calibrate with, windows that are held out, and counts of tokens."""
-  counts = np.zeros(model.head.vocab, np.float64)
   sides: list[dict[str, list[int]]] = [{}, {}]
   begin: list[int] = []
-  total = 0
   for texts, side in ((job.texts, 0), (job.held_out, 1)):
     for name, text in texts.items():
       begin, tokens = encode(tokenizer, text)
@@ -590,15 +590,8 @@ def _texts(job, tokenizer, model):
         sides[1][name] = tokens[cut:]
         tokens = tokens[:cut]
       sides[side][name] = tokens
-      if not side:
-        # Each text counts alike, however long it is.
-        own = np.bincount(np.asarray(tokens, np.int64), minlength=len(counts))
-        counts += own / max(1, len(tokens))
-        total += len(tokens)
   length = min(job.window, model.context)
-  counts *= total / len(job.texts)
-  # What begins every text is an input of each window, and all later positions attend to it.
-  counts[begin] += counts.sum() / length
+  counts = counts_of(sides[0], begin, model.head.vocab, length)
   made = [windows(side, begin, length) for side in sides]
   for kind, side in zip(("calibration", "held-out"), made):
     if not len(side.tokens):
@@ -607,6 +600,26 @@ def _texts(job, tokenizer, model):
         " more text."
       )
   return made[0].take(len(made[0].tokens)), made[1], counts
+
+
+def counts_of(
+  encoded: Mapping[str, Sequence[int]], begin: Sequence[int], vocab: int, length: int
+) -> np.ndarray:
+  """Occurrences of each token, [V]; each text counts alike, however long it is.
+
+  Args:
+    encoded: tokens of each text, without those that begin it.
+    begin: tokens that begin every text.
+    vocab: number of tokens of the vocabulary.
+    length: tokens of a window.
+  """
+  counts = np.zeros(vocab)
+  for tokens in encoded.values():
+    counts += np.bincount(np.asarray(tokens, np.int64), minlength=vocab) / max(1, len(tokens))
+  counts *= sum(map(len, encoded.values())) / len(encoded)
+  # What begins every text is an input of each window, and all later positions attend to it.
+  counts[begin] += counts.sum() / length
+  return counts
 
 
 def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any) -> None:
@@ -698,17 +711,12 @@ def _write(job, work, loaded, coded, result):
   folder = work / "model"
   try:
     tensors = checkpoints.save(folder, model, variables, tokenizer, compressed=coded)
-  except Exception as error:
-    if "No space" in str(error) or "os error 28" in str(error):
-      raise OSError(
-        f"{folder} must be on a disk with room; got {error}. Free some space, and run the same"
-        " command again, which goes on from here."
-      ) from None
-    raise
+  except Exception as error:  # safetensors has an error of its own for a failed write
+    raise disk_error(error, folder) from error
   tables = {n: {"tensor": tensors[n]} | result["tables"][n] for n in coded}
-  manifest = {"format": file.FORMAT, "version": file.VERSION, "tables": tables}
+  manifest = {"format": table_file.FORMAT, "version": table_file.VERSION, "tables": tables}
   manifest["report"] = {n: v for n, v in result.items() if n not in ("tables", "hardest")}
-  records.write(folder / file.MANIFEST, manifest)
+  records.write(folder / table_file.MANIFEST, manifest)
   sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
   records.write_text(folder / "report.md", report(job, result, sizes))
   folder.rename(job.out)

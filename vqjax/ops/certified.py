@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
-from vqjax.ops import sampling, topk, vocab_parallel
+from vqjax.ops import sampling, topk
 
 LEVELS = 127
 """Largest 8-bit integer of a row."""
@@ -176,9 +176,3 @@ def _in_order(scores, tokens, k):
   order = jnp.argsort(tokens, axis=-1)
   score_Bn, token_Bn = (jnp.take_along_axis(x, order, axis=-1) for x in (scores, tokens))
   return topk.merge(topk.empty(scores.shape[:-1], k), score_Bn, token_Bn)
-
-
-def with_noise(blocks: sampling.Blocks, noise: Float[Array, "V *B"], rows: int) -> sampling.Blocks:
-  """Blocks with a number added to each score; `noise` has the device's own `rows`."""
-  first = vocab_parallel.first_row(blocks.axis, rows)
-  return blocks.map(lambda scores, tokens: scores + noise[tokens - first])

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from experiments.studies.measure import held_out_scores
 from vqjax import compression
-from vqjax.compression import file
+from vqjax.checkpoints import table_file
 from vqjax.convert import part_of, with_part
 from vqjax.heads import DenseHead
 from vqjax.lab.config import Experiment
@@ -50,7 +50,7 @@ class InFile:
     step, best = 0.1, None
     for _ in range(12):
       quantized = compression.quantize(weight, moments, step)
-      used = sum(part.nbytes for part in file.encode(quantized).values()) + 2 * vocab
+      used = sum(part.nbytes for part in table_file.encode(quantized).values()) + 2 * vocab
       if used <= size and (best is None or used > best[1]):
         best = quantized, used
         if used >= (1 - self.within) * size:

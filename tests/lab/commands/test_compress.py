@@ -9,7 +9,8 @@ import pytest
 
 from tests.checkpoints.families import V, small
 from vqjax import checkpoints
-from vqjax.compression import Moments, file
+from vqjax.checkpoints import table_file
+from vqjax.compression import Moments
 from vqjax.lab import compression
 from vqjax.lab.commands import compress, inspect, score
 
@@ -62,7 +63,7 @@ def test_the_folder_has_the_logits_of_the_table_in_memory(compressed):
   original, found = checkpoints.load(model), checkpoints.load(out)
   assert found.model == original.model
   names = ["embedding"] if original.model.head.embedding is not None else ["embedding", "head"]
-  tables = {name: file.read_table(out, name).rows() for name in names}
+  tables = {name: table_file.read_table(out, name).rows() for name in names}
   variables = compression.with_tables(original.variables, tables)
   jax.tree.map(np.testing.assert_array_equal, found.variables, variables)
   for name, table in tables.items():

@@ -7,14 +7,20 @@ vqjax export gemma-3-270m --to int4 --moments moments.safetensors --out gemma-in
 import argparse
 import pathlib
 
-import numpy as np
-
 from vqjax.compression import Moments
 from vqjax.compression.calibration import collect
 from vqjax.compression.exports import WIDTHS, export_compressed_tensors, export_gguf
 from vqjax.compression.gguf_types import TYPES
 from vqjax.compression.outputs import check_output
-from vqjax.lab.compression import ProgressBars, check_known, encode, read_moments, windows
+from vqjax.lab.compression import (
+  WINDOW,
+  ProgressBars,
+  check_known,
+  counts_of,
+  encode,
+  read_moments,
+  windows,
+)
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.data.files import data_path, read_text
 from vqjax.lab.trained import load_trained
@@ -90,23 +96,21 @@ def _moments(options: argparse.Namespace, path: pathlib.Path) -> Moments | None:
     return None
   texts = {str(p): read_text(data_path(str(p), kind="--text")) for p in options.text}
   model, variables, tokenizer = load_trained(str(path))
-  encoded, counts = {}, np.zeros(model.head.vocab)
+  encoded: dict[str, list[int]] = {}
   begin: list[int] = []
   for name, text in texts.items():
     begin, encoded[name] = encode(tokenizer, text)
     check_known(name, text, encoded[name], tokenizer)
-    counts += np.bincount(np.asarray(encoded[name], np.int64), minlength=len(counts))
-  of = windows(encoded, begin, min(256, model.context))
+  length = min(WINDOW, model.context)
+  of = windows(encoded, begin, length)
   if not len(of.tokens):
-    raise ValueError(
-      f"`--text` must hold a window of {min(256, model.context)} tokens; got fewer. Give more text."
-    )
+    raise ValueError(f"`--text` must hold a window of {length} tokens; got fewer. Give more text.")
   with ProgressBars() as bars:
     return collect(
       model,
       variables,
       of.take(len(of.tokens)).tokens,
-      counts,
+      counts_of(encoded, begin, model.head.vocab, length),
       hidden_tokens=options.tokens,
       expected_tokens=0,
       fisher_tokens=max(1, options.tokens // 16),

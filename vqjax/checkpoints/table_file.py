@@ -7,7 +7,7 @@ be read without those before it.
 
 This file imports NumPy only, so it may be copied to a machine without JAX:
 
-  from file import read_table
+  from table_file import read_table
 
   table = read_table("folder", "embedding")
   table.rows(5, 7)                  # float32 [2, D]

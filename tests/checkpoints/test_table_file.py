@@ -6,7 +6,8 @@ import types
 import numpy as np
 import pytest
 
-from vqjax.compression import file, ideal_bits
+from vqjax.checkpoints import table_file
+from vqjax.compression import ideal_bits
 
 RNG = np.random.default_rng(0)
 
@@ -51,7 +52,7 @@ AWKWARD = {
 @pytest.mark.parametrize("name", AWKWARD)
 def test_a_table_is_read_as_it_was_written(name):
   quantized = AWKWARD[name]()
-  found = file.CompressedTable(file.encode(quantized))
+  found = table_file.CompressedTable(table_file.encode(quantized))
   np.testing.assert_array_equal(found.levels(), quantized.levels)
   np.testing.assert_array_equal(found.step_class, quantized.step_class)
   step = quantized.steps[quantized.step_class].astype(np.float64)[:, None]
@@ -63,7 +64,7 @@ def test_a_table_is_read_as_it_was_written(name):
 
 def test_parts_of_a_table_are_those_of_the_whole():
   quantized = laplace(1031, 21, 4.0, classes=3)
-  found = file.CompressedTable(file.encode(quantized))
+  found = table_file.CompressedTable(table_file.encode(quantized))
   for first, last in ((0, 1), (255, 257), (256, 512), (700, 1031), (1030, 1031), (5, 5)):
     np.testing.assert_array_equal(found.levels(first, last), quantized.levels[first:last])
   with pytest.raises(IndexError, match="1031"):
@@ -73,18 +74,18 @@ def test_parts_of_a_table_are_those_of_the_whole():
 @pytest.mark.parametrize("scale", [1.5, 12.0])
 def test_the_size_is_within_two_hundredths_of_the_ideal(scale):
   quantized = laplace(40_009, 96, scale, classes=5)
-  stored = file.encode(quantized)
+  stored = table_file.encode(quantized)
   # The ideal bits are those of the integers, and those of the classes.
   share = np.bincount(quantized.step_class) / len(quantized.levels)
   bits = ideal_bits(quantized).sum() - len(quantized.levels) * (share * np.log2(share)).sum()
   size = sum(array.nbytes for array in stored.values())
   own = size - stored["inverse"].nbytes - stored["mean"].nbytes
   assert own < 1.02 * bits / 8
-  assert file.coded_bytes(quantized) == pytest.approx(size, rel=0.02)
+  assert table_file.coded_bytes(quantized) == pytest.approx(size, rel=0.02)
 
 
 def test_distributions_are_few_and_their_bytes_count():
-  stored = file.encode(laplace(4001, 64, 6.0, classes=4))
+  stored = table_file.encode(laplace(4001, 64, 6.0, classes=4))
   assert sum(array.nbytes for array in stored.values()) > stored["words"].nbytes
   tables = sum(stored[n].nbytes for n in ("frequencies", "distribution", "shift"))
   assert tables < 0.05 * stored["words"].nbytes
@@ -93,7 +94,7 @@ def test_distributions_are_few_and_their_bytes_count():
 @pytest.mark.parametrize("part", ["words", "lengths", "header", "mean", "class_words", "sums"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_damage_is_named(part, damage):
-  stored = file.encode(laplace(600, 18, 4.0, classes=2))
+  stored = table_file.encode(laplace(600, 18, 4.0, classes=2))
   array = stored[part].copy()
   if damage == "flipped":
     array[len(array) // 2] ^= 4
@@ -101,29 +102,29 @@ def test_damage_is_named(part, damage):
   if damage == "missing":
     del stored[part]
   with pytest.raises(ValueError, match=r"damaged|as it was written"):
-    file.CompressedTable(stored).levels()
+    table_file.CompressedTable(stored).levels()
 
 
 def test_every_flipped_word_is_noticed_where_it_lies():
   quantized = laplace(1000, 18, 4.0)
-  stored = file.encode(quantized)
+  stored = table_file.encode(quantized)
   stored["words"] = stored["words"].copy()
   stored["words"][-9] ^= 1
-  found = file.CompressedTable(stored)
+  found = table_file.CompressedTable(stored)
   np.testing.assert_array_equal(found.levels(0, 256), quantized.levels[:256])
-  with pytest.raises(file.DamagedTableError, match="rows 768 to 1023"):
+  with pytest.raises(table_file.DamagedTableError, match="rows 768 to 1023"):
     found.levels(990, 991)
 
 
 def test_another_version_is_refused():
-  stored = file.encode(laplace(5, 3, 1.0))
+  stored = table_file.encode(laplace(5, 3, 1.0))
   sealed = json.loads(bytes(stored["header"]))
   sealed["header"]["version"] = 99
   text = json.dumps(sealed["header"], sort_keys=True)
-  sealed["crc32"] = file.zlib.crc32(text.encode())
+  sealed["crc32"] = table_file.zlib.crc32(text.encode())
   stored["header"] = np.frombuffer(json.dumps(sealed).encode(), np.uint8)
   with pytest.raises(ValueError, match="99"):
-    file.CompressedTable(stored)
+    table_file.CompressedTable(stored)
 
 
 def test_the_reader_runs_without_the_library(tmp_path):
@@ -135,10 +136,10 @@ def test_the_reader_runs_without_the_library(tmp_path):
   import safetensors.numpy
 
   quantized = laplace(300, 12, 4.0)
-  tensors = {f"w.vqjax.{name}": array for name, array in file.encode(quantized).items()}
+  tensors = {f"w.vqjax.{name}": array for name, array in table_file.encode(quantized).items()}
   safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
   (tmp_path / "vqjax.json").write_text(json.dumps({"tables": {"embedding": {"tensor": "w"}}}))
-  (tmp_path / "reader.py").write_text(pathlib.Path(file.__file__).read_text())
+  (tmp_path / "reader.py").write_text(pathlib.Path(table_file.__file__).read_text())
   code = (
     "import sys, reader; t = reader.read_table('.'); print(t.levels(280, 300).sum(), t.shape,"
     " [m for m in ('jax', 'vqjax', 'torch') if m in sys.modules])"
