@@ -19,7 +19,7 @@ import numpy as np
 from experiments.gemma import DOMAINS, WINDOW, read_texts, spread
 from vqjax import checkpoints
 from vqjax.compression import gguf_types
-from vqjax.compression.exports import ROWS, metric_of
+from vqjax.compression.exports import ROWS
 from vqjax.lab import exits, records
 from vqjax.lab.compression import Reference, read_moments, summary, with_tables
 from vqjax.lab.data.files import data_path
@@ -64,7 +64,7 @@ def main() -> int:
   done = records.read_rows(path, _Row)
   reference = None
   for name in options.types:
-    for way, metric in (("rounded", None), ("fitted", metric_of(moments))):
+    for way, metric in (("rounded", None), ("fitted", moments.metric())):
       key = name, way, options.tokens
       if key in [(row["type"], row["way"], row["tokens_wanted"]) for row in done.rows]:
         continue

@@ -11,7 +11,6 @@ from tests.jitted import apply
 from vqjax import checkpoints
 from vqjax.compression import gguf_types, grids
 from vqjax.compression.calibration import collect
-from vqjax.compression.exports import metric_of
 
 gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
 
@@ -181,7 +180,7 @@ def test_a_trained_model_diverges_less_with_fitted_tables(real_data):
   before = log_probs(table)
   for name in ("Q4_0", "IQ4_NL", "Q5_0"):
     kl = []
-    for metric in (None, metric_of(moments)):
+    for metric in (None, moments.metric()):
       rows = dequantised(name, gguf_types.encode(name, table, metric)).astype(np.float32)
       kl.append((np.exp(before) * (before - log_probs(rows))).sum(-1).mean())
     assert 0 < kl[1] < 0.7 * kl[0]

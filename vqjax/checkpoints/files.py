@@ -279,7 +279,7 @@ def read_gguf(path: pathlib.Path) -> Source:
   """A GGUF: metadata, and tensors that may be quantised."""
   gguf = import_extra("gguf")
   try:
-    reader = _reader(gguf, path)
+    reader = gguf_reader(gguf, path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
   except Exception as error:  # the library raises what NumPy and enum happen to raise
     raise ValueError(
@@ -300,7 +300,7 @@ def read_gguf(path: pathlib.Path) -> Source:
   return Source(path, "gguf", config, tensors, (path,), metadata)
 
 
-def _reader(gguf: ModuleType, path: pathlib.Path) -> Any:
+def gguf_reader(gguf: ModuleType, path: pathlib.Path) -> Any:
   """The package's reader, which takes seconds for vocabularies, with two of its steps replaced."""
   types = gguf.GGUFValueType
 

@@ -409,7 +409,7 @@ def save(
       f"`dtype` must be one of {', '.join(SAVED_DTYPES)}; got {kind.name}. Cast the variables."
     )
   folder.mkdir(parents=True, exist_ok=True)
-  files = _Files(folder, shard_bytes)
+  files = ShardedFiles(folder, shard_bytes)
   tensors = {}
   for rule in family.rules:
     path = tuple(rule.path.split("/"))
@@ -435,7 +435,7 @@ def save(
   return tensors
 
 
-class _Files:
+class ShardedFiles:
   """Safetensors files of bounded size, with checksums, and their index."""
 
   def __init__(self, folder: pathlib.Path, most: int):

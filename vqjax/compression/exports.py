@@ -13,64 +13,45 @@ from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Int, Int32, Num
+from jaxtyping import Int, Int32, Num
 
 from vqjax import checkpoints
 from vqjax.checkpoints.families import decoder_of, family_of
-from vqjax.checkpoints.files import Source, Tensor, import_extra, open_source, verify
-from vqjax.checkpoints.files import _reader as gguf_reader
-from vqjax.checkpoints.loading import _Files, parts
+from vqjax.checkpoints.files import (
+  Source,
+  Tensor,
+  gguf_reader,
+  import_extra,
+  open_source,
+  verify,
+)
+from vqjax.checkpoints.loading import ShardedFiles, parts
 from vqjax.compression.gguf_types import block_type, encode
 from vqjax.compression.grids import Grid, fit
 from vqjax.compression.moments import Moments
 from vqjax.compression.outputs import check_output, whole
-from vqjax.compression.table import SHRINKAGE
 
 ROWS = 2**13
 """Rows of a table that are read, rounded and written at a time."""
 
 
-def metric_of(
-  moments: Moments, *, head: bool = True, embedding: bool = True, shrinkage: float = SHRINKAGE
-) -> Float[np.ndarray, "D D"]:
-  """The metric in which errors of a table are measured: H + F, and a multiple of the identity.
-
-  Args:
-    moments: what the table meets.
-    head: the table is an output head, H.
-    embedding: the table is an input embedding, F; without F in `moments`, the identity.
-    shrinkage: part of the mean eigenvalue that is added to all of them.
-  """
-  dim = len(moments.hidden)
-  metric = np.zeros((dim, dim))
-  if head:
-    metric += moments.hidden
-  if embedding and moments.inputs is not None:
-    metric += moments.inputs
-  mean = np.trace(metric) / dim or 1.0
-  return metric + shrinkage * mean * np.eye(dim)
-
-
 class _Tables:
   """The vocabulary tables of a model: their tensors, and the metric of each."""
 
-  def __init__(self, source: Source, moments: Moments | None, shrinkage: float):
+  def __init__(self, source: Source, moments: Moments | None):
     model = decoder_of(source.config)
     found = parts(source, model)
     self.is_tied = model.head.embedding is not None
     self.tensors: dict[str, Tensor] = {}
     self.metrics: dict[str, np.ndarray | None] = {}
-    for part in ("embedding", "head"):
-      if (part, "weight") not in found:
-        continue
+    names = ["embedding"] if self.is_tied else ["embedding", "head"]
+    own = {} if moments is None else moments.of_tables(names)
+    for part in names:
       ((name, tensor),) = found[part, "weight"].tensors
       if moments is not None:
         moments.check(*tensor.shape)
-      uses = {"head": self.is_tied or part == "head", "embedding": part == "embedding"}
       self.tensors[name] = tensor
-      self.metrics[name] = None if moments is None else metric_of(
-        moments, shrinkage=shrinkage, **uses
-      )  # fmt: skip
+      self.metrics[name] = own[part].metric() if part in own else None
 
 
 def _blocks(tensor: Tensor) -> Iterator[np.ndarray]:
@@ -85,7 +66,6 @@ def export_gguf(
   *,
   head_kind: str | None = None,
   moments: Moments | None = None,
-  shrinkage: float = SHRINKAGE,
 ) -> dict[str, int]:
   """Write a GGUF again with its vocabulary tables in another block type.
 
@@ -99,7 +79,6 @@ def export_gguf(
     head_kind: block type of `output.weight`; None: `kind`. A tied model has none.
     moments: the values are fitted in the metric of these moments; None: each number is rounded as
       llama.cpp does.
-    shrinkage: see `metric_of`.
 
   Returns:
     The bytes of each table.
@@ -116,7 +95,7 @@ def export_gguf(
       " llama.cpp's convert_hf_to_gguf.py."
     )
   check_output(out)
-  tables = _Tables(source, moments, shrinkage)
+  tables = _Tables(source, moments)
   kinds = dict.fromkeys(tables.tensors, kind)
   if "output.weight" in kinds:
     kinds["output.weight"] = head_kind or kind
@@ -180,7 +159,6 @@ def export_compressed_tensors(
   *,
   group: int | None = None,
   moments: Moments | None = None,
-  shrinkage: float = SHRINKAGE,
 ) -> dict[str, int]:
   """Write a folder whose vocabulary tables are integers in compressed-tensors' packed layout.
 
@@ -194,7 +172,6 @@ def export_compressed_tensors(
     bits: 8 or 4.
     group: columns that share a scale; None: whole rows for 8 bits, 32 columns for 4.
     moments: the values are fitted in the metric of these moments; None: in that of the identity.
-    shrinkage: see `metric_of`.
 
   Returns:
     The bytes of each table.
@@ -214,7 +191,7 @@ def export_compressed_tensors(
       checkpoints.save(folder, model, variables, tokenizer)
       del variables
       source = open_source(folder)
-    tables = _Tables(source, moments, shrinkage)
+    tables = _Tables(source, moments)
     (dim,) = {tensor.shape[1] for tensor in tables.tensors.values()}
     width = group or (dim if bits == 8 else 32)
     if width < 1 or dim % width or (dim * bits) % 32:
@@ -242,7 +219,7 @@ def _write_folder(
       is_index = file.name.endswith(".safetensors.index.json")
       if file.is_file() and file.suffix not in WEIGHTS and not is_index:
         shutil.copy(file, partial / file.name)
-    files = _Files(partial, 5 * 10**9)
+    files = ShardedFiles(partial, 5 * 10**9)
     for name, tensor in source.tensors.items():
       verify(name, tensor, source.path)
       if name in full:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,37 +21,6 @@ ONE_SIGN = (0.94, 0.97, 1.0, 1.015)
 """Scales that are tried for many levels."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockType:
-  """A block type of GGUF.
-
-  Attributes:
-    block: columns of a block, which has one float16 scale.
-    bytes: bytes of a block.
-    grid: its levels and groups. Where several groups make a block, each has an int8 factor of the
-      block's scale.
-  """
-
-  block: int
-  bytes: int
-  grid: Grid
-
-  @property
-  def has_factors(self) -> bool:
-    """Groups have int8 factors of the block's scale."""
-    return self.grid.group < self.block
-
-
-TYPES = {
-  "Q4_0": BlockType(32, 18, Grid(tuple(range(-8, 8)), 32, factors=BOTH_SIGNS)),
-  "IQ4_NL": BlockType(32, 18, Grid(NON_LINEAR, 32, factors=BOTH_SIGNS)),
-  "Q5_0": BlockType(32, 22, Grid(tuple(range(-16, 16)), 32, factors=BOTH_SIGNS)),
-  "Q6_K": BlockType(256, 210, Grid(tuple(range(-32, 32)), 16, factors=(*ONE_SIGN, -1.02))),
-  "Q8_0": BlockType(32, 34, Grid(tuple(range(-127, 128)), 32, factors=ONE_SIGN)),
-}
-"""The block types that are written, by their names."""
-
-
 class Blocks(NamedTuple):
   """Rows in blocks.
 
@@ -63,6 +33,33 @@ class Blocks(NamedTuple):
   scale: Float[np.ndarray, "R N"]
   factor: Int[np.ndarray, "R G"] | None
   level: Int[np.ndarray, "R D"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockType:
+  """A block type of GGUF.
+
+  Attributes:
+    block: columns of a block, which has one float16 scale.
+    bytes: bytes of a block.
+    grid: its levels and groups. Where several groups make a block, each has an int8 factor of the
+      block's scale.
+    rounded: rows -> their blocks as llama.cpp rounds them.
+    layout: (codes of the levels, factors, scales), of blocks, as uint8 -> the parts of the bytes.
+    coded: levels -> their codes; None: their distance from the first level.
+  """
+
+  block: int
+  bytes: int
+  grid: Grid
+  rounded: Callable[[np.ndarray], Blocks]
+  layout: Callable[[np.ndarray, np.ndarray | None, np.ndarray], list[np.ndarray]]
+  coded: Callable[[np.ndarray], np.ndarray] | None = None
+
+  @property
+  def has_factors(self) -> bool:
+    """Groups have int8 factors of the block's scale."""
+    return self.grid.group < self.block
 
 
 def block_type(name: str, dim: int) -> BlockType:
@@ -100,9 +97,9 @@ def encode(
   rows = np.ascontiguousarray(rows, np.float32)
   check_rows(rows)
   kind = block_type(name, rows.shape[1])
-  plain = ROUNDED[name](rows)
+  plain = kind.rounded(rows)
   if metric is None:
-    return _packed(name, plain)
+    return _packed(kind, plain)
   unit = scale = factor = None
   if kind.has_factors:
     # The feedback of errors may make a group larger than it was: factors get a tenth of headroom.
@@ -119,7 +116,7 @@ def encode(
   errors = [_error(kind, blocks, rows, metric) for blocks in (plain, fitted)]
   is_better_R1 = (errors[1] < errors[0])[:, None]
   choose = lambda new, old: None if new is None else np.where(is_better_R1, new, old)
-  return _packed(name, Blocks(*map(choose, fitted, plain)))
+  return _packed(kind, Blocks(*map(choose, fitted, plain)))
 
 
 def _error(kind: BlockType, blocks: Blocks, rows: np.ndarray, metric: np.ndarray) -> np.ndarray:
@@ -206,33 +203,15 @@ def _rounded_6_bits(rows: np.ndarray) -> Blocks:
   )  # fmt: skip
 
 
-ROUNDED = {
-  "Q4_0": lambda rows: _rounded_from_largest(rows, 8),
-  "IQ4_NL": _rounded_non_linear,
-  "Q5_0": lambda rows: _rounded_from_largest(rows, 16),
-  "Q6_K": _rounded_6_bits,
-  "Q8_0": _rounded_8_bits,
-}
-"""llama.cpp's rounding of rows to each type."""
-
-
-def _packed(name: str, blocks: Blocks) -> np.ndarray:
+def _packed(kind: BlockType, blocks: Blocks) -> np.ndarray:
   """The bytes of blocks, [R, n]."""
-  kind = TYPES[name]
   level = blocks.level.reshape(-1, kind.block)
   scale = np.ascontiguousarray(blocks.scale.astype("<f2")).reshape(-1, 1).view(np.uint8)
-  if name == "Q8_0":
-    parts = [scale, level.astype(np.int8).view(np.uint8)]
-  else:
-    code = (level - kind.grid.levels[0]).astype(np.uint8)
-    if name == "IQ4_NL":
-      code = np.searchsorted(np.asarray(NON_LINEAR), level).astype(np.uint8)
-    parts = {"Q5_0": _parts_of_5_bits, "Q6_K": _parts_of_6_bits}.get(name, _parts_of_4_bits)(code)
-    if name == "Q6_K":
-      parts = [*parts, blocks.factor.reshape(-1, 16).view(np.uint8), scale]
-    else:
-      parts = [scale, *parts]
-  return np.concatenate(parts, axis=1).reshape(len(blocks.level), -1)
+  code = (kind.coded or (lambda level: level - kind.grid.levels[0]))(level).astype(np.uint8)
+  factor = None
+  if blocks.factor is not None:
+    factor = blocks.factor.reshape(-1, kind.block // kind.grid.group).view(np.uint8)
+  return np.concatenate(kind.layout(code, factor, scale), axis=1).reshape(len(blocks.level), -1)
 
 
 def _parts_of_4_bits(code: np.ndarray) -> list[np.ndarray]:
@@ -252,3 +231,36 @@ def _parts_of_6_bits(code: np.ndarray) -> list[np.ndarray]:
   low = np.concatenate([low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4], axis=2)
   high = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
   return [low.reshape(len(code), 128), high.reshape(len(code), 64)]
+
+
+TYPES = {
+  "Q4_0": BlockType(
+    32, 18, Grid(tuple(range(-8, 8)), 32, factors=BOTH_SIGNS),
+    rounded=lambda rows: _rounded_from_largest(rows, 8),
+    layout=lambda code, _, scale: [scale, *_parts_of_4_bits(code)],
+  ),
+  "IQ4_NL": BlockType(
+    32, 18, Grid(NON_LINEAR, 32, factors=BOTH_SIGNS),
+    rounded=_rounded_non_linear,
+    layout=lambda code, _, scale: [scale, *_parts_of_4_bits(code)],
+    coded=lambda level: np.searchsorted(np.asarray(NON_LINEAR), level),
+  ),
+  "Q5_0": BlockType(
+    32, 22, Grid(tuple(range(-16, 16)), 32, factors=BOTH_SIGNS),
+    rounded=lambda rows: _rounded_from_largest(rows, 16),
+    layout=lambda code, _, scale: [scale, *_parts_of_5_bits(code)],
+  ),
+  "Q6_K": BlockType(
+    256, 210, Grid(tuple(range(-32, 32)), 16, factors=(*ONE_SIGN, -1.02)),
+    rounded=_rounded_6_bits,
+    layout=lambda code, factor, scale: [*_parts_of_6_bits(code), factor, scale],
+  ),
+  "Q8_0": BlockType(
+    32, 34, Grid(tuple(range(-127, 128)), 32, factors=ONE_SIGN),
+    rounded=_rounded_8_bits,
+    layout=lambda code, _, scale: [scale, code],
+    # Two's complement.
+    coded=lambda level: level.astype(np.int8).view(np.uint8),
+  ),
+}  # fmt: skip
+"""The block types that are written, by their names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import safetensors.numpy
@@ -12,6 +13,9 @@ from safetensors import SafetensorError
 
 FIELDS = "hidden", "counts", "tokens", "inputs"
 """Tensors of a file; `inputs` may be missing."""
+
+SHRINKAGE = 0.1
+"""Part of the mean eigenvalue of the moments that is added to all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,27 @@ class Moments:
         f"`counts` must have an entry for each of the {vocab} rows of the table; got"
         f" {len(self.counts)}. Pad them with 0 for rows that no token has."
       )
+
+  def metric(self, shrinkage: float = SHRINKAGE) -> Float[np.ndarray, "D D"]:
+    """The metric of errors of a row, H + F + shrinkage · trace / D · I, positive definite."""
+    metric = self.hidden if self.inputs is None else self.hidden + self.inputs
+    mean = np.trace(metric) / len(metric) or 1.0
+    return metric + shrinkage * mean * np.eye(len(metric))
+
+  def of_tables(self, names: Sequence[str]) -> dict[str, "Moments"]:
+    """What errors of each table of a model cost.
+
+    Args:
+      names: "embedding" for a tied model, whose table is an input and an output, or "embedding" and
+        "head". An embedding of unknown F is weighed as the head is.
+    """
+    if len(names) == 1:
+      return {names[0]: self}
+    inputs = self.hidden if self.inputs is None else self.inputs
+    return {
+      "embedding": dataclasses.replace(self, hidden=inputs, inputs=None),
+      "head": dataclasses.replace(self, inputs=None),
+    }
 
   def save(self, path: str | os.PathLike) -> None:
     """Write the file that `load` reads, of safetensors."""

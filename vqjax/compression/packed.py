@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8, UInt16
 
 from vqjax.assign.multiple import code_dtype
-from vqjax.compression.moments import Moments
-from vqjax.compression.table import SHRINKAGE, SMOOTHING, check_table, covariance, probabilities
+from vqjax.compression.moments import SHRINKAGE, Moments
+from vqjax.compression.table import SMOOTHING, check_table, covariance, probabilities
 from vqjax.compression.table import transform as transform_of
 from vqjax.embeddings import QuantizedEmbedding
 from vqjax.heads import QuantizedHead

@@ -15,13 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from vqjax.compression.moments import Moments
+from vqjax.compression.moments import SHRINKAGE, Moments
 
 BLOCK = 2**13
 """Rows that are computed at a time, so that no second copy of a large table exists."""
-
-SHRINKAGE = 0.1
-"""Part of the mean eigenvalue of the moments that is added to all of them."""
 
 SMOOTHING = 0.2
 """Occurrences that are added to those of every token."""
@@ -113,11 +110,9 @@ def transform(
   """
   if not 0 < lam < np.inf:
     raise ValueError(f"`lam` must be positive and finite; got {lam}. {SHRINKAGE} is usual.")
-  metric = moments.hidden + (0 if moments.inputs is None else moments.inputs)
-  dim = len(metric)
-  mean = np.trace(metric) / dim or 1.0
-  values, vectors = np.linalg.eigh(metric + lam * mean * np.eye(dim))
-  values = np.maximum(values, lam * mean * 1e-3)
+  values, vectors = np.linalg.eigh(moments.metric(lam))
+  # Positive but for roundings.
+  values = np.maximum(values, 1e-12 * values[-1])
   root = (vectors * np.sqrt(values)) @ vectors.T
   root_inverse = (vectors / np.sqrt(values)) @ vectors.T
   variances, basis = np.linalg.eigh(root @ covariance @ root)

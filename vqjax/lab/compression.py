@@ -132,17 +132,6 @@ def with_tables(variables: Variables, tables: Mapping[str, Any]) -> Variables:
   return dict(variables) | {"params": params}
 
 
-def moments_of_tables(moments: Moments, names: Sequence[str]) -> dict[str, Moments]:
-  """What errors of each table cost: of inputs, of outputs, or of both."""
-  if len(names) == 1:
-    return {names[0]: moments}
-  inputs = moments.hidden if moments.inputs is None else moments.inputs
-  return {
-    "embedding": dataclasses.replace(moments, hidden=inputs, inputs=None),
-    "head": dataclasses.replace(moments, inputs=None),
-  }
-
-
 class Reference:
   """A model whose distributions others are compared with, over given windows."""
 
@@ -244,7 +233,7 @@ class Compression:
     """
     self.model, self.variables = model, variables
     self.tables = tables_of(model, variables)
-    self._moments = moments_of_tables(moments, list(self.tables))
+    self._moments = moments.of_tables(list(self.tables))
     for table in self.tables.values():
       moments.check(*table.shape)
 
