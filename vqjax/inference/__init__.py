@@ -2,19 +2,37 @@
 
 from vqjax.inference.cache import unstacked
 from vqjax.inference.generation import Generated, generate, stream
+from vqjax.inference.lens import (
+  Lens,
+  least_squares,
+  lens_divergence,
+  load_lens,
+  read,
+  save_lens,
+  streams,
+)
 from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
 from vqjax.inference.text import TextStream, Tokenizer
+from vqjax.ops.lens import Readings
 
 __all__ = [
   "GREEDY",
   "UNFILTERED",
   "Generated",
+  "Lens",
+  "Readings",
   "Sampling",
   "TextStream",
   "Tokenizer",
   "generate",
+  "least_squares",
+  "lens_divergence",
+  "load_lens",
+  "read",
+  "save_lens",
   "score",
   "stream",
+  "streams",
   "unstacked",
 ]

@@ -22,6 +22,7 @@ COMMANDS = {
   "compress": "write a pretrained model with tables of entropy-coded integers",
   "export": "write quantised vocabulary tables for llama.cpp or transformers",
   "trim": "remove the tokens of a pretrained model that a text does not use",
+  "lens": "show what a model would predict after each of its blocks",
   "score": "print the nats a token and a byte of a text",
   "plan": "compile a training step for accelerators, without having them",
 }
