@@ -12,12 +12,12 @@ from tests.inference.reference import KEY, V, family, log_softmax, with_head
 from vqjax import CodebookHead, GroupedHead
 from vqjax.inference import (
   Lens,
-  least_squares,
+  least_squares_lens,
   lens_divergence,
+  lens_readings,
   load_lens,
-  read,
+  residual_streams,
   save_lens,
-  streams,
   unstacked,
 )
 from vqjax.sharding import MeshShape, make_mesh, shardings
@@ -87,36 +87,36 @@ def check(found, log_p, k):
 @pytest.mark.parametrize("name", ["gpt2", "gemma"])
 def test_readings_are_those_of_the_distributions_of_every_layer(name):
   model, variables = family(name)
-  check(read(model, variables, TOKENS, k=3), expected(model, variables), 3)
+  check(lens_readings(model, variables, TOKENS, k=3), expected(model, variables), 3)
   lens = some_lens(model)
   # Rows of the memory of generation are read too.
-  found = read(model, unstacked(variables), TOKENS, lens, k=3)
+  found = lens_readings(model, unstacked(variables), TOKENS, lens, k=3)
   check(found, expected(model, variables, lens), 3)
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_lenses_read_through_any_head(head):
   model, variables = with_head(HEADS[head]())
-  check(read(model, variables, TOKENS, k=2), expected(model, variables), 2)
+  check(lens_readings(model, variables, TOKENS, k=2), expected(model, variables), 2)
 
 
 def test_readings_are_the_same_where_the_vocabulary_is_sharded():
   model, variables = with_head(HEADS["codebook"]())
-  alone = read(model, variables, TOKENS)
+  alone = lens_readings(model, variables, TOKENS)
   model = model.clone(head=model.head.clone(vocab_axis="model"))
   mesh = make_mesh(MeshShape(model=2))
   with jax.set_mesh(mesh):
     variables = jax.device_put(variables, shardings(model.logical_axes(), variables, mesh))
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-      read(model, variables, TOKENS),
+      lens_readings(model, variables, TOKENS),
       alone,
     )
 
 
 def test_the_divergence_and_its_gradient_are_those_of_dense_logits():
   model, variables = family("gpt2")
-  lens, x = some_lens(model), streams(model, variables, TOKENS)
+  lens, x = some_lens(model), residual_streams(model, variables, TOKENS)
 
   def dense(lens):
     moved = x[:-1] + jnp.einsum("lbtd,led->lbte", x[:-1], lens.weight) + lens.bias[:, None, None]
@@ -133,9 +133,9 @@ def test_the_divergence_and_its_gradient_are_those_of_dense_logits():
 def test_a_fitted_lens_is_nearer_to_the_last_layer_at_every_block():
   model, variables = family("llama")
   rows = np.random.default_rng(0).integers(0, V, (40, 30))
-  x = np.asarray(jax.jit(lambda v, t: streams(model, v, t))(variables, rows))
+  x = np.asarray(jax.jit(lambda v, t: residual_streams(model, v, t))(variables, rows))
   flat = x.reshape(len(x), -1, model.dim)
-  fitted = least_squares([flat[:, :500], flat[:, 500:900]])
+  fitted = least_squares_lens([flat[:, :500], flat[:, 500:900]])
   held_out = flat[:, 900:]
   measure = jax.jit(lambda lens: lens_divergence(model, variables, lens, held_out).mean(-1))
   plain, better = measure(Lens.identity(model)), measure(fitted)
@@ -176,10 +176,10 @@ def test_bad_input_is_named():
   model, variables = family("llama")
   short = dataclasses.replace(model, context=4)
   with pytest.raises(ValueError, match="at most context 4 columns; got 11"):
-    read(short, variables, TOKENS)
+    lens_readings(short, variables, TOKENS)
   with pytest.raises(ValueError, match=f"in \\[0, vocab {V}\\)"):
-    read(model, variables, TOKENS + V)
+    lens_readings(model, variables, TOKENS + V)
   with pytest.raises(ValueError, match="rows of at least one token"):
-    read(model, variables, TOKENS[0])
+    lens_readings(model, variables, TOKENS[0])
   with pytest.raises(ValueError, match="`k` must be in"):
-    read(model, variables, TOKENS, k=V + 1)
+    lens_readings(model, variables, TOKENS, k=V + 1)

@@ -4,12 +4,12 @@ from vqjax.inference.cache import unstacked
 from vqjax.inference.generation import Generated, generate, stream
 from vqjax.inference.lens import (
   Lens,
-  least_squares,
+  least_squares_lens,
   lens_divergence,
+  lens_readings,
   load_lens,
-  read,
+  residual_streams,
   save_lens,
-  streams,
 )
 from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
@@ -26,13 +26,13 @@ __all__ = [
   "TextStream",
   "Tokenizer",
   "generate",
-  "least_squares",
+  "least_squares_lens",
   "lens_divergence",
+  "lens_readings",
   "load_lens",
-  "read",
+  "residual_streams",
   "save_lens",
   "score",
   "stream",
-  "streams",
   "unstacked",
 ]

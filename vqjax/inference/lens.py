@@ -50,7 +50,7 @@ class Lens(NamedTuple):
     return Lens(jnp.zeros((*shape, model.dim)), jnp.zeros(shape))
 
 
-def streams(
+def residual_streams(
   model: Transformer, variables: Variables, tokens: Int[Array, "B T"]
 ) -> Float[Array, "S B T D"]:
   """The residual stream before the first block and after each: S = layers + 1.
@@ -104,7 +104,7 @@ def lens_divergence(
   return model.apply(variables, x_SBD, method=score)
 
 
-def read(
+def lens_readings(
   model: Transformer,
   variables: Variables,
   tokens: Int[np.ndarray, "B T"],
@@ -176,14 +176,14 @@ def check_lens(lens: Lens, model: Transformer) -> None:
     )
 
 
-def least_squares(streams: Iterable[Float[np.ndarray, "S N D"]], ridge: float = 1e-3) -> Lens:
+def least_squares_lens(streams: Iterable[Float[np.ndarray, "S N D"]], ridge: float = 1e-3) -> Lens:
   """The lens whose translated streams are nearest to the last one, in float64.
 
   It minimises sum |x + A x + b - y|² / |y|² + ridge · mean(|x|² / |y|²) · |A|² over positions,
   where y is the last stream: errors count relative to its length, which the final norm removes.
 
   Args:
-    streams: parts of the streams of some text, as `streams` returns them, with flat positions.
+    streams: parts of the streams of some text, as `residual_streams` returns them, flattened.
     ridge: weight of |A|², relative to the mean square of a coordinate of x.
   """
   moments = cross = None
@@ -247,7 +247,7 @@ def _mark(variables):
 
 @functools.partial(jax.jit, static_argnames="model")
 def _streams(variables, tokens, *, model):
-  return streams(model, variables, tokens)
+  return residual_streams(model, variables, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "k"))

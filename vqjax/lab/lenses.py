@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vqjax.inference import Lens, least_squares, lens_divergence, save_lens, streams
+from vqjax.inference import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.lab import records
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
 from vqjax.models import Transformer
@@ -108,7 +108,7 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   with ProgressBars() as bars:
     kept = _kept_streams(work, model, variables, rows, bars("streams"))
     train, test = kept[:, : (len(rows) - held_out) * per_window], kept[:, -held_out * per_window :]
-    lens = Lens.identity(model) if job.from_identity else least_squares(_parts(train, 2**10))
+    lens = Lens.identity(model) if job.from_identity else least_squares_lens(_parts(train, 2**10))
     if job.steps:
       lens = _descend(job, work, model, variables, lens, train, bars("divergence"), say)
     measured = {}
@@ -210,7 +210,7 @@ def _descend(job, work, model, variables, lens, train, progress, say):
 
 @functools.partial(jax.jit, static_argnames="model")
 def _streams(variables, tokens_BT, *, model: Transformer):
-  return streams(model, variables, tokens_BT)
+  return residual_streams(model, variables, tokens_BT)
 
 
 @functools.partial(jax.jit, static_argnames="model")

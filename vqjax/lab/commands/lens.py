@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vqjax.inference import load_lens, read
+from vqjax.inference import lens_readings, load_lens
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.data.files import data_path, read_text
 from vqjax.lab.exits import say
@@ -79,7 +79,9 @@ def _show(options: argparse.Namespace) -> None:
       f" {'longer' if not tokens else 'shorter'} text."
     )
   lens = None if options.lens is None else load_lens(options.lens, model, variables)
-  found = read(model, variables, np.asarray([tokens]), lens, k=min(options.k, model.head.vocab))
+  found = lens_readings(
+    model, variables, np.asarray([tokens]), lens, k=min(options.k, model.head.vocab)
+  )
   reading = Reading.of(found, tokens, tokenizer)
   if options.json:
     print(json.dumps(reading.rows(), indent=2))
@@ -89,7 +91,7 @@ def _show(options: argparse.Namespace) -> None:
     title = f"{pathlib.Path(options.model).name}: {'tuned' if lens else 'logit'} lens"
     divergences = {}
     if lens is not None:
-      plain = read(model, variables, np.asarray([tokens]), k=1)
+      plain = lens_readings(model, variables, np.asarray([tokens]), k=1)
       divergences["logit lens"] = plain.kl.mean(axis=(1, 2)).tolist()
     name = "tuned lens" if lens is not None else "logit lens"
     divergences[name] = found.kl.mean(axis=(1, 2)).tolist()

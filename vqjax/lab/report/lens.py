@@ -39,7 +39,7 @@ class Reading:
 
   @staticmethod
   def of(found: Readings, tokens: Sequence[int], tokenizer: Tokenizer) -> Reading:
-    """The reading of a row of tokens from the readings [S, 1, T, ...] of `read`."""
+    """The reading of a row of tokens from the readings [S, 1, T, ...] of `lens_readings`."""
     found = jax.tree.map(lambda x: np.asarray(x)[:, 0], found)
     known: dict[int, str] = {}
 
