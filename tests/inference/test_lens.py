@@ -48,7 +48,7 @@ def expected(model, variables, lens=None):
 
     def logits(module, count=count, cut=cut):
       position = jnp.arange(TOKENS.shape[1])
-      x = module.embedded(module.embedding(TOKENS), position)
+      x = module.embedded(module.embedding(jnp.asarray(TOKENS)), position)
       if count:
         x, _ = module.blocks(x, cut.layer_inputs(), module.angles(position), True)
       if lens is not None and count < model.layers:
@@ -116,7 +116,7 @@ def test_readings_are_the_same_where_the_vocabulary_is_sharded():
 
 def test_the_divergence_and_its_gradient_are_those_of_dense_logits():
   model, variables = family("gpt2")
-  lens, x = some_lens(model), residual_streams(model, variables, TOKENS)
+  lens, x = some_lens(model), residual_streams(model, variables, jnp.asarray(TOKENS))
 
   def dense(lens):
     moved = x[:-1] + jnp.einsum("lbtd,led->lbte", x[:-1], lens.weight) + lens.bias[:, None, None]

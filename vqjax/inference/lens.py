@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -107,7 +107,7 @@ def lens_divergence(
 def lens_readings(
   model: Transformer,
   variables: Variables,
-  tokens: Int[np.ndarray, "B T"],
+  tokens: Int[ArrayLike, "..."],
   lens: Lens | None = None,
   *,
   k: int = 5,
@@ -120,7 +120,7 @@ def lens_readings(
   Args:
     model: the decoder, with any head.
     variables: its variables.
-    tokens: rows of tokens.
+    tokens: rows of tokens, [B, T].
     lens: the tuned lens; None: the logit lens.
     k: number of best tokens.
 
@@ -176,7 +176,7 @@ def check_lens(lens: Lens, model: Transformer) -> None:
     )
 
 
-def least_squares_lens(streams: Iterable[Float[np.ndarray, "S N D"]], ridge: float = 1e-3) -> Lens:
+def least_squares_lens(streams: Iterable[Float[np.ndarray, "S _ D"]], ridge: float = 1e-3) -> Lens:
   """The lens whose translated streams are nearest to the last one, in float64.
 
   It minimises sum |x + A x + b - y|² / |y|² + ridge · mean(|x|² / |y|²) · |A|² over positions,
