@@ -83,16 +83,16 @@ def residual_streams(
   return nn.apply(forward, model)(variables)
 
 
-def translated(lens: Lens, streams: Float[Array, "S *B D"]) -> Float[Array, "S *B D"]:
+def translated(lens: Lens, streams: Float[ArrayLike, "S *B D"]) -> Float[Array, "S *B D"]:
   """The streams as the lens changes them, float32; the last one has no translator."""
-  wide = streams.astype(jnp.float32)
+  wide = jnp.asarray(streams, jnp.float32)
   x_LND = wide[:-1].reshape(len(lens.weight), -1, wide.shape[-1])
   moved_LND = x_LND + jnp.einsum("lnd,led->lne", x_LND, lens.weight) + lens.bias[:, None]
   return jnp.concatenate((moved_LND.reshape(wide[:-1].shape), wide[-1:]))
 
 
 def lens_divergence(
-  model: Transformer, variables: Variables, lens: Lens, streams: Float[Array, "S *B D"]
+  model: Transformer, variables: Variables, lens: Lens, streams: Float[ArrayLike, "S *B D"]
 ) -> Float[Array, "L *B"]:
   """KL, in nats, of what each lens predicts from what the model predicts.
 
