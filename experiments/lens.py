@@ -1,7 +1,7 @@
 """Lenses of several models: how far each block is from what the model predicts.
 
 python -m experiments.lens
-python -m experiments.lens --model gemma-3-270m-q4_k_m.gguf --steps 30 --batch 64
+python -m experiments.lens --model gemma-3-270m-q4_k_m.gguf --steps 0
 python -m experiments.lens --show docs/results/lens.json
 
 Without a model it trains small decoders on docstrings, with an untied, a tied, a codebook and a

@@ -58,6 +58,8 @@ class Job:
         raise ValueError(
           f"`--{name}` must be at least {least}; got {getattr(self, name)}. Raise it."
         )
+    if not self.rate > 0:
+      raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.1 is usual.")
     if self.out.exists():
       raise ValueError(f"`--out` must be a new file; got {self.out}, which exists. Give another.")
     if not self.out.absolute().parent.is_dir():

@@ -52,6 +52,7 @@ def _fit(options: argparse.Namespace) -> None:
     batch=options.batch,
     window=options.window,
     from_identity=options.identity,
+    rate=options.rate,
   )
   found = fit_lens(job, _loaded(options), say)
   if options.json:
@@ -161,6 +162,14 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument(
       f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default %(default)s)"
     )
+  fit.add_argument(
+    "--rate",
+    type=float,
+    default=0.1,
+    metavar="R",
+    help="learning rate of the first step (default %(default)s); a few positions a step, or a"
+    " stream of large numbers, need a smaller one",
+  )
   fit.add_argument(
     "--identity", action="store_true", help="begin with the logit lens, not with least squares"
   )
