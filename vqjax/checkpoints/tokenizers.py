@@ -41,6 +41,10 @@ class Tokenizer(abc.ABC):
     """The text of ids; control tokens are left out."""
 
   @abc.abstractmethod
+  def piece(self, token: int) -> str:
+    """The entry of an id in the vocabulary, as the tokenizer's file writes it; "" without one."""
+
+  @abc.abstractmethod
   def save(self, folder: pathlib.Path) -> None:
     """Write the files that transformers reads."""
 
@@ -88,6 +92,10 @@ class JsonTokenizer(Tokenizer):
     """The text of ids."""
     return self.model.decode([int(token) for token in tokens], skip_special_tokens=True)
 
+  def piece(self, token: int) -> str:
+    """The entry of an id in the vocabulary."""
+    return self.model.id_to_token(int(token)) or ""
+
   def state(self) -> str:
     """JSON from which `from_state` makes the tokenizer again."""
     ends = {"bos": self.bos, "eos": self.eos, "add_bos": self._add_bos}
@@ -131,6 +139,10 @@ class PiecesTokenizer(Tokenizer):
   def decode(self, tokens: Iterable[int]) -> str:
     """The text of ids."""
     return self._model.decode([int(token) for token in tokens])
+
+  def piece(self, token: int) -> str:
+    """The entry of an id in the vocabulary."""
+    return self._model.id_to_piece(int(token)) if 0 <= token < self.vocab else ""
 
   def state(self) -> str:
     """JSON from which `from_state` makes the tokenizer again."""

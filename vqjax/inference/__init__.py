@@ -2,18 +2,36 @@
 
 from vqjax.inference.cache import unstacked
 from vqjax.inference.generation import Generated, generate, stream
+from vqjax.inference.lens import (
+  Lens,
+  least_squares_lens,
+  lens_divergence,
+  lens_readings,
+  load_lens,
+  residual_streams,
+  save_lens,
+)
 from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
 from vqjax.inference.text import TextStream, Tokenizer
+from vqjax.ops.lens import Readings
 
 __all__ = [
   "GREEDY",
   "UNFILTERED",
   "Generated",
+  "Lens",
+  "Readings",
   "Sampling",
   "TextStream",
   "Tokenizer",
   "generate",
+  "least_squares_lens",
+  "lens_divergence",
+  "lens_readings",
+  "load_lens",
+  "residual_streams",
+  "save_lens",
   "score",
   "stream",
   "unstacked",

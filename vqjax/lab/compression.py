@@ -477,7 +477,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   begin = time.monotonic()
   model, variables, tokenizer = loaded
   work = job.out.with_name(f".{job.out.name}.partial")
-  _open_work(work, job.identity())
+  open_work(work, job.identity())
   calibration, held_out, counts = _texts(job, tokenizer, model)
   with ProgressBars() as bars:
     moments = _moments(job, work, model, variables, calibration, counts, bars)
@@ -545,7 +545,7 @@ def check_paths(job: Job) -> None:
     raise ValueError(f"`--bytes` must be positive; got {job.size}. Give such as 65MB.")
 
 
-def _open_work(work, identity):
+def open_work(work, identity):
   """The folder of an interrupted call, empty if it was one of another model or other texts."""
   record = work / "identity.json"
   with_it = records.read(record, _Identity) if work.is_dir() else None

@@ -305,6 +305,26 @@ def block_soft_target_loss(
   return counted.of_each(_finish(_all_reduce(sums, blocks.axis)))
 
 
+def divergence_from_last(blocks: Blocks) -> Float[Array, "L *B"]:
+  """KL(q, p) in nats of each of L rows of distributions p from a last row, q.
+
+  It is differentiable in reverse mode, in both; the gradient computes each block once more.
+
+  Args:
+    blocks: scores with leading axes [L + 1, *B].
+  """
+
+  @jax.checkpoint
+  def step(sums, index):
+    score_WLB = blocks.block(index)[0].astype(jnp.float32)
+    score_LBW = jnp.moveaxis(score_WLB, 0, -1)
+    own_LBW, last_LBW = score_LBW[:-1], score_LBW[-1:]
+    return _add_block(sums, own_LBW, jnp.broadcast_to(last_LBW, own_LBW.shape))
+
+  shape = (blocks.batch[0] - 1, *blocks.batch[1:])
+  return _finish(_all_reduce(blocks.fold(step, _zero_sums(shape)), blocks.axis)).kl
+
+
 def check_mixture(mixture: float | int) -> None:
   """Raise an error unless a weight of the teacher is a number in [0, 1]."""
   check_numbers(mixture=mixture)

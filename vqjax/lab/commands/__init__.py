@@ -17,11 +17,12 @@ COMMANDS = {
   "cluster": "replace the dense head of a trained run by a codebook head, and fine-tune",
   "floor": "compute the perplexity that the codes of a config rule out",
   "corpus": "count the documents and tokens of a config's corpus",
-  "inspect": "print the parts and sizes of a pretrained model",
+  "inspect": "print the parts, sizes and vocabulary tables of a pretrained model",
   "generate": "continue prompts with a pretrained model or that of a run",
   "compress": "write a pretrained model with tables of entropy-coded integers",
   "export": "write quantised vocabulary tables for llama.cpp or transformers",
   "trim": "remove the tokens of a pretrained model that a text does not use",
+  "lens": "show what a model would predict after each of its blocks",
   "score": "print the nats a token and a byte of a text",
   "plan": "compile a training step for accelerators, without having them",
 }

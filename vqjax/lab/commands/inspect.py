@@ -1,12 +1,14 @@
-"""Command that prints the parts of a pretrained model, without reading its weights.
+"""Command that prints the parts of a pretrained model, and what its vocabulary tables look like.
 
 vqjax inspect Llama-3.2-1B
 vqjax inspect gemma-3-270m-q4_k_m.gguf --json
+vqjax inspect gemma-3-270m-q4_k_m.gguf --vocabulary --text news.txt --nearest " Paris" --page v.html
 """
 
 import argparse
 import dataclasses
 import json
+import pathlib
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,12 +23,38 @@ def main(arguments: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     prog="vqjax inspect",
     description="Print the parts of a pretrained model, their sizes and number formats, whether the"
-    " head is tied, and the share of the vocabulary tables.",
+    " head is tied, and the share of the vocabulary tables. The weights are read with --vocabulary"
+    " only.",
   )
   parser.add_argument("model", help="folder of safetensors, a GGUF, or a .bin file of llama2.c")
   parser.add_argument("--json", action="store_true", help="print JSON")
+  tables = parser.add_argument_group("vocabulary tables")
+  tables.add_argument(
+    "--vocabulary",
+    action="store_true",
+    help="print the norms of the rows, their effective dimension, and tokens that were never"
+    " trained",
+  )
+  tables.add_argument("--text", type=pathlib.Path, metavar="FILE", help="text to count tokens in")
+  tables.add_argument(
+    "--nearest", action="append", default=[], metavar="WORD", help="print the nearest tokens of it"
+  )
+  tables.add_argument(
+    "--unused",
+    type=int,
+    nargs="+",
+    default=[],
+    metavar="TOKEN",
+    help='tokens that no text has (default: those with names such as "<unused7>")',
+  )
+  tables.add_argument("--page", type=pathlib.Path, metavar="FILE", help="write a page of HTML")
+  tables.add_argument("--traceback", action="store_true", help="show the traceback of an error")
   options = parser.parse_args(arguments)
+  if not options.vocabulary and (options.text or options.nearest or options.unused or options.page):
+    parser.error("`--text`, `--nearest`, `--unused` and `--page` need `--vocabulary`")
   configure_warnings()
+  if options.vocabulary:
+    return exit_code(lambda: _vocabulary(options), show_traceback=options.traceback)
 
   def work() -> None:
     found = inspect(options.model)
@@ -37,6 +65,30 @@ def main(arguments: list[str] | None = None) -> int:
       show(found, Console())
 
   return exit_code(work)
+
+
+def _vocabulary(options: argparse.Namespace) -> None:
+  # The package of scientific plots is slow to load, and inspecting parts does not need it.
+  from vqjax.lab.data.files import data_path, read_text
+  from vqjax.lab.trained import load_trained
+  from vqjax.lab.vocabulary import sections, vocabulary_of, write_page
+
+  text = None
+  if options.text is not None:
+    text = read_text(data_path(str(options.text), kind="--text"))
+  trained = load_trained(options.model)
+  found = vocabulary_of(trained, text=text, words=options.nearest, unused=options.unused)
+  if options.json:
+    print(json.dumps(found, indent=2))
+  else:
+    console = Console()
+    for title, columns, rows in sections(found):
+      table = Table(*columns, title=title, title_justify="left")
+      for row in rows:
+        table.add_row(*map(escape, row))
+      console.print(table)
+  if options.page is not None:
+    write_page(found, options.page, pathlib.Path(options.model).name)
 
 
 def show(found: Inspection, console: Console) -> None:

@@ -1,0 +1,220 @@
+"""Fitting of a tuned lens on text: streams are kept on the disk once, and a call is resumed."""
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vqjax.inference import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
+from vqjax.lab import records
+from vqjax.lab.compression import ProgressBars, encode, open_work, windows
+from vqjax.models import Transformer
+
+SHARE = 16
+"""One position is held out for so many that the lens is fitted on."""
+
+EVERY = 60.0
+"""Seconds after which the state of the fit is kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """A call of `fit_lens`.
+
+  Attributes:
+    model: path of the model.
+    text: the text; its end is held out.
+    out: the file to be written.
+    positions: positions of the text on which the lens is fitted.
+    steps: steps of descent on the divergence.
+    batch: positions of a step.
+    window: tokens of a window of text.
+    from_identity: begin with the logit lens, not with the least-squares lens.
+    rate: learning rate of the first step, which falls linearly to 0.
+  """
+
+  model: pathlib.Path
+  text: str
+  out: pathlib.Path
+  positions: int = 2**14
+  steps: int = 250
+  batch: int = 2**8
+  window: int = 256
+  from_identity: bool = False
+  rate: float = 0.1
+
+  def __post_init__(self):
+    for name, least in (("positions", 1), ("steps", 0), ("batch", 1), ("window", 2)):
+      if getattr(self, name) < least:
+        raise ValueError(
+          f"`--{name}` must be at least {least}; got {getattr(self, name)}. Raise it."
+        )
+    if not self.rate > 0:
+      raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.1 is usual.")
+    if self.out.exists():
+      raise ValueError(f"`--out` must be a new file; got {self.out}, which exists. Give another.")
+    if not self.out.absolute().parent.is_dir():
+      raise ValueError(
+        f"`--out` must be in a folder that exists; got {self.out}. Make the folder first."
+      )
+
+  def identity(self) -> str:
+    """A hash of everything that the kept streams and steps depend on."""
+    facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    del facts["out"]
+    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+
+
+def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
+  """Fit a lens, write it, and return the held-out divergences of every layer.
+
+  Descent is that of Belrose et al., 2023: SGD with Nesterov's momentum 0.9, gradients of norm at
+  most 1, weight decay 0.001 of the translators' differences from the identity.
+
+  Args:
+    job: what to do.
+    loaded: the model, its variables and its tokenizer.
+    say: prints a line.
+
+  Returns:
+    "logit" and "tuned": KL from the model's prediction before each block, in nats a token; and
+    "positions", the number of held-out positions.
+
+  Raises:
+    ValueError: the text is too short.
+  """
+  model, variables, tokenizer = loaded
+  work = job.out.with_name(f".{job.out.name}.partial")
+  begin, tokens = encode(tokenizer, job.text)
+  rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
+  per_window = rows.shape[1] - 1
+  needed = -(-job.positions // per_window)
+  held_out = max(1, needed // SHARE)
+  if len(rows) < 2:
+    raise ValueError(
+      f"`--fit` must have at least two windows of {rows.shape[1]} tokens; got {len(tokens)} tokens."
+      " Give a longer text, or a smaller `--window`."
+    )
+  held_out = min(held_out, len(rows) // 2)
+  rows = np.concatenate((rows[: min(needed, len(rows) - held_out)], rows[-held_out:]))
+  open_work(work, job.identity())
+  with ProgressBars() as bars:
+    kept = _kept_streams(work, model, variables, rows, bars("streams"))
+    train, test = kept[:, : (len(rows) - held_out) * per_window], kept[:, -held_out * per_window :]
+    lens = Lens.identity(model) if job.from_identity else least_squares_lens(_parts(train, 2**10))
+    if job.steps:
+      lens = _descend(job, work, model, variables, lens, train, bars("divergence"), say)
+    measured = {}
+    for name, each in (("logit", Lens.identity(model)), ("tuned", lens)):
+      bar, total = bars(f"held-out text, {name} lens"), np.zeros(model.layers)
+      for number, part in enumerate(_parts(test, 64)):
+        found = _divergence(variables, each, part, model=model)
+        total += np.asarray(found, np.float64).sum(axis=1)
+        bar((number + 1) * 64 / test.shape[1])
+      measured[name] = (total / test.shape[1]).tolist()
+  save_lens(lens, job.out, variables)
+  shutil.rmtree(work)
+  return {**measured, "positions": test.shape[1]}
+
+
+def _kept_streams(work, model, variables, rows, progress):
+  """The streams [S, N, D] of all positions but the first of each window, in a file."""
+  shape = model.layers + 1, len(rows) * (rows.shape[1] - 1), model.dim
+  path, record = work / "streams.npy", work / "streams.json"
+  done = 0
+  if record.exists() and path.exists():
+    done = records.read(record, _Done)["windows"]
+  mode = "r+" if done else "w+"
+  kept = np.lib.format.open_memmap(path, mode=mode, dtype=np.float32, shape=shape)
+  saved = time.monotonic()
+  for number in range(done, len(rows)):
+    # The first position has no text before it.
+    found = _streams(variables, jnp.asarray(rows[number])[None], model=model)[:, 0, 1:]
+    width = found.shape[1]
+    kept[:, number * width : (number + 1) * width] = np.asarray(found, np.float32)
+    progress((number + 1) / len(rows))
+    if time.monotonic() - saved > EVERY or number + 1 == len(rows):
+      kept.flush()
+      records.write(record, {"windows": number + 1})
+      saved = time.monotonic()
+  return kept
+
+
+@dataclasses.dataclass
+class _Done:
+  windows: int
+
+
+def _parts(x_SND: np.ndarray, size: int) -> Iterator[np.ndarray]:
+  return (x_SND[:, first : first + size] for first in range(0, x_SND.shape[1], size))
+
+
+def _descend(job, work, model, variables, lens, train, progress, say):
+  """The lens after all steps of descent."""
+  rate = optax.linear_schedule(job.rate, 0.0, job.steps)
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.add_decayed_weights(1e-3),
+    optax.sgd(rate, momentum=0.9, nesterov=True),
+  )
+  state, path, first = (lens, optimizer.init(lens)), work / "state.npz", 0
+  structure = jax.tree.structure(state)
+  if path.exists():
+    with np.load(path) as file:
+      leaves = [file[f"arr_{number}"] for number in range(structure.num_leaves)]
+      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
+    say(f"going on with step {first} of {job.steps}")
+
+  # Loss and gradient of a few positions at a time, so that blocks of the vocabulary are large.
+  @jax.jit
+  def gradient(lens, variables, x_SND):
+    loss = lambda lens: lens_divergence(model, variables, lens, x_SND).sum()
+    return jax.value_and_grad(loss)(lens)
+
+  @jax.jit
+  def update(state, total, count):
+    lens, own = state
+    mean = jax.tree.map(lambda x: x / count, total)
+    change, own = optimizer.update(mean, own, lens)
+    return optax.apply_updates(lens, change), own
+
+  saved = time.monotonic()
+  for step in range(first, job.steps):
+    at = np.random.default_rng((0, step)).permutation(train.shape[1])[: job.batch]
+    at.sort()
+    batch = np.asarray(train[:, at])
+    total, loss = None, 0.0
+    for part in _parts(batch, 64):
+      value, found = gradient(state[0], variables, part)
+      loss += float(value)
+      total = found if total is None else jax.tree.map(jnp.add, total, found)
+    state = update(state, total, batch.shape[1])
+    progress((step + 1) / job.steps)
+    if step % 10 == 0 or step + 1 == job.steps:
+      say(
+        f"step {step + 1}: KL {loss / batch.shape[1] / model.layers:.4f} nats, mean of all blocks"
+      )
+    if time.monotonic() - saved > EVERY:
+      saved = time.monotonic()
+      with records.atomic_file(path) as out:
+        np.savez(out, *map(np.asarray, jax.tree.leaves(state)), step=step + 1)
+  return state[0]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _streams(variables, tokens_BT, *, model: Transformer):
+  return residual_streams(model, variables, tokens_BT)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _divergence(variables, lens, x_SND, *, model: Transformer):
+  return lens_divergence(model, variables, lens, x_SND)

@@ -1,0 +1,248 @@
+"""What every layer predicts at every position of a text: its page."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+import os
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vqjax.inference import Readings, Tokenizer
+from vqjax.lab import records
+from vqjax.lab.report.plots import SERIES, blank, svg
+
+MEASURES = {"entropy": "entropy", "kl": "KL from the last block", "rank": "rank of its best token"}
+"""What may colour the cells of a page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+  """The readings of one text.
+
+  Attributes:
+    found: the readings, arrays [S, T, ...].
+    texts: the text of each token, [T].
+    best: texts of the best tokens of each cell, [S][T][k].
+    size: bytes of the text that is predicted.
+  """
+
+  found: Readings
+  texts: Sequence[str]
+  best: Sequence[Sequence[Sequence[str]]]
+  size: int
+
+  @staticmethod
+  def of(found: Readings, tokens: Sequence[int], tokenizer: Tokenizer) -> Reading:
+    """The reading of a row of tokens from the readings [S, 1, T, ...] of `lens_readings`."""
+    found = jax.tree.map(lambda x: np.asarray(x)[:, 0], found)
+    known: dict[int, str] = {}
+
+    def text(token: int) -> str:
+      if token not in known:
+        # Between two copies of itself, because tokenizers drop the space before a first token.
+        whole, alone = tokenizer.decode([token, token]), tokenizer.decode([token])
+        known[token] = whole[len(alone) :] or f"[{token}]"
+      return known[token]
+
+    best = [[[text(int(t)) for t in cell] for cell in layer] for layer in found.tokens]
+    size = len(tokenizer.decode(tokens).encode()) - len(tokenizer.decode(tokens[:1]).encode())
+    return Reading(found, [text(token) for token in tokens], best, size)
+
+  def name(self, layer: int) -> str:
+    """The label of a layer: 0 is the embedding, the last one what the model predicts."""
+    return str(layer)
+
+  def rows(self) -> list[dict[str, Any]]:
+    """Means of each layer over positions, and its cells, for JSON."""
+    found = self.found
+    rows = []
+    for layer, cells in enumerate(self.best):
+      # The last position has no target.
+      target = found.target_log_prob[layer, :-1].astype(float)
+      nats = -float(target.mean()) if len(target) else None
+      cell = lambda at, layer=layer, cells=cells: {
+        "token": self.texts[at],
+        "best": [
+          [text, math.exp(value)] for text, value in zip(cells[at], found.log_probs[layer, at])
+        ],
+        "entropy": float(found.entropy[layer, at]),
+        "kl": float(found.kl[layer, at]),
+        "total_variation": float(found.total_variation[layer, at]),
+        "rank": int(found.rank[layer, at]),
+      }
+      rows.append(
+        {
+          "blocks": layer,
+          "nats_per_token": nats,
+          "bits_per_byte": -float(target.sum()) / math.log(2) / self.size if self.size else None,
+          "entropy": float(found.entropy[layer].mean()),
+          "kl": float(found.kl[layer].mean()),
+          "total_variation": float(found.total_variation[layer].mean()),
+          "cells": [cell(at) for at in range(len(self.texts))],
+        }
+      )
+    return rows
+
+
+PAGE = string.Template("""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<style>
+:root { --ground: #fff; --ink: #1b1e23; --quiet: #5a626d; --line: #d7dbe0; --heat: 213, 94, 0; }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #14171c; --ink: #e4e7eb; --quiet: #a0a8b3; --line: #363c45; }
+}
+body { margin: 0; background: var(--ground); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 90rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+p { max-width: 46rem; }
+.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
+table { border-collapse: collapse; font-size: .8rem; }
+th, td { padding: .25rem .5rem; border: 1px solid var(--line); white-space: pre; }
+th { font-weight: 600; color: var(--quiet); }
+th:first-child { position: sticky; left: 0; background: var(--ground); text-align: right; }
+.sums td { text-align: right; font-variant-numeric: tabular-nums; }
+.cell { position: relative; --x: var(--entropy); background: rgba(var(--heat), var(--x)); }
+main:has(#kl:checked) .cell { --x: var(--kl); }
+main:has(#rank:checked) .cell { --x: var(--rank); }
+.cell > span { display: none; }
+.cell:hover > span, .cell:focus > span { display: block; position: absolute; z-index: 2; top: 100%;
+  left: 0; padding: .5rem .7rem; background: var(--ground); border: 1px solid var(--ink);
+  border-radius: 4px; }
+.cell:focus { outline: 2px solid var(--ink); }
+fieldset { border: 0; padding: 0; margin: 1rem 0; }
+figure { margin: 0; max-width: 52rem; }
+figure svg { width: 100%; height: auto; }
+</style>
+</head>
+<body>
+<main>
+<h1>$title</h1>
+<p>Each row is what the final norm and the head make of the residual stream after so many blocks;\
+ the last one is what the model predicts. A cell is the likeliest next token after the token of its\
+ column; a pointer on it, or the focus of the keyboard, shows more.</p>
+<fieldset>
+<legend>Colour by</legend>
+$choices
+</fieldset>
+<div class="scroll" tabindex="0" role="region" aria-label="Layers and positions">
+<table>
+<thead><tr><th scope="col">blocks</th>$header</tr></thead>
+<tbody>
+$cells
+</tbody>
+</table>
+</div>
+<h2>KL from the model's prediction</h2>
+<figure>
+$plot
+</figure>
+<h2>Means over positions</h2>
+<div class="scroll" tabindex="0" role="region" aria-label="Means over positions">
+<table class="sums">
+<thead><tr><th scope="col">blocks</th><th scope="col">nats a token</th>\
+<th scope="col">bits a byte</th><th scope="col">entropy, nats</th><th scope="col">KL, nats</th>\
+<th scope="col">total variation</th></tr></thead>
+<tbody>
+$sums
+</tbody>
+</table>
+</div>
+</main>
+</body>
+</html>
+""")
+
+
+def write_page(
+  reading: Reading,
+  path: str | os.PathLike,
+  title: str,
+  divergences: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+  """Write a page that loads nothing from outside, and replaces an older one atomically.
+
+  Args:
+    reading: the readings of the table.
+    path: the file.
+    title: title of the page.
+    divergences: mean KL of every layer for each of some lenses, for the plot; None: that of
+      `reading`.
+  """
+  rows = reading.rows()
+  divergences = divergences or {"lens": [row["kl"] for row in rows]}
+  # Colours: entropy of log V is whole, KL on a scale to 10 nats, rank on one to 1000.
+  highest = max(1e-9, float(reading.found.entropy.max()))
+  strengths = {
+    "entropy": lambda cell: cell["entropy"] / highest,
+    "kl": lambda cell: math.log1p(9 * max(cell["kl"], 0)) / math.log1p(90),
+    "rank": lambda cell: math.log10(cell["rank"]) / 3,
+  }
+  lines = []
+  for row in reversed(rows):
+    cells = "".join(_cell(cell, strengths) for cell in row["cells"])
+    lines.append(f'<tr><th scope="row">{row["blocks"]}</th>{cells}</tr>')
+  choices = "".join(
+    f'<label><input type="radio" name="by" id="{name}"{" checked" * (name == "entropy")}> {text}'
+    "</label> "
+    for name, text in MEASURES.items()
+  )
+  number = lambda value: "–" if value is None else f"{value:.3f}"
+  names = "nats_per_token", "bits_per_byte", "entropy", "kl", "total_variation"
+  sums = "\n".join(
+    f'<tr><th scope="row">{row["blocks"]}</th>'
+    + "".join(f"<td>{number(row[name])}</td>" for name in names)
+    + "</tr>"
+    for row in rows
+  )
+  text = PAGE.substitute(
+    title=html.escape(title),
+    choices=choices,
+    header="".join(f'<th scope="col">{_visible(text)}</th>' for text in reading.texts),
+    cells="\n".join(lines),
+    plot=svg(_plot(divergences), "kl", "KL of every layer from the model's prediction"),
+    sums=sums,
+  )
+  records.write_text(path, text)
+
+
+def _cell(cell, strengths):
+  style = "; ".join(f"--{name}: {0.85 * min(1, of(cell)):.3f}" for name, of in strengths.items())
+  best = "\n".join(f"{100 * share:5.1f} %  {_visible(text)}" for text, share in cell["best"])
+  more = (
+    f"{best}\nentropy {cell['entropy']:.3f} nats\nKL {cell['kl']:.4f} nats\n"
+    f"total variation {cell['total_variation']:.3f}\nrank of the last block's best {cell['rank']}"
+  )
+  shown = _visible(cell["best"][0][0])
+  return f'<td class="cell" tabindex="0" style="{style}">{shown}<span>{more}</span></td>'
+
+
+def _visible(text: str) -> str:
+  return html.escape(text.replace("\n", "⏎").replace("\t", "⇥"))
+
+
+def _plot(divergences):
+  figure, axes = blank(height=3.2)
+  for (name, values), color in zip(divergences.items(), SERIES):
+    axes.plot(
+      range(len(values)), np.maximum(values, 1e-6), "o-", markersize=4, color=color, label=name
+    )
+  axes.set_yscale("symlog", linthresh=1e-2)
+  axes.set_ylim(bottom=0)
+  axes.set_xlabel("blocks")
+  axes.set_ylabel("KL, nats a token")
+  axes.legend(frameon=False, labelcolor="linecolor")
+  return figure
