@@ -46,7 +46,9 @@ def drafter(name):
   if name == "the model itself":
     return Draft(*target(), length=3, cost=0)
   if name == "codebook":
-    return Draft(*decoder(1, CodebookHead(V, D, codes=5, token_bias=True), seed=1), length=3, cost=0)
+    return Draft(
+      *decoder(1, CodebookHead(V, D, codes=5, token_bias=True), seed=1), length=3, cost=0
+    )
   if name == "fewer tokens":
     return Draft(*decoder(1, DenseHead(7, D), seed=2), tokens=MAP, length=4, cost=0)
   head = DenseHead(7, D)
@@ -127,7 +129,7 @@ def log_prob_of_all():
   model, variables = target()
   found = []
   for known in range(DRAWN):
-    prefixes = np.stack(np.meshgrid(*[np.arange(V)] * known, indexing="ij"), -1).reshape(-1, known)
+    prefixes = np.indices([V] * known).reshape(known, -1).T if known else np.zeros((1, 0), int)
     rows = np.concatenate([np.tile(PROMPTS[0], (len(prefixes), 1)), prefixes], 1).astype(np.int32)
     logits = np.asarray(jax.jit(model.apply)(variables, rows))[:, -1]
     found.append(logits.reshape(*[V] * known, V))
@@ -236,6 +238,6 @@ def test_a_drafter_that_does_not_fit_is_refused(name):
 
 
 def test_a_penalty_is_refused():
+  sampling = Sampling(repetition_penalty=1.1)
   with pytest.raises(ValueError, match=r"repetition_penalty.*1\.1"):
-    sampling = Sampling(repetition_penalty=1.1)
     generate(*target(), [[1]], KEY, sampling, max_tokens=3, drafter=drafter("codebook"))

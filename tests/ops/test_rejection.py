@@ -20,7 +20,7 @@ OPTIONS = {
   "temperature": {"temperature": 0.6},
   "top-k": {"temperature": 1.3, "top_k": 4},
   "top-p": {"temperature": 1.0, "top_p": 0.8},
-  "all": {"temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.05},
+  "all": {"temperature": 0.8, "top_k": 9, "top_p": 0.97, "min_p": 0.01},
 }
 
 

@@ -98,8 +98,8 @@ class Drafter(abc.ABC):
     if self.tokens is None:
       if own != vocab:
         raise ValueError(
-          f"`drafter` must have the model's vocab {vocab} or `tokens`, the model's token for each of"
-          f" its own; got vocab {own} and no `tokens`. Give the map."
+          f"`drafter` must have the model's vocab {vocab}, or `tokens`, the model's token for each"
+          f" of its own; got vocab {own} and no `tokens`. Give the map."
         )
       return part
     tokens = np.asarray(self.tokens)

@@ -86,9 +86,9 @@ class Filtered(NamedTuple):
 
   def of_position(self, position: Int[Array, "B"]) -> Filtered:
     """The distribution [B] of one position of each row, of distributions [B, T]."""
-    pick = lambda x: jnp.take_along_axis(
-      x, position.reshape(*[1] * (x.ndim - 2), -1, 1), axis=-1
-    )[..., 0]
+    pick = lambda x: jnp.take_along_axis(x, position.reshape(*[1] * (x.ndim - 2), -1, 1), axis=-1)[
+      ..., 0
+    ]
     block = self.blocks.block
 
     def picked(index):
