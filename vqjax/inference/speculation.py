@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +53,7 @@ class Drafter(abc.ABC):
   """
 
   length: int = dataclasses.field(default=4, kw_only=True)
-  tokens: Int[ArrayLike, "U"] | None = dataclasses.field(default=None, kw_only=True)
+  tokens: Int[ArrayLike, "U"] | Sequence[int] | None = dataclasses.field(default=None, kw_only=True)
   cost: float | int = dataclasses.field(default=0.1, kw_only=True)
 
   def __post_init__(self):
@@ -212,7 +213,7 @@ class Part(NamedTuple):
     """The head that drafts."""
     return self.body.head if self.head is None else self.head
 
-  def of_head(self, arrays: dict[str, Any], hidden_BD: Array, read: Any) -> Any:
+  def of_head(self, arrays: dict[str, Any], hidden_BD: Array, read: Callable) -> Any:
     """read(head, hidden vectors) with the head that drafts."""
     if self.head is None:
       return self.body.apply(arrays["body"], method=lambda model: read(model.head, hidden_BD))
@@ -271,7 +272,7 @@ class Program:
   part: Part
   sampling: Sampling
   longest: int
-  cost: float
+  cost: float | int
   length: int
   has_log_probs: bool
 
@@ -450,15 +451,16 @@ def advance(
 ) -> tuple[State, Int[Array, ""]]:
   """The state once each row has `limit` tokens or has ended, or another length is better.
 
-  Also the better length. No row gets more than `most` tokens.
+  Also the length to go on with, the program's own at the end. No row gets more than `most` tokens.
   """
 
-  def goes_on(state):
+  def next_length(state):
     is_short_B = (state.step + 1 < limit) & ~state.done
-    return is_short_B.any() & (program.best_length(state) == program.length)
+    return jnp.where(is_short_B.any(), program.best_length(state), -1)
 
   def after_round(state):
     return program.after_round(variables, arrays, state, key, stop, allowed, most)
 
-  state = lax.while_loop(goes_on, after_round, state)
-  return state, program.best_length(state)
+  state = lax.while_loop(lambda state: next_length(state) == program.length, after_round, state)
+  length = next_length(state)
+  return state, jnp.where(length < 0, program.length, length)

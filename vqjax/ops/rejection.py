@@ -37,8 +37,8 @@ class Filtered(NamedTuple):
     blocks: Blocks,
     temperature: float | int,
     top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
+    top_p: float | int | None = None,
+    min_p: float | int | None = None,
   ) -> Filtered:
     """The distribution of `sampling.sample` with these options; the temperature is not 0.
 

@@ -388,7 +388,7 @@ def check_options(temperature: float | int, top_k: int | None, top_p: float | No
     raise ValueError(f"`top_p` must be in (0, 1]; got {top_p}. Use None for no limit.")
 
 
-def at_least(blocks: Blocks, min_p: float, temperature: float | int) -> Blocks:
+def at_least(blocks: Blocks, min_p: float | int, temperature: float | int) -> Blocks:
   """Blocks in which tokens score -inf that are less than `min_p` times as likely as the best.
 
   The scores are those before they are divided by the temperature.
@@ -398,7 +398,7 @@ def at_least(blocks: Blocks, min_p: float, temperature: float | int) -> Blocks:
   return blocks.map(lambda score_WB, _: jnp.where(score_WB >= least_B, score_WB, -jnp.inf))
 
 
-def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
+def nucleus(blocks: Blocks, top_p: float | int | None) -> Blocks:
   """Blocks in which tokens outside of the `top_p` nucleus score -inf.
 
   The nucleus is the smallest set of best tokens whose mass reaches `top_p`, with all tokens that
