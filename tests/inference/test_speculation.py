@@ -12,6 +12,7 @@ from tests.inference.reference import log_softmax
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
 from vqjax.inference import GREEDY, Draft, EarlyExit, Sampling, generate, speculation, stream
 from vqjax.models import RMSNorm, Rotary, Transformer
+from vqjax.sharding import MeshShape, make_mesh, shardings
 
 V, D, NEW = 11, 8, 23
 PROMPTS = [[5, 3, 1], [7], [7 * t * t % V for t in range(17)], [(5 * t + 1) % V for t in range(9)]]
@@ -136,10 +137,10 @@ def log_prob_of_all():
   return found
 
 
-def p_value(sampling, name, log_probs=False):
+def p_value(sampling, name, log_probs=False, given=None):
   """Of Pearson's test that triples of tokens are drawn from the model's distribution."""
   result = generate(
-    *(*target(), [PROMPTS[0]] * ROWS, KEY, sampling),
+    *(*(given or target()), [PROMPTS[0]] * ROWS, KEY, sampling),
     max_tokens=DRAWN,
     drafter=drafter(name),
     log_probs=log_probs,
@@ -177,6 +178,18 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_distributed_as_the_model_says(name):
   assert p_value(*DRAWS[name]) > 1e-4
+
+
+@pytest.mark.slow
+def test_draws_over_a_sharded_vocabulary_are_distributed_as_the_model_says():
+  model, variables = target()
+  sharded = model.clone(head=model.head.clone(vocab_axis="model", parent=None), parent=None)
+  mesh = make_mesh(MeshShape(model=8))
+  placed = jax.device_put(variables, shardings(sharded.logical_axes(), variables, mesh))
+  for made_without_the_mesh in (log_prob_of_all, lambda: drafter("early exit")):
+    made_without_the_mesh()
+  with jax.set_mesh(mesh):
+    assert p_value(Sampling(0.8, top_p=0.9), "early exit", given=(sharded, placed)) > 1e-4
 
 
 def test_a_wrong_draft_distribution_is_noticed(monkeypatch):
