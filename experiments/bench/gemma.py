@@ -48,7 +48,7 @@ QUICK = Sizes(tokens=3, batches=(2,), rounds=1)
 def loading(quick: bool) -> Iterator[dict[str, Any]]:
   """Time loading beside reading the files, and measure its memory."""
   with _folders() as (folder, _):
-    yield {"formats": _loading(_file(), folder, 1 if quick else 5)}
+    yield {"formats": _loading(weights(), folder, 1 if quick else 5)}
 
 
 def generating(quick: bool) -> Iterator[dict[str, Any]]:
@@ -74,7 +74,8 @@ def generating(quick: bool) -> Iterator[dict[str, Any]]:
       yield figures
 
 
-def _file() -> pathlib.Path:
+def weights() -> pathlib.Path:
+  """The file of the model."""
   if not (file := CACHE / FILE).is_file():
     raise measure.Unavailable(f"no {file}: `make gemma` fetches it")
   return file
@@ -83,7 +84,7 @@ def _file() -> pathlib.Path:
 @contextlib.contextmanager
 def _folders() -> Iterator[tuple[pathlib.Path, checkpoints.Tokenizer]]:
   """A temporary folder with the model as safetensors of each dtype, and the tokenizer."""
-  model, variables, tokenizer = checkpoints.load(_file())
+  model, variables, tokenizer = checkpoints.load(weights())
   with tempfile.TemporaryDirectory() as name:
     for dtype in DTYPES:
       folder = pathlib.Path(name) / dtype
@@ -142,7 +143,7 @@ def _llama_cpp(folder: pathlib.Path, prompt: list[int]) -> dict[str, Way]:
   """llama.cpp with the file itself and with its numbers in wider formats."""
   import llama_cpp
 
-  paths = {"Q4_K_M": _file()}
+  paths = {"Q4_K_M": weights()}
   for kind in ("BF16", "F32"):
     paths[kind] = folder / f"{kind}.gguf"
     write_gguf(paths["Q4_K_M"], paths[kind], kind)

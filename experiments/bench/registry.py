@@ -19,6 +19,7 @@ heads = lazy_loader.load("experiments.bench.heads", suppress_warning=True)
 kmeans = lazy_loader.load("experiments.bench.kmeans", suppress_warning=True)
 loop = lazy_loader.load("experiments.bench.loop", suppress_warning=True)
 softmax = lazy_loader.load("experiments.bench.softmax", suppress_warning=True)
+speculation = lazy_loader.load("experiments.bench.speculation", suppress_warning=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,10 @@ BENCHMARKS = {
   "gemma-loading": Benchmark(
     "loading of Gemma 3 270M beside reading its files; a minute",
     lambda quick: gemma.loading(quick),
+  ),
+  "speculation": Benchmark(
+    "speculative decoding of Gemma 3 270M, with a drafter trained on stories; forty minutes",
+    lambda quick: speculation.run(quick),
   ),
   "dpq": Benchmark(
     "DPQ: training steps over K and M, lookup, export; a quarter of an hour",

@@ -80,3 +80,13 @@ def test_stories260k_continues_its_published_story_and_scores_it(real_data, tmp_
   # All but the tokens of the prompt are the ones that were generated.
   nats = -sum(continued["log_probs"])
   assert nats < found["nats_per_token"] * found["tokens"] < nats + 30
+
+
+def test_a_draft_model_leaves_the_greedy_text_as_it_is(real_data, capsys):
+  model = str(real_data / "stories260K" / "stories260K.bin")
+  given = [model, "--prompt", "Once upon a time", "--max-tokens", "32", "--temperature", "0"]
+  texts = []
+  for more in ([], ["--draft", model, "--draft-length", "3"]):
+    assert generate.main([*given, *more, "--json"]) == 0
+    texts.append(json.loads(capsys.readouterr().out)["continuations"][0]["text"])
+  assert texts[0] == texts[1]

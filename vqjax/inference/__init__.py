@@ -13,12 +13,16 @@ from vqjax.inference.lens import (
 )
 from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
+from vqjax.inference.speculation import Draft, Drafter, EarlyExit
 from vqjax.inference.text import TextStream, Tokenizer
 from vqjax.ops.lens import Readings
 
 __all__ = [
   "GREEDY",
   "UNFILTERED",
+  "Draft",
+  "Drafter",
+  "EarlyExit",
   "Generated",
   "Lens",
   "Readings",

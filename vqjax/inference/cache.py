@@ -28,6 +28,10 @@ class Ring(NamedTuple):
   A row whose prompt has n tokens begins with position n - W + j in slot j. Generated token i, at
   position n + i, replaces slot i mod W, which held position n + i - W: the slots that are written
   are the same for all rows, however long their prompts are.
+
+  Tokens may be rejected after they were written, and the next ones replace them. Until then a
+  position of a rejected token is read as the one W before it, which has to lie before the window:
+  a ring has as many slots more than its window as tokens may be rejected at a time.
   """
 
   key: Float[Array, "B W G C"]
@@ -47,18 +51,26 @@ class Ring(NamedTuple):
     return Ring(*(jnp.take_along_axis(x, index_BW11, axis=1) for x in (key, value)))
 
   def extended(
-    self, key: Float[Array, "B 1 G C"], value: Float[Array, "B 1 G C"], step: Int[Array, ""]
+    self, key: Float[Array, "B T G C"], value: Float[Array, "B T G C"], step: Int[Array, "*b"]
   ) -> Ring:
-    """The ring with the key and value of generated token `step`."""
-    slot = step % self.key.shape[1]
-    write = lambda old, new: lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), slot, 1)
-    return Ring(write(self.key, key), write(self.value, value))
+    """The ring with the keys and values of generated tokens `step` to `step` + T - 1.
 
-  def positions(self, length: Int[Array, "B"], step: Int[Array, ""]) -> Int[Array, "B W"]:
+    `step` is one number, for T = 1, or a number for each row.
+    """
+    slots = self.key.shape[1]
+    if step.ndim == 0:
+      write = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, step % slots, 1)
+    else:
+      row_B1 = jnp.arange(len(step))[:, None]
+      slot_BT = (step[:, None] + jnp.arange(key.shape[1])) % slots
+      write = lambda old, new: old.at[row_B1, slot_BT].set(new)
+    return Ring(*(write(old, new.astype(old.dtype)) for old, new in zip(self, (key, value))))
+
+  def positions(self, length: Int[Array, "B"], step: Int[Array, "*b"]) -> Int[Array, "B W"]:
     """The position in each slot once token `step` is written; later than any for an empty one."""
     slots = self.key.shape[1]
-    back_W = (step - jnp.arange(slots)) % slots
-    position_BW = length[:, None] + step - back_W
+    step_B1 = jnp.broadcast_to(step, length.shape)[:, None]
+    position_BW = length[:, None] + step_B1 - (step_B1 - jnp.arange(slots)) % slots
     return jnp.where(position_BW < 0, jnp.iinfo(jnp.int32).max, position_BW)
 
 
@@ -89,6 +101,7 @@ def prefill(
   tokens: Int[Array, "B T"],
   length: Int[Array, "B"],
   capacity: int,
+  rejected: int = 0,
 ) -> tuple[Float[Array, "B D"], tuple[Ring, ...]]:
   """Final hidden vectors of the last tokens of prompts, and the caches after them.
 
@@ -98,13 +111,15 @@ def prefill(
     tokens: prompts, each followed by padding of any tokens.
     length: number of tokens of each prompt.
     capacity: positions that a cache holds unless its block has a smaller window.
+    rejected: number of tokens that may be rejected at a time.
   """
+  slots_L = [slots + rejected for slots in cache_slots(model, capacity)]
 
   def forward(model, blocks):
     position_T = jnp.arange(tokens.shape[1])
     x_BTD = model.embedded(model.embedding(tokens), position_T)
     rings = []
-    for params, layer, slots in zip(blocks, _layers(model), cache_slots(model, capacity)):
+    for params, layer, slots in zip(blocks, _layers(model), slots_L):
       x_BTD, ring = model.block().apply(
         {"params": params},
         *(x_BTD, layer, model.angles(position_T), length, slots),
@@ -135,17 +150,40 @@ def decode(
     length: number of tokens of each prompt.
     step: number of tokens that were generated before this one.
   """
+  hidden_BTD, rings = extend(model, variables, rings, token[:, None], length, step)
+  return hidden_BTD[:, 0], rings
+
+
+def extend(
+  model: Transformer,
+  variables: Variables,
+  rings: tuple[Ring, ...],
+  tokens: Int[Array, "B T"],
+  length: Int[Array, "B"],
+  step: Int[Array, "*b"],
+) -> tuple[Float[Array, "B T D"], tuple[Ring, ...]]:
+  """Final hidden vectors of T generated tokens, and the caches with them.
+
+  Args:
+    model: the decoder.
+    variables: its `unstacked` variables.
+    rings: the cache of each block.
+    tokens: the tokens of each row.
+    length: number of tokens of each prompt.
+    step: number of tokens that were generated before these, for each row, or for all where T = 1.
+  """
+  ahead_T = jnp.arange(tokens.shape[1])
 
   def forward(model, blocks):
-    position_B1 = (length + step)[:, None]
-    x_BTD = model.embedded(model.embedding(token[:, None]), position_B1)
-    angles, extended = model.angles(position_B1), []
+    position_BT = (length + step)[:, None] + ahead_T
+    x_BTD = model.embedded(model.embedding(tokens), position_BT)
+    angles, extended = model.angles(position_BT), []
     for params, layer, ring in zip(blocks, _layers(model), rings):
       x_BTD, ring = model.block().apply(
-        {"params": params}, *(x_BTD, layer, angles, ring, length, step), method=_of_token
+        {"params": params}, *(x_BTD, layer, angles, ring, length, step), method=_of_tokens
       )
       extended.append(ring)
-    return model.final_norm(x_BTD[:, 0]), tuple(extended)
+    return model.final_norm(x_BTD), tuple(extended)
 
   return model.apply(variables, variables["params"]["blocks"], method=forward)
 
@@ -169,7 +207,7 @@ def _of_prompt(
   return block.feed_forward(x_BTD, mixed, deterministic=True), ring
 
 
-def _of_token(
+def _of_tokens(
   block: Block,
   x_BTD: Array,
   layer: Layer,
@@ -180,9 +218,9 @@ def _of_token(
 ) -> tuple[Array, Ring]:
   query, key, value = block.query_key_values(block.attention_norm(x_BTD), layer, angles)
   ring = ring.extended(key, value, step)
-  # A ring holds no position before the window.
-  positions = (length + step)[:, None], ring.positions(length, step)
-  mixed = attend(query, ring.key, ring.value, *positions, **_options(block))
+  ahead_T = jnp.arange(x_BTD.shape[1])
+  positions = (length + step)[:, None] + ahead_T, ring.positions(length, step + ahead_T[-1])
+  mixed = attend(query, ring.key, ring.value, *positions, layer.window, **_options(block))
   return block.feed_forward(x_BTD, mixed, deterministic=True), ring
 
 

@@ -13,8 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
+from vqjax.inference import speculation
 from vqjax.inference.cache import Ring, Variables, decode, prefill, unstacked
 from vqjax.inference.sampling import UNFILTERED, Sampling, choose
+from vqjax.inference.speculation import Drafter
 from vqjax.inference.text import TextStream, Tokenizer
 from vqjax.models import Transformer
 
@@ -40,12 +42,15 @@ class Generated(NamedTuple):
     log_probs: log-probability of each token in nats, of the model's distribution before any option
       of `Sampling`; 0 after the end. None: not computed.
     texts: the text of each continuation, before a stop string; None without a tokenizer.
+    passes: number of passes of the model that each row took part in, that over the prompt included;
+      None without a drafter.
   """
 
   tokens: Int[np.ndarray, "B T"]
   lengths: Int[np.ndarray, "B"]
   log_probs: Float[np.ndarray, "B T"] | None
   texts: list[str] | None
+  passes: Int[np.ndarray, "B"] | None = None
 
 
 def generate(
@@ -60,6 +65,7 @@ def generate(
   tokenizer: Tokenizer | None = None,
   allowed: Bool[ArrayLike, "..."] | None = None,
   log_probs: bool = True,
+  drafter: Drafter | None = None,
 ) -> Generated:
   """Continue each prompt until a stop token, a stop string or `max_tokens`.
 
@@ -87,12 +93,16 @@ def generate(
     allowed: marks the tokens that may be generated, [V] or [B, V]; None: all.
     log_probs: compute log-probabilities, which takes a second pass over the head where tokens are
       not the most likely ones.
+    drafter: proposes tokens, which the model verifies several at a time: a `Draft` or an
+      `EarlyExit`. The distribution of the result is the same, and greedy results are equal up to
+      rounding; other draws differ from those without a drafter.
 
   Raises:
     ValueError: a prompt is empty or too long for the context, a token is outside the vocabulary,
-      the tokenizer is of another size, no token is allowed, or the scores are not finite.
+      the tokenizer is of another size, no token is allowed, the drafter does not fit the model, or
+      the scores are not finite.
   """
-  run = _Run(model, prompts, sampling, max_tokens, stop, tokenizer, allowed, log_probs)
+  run = _Run(model, prompts, sampling, max_tokens, stop, tokenizer, allowed, log_probs, drafter)
   chunks = run.chunks(variables, key, STOP_CHUNK if run.stop_strings else max_tokens)
   for _ in chunks:
     pass
@@ -111,6 +121,7 @@ def stream(
   stop: Sequence[int | str] | None = None,
   allowed: Bool[ArrayLike, "..."] | None = None,
   chunk: int = 4,
+  drafter: Drafter | None = None,
 ) -> Iterator[list[str]]:
   """Yield the text of `generate` in pieces, a list with one for each prompt at a time.
 
@@ -128,10 +139,12 @@ def stream(
     stop: as in `generate`.
     allowed: as in `generate`.
     chunk: tokens that are generated at a time; more of them cost less, and arrive later.
+    drafter: as in `generate`. Where a stop string ends a row of several, the others may be drawn
+      otherwise than there.
   """
   if chunk < 1:
     raise ValueError(f"`chunk` must be at least 1; got {chunk}. 4 is usual.")
-  run = _Run(model, prompts, sampling, max_tokens, stop, tokenizer, allowed, log_probs=False)
+  run = _Run(model, prompts, sampling, max_tokens, stop, tokenizer, allowed, False, drafter)
   return run.chunks(variables, key, chunk)
 
 
@@ -167,6 +180,7 @@ class _Program:
   sampling: Sampling
   capacity: int
   has_log_probs: bool
+  rejected: int
 
   def with_next(self, variables, state, hidden_BD, key, step, stop, allowed) -> _State:
     """The state with the token that follows final hidden vectors, as number `step`."""
@@ -205,7 +219,9 @@ class _Program:
 def _begin(variables, tokens_BT, length_B, key, stop, allowed, *, program: _Program) -> _State:
   """The state after the prompts and the first token of each row."""
   model, batch = program.model, len(length_B)
-  hidden_BD, rings = prefill(model, variables, tokens_BT, length_B, program.capacity)
+  hidden_BD, rings = prefill(
+    model, variables, tokens_BT, length_B, program.capacity, program.rejected
+  )
   seen_BV = None
   if program.sampling.penalizes:
     is_padding_BT = jnp.arange(tokens_BT.shape[1]) >= length_B[:, None]
@@ -244,7 +260,7 @@ class _Run:
   """A call of `generate` or `stream`: its checked arguments, and what the host keeps."""
 
   def __init__(
-    self, model, prompts, sampling, max_tokens, stop, tokenizer, allowed, log_probs: bool
+    self, model, prompts, sampling, max_tokens, stop, tokenizer, allowed, log_probs, drafter
   ):
     check_decoder(model)
     if max_tokens < 1:
@@ -276,39 +292,69 @@ class _Run:
         f"`allowed` must mark a token of the vocabulary; got none{row}. Mark at least one, such as"
         " the one that ends a text."
       )
-    self.program = _Program(model, sampling, _cache_size(model, longest + max_tokens), log_probs)
+    capacity, rejected = _cache_size(model, longest + max_tokens), 0
+    self.drafter, self.speculation = drafter, None
+    if drafter is not None:
+      part, rejected = drafter.bound(model, sampling, longest + max_tokens), drafter.length
+      self.speculation = speculation.Program(
+        model, part, sampling, rejected, drafter.cost, rejected, log_probs
+      )
+    self.program = _Program(model, sampling, capacity, log_probs, rejected)
     self.texts = None
     if tokenizer is not None:
       self.texts = [TextStream(tokenizer, prompt, self.stop_strings) for prompt in self.prompts]
     self.lengths = np.zeros(len(self.prompts), np.int32)
-    self.log_probs = None
+    self.log_probs = self.passes = None
 
   def chunks(self, variables: Variables, key: PRNGKeyArray, chunk: int) -> Iterator[list[str]]:
     """Generate, and yield the pieces of text after the first token and after each chunk."""
     variables, given = unstacked(variables), (key, self.stop, self.allowed)
     tokens_BT, length_B = padded(self.prompts, self.program.model.context)
-    state, ended = _begin(variables, tokens_BT, length_B, *given, program=self.program), False
+    state = _begin(variables, tokens_BT, length_B, *given, program=self.program)
+    advance = functools.partial(_continue, program=self.program)
+    if self.drafter is not None:
+      state, advance = self._speculative(variables, state, tokens_BT)
+    ended = False
     while not ended:
-      pieces, done_B = self._read(state)
-      count = int(state.step) + 1
+      pieces, done_B, count = self._read(state)
       ended = done_B.all() or count == self.max_tokens
       if ended and self.texts is not None:
         pieces = [piece + text.finish() for piece, text in zip(pieces, self.texts)]
       yield pieces
       if not ended:
         state = state._replace(done=jnp.asarray(done_B))
-        limit = np.int32(min(self.max_tokens, count + chunk))
-        state = _continue(variables, state, limit, *given, program=self.program)
+        state = advance(variables, state, np.int32(min(self.max_tokens, count + chunk)), *given)
 
-  def _read(self, state: _State) -> tuple[list[str], np.ndarray]:
-    """The new pieces of text, and the rows that have ended."""
+  def _speculative(self, variables, state, tokens_BT):
+    """The first state, and the function that continues it, with a drafter."""
+    program = self.speculation
+    arrays = self.drafter.arrays(variables, program.part, program.model.head.vocab)
+    state = speculation.begin(
+      state, arrays, tokens_BT, program=program, capacity=self.program.capacity
+    )
+
+    def advance(variables, state, limit, *given):
+      while True:
+        state, better = speculation.advance(
+          variables, arrays, state, limit, self.max_tokens, *given, program=self.speculation
+        )
+        if int(better) == self.speculation.length:
+          return state
+        self.speculation = dataclasses.replace(self.speculation, length=int(better))
+
+    return state, advance
+
+  def _read(self, state: _State | speculation.State) -> tuple[list[str], np.ndarray, int]:
+    """The new pieces of text, the rows that have ended, and the tokens of the shortest other."""
     self.tokens = np.asarray(state.tokens)[:, : self.max_tokens].copy()
     self.log_probs = state.log_probs
-    done_B, count = np.asarray(state.done).copy(), int(state.step) + 1
+    self.passes = getattr(state, "passes", None)
+    done_B = np.asarray(state.done).copy()
+    count_B = np.broadcast_to(np.asarray(state.step) + 1, done_B.shape)
     pieces = [""] * len(self.prompts)
     for row in range(len(self.prompts)):
       text = self.texts[row] if self.texts else None
-      for token in self.tokens[row, self.lengths[row] : count].tolist():
+      for token in self.tokens[row, self.lengths[row] : count_B[row]].tolist():
         if self._has_ended(row):
           break
         if token < 0:
@@ -320,7 +366,7 @@ class _Run:
         if text and token not in self.stop:
           pieces[row] += text.push(token)
       done_B[row] |= text is not None and text.stopped
-    return pieces, done_B
+    return pieces, done_B, int(count_B[~done_B].min(initial=self.max_tokens))
 
   def _has_ended(self, row: int) -> bool:
     if self.texts and self.texts[row].stopped:
@@ -335,7 +381,8 @@ class _Run:
     if log_probs is not None:
       log_probs = np.where(kept_BT, np.asarray(log_probs)[:, : self.max_tokens], 0)
     texts = self.texts and [text.text for text in self.texts]
-    return Generated(np.where(kept_BT, self.tokens, -1), self.lengths, log_probs, texts)
+    passes = None if self.passes is None else np.asarray(self.passes)
+    return Generated(np.where(kept_BT, self.tokens, -1), self.lengths, log_probs, texts, passes)
 
 
 def check_decoder(model: Transformer) -> None:

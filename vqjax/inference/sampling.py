@@ -94,10 +94,7 @@ def choose(
     if options.penalizes:
       blocks = blocks.map(lambda score_WB, token_W: _penalized(score_WB, seen[:, token_W].T))
     if options.min_p is not None and not options.is_greedy:
-      top_B = ops.best(blocks, 1, normalizer=False)[0][..., 0]
-      # p >= min_p · max p, with probabilities at this temperature.
-      least_B = top_B + options.temperature * math.log(options.min_p)
-      blocks = blocks.map(lambda score_WB, _: jnp.where(score_WB >= least_B, score_WB, -jnp.inf))
+      blocks = ops.at_least(blocks, options.min_p, options.temperature)
     return ops.sample(blocks, key, options.temperature, options.top_k, options.top_p)
 
   def _penalized(score_WB, seen_WB):

@@ -388,7 +388,17 @@ def check_options(temperature: float | int, top_k: int | None, top_p: float | No
     raise ValueError(f"`top_p` must be in (0, 1]; got {top_p}. Use None for no limit.")
 
 
-def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
+def at_least(blocks: Blocks, min_p: float | int, temperature: float | int) -> Blocks:
+  """Blocks in which tokens score -inf that are less than `min_p` times as likely as the best.
+
+  The scores are those before they are divided by the temperature.
+  """
+  top_B = best(blocks, 1, normalizer=False)[0][..., 0]
+  least_B = top_B + temperature * math.log(min_p)
+  return blocks.map(lambda score_WB, _: jnp.where(score_WB >= least_B, score_WB, -jnp.inf))
+
+
+def nucleus(blocks: Blocks, top_p: float | int | None) -> Blocks:
   """Blocks in which tokens outside of the `top_p` nucleus score -inf.
 
   The nucleus is the smallest set of best tokens whose mass reaches `top_p`, with all tokens that
@@ -396,9 +406,9 @@ def nucleus(blocks: Blocks, top_p: float | None) -> Blocks:
   """
   if top_p is None or top_p == 1:
     return blocks
-  stored = _stored(blocks)
-  edge_B = nucleus_edge(stored, top_p, bits=4 if stored is blocks else 1)
-  return stored.map(lambda scores, _: jnp.where(scores >= edge_B, scores, -jnp.inf))
+  kept = stored(blocks)
+  edge_B = nucleus_edge(kept, top_p, bits=4 if kept is blocks else 1)
+  return kept.map(lambda scores, _: jnp.where(scores >= edge_B, scores, -jnp.inf))
 
 
 def nucleus_edge(
@@ -437,13 +447,13 @@ def nucleus_edge(
   return _from_ordinal(jnp.maximum(found_B, lowest))
 
 
-def _stored(blocks: Blocks) -> Blocks:
+def stored(blocks: Blocks) -> Blocks:
   """Blocks whose scores are stored, if there are at most `STORED_SCORES`."""
   if blocks.count * math.prod(blocks.batch) * blocks.width > STORED_SCORES:
     return blocks
   if blocks.count == 1:
-    stored = blocks.block(jnp.zeros((), jnp.int32))
-    return blocks._replace(block=lambda _: stored)
+    only = blocks.block(jnp.zeros((), jnp.int32))
+    return blocks._replace(block=lambda _: only)
   score_CWB, token_CW = lax.map(blocks.block, blocks.indices)
   return blocks._replace(block=lambda index: (score_CWB[index], token_CW[index]))
 

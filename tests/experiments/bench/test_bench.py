@@ -105,6 +105,15 @@ def test_the_codebook_benchmark_has_table_3_training_and_decoding(figures):
   assert figures["decoding"]["batch 2"]["codebook K=16 + bias"]["sample"]["seconds"] > 0
 
 
+@of("speculation", slow=True)
+def test_the_speculation_benchmark_has_the_parts_and_every_sampling(figures):
+  assert figures["parts"]["a draft token"] > 0
+  for row in figures["stories"].values():
+    assert row["tokens_per_pass"] >= 1
+    assert row["speed_ratio"] > 0
+  assert len(figures["stories"]) == 3
+
+
 @of("dpq", slow=True)
 def test_the_dpq_benchmark_has_training_lookup_and_export(figures):
   assert set(figures["training"]) == {"SX 4x3", "VQ 4x3"}

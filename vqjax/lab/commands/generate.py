@@ -2,6 +2,7 @@
 
 vqjax generate gemma-3-270m-q4_k_m.gguf --prompt "The capital of France is" --temperature 0
 vqjax generate runs/demo/codebook --config configs/lm_codebook.py --prompt "Once upon a time"
+vqjax generate large.gguf --draft small.gguf --prompt "Once upon a time"
 """
 
 import argparse
@@ -10,7 +11,7 @@ import time
 
 import jax
 
-from vqjax.inference import Sampling, generate, stream
+from vqjax.inference import Draft, Sampling, generate, stream
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.trained import add_arguments, load_trained
 
@@ -35,8 +36,12 @@ def _generate(options: argparse.Namespace) -> None:
   model, variables, tokenizer = load_trained(
     options.model, options.config, options.overrides, options.dtype
   )
+  drafter = None
+  if options.draft is not None:
+    draft = load_trained(options.draft, dtype=options.dtype)
+    drafter = Draft(draft.model, draft.variables, length=options.draft_length)
   given = model, variables, options.prompt, jax.random.key(options.seed), sampling
-  settings = {"max_tokens": options.max_tokens, "tokenizer": tokenizer}
+  settings = {"max_tokens": options.max_tokens, "tokenizer": tokenizer, "drafter": drafter}
   settings["stop"] = [*tokenizer.eos, *options.stop]
   if not options.json and len(options.prompt) == 1:
     # Arguments are checked before the prompt is printed.
@@ -97,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
   )
   parser.add_argument(
     "--seed", type=int, default=0, help="source of randomness (default: %(default)s)"
+  )
+  parser.add_argument(
+    "--draft",
+    metavar="MODEL",
+    help="pretrained model with the tokenizer of the other, which drafts tokens for it to verify",
+  )
+  parser.add_argument(
+    "--draft-length", type=int, default=4, help="most draft tokens at a time (default: %(default)s)"
   )
   parser.add_argument("--json", action="store_true", help="print JSON with log-probabilities")
   return parser

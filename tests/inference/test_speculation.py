@@ -1,0 +1,256 @@
+"""Speculative decoding gives what decoding without a drafter gives, in fewer passes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.inference.reference import log_softmax
+from vqjax import CodebookHead, DenseEmbedding, DenseHead
+from vqjax.inference import GREEDY, Draft, EarlyExit, Sampling, generate, speculation, stream
+from vqjax.models import RMSNorm, Rotary, Transformer
+from vqjax.sharding import MeshShape, make_mesh, shardings
+
+V, D, NEW = 11, 8, 23
+PROMPTS = [[5, 3, 1], [7], [7 * t * t % V for t in range(17)], [(5 * t + 1) % V for t in range(9)]]
+CONTEXT = 17 + NEW
+"""The longest prompt and its continuation fill the context."""
+
+MAP = [9, 1, 4, 6, 0, 3, 7]
+KEY = jax.random.key(0)
+
+
+def decoder(layers, head, seed, embedding=None, **options):
+  """A small decoder and random variables, large enough that tokens differ."""
+  embedding = embedding or DenseEmbedding(head.vocab, D)
+  model = Transformer(embedding, head, D, layers=layers, heads=2, context=CONTEXT, **options)
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  init = jax.jit(functools.partial(model.init, method="loss_terms"))
+  variables = init(jax.random.key(seed), tokens, tokens)
+  grow = lambda x: 3 * x + 0.4 * jax.random.normal(jax.random.key(x.size), x.shape)
+  return model, variables | {"params": jax.tree.map(grow, variables["params"])}
+
+
+@functools.lru_cache
+def target():
+  """A decoder with a window, over which its caches wrap."""
+  rotary = {"norm": RMSNorm(), "rotary": Rotary(), "window": 5}
+  return decoder(2, DenseHead(V, D), seed=0, **rotary)
+
+
+@functools.lru_cache
+def drafter(name):
+  """Drafters that always decide between the same lengths."""
+  if name == "the model itself":
+    return Draft(*target(), length=3, cost=0)
+  if name == "codebook":
+    return Draft(
+      *decoder(1, CodebookHead(V, D, codes=5, token_bias=True), seed=1), length=3, cost=0
+    )
+  if name == "fewer tokens":
+    return Draft(*decoder(1, DenseHead(7, D), seed=2), tokens=MAP, length=4, cost=0)
+  head = DenseHead(7, D)
+  variables = head.init(jax.random.key(3), jnp.zeros((1, D)))
+  return EarlyExit(1, head, variables, tokens=np.array(MAP), length=2, cost=0)
+
+
+NAMES = "the model itself", "codebook", "fewer tokens", "early exit"
+
+
+@functools.lru_cache
+def plain(rows=4):
+  """Greedy continuations without a drafter."""
+  return generate(*target(), PROMPTS[:rows], KEY, GREEDY, max_tokens=NEW)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_without_a_drafter(name):
+  settings = {"max_tokens": NEW, "drafter": drafter(name)}
+  result = generate(*target(), PROMPTS, KEY, GREEDY, **settings)
+  assert (result.tokens == plain().tokens).all()
+  np.testing.assert_allclose(result.log_probs, plain().log_probs, atol=1e-5)
+  assert (result.passes <= NEW).all()
+  if name == "the model itself":  # the first token, and four in each further pass
+    assert (result.passes == 1 + -(-(NEW - 1) // 4)).all()
+
+
+def test_a_stop_token_within_a_draft_ends_its_row():
+  stop = int(plain().tokens[0, 5])
+  settings = {"max_tokens": NEW, "drafter": drafter("the model itself"), "stop": [stop]}
+  result = generate(*target(), PROMPTS, KEY, GREEDY, **settings)
+  for row, tokens in enumerate(plain().tokens.tolist()):
+    length = tokens.index(stop) + 1 if stop in tokens else NEW
+    assert result.tokens[row].tolist() == tokens[:length] + [-1] * (NEW - length)
+    assert result.lengths[row] == length
+
+
+def test_a_single_row_is_that_of_the_batch():
+  result = generate(
+    *target(), PROMPTS[:1], KEY, GREEDY, max_tokens=NEW, drafter=drafter("codebook")
+  )
+  assert (result.tokens == plain().tokens[:1]).all()
+
+
+class Digits:
+  """A tokenizer whose token n is the letter n of the alphabet."""
+
+  vocab, eos = V, ()
+
+  def encode(self, text):
+    """The token of each letter."""
+    return [ord(letter) - 97 for letter in text]
+
+  def decode(self, tokens):
+    """The letter of each token."""
+    return "".join(chr(97 + int(token)) for token in tokens)
+
+
+def test_a_stream_has_the_same_text_and_tokens_are_drawn_among_the_allowed():
+  allowed = np.arange(V) % 4 != np.arange(4)[:, None]
+  given = *target(), PROMPTS, KEY, Sampling(0.9, top_p=0.9)
+  settings = {"max_tokens": NEW, "tokenizer": Digits(), "allowed": allowed}
+  settings["drafter"] = drafter("codebook")
+  result = generate(*given, **settings, log_probs=False)
+  assert (result.tokens % 4 != np.arange(4)[:, None]).all()
+  pieces = list(stream(*given, **settings, chunk=5))
+  assert ["".join(parts) for parts in zip(*pieces)] == result.texts
+  assert len(pieces) > 2
+
+
+ROWS, DRAWN = 20_000, 3
+
+
+@functools.lru_cache
+def log_prob_of_all():
+  """Logits [V, ..., V] of each of the next three tokens, by full passes over all prefixes."""
+  model, variables = target()
+  found = []
+  for known in range(DRAWN):
+    prefixes = np.indices([V] * known).reshape(known, -1).T if known else np.zeros((1, 0), int)
+    rows = np.concatenate([np.tile(PROMPTS[0], (len(prefixes), 1)), prefixes], 1).astype(np.int32)
+    logits = np.asarray(jax.jit(model.apply)(variables, rows))[:, -1]
+    found.append(logits.reshape(*[V] * known, V))
+  return found
+
+
+def p_value(sampling, name, log_probs=False, given=None):
+  """Of Pearson's test that triples of tokens are drawn from the model's distribution."""
+  result = generate(
+    *(*(given or target()), [PROMPTS[0]] * ROWS, KEY, sampling),
+    max_tokens=DRAWN,
+    drafter=drafter(name),
+    log_probs=log_probs,
+  )
+  joint = np.ones(())
+  for logits in log_prob_of_all():
+    log_p = log_softmax(logits / sampling.temperature)
+    if sampling.top_k:
+      log_p[log_p < np.sort(log_p, -1)[..., -sampling.top_k, None]] = -np.inf
+    if sampling.top_p:
+      p = np.sort(np.exp(log_softmax(log_p)), -1)[..., ::-1]
+      last = (np.cumsum(p, -1) < sampling.top_p).sum(-1)[..., None]
+      edge = np.take_along_axis(np.sort(log_p, -1)[..., ::-1], last, -1)
+      log_p[log_p < edge] = -np.inf
+    joint = joint[..., None] * np.exp(log_softmax(log_p))
+  index = np.ravel_multi_index(result.tokens.T, joint.shape)
+  count, expected = np.bincount(index, minlength=joint.size), ROWS * joint.ravel()
+  if count[expected == 0].any():
+    return 0.0
+  # Pearson's statistic needs five expected draws or so in each cell.
+  rare = expected < 5
+  merge = lambda x: np.append(x[~rare], x[rare].sum())
+  count, expected = merge(count), merge(expected)
+  return stats.chisquare(count[expected > 0], expected[expected > 0]).pvalue
+
+
+DRAWS = {
+  "temperature": (Sampling(0.8), "codebook"),
+  "top-k": (Sampling(1.2, top_k=4), "fewer tokens"),
+  "top-p": (Sampling(top_p=0.8), "early exit"),
+}
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_distributed_as_the_model_says(name):
+  assert p_value(*DRAWS[name]) > 1e-4
+
+
+@pytest.mark.slow
+def test_draws_over_a_sharded_vocabulary_are_distributed_as_the_model_says():
+  model, variables = target()
+  sharded = model.clone(head=model.head.clone(vocab_axis="model", parent=None), parent=None)
+  mesh = make_mesh(MeshShape(model=8))
+  placed = jax.device_put(variables, shardings(sharded.logical_axes(), variables, mesh))
+  for made_without_the_mesh in (log_prob_of_all, lambda: drafter("early exit")):
+    made_without_the_mesh()
+  with jax.set_mesh(mesh):
+    assert p_value(Sampling(0.8, top_p=0.9), "early exit", given=(sharded, placed)) > 1e-4
+
+
+def test_a_wrong_draft_distribution_is_noticed(monkeypatch):
+  def wrong(target, number, draft_log_prob, *rest):
+    return verify(target, number, jnp.full_like(draft_log_prob, -np.log(V)), *rest)
+
+  verify = speculation.verify
+  monkeypatch.setattr(speculation, "verify", wrong)
+  # Another program than that of the test above, which has been compiled.
+  assert p_value(Sampling(0.8), "codebook", log_probs=True) < 1e-9
+
+
+def test_drafts_that_are_rejected_become_shorter_and_end(monkeypatch):
+  lengths = []
+
+  def recorded(*args, program):
+    lengths.append(program.length)
+    return advance(*args, program=program)
+
+  advance = speculation.advance
+  monkeypatch.setattr(speculation, "advance", recorded)
+  unused = next(v for v in range(V) if v not in plain().tokens)
+  head = DenseHead(1, D)
+  never = EarlyExit(1, head, head.init(KEY, jnp.zeros((1, D))), tokens=[unused], length=2, cost=0.3)
+  result = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=never)
+  assert (result.tokens == plain().tokens).all()
+  assert lengths == [2, 1, 0]
+
+
+def trimmed(size, **options):
+  """A drafter of another vocabulary."""
+  head = DenseHead(size, D)
+  return EarlyExit(1, head, head.init(KEY, jnp.zeros((1, D))), **options)
+
+
+BAD = {
+  "no draft": (lambda: Draft(*target(), length=0), ["length", "0"]),
+  "a cost of a whole token": (lambda: Draft(*target(), cost=1.0), ["cost", "1.0"]),
+  "another vocabulary": (lambda: trimmed(7), ["7", str(V), "tokens"]),
+  "a map of another length": (lambda: trimmed(7, tokens=MAP[:6]), ["(6,)", "7"]),
+  "a map out of range": (lambda: trimmed(2, tokens=[0, V]), [str(V), "d2t"]),
+  "a map with repetitions": (lambda: trimmed(2, tokens=[3, 3]), ["1 repetitions"]),
+  "all blocks": (lambda: EarlyExit(2), ["layers", "2"]),
+  "a head without variables": (lambda: EarlyExit(1, DenseHead(V, D)), ["variables"]),
+  "a head of another width": (lambda: EarlyExit(1, DenseHead(V, 5), {}), ["dim", "5"]),
+  "a context that is too short": (
+    lambda: Draft(target()[0].clone(context=4), target()[1]),
+    ["context", "4", "5"],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_drafter_that_does_not_fit_is_refused(name):
+  make, parts = BAD[name]
+  with pytest.raises(ValueError, match="must") as error:
+    generate(*target(), [[1, 2]], KEY, GREEDY, max_tokens=3, drafter=make())
+  assert all(part in str(error.value) for part in parts)
+
+
+def test_a_penalty_is_refused():
+  sampling = Sampling(repetition_penalty=1.1)
+  with pytest.raises(ValueError, match=r"repetition_penalty.*1\.1"):
+    generate(*target(), [[1]], KEY, sampling, max_tokens=3, drafter=drafter("codebook"))
