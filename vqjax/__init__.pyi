@@ -37,11 +37,13 @@ from .heads import HierarchicalHead as HierarchicalHead
 from .heads import LearnedCodebookHead as LearnedCodebookHead
 from .heads import LearnedProductHead as LearnedProductHead
 from .heads import LowRankHead as LowRankHead
+from .heads import MixtureHead as MixtureHead
 from .heads import ProductHead as ProductHead
 from .heads import QuantizedHead as QuantizedHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead
 from .heads import RoutedHead as RoutedHead
 from .heads import SampledSoftmaxHead as SampledSoftmaxHead
+from .heads import SigSoftmax as SigSoftmax
 from .heads import UnigramBias as UnigramBias
 from .heads import UnigramProposal as UnigramProposal
 from .heads import UnsharedGroupedHead as UnsharedGroupedHead

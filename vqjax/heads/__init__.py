@@ -13,6 +13,7 @@ from vqjax.heads.grouped import GroupedHead
 from vqjax.heads.hierarchical import HierarchicalHead
 from vqjax.heads.learned_codebook import LearnedCodebookHead
 from vqjax.heads.low_rank import LowRankHead
+from vqjax.heads.mixture import MixtureHead
 from vqjax.heads.product import LearnedProductHead, ProductHead
 from vqjax.heads.quantized import QuantizedHead
 from vqjax.heads.residual import ResidualCodebookHead
@@ -20,6 +21,7 @@ from vqjax.heads.routed import RoutedHead
 from vqjax.heads.sampled import SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
 from vqjax.heads.unshared import UnsharedGroupedHead
+from vqjax.ops.output_functions import SigSoftmax
 
 __all__ = [
   "AdaptiveHead",
@@ -34,11 +36,13 @@ __all__ = [
   "LearnedCodebookHead",
   "LearnedProductHead",
   "LowRankHead",
+  "MixtureHead",
   "ProductHead",
   "QuantizedHead",
   "ResidualCodebookHead",
   "RoutedHead",
   "SampledSoftmaxHead",
+  "SigSoftmax",
   "UnigramBias",
   "UnigramProposal",
   "UnsharedGroupedHead",

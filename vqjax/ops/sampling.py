@@ -218,27 +218,27 @@ class _Exponentials(NamedTuple):
 
 
 def log_z(blocks: Blocks, temperature: float | int = 1.0) -> Float[Array, "*B"]:
-  """log z(T), the log-normaliser of softmax(scores / T).
+  """log z(T), the log-normaliser of softmax(scores / T), differentiable in both modes.
 
-  It is differentiable in reverse mode; the gradient computes each block once more.
+  The gradient computes each block once more.
   """
-  max_B, (sum_B,) = _sums(blocks, (temperature,))
-  return max_B / temperature + jnp.log(sum_B)
+  top_B, (log_sum_B,) = _log_sums(blocks, (temperature,))
+  return top_B / temperature + log_sum_B
 
 
 def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]:
   """log z(T) - log z(1) / T, where z(T) is the normaliser of softmax(scores / T).
 
   The log-probability of a token at temperature T is log p(token) / T minus this. It is
-  differentiable as `log_z` is.
+  differentiable in forward and reverse mode; the gradient computes each block once more.
   """
   # The maximum, divided by T on both sides, cancels.
-  _, (one_B, sharp_B) = _sums(blocks, (1.0, temperature))
-  return jnp.log(sharp_B) - jnp.log(one_B) / temperature
+  _, (log_sum_B, sharp_B) = _log_sums(blocks, (1.0, temperature))
+  return sharp_B - log_sum_B / temperature
 
 
-def _sums(blocks, temperatures):
-  """The largest score, and the sums of exp((score - largest) / T) of each temperature."""
+def _log_sums(blocks, temperatures):
+  """The maximum of the scores, and log of the sum of exp((score - maximum) / T) for each T."""
 
   @jax.checkpoint
   def step(carry, index):
@@ -254,8 +254,8 @@ def _sums(blocks, temperatures):
     )
 
   zero_B = jnp.zeros(blocks.batch, jnp.float32)
-  carry = (jnp.full_like(zero_B, -jnp.inf), *[zero_B] * len(temperatures))
-  max_B, *sums = blocks.fold(step, carry)
+  sums = [zero_B] * len(temperatures)
+  max_B, *sums = blocks.fold(step, (jnp.full_like(zero_B, -jnp.inf), *sums))
   if blocks.axis:
     top_B = vocab_parallel.common_shift(max_B, blocks.axis)
     step_B = max_B - exp_shift(top_B)
@@ -263,7 +263,7 @@ def _sums(blocks, temperatures):
       lax.psum(sum_B * jnp.exp(step_B / t), blocks.axis) for sum_B, t in zip(sums, temperatures)
     ]
     max_B = top_B
-  return max_B, sums
+  return max_B, [jnp.log(sum_B) for sum_B in sums]
 
 
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
