@@ -149,7 +149,11 @@ def test_rows_below_a_sixteenth_have_at_most_its_bytes():
 
 
 def test_the_mixture_has_at_most_the_parameters_of_the_full_softmax():
-  sizes = {row.name: row.head().clone(vocab=10_000).size().params for row in rows(PTB)}
+  sizes = {
+    row.name: row.head().clone(vocab=10_000).size().params
+    for row in rows(PTB)
+    if row.name in ("dense", "mixture")
+  }
   assert 0.99 * sizes["dense"] < sizes["mixture"] <= sizes["dense"]
 
 
