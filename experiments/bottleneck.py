@@ -273,41 +273,43 @@ def say(text: str) -> None:
 
 
 def gradient_table(rows: Mapping[str, Any]) -> pd.DataFrame:
-  """What each head passes on."""
+  """What each head passes on; a row without a result has its label alone."""
   per_cent = lambda value: f"{100 * value:.1f} %"
-  return pd.DataFrame(
-    {
-      "head": ROWS[name].label,
-      "parameters": f"{row['parameters']:,}",
-      "perplexity": f"{row['perplexity']:.0f}",
-      "kept": per_cent(row["kept"]["mean"]),
-      "5th to 95th percentile": f"{per_cent(row['kept']['p5'])} to {per_cent(row['kept']['p95'])}",
-      "dimensions": row["dimensions"],
-      "random directions": per_cent(row["random"]),
-      "gain": f"{row['gain']:.2f}",
-    }
-    for name, row in rows.items()
-  )
+  shown = []
+  for name, one in ROWS.items():
+    shown.append({"head": one.label})
+    if row := rows.get(name):
+      kept = row["kept"]
+      shown[-1] |= {
+        "parameters": f"{row['parameters']:,}",
+        "perplexity": f"{row['perplexity']:.0f}",
+        "kept": per_cent(kept["mean"]),
+        "5th to 95th percentile": f"{per_cent(kept['p5'])} to {per_cent(kept['p95'])}",
+        "dimensions": str(row["dimensions"]),
+        "random directions": per_cent(row["random"]),
+        "gain": f"{row['gain']:.2f}",
+      }
+  return pd.DataFrame(shown)
 
 
 def rank_table(rows: Mapping[str, Any]) -> pd.DataFrame:
-  """Ranks of the matrices of log-probabilities."""
-  at_most = lambda row: f"≥ {row['sketch']}" if row["rank"] >= row["sketch"] else str(row["rank"])
-  return pd.DataFrame(
-    {
-      "head": ROWS[name].label,
-      "D + 1": row["dim"] + 1,
-      "numerical rank": at_most(row),
-      "99 % of the squares": row["rank_99"],
-      "perplexity": f"{row['perplexity']:.0f}",
-    }
-    for name, row in rows.items()
-  )
+  """Ranks of the matrices of log-probabilities; a row without a result has its label alone."""
+  shown = []
+  for name, one in ROWS.items():
+    shown.append({"head": one.label, "D + 1": str(one.dim + 1)})
+    if row := rows.get(name):
+      is_above = row["rank"] >= row["sketch"]
+      shown[-1] |= {
+        "numerical rank": f"≥ {row['sketch']}" if is_above else str(row["rank"]),
+        "99 % of the squares": str(row["rank_99"]),
+        "perplexity": f"{row['perplexity']:.0f}",
+      }
+  return pd.DataFrame(shown)
 
 
 def update(path: pathlib.Path, result: Mapping[str, Any]) -> bool:
   """Rewrite the tables of the page; return whether it changed."""
-  rows = {name: result["rows"][name] for name in ROWS if name in result["rows"]}
+  rows = result["rows"]
   distinct = lambda key: ", ".join(sorted({str(r["provenance"][key]) for r in rows.values()}))
   origin = f"Commits {distinct('commit')}, on {distinct('device')}."
   tables = {"gradient": gradient_table(rows), "rank": rank_table(rows)}
