@@ -24,6 +24,7 @@ from tests.heads import (
   test_hierarchical,
   test_learned_codebook,
   test_low_rank,
+  test_mixture,
   test_product,
   test_residual,
   test_sampled,
@@ -125,6 +126,12 @@ HEADS = {
   "low rank": (
     lambda draw, v, d: vqjax.LowRankHead(v, d, draw(upto(min(v, d))), use_bias=draw(booleans)),
     test_low_rank.TestLowRankHead,
+  ),
+  "mixture": (
+    lambda draw, v, d: vqjax.MixtureHead(
+      v, d, draw(upto(4)), draw(upto(2 * d)), use_bias=draw(booleans)
+    ),
+    test_mixture.TestMixtureHead,
   ),
   "product": (
     lambda draw, v, d: vqjax.ProductHead(
