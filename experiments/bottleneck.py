@@ -81,6 +81,9 @@ def _codes(alone: float) -> conversion.FromVectors:
 
 ROWS: Mapping[str, Row] = {
   **{f"dense-{d}": Row(f"dense, D = {d}", _dense, d) for d in (8, 16, 32, 64)},
+  "dense-contexts": Row(
+    "dense, D = 32, from contexts", _dense, start=_from_contexts(convert.ToDense())
+  ),
   "tied": Row("tied", lambda d: heads.DenseHead(V, d, True, embedding=DenseEmbedding(V, d))),
   "mixture": Row(
     "mixture of 4 softmaxes", lambda d: heads.MixtureHead(V, d, components=4, use_bias=True)
