@@ -91,18 +91,6 @@ def _head(make: Callable[[Cell], Any], rows: Callable[[Any], int]) -> Callable[[
   return job
 
 
-def _chunks(size: int) -> Callable:
-  """Token chunks that are recomputed in the backward pass, as MaxText's vocabulary tiling."""
-
-  def loss(hidden, weight, tokens):
-    part = jax.checkpoint(lambda h, w, t: losses.materialised_loss(h, w, t))
-    step = lambda total, one: (total + part(one[0], weight, one[1]), None)
-    parts = hidden.reshape(-1, size, hidden.shape[1]), tokens.reshape(-1, size)
-    return lax.scan(step, 0.0, parts)[0] * size / len(tokens)
-
-  return loss
-
-
 def _chunked_gradient(size: int) -> Callable[[Cell], Job]:
   """Token chunks whose gradient is formed in the forward pass, as Liger's."""
 
@@ -146,8 +134,8 @@ PROGRAMS: Mapping[str, Callable[[Cell], Job]] = {
   OURS: _dense(losses.tiled_loss()),
   "linear_log_prob, forward alone": _dense(losses.tiled_loss(), gradient=False),
   REDUCED: _dense(_reduced(2**29)),
-  "token chunks of 1024, recomputed": _dense(_chunks(1024)),
-  "token chunks of 2048, recomputed": _dense(_chunks(2048)),
+  "token chunks of 1024, recomputed": _dense(losses.chunked_loss(1024)),
+  "token chunks of 2048, recomputed": _dense(losses.chunked_loss(2048)),
   "token chunks of 1024, gradient in the forward pass": _chunked_gradient(1024),
   "materialised logits (tokamax, XLA)": _tokamax,
   f"codebook K={CODES}": _head(
