@@ -175,6 +175,17 @@ class OneDeviceContract:
     np.testing.assert_allclose(of_hidden[known], kept[1][1], atol=1e-5)
     assert not np.any(of_hidden[~known])
 
+  @costly
+  def test_the_share_of_the_gradient_is_that_of_a_float64_projection(
+    self, run, head, variables, hidden, tokens
+  ):
+    found = run("gradient_share", hidden[0], tokens[0])
+    logits = lambda h: self.reference_logits(head, as_float64(variables), h)
+    expected = reference.gradient_share(logits, np.asarray(hidden[0], np.float64), tokens[0])
+    for own, wanted in zip(found, expected, strict=True):
+      # Central differences are good to 1e-9; what remains is float32.
+      np.testing.assert_allclose(own, wanted, atol=1e-4)
+
   @pytest.mark.parametrize("vocab", [4099])
   def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
     head, rows = self.cases[case](vocab, self.dim), 2053

@@ -61,6 +61,25 @@ def linear_softmax(hidden, weight, bias, tokens, kept, softcap=None, k=0, temper
   return own, log_z, -(jnp.exp(log_prob) * log_prob).sum(-1), log_prob.mean(-1), top
 
 
+def gradient_share(logits, hidden, tokens) -> tuple:
+  """(kept, gain, norm, rank) of contexts [N, D] and targets [N], one after another.
+
+  The Jacobian is that of central differences of `logits`, and the projection that of its singular
+  vectors after the mean over the vocabulary is removed.
+  """
+  found = []
+  for h, token in zip(np.asarray(hidden, np.float64), np.asarray(tokens)):
+    steps = 1e-5 * np.eye(len(h))
+    jacobian = (logits(h + steps) - logits(h - steps)).T / 2e-5
+    gradient = np.exp(log_softmax(logits(h)))
+    gradient[token] -= 1
+    left, values, _ = np.linalg.svd(jacobian - jacobian.mean(axis=0), full_matrices=False)
+    inside, norm = left[:, values > 1e-5 * values[0]], np.linalg.norm(gradient)
+    kept, gain = np.linalg.norm(inside.T @ gradient), np.linalg.norm(jacobian.T @ gradient)
+    found.append((kept / norm, gain / norm, norm, inside.shape[1]))
+  return tuple(np.transpose(found))
+
+
 def largest_value(function, *args) -> int:
   """Elements of the largest array that the traced program makes, inputs and outputs apart."""
   jaxpr = jax.make_jaxpr(function)(*args)

@@ -37,6 +37,7 @@ from .heads import HierarchicalHead as HierarchicalHead
 from .heads import LearnedCodebookHead as LearnedCodebookHead
 from .heads import LearnedProductHead as LearnedProductHead
 from .heads import LowRankHead as LowRankHead
+from .heads import MixtureHead as MixtureHead
 from .heads import ProductHead as ProductHead
 from .heads import QuantizedHead as QuantizedHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead

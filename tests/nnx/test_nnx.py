@@ -34,6 +34,7 @@ HEADS = {
   "UnsharedGroupedHead": {},
   "AdaptiveHead": {"cutoffs": (20, 50), "factor": 2},
   "LowRankHead": {"rank": 3},
+  "MixtureHead": {"components": 3},
   "QuantizedHead": {"classes": 3, "use_bias": True},
   "CertifiedHead": {"budget": 5},
   "ClassBasedHead": {"classes": 7},

@@ -13,6 +13,7 @@ from vqjax.heads.grouped import GroupedHead
 from vqjax.heads.hierarchical import HierarchicalHead
 from vqjax.heads.learned_codebook import LearnedCodebookHead
 from vqjax.heads.low_rank import LowRankHead
+from vqjax.heads.mixture import MixtureHead
 from vqjax.heads.product import LearnedProductHead, ProductHead
 from vqjax.heads.quantized import QuantizedHead
 from vqjax.heads.residual import ResidualCodebookHead
@@ -33,6 +34,7 @@ __all__ = [
   "LearnedCodebookHead",
   "LearnedProductHead",
   "LowRankHead",
+  "MixtureHead",
   "ProductHead",
   "QuantizedHead",
   "ResidualCodebookHead",

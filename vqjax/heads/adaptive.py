@@ -182,9 +182,9 @@ class AdaptiveHead(Head):
     return concatenate_blocks(tuple(sections))
 
   def _log_z(self, hidden, weight, padding):
-    tokens = jnp.zeros(hidden.shape[:-1], jnp.int32)
+    rows = vocab_parallel.rows_in_all(self.vocab_axis, weight.shape[0])
     options = {"dtype": self._dtype(hidden), "vocab_axis": self.vocab_axis}
-    return softmax.linear_softmax(hidden, weight, tokens, padding, **options).log_z
+    return sampling.log_z(linear_decoding.linear_blocks(hidden, weight, padding, rows, **options))
 
   def _section(self, hidden, weight, tokens, above_B):
     """Blocks of hidden · weightᵀ - above, over `tokens` rows on all devices."""

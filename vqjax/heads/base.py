@@ -18,8 +18,9 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.layer import Layer
 from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops.gradient_share import GradientShare, gradient_share
 from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.ops.vocabulary import check_mask, widened
+from vqjax.ops.vocabulary import check_mask, in_vocabulary, widened
 
 
 class Head(Layer):
@@ -205,6 +206,31 @@ class Head(Layer):
     best = lambda rows, hidden: sampling.best(self._blocks(rows, hidden), k)
     scores, tokens, log_z = self._over_vocabulary(best, hidden)
     return scores - log_z[..., None], tokens
+
+  def gradient_share(
+    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+  ) -> GradientShare:
+    """The share of the gradient in the logits that the backward pass passes on to `hidden`.
+
+    The loss is -log p(token). A diagnostic: exact, with about 4·V·D² operations for each hidden
+    vector, which are taken one after another in blocks of the vocabulary. All but `rank` is nan for
+    a token outside [0, V).
+
+    Source: the question is that of Godey and Artzi, arXiv 2603.10145.
+
+    Args:
+      hidden: the contexts.
+      tokens: their targets.
+    """
+    self._check_hidden(hidden)
+    known, token = in_vocabulary(tokens, self.vocab)
+
+    def body(rows, hidden, token):
+      return gradient_share(lambda one: self._blocks(rows, one), hidden, token)
+
+    found = self._over_vocabulary(body, hidden, token)
+    outside = lambda x: jnp.where(known, x, jnp.nan)
+    return GradientShare(*map(outside, found[:3]), found.rank)
 
   def _check_hidden(self, hidden: Array) -> None:
     if not jnp.issubdtype(hidden.dtype, jnp.floating):

@@ -90,6 +90,9 @@ class AdaptiveHead(Layer, of=heads.AdaptiveHead): ...
 class LowRankHead(Layer, of=heads.LowRankHead): ...
 
 
+class MixtureHead(Layer, of=heads.MixtureHead): ...
+
+
 class CertifiedHead(Layer, of=heads.CertifiedHead): ...
 
 
@@ -126,6 +129,7 @@ __all__ = [
   "LearnedProductHead",
   "LowRankEmbedding",
   "LowRankHead",
+  "MixtureHead",
   "ProductEmbedding",
   "ProductHead",
   "QuantizedEmbedding",

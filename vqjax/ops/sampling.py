@@ -217,12 +217,28 @@ class _Exponentials(NamedTuple):
     return top_B + jnp.log(total_B)
 
 
+def log_z(blocks: Blocks) -> Float[Array, "*B"]:
+  """The log-normaliser of softmax(scores), differentiable in forward and reverse mode.
+
+  The gradient computes each block once more.
+  """
+  top_B, (log_sum_B,) = _log_sums(blocks, (1.0,))
+  return top_B + log_sum_B
+
+
 def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]:
   """log z(T) - log z(1) / T, where z(T) is the normaliser of softmax(scores / T).
 
   The log-probability of a token at temperature T is log p(token) / T minus this. It is
-  differentiable in reverse mode; the gradient computes each block once more.
+  differentiable in forward and reverse mode; the gradient computes each block once more.
   """
+  # The maximum, divided by T on both sides, cancels.
+  _, (log_sum_B, sharp_B) = _log_sums(blocks, (1.0, temperature))
+  return sharp_B - log_sum_B / temperature
+
+
+def _log_sums(blocks, temperatures):
+  """The maximum of the scores, and log of the sum of exp((score - maximum) / T) for each T."""
 
   @jax.checkpoint
   def step(carry, index):
@@ -234,19 +250,20 @@ def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]
     above_WB, step_B = score_WB - shift_B, max_B - shift_B
     return new_max_B, *(
       sum_B * jnp.exp(step_B / t) + jnp.exp(above_WB / t).sum(axis=0)
-      for sum_B, t in zip(sums, (1.0, temperature))
+      for sum_B, t in zip(sums, temperatures)
     )
 
   zero_B = jnp.zeros(blocks.batch, jnp.float32)
-  max_B, *sums = blocks.fold(step, (jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B))
+  sums = [zero_B] * len(temperatures)
+  max_B, *sums = blocks.fold(step, (jnp.full_like(zero_B, -jnp.inf), *sums))
   if blocks.axis:
-    step_B = max_B - exp_shift(vocab_parallel.common_shift(max_B, blocks.axis))
+    top_B = vocab_parallel.common_shift(max_B, blocks.axis)
+    step_B = max_B - exp_shift(top_B)
     sums = [
-      lax.psum(sum_B * jnp.exp(step_B / t), blocks.axis)
-      for sum_B, t in zip(sums, (1.0, temperature))
+      lax.psum(sum_B * jnp.exp(step_B / t), blocks.axis) for sum_B, t in zip(sums, temperatures)
     ]
-  # The maximum, divided by T on both sides, cancels.
-  return jnp.log(sums[1]) - jnp.log(sums[0]) / temperature
+    max_B = top_B
+  return max_B, [jnp.log(sum_B) for sum_B in sums]
 
 
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:

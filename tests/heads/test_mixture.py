@@ -1,0 +1,49 @@
+"""The mixture of softmaxes keeps the contract, and its rank is above that of a linear head."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import jitted, reference
+from tests.heads.narrow import NarrowContract, exact
+from vqjax import DenseHead, MixtureHead
+
+
+class TestMixtureHead(NarrowContract):
+  cases: ClassVar = {
+    "bias": lambda v, d: MixtureHead(v, d, 3, use_bias=True),
+    "one component": lambda v, d: MixtureHead(v, d, 1),
+  }
+  mesh_cases: ClassVar = ("bias",)
+
+  def reference_logits(self, head, variables, hidden, rounded=exact):
+    params = variables["params"]
+    prior = reference.log_softmax(hidden @ params["prior"].T)
+    vectors = np.tanh(np.einsum("...d,med->...me", hidden, params["project"]) + params["offset"])
+    scores = rounded(vectors) @ params["weight"].T + params.get("bias", 0.0)
+    return np.log(np.exp(prior[..., None] + reference.log_softmax(scores)).sum(axis=-2))
+
+
+def rank(head):
+  hidden = 3 * jax.random.normal(jax.random.key(0), (60, 4))
+  logits = jitted.apply(head, head.init(jax.random.key(1), hidden), hidden)
+  values = np.linalg.svd(reference.log_softmax(logits), compute_uv=False)
+  return (values > 1e-4 * values[0]).sum()
+
+
+def test_the_log_probabilities_have_a_higher_rank_than_those_of_a_linear_head():
+  assert rank(DenseHead(53, 4)) <= 5
+  assert rank(MixtureHead(53, 4, 3)) > 20
+
+
+def test_the_parameters_are_a_table_and_the_projections():
+  assert MixtureHead(10_000, 200, 15).size().params == 10_000 * 200 + 15 * 200 * 202
+
+
+@pytest.mark.parametrize("components", [0, -1])
+def test_a_mixture_of_nothing_is_refused(components):
+  with pytest.raises(ValueError, match=f"`components` .*{components}"):
+    MixtureHead(31, 12, components).init(jax.random.key(0), jnp.zeros((1, 12)))

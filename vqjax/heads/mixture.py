@@ -1,0 +1,151 @@
+"""The mixture of softmaxes over one table."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Integer
+
+from vqjax.heads.base import Head
+from vqjax.ops import linear_decoding, sampling, softmax
+from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Initializer, Variable, row_init
+
+
+class MixtureHead(Head):
+  """sum_m prior_m · softmax(weight · tanh(project_m · hidden + offset_m) + bias).
+
+  The priors are softmax(prior · hidden). Components share the table and have a projection each, so
+  that the log-probabilities of many contexts have a rank above D + 1, which bounds those of a
+  linear head. Every component is scored: a mixture of M costs M times the products of a
+  `DenseHead`, in one pass over the tiles of the vocabulary.
+
+  Source: Yang et al., Breaking the Softmax Bottleneck, Eq. 3.
+
+  Attributes:
+    components: number of softmaxes, M.
+    use_bias: add a score for each token, in all components alike.
+    prior_init: initialiser of the [M, D] weight of the priors.
+    project_init: initialiser of the [M, D, D] projections.
+    offset_init: initialiser of their [M, D] offsets.
+    weight_init: initialiser of the [V, D] weight.
+    bias_init: initialiser of the [V] bias.
+    dtype: dtype of the products' operands; None: the promoted dtype of hidden and weight.
+    param_dtype: dtype of the parameters.
+  """
+
+  components: int
+  use_bias: bool = False
+  prior_init: Initializer = row_init
+  project_init: Initializer = row_init
+  offset_init: Initializer = nn.initializers.zeros_init()
+  weight_init: Initializer = row_init
+  bias_init: Initializer = nn.initializers.zeros_init()
+  dtype: Dtype | None = None
+  param_dtype: Dtype = jnp.float32
+
+  def declare(self) -> Declaration:
+    """The priors [M, D], projections [M, D, D], offsets [M, D], weight [V, D] and bias [V]."""
+    v, d, m, dtype = self.vocab, self.dim, self.components, self.param_dtype
+    axes = "components", "rank", "embed"
+    declared = {
+      "prior": Variable((m, d), axes[::2], self.prior_init, dtype),
+      "project": Variable((m, d, d), axes, self.project_init, dtype),
+      "offset": Variable((m, d), axes[:2], self.offset_init, dtype),
+      "weight": Variable((v, d), ("vocab", "table_embed"), self.weight_init, dtype, pad_value=0),
+    }
+    if self.use_bias:
+      declared["bias"] = Variable((v,), ("vocab",), self.bias_init, dtype, pad_value=-jnp.inf)
+    return declared
+
+  def check(self) -> None:
+    """Check the number of components."""
+    if self.components < 1:
+      raise ValueError(
+        f"`components` must be at least 1; got {self.components}. 10 to 15 are usual; one is a"
+        " DenseHead behind a layer."
+      )
+
+  def flops_per_token(self) -> int:
+    """The products of width D of the priors, and of each component's projection and scores."""
+    return 2 * self.components * self.dim * (1 + self.dim + self.vocab)
+
+  def log_prior(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B M"]:
+    """Log-probabilities of the components in nats."""
+    self._check_hidden(hidden)
+    scores = softmax.linear_scores(hidden, self.array("prior"), dtype=self._dtype(hidden))
+    return jax.nn.log_softmax(scores)
+
+  def _dtype(self, hidden):
+    return self.dtype or jnp.promote_types(hidden.dtype, self.array("weight").dtype)
+
+  def _projected(self, hidden):
+    """The vectors of the components, [*B, M, D], in float32."""
+    m, d = self.components, self.dim
+    rows_KD = self.array("project").reshape(m * d, d)
+    scores_BK = softmax.linear_scores(
+      hidden, rows_KD, self.array("offset").reshape(m * d), self._dtype(hidden)
+    )
+    return jnp.tanh(scores_BK).reshape(*hidden.shape[:-1], m, d)
+
+  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """Log-probabilities of all tokens, which are normalised logits."""
+    log_prior_BM, vectors_BMD = self.log_prior(hidden), self._projected(hidden)
+    found = None
+    # One after another: together their scores would be [*B, M, V].
+    for m in range(self.components):
+      scores_BV = softmax.linear_scores(
+        vectors_BMD[..., m, :], self.array("weight"), self.array("bias"), self._dtype(hidden)
+      )
+      own = log_prior_BM[..., m, None] + jax.nn.log_softmax(scores_BV)
+      found = own if found is None else jnp.logaddexp(found, own)
+    return found
+
+  def log_prob(
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
+  ) -> Float[Array, "*B"]:
+    """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
+    if temperature != 1:
+      return self._log_prob_at(hidden, tokens, temperature)
+    log_prior_BM = self.log_prior(hidden)
+    log_prob_BM = softmax.linear_log_prob(
+      self._projected(hidden),
+      self.array("weight"),
+      jnp.broadcast_to(tokens[..., None], log_prior_BM.shape),
+      self.array("bias"),
+      dtype=self._dtype(hidden),
+      vocab_axis=self.vocab_axis,
+    )
+    return jax.nn.logsumexp(log_prior_BM + log_prob_BM, axis=-1)
+
+  def _rows(self) -> dict[str, Sharded | Replicated]:
+    whole = {name: Replicated(self.array(name)) for name in ("prior", "project", "offset")}
+    return super()._rows() | whole
+
+  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """The log-probabilities; the normalisers of the components take a pass of their own."""
+    log_prior_BM, vectors_BMD = self.log_prior(hidden), self._projected(hidden)
+    parts = linear_decoding.linear_blocks(
+      vectors_BMD,
+      rows["weight"],
+      rows.get("bias"),
+      self.vocab,
+      dtype=self._dtype(hidden),
+      vocab_axis=self.vocab_axis,
+    )
+    above_BM = sampling.log_z(parts) - log_prior_BM
+
+    def block(index):
+      score_WBM, token_W = parts.block(index)
+      log_prob_WBM = score_WBM - above_BM
+      # A removed row has -inf in every component, at which logsumexp has no derivative.
+      is_there_WB = ~jnp.isneginf(score_WBM).all(axis=-1)
+      safe_WBM = jnp.where(is_there_WB[..., None], log_prob_WBM, 0.0)
+      return jnp.where(is_there_WB, jax.nn.logsumexp(safe_WBM, axis=-1), -jnp.inf), token_W
+
+    return parts._replace(block=block, batch=hidden.shape[:-1])
