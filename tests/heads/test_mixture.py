@@ -22,7 +22,8 @@ class TestMixtureHead(NarrowContract):
   def reference_logits(self, head, variables, hidden, rounded=exact):
     params = variables["params"]
     prior = reference.log_softmax(hidden @ params["prior"].T)
-    vectors = np.tanh(np.einsum("...d,med->...me", hidden, params["project"]) + params["offset"])
+    vectors = np.tanh(hidden @ params["project"].T + params["offset"])
+    vectors = vectors.reshape(*hidden.shape[:-1], head.components, head.dim)
     scores = rounded(vectors) @ params["weight"].T + params.get("bias", 0.0)
     return np.log(np.exp(prior[..., None] + reference.log_softmax(scores)).sum(axis=-2))
 

@@ -8,8 +8,8 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head
-from vqjax.ops import linear_decoding, sampling, softmax
-from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
+from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -28,8 +28,8 @@ class MixtureHead(Head):
     components: number of softmaxes, M.
     use_bias: add a score for each token, in all components alike.
     prior_init: initialiser of the [M, D] weight of the priors.
-    project_init: initialiser of the [M, D, D] projections.
-    offset_init: initialiser of their [M, D] offsets.
+    project_init: initialiser of the [M·D, D] projections.
+    offset_init: initialiser of their [M·D] offsets.
     weight_init: initialiser of the [V, D] weight.
     bias_init: initialiser of the [V] bias.
     dtype: dtype of the products' operands; None: the promoted dtype of hidden and weight.
@@ -47,13 +47,12 @@ class MixtureHead(Head):
   param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
-    """The priors [M, D], projections [M, D, D], offsets [M, D], weight [V, D] and bias [V]."""
+    """The priors [M, D], projections [M·D, D], offsets [M·D], weight [V, D] and bias [V]."""
     v, d, m, dtype = self.vocab, self.dim, self.components, self.param_dtype
-    axes = "components", "rank", "embed"
     declared = {
-      "prior": Variable((m, d), axes[::2], self.prior_init, dtype),
-      "project": Variable((m, d, d), axes, self.project_init, dtype),
-      "offset": Variable((m, d), axes[:2], self.offset_init, dtype),
+      "prior": Variable((m, d), ("components", "embed"), self.prior_init, dtype),
+      "project": Variable((m * d, d), ("rank", "embed"), self.project_init, dtype),
+      "offset": Variable((m * d,), ("rank",), self.offset_init, dtype),
       "weight": Variable((v, d), ("vocab", "table_embed"), self.weight_init, dtype, pad_value=0),
     }
     if self.use_bias:
@@ -75,7 +74,7 @@ class MixtureHead(Head):
   def log_prior(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B M"]:
     """Log-probabilities of the components in nats."""
     self._check_hidden(hidden)
-    scores = softmax.linear_scores(hidden, self.array("prior"), dtype=self._dtype(hidden))
+    scores = softmax.linear_scores(hidden, self._whole("prior"), dtype=self._dtype(hidden))
     return jax.nn.log_softmax(scores)
 
   def _dtype(self, hidden):
@@ -83,12 +82,14 @@ class MixtureHead(Head):
 
   def _projected(self, hidden):
     """The vectors of the components, [*B, M, D], in float32."""
-    m, d = self.components, self.dim
-    rows_KD = self.array("project").reshape(m * d, d)
     scores_BK = softmax.linear_scores(
-      hidden, rows_KD, self.array("offset").reshape(m * d), self._dtype(hidden)
+      hidden, self._whole("project"), self.array("offset"), self._dtype(hidden)
     )
-    return jnp.tanh(scores_BK).reshape(*hidden.shape[:-1], m, d)
+    return jnp.tanh(scores_BK).reshape(*hidden.shape[:-1], self.components, self.dim)
+
+  def _whole(self, name):
+    """A weight on every device, gathered from those that share it and not by way of others."""
+    return vocab_parallel.token_shards(self.vocab_axis).whole(self.array(name))
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are normalised logits."""
@@ -113,19 +114,17 @@ class MixtureHead(Head):
     if temperature != 1:
       return self._log_prob_at(hidden, tokens, temperature)
     log_prior_BM = self.log_prior(hidden)
+    # The logsumexp of nan has a gradient of nan even where the cotangent is 0.
+    known_B, token_B = in_vocabulary(tokens, self.vocab)
     log_prob_BM = softmax.linear_log_prob(
       self._projected(hidden),
       self.array("weight"),
-      jnp.broadcast_to(tokens[..., None], log_prior_BM.shape),
+      jnp.broadcast_to(token_B[..., None], log_prior_BM.shape),
       self.array("bias"),
       dtype=self._dtype(hidden),
       vocab_axis=self.vocab_axis,
     )
-    return jax.nn.logsumexp(log_prior_BM + log_prob_BM, axis=-1)
-
-  def _rows(self) -> dict[str, Sharded | Replicated]:
-    whole = {name: Replicated(self.array(name)) for name in ("prior", "project", "offset")}
-    return super()._rows() | whole
+    return jnp.where(known_B, jax.nn.logsumexp(log_prior_BM + log_prob_BM, axis=-1), jnp.nan)
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities; the normalisers of the components take a pass of their own."""
