@@ -85,6 +85,9 @@ ROWS: Mapping[str, Row] = {
   "mixture": Row(
     "mixture of 4 softmaxes", lambda d: heads.MixtureHead(V, d, components=4, use_bias=True)
   ),
+  "sigsoftmax": Row(
+    "sigsoftmax", lambda d: heads.DenseHead(V, d, use_bias=True, output=heads.SigSoftmax())
+  ),
   "low-rank": Row("low rank, r = 8", lambda d: heads.LowRankHead(V, d, 8, use_bias=True)),
   "codebook-256": Row(
     "codebook, K = 256",

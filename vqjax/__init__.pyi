@@ -42,6 +42,7 @@ from .heads import ProductHead as ProductHead
 from .heads import QuantizedHead as QuantizedHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead
 from .heads import SampledSoftmaxHead as SampledSoftmaxHead
+from .heads import SigSoftmax as SigSoftmax
 from .heads import UnigramBias as UnigramBias
 from .heads import UnigramProposal as UnigramProposal
 from .heads import UnsharedGroupedHead as UnsharedGroupedHead

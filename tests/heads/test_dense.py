@@ -12,21 +12,24 @@ from jax.sharding import AxisType
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
 from tests.contract_on_meshes import perturbed
-from vqjax import DenseEmbedding, DenseHead, linear_cross_entropy
+from vqjax import DenseEmbedding, DenseHead, SigSoftmax, linear_cross_entropy
 
 
 class TestDenseHead(RepresentativeContract):
   cases: ClassVar = {
     "plain": DenseHead,
     "bias": lambda v, d: DenseHead(v, d, use_bias=True),
+    "sigsoftmax": lambda v, d: DenseHead(v, d, use_bias=True, output=SigSoftmax()),
     "tied": lambda v, d: DenseHead(v, d, use_bias=True, embedding=DenseEmbedding(v, d)),
   }
-  mesh_cases: ClassVar = ("tied",)
+  mesh_cases: ClassVar = ("tied", "sigsoftmax")
 
   def reference_logits(self, head, variables, hidden):
     params = variables["params"]
     weight = params["weight"] if head.embedding is None else params["embedding"]["weight"]
-    return hidden @ weight.T + params.get("bias", 0.0)
+    scores = hidden @ weight.T + params.get("bias", 0.0)
+    # sigmoid(x) = 1 / (1 + exp(-x))
+    return scores if head.output is None else scores - np.log1p(np.exp(-scores))
 
 
 def test_tying_shares_one_table_and_its_gradient_has_both_parts():

@@ -20,6 +20,7 @@ from vqjax.heads.residual import ResidualCodebookHead
 from vqjax.heads.sampled import SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
 from vqjax.heads.unshared import UnsharedGroupedHead
+from vqjax.ops.output_functions import SigSoftmax
 
 __all__ = [
   "AdaptiveHead",
@@ -39,6 +40,7 @@ __all__ = [
   "QuantizedHead",
   "ResidualCodebookHead",
   "SampledSoftmaxHead",
+  "SigSoftmax",
   "UnigramBias",
   "UnigramProposal",
   "UnsharedGroupedHead",

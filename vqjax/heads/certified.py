@@ -171,7 +171,7 @@ class CertifiedHead(DenseHead):
     weight, bias = rows["per_row"], rows["bias"]
     count, batch = weight.shape[0], hidden.shape[:-1]
     dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-    scoring = Scoring(dtype, self.softcap)
+    scoring = Scoring(dtype, self._output())
     finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
     int8 = Int8Rows(*rows["int8"], rows["mean"])
     upper = certified.bounds(hidden.astype(dtype), int8, self.vocab, finish, self.vocab_axis)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from flax import linen as nn
 from jaxtyping import Array, Float
 
 from vqjax.embeddings.base import Embedding
 from vqjax.heads.linear import LinearHead
+from vqjax.ops import softmax
+from vqjax.ops.output_functions import OutputFunction
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -25,12 +29,15 @@ class DenseHead(LinearHead):
       head has its own weight.
     weight_init: initialiser of the [V, D] weight.
     bias_init: initialiser of the [V] bias.
+    output: function of each score that the softmax is taken of, such as `SigSoftmax()`, instead of
+      a `softcap`; None: the score itself.
   """
 
   use_bias: bool = False
   embedding: Embedding | nn.Embed | None = None
   weight_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
+  output: OutputFunction | None = dataclasses.field(default=None, kw_only=True)
 
   def declare(self) -> Declaration:
     """The weight [V, D], or the tied embedding, and the bias [V]."""
@@ -49,6 +56,11 @@ class DenseHead(LinearHead):
   def check(self) -> None:
     """Check that a tied embedding has the vocabulary and the width of the head."""
     super().check()
+    softmax.check_one_function(self.softcap, self.output)
+    if not isinstance(self.output, (OutputFunction, type(None))):
+      raise ValueError(
+        f"`output` must be an OutputFunction or None; got {self.output!r}. Give SigSoftmax()."
+      )
     tied = self.embedding
     if tied is None:
       return
@@ -71,6 +83,18 @@ class DenseHead(LinearHead):
     if isinstance(self.embedding, nn.Embed):
       return as_row_factory(self.embedding.embedding)
     return self.embedding.rows()
+
+  def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
+    """The rows and the bias; ValueError where the scores are another function of them."""
+    if self.output is not None:
+      raise ValueError(
+        f"`output` must be None where rows and bias alone are read; got {self.output}. Use a head"
+        " without an output function, or its log-probabilities."
+      )
+    return super().linear()
+
+  def _output(self) -> OutputFunction | None:
+    return super()._output() if self.output is None else self.output
 
   def _bias(self) -> Float[Array, "V"] | None:
     return self.array("bias")

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 from vqjax.heads import regularizers
 from vqjax.heads.base import Head
 from vqjax.ops import linear_decoding, sampling, softmax
+from vqjax.ops.output_functions import OutputFunction, capped
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Dtype
@@ -46,6 +47,10 @@ class LinearHead(Head):
     """A score for each token, or None."""
     return None
 
+  def _output(self) -> OutputFunction | None:
+    """The function of each score that the softmax is taken of, by default the cap."""
+    return capped(self.softcap)
+
   def _projected(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """The hidden vectors in the basis of `_weight`, by default the model's."""
     return hidden
@@ -70,7 +75,9 @@ class LinearHead(Head):
     """hidden · rowᵀ + bias, capped, in float32."""
     self._check_hidden(hidden)
     projected = self._projected(hidden)
-    return softmax.linear_scores(projected, self._weight(), self._bias(), self.dtype, self.softcap)
+    return softmax.linear_scores(
+      projected, self._weight(), self._bias(), self.dtype, output=self._output()
+    )
 
   def log_prob(
     self,
@@ -89,7 +96,7 @@ class LinearHead(Head):
       tokens,
       self._bias(),
       temperature=temperature,
-      softcap=self.softcap,
+      output=self._output(),
       mean=mean,
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
@@ -130,7 +137,7 @@ class LinearHead(Head):
       weight,
       rows["bias"],
       self.vocab,
-      softcap=self.softcap,
+      output=self._output(),
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
     )

@@ -103,7 +103,7 @@ class ProductHead(_ProductTables):
     codes, bias, tables = rows["per_row"], rows["bias"], rows["shared"]
     dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
     partial_MKB = product.partial_scores(hidden, tables, dtype)
-    scoring = Scoring(dtype, self.softcap)
+    scoring = Scoring(dtype, self._output())
 
     def finish(sum_WB, cut):
       return softmax.finished_rows(scoring, sum_WB, cut(bias))

@@ -89,7 +89,7 @@ class ResidualCodebookHead(LinearHead):
     score_KB = softmax.rows_scores(codebook, hidden, dtype=self.dtype)
     up_BR = softmax.linear_scores(hidden, up, dtype=self.dtype)
     # The cap belongs to the sum of both parts, which exists only here.
-    scoring = Scoring(jnp.dtype(jnp.float32), self.softcap)
+    scoring = Scoring(jnp.dtype(jnp.float32), self._output())
 
     def scores(cut):
       code_W, low_WR, bias_W = cut((code_V, low_VR, bias))

@@ -36,6 +36,11 @@ class SampledSoftmaxHead(DenseHead):
     """Check the number of samples, and that no option needs the scores of all tokens."""
     super().check()
     sampled_softmax.check_samples(self.samples, self.vocab)
+    if self.output is not None:
+      raise ValueError(
+        f"`output` must be None, since scores are estimated as they are; got {self.output}. Leave"
+        " it out, or take DenseHead."
+      )
     if self.softcap is not None or self.label_smoothing:
       raise ValueError(
         f"`softcap` must be None and `label_smoothing` 0, since both need all scores; got"

@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from vqjax.ops import softmax, tiles, vocab_parallel
+from vqjax.ops.output_functions import capped
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.sampling import Blocks
 from vqjax.ops.stable import exp_shift
@@ -212,7 +213,7 @@ def _compare(mixture, student, teacher, counted, temperature, tile, dtype, vocab
   scorings = tuple(
     tiles.Scoring(
       jnp.dtype(dtype or jnp.promote_types(side.hidden.dtype, weight.dtype)),
-      side.softcap,
+      capped(side.softcap),
       float(temperature),
     )
     for side, weight in zip(sides, weights)
@@ -631,7 +632,7 @@ def linear_comparison(
     weight = as_row_factory(side.weight)
     linears.append(tiles.Linear(shards.split(side.hidden), weight, side.bias))
     dtype = jnp.promote_types(side.hidden.dtype, weight.dtype)
-    scorings.append(tiles.Scoring(jnp.dtype(dtype), side.softcap, 1.0))
+    scorings.append(tiles.Scoring(jnp.dtype(dtype), capped(side.softcap), 1.0))
   token = shards.split(tokens.astype(jnp.int32))
   cut = tiles.Cut(tiles.cut_tile(tile, token.shape[1], linears[0].weight.count), shards)
 

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from vqjax.ops import softmax, tiles, vocab_parallel
+from vqjax.ops.output_functions import capped
 from vqjax.ops.row_factory import as_row_factory
 from vqjax.ops.stable import exp_shift
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary
@@ -72,7 +73,7 @@ def linear_log_prob_jvp(
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.shape[0])
   valid, token = in_vocabulary(tokens.reshape(-1), vocab)
   operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring = tiles.Scoring(operands, softcap, float(temperature))
+  scoring = tiles.Scoring(operands, capped(softcap), float(temperature))
   d_hidden, d_weight, *d_bias = tangents
   flat = lambda x: x.reshape(-1, x.shape[-1])
 

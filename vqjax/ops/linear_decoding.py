@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, tiles, vocab_parallel
+from vqjax.ops.output_functions import OutputFunction, capped
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.stable import exp_shift
 from vqjax.ops.vocabulary import check_arrays
@@ -32,6 +33,7 @@ def linear_blocks(
   vocab: int,
   *,
   softcap: float | int | None = None,
+  output: OutputFunction | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
 ) -> sampling.Blocks:
@@ -42,7 +44,7 @@ def linear_blocks(
   """
   weight = as_row_factory(weight)
   dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring, batch = tiles.Scoring(dtype, softcap), hidden.shape[:-1]
+  scoring, batch = tiles.Scoring(dtype, output or capped(softcap)), hidden.shape[:-1]
   finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
   rows = math.prod(batch)
   # A slice of an array is copied, and so is one that is cast: one product reads it in place.

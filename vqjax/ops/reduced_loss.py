@@ -81,14 +81,14 @@ def plan(
 
   They are on several devices, each of which would need a gradient of the whole weight, and for
   composed rows, which would be composed for each tile of tokens. Where masses are kept, the slope
-  of a softcap would need the scores.
+  of an output function would need the scores.
   """
   kinds = vocab_parallel.axis_types()
   alone = outputs.axis not in kinds or vocab_parallel.axis_size(outputs.axis) == 1
   if not (alone and weight.is_table and vocab_parallel.token_shards(outputs.axis).count == 1):
     return None
   limits, scoring = device.current(), outputs.scoring
-  if not hidden_ND.shape[0] or (limits.fuses and scoring.softcap is not None):
+  if not hidden_ND.shape[0] or (limits.fuses and scoring.output is not None):
     return None
   tokens = tile_of_tokens(*hidden_ND.shape, weight.count, scoring.dtype, scratch, limits)
   return tokens and (tokens, tiles.cut_tile(None, tokens, weight.count).vocab)

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
 from vqjax.ops import narrow, reduced_loss, tiles, vocab_parallel
+from vqjax.ops.output_functions import OutputFunction, capped
 from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
 from vqjax.ops.tiles import Tile, default_tile
@@ -88,6 +89,7 @@ def linear_softmax(
   mask: Bool[Array, "*B"] | None = None,
   temperature: float | int = 1.0,
   softcap: float | int | None = None,
+  output: OutputFunction | None = None,
   entropy: bool = False,
   mean: bool = False,
   top_k: int = 0,
@@ -126,6 +128,7 @@ def linear_softmax(
     temperature: divides the scores, after their cap; a Python number. Without a cap and a bias,
       `hidden` may be divided by one of each token instead.
     softcap: largest absolute score c: scores are c · tanh(score / c).
+    output: another function of each score, such as `SigSoftmax()`, instead of a cap.
     entropy: whether to compute the entropy.
     mean: whether to compute the mean log-probability. Without a softcap it costs no pass: the mean
       score is hidden · (mean row) + (mean bias).
@@ -139,8 +142,8 @@ def linear_softmax(
 
   Raises:
     ValueError: the shapes do not fit together, the vocabulary is empty, a side of `tile` is below
-      1, `softcap` or `temperature` is not positive and finite, `top_k` is above 128 or the number
-      of rows, or the mesh has no axis `vocab_axis`.
+      1, `softcap` or `temperature` is not positive and finite, there is an `output` beside a
+      `softcap`, `top_k` is above 128 or the number of rows, or the mesh has no axis `vocab_axis`.
     TypeError: an operand is not an array, or an option not a Python number.
   """
   check_arrays(hidden=hidden, tokens=tokens, bias=bias, mask=mask)
@@ -148,6 +151,7 @@ def linear_softmax(
   check_shapes(hidden, weight, tokens, bias)
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
   check_softcap(softcap)
+  check_one_function(softcap, output)
   check_temperature(temperature)
   if not 0 <= top_k <= min(128, vocab):
     raise ValueError(
@@ -159,7 +163,7 @@ def linear_softmax(
   # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
   valid, token = in_vocabulary(tokens.reshape(-1), vocab)
   operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring = tiles.Scoring(operands, softcap, float(temperature))
+  scoring = tiles.Scoring(operands, output or capped(softcap), float(temperature))
   outputs = Outputs(scoring, entropy, mean, top_k, vocab_axis)
 
   def body(rows, flat):
@@ -297,7 +301,7 @@ def _sum_with_gradient(
   check_softcap(softcap)
   check_temperature(temperature)
   operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring = tiles.Scoring(operands, softcap, float(temperature))
+  scoring = tiles.Scoring(operands, capped(softcap), float(temperature))
   outputs = Outputs(scoring, False, terms.label_smoothing > 0, 0, axis)
   hidden_ND = hidden.reshape(-1, hidden.shape[-1])
   tile = reduced_loss.plan(hidden_ND, weight, outputs, scratch)
@@ -318,10 +322,12 @@ def linear_scores(
   bias: Float[Array, "V"] | None = None,
   dtype: Dtype | None = None,
   softcap: float | int | None = None,
+  output: OutputFunction | None = None,
 ) -> Float[Array, "*B V"]:
   """Scores hidden · weightᵀ + bias, capped, accumulated and returned in float32.
 
   `dtype` is the dtype of the product's operands; None: the promoted dtype of hidden and weight.
+  `output` is another function of each score, instead of a cap.
   """
   weight = as_row_factory(weight)
   dtype = dtype or jnp.promote_types(hidden.dtype, weight.dtype)
@@ -336,7 +342,7 @@ def linear_scores(
       hidden.astype(dtype), weight.all().astype(dtype), axes, preferred_element_type=jnp.float32
     )
   bias = None if bias is None else bias.astype(jnp.float32)
-  return tiles.Scoring(dtype, softcap).finish(scores, bias)
+  return tiles.Scoring(dtype, output or capped(softcap)).finish(scores, bias)
 
 
 _FEW_ROWS = 256
@@ -431,6 +437,14 @@ def check_softcap(softcap, name="softcap"):
   if softcap is not None and not 0 < softcap < math.inf:
     raise ValueError(
       f"`{name}` must be positive and finite; got {softcap}. 30 is usual, None is no cap."
+    )
+
+
+def check_one_function(softcap, output):
+  """Raise ValueError where a softcap and another output function are given."""
+  if softcap is not None and output is not None:
+    raise ValueError(
+      f"`softcap` must be None where `output` is given; got {softcap} and {output}. Leave out one."
     )
 
 

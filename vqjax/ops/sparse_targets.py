@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from vqjax.ops import distillation, softmax, tiles, vocab_parallel
 from vqjax.ops.distillation import SoftTargetLoss
+from vqjax.ops.output_functions import capped
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.stable import exp_shift
 from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
@@ -321,7 +322,7 @@ def _token_log_probs(
   valid, token = in_vocabulary(tokens, vocab)
   valid &= used
   operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring = tiles.Scoring(operands, softcap, float(temperature))
+  scoring = tiles.Scoring(operands, capped(softcap), float(temperature))
 
   def body(rows, flat):
     per_row, bias, shared = rows

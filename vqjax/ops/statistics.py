@@ -165,7 +165,7 @@ def _forward(plan, layer, row_PN, score_VPN=None):
   outputs = plan.outputs
   # A softcap makes the mean score differ from hidden · (mean row); composed rows would all have to
   # be composed at once for their mean.
-  sums_scores = outputs.mean and (outputs.scoring.softcap is not None or not layer.weight.is_table)
+  sums_scores = outputs.mean and (outputs.scoring.output is not None or not layer.weight.is_table)
   start = empty(outputs, row_PN.shape, sums_scores)
   if score_VPN is not None:
     last = merge(start, (score_VPN,), 0, row_PN, axis=0, fuses=plan.fuses)

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from vqjax.ops import device, vocab_parallel
+from vqjax.ops.output_functions import OutputFunction
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocab_parallel import TokenShards, varying
 
@@ -97,30 +98,31 @@ class Scoring(NamedTuple):
 
   Attributes:
     dtype: dtype of the matrix products' operands, to which each tile is cast.
-    softcap: c in c · tanh(score / c), or None.
-    temperature: divides the scores, after the cap.
+    output: function of each score, such as a cap, or None.
+    temperature: divides the scores, after the function.
   """
 
   dtype: jnp.dtype
-  softcap: float | None = None
+  output: OutputFunction | None = None
   temperature: float = 1.0
 
   def finish(self, product: Array, bias: Array | None) -> Array:
-    """Scores from hidden · weightᵀ; a bias of -inf removes its row under a cap too."""
+    """Scores from hidden · weightᵀ; a bias of -inf removes its row under a function too."""
     raw = product if bias is None else product + bias
-    if self.softcap is not None:
-      raw = self.softcap * jnp.tanh(raw / self.softcap)
-      # The cap would turn the -inf of a removed row into -c.
-      raw = raw if bias is None else jnp.where(jnp.isneginf(bias), -jnp.inf, raw)
+    if self.output is not None and bias is None:
+      raw = self.output(raw)
+    elif self.output is not None:
+      # A cap would turn the -inf of a removed row into -c, and other functions have no slope there.
+      removed = jnp.isneginf(bias)
+      raw = jnp.where(removed, -jnp.inf, self.output(jnp.where(removed, 0.0, raw)))
     return raw if self.temperature == 1 else raw / self.temperature
 
   def pull_back(self, score: Array, d_score: Array) -> Array:
     """The cotangent of hidden · weightᵀ + bias, from that of the finished scores."""
-    if self.softcap is not None:
-      # The score of a removed row is -inf, whose square would meet a cotangent of 0 as nan.
+    if self.output is not None:
+      # The score of a removed row is -inf, where a slope would meet a cotangent of 0 as nan.
       finite = jnp.where(jnp.isneginf(score), 0.0, score)
-      # d tanh(x) = 1 - tanh(x)², and score · temperature / c is that tanh.
-      d_score = d_score * (1 - (finite * (self.temperature / self.softcap)) ** 2)
+      d_score = d_score * self.output.slope(finite * self.temperature)
     return d_score if self.temperature == 1 else d_score / self.temperature
 
 
