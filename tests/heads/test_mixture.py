@@ -16,6 +16,7 @@ class TestMixtureHead(NarrowContract):
   cases: ClassVar = {
     "bias": lambda v, d: MixtureHead(v, d, 3, use_bias=True),
     "one component": lambda v, d: MixtureHead(v, d, 1),
+    "narrow": lambda v, d: MixtureHead(v, d, 2, width=5),
   }
   mesh_cases: ClassVar = ("bias",)
 
@@ -23,7 +24,7 @@ class TestMixtureHead(NarrowContract):
     params = variables["params"]
     prior = reference.log_softmax(hidden @ params["prior"].T)
     vectors = np.tanh(hidden @ params["project"].T + params["offset"])
-    vectors = vectors.reshape(*hidden.shape[:-1], head.components, head.dim)
+    vectors = vectors.reshape(*hidden.shape[:-1], head.components, head.width or head.dim)
     scores = rounded(vectors) @ params["weight"].T + params.get("bias", 0.0)
     return np.log(np.exp(prior[..., None] + reference.log_softmax(scores)).sum(axis=-2))
 

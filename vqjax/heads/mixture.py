@@ -26,17 +26,20 @@ class MixtureHead(Head):
 
   Attributes:
     components: number of softmaxes, M.
+    width: width of the table's rows and of the projected vectors, E; None: D. A narrower table pays
+      for the projections.
     use_bias: add a score for each token, in all components alike.
     prior_init: initialiser of the [M, D] weight of the priors.
-    project_init: initialiser of the [M·D, D] projections.
-    offset_init: initialiser of their [M·D] offsets.
-    weight_init: initialiser of the [V, D] weight.
+    project_init: initialiser of the [M·E, D] projections.
+    offset_init: initialiser of their [M·E] offsets.
+    weight_init: initialiser of the [V, E] weight.
     bias_init: initialiser of the [V] bias.
     dtype: dtype of the products' operands; None: the promoted dtype of hidden and weight.
     param_dtype: dtype of the parameters.
   """
 
   components: int
+  width: int | None = None
   use_bias: bool = False
   prior_init: Initializer = row_init
   project_init: Initializer = row_init
@@ -47,29 +50,38 @@ class MixtureHead(Head):
   param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
-    """The priors [M, D], projections [M·D, D], offsets [M·D], weight [V, D] and bias [V]."""
+    """The priors [M, D], projections [M·E, D], offsets [M·E], weight [V, E] and bias [V]."""
     v, d, m, dtype = self.vocab, self.dim, self.components, self.param_dtype
+    e = self._table_width()
     declared = {
       "prior": Variable((m, d), ("components", "embed"), self.prior_init, dtype),
-      "project": Variable((m * d, d), ("rank", "embed"), self.project_init, dtype),
-      "offset": Variable((m * d,), ("rank",), self.offset_init, dtype),
-      "weight": Variable((v, d), ("vocab", "table_embed"), self.weight_init, dtype, pad_value=0),
+      "project": Variable((m * e, d), ("rank", "embed"), self.project_init, dtype),
+      "offset": Variable((m * e,), ("rank",), self.offset_init, dtype),
+      "weight": Variable((v, e), ("vocab", "table_embed"), self.weight_init, dtype, pad_value=0),
     }
     if self.use_bias:
       declared["bias"] = Variable((v,), ("vocab",), self.bias_init, dtype, pad_value=-jnp.inf)
     return declared
 
   def check(self) -> None:
-    """Check the number of components."""
+    """Check the number of components and the width of the table."""
     if self.components < 1:
       raise ValueError(
         f"`components` must be at least 1; got {self.components}. 10 to 15 are usual; one is a"
         " DenseHead behind a layer."
       )
+    if self._table_width() < 1:
+      raise ValueError(
+        f"`width` must be at least 1; got {self.width}. None is the width of hidden."
+      )
+
+  def _table_width(self):
+    return self.dim if self.width is None else self.width
 
   def flops_per_token(self) -> int:
-    """The products of width D of the priors, and of each component's projection and scores."""
-    return 2 * self.components * self.dim * (1 + self.dim + self.vocab)
+    """The products of the priors, and of each component's projection and scores."""
+    width = self._table_width()
+    return 2 * self.components * (self.dim * (1 + width) + width * self.vocab)
 
   def log_prior(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B M"]:
     """Log-probabilities of the components in nats."""
@@ -81,11 +93,11 @@ class MixtureHead(Head):
     return self.dtype or jnp.promote_types(hidden.dtype, self.array("weight").dtype)
 
   def _projected(self, hidden):
-    """The vectors of the components, [*B, M, D], in float32."""
+    """The vectors of the components, [*B, M, E], in float32."""
     scores_BK = softmax.linear_scores(
       hidden, self._whole("project"), self.array("offset"), self._dtype(hidden)
     )
-    return jnp.tanh(scores_BK).reshape(*hidden.shape[:-1], self.components, self.dim)
+    return jnp.tanh(scores_BK).reshape(*hidden.shape[:-1], self.components, self._table_width())
 
   def _whole(self, name):
     """A weight on every device, gathered from those that share it and not by way of others."""
@@ -93,12 +105,12 @@ class MixtureHead(Head):
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are normalised logits."""
-    log_prior_BM, vectors_BMD = self.log_prior(hidden), self._projected(hidden)
+    log_prior_BM, vectors_BME = self.log_prior(hidden), self._projected(hidden)
     found = None
     # One after another: together their scores would be [*B, M, V].
     for m in range(self.components):
       scores_BV = softmax.linear_scores(
-        vectors_BMD[..., m, :], self.array("weight"), self.array("bias"), self._dtype(hidden)
+        vectors_BME[..., m, :], self.array("weight"), self.array("bias"), self._dtype(hidden)
       )
       own = log_prior_BM[..., m, None] + jax.nn.log_softmax(scores_BV)
       found = own if found is None else jnp.logaddexp(found, own)
@@ -128,9 +140,9 @@ class MixtureHead(Head):
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities; the normalisers of the components take a pass of their own."""
-    log_prior_BM, vectors_BMD = self.log_prior(hidden), self._projected(hidden)
+    log_prior_BM, vectors_BME = self.log_prior(hidden), self._projected(hidden)
     parts = linear_decoding.linear_blocks(
-      vectors_BMD,
+      vectors_BME,
       rows["weight"],
       rows.get("bias"),
       self.vocab,

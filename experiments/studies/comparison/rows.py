@@ -61,6 +61,7 @@ class Setting:
     rank: rank of the low-rank head with at most 1/16 of the dense head's bytes.
     cutoffs: cutoffs of the adaptive softmax.
     classes: classes of the class-based head.
+    mixture: (M, width of the table) of the mixture with at most the parameters of the dense head.
     seeds: number of seeds of the headline rows.
     seen: number of different tokens of the training text, where a row needs it.
     divisor: what the bytes of the dense head are divided by in rows that compress it.
@@ -86,6 +87,7 @@ class Setting:
   rank: int
   cutoffs: tuple[int, int]
   classes: int
+  mixture: tuple[int, int]
   seeds: int
   seen: int = 0
   divisor: int = 16
@@ -186,6 +188,16 @@ def rows(s: Setting) -> list[Row]:
       method=InMemory(),
     ),
     Row("dense", "full softmax", dense),
+    Row(
+      "mixture",
+      f"mixture of {s.mixture[0]} softmaxes",
+      lambda: heads.MixtureHead(V, d, *s.mixture, use_bias=True),
+    ),
+    Row(
+      "sigsoftmax",
+      "sigsoftmax",
+      lambda: heads.DenseHead(V, d, use_bias=True, output=heads.SigSoftmax()),
+    ),
     Row("tied", "tied full softmax", tied),
     Row("tied-contexts", "tied full softmax, from contexts", tied, to_dense),
     Row(
@@ -371,7 +383,7 @@ PTB = (
     "low-rank",
     "class-based",
   ),
-  *("hierarchical", "grouped", "unshared"),
+  *("hierarchical", "grouped", "unshared", "mixture", "sigsoftmax"),
 )
 STORIES = (
   *("dense", "dense-unigram", "tied", "seen", "grouped", "grouped-frequency", "grouped-clusters"),
@@ -388,6 +400,7 @@ _TINY = {
   "rank": 4,
   "cutoffs": (40, 120),
   "classes": 20,
+  "mixture": (2, 15),
   "seen": 390,
   "divisor": 2,
 }
@@ -432,6 +445,7 @@ _SETTINGS = {
       rank=12,
       cutoffs=(750, 3000),
       classes=100,
+      mixture=(4, 185),
       seeds=5,
     ),
     Setting(
@@ -450,6 +464,7 @@ _SETTINGS = {
       rank=4,
       cutoffs=(2000, 10_000),
       classes=224,
+      mixture=(4, 63),
       seen=7935,
       seeds=1,
     ),

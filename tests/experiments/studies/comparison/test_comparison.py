@@ -148,6 +148,11 @@ def test_rows_below_a_sixteenth_have_at_most_its_bytes():
   assert all(size <= dense / 16 for size in sizes.values())
 
 
+def test_the_mixture_has_at_most_the_parameters_of_the_full_softmax():
+  sizes = {row.name: row.head().clone(vocab=10_000).size().params for row in rows(PTB)}
+  assert 0.99 * sizes["dense"] < sizes["mixture"] <= sizes["dense"]
+
+
 @pytest.mark.slow
 def test_the_row_of_seen_tokens_has_a_code_for_each(real_data, monkeypatch):
   monkeypatch.setenv("VQJAX_DATA", str(real_data))
