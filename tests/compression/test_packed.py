@@ -26,9 +26,10 @@ def cost(table, found, moments):
   return (p * np.einsum("vd,de,ve->v", error, moments.hidden, error)).sum()
 
 
-def test_head_and_embedding_have_the_rows_and_the_bias():
+@pytest.mark.parametrize("is_trellis", [True, False])
+def test_head_and_embedding_have_the_rows_and_the_bias(is_trellis):
   table, moments = text()
-  packed = pack(table, moments, 1 + V * 2, classes=6)
+  packed = pack(table, moments, 1 + V * 2, classes=6, is_trellis=is_trellis)
   embedding, variables = packed.embedding()
   found = np.asarray(jitted.apply(embedding, variables, method="table"))
   hidden = jax.random.normal(jax.random.key(0), (3, D))
@@ -42,12 +43,11 @@ def test_head_and_embedding_have_the_rows_and_the_bias():
   assert cost(table, found, moments) < 0.02 * cost(table, table.mean(axis=0), moments)
 
 
-def test_more_bits_err_less_and_frequent_tokens_least():
+@pytest.mark.parametrize("is_trellis", [True, False])
+def test_more_bits_err_less_and_frequent_tokens_least(is_trellis):
   table, moments = text()
-  found = [
-    np.asarray(jitted.apply(*packed.embedding(), method="table"))
-    for packed in (pack(table, moments, 1 + V * n, classes=6) for n in (1, 2, 3))
-  ]
+  made = [pack(table, moments, 1 + V * n, classes=6, is_trellis=is_trellis) for n in (1, 2, 3)]
+  found = [np.asarray(jitted.apply(*packed.embedding(), method="table")) for packed in made]
   costs = [cost(table, rows, moments) for rows in found]
   assert costs[0] > 2 * costs[1] > 4 * costs[2]
   error = ((found[1] - table) ** 2).sum(axis=1)

@@ -11,6 +11,7 @@ import scipy.stats
 from tests import jitted, reference
 from tests.contract import HeadContract, costly
 from tests.contract_on_meshes import as_float64, perturbed
+from vqjax.compression import packed
 from vqjax.embeddings import QuantizedEmbedding
 from vqjax.heads import QuantizedHead
 from vqjax.ops import trellis
@@ -49,7 +50,7 @@ def quantiles():
   return scipy.stats.norm.ppf((state + 0.5) / 4096)
 
 
-def rows(params, codes, rank=None):
+def rows(params, codes, is_trellis=True):
   """The rows [V, D], bit by bit in float64."""
   bits, value = bits_of(codes["stream"]), quantiles()
   sizes, widths = codes["size"], np.asarray(codes["width"], int)
@@ -63,8 +64,11 @@ def rows(params, codes, rank=None):
         for _ in range(width[j]):
           state = (state * 2 + bits[own]) % 4096
           own += 1
-        if width[j]:
+        if width[j] and is_trellis:
           y[j] += scale[j] * value[state]
+        elif width[j]:
+          code = state % 2 ** width[j]
+          y[j] += scale[j] * scipy.stats.norm.ppf((code + 0.5) / 2 ** width[j])
       by_rank.append(y)
       at += -(-width.sum() // 16) * 16
   return np.stack(by_rank)[rank] @ np.asarray(params["inverse"], np.float64)
@@ -73,7 +77,7 @@ def rows(params, codes, rank=None):
 class TestQuantizedHead(HeadContract):
   cases: ClassVar = {
     "bias": lambda v, d: make(v, d, use_bias=True),
-    "in order": lambda v, d: make(v, d, is_ranked=False),
+    "levels in order": lambda v, d: make(v, d, is_ranked=False, is_trellis=False),
     "tied": lambda v, d: QuantizedHead(v, d, embedding=QuantizedEmbedding(v, d, 2), softcap=3.0),
   }
 
@@ -82,7 +86,7 @@ class TestQuantizedHead(HeadContract):
       name: tree.get("embedding", tree) if head.embedding is not None else tree
       for name, tree in variables.items()
     }
-    scores = hidden @ rows(own["params"], own["codes"]).T
+    scores = hidden @ rows(own["params"], own["codes"], head.is_trellis).T
     scores = scores + variables["params"].get("bias", 0.0)
     return scores if head.softcap is None else head.softcap * np.tanh(scores / head.softcap)
 
@@ -100,7 +104,7 @@ class TestQuantizedHead(HeadContract):
     # The hidden vectors are rounded again in the coordinates, and so are the rows.
     rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
     projected = rounded(np.asarray(low, np.float64) @ rounded(params["inverse"]).T)
-    own = rounded(rows(params | {"inverse": np.eye(self.dim)}, codes))
+    own = rounded(rows(params | {"inverse": np.eye(self.dim)}, codes, head.is_trellis))
     logits = projected @ own.T + bias
     if head.softcap is not None:
       logits = head.softcap * np.tanh(logits / head.softcap)
@@ -168,8 +172,8 @@ def test_packed_states_are_read_back():
   columns = np.argsort(-width[0], kind="stable")[:4]
   x = jax.random.normal(jax.random.key(0), (7, 4))
   state = np.asarray(trellis.best_states(x, jnp.ones(4), jnp.asarray(width[0, columns])))
-  packed = trellis.packed(state, width[0, columns])
-  stream = jnp.concatenate([jnp.zeros(1, jnp.uint16), jnp.asarray(packed.reshape(-1))])
+  units = trellis.packed(state, width[0, columns])
+  stream = jnp.concatenate([jnp.zeros(1, jnp.uint16), jnp.asarray(units.reshape(-1))])
   unit, of_class = trellis.places(jnp.arange(7), jnp.array([7]), jnp.asarray(width))
   found = trellis.states(stream, unit, trellis.ends(jnp.asarray(width))[of_class])
   np.testing.assert_array_equal(np.asarray(found)[:, columns], state)
@@ -183,3 +187,26 @@ def test_a_code_leaves_the_variance_that_it_states(width, left):
   state = trellis.best_states(x / spread, jnp.ones(200), jnp.full(200, width))
   error = (x - spread * jnp.asarray(trellis.values())[state]) ** 2
   assert float(error.mean()) < left
+
+
+def test_nearest_levels_are_the_nearest():
+  width = np.array([0, 1, 3, 8])
+  x = np.random.default_rng(0).normal(size=(50, 4))
+  place = trellis.nearest_levels(x, width)
+  for j, bits in enumerate(width):
+    level = scipy.stats.norm.ppf((np.arange(2**bits) + 0.5) / 2**bits)
+    np.testing.assert_array_equal(place[:, j] - 2**bits, abs(x[:, j, None] - level).argmin(axis=1))
+    np.testing.assert_allclose(
+      trellis.level_values()[place[:, j]], level[place[:, j] - 2**bits], rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize(("width", "best"), [(1, 0.3634), (2, 0.1175), (4, 0.009497)])
+def test_levels_leave_about_what_the_best_levels_do(width, best):
+  # Max, Quantizing for minimum distortion, 1960, Table I.
+  x = scipy.stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000)[:, None]
+  spread = packed.LEVELS.spread[width]
+  place = trellis.nearest_levels(x / spread, np.array([width]))
+  left = ((x - spread * trellis.level_values()[place]) ** 2).mean()
+  assert left == pytest.approx(packed.LEVELS.left[width], rel=0.01)
+  assert left < 1.04 * best

@@ -79,8 +79,13 @@ def _unit_rows(key, shape, dtype):
 
 
 def shared_arrays(layer: Layer) -> dict[str, Array]:
-  """The arrays of which `trellis.composed_rows` composes rows."""
+  """The arrays of which the rows of `code_of` are composed."""
   return {name: layer.array(name) for name in ("stream", "width", "scale", "center", "inverse")}
+
+
+def code_of(layer: Any) -> trellis.Code:
+  """How a layer with the fields of `QuantizedEmbedding` reads its bits."""
+  return trellis.TRELLIS if layer.is_trellis else trellis.LEVELS
 
 
 class QuantizedEmbedding(Embedding):
@@ -97,6 +102,8 @@ class QuantizedEmbedding(Embedding):
     units: elements of 16 bits of the stream; None: as many as two bits for each number take.
     is_ranked: whether tokens have ranks, in the order of falling probability, which take 2 or 4
       bytes each; False: the tokens are in this order.
+    is_trellis: read each number together with the bits before it, as `vqjax.ops.trellis` does;
+      False: from its own bits alone.
     stream_init: initialiser of the uint16 stream.
     size_init: (vocab, classes) -> int [C], the tokens of each class by rank.
     width_init: (classes, dim) -> int [C, D], the bits of each number, 0 to 8.
@@ -108,6 +115,7 @@ class QuantizedEmbedding(Embedding):
   classes: int
   units: int | None = None
   is_ranked: bool = True
+  is_trellis: bool = True
   stream_init: Initializer = random_stream
   size_init: Any = even_sizes
   width_init: Any = two_bits
@@ -132,7 +140,7 @@ class QuantizedEmbedding(Embedding):
     known, token = in_vocabulary(tokens, self.vocab)
     rank = self._gather("rank", token, jnp.dtype(jnp.int32)) if self.is_ranked else token
     place = trellis.places(rank.reshape(-1), self.array("size"), self.array("width"))
-    row = trellis.composed_rows(place, shared_arrays(self)).reshape(*tokens.shape, self.dim)
+    row = code_of(self).rows(place, shared_arrays(self)).reshape(*tokens.shape, self.dim)
     return jnp.where(known[..., None], row.astype(self.dtype or self.param_dtype), jnp.nan)
 
   def table(self) -> Float[Array, "V D"]:
@@ -141,7 +149,7 @@ class QuantizedEmbedding(Embedding):
 
   def rows(self) -> RowFactory:
     """The rows, composed a tile at a time."""
-    return RowFactory(row_places(self), shared_arrays(self), trellis.composed_rows)
+    return RowFactory(row_places(self), shared_arrays(self), code_of(self).rows)
 
 
 def row_places(layer: Layer) -> tuple[Array, Array]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from vqjax.embeddings.quantized import (
   QuantizedEmbedding,
   check_rows,
+  code_of,
   declared_rows,
   even_sizes,
   random_stream,
@@ -19,7 +20,7 @@ from vqjax.embeddings.quantized import (
   two_bits,
 )
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import softmax, trellis
+from vqjax.ops import softmax
 from vqjax.ops.row_factory import RowFactory
 from vqjax.variables import Declaration, Initializer, Variable
 
@@ -36,6 +37,8 @@ class QuantizedHead(LinearHead):
     units: elements of 16 bits of the stream; None: as many as two bits for each number take.
     is_ranked: whether tokens have ranks, in the order of falling probability, which take 2 or 4
       bytes each; False: the tokens are in this order.
+    is_trellis: read each number together with the bits before it, as `vqjax.ops.trellis` does;
+      False: from its own bits alone.
     use_bias: add a score for each token.
     embedding: the embedding whose rows are scored; None: the head has its own, and the fields of
       rows are those of the embedding.
@@ -49,6 +52,7 @@ class QuantizedHead(LinearHead):
   classes: int = 1
   units: int | None = None
   is_ranked: bool = True
+  is_trellis: bool = True
   use_bias: bool = False
   embedding: QuantizedEmbedding | None = None
   stream_init: Initializer = random_stream
@@ -91,7 +95,7 @@ class QuantizedHead(LinearHead):
     """The rows in their coordinates, in which `_projected` gives the hidden vectors."""
     layer = self._table()
     shared = {name: x for name, x in shared_arrays(layer).items() if name != "inverse"}
-    return RowFactory(row_places(layer), shared, trellis.composed_coordinates)
+    return RowFactory(row_places(layer), shared, code_of(layer).coordinates)
 
   def _projected(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """inverse · hidden, in the dtype that hidden vectors and parameters have in common."""
@@ -102,7 +106,7 @@ class QuantizedHead(LinearHead):
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
     """The rows in the model's basis, and the bias; a distillation reads them."""
     layer = self._table()
-    rows = RowFactory(row_places(layer), shared_arrays(layer), trellis.composed_rows)
+    rows = RowFactory(row_places(layer), shared_arrays(layer), code_of(layer).rows)
     return rows, self._bias()
 
   def _bias(self) -> Float[Array, "V"] | None:
