@@ -2,6 +2,8 @@
 
 python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf
 python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --tokens 512 --work runs/quick
+python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --packed 95 80
+python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --ideal
 
 The table is tied: the inputs and the outputs both use the compressed one. Texts are those of
 $VQJAX_DATA and what is installed on a Debian system: manual pages of many languages, licences and
@@ -9,7 +11,10 @@ Python's library. A domain is a list of documents, in the order of their names; 
 held out, and the others are for counts and calibration. The licences and the Greek lesson of Vim
 are held out as a whole; no other text is Greek.
 
-An interrupted call goes on where it was; the results are docs/results/compression.json.
+An interrupted call goes on where it was; the results are docs/results/compression.json. With
+`--packed` the sizes are those of tables in memory, which a `QuantizedHead` scores without unpacking
+them; the results are docs/results/compression-packed.json. `--ideal` compares the bytes of the
+tables that earlier calls made with those of an ideal coder.
 """
 
 import argparse
@@ -25,14 +30,25 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vqjax import checkpoints
 from vqjax.checkpoints import table_file
-from vqjax.compression import Moments
+from vqjax.compression import Moments, PackedTable, ideal_bits, pack, units_of
 from vqjax.compression.calibration import collect
+from vqjax.compression.packed import CLASSES
 from vqjax.lab import exits, records
-from vqjax.lab.compression import Compression, Reference, Windows, encode, search, windows
+from vqjax.lab.compression import (
+  Compression,
+  Reference,
+  Windows,
+  encode,
+  search,
+  windows,
+  with_tables,
+)
 from vqjax.lab.data.files import data_path
 from vqjax.lab.training.provenance import provenance
 
@@ -184,7 +200,7 @@ class _Row:
 
 def rows_of(options: argparse.Namespace) -> pathlib.Path:
   """The file of the rows."""
-  return options.work / "rows.jsonl"
+  return options.work / ("rows-packed.jsonl" if options.packed else "rows.jsonl")
 
 
 AT_ONCE = 2
@@ -244,6 +260,8 @@ def main() -> int:
   parser.add_argument("--tokens", type=int, default=20_320, help="held-out tokens of all domains")
   parser.add_argument("--calibration", type=int, default=2**14, help="calibration tokens")
   parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="megabytes")
+  parser.add_argument("--packed", type=float, nargs="+", metavar="MB", help="sizes in memory")
+  parser.add_argument("--ideal", action="store_true", help="compare with an ideal coder")
   options = parser.parse_args()
   if options.show:
     print(shown(json.loads(options.show.read_text("utf-8"))))
@@ -271,18 +289,23 @@ def main() -> int:
     moments.save(kept)
     say(f"calibration took {time.monotonic() - begun:.0f} s")
   compression = Compression(model, variables, moments)
+  if options.ideal:
+    beside_ideal(work, compression, say)
+    return 0
   # Rows that were kept may be of an earlier call; a folder of work is for one commit.
   made_by = provenance()
   tables, students = {}, []
-  for size in options.sizes:
-    tables[f"{size:g}"], student = compressed(options, compression, size)
+  make = packed if options.packed else compressed
+  for size in options.packed or options.sizes:
+    tables[f"{size:g}"], student = make(options, compression, size)
     students.append(student)
     say(f"{size:g} MB: {tables[f'{size:g}']}")
 
   def keep(rows) -> None:
     result = assembled(rows, tables) | {"provenance": made_by}
     result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    records.write(options.json or work / "results.json", result)
+    name = "results-packed.json" if options.packed else "results.json"
+    records.write(options.json or work / name, result)
 
   judge(options, model, variables, texts.held_out, students, tables, say, keep)
   return 0
@@ -313,6 +336,44 @@ def compressed(options, compression: Compression, size: float):
   }
   records.write(path, table)
   return table, compression.variables_of(quantized)
+
+
+def packed(options, compression: Compression, size: float):
+  """What is known of the packed table of a size, and the variables of the model with its rows."""
+  path = options.work / f"packed-{size:g}.npz"
+  table, moments = compression.tables["embedding"], compression.moments["embedding"]
+  if not path.is_file():
+    begun = time.monotonic()
+    # A rank takes 4 bytes.
+    units = units_of(int(size * 1e6), *table.shape, CLASSES, others=4 * len(table))
+    made = pack(table, moments, units, is_trellis=False)
+    with records.atomic_file(path) as out:
+      np.savez(out, **dataclasses.asdict(made), seconds=time.monotonic() - begun)
+  with np.load(path) as found:
+    fields = {name: found[name] for name in found.files}
+  seconds = float(fields.pop("seconds"))
+  made = PackedTable(**fields | {"is_trellis": bool(fields["is_trellis"])})
+  layer, variables = made.embedding(param_dtype=jnp.float16)
+  rows = np.empty(table.shape, np.float32)
+  read = jax.jit(lambda variables, tokens: layer.apply(variables, tokens))
+  for tokens in np.array_split(np.arange(len(table)), 64):
+    rows[tokens] = read(variables, tokens)
+  known = {"bytes": layer.size().state_bytes, "seconds": {"pack": seconds}}
+  return known, with_tables(compression.variables, {"embedding": rows})
+
+
+def beside_ideal(work: pathlib.Path, compression: Compression, say) -> None:
+  """Say how many bytes the tables have beside those of an ideal coder of integers and classes."""
+  for path in sorted(work.glob("table-*.json")):
+    known = records.read(path, _Table)
+    quantized = compression.quantized(known["step"])["embedding"]
+    share = np.bincount(quantized.step_class) / len(quantized.levels)
+    bits = ideal_bits(quantized).sum() - len(quantized.levels) * (share * np.log2(share)).sum()
+    # What no coder of the integers could leave out: the transform and the mean row.
+    fixed = known["parts"]["inverse"] + known["parts"]["mean"]
+    ideal = bits / 8 + fixed
+    more = 100 * (known["bytes"] / ideal - 1)
+    say(f"{path.stem}: {known['bytes']:,} bytes, ideal {ideal:,.0f}, {more:.2f} % more")
 
 
 def assembled(rows, tables) -> dict:

@@ -233,13 +233,13 @@ class Compression:
     """
     self.model, self.variables = model, variables
     self.tables = tables_of(model, variables)
-    self._moments = moments.of_tables(list(self.tables))
+    self.moments = moments.of_tables(list(self.tables))
     for table in self.tables.values():
       moments.check(*table.shape)
 
   def quantized(self, step: float) -> dict[str, QuantizedTable]:
     """The tables as integers."""
-    return {n: quantize(table, self._moments[n], step) for n, table in self.tables.items()}
+    return {n: quantize(table, self.moments[n], step) for n, table in self.tables.items()}
 
   def coded(
     self, step: float, size: int | None, progress: Callable[[float], None] = lambda part: None
