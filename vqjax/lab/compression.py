@@ -28,6 +28,7 @@ from vqjax import checkpoints
 from vqjax.checkpoints import table_file
 from vqjax.compression import Moments, QuantizedTable, quantize
 from vqjax.compression.calibration import collect
+from vqjax.compression.grids import check_rows
 from vqjax.convert.variables import Variables
 from vqjax.lab import records
 from vqjax.lab.training.run import disk_error
@@ -470,12 +471,15 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     say: prints a line.
 
   Raises:
-    ValueError: the bound cannot be reached, the folder exists, a text has no known token, or the
-      moments are those of another model.
+    ValueError: the bound cannot be reached, the folder exists, a text has no known token, a table
+      is not finite, or the moments are those of another model.
   """
   check_paths(job)
   begin = time.monotonic()
   model, variables, tokenizer = loaded
+  # Moments of such a model are not finite either, which says less.
+  for name, table in tables_of(model, variables).items():
+    check_rows(table, name)
   work = job.out.with_name(f".{job.out.name}.partial")
   _open_work(work, job.identity())
   calibration, held_out, counts = _texts(job, tokenizer, model)

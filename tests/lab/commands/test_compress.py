@@ -1,6 +1,8 @@
 """`vqjax compress MODEL --kl | --bytes`: a folder that is whole or not there, and loads."""
 
+import errno
 import json
+import re
 import shutil
 
 import jax
@@ -10,19 +12,19 @@ import pytest
 from tests.checkpoints.families import V, small
 from vqjax import checkpoints
 from vqjax.checkpoints import table_file
-from vqjax.compression import Moments
-from vqjax.lab import compression
+from vqjax.compression import Moments, quantize
+from vqjax.lab import compression, records
 from vqjax.lab.commands import compress, inspect, score
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
 
-def model_folder(family, folder):
+def model_folder(family, folder, vocab=V, **changes):
   from tests.checkpoints.test_tokenizers import words_of
 
-  model, variables = small(family)
+  model, variables = small(family, vocab_size=vocab, **changes)
   checkpoints.save(folder, model, variables)
-  words_of(V).save(str(folder / "tokenizer.json"))
+  words_of(vocab).save(str(folder / "tokenizer.json"))
   return folder
 
 
@@ -116,16 +118,50 @@ def test_a_damaged_table_is_named(compressed, tmp_path):
     checkpoints.load(copy)
 
 
-def test_moments_replace_the_calibration(folder, texts, tmp_path):
-  rng = np.random.default_rng(5)
-  hidden = rng.normal(size=(64, 32))
-  path = tmp_path / "moments.safetensors"
-  Moments(hidden.T @ hidden / 64, np.ones(V), 64).save(path)
-  assert call(folder, texts, tmp_path / "out", "--bytes", "9KB", "--moments", str(path)) == 0
-  other = np.eye(31)
-  Moments(other, np.ones(V), 64).save(path)
-  assert call(folder, texts, tmp_path / "other", "--bytes", "9KB", "--moments", str(path)) == 2
-  assert not (tmp_path / "other").exists()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stories260K", "gpt2"])
+def test_other_shapes_are_compressed(name, real_data, tmp_path):
+  if name == "gpt2":
+    # As many rows as GPT-2 has, and a body of one block.
+    path = model_folder("gpt2", tmp_path / "model", 50_257, n_embd=16, n_layer=1, n_positions=32)
+    text = " ".join(f"w{n}" for n in np.random.default_rng(0).integers(0, 50_000, 3000))
+  else:
+    path = real_data / "stories260K" / "stories260K.bin"
+    text = (real_data / "tinystories" / "gpt2_tokens_val.decoded.txt").read_text("utf-8")[:20_000]
+  (tmp_path / "text").write_text(text)
+  assert call(path, [str(tmp_path / "text")], tmp_path / "out", "--kl", "0.02") == 0
+  made = json.loads((tmp_path / "out/vqjax.json").read_text())
+  rows, columns = made["tables"]["embedding"]["shape"]
+  assert (rows, columns) == {"gpt2": (50_257, 16), "stories260K": (512, 64)}[name]
+  assert made["report"]["calibration_kl"] <= 0.02
+  assert made["report"]["bytes"] < 1.5 * rows * columns
+  assert checkpoints.load(tmp_path / "out").model == checkpoints.load(path).model
+
+
+def random_moments(seed=5):
+  rng = np.random.default_rng(seed)
+  hidden, inputs = rng.normal(size=(2, 64, 32))
+  counts = rng.integers(0, 50, V)
+  return Moments(hidden.T @ hidden / 64, counts, 64, inputs.T @ inputs / 64)
+
+
+def test_moments_of_a_file_and_one_step_give_the_integers_of_all_tables(
+  texts, tmp_path, monkeypatch
+):
+  model = model_folder("llama", tmp_path / "model")
+  random_moments().save(tmp_path / "moments")
+  monkeypatch.setattr(compression, "collect", None)  # nothing is collected
+  options = "--bytes", "9KB", "--moments", str(tmp_path / "moments")
+  assert call(model, texts, tmp_path / "out", *options) == 0
+  made = json.loads((tmp_path / "out/vqjax.json").read_text())
+  assert 8500 < sum(table["bytes"] for table in made["tables"].values()) <= 9000
+  moments = Moments.load(tmp_path / "moments").of_tables(["embedding", "head"])
+  variables = checkpoints.load(model).variables["params"]
+  for name in ("embedding", "head"):
+    weight = np.asarray(variables[name]["weight"])
+    expected = quantize(weight, moments[name], made["report"]["step"])
+    found = table_file.read_table(tmp_path / "out", name)
+    np.testing.assert_array_equal(found.levels(), expected.levels)
 
 
 def refused(capsys, code):
@@ -135,20 +171,23 @@ def refused(capsys, code):
 
 def test_a_compressed_folder_is_not_compressed_again(compressed, texts, tmp_path, capsys):
   line = refused(capsys, call(compressed[1], texts, tmp_path / "out", "--kl", "0.1"))
-  assert "compressed already" in line
+  assert "`model` must not be compressed already; got" in line
+  assert "Give the model that it was made of." in line
 
 
 def test_a_divergence_that_no_step_reaches_is_refused_with_the_least(
   folder, texts, tmp_path, capsys
 ):
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--kl", "1e-15"))
-  assert "least" in line
+  pattern = r"the least divergence of these tables is (\S+) nats a token; got 1e-15. Give at least "
+  found = re.search(pattern + r"(\S+), or", line)
+  assert 1e-15 < float(found[1]) < float(found[2]) < 1e-3
   assert not (tmp_path / "out").exists()
 
 
 def test_a_size_that_no_step_reaches_is_refused_with_the_least(folder, texts, tmp_path, capsys):
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "1KB"))
-  assert "least size" in line
+  assert re.search(r"the least size of these tables is [\d,]+ bytes; got 1,000", line)
 
 
 def test_wrong_calls_are_refused(folder, texts, tmp_path, capsys):
@@ -171,7 +210,7 @@ def test_a_table_that_is_not_finite_is_refused(texts, tmp_path, capsys):
     folder, model, compression.with_tables(variables, {"embedding": weight}), tokenizer
   )
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "9KB"))
-  assert "17" in line or "finite" in line
+  assert "`embedding` must be finite; row 17 has NaN or an infinity" in line
   assert not (tmp_path / "out").exists()
 
 
@@ -179,16 +218,63 @@ def test_a_text_without_a_known_token_is_refused(folder, tmp_path, capsys):
   unknown = tmp_path / "unknown.txt"
   unknown.write_text("quux " * 900)
   line = refused(capsys, call(folder, [str(unknown)], tmp_path / "out", "--kl", "1"))
-  assert "token" in line
-  assert "unknown.txt" in line
+  assert "`--text` must hold tokens of the model's tokenizer; got none in unknown.txt" in line
+  assert not (tmp_path / "out").exists()
+
+
+def test_moments_of_another_width_are_refused(folder, texts, tmp_path, capsys):
+  Moments(np.eye(31), np.ones(V), 64).save(tmp_path / "moments")
+  options = "--bytes", "9KB", "--moments", str(tmp_path / "moments")
+  line = refused(capsys, call(folder, texts, tmp_path / "out", *options))
+  assert "the moments must have the width of the table, 32; got 31" in line
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_models_with_tables_of_every_block_are_refused_by_their_name(name, texts, tmp_path, capsys):
+  transformers = pytest.importorskip("transformers", reason="the extra `parity` is not installed")
+  from safetensors.numpy import save_file
+
+  config = transformers.AutoConfig.for_model(name, hidden_size_per_layer_input=4)
+  config.save_pretrained(tmp_path)
+  save_file({"embed_tokens_per_layer.weight": np.zeros((2, 4))}, tmp_path / "model.safetensors")
+  line = refused(capsys, call(tmp_path, texts, tmp_path / "out", "--kl", "1"))
+  assert f"got '{name}'. Other architectures are not implemented" in line
+  assert not (tmp_path / "out").exists()
 
 
 def test_no_room_on_the_disk_leaves_no_folder(folder, texts, tmp_path, capsys, monkeypatch):
   usage = shutil.disk_usage(tmp_path)
   monkeypatch.setattr(compression.shutil, "disk_usage", lambda path: usage._replace(free=10))
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "9KB"))
-  assert "bytes free" in line
+  assert re.search(r"`--out` must be on a disk with [\d,]+ bytes free; got 10. Free some", line)
   assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_while_the_folder_is_written_leaves_no_folder(
+  folder, texts, tmp_path, capsys, monkeypatch
+):
+  def full(*args, **fields):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(compression.checkpoints, "save", full)
+  line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "9KB"))
+  assert "free some space" in line.lower()
+  assert not (tmp_path / "out").exists()
+
+
+def test_a_call_that_is_interrupted_while_it_writes_leaves_no_folder(
+  folder, texts, tmp_path, monkeypatch
+):
+  def stop(*args):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patched:
+    patched.setattr(records, "write_text", stop)
+    assert call(folder, texts, tmp_path / "out", "--bytes", "9KB") == 130
+  assert not (tmp_path / "out").exists()
+  assert call(folder, texts, tmp_path / "out", "--bytes", "9KB") == 0
+  assert (tmp_path / "out" / "report.md").is_file()
 
 
 def test_an_interrupted_call_goes_on_where_it_was(folder, texts, tmp_path, monkeypatch):
