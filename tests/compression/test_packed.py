@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from tests import jitted
+from vqjax import QuantizedEmbedding, QuantizedHead
 from vqjax.compression import Moments, pack, units_of
 from vqjax.compression.packed import allocate, class_sizes
+from vqjax.sharding import MeshShape, make_mesh
 
 V, D = 211, 8
 
@@ -62,6 +65,52 @@ def test_small_tables_and_equal_rows_keep_their_rows(vocab, dim):
   packed = pack(table, moments, 1 + vocab, classes=min(vocab, 3))
   found = jitted.apply(*packed.embedding(), method="table")
   np.testing.assert_allclose(found, table, atol=2e-3)
+
+
+class Tied(nn.Module):
+  """A language model whose packed embedding is also its head."""
+
+  embedding: QuantizedEmbedding
+
+  def setup(self):
+    self.rows = self.embedding.clone()
+    self.head = QuantizedHead(V, D, embedding=self.rows, vocab_axis="model")
+
+  def hidden(self, tokens):
+    return jnp.tanh(self.rows(tokens))
+
+  def __call__(self, tokens):
+    return -self.head.log_prob(self.hidden(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+  def best(self, tokens):
+    return self.head.top_k(self.hidden(tokens), 5)
+
+  def drawn(self, tokens):
+    return self.head.sample(self.hidden(tokens), jax.random.key(0), top_k=1)
+
+
+def test_a_packed_table_is_embedding_and_head_on_meshes():
+  table, moments = text()
+  embedding, variables = pack(table, moments, 1 + V * 2, classes=6, is_trellis=False).embedding()
+  model, variables = Tied(embedding), {name: {"rows": tree} for name, tree in variables.items()}
+  tokens = jax.random.randint(jax.random.key(1), (8, 5), 0, V)
+  codes = {"codes": variables["codes"]}
+  loss = lambda params: model.apply(codes | {"params": params}, tokens)
+
+  def run(params):
+    value, gradient = jax.value_and_grad(loss)(params)
+    trained = jax.tree.map(lambda x, g: x - 0.1 * g, params, gradient)
+    method = lambda name: model.apply(codes | {"params": params}, tokens, method=name)
+    return value, gradient, loss(trained), method("best"), method("drawn")
+
+  expected = jax.jit(run)(variables["params"])
+  assert expected[2] < expected[0]
+  np.testing.assert_array_equal(expected[4], expected[3][1][..., 0])
+  for shape in ((1, 1, 2), (2, 2, 2)):
+    with jax.set_mesh(make_mesh(MeshShape(*shape))):
+      found = jax.device_get(jax.jit(run)(variables["params"]))
+    # float32 sums in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
 
 def test_tokens_in_the_order_of_their_counts_have_no_ranks():

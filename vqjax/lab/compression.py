@@ -26,8 +26,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from vqjax import checkpoints
 from vqjax.checkpoints import table_file
-from vqjax.compression import Moments, QuantizedTable, quantize
+from vqjax.compression import Moments, QuantizedTable, gguf_types, quantize
 from vqjax.compression.calibration import collect
+from vqjax.compression.exports import ROWS
 from vqjax.compression.grids import check_rows
 from vqjax.convert.variables import Variables
 from vqjax.lab import records
@@ -511,6 +512,8 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     some = held_out.take(-(-job.held_out_tokens // (job.window - 2)))
     judge = Reference(model, variables, some)
     (found,) = judge.compare([student], bars("held-out text"))
+    del student
+    beside = in_block_types(compression, judge, bars("block types of GGUF"))
   result = {
     "step": step,
     "tables": {
@@ -521,6 +524,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     "parts": {n: {part: a.nbytes for part, a in parts.items()} for n, parts in coded.items()},
     "calibration_kl": best.kl,
     "held_out": summary(found, some),
+    "block_types": beside,
     "hardest": hardest(found, some, tokenizer),
     "points": [dataclasses.asdict(point) for point in points],
     "seconds": round(seconds, 1),
@@ -528,6 +532,39 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   }
   _write(job, work, loaded, coded, result)
   return result
+
+
+def in_block_types(
+  compression: Compression, judge: Reference, progress: Callable[[float], None]
+) -> dict[str, dict[str, Any]]:
+  """Bytes and divergence of the tables in each block type of GGUF that suits their width.
+
+  Numbers are rounded as llama.cpp does without an importance matrix. Without the package `gguf`
+  there are none.
+  """
+  try:
+    import gguf
+  except ImportError:
+    return {}
+  fitting = [
+    name
+    for name, kind in gguf_types.TYPES.items()
+    if not any(table.shape[1] % kind.block for table in compression.tables.values())
+  ]
+  found = {}
+  for number, name in enumerate(fitting):
+    size, tables = 0, {}
+    for owner, table in compression.tables.items():
+      tables[owner] = np.empty_like(table)
+      for first in range(0, len(table), ROWS):
+        packed = gguf_types.encode(name, table[first : first + ROWS])
+        values = gguf.dequantize(packed, gguf.GGMLQuantizationType[name])
+        tables[owner][first : first + ROWS] = values
+        size += packed.nbytes
+    own = lambda part, number=number: progress((number + part) / len(fitting))
+    (compared,) = judge.compare([with_tables(compression.variables, tables)], own)
+    found[name] = {"bytes": size} | summary(compared, judge.windows)
+  return found
 
 
 def check_paths(job: Job) -> None:
@@ -759,6 +796,16 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
         f"{row['nats']:.4f}",
       )
     )
+  types = result["block_types"]
+  if types:
+    columns = *held["domains"], "all"
+    lines += ["", "## Block types of GGUF", ""]
+    lines += ["KL of the same tables and text, numbers rounded as llama.cpp does.", ""]
+    lines += [line("tables", "bytes", *columns), line("---", *["---:"] * (len(columns) + 1))]
+    rows = {"this folder": held | {"bytes": result["bytes"]}} | types
+    for name, row in sorted(rows.items(), key=lambda entry: -entry[1]["bytes"]):
+      kls = [f"{own['kl']:.5f}" for own in (*row["domains"].values(), row)]
+      lines.append(line(name, f"{row['bytes']:,}", *kls))
   lines += ["", "## Size against KL", "", "On calibration text, by the steps that were tried.", ""]
   lines += [line("step", "MB", "KL"), line("---:", "---:", "---:")]
   for point in result["points"]:

@@ -9,12 +9,14 @@ import jax
 import numpy as np
 import pytest
 
+from tests import jitted
 from tests.checkpoints.families import V, small
 from vqjax import checkpoints
 from vqjax.checkpoints import table_file
 from vqjax.compression import Moments, quantize
 from vqjax.lab import compression, records
 from vqjax.lab.commands import compress, inspect, score
+from vqjax.sharding import MeshShape, make_mesh
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -90,6 +92,34 @@ def test_the_report_has_the_divergence_that_the_folder_has(compressed):
     part.bytes for part in checkpoints.inspect(out).parts if part.name in ("embedding", "head")
   )
   assert stored == report["bytes"]
+
+
+def test_the_report_has_the_block_types_of_gguf(compressed):
+  gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
+  _, out = compressed
+  made = json.loads((out / "vqjax.json").read_text())
+  types = made["report"]["block_types"]
+  # Rows of width 32: Q6_K has blocks of 256.
+  assert set(types) == {"Q8_0", "Q5_0", "Q4_0", "IQ4_NL"}
+  for name, row in types.items():
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    assert row["bytes"] == len(made["tables"]) * V * 32 // block * size
+  assert 0 < types["Q8_0"]["kl"] < types["Q5_0"]["kl"] < types["Q4_0"]["kl"]
+  assert (out / "report.md").read_text().count("| IQ4_NL |") == 1
+
+
+def test_a_mesh_loads_the_folder(compressed):
+  _, out = compressed
+  tokens = jax.numpy.arange(1, 25).reshape(4, 6)
+  expected = jitted.apply(*checkpoints.load(out)[:2], tokens)
+  for shape in ((1, 1, 2), (2, 2, 2)):
+    mesh = make_mesh(MeshShape(*shape))
+    model, variables, _ = checkpoints.load(out, mesh=mesh)
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(variables)} == {np.prod(shape)}
+    with jax.set_mesh(mesh):
+      found = jax.jit(model.apply)(variables, tokens)
+    # float32 sums in another order.
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_commands_read_the_folder(compressed, texts, capsys):
