@@ -1,15 +1,19 @@
 """The hook for transformers that the documentation shows collects the moments of this library."""
 
 import functools
+import json
 import pathlib
 import re
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from vqjax import DenseHead, checkpoints
+from vqjax.checkpoints.table_file import read_table
 from vqjax.compression import Moments
 from vqjax.compression.calibration import collect
+from vqjax.lab.commands import compress
 
 torch = pytest.importorskip("torch", reason="the extra `parity` is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra `parity` is not installed")
@@ -69,3 +73,60 @@ def test_the_documented_hook_collects_what_this_library_does(tmp_path, monkeypat
   # float32 on both sides, by other sums.
   for theirs, ours in ((found.hidden, expected.hidden), (found.inputs, expected.inputs)):
     np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-4 * np.abs(ours).max())
+
+
+def log_probs(model, tokens):
+  with torch.no_grad():
+    return torch.log_softmax(model(tokens).logits[:, 1:].double(), -1)
+
+
+def test_tables_of_a_model_that_is_not_run_here_are_compressed(tmp_path):
+  config = transformers.Gemma3nTextConfig(
+    vocab_size=97, vocab_size_per_layer_input=97, hidden_size=32, hidden_size_per_layer_input=8,
+    intermediate_size=40, num_hidden_layers=2, head_dim=8, num_attention_heads=4,
+    num_key_value_heads=2, num_kv_shared_layers=0, altup_num_inputs=2, laurel_rank=4,
+    activation_sparsity_pattern=[0.0, 0.0], pad_token_id=0,
+    layer_types=["sliding_attention", "full_attention"],
+  )  # fmt: skip
+  torch.manual_seed(0)
+  model = transformers.Gemma3nForCausalLM(config).eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.add_(0.1 * torch.randn_like(parameter))
+  folder, out = tmp_path / "model", tmp_path / "out"
+  model.save_pretrained(folder)
+  batches = torch.randint(1, 97, (8, 33)).split(4)
+  modules = {"embed_tokens": None, "embed_tokens_per_layer": model.model.embed_tokens_per_layer}
+  options = []
+  for name, module in modules.items():
+    documented()(model, batches, tmp_path / name, table=module)
+    options += ["--table", f"model.{name}.weight", str(tmp_path / name)]
+  assert compress.main([str(folder), "--bytes", "9KB", "--out", str(out), *options]) == 0
+  made = json.loads((out / "vqjax.json").read_text())
+  assert 8000 < sum(table["bytes"] for table in made["tables"].values()) <= 9000
+  before, after = (load_file(path / "model.safetensors") for path in (folder, out))
+  for name in before.keys() & after.keys():
+    np.testing.assert_array_equal(before[name], after[name])
+  tokens = torch.randint(1, 97, (4, 33))
+  expected = log_probs(model, tokens)
+  tables = {f"model.{name}.weight": f"model.{name}" for name in modules}
+  assert before.keys() - after.keys() == set(tables)
+  for name, module in tables.items():
+    rows = torch.from_numpy(read_table(out, name).rows())
+    model.get_submodule(module).weight.data.copy_(rows)
+  found = log_probs(model, tokens)
+  kl = (expected.exp() * (expected - found)).sum(-1).mean()
+  assert 0 < kl < 0.01
+
+
+def test_tables_that_are_not_there_are_refused_with_similar_names(tmp_path, capsys):
+  gemma().save_pretrained(tmp_path / "model")
+  Moments(np.eye(32), np.ones(97), 1).save(tmp_path / "m")
+  call = [str(tmp_path / "model"), "--bytes", "1MB", "--out", str(tmp_path / "out"), "--table"]
+  assert compress.main([*call, "embed_tokens.weight", str(tmp_path / "m")]) == 2
+  line = capsys.readouterr().err
+  assert "`--table` must be a tensor [V, D]" in line
+  assert "model.embed_tokens.weight" in line
+  with pytest.raises(SystemExit):
+    compress.main([*call, "a", "b", "--text", "c"])
+  assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO
 
 import ml_dtypes
@@ -213,28 +213,49 @@ def _write_folder(
   full = {family.prefix + name: name for name in tables.tensors}
   full |= {name: name for name in tables.tensors}
   sizes, modules = {}, []
+
+  def replaced(name: str, tensor: Tensor) -> dict[str, np.ndarray] | None:
+    if name not in full:
+      return {} if tables.is_tied and name == "lm_head.weight" else None
+    stem = name.removesuffix(".weight")
+    modules.append(stem)
+    written = packed_table(tensor, bits, group, tables.metrics[full[name]])
+    sizes[name] = sum(array.nbytes for array in written.values())
+    return {f"{stem}.{end}": array for end, array in written.items()}
+
   with whole(out) as partial:
-    partial.mkdir()
-    for file in source.path.iterdir():
-      is_index = file.name.endswith(".safetensors.index.json")
-      if file.is_file() and file.suffix not in WEIGHTS and not is_index:
-        shutil.copy(file, partial / file.name)
-    files = ShardedFiles(partial, 5 * 10**9)
-    for name, tensor in source.tensors.items():
-      verify(name, tensor, source.path)
-      if name in full:
-        stem = name.removesuffix(".weight")
-        modules.append(stem)
-        written = packed_table(tensor, bits, group, tables.metrics[full[name]])
-        sizes[name] = sum(array.nbytes for array in written.values())
-        for end, array in written.items():
-          files.add(f"{stem}.{end}", array)
-      elif not (tables.is_tied and name == "lm_head.weight"):
-        files.add(name, np.ascontiguousarray(tensor.read(slice(None))))
-    files.finish()
+    copy_folder(source, partial, replaced)
     config = dict(source.config) | {"quantization_config": _quantization(modules, bits, group, dim)}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
   return sizes
+
+
+def copy_folder(
+  source: Source,
+  folder: pathlib.Path,
+  replaced: Callable[[str, Tensor], Mapping[str, np.ndarray] | None],
+) -> None:
+  """Write a folder of safetensors again with other tensors in place of some.
+
+  Args:
+    source: the folder that is read, a tensor at a time.
+    folder: a folder that does not exist.
+    replaced: name and tensor -> the arrays in its place by their names; None: it is copied.
+  """
+  folder.mkdir()
+  for file in source.path.iterdir():
+    is_index = file.name.endswith(".safetensors.index.json")
+    if file.is_file() and file.suffix not in WEIGHTS and not is_index:
+      shutil.copy(file, folder / file.name)
+  files = ShardedFiles(folder, 5 * 10**9)
+  for name, tensor in source.tensors.items():
+    verify(name, tensor, source.path)
+    arrays = replaced(name, tensor)
+    if arrays is None:
+      arrays = {name: np.ascontiguousarray(tensor.read(slice(None)))}
+    for full, array in arrays.items():
+      files.add(full, array)
+  files.finish()
 
 
 def packed_table(

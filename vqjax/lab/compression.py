@@ -7,6 +7,7 @@ searched on calibration text; what is reported is measured on text that nothing 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import math
@@ -28,8 +29,9 @@ from vqjax import checkpoints
 from vqjax.checkpoints import table_file
 from vqjax.compression import Moments, QuantizedTable, gguf_types, quantize
 from vqjax.compression.calibration import collect
-from vqjax.compression.exports import ROWS
+from vqjax.compression.exports import ROWS, copy_folder
 from vqjax.compression.grids import check_rows
+from vqjax.compression.outputs import check_output, whole
 from vqjax.convert.variables import Variables
 from vqjax.lab import records
 from vqjax.lab.training.run import disk_error
@@ -224,20 +226,23 @@ class Point:
   kl: float | None
 
 
-class Compression:
-  """The tables of one model at any step."""
+class Tables:
+  """Tables at any step.
 
-  def __init__(self, model: Transformer, variables: Variables, moments: Moments):
-    """Check that the moments are those of the model.
+  Attributes:
+    tables: the tables by their names.
+    moments: what errors of each cost.
+  """
+
+  def __init__(self, tables: Mapping[str, np.ndarray], moments: Mapping[str, Moments]):
+    """Check that the moments are those of the tables.
 
     Raises:
-      ValueError: a table is not finite, or the moments have another width or vocabulary.
+      ValueError: the moments have another width or vocabulary.
     """
-    self.model, self.variables = model, variables
-    self.tables = tables_of(model, variables)
-    self.moments = moments.of_tables(list(self.tables))
-    for table in self.tables.values():
-      moments.check(*table.shape)
+    self.tables, self.moments = tables, moments
+    for name, table in tables.items():
+      moments[name].check(*table.shape)
 
   def quantized(self, step: float) -> dict[str, QuantizedTable]:
     """The tables as integers."""
@@ -264,25 +269,23 @@ class Compression:
       # At least a tenth of a bit for each hundred numbers, so that it ends.
       step *= 2 ** (2 * max(8 * excess / numbers, 1e-3))
     for name, parts in coded.items():
-      if not np.array_equal(table_file.CompressedTable(parts).levels(), quantized[name].levels):
-        raise RuntimeError(f"the table {name} is not read as it was written: report it")
+      read, levels = table_file.CompressedTable(parts), quantized[name].levels
+      for first in range(0, len(levels), 2**14):
+        last = min(first + 2**14, len(levels))
+        if not np.array_equal(read.levels(first, last), levels[first:last]):
+          raise RuntimeError(f"the table {name} is not read as it was written: report it")
     return step, quantized, coded
-
-  def variables_of(self, quantized: Mapping[str, QuantizedTable]) -> Variables:
-    """The variables of the model with these tables."""
-    made = {name: jnp.asarray(q.table(), self.model.dtype) for name, q in quantized.items()}
-    return with_tables(self.variables, made)
 
   @functools.cached_property
   def _samples(self) -> dict[str, tuple[QuantizedTable, int]]:
     """Some rows of the tables in fine steps, and the number of all rows."""
     samples = {}
-    for name, whole in self.quantized(FINE_STEP).items():
-      some = slice(None, None, max(1, len(whole.levels) // SAMPLE))
+    for name, fine in self.quantized(FINE_STEP).items():
+      some = slice(None, None, max(1, len(fine.levels) // SAMPLE))
       # Copies, so that the other rows are given back.
-      levels, owner = whole.levels[some].copy(), whole.step_class[some].copy()
-      own = dataclasses.replace(whole, levels=levels, step_class=owner)
-      samples[name] = own, len(whole.levels)
+      levels, owner = fine.levels[some].copy(), fine.step_class[some].copy()
+      own = dataclasses.replace(fine, levels=levels, step_class=owner)
+      samples[name] = own, len(fine.levels)
     return samples
 
   def size(self, step: float) -> int:
@@ -292,6 +295,25 @@ class Compression:
       levels = np.rint(fine.levels * (FINE_STEP / step)).astype(np.int32)
       total += table_file.coded_bytes(dataclasses.replace(fine, levels=levels), rows)
     return total
+
+
+class Compression(Tables):
+  """The tables of one model at any step."""
+
+  def __init__(self, model: Transformer, variables: Variables, moments: Moments):
+    """Check that the moments are those of the model.
+
+    Raises:
+      ValueError: the moments have another width or vocabulary.
+    """
+    self.model, self.variables = model, variables
+    tables = tables_of(model, variables)
+    super().__init__(tables, moments.of_tables(list(tables)))
+
+  def variables_of(self, quantized: Mapping[str, QuantizedTable]) -> Variables:
+    """The variables of the model with these tables."""
+    made = {name: jnp.asarray(q.table(), self.model.dtype) for name, q in quantized.items()}
+    return with_tables(self.variables, made)
 
   def point(self, step: float, reference: Reference | None) -> Point:
     """Size and divergence at a step."""
@@ -567,13 +589,18 @@ def in_block_types(
   return found
 
 
+def check_not_compressed(model: pathlib.Path) -> None:
+  """Raise ValueError for a folder that has compressed tables."""
+  if (model / table_file.MANIFEST).is_file():
+    raise ValueError(
+      f"`model` must not be compressed already; got {model} with {table_file.MANIFEST}. Give the"
+      " model that it was made of."
+    )
+
+
 def check_paths(job: Job) -> None:
   """Raise ValueError unless the model can be compressed into the folder."""
-  if (job.model / table_file.MANIFEST).is_file():
-    raise ValueError(
-      f"`model` must not be compressed already; got {job.model} with {table_file.MANIFEST}. Give"
-      " the model that it was made of."
-    )
+  check_not_compressed(job.model)
   if job.out.exists():
     raise ValueError(
       f"`--out` must be a new folder; got {job.out}, which exists. Give another one."
@@ -707,6 +734,109 @@ class ProgressBars:
     self._bars.stop()
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorJob:
+  """A call of `compress_tensors`.
+
+  Attributes:
+    model: a folder of safetensors, of any architecture.
+    out: folder to be written.
+    size: bound of the bytes of all tables.
+    moments: files of moments by the names of the tensors that are compressed, [V, D] each.
+  """
+
+  model: pathlib.Path
+  out: pathlib.Path
+  size: int
+  moments: Mapping[str, pathlib.Path]
+
+
+def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, Any]:
+  """Compress tensors of a folder, whose model is not run; return what `vqjax.json` says.
+
+  All other files and tensors are copied. The new folder is whole or not there.
+
+  Raises:
+    ValueError: the folder is compressed already or not of safetensors, lacks a tensor, or has one
+      that is not finite; the size cannot be reached; moments are those of another table.
+  """
+  begin = time.monotonic()
+  check_not_compressed(job.model)
+  check_output(job.out, "--out")
+  source = checkpoints.files.open_source(job.model)
+  if source.kind != "safetensors":
+    raise ValueError(
+      f"`--table` needs a folder of safetensors; got {job.model}, which is {source.kind}. Leave it"
+      " out, and give `--text`."
+    )
+  moments = {name: read_moments(path) for name, path in job.moments.items()}
+  of_two_axes = [name for name, tensor in source.tensors.items() if len(tensor.shape) == 2]
+  tables = {}
+  for name in moments:
+    if name not in of_two_axes:
+      near = difflib.get_close_matches(name, of_two_axes, 3, 0.0)
+      raise ValueError(
+        f"`--table` must be a tensor [V, D] of {job.model}; got {name}. Similar names:"
+        f" {', '.join(near)}."
+      )
+    tensor = source.tensors[name]
+    checkpoints.files.verify(name, tensor, source.path)
+    moments[name].check(*tensor.shape)
+    tables[name] = np.empty(tensor.shape, np.float32)
+    for first in range(0, tensor.shape[0], ROWS):
+      rows = tensor.read(slice(first, first + ROWS))
+      tables[name][first : first + ROWS] = rows
+      check_rows(tables[name][first : first + ROWS], name)
+  made = Tables(tables, moments)
+
+  def measure(step: float) -> Point:
+    point = Point(step, made.size(step), None)
+    say(f"step {step:.4g}: {point.bytes / 1e6:.2f} MB")
+    return point
+
+  best, _ = search(measure, size=job.size)
+  with ProgressBars() as bars:
+    step, quantized, coded = made.coded(best.step, job.size, bars("coding"))
+  sizes = {name: sum(array.nbytes for array in parts.values()) for name, parts in coded.items()}
+  replaced = lambda name, _: {
+    name + table_file.SEPARATOR + part: array for part, array in coded[name].items()
+  }
+  manifest = {
+    "format": table_file.FORMAT,
+    "version": table_file.VERSION,
+    "tables": {
+      name: {"tensor": name, "shape": list(quantized[name].shape), "bytes": size}
+      for name, size in sizes.items()
+    },
+    "report": {
+      "step": step,
+      "bytes": sum(sizes.values()),
+      "parts": {n: {part: a.nbytes for part, a in parts.items()} for n, parts in coded.items()},
+      "seconds": round(time.monotonic() - begin, 1),
+      "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    },
+  }
+  others = (tensor.nbytes for name, tensor in source.tensors.items() if name not in coded)
+  check_free(job.out.absolute().parent, sum(sizes.values()) + sum(others) + 2**24)
+  with whole(job.out, "--out") as partial:
+    try:
+      copy_folder(source, partial, lambda n, t: replaced(n, t) if n in coded else None)
+    except Exception as error:  # safetensors has an error of its own for a failed write
+      raise disk_error(error, partial) from error
+    records.write(partial / table_file.MANIFEST, manifest)
+  return manifest
+
+
+def check_free(folder: pathlib.Path, needed: int) -> None:
+  """Raise OSError unless the disk of a folder has so many bytes free."""
+  free = shutil.disk_usage(folder).free
+  if free < needed:
+    raise OSError(
+      f"`--out` must be on a disk with {needed:,} bytes free; got {free:,}. Free some space, and"
+      " run the same command again."
+    )
+
+
 def hardest(
   found: Mapping[str, np.ndarray], of: Windows, tokenizer: Any, count: int = 12
 ) -> list[dict[str, Any]]:
@@ -732,12 +862,7 @@ def _write(job, work, loaded, coded, result):
   model, variables, tokenizer = loaded
   body = jax.tree.leaves({k: v for k, v in variables["params"].items() if k not in coded})
   needed = result["bytes"] + sum(x.nbytes for x in body) + 2**24
-  free = shutil.disk_usage(work).free
-  if free < needed:
-    raise OSError(
-      f"`--out` must be on a disk with {needed:,} bytes free; got {free:,}. Free some space, and"
-      " run the same command again, which goes on from here."
-    )
+  check_free(work, needed)
   folder = work / "model"
   try:
     tensors = checkpoints.save(folder, model, variables, tokenizer, compressed=coded)

@@ -2,14 +2,15 @@
 
 vqjax compress gemma-3-270m-q4_k_m.gguf --kl 0.01 --text news.txt code.txt --out small
 vqjax compress gemma-3-270m-q4_k_m.gguf --bytes 45MB --text news.txt code.txt --out smaller
-vqjax compress large --kl 0.01 --moments moments.safetensors --text news.txt --out small
+vqjax compress medium --kl 0.01 --moments moments.safetensors --text news.txt --out small
+vqjax compress large --bytes 1GB --table model.embed_tokens.weight moments.safetensors --out small
 """
 
 import argparse
 import pathlib
 import re
 
-from vqjax.lab.compression import Job, check_paths, compress_model
+from vqjax.lab.compression import Job, TensorJob, check_paths, compress_model, compress_tensors
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.data.files import data_path, read_text
 from vqjax.lab.exits import say
@@ -36,9 +37,28 @@ def size_of(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
-  options = _parser().parse_args(arguments)
+  parser = _parser()
+  options = parser.parse_args(arguments)
+  if options.table and (options.bytes is None or options.text or options.moments):
+    parser.error("`--table` needs `--bytes`, and no `--text` or `--moments`: the model is not run")
+  if not options.table and not options.text:
+    parser.error("`--text` must be given, or `--table` for a model that is not run")
   configure_warnings()
-  return exit_code(lambda: _compress(options), show_traceback=options.traceback)
+  run = _compress_tensors if options.table else _compress
+  return exit_code(lambda: run(options), show_traceback=options.traceback)
+
+
+def _compress_tensors(options: argparse.Namespace) -> None:
+  moments = {name: pathlib.Path(path) for name, path in options.table}
+  model = data_path(options.model, kind="model")
+  made = compress_tensors(TensorJob(model, options.out, options.bytes, moments), say)
+  report = made["report"]
+  for name, table in made["tables"].items():
+    print(f"{name}: {table['bytes']:,} bytes")
+  print(
+    f"compressing took {report['seconds']:.0f} s and {report['peak_bytes'] / 1e9:.2f} GB of"
+    f" memory\nresult: {options.out}"
+  )
 
 
 def _compress(options: argparse.Namespace) -> None:
@@ -84,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
   )
   bound.add_argument("--bytes", type=size_of, metavar="SIZE", help="bytes of the tables: 65MB")
   parser.add_argument(
-    "--text", type=pathlib.Path, nargs="+", required=True, metavar="FILE",
+    "--text", type=pathlib.Path, nargs="+", default=[], metavar="FILE",
     help="text of each domain that matters, in UTF-8: counts, calibration, and without --held-out"
     " the last fifth to report on",
   )  # fmt: skip
@@ -98,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     "--moments", type=pathlib.Path, metavar="FILE", help="moments that were collected elsewhere"
   )
+  parser.add_argument(
+    "--table", nargs=2, action="append", default=[], metavar=("TENSOR", "MOMENTS"),
+    help="compress a tensor [V, D] of safetensors of any architecture by a file of moments, without"
+    " running the model; may be given several times",
+  )  # fmt: skip
   parser.add_argument(
     "--tokens",
     type=int,
