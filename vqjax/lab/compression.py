@@ -786,6 +786,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     for first in range(0, tensor.shape[0], ROWS):
       rows = tensor.read(slice(first, first + ROWS))
       tables[name][first : first + ROWS] = rows
+      checkpoints.files.release(rows)
       check_rows(tables[name][first : first + ROWS], name)
   made = Tables(tables, moments)
 
