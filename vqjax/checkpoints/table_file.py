@@ -225,7 +225,11 @@ def encode_integers(
   for first in range(0, blocks, model.at_once):
     some = range(first, min(first + model.at_once, blocks))
     rows, owner = _padded_rows(levels, step_class, some, model.lanes)
-    symbols = _symbols(rows, shift[owner])
+    symbols = np.empty(rows.shape, np.uint8)
+    # Some at a time: the shifts of all of them are as large as the rows.
+    for start in range(0, len(rows), RESTART):
+      part = slice(start, start + RESTART)
+      symbols[part] = _symbols(rows[part], shift[owner[part]])
     # Padding is a zero, and the escape has no low bits.
     escaped = symbols == ESCAPE
     escapes.append(rows[escaped].astype(np.int32))

@@ -782,12 +782,10 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     tensor = source.tensors[name]
     checkpoints.files.verify(name, tensor, source.path)
     moments[name].check(*tensor.shape)
-    tables[name] = np.empty(tensor.shape, np.float32)
+    # Mapped from the file: only blocks of rows are turned into float32.
+    tables[name] = tensor.read(slice(None))
     for first in range(0, tensor.shape[0], ROWS):
-      rows = tensor.read(slice(first, first + ROWS))
-      tables[name][first : first + ROWS] = rows
-      checkpoints.files.release(rows)
-      check_rows(tables[name][first : first + ROWS], name)
+      check_rows(np.asarray(tables[name][first : first + ROWS], np.float32), name)
   made = Tables(tables, moments)
 
   def measure(step: float) -> Point:
