@@ -40,6 +40,7 @@ from .heads import LowRankHead as LowRankHead
 from .heads import ProductHead as ProductHead
 from .heads import QuantizedHead as QuantizedHead
 from .heads import ResidualCodebookHead as ResidualCodebookHead
+from .heads import RoutedHead as RoutedHead
 from .heads import SampledSoftmaxHead as SampledSoftmaxHead
 from .heads import UnigramBias as UnigramBias
 from .heads import UnigramProposal as UnigramProposal

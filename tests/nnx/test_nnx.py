@@ -36,6 +36,7 @@ HEADS = {
   "LowRankHead": {"rank": 3},
   "QuantizedHead": {"classes": 3, "use_bias": True},
   "CertifiedHead": {"budget": 5},
+  "RoutedHead": {"clusters": 10, "budget": 3},
   "ClassBasedHead": {"classes": 7},
   "HierarchicalHead": {},
 }

@@ -16,6 +16,7 @@ from vqjax.heads.low_rank import LowRankHead
 from vqjax.heads.product import LearnedProductHead, ProductHead
 from vqjax.heads.quantized import QuantizedHead
 from vqjax.heads.residual import ResidualCodebookHead
+from vqjax.heads.routed import RoutedHead
 from vqjax.heads.sampled import SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
 from vqjax.heads.unshared import UnsharedGroupedHead
@@ -36,6 +37,7 @@ __all__ = [
   "ProductHead",
   "QuantizedHead",
   "ResidualCodebookHead",
+  "RoutedHead",
   "SampledSoftmaxHead",
   "UnigramBias",
   "UnigramProposal",

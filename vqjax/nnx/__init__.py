@@ -93,6 +93,9 @@ class LowRankHead(Layer, of=heads.LowRankHead): ...
 class CertifiedHead(Layer, of=heads.CertifiedHead): ...
 
 
+class RoutedHead(Layer, of=heads.RoutedHead): ...
+
+
 class ClassBasedHead(Layer, of=heads.ClassBasedHead): ...
 
 
@@ -131,6 +134,7 @@ __all__ = [
   "QuantizedEmbedding",
   "QuantizedHead",
   "ResidualCodebookHead",
+  "RoutedHead",
   "SampledSoftmaxHead",
   "ScalarEmbedding",
   "SoftmaxQuantizer",

@@ -34,11 +34,13 @@ def linear_blocks(
   softcap: float | int | None = None,
   dtype: Dtype | None = None,
   vocab_axis: str | None = None,
+  width: int | None = None,
 ) -> sampling.Blocks:
   """The scores hidden · weightᵀ + bias, a block of the vocabulary at a time.
 
   Inside of a `shard_map` over `vocab_axis`, `weight` and `bias` are the device's own rows of the
-  `vocab` rows of all devices.
+  `vocab` rows of all devices. The scores of many vectors come in blocks of at most `width` tokens,
+  as in `sampling.row_blocks`.
   """
   weight = as_row_factory(weight)
   dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
@@ -51,7 +53,7 @@ def linear_blocks(
     product_VB = softmax.rows_scores(weight, hidden, dtype)
     return sampling.stored_block(product_VB, vocab, finish, vocab_axis)
   scores = lambda cut: finish(softmax.rows_scores(weight.select(cut), hidden, dtype), cut)
-  return sampling.row_blocks(batch, weight.count, vocab, scores, vocab_axis)
+  return sampling.row_blocks(batch, weight.count, vocab, scores, vocab_axis, width)
 
 
 @vocab_parallel.for_any_axes("hidden")

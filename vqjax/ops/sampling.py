@@ -217,12 +217,28 @@ class _Exponentials(NamedTuple):
     return top_B + jnp.log(total_B)
 
 
+def log_z(blocks: Blocks, temperature: float | int = 1.0) -> Float[Array, "*B"]:
+  """log z(T), the log-normaliser of softmax(scores / T).
+
+  It is differentiable in reverse mode; the gradient computes each block once more.
+  """
+  max_B, (sum_B,) = _sums(blocks, (temperature,))
+  return max_B / temperature + jnp.log(sum_B)
+
+
 def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]:
   """log z(T) - log z(1) / T, where z(T) is the normaliser of softmax(scores / T).
 
   The log-probability of a token at temperature T is log p(token) / T minus this. It is
-  differentiable in reverse mode; the gradient computes each block once more.
+  differentiable as `log_z` is.
   """
+  # The maximum, divided by T on both sides, cancels.
+  _, (one_B, sharp_B) = _sums(blocks, (1.0, temperature))
+  return jnp.log(sharp_B) - jnp.log(one_B) / temperature
+
+
+def _sums(blocks, temperatures):
+  """The largest score, and the sums of exp((score - largest) / T) of each temperature."""
 
   @jax.checkpoint
   def step(carry, index):
@@ -234,19 +250,20 @@ def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]
     above_WB, step_B = score_WB - shift_B, max_B - shift_B
     return new_max_B, *(
       sum_B * jnp.exp(step_B / t) + jnp.exp(above_WB / t).sum(axis=0)
-      for sum_B, t in zip(sums, (1.0, temperature))
+      for sum_B, t in zip(sums, temperatures)
     )
 
   zero_B = jnp.zeros(blocks.batch, jnp.float32)
-  max_B, *sums = blocks.fold(step, (jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B))
+  carry = (jnp.full_like(zero_B, -jnp.inf), *[zero_B] * len(temperatures))
+  max_B, *sums = blocks.fold(step, carry)
   if blocks.axis:
-    step_B = max_B - exp_shift(vocab_parallel.common_shift(max_B, blocks.axis))
+    top_B = vocab_parallel.common_shift(max_B, blocks.axis)
+    step_B = max_B - exp_shift(top_B)
     sums = [
-      lax.psum(sum_B * jnp.exp(step_B / t), blocks.axis)
-      for sum_B, t in zip(sums, (1.0, temperature))
+      lax.psum(sum_B * jnp.exp(step_B / t), blocks.axis) for sum_B, t in zip(sums, temperatures)
     ]
-  # The maximum, divided by T on both sides, cancels.
-  return jnp.log(sums[1]) - jnp.log(sums[0]) / temperature
+    max_B = top_B
+  return max_B, sums
 
 
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:

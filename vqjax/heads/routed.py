@@ -1,0 +1,370 @@
+"""The dense head that scores the rows of the likeliest clusters only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
+
+from vqjax.heads.base import Head
+from vqjax.heads.dense import DenseHead
+from vqjax.ops import codes as code_ops
+from vqjax.ops import groups, linear_decoding, routing, sampling, softmax, topk, vocab_parallel
+from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.tiles import Scoring
+from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.variables import Declaration, Initializer, Variable, row_init
+
+
+class RoutedHead(DenseHead):
+  """A `DenseHead` that scores centroids, then the rows of the best clusters.
+
+  The vocabulary is divided into C clusters of equal size. A token's score is that of its row where
+  its cluster is among the `budget` likeliest, and that of its cluster's centroid elsewhere, plus
+  the token's bias; the distribution is the softmax of these scores (`vqjax.ops.routing`). All
+  methods are exact for it, so that a draft of this head can be verified. A few vectors at a time
+  read C centroids and budget · V/C rows; losses of many vectors take a pass over the whole weight.
+
+  `from_dense` makes it of a trained head; `vqjax.convert.train_routes` fits its centroids to hidden
+  states. The order is the variable `order` of the collection `codes`, and `assignment` the cluster
+  of each token; neither is trained.
+
+  Attributes:
+    clusters: number of clusters, C.
+    budget: number of clusters whose rows are scored, m.
+    order_init: int [V], the tokens, cluster after cluster, or a function (key, shape, dtype) that
+      makes it; None: in order of their ids. Clusters are consecutive and of equal size, or of one
+      token fewer where C does not divide V.
+    centroid_init: initialiser of the [C, D] centroids.
+  """
+
+  clusters: int = dataclasses.field(kw_only=True)
+  budget: int = dataclasses.field(kw_only=True)
+  order_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
+  centroid_init: Initializer = dataclasses.field(default=row_init, kw_only=True)
+
+  @staticmethod
+  def from_dense(
+    head: Head, variables: dict[str, Any], order: ArrayLike, clusters: int, budget: int
+  ) -> tuple["RoutedHead", dict[str, Any]]:
+    """A head and variables with the rows of a dense head, and the mean row of each cluster.
+
+    Args:
+      head: the dense head, tied or not.
+      variables: its variables, with those of a tied embedding.
+      order: the tokens, cluster after cluster, such as `assign.bisected(rows, clusters)`.
+      clusters: see the attribute.
+      budget: see the attribute.
+
+    Raises:
+      ValueError: `head` is another head, or `order` is not a permutation of its tokens.
+    """
+    if type(head) is not DenseHead:
+      raise ValueError(
+        f"`head` must be a DenseHead; got a {type(head).__name__}. Heads that are compressed score"
+        " few numbers for each token already."
+      )
+    groups.check_order(order, head.vocab)
+    fields = {f.name: getattr(head, f.name) for f in dataclasses.fields(DenseHead) if f.init}
+    fields |= {"name": None, "parent": None, "z_loss": 0.0, "label_smoothing": 0.0}
+    made = RoutedHead(**fields, clusters=clusters, budget=budget, order_init=np.asarray(order))
+    return made, made._with_means(variables)
+
+  def _with_means(self, variables):
+    @jax.jit
+    def init(key):
+      return self.init(key, jnp.zeros((1, self.dim)))
+
+    fresh = init(jax.random.key(0))
+
+    def means(self):
+      of_cluster = lambda x: jax.ops.segment_sum(x, self.array("assignment"), self.clusters)
+      rows = self._weight().all().astype(jnp.float32)
+      return of_cluster(rows) / of_cluster(jnp.ones((self.vocab, 1)))
+
+    kept = {**variables.get("params", {}), "centroids": fresh["params"]["centroids"]}
+    made = {**variables, "params": kept, "codes": {**variables.get("codes", {}), **fresh["codes"]}}
+    kept["centroids"] = self.apply(made, method=means).astype(self.param_dtype)
+    return made
+
+  def declare(self) -> Declaration:
+    """The variables of the dense head, the centroids [C, D], order and clusters [V]."""
+    centroids = Variable(
+      (self.clusters, self.dim), ("clusters", "embed"), self.centroid_init, self.param_dtype
+    )
+    shape, codes = (self.vocab,), {"dtype": jnp.int32, "collection": "codes"}
+    return super().declare() | {
+      "centroids": centroids,
+      "order": Variable(shape, ("positions",), self._checked_order, random=False, **codes),
+      "assignment": Variable(
+        shape, ("vocab",), self._clusters_of, source="order", pad_value=code_ops.NO_CODE, **codes
+      ),
+    }
+
+  def _checked_order(self, key, shape, dtype):
+    if self.order_init is None:
+      return jnp.arange(self.vocab, dtype=dtype)
+    order = self.order_init(key, shape, dtype)
+    groups.check_order(order, self.vocab)
+    return jnp.asarray(order, dtype)
+
+  def _clusters_of(self, order, shape, dtype):
+    starts = groups.group_starts(self.vocab, self.clusters)
+    return groups.group_and_slot(groups.positions(order), starts)[0].astype(dtype)
+
+  def check(self) -> None:
+    """Check the numbers of clusters, and that no option of the loss needs the row of every token."""
+    super().check()
+    if not 1 <= self.budget <= self.clusters <= self.vocab:
+      raise ValueError(
+        f"`budget` must be in [1, clusters] and `clusters` in [1, vocab]; got budget {self.budget},"
+        f" clusters {self.clusters}, vocab {self.vocab}. 32 of 2048 are usual for 262,144 tokens."
+      )
+    if self.z_loss or self.label_smoothing:
+      raise ValueError(
+        f"`z_loss` and `label_smoothing` must be 0; got {self.z_loss} and {self.label_smoothing}."
+        " Train the dense head with them, and then its centroids."
+      )
+
+  def flops_per_token(self) -> int:
+    """A product of width D for each centroid and each row of the chosen clusters."""
+    return 2 * self.dim * (self.clusters + self._rows_scored())
+
+  def _rows_scored(self):
+    return self.budget * -(-self.vocab // self.clusters)
+
+  def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
+    """Refuse: the scores of a token are not linear in hidden.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError(
+      "`head` must be linear in hidden; got a RoutedHead. Give the dense head that it was made of."
+    )
+
+  def _rows(self) -> dict[str, Sharded | Replicated]:
+    own = {name: Replicated(self.array(name)) for name in ("centroids", "order")}
+    return super()._rows() | {"assignment": Sharded(self.array("assignment"), code_ops.NO_CODE)} | own
+
+  def _is_few(self, hidden):
+    """Whether the chosen rows of all vectors are fewer than those of the weight."""
+    return math.prod(hidden.shape[:-1]) * self._rows_scored() <= self.vocab
+
+  def _log_size(self, rows, temperature=1.0):
+    """Log sum of exp(bias / temperature) over the tokens of each cluster."""
+    bias = rows["bias"]
+    bias = None if bias is None else bias.astype(jnp.float32) / temperature
+    return code_ops.log_mass(rows["assignment"], self.clusters, bias, self.vocab_axis)
+
+  def _routes(self, rows, hidden):
+    self._check_hidden(hidden)
+    log_size_C = self._log_size(rows)
+    return routing.routes(hidden, rows["centroids"], log_size_C, self.budget, self.dtype)
+
+  def _exact(self, rows, hidden, token_Bn):
+    """Scores of the tokens' rows, whichever device has them."""
+    weight = self._weight_of(rows)
+    dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
+    axis, count = vocab_parallel.inside(self.vocab_axis), weight.count
+    own_Bn = token_Bn - vocab_parallel.first_row(axis, count)
+    at_Bn = jnp.clip(own_Bn, 0, count - 1)
+    row_BnD = weight.at(at_Bn.reshape(-1)).reshape(*at_Bn.shape, self.dim)
+    product_Bn = jnp.einsum(
+      "...nd,...d->...n",
+      row_BnD.astype(dtype),
+      hidden.astype(dtype),
+      preferred_element_type=jnp.float32,
+    )
+    bias = rows["bias"]
+    bias_Bn = None if bias is None else bias[at_Bn].astype(jnp.float32)
+    score_Bn = Scoring(dtype, self.softcap).finish(product_Bn, bias_Bn)
+    return score_Bn if axis is None else vocab_parallel.from_owner(score_Bn, own_Bn, count, axis)
+
+  def _bias_of(self, rows, token):
+    if rows["bias"] is None:
+      return 0.0
+    return vocab_parallel.sharded_lookup(rows["bias"], token, self.vocab_axis, jnp.float32)
+
+  def _candidates(self, rows, hidden, routes):
+    """Scores and tokens [*B, n] of the chosen clusters; -inf for what is not a token."""
+    token_BmS, present_BmS = routing.tokens_of(rows["order"], self.clusters, routes.clusters)
+    flat = lambda x: x.reshape(*x.shape[:-2], -1)
+    token_Bn = flat(token_BmS)
+    score_Bn = jnp.where(flat(present_BmS), self._exact(rows, hidden, token_Bn), -jnp.inf)
+    return score_Bn, token_Bn
+
+  def _log_rest(self, rows, routes, temperature):
+    """Log-masses of the clusters that are not chosen; -inf for the others."""
+    log_mass_BC = routes.scores / temperature + self._log_size(rows, temperature)
+    return jnp.where(routes.is_chosen, -jnp.inf, log_mass_BC)
+
+  def log_prob(
+    self,
+    hidden: Float[Array, "*B D"],
+    tokens: Integer[Array, "*B"],
+    temperature: float | int = 1.0,
+  ) -> Float[Array, "*B"]:
+    """Log-probability of `tokens` in nats; nan for a token outside [0, V)."""
+    softmax.check_temperature(temperature)
+    known, token = in_vocabulary(tokens, self.vocab)
+
+    def body(rows, hidden, token):
+      routes = self._routes(rows, hidden)
+      cluster = vocab_parallel.sharded_lookup(rows["assignment"], token, self.vocab_axis)
+      of_cluster = lambda x: jnp.take_along_axis(x, cluster[..., None], axis=-1)[..., 0]
+      exact = self._exact(rows, hidden, token[..., None])[..., 0]
+      spread = of_cluster(routes.scores) + self._bias_of(rows, token)
+      score = jnp.where(of_cluster(routes.is_chosen), exact, spread)
+      if self._is_few(hidden):
+        score_Bn, _ = self._candidates(rows, hidden, routes)
+        log_chosen = jax.nn.logsumexp(score_Bn / temperature, axis=-1)
+        log_rest = jax.nn.logsumexp(self._log_rest(rows, routes, temperature), axis=-1)
+        log_z = jnp.logaddexp(log_chosen, log_rest)
+      else:
+        log_z = sampling.log_z(self._blocks(rows, hidden), temperature)
+      return score / temperature - log_z
+
+    def marked(rows, hidden, token):
+      # Marking an array sums its gradient over the devices.
+      rows, hidden = vocab_parallel.varying((rows, hidden))
+      return body(rows, hidden, token)
+
+    return jnp.where(known, self._over_vocabulary(marked, hidden, token), jnp.nan)
+
+  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """The scores of all tokens: of rows in the chosen clusters, of centroids elsewhere."""
+    rows = {name: part.rows for name, part in self._rows().items()}
+    routes = self._routes(rows, hidden)
+    score_BV = routes.scores[..., rows["assignment"]] + self._bias_of(rows, jnp.arange(self.vocab))
+    if not self._is_few(hidden):
+      is_chosen_BV = routes.is_chosen[..., rows["assignment"]]
+      return jnp.where(is_chosen_BV, super().logits(hidden), score_BV)
+    score_Bn, token_Bn = self._candidates(rows, hidden, routes)
+    # What is not a token has no place.
+    token_Bn = jnp.where(jnp.isneginf(score_Bn), self.vocab, token_Bn)
+    put = lambda all_V, token_n, score_n: all_V.at[token_n].set(score_n, mode="drop")
+    flat = score_BV.reshape(-1, self.vocab)
+    few = token_Bn.reshape(len(flat), -1), score_Bn.reshape(len(flat), -1)
+    return jax.vmap(put)(flat, *few).reshape(score_BV.shape)
+
+  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    """The scores, from products with all rows."""
+    routes = self._routes(rows, hidden)
+    first = lambda x: jnp.moveaxis(x, -1, 0)
+    score_CB, is_chosen_CB = first(routes.scores), first(routes.is_chosen)
+    bias, start = rows["bias"], vocab_parallel.first_row(self.vocab_axis, len(rows["assignment"]))
+
+    def routed(exact_WB, token_W):
+      own_W = jnp.maximum(token_W - start, 0)
+      cluster_W = jnp.minimum(rows["assignment"][own_W], self.clusters - 1)
+      bias_W = None if bias is None else bias[own_W]
+      spread_WB = code_ops.token_scores(score_CB, cluster_W, bias_W)
+      # Padding scores -inf, and so does a token that is removed.
+      spread_WB = jnp.where(jnp.isneginf(exact_WB), -jnp.inf, spread_WB)
+      return jnp.where(is_chosen_CB[cluster_W], exact_WB, spread_WB)
+
+    exact = linear_decoding.linear_blocks(
+      hidden,
+      self._weight_of(rows),
+      bias,
+      self.vocab,
+      softcap=self.softcap,
+      dtype=self.dtype,
+      vocab_axis=self.vocab_axis,
+      # Several arrays of a block's size are alive at once.
+      width=max(1, sampling.CACHED_SCORES // max(1, math.prod(hidden.shape[:-1]))),
+    )
+    return exact.map(routed)
+
+  def _weight_of(self, rows):
+    """The rows that this device holds."""
+    return dataclasses.replace(self._weight(), per_row=rows["per_row"], shared=rows["shared"])
+
+  def top_k(
+    self, hidden: Float[Array, "*B D"], k: int
+  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+    """Log-probabilities and tokens of the k most likely tokens, best first, exactly."""
+    self._check_k(k)
+    if not self._is_few(hidden):
+      return super().top_k(hidden, k)
+
+    def body(rows, hidden):
+      routes = self._routes(rows, hidden)
+      score_Bn, token_Bn = self._candidates(rows, hidden, routes)
+      best = self._best(rows, hidden, routes, score_Bn, token_Bn, k)
+      log_rest = jax.nn.logsumexp(self._log_rest(rows, routes, 1.0), axis=-1)
+      log_z = jnp.logaddexp(jax.nn.logsumexp(score_Bn, axis=-1), log_rest)
+      return best.scores - log_z[..., None], best.tokens
+
+    return self._over_vocabulary(body, hidden)
+
+  def _best(self, rows, hidden, routes, score_Bn, token_Bn, k):
+    """The k highest scores; of all tokens only where a centroid's might be among them."""
+    order_Bn = jnp.argsort(token_Bn, axis=-1)
+    sort = lambda x: jnp.take_along_axis(x, order_Bn, axis=-1)
+    found = topk.merge(topk.empty(score_Bn.shape[:-1], k), sort(score_Bn), sort(token_Bn))
+    # No token's bias is above the log of the sum of exponentials.
+    most_C = 0.0 if rows["bias"] is None else self._log_size(rows)
+    rest_B = jnp.where(routes.is_chosen, -jnp.inf, routes.scores + most_C).max(axis=-1)
+    # Strictly, so that tokens of equal scores come in the order of their numbers.
+    is_known = ((found.scores[..., -1] > rest_B) | jnp.isneginf(rest_B)).all()
+    every = lambda _: topk.TopK(*sampling.best(self._blocks(rows, hidden), k, normalizer=False)[:2])
+    return lax.cond(is_known, lambda found: found, every, found)
+
+  def sample(
+    self,
+    hidden: Float[Array, "*B D"],
+    key: PRNGKeyArray,
+    temperature: float | int = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    allowed: Bool[ArrayLike, "..."] | None = None,
+  ) -> Int[Array, "*B"]:
+    """Draw a token from the exact distribution; see `Head.sample`.
+
+    A few vectors draw among the chosen rows and the other clusters, and in a cluster among its
+    tokens. A mask, or a nucleus without `top_k`, takes the scores of all tokens.
+    """
+    sampling.check_options(temperature, top_k, top_p)
+    is_open = top_k is None and top_p in (None, 1)
+    is_greedy = temperature < 1e-6
+    is_nucleus_of_all = top_k is None and not is_open and not is_greedy
+    if allowed is not None or is_nucleus_of_all or not self._is_few(hidden):
+      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
+
+    def body(rows, hidden, key):
+      routes = self._routes(rows, hidden)
+      score_Bn, token_Bn = self._candidates(rows, hidden, routes)
+      if is_greedy or not is_open:
+        k = 1 if is_greedy else min(top_k, self.vocab)
+        best = self._best(rows, hidden, routes, score_Bn, token_Bn, k)
+        if is_greedy:
+          return best.tokens[..., 0]
+        return sampling.draw_among(best.scores / temperature, best.tokens, key, top_p)
+      return self._drawn(rows, routes, score_Bn / temperature, token_Bn, key, temperature)
+
+    return self._over_vocabulary(body, hidden, key)
+
+  def _drawn(self, rows, routes, score_Bn, token_Bn, key, temperature):
+    """A chosen row or another cluster by its mass, and then a token of the cluster."""
+    first_key, token_key = jax.random.split(key)
+    rest_BC = self._log_rest(rows, routes, temperature)
+    every = jnp.concatenate([score_Bn, rest_BC], axis=-1)
+    count = score_Bn.shape[-1]
+    drawn_B = jnp.argmax(every + sampling.gumbel(first_key, every.shape), axis=-1)
+    cluster_B = jnp.maximum(drawn_B - count, 0)
+    token_BS, present_BS = routing.tokens_of(rows["order"], self.clusters, cluster_B)
+    bias_BS = jnp.where(present_BS, self._bias_of(rows, token_BS) / temperature, -jnp.inf)
+    slot_B = jnp.argmax(bias_BS + sampling.gumbel(token_key, bias_BS.shape), axis=-1)
+    pick = lambda x, at_B: jnp.take_along_axis(x, at_B[..., None], axis=-1)[..., 0]
+    row_B = pick(token_Bn, jnp.minimum(drawn_B, count - 1))
+    token_B = jnp.where(drawn_B < count, row_B, pick(token_BS, slot_B))
+    return jnp.where(jnp.isneginf(every.max(axis=-1)), -1, token_B)
