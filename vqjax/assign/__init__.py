@@ -4,6 +4,7 @@ An assignment is int32 [V], token -> code. `CodebookHead(assignment_init=...)` t
 function (vocab, codes) -> assignment: `contiguous`, `Random`, `FrequentAlone`.
 """
 
+from vqjax.assign.bisection import bisected
 from vqjax.assign.blocks import FrequentAlone, Random, contiguous, equal_count, equal_mass
 from vqjax.assign.clusters import (
   Clustering,
@@ -32,6 +33,7 @@ __all__ = [
   "assigned_within",
   "balanced_kmeans",
   "bigrams",
+  "bisected",
   "by_kmeans",
   "check_shape",
   "checked",

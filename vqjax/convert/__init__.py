@@ -25,6 +25,7 @@ from vqjax.convert.mappings import (
   Mapping,
   TokenStats,
 )
+from vqjax.convert.routes import LikelyTokens, likely_tokens, train_routes
 from vqjax.convert.tables import (
   Guide,
   LearnedCodes,
@@ -58,6 +59,7 @@ __all__ = [
   "Guide",
   "KMeans",
   "LearnedCodes",
+  "LikelyTokens",
   "Mapping",
   "Method",
   "Ordering",
@@ -78,6 +80,7 @@ __all__ = [
   "compress",
   "frozen",
   "in_order",
+  "likely_tokens",
   "merged",
   "part_of",
   "reconstruct",
@@ -85,5 +88,6 @@ __all__ = [
   "to_clusters",
   "to_head",
   "to_levels",
+  "train_routes",
   "with_part",
 ]

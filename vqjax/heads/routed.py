@@ -171,6 +171,8 @@ class RoutedHead(DenseHead):
 
   def _exact(self, rows, hidden, token_Bn):
     """Scores of the tokens' rows, whichever device has them."""
+    # Marking an array sums its gradient over the devices.
+    rows, hidden = vocab_parallel.varying((rows, hidden))
     weight = self._weight_of(rows)
     dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
     axis, count = vocab_parallel.inside(self.vocab_axis), weight.count
@@ -196,7 +198,7 @@ class RoutedHead(DenseHead):
   def _candidates(self, rows, hidden, routes):
     """Scores and tokens [*B, n] of the chosen clusters; -inf for what is not a token."""
     token_BmS, present_BmS = routing.tokens_of(rows["order"], self.clusters, routes.clusters)
-    flat = lambda x: x.reshape(*x.shape[:-2], -1)
+    flat = lambda x: lax.collapse(x, x.ndim - 2)
     token_Bn = flat(token_BmS)
     score_Bn = jnp.where(flat(present_BmS), self._exact(rows, hidden, token_Bn), -jnp.inf)
     return score_Bn, token_Bn
@@ -229,15 +231,11 @@ class RoutedHead(DenseHead):
         log_rest = jax.nn.logsumexp(self._log_rest(rows, routes, temperature), axis=-1)
         log_z = jnp.logaddexp(log_chosen, log_rest)
       else:
-        log_z = sampling.log_z(self._blocks(rows, hidden), temperature)
+        blocks = self._blocks(*vocab_parallel.varying((rows, hidden)))
+        log_z = sampling.log_z(blocks, temperature)
       return score / temperature - log_z
 
-    def marked(rows, hidden, token):
-      # Marking an array sums its gradient over the devices.
-      rows, hidden = vocab_parallel.varying((rows, hidden))
-      return body(rows, hidden, token)
-
-    return jnp.where(known, self._over_vocabulary(marked, hidden, token), jnp.nan)
+    return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The scores of all tokens: of rows in the chosen clusters, of centroids elsewhere."""
@@ -251,9 +249,9 @@ class RoutedHead(DenseHead):
     # What is not a token has no place.
     token_Bn = jnp.where(jnp.isneginf(score_Bn), self.vocab, token_Bn)
     put = lambda all_V, token_n, score_n: all_V.at[token_n].set(score_n, mode="drop")
-    flat = score_BV.reshape(-1, self.vocab)
-    few = token_Bn.reshape(len(flat), -1), score_Bn.reshape(len(flat), -1)
-    return jax.vmap(put)(flat, *few).reshape(score_BV.shape)
+    for _ in hidden.shape[:-1]:
+      put = jax.vmap(put)
+    return put(score_BV, token_Bn, score_Bn)
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The scores, from products with all rows."""

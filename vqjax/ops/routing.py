@@ -19,8 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from vqjax.ops import groups, softmax, tiles
-from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops import groups, softmax
 from vqjax.types import Dtype
 
 
@@ -56,11 +55,10 @@ def routes(
   """
   score_BC = softmax.linear_scores(hidden, centroids, dtype=dtype)
   _, cluster_Bm = lax.top_k(lax.stop_gradient(score_BC + log_size), budget)
-  # A row of a one-hot matrix for each choice would be [*B, m, C]; a scatter has no such array.
-  flat = cluster_Bm.reshape(-1, budget)
-  row_N1 = jnp.arange(flat.shape[0])[:, None]
-  chosen_NC = jnp.zeros((flat.shape[0], centroids.shape[0]), bool).at[row_N1, flat].set(True)
-  return Routes(score_BC, cluster_Bm, chosen_NC.reshape(score_BC.shape))
+  put = lambda index_m: jnp.zeros(centroids.shape[0], bool).at[index_m].set(True)
+  for _ in hidden.shape[:-1]:
+    put = jax.vmap(put)
+  return Routes(score_BC, cluster_Bm, put(cluster_Bm))
 
 
 def tokens_of(
@@ -81,56 +79,32 @@ def tokens_of(
   return order[jnp.where(present_BS, position_BS, 0)], present_BS
 
 
-def cluster_log_masses(
-  hidden: Float[Array, "*B D"],
-  weight: Float[Array, "V D"] | RowFactory,
-  order: Int[Array, "V"],
-  clusters: int,
-  bias: Float[Array, "V"] | None = None,
-  *,
-  softcap: float | None = None,
-) -> Float[Array, "*B C"]:
-  """Log of the sum of exp(score) over the tokens of each cluster: what centroids are trained for.
-
-  Args:
-    hidden: the vectors.
-    weight: one row for each token.
-    order: the tokens, cluster after cluster.
-    clusters: number of clusters, C.
-    bias: a score of each token.
-    softcap: largest absolute score.
-  """
-  weight = as_row_factory(weight)
-  scoring = tiles.Scoring(jnp.promote_types(hidden.dtype, weight.dtype), softcap)
-
-  def mass(cluster):
-    token_S, present_S = tokens_of(order, clusters, cluster)
-    product_SB = softmax.rows_scores(weight.select(lambda x: x[token_S]), hidden, scoring.dtype)
-    own = None if bias is None else bias[token_S]
-    score_SB = softmax.finished_rows(scoring, product_SB, own)
-    present_SB = present_S.reshape(-1, *[1] * (hidden.ndim - 1))
-    return jax.nn.logsumexp(jnp.where(present_SB, score_SB, -jnp.inf), axis=0)
-
-  return jnp.moveaxis(lax.map(mass, jnp.arange(clusters, dtype=jnp.int32)), 0, -1)
-
-
 def routing_loss(
   centroids: Float[Array, "C D"],
   hidden: Float[Array, "N D"],
-  log_mass: Float[Array, "N C"],
-  log_size: Float[Array, "C"] | float,
+  log_size: Float[Array, "C"],
+  cluster: Int[Array, "N k"],
+  log_prob: Float[Array, "N k"],
+  log_z: Float[Array, "N"],
 ) -> Float[Array, ""]:
-  """Mean divergence of the clusters' distribution from that of the centroids, in nats.
+  """Mean divergence of the clusters of likely tokens from those of the centroids, in nats.
 
-  With the wanted masses P_c = exp(log_mass_c) / Z and Q of the centroids, exp(h · k_c + log_size_c),
-  it is KL(P ‖ Q / sum of Q), plus half the square of log (sum of Q) - log Z. The first term makes the
-  clusters of the highest mass the chosen ones; the second puts the scores of centroids on the scale
-  of those of rows, beside which they stand in one softmax.
+  With Q_c = exp(h · centroid_c + log_size_c) it is the cross entropy of Q / sum of Q under the
+  clusters of the given tokens, whose probabilities are scaled to the sum 1, plus half the square of
+  log (sum of Q) - log_z. The first term makes the clusters of likely tokens the chosen ones. The
+  second puts the scores of centroids on the scale of those of rows, beside which they stand in one
+  softmax.
+
+  Args:
+    centroids: one row for each cluster.
+    hidden: hidden states.
+    log_size: as in `routes`.
+    cluster: clusters of likely tokens of each state.
+    log_prob: log-probabilities of these tokens under the dense head, in nats.
+    log_z: log-normalisers of the dense head.
   """
   score_NC = softmax.linear_scores(hidden, centroids) + log_size
-  log_z_N, log_q_N = (jax.nn.logsumexp(x, axis=-1) for x in (log_mass, score_NC))
-  log_p_NC = log_mass - log_z_N[:, None]
-  p_NC = jnp.exp(log_p_NC)
-  ratio_NC = log_p_NC - (score_NC - log_q_N[:, None])
-  divergence_N = jnp.where(p_NC > 0, p_NC * ratio_NC, 0.0).sum(axis=-1)
-  return (divergence_N + 0.5 * (log_q_N - log_z_N) ** 2).mean()
+  log_q_N = jax.nn.logsumexp(score_NC, axis=-1)
+  p_Nk = jax.nn.softmax(log_prob)
+  wanted_N = (p_Nk * jnp.take_along_axis(score_NC, cluster, axis=-1)).sum(axis=-1)
+  return (log_q_N - wanted_N + 0.5 * (log_q_N - log_z) ** 2).mean()
