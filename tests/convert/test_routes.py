@@ -33,7 +33,6 @@ def test_likely_tokens_are_those_of_the_dense_head(trained):
   logits = np.asarray(head.apply(variables, hidden[:1600]), np.float64)
   np.testing.assert_array_equal(likely.tokens, np.argsort(-logits, axis=-1)[:, :8])
   log_z = np.log(np.exp(logits).sum(axis=-1))
-  np.testing.assert_allclose(likely.log_z, log_z, atol=1e-5)
   own = np.take_along_axis(logits, likely.tokens, axis=-1) - log_z[:, None]
   np.testing.assert_allclose(likely.log_probs, own, atol=1e-5)
 

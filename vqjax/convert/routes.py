@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 
 from vqjax.convert.variables import Variables
 from vqjax.heads import DenseHead, RoutedHead
-from vqjax.ops import codes, linear_decoding, routing, sampling
+from vqjax.ops import codes, routing
 
 AT_ONCE = 256
 """Hidden states that are scored at a time."""
@@ -23,17 +23,15 @@ SHRINKAGE = 0.1
 
 
 class LikelyTokens(NamedTuple):
-  """The k likeliest tokens of hidden states under a dense head, and its log-normalisers.
+  """The k likeliest tokens of hidden states under a dense head.
 
   Attributes:
     tokens: the tokens, the likeliest first.
     log_probs: their log-probabilities in nats.
-    log_z: log-normalisers.
   """
 
   tokens: Int[np.ndarray, "N k"]
   log_probs: Float[np.ndarray, "N k"]
-  log_z: Float[np.ndarray, "N"]
 
 
 def likely_tokens(
@@ -50,22 +48,15 @@ def likely_tokens(
 
   @jax.jit
   def best(variables, hidden):
-    def compute(head, hidden):
-      weight, bias = head.linear()
-      blocks = linear_decoding.linear_blocks(
-        hidden, weight, bias, head.vocab, softcap=head.softcap, dtype=head.dtype
-      )
-      return sampling.best(blocks, k)
-
-    return head.apply(variables, hidden, method=compute)
+    return head.apply(variables, hidden, k, method="top_k")
 
   found = []
   for first in range(0, len(hidden), AT_ONCE):
     part = np.asarray(hidden[first : first + AT_ONCE])
     # The last part is filled up, so that it needs no program of its own.
     filled = np.pad(part, ((0, AT_ONCE - len(part)), (0, 0)))
-    score_Nk, token_Nk, log_z_N = (np.asarray(x)[: len(part)] for x in best(variables, filled))
-    found.append((token_Nk, score_Nk - log_z_N[:, None], log_z_N))
+    log_prob_Nk, token_Nk = best(variables, filled)
+    found.append((np.asarray(token_Nk)[: len(part)], np.asarray(log_prob_Nk)[: len(part)]))
   return LikelyTokens(*map(np.concatenate, zip(*found)))
 
 
@@ -128,10 +119,9 @@ def train_routes(
   steps = count // batch
   rule = optax.adam(optax.cosine_decay_schedule(learning_rate, epochs * steps))
 
-  def loss(centroids, hidden, tokens, log_probs, log_z):
-    fit = routing.routing_loss(
-      centroids, hidden @ white, log_size, assignment[tokens], log_probs, log_z
-    )
+  def loss(centroids, hidden, tokens, log_probs):
+    cluster_Nk = assignment[tokens]
+    fit = routing.routing_loss(centroids, hidden @ white, log_size, cluster_Nk, log_probs)
     return fit + decay * jnp.square(centroids - first).sum(axis=-1).mean()
 
   @jax.jit
@@ -149,4 +139,5 @@ def train_routes(
       centroids, moments, value = step(centroids, moments, *arrays)
       losses.append(value)
     report(epoch + 1, float(np.mean(losses)))
-  return {**variables, "params": {**variables["params"], "centroids": (centroids @ white.T).astype(old.dtype)}}
+  trained = (centroids @ white.T).astype(old.dtype)
+  return {**variables, "params": {**variables["params"], "centroids": trained}}

@@ -26,11 +26,12 @@ from vqjax.variables import Declaration, Initializer, Variable, row_init
 class RoutedHead(DenseHead):
   """A `DenseHead` that scores centroids, then the rows of the best clusters.
 
-  The vocabulary is divided into C clusters of equal size. A token's score is that of its row where
-  its cluster is among the `budget` likeliest, and that of its cluster's centroid elsewhere, plus
-  the token's bias; the distribution is the softmax of these scores (`vqjax.ops.routing`). All
-  methods are exact for it, so that a draft of this head can be verified. A few vectors at a time
-  read C centroids and budget · V/C rows; losses of many vectors take a pass over the whole weight.
+  The vocabulary is divided into C clusters of equal size, and a softmax over scores of centroids
+  gives each a probability. The probability of the `budget` likeliest clusters together is divided
+  among their tokens by the scores of their rows, that of any other cluster by the biases alone,
+  evenly without one (`vqjax.ops.routing`). All methods are exact for this distribution, so that a
+  draft of this head can be verified. A few vectors at a time read C centroids and budget · V/C
+  rows; many vectors take a pass over the whole weight.
 
   `from_dense` makes it of a trained head; `vqjax.convert.train_routes` fits its centroids to hidden
   states. The order is the variable `order` of the collection `codes`, and `assignment` the cluster
@@ -195,13 +196,26 @@ class RoutedHead(DenseHead):
       return 0.0
     return vocab_parallel.sharded_lookup(rows["bias"], token, self.vocab_axis, jnp.float32)
 
-  def _candidates(self, rows, hidden, routes):
-    """Scores and tokens [*B, n] of the chosen clusters; -inf for what is not a token."""
+  def _candidates(self, rows, hidden):
+    """The routes, and scores and tokens [*B, n] of the chosen clusters; -inf for no token."""
+    routes = self._routes(rows, hidden)
     token_BmS, present_BmS = routing.tokens_of(rows["order"], self.clusters, routes.clusters)
     flat = lambda x: lax.collapse(x, x.ndim - 2)
     token_Bn = flat(token_BmS)
     score_Bn = jnp.where(flat(present_BmS), self._exact(rows, hidden, token_Bn), -jnp.inf)
-    return score_Bn, token_Bn
+    log_rows_B = jax.nn.logsumexp(score_Bn, axis=-1)
+    return routes.beside(log_rows_B, self._log_size(rows)), score_Bn, token_Bn
+
+  def _all_routes(self, rows, hidden):
+    """The routes of many vectors, whose chosen rows are found among all rows."""
+    routes = self._routes(rows, hidden)
+    rows, hidden = vocab_parallel.varying((rows, hidden))
+    is_chosen_CB = jnp.moveaxis(routes.is_chosen, -1, 0)
+    cluster_of = self._cluster_of(rows)
+    chosen = self._row_blocks(rows, hidden).map(
+      lambda score_WB, token_W: jnp.where(is_chosen_CB[cluster_of(token_W)], score_WB, -jnp.inf)
+    )
+    return routes.beside(sampling.log_z(chosen), self._log_size(rows))
 
   def _log_rest(self, rows, routes, temperature):
     """Log-masses of the clusters that are not chosen; -inf for the others."""
@@ -219,33 +233,38 @@ class RoutedHead(DenseHead):
     known, token = in_vocabulary(tokens, self.vocab)
 
     def body(rows, hidden, token):
-      routes = self._routes(rows, hidden)
-      cluster = vocab_parallel.sharded_lookup(rows["assignment"], token, self.vocab_axis)
-      of_cluster = lambda x: jnp.take_along_axis(x, cluster[..., None], axis=-1)[..., 0]
-      exact = self._exact(rows, hidden, token[..., None])[..., 0]
-      spread = of_cluster(routes.scores) + self._bias_of(rows, token)
-      score = jnp.where(of_cluster(routes.is_chosen), exact, spread)
       if self._is_few(hidden):
-        score_Bn, _ = self._candidates(rows, hidden, routes)
+        routes, score_Bn, _ = self._candidates(rows, hidden)
         log_chosen = jax.nn.logsumexp(score_Bn / temperature, axis=-1)
         log_rest = jax.nn.logsumexp(self._log_rest(rows, routes, temperature), axis=-1)
         log_z = jnp.logaddexp(log_chosen, log_rest)
       else:
-        blocks = self._blocks(*vocab_parallel.varying((rows, hidden)))
-        log_z = sampling.log_z(blocks, temperature)
-      return score / temperature - log_z
+        routes = self._all_routes(rows, hidden)
+        if temperature == 1:
+          log_z = jax.nn.logsumexp(routes.scores + self._log_size(rows), axis=-1)
+        else:
+          blocks = self._routed_blocks(*vocab_parallel.varying((rows, hidden, routes)))
+          log_z = sampling.log_z(blocks, temperature)
+      cluster = vocab_parallel.sharded_lookup(rows["assignment"], token, self.vocab_axis)
+      of_cluster = lambda x: jnp.take_along_axis(x, cluster[..., None], axis=-1)[..., 0]
+      exact = self._exact(rows, hidden, token[..., None])[..., 0]
+      spread = of_cluster(routes.scores) + self._bias_of(rows, token)
+      return jnp.where(of_cluster(routes.is_chosen), exact, spread) / temperature - log_z
 
     return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
 
   def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The scores of all tokens: of rows in the chosen clusters, of centroids elsewhere."""
     rows = {name: part.rows for name, part in self._rows().items()}
-    routes = self._routes(rows, hidden)
+    is_few = self._is_few(hidden)
+    if is_few:
+      routes, score_Bn, token_Bn = self._candidates(rows, hidden)
+    else:
+      routes = self._all_routes(rows, hidden)
     score_BV = routes.scores[..., rows["assignment"]] + self._bias_of(rows, jnp.arange(self.vocab))
-    if not self._is_few(hidden):
+    if not is_few:
       is_chosen_BV = routes.is_chosen[..., rows["assignment"]]
       return jnp.where(is_chosen_BV, super().logits(hidden), score_BV)
-    score_Bn, token_Bn = self._candidates(rows, hidden, routes)
     # What is not a token has no place.
     token_Bn = jnp.where(jnp.isneginf(score_Bn), self.vocab, token_Bn)
     put = lambda all_V, token_n, score_n: all_V.at[token_n].set(score_n, mode="drop")
@@ -254,25 +273,29 @@ class RoutedHead(DenseHead):
     return put(score_BV, token_Bn, score_Bn)
 
   def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The scores, from products with all rows."""
-    routes = self._routes(rows, hidden)
+    """The scores, from products with all rows: one for what is chosen, one for the blocks."""
+    return self._routed_blocks(rows, hidden, self._all_routes(rows, hidden))
+
+  def _routed_blocks(self, rows, hidden, routes):
     first = lambda x: jnp.moveaxis(x, -1, 0)
     score_CB, is_chosen_CB = first(routes.scores), first(routes.is_chosen)
-    bias, start = rows["bias"], vocab_parallel.first_row(self.vocab_axis, len(rows["assignment"]))
+    bias, cluster_of = rows["bias"], self._cluster_of(rows)
 
     def routed(exact_WB, token_W):
-      own_W = jnp.maximum(token_W - start, 0)
-      cluster_W = jnp.minimum(rows["assignment"][own_W], self.clusters - 1)
-      bias_W = None if bias is None else bias[own_W]
+      cluster_W = cluster_of(token_W)
+      bias_W = None if bias is None else bias[self._own_row(rows, token_W)]
       spread_WB = code_ops.token_scores(score_CB, cluster_W, bias_W)
       # Padding scores -inf, and so does a token that is removed.
       spread_WB = jnp.where(jnp.isneginf(exact_WB), -jnp.inf, spread_WB)
       return jnp.where(is_chosen_CB[cluster_W], exact_WB, spread_WB)
 
-    exact = linear_decoding.linear_blocks(
+    return self._row_blocks(rows, hidden).map(routed)
+
+  def _row_blocks(self, rows, hidden):
+    return linear_decoding.linear_blocks(
       hidden,
       self._weight_of(rows),
-      bias,
+      rows["bias"],
       self.vocab,
       softcap=self.softcap,
       dtype=self.dtype,
@@ -280,7 +303,17 @@ class RoutedHead(DenseHead):
       # Several arrays of a block's size are alive at once.
       width=max(1, sampling.CACHED_SCORES // max(1, math.prod(hidden.shape[:-1]))),
     )
-    return exact.map(routed)
+
+  def _own_row(self, rows, token_W):
+    # Padding names some token, whose row says nothing.
+    count = len(rows["assignment"])
+    return jnp.maximum(token_W - vocab_parallel.first_row(self.vocab_axis, count), 0)
+
+  def _cluster_of(self, rows):
+    def cluster_of(token_W):
+      return jnp.minimum(rows["assignment"][self._own_row(rows, token_W)], self.clusters - 1)
+
+    return cluster_of
 
   def _weight_of(self, rows):
     """The rows that this device holds."""
@@ -295,8 +328,7 @@ class RoutedHead(DenseHead):
       return super().top_k(hidden, k)
 
     def body(rows, hidden):
-      routes = self._routes(rows, hidden)
-      score_Bn, token_Bn = self._candidates(rows, hidden, routes)
+      routes, score_Bn, token_Bn = self._candidates(rows, hidden)
       best = self._best(rows, hidden, routes, score_Bn, token_Bn, k)
       log_rest = jax.nn.logsumexp(self._log_rest(rows, routes, 1.0), axis=-1)
       log_z = jnp.logaddexp(jax.nn.logsumexp(score_Bn, axis=-1), log_rest)
@@ -339,8 +371,7 @@ class RoutedHead(DenseHead):
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
 
     def body(rows, hidden, key):
-      routes = self._routes(rows, hidden)
-      score_Bn, token_Bn = self._candidates(rows, hidden, routes)
+      routes, score_Bn, token_Bn = self._candidates(rows, hidden)
       if is_greedy or not is_open:
         k = 1 if is_greedy else min(top_k, self.vocab)
         best = self._best(rows, hidden, routes, score_Bn, token_Bn, k)

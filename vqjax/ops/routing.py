@@ -1,12 +1,19 @@
 """A softmax over clusters of the vocabulary, of which the best few are scored row by row.
 
-Cluster c has a centroid k_c. The m clusters of the highest mass are chosen for a hidden vector h, and
+Cluster c has a centroid k_c and the log-size n_c, log sum of exp(b_v) over its tokens v: without a
+bias, log of their number. For a hidden vector h the clusters have the distribution
 
-  score(v) = h · w_v + b_v where the cluster of v is chosen, h · k_c(v) + b_v elsewhere,
+  p(c) = softmax(h · k_c + n_c),
 
-whose softmax is a distribution over all tokens. The mass of a cluster that is not chosen is
-exp(h · k_c) times the sum of exp(b_v) over its tokens: without a bias, the number of its tokens, among
-which it is spread evenly. So the normaliser takes the scores of all centroids and m clusters of rows.
+and the m likeliest are chosen. Their mass together is divided by the scores of rows, that of another
+cluster by the biases:
+
+  p(v) = p(chosen) · exp(h · w_v + b_v) / (sum of it over all chosen tokens)   in a chosen cluster,
+  p(v) = p(c) · exp(b_v - n_c)                                                 in another cluster c.
+
+So centroids need not be on the scale of rows. These are softmax(score) with the scores of rows as
+they are, and h · k_c + b_v + shift elsewhere, where the shift gives the chosen centroids the mass of
+the chosen rows.
 """
 
 from __future__ import annotations
@@ -35,6 +42,12 @@ class Routes(NamedTuple):
   scores: Float[Array, "*B C"]
   clusters: Int[Array, "*B m"]
   is_chosen: Bool[Array, "*B C"]
+
+  def beside(self, log_rows: Float[Array, "*B"], log_size: Float[Array, "C"]) -> "Routes":
+    """The routes with scores on the scale of rows, whose chosen ones have this log-mass."""
+    chosen_BC = jnp.where(self.is_chosen, self.scores + log_size, -jnp.inf)
+    shift_B = log_rows - jax.nn.logsumexp(chosen_BC, axis=-1)
+    return self._replace(scores=self.scores + shift_B[..., None])
 
 
 def routes(
@@ -85,15 +98,11 @@ def routing_loss(
   log_size: Float[Array, "C"],
   cluster: Int[Array, "N k"],
   log_prob: Float[Array, "N k"],
-  log_z: Float[Array, "N"],
 ) -> Float[Array, ""]:
-  """Mean divergence of the clusters of likely tokens from those of the centroids, in nats.
+  """Mean cross entropy of the clusters' distribution under likely tokens, in nats.
 
-  With Q_c = exp(h · centroid_c + log_size_c) it is the cross entropy of Q / sum of Q under the
-  clusters of the given tokens, whose probabilities are scaled to the sum 1, plus half the square of
-  log (sum of Q) - log_z. The first term makes the clusters of likely tokens the chosen ones. The
-  second puts the scores of centroids on the scale of those of rows, beside which they stand in one
-  softmax.
+  Up to a constant it is the divergence of p(c) from the probabilities of the clusters under the
+  dense head, as far as the given tokens tell: theirs are scaled to the sum 1.
 
   Args:
     centroids: one row for each cluster.
@@ -101,10 +110,8 @@ def routing_loss(
     log_size: as in `routes`.
     cluster: clusters of likely tokens of each state.
     log_prob: log-probabilities of these tokens under the dense head, in nats.
-    log_z: log-normalisers of the dense head.
   """
   score_NC = softmax.linear_scores(hidden, centroids) + log_size
-  log_q_N = jax.nn.logsumexp(score_NC, axis=-1)
-  p_Nk = jax.nn.softmax(log_prob)
-  wanted_N = (p_Nk * jnp.take_along_axis(score_NC, cluster, axis=-1)).sum(axis=-1)
-  return (log_q_N - wanted_N + 0.5 * (log_q_N - log_z) ** 2).mean()
+  own_Nk = jnp.take_along_axis(score_NC, cluster, axis=-1)
+  wanted_N = (jax.nn.softmax(log_prob) * own_Nk).sum(axis=-1)
+  return (jax.nn.logsumexp(score_NC, axis=-1) - wanted_N).mean()
