@@ -1,0 +1,335 @@
+"""Heads over Gemma 3 270M's table that read a part of it: certified and routed.
+
+python -m experiments.routed --model gemma-3-270m-q4_k_m.gguf
+
+Hidden states are those of the texts of `experiments.gemma`: centroids are trained on states of its
+calibration text, and all numbers are of held-out text, by domain, and of unseen text. The states are
+kept in the folder of work; an interrupted call goes on where it was. Results are
+docs/results/routed.json.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.gemma import DOMAINS, UNSEEN, WINDOW, read_texts, spread
+from vqjax import CertifiedHead, DenseHead, RoutedHead, assign, checkpoints
+from vqjax.compression import Moments
+from vqjax.convert import LikelyTokens, likely_tokens, train_routes
+from vqjax.lab import exits, records
+from vqjax.lab.data.files import data_path
+from vqjax.lab.training.provenance import provenance
+from vqjax.ops import sampling
+
+CLUSTERS, BUDGETS = 2048, (32, 94)
+"""Clusters of 128 rows, and numbers of them that are 4,096 and 12,032 rows."""
+
+WINDOWS_AT_ONCE = 8
+"""Windows of a file of states."""
+
+CERTIFIED_AT_ONCE = 127
+"""States of a check, half of those of a window."""
+
+PREFILTERS = (256, 384, 512)
+"""Widths of KLT prefilters, whose best 64 rows are scored again."""
+
+PREFILTERED = 1016
+"""States on which they are measured."""
+
+
+def states(options, model, variables, say):
+  """Hidden states, likely tokens and domains of training and held-out text."""
+  vocab, head = model.head.vocab, dense_head(model)
+  table = {"params": {"weight": variables["params"]["embedding"]["weight"]}}
+  texts = None
+  hidden_of = jax.jit(lambda v, tokens: model.apply(v, tokens, method="hidden"))
+  found = {}
+  for name, each in (("eval", options.windows), ("train", options.training_windows)):
+    parts = []
+    names = len(DOMAINS) + len(UNSEEN) * (name == "eval")
+    for first in range(0, each * names, WINDOWS_AT_ONCE):
+      path = options.work / f"{name}-{first:05d}.npz"
+      if not path.is_file():
+        if texts is None:
+          tokenizer = checkpoints.load_tokenizer(data_path(options.model, kind="--model"))
+          texts = read_texts(tokenizer, vocab, options.work / "texts.npz")
+        some = spread(texts.held_out if name == "eval" else texts.calibration, each)
+        rows = some.tokens[first : first + WINDOWS_AT_ONCE]
+        if not len(rows):
+          break
+        # The first prediction has no context, and the last no target.
+        own = [np.asarray(hidden_of(variables, jnp.asarray(row)[None]))[0, 1:-1] for row in rows]
+        hidden = np.concatenate(own).astype(np.float32)
+        likely = likely_tokens(head, table, hidden)
+        domain = np.repeat(some.domain[first : first + len(rows)], WINDOW - 2)
+        with records.atomic_file(path) as out:
+          np.savez(
+            out, hidden=hidden, tokens=likely.tokens,
+            log_prob=likely.log_probs.astype(np.float16), domain=domain,
+          )  # fmt: skip
+        say(f"states of {name}: {first + len(rows)} windows")
+      with np.load(path) as file:
+        parts.append({key: file[key] for key in ("hidden", "tokens", "log_prob", "domain")})
+    found[name] = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+  return found["train"], found["eval"], head, table
+
+
+def dense_head(model) -> DenseHead:
+  """The dense head over the tied table."""
+  return DenseHead(model.head.vocab, model.dim, softcap=model.head.softcap)
+
+
+def by_text(values, held):
+  """The mean over the eight domains together, each of them, and each unseen text."""
+  seen = held["domain"] < len(DOMAINS)
+  names = (*DOMAINS, *UNSEEN)
+  parts = {name: values[held["domain"] == at] for at, name in enumerate(names)}
+  return {"domains": float(values[seen].mean()), "states": int(seen.sum())} | {
+    name: float(part.mean()) for name, part in parts.items() if len(part)
+  }
+
+
+def agreement(head, variables, held):
+  """Whether the cluster of the best token is among the chosen ones, for each number of them."""
+  assignment = np.asarray(variables["codes"]["assignment"])
+  score_NC = held["hidden"] @ np.asarray(variables["params"]["centroids"]).T
+  own_N1 = np.take_along_axis(score_NC, assignment[held["tokens"][:, :1]], axis=1)
+  # The best token's row is the best of all rows, and so of those that are scored.
+  rank_N = (score_NC > own_N1).sum(axis=1)
+  return {budget: by_text(rank_N < budget, held) for budget in BUDGETS}
+
+
+def routed(options, train, held, head, table, say) -> dict:
+  """Agreement of routed heads and prefilters with the dense head."""
+  rows = np.asarray(table["params"]["weight"], np.float32)
+  hidden = train["hidden"]
+  moment = hidden.T.astype(np.float64) @ hidden / len(hidden)
+  moments = Moments(moment, np.ones(len(rows)), len(hidden))
+  kept = options.work / "order.npy"
+  if not kept.is_file():
+    begun = time.monotonic()
+    order = assign.bisected(rows - rows.mean(axis=0), CLUSTERS, metric=moments.metric())
+    with records.atomic_file(kept) as out:
+      np.save(out, order)
+    say(f"order: {time.monotonic() - begun:.0f} s")
+  order = np.load(kept)
+  own, plain = RoutedHead.from_dense(head, table, order, CLUSTERS, BUDGETS[0])
+  result = {"plain": agreement(own, plain, held)}
+  likely = LikelyTokens(train["tokens"], train["log_prob"].astype(np.float32))
+  begun = time.monotonic()
+  trained = train_routes(
+    own, plain, hidden, likely, key=jax.random.key(0),
+    report=lambda epoch, loss: say(f"epoch {epoch}: {loss:.4f} nats"),
+  )  # fmt: skip
+  result["seconds"] = time.monotonic() - begun
+  result["trained"] = agreement(own, trained, held)
+  result["states"] = len(hidden)
+  say(f"plain {result['plain'][32]['domains']:.4f}, trained {result['trained'][32]['domains']:.4f}")
+  some = {key: x[:: max(1, len(x) // PREFILTERED)] for key, x in held.items()}
+  result["prefilters"] = prefilters(rows, moments.hidden, some)
+  return result, own, trained
+
+
+def prefilters(rows, moment, held) -> dict:
+  """Whether the best row is among the 64 best by the leading KLT dimensions."""
+  rows = rows - rows.mean(axis=0)
+  values, vectors = np.linalg.eigh(moment)
+  values = np.maximum(values, values.max() * 1e-9)
+  root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
+  spectrum = np.linalg.eigh(root @ (rows.T @ rows / len(rows)) @ root)[1][:, ::-1]
+  weight = rows @ (root @ spectrum).astype(np.float32)
+  hidden = held["hidden"] @ (inverse @ spectrum).astype(np.float32)
+  best = held["tokens"][:, 0]
+  found = {}
+  for width in PREFILTERS:
+    above = np.zeros(len(hidden), np.int64)
+    narrow, own = hidden[:, :width], (hidden[:, :width] * weight[best, :width]).sum(axis=1)
+    for first in range(0, len(weight), 2**14):
+      above += (narrow @ weight[first : first + 2**14, :width].T > own[:, None]).sum(axis=1)
+    found[width] = by_text(above < 64, held)
+  return found
+
+
+@dataclasses.dataclass
+class _Checked:
+  """What a certified head answered for some states, beside all scores of the dense head."""
+
+  first: int
+  states: int
+  equal_best: int
+  equal_50: int
+  equal_sample: int
+  survivors: list
+  survivors_50: list
+
+
+def certified(options, held, head, table, say) -> dict:
+  """Answers of a certified head beside brute force, and the rows that were in doubt."""
+  made, variables = CertifiedHead.from_dense(head, table)
+  path = options.work / "certified.jsonl"
+  done = records.read_rows(path, _Checked)
+
+  @jax.jit
+  def check(variables, hidden, key):
+    run = lambda method, *args: made.apply(variables, hidden, *args, method=method)
+    logits = head.apply(table_of(variables), hidden)
+    best, fifty, drawn = run("best", 1), run("best", 50), run("sample", key)
+    noise = sampling.gumbel(jax.random.fold_in(key, 0), logits.shape[::-1]).T
+    wanted = jax.lax.top_k(logits, 50)[1]
+    return (
+      best.tokens[:, 0] == wanted[:, 0],
+      (fifty.tokens == wanted).all(axis=-1),
+      drawn == jnp.argmax(logits + noise, axis=-1),
+      best.survivors,
+      fifty.survivors,
+    )
+
+  table_of = lambda variables: {"params": variables["params"]}
+  seen = held["hidden"][held["domain"] < len(DOMAINS)]
+  size, count = CERTIFIED_AT_ONCE, min(options.certified, len(seen))
+  known = {row["first"] for row in done.rows}
+  # Spread over the texts, so that the first parts are of all.
+  order = np.random.default_rng(0).permutation(len(seen))
+  for first in range(0, count - size + 1, size):
+    if first in known:
+      continue
+    key = jax.random.fold_in(jax.random.key(1), first)
+    best, fifty, drawn, doubt, doubt_50 = map(
+      np.asarray, check(variables, seen[order[first : first + size]], key)
+    )
+    row = {
+      "first": first, "states": size, "equal_best": int(best.sum()), "equal_50": int(fifty.sum()),
+      "equal_sample": int(drawn.sum()), "survivors": doubt.tolist(),
+      "survivors_50": doubt_50.tolist(),
+    }  # fmt: skip
+    sealed = records.sealed(row, done.checksums[-1] if done.checksums else "")
+    with open(path, "a", encoding="utf-8") as out:
+      out.write(records.dumps(sealed))
+    done.rows.append(row)
+    done.checksums.append(sealed[records.CHECKSUM])
+    if first // size % 8 == 0:
+      say(f"certified: {first + size} states")
+  joined = lambda name: np.concatenate([row[name] for row in done.rows])
+  total = sum(row["states"] for row in done.rows)
+  doubt = {name: joined(name) for name in ("survivors", "survivors_50")}
+  return {
+    "states": total,
+    **{key: sum(r[key] for r in done.rows) for key in ("equal_best", "equal_50", "equal_sample")},
+    **{f"{key}_median": float(np.median(x)) for key, x in doubt.items()},
+    **{f"{key}_p99": float(np.quantile(x, 0.99)) for key, x in doubt.items()},
+  }
+
+
+def times(options, held, head, table, own, trained) -> dict:
+  """Milliseconds of a greedy token at batch 1 and 16, medians of interleaved calls."""
+  made, codes = CertifiedHead.from_dense(head, table)
+  low = {"params": {"weight": jnp.asarray(table["params"]["weight"], jnp.bfloat16)}}
+  wide = own.clone(budget=BUDGETS[1])
+  heads = {
+    "float32": (head, table, jnp.float32),
+    "bfloat16": (head.clone(dtype=jnp.bfloat16), low, jnp.bfloat16),
+    "certified": (made, codes, jnp.float32),
+    f"routed, {BUDGETS[0]} clusters": (own, trained, jnp.float32),
+    f"routed, {BUDGETS[1]} clusters": (wide, trained, jnp.float32),
+  }
+  run = lambda head: jax.jit(
+    lambda v, h: head.apply(v, h, jax.random.key(0), 0.0, method="sample")
+  )
+  programs = {name: run(head) for name, (head, _, _) in heads.items()}
+  found = {}
+  for batch in (1, 16):
+    spent = {name: [] for name in heads}
+    for repeat in range(options.repeats + 1):
+      hidden = held["hidden"][repeat * batch : (repeat + 1) * batch]
+      for name, (_, variables, dtype) in heads.items():
+        given = jnp.asarray(hidden, dtype)
+        begun = time.perf_counter()
+        jax.block_until_ready(programs[name](variables, given))
+        if repeat:
+          spent[name].append(1e3 * (time.perf_counter() - begun))
+    found[batch] = {name: float(np.median(x)) for name, x in spent.items()}
+  return found
+
+
+def main() -> int:
+  """Run the experiment, or go on with it."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--model", help="Gemma 3 270M: a GGUF or a folder")
+  parser.add_argument("--show", type=pathlib.Path, metavar="JSON", help="print tables of results")
+  parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/routed"))
+  parser.add_argument("--json", type=pathlib.Path, help="results (default: WORK/results.json)")
+  parser.add_argument("--windows", type=int, default=5, help="held-out windows of each text")
+  parser.add_argument("--training-windows", type=int, default=40, help="of each domain")
+  parser.add_argument("--certified", type=int, default=10_160, help="states that are checked")
+  parser.add_argument("--repeats", type=int, default=30, help="calls of which times are medians")
+  options = parser.parse_args()
+  if options.show:
+    print(shown(json.loads(options.show.read_text("utf-8"))))
+    return 0
+  if not options.model:
+    parser.error("--model must be given")
+  options.work.mkdir(parents=True, exist_ok=True)
+  say = lambda text: print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+  model, variables, _ = checkpoints.load(data_path(options.model, kind="--model"))
+  train, held, head, table = states(options, model, variables, say)
+  say(f"{len(train['hidden'])} states for training, {len(held['hidden'])} held out")
+  made_by = provenance()
+  result = {"provenance": made_by}
+  write = functools.partial(records.write, options.json or options.work / "results.json")
+  # Keys of JSON are strings.
+  keep = lambda: write(json.loads(json.dumps(result)))
+  result["routed"], own, trained = routed(options, train, held, head, table, say)
+  keep()
+  result["milliseconds"] = times(options, held, head, table, own, trained)
+  keep()
+  result["certified"] = certified(options, held, head, table, say)
+  keep()
+  print(shown(json.loads(json.dumps(result))))
+  return 0
+
+
+def shown(result) -> str:
+  """The results as tables in Markdown."""
+  line = lambda *cells: f"| {' | '.join(map(str, cells))} |"
+  share = lambda part: f"{100 * part:.1f} %"
+  own = result["routed"]
+  names = ("domains", *DOMAINS, *UNSEEN)
+  columns = {}
+  for budget in map(str, BUDGETS):
+    rows = int(budget) * 128
+    for kind in ("plain", "trained"):
+      columns[f"{rows:,} rows, {kind}"] = own[kind][budget]
+  for width in map(str, PREFILTERS):
+    columns[f"KLT {width}"] = own["prefilters"][width]
+  lines = [line("text", *columns), line("---", *["---:"] * len(columns))]
+  for name in names:
+    label = "all eight domains" if name == "domains" else name
+    label += " (unseen)" if name in UNSEEN else ""
+    lines.append(line(label, *(share(column[name]) for column in columns.values())))
+  taken = result["milliseconds"]
+  lines += ["", line("milliseconds a call", *(f"batch {b}" for b in taken)), "| --- | ---: | ---: |"]
+  for name in taken["1"]:
+    lines.append(line(name, *(f"{row[name]:.1f}" for row in taken.values())))
+  if "certified" in result:
+    found = result["certified"]
+    lines += ["", line("certified, of all scores", "equal", "of", "in doubt: median", "99th percentile")]
+    lines.append("| --- | ---: | ---: | ---: | ---: |")
+    for label, key, doubt in (
+      ("best token", "equal_best", "survivors"),
+      ("50 best", "equal_50", "survivors_50"),
+      ("sample of equal noise", "equal_sample", None),
+    ):
+      cells = [f"{found[doubt + end]:g}" for end in ("_median", "_p99")] if doubt else ["-", "-"]
+      lines.append(line(label, f"{found[key]:,}", f"{found['states']:,}", *cells))
+  return "\n".join(lines)
+
+
+if __name__ == "__main__":
+  exits.run_main(main)
