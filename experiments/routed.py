@@ -3,8 +3,8 @@
 python -m experiments.routed --model gemma-3-270m-q4_k_m.gguf
 
 Hidden states are those of the texts of `experiments.gemma`: centroids are trained on states of its
-calibration text, and all numbers are of held-out text, by domain, and of unseen text. The states are
-kept in the folder of work; an interrupted call goes on where it was. Results are
+calibration text, and all numbers are of held-out text, by domain, and of unseen text. The states
+are kept in the folder of work; an interrupted call goes on where it was. Results are
 docs/results/routed.json.
 """
 
@@ -30,6 +30,9 @@ from vqjax.ops import sampling
 
 CLUSTERS, BUDGETS = 2048, (32, 94)
 """Clusters of 128 rows, and numbers of them that are 4,096 and 12,032 rows."""
+
+SPREAD = 60
+"""Windows of each domain, spread over its text, the first of which are used for training."""
 
 WINDOWS_AT_ONCE = 8
 """Windows of a file of states."""
@@ -60,7 +63,7 @@ def states(options, model, variables, say):
         if texts is None:
           tokenizer = checkpoints.load_tokenizer(data_path(options.model, kind="--model"))
           texts = read_texts(tokenizer, vocab, options.work / "texts.npz")
-        some = spread(texts.held_out if name == "eval" else texts.calibration, each)
+        some = spread(texts.held_out, each) if name == "eval" else spread(texts.calibration, SPREAD)
         rows = some.tokens[first : first + WINDOWS_AT_ONCE]
         if not len(rows):
           break
@@ -239,9 +242,7 @@ def times(options, held, head, table, own, trained) -> dict:
     f"routed, {BUDGETS[0]} clusters": (own, trained, jnp.float32),
     f"routed, {BUDGETS[1]} clusters": (wide, trained, jnp.float32),
   }
-  run = lambda head: jax.jit(
-    lambda v, h: head.apply(v, h, jax.random.key(0), 0.0, method="sample")
-  )
+  run = lambda head: jax.jit(lambda v, h: head.apply(v, h, jax.random.key(0), 0.0, method="sample"))
   programs = {name: run(head) for name, (head, _, _) in heads.items()}
   found = {}
   for batch in (1, 16):
@@ -314,12 +315,19 @@ def shown(result) -> str:
     label += " (unseen)" if name in UNSEEN else ""
     lines.append(line(label, *(share(column[name]) for column in columns.values())))
   taken = result["milliseconds"]
-  lines += ["", line("milliseconds a call", *(f"batch {b}" for b in taken)), "| --- | ---: | ---: |"]
+  lines += [
+    "",
+    line("milliseconds a call", *(f"batch {b}" for b in taken)),
+    "| --- | ---: | ---: |",
+  ]
   for name in taken["1"]:
     lines.append(line(name, *(f"{row[name]:.1f}" for row in taken.values())))
   if "certified" in result:
     found = result["certified"]
-    lines += ["", line("certified, of all scores", "equal", "of", "in doubt: median", "99th percentile")]
+    lines += [
+      "",
+      line("certified, of all scores", "equal", "of", "in doubt: median", "99th percentile"),
+    ]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
     for label, key, doubt in (
       ("best token", "equal_best", "survivors"),

@@ -1,5 +1,7 @@
 """Bisection finds clusters of equal size."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ def test_separate_bunches_become_clusters():
   rows = 10 * rng.normal(size=(8, 6))[owner] + rng.normal(size=(72, 6))
   order = assign.bisected(rows, 8)
   starts = group_starts(72, 8)
-  assert {len(set(owner[order[a:b]])) for a, b in zip(starts[:-1], starts[1:])} == {1}
+  assert {len(set(owner[order[a:b]])) for a, b in itertools.pairwise(starts)} == {1}
 
 
 def test_the_metric_says_which_directions_count():

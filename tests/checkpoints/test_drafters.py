@@ -66,11 +66,11 @@ def test_transformers_scores_the_same_rows(made):
 def test_bad_routed_tensors_are_refused(made):
   head, variables, own, given = made
   tensors = drafters.routed_tensors(own, given)
-  with pytest.raises(ValueError, match="lacks masked_embedding.token_ordering"):
+  with pytest.raises(ValueError, match=r"lacks masked_embedding\.token_ordering"):
     drafters.routed_head(head, variables, {drafters.CENTROIDS: tensors[drafters.CENTROIDS]})
   with pytest.raises(ValueError, match=r"must have shape \[C, 16\]; got \[8, 9\]"):
     drafters.routed_head(head, variables, tensors | {drafters.CENTROIDS: np.zeros((8, 9))})
-  with pytest.raises(ValueError, match="must divide the vocabulary, 96, .* got 7"):
+  with pytest.raises(ValueError, match=r"must divide the vocabulary, 96, .* got 7"):
     drafters.routed_head(head, variables, tensors | {drafters.CENTROIDS: np.zeros((7, D))})
   with pytest.raises(ValueError, match="neither a bias nor a cap"):
     drafters.routed_tensors(RoutedHead(V, D, clusters=C, budget=1, use_bias=True), given)

@@ -5,7 +5,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import scipy.stats
 
@@ -24,9 +23,7 @@ def routed_logits(head, variables, hidden):
   bias = np.asarray(params.get("bias", np.zeros(head.vocab)), np.float64)
   cluster = np.asarray(codes["assignment"])
   of_cluster = np.asarray(hidden) @ np.asarray(params["centroids"], np.float64).T
-  log_size = np.array(
-    [np.log(np.exp(bias[cluster == c]).sum()) for c in range(head.clusters)]
-  )
+  log_size = np.array([np.log(np.exp(bias[cluster == c]).sum()) for c in range(head.clusters)])
   chosen = np.argsort(-(of_cluster + log_size), axis=-1, kind="stable")[..., : head.budget]
   exact = np.asarray(hidden) @ np.asarray(weight, np.float64).T + bias
   is_chosen = (cluster == chosen[..., None]).any(axis=-2)
@@ -45,9 +42,7 @@ class TestRoutedHead(RepresentativeContract):
       v, d, clusters=10, budget=3, use_bias=True, order_init=SHUFFLED if v == 101 else None
     ),
     "few rows": lambda v, d: RoutedHead(v, d, clusters=25, budget=1, use_bias=True),
-    "tied": lambda v, d: RoutedHead(
-      v, d, clusters=7, budget=2, embedding=DenseEmbedding(v, d)
-    ),
+    "tied": lambda v, d: RoutedHead(v, d, clusters=7, budget=2, embedding=DenseEmbedding(v, d)),
   }
 
   def reference_logits(self, head, variables, hidden):
@@ -87,7 +82,9 @@ def test_few_vectors_and_many_have_one_distribution(fields):
   tokens = jax.random.randint(jax.random.key(5), hidden.shape[:2], 0, 1024)
   for temperature in (1.0, 0.6):
     few = head.apply(variables, hidden, tokens, temperature, method="log_prob")
-    all_rows = head.apply(variables, many, jnp.tile(tokens, (10, 1)), temperature, method="log_prob")
+    all_rows = head.apply(
+      variables, many, jnp.tile(tokens, (10, 1)), temperature, method="log_prob"
+    )
     np.testing.assert_allclose(few, all_rows[:2], atol=2e-5)
   np.testing.assert_allclose(
     head.apply(variables, hidden), head.apply(variables, many)[:2], atol=2e-5
@@ -147,7 +144,7 @@ def test_bad_heads_and_numbers_are_refused():
   order = np.arange(1024)
   with pytest.raises(ValueError, match="`head` must be a DenseHead; got a CodebookHead"):
     RoutedHead.from_dense(CodebookHead(1024, 16, 4), variables, order, 32, 4)
-  with pytest.raises(ValueError, match="`budget` must be in .* got budget 33, clusters 32"):
+  with pytest.raises(ValueError, match=r"`budget` must be in .* got budget 33, clusters 32"):
     RoutedHead.from_dense(head, variables, order, 32, 33)
   with pytest.raises(ValueError, match="`order` must be a permutation"):
     RoutedHead.from_dense(head, variables, order * 0, 32, 4)

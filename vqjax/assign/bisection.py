@@ -61,7 +61,9 @@ def bisected(
       continue
     middle = (first + last) // 2
     own = order[starts[first] : starts[last]]
-    order[starts[first] : starts[last]] = own[_cut(rows[own], starts[middle] - starts[first], start)]
+    order[starts[first] : starts[last]] = own[
+      _cut(rows[own], starts[middle] - starts[first], start)
+    ]
     parts += [(first, middle), (middle, last)]
   return order
 

@@ -1,4 +1,4 @@
-"""The vocabulary layers of drafters that other servers run: clustered heads and trimmed vocabularies."""
+"""Vocabulary layers of drafters that other servers run: clustered heads, trimmed vocabularies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Bool, Int, Num
 
 from vqjax.heads import DenseHead, RoutedHead
-from vqjax.ops import groups
 
 CENTROIDS = "masked_embedding.centroids.weight"
 ORDERING = "masked_embedding.token_ordering"
@@ -114,8 +113,8 @@ def draft_tokens(
   offsets = np.asarray(d2t)
   if offsets.ndim != 1 or not np.issubdtype(offsets.dtype, np.integer):
     raise ValueError(
-      f"`d2t` must be integers [T]; got {offsets.dtype} of shape {offsets.shape}. Give the drafter's"
-      " tensor `d2t`."
+      f"`d2t` must be integers [T]; got {offsets.dtype} of shape {offsets.shape}. Give the"
+      " drafter's tensor `d2t`."
     )
   ids = _checked_ids(offsets.astype(np.int64) + np.arange(len(offsets)), vocab)
   if t2d is not None:

@@ -121,7 +121,7 @@ class RoutedHead(DenseHead):
     return groups.group_and_slot(groups.positions(order), starts)[0].astype(dtype)
 
   def check(self) -> None:
-    """Check the numbers of clusters, and that no option of the loss needs the row of every token."""
+    """Check the numbers of clusters, and that no option of the loss needs every row."""
     super().check()
     if not 1 <= self.budget <= self.clusters <= self.vocab:
       raise ValueError(
@@ -153,7 +153,9 @@ class RoutedHead(DenseHead):
 
   def _rows(self) -> dict[str, Sharded | Replicated]:
     own = {name: Replicated(self.array(name)) for name in ("centroids", "order")}
-    return super()._rows() | {"assignment": Sharded(self.array("assignment"), code_ops.NO_CODE)} | own
+    return (
+      super()._rows() | {"assignment": Sharded(self.array("assignment"), code_ops.NO_CODE)} | own
+    )
 
   def _is_few(self, hidden):
     """Whether the chosen rows of all vectors are fewer than those of the weight."""

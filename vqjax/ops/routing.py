@@ -5,14 +5,14 @@ bias, log of their number. For a hidden vector h the clusters have the distribut
 
   p(c) = softmax(h · k_c + n_c),
 
-and the m likeliest are chosen. Their mass together is divided by the scores of rows, that of another
-cluster by the biases:
+and the m likeliest are chosen. Their mass together is divided by the scores of rows, that of
+another cluster by the biases:
 
   p(v) = p(chosen) · exp(h · w_v + b_v) / (sum of it over all chosen tokens)   in a chosen cluster,
   p(v) = p(c) · exp(b_v - n_c)                                                 in another cluster c.
 
-So centroids need not be on the scale of rows. These are softmax(score) with the scores of rows as
-they are, and h · k_c + b_v + shift elsewhere, where the shift gives the chosen centroids the mass of
+So centroids need not be on the scale of rows. This is the softmax of the scores of rows as they
+are, and of h · k_c + b_v + shift elsewhere, where the shift gives the chosen centroids the mass of
 the chosen rows.
 """
 
