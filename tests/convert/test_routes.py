@@ -30,7 +30,7 @@ def trained():
 
 def test_likely_tokens_are_those_of_the_dense_head(trained):
   head, variables, _, _, _, hidden, likely, _ = trained
-  logits = np.asarray(head.apply(variables, hidden[:1600]), np.float64)
+  logits = np.asarray(head.apply(variables, jnp.asarray(hidden[:1600])), np.float64)
   np.testing.assert_array_equal(likely.tokens, np.argsort(-logits, axis=-1)[:, :8])
   log_z = np.log(np.exp(logits).sum(axis=-1))
   own = np.take_along_axis(logits, likely.tokens, axis=-1) - log_z[:, None]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int, Num
+from jaxtyping import Int
+from numpy.typing import ArrayLike
 
 from vqjax.heads import DenseHead, RoutedHead
 
@@ -76,15 +77,15 @@ def _check_sizes(vocab, clusters):
     )
 
 
-def draft_offsets(tokens: Num[np.ndarray, "T"], vocab: int) -> dict[str, np.ndarray]:
+def draft_offsets(tokens: ArrayLike, vocab: int) -> dict[str, np.ndarray]:
   """The maps of a trimmed vocabulary under EAGLE-3's names: `d2t` and `t2d`.
 
   d2t int64 [T] holds offsets, not ids: token i of the drafter is token i + d2t[i] of the target.
   t2d bool [V] marks the target's tokens that the drafter has.
 
   Args:
-    tokens: the target's tokens that the drafter keeps, in the drafter's order. EAGLE-3 sorts them;
-      FR-Spec's list, sorted by frequency, is this array itself.
+    tokens: integers [T], the target's tokens that the drafter keeps, in the drafter's order.
+      EAGLE-3 sorts them; FR-Spec's list, sorted by frequency, is this array itself.
     vocab: number of tokens of the target.
 
   Raises:
@@ -96,15 +97,13 @@ def draft_offsets(tokens: Num[np.ndarray, "T"], vocab: int) -> dict[str, np.ndar
   return {"d2t": ids - np.arange(len(ids)), "t2d": has}
 
 
-def draft_tokens(
-  d2t: Int[np.ndarray, "T"], vocab: int, t2d: Bool[np.ndarray, "V"] | None = None
-) -> Int[np.ndarray, "T"]:
+def draft_tokens(d2t: ArrayLike, vocab: int, t2d: ArrayLike | None = None) -> Int[np.ndarray, "T"]:
   """The target's token for each token of a drafter with EAGLE-3's map of offsets.
 
   Args:
-    d2t: offsets.
+    d2t: offsets, integers [T].
     vocab: number of tokens of the target.
-    t2d: marks the target's tokens that the drafter has; None: not checked.
+    t2d: marks the target's tokens that the drafter has, [V]; None: not checked.
 
   Raises:
     ValueError: the map leads outside the vocabulary or to a token twice, or `t2d` marks others: the

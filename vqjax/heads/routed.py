@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
@@ -75,24 +75,22 @@ class RoutedHead(DenseHead):
     groups.check_order(order, head.vocab)
     fields = {f.name: getattr(head, f.name) for f in dataclasses.fields(DenseHead) if f.init}
     fields |= {"name": None, "parent": None, "z_loss": 0.0, "label_smoothing": 0.0}
-    made = RoutedHead(**fields, clusters=clusters, budget=budget, order_init=np.asarray(order))
-    return made, made._with_means(variables)
+    made = RoutedHead(**fields, clusters=clusters, budget=budget)
+    return made, made._with_means(variables, jnp.asarray(order, jnp.int32))
 
-  def _with_means(self, variables):
-    @jax.jit
-    def init(key):
-      return self.init(key, jnp.zeros((1, self.dim)))
-
-    fresh = init(jax.random.key(0))
+  def _with_means(self, variables, order_V):
+    assignment_V = self._clusters_of(order_V, (self.vocab,), jnp.int32)
 
     def means(self):
-      of_cluster = lambda x: jax.ops.segment_sum(x, self.array("assignment"), self.clusters)
+      of_cluster = lambda x: jax.ops.segment_sum(x, assignment_V, self.clusters)
       rows = self._weight().all().astype(jnp.float32)
       return of_cluster(rows) / of_cluster(jnp.ones((self.vocab, 1)))
 
-    kept = {**variables.get("params", {}), "centroids": fresh["params"]["centroids"]}
-    made = {**variables, "params": kept, "codes": {**variables.get("codes", {}), **fresh["codes"]}}
-    kept["centroids"] = self.apply(made, method=means).astype(self.param_dtype)
+    params = {**variables.get("params", {})}
+    params["centroids"] = jnp.zeros((self.clusters, self.dim), self.param_dtype)
+    codes = {**variables.get("codes", {}), "order": order_V, "assignment": assignment_V}
+    made = {**variables, "params": params, "codes": codes}
+    params["centroids"] = self.apply(made, method=means).astype(self.param_dtype)
     return made
 
   def declare(self) -> Declaration:
@@ -164,7 +162,10 @@ class RoutedHead(DenseHead):
   def _log_size(self, rows, temperature=1.0):
     """Log sum of exp(bias / temperature) over the tokens of each cluster."""
     bias = rows["bias"]
-    bias = None if bias is None else bias.astype(jnp.float32) / temperature
+    if not self.use_bias:
+      starts = groups.group_starts(self.vocab, self.clusters)
+      return jnp.log(jnp.asarray(starts[1:] - starts[:-1], jnp.float32))
+    bias = bias.astype(jnp.float32) / temperature
     return code_ops.log_mass(rows["assignment"], self.clusters, bias, self.vocab_axis)
 
   def _routes(self, rows, hidden):
@@ -196,15 +197,26 @@ class RoutedHead(DenseHead):
   def _bias_of(self, rows, token):
     if rows["bias"] is None:
       return 0.0
-    return vocab_parallel.sharded_lookup(rows["bias"], token, self.vocab_axis, jnp.float32)
+    return vocab_parallel.sharded_lookup(
+      rows["bias"], token, self.vocab_axis, jnp.dtype(jnp.float32)
+    )
 
-  def _candidates(self, rows, hidden):
-    """The routes, and scores and tokens [*B, n] of the chosen clusters; -inf for no token."""
+  def _candidates(self, rows, hidden, in_turn=False):
+    """The routes, and scores and tokens [*B, n] of the chosen clusters; -inf for no token.
+
+    `in_turn` scores one vector after another where that is faster: not for gradients, since each
+    step would add to one of the whole weight.
+    """
     routes = self._routes(rows, hidden)
     token_BmS, present_BmS = routing.tokens_of(rows["order"], self.clusters, routes.clusters)
     flat = lambda x: lax.collapse(x, x.ndim - 2)
     token_Bn = flat(token_BmS)
-    score_Bn = jnp.where(flat(present_BmS), self._exact(rows, hidden, token_Bn), -jnp.inf)
+    score = lambda given: self._exact(rows, *given)
+    if in_turn and vocab_parallel.platform() == "cpu" and not vocab_parallel.axis_types():
+      # The rows of one vector stay in a cache; those of all would be written and read again.
+      for _ in hidden.shape[:-1]:
+        score = functools.partial(lax.map, score)
+    score_Bn = jnp.where(flat(present_BmS), score((hidden, token_Bn)), -jnp.inf)
     log_rows_B = jax.nn.logsumexp(score_Bn, axis=-1)
     return routes.beside(log_rows_B, self._log_size(rows)), score_Bn, token_Bn
 
@@ -330,7 +342,7 @@ class RoutedHead(DenseHead):
       return super().top_k(hidden, k)
 
     def body(rows, hidden):
-      routes, score_Bn, token_Bn = self._candidates(rows, hidden)
+      routes, score_Bn, token_Bn = self._candidates(rows, hidden, in_turn=True)
       best = self._best(rows, hidden, routes, score_Bn, token_Bn, k)
       log_rest = jax.nn.logsumexp(self._log_rest(rows, routes, 1.0), axis=-1)
       log_z = jnp.logaddexp(jax.nn.logsumexp(score_Bn, axis=-1), log_rest)
@@ -340,13 +352,10 @@ class RoutedHead(DenseHead):
 
   def _best(self, rows, hidden, routes, score_Bn, token_Bn, k):
     """The k highest scores; of all tokens only where a centroid's might be among them."""
-    order_Bn = jnp.argsort(token_Bn, axis=-1)
-    sort = lambda x: jnp.take_along_axis(x, order_Bn, axis=-1)
-    found = topk.merge(topk.empty(score_Bn.shape[:-1], k), sort(score_Bn), sort(token_Bn))
+    found = topk.merge(topk.empty(score_Bn.shape[:-1], k), score_Bn, token_Bn)
     # No token's bias is above the log of the sum of exponentials.
     most_C = 0.0 if rows["bias"] is None else self._log_size(rows)
     rest_B = jnp.where(routes.is_chosen, -jnp.inf, routes.scores + most_C).max(axis=-1)
-    # Strictly, so that tokens of equal scores come in the order of their numbers.
     is_known = ((found.scores[..., -1] > rest_B) | jnp.isneginf(rest_B)).all()
     every = lambda _: topk.TopK(*sampling.best(self._blocks(rows, hidden), k, normalizer=False)[:2])
     return lax.cond(is_known, lambda found: found, every, found)
@@ -373,7 +382,7 @@ class RoutedHead(DenseHead):
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
 
     def body(rows, hidden, key):
-      routes, score_Bn, token_Bn = self._candidates(rows, hidden)
+      routes, score_Bn, token_Bn = self._candidates(rows, hidden, in_turn=True)
       if is_greedy or not is_open:
         k = 1 if is_greedy else min(top_k, self.vocab)
         best = self._best(rows, hidden, routes, score_Bn, token_Bn, k)
