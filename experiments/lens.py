@@ -36,6 +36,9 @@ CONFIGS = {
 
 CHANGES = ("model.layers=4",)
 
+PIECE = 2**10
+"""Characters of a domain before the next one's."""
+
 
 def main() -> int:
   """Run the command."""
@@ -86,10 +89,10 @@ def measure(options, name: str, model: str, config: str | None) -> None:
 
 
 def mixed() -> str:
-  """Pieces of all domains: most for the fit, and at the end what is held out."""
+  """Pieces of all domains in turn for the fit, and at the end what is held out."""
   sides = [gemma.split(name) for name in gemma.DOMAINS]
-  piece = lambda side, length: "\n".join(both[side][:length] for both in sides)
-  return piece(0, 2**14) + "\n" + piece(1, 2**10)
+  piece = lambda side, first: "\n".join(both[side][first : first + PIECE] for both in sides)
+  return "\n".join([*(piece(0, number * PIECE) for number in range(16)), piece(1, 0)])
 
 
 def shown(results) -> str:
