@@ -16,6 +16,7 @@ from vqjax.heads.base import Head
 from vqjax.heads.dense import DenseHead
 from vqjax.ops import codes as code_ops
 from vqjax.ops import groups, linear_decoding, routing, sampling, softmax, topk, vocab_parallel
+from vqjax.ops.output_functions import capped
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.tiles import Scoring
 from vqjax.ops.vocab_parallel import Replicated, Sharded
@@ -191,7 +192,7 @@ class RoutedHead(DenseHead):
     )
     bias = rows["bias"]
     bias_Bn = None if bias is None else bias[at_Bn].astype(jnp.float32)
-    score_Bn = Scoring(dtype, self.softcap).finish(product_Bn, bias_Bn)
+    score_Bn = Scoring(dtype, capped(self.softcap)).finish(product_Bn, bias_Bn)
     return score_Bn if axis is None else vocab_parallel.from_owner(score_Bn, own_Bn, count, axis)
 
   def _bias_of(self, rows, token):
