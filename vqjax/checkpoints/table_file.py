@@ -588,30 +588,60 @@ def read_table(folder: str | pathlib.Path, name: str = "embedding") -> Compresse
     raise FileNotFoundError(
       f"`folder` must have {MANIFEST}; got {folder} without. Write it with vqjax compress."
     )
-  tables = json.loads(manifest.read_text("utf-8"))["tables"]
-  if name not in tables:
+  tensors = read_manifest(folder)
+  if name not in tensors:
     raise ValueError(
-      f"`name` must be a table of {folder}, {', '.join(sorted(tables))}; got {name}. Use one of"
+      f"`name` must be a table of {folder}, {', '.join(sorted(tensors))}; got {name}. Use one of"
       " them."
     )
   stored = {}
   for file in sorted(folder.glob("*.safetensors")):
-    stored |= _bytes_of(file, tables[name]["tensor"] + SEPARATOR)
+    stored |= _bytes_of(file, tensors[name] + SEPARATOR)
   return CompressedTable(stored)
+
+
+def read_manifest(folder: pathlib.Path) -> dict[str, str]:
+  """Tables of a folder that `vqjax compress` wrote -> the names of their tensors.
+
+  Raises:
+    ValueError: the manifest is damaged, or of another version.
+  """
+  path = folder / MANIFEST
+  try:
+    manifest = json.loads(path.read_text("utf-8"))
+    tensors = {name: table["tensor"] for name, table in manifest["tables"].items()}
+    found = manifest["format"], manifest["version"]
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise _damaged(f"{path} that does not name the tables") from None
+  if found != (FORMAT, VERSION):
+    raise ValueError(
+      f"format and version of {path} must be {(FORMAT, VERSION)}; got {found}. Read it with the"
+      " version of vqjax that wrote it."
+    )
+  if not all(isinstance(tensor, str) for tensor in tensors.values()):
+    raise _damaged(f"{path} that does not name the tables")
+  return tensors
 
 
 def _bytes_of(file, prefix):
   """Tensors of uint8 of a safetensors file whose names begin with the prefix."""
+  size = file.stat().st_size
+  if size < 8:
+    raise _damaged(f"{file} of {size} bytes")
   data = np.memmap(file, np.uint8, "r")
   start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-  if len(data) < start:
+  if size < start:
     raise _damaged(f"{file} that ends in its header")
-  entries = json.loads(data[8:start].tobytes())
   found = {}
-  for name, entry in entries.items():
-    if name.startswith(prefix):
-      begin, end = entry["data_offsets"]
-      if start + end > len(data):
-        raise _damaged(f"{file} that ends before {name}")
-      found[name.removeprefix(prefix)] = np.asarray(data[start + begin : start + end])
+  try:
+    for name, entry in json.loads(data[8:start].tobytes()).items():
+      if name.startswith(prefix):
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= size - start:
+          raise _damaged(f"{file} that ends before {name}")
+        found[name.removeprefix(prefix)] = np.asarray(data[start + begin : start + end])
+  except DamagedTableError:
+    raise
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise _damaged(f"{file} with a header that is not one of safetensors") from None
   return found
