@@ -234,7 +234,7 @@ MOST_PARTS_UNSEEN = 2
 """Rows of each unseen text."""
 
 
-def judge(options, model, variables, held_out, students, tables, say, keep) -> None:
+def judge(options, model, variables, held_out, students, tables, say, keep, made_by) -> None:
   """Compare all sizes with the model, some windows of each domain in turn."""
   windows_each = max(1, options.tokens // ((WINDOW - 2) * len(DOMAINS)))
   done = records.read_rows(rows_of(options), _Row)
@@ -263,7 +263,7 @@ def judge(options, model, variables, held_out, students, tables, say, keep) -> N
           short: [round(float(x), 6) for x in compared[field].ravel()]
           for field, short in fields.items()
         } | {"agrees": int(compared["agrees"].sum()), "tokens": compared["kl"].size}
-      row["seconds"] = time.monotonic() - begun
+      row |= {"seconds": time.monotonic() - begun, "commit": made_by["commit"]}
       sealed = records.sealed(row, done.checksums[-1] if done.checksums else "")
       with open(rows_of(options), "a", encoding="utf-8") as out:
         out.write(records.dumps(sealed))
@@ -319,7 +319,6 @@ def main() -> int:
   if options.ideal:
     beside_ideal(work, compression, say)
     return 0
-  # Rows that were kept may be of an earlier call; a folder of work is for one commit.
   made_by = provenance()
   tables, students = {}, []
   make = packed if options.packed else compressed
@@ -329,12 +328,14 @@ def main() -> int:
     say(f"{size:g} MB: {tables[f'{size:g}']}")
 
   def keep(rows) -> None:
-    result = assembled(rows, tables) | {"provenance": made_by}
+    # Rows that were kept may be of an earlier call, at another commit.
+    commits = sorted({str(row.get("commit")) for row in rows})
+    result = assembled(rows, tables) | {"provenance": made_by, "commits_of_rows": commits}
     result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     name = "results-packed.json" if options.packed else "results.json"
     records.write(options.json or work / name, result)
 
-  judge(options, model, variables, texts.held_out, students, tables, say, keep)
+  judge(options, model, variables, texts.held_out, students, tables, say, keep, made_by)
   return 0
 
 

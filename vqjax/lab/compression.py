@@ -130,8 +130,8 @@ def _round_robin(groups):
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
   """The tokens that begin every text, and those of the text itself.
 
-  A long text is encoded in pieces that end with a line or word, since some tokenizers take quadratic
-  time.
+  A long text is encoded in pieces that end with a line or word, since some tokenizers take
+  quadratic time.
   """
   begin = list(tokenizer.encode(""))
   tokens = []
@@ -217,7 +217,7 @@ def _compared(students, teacher, hidden, teacher_hidden, targets, *, model):
 def summary(found: Mapping[str, np.ndarray], of: Windows) -> dict[str, Any]:
   """Means of a comparison, of all tokens and by domain.
 
-  "kl_interval" has the 95 % of the mean divergences of windows that are drawn with replacement. It is
+  "kl_interval" has 95 % of the mean divergences of windows that are drawn with replacement. It is
   that of texts like these: windows of one document are not independent.
   """
 
@@ -1116,8 +1116,8 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
     "",
     "## Held-out text",
     "",
-    "KL is that of the compressed model from the original one, in nats a token. 95 % of the means of"
-    " windows drawn with replacement are between the two numbers.",
+    "KL is that of the compressed model from the original one, in nats a token. 95 % of the means"
+    " of windows drawn with replacement are between the two numbers.",
     "",
     line(
       "domain",
