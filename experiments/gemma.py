@@ -45,7 +45,6 @@ from vqjax.lab.compression import (
   Compression,
   Reference,
   Windows,
-  encode,
   search,
   windows,
   with_tables,
@@ -53,8 +52,13 @@ from vqjax.lab.compression import (
 from vqjax.lab.data.files import data_path
 from vqjax.lab.training.provenance import provenance
 
-SIZES = (65, 50, 45, 30)
-"""Megabytes of the table."""
+STEPS = {
+  65: 0.011321781851552744,
+  50: 0.018399886976691603,
+  45: 0.021928569340401834,
+  30: 0.03852591217166103,
+}
+"""Megabytes of the table, and steps that a search found for them; other sizes are searched."""
 
 WINDOW = 256
 COUNTED = 2**20
@@ -136,6 +140,14 @@ def split(name: str) -> tuple[str, str]:
 def long_lines(text: str) -> set[str]:
   """The lines that are too long to be in two texts by chance."""
   return {line.strip() for line in text.splitlines() if len(line.strip()) > LONG_LINE}
+
+
+def encode(tokenizer, text: str) -> tuple[list[int], list[int]]:
+  """The tokens that begin every text, and those of a text, encoded 2^16 characters at a time."""
+  begin, tokens = list(tokenizer.encode("")), []
+  for first in range(0, len(text), 2**16):
+    tokens += list(tokenizer.encode(text[first : first + 2**16]))[len(begin) :]
+  return begin, tokens
 
 
 @dataclasses.dataclass
@@ -222,7 +234,7 @@ MOST_PARTS_UNSEEN = 2
 """Rows of each unseen text."""
 
 
-def judge(options, model, variables, held_out, students, tables, say, keep) -> None:
+def judge(options, model, variables, held_out, students, tables, say, keep, made_by) -> None:
   """Compare all sizes with the model, some windows of each domain in turn."""
   windows_each = max(1, options.tokens // ((WINDOW - 2) * len(DOMAINS)))
   done = records.read_rows(rows_of(options), _Row)
@@ -251,7 +263,7 @@ def judge(options, model, variables, held_out, students, tables, say, keep) -> N
           short: [round(float(x), 6) for x in compared[field].ravel()]
           for field, short in fields.items()
         } | {"agrees": int(compared["agrees"].sum()), "tokens": compared["kl"].size}
-      row["seconds"] = time.monotonic() - begun
+      row |= {"seconds": time.monotonic() - begun, "commit": made_by["commit"]}
       sealed = records.sealed(row, done.checksums[-1] if done.checksums else "")
       with open(rows_of(options), "a", encoding="utf-8") as out:
         out.write(records.dumps(sealed))
@@ -271,7 +283,7 @@ def main() -> int:
   parser.add_argument("--json", type=pathlib.Path, help="results (default: WORK/results.json)")
   parser.add_argument("--tokens", type=int, default=20_320, help="held-out tokens of all domains")
   parser.add_argument("--calibration", type=int, default=2**14, help="calibration tokens")
-  parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="megabytes")
+  parser.add_argument("--sizes", type=float, nargs="+", default=tuple(STEPS), help="megabytes")
   parser.add_argument("--packed", type=float, nargs="+", metavar="MB", help="sizes in memory")
   parser.add_argument("--ideal", action="store_true", help="compare with an ideal coder")
   options = parser.parse_args()
@@ -298,13 +310,15 @@ def main() -> int:
       hidden_tokens=options.calibration, expected_tokens=options.calibration // 4,
       fisher_tokens=options.calibration // 16,
     )  # fmt: skip
-    moments.save(kept)
+    partial = work / "moments.partial"
+    moments.save(partial)
+    partial.replace(kept)
+    (work / "sums.npz").unlink(missing_ok=True)
     say(f"calibration took {time.monotonic() - begun:.0f} s")
   compression = Compression(model, variables, moments)
   if options.ideal:
     beside_ideal(work, compression, say)
     return 0
-  # Rows that were kept may be of an earlier call; a folder of work is for one commit.
   made_by = provenance()
   tables, students = {}, []
   make = packed if options.packed else compressed
@@ -314,12 +328,14 @@ def main() -> int:
     say(f"{size:g} MB: {tables[f'{size:g}']}")
 
   def keep(rows) -> None:
-    result = assembled(rows, tables) | {"provenance": made_by}
+    # Rows that were kept may be of an earlier call, at another commit.
+    commits = sorted({str(row.get("commit")) for row in rows})
+    result = assembled(rows, tables) | {"provenance": made_by, "commits_of_rows": commits}
     result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     name = "results-packed.json" if options.packed else "results.json"
     records.write(options.json or work / name, result)
 
-  judge(options, model, variables, texts.held_out, students, tables, say, keep)
+  judge(options, model, variables, texts.held_out, students, tables, say, keep, made_by)
   return 0
 
 
@@ -330,9 +346,14 @@ def compressed(options, compression: Compression, size: float):
   if known is not None:
     return known, compression.variables_of(compression.quantized(known["step"]))
   begun = time.monotonic()
-  best, _ = search(lambda step: compression.point(step, None), size=int(size * 1e6))
+  if size in STEPS:
+    step, most = STEPS[size], None
+  else:
+    most = int(size * 1e6)
+    point = lambda step: compression.point(step, None)
+    step = search(point, size=most, limits=compression.limits)[0].step
   searched = time.monotonic()
-  step, quantized, coded = compression.coded(best.step, int(size * 1e6))
+  step, quantized, coded = compression.coded(step, most)
   encoded = time.monotonic()
   parts = coded["embedding"]
   table_file.CompressedTable(parts).levels()

@@ -127,6 +127,59 @@ def test_another_version_is_refused():
     table_file.CompressedTable(stored)
 
 
+def manifest(**changes):
+  """The text of a `vqjax.json` of one table."""
+  fields = {"format": table_file.FORMAT, "version": table_file.VERSION}
+  return json.dumps(fields | {"tables": {"embedding": {"tensor": "w"}}} | changes)
+
+
+@pytest.fixture(scope="module")
+def stored_folder(tmp_path_factory):
+  """A folder of one table."""
+  import safetensors.numpy
+
+  folder = tmp_path_factory.mktemp("stored")
+  tensors = table_file.encode(laplace(300, 12, 4.0))
+  tensors = {f"w.vqjax.{name}": array for name, array in tensors.items()}
+  safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+  (folder / "vqjax.json").write_text(manifest())
+  return folder
+
+
+def test_a_file_that_is_cut_or_has_a_flipped_bit_in_its_header_is_named(stored_folder, tmp_path):
+  expected = table_file.read_table(stored_folder).rows()
+  data = (stored_folder / "model.safetensors").read_bytes()
+  (tmp_path / "vqjax.json").write_text(manifest())
+  start = 8 + int.from_bytes(data[:8], "little")
+  damaged = [data[:size] for size in (0, 4, 8, 20, start, len(data) - 1)]
+  for place in (*range(8), *np.random.default_rng(3).integers(8, start, 120)):
+    flipped = bytearray(data)
+    flipped[place] ^= 1 << place % 8
+    damaged.append(bytes(flipped))
+  for content in damaged:
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    try:
+      found = table_file.read_table(tmp_path).rows()
+    except table_file.DamagedTableError:
+      continue
+    # What says how the arrays of other readers look may be anything.
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", b'{"tables": {"a": 1}}'])
+def test_a_damaged_manifest_is_named(content, tmp_path):
+  (tmp_path / "vqjax.json").write_bytes(content)
+  with pytest.raises(table_file.DamagedTableError, match="that does not name the tables"):
+    table_file.read_table(tmp_path)
+
+
+def test_a_manifest_of_another_version_is_refused(tmp_path):
+  (tmp_path / "vqjax.json").write_text(manifest(version=99))
+  with pytest.raises(ValueError, match=r"must be \('vqjax-compressed-table', 1\); got"):
+    table_file.read_table(tmp_path)
+
+
 def test_the_reader_runs_without_the_library(tmp_path):
   """A copy of the file, in a process that has NumPy only."""
   import pathlib
@@ -138,7 +191,7 @@ def test_the_reader_runs_without_the_library(tmp_path):
   quantized = laplace(300, 12, 4.0)
   tensors = {f"w.vqjax.{name}": array for name, array in table_file.encode(quantized).items()}
   safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-  (tmp_path / "vqjax.json").write_text(json.dumps({"tables": {"embedding": {"tensor": "w"}}}))
+  (tmp_path / "vqjax.json").write_text(manifest())
   (tmp_path / "reader.py").write_text(pathlib.Path(table_file.__file__).read_text())
   code = (
     "import sys, reader; t = reader.read_table('.'); print(t.levels(280, 300).sum(), t.shape,"

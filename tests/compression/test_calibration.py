@@ -75,6 +75,6 @@ def test_an_interrupted_call_goes_on(decoder, tmp_path, monkeypatch):
     model, variables, windows(5), counts, cache=cache, progress=seen.append, **options
   )
   assert len(seen) == 3
-  assert not cache.exists()
+  assert cache.exists()  # it is the caller's, who may not have saved the moments yet
   for name in ("hidden", "inputs", "counts"):
     np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))

@@ -42,12 +42,14 @@ def gemma():
 def test_the_documented_hook_writes_moments(tmp_path):
   model = gemma()
   batches = [torch.randint(1, 97, (2, 9)), torch.randint(1, 97, (1, 9))]
-  documented()(model, batches, tmp_path / "moments.safetensors")
+  counted = torch.randint(1, 97, (3, 50))
+  documented()(model, batches, tmp_path / "moments.safetensors", counted=[counted])
   found = Moments.load(tmp_path / "moments.safetensors")
   found.check(97, 32)
   assert found.tokens == 24
   tokens = torch.cat(batches)
-  np.testing.assert_array_equal(found.counts, np.bincount(tokens.flatten(), minlength=97))
+  all_tokens = np.r_[tokens.flatten(), counted.flatten()]
+  np.testing.assert_array_equal(found.counts, np.bincount(all_tokens, minlength=97))
   with torch.no_grad():
     states = model.model(tokens).last_hidden_state[:, 1:].flatten(0, 1).double().numpy()
   # Sums of float32 hidden states that other batches round otherwise.

@@ -146,6 +146,14 @@ def test_classes_hold_probabilities_within_a_factor_and_enough_rows():
   assert class_sizes(np.ones(1), 4).tolist() == [1, 0, 0, 0]
 
 
+def test_a_table_of_fewer_rows_than_classes_is_scored():
+  table = np.linspace(-1, 1, 40).reshape(10, 4)
+  units = units_of(4000, 10, 4, 24)
+  head, variables = pack(table, Moments(np.eye(4), np.ones(10), 1), units, is_trellis=False).head()
+  logits = jitted.apply(head, variables, jnp.eye(4))
+  np.testing.assert_allclose(logits, table.T, atol=0.02)
+
+
 def test_bits_are_allocated_by_falling_returns_within_the_units():
   cost, size = np.array([[64.0, 4.0, 1.0, 0.0]] * 2) * [[1.0], [0.25]], np.array([10, 50])
   width = allocate(cost, size, 100)

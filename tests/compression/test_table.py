@@ -5,7 +5,7 @@ import pytest
 import safetensors.numpy
 
 from vqjax.compression import Moments, ideal_bits, probabilities, quantize, transform
-from vqjax.compression.table import BLOCK
+from vqjax.compression.table import BLOCK, Coordinates
 
 V, D = 301, 7
 
@@ -163,10 +163,28 @@ def test_tables_that_do_not_fit_the_moments_are_refused():
   for step in (0, -1.0, np.nan):
     with pytest.raises(ValueError, match="`step` must be positive"):
       quantize(table, moments, step)
-  with pytest.raises(ValueError, match=r"`step` must give levels below 2\^30"):
+  with pytest.raises(ValueError, match=r"`step` must give levels of at most 2\^30"):
     quantize(table, moments, 1e-12)
   with pytest.raises(ValueError, match="`lam` must be positive"):
     quantize(table, moments, 1.0, lam=0)
   table[17, 2] = np.inf
   with pytest.raises(ValueError, match="`table` must be finite; row 17"):
     quantize(table, moments, 1.0)
+
+
+@pytest.mark.parametrize("smoothing", [0, -1, np.nan])
+def test_smoothing_must_be_positive(smoothing):
+  with pytest.raises(ValueError, match="`smoothing` must be positive and finite; got"):
+    probabilities(np.array([1.0, 0.0]), smoothing)
+
+
+def test_every_few_rows_are_those_of_the_whole_table():
+  rng = np.random.default_rng(4)
+  table = rng.normal(size=(20_011, 3)).astype(np.float32)
+  made = Coordinates(table, Moments(np.eye(3), rng.integers(0, 9, len(table)), 1))
+  whole, some = made.quantized(0.5), made.quantized(0.5, 7)
+  np.testing.assert_array_equal(some.step_class, whole.step_class[::7])
+  # A coordinate may be rounded otherwise: float32 sums in another order.
+  assert (np.abs(some.levels - whole.levels[::7]) > 0).mean() < 1e-3
+  assert np.abs(some.levels - whole.levels[::7]).max() <= 1
+  assert made.largest == pytest.approx(0.5 * np.abs(whole.levels).max(), abs=0.5)

@@ -1,11 +1,17 @@
 """The page of compressed tables has the figures of the experiments."""
 
+import argparse
 import json
 import pathlib
+import re
 
+import numpy as np
 import pytest
 
 from experiments import gemma, small_models
+from tests.checkpoints.families import V, small
+from vqjax.compression import Moments
+from vqjax.lab.compression import Compression
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
@@ -19,3 +25,39 @@ def test_the_page_has_the_tables_of_the_results(shown, name):
   page = (DOCS / "compression.md").read_text("utf-8")
   for table in shown(result).split("\n\n"):
     assert table in page
+
+
+@pytest.fixture(scope="module")
+def compression():
+  """A small tied model and moments of it."""
+  model, variables = small("gemma3_text", vocab_size=V)
+  hidden = np.random.default_rng(0).normal(size=(64, model.dim))
+  counts = np.random.default_rng(1).integers(0, 50, V)
+  return Compression(model, variables, Moments(hidden.T @ hidden / 64, counts, 64))
+
+
+def test_a_packed_table_has_its_bytes_and_is_kept(compression, tmp_path):
+  options = argparse.Namespace(work=tmp_path)
+  known, variables = gemma.packed(options, compression, 0.011)
+  # Ranks were reckoned with 4 bytes, and so few rows need 1.
+  assert 11_000 - 3 * V - 1 <= known["bytes"] <= 11_000 - 3 * V
+  table = compression.tables["embedding"]
+  error = np.asarray(variables["params"]["embedding"]["weight"]) - table
+  assert 0 < (error**2).mean() < 0.1 * table.var()
+  again, kept = gemma.packed(options, compression, 0.011)
+  assert again == known
+  np.testing.assert_array_equal(
+    kept["params"]["embedding"]["weight"], variables["params"]["embedding"]["weight"]
+  )
+
+
+def test_a_table_is_compared_with_an_ideal_coder(compression, tmp_path):
+  options = argparse.Namespace(work=tmp_path)
+  known, _ = gemma.compressed(options, compression, 0.007)
+  assert 0.985 * 7000 < known["bytes"] <= 7000
+  said = []
+  gemma.beside_ideal(tmp_path, compression, said.append)
+  # Few rows: the histograms are a large part of the file.
+  ((size, ideal),) = re.findall(r"table-0.007: ([\d,]+) bytes, ideal ([\d,]+), \d", said[0])
+  assert size == f"{known['bytes']:,}"
+  assert 1000 < int(ideal.replace(",", "")) < known["bytes"]

@@ -10,7 +10,9 @@ import functools
 import importlib
 import json
 import mmap
+import os
 import pathlib
+import stat
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import safetensors
+import safetensors.numpy
 
 from vqjax.checkpoints import table_file
 
@@ -177,14 +180,7 @@ def read_safetensors(folder: pathlib.Path) -> Source:
 
 def _decompressed(folder: pathlib.Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
   """The tensors with compressed tables in place of their parts; rows are decoded when read."""
-  manifest = read_json(folder / table_file.MANIFEST)
-  try:
-    names = [table["tensor"] for table in manifest["tables"].values()]
-  except (KeyError, TypeError, AttributeError):
-    raise ValueError(
-      f"{folder / table_file.MANIFEST} must name the compressed tables; it does not. Copy it again."
-    ) from None
-  for name in names:
+  for name in table_file.read_manifest(folder).values():
     prefix = name + table_file.SEPARATOR
     own = [tensor for tensor in tensors if tensor.startswith(prefix)]
     stored = {part.removeprefix(prefix): tensors.pop(part).read(slice(None)) for part in own}
@@ -233,6 +229,28 @@ def _safetensors(file: pathlib.Path) -> dict[str, Tensor]:
 
 def _view(view: np.ndarray, format: str, checksum: int | None = None) -> Tensor:
   return Tensor(view.shape, format, view.nbytes, view.__getitem__, checksum)
+
+
+def save_file(
+  tensors: Mapping[str, np.ndarray],
+  path: str | os.PathLike[str],
+  metadata: Mapping[str, str] | None = None,
+) -> None:
+  """Write a file of safetensors that those may read who may read other new files.
+
+  The library writes files that only their owner may read.
+  """
+  path = pathlib.Path(path)
+  is_new = not path.exists()
+  try:
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    safetensors.numpy.save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    path.chmod(mode)
+  except BaseException:
+    if is_new:
+      path.unlink(missing_ok=True)
+    raise
 
 
 def verify(name: str, tensor: Tensor, path: pathlib.Path) -> None:

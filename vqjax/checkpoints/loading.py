@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from flax import traverse_util
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
@@ -27,6 +26,7 @@ from vqjax.checkpoints.files import (
   _some,
   open_source,
   release,
+  save_file,
   verify,
 )
 from vqjax.checkpoints.layout import Layout
@@ -454,7 +454,7 @@ class ShardedFiles:
     checksums = {n: zlib.crc32(t.reshape(-1).view(np.uint8)) for n, t in self._tensors.items()}
     path = self._folder / f"part-{len(self._written)}"
     metadata = {"format": "pt", CHECKSUMS: json.dumps(checksums)}
-    safetensors.numpy.save_file(self._tensors, path, metadata)
+    save_file(self._tensors, path, metadata)
     self._written.append((path, list(self._tensors)))
     self._bytes += sum(tensor.nbytes for tensor in self._tensors.values())
     self._tensors = {}

@@ -57,7 +57,7 @@ LOWEST = 2**31
 AT_ONCE = 2**12
 """Lanes that are coded side by side."""
 
-MODELS = 255
+MOST_DISTRIBUTIONS = 255
 """Most distributions; one more codes nothing in padding."""
 
 WIDTH_OF_CLASSES = 1024
@@ -75,7 +75,7 @@ def _damaged(what: str) -> DamagedTableError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Distributions:
   """The distributions of a table of integers.
 
   Attributes:
@@ -123,9 +123,9 @@ class Model:
     return frequency.ravel(), below.ravel(), symbols
 
 
-def fit(
-  levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MODELS
-) -> tuple[Model, float]:
+def distributions_of(
+  levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MOST_DISTRIBUTIONS
+) -> tuple[Distributions, float]:
   """Few distributions for the classes and columns of integers [V, D], and the bits that all cost.
 
   Histograms of classes and columns are clustered by the bits that they cost under the distribution
@@ -161,17 +161,25 @@ def fit(
   total = (flat * bits[distribution]).sum() + 32 * histograms[..., ESCAPE].sum()
   total += (histograms.sum(axis=-1) * shift).sum()
   shape = classes, columns
-  return Model(frequencies, distribution.reshape(shape).astype(np.uint8), shift), float(total)
+  return Distributions(frequencies, distribution.reshape(shape).astype(np.uint8), shift), float(
+    total
+  )
 
 
-def _symbols(levels, shift):
-  """Symbols of integers: 1 to 255, and the escape for those that are far away."""
+def _symbols(levels: np.ndarray, shift: np.ndarray) -> np.ndarray:
+  """Symbols of integers [R, D]: 1 to 255, and the escape for those that are far away."""
   high = levels >> shift
   return np.where(np.abs(high) > LARGEST, ESCAPE, high + LARGEST + 1)
 
 
-def _clusters(histograms, most, steps=6):
-  """Distributions in 2^PRECISION parts, and the one of each histogram."""
+def _clusters(histograms: np.ndarray, most: int, steps: int = 6) -> tuple[np.ndarray, np.ndarray]:
+  """Distributions in 2^PRECISION parts, [K, SYMBOLS], and the one of each histogram, [N].
+
+  Args:
+    histograms: occurrences of each symbol, [N, SYMBOLS].
+    most: most distributions.
+    steps: times that histograms go to the distribution under which they cost the fewest bits.
+  """
   total = histograms.sum(axis=1)
   seen = total > 0
   counts = histograms[seen].astype(np.float32)
@@ -195,15 +203,15 @@ def _clusters(histograms, most, steps=6):
   return np.stack([_quantised(row) for row in sums]), distribution
 
 
-def _sums(assigned, counts):
-  """Sum of the histograms of each cluster."""
+def _sums(assigned: np.ndarray, counts: np.ndarray) -> np.ndarray:
+  """Sums [K, SYMBOLS] of the histograms [N, SYMBOLS] of each cluster, where [N] names theirs."""
   order = np.argsort(assigned, kind="stable")
   starts = np.searchsorted(assigned[order], np.arange(assigned.max() + 1))
   return np.add.reduceat(counts[order].astype(np.float64), starts, axis=0)
 
 
-def _quantised(counts):
-  """Counts as parts of 2^PRECISION, at least 1 for each that is not 0."""
+def _quantised(counts: np.ndarray) -> np.ndarray:
+  """Counts [SYMBOLS] as parts of 2^PRECISION, at least 1 for each that is not 0."""
   parts = np.where(counts > 0, np.maximum(1, np.rint(counts / counts.sum() * 2**PRECISION)), 0)
   while excess := int(parts.sum()) - 2**PRECISION:
     # From the largest, of which a part is the least of the probability.
@@ -215,7 +223,7 @@ def _quantised(counts):
 def encode_integers(
   levels: np.ndarray,
   step_class: np.ndarray,
-  model: Model,
+  model: Distributions,
   progress: Callable[[float], None] = lambda part: None,
 ) -> dict[str, np.ndarray]:
   """The parts of a table of integers [V, D]: "words", "lengths", "escapes" and "sums"."""
@@ -249,7 +257,9 @@ def encode_integers(
   }
 
 
-def _padded_rows(levels, step_class, blocks, lanes):
+def _padded_rows(
+  levels: np.ndarray, step_class: np.ndarray, blocks: range, lanes: int
+) -> tuple[np.ndarray, np.ndarray]:
   """Rows of blocks and their classes, [blocks · RESTART, D and padding]."""
   rows = levels[blocks.start * RESTART : blocks.stop * RESTART]
   owner = step_class[blocks.start * RESTART : blocks.stop * RESTART]
@@ -259,8 +269,17 @@ def _padded_rows(levels, step_class, blocks, lanes):
   return np.pad(rows, ((0, missing), (0, -levels.shape[1] % lanes))), owner
 
 
-def _encoded(rows, symbols, owner, model):
-  """Words of each block, and their numbers by lane: [blocks], uint32 [blocks, lanes]."""
+def _encoded(
+  rows: np.ndarray, symbols: np.ndarray, owner: np.ndarray, model: Distributions
+) -> tuple[list[np.ndarray], np.ndarray]:
+  """Words of each block, and their numbers by lane: [blocks], uint32 [blocks, lanes].
+
+  Args:
+    rows: integers, [blocks · RESTART, D and padding].
+    symbols: their symbols, of the same shape.
+    owner: class of each row, [blocks · RESTART].
+    model: the distributions.
+  """
   frequency, below, _ = model.tables
   distribution, shift = model.padded
   width = model.lanes
@@ -311,7 +330,7 @@ def _encoded(rows, symbols, owner, model):
 def decode_integers(
   parts: Mapping[str, np.ndarray],
   step_class: np.ndarray,
-  model: Model,
+  model: Distributions,
   columns: int,
   first: int,
   last: int,
@@ -405,11 +424,11 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
   levels = np.asarray(quantized.levels)
   step_class = np.asarray(quantized.step_class, np.uint8)
   classes, (rows, columns) = len(quantized.steps), levels.shape
-  model, _ = fit(levels, step_class, classes)
+  model, _ = distributions_of(levels, step_class, classes)
   parts = encode_integers(levels, step_class, model, progress)
   width = min(WIDTH_OF_CLASSES, rows)
   of_rows = np.pad(step_class.astype(np.int32), (0, -rows % width), mode="edge").reshape(-1, width)
-  class_model, _ = fit(of_rows, np.zeros(len(of_rows), np.uint8), 1, most=1)
+  class_model, _ = distributions_of(of_rows, np.zeros(len(of_rows), np.uint8), 1, most=1)
   class_parts = encode_integers(of_rows, np.zeros(len(of_rows), np.uint8), class_model)
   arrays = {name: parts[name] for name in PARTS}
   arrays |= {f"class_{name}": class_parts[name] for name in PARTS}
@@ -431,7 +450,7 @@ def coded_bytes(quantized: Any, rows: int | None = None) -> int:
   """
   levels = np.asarray(quantized.levels)
   step_class = np.asarray(quantized.step_class)
-  model, bits = fit(levels, step_class, len(quantized.steps))
+  model, bits = distributions_of(levels, step_class, len(quantized.steps))
   share = np.unique(step_class, return_counts=True)[1] / len(levels)
   bits -= len(levels) * (share * np.log2(share)).sum()
   rows = rows or len(levels)
@@ -498,13 +517,13 @@ class CompressedTable:
     height = -(-rows // width)
     zeros = np.zeros((1, width), np.uint8)
     try:
-      class_model = Model(arrays["class_frequencies"], zeros, zeros)
+      class_model = Distributions(arrays["class_frequencies"], zeros, zeros)
       class_parts = {name: arrays[f"class_{name}"] for name in PARTS}
       owner = np.zeros(height, np.uint8)
       classes = decode_integers(class_parts, owner, class_model, width, 0, height)
       self.step_class = classes.ravel()[:rows].astype(np.uint8)
       self.steps, self.mean, self.inverse = (arrays[n] for n in ("steps", "mean", "inverse"))
-      self._model = Model(arrays["frequencies"], arrays["distribution"], arrays["shift"])
+      self._model = Distributions(arrays["frequencies"], arrays["distribution"], arrays["shift"])
       self._parts = {name: arrays[name] for name in PARTS}
     except KeyError as error:
       raise _damaged(f"no part {error}") from None
@@ -588,30 +607,60 @@ def read_table(folder: str | pathlib.Path, name: str = "embedding") -> Compresse
     raise FileNotFoundError(
       f"`folder` must have {MANIFEST}; got {folder} without. Write it with vqjax compress."
     )
-  tables = json.loads(manifest.read_text("utf-8"))["tables"]
-  if name not in tables:
+  tensors = read_manifest(folder)
+  if name not in tensors:
     raise ValueError(
-      f"`name` must be a table of {folder}, {', '.join(sorted(tables))}; got {name}. Use one of"
+      f"`name` must be a table of {folder}, {', '.join(sorted(tensors))}; got {name}. Use one of"
       " them."
     )
   stored = {}
   for file in sorted(folder.glob("*.safetensors")):
-    stored |= _bytes_of(file, tables[name]["tensor"] + SEPARATOR)
+    stored |= _bytes_of(file, tensors[name] + SEPARATOR)
   return CompressedTable(stored)
+
+
+def read_manifest(folder: pathlib.Path) -> dict[str, str]:
+  """Tables of a folder that `vqjax compress` wrote -> the names of their tensors.
+
+  Raises:
+    ValueError: the manifest is damaged, or of another version.
+  """
+  path = folder / MANIFEST
+  try:
+    manifest = json.loads(path.read_text("utf-8"))
+    tensors = {name: table["tensor"] for name, table in manifest["tables"].items()}
+    found = manifest["format"], manifest["version"]
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise _damaged(f"{path} that does not name the tables") from None
+  if found != (FORMAT, VERSION):
+    raise ValueError(
+      f"format and version of {path} must be {(FORMAT, VERSION)}; got {found}. Read it with the"
+      " version of vqjax that wrote it."
+    )
+  if not all(isinstance(tensor, str) for tensor in tensors.values()):
+    raise _damaged(f"{path} that does not name the tables")
+  return tensors
 
 
 def _bytes_of(file, prefix):
   """Tensors of uint8 of a safetensors file whose names begin with the prefix."""
+  size = file.stat().st_size
+  if size < 8:
+    raise _damaged(f"{file} of {size} bytes")
   data = np.memmap(file, np.uint8, "r")
   start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-  if len(data) < start:
+  if size < start:
     raise _damaged(f"{file} that ends in its header")
-  entries = json.loads(data[8:start].tobytes())
   found = {}
-  for name, entry in entries.items():
-    if name.startswith(prefix):
-      begin, end = entry["data_offsets"]
-      if start + end > len(data):
-        raise _damaged(f"{file} that ends before {name}")
-      found[name.removeprefix(prefix)] = np.asarray(data[start + begin : start + end])
+  try:
+    for name, entry in json.loads(data[8:start].tobytes()).items():
+      if name.startswith(prefix):
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= size - start:
+          raise _damaged(f"{file} that ends before {name}")
+        found[name.removeprefix(prefix)] = np.asarray(data[start + begin : start + end])
+  except DamagedTableError:
+    raise
+  except (ValueError, KeyError, TypeError, AttributeError):
+    raise _damaged(f"{file} with a header that is not one of safetensors") from None
   return found

@@ -68,8 +68,8 @@ def collect(
     hidden_tokens: number of hidden states for H.
     expected_tokens: number of predicted distributions.
     fisher_tokens: number of input vectors for F.
-    cache: file that keeps the sums of an interrupted call, for the next one; it is removed at the
-      end.
+    cache: file that keeps the sums of an interrupted call, for the next one. It is left: remove it
+      when the moments are saved.
     progress: is called with the part that is done.
     seed: seed of the tokens that are drawn for F.
   """
@@ -101,15 +101,12 @@ def collect(
       _keep(pathlib.Path(cache), sums)
   counts = np.asarray(counts, np.float64)
   expected = sums.expected * (counts.sum() / max(1, sums.expected_tokens))
-  moments = Moments(
+  return Moments(
     hidden=sums.hidden / max(1, sums.hidden_tokens),
     counts=(counts + expected) / 2,
     tokens=sums.hidden_tokens,
     inputs=sums.inputs / max(1, sums.input_tokens),
   )
-  if cache is not None:
-    pathlib.Path(cache).unlink(missing_ok=True)
-  return moments
 
 
 def _number(value):

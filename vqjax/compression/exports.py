@@ -29,7 +29,7 @@ from vqjax.checkpoints.loading import ShardedFiles, parts
 from vqjax.compression.gguf_types import block_type, encode
 from vqjax.compression.grids import Grid, fit
 from vqjax.compression.moments import Moments
-from vqjax.compression.outputs import check_output, whole
+from vqjax.compression.outputs import check_not_compressed, check_output, whole
 
 ROWS = 2**13
 """Rows of a table that are read, rounded and written at a time."""
@@ -88,13 +88,8 @@ def export_gguf(
       moments are those of another model.
     FileExistsError: `out` exists.
   """
-  source = open_source(path)
-  if source.kind != "gguf":
-    raise ValueError(
-      f"`path` must be a GGUF; got {path}, which is {source.kind}. Convert the model first, with"
-      " llama.cpp's convert_hf_to_gguf.py."
-    )
   check_output(out)
+  source = gguf_source(path, kind, head_kind)
   tables = _Tables(source, moments)
   kinds = dict.fromkeys(tables.tensors, kind)
   if "output.weight" in kinds:
@@ -132,6 +127,24 @@ def export_gguf(
         file.write(encode(kinds[tensor.name], rows, tables.metrics[tensor.name]))
     _pad(file, int(reader.alignment))
   return sizes
+
+
+def gguf_source(path: str | pathlib.Path, kind: str, head_kind: str | None = None) -> Source:
+  """A GGUF whose tables can be in these block types.
+
+  Raises:
+    ValueError: the model is not a GGUF, or a type does not suit the width of its tables.
+  """
+  source = open_source(path)
+  check_not_compressed(source)
+  if source.kind != "gguf":
+    remedy = "Convert the model first, with llama.cpp's convert_hf_to_gguf.py."
+    if source.kind != "safetensors":
+      remedy = "Export int8 or int4 instead."
+    raise ValueError(f"`path` must be a GGUF; got {path}, which is {source.kind}. {remedy}")
+  for name in {kind, head_kind or kind}:
+    block_type(name, decoder_of(source.config).dim)
+  return source
 
 
 def _pad(file: BinaryIO, alignment: int) -> None:
@@ -180,11 +193,9 @@ def export_compressed_tensors(
     ValueError: bits or group do not suit the table, or the moments are those of another model.
     FileExistsError: `out` exists.
   """
-  if bits not in WIDTHS:
-    raise ValueError(f"`bits` must be 8 or 4; got {bits}. Others are not written.")
   check_output(out)
+  source, width = integer_source(path, bits, group)
   with contextlib.ExitStack() as stack:
-    source = open_source(path)
     if source.kind != "safetensors":
       folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
       model, variables, tokenizer = checkpoints.load(path, dtype=ml_dtypes.bfloat16)
@@ -192,18 +203,31 @@ def export_compressed_tensors(
       del variables
       source = open_source(folder)
     tables = _Tables(source, moments)
-    (dim,) = {tensor.shape[1] for tensor in tables.tensors.values()}
-    width = group or (dim if bits == 8 else 32)
-    if width < 1 or dim % width or (dim * bits) % 32:
-      raise ValueError(
-        f"`group` must divide the width of the table, {dim}, whose rows must fill words of 32 bits;"
-        f" got {width} with {bits} bits. Give a divisor such as 32."
-      )
-    if source.config.get("quantization_config"):
-      raise ValueError(
-        f"`path` must not be quantised already; got {path}. Give the original model."
-      )
-    return _write_folder(source, pathlib.Path(out), tables, bits, width, dim)
+    return _write_folder(source, pathlib.Path(out), tables, bits, *width)
+
+
+def integer_source(
+  path: str | pathlib.Path, bits: int, group: int | None = None
+) -> tuple[Source, tuple[int, int]]:
+  """A model whose tables can be integers of so many bits; columns that share a scale, and all.
+
+  Raises:
+    ValueError: bits or group do not suit the width of the tables, or they are quantised already.
+  """
+  if bits not in WIDTHS:
+    raise ValueError(f"`bits` must be 8 or 4; got {bits}. Others are not written.")
+  source = open_source(path)
+  check_not_compressed(source)
+  dim = decoder_of(source.config).dim
+  width = (dim if bits == 8 else 32) if group is None else group
+  if width < 1 or dim % width or (dim * bits) % 32:
+    raise ValueError(
+      f"`group` must divide the width of the table, {dim}, whose rows must fill words of 32 bits;"
+      f" got {width} with {bits} bits. Give a divisor such as 32."
+    )
+  if source.config.get("quantization_config"):
+    raise ValueError(f"`path` must not be quantised already; got {path}. Give the original model.")
+  return source, (width, dim)
 
 
 def _write_folder(

@@ -11,6 +11,8 @@ import safetensors.numpy
 from jaxtyping import Float
 from safetensors import SafetensorError
 
+from vqjax.checkpoints.files import save_file
+
 FIELDS = "hidden", "counts", "tokens", "inputs"
 """Tensors of a file; `inputs` may be missing."""
 
@@ -116,7 +118,7 @@ class Moments:
     tensors["tokens"] = np.asarray([self.tokens], np.int64)
     if self.inputs is not None:
       tensors["inputs"] = self.inputs.astype(np.float32)
-    safetensors.numpy.save_file(tensors, path)
+    save_file(tensors, path)
 
   @classmethod
   def load(cls, path: str | os.PathLike) -> "Moments":

@@ -167,7 +167,7 @@ def pack(
     table: the rows; an array, a memory map or a slice of a file.
     moments: what errors cost.
     units: elements of 16 bits of the stream; see `units_of`.
-    classes: number of classes of rows; some are empty where fewer differ.
+    classes: number of classes of rows, or V if that is less; some are empty where fewer differ.
     lam: see `transform`.
     smoothing: see `probabilities`.
     passes: times that rows are encoded, each with scales that fit the values of the time before.
@@ -185,7 +185,8 @@ def pack(
   forward = basis.forward.astype(np.float32)
   p = probabilities(moments.counts, smoothing)
   order = np.argsort(-p, kind="stable")
-  size = class_sizes(p[order], classes)
+  # A head has no more classes than tokens.
+  size = class_sizes(p[order], min(classes, len(order)))
   # Within a class rows are in the order of their ids, so that a table is read in order.
   parts = [np.sort(part) for part in np.split(order, np.cumsum(size)[:-1])]
   rank = np.empty(len(order), np.int64)

@@ -9,6 +9,7 @@ the step of a row is proportional to p^-1/2, in classes a factor sqrt(2) apart.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ BLOCK = 2**13
 
 SMOOTHING = 0.2
 """Occurrences that are added to those of every token."""
+
+MOST_LEVELS = 2.0**30
+"""Largest magnitude of an integer."""
 
 MOST_CLASSES = 48
 """Classes of steps; rows of still rarer tokens are in the last."""
@@ -90,7 +94,15 @@ class QuantizedTable:
 def probabilities(
   counts: Float[np.ndarray, "V"], smoothing: float = SMOOTHING
 ) -> Float[np.ndarray, "V"]:
-  """Probabilities of tokens, of which each has `smoothing` more occurrences than were counted."""
+  """Probabilities of tokens, of which each has `smoothing` more occurrences than were counted.
+
+  Raises:
+    ValueError: `smoothing` is not positive: a row without occurrences would need no bits.
+  """
+  if not 0 < smoothing < np.inf:
+    raise ValueError(
+      f"`smoothing` must be positive and finite; got {smoothing}. {SMOOTHING} is usual."
+    )
   smoothed = np.asarray(counts, np.float64) + smoothing
   return smoothed / smoothed.sum()
 
@@ -135,6 +147,76 @@ def step_classes(
   return step_class.astype(np.uint8), (step * 2.0 ** (present / 2)).astype(np.float32)
 
 
+class Coordinates:
+  """A table in the basis in which errors cost alike: what is the same for every step.
+
+  Attributes:
+    shape: shape of the table, (V, D).
+  """
+
+  def __init__(
+    self,
+    table: Float[np.ndarray, "V D"],
+    moments: Moments,
+    *,
+    lam: float = SHRINKAGE,
+    smoothing: float = SMOOTHING,
+  ):
+    """Find the basis; no copy of the table is kept.
+
+    Raises:
+      ValueError: the moments are those of another table, or the table is not finite.
+    """
+    check_table(table)
+    moments.check(*table.shape)
+    self.shape = table.shape
+    self._table = table
+    self._mean, sigma = covariance(table)
+    self._basis = transform(moments, sigma, lam)
+    self._p = probabilities(moments.counts, smoothing)
+
+  def _scaled(self, step: float, every: int) -> Iterator[tuple[slice, Float[np.ndarray, "W D"]]]:
+    """Blocks of every `every`-th row in steps, before they are rounded, and their places."""
+    step_class, steps = step_classes(self._p, step * self._basis.scale)
+    forward = self._basis.forward.astype(np.float32)
+    done = 0
+    for start, block in _blocks(self._table):
+      first = -start % every
+      owner = step_class[start + first : start + len(block) : every]
+      if len(owner):
+        scaled = (block[first::every] - self._mean) @ forward / steps[owner][:, None]
+        yield slice(done, done + len(owner)), scaled
+        done += len(owner)
+
+  @functools.cached_property
+  def largest(self) -> float:
+    """Largest magnitude of a coordinate in steps, where the step is 1."""
+    return max(float(np.abs(block).max()) for _, block in self._scaled(1.0, 1))
+
+  def quantized(self, step: float, every: int = 1) -> QuantizedTable:
+    """The integers of a step.
+
+    Args:
+      step: step of the row of a token of probability 1/V, in the units of the transform.
+      every: only every so many rows; the steps and the mean are those of all.
+
+    Raises:
+      ValueError: the step is not positive, or so small that levels overflow.
+    """
+    if not 0 < step < np.inf:
+      raise ValueError(f"`step` must be positive and finite; got {step}. Begin with 1.")
+    step_class, steps = step_classes(self._p, step * self._basis.scale)
+    levels = np.empty((-(-self.shape[0] // every), self.shape[1]), np.int32)
+    for rows, scaled in self._scaled(step, every):
+      if np.abs(scaled).max() > MOST_LEVELS:
+        raise ValueError(
+          f"`step` must give levels of at most 2^30; got {step}. Give at least"
+          f" {1.01 * self.largest / MOST_LEVELS:.3g}, or keep the table."
+        )
+      levels[rows] = np.rint(scaled)
+    return QuantizedTable(levels, step_class[::every], steps, self._basis.inverse, self._mean)
+
+
 def quantize(
   table: Float[np.ndarray, "V D"],
   moments: Moments,
@@ -159,25 +241,7 @@ def quantize(
     ValueError: the moments are those of another table, the table is not finite, or the step is not
       positive or so small that levels overflow.
   """
-  check_table(table)
-  moments.check(*table.shape)
-  if not 0 < step < np.inf:
-    raise ValueError(f"`step` must be positive and finite; got {step}. Begin with 1.")
-  vocab, dim = table.shape
-  mean, sigma = covariance(table)
-  basis = transform(moments, sigma, lam)
-  step_class, steps = step_classes(probabilities(moments.counts, smoothing), step * basis.scale)
-  levels = np.empty((vocab, dim), np.int32)
-  forward = basis.forward.astype(np.float32)
-  for start, block in _blocks(table):
-    rows = slice(start, start + len(block))
-    scaled = (block - mean) @ forward / steps[step_class[rows]][:, None]
-    if np.abs(scaled).max() > 2**30:
-      raise ValueError(
-        f"`step` must give levels below 2^30; got {step}. Give a larger step or keep the table."
-      )
-    levels[rows] = np.rint(scaled)
-  return QuantizedTable(levels, step_class, steps, basis.inverse, mean)
+  return Coordinates(table, moments, lam=lam, smoothing=smoothing).quantized(step)
 
 
 def ideal_bits(quantized: QuantizedTable) -> Float[np.ndarray, "C D"]:

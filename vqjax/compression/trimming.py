@@ -19,7 +19,7 @@ from vqjax import checkpoints
 from vqjax.checkpoints.families import decoder_of
 from vqjax.checkpoints.files import import_extra, open_source, read_json
 from vqjax.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Tokenizer
-from vqjax.compression.outputs import check_output, whole
+from vqjax.compression.outputs import check_not_compressed, check_output, whole
 from vqjax.inference import score
 from vqjax.models import Transformer
 from vqjax.types import Dtype
@@ -334,11 +334,12 @@ def trim(
     raise ValueError("`texts` must have text; got none. Give a text of the model's language.")
   # What may be refused comes before the weights are read.
   source = open_source(path)
+  check_not_compressed(source)
   tokenizer = checkpoints.load_tokenizer(path)
   vocab = decoder_of(source.config).head.vocab
   counted, held = zip(*(_split(text) for text in texts))
   counts = np.zeros(vocab, np.int64)
-  for piece in _pieces(counted, 100_000):
+  for piece in pieces(counted, 100_000):
     tokens = np.asarray(tokenizer.encode(piece, special=False), np.int64)
     counts += np.bincount(tokens[tokens < vocab], minlength=vocab)
   found = vocabulary(tokenizer)
@@ -379,7 +380,7 @@ def _split(text: str) -> tuple[str, str]:
   return text[:at], text[at:]
 
 
-def _pieces(texts: Iterable[str], most: int) -> Iterator[str]:
+def pieces(texts: Iterable[str], most: int) -> Iterator[str]:
   """Texts in pieces of about `most` characters, cut after the ends of lines where possible."""
   for text in texts:
     start = 0
@@ -438,7 +439,7 @@ def _measured(before, after, found: Vocabulary, ids: np.ndarray, held, scored: i
   spelling = np.asarray(sorted(number_of[n] for n in found.spelling if n in number_of), np.int64)
   lines = [line for text in held for line in text.splitlines() if line]
   tokens = tokens_after = covered = spelled = restored = restored_after = 0
-  for piece in _pieces(held, 100_000):
+  for piece in pieces(held, 100_000):
     old, new = (np.asarray(t.encode(piece, special=False), np.int64) for t in (tokenizer, written))
     tokens, tokens_after = tokens + len(old), tokens_after + len(new)
     covered, spelled = covered + is_kept[old].sum(), spelled + np.isin(new, spelling).sum()
@@ -469,7 +470,7 @@ def _measured(before, after, found: Vocabulary, ids: np.ndarray, held, scored: i
 
 def _nats_per_byte(model: Transformer, variables, tokenizer: Tokenizer, text: str) -> float | None:
   """Negative log-probability of a byte, of pieces that each follow what begins a text."""
-  rows = [tokenizer.encode(piece) for piece in _pieces([text], PIECE)]
+  rows = [tokenizer.encode(piece) for piece in pieces([text], PIECE)]
   rows = [row for row in rows if len(row) > 1]
   if not rows:
     return None

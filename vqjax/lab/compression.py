@@ -6,8 +6,10 @@ searched on calibration text; what is reported is measured on text that nothing 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import fcntl
 import functools
 import hashlib
 import math
@@ -17,7 +19,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,19 +29,25 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from vqjax import checkpoints
 from vqjax.checkpoints import table_file
-from vqjax.compression import Moments, QuantizedTable, gguf_types, quantize
+from vqjax.compression import Moments, QuantizedTable, gguf_types
 from vqjax.compression.calibration import collect
 from vqjax.compression.exports import ROWS, copy_folder
 from vqjax.compression.grids import check_rows
-from vqjax.compression.outputs import check_output, whole
+from vqjax.compression.outputs import check_not_compressed, check_output, publish, whole
+from vqjax.compression.table import MOST_LEVELS, Coordinates
+from vqjax.compression.trimming import pieces
 from vqjax.convert.variables import Variables
 from vqjax.lab import records
+from vqjax.lab.data.files import data_path, read_text
 from vqjax.lab.training.run import disk_error
 from vqjax.models import Transformer
 from vqjax.ops import distillation
 
 WINDOW = 256
 """Tokens of a window, with the one that begins every text."""
+
+LEAST_WINDOW = 3
+"""Least tokens of a window: the first prediction has no context, and the last no target."""
 
 TOKENS_AT_ONCE = 512
 """Tokens that are scored at a time."""
@@ -48,7 +56,16 @@ CLOSE, CLOSE_SIZE = 0.92, 0.985
 """A divergence or size that is at least this part of the bound is close enough."""
 
 MOST_STEPS = 12
-"""Most steps that a search tries."""
+"""Most steps that a search of a divergence tries."""
+
+CLOSEST = 2 ** (1 / 256)
+"""A search of a size ends when the steps on both sides of it differ by this factor."""
+
+AIM = 0.997
+"""Part of a bound of bytes that is aimed at, once it is known by how much the sample errs."""
+
+MOST_CODINGS = 8
+"""Most steps at which the tables are coded to meet a size."""
 
 FINE_STEP = 2.0**-10
 """Step in which a sample of rows is kept, to count the bytes of larger ones."""
@@ -57,6 +74,10 @@ SAMPLE = 2**15
 """Rows of a sample, or up to twice as many."""
 
 LEAST_STEP, LARGEST_STEP = 2.0**-14, 2.0**10
+"""Steps that are tried, unless the coordinates of a table are very large."""
+
+RESAMPLES = 1000
+"""Draws of windows from which the interval of a mean divergence is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +130,13 @@ def _round_robin(groups):
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
   """The tokens that begin every text, and those of the text itself.
 
-  A long text is encoded by paragraphs, since some tokenizers take quadratic time.
+  A long text is encoded in pieces that end with a line or word, since some tokenizers take
+  quadratic time.
   """
   begin = list(tokenizer.encode(""))
   tokens = []
-  for first in range(0, len(text), 2**16):
-    tokens += list(tokenizer.encode(text[first : first + 2**16]))[len(begin) :]
+  for piece in pieces([text], 2**16):
+    tokens += list(tokenizer.encode(piece))[len(begin) :]
   return begin, tokens
 
 
@@ -193,13 +215,20 @@ def _compared(students, teacher, hidden, teacher_hidden, targets, *, model):
 
 
 def summary(found: Mapping[str, np.ndarray], of: Windows) -> dict[str, Any]:
-  """Means of a comparison, of all tokens and by domain."""
+  """Means of a comparison, of all tokens and by domain.
+
+  "kl_interval" has 95 % of the mean divergences of windows that are drawn with replacement. It is
+  that of texts like these: windows of one document are not independent.
+  """
 
   def means(rows):
     kl = found["kl"][rows].astype(np.float64)
+    own = kl.mean(axis=1)
+    drawn = np.random.default_rng(0).integers(0, len(own), (RESAMPLES, len(own)))
     return {
       "tokens": int(kl.size),
       "kl": float(kl.mean()),
+      "kl_interval": [float(x) for x in np.quantile(own[drawn].mean(axis=1), (0.025, 0.975))],
       "kl_p99": float(np.quantile(kl, 0.99)),
       "top1": float(found["agrees"][rows].mean()),
       "nats": float(-found["log_prob"][rows].mean(dtype=np.float64)),
@@ -244,30 +273,60 @@ class Tables:
     for name, table in tables.items():
       moments[name].check(*table.shape)
 
+  @functools.cached_property
+  def _coordinates(self) -> dict[str, Coordinates]:
+    """What is the same for every step."""
+    return {name: Coordinates(table, self.moments[name]) for name, table in self.tables.items()}
+
+  @functools.cached_property
+  def limits(self) -> tuple[float, float]:
+    """The least step, at which integers do not overflow, and one at which all of them are 0."""
+    largest = max(own.largest for own in self._coordinates.values())
+    return max(LEAST_STEP, 1.01 * largest / MOST_LEVELS), max(LARGEST_STEP, 2.1 * largest)
+
   def quantized(self, step: float) -> dict[str, QuantizedTable]:
     """The tables as integers."""
-    return {n: quantize(table, self.moments[n], step) for n, table in self.tables.items()}
+    return {name: own.quantized(step) for name, own in self._coordinates.items()}
 
   def coded(
     self, step: float, size: int | None, progress: Callable[[float], None] = lambda part: None
   ) -> tuple[float, dict[str, QuantizedTable], dict[str, dict[str, np.ndarray]]]:
-    """The tables at a step, or at a little larger one that fits the size, and their bytes.
+    """The tables at a step, or at one near it that fills a size from below, and their bytes.
 
-    The search counts the bytes of a sample of rows, which may be a hundredth too few.
+    A search counts the bytes of a sample of rows, which may err by a few hundredths to either side.
+    Here all rows are coded, again at another step where that missed the size.
 
     Raises:
+      ValueError: the tables need more bytes at any step.
       RuntimeError: a table is not read as it was written.
     """
-    while True:
+    best, quantized = None, {}
+    low, high = self.limits  # steps of too many bytes and of few enough, so far as is known
+    for _ in range(MOST_CODINGS):
+      quantized = {}  # given back before there are new ones
       quantized = self.quantized(step)
       coded = {name: table_file.encode(table, progress) for name, table in quantized.items()}
-      excess = sum(array.nbytes for parts in coded.values() for array in parts.values())
-      excess -= math.inf if size is None else size
-      if excess <= 0:
+      total = sum(array.nbytes for parts in coded.values() for array in parts.values())
+      fits = size is None or total <= size
+      if fits and (best is None or step < best[0]):
+        best = step, coded
+      if size is None or (fits and (total >= CLOSE_SIZE * size or step <= self.limits[0])):
         break
-      numbers = sum(table.size for table in self.tables.values())
-      # At least a tenth of a bit for each hundred numbers, so that it ends.
-      step *= 2 ** (2 * max(8 * excess / numbers, 1e-3))
+      if not fits and step >= self.limits[1]:
+        raise ValueError(
+          f"`--bytes` must be reachable: the least size of these tables is {total:,} bytes; got"
+          f" {size:,}. Give at least {total:,}, or a model with a smaller vocabulary."
+        )
+      low, high = (low, step) if fits else (step, high)
+      if high <= low * CLOSEST and best is not None:
+        break
+      step = self._step_between(low, high, size, total - self.size(step))
+    if best is None:
+      return self.coded(self.limits[1], size, progress)
+    if step != best[0]:
+      quantized = {}
+      quantized = self.quantized(best[0])
+    step, coded = best
     for name, parts in coded.items():
       read, levels = table_file.CompressedTable(parts), quantized[name].levels
       for first in range(0, len(levels), 2**14):
@@ -276,24 +335,37 @@ class Tables:
           raise RuntimeError(f"the table {name} is not read as it was written: report it")
     return step, quantized, coded
 
+  def _step_between(self, low: float, high: float, size: int, error: int) -> float:
+    """A step to code at: the sample errs by about as many bytes as it did at a step near it."""
+    if error < 0.1 * size:
+      point, _ = search(
+        lambda step: Point(step, self.size(step), None),
+        size=max(1, int(AIM * size - error)),
+        step=low if low > self.limits[0] else high,
+        limits=self.limits,
+        close=AIM,
+      )
+      if low < point.step < high:
+        return point.step
+    return high if low * CLOSEST >= high else math.sqrt(low * high)
+
   @functools.cached_property
-  def _samples(self) -> dict[str, tuple[QuantizedTable, int]]:
-    """Some rows of the tables in fine steps, and the number of all rows."""
-    samples = {}
-    for name, fine in self.quantized(FINE_STEP).items():
-      some = slice(None, None, max(1, len(fine.levels) // SAMPLE))
-      # Copies, so that the other rows are given back.
-      levels, owner = fine.levels[some].copy(), fine.step_class[some].copy()
-      own = dataclasses.replace(fine, levels=levels, step_class=owner)
-      samples[name] = own, len(fine.levels)
-    return samples
+  def _samples(self) -> tuple[float, dict[str, tuple[QuantizedTable, int]]]:
+    """A fine step; some rows of the tables in it, and the number of all rows."""
+    fine, samples = max(FINE_STEP, 2 * self.limits[0]), {}
+    for name, own in self._coordinates.items():
+      samples[name] = own.quantized(fine, max(1, own.shape[0] // SAMPLE)), own.shape[0]
+    return fine, samples
 
   def size(self, step: float) -> int:
     """Bytes of all tables at a step, about, from a sample of their rows."""
+    fine, samples = self._samples
+    # No table has a smaller step, and integers would overflow.
+    ratio = fine / max(step, self.limits[0])
     total = 0
-    for fine, rows in self._samples.values():
-      levels = np.rint(fine.levels * (FINE_STEP / step)).astype(np.int32)
-      total += table_file.coded_bytes(dataclasses.replace(fine, levels=levels), rows)
+    for own, rows in samples.values():
+      levels = np.rint(own.levels * ratio).astype(np.int32)
+      total += table_file.coded_bytes(dataclasses.replace(own, levels=levels), rows)
     return total
 
 
@@ -332,11 +404,10 @@ def search(
   size: int | None = None,
   points: Sequence[Point] = (),
   step: float = 1.0,
+  limits: tuple[float, float] = (LEAST_STEP, LARGEST_STEP),
+  close: float = CLOSE_SIZE,
 ) -> tuple[Point, list[Point]]:
   """The largest step whose divergence is at most `kl`, or the smallest of at most `size` bytes.
-
-  The divergence is about proportional to the square of the step, and a table has about a bit less
-  for each number when the step is doubled; the search begins there and then bisects.
 
   Args:
     measure: gives the point of a step.
@@ -344,72 +415,108 @@ def search(
     size: bound of the bytes.
     points: points that are known.
     step: step to begin with.
+    limits: least and largest step.
+    close: part of `size` that is close enough.
 
   Returns:
-    The point, and all that are known.
+    The point, and all that are known. Where the measured bytes are above `size` at all steps, it is
+    that of the largest step: `Tables.coded` finds whether they really are.
 
   Raises:
-    ValueError: no step reaches the bound; the message says the least that one reaches.
+    ValueError: no step reaches `kl`; the message says the least that one reaches.
   """
-  value = lambda point: point.kl if kl is not None else point.bytes
-  bound = kl if kl is not None else size
-  close = CLOSE if kl is not None else CLOSE_SIZE
-  is_good = lambda point: value(point) <= bound
-  known = {point.step: point for point in points if value(point) is not None}
-  for _ in range(MOST_STEPS):
-    ordered = sorted(known.values(), key=lambda point: point.step)
-    good = [point for point in ordered if is_good(point)]
-    if good and max(map(value, good)) >= close * bound:
-      break
-    step = _next_step(ordered, value, bound, rises=kl is not None) or step
-    if step in known or not LEAST_STEP <= step <= LARGEST_STEP:
-      break
-    known[step] = measure(step)
-    # A divergence that no longer falls is that of rounding, not of the step.
-    is_least = kl is not None and len(ordered) > 2 and not good and 2 * step <= ordered[0].step
-    if is_least and known[step].kl > 0.8 * ordered[0].kl:
-      break
-  good = [point for point in known.values() if is_good(point)]
-  if not good:
-    least = min(map(value, known.values()))
-    if kl is not None:
-      raise ValueError(
-        f"`--kl` must be reachable: the least divergence of these tables is {least:.3g} nats a"
-        f" token; got {kl:g}. Give at least {_rounded_up(least):g}, or keep the model as it is."
-      )
-    raise ValueError(
-      f"`--bytes` must be reachable: the least size of these tables is {least:,} bytes; got"
-      f" {size:,}. Give at least {int(1.05 * least):,}, or a model with a smaller vocabulary."
-    )
-  best = max(good, key=value)
+  step = min(max(step, limits[0]), limits[1])
+  is_known = lambda point: kl is None or point.kl is not None
+  known = {point.step: point for point in points if is_known(point)}
+  if kl is not None:
+    best = _search_divergence(measure, kl, known, step, limits)
+  else:
+    best = _search_size(measure, size, known, step, limits, close)
   return best, sorted(known.values(), key=lambda point: point.step)
 
 
-def _next_step(ordered, value, bound, rises):
+def _search_size(measure, size, known, step, limits, close):
+  """The point of the smallest step of at most so many bytes; those that it measures are added."""
+
+  def at(step):
+    if step not in known:
+      known[step] = measure(step)
+    return known[step]
+
+  # What does not depend on the step: the basis, the histograms, the states of the coder.
+  fixed = at(limits[1]).bytes
+  excess = lambda point: max(point.bytes - fixed, 1)
+  for number in range(10 * MOST_STEPS):
+    best = max((p for p in known.values() if p.bytes <= size), key=lambda p: p.bytes, default=None)
+    if best is None:
+      return at(limits[1])
+    if best.bytes >= close * size or best.step <= limits[0]:
+      break
+    smaller = [p for p in known.values() if p.step < best.step]
+    large = max(smaller, key=lambda p: p.step, default=None)
+    if large is None:
+      step = max(limits[0], min(step, best.step / 8))
+      at(step)
+      continue
+    if best.step <= large.step * CLOSEST:
+      break
+    part = 0.5
+    aim = (close + 1) / 2 * size - fixed
+    if excess(best) < 0.05 * aim:
+      # Next to nothing but zeros: the bytes say nothing of the steps between.
+      part = min(part, math.log(8) / math.log(best.step / large.step))
+    elif number % 3:
+      # Straight in logarithms.
+      x, y = math.log(excess(large)), math.log(excess(best))
+      part = min(0.9, max(0.1, (x - math.log(aim)) / (x - y))) if x > y else part
+    at(large.step * (best.step / large.step) ** part)
+  return best
+
+
+def _search_divergence(measure, bound, known, step, limits):
+  """The point of the largest step of at most so much divergence; those measured are added.
+
+  The divergence is about proportional to the square of the step.
+  """
+  for _ in range(MOST_STEPS):
+    ordered = sorted(known.values(), key=lambda point: point.step)
+    good = [point for point in ordered if point.kl <= bound]
+    if good and max(point.kl for point in good) >= CLOSE * bound:
+      break
+    step = _next_step(ordered, bound) or step
+    if step in known or not limits[0] <= step <= limits[1]:
+      break
+    known[step] = measure(step)
+    # A divergence that no longer falls is that of rounding, not of the step.
+    is_least = len(ordered) > 2 and not good and 2 * step <= ordered[0].step
+    if is_least and known[step].kl > 0.8 * ordered[0].kl:
+      break
+  good = [point for point in known.values() if point.kl <= bound]
+  if not good:
+    least = min(point.kl for point in known.values())
+    raise ValueError(
+      f"`--kl` must be reachable: the least divergence of these tables is {least:.3g} nats a"
+      f" token; got {bound:g}. Give at least {_rounded_up(least):g}, or keep the model as it is."
+    )
+  return max(good, key=lambda point: point.kl)
+
+
+def _next_step(ordered, bound):
   """The step to try after those that are known, or None before there is one."""
   if not ordered:
     return None
-  above = lambda point: (value(point) > bound) == rises  # the step is too large
-  small = [point for point in ordered if not above(point)]
-  large = [point for point in ordered if above(point)]
+  small = [point for point in ordered if point.kl <= bound]
+  large = [point for point in ordered if point.kl > bound]
   if small and large:
     a, b = small[-1], large[0]
-    if rises:
-      # Straight in logarithms, a little below the bound.
-      x, y = math.log(max(a.kl, 1e-12)), math.log(max(b.kl, 1e-12))
-      part = (math.log(0.97 * bound) - x) / (y - x) if y > x else 0.5
-    else:
-      part = (0.994 * bound - a.bytes) / (b.bytes - a.bytes) if b.bytes != a.bytes else 0.5
+    # Straight in logarithms, a little below the bound.
+    x, y = math.log(max(a.kl, 1e-12)), math.log(max(b.kl, 1e-12))
+    part = (math.log(0.97 * bound) - x) / (y - x) if y > x else 0.5
     part = min(0.9, max(0.1, part))
     return math.exp(math.log(a.step) + part * (math.log(b.step) - math.log(a.step)))
   nearest = small[-1] if small else large[0]
-  if rises:
-    factor = math.sqrt(0.97 * bound / max(nearest.kl, 1e-12))
-  else:
-    factor = nearest.bytes / (0.97 * bound)
-    factor = factor**2
-  factor = min(8.0, max(1 / 8, factor))
-  return nearest.step * factor
+  factor = math.sqrt(0.97 * bound / max(nearest.kl, 1e-12))
+  return nearest.step * min(8.0, max(1 / 8, factor))
 
 
 def _rounded_up(value):
@@ -427,6 +534,10 @@ def read_moments(path: str | os.PathLike[str]) -> Moments:
   return Moments.load(path)
 
 
+WORK_FORMAT = 2
+"""Changes when work that was kept is no longer what would be computed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
   """A call of `compress_model`.
@@ -438,7 +549,8 @@ class Job:
     kl: bound of the divergence on calibration text, nats a token; or
     size: bound of the bytes of all tables.
     held_out: files of text of which nothing else is taken; empty: the last fifth of each text.
-    moments: file of moments; None: they are collected.
+    moments: file of moments, whose counts are weighed like those of the texts; None: they are
+      collected.
     hidden_tokens: tokens of the second moment of hidden states.
     search_tokens: tokens of calibration text on which a step is judged.
     held_out_tokens: tokens on which the result is judged.
@@ -464,6 +576,10 @@ class Job:
     facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     for name in ("kl", "size", "out", "search_tokens", "held_out_tokens"):
       del facts[name]
+    # What another version computes may differ.
+    facts["format"] = WORK_FORMAT
+    if self.moments is not None:
+      facts["moments"] = records.file_checksum(self.moments)
     files = sorted(self.model.iterdir()) if self.model.is_dir() else [self.model]
     facts["files"] = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
@@ -504,15 +620,15 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   for name, table in tables_of(model, variables).items():
     check_rows(table, name)
   work = job.out.with_name(f".{job.out.name}.partial")
-  open_work(work, job.identity())
   calibration, held_out, counts = _texts(job, tokenizer, model)
-  with ProgressBars() as bars:
+  with open_work(work, job.identity()), ProgressBars() as bars:
     moments = _moments(job, work, model, variables, calibration, counts, bars)
     compression = Compression(model, variables, moments)
     tokens = job.search_tokens
     reference = None
+    own = calibration.tokens.shape[1] - 2  # tokens of a window that are judged
     if job.kl is not None:
-      some = calibration.take(-(-tokens // (job.window - 2)))
+      some = calibration.take(-(-tokens // own))
       reference = Reference(model, variables, some)
     rows = work / "points.jsonl"
     read = records.read_rows(rows, _PointRow)
@@ -522,37 +638,38 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
       point = compression.point(step, reference)
       read.checksums.append(_append(rows, point, tokens, read.checksums))
       value = "" if point.kl is None else f", KL {point.kl:.5f}"
-      say(f"step {step:.4g}: {point.bytes / 1e6:.2f} MB{value}")
+      say(f"step {step:.4g}: {point.bytes:,} bytes{value}")
       return point
 
-    best, points = search(measure, kl=job.kl, size=job.size, points=known)
+    limits = compression.limits
+    best, points = search(measure, kl=job.kl, size=job.size, points=known, limits=limits)
     step, quantized, coded = compression.coded(best.step, job.size, bars("coding"))
     seconds = time.monotonic() - begin
     sizes = {name: sum(a.nbytes for a in parts.values()) for name, parts in coded.items()}
     student = compression.variables_of(quantized)
     del quantized
-    some = held_out.take(-(-job.held_out_tokens // (job.window - 2)))
+    some = held_out.take(-(-job.held_out_tokens // own))
     judge = Reference(model, variables, some)
     (found,) = judge.compare([student], bars("held-out text"))
     del student
     beside = in_block_types(compression, judge, bars("block types of GGUF"))
-  result = {
-    "step": step,
-    "tables": {
-      name: {"shape": list(compression.tables[name].shape), "bytes": size}
-      for name, size in sizes.items()
-    },
-    "bytes": sum(sizes.values()),
-    "parts": {n: {part: a.nbytes for part, a in parts.items()} for n, parts in coded.items()},
-    "calibration_kl": best.kl,
-    "held_out": summary(found, some),
-    "block_types": beside,
-    "hardest": hardest(found, some, tokenizer),
-    "points": [dataclasses.asdict(point) for point in points],
-    "seconds": round(seconds, 1),
-    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-  }
-  _write(job, work, loaded, coded, result)
+    result = {
+      "step": step,
+      "tables": {
+        name: {"shape": list(compression.tables[name].shape), "bytes": size}
+        for name, size in sizes.items()
+      },
+      "bytes": sum(sizes.values()),
+      "parts": {n: {part: a.nbytes for part, a in parts.items()} for n, parts in coded.items()},
+      "calibration_kl": best.kl,
+      "held_out": summary(found, some),
+      "block_types": beside,
+      "hardest": hardest(found, some, tokenizer),
+      "points": [dataclasses.asdict(point) for point in points],
+      "seconds": round(seconds, 1),
+      "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    _write(job, work, loaded, coded, result)
   return result
 
 
@@ -589,39 +706,73 @@ def in_block_types(
   return found
 
 
-def check_not_compressed(model: pathlib.Path) -> None:
-  """Raise ValueError for a folder that has compressed tables."""
-  if (model / table_file.MANIFEST).is_file():
-    raise ValueError(
-      f"`model` must not be compressed already; got {model} with {table_file.MANIFEST}. Give the"
-      " model that it was made of."
-    )
-
-
 def check_paths(job: Job) -> None:
-  """Raise ValueError unless the model can be compressed into the folder."""
-  check_not_compressed(job.model)
-  if job.out.exists():
-    raise ValueError(
-      f"`--out` must be a new folder; got {job.out}, which exists. Give another one."
-    )
+  """Raise an error unless the model can be compressed into the folder in this way.
+
+  Raises:
+    ValueError: the model is compressed already, or a bound, window or number is impossible.
+    OSError: something is where the folder shall be, or a file does not exist.
+  """
+  if job.model.is_dir() or job.model.suffix == ".safetensors":
+    check_not_compressed(checkpoints.files.open_source(job.model))
+  check_output(job.out, "--out")
   if (job.kl is None) == (job.size is None):
     raise ValueError("give either `--kl` or `--bytes`, and not both.")
   if job.kl is not None and not 0 < job.kl < math.inf:
     raise ValueError(f"`--kl` must be positive; got {job.kl:g}. 0.01 is usual.")
   if job.size is not None and job.size < 1:
     raise ValueError(f"`--bytes` must be positive; got {job.size}. Give such as 65MB.")
+  check_window(job.window)
+  check_tokens(job.hidden_tokens)
+  if job.moments is not None:
+    read_moments(job.moments)
 
 
-def open_work(work, identity):
-  """The folder of an interrupted call, empty if it was one of another model or other texts."""
+def check_window(length: int) -> None:
+  """Raise ValueError unless windows of so many tokens have one that is predicted from another."""
+  if length < LEAST_WINDOW:
+    raise ValueError(
+      f"`--window` must be at least {LEAST_WINDOW} tokens, and not above the model's context; got"
+      f" {length}. {WINDOW} is usual."
+    )
+
+
+def check_tokens(count: int) -> None:
+  """Raise ValueError unless there are tokens to calibrate with."""
+  if count < 1:
+    raise ValueError(f"`--tokens` must be at least 1; got {count}. 16384 is usual.")
+
+
+@contextlib.contextmanager
+def open_work(work: pathlib.Path, identity: str) -> Iterator[None]:
+  """The folder of an interrupted call, empty if it was one of another model or other texts.
+
+  Raises:
+    ValueError: another process uses it, or it is not one of such a call.
+  """
   record = work / "identity.json"
-  with_it = records.read(record, _Identity) if work.is_dir() else None
-  if with_it is None or with_it["identity"] != identity:
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+  if work.exists() and not (work.is_dir() and (work / "lock").is_file()):
+    raise ValueError(
+      f"{work} must be what an interrupted call left; got something else. Move it, or give another"
+      " `--out`."
+    )
+  work.mkdir(exist_ok=True)
+  with open(work / "lock", "a") as lock:
+    # The kernel releases it when the process ends, even when it is killed.
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise ValueError(
+        f"another process is working in {work}. Wait for it, or give another `--out`."
+      ) from None
+    with_it = records.read(record, _Identity)
+    for path in work.iterdir():
+      is_kept = with_it is not None and with_it["identity"] == identity and path.name != "model"
+      if path.name == "lock" or is_kept:
+        continue
+      shutil.rmtree(path) if path.is_dir() else path.unlink()
     records.write(record, {"identity": identity})
-  shutil.rmtree(work / "model", ignore_errors=True)
+    yield
 
 
 def _append(path, point, tokens, checksums):
@@ -634,28 +785,79 @@ def _append(path, point, tokens, checksums):
   return row[records.CHECKSUM]
 
 
+def read_texts(paths: Sequence[pathlib.Path], option: str = "--text") -> dict[str, str]:
+  """Texts by the names of their files; by their paths where two files have one name.
+
+  Raises:
+    FileNotFoundError: a file does not exist.
+    ValueError: a file is given twice, or is not text.
+  """
+  found = [data_path(str(path), kind=option) for path in paths]
+  check_different([path.resolve() for path in found], option)
+  names = [path.name for path in paths]
+  return {
+    str(path) if names.count(path.name) > 1 else path.name: read_text(file)
+    for path, file in zip(paths, found)
+  }
+
+
+def check_different(values: Sequence[Any], option: str) -> None:
+  """Raise ValueError for files or texts of which two are the same."""
+  if len(set(values)) < len(values):
+    twice = next(value for value in values if values.count(value) > 1)
+    raise ValueError(f"`{option}` must name different files; got {twice} twice. Give it once.")
+
+
+def encode_texts(
+  texts: Mapping[str, str], tokenizer: Any, length: int, least: Callable[[int], int], option: str
+) -> tuple[list[int], dict[str, list[int]]]:
+  """The tokens that begin every text, and those of each text, of which each has a window.
+
+  Args:
+    texts: texts by their names.
+    tokenizer: the tokenizer of the model.
+    length: tokens of a window.
+    least: tokens of a window without those that begin it -> tokens that a text must have.
+    option: how the texts were given.
+
+  Raises:
+    ValueError: a text has too few tokens, or none that the tokenizer knows.
+  """
+  begin, encoded = list(tokenizer.encode("")), {}
+  check_window(length)
+  if length <= len(begin):
+    raise ValueError(
+      f"`--window` must be above the {len(begin)} tokens that begin every text; got {length}. Give"
+      " more."
+    )
+  needed = least(length - len(begin))
+  for name, text in texts.items():
+    _, tokens = encode(tokenizer, text)
+    check_known(name, text, tokens, tokenizer)
+    if len(tokens) < needed:
+      raise ValueError(
+        f"each text of `{option}` must have {needed:,} tokens for a window of {length}; got"
+        f" {len(tokens):,} in {name}. Give more text, or leave it out."
+      )
+    encoded[name] = tokens
+  return begin, encoded
+
+
 def _texts(job, tokenizer, model):
   """Windows to calibrate with, windows that are held out, and counts of tokens."""
-  sides: list[dict[str, list[int]]] = [{}, {}]
-  begin: list[int] = []
-  for texts, side in ((job.texts, 0), (job.held_out, 1)):
-    for name, text in texts.items():
-      begin, tokens = encode(tokenizer, text)
-      check_known(name, text, tokens, tokenizer)
-      if not side and not job.held_out:
-        cut = len(tokens) * 4 // 5
-        sides[1][name] = tokens[cut:]
-        tokens = tokens[:cut]
-      sides[side][name] = tokens
   length = min(job.window, model.context)
-  counts = counts_of(sides[0], begin, model.head.vocab, length)
-  made = [windows(side, begin, length) for side in sides]
-  for kind, side in zip(("calibration", "held-out"), made):
-    if not len(side.tokens):
-      raise ValueError(
-        f"`--text` must hold at least a window of {length} tokens of {kind} text; got fewer. Give"
-        " more text."
-      )
+  check_window(length)
+  # The last fifth is a window at least.
+  least = lambda own: own if job.held_out else 5 * own
+  begin, ours = encode_texts(job.texts, tokenizer, length, least, "--text")
+  if job.held_out:
+    _, others = encode_texts(job.held_out, tokenizer, length, lambda own: own, "--held-out")
+  else:
+    cut = lambda tokens: len(tokens) * 4 // 5
+    others = {name: tokens[cut(tokens) :] for name, tokens in ours.items()}
+    ours = {name: tokens[: cut(tokens)] for name, tokens in ours.items()}
+  counts = counts_of(ours, begin, model.head.vocab, length)
+  made = [windows(side, begin, length) for side in (ours, others)]
   return made[0].take(len(made[0].tokens)), made[1], counts
 
 
@@ -691,7 +893,7 @@ def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any) -> 
 
 def _moments(job, work, model, variables, calibration, counts, bars):
   if job.moments is not None:
-    return read_moments(job.moments)
+    return with_counts(read_moments(job.moments), counts)
   kept = work / "moments.safetensors"
   if kept.is_file():
     return Moments.load(kept)
@@ -710,6 +912,17 @@ def _moments(job, work, model, variables, calibration, counts, bars):
   moments.save(partial)
   partial.replace(kept)
   return moments
+
+
+def with_counts(moments: Moments, counts: np.ndarray) -> Moments:
+  """Moments whose counts are half those of a text, half their own.
+
+  Raises:
+    ValueError: the moments have another vocabulary.
+  """
+  moments.check(len(counts), len(moments.hidden))
+  own = moments.counts * (counts.sum() / moments.counts.sum())
+  return dataclasses.replace(moments, counts=(counts + own) / 2)
 
 
 class ProgressBars:
@@ -761,9 +974,9 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
       that is not finite; the size cannot be reached; moments are those of another table.
   """
   begin = time.monotonic()
-  check_not_compressed(job.model)
   check_output(job.out, "--out")
   source = checkpoints.files.open_source(job.model)
+  check_not_compressed(source)
   if source.kind != "safetensors":
     raise ValueError(
       f"`--table` needs a folder of safetensors; got {job.model}, which is {source.kind}. Leave it"
@@ -790,10 +1003,10 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
 
   def measure(step: float) -> Point:
     point = Point(step, made.size(step), None)
-    say(f"step {step:.4g}: {point.bytes / 1e6:.2f} MB")
+    say(f"step {step:.4g}: {point.bytes:,} bytes")
     return point
 
-  best, _ = search(measure, size=job.size)
+  best, _ = search(measure, size=job.size, limits=made.limits)
   with ProgressBars() as bars:
     step, quantized, coded = made.coded(best.step, job.size, bars("coding"))
   sizes = {name: sum(array.nbytes for array in parts.values()) for name, parts in coded.items()}
@@ -873,7 +1086,7 @@ def _write(job, work, loaded, coded, result):
   records.write(folder / table_file.MANIFEST, manifest)
   sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
   records.write_text(folder / "report.md", report(job, result, sizes))
-  folder.rename(job.out)
+  publish(folder, job.out)
   shutil.rmtree(work, ignore_errors=True)
 
 
@@ -903,10 +1116,20 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
     "",
     "## Held-out text",
     "",
-    "KL is that of the compressed model from the original one, in nats a token.",
+    "KL is that of the compressed model from the original one, in nats a token. 95 % of the means"
+    " of windows drawn with replacement are between the two numbers.",
     "",
-    line("domain", "tokens", "KL", "99th percentile", "same best token", "nats before", "nats"),
-    line("---", *["---:"] * 6),
+    line(
+      "domain",
+      "tokens",
+      "KL",
+      "95 % of means",
+      "99th percentile",
+      "same best token",
+      "nats",
+      "nats before",
+    ),
+    line("---", *["---:"] * 7),
   ]
   for name, row in [*held["domains"].items(), ("all", held)]:
     lines.append(
@@ -914,10 +1137,11 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
         name,
         f"{row['tokens']:,}",
         f"{row['kl']:.5f}",
+        " to ".join(f"{x:.5f}" for x in row["kl_interval"]),
         f"{row['kl_p99']:.4f}",
         f"{100 * row['top1']:.2f} %",
-        f"{row['nats_before']:.4f}",
         f"{row['nats']:.4f}",
+        f"{row['nats_before']:.4f}",
       )
     )
   types = result["block_types"]
@@ -931,10 +1155,10 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
       kls = [f"{own['kl']:.5f}" for own in (*row["domains"].values(), row)]
       lines.append(line(name, f"{row['bytes']:,}", *kls))
   lines += ["", "## Size against KL", "", "On calibration text, by the steps that were tried.", ""]
-  lines += [line("step", "MB", "KL"), line("---:", "---:", "---:")]
+  lines += [line("step", "bytes", "KL"), line("---:", "---:", "---:")]
   for point in result["points"]:
     kl = "-" if point["kl"] is None else f"{point['kl']:.5f}"
-    lines.append(line(f"{point['step']:.4g}", f"{point['bytes'] / 1e6:.2f}", kl))
+    lines.append(line(f"{point['step']:.4g}", f"{point['bytes']:,}", kl))
   lines += ["", "## Hardest tokens", "", line("domain", "before", "token", "KL")]
   lines += [line("---", "---", "---", "---:")]
   for row in result["hardest"]:

@@ -1,7 +1,10 @@
 """`vqjax compress MODEL --kl | --bytes`: a folder that is whole or not there, and loads."""
 
+import argparse
+import dataclasses
 import errno
 import json
+import pathlib
 import re
 import shutil
 
@@ -15,7 +18,7 @@ from vqjax import checkpoints
 from vqjax.checkpoints import table_file
 from vqjax.compression import Moments, quantize
 from vqjax.lab import compression, records
-from vqjax.lab.commands import compress, inspect, score
+from vqjax.lab.commands import compress, export, inspect, score, trim
 from vqjax.sharding import MeshShape, make_mesh
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
@@ -185,7 +188,18 @@ def test_moments_of_a_file_and_one_step_give_the_integers_of_all_tables(
   assert call(model, texts, tmp_path / "out", *options) == 0
   made = json.loads((tmp_path / "out/vqjax.json").read_text())
   assert 8500 < sum(table["bytes"] for table in made["tables"].values()) <= 9000
-  moments = Moments.load(tmp_path / "moments").of_tables(["embedding", "head"])
+  # The counts of the texts and those of the file weigh alike.
+  tokenizer = checkpoints.load_tokenizer(model)
+  begin = tokenizer.encode("")
+  tokens = [tokenizer.encode(pathlib.Path(path).read_text())[len(begin) :] for path in texts]
+  # Four fifths are not held out. Texts count alike, and what begins every window once in 16.
+  mass = sum(len(own) * 4 // 5 for own in tokens) / len(tokens)
+  share = lambda own: np.bincount(own[: len(own) * 4 // 5], minlength=V) / (len(own) * 4 // 5)
+  counts = mass * sum(share(own) for own in tokens)
+  counts[begin] += counts.sum() / 16
+  own = Moments.load(tmp_path / "moments")
+  counts = (counts / counts.sum() + own.counts / own.counts.sum()) * counts.sum() / 2
+  moments = dataclasses.replace(own, counts=counts).of_tables(["embedding", "head"])
   variables = checkpoints.load(model).variables["params"]
   for name in ("embedding", "head"):
     weight = np.asarray(variables[name]["weight"])
@@ -227,8 +241,190 @@ def test_wrong_calls_are_refused(folder, texts, tmp_path, capsys):
   (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
   assert "UTF-8" in refused(capsys, call(folder, [str(tmp_path / "bytes.txt")], out, "--kl", "1"))
   out.mkdir()
+  (out / "mine").write_text("")
   assert "exists" in refused(capsys, call(folder, texts, out, "--kl", "1"))
   assert "positive" in refused(capsys, call(folder, texts, tmp_path / "o", "--kl", "-1"))
+
+
+def test_texts_of_one_name_are_domains_by_their_paths(folder, texts, tmp_path):
+  for name, text in zip("xy", texts):
+    (tmp_path / name).mkdir()
+    shutil.copy(text, tmp_path / name / "t.txt")
+  paths = [str(tmp_path / name / "t.txt") for name in "xy"]
+  assert call(folder, paths, tmp_path / "out", "--kl", "0.05") == 0
+  report = json.loads((tmp_path / "out/vqjax.json").read_text())["report"]
+  assert list(report["held_out"]["domains"]) == paths
+
+
+def test_each_text_must_be_another_one_and_long_enough(folder, texts, tmp_path, capsys):
+  short, out = tmp_path / "short.txt", tmp_path / "out"
+  short.write_text("w1 w2 w3")
+  error = lambda given, *more: refused(capsys, call(folder, given, out, "--kl", "1", *more))
+  assert "got 3 in short.txt. Give more text" in error([*texts, str(short)])
+  assert "each text of `--held-out` must have" in error(texts[:1], "--held-out", str(short))
+  assert "a.txt twice" in error([texts[0], texts[0]])
+  assert "a.txt twice" in error(texts, "--held-out", texts[0])
+  assert not out.exists()
+
+
+@pytest.mark.parametrize(
+  ("option", "value"),
+  [("--window", "-5"), ("--window", "2"), ("--tokens", "0"), ("--tokens", "-5")],
+)
+def test_windows_and_numbers_of_tokens_are_checked_first(
+  option, value, folder, texts, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(compress, "load_trained", None)
+  line = refused(capsys, call(folder, texts, tmp_path / "out", "--kl", "1", option, value))
+  assert f"`{option}` must be at least" in line
+  assert f"got {value}" in line
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_have_units():
+  sizes = {"65MB": 65 * 10**6, "1e3": 1000, "2 kib": 2048, "1.5GB": 15 * 10**8, "7": 7}
+  assert {text: compress.size_of(text) for text in sizes} == sizes
+  for text in ("9" * 400, "0.5", "-5MB", "nanMB", ".", "3EB"):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a number of bytes"):
+      compress.size_of(text)
+
+
+def of_numbers(vocab=512, dim=64, scale=1.0):
+  """A table of normal numbers, and moments of it."""
+  rng = np.random.default_rng(0)
+  hidden = rng.normal(size=(1000, dim))
+  moments = Moments(hidden.T @ hidden / 1000, rng.zipf(1.3, vocab).clip(0, 10**6), 1000)
+  table = (scale * rng.normal(size=(vocab, dim))).astype(np.float32)
+  return compression.Tables({"t": table}, {"t": moments})
+
+
+def fitted(made, size):
+  """The bytes and the step of tables that are searched for and coded."""
+  measure = lambda step: compression.Point(step, made.size(step), None)
+  best, points = compression.search(measure, size=size, limits=made.limits)
+  assert len(points) < 25
+  step, quantized, coded = made.coded(best.step, size)
+  np.testing.assert_array_equal(
+    table_file.CompressedTable(coded["t"]).levels(), quantized["t"].levels
+  )
+  return sum(array.nbytes for array in coded["t"].values()), step
+
+
+@pytest.mark.parametrize("size", [10_100, 11_000, 20_000, 30_000])
+def test_a_size_is_filled_from_below(size):
+  found, _ = fitted(of_numbers(), size)
+  assert 0.985 * size < found <= size
+
+
+def test_the_least_size_is_that_of_the_file():
+  made = of_numbers()
+  coded = made.coded(made.limits[1], None)[2]
+  least = sum(array.nbytes for array in coded["t"].values())
+  assert fitted(made, least)[0] == least
+  # The sample has fewer bytes than the file: a size between them cannot be kept.
+  for size in (100, least - 50):
+    with pytest.raises(ValueError, match=f"the least size of these tables is {least:,} bytes"):
+      fitted(made, size)
+
+
+def test_tables_of_large_numbers_are_fitted_too():
+  plain, step = fitted(of_numbers(), 20_000)
+  found, larger = fitted(of_numbers(scale=1e6), 20_000)
+  assert found == pytest.approx(plain, rel=0.02)
+  assert larger == pytest.approx(1e6 * step, rel=0.1)
+  made = of_numbers()
+  made.tables["t"][3] *= 1e6
+  assert 0.985 * 30_000 < fitted(made, 30_000)[0] <= 30_000
+
+
+def test_intervals_hold_the_mean_and_shrink_with_more_windows():
+  rng = np.random.default_rng(0)
+
+  def interval(count):
+    kl = rng.exponential(size=(count, 8))
+    found = dict.fromkeys(("kl", "agrees", "log_prob", "teacher_log_prob"), kl)
+    of = compression.Windows(np.zeros((count, 10), np.int32), np.zeros(count, np.int64), ("a",))
+    made = compression.summary(found, of)
+    low, high = made["kl_interval"]
+    assert low < made["kl"] < high
+    assert made["domains"]["a"]["kl_interval"] == [low, high]
+    # Four standard errors of a mean of unit variance.
+    assert high - low == pytest.approx(4 / (8 * count) ** 0.5, rel=0.4)
+
+  interval(20)
+  interval(320)
+
+
+def test_long_texts_are_encoded_in_whole_words():
+  class Words:
+    def encode(self, text):
+      return [len(word) for word in text.split()]
+
+  text = "abcdef ghi\n" * 20_000
+  assert compression.encode(Words(), text) == ([], [6, 3] * 20_000)
+
+
+def test_files_may_be_read_by_whom_other_new_files_may(compressed):
+  assert len({file.stat().st_mode for file in compressed[1].iterdir()}) == 1
+
+
+def test_a_compressed_file_is_not_compressed_trimmed_or_exported(
+  compressed, texts, tmp_path, capsys
+):
+  _, out = compressed
+  where = ["--out", str(tmp_path / "out")]
+  weights = out / "model.safetensors"
+  codes = [
+    call(weights, texts, tmp_path / "out", "--kl", "0.1"),
+    trim.main([str(out), "--keep-tokens", "60", "--text", texts[0], *where]),
+    export.main([str(out), "--to", "int8", *where]),
+    export.main([str(out), "--to", "Q8_0", *where]),
+  ]
+  assert codes == [2] * 4
+  lines = capsys.readouterr().err.strip().splitlines()
+  assert sum("`model` must not be compressed already" in line for line in lines) == 4
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_exports_are_refused_before_anything_is_computed(
+  folder, texts, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setattr(export, "load_trained", None)
+  given = [str(folder), "--out", str(tmp_path / "out"), "--text", *texts]
+  for options, words in (
+    (["--to", "Q4_0"], "must be a GGUF"),
+    (["--to", "int8", "--group", "5"], "must divide the width of the table, 32"),
+    (["--to", "int8", "--tokens", "0"], "`--tokens` must be at least 1"),
+  ):
+    assert words in refused(capsys, export.main([*given, *options]))
+
+
+def test_other_moments_of_the_same_name_are_other_work(folder, texts, tmp_path):
+  job = compression.Job(folder, {"a": "b"}, tmp_path / "out", moments=tmp_path / "moments")
+  random_moments().save(tmp_path / "moments")
+  first = job.identity()
+  assert job.identity() == first
+  random_moments(6).save(tmp_path / "moments")
+  assert job.identity() != first
+
+
+def test_work_is_of_one_process_and_of_this_command(tmp_path):
+  work = tmp_path / ".out.partial"
+  with compression.open_work(work, "a"):
+    (work / "kept").write_text("")
+    second = compression.open_work(work, "a")
+    with pytest.raises(ValueError, match="another process is working"):
+      second.__enter__()
+  with compression.open_work(work, "a"):
+    assert (work / "kept").exists()
+  with compression.open_work(work, "b"):
+    assert not (work / "kept").exists()
+  other = tmp_path / "other"
+  other.mkdir()
+  (other / "mine").write_text("")
+  with pytest.raises(ValueError, match="what an interrupted call left"):
+    compression.open_work(other, "a").__enter__()
+  assert (other / "mine").exists()
 
 
 def test_a_table_that_is_not_finite_is_refused(texts, tmp_path, capsys):

@@ -10,9 +10,17 @@ import argparse
 import pathlib
 import re
 
-from vqjax.lab.compression import Job, TensorJob, check_paths, compress_model, compress_tensors
+from vqjax.lab.compression import (
+  Job,
+  TensorJob,
+  check_different,
+  check_paths,
+  compress_model,
+  compress_tensors,
+  read_texts,
+)
 from vqjax.lab.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path, read_text
+from vqjax.lab.data.files import data_path
 from vqjax.lab.exits import say
 from vqjax.lab.trained import DTYPES, load_trained
 
@@ -26,9 +34,12 @@ def size_of(text: str) -> int:
   Raises:
     argparse.ArgumentTypeError: it is not a size.
   """
-  match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text.strip())
+  match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
   try:
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    size = float(match[1]) * UNITS[match[2].upper()]
+    if not 1 <= size < 2**63:
+      raise ValueError("no file has so many bytes")
+    return int(size)
   except (TypeError, KeyError, ValueError):
     raise argparse.ArgumentTypeError(
       f"`--bytes` must be a number of bytes such as 65MB; got {text!r}. Use KB, MB or GB."
@@ -62,11 +73,14 @@ def _compress_tensors(options: argparse.Namespace) -> None:
 
 
 def _compress(options: argparse.Namespace) -> None:
-  read = lambda paths: {p.name: read_text(data_path(str(p), kind="--text")) for p in paths}
+  check_different(
+    [data_path(str(p), kind="a text").resolve() for p in options.text + options.held_out],
+    "--text` and `--held-out",
+  )
   job = Job(
     model=data_path(options.model, kind="model"),
-    texts=read(options.text),
-    held_out=read(options.held_out),
+    texts=read_texts(options.text),
+    held_out=read_texts(options.held_out, "--held-out"),
     out=options.out,
     kl=options.kl,
     size=options.bytes,
@@ -116,8 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     "--out", type=pathlib.Path, required=True, metavar="FOLDER", help="new folder"
   )
   parser.add_argument(
-    "--moments", type=pathlib.Path, metavar="FILE", help="moments that were collected elsewhere"
-  )
+    "--moments", type=pathlib.Path, metavar="FILE",
+    help="moments that were collected elsewhere, with their counts beside those of --text",
+  )  # fmt: skip
   parser.add_argument(
     "--table", nargs=2, action="append", default=[], metavar=("TENSOR", "MOMENTS"),
     help="compress a tensor [V, D] of safetensors of any architecture by a file of moments, without"

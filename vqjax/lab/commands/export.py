@@ -9,20 +9,27 @@ import pathlib
 
 from vqjax.compression import Moments
 from vqjax.compression.calibration import collect
-from vqjax.compression.exports import WIDTHS, export_compressed_tensors, export_gguf
+from vqjax.compression.exports import (
+  WIDTHS,
+  export_compressed_tensors,
+  export_gguf,
+  gguf_source,
+  integer_source,
+)
 from vqjax.compression.gguf_types import TYPES
 from vqjax.compression.outputs import check_output
 from vqjax.lab.compression import (
   WINDOW,
   ProgressBars,
-  check_known,
+  check_tokens,
   counts_of,
-  encode,
+  encode_texts,
   read_moments,
+  read_texts,
   windows,
 )
 from vqjax.lab.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path, read_text
+from vqjax.lab.data.files import data_path
 from vqjax.lab.trained import load_trained
 
 INTEGERS = {f"int{bits}": bits for bits in WIDTHS}
@@ -75,7 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _export(options: argparse.Namespace) -> None:
   path = data_path(options.model, kind="model")
+  # What may be refused comes before the minutes of calibration.
   check_output(options.out, "--out")
+  check_tokens(options.tokens)
+  if options.to in INTEGERS:
+    integer_source(path, INTEGERS[options.to], options.group)
+  else:
+    gguf_source(path, options.to, options.head_to)
   moments = _moments(options, path)
   if options.to in INTEGERS:
     sizes = export_compressed_tensors(
@@ -94,17 +107,11 @@ def _moments(options: argparse.Namespace, path: pathlib.Path) -> Moments | None:
     return read_moments(options.moments)
   if not options.text:
     return None
-  texts = {str(p): read_text(data_path(str(p), kind="--text")) for p in options.text}
+  texts = read_texts(options.text)
   model, variables, tokenizer = load_trained(str(path))
-  encoded: dict[str, list[int]] = {}
-  begin: list[int] = []
-  for name, text in texts.items():
-    begin, encoded[name] = encode(tokenizer, text)
-    check_known(name, text, encoded[name], tokenizer)
   length = min(WINDOW, model.context)
+  begin, encoded = encode_texts(texts, tokenizer, length, lambda own: own, "--text")
   of = windows(encoded, begin, length)
-  if not len(of.tokens):
-    raise ValueError(f"`--text` must hold a window of {length} tokens; got fewer. Give more text.")
   with ProgressBars() as bars:
     return collect(
       model,
