@@ -49,3 +49,14 @@ def test_the_parameters_are_a_table_and_the_projections():
 def test_a_mixture_of_nothing_is_refused(components):
   with pytest.raises(ValueError, match=f"`components` .*{components}"):
     MixtureHead(31, 12, components).init(jax.random.key(0), jnp.zeros((1, 12)))
+
+
+def test_a_removed_token_has_no_part_in_the_logits_and_their_gradient():
+  head, hidden = MixtureHead(9, 4, 3, use_bias=True), jnp.ones((2, 4))
+  variables = head.init(jax.random.key(0), hidden)
+  bias = variables["params"]["bias"].at[4].set(-jnp.inf)
+  variables = {"params": variables["params"] | {"bias": bias}}
+  logits = head.apply(variables, hidden)
+  np.testing.assert_allclose(np.exp(logits).sum(-1), 1, rtol=1e-6)
+  assert np.isneginf(logits[:, 4]).all()
+  assert np.isfinite(jax.grad(lambda h: head.apply(variables, h)[:, 0].sum())(hidden)).all()

@@ -161,6 +161,12 @@ def test_a_file_returns_the_lens_and_refuses_another_model(tmp_path):
   lens, path = some_lens(model), tmp_path / "lens.safetensors"
   save_lens(lens, path, variables)
   jax.tree.map(np.testing.assert_array_equal, load_lens(path, model, variables), lens)
+  narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables)
+  load_lens(path, model, narrow)
+  blocks = jax.tree.map(lambda x: 0.5 * x, variables["params"]["blocks"])
+  tuned = {**variables, "params": {**variables["params"], "blocks": blocks}}
+  with pytest.raises(ValueError, match="`path` must be a lens of this model"):
+    load_lens(path, model, tuned)
   norm = jax.tree.map(lambda x: x + 0.5, variables["params"]["final_norm"])
   other = {**variables, "params": {**variables["params"], "final_norm": norm}}
   with pytest.raises(ValueError, match="`path` must be a lens of this model"):

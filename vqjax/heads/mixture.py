@@ -113,7 +113,13 @@ class MixtureHead(Head):
         vectors_BME[..., m, :], self.array("weight"), self.array("bias"), self._dtype(hidden)
       )
       own = log_prior_BM[..., m, None] + jax.nn.log_softmax(scores_BV)
-      found = own if found is None else jnp.logaddexp(found, own)
+      if found is None:
+        found = own
+        continue
+      # A removed row has -inf in every component, at which logaddexp has no derivative.
+      is_there = ~jnp.isneginf(own)
+      joined = jnp.logaddexp(jnp.where(is_there, found, 0.0), jnp.where(is_there, own, 0.0))
+      found = jnp.where(is_there, joined, -jnp.inf)
     return found
 
   def log_prob(

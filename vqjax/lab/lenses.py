@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from vqjax.inference import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
+from vqjax.inference.lens import model_mark
 from vqjax.lab import records
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
 from vqjax.models import Transformer
@@ -67,10 +68,11 @@ class Job:
         f"`--out` must be in a folder that exists; got {self.out}. Make the folder first."
       )
 
-  def identity(self) -> str:
-    """A hash of everything that the kept streams and steps depend on."""
+  def identity(self, mark: np.ndarray) -> str:
+    """A hash of everything that the kept streams and steps depend on, `model_mark` of the model."""
     facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     del facts["out"]
+    facts["mark"] = mark.tobytes()
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
 
 
@@ -106,8 +108,7 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
     )
   held_out = min(held_out, len(rows) // 2)
   rows = np.concatenate((rows[: min(needed, len(rows) - held_out)], rows[-held_out:]))
-  open_work(work, job.identity())
-  with ProgressBars() as bars:
+  with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
     kept = _kept_streams(work, model, variables, rows, bars("streams"))
     train, test = kept[:, : (len(rows) - held_out) * per_window], kept[:, -held_out * per_window :]
     lens = Lens.identity(model) if job.from_identity else least_squares_lens(_parts(train, 2**10))

@@ -49,10 +49,17 @@ def vocabulary_of(
     ValueError: a word has no token, or a token is outside the vocabulary.
   """
   model, variables, tokenizer = trained
-  name_of = lambda token: tokenizer.decode([int(token)]) or tokenizer.piece(int(token))
+
+  def name_of(token: int) -> str:
+    if not 0 <= token < tokenizer.vocab:
+      return f"[{token}]"
+    return tokenizer.decode([int(token)]) or tokenizer.piece(int(token))
+
   counts = None
   if text is not None:
     tokens = encode(tokenizer, text)[1]
+    if not tokens:
+      raise ValueError("`--text` must have a token; got an empty text. Give another file.")
     counts = np.bincount(np.asarray(tokens, np.int64), minlength=model.head.vocab)
   reserved = list(unused)
   if not reserved:
@@ -80,7 +87,7 @@ def vocabulary_of(
         word: [[name_of(token), float(cosine)] for token, cosine in zip(*row)]
         for word, row in zip(wanted, zip(tokens, cosines))
       }
-    if len(reserved) >= 2:
+    if unused or len(reserved) >= 2:
       distance, near = vocabulary.untrained(table, reserved)
       near = [int(token) for token in near if token not in set(reserved)]
       one["untrained"] = {

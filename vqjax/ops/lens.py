@@ -18,7 +18,7 @@ class Readings(NamedTuple):
     tokens: the k most likely tokens, best first.
     log_probs: their log-probabilities, in nats.
     entropy: of each distribution, in nats.
-    target_log_prob: log-probability of the token that follows, in nats; nan for a target outside
+    target_log_prob: log-probability of the token that follows, in nats; -inf for a target outside
       the vocabulary.
     kl: KL(last, layer) = sum_v q_v (log q_v - log p_v) of the last layer's q, in nats.
     total_variation: sum_v |q_v - p_v| / 2.
@@ -80,8 +80,6 @@ def readings(blocks: Blocks, targets: Int[Array, "*B"], k: int) -> Readings:
   if blocks.axis is not None:
     sums = lax.psum(sums, blocks.axis)
   entropy_SB, kl_SB, variation_SB, above_SB = sums
-  # No block holds a token outside of the vocabulary.
-  target_SB = jnp.where(jnp.isneginf(target_SB), jnp.nan, target_SB)
   return Readings(
     tokens=token_SBk,
     log_probs=score_SBk - log_z_SB[..., None],

@@ -44,6 +44,8 @@ class Reading:
     known: dict[int, str] = {}
 
     def text(token: int) -> str:
+      if not 0 <= token < tokenizer.vocab:
+        return f"[{token}]"
       if token not in known:
         # Between two copies of itself, because tokenizers drop the space before a first token.
         whole, alone = tokenizer.decode([token, token]), tokenizer.decode([token])
