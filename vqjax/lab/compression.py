@@ -392,8 +392,9 @@ class Compression(Tables):
     size = self.size(step)
     if reference is None:
       return Point(step, size, None)
-    quantized = self.quantized(step)
-    (found,) = reference.compare([self.variables_of(quantized)])
+    # The integers are given back before the scores are made.
+    student = self.variables_of(self.quantized(step))
+    (found,) = reference.compare([student])
     return Point(step, size, float(found["kl"].mean(dtype=np.float64)))
 
 
@@ -751,7 +752,8 @@ def open_work(work: pathlib.Path, identity: str) -> Iterator[None]:
     ValueError: another process uses it, or it is not one of such a call.
   """
   record = work / "identity.json"
-  if work.exists() and not (work.is_dir() and (work / "lock").is_file()):
+  is_ours = work.is_dir() and ((work / "lock").is_file() or not any(work.iterdir()))
+  if work.exists() and not is_ours:
     raise ValueError(
       f"{work} must be what an interrupted call left; got something else. Move it, or give another"
       " `--out`."

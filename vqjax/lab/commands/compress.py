@@ -73,10 +73,9 @@ def _compress_tensors(options: argparse.Namespace) -> None:
 
 
 def _compress(options: argparse.Namespace) -> None:
-  check_different(
-    [data_path(str(p), kind="a text").resolve() for p in options.text + options.held_out],
-    "--text` and `--held-out",
-  )
+  given = {"--text": options.text, "--held-out": options.held_out}
+  found = [data_path(str(p), kind=kind) for kind, paths in given.items() for p in paths]
+  check_different([path.resolve() for path in found], "--text` and `--held-out")
   job = Job(
     model=data_path(options.model, kind="model"),
     texts=read_texts(options.text),
