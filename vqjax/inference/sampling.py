@@ -67,12 +67,12 @@ GREEDY = Sampling(temperature=0.0)
 
 def choose(
   head: Head,
-  hidden: Float[Array, "B D"],
+  hidden: Float[Array, "*B D"],
   key: PRNGKeyArray,
   options: Sampling,
   allowed: Bool[ArrayLike, "..."] | None = None,
-  seen: Bool[Array, "B V"] | None = None,
-) -> Int[Array, "B"]:
+  seen: Bool[Array, "*B V"] | None = None,
+) -> Int[Array, "*B"]:
   """A token for each hidden vector; -1 where none is allowed or the scores are nan.
 
   A head with factors samples by them. The repetition penalty and min-p read the logits of all
@@ -83,7 +83,7 @@ def choose(
     hidden: the hidden vectors.
     key: source of randomness.
     options: the distribution.
-    allowed: marks the tokens that may be drawn, [V] or [B, V].
+    allowed: marks the tokens that may be drawn, [V] or [*B, V].
     seen: marks the tokens that the repetition penalty applies to.
   """
   if not options.penalizes and (options.min_p is None or options.is_greedy):

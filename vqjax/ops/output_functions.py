@@ -33,7 +33,7 @@ class Softcap(OutputFunction):
     cap: largest absolute result, c.
   """
 
-  cap: float
+  cap: float | int
 
   def __call__(self, score: Float[Array, "..."]) -> Float[Array, "..."]:
     """The capped scores."""
