@@ -125,7 +125,11 @@ class Model:
     return 2 * self.table
 
   def attended(self, context: int) -> int:
-    """Positions that all layers together attend to, for the last token of a context."""
+    """Positions that all layers together attend to, for the last token of a context.
+
+    A model with a table of positions attends to no more than it has.
+    """
+    context = min(context, self.positions or context)
     local = self.layers - self.global_layers if self.window else 0
     return (self.layers - local) * context + local * min(context, self.window or 0)
 
@@ -271,8 +275,10 @@ def claims() -> list[Claim]:
           "two float32 numbers; with a float32 copy of the weights 12 GB"),
     Claim("head of a token, D = 8,192", "2.1 GFLOP", large.head_flops / 1e9, "2·V·D"),
     Claim("QKV of a token and layer, D = 8,192", "400 GFLOP", qkv / 1e9,
-          f"6·D²; with Llama 3's 8 key heads {shared_qkv / 1e9:.2f}"),
-    Claim("head over QKV of a layer", "0.5 %", 100 * large.head_flops / qkv, "2·V·D / 6·D²"),
+          f"6·D²; of 80 layers {80 * qkv / 1e9:.0f}; with Llama 3's 8 key heads"
+          f" {shared_qkv / 1e9:.2f} and {80 * shared_qkv / 1e9:.1f}"),
+    Claim("head over QKV of a layer", "0.5 %", 100 * large.head_flops / qkv,
+          f"2·V·D / 6·D²; of 80 layers {100 * large.head_flops / (80 * qkv):.1f} %"),
     Claim("operations of the head a byte, one token", "1.0", intensity, "bfloat16"),
     Claim("H100: operations a byte over the head's", "295",
           chip.flops / chip.bandwidth / intensity, "989 TFLOP/s, 3.35 TB/s"),
@@ -286,7 +292,7 @@ def claims() -> list[Claim]:
           100 * large.decoding_share, f"{CONTEXT:,} tokens in the cache"),
     Claim("Llama 3 70B: head's share of a decoding step's bytes", "5 to 8 %",
           100 * large.head_bytes / (large.head_bytes + other),
-          "bfloat16; it is the share of the parameters, and smaller with a cache"),
+          f"bfloat16, without the input table, with a cache of {CONTEXT:,} tokens"),
     Claim("PaLM 540B: table of all parameters, \"less than\"", "0.5 %",
           100 * palm.table / palm.parameters, "V·D / parameters"),
   ]  # fmt: skip

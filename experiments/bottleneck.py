@@ -146,30 +146,43 @@ def experiment(name: str, steps: int = 300) -> Experiment:
   )
 
 
-def log_prob_blocks(head: Head, variables: Any, hidden: jax.Array) -> tuple[Callable, int]:
-  """Parts of the matrix [V, N] of log-probabilities, centred along the contexts, and their number.
+def log_prob_blocks(
+  head: Head, variables: Any, hidden: jax.Array
+) -> tuple[Callable[[int], tuple[np.ndarray, np.ndarray]], int, float]:
+  """Parts of the matrix [V, N] of log-probabilities, centred along the contexts.
 
-  The mean of a token over the contexts is subtracted: it is what a unigram would say.
+  The mean of a token over the contexts is subtracted: it is what a unigram would say. It is taken
+  in float64, because the error of a float32 mean is a direction of its own.
+
+  Returns:
+    index -> rows [W, N] and their tokens [W]; the number of parts; and the largest absolute
+    log-probability.
   """
 
   @jax.jit
   def block(variables, hidden, log_z, index):
-    blocks = head.apply(variables, hidden, method="blocks")
-    score_WN, token_W = blocks.block(index)
-    score_WN = score_WN - log_z
-    # Rows that a block repeats score -inf.
-    there = jnp.isfinite(score_WN).all(axis=1, keepdims=True)
-    centred = score_WN - score_WN.mean(axis=1, keepdims=True)
-    return jnp.where(there, centred, 0.0), token_W
+    score_WN, token_W = head.apply(variables, hidden, method="blocks").block(index)
+    return score_WN - log_z, token_W
 
   normaliser = jax.jit(lambda v, h: sampling.log_z(head.apply(v, h, method="blocks")))
   log_z = normaliser(variables, hidden)
   count = head.apply(variables, hidden, method="blocks").count
-  return lambda index: block(variables, hidden, log_z, index), count
+
+  def rows_of(index):
+    rows, tokens = block(variables, hidden, log_z, index)
+    # Rows that a block repeats score -inf.
+    there = np.isfinite(rows).all(axis=1, keepdims=True)
+    return np.where(there, np.asarray(rows, np.float64), 0.0), np.asarray(tokens)
+
+  def centred(index):
+    rows, tokens = rows_of(index)
+    return rows - rows.mean(axis=1, keepdims=True), tokens
+
+  return centred, count, max(float(np.abs(rows_of(index)[0]).max()) for index in range(count))
 
 
 def singular_values(
-  block: Callable[[int], tuple[jax.Array, jax.Array]], count: int, size: int, seed: int = 0
+  block: Callable[[int], tuple[np.ndarray, Any]], count: int, size: int, seed: int = 0
 ) -> np.ndarray:
   """The largest singular values of a matrix [V, N] that comes in blocks of rows.
 
@@ -185,12 +198,12 @@ def singular_values(
   random = np.random.default_rng(seed)
   sketch = 0.0
   for index in range(count):
-    rows = np.asarray(block(index)[0], np.float64)
+    rows = block(index)[0]
     sketch = sketch + random.standard_normal((len(rows), size)).T @ rows
   basis, _ = np.linalg.qr(sketch.T)
   triangle = np.zeros((0, basis.shape[1]))
   for index in range(count):
-    rows = np.asarray(block(index)[0], np.float64) @ basis
+    rows = block(index)[0] @ basis
     # A triangular factor has the singular values of the rows, and squares none of them.
     triangle = np.linalg.qr(np.concatenate([triangle, rows]), mode="r")
   return np.linalg.svd(triangle, compute_uv=False)
@@ -242,9 +255,8 @@ def measured(name: str, work: pathlib.Path, steps: int) -> dict[str, Any]:
   some = np.linspace(0, len(targets) - 1, GRADIENTS).astype(int)
   share = jax.jit(lambda v, h, t: head.apply(v, h, t, method="gradient_share"))
   found = jax.tree.map(np.asarray, share(own, hidden[some], targets[some]))
-  block, count = log_prob_blocks(head, own, hidden)
+  block, count, largest = log_prob_blocks(head, own, hidden)
   values = singular_values(block, count, SKETCH)
-  largest = max(float(jnp.abs(block(index)[0]).max()) for index in range(count))
   shape = head.vocab, len(targets)
   say(f"{name}: keeps {100 * found.kept.mean():.1f} %, {numerical_ranks(values, shape, largest)}")
   return {
@@ -284,7 +296,7 @@ def gradient_table(rows: Mapping[str, Any]) -> pd.DataFrame:
     if row := rows.get(name):
       kept = row["kept"]
       shown[-1] |= {
-        "parameters": f"{row['parameters']:,}",
+        "parameters of the head": f"{row['parameters']:,}",
         "perplexity": f"{row['perplexity']:.0f}",
         "kept": per_cent(kept["mean"]),
         "5th to 95th percentile": f"{per_cent(kept['p5'])} to {per_cent(kept['p95'])}",

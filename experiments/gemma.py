@@ -45,6 +45,7 @@ from vqjax.lab.compression import (
   Compression,
   Reference,
   Windows,
+  encode,
   search,
   windows,
   with_tables,
@@ -52,13 +53,8 @@ from vqjax.lab.compression import (
 from vqjax.lab.data.files import data_path
 from vqjax.lab.training.provenance import provenance
 
-STEPS = {
-  65: 0.011321781851552744,
-  50: 0.018399886976691603,
-  45: 0.021928569340401834,
-  30: 0.03852591217166103,
-}
-"""Megabytes of the table, and steps that a search found for them; other sizes are searched."""
+SIZES = (65, 50, 45, 30)
+"""Megabytes of the table."""
 
 WINDOW = 256
 COUNTED = 2**20
@@ -140,14 +136,6 @@ def split(name: str) -> tuple[str, str]:
 def long_lines(text: str) -> set[str]:
   """The lines that are too long to be in two texts by chance."""
   return {line.strip() for line in text.splitlines() if len(line.strip()) > LONG_LINE}
-
-
-def encode(tokenizer, text: str) -> tuple[list[int], list[int]]:
-  """The tokens that begin every text, and those of a text, encoded 2^16 characters at a time."""
-  begin, tokens = list(tokenizer.encode("")), []
-  for first in range(0, len(text), 2**16):
-    tokens += list(tokenizer.encode(text[first : first + 2**16]))[len(begin) :]
-  return begin, tokens
 
 
 @dataclasses.dataclass
@@ -283,7 +271,7 @@ def main() -> int:
   parser.add_argument("--json", type=pathlib.Path, help="results (default: WORK/results.json)")
   parser.add_argument("--tokens", type=int, default=20_320, help="held-out tokens of all domains")
   parser.add_argument("--calibration", type=int, default=2**14, help="calibration tokens")
-  parser.add_argument("--sizes", type=float, nargs="+", default=tuple(STEPS), help="megabytes")
+  parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="megabytes")
   parser.add_argument("--packed", type=float, nargs="+", metavar="MB", help="sizes in memory")
   parser.add_argument("--ideal", action="store_true", help="compare with an ideal coder")
   options = parser.parse_args()
@@ -345,13 +333,9 @@ def compressed(options, compression: Compression, size: float):
   known = records.read(path, _Table)
   if known is not None:
     return known, compression.variables_of(compression.quantized(known["step"]))
-  begun = time.monotonic()
-  if size in STEPS:
-    step, most = STEPS[size], None
-  else:
-    most = int(size * 1e6)
-    point = lambda step: compression.point(step, None)
-    step = search(point, size=most, limits=compression.limits)[0].step
+  begun, most = time.monotonic(), int(size * 1e6)
+  point = lambda step: compression.point(step, None)
+  step = search(point, size=most, limits=compression.limits)[0].step
   searched = time.monotonic()
   step, quantized, coded = compression.coded(step, most)
   encoded = time.monotonic()

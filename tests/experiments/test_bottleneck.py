@@ -25,16 +25,28 @@ def test_blocks_are_the_centred_log_probabilities_and_a_mixture_has_the_higher_r
   ranks = {}
   for head in (DenseHead(211, 4), MixtureHead(211, 4, 3)):
     variables = head.init(jax.random.key(1), hidden)
-    block, count = bottleneck.log_prob_blocks(head, variables, hidden)
+    block, count, largest = bottleneck.log_prob_blocks(head, variables, hidden)
     rows = np.concatenate([block(index)[0] for index in range(count)])
     tokens = np.concatenate([block(index)[1] for index in range(count)])
     exact = reference.log_softmax(head.apply(variables, hidden)).T
     expected = (exact - exact.mean(axis=1, keepdims=True))[tokens]
     np.testing.assert_allclose(rows[rows.any(axis=1)], expected[rows.any(axis=1)], atol=2e-5)
     values = bottleneck.singular_values(block, count, 100)
-    ranks[type(head)] = bottleneck.numerical_ranks(values, exact.shape, np.abs(exact).max())["rank"]
+    np.testing.assert_allclose(largest, np.abs(exact).max(), rtol=1e-5)
+    ranks[type(head)] = bottleneck.numerical_ranks(values, exact.shape, largest)["rank"]
   assert ranks[DenseHead] == 5  # D columns of logits, and the normalisers
   assert ranks[MixtureHead] > 20
+
+
+def test_a_layer_norm_before_a_linear_head_leaves_one_direction_less():
+  hidden = jax.random.normal(jax.random.key(0), (512, 8))
+  hidden = hidden - hidden.mean(-1, keepdims=True)
+  head = DenseHead(3000, 8)
+  variables = head.init(jax.random.key(1), hidden)
+  block, count, largest = bottleneck.log_prob_blocks(head, variables, hidden)
+  values = bottleneck.singular_values(block, count, 40)
+  # Seven directions of the vectors, and the normalisers.
+  assert bottleneck.numerical_ranks(values, (3000, 512), largest)["rank"] == 8
 
 
 def test_the_page_is_what_the_command_renders(tmp_path):

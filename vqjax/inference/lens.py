@@ -83,21 +83,23 @@ def residual_streams(
   return nn.apply(forward, model)(variables)
 
 
-def translated(lens: Lens, streams: Float[ArrayLike, "S *B D"]) -> Float[Array, "S *B D"]:
+def translated(lens: Lens | None, streams: Float[ArrayLike, "S *B D"]) -> Float[Array, "S *B D"]:
   """The streams as the lens changes them, float32; the last one has no translator."""
   wide = jnp.asarray(streams, jnp.float32)
+  if lens is None:
+    return wide
   x_LND = wide[:-1].reshape(len(lens.weight), -1, wide.shape[-1])
   moved_LND = x_LND + jnp.einsum("lnd,led->lne", x_LND, lens.weight) + lens.bias[:, None]
   return jnp.concatenate((moved_LND.reshape(wide[:-1].shape), wide[-1:]))
 
 
 def lens_divergence(
-  model: Transformer, variables: Variables, lens: Lens, streams: Float[ArrayLike, "S *B D"]
+  model: Transformer, variables: Variables, lens: Lens | None, streams: Float[ArrayLike, "S *B D"]
 ) -> Float[Array, "L *B"]:
   """KL, in nats, of what each lens predicts from what the model predicts.
 
-  It is differentiable in reverse mode in the lens. Neither it nor its gradient holds an array of
-  the size of the vocabulary for all positions.
+  It is differentiable in reverse mode in the lens; None is the logit lens. Neither it nor its
+  gradient holds an array of the size of the vocabulary for all positions.
   """
   x_SBD = translated(lens, streams).astype(model.dtype)
   score = lambda m, x: m.head.over_blocks(divergence_from_last, m.final_norm(x))
@@ -142,8 +144,8 @@ def lens_readings(
     )
   if not 1 <= k <= model.head.vocab:
     raise ValueError(f"`k` must be in [1, vocab {model.head.vocab}]; got {k}. 5 is usual.")
-  lens = Lens.identity(model) if lens is None else lens
-  check_lens(lens, model)
+  if lens is not None:
+    check_lens(lens, model)
   x_SBTD = _streams(variables, tokens, model=model)
   count = tokens.size
   size = min(ROWS, count)

@@ -88,8 +88,8 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
     say: prints a line.
 
   Returns:
-    "logit" and "tuned": KL from the model's prediction before each block, in nats a token; and
-    "positions", the number of held-out positions.
+    "logit" and "tuned": KL from the model's prediction before each block, in nats a token;
+    "positions", the number of held-out positions; and "fitted", that of the others.
 
   Raises:
     ValueError: the text is too short.
@@ -99,15 +99,16 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   begin, tokens = encode(tokenizer, job.text)
   rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
   per_window = rows.shape[1] - 1
-  needed = -(-job.positions // per_window)
-  held_out = max(1, needed // SHARE)
   if len(rows) < 2:
     raise ValueError(
       f"`--fit` must have at least two windows of {rows.shape[1]} tokens; got {len(tokens)} tokens."
       " Give a longer text, or a smaller `--window`."
     )
-  held_out = min(held_out, len(rows) // 2)
-  rows = np.concatenate((rows[: min(needed, len(rows) - held_out)], rows[-held_out:]))
+  # Of a text that is too short for all positions the same share is held out.
+  needed = min(-(-job.positions // per_window), len(rows) * SHARE // (SHARE + 1))
+  held_out = min(max(1, needed // SHARE), len(rows) - 1)
+  needed = min(max(1, needed), len(rows) - held_out)
+  rows = np.concatenate((rows[:needed], rows[-held_out:]))
   with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
     kept = _kept_streams(work, model, variables, rows, bars("streams"))
     train, test = kept[:, : (len(rows) - held_out) * per_window], kept[:, -held_out * per_window :]
@@ -115,7 +116,7 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
     if job.steps:
       lens = _descend(job, work, model, variables, lens, train, bars("divergence"), say)
     measured = {}
-    for name, each in (("logit", Lens.identity(model)), ("tuned", lens)):
+    for name, each in (("logit", None), ("tuned", lens)):
       bar, total = bars(f"held-out text, {name} lens"), np.zeros(model.layers)
       for number, part in enumerate(_parts(test, 64)):
         found = _divergence(variables, each, part, model=model)
@@ -124,7 +125,7 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
       measured[name] = (total / test.shape[1]).tolist()
   save_lens(lens, job.out, variables)
   shutil.rmtree(work)
-  return {**measured, "positions": test.shape[1]}
+  return {**measured, "positions": test.shape[1], "fitted": train.shape[1]}
 
 
 def _kept_streams(work, model, variables, rows, progress):

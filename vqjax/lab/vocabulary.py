@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import os
 import re
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import scipy.stats
 from vqjax.compression import vocabulary
 from vqjax.lab import records
 from vqjax.lab.compression import encode, tables_of
+from vqjax.lab.report.page import document
 from vqjax.lab.report.plots import SERIES, blank, svg
 from vqjax.lab.trained import Trained
 
@@ -41,7 +41,8 @@ def vocabulary_of(
   Args:
     trained: a pretrained model.
     text: text in which tokens are counted; None: nothing is said of frequencies.
-    words: words whose neighbours are wanted: those of the last token of each.
+    words: words whose neighbours are wanted: those of the last token of each, which is named where
+      a word has several.
     unused: tokens that no text has; empty: those with a name such as "<unused7>".
     k: number of neighbours, and of untrained tokens that are named.
 
@@ -65,7 +66,7 @@ def vocabulary_of(
   if not reserved:
     pieces = (tokenizer.piece(token) for token in range(min(model.head.vocab, tokenizer.vocab)))
     reserved = [token for token, piece in enumerate(pieces) if RESERVED.fullmatch(piece)]
-  wanted = {word: _last_token(tokenizer, word) for word in words}
+  wanted = dict(_last_token(tokenizer, word) for word in words)
   found = {}
   for table_name, table in tables_of(model, variables).items():
     length, spread = vocabulary.norms(table), vocabulary.spectrum(table)
@@ -100,12 +101,14 @@ def vocabulary_of(
 
 
 def _last_token(tokenizer, word):
+  """A label for a word, and its last token, which the label names where there are several."""
   tokens = encode(tokenizer, word)[1]
   if not tokens:
     raise ValueError(
       f"`--nearest` must be a word that has a token; got {word!r}. Give another one."
     )
-  return tokens[-1]
+  last = tokens[-1]
+  return (word if len(tokens) == 1 else f"{word}: {tokenizer.piece(last)}"), last
 
 
 def _by_frequency(length, counts):
@@ -180,43 +183,13 @@ def shown(text: str) -> str:
   return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
 
 
-PAGE = string.Template("""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>
-:root { --ground: #fff; --ink: #1b1e23; --line: #d7dbe0; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #14171c; --ink: #e4e7eb; --line: #363c45; }
-}
-body { margin: 0; background: var(--ground); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 60rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.5rem; }
-h2 { font-size: 1.1rem; margin-top: 2rem; }
+STYLE = """\
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: .3rem .6rem; border: 1px solid var(--line); text-align: left; }
 figure { margin: 1rem 0; }
 figure svg { width: 100%; height: auto; }
-</style>
-</head>
-<body>
-<main>
-<h1>$title</h1>
-$tables
-<h2>Variance by direction</h2>
-<figure>
-$plot
-</figure>
-</main>
-</body>
-</html>
-""")
+"""
 
 
 def write_page(found: dict[str, Any], path: str | os.PathLike, title: str) -> None:
@@ -237,5 +210,5 @@ def write_page(found: dict[str, Any], path: str | os.PathLike, title: str) -> No
   axes.set_ylabel("share of the variance")
   axes.legend(frameon=False, labelcolor="linecolor")
   drawn = svg(figure, "spectrum", "Share of the variance of each direction")
-  text = PAGE.substitute(title=html.escape(title), tables="\n".join(tables), plot=drawn)
-  records.write_text(path, text)
+  tables.append(f"<h2>Variance by direction</h2>\n<figure>\n{drawn}\n</figure>")
+  records.write_text(path, document(title, "\n".join(tables), STYLE, width="60rem"))

@@ -36,6 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
   options = parser.parse_intermixed_args(arguments)
   if options.fit is not None and options.out is None:
     parser.error("`--fit` needs `--out FILE`, the lens to be written")
+  # An option of the other use would be ignored.
+  others = ("lens", "page") if options.fit is not None else ("out",)
+  for name in others:
+    if getattr(options, name) is not None:
+      use = "--prompt" if options.fit is not None else "--fit"
+      parser.error(f"`--{name}` needs `{use}`. Leave it out.")
   configure_warnings()
   work = _show if options.fit is None else _fit
   return exit_code(lambda: work(options), show_traceback=options.traceback)
@@ -58,11 +64,12 @@ def _fit(options: argparse.Namespace) -> None:
   if options.json:
     print(json.dumps(found, indent=2))
     return
-  table = Table("before block", title=f"KL on {found['positions']:,} held-out positions, nats")
+  title = f"KL on {found['positions']:,} held-out positions, nats; fitted on {found['fitted']:,}"
+  table = Table("blocks before", title=title)
   for column in ("logit lens", "tuned lens"):
     table.add_column(column, justify="right")
   for number, (logit, tuned) in enumerate(zip(found["logit"], found["tuned"])):
-    table.add_row(str(number + 1), f"{logit:.4f}", f"{tuned:.4f}")
+    table.add_row(str(number), f"{logit:.4f}", f"{tuned:.4f}")
   Console().print(table)
   print(f"lens: {options.out}")
 
@@ -111,7 +118,7 @@ def show(reading: Reading, console: Console) -> None:
     for at in part:
       table.add_column(Text(_cut(reading.texts[at])), width=CELL, no_wrap=True)
     for layer in reversed(range(layers)):
-      cells = [Text(reading.name(layer))]
+      cells = [Text(str(layer))]
       for at in part:
         best = _cut(reading.best[layer][at][0])
         share = math.exp(reading.found.log_probs[layer, at, 0])

@@ -15,6 +15,7 @@ import numpy as np
 
 from vqjax.inference import Readings, Tokenizer
 from vqjax.lab import records
+from vqjax.lab.report.page import document
 from vqjax.lab.report.plots import SERIES, blank, svg
 
 MEASURES = {"entropy": "entropy", "kl": "KL from the last block", "rank": "rank of its best token"}
@@ -56,10 +57,6 @@ class Reading:
     size = len(tokenizer.decode(tokens).encode()) - len(tokenizer.decode(tokens[:1]).encode())
     return Reading(found, [text(token) for token in tokens], best, size)
 
-  def name(self, layer: int) -> str:
-    """The label of a layer: 0 is the embedding, the last one what the model predicts."""
-    return str(layer)
-
   def rows(self) -> list[dict[str, Any]]:
     """Means of each layer over positions, and its cells, for JSON."""
     found = self.found
@@ -92,25 +89,8 @@ class Reading:
     return rows
 
 
-PAGE = string.Template("""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>
-:root { --ground: #fff; --ink: #1b1e23; --quiet: #5a626d; --line: #d7dbe0; --heat: 213, 94, 0; }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #14171c; --ink: #e4e7eb; --quiet: #a0a8b3; --line: #363c45; }
-}
-body { margin: 0; background: var(--ground); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 90rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .5rem; }
-h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-p { max-width: 46rem; }
+STYLE = """\
+:root { --heat: 213, 94, 0; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; font-size: .8rem; }
 th, td { padding: .25rem .5rem; border: 1px solid var(--line); white-space: pre; }
@@ -128,11 +108,9 @@ main:has(#rank:checked) .cell { --x: var(--rank); }
 fieldset { border: 0; padding: 0; margin: 1rem 0; }
 figure { margin: 0; max-width: 52rem; }
 figure svg { width: 100%; height: auto; }
-</style>
-</head>
-<body>
-<main>
-<h1>$title</h1>
+"""
+
+BODY = string.Template("""\
 <p>Each row is what the final norm and the head make of the residual stream after so many blocks;\
  the last one is what the model predicts. A cell is the likeliest next token after the token of its\
  column; a pointer on it, or the focus of the keyboard, shows more.</p>
@@ -163,9 +141,6 @@ $sums
 </tbody>
 </table>
 </div>
-</main>
-</body>
-</html>
 """)
 
 
@@ -186,7 +161,7 @@ def write_page(
   """
   rows = reading.rows()
   divergences = divergences or {"lens": [row["kl"] for row in rows]}
-  # Colours: entropy of log V is whole, KL on a scale to 10 nats, rank on one to 1000.
+  # The largest entropy of the text has the full colour, and 10 nats of KL and rank 1000.
   highest = max(1e-9, float(reading.found.entropy.max()))
   strengths = {
     "entropy": lambda cell: cell["entropy"] / highest,
@@ -210,15 +185,14 @@ def write_page(
     + "</tr>"
     for row in rows
   )
-  text = PAGE.substitute(
-    title=html.escape(title),
+  body = BODY.substitute(
     choices=choices,
     header="".join(f'<th scope="col">{_visible(text)}</th>' for text in reading.texts),
     cells="\n".join(lines),
     plot=svg(_plot(divergences), "kl", "KL of every layer from the model's prediction"),
     sums=sums,
   )
-  records.write_text(path, text)
+  records.write_text(path, document(title, body, STYLE, width="90rem"))
 
 
 def _cell(cell, strengths):

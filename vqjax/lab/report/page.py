@@ -15,7 +15,7 @@ from vqjax.lab.report.units import MISSING
 DARK_SERIES = ("#5db2ec", "#ff9152", "#3ccf9f", "#e38cc3", "#d9b23d", "#a9d4f5")
 """`SERIES` in the same order, light enough for a dark ground."""
 
-PAGE = string.Template("""\
+SHELL = string.Template("""\
 <!doctype html>
 <html lang="en">
 <head>
@@ -41,9 +41,23 @@ body {
   margin: 0; background: var(--ground); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
 }
-main { max-width: 72rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
+main { max-width: $width; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .5rem; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
+$style
+</style>
+</head>
+<body>
+<main>
+<h1>$title</h1>
+$body
+</main>
+</body>
+</html>
+""")
+"""What all pages have: colours for light and dark, and the look of text."""
+
+STYLE = """\
 h3 { font-size: 1rem; margin: 0 0 .4rem; overflow-wrap: anywhere; }
 p, dd { max-width: 46rem; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0; }
@@ -85,11 +99,9 @@ dd { margin: 0; }
   tbody th { min-width: 6rem; }
   figure, .card { break-inside: avoid; }
 }
-</style>
-</head>
-<body>
-<main>
-<h1>$title</h1>
+"""
+
+BODY = string.Template("""\
 <p>$states. Quality is that of the <b>$split</b> split$reason. The best value of a column is bold;\
  the exact value of a cell shows when the pointer is on it.</p>
 <div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs">
@@ -105,10 +117,27 @@ $meanings
 <div class="cards">
 $cards
 </div>
-</main>
-</body>
-</html>
 """)
+
+
+def document(title: str, body: str, style: str, width: str = "72rem") -> str:
+  """A page of HTML that loads nothing from outside.
+
+  Args:
+    title: title and heading, as text.
+    body: what follows the heading, in HTML.
+    style: rules beside those of all pages, in CSS.
+    width: largest width of the page.
+  """
+  series = lambda colors: "; ".join(f"--series-{at}: {color}" for at, color in enumerate(colors))
+  return SHELL.substitute(
+    title=html.escape(title),
+    light=series(SERIES),
+    dark=series(DARK_SERIES),
+    body=body.strip(),
+    style=style.strip(),
+    width=width,
+  )
 
 
 def write_page(
@@ -125,16 +154,12 @@ def write_page(
   # One split for all runs: a column must not mix validation with test.
   states, split = Counter(run.status for run in runs), common_split(runs)
   counts = [f"{states[s]} {s}" for s in ("finished", "failed", "unfinished") if states[s]]
-  series = lambda colors: "; ".join(f"--series-{at}: {color}" for at, color in enumerate(colors))
   cards = [
     f'<section class="card">\n<h3>{breakable(label)}</h3>\n<dl>\n{_entries(_origin(run))}\n</dl>'
     "\n</section>"
     for label, run in zip(labels(runs), runs)
   ]
-  text = PAGE.substitute(
-    title=html.escape(title),
-    light=series(SERIES),
-    dark=series(DARK_SERIES),
+  body = BODY.substitute(
     states=f"{len(runs)} runs: {', '.join(counts)}",
     split=split,
     reason="" if split == "test" else " (not every finished run has test numbers)",
@@ -152,7 +177,7 @@ def write_page(
     meanings=_entries((column.title, column.meaning) for column in columns),
     cards="\n".join(cards),
   )
-  records.write_text(path, text)
+  records.write_text(path, document(title, body, STYLE))
 
 
 def _figure(figure, name: str, caption: str) -> str:
