@@ -7,6 +7,7 @@ import contextlib
 import errno
 import importlib
 import os
+import re
 import resource
 import signal
 import sys
@@ -127,6 +128,10 @@ def explained(error: BaseException) -> tuple[int, str]:
   if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
     # As the system raised it: what this project raises has its own remedy.
     text += f". {REMEDIES.get(error.errno, 'Check the path, and run again.')}"
+  if isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", text):
+    # Of TensorStore, which begins with the code of its status.
+    _keep(error)
+    return 2, f"{text.splitlines()[0][:300]}. Check the folder and its disk, and run again."
   if isinstance(error, (ValueError, ImportError, OSError)):
     return 2, text
   if hasattr(error, "exit_code"):

@@ -120,8 +120,11 @@ class Watch:
 
   def _exit(self, reason: str, in_order: bool = False) -> None:
     if not self.over.is_set():
-      # Not `print`: the main thread may hold the lock of standard error.
-      os.write(2, f"error: {reason}\n".encode())
+      # The line is the last one: what jax's threads still print goes nowhere. Not `print`: the main
+      # thread may hold the lock of standard error.
+      own = os.dup(2)
+      os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+      os.write(own, f"error: {reason}\n".encode())
       if in_order:
         self._leave()
       # `sys.exit` would end this thread only, and the main thread may wait for a device forever.
