@@ -365,6 +365,7 @@ HEADLINE = (
   "dense-contexts",
   *COMPRESSED,
   "dense",
+  "tied",
   "tied-contexts",
   "product-learned",
   "product-distilled",
@@ -372,7 +373,6 @@ HEADLINE = (
 PTB = (
   *HEADLINE,
   *(
-    "tied",
     "dense-distilled",
     "product",
     "residual",
