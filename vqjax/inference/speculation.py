@@ -76,6 +76,13 @@ class Drafter(abc.ABC):
   def _variables(self, variables: Variables) -> dict[str, Variables]:
     """The variables of the modules, from the unstacked ones of the model."""
 
+  def program(
+    self, model: Transformer, sampling: Sampling, positions: int, has_log_probs: bool
+  ) -> Program:
+    """What is compiled for a model; `bound` says which arguments are refused."""
+    part = self.bound(model, sampling, positions)
+    return Program(model, part, sampling, self.length, self.cost, self.length, has_log_probs)
+
   def bound(self, model: Transformer, sampling: Sampling, positions: int) -> Part:
     """The modules for drafting for a model.
 
@@ -225,7 +232,8 @@ class State(NamedTuple):
 
   Attributes:
     rings: the cache of each block of the model.
-    draft_rings: the cache of each block of the drafter; empty if it shares those of the model.
+    draft_rings: the cache of each block of the drafter, or what else its program keeps from round
+      to round; empty if it shares those of the model.
     step: number of tokens of each row so far, less one: that of the token in `token`.
     before: the token before the latest one.
     token: the latest token of each row, which no cache has yet.
@@ -240,7 +248,7 @@ class State(NamedTuple):
   """
 
   rings: tuple[Ring, ...]
-  draft_rings: tuple[Ring, ...]
+  draft_rings: tuple
   step: Int[Array, "B"]
   before: Int[Array, "B"]
   token: Int[Array, "B"]
@@ -276,6 +284,9 @@ class Program:
   length: int
   has_log_probs: bool
 
+  reads_hidden = False
+  """Whether drafting reads the final hidden vectors of the model."""
+
   def best_length(self, state: State) -> Int[Array, ""]:
     """The number of draft tokens with the highest expected speed."""
     if self.length == 0 or self.cost == 0:
@@ -285,8 +296,16 @@ class Program:
     speeds = [(rate ** jnp.arange(k + 1)).sum() / (1 + k * self.cost) for k in lengths]
     return jnp.array(lengths)[jnp.argmax(jnp.stack(speeds))]
 
+  def begun(self, arrays, tokens_BT, hidden_BTD, length_B, capacity) -> tuple:
+    """`State.draft_rings` after the prompts."""
+    if self.part.shares:
+      return ()
+    fed_BT = arrays["numbers"][tokens_BT] if "numbers" in arrays else tokens_BT
+    given = self.part.body, arrays["body"], fed_BT, length_B, capacity
+    return prefill(*given, rejected=self.longest)[1]
+
   def drafted(self, arrays, state, key):
-    """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the caches.
+    """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the state.
 
     Greedy drafts have no q.
     """
@@ -313,7 +332,15 @@ class Program:
     (rings, _), rest = lax.scan(further, (rings, first[0]), jnp.arange(1, self.length))
     join = lambda one, others: jnp.concatenate([one[None], others])
     number_KB, log_q_KUB = jax.tree.map(join, first, rest)
-    return number_KB.T, log_q_KUB, rings
+    if shares:
+      state = state._replace(rings=(*rings, *state.rings[body.layers :]))
+    else:
+      state = state._replace(draft_rings=rings)
+    return number_KB.T, log_q_KUB, state
+
+  def observed(self, state, hidden_BTD) -> tuple:
+    """`State.draft_rings` after a pass of the model over the latest token and the draft."""
+    return state.draft_rings
 
   def _draft(self, head, hidden_BD, key):
     """A number for each row and log q [U, B]; None if greedy."""
@@ -371,16 +398,12 @@ class Program:
     """The state after a round; no row gets more than `most` tokens in all."""
     draft_key, verify_key = jax.random.split(jax.random.fold_in(key, state.round))
     number_BK, log_q_KUB = jnp.zeros((len(state.token), 0), jnp.int32), None
-    rings, draft_rings, tokens = state.rings, state.draft_rings, arrays.get("tokens")
+    tokens = arrays.get("tokens")
     if self.length:
-      number_BK, log_q_KUB, own = self.drafted(arrays, state, draft_key)
-      if self.part.shares:
-        rings = *own, *rings[len(own) :]
-      else:
-        draft_rings = own
+      number_BK, log_q_KUB, state = self.drafted(arrays, state, draft_key)
     drafted_BK = number_BK if tokens is None or not self.length else tokens[number_BK]
     fed_BT = jnp.concatenate([state.token[:, None], drafted_BK], axis=1)
-    hidden_BTD, rings = extend(self.model, variables, rings, fed_BT, state.length, state.step)
+    hidden_BTD, rings = extend(self.model, variables, state.rings, fed_BT, state.length, state.step)
     accepted_B, token_BT, log_prob_BT = self.verified(
       variables, hidden_BTD, number_BK, log_q_KUB, tokens, allowed, verify_key
     )
@@ -405,7 +428,7 @@ class Program:
     mean = lambda x_B: jnp.where(state.done, 0, x_B).sum() / active
     return state._replace(
       rings=rings,
-      draft_rings=draft_rings,
+      draft_rings=self.observed(state, hidden_BTD),
       step=state.step + count_B,
       before=jnp.maximum(at(count_B), 0),
       token=jnp.maximum(at(count_B + 1), 0),
@@ -420,17 +443,12 @@ class Program:
 
 
 @functools.partial(jax.jit, static_argnames=("program", "capacity"))
-def begin(plain, arrays, tokens_BT, *, program: Program, capacity: int) -> State:
+def begin(plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: int) -> State:
   """The state after the prompts, from that of plain generation with the first token."""
-  part, length_B = program.part, plain.length
-  draft_rings = ()
-  if not part.shares:
-    fed_BT = arrays["numbers"][tokens_BT] if "numbers" in arrays else tokens_BT
-    given = part.body, arrays["body"], fed_BT, length_B, capacity
-    draft_rings = prefill(*given, rejected=program.longest)[1]
+  length_B = plain.length
   return State(
     rings=plain.rings,
-    draft_rings=draft_rings,
+    draft_rings=program.begun(arrays, tokens_BT, hidden_BTD, length_B, capacity),
     step=jnp.zeros_like(length_B),
     before=jnp.take_along_axis(tokens_BT, (length_B - 1)[:, None], axis=1)[:, 0],
     token=plain.token,
