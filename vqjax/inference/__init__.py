@@ -1,6 +1,7 @@
 """Generation and scoring of text with the general decoder and any head."""
 
 from vqjax.inference.cache import unstacked
+from vqjax.inference.eagle import Eagle, load_eagle, save_eagle
 from vqjax.inference.generation import Generated, generate, stream
 from vqjax.inference.lens import (
   Lens,
@@ -22,6 +23,7 @@ __all__ = [
   "UNFILTERED",
   "Draft",
   "Drafter",
+  "Eagle",
   "EarlyExit",
   "Generated",
   "Lens",
@@ -33,8 +35,10 @@ __all__ = [
   "least_squares_lens",
   "lens_divergence",
   "lens_readings",
+  "load_eagle",
   "load_lens",
   "residual_streams",
+  "save_eagle",
   "save_lens",
   "score",
   "stream",

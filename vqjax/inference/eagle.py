@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -221,36 +220,128 @@ def _one_block(model: Transformer) -> Transformer:
 
 
 def initial_params(model: Transformer, variables: Variables, key: PRNGKeyArray) -> Params:
-  """Parameters of a drafter before its training: a new block after the model's hidden vectors.
+  """Parameters of a drafter before its training, with the model's last block and final norm.
 
-  The last norm begins as the model's.
+  Half as much training as with a new block reaches the same divergence.
   """
-  one, position = _one_block(model), jnp.zeros(1, jnp.int32)
+  params = variables["params"]
+  blocks = params["blocks"]
+  last = blocks[-1] if isinstance(blocks, tuple) else jax.tree.map(lambda x: x[-1], blocks)
+  fresh = _fresh_params(model, key)
+  # Copies, which training may donate.
+  return fresh | jax.tree.map(jnp.array, {"block": last, "final_norm": params["final_norm"]})
+
+
+def _fresh_params(model, key):
+  one, position_T = _one_block(model), jnp.zeros(1, jnp.int32)
   zeros_BTD, dim = jnp.zeros((1, 1, model.dim), model.dtype), model.dim
   block_key, fuse_key = jax.random.split(key)
-  given = zeros_BTD, one.layer_inputs(), one.angles(position), True
+  given = zeros_BTD, one.layer_inputs(), one.angles(position_T), True
   block = one.block().init(block_key, *given)["params"]
-  norm = model.norm.module(model.dtype).init(key, zeros_BTD)["params"]
+  # Arrays of their own: training donates each.
+  norm = lambda: model.norm.module(model.dtype).init(key, zeros_BTD)["params"]
   from_embedding = 0.5 * dim**-0.5 * jax.random.normal(fuse_key, (dim, dim))
   return {
-    "embedding_norm": norm,
-    "hidden_norm": norm,
+    "embedding_norm": norm(),
+    "hidden_norm": norm(),
     "fuse": jnp.concatenate((from_embedding, jnp.eye(dim))),
     "block": block,
-    "final_norm": jax.tree.map(jnp.asarray, variables["params"]["final_norm"]),
+    "final_norm": norm(),
   }
 
 
 def check_params(params: Params, model: Transformer) -> None:
-  """Raise ValueError unless parameters have the shapes of a drafter for a model."""
-  norm = {"scale": model.dim}
-  fuse = np.shape(params.get("fuse", ()))
-  if fuse != (2 * model.dim, model.dim):
+  """Raise ValueError unless parameters have the names and shapes of a drafter for a model."""
+  made = jax.eval_shape(lambda: _fresh_params(model, jax.random.key(0)))
+  wanted, found = (
+    {"/".join(path): np.shape(x) for path, x in traverse_util.flatten_dict(dict(tree)).items()}
+    for tree in (jax.tree.map(lambda x: np.empty(x.shape, bool), made), params)
+  )
+  if wrong := sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name)):
+    name = wrong[0]
     raise ValueError(
-      f"`params` must have a matrix `fuse` of shape {(2 * model.dim, model.dim)} for dim"
-      f" {model.dim}; got {fuse}. Train a drafter of this model."
+      f"`params` must be those of a drafter of this model: {name} must have shape"
+      f" {wanted.get(name)}; got {found.get(name)}. Train a drafter on this model."
     )
-  del norm
+
+
+def frequent_head(
+  model: Transformer, variables: Variables, tokens: Int[ArrayLike, "U"]
+) -> tuple[DenseHead, Variables]:
+  """A dense head of some rows of a model's, and its variables.
+
+  Raises:
+    ValueError: the head's scores are not products with rows.
+  """
+  if not hasattr(model.head, "linear"):
+    raise ValueError(
+      f"`model` must have a head that scores rows; got a {type(model.head).__name__}. Draft with"
+      " the model's whole head, or with a head of your own."
+    )
+
+  def chosen(model):
+    weight, bias = model.head.linear()
+    index = jnp.asarray(tokens, jnp.int32)
+    return weight.at(index), None if bias is None else bias[index]
+
+  weight, bias = model.apply(variables, method=chosen)
+  head = DenseHead(
+    len(weight),
+    model.dim,
+    use_bias=bias is not None,
+    dtype=model.head.dtype,
+    param_dtype=weight.dtype,
+    softcap=model.head.softcap,
+  )
+  return head, {"params": {"weight": weight} | ({} if bias is None else {"bias": bias})}
+
+
+def save_eagle(path: str | os.PathLike, eagle: Eagle, variables: Variables) -> None:
+  """Write a drafter as safetensors, with a mark of the model that it is of.
+
+  Its head is the model's, or those of its rows that `tokens` lists: no other one is written.
+  """
+  flat = traverse_util.flatten_dict(eagle.params, sep="/")
+  tensors = {name: np.ascontiguousarray(value, np.float32) for name, value in flat.items()}
+  tensors["mark"] = model_mark(variables)
+  if eagle.tokens is not None:
+    tensors["tokens"] = np.asarray(eagle.tokens, np.int32)
+  options = {name: getattr(eagle, name) for name in OPTIONS}
+  partial = pathlib.Path(f"{os.fspath(path)}.partial")
+  save_file(tensors, partial, {"format": FORMAT, "options": json.dumps(options)})
+  partial.replace(path)
+
+
+def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables) -> Eagle:
+  """Read the drafter of a model.
+
+  Raises:
+    ValueError: the file is not a drafter, or that of another model.
+  """
+  try:
+    with safe_open(path, "np") as file:
+      tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+      options = json.loads((file.metadata() or {})["options"])
+    mark, tokens = tensors.pop("mark"), tensors.pop("tokens", None)
+    options = {name: options[name] for name in OPTIONS}
+  except (SafetensorError, KeyError, ValueError) as error:
+    raise ValueError(
+      f"`path` must be a drafter of `vqjax draft`; got {path}: {error}. Train one again."
+    ) from error
+  own = model_mark(variables)
+  # bfloat16 keeps three digits of each number.
+  if mark.shape != own.shape or not np.allclose(mark, own, rtol=1e-2, atol=1e-6):
+    raise ValueError(
+      f"`path` must be a drafter of this model; got {path}, which was trained on another one. Train"
+      " a drafter on this model."
+    )
+  params = jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(tensors, sep="/"))
+  head = (None, None) if tokens is None else frequent_head(model, variables, tokens)
+  return Eagle(params, *head, tokens=tokens, **options)
+
+
+OPTIONS = "length", "cost", "overhead"
+"""Fields of a drafter that are written with it."""
 
 
 def unrolled(
@@ -305,7 +396,7 @@ def _attend_unrolled(query, keys, values, attention):
     values: likewise.
     attention: the options.
   """
-  batch, length, heads, width = query.shape
+  batch, length, _, width = query.shape
   grouped = query.reshape(batch, length, keys[0].shape[2], -1, width)
   scores = [jnp.einsum("btgnc,bsgc->bgnts", grouped, keys[0])]
   scores += [jnp.einsum("btgnc,btgc->bgnt", grouped, key)[..., None] for key in keys[1:]]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int
 
 from vqjax.inference import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.inference.lens import model_mark
@@ -110,7 +111,10 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   needed = min(max(1, needed), len(rows) - held_out)
   rows = np.concatenate((rows[:needed], rows[-held_out:]))
   with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
-    kept = _kept_streams(work, model, variables, rows, bars("streams"))
+    # The first position of a window has no text before it.
+    streams = lambda row: _streams(variables, row[None], model=model)[:, 0, 1:]
+    shape = model.layers + 1, len(rows) * per_window, model.dim
+    kept = kept_states(work, streams, shape, rows, bars("streams"))
     train, test = kept[:, : (len(rows) - held_out) * per_window], kept[:, -held_out * per_window :]
     lens = Lens.identity(model) if job.from_identity else least_squares_lens(_parts(train, 2**10))
     if job.steps:
@@ -128,9 +132,22 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   return {**measured, "positions": test.shape[1], "fitted": train.shape[1]}
 
 
-def _kept_streams(work, model, variables, rows, progress):
-  """The streams [S, N, D] of all positions but the first of each window, in a file."""
-  shape = model.layers + 1, len(rows) * (rows.shape[1] - 1), model.dim
+def kept_states(
+  work: pathlib.Path,
+  states: Callable[[jax.Array], Float[Array, "S T D"]],
+  shape: tuple[int, int, int],
+  rows: Int[np.ndarray, "W T"],
+  progress: Callable[[float], None],
+) -> Float[np.ndarray, "S N D"]:
+  """States of a model on windows of text, in a file; a call that was interrupted goes on.
+
+  Args:
+    work: folder of the file.
+    states: the states of a window.
+    shape: the shape of those of all windows, one after another.
+    rows: the windows.
+    progress: called with the part that is done.
+  """
   path, record = work / "streams.npy", work / "streams.json"
   done = 0
   if record.exists() and path.exists():
@@ -139,8 +156,7 @@ def _kept_streams(work, model, variables, rows, progress):
   kept = np.lib.format.open_memmap(path, mode=mode, dtype=np.float32, shape=shape)
   saved = time.monotonic()
   for number in range(done, len(rows)):
-    # The first position has no text before it.
-    found = _streams(variables, jnp.asarray(rows[number])[None], model=model)[:, 0, 1:]
+    found = states(jnp.asarray(rows[number]))
     width = found.shape[1]
     kept[:, number * width : (number + 1) * width] = np.asarray(found, np.float32)
     progress((number + 1) / len(rows))
