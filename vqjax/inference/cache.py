@@ -60,6 +60,13 @@ class Ring(NamedTuple):
     slots = self.key.shape[1]
     if step.ndim == 0:
       write = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, step % slots, 1)
+    elif len(step) == 1:
+      # On CPUs a scatter is a loop over its indices, which takes longer than a small block.
+      def write(old, new):
+        for ahead in range(new.shape[1]):
+          slot = (step[0] + ahead) % slots
+          old = lax.dynamic_update_slice_in_dim(old, new[:, ahead : ahead + 1], slot, 1)
+        return old
     else:
       row_B1 = jnp.arange(len(step))[:, None]
       slot_BT = (step[:, None] + jnp.arange(key.shape[1])) % slots

@@ -427,9 +427,11 @@ class Program:
     count_B = jnp.minimum(jnp.minimum(accepted_B, before_end_B) + 1, most - 1 - state.step)
     count_B = jnp.where(state.done, 0, count_B)
     is_new_BT = order_T < count_B[:, None]
-    row_B1 = jnp.arange(len(count_B))[:, None]
-    column_BT = jnp.where(is_new_BT, state.step[:, None] + 1 + order_T, state.tokens.shape[1])
-    write = lambda old, new: old.at[row_B1, column_BT].set(new, mode="drop")
+    # Gathers and selections, because on CPUs a scatter is a loop over its indices.
+    order_BM = jnp.arange(state.tokens.shape[1]) - state.step[:, None] - 1
+    is_written_BM = (order_BM >= 0) & (order_BM < count_B[:, None])
+    from_BM = jnp.clip(order_BM, 0, self.length)
+    write = lambda old, new: jnp.where(is_written_BM, jnp.take_along_axis(new, from_BM, 1), old)
     row_of = jnp.concatenate([state.before[:, None], state.token[:, None], token_BT], axis=1)
     at = lambda index_B: jnp.take_along_axis(row_of, index_B[:, None], axis=1)[:, 0]
     active = jnp.maximum(1, (~state.done).sum())
