@@ -11,10 +11,20 @@ from vqjax.inference.lens import (
   residual_streams,
   save_lens,
 )
+from vqjax.inference.medusa import (
+  Medusa,
+  MedusaBlocks,
+  load_medusa,
+  medusa_loss,
+  medusa_ranks,
+  save_medusa,
+)
 from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
 from vqjax.inference.speculation import Draft, Drafter, EarlyExit
 from vqjax.inference.text import TextStream, Tokenizer
+from vqjax.inference.tree_drafting import Typical
+from vqjax.inference.trees import Tree
 from vqjax.ops.lens import Readings
 
 __all__ = [
@@ -25,17 +35,25 @@ __all__ = [
   "EarlyExit",
   "Generated",
   "Lens",
+  "Medusa",
+  "MedusaBlocks",
   "Readings",
   "Sampling",
   "TextStream",
   "Tokenizer",
+  "Tree",
+  "Typical",
   "generate",
   "least_squares_lens",
   "lens_divergence",
   "lens_readings",
   "load_lens",
+  "load_medusa",
+  "medusa_loss",
+  "medusa_ranks",
   "residual_streams",
   "save_lens",
+  "save_medusa",
   "score",
   "stream",
   "unstacked",

@@ -155,6 +155,7 @@ class _State(NamedTuple):
     rings: the cache of each block.
     step: number of tokens so far, less one: that of the token in `token`.
     token: the latest token of each row.
+    hidden: the final hidden vectors that it was drawn from.
     length: number of tokens of each prompt.
     done: whether a row has ended.
     tokens: the tokens so far; -1 elsewhere.
@@ -165,6 +166,7 @@ class _State(NamedTuple):
   rings: tuple[Ring, ...]
   step: Int[Array, ""]
   token: Int[Array, "B"]
+  hidden: Float[Array, "B D"]
   length: Int[Array, "B"]
   done: Bool[Array, "B"]
   tokens: Int[Array, "B M"]
@@ -207,6 +209,7 @@ class _Program:
     return state._replace(
       step=step,
       token=fed_B,
+      hidden=hidden_BD,
       # A row without a token has ended; the host explains it.
       done=state.done | (token_B[:, None] == stop).any(1) | (token_B < 0),
       tokens=write(state.tokens, token_B, -1),
@@ -233,6 +236,7 @@ def _begin(variables, tokens_BT, length_B, key, stop, allowed, *, program: _Prog
     rings=rings,
     step=jnp.zeros((), jnp.int32),
     token=empty_BM[:, 0],
+    hidden=hidden_BD,
     length=length_B,
     done=jnp.zeros(batch, bool),
     tokens=empty_BM,
@@ -295,10 +299,8 @@ class _Run:
     capacity, rejected = _cache_size(model, longest + max_tokens), 0
     self.drafter, self.speculation = drafter, None
     if drafter is not None:
-      part, rejected = drafter.bound(model, sampling, longest + max_tokens), drafter.length
-      self.speculation = speculation.Program(
-        model, part, sampling, rejected, drafter.cost, rejected, log_probs
-      )
+      self.speculation = drafter.program(model, sampling, longest + max_tokens, log_probs)
+      rejected = self.speculation.rejected
     self.program = _Program(model, sampling, capacity, log_probs, rejected)
     self.texts = None
     if tokenizer is not None:

@@ -76,6 +76,13 @@ class Drafter(abc.ABC):
   def _variables(self, variables: Variables) -> dict[str, Variables]:
     """The variables of the modules, from the unstacked ones of the model."""
 
+  def program(
+    self, model: Transformer, sampling: Sampling, positions: int, has_log_probs: bool
+  ) -> Program:
+    """What is compiled for a model; `bound` says which arguments are refused."""
+    part = self.bound(model, sampling, positions)
+    return Program(model, part, sampling, self.length, self.cost, self.length, has_log_probs)
+
   def bound(self, model: Transformer, sampling: Sampling, positions: int) -> Part:
     """The modules for drafting for a model.
 
@@ -176,16 +183,7 @@ class EarlyExit(Drafter):
         f"`layers` must be in [1, {model.layers}), fewer than the model has; got {self.layers}."
         " A quarter of them is usual."
       )
-    if (self.head is None) != (self.variables is None):
-      raise ValueError(
-        f"`head` and `variables` must be given together; got {self.head} and"
-        f" {'no ' if self.variables is None else ''}variables. Give both, or neither."
-      )
-    if self.head is not None and self.head.dim != model.dim:
-      raise ValueError(
-        f"`head` must have the model's dim {model.dim}; got {self.head.dim}. Train a head of this"
-        " model."
-      )
+    check_head(self.head, self.variables, model)
     local = None if model.window is None else model.is_local()[: self.layers]
     return Part(model.clone(layers=self.layers, local=local, parent=None), self.head, shares=True)
 
@@ -193,6 +191,19 @@ class EarlyExit(Drafter):
     params = variables["params"]
     body = {**variables, "params": {**params, "blocks": params["blocks"][: self.layers]}}
     return {"body": body} if self.head is None else {"body": body, "head": self.variables}
+
+
+def check_head(head: Head | None, variables: Variables | None, model: Transformer) -> None:
+  """Raise ValueError unless a head of a drafter reads the hidden vectors of a model."""
+  if (head is None) != (variables is None):
+    raise ValueError(
+      f"`head` and `variables` must be given together; got {head} and"
+      f" {'no ' if variables is None else ''}variables. Give both, or neither."
+    )
+  if head is not None and head.dim != model.dim:
+    raise ValueError(
+      f"`head` must have the model's dim {model.dim}; got {head.dim}. Train a head of this model."
+    )
 
 
 class Part(NamedTuple):
@@ -229,6 +240,7 @@ class State(NamedTuple):
     step: number of tokens of each row so far, less one: that of the token in `token`.
     before: the token before the latest one.
     token: the latest token of each row, which no cache has yet.
+    hidden: the final hidden vectors that `token` was drawn from.
     length: number of tokens of each prompt.
     done: whether a row has ended.
     tokens: the tokens so far; -1 elsewhere.
@@ -244,6 +256,7 @@ class State(NamedTuple):
   step: Int[Array, "B"]
   before: Int[Array, "B"]
   token: Int[Array, "B"]
+  hidden: Float[Array, "B D"]
   length: Int[Array, "B"]
   done: Bool[Array, "B"]
   tokens: Int[Array, "B M"]
@@ -275,6 +288,16 @@ class Program:
   cost: float | int
   length: int
   has_log_probs: bool
+
+  @property
+  def rejected(self) -> int:
+    """Most tokens that a round writes to a cache and rejects."""
+    return self.longest
+
+  @property
+  def prior(self) -> tuple[float, float]:
+    """What `accepted` and `verified` of the state begin with."""
+    return PRIOR
 
   def best_length(self, state: State) -> Int[Array, ""]:
     """The number of draft tokens with the highest expected speed."""
@@ -384,6 +407,15 @@ class Program:
     accepted_B, token_BT, log_prob_BT = self.verified(
       variables, hidden_BTD, number_BK, log_q_KUB, tokens, allowed, verify_key
     )
+    verified_B = jnp.minimum(accepted_B + 1, self.length)
+    state = state._replace(rings=rings, draft_rings=draft_rings)
+    found = hidden_BTD, accepted_B, verified_B, token_BT, log_prob_BT
+    return self.appended(state, *found, stop, most)
+
+  def appended(
+    self, state, hidden_BTD, accepted_B, verified_B, token_BT, log_prob_BT, stop, most
+  ) -> State:
+    """The state with the accepted tokens, and the one behind them, of T = K + 1 positions."""
     order_T = jnp.arange(self.length + 1)
     is_broken_BT = jnp.isnan(hidden_BTD).any(-1)
     if self.has_log_probs:
@@ -401,21 +433,21 @@ class Program:
     write = lambda old, new: old.at[row_B1, column_BT].set(new, mode="drop")
     row_of = jnp.concatenate([state.before[:, None], state.token[:, None], token_BT], axis=1)
     at = lambda index_B: jnp.take_along_axis(row_of, index_B[:, None], axis=1)[:, 0]
+    hidden_of = jnp.concatenate([state.hidden[:, None], hidden_BTD], axis=1)
     active = jnp.maximum(1, (~state.done).sum())
     mean = lambda x_B: jnp.where(state.done, 0, x_B).sum() / active
     return state._replace(
-      rings=rings,
-      draft_rings=draft_rings,
       step=state.step + count_B,
       before=jnp.maximum(at(count_B), 0),
       token=jnp.maximum(at(count_B + 1), 0),
+      hidden=jnp.take_along_axis(hidden_of, count_B[:, None, None], axis=1)[:, 0],
       done=state.done | (is_end_BT & is_new_BT).any(1) | (state.step + 1 + count_B >= most),
       tokens=write(state.tokens, token_BT),
       log_probs=write(state.log_probs, log_prob_BT) if self.has_log_probs else None,
       round=state.round + 1,
       passes=state.passes + ~state.done,
       accepted=KEPT * state.accepted + mean(accepted_B),
-      verified=KEPT * state.verified + mean(jnp.minimum(accepted_B + 1, self.length)),
+      verified=KEPT * state.verified + mean(verified_B),
     )
 
 
@@ -427,21 +459,22 @@ def begin(plain, arrays, tokens_BT, *, program: Program, capacity: int) -> State
   if not part.shares:
     fed_BT = arrays["numbers"][tokens_BT] if "numbers" in arrays else tokens_BT
     given = part.body, arrays["body"], fed_BT, length_B, capacity
-    draft_rings = prefill(*given, rejected=program.longest)[1]
+    draft_rings = prefill(*given, rejected=program.rejected)[1]
   return State(
     rings=plain.rings,
     draft_rings=draft_rings,
     step=jnp.zeros_like(length_B),
     before=jnp.take_along_axis(tokens_BT, (length_B - 1)[:, None], axis=1)[:, 0],
     token=plain.token,
+    hidden=plain.hidden,
     length=length_B,
     done=plain.done,
     tokens=plain.tokens,
     log_probs=plain.log_probs,
     round=jnp.ones((), jnp.int32),
     passes=jnp.ones_like(length_B),
-    accepted=jnp.float32(PRIOR[0]),
-    verified=jnp.float32(PRIOR[1]),
+    accepted=jnp.float32(program.prior[0]),
+    verified=jnp.float32(program.prior[1]),
   )
 
 
