@@ -5,7 +5,6 @@ import functools
 import hashlib
 import pathlib
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,15 +15,12 @@ import optax
 
 from vqjax.inference import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.inference.lens import model_mark
-from vqjax.lab import records
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
+from vqjax.lab.fitting import descend, kept_array
 from vqjax.models import Transformer
 
 SHARE = 16
 """One position is held out for so many that the lens is fitted on."""
-
-EVERY = 60.0
-"""Seconds after which the state of the fit is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,30 +126,15 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
 
 def _kept_streams(work, model, variables, rows, progress):
   """The streams [S, N, D] of all positions but the first of each window, in a file."""
-  shape = model.layers + 1, len(rows) * (rows.shape[1] - 1), model.dim
-  path, record = work / "streams.npy", work / "streams.json"
-  done = 0
-  if record.exists() and path.exists():
-    done = records.read(record, _Done)["windows"]
-  mode = "r+" if done else "w+"
-  kept = np.lib.format.open_memmap(path, mode=mode, dtype=np.float32, shape=shape)
-  saved = time.monotonic()
-  for number in range(done, len(rows)):
+  width = rows.shape[1] - 1
+
+  def write(kept, number):
     # The first position has no text before it.
     found = _streams(variables, jnp.asarray(rows[number])[None], model=model)[:, 0, 1:]
-    width = found.shape[1]
     kept[:, number * width : (number + 1) * width] = np.asarray(found, np.float32)
-    progress((number + 1) / len(rows))
-    if time.monotonic() - saved > EVERY or number + 1 == len(rows):
-      kept.flush()
-      records.write(record, {"windows": number + 1})
-      saved = time.monotonic()
-  return kept
 
-
-@dataclasses.dataclass
-class _Done:
-  windows: int
+  shape = model.layers + 1, len(rows) * width, model.dim
+  return kept_array(work / "streams.npy", shape, len(rows), write, progress)
 
 
 def _parts(x_SND: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -161,20 +142,13 @@ def _parts(x_SND: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def _descend(job, work, model, variables, lens, train, progress, say):
-  """The lens after all steps of descent."""
+  """The lens after all steps of descent; the loss is KL, the mean of all blocks."""
   rate = optax.linear_schedule(job.rate, 0.0, job.steps)
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.add_decayed_weights(1e-3),
     optax.sgd(rate, momentum=0.9, nesterov=True),
   )
-  state, path, first = (lens, optimizer.init(lens)), work / "state.npz", 0
-  structure = jax.tree.structure(state)
-  if path.exists():
-    with np.load(path) as file:
-      leaves = [file[f"arr_{number}"] for number in range(structure.num_leaves)]
-      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
-    say(f"going on with step {first} of {job.steps}")
 
   # Loss and gradient of a few positions at a time, so that blocks of the vocabulary are large.
   @jax.jit
@@ -182,34 +156,19 @@ def _descend(job, work, model, variables, lens, train, progress, say):
     loss = lambda lens: lens_divergence(model, variables, lens, x_SND).sum()
     return jax.value_and_grad(loss)(lens)
 
-  @jax.jit
-  def update(state, total, count):
-    lens, own = state
-    mean = jax.tree.map(lambda x: x / count, total)
-    change, own = optimizer.update(mean, own, lens)
-    return optax.apply_updates(lens, change), own
-
-  saved = time.monotonic()
-  for step in range(first, job.steps):
+  def mean_gradient(lens, step):
     at = np.random.default_rng((0, step)).permutation(train.shape[1])[: job.batch]
     at.sort()
     batch = np.asarray(train[:, at])
     total, loss = None, 0.0
     for part in _parts(batch, 64):
-      value, found = gradient(state[0], variables, part)
+      value, found = gradient(lens, variables, part)
       loss += float(value)
       total = found if total is None else jax.tree.map(jnp.add, total, found)
-    state = update(state, total, batch.shape[1])
-    progress((step + 1) / job.steps)
-    if step % 10 == 0 or step + 1 == job.steps:
-      say(
-        f"step {step + 1}: KL {loss / batch.shape[1] / model.layers:.4f} nats, mean of all blocks"
-      )
-    if time.monotonic() - saved > EVERY:
-      saved = time.monotonic()
-      with records.atomic_file(path) as out:
-        np.savez(out, *map(np.asarray, jax.tree.leaves(state)), step=step + 1)
-  return state[0]
+    mean = jax.tree.map(lambda x: x / batch.shape[1], total)
+    return loss / batch.shape[1] / model.layers, mean
+
+  return descend(work / "state.npz", lens, optimizer, mean_gradient, job.steps, progress, say)
 
 
 @functools.partial(jax.jit, static_argnames="model")
