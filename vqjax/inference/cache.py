@@ -125,7 +125,9 @@ def prefill(
   length: Int[Array, "B"],
   capacity: int,
   rejected: int = 0,
-) -> tuple[Float[Array, "B D"], tuple[Ring, ...]]:
+  *,
+  all_positions: bool = False,
+) -> tuple[Float[Array, "B *T D"], tuple[Ring, ...]]:
   """Final hidden vectors of the last tokens of prompts, and the caches after them.
 
   Args:
@@ -135,6 +137,7 @@ def prefill(
     length: number of tokens of each prompt.
     capacity: positions that a cache holds unless its block has a smaller window.
     rejected: number of tokens that may be rejected at a time.
+    all_positions: return the vectors of all tokens, [B, T, D]; those of padding are arbitrary.
   """
   slots_L = [slots + rejected for slots in cache_slots(model, capacity)]
 
@@ -149,6 +152,8 @@ def prefill(
         method=_of_prompt,
       )
       rings.append(ring)
+    if all_positions:
+      return model.final_norm(x_BTD), tuple(rings)
     last_BD = jnp.take_along_axis(x_BTD, (length - 1)[:, None, None], axis=1)[:, 0]
     return model.final_norm(last_BD), tuple(rings)
 

@@ -155,7 +155,6 @@ class _State(NamedTuple):
     rings: the cache of each block.
     step: number of tokens so far, less one: that of the token in `token`.
     token: the latest token of each row.
-    hidden: the final hidden vectors that it was drawn from.
     length: number of tokens of each prompt.
     done: whether a row has ended.
     tokens: the tokens so far; -1 elsewhere.
@@ -166,7 +165,6 @@ class _State(NamedTuple):
   rings: tuple[Ring, ...]
   step: Int[Array, ""]
   token: Int[Array, "B"]
-  hidden: Float[Array, "B D"]
   length: Int[Array, "B"]
   done: Bool[Array, "B"]
   tokens: Int[Array, "B M"]
@@ -183,6 +181,7 @@ class _Program:
   capacity: int
   has_log_probs: bool
   rejected: int
+  returns_hidden: bool
 
   def with_next(self, variables, state, hidden_BD, key, step, stop, allowed) -> _State:
     """The state with the token that follows final hidden vectors, as number `step`."""
@@ -209,7 +208,6 @@ class _Program:
     return state._replace(
       step=step,
       token=fed_B,
-      hidden=hidden_BD,
       # A row without a token has ended; the host explains it.
       done=state.done | (token_B[:, None] == stop).any(1) | (token_B < 0),
       tokens=write(state.tokens, token_B, -1),
@@ -219,12 +217,20 @@ class _Program:
 
 
 @functools.partial(jax.jit, static_argnames="program")
-def _begin(variables, tokens_BT, length_B, key, stop, allowed, *, program: _Program) -> _State:
-  """The state after the prompts and the first token of each row."""
-  model, batch = program.model, len(length_B)
-  hidden_BD, rings = prefill(
-    model, variables, tokens_BT, length_B, program.capacity, program.rejected
-  )
+def _begin(
+  variables, tokens_BT, length_B, key, stop, allowed, *, program: _Program
+) -> tuple[_State, Float[Array, "B T D"] | None]:
+  """The state after the prompts and the first token of each row.
+
+  Also the final hidden vectors of the prompts, if the program returns them.
+  """
+  model, batch, hidden_BTD = program.model, len(length_B), None
+  given = model, variables, tokens_BT, length_B, program.capacity, program.rejected
+  if program.returns_hidden:
+    hidden_BTD, rings = prefill(*given, all_positions=True)
+    hidden_BD = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)[:, 0]
+  else:
+    hidden_BD, rings = prefill(*given)
   seen_BV = None
   if program.sampling.penalizes:
     is_padding_BT = jnp.arange(tokens_BT.shape[1]) >= length_B[:, None]
@@ -236,14 +242,14 @@ def _begin(variables, tokens_BT, length_B, key, stop, allowed, *, program: _Prog
     rings=rings,
     step=jnp.zeros((), jnp.int32),
     token=empty_BM[:, 0],
-    hidden=hidden_BD,
     length=length_B,
     done=jnp.zeros(batch, bool),
     tokens=empty_BM,
     log_probs=jnp.zeros(empty_BM.shape, jnp.float32) if program.has_log_probs else None,
     seen=seen_BV,
   )
-  return program.with_next(variables, state, hidden_BD, key, state.step, stop, allowed)
+  state = program.with_next(variables, state, hidden_BD, key, state.step, stop, allowed)
+  return state, hidden_BTD
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
@@ -301,7 +307,8 @@ class _Run:
     if drafter is not None:
       self.speculation = drafter.program(model, sampling, longest + max_tokens, log_probs)
       rejected = self.speculation.rejected
-    self.program = _Program(model, sampling, capacity, log_probs, rejected)
+    reads_hidden = self.speculation is not None and self.speculation.reads_hidden
+    self.program = _Program(model, sampling, capacity, log_probs, rejected, reads_hidden)
     self.texts = None
     if tokenizer is not None:
       self.texts = [TextStream(tokenizer, prompt, self.stop_strings) for prompt in self.prompts]
@@ -312,10 +319,10 @@ class _Run:
     """Generate, and yield the pieces of text after the first token and after each chunk."""
     variables, given = unstacked(variables), (key, self.stop, self.allowed)
     tokens_BT, length_B = padded(self.prompts, self.program.model.context)
-    state = _begin(variables, tokens_BT, length_B, *given, program=self.program)
+    state, hidden_BTD = _begin(variables, tokens_BT, length_B, *given, program=self.program)
     advance = functools.partial(_continue, program=self.program)
     if self.drafter is not None:
-      state, advance = self._speculative(variables, state, tokens_BT)
+      state, advance = self._speculative(variables, state, tokens_BT, hidden_BTD)
     ended = False
     while not ended:
       pieces, done_B, count = self._read(state)
@@ -327,12 +334,12 @@ class _Run:
         state = state._replace(done=jnp.asarray(done_B))
         state = advance(variables, state, np.int32(min(self.max_tokens, count + chunk)), *given)
 
-  def _speculative(self, variables, state, tokens_BT):
+  def _speculative(self, variables, state, tokens_BT, hidden_BTD):
     """The first state, and the function that continues it, with a drafter."""
     program = self.speculation
     arrays = self.drafter.arrays(variables, program.part, program.model.head.vocab)
     state = speculation.begin(
-      state, arrays, tokens_BT, program=program, capacity=self.program.capacity
+      state, arrays, tokens_BT, hidden_BTD, program=program, capacity=self.program.capacity
     )
 
     def advance(variables, state, limit, *given):

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from vqjax.heads import Head
-from vqjax.inference.cache import Ring, Variables
+from vqjax.inference.cache import Variables
 from vqjax.inference.lens import check_mark, model_mark
 from vqjax.inference.sampling import Sampling
 from vqjax.inference.speculation import Drafter, Part, State, check_head
@@ -123,15 +123,27 @@ class Medusa(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class _MedusaProgram(TreeProgram):
-  def candidates(self, arrays, state: State) -> tuple[Int[Array, "B N"], tuple[Ring, ...]]:
-    """The token of each node; there are no caches."""
+  """Rounds of which the state keeps the hidden vectors that the latest tokens were drawn from."""
+
+  reads_hidden = True
+
+  def begun(self, arrays, tokens_BT, hidden_BTD, length_B, capacity) -> tuple:
+    """The hidden vectors [B, D] of the last tokens of the prompts."""
+    return (jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)[:, 0],)
+
+  def kept(self, state, way, hidden) -> tuple:
+    """The hidden vectors [B, D] of the last accepted nodes."""
+    return (hidden,)
+
+  def candidates(self, arrays, state: State) -> tuple[Int[Array, "B N"], State]:
+    """The token of each node, and the state."""
     tree, tokens = self.tree, arrays.get("tokens")
-    hidden_KBD = MedusaBlocks(*(x[: tree.depth] for x in arrays["blocks"]))(state.hidden)
+    hidden_KBD = MedusaBlocks(*(x[: tree.depth] for x in arrays["blocks"]))(*state.draft_rings)
     read = lambda head, hidden_KBD: head.top_k(hidden_KBD, tree.width)[1]
     number_KBR = self.part.of_head(arrays, hidden_KBD, read)
     token_KBR = number_KBR if tokens is None else tokens[number_KBR]
     token_SB = token_KBR[tree.depths[1:] - 1, :, tree.ranks[1:]]
-    return jnp.concatenate([state.token[:, None], token_SB.T], axis=1), ()
+    return jnp.concatenate([state.token[:, None], token_SB.T], axis=1), state
 
 
 def medusa_loss(

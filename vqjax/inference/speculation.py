@@ -236,11 +236,11 @@ class State(NamedTuple):
 
   Attributes:
     rings: the cache of each block of the model.
-    draft_rings: the cache of each block of the drafter; empty if it shares those of the model.
+    draft_rings: the cache of each block of the drafter, or what else its program keeps from round
+      to round; empty if it shares those of the model.
     step: number of tokens of each row so far, less one: that of the token in `token`.
     before: the token before the latest one.
     token: the latest token of each row, which no cache has yet.
-    hidden: the final hidden vectors that `token` was drawn from.
     length: number of tokens of each prompt.
     done: whether a row has ended.
     tokens: the tokens so far; -1 elsewhere.
@@ -252,11 +252,10 @@ class State(NamedTuple):
   """
 
   rings: tuple[Ring, ...]
-  draft_rings: tuple[Ring, ...]
+  draft_rings: tuple
   step: Int[Array, "B"]
   before: Int[Array, "B"]
   token: Int[Array, "B"]
-  hidden: Float[Array, "B D"]
   length: Int[Array, "B"]
   done: Bool[Array, "B"]
   tokens: Int[Array, "B M"]
@@ -289,6 +288,9 @@ class Program:
   length: int
   has_log_probs: bool
 
+  reads_hidden = False
+  """Whether drafting reads the final hidden vectors of the model."""
+
   @property
   def rejected(self) -> int:
     """Most tokens that a round writes to a cache and rejects."""
@@ -308,8 +310,16 @@ class Program:
     speeds = [(rate ** jnp.arange(k + 1)).sum() / (1 + k * self.cost) for k in lengths]
     return jnp.array(lengths)[jnp.argmax(jnp.stack(speeds))]
 
+  def begun(self, arrays, tokens_BT, hidden_BTD, length_B, capacity) -> tuple:
+    """`State.draft_rings` after the prompts."""
+    if self.part.shares:
+      return ()
+    fed_BT = arrays["numbers"][tokens_BT] if "numbers" in arrays else tokens_BT
+    given = self.part.body, arrays["body"], fed_BT, length_B, capacity
+    return prefill(*given, rejected=self.rejected)[1]
+
   def drafted(self, arrays, state, key):
-    """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the caches.
+    """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the state.
 
     Greedy drafts have no q.
     """
@@ -336,7 +346,15 @@ class Program:
     (rings, _), rest = lax.scan(further, (rings, first[0]), jnp.arange(1, self.length))
     join = lambda one, others: jnp.concatenate([one[None], others])
     number_KB, log_q_KUB = jax.tree.map(join, first, rest)
-    return number_KB.T, log_q_KUB, rings
+    if shares:
+      state = state._replace(rings=(*rings, *state.rings[body.layers :]))
+    else:
+      state = state._replace(draft_rings=rings)
+    return number_KB.T, log_q_KUB, state
+
+  def observed(self, state, hidden_BTD) -> tuple:
+    """`State.draft_rings` after a pass of the model over the latest token and the draft."""
+    return state.draft_rings
 
   def _draft(self, head, hidden_BD, key):
     """A number for each row and log q [U, B]; None if greedy."""
@@ -394,21 +412,17 @@ class Program:
     """The state after a round; no row gets more than `most` tokens in all."""
     draft_key, verify_key = jax.random.split(jax.random.fold_in(key, state.round))
     number_BK, log_q_KUB = jnp.zeros((len(state.token), 0), jnp.int32), None
-    rings, draft_rings, tokens = state.rings, state.draft_rings, arrays.get("tokens")
+    tokens = arrays.get("tokens")
     if self.length:
-      number_BK, log_q_KUB, own = self.drafted(arrays, state, draft_key)
-      if self.part.shares:
-        rings = *own, *rings[len(own) :]
-      else:
-        draft_rings = own
+      number_BK, log_q_KUB, state = self.drafted(arrays, state, draft_key)
     drafted_BK = number_BK if tokens is None or not self.length else tokens[number_BK]
     fed_BT = jnp.concatenate([state.token[:, None], drafted_BK], axis=1)
-    hidden_BTD, rings = extend(self.model, variables, rings, fed_BT, state.length, state.step)
+    hidden_BTD, rings = extend(self.model, variables, state.rings, fed_BT, state.length, state.step)
     accepted_B, token_BT, log_prob_BT = self.verified(
       variables, hidden_BTD, number_BK, log_q_KUB, tokens, allowed, verify_key
     )
     verified_B = jnp.minimum(accepted_B + 1, self.length)
-    state = state._replace(rings=rings, draft_rings=draft_rings)
+    state = state._replace(rings=rings, draft_rings=self.observed(state, hidden_BTD))
     found = hidden_BTD, accepted_B, verified_B, token_BT, log_prob_BT
     return self.appended(state, *found, stop, most)
 
@@ -433,14 +447,12 @@ class Program:
     write = lambda old, new: old.at[row_B1, column_BT].set(new, mode="drop")
     row_of = jnp.concatenate([state.before[:, None], state.token[:, None], token_BT], axis=1)
     at = lambda index_B: jnp.take_along_axis(row_of, index_B[:, None], axis=1)[:, 0]
-    hidden_of = jnp.concatenate([state.hidden[:, None], hidden_BTD], axis=1)
     active = jnp.maximum(1, (~state.done).sum())
     mean = lambda x_B: jnp.where(state.done, 0, x_B).sum() / active
     return state._replace(
       step=state.step + count_B,
       before=jnp.maximum(at(count_B), 0),
       token=jnp.maximum(at(count_B + 1), 0),
-      hidden=jnp.take_along_axis(hidden_of, count_B[:, None, None], axis=1)[:, 0],
       done=state.done | (is_end_BT & is_new_BT).any(1) | (state.step + 1 + count_B >= most),
       tokens=write(state.tokens, token_BT),
       log_probs=write(state.log_probs, log_prob_BT) if self.has_log_probs else None,
@@ -452,21 +464,15 @@ class Program:
 
 
 @functools.partial(jax.jit, static_argnames=("program", "capacity"))
-def begin(plain, arrays, tokens_BT, *, program: Program, capacity: int) -> State:
+def begin(plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: int) -> State:
   """The state after the prompts, from that of plain generation with the first token."""
-  part, length_B = program.part, plain.length
-  draft_rings = ()
-  if not part.shares:
-    fed_BT = arrays["numbers"][tokens_BT] if "numbers" in arrays else tokens_BT
-    given = part.body, arrays["body"], fed_BT, length_B, capacity
-    draft_rings = prefill(*given, rejected=program.rejected)[1]
+  length_B = plain.length
   return State(
     rings=plain.rings,
-    draft_rings=draft_rings,
+    draft_rings=program.begun(arrays, tokens_BT, hidden_BTD, length_B, capacity),
     step=jnp.zeros_like(length_B),
     before=jnp.take_along_axis(tokens_BT, (length_B - 1)[:, None], axis=1)[:, 0],
     token=plain.token,
-    hidden=plain.hidden,
     length=length_B,
     done=plain.done,
     tokens=plain.tokens,

@@ -13,9 +13,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from vqjax.inference.cache import Ring, extend
+from vqjax.inference.cache import extend
 from vqjax.inference.sampling import choose
 from vqjax.inference.speculation import PRIOR, Program, State
 from vqjax.inference.trees import Tree
@@ -64,8 +64,18 @@ class TreeProgram(Program):
   typical: Typical | None
 
   @abc.abstractmethod
-  def candidates(self, arrays, state: State) -> tuple[Int[Array, "B N"], tuple[Ring, ...]]:
-    """The token of each node, and the drafter's caches with all of them."""
+  def candidates(self, arrays, state: State) -> tuple[Int[Array, "B N"], State]:
+    """The token of each node, and the state with what the drafter keeps of them."""
+
+  @abc.abstractmethod
+  def kept(self, state: State, way: Int[Array, "B T"], hidden: Float[Array, "B D"]) -> tuple:
+    """`State.draft_rings` after a round.
+
+    Args:
+      state: the state, with `step` before the round.
+      way: the nodes from the root to the last accepted one.
+      hidden: final hidden vectors of the model at that node.
+    """
 
   @property
   def rejected(self) -> int:
@@ -89,7 +99,7 @@ class TreeProgram(Program):
     if self.length == 0:
       return super().after_round(variables, arrays, state, key, stop, allowed, most)
     key = jax.random.fold_in(key, state.round)
-    token_BN, draft_rings = self.candidates(arrays, state)
+    token_BN, state = self.candidates(arrays, state)
     hidden_BND, rings = extend(
       self.model, variables, state.rings, token_BN, state.length, state.step, self.tree
     )
@@ -113,8 +123,9 @@ class TreeProgram(Program):
       return way_BT, (hidden_BTD, accepted_B, jnp.ones_like(accepted_B), token_BT, log_prob_BT)
 
     way_BT, found = self.model.apply(variables, method=of_head)
-    along = lambda rings: tuple(ring.along(state.step, way_BT) for ring in rings)
-    state = state._replace(rings=along(rings), draft_rings=along(draft_rings))
+    last_BD = jnp.take_along_axis(found[0], found[1][:, None, None], axis=1)[:, 0]
+    rings = tuple(ring.along(state.step, way_BT) for ring in rings)
+    state = state._replace(rings=rings, draft_rings=self.kept(state, way_BT, last_BD))
     return self.appended(state, *found, stop, most)
 
   def _exact(self, head, hidden_BND, token_BN, key, allowed):

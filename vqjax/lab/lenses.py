@@ -5,6 +5,7 @@ import functools
 import hashlib
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,15 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int
 
 from vqjax.inference import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.inference.lens import model_mark
+from vqjax.lab import records
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
-from vqjax.lab.fitting import descend, kept_array
 from vqjax.models import Transformer
 
 SHARE = 16
 """One position is held out for so many that the lens is fitted on."""
+
+EVERY = 60.0
+"""Seconds after which the state of the fit is kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +111,10 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   needed = min(max(1, needed), len(rows) - held_out)
   rows = np.concatenate((rows[:needed], rows[-held_out:]))
   with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
-    kept = _kept_streams(work, model, variables, rows, bars("streams"))
+    # The first position of a window has no text before it.
+    streams = lambda row: _streams(variables, row[None], model=model)[:, 0, 1:]
+    shape = model.layers + 1, len(rows) * per_window, model.dim
+    kept = kept_states(work, streams, shape, rows, bars("streams"))
     train, test = kept[:, : (len(rows) - held_out) * per_window], kept[:, -held_out * per_window :]
     lens = Lens.identity(model) if job.from_identity else least_squares_lens(_parts(train, 2**10))
     if job.steps:
@@ -124,17 +132,44 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   return {**measured, "positions": test.shape[1], "fitted": train.shape[1]}
 
 
-def _kept_streams(work, model, variables, rows, progress):
-  """The streams [S, N, D] of all positions but the first of each window, in a file."""
-  width = rows.shape[1] - 1
+def kept_states(
+  work: pathlib.Path,
+  states: Callable[[jax.Array], Float[Array, "S T D"]],
+  shape: tuple[int, int, int],
+  rows: Int[np.ndarray, "W T"],
+  progress: Callable[[float], None],
+) -> Float[np.ndarray, "S N D"]:
+  """States of a model on windows of text, in a file; a call that was interrupted goes on.
 
-  def write(kept, number):
-    # The first position has no text before it.
-    found = _streams(variables, jnp.asarray(rows[number])[None], model=model)[:, 0, 1:]
+  Args:
+    work: folder of the file.
+    states: the states of a window.
+    shape: the shape of those of all windows, one after another.
+    rows: the windows.
+    progress: called with the part that is done.
+  """
+  path, record = work / "streams.npy", work / "streams.json"
+  done = 0
+  if record.exists() and path.exists():
+    done = records.read(record, _Done)["windows"]
+  mode = "r+" if done else "w+"
+  kept = np.lib.format.open_memmap(path, mode=mode, dtype=np.float32, shape=shape)
+  saved = time.monotonic()
+  for number in range(done, len(rows)):
+    found = states(jnp.asarray(rows[number]))
+    width = found.shape[1]
     kept[:, number * width : (number + 1) * width] = np.asarray(found, np.float32)
+    progress((number + 1) / len(rows))
+    if time.monotonic() - saved > EVERY or number + 1 == len(rows):
+      kept.flush()
+      records.write(record, {"windows": number + 1})
+      saved = time.monotonic()
+  return kept
 
-  shape = model.layers + 1, len(rows) * width, model.dim
-  return kept_array(work / "streams.npy", shape, len(rows), write, progress)
+
+@dataclasses.dataclass
+class _Done:
+  windows: int
 
 
 def _parts(x_SND: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -169,6 +204,54 @@ def _descend(job, work, model, variables, lens, train, progress, say):
     return loss / batch.shape[1] / model.layers, mean
 
   return descend(work / "state.npz", lens, optimizer, mean_gradient, job.steps, progress, say)
+
+
+def descend(
+  path: pathlib.Path,
+  trained: Any,
+  optimizer: optax.GradientTransformation,
+  gradient: Callable[[Any, int], tuple[float, Any]],
+  steps: int,
+  progress: Callable[[float], None],
+  say: Callable[[str], None],
+) -> Any:
+  """What is trained, after all steps; an interrupted call goes on with its last kept step.
+
+  Args:
+    path: the file of the kept state, with the ending .npz.
+    trained: a tree of arrays to begin with.
+    optimizer: the optimiser.
+    gradient: gradient(trained, step) is the loss of a step in nats, and the gradient.
+    steps: number of steps.
+    progress: is called with the part that is done.
+    say: prints a line.
+  """
+  state, first = (trained, optimizer.init(trained)), 0
+  structure = jax.tree.structure(state)
+  if path.exists():
+    with np.load(path) as file:
+      leaves = [file[f"arr_{number}"] for number in range(structure.num_leaves)]
+      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
+    say(f"going on with step {first} of {steps}")
+
+  @jax.jit
+  def update(state, found):
+    trained, own = state
+    change, own = optimizer.update(found, own, trained)
+    return optax.apply_updates(trained, change), own
+
+  saved = time.monotonic()
+  for step in range(first, steps):
+    loss, found = gradient(state[0], step)
+    state = update(state, found)
+    progress((step + 1) / steps)
+    if step % 10 == 0 or step + 1 == steps:
+      say(f"step {step + 1}: {loss:.4f} nats")
+    if time.monotonic() - saved > EVERY:
+      saved = time.monotonic()
+      with records.atomic_file(path) as out:
+        np.savez(out, *map(np.asarray, jax.tree.leaves(state)), step=step + 1)
+  return state[0]
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoints.families import V
 from tests.lab.commands.test_compress import model_folder
-from vqjax.lab import fitting, lenses
+from vqjax.lab import lenses
 from vqjax.lab.commands import lens
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
@@ -61,7 +61,7 @@ def test_a_fitted_lens_is_nearer_at_every_block_and_its_page_is_whole(
 def test_an_interrupted_fit_goes_on_where_it_was(folder, text, tmp_path, monkeypatch, capsys):
   whole, resumed = tmp_path / "whole.safetensors", tmp_path / "resumed.safetensors"
   assert fit(folder, text, whole, "--steps", "4") == 0
-  monkeypatch.setattr(fitting, "EVERY", 0.0)
+  monkeypatch.setattr(lenses, "EVERY", 0.0)
   progress = lenses.ProgressBars.__enter__
 
   def stop_at_half(self):
