@@ -17,6 +17,7 @@ from vqjax.inference import (
   MedusaBlocks,
   Sampling,
   Tree,
+  TreeDraft,
   Typical,
   generate,
   load_medusa,
@@ -36,9 +37,9 @@ HEADS = {
   "fewer tokens": lambda: DenseHead(7, D),
   "codebook": lambda: CodebookHead(V, D, codes=5, token_bias=True),
   "low-rank": lambda: LowRankHead(V, D, rank=3),
-  "product": lambda: ProductHead(V, D, books=2, codes=4),
+  "product": lambda: ProductHead(V, D, 4, 2),
   "grouped": lambda: GroupedHead(V, D, groups=3),
-  "routed": lambda: RoutedHead(V, D, 3, 2),
+  "routed": lambda: RoutedHead(V, D, clusters=3, budget=2),
 }
 
 
@@ -70,6 +71,22 @@ def test_greedy_tokens_are_those_without_a_drafter(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["fewer tokens", "early exit"])
+def test_a_chain_of_any_drafter_is_its_draft_and_a_tree_needs_fewer_passes(name):
+  drafter = speculated.drafter(name)
+  chain = TreeDraft(drafter, Tree.chain(drafter.length), cost=0)
+  wider = TreeDraft(drafter, Tree([*chain.tree.paths, (1, 0), (2,)]), cost=0)
+  one, same, fewer = (
+    generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=each)
+    for each in (drafter, chain, wider)
+  )
+  assert (same.tokens == plain().tokens).all()
+  assert (fewer.tokens == plain().tokens).all()
+  assert (same.passes == one.passes).all()
+  assert fewer.passes.sum() < one.passes.sum()
+
+
+@pytest.mark.slow
 def test_the_cache_after_rounds_is_that_of_a_pass_over_the_text(monkeypatch):
   states = []
   advance = speculation.advance
@@ -89,7 +106,7 @@ def test_the_cache_after_rounds_is_that_of_a_pass_over_the_text(monkeypatch):
     window = slots - TREE.size  # that of the block, or all positions
     for row, (prompt, text) in enumerate(zip(PROMPTS, texts)):
       last = int(states[-1].step[row])  # the latest token is in no cache
-      number = np.arange(max(last - window, -len(prompt)), last)
+      number = np.arange(max(last + 1 - window, -len(prompt)), last)
       # The whole text is the prompt there: position t is in slot t + slots - length of the text.
       other = len(prompt) + number + whole.key.shape[1] - len(text)
       for own, their in zip(ring, whole):
@@ -100,7 +117,6 @@ DRAWS = {
   "temperature": (Sampling(0.8), "codebook"),
   "top-k": (Sampling(1.2, top_k=4), "fewer tokens"),
   "top-p": (Sampling(top_p=0.8), "the model's"),
-  "min-p": (Sampling(0.9, min_p=0.1), "the model's"),
 }
 
 
@@ -123,7 +139,9 @@ def test_typical_acceptance_takes_the_longest_likely_path():
   tokens = np.argsort(rng.random((rows, V)), axis=1)[:, : TREE.size + 1].astype(np.int32)
   head = DenseHead(V, V)
   model = target()[0].clone(head=head, parent=None)
-  program = _MedusaProgram(model, None, Sampling(0.7), 3, 0, 3, False, TREE, typical)
+  program = _MedusaProgram(
+    *(model, None, Sampling(0.7), 3, 0, 3, False), tree=TREE, typical=typical
+  )
   rule = lambda head: program._typical(head, jnp.asarray(logits), jnp.asarray(tokens), KEY, None)
   found = jax.jit(lambda v: head.apply(v, method=rule))({"params": {"weight": jnp.eye(V)}})[0]
   log_p = log_softmax(logits / 0.7)

@@ -150,8 +150,6 @@ def p_value(sampling, name, log_probs=False, given=None):
     log_p = log_softmax(logits / sampling.temperature)
     if sampling.top_k:
       log_p[log_p < np.sort(log_p, -1)[..., -sampling.top_k, None]] = -np.inf
-    if sampling.min_p:
-      log_p[log_p < log_p.max(-1, keepdims=True) + np.log(sampling.min_p)] = -np.inf
     if sampling.top_p:
       p = np.sort(np.exp(log_softmax(log_p)), -1)[..., ::-1]
       last = (np.cumsum(p, -1) < sampling.top_p).sum(-1)[..., None]

@@ -23,7 +23,7 @@ from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
 from vqjax.inference.speculation import Draft, Drafter, EarlyExit
 from vqjax.inference.text import TextStream, Tokenizer
-from vqjax.inference.tree_drafting import Typical
+from vqjax.inference.tree_drafting import TreeDraft, Typical
 from vqjax.inference.trees import Tree
 from vqjax.ops.lens import Readings
 
@@ -42,6 +42,7 @@ __all__ = [
   "TextStream",
   "Tokenizer",
   "Tree",
+  "TreeDraft",
   "Typical",
   "generate",
   "least_squares_lens",

@@ -93,11 +93,10 @@ class Medusa(Drafter):
 
   def program(
     self, model: Transformer, sampling: Sampling, positions: int, has_log_probs: bool
-  ) -> _MedusaProgram:
+  ) -> TreeProgram:
     """What is compiled for a model; `bound` says which arguments are refused."""
-    part, depth = self.bound(model, sampling, positions), self.tree.depth
-    shared = model, part, sampling, depth, self.cost, depth, has_log_probs
-    return _MedusaProgram(*shared, self.tree, self.typical)
+    given = super().program(model, sampling, positions, has_log_probs)
+    return _MedusaProgram(**vars(given), tree=self.tree, typical=self.typical)
 
   def _part(self, model: Transformer) -> Part:
     count = len(self.blocks.weight)
@@ -109,11 +108,7 @@ class Medusa(Drafter):
       )
     check_head(self.head, self.variables, model)
     part = Part(model, self.head, shares=True)
-    if self.tree.width > part.output.vocab:
-      raise ValueError(
-        f"`tree` must have ranks below the {part.output.vocab} tokens of the head; got"
-        f" {self.tree.width - 1}. Leave these paths out."
-      )
+    self.tree.check_width(part.output.vocab)
     return part
 
   def _variables(self, variables: Variables) -> dict[str, Any]:

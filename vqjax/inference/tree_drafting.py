@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from vqjax.inference.cache import extend
-from vqjax.inference.sampling import choose
-from vqjax.inference.speculation import PRIOR, Program, State
+from vqjax.inference.cache import Ring, Variables, extend
+from vqjax.inference.sampling import Sampling, choose
+from vqjax.inference.speculation import PRIOR, Draft, Drafter, EarlyExit, Part, Program, State
 from vqjax.inference.trees import Tree
+from vqjax.models import Transformer
 from vqjax.ops import sampling as ops
 from vqjax.ops.rejection import Filtered
 
@@ -158,3 +161,78 @@ class TreeProgram(Program):
     """Whether all draft tokens on the path to each node are right; always of the root."""
     is_right_BN = is_right_BN | (self.tree.depths == 0)
     return (is_right_BN[:, None] | ~self.tree.sees).all(axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeDraft(Drafter):
+  """The likeliest tokens of a decoder that drafts, as a tree.
+
+  The tree is drafted whole or not at all; `length` is its depth, and `tokens` are the drafter's.
+  Each depth is a pass of the drafter over the nodes so far.
+
+  Attributes:
+    drafter: a `Draft` or an `EarlyExit`, of which `length` and `cost` do not matter.
+    tree: the tree.
+    typical: accepts more tokens than the exact rule does, and changes the distribution.
+  """
+
+  drafter: Draft | EarlyExit
+  tree: Tree
+  typical: Typical | None = dataclasses.field(default=None, kw_only=True)
+  length: int = dataclasses.field(default=1, init=False)
+  tokens: Int[ArrayLike, "U"] | Sequence[int] | None = dataclasses.field(default=None, init=False)
+
+  def __post_init__(self):
+    object.__setattr__(self, "length", self.tree.depth)
+    object.__setattr__(self, "tokens", self.drafter.tokens)
+    super().__post_init__()
+
+  def program(
+    self, model: Transformer, sampling: Sampling, positions: int, has_log_probs: bool
+  ) -> TreeProgram:
+    """What is compiled for a model; `bound` says which arguments are refused."""
+    given = super().program(model, sampling, positions, has_log_probs)
+    return _DraftProgram(**vars(given), tree=self.tree, typical=self.typical)
+
+  def _part(self, model: Transformer) -> Part:
+    part = self.drafter._part(model)
+    self.tree.check_width(part.output.vocab)
+    return part
+
+  def _variables(self, variables: Variables) -> dict[str, Variables]:
+    return self.drafter._variables(variables)
+
+
+@dataclasses.dataclass(frozen=True)
+class _DraftProgram(TreeProgram):
+  def kept(self, state, way, hidden) -> tuple[Ring, ...]:
+    """The drafter's caches of the accepted path."""
+    return tuple(ring.along(state.step, way) for ring in state.draft_rings)
+
+  def candidates(self, arrays, state: State) -> tuple[Int[Array, "B N"], State]:
+    """The token of each node, and the state with the drafter's caches of all of them."""
+    tree, part, shares = self.tree, self.part, self.part.shares
+    tokens, numbers = arrays.get("tokens"), arrays.get("numbers")
+    rings = state.rings[: part.body.layers] if shares else state.draft_rings
+    token_BN = state.token[:, None]
+    read = lambda head, hidden_BPD: head.top_k(hidden_BPD, tree.width)[1]
+
+    def drafted(token_BN, first):
+      fed_BN = token_BN if numbers is None else numbers[token_BN]
+      # The nodes of smaller depths come first, and are a tree themselves.
+      part_tree = Tree(tree.nodes[1 : fed_BN.shape[1]]) if fed_BN.shape[1] > 1 else None
+      given = rings, fed_BN, state.length, state.step, part_tree
+      hidden_BND, extended = extend(part.body, arrays["body"], *given)
+      return hidden_BND[:, first:], extended
+
+    for depth in range(tree.depth):
+      first, end = np.searchsorted(tree.depths, (depth, depth + 1))
+      hidden_BPD, _ = drafted(token_BN, first)
+      number_BPR = part.of_head(arrays, hidden_BPD, read)
+      token_BPR = number_BPR if tokens is None else tokens[number_BPR]
+      children = slice(end, np.searchsorted(tree.depths, depth + 2))
+      new_BC = token_BPR[:, tree.parents[children] - first, tree.ranks[children]]
+      token_BN = jnp.concatenate([token_BN, new_BC], axis=1)
+    if not shares:
+      state = state._replace(draft_rings=drafted(token_BN, 0)[1])
+    return token_BN, state

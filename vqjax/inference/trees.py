@@ -92,6 +92,14 @@ class Tree:
     known = lambda row: sum(tuple(row[:depth]) in nodes for depth in range(1, self.depth + 1))
     return 1 + float(np.mean([known(row) for row in np.asarray(ranks).tolist()]))
 
+  def check_width(self, vocab: int) -> None:
+    """Raise ValueError if a rank is not below a number of tokens."""
+    if self.width > vocab:
+      raise ValueError(
+        f"`tree` must have ranks below the {vocab} tokens of the drafter's head; got"
+        f" {self.width - 1}. Leave these paths out."
+      )
+
   @functools.cached_property
   def nodes(self) -> tuple[tuple[int, ...], ...]:
     """The path to each node, the root's first."""
