@@ -1,6 +1,7 @@
 """Generation and scoring of text with the general decoder and any head."""
 
 from vqjax.inference.cache import unstacked
+from vqjax.inference.eagle import Eagle, load_eagle, save_eagle
 from vqjax.inference.generation import Generated, generate, stream
 from vqjax.inference.lens import (
   Lens,
@@ -32,6 +33,7 @@ __all__ = [
   "UNFILTERED",
   "Draft",
   "Drafter",
+  "Eagle",
   "EarlyExit",
   "Generated",
   "Lens",
@@ -48,11 +50,13 @@ __all__ = [
   "least_squares_lens",
   "lens_divergence",
   "lens_readings",
+  "load_eagle",
   "load_lens",
   "load_medusa",
   "medusa_loss",
   "medusa_ranks",
   "residual_streams",
+  "save_eagle",
   "save_lens",
   "save_medusa",
   "score",

@@ -40,9 +40,10 @@ class Drafter(abc.ABC):
   """What proposes tokens, and how many.
 
   The number of tokens adapts to the running acceptance a, the part of the verified tokens that was
-  accepted: of `length`, half of it and 0, the k with the highest (1 + a + ... + a^k) / (1 + k ·
-  cost), the expected speed relative to decoding without a drafter. After 0 it stays 0. The choice
-  depends on earlier tokens alone, so that it does not change the distribution of the next ones.
+  accepted: of `length`, half of it and 0, the k with the highest (1 + a + ... + a^k) / (1 +
+  overhead + k · cost), the expected speed relative to decoding without a drafter. After 0 it stays
+  0. The choice depends on earlier tokens alone, so that it does not change the distribution of the
+  next ones.
 
   Attributes:
     length: most tokens that are drafted in a round.
@@ -50,11 +51,14 @@ class Drafter(abc.ABC):
       have one vocabulary. EAGLE-3's `d2t` has differences: it is `tokens - arange(len(tokens))`.
     cost: time of a draft token, its verification included, over that of a token without a drafter.
       0 always drafts `length` tokens.
+    overhead: further time of a round with any draft, in the same unit. On CPUs a product with
+      several vectors takes longer than one with a single vector, however few they are.
   """
 
   length: int = dataclasses.field(default=4, kw_only=True)
   tokens: Int[ArrayLike, "U"] | Sequence[int] | None = dataclasses.field(default=None, kw_only=True)
   cost: float | int = dataclasses.field(default=0.1, kw_only=True)
+  overhead: float | int = dataclasses.field(default=0.0, kw_only=True)
 
   def __post_init__(self):
     if self.length < 1:
@@ -81,7 +85,8 @@ class Drafter(abc.ABC):
   ) -> Program:
     """What is compiled for a model; `bound` says which arguments are refused."""
     part = self.bound(model, sampling, positions)
-    return Program(model, part, sampling, self.length, self.cost, self.length, has_log_probs)
+    sizes = self.length, self.cost, self.length
+    return Program(model, part, sampling, *sizes, has_log_probs, self.overhead)
 
   def bound(self, model: Transformer, sampling: Sampling, positions: int) -> Part:
     """The modules for drafting for a model.
@@ -278,6 +283,7 @@ class Program:
     cost: that of `Drafter`.
     length: tokens that are drafted in each round; another number is another program.
     has_log_probs: whether log-probabilities are computed.
+    overhead: that of `Drafter`.
   """
 
   model: Transformer
@@ -287,6 +293,7 @@ class Program:
   cost: float | int
   length: int
   has_log_probs: bool
+  overhead: float | int = 0.0
 
   reads_hidden = False
   """Whether drafting reads the final hidden vectors of the model."""
@@ -307,7 +314,8 @@ class Program:
       return jnp.int32(self.length)
     lengths = sorted({self.longest, self.longest // 2, 0}, reverse=True)
     rate = state.accepted / state.verified
-    speeds = [(rate ** jnp.arange(k + 1)).sum() / (1 + k * self.cost) for k in lengths]
+    times = [1 + self.overhead * (k > 0) + k * self.cost for k in lengths]
+    speeds = [(rate ** jnp.arange(k + 1)).sum() / time for k, time in zip(lengths, times)]
     return jnp.array(lengths)[jnp.argmax(jnp.stack(speeds))]
 
   def begun(self, arrays, tokens_BT, hidden_BTD, length_B, capacity) -> tuple:

@@ -63,8 +63,8 @@ class TreeProgram(Program):
     typical: the rule of acceptance; None: the exact one.
   """
 
-  tree: Tree
-  typical: Typical | None
+  tree: Tree = dataclasses.field(kw_only=True)
+  typical: Typical | None = dataclasses.field(kw_only=True)
 
   @abc.abstractmethod
   def candidates(self, arrays, state: State) -> tuple[Int[Array, "B N"], State]:
@@ -94,8 +94,8 @@ class TreeProgram(Program):
     """The depth of the tree, or 0 where it costs more than it gives."""
     if self.length == 0 or self.cost == 0:
       return jnp.int32(self.length)
-    is_worth_it = state.accepted / state.verified >= self.cost * self.tree.size
-    return jnp.where(is_worth_it, self.longest, 0)
+    cost = self.overhead + self.cost * self.tree.size
+    return jnp.where(state.accepted / state.verified >= cost, self.longest, 0)
 
   def after_round(self, variables, arrays, state, key, stop, allowed, most) -> State:
     """The state after a round; no row gets more than `most` tokens in all."""

@@ -14,9 +14,10 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int
 
-from vqjax.heads import DenseHead, Head
+from vqjax.heads import Head
 from vqjax.inference import Medusa, MedusaBlocks, Tree, medusa_loss, medusa_ranks, save_medusa
 from vqjax.inference.cache import Variables, prefill, unstacked
+from vqjax.inference.eagle import frequent_head
 from vqjax.inference.lens import model_mark
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
 from vqjax.lab.lenses import descend, kept_states
@@ -108,22 +109,11 @@ def frequent_output(
   """A dense head of the rows of a text's most frequent tokens.
 
   Raises:
-    ValueError: the head of the model has no rows of its own or of its embedding, or is capped.
+    ValueError: the scores of the model's head are not products with rows.
   """
-  params = variables["params"]
-  rows = next(
-    (params[part]["weight"] for part in ("head", "embedding") if "weight" in params.get(part, {})),
-    None,
-  )
-  if not isinstance(model.head, DenseHead) or rows is None:
-    raise ValueError(
-      f"`model` must have a dense head to be trimmed; got {type(model.head).__name__}. Let the"
-      " blocks read the head itself."
-    )
   count = np.bincount(np.ravel(tokens), minlength=model.head.vocab)
   kept = np.sort(np.argsort(-count, kind="stable")[:size]).astype(np.int32)
-  head = DenseHead(len(kept), model.dim, softcap=model.head.softcap)
-  return Output(head, {"params": {"weight": jnp.asarray(rows)[kept].astype(jnp.float32)}}, kept)
+  return Output(*frequent_head(model, variables, kept), kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +337,7 @@ def fit_medusa(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, A
     say: prints a line.
 
   Raises:
-    ValueError: the text is too short, or the model has no dense head to be trimmed.
+    ValueError: the text is too short, or the model's head has no rows to be chosen from.
   """
   model, variables, tokenizer = loaded
   variables = unstacked(variables)

@@ -1,0 +1,270 @@
+"""Training of drafters on a model's hidden vectors, which are kept on the disk once."""
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vqjax.inference import GREEDY, Drafter, Eagle, generate, save_eagle
+from vqjax.inference.cache import Variables
+from vqjax.inference.eagle import frequent_head, initial_params, unrolled
+from vqjax.inference.lens import model_mark
+from vqjax.lab import lenses, records
+from vqjax.lab.compression import ProgressBars, encode, open_work, windows
+from vqjax.models import Transformer
+from vqjax.ops.distillation import divergence_from_last
+
+SHARE = 32
+"""One window is held out for so many that the drafter is trained on."""
+
+DECAY = 0.8
+"""Weight of a prediction in the loss over that of the one before it, as in EAGLE-3."""
+
+TIMED_TOKENS = 48
+"""Tokens that are generated to measure the cost of a round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterJob:
+  """A call of `train_drafter`.
+
+  Attributes:
+    model: path of the model.
+    text: the text; its end is held out.
+    out: the file to be written.
+    positions: positions of the text on which the drafter is trained.
+    steps: steps of training.
+    batch: windows of a step.
+    window: tokens of a window.
+    depth: predictions deep that the drafter is trained, each from its own before.
+    length: most tokens that are drafted in a round.
+    vocab: number of the text's most frequent tokens that are drafted; None: all tokens.
+    rate: largest learning rate.
+  """
+
+  model: pathlib.Path
+  text: str
+  out: pathlib.Path
+  positions: int = 2**17
+  steps: int = 2000
+  batch: int = 8
+  window: int = 128
+  depth: int = 4
+  length: int = 4
+  vocab: int | None = None
+  rate: float = 2e-3
+
+  def __post_init__(self):
+    least = {"positions": 1, "steps": 1, "batch": 1, "depth": 1, "length": 1, "vocab": 1}
+    for name, least_value in (least | {"window": self.depth + 1}).items():
+      value = getattr(self, name)
+      if value is not None and value < least_value:
+        raise ValueError(f"`--{name}` must be at least {least_value}; got {value}. Raise it.")
+    if not self.rate > 0:
+      raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.002 is usual.")
+    if self.out.exists():
+      raise ValueError(f"`--out` must be a new file; got {self.out}, which exists. Give another.")
+    if not self.out.absolute().parent.is_dir():
+      raise ValueError(
+        f"`--out` must be in a folder that exists; got {self.out}. Make the folder first."
+      )
+
+  def identity(self, mark: np.ndarray) -> str:
+    """A hash of everything that the kept states depend on, `model_mark` of the model."""
+    facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+    del facts["out"], facts["length"]
+    facts["mark"] = mark.tobytes()
+    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+
+
+def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
+  """Train an `Eagle`, write it, and return how near it is to the model on held-out text.
+
+  The loss is the KL divergence from the model's predictions on the text, of predictions that are
+  `depth` deep as in drafting, in tiles of the vocabulary. With fewer tokens than the model has,
+  both distributions are those among them.
+
+  Args:
+    job: what to do.
+    loaded: the model, its variables and its tokenizer.
+    say: prints a line.
+
+  Returns:
+    "agreement" and "kl" of each depth, on held-out text: the part of positions at which the best
+    tokens are equal, and nats a token; "cost" and "overhead" of the drafter on this device; and
+    "positions", the number of held-out ones.
+
+  Raises:
+    ValueError: the text is too short.
+  """
+  model, variables, tokenizer = loaded
+  work = job.out.with_name(f".{job.out.name}.partial")
+  begin, tokens = encode(tokenizer, job.text)
+  rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
+  width = rows.shape[1]
+  if len(rows) < 2:
+    raise ValueError(
+      f"`--text` must have at least two windows of {width} tokens; got {len(tokens)} tokens. Give a"
+      " longer text, or a smaller `--window`."
+    )
+  needed = min(-(-job.positions // width), len(rows) * SHARE // (SHARE + 1))
+  held_out = min(max(1, needed // SHARE), len(rows) - 1)
+  needed = min(max(1, needed), len(rows) - held_out)
+  # Spread over the text, which may be of several sources.
+  chosen = np.linspace(0, len(rows) - held_out - 1, needed).astype(int)
+  rows = np.concatenate((rows[chosen], rows[-held_out:]))
+  frequent = None
+  if job.vocab is not None and job.vocab < model.head.vocab:
+    count = np.bincount(tokens, minlength=model.head.vocab)
+    frequent = np.sort(np.argsort(-count, kind="stable")[: job.vocab]).astype(np.int32)
+  with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
+    states = lambda row: _hidden(variables, row[None], model=model)
+    kept = lenses.kept_states(
+      work, states, (1, rows.size, model.dim), rows, bars("hidden vectors")
+    ).reshape(*rows.shape, model.dim)
+    head = (None, None) if frequent is None else frequent_head(model, variables, frequent)
+    params = initial_params(model, variables, jax.random.key(0))
+    given = Eagle(params, *head, tokens=frequent, length=job.length)
+    train, test = (rows[:-held_out], kept[:-held_out]), (rows[-held_out:], kept[-held_out:])
+    eagle = _trained(job, work, model, variables, given, train, bars("training"), say)
+    found = _held_out(job, model, variables, eagle, test)
+    prompt = rows[-1][: max(1, min(width, model.context - TIMED_TOKENS))].tolist()
+    eagle = timed(eagle, model, variables, prompt)
+  save_eagle(job.out, eagle, variables)
+  shutil.rmtree(work)
+  return found | {"cost": eagle.cost, "overhead": eagle.overhead, "positions": test[0].size}
+
+
+def timed(
+  drafter: Drafter, model: Transformer, variables: Variables, prompt: Sequence[int]
+) -> Drafter:
+  """The drafter with the cost and the overhead of its rounds on this device, batch 1, greedy."""
+  tokens = min(TIMED_TOKENS, model.context - len(prompt))
+  lengths = sorted({drafter.length, max(1, drafter.length // 2)})
+  each: dict[int, list[float]] = {length: [] for length in (0, *lengths)}
+  for number in range(4):
+    for length, times in each.items():
+      own = dataclasses.replace(drafter, length=length, cost=0) if length else None
+      begun = time.perf_counter()
+      given = model, variables, [list(prompt)], jax.random.key(0), GREEDY
+      result = generate(*given, max_tokens=tokens, log_probs=False, drafter=own)
+      passes = tokens if own is None else int(result.passes[0])
+      if number:  # the first call compiles
+        times.append((time.perf_counter() - begun) / passes)
+  ratio = {length: min(times) / min(each[0]) for length, times in each.items()}
+  cost = (ratio[lengths[-1]] - (ratio[lengths[0]] if len(lengths) > 1 else 1)) / (
+    lengths[-1] - (lengths[0] if len(lengths) > 1 else 0)
+  )
+  cost = float(np.clip(cost, 1e-3, 0.99))
+  overhead = max(0.0, ratio[lengths[-1]] - 1 - cost * lengths[-1])
+  return dataclasses.replace(drafter, cost=cost, overhead=overhead)
+
+
+def _losses(model, variables, eagle, params, tokens_BT, hidden_BTD, depth):
+  """KL [K, B, T] of predictions, 0 where they are not defined."""
+  vector_KBTD = unrolled(model, variables, params, tokens_BT, hidden_BTD, depth)
+  both = jnp.concatenate((vector_KBTD, hidden_BTD.astype(vector_KBTD.dtype)[None]))
+  score = lambda head: head.over_blocks(divergence_from_last, both)
+  if eagle.head is None:
+    kl_KBT = model.apply(variables, method=lambda m: score(m.head))
+  else:
+    kl_KBT = eagle.head.apply(eagle.variables, method=score)
+  return jnp.where(_is_defined(kl_KBT.shape), kl_KBT, 0), vector_KBTD
+
+
+def _is_defined(shape):
+  depth, _, length = shape
+  return (jnp.arange(length) >= jnp.arange(depth)[:, None])[:, None]
+
+
+def _trained(job, work, model, variables, eagle, train, progress, say):
+  """The drafter after all steps."""
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0, job.rate, max(1, job.steps // 20), job.steps, job.rate / 20
+  )
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
+  state, path, first = (eagle.params, optimizer.init(eagle.params)), work / "state.npz", 0
+  structure = jax.tree.structure(state)
+  if path.exists():
+    with np.load(path) as file:
+      leaves = [jnp.asarray(file[f"arr_{number}"]) for number in range(structure.num_leaves)]
+      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
+    say(f"going on with step {first} of {job.steps}")
+
+  def loss(params, variables, own, tokens_BT, hidden_BTD):
+    given = dataclasses.replace(eagle, variables=own)
+    kl_KBT, _ = _losses(model, variables, given, params, tokens_BT, hidden_BTD, job.depth)
+    weight_K11 = (DECAY ** jnp.arange(job.depth))[:, None, None]
+    counted = jnp.broadcast_to(_is_defined(kl_KBT.shape) * weight_K11, kl_KBT.shape)
+    return (kl_KBT * counted).sum() / counted.sum()
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def update(state, variables, own, tokens_BT, hidden_BTD):
+    params, moments = state
+    value, gradient = jax.value_and_grad(loss)(params, variables, own, tokens_BT, hidden_BTD)
+    change, moments = optimizer.update(gradient, moments, params)
+    return (optax.apply_updates(params, change), moments), value
+
+  saved, recent = time.monotonic(), []
+  for step in range(first, job.steps):
+    at = _batch(len(train[0]), job.batch, step)
+    state, value = update(state, variables, eagle.variables, *(np.asarray(x[at]) for x in train))
+    recent.append(float(value))
+    progress((step + 1) / job.steps)
+    if (step + 1) % max(1, job.steps // 20) == 0 or step + 1 == job.steps:
+      say(f"step {step + 1}: KL {np.mean(recent):.4f} nats")
+      recent = []
+    if time.monotonic() - saved > lenses.EVERY:
+      saved = time.monotonic()
+      with records.atomic_file(path) as out:
+        np.savez(out, *map(np.asarray, jax.tree.leaves(state)), step=step + 1)
+  return dataclasses.replace(eagle, params=state[0])
+
+
+def _batch(count, size, step):
+  """Windows of a step: all of them once in each pass over the text."""
+  size = min(size, count)
+  of_pass = count // size
+  order = np.random.default_rng((0, step // of_pass)).permutation(count)
+  first = step % of_pass * size
+  return np.sort(order[first : first + size])
+
+
+def _held_out(job, model, variables, eagle, test):
+  """Means on held-out windows, by depth."""
+
+  @jax.jit
+  def measured(params, variables, own, tokens_BT, hidden_BTD):
+    given = dataclasses.replace(eagle, variables=own)
+    kl_KBT, vector_KBTD = _losses(model, variables, given, params, tokens_BT, hidden_BTD, job.depth)
+    best = lambda head, vectors: head.top_k(vectors, 1)[1][..., 0]
+    of_model = lambda vectors: model.apply(variables, method=lambda m: best(m.head, vectors))
+    if eagle.head is None:
+      drafted_KBT = of_model(vector_KBTD)
+    else:
+      drafted_KBT = eagle.head.apply(own, vector_KBTD, method=best)
+      drafted_KBT = jnp.asarray(eagle.tokens)[drafted_KBT]
+    agrees_KBT = (drafted_KBT == of_model(hidden_BTD)) & _is_defined(kl_KBT.shape)
+    count_K = jnp.broadcast_to(_is_defined(kl_KBT.shape), kl_KBT.shape).sum((1, 2))
+    return kl_KBT.sum((1, 2)) / count_K, agrees_KBT.sum((1, 2)) / count_K
+
+  found = [
+    measured(eagle.params, variables, eagle.variables, tokens[None], np.asarray(hidden)[None])
+    for tokens, hidden in zip(*test)
+  ]
+  kl_K, agreement_K = (np.mean([np.asarray(x) for x in each], axis=0) for each in zip(*found))
+  return {"kl": kl_K.tolist(), "agreement": agreement_K.tolist()}
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _hidden(variables, tokens_BT, *, model: Transformer):
+  return model.apply(variables, tokens_BT, method="hidden")
