@@ -142,7 +142,7 @@ def p_value(sampling, name, log_probs=False, given=None):
   result = generate(
     *(*(given or target()), [PROMPTS[0]] * ROWS, KEY, sampling),
     max_tokens=DRAWN,
-    drafter=drafter(name),
+    drafter=drafter(name) if isinstance(name, str) else name,
     log_probs=log_probs,
   )
   joint = np.ones(())

@@ -12,10 +12,20 @@ from vqjax.inference.lens import (
   residual_streams,
   save_lens,
 )
+from vqjax.inference.medusa import (
+  Medusa,
+  MedusaBlocks,
+  load_medusa,
+  medusa_loss,
+  medusa_ranks,
+  save_medusa,
+)
 from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
 from vqjax.inference.speculation import Draft, Drafter, EarlyExit
 from vqjax.inference.text import TextStream, Tokenizer
+from vqjax.inference.tree_drafting import TreeDraft, Typical
+from vqjax.inference.trees import Tree
 from vqjax.ops.lens import Readings
 
 __all__ = [
@@ -27,19 +37,28 @@ __all__ = [
   "EarlyExit",
   "Generated",
   "Lens",
+  "Medusa",
+  "MedusaBlocks",
   "Readings",
   "Sampling",
   "TextStream",
   "Tokenizer",
+  "Tree",
+  "TreeDraft",
+  "Typical",
   "generate",
   "least_squares_lens",
   "lens_divergence",
   "lens_readings",
   "load_eagle",
   "load_lens",
+  "load_medusa",
+  "medusa_loss",
+  "medusa_ranks",
   "residual_streams",
   "save_eagle",
   "save_lens",
+  "save_medusa",
   "score",
   "stream",
   "unstacked",

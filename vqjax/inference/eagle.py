@@ -27,9 +27,9 @@ from safetensors.numpy import save_file
 
 from vqjax.heads import DenseHead, Head
 from vqjax.inference.cache import Ring, Variables
-from vqjax.inference.lens import model_mark
+from vqjax.inference.lens import check_mark, model_mark
 from vqjax.inference.sampling import Sampling
-from vqjax.inference.speculation import Drafter, Part, Program, State
+from vqjax.inference.speculation import Drafter, Part, Program, State, check_head
 from vqjax.models import Transformer
 from vqjax.models.attention import attend
 
@@ -65,16 +65,7 @@ class Eagle(Drafter):
 
   def _part(self, model: Transformer) -> Part:
     check_params(self.params, model)
-    if (self.head is None) != (self.variables is None):
-      raise ValueError(
-        f"`head` and `variables` must be given together; got {self.head} and"
-        f" {'no ' if self.variables is None else ''}variables. Give both, or neither."
-      )
-    if self.head is not None and self.head.dim != model.dim:
-      raise ValueError(
-        f"`head` must have the model's dim {model.dim}; got {self.head.dim}. Train a head of this"
-        " model."
-      )
+    check_head(self.head, self.variables, model)
     return Part(model, self.head, shares=True)
 
   def _variables(self, variables: Variables) -> dict[str, Variables]:
@@ -328,13 +319,7 @@ def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables
     raise ValueError(
       f"`path` must be a drafter of `vqjax draft`; got {path}: {error}. Train one again."
     ) from error
-  own = model_mark(variables)
-  # bfloat16 keeps three digits of each number.
-  if mark.shape != own.shape or not np.allclose(mark, own, rtol=1e-2, atol=1e-6):
-    raise ValueError(
-      f"`path` must be a drafter of this model; got {path}, which was trained on another one. Train"
-      " a drafter on this model."
-    )
+  check_mark(mark, variables, path, kind="drafter")
   params = jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(tensors, sep="/"))
   head = (None, None) if tokens is None else frequent_head(model, variables, tokens)
   return Eagle(params, *head, tokens=tokens, **options)

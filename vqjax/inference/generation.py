@@ -306,7 +306,7 @@ class _Run:
     self.drafter, self.speculation = drafter, None
     if drafter is not None:
       self.speculation = drafter.program(model, sampling, longest + max_tokens, log_probs)
-      rejected = self.speculation.longest
+      rejected = self.speculation.rejected
     reads_hidden = self.speculation is not None and self.speculation.reads_hidden
     self.program = _Program(model, sampling, capacity, log_probs, rejected, reads_hidden)
     self.texts = None

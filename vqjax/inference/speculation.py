@@ -188,16 +188,7 @@ class EarlyExit(Drafter):
         f"`layers` must be in [1, {model.layers}), fewer than the model has; got {self.layers}."
         " A quarter of them is usual."
       )
-    if (self.head is None) != (self.variables is None):
-      raise ValueError(
-        f"`head` and `variables` must be given together; got {self.head} and"
-        f" {'no ' if self.variables is None else ''}variables. Give both, or neither."
-      )
-    if self.head is not None and self.head.dim != model.dim:
-      raise ValueError(
-        f"`head` must have the model's dim {model.dim}; got {self.head.dim}. Train a head of this"
-        " model."
-      )
+    check_head(self.head, self.variables, model)
     local = None if model.window is None else model.is_local()[: self.layers]
     return Part(model.clone(layers=self.layers, local=local, parent=None), self.head, shares=True)
 
@@ -205,6 +196,19 @@ class EarlyExit(Drafter):
     params = variables["params"]
     body = {**variables, "params": {**params, "blocks": params["blocks"][: self.layers]}}
     return {"body": body} if self.head is None else {"body": body, "head": self.variables}
+
+
+def check_head(head: Head | None, variables: Variables | None, model: Transformer) -> None:
+  """Raise ValueError unless a head of a drafter reads the hidden vectors of a model."""
+  if (head is None) != (variables is None):
+    raise ValueError(
+      f"`head` and `variables` must be given together; got {head} and"
+      f" {'no ' if variables is None else ''}variables. Give both, or neither."
+    )
+  if head is not None and head.dim != model.dim:
+    raise ValueError(
+      f"`head` must have the model's dim {model.dim}; got {head.dim}. Train a head of this model."
+    )
 
 
 class Part(NamedTuple):
@@ -294,6 +298,16 @@ class Program:
   reads_hidden = False
   """Whether drafting reads the final hidden vectors of the model."""
 
+  @property
+  def rejected(self) -> int:
+    """Most tokens that a round writes to a cache and rejects."""
+    return self.longest
+
+  @property
+  def prior(self) -> tuple[float, float]:
+    """What `accepted` and `verified` of the state begin with."""
+    return PRIOR
+
   def best_length(self, state: State) -> Int[Array, ""]:
     """The number of draft tokens with the highest expected speed."""
     if self.length == 0 or self.cost == 0:
@@ -310,7 +324,7 @@ class Program:
       return ()
     fed_BT = arrays["numbers"][tokens_BT] if "numbers" in arrays else tokens_BT
     given = self.part.body, arrays["body"], fed_BT, length_B, capacity
-    return prefill(*given, rejected=self.longest)[1]
+    return prefill(*given, rejected=self.rejected)[1]
 
   def drafted(self, arrays, state, key):
     """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the state.
@@ -415,6 +429,15 @@ class Program:
     accepted_B, token_BT, log_prob_BT = self.verified(
       variables, hidden_BTD, number_BK, log_q_KUB, tokens, allowed, verify_key
     )
+    verified_B = jnp.minimum(accepted_B + 1, self.length)
+    state = state._replace(rings=rings, draft_rings=self.observed(state, hidden_BTD))
+    found = hidden_BTD, accepted_B, verified_B, token_BT, log_prob_BT
+    return self.appended(state, *found, stop, most)
+
+  def appended(
+    self, state, hidden_BTD, accepted_B, verified_B, token_BT, log_prob_BT, stop, most
+  ) -> State:
+    """The state with the accepted tokens, and the one behind them, of T = K + 1 positions."""
     order_T = jnp.arange(self.length + 1)
     is_broken_BT = jnp.isnan(hidden_BTD).any(-1)
     if self.has_log_probs:
@@ -437,8 +460,6 @@ class Program:
     active = jnp.maximum(1, (~state.done).sum())
     mean = lambda x_B: jnp.where(state.done, 0, x_B).sum() / active
     return state._replace(
-      rings=rings,
-      draft_rings=self.observed(state, hidden_BTD),
       step=state.step + count_B,
       before=jnp.maximum(at(count_B), 0),
       token=jnp.maximum(at(count_B + 1), 0),
@@ -448,7 +469,7 @@ class Program:
       round=state.round + 1,
       passes=state.passes + ~state.done,
       accepted=KEPT * state.accepted + mean(accepted_B),
-      verified=KEPT * state.verified + mean(jnp.minimum(accepted_B + 1, self.length)),
+      verified=KEPT * state.verified + mean(verified_B),
     )
 
 
@@ -468,8 +489,8 @@ def begin(plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: i
     log_probs=plain.log_probs,
     round=jnp.ones((), jnp.int32),
     passes=jnp.ones_like(length_B),
-    accepted=jnp.float32(PRIOR[0]),
-    verified=jnp.float32(PRIOR[1]),
+    accepted=jnp.float32(program.prior[0]),
+    verified=jnp.float32(program.prior[1]),
   )
 
 

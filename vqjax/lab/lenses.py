@@ -177,20 +177,13 @@ def _parts(x_SND: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def _descend(job, work, model, variables, lens, train, progress, say):
-  """The lens after all steps of descent."""
+  """The lens after all steps of descent; the loss is KL, the mean of all blocks."""
   rate = optax.linear_schedule(job.rate, 0.0, job.steps)
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.add_decayed_weights(1e-3),
     optax.sgd(rate, momentum=0.9, nesterov=True),
   )
-  state, path, first = (lens, optimizer.init(lens)), work / "state.npz", 0
-  structure = jax.tree.structure(state)
-  if path.exists():
-    with np.load(path) as file:
-      leaves = [file[f"arr_{number}"] for number in range(structure.num_leaves)]
-      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
-    say(f"going on with step {first} of {job.steps}")
 
   # Loss and gradient of a few positions at a time, so that blocks of the vocabulary are large.
   @jax.jit
@@ -198,29 +191,62 @@ def _descend(job, work, model, variables, lens, train, progress, say):
     loss = lambda lens: lens_divergence(model, variables, lens, x_SND).sum()
     return jax.value_and_grad(loss)(lens)
 
-  @jax.jit
-  def update(state, total, count):
-    lens, own = state
-    mean = jax.tree.map(lambda x: x / count, total)
-    change, own = optimizer.update(mean, own, lens)
-    return optax.apply_updates(lens, change), own
-
-  saved = time.monotonic()
-  for step in range(first, job.steps):
+  def mean_gradient(lens, step):
     at = np.random.default_rng((0, step)).permutation(train.shape[1])[: job.batch]
     at.sort()
     batch = np.asarray(train[:, at])
     total, loss = None, 0.0
     for part in _parts(batch, 64):
-      value, found = gradient(state[0], variables, part)
+      value, found = gradient(lens, variables, part)
       loss += float(value)
       total = found if total is None else jax.tree.map(jnp.add, total, found)
-    state = update(state, total, batch.shape[1])
-    progress((step + 1) / job.steps)
-    if step % 10 == 0 or step + 1 == job.steps:
-      say(
-        f"step {step + 1}: KL {loss / batch.shape[1] / model.layers:.4f} nats, mean of all blocks"
-      )
+    mean = jax.tree.map(lambda x: x / batch.shape[1], total)
+    return loss / batch.shape[1] / model.layers, mean
+
+  return descend(work / "state.npz", lens, optimizer, mean_gradient, job.steps, progress, say)
+
+
+def descend(
+  path: pathlib.Path,
+  trained: Any,
+  optimizer: optax.GradientTransformation,
+  gradient: Callable[[Any, int], tuple[float, Any]],
+  steps: int,
+  progress: Callable[[float], None],
+  say: Callable[[str], None],
+) -> Any:
+  """What is trained, after all steps; an interrupted call goes on with its last kept step.
+
+  Args:
+    path: the file of the kept state, with the ending .npz.
+    trained: a tree of arrays to begin with.
+    optimizer: the optimiser.
+    gradient: gradient(trained, step) is the loss of a step in nats, and the gradient.
+    steps: number of steps.
+    progress: is called with the part that is done.
+    say: prints a line.
+  """
+  state, first = (trained, optimizer.init(trained)), 0
+  structure = jax.tree.structure(state)
+  if path.exists():
+    with np.load(path) as file:
+      leaves = [file[f"arr_{number}"] for number in range(structure.num_leaves)]
+      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
+    say(f"going on with step {first} of {steps}")
+
+  @jax.jit
+  def update(state, found):
+    trained, own = state
+    change, own = optimizer.update(found, own, trained)
+    return optax.apply_updates(trained, change), own
+
+  saved = time.monotonic()
+  for step in range(first, steps):
+    loss, found = gradient(state[0], step)
+    state = update(state, found)
+    progress((step + 1) / steps)
+    if step % 10 == 0 or step + 1 == steps:
+      say(f"step {step + 1}: {loss:.4f} nats")
     if time.monotonic() - saved > EVERY:
       saved = time.monotonic()
       with records.atomic_file(path) as out:
