@@ -18,7 +18,7 @@ from vqjax.inference import GREEDY, Drafter, Eagle, generate, save_eagle
 from vqjax.inference.cache import Variables
 from vqjax.inference.eagle import frequent_head, initial_params, unrolled
 from vqjax.inference.lens import model_mark
-from vqjax.lab import lenses, records
+from vqjax.lab import lenses
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
 from vqjax.models import Transformer
 from vqjax.ops.distillation import divergence_from_last
@@ -192,13 +192,6 @@ def _trained(job, work, model, variables, eagle, train, progress, say):
     0.0, job.rate, max(1, job.steps // 20), job.steps, job.rate / 20
   )
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
-  state, path, first = (eagle.params, optimizer.init(eagle.params)), work / "state.npz", 0
-  structure = jax.tree.structure(state)
-  if path.exists():
-    with np.load(path) as file:
-      leaves = [jnp.asarray(file[f"arr_{number}"]) for number in range(structure.num_leaves)]
-      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
-    say(f"going on with step {first} of {job.steps}")
 
   def loss(params, variables, own, tokens_BT, hidden_BTD):
     given = dataclasses.replace(eagle, variables=own)
@@ -207,27 +200,17 @@ def _trained(job, work, model, variables, eagle, train, progress, say):
     counted = jnp.broadcast_to(_is_defined(kl_KBT.shape) * weight_K11, kl_KBT.shape)
     return (kl_KBT * counted).sum() / counted.sum()
 
-  @functools.partial(jax.jit, donate_argnums=0)
-  def update(state, variables, own, tokens_BT, hidden_BTD):
-    params, moments = state
-    value, gradient = jax.value_and_grad(loss)(params, variables, own, tokens_BT, hidden_BTD)
-    change, moments = optimizer.update(gradient, moments, params)
-    return (optax.apply_updates(params, change), moments), value
+  found = jax.jit(jax.value_and_grad(loss))
 
-  saved, recent = time.monotonic(), []
-  for step in range(first, job.steps):
+  def gradient(params, step):
     at = _batch(len(train[0]), job.batch, step)
-    state, value = update(state, variables, eagle.variables, *(np.asarray(x[at]) for x in train))
-    recent.append(float(value))
-    progress((step + 1) / job.steps)
-    if (step + 1) % max(1, job.steps // 20) == 0 or step + 1 == job.steps:
-      say(f"step {step + 1}: KL {np.mean(recent):.4f} nats")
-      recent = []
-    if time.monotonic() - saved > lenses.EVERY:
-      saved = time.monotonic()
-      with records.atomic_file(path) as out:
-        np.savez(out, *map(np.asarray, jax.tree.leaves(state)), step=step + 1)
-  return dataclasses.replace(eagle, params=state[0])
+    given = variables, eagle.variables, *(np.asarray(x[at]) for x in train)
+    value, changes = found(params, *given)
+    return float(value), changes
+
+  path = work / "state.npz"
+  params = lenses.descend(path, eagle.params, optimizer, gradient, job.steps, progress, say)
+  return dataclasses.replace(eagle, params=params)
 
 
 def _batch(count, size, step):
