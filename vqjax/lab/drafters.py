@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Int
 
 from vqjax.inference import GREEDY, Drafter, Eagle, generate, save_eagle
-from vqjax.inference.cache import Variables
+from vqjax.inference.cache import Variables, prefill, unstacked
 from vqjax.inference.eagle import frequent_head, initial_params, unrolled
 from vqjax.inference.lens import model_mark
 from vqjax.lab import lenses
@@ -182,7 +182,8 @@ def drafter_of_rows(
     say: prints a line.
   """
   held_out = max(1, len(rows) // (SHARE + 1))
-  states = lambda row: _hidden(variables, row[None], model=model)
+  own = unstacked(variables)
+  states = lambda row: _hidden(own, row[None], model=model)
   shape = 1, rows.size, model.dim
   kept = lenses.kept_states(work, states, shape, rows, bars("hidden vectors"))
   kept = kept.reshape(*rows.shape, model.dim)
@@ -304,4 +305,5 @@ def _held_out(job, model, variables, eagle, test):
 
 @functools.partial(jax.jit, static_argnames="model")
 def _hidden(variables, tokens_BT, *, model: Transformer):
-  return model.apply(variables, tokens_BT, method="hidden")
+  length_B = jnp.full(tokens_BT.shape[:1], tokens_BT.shape[1])
+  return prefill(model, variables, tokens_BT, length_B, 1, all_positions=True)[0]
