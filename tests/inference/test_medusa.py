@@ -29,7 +29,6 @@ from vqjax.inference import (
 )
 from vqjax.inference.cache import prefill
 from vqjax.inference.generation import padded
-from vqjax.inference.medusa import _MedusaProgram
 
 TREE = Tree([(0, 0, 0), (0, 1), (1, 0), (2,), (0, 2), (3,)])
 HEADS = {
@@ -100,7 +99,7 @@ def test_the_cache_after_rounds_is_that_of_a_pass_over_the_text(monkeypatch):
   tokens = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=medusa()).tokens
   model, variables = target()[0], unstacked(target()[1])
   texts = [[*prompt, *row] for prompt, row in zip(PROMPTS, tokens.tolist())]
-  given = model, variables, *padded(texts, CONTEXT), CONTEXT
+  given = model, variables, *map(jnp.asarray, padded(texts, CONTEXT)), CONTEXT
   for ring, whole in zip(states[-1].rings, prefill(*given, rejected=CONTEXT)[1], strict=True):
     slots = ring.key.shape[1]
     window = slots - TREE.size  # that of the block, or all positions
@@ -128,6 +127,16 @@ def test_draws_along_trees_are_distributed_as_the_model_says(name):
 
 
 @pytest.mark.slow
+def test_no_rule_accepts_a_token_that_is_not_allowed():
+  allowed = np.arange(V) % 4 != np.arange(4)[:, None]
+  given = *target(), PROMPTS, KEY, Sampling(1.5)
+  drafter = medusa(typical=Typical(0.01, 0.01))
+  result = generate(*given, max_tokens=NEW, allowed=allowed, drafter=drafter, log_probs=False)
+  assert (result.tokens % 4 != np.arange(4)[:, None]).all()
+  assert (result.passes < NEW).all()
+
+
+@pytest.mark.slow
 def test_typical_acceptance_changes_the_distribution():
   assert speculated.p_value(Sampling(0.8), medusa(typical=Typical())) < 1e-9
 
@@ -138,10 +147,7 @@ def test_typical_acceptance_takes_the_longest_likely_path():
   logits = 1.5 * rng.normal(size=(rows, TREE.size + 1, V)).astype(np.float32)
   tokens = np.argsort(rng.random((rows, V)), axis=1)[:, : TREE.size + 1].astype(np.int32)
   head = DenseHead(V, V)
-  model = target()[0].clone(head=head, parent=None)
-  program = _MedusaProgram(
-    *(model, None, Sampling(0.7), 3, 0, 3, False), tree=TREE, typical=typical
-  )
+  program = medusa(typical=typical).program(target()[0], Sampling(0.7), 3, False)
   rule = lambda head: program._typical(head, jnp.asarray(logits), jnp.asarray(tokens), KEY, None)
   found = jax.jit(lambda v: head.apply(v, method=rule))({"params": {"weight": jnp.eye(V)}})[0]
   log_p = log_softmax(logits / 0.7)

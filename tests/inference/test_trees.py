@@ -67,7 +67,7 @@ def before(size):
   """Model, variables, and the caches of the prompts and of `STEPS` tokens more of each row."""
   model, stacked = target()
   variables = unstacked(stacked)
-  tokens_BT, length_B = padded(PROMPTS, model.context)
+  tokens_BT, length_B = map(jnp.asarray, padded(PROMPTS, model.context))
   generated = np.random.default_rng(1).integers(0, V, (len(PROMPTS), 5)).astype(np.int32)
   given = model, variables, tokens_BT, length_B, CONTEXT
   rings = prefill(*given, rejected=size)[1]
