@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Int
 
 from vqjax.inference import GREEDY, Drafter, Eagle, generate, save_eagle
 from vqjax.inference.cache import Variables
@@ -33,6 +34,39 @@ TIMED_TOKENS = 48
 """Tokens that are generated to measure the cost of a round."""
 
 
+def check_least(name: str, value: int | None, least: int) -> None:
+  """Raise ValueError for an option below its least value."""
+  if value is not None and value < least:
+    raise ValueError(f"`--{name}` must be at least {least}; got {value}. Raise it.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How a drafter is trained.
+
+  Attributes:
+    steps: steps of training.
+    batch: windows of a step.
+    depth: predictions deep that the drafter is trained, each from its own before.
+    length: most tokens that are drafted in a round.
+    vocab: number of the text's most frequent tokens that are drafted; None: all tokens.
+    rate: largest learning rate.
+  """
+
+  steps: int = 2000
+  batch: int = 4
+  depth: int = 3
+  length: int = 3
+  vocab: int | None = None
+  rate: float = 2e-3
+
+  def __post_init__(self):
+    for name in ("steps", "batch", "depth", "length", "vocab"):
+      check_least(name, getattr(self, name), 1)
+    if not self.rate > 0:
+      raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.002 is usual.")
+
+
 @dataclasses.dataclass(frozen=True)
 class DrafterJob:
   """A call of `train_drafter`.
@@ -41,36 +75,21 @@ class DrafterJob:
     model: path of the model.
     text: the text; its end is held out.
     out: the file to be written.
-    positions: positions of the text on which the drafter is trained.
-    steps: steps of training.
-    batch: windows of a step.
+    settings: how the drafter is trained.
+    positions: positions of the text on which it is trained.
     window: tokens of a window.
-    depth: predictions deep that the drafter is trained, each from its own before.
-    length: most tokens that are drafted in a round.
-    vocab: number of the text's most frequent tokens that are drafted; None: all tokens.
-    rate: largest learning rate.
   """
 
   model: pathlib.Path
   text: str
   out: pathlib.Path
+  settings: Settings = Settings()
   positions: int = 2**17
-  steps: int = 2000
-  batch: int = 8
   window: int = 128
-  depth: int = 4
-  length: int = 4
-  vocab: int | None = None
-  rate: float = 2e-3
 
   def __post_init__(self):
-    least = {"positions": 1, "steps": 1, "batch": 1, "depth": 1, "length": 1, "vocab": 1}
-    for name, least_value in (least | {"window": self.depth + 1}).items():
-      value = getattr(self, name)
-      if value is not None and value < least_value:
-        raise ValueError(f"`--{name}` must be at least {least_value}; got {value}. Raise it.")
-    if not self.rate > 0:
-      raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.002 is usual.")
+    check_least("positions", self.positions, 1)
+    check_least("window", self.window, self.settings.depth + 1)
     if self.out.exists():
       raise ValueError(f"`--out` must be a new file; got {self.out}, which exists. Give another.")
     if not self.out.absolute().parent.is_dir():
@@ -81,7 +100,7 @@ class DrafterJob:
   def identity(self, mark: np.ndarray) -> str:
     """A hash of everything that the kept states depend on, `model_mark` of the model."""
     facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    del facts["out"], facts["length"]
+    del facts["out"]
     facts["mark"] = mark.tobytes()
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
 
@@ -100,8 +119,8 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
 
   Returns:
     "agreement" and "kl" of each depth, on held-out text: the part of positions at which the best
-    tokens are equal, and nats a token; "cost" and "overhead" of the drafter on this device; and
-    "positions", the number of held-out ones.
+    tokens are equal, and nats a token; "positions", the number of held-out ones; and "cost" and
+    "overhead" of the drafter on this device.
 
   Raises:
     ValueError: the text is too short.
@@ -110,38 +129,73 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
   work = job.out.with_name(f".{job.out.name}.partial")
   begin, tokens = encode(tokenizer, job.text)
   rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
-  width = rows.shape[1]
+  with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
+    chosen = spread_rows(rows, job.positions)
+    counts = np.bincount(tokens, minlength=model.head.vocab)
+    eagle, found = drafter_of_rows(work, model, variables, chosen, counts, job.settings, bars, say)
+    prompt = chosen[-1][: max(1, model.context - TIMED_TOKENS)].tolist()
+    eagle = timed(eagle, model, variables, prompt)
+  save_eagle(job.out, eagle, variables)
+  shutil.rmtree(work)
+  return found | {"cost": eagle.cost, "overhead": eagle.overhead}
+
+
+def spread_rows(rows: Int[np.ndarray, "N T"], positions: int) -> Int[np.ndarray, "W T"]:
+  """Windows spread over a text of `positions` tokens in all, and then its end.
+
+  Raises:
+    ValueError: there are fewer than two windows.
+  """
   if len(rows) < 2:
     raise ValueError(
-      f"`--text` must have at least two windows of {width} tokens; got {len(tokens)} tokens. Give a"
+      f"`--text` must have at least two windows of {rows.shape[1]} tokens; got {len(rows)}. Give a"
       " longer text, or a smaller `--window`."
     )
-  needed = min(-(-job.positions // width), len(rows) * SHARE // (SHARE + 1))
+  needed = min(max(1, -(-positions // rows.shape[1])), len(rows) * SHARE // (SHARE + 1))
   held_out = min(max(1, needed // SHARE), len(rows) - 1)
   needed = min(max(1, needed), len(rows) - held_out)
   # Spread over the text, which may be of several sources.
   chosen = np.linspace(0, len(rows) - held_out - 1, needed).astype(int)
-  rows = np.concatenate((rows[chosen], rows[-held_out:]))
-  frequent = None
-  if job.vocab is not None and job.vocab < model.head.vocab:
-    count = np.bincount(tokens, minlength=model.head.vocab)
-    frequent = np.sort(np.argsort(-count, kind="stable")[: job.vocab]).astype(np.int32)
-  with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
-    states = lambda row: _hidden(variables, row[None], model=model)
-    kept = lenses.kept_states(
-      work, states, (1, rows.size, model.dim), rows, bars("hidden vectors")
-    ).reshape(*rows.shape, model.dim)
-    head = (None, None) if frequent is None else frequent_head(model, variables, frequent)
-    params = initial_params(model, variables, jax.random.key(0))
-    given = Eagle(params, *head, tokens=frequent, length=job.length)
-    train, test = (rows[:-held_out], kept[:-held_out]), (rows[-held_out:], kept[-held_out:])
-    eagle = _trained(job, work, model, variables, given, train, bars("training"), say)
-    found = _held_out(job, model, variables, eagle, test)
-    prompt = rows[-1][: max(1, min(width, model.context - TIMED_TOKENS))].tolist()
-    eagle = timed(eagle, model, variables, prompt)
-  save_eagle(job.out, eagle, variables)
-  shutil.rmtree(work)
-  return found | {"cost": eagle.cost, "overhead": eagle.overhead, "positions": test[0].size}
+  return np.concatenate((rows[chosen], rows[-held_out:]))
+
+
+def drafter_of_rows(
+  work: pathlib.Path,
+  model: Transformer,
+  variables: Variables,
+  rows: Int[np.ndarray, "W T"],
+  counts: Int[np.ndarray, "V"],
+  settings: Settings,
+  bars: Callable[[str], Callable[[float], None]],
+  say: Callable[[str], None],
+) -> tuple[Eagle, dict[str, Any]]:
+  """A drafter that is trained on windows of text, of which the last are held out, and its figures.
+
+  Args:
+    work: folder of the kept hidden vectors and of the state of the training.
+    model: the decoder.
+    variables: its variables.
+    rows: the windows, such as `spread_rows` chooses them.
+    counts: occurrences of each token.
+    settings: how the drafter is trained.
+    bars: makes bars of progress.
+    say: prints a line.
+  """
+  held_out = max(1, len(rows) // (SHARE + 1))
+  states = lambda row: _hidden(variables, row[None], model=model)
+  shape = 1, rows.size, model.dim
+  kept = lenses.kept_states(work, states, shape, rows, bars("hidden vectors"))
+  kept = kept.reshape(*rows.shape, model.dim)
+  frequent, head = None, (None, None)
+  if settings.vocab is not None and settings.vocab < model.head.vocab:
+    frequent = np.sort(np.argsort(-counts, kind="stable")[: settings.vocab]).astype(np.int32)
+    head = frequent_head(model, variables, frequent)
+  params = initial_params(model, variables, jax.random.key(0))
+  given = Eagle(params, *head, tokens=frequent, length=settings.length)
+  train, test = (rows[:-held_out], kept[:-held_out]), (rows[-held_out:], kept[-held_out:])
+  eagle = _trained(settings, work, model, variables, given, train, bars("training"), say)
+  found = _held_out(settings, model, variables, eagle, test)
+  return eagle, found | {"positions": test[0].size}
 
 
 def timed(
@@ -189,7 +243,7 @@ def _is_defined(shape):
 def _trained(job, work, model, variables, eagle, train, progress, say):
   """The drafter after all steps."""
   schedule = optax.warmup_cosine_decay_schedule(
-    0.0, job.rate, max(1, job.steps // 20), job.steps, job.rate / 20
+    0.0, job.rate, max(1, job.steps // 20), max(2, job.steps), job.rate / 20
   )
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98))
 

@@ -5,6 +5,7 @@ vqjax generate stories260K.bin --draft drafter.safetensors --prompt "Once upon a
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from vqjax.lab.compression import read_texts
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.data.files import data_path
-from vqjax.lab.drafters import DrafterJob, train_drafter
+from vqjax.lab.drafters import DrafterJob, Settings, train_drafter
 from vqjax.lab.exits import say
 from vqjax.lab.trained import add_arguments, load_trained
 
@@ -28,9 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _draft(options: argparse.Namespace) -> None:
   texts = read_texts([data_path(str(path), kind="--text") for path in options.text])
-  sizes = {name: getattr(options, name) for name in (*SIZES, "vocab", "rate")}
+  settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)}
   job = DrafterJob(
-    data_path(options.model, kind="model"), "\n\n".join(texts.values()), options.out, **sizes
+    data_path(options.model, kind="model"),
+    "\n\n".join(texts.values()),
+    options.out,
+    Settings(**settings),
+    positions=options.positions,
+    window=options.window,
   )
   loaded = load_trained(options.model, options.config, options.overrides, options.dtype)
   found = train_drafter(job, loaded, say)
@@ -87,14 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     " costs most of the time of a draft",
   )
   for name, text in SIZES.items():
-    default = getattr(DrafterJob, name)
+    default = getattr(DrafterJob, name, None) or getattr(Settings, name)
     parser.add_argument(
       f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default %(default)s)"
     )
   parser.add_argument(
     "--rate",
     type=float,
-    default=DrafterJob.rate,
+    default=Settings.rate,
     metavar="R",
     help="largest learning rate (default %(default)g)",
   )
