@@ -88,7 +88,7 @@ BENCHMARKS = {
     lambda quick: gemma.loading(quick),
   ),
   "speculation": Benchmark(
-    "heads of a drafter of Gemma 3 270M, in and off the domain of its training; a quarter of an hour",
+    "heads of a drafter of Gemma 3 270M, in and off its domain; a quarter of an hour",
     lambda quick: speculation.run(quick),
   ),
   "medusa": Benchmark(

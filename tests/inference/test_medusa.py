@@ -10,7 +10,7 @@ import pytest
 from tests.inference import test_speculation as speculated
 from tests.inference.reference import log_softmax
 from tests.inference.test_speculation import CONTEXT, KEY, MAP, NEW, PROMPTS, D, V, plain, target
-from vqjax import CodebookHead, DenseHead, GroupedHead, LowRankHead, ProductHead, RoutedHead
+from vqjax import CodebookHead, DenseHead, RoutedHead
 from vqjax.inference import (
   GREEDY,
   Medusa,
@@ -29,16 +29,12 @@ from vqjax.inference import (
 )
 from vqjax.inference.cache import prefill
 from vqjax.inference.generation import padded
-from vqjax.inference.medusa import _MedusaProgram
 
 TREE = Tree([(0, 0, 0), (0, 1), (1, 0), (2,), (0, 2), (3,)])
 HEADS = {
   "the model's": lambda: None,
   "fewer tokens": lambda: DenseHead(7, D),
   "codebook": lambda: CodebookHead(V, D, codes=5, token_bias=True),
-  "low-rank": lambda: LowRankHead(V, D, rank=3),
-  "product": lambda: ProductHead(V, D, 4, 2),
-  "grouped": lambda: GroupedHead(V, D, groups=3),
   "routed": lambda: RoutedHead(V, D, clusters=3, budget=2),
 }
 
@@ -71,19 +67,24 @@ def test_greedy_tokens_are_those_without_a_drafter(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fewer tokens", "early exit"])
-def test_a_chain_of_any_drafter_is_its_draft_and_a_tree_needs_fewer_passes(name):
-  drafter = speculated.drafter(name)
+def test_a_tree_of_one_path_is_a_chain():
+  drafter = speculated.drafter("fewer tokens")
+  given = {"max_tokens": NEW, "log_probs": False}
   chain = TreeDraft(drafter, Tree.chain(drafter.length), cost=0)
-  wider = TreeDraft(drafter, Tree([*chain.tree.paths, (1, 0), (2,)]), cost=0)
-  one, same, fewer = (
-    generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=each)
-    for each in (drafter, chain, wider)
+  one, same = (
+    generate(*target(), PROMPTS, KEY, GREEDY, drafter=each, **given) for each in (drafter, chain)
   )
   assert (same.tokens == plain().tokens).all()
-  assert (fewer.tokens == plain().tokens).all()
   assert (same.passes == one.passes).all()
-  assert fewer.passes.sum() < one.passes.sum()
+
+
+@pytest.mark.slow
+def test_greedy_tokens_are_those_without_a_tree_of_the_first_blocks():
+  drafter = TreeDraft(speculated.drafter("early exit"), TREE, cost=0)
+  given = {"max_tokens": NEW, "log_probs": False}
+  result = generate(*target(), PROMPTS, KEY, GREEDY, drafter=drafter, **given)
+  assert (result.tokens == plain().tokens).all()
+  assert (result.passes < NEW).all()
 
 
 @pytest.mark.slow
@@ -100,7 +101,7 @@ def test_the_cache_after_rounds_is_that_of_a_pass_over_the_text(monkeypatch):
   tokens = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=medusa()).tokens
   model, variables = target()[0], unstacked(target()[1])
   texts = [[*prompt, *row] for prompt, row in zip(PROMPTS, tokens.tolist())]
-  given = model, variables, *padded(texts, CONTEXT), CONTEXT
+  given = model, variables, *map(jnp.asarray, padded(texts, CONTEXT)), CONTEXT
   for ring, whole in zip(states[-1].rings, prefill(*given, rejected=CONTEXT)[1], strict=True):
     slots = ring.key.shape[1]
     window = slots - TREE.size  # that of the block, or all positions
@@ -115,8 +116,7 @@ def test_the_cache_after_rounds_is_that_of_a_pass_over_the_text(monkeypatch):
 
 DRAWS = {
   "temperature": (Sampling(0.8), "codebook"),
-  "top-k": (Sampling(1.2, top_k=4), "fewer tokens"),
-  "top-p": (Sampling(top_p=0.8), "the model's"),
+  "filters": (Sampling(1.2, top_k=6, top_p=0.9), "fewer tokens"),
 }
 
 
@@ -125,6 +125,16 @@ DRAWS = {
 def test_draws_along_trees_are_distributed_as_the_model_says(name):
   sampling, head = DRAWS[name]
   assert speculated.p_value(sampling, medusa(head)) > 1e-4
+
+
+@pytest.mark.slow
+def test_no_rule_accepts_a_token_that_is_not_allowed():
+  allowed = np.arange(V) % 4 != np.arange(4)[:, None]
+  given = *target(), PROMPTS, KEY, Sampling(1.5)
+  drafter = medusa(typical=Typical(0.01, 0.01))
+  result = generate(*given, max_tokens=NEW, allowed=allowed, drafter=drafter, log_probs=False)
+  assert (result.tokens % 4 != np.arange(4)[:, None]).all()
+  assert (result.passes < NEW).all()
 
 
 @pytest.mark.slow
@@ -138,10 +148,7 @@ def test_typical_acceptance_takes_the_longest_likely_path():
   logits = 1.5 * rng.normal(size=(rows, TREE.size + 1, V)).astype(np.float32)
   tokens = np.argsort(rng.random((rows, V)), axis=1)[:, : TREE.size + 1].astype(np.int32)
   head = DenseHead(V, V)
-  model = target()[0].clone(head=head, parent=None)
-  program = _MedusaProgram(
-    *(model, None, Sampling(0.7), 3, 0, 3, False), tree=TREE, typical=typical
-  )
+  program = medusa(typical=typical).program(target()[0], Sampling(0.7), 3, False)
   rule = lambda head: program._typical(head, jnp.asarray(logits), jnp.asarray(tokens), KEY, None)
   found = jax.jit(lambda v: head.apply(v, method=rule))({"params": {"weight": jnp.eye(V)}})[0]
   log_p = log_softmax(logits / 0.7)

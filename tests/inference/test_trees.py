@@ -67,14 +67,12 @@ def before(size):
   """Model, variables, and the caches of the prompts and of `STEPS` tokens more of each row."""
   model, stacked = target()
   variables = unstacked(stacked)
-  tokens_BT, length_B = padded(PROMPTS, model.context)
+  tokens_BT, length_B = map(jnp.asarray, padded(PROMPTS, model.context))
   generated = np.random.default_rng(1).integers(0, V, (len(PROMPTS), 5)).astype(np.int32)
-  given = model, variables, tokens_BT, length_B, CONTEXT
-  rings = prefill(*given, rejected=size)[1]
-  for step in range(5):  # rows whose tokens are all there write theirs again
-    at_B = np.minimum(step, np.maximum(STEPS - 1, 0))
-    token_B1 = generated[np.arange(len(PROMPTS)), at_B][:, None]
-    rings = extended(model, variables, rings, token_B1, length_B, at_B)[1]
+  given = model, variables, tokens_BT, length_B
+  rings = jax.jit(prefill, static_argnums=(0, 4, 5))(*given, CONTEXT, size)[1]
+  # Of the five tokens of each row, those beyond `STEPS` count as rejected.
+  rings = extended(model, variables, rings, generated, length_B, np.zeros_like(STEPS))[1]
   known = [[*p, *g[:s]] for p, g, s in zip(PROMPTS, generated.tolist(), STEPS)]
   return model, variables, rings, length_B, known
 

@@ -93,9 +93,10 @@ def generate(
     allowed: marks the tokens that may be generated, [V] or [B, V]; None: all.
     log_probs: compute log-probabilities, which takes a second pass over the head where tokens are
       not the most likely ones.
-    drafter: proposes tokens, which the model verifies several at a time: a `Draft` or an
-      `EarlyExit`. The distribution of the result is the same, and greedy results are equal up to
-      rounding; other draws differ from those without a drafter.
+    drafter: proposes tokens, which the model verifies several at a time, such as a `Draft`, an
+      `Eagle` or a `Medusa`. The distribution of the result is the same unless the drafter is
+      `Typical`, and greedy results are equal up to rounding; other draws differ from those without
+      a drafter.
 
   Raises:
     ValueError: a prompt is empty or too long for the context, a token is outside the vocabulary,

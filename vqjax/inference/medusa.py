@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -145,8 +145,8 @@ def medusa_loss(
   model: Transformer,
   variables: Variables,
   blocks: MedusaBlocks,
-  hidden: Float[Array, "N D"],
-  targets: Int[Array, "N K"],
+  hidden: Float[ArrayLike, "N D"],
+  targets: Int[ArrayLike, "N K"],
   head: Head | None = None,
   head_variables: Variables | None = None,
 ) -> Float[Array, "K"]:
@@ -165,10 +165,11 @@ def medusa_loss(
     head: the output layer; None: the model's head.
     head_variables: those of `head`.
   """
+  hidden_ND, target_KN = jnp.asarray(hidden), jnp.asarray(targets).T
 
   def loss(head):
-    log_prob_KN, terms = head.loss_terms(blocks(hidden), targets.T, ignore_index=-1)
-    count_K = jnp.maximum(1, (targets >= 0).sum(axis=0))
+    log_prob_KN, terms = head.loss_terms(blocks(hidden_ND), target_KN, ignore_index=-1)
+    count_K = jnp.maximum(1, (target_KN >= 0).sum(axis=1))
     return sum(terms.values(), -log_prob_KN.sum(axis=1) / count_K)
 
   if head is None:
@@ -180,8 +181,8 @@ def medusa_ranks(
   drafter: Medusa,
   model: Transformer,
   variables: Variables,
-  hidden: Float[Array, "N D"],
-  targets: Int[Array, "N K"],
+  hidden: Float[ArrayLike, "N D"],
+  targets: Int[ArrayLike, "N K"],
   candidates: int,
 ) -> Int[Array, "N K"]:
   """The rank that each block gives to its target; -1 where it is not among the candidates.
@@ -198,9 +199,9 @@ def medusa_ranks(
   part = drafter._part(model)
   arrays = drafter.arrays(variables, part, model.head.vocab)
   read = lambda head, hidden: head.top_k(hidden, min(candidates, head.vocab))[1]
-  number_KNR = part.of_head(arrays, drafter.blocks(hidden), read)
+  number_KNR = part.of_head(arrays, drafter.blocks(jnp.asarray(hidden)), read)
   token_KNR = number_KNR if drafter.tokens is None else jnp.asarray(arrays["tokens"])[number_KNR]
-  is_target_KNR = token_KNR == targets.T[..., None]
+  is_target_KNR = token_KNR == jnp.asarray(targets).T[..., None]
   return jnp.where(is_target_KNR.any(-1), jnp.argmax(is_target_KNR, axis=-1), -1).T
 
 

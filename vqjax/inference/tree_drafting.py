@@ -112,10 +112,8 @@ class TreeProgram(Program):
 
     def of_head(model):
       node_B, next_B = rule(model.head, hidden_BND, token_BN, key, allowed)
-      way_BT, accepted_B = (
-        jnp.asarray(self.tree.ways)[node_B],
-        jnp.asarray(self.tree.depths)[node_B],
-      )
+      way_BT = jnp.asarray(self.tree.ways)[node_B]
+      accepted_B = jnp.asarray(self.tree.depths)[node_B]
       hidden_BTD = jnp.take_along_axis(hidden_BND, way_BT[..., None], axis=1)
       is_draft_BT = jnp.arange(self.length + 1) < accepted_B[:, None]
       drafted_BT = jnp.take_along_axis(token_BN, jnp.roll(way_BT, -1, axis=1), axis=1)

@@ -115,6 +115,17 @@ def test_the_speculation_benchmark_has_every_head_and_sampling(figures):
     assert rows["frequent"]["bytes_per_token"] > 0
 
 
+@of("medusa", slow=True)
+def test_the_medusa_benchmark_counts_the_tokens_of_chain_and_tree(figures):
+  assert len(figures["held_out"]["accuracy"]) == 2
+  rows = figures["stories"]
+  assert all(1 <= row[shape] <= 3 for row in rows.values() for shape in row)
+  assert [set(row) for row in rows.values()][:2] == [
+    {"chain", "tree"},
+    {"chain", "tree", "typical"},
+  ]
+
+
 @of("dpq", slow=True)
 def test_the_dpq_benchmark_has_training_lookup_and_export(figures):
   assert set(figures["training"]) == {"SX 4x3", "VQ 4x3"}
