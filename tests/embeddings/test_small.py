@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vqjax.embeddings import (
+  Int8Embedding,
   LowRankEmbedding,
   ProductEmbedding,
   ScalarEmbedding,
@@ -21,6 +22,7 @@ ALL = [
   ProductEmbedding(V, D, 5, 7, additive=True),
   ProductEmbedding(V, D, 5, 7, additive=True, shared=True),
   ScalarEmbedding(V, D, 6),
+  Int8Embedding(V, D),
 ]
 every = pytest.mark.parametrize("embedding", ALL, ids=lambda e: type(e).__name__)
 

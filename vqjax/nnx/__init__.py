@@ -36,6 +36,9 @@ class ProductEmbedding(Layer, of=embeddings.ProductEmbedding): ...
 class QuantizedEmbedding(Layer, of=embeddings.QuantizedEmbedding): ...
 
 
+class Int8Embedding(Layer, of=embeddings.Int8Embedding): ...
+
+
 class LowRankEmbedding(Layer, of=embeddings.LowRankEmbedding): ...
 
 
@@ -130,6 +133,7 @@ __all__ = [
   "LayerState",
   "LearnedCodebookHead",
   "LearnedProductHead",
+  "Int8Embedding",
   "LowRankEmbedding",
   "LowRankHead",
   "MixtureHead",
