@@ -22,7 +22,7 @@ ALL = [
   ProductEmbedding(V, D, 5, 7, additive=True),
   ProductEmbedding(V, D, 5, 7, additive=True, shared=True),
   ScalarEmbedding(V, D, 6),
-  Int8Embedding(V, D),
+  Int8Embedding(V, D, 4),
 ]
 every = pytest.mark.parametrize("embedding", ALL, ids=lambda e: type(e).__name__)
 
@@ -141,6 +141,7 @@ def test_codes_of_another_vocabulary_are_refused():
     (ProductEmbedding(0, D, 5, 4), "`vocab` .*0"),
     (ScalarEmbedding(V, D, 0), "`bits` .*0"),
     (ScalarEmbedding(V, D, 17), "`bits` .*17"),
+    (Int8Embedding(V, D), "`group` must divide dim 12; got 32"),
   ],
 )
 def test_numbers_outside_their_range_are_refused(embedding, message):

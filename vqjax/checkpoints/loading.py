@@ -128,8 +128,7 @@ def load(
   own = decoder_of(source.config, dtype)
   if runtime is not None and (head or embedding):
     raise ValueError(
-      f"`runtime` must be None with a `head` or an `embedding` of one's own; got {runtime}. Give one"
-      " or the other."
+      "`runtime` must be None with a `head` or an `embedding`; got both. Give one of them."
     )
   if head is None and embedding is None:
     found = parts(source, own)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from vqjax.assign.multiple import code_dtype
 from vqjax.compression.moments import SHRINKAGE, Moments
 from vqjax.compression.table import SMOOTHING, check_table, covariance, probabilities
 from vqjax.compression.table import transform as transform_of
@@ -55,6 +56,18 @@ LEVELS = Coding(
 )
 
 
+def fixed_bytes(vocab: int, dim: int) -> int:
+  """Bytes of a packed table without its stream, as `PackedTable.parts` has them."""
+  classes = min(CLASSES, vocab)
+  ranks = vocab * np.dtype(code_dtype(vocab)).itemsize
+  return _fixed(dim, classes) + ranks + 1
+
+
+def _fixed(dim, classes):
+  """Bytes of the transform and of the classes."""
+  return 2 * dim * dim + classes * (5 * dim + 4)
+
+
 def units_of(byte_budget: int, vocab: int, dim: int, classes: int, others: int = 0) -> int:
   """Elements of the stream of a table of so many bytes, with float16 parameters.
 
@@ -68,7 +81,7 @@ def units_of(byte_budget: int, vocab: int, dim: int, classes: int, others: int =
   Raises:
     ValueError: nothing is left for the rows.
   """
-  fixed = 2 * dim * dim + classes * (5 * dim + 4) + others
+  fixed = _fixed(dim, classes) + others
   units = (int(byte_budget) - fixed) // 2
   if units < 1 + vocab // 8:
     raise ValueError(

@@ -63,7 +63,11 @@ class Documents:
 
 
 def load_trained(
-  path: str, config: str | None = None, overrides: Sequence[str] = (), dtype: str = "float32"
+  path: str,
+  config: str | None = None,
+  overrides: Sequence[str] = (),
+  dtype: str = "float32",
+  runtime: checkpoints.Runtime | None = None,
 ) -> Trained:
   """A model with its tokenizer.
 
@@ -72,6 +76,7 @@ def load_trained(
     config: config file of the run; None: the model is a pretrained one.
     overrides: the overrides of the run.
     dtype: number format of a pretrained model, one of `DTYPES`.
+    runtime: form of the tables of a pretrained model in memory; None: that which its file names.
 
   Raises:
     FileNotFoundError: there is no such model, or it has no tokenizer.
@@ -90,7 +95,7 @@ def load_trained(
         f"FIELD=VALUE must be given with --config only; got {' '.join(overrides)} for the"
         f" pretrained model {path}. Leave it out."
       )
-    loaded = checkpoints.load(folder, dtype=DTYPES[dtype])
+    loaded = checkpoints.load(folder, dtype=DTYPES[dtype], runtime=runtime)
     return Trained(
       loaded.model, loaded.variables, loaded.tokenizer or checkpoints.load_tokenizer(folder)
     )

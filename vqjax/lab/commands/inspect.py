@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _vocabulary(options: argparse.Namespace) -> None:
   # The package of scientific plots is slow to load, and inspecting parts does not need it.
+  from vqjax.checkpoints import RUNTIMES
+  from vqjax.checkpoints.table_file import UNPACKED
   from vqjax.lab.data.files import data_path, read_text
   from vqjax.lab.trained import load_trained
   from vqjax.lab.vocabulary import sections, vocabulary_of, write_page
@@ -76,7 +78,7 @@ def _vocabulary(options: argparse.Namespace) -> None:
   text = None
   if options.text is not None:
     text = read_text(data_path(str(options.text), kind="--text"))
-  trained = load_trained(options.model)
+  trained = load_trained(options.model, runtime=RUNTIMES[UNPACKED])
   found = vocabulary_of(trained, text=text, words=options.nearest, unused=options.unused)
   if options.json:
     print(json.dumps(found, indent=2))
