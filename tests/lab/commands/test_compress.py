@@ -105,21 +105,14 @@ def test_the_report_has_the_block_types_of_gguf(compressed):
   made = json.loads((out / "vqjax.json").read_text())
   types = made["report"]["block_types"]
   # Rows of width 32: Q6_K has blocks of 256.
-  assert set(types) == {
-    "Q8_0",
-    "Q5_0",
-    "Q4_0",
-    "IQ4_NL",
-    "Q5_0, fitted",
-    "Q4_0, fitted",
-    "IQ4_NL, fitted",
-  }
+  few_bits = {"Q5_0", "Q4_0", "IQ4_NL"}
+  assert set(types) == {"Q8_0", *few_bits, *(f"{name}, fitted" for name in few_bits)}
   for name, row in types.items():
     own = gguf.GGMLQuantizationType[name.partition(",")[0]]
     block, size = gguf.GGML_QUANT_SIZES[own]
     assert row["bytes"] == len(made["tables"]) * V * 32 // block * size
   assert 0 < types["Q8_0"]["kl"] < types["Q5_0"]["kl"] < types["Q4_0"]["kl"]
-  for name in ("Q5_0", "Q4_0", "IQ4_NL"):
+  for name in few_bits:
     assert types[f"{name}, fitted"]["kl"] < types[name]["kl"]
   assert (out / "report.md").read_text().count("| IQ4_NL |") == 1
 
@@ -193,6 +186,7 @@ def test_a_folder_loads_in_the_form_of_its_report(form):
   assert sum(stored[own].bytes for own in tables) == report["bytes"]
 
 
+@pytest.mark.fast_cases(1)
 def test_a_form_in_memory_generates_drafts_and_trains_what_it_can(form):
   name, out = form
   model, variables, _ = checkpoints.load(out)
@@ -200,8 +194,8 @@ def test_a_form_in_memory_generates_drafts_and_trains_what_it_can(form):
   plain = generate(*given, max_tokens=5)
   drafted = generate(*given, max_tokens=5, drafter=EarlyExit(1))
   np.testing.assert_array_equal(plain.tokens, drafted.tokens)
-  tokens, others = jax.numpy.array([[3, 1, 4, 1]]), {k: v for k, v in variables.items()}
-  others.pop("params")
+  tokens = jax.numpy.array([[3, 1, 4, 1]])
+  others = {name: tree for name, tree in variables.items() if name != "params"}
 
   def loss(params):
     return -model.apply({"params": params, **others}, tokens, tokens, method="log_prob").sum()
@@ -212,6 +206,7 @@ def test_a_form_in_memory_generates_drafts_and_trains_what_it_can(form):
   assert ("embedding" in gradient) == (name != "rows")
 
 
+@pytest.mark.fast_cases(1)
 def test_a_mesh_loads_a_form_in_memory(form):
   _, out = form
   tokens = jax.numpy.arange(1, 25).reshape(4, 6)
@@ -224,6 +219,7 @@ def test_a_mesh_loads_a_form_in_memory(form):
   np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_commands_read_each_form(form, texts, capsys):
   _, out = form
   assert inspect.main([str(out), "--vocabulary", "--nearest", "w5"]) == 0
@@ -232,6 +228,7 @@ def test_commands_read_each_form(form, texts, capsys):
   assert "must not be compressed already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_packed_tables_fill_a_size_or_say_the_least(folder, texts, tmp_path, capsys):
   assert call(folder, texts, tmp_path / "a", "--bytes", "7KB", "--runtime", "packed") == 0
   report = json.loads((tmp_path / "a/vqjax.json").read_text())["report"]
@@ -254,8 +251,8 @@ def test_a_form_is_refused_that_tables_or_other_arguments_do_not_allow(folder, t
     checkpoints.load(out, runtime=RUNTIMES["packed"])
   with pytest.raises(ValueError, match="`runtime` must be None with a `head`"):
     checkpoints.load(out, head=DenseHead(V, 32), runtime=RUNTIMES["int8"])
+  arguments = ["--bytes", "9KB", "--out", "a", "--table", "b", "c", "--runtime", "int8"]
   with pytest.raises(SystemExit):
-    arguments = ["--bytes", "9KB", "--out", "a", "--table", "b", "c", "--runtime", "int8"]
     compress.main([str(folder), *arguments])
 
 
@@ -266,8 +263,8 @@ def test_damaged_parts_of_packed_tables_are_named(folder, texts, tmp_path):
   records.write(manifest, json.loads(text) | {"runtime": "cubes"})
   with pytest.raises(ValueError, match="no header"):
     checkpoints.load(out)
+  manifest.write_text(text)
   with pytest.raises(ValueError, match="are packed bits"):
-    manifest.write_text(text)
     table_file.read_table(out)
   weights = out / "model.safetensors"
   content = bytearray(weights.read_bytes())
