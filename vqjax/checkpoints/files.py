@@ -297,7 +297,12 @@ def release(array: np.ndarray) -> None:
   base = array
   while isinstance(base, np.ndarray):
     base = base.base
-  if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.size:
+  if not (isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.size):
+    return
+  # The pages of a map that may be written may be the only place of what was written.
+  with memoryview(base) as view:
+    is_read_only = view.readonly
+  if is_read_only:
     first, last = np.lib.array_utils.byte_bounds(array)
     origin = np.frombuffer(base, np.uint8).ctypes.data
     start = (first - origin) // mmap.PAGESIZE * mmap.PAGESIZE

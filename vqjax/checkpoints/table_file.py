@@ -266,7 +266,10 @@ def _padded_rows(
   missing = len(blocks) * RESTART - len(rows)
   nothing = -1  # the last class, which codes nothing
   owner = np.pad(owner.astype(np.int64), (0, missing), constant_values=nothing)
-  return np.pad(rows, ((0, missing), (0, -levels.shape[1] % lanes))), owner
+  columns = -levels.shape[1] % lanes
+  if missing or columns:
+    rows = np.pad(rows, ((0, missing), (0, columns)))
+  return rows, owner
 
 
 def _encoded(
@@ -434,7 +437,8 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
     quantized: a `QuantizedTable`, or another object with its five arrays.
     progress: is called with the part that is done.
   """
-  levels = np.asarray(quantized.levels)
+  # Read a part of the rows at a time, as is what holds them in fewer bits.
+  levels = quantized.levels
   step_class = np.asarray(quantized.step_class, np.uint8)
   classes, (rows, columns) = len(quantized.steps), levels.shape
   model, _ = distributions_of(levels, step_class, classes)

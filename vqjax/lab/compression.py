@@ -30,12 +30,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from vqjax import checkpoints
 from vqjax.checkpoints import table_file
 from vqjax.compression import Moments, PackedTable, QuantizedTable, gguf_types, pack
-from vqjax.compression.calibration import collect
+from vqjax.compression.calibration import SEED, collect
 from vqjax.compression.exports import ROWS, copy_folder
 from vqjax.compression.grids import check_rows
+from vqjax.compression.moments import SHRINKAGE
 from vqjax.compression.outputs import check_not_compressed, check_output, publish, whole
 from vqjax.compression.packed import fixed_bytes
-from vqjax.compression.table import MOST_LEVELS, Coordinates
+from vqjax.compression.table import MOST_LEVELS, SMOOTHING, Coordinates
 from vqjax.compression.trimming import pieces
 from vqjax.convert.variables import Variables
 from vqjax.lab import records
@@ -368,7 +369,7 @@ class Tables:
     ratio = fine / max(step, self.limits[0])
     total = 0
     for own, rows in samples.values():
-      levels = np.rint(own.levels * ratio).astype(np.int32)
+      levels = np.rint(np.asarray(own.levels) * ratio).astype(np.int32)
       total += table_file.coded_bytes(dataclasses.replace(own, levels=levels), rows)
     return total
 
@@ -766,11 +767,26 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
       "block_types": beside,
       "hardest": hardest(found, some, tokenizer),
       "points": [dataclasses.asdict(point) for point in points],
+      "settings": settings_of(job, moments),
       "seconds": round(seconds, 1),
       "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     _write(job, work, loaded, coded, result)
   return result
+
+
+def settings_of(job: Job, moments: Moments) -> dict[str, Any]:
+  """What a result depends on beside the model, the texts and the bound."""
+  return {
+    "runtime": job.runtime,
+    "calibration_tokens": moments.tokens,
+    "search_tokens": job.search_tokens,
+    "window": job.window,
+    "dtype": job.dtype,
+    "shrinkage": SHRINKAGE,
+    "smoothing": SMOOTHING,
+    "seed": None if job.moments else SEED,
+  }
 
 
 def in_block_types(
@@ -1102,7 +1118,9 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     # Mapped from the file: only blocks of rows are turned into float32.
     tables[name] = tensor.read(slice(None))
     for first in range(0, tensor.shape[0], ROWS):
-      check_rows(np.asarray(tables[name][first : first + ROWS], np.float32), name)
+      rows = tables[name][first : first + ROWS]
+      check_rows(np.asarray(rows, np.float32), name)
+      checkpoints.files.release(rows)
   made = Tables(tables, moments)
 
   def measure(step: float) -> Point:
