@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import jitted
+from vqjax import DenseHead, convert
 from vqjax.embeddings import (
   Int8Embedding,
   LowRankEmbedding,
@@ -100,6 +102,25 @@ def test_on_eight_devices_vectors_and_gradients_are_those_of_one(embedding):
     both = jax.jit(jax.value_and_grad(lambda params: loss(params, spread, tokens)))
     found = jax.device_get(both(variables["params"]))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def test_levels_of_8_bits_are_at_most_half_a_step_off_and_score_where_they_lie():
+  embedding, given = Int8Embedding(V, D, 4), np.array(table())
+  given[3] = 0
+  given[5, 4:8] = 0
+  variables = convert.to_int8(embedding, given)
+  found = np.asarray(embedding.apply(variables, method="table"))
+  step = np.abs(given.reshape(V, -1, 4)).max(axis=-1).repeat(4, axis=1) / 127
+  assert (np.abs(found - given) <= step / 2 * (1 + 1e-3)).all()
+  assert not np.abs(found[3]).any()
+  head = DenseHead(V, D, embedding=embedding)
+  tied = {name: {"embedding": tree} for name, tree in variables.items()}
+  hidden = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
+  scores = hidden.astype(np.float64) @ found.T.astype(np.float64)
+  logits = jitted.apply(head, tied, hidden, method="logits")
+  np.testing.assert_allclose(logits, scores, atol=1e-5)
+  best = head.apply(tied, hidden, 3, method="top_k")[1]
+  np.testing.assert_array_equal(best, np.argsort(-scores)[:, :3])
 
 
 @pytest.mark.parametrize("bits", [1, 4, 6, 8, 12, 16])
