@@ -188,10 +188,6 @@ def read_safetensors(folder: pathlib.Path) -> Source:
   return Source(folder, "safetensors", config, tensors, tuple(files), runtime=runtime)
 
 
-COMPRESSED = ("rANS", "packed")
-"""Formats of compressed tables."""
-
-
 def _decompressed(
   folder: pathlib.Path, manifest: table_file.Manifest, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -210,7 +206,7 @@ def _decompressed(
     except ValueError as error:
       raise ValueError(f"{where}: {error}") from None
     read = functools.partial(_table_rows, where, table)
-    kind = COMPRESSED[is_packed]
+    kind = "packed" if is_packed else "rANS"
     tensors[name] = Tensor(table.shape, kind, table.nbytes, read, table=table)
   return tensors
 

@@ -59,12 +59,14 @@ class Runtime:
   """A form of vocabulary tables in memory.
 
   Attributes:
+    described: what the tables are, after "they are".
     layers: (the decoder of a file, its tables "embedding" and, where it is not tied, "head") -> the
       layers.
     check: raises ValueError for a decoder whose tables cannot have the form.
     rounded: rows [R, D] -> the rows that the form has of them.
   """
 
+  described: str
   layers: Callable[[Transformer, Mapping[str, Tensor]], Layers]
   check: Callable[[Transformer], None] = lambda model: None
   rounded: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
@@ -227,10 +229,14 @@ def _rows(model, tables):
 
 
 RUNTIMES = {
-  table_file.UNPACKED: Runtime(_unpacked),
-  "int8": Runtime(_int8, rounded=_rounded_to_int8),
-  table_file.PACKED: Runtime(_packed),
-  "rows": Runtime(_rows, check=_check_untied),
+  table_file.UNPACKED: Runtime("dense rows", _unpacked),
+  "int8": Runtime("groups of 8-bit integers", _int8, rounded=_rounded_to_int8),
+  table_file.PACKED: Runtime("bits that are scored and looked up where they lie", _packed),
+  "rows": Runtime(
+    "rows that are decoded when they are looked up, and for the head dense ones",
+    _rows,
+    check=_check_untied,
+  ),
 }
 """The forms by their names in files and commands."""
 

@@ -475,14 +475,6 @@ class PackedCompression(Compression):
     return step, packed, {name: table.parts() for name, table in packed.items()}
 
 
-FORMS = {
-  table_file.UNPACKED: "dense rows when the folder is loaded",
-  "int8": "groups of 8-bit integers when the folder is loaded, as which they were judged",
-  table_file.PACKED: "bits that are scored and looked up where they lie",
-  "rows": "dense rows when the folder is loaded, but for the input's, decoded where looked up",
-}
-"""What a report says of each form in memory."""
-
 COMPRESSIONS = {table_file.PACKED: PackedCompression}
 """What compresses for a form in memory; `Compression` does for the others."""
 
@@ -1225,7 +1217,8 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
     f"The vocabulary tables take {result['bytes']:,} bytes, {before / result['bytes']:.1f} times"
     f" less than in float32. On {held['tokens']:,} held-out tokens the mean divergence from the"
     f" original model is {held['kl']:.5f} nats a token. Compressing took {result['seconds']:.0f} s"
-    f" and {result['peak_bytes'] / 1e9:.2f} GB of memory. The tables are {FORMS[job.runtime]}.",
+    f" and {result['peak_bytes'] / 1e9:.2f} GB of memory. When the folder is"
+    f" loaded, the tables are {checkpoints.RUNTIMES[job.runtime].described}.",
     "",
     "## Size",
     "",

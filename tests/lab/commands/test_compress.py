@@ -228,6 +228,13 @@ def test_commands_read_each_form(form, texts, capsys):
   assert "must not be compressed already" in capsys.readouterr().err
 
 
+def test_work_for_one_form_in_memory_is_not_taken_for_another(folder, tmp_path):
+  job = compression.Job(folder, {"a": "b"}, tmp_path / "out", kl=0.01)
+  others = [dataclasses.replace(job, runtime=name).identity() for name in RUNTIMES]
+  assert len(set(others)) == len(RUNTIMES)
+  assert others[0] == job.identity()
+
+
 @pytest.mark.slow
 def test_packed_tables_fill_a_size_or_say_the_least(folder, texts, tmp_path, capsys):
   assert call(folder, texts, tmp_path / "a", "--bytes", "7KB", "--runtime", "packed") == 0
