@@ -72,7 +72,7 @@ def paired(results: Results, row: str, reference: str) -> Interval | None:
 
 
 def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
-  """Bytes of the head that inference needs.
+  """Bytes of the head that inference needs, a tied table included.
 
   Args:
     row: the row.
@@ -80,6 +80,8 @@ def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
     s: the setting.
   """
   head = row.head()
+  if row.is_tied and row.source is None:
+    return result["head"]["state_bytes"] + result["embedding"]["state_bytes"]
   if deployed(head) is head:
     return result["head"]["state_bytes"]
   vocab = result["embedding"]["params"] // s.dim
@@ -120,8 +122,10 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
       "nats at the start": f"{at_start[row.name]:.2f}" if row.name in at_start else None,
     }
     if of_reference:
-      dense = next(iter(of_reference.values()))["head"]["state_bytes"]
+      parts = next(iter(of_reference.values()))
+      dense, inputs = parts["head"]["state_bytes"], parts["embedding"]["state_bytes"]
       shown["of the reference"] = units.ratio(size / dense)
+      shown["with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
     if row.name in costs:
       cost = costs[row.name]
       shown |= {"training": units.ratio(cost["step"]), "sample": units.ratio(cost["sample"])}
