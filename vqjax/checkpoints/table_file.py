@@ -123,8 +123,12 @@ class Distributions:
     return frequency.ravel(), below.ravel(), symbols
 
 
+Integers = Any
+"""Integers [V, D]: an array, or what has a shape and gives rows as an array does."""
+
+
 def distributions_of(
-  levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MOST_DISTRIBUTIONS
+  levels: Integers, step_class: np.ndarray, classes: int, most: int = MOST_DISTRIBUTIONS
 ) -> tuple[Distributions, float]:
   """Few distributions for the classes and columns of integers [V, D], and the bits that all cost.
 
@@ -221,7 +225,7 @@ def _quantised(counts: np.ndarray) -> np.ndarray:
 
 
 def encode_integers(
-  levels: np.ndarray,
+  levels: Integers,
   step_class: np.ndarray,
   model: Distributions,
   progress: Callable[[float], None] = lambda part: None,
@@ -258,7 +262,7 @@ def encode_integers(
 
 
 def _padded_rows(
-  levels: np.ndarray, step_class: np.ndarray, blocks: range, lanes: int
+  levels: Integers, step_class: np.ndarray, blocks: range, lanes: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Rows of blocks and their classes, [blocks · RESTART, D and padding]."""
   rows = levels[blocks.start * RESTART : blocks.stop * RESTART]
