@@ -115,8 +115,8 @@ def test_levels_of_8_bits_are_at_most_half_a_step_off_and_score_where_they_lie()
   assert not np.abs(found[3]).any()
   head = DenseHead(V, D, embedding=embedding)
   tied = {name: {"embedding": tree} for name, tree in variables.items()}
-  hidden = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
-  scores = hidden.astype(np.float64) @ found.T.astype(np.float64)
+  hidden = jax.random.normal(jax.random.key(1), (5, D))
+  scores = np.asarray(hidden, np.float64) @ found.T.astype(np.float64)
   logits = jitted.apply(head, tied, hidden, method="logits")
   np.testing.assert_allclose(logits, scores, atol=1e-5)
   best = head.apply(tied, hidden, 3, method="top_k")[1]

@@ -69,6 +69,7 @@ def test_each_form_in_memory_is_timed(compression, tmp_path, monkeypatch):
   options = argparse.Namespace(work=tmp_path, sizes=(0.007,))
   monkeypatch.setattr(gemma, "IN_MEMORY", 0.011)
   monkeypatch.setattr(gemma, "SPEED_TOKENS", 3)
+  monkeypatch.setattr(gemma, "ROUNDS", 1)
   tokenizer = types.SimpleNamespace(encode=lambda text: [2, 5, 7])
   found = gemma.speed(options, compression, tokenizer, lambda line: None)
   table = compression.tables["embedding"]

@@ -154,7 +154,7 @@ def in_form(name, family, folder, texts, made):
     ("packed", "gemma3_text"),
     pytest.param(("int8", "llama"), marks=pytest.mark.slow),
     pytest.param(("packed", "llama"), marks=pytest.mark.slow),
-    ("rows", "llama"),
+    pytest.param(("rows", "llama"), marks=pytest.mark.slow),
   ],
   ids="-".join,
 )
@@ -186,7 +186,7 @@ def test_a_folder_loads_in_the_form_of_its_report(form):
   assert sum(stored[own].bytes for own in tables) == report["bytes"]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 def test_a_form_in_memory_generates_drafts_and_trains_what_it_can(form):
   name, out = form
   model, variables, _ = checkpoints.load(out)
