@@ -130,6 +130,8 @@ class PackedTable:
     """Rows `first` to `last` of the table, float32."""
     last = len(self.rank) if last is None else last
     layer, variables = self.embedding()
+    # Once, and not for each block of rows.
+    variables = jax.tree.map(jnp.asarray, variables)
     found = np.empty((last - first, len(self.inverse)), np.float32)
     for start in range(first, last, READ):
       # The last rows are filled up, so that they need no program of their own.
