@@ -18,7 +18,7 @@ An interrupted call goes on where it was; the results are docs/results/compressi
 them; the results are docs/results/compression-packed.json. `--ideal` compares the bytes of the
 tables that earlier calls made with those of an ideal coder. `--speed` times greedy generation with
 the original table and with the forms in memory of the first size; the results are
-docs/results/compression-speed.json.
+WORK/speed.json.
 """
 
 import argparse
