@@ -109,22 +109,22 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
     spread = Spread.of([run["test"]["perplexity"] for run in runs.values()])
     one = next(iter(runs.values()))
     size = head_bytes(row, one, s)
-    difference = (
-      None
-      if row.name == reference
-      else paired(results, *(f"{s.name}/{name}" for name in (row.name, reference)))
+    from_row = lambda other, name=row.name: paired(
+      results, *(f"{s.name}/{one}" for one in (name, other))
     )
+    difference = None if row.name == reference else from_row(reference)
     shown |= {
       "test perplexity": spread.show(1),
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
+      "% from its source": row.source and str(from_row(row.source.name) or units.MISSING),
       "bytes": units.size(size),
       "nats at the start": f"{at_start[row.name]:.2f}" if row.name in at_start else None,
     }
     if of_reference:
       parts = next(iter(of_reference.values()))
-      dense, inputs = parts["head"]["state_bytes"], parts["embedding"]["state_bytes"]
-      shown["of the reference"] = units.ratio(size / dense)
+      shown["of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
+      inputs = parts["embedding"]["state_bytes"]
       shown["with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
     if row.name in costs:
       cost = costs[row.name]

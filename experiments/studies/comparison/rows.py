@@ -373,13 +373,9 @@ def _by_adam(steps: int, batch: int, warmup: int) -> Train:
 
 
 HEADLINE = (
-  "dense-contexts",
-  *("dense-contexts-file", "dense-contexts-memory"),
-  "dense",
   *("tied", "tied-file", "tied-memory"),
-  "tied-contexts",
-  "product-learned",
-  "product-distilled",
+  *("dense-contexts", "dense-contexts-file", "dense-contexts-memory"),
+  *("dense", "tied-contexts", "product-learned", "product-distilled"),
 )
 PTB = (
   *HEADLINE,
