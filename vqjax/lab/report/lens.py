@@ -168,9 +168,7 @@ def write_page(
   highest = max(1e-9, *(value or 0.0 for value in entropies))
   strengths = {
     "entropy": lambda cell: (cell["entropy"] or 0) / highest,
-    "kl": lambda cell: (
-      math.log1p(9 * max(10.0 if cell["kl"] is None else cell["kl"], 0)) / math.log1p(90)
-    ),
+    "kl": lambda cell: 1 if cell["kl"] is None else math.log(1 + 9 * max(cell["kl"], 0), 91),
     "rank": lambda cell: math.log10(cell["rank"]) / 3,
   }
   lines = []
@@ -193,9 +191,7 @@ def write_page(
     choices=choices,
     header="".join(f'<th scope="col">{_escaped(text)}</th>' for text in reading.texts),
     cells="\n".join(lines),
-    plot=svg(
-      _plot(divergences, reading.blocks), "kl", "KL of every layer from the model's prediction"
-    ),
+    plot=svg(_plot(divergences, reading.blocks), "kl", "KL of every layer from the prediction"),
     sums=sums,
   )
   records.write_text(path, document(title, body, STYLE, width="90rem"))
