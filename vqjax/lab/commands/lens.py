@@ -63,14 +63,15 @@ def _fit(options: argparse.Namespace) -> None:
     print(json.dumps(found, indent=2))
     return
   table = Table("blocks before")
-  for column in ("logit lens, nats a token", "tuned lens", "logit lens, bits a byte", "tuned lens"):
+  for column in ("logit lens", "tuned lens", "logit, bits/byte", "tuned, bits/byte"):
     table.add_column(column, justify="right")
   per_byte = found["positions"] / found["bytes"] / math.log(2)
   for number, pair in enumerate(zip(found["logit"], found["tuned"])):
     cells = [f"{kl:.4f}" for kl in pair] + [f"{kl * per_byte:.4f}" for kl in pair]
     table.add_row(str(number), *cells)
   print(
-    f"KL on {found['positions']:,} held-out positions; the lens is fitted on {found['fitted']:,}"
+    f"KL in nats a token on {found['positions']:,} held-out positions; fitted on"
+    f" {found['fitted']:,}"
   )
   Console().print(table)
   print(f"lens: {options.out}")
