@@ -99,13 +99,16 @@ th, td { padding: .25rem .5rem; border: 1px solid var(--line); white-space: pre;
 th { font-weight: 600; color: var(--quiet); }
 th:first-child { position: sticky; left: 0; background: var(--ground); text-align: right; }
 .sums td { text-align: right; font-variant-numeric: tabular-nums; }
-.cell { position: relative; --x: var(--entropy); background: rgba(var(--heat), var(--x)); }
+.cell { --x: var(--entropy); background: rgba(var(--heat), var(--x)); }
 main:has(#kl:checked) .cell { --x: var(--kl); }
 main:has(#rank:checked) .cell { --x: var(--rank); }
 .cell > span { display: none; }
-.cell:hover > span, .cell:focus > span { display: block; position: absolute; z-index: 2; top: 100%;
-  left: 0; padding: .5rem .7rem; background: var(--ground); border: 1px solid var(--ink);
-  border-radius: 4px; }
+/* In a corner of the window, because a box at the cell would be cut at the edge of the table. */
+.cell:hover > span, .cell:focus > span { display: block; position: fixed; z-index: 2; right: 1rem;
+  bottom: 1rem; width: 20rem; box-sizing: border-box; overflow: hidden; padding: .5rem .7rem;
+  background: var(--ground); border: 1px solid var(--ink); border-radius: 4px;
+  pointer-events: none; }
+.cell:hover > span { z-index: 3; }
 .cell:focus { outline: 2px solid var(--ink); }
 fieldset { border: 0; padding: 0; margin: 1rem 0; }
 figure { margin: 0; max-width: 52rem; }
@@ -114,8 +117,8 @@ figure svg { width: 100%; height: auto; }
 
 BODY = string.Template("""\
 <p>Each row is what the final norm and the head make of the residual stream after so many blocks;\
- the last one is what the model predicts. A cell is the likeliest next token after the token of its\
- column; a pointer on it, or the focus of the keyboard, shows more.</p>
+ the top row is what the model predicts. A cell is the likeliest next token after the token of its\
+ column; a pointer on it, or the focus of the keyboard, shows more in the corner of the window.</p>
 <fieldset>
 <legend>Colour by</legend>
 $choices
