@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_an_example_runs_and_prints(path, capsys, monkeypatch):
   monkeypatch.setattr(sys, "argv", [str(path)])
@@ -19,6 +19,7 @@ def test_an_example_runs_and_prints(path, capsys, monkeypatch):
   assert capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_readme_has_a_snippet_that_runs(capsys):
   assert SNIPPETS
   for number, snippet in enumerate(SNIPPETS):

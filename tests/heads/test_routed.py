@@ -74,6 +74,7 @@ def test_with_every_cluster_the_head_is_the_dense_head():
   )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("fields", [{}, {"use_bias": True, "softcap": 3.0}])
 def test_few_vectors_and_many_have_one_distribution(fields):
   _, _, head, variables, hidden = routed(**fields)
@@ -94,6 +95,7 @@ def test_few_vectors_and_many_have_one_distribution(fields):
   np.testing.assert_allclose(few[0], all_rows[0][:2], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 9}])
 def test_draws_of_few_vectors_follow_the_distribution(options):
   _, _, head, variables, hidden = routed(vocab=64, clusters=8, budget=2, use_bias=True)

@@ -35,6 +35,7 @@ def value_and_gradients(head, variables, hidden, tokens):
   return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(variables["params"], hidden)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", HEADS)
 def test_values_and_gradients_are_of_the_distribution_that_is_drawn_from(name):
   head = HEADS[name]()

@@ -58,6 +58,7 @@ def test_draws_have_the_frequencies_of_the_definition(name):
   assert (p > 0).sum() > 2
 
 
+@pytest.mark.slow
 def test_the_penalty_counts_the_prompt_and_what_was_generated():
   model, variables = family("llama")
   options = Sampling(0, repetition_penalty=3.0)

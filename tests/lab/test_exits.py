@@ -127,6 +127,7 @@ def test_threads_that_hang_do_not_keep_a_failed_command(ended):
   ("error", "code", "part"),
   [
     (ValueError("x"), 2, "error: x"),
+    (ValueError("NOT_FOUND: Error opening\n a file"), 2, "opening. Check the folder and its disk,"),
     (OSError(errno.EMFILE, "Too many open files"), 2, "files. Raise the limit on open files"),
     (NotFiniteError("loss is nan"), 1, "error: loss is nan"),
     (MemoryError(), 1, "out of memory (MemoryError). Lower train.batch"),

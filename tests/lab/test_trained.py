@@ -82,6 +82,7 @@ def test_stories260k_continues_its_published_story_and_scores_it(real_data, tmp_
   assert nats < found["nats_per_token"] * found["tokens"] < nats + 30
 
 
+@pytest.mark.slow
 def test_a_draft_model_leaves_the_greedy_text_as_it_is(real_data, capsys):
   model = str(real_data / "stories260K" / "stories260K.bin")
   given = [model, "--prompt", "Once upon a time", "--max-tokens", "32", "--temperature", "0"]

@@ -104,6 +104,7 @@ def test_a_new_layer_has_the_variables_of_the_linen_layer(name):
       assert sizes(of) == sizes(tree)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["CodebookHead", "AdaptiveHead"])  # the contract has all heads
 def test_the_methods_of_a_head_equal_those_of_the_linen_head(name, hidden, tokens):
   head = made(name)

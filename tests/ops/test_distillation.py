@@ -256,6 +256,7 @@ class TestDivergence:
     bound = -(mixture * np.log(mixture) + (1 - mixture) * np.log(1 - mixture))
     assert value < 13 * bound
 
+  @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("mixture", [0, 0.3])
   def test_second_derivatives_equal_float64_on_tiles_that_overlap(self, mixture):
     arrays = operands(7)

@@ -80,6 +80,7 @@ def distillation_losses(hidden, weight, tokens, vocab_axis=None):
   ).kl
 
 
+@pytest.mark.slow
 def test_distillation_losses_are_equal_on_explicit_axes_and_inside_of_a_shard_map(operands, mesh):
   def loss(hidden, weight, tokens, vocab_axis=None):
     each = distillation_losses(hidden, weight, tokens, vocab_axis)

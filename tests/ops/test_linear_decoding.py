@@ -161,6 +161,7 @@ def test_rows_may_be_composed():
   check_best(found, exact(hidden, factory.all()), 4)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_shards_the_vocabulary_and_the_tokens(kind):
   hidden, weight, bias = operands(rows=6)

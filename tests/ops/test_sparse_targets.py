@@ -97,7 +97,7 @@ OPTIONS = [{}, {"temperature": 1.5, "softcap": 3}]
 
 
 class TestTokenLogProbs:
-  @pytest.mark.fast_cases(2)
+  @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("options", OPTIONS)
   @pytest.mark.parametrize("rest", [False, True])
   @pytest.mark.parametrize(("n", "tile"), [(1, None), (13, (4, 10)), (13, (100, V))])
@@ -167,7 +167,7 @@ class TestTokenLogProbs:
 
 
 class TestSparseTargetLoss:
-  @pytest.mark.fast_cases(3)
+  @pytest.mark.fast_cases(2)
   @pytest.mark.parametrize("rest", RESTS)
   @pytest.mark.parametrize("options", OPTIONS)
   @pytest.mark.parametrize(
@@ -182,6 +182,7 @@ class TestSparseTargetLoss:
     whole = functools.partial(whole_loss, tokens=tokens, rest=rest, **options)
     compare(ours, whole, (hidden, weight, bias, probs))
 
+  @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("rest", RESTS)
   def test_unused_entries_change_nothing_whatever_their_tokens(self, rest):
     hidden, weight, bias, tokens, probs = operands(3)
@@ -228,6 +229,7 @@ class TestSparseTargetLoss:
       found = linear_sparse_target_loss(hidden, weight, tokens, probs, bias, rest=rest).kl
       np.testing.assert_allclose(found, expected, atol=2e-5)
 
+  @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("rest", RESTS)
   def test_unused_entries_and_tokens_left_out_contribute_exactly_zero(self, rest):
     hidden, weight, bias, tokens, probs = operands(13)
@@ -308,7 +310,7 @@ def teacher_operands(*batch):
 
 
 class TestTopKDivergence:
-  @pytest.mark.fast_cases(3)
+  @pytest.mark.fast_cases(2)
   @pytest.mark.parametrize("rest", RESTS)
   @pytest.mark.parametrize("mixture", [0, 0.3, 1])
   @pytest.mark.parametrize("options", OPTIONS)
@@ -411,6 +413,7 @@ def test_a_mesh_changes_neither_losses_nor_gradients(name, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("rest", RESTS)
 def test_bfloat16_operands_are_scored_and_summed_in_float32(rest):
   hidden, weight, _, tokens, probs = operands(64)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,65 @@ from experiments.studies.measure import held_out_scores
 from vqjax import compression
 from vqjax.checkpoints import table_file
 from vqjax.convert import part_of, with_part
-from vqjax.heads import DenseHead
+from vqjax.heads import QuantizedHead
 from vqjax.lab.config import Experiment
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.run import EncodedText, load_text
 from vqjax.lab.training.step import carried
+from vqjax.models import LanguageModel
 
-Method = Callable[[np.ndarray, np.ndarray, compression.Moments, int], tuple[nn.Module, dict, int]]
-"""(weight, bias, moments, bytes) -> the head of inference, its variables, its bytes."""
 
+class Table(NamedTuple):
+  """A trained table and what is to become of it.
+
+  Attributes:
+    model: the model; a tied table is its embedding's.
+    variables: its variables.
+    moments: what errors of the table cost.
+    size: the bytes that the table and the biases may take.
+  """
+
+  model: LanguageModel
+  variables: Mapping[str, Any]
+  moments: compression.Moments
+  size: int
+
+  @property
+  def is_tied(self) -> bool:
+    """Whether the input vectors are the rows of the table."""
+    return self.model.head.embedding is not None
+
+  @property
+  def weight(self) -> np.ndarray:
+    """The rows [V, D]."""
+    owner = "embedding" if self.is_tied else "head"
+    return np.asarray(part_of(self.variables, owner)["params"]["weight"])
+
+  @property
+  def bias(self) -> np.ndarray:
+    """The biases [V] as they are kept, in float16."""
+    return half(part_of(self.variables, "head")["params"]["bias"])
+
+  def replaced(
+    self, rows: Mapping[str, Any], head: nn.Module, embedding: nn.Module | None = None
+  ) -> tuple[nn.Module, dict]:
+    """The model and its variables with compressed rows, of `head` or the tied `embedding`."""
+    bias = {"bias": self.bias}
+    if not self.is_tied:
+      rows = {**rows, "params": rows["params"] | bias}
+      return self.model.clone(head=head), with_part(self.variables, "head", rows)
+    variables = with_part(self.variables, "head", {"params": bias})
+    return self.model.clone(head=head, embedding=embedding), with_part(variables, "embedding", rows)
+
+
+Method = Callable[[Table], tuple[nn.Module, dict, int]]
+"""table -> the model of inference, its variables, and the bytes of the table and the biases."""
 
 HIDDEN_STATES = 2**17
 """Hidden states whose second moment is taken."""
+
+INPUTS_EVERY = 8
+"""Every so many batches of these the second moment of a tied table's input vectors is taken too."""
 
 
 def half(values: np.ndarray) -> np.ndarray:
@@ -42,14 +89,13 @@ class InFile:
 
   within: float = 0.002
 
-  def __call__(
-    self, weight: np.ndarray, bias: np.ndarray, moments: compression.Moments, size: int
-  ) -> tuple[nn.Module, dict, int]:
-    """The dense head of the rows that the file has; see `Method`."""
+  def __call__(self, table: Table) -> tuple[nn.Module, dict, int]:
+    """The model with the rows that the file has; see `Method`."""
+    weight, size = table.weight, table.size
     vocab, dim = weight.shape
     step, best = 0.1, None
     for _ in range(12):
-      quantized = compression.quantize(weight, moments, step)
+      quantized = compression.quantize(weight, table.moments, step)
       used = sum(part.nbytes for part in table_file.encode(quantized).values()) + 2 * vocab
       if used <= size and (best is None or used > best[1]):
         best = quantized, used
@@ -61,8 +107,8 @@ class InFile:
       raise ValueError(
         f"`size` must be above the bytes of the coarsest file; got {size}. Give more."
       )
-    params = {"weight": best[0].table(), "bias": half(bias)}
-    return DenseHead(vocab, dim, use_bias=True), {"params": params}, best[1]
+    rows = {"params": {"weight": best[0].table()}}
+    return *table.replaced(rows, table.model.head, table.model.embedding), best[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,25 +121,31 @@ class InMemory:
 
   classes: int = 16
 
-  def __call__(
-    self, weight: np.ndarray, bias: np.ndarray, moments: compression.Moments, size: int
-  ) -> tuple[nn.Module, dict, int]:
-    """The packed head; see `Method`."""
-    vocab, dim = weight.shape
+  def __call__(self, table: Table) -> tuple[nn.Module, dict, int]:
+    """The model with the packed rows; see `Method`."""
+    vocab, dim = table.weight.shape
     # Tokens that are not in the order of their counts have ranks of 2 bytes.
-    ranks = 0 if (np.diff(moments.counts) <= 0).all() else 2 * vocab
-    units = compression.units_of(size, vocab, dim, self.classes, 2 * vocab + ranks)
-    packed = compression.pack(weight, moments, units, classes=self.classes)
-    head, variables = packed.head(bias)
-    variables["params"] = jax.tree.map(half, variables["params"])
-    return head, variables, head.clone(param_dtype=jnp.float16).size().state_bytes
+    ranks = 0 if (np.diff(table.moments.counts) <= 0).all() else 2 * vocab
+    units = compression.units_of(table.size, vocab, dim, self.classes, 2 * vocab + ranks)
+    packed = compression.pack(table.weight, table.moments, units, classes=self.classes)
+    embedding, rows = packed.embedding()
+    rows["params"] = jax.tree.map(half, rows["params"])
+    used = embedding.clone(param_dtype=jnp.float16).size().state_bytes + 2 * vocab
+    head, _ = packed.head(table.bias)
+    if table.is_tied:
+      head = QuantizedHead(vocab, dim, use_bias=True, embedding=embedding)
+    return *table.replaced(rows, head, embedding), used
 
 
 def moments_of(
   model: nn.Module, variables: Mapping[str, Any], text: EncodedText
 ) -> compression.Moments:
-  """Moments of the training split: of its first hidden states, and counts of all of it."""
+  """Moments of the training split: of its first hidden states, and counts of all of it.
+
+  For a tied table also those of its input vectors, of a part of these batches.
+  """
   run, split = text.experiment, text.splits["train"]
+  is_tied = model.head.embedding is not None
 
   @jax.jit
   def second(variables, batch):
@@ -104,36 +156,70 @@ def moments_of(
     hidden_ND = hidden.reshape(-1, hidden.shape[-1]) * (batch["targets"] >= 0).reshape(-1, 1)
     return hidden_ND.T @ hidden_ND, (batch["targets"] >= 0).sum(), dict(carry)
 
-  total, tokens, variables = 0.0, 0, dict(variables)
-  for batch in run.loader.whole(split, batch=run.train.batch, context=model.context):
+  @jax.jit
+  def second_of_inputs(variables, batch, key):
+    variables = carried(variables, batch)
+    apply = lambda method, *args: model.apply(variables, *args, method=method)
+    vectors_BTD = apply(lambda m, tokens: m.embedding(tokens), batch["inputs"])
+    hidden_BTD = apply(lambda m, vectors: m.body(vectors, True), vectors_BTD)
+    drawn_BT = apply(lambda m, hidden: m.head.sample(hidden, key), hidden_BTD)
+    counted_BT = batch["targets"] >= 0
+
+    def log_prob(vectors):
+      of_drawn = lambda m, v: m.head.log_prob(m.body(v, True), drawn_BT)
+      return jnp.where(counted_BT, apply(of_drawn, vectors), 0).sum()
+
+    gradient_ND = jax.grad(log_prob)(vectors_BTD).reshape(-1, vectors_BTD.shape[-1])
+    gradient_ND *= counted_BT.reshape(-1, 1)
+    return gradient_ND.T @ gradient_ND, counted_BT.sum()
+
+  hidden, inputs, variables = _Mean(), _Mean(), dict(variables)
+  batches = run.loader.whole(split, batch=run.train.batch, context=model.context)
+  for number, batch in enumerate(batches):
+    if is_tied and number % INPUTS_EVERY == 0:
+      key = jax.random.fold_in(jax.random.key(run.seed), number)
+      inputs.add(*second_of_inputs(variables, batch, key))
     moment, count, carry = second(variables, batch)
     variables |= carry
-    total, tokens = total + np.asarray(moment, np.float64), tokens + int(count)
-    if tokens >= HIDDEN_STATES:
+    hidden.add(moment, count)
+    if hidden.count >= HIDDEN_STATES:
       break
   counts = np.bincount(np.asarray(split.tokens), minlength=model.head.vocab)
-  return compression.Moments(total / tokens, counts, tokens)
+  of_inputs = inputs.value if is_tied else None
+  return compression.Moments(hidden.value, counts, hidden.count, of_inputs)
+
+
+class _Mean:
+  """A mean in float64."""
+
+  def __init__(self):
+    self.total, self.count = 0.0, 0
+
+  def add(self, total: jax.Array, count: jax.Array) -> None:
+    self.total, self.count = self.total + np.asarray(total, np.float64), self.count + int(count)
+
+  @property
+  def value(self) -> np.ndarray:
+    return self.total / self.count
 
 
 def measure(experiment: Experiment, folder: str, method: Method, divisor: int) -> dict[str, Any]:
-  """Scores of a trained model whose dense head is compressed to a part of its bytes.
+  """Scores of a trained model whose table and biases are compressed to a part of their bytes.
 
   Args:
-    experiment: the experiment of the run, whose head is a `DenseHead` with biases.
+    experiment: the experiment of the run, whose head is a `DenseHead` with biases, tied or not.
     folder: its run folder.
     method: the compression.
-    divisor: what the bytes of the dense head are divided by.
+    divisor: what the bytes of the table and the biases are divided by.
   """
   text = load_text(experiment)
   model = text.experiment.model
   variables, _ = read_variables(folder)
-  params = part_of(variables, "head")["params"]
-  weight, bias = np.asarray(params["weight"]), np.asarray(params["bias"])
-  moments = moments_of(model, variables, text)
-  head, filled, used = method(weight, bias, moments, model.head.size().state_bytes // divisor)
-  result: dict[str, Any] = held_out_scores(
-    model.clone(head=head), with_part(variables, "head", filled), text
-  )
-  result["head"] = {"class": type(head).__name__, "state_bytes": used}
+  tied = model.head.embedding
+  whole = model.head.size().state_bytes + (0 if tied is None else tied.size().state_bytes)
+  table = Table(model, variables, moments_of(model, variables, text), whole // divisor)
+  model, variables, used = method(table)
+  result: dict[str, Any] = held_out_scores(model, variables, text)
+  result["head"] = {"class": type(model.head).__name__, "state_bytes": used}
   result["seed"] = experiment.seed
   return {"result": result}

@@ -72,7 +72,7 @@ def paired(results: Results, row: str, reference: str) -> Interval | None:
 
 
 def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
-  """Bytes of the head that inference needs.
+  """Bytes of the head that inference needs, a tied table included.
 
   Args:
     row: the row.
@@ -80,6 +80,8 @@ def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
     s: the setting.
   """
   head = row.head()
+  if row.is_tied and row.source is None:
+    return result["head"]["state_bytes"] + result["embedding"]["state_bytes"]
   if deployed(head) is head:
     return result["head"]["state_bytes"]
   vocab = result["embedding"]["params"] // s.dim
@@ -107,21 +109,23 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
     spread = Spread.of([run["test"]["perplexity"] for run in runs.values()])
     one = next(iter(runs.values()))
     size = head_bytes(row, one, s)
-    difference = (
-      None
-      if row.name == reference
-      else paired(results, *(f"{s.name}/{name}" for name in (row.name, reference)))
+    from_row = lambda other, name=row.name: paired(
+      results, *(f"{s.name}/{one}" for one in (name, other))
     )
+    difference = None if row.name == reference else from_row(reference)
     shown |= {
       "test perplexity": spread.show(1),
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
+      "% from its source": row.source and str(from_row(row.source.name) or units.MISSING),
       "bytes": units.size(size),
       "nats at the start": f"{at_start[row.name]:.2f}" if row.name in at_start else None,
     }
     if of_reference:
-      dense = next(iter(of_reference.values()))["head"]["state_bytes"]
-      shown["of the reference"] = units.ratio(size / dense)
+      parts = next(iter(of_reference.values()))
+      shown["of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
+      inputs = parts["embedding"]["state_bytes"]
+      shown["with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
     if row.name in costs:
       cost = costs[row.name]
       shown |= {"training": units.ratio(cost["step"]), "sample": units.ratio(cost["sample"])}

@@ -16,6 +16,7 @@ from experiments.studies.comparison.compressed import InFile, InMemory, Method
 from experiments.studies.tuning import SearchSpace
 from vqjax import DenseEmbedding, Embedding, Head, assign, convert, heads
 from vqjax.assign import trees
+from vqjax.embeddings import QuantizedEmbedding
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import (
@@ -127,6 +128,11 @@ class Row:
   source: "Row | None" = None
   method: Method | None = None
 
+  @property
+  def is_tied(self) -> bool:
+    """Whether the head's rows are the input vectors."""
+    return getattr(self.head(), "embedding", None) is not None
+
   def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
     """The row's run before its tuning; by default the teacher has the run's seed."""
     head, start, train = self.head(), self.start(seed), s.train
@@ -170,23 +176,15 @@ def rows(s: Setting) -> list[Row]:
     contexts(lambda seed: convert.ToLearnedProduct(convert.ToProduct(power=0.5, seed=seed)))
   )
   best = Row("dense-contexts", "full softmax, from contexts", dense, to_dense)
+  shared = Row("tied", "tied full softmax", tied)
+  # Of about their size; the measurements make their own.
+  packed, of_rows = heads.QuantizedHead, {"classes": InMemory().classes, "is_ranked": False}
+  embedding = lambda: QuantizedEmbedding(V, d, **of_rows)
   every = [
     best,
-    Row(
-      "dense-contexts-file",
-      "full softmax, from contexts, entropy coded in a file",
-      dense,
-      source=best,
-      method=InFile(),
-    ),
-    Row(
-      "dense-contexts-memory",
-      "full softmax, from contexts, packed in memory",
-      # Of about its size; the measurement makes its own.
-      lambda: heads.QuantizedHead(V, d, InMemory().classes, is_ranked=False, use_bias=True),
-      source=best,
-      method=InMemory(),
-    ),
+    *_compressed(best, lambda: packed(V, d, use_bias=True, **of_rows)),
+    shared,
+    *_compressed(shared, lambda: packed(V, d, use_bias=True, embedding=embedding())),
     Row("dense", "full softmax", dense),
     Row(
       "mixture",
@@ -198,7 +196,6 @@ def rows(s: Setting) -> list[Row]:
       "sigsoftmax",
       lambda: heads.DenseHead(V, d, use_bias=True, output=heads.SigSoftmax()),
     ),
-    Row("tied", "tied full softmax", tied),
     Row("tied-contexts", "tied full softmax, from contexts", tied, to_dense),
     Row(
       "product",
@@ -288,6 +285,21 @@ def rows(s: Setting) -> list[Row]:
   return [by_name[name] for name in s.rows]
 
 
+def _compressed(source: Row, packed: Callable[[], Head]) -> list[Row]:
+  """The rows of a trained full softmax that is compressed."""
+  name, label = source.name, source.label
+  return [
+    Row(
+      f"{name}-file",
+      f"{label}, entropy coded in a file",
+      source.head,
+      source=source,
+      method=InFile(),
+    ),
+    Row(f"{name}-memory", f"{label}, packed in memory", packed, source=source, method=InMemory()),
+  ]
+
+
 def deployed(head: Head) -> Head:
   """The head of inference: one with fixed codes in place of learned ones."""
   if not isinstance(head, heads.LearnedProductHead):
@@ -360,15 +372,10 @@ def _by_adam(steps: int, batch: int, warmup: int) -> Train:
   )
 
 
-COMPRESSED = "dense-contexts-file", "dense-contexts-memory"
 HEADLINE = (
-  "dense-contexts",
-  *COMPRESSED,
-  "dense",
-  "tied",
-  "tied-contexts",
-  "product-learned",
-  "product-distilled",
+  *("tied", "tied-file", "tied-memory"),
+  *("dense-contexts", "dense-contexts-file", "dense-contexts-memory"),
+  *("dense", "tied-contexts", "product-learned", "product-distilled"),
 )
 PTB = (
   *HEADLINE,

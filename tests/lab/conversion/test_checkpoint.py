@@ -70,6 +70,7 @@ def experiment(folder, text, head=None, target=None):
   )
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_pretrained_body_and_the_codes_of_its_rows(pretrained, text):
   folder, variables = pretrained
   made = experiment(folder, text, CodebookHead(V, 16, 11), ToCodebook(KMeans()))

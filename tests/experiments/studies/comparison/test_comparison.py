@@ -11,17 +11,20 @@ import scipy.stats
 
 from experiments.studies import tuning
 from experiments.studies.comparison import report, run
-from experiments.studies.comparison.compressed import InFile, InMemory
+from experiments.studies.comparison.compressed import InFile, InMemory, Table
 from experiments.studies.comparison.report import Interval
 from experiments.studies.comparison.rows import SCALES, rows
 from experiments.studies.page import DOCS
 from experiments.studies.study import Job
 from experiments.studies.tuning import SearchSpace
 from tests import jitted
+from vqjax import DenseEmbedding, DenseHead
 from vqjax.compression import Moments
+from vqjax.convert import part_of
 from vqjax.lab import records
 from vqjax.lab.config import config_hash
 from vqjax.lab.data import fit_encoder
+from vqjax.lab.models import LSTM
 from vqjax.lab.training import NotFiniteError
 
 PTB, STORIES = SCALES["cpu"]
@@ -34,6 +37,7 @@ def kept(nats, size=100, seconds=0.1):
       "status": "finished",
       "test": {"nats_per_token": nats, "perplexity": math.exp(nats)},
       "head": {"state_bytes": size},
+      "embedding": {"state_bytes": 5000},
       "train": {"step_seconds": seconds},
     }
   }
@@ -75,16 +79,19 @@ def test_differences_are_paired_by_seed():
 
 def test_heads_are_ranked_and_the_missing_are_last():
   s = PTB
-  scores = {"dense-contexts": (5.0, 5000), "product": (4.9, 310), "tied": (5.2, 0)}
+  scores = {"dense-contexts": (5.0, 5000), "product": (4.9, 310), "tied": (5.2, 40)}
   results = {f"ptb/{name}": kept(*score) for name, score in scores.items()}
   results["ptb/starts"] = {"nats": {"tied": 9.213}}
   table = report.table(results, s, {"tied": {"step": 1.5, "sample": 0.5}})
   assert list(table["nats at the start"][:3]) == [None, None, "9.21"]
   assert list(table["test perplexity"][:3]) == ["134.3", "148.4", "181.3"]
   assert table["test perplexity"][3:].isna().all()
-  first, second, *_ = table.to_dict("records")
-  assert (first["% from the reference"], first["of the reference"]) == ("-9.5", "0.062×")
-  assert second["% from the reference"] is None
+  first, second, third, *_ = table.to_dict("records")
+  assert (first["% from the reference"], first["of the reference"]) == ("-25.9", "0.062×")
+  assert third["% from the reference"] is None
+  # A tied table is the head's and the inputs', and counts once.
+  assert (third["bytes"], third["with the inputs"]) == ("4.92 KiB", "4.92 KiB")
+  assert second["with the inputs"] == "9.77 KiB"
 
 
 def test_learned_codes_have_the_bytes_of_the_head_that_they_become():
@@ -105,22 +112,36 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
 
 def test_a_compressed_row_measures_the_run_of_its_seed():
   jobs = {job.name: job for job in run.jobs("cpu")}
-  for row in ("dense-contexts-file", "dense-contexts-memory"):
-    assert jobs[f"ptb/{row}-s3"].needs == ("ptb/dense-contexts-s3",)
-    assert f"ptb/{row}-tuning" not in jobs
+  for row in ("dense-contexts", "tied"):
+    for form in ("file", "memory"):
+      assert jobs[f"ptb/{row}-{form}-s3"].needs == (f"ptb/{row}-s3",)
+      assert f"ptb/{row}-{form}-tuning" not in jobs
 
 
 @pytest.mark.parametrize("method", [InFile(), InMemory(classes=6)])
-def test_a_compressed_head_takes_its_bytes_and_is_near_the_dense_one(method):
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_compressed_table_takes_its_bytes_and_is_near_the_dense_one(is_tied, method):
   rng = np.random.default_rng(0)
-  weight, bias = rng.normal(size=(2000, 12)), rng.normal(size=2000)
+  weight, bias = rng.normal(size=(2000, 12)).astype(np.float32), rng.normal(size=2000)
   hidden = rng.normal(size=(300, 12)) * np.linspace(0.2, 2, 12)
   counts = (20_000 / np.arange(1, 2001)).astype(int)
   moments = Moments(hidden.T @ hidden / 300, counts, 300)
+  embedding = DenseEmbedding(2000, 12)
+  head = DenseHead(2000, 12, use_bias=True, embedding=embedding if is_tied else None)
+  model = LSTM(embedding=embedding, head=head, dim=12, layers=1, context=5)
+  params = {"embedding": {"weight": weight}, "head": {"bias": bias}}
+  if not is_tied:
+    params = {"embedding": {"weight": 0 * weight}, "head": {"bias": bias, "weight": weight}}
   size = 25_000  # a quarter; biases and the transform take a sixth of it
-  head, variables, used = method(weight.astype(np.float32), bias, moments, size)
+  model, variables, used = method(Table(model, {"params": params}, moments, size))
   assert 0.97 * size < used <= size
-  found = jitted.apply(head, variables, hidden)
+  of_head = part_of(variables, "head")
+  if is_tied:
+    of_table = part_of(variables, "embedding")
+    of_head = {c: {"embedding": of_table[c], **of_head.get(c, {})} for c in of_table}
+    rows = jitted.apply(model.embedding, of_table, np.arange(2000))
+    np.testing.assert_allclose(rows, weight, atol=1.5)
+  found = jitted.apply(model.head, of_head, hidden)
   logits = hidden @ weight.T + bias
   both = [scipy.special.log_softmax(x, axis=-1) for x in (logits, np.float64(found))]
   divergence = (np.exp(both[0]) * (both[0] - both[1])).sum(axis=-1).mean()
