@@ -798,8 +798,8 @@ def in_block_types(
   for name, kind in gguf_types.TYPES.items():
     if not any(table.shape[1] % kind.block for table in compression.tables.values()):
       ways.append((name, name, {}))
-      # With 8 bits there is next to nothing to choose.
-      if len(kind.grid.levels) < 2**7:
+      # With 8 bits there is next to nothing to choose; levels that are not evenly apart take minutes.
+      if len(kind.grid.levels) < 2**7 and np.ptp(np.diff(kind.grid.levels)) == 0:
         ways.append((f"{name}, fitted", name, metrics))
   found = {}
   for number, (title, name, metric) in enumerate(ways):

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -60,6 +60,28 @@ class Documents:
   def decode(self, tokens: Iterable[int]) -> str:
     """The text of tokens."""
     return self.encoder.decode([token for token in tokens if token != self.encoder.eos])
+
+  def piece(self, token: int) -> str:
+    """The text of a token; the end of a document has a name."""
+    return "<end>" if token == self.encoder.eos else self.decode([token])
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+  """The text of one token with its spaces, or its name or number where it has none."""
+  if not 0 <= token < tokenizer.vocab:
+    return f"[{token}]"
+  # Between two copies of itself, because tokenizers drop the space before a first token.
+  whole, alone = tokenizer.decode([token, token]), tokenizer.decode([token])
+  return whole[len(alone) :] or tokenizer.piece(token) or f"[{token}]"
+
+
+def visible(text: str) -> str:
+  """The text in one line, each character of which can be seen."""
+  shown = text if text.strip(" ") else text.replace(" ", "␣")
+  shown = shown.replace("\n", "⏎").replace("\t", "⇥")
+  return "".join(
+    char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
+  )
 
 
 def load_trained(
