@@ -64,8 +64,7 @@ def test_an_interrupted_training_goes_on_and_its_drafter_changes_no_text_of_its_
       return batch(count, size, step)
 
     patch.setattr(drafters, "_batch", stop)
-    with pytest.raises(KeyboardInterrupt):
-      train(folder, text, resumed, "--steps", "4")
+    assert train(folder, text, resumed, "--steps", "4") != 0
   assert not resumed.exists()
   assert train(folder, text, resumed, "--steps", "4") == 0
   assert "going on with step 2 of 4" in capsys.readouterr().err
