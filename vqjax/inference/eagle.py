@@ -37,6 +37,7 @@ Params = dict[str, Any]
 """Parameters of the block, and of what it reads and returns."""
 
 FORMAT = "vqjax eagle"
+"""Key of the options in a file; a file with several keys would have them in any order."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -308,7 +309,7 @@ def save_eagle(path: str | os.PathLike, eagle: Eagle, variables: Variables) -> N
     tensors["tokens"] = np.asarray(eagle.tokens, np.int32)
   options = {name: getattr(eagle, name) for name in OPTIONS}
   partial = pathlib.Path(f"{os.fspath(path)}.partial")
-  save_file(tensors, partial, {"format": FORMAT, "options": json.dumps(options)})
+  save_file(tensors, partial, {FORMAT: json.dumps(options)})
   partial.replace(path)
 
 
@@ -321,7 +322,7 @@ def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables
   try:
     with safe_open(path, "np") as file:
       tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-      options = json.loads((file.metadata() or {})["options"])
+      options = json.loads((file.metadata() or {})[FORMAT])
     mark, tokens = tensors.pop("mark"), tensors.pop("tokens", None)
     options = {name: options[name] for name in OPTIONS}
   except (SafetensorError, KeyError, ValueError) as error:
