@@ -78,7 +78,7 @@ def test_an_interrupted_training_goes_on_and_its_drafter_changes_no_text_of_its_
   other = model_folder("qwen3", tmp_path / "other")
   call = [str(other), "--prompt", "w1", "--draft", str(whole)]
   assert generate.main(call) == 2
-  assert "Train a drafter on this model" in capsys.readouterr().err
+  assert "drafter of this model" in capsys.readouterr().err
 
 
 def test_a_wrong_call_is_refused(folder, text, tmp_path, capsys):
