@@ -1,15 +1,19 @@
-"""Benchmark of speculative decoding of Gemma 3 270M with a small drafter trained on stories.
+"""Bake-off of heads of an EAGLE-style drafter of Gemma 3 270M, in and off its domain.
 
-The drafter has two blocks and the most frequent tokens of the stories, so that a draft token costs
-a few percent of one of the target. It starts from the target's table, reduced to its width, and is
-trained on the stories' text.
+One drafter is trained on stories, with the most frequent tokens of their text, and kept in the
+cache. Its predicted hidden vectors are read by several heads. Prompts of the stories and of other
+domains are continued without a drafter and with each head in turn.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import json
+import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,56 +21,80 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Int
 
 from experiments import gemma as texts
 from experiments.bench import gemma, measure
 from experiments.bench.generation import QUICK as QUICK_DECODER
 from experiments.bench.generation import decoder
-from vqjax import DenseEmbedding, DenseHead, checkpoints
-from vqjax.inference import GREEDY, Draft, Drafter, Sampling, generate, unstacked
+from vqjax import DenseHead, LowRankHead, RoutedHead, assign, checkpoints
+from vqjax.heads import Head
+from vqjax.inference import (
+  GREEDY,
+  Drafter,
+  Eagle,
+  Sampling,
+  generate,
+  load_eagle,
+  save_eagle,
+  unstacked,
+)
 from vqjax.inference.cache import Variables, extend, prefill
+from vqjax.inference.lens import model_mark
+from vqjax.lab.compression import ProgressBars, open_work
 from vqjax.lab.data import Stories
+from vqjax.lab.drafters import Settings, drafter_of_rows, spread_rows, timed
 from vqjax.lab.training.provenance import device
-from vqjax.models import MLP, Attention, RMSNorm, Rotary, Transformer
+from vqjax.models import Transformer
 
 
 class Sizes(NamedTuple):
   """Sizes of the drafter, its training and the comparison.
 
   Attributes:
-    vocab: tokens of the drafter.
-    dim: its width.
-    inner: its inner width.
-    steps: training steps.
-    batch: rows of a training step.
+    settings: those of the training.
+    positions: positions of text on which the drafter is trained.
     width: tokens of a training row.
-    length: most draft tokens of a round.
+    rank: rank of the low-rank head.
+    clusters: clusters of the routed head.
+    budget: clusters whose rows it scores.
     prompt: tokens of a prompt.
     tokens: tokens of a continuation.
     prompts: prompts of a domain.
   """
 
-  vocab: int
-  dim: int
-  inner: int
-  steps: int
-  batch: int
+  settings: Settings
+  positions: int
   width: int
-  length: int
+  rank: int
+  clusters: int
+  budget: int
   prompt: int
   tokens: int
   prompts: int
 
 
-GEMMA = Sizes(4096, 192, 512, 1600, 16, 96, length=4, prompt=32, tokens=64, prompts=5)
-QUICK = Sizes(23, 8, 16, 2, 2, 8, length=2, prompt=4, tokens=9, prompts=1)
-DOMAINS = "stories", "wikipedia", "python"
+# A pass of XLA over four tokens takes hardly longer on a CPU than one over two.
+GEMMA = Sizes(
+  Settings(steps=400, batch=2, depth=2, length=3, vocab=4096),
+  *(20_000, 128, 96, 2048, 32),
+  prompt=32,
+  tokens=96,
+  prompts=2,
+)
+QUICK = Sizes(
+  Settings(steps=2, batch=2, depth=2, length=2, vocab=23),
+  *(80, 8, 4, 8, 2),
+  prompt=4,
+  tokens=9,
+  prompts=1,
+)
+DOMAINS = "stories", "wikipedia", "python", "german"
 """The domain of the drafter, and others."""
 
-SAMPLINGS = {"greedy": GREEDY, "temperature 1": Sampling(), "top-p 0.9": Sampling(top_p=0.9)}
-RATE = 4e-3
+SAMPLINGS = {"greedy": GREEDY, "temperature 1": Sampling()}
+PLAIN = "no drafter"
+ROUNDS = 2
 
 
 class Target(NamedTuple):
@@ -78,194 +106,210 @@ class Target(NamedTuple):
   prompts: dict[str, list[list[int]]]
 
 
+class Candidate(NamedTuple):
+  """A drafter, and the bytes that a draft token reads."""
+
+  drafter: Eagle
+  bytes: int
+
+
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Train a drafter, then time generation with and without it, prompt by prompt."""
+  """Train a drafter, then time generation with each of its heads and without it."""
   sizes = QUICK if quick else GEMMA
-  target = _random_target(sizes) if quick else _gemma(sizes)
+  target = random_target(sizes) if quick else gemma_target(sizes)
   start = time.perf_counter()
-  draft, losses = trained(target, sizes)
+  eagle, held_out = trained(target, sizes, quick)
   figures: dict[str, Any] = {
-    "sizes": sizes._asdict(),
-    "training": {"seconds": time.perf_counter() - start, "nats_per_token": losses},
+    "sizes": sizes._asdict() | {"settings": dataclasses.asdict(sizes.settings)},
+    "training": held_out | {"seconds": time.perf_counter() - start},
   }
-  figures["parts"] = parts(target, draft, sizes.length)
+  found = candidates(target, eagle, sizes)
+  if quick:  # each head has programs of its own
+    found = {name: found[name] for name in ("frequent", "routed")}
+  prompt = target.prompts[DOMAINS[0]][0]
+  given = target.model, target.variables, prompt
+  found = {name: each._replace(drafter=timed(each.drafter, *given)) for name, each in found.items()}
+  figures["parts"] = parts(target, found, sizes.settings.length)
+  figures["costs"] = {
+    name: {"cost": each.drafter.cost, "overhead": each.drafter.overhead, "bytes": each.bytes}
+    for name, each in found.items()
+  }
   yield figures
-  drafter = Draft(
-    *draft, length=sizes.length, tokens=draft_tokens(target, sizes), cost=figures["parts"]["cost"]
-  )
   for domain, (name, sampling) in itertools.product(target.prompts, SAMPLINGS.items()):
-    rows = [
-      compared(target, drafter, prompt, sampling, sizes.tokens) for prompt in target.prompts[domain]
-    ]
-    mean = lambda key, rows=rows: statistics.fmean(row[key] for row in rows)
-    figures.setdefault(domain, {})[name] = {
-      "tokens_per_pass": mean("tokens_per_pass"),
-      "plain_tokens_per_second": mean("plain_tokens_per_second"),
-      "tokens_per_second": mean("tokens_per_second"),
-      "speed_ratio": statistics.median(row["speed_ratio"] for row in rows),
-    }
+    rows = figures.setdefault(domain, {})
+    rows[name] = compared(target, found, domain, sampling, sizes.tokens)
     yield figures
   measure.show(
-    f"with a drafter of {sizes.length} tokens, batch 1, {sizes.tokens} new tokens, {device()}",
-    ("", "tokens a pass", "tokens/s without", "tokens/s", "ratio (median)"),
+    f"drafts of {sizes.settings.length} tokens, batch 1, {sizes.tokens} new tokens, {device()}",
+    ("", "tokens a pass", "head, ms", "tokens/s", "ratio (median)", "MB read a token"),
     [
       [
-        f"{domain}, {name}",
+        f"{domain}, {name}, {head}",
         f"{row['tokens_per_pass']:.3g}",
-        f"{row['plain_tokens_per_second']:.4g}",
+        f"{1e3 * figures['parts'].get(f'draft head, {head}', figures['parts']['its head']):.3g}",
         f"{row['tokens_per_second']:.4g}",
         f"{row['speed_ratio']:.3g}x",
+        f"{row['bytes_per_token'] / 1e6:.4g}",
       ]
       for domain in target.prompts
-      for name, row in figures[domain].items()
+      for name, table in figures[domain].items()
+      for head, row in table.items()
     ],
   )
+
+
+def trained(target: Target, sizes: Sizes, quick: bool) -> tuple[Eagle, dict[str, Any]]:
+  """The drafter, and its figures on held-out rows; an interrupted training goes on."""
+  model, variables = target.model, target.variables
+  with tempfile.TemporaryDirectory() as temporary:
+    folder = pathlib.Path(temporary) if quick else gemma.CACHE
+    identity = f"{sizes.settings} {sizes[1:3]} {model_mark(variables).sum():.6e}"
+    work = folder / "eagle-bench"
+    count = len(target.tokens) // sizes.width
+    rows = target.tokens[: count * sizes.width].reshape(count, sizes.width)
+    with open_work(work, identity), ProgressBars() as bars:
+      file, record = work / "drafter.safetensors", work / "held_out.json"
+      if record.is_file():
+        return load_eagle(file, model, variables), json.loads(record.read_text())
+      counts = np.bincount(target.tokens, minlength=model.head.vocab)
+      given = spread_rows(rows, sizes.positions), counts, sizes.settings, bars, measure.log
+      eagle, held_out = drafter_of_rows(work, model, variables, *given)
+      save_eagle(file, eagle, variables)
+      record.write_text(json.dumps(held_out))
+      return eagle, held_out
+
+
+def candidates(target: Target, eagle: Eagle, sizes: Sizes) -> dict[str, Candidate]:
+  """The drafter with each head, by name."""
+  model, variables = target.model, target.variables
+  rows = model.apply(variables, method=lambda m: m.head.linear())[0].all()
+  vocab, dim = rows.shape
+  own = sum(x.nbytes for x in jax.tree.leaves(eagle.params))
+  whole = functools.partial(dataclasses.replace, eagle, tokens=None)
+  # Rows are approximated where hidden vectors are: second moments of the rows suffice for a draft.
+  second = np.asarray(rows.T @ rows, np.float64)
+  down = np.linalg.eigh(second)[1][:, ::-1][:, : sizes.rank].T.astype(np.float32)
+  low_rank = {"params": {"weight": rows @ down.T, "down": jnp.asarray(down)}}
+  dense = DenseHead(vocab, dim, softcap=model.head.softcap)
+  order = assign.bisected(np.asarray(rows, np.float32), sizes.clusters)
+  routed, routed_variables = RoutedHead.from_dense(
+    dense, {"params": {"weight": rows}}, order, sizes.clusters, sizes.budget
+  )
+  routed_rows = sizes.clusters + sizes.budget * -(-vocab // sizes.clusters)
+  heads: dict[str, tuple[Eagle, int]] = {
+    "frequent": (eagle, len(eagle.tokens) * dim),
+    "low rank": (
+      whole(head=LowRankHead(vocab, dim, sizes.rank), variables=low_rank),
+      sizes.rank * (vocab + dim),
+    ),
+    "routed": (whole(head=routed, variables=routed_variables), routed_rows * dim),
+    "whole": (whole(head=None, variables=None), vocab * dim),
+  }
+  return {name: Candidate(each, own + 4 * numbers) for name, (each, numbers) in heads.items()}
 
 
 def compared(
-  target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling, tokens: int
-) -> dict[str, float]:
-  """Speed without and with the drafter; the median of three interleaved rounds."""
-  times: dict[bool, list[float]] = {False: [], True: []}
-  passes = 0
-  for number, drafts in itertools.product(range(4), times):
-    start = time.perf_counter()
-    result = generate(
-      *(target.model, target.variables, [prompt], jax.random.key(7), sampling),
-      max_tokens=tokens,
-      log_probs=False,
-      drafter=drafter if drafts else None,
-    )
-    if number:  # the first round compiles
-      times[drafts].append(time.perf_counter() - start)
-    passes = int(result.passes[0]) if drafts else passes
-  plain, speculative = (statistics.median(each) for each in times.values())
-  return {
-    "tokens_per_pass": tokens / passes,
-    "plain_tokens_per_second": tokens / plain,
-    "tokens_per_second": tokens / speculative,
-    "speed_ratio": plain / speculative,
-  }
+  target: Target,
+  found: dict[str, Candidate],
+  domain: str,
+  sampling: Sampling,
+  tokens: int,
+) -> dict[str, dict[str, float]]:
+  """Speed without a drafter and with each, in turn; a row's ratio is the median of all prompts."""
+  ways: dict[str, Drafter | None] = {PLAIN: None}
+  ways |= {name: each.drafter for name, each in found.items()}
+  times: dict[str, list[list[float]]] = {name: [] for name in ways}
+  cpu: dict[str, list[float]] = {name: [] for name in ways}
+  passes = dict.fromkeys(ways, 0)
+  prompts = target.prompts[domain]
+  for number, prompt in enumerate(prompts):
+    for each in times.values():
+      each.append([])
+    for round_, name in itertools.product(range(ROUNDS + 1), ways):
+      if round_ == 0 and number:  # compiled
+        continue
+      start, busy = time.perf_counter(), time.process_time()
+      result = generate(
+        *(target.model, target.variables, [prompt], jax.random.key(7), sampling),
+        max_tokens=tokens,
+        log_probs=False,
+        drafter=ways[name],
+      )
+      if round_ == 0:
+        continue
+      times[name][-1].append(time.perf_counter() - start)
+      cpu[name].append(time.process_time() - busy)
+      if round_ == ROUNDS:
+        passes[name] += tokens if ways[name] is None else int(result.passes[0])
+  best = {name: [statistics.median(one) for one in each] for name, each in times.items()}
+  model_bytes = read_bytes(target)
+  rows = {}
+  for name, seconds in best.items():
+    per_pass = tokens * len(prompts) / passes[name]
+    drafted = 0 if name == PLAIN else found[name].drafter.length * found[name].bytes
+    rows[name] = {
+      "tokens_per_pass": per_pass,
+      "tokens_per_second": tokens * len(prompts) / sum(seconds),
+      "speed_ratio": statistics.median(a / b for a, b in zip(best[PLAIN], seconds)),
+      "cpu_ratio": sum(cpu[PLAIN]) / max(1e-9, sum(cpu[name])),
+      "bytes_per_token": (model_bytes + drafted) / per_pass,
+    }
+  return rows
 
 
-def parts(target: Target, draft: tuple[Transformer, Variables], length: int) -> dict[str, float]:
-  """Seconds of the parts of a round, and the cost of a draft token that they imply."""
+def read_bytes(target: Target) -> int:
+  """Bytes of the weights that a pass of the model reads: its blocks and its head."""
+  params = target.variables["params"]
+  head = sum(x.nbytes for x in jax.tree.leaves(params["blocks"]))
+  return head + target.model.head.vocab * target.model.dim * 4
+
+
+def parts(target: Target, found: dict[str, Candidate], length: int) -> dict[str, float]:
+  """Seconds of the parts of a greedy round."""
   prompt = jnp.array([target.prompts[DOMAINS[0]][0]])
   longest, step = jnp.array([prompt.shape[1]]), jnp.zeros(1, jnp.int32)
+  model, variables = target.model, target.variables
 
-  def part(model, variables, positions, body=True, head=True):
+  def body(positions):
     slots = prompt.shape[1] + length + 1
     rings = jax.jit(lambda v: prefill(model, v, 0 * prompt, longest, slots, length)[1])(variables)
-    hidden = jnp.ones((1, positions, model.dim))
     tokens = jnp.zeros((1, positions), jnp.int32)
+    call = lambda variables, rings: extend(model, variables, rings, tokens, longest, step)
+    return call, (variables, rings)
 
-    def call(variables, rings, hidden):
-      if body:
-        hidden, rings = extend(model, variables, rings, tokens, longest, step)
-      best = lambda model, hidden: model.head.top_k(hidden, 1)
-      return model.apply(variables, hidden, method=best) if head else hidden
+  best = lambda head, hidden: head.top_k(hidden, 1)
 
-    return call, (variables, rings, hidden)
+  def of_model(positions):
+    call = lambda variables, hidden: model.apply(
+      variables, hidden, method=lambda m, x: best(m.head, x)
+    )
+    return call, (variables, jnp.ones((1, positions, model.dim)))
 
-  given, own = (target.model, target.variables), (draft[0], unstacked(draft[1]))
-  timed = measure.compare(
-    {
-      "a token": part(*given, 1),
-      "its head": part(*given, 1, body=False),
-      f"{length + 1} positions": part(*given, length + 1),
-      "their head": part(*given, length + 1, body=False),
-      "a draft token": part(*own, 1),
-      "its draft head": part(*own, 1, body=False),
-    }
-  )
-  seconds = {name: one.seconds for name, one in timed.items()}
+  def of_head(head: Head, own):
+    call = lambda own, hidden: head.apply(own, hidden, method=best)
+    return call, (own, jnp.ones((1, model.dim)))
+
+  programs = {
+    "a token": body(1),
+    "its head": of_model(1),
+    f"{length + 1} positions": body(length + 1),
+    "their head": of_model(length + 1),
+  }
+  for name, (drafter, _) in found.items():
+    if drafter.head is not None:
+      programs[f"draft head, {name}"] = of_head(drafter.head, drafter.variables)
+  seconds = {name: one.seconds for name, one in measure.compare(programs, rounds=3).items()}
+  token = seconds["a token"] + seconds["its head"]
   measure.show(
     f"parts of a greedy round, batch 1, float32, {device()}",
     ("", "ms", "of a token"),
-    [
-      [name, f"{1e3 * each:.4g}", f"{each / seconds['a token']:.3g}"]
-      for name, each in seconds.items()
-    ],
+    [[name, f"{1e3 * each:.4g}", f"{each / token:.3g}"] for name, each in seconds.items()],
   )
-  round_ = seconds[f"{length + 1} positions"] + length * seconds["a draft token"]
-  cost = (round_ / seconds["a token"] - 1) / length
-  return seconds | {"cost": min(0.99, max(0.0, cost))}
+  return seconds
 
 
-def draft_tokens(target: Target, sizes: Sizes) -> Int[np.ndarray, "U"]:
-  """The most frequent tokens of the text, rising."""
-  count = np.bincount(target.tokens, minlength=target.model.head.vocab)
-  return np.sort(np.argsort(-count, kind="stable")[: sizes.vocab]).astype(np.int32)
-
-
-def trained(target: Target, sizes: Sizes) -> tuple[tuple[Transformer, Variables], list[float]]:
-  """The drafter, and its mean loss in each twentieth of the training, in nats a token."""
-  kept = draft_tokens(target, sizes)
-  number = np.full(target.model.head.vocab, -1, np.int32)
-  number[kept] = np.arange(len(kept))
-  text = number[target.tokens]
-  model = Transformer(
-    DenseEmbedding(sizes.vocab, sizes.dim),
-    DenseHead(sizes.vocab, sizes.dim),
-    sizes.dim,
-    layers=2,
-    heads=4,
-    context=target.model.context,
-    norm=RMSNorm(),
-    attention=Attention(kv_heads=4, qkv_bias=False, out_bias=False),
-    mlp=MLP(sizes.inner, gated=True, use_bias=False),
-    rotary=Rotary(),
-  )
-  one = jnp.zeros((1, 1), jnp.int32)
-  variables = jax.jit(functools.partial(model.init, method="loss_terms"))(KEY, one, one)
-  rows = np.asarray(target.variables["params"]["embedding"]["weight"], np.float32)[kept]
-  left, size, _ = np.linalg.svd(rows - rows.mean(0), full_matrices=False)
-  reduced = left[:, : sizes.dim] * size[: sizes.dim]
-  reduced /= reduced.std()
-  params = variables["params"]
-  params |= {"embedding": {"weight": 0.3 * reduced}, "head": {"weight": sizes.dim**-0.5 * reduced}}
-  schedule = optax.warmup_cosine_decay_schedule(0, RATE, sizes.steps // 25, sizes.steps, RATE / 20)
-  optimizer = optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
-  )
-  update = _update(model, optimizer)
-  state, rng, losses = optimizer.init(params), np.random.default_rng(0), []
-  for _ in range(sizes.steps):
-    starts = rng.integers(0, len(text) - sizes.width, sizes.batch)
-    row = np.stack([text[start : start + sizes.width + 1] for start in starts])
-    params, state, loss = update(params, state, row)
-    losses.append(float(loss))
-    if len(losses) % 100 == 0:
-      measure.log(f"step {len(losses)}: {statistics.fmean(losses[-100:]):.3f} nats a token")
-  parts = [float(part.mean()) for part in np.array_split(losses, min(20, len(losses)))]
-  return (model, {"params": params}), parts
-
-
-KEY = jax.random.key(0)
-
-
-def _update(model, optimizer):
-  def loss(params, row):
-    # A token that the drafter does not have is read as its first, and is not a target.
-    tokens, targets = jnp.maximum(row[:, :-1], 0), row[:, 1:]
-
-    def log_prob(model):
-      hidden = model.hidden(tokens, deterministic=False)
-      return model.head.loss_terms(hidden, targets, ignore_index=-1)[0]
-
-    log_prob_BT = model.apply({"params": params}, method=log_prob)
-    return -log_prob_BT.sum() / jnp.maximum(1, (targets >= 0).sum())
-
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def update(params, state, row):
-    value, gradient = jax.value_and_grad(loss)(params, row)
-    changes, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, changes), state, value
-
-  return update
-
-
-def _gemma(sizes: Sizes) -> Target:
+def gemma_target(sizes: Sizes) -> Target:
+  """Gemma 3 270M, the stories, and prompts of all domains."""
   model, variables, tokenizer = checkpoints.load(gemma.weights())
   stories = Stories()
   tokens = [token for text in stories.documents("train") for token in tokenizer.encode(text)]
@@ -278,9 +322,11 @@ def _gemma(sizes: Sizes) -> Target:
   return Target(model, unstacked(variables), np.array(tokens, np.int32), prompts)
 
 
-def _random_target(sizes: Sizes) -> Target:
+def random_target(sizes: Sizes) -> Target:
+  """A small decoder and tokens, both random."""
   model, one = decoder(QUICK_DECODER), jnp.zeros((1, 1), jnp.int32)
-  variables = jax.jit(functools.partial(model.init, method="loss_terms"))(KEY, one, one)
+  init = jax.jit(functools.partial(model.init, method="loss_terms"))
+  variables = init(jax.random.key(0), one, one)
   tokens = np.random.default_rng(0).integers(0, model.head.vocab, 97)
   prompts = {DOMAINS[0]: [tokens[: sizes.prompt].tolist()]}
   return Target(model, unstacked(variables), tokens.astype(np.int32), prompts)

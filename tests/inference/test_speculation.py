@@ -10,7 +10,8 @@ from scipy import stats
 
 from tests.inference.reference import log_softmax
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
-from vqjax.inference import GREEDY, Draft, EarlyExit, Sampling, generate, speculation, stream
+from vqjax.inference import GREEDY, Draft, Eagle, EarlyExit, Sampling, generate, speculation, stream
+from vqjax.inference.eagle import initial_params
 from vqjax.models import RMSNorm, Rotary, Transformer
 from vqjax.sharding import MeshShape, make_mesh, shardings
 
@@ -54,10 +55,24 @@ def drafter(name):
     return Draft(*decoder(1, DenseHead(7, D), seed=2), tokens=MAP, length=4, cost=0)
   head = DenseHead(7, D)
   variables = head.init(jax.random.key(3), jnp.zeros((1, D)))
-  return EarlyExit(1, head, variables, tokens=np.array(MAP), length=2, cost=0)
+  if name == "early exit":
+    return EarlyExit(1, head, variables, tokens=np.array(MAP), length=2, cost=0)
+  if name == "eagle":
+    return Eagle(eagle_params(), length=3, cost=0)
+  return Eagle(eagle_params(), head, variables, tokens=np.array(MAP), length=2, cost=0)
 
 
-NAMES = "the model itself", "codebook", "fewer tokens", "early exit"
+def eagle_params():
+  """Parameters that predict what the model's last norm leaves, and as much of anything else."""
+  params = initial_params(*target(), jax.random.key(4))
+  grow = lambda x: x + 0.2 * jax.random.normal(jax.random.key(x.size), x.shape)
+  return jax.tree.map(grow, params)
+
+
+NAMES = (
+  *("the model itself", "codebook", "fewer tokens", "early exit"),
+  *("eagle", "eagle, fewer tokens"),
+)
 
 
 @functools.lru_cache
@@ -142,7 +157,7 @@ def p_value(sampling, name, log_probs=False, given=None):
   result = generate(
     *(*(given or target()), [PROMPTS[0]] * ROWS, KEY, sampling),
     max_tokens=DRAWN,
-    drafter=drafter(name),
+    drafter=drafter(name) if isinstance(name, str) else name,
     log_probs=log_probs,
   )
   joint = np.ones(())
@@ -171,6 +186,8 @@ DRAWS = {
   "temperature": (Sampling(0.8), "codebook"),
   "top-k": (Sampling(1.2, top_k=4), "fewer tokens"),
   "top-p": (Sampling(top_p=0.8), "early exit"),
+  "hidden vectors": (Sampling(0.8), "eagle"),
+  "hidden vectors, top-p": (Sampling(top_p=0.8), "eagle, fewer tokens"),
 }
 
 
@@ -235,6 +252,10 @@ BAD = {
   "all blocks": (lambda: EarlyExit(2), ["layers", "2"]),
   "a head without variables": (lambda: EarlyExit(1, DenseHead(V, D)), ["variables"]),
   "a head of another width": (lambda: EarlyExit(1, DenseHead(V, 5), {}), ["dim", "5"]),
+  "a block of another model": (
+    lambda: Eagle(initial_params(*decoder(1, DenseHead(V, D), seed=0), KEY)),
+    ["attention_norm/bias", "(8,)"],
+  ),
   "a context that is too short": (
     lambda: Draft(target()[0].clone(context=4), target()[1]),
     ["context", "4", "5"],

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from vqjax.inference.trees import Tree
 from vqjax.models import Transformer
 from vqjax.models.attention import attend, attend_in_tiles
 from vqjax.models.decoder import Angles, Block, Layer
@@ -60,6 +61,13 @@ class Ring(NamedTuple):
     slots = self.key.shape[1]
     if step.ndim == 0:
       write = lambda old, new: lax.dynamic_update_slice_in_dim(old, new, step % slots, 1)
+    elif len(step) == 1:
+      # On CPUs a scatter is a loop over its indices, which takes longer than a small block.
+      def write(old, new):
+        for ahead in range(new.shape[1]):
+          slot = (step[0] + ahead) % slots
+          old = lax.dynamic_update_slice_in_dim(old, new[:, ahead : ahead + 1], slot, 1)
+        return old
     else:
       row_B1 = jnp.arange(len(step))[:, None]
       slot_BT = (step[:, None] + jnp.arange(key.shape[1])) % slots
@@ -72,6 +80,28 @@ class Ring(NamedTuple):
     step_B1 = jnp.broadcast_to(step, length.shape)[:, None]
     position_BW = length[:, None] + step_B1 - (step_B1 - jnp.arange(slots)) % slots
     return jnp.where(position_BW < 0, jnp.iinfo(jnp.int32).max, position_BW)
+
+  def of_tree(
+    self, length: Int[Array, "B"], step: Int[Array, "B"], tree: Tree
+  ) -> tuple[Int[Array, "B W"], Bool[Array, "B N W"]]:
+    """The position in each slot once N nodes of a tree are written, and which nodes see it.
+
+    The nodes are in the slots of tokens `step` to `step` + N - 1, at the positions of their depths.
+    """
+    node_BW = (jnp.arange(self.key.shape[1]) - step[:, None]) % self.key.shape[1]
+    is_node_BW = node_BW <= tree.size
+    node_BW = jnp.where(is_node_BW, node_BW, 0)
+    position_BW = (length + step)[:, None] + jnp.asarray(tree.depths)[node_BW]
+    position_BW = jnp.where(is_node_BW, position_BW, self.positions(length, step + tree.size))
+    sees_BNW = jnp.moveaxis(jnp.asarray(tree.sees)[:, node_BW], 0, 1)
+    return position_BW, sees_BNW | ~is_node_BW[:, None]
+
+  def along(self, step: Int[Array, "B"], nodes: Int[Array, "B T"]) -> Ring:
+    """The ring in which tokens `step` to `step` + T - 1 are these nodes of the tree there."""
+    slots, row_B1 = self.key.shape[1], jnp.arange(len(step))[:, None]
+    read_BT = (step[:, None] + nodes) % slots
+    write_BT = (step[:, None] + jnp.arange(nodes.shape[1])) % slots
+    return Ring(*(old.at[row_B1, write_BT].set(old[row_B1, read_BT]) for old in self))
 
 
 def unstacked(variables: Variables) -> Variables:
@@ -102,7 +132,9 @@ def prefill(
   length: Int[Array, "B"],
   capacity: int,
   rejected: int = 0,
-) -> tuple[Float[Array, "B D"], tuple[Ring, ...]]:
+  *,
+  all_positions: bool = False,
+) -> tuple[Float[Array, "B *T D"], tuple[Ring, ...]]:
   """Final hidden vectors of the last tokens of prompts, and the caches after them.
 
   Args:
@@ -112,6 +144,7 @@ def prefill(
     length: number of tokens of each prompt.
     capacity: positions that a cache holds unless its block has a smaller window.
     rejected: number of tokens that may be rejected at a time.
+    all_positions: return the vectors of all tokens, [B, T, D]; those of padding are arbitrary.
   """
   slots_L = [slots + rejected for slots in cache_slots(model, capacity)]
 
@@ -126,6 +159,8 @@ def prefill(
         method=_of_prompt,
       )
       rings.append(ring)
+    if all_positions:
+      return model.final_norm(x_BTD), tuple(rings)
     last_BD = jnp.take_along_axis(x_BTD, (length - 1)[:, None, None], axis=1)[:, 0]
     return model.final_norm(last_BD), tuple(rings)
 
@@ -161,6 +196,7 @@ def extend(
   tokens: Int[Array, "B T"],
   length: Int[Array, "B"],
   step: Int[Array, "*b"],
+  tree: Tree | None = None,
 ) -> tuple[Float[Array, "B T D"], tuple[Ring, ...]]:
   """Final hidden vectors of T generated tokens, and the caches with them.
 
@@ -171,8 +207,18 @@ def extend(
     tokens: the tokens of each row.
     length: number of tokens of each prompt.
     step: number of tokens that were generated before these, for each row, or for all where T = 1.
+    tree: the tokens are its nodes: each follows those on the path to it, at the position of its
+      depth. `Ring.along` moves a path to its place. None: each follows all before it.
+
+  Raises:
+    ValueError: a cache has fewer slots than the tree has nodes.
   """
-  ahead_T = jnp.arange(tokens.shape[1])
+  ahead_T = jnp.arange(tokens.shape[1]) if tree is None else jnp.asarray(tree.depths)
+  if tree is not None and (slots := min(ring.key.shape[1] for ring in rings)) <= tree.size:
+    raise ValueError(
+      f"`rings` must have slots for the {tree.size + 1} nodes of the tree; got {slots}. Give"
+      f" `prefill` rejected={tree.size}."
+    )
 
   def forward(model, blocks):
     position_BT = (length + step)[:, None] + ahead_T
@@ -180,7 +226,7 @@ def extend(
     angles, extended = model.angles(position_BT), []
     for params, layer, ring in zip(blocks, _layers(model), rings):
       x_BTD, ring = model.block().apply(
-        {"params": params}, *(x_BTD, layer, angles, ring, length, step), method=_of_tokens
+        {"params": params}, *(x_BTD, layer, angles, ring, length, step, tree), method=_of_tokens
       )
       extended.append(ring)
     return model.final_norm(x_BTD), tuple(extended)
@@ -215,12 +261,18 @@ def _of_tokens(
   ring: Ring,
   length: Array,
   step: Array,
+  tree: Tree | None,
 ) -> tuple[Array, Ring]:
   query, key, value = block.query_key_values(block.attention_norm(x_BTD), layer, angles)
   ring = ring.extended(key, value, step)
-  ahead_T = jnp.arange(x_BTD.shape[1])
-  positions = (length + step)[:, None] + ahead_T, ring.positions(length, step + ahead_T[-1])
-  mixed = attend(query, ring.key, ring.value, *positions, layer.window, **_options(block))
+  if tree is None:
+    ahead_T, seen = jnp.arange(x_BTD.shape[1]), None
+    key_position = ring.positions(length, step + ahead_T[-1])
+  else:
+    ahead_T = jnp.asarray(tree.depths)
+    key_position, seen = ring.of_tree(length, step, tree)
+  positions = (length + step)[:, None] + ahead_T, key_position
+  mixed = attend(query, ring.key, ring.value, *positions, layer.window, seen, **_options(block))
   return block.feed_forward(x_BTD, mixed, deterministic=True), ring
 
 

@@ -93,9 +93,10 @@ def generate(
     allowed: marks the tokens that may be generated, [V] or [B, V]; None: all.
     log_probs: compute log-probabilities, which takes a second pass over the head where tokens are
       not the most likely ones.
-    drafter: proposes tokens, which the model verifies several at a time: a `Draft` or an
-      `EarlyExit`. The distribution of the result is the same, and greedy results are equal up to
-      rounding; other draws differ from those without a drafter.
+    drafter: proposes tokens, which the model verifies several at a time, such as a `Draft`, an
+      `Eagle` or a `Medusa`. The distribution of the result is the same unless the drafter is
+      `Typical`, and greedy results are equal up to rounding; other draws differ from those without
+      a drafter.
 
   Raises:
     ValueError: a prompt is empty or too long for the context, a token is outside the vocabulary,
@@ -181,6 +182,7 @@ class _Program:
   capacity: int
   has_log_probs: bool
   rejected: int
+  returns_hidden: bool
 
   def with_next(self, variables, state, hidden_BD, key, step, stop, allowed) -> _State:
     """The state with the token that follows final hidden vectors, as number `step`."""
@@ -216,12 +218,20 @@ class _Program:
 
 
 @functools.partial(jax.jit, static_argnames="program")
-def _begin(variables, tokens_BT, length_B, key, stop, allowed, *, program: _Program) -> _State:
-  """The state after the prompts and the first token of each row."""
-  model, batch = program.model, len(length_B)
-  hidden_BD, rings = prefill(
-    model, variables, tokens_BT, length_B, program.capacity, program.rejected
-  )
+def _begin(
+  variables, tokens_BT, length_B, key, stop, allowed, *, program: _Program
+) -> tuple[_State, Float[Array, "B T D"] | None]:
+  """The state after the prompts and the first token of each row.
+
+  Also the final hidden vectors of the prompts, if the program returns them.
+  """
+  model, batch, hidden_BTD = program.model, len(length_B), None
+  given = model, variables, tokens_BT, length_B, program.capacity, program.rejected
+  if program.returns_hidden:
+    hidden_BTD, rings = prefill(*given, all_positions=True)
+    hidden_BD = jnp.take_along_axis(hidden_BTD, (length_B - 1)[:, None, None], axis=1)[:, 0]
+  else:
+    hidden_BD, rings = prefill(*given)
   seen_BV = None
   if program.sampling.penalizes:
     is_padding_BT = jnp.arange(tokens_BT.shape[1]) >= length_B[:, None]
@@ -239,7 +249,8 @@ def _begin(variables, tokens_BT, length_B, key, stop, allowed, *, program: _Prog
     log_probs=jnp.zeros(empty_BM.shape, jnp.float32) if program.has_log_probs else None,
     seen=seen_BV,
   )
-  return program.with_next(variables, state, hidden_BD, key, state.step, stop, allowed)
+  state = program.with_next(variables, state, hidden_BD, key, state.step, stop, allowed)
+  return state, hidden_BTD
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
@@ -295,11 +306,10 @@ class _Run:
     capacity, rejected = _cache_size(model, longest + max_tokens), 0
     self.drafter, self.speculation = drafter, None
     if drafter is not None:
-      part, rejected = drafter.bound(model, sampling, longest + max_tokens), drafter.length
-      self.speculation = speculation.Program(
-        model, part, sampling, rejected, drafter.cost, rejected, log_probs
-      )
-    self.program = _Program(model, sampling, capacity, log_probs, rejected)
+      self.speculation = drafter.program(model, sampling, longest + max_tokens, log_probs)
+      rejected = self.speculation.rejected
+    reads_hidden = self.speculation is not None and self.speculation.reads_hidden
+    self.program = _Program(model, sampling, capacity, log_probs, rejected, reads_hidden)
     self.texts = None
     if tokenizer is not None:
       self.texts = [TextStream(tokenizer, prompt, self.stop_strings) for prompt in self.prompts]
@@ -310,10 +320,10 @@ class _Run:
     """Generate, and yield the pieces of text after the first token and after each chunk."""
     variables, given = unstacked(variables), (key, self.stop, self.allowed)
     tokens_BT, length_B = padded(self.prompts, self.program.model.context)
-    state = _begin(variables, tokens_BT, length_B, *given, program=self.program)
+    state, hidden_BTD = _begin(variables, tokens_BT, length_B, *given, program=self.program)
     advance = functools.partial(_continue, program=self.program)
     if self.drafter is not None:
-      state, advance = self._speculative(variables, state, tokens_BT)
+      state, advance = self._speculative(variables, state, tokens_BT, hidden_BTD)
     ended = False
     while not ended:
       pieces, done_B, count = self._read(state)
@@ -325,12 +335,12 @@ class _Run:
         state = state._replace(done=jnp.asarray(done_B))
         state = advance(variables, state, np.int32(min(self.max_tokens, count + chunk)), *given)
 
-  def _speculative(self, variables, state, tokens_BT):
+  def _speculative(self, variables, state, tokens_BT, hidden_BTD):
     """The first state, and the function that continues it, with a drafter."""
     program = self.speculation
     arrays = self.drafter.arrays(variables, program.part, program.model.head.vocab)
     state = speculation.begin(
-      state, arrays, tokens_BT, program=program, capacity=self.program.capacity
+      state, arrays, tokens_BT, hidden_BTD, program=program, capacity=self.program.capacity
     )
 
     def advance(variables, state, limit, *given):

@@ -256,14 +256,21 @@ def load_lens(path: str | os.PathLike, model: Transformer, variables: Variables)
       f"`path` must be a file of `save_lens`; got {path}: {error}. Fit a lens again."
     ) from error
   check_lens(lens, model)
+  check_mark(mark, variables, path, kind="lens")
+  return lens
+
+
+def check_mark(
+  mark: Float[np.ndarray, "n"], variables: Variables, path: str | os.PathLike, *, kind: str
+) -> None:
+  """Raise ValueError unless the mark in a file is that of a model."""
   own = model_mark(variables)
   # bfloat16 keeps three digits of each number.
   if mark.shape != own.shape or not np.allclose(mark, own, rtol=1e-2, atol=1e-6):
     raise ValueError(
-      f"`path` must be a lens of this model; got {path}, which was fitted on another one of its"
-      " shape. Fit a lens on this model."
+      f"`path` must be a {kind} of this model; got {path}, which was fitted on another one. Fit a"
+      f" {kind} on this model."
     )
-  return lens
 
 
 def model_mark(variables: Variables) -> Float[np.ndarray, "n"]:

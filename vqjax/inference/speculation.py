@@ -40,9 +40,10 @@ class Drafter(abc.ABC):
   """What proposes tokens, and how many.
 
   The number of tokens adapts to the running acceptance a, the part of the verified tokens that was
-  accepted: of `length`, half of it and 0, the k with the highest (1 + a + ... + a^k) / (1 + k ·
-  cost), the expected speed relative to decoding without a drafter. After 0 it stays 0. The choice
-  depends on earlier tokens alone, so that it does not change the distribution of the next ones.
+  accepted: of `length`, half of it and 0, the k with the highest (1 + a + ... + a^k) / (1 +
+  overhead + k · cost), the expected speed relative to decoding without a drafter. After 0 it stays
+  0. The choice depends on earlier tokens alone, so that it does not change the distribution of the
+  next ones.
 
   Attributes:
     length: most tokens that are drafted in a round.
@@ -50,11 +51,14 @@ class Drafter(abc.ABC):
       have one vocabulary. EAGLE-3's `d2t` has differences: it is `tokens - arange(len(tokens))`.
     cost: time of a draft token, its verification included, over that of a token without a drafter.
       0 always drafts `length` tokens.
+    overhead: further time of a round with any draft, in the same unit. On CPUs a product with
+      several vectors takes longer than one with a single vector, however few they are.
   """
 
   length: int = dataclasses.field(default=4, kw_only=True)
   tokens: Int[ArrayLike, "U"] | Sequence[int] | None = dataclasses.field(default=None, kw_only=True)
   cost: float | int = dataclasses.field(default=0.1, kw_only=True)
+  overhead: float | int = dataclasses.field(default=0.0, kw_only=True)
 
   def __post_init__(self):
     if self.length < 1:
@@ -75,6 +79,14 @@ class Drafter(abc.ABC):
   @abc.abstractmethod
   def _variables(self, variables: Variables) -> dict[str, Variables]:
     """The variables of the modules, from the unstacked ones of the model."""
+
+  def program(
+    self, model: Transformer, sampling: Sampling, positions: int, has_log_probs: bool
+  ) -> Program:
+    """What is compiled for a model; `bound` says which arguments are refused."""
+    part = self.bound(model, sampling, positions)
+    sizes = self.length, self.cost, self.length
+    return Program(model, part, sampling, *sizes, has_log_probs, self.overhead)
 
   def bound(self, model: Transformer, sampling: Sampling, positions: int) -> Part:
     """The modules for drafting for a model.
@@ -176,16 +188,7 @@ class EarlyExit(Drafter):
         f"`layers` must be in [1, {model.layers}), fewer than the model has; got {self.layers}."
         " A quarter of them is usual."
       )
-    if (self.head is None) != (self.variables is None):
-      raise ValueError(
-        f"`head` and `variables` must be given together; got {self.head} and"
-        f" {'no ' if self.variables is None else ''}variables. Give both, or neither."
-      )
-    if self.head is not None and self.head.dim != model.dim:
-      raise ValueError(
-        f"`head` must have the model's dim {model.dim}; got {self.head.dim}. Train a head of this"
-        " model."
-      )
+    check_head(self.head, self.variables, model)
     local = None if model.window is None else model.is_local()[: self.layers]
     return Part(model.clone(layers=self.layers, local=local, parent=None), self.head, shares=True)
 
@@ -193,6 +196,19 @@ class EarlyExit(Drafter):
     params = variables["params"]
     body = {**variables, "params": {**params, "blocks": params["blocks"][: self.layers]}}
     return {"body": body} if self.head is None else {"body": body, "head": self.variables}
+
+
+def check_head(head: Head | None, variables: Variables | None, model: Transformer) -> None:
+  """Raise ValueError unless a head of a drafter reads the hidden vectors of a model."""
+  if (head is None) != (variables is None):
+    raise ValueError(
+      f"`head` and `variables` must be given together; got {head} and"
+      f" {'no ' if variables is None else ''}variables. Give both, or neither."
+    )
+  if head is not None and head.dim != model.dim:
+    raise ValueError(
+      f"`head` must have the model's dim {model.dim}; got {head.dim}. Train a head of this model."
+    )
 
 
 class Part(NamedTuple):
@@ -225,7 +241,8 @@ class State(NamedTuple):
 
   Attributes:
     rings: the cache of each block of the model.
-    draft_rings: the cache of each block of the drafter; empty if it shares those of the model.
+    draft_rings: the cache of each block of the drafter, or what else its program keeps from round
+      to round; empty if it shares those of the model.
     step: number of tokens of each row so far, less one: that of the token in `token`.
     before: the token before the latest one.
     token: the latest token of each row, which no cache has yet.
@@ -240,7 +257,7 @@ class State(NamedTuple):
   """
 
   rings: tuple[Ring, ...]
-  draft_rings: tuple[Ring, ...]
+  draft_rings: tuple
   step: Int[Array, "B"]
   before: Int[Array, "B"]
   token: Int[Array, "B"]
@@ -266,6 +283,7 @@ class Program:
     cost: that of `Drafter`.
     length: tokens that are drafted in each round; another number is another program.
     has_log_probs: whether log-probabilities are computed.
+    overhead: that of `Drafter`.
   """
 
   model: Transformer
@@ -275,6 +293,20 @@ class Program:
   cost: float | int
   length: int
   has_log_probs: bool
+  overhead: float | int = 0.0
+
+  reads_hidden = False
+  """Whether drafting reads the final hidden vectors of the model."""
+
+  @property
+  def rejected(self) -> int:
+    """Most tokens that a round writes to a cache and rejects."""
+    return self.longest
+
+  @property
+  def prior(self) -> tuple[float, float]:
+    """What `accepted` and `verified` of the state begin with."""
+    return PRIOR
 
   def best_length(self, state: State) -> Int[Array, ""]:
     """The number of draft tokens with the highest expected speed."""
@@ -282,11 +314,20 @@ class Program:
       return jnp.int32(self.length)
     lengths = sorted({self.longest, self.longest // 2, 0}, reverse=True)
     rate = state.accepted / state.verified
-    speeds = [(rate ** jnp.arange(k + 1)).sum() / (1 + k * self.cost) for k in lengths]
+    times = [1 + self.overhead * (k > 0) + k * self.cost for k in lengths]
+    speeds = [(rate ** jnp.arange(k + 1)).sum() / time for k, time in zip(lengths, times)]
     return jnp.array(lengths)[jnp.argmax(jnp.stack(speeds))]
 
+  def begun(self, arrays, tokens_BT, hidden_BTD, length_B, capacity) -> tuple:
+    """`State.draft_rings` after the prompts."""
+    if self.part.shares:
+      return ()
+    fed_BT = arrays["numbers"][tokens_BT] if "numbers" in arrays else tokens_BT
+    given = self.part.body, arrays["body"], fed_BT, length_B, capacity
+    return prefill(*given, rejected=self.rejected)[1]
+
   def drafted(self, arrays, state, key):
-    """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the caches.
+    """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the state.
 
     Greedy drafts have no q.
     """
@@ -313,7 +354,15 @@ class Program:
     (rings, _), rest = lax.scan(further, (rings, first[0]), jnp.arange(1, self.length))
     join = lambda one, others: jnp.concatenate([one[None], others])
     number_KB, log_q_KUB = jax.tree.map(join, first, rest)
-    return number_KB.T, log_q_KUB, rings
+    if shares:
+      state = state._replace(rings=(*rings, *state.rings[body.layers :]))
+    else:
+      state = state._replace(draft_rings=rings)
+    return number_KB.T, log_q_KUB, state
+
+  def observed(self, state, hidden_BTD) -> tuple:
+    """`State.draft_rings` after a pass of the model over the latest token and the draft."""
+    return state.draft_rings
 
   def _draft(self, head, hidden_BD, key):
     """A number for each row and log q [U, B]; None if greedy."""
@@ -371,19 +420,24 @@ class Program:
     """The state after a round; no row gets more than `most` tokens in all."""
     draft_key, verify_key = jax.random.split(jax.random.fold_in(key, state.round))
     number_BK, log_q_KUB = jnp.zeros((len(state.token), 0), jnp.int32), None
-    rings, draft_rings, tokens = state.rings, state.draft_rings, arrays.get("tokens")
+    tokens = arrays.get("tokens")
     if self.length:
-      number_BK, log_q_KUB, own = self.drafted(arrays, state, draft_key)
-      if self.part.shares:
-        rings = *own, *rings[len(own) :]
-      else:
-        draft_rings = own
+      number_BK, log_q_KUB, state = self.drafted(arrays, state, draft_key)
     drafted_BK = number_BK if tokens is None or not self.length else tokens[number_BK]
     fed_BT = jnp.concatenate([state.token[:, None], drafted_BK], axis=1)
-    hidden_BTD, rings = extend(self.model, variables, rings, fed_BT, state.length, state.step)
+    hidden_BTD, rings = extend(self.model, variables, state.rings, fed_BT, state.length, state.step)
     accepted_B, token_BT, log_prob_BT = self.verified(
       variables, hidden_BTD, number_BK, log_q_KUB, tokens, allowed, verify_key
     )
+    verified_B = jnp.minimum(accepted_B + 1, self.length)
+    state = state._replace(rings=rings, draft_rings=self.observed(state, hidden_BTD))
+    found = hidden_BTD, accepted_B, verified_B, token_BT, log_prob_BT
+    return self.appended(state, *found, stop, most)
+
+  def appended(
+    self, state, hidden_BTD, accepted_B, verified_B, token_BT, log_prob_BT, stop, most
+  ) -> State:
+    """The state with the accepted tokens, and the one behind them, of T = K + 1 positions."""
     order_T = jnp.arange(self.length + 1)
     is_broken_BT = jnp.isnan(hidden_BTD).any(-1)
     if self.has_log_probs:
@@ -396,16 +450,16 @@ class Program:
     count_B = jnp.minimum(jnp.minimum(accepted_B, before_end_B) + 1, most - 1 - state.step)
     count_B = jnp.where(state.done, 0, count_B)
     is_new_BT = order_T < count_B[:, None]
-    row_B1 = jnp.arange(len(count_B))[:, None]
-    column_BT = jnp.where(is_new_BT, state.step[:, None] + 1 + order_T, state.tokens.shape[1])
-    write = lambda old, new: old.at[row_B1, column_BT].set(new, mode="drop")
+    # Gathers and selections, because on CPUs a scatter is a loop over its indices.
+    order_BM = jnp.arange(state.tokens.shape[1]) - state.step[:, None] - 1
+    is_written_BM = (order_BM >= 0) & (order_BM < count_B[:, None])
+    from_BM = jnp.clip(order_BM, 0, self.length)
+    write = lambda old, new: jnp.where(is_written_BM, jnp.take_along_axis(new, from_BM, 1), old)
     row_of = jnp.concatenate([state.before[:, None], state.token[:, None], token_BT], axis=1)
     at = lambda index_B: jnp.take_along_axis(row_of, index_B[:, None], axis=1)[:, 0]
     active = jnp.maximum(1, (~state.done).sum())
     mean = lambda x_B: jnp.where(state.done, 0, x_B).sum() / active
     return state._replace(
-      rings=rings,
-      draft_rings=draft_rings,
       step=state.step + count_B,
       before=jnp.maximum(at(count_B), 0),
       token=jnp.maximum(at(count_B + 1), 0),
@@ -415,22 +469,17 @@ class Program:
       round=state.round + 1,
       passes=state.passes + ~state.done,
       accepted=KEPT * state.accepted + mean(accepted_B),
-      verified=KEPT * state.verified + mean(jnp.minimum(accepted_B + 1, self.length)),
+      verified=KEPT * state.verified + mean(verified_B),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("program", "capacity"))
-def begin(plain, arrays, tokens_BT, *, program: Program, capacity: int) -> State:
+def begin(plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: int) -> State:
   """The state after the prompts, from that of plain generation with the first token."""
-  part, length_B = program.part, plain.length
-  draft_rings = ()
-  if not part.shares:
-    fed_BT = arrays["numbers"][tokens_BT] if "numbers" in arrays else tokens_BT
-    given = part.body, arrays["body"], fed_BT, length_B, capacity
-    draft_rings = prefill(*given, rejected=program.longest)[1]
+  length_B = plain.length
   return State(
     rings=plain.rings,
-    draft_rings=draft_rings,
+    draft_rings=program.begun(arrays, tokens_BT, hidden_BTD, length_B, capacity),
     step=jnp.zeros_like(length_B),
     before=jnp.take_along_axis(tokens_BT, (length_B - 1)[:, None], axis=1)[:, 0],
     token=plain.token,
@@ -440,8 +489,8 @@ def begin(plain, arrays, tokens_BT, *, program: Program, capacity: int) -> State
     log_probs=plain.log_probs,
     round=jnp.ones((), jnp.int32),
     passes=jnp.ones_like(length_B),
-    accepted=jnp.float32(PRIOR[0]),
-    verified=jnp.float32(PRIOR[1]),
+    accepted=jnp.float32(program.prior[0]),
+    verified=jnp.float32(program.prior[1]),
   )
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int
 
 from vqjax.inference import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.inference.lens import model_mark
@@ -111,7 +112,10 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   needed = min(max(1, needed), len(rows) - held_out)
   rows = np.concatenate((rows[:needed], rows[-held_out:]))
   with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
-    kept = _kept_streams(work, model, variables, rows, bars("streams"))
+    # The first position of a window has no text before it.
+    streams = lambda row: _streams(variables, row[None], model=model)[:, 0, 1:]
+    shape = model.layers + 1, len(rows) * per_window, model.dim
+    kept = kept_states(work, streams, shape, rows, bars("streams"))
     train, test = kept[:, : (len(rows) - held_out) * per_window], kept[:, -held_out * per_window :]
     lens = Lens.identity(model) if job.from_identity else least_squares_lens(_parts(train, 2**10))
     if job.steps:
@@ -131,9 +135,22 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   return {**measured, "positions": test.shape[1], "bytes": size, "fitted": train.shape[1]}
 
 
-def _kept_streams(work, model, variables, rows, progress):
-  """The streams [S, N, D] of all positions but the first of each window, in a file."""
-  shape = model.layers + 1, len(rows) * (rows.shape[1] - 1), model.dim
+def kept_states(
+  work: pathlib.Path,
+  states: Callable[[jax.Array], Float[Array, "S T D"]],
+  shape: tuple[int, int, int],
+  rows: Int[np.ndarray, "W T"],
+  progress: Callable[[float], None],
+) -> Float[np.ndarray, "S N D"]:
+  """States of a model on windows of text, in a file; a call that was interrupted goes on.
+
+  Args:
+    work: folder of the file.
+    states: the states of a window.
+    shape: the shape of those of all windows, one after another.
+    rows: the windows.
+    progress: called with the part that is done.
+  """
   path, record = work / "streams.npy", work / "streams.json"
   done = 0
   if record.exists() and path.exists():
@@ -142,8 +159,7 @@ def _kept_streams(work, model, variables, rows, progress):
   kept = np.lib.format.open_memmap(path, mode=mode, dtype=np.float32, shape=shape)
   saved = time.monotonic()
   for number in range(done, len(rows)):
-    # The first position has no text before it.
-    found = _streams(variables, jnp.asarray(rows[number])[None], model=model)[:, 0, 1:]
+    found = states(jnp.asarray(rows[number]))
     width = found.shape[1]
     kept[:, number * width : (number + 1) * width] = np.asarray(found, np.float32)
     progress((number + 1) / len(rows))
@@ -164,20 +180,13 @@ def _parts(x_SND: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def _descend(job, work, model, variables, lens, train, progress, say):
-  """The lens after all steps of descent."""
+  """The lens after all steps of descent; the loss is KL, the mean of all blocks."""
   rate = optax.linear_schedule(job.rate, 0.0, job.steps)
   optimizer = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.add_decayed_weights(1e-3),
     optax.sgd(rate, momentum=0.9, nesterov=True),
   )
-  state, path, first = (lens, optimizer.init(lens)), work / "state.npz", 0
-  structure = jax.tree.structure(state)
-  if path.exists():
-    with np.load(path) as file:
-      leaves = [file[f"arr_{number}"] for number in range(structure.num_leaves)]
-      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
-    say(f"going on with step {first} of {job.steps}")
 
   # Loss and gradient of a few positions at a time, so that blocks of the vocabulary are large.
   @jax.jit
@@ -185,29 +194,62 @@ def _descend(job, work, model, variables, lens, train, progress, say):
     loss = lambda lens: lens_divergence(model, variables, lens, x_SND).sum()
     return jax.value_and_grad(loss)(lens)
 
-  @jax.jit
-  def update(state, total, count):
-    lens, own = state
-    mean = jax.tree.map(lambda x: x / count, total)
-    change, own = optimizer.update(mean, own, lens)
-    return optax.apply_updates(lens, change), own
-
-  saved = time.monotonic()
-  for step in range(first, job.steps):
+  def mean_gradient(lens, step):
     at = np.random.default_rng((0, step)).permutation(train.shape[1])[: job.batch]
     at.sort()
     batch = np.asarray(train[:, at])
     total, loss = None, 0.0
     for part in _parts(batch, 64):
-      value, found = gradient(state[0], variables, part)
+      value, found = gradient(lens, variables, part)
       loss += float(value)
       total = found if total is None else jax.tree.map(jnp.add, total, found)
-    state = update(state, total, batch.shape[1])
-    progress((step + 1) / job.steps)
-    if step % 10 == 0 or step + 1 == job.steps:
-      say(
-        f"step {step + 1}: KL {loss / batch.shape[1] / model.layers:.4f} nats, mean of all blocks"
-      )
+    mean = jax.tree.map(lambda x: x / batch.shape[1], total)
+    return loss / batch.shape[1] / model.layers, mean
+
+  return descend(work / "state.npz", lens, optimizer, mean_gradient, job.steps, progress, say)
+
+
+def descend(
+  path: pathlib.Path,
+  trained: Any,
+  optimizer: optax.GradientTransformation,
+  gradient: Callable[[Any, int], tuple[float, Any]],
+  steps: int,
+  progress: Callable[[float], None],
+  say: Callable[[str], None],
+) -> Any:
+  """What is trained, after all steps; an interrupted call goes on with its last kept step.
+
+  Args:
+    path: the file of the kept state, with the ending .npz.
+    trained: a tree of arrays to begin with.
+    optimizer: the optimiser.
+    gradient: gradient(trained, step) is the loss of a step in nats, and the gradient.
+    steps: number of steps.
+    progress: is called with the part that is done.
+    say: prints a line.
+  """
+  state, first = (trained, optimizer.init(trained)), 0
+  structure = jax.tree.structure(state)
+  if path.exists():
+    with np.load(path) as file:
+      leaves = [file[f"arr_{number}"] for number in range(structure.num_leaves)]
+      state, first = jax.tree.unflatten(structure, leaves), int(file["step"])
+    say(f"going on with step {first} of {steps}")
+
+  @jax.jit
+  def update(state, found):
+    trained, own = state
+    change, own = optimizer.update(found, own, trained)
+    return optax.apply_updates(trained, change), own
+
+  saved = time.monotonic()
+  for step in range(first, steps):
+    loss, found = gradient(state[0], step)
+    state = update(state, found)
+    progress((step + 1) / steps)
+    if step % 10 == 0 or step + 1 == steps:
+      say(f"step {step + 1}: {loss:.4f} nats")
     if time.monotonic() - saved > EVERY:
       saved = time.monotonic()
       with records.atomic_file(path) as out:

@@ -25,6 +25,7 @@ def attend(
   query_position: Int[Array, "*b T"],
   key_position: Int[Array, "*c S"],
   window: Int[Array, ""] | int | None = None,
+  seen: Bool[Array, "B T S"] | None = None,
   *,
   scale: float | None = None,
   softcap: float | None = None,
@@ -41,11 +42,13 @@ def attend(
     query_position: the positions of the queries, [T] or [B, T].
     key_position: the positions of the keys, [S] or [B, S].
     window: number of positions that a query sees, its own included; None: all so far.
+    seen: False for keys that a query does not see, though their positions are in its window.
     scale: factor of the scores; None: C^-1/2.
     softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
   """
   positions = (jnp.atleast_2d(position) for position in (query_position, key_position))
-  mask_BHTS = causal_mask(*positions, window)[:, None]
+  mask_BTS = causal_mask(*positions, window)
+  mask_BHTS = (mask_BTS if seen is None else mask_BTS & seen)[:, None]
   if softcap is None:
     return jax.nn.dot_product_attention(query, key, value, mask=mask_BHTS, scale=scale)
   batch, length, heads, width = query.shape

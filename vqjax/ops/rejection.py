@@ -71,6 +71,17 @@ class Filtered(NamedTuple):
       score_B = lax.pmax(score_B, self.blocks.axis)
     return score_B - self.log_z
 
+  def entropy(self) -> Float[Array, "*B"]:
+    """Entropy in nats."""
+
+    def step(total_B, index):
+      log_p_WB = self.blocks.block(index)[0] - self.log_z
+      p_WB = jnp.exp(log_p_WB)
+      return total_B - jnp.where(p_WB == 0, 0.0, p_WB * log_p_WB).sum(axis=0)
+
+    total_B = self.blocks.fold(step, jnp.zeros(self.blocks.batch, jnp.float32))
+    return lax.psum(total_B, self.blocks.axis) if self.blocks.axis else total_B
+
   def _tokens_of(self, number_W):
     if self.tokens is None:
       return number_W.reshape(-1, *[1] * len(self.blocks.batch))

@@ -10,7 +10,18 @@ import pytest
 from scipy.special import log_softmax
 
 from experiments.bench import __main__ as command
-from experiments.bench import codebook, dpq, gpu, grouped, kmeans, loop, losses, registry, softmax
+from experiments.bench import (
+  codebook,
+  dpq,
+  gpu,
+  grouped,
+  kmeans,
+  loop,
+  losses,
+  registry,
+  softmax,
+  speculation,
+)
 from experiments.bench.grouped import CONTENDERS, Decoder, experiment, macs
 from experiments.bench.losses import LossShape
 from experiments.bench.registry import BENCHMARKS, Benchmark
@@ -106,12 +117,24 @@ def test_the_codebook_benchmark_has_table_3_training_and_decoding(figures):
 
 
 @of("speculation", slow=True)
-def test_the_speculation_benchmark_has_the_parts_and_every_sampling(figures):
-  assert figures["parts"]["a draft token"] > 0
-  for row in figures["stories"].values():
-    assert row["tokens_per_pass"] >= 1
-    assert row["speed_ratio"] > 0
-  assert len(figures["stories"]) == 3
+def test_the_speculation_benchmark_has_every_head_and_sampling(figures):
+  assert figures["parts"]["draft head, routed"] > 0
+  assert len(figures["stories"]) == 2
+  for rows in figures["stories"].values():
+    assert rows.keys() == {speculation.PLAIN, "frequent", "routed"}
+    assert all(row["tokens_per_pass"] >= 1 and row["speed_ratio"] > 0 for row in rows.values())
+    assert rows["frequent"]["bytes_per_token"] > 0
+
+
+@of("medusa", slow=True)
+def test_the_medusa_benchmark_counts_the_tokens_of_chain_and_tree(figures):
+  assert len(figures["held_out"]["accuracy"]) == 2
+  rows = figures["stories"]
+  assert all(1 <= row[shape] <= 3 for row in rows.values() for shape in row)
+  assert [set(row) for row in rows.values()][:2] == [
+    {"chain", "tree"},
+    {"chain", "tree", "typical"},
+  ]
 
 
 @of("dpq", slow=True)

@@ -18,6 +18,7 @@ COMMANDS = {
   "floor": "compute the perplexity that the codes of a config rule out",
   "corpus": "count the documents and tokens of a config's corpus",
   "inspect": "print the parts, sizes and vocabulary tables of a pretrained model",
+  "draft": "train a drafter of a model, for faster generation",
   "generate": "continue prompts with a pretrained model or that of a run",
   "compress": "write a pretrained model with tables of entropy-coded integers",
   "export": "write quantised vocabulary tables for llama.cpp or transformers",

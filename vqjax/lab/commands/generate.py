@@ -3,17 +3,20 @@
 vqjax generate gemma-3-270m-q4_k_m.gguf --prompt "The capital of France is" --temperature 0
 vqjax generate runs/demo/codebook --config configs/lm_codebook.py --prompt "Once upon a time"
 vqjax generate large.gguf --draft small.gguf --prompt "Once upon a time"
+vqjax generate large.gguf --draft drafter.safetensors --prompt "Once upon a time"
 """
 
 import argparse
+import dataclasses
 import json
 import time
 
 import jax
 
-from vqjax.inference import Draft, Sampling, generate, stream
+from vqjax.inference import Draft, Drafter, Sampling, generate, load_eagle, stream
 from vqjax.lab.console import configure_warnings, exit_code
-from vqjax.lab.trained import add_arguments, load_trained
+from vqjax.lab.data.files import data_path
+from vqjax.lab.trained import Trained, add_arguments, load_trained
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,13 +36,9 @@ def _generate(options: argparse.Namespace) -> None:
   )
   if not 0 <= options.seed < 2**32:
     raise ValueError(f"`--seed` must be in [0, 2^32); got {options.seed}. 0 is the default.")
-  model, variables, tokenizer = load_trained(
-    options.model, options.config, options.overrides, options.dtype
-  )
-  drafter = None
-  if options.draft is not None:
-    draft = load_trained(options.draft, dtype=options.dtype)
-    drafter = Draft(draft.model, draft.variables, length=options.draft_length)
+  loaded = load_trained(options.model, options.config, options.overrides, options.dtype)
+  model, variables, tokenizer = loaded
+  drafter = None if options.draft is None else _drafter(options, loaded)
   given = model, variables, options.prompt, jax.random.key(options.seed), sampling
   settings = {"max_tokens": options.max_tokens, "tokenizer": tokenizer, "drafter": drafter}
   settings["stop"] = [*tokenizer.eos, *options.stop]
@@ -67,6 +66,18 @@ def _generate(options: argparse.Namespace) -> None:
     for row, (prompt, text, length) in enumerate(zip(options.prompt, result.texts, result.lengths))
   ]
   print(json.dumps({"seconds": seconds, "continuations": rows}, indent=2))
+
+
+def _drafter(options: argparse.Namespace, loaded: Trained) -> Drafter:
+  path = data_path(options.draft, kind="--draft")
+  if path.is_file() and path.suffix == ".safetensors":
+    drafter = load_eagle(path, loaded.model, loaded.variables)
+  else:
+    draft = load_trained(options.draft, dtype=options.dtype)
+    drafter = Draft(draft.model, draft.variables)
+  if options.draft_length is None:
+    return drafter
+  return dataclasses.replace(drafter, length=options.draft_length)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,10 +117,14 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     "--draft",
     metavar="MODEL",
-    help="pretrained model with the tokenizer of the other, which drafts tokens for it to verify",
+    help="what drafts tokens for the model to verify: a drafter of `vqjax draft`, or a pretrained"
+    " model with the same tokenizer",
   )
   parser.add_argument(
-    "--draft-length", type=int, default=4, help="most draft tokens at a time (default: %(default)s)"
+    "--draft-length",
+    type=int,
+    metavar="N",
+    help="most draft tokens at a time (default: that of the drafter, or 4)",
   )
   parser.add_argument("--json", action="store_true", help="print JSON with log-probabilities")
   return parser

@@ -1,0 +1,85 @@
+"""A drafter on hidden vectors drafts what its training computes, and knows its model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.inference.test_speculation import (
+  CONTEXT,
+  GREEDY,
+  KEY,
+  MAP,
+  NEW,
+  PROMPTS,
+  D,
+  V,
+  decoder,
+  drafter,
+  eagle_params,
+  generate,
+  plain,
+  target,
+)
+from vqjax import DenseHead
+from vqjax.inference import Eagle, load_eagle, save_eagle
+from vqjax.inference.eagle import frequent_head, unrolled
+
+
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("name", ["eagle, fewer tokens", "eagle"])
+def test_rounds_are_those_that_unrolled_predictions_imply(name):
+  """All caches, roll-backs and hidden vectors of the rounds against full passes over the text."""
+  model, variables = target()
+  eagle = drafter(name)
+  result = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=eagle)
+  assert (result.tokens == plain().tokens).all()
+  texts = [prompt + row for prompt, row in zip(PROMPTS, plain().tokens.tolist())]
+  rows = jnp.array([text + [0] * (CONTEXT - len(text)) for text in texts])
+  hidden = jax.jit(lambda v: model.apply(v, rows, method="hidden"))(variables)
+  vectors = jax.jit(lambda v, params: unrolled(model, v, params, rows, hidden, depth=eagle.length))(
+    variables, eagle.params
+  )
+  if eagle.head is None:
+    scores = jax.jit(lambda v: model.apply(v, vectors, method=lambda m, x: m.head(x)))(variables)
+    drafts = scores.argmax(-1)
+  else:
+    drafts = np.array(MAP)[eagle.head.apply(eagle.variables, vectors).argmax(-1)]
+  for prompt, text, row, passes in zip(PROMPTS, texts, np.moveaxis(drafts, 0, 1), result.passes):
+    # The pass over the prompt gives one token, and each round one more than it accepts.
+    latest, rounds = len(prompt), 1
+    while latest < len(text) - 1:
+      accepted = 0
+      while accepted < eagle.length:
+        at = latest + accepted
+        if at + 1 >= len(text) or row[accepted, at] != text[at + 1]:
+          break
+        accepted += 1
+      latest, rounds = latest + accepted + 1, rounds + 1
+    assert passes == rounds
+  assert (result.passes < NEW).any()
+
+
+def test_a_drafter_is_read_as_it_was_written_and_refused_elsewhere(tmp_path):
+  path, (model, variables) = tmp_path / "drafter.safetensors", target()
+  head = frequent_head(model, variables, MAP)
+  eagle = Eagle(eagle_params(), *head, tokens=MAP, length=2, cost=0.25, overhead=0.5)
+  save_eagle(path, eagle, variables)
+  read = load_eagle(path, model, variables)
+  assert jax.tree.all(jax.tree.map(np.array_equal, read.params, eagle.params))
+  assert jax.tree.all(jax.tree.map(np.array_equal, read.variables, eagle.variables))
+  assert (read.tokens == np.array(MAP)).all()
+  assert (read.length, read.cost, read.overhead) == (2, 0.25, 0.5)
+  np.testing.assert_array_equal(
+    read.variables["params"]["weight"], variables["params"]["head"]["weight"][jnp.array(MAP)]
+  )
+  with pytest.raises(ValueError, match=r"drafter of this model; got .*another"):
+    load_eagle(
+      path,
+      *decoder(
+        2, DenseHead(V, D), seed=9, **{"norm": model.norm, "rotary": model.rotary, "window": 5}
+      ),
+    )
+  path.write_bytes(b"none")
+  with pytest.raises(ValueError, match=r"vqjax draft.*none|vqjax draft"):
+    load_eagle(path, model, variables)
