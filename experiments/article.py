@@ -175,6 +175,8 @@ _GEMMA_3 = {"norms": 4, "qk_norm": True, "tied": True}
 MODELS: Mapping[str, Model] = {
   "GPT-2": Model(50_257, 768, 12, 12, 12, 3072, True, "openai-community/gpt2",
                  gated=False, norm_bias=True, positions=1024),
+  "GPT-3 175B": Model(50_257, 12_288, 96, 96, 96, 49_152, True, "arXiv 2005.14165, Table 2.1",
+                      gated=False, norm_bias=True, positions=2048),
   "PaLM 540B": Model(256_000, 18_432, 118, 48, 1, 73_728, True, "arXiv 2204.02311, Table 1",
                      head_dim=256, norms=1),
   "Llama 2 7B": Model(32_000, 4096, 32, 32, 32, 11_008, False, "meta-llama/Llama-2-7b-hf"),
@@ -216,19 +218,21 @@ class Claim:
 
   Attributes:
     about: the quantity.
-    printed: the article's text.
+    printed: the article's text; None: it stands in a formula that the text does not have.
     value: the computed number in the unit of the text.
     basis: what was computed.
   """
 
   about: str
-  printed: str
+  printed: str | None
   value: float
   basis: str
 
   @property
   def holds(self) -> bool:
     """Whether the computed number is the article's to its last digit, or within 3 %."""
+    if self.printed is None:
+      return True
     digits = re.search(r"[\d,]*\.?\d+", self.printed)[0].replace(",", "")
     unit = 10.0 ** -len(digits.partition(".")[2])
     return abs(self.value - float(digits)) <= max(unit / 2, 0.03 * abs(self.value))
@@ -239,16 +243,18 @@ def claims() -> list[Claim]:
   m = MODELS
   made = []
   tying = {
-    "GPT-2": ("77.2 M", "38.6 M", "31.1 %", "10 layers"),
-    "Llama 2 7B": ("262 M", "131 M", "1.9 %", "1 layer"),
-    "Llama 3 8B": ("1,049 M", "524 M", "6.5 %", "3 layers"),
-    "Llama 3 70B": ("2,097 M", "1,049 M", "1.5 %", "1 layer"),
-    "Llama 3.1 405B": ("4,194 M", "2,097 M", "0.5 %", "0.5 layers"),
+    "GPT-2": ("124 M", "77.2 M", "38.6 M", "31.1 %", "10 layers"),
+    "Llama 2 7B": ("6.7 G", "262 M", "131 M", "1.9 %", "1 layer"),
+    "Llama 3 8B": ("8.0 G", "1,049 M", "524 M", "6.5 %", "3 layers"),
+    "Llama 3 70B": ("70 G", "2,097 M", "1,049 M", "1.5 %", "1 layer"),
+    "Llama 3.1 405B": ("405 G", "4,194 M", "2,097 M", "0.5 %", "0.5 layers"),
   }
-  for name, (untied, saved, share, layers) in tying.items():
+  for name, (everything, untied, saved, share, layers) in tying.items():
     model = m[name]
     part = 100 * model.table / model.parameters
+    scale = 1e6 if everything.endswith("M") else 1e9
     made += [
+      Claim(f"{name}: parameters", everything, model.parameters / scale, "as released"),
       Claim(f"{name}: two tables", untied, 2 * model.table / 1e6, "2·V·D"),
       Claim(f"{name}: one table", saved, model.table / 1e6, "V·D"),
       Claim(f"{name}: one table of all parameters", share, part, "V·D / parameters"),
@@ -280,9 +286,16 @@ def claims() -> list[Claim]:
     Claim("head over QKV of a layer", "0.5 %", 100 * large.head_flops / qkv,
           f"2·V·D / 6·D²; of 80 layers {100 * large.head_flops / (80 * qkv):.1f} %"),
     Claim("operations of the head a byte, one token", "1.0", intensity, "bfloat16"),
+    Claim("operations of the head a byte, 128 tokens", "128", _intensity(large, 128),
+          "2·B·V·D / bytes of table, vectors and logits in bfloat16"),
     Claim("H100: operations a byte over the head's", "295",
           chip.flops / chip.bandwidth / intensity, "989 TFLOP/s, 3.35 TB/s"),
+    Claim("H100: load of the head's table, ms", None, 1e3 * large.head_bytes / chip.bandwidth,
+          "2·V·D bytes / 3.35 TB/s"),
     Claim("rows of a device of 8", "16,000", large.vocab / DEVICES, "V / 8"),
+    Claim("its part of the table, MB", None, large.head_bytes / DEVICES / 1e6, "2·V·D / 8 bytes"),
+    Claim("all-gather of a token's logits, KB", None, _gathered(large) / 1e3,
+          "7/8 of 2·V bytes, received by each of 8 devices"),
     Claim("logits of a token in bfloat16", "256 KB", BF16 * large.vocab / 1e3, "2·V bytes"),
     Claim("logits of 4,096 tokens, materialised", "2 GB", F32 * logits / 1e9, "float32"),
     Claim("the same logits, before 8 chunks", "1 GB", BF16 * logits / 1e9,
@@ -299,8 +312,20 @@ def claims() -> list[Claim]:
   return made
 
 
+def _intensity(model: Model, batch: int) -> float:
+  """Operations of the head over the bytes that it reads and writes for a batch of tokens."""
+  numbers = model.table + batch * (model.dim + model.vocab)
+  return batch * model.head_flops / (BF16 * numbers)
+
+
+def _gathered(model: Model) -> float:
+  """Bytes that each of `DEVICES` devices receives where all get all logits of a token."""
+  return (DEVICES - 1) / DEVICES * BF16 * model.vocab
+
+
 TYING = {
   "GPT-2": "tied",
+  "GPT-3 175B": "tied",
   "PaLM 540B": "untied",
   "Llama 2 7B": "tied",
   "Llama 3 8B": "tied",
@@ -362,7 +387,7 @@ def communication_table() -> pd.DataFrame:
   for name, model in MODELS.items():
     # An all-reduce sends a value around the ring twice, an all-gather once.
     layers = 2 * part * 2 * model.layers * model.dim * BF16
-    gathered = part * model.vocab * BF16
+    gathered = _gathered(model)
     rows.append({
       "model": name,
       "layers": units.size(layers),

@@ -25,7 +25,8 @@ import numpy as np
 import pandas as pd
 
 from experiments.studies import page
-from vqjax import DenseEmbedding, Head, SoftmaxQuantizer, convert, heads
+from experiments.studies.comparison.rows import zipf_tree
+from vqjax import DenseEmbedding, Head, SoftmaxQuantizer, assign, convert, heads
 from vqjax.convert.variables import part_of
 from vqjax.lab import conversion, exits, records
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
@@ -112,6 +113,18 @@ ROWS: Mapping[str, Row] = {
   "unshared": Row(
     "grouped, unshared", lambda d: heads.UnsharedGroupedHead(V, d, use_bias=True)
   ),
+  "residual": Row(
+    "codebook and low rank, K = 256, r = 4",
+    lambda d: heads.ResidualCodebookHead(V, d, 256, 4, token_bias=True),
+    start=_from_contexts(convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=0))),
+  ),
+  "adaptive": Row(
+    "adaptive softmax", lambda d: heads.AdaptiveHead(V, d, (750, 3000))
+  ),
+  "class-based": Row(
+    "class-based, 100 classes", lambda d: heads.ClassBasedHead(V, d, 100, assign.contiguous)
+  ),
+  "tree": Row("tree softmax", lambda d: heads.HierarchicalHead(V, d, zipf_tree)),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf
 python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --tokens 512 --work runs/quick
 python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --packed 95 80
 python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --ideal
+python -m experiments.gemma --model gemma-3-270m-q4_k_m.gguf --speed
 
 The table is tied: the inputs and the outputs both use the compressed one. Texts are those of
 $VQJAX_DATA and what is installed on a Debian system: manual pages of many languages, licences and
@@ -15,7 +16,9 @@ Greek.
 An interrupted call goes on where it was; the results are docs/results/compression.json. With
 `--packed` the sizes are those of tables in memory, which a `QuantizedHead` scores without unpacking
 them; the results are docs/results/compression-packed.json. `--ideal` compares the bytes of the
-tables that earlier calls made with those of an ideal coder.
+tables that earlier calls made with those of an ideal coder. `--speed` times greedy generation with
+the original table and with the forms in memory of the first size; the results are
+WORK/speed.json.
 """
 
 import argparse
@@ -37,9 +40,13 @@ import numpy as np
 
 from vqjax import checkpoints
 from vqjax.checkpoints import table_file
+from vqjax.checkpoints.files import Tensor
 from vqjax.compression import Moments, PackedTable, ideal_bits, pack, units_of
-from vqjax.compression.calibration import collect
+from vqjax.compression.calibration import SEED, collect
+from vqjax.compression.moments import SHRINKAGE
 from vqjax.compression.packed import CLASSES
+from vqjax.compression.table import SMOOTHING, probabilities, step_classes
+from vqjax.inference import GREEDY, generate, unstacked
 from vqjax.lab import exits, records
 from vqjax.lab.compression import (
   Compression,
@@ -274,6 +281,7 @@ def main() -> int:
   parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="megabytes")
   parser.add_argument("--packed", type=float, nargs="+", metavar="MB", help="sizes in memory")
   parser.add_argument("--ideal", action="store_true", help="compare with an ideal coder")
+  parser.add_argument("--speed", action="store_true", help="time generation of the forms in memory")
   options = parser.parse_args()
   if options.show:
     print(shown(json.loads(options.show.read_text("utf-8"))))
@@ -308,6 +316,10 @@ def main() -> int:
     beside_ideal(work, compression, say)
     return 0
   made_by = provenance()
+  if options.speed:
+    found = speed(options, compression, tokenizer, say) | {"provenance": made_by}
+    records.write(options.json or work / "speed.json", found)
+    return 0
   tables, students = {}, []
   make = packed if options.packed else compressed
   for size in options.packed or options.sizes:
@@ -319,12 +331,26 @@ def main() -> int:
     # Rows that were kept may be of an earlier call, at another commit.
     commits = sorted({str(row.get("commit")) for row in rows})
     result = assembled(rows, tables) | {"provenance": made_by, "commits_of_rows": commits}
+    result["settings"] = settings_of(moments, texts.counts)
     result["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     name = "results-packed.json" if options.packed else "results.json"
     records.write(options.json or work / name, result)
 
   judge(options, model, variables, texts.held_out, students, tables, say, keep, made_by)
   return 0
+
+
+def settings_of(moments: Moments, counts: np.ndarray) -> dict[str, Any]:
+  """What the results depend on beside the texts and the model."""
+  return {
+    "calibration_tokens": moments.tokens,
+    "counted_tokens": float(counts.sum()),
+    "classes": len(step_classes(probabilities(moments.counts), 1.0)[1]),
+    "window": WINDOW,
+    "shrinkage": SHRINKAGE,
+    "smoothing": SMOOTHING,
+    "seed": SEED,
+  }
 
 
 def compressed(options, compression: Compression, size: float):
@@ -357,6 +383,14 @@ def compressed(options, compression: Compression, size: float):
 
 def packed(options, compression: Compression, size: float):
   """What is known of the packed table of a size, and the variables of the model with its rows."""
+  made, seconds = packed_table(options, compression, size)
+  layer, _ = made.embedding(param_dtype=jnp.float16)
+  known = {"bytes": layer.size().state_bytes, "seconds": {"pack": seconds}}
+  return known, with_tables(compression.variables, {"embedding": made.table()})
+
+
+def packed_table(options, compression: Compression, size: float) -> tuple[PackedTable, float]:
+  """The packed table of a size, and the seconds that it took; the first call makes it."""
   path = options.work / f"packed-{size:g}.npz"
   table, moments = compression.tables["embedding"], compression.moments["embedding"]
   if not path.is_file():
@@ -369,14 +403,64 @@ def packed(options, compression: Compression, size: float):
   with np.load(path) as found:
     fields = {name: found[name] for name in found.files}
   seconds = float(fields.pop("seconds"))
-  made = PackedTable(**fields | {"is_trellis": bool(fields["is_trellis"])})
-  layer, variables = made.embedding(param_dtype=jnp.float16)
-  rows = np.empty(table.shape, np.float32)
-  read = jax.jit(lambda variables, tokens: layer.apply(variables, tokens))
-  for tokens in np.array_split(np.arange(len(table)), 64):
-    rows[tokens] = read(variables, tokens)
-  known = {"bytes": layer.size().state_bytes, "seconds": {"pack": seconds}}
-  return known, with_tables(compression.variables, {"embedding": rows})
+  return PackedTable(**fields | {"is_trellis": bool(fields["is_trellis"])}), seconds
+
+
+PROMPT = "The capital of France is"
+SPEED_TOKENS, ROUNDS = 32, 5
+"""Tokens of a continuation that is timed, and how often each is."""
+
+IN_MEMORY = 95.0
+"""Megabytes of the packed table that is timed."""
+
+
+def speed(options, compression: Compression, tokenizer, say) -> dict[str, Any]:
+  """Tokens a second of greedy generation, medians of rounds in which each way has its turn."""
+  model, variables = compression.model, compression.variables
+  known = compressed(options, compression, options.sizes[0])[0]
+  rows = compression.quantized(known["step"])["embedding"].table()
+  dense = Tensor(rows.shape, "F32", rows.nbytes, rows.__getitem__)
+  bits = packed_table(options, compression, IN_MEMORY)[0]
+  made = {
+    f"{options.sizes[0]:g} MB, unpacked, float32": with_tables(variables, {"embedding": rows}),
+    "original, float32": variables,
+  }
+  low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables)
+  ways = {name: (model, own) for name, own in made.items()}
+  own = model.embedding.clone(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+  head = model.head.clone(embedding=own, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+  ways["original, bfloat16"] = model.clone(embedding=own, head=head, dtype=jnp.bfloat16), low
+  for name, tensor in (
+    ("int8", dense),
+    ("packed", dataclasses.replace(dense, table=bits)),
+  ):
+    form = checkpoints.RUNTIMES[name].layers(model, {"embedding": tensor})
+    body = {name: tree for name, tree in variables["params"].items() if name != "embedding"}
+    given = jax.tree.map(jnp.asarray, form.variables)
+    given["params"] = body | given["params"]
+    ways[name] = model.clone(embedding=form.embedding, head=form.head), given
+  ways = {name: (own, unstacked(given)) for name, (own, given) in ways.items()}
+  prompt, times = tokenizer.encode(PROMPT), {name: [] for name in ways}
+  for number in range(ROUNDS + 1):
+    for name, (own, given) in ways.items():
+      begun = time.perf_counter()
+      call = own, given, [prompt], jax.random.key(0), GREEDY
+      generate(*call, max_tokens=SPEED_TOKENS, stop=(), log_probs=False)
+      if number:  # the first round compiles
+        times[name].append(time.perf_counter() - begun)
+  first = float(np.median(times["original, float32"]))
+  found = {}
+  for name, (_, given) in ways.items():
+    seconds = float(np.median(times[name]))
+    arrays = (tree.get("embedding", {}) for tree in given.values())
+    found[name] = {
+      "tokens_per_second": SPEED_TOKENS / seconds,
+      "ratio": first / seconds,
+      "table_bytes": sum(x.nbytes for tree in arrays for x in jax.tree.leaves(tree)),
+    }
+    say(f"{name}: {found[name]}")
+  settings = {"prompt": PROMPT, "tokens": SPEED_TOKENS, "rounds": ROUNDS, "batch": 1}
+  return {"ways": found, "settings": settings}
 
 
 def beside_ideal(work: pathlib.Path, compression: Compression, say) -> None:

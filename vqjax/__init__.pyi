@@ -21,6 +21,7 @@ from .embeddings import DenseEmbedding as DenseEmbedding
 from .embeddings import DPQEmbedding as DPQEmbedding
 from .embeddings import Embedding as Embedding
 from .embeddings import GuidedEmbedding as GuidedEmbedding
+from .embeddings import Int8Embedding as Int8Embedding
 from .embeddings import LowRankEmbedding as LowRankEmbedding
 from .embeddings import ProductEmbedding as ProductEmbedding
 from .embeddings import QuantizedEmbedding as QuantizedEmbedding

@@ -3,10 +3,13 @@
 import json
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from vqjax.checkpoints import table_file
+from vqjax.checkpoints.runtime import StoredEmbedding, _Decoded
 from vqjax.compression import ideal_bits
 
 RNG = np.random.default_rng(0)
@@ -69,6 +72,22 @@ def test_parts_of_a_table_are_those_of_the_whole():
     np.testing.assert_array_equal(found.levels(first, last), quantized.levels[first:last])
   with pytest.raises(IndexError, match="1031"):
     found.levels(0, 1032)
+
+
+def test_rows_are_decoded_when_they_are_looked_up_whatever_is_kept(monkeypatch):
+  found = table_file.CompressedTable(table_file.encode(laplace(1031, 21, 4.0, classes=3)))
+  # Two blocks of 256 rows.
+  monkeypatch.setattr("vqjax.checkpoints.runtime.KEPT", 2 * 4 * 256 * 21)
+  embedding = StoredEmbedding(1031, 21, _Decoded(found))
+  look_up = jax.jit(lambda tokens: embedding.apply({}, tokens))
+  # A product of a whole table and one of a block round their sums otherwise.
+  whole = found.rows()
+  for tokens in ([[7, 1030, 300, 600], [7, 900, -1, 1031]], [[3, 3, 2, 5], [260, 700, 0, 9]]):
+    rows = np.asarray(look_up(jnp.array(tokens)))
+    for token, row in zip(np.ravel(tokens), rows.reshape(8, 21)):
+      expected = whole[token] if 0 <= token < 1031 else np.full(21, np.nan)
+      np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
+  assert embedding.size() == (0, 0, 0)
 
 
 @pytest.mark.parametrize("scale", [1.5, 12.0])

@@ -1,9 +1,10 @@
-"""The hook for transformers that the documentation shows collects the moments of this library."""
+"""The hooks that the documentation shows collect the moments of this library."""
 
 import functools
 import json
 import pathlib
 import re
+import types
 
 import numpy as np
 import pytest
@@ -20,12 +21,14 @@ transformers = pytest.importorskip("transformers", reason="the extra `parity` is
 
 
 def documented():
+  """The functions of the page by their names."""
   page = pathlib.Path(__file__).parents[2] / "docs/compression.md"
   blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-  (code,) = [block for block in blocks if "def collect" in block]
   names = {}
-  exec(code, names)
-  return names["collect"]
+  for block in blocks:
+    if re.search("^def (collect|attach)", block, re.MULTILINE):
+      exec(block, names)
+  return types.SimpleNamespace(**names)
 
 
 @functools.cache
@@ -43,7 +46,7 @@ def test_the_documented_hook_writes_moments(tmp_path):
   model = gemma()
   batches = [torch.randint(1, 97, (2, 9)), torch.randint(1, 97, (1, 9))]
   counted = torch.randint(1, 97, (3, 50))
-  documented()(model, batches, tmp_path / "moments.safetensors", counted=[counted])
+  documented().collect(model, batches, tmp_path / "moments.safetensors", counted=[counted])
   found = Moments.load(tmp_path / "moments.safetensors")
   found.check(97, 32)
   assert found.tokens == 24
@@ -65,7 +68,7 @@ def test_the_documented_hook_collects_what_this_library_does(tmp_path, monkeypat
   most_likely = lambda self: self.logits.argmax(-1)
   monkeypatch.setattr(torch.distributions.Categorical, "sample", most_likely)
   monkeypatch.setattr(DenseHead, "sample", lambda self, hidden, key: self.logits(hidden).argmax(-1))
-  documented()(model, tokens.split(2), tmp_path / "moments")
+  documented().collect(model, tokens.split(2), tmp_path / "moments")
   own, variables, _ = checkpoints.load(tmp_path / "model")
   counts = np.bincount(tokens.flatten(), minlength=97)
   options = {"hidden_tokens": 32, "expected_tokens": 1, "fisher_tokens": 32}
@@ -75,6 +78,43 @@ def test_the_documented_hook_collects_what_this_library_does(tmp_path, monkeypat
   # float32 on both sides, by other sums.
   for theirs, ours in ((found.hidden, expected.hidden), (found.inputs, expected.inputs)):
     np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-4 * np.abs(ours).max())
+
+
+class AsVLLMCalls(torch.nn.Module):
+  """A model of transformers that is called as vLLM calls its own: tokens of all requests in a row.
+
+  It is not vLLM: the test says nothing of `LLM.apply_model`, nor of what a version of vLLM does.
+  """
+
+  def __init__(self, model):
+    super().__init__()
+    self.inner, self.config = model.model, model.config
+
+  def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
+    starts = (positions == 0).nonzero()[:, 0].tolist()
+    with torch.no_grad():
+      requests = torch.tensor_split(input_ids, starts[1:])
+      return torch.cat([self.inner(tokens[None]).last_hidden_state[0] for tokens in requests])
+
+
+def test_the_documented_hook_for_vllm_has_the_moments_of_that_for_transformers(tmp_path):
+  hooks, model = documented(), gemma()
+  requests = [torch.randint(1, 97, (1, length)) for length in (9, 5, 7)]
+  hooks.collect(model, requests, tmp_path / "moments")
+  expected = Moments.load(tmp_path / "moments")
+  worker = AsVLLMCalls(model)
+  hooks.attach(worker)
+  # Two steps of the scheduler, with several requests in the first one.
+  for some in (requests[:2], requests[2:]):
+    positions = torch.cat([torch.arange(tokens.shape[1]) for tokens in some])
+    worker(input_ids=torch.cat(some, dim=1)[0], positions=positions, inputs_embeds=None)
+  hooks.save_file(hooks.detach(worker), tmp_path / "theirs")
+  worker(input_ids=requests[0][0], positions=torch.arange(9))  # after `detach`
+  found = Moments.load(tmp_path / "theirs")
+  assert found.tokens == expected.tokens == 18
+  assert found.inputs is None
+  np.testing.assert_array_equal(found.counts, expected.counts)
+  np.testing.assert_allclose(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
 
 
 def log_probs(model, tokens):
@@ -101,7 +141,7 @@ def test_tables_of_a_model_that_is_not_run_here_are_compressed(tmp_path):
   modules = {"embed_tokens": None, "embed_tokens_per_layer": model.model.embed_tokens_per_layer}
   options = []
   for name, module in modules.items():
-    documented()(model, batches, tmp_path / name, table=module)
+    documented().collect(model, batches, tmp_path / name, table=module)
     options += ["--table", f"model.{name}.weight", str(tmp_path / name)]
   assert compress.main([str(folder), "--bytes", "9KB", "--out", str(out), *options]) == 0
   made = json.loads((out / "vqjax.json").read_text())

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from tests import jitted
 from vqjax import QuantizedEmbedding, QuantizedHead
-from vqjax.compression import Moments, pack, units_of
+from vqjax.compression import Moments, PackedTable, pack, units_of
 from vqjax.compression.packed import allocate, class_sizes
 from vqjax.sharding import MeshShape, make_mesh
 
@@ -160,3 +160,21 @@ def test_bits_are_allocated_by_falling_returns_within_the_units():
   assert (size * np.ceil(width.sum(axis=1) / 16)).sum() <= 100
   assert (np.diff(width.astype(int), axis=1) <= 0).all()
   assert width[0].sum() >= width[1].sum()
+
+
+def test_a_packed_table_is_read_from_its_parts_and_refuses_others():
+  table, moments = text()
+  packed = pack(table, moments, 1 + V * 2, classes=6, is_trellis=False)
+  parts = packed.parts()
+  assert packed.nbytes == sum(part.nbytes for part in parts.values())
+  assert packed.nbytes == 2 * (1 + V * 2) + 2 * D * D + 6 * (5 * D + 4) + V + 1
+  found = PackedTable.from_parts(parts)
+  expected = np.asarray(jitted.apply(*packed.embedding(), method="table"))
+  np.testing.assert_allclose(found.table(), expected, atol=1e-6)
+  np.testing.assert_allclose(found.rows(100, 103), expected[100:103], atol=1e-6)
+  without = {name: part for name, part in parts.items() if name != "width"}
+  with pytest.raises(ValueError, match="must have the parts"):
+    PackedTable.from_parts(without)
+  for name, part in (("stream", parts["stream"][:V]), ("size", parts["size"] + 1)):
+    with pytest.raises(ValueError, match="must be those of one"):
+      PackedTable.from_parts(parts | {name: part})

@@ -5,7 +5,7 @@ import pytest
 import safetensors.numpy
 
 from vqjax.compression import Moments, ideal_bits, probabilities, quantize, transform
-from vqjax.compression.table import BLOCK, Coordinates
+from vqjax.compression.table import BLOCK, Coordinates, Levels
 
 V, D = 301, 7
 
@@ -188,3 +188,16 @@ def test_every_few_rows_are_those_of_the_whole_table():
   assert (np.abs(some.levels - whole.levels[::7]) > 0).mean() < 1e-3
   assert np.abs(some.levels - whole.levels[::7]).max() <= 1
   assert made.largest == pytest.approx(0.5 * np.abs(whole.levels).max(), abs=0.5)
+
+
+def test_rows_that_sixteen_bits_cannot_hold_are_kept_whole():
+  rng = np.random.default_rng(0)
+  expected = rng.integers(-(2**15), 2**15, (50, 3)).astype(np.int32)
+  expected[[0, 17, 49], 1] = 2**15, -(2**30), 2**30
+  found = Levels((50, 3))
+  for first in range(0, 50, 7):
+    found[first : first + 7] = expected[first : first + 7]
+  np.testing.assert_array_equal(np.asarray(found), expected)
+  for rows in (slice(10, 20), np.array([49, 17, 17, 3]), expected[:, 1] > 0):
+    np.testing.assert_array_equal(found[rows], expected[rows])
+  assert found[:].dtype == np.int32

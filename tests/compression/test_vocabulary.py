@@ -58,6 +58,17 @@ def test_rows_near_those_of_unused_tokens_are_found(table):
   assert np.square(distance).mean() == pytest.approx(1)
 
 
+def test_rows_for_inputs_that_no_text_reads_are_the_short_ones(table):
+  rng = np.random.default_rng(1)
+  # They begin with different directions, and no softmax brings them together.
+  table[[4, 11, 30, 47]] = 0.01 * rng.normal(size=(4, 6))
+  distance, found = vocabulary.untrained(table, [4, 11], is_output=False)
+  length = np.linalg.norm(table.astype(np.float64), axis=1)
+  np.testing.assert_allclose(distance, length / np.sqrt(np.square(length).mean()))
+  assert set(found) <= {4, 11, 30, 47}
+  assert found[0] == length.argmin()
+
+
 def test_bad_input_is_named(table):
   with pytest.raises(ValueError, match="finite rows that differ"):
     vocabulary.spectrum(np.ones((9, 3)))

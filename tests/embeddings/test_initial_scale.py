@@ -12,6 +12,7 @@ from vqjax.embeddings import (
   DenseEmbedding,
   DPQEmbedding,
   GuidedEmbedding,
+  Int8Embedding,
   LowRankEmbedding,
   ProductEmbedding,
   QuantizedEmbedding,
@@ -49,6 +50,7 @@ EMBEDDINGS = {
   "sx-additive": lambda: DPQEmbedding(V, D, SoftmaxQuantizer(31, 12, additive=True)),
   "vq": lambda: DPQEmbedding(V, D, CentroidQuantizer(31, 12, normalize=False)),
   "quantized": lambda: QuantizedEmbedding(V, D, 3),
+  "int8": lambda: Int8Embedding(V, D, 20),
   "guided": lambda: GuidedEmbedding(V, D, DenseEmbedding(V, D)),
 }
 HEADS = {

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import jitted
+from vqjax import DenseHead, convert
 from vqjax.embeddings import (
+  Int8Embedding,
   LowRankEmbedding,
   ProductEmbedding,
   ScalarEmbedding,
@@ -21,6 +24,7 @@ ALL = [
   ProductEmbedding(V, D, 5, 7, additive=True),
   ProductEmbedding(V, D, 5, 7, additive=True, shared=True),
   ScalarEmbedding(V, D, 6),
+  Int8Embedding(V, D, 4),
 ]
 every = pytest.mark.parametrize("embedding", ALL, ids=lambda e: type(e).__name__)
 
@@ -100,6 +104,25 @@ def test_on_eight_devices_vectors_and_gradients_are_those_of_one(embedding):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
+def test_levels_of_8_bits_are_at_most_half_a_step_off_and_score_where_they_lie():
+  embedding, given = Int8Embedding(V, D, 4), np.array(table())
+  given[3] = 0
+  given[5, 4:8] = 0
+  variables = convert.to_int8(embedding, given)
+  found = np.asarray(embedding.apply(variables, method="table"))
+  step = np.abs(given.reshape(V, -1, 4)).max(axis=-1).repeat(4, axis=1) / 127
+  assert (np.abs(found - given) <= step / 2 * (1 + 1e-3)).all()
+  assert not np.abs(found[3]).any()
+  head = DenseHead(V, D, embedding=embedding)
+  tied = {name: {"embedding": tree} for name, tree in variables.items()}
+  hidden = jax.random.normal(jax.random.key(1), (5, D))
+  scores = np.asarray(hidden, np.float64) @ found.T.astype(np.float64)
+  logits = jitted.apply(head, tied, hidden, method="logits")
+  np.testing.assert_allclose(logits, scores, atol=1e-5)
+  best = head.apply(tied, hidden, 3, method="top_k")[1]
+  np.testing.assert_array_equal(best, np.argsort(-scores)[:, :3])
+
+
 @pytest.mark.parametrize("bits", [1, 4, 6, 8, 12, 16])
 def test_levels_are_at_most_half_a_step_off(bits):
   embedding = ScalarEmbedding(V, D, bits)
@@ -139,6 +162,7 @@ def test_codes_of_another_vocabulary_are_refused():
     (ProductEmbedding(0, D, 5, 4), "`vocab` .*0"),
     (ScalarEmbedding(V, D, 0), "`bits` .*0"),
     (ScalarEmbedding(V, D, 17), "`bits` .*17"),
+    (Int8Embedding(V, D), "`group` must divide dim 12; got 32"),
   ],
 )
 def test_numbers_outside_their_range_are_refused(embedding, message):

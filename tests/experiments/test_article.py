@@ -34,6 +34,8 @@ def test_a_configuration_has_the_parameters_of_the_release(name):
 
 def test_a_configuration_has_the_rounded_parameters_of_its_report():
   assert article.MODELS["PaLM 540B"].parameters == pytest.approx(540.35e9, rel=1e-3)
+  # arXiv 2005.14165, Table D.1.
+  assert article.MODELS["GPT-3 175B"].parameters == pytest.approx(174_600e6, rel=1e-3)
   # arXiv 2503.19786, Table 1, without the table and the vision encoder.
   for name, millions in {"Gemma 3 4B": 3_209, "Gemma 3 27B": 25_600}.items():
     model = article.MODELS[name]

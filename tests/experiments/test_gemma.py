@@ -4,6 +4,7 @@ import argparse
 import json
 import pathlib
 import re
+import types
 
 import numpy as np
 import pytest
@@ -61,3 +62,26 @@ def test_a_table_is_compared_with_an_ideal_coder(compression, tmp_path):
   ((size, ideal),) = re.findall(r"table-0.007: ([\d,]+) bytes, ideal ([\d,]+), \d", said[0])
   assert size == f"{known['bytes']:,}"
   assert 1000 < int(ideal.replace(",", "")) < known["bytes"]
+
+
+@pytest.mark.slow
+def test_each_form_in_memory_is_timed(compression, tmp_path, monkeypatch):
+  options = argparse.Namespace(work=tmp_path, sizes=(0.007,))
+  monkeypatch.setattr(gemma, "IN_MEMORY", 0.011)
+  monkeypatch.setattr(gemma, "SPEED_TOKENS", 3)
+  monkeypatch.setattr(gemma, "ROUNDS", 1)
+  tokenizer = types.SimpleNamespace(encode=lambda text: [2, 5, 7])
+  found = gemma.speed(options, compression, tokenizer, lambda line: None)
+  table = compression.tables["embedding"]
+  sizes = {name: way["table_bytes"] for name, way in found["ways"].items()}
+  assert sizes["original, float32"] == 2 * sizes["original, bfloat16"] == table.nbytes
+  # A level a number, and a scale for each 32.
+  assert sizes["int8"] == table.size + table.size // 8
+  assert 0 < sizes["packed"] < 11_000 + 2 * table.shape[1] ** 2 + 24 * 4 * table.shape[1]
+  assert all(way["tokens_per_second"] > 0 for way in found["ways"].values())
+
+
+def test_the_settings_are_those_of_the_tables(compression):
+  found = gemma.settings_of(compression.moments["embedding"], np.ones(V))
+  assert found["classes"] == len(compression.quantized(1.0)["embedding"].steps)
+  assert found["calibration_tokens"] == 64

@@ -94,6 +94,15 @@ def test_readings_are_those_of_the_distributions_of_every_layer(name):
   check(found, expected(model, variables, lens), 3)
 
 
+def test_some_blocks_have_the_readings_that_they_have_among_all():
+  model, variables = family("llama")
+  lens, blocks = some_lens(model), [1]
+  some = lens_readings(model, variables, TOKENS, lens, blocks=blocks)
+  every = lens_readings(model, variables, TOKENS, lens)
+  chosen = np.array([*blocks, model.layers])
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[chosen], atol=1e-5), some, every)
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_lenses_read_through_any_head(head):
   model, variables = with_head(HEADS[head]())
@@ -189,3 +198,5 @@ def test_bad_input_is_named():
     lens_readings(model, variables, TOKENS[0])
   with pytest.raises(ValueError, match="`k` must be in"):
     lens_readings(model, variables, TOKENS, k=V + 1)
+  with pytest.raises(ValueError, match=rf"`blocks` must be in \[0, {model.layers}\]"):
+    lens_readings(model, variables, TOKENS, blocks=[0, model.layers + 1])

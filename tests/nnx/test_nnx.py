@@ -45,6 +45,7 @@ EMBEDDINGS = {
   "DenseEmbedding": {},
   "CodebookEmbedding": {"codes": 13},
   "ProductEmbedding": {"codes": 5, "subspaces": 4},
+  "Int8Embedding": {"group": 4},
   "LowRankEmbedding": {"rank": 3},
   "ScalarEmbedding": {"bits": 4},
   "QuantizedEmbedding": {"classes": 3},

@@ -2,11 +2,14 @@
 
 from vqjax.checkpoints.inspection import Inspection, inspect
 from vqjax.checkpoints.loading import Loaded, decoder, load, read_variables, save
+from vqjax.checkpoints.runtime import RUNTIMES, Runtime
 from vqjax.checkpoints.tokenizers import Tokenizer, from_state, load_tokenizer
 
 __all__ = [
+  "RUNTIMES",
   "Inspection",
   "Loaded",
+  "Runtime",
   "Tokenizer",
   "decoder",
   "from_state",

@@ -25,6 +25,7 @@ import safetensors
 import safetensors.numpy
 
 from vqjax.checkpoints import table_file
+from vqjax.convert.packed import PackedTable
 
 DTYPES = {
   "F64": np.float64,
@@ -35,6 +36,8 @@ DTYPES = {
   "I32": np.int32,
   "I16": np.int16,
   "I8": np.int8,
+  "U32": np.uint32,
+  "U16": np.uint16,
   "U8": np.uint8,
   "BOOL": np.bool_,
 }
@@ -54,6 +57,7 @@ class Tensor:
     nbytes: its bytes in the file.
     read: (slice of the first axis) -> these rows, as numbers; a view of the file where possible.
     checksum: CRC-32 of its bytes; None: unknown.
+    table: the compressed table whose rows it has; None: it is not compressed.
   """
 
   shape: tuple[int, ...]
@@ -61,6 +65,7 @@ class Tensor:
   nbytes: int
   read: Callable[[slice], np.ndarray]
   checksum: int | None = None
+  table: table_file.CompressedTable | PackedTable | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,8 @@ class Source:
     tensors: the tensors by their names in the file.
     files: the files that hold them.
     metadata: further facts, such as the vocabulary of a GGUF.
+    runtime: name of the form that the vocabulary tables take in memory, one of
+      `runtime.RUNTIMES`.
   """
 
   path: pathlib.Path
@@ -82,6 +89,7 @@ class Source:
   tensors: Mapping[str, Tensor]
   files: tuple[pathlib.Path, ...] = ()
   metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  runtime: str = table_file.UNPACKED
 
 
 def open_source(path: str | pathlib.Path) -> Source:
@@ -173,23 +181,33 @@ def read_safetensors(folder: pathlib.Path) -> Source:
       f"{folder} must have the tensors of its index; got none named {_some(absent)}. Download the"
       " files again."
     )
+  runtime = table_file.UNPACKED
   if (folder / table_file.MANIFEST).is_file():
-    tensors = _decompressed(folder, tensors)
-  return Source(folder, "safetensors", config, tensors, tuple(files))
+    manifest = table_file.read_manifest(folder)
+    runtime, tensors = manifest.runtime, _decompressed(folder, manifest, tensors)
+  return Source(folder, "safetensors", config, tensors, tuple(files), runtime=runtime)
 
 
-def _decompressed(folder: pathlib.Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _decompressed(
+  folder: pathlib.Path, manifest: table_file.Manifest, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
   """The tensors with compressed tables in place of their parts; rows are decoded when read."""
-  for name in table_file.read_manifest(folder).values():
-    prefix = name + table_file.SEPARATOR
-    own = [tensor for tensor in tensors if tensor.startswith(prefix)]
-    stored = {part.removeprefix(prefix): tensors.pop(part).read(slice(None)) for part in own}
+  is_packed = manifest.runtime == table_file.PACKED
+  for name in manifest.tensors.values():
+    prefix, where = name + table_file.SEPARATOR, f"{name} of {folder}"
+    own = {part: tensors.pop(part) for part in list(tensors) if part.startswith(prefix)}
+    if is_packed:
+      # Entropy-coded parts have checksums of their own.
+      for part, tensor in own.items():
+        verify(part, tensor, folder)
+    stored = {part.removeprefix(prefix): own[part].read(slice(None)) for part in own}
     try:
-      table = table_file.CompressedTable(stored)
-    except table_file.DamagedTableError as error:
-      raise ValueError(f"{name} of {folder}: {error}") from None
-    read = functools.partial(_table_rows, f"{name} of {folder}", table)
-    tensors[name] = Tensor(table.shape, "rANS", table.nbytes, read)
+      table = (PackedTable.from_parts if is_packed else table_file.CompressedTable)(stored)
+    except ValueError as error:
+      raise ValueError(f"{where}: {error}") from None
+    read = functools.partial(_table_rows, where, table)
+    kind = "packed" if is_packed else "rANS"
+    tensors[name] = Tensor(table.shape, kind, table.nbytes, read, table=table)
   return tensors
 
 
@@ -275,7 +293,12 @@ def release(array: np.ndarray) -> None:
   base = array
   while isinstance(base, np.ndarray):
     base = base.base
-  if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.size:
+  if not (isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and array.size):
+    return
+  # The pages of a map that may be written may be the only place of what was written.
+  with memoryview(base) as view:
+    is_read_only = view.readonly
+  if is_read_only:
     first, last = np.lib.array_utils.byte_bounds(array)
     origin = np.frombuffer(base, np.uint8).ctypes.data
     start = (first - origin) // mmap.PAGESIZE * mmap.PAGESIZE

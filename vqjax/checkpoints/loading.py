@@ -30,6 +30,7 @@ from vqjax.checkpoints.files import (
   verify,
 )
 from vqjax.checkpoints.layout import Layout
+from vqjax.checkpoints.runtime import Runtime, runtime_of
 from vqjax.checkpoints.table_file import SEPARATOR
 from vqjax.checkpoints.tokenizers import Tokenizer, check_size, find_tokenizer
 from vqjax.convert.variables import Variables
@@ -98,6 +99,7 @@ def load(
   embedding: Embedding | None = None,
   mesh: Mesh | None = None,
   seed: int = 0,
+  runtime: Runtime | None = None,
 ) -> Loaded:
   """Load a pretrained decoder, its variables and its tokenizer.
 
@@ -114,16 +116,32 @@ def load(
     mesh: devices over which the variables are sharded by `vqjax.sharding.RULES`, each of which
       reads its part only; None: the default device.
     seed: seed of the layers that are freshly initialised.
+    runtime: form of the vocabulary tables in memory, one of `checkpoints.RUNTIMES`; None: that
+      which the file names, dense rows in most. Not with a head or an embedding.
 
   Raises:
     FileNotFoundError: there is no such model, or it has no weights.
     ValueError: the architecture is unknown, tensors are missing, unknown or of a wrong shape, a
-      file is damaged, or the tokenizer has another size.
+      file is damaged, the tokenizer has another size, or the tables cannot have the form.
   """
   source = open_source(path)
   own = decoder_of(source.config, dtype)
-  model = _with_layers(own, head, embedding)
+  if runtime is not None and (head or embedding):
+    raise ValueError(
+      "`runtime` must be None with a `head` or an `embedding`; got both. Give one of them."
+    )
+  if head is None and embedding is None:
+    found = parts(source, own)
+    names = [name for name in ("embedding", "head") if (name, "weight") in found]
+    tables = {name: found[name, "weight"].tensors[0][1] for name in names}
+    made = (runtime or runtime_of(source.runtime)).layers(own, tables)
+    model = own.clone(embedding=made.embedding, head=made.head)
+  else:
+    made, model = None, _with_layers(own, head, embedding)
   read, places = _read(source, own, model, dtype, mesh)
+  if made is not None:
+    arrays = traverse_util.flatten_dict(made.variables)
+    read |= {path: jax.device_put(array, places[path]) for path, array in arrays.items()}
   if fresh := places.keys() - read.keys():
     read |= _initialised(model, fresh, places, seed)
   variables = traverse_util.unflatten_dict(read)

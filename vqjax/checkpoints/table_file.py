@@ -23,7 +23,7 @@ import json
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -123,8 +123,12 @@ class Distributions:
     return frequency.ravel(), below.ravel(), symbols
 
 
+Integers = Any
+"""Integers [V, D]: an array, or what has a shape and gives rows as an array does."""
+
+
 def distributions_of(
-  levels: np.ndarray, step_class: np.ndarray, classes: int, most: int = MOST_DISTRIBUTIONS
+  levels: Integers, step_class: np.ndarray, classes: int, most: int = MOST_DISTRIBUTIONS
 ) -> tuple[Distributions, float]:
   """Few distributions for the classes and columns of integers [V, D], and the bits that all cost.
 
@@ -221,7 +225,7 @@ def _quantised(counts: np.ndarray) -> np.ndarray:
 
 
 def encode_integers(
-  levels: np.ndarray,
+  levels: Integers,
   step_class: np.ndarray,
   model: Distributions,
   progress: Callable[[float], None] = lambda part: None,
@@ -258,7 +262,7 @@ def encode_integers(
 
 
 def _padded_rows(
-  levels: np.ndarray, step_class: np.ndarray, blocks: range, lanes: int
+  levels: Integers, step_class: np.ndarray, blocks: range, lanes: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Rows of blocks and their classes, [blocks · RESTART, D and padding]."""
   rows = levels[blocks.start * RESTART : blocks.stop * RESTART]
@@ -266,7 +270,10 @@ def _padded_rows(
   missing = len(blocks) * RESTART - len(rows)
   nothing = -1  # the last class, which codes nothing
   owner = np.pad(owner.astype(np.int64), (0, missing), constant_values=nothing)
-  return np.pad(rows, ((0, missing), (0, -levels.shape[1] % lanes))), owner
+  columns = -levels.shape[1] % lanes
+  if missing or columns:
+    rows = np.pad(rows, ((0, missing), (0, columns)))
+  return rows, owner
 
 
 def _encoded(
@@ -336,9 +343,21 @@ def decode_integers(
   last: int,
 ) -> np.ndarray:
   """Rows `first` to `last` of the integers, from the restart blocks that hold them."""
+  start, stop = first // RESTART, -(-last // RESTART)
+  found = decode_blocks(parts, step_class, model, columns, np.arange(start, stop))
+  return found.reshape(-1, columns)[first - start * RESTART : last - start * RESTART]
+
+
+def decode_blocks(
+  parts: Mapping[str, np.ndarray],
+  step_class: np.ndarray,
+  model: Distributions,
+  columns: int,
+  blocks: np.ndarray,
+) -> np.ndarray:
+  """The integers of the given restart blocks, [N, RESTART, D]; rows behind the last are 0."""
   frequency, below, symbols_of = model.tables
   distribution, shift = model.padded
-  start, stop = first // RESTART, -(-last // RESTART)
   lengths = parts["lengths"].astype(np.int64)
   by_block = lengths.sum(axis=1)
   begins = np.cumsum(by_block) - by_block
@@ -346,30 +365,29 @@ def decode_integers(
   words = parts["words"]
   if len(words) != by_block.sum() or len(parts["escapes"]) != (escapes[-1] if len(escapes) else 0):
     raise _damaged("another number of words")
-  out = np.empty(((stop - start) * RESTART, columns), np.int32)
+  out = np.empty((len(blocks), RESTART, columns), np.int32)
   lanes = model.lanes
   groups = -(-columns // lanes)
-  for at in range(start, stop, model.at_once):
-    end = min(at + model.at_once, stop)
-    blocks = end - at
-    begin = int(begins[at])
-    some = words[begin : int(begins[end - 1] + by_block[end - 1])]
-    for block in range(at, end):
-      own = some[begins[block] - begin : begins[block] - begin + by_block[block]]
+  classes = np.pad(step_class, (0, -len(step_class) % RESTART)).reshape(-1, RESTART)
+  for at in range(0, len(blocks), model.at_once):
+    chosen = blocks[at : at + model.at_once]
+    count = len(chosen)
+    coded = [words[begins[block] : begins[block] + by_block[block]] for block in chosen]
+    for block, own in zip(chosen, coded):
       if zlib.crc32(own.tobytes()) != parts["sums"][block]:
         raise _damaged(f"another checksum of rows {block * RESTART} to {(block + 1) * RESTART - 1}")
-    own = lengths[at:end].ravel()
+    own = lengths[chosen].ravel()
     pointer = np.cumsum(own) - own
     # A last word that is read by no lane, for lanes that read behind the end.
-    some = np.append(some, np.uint32(0)).astype(np.int64)
+    some = np.concatenate([*coded, np.zeros(1, np.uint32)]).astype(np.int64)
     state = some[pointer] << 32 | some[pointer + 1]
     pointer += 2
-    owner = step_class[at * RESTART : end * RESTART].astype(np.int64)
-    owner = np.pad(owner, (0, blocks * RESTART - len(owner)), constant_values=-1)
-    owner = owner.reshape(blocks, RESTART)
+    owner = classes[chosen].astype(np.int64)
+    # Rows behind the last have a class of their own, which codes nothing.
+    owner[(chosen[:, None] * RESTART + np.arange(RESTART)) >= len(step_class)] = -1
     by_group = lambda x: x.reshape(-1, groups, lanes)
     which, bits = by_group(distribution), by_group(shift)
-    result = np.empty((RESTART, groups, blocks, lanes), np.int32)
+    result = np.empty((RESTART, groups, count, lanes), np.int32)
     mask = 2**PRECISION - 1
     for row in range(RESTART):
       own = owner[:, row]
@@ -388,7 +406,7 @@ def decode_integers(
         if has_low:
           level = np.where(symbol == ESCAPE, level, (level << low) | remainder)
         # The escape is -128 in steps of 2^shift; it is replaced below.
-        result[row, group] = np.where(symbol == ESCAPE, -(2**31), level).reshape(blocks, lanes)
+        result[row, group] = np.where(symbol == ESCAPE, -(2**31), level).reshape(count, lanes)
         short = np.flatnonzero(state < LOWEST)
         if len(short):
           place = np.minimum(pointer[short], len(some) - 1)
@@ -396,14 +414,16 @@ def decode_integers(
           pointer[short] += 1
     if (state != LOWEST).any():
       raise _damaged("integers that do not end where they began")
-    table = result.transpose(2, 0, 1, 3).reshape(blocks * RESTART, groups * lanes)
+    table = result.transpose(2, 0, 1, 3).reshape(count, RESTART, groups * lanes)
     escaped = table == -(2**31)
-    values = parts["escapes"][escapes[at] - parts["escape_counts"][at] : escapes[end - 1]]
+    first = escapes - parts["escape_counts"]
+    values = [parts["escapes"][first[block] : escapes[block]] for block in chosen]
+    values = np.concatenate(values)
     if np.count_nonzero(escaped) != len(values):
       raise _damaged("another number of escapes")
     table[escaped] = values
-    out[(at - start) * RESTART : (end - start) * RESTART] = table[:, :columns]
-  return out[first - start * RESTART : last - start * RESTART]
+    out[at : at + count] = table[..., :columns]
+  return out
 
 
 PARTS = ("words", "lengths", "escapes", "escape_counts", "sums")
@@ -421,7 +441,8 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
     quantized: a `QuantizedTable`, or another object with its five arrays.
     progress: is called with the part that is done.
   """
-  levels = np.asarray(quantized.levels)
+  # Read a part of the rows at a time, as is what holds them in fewer bits.
+  levels = quantized.levels
   step_class = np.asarray(quantized.step_class, np.uint8)
   classes, (rows, columns) = len(quantized.steps), levels.shape
   model, _ = distributions_of(levels, step_class, classes)
@@ -542,8 +563,20 @@ class CompressedTable:
   def rows(self, first: int = 0, last: int | None = None) -> np.ndarray:
     """Rows `first` to `last` of the table, float32."""
     levels = self.levels(first, last)
-    step = self.steps[self.step_class[first : first + len(levels)]][:, None]
-    return (levels.astype(np.float32) * step) @ self.inverse.astype(np.float32) + self.mean
+    return self._composed(levels, self.step_class[first : first + len(levels)])
+
+  def blocks_of_rows(self, blocks: np.ndarray) -> np.ndarray:
+    """The rows of the given blocks of `RESTART` rows, float32 [N, RESTART, D].
+
+    What is behind the last row of the table is not a row.
+    """
+    levels = decode_blocks(self._parts, self.step_class, self._model, self.shape[1], blocks)
+    ids = (blocks[:, None] * RESTART + np.arange(RESTART)).clip(max=self.shape[0] - 1)
+    return self._composed(levels, self.step_class[ids])
+
+  def _composed(self, levels, step_class):
+    scaled = levels.astype(np.float32) * self.steps[step_class][..., None]
+    return scaled @ self.inverse.astype(np.float32) + self.mean
 
   def blocks(self, size: int = 256 * RESTART) -> Iterator[np.ndarray]:
     """All rows in order, `size` at a time."""
@@ -607,7 +640,13 @@ def read_table(folder: str | pathlib.Path, name: str = "embedding") -> Compresse
     raise FileNotFoundError(
       f"`folder` must have {MANIFEST}; got {folder} without. Write it with vqjax compress."
     )
-  tensors = read_manifest(folder)
+  read = read_manifest(folder)
+  tensors = read.tensors
+  if read.runtime == PACKED:
+    raise ValueError(
+      f"`folder` must have entropy-coded tables; those of {folder} are packed bits. Read them with"
+      " vqjax.checkpoints.load."
+    )
   if name not in tensors:
     raise ValueError(
       f"`name` must be a table of {folder}, {', '.join(sorted(tensors))}; got {name}. Use one of"
@@ -619,8 +658,24 @@ def read_table(folder: str | pathlib.Path, name: str = "embedding") -> Compresse
   return CompressedTable(stored)
 
 
-def read_manifest(folder: pathlib.Path) -> dict[str, str]:
-  """Tables of a folder that `vqjax compress` wrote -> the names of their tensors.
+PACKED, UNPACKED = "packed", "unpacked"
+"""Forms of the tables in memory that readers of the file know of; the first is also its form."""
+
+
+class Manifest(NamedTuple):
+  """What a folder that `vqjax compress` wrote says of its tables.
+
+  Attributes:
+    tensors: the names of their tensors by those of the tables.
+    runtime: the name of their form in memory.
+  """
+
+  tensors: dict[str, str]
+  runtime: str
+
+
+def read_manifest(folder: pathlib.Path) -> Manifest:
+  """What a folder says of its compressed tables.
 
   Raises:
     ValueError: the manifest is damaged, or of another version.
@@ -630,6 +685,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, str]:
     manifest = json.loads(path.read_text("utf-8"))
     tensors = {name: table["tensor"] for name, table in manifest["tables"].items()}
     found = manifest["format"], manifest["version"]
+    runtime = manifest.get("runtime", UNPACKED)
   except (ValueError, KeyError, TypeError, AttributeError):
     raise _damaged(f"{path} that does not name the tables") from None
   if found != (FORMAT, VERSION):
@@ -637,9 +693,9 @@ def read_manifest(folder: pathlib.Path) -> dict[str, str]:
       f"format and version of {path} must be {(FORMAT, VERSION)}; got {found}. Read it with the"
       " version of vqjax that wrote it."
     )
-  if not all(isinstance(tensor, str) for tensor in tensors.values()):
+  if not all(isinstance(text, str) for text in (runtime, *tensors.values())):
     raise _damaged(f"{path} that does not name the tables")
-  return tensors
+  return Manifest(tensors, runtime)
 
 
 def _bytes_of(file, prefix):

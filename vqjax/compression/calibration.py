@@ -27,6 +27,9 @@ EXPECTED_TOKENS = 2**12
 FISHER_TOKENS = 2**10
 """Input vectors of which F is the mean."""
 
+SEED = 0
+"""Seed of the tokens that are drawn for F."""
+
 EVERY = 30.0
 """Seconds after which the sums so far are kept."""
 
@@ -53,7 +56,7 @@ def collect(
   fisher_tokens: int = FISHER_TOKENS,
   cache: str | os.PathLike | None = None,
   progress: Callable[[float], None] = lambda part: None,
-  seed: int = 0,
+  seed: int = SEED,
 ) -> Moments:
   """The moments of a decoder over windows of tokens, all of one length.
 

@@ -68,7 +68,7 @@ def _sync(path):
 
 def check_not_compressed(source: Source) -> None:
   """Raise ValueError for a model that has compressed tables."""
-  coded = [n for n, t in source.tensors.items() if t.format == "rANS" or SEPARATOR in n]
+  coded = [n for n, t in source.tensors.items() if t.table is not None or SEPARATOR in n]
   if coded:
     raise ValueError(
       f"`model` must not be compressed already; got {source.path} with the table"

@@ -7,20 +7,18 @@ trellis, or by levels, which are found a thousand times as fast.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, UInt8, UInt16
+from jaxtyping import Float, Int, UInt8
 
 from vqjax.assign.multiple import code_dtype
 from vqjax.compression.moments import SHRINKAGE, Moments
 from vqjax.compression.table import SMOOTHING, check_table, covariance, probabilities
 from vqjax.compression.table import transform as transform_of
-from vqjax.embeddings import QuantizedEmbedding
-from vqjax.heads import QuantizedHead
+from vqjax.convert.packed import PackedTable
 from vqjax.ops import trellis
 
 CLASSES = 24
@@ -58,72 +56,16 @@ LEVELS = Coding(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedTable:
-  """A table as strings of bits: row = (center[class] + scale[class] · values) @ inverse.
+def fixed_bytes(vocab: int, dim: int) -> int:
+  """Bytes of a packed table without its stream, as `PackedTable.parts` has them."""
+  classes = min(CLASSES, vocab)
+  ranks = vocab * np.dtype(code_dtype(vocab)).itemsize
+  return _fixed(dim, classes) + ranks + 1
 
-  Attributes:
-    stream: bits of all rows in the order of their ranks, after an element that belongs to none.
-    rank: place of each row, [V]; classes of falling probability follow each other.
-    size: rows of each class, by rank, [C].
-    width: bits of each coordinate of each class, [C, D].
-    scale: factor of the values, [C, D], float16.
-    center: mean coordinates of the rows, [C, D], float16.
-    inverse: map from coordinates to rows, [D, D], float16.
-    is_trellis: the bits are those of a trellis; False: of levels.
-  """
 
-  stream: UInt16[np.ndarray, "units"]
-  rank: Int[np.ndarray, "V"]
-  size: Int[np.ndarray, "C"]
-  width: UInt8[np.ndarray, "C D"]
-  scale: Float[np.ndarray, "C D"]
-  center: Float[np.ndarray, "C D"]
-  inverse: Float[np.ndarray, "D D"]
-  is_trellis: bool = True
-
-  @property
-  def is_ranked(self) -> bool:
-    """Whether the tokens are in another order than that of falling probability."""
-    return bool((self.rank != np.arange(len(self.rank))).any())
-
-  def embedding(self, **fields: Any) -> tuple[QuantizedEmbedding, dict]:
-    """The embedding with these rows and its variables; `fields` are further ones, as `dtype`."""
-    return QuantizedEmbedding(*self._shape, **self._fields | fields), self._variables()
-
-  def head(
-    self, bias: Float[np.ndarray, "V"] | None = None, **fields: Any
-  ) -> tuple[QuantizedHead, dict]:
-    """The head that scores these rows and its variables.
-
-    Args:
-      bias: score of each token; None: the head has none.
-      fields: further fields of the head, as `softcap` and `vocab_axis`.
-    """
-    variables = self._variables()
-    if bias is not None:
-      variables["params"]["bias"] = np.asarray(bias, np.float32)
-    fields = self._fields | {"use_bias": bias is not None} | fields
-    return QuantizedHead(*self._shape, **fields), variables
-
-  @property
-  def _shape(self):
-    return len(self.rank), len(self.inverse)
-
-  @property
-  def _fields(self):
-    fields = {"classes": len(self.size), "units": len(self.stream)}
-    return fields | {"is_ranked": self.is_ranked, "is_trellis": self.is_trellis}
-
-  def _variables(self):
-    params = {name: getattr(self, name) for name in ("scale", "center", "inverse")}
-    codes = {"stream": self.stream, "size": self.size.astype(np.int32), "width": self.width}
-    if self.is_ranked:
-      codes["rank"] = self.rank.astype(code_dtype(len(self.rank)))
-    return {
-      "params": {name: value.astype(np.float32) for name, value in params.items()},
-      "codes": codes,
-    }
+def _fixed(dim, classes):
+  """Bytes of the transform and of the classes."""
+  return 2 * dim * dim + classes * (5 * dim + 4)
 
 
 def units_of(byte_budget: int, vocab: int, dim: int, classes: int, others: int = 0) -> int:
@@ -139,7 +81,7 @@ def units_of(byte_budget: int, vocab: int, dim: int, classes: int, others: int =
   Raises:
     ValueError: nothing is left for the rows.
   """
-  fixed = 2 * dim * dim + classes * (5 * dim + 4) + others
+  fixed = _fixed(dim, classes) + others
   units = (int(byte_budget) - fixed) // 2
   if units < 1 + vocab // 8:
     raise ValueError(

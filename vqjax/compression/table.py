@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from vqjax.checkpoints.files import release
 from vqjax.compression.moments import SHRINKAGE, Moments
 
 BLOCK = 2**13
@@ -47,19 +48,58 @@ class Transform(NamedTuple):
   scale: float
 
 
+class Levels:
+  """Integers [V, D] in half the memory: rows that 16 bits can hold are kept in 16.
+
+  Rows are read and written as those of an int32 array.
+
+  Attributes:
+    shape: (V, D).
+  """
+
+  def __init__(self, shape: tuple[int, int]):
+    """Zeros."""
+    self.shape = shape
+    self._narrow = np.zeros(shape, np.int16)
+    self._wide: dict[int, Int[np.ndarray, "D"]] = {}
+    self._is_wide = np.zeros(shape[0], bool)
+
+  def __len__(self) -> int:
+    return self.shape[0]
+
+  def __setitem__(self, rows: slice, levels_RD: Int[np.ndarray, "R D"]) -> None:
+    is_wide = np.abs(levels_RD).max(axis=1, initial=0) > np.iinfo(np.int16).max
+    self._narrow[rows] = np.where(is_wide[:, None], 0, levels_RD)
+    self._is_wide[rows] = is_wide
+    ids = np.arange(self.shape[0])[rows]
+    self._wide |= {int(ids[i]): levels_RD[i].astype(np.int32) for i in np.flatnonzero(is_wide)}
+
+  def __getitem__(self, rows: slice | np.ndarray) -> Int[np.ndarray, "R D"]:
+    found = self._narrow[rows].astype(np.int32)
+    wide = np.flatnonzero(self._is_wide[rows])
+    if len(wide):
+      ids = np.arange(self.shape[0])[rows]
+      found[wide] = [self._wide[int(ids[i])] for i in wide]
+    return found
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    del copy  # there is no array that could be shared
+    return self[:].astype(dtype or np.int32, copy=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizedTable:
   """A table as integers: row = mean + steps[class] · (levels @ inverse).
 
   Attributes:
-    levels: coordinates of the rows in steps, [V, D].
+    levels: coordinates of the rows in steps, [V, D], as an array or as `Levels`.
     step_class: class of each row, [V].
     steps: step of each class, [C].
     inverse: map from coordinates to rows, [D, D], float16 or float32.
     mean: row that is added to each, [D].
   """
 
-  levels: Int[np.ndarray, "V D"]
+  levels: Int[np.ndarray, "V D"] | Levels
   step_class: UInt8[np.ndarray, "V"]
   steps: Float[np.ndarray, "C"]
   inverse: Float[np.ndarray, "D D"]
@@ -206,14 +246,14 @@ class Coordinates:
     if not 0 < step < np.inf:
       raise ValueError(f"`step` must be positive and finite; got {step}. Begin with 1.")
     step_class, steps = step_classes(self._p, step * self._basis.scale)
-    levels = np.empty((-(-self.shape[0] // every), self.shape[1]), np.int32)
+    levels = Levels((-(-self.shape[0] // every), self.shape[1]))
     for rows, scaled in self._scaled(step, every):
       if np.abs(scaled).max() > MOST_LEVELS:
         raise ValueError(
           f"`step` must give levels of at most 2^30; got {step}. Give at least"
           f" {1.01 * self.largest / MOST_LEVELS:.3g}, or keep the table."
         )
-      levels[rows] = np.rint(scaled)
+      levels[rows] = np.rint(scaled).astype(np.int32)
     return QuantizedTable(levels, step_class[::every], steps, self._basis.inverse, self._mean)
 
 
@@ -241,7 +281,8 @@ def quantize(
     ValueError: the moments are those of another table, the table is not finite, or the step is not
       positive or so small that levels overflow.
   """
-  return Coordinates(table, moments, lam=lam, smoothing=smoothing).quantized(step)
+  found = Coordinates(table, moments, lam=lam, smoothing=smoothing).quantized(step)
+  return dataclasses.replace(found, levels=np.asarray(found.levels))
 
 
 def ideal_bits(quantized: QuantizedTable) -> Float[np.ndarray, "C D"]:
@@ -278,6 +319,7 @@ def _blocks(table):
         " saved whole."
       )
     yield start, block
+    release(table[start : start + BLOCK])
 
 
 def covariance(

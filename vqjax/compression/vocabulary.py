@@ -102,21 +102,24 @@ def nearest(
 
 
 def untrained(
-  table: Float[np.ndarray, "V D"], unused: Sequence[int]
+  table: Float[np.ndarray, "V D"], unused: Sequence[int], *, is_output: bool = True
 ) -> tuple[Float[np.ndarray, "V"], Int[np.ndarray, "n"]]:
   """How far rows are from those of tokens that no text has, and which are as near as these.
 
   A softmax moves the rows of all tokens that do not occur alike, so that they stay together, and
-  other tokens near them were hardly trained. Source: Land and Bartolo, 2024.
+  other tokens near them were hardly trained. The rows of a table that is for inputs only have no
+  gradient where a token does not occur: they keep a short length, or lose it to weight decay.
+  Source: Land and Bartolo, 2024.
 
   Args:
     table: the table.
     unused: tokens that are known not to occur, such as reserved ones; at least two.
+    is_output: whether a softmax reads the table.
 
   Returns:
-    the distance of each row from the mean row of `unused`, over the root mean square of all these
-    distances, [V]; and the tokens that are not farther than nine tenths of `unused` are, nearest
-    first.
+    the distance of each row from the mean row of `unused`, or from 0 in a table for inputs only,
+    over the root mean square of all these distances, [V]; and the tokens that are not farther than
+    nine tenths of `unused` are, nearest first.
   """
   _check(table)
   unused = np.unique(np.asarray(unused, np.int64).reshape(-1))
@@ -125,7 +128,7 @@ def untrained(
       f"`unused` must be at least two tokens in [0, vocab {len(table)}); got {unused.tolist()}."
       " Give reserved tokens of the tokenizer."
     )
-  center = np.asarray(table[unused], np.float64).mean(axis=0)
+  center = np.asarray(table[unused], np.float64).mean(axis=0) if is_output else 0.0
   parts = [np.linalg.norm(wide - center, axis=1) for _, wide in _tiles(table)]
   distance = np.concatenate(parts)
   distance /= max(np.sqrt(np.square(distance).mean()), 1e-30)

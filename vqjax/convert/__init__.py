@@ -2,7 +2,8 @@
 
 A `Mapping` assigns tokens to codes, an `Ordering` sorts them for a grouped head, and a target
 (`ToCodebook`, `ToGrouped`, ...) makes a head's variables, all from `TokenStats`. The functions
-`to_levels`, `to_clusters` and `reconstruct` make an embedding's variables from a trained table.
+`to_levels`, `to_int8`, `to_clusters` and `reconstruct` make an embedding's variables from a trained
+table.
 """
 
 from vqjax.convert.from_array import Clusters, Method, Product, Report, Scalar, compress
@@ -33,6 +34,7 @@ from vqjax.convert.tables import (
   reconstruct,
   squared_error,
   to_clusters,
+  to_int8,
   to_levels,
 )
 from vqjax.convert.targets import (
@@ -87,6 +89,7 @@ __all__ = [
   "squared_error",
   "to_clusters",
   "to_head",
+  "to_int8",
   "to_levels",
   "train_routes",
   "with_part",

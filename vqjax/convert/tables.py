@@ -1,7 +1,7 @@
 """Variables of compressed embeddings from a trained table [V, D].
 
-`to_levels` quantises numbers, `to_clusters` quantises rows by k-means, and `reconstruct` trains any
-embedding to have the rows of the table.
+`to_levels` and `to_int8` quantise numbers, `to_clusters` quantises rows by k-means, and
+`reconstruct` trains any embedding to have the rows of the table.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from vqjax.embeddings import (
   DPQEmbedding,
   Embedding,
   GuidedEmbedding,
+  Int8Embedding,
   ProductEmbedding,
   ScalarEmbedding,
 )
+from vqjax.embeddings.int8 import int8_rows
 from vqjax.embeddings.scalar import scalar_levels
 from vqjax.ops import product
 from vqjax.ops.kmeans import kmeans, nearest
@@ -65,6 +67,22 @@ def to_levels(embedding: ScalarEmbedding, table: Float[np.ndarray, "V D"]) -> Va
   levels, low, high = scalar_levels(table, embedding.bits)
   params = {"low": np.float32(low), "high": np.float32(high)}
   return {"params": params, "codes": {"levels": levels}}
+
+
+def to_int8(embedding: Int8Embedding, table: Float[np.ndarray, "V D"]) -> Variables:
+  """Embedding variables with the nearest 8-bit levels, a block of rows at a time.
+
+  Raises:
+    ValueError: the table has another shape than the embedding, or is not finite.
+  """
+  _check_table(embedding, table)
+  embedding.check()
+  levels, scale = np.empty(table.shape, np.int8), []
+  for first in range(0, len(table), ROWS):
+    some = slice(first, first + ROWS)
+    levels[some], own = int8_rows(table[some], embedding.group)
+    scale.append(own)
+  return {"params": {"scale": np.concatenate(scale)}, "codes": {"levels": levels}}
 
 
 def to_clusters(

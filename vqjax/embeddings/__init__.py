@@ -7,6 +7,7 @@ from vqjax.embeddings.composed import ComposedEmbedding
 from vqjax.embeddings.dense import DenseEmbedding
 from vqjax.embeddings.dpq import DPQEmbedding
 from vqjax.embeddings.guided import GuidedEmbedding
+from vqjax.embeddings.int8 import Int8Embedding
 from vqjax.embeddings.low_rank import LowRankEmbedding
 from vqjax.embeddings.product import ProductEmbedding
 from vqjax.embeddings.quantized import QuantizedEmbedding
@@ -20,6 +21,7 @@ __all__ = [
   "DenseEmbedding",
   "Embedding",
   "GuidedEmbedding",
+  "Int8Embedding",
   "LowRankEmbedding",
   "ProductEmbedding",
   "QuantizedEmbedding",

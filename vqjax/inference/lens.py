@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -113,6 +113,7 @@ def lens_readings(
   lens: Lens | None = None,
   *,
   k: int = 5,
+  blocks: Sequence[int] | None = None,
 ) -> Readings:
   """What is predicted before each block and after the last one, at every position.
 
@@ -125,10 +126,13 @@ def lens_readings(
     tokens: rows of tokens, [B, T].
     lens: the tuned lens; None: the logit lens.
     k: number of best tokens.
+    blocks: read after so many blocks only, in rising order, and after the last one, with which all
+      are compared; 0 is before the first. None: after each.
 
   Raises:
     ValueError: a row is empty or longer than the context, a token is outside the vocabulary, `k`
-      is outside [1, V], or the lens is of a model of another shape.
+      is outside [1, V], the model has not so many blocks, or the lens is of a model of another
+      shape.
   """
   check_decoder(model)
   tokens = np.asarray(tokens)
@@ -146,7 +150,12 @@ def lens_readings(
     raise ValueError(f"`k` must be in [1, vocab {model.head.vocab}]; got {k}. 5 is usual.")
   if lens is not None:
     check_lens(lens, model)
+  read = blocks_read(model, blocks)
   x_SBTD = _streams(variables, tokens, model=model)
+  if blocks is not None:
+    x_SBTD = x_SBTD[np.asarray(read)]
+    if lens is not None:
+      lens = Lens(*(part[np.asarray(read[:-1], int)] for part in lens))
   count = tokens.size
   size = min(ROWS, count)
   targets = np.concatenate((tokens[:, 1:], np.full_like(tokens[:, :1], -1)), axis=1).reshape(-1)
@@ -168,6 +177,18 @@ def lens_readings(
   found = jax.tree.map(joined, *(part for _, part in parts))
   found.target_log_prob[..., -1] = np.nan
   return found
+
+
+def blocks_read(model: Transformer, blocks: Sequence[int] | None) -> list[int]:
+  """The numbers of blocks after which `lens_readings` reads, rising: `blocks` and the last one."""
+  if blocks is None:
+    return list(range(model.layers + 1))
+  if not all(0 <= number <= model.layers for number in blocks):
+    raise ValueError(
+      f"`blocks` must be in [0, {model.layers}], the blocks of the model; got {[*blocks]}. 0 reads"
+      " before the first block."
+    )
+  return sorted({*blocks, model.layers})
 
 
 def check_lens(lens: Lens, model: Transformer) -> None:

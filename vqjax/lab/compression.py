@@ -29,12 +29,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from vqjax import checkpoints
 from vqjax.checkpoints import table_file
-from vqjax.compression import Moments, QuantizedTable, gguf_types
-from vqjax.compression.calibration import collect
+from vqjax.compression import Moments, PackedTable, QuantizedTable, gguf_types, pack
+from vqjax.compression.calibration import SEED, collect
 from vqjax.compression.exports import ROWS, copy_folder
 from vqjax.compression.grids import check_rows
+from vqjax.compression.moments import SHRINKAGE
 from vqjax.compression.outputs import check_not_compressed, check_output, publish, whole
-from vqjax.compression.table import MOST_LEVELS, Coordinates
+from vqjax.compression.packed import fixed_bytes
+from vqjax.compression.table import MOST_LEVELS, SMOOTHING, Coordinates
 from vqjax.compression.trimming import pieces
 from vqjax.convert.variables import Variables
 from vqjax.lab import records
@@ -75,6 +77,9 @@ SAMPLE = 2**15
 
 LEAST_STEP, LARGEST_STEP = 2.0**-14, 2.0**10
 """Steps that are tried, unless the coordinates of a table are very large."""
+
+LEAST_BITS, MOST_BITS = 0.25, 8.0
+"""Bits of a number of packed tables, on average."""
 
 RESAMPLES = 1000
 """Draws of windows from which the interval of a mean divergence is taken."""
@@ -291,7 +296,7 @@ class Tables:
   def coded(
     self, step: float, size: int | None, progress: Callable[[float], None] = lambda part: None
   ) -> tuple[float, dict[str, QuantizedTable], dict[str, dict[str, np.ndarray]]]:
-    """The tables at a step, or at one near it that fills a size from below, and their bytes.
+    """The tables at a step, or at one near it that fills a size from below, and their parts.
 
     A search counts the bytes of a sample of rows, which may err by a few hundredths to either side.
     Here all rows are coded, again at another step where that missed the size.
@@ -364,7 +369,7 @@ class Tables:
     ratio = fine / max(step, self.limits[0])
     total = 0
     for own, rows in samples.values():
-      levels = np.rint(own.levels * ratio).astype(np.int32)
+      levels = np.rint(np.asarray(own.levels) * ratio).astype(np.int32)
       total += table_file.coded_bytes(dataclasses.replace(own, levels=levels), rows)
     return total
 
@@ -372,19 +377,33 @@ class Tables:
 class Compression(Tables):
   """The tables of one model at any step."""
 
-  def __init__(self, model: Transformer, variables: Variables, moments: Moments):
+  first_step = 1.0
+
+  def __init__(
+    self,
+    model: Transformer,
+    variables: Variables,
+    moments: Moments,
+    runtime: checkpoints.Runtime = checkpoints.RUNTIMES[table_file.UNPACKED],
+  ):
     """Check that the moments are those of the model.
 
     Raises:
       ValueError: the moments have another width or vocabulary.
     """
-    self.model, self.variables = model, variables
+    self.model, self.variables, self.runtime = model, variables, runtime
     tables = tables_of(model, variables)
     super().__init__(tables, moments.of_tables(list(tables)))
 
-  def variables_of(self, quantized: Mapping[str, QuantizedTable]) -> Variables:
-    """The variables of the model with these tables."""
-    made = {name: jnp.asarray(q.table(), self.model.dtype) for name, q in quantized.items()}
+  def variables_of(self, quantized: Mapping[str, QuantizedTable | PackedTable]) -> Variables:
+    """The variables of the model with the rows that these tables have in memory."""
+    made = {}
+    for name, own in quantized.items():
+      rows_VD = own.table()
+      for first in range(0, len(rows_VD), ROWS):
+        rows_VD[first : first + ROWS] = self.runtime.rounded(rows_VD[first : first + ROWS])
+      made[name] = jnp.asarray(rows_VD, self.model.dtype)
+      del rows_VD
     return with_tables(self.variables, made)
 
   def point(self, step: float, reference: Reference | None) -> Point:
@@ -396,6 +415,68 @@ class Compression(Tables):
     student = self.variables_of(self.quantized(step))
     (found,) = reference.compare([student])
     return Point(step, size, float(found["kl"].mean(dtype=np.float64)))
+
+
+class PackedCompression(Compression):
+  """The tables of one model as packed bits, which are their form in the file and in memory.
+
+  All tables have equally many bits a number, and a step is 2^-bits: the divergence is about
+  proportional to its square, as it is for integers.
+  """
+
+  first_step = 2.0**-4
+  limits = 2.0**-MOST_BITS, 2.0**-LEAST_BITS
+
+  def _units(self, step: float) -> dict[str, int]:
+    """Elements of the stream of each table."""
+    bits = -math.log2(step)
+    return {name: 1 + int(table.size * bits / 16) for name, table in self.tables.items()}
+
+  @property
+  def _others(self) -> int:
+    """Bytes that do not depend on the step."""
+    return sum(fixed_bytes(*table.shape) for table in self.tables.values())
+
+  def size(self, step: float) -> int:
+    """Bytes of all tables at a step, in the file and in memory."""
+    return self._others + 2 * sum(self._units(step).values())
+
+  def quantized(
+    self, step: float, progress: Callable[[float], None] = lambda part: None
+  ) -> dict[str, PackedTable]:
+    """The packed tables."""
+    made = {}
+    for number, (name, units) in enumerate(self._units(step).items()):
+      own = lambda part, number=number: progress((number + part) / len(self.tables))
+      table, moments = self.tables[name], self.moments[name]
+      made[name] = pack(table, moments, units, is_trellis=False, progress=own)
+    return made
+
+  def coded(
+    self, step: float, size: int | None, progress: Callable[[float], None] = lambda part: None
+  ) -> tuple[float, dict[str, PackedTable], dict[str, dict[str, np.ndarray]]]:
+    """The tables at a step, or at that which fills a size, and their parts.
+
+    Raises:
+      ValueError: the tables need more bytes.
+    """
+    if size is not None:
+      numbers = sum(table.size for table in self.tables.values())
+      # An element more for each table may be needed than its bits say.
+      bits = 8 * (size - self._others - 4 * len(self.tables)) / numbers
+      if bits < LEAST_BITS:
+        least = self.size(self.limits[1]) + 4 * len(self.tables)
+        raise ValueError(
+          f"`--bytes` must be reachable: packed tables need {least:,} bytes; got {size:,}. Give at"
+          f" least {least:,}, or leave out `--runtime packed`."
+        )
+      step = 2.0 ** -min(bits, MOST_BITS)
+    packed = self.quantized(step, progress)
+    return step, packed, {name: table.parts() for name, table in packed.items()}
+
+
+COMPRESSIONS = {table_file.PACKED: PackedCompression}
+"""What compresses for a form in memory; `Compression` does for the others."""
 
 
 def search(
@@ -557,6 +638,7 @@ class Job:
     held_out_tokens: tokens on which the result is judged.
     window: tokens of a window.
     dtype: number format in which the model is loaded and the rest of it is written.
+    runtime: name of the form of the tables in memory, one of `checkpoints.RUNTIMES`.
   """
 
   model: pathlib.Path
@@ -571,6 +653,7 @@ class Job:
   held_out_tokens: int = 2**12
   window: int = WINDOW
   dtype: str = "float32"
+  runtime: str = table_file.UNPACKED
 
   def identity(self) -> str:
     """A hash of everything that the kept work depends on; the bound is not part of it."""
@@ -617,6 +700,8 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   check_paths(job)
   begin = time.monotonic()
   model, variables, tokenizer = loaded
+  runtime = checkpoints.RUNTIMES[job.runtime]
+  runtime.check(model)
   # Moments of such a model are not finite either, which says less.
   for name, table in tables_of(model, variables).items():
     check_rows(table, name)
@@ -624,7 +709,8 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   calibration, held_out, counts = _texts(job, tokenizer, model)
   with open_work(work, job.identity()), ProgressBars() as bars:
     moments = _moments(job, work, model, variables, calibration, counts, bars)
-    compression = Compression(model, variables, moments)
+    kind = COMPRESSIONS.get(job.runtime, Compression)
+    compression = kind(model, variables, moments, runtime)
     tokens = job.search_tokens
     reference = None
     own = calibration.tokens.shape[1] - 2  # tokens of a window that are judged
@@ -642,8 +728,14 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
       say(f"step {step:.4g}: {point.bytes:,} bytes{value}")
       return point
 
-    limits = compression.limits
-    best, points = search(measure, kl=job.kl, size=job.size, points=known, limits=limits)
+    best, points = search(
+      measure,
+      kl=job.kl,
+      size=job.size,
+      points=known,
+      step=compression.first_step,
+      limits=compression.limits,
+    )
     step, quantized, coded = compression.coded(best.step, job.size, bars("coding"))
     seconds = time.monotonic() - begin
     sizes = {name: sum(a.nbytes for a in parts.values()) for name, parts in coded.items()}
@@ -667,6 +759,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
       "block_types": beside,
       "hardest": hardest(found, some, tokenizer),
       "points": [dataclasses.asdict(point) for point in points],
+      "settings": settings_of(job, moments),
       "seconds": round(seconds, 1),
       "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -674,36 +767,54 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   return result
 
 
+def settings_of(job: Job, moments: Moments) -> dict[str, Any]:
+  """What a result depends on beside the model, the texts and the bound."""
+  return {
+    "runtime": job.runtime,
+    "calibration_tokens": moments.tokens,
+    "search_tokens": job.search_tokens,
+    "window": job.window,
+    "dtype": job.dtype,
+    "shrinkage": SHRINKAGE,
+    "smoothing": SMOOTHING,
+    "seed": None if job.moments else SEED,
+  }
+
+
 def in_block_types(
   compression: Compression, judge: Reference, progress: Callable[[float], None]
 ) -> dict[str, dict[str, Any]]:
   """Bytes and divergence of the tables in each block type of GGUF that suits their width.
 
-  Numbers are rounded as llama.cpp does without an importance matrix. Without the package `gguf`
-  there are none.
+  Numbers are rounded as llama.cpp does without an importance matrix, and under "TYPE, fitted"
+  chosen in the metric of the table's use where levels are even. Without the package `gguf` there
+  are none.
   """
   try:
     import gguf
   except ImportError:
     return {}
-  fitting = [
-    name
-    for name, kind in gguf_types.TYPES.items()
-    if not any(table.shape[1] % kind.block for table in compression.tables.values())
-  ]
+  metrics = {name: moments.metric() for name, moments in compression.moments.items()}
+  ways = []
+  for name, kind in gguf_types.TYPES.items():
+    if not any(table.shape[1] % kind.block for table in compression.tables.values()):
+      ways.append((name, name, {}))
+      # With 8 bits there is next to nothing to choose; levels at unequal distances take minutes.
+      if len(kind.grid.levels) < 2**7 and kind.grid.is_uniform:
+        ways.append((f"{name}, fitted", name, metrics))
   found = {}
-  for number, name in enumerate(fitting):
+  for number, (title, name, metric) in enumerate(ways):
     size, tables = 0, {}
     for owner, table in compression.tables.items():
       tables[owner] = np.empty_like(table)
       for first in range(0, len(table), ROWS):
-        packed = gguf_types.encode(name, table[first : first + ROWS])
+        packed = gguf_types.encode(name, table[first : first + ROWS], metric.get(owner))
         values = gguf.dequantize(packed, gguf.GGMLQuantizationType[name])
         tables[owner][first : first + ROWS] = values
         size += packed.nbytes
-    own = lambda part, number=number: progress((number + part) / len(fitting))
+    own = lambda part, number=number: progress((number + part) / len(ways))
     (compared,) = judge.compare([with_tables(compression.variables, tables)], own)
-    found[name] = {"bytes": size} | summary(compared, judge.windows)
+    found[title] = {"bytes": size} | summary(compared, judge.windows)
   return found
 
 
@@ -1000,7 +1111,9 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     # Mapped from the file: only blocks of rows are turned into float32.
     tables[name] = tensor.read(slice(None))
     for first in range(0, tensor.shape[0], ROWS):
-      check_rows(np.asarray(tables[name][first : first + ROWS], np.float32), name)
+      rows = tables[name][first : first + ROWS]
+      check_rows(np.asarray(rows, np.float32), name)
+      checkpoints.files.release(rows)
   made = Tables(tables, moments)
 
   def measure(step: float) -> Point:
@@ -1084,6 +1197,7 @@ def _write(job, work, loaded, coded, result):
     raise disk_error(error, folder) from error
   tables = {n: {"tensor": tensors[n]} | result["tables"][n] for n in coded}
   manifest = {"format": table_file.FORMAT, "version": table_file.VERSION, "tables": tables}
+  manifest["runtime"] = job.runtime
   manifest["report"] = {n: v for n, v in result.items() if n not in ("tables", "hardest")}
   records.write(folder / table_file.MANIFEST, manifest)
   sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
@@ -1104,7 +1218,8 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
     f"The vocabulary tables take {result['bytes']:,} bytes, {before / result['bytes']:.1f} times"
     f" less than in float32. On {held['tokens']:,} held-out tokens the mean divergence from the"
     f" original model is {held['kl']:.5f} nats a token. Compressing took {result['seconds']:.0f} s"
-    f" and {result['peak_bytes'] / 1e9:.2f} GB of memory.",
+    f" and {result['peak_bytes'] / 1e9:.2f} GB of memory. When the folder is"
+    f" loaded, the tables are {checkpoints.RUNTIMES[job.runtime].described}.",
     "",
     "## Size",
     "",
@@ -1150,7 +1265,11 @@ def report(job: Job, result: Mapping[str, Any], sizes: Mapping[str, int]) -> str
   if types:
     columns = *held["domains"], "all"
     lines += ["", "## Block types of GGUF", ""]
-    lines += ["KL of the same tables and text, numbers rounded as llama.cpp does.", ""]
+    lines += [
+      "KL of the same tables and text, with numbers rounded as llama.cpp does without an importance"
+      " matrix, and, where that is quick, with numbers fitted as `vqjax export` does.",
+      "",
+    ]
     lines += [line("tables", "bytes", *columns), line("---", *["---:"] * (len(columns) + 1))]
     rows = {"this folder": held | {"bytes": result["bytes"]}} | types
     for name, row in sorted(rows.items(), key=lambda entry: -entry[1]["bytes"]):

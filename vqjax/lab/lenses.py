@@ -90,7 +90,8 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
 
   Returns:
     "logit" and "tuned": KL from the model's prediction before each block, in nats a token;
-    "positions", the number of held-out positions; and "fitted", that of the others.
+    "positions", the number of held-out positions; "bytes", those of their text; and "fitted", the
+    number of the other positions.
 
   Raises:
     ValueError: the text is too short.
@@ -129,7 +130,9 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
       measured[name] = (total / test.shape[1]).tolist()
   save_lens(lens, job.out, variables)
   shutil.rmtree(work)
-  return {**measured, "positions": test.shape[1], "fitted": train.shape[1]}
+  decoded = lambda row: len(tokenizer.decode(row.tolist()).encode())
+  size = sum(decoded(row) - decoded(row[:1]) for row in rows[-held_out:])
+  return {**measured, "positions": test.shape[1], "bytes": size, "fitted": train.shape[1]}
 
 
 def kept_states(

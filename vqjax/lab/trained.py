@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -61,9 +61,35 @@ class Documents:
     """The text of tokens."""
     return self.encoder.decode([token for token in tokens if token != self.encoder.eos])
 
+  def piece(self, token: int) -> str:
+    """The text of a token; the end of a document has a name."""
+    return "<end>" if token == self.encoder.eos else self.decode([token])
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+  """The text of one token with its spaces, or its name or number where it has none."""
+  if not 0 <= token < tokenizer.vocab:
+    return f"[{token}]"
+  # Between two copies of itself, because tokenizers drop the space before a first token.
+  whole, alone = tokenizer.decode([token, token]), tokenizer.decode([token])
+  return whole[len(alone) :] or tokenizer.piece(token) or f"[{token}]"
+
+
+def visible(text: str) -> str:
+  """The text in one line, each character of which can be seen."""
+  shown = text if text.strip(" ") else text.replace(" ", "␣")
+  shown = shown.replace("\n", "⏎").replace("\t", "⇥")
+  return "".join(
+    char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
+  )
+
 
 def load_trained(
-  path: str, config: str | None = None, overrides: Sequence[str] = (), dtype: str = "float32"
+  path: str,
+  config: str | None = None,
+  overrides: Sequence[str] = (),
+  dtype: str = "float32",
+  runtime: checkpoints.Runtime | None = None,
 ) -> Trained:
   """A model with its tokenizer.
 
@@ -72,6 +98,7 @@ def load_trained(
     config: config file of the run; None: the model is a pretrained one.
     overrides: the overrides of the run.
     dtype: number format of a pretrained model, one of `DTYPES`.
+    runtime: form of the tables of a pretrained model in memory; None: that which its file names.
 
   Raises:
     FileNotFoundError: there is no such model, or it has no tokenizer.
@@ -90,7 +117,7 @@ def load_trained(
         f"FIELD=VALUE must be given with --config only; got {' '.join(overrides)} for the"
         f" pretrained model {path}. Leave it out."
       )
-    loaded = checkpoints.load(folder, dtype=DTYPES[dtype])
+    loaded = checkpoints.load(folder, dtype=DTYPES[dtype], runtime=runtime)
     return Trained(
       loaded.model, loaded.variables, loaded.tokenizer or checkpoints.load_tokenizer(folder)
     )

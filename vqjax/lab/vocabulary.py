@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from vqjax.lab import records
 from vqjax.lab.compression import encode, tables_of
 from vqjax.lab.report.page import document
 from vqjax.lab.report.plots import SERIES, blank, svg
-from vqjax.lab.trained import Trained
+from vqjax.lab.trained import Trained, token_text, visible
 
-RESERVED = re.compile(r"[<\[][|]?(unused|reserved|extra_id)[^ ]*[>\]]", re.IGNORECASE)
+RESERVED = re.compile(r"[<\[][|]?(unused|reserved|extra_id|pad\d)[^ ]*[>\]]", re.IGNORECASE)
 """Entries of tokens that no text has."""
 
 CLASSES = (100, 1000, 10_000, 100_000)
@@ -43,29 +44,28 @@ def vocabulary_of(
     text: text in which tokens are counted; None: nothing is said of frequencies.
     words: words whose neighbours are wanted: those of the last token of each, which is named where
       a word has several.
-    unused: tokens that no text has; empty: those with a name such as "<unused7>".
+    unused: tokens that no text has; empty: those with a name such as "<unused7>", or the rows of
+      padding after the last token.
     k: number of neighbours, and of untrained tokens that are named.
 
   Raises:
     ValueError: a word has no token, or a token is outside the vocabulary.
   """
   model, variables, tokenizer = trained
-
-  def name_of(token: int) -> str:
-    if not 0 <= token < tokenizer.vocab:
-      return f"[{token}]"
-    return tokenizer.decode([int(token)]) or tokenizer.piece(int(token))
-
+  tied = model.head.embedding is not None
   counts = None
   if text is not None:
     tokens = encode(tokenizer, text)[1]
     if not tokens:
       raise ValueError("`--text` must have a token; got an empty text. Give another file.")
     counts = np.bincount(np.asarray(tokens, np.int64), minlength=model.head.vocab)
+  padding = range(tokenizer.vocab, model.head.vocab)
   reserved = list(unused)
   if not reserved:
     pieces = (tokenizer.piece(token) for token in range(min(model.head.vocab, tokenizer.vocab)))
     reserved = [token for token, piece in enumerate(pieces) if RESERVED.fullmatch(piece)]
+    # Rows of padding may hold anything, zeros as well: a centre of their own or none.
+    reserved = reserved if len(reserved) >= 2 else list(padding)
   wanted = dict(_last_token(tokenizer, word) for word in words)
   found = {}
   for table_name, table in tables_of(model, variables).items():
@@ -85,19 +85,24 @@ def vocabulary_of(
     if wanted:
       tokens, cosines = vocabulary.nearest(table, list(wanted.values()), k)
       one["nearest"] = {
-        word: [[name_of(token), float(cosine)] for token, cosine in zip(*row)]
+        word: [[token_text(tokenizer, int(token)), float(cosine)] for token, cosine in zip(*row)]
         for word, row in zip(wanted, zip(tokens, cosines))
       }
     if unused or len(reserved) >= 2:
-      distance, near = vocabulary.untrained(table, reserved)
-      near = [int(token) for token in near if token not in set(reserved)]
+      is_output = tied or table_name == "head"
+      distance, near = vocabulary.untrained(table, reserved, is_output=is_output)
+      known = {*reserved, *padding}
+      near = [int(token) for token in near if int(token) not in known]
       one["untrained"] = {
+        "is_output": is_output,
         "reserved": len(reserved),
         "found": len(near),
-        "nearest": [[token, name_of(token), float(distance[token])] for token in near[:k]],
+        "nearest": [
+          [token, token_text(tokenizer, token), float(distance[token])] for token in near[:k]
+        ],
       }
     found[table_name] = one
-  return _plain({"tied": model.head.embedding is not None, "tables": found})
+  return _plain({"tied": tied, "padding": len(padding), "tables": found})
 
 
 def _last_token(tokenizer, word):
@@ -129,12 +134,13 @@ def _by_frequency(length, counts):
 
 
 def _plain(value):
-  """The value with Python's numbers in place of NumPy's."""
+  """The value with Python's numbers in place of NumPy's, and None for what is not finite."""
   if isinstance(value, dict):
     return {name: _plain(part) for name, part in value.items()}
   if isinstance(value, list):
     return [_plain(part) for part in value]
-  return value.item() if isinstance(value, np.generic) else value
+  value = value.item() if isinstance(value, np.generic) else value
+  return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sections(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -144,6 +150,8 @@ def sections(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
   for name, one in found["tables"].items():
     title = f"{name}{', tied to the head' if found['tied'] else ''}"
     rows = [["rows", "{:,} × {:,}".format(*one["shape"])]]
+    if found["padding"]:
+      rows.append(["rows of padding, without a token", f"{found['padding']:,}"])
     norm = one["norm"]
     rows.append(["norm: mean; 1st, 50th, 99th percentile", "; ".join((
       number(norm["mean"]), ", ".join(number(norm[f"p{part}"]) for part in (1, 50, 99)),
@@ -161,26 +169,30 @@ def sections(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]
       made.append((f"{name}: norm by frequency", ["rank by count", "mean norm"], rows))
     if nearest := one.get("nearest"):
       rows = [
-        [word, ", ".join(f"{shown(text)} {cosine:.2f}" for text, cosine in row)]
+        [word, ", ".join(f"{_shown(text)} {cosine:.2f}" for text, cosine in row)]
         for word, row in nearest.items()
       ]
       made.append((f"{name}: nearest rows", ["word", "tokens and cosines"], rows))
     if untrained := one.get("untrained"):
       rows = [
-        [str(token), shown(text), f"{distance:.3f}"]
+        [str(token), _shown(text), f"{distance:.3f}"]
         for token, text, distance in untrained["nearest"]
       ]
+      alike = (
+        "as near to those of the {:,} reserved tokens as these are to each other"
+        if untrained["is_output"]
+        else "as short as those of the {:,} reserved tokens"
+      )
       title = (
-        f"{name}: {untrained['found']:,} further rows as near to the {untrained['reserved']:,}"
-        " reserved tokens as these are to each other; such tokens were hardly trained"
+        f"{name}: {untrained['found']:,} further rows {alike.format(untrained['reserved'])}; such"
+        " tokens were hardly trained"
       )
       made.append((title, ["token", "text", "distance"], rows))
   return made
 
 
-def shown(text: str) -> str:
-  """A token's text with visible spaces, in one line."""
-  return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
+def _shown(text):
+  return visible(text).replace(" ", "␣")
 
 
 STYLE = """\

@@ -36,6 +36,9 @@ class ProductEmbedding(Layer, of=embeddings.ProductEmbedding): ...
 class QuantizedEmbedding(Layer, of=embeddings.QuantizedEmbedding): ...
 
 
+class Int8Embedding(Layer, of=embeddings.Int8Embedding): ...
+
+
 class LowRankEmbedding(Layer, of=embeddings.LowRankEmbedding): ...
 
 
@@ -126,6 +129,7 @@ __all__ = [
   "GroupedHead",
   "GuidedEmbedding",
   "HierarchicalHead",
+  "Int8Embedding",
   "Layer",
   "LayerState",
   "LearnedCodebookHead",

@@ -14,9 +14,11 @@ import pytest
 
 from tests import jitted
 from tests.checkpoints.families import V, small
-from vqjax import checkpoints
-from vqjax.checkpoints import table_file
+from vqjax import DenseHead, Int8Embedding, QuantizedEmbedding, checkpoints
+from vqjax.checkpoints import RUNTIMES, table_file
+from vqjax.checkpoints.runtime import StoredEmbedding
 from vqjax.compression import Moments, quantize
+from vqjax.inference import EarlyExit, Sampling, generate
 from vqjax.lab import compression, records
 from vqjax.lab.commands import compress, export, inspect, score, trim
 from vqjax.sharding import MeshShape, make_mesh
@@ -103,11 +105,15 @@ def test_the_report_has_the_block_types_of_gguf(compressed):
   made = json.loads((out / "vqjax.json").read_text())
   types = made["report"]["block_types"]
   # Rows of width 32: Q6_K has blocks of 256.
-  assert set(types) == {"Q8_0", "Q5_0", "Q4_0", "IQ4_NL"}
+  even = {"Q5_0", "Q4_0"}
+  assert set(types) == {"Q8_0", "IQ4_NL", *even, *(f"{name}, fitted" for name in even)}
   for name, row in types.items():
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    own = gguf.GGMLQuantizationType[name.partition(",")[0]]
+    block, size = gguf.GGML_QUANT_SIZES[own]
     assert row["bytes"] == len(made["tables"]) * V * 32 // block * size
   assert 0 < types["Q8_0"]["kl"] < types["Q5_0"]["kl"] < types["Q4_0"]["kl"]
+  for name in even:
+    assert types[f"{name}, fitted"]["kl"] < types[name]["kl"]
   assert (out / "report.md").read_text().count("| IQ4_NL |") == 1
 
 
@@ -130,6 +136,151 @@ def test_commands_read_the_folder(compressed, texts, capsys):
   assert inspect.main([str(out)]) == 0
   assert "rANS" in capsys.readouterr().out
   assert score.main([str(out), "--text", texts[0]]) == 0
+
+
+def in_form(name, family, folder, texts, made):
+  """A model, and the folder of its tables for a form in memory."""
+  model = folder if family == "gemma3_text" else model_folder(family, made / "model")
+  out = made / "out"
+  bound = ("--bytes", "8KB") if family == "gemma3_text" else ("--kl", "0.01")
+  assert call(model, texts, out, *bound, "--runtime", name) == 0
+  return out
+
+
+@pytest.fixture(
+  scope="module",
+  params=[
+    ("int8", "gemma3_text"),
+    ("packed", "gemma3_text"),
+    pytest.param(("int8", "llama"), marks=pytest.mark.slow),
+    pytest.param(("packed", "llama"), marks=pytest.mark.slow),
+    pytest.param(("rows", "llama"), marks=pytest.mark.slow),
+  ],
+  ids="-".join,
+)
+def form(request, folder, texts, tmp_path_factory):
+  """The name of a form in memory, and a folder that has it."""
+  name, family = request.param
+  return name, in_form(name, family, folder, texts, tmp_path_factory.mktemp(name))
+
+
+def test_a_folder_loads_in_the_form_of_its_report(form):
+  name, out = form
+  found = checkpoints.load(out)
+  dense = checkpoints.load(out, runtime=RUNTIMES["unpacked"])
+  kinds = {"int8": Int8Embedding, "packed": QuantizedEmbedding, "rows": StoredEmbedding}
+  assert isinstance(found.model.embedding, kinds[name])
+  tables = compression.tables_of(dense.model, dense.variables)
+  rounded = {own: RUNTIMES[name].rounded(table) for own, table in tables.items()}
+  expected = compression.with_tables(dense.variables, rounded)
+  tokens = jax.numpy.array([[3, 1, 96, 41, 3]])
+  # float32 in another order; a table of packed rows is unpacked through its coordinates.
+  np.testing.assert_allclose(
+    jitted.apply(found.model, found.variables, tokens),
+    jitted.apply(dense.model, expected, tokens),
+    atol=2e-4,
+  )
+  report = json.loads((out / "vqjax.json").read_text())["report"]
+  assert 0 < report["held_out"]["kl"] < 0.03
+  stored = {part.name: part for part in checkpoints.inspect(out).parts}
+  assert sum(stored[own].bytes for own in tables) == report["bytes"]
+
+
+@pytest.mark.slow
+def test_a_form_in_memory_generates_drafts_and_trains_what_it_can(form):
+  name, out = form
+  model, variables, _ = checkpoints.load(out)
+  given = model, variables, [[3, 5, 8]], jax.random.key(0), Sampling(temperature=0)
+  plain = generate(*given, max_tokens=5)
+  drafted = generate(*given, max_tokens=5, drafter=EarlyExit(1))
+  np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+  tokens = jax.numpy.array([[3, 1, 4, 1]])
+  others = {name: tree for name, tree in variables.items() if name != "params"}
+
+  def loss(params):
+    return -model.apply({"params": params, **others}, tokens, tokens, method="log_prob").sum()
+
+  gradient = jax.jit(jax.grad(loss))(variables["params"])
+  for own in gradient:
+    assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(gradient[own]))
+  assert ("embedding" in gradient) == (name != "rows")
+
+
+@pytest.mark.fast_cases(1)
+def test_a_mesh_loads_a_form_in_memory(form):
+  _, out = form
+  tokens = jax.numpy.arange(1, 25).reshape(4, 6)
+  expected = jitted.apply(*checkpoints.load(out)[:2], tokens)
+  mesh = make_mesh(MeshShape(2, 2, 2))
+  model, variables, _ = checkpoints.load(out, mesh=mesh)
+  assert {len(x.sharding.device_set) for x in jax.tree.leaves(variables)} == {8}
+  with jax.set_mesh(mesh):
+    found = jax.jit(model.apply)(variables, tokens)
+  np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_commands_read_each_form(form, texts, capsys):
+  _, out = form
+  assert inspect.main([str(out), "--vocabulary", "--nearest", "w5"]) == 0
+  assert score.main([str(out), "--text", texts[0]]) == 0
+  assert export.main([str(out), "--to", "int8", "--out", str(out) + "-again"]) == 2
+  assert "must not be compressed already" in capsys.readouterr().err
+
+
+def test_work_for_one_form_in_memory_is_not_taken_for_another(folder, tmp_path):
+  job = compression.Job(folder, {"a": "b"}, tmp_path / "out", kl=0.01)
+  others = [dataclasses.replace(job, runtime=name).identity() for name in RUNTIMES]
+  assert len(set(others)) == len(RUNTIMES)
+  assert others[0] == job.identity()
+
+
+@pytest.mark.slow
+def test_packed_tables_fill_a_size_or_say_the_least(folder, texts, tmp_path, capsys):
+  assert call(folder, texts, tmp_path / "a", "--bytes", "7KB", "--runtime", "packed") == 0
+  report = json.loads((tmp_path / "a/vqjax.json").read_text())["report"]
+  assert 6990 <= report["bytes"] <= 7000
+  assert call(folder, texts, tmp_path / "b", "--bytes", "5KB", "--runtime", "packed") == 2
+  line = capsys.readouterr().err
+  least = re.search(r"packed tables need ([0-9,]+) bytes", line)[1].replace(",", "")
+  assert call(folder, texts, tmp_path / "b", "--bytes", least, "--runtime", "packed") == 0
+
+
+def test_the_input_rows_of_a_tied_model_are_not_decoded_on_demand(folder, texts, tmp_path, capsys):
+  assert call(folder, texts, tmp_path / "out", "--kl", "0.01", "--runtime", "rows") == 2
+  assert "the form rows must be that of a model whose head has a table" in capsys.readouterr().err
+  assert not any(tmp_path.iterdir())
+
+
+def test_a_form_is_refused_that_tables_or_other_arguments_do_not_allow(folder, texts, compressed):
+  _, out = compressed
+  with pytest.raises(ValueError, match="whose embedding is rANS"):
+    checkpoints.load(out, runtime=RUNTIMES["packed"])
+  with pytest.raises(ValueError, match="`runtime` must be None with a `head`"):
+    checkpoints.load(out, head=DenseHead(V, 32), runtime=RUNTIMES["int8"])
+  arguments = ["--bytes", "9KB", "--out", "a", "--table", "b", "c", "--runtime", "int8"]
+  with pytest.raises(SystemExit):
+    compress.main([str(folder), *arguments])
+
+
+def test_damaged_parts_of_packed_tables_are_named(folder, texts, tmp_path):
+  out = in_form("packed", "gemma3_text", folder, texts, tmp_path)
+  manifest = out / "vqjax.json"
+  text = manifest.read_text()
+  records.write(manifest, json.loads(text) | {"runtime": "cubes"})
+  with pytest.raises(ValueError, match="no header"):
+    checkpoints.load(out)
+  manifest.write_text(text)
+  with pytest.raises(ValueError, match="are packed bits"):
+    table_file.read_table(out)
+  weights = out / "model.safetensors"
+  content = bytearray(weights.read_bytes())
+  source = checkpoints.files.open_source(out)
+  bits = source.tensors["model.embed_tokens.weight"].table.stream
+  content[content.index(np.asarray(bits).tobytes()) + 40] ^= 4
+  weights.write_bytes(content)
+  with pytest.raises(ValueError, match=r"vqjax\.stream .* must have the checksum"):
+    checkpoints.load(out)
 
 
 def test_a_size_is_kept(folder, texts, tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
+from tests.checkpoints.test_tokenizers import words_of
 from tests.lab.commands.test_compress import model_folder
 from vqjax.lab.commands import inspect
 
@@ -32,6 +34,7 @@ def test_the_tables_are_read_and_shown_alike(folder, tmp_path, capsys):
     assert "w3" not in [word for word, _ in one["nearest"]["w3"]]
     assert one["frequency"]["seen"] == 40
     assert one["untrained"]["reserved"] == 3
+    assert one["untrained"]["is_output"] == (one is found["tables"]["head"])
   assert inspect.main([str(folder), *options]) == 0
   printed = capsys.readouterr().out
   html = page.read_text("utf-8")
@@ -39,6 +42,17 @@ def test_the_tables_are_read_and_shown_alike(folder, tmp_path, capsys):
     assert part in " ".join(printed.split())
     assert part in html
   assert not re.search(r'(?:src|href)="(?!#)', html)
+
+
+def test_rows_of_padding_stand_for_reserved_tokens_where_there_are_none(folder, tmp_path, capsys):
+  padded = shutil.copytree(folder, tmp_path / "padded")
+  words_of(90).save(str(padded / "tokenizer.json"))
+  assert inspect.main([str(padded), "--vocabulary", "--json"]) == 0
+  found = json.loads(capsys.readouterr().out)
+  assert found["padding"] == 7
+  for one in found["tables"].values():
+    assert one["untrained"]["reserved"] == 7
+    assert all(token < 90 for token, _, _ in one["untrained"]["nearest"])
 
 
 @pytest.mark.parametrize(

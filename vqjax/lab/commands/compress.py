@@ -10,6 +10,8 @@ import argparse
 import pathlib
 import re
 
+from vqjax.checkpoints import RUNTIMES
+from vqjax.checkpoints.table_file import UNPACKED
 from vqjax.lab.compression import (
   Job,
   TensorJob,
@@ -52,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
   options = parser.parse_args(arguments)
   if options.table and (options.bytes is None or options.text or options.moments):
     parser.error("`--table` needs `--bytes`, and no `--text` or `--moments`: the model is not run")
+  if options.table and options.runtime != UNPACKED:
+    parser.error("`--table` needs no `--runtime`: the model is not one that this library loads")
   if not options.table and not options.text:
     parser.error("`--text` must be given, or `--table` for a model that is not run")
   configure_warnings()
@@ -89,6 +93,7 @@ def _compress(options: argparse.Namespace) -> None:
     held_out_tokens=max(1, options.tokens // 4),
     window=options.window,
     dtype=options.dtype,
+    runtime=options.runtime,
   )
   # Before the minutes that loading may take.
   check_paths(job)
@@ -150,5 +155,12 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     "--dtype", choices=DTYPES, default="float32", help="number format of the rest of the model"
   )
+  parser.add_argument(
+    "--runtime", choices=RUNTIMES, default=UNPACKED,
+    help="form of the tables in memory when the folder is loaded: dense rows (unpacked), groups of"
+    " 8-bit integers (int8), whole bits that are scored where they lie (packed), or, for the input"
+    " table of a model that is not tied, rows decoded from the file when they are looked up (rows);"
+    " default %(default)s",
+  )  # fmt: skip
   parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
   return parser

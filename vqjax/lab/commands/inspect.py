@@ -16,6 +16,7 @@ from rich.table import Table
 
 from vqjax.checkpoints import Inspection, inspect
 from vqjax.lab.console import configure_warnings, exit_code
+from vqjax.lab.exits import say
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     nargs="+",
     default=[],
     metavar="TOKEN",
-    help='tokens that no text has (default: those with names such as "<unused7>")',
+    help='tokens that no text has (default: those with names such as "<unused7>", or the rows of'
+    " padding)",
   )
   tables.add_argument("--page", type=pathlib.Path, metavar="FILE", help="write a page of HTML")
   tables.add_argument("--traceback", action="store_true", help="show the traceback of an error")
@@ -57,7 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     return exit_code(lambda: _vocabulary(options), show_traceback=options.traceback)
 
   def work() -> None:
-    found = inspect(options.model)
+    from vqjax.lab.data.files import data_path
+
+    found = inspect(data_path(options.model, kind="model"))
     if options.json:
       totals = {name: getattr(found, name) for name in ("params", "bytes", "vocabulary_share")}
       print(json.dumps(dataclasses.asdict(found) | totals, indent=2))
@@ -69,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _vocabulary(options: argparse.Namespace) -> None:
   # The package of scientific plots is slow to load, and inspecting parts does not need it.
+  from vqjax.checkpoints import RUNTIMES
+  from vqjax.checkpoints.table_file import UNPACKED
   from vqjax.lab.data.files import data_path, read_text
   from vqjax.lab.trained import load_trained
   from vqjax.lab.vocabulary import sections, vocabulary_of, write_page
@@ -76,19 +82,23 @@ def _vocabulary(options: argparse.Namespace) -> None:
   text = None
   if options.text is not None:
     text = read_text(data_path(str(options.text), kind="--text"))
-  trained = load_trained(options.model)
+  inspect(data_path(options.model, kind="model"))  # refuses a run folder, which has no tables here
+  trained = load_trained(options.model, runtime=RUNTIMES[UNPACKED])
   found = vocabulary_of(trained, text=text, words=options.nearest, unused=options.unused)
   if options.json:
     print(json.dumps(found, indent=2))
   else:
     console = Console()
     for title, columns, rows in sections(found):
-      table = Table(*columns, title=title, title_justify="left")
+      # Not as the title of a table, which wraps it to the width of the rows.
+      console.print(title, style="bold", markup=False, highlight=False)
+      table = Table(*columns)
       for row in rows:
         table.add_row(*map(escape, row))
       console.print(table)
   if options.page is not None:
     write_page(found, options.page, pathlib.Path(options.model).name)
+    say(f"page: {options.page}")
 
 
 def show(found: Inspection, console: Console) -> None:

@@ -6,25 +6,32 @@ vqjax lens gemma-3-270m-q4_k_m.gguf --prompt "..." --lens lens.safetensors --pag
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import pathlib
 
 import numpy as np
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vqjax.inference import lens_readings, load_lens
+from vqjax.inference.lens import blocks_read
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.data.files import data_path, read_text
 from vqjax.lab.exits import say
 from vqjax.lab.lenses import Job, fit_lens
 from vqjax.lab.report.lens import Reading, write_page
-from vqjax.lab.trained import add_arguments, load_trained
+from vqjax.lab.trained import add_arguments, load_trained, visible
 
 CELL = 11
 """Characters of a cell of the terminal's table."""
+
+READING = ("lens", "k", "blocks", "page")
+FITTING = ("out", "positions", "steps", "batch", "window", "rate", "from_identity")
+"""What only reads a text, and what only fits a lens, a field of `Job` each."""
 
 SHADES = ("on #124b2d", "on #2f4a1c", "on #4d4415", "on #5a3313", "on #5c2120")
 """Grounds of cells from a small divergence to a large one."""
@@ -37,11 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
   if options.fit is not None and options.out is None:
     parser.error("`--fit` needs `--out FILE`, the lens to be written")
   # An option of the other use would be ignored.
-  others = ("lens", "page") if options.fit is not None else ("out",)
+  use, others = ("--fit", FITTING) if options.fit is None else ("--prompt", READING)
   for name in others:
     if getattr(options, name) is not None:
-      use = "--prompt" if options.fit is not None else "--fit"
-      parser.error(f"`--{name}` needs `{use}`. Leave it out.")
+      flag = "identity" if name == "from_identity" else name
+      parser.error(f"`--{flag}` needs `{use}`. Leave it out.")
   configure_warnings()
   work = _show if options.fit is None else _fit
   return exit_code(lambda: work(options), show_traceback=options.traceback)
@@ -49,27 +56,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _fit(options: argparse.Namespace) -> None:
   text = read_text(data_path(str(options.fit), kind="--fit"))
-  job = Job(
-    data_path(options.model, kind="model"),
-    text,
-    options.out,
-    positions=options.positions,
-    steps=options.steps,
-    batch=options.batch,
-    window=options.window,
-    from_identity=options.identity,
-    rate=options.rate,
-  )
+  given = {name: getattr(options, name) for name in FITTING if getattr(options, name) is not None}
+  job = Job(data_path(options.model, kind="model"), text, **given)
   found = fit_lens(job, _loaded(options), say)
   if options.json:
     print(json.dumps(found, indent=2))
     return
-  title = f"KL on {found['positions']:,} held-out positions, nats; fitted on {found['fitted']:,}"
-  table = Table("blocks before", title=title)
-  for column in ("logit lens", "tuned lens"):
+  table = Table("blocks before")
+  for column in ("logit lens", "tuned lens", "logit, bits/byte", "tuned, bits/byte"):
     table.add_column(column, justify="right")
-  for number, (logit, tuned) in enumerate(zip(found["logit"], found["tuned"])):
-    table.add_row(str(number), f"{logit:.4f}", f"{tuned:.4f}")
+  per_byte = found["positions"] / found["bytes"] / math.log(2)
+  for number, pair in enumerate(zip(found["logit"], found["tuned"])):
+    cells = [f"{kl:.4f}" for kl in pair] + [f"{kl * per_byte:.4f}" for kl in pair]
+    table.add_row(str(number), *cells)
+  print(
+    f"KL in nats a token on {found['positions']:,} held-out positions; fitted on"
+    f" {found['fitted']:,}"
+  )
   Console().print(table)
   print(f"lens: {options.out}")
 
@@ -87,19 +90,19 @@ def _show(options: argparse.Namespace) -> None:
       f" {'longer' if not tokens else 'shorter'} text."
     )
   lens = None if options.lens is None else load_lens(options.lens, model, variables)
-  found = lens_readings(
-    model, variables, np.asarray([tokens]), lens, k=min(options.k, model.head.vocab)
-  )
-  reading = Reading.of(found, tokens, tokenizer)
+  k = 5 if options.k is None else min(options.k, model.head.vocab)
+  row, blocks = np.asarray([tokens]), options.blocks
+  found = lens_readings(model, variables, row, lens, k=k, blocks=blocks)
+  reading = Reading.of(found, blocks_read(model, blocks), tokens, tokenizer)
   if options.json:
-    print(json.dumps(reading.rows(), indent=2))
-  elif options.page is None:
+    print(json.dumps(reading.rows(), indent=2, allow_nan=False))
+  else:
     show(reading, Console())
   if options.page is not None:
     title = f"{pathlib.Path(options.model).name}: {'tuned' if lens else 'logit'} lens"
     divergences = {}
     if lens is not None:
-      plain = lens_readings(model, variables, np.asarray([tokens]), k=1)
+      plain = lens_readings(model, variables, row, k=1, blocks=blocks)
       divergences["logit lens"] = plain.kl.mean(axis=(1, 2)).tolist()
     name = "tuned lens" if lens is not None else "logit lens"
     divergences[name] = found.kl.mean(axis=(1, 2)).tolist()
@@ -109,7 +112,7 @@ def _show(options: argparse.Namespace) -> None:
 
 def show(reading: Reading, console: Console) -> None:
   """Print layers x positions, as many positions side by side as fit."""
-  layers, count = reading.found.kl.shape
+  count = len(reading.texts)
   columns = max(1, (console.width - 7) // (CELL + 1))
   for first in range(0, count, columns):
     part = range(first, min(count, first + columns))
@@ -117,15 +120,16 @@ def show(reading: Reading, console: Console) -> None:
     table.add_column("block", justify="right")
     for at in part:
       table.add_column(Text(_cut(reading.texts[at])), width=CELL, no_wrap=True)
-    for layer in reversed(range(layers)):
-      cells = [Text(str(layer))]
+    for layer, blocks in reversed([*enumerate(reading.blocks)]):
+      cells = [Text(str(blocks))]
       for at in part:
-        best = _cut(reading.best[layer][at][0])
+        best = set_cell_size(_cut(reading.best[layer][at][0]), CELL - 4)
         share = math.exp(reading.found.log_probs[layer, at, 0])
-        # From a hundredth of a nat to ten.
-        shade = np.clip((math.log10(max(reading.found.kl[layer, at], 1e-9)) + 2) / 3, 0, 0.999)
+        # From a hundredth of a nat to ten; what is not a number is far from everything.
+        kl = np.nan_to_num(reading.found.kl[layer, at], nan=np.inf)
+        shade = np.clip((np.log10(max(kl, 1e-9)) + 2) / 3, 0, 0.999)
         ground = SHADES[int(shade * len(SHADES))]
-        cells.append(Text(f"{best:<{CELL - 4}}{100 * share:3.0f}%", style=f"white {ground}"))
+        cells.append(Text(f"{best}{100 * share:3.0f}%", style=f"white {ground}"))
       table.add_row(*cells)
     console.print(table)
   console.print(
@@ -136,8 +140,9 @@ def show(reading: Reading, console: Console) -> None:
 
 
 def _cut(text: str) -> str:
-  shown = text.replace("\n", "⏎").replace("\t", "⇥")
-  return shown if len(shown) <= CELL - 5 else shown[: CELL - 6] + "…"
+  shown = visible(text)
+  # Some characters are two cells wide.
+  return shown if cell_len(shown) <= CELL - 5 else set_cell_size(shown, CELL - 6) + "…"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,30 +159,37 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--json", action="store_true", help="print JSON")
   reading = parser.add_argument_group("with --prompt")
   reading.add_argument("--lens", type=pathlib.Path, metavar="FILE", help="a fitted lens")
+  reading.add_argument("--k", type=int, metavar="N", help="best tokens of a cell (default 5)")
   reading.add_argument(
-    "--k", type=int, default=5, metavar="N", help="best tokens of a cell (default %(default)s)"
+    "--blocks",
+    type=int,
+    nargs="+",
+    metavar="N",
+    help="read after so many blocks only, and after the last (default: after each)",
   )
   reading.add_argument("--page", type=pathlib.Path, metavar="FILE", help="write a page of HTML")
   fit = parser.add_argument_group("with --fit")
   fit.add_argument("--out", type=pathlib.Path, metavar="FILE", help="the lens to be written")
-  for name, default, text in (
-    ("positions", 2**14, "positions of the text that are used"),
-    ("steps", 250, "steps of descent; 0: least squares alone"),
-    ("batch", 2**8, "positions of a step"),
-    ("window", 256, "tokens of a window"),
+  defaults = {field.name: field.default for field in dataclasses.fields(Job)}
+  for name, text in (
+    ("positions", "positions of the text that are used"),
+    ("steps", "steps of descent; 0: least squares alone"),
+    ("batch", "positions of a step"),
+    ("window", "tokens of a window"),
   ):
-    fit.add_argument(
-      f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default %(default)s)"
-    )
+    fit.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default {defaults[name]})")
   fit.add_argument(
     "--rate",
     type=float,
-    default=0.1,
     metavar="R",
-    help="learning rate of the first step (default %(default)s); a few positions a step, or a"
-    " stream of large numbers, need a smaller one",
+    help=f"learning rate of the first step (default {defaults['rate']}); a few positions a step, or"
+    " a stream of large numbers, need a smaller one",
   )
   fit.add_argument(
-    "--identity", action="store_true", help="begin with the logit lens, not with least squares"
+    "--identity",
+    dest="from_identity",
+    action="store_const",
+    const=True,
+    help="begin with the logit lens, not with least squares",
   )
   return parser

@@ -1,0 +1,99 @@
+"""The embedding of 8-bit integers, a few of which share a scale."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jaxtyping import Array, Float, Int8, Integer
+
+from vqjax.embeddings.base import Embedding
+from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.types import Dtype
+from vqjax.variables import Declaration, Initializer, Variable
+
+MOST = 127
+"""Largest level; -128 is not used, so that a row and its negative are equally good."""
+
+
+def random_levels(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.int8) -> Array:
+  """Default levels: uniform in [-127, 127]."""
+  return jax.random.randint(key, shape, -MOST, MOST + 1, jnp.int32).astype(dtype)
+
+
+class Int8Embedding(Embedding):
+  """A level of 8 bits for each number, times a scale that `group` adjoining numbers share.
+
+  The levels are the variable `levels` of the collection `codes`: `vqjax.convert.to_int8` makes them
+  from a trained table, and they are never trained; the scales are parameters. A `DenseHead` that is
+  tied to it composes a tile of rows where it is scored, so that no other table exists. A row of one
+  scale alone would leave most numbers few levels where some columns are large.
+
+  Attributes:
+    group: adjoining numbers of a row that share a scale; it divides `dim`.
+    levels_init: initialiser of the int8 levels [V, D].
+    dtype: dtype of the returned vectors; None: float32.
+  """
+
+  group: int = 32
+  levels_init: Initializer = random_levels
+  dtype: Dtype | None = None
+
+  def declare(self) -> Declaration:
+    """The levels [V, D] and the scales [V, D / group]."""
+    shape, axes = (self.vocab, self.dim), ("vocab", "table_embed")
+    # Uniform levels have a variance of 127² / 3: rows begin with a mean square length of 1.
+    first = nn.initializers.constant((3 / self.dim) ** 0.5 / MOST)
+    scales = (self.vocab, self.dim // self.group)
+    return {
+      "levels": Variable(shape, axes, self.levels_init, jnp.int8, "codes", pad_value=0),
+      "scale": Variable(scales, axes, first, pad_value=0),
+    }
+
+  def check(self) -> None:
+    """Check that the groups divide a row."""
+    if self.group < 1 or self.dim % self.group:
+      raise ValueError(
+        f"`group` must divide dim {self.dim}; got {self.group}. 32 is usual, and {self.dim} gives a"
+        " row one scale."
+      )
+
+  def flops_per_token(self) -> int:
+    """A product for each number."""
+    return self.dim
+
+  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
+    """The vector of each token; nan for a token outside [0, V)."""
+    known, token = in_vocabulary(tokens, self.vocab)
+    level = self._gather("levels", token, jnp.dtype(jnp.float32))
+    vectors = _scaled((level, self._gather("scale", token)), ())
+    dtype = jnp.dtype(self.dtype or jnp.float32)
+    return jnp.where(known[..., None], vectors, jnp.nan).astype(dtype)
+
+  def table(self) -> Float[Array, "V D"]:
+    """The vectors of the whole vocabulary, in float32."""
+    return self.rows().all()
+
+  def rows(self) -> RowFactory:
+    """The rows, composed a tile at a time."""
+    return RowFactory((self.array("levels"), self.array("scale")), (), _scaled)
+
+
+def _scaled(per_row, shared):
+  del shared
+  level_WD, scale_WG = per_row
+  grouped_WGj = level_WD.reshape(*scale_WG.shape, -1).astype(jnp.float32)
+  return (grouped_WGj * scale_WG[..., None]).reshape(level_WD.shape)
+
+
+def int8_rows(
+  rows_RD: Float[np.ndarray, "R D"], group: int
+) -> tuple[Int8[np.ndarray, "R D"], Float[np.ndarray, "R G"]]:
+  """The nearest levels of rows, and their scales: the largest number of a group has level 127."""
+  grouped_RGj = np.asarray(rows_RD, np.float32).reshape(len(rows_RD), -1, group)
+  scale_RG = np.abs(grouped_RGj).max(axis=-1) / np.float32(MOST)
+  # A group of zeros has the levels 0 under any scale.
+  level_RGj = np.rint(grouped_RGj / np.where(scale_RG > 0, scale_RG, 1)[..., None])
+  return level_RGj.astype(np.int8).reshape(np.shape(rows_RD)), scale_RG
