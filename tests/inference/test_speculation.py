@@ -81,7 +81,7 @@ def plain(rows=4):
   return generate(*target(), PROMPTS[:rows], KEY, GREEDY, max_tokens=NEW)
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_without_a_drafter(name):
   settings = {"max_tokens": NEW, "drafter": drafter(name)}
@@ -103,6 +103,7 @@ def test_a_stop_token_within_a_draft_ends_its_row():
     assert result.lengths[row] == length
 
 
+@pytest.mark.slow
 def test_a_single_row_is_that_of_the_batch():
   result = generate(
     *target(), PROMPTS[:1], KEY, GREEDY, max_tokens=NEW, drafter=drafter("codebook")
@@ -124,6 +125,7 @@ class Digits:
     return "".join(chr(97 + int(token)) for token in tokens)
 
 
+@pytest.mark.slow
 def test_a_stream_has_the_same_text_and_tokens_are_drawn_among_the_allowed():
   allowed = np.arange(V) % 4 != np.arange(4)[:, None]
   given = *target(), PROMPTS, KEY, Sampling(0.9, top_p=0.9)
@@ -209,6 +211,7 @@ def test_draws_over_a_sharded_vocabulary_are_distributed_as_the_model_says():
     assert p_value(Sampling(0.8, top_p=0.9), "early exit", given=(sharded, placed)) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_wrong_draft_distribution_is_noticed(monkeypatch):
   def wrong(target, number, draft_log_prob, *rest):
     return verify(target, number, jnp.full_like(draft_log_prob, -np.log(V)), *rest)
@@ -219,6 +222,7 @@ def test_a_wrong_draft_distribution_is_noticed(monkeypatch):
   assert p_value(Sampling(0.8), "codebook", log_probs=True) < 1e-9
 
 
+@pytest.mark.slow
 def test_drafts_that_are_rejected_become_shorter_and_end(monkeypatch):
   lengths = []
 

@@ -56,7 +56,9 @@ def call(model, texts, out, *options):
   return compress.main([str(model), *words])
 
 
-@pytest.fixture(scope="module", params=["gemma3_text", "llama"])
+@pytest.fixture(
+  scope="module", params=[pytest.param("gemma3_text", marks=pytest.mark.slow), "llama"]
+)
 def compressed(request, folder, texts, tmp_path_factory):
   """A tied and an untied model, and the folders in which they are compressed."""
   made = tmp_path_factory.mktemp("compressed")
@@ -117,6 +119,7 @@ def test_the_report_has_the_block_types_of_gguf(compressed):
   assert (out / "report.md").read_text().count("| IQ4_NL |") == 1
 
 
+@pytest.mark.slow
 def test_a_mesh_loads_the_folder(compressed):
   _, out = compressed
   tokens = jax.numpy.arange(1, 25).reshape(4, 6)
@@ -461,6 +464,7 @@ def fitted(made, size):
   return sum(array.nbytes for array in coded["t"].values()), step
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("size", [10_100, 11_000, 20_000, 30_000])
 def test_a_size_is_filled_from_below(size):
   found, _ = fitted(of_numbers(), size)
@@ -478,6 +482,7 @@ def test_the_least_size_is_that_of_the_file():
       fitted(made, size)
 
 
+@pytest.mark.slow
 def test_tables_of_large_numbers_are_fitted_too():
   plain, step = fitted(of_numbers(), 20_000)
   found, larger = fitted(of_numbers(scale=1e6), 20_000)
