@@ -219,6 +219,7 @@ BAD = {
   "no map": (lambda: medusa("fewer tokens", tokens=None), ["tokens", "vocab 7"]),
   "a tree that is too deep": (lambda: medusa(tree=Tree.chain(4)), ["tree", "3", "depth 4"]),
   "a rank without a token": (lambda: medusa(tree=Tree([(V,)])), ["tree", "11 tokens", "11"]),
+  "a tree of another drafter": (lambda: TreeDraft(medusa(), TREE), ["drafter", "Medusa"]),
   "a typical rule without bounds": (lambda: Typical(0.0), ["epsilon", "0.0"]),
 }
 

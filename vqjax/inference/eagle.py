@@ -221,10 +221,7 @@ def _one_block(model: Transformer) -> Transformer:
 
 
 def initial_params(model: Transformer, variables: Variables, key: PRNGKeyArray) -> Params:
-  """Parameters of a drafter before its training, with the model's last block and final norm.
-
-  Half as much training as with a new block reaches the same divergence.
-  """
+  """Parameters of a drafter before its training, with the model's last block and final norm."""
   params = variables["params"]
   blocks = params["blocks"]
   last = blocks[-1] if isinstance(blocks, tuple) else jax.tree.map(lambda x: x[-1], blocks)
