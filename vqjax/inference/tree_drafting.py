@@ -183,8 +183,8 @@ class TreeDraft(Drafter):
   def __post_init__(self):
     if not isinstance(self.drafter, Draft | EarlyExit):
       raise ValueError(
-        f"`drafter` must be a Draft or an EarlyExit; got {type(self.drafter).__name__}. `Medusa` has"
-        " a tree of its own, and `Eagle` drafts one path."
+        f"`drafter` must be a Draft or an EarlyExit; got {type(self.drafter).__name__}. A `Medusa`"
+        " has a tree of its own, and an `Eagle` drafts one path."
       )
     object.__setattr__(self, "length", self.tree.depth)
     object.__setattr__(self, "tokens", self.drafter.tokens)
