@@ -264,7 +264,7 @@ def check_params(params: Params, model: Transformer) -> None:
 
 
 def frequent_head(
-  model: Transformer, variables: Variables, tokens: Int[ArrayLike, "U"]
+  model: Transformer, variables: Variables, tokens: Int[ArrayLike, "U"] | Sequence[int]
 ) -> tuple[DenseHead, Variables]:
   """A dense head of some rows of a model's, and its variables.
 

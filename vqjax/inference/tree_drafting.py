@@ -174,7 +174,7 @@ class TreeDraft(Drafter):
     typical: accepts more tokens than the exact rule does, and changes the distribution.
   """
 
-  drafter: Draft | EarlyExit
+  drafter: Drafter
   tree: Tree
   typical: Typical | None = dataclasses.field(default=None, kw_only=True)
   length: int = dataclasses.field(default=1, init=False)

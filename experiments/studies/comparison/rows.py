@@ -177,6 +177,7 @@ def rows(s: Setting) -> list[Row]:
   )
   best = Row("dense-contexts", "full softmax, from contexts", dense, to_dense)
   shared = Row("tied", "tied full softmax", tied)
+  shared_best = Row("tied-contexts", "tied full softmax, from contexts", tied, to_dense)
   # Of about their size; the measurements make their own.
   packed, of_rows = heads.QuantizedHead, {"classes": InMemory().classes, "is_ranked": False}
   embedding = lambda: QuantizedEmbedding(V, d, **of_rows)
@@ -184,7 +185,12 @@ def rows(s: Setting) -> list[Row]:
     best,
     *_compressed(best, lambda: packed(V, d, use_bias=True, **of_rows)),
     shared,
-    *_compressed(shared, lambda: packed(V, d, use_bias=True, embedding=embedding())),
+    shared_best,
+    *(
+      row
+      for source in (shared, shared_best)
+      for row in _compressed(source, lambda: packed(V, d, use_bias=True, embedding=embedding()))
+    ),
     Row("dense", "full softmax", dense),
     Row(
       "mixture",
@@ -196,7 +202,6 @@ def rows(s: Setting) -> list[Row]:
       "sigsoftmax",
       lambda: heads.DenseHead(V, d, use_bias=True, output=heads.SigSoftmax()),
     ),
-    Row("tied-contexts", "tied full softmax, from contexts", tied, to_dense),
     Row(
       "product",
       "product codes, from contexts",
@@ -374,8 +379,9 @@ def _by_adam(steps: int, batch: int, warmup: int) -> Train:
 
 HEADLINE = (
   *("tied", "tied-file", "tied-memory"),
+  *("tied-contexts", "tied-contexts-file", "tied-contexts-memory"),
   *("dense-contexts", "dense-contexts-file", "dense-contexts-memory"),
-  *("dense", "tied-contexts", "product-learned", "product-distilled"),
+  *("dense", "product-learned", "product-distilled"),
 )
 PTB = (
   *HEADLINE,

@@ -112,7 +112,7 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
 
 def test_a_compressed_row_measures_the_run_of_its_seed():
   jobs = {job.name: job for job in run.jobs("cpu")}
-  for row in ("dense-contexts", "tied"):
+  for row in ("dense-contexts", "tied", "tied-contexts"):
     for form in ("file", "memory"):
       assert jobs[f"ptb/{row}-{form}-s3"].needs == (f"ptb/{row}-s3",)
       assert f"ptb/{row}-{form}-tuning" not in jobs
