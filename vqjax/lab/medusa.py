@@ -191,7 +191,7 @@ def train_medusa(
     rng = np.random.default_rng((0, step))
     at = np.sort(rng.integers(0, states.positions(count), settings.batch))
     hidden_ND, target_NK = states.at(at, count)
-    given = variables if output.head is None else None
+    given = variables if output.head is None else {}
     loss, found = gradient(trained, given, hidden_ND, number[target_NK])
     return float(loss), found
 
