@@ -124,6 +124,7 @@ def test_equal_scores_come_in_the_order_of_the_tokens():
   np.testing.assert_array_equal(found.tokens, np.broadcast_to(np.arange(4), (4, 6, 4)))
 
 
+@pytest.mark.slow
 def test_removed_and_forbidden_tokens_are_never_drawn():
   head, variables, hidden = dense(301, 16)
   variables["params"]["bias"] = variables["params"]["bias"].at[::2].set(-jnp.inf)

@@ -37,6 +37,7 @@ def untimed(monkeypatch):
   monkeypatch.setattr(drafters, "timed", lambda eagle, *given: eagle)
 
 
+@pytest.mark.slow
 def test_training_brings_a_drafter_nearer_and_leaves_its_file_alone(
   folder, text, tmp_path, untimed, capsys
 ):

@@ -456,6 +456,7 @@ def test_a_product_head_begins_with_clusters_of_given_vectors_and_all_else_is_fr
   jax.tree.map(np.testing.assert_array_equal, others(variables["params"]), others(fresh.params))
 
 
+@pytest.mark.slow
 def test_a_bias_from_unigrams_gives_the_frequencies_of_the_text_whatever_the_rows(dense):
   experiment, _ = dense
   model = experiment.model.clone(head=DenseHead(V, D, use_bias=True))

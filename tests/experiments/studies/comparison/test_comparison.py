@@ -118,6 +118,7 @@ def test_a_compressed_row_measures_the_run_of_its_seed():
       assert f"ptb/{row}-{form}-tuning" not in jobs
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("method", [InFile(), InMemory(classes=6)])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_compressed_table_takes_its_bytes_and_is_near_the_dense_one(is_tied, method):
