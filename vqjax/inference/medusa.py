@@ -205,6 +205,10 @@ def medusa_ranks(
   return jnp.where(is_target_KNR.any(-1), jnp.argmax(is_target_KNR, axis=-1), -1).T
 
 
+FORMAT = "vqjax medusa"
+"""The entry of a file's metadata that says what it is."""
+
+
 def save_medusa(drafter: Medusa, path: str | os.PathLike, variables: Variables) -> None:
   """Write a drafter as safetensors, with a mark of the model that it is of.
 
@@ -217,7 +221,8 @@ def save_medusa(drafter: Medusa, path: str | os.PathLike, variables: Variables) 
   if drafter.tokens is not None:
     tensors["tokens"] = np.asarray(drafter.tokens, np.int32)
   facts = {"paths": drafter.tree.paths, "cost": drafter.cost}
-  metadata = {"format": "vqjax medusa", "drafter": json.dumps(facts)}
+  # A single entry: safetensors writes several in any order, and equal drafters are equal files.
+  metadata = {FORMAT: json.dumps(facts)}
   partial = pathlib.Path(f"{os.fspath(path)}.partial")
   save_file(tensors | {"mark": model_mark(variables)}, partial, metadata)
   partial.replace(path)
@@ -245,7 +250,7 @@ def load_medusa(
   try:
     with safe_open(path, "np") as file:
       tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-      facts = json.loads(file.metadata()["drafter"])
+      facts = json.loads(file.metadata()[FORMAT])
     blocks = MedusaBlocks(*(jnp.asarray(tensors[name]) for name in MedusaBlocks._fields))
     mark, tree = tensors["mark"], Tree(facts["paths"])
   except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:

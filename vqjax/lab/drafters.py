@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import pathlib
 import shutil
 import time
@@ -90,19 +89,7 @@ class DrafterJob:
   def __post_init__(self):
     check_least("positions", self.positions, 1)
     check_least("window", self.window, self.settings.depth + 1)
-    if self.out.exists():
-      raise ValueError(f"`--out` must be a new file; got {self.out}, which exists. Give another.")
-    if not self.out.absolute().parent.is_dir():
-      raise ValueError(
-        f"`--out` must be in a folder that exists; got {self.out}. Make the folder first."
-      )
-
-  def identity(self, mark: np.ndarray) -> str:
-    """A hash of everything that the kept states depend on, `model_mark` of the model."""
-    facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    del facts["out"]
-    facts["mark"] = mark.tobytes()
-    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    lenses.check_new_file(self.out)
 
 
 def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
@@ -129,7 +116,7 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
   work = job.out.with_name(f".{job.out.name}.partial")
   begin, tokens = encode(tokenizer, job.text)
   rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
-  with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
+  with open_work(work, lenses.identity_of(job, model_mark(variables))), ProgressBars() as bars:
     chosen = spread_rows(rows, job.positions)
     counts = np.bincount(tokens, minlength=model.head.vocab)
     eagle, found = drafter_of_rows(work, model, variables, chosen, counts, job.settings, bars, say)

@@ -28,6 +28,25 @@ EVERY = 60.0
 """Seconds after which the state of the fit is kept."""
 
 
+def check_new_file(out: pathlib.Path) -> None:
+  """Raise ValueError unless `--out` is a new file in a folder that exists."""
+  if out.exists():
+    raise ValueError(f"`--out` must be a new file; got {out}, which exists. Give another.")
+  if not out.absolute().parent.is_dir():
+    raise ValueError(f"`--out` must be in a folder that exists; got {out}. Make the folder first.")
+
+
+def identity_of(job: Any, mark: np.ndarray) -> str:
+  """A hash of the fields of a job but `out`, and of `model_mark` of its model.
+
+  What is kept of an interrupted call depends on nothing else.
+  """
+  facts = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
+  del facts["out"]
+  facts["mark"] = mark.tobytes()
+  return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
   """A call of `fit_lens`.
@@ -62,19 +81,7 @@ class Job:
         )
     if not self.rate > 0:
       raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.1 is usual.")
-    if self.out.exists():
-      raise ValueError(f"`--out` must be a new file; got {self.out}, which exists. Give another.")
-    if not self.out.absolute().parent.is_dir():
-      raise ValueError(
-        f"`--out` must be in a folder that exists; got {self.out}. Make the folder first."
-      )
-
-  def identity(self, mark: np.ndarray) -> str:
-    """A hash of everything that the kept streams and steps depend on, `model_mark` of the model."""
-    facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    del facts["out"]
-    facts["mark"] = mark.tobytes()
-    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    check_new_file(self.out)
 
 
 def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
@@ -111,7 +118,7 @@ def fit_lens(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any
   held_out = min(max(1, needed // SHARE), len(rows) - 1)
   needed = min(max(1, needed), len(rows) - held_out)
   rows = np.concatenate((rows[:needed], rows[-held_out:]))
-  with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
+  with open_work(work, identity_of(job, model_mark(variables))), ProgressBars() as bars:
     # The first position of a window has no text before it.
     streams = lambda row: _streams(variables, row[None], model=model)[:, 0, 1:]
     shape = model.layers + 1, len(rows) * per_window, model.dim

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from vqjax.inference.cache import Variables, prefill, unstacked
 from vqjax.inference.eagle import frequent_head
 from vqjax.inference.lens import model_mark
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
-from vqjax.lab.lenses import descend, kept_states
+from vqjax.lab.lenses import descend, identity_of, kept_states
 from vqjax.models import Transformer
 
 SHARE = 16
@@ -320,13 +319,6 @@ class Job:
       if value is not None and value < 1:
         raise ValueError(f"`{name}` must be at least 1; got {value}. Raise it.")
 
-  def identity(self, mark: Float[np.ndarray, "n"]) -> str:
-    """A hash of everything that the kept state depends on, `model_mark` of the model."""
-    facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    del facts["out"]
-    facts["mark"] = mark.tobytes()
-    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-
 
 def fit_medusa(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
   """Train a drafter, write it, and return the figures of `with_best_tree`.
@@ -348,7 +340,7 @@ def fit_medusa(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, A
   if job.vocab is not None and job.vocab < model.head.vocab:
     output = frequent_output(model, variables, rows, job.vocab)
   work = job.out.with_name(f".{job.out.name}.partial")
-  with open_work(work, job.identity(model_mark(variables))), ProgressBars() as bars:
+  with open_work(work, identity_of(job, model_mark(variables))), ProgressBars() as bars:
     given = work, model, variables, rows, output, job.settings
     drafter, figures = medusa_of_rows(*given, bars, say)
   save_medusa(drafter, job.out, variables)

@@ -1,5 +1,6 @@
 """Heartbeats between the processes of a run: when one dies, all end."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -122,8 +123,10 @@ class Watch:
     if not self.over.is_set():
       # The line is the last one: what jax's threads still print goes nowhere. Not `print`: the main
       # thread may hold the lock of standard error.
-      own = os.dup(2)
-      os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+      own = 2
+      with contextlib.suppress(OSError):  # no more files may be opened
+        own = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
       os.write(own, f"error: {reason}\n".encode())
       if in_order:
         self._leave()
