@@ -5,6 +5,10 @@ each row. The integers are coded by rANS with static distributions: each pair of
 uses one of a few distributions, and `RESTART` rows at a time are coded alone, so that any row can
 be read without those before it.
 
+The integers of a stream are those of a trellis: each belongs to one of two quantisers, the even
+integers or 0 and the odd ones, and the parities of the indices before it say to which. An index has
+a bit less than its integer, and a distribution of its quantiser.
+
 This file imports NumPy only, so it may be copied to a machine without JAX:
 
   from table_file import read_table
@@ -13,6 +17,8 @@ This file imports NumPy only, so it may be copied to a machine without JAX:
   table.rows(5, 7)                  # float32 [2, D]
 
 Coder: J. Duda (2013), Asymmetric numeral systems; streaming with 63-bit states and 32-bit words.
+Trellis: H. Schwarz et al. (2021), Quantization and entropy coding in the versatile video coding
+standard, Section III, with 8 states.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FORMAT = "vqjax-compressed-table"
-VERSION = 1
+VERSION = 2
 
 MANIFEST = "vqjax.json"
 """File of a folder that names its compressed tables."""
@@ -63,6 +69,12 @@ MOST_DISTRIBUTIONS = 255
 WIDTH_OF_CLASSES = 1024
 """Classes of rows are coded as a table of this width."""
 
+NEXT_STATE = np.array([[0, 2], [5, 7], [1, 3], [6, 4], [2, 0], [4, 6], [3, 1], [7, 5]], np.uint8)
+"""State of the trellis after an even and an odd index; a stream begins in state 0.
+
+An integer is of the quantiser `state & 1`: 0 has the even ones, 1 has 0 and the odd ones.
+"""
+
 
 class DamagedTableError(ValueError):
   """The bytes of a table are not those that were written."""
@@ -80,8 +92,9 @@ class Distributions:
 
   Attributes:
     frequencies: probability of each symbol times 2^PRECISION, [K, SYMBOLS].
-    distribution: which of them a class and a column use, [C, D].
-    shift: low bits of the integers of a class and a column that are coded as they are, [C, D].
+    distribution: which of them a quantiser, a class and a column use, [Q, C, D]. Q is 2, or 1 for
+      integers that are their own indices.
+    shift: low bits of the indices of a class and a column that are coded as they are, [C, D].
   """
 
   frequencies: np.ndarray
@@ -91,8 +104,7 @@ class Distributions:
   @property
   def lanes(self) -> int:
     """Streams of a restart block."""
-    numbers = RESTART * self.distribution.shape[1]
-    return min(MOST_LANES, max(1, numbers // NUMBERS_OF_A_LANE))
+    return lanes_of(self.shift.shape[1])
 
   @property
   def at_once(self) -> int:
@@ -103,9 +115,11 @@ class Distributions:
   def padded(self) -> tuple[np.ndarray, np.ndarray]:
     """Distribution and shift with a class and columns of padding, whose symbols take no bits."""
     nothing = len(self.frequencies)
-    columns = -self.distribution.shape[1] % self.lanes
-    grow = lambda x, value: np.pad(x, ((0, 1), (0, columns)), constant_values=value)
-    return grow(self.distribution.astype(np.int64), nothing), grow(self.shift.astype(np.int64), 0)
+    last = (0, 1), (0, -self.shift.shape[1] % self.lanes)
+    distribution = np.pad(
+      self.distribution.astype(np.int64), ((0, 0), *last), constant_values=nothing
+    )
+    return distribution, np.pad(self.shift.astype(np.int64), last)
 
   @functools.cached_property
   def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -123,51 +137,88 @@ class Distributions:
     return frequency.ravel(), below.ravel(), symbols
 
 
+def lanes_of(columns: int) -> int:
+  """Streams of a restart block of so many columns; column j is in stream j modulo their number."""
+  return min(MOST_LANES, max(1, RESTART * columns // NUMBERS_OF_A_LANE))
+
+
 Integers = Any
 """Integers [V, D]: an array, or what has a shape and gives rows as an array does."""
 
 
 def distributions_of(
-  levels: Integers, step_class: np.ndarray, classes: int, most: int = MOST_DISTRIBUTIONS
+  levels: Integers,
+  step_class: np.ndarray,
+  classes: int,
+  quantizers: int = 2,
+  most: int = MOST_DISTRIBUTIONS,
 ) -> tuple[Distributions, float]:
   """Few distributions for the classes and columns of integers [V, D], and the bits that all cost.
 
-  Histograms of classes and columns are clustered by the bits that they cost under the distribution
-  of their cluster.
+  Histograms of quantisers, classes and columns are clustered by the bits that they cost under the
+  distribution of their cluster.
   """
   rows, columns = levels.shape
-  histograms = np.zeros((classes, columns, SYMBOLS), np.int64)
-  shift = np.zeros((classes, columns), np.uint8)
-  order = np.argsort(step_class, kind="stable")
-  ends = np.searchsorted(step_class[order], np.arange(classes + 1))
-  step = max(1, 2**22 // columns)
-  blocks = lambda c: (
-    order[i : min(i + step, ends[c + 1])] for i in range(ends[c], ends[c + 1], step)
-  )
-  offsets = np.arange(columns) * SYMBOLS
-  for c in range(classes):
-    count = ends[c + 1] - ends[c]
-    if not count:
-      continue
-    squares = sum((levels[rows].astype(np.float64) ** 2).sum(axis=0) for rows in blocks(c))
-    root = np.sqrt(squares / count)
-    # Bits below a twelfth of the deviation are as good as uniform.
-    shift[c] = np.clip(np.floor(np.log2(np.maximum(root, 1) / 12)), 0, 16)
-    for some in blocks(c):
-      symbols = _symbols(levels[some], shift[c])
-      histograms[c] += np.bincount(
-        (symbols + offsets).ravel(), minlength=columns * SYMBOLS
-      ).reshape(columns, SYMBOLS)
-  flat = histograms.reshape(-1, SYMBOLS)
-  most = min(most, max(1, rows * columns // 2**14))
+  count = np.bincount(step_class, minlength=classes)
+  squares = np.zeros((classes, columns))
+  for some in _ranges(rows, columns):
+    of_class = (step_class[some] == np.arange(classes)[:, None]).astype(np.float64)
+    squares += of_class @ levels[some].astype(np.float64) ** 2
+  root = np.sqrt(squares / np.maximum(count, 1)[:, None]) / quantizers
+  # Bits below a twelfth of the deviation are as good as uniform.
+  shift = np.clip(np.floor(np.log2(np.maximum(root, 1) / 12)), 0, 16).astype(np.uint8)
+  shape = quantizers, classes, columns
+  flat = np.zeros((np.prod(shape), SYMBOLS), np.int64)
+  for some in _ranges(rows, columns):
+    owner = step_class[some].astype(np.int64)
+    index, quantizer = indices(levels[some], quantizers)
+    place = (quantizer.astype(np.int64) * classes + owner[:, None]) * columns + np.arange(columns)
+    place = place * SYMBOLS + _symbols(index, shift[owner])
+    flat += np.bincount(place.ravel(), minlength=flat.size).reshape(flat.shape)
+  most = min(most, max(1, rows * columns // 2**15))
   frequencies, distribution = _clusters(flat, most)
   bits = PRECISION - np.log2(np.maximum(frequencies, 1))
-  total = (flat * bits[distribution]).sum() + 32 * histograms[..., ESCAPE].sum()
-  total += (histograms.sum(axis=-1) * shift).sum()
-  shape = classes, columns
-  return Distributions(frequencies, distribution.reshape(shape).astype(np.uint8), shift), float(
-    total
-  )
+  total = (flat * bits[distribution]).sum() + 32 * flat[:, ESCAPE].sum()
+  total += float((count[:, None] * shift.astype(np.int64)).sum())
+  distribution = distribution.reshape(shape).astype(np.uint8)
+  return Distributions(frequencies, distribution, shift), float(total)
+
+
+def _ranges(rows: int, columns: int) -> Iterator[slice]:
+  """The rows in order, some whole restart blocks at a time."""
+  step = RESTART * max(1, 2**21 // (RESTART * columns))
+  return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def indices(levels: np.ndarray, quantizers: int = 2) -> tuple[np.ndarray, np.ndarray]:
+  """Indices of integers in their quantisers, and these, [R, D]; row 0 begins a restart block.
+
+  Raises:
+    ValueError: an integer is not one of its quantiser.
+  """
+  if quantizers == 1:
+    return levels, np.zeros(levels.shape, np.uint8)
+  rows, columns = levels.shape
+  lanes = lanes_of(columns)
+  padded = np.pad(levels, ((0, -rows % RESTART), (0, -columns % lanes)))
+  value = padded.reshape(-1, RESTART, padded.shape[1] // lanes, lanes)
+  magnitude = np.abs(value)
+  index = (magnitude >> 1) + (magnitude & 1)
+  odd = (index & 1).astype(np.uint8)
+  state = np.zeros((len(value), lanes), np.uint8)
+  quantizer = np.empty(value.shape, np.uint8)
+  for row in range(RESTART):
+    for group in range(value.shape[2]):
+      quantizer[:, row, group] = state & 1
+      state = NEXT_STATE[state, odd[:, row, group]]
+  wrong = (magnitude & 1) != (quantizer & (magnitude > 0))
+  if wrong.any():
+    raise ValueError(
+      f"`levels` must be those of the trellis; got {value[wrong][0]} where the quantiser has other"
+      " integers. Take them from vqjax.compression.quantize."
+    )
+  back = lambda x: x.reshape(padded.shape)[:rows, :columns]
+  return back(np.sign(value) * index), back(quantizer)
 
 
 def _symbols(levels: np.ndarray, shift: np.ndarray) -> np.ndarray:
@@ -232,11 +283,13 @@ def encode_integers(
 ) -> dict[str, np.ndarray]:
   """The parts of a table of integers [V, D]: "words", "lengths", "escapes" and "sums"."""
   _, shift = model.padded
+  quantizers = len(model.distribution)
   blocks = -(-len(levels) // RESTART)
   words, lengths, escapes, counts = [], [], [], []
   for first in range(0, blocks, model.at_once):
     some = range(first, min(first + model.at_once, blocks))
     rows, owner = _padded_rows(levels, step_class, some, model.lanes)
+    rows, quantizer = indices(rows, quantizers)
     symbols = np.empty(rows.shape, np.uint8)
     # Some at a time: the shifts of all of them are as large as the rows.
     for start in range(0, len(rows), RESTART):
@@ -246,7 +299,7 @@ def encode_integers(
     escaped = symbols == ESCAPE
     escapes.append(rows[escaped].astype(np.int32))
     counts.append(escaped.reshape(len(some), -1).sum(axis=1))
-    coded, length = _encoded(rows, symbols, owner, model)
+    coded, length = _encoded(rows, symbols, quantizer, owner, model)
     words += coded
     lengths.append(length)
     progress(some.stop / blocks)
@@ -277,13 +330,18 @@ def _padded_rows(
 
 
 def _encoded(
-  rows: np.ndarray, symbols: np.ndarray, owner: np.ndarray, model: Distributions
+  rows: np.ndarray,
+  symbols: np.ndarray,
+  quantizer: np.ndarray,
+  owner: np.ndarray,
+  model: Distributions,
 ) -> tuple[list[np.ndarray], np.ndarray]:
   """Words of each block, and their numbers by lane: [blocks], uint32 [blocks, lanes].
 
   Args:
-    rows: integers, [blocks · RESTART, D and padding].
+    rows: indices, [blocks · RESTART, D and padding].
     symbols: their symbols, of the same shape.
+    quantizer: their quantisers, of the same shape.
     owner: class of each row, [blocks · RESTART].
     model: the distributions.
   """
@@ -295,10 +353,11 @@ def _encoded(
   lanes = blocks * width
   # By row of a block and group of columns: [RESTART, groups, blocks · lanes].
   order = lambda x: x.reshape(blocks, RESTART, groups, width).transpose(1, 2, 0, 3)
-  rows, symbols = order(rows), order(symbols)
+  rows, symbols, quantizer = order(rows), order(symbols), order(quantizer)
   owner = owner.reshape(blocks, RESTART)
-  by_group = lambda x: x.reshape(-1, groups, width)
+  by_group = lambda x: x.reshape(*x.shape[:-1], groups, width)
   distribution, shift = by_group(distribution), by_group(shift)
+  lane = np.arange(width)
   state = np.full(lanes, LOWEST, np.int64)
   out = np.empty((lanes, 256), np.uint32)
   used = np.zeros(lanes, np.int64)
@@ -307,7 +366,8 @@ def _encoded(
     for group in reversed(range(groups)):
       symbol = symbols[row, group].astype(np.int64).ravel()
       low = shift[own, group].ravel()
-      at = distribution[own, group].ravel() * SYMBOLS + symbol
+      of = distribution[quantizer[row, group], own[:, None], group, lane]
+      at = of.ravel() * SYMBOLS + symbol
       f = frequency[at]
       # `f << (63 - PRECISION - low)` may be 2^63, which is no int64.
       full = np.flatnonzero(state >> 1 >= f << (62 - PRECISION - low))
@@ -361,9 +421,8 @@ def decode_blocks(
   lengths = parts["lengths"].astype(np.int64)
   by_block = lengths.sum(axis=1)
   begins = np.cumsum(by_block) - by_block
-  escapes = np.cumsum(parts["escape_counts"].astype(np.int64))
   words = parts["words"]
-  if len(words) != by_block.sum() or len(parts["escapes"]) != (escapes[-1] if len(escapes) else 0):
+  if len(words) != by_block.sum() or len(parts["escapes"]) != parts["escape_counts"].sum():
     raise _damaged("another number of words")
   out = np.empty((len(blocks), RESTART, columns), np.int32)
   lanes = model.lanes
@@ -385,10 +444,12 @@ def decode_blocks(
     owner = classes[chosen].astype(np.int64)
     # Rows behind the last have a class of their own, which codes nothing.
     owner[(chosen[:, None] * RESTART + np.arange(RESTART)) >= len(step_class)] = -1
-    by_group = lambda x: x.reshape(-1, groups, lanes)
+    by_group = lambda x: x.reshape(*x.shape[:-1], groups, lanes)
     which, bits = by_group(distribution), by_group(shift)
     result = np.empty((RESTART, groups, count, lanes), np.int32)
     mask = 2**PRECISION - 1
+    far = _Escapes(parts, chosen)
+    trellis, lane = np.zeros((count, lanes), np.uint8), np.arange(lanes)
     for row in range(RESTART):
       own = owner[:, row]
       for group in range(groups):
@@ -398,15 +459,22 @@ def decode_blocks(
           remainder = state & (1 << low) - 1
           state = state >> low
         slot = state & mask
-        of = which[own, group].ravel()
+        quantizer = trellis & 1 if len(which) > 1 else 0
+        of = which[quantizer, own[:, None], group, lane].ravel()
         symbol = symbols_of[(of << PRECISION) + slot]
         index = of * SYMBOLS + symbol
         state = frequency[index] * (state >> PRECISION) + slot - below[index]
         level = symbol.astype(np.int64) - (LARGEST + 1)
         if has_low:
-          level = np.where(symbol == ESCAPE, level, (level << low) | remainder)
-        # The escape is -128 in steps of 2^shift; it is replaced below.
-        result[row, group] = np.where(symbol == ESCAPE, -(2**31), level).reshape(count, lanes)
+          level = (level << low) | remainder
+        level = level.reshape(count, lanes)
+        escaped = (symbol == ESCAPE).reshape(count, lanes)
+        if escaped.any():
+          level[escaped] = far.next(escaped)
+        if len(which) > 1:
+          trellis = NEXT_STATE[trellis, level & 1]
+          level = 2 * level - np.sign(level) * quantizer
+        result[row, group] = level
         short = np.flatnonzero(state < LOWEST)
         if len(short):
           place = np.minimum(pointer[short], len(some) - 1)
@@ -414,16 +482,35 @@ def decode_blocks(
           pointer[short] += 1
     if (state != LOWEST).any():
       raise _damaged("integers that do not end where they began")
+    far.check()
     table = result.transpose(2, 0, 1, 3).reshape(count, RESTART, groups * lanes)
-    escaped = table == -(2**31)
-    first = escapes - parts["escape_counts"]
-    values = [parts["escapes"][first[block] : escapes[block]] for block in chosen]
-    values = np.concatenate(values)
-    if np.count_nonzero(escaped) != len(values):
-      raise _damaged("another number of escapes")
-    table[escaped] = values
     out[at : at + count] = table[..., :columns]
   return out
+
+
+class _Escapes:
+  """The indices of some restart blocks that have no symbol, in the order of their blocks."""
+
+  def __init__(self, parts: Mapping[str, np.ndarray], blocks: np.ndarray):
+    ends = np.cumsum(parts["escape_counts"].astype(np.int64))
+    self._next = ends[blocks] - parts["escape_counts"][blocks]
+    self._ends = ends[blocks]
+    self._values = parts["escapes"]
+
+  def next(self, escaped: np.ndarray) -> np.ndarray:
+    """The values where the mask [blocks, lanes] of some columns of a row is true, in its order."""
+    block, _ = np.nonzero(escaped)
+    count = escaped.sum(axis=1)
+    rank = np.arange(len(block)) - np.repeat(np.cumsum(count) - count, count)
+    at, self._next = self._next[block] + rank, self._next + count
+    if (self._next > self._ends).any():
+      raise _damaged("another number of escapes")
+    return self._values[at]
+
+  def check(self) -> None:
+    """Check that all of them were read."""
+    if (self._next != self._ends).any():
+      raise _damaged("another number of escapes")
 
 
 PARTS = ("words", "lengths", "escapes", "escape_counts", "sums")
@@ -449,7 +536,7 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
   parts = encode_integers(levels, step_class, model, progress)
   width = min(WIDTH_OF_CLASSES, rows)
   of_rows = np.pad(step_class.astype(np.int32), (0, -rows % width), mode="edge").reshape(-1, width)
-  class_model, _ = distributions_of(of_rows, np.zeros(len(of_rows), np.uint8), 1, most=1)
+  class_model, _ = distributions_of(of_rows, np.zeros(len(of_rows), np.uint8), 1, 1, most=1)
   class_parts = encode_integers(of_rows, np.zeros(len(of_rows), np.uint8), class_model)
   arrays = {name: parts[name] for name in PARTS}
   arrays |= {f"class_{name}": class_parts[name] for name in PARTS}
@@ -538,7 +625,7 @@ class CompressedTable:
     height = -(-rows // width)
     zeros = np.zeros((1, width), np.uint8)
     try:
-      class_model = Distributions(arrays["class_frequencies"], zeros, zeros)
+      class_model = Distributions(arrays["class_frequencies"], zeros[None], zeros)
       class_parts = {name: arrays[f"class_{name}"] for name in PARTS}
       owner = np.zeros(height, np.uint8)
       classes = decode_integers(class_parts, owner, class_model, width, 0, height)

@@ -4,18 +4,31 @@ An error e of the row of a token of probability p costs about p · eᵀ M e / 2 
 second moment. A transform T turns this into p |e T|² / 2 with uncorrelated columns, so that equal
 steps in all columns cost the fewest bits (reverse water-filling). Rows of rare tokens may err more:
 the step of a row is proportional to p^-1/2, in classes a factor sqrt(2) apart.
+
+Coordinates are not rounded: of the integers that the trellis of a compressed file allows, Viterbi's
+algorithm takes those of the least error and bits together. At equal bytes the error is about a
+fifth less than that of the nearest multiples of a step.
+
+Source: Schwarz et al., Quantization and entropy coding in the versatile video coding standard,
+2021; Fischer and Wang, Entropy-constrained trellis-coded quantization, 1992.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
 
+from vqjax.checkpoints import table_file
 from vqjax.checkpoints.files import release
 from vqjax.compression.moments import SHRINKAGE, Moments
 
@@ -27,6 +40,15 @@ SMOOTHING = 0.2
 
 MOST_LEVELS = 2.0**30
 """Largest magnitude of an integer."""
+
+BIT = 0.6
+"""What a bit costs, in squared steps: about the slope of the error of an ideal coder."""
+
+OF_CLASS, PASSES = 2**9, 3
+"""Rows of a class from which bits are learned, and how often."""
+
+LANES = 2**10
+"""Streams that are searched side by side."""
 
 MOST_CLASSES = 48
 """Classes of steps; rows of still rarer tokens are in the last."""
@@ -92,9 +114,10 @@ class QuantizedTable:
   """A table as integers: row = mean + steps[class] · (levels @ inverse).
 
   Attributes:
-    levels: coordinates of the rows in steps, [V, D], as an array or as `Levels`.
+    levels: coordinates of the rows in steps, [V, D], as an array or as `Levels`; integers of the
+      trellis of `checkpoints.table_file`.
     step_class: class of each row, [V].
-    steps: step of each class, [C].
+    steps: step of each class, [C]: half of the distance of the integers of a quantiser.
     inverse: map from coordinates to rows, [D, D], float16 or float32.
     mean: row that is added to each, [D].
   """
@@ -180,11 +203,11 @@ def transform(
 def step_classes(
   p: Float[np.ndarray, "V"], step: float
 ) -> tuple[UInt8[np.ndarray, "V"], Float[np.ndarray, "C"]]:
-  """Class of each row, and the step of each class: about step · (p V)^-1/2, rising."""
+  """Class of each row, and the step of each class: about step / 2 · (p V)^-1/2, rising."""
   doublings = np.round(-np.log2(p * len(p))).astype(int)
   doublings = np.minimum(doublings, doublings.min() + MOST_CLASSES - 1)
   present, step_class = np.unique(doublings, return_inverse=True)
-  return step_class.astype(np.uint8), (step * 2.0 ** (present / 2)).astype(np.float32)
+  return step_class.astype(np.uint8), (step * 2.0 ** (present / 2 - 1)).astype(np.float32)
 
 
 class Coordinates:
@@ -215,23 +238,25 @@ class Coordinates:
     self._basis = transform(moments, sigma, lam)
     self._p = probabilities(moments.counts, smoothing)
 
-  def _scaled(self, step: float, every: int) -> Iterator[tuple[slice, Float[np.ndarray, "W D"]]]:
-    """Blocks of every `every`-th row in steps, before they are rounded, and their places."""
-    step_class, steps = step_classes(self._p, step * self._basis.scale)
-    forward = self._basis.forward.astype(np.float32)
-    done = 0
-    for start, block in _blocks(self._table):
-      first = -start % every
-      owner = step_class[start + first : start + len(block) : every]
-      if len(owner):
-        scaled = (block[first::every] - self._mean) @ forward / steps[owner][:, None]
-        yield slice(done, done + len(owner)), scaled
-        done += len(owner)
+  def _scaled(
+    self, rows: Int[np.ndarray, "n"], step: Float[np.ndarray, "n"]
+  ) -> Float[np.ndarray, "n D"]:
+    """The coordinates of rows, in rising order, in units of their steps."""
+    block = np.asarray(self._table[rows[0] : rows[-1] + 1], np.float32)
+    release(self._table[rows[0] : rows[-1] + 1])
+    return (block[rows - rows[0]] - self._mean) @ self._forward / step[:, None]
+
+  @functools.cached_property
+  def _forward(self) -> Float[np.ndarray, "D D"]:
+    return self._basis.forward.astype(np.float32)
 
   @functools.cached_property
   def largest(self) -> float:
     """Largest magnitude of a coordinate in steps, where the step is 1."""
-    return max(float(np.abs(block).max()) for _, block in self._scaled(1.0, 1))
+    step_class, steps = step_classes(self._p, self._basis.scale)
+    step = steps[step_class]
+    blocks = _ranges(self.shape[0])
+    return max(float(np.abs(self._scaled(rows, step[rows])).max()) for rows in blocks)
 
   def quantized(self, step: float, every: int = 1) -> QuantizedTable:
     """The integers of a step.
@@ -245,16 +270,147 @@ class Coordinates:
     """
     if not 0 < step < np.inf:
       raise ValueError(f"`step` must be positive and finite; got {step}. Begin with 1.")
+    if self.largest > step * MOST_LEVELS:
+      raise ValueError(
+        f"`step` must give levels of at most 2^30; got {step}. Give at least"
+        f" {1.01 * self.largest / MOST_LEVELS:.3g}, or keep the table."
+      )
     step_class, steps = step_classes(self._p, step * self._basis.scale)
-    levels = Levels((-(-self.shape[0] // every), self.shape[1]))
-    for rows, scaled in self._scaled(step, every):
-      if np.abs(scaled).max() > MOST_LEVELS:
-        raise ValueError(
-          f"`step` must give levels of at most 2^30; got {step}. Give at least"
-          f" {1.01 * self.largest / MOST_LEVELS:.3g}, or keep the table."
-        )
-      levels[rows] = np.rint(scaled).astype(np.int32)
-    return QuantizedTable(levels, step_class[::every], steps, self._basis.inverse, self._mean)
+    scaled = lambda rows: self._scaled(rows, steps[step_class[rows]])
+    model = self._rates(step_class, len(steps), scaled)
+    chosen = np.arange(0, self.shape[0], every)
+    levels = Levels((len(chosen), self.shape[1]))
+    for own in _ranges(len(chosen)):
+      rows = chosen[own]
+      levels[own[0] : own[-1] + 1] = trellis_levels(scaled(rows), step_class[rows], model)
+    return QuantizedTable(levels, step_class[chosen], steps, self._basis.inverse, self._mean)
+
+  def _rates(self, step_class, classes, scaled) -> table_file.Distributions:
+    """Distributions of indices, from a few rows of each class: of the levels that they choose."""
+    order = np.argsort(step_class, kind="stable")
+    ends = np.searchsorted(step_class[order], np.arange(classes + 1))
+    of_class = (order[first:last] for first, last in itertools.pairwise(ends))
+    rows = np.sort(np.concatenate([own[:: -(-len(own) // OF_CLASS)] for own in of_class]))
+    x, owner = scaled(rows), step_class[rows]
+    # At first all bits cost alike.
+    frequency = np.ones((1, table_file.SYMBOLS), np.uint16)
+    zeros = np.zeros((2, classes, self.shape[1]), np.uint8)
+    model = table_file.Distributions(frequency, zeros, zeros[0])
+    for _ in range(PASSES):
+      levels = trellis_levels(x, owner, model)
+      model, _ = table_file.distributions_of(levels, owner, classes)
+    return model
+
+
+def trellis_levels(
+  x: Float[np.ndarray, "R D"], step_class: UInt8[np.ndarray, "R"], model: table_file.Distributions
+) -> Int[np.ndarray, "R D"]:
+  """The integers of the trellis of the least squared error and bits.
+
+  Args:
+    x: coordinates in steps; row 0 begins a restart block.
+    step_class: class of each row.
+    model: distributions, whose bits cost `BIT` each.
+  """
+  rows, columns = x.shape
+  lanes, restart = table_file.lanes_of(columns), table_file.RESTART
+  # A symbol that no sampled row had may still be the best.
+  bits = table_file.PRECISION - np.log2(np.maximum(model.frequencies, 2.0**-4))
+  bits[:, table_file.ESCAPE] += 32
+  # Of one size, so that one program is compiled. What is behind the last row and column is 0,
+  # whatever it costs.
+  cost = np.full((table_file.MOST_DISTRIBUTIONS + 1, table_file.SYMBOLS), 1e9, np.float32)
+  cost[: len(bits)] = BIT * (bits - bits.min(axis=1, keepdims=True))
+  cost[-1, table_file.LARGEST + 1] = 0
+  last = (0, MOST_CLASSES + 1 - len(model.shift)), (0, -columns % lanes)
+  which = np.pad(model.distribution, ((0, 0), *last), constant_values=len(cost) - 1)
+  shift = np.pad(model.shift, last)
+  by_group = lambda y: y.reshape(*y.shape[:-1], -1, lanes)
+  which, shift = by_group(which), by_group(shift)
+  blocks = 2 ** math.ceil(math.log2(-(-rows // restart)))
+  at_once = restart * min(blocks, max(1, LANES // lanes))
+  levels = np.empty((rows, columns), np.int32)
+  for first in range(0, rows, at_once):
+    own, owner = x[first : first + at_once], step_class[first : first + at_once]
+    missing = at_once - len(own)
+    own = by_group(np.pad(own, ((0, missing), last[1])))
+    owner = np.pad(owner.astype(np.int32), (0, missing), constant_values=-1)
+    # By row of a block: [RESTART, groups, blocks, lanes].
+    own = own.reshape(-1, restart, *own.shape[1:]).transpose(1, 2, 0, 3)
+    found = np.asarray(_viterbi(own, owner.reshape(-1, restart).T, which, shift, cost))
+    found = found.transpose(2, 0, 1, 3).reshape(at_once, -1)
+    levels[first : first + at_once] = found[: at_once - missing, :columns]
+  return levels
+
+
+@jax.jit
+def _viterbi(
+  x: Float[Array, "R G B L"],
+  owner: Int[Array, "R B"],
+  which: UInt8[Array, "2 C G L"],
+  shift: UInt8[Array, "C G L"],
+  cost: Float[Array, "K S"],
+) -> Int[Array, "R G B L"]:
+  """The levels of streams [B, L] of the least cost; see `trellis_levels`."""
+  following, flat = table_file.NEXT_STATE, cost.reshape(-1)
+  states = len(following)
+  # Of each state the two states before it, with the parities that lead from them to it.
+  before = np.array(
+    [
+      [(s, p) for s in range(states) for p in (0, 1) if following[s, p] == state]
+      for state in range(states)
+    ]
+  )
+  previous, place = before[..., 0], 2 * (before[..., 0] & 1) + before[..., 1]
+
+  def choices(row):
+    """Costs and levels [G, 4, B, L] of the best integer of each quantiser and parity."""
+    x_GBL, owner_B = row
+    shift_GBL = jnp.moveaxis(shift[owner_B], 1, 0).astype(jnp.int32)
+    size_GBL, sign_GBL = jnp.abs(x_GBL), jnp.where(x_GBL < 0, -1.0, 1.0)
+    costs, levels = [], []
+    for quantizer, parity in ((0, 0), (0, 1), (1, 0), (1, 1)):
+      own_GBL = jnp.moveaxis(which[quantizer, owner_B], 1, 0).astype(jnp.int32) * cost.shape[1]
+      near_GBL = 2 * jnp.rint((size_GBL + quantizer - 2 * parity) / 4) + parity
+      near_GBL = jnp.maximum(near_GBL, parity)
+      options = []
+      # The nearest, and the next one towards 0, whose bits are fewer.
+      for index_GBL in (near_GBL, jnp.where(near_GBL >= 2, near_GBL - 2, near_GBL)):
+        level_GBL = 2 * index_GBL - jnp.where(index_GBL > 0, quantizer, 0)
+        symbol_GBL = (sign_GBL * index_GBL).astype(jnp.int32) >> shift_GBL
+        is_far = jnp.abs(symbol_GBL) > table_file.LARGEST
+        symbol_GBL = jnp.where(is_far, table_file.ESCAPE, symbol_GBL + table_file.LARGEST + 1)
+        options.append((flat[own_GBL + symbol_GBL] + (size_GBL - level_GBL) ** 2, level_GBL))
+      (cost_GBL, level_GBL), (other_GBL, lower_GBL) = options
+      level_GBL = sign_GBL * jnp.where(other_GBL < cost_GBL, lower_GBL, level_GBL)
+      costs.append(jnp.minimum(cost_GBL, other_GBL))
+      levels.append(level_GBL.astype(jnp.int32))
+    return jnp.stack(costs, axis=1), jnp.stack(levels, axis=1)
+
+  def column(path_SBL, cost_4BL):
+    one, two = (path_SBL[previous[:, i]] + cost_4BL[place[:, i]] for i in (0, 1))
+    new_SBL, bit_S = jnp.minimum(one, two), np.arange(states, dtype=np.uint8)[:, None, None]
+    second_BL = ((two < one).astype(jnp.uint8) << bit_S).sum(axis=0, dtype=jnp.uint8)
+    return new_SBL - new_SBL[0], second_BL
+
+  forward = lambda path_SBL, row: lax.scan(column, path_SBL, choices(row)[0])
+  start = jnp.full((states, *x.shape[2:]), 1e30).at[0].set(0.0)
+  path_SBL, second_RGBL = lax.scan(forward, start, (x, owner))
+  table = jnp.array(before)
+
+  def column_back(state_BL, second_BL):
+    is_second = (second_BL.astype(jnp.int32) >> state_BL) & 1
+    state_BL, parity_BL = jnp.moveaxis(table[state_BL, is_second], -1, 0)
+    return state_BL, 2 * (state_BL & 1) + parity_BL
+
+  def backward(state_BL, row):
+    *own, second_GBL = row
+    state_BL, place_GBL = lax.scan(column_back, state_BL, second_GBL, reverse=True)
+    _, level_G4BL = choices(own)
+    return state_BL, jnp.take_along_axis(level_G4BL, place_GBL[:, None], axis=1)[:, 0]
+
+  last = path_SBL.argmin(axis=0).astype(table.dtype)
+  return lax.scan(backward, last, (x, owner, second_RGBL), reverse=True)[1]
 
 
 def quantize(
@@ -267,7 +423,7 @@ def quantize(
 ) -> QuantizedTable:
   """Quantise a table to integers, a block of rows at a time.
 
-  The expected loss is about D · step² / 24 nats a token where every column has more than a few
+  The expected loss is about D · step² / 30 nats a token where every column has more than a few
   levels; halving the step costs a bit for each number.
 
   Args:
@@ -286,14 +442,20 @@ def quantize(
 
 
 def ideal_bits(quantized: QuantizedTable) -> Float[np.ndarray, "C D"]:
-  """Bits of an ideal coder with a distribution for each class and column, without its tables."""
-  classes = range(len(quantized.steps))
+  """Bits of an ideal coder of the indices, without its tables.
+
+  It has a distribution for each class, quantiser and column.
+  """
+  index, quantizer = table_file.indices(np.asarray(quantized.levels))
   bits = np.zeros((len(quantized.steps), quantized.shape[1]))
-  for c in classes:
-    levels = quantized.levels[quantized.step_class == c]
-    for j in range(levels.shape[1]):
-      counts = np.unique(levels[:, j], return_counts=True)[1]
-      bits[c, j] = -(counts * np.log2(counts / len(levels))).sum()
+  for c in range(len(quantized.steps)):
+    own = quantized.step_class == c
+    # The low bit is the quantiser, so that one count is of both.
+    both = 2 * index[own].astype(np.int64) + quantizer[own]
+    for j in range(both.shape[1]):
+      found, counts = np.unique(both[:, j], return_counts=True)
+      of = np.bincount(found & 1, counts, minlength=2)[found & 1]
+      bits[c, j] = -(counts * np.log2(counts / of)).sum()
   return bits
 
 
@@ -307,6 +469,11 @@ def check_table(table: Float[np.ndarray, "V D"]) -> None:
     raise ValueError(
       f"`table` must be an array [V, D]; got shape {np.shape(table)}. Give a row for each token."
     )
+
+
+def _ranges(count: int) -> Iterator[Int[np.ndarray, "n"]]:
+  """The numbers below `count` in order, `BLOCK` at a time."""
+  return (np.arange(i, min(i + BLOCK, count)) for i in range(0, count, BLOCK))
 
 
 def _blocks(table):
