@@ -181,7 +181,7 @@ def stored_folder(tmp_path_factory):
   import safetensors.numpy
 
   folder = tmp_path_factory.mktemp("stored")
-  tensors = table_file.encode(laplace(300, 12, 4.0))
+  tensors = table_file.encode(laplace(300, 3, 4.0))
   tensors = {f"w.vqjax.{name}": array for name, array in tensors.items()}
   safetensors.numpy.save_file(tensors, folder / "model.safetensors")
   (folder / "vqjax.json").write_text(manifest())
@@ -218,7 +218,7 @@ def test_a_damaged_manifest_is_named(content, tmp_path):
 
 def test_a_manifest_of_another_version_is_refused(tmp_path):
   (tmp_path / "vqjax.json").write_text(manifest(version=99))
-  with pytest.raises(ValueError, match=r"must be \('vqjax-compressed-table', 1\); got"):
+  with pytest.raises(ValueError, match=r"must be \('vqjax-compressed-table', 2\); got"):
     table_file.read_table(tmp_path)
 
 

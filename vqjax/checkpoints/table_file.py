@@ -363,6 +363,8 @@ def _encoded(
   used = np.zeros(lanes, np.int64)
   for row in reversed(range(RESTART)):
     own = owner[:, row]
+    if (own < 0).all():  # padding, at the end of the last block
+      continue
     for group in reversed(range(groups)):
       symbol = symbols[row, group].astype(np.int64).ravel()
       low = shift[own, group].ravel()
@@ -452,6 +454,9 @@ def decode_blocks(
     trellis, lane = np.zeros((count, lanes), np.uint8), np.arange(lanes)
     for row in range(RESTART):
       own = owner[:, row]
+      if (own < 0).all():
+        result[row] = 0
+        continue
       for group in range(groups):
         low = bits[own, group].ravel()
         has_low = low.any()

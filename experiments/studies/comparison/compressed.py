@@ -85,9 +85,11 @@ class InFile:
 
   Attributes:
     within: part of the bytes that may be left.
+    version: version of the file's format, by which results of another one are known.
   """
 
   within: float = 0.002
+  version: int = dataclasses.field(default=table_file.VERSION, init=False)
 
   def __call__(self, table: Table) -> tuple[nn.Module, dict, int]:
     """The model with the rows that the file has; see `Method`."""
