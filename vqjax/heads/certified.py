@@ -101,6 +101,7 @@ class CertifiedHead(DenseHead):
       "rows": Variable((self.vocab, self.dim), ("vocab", "codes_embed"), zeros, jnp.int8, **kept),
       "row_scale": Variable(*vocab, zeros, **kept),
       "row_error": Variable(*vocab, nn.initializers.constant(jnp.inf), **kept),
+      "row_length": Variable(*vocab, zeros, **kept),
       "row_mean": Variable((self.dim,), ("codes_embed",), zeros, **kept),
     }
 
@@ -113,7 +114,7 @@ class CertifiedHead(DenseHead):
   def _rows(self) -> dict[str, Sharded | Replicated]:
     own = self.array
     return super()._rows() | {
-      "int8": Sharded((own("rows"), own("row_scale"), own("row_error")), 0),
+      "int8": Sharded(tuple(own(f"row{part}") for part in ("s", "_scale", "_error", "_length")), 0),
       "mean": Replicated(own("row_mean")),
     }
 
@@ -175,8 +176,7 @@ class CertifiedHead(DenseHead):
     finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
     int8 = Int8Rows(*rows["int8"], rows["mean"])
     upper = certified.bounds(hidden.astype(dtype), int8, self.vocab, finish, self.vocab_axis)
-    exact = self._blocks(rows, hidden)
-    first = vocab_parallel.first_row(exact.axis, count)
+    first = vocab_parallel.first_row(upper.axis, count)
     noise_VB = None
 
     def score_of(token_Bn):
@@ -193,12 +193,18 @@ class CertifiedHead(DenseHead):
       noise_Bn = jnp.take_along_axis(jnp.moveaxis(noise_VB, 0, -1), own_Bn, axis=-1)
       return score_Bn / noise[1] + noise_Bn
 
-    exact, upper = (sampling.allow(blocks, allowed, self.vocab) for blocks in (exact, upper))
     if noise is not None:
       noise_VB = sampling.gumbel(noise[0], (count, *batch))
+
+    def finished(blocks):
+      blocks = sampling.allow(blocks, allowed, self.vocab)
       noisy = lambda scores, tokens: scores / noise[1] + noise_VB[tokens - first]
-      exact, upper = exact.map(noisy), upper.map(noisy)
-    return certified.best(upper, exact, score_of, k, max(k, min(self.budget, count - 1)))
+      return blocks if noise is None else blocks.map(noisy)
+
+    exact = lambda: finished(self._blocks(rows, hidden))
+    # The default of a GPU or TPU would round float32 operands, and the bound is of exact scores.
+    with jax.default_matmul_precision("highest"):
+      return certified.best(finished(upper), exact, score_of, k, max(k, min(self.budget, count - 1)))
 
 
 def _named(rows: Int8Rows) -> dict[str, Array]:
@@ -206,5 +212,6 @@ def _named(rows: Int8Rows) -> dict[str, Array]:
     "rows": rows.codes,
     "row_scale": rows.scale,
     "row_error": rows.error,
+    "row_length": rows.length,
     "row_mean": rows.mean,
   }
