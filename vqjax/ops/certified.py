@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
-from vqjax.ops import narrow, sampling, topk
+from vqjax.ops import narrow, sampling, topk, vocab_parallel
 
 LEVELS = 127
 """Largest 8-bit integer of a row and of a hidden vector."""
@@ -39,7 +39,7 @@ ROUNDING = 2.0**-24
 
 
 class Int8Rows(NamedTuple):
-  """A weight [V, D] in 8-bit integers: row v is about `mean` and `scale[v] * codes[v]` rotated back.
+  """A weight [V, D] in 8-bit integers: `mean`, and `scale[v] * codes[v]` rotated back.
 
   Attributes:
     codes: the integers.
@@ -74,9 +74,13 @@ def int8_rows(weight: Float[Array, "V D"]) -> Int8Rows:
     code_D = jnp.round(turned_D / jnp.where(scale > 0, scale, 1.0))
     rest = jnp.linalg.norm(rest_D)
     # The norm of what is rotated by H is larger by the root of a block.
-    off, length = (jnp.linalg.norm(x) / _block(dim) ** 0.5 for x in (
-      turned_D - scale * code_D, scale * code_D,
-    ))
+    off, length = (
+      jnp.linalg.norm(x) / _block(dim) ** 0.5
+      for x in (
+        turned_D - scale * code_D,
+        scale * code_D,
+      )
+    )
     # Sums of D products round D times, here and where rows are scored exactly; so does the norm.
     size = rest + 2 * jnp.linalg.norm(mean_D)
     error = off + _turning(dim) * rest + 2 * (dim + 8) * ROUNDING * size
@@ -95,7 +99,7 @@ def _rotated(x):
   size = _block(x.shape[-1])
   # The entry of rows i and j is the parity of the bits that they share.
   sign = np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
-  blocks = x.reshape(*x.shape[:-1], -1, size)
+  blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
   # The default of a TPU would round the vectors to bfloat16.
   turned = jnp.matmul(blocks, sign.astype(np.float32), precision=lax.Precision.HIGHEST)
   return turned.reshape(x.shape)
@@ -150,6 +154,11 @@ def bounds(
   count = rows.codes.shape[0]
   whole = count if count * math.prod(batch) <= sampling.STORED_SCORES else None
   return sampling.row_blocks(batch, count, vocab, above, vocab_axis, whole)
+
+
+def pays(vectors: int) -> bool:
+  """Whether a first pass for so many vectors takes less time than the scores of all rows."""
+  return vectors <= narrow.FEW or vocab_parallel.platform() != "cpu"
 
 
 class Best(NamedTuple):
