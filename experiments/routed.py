@@ -1,6 +1,8 @@
 """Heads over Gemma 3 270M's table that read a part of it: certified and routed.
 
 python -m experiments.routed --model gemma-3-270m-q4_k_m.gguf
+python -m experiments.routed --model gemma-3-270m-q4_k_m.gguf --only milliseconds \\
+    --windows 1 --work runs/routed-times --json docs/results/routed.json
 
 Hidden states are those of the texts of `experiments.gemma`: centroids are trained on states of its
 calibration text, and all numbers are of held-out text, by domain, and of unseen text. The states
@@ -46,6 +48,9 @@ PREFILTERS = (256, 384, 512)
 PREFILTERED = 1016
 """States on which they are measured."""
 
+PARTS = ("milliseconds", "certified")
+"""Parts of the results that a call with `--only` may renew."""
+
 
 def states(options, model, variables, say):
   """Hidden states, likely tokens and domains of training and held-out text."""
@@ -54,7 +59,11 @@ def states(options, model, variables, say):
   texts = None
   hidden_of = jax.jit(lambda v, tokens: model.apply(v, tokens, method="hidden"))
   found = {}
-  for name, each in (("eval", options.windows), ("train", options.training_windows)):
+  sides = (("eval", options.windows), ("train", 0 if options.only else options.training_windows))
+  for name, each in sides:
+    if not each:
+      found[name] = None
+      continue
     parts = []
     names = len(DOMAINS) + len(UNSEEN) * (name == "eval")
     for first in range(0, each * names, WINDOWS_AT_ONCE):
@@ -269,6 +278,9 @@ def main() -> int:
   parser.add_argument("--windows", type=int, default=5, help="held-out windows of each text")
   parser.add_argument("--training-windows", type=int, default=40, help="of each domain")
   parser.add_argument("--certified", type=int, default=10_160, help="states that are checked")
+  parser.add_argument(
+    "--only", nargs="+", choices=PARTS, help="renew these parts of the JSON alone"
+  )
   parser.add_argument("--repeats", type=int, default=30, help="calls of which times are medians")
   options = parser.parse_args()
   if options.show:
@@ -280,18 +292,28 @@ def main() -> int:
   say = lambda text: print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
   model, variables, _ = checkpoints.load(data_path(options.model, kind="--model"))
   train, held, head, table = states(options, model, variables, say)
-  say(f"{len(train['hidden'])} states for training, {len(held['hidden'])} held out")
-  made_by = provenance()
-  result = {"provenance": made_by}
-  write = functools.partial(records.write, options.json or options.work / "results.json")
+  path = options.json or options.work / "results.json"
+  write = functools.partial(records.write, path)
   # Keys of JSON are strings.
   keep = lambda: write(json.loads(json.dumps(result)))
-  result["routed"], own, trained = routed(options, train, held, head, table, say)
-  keep()
-  result["milliseconds"] = times(options, held, head, table, own, trained)
-  keep()
-  result["certified"] = certified(options, held, head, table, say)
-  keep()
+  if options.only:
+    result = json.loads(path.read_text("utf-8"))
+    result.pop(records.CHECKSUM)
+    result["renewed"] = {**result.get("renewed", {}), **dict.fromkeys(options.only, provenance())}
+    # Which rows a routed head reads does not change how many it reads.
+    order = np.random.default_rng(0).permutation(head.vocab)
+    own, trained = RoutedHead.from_dense(head, table, order, CLUSTERS, BUDGETS[0])
+  else:
+    say(f"{len(train['hidden'])} states for training, {len(held['hidden'])} held out")
+    result = {"provenance": provenance()}
+    result["routed"], own, trained = routed(options, train, held, head, table, say)
+    keep()
+  if "milliseconds" in (options.only or PARTS):
+    result["milliseconds"] = times(options, held, head, table, own, trained)
+    keep()
+  if "certified" in (options.only or PARTS):
+    result["certified"] = certified(options, held, head, table, say)
+    keep()
   print(shown(json.loads(json.dumps(result))))
   return 0
 

@@ -10,7 +10,7 @@ import pytest
 from tests.contract import compiled
 from tests.contract_of_representatives import RepresentativeContract
 from vqjax import CertifiedHead, CodebookHead, DenseEmbedding, DenseHead
-from vqjax.ops import certified, sampling
+from vqjax.ops import certified, narrow, sampling
 
 
 class TestCertifiedHead(RepresentativeContract):
@@ -43,19 +43,36 @@ def dense(vocab, dim, seed=0, **fields):
   return head, variables, jax.random.normal(keys[2], (4, 6, dim))
 
 
-def test_the_error_of_a_row_is_a_bound_in_float64():
-  weight = (
-    jax.random.normal(jax.random.key(0), (257, 19)) * jnp.exp2(jnp.arange(257.0) % 40 - 20)[:, None]
-  )
+@pytest.mark.parametrize("dim", [19, 24, 256])
+@pytest.mark.parametrize("batch", [(1,), (3, 4)])
+def test_no_score_in_float64_is_above_its_bound(dim, batch):
+  keys = jax.random.split(jax.random.key(0), 2)
+  size = jnp.exp2(jnp.arange(257.0) % 40 - 20)[:, None]
+  weight = jax.random.normal(keys[0], (257, dim)) * size
   weight = weight.at[7].set(0.0).at[8].set(1e-30)
+  # A few dimensions are far larger than the others, as in states of language models.
+  hidden = jax.random.normal(keys[1], (*batch, dim)).at[..., ::17].multiply(30.0)
   rows = certified.int8_rows(weight)
-  exact = np.asarray(weight, np.float64)
-  q, scale, mean = (np.asarray(x, np.float64) for x in (rows.codes, rows.scale, rows.mean))
-  off = np.linalg.norm(exact - mean - scale[:, None] * q, axis=1)
-  assert (off <= np.asarray(rows.error, np.float64)).all()
-  size = np.linalg.norm(exact - mean, axis=1)
-  # An 8-bit row of normal numbers is about a hundredth of its length off.
-  assert np.median(np.asarray(rows.error) / size) < 0.02
+  upper = certified.bounds(hidden, rows, 257, lambda product_WB, cut: product_WB)
+  bound = np.moveaxis(np.asarray(upper.block(0)[0], np.float64), 0, -1)
+  exact, mean, hidden = (np.asarray(x, np.float64) for x in (weight, rows.mean, hidden))
+  assert (hidden @ exact.T <= bound).all()
+  # Two 8-bit roundings, each of about a hundredth of a length, are far from the worst case.
+  length = np.linalg.norm(exact - mean, axis=1) * np.linalg.norm(hidden, axis=-1, keepdims=True)
+  assert np.median((bound - hidden @ exact.T) / length) < 0.04
+
+
+@pytest.mark.parametrize("dim", [1, 63, 128, 1100])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 4)])
+def test_integer_products_are_exact(dim, batch):
+  rng = np.random.default_rng(0)
+  weight, vectors = (rng.integers(-127, 128, (*n, dim)).astype(np.int8) for n in ((7,), batch))
+  # The largest sums of two products come near to what 16 bits hold.
+  weight[0] = 127
+  vectors[..., :] = np.where(rng.random(dim) < 0.9, 127, vectors)
+  wanted = np.moveaxis(vectors.astype(np.int64) @ weight.T.astype(np.int64), -1, 0)
+  found = jax.jit(narrow.int8_product)(weight, vectors)
+  np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("fields", [{}, {"softcap": 30.0}, {"dtype": jnp.bfloat16}])
@@ -73,12 +90,14 @@ def test_the_best_tokens_are_those_of_the_dense_head_with_few_in_doubt(fields, k
   assert found.survivors.max() < 100
 
 
-def test_a_draw_is_the_best_of_noisy_dense_scores():
+@pytest.mark.parametrize("batch", [(4, 6), (2,)])
+def test_a_draw_is_the_best_of_noisy_dense_scores(batch):
   head, variables, hidden = dense(1009, 24)
+  hidden = hidden.reshape(-1, 24)[: np.prod(batch)].reshape(*batch, 24)
   own, own_variables = CertifiedHead.from_dense(head, variables, budget=100)
   key = jax.random.key(9)
   drawn = own.apply(own_variables, hidden, key, 0.7, method="sample")
-  noise = sampling.gumbel(jax.random.fold_in(key, 0), (1009, 4, 6))
+  noise = sampling.gumbel(jax.random.fold_in(key, 0), (1009, *batch))
   noisy = jnp.moveaxis(head.apply(variables, hidden), -1, 0) / 0.7 + noise
   np.testing.assert_array_equal(drawn, jnp.argmax(noisy, axis=0))
 
@@ -95,6 +114,17 @@ def test_rows_in_doubt_beyond_the_budget_are_all_scored():
   assert not found.certain.any()
   assert (found.survivors == 4).all()
   np.testing.assert_array_equal(found.tokens, head.apply(variables, hidden, 2, method="top_k")[1])
+
+
+def test_the_highest_bounds_of_a_vocabulary_of_whole_chunks_are_selected():
+  bound = np.random.default_rng(0).standard_normal((4096, 2, 3)).astype(np.float32)
+  bound[5, 0, 0], bound[7] = np.nan, -np.inf
+  blocks = sampling.Blocks(1, lambda _: (bound, jnp.arange(4096, dtype=jnp.int32)), (2, 3))
+  found = certified._highest(blocks, 21)
+  # A nan is a bound that is not known.
+  bound = np.moveaxis(np.where(np.isnan(bound), np.inf, bound), 0, -1)
+  np.testing.assert_array_equal(found.scores, -np.sort(-bound, axis=-1)[..., :21])
+  np.testing.assert_array_equal(np.take_along_axis(bound, found.tokens, axis=-1), found.scores)
 
 
 def test_fresh_variables_answer_from_all_rows():

@@ -16,6 +16,7 @@ from vqjax.heads.dense import DenseHead
 from vqjax.ops import certified, sampling, softmax, vocab_parallel
 from vqjax.ops.certified import Best, Int8Rows
 from vqjax.ops.tiles import Scoring
+from vqjax.ops.topk import TopK
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.variables import Declaration, Variable
 
@@ -101,6 +102,7 @@ class CertifiedHead(DenseHead):
       "rows": Variable((self.vocab, self.dim), ("vocab", "codes_embed"), zeros, jnp.int8, **kept),
       "row_scale": Variable(*vocab, zeros, **kept),
       "row_error": Variable(*vocab, nn.initializers.constant(jnp.inf), **kept),
+      "row_length": Variable(*vocab, zeros, **kept),
       "row_mean": Variable((self.dim,), ("codes_embed",), zeros, **kept),
     }
 
@@ -113,7 +115,7 @@ class CertifiedHead(DenseHead):
   def _rows(self) -> dict[str, Sharded | Replicated]:
     own = self.array
     return super()._rows() | {
-      "int8": Sharded((own("rows"), own("row_scale"), own("row_error")), 0),
+      "int8": Sharded(tuple(own(f"row{part}") for part in ("s", "_scale", "_error", "_length")), 0),
       "mean": Replicated(own("row_mean")),
     }
 
@@ -140,7 +142,8 @@ class CertifiedHead(DenseHead):
 
     A draw from all tokens adds Gumbel noise to each score and its bound, and takes the best. A
     nucleus without `top_k` needs the mass of every row and takes all of them, as do draws of so
-    many rows that their noise would not fit (`sampling.STORED_SCORES`).
+    many rows that their noise would not fit (`sampling.STORED_SCORES`). On a CPU more than
+    `narrow.FEW` vectors take all rows too, in less time than the first pass.
     """
     sampling.check_options(temperature, top_k, top_p)
     self._check_hidden(hidden)
@@ -151,12 +154,15 @@ class CertifiedHead(DenseHead):
       return super().sample(hidden, key, temperature, top_k, top_p, allowed)
     allowed = None if allowed is None else jnp.asarray(allowed)
 
+    # Of many vectors a CPU's arithmetic takes longer than the bytes of the weight.
+    best = self._best if certified.pays(count // self.vocab) else self._best_of_all
+
     def body(rows, hidden, key, allowed):
       if is_open:
         noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
         noise = (noise_key, temperature)
-        return self._best(rows, hidden, 1, allowed, noise).tokens[..., 0]
-      found = self._best(rows, hidden, 1 if is_greedy else min(top_k, self.vocab), allowed)
+        return best(rows, hidden, 1, allowed, noise).tokens[..., 0]
+      found = best(rows, hidden, 1 if is_greedy else min(top_k, self.vocab), allowed)
       if is_greedy:
         return found.tokens[..., 0]
       return sampling.draw_among(found.scores / temperature, found.tokens, key, top_p)
@@ -169,15 +175,14 @@ class CertifiedHead(DenseHead):
     `noise` is a key and a temperature: scores are divided by it and get Gumbel noise.
     """
     weight, bias = rows["per_row"], rows["bias"]
-    count, batch = weight.shape[0], hidden.shape[:-1]
+    count = weight.shape[0]
     dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
     scoring = Scoring(dtype, self._output())
     finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
     int8 = Int8Rows(*rows["int8"], rows["mean"])
     upper = certified.bounds(hidden.astype(dtype), int8, self.vocab, finish, self.vocab_axis)
-    exact = self._blocks(rows, hidden)
-    first = vocab_parallel.first_row(exact.axis, count)
-    noise_VB = None
+    first = vocab_parallel.first_row(upper.axis, count)
+    finished, noise_VB = self._finished(upper, count, allowed, noise)
 
     def score_of(token_Bn):
       own_Bn = jnp.clip(token_Bn - first, 0, count - 1)
@@ -193,12 +198,30 @@ class CertifiedHead(DenseHead):
       noise_Bn = jnp.take_along_axis(jnp.moveaxis(noise_VB, 0, -1), own_Bn, axis=-1)
       return score_Bn / noise[1] + noise_Bn
 
-    exact, upper = (sampling.allow(blocks, allowed, self.vocab) for blocks in (exact, upper))
-    if noise is not None:
-      noise_VB = sampling.gumbel(noise[0], (count, *batch))
+    budget = max(k, min(self.budget, count - 1))
+    # The default of a GPU or TPU would round float32 operands, and the bound is of exact scores.
+    with jax.default_matmul_precision("highest"):
+      exact = lambda: finished(self._blocks(rows, hidden))
+      return certified.best(finished(upper), exact, score_of, k, budget)
+
+  def _best_of_all(self, rows, hidden, k, allowed=None, noise=None) -> TopK:
+    """The k best by the scores of all rows."""
+    with jax.default_matmul_precision("highest"):
+      blocks = self._blocks(rows, hidden)
+      finished, _ = self._finished(blocks, rows["per_row"].shape[0], allowed, noise)
+      return TopK(*sampling.best(finished(blocks), k, normalizer=False)[:2])
+
+  def _finished(self, blocks, count, allowed, noise):
+    """The mask and the noise of a draw as a function of blocks, and the noise [V, *B] or None."""
+    first = vocab_parallel.first_row(blocks.axis, count)
+    noise_VB = None if noise is None else sampling.gumbel(noise[0], (count, *blocks.batch))
+
+    def finished(blocks):
+      blocks = sampling.allow(blocks, allowed, self.vocab)
       noisy = lambda scores, tokens: scores / noise[1] + noise_VB[tokens - first]
-      exact, upper = exact.map(noisy), upper.map(noisy)
-    return certified.best(upper, exact, score_of, k, max(k, min(self.budget, count - 1)))
+      return blocks if noise is None else blocks.map(noisy)
+
+    return finished, noise_VB
 
 
 def _named(rows: Int8Rows) -> dict[str, Array]:
@@ -206,5 +229,6 @@ def _named(rows: Int8Rows) -> dict[str, Array]:
     "rows": rows.codes,
     "row_scale": rows.scale,
     "row_error": rows.error,
+    "row_length": rows.length,
     "row_mean": rows.mean,
   }

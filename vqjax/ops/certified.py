@@ -1,10 +1,18 @@
 """Exact arg max, top-k and draws from a first pass over 8-bit rows, with a proof.
 
-A row w is stored a second time as 8-bit integers q, so that |w · h - (m + s q) · h| is at most
-|w - m - s q| |h|. The first pass computes every row's score from the integers, a quarter of the
-bytes of float32, and adds this bound. The rows of the highest bounds are scored again, exactly.
-Where the k-th of their scores lies above all other bounds, no other row can be among the k best;
-where it does not, all rows are scored.
+A row w, less a mean row m, and a hidden vector h are rotated by the same orthogonal matrix R, which
+leaves their product as it is and spreads out their largest entries. Both are then rounded to 8-bit
+integers: R(w - m) is about s q, and Rh about t c. So
+
+  |w · h - m · h - s t (q · c)| <= |R(w - m) - s q| |h| + |s q| |Rh - t c|.
+
+The first pass computes q · c in integers, without any rounding, from a quarter of the bytes of
+float32, and adds this bound. The rows of the highest bounds are scored again, exactly. Where the
+k-th of their scores lies above all other bounds, no other row can be among the k best; where it
+does not, all rows are scored.
+
+R is a Hadamard matrix on each block of dimensions, H with entries 1 and -1, over the root of their
+number b. It is left out of the arrays: they are of H, and 1 / b, a power of two, is exact.
 """
 
 from __future__ import annotations
@@ -14,32 +22,38 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
-from vqjax.ops import sampling, topk
+from vqjax.ops import narrow, sampling, topk, vocab_parallel
 
 LEVELS = 127
-"""Largest 8-bit integer of a row."""
+"""Largest 8-bit integer of a row and of a hidden vector."""
+
+BLOCK = 128
+"""Largest number of dimensions that are rotated together."""
 
 ROUNDING = 2.0**-24
 """Relative error of a float32 operation."""
 
 
 class Int8Rows(NamedTuple):
-  """A weight [V, D] in 8-bit integers: row v is about `mean + scale[v] * codes[v]`.
+  """A weight [V, D] in 8-bit integers: `mean`, and `scale[v] * codes[v]` rotated back.
 
   Attributes:
     codes: the integers.
     scale: the step of each row.
     error: an upper bound of each row's distance from the weight, roundings of scores included; inf
       where nothing is known of the row.
+    length: an upper bound of each row's own length.
     mean: the mean row.
   """
 
   codes: Int8[Array, "V D"]
   scale: Float[Array, "V"]
   error: Float[Array, "V"]
+  length: Float[Array, "V"]
   mean: Float[Array, "D"]
 
 
@@ -54,16 +68,46 @@ def int8_rows(weight: Float[Array, "V D"]) -> Int8Rows:
 
   def part(row_D):
     rest_D = row_D.astype(jnp.float32) - mean_D
+    turned_D = _rotated(rest_D)
     # A row that holds nan has error nan, of which no comparison is true: it is never certain.
-    scale = jnp.abs(rest_D).max() / LEVELS
-    code_D = jnp.round(rest_D / jnp.where(scale > 0, scale, 1.0))
-    off = jnp.linalg.norm(rest_D - scale * code_D)
+    scale = jnp.abs(turned_D).max() / LEVELS
+    code_D = jnp.round(turned_D / jnp.where(scale > 0, scale, 1.0))
+    rest = jnp.linalg.norm(rest_D)
+    # The norm of what is rotated by H is larger by the root of a block.
+    off, length = (
+      jnp.linalg.norm(x) / _block(dim) ** 0.5
+      for x in (
+        turned_D - scale * code_D,
+        scale * code_D,
+      )
+    )
     # Sums of D products round D times, here and where rows are scored exactly; so does the norm.
-    size = jnp.linalg.norm(rest_D) + 2 * jnp.linalg.norm(mean_D)
-    return code_D.astype(jnp.int8), scale, (off + 2 * (dim + 8) * ROUNDING * size) * 1.0001
+    size = rest + 2 * jnp.linalg.norm(mean_D)
+    error = off + _turning(dim) * rest + 2 * (dim + 8) * ROUNDING * size
+    return code_D.astype(jnp.int8), scale, error * 1.0001, length * 1.0001
 
-  codes, scale, error = lax.map(part, weight, batch_size=min(weight.shape[0], 4096))
-  return Int8Rows(codes, scale, error, mean_D)
+  return Int8Rows(*lax.map(part, weight, batch_size=min(weight.shape[0], 4096)), mean_D)
+
+
+def _block(dim):
+  """Number of dimensions of a block: the largest power of two that divides `dim`, or `BLOCK`."""
+  return min(dim & -dim, BLOCK)
+
+
+def _rotated(x):
+  """Vectors [*B, D] times the Hadamard matrix of each block."""
+  size = _block(x.shape[-1])
+  # The entry of rows i and j is the parity of the bits that they share.
+  sign = np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
+  blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+  # The default of a TPU would round the vectors to bfloat16.
+  turned = jnp.matmul(blocks, sign.astype(np.float32), precision=lax.Precision.HIGHEST)
+  return turned.reshape(x.shape)
+
+
+def _turning(dim):
+  """Relative error of a rotated vector's length: each entry is a sum over a block."""
+  return 2 * _block(dim) ** 1.5 * ROUNDING
 
 
 def bounds(
@@ -84,20 +128,37 @@ def bounds(
     vocab_axis: mesh axis over which the rows are sharded.
   """
   hidden = hidden.astype(jnp.float32)
-  batch = hidden.shape[:-1]
+  batch, dim = hidden.shape[:-1], hidden.shape[-1]
+  size = _block(dim)
   length_B = jnp.linalg.norm(hidden, axis=-1)
   common_B = (hidden * rows.mean).sum(axis=-1)
+  turned_BD = _rotated(hidden)
+  step_B = jnp.abs(turned_BD).max(axis=-1) / LEVELS
+  step_B1 = step_B[..., None]
+  code_BD = jnp.round(turned_BD / jnp.where(step_B1 > 0, step_B1, 1.0))
+  rest_B = jnp.linalg.norm(turned_BD - step_B1 * code_BD, axis=-1) / size**0.5
+  # Besides, the products of steps and integers round a few times.
+  rest_B = (rest_B + (_turning(dim) + (dim + 16) * ROUNDING) * length_B) * 1.0001
+  code_BD = code_BD.astype(jnp.int8)
   spread = lambda row_W: row_W.reshape(-1, *[1] * len(batch))
 
   def above(cut):
-    code_WD, scale_W, error_W = cut((rows.codes, rows.scale, rows.error))
-    axes = ((1,), (hidden.ndim - 1,)), ((), ())
-    product_WB = lax.dot_general(code_WD.astype(jnp.float32), hidden, axes)
+    code_WD, *of_rows = cut((rows.codes, rows.scale, rows.error, rows.length))
+    scale_W1, error_W1, length_W1 = map(spread, of_rows)
+    score_WB = narrow.int8_product(code_WD, code_BD).astype(jnp.float32) * (step_B / size)
     # 0 · inf is nan, of which no comparison is true.
-    margin_WB = jnp.where(spread(error_W) == jnp.inf, jnp.inf, spread(error_W) * length_B)
-    return finish(product_WB * spread(scale_W) + common_B + margin_WB, cut)
+    margin_WB = jnp.where(error_W1 == jnp.inf, jnp.inf, error_W1 * length_B + length_W1 * rest_B)
+    return finish(score_WB * scale_W1 + common_B + margin_WB, cut)
 
-  return sampling.row_blocks(batch, rows.codes.shape[0], vocab, above, vocab_axis)
+  # Whole where it can be stored: a loop would read its part of the rows once more to copy it.
+  count = rows.codes.shape[0]
+  whole = count if count * math.prod(batch) <= sampling.STORED_SCORES else None
+  return sampling.row_blocks(batch, count, vocab, above, vocab_axis, whole)
+
+
+def pays(vectors: int) -> bool:
+  """Whether a first pass for so many vectors takes less time than the scores of all rows."""
+  return vectors <= narrow.FEW or vocab_parallel.platform() != "cpu"
 
 
 class Best(NamedTuple):
@@ -119,7 +180,7 @@ class Best(NamedTuple):
 
 def best(
   upper: sampling.Blocks,
-  exact: sampling.Blocks,
+  exact: Callable[[], sampling.Blocks],
   score_of: Callable[[Int[Array, "*B n"]], Float[Array, "*B n"]],
   k: int,
   budget: int,
@@ -128,8 +189,8 @@ def best(
 
   Args:
     upper: a bound of each score.
-    exact: the scores, which are computed only where the bounds decide nothing for a row of the
-      batch.
+    exact: returns the scores. It is called in a branch that runs where the bounds decide nothing
+      for a row of the batch: blocks may begin with a product of all rows.
     score_of: the exact scores of tokens of the device's own rows.
     k: number of rows.
     budget: number of rows on each device that are scored again, at least k.
@@ -149,7 +210,7 @@ def best(
   certain_B = (least_B > rest_B) | jnp.isneginf(rest_B)
 
   def all_rows(_):
-    return topk.TopK(*sampling.best(exact, k, normalizer=False)[:2])
+    return topk.TopK(*sampling.best(exact(), k, normalizer=False)[:2])
 
   found = lax.cond(certain_B.all(), lambda found: found, all_rows, found)
   return Best(found.scores, found.tokens, survivors_B, certain_B)
@@ -164,11 +225,33 @@ def _highest(blocks, k):
     # A nan is a bound that is not known.
     return topk.merge_rows(top, jnp.where(jnp.isnan(bound_WB), jnp.inf, bound_WB), token_W)
 
-  if blocks.count * blocks.width * math.prod(blocks.batch) <= sampling.STORED_SCORES:
-    bound_NWB, token_NW = lax.map(blocks.block, blocks.indices)
-    bound_VB = bound_NWB.reshape(blocks.count * blocks.width, *blocks.batch)
-    blocks = sampling.Blocks(1, lambda _: (bound_VB, token_NW.reshape(-1)), blocks.batch)
+  if blocks.count == 1:
+    # The barrier keeps what reads the bounds from computing them again.
+    bound_VB, token_V = blocks.block(jnp.zeros((), jnp.int32))
+    bound_VB = lax.optimization_barrier(bound_VB)
+    blocks = sampling.Blocks(1, lambda _: (bound_VB, token_V), blocks.batch)
+    size = topk.chunk_size(len(token_V), k)
+    if len(token_V) % size == 0 and size > 1 and vocab_parallel.token_shards(None).count == 1:
+      return _highest_of_strides(bound_VB, token_V, k, size)
   return blocks.fold(step, top)
+
+
+def _highest_of_strides(bound_VB, token_V, k, size):
+  """The k highest, from the k chunks of the highest maxima, each of every C-th bound.
+
+  Chunks of consecutive bounds would be reduced across the lanes of a TPU, in more time than the
+  product takes. Equal bounds may come in any order.
+  """
+  bound_VB = jnp.where(jnp.isnan(bound_VB), jnp.inf, bound_VB)
+  count = len(token_V) // size
+  maxima_CB = bound_VB.reshape(size, count, *bound_VB.shape[1:]).max(axis=0)
+  _, chunk_Bk = lax.top_k(jnp.moveaxis(maxima_CB, 0, -1), k)
+  index_Bks = chunk_Bk[..., None] + count * jnp.arange(size, dtype=jnp.int32)
+  index_nB = jnp.moveaxis(index_Bks.reshape(*chunk_Bk.shape[:-1], k * size), -1, 0)
+  bound_nB = jnp.take_along_axis(bound_VB, index_nB, axis=0)
+  bound_Bk, at_Bk = lax.top_k(jnp.moveaxis(bound_nB, 0, -1), k)
+  token_Bk = token_V[jnp.take_along_axis(jnp.moveaxis(index_nB, 0, -1), at_Bk, axis=-1)]
+  return topk.TopK(bound_Bk, jnp.where(jnp.isneginf(bound_Bk), -1, token_Bk).astype(jnp.int32))
 
 
 def _in_order(scores, tokens, k):

@@ -1,4 +1,4 @@
-"""The product of a single vector with a weight of 16 bits, as a decoding step computes it."""
+"""Products of few vectors with a weight of 16 or 8 bits, as a decoding step computes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Int8
 
 from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
@@ -38,3 +38,53 @@ def dot_general(
   kept = [n for axis, n in enumerate(lhs.shape) if axis not in lhs_axes]
   kept += [n for axis, n in enumerate(rhs.shape) if axis not in rhs_axes]
   return products.sum(rhs_axes).reshape(kept).astype(dtype)
+
+
+LANES = 32
+"""Integers of a row that are multiplied at once; XLA sums as many in one loop."""
+
+SPAN = 1024
+"""Dimensions that are one sum, a multiple of `2 * LANES`."""
+
+FEW = 4
+"""Most vectors whose integer products are summed lane by lane."""
+
+
+def int8_product(weight: Int8[Array, "W D"], vectors: Int8[Array, "*B D"]) -> Int[Array, "W *B"]:
+  """weight · vectorsᵀ in integers, exactly; no integer may be -128.
+
+  XLA for CPUs writes a weight of 8 bits to memory as 32 bits before a product. Here a sum of two
+  products, which fits 16 bits, is one step of a sum over the weight as it is read.
+  """
+  dim, batch = weight.shape[1], vectors.shape[:-1]
+  count, platform = math.prod(batch), vocab_parallel.platform()
+  if count > FEW or platform != "cpu":
+    vector_ND = vectors.reshape(count, dim)
+    if platform == "tpu" and count < 8:
+      # A few vectors would be multiplied in vector units, in more time than the weight takes to
+      # read; the matrix unit takes eight in the time of one.
+      vector_ND = lax.optimization_barrier(jnp.pad(vector_ND, ((0, 8 - count), (0, 0))))
+    axes = ((1,), (1,)), ((), ())
+    product_WN = lax.dot_general(weight, vector_ND, axes, preferred_element_type=jnp.int32)
+    if platform == "tpu" and count < 8:
+      product_WN = lax.optimization_barrier(product_WN)[:, :count]
+    return product_WN.reshape(weight.shape[0], *batch)
+  # Not one sum over a whole row: XLA would split it, and write the products to memory.
+  weight, vectors = lax.optimization_barrier((weight, vectors))
+  weight_W1D, vector_ND = weight[:, None], vectors.reshape(math.prod(batch), dim)
+
+  def product(first, last, dtype):
+    return weight_W1D[..., first:last].astype(dtype) * vector_ND[:, first:last].astype(dtype)
+
+  whole = dim - dim % (2 * LANES)
+  sums = []
+  for start in range(0, whole, SPAN):
+    total_WNn = 0
+    for first in range(start, min(start + SPAN, whole), 2 * LANES):
+      middle, last = first + LANES, first + 2 * LANES
+      pair_WNn = product(first, middle, jnp.int16) + product(middle, last, jnp.int16)
+      total_WNn = total_WNn + pair_WNn.astype(jnp.int32)
+    sums.append(total_WNn.sum(axis=-1))
+  for first in range(whole, dim, LANES):
+    sums.append(product(first, min(first + LANES, dim), jnp.int32).sum(axis=-1))
+  return sum(sums).reshape(weight.shape[0], *batch)
