@@ -554,16 +554,17 @@ def encode(quantized: Any, progress: Callable[[float], None] = lambda part: None
   return {"header": np.frombuffer(sealed.encode(), np.uint8)} | stored
 
 
-def coded_bytes(quantized: Any, rows: int | None = None) -> int:
+def coded_bytes(quantized: Any, rows: int | None = None, quantizers: int = 2) -> int:
   """Bytes that `encode` needs for a table, about, without coding it.
 
   Args:
     quantized: the table, or some of its rows.
     rows: rows of the table that these stand for; None: these are all.
+    quantizers: 1 if the integers are not those of the trellis.
   """
   levels = np.asarray(quantized.levels)
   step_class = np.asarray(quantized.step_class)
-  model, bits = distributions_of(levels, step_class, len(quantized.steps))
+  model, bits = distributions_of(levels, step_class, len(quantized.steps), quantizers)
   share = np.unique(step_class, return_counts=True)[1] / len(levels)
   bits -= len(levels) * (share * np.log2(share)).sum()
   rows = rows or len(levels)

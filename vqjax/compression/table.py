@@ -44,7 +44,7 @@ MOST_LEVELS = 2.0**30
 BIT = 0.6
 """What a bit costs, in squared steps: about the slope of the error of an ideal coder."""
 
-OF_CLASS, PASSES = 2**9, 3
+OF_CLASS, PASSES = 2**9, 2
 """Rows of a class from which bits are learned, and how often."""
 
 LANES = 2**10
@@ -258,12 +258,20 @@ class Coordinates:
     blocks = _ranges(self.shape[0])
     return max(float(np.abs(self._scaled(rows, step[rows])).max()) for rows in blocks)
 
-  def quantized(self, step: float, every: int = 1) -> QuantizedTable:
+  def rounded(self, step: float, every: int = 1) -> QuantizedTable:
+    """The nearest multiples of a step, which are not integers of the trellis; see `quantized`."""
+    step_class, steps = step_classes(self._p, 2 * step * self._basis.scale)
+    return self._made(np.arange(0, self.shape[0], every), step_class, steps, self._rint)
+
+  @staticmethod
+  def _rint(x, _):
+    return np.rint(x).astype(np.int32)
+
+  def quantized(self, step: float) -> QuantizedTable:
     """The integers of a step.
 
     Args:
       step: step of the row of a token of probability 1/V, in the units of the transform.
-      every: only every so many rows; the steps and the mean are those of all.
 
     Raises:
       ValueError: the step is not positive, or so small that levels overflow.
@@ -276,22 +284,26 @@ class Coordinates:
         f" {1.01 * self.largest / MOST_LEVELS:.3g}, or keep the table."
       )
     step_class, steps = step_classes(self._p, step * self._basis.scale)
-    scaled = lambda rows: self._scaled(rows, steps[step_class[rows]])
-    model = self._rates(step_class, len(steps), scaled)
-    chosen = np.arange(0, self.shape[0], every)
+    model = self._rates(step_class, steps)
+    search = functools.partial(trellis_levels, model=model)
+    return self._made(np.arange(self.shape[0]), step_class, steps, search)
+
+  def _made(self, chosen, step_class, steps, levels_of) -> QuantizedTable:
+    """Some rows as the integers that `levels_of` takes for coordinates in steps."""
     levels = Levels((len(chosen), self.shape[1]))
     for own in _ranges(len(chosen)):
       rows = chosen[own]
-      levels[own[0] : own[-1] + 1] = trellis_levels(scaled(rows), step_class[rows], model)
+      x = self._scaled(rows, steps[step_class[rows]])
+      levels[own[0] : own[-1] + 1] = levels_of(x, step_class[rows])
     return QuantizedTable(levels, step_class[chosen], steps, self._basis.inverse, self._mean)
 
-  def _rates(self, step_class, classes, scaled) -> table_file.Distributions:
+  def _rates(self, step_class, steps) -> table_file.Distributions:
     """Distributions of indices, from a few rows of each class: of the levels that they choose."""
-    order = np.argsort(step_class, kind="stable")
+    classes, order = len(steps), np.argsort(step_class, kind="stable")
     ends = np.searchsorted(step_class[order], np.arange(classes + 1))
     of_class = (order[first:last] for first, last in itertools.pairwise(ends))
     rows = np.sort(np.concatenate([own[:: -(-len(own) // OF_CLASS)] for own in of_class]))
-    x, owner = scaled(rows), step_class[rows]
+    x, owner = self._scaled(rows, steps[step_class[rows]]), step_class[rows]
     # At first all bits cost alike.
     frequency = np.ones((1, table_file.SYMBOLS), np.uint16)
     zeros = np.zeros((2, classes, self.shape[1]), np.uint8)

@@ -69,7 +69,13 @@ AIM = 0.997
 MOST_CODINGS = 8
 """Most steps at which the tables are coded to meet a size."""
 
-SAMPLE = 2**14
+FINE_STEP = 2.0**-10
+"""Step in which a sample of rows is kept, to count the bytes of larger ones."""
+
+ROUNDED = 1.13
+"""Coordinates take about as many bits where they are rounded to multiples of so many steps."""
+
+SAMPLE = 2**15
 """Rows of a sample, or up to twice as many."""
 
 LEAST_STEP, LARGEST_STEP = 2.0**-14, 2.0**10
@@ -351,13 +357,23 @@ class Tables:
         return point.step
     return high if low * CLOSEST >= high else math.sqrt(low * high)
 
+  @functools.cached_property
+  def _samples(self) -> tuple[float, dict[str, tuple[QuantizedTable, int]]]:
+    """A fine step; some rows of the tables rounded to it, and the number of all rows."""
+    fine, samples = max(FINE_STEP, 2 * self.limits[0]), {}
+    for name, own in self._coordinates.items():
+      samples[name] = own.rounded(fine, max(1, own.shape[0] // SAMPLE)), own.shape[0]
+    return fine, samples
+
   def size(self, step: float) -> int:
     """Bytes of all tables at a step, about, from a sample of their rows."""
-    # At a smaller step integers would overflow.
-    step, total = max(step, self.limits[0]), 0
-    for own in self._coordinates.values():
-      rows = own.shape[0]
-      total += table_file.coded_bytes(own.quantized(step, max(1, rows // SAMPLE)), rows)
+    fine, samples = self._samples
+    # No table has a smaller step, and integers would overflow.
+    ratio = fine / (ROUNDED * max(step, self.limits[0]))
+    total = 0
+    for own, rows in samples.values():
+      levels = np.rint(np.asarray(own.levels) * ratio).astype(np.int32)
+      total += table_file.coded_bytes(dataclasses.replace(own, levels=levels), rows, quantizers=1)
     return total
 
 
