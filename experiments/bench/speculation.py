@@ -76,8 +76,8 @@ class Sizes(NamedTuple):
 
 # A pass of XLA over four tokens takes hardly longer on a CPU than one over two.
 GEMMA = Sizes(
-  Settings(steps=400, batch=2, depth=2, length=3, vocab=4096),
-  *(20_000, 128, 96, 2048, 32),
+  Settings(steps=1000, batch=2, depth=2, length=3, vocab=4096),
+  *(40_000, 128, 96, 2048, 32),
   prompt=32,
   tokens=96,
   prompts=2,
