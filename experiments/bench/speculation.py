@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
   prompts: int
 
 
-# A pass of XLA over three tokens takes hardly longer on a CPU than one over two; one over four does.
+# A pass of XLA over three tokens takes hardly longer on a CPU than one over two.
 GEMMA = Sizes(
   Settings(steps=1000, batch=2, depth=2, length=2, vocab=4096),
   *(40_000, 256, 128, 96, 2048, 32),

@@ -1,4 +1,4 @@
-"""Products of one vector or a few with a weight, as a decoding step or a verification computes them."""
+"""Products of one vector or a few with a weight, as decoding and verification compute them."""
 
 from __future__ import annotations
 
