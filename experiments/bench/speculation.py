@@ -314,7 +314,7 @@ def _rows(model):
 
 
 TABLE = "sum of the head's rows"
-"""It reads memory and does hardly anything else: the bandwidth is the table's bytes over its time."""
+"""It reads memory and does hardly anything else: the bandwidth is the bytes over the time."""
 
 
 def parts(target: Target, found: dict[str, Candidate], length: int) -> dict[str, float]:
