@@ -2,7 +2,8 @@
 
 One drafter is trained on stories, with the most frequent tokens of their text, and kept in the
 cache. Its predicted hidden vectors are read by several heads. Prompts of the stories and of other
-domains are continued without a drafter and with each head in turn.
+domains are continued without a drafter, with a draft of the same length in each round by each head,
+and with the length that adapts.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Sizes(NamedTuple):
   Attributes:
     settings: those of the training.
     positions: positions of text on which the drafter is trained.
+    written: rows of text that the model writes, on which it is trained too; half of them greedily.
     width: tokens of a training row.
     rank: rank of the low-rank head.
     clusters: clusters of the routed head.
@@ -65,6 +67,7 @@ class Sizes(NamedTuple):
 
   settings: Settings
   positions: int
+  written: int
   width: int
   rank: int
   clusters: int
@@ -74,17 +77,17 @@ class Sizes(NamedTuple):
   prompts: int
 
 
-# A pass of XLA over four tokens takes hardly longer on a CPU than one over two.
+# A pass of XLA over three tokens takes hardly longer on a CPU than one over two.
 GEMMA = Sizes(
-  Settings(steps=400, batch=2, depth=2, length=3, vocab=4096),
-  *(20_000, 128, 96, 2048, 32),
+  Settings(steps=1000, batch=2, depth=2, length=2, vocab=4096),
+  *(40_000, 256, 128, 96, 2048, 32),
   prompt=32,
-  tokens=96,
+  tokens=64,
   prompts=2,
 )
 QUICK = Sizes(
   Settings(steps=2, batch=2, depth=2, length=2, vocab=23),
-  *(80, 8, 4, 8, 2),
+  *(80, 2, 8, 4, 8, 2),
   prompt=4,
   tokens=9,
   prompts=1,
@@ -94,6 +97,12 @@ DOMAINS = "stories", "wikipedia", "python", "german"
 
 SAMPLINGS = {"greedy": GREEDY, "temperature 1": Sampling()}
 PLAIN = "no drafter"
+FREQUENT = "frequent"
+"""The head of the training."""
+
+ADAPTIVE = "frequent, adaptive"
+"""That head, and a length that adapts."""
+
 ROUNDS = 2
 
 
@@ -125,35 +134,44 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   }
   found = candidates(target, eagle, sizes)
   if quick:  # each head has programs of its own
-    found = {name: found[name] for name in ("frequent", "routed")}
+    found = {name: found[name] for name in (FREQUENT, "routed")}
   prompt = target.prompts[DOMAINS[0]][0]
-  given = target.model, target.variables, prompt
-  found = {name: each._replace(drafter=timed(each.drafter, *given)) for name, each in found.items()}
   figures["parts"] = parts(target, found, sizes.settings.length)
-  figures["costs"] = {
-    name: {"cost": each.drafter.cost, "overhead": each.drafter.overhead, "bytes": each.bytes}
-    for name, each in found.items()
+  adaptive = timed(found[FREQUENT].drafter, target.model, target.variables, prompt)
+  figures["rounds"] = {"cost": adaptive.cost, "overhead": adaptive.overhead}
+  figures["bytes"] = {PLAIN: read_bytes(target)} | {
+    name: each.bytes for name, each in found.items()
   }
+  figures["bandwidth"] = table_bytes(target) / figures["parts"][TABLE]
   yield figures
-  for domain, (name, sampling) in itertools.product(target.prompts, SAMPLINGS.items()):
-    rows = figures.setdefault(domain, {})
-    rows[name] = compared(target, found, domain, sampling, sizes.tokens)
+  ways: dict[str, Drafter | None] = {PLAIN: None, ADAPTIVE: adaptive}
+  ways |= {name: dataclasses.replace(each.drafter, cost=0) for name, each in found.items()}
+  for (name, sampling), domain in itertools.product(SAMPLINGS.items(), target.prompts):
+    if not sampling.is_greedy:
+      ways = {way: ways[way] for way in (PLAIN, ADAPTIVE, FREQUENT)}
+    rows = compared(target, ways, domain, sampling, sizes.tokens)
+    for way, row in rows.items():
+      if way != ADAPTIVE:  # how often it drafted is not known
+        drafted = 0 if way == PLAIN else sizes.settings.length * found[way].bytes
+        row["bytes_per_token"] = (read_bytes(target) + drafted) / row["tokens_per_pass"]
+        row["bound"] = figures["bandwidth"] / row["bytes_per_token"]
+    figures.setdefault(domain, {})[name] = rows
     yield figures
   measure.show(
     f"drafts of {sizes.settings.length} tokens, batch 1, {sizes.tokens} new tokens, {device()}",
-    ("", "tokens a pass", "head, ms", "tokens/s", "ratio (median)", "MB read a token"),
+    ("", "tokens a pass", "tokens/s", "ratio (median)", "MB read a token", "tokens/s, bound"),
     [
       [
-        f"{domain}, {name}, {head}",
+        f"{domain}, {name}, {way}",
         f"{row['tokens_per_pass']:.3g}",
-        f"{1e3 * figures['parts'].get(f'draft head, {head}', figures['parts']['its head']):.3g}",
         f"{row['tokens_per_second']:.4g}",
         f"{row['speed_ratio']:.3g}x",
-        f"{row['bytes_per_token'] / 1e6:.4g}",
+        f"{row['bytes_per_token'] / 1e6:.4g}" if "bytes_per_token" in row else measure.MISSING,
+        f"{row['bound']:.3g}" if "bound" in row else measure.MISSING,
       ]
       for domain in target.prompts
       for name, table in figures[domain].items()
-      for head, row in table.items()
+      for way, row in table.items()
     ],
   )
 
@@ -163,26 +181,55 @@ def trained(target: Target, sizes: Sizes, quick: bool) -> tuple[Eagle, dict[str,
   model, variables = target.model, target.variables
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary) if quick else gemma.CACHE
-    identity = f"{sizes.settings} {sizes[1:3]} {model_mark(variables).sum():.6e}"
+    # How many tokens are drafted does not matter to the training.
+    settings = dataclasses.replace(sizes.settings, length=1)
+    identity = f"{settings} {sizes[1:4]} {model_mark(variables).sum():.6e}"
     work = folder / "eagle-bench"
     count = len(target.tokens) // sizes.width
     rows = target.tokens[: count * sizes.width].reshape(count, sizes.width)
     with open_work(work, identity), ProgressBars() as bars:
       file, record = work / "drafter.safetensors", work / "held_out.json"
       if record.is_file():
-        return load_eagle(file, model, variables), json.loads(record.read_text())
+        eagle = load_eagle(file, model, variables)
+        eagle = dataclasses.replace(eagle, length=sizes.settings.length)
+        return eagle, json.loads(record.read_text())
       counts = np.bincount(target.tokens, minlength=model.head.vocab)
-      given = spread_rows(rows, sizes.positions), counts, sizes.settings, bars, measure.log
+      rows = np.concatenate(
+        (written_rows(work, target, rows, sizes), spread_rows(rows, sizes.positions))
+      )
+      given = rows, counts, sizes.settings, bars, measure.log
       eagle, held_out = drafter_of_rows(work, model, variables, *given)
       save_eagle(file, eagle, variables)
       record.write_text(json.dumps(held_out))
       return eagle, held_out
 
 
+WRITERS = 64
+"""Rows that the model writes at a time."""
+
+
+def written_rows(
+  work: pathlib.Path, target: Target, rows: Int[np.ndarray, "N T"], sizes: Sizes
+) -> Int[np.ndarray, "W T"]:
+  """Beginnings of stories, and how the model goes on: what it will be asked to verify."""
+  begin = rows[np.linspace(0, len(rows) - 1, sizes.written).astype(int), : sizes.prompt].tolist()
+  written = []
+  for first in range(0, sizes.written, WRITERS):
+    file = work / f"written-{first}.npy"
+    if not file.is_file():
+      prompts = begin[first : first + WRITERS]
+      sampling = GREEDY if 2 * first < sizes.written else Sampling()
+      given = target.model, target.variables, prompts, jax.random.key(first), sampling
+      result = generate(*given, max_tokens=sizes.width - sizes.prompt, log_probs=False)
+      np.save(file, np.concatenate((prompts, result.tokens), axis=1).astype(np.int32))
+    written.append(np.load(file))
+  return np.concatenate(written)
+
+
 def candidates(target: Target, eagle: Eagle, sizes: Sizes) -> dict[str, Candidate]:
   """The drafter with each head, by name."""
   model, variables = target.model, target.variables
-  rows = model.apply(variables, method=lambda m: m.head.linear())[0].all()
+  rows = model.apply(variables, method=_rows)
   vocab, dim = rows.shape
   own = sum(x.nbytes for x in jax.tree.leaves(eagle.params))
   whole = functools.partial(dataclasses.replace, eagle, tokens=None)
@@ -197,7 +244,7 @@ def candidates(target: Target, eagle: Eagle, sizes: Sizes) -> dict[str, Candidat
   )
   routed_rows = sizes.clusters + sizes.budget * -(-vocab // sizes.clusters)
   heads: dict[str, tuple[Eagle, int]] = {
-    "frequent": (eagle, len(eagle.tokens) * dim),
+    FREQUENT: (eagle, len(eagle.tokens) * dim),
     "low rank": (
       whole(head=LowRankHead(vocab, dim, sizes.rank), variables=low_rank),
       sizes.rank * (vocab + dim),
@@ -210,14 +257,12 @@ def candidates(target: Target, eagle: Eagle, sizes: Sizes) -> dict[str, Candidat
 
 def compared(
   target: Target,
-  found: dict[str, Candidate],
+  ways: dict[str, Drafter | None],
   domain: str,
   sampling: Sampling,
   tokens: int,
 ) -> dict[str, dict[str, float]]:
   """Speed without a drafter and with each, in turn; a row's ratio is the median of all prompts."""
-  ways: dict[str, Drafter | None] = {PLAIN: None}
-  ways |= {name: each.drafter for name, each in found.items()}
   times: dict[str, list[list[float]]] = {name: [] for name in ways}
   cpu: dict[str, list[float]] = {name: [] for name in ways}
   passes = dict.fromkeys(ways, 0)
@@ -242,26 +287,34 @@ def compared(
       if round_ == ROUNDS:
         passes[name] += tokens if ways[name] is None else int(result.passes[0])
   best = {name: [statistics.median(one) for one in each] for name, each in times.items()}
-  model_bytes = read_bytes(target)
-  rows = {}
-  for name, seconds in best.items():
-    per_pass = tokens * len(prompts) / passes[name]
-    drafted = 0 if name == PLAIN else found[name].drafter.length * found[name].bytes
-    rows[name] = {
-      "tokens_per_pass": per_pass,
+  return {
+    name: {
+      "tokens_per_pass": tokens * len(prompts) / passes[name],
       "tokens_per_second": tokens * len(prompts) / sum(seconds),
       "speed_ratio": statistics.median(a / b for a, b in zip(best[PLAIN], seconds)),
       "cpu_ratio": sum(cpu[PLAIN]) / max(1e-9, sum(cpu[name])),
-      "bytes_per_token": (model_bytes + drafted) / per_pass,
     }
-  return rows
+    for name, seconds in best.items()
+  }
 
 
 def read_bytes(target: Target) -> int:
   """Bytes of the weights that a pass of the model reads: its blocks and its head."""
   params = target.variables["params"]
-  head = sum(x.nbytes for x in jax.tree.leaves(params["blocks"]))
-  return head + target.model.head.vocab * target.model.dim * 4
+  return sum(x.nbytes for x in jax.tree.leaves(params["blocks"])) + table_bytes(target)
+
+
+def table_bytes(target: Target) -> int:
+  """Bytes of the rows of the model's head."""
+  return target.model.head.vocab * target.model.dim * 4
+
+
+def _rows(model):
+  return model.head.linear()[0].all()
+
+
+TABLE = "sum of the head's rows"
+"""It reads memory and does hardly anything else: the bandwidth is the bytes over the time."""
 
 
 def parts(target: Target, found: dict[str, Candidate], length: int) -> dict[str, float]:
@@ -294,6 +347,7 @@ def parts(target: Target, found: dict[str, Candidate], length: int) -> dict[str,
     "its head": of_model(1),
     f"{length + 1} positions": body(length + 1),
     "their head": of_model(length + 1),
+    TABLE: (lambda rows: rows.sum(), (model.apply(variables, method=_rows),)),
   }
   for name, (drafter, _) in found.items():
     if drafter.head is not None:

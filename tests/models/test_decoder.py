@@ -12,6 +12,7 @@ from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
 from vqjax.lab import config
 from vqjax.models import Transformer
 from vqjax.models import attention as attention_module
+from vqjax.ops import narrow
 
 
 def decoder(**changes):
@@ -124,6 +125,20 @@ def test_bfloat16_computes_with_float32_parameters(tokens):
   assert found.dtype == jnp.float32
   # bfloat16 keeps 8 bits, 2^-8 of a number; scores of order one pass through about ten roundings.
   np.testing.assert_allclose(found, close, atol=0.05)
+
+
+@pytest.mark.parametrize("contracted", [(48, 31), (3, 16, 31)])
+def test_a_product_of_few_vectors_is_that_of_float64(contracted):
+  *inner, outer = contracted
+  rng, axes = np.random.default_rng(0), len(inner)
+  vectors, weight = rng.normal(size=(1, 3, *inner)), rng.normal(size=contracted)
+  numbers = (tuple(range(2, 2 + axes)), tuple(range(axes))), ((), ())
+  given = (jnp.asarray(x, jnp.float32) for x in (vectors, weight))
+  found = narrow.dot_general(*given, numbers)
+  expected = np.tensordot(vectors, weight, axes)
+  assert found.shape == (1, 3, outer)
+  # Sums of 48 products of order one.
+  np.testing.assert_allclose(found, expected, atol=48 * 2**-22)
 
 
 @pytest.mark.fast_cases(1)

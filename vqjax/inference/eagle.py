@@ -94,15 +94,6 @@ class EagleProgram(Program):
 
   reads_hidden = True
 
-  @property
-  def prior(self) -> tuple[float, float]:
-    """What `accepted` and `verified` of the state begin with.
-
-    Twice the usual weight: three unlucky rounds at a beginning would end drafting for good.
-    """
-    accepted, verified = super().prior
-    return 2 * accepted, 2 * verified
-
   def begun(self, arrays, tokens_BT, hidden_BTD, length_B, capacity) -> Kept:
     """Keys and values of the prompts, and the hidden vector of the last token of each."""
     # A token's vector is read at the position behind it.

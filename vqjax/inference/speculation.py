@@ -28,7 +28,7 @@ from vqjax.ops import sampling as ops
 from vqjax.ops.rejection import Filtered, verify
 from vqjax.ops.sampling import Blocks
 
-KEPT = 0.9
+KEPT = 0.95
 """Weight of the earlier rounds in the running acceptance, once for each round."""
 
 PRIOR = 3.0, 4.0

@@ -17,6 +17,7 @@ from jaxtyping import Int
 from vqjax.inference import GREEDY, Drafter, Eagle, generate, save_eagle
 from vqjax.inference.cache import Variables, prefill, unstacked
 from vqjax.inference.eagle import frequent_head, initial_params, unrolled
+from vqjax.inference.generation import SMALLEST_BUCKET
 from vqjax.inference.lens import model_mark
 from vqjax.lab import lenses
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
@@ -190,6 +191,8 @@ def timed(
   drafter: Drafter, model: Transformer, variables: Variables, prompt: Sequence[int]
 ) -> Drafter:
   """The drafter with the cost and the overhead of its rounds on this device, batch 1, greedy."""
+  # Neither a long prompt nor a copy of the blocks in each call is part of a round.
+  prompt, variables = list(prompt)[:SMALLEST_BUCKET], unstacked(variables)
   tokens = min(TIMED_TOKENS, model.context - len(prompt))
   lengths = sorted({drafter.length, max(1, drafter.length // 2)})
   each: dict[int, list[float]] = {length: [] for length in (0, *lengths)}
@@ -197,7 +200,7 @@ def timed(
     for length, times in each.items():
       own = dataclasses.replace(drafter, length=length, cost=0) if length else None
       begun = time.perf_counter()
-      given = model, variables, [list(prompt)], jax.random.key(0), GREEDY
+      given = model, variables, [prompt], jax.random.key(0), GREEDY
       result = generate(*given, max_tokens=tokens, log_probs=False, drafter=own)
       passes = tokens if own is None else int(result.passes[0])
       if number:  # the first call compiles
