@@ -41,8 +41,13 @@ SMOOTHING = 0.2
 MOST_LEVELS = 2.0**30
 """Largest magnitude of an integer."""
 
-BIT = 0.6
-"""What a bit costs, in squared steps: about the slope of the error of an ideal coder."""
+BIT = 0.1
+"""What a bit costs, in squared steps.
+
+The least squared error at equal bytes is at about 0.4. But coordinates that cost bits become
+smaller, and errors that all point towards the mean row change the scores more than others do: of
+values down to 0 this one had the least loss on validation text of Penn Treebank.
+"""
 
 OF_CLASS, PASSES = 2**9, 2
 """Rows of a class from which bits are learned, and how often."""
