@@ -13,8 +13,9 @@ OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=false XLA_FLAGS=--xla_cpu_max_isa
 NATIVE := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512,AVX2)
 OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2) SSE4_2
 
-# Further versions of Python, what their environments have, and the tests that run in them.
-VERSIONS := 3.12 3.13
+# Further versions of Python (make test-versions VERSIONS="3.12 3.13"), what their environments have,
+# and the tests that run in them.
+VERSIONS ?= 3.12
 PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 NEWEST := jax flax docstring-parser orbax-checkpoint pytest pytest-timeout
 ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \

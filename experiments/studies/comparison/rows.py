@@ -378,8 +378,8 @@ def _by_adam(steps: int, batch: int, warmup: int) -> Train:
 
 
 HEADLINE = (
-  *("tied", "tied-file", "tied-memory"),
   *("tied-contexts", "tied-contexts-file", "tied-contexts-memory"),
+  *("tied", "tied-file", "tied-memory"),
   *("dense-contexts", "dense-contexts-file", "dense-contexts-memory"),
   *("dense", "product-learned", "product-distilled"),
 )
