@@ -384,24 +384,25 @@ def _viterbi(
     """Costs and levels [G, 4, B, L] of the best integer of each quantiser and parity."""
     x_GBL, owner_B = row
     shift_GBL = jnp.moveaxis(shift[owner_B], 1, 0).astype(jnp.int32)
-    size_GBL, sign_GBL = jnp.abs(x_GBL), jnp.where(x_GBL < 0, -1.0, 1.0)
+    size_GBL, sign_GBL = jnp.abs(x_GBL), jnp.where(x_GBL < 0, -1, 1)
     costs, levels = [], []
     for quantizer, parity in ((0, 0), (0, 1), (1, 0), (1, 1)):
       own_GBL = jnp.moveaxis(which[quantizer, owner_B], 1, 0).astype(jnp.int32) * cost.shape[1]
-      near_GBL = 2 * jnp.rint((size_GBL + quantizer - 2 * parity) / 4) + parity
+      # In integers: above 2^24 float32 has no odd ones.
+      near_GBL = 2 * jnp.rint((size_GBL + quantizer - 2 * parity) / 4).astype(jnp.int32) + parity
       near_GBL = jnp.maximum(near_GBL, parity)
       options = []
       # The nearest, and the next one towards 0, whose bits are fewer.
       for index_GBL in (near_GBL, jnp.where(near_GBL >= 2, near_GBL - 2, near_GBL)):
         level_GBL = 2 * index_GBL - jnp.where(index_GBL > 0, quantizer, 0)
-        symbol_GBL = (sign_GBL * index_GBL).astype(jnp.int32) >> shift_GBL
+        symbol_GBL = (sign_GBL * index_GBL) >> shift_GBL
         is_far = jnp.abs(symbol_GBL) > table_file.LARGEST
         symbol_GBL = jnp.where(is_far, table_file.ESCAPE, symbol_GBL + table_file.LARGEST + 1)
-        options.append((flat[own_GBL + symbol_GBL] + (size_GBL - level_GBL) ** 2, level_GBL))
+        bits_GBL = flat[own_GBL + symbol_GBL]
+        options.append((bits_GBL + (size_GBL - level_GBL) ** 2, level_GBL))
       (cost_GBL, level_GBL), (other_GBL, lower_GBL) = options
-      level_GBL = sign_GBL * jnp.where(other_GBL < cost_GBL, lower_GBL, level_GBL)
+      levels.append(sign_GBL * jnp.where(other_GBL < cost_GBL, lower_GBL, level_GBL))
       costs.append(jnp.minimum(cost_GBL, other_GBL))
-      levels.append(level_GBL.astype(jnp.int32))
     return jnp.stack(costs, axis=1), jnp.stack(levels, axis=1)
 
   def column(path_SBL, cost_4BL):
