@@ -247,9 +247,18 @@ class Coordinates:
     self, rows: Int[np.ndarray, "n"], step: Float[np.ndarray, "n"]
   ) -> Float[np.ndarray, "n D"]:
     """The coordinates of rows, in rising order, in units of their steps."""
-    block = np.asarray(self._table[rows[0] : rows[-1] + 1], np.float32)
-    release(self._table[rows[0] : rows[-1] + 1])
-    return (block[rows - rows[0]] - self._mean) @ self._forward / step[:, None]
+    scaled = np.empty((len(rows), self.shape[1]), np.float32)
+    # Rows that are far apart are read a block at a time too, and given back after it.
+    ends = np.searchsorted(rows, np.arange(0, self.shape[0] + BLOCK, BLOCK))
+    for first, last in itertools.pairwise(ends):
+      if first == last:
+        continue
+      own = rows[first:last]
+      block = self._table[own[0] : own[-1] + 1]
+      centred = np.asarray(block, np.float32)[own - own[0]] - self._mean
+      scaled[first:last] = centred @ self._forward / step[first:last, None]
+      release(block)
+    return scaled
 
   @functools.cached_property
   def _forward(self) -> Float[np.ndarray, "D D"]:
