@@ -84,7 +84,8 @@ def tuning(
 
   def make() -> dict[str, Any]:
     left, trials = space.candidates(), []
-    for part in ROUNDS:
+    # One candidate needs no trial.
+    for part in ROUNDS if len(left) > 1 else ():
       scores = []
       for fields in left:
         trial = _trial(with_fields(shortened(experiment, part), fields), folder)
@@ -93,7 +94,7 @@ def tuning(
       order = sorted(range(len(left)), key=scores.__getitem__)
       # At least two, or the next round would choose nothing.
       left = [left[i] for i in order[: max(2, len(left) // 3)]]
-    if min(scores) == math.inf:
+    if trials and min(scores) == math.inf:
       raise NotFiniteError(
         f"`space` must have a candidate that does not diverge; got {space.values} for {name}. Give"
         " lower values."

@@ -6,13 +6,14 @@ the same ones.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from flax import linen as nn
 
 from experiments.studies.comparison.compressed import InFile, InMemory, Method
+from experiments.studies.comparison.manuals import Manuals
 from experiments.studies.tuning import SearchSpace
 from vqjax import DenseEmbedding, Embedding, Head, assign, convert, heads
 from vqjax.assign import trees
@@ -54,7 +55,7 @@ class Setting:
     body: (embedding, head) -> the model.
     inputs: initialiser of the input embedding of untied rows; tied tables have the default.
     train: training of each row, before its tuning.
-    space: values that each row's tuning tries.
+    space: values that each row's tuning tries; where it is one, nothing is tuned.
     codes: K of the larger codebook.
     small_codes: K of the codebook with at most 1/16 of the dense head's bytes.
     product: (K, M) of the product head with at most 1/16 of the dense head's bytes.
@@ -66,6 +67,7 @@ class Setting:
     seeds: number of seeds of the headline rows.
     seen: number of different tokens of the training text, where a row needs it.
     divisor: what the bytes of the dense head are divided by in rows that compress it.
+    spaces: rows that have another space, and this.
     folder: folder of the setting's runs.
   """
 
@@ -92,6 +94,7 @@ class Setting:
   seeds: int
   seen: int = 0
   divisor: int = 16
+  spaces: Mapping[str, SearchSpace] = dataclasses.field(default_factory=dict)
   folder: str = ""
 
   def path(self, row: str, seed: int) -> str:
@@ -207,6 +210,12 @@ def rows(s: Setting) -> list[Row]:
       "product codes, from contexts",
       lambda: heads.ProductHead(V, d, *s.product, token_bias=True),
       to_product,
+    ),
+    Row(
+      "product-random",
+      "product codes without contexts",
+      lambda: heads.ProductHead(V, d, *s.product, token_bias=True),
+      lambda seed: conversion.Unigrams(),
     ),
     Row("product-learned", "product codes, from contexts, learned", learned, to_learned),
     Row(
@@ -402,6 +411,11 @@ STORIES = (
   *("dense", "dense-unigram", "tied", "seen", "grouped", "grouped-frequency", "grouped-clusters"),
   *("unshared", "product-learned"),
 )
+MANUALS = (
+  *("tied-contexts", "tied-contexts-file", "tied-contexts-memory", "tied"),
+  *("dense-contexts", "dense", "sampled", "codebook", "product", "product-random"),
+  "product-learned",
+)
 _TINY = {
   # Little of the text that every machine has is evaluated.
   "data": Text(valid_fraction=0.005, test_fraction=0.005),
@@ -417,6 +431,39 @@ _TINY = {
   "seen": 390,
   "divisor": 2,
 }
+
+_PENN_TREEBANK = Setting(
+  "ptb",
+  PTB,
+  HEADLINE,
+  data=PennTreebank(),
+  tokenizer=WordTokenizer(split=False),
+  **_lstm(200, 20),
+  train=_by_sgd(9_292, batch=20, row=20),
+  space=SearchSpace({"train.learning_rate": (16.0, 25.0, 40.0, 64.0)}),
+  codes=1024,
+  small_codes=525,
+  product=(256, 25),
+  residual=(345, 4),
+  rank=12,
+  cutoffs=(750, 3000),
+  classes=100,
+  mixture=(4, 185),
+  seeds=5,
+)
+# Nothing is tuned on it: the learning rates are those that the tunings of Penn Treebank chose.
+_MANUALS = dataclasses.replace(
+  _PENN_TREEBANK,
+  name="manuals",
+  rows=MANUALS,
+  headline=MANUALS[:4],
+  data=Manuals(),
+  tokenizer=WordTokenizer(vocab=10_000, split=False),
+  train=_by_sgd(3_828, batch=20, row=20),
+  space=SearchSpace({"train.learning_rate": (40.0,)}),
+  spaces={"codebook": SearchSpace({"train.learning_rate": (64.0,)})},
+  seeds=3,
+)
 
 _SETTINGS = {
   "smoke": (
@@ -442,25 +489,8 @@ _SETTINGS = {
     ),
   ),
   "cpu": (
-    Setting(
-      "ptb",
-      PTB,
-      HEADLINE,
-      data=PennTreebank(),
-      tokenizer=WordTokenizer(split=False),
-      **_lstm(200, 20),
-      train=_by_sgd(9_292, batch=20, row=20),
-      space=SearchSpace({"train.learning_rate": (16.0, 25.0, 40.0, 64.0)}),
-      codes=1024,
-      small_codes=525,
-      product=(256, 25),
-      residual=(345, 4),
-      rank=12,
-      cutoffs=(750, 3000),
-      classes=100,
-      mixture=(4, 185),
-      seeds=5,
-    ),
+    _PENN_TREEBANK,
+    _MANUALS,
     Setting(
       "stories",
       STORIES,
@@ -488,4 +518,7 @@ SCALES = {
   scale: tuple(dataclasses.replace(s, folder=f"runs/comparison/{scale}/{s.name}") for s in settings)
   for scale, settings in _SETTINGS.items()
 }
-"""Scale -> settings. At `cpu`, four passes over Penn Treebank, three over slices of TinyStories."""
+"""Scale -> settings.
+
+At `cpu`, four passes over Penn Treebank and over manual pages, three over slices of TinyStories.
+"""

@@ -16,6 +16,7 @@ import pathlib
 from typing import Any
 
 from experiments.studies.comparison import compressed, report
+from experiments.studies.comparison.manuals import Manuals
 from experiments.studies.comparison.rows import SCALES, Row, Setting, rows, run_name
 from experiments.studies.measure import held_out_scores
 from experiments.studies.study import Job, Study, derived, identity_of, trained
@@ -72,7 +73,7 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
     f"tuning of {row.label}",
     # The teacher of a tuning is that of the first seed.
     row.experiment(setting, TUNING_SEED, teacher_seed=0),
-    setting.space,
+    setting.spaces.get(row.name, setting.space),
     pathlib.Path(setting.folder, "tuning", row.name),
   )
 
@@ -80,7 +81,7 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
 
   def measured(seed: int) -> Job:
     name, folder = f"{setting.name}/{run_name(row.name, seed)}", setting.path(row.name, seed)
-    job = lambda experiment: trained(name, row.label, experiment, folder)
+    job = lambda experiment: trained(name, row.label, experiment, folder, _text)
     return tuned(job, row.experiment(setting, seed), before, chosen)
 
   seeds = range(setting.seeds if row.name in setting.headline else 1)
@@ -89,6 +90,15 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
     return jobs
   teachers = _jobs(scale, setting, row.teacher)[1:]
   return [_taught(job, teachers[seed]) for job, seed in zip(jobs, (0, *seeds), strict=True)]
+
+
+def _text(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
+  """What the text was, where it differs between machines."""
+  data = experiment.data
+  if not isinstance(data, Manuals):
+    return {}
+  tokens = {name: len(split.tokens) for name, split in load_text(experiment).splits.items()}
+  return {"text": {"checksum": data.fingerprint(), "pages": data.pages(), "tokens": tokens}}
 
 
 def _chosen(scale: str, before: Job) -> dict[str, float] | None:

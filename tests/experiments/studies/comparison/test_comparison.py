@@ -27,7 +27,7 @@ from vqjax.lab.data import fit_encoder
 from vqjax.lab.models import LSTM
 from vqjax.lab.training import NotFiniteError
 
-PTB, STORIES = SCALES["cpu"]
+PTB, _, STORIES = SCALES["cpu"]
 ROOT = pathlib.Path(__file__).parents[4]
 
 

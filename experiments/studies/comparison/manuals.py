@@ -1,0 +1,91 @@
+"""English manual pages of this machine as a text like Penn Treebank's."""
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import pathlib
+import re
+from collections.abc import Iterator
+
+from experiments.gemma import long_lines, plain
+from vqjax.lab.data import Source
+from vqjax.lab.data.files import content_hash
+from vqjax.lab.data.source import SPLITS
+
+PAGES = pathlib.Path("/usr/share/man")
+PARTS = {"test": (0, 1), "valid": (2, 3)}
+"""Split -> twentieths of the families of pages; training has the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manuals(Source):
+  """The first words of each family of pages, in lower case, with a document for each sentence.
+
+  A family is the pages whose names begin with the same word, such as git and git-add; they share
+  sentences, and are in one split. A long line that is in the training text is left out of the
+  others. Numbers are N, and there is no punctuation.
+
+  Attributes:
+    most: words of a family, after which no further page is read.
+  """
+
+  most: int = 300
+
+  def _documents(self, split: str) -> Iterator[str]:
+    for text in _texts(self.most)[split].values():
+      for sentence in re.split(r"[.:!?]\s+", text):
+        if found := words(sentence):
+          yield " ".join(found)
+
+  def pages(self) -> dict[str, int]:
+    """The number of pages of each split."""
+    return {split: len(texts) for split, texts in _texts(self.most).items()}
+
+  def fingerprint(self) -> str:
+    """Return a hash of the texts of the three splits."""
+    return content_hash(part for split in SPLITS for part in (split, *self._documents(split)))
+
+
+def words(text: str) -> list[str]:
+  """The words of a text; a number is N."""
+  found = re.findall(r"[a-z]+(?:'[a-z]+)?|\d+", text.lower())
+  return ["N" if word[0].isdigit() else word for word in found]
+
+
+def split_of(family: str) -> str:
+  """The split of a family, which does not depend on what else is installed."""
+  digest = hashlib.blake2b(family.encode(), digest_size=8).digest()
+  part = int.from_bytes(digest, "little") % 20
+  return next((split for split, parts in PARTS.items() if part in parts), "train")
+
+
+@functools.cache
+def _texts(most: int) -> dict[str, dict[pathlib.Path, str]]:
+  """Split -> its pages and their texts."""
+  texts: dict[str, dict[pathlib.Path, str]] = {split: {} for split in SPLITS}
+  used: dict[str, int] = {}
+  for path in sorted(PAGES.glob("man[1-8]/*.gz")):
+    family = re.split(r"[^a-z0-9]", path.name.lower())[0]
+    if used.get(family, 0) >= most or path.is_symlink() or not path.is_file():
+      continue
+    # Names of fonts and strings of two letters, which `plain` leaves.
+    roff = gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
+    roff = re.sub(r"\\f\(..|\\\*\(..", "", roff)
+    text, number = "", used.get(family, 0)
+    for line in plain(roff).splitlines():
+      if number >= most:
+        break
+      text, number = f"{text}{line}\n", number + len(words(line))
+    if number > used.get(family, 0):
+      texts[split_of(family)][path], used[family] = text, number
+  seen = long_lines("".join(texts["train"].values()))
+  for split in PARTS:
+    for path, text in texts[split].items():
+      kept = (line for line in text.splitlines(True) if not seen & long_lines(line))
+      texts[split][path] = "".join(kept)
+  if not all(texts.values()):
+    raise FileNotFoundError(
+      f"`PAGES` must hold manual pages for each split; got {PAGES}. Install the system's pages."
+    )
+  return texts
