@@ -459,7 +459,7 @@ _MANUALS = dataclasses.replace(
   headline=MANUALS[:4],
   data=Manuals(),
   tokenizer=WordTokenizer(vocab=10_000, split=False),
-  train=_by_sgd(3_828, batch=20, row=20),
+  train=_by_sgd(1_914, batch=20, row=20),
   space=SearchSpace({"train.learning_rate": (40.0,)}),
   spaces={"codebook": SearchSpace({"train.learning_rate": (64.0,)})},
   seeds=3,
@@ -520,5 +520,5 @@ SCALES = {
 }
 """Scale -> settings.
 
-At `cpu`, four passes over Penn Treebank and over manual pages, three over slices of TinyStories.
+At `cpu`, four passes over Penn Treebank, two over manual pages, three over slices of TinyStories.
 """

@@ -38,7 +38,7 @@ def test_a_family_is_in_one_split_and_held_out_text_has_no_copied_line(installed
 
 def test_words_are_those_of_penn_treebank(installed):
   first = next(Manuals().documents("train"))
-  assert first == f"{min(installed['train'])} runs twice in N s"
+  assert first == f"{min(installed['train'])} add runs twice in N s"
 
 
 def test_a_family_has_at_most_its_words(installed):
