@@ -27,7 +27,7 @@ from vqjax.lab.data import fit_encoder
 from vqjax.lab.models import LSTM
 from vqjax.lab.training import NotFiniteError
 
-PTB, _, STORIES = SCALES["cpu"]
+PTB, MANUALS, STORIES = SCALES["cpu"]
 ROOT = pathlib.Path(__file__).parents[4]
 
 
@@ -232,6 +232,21 @@ def test_a_candidate_that_diverges_is_not_chosen(tuned):
 def test_a_tuning_of_which_every_candidate_diverges_has_no_result(tuned):
   with pytest.raises(NotFiniteError, match=r"`space` must .* for t"):
     tuned(lambda rate, steps: None)
+
+
+def test_a_space_of_one_value_is_chosen_without_a_trial(tmp_path):
+  (row,) = (row for row in rows(MANUALS) if row.name == "codebook")
+  space = MANUALS.spaces["codebook"]
+  made = tuning.tuning("t", "", row.experiment(MANUALS, 0), space, tmp_path).make()
+  assert (made["chosen"], made["trials"]) == ({"train.learning_rate": 64.0}, [])
+
+
+def test_learning_rates_of_manual_pages_are_those_that_penn_treebank_chose():
+  kept = run.STUDY.read("cpu")
+  for row in rows(MANUALS):
+    if row.source is None and (before := kept.get(f"ptb/{row.name}-tuning")) is not None:
+      (fields,) = MANUALS.spaces.get(row.name, MANUALS.space).candidates()
+      assert fields == before["chosen"]
 
 
 def test_a_row_has_no_identity_before_its_tuning_and_then_that_of_the_chosen_fields():
