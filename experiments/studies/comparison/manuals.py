@@ -28,23 +28,29 @@ class Manuals(Source):
 
   Attributes:
     most: words of a family, after which no further page is read.
+    checksum: fingerprint of the pages, which differ between machines. It is part of a run's
+      identity, so that results of different pages are never in one table.
   """
 
   most: int = 300
+  checksum: str = "0b87c0502e64702b1b82fa3624f007b4"
 
   def _documents(self, split: str) -> Iterator[str]:
-    for text in _texts(self.most)[split].values():
-      for sentence in re.split(r"[.:!?]\s+", text):
-        if found := words(sentence):
-          yield " ".join(found)
+    if self.fingerprint() != self.checksum:
+      raise ValueError(
+        f"`checksum` must be that of the pages in {PAGES}, {self.fingerprint()}; got"
+        f" {self.checksum}. Set it, and run every row of these pages anew."
+      )
+    yield from _sentences(self.most)[split]
 
   def pages(self) -> dict[str, int]:
     """The number of pages of each split."""
     return {split: len(texts) for split, texts in _texts(self.most).items()}
 
   def fingerprint(self) -> str:
-    """Return a hash of the texts of the three splits."""
-    return content_hash(part for split in SPLITS for part in (split, *self._documents(split)))
+    """Return a hash of the sentences of the three splits."""
+    sentences = _sentences(self.most)
+    return content_hash(part for split in SPLITS for part in (split, *sentences[split]))
 
 
 def words(text: str) -> list[str]:
@@ -58,6 +64,20 @@ def split_of(family: str) -> str:
   digest = hashlib.blake2b(family.encode(), digest_size=8).digest()
   part = int.from_bytes(digest, "little") % 20
   return next((split for split, parts in PARTS.items() if part in parts), "train")
+
+
+@functools.cache
+def _sentences(most: int) -> dict[str, list[str]]:
+  """Split -> its sentences, as words with a space between."""
+  return {
+    split: [
+      " ".join(found)
+      for text in texts.values()
+      for sentence in re.split(r"[.:!?]\s+", text)
+      if (found := words(sentence))
+    ]
+    for split, texts in _texts(most).items()
+  }
 
 
 @functools.cache

@@ -23,24 +23,37 @@ def installed(monkeypatch, tmp_path):
       text = f".TH X\n\\f(CW{page}\\fR runs Twice in 12 s. It ends.\n{LINE}"
       (tmp_path / "man1" / f"{page}.1.gz").write_bytes(gzip.compress(text.encode()))
   monkeypatch.setattr(manuals, "PAGES", tmp_path)
-  manuals._texts.cache_clear()
+  caches = manuals._texts, manuals._sentences
+  for cache in caches:
+    cache.cache_clear()
   yield families
-  manuals._texts.cache_clear()
+  for cache in caches:
+    cache.cache_clear()
+
+
+def here(**fields):
+  """The source of the pages that are installed."""
+  return Manuals(**fields, checksum=Manuals(**fields).fingerprint())
 
 
 def test_a_family_is_in_one_split_and_held_out_text_has_no_copied_line(installed):
   for split, families in installed.items():
     assert Manuals().pages()[split] == 2 * len(families)
-    documents = list(Manuals().documents(split))
+    documents = list(here().documents(split))
     assert {text.split()[0] for text in documents if "runs" in text} == set(families)
     assert any("copy of each other" in text for text in documents) == (split == "train")
 
 
 def test_words_are_those_of_penn_treebank(installed):
-  first = next(Manuals().documents("train"))
+  first = next(here().documents("train"))
   assert first == f"{min(installed['train'])} add runs twice in N s"
 
 
 def test_a_family_has_at_most_its_words(installed):
   assert Manuals(most=5).pages()["train"] == len(installed["train"])
   assert Manuals(most=5).fingerprint() != Manuals().fingerprint()
+
+
+def test_other_pages_are_refused(installed):
+  with pytest.raises(ValueError, match=r"`checksum` must be that of the pages .* Set it"):
+    list(Manuals().documents("train"))
