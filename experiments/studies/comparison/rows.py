@@ -6,7 +6,7 @@ the same ones.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,6 @@ class Setting:
     seeds: number of seeds of the headline rows.
     seen: number of different tokens of the training text, where a row needs it.
     divisor: what the bytes of the dense head are divided by in rows that compress it.
-    spaces: rows that have another space, and this.
     folder: folder of the setting's runs.
   """
 
@@ -94,7 +93,6 @@ class Setting:
   seeds: int
   seen: int = 0
   divisor: int = 16
-  spaces: Mapping[str, SearchSpace] = dataclasses.field(default_factory=dict)
   folder: str = ""
 
   def path(self, row: str, seed: int) -> str:
@@ -451,7 +449,7 @@ _PENN_TREEBANK = Setting(
   mixture=(4, 185),
   seeds=5,
 )
-# Nothing is tuned on it: the learning rates are those that the tunings of Penn Treebank chose.
+# Nothing is tuned on it: the learning rate is the one that most tunings of Penn Treebank chose.
 _MANUALS = dataclasses.replace(
   _PENN_TREEBANK,
   name="manuals",
@@ -461,7 +459,6 @@ _MANUALS = dataclasses.replace(
   tokenizer=WordTokenizer(vocab=10_000, split=False),
   train=_by_sgd(1_914, batch=20, row=20),
   space=SearchSpace({"train.learning_rate": (40.0,)}),
-  spaces={"codebook": SearchSpace({"train.learning_rate": (64.0,)})},
   seeds=3,
 )
 

@@ -73,7 +73,7 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
     f"tuning of {row.label}",
     # The teacher of a tuning is that of the first seed.
     row.experiment(setting, TUNING_SEED, teacher_seed=0),
-    setting.spaces.get(row.name, setting.space),
+    setting.space,
     pathlib.Path(setting.folder, "tuning", row.name),
   )
 

@@ -235,18 +235,17 @@ def test_a_tuning_of_which_every_candidate_diverges_has_no_result(tuned):
 
 
 def test_a_space_of_one_value_is_chosen_without_a_trial(tmp_path):
-  (row,) = (row for row in rows(MANUALS) if row.name == "codebook")
-  space = MANUALS.spaces["codebook"]
-  made = tuning.tuning("t", "", row.experiment(MANUALS, 0), space, tmp_path).make()
-  assert (made["chosen"], made["trials"]) == ({"train.learning_rate": 64.0}, [])
+  row = rows(MANUALS)[0].experiment(MANUALS, 0)
+  made = tuning.tuning("t", "", row, MANUALS.space, tmp_path).make()
+  assert (made["chosen"], made["trials"]) == ({"train.learning_rate": 40.0}, [])
 
 
-def test_learning_rates_of_manual_pages_are_those_that_penn_treebank_chose():
+def test_the_learning_rate_of_manual_pages_is_what_most_tunings_of_penn_treebank_chose():
   kept = run.STUDY.read("cpu")
-  for row in rows(MANUALS):
-    if row.source is None and (before := kept.get(f"ptb/{row.name}-tuning")) is not None:
-      (fields,) = MANUALS.spaces.get(row.name, MANUALS.space).candidates()
-      assert fields == before["chosen"]
+  names = [f"ptb/{row.name}-tuning" for row in rows(MANUALS)]
+  chosen = [tuple(kept[name]["chosen"].items()) for name in names if name in kept]
+  (fields,) = MANUALS.space.candidates()
+  assert max(set(chosen), key=chosen.count) == tuple(fields.items())
 
 
 def test_a_row_has_no_identity_before_its_tuning_and_then_that_of_the_chosen_fields():
