@@ -10,7 +10,7 @@ import pytest
 from tests.contract import compiled
 from tests.contract_of_representatives import RepresentativeContract
 from vqjax import CertifiedHead, CodebookHead, DenseEmbedding, DenseHead
-from vqjax.ops import certified, narrow, sampling
+from vqjax.ops import certified, narrow, sampling, softmax, vocab_parallel
 
 
 class TestCertifiedHead(RepresentativeContract):
@@ -64,7 +64,9 @@ def test_no_score_in_float64_is_above_its_bound(dim, batch):
 
 @pytest.mark.parametrize("dim", [1, 63, 128, 1100])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 4)])
-def test_integer_products_are_exact(dim, batch):
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_integer_products_are_exact(platform, dim, batch, monkeypatch):
+  monkeypatch.setattr(vocab_parallel, "platform", lambda: platform)
   rng = np.random.default_rng(0)
   weight, vectors = (rng.integers(-127, 128, (*n, dim)).astype(np.int8) for n in ((7,), batch))
   # The largest sums of two products come near to what 16 bits hold.
@@ -73,6 +75,14 @@ def test_integer_products_are_exact(dim, batch):
   wanted = np.moveaxis(vectors.astype(np.int64) @ weight.T.astype(np.int64), -1, 0)
   found = jax.jit(narrow.int8_product)(weight, vectors)
   np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (3,), (2, 4)])
+def test_scores_of_few_vectors_on_a_tpu_are_products(batch, monkeypatch):
+  monkeypatch.setattr(vocab_parallel, "platform", lambda: "tpu")
+  weight, hidden = (jax.random.normal(jax.random.key(0), (*n, 24)) for n in ((7,), batch))
+  found = jax.jit(softmax.rows_scores)(weight, hidden)
+  np.testing.assert_allclose(found, np.moveaxis(hidden @ weight.T, -1, 0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"softcap": 30.0}, {"dtype": jnp.bfloat16}])
