@@ -126,13 +126,20 @@ def test_rows_in_doubt_beyond_the_budget_are_all_scored():
   np.testing.assert_array_equal(found.tokens, head.apply(variables, hidden, 2, method="top_k")[1])
 
 
+def test_a_row_of_which_nothing_is_known_has_no_bound():
+  weight = jax.random.normal(jax.random.key(0), (9, 24)).at[7].set(jnp.nan)
+  rows = certified.int8_rows(weight)
+  rows = rows._replace(mean=jnp.zeros(24))
+  upper = certified.bounds(jnp.ones((2, 24)), rows, 9, lambda product_WB, cut: product_WB)
+  assert np.isposinf(upper.block(0)[0][7]).all()
+
+
 def test_the_highest_bounds_of_a_vocabulary_of_whole_chunks_are_selected():
   bound = np.random.default_rng(0).standard_normal((4096, 2, 3)).astype(np.float32)
-  bound[5, 0, 0], bound[7] = np.nan, -np.inf
+  bound[5, 0, 0], bound[7] = np.inf, -np.inf
   blocks = sampling.Blocks(1, lambda _: (bound, jnp.arange(4096, dtype=jnp.int32)), (2, 3))
   found = certified._highest(blocks, 21)
-  # A nan is a bound that is not known.
-  bound = np.moveaxis(np.where(np.isnan(bound), np.inf, bound), 0, -1)
+  bound = np.moveaxis(bound, 0, -1)
   np.testing.assert_array_equal(found.scores, -np.sort(-bound, axis=-1)[..., :21])
   np.testing.assert_array_equal(np.take_along_axis(bound, found.tokens, axis=-1), found.scores)
 
