@@ -1,7 +1,8 @@
-"""Losses of large vocabularies on TPUs that are absent, by the compiler's own account.
+"""Losses and decoding of large vocabularies on TPUs that are absent, by the compiler's account.
 
 python -m experiments.bench.tpu                    compile what is missing, then render
 python -m experiments.bench.tpu --chips v5e --dims 2048 4096 --vocabularies 32768 131072 262144
+python -m experiments.bench.tpu --decoding --dims 640 2048 --vocabularies 262144
 python -m experiments.bench.tpu --render           the tables alone
 """
 
@@ -25,7 +26,14 @@ from jax.sharding import PartitionSpec as P
 from experiments.bench import losses
 from experiments.plan.isolated import isolated
 from experiments.studies import page
-from vqjax import CodebookHead, GroupedHead, ProductHead, linear_cross_entropy
+from vqjax import (
+  CertifiedHead,
+  CodebookHead,
+  DenseHead,
+  GroupedHead,
+  ProductHead,
+  linear_cross_entropy,
+)
 from vqjax.lab import exits
 from vqjax.lab.plan import chips, compiling, cycles
 from vqjax.lab.report import units
@@ -51,11 +59,19 @@ class Cell:
 
 
 class Job(NamedTuple):
-  """A program, the shapes and dtypes of its arguments, and the operations it cannot avoid."""
+  """A program, the shapes and dtypes of its arguments, and what it cannot avoid.
+
+  Attributes:
+    function: the program.
+    arguments: shapes and dtypes of its arguments.
+    flops: operations.
+    bytes: bytes that it reads.
+  """
 
   function: Callable
   arguments: tuple
   flops: float
+  bytes: float = 0
 
 
 def _weights(cell: Cell) -> tuple:
@@ -153,6 +169,44 @@ PROGRAMS: Mapping[str, Callable[[Cell], Job]] = {
 PEERS = tuple(name for name in PROGRAMS if name.startswith("token chunks"))
 
 
+def _decoded(make: Callable, dtype: str, batch: int, certified: bool) -> Callable[[Cell], Job]:
+  """The best token of each of `batch` vectors by a head over a weight of `dtype`."""
+
+  def job(cell: Cell) -> Job:
+    # Of 160 states of Gemma 3 270M, the 99th percentile of the rows in doubt is 17.
+    budget = {"budget": 64} if certified else {}
+    head = make(cell.vocab, cell.dim, param_dtype=dtype, **budget)
+    hidden = jax.ShapeDtypeStruct((batch, cell.dim), dtype)
+    variables = jax.eval_shape(lambda h: head.init(jax.random.key(0), h), hidden)
+
+    def greedy(variables, hidden):
+      # A greedy draw has no use for its key.
+      return head.apply(variables, hidden, jax.random.key(0), 0.0, method="sample")
+
+    size = cell.vocab * cell.dim
+    read = size if certified else size * jnp.dtype(dtype).itemsize
+    return Job(greedy, (variables, hidden), 2 * batch * size, read)
+
+  return job
+
+
+BATCHES = (1, 16)
+"""Vectors that are decoded at once."""
+
+DENSE_BFLOAT16 = "dense, bfloat16"
+HEADS = {
+  "dense, float32": (DenseHead, "float32", False),
+  DENSE_BFLOAT16: (DenseHead, "bfloat16", False),
+  "certified over float32": (CertifiedHead, "float32", True),
+  "certified over bfloat16": (CertifiedHead, "bfloat16", True),
+}
+DECODING: Mapping[str, Callable[[Cell], Job]] = {
+  f"{name}, {batch}": _decoded(make, dtype, batch, certified)
+  for name, (make, dtype, certified) in HEADS.items()
+  for batch in BATCHES
+}
+
+
 def estimated(cell: Cell) -> dict[str, Any]:
   """The row of a cell: time and memory by the compiler's account."""
   jax.config.update("jax_platforms", "cpu")
@@ -161,14 +215,15 @@ def estimated(cell: Cell) -> dict[str, Any]:
   place = NamedSharding(mesh, P())
   start = time.perf_counter()
   with jax.set_mesh(mesh):
-    job = PROGRAMS[cell.program](cell)
+    job = {**PROGRAMS, **DECODING}[cell.program](cell)
     arguments = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), job.arguments
     )
     compiled = jax.jit(job.function, out_shardings=place).lower(*arguments).compile()
   found = cycles.estimate(compiled.as_text())
   seconds = found.cycles / cycles.CLOCK[cell.chip]
-  least = job.flops / chips.tpu(TOPOLOGIES[cell.chip]).flops
+  chip = chips.tpu(TOPOLOGIES[cell.chip])
+  least = max(job.flops / chip.flops, job.bytes / chip.bandwidth)
   return dataclasses.asdict(cell) | {
     "source": ESTIMATE,
     "tokens": TOKENS,
@@ -239,9 +294,33 @@ def render(rows: Mapping[Cell, dict[str, Any]], path: pathlib.Path) -> None:
     path,
     {
       "times": page.markdown(pd.DataFrame([x for x in times if x], columns=columns), left=3),
+      "decoding": page.markdown(_decoding(rows), left=4),
       "parts": page.markdown(pd.DataFrame(parts, columns=part_columns), left=4),
     },
   )
+
+
+def _decoding(rows) -> pd.DataFrame:
+  """Microseconds of greedy decoding, their share of the least, and the speed over bfloat16."""
+  lines = []
+  for dim, vocab in sorted({(c.dim, c.vocab) for c in rows if c.program in DECODING}):
+    for batch in BATCHES:
+      for name in HEADS:
+        cells = [
+          (rows.get(Cell(f"{name}, {batch}", chip, dim, vocab), {}),
+           rows.get(Cell(f"{DENSE_BFLOAT16}, {batch}", chip, dim, vocab), {}))
+          for chip in TOPOLOGIES
+        ]  # fmt: skip
+        times = [
+          f"{1e6 * row['seconds']:.0f} ({row['least_seconds'] / row['seconds']:.0%}),"
+          f" {peer['seconds'] / row['seconds']:.2f}×"
+          if "seconds" in row and "seconds" in peer
+          else units.MISSING
+          for row, peer in cells
+        ]
+        lines.append([f"{dim:,}", f"{vocab:,}", batch, name, *times, ESTIMATE])
+  columns = ["D", "V", "vectors", "head", *(f"{chip}, µs" for chip in TOPOLOGIES), ""]
+  return pd.DataFrame(lines, columns=columns)
 
 
 def _line(dim, vocab, name, rows) -> list[str] | None:
@@ -274,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for chip in options.chips
     for dim in options.dims
     for vocab in options.vocabularies
-    for name in options.programs
+    for name in (DECODING if options.decoding else options.programs)
   ]
   try:
     if not options.render:
@@ -296,6 +375,7 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--dims", nargs="+", type=int, default=[2048])
   parser.add_argument("--vocabularies", nargs="+", type=int, default=[131072])
   parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+  parser.add_argument("--decoding", action="store_true", help="greedy decoding instead of losses")
   parser.add_argument("--render", action="store_true", help="compile nothing, render what there is")
   return parser
 

@@ -10,7 +10,7 @@ import pytest
 from tests.contract import compiled
 from tests.contract_of_representatives import RepresentativeContract
 from vqjax import CertifiedHead, CodebookHead, DenseEmbedding, DenseHead
-from vqjax.ops import certified, narrow, sampling
+from vqjax.ops import certified, narrow, sampling, softmax, vocab_parallel
 
 
 class TestCertifiedHead(RepresentativeContract):
@@ -64,7 +64,9 @@ def test_no_score_in_float64_is_above_its_bound(dim, batch):
 
 @pytest.mark.parametrize("dim", [1, 63, 128, 1100])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 4)])
-def test_integer_products_are_exact(dim, batch):
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_integer_products_are_exact(platform, dim, batch, monkeypatch):
+  monkeypatch.setattr(vocab_parallel, "platform", lambda: platform)
   rng = np.random.default_rng(0)
   weight, vectors = (rng.integers(-127, 128, (*n, dim)).astype(np.int8) for n in ((7,), batch))
   # The largest sums of two products come near to what 16 bits hold.
@@ -73,6 +75,14 @@ def test_integer_products_are_exact(dim, batch):
   wanted = np.moveaxis(vectors.astype(np.int64) @ weight.T.astype(np.int64), -1, 0)
   found = jax.jit(narrow.int8_product)(weight, vectors)
   np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("batch", [(), (0,), (3,), (2, 4)])
+def test_scores_of_few_vectors_on_a_tpu_are_products(batch, monkeypatch):
+  monkeypatch.setattr(vocab_parallel, "platform", lambda: "tpu")
+  weight, hidden = (jax.random.normal(jax.random.key(0), (*n, 24)) for n in ((7,), batch))
+  found = jax.jit(softmax.rows_scores)(weight, hidden)
+  np.testing.assert_allclose(found, np.moveaxis(hidden @ weight.T, -1, 0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"softcap": 30.0}, {"dtype": jnp.bfloat16}])
@@ -116,13 +126,20 @@ def test_rows_in_doubt_beyond_the_budget_are_all_scored():
   np.testing.assert_array_equal(found.tokens, head.apply(variables, hidden, 2, method="top_k")[1])
 
 
+def test_a_row_of_which_nothing_is_known_has_no_bound():
+  weight = jax.random.normal(jax.random.key(0), (9, 24)).at[7].set(jnp.nan)
+  rows = certified.int8_rows(weight)
+  rows = rows._replace(mean=jnp.zeros(24))
+  upper = certified.bounds(jnp.ones((2, 24)), rows, 9, lambda product_WB, cut: product_WB)
+  assert np.isposinf(upper.block(0)[0][7]).all()
+
+
 def test_the_highest_bounds_of_a_vocabulary_of_whole_chunks_are_selected():
   bound = np.random.default_rng(0).standard_normal((4096, 2, 3)).astype(np.float32)
-  bound[5, 0, 0], bound[7] = np.nan, -np.inf
+  bound[5, 0, 0], bound[7] = np.inf, -np.inf
   blocks = sampling.Blocks(1, lambda _: (bound, jnp.arange(4096, dtype=jnp.int32)), (2, 3))
   found = certified._highest(blocks, 21)
-  # A nan is a bound that is not known.
-  bound = np.moveaxis(np.where(np.isnan(bound), np.inf, bound), 0, -1)
+  bound = np.moveaxis(bound, 0, -1)
   np.testing.assert_array_equal(found.scores, -np.sort(-bound, axis=-1)[..., :21])
   np.testing.assert_array_equal(np.take_along_axis(bound, found.tokens, axis=-1), found.scores)
 

@@ -309,12 +309,13 @@ class Tables:
       RuntimeError: a table is not read as it was written.
     """
     best, quantized = None, {}
-    low, high = self.limits  # steps of too many bytes and of few enough, so far as is known
+    totals: dict[float, int] = {}
     for _ in range(MOST_CODINGS):
       quantized = {}  # given back before there are new ones
       quantized = self.quantized(step)
       coded = {name: table_file.encode(table, progress) for name, table in quantized.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
+      totals[step] = total
       fits = size is None or total <= size
       if fits and (best is None or step < best[0]):
         best = step, coded
@@ -325,10 +326,9 @@ class Tables:
           f"`--bytes` must be reachable: the least size of these tables is {total:,} bytes; got"
           f" {size:,}. Give at least {total:,}, or a model with a smaller vocabulary."
         )
-      low, high = (low, step) if fits else (step, high)
-      if high <= low * CLOSEST and best is not None:
+      step = self._next_step(totals, size)
+      if step in totals:
         break
-      step = self._step_between(low, high, size, total - self.size(step))
     if best is None:
       return self.coded(self.limits[1], size, progress)
     if step != best[0]:
@@ -343,19 +343,35 @@ class Tables:
           raise RuntimeError(f"the table {name} is not read as it was written: report it")
     return step, quantized, coded
 
-  def _step_between(self, low: float, high: float, size: int, error: int) -> float:
-    """A step to code at: the sample errs by about as many bytes as it did at a step near it."""
-    if error < 0.1 * size:
+  def _next_step(self, totals: Mapping[float, int], size: int) -> float:
+    """A step to code at, from the bytes of steps that were coded, the last of them nearest to it.
+
+    One that was coded if no other is left.
+    """
+    high = min((s for s, total in totals.items() if total <= size), default=self.limits[1])
+    large = (s for s, total in totals.items() if total > size and s < high)
+    low = max(large, default=self.limits[0])
+    if low * CLOSEST >= high:
+      return high
+    if low in totals and high in totals:
+      # Straight in logarithms.
+      x, y = math.log(totals[low]), math.log(totals[high])
+      part = (x - math.log(AIM * size)) / (x - y)
+      return low * (high / low) ** min(0.95, max(0.05, part))
+    step, total = list(totals.items())[-1]
+    # The sample errs by about as large a part at a step near this one.
+    part = total / self.size(step)
+    if 0.5 < part < 2:
       point, _ = search(
         lambda step: Point(step, self.size(step), None),
-        size=max(1, int(AIM * size - error)),
-        step=low if low > self.limits[0] else high,
+        size=max(1, int(AIM * size / part)),
+        step=step,
         limits=self.limits,
         close=AIM,
       )
       if low < point.step < high:
         return point.step
-    return high if low * CLOSEST >= high else math.sqrt(low * high)
+    return math.sqrt(low * high)
 
   @functools.cached_property
   def _samples(self) -> tuple[float, dict[str, tuple[QuantizedTable, int]]]:

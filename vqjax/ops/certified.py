@@ -148,7 +148,9 @@ def bounds(
     score_WB = narrow.int8_product(code_WD, code_BD).astype(jnp.float32) * (step_B / size)
     # 0 · inf is nan, of which no comparison is true.
     margin_WB = jnp.where(error_W1 == jnp.inf, jnp.inf, error_W1 * length_B + length_W1 * rest_B)
-    return finish(score_WB * scale_W1 + common_B + margin_WB, cut)
+    bound_WB = finish(score_WB * scale_W1 + common_B + margin_WB, cut)
+    # A nan is a bound that is not known.
+    return jnp.where(jnp.isnan(bound_WB), jnp.inf, bound_WB)
 
   # Whole where it can be stored: a loop would read its part of the rows once more to copy it.
   count = rows.codes.shape[0]
@@ -222,8 +224,7 @@ def _highest(blocks, k):
 
   def step(top, index):
     bound_WB, token_W = blocks.block(index)
-    # A nan is a bound that is not known.
-    return topk.merge_rows(top, jnp.where(jnp.isnan(bound_WB), jnp.inf, bound_WB), token_W)
+    return topk.merge_rows(top, bound_WB, token_W)
 
   if blocks.count == 1:
     # The barrier keeps what reads the bounds from computing them again.
@@ -242,7 +243,6 @@ def _highest_of_strides(bound_VB, token_V, k, size):
   Chunks of consecutive bounds would be reduced across the lanes of a TPU, in more time than the
   product takes. Equal bounds may come in any order.
   """
-  bound_VB = jnp.where(jnp.isnan(bound_VB), jnp.inf, bound_VB)
   count = len(token_V) // size
   maxima_CB = bound_VB.reshape(size, count, *bound_VB.shape[1:]).max(axis=0)
   _, chunk_Bk = lax.top_k(jnp.moveaxis(maxima_CB, 0, -1), k)

@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8, Shaped
 
 from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
@@ -63,6 +63,27 @@ def dot_general(
   return products.sum(rhs_axes).reshape(kept).astype(dtype)
 
 
+def weight_first(
+  weight: Shaped[Array, "W D"], vectors: Shaped[Array, "*B D"], dtype: Dtype
+) -> Shaped[Array, "W *B"]:
+  """weight · vectorsᵀ with results of `dtype`, on a TPU of at least eight vectors.
+
+  A few vectors would be multiplied in vector units, in more time than the weight takes to read; the
+  matrix unit takes eight in the time of one.
+  """
+  batch, count = vectors.shape[:-1], math.prod(vectors.shape[:-1])
+  is_padded = count < 8 and vocab_parallel.platform() == "tpu"
+  if is_padded:
+    # The barriers keep XLA from taking the product apart again.
+    vectors = jnp.pad(vectors.reshape(count, vectors.shape[-1]), ((0, 8 - count), (0, 0)))
+    vectors = lax.optimization_barrier(vectors)
+  axes = ((1,), (vectors.ndim - 1,)), ((), ())
+  product = lax.dot_general(weight, vectors, axes, preferred_element_type=dtype)
+  if not is_padded:
+    return product
+  return lax.optimization_barrier(product)[:, :count].reshape(len(weight), *batch)
+
+
 LANES = 32
 """Integers of a row that are multiplied at once; XLA sums as many in one loop."""
 
@@ -82,16 +103,7 @@ def int8_product(weight: Int8[Array, "W D"], vectors: Int8[Array, "*B D"]) -> In
   dim, batch = weight.shape[1], vectors.shape[:-1]
   count, platform = math.prod(batch), vocab_parallel.platform()
   if count > FEW or platform != "cpu":
-    vector_ND = vectors.reshape(count, dim)
-    if platform == "tpu" and count < 8:
-      # A few vectors would be multiplied in vector units, in more time than the weight takes to
-      # read; the matrix unit takes eight in the time of one.
-      vector_ND = lax.optimization_barrier(jnp.pad(vector_ND, ((0, 8 - count), (0, 0))))
-    axes = ((1,), (1,)), ((), ())
-    product_WN = lax.dot_general(weight, vector_ND, axes, preferred_element_type=jnp.int32)
-    if platform == "tpu" and count < 8:
-      product_WN = lax.optimization_barrier(product_WN)[:, :count]
-    return product_WN.reshape(weight.shape[0], *batch)
+    return weight_first(weight, vectors, jnp.int32)
   # Not one sum over a whole row: XLA would split it, and write the products to memory.
   weight, vectors = lax.optimization_barrier((weight, vectors))
   weight_W1D, vector_ND = weight[:, None], vectors.reshape(math.prod(batch), dim)

@@ -359,7 +359,8 @@ def rows_scores(
   dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
   hidden = hidden.astype(dtype)
   # float32 results of bfloat16 operands: rounded scores would move probabilities by percents.
-  if weight.axis == 1 and vocab_parallel.platform() == "cpu":
+  is_cpu = vocab_parallel.platform() == "cpu"
+  if weight.axis == 1 and is_cpu:
     # hidden · kernel reads a kernel [D, V] along its rows, far faster than weight · hidden, to
     # which the transposition would be folded without the barrier.
     axes = ((hidden.ndim - 1,), (0,)), ((), ())
@@ -367,12 +368,11 @@ def rows_scores(
     after = narrow.dot_general(hidden, kernel, axes, preferred_element_type=jnp.float32)
     return jnp.moveaxis(lax.optimization_barrier(after), -1, 0)
   rows = weight.all().astype(dtype)
-  if math.prod(hidden.shape[:-1]) == 1 and dtype.itemsize < 4:
+  if math.prod(hidden.shape[:-1]) == 1 and dtype.itemsize < 4 and is_cpu:
     axes = ((hidden.ndim - 1,), (1,)), ((), ())
     one = narrow.dot_general(hidden, rows, axes, preferred_element_type=jnp.float32)
     return jnp.moveaxis(one, -1, 0)
-  axes = ((1,), (hidden.ndim - 1,)), ((), ())
-  return lax.dot_general(rows, hidden, axes, preferred_element_type=jnp.float32)
+  return narrow.weight_first(rows, hidden, jnp.float32)
 
 
 def finished_rows(

@@ -659,21 +659,22 @@ def test_a_call_that_is_interrupted_while_it_writes_leaves_no_folder(
   assert (tmp_path / "out" / "report.md").is_file()
 
 
-def test_an_interrupted_call_goes_on_where_it_was(folder, texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("runtime", ["unpacked", pytest.param("packed", marks=pytest.mark.slow)])
+def test_an_interrupted_call_goes_on_where_it_was(runtime, folder, texts, tmp_path, monkeypatch):
   out, measured = tmp_path / "out", []
   point = compression.Compression.point
 
-  def stop_at_the_third(self, step, reference):
+  def stop_at_the_second(self, step, reference):
     measured.append(step)
-    if len(measured) == 3:
+    if len(measured) == 2:
       raise KeyboardInterrupt
     return point(self, step, reference)
 
-  monkeypatch.setattr(compression.Compression, "point", stop_at_the_third)
-  assert call(folder, texts, out, "--kl", "0.003") == 130
+  monkeypatch.setattr(compression.Compression, "point", stop_at_the_second)
+  assert call(folder, texts, out, "--kl", "0.003", "--runtime", runtime) == 130
   assert not out.exists()
   monkeypatch.setattr(compression, "collect", None)  # the moments are kept
-  first = measured[:2]
-  assert call(folder, texts, out, "--kl", "0.003") == 0
-  assert not set(first) & set(measured[3:])
+  first = measured[:1]
+  assert call(folder, texts, out, "--kl", "0.003", "--runtime", runtime) == 0
+  assert not set(first) & set(measured[2:])
   assert not (tmp_path / ".out.partial").exists()
