@@ -40,6 +40,8 @@ def speed_table(figures: Figures) -> pd.DataFrame:
   """Tokens a pass and speed of each way, by domain and sampling."""
   rows = []
   for name, domain in ((name, domain) for name in SAMPLINGS for domain in DOMAINS):
+    if name not in figures[domain]:  # an interrupted run
+      continue
     table = figures[domain][name]
     row = {"text": domain, "tokens": name}
     row[f"{PLAIN}, tokens/s"] = f"{table[PLAIN]['tokens_per_second']:.2f}"
