@@ -80,7 +80,7 @@ class Sizes(NamedTuple):
 
 
 GEMMA = Sizes(
-  Settings(steps=350, batch=2, depth=2, length=3, vocab=4096),
+  Settings(steps=291, batch=2, depth=2, length=3, vocab=4096),
   *(24_000, 384, 128, 96, 2048, 32),
   prompt=32,
   tokens=64,
