@@ -40,7 +40,7 @@ def speed_table(figures: Figures) -> pd.DataFrame:
   """Tokens a pass and speed of each way, by domain and sampling."""
   rows = []
   for name, domain in ((name, domain) for name in SAMPLINGS for domain in DOMAINS):
-    if name not in figures[domain]:  # an interrupted run
+    if name not in figures.get(domain, {}):  # an interrupted run
       continue
     table = figures[domain][name]
     row = {"text": domain, "tokens": name}
@@ -101,6 +101,7 @@ def origin(figures: Figures) -> str:
 def plot(figures: Figures) -> Figure:
   """Speed of greedy decoding with each way, by domain."""
   figure, axes = blank(height=3.4)
+  domains = [domain for domain in DOMAINS if domain in figures]
   ways = [way for way in figures[DOMAINS[0]]["greedy"] if way != PLAIN]
   # The head that adapts is the same head as one of the others: a ring around its colour.
   colors = dict(zip((way for way in ways if way != ADAPTIVE), SERIES))
@@ -108,11 +109,11 @@ def plot(figures: Figures) -> Figure:
     style = {"markersize": 8, "linestyle": "none", "color": colors.get(way, colors[FREQUENT])}
     if way == ADAPTIVE:
       style |= {"markerfacecolor": "none", "markeredgewidth": 1.5}
-    ratio = [figures[domain]["greedy"][way]["speed_ratio"] for domain in DOMAINS]
+    ratio = [figures[domain]["greedy"][way]["speed_ratio"] for domain in domains]
     shift = 0.12 * (at - (len(ways) - 1) / 2)
-    axes.plot([x + shift for x in range(len(DOMAINS))], ratio, "o", label=way, **style)
+    axes.plot([x + shift for x in range(len(domains))], ratio, "o", label=way, **style)
   axes.axhline(1, color=INK, linewidth=1)
-  axes.set_xticks(range(len(DOMAINS)), DOMAINS)
+  axes.set_xticks(range(len(domains)), domains)
   axes.set_ylim(bottom=0)
   axes.set_ylabel("speed over decoding\nwithout a drafter")
   axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=3, loc="lower left")
