@@ -1,0 +1,134 @@
+"""Tables and figure of the benchmark of drafters, on the page on generation.
+
+python -m experiments.bench.speculation_report
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.bench.speculation import ADAPTIVE, DOMAINS, FREQUENT, PLAIN, SAMPLINGS
+from experiments.studies import page
+from vqjax.lab import exits
+from vqjax.lab.report import INK, SERIES
+from vqjax.lab.report.plots import blank
+from vqjax.lab.report.units import MISSING
+
+PAGE = page.DOCS / "generation.md"
+IMAGE = "speculation.png"
+
+Figures = Mapping[str, Any]
+"""What the benchmark has written."""
+
+
+def update(path: pathlib.Path, figures: Figures) -> bool:
+  """Rewrite the generated blocks of the page; return whether it changed."""
+  blocks = {
+    "speculation-speed": page.markdown(speed_table(figures), left=2),
+    "speculation-heads": page.markdown(heads_table(figures)),
+    "speculation-origin": origin(figures),
+  }
+  return page.update(path, blocks)
+
+
+def speed_table(figures: Figures) -> pd.DataFrame:
+  """Tokens a pass and speed of each way, by domain and sampling."""
+  rows = []
+  for name, domain in ((name, domain) for name in SAMPLINGS for domain in DOMAINS):
+    if name not in figures.get(domain, {}):  # an interrupted run
+      continue
+    table = figures[domain][name]
+    row = {"text": domain, "tokens": name}
+    row[f"{PLAIN}, tokens/s"] = f"{table[PLAIN]['tokens_per_second']:.2f}"
+    for way, each in table.items():
+      if way != PLAIN:
+        row[way] = f"{each['tokens_per_pass']:.2f}: {each['speed_ratio']:.2f}×"
+        if way == ADAPTIVE:
+          row["least"] = f"{each['least_ratio']:.2f}×"
+    rows.append(row)
+  return pd.DataFrame(rows)
+
+
+def heads_table(figures: Figures) -> pd.DataFrame:
+  """Time and bytes of each head, and its speed on the drafter's domain beside the roofline."""
+  greedy = figures[DOMAINS[0]]["greedy"]
+  plain = greedy[PLAIN]
+  rows = []
+  for way, row in greedy.items():
+    if way == ADAPTIVE:
+      continue
+    seconds = figures["parts"].get(f"draft head, {way}")
+    if way == "whole":
+      seconds = figures["parts"]["its head"]
+    rows.append(
+      {
+        "draft head": way,
+        "ms": MISSING if seconds is None else f"{1e3 * seconds:.1f}",
+        "MB of a draft token": MISSING if way == PLAIN else f"{figures['bytes'][way] / 1e6:.0f}",
+        "tokens a pass": f"{row['tokens_per_pass']:.2f}",
+        "MB a token": f"{row['bytes_per_token'] / 1e6:.0f}",
+        "roofline": f"{row['bound'] / plain['bound']:.2f}×",
+        "measured": f"{row['tokens_per_second'] / plain['tokens_per_second']:.2f}×",
+      }
+    )
+  return pd.DataFrame(rows)
+
+
+def origin(figures: Figures) -> str:
+  """A sentence on the device, the sizes and the commit."""
+  made_by, sizes = figures["provenance"], figures["sizes"]
+  agreement = ", ".join(f"{x:.2f}" for x in figures["training"]["agreement"])
+  kl = ", ".join(f"{x:.2f}" for x in figures["training"]["kl"])
+  return (
+    f"{made_by['device']}, jaxlib {made_by['versions']['jaxlib']}, float32, batch 1; prompts of"
+    f" {sizes['prompt']} tokens and {sizes['tokens']} new ones, {sizes['prompts']} of stories and"
+    f" {sizes['foreign']} of each other text; {made_by['date'][:10]}, commit {made_by['commit']}."
+    f" The drafter was trained for {sizes['settings']['steps']} steps on"
+    f" {sizes['positions'] + sizes['written'] * sizes['width']:,} positions. On held-out stories"
+    f" its predictions, the first to the last of a draft, agree with the model's best token at"
+    f" {agreement} of the positions and are {kl} nats from its distribution. A round costs"
+    f" {figures['rounds']['overhead']:.2f} of a token and {figures['rounds']['cost']:.2f} for each"
+    f" draft token more than a token without a drafter. Memory is read at"
+    f" {figures['bandwidth'] / 1e9:.1f} GB/s."
+  )
+
+
+def plot(figures: Figures) -> Figure:
+  """Speed of greedy decoding with each way, by domain."""
+  figure, axes = blank(height=3.4)
+  domains = [domain for domain in DOMAINS if domain in figures]
+  ways = [way for way in figures[DOMAINS[0]]["greedy"] if way != PLAIN]
+  # The head that adapts is the same head as one of the others: a ring around its colour.
+  colors = dict(zip((way for way in ways if way != ADAPTIVE), SERIES))
+  for at, way in enumerate(ways):
+    style = {"markersize": 8, "linestyle": "none", "color": colors.get(way, colors[FREQUENT])}
+    if way == ADAPTIVE:
+      style |= {"markerfacecolor": "none", "markeredgewidth": 1.5}
+    ratio = [figures[domain]["greedy"][way]["speed_ratio"] for domain in domains]
+    shift = 0.12 * (at - (len(ways) - 1) / 2)
+    axes.plot([x + shift for x in range(len(domains))], ratio, "o", label=way, **style)
+  axes.axhline(1, color=INK, linewidth=1)
+  axes.set_xticks(range(len(domains)), domains)
+  axes.set_ylim(bottom=0)
+  axes.set_ylabel("speed over decoding\nwithout a drafter")
+  axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=3, loc="lower left")
+  return figure
+
+
+def main() -> int:
+  """Rewrite the page's blocks and its figure."""
+  figures = page.bench(page.DOCS, "speculation")
+  if figures is None:
+    raise FileNotFoundError("docs/results/bench.json has no full run of `speculation`: run it")
+  update(PAGE, figures)
+  page.save_figures({IMAGE: plot(figures)}, page.DOCS)
+  return 0
+
+
+if __name__ == "__main__":
+  exits.run_main(main)
