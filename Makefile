@@ -11,7 +11,7 @@ PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 NUMERIC := tests/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)
 OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=false XLA_FLAGS=--xla_cpu_max_isa
 NATIVE := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512,AVX2)
-OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2) SSE4_2
+OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2,SSE4_2)
 
 # Further versions of Python (make test-versions VERSIONS="3.12 3.13"), what their environments have,
 # and the tests that run in them.
@@ -71,7 +71,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 # With run-time types, every mesh, several processes and the studies' smoke runs; and the mathematics as
-# this machine computes it, and others without AVX-512 or AVX; then `test-versions`.
+# this machine computes it, and one without AVX-512, or else without AVX; then `test-versions`.
 test-all: $(STAMP)
 	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(addprefix --ignore=,$(NUMERIC))
 	VQJAX_RUNTIME_TYPES=1 $(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)

@@ -18,6 +18,7 @@ def row(program, milliseconds):
 def results(tmp_path):
   path = tmp_path / "rows.jsonl"
   rows = row(tpu.OURS, 200.0), row(tpu.PEERS[0], 300.0), row(tpu.PEERS[1], 250.0)
+  rows += row(f"{tpu.DENSE_BFLOAT16}, 1", 400.0), row("certified over bfloat16, 1", 200.0)
   path.write_text("".join(json.dumps(one) + "\n" for one in (*rows, row(tpu.OURS, 190.0))))
   return path
 
@@ -27,15 +28,18 @@ def test_every_line_says_that_it_is_an_estimate_and_ours_has_its_ratio_to_the_be
 ):
   table = tmp_path / "page.md"
   table.write_text(
-    "".join(f"<!-- generated: {x} -->\n<!-- end: {x} -->\n" for x in ("times", "parts"))
+    "".join(f"<!-- generated: {x} -->\n<!-- end: {x} -->\n" for x in ("times", "decoding", "parts"))
   )
   tpu.render(tpu.read_rows(results), table)
   lines = [
-    line for line in table.read_text().splitlines() if "linear_log" in line or "chunks" in line
+    line
+    for line in table.read_text().splitlines()
+    if any(name in line for name in ("linear_log", "chunks", "certified"))
   ]
   assert all(tpu.ESTIMATE in line for line in lines)
   # The newest row of a cell counts: 190 of 250 ms.
   assert any("190.0 (71%), 0.76×" in line for line in lines)
+  assert any("certified over bfloat16" in line and "(67%), 2.00×" in line for line in lines)
 
 
 def test_what_has_an_estimate_is_not_compiled_again(results, monkeypatch):
