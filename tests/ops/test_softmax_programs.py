@@ -160,10 +160,10 @@ def temporaries(n, d, v, mesh=None):
   return compiled.memory_analysis().temp_size_in_bytes
 
 
-# The compiler's own account; some machines need two tiles. All scores take 250 MiB and 16 GiB.
+# The compiler's own account, which differs between machines. All scores take 250 MiB and 16 GiB.
 @pytest.mark.parametrize(
   ("n", "d", "v", "mebibytes"),
-  [(2048, 256, 32_000, 16), (2048, 256, 32_003, 16), (16384, 1024, 256_000, 48)],
+  [(2048, 256, 32_000, 12), (2048, 256, 32_003, 16), (16384, 1024, 256_000, 48)],
 )
 def test_temporaries_are_a_tile_and_no_more_at_any_size(n, d, v, mebibytes):
   assert temporaries(n, d, v) <= mebibytes * 2**20
