@@ -27,6 +27,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax
 import pytest
 
+# Tracing allocates much that lives: collections at the usual counts take a tenth of the time.
+gc.set_threshold(50_000, 20, 50)
+
 # Meshes of several devices are tested on this machine's processor. Not by an environment variable:
 # programs that a test starts see one device, as a user would.
 jax.config.update("jax_num_cpu_devices", 8)

@@ -1,5 +1,6 @@
 """Heads and embeddings of packed rows keep the contract and read the bits that were written."""
 
+import functools
 from typing import ClassVar
 
 import jax
@@ -40,6 +41,7 @@ def bits_of(stream):
   return [int(word) >> (15 - i) & 1 for word in stream for i in range(16)]
 
 
+@functools.cache
 def quantiles():
   """The values of the states, from the bijections and SciPy's quantiles."""
   state = np.arange(4096)
@@ -50,28 +52,36 @@ def quantiles():
   return scipy.stats.norm.ppf((state + 0.5) / 4096)
 
 
-def rows(params, codes, is_trellis=True):
-  """The rows [V, D], bit by bit in float64."""
-  bits, value = bits_of(codes["stream"]), quantiles()
-  sizes, widths = codes["size"], np.asarray(codes["width"], int)
-  vocab = int(sum(sizes))
-  rank = np.asarray(codes.get("rank", np.arange(vocab)))
-  at, by_rank = 16, []
-  for size, width, scale, center in zip(sizes, widths, params["scale"], params["center"]):
+@functools.cache
+def written(stream, sizes, widths, is_trellis):
+  """What the bits say of the rows: class of each [V], and its values before the scale [V, D]."""
+  bits, value = bits_of(stream), quantiles()
+  at, classes, values = 16, [], []
+  for of_class, (size, width) in enumerate(zip(sizes, widths)):
     for _ in range(size):
-      y, state, own = np.array(center, np.float64), 0, at
+      y, state, own = np.zeros(len(width)), 0, at
       for j in sorted(range(len(width)), key=lambda j: -width[j]):
         for _ in range(width[j]):
           state = (state * 2 + bits[own]) % 4096
           own += 1
         if width[j] and is_trellis:
-          y[j] += scale[j] * value[state]
+          y[j] = value[state]
         elif width[j]:
-          code = state % 2 ** width[j]
-          y[j] += scale[j] * scipy.stats.norm.ppf((code + 0.5) / 2 ** width[j])
-      by_rank.append(y)
-      at += -(-width.sum() // 16) * 16
-  return np.stack(by_rank)[rank] @ np.asarray(params["inverse"], np.float64)
+          y[j] = scipy.stats.norm.ppf((state % 2 ** width[j] + 0.5) / 2 ** width[j])
+      classes.append(of_class)
+      values.append(y)
+      at += -(-sum(width) // 16) * 16
+  return np.array(classes), np.stack(values)
+
+
+def rows(params, codes, is_trellis=True):
+  """The rows [V, D], bit by bit in float64."""
+  stream, sizes = (tuple(np.asarray(codes[name], int).tolist()) for name in ("stream", "size"))
+  widths = tuple(map(tuple, np.asarray(codes["width"], int).tolist()))
+  of_class, values = written(stream, sizes, widths, is_trellis)
+  scale, center = (np.asarray(params[name], np.float64)[of_class] for name in ("scale", "center"))
+  rank = codes.get("rank", np.arange(len(values)))
+  return (center + scale * values)[rank] @ np.asarray(params["inverse"], np.float64)
 
 
 class TestQuantizedHead(HeadContract):
