@@ -84,6 +84,11 @@ def origin(figures: Figures) -> str:
   made_by, sizes = figures["provenance"], figures["sizes"]
   agreement = ", ".join(f"{x:.2f}" for x in figures["training"]["agreement"])
   kl = ", ".join(f"{x:.2f}" for x in figures["training"]["kl"])
+  rounds = "; ".join(
+    f"{name}, a round costs {each['overhead']:.2f} of a token and {each['cost']:.2f} for each draft"
+    " token more than a token without a drafter"
+    for name, each in figures["rounds"].items()
+  ).capitalize()
   return (
     f"{made_by['device']}, jaxlib {made_by['versions']['jaxlib']}, float32, batch 1; prompts of"
     f" {sizes['prompt']} tokens and {sizes['tokens']} new ones, {sizes['prompts']} of stories and"
@@ -91,10 +96,8 @@ def origin(figures: Figures) -> str:
     f" The drafter was trained for {sizes['settings']['steps']} steps on"
     f" {sizes['positions'] + sizes['written'] * sizes['width']:,} positions. On held-out stories"
     f" its predictions, the first to the last of a draft, agree with the model's best token at"
-    f" {agreement} of the positions and are {kl} nats from its distribution. A round costs"
-    f" {figures['rounds']['overhead']:.2f} of a token and {figures['rounds']['cost']:.2f} for each"
-    f" draft token more than a token without a drafter. Memory is read at"
-    f" {figures['bandwidth'] / 1e9:.1f} GB/s."
+    f" {agreement} of the positions and are {kl} nats from its distribution. {rounds}. Memory is"
+    f" read at {figures['bandwidth'] / 1e9:.1f} GB/s."
   )
 
 

@@ -31,8 +31,10 @@ from vqjax.ops.sampling import Blocks
 KEPT = 0.95
 """Weight of the earlier rounds in the running acceptance, once for each round."""
 
-PRIOR = 3.0, 4.0
-"""Accepted and verified tokens with which the running acceptance begins."""
+PRIOR = 1.5, 2.0
+"""Accepted and verified tokens with which the running acceptance begins.
+
+Few, so that a drafter that is of no use ends after some rounds."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

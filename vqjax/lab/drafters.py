@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from vqjax.inference import GREEDY, Drafter, Eagle, generate, save_eagle
+from vqjax.inference import GREEDY, Drafter, Eagle, Sampling, generate, save_eagle
 from vqjax.inference.cache import Variables, prefill, unstacked
 from vqjax.inference.eagle import frequent_head, initial_params, unrolled
 from vqjax.inference.generation import SMALLEST_BUCKET
@@ -188,9 +188,13 @@ def drafter_of_rows(
 
 
 def timed(
-  drafter: Drafter, model: Transformer, variables: Variables, prompt: Sequence[int]
+  drafter: Drafter,
+  model: Transformer,
+  variables: Variables,
+  prompt: Sequence[int],
+  sampling: Sampling = GREEDY,
 ) -> Drafter:
-  """The drafter with the cost and the overhead of its rounds on this device, batch 1, greedy."""
+  """The drafter with the cost and the overhead of its rounds on this device, batch 1."""
   # Neither a long prompt nor a copy of the blocks in each call is part of a round.
   prompt, variables = list(prompt)[:SMALLEST_BUCKET], unstacked(variables)
   tokens = min(TIMED_TOKENS, model.context - len(prompt))
@@ -200,7 +204,7 @@ def timed(
     for length, times in each.items():
       own = dataclasses.replace(drafter, length=length, cost=0) if length else None
       begun = time.perf_counter()
-      given = model, variables, [prompt], jax.random.key(0), GREEDY
+      given = model, variables, [prompt], jax.random.key(0), sampling
       result = generate(*given, max_tokens=tokens, log_probs=False, drafter=own)
       passes = tokens if own is None else int(result.passes[0])
       if number:  # the first call compiles
