@@ -308,11 +308,11 @@ class Tables:
       ValueError: the tables need more bytes at any step.
       RuntimeError: a table is not read as it was written.
     """
-    best, quantized = None, {}
+    best, made, quantized = None, step, {}
     totals: dict[float, int] = {}
     for _ in range(MOST_CODINGS):
       quantized = {}  # given back before there are new ones
-      quantized = self.quantized(step)
+      made, quantized = step, self.quantized(step)
       coded = {name: table_file.encode(table, progress) for name, table in quantized.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
       totals[step] = total
@@ -331,10 +331,10 @@ class Tables:
         break
     if best is None:
       return self.coded(self.limits[1], size, progress)
-    if step != best[0]:
-      quantized = {}
-      quantized = self.quantized(best[0])
     step, coded = best
+    if made != step:
+      quantized = {}
+      quantized = self.quantized(step)
     for name, parts in coded.items():
       read, levels = table_file.CompressedTable(parts), quantized[name].levels
       for first in range(0, len(levels), 2**14):

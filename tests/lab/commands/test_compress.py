@@ -482,6 +482,17 @@ def test_the_least_size_is_that_of_the_file():
       fitted(made, size)
 
 
+def test_the_integers_are_those_that_were_coded_where_a_finer_step_is_too_large(monkeypatch):
+  made = of_numbers(64, 8)
+  size = sum(array.nbytes for array in made.coded(1.0, None)[2]["t"].values()) + 200
+  steps = iter([0.01, 1.0])
+  monkeypatch.setattr(made, "_next_step", lambda totals, size: next(steps))
+  step, quantized, coded = made.coded(1.0, size)
+  assert step == 1.0
+  found = table_file.CompressedTable(coded["t"])
+  np.testing.assert_array_equal(found.levels(), quantized["t"].levels)
+
+
 @pytest.mark.slow
 def test_tables_of_large_numbers_are_fitted_too():
   plain, step = fitted(of_numbers(), 20_000)
