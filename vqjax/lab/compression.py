@@ -629,7 +629,7 @@ def read_moments(path: str | os.PathLike[str]) -> Moments:
   """Moments of a file; FileNotFoundError names it."""
   if not os.path.isfile(path):
     raise FileNotFoundError(
-      f"`--moments` must be a file that Moments.save wrote; got {path}, which does not exist. Write"
+      f"`--moments` must be a file that Moments.save wrote; got {path}, which is not a file. Write"
       " it, or leave the option out."
     )
   return Moments.load(path)
