@@ -713,8 +713,9 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     say: prints a line.
 
   Raises:
-    ValueError: the bound cannot be reached, the folder exists, a text has no known token, a table
-      is not finite, or the moments are those of another model.
+    ValueError: the bound cannot be reached, a text has no known token, a number of the model is
+      not finite, or the moments are those of another model.
+    OSError: something is at `out`, or the disk has no room.
   """
   check_paths(job)
   begin = time.monotonic()
@@ -724,6 +725,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   # Moments of such a model are not finite either, which says less.
   for name, table in tables_of(model, variables).items():
     check_rows(table, name)
+  check_finite(variables)
   work = job.out.with_name(f".{job.out.name}.partial")
   calibration, held_out, counts = _texts(job, tokenizer, model)
   with open_work(work, job.identity()), ProgressBars() as bars:
@@ -784,6 +786,16 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     }
     _write(job, work, loaded, coded, result)
   return result
+
+
+def check_finite(variables: Variables) -> None:
+  """Raise ValueError unless all numbers of a model are finite."""
+  for path, value in jax.tree_util.tree_leaves_with_path(variables["params"]):
+    if not np.isfinite(np.asarray(value)).all():
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      raise ValueError(
+        f"`{name}` must be finite; got NaN or an infinity. The model is damaged: download it again."
+      )
 
 
 def settings_of(job: Job, moments: Moments) -> dict[str, Any]:

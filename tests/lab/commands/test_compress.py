@@ -607,7 +607,13 @@ def test_a_table_that_is_not_finite_is_refused(texts, tmp_path, capsys):
   assert not (tmp_path / "out").exists()
 
 
-def test_a_text_without_a_known_token_is_refused(folder, tmp_path, capsys):
+def test_a_body_that_is_not_finite_is_refused():
+  params = {"embedding": {"weight": np.ones(3)}, "blocks": {"up": np.array([1, np.nan])}}
+  with pytest.raises(ValueError, match="`blocks/up` must be finite; got NaN or an infinity"):
+    compression.check_finite({"params": params})
+
+
+def test_a_text_without_a_known_token_is_refused(folder, texts, tmp_path, capsys):
   unknown = tmp_path / "unknown.txt"
   unknown.write_text("quux " * 900)
   line = refused(capsys, call(folder, [str(unknown)], tmp_path / "out", "--kl", "1"))
