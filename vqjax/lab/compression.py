@@ -977,7 +977,7 @@ def encode_texts(
   needed = least(length - len(begin))
   for name, text in texts.items():
     _, tokens = encode(tokenizer, text)
-    check_known(name, text, tokens, tokenizer)
+    check_known(name, text, tokens, tokenizer, option)
     if len(tokens) < needed:
       raise ValueError(
         f"each text of `{option}` must have {needed:,} tokens for a window of {length}; got"
@@ -1025,12 +1025,12 @@ def counts_of(
   return counts
 
 
-def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any) -> None:
-  """Raise ValueError for a text of which the tokenizer knows nothing."""
+def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any, option: str) -> None:
+  """Raise ValueError for a text, given by `option`, of which the tokenizer knows nothing."""
   pieces = (tokenizer.decode([token]).strip() for token in dict.fromkeys(tokens[:10_000]))
   if text.strip() and not any(piece and piece in text for piece in pieces):
     raise ValueError(
-      f"`--text` must hold tokens of the model's tokenizer; got none in {name}. Give text in a"
+      f"`{option}` must hold tokens of the model's tokenizer; got none in {name}. Give text in a"
       " language that the model knows."
     )
 

@@ -618,6 +618,9 @@ def test_a_text_without_a_known_token_is_refused(folder, texts, tmp_path, capsys
   unknown.write_text("quux " * 900)
   line = refused(capsys, call(folder, [str(unknown)], tmp_path / "out", "--kl", "1"))
   assert "`--text` must hold tokens of the model's tokenizer; got none in unknown.txt" in line
+  given = "--kl", "1", "--held-out", str(unknown)
+  line = refused(capsys, call(folder, texts, tmp_path / "out", *given))
+  assert "`--held-out` must hold tokens of the model's tokenizer; got none in unknown.txt" in line
   assert not (tmp_path / "out").exists()
 
 
