@@ -635,7 +635,7 @@ def read_moments(path: str | os.PathLike[str]) -> Moments:
   return Moments.load(path)
 
 
-WORK_FORMAT = 2
+WORK_FORMAT = 3
 """Changes when work that was kept is no longer what would be computed."""
 
 

@@ -261,9 +261,10 @@ def test_a_form_is_refused_that_tables_or_other_arguments_do_not_allow(folder, t
     checkpoints.load(out, runtime=RUNTIMES["packed"])
   with pytest.raises(ValueError, match="`runtime` must be None with a `head`"):
     checkpoints.load(out, head=DenseHead(V, 32), runtime=RUNTIMES["int8"])
-  arguments = ["--bytes", "9KB", "--out", "a", "--table", "b", "c", "--runtime", "int8"]
-  with pytest.raises(SystemExit):
-    compress.main([str(folder), *arguments])
+  arguments = [str(folder), "--bytes", "9KB", "--out", "a", "--table", "b", "c"]
+  for others in (["--runtime", "int8"], ["--table", "b", "d"], ["--held-out", texts[0]]):
+    with pytest.raises(SystemExit):
+      compress.main([*arguments, *others])
 
 
 def test_damaged_parts_of_packed_tables_are_named(folder, texts, tmp_path):
@@ -388,7 +389,7 @@ def test_a_size_that_no_step_reaches_is_refused_with_the_least(folder, texts, tm
   assert re.search(r"the least size of these tables is [\d,]+ bytes; got 1,000", line)
 
 
-def test_wrong_calls_are_refused(folder, texts, tmp_path, capsys):
+def test_wrong_calls_are_refused(folder, texts, tmp_path, capsys, monkeypatch):
   out = tmp_path / "out"
   (tmp_path / "empty.txt").write_text("")
   assert "window" in refused(capsys, call(folder, [str(tmp_path / "empty.txt")], out, "--kl", "1"))
@@ -398,6 +399,9 @@ def test_wrong_calls_are_refused(folder, texts, tmp_path, capsys):
   (out / "mine").write_text("")
   assert "exists" in refused(capsys, call(folder, texts, out, "--kl", "1"))
   assert "positive" in refused(capsys, call(folder, texts, tmp_path / "o", "--kl", "-1"))
+  (tmp_path / "here").mkdir()
+  monkeypatch.chdir(tmp_path / "here")
+  assert "`--out` must be new; got ." in refused(capsys, call(folder, texts, ".", "--kl", "1"))
 
 
 def test_texts_of_one_name_are_domains_by_their_paths(folder, texts, tmp_path):
