@@ -105,9 +105,11 @@ def test_a_text_of_kept_tokens_has_the_same_tokens_and_logits(kind, tmp_path):
 def test_any_text_is_restored_from_few_tokens(kind, tmp_path):
   tokenizer = trained(kind, tmp_path)
   found = trimming.vocabulary(tokenizer)
-  keep = len(found.required) + 7
+  keep = len(found.required) + 1
   saved(tokenizer, tmp_path / "model")
-  report = trimming.trim(tmp_path / "model", tmp_path / "out", keep, [text()], scored=0)
+  # Without spaces, which must be restored all the same.
+  words = text().replace(" ", "")
+  report = trimming.trim(tmp_path / "model", tmp_path / "out", keep, [words], scored=0)
   written = checkpoints.load_tokenizer(tmp_path / "out")
   assert report.kept == keep
   assert report.coverage < 1 < report.tokens_after / report.tokens
@@ -211,6 +213,8 @@ def test_impossible_calls_are_refused_and_leave_nothing(tmp_path, capsys):
   assert "tokens that the model knows" in call(300, "foreign")[1]
   assert "must have text" in call(300, "empty")[1]
   assert "must be new" in call(300, out="text")[1]
+  with pytest.raises(ValueError, match="`scored` must be 0 or more characters; got -5"):
+    trimming.trim(tmp_path / "model", tmp_path / "out", 300, [text()], scored=-5)
   for file in (tmp_path / "model").glob("tokenizer*"):
     file.unlink()
   assert "must have a tokenizer" in call(300)[1]

@@ -19,7 +19,11 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize(
   ("shown", "name"),
-  [(gemma.shown, "compression.json"), (small_models.shown, "compression-small.json")],
+  [
+    (gemma.shown, "compression.json"),
+    (gemma.shown, "compression-packed.json"),
+    (small_models.shown, "compression-small.json"),
+  ],
 )
 def test_the_page_has_the_tables_of_the_results(shown, name):
   result = json.loads((DOCS / "results" / name).read_text("utf-8"))

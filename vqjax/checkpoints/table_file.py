@@ -1,9 +1,9 @@
 """Entropy-coded tables: the lossless half of the compression of a trained table [V, D].
 
 A table is row = mean + steps[class] · (levels @ inverse), with integers `levels` and a class for
-each row. The integers are coded by rANS with static distributions: each pair of class and column
-uses one of a few distributions, and `RESTART` rows at a time are coded alone, so that any row can
-be read without those before it.
+each row. The integers are coded by rANS with static distributions: each triple of class, quantiser
+and column uses one of a few distributions, and `RESTART` rows at a time are coded alone, so that
+any row can be read without those before it.
 
 The integers of a stream are those of a trellis: each belongs to one of two quantisers, the even
 integers or 0 and the odd ones, and the parities of the indices before it say to which. An index has
@@ -281,7 +281,7 @@ def encode_integers(
   model: Distributions,
   progress: Callable[[float], None] = lambda part: None,
 ) -> dict[str, np.ndarray]:
-  """The parts of a table of integers [V, D]: "words", "lengths", "escapes" and "sums"."""
+  """The parts of a table of integers [V, D] by their names, those of `PARTS`."""
   _, shift = model.padded
   quantizers = len(model.distribution)
   blocks = -(-len(levels) // RESTART)

@@ -21,7 +21,8 @@ def check_output(path: str | pathlib.Path, name: str = "out") -> pathlib.Path:
     FileNotFoundError: there is no folder above it.
   """
   path = pathlib.Path(path)
-  if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+  # What is written gets the name at the end, and "." has none.
+  if path.exists() and not (path.name and path.is_dir() and not any(path.iterdir())):
     raise FileExistsError(f"`{name}` must be new; got {path}, which exists. Give another one.")
   if not path.absolute().parent.is_dir():
     raise FileNotFoundError(

@@ -33,6 +33,9 @@ PIECE = 1500
 SCORED = 24_000
 """Characters that are scored, at most."""
 
+SPACE = "\u2581"
+"""A space in pieces of SentencePiece; decoding restores it from this piece, not from its bytes."""
+
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 """SentencePiece's types of pieces."""
 
@@ -44,7 +47,7 @@ class Trimmed:
   Attributes:
     vocab: tokens before.
     kept: tokens after.
-    required: tokens that every text needs: special ones, bytes, and what ends a text.
+    required: tokens that every text needs: special ones, bytes, the space, and what ends a text.
     coverage: part of the tokens of the text, as they were, that are kept.
     tokens: tokens of the text before.
     tokens_after: tokens of the text after.
@@ -201,7 +204,7 @@ def _of_pieces(tokenizer: PiecesTokenizer) -> Vocabulary:
   is_bpe = proto.trainer_spec.model_type == 2
   return Vocabulary(
     [piece.piece for piece in pieces],
-    typed(UNKNOWN, CONTROL, BYTE) | ends,
+    typed(UNKNOWN, CONTROL, BYTE) | ends | {n for n, p in enumerate(pieces) if p.piece == SPACE},
     typed(UNKNOWN, BYTE),
     # Unigram takes the most probable pieces: what a text does not use has no part in it.
     (lambda name: merge_parts(name, rank)) if is_bpe else (lambda name: set()),
@@ -234,6 +237,7 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
   ]
   rank_of = {pair: number for number, pair in reversed(list(enumerate(pairs)))}
   alphabet = {f"<0x{byte:02X}>" for byte in range(256)} if model.get("byte_fallback") else set()
+  spaces = {number_of[SPACE]} if SPACE in number_of else set()
   if any('"ByteLevel"' in json.dumps(state[part]) for part in ("pre_tokenizer", "decoder")):
     alphabet |= {*import_extra("tokenizers").pre_tokenizers.ByteLevel.alphabet()}
   letters = {number_of[name] for name in alphabet if name in number_of}
@@ -275,7 +279,7 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
 
   return Vocabulary(
     names,
-    special | letters | unknown | ends | framed,
+    special | letters | unknown | spaces | ends | framed,
     letters | unknown,
     (lambda name: merge_parts(name, lambda *pair: rank_of.get(pair)))
     if kind == "BPE"
@@ -327,11 +331,13 @@ def trim(
   Raises:
     FileNotFoundError: there is no model, or it has no tokenizer.
     FileExistsError: `out` exists.
-    ValueError: see `kept_tokens`; or the tokenizer is of another kind.
+    ValueError: see `kept_tokens`; the tokenizer is of another kind, or `scored` is negative.
   """
   check_output(out)
   if not any(text.strip() for text in texts):
     raise ValueError("`texts` must have text; got none. Give a text of the model's language.")
+  if scored < 0:
+    raise ValueError(f"`scored` must be 0 or more characters; got {scored}. {SCORED} is usual.")
   # What may be refused comes before the weights are read.
   source = open_source(path)
   check_not_compressed(source)

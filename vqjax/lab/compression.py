@@ -308,11 +308,11 @@ class Tables:
       ValueError: the tables need more bytes at any step.
       RuntimeError: a table is not read as it was written.
     """
-    best, quantized = None, {}
+    best, made, quantized = None, step, {}
     totals: dict[float, int] = {}
     for _ in range(MOST_CODINGS):
       quantized = {}  # given back before there are new ones
-      quantized = self.quantized(step)
+      made, quantized = step, self.quantized(step)
       coded = {name: table_file.encode(table, progress) for name, table in quantized.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
       totals[step] = total
@@ -331,10 +331,10 @@ class Tables:
         break
     if best is None:
       return self.coded(self.limits[1], size, progress)
-    if step != best[0]:
-      quantized = {}
-      quantized = self.quantized(best[0])
     step, coded = best
+    if made != step:
+      quantized = {}
+      quantized = self.quantized(step)
     for name, parts in coded.items():
       read, levels = table_file.CompressedTable(parts), quantized[name].levels
       for first in range(0, len(levels), 2**14):
@@ -629,13 +629,13 @@ def read_moments(path: str | os.PathLike[str]) -> Moments:
   """Moments of a file; FileNotFoundError names it."""
   if not os.path.isfile(path):
     raise FileNotFoundError(
-      f"`--moments` must be a file that Moments.save wrote; got {path}, which does not exist. Write"
+      f"`--moments` must be a file that Moments.save wrote; got {path}, which is not a file. Write"
       " it, or leave the option out."
     )
   return Moments.load(path)
 
 
-WORK_FORMAT = 2
+WORK_FORMAT = 3
 """Changes when work that was kept is no longer what would be computed."""
 
 
@@ -713,8 +713,9 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     say: prints a line.
 
   Raises:
-    ValueError: the bound cannot be reached, the folder exists, a text has no known token, a table
-      is not finite, or the moments are those of another model.
+    ValueError: the bound cannot be reached, a text has no known token, a number of the model is
+      not finite, or the moments are those of another model.
+    OSError: something is at `out`, or the disk has no room.
   """
   check_paths(job)
   begin = time.monotonic()
@@ -724,6 +725,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   # Moments of such a model are not finite either, which says less.
   for name, table in tables_of(model, variables).items():
     check_rows(table, name)
+  check_finite(variables)
   work = job.out.with_name(f".{job.out.name}.partial")
   calibration, held_out, counts = _texts(job, tokenizer, model)
   with open_work(work, job.identity()), ProgressBars() as bars:
@@ -784,6 +786,16 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
     }
     _write(job, work, loaded, coded, result)
   return result
+
+
+def check_finite(variables: Variables) -> None:
+  """Raise ValueError unless all numbers of a model are finite."""
+  for path, value in jax.tree_util.tree_leaves_with_path(variables["params"]):
+    if not np.isfinite(np.asarray(value)).all():
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      raise ValueError(
+        f"`{name}` must be finite; got NaN or an infinity. The model is damaged: download it again."
+      )
 
 
 def settings_of(job: Job, moments: Moments) -> dict[str, Any]:
@@ -965,7 +977,7 @@ def encode_texts(
   needed = least(length - len(begin))
   for name, text in texts.items():
     _, tokens = encode(tokenizer, text)
-    check_known(name, text, tokens, tokenizer)
+    check_known(name, text, tokens, tokenizer, option)
     if len(tokens) < needed:
       raise ValueError(
         f"each text of `{option}` must have {needed:,} tokens for a window of {length}; got"
@@ -1013,12 +1025,12 @@ def counts_of(
   return counts
 
 
-def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any) -> None:
-  """Raise ValueError for a text of which the tokenizer knows nothing."""
+def check_known(name: str, text: str, tokens: Sequence[int], tokenizer: Any, option: str) -> None:
+  """Raise ValueError for a text, given by `option`, of which the tokenizer knows nothing."""
   pieces = (tokenizer.decode([token]).strip() for token in dict.fromkeys(tokens[:10_000]))
   if text.strip() and not any(piece and piece in text for piece in pieces):
     raise ValueError(
-      f"`--text` must hold tokens of the model's tokenizer; got none in {name}. Give text in a"
+      f"`{option}` must hold tokens of the model's tokenizer; got none in {name}. Give text in a"
       " language that the model knows."
     )
 

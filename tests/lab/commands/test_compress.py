@@ -261,9 +261,10 @@ def test_a_form_is_refused_that_tables_or_other_arguments_do_not_allow(folder, t
     checkpoints.load(out, runtime=RUNTIMES["packed"])
   with pytest.raises(ValueError, match="`runtime` must be None with a `head`"):
     checkpoints.load(out, head=DenseHead(V, 32), runtime=RUNTIMES["int8"])
-  arguments = ["--bytes", "9KB", "--out", "a", "--table", "b", "c", "--runtime", "int8"]
-  with pytest.raises(SystemExit):
-    compress.main([str(folder), *arguments])
+  arguments = [str(folder), "--bytes", "9KB", "--out", "a", "--table", "b", "c"]
+  for others in (["--runtime", "int8"], ["--table", "b", "d"], ["--held-out", texts[0]]):
+    with pytest.raises(SystemExit):
+      compress.main([*arguments, *others])
 
 
 def test_damaged_parts_of_packed_tables_are_named(folder, texts, tmp_path):
@@ -388,7 +389,7 @@ def test_a_size_that_no_step_reaches_is_refused_with_the_least(folder, texts, tm
   assert re.search(r"the least size of these tables is [\d,]+ bytes; got 1,000", line)
 
 
-def test_wrong_calls_are_refused(folder, texts, tmp_path, capsys):
+def test_wrong_calls_are_refused(folder, texts, tmp_path, capsys, monkeypatch):
   out = tmp_path / "out"
   (tmp_path / "empty.txt").write_text("")
   assert "window" in refused(capsys, call(folder, [str(tmp_path / "empty.txt")], out, "--kl", "1"))
@@ -398,6 +399,9 @@ def test_wrong_calls_are_refused(folder, texts, tmp_path, capsys):
   (out / "mine").write_text("")
   assert "exists" in refused(capsys, call(folder, texts, out, "--kl", "1"))
   assert "positive" in refused(capsys, call(folder, texts, tmp_path / "o", "--kl", "-1"))
+  (tmp_path / "here").mkdir()
+  monkeypatch.chdir(tmp_path / "here")
+  assert "`--out` must be new; got ." in refused(capsys, call(folder, texts, ".", "--kl", "1"))
 
 
 def test_texts_of_one_name_are_domains_by_their_paths(folder, texts, tmp_path):
@@ -480,6 +484,17 @@ def test_the_least_size_is_that_of_the_file():
   for size in (100, least - 50):
     with pytest.raises(ValueError, match=f"the least size of these tables is {least:,} bytes"):
       fitted(made, size)
+
+
+def test_the_integers_are_those_that_were_coded_where_a_finer_step_is_too_large(monkeypatch):
+  made = of_numbers(64, 8)
+  size = sum(array.nbytes for array in made.coded(1.0, None)[2]["t"].values()) + 200
+  steps = iter([0.01, 1.0])
+  monkeypatch.setattr(made, "_next_step", lambda totals, size: next(steps))
+  step, quantized, coded = made.coded(1.0, size)
+  assert step == 1.0
+  found = table_file.CompressedTable(coded["t"])
+  np.testing.assert_array_equal(found.levels(), quantized["t"].levels)
 
 
 @pytest.mark.slow
@@ -596,11 +611,20 @@ def test_a_table_that_is_not_finite_is_refused(texts, tmp_path, capsys):
   assert not (tmp_path / "out").exists()
 
 
-def test_a_text_without_a_known_token_is_refused(folder, tmp_path, capsys):
+def test_a_body_that_is_not_finite_is_refused():
+  params = {"embedding": {"weight": np.ones(3)}, "blocks": {"up": np.array([1, np.nan])}}
+  with pytest.raises(ValueError, match="`blocks/up` must be finite; got NaN or an infinity"):
+    compression.check_finite({"params": params})
+
+
+def test_a_text_without_a_known_token_is_refused(folder, texts, tmp_path, capsys):
   unknown = tmp_path / "unknown.txt"
   unknown.write_text("quux " * 900)
   line = refused(capsys, call(folder, [str(unknown)], tmp_path / "out", "--kl", "1"))
   assert "`--text` must hold tokens of the model's tokenizer; got none in unknown.txt" in line
+  given = "--kl", "1", "--held-out", str(unknown)
+  line = refused(capsys, call(folder, texts, tmp_path / "out", *given))
+  assert "`--held-out` must hold tokens of the model's tokenizer; got none in unknown.txt" in line
   assert not (tmp_path / "out").exists()
 
 

@@ -52,8 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
   parser = _parser()
   options = parser.parse_args(arguments)
-  if options.table and (options.bytes is None or options.text or options.moments):
-    parser.error("`--table` needs `--bytes`, and no `--text` or `--moments`: the model is not run")
+  texts = options.text or options.held_out
+  if options.table and (options.bytes is None or texts or options.moments):
+    parser.error(
+      "`--table` needs `--bytes`, and no `--text`, `--held-out` or `--moments`: the model is not"
+      " run"
+    )
+  if len(dict(options.table)) < len(options.table):
+    parser.error("`--table` must name different tensors, each with its file of moments")
   if options.table and options.runtime != UNPACKED:
     parser.error("`--table` needs no `--runtime`: the model is not one that this library loads")
   if not options.table and not options.text:
