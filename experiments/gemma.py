@@ -421,8 +421,11 @@ def speed(options, compression: Compression, tokenizer, say) -> dict[str, Any]:
   rows = compression.quantized(known["step"])["embedding"].table()
   dense = Tensor(rows.shape, "F32", rows.nbytes, rows.__getitem__)
   bits = packed_table(options, compression, IN_MEMORY)[0]
+  # On the device, as the others are: NumPy's rows would be copied there in every call.
   made = {
-    f"{options.sizes[0]:g} MB, unpacked, float32": with_tables(variables, {"embedding": rows}),
+    f"{options.sizes[0]:g} MB, unpacked, float32": with_tables(
+      variables, {"embedding": jnp.asarray(rows)}
+    ),
     "original, float32": variables,
   }
   low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables)
