@@ -934,9 +934,12 @@ def read_texts(paths: Sequence[pathlib.Path], option: str = "--text") -> dict[st
 
   Raises:
     FileNotFoundError: a file does not exist.
-    ValueError: a file is given twice, or is not text.
+    ValueError: a file is given twice, is a folder, or is not text.
   """
   found = [data_path(str(path), kind=option) for path in paths]
+  for path in found:
+    if path.is_dir():
+      raise ValueError(f"`{option}` must name files; {path} is a folder. Give the files in it.")
   check_different([path.resolve() for path in found], option)
   names = [path.name for path in paths]
   return {

@@ -422,6 +422,7 @@ def test_each_text_must_be_another_one_and_long_enough(folder, texts, tmp_path, 
   assert "each text of `--held-out` must have" in error(texts[:1], "--held-out", str(short))
   assert "a.txt twice" in error([texts[0], texts[0]])
   assert "a.txt twice" in error(texts, "--held-out", texts[0])
+  assert "is a folder. Give the files in it" in error([str(tmp_path)])
   assert not out.exists()
 
 
