@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -21,10 +22,12 @@ from experiments.bench import (
   registry,
   softmax,
   speculation,
+  speculation_report,
 )
 from experiments.bench.grouped import CONTENDERS, Decoder, experiment, macs
 from experiments.bench.losses import LossShape
 from experiments.bench.registry import BENCHMARKS, Benchmark
+from experiments.studies import page
 from tests import tiny
 from vqjax import DenseHead, GroupedHead
 from vqjax.lab.config import FROM_TOKENIZER
@@ -127,6 +130,14 @@ def test_the_speculation_benchmark_has_every_head_and_sampling(figures):
     more = figures["bytes"][speculation.FREQUENT] * figures["sizes"]["settings"]["length"]
     per_pass = plain["bytes_per_token"] + more
     assert np.isclose(drafted["bytes_per_token"] * drafted["tokens_per_pass"], per_pass)
+
+
+def test_the_page_on_generation_has_the_figures_of_drafters(tmp_path):
+  copy = tmp_path / "page.md"
+  shutil.copy(speculation_report.PAGE, copy)
+  figures = page.bench(page.DOCS, "speculation")
+  assert not speculation_report.update(copy, figures)
+  assert speculation_report.plot(figures).axes
 
 
 @of("medusa", slow=True)
