@@ -10,7 +10,7 @@ import scipy.stats
 
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
-from vqjax import CodebookHead, DenseEmbedding, DenseHead, RoutedHead
+from vqjax import CodebookHead, DenseEmbedding, DenseHead, RoutedHead, SigSoftmax
 from vqjax.ops import routing
 
 SHUFFLED = np.random.default_rng(0).permutation(101)
@@ -148,6 +148,10 @@ def test_bad_heads_and_numbers_are_refused():
     RoutedHead.from_dense(CodebookHead(1024, 16, 4), variables, order, 32, 4)
   with pytest.raises(ValueError, match=r"`budget` must be in .* got budget 33, clusters 32"):
     RoutedHead.from_dense(head, variables, order, 32, 33)
+  with pytest.raises(ValueError, match=r"`clusters` in .* got budget 0, clusters 0"):
+    RoutedHead.from_dense(head, variables, order, 0, 0)
+  with pytest.raises(ValueError, match="`output` must be None; got SigSoftmax"):
+    RoutedHead.from_dense(head.clone(output=SigSoftmax()), variables, order, 32, 4)
   with pytest.raises(ValueError, match="`order` must be a permutation"):
     RoutedHead.from_dense(head, variables, order * 0, 32, 4)
   with pytest.raises(ValueError, match="`z_loss` and `label_smoothing` must be 0"):

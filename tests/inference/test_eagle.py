@@ -80,6 +80,8 @@ def test_a_drafter_is_read_as_it_was_written_and_refused_elsewhere(tmp_path):
         2, DenseHead(V, D), seed=9, **{"norm": model.norm, "rotary": model.rotary, "window": 5}
       ),
     )
+  with pytest.raises(ValueError, match=r"must have the model's head.* got a DenseHead"):
+    save_eagle(path, Eagle(eagle_params(), *frequent_head(model, variables, range(V))), variables)
   path.write_bytes(b"none")
   with pytest.raises(ValueError, match=r"vqjax draft.*none|vqjax draft"):
     load_eagle(path, model, variables)

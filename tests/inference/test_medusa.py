@@ -79,6 +79,16 @@ def test_a_tree_of_one_path_is_a_chain():
 
 
 @pytest.mark.slow
+def test_a_tree_may_be_wider_than_the_tokens_that_have_a_score():
+  head = DenseHead(V, D, use_bias=True)
+  bias = jnp.full(V, -jnp.inf).at[3].set(0.0)
+  variables = {"params": {"weight": jnp.ones((V, D)), "bias": bias}}
+  drafter = Medusa(blocks(), head, variables, tree=TREE, cost=0)
+  result = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=drafter)
+  assert (result.tokens == plain().tokens).all()
+
+
+@pytest.mark.slow
 def test_greedy_tokens_are_those_without_a_tree_of_the_first_blocks():
   drafter = TreeDraft(speculated.drafter("early exit"), TREE, cost=0)
   given = {"max_tokens": NEW, "log_probs": False}

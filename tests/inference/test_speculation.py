@@ -240,6 +240,14 @@ def test_drafts_that_are_rejected_become_shorter_and_end(monkeypatch):
   assert lengths == [2, 1, 0]
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8)])
+def test_scores_of_nan_draft_a_token_that_the_model_can_read(sampling):
+  program = drafter("the model itself").program(target()[0], sampling, 3, has_log_probs=False)
+  draft = lambda head: program._draft(head, jnp.full((2, D), jnp.nan), KEY)[0]
+  number = DenseHead(V, D).apply({"params": {"weight": jnp.ones((V, D))}}, method=draft)
+  assert ((number >= 0) & (number < V)).all()
+
+
 def trimmed(size, **options):
   """A drafter of another vocabulary."""
   head = DenseHead(size, D)
@@ -249,6 +257,7 @@ def trimmed(size, **options):
 BAD = {
   "no draft": (lambda: Draft(*target(), length=0), ["length", "0"]),
   "a cost of a whole token": (lambda: Draft(*target(), cost=1.0), ["cost", "1.0"]),
+  "a negative overhead": (lambda: Draft(*target(), overhead=-2.0), ["overhead", "-2.0"]),
   "another vocabulary": (lambda: trimmed(7), ["7", str(V), "tokens"]),
   "a map of another length": (lambda: trimmed(7, tokens=MAP[:6]), ["(6,)", "7"]),
   "a map out of range": (lambda: trimmed(2, tokens=[0, V]), [str(V), "d2t"]),

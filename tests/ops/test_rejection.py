@@ -83,6 +83,16 @@ def test_tokens_are_distributed_as_the_target(name, tokens):
   assert p_value(OPTIONS[name], tokens) > 1e-5
 
 
+def test_drafts_without_probabilities_are_rejected_and_tokens_distributed_as_the_target():
+  logits = 1.5 * jax.random.normal(jax.random.key(1), (K + 1, V))
+  given = logits, jnp.zeros((K, V)), jnp.full((K, V), jnp.nan), jax.random.key(3), None
+  options = tuple(OPTIONS["the distribution itself"].items())
+  _, accepted, last = rounds_of(*given, options=options, rounds=ROUNDS)
+  assert (accepted == 0).all()
+  expected = ROUNDS * filtered(np.asarray(logits[0]), 1.0)
+  assert stats.chisquare(np.bincount(last, minlength=V), expected).pvalue > 1e-5
+
+
 @pytest.mark.parametrize("tokens", [None, MAP], ids=["one vocabulary", "mapped"])
 def test_another_draft_distribution_than_that_of_the_drafts_is_noticed(tokens):
   size = V if tokens is None else len(tokens)

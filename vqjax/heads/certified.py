@@ -31,9 +31,10 @@ class CertifiedHead(DenseHead):
   Where too many rows are in doubt, all are scored. `best` and `sample` use it; the loss, `log_prob`
   and `top_k`, whose log-probabilities need every row, are those of the dense head.
 
-  The 8-bit rows are variables of the collection `codes`. Fresh variables know nothing of any row,
-  so that every answer comes from all rows; `from_dense` computes them, also those of a certified
-  head whose weight has changed: `is_certified` tells whether they fit.
+  The 8-bit rows are variables of the collection `codes`. Those of fresh variables bound no
+  score, so that every answer comes from all rows; `from_dense` computes them. They have to be
+  computed again where the weight has changed, else answers may be wrong: no method but
+  `is_certified` compares them with the weight.
 
   Attributes:
     budget: largest number of rows in doubt that are scored again; on a mesh, of each device.

@@ -66,7 +66,8 @@ class RoutedHead(DenseHead):
       budget: see the attribute.
 
     Raises:
-      ValueError: `head` is another head, or `order` is not a permutation of its tokens.
+      ValueError: `head` is another head, `order` is not a permutation of its tokens, or `clusters`
+        or `budget` is out of range.
     """
     if type(head) is not DenseHead:
       raise ValueError(
@@ -77,6 +78,7 @@ class RoutedHead(DenseHead):
     fields = {f.name: getattr(head, f.name) for f in dataclasses.fields(DenseHead) if f.init}
     fields |= {"name": None, "parent": None, "z_loss": 0.0, "label_smoothing": 0.0}
     made = RoutedHead(**fields, clusters=clusters, budget=budget)
+    made.check()
     return made, made._with_means(variables, jnp.asarray(order, jnp.int32))
 
   def _with_means(self, variables, order_V):
@@ -120,7 +122,7 @@ class RoutedHead(DenseHead):
     return groups.group_and_slot(groups.positions(order), starts)[0].astype(dtype)
 
   def check(self) -> None:
-    """Check the numbers of clusters, and that no option of the loss needs every row."""
+    """Check the numbers of clusters, and that no option needs every row or is not used."""
     super().check()
     if not 1 <= self.budget <= self.clusters <= self.vocab:
       raise ValueError(
@@ -131,6 +133,11 @@ class RoutedHead(DenseHead):
       raise ValueError(
         f"`z_loss` and `label_smoothing` must be 0; got {self.z_loss} and {self.label_smoothing}."
         " Train the dense head with them, and then its centroids."
+      )
+    if self.output is not None:
+      raise ValueError(
+        f"`output` must be None; got {self.output!r}. Route a dense head that was trained without"
+        " it: a softcap is the only function of scores here."
       )
 
   def flops_per_token(self) -> int:

@@ -289,7 +289,15 @@ def save_eagle(path: str | os.PathLike, eagle: Eagle, variables: Variables) -> N
   """Write a drafter as safetensors, with a mark of the model that it is of.
 
   Its head is the model's, or those of its rows that `tokens` lists: no other one is written.
+
+  Raises:
+    ValueError: the drafter has another head.
   """
+  if eagle.head is not None and (eagle.tokens is None or type(eagle.head) is not DenseHead):
+    raise ValueError(
+      "`eagle` must have the model's head, or the rows of it that `tokens` lists; got a"
+      f" {type(eagle.head).__name__}. Write its variables yourself, and the drafter without it."
+    )
   flat = traverse_util.flatten_dict(eagle.params, sep="/")
   tensors = {name: np.ascontiguousarray(value, np.float32) for name, value in flat.items()}
   tensors["mark"] = model_mark(variables)

@@ -135,7 +135,8 @@ class _MedusaProgram(TreeProgram):
     tree, tokens = self.tree, arrays.get("tokens")
     hidden_KBD = MedusaBlocks(*(x[: tree.depth] for x in arrays["blocks"]))(*state.draft_rings)
     read = lambda head, hidden_KBD: head.top_k(hidden_KBD, tree.width)[1]
-    number_KBR = self.part.of_head(arrays, hidden_KBD, read)
+    # Where fewer tokens have a score the others are -1, which the model would read as nan.
+    number_KBR = jnp.maximum(self.part.of_head(arrays, hidden_KBD, read), 0)
     token_KBR = number_KBR if tokens is None else tokens[number_KBR]
     token_SB = token_KBR[tree.depths[1:] - 1, :, tree.ranks[1:]]
     return jnp.concatenate([state.token[:, None], token_SB.T], axis=1), state

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -72,6 +73,11 @@ class Drafter(abc.ABC):
       raise ValueError(
         f"`cost` must be in [0, 1); got {self.cost}. A drafter that costs as much as the model does"
         " not help."
+      )
+    if not 0 <= self.overhead < math.inf:
+      raise ValueError(
+        f"`overhead` must be finite and at least 0; got {self.overhead}. `vqjax draft` measures it;"
+        " 0 is usual on accelerators."
       )
 
   @abc.abstractmethod
@@ -367,14 +373,17 @@ class Program:
     return state.draft_rings
 
   def _draft(self, head, hidden_BD, key):
-    """A number for each row and log q [U, B]; None if greedy."""
+    """A number for each row and log q [U, B]; None if greedy.
+
+    Where no token has a score it is 0, which is rejected: the model would read -1 as nan.
+    """
     if self.sampling.is_greedy:
-      return head.top_k(hidden_BD, 1)[1][:, 0], None
+      return jnp.maximum(head.top_k(hidden_BD, 1)[1][:, 0], 0), None
     score_UB = head.logits(hidden_BD).T
     number_U = jnp.arange(head.vocab)
     blocks = Blocks(1, lambda _: (score_UB, number_U), score_UB.shape[1:])
     kept = Filtered.of(blocks, *self._filters())
-    return kept.draw(key), kept.log_probs(head.vocab)
+    return jnp.maximum(kept.draw(key), 0), kept.log_probs(head.vocab)
 
   def _filters(self):
     options = self.sampling

@@ -231,7 +231,8 @@ class _DraftProgram(TreeProgram):
     for depth in range(tree.depth):
       first, end = np.searchsorted(tree.depths, (depth, depth + 1))
       hidden_BPD, _ = drafted(token_BN, first)
-      number_BPR = part.of_head(arrays, hidden_BPD, read)
+      # Where fewer tokens have a score the others are -1, which the model would read as nan.
+      number_BPR = jnp.maximum(part.of_head(arrays, hidden_BPD, read), 0)
       token_BPR = number_BPR if tokens is None else tokens[number_BPR]
       children = slice(end, np.searchsorted(tree.depths, depth + 2))
       new_BC = token_BPR[:, tree.parents[children] - first, tree.ranks[children]]

@@ -91,6 +91,11 @@ class DrafterJob:
     check_least("positions", self.positions, 1)
     check_least("window", self.window, self.settings.depth + 1)
     lenses.check_new_file(self.out)
+    if self.out.suffix != ".safetensors":
+      raise ValueError(
+        f"`--out` must end in .safetensors; got {self.out}. By its end `vqjax generate --draft`"
+        " tells a drafter from a model."
+      )
 
 
 def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:

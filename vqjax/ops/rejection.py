@@ -163,8 +163,9 @@ def verify(
   accepted_B = jnp.cumprod(is_accepted_BK, axis=1).sum(axis=1)
   position_B = jnp.minimum(accepted_B, length - 1)
   q_UB = jnp.exp(jnp.take_along_axis(draft_log_prob, position_B[None, None], axis=0)[0])
-  # After the last draft token nothing was rejected, so that nothing is subtracted.
-  q_UB = jnp.where(accepted_B < length, q_UB, 0)
+  # After the last draft token nothing was rejected, so that nothing is subtracted. Nor is a q of
+  # nan, whose draft token is never accepted: what is drawn is the target's all the same.
+  q_UB = jnp.where((accepted_B < length) & ~jnp.isnan(q_UB), q_UB, 0)
   q_VB = q_UB if tokens is None else jnp.zeros((vocab, q_UB.shape[1])).at[tokens].set(q_UB)
   token_B = target.of_position(accepted_B).less(q_VB).draw(draw_key)
   # Where p and q are equal but for rounding, a rejection may leave nothing to draw.

@@ -86,6 +86,8 @@ def test_a_wrong_call_is_refused(folder, text, tmp_path, capsys):
   out = tmp_path / "drafter.safetensors"
   assert train(folder, text, out, "--vocab", "0") == 2
   assert "--vocab" in capsys.readouterr().err
+  assert train(folder, text, tmp_path / "drafter") == 2
+  assert "--out` must end in .safetensors" in capsys.readouterr().err
   short = tmp_path / "short.txt"
   short.write_text("w1 w2")
   assert train(folder, short, out) == 2
