@@ -60,7 +60,7 @@ LARGEST = 127
 LOWEST = 2**31
 """Smallest state; states are below 2^63."""
 
-AT_ONCE = 2**12
+AT_ONCE = 2**10
 """Lanes that are coded side by side."""
 
 MOST_DISTRIBUTIONS = 255
@@ -168,17 +168,19 @@ def distributions_of(
   # Bits below a twelfth of the deviation are as good as uniform.
   shift = np.clip(np.floor(np.log2(np.maximum(root, 1) / 12)), 0, 16).astype(np.uint8)
   shape = quantizers, classes, columns
-  flat = np.zeros((np.prod(shape), SYMBOLS), np.int64)
+  flat = np.zeros((quantizers, classes * columns * SYMBOLS), np.int64)
   for some in _ranges(rows, columns):
     owner = step_class[some].astype(np.int64)
     index, quantizer = indices(levels[some], quantizers)
-    place = (quantizer.astype(np.int64) * classes + owner[:, None]) * columns + np.arange(columns)
+    place = owner[:, None] * columns + np.arange(columns)
     place = place * SYMBOLS + _symbols(index, shift[owner])
-    flat += np.bincount(place.ravel(), minlength=flat.size).reshape(flat.shape)
+    for number, counted in enumerate(flat):
+      counted += np.bincount(place[quantizer == number], minlength=counted.size)
+  flat = flat.reshape(-1, SYMBOLS)
   most = min(most, max(1, rows * columns // 2**15))
   frequencies, distribution = _clusters(flat, most)
   bits = PRECISION - np.log2(np.maximum(frequencies, 1))
-  total = (flat * bits[distribution]).sum() + 32 * flat[:, ESCAPE].sum()
+  total = np.einsum("ns,ns->", flat, bits[distribution]) + 32 * flat[:, ESCAPE].sum()
   total += float((count[:, None] * shift.astype(np.int64)).sum())
   distribution = distribution.reshape(shape).astype(np.uint8)
   return Distributions(frequencies, distribution, shift), float(total)
@@ -289,11 +291,10 @@ def encode_integers(
   for first in range(0, blocks, model.at_once):
     some = range(first, min(first + model.at_once, blocks))
     rows, owner = _padded_rows(levels, step_class, some, model.lanes)
-    rows, quantizer = indices(rows, quantizers)
-    symbols = np.empty(rows.shape, np.uint8)
-    # Some at a time: the shifts of all of them are as large as the rows.
-    for start in range(0, len(rows), RESTART):
-      part = slice(start, start + RESTART)
+    symbols, quantizer = np.empty(rows.shape, np.uint8), np.empty(rows.shape, np.uint8)
+    # Some at a time: what this makes beside them is several times as large as the rows.
+    for part in _ranges(*rows.shape):
+      rows[part], quantizer[part] = indices(rows[part], quantizers)
       symbols[part] = _symbols(rows[part], shift[owner[part]])
     # Padding is a zero, and the escape has no low bits.
     escaped = symbols == ESCAPE
@@ -302,6 +303,7 @@ def encode_integers(
     coded, length = _encoded(rows, symbols, quantizer, owner, model)
     words += coded
     lengths.append(length)
+    del rows, symbols, quantizer, escaped  # before there are those of the next blocks
     progress(some.stop / blocks)
   escapes, counts = np.concatenate(escapes), np.concatenate(counts)
   sums = np.array([zlib.crc32(block.tobytes()) for block in words], np.uint32)
@@ -317,8 +319,9 @@ def encode_integers(
 def _padded_rows(
   levels: Integers, step_class: np.ndarray, blocks: range, lanes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Rows of blocks and their classes, [blocks · RESTART, D and padding]."""
+  """Rows of blocks and their classes, [blocks · RESTART, D and padding], both copies."""
   rows = levels[blocks.start * RESTART : blocks.stop * RESTART]
+  rows = rows if rows.base is None else rows.copy()
   owner = step_class[blocks.start * RESTART : blocks.stop * RESTART]
   missing = len(blocks) * RESTART - len(rows)
   nothing = -1  # the last class, which codes nothing
@@ -591,7 +594,7 @@ def _stored(arrays):
   """Arrays as bytes, and what the header says of each."""
   stored, entries = {}, {}
   for name, array in arrays.items():
-    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<")))
+    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
     entry = {"dtype": array.dtype.str, "shape": list(array.shape)}
     data = array.tobytes()
     if not name.endswith(STORED_AS_THEY_ARE):
