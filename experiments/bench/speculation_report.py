@@ -1,4 +1,4 @@
-"""Tables and figure of the benchmark of drafters, on the page on generation.
+"""Tables and figure of the benchmarks of drafters, on the page on generation.
 
 python -m experiments.bench.speculation_report
 """
@@ -23,15 +23,23 @@ PAGE = page.DOCS / "generation.md"
 IMAGE = "speculation.png"
 
 Figures = Mapping[str, Any]
-"""What the benchmark has written."""
+"""What a benchmark has written."""
 
 
-def update(path: pathlib.Path, figures: Figures) -> bool:
-  """Rewrite the generated blocks of the page; return whether it changed."""
+def update(path: pathlib.Path, figures: Figures, of_medusa: Figures) -> bool:
+  """Rewrite the generated blocks of the page; return whether it changed.
+
+  Args:
+    path: the page.
+    figures: those of `speculation`.
+    of_medusa: those of `medusa`.
+  """
   blocks = {
     "speculation-speed": page.markdown(speed_table(figures), left=2),
     "speculation-heads": page.markdown(heads_table(figures)),
     "speculation-origin": origin(figures),
+    "medusa": page.markdown(medusa_table(of_medusa), left=2),
+    "medusa-origin": medusa_origin(of_medusa),
   }
   return page.update(path, blocks)
 
@@ -74,6 +82,7 @@ def heads_table(figures: Figures) -> pd.DataFrame:
         "MB a token": f"{row['bytes_per_token'] / 1e6:.0f}",
         "roofline": f"{row['bound'] / plain['bound']:.2f}×",
         "measured": f"{row['tokens_per_second'] / plain['tokens_per_second']:.2f}×",
+        "median": f"{row['speed_ratio']:.2f}×",
       }
     )
   return pd.DataFrame(rows)
@@ -101,6 +110,29 @@ def origin(figures: Figures) -> str:
   )
 
 
+def medusa_table(figures: Figures) -> pd.DataFrame:
+  """Tokens a pass with Medusa's blocks, by domain and sampling."""
+  return pd.DataFrame(
+    {"text": domain, "tokens": name} | {shape: f"{found:.2f}" for shape, found in row.items()}
+    for domain in DOMAINS
+    for name, row in figures[domain].items()
+  )
+
+
+def medusa_origin(figures: Figures) -> str:
+  """A sentence on the training of the blocks."""
+  made_by, sizes, held_out = figures["provenance"], figures["sizes"], figures["held_out"]
+  accuracy = ", ".join(f"{100 * x:.0f}" for x in held_out["accuracy"])
+  return (
+    f"{made_by['device']}, {made_by['date'][:10]}, commit {made_by['commit']}. The"
+    f" {sizes['settings']['blocks']} blocks and their output layer of {sizes['vocab']:,} tokens"
+    f" were trained for {sizes['settings']['steps']:,} steps in {figures['training_seconds'] / 60:.0f}"
+    f" minutes, the hidden vectors of {sizes['rows'] * sizes['width']:,} tokens included. Of"
+    f" {held_out['positions']:,} held-out positions {accuracy} % are right, the first block to the"
+    f" last. The tree has {len(figures['tree'])} tokens."
+  )
+
+
 def plot(figures: Figures) -> Figure:
   """Speed of greedy decoding with each way, by domain."""
   figure, axes = blank(height=3.4)
@@ -125,10 +157,12 @@ def plot(figures: Figures) -> Figure:
 
 def main() -> int:
   """Rewrite the page's blocks and its figure."""
-  figures = page.bench(page.DOCS, "speculation")
-  if figures is None:
-    raise FileNotFoundError("docs/results/bench.json has no full run of `speculation`: run it")
-  update(PAGE, figures)
+  figures, of_medusa = (page.bench(page.DOCS, name) for name in ("speculation", "medusa"))
+  if figures is None or of_medusa is None:
+    raise FileNotFoundError(
+      "docs/results/bench.json must have full runs of `speculation` and `medusa`: run them"
+    )
+  update(PAGE, figures, of_medusa)
   page.save_figures({IMAGE: plot(figures)}, page.DOCS)
   return 0
 

@@ -136,7 +136,7 @@ def test_the_page_on_generation_has_the_figures_of_drafters(tmp_path):
   copy = tmp_path / "page.md"
   shutil.copy(speculation_report.PAGE, copy)
   figures = page.bench(page.DOCS, "speculation")
-  assert not speculation_report.update(copy, figures)
+  assert not speculation_report.update(copy, figures, page.bench(page.DOCS, "medusa"))
   assert speculation_report.plot(figures).axes
 
 
