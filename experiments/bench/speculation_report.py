@@ -123,11 +123,12 @@ def medusa_origin(figures: Figures) -> str:
   """A sentence on the training of the blocks."""
   made_by, sizes, held_out = figures["provenance"], figures["sizes"], figures["held_out"]
   accuracy = ", ".join(f"{100 * x:.0f}" for x in held_out["accuracy"])
+  minutes = figures["training_seconds"] / 60
   return (
     f"{made_by['device']}, {made_by['date'][:10]}, commit {made_by['commit']}. The"
     f" {sizes['settings']['blocks']} blocks and their output layer of {sizes['vocab']:,} tokens"
-    f" were trained for {sizes['settings']['steps']:,} steps in {figures['training_seconds'] / 60:.0f}"
-    f" minutes, the hidden vectors of {sizes['rows'] * sizes['width']:,} tokens included. Of"
+    f" were trained for {sizes['settings']['steps']:,} steps in {minutes:.0f} minutes,"
+    f" the hidden vectors of {sizes['rows'] * sizes['width']:,} tokens included. Of"
     f" {held_out['positions']:,} held-out positions {accuracy} % are right, the first block to the"
     f" last. The tree has {len(figures['tree'])} tokens."
   )
