@@ -246,6 +246,7 @@ def _clusters(histograms: np.ndarray, most: int, steps: int = 6) -> tuple[np.nda
     return empty, np.zeros(len(histograms), np.int64)
   p = counts / counts.sum(axis=1, keepdims=True)
   entropy = -(p * np.log2(np.maximum(p, 1e-30))).sum(axis=1)
+  del p  # as large as the counts
   rank = np.argsort(np.argsort(entropy, kind="stable"), kind="stable")
   assigned = rank * min(most, len(counts)) // len(counts)
   for _ in range(steps):
@@ -264,7 +265,7 @@ def _sums(assigned: np.ndarray, counts: np.ndarray) -> np.ndarray:
   """Sums [K, SYMBOLS] of the histograms [N, SYMBOLS] of each cluster, where [N] names theirs."""
   order = np.argsort(assigned, kind="stable")
   starts = np.searchsorted(assigned[order], np.arange(assigned.max() + 1))
-  return np.add.reduceat(counts[order].astype(np.float64), starts, axis=0)
+  return np.add.reduceat(counts[order], starts, axis=0, dtype=np.float64)
 
 
 def _quantised(counts: np.ndarray) -> np.ndarray:
