@@ -321,8 +321,7 @@ def _padded_rows(
   levels: Integers, step_class: np.ndarray, blocks: range, lanes: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Rows of blocks and their classes, [blocks · RESTART, D and padding], both copies."""
-  rows = levels[blocks.start * RESTART : blocks.stop * RESTART]
-  rows = rows if rows.base is None else rows.copy()
+  rows = np.array(levels[blocks.start * RESTART : blocks.stop * RESTART])
   owner = step_class[blocks.start * RESTART : blocks.stop * RESTART]
   missing = len(blocks) * RESTART - len(rows)
   nothing = -1  # the last class, which codes nothing

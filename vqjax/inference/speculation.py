@@ -35,7 +35,8 @@ KEPT = 0.95
 PRIOR = 1.5, 2.0
 """Accepted and verified tokens with which the running acceptance begins.
 
-Few, so that a drafter that is of no use ends after some rounds."""
+Few, so that a drafter that is of no use ends after some rounds.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
