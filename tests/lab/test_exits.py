@@ -128,6 +128,7 @@ def test_threads_that_hang_do_not_keep_a_failed_command(ended):
   [
     (ValueError("x"), 2, "error: x"),
     (ValueError("NOT_FOUND: Error opening\n a file"), 2, "opening. Check the folder and its disk,"),
+    (ValueError("Cannot read x.\nSee\nTensorStore({\n})."), 2, "read x. Check the folder and its"),
     (OSError(errno.EMFILE, "Too many open files"), 2, "files. Raise the limit on open files"),
     (NotFiniteError("loss is nan"), 1, "error: loss is nan"),
     (MemoryError(), 1, "out of memory (MemoryError). Lower train.batch"),

@@ -128,10 +128,12 @@ def explained(error: BaseException) -> tuple[int, str]:
   if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):
     # As the system raised it: what this project raises has its own remedy.
     text += f". {REMEDIES.get(error.errno, 'Check the path, and run again.')}"
-  if isinstance(error, ValueError) and re.match(r"[A-Z_]+: ", text):
-    # Of TensorStore, which begins with the code of its status.
+  stores = r"\A[A-Z_]+: |\n(?s:.*)[Tt]ensor[Ss]tore"
+  if isinstance(error, ValueError) and re.search(stores, text):
+    # Of TensorStore, which begins with the code of its status, or of Orbax, which quotes a store.
     _keep(error)
-    return 2, f"{text.splitlines()[0][:300]}. Check the folder and its disk, and run again."
+    first = text.splitlines()[0][:300].rstrip(".:")
+    return 2, f"{first}. Check the folder and its disk, and run again."
   if isinstance(error, (ValueError, ImportError, OSError)):
     return 2, text
   if hasattr(error, "exit_code"):

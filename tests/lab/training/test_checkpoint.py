@@ -253,6 +253,13 @@ def test_the_next_step_may_overwrite_the_state_while_it_is_saved(tmp_path):
     (ValueError("INTERNAL: write failed: No space left on device"), "the disk is full"),
     (ValueError("OUT_OF_RANGE: Failed to write 4673536 bytes"), "the limit on file sizes"),
     (PermissionError(errno.EACCES, "Permission denied"), "Choose a folder with --run"),
+    # Of Orbax, whose text ends with a specification in several lines.
+    (
+      ValueError(
+        "Save failed: 2/9 params are missing in checkpoint:\na\nb.\nTensorstore KvStore: {\n}."
+      ),
+      "a file is gone (Save failed: 2/9 params are missing in checkpoint): the folder was removed",
+    ),
   ],
 )
 def test_disk_errors_name_the_remedy_and_the_last_good_checkpoint(error, message):

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import socket
 import time
 import uuid
@@ -34,6 +35,9 @@ NO_PERMISSION = frozenset(
 
 FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
 """Texts of TensorStore's errors for a failed write, which carry no error number."""
+
+LOST_ARRAYS = re.compile(r"Save failed: .* missing.*\b")
+"""Begin of Orbax's error for a checkpoint without the arrays that it has just written."""
 
 
 @dataclasses.dataclass
@@ -351,15 +355,15 @@ def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = N
   `last_good` is the step of the newest complete checkpoint.
   """
   text, code = str(error), getattr(error, "errno", None)
+  lost = LOST_ARRAYS.match(text)
   if code in (errno.EMFILE, errno.ENFILE):
     message = "too many files are open. Raise the limit, as `ulimit -n 4096` does, and run again."
   elif code == errno.ENOSPC or "No space left" in text:
     code, message = errno.ENOSPC, "the disk is full. Free some space and run again to resume."
-  elif code in (errno.ENOENT, errno.ESTALE) or os.strerror(errno.ENOENT) in text:
-    code = code or errno.ENOENT
+  elif lost or code in (errno.ENOENT, errno.ESTALE) or os.strerror(errno.ENOENT) in text:
+    code, words = code or errno.ENOENT, lost[0] if lost else text[-200:]
     message = (
-      f"a file is gone ({text[-200:]}): the folder was removed or replaced. Run again to start"
-      " over."
+      f"a file is gone ({words}): the folder was removed or replaced. Run again to start over."
     )
   elif code in NO_PERMISSION:
     message = f"cannot write ({text}). Choose a folder with --run."
