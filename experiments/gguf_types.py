@@ -47,7 +47,7 @@ def main() -> int:
   parser.add_argument("--model", required=True, help="Gemma 3 270M: a GGUF or a folder")
   parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/gemma"))
   parser.add_argument("--json", type=pathlib.Path, help="results (default: WORK/gguf_types.json)")
-  parser.add_argument("--tokens", type=int, default=8128, help="held-out tokens of all domains")
+  parser.add_argument("--tokens", type=int, default=20320, help="held-out tokens of all domains")
   parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
   options = parser.parse_args()
   moments = read_moments(options.work / "moments.safetensors")

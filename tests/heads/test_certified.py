@@ -57,6 +57,9 @@ def test_no_score_in_float64_is_above_its_bound(dim, batch):
   bound = np.moveaxis(np.asarray(upper.block(0)[0], np.float64), 0, -1)
   exact, mean, hidden = (np.asarray(x, np.float64) for x in (weight, rows.mean, hidden))
   assert (hidden @ exact.T <= bound).all()
+  tokens = jnp.broadcast_to(jnp.arange(257), (*batch, 257))
+  lower = certified.lower(jnp.asarray(hidden, jnp.float32), rows, tokens)
+  assert (hidden @ exact.T >= np.asarray(lower, np.float64)).all()
   # Two 8-bit roundings, each of about a hundredth of a length, are far from the worst case.
   length = np.linalg.norm(exact - mean, axis=1) * np.linalg.norm(hidden, axis=-1, keepdims=True)
   assert np.median((bound - hidden @ exact.T) / length) < 0.04
@@ -196,6 +199,20 @@ def test_rows_of_another_weight_are_told():
   other = own_variables | {"params": dense(301, 16, seed=1)[1]["params"]}
   assert not own.is_certified(own, other)
   assert own.is_certified(*CertifiedHead.from_dense(own, other))
+
+
+@pytest.mark.parametrize("changed", ["another weight", "trained a little", "larger"])
+def test_rows_of_another_weight_change_no_answer(changed):
+  head, variables, hidden = dense(3001, 32)
+  own, own_variables = CertifiedHead.from_dense(head, variables, budget=64)
+  assert own.apply(own_variables, hidden, method="best").certain.all()
+  weight, other = variables["params"]["weight"], dense(3001, 32, seed=1)[1]["params"]["weight"]
+  weight = {"another weight": other, "trained a little": weight + 0.1 * other, "larger": 2 * weight}
+  variables = {"params": variables["params"] | {"weight": weight[changed]}}
+  found = own.apply(own_variables | variables, hidden, method="best")
+  assert not found.certain.any()
+  logits = head.apply(variables, hidden, method="logits")
+  np.testing.assert_array_equal(found.tokens[..., 0], logits.argmax(axis=-1))
 
 
 def test_bad_heads_and_weights_are_refused():

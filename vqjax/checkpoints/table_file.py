@@ -565,8 +565,7 @@ def coded_bytes(quantized: Any, rows: int | None = None, quantizers: int = 2) ->
     rows: rows of the table that these stand for; None: these are all.
     quantizers: 1 if the integers are not those of the trellis.
   """
-  levels = np.asarray(quantized.levels)
-  step_class = np.asarray(quantized.step_class)
+  levels, step_class = quantized.levels, np.asarray(quantized.step_class)
   model, bits = distributions_of(levels, step_class, len(quantized.steps), quantizers)
   share = np.unique(step_class, return_counts=True)[1] / len(levels)
   bits -= len(levels) * (share * np.log2(share)).sum()

@@ -33,8 +33,9 @@ class CertifiedHead(DenseHead):
 
   The 8-bit rows are variables of the collection `codes`. Those of fresh variables bound no
   score, so that every answer comes from all rows; `from_dense` computes them. They have to be
-  computed again where the weight has changed, else answers may be wrong: no method but
-  `is_certified` compares them with the weight.
+  computed again where the weight has changed: `is_certified` compares them with it. Decoding
+  notices where the score of a candidate lies outside of its bounds, and takes all rows; a change
+  that no candidate shows may still give a wrong answer.
 
   Attributes:
     budget: largest number of rows in doubt that are scored again; on a mesh, of each device.
@@ -191,13 +192,13 @@ class CertifiedHead(DenseHead):
       product_Bn = jnp.einsum(
         "...nd,...d->...n", row_BnD, hidden.astype(dtype), preferred_element_type=jnp.float32
       )
-      score_Bn = scoring.finish(
-        product_Bn, None if bias is None else bias[own_Bn].astype(jnp.float32)
-      )
+      lower_Bn = certified.lower(hidden.astype(dtype), int8, own_Bn)
+      bias_Bn = None if bias is None else bias[own_Bn].astype(jnp.float32)
+      score_Bn, lower_Bn = (scoring.finish(x, bias_Bn) for x in (product_Bn, lower_Bn))
       if noise_VB is None:
-        return score_Bn
+        return score_Bn, lower_Bn
       noise_Bn = jnp.take_along_axis(jnp.moveaxis(noise_VB, 0, -1), own_Bn, axis=-1)
-      return score_Bn / noise[1] + noise_Bn
+      return score_Bn / noise[1] + noise_Bn, lower_Bn / noise[1] + noise_Bn
 
     budget = max(k, min(self.budget, count - 1))
     # The default of a GPU or TPU would round float32 operands, and the bound is of exact scores.

@@ -36,7 +36,7 @@ from vqjax.compression.grids import check_rows
 from vqjax.compression.moments import SHRINKAGE
 from vqjax.compression.outputs import check_not_compressed, check_output, publish, whole
 from vqjax.compression.packed import fixed_bytes
-from vqjax.compression.table import MOST_LEVELS, SMOOTHING, Coordinates
+from vqjax.compression.table import MOST_LEVELS, SMOOTHING, Coordinates, Levels
 from vqjax.compression.trimming import pieces
 from vqjax.convert.variables import Variables
 from vqjax.lab import records
@@ -308,10 +308,10 @@ class Tables:
       ValueError: the tables need more bytes at any step.
       RuntimeError: a table is not read as it was written.
     """
-    best, made, quantized = None, step, {}
+    best, made = None, step
     totals: dict[float, int] = {}
     for _ in range(MOST_CODINGS):
-      quantized = {}  # given back before there are new ones
+      quantized, coded = {}, {}  # given back before there are new ones
       made, quantized = step, self.quantized(step)
       coded = {name: table_file.encode(table, progress) for name, table in quantized.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
@@ -388,7 +388,10 @@ class Tables:
     ratio = fine / (ROUNDED * max(step, self.limits[0]))
     total = 0
     for own, rows in samples.values():
-      levels = np.rint(np.asarray(own.levels) * ratio).astype(np.int32)
+      levels = Levels(own.shape)
+      for first in range(0, len(levels), ROWS):
+        block = slice(first, first + ROWS)
+        levels[block] = np.rint(own.levels[block] * ratio).astype(np.int32)
       total += table_file.coded_bytes(dataclasses.replace(own, levels=levels), rows, quantizers=1)
     return total
 

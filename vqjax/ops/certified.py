@@ -127,28 +127,16 @@ def bounds(
       addition of `cut(bias)` and a cap.
     vocab_axis: mesh axis over which the rows are sharded.
   """
-  hidden = hidden.astype(jnp.float32)
   batch, dim = hidden.shape[:-1], hidden.shape[-1]
-  size = _block(dim)
-  length_B = jnp.linalg.norm(hidden, axis=-1)
-  common_B = (hidden * rows.mean).sum(axis=-1)
-  turned_BD = _rotated(hidden)
-  step_B = jnp.abs(turned_BD).max(axis=-1) / LEVELS
-  step_B1 = step_B[..., None]
-  code_BD = jnp.round(turned_BD / jnp.where(step_B1 > 0, step_B1, 1.0))
-  rest_B = jnp.linalg.norm(turned_BD - step_B1 * code_BD, axis=-1) / size**0.5
-  # Besides, the products of steps and integers round a few times.
-  rest_B = (rest_B + (_turning(dim) + (dim + 16) * ROUNDING) * length_B) * 1.0001
-  code_BD = code_BD.astype(jnp.int8)
+  own = _rounded(hidden, rows)
   spread = lambda row_W: row_W.reshape(-1, *[1] * len(batch))
 
   def above(cut):
     code_WD, *of_rows = cut((rows.codes, rows.scale, rows.error, rows.length))
     scale_W1, error_W1, length_W1 = map(spread, of_rows)
-    score_WB = narrow.int8_product(code_WD, code_BD).astype(jnp.float32) * (step_B / size)
-    # 0 · inf is nan, of which no comparison is true.
-    margin_WB = jnp.where(error_W1 == jnp.inf, jnp.inf, error_W1 * length_B + length_W1 * rest_B)
-    bound_WB = finish(score_WB * scale_W1 + common_B + margin_WB, cut)
+    score_WB = narrow.int8_product(code_WD, own.code).astype(jnp.float32) * (own.step / _block(dim))
+    margin_WB = _margin(error_W1, length_W1, own.length, own.rest)
+    bound_WB = finish(score_WB * scale_W1 + own.common + margin_WB, cut)
     # A nan is a bound that is not known.
     return jnp.where(jnp.isnan(bound_WB), jnp.inf, bound_WB)
 
@@ -156,6 +144,60 @@ def bounds(
   count = rows.codes.shape[0]
   whole = count if count * math.prod(batch) <= sampling.STORED_SCORES else None
   return sampling.row_blocks(batch, count, vocab, above, vocab_axis, whole)
+
+
+def lower(
+  hidden: Float[Array, "*B D"], rows: Int8Rows, own: Int[Array, "*B n"]
+) -> Float[Array, "*B n"]:
+  """Lower bounds of the products of hidden vectors and some of the device's own rows."""
+  of = _rounded(hidden, rows)
+  code_BnD = rows.codes[own].astype(jnp.int32)
+  product_Bn = (code_BnD * of.code[..., None, :].astype(jnp.int32)).sum(axis=-1)
+  step_B1, common_B1, length_B1, rest_B1 = (
+    x[..., None] for x in (of.step, of.common, of.length, of.rest)
+  )
+  score_Bn = product_Bn.astype(jnp.float32) * (step_B1 / _block(hidden.shape[-1]))
+  margin_Bn = _margin(rows.error[own], rows.length[own], length_B1, rest_B1)
+  return score_Bn * rows.scale[own] + common_B1 - margin_Bn
+
+
+class _Rounded(NamedTuple):
+  """Hidden vectors as 8-bit integers.
+
+  Attributes:
+    code: the integers.
+    step: their step.
+    length: the length of the vectors.
+    rest: an upper bound of their distance from the integers, roundings of products included.
+    common: their products with the mean row.
+  """
+
+  code: Int8[Array, "*B D"]
+  step: Float[Array, "*B"]
+  length: Float[Array, "*B"]
+  rest: Float[Array, "*B"]
+  common: Float[Array, "*B"]
+
+
+def _rounded(hidden, rows):
+  hidden = hidden.astype(jnp.float32)
+  dim = hidden.shape[-1]
+  length_B = jnp.linalg.norm(hidden, axis=-1)
+  turned_BD = _rotated(hidden)
+  step_B = jnp.abs(turned_BD).max(axis=-1) / LEVELS
+  step_B1 = step_B[..., None]
+  code_BD = jnp.round(turned_BD / jnp.where(step_B1 > 0, step_B1, 1.0))
+  rest_B = jnp.linalg.norm(turned_BD - step_B1 * code_BD, axis=-1) / _block(dim) ** 0.5
+  # Besides, the products of steps and integers round a few times.
+  rest_B = (rest_B + (_turning(dim) + (dim + 16) * ROUNDING) * length_B) * 1.0001
+  common_B = (hidden * rows.mean).sum(axis=-1)
+  return _Rounded(code_BD.astype(jnp.int8), step_B, length_B, rest_B, common_B)
+
+
+def _margin(error, length, hidden_length, hidden_rest):
+  """How far a product may be from that of the integers."""
+  # 0 · inf is nan, of which no comparison is true.
+  return jnp.where(error == jnp.inf, jnp.inf, error * hidden_length + length * hidden_rest)
 
 
 def pays(vectors: int) -> bool:
@@ -171,7 +213,8 @@ class Best(NamedTuple):
     tokens: their tokens; -1 where fewer have a score.
     survivors: rows whose bound is not below the k-th best score: those that the first pass left in
       doubt, the k best included. At most `budget` + 1 are counted.
-    certain: whether the survivors were at most the budget; where not, all rows were scored.
+    certain: whether the survivors were at most the budget, and the scores of the rows of the
+      highest bounds within their bounds; where not, all rows were scored.
   """
 
   scores: Float[Array, "*B k"]
@@ -183,17 +226,21 @@ class Best(NamedTuple):
 def best(
   upper: sampling.Blocks,
   exact: Callable[[], sampling.Blocks],
-  score_of: Callable[[Int[Array, "*B n"]], Float[Array, "*B n"]],
+  score_of: Callable[[Int[Array, "*B n"]], tuple[Float[Array, "*B n"], Float[Array, "*B n"]]],
   k: int,
   budget: int,
 ) -> Best:
   """The k highest exact scores.
 
+  Rows that are scored again tell of 8-bit rows that are not those of the weight: their scores lie
+  outside of their bounds.
+
   Args:
     upper: a bound of each score.
     exact: returns the scores. It is called in a branch that runs where the bounds decide nothing
       for a row of the batch: blocks may begin with a product of all rows.
-    score_of: the exact scores of tokens of the device's own rows.
+    score_of: the exact scores of tokens of the device's own rows, and lower bounds of these by the
+      first pass.
     k: number of rows.
     budget: number of rows on each device that are scored again, at least k.
   """
@@ -201,15 +248,19 @@ def best(
   # One more than are scored again: its bound is above those of all rows that are not.
   bound = _highest(upper, budget + 1)
   candidate_Bn = bound.tokens[..., :budget]
-  score_Bn = jnp.where(candidate_Bn < 0, -jnp.inf, score_of(jnp.maximum(candidate_Bn, 0)))
+  score_Bn, lower_Bn = score_of(jnp.maximum(candidate_Bn, 0))
+  is_within_Bn = (lower_Bn <= score_Bn) & (score_Bn <= bound.scores[..., :budget])
+  wrong_B = ((candidate_Bn >= 0) & ~is_within_Bn).any(axis=-1)
+  score_Bn = jnp.where(candidate_Bn < 0, -jnp.inf, score_Bn)
   own = _in_order(score_Bn, candidate_Bn, k)
   found = topk.across_devices(own, axis)
   least_B, rest_B = found.scores[..., -1], bound.scores[..., budget]
   survivors_B = (bound.scores >= least_B[..., None]).sum(axis=-1, dtype=jnp.int32)
   if axis:
     rest_B, survivors_B = lax.pmax(rest_B, axis), lax.psum(survivors_B, axis)
+    wrong_B = lax.psum(wrong_B.astype(jnp.int32), axis) > 0
   # Strictly, so that rows of equal scores come in the order of their numbers. -inf has no rival.
-  certain_B = (least_B > rest_B) | jnp.isneginf(rest_B)
+  certain_B = ((least_B > rest_B) | jnp.isneginf(rest_B)) & ~wrong_B
 
   def all_rows(_):
     return topk.TopK(*sampling.best(exact(), k, normalizer=False)[:2])
