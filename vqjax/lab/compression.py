@@ -311,7 +311,7 @@ class Tables:
     best, made = None, step
     totals: dict[float, int] = {}
     for _ in range(MOST_CODINGS):
-      quantized, coded = {}, {}  # given back before there are new ones
+      quantized = {}  # given back before there are new ones
       made, quantized = step, self.quantized(step)
       coded = {name: table_file.encode(table, progress) for name, table in quantized.items()}
       total = sum(array.nbytes for parts in coded.values() for array in parts.values())
@@ -326,6 +326,7 @@ class Tables:
           f"`--bytes` must be reachable: the least size of these tables is {total:,} bytes; got"
           f" {size:,}. Give at least {total:,}, or a model with a smaller vocabulary."
         )
+      del coded  # unless they are the best
       step = self._next_step(totals, size)
       if step in totals:
         break
