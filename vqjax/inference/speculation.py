@@ -32,7 +32,7 @@ from vqjax.ops.sampling import Blocks
 KEPT = 0.95
 """Weight of the earlier rounds in the running acceptance, once for each round."""
 
-PRIOR = 1.5, 2.0
+PRIOR = 1.0, 2.0
 """Accepted and verified tokens with which the running acceptance begins.
 
 Few, so that a drafter that is of no use ends after some rounds.
@@ -43,11 +43,11 @@ Few, so that a drafter that is of no use ends after some rounds.
 class Drafter(abc.ABC):
   """What proposes tokens, and how many.
 
-  The number of tokens adapts to the running acceptance a, the part of the verified tokens that was
-  accepted: of `length`, half of it and 0, the k with the highest (1 + a + ... + a^k) / (1 +
-  overhead + k · cost), the expected speed relative to decoding without a drafter. After 0 it stays
-  0. The choice depends on earlier tokens alone, so that it does not change the distribution of the
-  next ones.
+  The number of tokens adapts to the acceptance a: of `length`, half of it and 0, the k with the
+  highest (1 + a + ... + a^k) / (1 + overhead + k · cost), the expected speed relative to decoding
+  without a drafter. a is the part of the latest verified tokens that was accepted, and a standard
+  deviation more: after 0 it stays 0, which a few unlucky rounds are not to decide. The choice
+  depends on earlier tokens alone, so that it does not change the distribution of the next ones.
 
   Attributes:
     length: most tokens that are drafted in a round.
@@ -322,7 +322,8 @@ class Program:
     if self.length == 0 or self.cost == 0:
       return jnp.int32(self.length)
     lengths = sorted({self.longest, self.longest // 2, 0}, reverse=True)
-    rate = state.accepted / state.verified
+    mean = state.accepted / state.verified
+    rate = jnp.minimum(1.0, mean + jnp.sqrt(jnp.maximum(mean * (1 - mean), 0) / state.verified))
     times = [1 + self.overhead * (k > 0) + k * self.cost for k in lengths]
     speeds = [(rate ** jnp.arange(k + 1)).sum() / time for k, time in zip(lengths, times)]
     return jnp.array(lengths)[jnp.argmax(jnp.stack(speeds))]
