@@ -22,18 +22,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from experiments import gemma as texts
 from experiments.bench import gemma, measure
 from experiments.bench.generation import QUICK as QUICK_DECODER
 from experiments.bench.generation import decoder
 from vqjax import DenseHead, LowRankHead, RoutedHead, assign, checkpoints
+from vqjax.convert import likely_tokens, train_routes
 from vqjax.heads import Head
 from vqjax.inference import (
   GREEDY,
   Drafter,
   Eagle,
+  EarlyExit,
   Sampling,
   generate,
   load_eagle,
@@ -64,6 +66,8 @@ class Sizes(NamedTuple):
     tokens: tokens of a continuation.
     prompts: prompts of the drafter's domain.
     foreign: prompts of each other domain.
+    states: hidden states of the stories to which the low-rank and the routed head are fitted.
+    blocks: blocks of the model after which its early exit is.
   """
 
   settings: Settings
@@ -77,6 +81,8 @@ class Sizes(NamedTuple):
   tokens: int
   prompts: int
   foreign: int
+  states: int
+  blocks: int
 
 
 GEMMA = Sizes(
@@ -86,6 +92,8 @@ GEMMA = Sizes(
   tokens=64,
   prompts=3,
   foreign=1,
+  states=16_384,
+  blocks=6,
 )
 QUICK = Sizes(
   Settings(steps=2, batch=2, depth=2, length=2, vocab=23),
@@ -94,6 +102,8 @@ QUICK = Sizes(
   tokens=9,
   prompts=1,
   foreign=1,
+  states=24,
+  blocks=1,
 )
 DOMAINS = "stories", "wikipedia", "python", "german"
 """The domain of the drafter, and others."""
@@ -121,7 +131,7 @@ class Target(NamedTuple):
 class Candidate(NamedTuple):
   """A drafter, and the bytes that a draft token reads."""
 
-  drafter: Eagle
+  drafter: Drafter
   bytes: int
 
 
@@ -234,32 +244,75 @@ def written_rows(
 
 
 def candidates(target: Target, eagle: Eagle, sizes: Sizes) -> dict[str, Candidate]:
-  """The drafter with each head, by name."""
+  """The drafter with each head, and the model's early exit, by name."""
   model, variables = target.model, target.variables
   rows = model.apply(variables, method=_rows)
   vocab, dim = rows.shape
-  own = sum(x.nbytes for x in jax.tree.leaves(eagle.params))
-  whole = functools.partial(dataclasses.replace, eagle, tokens=None)
-  # Rows are approximated where hidden vectors are: second moments of the rows suffice for a draft.
-  second = np.asarray(rows.T @ rows, np.float64)
-  down = np.linalg.eigh(second)[1][:, ::-1][:, : sizes.rank].T.astype(np.float32)
-  low_rank = {"params": {"weight": rows @ down.T, "down": jnp.asarray(down)}}
-  dense = DenseHead(vocab, dim, softcap=model.head.softcap)
-  order = assign.bisected(np.asarray(rows, np.float32), sizes.clusters)
-  routed, routed_variables = RoutedHead.from_dense(
-    dense, {"params": {"weight": rows}}, order, sizes.clusters, sizes.budget
-  )
+  hidden = hidden_states(target, sizes)
+  second = hidden.T.astype(np.float64) @ hidden / len(hidden)
+  # As far as there are fewer states than dimensions.
+  second += 1e-3 * np.trace(second) / dim * np.eye(dim)
+  low_rank = low_rank_rows(rows, second, np.bincount(target.tokens, minlength=vocab), sizes.rank)
+  dense, own = DenseHead(vocab, dim, softcap=model.head.softcap), {"params": {"weight": rows}}
+  centred = np.asarray(rows - rows.mean(axis=0), np.float32)
+  order = assign.bisected(centred, sizes.clusters, metric=second)
+  routed, start = RoutedHead.from_dense(dense, own, order, sizes.clusters, sizes.budget)
+  measure.log("the routed head has its clusters")
+  likely = likely_tokens(dense, own, hidden)
+  batch = min(512, len(hidden))
+  trained_routes = train_routes(routed, start, hidden, likely, key=jax.random.key(0), batch=batch)
+  size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+  with_head = functools.partial(dataclasses.replace, eagle, tokens=None)
+  frequent = {"head": eagle.head, "variables": eagle.variables, "tokens": eagle.tokens}
+  early = EarlyExit(sizes.blocks, **frequent, length=sizes.settings.length)
+  blocks = size(variables["params"]["blocks"][: sizes.blocks])
   routed_rows = sizes.clusters + sizes.budget * -(-vocab // sizes.clusters)
-  heads: dict[str, tuple[Eagle, int]] = {
-    FREQUENT: (eagle, len(eagle.tokens) * dim),
-    "low rank": (
-      whole(head=LowRankHead(vocab, dim, sizes.rank), variables=low_rank),
-      sizes.rank * (vocab + dim),
+  return {
+    FREQUENT: Candidate(eagle, size(eagle.params) + 4 * len(eagle.tokens) * dim),
+    "low rank": Candidate(
+      with_head(head=LowRankHead(vocab, dim, sizes.rank), variables=low_rank),
+      size(eagle.params) + 4 * sizes.rank * (vocab + dim),
     ),
-    "routed": (whole(head=routed, variables=routed_variables), routed_rows * dim),
-    "whole": (whole(head=None, variables=None), vocab * dim),
+    "routed": Candidate(
+      with_head(head=routed, variables=trained_routes), size(eagle.params) + 4 * routed_rows * dim
+    ),
+    "whole": Candidate(with_head(head=None, variables=None), size(eagle.params) + 4 * vocab * dim),
+    "early exit": Candidate(early, blocks + 4 * len(eagle.tokens) * dim),
   }
-  return {name: Candidate(each, own + 4 * numbers) for name, (each, numbers) in heads.items()}
+
+
+def hidden_states(target: Target, sizes: Sizes) -> Float[np.ndarray, "N D"]:
+  """Hidden states of the model on its training tokens, from all parts of them."""
+  count = len(target.tokens) // sizes.width
+  rows = target.tokens[: count * sizes.width].reshape(count, sizes.width)
+  length = jnp.array([sizes.width])
+  states = jax.jit(
+    lambda own, row: prefill(target.model, own, row, length, 1, all_positions=True)[0][0]
+  )
+  chosen = spread_rows(rows, sizes.states)
+  found = [np.asarray(states(target.variables, row[None])) for row in chosen]
+  return np.concatenate(found)[: sizes.states]
+
+
+def low_rank_rows(
+  rows: Float[Array, "V D"],
+  second: Float[np.ndarray, "D D"],
+  counts: Int[np.ndarray, "V"],
+  rank: int,
+) -> Variables:
+  """Rows of a rank whose scores err least, weighted by the roots of counts, where states are.
+
+  The mean row is left out, which changes all scores alike.
+  """
+  weight = np.sqrt(counts + 1.0)
+  rows = np.asarray(rows, np.float64)
+  rows = rows - weight @ rows / weight.sum()
+  values, vectors = np.linalg.eigh(second)
+  root, inverse = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
+  turned = rows @ root
+  directions = np.linalg.eigh((turned * weight[:, None]).T @ turned)[1][:, ::-1][:, :rank]
+  pair = {"weight": turned @ directions, "down": directions.T @ inverse}
+  return {"params": {name: jnp.asarray(x, jnp.float32) for name, x in pair.items()}}
 
 
 def compared(
