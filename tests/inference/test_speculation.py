@@ -1,6 +1,7 @@
 """Speculative decoding gives what decoding without a drafter gives, in fewer passes."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,17 @@ from scipy import stats
 
 from tests.inference.reference import log_softmax
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
-from vqjax.inference import GREEDY, Draft, Eagle, EarlyExit, Sampling, generate, speculation, stream
+from vqjax.inference import (
+  GREEDY,
+  Draft,
+  Eagle,
+  EarlyExit,
+  Sampling,
+  Tree,
+  generate,
+  speculation,
+  stream,
+)
 from vqjax.inference.eagle import initial_params
 from vqjax.models import RMSNorm, Rotary, Transformer
 from vqjax.sharding import MeshShape, make_mesh, shardings
@@ -255,7 +266,8 @@ def trimmed(size, **options):
 
 
 BAD = {
-  "no draft": (lambda: Draft(*target(), length=0), ["length", "0"]),
+  "no draft": (lambda: Draft(*target(), length=0), ["length", "0", "4 is usual"]),
+  "a length of yes": (lambda: Eagle({}, length=True), ["length", "True", "4 is usual"]),
   "a cost of a whole token": (lambda: Draft(*target(), cost=1.0), ["cost", "1.0"]),
   "a negative overhead": (lambda: Draft(*target(), overhead=-2.0), ["overhead", "-2.0"]),
   "another vocabulary": (lambda: trimmed(7), ["7", str(V), "tokens"]),
@@ -281,6 +293,24 @@ def test_a_drafter_that_does_not_fit_is_refused(name):
   make, parts = BAD[name]
   with pytest.raises(ValueError, match="must") as error:
     generate(*target(), [[1, 2]], KEY, GREEDY, max_tokens=3, drafter=make())
+  assert all(part in str(error.value) for part in parts)
+
+
+@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
+@pytest.mark.parametrize(
+  ("make", "parts"),
+  [
+    (lambda: Draft(*target(), length=2.5), ["length", "2.5", "4 is usual"]),
+    (lambda: Eagle({}, length=3.0), ["length", "3.0", "4 is usual"]),
+    (lambda: EarlyExit(1.5), ["layers", "1.5", "A quarter"]),
+    (lambda: Tree([(0,), (0, 0.5)]), ["paths", "(0, 0.5)", "likeliest"]),
+    (lambda: Tree.chain(2.5), ["length", "2.5"]),
+    (lambda: Tree.best(np.array([[0]]), 2.5), ["size", "2.5"]),
+  ],
+)
+def test_a_number_that_is_not_an_integer_is_refused_at_once(make, parts):
+  with pytest.raises(ValueError, match=r"must (be an|have ranks that are) integer") as error:
+    make()
   assert all(part in str(error.value) for part in parts)
 
 

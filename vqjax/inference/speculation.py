@@ -24,6 +24,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from vqjax.heads import Head
 from vqjax.inference.cache import Ring, Variables, extend, prefill, unstacked
 from vqjax.inference.sampling import Sampling, choose
+from vqjax.inference.trees import check_count
 from vqjax.models import Transformer
 from vqjax.ops import sampling as ops
 from vqjax.ops.rejection import Filtered, verify
@@ -65,11 +66,7 @@ class Drafter(abc.ABC):
   overhead: float | int = dataclasses.field(default=0.0, kw_only=True)
 
   def __post_init__(self):
-    if self.length < 1:
-      raise ValueError(
-        f"`length` must be at least 1; got {self.length}. 4 is usual; without a drafter, leave"
-        " `drafter` out."
-      )
+    check_count("length", self.length, "4 is usual; without a drafter, leave `drafter` out.")
     if not 0 <= self.cost < 1:
       raise ValueError(
         f"`cost` must be in [0, 1); got {self.cost}. A drafter that costs as much as the model does"
@@ -191,11 +188,15 @@ class EarlyExit(Drafter):
   head: Head | None = None
   variables: Variables | None = None
 
+  def __post_init__(self):
+    check_count("layers", self.layers, "A quarter of the model's is usual.")
+    super().__post_init__()
+
   def _part(self, model: Transformer) -> Part:
-    if not 1 <= self.layers < model.layers:
+    if self.layers >= model.layers:
       raise ValueError(
-        f"`layers` must be in [1, {model.layers}), fewer than the model has; got {self.layers}."
-        " A quarter of them is usual."
+        f"`layers` must be less than the model's {model.layers}; got {self.layers}. A quarter of"
+        " them is usual."
       )
     check_head(self.head, self.variables, model)
     local = None if model.window is None else model.is_local()[: self.layers]

@@ -19,6 +19,7 @@ from vqjax.inference.cache import Variables, prefill, unstacked
 from vqjax.inference.eagle import frequent_head, initial_params, unrolled
 from vqjax.inference.generation import SMALLEST_BUCKET
 from vqjax.inference.lens import model_mark
+from vqjax.inference.trees import is_whole
 from vqjax.lab import lenses
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
 from vqjax.models import Transformer
@@ -35,9 +36,9 @@ TIMED_TOKENS = 48
 
 
 def check_least(name: str, value: int | None, least: int) -> None:
-  """Raise ValueError for an option below its least value."""
-  if value is not None and value < least:
-    raise ValueError(f"`--{name}` must be at least {least}; got {value}. Raise it.")
+  """Raise ValueError for an option that is not an integer or below its least value."""
+  if value is not None and (not is_whole(value) or value < least):
+    raise ValueError(f"`--{name}` must be an integer of at least {least}; got {value}. Change it.")
 
 
 @dataclasses.dataclass(frozen=True)
