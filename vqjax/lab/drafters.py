@@ -14,7 +14,16 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from vqjax.inference import GREEDY, Drafter, Eagle, Sampling, generate, save_eagle
+from vqjax.inference import (
+  GREEDY,
+  Drafter,
+  Eagle,
+  Medusa,
+  Sampling,
+  TreeDraft,
+  generate,
+  save_eagle,
+)
 from vqjax.inference.cache import Variables, prefill, unstacked
 from vqjax.inference.eagle import frequent_head, initial_params, unrolled
 from vqjax.inference.generation import SMALLEST_BUCKET
@@ -200,15 +209,25 @@ def timed(
   prompt: Sequence[int],
   sampling: Sampling = GREEDY,
 ) -> Drafter:
-  """The drafter with the cost and the overhead of its rounds on this device, batch 1."""
+  """The drafter with the cost and the overhead of its rounds on this device, batch 1.
+
+  A tree is drafted whole or not at all, so that all of its time counts as the cost of its tokens.
+  """
   # Neither a long prompt nor a copy of the blocks in each call is part of a round.
   prompt, variables = list(prompt)[:SMALLEST_BUCKET], unstacked(variables)
   tokens = min(TIMED_TOKENS, model.context - len(prompt))
-  lengths = sorted({drafter.length, max(1, drafter.length // 2)})
+  if isinstance(drafter, Medusa | TreeDraft):
+    ways = {drafter.tree.size: dataclasses.replace(drafter, cost=0)}
+  else:
+    ways = {
+      length: dataclasses.replace(drafter, length=length, cost=0)
+      for length in sorted({drafter.length, max(1, drafter.length // 2)})
+    }
+  lengths = list(ways)
   each: dict[int, list[float]] = {length: [] for length in (0, *lengths)}
   for number in range(4):
     for length, times in each.items():
-      own = dataclasses.replace(drafter, length=length, cost=0) if length else None
+      own = ways.get(length)
       begun = time.perf_counter()
       given = model, variables, [prompt], jax.random.key(0), sampling
       result = generate(*given, max_tokens=tokens, log_probs=False, drafter=own)
