@@ -1,5 +1,6 @@
 """Speculative decoding gives what decoding without a drafter gives, in fewer passes."""
 
+import dataclasses
 import functools
 import os
 
@@ -16,6 +17,7 @@ from vqjax.inference import (
   Draft,
   Eagle,
   EarlyExit,
+  RoundTimes,
   Sampling,
   Tree,
   generate,
@@ -251,6 +253,16 @@ def test_drafts_that_are_rejected_become_shorter_and_end(monkeypatch):
   assert lengths == [2, 1, 0]
 
 
+def test_rounds_count_as_their_tokens_are_chosen():
+  own = dataclasses.replace(drafter("codebook"), cost=0.25, drawn=RoundTimes(0.5, 2.0))
+  program = lambda sampling, own: own.program(target()[0], sampling, 3, False)
+  times = lambda *given: (program(*given).cost, program(*given).overhead)
+  assert (times(GREEDY, own), times(Sampling(0.8), own)) == ((0.25, 0.0), (0.5, 2.0))
+  assert times(Sampling(0.8), dataclasses.replace(own, drawn=None)) == (0.25, 0.0)
+  # A cost of 0 always drafts.
+  assert times(Sampling(0.8), dataclasses.replace(own, cost=0)) == (0, 0.0)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8)])
 def test_scores_of_nan_draft_a_token_that_the_model_can_read(sampling):
   program = drafter("the model itself").program(target()[0], sampling, 3, has_log_probs=False)
@@ -270,6 +282,7 @@ BAD = {
   "a length of yes": (lambda: Eagle({}, length=True), ["length", "True", "4 is usual"]),
   "a cost of a whole token": (lambda: Draft(*target(), cost=1.0), ["cost", "1.0"]),
   "a negative overhead": (lambda: Draft(*target(), overhead=-2.0), ["overhead", "-2.0"]),
+  "a cost of draws": (lambda: Draft(*target(), drawn=RoundTimes(1.5)), ["cost", "1.5"]),
   "another vocabulary": (lambda: trimmed(7), ["7", str(V), "tokens"]),
   "a map of another length": (lambda: trimmed(7, tokens=MAP[:6]), ["(6,)", "7"]),
   "a map out of range": (lambda: trimmed(2, tokens=[0, V]), [str(V), "d2t"]),

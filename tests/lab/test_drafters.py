@@ -7,11 +7,13 @@ import pytest
 
 from tests.inference.test_medusa import TREE, medusa
 from tests.inference.test_speculation import drafter, target
-from vqjax.inference import TreeDraft
+from vqjax.inference import GREEDY, RoundTimes, Sampling, TreeDraft
 from vqjax.lab import drafters
 
-OVERHEAD, COST, ROUNDS = 0.5, 0.125, 8
-"""Powers of two, so that sums of times are exact."""
+TIMES = {True: RoundTimes(0.125, 0.5), False: RoundTimes(0.25, 1.0)}
+"""Those of rounds that are greedy and of others: powers of two, so that sums are exact."""
+
+ROUNDS = 8
 
 DRAFTERS = {
   "a chain": lambda: drafter("codebook"),
@@ -31,11 +33,13 @@ def test_the_time_of_a_round_is_that_of_a_clock(name, monkeypatch):
   now = [0.0]
 
   def generated(*given, max_tokens, drafter=None, **options):
+    sampling = given[-1]
     if drafter is None:
       now[0] += max_tokens
       return None
-    assert drafter.cost == 0  # always drafts
-    now[0] += ROUNDS * (1 + OVERHEAD + COST * size_of(drafter))
+    assert drafter.times(sampling).cost == 0  # always drafts
+    cost, overhead = TIMES[sampling.is_greedy]
+    now[0] += ROUNDS * (1 + overhead + cost * size_of(drafter))
     return types.SimpleNamespace(passes=[ROUNDS])
 
   monkeypatch.setattr(drafters, "generate", generated)
@@ -44,9 +48,12 @@ def test_the_time_of_a_round_is_that_of_a_clock(name, monkeypatch):
   found = drafters.timed(given, *target(), [1, 2])
   size = size_of(given)
   assert size_of(found) == size
-  assert found.overhead + found.cost * size == pytest.approx(OVERHEAD + COST * size)
-  if name == "a chain":
-    assert (found.overhead, found.cost) == (OVERHEAD, COST)
+  for sampling in (GREEDY, Sampling(0.8)):
+    cost, overhead = TIMES[sampling.is_greedy]
+    times = found.times(sampling)
+    assert times.overhead + times.cost * size == pytest.approx(overhead + cost * size)
+    if name == "a chain":
+      assert times == (cost, overhead)
 
 
 @pytest.mark.slow
@@ -54,4 +61,5 @@ def test_the_time_of_a_round_is_that_of_a_clock(name, monkeypatch):
 def test_rounds_of_trees_are_timed(name):
   found = drafters.timed(DRAFTERS[name](), *target(), [1, 2])
   assert 0 < found.cost < 1
+  assert 0 < found.drawn.cost < 1
   assert found.tree == TREE

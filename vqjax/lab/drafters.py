@@ -16,10 +16,11 @@ from jaxtyping import Int
 
 from vqjax.inference import (
   GREEDY,
+  UNFILTERED,
   Drafter,
   Eagle,
   Medusa,
-  Sampling,
+  RoundTimes,
   TreeDraft,
   generate,
   save_eagle,
@@ -122,8 +123,8 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
 
   Returns:
     "agreement" and "kl" of each depth, on held-out text: the part of positions at which the best
-    tokens are equal, and nats a token; "positions", the number of held-out ones; and "cost" and
-    "overhead" of the drafter on this device.
+    tokens are equal, and nats a token; "positions", the number of held-out ones; and "rounds",
+    `rounds_of` the drafter on this device.
 
   Raises:
     ValueError: the text is too short.
@@ -140,7 +141,7 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
     eagle = timed(eagle, model, variables, prompt)
   save_eagle(job.out, eagle, variables)
   shutil.rmtree(work)
-  return found | {"cost": eagle.cost, "overhead": eagle.overhead}
+  return found | {"rounds": rounds_of(eagle)}
 
 
 def spread_rows(rows: Int[np.ndarray, "N T"], positions: int) -> Int[np.ndarray, "W T"]:
@@ -207,12 +208,25 @@ def timed(
   model: Transformer,
   variables: Variables,
   prompt: Sequence[int],
-  sampling: Sampling = GREEDY,
 ) -> Drafter:
-  """The drafter with the cost and the overhead of its rounds on this device, batch 1.
+  """The drafter with the times of its rounds on this device, batch 1.
 
   A tree is drafted whole or not at all, so that all of its time counts as the cost of its tokens.
   """
+  given = drafter, model, variables, prompt
+  return dataclasses.replace(
+    drafter, **_times(*given, GREEDY)._asdict(), drawn=_times(*given, UNFILTERED)
+  )
+
+
+def rounds_of(drafter: Drafter) -> dict[str, dict[str, float]]:
+  """Cost and overhead of the rounds of a drafter, by how tokens are chosen."""
+  ways = {"greedy": GREEDY, "drawn": UNFILTERED}
+  return {name: drafter.times(sampling)._asdict() for name, sampling in ways.items()}
+
+
+def _times(drafter, model, variables, prompt, sampling):
+  """The times of rounds with the options of sampling."""
   # Neither a long prompt nor a copy of the blocks in each call is part of a round.
   prompt, variables = list(prompt)[:SMALLEST_BUCKET], unstacked(variables)
   tokens = min(TIMED_TOKENS, model.context - len(prompt))
@@ -240,7 +254,7 @@ def timed(
   )
   cost = float(np.clip(cost, 1e-3, 0.99))
   overhead = max(0.0, ratio[lengths[-1]] - 1 - cost * lengths[-1])
-  return dataclasses.replace(drafter, cost=cost, overhead=overhead)
+  return RoundTimes(cost, overhead)
 
 
 def _losses(model, variables, eagle, params, tokens_BT, hidden_BTD, depth):
