@@ -151,11 +151,9 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
     found = {name: found[name] for name in (FREQUENT, "routed")}
   prompt = target.prompts[DOMAINS[0]][0]
   figures["parts"] = parts(target, found, sizes.settings.length)
-  given = found[FREQUENT].drafter, target.model, target.variables, prompt
-  # The rule of acceptance of draws costs more than a comparison of tokens.
-  adaptive = {name: timed(*given, sampling) for name, sampling in SAMPLINGS.items()}
+  adaptive = timed(found[FREQUENT].drafter, target.model, target.variables, prompt)
   figures["rounds"] = {
-    name: {"cost": each.cost, "overhead": each.overhead} for name, each in adaptive.items()
+    name: adaptive.times(sampling)._asdict() for name, sampling in SAMPLINGS.items()
   }
   figures["bytes"] = {PLAIN: read_bytes(target)} | {
     name: each.bytes for name, each in found.items()
@@ -164,7 +162,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   yield figures
   fixed = {name: dataclasses.replace(each.drafter, cost=0) for name, each in found.items()}
   for (name, sampling), domain in itertools.product(SAMPLINGS.items(), target.prompts):
-    ways: dict[str, Drafter | None] = {PLAIN: None, ADAPTIVE: adaptive[name]}
+    ways: dict[str, Drafter | None] = {PLAIN: None, ADAPTIVE: adaptive}
     ways |= fixed if sampling.is_greedy else {FREQUENT: fixed[FREQUENT]}
     rows = compared(target, ways, domain, sampling, sizes.tokens)
     for way, row in rows.items():

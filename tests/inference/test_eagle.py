@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from tests.inference.test_speculation import (
   CONTEXT,
@@ -22,8 +24,8 @@ from tests.inference.test_speculation import (
   target,
 )
 from vqjax import DenseHead
-from vqjax.inference import Eagle, load_eagle, save_eagle
-from vqjax.inference.eagle import frequent_head, unrolled
+from vqjax.inference import Eagle, RoundTimes, Sampling, load_eagle, save_eagle
+from vqjax.inference.eagle import FORMAT, frequent_head, unrolled
 
 
 @pytest.mark.fast_cases(1)
@@ -63,13 +65,14 @@ def test_rounds_are_those_that_unrolled_predictions_imply(name):
 def test_a_drafter_is_read_as_it_was_written_and_refused_elsewhere(tmp_path):
   path, (model, variables) = tmp_path / "drafter.safetensors", target()
   head = frequent_head(model, variables, MAP)
-  eagle = Eagle(eagle_params(), *head, tokens=MAP, length=2, cost=0.25, overhead=0.5)
+  times = {"cost": 0.25, "overhead": 0.5, "drawn": RoundTimes(0.5, 2.0)}
+  eagle = Eagle(eagle_params(), *head, tokens=MAP, length=2, **times)
   save_eagle(path, eagle, variables)
   read = load_eagle(path, model, variables)
   assert jax.tree.all(jax.tree.map(np.array_equal, read.params, eagle.params))
   assert jax.tree.all(jax.tree.map(np.array_equal, read.variables, eagle.variables))
   assert (read.tokens == np.array(MAP)).all()
-  assert (read.length, read.cost, read.overhead) == (2, 0.25, 0.5)
+  assert (read.length, read.times(GREEDY), read.times(Sampling())) == (2, (0.25, 0.5), (0.5, 2.0))
   np.testing.assert_array_equal(
     read.variables["params"]["weight"], variables["params"]["head"]["weight"][jnp.array(MAP)]
   )
@@ -82,6 +85,11 @@ def test_a_drafter_is_read_as_it_was_written_and_refused_elsewhere(tmp_path):
     )
   with pytest.raises(ValueError, match=r"must have the model's head.* got a DenseHead"):
     save_eagle(path, Eagle(eagle_params(), *frequent_head(model, variables, range(V))), variables)
+  # A file from before rounds of draws were timed.
+  with safe_open(path, "np") as file:
+    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+  save_file(tensors, path, {FORMAT: '{"length": 2, "cost": 0.25, "overhead": 0.5}'})
+  assert load_eagle(path, model, variables).times(Sampling()) == (0.25, 0.5)
   path.write_bytes(b"none")
   with pytest.raises(ValueError, match=r"vqjax draft.*none|vqjax draft"):
     load_eagle(path, model, variables)

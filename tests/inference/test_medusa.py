@@ -15,6 +15,7 @@ from vqjax.inference import (
   GREEDY,
   Medusa,
   MedusaBlocks,
+  RoundTimes,
   Sampling,
   Tree,
   TreeDraft,
@@ -243,11 +244,13 @@ def test_a_drafter_that_does_not_fit_is_refused(name):
 
 
 def test_a_file_gives_the_drafter_back_and_fits_no_other_model(tmp_path):
-  path, drafter, (model, variables) = tmp_path / "medusa", medusa("codebook", cost=0.25), target()
+  times = {"cost": 0.25, "overhead": 0.5, "drawn": RoundTimes(0.5, 2.0)}
+  path, drafter, (model, variables) = tmp_path / "medusa", medusa("codebook", **times), target()
   save_medusa(drafter, path, variables)
   assert [file.name for file in tmp_path.iterdir()] == ["medusa"]
   found = load_medusa(path, model, variables, drafter.head)
-  assert (found.tree, found.cost, found.tokens) == (TREE, 0.25, None)
+  assert (found.tree, found.tokens) == (TREE, None)
+  assert (found.times(GREEDY), found.times(Sampling())) == ((0.25, 0.5), (0.5, 2.0))
   jax.tree.map(np.testing.assert_array_equal, found.blocks, drafter.blocks)
   jax.tree.map(np.testing.assert_array_equal, found.variables, drafter.variables)
   with pytest.raises(ValueError, match=r"`head` must be the output layer in the file"):

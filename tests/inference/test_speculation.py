@@ -1,6 +1,8 @@
 """Speculative decoding gives what decoding without a drafter gives, in fewer passes."""
 
+import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,18 @@ from scipy import stats
 
 from tests.inference.reference import log_softmax
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
-from vqjax.inference import GREEDY, Draft, Eagle, EarlyExit, Sampling, generate, speculation, stream
+from vqjax.inference import (
+  GREEDY,
+  Draft,
+  Eagle,
+  EarlyExit,
+  RoundTimes,
+  Sampling,
+  Tree,
+  generate,
+  speculation,
+  stream,
+)
 from vqjax.inference.eagle import initial_params
 from vqjax.models import RMSNorm, Rotary, Transformer
 from vqjax.sharding import MeshShape, make_mesh, shardings
@@ -254,6 +267,16 @@ def test_drafting_ends_where_a_standard_deviation_more_would_not_pay(accepted, v
   assert program.best_length(state) == length
 
 
+def test_rounds_count_as_their_tokens_are_chosen():
+  own = dataclasses.replace(drafter("codebook"), cost=0.25, drawn=RoundTimes(0.5, 2.0))
+  program = lambda sampling, own: own.program(target()[0], sampling, 3, False)
+  times = lambda *given: (program(*given).cost, program(*given).overhead)
+  assert (times(GREEDY, own), times(Sampling(0.8), own)) == ((0.25, 0.0), (0.5, 2.0))
+  assert times(Sampling(0.8), dataclasses.replace(own, drawn=None)) == (0.25, 0.0)
+  # A cost of 0 always drafts.
+  assert times(Sampling(0.8), dataclasses.replace(own, cost=0)) == (0, 0.0)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8)])
 def test_scores_of_nan_draft_a_token_that_the_model_can_read(sampling):
   program = drafter("the model itself").program(target()[0], sampling, 3, has_log_probs=False)
@@ -269,9 +292,11 @@ def trimmed(size, **options):
 
 
 BAD = {
-  "no draft": (lambda: Draft(*target(), length=0), ["length", "0"]),
+  "no draft": (lambda: Draft(*target(), length=0), ["length", "0", "4 is usual"]),
+  "a length of yes": (lambda: Eagle({}, length=True), ["length", "True", "4 is usual"]),
   "a cost of a whole token": (lambda: Draft(*target(), cost=1.0), ["cost", "1.0"]),
   "a negative overhead": (lambda: Draft(*target(), overhead=-2.0), ["overhead", "-2.0"]),
+  "a cost of draws": (lambda: Draft(*target(), drawn=RoundTimes(1.5)), ["cost", "1.5"]),
   "another vocabulary": (lambda: trimmed(7), ["7", str(V), "tokens"]),
   "a map of another length": (lambda: trimmed(7, tokens=MAP[:6]), ["(6,)", "7"]),
   "a map out of range": (lambda: trimmed(2, tokens=[0, V]), [str(V), "d2t"]),
@@ -295,6 +320,24 @@ def test_a_drafter_that_does_not_fit_is_refused(name):
   make, parts = BAD[name]
   with pytest.raises(ValueError, match="must") as error:
     generate(*target(), [[1, 2]], KEY, GREEDY, max_tokens=3, drafter=make())
+  assert all(part in str(error.value) for part in parts)
+
+
+@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
+@pytest.mark.parametrize(
+  ("make", "parts"),
+  [
+    (lambda: Draft(*target(), length=2.5), ["length", "2.5", "4 is usual"]),
+    (lambda: Eagle({}, length=3.0), ["length", "3.0", "4 is usual"]),
+    (lambda: EarlyExit(1.5), ["layers", "1.5", "A quarter"]),
+    (lambda: Tree([(0,), (0, 0.5)]), ["paths", "(0, 0.5)", "likeliest"]),
+    (lambda: Tree.chain(2.5), ["length", "2.5"]),
+    (lambda: Tree.best(np.array([[0]]), 2.5), ["size", "2.5"]),
+  ],
+)
+def test_a_number_that_is_not_an_integer_is_refused_at_once(make, parts):
+  with pytest.raises(ValueError, match=r"must (be an|have ranks that are) integer") as error:
+    make()
   assert all(part in str(error.value) for part in parts)
 
 

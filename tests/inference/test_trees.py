@@ -49,6 +49,7 @@ def test_the_best_tree_is_that_of_brute_force():
     (lambda: Tree([(0, -1)]), ["paths", "(0, -1)"]),
     (lambda: Tree([(0, 1), (1,), [0, 1]]), ["different", "(0, 1) 2 times"]),
     (lambda: Tree.best(np.array([[-1, 0]]), 3), ["ranks", "1 rows"]),
+    (lambda: Tree([(True,)]), ["paths", "(True,)"]),
     (lambda: Tree.best(np.array([[0]]), 0), ["size", "0"]),
   ],
 )

@@ -22,7 +22,7 @@ from vqjax.inference.medusa import (
 )
 from vqjax.inference.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.inference.scoring import score
-from vqjax.inference.speculation import Draft, Drafter, EarlyExit
+from vqjax.inference.speculation import Draft, Drafter, EarlyExit, RoundTimes
 from vqjax.inference.text import TextStream, Tokenizer
 from vqjax.inference.tree_drafting import TreeDraft, Typical
 from vqjax.inference.trees import Tree
@@ -40,6 +40,7 @@ __all__ = [
   "Medusa",
   "MedusaBlocks",
   "Readings",
+  "RoundTimes",
   "Sampling",
   "TextStream",
   "Tokenizer",

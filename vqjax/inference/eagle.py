@@ -29,7 +29,15 @@ from vqjax.heads import DenseHead, Head
 from vqjax.inference.cache import Ring, Variables
 from vqjax.inference.lens import check_mark, model_mark
 from vqjax.inference.sampling import Sampling
-from vqjax.inference.speculation import Drafter, Part, Program, State, check_head
+from vqjax.inference.speculation import (
+  Drafter,
+  Part,
+  Program,
+  State,
+  check_head,
+  read_times,
+  written_times,
+)
 from vqjax.models import Transformer
 from vqjax.models.attention import attend
 
@@ -303,7 +311,7 @@ def save_eagle(path: str | os.PathLike, eagle: Eagle, variables: Variables) -> N
   tensors["mark"] = model_mark(variables)
   if eagle.tokens is not None:
     tensors["tokens"] = np.asarray(eagle.tokens, np.int32)
-  options = {name: getattr(eagle, name) for name in OPTIONS}
+  options = {"length": int(eagle.length), **written_times(eagle)}
   partial = pathlib.Path(f"{os.fspath(path)}.partial")
   save_file(tensors, partial, {FORMAT: json.dumps(options)})
   partial.replace(path)
@@ -320,8 +328,8 @@ def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables
       tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
       options = json.loads((file.metadata() or {})[FORMAT])
     mark, tokens = tensors.pop("mark"), tensors.pop("tokens", None)
-    options = {name: options[name] for name in OPTIONS}
-  except (SafetensorError, KeyError, ValueError) as error:
+    options = {"length": options["length"], **read_times(options)}
+  except (SafetensorError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f"`path` must be a drafter of `vqjax draft`; got {path}: {error}. Train one again."
     ) from error
@@ -329,10 +337,6 @@ def load_eagle(path: str | os.PathLike, model: Transformer, variables: Variables
   params = jax.tree.map(jnp.asarray, traverse_util.unflatten_dict(tensors, sep="/"))
   head = (None, None) if tokens is None else frequent_head(model, variables, tokens)
   return Eagle(params, *head, tokens=tokens, **options)
-
-
-OPTIONS = "length", "cost", "overhead"
-"""Fields of a drafter that are written with it."""
 
 
 def unrolled(

@@ -24,7 +24,14 @@ from vqjax.heads import Head
 from vqjax.inference.cache import Variables
 from vqjax.inference.lens import check_mark, model_mark
 from vqjax.inference.sampling import Sampling
-from vqjax.inference.speculation import Drafter, Part, State, check_head
+from vqjax.inference.speculation import (
+  Drafter,
+  Part,
+  State,
+  check_head,
+  read_times,
+  written_times,
+)
 from vqjax.inference.tree_drafting import TreeProgram, Typical
 from vqjax.inference.trees import Tree
 from vqjax.models import Transformer
@@ -213,15 +220,15 @@ FORMAT = "vqjax medusa"
 def save_medusa(drafter: Medusa, path: str | os.PathLike, variables: Variables) -> None:
   """Write a drafter as safetensors, with a mark of the model that it is of.
 
-  The tree, the map of tokens and the cost are kept; the class of the head and the rule of
-  acceptance are not.
+  The tree, the map of tokens and the times of rounds are kept; the class of the head and the rule
+  of acceptance are not.
   """
   tensors = {name: np.ascontiguousarray(x) for name, x in drafter.blocks._asdict().items()}
   flat = flatten_dict(drafter.variables or {}, sep="/")
   tensors |= {f"head/{name}": np.ascontiguousarray(x) for name, x in flat.items()}
   if drafter.tokens is not None:
     tensors["tokens"] = np.asarray(drafter.tokens, np.int32)
-  facts = {"paths": drafter.tree.paths, "cost": drafter.cost}
+  facts = {"paths": drafter.tree.paths, **written_times(drafter)}
   # A single entry: safetensors writes several in any order, and equal drafters are equal files.
   metadata = {FORMAT: json.dumps(facts)}
   partial = pathlib.Path(f"{os.fspath(path)}.partial")
@@ -253,7 +260,7 @@ def load_medusa(
       tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
       facts = json.loads(file.metadata()[FORMAT])
     blocks = MedusaBlocks(*(jnp.asarray(tensors[name]) for name in MedusaBlocks._fields))
-    mark, tree = tensors["mark"], Tree(facts["paths"])
+    mark, tree, times = tensors["mark"], Tree(facts["paths"]), read_times(facts)
   except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
     raise ValueError(
       f"`path` must be a file of `save_medusa`; got {path}: {error}. Train the drafter again."
@@ -267,6 +274,6 @@ def load_medusa(
     )
   own = unflatten_dict(flat, sep="/") if flat else None
   options = {"tokens": tensors.get("tokens"), "tree": tree, "typical": typical}
-  drafter = Medusa(blocks, head, own, cost=facts["cost"], **options)
+  drafter = Medusa(blocks, head, own, **options, **times)
   drafter._part(model)
   return drafter

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 from vqjax.heads import Head
 from vqjax.inference.cache import Ring, Variables, extend, prefill, unstacked
 from vqjax.inference.sampling import Sampling, choose
+from vqjax.inference.trees import check_count
 from vqjax.models import Transformer
 from vqjax.ops import sampling as ops
 from vqjax.ops.rejection import Filtered, verify
@@ -37,6 +38,18 @@ PRIOR = 1.0, 2.0
 
 Few, so that a drafter that is of no use ends after some rounds.
 """
+
+
+class RoundTimes(NamedTuple):
+  """What a round of drafts takes, over the time of a token without a drafter.
+
+  Attributes:
+    cost: that of a draft token, its verification included.
+    overhead: further time of a round with any draft.
+  """
+
+  cost: float | int
+  overhead: float | int = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,32 +67,38 @@ class Drafter(abc.ABC):
     tokens: token of the model for each token of the drafter's head, all different; None: they
       have one vocabulary. EAGLE-3's `d2t` has differences: it is `tokens - arange(len(tokens))`.
     cost: time of a draft token, its verification included, over that of a token without a drafter.
-      0 always drafts `length` tokens.
+      0 always drafts `length` tokens, whether they are drawn or not.
     overhead: further time of a round with any draft, in the same unit. On CPUs a product with
       several vectors takes longer than one with a single vector, however few they are.
+    drawn: cost and overhead of rounds whose tokens are drawn, since to compare distributions takes
+      longer than to compare tokens; None: those of greedy rounds.
   """
 
   length: int = dataclasses.field(default=4, kw_only=True)
   tokens: Int[ArrayLike, "U"] | Sequence[int] | None = dataclasses.field(default=None, kw_only=True)
   cost: float | int = dataclasses.field(default=0.1, kw_only=True)
   overhead: float | int = dataclasses.field(default=0.0, kw_only=True)
+  drawn: RoundTimes | None = dataclasses.field(default=None, kw_only=True)
 
   def __post_init__(self):
-    if self.length < 1:
-      raise ValueError(
-        f"`length` must be at least 1; got {self.length}. 4 is usual; without a drafter, leave"
-        " `drafter` out."
-      )
-    if not 0 <= self.cost < 1:
-      raise ValueError(
-        f"`cost` must be in [0, 1); got {self.cost}. A drafter that costs as much as the model does"
-        " not help."
-      )
-    if not 0 <= self.overhead < math.inf:
-      raise ValueError(
-        f"`overhead` must be finite and at least 0; got {self.overhead}. `vqjax draft` measures it;"
-        " 0 is usual on accelerators."
-      )
+    check_count("length", self.length, "4 is usual; without a drafter, leave `drafter` out.")
+    for cost, overhead in filter(None, (RoundTimes(self.cost, self.overhead), self.drawn)):
+      if not 0 <= cost < 1:
+        raise ValueError(
+          f"`cost` must be in [0, 1); got {cost}. A drafter that costs as much as the model does"
+          " not help."
+        )
+      if not 0 <= overhead < math.inf:
+        raise ValueError(
+          f"`overhead` must be finite and at least 0; got {overhead}. `vqjax draft` measures it;"
+          " 0 is usual on accelerators."
+        )
+
+  def times(self, sampling: Sampling) -> RoundTimes:
+    """Cost and overhead of rounds with the options of sampling."""
+    if sampling.is_greedy or self.drawn is None or self.cost == 0:
+      return RoundTimes(self.cost, self.overhead)
+    return self.drawn
 
   @abc.abstractmethod
   def _part(self, model: Transformer) -> Part:
@@ -94,8 +113,9 @@ class Drafter(abc.ABC):
   ) -> Program:
     """What is compiled for a model; `bound` says which arguments are refused."""
     part = self.bound(model, sampling, positions)
-    sizes = self.length, self.cost, self.length
-    return Program(model, part, sampling, *sizes, has_log_probs, self.overhead)
+    times = self.times(sampling)
+    sizes = self.length, times.cost, self.length
+    return Program(model, part, sampling, *sizes, has_log_probs, times.overhead)
 
   def bound(self, model: Transformer, sampling: Sampling, positions: int) -> Part:
     """The modules for drafting for a model.
@@ -191,11 +211,15 @@ class EarlyExit(Drafter):
   head: Head | None = None
   variables: Variables | None = None
 
+  def __post_init__(self):
+    check_count("layers", self.layers, "A quarter of the model's is usual.")
+    super().__post_init__()
+
   def _part(self, model: Transformer) -> Part:
-    if not 1 <= self.layers < model.layers:
+    if self.layers >= model.layers:
       raise ValueError(
-        f"`layers` must be in [1, {model.layers}), fewer than the model has; got {self.layers}."
-        " A quarter of them is usual."
+        f"`layers` must be less than the model's {model.layers}; got {self.layers}. A quarter of"
+        " them is usual."
       )
     check_head(self.head, self.variables, model)
     local = None if model.window is None else model.is_local()[: self.layers]
@@ -289,10 +313,10 @@ class Program:
     part: the modules of the drafter.
     sampling: the distribution of the tokens.
     longest: most tokens that are drafted in a round.
-    cost: that of `Drafter`.
+    cost: that of `Drafter.times`.
     length: tokens that are drafted in each round; another number is another program.
     has_log_probs: whether log-probabilities are computed.
-    overhead: that of `Drafter`.
+    overhead: that of `Drafter.times`.
   """
 
   model: Transformer
@@ -484,6 +508,25 @@ class Program:
       accepted=KEPT * state.accepted + mean(accepted_B),
       verified=KEPT * state.verified + mean(verified_B),
     )
+
+
+def written_times(drafter: Drafter) -> dict[str, Any]:
+  """The times of a drafter's rounds as its file has them."""
+  drawn = None if drafter.drawn is None else drafter.drawn._asdict()
+  return {"cost": drafter.cost, "overhead": drafter.overhead, "drawn": drawn}
+
+
+def read_times(facts: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields of a drafter that `written_times` wrote, or an earlier version.
+
+  Earlier files have no times of draws, and those of `Medusa` no overhead.
+  """
+  drawn = facts.get("drawn")
+  return {
+    "cost": facts["cost"],
+    "overhead": facts.get("overhead", 0.0),
+    "drawn": None if drawn is None else RoundTimes(**drawn),
+  }
 
 
 @functools.partial(jax.jit, static_argnames=("program", "capacity"))

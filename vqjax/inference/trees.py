@@ -7,11 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
+
+
+def is_whole(value: Any) -> bool:
+  """Whether a value is an integer of Python or NumPy; a bool is not."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, remedy: str) -> None:
+  """Raise ValueError unless a value is an integer of at least 1."""
+  if not is_whole(value) or value < 1:
+    raise ValueError(f"`{name}` must be an integer of at least 1; got {value!r}. {remedy}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +43,13 @@ class Tree:
   paths: Sequence[Sequence[int]]
 
   def __post_init__(self):
-    paths = tuple(tuple(map(int, path)) for path in self.paths)
+    given = tuple(map(tuple, self.paths))
+    if broken := [path for path in given if not all(map(is_whole, path))]:
+      raise ValueError(
+        f"`paths` must have ranks that are integers; got {broken[0]}. 0 is the likeliest token,"
+        " and 1 the second."
+      )
+    paths = tuple(tuple(map(int, path)) for path in given)
     object.__setattr__(self, "paths", paths)  # hashable, so that programs are compiled once
     if not paths or () in paths:
       raise ValueError(
@@ -50,6 +69,7 @@ class Tree:
   @staticmethod
   def chain(length: int) -> Tree:
     """The likeliest token at each of `length` depths."""
+    check_count("length", length, "4 is usual; without a drafter, leave `drafter` out.")
     return Tree([(0,) * length])
 
   @staticmethod
@@ -65,10 +85,9 @@ class Tree:
       size: number of draft tokens.
 
     Raises:
-      ValueError: no token is ever among the candidates, or `size` is less than 1.
+      ValueError: no token is ever among the candidates, or `size` is not an integer of at least 1.
     """
-    if size < 1:
-      raise ValueError(f"`size` must be at least 1; got {size}. 16 to 64 are usual.")
+    check_count("size", size, "16 to 64 are usual.")
     reached: Counter[tuple[int, ...]] = Counter()
     for row in np.asarray(ranks).tolist():
       known = next((depth for depth, rank in enumerate(row) if rank < 0), len(row))

@@ -14,11 +14,22 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from vqjax.inference import GREEDY, Drafter, Eagle, Sampling, generate, save_eagle
+from vqjax.inference import (
+  GREEDY,
+  UNFILTERED,
+  Drafter,
+  Eagle,
+  Medusa,
+  RoundTimes,
+  TreeDraft,
+  generate,
+  save_eagle,
+)
 from vqjax.inference.cache import Variables, prefill, unstacked
 from vqjax.inference.eagle import frequent_head, initial_params, unrolled
 from vqjax.inference.generation import SMALLEST_BUCKET
 from vqjax.inference.lens import model_mark
+from vqjax.inference.trees import is_whole
 from vqjax.lab import lenses
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
 from vqjax.models import Transformer
@@ -35,9 +46,9 @@ TIMED_TOKENS = 48
 
 
 def check_least(name: str, value: int | None, least: int) -> None:
-  """Raise ValueError for an option below its least value."""
-  if value is not None and value < least:
-    raise ValueError(f"`--{name}` must be at least {least}; got {value}. Raise it.")
+  """Raise ValueError for an option that is not an integer or below its least value."""
+  if value is not None and (not is_whole(value) or value < least):
+    raise ValueError(f"`--{name}` must be an integer of at least {least}; got {value}. Change it.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +123,8 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
 
   Returns:
     "agreement" and "kl" of each depth, on held-out text: the part of positions at which the best
-    tokens are equal, and nats a token; "positions", the number of held-out ones; and "cost" and
-    "overhead" of the drafter on this device.
+    tokens are equal, and nats a token; "positions", the number of held-out ones; and "rounds",
+    `rounds_of` the drafter on this device.
 
   Raises:
     ValueError: the text is too short.
@@ -130,7 +141,7 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
     eagle = timed(eagle, model, variables, prompt)
   save_eagle(job.out, eagle, variables)
   shutil.rmtree(work)
-  return found | {"cost": eagle.cost, "overhead": eagle.overhead}
+  return found | {"rounds": rounds_of(eagle)}
 
 
 def spread_rows(rows: Int[np.ndarray, "N T"], positions: int) -> Int[np.ndarray, "W T"]:
@@ -197,17 +208,40 @@ def timed(
   model: Transformer,
   variables: Variables,
   prompt: Sequence[int],
-  sampling: Sampling = GREEDY,
 ) -> Drafter:
-  """The drafter with the cost and the overhead of its rounds on this device, batch 1."""
+  """The drafter with the times of its rounds on this device, batch 1.
+
+  A tree is drafted whole or not at all, so that all of its time counts as the cost of its tokens.
+  """
+  given = drafter, model, variables, prompt
+  return dataclasses.replace(
+    drafter, **_times(*given, GREEDY)._asdict(), drawn=_times(*given, UNFILTERED)
+  )
+
+
+def rounds_of(drafter: Drafter) -> dict[str, dict[str, float]]:
+  """Cost and overhead of the rounds of a drafter, by how tokens are chosen."""
+  ways = {"greedy": GREEDY, "drawn": UNFILTERED}
+  return {name: drafter.times(sampling)._asdict() for name, sampling in ways.items()}
+
+
+def _times(drafter, model, variables, prompt, sampling):
+  """The times of rounds with the options of sampling."""
   # Neither a long prompt nor a copy of the blocks in each call is part of a round.
   prompt, variables = list(prompt)[:SMALLEST_BUCKET], unstacked(variables)
   tokens = min(TIMED_TOKENS, model.context - len(prompt))
-  lengths = sorted({drafter.length, max(1, drafter.length // 2)})
+  if isinstance(drafter, Medusa | TreeDraft):
+    ways = {drafter.tree.size: dataclasses.replace(drafter, cost=0)}
+  else:
+    ways = {
+      length: dataclasses.replace(drafter, length=length, cost=0)
+      for length in sorted({drafter.length, max(1, drafter.length // 2)})
+    }
+  lengths = list(ways)
   each: dict[int, list[float]] = {length: [] for length in (0, *lengths)}
   for number in range(4):
     for length, times in each.items():
-      own = dataclasses.replace(drafter, length=length, cost=0) if length else None
+      own = ways.get(length)
       begun = time.perf_counter()
       given = model, variables, [prompt], jax.random.key(0), sampling
       result = generate(*given, max_tokens=tokens, log_probs=False, drafter=own)
@@ -220,7 +254,7 @@ def timed(
   )
   cost = float(np.clip(cost, 1e-3, 0.99))
   overhead = max(0.0, ratio[lengths[-1]] - 1 - cost * lengths[-1])
-  return dataclasses.replace(drafter, cost=cost, overhead=overhead)
+  return RoundTimes(cost, overhead)
 
 
 def _losses(model, variables, eagle, params, tokens_BT, hidden_BTD, depth):

@@ -212,7 +212,7 @@ class Best(NamedTuple):
     scores: their exact scores, best first; -inf where fewer have one.
     tokens: their tokens; -1 where fewer have a score.
     survivors: rows whose bound is not below the k-th best score: those that the first pass left in
-      doubt, the k best included. At most `budget` + 1 are counted.
+      doubt, the k best included. At most `budget` + 1 are counted on each device.
     certain: whether the survivors were at most the budget, and the scores of the rows of the
       highest bounds within their bounds; where not, all rows were scored.
   """

@@ -49,10 +49,10 @@ def _draft(options: argparse.Namespace) -> None:
   for depth, (kl, agreement) in enumerate(zip(found["kl"], found["agreement"]), 1):
     table.add_row(str(depth), f"{kl:.4f}", f"{100 * agreement:.1f} %")
   Console().print(table)
-  print(
-    f"a round takes {1 + found['overhead']:.2f} + {found['cost']:.3f} · k times as long as a token,"
-    f" with k draft tokens\ndrafter: {options.out}"
-  )
+  print("times as long as a token without a drafter that a round with k draft tokens takes:")
+  for way, times in found["rounds"].items():
+    print(f"  {way}: {1 + times['overhead']:.2f} + {times['cost']:.3f} · k")
+  print(f"drafter: {options.out}")
 
 
 SIZES = {
