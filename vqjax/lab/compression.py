@@ -357,13 +357,19 @@ class Tables:
     if low * CLOSEST >= high:
       return high
     if low in totals and high in totals:
-      # Straight in logarithms.
-      x, y = math.log(totals[low]), math.log(totals[high])
-      part = (x - math.log(AIM * size)) / (x - y)
+      # Straight in logarithms of what depends on the step, as far as that is known.
+      fixed = totals.get(self.limits[1], 0)
+      x, aim, y = (
+        math.log(max(total - fixed, 1)) for total in (totals[low], AIM * size, totals[high])
+      )
+      part = (x - aim) / (x - y)
       return low * (high / low) ** min(0.95, max(0.05, part))
     step, total = list(totals.items())[-1]
     # The sample errs by about as large a part at a step near this one.
     part = total / self.size(step)
+    least = part * self.size(high)
+    if high not in totals and size < (least if len(totals) == 1 else 2 * least):
+      return high  # which says whether any step reaches the size
     if 0.5 < part < 2:
       point, _ = search(
         lambda step: Point(step, self.size(step), None),
@@ -554,7 +560,9 @@ def _search_size(measure, size, known, step, limits, close):
   fixed = at(limits[1]).bytes
   excess = lambda point: max(point.bytes - fixed, 1)
   for number in range(10 * MOST_STEPS):
-    best = max((p for p in known.values() if p.bytes <= size), key=lambda p: p.bytes, default=None)
+    fitting = (p for p in known.values() if p.bytes <= size)
+    # Of steps at which nothing but zeros is left, the smallest.
+    best = max(fitting, key=lambda p: (p.bytes, -p.step), default=None)
     if best is None:
       return at(limits[1])
     if best.bytes >= close * size or best.step <= limits[0]:
