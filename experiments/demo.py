@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--steps", type=int, help="number of training steps instead of the configs'")
   options = parser.parse_args(arguments)
   configure_warnings()
-  return exit_code(lambda: _demo(options.runs, options.steps))
+  return exit_code(lambda: _demo(options.runs, options.steps), out_of_memory=exits.LESS_OF_A_STEP)
 
 
 def _demo(folder: pathlib.Path, steps: int | None) -> None:

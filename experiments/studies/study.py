@@ -20,6 +20,7 @@ from experiments.studies.page import Results
 from vqjax.lab import records
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.console import configure_warnings, exit_code
+from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import read_result
@@ -168,7 +169,7 @@ class Study:
     add("--render", action="store_true", help="run nothing; print the tables, update the page")
     options = parser.parse_args(arguments)
     configure_warnings()
-    return exit_code(lambda: self._act(options))
+    return exit_code(lambda: self._act(options), out_of_memory=LESS_OF_A_STEP)
 
   def path(self, scale: str) -> pathlib.Path:
     """The file that holds the results of a scale."""

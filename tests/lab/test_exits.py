@@ -1,6 +1,7 @@
 """A command ends with one last line and its exit code, whatever stops it."""
 
 import errno
+import importlib
 import os
 import signal
 import subprocess
@@ -131,7 +132,7 @@ def test_threads_that_hang_do_not_keep_a_failed_command(ended):
     (ValueError("Cannot read x.\nSee\nTensorStore({\n})."), 2, "read x. Check the folder and its"),
     (OSError(errno.EMFILE, "Too many open files"), 2, "files. Raise the limit on open files"),
     (NotFiniteError("loss is nan"), 1, "error: loss is nan"),
-    (MemoryError(), 1, "out of memory (MemoryError). Lower train.batch"),
+    (MemoryError(), 1, "out of memory (MemoryError). Use a machine with more memory"),
     (RuntimeError("RESOURCE_EXHAUSTED: 3 GB"), 1, "out of memory (RESOURCE_EXHAUSTED"),
     (KeyError("a bug"), 1, "KeyError: 'a bug'. Run again; if it comes again, report it. (more in "),
     (OverflowError("a bug"), 1, "OverflowError: a bug."),
@@ -151,6 +152,37 @@ def test_an_error_is_one_line_and_a_code(error, code, part, capsys, tmp_path, mo
   err = capsys.readouterr().err
   assert part in err
   assert err.count("\n") == bool(part)
+
+
+@pytest.mark.parametrize(
+  ("command", "work", "options", "is_training"),
+  [
+    ("train", "train", ["configs/lm_dense.py"], True),
+    ("cluster", "_compress", ["configs/lm_dense.py", "run"], True),
+    ("corpus", "count", ["configs/lm_dense.py"], False),
+    ("generate", "_generate", ["model", "--prompt", "a"], False),
+    (
+      "compress",
+      "check_different",
+      ["model", "--kl", "1", "--text", __file__, "--out", "o"],
+      False,
+    ),
+  ],
+)
+def test_the_remedy_of_exhausted_memory_is_one_of_the_command(
+  command, work, options, is_training, capsys, tmp_path, monkeypatch
+):
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+  module = importlib.import_module(f"vqjax.lab.commands.{command}")
+
+  def fail(*arguments):
+    raise MemoryError
+
+  monkeypatch.setattr(module, work, fail)
+  assert module.main(options) == 1
+  line = capsys.readouterr().err.splitlines()[-1]
+  assert line.startswith("error: out of memory (MemoryError). ")
+  assert ("train.batch" in line) == is_training
 
 
 def test_a_limit_on_addresses_that_would_end_in_a_crash_is_refused(ended):

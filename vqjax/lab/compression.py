@@ -87,6 +87,9 @@ LEAST_BITS, MOST_BITS = 0.25, 8.0
 RESAMPLES = 1000
 """Draws of windows from which the interval of a mean divergence is taken."""
 
+OTHER_FILES = 2**24
+"""Bytes of the disk that are left for the tokenizer, the config and the report."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
@@ -148,13 +151,13 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
   return begin, tokens
 
 
-PATHS = {"embedding": ("params", "embedding", "weight"), "head": ("params", "head", "weight")}
-"""Tables of a decoder."""
+TABLES = "embedding", "head"
+"""Tables of a decoder; a tied one has the first alone."""
 
 
 def tables_of(model: Transformer, variables: Variables) -> dict[str, np.ndarray]:
   """The tables of a decoder, [V, D] each; a tied model has one."""
-  names = ["embedding"] if model.head.embedding is not None else ["embedding", "head"]
+  names = TABLES if model.head.embedding is None else TABLES[:1]
   return {name: np.asarray(variables["params"][name]["weight"]) for name in names}
 
 
@@ -355,13 +358,19 @@ class Tables:
     if low * CLOSEST >= high:
       return high
     if low in totals and high in totals:
-      # Straight in logarithms.
-      x, y = math.log(totals[low]), math.log(totals[high])
-      part = (x - math.log(AIM * size)) / (x - y)
+      # Straight in logarithms of what depends on the step, as far as that is known.
+      fixed = totals.get(self.limits[1], 0)
+      x, aim, y = (
+        math.log(max(total - fixed, 1)) for total in (totals[low], AIM * size, totals[high])
+      )
+      part = (x - aim) / (x - y)
       return low * (high / low) ** min(0.95, max(0.05, part))
     step, total = list(totals.items())[-1]
     # The sample errs by about as large a part at a step near this one.
     part = total / self.size(step)
+    least = part * self.size(high)
+    if high not in totals and size < (least if len(totals) == 1 else 2 * least):
+      return high  # which says whether any step reaches the size
     if 0.5 < part < 2:
       point, _ = search(
         lambda step: Point(step, self.size(step), None),
@@ -552,7 +561,9 @@ def _search_size(measure, size, known, step, limits, close):
   fixed = at(limits[1]).bytes
   excess = lambda point: max(point.bytes - fixed, 1)
   for number in range(10 * MOST_STEPS):
-    best = max((p for p in known.values() if p.bytes <= size), key=lambda p: p.bytes, default=None)
+    fitting = (p for p in known.values() if p.bytes <= size)
+    # Of steps at which nothing but zeros is left, the smallest.
+    best = max(fitting, key=lambda p: (p.bytes, -p.step), default=None)
     if best is None:
       return at(limits[1])
     if best.bytes >= close * size or best.step <= limits[0]:
@@ -730,7 +741,7 @@ def compress_model(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[st
   for name, table in tables_of(model, variables).items():
     check_rows(table, name)
   check_finite(variables)
-  work = job.out.with_name(f".{job.out.name}.partial")
+  work = work_of(job.out)
   calibration, held_out, counts = _texts(job, tokenizer, model)
   with open_work(work, job.identity()), ProgressBars() as bars:
     moments = _moments(job, work, model, variables, calibration, counts, bars)
@@ -858,7 +869,7 @@ def check_paths(job: Job) -> None:
 
   Raises:
     ValueError: the model is compressed already, or a bound, window or number is impossible.
-    OSError: something is where the folder shall be, or a file does not exist.
+    OSError: something is where the folder shall be, a file does not exist, or the disk has no room.
   """
   if job.model.is_dir() or job.model.suffix == ".safetensors":
     check_not_compressed(checkpoints.files.open_source(job.model))
@@ -873,6 +884,19 @@ def check_paths(job: Job) -> None:
   check_tokens(job.hidden_tokens)
   if job.moments is not None:
     read_moments(job.moments)
+  # What the tables take is exactly known when they are coded, minutes later.
+  parts = checkpoints.inspect(job.model).parts
+  copied = sum(part.params for part in parts if part.name not in TABLES)
+  least = least_bytes(job.size, sum(part.params for part in parts if part.name in TABLES))
+  # Half a model that an interrupted call wrote is removed first.
+  left = sum(file.stat().st_size for file in (work_of(job.out) / "model").glob("*"))
+  weights = copied * jnp.dtype(job.dtype).itemsize + least
+  check_free(job.out.absolute().parent, weights - left)
+
+
+def work_of(out: pathlib.Path) -> pathlib.Path:
+  """The folder of an interrupted call."""
+  return out.with_name(f".{out.name}.partial")
 
 
 def check_window(length: int) -> None:
@@ -1135,7 +1159,6 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     )
   moments = {name: read_moments(path) for name, path in job.moments.items()}
   of_two_axes = [name for name, tensor in source.tensors.items() if len(tensor.shape) == 2]
-  tables = {}
   for name in moments:
     if name not in of_two_axes:
       near = difflib.get_close_matches(name, of_two_axes, 3, 0.0)
@@ -1143,9 +1166,15 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
         f"`--table` must be a tensor [V, D] of {job.model}; got {name}. Similar names:"
         f" {', '.join(near)}."
       )
+    moments[name].check(*source.tensors[name].shape)
+  others = sum(tensor.nbytes for name, tensor in source.tensors.items() if name not in moments)
+  numbers = sum(math.prod(source.tensors[name].shape) for name in moments)
+  folder = job.out.absolute().parent
+  check_free(folder, others + least_bytes(job.size, numbers))
+  tables = {}
+  for name in moments:
     tensor = source.tensors[name]
     checkpoints.files.verify(name, tensor, source.path)
-    moments[name].check(*tensor.shape)
     # Mapped from the file: only blocks of rows are turned into float32.
     tables[name] = tensor.read(slice(None))
     for first in range(0, tensor.shape[0], ROWS):
@@ -1181,8 +1210,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
       "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     },
   }
-  others = (tensor.nbytes for name, tensor in source.tensors.items() if name not in coded)
-  check_free(job.out.absolute().parent, sum(sizes.values()) + sum(others) + 2**24)
+  check_free(folder, others + sum(sizes.values()))
   with whole(job.out, "--out") as partial:
     try:
       copy_folder(source, partial, lambda n, t: replaced(n, t) if n in coded else None)
@@ -1192,9 +1220,17 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
   return manifest
 
 
-def check_free(folder: pathlib.Path, needed: int) -> None:
-  """Raise OSError unless the disk of a folder has so many bytes free."""
-  free = shutil.disk_usage(folder).free
+def least_bytes(size: int | None, numbers: int) -> int:
+  """Bytes that tables of so many numbers will take, before they are coded; 0 without a bound.
+
+  They fill most of the bound, but one of more than 8 bits a number may not be reached.
+  """
+  return 0 if size is None else int(min(CLOSE_SIZE * size, numbers))
+
+
+def check_free(folder: pathlib.Path, weights: int) -> None:
+  """Raise OSError unless the disk of a folder has room for so many bytes and `OTHER_FILES`."""
+  needed, free = weights + OTHER_FILES, shutil.disk_usage(folder).free
   if free < needed:
     raise OSError(
       f"`--out` must be on a disk with {needed:,} bytes free; got {free:,}. Free some space, and"
@@ -1226,8 +1262,7 @@ def _write(job, work, loaded, coded, result):
   """Write the folder beside its place, and move it there."""
   model, variables, tokenizer = loaded
   body = jax.tree.leaves({k: v for k, v in variables["params"].items() if k not in coded})
-  needed = result["bytes"] + sum(x.nbytes for x in body) + 2**24
-  check_free(work, needed)
+  check_free(work, result["bytes"] + sum(x.nbytes for x in body))
   folder = work / "model"
   try:
     tensors = checkpoints.save(folder, model, variables, tokenizer, compressed=coded)

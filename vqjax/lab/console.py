@@ -64,6 +64,7 @@ def with_config(
   arguments: Sequence[str] | None,
   act: Callable[[Experiment, argparse.Namespace], None],
   before: Callable[[argparse.Namespace], None] = lambda options: None,
+  out_of_memory: str = exits.MORE_MEMORY,
 ) -> int:
   """Run a command of `config_parser` and return the exit code of `exit_code`.
 
@@ -88,15 +89,21 @@ def with_config(
     else:
       act(experiment, options)
 
-  return exit_code(work, show_traceback=options.traceback)
+  return exit_code(work, show_traceback=options.traceback, out_of_memory=out_of_memory)
 
 
-def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
+def exit_code(
+  work: Callable[[], None],
+  *,
+  show_traceback: bool = False,
+  out_of_memory: str = exits.MORE_MEMORY,
+) -> int:
   """Call `work` and return the exit code of its command, in each process of a run.
 
   0 for success, 2 for a wrong call, a wrong folder or a full disk, 1 for a loss that is not finite
   and for unexpected errors, 128 + n for signal n. The last line on standard error says why; what
-  else there is to know, such as tracebacks, is in a file that the line names.
+  else there is to know, such as tracebacks, is in a file that the line names. What to do about
+  exhausted memory is `out_of_memory`.
   """
   try:
     with signals.interruptible():
@@ -118,7 +125,7 @@ def exit_code(work: Callable[[], None], *, show_traceback: bool = False) -> int:
     distributed.await_verdict(error)
     if show_traceback:
       traceback.print_exception(error)
-    code, message = exits.explained(error)
+    code, message = exits.explained(error, out_of_memory)
     return distributed.fail(code, message + exits.kept_noise())
 
 

@@ -89,6 +89,17 @@ REMEDIES = {
 }
 """What to do about errors of the system."""
 
+MORE_MEMORY = (
+  "Use a machine with more memory, or options that need less, such as --dtype bfloat16 or a shorter"
+  " --window where the command has them; then run again."
+)
+"""What to do where memory is exhausted."""
+
+LESS_OF_A_STEP = (
+  "Lower train.batch, raise train.accumulate, or use a machine with more memory; then run again."
+)
+"""What to do where the memory of a training step is exhausted."""
+
 
 def guarded(work: Callable[[], int]) -> int:
   """Return the exit code of `work`; an exception becomes the last line and a code.
@@ -114,15 +125,18 @@ def failed(error: BaseException) -> int:
   return code
 
 
-def explained(error: BaseException) -> tuple[int, str]:
-  """Return the exit code and the message of an error; keep the traceback of an unexpected one."""
+def explained(error: BaseException, out_of_memory: str = MORE_MEMORY) -> tuple[int, str]:
+  """Return the exit code and the message of an error; keep the traceback of an unexpected one.
+
+  Args:
+    error: the error.
+    out_of_memory: what to do if memory is exhausted.
+  """
   text = str(error)
   if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "bad_alloc" in text:
     _keep(error)
-    return 1, (
-      f"out of memory ({text.splitlines()[0][:200] if text else type(error).__name__}). Lower"
-      " train.batch, raise train.accumulate, or use a machine with more memory; then run again."
-    )
+    first = text.splitlines()[0][:200] if text else type(error).__name__
+    return 1, f"out of memory ({first}). {out_of_memory}"
   if isinstance(error, BrokenPipeError):
     return 1, "the reader of the output is gone. Run again with another reader."
   if isinstance(error, OSError) and error.strerror == os.strerror(error.errno or 0):

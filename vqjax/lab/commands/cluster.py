@@ -13,6 +13,7 @@ from vqjax.convert import KMeans
 from vqjax.lab.config import config_hash, load, override
 from vqjax.lab.console import configure_warnings, exit_code, print_result
 from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress
+from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import fit
 
 SCOPES = {"full": FULL, "head": HEAD, "codebook": CODEBOOK}
@@ -22,7 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
   options = _parser().parse_intermixed_args(arguments)
   configure_warnings()
-  return exit_code(lambda: _compress(options), show_traceback=options.traceback)
+  return exit_code(
+    lambda: _compress(options),
+    show_traceback=options.traceback,
+    out_of_memory=LESS_OF_A_STEP,
+  )
 
 
 def _compress(options: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import sys
 
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.console import config_parser, print_result, with_config
+from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import distributed, fit
 
 EXAMPLES = """\
@@ -27,7 +28,7 @@ they find each other; elsewhere, start the same command on each machine:
 
 def main(arguments: list[str] | None = None) -> int:
   """Run the command; return 2 for a wrong call, 128 + n for signal n."""
-  return with_config(_parser(), arguments, train, before=_join)
+  return with_config(_parser(), arguments, train, before=_join, out_of_memory=LESS_OF_A_STEP)
 
 
 def _join(options: argparse.Namespace) -> None:
