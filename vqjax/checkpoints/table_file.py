@@ -595,14 +595,14 @@ def _stored(arrays):
   for name, array in arrays.items():
     array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
     entry = {"dtype": array.dtype.str, "shape": list(array.shape)}
-    data = array.tobytes()
+    data = array.reshape(-1).view(np.uint8)
     if not name.endswith(STORED_AS_THEY_ARE):
       # Bytes of equal weight side by side.
-      planes = np.frombuffer(data, np.uint8).reshape(-1, array.dtype.itemsize).T
-      data = zlib.compress(planes.tobytes(), 9)
+      planes = data.reshape(-1, array.dtype.itemsize).T
+      data = np.frombuffer(zlib.compress(planes.tobytes(), 9), np.uint8)
       entry["zlib"] = True
     entry["crc32"] = zlib.crc32(data)
-    stored[name], entries[name] = np.frombuffer(data, np.uint8), entry
+    stored[name], entries[name] = data, entry
   return stored, entries
 
 
