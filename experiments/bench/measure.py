@@ -19,6 +19,9 @@ from vqjax.lab.report.units import MISSING
 Program = tuple[Callable, tuple]
 """A function and its arguments."""
 
+WIDEST = 1000
+"""Characters of the widest table."""
+
 ROUNDS = 3
 MAX_CALLS = 30
 MIN_SECONDS = 0.5
@@ -179,7 +182,9 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     table.add_column(column, justify="right" if index else "left", no_wrap=not index)
   for row in rows:
     table.add_row(*map(Text, row))
-  Console().print(table)
+  # Neither wrapped nor cut, whatever the width of the terminal; it is 80 in a file.
+  width = Console(width=WIDEST).measure(table).maximum
+  Console(width=width).print(table)
 
 
 def say(text: str) -> None:

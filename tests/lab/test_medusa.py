@@ -8,7 +8,7 @@ import pytest
 from tests.inference.test_speculation import V, target
 from vqjax import DenseHead
 from vqjax.inference import load_medusa
-from vqjax.lab import lenses
+from vqjax.lab import lenses, medusa
 from vqjax.lab.medusa import Job, Settings, fit_medusa
 
 SETTINGS = Settings(blocks=2, steps=4, batch=32, rate=0.1, size=4)
@@ -41,7 +41,9 @@ def fit(out, **options):
 
 @pytest.mark.slow
 def test_an_interrupted_training_goes_on_where_it_was(tmp_path, monkeypatch):
-  whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+  # Times differ from call to call, and are written with a drafter.
+  monkeypatch.setattr(medusa, "timed", lambda drafter, *given: drafter)
+  whole, resumed = tmp_path / "whole.safetensors", tmp_path / "resumed.safetensors"
   figures, _ = fit(whole)
   monkeypatch.setattr(lenses, "EVERY", 0.0)
   with monkeypatch.context() as patch:
@@ -61,11 +63,12 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path, monkeypatch):
   assert lines[0] == "going on with step 1 of 4"
   assert again == figures
   assert whole.read_bytes() == resumed.read_bytes()
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
+  assert sorted(path.name for path in tmp_path.iterdir()) == [resumed.name, whole.name]
   # Descent on a text of five of eight digits that repeat.
   assert figures["tree"] >= figures["chain"] >= 1
   assert figures["among"][0] > 0.4
-  drafter = load_medusa(whole, *target(), DenseHead(5, target()[0].dim))
+  drafter = load_medusa(whole, *target())
+  assert (type(drafter.head), drafter.head.vocab) == (DenseHead, 5)
   assert drafter.tree.size <= 4
   assert len(drafter.tokens) == 5
 
@@ -73,13 +76,19 @@ def test_an_interrupted_training_goes_on_where_it_was(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ("change", "parts"),
   [
-    ({"text": "0123"}, ["rows", "at least three of 5 tokens"]),
+    ({"text": "0123"}, ["--text", "two windows of 16 tokens"]),
     ({"vocab": 0}, ["vocab", "0"]),
     ({"rate": 0}, ["rate", "0"]),
   ],
 )
 def test_a_wrong_call_is_refused(tmp_path, change, parts):
-  given = {"model": tmp_path, "text": text(), "out": tmp_path / "new", "window": 16, "vocab": 5}
+  given = {
+    "model": tmp_path,
+    "text": text(),
+    "out": tmp_path / "new.safetensors",
+    "window": 16,
+    "vocab": 5,
+  }
   settings = {"blocks": 2} | {name: x for name, x in change.items() if name == "rate"}
   given |= {name: x for name, x in change.items() if name != "rate"}
   call = lambda: Job(**given, settings=Settings(**settings))

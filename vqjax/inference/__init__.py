@@ -15,6 +15,7 @@ from vqjax.inference.lens import (
 from vqjax.inference.medusa import (
   Medusa,
   MedusaBlocks,
+  load_drafter,
   load_medusa,
   medusa_loss,
   medusa_ranks,
@@ -51,6 +52,7 @@ __all__ = [
   "least_squares_lens",
   "lens_divergence",
   "lens_readings",
+  "load_drafter",
   "load_eagle",
   "load_lens",
   "load_medusa",

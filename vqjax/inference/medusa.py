@@ -20,8 +20,9 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from vqjax.heads import Head
+from vqjax.heads import DenseHead, Head
 from vqjax.inference.cache import Variables
+from vqjax.inference.eagle import Eagle, load_eagle
 from vqjax.inference.lens import check_mark, model_mark
 from vqjax.inference.sampling import Sampling
 from vqjax.inference.speculation import (
@@ -220,8 +221,8 @@ FORMAT = "vqjax medusa"
 def save_medusa(drafter: Medusa, path: str | os.PathLike, variables: Variables) -> None:
   """Write a drafter as safetensors, with a mark of the model that it is of.
 
-  The tree, the map of tokens and the times of rounds are kept; the class of the head and the rule
-  of acceptance are not.
+  The tree, the map of tokens and the times of rounds are kept; the rule of acceptance is not, and
+  of heads the class of none but a `DenseHead`.
   """
   tensors = {name: np.ascontiguousarray(x) for name, x in drafter.blocks._asdict().items()}
   flat = flatten_dict(drafter.variables or {}, sep="/")
@@ -229,6 +230,8 @@ def save_medusa(drafter: Medusa, path: str | os.PathLike, variables: Variables) 
   if drafter.tokens is not None:
     tensors["tokens"] = np.asarray(drafter.tokens, np.int32)
   facts = {"paths": drafter.tree.paths, **written_times(drafter)}
+  if type(head := drafter.head) is DenseHead and head.embedding is None and head.output is None:
+    facts["dense_head"] = {"softcap": head.softcap}
   # A single entry: safetensors writes several in any order, and equal drafters are equal files.
   metadata = {FORMAT: json.dumps(facts)}
   partial = pathlib.Path(f"{os.fspath(path)}.partial")
@@ -249,7 +252,8 @@ def load_medusa(
     path: a file of `save_medusa`.
     model: the model that it was trained on.
     variables: its variables.
-    head: the output layer of the blocks; None: the model's head.
+    head: the output layer of the blocks; None: the `DenseHead` in the file, or the model's head if
+      there is no output layer in it.
     typical: a rule of acceptance that changes the distribution.
 
   Raises:
@@ -267,6 +271,15 @@ def load_medusa(
     ) from error
   check_mark(mark, variables, path, kind="drafter")
   flat = {name[5:]: jnp.asarray(x) for name, x in tensors.items() if name.startswith("head/")}
+  if head is None and "dense_head" in facts:
+    weight = flat["params/weight"]
+    head = DenseHead(
+      *weight.shape,
+      use_bias="params/bias" in flat,
+      dtype=model.head.dtype,
+      param_dtype=weight.dtype,
+      **facts["dense_head"],
+    )
   if bool(flat) != (head is not None):
     raise ValueError(
       f"`head` must be {'the output layer in the file' if flat else 'None, the head of the model'};"
@@ -277,3 +290,19 @@ def load_medusa(
   drafter = Medusa(blocks, head, own, **options, **times)
   drafter._part(model)
   return drafter
+
+
+def load_drafter(
+  path: str | os.PathLike, model: Transformer, variables: Variables
+) -> Eagle | Medusa:
+  """Read a drafter that `vqjax draft` wrote, of either kind.
+
+  Raises:
+    ValueError: the file is not a drafter, or that of another model.
+  """
+  try:
+    with safe_open(path, "np") as file:
+      is_medusa = FORMAT in (file.metadata() or {})
+  except SafetensorError:  # `load_eagle` explains
+    is_medusa = False
+  return (load_medusa if is_medusa else load_eagle)(path, model, variables)

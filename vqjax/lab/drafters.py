@@ -51,6 +51,16 @@ def check_least(name: str, value: int | None, least: int) -> None:
     raise ValueError(f"`--{name}` must be an integer of at least {least}; got {value}. Change it.")
 
 
+def check_drafter_file(out: pathlib.Path) -> None:
+  """Raise ValueError unless `--out` is a new file that `vqjax generate` knows as a drafter's."""
+  lenses.check_new_file(out)
+  if out.suffix != ".safetensors":
+    raise ValueError(
+      f"`--out` must end in .safetensors; got {out}. By its end `vqjax generate --draft` tells a"
+      " drafter from a model."
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
   """How a drafter is trained.
@@ -101,12 +111,7 @@ class DrafterJob:
   def __post_init__(self):
     check_least("positions", self.positions, 1)
     check_least("window", self.window, self.settings.depth + 1)
-    lenses.check_new_file(self.out)
-    if self.out.suffix != ".safetensors":
-      raise ValueError(
-        f"`--out` must end in .safetensors; got {self.out}. By its end `vqjax generate --draft`"
-        " tells a drafter from a model."
-      )
+    check_drafter_file(self.out)
 
 
 def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
@@ -137,8 +142,7 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
     chosen = spread_rows(rows, job.positions)
     counts = np.bincount(tokens, minlength=model.head.vocab)
     eagle, found = drafter_of_rows(work, model, variables, chosen, counts, job.settings, bars, say)
-    prompt = chosen[-1][: max(1, model.context - TIMED_TOKENS)].tolist()
-    eagle = timed(eagle, model, variables, prompt)
+    eagle = timed(eagle, model, variables, chosen[-1].tolist())
   save_eagle(job.out, eagle, variables)
   shutil.rmtree(work)
   return found | {"rounds": rounds_of(eagle)}
@@ -228,7 +232,8 @@ def rounds_of(drafter: Drafter) -> dict[str, dict[str, float]]:
 def _times(drafter, model, variables, prompt, sampling):
   """The times of rounds with the options of sampling."""
   # Neither a long prompt nor a copy of the blocks in each call is part of a round.
-  prompt, variables = list(prompt)[:SMALLEST_BUCKET], unstacked(variables)
+  longest = min(SMALLEST_BUCKET, max(1, model.context - TIMED_TOKENS))
+  prompt, variables = list(prompt)[:longest], unstacked(variables)
   tokens = min(TIMED_TOKENS, model.context - len(prompt))
   if isinstance(drafter, Medusa | TreeDraft):
     ways = {drafter.tree.size: dataclasses.replace(drafter, cost=0)}

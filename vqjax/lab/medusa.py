@@ -19,6 +19,7 @@ from vqjax.inference.cache import Variables, prefill, unstacked
 from vqjax.inference.eagle import frequent_head
 from vqjax.inference.lens import model_mark
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
+from vqjax.lab.drafters import check_drafter_file, check_least, rounds_of, spread_rows, timed
 from vqjax.lab.lenses import descend, identity_of, kept_states
 from vqjax.models import Transformer
 
@@ -134,11 +135,10 @@ class Settings:
   size: int = 24
 
   def __post_init__(self):
-    for name, least in (("blocks", 1), ("steps", 1), ("batch", 1), ("size", 1)):
-      if getattr(self, name) < least:
-        raise ValueError(f"`{name}` must be at least {least}; got {getattr(self, name)}. Raise it.")
+    for name in ("blocks", "steps", "batch", "size"):
+      check_least(name, getattr(self, name), 1)
     if not self.rate > 0:
-      raise ValueError(f"`rate` must be positive; got {self.rate}. 0.001 is usual.")
+      raise ValueError(f"`--rate` must be positive; got {self.rate}. 0.001 is usual.")
 
 
 def train_medusa(
@@ -234,7 +234,7 @@ def with_best_tree(
 
   Also what the other half says: "accuracy", the part of the tokens that each block ranks first;
   "among", the part that it has among `CANDIDATES`; "chain" and "tree", tokens a pass of the
-  likeliest tokens alone and of the tree; and "positions".
+  likeliest tokens alone and of the tree; "size", the draft tokens of the tree; and "positions".
   """
   half = lambda first: States(held_out.tokens[first::2], held_out.hidden[first::2])
   tree = Tree.best(ranks(drafter, model, variables, half(0)), size)
@@ -244,6 +244,7 @@ def with_best_tree(
     "among": (rank_NK >= 0).mean(axis=0).tolist(),
     "chain": Tree.chain(rank_NK.shape[1]).tokens_per_pass(rank_NK),
     "tree": tree.tokens_per_pass(rank_NK),
+    "size": tree.size,
     "positions": len(rank_NK),
   }
   return dataclasses.replace(drafter, tree=tree), figures
@@ -312,16 +313,16 @@ class Job:
   settings: Settings = Settings()
 
   def __post_init__(self):
-    if self.out.exists():
-      raise ValueError(f"`out` must be a new file; got {self.out}, which exists. Give another.")
-    for name in ("positions", "window", "vocab"):
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise ValueError(f"`{name}` must be at least 1; got {value}. Raise it.")
+    for name in ("positions", "vocab"):
+      check_least(name, getattr(self, name), 1)
+    check_least("window", self.window, self.settings.blocks + 3)
+    check_drafter_file(self.out)
 
 
 def fit_medusa(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, Any]:
-  """Train a drafter, write it, and return the figures of `with_best_tree`.
+  """Train a drafter, write it, and return its figures.
+
+  They are those of `with_best_tree`, and "rounds", `rounds_of` the drafter on this device.
 
   Args:
     job: what to do.
@@ -335,7 +336,7 @@ def fit_medusa(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, A
   variables = unstacked(variables)
   begin, tokens = encode(tokenizer, job.text)
   rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
-  rows = rows[: max(3, job.positions // job.window)]
+  rows = spread_rows(rows, job.positions)
   output = Output()
   if job.vocab is not None and job.vocab < model.head.vocab:
     output = frequent_output(model, variables, rows, job.vocab)
@@ -343,6 +344,7 @@ def fit_medusa(job: Job, loaded: Any, say: Callable[[str], None]) -> dict[str, A
   with open_work(work, identity_of(job, model_mark(variables))), ProgressBars() as bars:
     given = work, model, variables, rows, output, job.settings
     drafter, figures = medusa_of_rows(*given, bars, say)
+    drafter = timed(drafter, model, variables, rows[-1].tolist())
   save_medusa(drafter, job.out, variables)
   shutil.rmtree(work)
-  return figures
+  return figures | {"rounds": rounds_of(drafter)}

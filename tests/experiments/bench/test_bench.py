@@ -19,6 +19,7 @@ from experiments.bench import (
   kmeans,
   loop,
   losses,
+  measure,
   registry,
   softmax,
   speculation,
@@ -61,6 +62,13 @@ def figures(request, tmp_path, monkeypatch, capsys):
 def of(name, slow=False):
   marks = [pytest.mark.slow] if slow else []
   return pytest.mark.parametrize("figures", [pytest.param(name, marks=marks)], indirect=True)
+
+
+def test_tables_are_printed_whole(capsys):
+  cells = ["of all columns " * 5, "1.25x (the median)", *["tokens/s, bound " * 2] * 3]
+  measure.show("", cells, [cells])
+  lines = capsys.readouterr().out.splitlines()
+  assert all(sum(cell.strip() in line for line in lines) == 2 for cell in cells)
 
 
 @pytest.mark.slow

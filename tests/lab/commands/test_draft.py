@@ -8,8 +8,10 @@ import pytest
 
 from tests.checkpoints.families import V
 from tests.lab.commands.test_compress import model_folder
+from vqjax.inference import Sampling, load_drafter
 from vqjax.lab import drafters, lenses
 from vqjax.lab.commands import draft, generate
+from vqjax.lab.trained import load_trained
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -82,12 +84,48 @@ def test_an_interrupted_training_goes_on_and_its_drafter_changes_no_text_of_its_
   assert "drafter of this model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_medusas_blocks_are_trained_and_change_no_text_of_their_model(
+  folder, tmp_path_factory, tmp_path, capsys
+):
+  text, out = tmp_path_factory.mktemp("cycle") / "text.txt", tmp_path / "drafter.safetensors"
+  text.write_text(" ".join(f"w{n % 23}" for n in range(600)))
+  given = [str(folder), "--medusa", "--text", str(text), "--out", str(out)]
+  sizes = "--positions", "400", "--window", "12", "--batch", "32", "--steps", "30"
+  tree = "--blocks", "2", "--size", "3", "--vocab", "20", "--rate", "0.02"
+  assert draft.main([*given, *sizes, *tree, "--json"]) == 0
+  printed = capsys.readouterr()
+  losses = [float(x) for x in re.findall(r"step \d+: ([\d.]+) nats", printed.err)]
+  assert losses[-1] < losses[0]
+  found = json.loads(printed.out)
+  assert found["tree"] >= found["chain"] >= 1
+  assert all(0 < found["rounds"][way]["cost"] < 1 for way in ("greedy", "drawn"))
+  assert [path.name for path in tmp_path.iterdir()] == [out.name]
+  model, variables, _ = load_trained(folder)
+  drafter = load_drafter(out, model, variables)
+  assert 0 < drafter.tree.size == found["size"] <= 3  # of those that the text reaches
+  assert drafter.head.vocab == len(drafter.tokens) == 20
+  assert drafter.times(Sampling())._asdict() == found["rounds"]["drawn"]
+  texts = []
+  call = [str(folder), "--prompt", "w1 w2 w3", "--max-tokens", "9", "--temperature", "0"]
+  for options in ((), ("--draft", str(out))):
+    assert generate.main([*call, *options]) == 0
+    texts.append(capsys.readouterr().out)
+  assert texts[0] == texts[1]
+  assert generate.main([*call, "--draft", str(out), "--draft-length", "2"]) == 2
+  assert "--draft-length" in capsys.readouterr().err
+
+
 def test_a_wrong_call_is_refused(folder, text, tmp_path, capsys):
   out = tmp_path / "drafter.safetensors"
   assert train(folder, text, out, "--vocab", "0") == 2
   assert "--vocab" in capsys.readouterr().err
   assert train(folder, text, tmp_path / "drafter") == 2
   assert "--out` must end in .safetensors" in capsys.readouterr().err
+  assert train(folder, text, out, "--size", "3") == 2
+  assert "--size` must be left out without `--medusa`" in capsys.readouterr().err
+  assert train(folder, text, out, "--medusa") == 2
+  assert "--depth` must be left out with `--medusa`" in capsys.readouterr().err
   short = tmp_path / "short.txt"
   short.write_text("w1 w2")
   assert train(folder, short, out) == 2

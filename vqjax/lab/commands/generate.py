@@ -13,7 +13,7 @@ import time
 
 import jax
 
-from vqjax.inference import Draft, Drafter, Sampling, generate, load_eagle, stream
+from vqjax.inference import Draft, Drafter, Medusa, Sampling, generate, load_drafter, stream
 from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.data.files import data_path
 from vqjax.lab.trained import Trained, add_arguments, load_trained
@@ -71,12 +71,17 @@ def _generate(options: argparse.Namespace) -> None:
 def _drafter(options: argparse.Namespace, loaded: Trained) -> Drafter:
   path = data_path(options.draft, kind="--draft")
   if path.is_file() and path.suffix == ".safetensors":
-    drafter = load_eagle(path, loaded.model, loaded.variables)
+    drafter = load_drafter(path, loaded.model, loaded.variables)
   else:
     draft = load_trained(options.draft, dtype=options.dtype)
     drafter = Draft(draft.model, draft.variables)
   if options.draft_length is None:
     return drafter
+  if isinstance(drafter, Medusa):
+    raise ValueError(
+      f"`--draft-length` must be left out with Medusa's blocks; got {options.draft_length}. Their"
+      " tree is drafted whole: train one of fewer tokens, with `vqjax draft --medusa --size`."
+    )
   return dataclasses.replace(drafter, length=options.draft_length)
 
 
