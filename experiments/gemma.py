@@ -17,8 +17,9 @@ An interrupted call goes on where it was, unless what it kept is of another tabl
 or version of the file; the results are docs/results/compression.json. With `--packed` the sizes are
 those of tables in memory, which a `QuantizedHead` scores without unpacking them; the results are
 docs/results/compression-packed.json. `--ideal` compares the bytes of the tables that earlier calls
-made with those of an ideal coder. `--speed` times greedy generation with the original table and
-with the forms in memory of the first size; the results are WORK/speed.json.
+made with those of an ideal coder; the results are WORK/ideal.json. `--speed` times greedy
+generation with the original table and with the forms in memory of the first size; the results are
+WORK/speed.json.
 """
 
 import argparse
@@ -342,10 +343,12 @@ def main() -> int:
   # As they are in the file, also in the call that wrote it.
   moments = Moments.load(kept)
   compression = Compression(model, variables, moments)
-  if options.ideal:
-    beside_ideal(options, compression, say)
-    return 0
   made_by = provenance()
+  if options.ideal:
+    found = {"sizes": beside_ideal(options, compression, say), "provenance": made_by}
+    found["settings"] = settings_of(moments, texts.counts)
+    records.write(options.json or work / "ideal.json", found)
+    return 0
   if options.speed:
     found = speed(options, compression, tokenizer, say) | {"provenance": made_by}
     records.write(options.json or work / "speed.json", found)
@@ -515,8 +518,9 @@ def speed(options, compression: Compression, tokenizer, say) -> dict[str, Any]:
   return {"ways": found, "settings": settings}
 
 
-def beside_ideal(options, compression: Compression, say) -> None:
-  """Say how many bytes the tables have beside those of an ideal coder of integers and classes."""
+def beside_ideal(options, compression: Compression, say) -> dict[str, dict[str, Any]]:
+  """Bytes of the tables that are kept, and those of an ideal coder of integers and classes."""
+  found = {}
   for size in options.sizes:
     known = kept_table(options.work, compression, size)
     if known is None:
@@ -527,9 +531,11 @@ def beside_ideal(options, compression: Compression, say) -> None:
     bits = ideal_bits(quantized).sum() - len(quantized.levels) * (share * np.log2(share)).sum()
     # What no coder of the integers could leave out: the transform and the mean row.
     fixed = known["parts"]["inverse"] + known["parts"]["mean"]
-    ideal = bits / 8 + fixed
+    ideal = round(float(bits / 8 + fixed))
+    found[f"{size:g}"] = {"step": known["step"], "bytes": known["bytes"], "ideal_bytes": ideal}
     more = 100 * (known["bytes"] / ideal - 1)
-    say(f"{size:g} MB: {known['bytes']:,} bytes, ideal {ideal:,.0f}, {more:.2f} % more")
+    say(f"{size:g} MB: {known['bytes']:,} bytes, ideal {ideal:,}, {more:.2f} % more")
+  return found
 
 
 def assembled(rows, tables) -> dict:
