@@ -32,6 +32,21 @@ def test_the_page_has_the_tables_of_the_results(shown, name):
     assert table in page
 
 
+def test_the_page_has_the_bytes_of_an_ideal_coder():
+  found, tables = (
+    json.loads((DOCS / "results" / name).read_text("utf-8"))["sizes"]
+    for name in ("compression-ideal.json", "compression.json")
+  )
+  page = (DOCS / "compression.md").read_text("utf-8")
+  # The file is the one that was judged.
+  assert all(row["bytes"] == tables[size]["bytes"] for size, row in found.items())
+  assert all(row["step"] == tables[size]["step"] for size, row in found.items())
+  assert f"{found['65']['ideal_bytes']:,} bytes for the first table" in page
+  assert f"and {found['45']['ideal_bytes']:,} for the third" in page
+  more = [100 * (found[size]["bytes"] / found[size]["ideal_bytes"] - 1) for size in ("65", "45")]
+  assert f"the files have {more[0]:.2f} and {more[1]:.2f} % more" in page
+
+
 @pytest.fixture(scope="module")
 def compression():
   """A small tied model and moments of it."""
