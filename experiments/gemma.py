@@ -13,11 +13,12 @@ fourth is held out, without long lines that the others have; the others are for 
 calibration. The licences and the Greek lesson of Vim are held out as a whole; no other text is
 Greek.
 
-An interrupted call goes on where it was; the results are docs/results/compression.json. With
-`--packed` the sizes are those of tables in memory, which a `QuantizedHead` scores without unpacking
-them; the results are docs/results/compression-packed.json. `--ideal` compares the bytes of the
-tables that earlier calls made with those of an ideal coder. `--speed` times greedy generation with
-the original table and with the forms in memory of the first size; the results are
+An interrupted call goes on where it was, unless what it kept is of another table, calibration, text
+or version of the file; the results are docs/results/compression.json. With `--packed` the sizes are
+those of tables in memory, which a `QuantizedHead` scores without unpacking them; the results are
+docs/results/compression-packed.json. `--ideal` compares the bytes of the tables that earlier calls
+made with those of an ideal coder; the results are WORK/ideal.json. `--speed` times greedy
+generation with the original table and with the forms in memory of the first size; the results are
 WORK/speed.json.
 """
 
@@ -45,7 +46,7 @@ from vqjax.compression import Moments, PackedTable, ideal_bits, pack, units_of
 from vqjax.compression.calibration import SEED, collect
 from vqjax.compression.moments import SHRINKAGE
 from vqjax.compression.packed import CLASSES
-from vqjax.compression.table import SMOOTHING, probabilities, step_classes
+from vqjax.compression.table import BIT, SMOOTHING, probabilities, step_classes
 from vqjax.inference import GREEDY, generate, unstacked
 from vqjax.lab import exits, records
 from vqjax.lab.compression import (
@@ -200,21 +201,23 @@ def spread(of, count: int):
 
 @dataclasses.dataclass
 class _Table:
-  """A compressed table."""
+  """A compressed table; the identity is that of `identity_of`."""
 
   step: float
   bytes: int
   parts: dict[str, int]
   seconds: dict[str, float]
+  identity: str = ""
 
 
 @dataclasses.dataclass
 class _Row:
-  """Some windows of a domain of held-out text under all sizes."""
+  """Some windows of a domain of held-out text under all sizes; see `identity_of_rows`."""
 
   domain: str
   part: int
   sizes: dict[str, dict[str, Any]]
+  identity: str = ""
 
 
 def rows_of(options: argparse.Namespace) -> pathlib.Path:
@@ -229,14 +232,39 @@ MOST_PARTS_UNSEEN = 2
 """Rows of each unseen text."""
 
 
+def _bytes_of(*arrays: np.ndarray) -> list[memoryview]:
+  return [memoryview(np.ascontiguousarray(array)).cast("B") for array in arrays]
+
+
+def identity_of(compression: Compression) -> str:
+  """A checksum of what a compressed table is made of: the table, the moments and the version."""
+  moments = compression.moments["embedding"]
+  arrays = [compression.tables["embedding"], moments.hidden, moments.counts]
+  if moments.inputs is not None:
+    arrays.append(moments.inputs)
+  facts = table_file.FORMAT, table_file.VERSION, SHRINKAGE, SMOOTHING, BIT, moments.tokens
+  return records.checksum(repr(facts).encode(), *_bytes_of(*arrays))
+
+
+def identity_of_rows(tokens: int, held_out: Windows, tables) -> str:
+  """A checksum of what rows are about: the tables, and the held-out text and how much of it."""
+  facts = tokens, [(size, table["identity"], table["bytes"]) for size, table in tables.items()]
+  arrays = held_out.tokens, held_out.domain
+  return records.checksum(repr(facts).encode(), *_bytes_of(*arrays))
+
+
 def judge(options, model, variables, held_out, students, tables, say, keep, made_by) -> None:
   """Compare all sizes with the model, some windows of each domain in turn."""
   windows_each = max(1, options.tokens // ((WINDOW - 2) * len(DOMAINS)))
   done = records.read_rows(rows_of(options), _Row)
-  keep(done.rows)
+  identity = identity_of_rows(options.tokens, held_out, tables)
+  rows = [row for row in done.rows if row.get("identity") == identity]
+  if others := len(done.rows) - len(rows):
+    say(f"{others} rows are left out: they are of other tables or another text")
+  keep(rows)
   for part in range(-(-windows_each // AT_ONCE)):
     for number, name in enumerate(held_out.names):
-      if (name, part) in [(row["domain"], row["part"]) for row in done.rows]:
+      if (name, part) in [(row["domain"], row["part"]) for row in rows]:
         continue
       if name in UNSEEN and part >= MOST_PARTS_UNSEEN:
         continue
@@ -251,7 +279,7 @@ def judge(options, model, variables, held_out, students, tables, say, keep, made
       )
       begun = time.monotonic()
       found = Reference(model, variables, some).compare(students)
-      row = {"domain": name, "part": part, "sizes": {}}
+      row = {"domain": name, "part": part, "sizes": {}, "identity": identity}
       for size, compared in zip(tables, found):
         fields = {"kl": "kl", "log_prob": "after", "teacher_log_prob": "before"}
         row["sizes"][size] = {
@@ -262,10 +290,10 @@ def judge(options, model, variables, held_out, students, tables, say, keep, made
       sealed = records.sealed(row, done.checksums[-1] if done.checksums else "")
       with open(rows_of(options), "a", encoding="utf-8") as out:
         out.write(records.dumps(sealed))
-      done.rows.append(row)
+      rows.append(row)
       done.checksums.append(sealed[records.CHECKSUM])
       kls = (f"{s} MB {np.mean(r['kl']):.5f}" for s, r in row["sizes"].items())
-      keep(done.rows)
+      keep(rows)
       say(f"{name}, part {part}: {', '.join(kls)} ({row['seconds']:.0f} s)")
 
 
@@ -296,26 +324,31 @@ def main() -> int:
   texts = read_texts(tokenizer, model.head.vocab, work / "texts.npz")
   say(f"texts: {len(texts.calibration.tokens)} and {len(texts.held_out.tokens)} windows")
   kept = work / "moments.safetensors"
-  if kept.is_file():
-    moments = Moments.load(kept)
-  else:
-    some = spread(texts.calibration, -(-options.calibration // (WINDOW * len(DOMAINS))))
+  some = spread(texts.calibration, -(-options.calibration // (WINDOW * len(DOMAINS))))
+  # `collect` takes whole windows, of which the first token predicts nothing.
+  tokens = (WINDOW - 1) * min(len(some.tokens), -(-options.calibration // (WINDOW - 1)))
+  if not kept.is_file() or Moments.load(kept).tokens != tokens:
+    cache = work / f"sums-{options.calibration}.npz"
     report = lambda part: say(f"calibration {100 * part:.0f} %") if part * 64 % 8 < 1 else None
     moments = collect(
-      model, variables, some.tokens, texts.counts, cache=work / "sums.npz", progress=report,
+      model, variables, some.tokens, texts.counts, cache=cache, progress=report,
       hidden_tokens=options.calibration, expected_tokens=options.calibration // 4,
       fisher_tokens=options.calibration // 16,
     )  # fmt: skip
     partial = work / "moments.partial"
     moments.save(partial)
     partial.replace(kept)
-    (work / "sums.npz").unlink(missing_ok=True)
+    cache.unlink(missing_ok=True)
     say(f"calibration took {time.monotonic() - begun:.0f} s")
+  # As they are in the file, also in the call that wrote it.
+  moments = Moments.load(kept)
   compression = Compression(model, variables, moments)
-  if options.ideal:
-    beside_ideal(work, compression, say)
-    return 0
   made_by = provenance()
+  if options.ideal:
+    found = {"sizes": beside_ideal(options, compression, say), "provenance": made_by}
+    found["settings"] = settings_of(moments, texts.counts)
+    records.write(options.json or work / "ideal.json", found)
+    return 0
   if options.speed:
     found = speed(options, compression, tokenizer, say) | {"provenance": made_by}
     records.write(options.json or work / "speed.json", found)
@@ -353,10 +386,16 @@ def settings_of(moments: Moments, counts: np.ndarray) -> dict[str, Any]:
   }
 
 
+def kept_table(work: pathlib.Path, compression: Compression, size: float):
+  """What is known of the table of a size; None if it is of other moments or another version."""
+  known = records.read(work / f"table-{size:g}.json", _Table)
+  same = known is not None and known.get("identity") == identity_of(compression)
+  return known if same else None
+
+
 def compressed(options, compression: Compression, size: float):
   """What is known of the table of a size, and the variables of the model with it."""
-  path = options.work / f"table-{size:g}.json"
-  known = records.read(path, _Table)
+  known = kept_table(options.work, compression, size)
   if known is not None:
     return known, compression.variables_of(compression.quantized(known["step"]))
   begun, most = time.monotonic(), int(size * 1e6)
@@ -376,8 +415,9 @@ def compressed(options, compression: Compression, size: float):
       "quantize, encode and verify": encoded - searched,
       "decode": time.monotonic() - encoded,
     },
+    "identity": identity_of(compression),
   }
-  records.write(path, table)
+  records.write(options.work / f"table-{size:g}.json", table)
   return table, compression.variables_of(quantized)
 
 
@@ -386,6 +426,7 @@ def packed(options, compression: Compression, size: float):
   made, seconds = packed_table(options, compression, size)
   layer, _ = made.embedding(param_dtype=jnp.float16)
   known = {"bytes": layer.size().state_bytes, "seconds": {"pack": seconds}}
+  known["identity"] = identity_of(compression)
   return known, with_tables(compression.variables, {"embedding": made.table()})
 
 
@@ -393,17 +434,28 @@ def packed_table(options, compression: Compression, size: float) -> tuple[Packed
   """The packed table of a size, and the seconds that it took; the first call makes it."""
   path = options.work / f"packed-{size:g}.npz"
   table, moments = compression.tables["embedding"], compression.moments["embedding"]
-  if not path.is_file():
+  identity = identity_of(compression)
+  fields = _read_arrays(path)
+  if str(fields.get("identity")) != identity:
     begun = time.monotonic()
     # A rank takes 4 bytes.
     units = units_of(int(size * 1e6), *table.shape, CLASSES, others=4 * len(table))
     made = pack(table, moments, units, is_trellis=False)
     with records.atomic_file(path) as out:
-      np.savez(out, **dataclasses.asdict(made), seconds=time.monotonic() - begun)
-  with np.load(path) as found:
-    fields = {name: found[name] for name in found.files}
+      seconds = time.monotonic() - begun
+      np.savez(out, **dataclasses.asdict(made), seconds=seconds, identity=identity)
+    fields = _read_arrays(path)
   seconds = float(fields.pop("seconds"))
+  del fields["identity"]
   return PackedTable(**fields | {"is_trellis": bool(fields["is_trellis"])}), seconds
+
+
+def _read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+  """The arrays of a file; none if there is no file."""
+  if not path.is_file():
+    return {}
+  with np.load(path) as found:
+    return {name: found[name] for name in found.files}
 
 
 PROMPT = "The capital of France is"
@@ -466,18 +518,24 @@ def speed(options, compression: Compression, tokenizer, say) -> dict[str, Any]:
   return {"ways": found, "settings": settings}
 
 
-def beside_ideal(work: pathlib.Path, compression: Compression, say) -> None:
-  """Say how many bytes the tables have beside those of an ideal coder of integers and classes."""
-  for path in sorted(work.glob("table-*.json")):
-    known = records.read(path, _Table)
+def beside_ideal(options, compression: Compression, say) -> dict[str, dict[str, Any]]:
+  """Bytes of the tables that are kept, and those of an ideal coder of integers and classes."""
+  found = {}
+  for size in options.sizes:
+    known = kept_table(options.work, compression, size)
+    if known is None:
+      say(f"{size:g} MB: no table of this calibration is kept; call without --ideal first")
+      continue
     quantized = compression.quantized(known["step"])["embedding"]
     share = np.bincount(quantized.step_class) / len(quantized.levels)
     bits = ideal_bits(quantized).sum() - len(quantized.levels) * (share * np.log2(share)).sum()
     # What no coder of the integers could leave out: the transform and the mean row.
     fixed = known["parts"]["inverse"] + known["parts"]["mean"]
-    ideal = bits / 8 + fixed
+    ideal = round(float(bits / 8 + fixed))
+    found[f"{size:g}"] = {"step": known["step"], "bytes": known["bytes"], "ideal_bytes": ideal}
     more = 100 * (known["bytes"] / ideal - 1)
-    say(f"{path.stem}: {known['bytes']:,} bytes, ideal {ideal:,.0f}, {more:.2f} % more")
+    say(f"{size:g} MB: {known['bytes']:,} bytes, ideal {ideal:,}, {more:.2f} % more")
+  return found
 
 
 def assembled(rows, tables) -> dict:

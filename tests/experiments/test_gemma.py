@@ -1,9 +1,9 @@
 """The page of compressed tables has the figures of the experiments."""
 
 import argparse
+import dataclasses
 import json
 import pathlib
-import re
 import types
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from experiments import gemma, small_models
 from tests.checkpoints.families import V, small
 from vqjax.compression import Moments
-from vqjax.lab.compression import Compression
+from vqjax.lab.compression import Compression, Windows
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
@@ -30,6 +30,21 @@ def test_the_page_has_the_tables_of_the_results(shown, name):
   page = (DOCS / "compression.md").read_text("utf-8")
   for table in shown(result).split("\n\n"):
     assert table in page
+
+
+def test_the_page_has_the_bytes_of_an_ideal_coder():
+  found, tables = (
+    json.loads((DOCS / "results" / name).read_text("utf-8"))["sizes"]
+    for name in ("compression-ideal.json", "compression.json")
+  )
+  page = (DOCS / "compression.md").read_text("utf-8")
+  # The file is the one that was judged.
+  assert all(row["bytes"] == tables[size]["bytes"] for size, row in found.items())
+  assert all(row["step"] == tables[size]["step"] for size, row in found.items())
+  assert f"{found['65']['ideal_bytes']:,} bytes for the first table" in page
+  assert f"and {found['45']['ideal_bytes']:,} for the third" in page
+  more = [100 * (found[size]["bytes"] / found[size]["ideal_bytes"] - 1) for size in ("65", "45")]
+  assert f"the files have {more[0]:.2f} and {more[1]:.2f} % more" in page
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +72,63 @@ def test_a_packed_table_has_its_bytes_and_is_kept(compression, tmp_path):
 
 
 def test_a_table_is_compared_with_an_ideal_coder(compression, tmp_path):
-  options = argparse.Namespace(work=tmp_path)
+  options = argparse.Namespace(work=tmp_path, sizes=[0.007, 0.008])
   known, _ = gemma.compressed(options, compression, 0.007)
   assert 0.985 * 7000 < known["bytes"] <= 7000
   said = []
-  gemma.beside_ideal(tmp_path, compression, said.append)
+  (found,) = gemma.beside_ideal(options, compression, said.append).values()
+  assert said[1].startswith("0.008 MB: no table of this calibration is kept")
+  assert (found["step"], found["bytes"]) == (known["step"], known["bytes"])
   # Few rows: the histograms are a large part of the file.
-  ((size, ideal),) = re.findall(r"table-0.007: ([\d,]+) bytes, ideal ([\d,]+), \d", said[0])
-  assert size == f"{known['bytes']:,}"
-  assert 1000 < int(ideal.replace(",", "")) < known["bytes"]
+  assert 1000 < found["ideal_bytes"] < known["bytes"]
+
+
+def test_kept_tables_of_other_moments_or_another_version_are_made_again(
+  compression, tmp_path, monkeypatch
+):
+  options = argparse.Namespace(work=tmp_path)
+  known, _ = gemma.compressed(options, compression, 0.007)
+  assert gemma.kept_table(tmp_path, compression, 0.007) == known
+  own = compression.moments["embedding"]
+  others = dataclasses.replace(own, counts=own.counts + 1)
+  other = Compression(compression.model, compression.variables, others)
+  assert gemma.kept_table(tmp_path, other, 0.007) is None
+  monkeypatch.setattr(gemma.table_file, "VERSION", gemma.table_file.VERSION + 1)
+  assert gemma.kept_table(tmp_path, compression, 0.007) is None
+
+
+def test_rows_of_other_tables_or_another_number_of_tokens_are_judged_again(
+  compression, tmp_path, monkeypatch
+):
+  class Same:
+    """Tables whose distributions are those of the model."""
+
+    def __init__(self, model, variables, of):
+      self.shape = len(of.tokens), of.tokens.shape[1] - 2
+
+    def compare(self, students):
+      names = "kl", "log_prob", "teacher_log_prob", "agrees"
+      return [dict.fromkeys(names, np.zeros(self.shape)) for _ in students]
+
+  monkeypatch.setattr(gemma, "Reference", Same)
+  domain = np.repeat(np.arange(len(gemma.DOMAINS)), 2)
+  tokens = np.zeros((len(domain), gemma.WINDOW), np.int32)
+  held_out = Windows(tokens, domain, gemma.DOMAINS)
+
+  def judged(identity, count):
+    options = argparse.Namespace(work=tmp_path, packed=None, tokens=count)
+    tables, kept, said = {"65": {"identity": identity, "bytes": 7}}, [], []
+    keep = lambda rows: kept.append(len(rows))
+    given = options, None, None, held_out, [None], tables, said.append, keep, {"commit": None}
+    gemma.judge(*given)
+    assert kept[-1] == len(gemma.DOMAINS)
+    return kept[0]
+
+  assert judged("a", 254) == 0
+  assert judged("a", 254) == len(gemma.DOMAINS)
+  assert judged("b", 254) == 0
+  assert judged("b", 300) == 0
+  assert judged("a", 254) == len(gemma.DOMAINS)
 
 
 @pytest.mark.slow

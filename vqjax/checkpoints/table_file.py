@@ -1,5 +1,9 @@
 """Entropy-coded tables: the lossless half of the compression of a trained table [V, D].
 
+The integers are those of trellis-coded quantisation with an entropy coder behind it, which
+`vqjax.compression.table` chooses. The trellis of packed tables, whose numbers have whole bits, is
+another: that of `vqjax.ops.trellis`.
+
 A table is row = mean + steps[class] · (levels @ inverse), with integers `levels` and a class for
 each row. The integers are coded by rANS with static distributions: each triple of class, quantiser
 and column uses one of a few distributions, and `RESTART` rows at a time are coded alone, so that

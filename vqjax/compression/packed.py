@@ -2,7 +2,7 @@
 
 The rows are in the coordinates of `transform`. Classes of rows of like probability spend a whole
 number of bits on each coordinate, more for frequent tokens, coded by `vqjax.ops.trellis`: by a
-trellis, or by levels, which are found a thousand times as fast.
+trellis of fixed rate, or by levels, which are found a thousand times as fast.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """Tables of integers: the lossy half of the compression of a trained table [V, D].
 
+The integers are chosen by entropy-constrained trellis-coded quantisation, with the trellis of
+`vqjax.checkpoints.table_file`. The trellis of packed tables, whose numbers have whole bits, is
+another: that of `vqjax.ops.trellis`.
+
 An error e of the row of a token of probability p costs about p · eᵀ M e / 2 nats, where M is a
 second moment. A transform T turns this into p |e T|² / 2 with uncorrelated columns, so that equal
 steps in all columns cost the fewest bits (reverse water-filling). Rows of rare tokens may err more:
