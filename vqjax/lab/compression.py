@@ -341,8 +341,8 @@ class Tables:
       quantized = self.quantized(step)
     for name, parts in coded.items():
       read, levels = table_file.CompressedTable(parts), quantized[name].levels
-      for first in range(0, len(levels), 2**14):
-        last = min(first + 2**14, len(levels))
+      for first in range(0, len(levels), 2**13):
+        last = min(first + 2**13, len(levels))
         if not np.array_equal(read.levels(first, last), levels[first:last]):
           raise RuntimeError(f"the table {name} is not read as it was written: report it")
     return step, quantized, coded
@@ -1190,7 +1190,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
 
   best, _ = search(measure, size=job.size, limits=made.limits)
   with ProgressBars() as bars:
-    step, quantized, coded = made.coded(best.step, job.size, bars("coding"))
+    step, coded = made.coded(best.step, job.size, bars("coding"))[::2]
   sizes = {name: sum(array.nbytes for array in parts.values()) for name, parts in coded.items()}
   replaced = lambda name, _: {
     name + table_file.SEPARATOR + part: array for part, array in coded[name].items()
@@ -1199,7 +1199,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     "format": table_file.FORMAT,
     "version": table_file.VERSION,
     "tables": {
-      name: {"tensor": name, "shape": list(quantized[name].shape), "bytes": size}
+      name: {"tensor": name, "shape": list(tables[name].shape), "bytes": size}
       for name, size in sizes.items()
     },
     "report": {
