@@ -58,9 +58,9 @@ class Drafter(abc.ABC):
 
   The number of tokens adapts to the acceptance a: of `length`, half of it and 0, the k with the
   highest (1 + a + ... + a^k) / (1 + overhead + k · cost), the expected speed relative to decoding
-  without a drafter. a is the part of the latest verified tokens that was accepted, and a standard
-  deviation more: after 0 it stays 0, which a few unlucky rounds are not to decide. The choice
-  depends on earlier tokens alone, so that it does not change the distribution of the next ones.
+  without a drafter. a is the part of the latest verified tokens that was accepted, and half of a
+  standard deviation more: after 0 it stays 0, which a few unlucky rounds are not to decide. The
+  choice depends on earlier tokens alone, so that it does not change the distribution of the next.
 
   Attributes:
     length: most tokens that are drafted in a round.
@@ -347,7 +347,8 @@ class Program:
       return jnp.int32(self.length)
     lengths = sorted({self.longest, self.longest // 2, 0}, reverse=True)
     mean = state.accepted / state.verified
-    rate = jnp.minimum(1.0, mean + jnp.sqrt(jnp.maximum(mean * (1 - mean), 0) / state.verified))
+    deviation = jnp.sqrt(jnp.maximum(mean * (1 - mean), 0) / state.verified)
+    rate = jnp.minimum(1.0, mean + deviation / 2)
     times = [1 + self.overhead * (k > 0) + k * self.cost for k in lengths]
     speeds = [(rate ** jnp.arange(k + 1)).sum() / time for k, time in zip(lengths, times)]
     return jnp.array(lengths)[jnp.argmax(jnp.stack(speeds))]
