@@ -1,4 +1,4 @@
-"""Benchmark of losses of large vocabularies on a GPU, against PyTorch peers."""
+"""Benchmarks on a GPU: losses against PyTorch peers, and decoding with a certified first pass."""
 
 import importlib.metadata
 import statistics
@@ -14,7 +14,7 @@ from experiments.bench import losses, measure
 from experiments.bench.losses import LossShape
 from experiments.bench.measure import Program, Unavailable, compare
 from experiments.plan.isolated import isolated
-from vqjax import CodebookHead, GroupedHead
+from vqjax import CertifiedHead, CodebookHead, DenseHead, GroupedHead, ProductHead
 from vqjax.heads.workload import loss_and_gradient
 from vqjax.lab.report.units import MISSING
 
@@ -39,6 +39,8 @@ SHAPES = (LossShape(16384, 4096, 128_256), LossShape(16384, 768, 267_735))
 TILES = ((1024, 8192), (2048, 8192), (4096, 4096), (4096, 16384), (8192, 8192), (16384, 4096))
 CODES = (1024, 2048, 4096)
 CALLS = 10
+DECODED = ((262_144, 640), (262_144, 2048))
+BATCHES = 1, 16, 256
 NOTE = (
   "bfloat16 hidden and weight; median of {calls} calls after a warm-up. TFLOP/s is 6NDV over the"
   " time in every row; for a compressed head it counts the dense work that it replaces. Peaks are"
@@ -120,6 +122,85 @@ def _cells(name: str, row: dict) -> list[str]:
     return [name, "failed", MISSING, MISSING, MISSING]
   peaks = measure.mib(row["compiled_bytes"]), measure.mib(row["device_bytes"])
   return [name, f"{row['seconds'] * 1e3:.1f}", f"{row['tflops']:.3g}", *peaks]
+
+
+def decoding(quick: bool) -> Iterator[dict[str, Any]]:
+  """Time the best token, the 50 best and a draw of dense, certified and compressed heads."""
+  here = isolated(machine)
+  if here["platform"] != "gpu" and not quick:
+    raise Unavailable(f"JAX must see a GPU; it sees {here['device']}. Use --quick to try it here")
+  figures: dict[str, Any] = dict(here)
+  for vocab, dim in ((1031, 16),) if quick else DECODED:
+    name = f"V={vocab} D={dim}"
+    figures[name] = {}
+    for rows in (1,) if quick else BATCHES:
+      # In a process of its own: the tables of one shape leave no room for those of the next.
+      found = isolated(steps, vocab, dim, rows, 1 if quick else CALLS)
+      measure.show(
+        f"a decoding step of the head, {name}, batch {rows}, {here['device']}",
+        ("", "ms", "times faster than bfloat16", "in doubt"),
+        [_step_cells(name, row) for name, row in found.items()],
+      )
+      figures[name][f"batch {rows}"] = found
+      yield figures
+
+
+def _step_cells(name: str, row: dict) -> list[str]:
+  doubt = MISSING if row["in_doubt"] is None else f"{row['in_doubt']:.0f}"
+  return [name, f"{row['seconds'] * 1e3:.3f}", f"{row['times_faster']:.2f}", doubt]
+
+
+def steps(vocab: int, dim: int, rows: int, calls: int) -> dict[str, dict]:
+  """Times of decoding steps of one shape, each beside the same step of the bfloat16 table."""
+  best = min(50, vocab)
+  hidden, key = jax.random.normal(jax.random.key(1), (rows, dim)), jax.random.key(2)
+  dense = DenseHead(vocab, dim)
+  init = jax.jit(lambda head: head.init(jax.random.key(0), hidden), static_argnums=0)
+  variables = init(dense)
+  narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables)
+  certified, certified_variables = CertifiedHead.from_dense(dense, variables)
+  heads = {
+    "bfloat16": (dense, narrow, hidden.astype(jnp.bfloat16)),
+    "float32": (dense, variables, hidden),
+    "certified": (certified, certified_variables, hidden),
+    **{
+      name: (head, init(head), hidden)
+      for name, head in {
+        "codebook K=1024 + bias": CodebookHead(vocab, dim, 1024, token_bias=True),
+        "product K=256": ProductHead(vocab, dim, 256, dim // 16),
+        "grouped": GroupedHead(vocab, dim),
+      }.items()
+    },
+  }
+  wide = heads["float32"][1]["params"]["weight"]
+  programs: dict[str, Program] = {
+    "arg max of a product, bfloat16": (_argmax, (wide.astype(jnp.bfloat16), heads["bfloat16"][2])),
+    "arg max of a product, float32": (_argmax, (wide, hidden)),
+  }
+  for name, (head, own, vectors) in heads.items():
+    greedy = partial(head.apply, method="sample", temperature=0.0)
+    draw = partial(head.apply, method="sample")
+    top = lambda v, h, head=head: head.apply(v, h, best, method="top_k")
+    if name == "certified":
+      top = lambda v, h: certified.apply(v, h, best, method="best")
+    programs[f"{name}: best"] = greedy, (own, vectors, key)
+    programs[f"{name}: {best} best"] = top, (own, vectors)
+    programs[f"{name}: draw"] = draw, (own, vectors, key)
+  timed = compare(programs, calls)
+  doubt = certified.apply(certified_variables, hidden, method="best").survivors.mean()
+  found = {}
+  for name, one in timed.items():
+    rival = name.replace(name.partition(":")[0], "bfloat16") if ":" in name else next(iter(timed))
+    found[name] = {
+      "seconds": one.seconds,
+      "times_faster": timed[rival].seconds / one.seconds,
+      "in_doubt": float(doubt) if name == "certified: best" else None,
+    }
+  return found
+
+
+def _argmax(weight, hidden):
+  return jnp.argmax(hidden @ weight.T, axis=-1)
 
 
 def machine() -> dict:

@@ -117,4 +117,8 @@ BENCHMARKS = {
   "gpu": Benchmark(
     "losses of large vocabularies on a GPU against PyTorch peers", lambda quick: gpu.run(quick)
   ),
+  "gpu-decoding": Benchmark(
+    "decoding steps on a GPU: dense, certified and compressed heads; two minutes",
+    lambda quick: gpu.decoding(quick),
+  ),
 }

@@ -258,7 +258,7 @@ def test_drafts_that_are_rejected_become_shorter_and_end(monkeypatch):
   # 1 + a + a² + a³ against 1.5, 1 + a against 1.3: a has to be above 0.34, or above 0.3.
   [(12, 12, 3), (1, 3, 3), (1, 4, 1), (1, 12, 0), (6, 20, 1), (3, 20, 0), (0, 1, 0)],
 )
-def test_drafting_ends_where_half_a_standard_deviation_more_would_not_pay(accepted, verified, length):
+def test_drafting_ends_where_half_a_deviation_more_would_not_pay(accepted, verified, length):
   program = Draft(*target(), length=3, cost=0.1, overhead=0.2).program(
     target()[0], GREEDY, 3, has_log_probs=False
   )
