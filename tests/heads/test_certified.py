@@ -67,7 +67,7 @@ def test_no_score_in_float64_is_above_its_bound(dim, batch):
 
 @pytest.mark.parametrize("dim", [1, 63, 128, 1100])
 @pytest.mark.parametrize("batch", [(), (3,), (2, 4)])
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_integer_products_are_exact(platform, dim, batch, monkeypatch):
   monkeypatch.setattr(vocab_parallel, "platform", lambda: platform)
   rng = np.random.default_rng(0)

@@ -102,6 +102,10 @@ def int8_product(weight: Int8[Array, "W D"], vectors: Int8[Array, "*B D"]) -> In
   """
   dim, batch = weight.shape[1], vectors.shape[:-1]
   count, platform = math.prod(batch), vocab_parallel.platform()
+  if platform == "gpu" and dim % 4:
+    # Tensor cores take integers by fours: on an H200 products of 63 dimensions failed.
+    pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -dim % 4)])
+    return weight_first(pad(weight), pad(vectors), jnp.int32)
   if count > FEW or platform != "cpu":
     return weight_first(weight, vectors, jnp.int32)
   # Not one sum over a whole row: XLA would split it, and write the products to memory.
