@@ -91,6 +91,10 @@ BENCHMARKS = {
     "heads of a drafter of Gemma 3 270M, in and off its domain; a quarter of an hour",
     lambda quick: speculation.run(quick),
   ),
+  "speculation-long": Benchmark(
+    "long continuations off a drafter's domain; a quarter of an hour",
+    lambda quick: speculation.long(quick),
+  ),
   "medusa": Benchmark(
     "tokens a pass of Gemma 3 270M with Medusa's blocks trained on stories; twenty minutes",
     lambda quick: medusa.run(quick),

@@ -191,6 +191,36 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   )
 
 
+LONG = 256
+"""Tokens of a long continuation."""
+
+
+def long(quick: bool) -> Iterator[dict[str, Any]]:
+  """Time long continuations off the domain, with the length that adapts and without a drafter."""
+  sizes = QUICK if quick else GEMMA
+  target = random_target(sizes) if quick else gemma_target(sizes)
+  eagle, _ = trained(target, sizes, quick)
+  tokens = 2 * sizes.tokens if quick else LONG
+  adaptive = timed(eagle, target.model, target.variables, target.prompts[DOMAINS[0]][0])
+  figures: dict[str, Any] = {"tokens": tokens}
+  lines = []
+  for (name, sampling), domain in itertools.product(SAMPLINGS.items(), list(target.prompts)[1:]):
+    prompt = target.prompts[domain][0]
+    # Compiled: `compared` expects programs of an earlier text.
+    generate(
+      *(target.model, target.variables, [prompt], jax.random.key(0), sampling),
+      max_tokens=tokens,
+      log_probs=False,
+    )
+    row = compared(target, {PLAIN: None, ADAPTIVE: adaptive}, domain, sampling, tokens)[ADAPTIVE]
+    figures.setdefault(domain, {})[name] = row
+    passes, ratio = f"{row['tokens_per_pass']:.3g}", f"{row['speed_ratio']:.3g}x"
+    lines.append([f"{domain}, {name}", passes, ratio])
+    yield figures
+  title = f"{tokens} new tokens off the domain, {ADAPTIVE}, {device()}"
+  measure.show(title, ("", "tokens a pass", "ratio"), lines)
+
+
 def trained(target: Target, sizes: Sizes, quick: bool) -> tuple[Eagle, dict[str, Any]]:
   """The drafter, and its figures on held-out rows; an interrupted training goes on."""
   model, variables = target.model, target.variables

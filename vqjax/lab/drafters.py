@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Int
+from jaxtyping import Array, Float, Int
 
 from vqjax.inference import (
   GREEDY,
@@ -191,7 +191,7 @@ def drafter_of_rows(
   """
   held_out = max(1, len(rows) // (SHARE + 1))
   own = unstacked(variables)
-  states = lambda row: _hidden(own, row[None], model=model)
+  states = lambda row: hidden_vectors(own, row[None], model=model)
   shape = 1, rows.size, model.dim
   kept = lenses.kept_states(work, states, shape, rows, bars("hidden vectors"))
   kept = kept.reshape(*rows.shape, model.dim)
@@ -342,6 +342,9 @@ def _held_out(job, model, variables, eagle, test):
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _hidden(variables, tokens_BT, *, model: Transformer):
+def hidden_vectors(
+  variables: Variables, tokens_BT: Int[Array, "B T"], *, model: Transformer
+) -> Float[Array, "B T D"]:
+  """The final hidden vectors [B, T, D] of a model with unstacked variables."""
   length_B = jnp.full(tokens_BT.shape[:1], tokens_BT.shape[1])
   return prefill(model, variables, tokens_BT, length_B, 1, all_positions=True)[0]

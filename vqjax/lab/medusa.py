@@ -1,7 +1,6 @@
 """Training of Medusa's blocks on text: hidden vectors are kept on the disk once, and resumed."""
 
 import dataclasses
-import functools
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -15,11 +14,18 @@ from jaxtyping import Float, Int
 
 from vqjax.heads import Head
 from vqjax.inference import Medusa, MedusaBlocks, Tree, medusa_loss, medusa_ranks, save_medusa
-from vqjax.inference.cache import Variables, prefill, unstacked
+from vqjax.inference.cache import Variables, unstacked
 from vqjax.inference.eagle import frequent_head
 from vqjax.inference.lens import model_mark
 from vqjax.lab.compression import ProgressBars, encode, open_work, windows
-from vqjax.lab.drafters import check_drafter_file, check_least, rounds_of, spread_rows, timed
+from vqjax.lab.drafters import (
+  check_drafter_file,
+  check_least,
+  hidden_vectors,
+  rounds_of,
+  spread_rows,
+  timed,
+)
 from vqjax.lab.lenses import descend, identity_of, kept_states
 from vqjax.models import Transformer
 
@@ -91,16 +97,9 @@ def hidden_states(
     progress: is called with the part that is done.
   """
 
-  of_row = lambda row: _hidden(variables, row[None], model=model)
+  of_row = lambda row: hidden_vectors(variables, row[None], model=model)
   kept_1ND = kept_states(work, of_row, (1, rows.size, model.dim), rows, progress)
   return States(rows, kept_1ND.reshape(*rows.shape, model.dim))
-
-
-@functools.partial(jax.jit, static_argnames="model")
-def _hidden(variables, tokens_BT, *, model):
-  length_B = jnp.full(len(tokens_BT), tokens_BT.shape[1])
-  given = model, variables, tokens_BT, length_B, tokens_BT.shape[1]
-  return prefill(*given, all_positions=True)[0]
 
 
 def frequent_output(
