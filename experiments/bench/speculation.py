@@ -204,7 +204,8 @@ def long(quick: bool) -> Iterator[dict[str, Any]]:
   adaptive = timed(eagle, target.model, target.variables, target.prompts[DOMAINS[0]][0])
   figures: dict[str, Any] = {"tokens": tokens}
   lines = []
-  for (name, sampling), domain in itertools.product(SAMPLINGS.items(), list(target.prompts)[1:]):
+  domains = list(target.prompts)[:1] if quick else DOMAINS[1:]
+  for (name, sampling), domain in itertools.product(SAMPLINGS.items(), domains):
     prompt = target.prompts[domain][0]
     # Compiled: `compared` expects programs of an earlier text.
     generate(

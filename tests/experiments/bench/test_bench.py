@@ -140,6 +140,13 @@ def test_the_speculation_benchmark_has_every_head_and_sampling(figures):
     assert np.isclose(drafted["bytes_per_token"] * drafted["tokens_per_pass"], per_pass)
 
 
+@of("speculation-long", slow=True)
+def test_long_continuations_off_the_domain_are_timed_with_each_sampling(figures):
+  (rows,) = (rows for rows in figures.values() if isinstance(rows, dict) and "greedy" in rows)
+  assert all(row["tokens_per_pass"] >= 1 and row["speed_ratio"] > 0 for row in rows.values())
+  assert len(rows) == 2
+
+
 def test_the_page_on_generation_has_the_figures_of_drafters(tmp_path):
   copy = tmp_path / "page.md"
   shutil.copy(speculation_report.PAGE, copy)
@@ -198,7 +205,7 @@ def test_the_gpu_benchmark_names_a_missing_gpu_and_keeps_rows_after_one_that_fai
   tmp_path, monkeypatch, capsys
 ):
   # A process for each row is a claim of `plan/test_isolated.py`.
-  monkeypatch.setattr(gpu, "isolated", lambda call: call())
+  monkeypatch.setattr(gpu, "isolated", lambda call, *arguments: call(*arguments))
   assert command.main(["gpu"]) == 2
   assert "cpu" in capsys.readouterr().err
   file = tmp_path / "gpu.json"
@@ -206,11 +213,28 @@ def test_the_gpu_benchmark_names_a_missing_gpu_and_keeps_rows_after_one_that_fai
   (table,) = json.loads(file.read_text())["gpu"]["tables"]
   rows, shape = table["rows"], table["shape"]
   work = 6 * shape["tokens"] * shape["dim"] * shape["vocab"]
-  for name in ("materialised (XLA)", "linear_log_prob", "codebook K=16", "grouped"):
+  measured = "materialised (XLA)", "linear_log_prob", "linear_cross_entropy", "grouped"
+  for name in measured:
     assert rows[name]["tflops"] == pytest.approx(work / rows[name]["seconds"] / 1e12)
   # The PyTorch peers need CUDA, whether they are installed or not.
   for name in ("Liger", "CCE, all gradients"):
     assert rows[name]["error"]
+
+
+@pytest.mark.slow
+def test_decoding_on_a_gpu_is_compared_with_the_same_step_of_bfloat16(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(gpu, "isolated", lambda call, *arguments: call(*arguments))
+  assert command.main(["gpu-decoding"]) == 2
+  assert "cpu" in capsys.readouterr().err
+  file = tmp_path / "gpu.json"
+  assert command.main(["gpu-decoding", "--quick", "--json", str(file)]) == 0
+  rows = json.loads(file.read_text())["gpu-decoding"]["V=1031 D=16"]["batch 1"]
+  assert rows["certified: best"]["in_doubt"] >= 1
+  for step in ("best", "50 best", "draw"):
+    ratio = rows[f"bfloat16: {step}"]["seconds"] / rows[f"grouped: {step}"]["seconds"]
+    assert rows[f"grouped: {step}"]["times_faster"] == pytest.approx(ratio)
 
 
 def test_float64_log_probabilities_equal_scipys():
