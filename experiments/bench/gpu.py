@@ -70,9 +70,7 @@ class LossRow(NamedTuple):
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
   """Measure losses of large vocabularies, each row in a process of its own."""
-  here = isolated(machine)
-  if here["platform"] != "gpu" and not quick:
-    raise Unavailable(f"JAX must see a GPU; it sees {here['device']}. Use --quick to try it here")
+  here = gpu_machine(quick)
   calls = 1 if quick else CALLS
   measure.say(NOTE.format(calls=calls))
   shapes = (LossShape(64, 16, 1031),) if quick else SHAPES
@@ -134,9 +132,7 @@ def _cells(name: str, row: dict) -> list[str]:
 
 def decoding(quick: bool) -> Iterator[dict[str, Any]]:
   """Time the best token, the 50 best and a draw of dense, certified and compressed heads."""
-  here = isolated(machine)
-  if here["platform"] != "gpu" and not quick:
-    raise Unavailable(f"JAX must see a GPU; it sees {here['device']}. Use --quick to try it here")
+  here = gpu_machine(quick)
   figures: dict[str, Any] = dict(here)
   for vocab, dim in ((1031, 16),) if quick else DECODED:
     name = f"V={vocab} D={dim}"
@@ -209,6 +205,14 @@ def steps(vocab: int, dim: int, rows: int, calls: int) -> dict[str, dict]:
 
 def _argmax(weight, hidden):
   return jnp.argmax(hidden @ weight.T, axis=-1)
+
+
+def gpu_machine(quick: bool) -> dict:
+  """`machine`; Unavailable without a GPU, unless sizes are tiny."""
+  here = isolated(machine)
+  if here["platform"] != "gpu" and not quick:
+    raise Unavailable(f"JAX must see a GPU; it sees {here['device']}. Use --quick to try it here")
+  return here
 
 
 def machine() -> dict:

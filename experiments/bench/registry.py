@@ -122,7 +122,7 @@ BENCHMARKS = {
     "losses of large vocabularies on a GPU against PyTorch peers", lambda quick: gpu.run(quick)
   ),
   "gpu-decoding": Benchmark(
-    "decoding steps on a GPU: dense, certified and compressed heads; two minutes",
+    "decoding steps on a GPU: dense, certified and compressed heads; some minutes",
     lambda quick: gpu.decoding(quick),
   ),
 }

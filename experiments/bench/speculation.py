@@ -164,7 +164,8 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   for (name, sampling), domain in itertools.product(SAMPLINGS.items(), target.prompts):
     ways: dict[str, Drafter | None] = {PLAIN: None, ADAPTIVE: adaptive}
     ways |= fixed if sampling.is_greedy else {FREQUENT: fixed[FREQUENT]}
-    rows = compared(target, ways, domain, sampling, sizes.tokens)
+    is_compiled = domain != DOMAINS[0]
+    rows = compared(target, ways, domain, sampling, sizes.tokens, is_compiled)
     for way, row in rows.items():
       if way != ADAPTIVE:  # how often it drafted is not known
         drafted = 0 if way == PLAIN else sizes.settings.length * found[way].bytes
@@ -206,13 +207,6 @@ def long(quick: bool) -> Iterator[dict[str, Any]]:
   lines = []
   domains = list(target.prompts)[:1] if quick else DOMAINS[1:]
   for (name, sampling), domain in itertools.product(SAMPLINGS.items(), domains):
-    prompt = target.prompts[domain][0]
-    # Compiled: `compared` expects programs of an earlier text.
-    generate(
-      *(target.model, target.variables, [prompt], jax.random.key(0), sampling),
-      max_tokens=tokens,
-      log_probs=False,
-    )
     row = compared(target, {PLAIN: None, ADAPTIVE: adaptive}, domain, sampling, tokens)[ADAPTIVE]
     figures.setdefault(domain, {})[name] = row
     passes, ratio = f"{row['tokens_per_pass']:.3g}", f"{row['speed_ratio']:.3g}x"
@@ -350,8 +344,9 @@ def compared(
   domain: str,
   sampling: Sampling,
   tokens: int,
+  is_compiled: bool = False,
 ) -> dict[str, dict[str, float]]:
-  """Speed without a drafter and with each, in turn.
+  """Speed without a drafter and with each, in turn; `is_compiled` after an earlier domain.
 
   A row has the median of the ratios of all prompts and the least one, and the part of the tokens
   that are those without a drafter, up to the first that differs; draws are expected to differ.
@@ -367,7 +362,7 @@ def compared(
       each.append([])
     for round_, name in itertools.product(range(ROUNDS + 1), ways):
       # Compiled; the length that adapts may be another one with each prompt, and so the program.
-      if round_ == 0 and (number or not own) and name != ADAPTIVE:
+      if round_ == 0 and (number or is_compiled) and name != ADAPTIVE:
         continue
       # What is slow without a length that adapts is timed once.
       if round_ < ROUNDS and not own and name not in (PLAIN, ADAPTIVE, FREQUENT):

@@ -49,7 +49,7 @@ def figures(request, tmp_path, monkeypatch, capsys):
   decoders = codebook.decoders
   monkeypatch.setattr(codebook, "decoders", lambda s: dict(list(decoders(s).items())[:3]))
   # A process for each row is a claim of `plan/test_isolated.py`.
-  for module in (dpq, kmeans):
+  for module in (dpq, gpu, kmeans):
     monkeypatch.setattr(module, "isolated", lambda call, *arguments: call(*arguments))
   file = tmp_path / "new" / "figures.json"
   assert command.main([request.param, "--quick", "--json", str(file)]) == 0
@@ -206,31 +206,25 @@ def test_the_gpu_benchmark_names_a_missing_gpu_and_keeps_rows_after_one_that_fai
 ):
   # A process for each row is a claim of `plan/test_isolated.py`.
   monkeypatch.setattr(gpu, "isolated", lambda call, *arguments: call(*arguments))
-  assert command.main(["gpu"]) == 2
-  assert "cpu" in capsys.readouterr().err
+  for name in ("gpu", "gpu-decoding"):
+    assert command.main([name]) == 2
+    assert "cpu" in capsys.readouterr().err
   file = tmp_path / "gpu.json"
   assert command.main(["gpu", "--quick", "--json", str(file)]) == 0
   (table,) = json.loads(file.read_text())["gpu"]["tables"]
   rows, shape = table["rows"], table["shape"]
   work = 6 * shape["tokens"] * shape["dim"] * shape["vocab"]
-  measured = "materialised (XLA)", "linear_log_prob", "linear_cross_entropy", "grouped"
-  for name in measured:
+  dense = "materialised (XLA)", "linear_log_prob", "linear_cross_entropy"
+  for name in (*dense, "codebook K=16", "grouped"):
     assert rows[name]["tflops"] == pytest.approx(work / rows[name]["seconds"] / 1e12)
   # The PyTorch peers need CUDA, whether they are installed or not.
   for name in ("Liger", "CCE, all gradients"):
     assert rows[name]["error"]
 
 
-@pytest.mark.slow
-def test_decoding_on_a_gpu_is_compared_with_the_same_step_of_bfloat16(
-  tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setattr(gpu, "isolated", lambda call, *arguments: call(*arguments))
-  assert command.main(["gpu-decoding"]) == 2
-  assert "cpu" in capsys.readouterr().err
-  file = tmp_path / "gpu.json"
-  assert command.main(["gpu-decoding", "--quick", "--json", str(file)]) == 0
-  rows = json.loads(file.read_text())["gpu-decoding"]["V=1031 D=16"]["batch 1"]
+@of("gpu-decoding", slow=True)
+def test_decoding_on_a_gpu_is_compared_with_the_same_step_of_bfloat16(figures):
+  rows = figures["V=1031 D=16"]["batch 1"]
   assert rows["certified: best"]["in_doubt"] >= 1
   for step in ("best", "50 best", "draw"):
     ratio = rows[f"bfloat16: {step}"]["seconds"] / rows[f"grouped: {step}"]["seconds"]
