@@ -1,5 +1,7 @@
 """A drafter on hidden vectors drafts what its training computes, and knows its model."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,9 @@ from tests.inference.test_speculation import (
   target,
 )
 from vqjax import DenseHead
-from vqjax.inference import Eagle, RoundTimes, Sampling, load_eagle, save_eagle
-from vqjax.inference.eagle import FORMAT, frequent_head, unrolled
+from vqjax.inference import Eagle, RoundTimes, Sampling, load_eagle, save_eagle, speculation
+from vqjax.inference.eagle import FORMAT, TESTED, WEIGHT, frequent_head, unrolled
+from vqjax.inference.speculation import PRIOR
 
 
 @pytest.mark.fast_cases(1)
@@ -60,6 +63,43 @@ def test_rounds_are_those_that_unrolled_predictions_imply(name):
       latest, rounds = latest + accepted + 1, rounds + 1
     assert passes == rounds
   assert (result.passes < NEW).any()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8)])
+def test_a_drafter_of_fewer_tokens_is_tested_on_the_end_of_the_prompts(monkeypatch, sampling, rows):
+  """What its acceptance begins with against full passes over the prompts."""
+  found, begin = [], speculation.begin
+
+  def recorded(*args, **options):
+    state = begin(*args, **options)
+    found.append((float(state.accepted), float(state.verified)))
+    return state
+
+  monkeypatch.setattr(speculation, "begin", recorded)
+  (model, variables), prompts = target(), PROMPTS[-rows:]
+  eagle = dataclasses.replace(drafter("eagle, fewer tokens"), cost=0.1)
+  generate(model, variables, prompts, KEY, sampling, max_tokens=2, drafter=eagle)
+  agreed = known = count = 0
+  for prompt in prompts:
+    row = jnp.array([prompt])
+    hidden = model.apply(variables, row, method="hidden")
+    predicted = unrolled(model, variables, eagle.params, row, hidden, depth=1)[0]
+    p, q = (eagle.head.apply(eagle.variables, x)[0] for x in (hidden, predicted))
+    if sampling.is_greedy:
+      agreement = p.argmax(-1) == q.argmax(-1)
+    else:
+      agreement = jnp.minimum(jax.nn.softmax(p / 0.8), jax.nn.softmax(q / 0.8)).sum(-1)
+    tested = range(max(1, len(prompt) - TESTED // rows), len(prompt))
+    agreed += sum(float(agreement[at]) for at in tested)
+    known += sum(prompt[at] in MAP for at in tested)
+    count += len(tested)
+  begun = agreed * known / count * WEIGHT + PRIOR[0], count * WEIGHT + PRIOR[1]
+  np.testing.assert_allclose(found, [begun], rtol=1e-5)
+  # Nothing is tested where the length does not depend on it, or nothing can be.
+  for other, prompt in ((drafter("eagle, fewer tokens"), prompts[0]), (eagle, [3])):
+    generate(model, variables, [prompt], KEY, sampling, max_tokens=2, drafter=other)
+    assert found[-1] == PRIOR
 
 
 def test_a_drafter_is_read_as_it_was_written_and_refused_elsewhere(tmp_path):

@@ -41,6 +41,12 @@ from vqjax.inference.speculation import (
 from vqjax.models import Transformer
 from vqjax.models.attention import attend
 
+TESTED = 32
+"""Most positions of the prompts on which a drafter with fewer tokens than the model is tested."""
+
+WEIGHT = 0.5
+"""Weight of such a position over that of a draft token: the model did not write the prompt."""
+
 Params = dict[str, Any]
 """Parameters of the block, and of what it reads and returns."""
 
@@ -53,7 +59,8 @@ class Eagle(Drafter):
   """One block on the model's final hidden vectors as the drafter.
 
   Any head over the model's hidden vectors drafts: the model's own, its most frequent rows, or a
-  cheaper form of them. Neither the embedding nor the model's head is held twice.
+  cheaper form of them. Neither the embedding nor the model's head is held twice. A drafter with
+  fewer tokens than the model is tested on the prompts before it drafts, unless its `cost` is 0.
 
   Attributes:
     params: of the block, such as `vqjax draft` trains.
@@ -114,6 +121,44 @@ class EagleProgram(Program):
     last_BTD = jnp.pad(last_BD, ((0, 0), (0, self.longest), (0, 0)))
     return Kept(ring, last_BTD, jnp.full_like(length_B, -1))
 
+  def prior(
+    self, arrays, tokens_BT, hidden_BTD, length_B, draft_rings
+  ) -> tuple[ArrayLike, ArrayLike]:
+    """Counts that a drafter with fewer tokens than the model has from the ends of the prompts.
+
+    There the drafter's head reads the model's vectors and the predicted ones. What would be
+    accepted is the agreement of the two, times the part of the prompt's tokens that the drafter
+    has. Where the drafter knows little of a text, no round has to show it.
+    """
+    accepted, verified = super().prior(arrays, tokens_BT, hidden_BTD, length_B, draft_rings)
+    if "tokens" not in arrays or self.cost == 0:
+      return accepted, verified
+    index_BW = length_B[:, None] - 1 - jnp.arange(max(1, TESTED // len(length_B)))
+    # A vector is predicted from the model's at the position before it.
+    is_tested_BW, index_BW = index_BW > 0, jnp.maximum(index_BW, 1)
+    take = jax.vmap(lambda x_T, at_W: x_T[at_W])
+    token_BW, hidden_BWD = take(tokens_BT, index_BW), take(hidden_BTD, index_BW)
+    x_BWD = self._inputs(arrays, token_BW, take(hidden_BTD, index_BW - 1), index_BW)
+    query, _, _ = self._query_key_values(arrays, x_BWD, index_BW)
+    ring = draft_rings.ring
+    slot_BS = ring.positions(length_B, jnp.int32(-1))
+    mixed = self._attended(query, ring, index_BW, slot_BS)
+    predicted_BWD = _finished(self.model, arrays["eagle"], x_BWD, mixed)
+
+    def read(vectors_BWD):
+      draw = functools.partial(self._draft, key=jax.random.key(0))
+      return self.part.of_head(arrays, vectors_BWD.reshape(index_BW.size, -1), draw)
+
+    (number_N, log_p_UN), (draft_N, log_q_UN) = read(hidden_BWD), read(predicted_BWD)
+    if log_q_UN is None:
+      agreement_N = number_N == draft_N
+    else:
+      agreement_N = jnp.exp(jnp.minimum(log_p_UN, log_q_UN)).sum(axis=0)
+    count = is_tested_BW.sum()
+    known = (is_tested_BW & jnp.isin(token_BW, arrays["tokens"])).sum() / jnp.maximum(1, count)
+    agreed = jnp.where(is_tested_BW.reshape(-1), agreement_N, 0).sum() * known
+    return accepted + WEIGHT * agreed, verified + WEIGHT * count
+
   def drafted(self, arrays, state, key):
     """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the state."""
     tokens = arrays.get("tokens")
@@ -166,7 +211,7 @@ class EagleProgram(Program):
     Keys and values need no more than a block's inputs, so that the rest of the block is computed
     for a single token.
     """
-    params, block = arrays["eagle"], self.model.block()
+    params = arrays["eagle"]
     ahead_T = jnp.arange(token_BT.shape[1])
     position_BT = (length_B + step_B)[:, None] + ahead_T
     x_BTD = self._inputs(arrays, token_BT, hidden_BTD, position_BT)
@@ -176,9 +221,13 @@ class EagleProgram(Program):
     if last_B is not None:
       take = lambda x: jnp.take_along_axis(x, last_B.reshape(-1, *[1] * (x.ndim - 1)), axis=1)
       x_BTD, query, position_BT = take(x_BTD), take(query), take(position_BT)
-    options = {"scale": block.attention.scale, "softcap": block.attention.softcap}
-    mixed = attend(query, ring.key, ring.value, position_BT, slot_BW, **options)
+    mixed = self._attended(query, ring, position_BT, slot_BW)
     return _finished(self.model, params, x_BTD, mixed)[:, 0], ring
+
+  def _attended(self, query, ring, position_BT, slot_BW):
+    attention = self.model.block().attention
+    options = {"scale": attention.scale, "softcap": attention.softcap}
+    return attend(query, ring.key, ring.value, position_BT, slot_BW, **options)
 
   def _inputs(self, arrays, token_BT, hidden_BTD, position):
     return _inputs(self.model, arrays["body"], arrays["eagle"], token_BT, hidden_BTD, position)

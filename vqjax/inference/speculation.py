@@ -336,8 +336,9 @@ class Program:
     """Most tokens that a round writes to a cache and rejects."""
     return self.longest
 
-  @property
-  def prior(self) -> tuple[float, float]:
+  def prior(
+    self, arrays, tokens_BT, hidden_BTD, length_B, draft_rings
+  ) -> tuple[ArrayLike, ArrayLike]:
     """What `accepted` and `verified` of the state begin with."""
     return PRIOR
 
@@ -534,9 +535,11 @@ def read_times(facts: Mapping[str, Any]) -> dict[str, Any]:
 def begin(plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: int) -> State:
   """The state after the prompts, from that of plain generation with the first token."""
   length_B = plain.length
+  draft_rings = program.begun(arrays, tokens_BT, hidden_BTD, length_B, capacity)
+  accepted, verified = program.prior(arrays, tokens_BT, hidden_BTD, length_B, draft_rings)
   return State(
     rings=plain.rings,
-    draft_rings=program.begun(arrays, tokens_BT, hidden_BTD, length_B, capacity),
+    draft_rings=draft_rings,
     step=jnp.zeros_like(length_B),
     before=jnp.take_along_axis(tokens_BT, (length_B - 1)[:, None], axis=1)[:, 0],
     token=plain.token,
@@ -546,8 +549,8 @@ def begin(plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: i
     log_probs=plain.log_probs,
     round=jnp.ones((), jnp.int32),
     passes=jnp.ones_like(length_B),
-    accepted=jnp.float32(program.prior[0]),
-    verified=jnp.float32(program.prior[1]),
+    accepted=jnp.float32(accepted),
+    verified=jnp.float32(verified),
   )
 
 

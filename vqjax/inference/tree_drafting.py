@@ -85,8 +85,9 @@ class TreeProgram(Program):
     """Most tokens that a round writes to a cache and rejects."""
     return self.tree.size
 
-  @property
-  def prior(self) -> tuple[float, float]:
+  def prior(
+    self, arrays, tokens_BT, hidden_BTD, length_B, draft_rings
+  ) -> tuple[ArrayLike, ArrayLike]:
     """Rounds that accept all, so that a tree is tried first."""
     return PRIOR[1] * self.tree.depth, PRIOR[1]
 
