@@ -45,7 +45,9 @@ class Sizes(NamedTuple):
   texts: speculation.Sizes
 
 
-GEMMA = Sizes(4096, 1280, 128, 64, Settings(steps=1200), speculation.GEMMA._replace(foreign=4))
+GEMMA = Sizes(
+  4096, 1280, 128, 64, Settings(steps=1200), speculation.GEMMA._replace(prompts=3, foreign=4)
+)
 QUICK = Sizes(23, 6, 9, 9, Settings(2, 3, 8, size=4), speculation.QUICK)
 
 

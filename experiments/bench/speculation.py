@@ -1,9 +1,9 @@
-"""Bake-off of heads of an EAGLE-style drafter of Gemma 3 270M, in and off its domain.
+"""Bake-off of heads of an EAGLE-style drafter, in and off its domain.
 
-One drafter is trained on stories, with the most frequent tokens of their text, and kept in the
-cache. Its predicted hidden vectors are read by several heads. Prompts of the stories and of other
-domains are continued without a drafter, with a draft of the same length in each round by each head,
-and with the length that adapts.
+The model is Gemma 3 270M or a decoder that is trained here. One drafter is trained on text of one
+domain, with its most frequent tokens, and kept in the cache. Its predicted hidden vectors are read
+by several heads. Prompts of that domain and of others are continued without a drafter, with a draft
+of the same length in each round by each head, and with the length that adapts.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ from vqjax.inference import (
 from vqjax.inference.cache import Variables, extend, prefill
 from vqjax.inference.lens import model_mark
 from vqjax.lab.compression import ProgressBars, open_work
+from vqjax.lab.config import load, override
 from vqjax.lab.data import Stories
 from vqjax.lab.drafters import Settings, drafter_of_rows, spread_rows, timed
+from vqjax.lab.trained import load_trained
+from vqjax.lab.training import fit
 from vqjax.lab.training.provenance import device
 from vqjax.models import Transformer
 
@@ -105,8 +108,26 @@ QUICK = Sizes(
   states=24,
   blocks=1,
 )
+RUN = Sizes(
+  Settings(steps=1500, batch=8, depth=2, length=3, vocab=1024),
+  *(100_000, 256, 64, 32, 256, 16),
+  prompt=16,
+  tokens=48,
+  prompts=8,
+  foreign=3,
+  states=16_384,
+  blocks=2,
+)
+"""Those of a decoder of eight blocks."""
+
 DOMAINS = "stories", "wikipedia", "python", "german"
-"""The domain of the drafter, and others."""
+"""The domain of the drafter of Gemma, and others."""
+
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm_dense.py"
+"""Config of the run, a decoder of docstrings."""
+
+BLOCKS = "model.layers=8"
+"""Of two blocks, as the config has them, one more for drafting is half of the model."""
 
 SAMPLINGS = {"greedy": GREEDY, "temperature 1": Sampling()}
 PLAIN = "no drafter"
@@ -120,7 +141,10 @@ ROUNDS = 2
 
 
 class Target(NamedTuple):
-  """The model, its unstacked variables, its training tokens and prompts of each domain."""
+  """The model, its unstacked variables, its training tokens and prompts of each domain.
+
+  The first domain is that of the drafter.
+  """
 
   model: Transformer
   variables: Variables
@@ -136,11 +160,23 @@ class Candidate(NamedTuple):
 
 
 def run(quick: bool) -> Iterator[dict[str, Any]]:
-  """Train a drafter, then time generation with each of its heads and without it."""
+  """Compare the heads of a drafter of Gemma."""
   sizes = QUICK if quick else GEMMA
   target = random_target(sizes) if quick else gemma_target(sizes)
+  return bake_off(target, sizes, quick)
+
+
+def of_run(quick: bool) -> Iterator[dict[str, Any]]:
+  """Compare the heads of a drafter of a decoder that is trained here."""
+  sizes = QUICK if quick else RUN
+  return bake_off(run_target(sizes, quick), sizes, quick)
+
+
+def bake_off(target: Target, sizes: Sizes, quick: bool) -> Iterator[dict[str, Any]]:
+  """Train a drafter, then time generation with each of its heads and without it."""
   start = time.perf_counter()
   eagle, held_out = trained(target, sizes, quick)
+  own = next(iter(target.prompts))
   figures: dict[str, Any] = {
     "sizes": sizes._asdict() | {"settings": dataclasses.asdict(sizes.settings)},
     "training": held_out | {"seconds": time.perf_counter() - start},
@@ -149,7 +185,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   measure.log("heads are made")
   if quick:  # each head has programs of its own
     found = {name: found[name] for name in (FREQUENT, "routed")}
-  prompt = target.prompts[DOMAINS[0]][0]
+  prompt = target.prompts[own][0]
   figures["parts"] = parts(target, found, sizes.settings.length)
   adaptive = timed(found[FREQUENT].drafter, target.model, target.variables, prompt)
   figures["rounds"] = {
@@ -164,7 +200,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
   for (name, sampling), domain in itertools.product(SAMPLINGS.items(), target.prompts):
     ways: dict[str, Drafter | None] = {PLAIN: None, ADAPTIVE: adaptive}
     ways |= fixed if sampling.is_greedy else {FREQUENT: fixed[FREQUENT]}
-    is_compiled = domain != DOMAINS[0]
+    is_compiled = domain != own
     rows = compared(target, ways, domain, sampling, sizes.tokens, is_compiled)
     for way, row in rows.items():
       if way != ADAPTIVE:  # how often it drafted is not known
@@ -206,7 +242,7 @@ def long(quick: bool) -> Iterator[dict[str, Any]]:
   adaptive = timed(eagle, target.model, target.variables, target.prompts[DOMAINS[0]][0])
   figures: dict[str, Any] = {"tokens": tokens}
   lines = []
-  domains = list(target.prompts)[:1] if quick else DOMAINS[1:]
+  domains = DOMAINS[:1] if quick else DOMAINS[1:]
   for (name, sampling), domain in itertools.product(SAMPLINGS.items(), domains):
     row = compared(target, {PLAIN: None, ADAPTIVE: adaptive}, domain, sampling, tokens)[ADAPTIVE]
     figures.setdefault(domain, {})[name] = row
@@ -224,8 +260,9 @@ def trained(target: Target, sizes: Sizes, quick: bool) -> tuple[Eagle, dict[str,
     folder = pathlib.Path(temporary) if quick else gemma.CACHE
     # How many tokens are drafted does not matter to the training.
     settings = dataclasses.replace(sizes.settings, length=1)
-    identity = f"{settings} {sizes[1:4]} {model_mark(variables).sum():.6e}"
-    work = folder / "eagle-bench"
+    mark = f"{model_mark(variables).sum():.6e}"
+    identity = f"{settings} {sizes[1:4]} {mark}"
+    work = folder / f"eagle-bench-{model.head.vocab}"
     count = len(target.tokens) // sizes.width
     rows = target.tokens[: count * sizes.width].reshape(count, sizes.width)
     with open_work(work, identity), ProgressBars() as bars:
@@ -421,7 +458,7 @@ TABLE = "sum of the head's rows"
 
 def parts(target: Target, found: dict[str, Candidate], length: int) -> dict[str, float]:
   """Seconds of the parts of a greedy round."""
-  prompt = jnp.array([target.prompts[DOMAINS[0]][0]])
+  prompt = jnp.array([next(iter(target.prompts.values()))[0]])
   longest, step = jnp.array([prompt.shape[1]]), jnp.zeros(1, jnp.int32)
   model, variables = target.model, target.variables
 
@@ -477,6 +514,31 @@ def gemma_target(sizes: Sizes) -> Target:
     wanted = sizes.prompts if domain == DOMAINS[0] else sizes.foreign
     prompts[domain] = list(itertools.islice(long, wanted))
   return Target(model, unstacked(variables), np.array(tokens, np.int32), prompts)
+
+
+def run_target(sizes: Sizes, quick: bool) -> Target:
+  """A decoder that is trained on docstrings and kept in the cache, and prompts of three domains."""
+  fields = [BLOCKS]
+  if quick:
+    fields = ["model.layers=2", "model.dim=16", "train.steps=2", "train.warmup=1"]
+  experiment = override(load(CONFIG), fields)
+  with tempfile.TemporaryDirectory() as temporary:
+    folder = pathlib.Path(temporary) if quick else gemma.CACHE / "speculation-run"
+    fit(experiment, folder)
+    model, variables, tokenizer = load_trained(str(folder), str(CONFIG), fields)
+  encoded = lambda texts: (list(tokenizer.encode(text)) for text in texts)
+  of = experiment.data.documents
+  texts_of = {
+    "docstrings": of("test"),
+    "stories": Stories().documents("test"),
+    "wikipedia": texts.documents("wikipedia"),
+  }
+  prompts = {}
+  for number, (domain, documents) in enumerate(texts_of.items()):
+    long = (row[: sizes.prompt] for row in encoded(documents) if len(row) >= 2 * sizes.prompt)
+    prompts[domain] = list(itertools.islice(long, sizes.foreign if number else sizes.prompts))
+  tokens = np.array([token for row in encoded(of("train")) for token in row], np.int32)
+  return Target(model, unstacked(variables), tokens, prompts)
 
 
 def random_target(sizes: Sizes) -> Target:

@@ -5,6 +5,7 @@ python -m experiments.bench.speculation_report
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.bench.speculation import ADAPTIVE, DOMAINS, FREQUENT, PLAIN, SAMPLINGS
+from experiments.bench.speculation import ADAPTIVE, FREQUENT, PLAIN, SAMPLINGS
 from experiments.studies import page
 from vqjax.lab import exits
 from vqjax.lab.report import INK, SERIES
@@ -26,29 +27,37 @@ Figures = Mapping[str, Any]
 """What a benchmark has written."""
 
 
-def update(path: pathlib.Path, figures: Figures, of_medusa: Figures) -> bool:
+def update(path: pathlib.Path, figures: Figures, of_run: Figures, of_medusa: Figures) -> bool:
   """Rewrite the generated blocks of the page; return whether it changed.
 
   Args:
     path: the page.
     figures: those of `speculation`.
+    of_run: those of `speculation-run`.
     of_medusa: those of `medusa`.
   """
   blocks = {
     "speculation-speed": page.markdown(speed_table(figures), left=2),
     "speculation-heads": page.markdown(heads_table(figures)),
     "speculation-origin": origin(figures),
+    "speculation-run-speed": page.markdown(speed_table(of_run), left=2),
+    "speculation-run-origin": origin(of_run),
     "medusa": page.markdown(medusa_table(of_medusa), left=2),
     "medusa-origin": medusa_origin(of_medusa),
   }
   return page.update(path, blocks)
 
 
+def domains_of(figures: Figures) -> list[str]:
+  """The domains, the drafter's own first."""
+  return [name for name, found in figures.items() if isinstance(found, dict) and "greedy" in found]
+
+
 def speed_table(figures: Figures) -> pd.DataFrame:
   """Tokens a pass and speed of each way, by domain and sampling."""
   rows = []
-  for name, domain in ((name, domain) for name in SAMPLINGS for domain in DOMAINS):
-    if name not in figures.get(domain, {}):  # an interrupted run
+  for name, domain in itertools.product(SAMPLINGS, domains_of(figures)):
+    if name not in figures[domain]:  # an interrupted run
       continue
     table = figures[domain][name]
     row = {"text": domain, "tokens": name}
@@ -64,7 +73,7 @@ def speed_table(figures: Figures) -> pd.DataFrame:
 
 def heads_table(figures: Figures) -> pd.DataFrame:
   """Time and bytes of each head, and its speed on the drafter's domain beside the roofline."""
-  greedy = figures[DOMAINS[0]]["greedy"]
+  greedy = figures[domains_of(figures)[0]]["greedy"]
   plain = greedy[PLAIN]
   rows = []
   for way, row in greedy.items():
@@ -90,7 +99,7 @@ def heads_table(figures: Figures) -> pd.DataFrame:
 
 def origin(figures: Figures) -> str:
   """A sentence on the device, the sizes and the commit."""
-  made_by, sizes = figures["provenance"], figures["sizes"]
+  made_by, sizes, own = figures["provenance"], figures["sizes"], domains_of(figures)[0]
   agreement = ", ".join(f"{x:.2f}" for x in figures["training"]["agreement"])
   kl = ", ".join(f"{x:.2f}" for x in figures["training"]["kl"])
   rounds = "; ".join(
@@ -100,10 +109,10 @@ def origin(figures: Figures) -> str:
   ).capitalize()
   return (
     f"{made_by['device']}, jaxlib {made_by['versions']['jaxlib']}, float32, batch 1; prompts of"
-    f" {sizes['prompt']} tokens and {sizes['tokens']} new ones, {sizes['prompts']} of stories and"
+    f" {sizes['prompt']} tokens and {sizes['tokens']} new ones, {sizes['prompts']} of {own} and"
     f" {sizes['foreign']} of each other text; {made_by['date'][:10]}, commit {made_by['commit']}."
     f" The drafter was trained for {sizes['settings']['steps']} steps on"
-    f" {sizes['positions'] + sizes['written'] * sizes['width']:,} positions. On held-out stories"
+    f" {sizes['positions'] + sizes['written'] * sizes['width']:,} positions. On held-out {own}"
     f" its predictions, the first to the last of a draft, agree with the model's best token at"
     f" {agreement} of the positions and are {kl} nats from its distribution. {rounds}. Memory is"
     f" read at {figures['bandwidth'] / 1e9:.1f} GB/s."
@@ -114,7 +123,7 @@ def medusa_table(figures: Figures) -> pd.DataFrame:
   """Tokens a pass with Medusa's blocks, by domain and sampling."""
   return pd.DataFrame(
     {"text": domain, "tokens": name} | {shape: f"{found:.2f}" for shape, found in row.items()}
-    for domain in DOMAINS
+    for domain in domains_of(figures)
     for name, row in figures[domain].items()
   )
 
@@ -137,8 +146,8 @@ def medusa_origin(figures: Figures) -> str:
 def plot(figures: Figures) -> Figure:
   """Speed of greedy decoding with each way, by domain."""
   figure, axes = blank(height=3.4)
-  domains = [domain for domain in DOMAINS if domain in figures]
-  ways = [way for way in figures[DOMAINS[0]]["greedy"] if way != PLAIN]
+  domains = domains_of(figures)
+  ways = [way for way in figures[domains[0]]["greedy"] if way != PLAIN]
   # The head that adapts is the same head as one of the others: a ring around its colour.
   colors = dict(zip((way for way in ways if way != ADAPTIVE), SERIES))
   for at, way in enumerate(ways):
@@ -158,13 +167,14 @@ def plot(figures: Figures) -> Figure:
 
 def main() -> int:
   """Rewrite the page's blocks and its figure."""
-  figures, of_medusa = (page.bench(page.DOCS, name) for name in ("speculation", "medusa"))
-  if figures is None or of_medusa is None:
+  names = "speculation", "speculation-run", "medusa"
+  found = [page.bench(page.DOCS, name) for name in names]
+  if None in found:
     raise FileNotFoundError(
-      "docs/results/bench.json must have full runs of `speculation` and `medusa`: run them"
+      f"docs/results/bench.json must have a full run of {names[found.index(None)]}: run it"
     )
-  update(PAGE, figures, of_medusa)
-  page.save_figures({IMAGE: plot(figures)}, page.DOCS)
+  update(PAGE, *found)
+  page.save_figures({IMAGE: plot(found[0])}, page.DOCS)
   return 0
 
 

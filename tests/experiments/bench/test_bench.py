@@ -140,6 +140,14 @@ def test_the_speculation_benchmark_has_every_head_and_sampling(figures):
     assert np.isclose(drafted["bytes_per_token"] * drafted["tokens_per_pass"], per_pass)
 
 
+@pytest.mark.slow
+def test_the_decoder_of_the_bake_off_is_trained_here():
+  target = speculation.run_target(speculation.QUICK, quick=True)
+  assert [len(target.prompts[name]) for name in target.prompts] == [1, 1, 1]
+  tokens = [*target.tokens, *(token for one in target.prompts.values() for token in one[0])]
+  assert 0 <= min(tokens) <= max(tokens) < target.model.head.vocab
+
+
 @of("speculation-long", slow=True)
 def test_long_continuations_off_the_domain_are_timed_with_each_sampling(figures):
   (rows,) = (rows for rows in figures.values() if isinstance(rows, dict) and "greedy" in rows)
@@ -150,8 +158,9 @@ def test_long_continuations_off_the_domain_are_timed_with_each_sampling(figures)
 def test_the_page_on_generation_has_the_figures_of_drafters(tmp_path):
   copy = tmp_path / "page.md"
   shutil.copy(speculation_report.PAGE, copy)
-  figures = page.bench(page.DOCS, "speculation")
-  assert not speculation_report.update(copy, figures, page.bench(page.DOCS, "medusa"))
+  names = "speculation", "speculation-run", "medusa"
+  figures, *others = (page.bench(page.DOCS, name) for name in names)
+  assert not speculation_report.update(copy, figures, *others)
   assert speculation_report.plot(figures).axes
 
 
