@@ -89,7 +89,7 @@ def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
 
 
 def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFrame:
-  """The heads by test perplexity; rows without a result are last.
+  """The heads that were run, by test perplexity.
 
   Args:
     results: the results.
@@ -99,12 +99,10 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
   reference = s.rows[0]
   of_reference = page.finished(results, f"{s.name}/{reference}")
   at_start = results.get(f"{s.name}/starts", {"nats": {}})["nats"]
-  measured, missing = [], []
+  measured = []
   for row in rows(s):
     runs = page.finished(results, f"{s.name}/{row.name}")
-    shown = {"head": row.label, "test perplexity": None, "seeds": len(runs)}
     if not runs:
-      missing.append(shown)
       continue
     spread = Spread.of([run["test"]["perplexity"] for run in runs.values()])
     one = next(iter(runs.values()))
@@ -113,8 +111,10 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
       results, *(f"{s.name}/{one}" for one in (name, other))
     )
     difference = None if row.name == reference else from_row(reference)
-    shown |= {
+    shown = {
+      "head": row.label,
       "test perplexity": spread.show(1),
+      "seeds": len(runs),
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
       "% from its source": row.source and str(from_row(row.source.name) or units.MISSING),
@@ -131,8 +131,18 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
       shown |= {"training": units.ratio(cost["step"]), "sample": units.ratio(cost["sample"])}
     measured.append((spread.mean, shown))
   ranked = [shown for _, shown in sorted(measured, key=lambda one: one[0])]
-  frame = pd.DataFrame([*ranked, *missing])
+  frame = pd.DataFrame(ranked)
   return frame.astype(object).where(frame.notna(), None)
+
+
+def not_run(results: Results, s: Setting) -> str:
+  """A sentence on the rows without a result, with their names for `--only`."""
+  missing = [
+    f"{row.label} (`{s.name}/{row.name}`)"
+    for row in rows(s)
+    if not page.finished(results, f"{s.name}/{row.name}")
+  ]
+  return f"Not run: {'; '.join(missing)}." if missing else "All rows of this table were run."
 
 
 def tunings(results: Results, s: Setting) -> pd.DataFrame:
@@ -198,6 +208,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   for s in SCALES["cpu"]:
     for title, frame in _tables(results, s, docs).items():
       blocks[f"{s.name}-{title}"] = page.markdown(frame) if len(frame) else units.MISSING
+    blocks[f"{s.name}-missing"] = not_run(results, s)
     name, figure = f"comparison-{s.name}.png", bytes_figure(results, s)
     figures[name] = figure
     drawn = f"![Bytes of the head against test perplexity, {s.name}](../images/{name})"

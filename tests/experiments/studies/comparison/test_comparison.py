@@ -77,16 +77,18 @@ def test_differences_are_paired_by_seed():
   assert report.paired(results, "c", "a") is None
 
 
-def test_heads_are_ranked_and_the_missing_are_last():
+def test_heads_are_ranked_and_those_that_were_not_run_are_named():
   s, reference = PTB, PTB.rows[0]
   scores = {"dense-contexts": (5.0, 5000), "product": (4.9, 310), reference: (5.2, 40)}
   results = {f"ptb/{name}": kept(*score) for name, score in scores.items()}
   results["ptb/starts"] = {"nats": {reference: 9.213}}
   table = report.table(results, s, {reference: {"step": 1.5, "sample": 0.5}})
-  assert list(table["nats at the start"][:3]) == [None, None, "9.21"]
-  assert list(table["test perplexity"][:3]) == ["134.3", "148.4", "181.3"]
-  assert table["test perplexity"][3:].isna().all()
-  first, second, third, *_ = table.to_dict("records")
+  assert list(table["nats at the start"]) == [None, None, "9.21"]
+  assert list(table["test perplexity"]) == ["134.3", "148.4", "181.3"]
+  missing = report.not_run(results, s)
+  assert "grouped (`ptb/grouped`); " in missing
+  assert not any(f"`ptb/{name}`" in missing for name in scores)
+  first, second, third = table.to_dict("records")
   assert (first["% from the reference"], first["of the reference"]) == ("-25.9", "0.062×")
   assert third["% from the reference"] is None
   # A tied table is the head's and the inputs', and counts once.
