@@ -126,7 +126,7 @@ DOMAINS = "stories", "wikipedia", "python", "german"
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm_dense.py"
 """Config of the run, a decoder of docstrings."""
 
-BLOCKS = "model.layers=8"
+LONGER = "model.layers=8", "train.steps=2400"
 """Of two blocks, as the config has them, one more for drafting is half of the model."""
 
 SAMPLINGS = {"greedy": GREEDY, "temperature 1": Sampling()}
@@ -518,7 +518,7 @@ def gemma_target(sizes: Sizes) -> Target:
 
 def run_target(sizes: Sizes, quick: bool) -> Target:
   """A decoder that is trained on docstrings and kept in the cache, and prompts of three domains."""
-  fields = [BLOCKS]
+  fields = list(LONGER)
   if quick:
     fields = ["model.layers=2", "model.dim=16", "train.steps=2", "train.warmup=1"]
   experiment = override(load(CONFIG), fields)
