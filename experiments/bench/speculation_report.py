@@ -85,7 +85,7 @@ def heads_table(figures: Figures) -> pd.DataFrame:
     rows.append(
       {
         "draft head": way,
-        "ms": MISSING if seconds is None else f"{1e3 * seconds:.1f}",
+        "ms of the head": MISSING if seconds is None else f"{1e3 * seconds:.1f}",
         "MB of a draft token": MISSING if way == PLAIN else f"{figures['bytes'][way] / 1e6:.0f}",
         "tokens a pass": f"{row['tokens_per_pass']:.2f}",
         "MB a token": f"{row['bytes_per_token'] / 1e6:.0f}",

@@ -72,6 +72,8 @@ def test_bad_routed_tensors_are_refused(made):
     drafters.routed_head(head, variables, tensors | {drafters.CENTROIDS: np.zeros((8, 9))})
   with pytest.raises(ValueError, match=r"must divide the vocabulary, 96, .* got 7"):
     drafters.routed_head(head, variables, tensors | {drafters.CENTROIDS: np.zeros((7, D))})
+  with pytest.raises(ValueError, match=r"must be finite"):
+    drafters.routed_head(head, variables, tensors | {drafters.CENTROIDS: np.full((C, D), np.nan)})
   with pytest.raises(ValueError, match="neither a bias nor a cap"):
     drafters.routed_tensors(RoutedHead(V, D, clusters=C, budget=1, use_bias=True), given)
 
@@ -101,6 +103,8 @@ def test_maps_of_another_vocabulary_and_ids_for_offsets_are_refused():
     drafters.draft_tokens(kept, 41)
   with pytest.raises(ValueError, match="got token 3 twice"):
     drafters.draft_offsets(np.array([3, 3]), 64)
+  with pytest.raises(ValueError, match=r"must be integers .*got float64"):
+    drafters.draft_offsets(np.array([0.5, 1.7]), 64)
   with pytest.raises(ValueError, match="`t2d` must mark the 5 tokens"):
     drafters.draft_tokens(maps["d2t"], 64, np.zeros(64, bool))
   with pytest.raises(ValueError, match="`d2t` must be integers"):

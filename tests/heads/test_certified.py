@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import vqjax.nnx
 from tests.contract import compiled
 from tests.contract_of_representatives import RepresentativeContract
 from vqjax import CertifiedHead, CodebookHead, DenseEmbedding, DenseHead
@@ -217,12 +219,14 @@ def test_rows_of_another_weight_change_no_answer(changed):
 
 def test_bad_heads_and_weights_are_refused():
   head, variables, _ = dense(31, 8)
-  with pytest.raises(ValueError, match="`head` must be a DenseHead; got a CodebookHead"):
+  with pytest.raises(ValueError, match=r"must be a DenseHead .*got a CodebookHead"):
     CertifiedHead.from_dense(CodebookHead(31, 8, 4), variables)
+  with pytest.raises(ValueError, match=r"got a DenseHead of vqjax.nnx.*`linen_variables"):
+    CertifiedHead.from_dense(vqjax.nnx.DenseHead(31, 8, rngs=nnx.Rngs(0)), variables)
   with pytest.raises(ValueError, match="`budget` must be at least 1; got 0"):
     CertifiedHead.from_dense(head, variables, budget=0)[0].init(
       jax.random.key(0), jnp.zeros((1, 8))
     )
   variables["params"]["weight"] = variables["params"]["weight"].at[3, 2].set(jnp.nan)
-  with pytest.raises(ValueError, match="must be finite; got nan or inf"):
+  with pytest.raises(ValueError, match="must be finite; got nan or inf in row 3"):
     CertifiedHead.from_dense(head, variables)

@@ -27,7 +27,13 @@ from tests.inference.test_speculation import (
 )
 from vqjax import DenseHead
 from vqjax.inference import Eagle, RoundTimes, Sampling, load_eagle, save_eagle, speculation
-from vqjax.inference.eagle import FORMAT, TESTED, WEIGHT, frequent_head, unrolled
+from vqjax.inference.eagle import (
+  FORMAT,
+  PROMPT_WEIGHT,
+  TESTED_POSITIONS,
+  frequent_head,
+  unrolled,
+)
 from vqjax.inference.speculation import PRIOR
 
 
@@ -65,22 +71,33 @@ def test_rounds_are_those_that_unrolled_predictions_imply(name):
   assert (result.passes < NEW).any()
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8)])
-def test_a_drafter_of_fewer_tokens_is_tested_on_the_end_of_the_prompts(monkeypatch, sampling, rows):
-  """What its acceptance begins with against full passes over the prompts."""
-  found, begin = [], speculation.begin
+@pytest.fixture
+def begun(monkeypatch):
+  """The counts of accepted and verified tokens with which each call begins, and its lengths."""
+  counts, lengths, begin, advance = [], [], speculation.begin, speculation.advance
 
-  def recorded(*args, **options):
+  def at_begin(*args, **options):
     state = begin(*args, **options)
-    found.append((float(state.accepted), float(state.verified)))
+    counts.append((float(state.accepted), float(state.verified)))
     return state
 
-  monkeypatch.setattr(speculation, "begin", recorded)
+  def at_advance(*args, program):
+    lengths.append(program.length)
+    return advance(*args, program=program)
+
+  monkeypatch.setattr(speculation, "begin", at_begin)
+  monkeypatch.setattr(speculation, "advance", at_advance)
+  return counts, lengths
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8)])
+def test_a_drafter_of_fewer_tokens_is_tested_on_the_end_of_the_prompts(begun, sampling, rows):
+  """What its acceptance begins with against full passes over the prompts."""
   (model, variables), prompts = target(), PROMPTS[-rows:]
   eagle = dataclasses.replace(drafter("eagle, fewer tokens"), cost=0.1)
   generate(model, variables, prompts, KEY, sampling, max_tokens=2, drafter=eagle)
-  agreed = known = count = 0
+  agreed = count = 0
   for prompt in prompts:
     row = jnp.array([prompt])
     hidden = model.apply(variables, row, method="hidden")
@@ -90,16 +107,33 @@ def test_a_drafter_of_fewer_tokens_is_tested_on_the_end_of_the_prompts(monkeypat
       agreement = p.argmax(-1) == q.argmax(-1)
     else:
       agreement = jnp.minimum(jax.nn.softmax(p / 0.8), jax.nn.softmax(q / 0.8)).sum(-1)
-    tested = range(max(1, len(prompt) - TESTED // rows), len(prompt))
-    agreed += sum(float(agreement[at]) for at in tested)
-    known += sum(prompt[at] in MAP for at in tested)
+    tested = range(max(1, len(prompt) - TESTED_POSITIONS // rows), len(prompt))
+    known = sum(prompt[at] in MAP for at in tested) / max(1, len(tested))
+    agreed += known * sum(float(agreement[at]) for at in tested)
     count += len(tested)
-  begun = agreed * known / count * WEIGHT + PRIOR[0], count * WEIGHT + PRIOR[1]
-  np.testing.assert_allclose(found, [begun], rtol=1e-5)
+  expected = agreed * PROMPT_WEIGHT + PRIOR[0], count * PROMPT_WEIGHT + PRIOR[1]
+  np.testing.assert_allclose(begun[0], [expected], rtol=1e-5)
   # Nothing is tested where the length does not depend on it, or nothing can be.
   for other, prompt in ((drafter("eagle, fewer tokens"), prompts[0]), (eagle, [3])):
     generate(model, variables, [prompt], KEY, sampling, max_tokens=2, drafter=other)
-    assert found[-1] == PRIOR
+    assert begun[0][-1] == PRIOR
+
+
+def test_many_prompts_weigh_no_more_than_one(begun):
+  eagle = dataclasses.replace(drafter("eagle, fewer tokens"), cost=0.1)
+  rows = TESTED_POSITIONS + 8
+  generate(*target(), [[3, 1]] * rows, KEY, GREEDY, max_tokens=2, drafter=eagle)
+  np.testing.assert_allclose(begun[0][0][1], PRIOR[1] + PROMPT_WEIGHT * TESTED_POSITIONS)
+
+
+def test_a_drafter_of_nan_drafts_no_more(begun):
+  eagle = drafter("eagle, fewer tokens")
+  params = jax.tree.map(lambda x: x * jnp.nan, eagle.params)
+  eagle = dataclasses.replace(eagle, params=params, cost=0.1, overhead=0.2)
+  sampling = Sampling(0.8)
+  result = generate(*target(), PROMPTS[:1], KEY, sampling, max_tokens=NEW, drafter=eagle)
+  assert begun[1][-1] == 0
+  assert (result.tokens >= 0).all()
 
 
 def test_a_drafter_is_read_as_it_was_written_and_refused_elsewhere(tmp_path):

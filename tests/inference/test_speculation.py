@@ -301,6 +301,7 @@ BAD = {
   "a map of another length": (lambda: trimmed(7, tokens=MAP[:6]), ["(6,)", "7"]),
   "a map out of range": (lambda: trimmed(2, tokens=[0, V]), [str(V), "d2t"]),
   "a map with repetitions": (lambda: trimmed(2, tokens=[3, 3]), ["1 repetitions"]),
+  "no parameters": (lambda: Draft(target()[0], {}), ["variables", "[]", "'params'"]),
   "all blocks": (lambda: EarlyExit(2), ["layers", "2"]),
   "a head without variables": (lambda: EarlyExit(1, DenseHead(V, D)), ["variables"]),
   "a head of another width": (lambda: EarlyExit(1, DenseHead(V, 5), {}), ["dim", "5"]),
@@ -321,6 +322,12 @@ def test_a_drafter_that_does_not_fit_is_refused(name):
   with pytest.raises(ValueError, match="must") as error:
     generate(*target(), [[1, 2]], KEY, GREEDY, max_tokens=3, drafter=make())
   assert all(part in str(error.value) for part in parts)
+
+
+@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
+def test_a_small_model_alone_is_no_drafter():
+  with pytest.raises(TypeError, match=r"got a Transformer.* Draft\(model, variables\)"):
+    generate(*target(), [[1, 2]], KEY, GREEDY, max_tokens=3, drafter=target()[0])
 
 
 @pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")

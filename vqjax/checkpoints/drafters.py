@@ -63,6 +63,8 @@ def routed_head(
       f"{CENTROIDS} must have shape [C, {head.dim}]; got {list(centroids.shape)}. Give the head of"
       " the drafter, whose width is not the target's."
     )
+  if not np.isfinite(centroids.astype(np.float32)).all():
+    raise ValueError(f"{CENTROIDS} must be finite; got nan or inf. Read the file again.")
   _check_sizes(head.vocab, len(centroids))
   made, own = RoutedHead.from_dense(head, variables, order, len(centroids), budget)
   centroids = centroids.astype(np.asarray(own["params"]["centroids"]).dtype)
@@ -127,7 +129,13 @@ def draft_tokens(d2t: ArrayLike, vocab: int, t2d: ArrayLike | None = None) -> In
 
 
 def _checked_ids(tokens, vocab):
-  ids = np.asarray(tokens).astype(np.int64)
+  ids = np.asarray(tokens)
+  if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+    raise ValueError(
+      f"a drafter's tokens must be integers [T]; got {ids.dtype} of shape {ids.shape}. Give ids of"
+      " the target."
+    )
+  ids = ids.astype(np.int64)
   outside = ids[(ids < 0) | (ids >= vocab)]
   if outside.size:
     raise ValueError(

@@ -59,13 +59,13 @@ class CertifiedHead(DenseHead):
     """
     if type(head) not in (DenseHead, CertifiedHead):
       raise ValueError(
-        f"`head` must be a DenseHead; got a {type(head).__name__}. Heads that are compressed score"
-        " few numbers for each token already."
+        f"`head` must be a DenseHead of vqjax.heads; got a {type(head).__name__} of"
+        f" {type(head).__module__}. An NNX layer has its Linen one as `layer` and its variables by"
+        " `linen_variables()`; heads that are compressed score few numbers for each token already."
       )
     fields = {f.name: getattr(head, f.name) for f in dataclasses.fields(DenseHead) if f.init}
     made = CertifiedHead(**fields | {"name": None, "parent": None, "budget": budget})
-    rows = jax.jit(made._computed)(variables)
-    is_finite_V = np.isfinite(rows.error)
+    rows, is_finite_V = jax.jit(made._computed)(variables)
     if not is_finite_V.all():
       raise ValueError(
         f"the weight must be finite; got nan or inf in row {int(np.argmin(is_finite_V))}. Remove a"
@@ -78,14 +78,19 @@ class CertifiedHead(DenseHead):
   def is_certified(head: "CertifiedHead", variables: dict[str, Any]) -> bool:
     """Whether the 8-bit rows are those of the weight."""
     own = variables.get(COLLECTION, {})
-    rows = _named(jax.jit(head._computed)(variables))
+    rows = _named(jax.jit(head._computed)(variables)[0])
     return all(
       name in own and np.shape(own[name]) == value.shape and bool((own[name] == value).all())
       for name, value in rows.items()
     )
 
   def _computed(self, variables):
-    of_rows = lambda self: certified.int8_rows(self._scored(self._weight().all()))
+    """The 8-bit rows, and whether each row of the weight is finite."""
+
+    def of_rows(self):
+      weight = self._scored(self._weight().all())
+      return certified.int8_rows(weight), jnp.isfinite(weight).all(axis=1)
+
     own = {name: variables[name] for name in variables if name != COLLECTION}
     init = jax.eval_shape(self.init, jax.random.key(0), jnp.zeros((1, self.dim)))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), init[COLLECTION])

@@ -41,10 +41,10 @@ from vqjax.inference.speculation import (
 from vqjax.models import Transformer
 from vqjax.models.attention import attend
 
-TESTED = 32
-"""Most positions of the prompts on which a drafter with fewer tokens than the model is tested."""
+TESTED_POSITIONS = 32
+"""Positions of the prompts, of all rows together, on which a drafter is tested before it drafts."""
 
-WEIGHT = 0.5
+PROMPT_WEIGHT = 0.5
 """Weight of such a position over that of a draft token: the model did not write the prompt."""
 
 Params = dict[str, Any]
@@ -128,12 +128,14 @@ class EagleProgram(Program):
 
     There the drafter's head reads the model's vectors and the predicted ones. What would be
     accepted is the agreement of the two, times the part of the prompt's tokens that the drafter
-    has. Where the drafter knows little of a text, no round has to show it.
+    has. Where the drafter knows little of a text, few rounds or none have to show it.
+
+    A head of all tokens is not tested: it would take the time of several tokens.
     """
     accepted, verified = super().prior(arrays, tokens_BT, hidden_BTD, length_B, draft_rings)
     if "tokens" not in arrays or self.cost == 0:
       return accepted, verified
-    index_BW = length_B[:, None] - 1 - jnp.arange(max(1, TESTED // len(length_B)))
+    index_BW = length_B[:, None] - 1 - jnp.arange(max(1, TESTED_POSITIONS // len(length_B)))
     # A vector is predicted from the model's at the position before it.
     is_tested_BW, index_BW = index_BW > 0, jnp.maximum(index_BW, 1)
     take = jax.vmap(lambda x_T, at_W: x_T[at_W])
@@ -154,10 +156,15 @@ class EagleProgram(Program):
       agreement_N = number_N == draft_N
     else:
       agreement_N = jnp.exp(jnp.minimum(log_p_UN, log_q_UN)).sum(axis=0)
-    count = is_tested_BW.sum()
-    known = (is_tested_BW & jnp.isin(token_BW, arrays["tokens"])).sum() / jnp.maximum(1, count)
-    agreed = jnp.where(is_tested_BW.reshape(-1), agreement_N, 0).sum() * known
-    return accepted + WEIGHT * agreed, verified + WEIGHT * count
+    # Vectors of nan agree with none.
+    agreement_BW = jnp.nan_to_num(agreement_N.astype(jnp.float32)).reshape(index_BW.shape)
+    of_row = lambda x_BW: jnp.where(is_tested_BW, x_BW, 0).sum(axis=1)
+    count_B = is_tested_BW.sum(axis=1)
+    known_B = of_row(jnp.isin(token_BW, arrays["tokens"])) / jnp.maximum(1, count_B)
+    # Many prompts have more positions, one each.
+    weight = PROMPT_WEIGHT * jnp.minimum(1, TESTED_POSITIONS / jnp.maximum(1, count_B.sum()))
+    agreed = (of_row(agreement_BW) * known_B).sum()
+    return accepted + weight * agreed, verified + weight * count_B.sum()
 
   def drafted(self, arrays, state, key):
     """Draft tokens [B, K] as numbers of the drafter, log q [K, U, B], and the state."""

@@ -102,6 +102,7 @@ def generate(
     ValueError: a prompt is empty or too long for the context, a token is outside the vocabulary,
       the tokenizer is of another size, no token is allowed, the drafter does not fit the model, or
       the scores are not finite.
+    TypeError: the model is no Transformer, or the drafter no Drafter.
   """
   run = _Run(model, prompts, sampling, max_tokens, stop, tokenizer, allowed, log_probs, drafter)
   chunks = run.chunks(variables, key, STOP_CHUNK if run.stop_strings else max_tokens)
@@ -306,6 +307,11 @@ class _Run:
     capacity, rejected = _cache_size(model, longest + max_tokens), 0
     self.drafter, self.speculation = drafter, None
     if drafter is not None:
+      if not isinstance(drafter, speculation.Drafter):
+        raise TypeError(
+          f"`drafter` must be a Drafter; got a {type(drafter).__name__}. A small model drafts as"
+          " Draft(model, variables)."
+        )
       self.speculation = drafter.program(model, sampling, longest + max_tokens, log_probs)
       rejected = self.speculation.rejected
     reads_hidden = self.speculation is not None and self.speculation.reads_hidden

@@ -73,7 +73,7 @@ def choose(
   allowed: Bool[ArrayLike, "..."] | None = None,
   seen: Bool[Array, "*B V"] | None = None,
 ) -> Int[Array, "*B"]:
-  """A token for each hidden vector; -1 where none is allowed or the scores are nan.
+  """A token for each hidden vector; -1 where none is allowed, and any where the scores are nan.
 
   A head with factors samples by them. The repetition penalty and min-p read the logits of all
   tokens, a block of the vocabulary at a time.

@@ -188,6 +188,11 @@ class Draft(Drafter):
   variables: Variables
 
   def _part(self, model: Transformer) -> Part:
+    if "params" not in self.variables:
+      raise ValueError(
+        f"`variables` must be those of the drafter's model; got {sorted(self.variables)} without"
+        " 'params'. Give what its `init` or a checkpoint has."
+      )
     return Part(self.model, None, shares=False)
 
   def _variables(self, variables: Variables) -> dict[str, Variables]:
