@@ -183,15 +183,20 @@ class _Checked:
 
   Attributes:
     first: number of the first state.
-    equal: whether the answer is that of the dense head, for each kind of answer and state.
+    equal: whether the answer has the tokens of the dense head's, for each kind of answer and state.
+    in_order: whether it has them in the same order; likewise.
     certain: whether the first pass decided, so that not all rows were scored; likewise.
     survivors: rows in doubt; likewise.
   """
 
   first: int
   equal: dict
+  in_order: dict
   certain: dict
   survivors: dict
+
+
+FIELDS = "equal", "in_order", "certain", "survivors"
 
 
 def certified(options, held, head, table, say) -> dict:
@@ -225,6 +230,7 @@ def certified(options, held, head, table, say) -> dict:
     }
     return {
       name: (
+        (jnp.sort(mine.tokens) == jnp.sort(wanted)).all(axis=-1),
         (mine.tokens == wanted).all(axis=-1),
         jnp.broadcast_to(mine.certain, drawn.shape),
         mine.survivors,
@@ -249,7 +255,7 @@ def certified(options, held, head, table, say) -> dict:
     joined = jax.tree.map(lambda *x: np.concatenate(x).tolist(), *parts)
     row = {"first": first} | {
       field: {name: answer[at] for name, answer in joined.items()}
-      for at, field in enumerate(("equal", "certain", "survivors"))
+      for at, field in enumerate(FIELDS)
     }
     sealed = records.sealed(row, done.checksums[-1] if done.checksums else "")
     with open(path, "a", encoding="utf-8") as out:
@@ -259,12 +265,12 @@ def certified(options, held, head, table, say) -> dict:
     say(f"certified: {min(count, first + size)} states")
   figures = {"states": count, "at_once": CERTIFIED_AT_ONCE, "budget_50": CERTIFIED_BUDGET}
   for name in done.rows[0]["equal"]:
-    equal, certain, doubt = (
-      np.concatenate([row[field][name] for row in done.rows])
-      for field in ("equal", "certain", "survivors")
+    equal, in_order, certain, doubt = (
+      np.concatenate([row[field][name] for row in done.rows]) for field in FIELDS
     )
     figures[name] = {
       "equal": int(equal.sum()),
+      "in_order": int(in_order.sum()),
       "proved": int(certain.sum()),
       "equal_where_proved": int((equal & certain).sum()),
       "median": float(np.median(doubt)),
@@ -384,11 +390,12 @@ def shown(result) -> str:
     lines += [
       "",
       line(
-        "certified, beside all scores", "states", "equal", "proved by the first pass",
+        "certified, beside all scores", "states", "equal", "in the same order",
+        "proved by the first pass",
         "in doubt: median", "99th percentile", "above 256",
       ),
     ]  # fmt: skip
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     names = {
       "best": "best token",
       "50": f"50 best, budget {found['budget_50']:,}",
@@ -398,7 +405,8 @@ def shown(result) -> str:
       row = found[name]
       lines.append(
         line(
-          label, f"{found['states']:,}", f"{row['equal']:,}", f"{row['proved']:,}",
+          label, f"{found['states']:,}", f"{row['equal']:,}", f"{row['in_order']:,}",
+          f"{row['proved']:,}",
           f"{row['median']:g}", f"{row['p99']:g}", share(row["above_256"]),
         )
       )  # fmt: skip
