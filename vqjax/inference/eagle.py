@@ -305,17 +305,25 @@ def _fresh_params(model, key):
 
 def check_params(params: Params, model: Transformer) -> None:
   """Raise ValueError unless parameters have the names and shapes of a drafter for a model."""
-  made = jax.eval_shape(lambda: _fresh_params(model, jax.random.key(0)))
-  wanted, found = (
-    {"/".join(path): np.shape(x) for path, x in traverse_util.flatten_dict(dict(tree)).items()}
-    for tree in (jax.tree.map(lambda x: np.empty(x.shape, bool), made), params)
-  )
+  wanted, found = _shapes_of(model), _shapes(params)
   if wrong := sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name)):
     name = wrong[0]
     raise ValueError(
       f"`params` must be those of a drafter of this model: {name} must have shape"
       f" {wanted.get(name)}; got {found.get(name)}. Train a drafter on this model."
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _shapes_of(model):
+  """The shapes of a drafter for a model; to trace its block takes as long as many tokens."""
+  made = jax.eval_shape(lambda: _fresh_params(model, jax.random.key(0)))
+  return _shapes(jax.tree.map(lambda x: np.empty(x.shape, bool), made))
+
+
+def _shapes(tree):
+  flat = traverse_util.flatten_dict(dict(tree))
+  return {"/".join(path): np.shape(x) for path, x in flat.items()}
 
 
 def frequent_head(
