@@ -77,9 +77,9 @@ def begun(monkeypatch):
   counts, lengths, begin, advance = [], [], speculation.begin, speculation.advance
 
   def at_begin(*args, **options):
-    state = begin(*args, **options)
+    state, length = begin(*args, **options)
     counts.append((float(state.accepted), float(state.verified)))
-    return state
+    return state, length
 
   def at_advance(*args, program):
     lengths.append(program.length)

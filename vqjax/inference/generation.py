@@ -345,9 +345,10 @@ class _Run:
     """The first state, and the function that continues it, with a drafter."""
     program = self.speculation
     arrays = self.drafter.arrays(variables, program.part, program.model.head.vocab)
-    state = speculation.begin(
+    state, length = speculation.begin(
       state, arrays, tokens_BT, hidden_BTD, program=program, capacity=self.program.capacity
     )
+    self.speculation = dataclasses.replace(program, length=int(length))
 
     def advance(variables, state, limit, *given):
       while True:

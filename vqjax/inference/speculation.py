@@ -537,12 +537,17 @@ def read_times(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("program", "capacity"))
-def begin(plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: int) -> State:
-  """The state after the prompts, from that of plain generation with the first token."""
+def begin(
+  plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: int
+) -> tuple[State, Int[Array, ""]]:
+  """The state after the prompts, from that of plain generation with the first token.
+
+  Also the length to begin with.
+  """
   length_B = plain.length
   draft_rings = program.begun(arrays, tokens_BT, hidden_BTD, length_B, capacity)
   accepted, verified = program.prior(arrays, tokens_BT, hidden_BTD, length_B, draft_rings)
-  return State(
+  state = State(
     rings=plain.rings,
     draft_rings=draft_rings,
     step=jnp.zeros_like(length_B),
@@ -557,6 +562,7 @@ def begin(plain, arrays, tokens_BT, hidden_BTD, *, program: Program, capacity: i
     accepted=jnp.float32(accepted),
     verified=jnp.float32(verified),
   )
+  return state, program.best_length(state)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
