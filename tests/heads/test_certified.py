@@ -1,5 +1,6 @@
 """The certified head answers as the dense head does, and says how much it had to look at."""
 
+import os
 from typing import ClassVar
 
 import jax
@@ -217,12 +218,24 @@ def test_rows_of_another_weight_change_no_answer(changed):
   np.testing.assert_array_equal(found.tokens[..., 0], logits.argmax(axis=-1))
 
 
+@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
+def test_an_nnx_layer_is_told_from_a_head():
+  layer = vqjax.nnx.DenseHead(31, 8, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"got a DenseHead of vqjax\.nnx.*`linen_variables"):
+    CertifiedHead.from_dense(layer, layer.linen_variables())
+  # As the message says.
+  head, variables = CertifiedHead.from_dense(layer.layer, layer.linen_variables())
+  certified_layer = vqjax.nnx.CertifiedHead.from_linen(head, variables)
+  hidden = jax.random.normal(jax.random.key(0), (3, 8))
+  found = certified_layer.best(hidden)
+  assert found.certain.all()
+  assert (found.tokens[:, 0] == layer.logits(hidden).argmax(axis=-1)).all()
+
+
 def test_bad_heads_and_weights_are_refused():
   head, variables, _ = dense(31, 8)
   with pytest.raises(ValueError, match=r"must be a DenseHead .*got a CodebookHead"):
     CertifiedHead.from_dense(CodebookHead(31, 8, 4), variables)
-  with pytest.raises(ValueError, match=r"got a DenseHead of vqjax.nnx.*`linen_variables"):
-    CertifiedHead.from_dense(vqjax.nnx.DenseHead(31, 8, rngs=nnx.Rngs(0)), variables)
   with pytest.raises(ValueError, match="`budget` must be at least 1; got 0"):
     CertifiedHead.from_dense(head, variables, budget=0)[0].init(
       jax.random.key(0), jnp.zeros((1, 8))
