@@ -543,11 +543,9 @@ def run_target(sizes: Sizes, quick: bool) -> Target:
     model, variables, tokenizer = load_trained(str(folder), str(CONFIG), fields)
   encoded = lambda texts: (list(tokenizer.encode(text)) for text in texts)
   of = experiment.data.documents
-  texts_of = {
-    "docstrings": of("test"),
-    "stories": Stories().documents("test"),
-    "wikipedia": texts.documents("wikipedia"),
-  }
+  texts_of = {"docstrings": of("test")}
+  if not quick:  # these need data
+    texts_of |= {"stories": Stories().documents("test"), "wikipedia": texts.documents("wikipedia")}
   prompts = {}
   for number, (domain, documents) in enumerate(texts_of.items()):
     long = (row[: sizes.prompt] for row in encoded(documents) if len(row) >= 2 * sizes.prompt)
