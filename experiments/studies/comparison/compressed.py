@@ -15,6 +15,7 @@ from vqjax.checkpoints import table_file
 from vqjax.convert import part_of, with_part
 from vqjax.heads import QuantizedHead
 from vqjax.lab.config import Experiment
+from vqjax.lab.conversion import Distilled
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.run import EncodedText, load_text
 from vqjax.lab.training.step import carried
@@ -210,13 +211,15 @@ def measure(experiment: Experiment, folder: str, method: Method, divisor: int) -
 
   Args:
     experiment: the experiment of the run, whose head is a `DenseHead` with biases, tied or not.
-    folder: its run folder.
+    folder: its run folder; of a distilled run the student is compressed.
     method: the compression.
     divisor: what the bytes of the table and the biases are divided by.
   """
   text = load_text(experiment)
   model = text.experiment.model
   variables, _ = read_variables(folder)
+  if isinstance(model, Distilled):
+    model, variables = model.student, part_of(variables, "student")
   tied = model.head.embedding
   whole = model.head.size().state_bytes + (0 if tied is None else tied.size().state_bytes)
   table = Table(model, variables, moments_of(model, variables, text), whole // divisor)

@@ -116,6 +116,7 @@ class Row:
     start: seed -> `Experiment.init_from`.
     teacher: the row whose trained model of the same seed it is distilled from; None: the text
       alone.
+    times: how often the steps of the setting are trained.
     source: the row whose trained model of the same seed is compressed, without a run and a tuning
       of its own; None: the row is trained.
     method: the compression.
@@ -126,6 +127,7 @@ class Row:
   head: Callable[[], Head]
   start: Callable[[int], Any] = lambda seed: None
   teacher: "Row | None" = None
+  times: int = 1
   source: "Row | None" = None
   method: Method | None = None
 
@@ -136,7 +138,7 @@ class Row:
 
   def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
     """The row's run before its tuning; by default the teacher has the run's seed."""
-    head, start, train = self.head(), self.start(seed), s.train
+    head, start, train = self.head(), self.start(seed), _repeated(s.train, self.times)
     embedding = getattr(head, "embedding", None) or DenseEmbedding(V, s.dim, weight_init=s.inputs)
     model = s.body(embedding, head)
     if self.teacher is not None:
@@ -179,6 +181,13 @@ def rows(s: Setting) -> list[Row]:
   best = Row("dense-contexts", "full softmax, from contexts", dense, to_dense)
   shared = Row("tied", "tied full softmax", tied)
   shared_best = Row("tied-contexts", "tied full softmax, from contexts", tied, to_dense)
+  shared_distilled = Row(
+    "tied-distilled",
+    "tied full softmax, from contexts, distilled",
+    tied,
+    to_dense,
+    teacher=shared_best,
+  )
   # Of about their size; the measurements make their own.
   packed, of_rows = heads.QuantizedHead, {"classes": InMemory().classes, "is_ranked": False}
   embedding = lambda: QuantizedEmbedding(V, d, **of_rows)
@@ -187,9 +196,17 @@ def rows(s: Setting) -> list[Row]:
     *_compressed(best, lambda: packed(V, d, use_bias=True, **of_rows)),
     shared,
     shared_best,
+    shared_distilled,
+    Row(
+      "tied-longer",
+      "tied full softmax, from contexts, twice the steps",
+      tied,
+      to_dense,
+      times=2,
+    ),
     *(
       row
-      for source in (shared, shared_best)
+      for source in (shared, shared_best, shared_distilled)
       for row in _compressed(source, lambda: packed(V, d, use_bias=True, embedding=embedding()))
     ),
     Row("dense", "full softmax", dense),
@@ -325,6 +342,17 @@ def zipf_tree(vocab: int) -> trees.Tree:
   return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)
 
 
+def _repeated(train: Train, times: int) -> Train:
+  """The training with so many times the steps, and a schedule as long."""
+  optimizer = train.optimizer
+  if isinstance(optimizer, SGD):
+    hold, every = optimizer.hold * times, optimizer.every * times
+    optimizer = dataclasses.replace(optimizer, hold=hold, every=every)
+  longer = ("steps", "warmup", "eval_every", "save_every")
+  own = {field: getattr(train, field) * times for field in longer}
+  return dataclasses.replace(train, optimizer=optimizer, **own)
+
+
 def _lstm(dim: int, context: int) -> dict[str, Any]:
   """Fields of a setting whose model is the small LSTM of Zaremba et al., on one text a row."""
   begin = SymmetricUniform(0.1)
@@ -386,6 +414,7 @@ def _by_adam(steps: int, batch: int, warmup: int) -> Train:
 
 HEADLINE = (
   *("tied-contexts", "tied-contexts-file", "tied-contexts-memory"),
+  *("tied-distilled", "tied-distilled-file", "tied-distilled-memory"),
   *("tied", "tied-file", "tied-memory"),
   *("dense-contexts", "dense-contexts-file", "dense-contexts-memory"),
   *("dense", "product-learned", "product-distilled"),
@@ -393,6 +422,7 @@ HEADLINE = (
 PTB = (
   *HEADLINE,
   *(
+    "tied-longer",
     "dense-distilled",
     "product",
     "residual",

@@ -112,9 +112,18 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
   assert row.experiment(PTB, 2).init_from.folder == "runs/comparison/cpu/ptb/dense-contexts-s2"
 
 
+def test_a_row_of_twice_the_steps_has_a_schedule_as_long():
+  by_name = {row.name: row for row in rows(PTB)}
+  longer, plain = (by_name[n].experiment(PTB, 0).train for n in ("tied-longer", "tied-contexts"))
+  assert (longer.steps, longer.eval_every) == (2 * plain.steps, 2 * plain.eval_every)
+  schedules = [train.optimizer.learning_rate(train) for train in (longer, plain)]
+  steps = np.arange(0, plain.steps, 97)
+  np.testing.assert_allclose(*(f(times * steps) for f, times in zip(schedules, (2, 1))), rtol=1e-6)
+
+
 def test_a_compressed_row_measures_the_run_of_its_seed():
   jobs = {job.name: job for job in run.jobs("cpu")}
-  for row in ("dense-contexts", "tied", "tied-contexts"):
+  for row in ("dense-contexts", "tied", "tied-contexts", "tied-distilled"):
     for form in ("file", "memory"):
       assert jobs[f"ptb/{row}-{form}-s3"].needs == (f"ptb/{row}-s3",)
       assert f"ptb/{row}-{form}-tuning" not in jobs
