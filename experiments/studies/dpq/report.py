@@ -103,14 +103,14 @@ def formula_ratio(vocab: int, dim: int, codes: CodeSize) -> float:
 
 
 def table(results: Results, scale: str, name: str) -> pd.DataFrame:
-  """A scale's rows of one of the paper's tables, beside the paper's numbers.
+  """The measured rows of one of the paper's tables at a scale, beside the paper's numbers.
 
   A setting with a dagger stands in for the paper's.
   """
   lines = []
   for theirs, kind, printed in _printed(name):
     ours, label = _own(scale, name, theirs, kind)
-    if label is None:
+    if label is None or not page.seeds(results, f"{ours}/{kind}"):
       continue
     published = dict(zip(printed.column, printed.value, strict=True))
     title = TITLES[ours] + ("" if ours == theirs else " †")
@@ -139,23 +139,42 @@ def _own(scale: str, name: str, theirs: str, kind: str) -> tuple[str, str | None
   return ours, labels.get(kind)
 
 
+def not_run(results: Results, scale: str) -> pd.DataFrame:
+  """The paper's rows that a scale has and that have no result, with their names for `--only`."""
+  missing: _Missing = {}
+  for name in TABLES:
+    for theirs, kind, _ in _printed(name):
+      ours, label = _own(scale, name, theirs, kind)
+      if label is not None and not page.seeds(results, f"{ours}/{kind}"):
+        missing.setdefault(ours, {}).setdefault(name, []).append(kind)
+  return _listed(missing)
+
+
 def elsewhere(scale: str) -> pd.DataFrame:
-  """The paper's rows that a scale does not have, and the commands that run them."""
-  missing: dict[str, dict[str, list[str]]] = {}
+  """The paper's rows that a scale does not have, what they need, and their names for `--only`."""
+  missing: _Missing = {}
   for name in TABLES:
     for theirs, kind, _ in _printed(name):
       if _own(scale, name, theirs, kind)[1] is None:
-        missing.setdefault(theirs, {}).setdefault(name.split()[1], []).append(kind)
+        missing.setdefault(theirs, {}).setdefault(name, []).append(kind)
+  listed = _listed(missing)
+  listed.insert(2, "needs", [NEEDS[setting] for setting in missing])
+  return listed
+
+
+_Missing = dict[str, dict[str, list[str]]]
+"""Setting -> table of the paper -> rows."""
+
+
+def _listed(missing: _Missing) -> pd.DataFrame:
   lines = []
   for setting, tables in missing.items():
     kinds = dict.fromkeys(kind for some in tables.values() for kind in some)
-    names = ",".join(f"{setting}/{kind}" for kind in kinds)
     lines.append(
       {
         "setting": TITLES[setting],
-        "tables": ", ".join(tables),
-        "needs": NEEDS[setting],
-        "`--only`": f"`{names}`",
+        "tables": ", ".join(name.removeprefix("Table ") for name in tables),
+        "`--only`": f"`{','.join(f'{setting}/{kind}' for kind in kinds)}`",
         "rows": len(kinds),
       }
     )
@@ -173,7 +192,7 @@ def _measured(results: Results, name: str) -> dict[str, str | None]:
   lost, size = embedding.get("lost"), compact.get("file_bytes", embedding.get("shipped_bytes"))
   mean = page.Spread.of(list(score.values()))
   return {
-    "measured": mean.show(2) if mean else "failed" if failed else units.MISSING,
+    "measured": mean.show(2) if mean else "failed",
     "seeds": f"{len(score)}" + (f", {failed} failed" if failed else ""),
     "- full": difference and difference.show(2, "+"),
     "lost": None if lost is None else f"{100 * lost:.1f} %",
@@ -291,6 +310,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   cost = page.bench(docs, "dpq")
   frames = {name.lower().replace(" ", "-"): table(results, "cpu", name) for name in TABLES} | {
     "stand-ins": stand_ins("cpu"),
+    "not-run": not_run(results, "cpu"),
     "elsewhere": elsewhere("cpu"),
     "neighbours": neighbours(results),
     "word-codes": word_codes(results),
@@ -300,6 +320,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   }
   text_columns = {
     "stand-ins": 3,
+    "not-run": 3,
     "elsewhere": 4,
     "neighbours": 3,
     "word-codes": 3,

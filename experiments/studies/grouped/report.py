@@ -35,6 +35,7 @@ SQRT = 224
 
 TITLES = {
   "language": "Table 1: language models on TinyStories",
+  "grades": "Table 1: grades of their stories, ours / the paper's",
   "differences": "Differences of the loss from the control's, nats",
   "groups": "Figure 3: validation loss by the number of groups",
   "pictures": "Section 3.2: classes of pictures",
@@ -69,6 +70,7 @@ def tables(results: Results, scale: str, cost: Cost | None) -> dict[str, pd.Data
   """Tables by the keys of `TITLES`; those of the bench only if there is a `cost`."""
   frames = {
     "language": _language(results, scale),
+    "grades": _grades(results, scale),
     "differences": _differences(results, scale),
     "groups": _groups(results, scale),
     "pictures": _pictures(results),
@@ -90,6 +92,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   """Rewrite the generated blocks and the figures of the page; return their paths."""
   cost = read_cost(docs)
   blocks = {name: page.markdown(frame) for name, frame in tables(results, "cpu", cost).items()}
+  blocks["not-run"] = not_run(results, "cpu")
   figures = {
     "grouped-losses.png": losses(results),
     "grouped-pictures.png": picture_curves(results),
@@ -118,23 +121,20 @@ def _mark_failed(frame: pd.DataFrame, results: Results, jobs: Iterable[str]) -> 
   frame.loc[failed, frame.columns[1:]] = "failed"
 
 
+def _labels(scale: str) -> dict[str, str]:
+  """Language model of a scale -> its label."""
+  settings = [s for s in SCALES[scale].values() if s.rows]
+  return {f"{s.name}/{row.name}": f"{s.name}: {row.label}" for s in settings for row in rows(s)}
+
+
 def _language(results: Results, scale: str) -> pd.DataFrame:
-  labels = {
-    f"{s.name}/{row.name}": f"{s.name}: {row.label}"
-    for s in SCALES[scale].values()
-    if s.rows
-    for row in rows(s)
-  }
-  for job in PAPER["1"] if scale == "cpu" else ():
-    if job not in labels:
-      dim, name = job.removeprefix("lm-").split("/")
-      labels[job] = f"paper, {MODELS[name]}, {dim}"
+  labels = {job: label for job, label in _labels(scale).items() if job in results}
   numbers = functools.partial(_numbers, results, labels)
   nats = numbers("result", "test", "nats_per_token")
   dense = [f"{job.split('/')[0]}/{TEACHER}" for job in labels]
   over = nats - _numbers(results, dense, "result", "test", "nats_per_token")
   # The count of a distilled model includes its teacher.
-  distilled = [job.endswith("distilled") for job in labels]
+  distilled = pd.Series([job.endswith("distilled") for job in labels], dtype=bool)
   params = numbers("result", "model", "params").mask(distilled)
   frame = pd.DataFrame({
     "model": list(labels.values()),
@@ -145,19 +145,36 @@ def _language(results: Results, scale: str) -> pd.DataFrame:
     "of the head": _text(numbers("result", "head", "params"), units.count),
   })  # fmt: skip
   _mark_failed(frame, results, labels)
+  return frame
+
+
+def not_run(results: Results, scale: str) -> str:
+  """A sentence on the language models without a result, with their names for `--only`."""
+  every = _labels(scale).items()
+  missing = [f"{label} (`{job}`)" for job, label in every if job not in results]
+  return f"Not run: {'; '.join(missing)}." if missing else "All rows of this table were run."
+
+
+def _grades(results: Results, scale: str) -> pd.DataFrame:
+  """The grades of stories of the language models, ours / the paper's or the paper's alone."""
+  labels = _labels(scale)
+  for job in PAPER["1"] if scale == "cpu" else ():
+    if job not in labels:
+      dim, name = job.removeprefix("lm-").split("/")
+      labels[job] = f"paper, {MODELS[name]}, {dim}"
   judged = [f"grades/{job.replace('/', '-')}" for job in labels]
+  frame = pd.DataFrame({"model": list(labels.values())})
   for grade in GRADES:
     own = _text(_numbers(results, judged, "grades", grade), "{:.2f}")
     printed = _printed("1", labels, grade)
-    both = own.fillna(units.MISSING) + " / " + printed.fillna(units.MISSING)
-    frame[grade] = both.where(own.notna() | printed.notna())
+    frame[grade] = (own + " / " + printed.fillna(units.MISSING)).where(own.notna(), printed)
   frame["graded"] = [
     f"{kept['graded']} of {kept['graded'] + kept['failed']} by {kept['settings']['model']}"
     if (kept := results.get(name))
     else None
     for name in judged
   ]
-  return frame
+  return frame.dropna(subset=list(GRADES), how="all")
 
 
 def _differences(results: Results, scale: str) -> pd.DataFrame:

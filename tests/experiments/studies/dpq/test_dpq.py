@@ -53,9 +53,15 @@ def test_a_row_has_its_score_its_paired_difference_and_both_ratios(results):
   assert (row["ratio"], row["formula"], row["bytes"]) == ("85.1", "85.1", "91.9 KiB")
 
 
-def test_a_row_that_was_not_run_has_only_the_papers_numbers(results):
-  row = line(results, "Table 3", "DBpedia: DPQ-VQ")
-  assert (row["paper"], row["measured"], row["seeds"]) == ("98.14", "–", "0")
+def test_a_row_that_was_not_run_is_in_a_list_and_in_no_table(results):
+  tables = [report.table(results, "cpu", name) for name in report.TABLES]
+  labels = {label for table in tables if len(table) for label in table.run}
+  assert len(labels) == 9
+  listed = {line["setting"]: line for line in report.not_run(results, "cpu").to_dict("records")}
+  row = listed["Multi30k, En-De"]
+  assert row["tables"] == "3, 11"
+  assert row["`--only`"].startswith("`multi30k/sx,multi30k/vq,")
+  assert "PTB, small, 3 epochs" in listed
 
 
 def test_a_derived_row_is_compared_with_the_full_embedding(results):
@@ -75,7 +81,9 @@ def test_a_score_is_bleu_else_accuracy_else_perplexity(results):
 
 
 def test_rows_of_a_table_keep_the_papers_order():
-  table = report.table({}, "paper", "Table 12")
+  settings = "ptb-medium-tied", "wikitext-medium"
+  names = [f"{setting}/{kind}" for setting in settings for kind in ("vq", "sx-tied", "sx")]
+  table = report.table({name: kept(100.0) for name in names}, "paper", "Table 12")
   assert list(table.paper) == ["82.4", "83.5", "83.5", "95.2", "95.8", "97"]
 
 
@@ -143,7 +151,8 @@ def test_a_page_without_results_has_its_blocks_and_no_figures(tmp_path):
   shutil.copy(DOCS / "results" / "dpq.md", tmp_path / "results")
   page, *figures = report.update({}, tmp_path)
   assert not figures
-  assert "| PTB, small: Full" in page.read_text()
+  assert "PTB, small: Full" not in page.read_text()
+  assert "`ptb-small/full,ptb-small/sx,ptb-small/vq,ptb-small/scalar-8," in page.read_text()
 
 
 def test_codes_that_changed_are_drawn_where_they_were_measured():
@@ -175,8 +184,11 @@ def test_the_command_makes_every_kind_of_job_and_keeps_it(smoke, capsys):
   assert capsys.readouterr().out.count("done") == 6
 
 
-def test_the_commands_of_rows_that_run_elsewhere_name_these_rows():
-  for line in report.elsewhere("cpu").to_dict("records"):
+@pytest.mark.parametrize(
+  ("listed", "scale"), [(report.elsewhere("cpu"), "paper"), (report.not_run({}, "cpu"), "cpu")]
+)
+def test_the_commands_of_rows_that_were_not_run_name_these_rows(listed, scale):
+  for line in listed.to_dict("records"):
     names = line["`--only`"].strip("`")
     assert len(names.split(",")) == line["rows"]
-    assert run.STUDY.chosen("paper", names)
+    assert run.STUDY.chosen(scale, names)

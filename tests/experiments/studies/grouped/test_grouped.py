@@ -61,16 +61,22 @@ def cost():
   }
 
 
-def test_a_language_model_has_perplexity_difference_and_both_grades(results):
+def test_a_language_model_that_was_run_has_its_perplexity_and_difference_and_both_grades(results):
   frame = report.tables(results, "cpu", None)["language"]
   row = cells(frame, "lm-128: grouped")
   assert (row["perplexity"], row["nats"], row["- GPT-2"]) == ("61.87", "4.125", "+0.125")
+  assert cells(frame, "lm-128: GPT-Neo")["perplexity"] == "failed"
+  assert list(frame.model) == ["lm-128: GPT-2", "lm-128: GPT-Neo", "lm-128: grouped"]
+  missing = report.not_run(results, "cpu")
+  assert "lm-128: grouped, by clusters (`lm-128/clusters`); " in missing
+  assert "`lm-128/gpt-neo`" not in missing
+  grades = report.tables(results, "cpu", None)["grades"]
+  row = cells(grades, "lm-128: grouped")
   assert (row["grammar"], row["age"]) == ("3.50 / 3.53", "5.00 / 4.55")
   assert row["graded"] == "28 of 30 by teacher"
-  assert cells(frame, "lm-128: GPT-2")["plot"] == "– / 2.95"  # not graded
-  assert cells(frame, "lm-128: GPT-Neo")["perplexity"] == "failed"
-  assert cells(frame, "lm-128: grouped, by clusters")["perplexity"] is None
-  assert cells(frame, "paper, grouped, 512")["plot"] == "– / 5.475"  # all digits that are printed
+  assert cells(grades, "lm-128: GPT-2")["plot"] == "2.95"  # not graded
+  assert cells(grades, "paper, grouped, 512")["plot"] == "5.475"  # all digits that are printed
+  assert not any("shuffled" in model for model in grades.model)
 
 
 def test_a_difference_needs_both_models(results):
@@ -229,7 +235,7 @@ def test_the_command_runs_resumes_grades_and_renders(tmp_path, monkeypatch, caps
   assert report.TITLES["language"] in capsys.readouterr().out
   results = run.STUDY.current("smoke")
   assert results["grades/tiny-16-gpt-2"]["grades"]["age"] == 6.5
-  row = cells(report.tables(results, "smoke", None)["language"], "tiny-16: GPT-2")
+  row = cells(report.tables(results, "smoke", None)["grades"], "tiny-16: GPT-2")
   assert row["consistency"] == "2.00 / –"
   assert results["top/tiny-16"]["top"]["same"]
   # The converted model has the trained body: it is worse than its source, but far from chance.
