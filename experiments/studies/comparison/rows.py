@@ -117,6 +117,7 @@ class Row:
     teacher: the row whose trained model of the same seed it is distilled from; None: the text
       alone.
     times: how often the steps of the setting are trained.
+    tuned_as: the row whose tuning is this row's too; None: it has its own.
     source: the row whose trained model of the same seed is compressed, without a run and a tuning
       of its own; None: the row is trained.
     method: the compression.
@@ -128,6 +129,7 @@ class Row:
   start: Callable[[int], Any] = lambda seed: None
   teacher: "Row | None" = None
   times: int = 1
+  tuned_as: "Row | None" = None
   source: "Row | None" = None
   method: Method | None = None
 
@@ -203,6 +205,7 @@ def rows(s: Setting) -> list[Row]:
       tied,
       to_dense,
       times=2,
+      tuned_as=shared_best,
     ),
     *(
       row

@@ -68,13 +68,14 @@ def _starts(setting: Setting) -> Job:
 def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
   if row.source is not None:
     return _compressed(scale, setting, row)
+  of = row if row.tuned_as is None else row.tuned_as
   before = tuning(
-    f"{setting.name}/{row.name}-tuning",
-    f"tuning of {row.label}",
+    f"{setting.name}/{of.name}-tuning",
+    f"tuning of {of.label}",
     # The teacher of a tuning is that of the first seed.
-    row.experiment(setting, TUNING_SEED, teacher_seed=0),
+    of.experiment(setting, TUNING_SEED, teacher_seed=0),
     setting.space,
-    pathlib.Path(setting.folder, "tuning", row.name),
+    pathlib.Path(setting.folder, "tuning", of.name),
   )
 
   chosen = lambda: _chosen(scale, before)
@@ -86,6 +87,8 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
 
   seeds = range(setting.seeds if row.name in setting.headline else 1)
   jobs = [before, *map(measured, seeds)]
+  if row.tuned_as is not None:
+    return jobs[1:]
   if row.teacher is None:
     return jobs
   teachers = _jobs(scale, setting, row.teacher)[1:]

@@ -113,7 +113,9 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
 
 
 def test_a_row_of_twice_the_steps_has_a_schedule_as_long():
-  by_name = {row.name: row for row in rows(PTB)}
+  jobs, by_name = {job.name: job for job in run.jobs("cpu")}, {row.name: row for row in rows(PTB)}
+  assert jobs["ptb/tied-longer"].needs == ("ptb/tied-contexts-tuning",)
+  assert "ptb/tied-longer-tuning" not in jobs
   longer, plain = (by_name[n].experiment(PTB, 0).train for n in ("tied-longer", "tied-contexts"))
   assert (longer.steps, longer.eval_every) == (2 * plain.steps, 2 * plain.eval_every)
   schedules = [train.optimizer.learning_rate(train) for train in (longer, plain)]
