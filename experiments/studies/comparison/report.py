@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import scipy.stats
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from experiments.studies import page
 from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
@@ -177,8 +178,13 @@ def bytes_figure(results: Results, s: Setting) -> Figure | None:
   if not points:
     return None
   sizes, perplexities, names = zip(*points)
-  figure, axes = blank(height=4.2)
+  # Rows of about one size are named above each other.
+  figure, axes = blank(height=max(4.2, 0.26 * len(points)))
   xs = byte_axis(axes, sizes)
+  axes.set_yscale("log")
+  axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+  axes.yaxis.set_major_formatter("{x:g}")
+  axes.minorticks_off()
   axes.plot(xs, perplexities, "o", color=SERIES[0])
   axes.set_xlabel("bytes of the head", fontsize=9)
   axes.set_ylabel("test perplexity", fontsize=9)

@@ -189,6 +189,7 @@ def rows(s: Setting) -> list[Row]:
     tied,
     to_dense,
     teacher=shared_best,
+    tuned_as=shared_best,
   )
   # Of about their size; the measurements make their own.
   packed, of_rows = heads.QuantizedHead, {"classes": InMemory().classes, "is_ranked": False}

@@ -68,16 +68,28 @@ def _starts(setting: Setting) -> Job:
 def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
   if row.source is not None:
     return _compressed(scale, setting, row)
-  of = row if row.tuned_as is None else row.tuned_as
-  before = tuning(
-    f"{setting.name}/{of.name}-tuning",
-    f"tuning of {of.label}",
-    # The teacher of a tuning is that of the first seed.
-    of.experiment(setting, TUNING_SEED, teacher_seed=0),
-    setting.space,
-    pathlib.Path(setting.folder, "tuning", of.name),
-  )
+  runs = _runs(scale, setting, row)
+  return runs if row.tuned_as is not None else [_tuning(scale, setting, row), *runs]
 
+
+def _tuning(scale: str, setting: Setting, row: Row) -> Job:
+  """The tuning of a row, or of the row whose tuning it has."""
+  if row.tuned_as is not None:
+    return _tuning(scale, setting, row.tuned_as)
+  job = tuning(
+    f"{setting.name}/{row.name}-tuning",
+    f"tuning of {row.label}",
+    # The teacher of a tuning is that of the first seed.
+    row.experiment(setting, TUNING_SEED, teacher_seed=0),
+    setting.space,
+    pathlib.Path(setting.folder, "tuning", row.name),
+  )
+  return job if row.teacher is None else _taught(job, _runs(scale, setting, row.teacher)[0])
+
+
+def _runs(scale: str, setting: Setting, row: Row) -> list[Job]:
+  """The runs of a row that is trained, one for each seed."""
+  before = _tuning(scale, setting, row)
   chosen = lambda: _chosen(scale, before)
 
   def measured(seed: int) -> Job:
@@ -85,14 +97,12 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
     job = lambda experiment: trained(name, row.label, experiment, folder, _text)
     return tuned(job, row.experiment(setting, seed), before, chosen)
 
-  seeds = range(setting.seeds if row.name in setting.headline else 1)
-  jobs = [before, *map(measured, seeds)]
-  if row.tuned_as is not None:
-    return jobs[1:]
+  runs = [measured(seed) for seed in range(setting.seeds if row.name in setting.headline else 1)]
   if row.teacher is None:
-    return jobs
-  teachers = _jobs(scale, setting, row.teacher)[1:]
-  return [_taught(job, teachers[seed]) for job, seed in zip(jobs, (0, *seeds), strict=True)]
+    return runs
+  # A row of one seed may have a teacher of more.
+  teachers = _runs(scale, setting, row.teacher)[: len(runs)]
+  return [_taught(*both) for both in zip(runs, teachers, strict=True)]
 
 
 def _text(experiment: Experiment, folder: pathlib.Path) -> dict[str, Any]:
@@ -113,7 +123,7 @@ def _chosen(scale: str, before: Job) -> dict[str, float] | None:
 
 def _compressed(scale: str, setting: Setting, row: Row) -> list[Job]:
   """Measurements of the compressed heads of the runs of the row's source, one for each seed."""
-  before, *sources = _jobs(scale, setting, row.source)
+  before, sources = _tuning(scale, setting, row.source), _runs(scale, setting, row.source)
   settings = {"method": repr(row.method), "divisor": setting.divisor}
 
   def measured(seed: int, source: Job) -> Job:

@@ -216,7 +216,7 @@ def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Se
       box, distance = Bbox.from_bounds(x + 9, y - height / 2, width, height), 0
     artist.set_position(to_data((box.x0, box.y0)))
     occupied.append(box)
-    if distance > 20:
+    if distance > 9:
       nearest = np.clip((x, y), box.min, box.max)
       line = to_data([(x, y), nearest])
       axes.plot(*line.T, color=INK, alpha=0.5, linewidth=0.7, zorder=1)

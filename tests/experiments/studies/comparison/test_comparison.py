@@ -108,6 +108,8 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
   jobs = {job.name: job for job in run.jobs("cpu")}
   assert "ptb/dense-contexts-s2" in jobs["ptb/product-distilled-s2"].needs
   assert "ptb/dense-contexts" in jobs["ptb/product-distilled-tuning"].needs
+  needs = {"ptb/tied-contexts-s1", "ptb/tied-contexts-tuning"}
+  assert set(jobs["ptb/tied-distilled-s1"].needs) == needs
   (row,) = (row for row in rows(PTB) if row.name == "product-distilled")
   assert row.experiment(PTB, 2).init_from.folder == "runs/comparison/cpu/ptb/dense-contexts-s2"
 
