@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from experiments.studies import page
 from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
 from experiments.studies.page import DOCS, Results, Spread
+from experiments.studies.tuning import ROUNDS
 from vqjax.lab.report import SERIES, units
 from vqjax.lab.report.plots import blank, byte_axis, label_points
 
@@ -64,12 +65,17 @@ class Interval(NamedTuple):
 
 
 def paired(results: Results, row: str, reference: str) -> Interval | None:
-  """The difference of two rows' test perplexities, over the seeds that both have."""
-  nats = [
+  """The difference of two rows' test perplexities, over the seeds that both have.
+
+  A row of one seed is compared with the mean of the reference's seeds, of which none is its pair.
+  """
+  own, other = (
     {seed: run["test"]["nats_per_token"] for seed, run in page.finished(results, name).items()}
     for name in (row, reference)
-  ]
-  return Interval.of([nats[0][seed] - nats[1][seed] for seed in sorted(nats[0].keys() & nats[1])])
+  )
+  if len(own) == 1 and other:
+    return Interval.of([next(iter(own.values())) - statistics.fmean(other.values())])
+  return Interval.of([own[seed] - other[seed] for seed in sorted(own.keys() & other)])
 
 
 def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
@@ -119,6 +125,8 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
       "% from its source": row.source and str(from_row(row.source.name) or units.MISSING),
+      "steps": _steps(row, s),
+      "on": ", ".join(sorted({_processor(run["device"]) for run in runs.values()})),
       "bytes": units.size(size),
       "nats at the start": f"{at_start[row.name]:.2f}" if row.name in at_start else None,
     }
@@ -134,6 +142,18 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
   ranked = [shown for _, shown in sorted(measured, key=lambda one: one[0])]
   frame = pd.DataFrame(ranked)
   return frame.astype(object).where(frame.notna(), None)
+
+
+def _steps(row: Row, s: Setting) -> str:
+  """The training steps of a row, and after a plus those of its teacher or its source."""
+  own = "" if row.source is not None else f"{s.train.steps * row.times:,}"
+  before = row.source or row.teacher
+  return " + ".join(filter(None, [own, before and _steps(before, s)]))
+
+
+def _processor(device: str) -> str:
+  """ "GPU" or "CPU", of a result's device."""
+  return "GPU" if "gpu" in device else "CPU"
 
 
 def not_run(results: Results, s: Setting) -> str:
@@ -154,15 +174,20 @@ def tunings(results: Results, s: Setting) -> pd.DataFrame:
     if kept is None:
       continue
     tokens = s.train.batch * s.context * sum(t["steps"] for t in kept["trials"])
+    fields = {
+      field.split(".")[-1].replace("_", " "): f"{v:g}" for field, v in kept["chosen"].items()
+    }
+    # The trials of a round: of the first in the order of the search space, then the best first.
+    losses = {f"nats at 1/{part}": [] for part in ROUNDS}
+    for trial in kept["trials"]:
+      part = round(s.train.steps * row.times / trial["steps"])
+      loss = trial["valid"]
+      losses[f"nats at 1/{part}"].append("not finite" if loss is None else f"{loss:.2f}")
     shown.append(
       {"head": row.label}
-      | {field.split(".")[-1].replace("_", " "): f"{v:g}" for field, v in kept["chosen"].items()}
-      | {
-        "runs": len(kept["trials"]),
-        "diverged": sum(trial["valid"] is None for trial in kept["trials"]),
-        "tokens": units.count(tokens),
-        "minutes": f"{kept['seconds'] / 60:.0f}",
-      }
+      | fields
+      | {"runs": len(kept["trials"]), "tokens": units.count(tokens)}
+      | {title: ", ".join(nats) or None for title, nats in losses.items()}
     )
   return pd.DataFrame(shown)
 

@@ -128,7 +128,7 @@ def _compressed(scale: str, setting: Setting, row: Row) -> list[Job]:
 
   def measured(seed: int, source: Job) -> Job:
     def make() -> dict[str, Any]:
-      source.make()  # resumes where the run's folder is gone
+      check_same(source.make(), STUDY.read(scale).get(source.name))
       experiment = with_fields(row.source.experiment(setting, seed), _chosen(scale, before))
       folder = setting.path(row.source.name, seed)
       return compressed.measure(experiment, folder, row.method, setting.divisor)
@@ -139,12 +139,30 @@ def _compressed(scale: str, setting: Setting, row: Row) -> list[Job]:
   return [measured(seed, source) for seed, source in enumerate(sources)]
 
 
+def check_same(made: dict[str, Any], kept: dict[str, Any] | None) -> None:
+  """Check that the run in a source's folder is the one whose result is kept.
+
+  A run whose folder is gone is trained again, and another machine rounds otherwise: a run of one
+  seed may end 1 % from itself.
+
+  Raises:
+    ValueError: their losses differ.
+  """
+  found, known = (None if one is None else one["result"]["test"] for one in (made, kept))
+  if known is not None and found["nats_per_token"] != known["nats_per_token"]:
+    raise ValueError(
+      f"The run in the folder must be the kept one of {kept['name']}; got {found['nats_per_token']}"
+      f" and {known['nats_per_token']} nats. Remove its line from results.jsonl, and those of what"
+      " was made of it, and run them again."
+    )
+
+
 def _taught(job: Job, teacher: Job) -> Job:
   """The job after its teacher's, which runs again where its folder is gone."""
 
   def make() -> dict[str, Any]:
-    teacher.make()
-    return job.make()
+    of = teacher.make()["result"]
+    return {**job.make(), "teacher": {key: of[key] for key in ("commit", "device", "test")}}
 
   return dataclasses.replace(job, make=make, needs=(*job.needs, teacher.name))
 

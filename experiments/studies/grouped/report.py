@@ -157,12 +157,13 @@ def not_run(results: Results, scale: str) -> str:
 
 def _grades(results: Results, scale: str) -> pd.DataFrame:
   """The grades of stories of the language models, ours / the paper's or the paper's alone."""
-  labels = _labels(scale)
+  judge = lambda job: f"grades/{job.replace('/', '-')}"
+  labels = {job: label for job, label in _labels(scale).items() if judge(job) in results}
   for job in PAPER["1"] if scale == "cpu" else ():
     if job not in labels:
       dim, name = job.removeprefix("lm-").split("/")
       labels[job] = f"paper, {MODELS[name]}, {dim}"
-  judged = [f"grades/{job.replace('/', '-')}" for job in labels]
+  judged = [judge(job) for job in labels]
   frame = pd.DataFrame({"model": list(labels.values())})
   for grade in GRADES:
     own = _text(_numbers(results, judged, "grades", grade), "{:.2f}")
@@ -174,7 +175,7 @@ def _grades(results: Results, scale: str) -> pd.DataFrame:
     else None
     for name in judged
   ]
-  return frame.dropna(subset=list(GRADES), how="all")
+  return frame
 
 
 def _differences(results: Results, scale: str) -> pd.DataFrame:

@@ -204,7 +204,7 @@ def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Se
     artist = axes.text(0, 0, units.shorten(text), **look)
     extent = artist.get_window_extent()
     width, height = extent.width, extent.height
-    for distance, turn in itertools.product((9, 20, 34, 50, 68), (0, 4, 2, 6, 1, 7, 3, 5)):
+    for distance, turn in itertools.product((9, 20, 34, 50, 68), (0, 4, 1, 7, 3, 5, 2, 6)):
       dx, dy = math.cos(turn * math.pi / 4), math.sin(turn * math.pi / 4)
       left = x + distance * dx + (dx - 1) / 2 * width
       bottom = y + distance * dy + (dy - 1) / 2 * height

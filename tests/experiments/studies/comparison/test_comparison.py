@@ -35,6 +35,7 @@ def kept(nats, size=100, seconds=0.1):
   return {
     "result": {
       "status": "finished",
+      "device": "x86_64 CPU, 1 cores",
       "test": {"nats_per_token": nats, "perplexity": math.exp(nats)},
       "head": {"state_bytes": size},
       "embedding": {"state_bytes": 5000},
@@ -75,6 +76,20 @@ def test_differences_are_paired_by_seed():
   found = report.paired(results, "b", "a")
   np.testing.assert_allclose(found, 100 * math.expm1(0.1))
   assert report.paired(results, "c", "a") is None
+
+
+def test_a_row_of_one_seed_is_compared_with_the_mean_of_the_reference():
+  results = {"a": kept(4.0), "a-s1": kept(5.0), "b": kept(4.6)}
+  found = report.paired(results, "b", "a")
+  np.testing.assert_allclose(found[0], 100 * math.expm1(0.1))
+  assert found.low is None
+
+
+def test_a_source_that_was_trained_again_and_ended_elsewhere_is_refused():
+  run.check_same(kept(4.0), None)
+  run.check_same(kept(4.0), {"name": "a", **kept(4.0)})
+  with pytest.raises(ValueError, match=r"of a; got 4.01 and 4.0 nats. Remove its line"):
+    run.check_same(kept(4.01), {"name": "a", **kept(4.0)})
 
 
 def test_heads_are_ranked_and_those_that_were_not_run_are_named():
