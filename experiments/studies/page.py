@@ -108,7 +108,7 @@ def save_figures(figures: Mapping[str, Figure], docs: pathlib.Path) -> list[path
 
 
 def origins(results: Results) -> str:
-  """A sentence on the number, days, devices, versions and commits of the results."""
+  """Sentences on the number, days, devices, versions and commits of the results."""
   kept = [row["result"] for row in results.values()]
   if not kept:
     return "No results."
@@ -118,9 +118,13 @@ def origins(results: Results) -> str:
   versions = distinct(
     f"{name} {of}" for row in kept for name, of in row.get("versions", {}).items()
   )
+  changed = distinct(
+    f"`{name}`" for name, row in results.items() if row["result"]["commit"].endswith("+")
+  )
   return (
     f"{len(kept)} results, {days[0]} to {days[-1]}, on {devices}, with {versions}; commits"
-    f" (+: with uncommitted changes) {distinct(row['commit'] for row in kept)}."
+    f" {distinct(row['commit'].removesuffix('+') for row in kept)}."
+    + (f" With uncommitted changes: {changed}." if changed else "")
   )
 
 

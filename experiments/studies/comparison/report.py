@@ -1,5 +1,6 @@
 """Tables and the figure of the comparison of heads."""
 
+import collections
 import math
 import pathlib
 import statistics
@@ -156,6 +157,17 @@ def _processor(device: str) -> str:
   return "GPU" if "gpu" in device else "CPU"
 
 
+def hours(results: Results, s: Setting) -> str:
+  """A sentence on the hours of the trainings and tunings."""
+  spent = collections.Counter()
+  for name, kept in results.items():
+    if name.startswith(f"{s.name}/"):
+      seconds = kept.get("seconds") or kept["result"].get("train", {}).get("seconds") or 0.0
+      spent[_processor(kept["result"]["device"])] += seconds / 3600
+  parts = [f"{of:.1f} hours of processes on {name}s" for name, of in sorted(spent.items())]
+  return f"Trainings and tunings took {' and '.join(parts)}." if parts else units.MISSING
+
+
 def not_run(results: Results, s: Setting) -> str:
   """A sentence on the rows without a result, with their names for `--only`."""
   missing = [
@@ -239,6 +251,7 @@ def update(results: Results, docs: pathlib.Path = DOCS) -> list[pathlib.Path]:
   for s in SCALES["cpu"]:
     for title, frame in _tables(results, s, docs).items():
       blocks[f"{s.name}-{title}"] = page.markdown(frame) if len(frame) else units.MISSING
+    blocks[f"{s.name}-hours"] = hours(results, s)
     blocks[f"{s.name}-missing"] = not_run(results, s)
     name, figure = f"comparison-{s.name}.png", bytes_figure(results, s)
     figures[name] = figure

@@ -111,6 +111,17 @@ def test_heads_are_ranked_and_those_that_were_not_run_are_named():
   assert second["with the inputs"] == "9.77 KiB"
 
 
+def test_hours_are_those_of_trainings_and_tunings_of_a_setting():
+  on_gpu = kept(1.0) | {"seconds": 7200.0}
+  on_gpu["result"] |= {"device": "1 x NVIDIA H100 (gpu)"}
+  trained = kept(1.0)
+  trained["result"]["train"] = {"seconds": 5400.0}
+  results = {"ptb/a-tuning": on_gpu, "ptb/a": trained, "ptb/b": trained, "stories/a": trained}
+  assert report.hours(results, PTB) == (
+    "Trainings and tunings took 3.0 hours of processes on CPUs and 2.0 hours of processes on GPUs."
+  )
+
+
 def test_learned_codes_have_the_bytes_of_the_head_that_they_become():
   (row,) = (row for row in rows(PTB) if row.name == "product-learned")
   result = {"head": {"state_bytes": 10**9}, "embedding": {"params": 10_000 * 200}}
