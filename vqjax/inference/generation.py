@@ -72,13 +72,13 @@ def generate(
   One program reads the prompts, padded to a power of two, and one runs the loop; both are compiled
   for a batch size, a size of the cache and the options. The result is a function of the key.
 
-  Example:
+  For example::
 
-    model, variables, tokenizer = checkpoints.load("Llama-3.2-1B")
-    generated = generate(
-      model, variables, ["Once upon a time"], jax.random.key(0), Sampling(temperature=0.8),
-      max_tokens=100, tokenizer=tokenizer,
-    )
+      model, variables, tokenizer = checkpoints.load("Llama-3.2-1B")
+      generated = generate(
+        model, variables, ["Once upon a time"], jax.random.key(0), Sampling(temperature=0.8),
+        max_tokens=100, tokenizer=tokenizer,
+      )
 
   Args:
     model: the decoder, with any head.
