@@ -72,7 +72,7 @@ def generate(
   One program reads the prompts, padded to a power of two, and one runs the loop; both are compiled
   for a batch size, a size of the cache and the options. The result is a function of the key.
 
-  For example::
+  For example:
 
       model, variables, tokenizer = checkpoints.load("Llama-3.2-1B")
       generated = generate(
