@@ -169,7 +169,7 @@ def rows(s: Setting) -> list[Row]:
   to_residual = contexts(
     lambda seed: convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=seed))
   )
-  to_low_rank = contexts(lambda seed: convert.ToLowRank())
+  to_low_rank = with_unigrams(contexts(lambda seed: convert.ToLowRank()))
   exchange = lambda seed: conversion.Mapped(convert.Brown(token_bias=True))
   codebook = lambda codes: lambda: heads.CodebookHead(V, d, codes, token_bias=True)
   ordered = lambda: heads.GroupedHead(V, d, use_bias=True, order_init=convert.in_order)
@@ -278,7 +278,7 @@ def rows(s: Setting) -> list[Row]:
     Row(
       "low-rank",
       f"low rank, r={s.rank}, from contexts",
-      lambda: heads.LowRankHead(V, d, s.rank),
+      lambda: heads.LowRankHead(V, d, s.rank, use_bias=True),
       to_low_rank,
     ),
     Row(
@@ -477,7 +477,7 @@ _PENN_TREEBANK = Setting(
   small_codes=525,
   product=(256, 25),
   residual=(345, 4),
-  rank=12,
+  rank=11,
   cutoffs=(750, 3000),
   classes=100,
   mixture=(4, 185),
