@@ -191,8 +191,9 @@ def tunings(results: Results, s: Setting) -> pd.DataFrame:
     }
     # The trials of a round: of the first in the order of the search space, then the best first.
     losses = {f"nats at 1/{part}": [] for part in ROUNDS}
+    rounds = list(dict.fromkeys(trial["steps"] for trial in kept["trials"]))
     for trial in kept["trials"]:
-      part = round(s.train.steps * row.times / trial["steps"])
+      part = ROUNDS[rounds.index(trial["steps"])]
       loss = trial["valid"]
       losses[f"nats at 1/{part}"].append("not finite" if loss is None else f"{loss:.2f}")
     shown.append(
