@@ -66,17 +66,26 @@ class Interval(NamedTuple):
 
 
 def paired(results: Results, row: str, reference: str) -> Interval | None:
-  """The difference of two rows' test perplexities, over the seeds that both have.
-
-  A row of one seed is compared with the mean of the reference's seeds, of which none is its pair.
-  """
-  own, other = (
-    {seed: run["test"]["nats_per_token"] for seed, run in page.finished(results, name).items()}
-    for name in (row, reference)
-  )
-  if len(own) == 1 and other:
-    return Interval.of([next(iter(own.values())) - statistics.fmean(other.values())])
+  """The difference of two rows' test perplexities, over the seeds that both have."""
+  own, other = _nats(results, row), _nats(results, reference)
   return Interval.of([own[seed] - other[seed] for seed in sorted(own.keys() & other)])
+
+
+def from_reference(results: Results, row: str, reference: str) -> Interval | None:
+  """The difference from the reference: paired, and of a row of one seed from the mean.
+
+  Trained rows of one seed share no more than its number, and the mean is less noisy.
+  """
+  own, other = _nats(results, row), _nats(results, reference)
+  if len(own) != 1 or not other:
+    return paired(results, row, reference)
+  (nats,) = own.values()
+  return Interval.of([nats - statistics.fmean(other.values())])
+
+
+def _nats(results: Results, row: str) -> dict[int, float]:
+  runs = page.finished(results, row)
+  return {seed: run["test"]["nats_per_token"] for seed, run in runs.items()}
 
 
 def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
@@ -115,17 +124,19 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
     spread = Spread.of([run["test"]["perplexity"] for run in runs.values()])
     one = next(iter(runs.values()))
     size = head_bytes(row, one, s)
-    from_row = lambda other, name=row.name: paired(
-      results, *(f"{s.name}/{one}" for one in (name, other))
-    )
-    difference = None if row.name == reference else from_row(reference)
+    full_name = lambda name: f"{s.name}/{name}"
+    own, difference, of_source = full_name(row.name), None, None
+    if row.name != reference:
+      difference = from_reference(results, own, full_name(reference))
+    if row.source is not None:
+      of_source = str(paired(results, own, full_name(row.source.name)) or units.MISSING)
     shown = {
       "head": row.label,
       "test perplexity": spread.show(1),
       "seeds": len(runs),
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
-      "% from its source": row.source and str(from_row(row.source.name) or units.MISSING),
+      "% from its source": of_source,
       "steps": _steps(row, s),
       "on": ", ".join(sorted({_processor(run["device"]) for run in runs.values()})),
       "bytes": units.size(size),

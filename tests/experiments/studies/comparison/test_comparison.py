@@ -80,7 +80,9 @@ def test_differences_are_paired_by_seed():
 
 def test_a_row_of_one_seed_is_compared_with_the_mean_of_the_reference():
   results = {"a": kept(4.0), "a-s1": kept(5.0), "b": kept(4.6)}
-  found = report.paired(results, "b", "a")
+  # What is made of a run is compared with that run.
+  np.testing.assert_allclose(report.paired(results, "b", "a")[0], 100 * math.expm1(0.6))
+  found = report.from_reference(results, "b", "a")
   np.testing.assert_allclose(found[0], 100 * math.expm1(0.1))
   assert found.low is None
 
