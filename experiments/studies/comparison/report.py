@@ -228,7 +228,7 @@ def bytes_figure(results: Results, s: Setting) -> Figure | None:
     return None
   sizes, perplexities, names = zip(*points)
   # Rows of about one size are named above each other.
-  figure, axes = blank(height=max(4.2, 0.26 * len(points)))
+  figure, axes = blank(height=max(4.2, 0.3 * len(points)))
   xs = byte_axis(axes, sizes)
   axes.set_yscale("log")
   axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))

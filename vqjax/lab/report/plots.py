@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
@@ -192,28 +193,36 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Sequence[str]):
-  """Write labels at the nearest free positions, with lines to distant points."""
+  """Write labels at the nearest free positions, with lines to distant points.
+
+  Of the free positions those come first whose line crosses the fewest points and labels.
+  """
   # The layout moves the axes, and a line to a label must not move: positions are final from here.
   FigureCanvasAgg(axes.figure).draw()
   axes.autoscale(False)
   to_data = axes.transData.inverted().transform
   points = axes.transData.transform(list(zip(xs, ys)))
   occupied = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
-  for (x, y), text in zip(points, texts):
+  turns = (0, 8, 2, 14, 6, 10, 4, 12, 1, 15, 7, 9, 3, 13, 5, 11)  # sixteenths; sides come first
+  for at, ((x, y), text) in enumerate(zip(points, texts)):
     look = {"color": INK, "fontsize": 9, "va": "bottom", "ha": "left", "parse_math": False}
     artist = axes.text(0, 0, units.shorten(text), **look)
     extent = artist.get_window_extent()
     width, height = extent.width, extent.height
-    for distance, turn in itertools.product((9, 20, 34, 50, 68), (0, 4, 1, 7, 3, 5, 2, 6)):
-      dx, dy = math.cos(turn * math.pi / 4), math.sin(turn * math.pi / 4)
+    free = []
+    for distance, turn in itertools.product((9, 20, 34, 50, 68), turns):
+      dx, dy = math.cos(turn * math.pi / 8), math.sin(turn * math.pi / 8)
       left = x + distance * dx + (dx - 1) / 2 * width
       bottom = y + distance * dy + (dy - 1) / 2 * height
       box = Bbox.from_bounds(left, bottom, width, height)
       inside = axes.bbox.count_contains(box.get_points()) == 2
       if inside and box.count_overlaps(occupied) == 0:
-        break
-    else:
-      box, distance = Bbox.from_bounds(x + 9, y - height / 2, width, height), 0
+        line = Path([(x, y), np.clip((x, y), box.min, box.max)])
+        others = occupied[:at] + occupied[at + 1 :]
+        crossed = sum(map(line.intersects_bbox, others)) if distance > 9 else 0
+        free.append((crossed, distance, box))
+    beside = (0, 0, Bbox.from_bounds(x + 9, y - height / 2, width, height))
+    _, distance, box = min(free, key=lambda one: one[:2], default=beside)
     artist.set_position(to_data((box.x0, box.y0)))
     occupied.append(box)
     if distance > 9:
@@ -239,6 +248,6 @@ def byte_axis(axes: Axes, sizes: Sequence[float]) -> list[float]:
   axes.set_xticks(ticks, [name.replace(".00", "") for name in names])
   axes.minorticks_off()
   xs = [size if size > 0 else zero for size in sizes]
-  pad = 2 ** max(0.5, (high - low) / 8)
+  pad = 2 ** max(0.5, (high - low) / 7)
   axes.set_xlim(min(xs) / pad, max(xs) * pad)
   return xs
