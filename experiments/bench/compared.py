@@ -11,8 +11,8 @@ from experiments.bench import measure
 from experiments.bench.measure import Program, compare
 from experiments.bench.training_step import TrainingStep
 from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
-from vqjax import DenseHead
 from vqjax.lab.config import with_vocab
+from vqjax.lab.report import units
 from vqjax.lab.training.provenance import device
 
 ROUNDS = 7
@@ -31,23 +31,25 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _setting(s: Setting, vocab: int, rounds: int) -> dict[str, Any]:
-  """Print and return the seconds of each row, and their ratios to those of the first one."""
+  """Print and return the seconds of each row, and their ratios to those of the first one.
+
+  A row that is compressed after its training has no step of its own.
+  """
   reference, *_ = every = rows(s)
   decoding = compare({row.name: _sample(row, vocab) for row in every}, rounds)
+  of_reference = decoding[reference.name].seconds
   figures, dense = {}, _step(reference, s, vocab)
   for row in every:
+    sample = decoding[row.name].seconds
+    figures[row.name] = {"sample_seconds": sample, "sample": sample / of_reference}
+    if row.source is not None:
+      continue
     measure.log(f"measuring {s.name}/{row.name}")
     own = _step(row, s, vocab)
     # In turn, since the noise of a machine changes over time.
     turns = [(dense(), own()) for _ in range(rounds)]
     of_dense, seconds = map(statistics.median, zip(*turns, strict=True))
-    sample = decoding[row.name].seconds
-    figures[row.name] = {
-      "step_seconds": seconds,
-      "step": seconds / of_dense,
-      "sample_seconds": sample,
-      "sample": sample / decoding[reference.name].seconds,
-    }
+    figures[row.name] |= {"step_seconds": seconds, "step": seconds / of_dense}
     own.end()
   measure.show(
     f"{s.name}: a training step of {s.train.batch * s.context} tokens and a sample at batch 1, over"
@@ -56,15 +58,19 @@ def _setting(s: Setting, vocab: int, rounds: int) -> dict[str, Any]:
     [
       [
         row.label,
-        f"{1e3 * figures[row.name]['step_seconds']:.1f}",
-        f"{figures[row.name]['step']:.2f}",
-        f"{1e3 * figures[row.name]['sample_seconds']:.2f}",
-        f"{figures[row.name]['sample']:.2f}",
+        _shown(figures[row.name].get("step_seconds"), 1e3, 1),
+        _shown(figures[row.name].get("step")),
+        _shown(figures[row.name]["sample_seconds"], 1e3),
+        _shown(figures[row.name]["sample"]),
       ]
       for row in every
     ],
   )
   return figures
+
+
+def _shown(value: float | None, scale: float = 1.0, digits: int = 2) -> str:
+  return units.MISSING if value is None else f"{scale * value:.{digits}f}"
 
 
 def _step(row: Row, s: Setting, vocab: int) -> TrainingStep:
@@ -75,10 +81,9 @@ def _step(row: Row, s: Setting, vocab: int) -> TrainingStep:
 
 def _sample(row: Row, vocab: int) -> Program:
   """A sample at batch 1 by the head of inference."""
-  head = deployed(row.head()).clone(vocab=vocab)
-  if isinstance(head, DenseHead):
-    # Rows of its own cost what those of an embedding do.
-    head = head.clone(embedding=None)
+  # Rows of its own cost what those of an embedding do.
+  own = {"embedding": None} if row.is_tied else {}
+  head = deployed(row.head()).clone(vocab=vocab, **own)
   hidden, key = jax.random.normal(jax.random.key(0), (1, head.dim)), jax.random.key(1)
   variables = jax.jit(head.init)(jax.random.key(2), jnp.zeros((1, head.dim)))
   sample = lambda variables, hidden, key: head.apply(variables, hidden, key, method="sample")

@@ -149,7 +149,8 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
       shown["with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
     if row.name in costs:
       cost = costs[row.name]
-      shown |= {"training": units.ratio(cost["step"]), "sample": units.ratio(cost["sample"])}
+      step = units.ratio(cost["step"]) if "step" in cost else None
+      shown |= {"training": step, "sample": units.ratio(cost["sample"])}
     measured.append((spread.mean, shown))
   ranked = [shown for _, shown in sorted(measured, key=lambda one: one[0])]
   frame = pd.DataFrame(ranked)
