@@ -15,7 +15,7 @@ from vqjax.lab.config import with_vocab
 from vqjax.lab.report import units
 from vqjax.lab.training.provenance import device
 
-ROUNDS = 7
+ROUNDS = 21
 VOCAB = {"ptb": 10_000, "stories": 50_257}
 
 

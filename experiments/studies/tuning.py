@@ -13,10 +13,11 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from experiments.studies.study import Job, identity_of
-from vqjax.lab.config import Experiment, config_hash, override
+from vqjax.lab.config import Experiment, Train, config_hash, override
 from vqjax.lab.training import SGD, NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import read_result
@@ -45,22 +46,27 @@ def with_fields(experiment: Experiment, fields: Mapping[str, float]) -> Experime
   return override(experiment, [f"{name}={value!r}" for name, value in fields.items()])
 
 
-def shortened(experiment: Experiment, part: int) -> Experiment:
-  """The experiment with a `part`-th of its steps and schedule, evaluated at the end."""
-  train, optimizer = experiment.train, experiment.train.optimizer
-  steps = max(1, train.steps // part)
+def stretched(train: Train, by: Fraction) -> Train:
+  """The training with so many times the steps, and a schedule that is so many times as long."""
+  times = lambda steps: max(1, int(steps * by))
+  optimizer = train.optimizer
   if isinstance(optimizer, SGD):
-    hold, every = optimizer.hold // part, max(1, optimizer.every // part)
+    hold, every = int(optimizer.hold * by), times(optimizer.every)
     optimizer = dataclasses.replace(optimizer, hold=hold, every=every)
-  own = dataclasses.replace(
+  return dataclasses.replace(
     train,
-    steps=steps,
-    warmup=train.warmup // part,
+    steps=times(train.steps),
+    warmup=int(train.warmup * by),
     optimizer=optimizer,
-    eval_every=steps,
-    save_every=steps,
-    keep=1,
+    eval_every=times(train.eval_every),
+    save_every=times(train.save_every),
   )
+
+
+def shortened(experiment: Experiment, part: int) -> Experiment:
+  """The experiment with a `part`-th of its steps and schedule, evaluated and kept at the end."""
+  train = stretched(experiment.train, Fraction(1, part))
+  own = dataclasses.replace(train, eval_every=train.steps, save_every=train.steps, keep=1)
   return dataclasses.replace(experiment, train=own)
 
 

@@ -7,6 +7,7 @@ the same ones.
 
 import dataclasses
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from flax import linen as nn
 
 from experiments.studies.comparison.compressed import InFile, InMemory, Method
 from experiments.studies.comparison.manuals import Manuals
-from experiments.studies.tuning import SearchSpace
+from experiments.studies.tuning import SearchSpace, stretched
 from vqjax import DenseEmbedding, Embedding, Head, assign, convert, heads
 from vqjax.assign import trees
 from vqjax.embeddings import QuantizedEmbedding
@@ -140,7 +141,7 @@ class Row:
 
   def experiment(self, s: Setting, seed: int, teacher_seed: int | None = None) -> Experiment:
     """The row's run before its tuning; by default the teacher has the run's seed."""
-    head, start, train = self.head(), self.start(seed), _repeated(s.train, self.times)
+    head, start, train = self.head(), self.start(seed), stretched(s.train, Fraction(self.times))
     embedding = getattr(head, "embedding", None) or DenseEmbedding(V, s.dim, weight_init=s.inputs)
     model = s.body(embedding, head)
     if self.teacher is not None:
@@ -344,17 +345,6 @@ def deployed(head: Head) -> Head:
 def zipf_tree(vocab: int) -> trees.Tree:
   """Huffman's tree of a frequency-sorted vocabulary under Zipf's law."""
   return trees.Huffman((10**9 // np.arange(1, vocab + 1)).astype(np.int64))(vocab)
-
-
-def _repeated(train: Train, times: int) -> Train:
-  """The training with so many times the steps, and a schedule as long."""
-  optimizer = train.optimizer
-  if isinstance(optimizer, SGD):
-    hold, every = optimizer.hold * times, optimizer.every * times
-    optimizer = dataclasses.replace(optimizer, hold=hold, every=every)
-  longer = ("steps", "warmup", "eval_every", "save_every")
-  own = {field: getattr(train, field) * times for field in longer}
-  return dataclasses.replace(train, optimizer=optimizer, **own)
 
 
 def _lstm(dim: int, context: int) -> dict[str, Any]:
