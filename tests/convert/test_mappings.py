@@ -21,6 +21,18 @@ def test_tokens_with_the_same_neighbours_have_near_embeddings():
   assert code[0] != code[10]
 
 
+def test_vectors_of_contexts_have_equal_lengths_or_those_of_their_mean():
+  tokens = np.random.default_rng(0).zipf(1.5, 5_000) % 40  # of a vocabulary of 60
+  stats = convert.TokenStats(tokens, np.bincount(tokens, minlength=60), None, None)
+  lengths, equal = (
+    np.linalg.norm(convert.ContextVectors(equal_lengths=one)(stats, 8), axis=1)
+    for one in (False, True)
+  )
+  np.testing.assert_allclose((lengths**2).mean(), 1)
+  assert lengths.max() > 2  # of frequent tokens
+  np.testing.assert_allclose(equal, stats.counts > 0, atol=1e-12)
+
+
 def test_a_missing_scikit_learn_is_named_with_the_command_that_installs_it(monkeypatch):
   monkeypatch.setitem(sys.modules, "sklearn.utils.extmath", None)
   stats = convert.TokenStats(np.arange(9), np.ones(9, int), None, None)

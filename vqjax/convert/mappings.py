@@ -197,18 +197,28 @@ class ContextVectors:
   """Vectors of the tokens' neighbours in the text, on the scale of a new head.
 
   They are the embeddings that `ContextKMeans` clusters. Their mean square length is 1, as that of
-  rows that `variables.row_init` draws.
+  rows that `variables.row_init` draws; those of frequent tokens are several times longer, the more
+  so the fewer of the vocabulary the text has.
 
   Attributes:
     seed: seed of the embeddings.
+    equal_lengths: whether every token that has neighbours has a vector of length 1. A model that
+      normalises its hidden states needs it: there the standard deviation of a token's initial
+      logit is the length of its row.
   """
 
   seed: int = 0
+  equal_lengths: bool = False
 
   def __call__(self, stats: TokenStats, width: int) -> Float[np.ndarray, "V D"]:
-    """A row of `width` numbers for each token."""
+    """A row of `width` numbers for each token; zeros for one without neighbours."""
     rows = contexts(stats, width, self.seed)
-    return rows / np.sqrt((rows**2).sum(axis=1).mean())
+    squared = (rows**2).sum(axis=1, keepdims=True)
+    if not self.equal_lengths:
+      return rows / np.sqrt(squared.mean())
+    # A row of zeros is one of rounding errors after the decomposition.
+    exists = squared > 1e-20 * squared.max()
+    return np.where(exists, rows / np.sqrt(np.where(exists, squared, 1)), 0)
 
 
 @dataclasses.dataclass(frozen=True)

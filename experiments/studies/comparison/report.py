@@ -140,7 +140,6 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
       "steps": _steps(row, s),
       "on": ", ".join(sorted({_processor(run["device"]) for run in runs.values()})),
       "bytes": units.size(size),
-      "nats at the start": f"{at_start[row.name]:.2f}" if row.name in at_start else None,
     }
     if of_reference:
       parts = next(iter(of_reference.values()))
@@ -151,6 +150,8 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
       cost = costs[row.name]
       step = units.ratio(cost["step"]) if "step" in cost else None
       shown |= {"training": step, "sample": units.ratio(cost["sample"])}
+    if row.name in at_start:
+      shown["nats at the start"] = f"{at_start[row.name]:.2f}"
     measured.append((spread.mean, shown))
   ranked = [shown for _, shown in sorted(measured, key=lambda one: one[0])]
   frame = pd.DataFrame(ranked)

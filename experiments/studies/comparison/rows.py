@@ -6,7 +6,7 @@ the same ones.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -57,6 +57,8 @@ class Setting:
     inputs: initialiser of the input embedding of untied rows; tied tables have the default.
     train: training of each row, before its tuning.
     space: values that each row's tuning tries; where it is one, nothing is tuned.
+    tuned_as: row -> the row whose tuning it has, instead of its own.
+    vectors: seed -> the vectors of contexts that rows begin with.
     codes: K of the larger codebook.
     small_codes: K of the codebook with at most 1/16 of the dense head's bytes.
     product: (K, M) of the product head with at most 1/16 of the dense head's bytes.
@@ -92,6 +94,8 @@ class Setting:
   classes: int
   mixture: tuple[int, int]
   seeds: int
+  tuned_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  vectors: Callable[[int], convert.ContextVectors] = convert.ContextVectors
   seen: int = 0
   divisor: int = 16
   folder: str = ""
@@ -118,7 +122,6 @@ class Row:
     teacher: the row whose trained model of the same seed it is distilled from; None: the text
       alone.
     times: how often the steps of the setting are trained.
-    tuned_as: the row whose tuning is this row's too; None: it has its own.
     source: the row whose trained model of the same seed is compressed, without a run and a tuning
       of its own; None: the row is trained.
     method: the compression.
@@ -130,7 +133,6 @@ class Row:
   start: Callable[[int], Any] = lambda seed: None
   teacher: "Row | None" = None
   times: int = 1
-  tuned_as: "Row | None" = None
   source: "Row | None" = None
   method: Method | None = None
 
@@ -157,9 +159,7 @@ def rows(s: Setting) -> list[Row]:
   d = s.dim
   dense = lambda: heads.DenseHead(V, d, use_bias=True)
   tied = lambda: heads.DenseHead(V, d, use_bias=True, embedding=DenseEmbedding(V, d))
-  contexts = lambda target: (
-    lambda seed: conversion.FromVectors(convert.ContextVectors(seed), target(seed))
-  )
+  contexts = lambda target: lambda seed: conversion.FromVectors(s.vectors(seed), target(seed))
   # A bias of its own for each token, which begins at the unigrams.
   with_unigrams = lambda start: lambda seed: conversion.Unigrams(start=start(seed))
   to_dense = with_unigrams(contexts(lambda seed: convert.ToDense()))
@@ -190,7 +190,6 @@ def rows(s: Setting) -> list[Row]:
     tied,
     to_dense,
     teacher=shared_best,
-    tuned_as=shared_best,
   )
   # Of about their size; the measurements make their own.
   packed, of_rows = heads.QuantizedHead, {"classes": InMemory().classes, "is_ranked": False}
@@ -207,7 +206,6 @@ def rows(s: Setting) -> list[Row]:
       tied,
       to_dense,
       times=2,
-      tuned_as=shared_best,
     ),
     *(
       row
@@ -380,8 +378,12 @@ def _by_sgd(steps: int, batch: int, row: int) -> Train:
 
 
 def _transformer(dim: int, context: int, layers: int, heads: int) -> dict[str, Any]:
-  """Fields of a setting whose model is a decoder without dropout, on windows of the text."""
+  """Fields of a setting whose model is a decoder without dropout, on windows of the text.
+
+  It normalises its hidden states.
+  """
   return {
+    "vectors": lambda seed: convert.ContextVectors(seed, equal_lengths=True),
     "dim": dim,
     "context": context,
     "body": lambda embedding, head: Transformer(
@@ -430,9 +432,11 @@ PTB = (
   *("hierarchical", "grouped", "unshared", "mixture", "sigsoftmax"),
 )
 STORIES = (
-  *("dense", "dense-unigram", "tied", "seen", "grouped", "grouped-frequency", "grouped-clusters"),
-  *("unshared", "product-learned"),
+  *("dense", "dense-unigram", "dense-contexts", "tied", "seen"),
+  *("grouped", "grouped-frequency", "grouped-clusters", "unshared", "product-learned"),
 )
+_PTB_TUNINGS = dict.fromkeys(("tied-distilled", "tied-longer"), "tied-contexts")
+_STORIES_TUNINGS = dict.fromkeys(("dense-contexts", "product-learned"), "dense")
 MANUALS = (
   *("tied-contexts", "tied-contexts-file", "tied-contexts-memory", "tied"),
   *("dense-contexts", "dense", "sampled", "codebook", "product", "product-random"),
@@ -472,6 +476,7 @@ _PENN_TREEBANK = Setting(
   classes=100,
   mixture=(4, 185),
   seeds=5,
+  tuned_as=_PTB_TUNINGS,
 )
 # Nothing is tuned on it: the learning rate is the one that most tunings of Penn Treebank chose.
 _MANUALS = dataclasses.replace(
@@ -497,6 +502,7 @@ _SETTINGS = {
       space=SearchSpace({"train.learning_rate": (5.0, 10.0)}),
       **_TINY,
       seeds=2,
+      tuned_as=_PTB_TUNINGS,
     ),
     Setting(
       "stories",
@@ -507,6 +513,7 @@ _SETTINGS = {
       space=SearchSpace({"train.learning_rate": (3e-3, 1e-2)}),
       **_TINY,
       seeds=1,
+      tuned_as=_STORIES_TUNINGS,
     ),
   ),
   "cpu": (
@@ -531,6 +538,7 @@ _SETTINGS = {
       mixture=(4, 63),
       seen=7935,
       seeds=1,
+      tuned_as=_STORIES_TUNINGS,
     ),
   ),
 }

@@ -69,13 +69,13 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
   if row.source is not None:
     return _compressed(scale, setting, row)
   runs = _runs(scale, setting, row)
-  return runs if row.tuned_as is not None else [_tuning(scale, setting, row), *runs]
+  return runs if row.name in setting.tuned_as else [_tuning(scale, setting, row), *runs]
 
 
 def _tuning(scale: str, setting: Setting, row: Row) -> Job:
   """The tuning of a row, or of the row whose tuning it has."""
-  if row.tuned_as is not None:
-    return _tuning(scale, setting, row.tuned_as)
+  if row.name in setting.tuned_as:
+    (row,) = (other for other in rows(setting) if other.name == setting.tuned_as[row.name])
   job = tuning(
     f"{setting.name}/{row.name}-tuning",
     f"tuning of {row.label}",
