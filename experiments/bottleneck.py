@@ -72,8 +72,8 @@ def _dense(dim: int) -> Head:
   return heads.DenseHead(V, dim, use_bias=True)
 
 
-def _from_contexts(target: Any) -> conversion.FromVectors:
-  return conversion.FromVectors(convert.ContextVectors(0), target)
+def _from_contexts(target: Any, equal_lengths: bool = False) -> conversion.FromVectors:
+  return conversion.FromVectors(convert.ContextVectors(0, equal_lengths), target)
 
 
 def _codes(alone: float) -> conversion.FromVectors:
@@ -84,6 +84,11 @@ ROWS: Mapping[str, Row] = {
   **{f"dense-{d}": Row(f"dense, D = {d}", _dense, d) for d in (8, 16, 32, 64)},
   "dense-contexts": Row(
     "dense, D = 32, from contexts", _dense, start=_from_contexts(convert.ToDense())
+  ),
+  "dense-equal": Row(
+    "dense, D = 32, from contexts of equal lengths",
+    _dense,
+    start=_from_contexts(convert.ToDense(), equal_lengths=True),
   ),
   "tied": Row("tied", lambda d: heads.DenseHead(V, d, True, embedding=DenseEmbedding(V, d))),
   "mixture": Row(
