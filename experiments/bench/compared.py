@@ -11,6 +11,7 @@ from experiments.bench import measure
 from experiments.bench.measure import Program, compare
 from experiments.bench.training_step import TrainingStep
 from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
+from vqjax import Head
 from vqjax.lab.config import with_vocab
 from vqjax.lab.report import units
 from vqjax.lab.training.provenance import device
@@ -33,11 +34,13 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 def _setting(s: Setting, vocab: int, rounds: int) -> dict[str, Any]:
   """Print and return the seconds of each row, and their ratios to those of the first one.
 
-  A row that is compressed after its training has no step of its own.
+  A row that is compressed after its training has no step of its own. Samples are compared with
+  the median of the rows that sample as the first one does.
   """
   reference, *_ = every = rows(s)
   decoding = compare({row.name: _sample(row, vocab) for row in every}, rounds)
-  of_reference = decoding[reference.name].seconds
+  same = [row.name for row in every if _deployed(row) == _deployed(reference)]
+  of_reference = statistics.median(decoding[name].seconds for name in same)
   figures, dense = {}, _step(reference, s, vocab)
   for row in every:
     sample = decoding[row.name].seconds
@@ -79,11 +82,15 @@ def _step(row: Row, s: Setting, vocab: int) -> TrainingStep:
   return step
 
 
+def _deployed(row: Row) -> Head:
+  """The head of inference, with rows of its own: they cost what those of an embedding do."""
+  own = {"embedding": None} if row.is_tied else {}
+  return deployed(row.head()).clone(**own)
+
+
 def _sample(row: Row, vocab: int) -> Program:
   """A sample at batch 1 by the head of inference."""
-  # Rows of its own cost what those of an embedding do.
-  own = {"embedding": None} if row.is_tied else {}
-  head = deployed(row.head()).clone(vocab=vocab, **own)
+  head = _deployed(row).clone(vocab=vocab)
   hidden, key = jax.random.normal(jax.random.key(0), (1, head.dim)), jax.random.key(1)
   variables = jax.jit(head.init)(jax.random.key(2), jnp.zeros((1, head.dim)))
   sample = lambda variables, hidden, key: head.apply(variables, hidden, key, method="sample")

@@ -47,7 +47,7 @@ def with_fields(experiment: Experiment, fields: Mapping[str, float]) -> Experime
 
 
 def stretched(train: Train, by: Fraction) -> Train:
-  """The training with so many times the steps, and a schedule that is so many times as long."""
+  """The training with `by` times the steps, and a schedule as long."""
   times = lambda steps: max(1, int(steps * by))
   optimizer = train.optimizer
   if isinstance(optimizer, SGD):

@@ -33,6 +33,15 @@ def test_vectors_of_contexts_have_equal_lengths_or_those_of_their_mean():
   np.testing.assert_allclose(equal, stats.counts > 0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+  ("tokens", "vocab", "error"), [([0] * 9, 2, "9 tokens of which none"), ([0] * 9, 1, "got 1")]
+)
+def test_a_text_that_tells_nothing_is_refused(tokens, vocab, error):
+  stats = convert.TokenStats(np.array(tokens), np.bincount(tokens, minlength=vocab), None, None)
+  with pytest.raises(ValueError, match=error):
+    convert.ContextVectors()(stats, 4)
+
+
 def test_a_missing_scikit_learn_is_named_with_the_command_that_installs_it(monkeypatch):
   monkeypatch.setitem(sys.modules, "sklearn.utils.extmath", None)
   stats = convert.TokenStats(np.arange(9), np.ones(9, int), None, None)

@@ -171,8 +171,11 @@ def contexts(stats: TokenStats, width: int, seed: int) -> Float[np.ndarray, "V D
   embedding as implicit matrix factorization, 2014.
 
   Raises:
+    ValueError: the vocabulary has fewer than two tokens.
     ImportError: scikit-learn is not installed.
   """
+  if len(stats.counts) < 2:
+    raise ValueError(f"`stats.counts` must be of two tokens or more; got {len(stats.counts)}")
   try:
     from sklearn.utils.extmath import randomized_svd
   except ImportError as error:
@@ -197,23 +200,32 @@ class ContextVectors:
   """Vectors of the tokens' neighbours in the text, on the scale of a new head.
 
   They are the embeddings that `ContextKMeans` clusters. Their mean square length is 1, as that of
-  rows that `variables.row_init` draws; those of frequent tokens are several times longer, the more
-  so the fewer of the vocabulary the text has.
+  rows that `variables.row_init` draws; those of frequent tokens are many times longer, the more so
+  where few tokens of the vocabulary occur.
 
   Attributes:
     seed: seed of the embeddings.
-    equal_lengths: whether every token that has neighbours has a vector of length 1. A model that
-      normalises its hidden states needs it: there the standard deviation of a token's initial
-      logit is the length of its row.
+    equal_lengths: whether every vector that is not zero has length 1. A model that normalises its
+      hidden states needs it: there the standard deviation of a token's initial logit is the length
+      of its row.
   """
 
   seed: int = 0
   equal_lengths: bool = False
 
   def __call__(self, stats: TokenStats, width: int) -> Float[np.ndarray, "V D"]:
-    """A row of `width` numbers for each token; zeros for one without neighbours."""
+    """A row of `width` numbers for each token; zeros for one whose neighbours tell nothing.
+
+    Raises:
+      ValueError: this holds for all tokens.
+    """
     rows = contexts(stats, width, self.seed)
     squared = (rows**2).sum(axis=1, keepdims=True)
+    if not squared.any():
+      raise ValueError(
+        "`stats.tokens` must have tokens that follow some others more often than by chance; got"
+        f" {len(stats.tokens)} tokens of which none does. Give more text, or begin at random."
+      )
     if not self.equal_lengths:
       return rows / np.sqrt(squared.mean())
     # A row of zeros is one of rounding errors after the decomposition.

@@ -22,6 +22,9 @@ from vqjax.lab.report.plots import blank, byte_axis, label_points
 EQUIVALENCE = 1.0
 """Per cent of perplexity within which two heads count as equal."""
 
+AT_RANDOM = "dense"
+"""The row of the untied full softmax that begins at random."""
+
 
 class Interval(NamedTuple):
   """A paired difference of perplexities in per cent, with its 95 % interval.
@@ -106,7 +109,7 @@ def head_bytes(row: Row, result: Mapping[str, Any], s: Setting) -> int:
 
 
 def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFrame:
-  """The heads that were run, by test perplexity.
+  """The heads that were run, by test perplexity, with what they cost.
 
   Args:
     results: the results.
@@ -115,46 +118,72 @@ def table(results: Results, s: Setting, costs: Mapping[str, Any]) -> pd.DataFram
   """
   reference = s.rows[0]
   of_reference = page.finished(results, f"{s.name}/{reference}")
-  at_start = results.get(f"{s.name}/starts", {"nats": {}})["nats"]
-  measured = []
-  for row in rows(s):
-    runs = page.finished(results, f"{s.name}/{row.name}")
-    if not runs:
-      continue
-    spread = Spread.of([run["test"]["perplexity"] for run in runs.values()])
+  shown = []
+  for row, runs in _ranked(results, s):
     one = next(iter(runs.values()))
     size = head_bytes(row, one, s)
-    full_name = lambda name: f"{s.name}/{name}"
-    own, difference, of_source = full_name(row.name), None, None
+    difference = None
     if row.name != reference:
-      difference = from_reference(results, own, full_name(reference))
-    if row.source is not None:
-      of_source = str(paired(results, own, full_name(row.source.name)) or units.MISSING)
-    shown = {
+      difference = from_reference(results, f"{s.name}/{row.name}", f"{s.name}/{reference}")
+    line = {
       "head": row.label,
-      "test perplexity": spread.show(1),
-      "seeds": len(runs),
+      "test perplexity": _perplexity(runs).show(1),
       "% from the reference": difference and str(difference),
       "verdict": difference and difference.verdict,
-      "% from its source": of_source,
-      "steps": _steps(row, s),
-      "on": ", ".join(sorted({_processor(run["device"]) for run in runs.values()})),
       "bytes": units.size(size),
     }
     if of_reference:
       parts = next(iter(of_reference.values()))
-      shown["of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
+      line["of the reference"] = units.ratio(size / head_bytes(rows(s)[0], parts, s))
       inputs = parts["embedding"]["state_bytes"]
-      shown["with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
-    if row.name in costs:
-      cost = costs[row.name]
-      step = units.ratio(cost["step"]) if "step" in cost else None
-      shown |= {"training": step, "sample": units.ratio(cost["sample"])}
-    if row.name in at_start:
-      shown["nats at the start"] = f"{at_start[row.name]:.2f}"
-    measured.append((spread.mean, shown))
-  ranked = [shown for _, shown in sorted(measured, key=lambda one: one[0])]
-  frame = pd.DataFrame(ranked)
+      line["with the inputs"] = units.size(size + (0 if row.is_tied else inputs))
+    if costs:
+      own = costs.get(row.name, {})
+      times = {"training": own.get("step"), "sample": own.get("sample")}
+      line |= {title: None if t is None else units.ratio(t) for title, t in times.items()}
+    shown.append(line)
+  return _with_gaps(shown)
+
+
+def runs_table(results: Results, s: Setting) -> pd.DataFrame:
+  """The runs behind the ranks, in their order, and where each head starts."""
+  at_start = results.get(f"{s.name}/starts", {"nats": {}})["nats"]
+  shown = []
+  for row, runs in _ranked(results, s):
+    own, of_source, of_random = f"{s.name}/{row.name}", None, None
+    if row.source is not None:
+      of_source = paired(results, own, f"{s.name}/{row.source.name}")
+    if row.name != AT_RANDOM:
+      of_random = from_reference(results, own, f"{s.name}/{AT_RANDOM}")
+    start = at_start.get(row.name)
+    shown.append(
+      {
+        "head": row.label,
+        "row": f"`{row.name}`",
+        "seeds": len(runs),
+        "% from its source": of_source and str(of_source),
+        "% from the full softmax at random": of_random and str(of_random),
+        "nats at the start": None if start is None else f"{start:.2f}",
+        "steps": _steps(row, s),
+        "on": ", ".join(sorted({_processor(run["device"]) for run in runs.values()})),
+      }
+    )
+  return _with_gaps(shown)
+
+
+def _ranked(results: Results, s: Setting) -> list[tuple[Row, dict[int, dict[str, Any]]]]:
+  """The rows that were run and their runs by seed, the lowest mean perplexity first."""
+  every = [(row, page.finished(results, f"{s.name}/{row.name}")) for row in rows(s)]
+  return sorted([one for one in every if one[1]], key=lambda one: _perplexity(one[1]).mean)
+
+
+def _perplexity(runs: Mapping[int, Mapping[str, Any]]) -> Spread:
+  return Spread.of([run["test"]["perplexity"] for run in runs.values()])
+
+
+def _with_gaps(lines: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+  """The lines as a table whose missing values are None; columns without any value are left out."""
+  frame = pd.DataFrame(lines).dropna(axis=1, how="all")
   return frame.astype(object).where(frame.notna(), None)
 
 
@@ -246,7 +275,11 @@ def bytes_figure(results: Results, s: Setting) -> Figure | None:
 
 def _tables(results: Results, s: Setting, docs: pathlib.Path) -> dict[str, pd.DataFrame]:
   costs = (page.bench(docs, "compared") or {}).get(s.name, {})
-  return {"heads": table(results, s, costs), "tunings": tunings(results, s)}
+  return {
+    "heads": table(results, s, costs),
+    "runs": runs_table(results, s),
+    "tunings": tunings(results, s),
+  }
 
 
 def shown_tables(results: Results, scale: str) -> dict[str, pd.DataFrame]:

@@ -378,11 +378,9 @@ def _by_sgd(steps: int, batch: int, row: int) -> Train:
 
 
 def _transformer(dim: int, context: int, layers: int, heads: int) -> dict[str, Any]:
-  """Fields of a setting whose model is a decoder without dropout, on windows of the text.
-
-  It normalises its hidden states.
-  """
+  """Fields of a setting whose model is a decoder without dropout, on windows of the text."""
   return {
+    # It normalises its hidden states, and lengths of up to 30 would begin at 50 nats.
     "vectors": lambda seed: convert.ContextVectors(seed, equal_lengths=True),
     "dim": dim,
     "context": context,
@@ -435,6 +433,7 @@ STORIES = (
   *("dense", "dense-unigram", "dense-contexts", "tied", "seen"),
   *("grouped", "grouped-frequency", "grouped-clusters", "unshared", "product-learned"),
 )
+# A distilled table is tuned as its teacher, and vectors change no more than how a head begins.
 _PTB_TUNINGS = dict.fromkeys(("tied-distilled", "tied-longer"), "tied-contexts")
 _STORIES_TUNINGS = dict.fromkeys(("dense-contexts", "product-learned"), "dense")
 MANUALS = (

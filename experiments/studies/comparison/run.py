@@ -75,7 +75,8 @@ def _jobs(scale: str, setting: Setting, row: Row) -> list[Job]:
 def _tuning(scale: str, setting: Setting, row: Row) -> Job:
   """The tuning of a row, or of the row whose tuning it has."""
   if row.name in setting.tuned_as:
-    (row,) = (other for other in rows(setting) if other.name == setting.tuned_as[row.name])
+    by_name = {other.name: other for other in rows(setting)}
+    return _tuning(scale, setting, by_name[setting.tuned_as[row.name]])
   job = tuning(
     f"{setting.name}/{row.name}-tuning",
     f"tuning of {row.label}",

@@ -193,18 +193,18 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Sequence[str]):
-  """Write labels at the nearest free positions, with lines to distant points.
+  """Write labels at free positions near their points, with lines to distant ones.
 
-  Of the free positions those come first whose line crosses the fewest points and labels.
+  The nearest of the free positions is taken whose line crosses the fewest points and labels.
   """
   # The layout moves the axes, and a line to a label must not move: positions are final from here.
   FigureCanvasAgg(axes.figure).draw()
   axes.autoscale(False)
   to_data = axes.transData.inverted().transform
-  points = axes.transData.transform(list(zip(xs, ys)))
+  points = axes.transData.transform(list(zip(xs, ys, strict=True)))
   occupied = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
   turns = (0, 8, 2, 14, 6, 10, 4, 12, 1, 15, 7, 9, 3, 13, 5, 11)  # sixteenths; sides come first
-  for at, ((x, y), text) in enumerate(zip(points, texts)):
+  for at, ((x, y), text) in enumerate(zip(points, texts, strict=True)):
     look = {"color": INK, "fontsize": 9, "va": "bottom", "ha": "left", "parse_math": False}
     artist = axes.text(0, 0, units.shorten(text), **look)
     extent = artist.get_window_extent()
@@ -219,6 +219,7 @@ def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Se
       if inside and box.count_overlaps(occupied) == 0:
         line = Path([(x, y), np.clip((x, y), box.min, box.max)])
         others = occupied[:at] + occupied[at + 1 :]
+        # The nearest labels have no line.
         crossed = sum(map(line.intersects_bbox, others)) if distance > 9 else 0
         free.append((crossed, distance, box))
     beside = (0, 0, Bbox.from_bounds(x + 9, y - height / 2, width, height))

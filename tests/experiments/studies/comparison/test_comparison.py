@@ -18,7 +18,7 @@ from experiments.studies.page import DOCS
 from experiments.studies.study import Job
 from experiments.studies.tuning import SearchSpace
 from tests import jitted
-from vqjax import DenseEmbedding, DenseHead
+from vqjax import DenseEmbedding, DenseHead, convert
 from vqjax.compression import Moments
 from vqjax.convert import part_of
 from vqjax.lab import records
@@ -100,7 +100,10 @@ def test_heads_are_ranked_and_those_that_were_not_run_are_named():
   results = {f"ptb/{name}": kept(*score) for name, score in scores.items()}
   results["ptb/starts"] = {"nats": {reference: 9.213}}
   table = report.table(results, s, {reference: {"step": 1.5, "sample": 0.5}})
-  assert list(table["nats at the start"]) == [None, None, "9.21"]
+  assert list(table["training"]) == [None, None, "1.50×"]
+  behind = report.runs_table(results, s)
+  assert list(behind["nats at the start"]) == [None, None, "9.21"]
+  assert list(behind["head"]) == list(table["head"])
   assert list(table["test perplexity"]) == ["134.3", "148.4", "181.3"]
   missing = report.not_run(results, s)
   assert "grouped (`ptb/grouped`); " in missing
@@ -140,6 +143,19 @@ def test_a_distilled_row_learns_from_the_teacher_of_its_seed():
   assert set(jobs["ptb/tied-distilled-s1"].needs) == needs
   (row,) = (row for row in rows(PTB) if row.name == "product-distilled")
   assert row.experiment(PTB, 2).init_from.folder == "runs/comparison/cpu/ptb/dense-contexts-s2"
+
+
+def test_a_row_may_have_the_tuning_of_another():
+  jobs = {job.name: job for job in run.jobs("cpu")}
+  for row in ("dense-contexts", "product-learned"):
+    assert jobs[f"stories/{row}"].needs == ("stories/dense-tuning",)
+    assert f"stories/{row}-tuning" not in jobs
+
+
+@pytest.mark.parametrize(("s", "equal"), [(PTB, False), (STORIES, True)], ids=["ptb", "stories"])
+def test_vectors_have_equal_lengths_where_hidden_states_are_normalised(s, equal):
+  (row,) = (row for row in rows(s) if row.name == "dense-contexts")
+  assert row.experiment(s, 3).init_from.start.vectors == convert.ContextVectors(3, equal)
 
 
 def test_a_row_of_twice_the_steps_has_a_schedule_as_long():
