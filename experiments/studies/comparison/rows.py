@@ -164,14 +164,14 @@ def rows(s: Setting) -> list[Row]:
   with_unigrams = lambda start: lambda seed: conversion.Unigrams(start=start(seed))
   to_dense = with_unigrams(contexts(lambda seed: convert.ToDense()))
   to_product = with_unigrams(contexts(lambda seed: convert.ToProduct(power=0.5, seed=seed)))
-  to_codes = lambda alone: contexts(
-    lambda seed: convert.ToCodebook(convert.KMeans(power=0.5, alone=alone, seed=seed))
+  to_codes = lambda alone: with_unigrams(
+    contexts(lambda seed: convert.ToCodebook(convert.KMeans(power=0.5, alone=alone, seed=seed)))
   )
-  to_residual = contexts(
-    lambda seed: convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=seed))
+  to_residual = with_unigrams(
+    contexts(lambda seed: convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=seed)))
   )
   to_low_rank = with_unigrams(contexts(lambda seed: convert.ToLowRank()))
-  exchange = lambda seed: conversion.Mapped(convert.Brown(token_bias=True))
+  exchange = with_unigrams(lambda seed: conversion.Mapped(convert.Brown(token_bias=True)))
   codebook = lambda codes: lambda: heads.CodebookHead(V, d, codes, token_bias=True)
   ordered = lambda: heads.GroupedHead(V, d, use_bias=True, order_init=convert.in_order)
   # All codes but one hold a token each.
