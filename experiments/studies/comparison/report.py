@@ -153,7 +153,7 @@ def runs_table(results: Results, s: Setting) -> pd.DataFrame:
     own, of_source, of_random = f"{s.name}/{row.name}", None, None
     if row.source is not None:
       of_source = paired(results, own, f"{s.name}/{row.source.name}")
-    if row.name != AT_RANDOM:
+    if AT_RANDOM not in (row.name, s.rows[0]):
       of_random = from_reference(results, own, f"{s.name}/{AT_RANDOM}")
     start = at_start.get(row.name)
     shown.append(

@@ -1,8 +1,8 @@
 """Heads on one model and text, with one budget and one search space for all.
 
 Every row of a setting is trained from scratch for the same number of steps, after a tuning over the
-same search space on the validation split. Rows that begin with vectors of contexts all begin with
-the same ones.
+same search space on the validation split, its own or that of another row. Rows that begin with
+vectors of contexts all begin with the same ones.
 """
 
 import dataclasses

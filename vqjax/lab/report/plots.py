@@ -246,7 +246,7 @@ def byte_axis(axes: Axes, sizes: Sequence[float]) -> list[float]:
   if min(sizes) <= 0:
     ticks = [zero, *(tick for tick in ticks if tick >= min(positive))]
   names = ["0 (tied)" if tick <= zero else units.size(tick) for tick in ticks]
-  axes.set_xticks(ticks, [name.replace(".00", "") for name in names])
+  axes.set_xticks(ticks, [re.sub(r"\.0+(?= )", "", name) for name in names])
   axes.minorticks_off()
   xs = [size if size > 0 else zero for size in sizes]
   pad = 2 ** max(0.5, (high - low) / 7)
