@@ -321,7 +321,8 @@ def test_a_row_has_no_identity_before_its_tuning_and_then_that_of_the_chosen_fie
 @pytest.mark.slow
 def test_rendering_reproduces_the_page_and_rendering_again_changes_nothing(tmp_path):
   (tmp_path / "results").mkdir()
-  shutil.copy(DOCS / "results" / "comparison.md", tmp_path / "results")
+  for name in ("comparison.md", "bench.json"):
+    shutil.copy(DOCS / "results" / name, tmp_path / "results")
   results = run.STUDY.current("cpu")
   report.update(results, tmp_path)
   page = (tmp_path / "results" / "comparison.md").read_bytes()
