@@ -32,7 +32,7 @@ def run(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _setting(s: Setting, vocab: int, rounds: int) -> dict[str, Any]:
-  """Print and return the seconds of each row, and their ratios to those of the first one.
+  """Print and return the seconds of each row, and their ratios to those of the dense head.
 
   A row that is compressed after its training has no step of its own. Samples are compared with
   the median of the rows that sample as the first one does.
@@ -55,8 +55,9 @@ def _setting(s: Setting, vocab: int, rounds: int) -> dict[str, Any]:
     figures[row.name] |= {"step_seconds": seconds, "step": seconds / of_dense}
     own.end()
   measure.show(
-    f"{s.name}: a training step of {s.train.batch * s.context} tokens and a sample at batch 1, over"
-    f" those of the first row, V={vocab:,}, D={s.dim}, float32, {device()}",
+    f"{s.name}: a training step of {s.train.batch * s.context} tokens, over that of the first row,"
+    f" and a sample at batch 1, over the median of the dense heads, V={vocab:,}, D={s.dim},"
+    f" float32, {device()}",
     ("head", "step, ms", "ratio", "sample, ms", "ratio"),
     [
       [

@@ -433,7 +433,8 @@ STORIES = (
   *("dense", "dense-unigram", "dense-contexts", "tied", "seen"),
   *("grouped", "grouped-frequency", "grouped-clusters", "unshared", "product-learned"),
 )
-# A distilled table is tuned as its teacher, and vectors change no more than how a head begins.
+# Rows without a tuning of their own have that of a dense head: their teacher, or the same training
+# of half the steps, and on TinyStories the head that begins at random.
 _PTB_TUNINGS = dict.fromkeys(("tied-distilled", "tied-longer"), "tied-contexts")
 _STORIES_TUNINGS = dict.fromkeys(("dense-contexts", "product-learned"), "dense")
 MANUALS = (
