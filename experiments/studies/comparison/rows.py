@@ -167,8 +167,8 @@ def rows(s: Setting) -> list[Row]:
   to_codes = lambda alone: with_unigrams(
     contexts(lambda seed: convert.ToCodebook(convert.KMeans(power=0.5, alone=alone, seed=seed)))
   )
-  to_residual = contexts(
-    lambda seed: convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=seed))
+  to_residual = with_unigrams(
+    contexts(lambda seed: convert.ToResidual(convert.KMeans(power=0.5, alone=0.25, seed=seed)))
   )
   to_low_rank = with_unigrams(contexts(lambda seed: convert.ToLowRank()))
   exchange = with_unigrams(lambda seed: conversion.Mapped(convert.Brown(token_bias=True)))
