@@ -18,8 +18,6 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true" and importlib.metadata
 ).startswith(("0.10", "0.11")):
   emitters = "--xla_cpu_use_fusion_emitters=false"
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emitters}"
-# The stack of every operation in a program takes a fifth of the tests' time.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
 )
