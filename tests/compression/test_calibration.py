@@ -18,7 +18,6 @@ def windows(count, length=9):
   return np.random.default_rng(1).integers(0, V, (count, length)).astype(np.int32)
 
 
-@pytest.mark.slow
 def test_moments_are_means_of_outer_products(decoder):
   model, variables = decoder
   rows = windows(3)
@@ -38,7 +37,6 @@ def test_moments_are_means_of_outer_products(decoder):
   assert found.tokens == 24
 
 
-@pytest.mark.slow
 def test_a_gradient_is_that_of_the_log_probability_of_the_drawn_tokens(decoder):
   model, variables = decoder
   row = jnp.asarray(windows(1))

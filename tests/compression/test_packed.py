@@ -89,7 +89,6 @@ class Tied(nn.Module):
     return self.head.sample(self.hidden(tokens), jax.random.key(0), top_k=1)
 
 
-@pytest.mark.slow
 def test_a_packed_table_is_embedding_and_head_on_meshes():
   table, moments = text()
   embedding, variables = pack(table, moments, 1 + V * 2, classes=6, is_trellis=False).embedding()

@@ -106,8 +106,8 @@ def test_the_best_tokens_are_those_of_the_dense_head_with_few_in_doubt(fields, k
   assert found.survivors.max() < 100
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("batch", [(4, 6), (2,)])
-@pytest.mark.slow
 def test_a_draw_is_the_best_of_noisy_dense_scores(batch):
   head, variables, hidden = dense(1009, 24)
   hidden = hidden.reshape(-1, 24)[: np.prod(batch)].reshape(*batch, 24)
@@ -119,7 +119,6 @@ def test_a_draw_is_the_best_of_noisy_dense_scores(batch):
   np.testing.assert_array_equal(drawn, jnp.argmax(noisy, axis=0))
 
 
-@pytest.mark.slow
 def test_rows_in_doubt_beyond_the_budget_are_all_scored():
   head, variables, hidden = dense(301, 16)
   # Rows that differ by less than their errors.
@@ -152,7 +151,6 @@ def test_the_highest_bounds_of_a_vocabulary_of_whole_chunks_are_selected():
   np.testing.assert_array_equal(np.take_along_axis(bound, found.tokens, axis=-1), found.scores)
 
 
-@pytest.mark.slow
 def test_fresh_variables_answer_from_all_rows():
   head = CertifiedHead(53, 8)
   hidden = jax.random.normal(jax.random.key(0), (3, 8))
@@ -162,8 +160,8 @@ def test_fresh_variables_answer_from_all_rows():
   np.testing.assert_array_equal(found.tokens, head.apply(variables, hidden, 4, method="top_k")[1])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("vocab", [1, 2, 7])
-@pytest.mark.slow
 def test_a_vocabulary_below_the_budget_is_certain(vocab):
   head, variables, hidden = dense(vocab, 5)
   own, own_variables = CertifiedHead.from_dense(head, variables)
@@ -173,7 +171,6 @@ def test_a_vocabulary_below_the_budget_is_certain(vocab):
   )
 
 
-@pytest.mark.slow
 def test_equal_scores_come_in_the_order_of_the_tokens():
   head, variables, hidden = dense(64, 5)
   variables["params"] = {"weight": jnp.ones((64, 5)), "bias": jnp.zeros(64)}

@@ -25,7 +25,6 @@ class TestLearnedCodebookHead(HeadContract):
     code = candidates[np.arange(len(best)), best]
     return hidden @ params["codebook"][code].T + params.get("token_bias", 0.0)
 
-  @pytest.mark.slow
   def test_gradients_equal_those_of_a_float64_dense_reference(
     self, head, variables, hidden, tokens
   ):

@@ -90,9 +90,9 @@ def begun(monkeypatch):
   return counts, lengths
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8)])
-@pytest.mark.slow
 def test_a_drafter_of_fewer_tokens_is_tested_on_the_end_of_the_prompts(begun, sampling, rows):
   """What its acceptance begins with against full passes over the prompts."""
   (model, variables), prompts = target(), PROMPTS[-rows:]
@@ -127,7 +127,6 @@ def test_many_prompts_weigh_no_more_than_one(begun):
   np.testing.assert_allclose(begun[0][0][1], PRIOR[1] + PROMPT_WEIGHT * TESTED_POSITIONS)
 
 
-@pytest.mark.slow
 def test_a_drafter_of_nan_drafts_no_more(begun):
   eagle = drafter("eagle, fewer tokens")
   params = jax.tree.map(lambda x: x * jnp.nan, eagle.params)

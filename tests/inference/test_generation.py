@@ -91,7 +91,6 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on():
   assert result.lengths.min() <= 5
 
 
-@pytest.mark.slow
 def test_text_ends_before_a_stop_string_and_a_stream_has_the_same_text():
   model, variables = family("llama")
   settings = {"max_tokens": 30, "tokenizer": Letters()}

@@ -84,8 +84,8 @@ def check(found, log_p, k):
   assert np.isnan(found.target_log_prob[..., -1]).all()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["gpt2", "gemma"])
-@pytest.mark.slow
 def test_readings_are_those_of_the_distributions_of_every_layer(name):
   model, variables = family(name)
   check(lens_readings(model, variables, TOKENS, k=3), expected(model, variables), 3)
@@ -124,7 +124,6 @@ def test_readings_are_the_same_where_the_vocabulary_is_sharded():
     )
 
 
-@pytest.mark.slow
 def test_the_divergence_and_its_gradient_are_those_of_dense_logits():
   model, variables = family("gpt2")
   lens, x = some_lens(model), residual_streams(model, variables, jnp.asarray(TOKENS))

@@ -98,7 +98,6 @@ def test_the_parameters_add_up(tied):
   assert sum(x.size for x in jax.tree.leaves(variables)) == expected
 
 
-@pytest.mark.slow
 def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monkeypatch):
   monkeypatch.setattr(attention_module, "tile_size", lambda *_: 5)
 

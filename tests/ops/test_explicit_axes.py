@@ -52,7 +52,6 @@ def test_results_and_gradients_are_equal_and_typed_by_the_tokens(operands, mesh,
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), found, expected)
 
 
-@pytest.mark.slow
 def test_the_ops_run_eagerly_on_explicit_axes(operands, mesh):
   hidden, weight, tokens = operands
   assignment = jnp.arange(V) % 7

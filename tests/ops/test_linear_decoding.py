@@ -74,7 +74,6 @@ def test_tokens_of_equal_scores_come_in_the_order_of_their_numbers():
   np.testing.assert_array_equal(tokens, expected[:, :6])
 
 
-@pytest.mark.slow
 def test_one_vector_no_vectors_and_one_of_bfloat16():
   hidden, weight, _ = operands()
   expected = exact(hidden, weight)

@@ -89,7 +89,6 @@ def test_options_that_no_distribution_has_are_refused(scores, options, message):
     sampling.sample(blocks_of(scores, 10), jax.random.key(0), **options)
 
 
-@pytest.mark.slow
 def test_top_k_and_top_p_together_cut_the_best_first():
   scores = jnp.log(jnp.array([0.5, 0.3, 0.1, 0.06, 0.04]))
   rows = jnp.broadcast_to(scores, (4000, 5))

@@ -123,7 +123,6 @@ class TestTokenLogProbs:
     np.testing.assert_allclose(found.log_probs[:, 0], expected, atol=1e-5)
     assert found.log_rest is None
 
-  @pytest.mark.slow
   def test_the_rest_keeps_its_digits_where_the_tokens_have_nearly_all_the_mass(self):
     hidden, weight, bias, tokens, _ = operands(7)
     # 60 nats above the others: in float32, 1 minus the probabilities would be 0.
@@ -143,7 +142,6 @@ class TestTokenLogProbs:
     share[:, ~others] = 0
     np.testing.assert_allclose(gradient, (share - np.exp(log_p)).sum(0), atol=1e-4)
 
-  @pytest.mark.slow
   def test_tokens_that_are_the_whole_vocabulary_leave_no_rest_and_no_nan(self):
     hidden, weight = operands(3)[0], jnp.ones((4, D))
     tokens = jnp.tile(jnp.arange(4), (3, 1))
@@ -271,7 +269,6 @@ class TestSparseTargetLoss:
       found = linear_sparse_target_loss(hidden, weight, odd, probs, bias, rest=rest)
       np.testing.assert_array_equal(np.isnan(found.kl), [False, True, False])
 
-  @pytest.mark.slow
   def test_rows_that_a_bias_removes_have_no_probability_and_no_gradient(self):
     hidden, weight, bias, tokens, probs = operands(5)
     removed = np.setdiff1d(np.arange(10, 60), np.asarray(tokens))
@@ -343,7 +340,6 @@ class TestTopKDivergence:
 
     compare(ours, whole, (hidden, weight, bias, *teacher))
 
-  @pytest.mark.slow
   def test_a_bucket_of_the_rest_bounds_the_whole_divergence_from_below(self):
     hidden, weight, bias, _, _ = operands(13)
     teacher, teacher_weight, teacher_bias = teacher_operands(13)

@@ -81,7 +81,6 @@ def test_the_folder_has_the_logits_of_the_table_in_memory(compressed):
     assert not np.array_equal(table, original.variables["params"][name]["weight"])
 
 
-@pytest.mark.slow
 def test_the_report_has_the_divergence_that_the_folder_has(compressed):
   model, out = compressed
   report = json.loads((out / "vqjax.json").read_text())["report"]
@@ -334,7 +333,6 @@ def random_moments(seed=5):
   return Moments(hidden.T @ hidden / 64, counts, 64, inputs.T @ inputs / 64)
 
 
-@pytest.mark.slow
 def test_moments_of_a_file_and_one_step_give_the_integers_of_all_tables(
   texts, tmp_path, monkeypatch
 ):
@@ -478,7 +476,6 @@ def test_a_size_is_filled_from_below(size):
   assert 0.985 * size < found <= size
 
 
-@pytest.mark.slow
 def test_the_least_size_is_that_of_the_file():
   made = of_numbers()
   coded = made.coded(made.limits[1], None)[2]

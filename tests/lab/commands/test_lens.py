@@ -38,7 +38,6 @@ def fit(folder, text, out, *options):
   return lens.main([str(folder), "--fit", str(text), "--out", str(out), *sizes, *options])
 
 
-@pytest.mark.slow
 def test_a_fitted_lens_is_nearer_at_every_block_and_its_page_is_whole(
   folder, text, tmp_path, capsys
 ):

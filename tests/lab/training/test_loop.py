@@ -63,7 +63,6 @@ def test_a_finished_run_is_not_run_again(finished, monkeypatch):
   assert fit(experiment, folder) == result
 
 
-@pytest.mark.slow
 def test_a_run_interrupted_at_any_step_ends_bitwise_the_same(finished, tmp_path):
   experiment, whole, result = finished
   step = 0
