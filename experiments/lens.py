@@ -15,13 +15,14 @@ import json
 import pathlib
 
 from experiments import gemma
-from vqjax.lab import exits, records
+from vqjax.lab import exits
 from vqjax.lab.config import load, override
 from vqjax.lab.data.files import data_path
-from vqjax.lab.lenses import Job, fit_lens
 from vqjax.lab.trained import load_trained
 from vqjax.lab.training import fit
 from vqjax.lab.training.provenance import provenance
+from vqjax.lm import records
+from vqjax.lm.lenses.fitting import Job, fit_lens
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/lens.json"

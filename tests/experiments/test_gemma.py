@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from experiments import gemma, small_models
-from tests.checkpoints.families import V, small
-from vqjax.compression import Moments
-from vqjax.lab.compression import Compression, Windows
+from tests.lm.checkpoints.families import V, small
+from vqjax.lm.compression.search import Compression, Windows
+from vqjax.tables import Moments
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 

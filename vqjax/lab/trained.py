@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from vqjax import checkpoints
-from vqjax.inference import Tokenizer
-from vqjax.inference.cache import Variables
 from vqjax.lab.config import config_hash, describe, difference, load, override, with_vocab
 from vqjax.lab.conversion import Distilled, student_of
 from vqjax.lab.data import Encoder, fit_encoder
 from vqjax.lab.data.files import data_path
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.run import read_config
-from vqjax.models import LanguageModel
+from vqjax.lm import checkpoints
+from vqjax.lm.generation import Tokenizer
+from vqjax.lm.generation.cache import Variables
+from vqjax.lm.models import LanguageModel
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 """Number formats in which pretrained models are loaded."""

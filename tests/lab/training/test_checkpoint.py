@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 
-from vqjax.lab import records
 from vqjax.lab.config import config_hash, describe
 from vqjax.lab.training import fit
 from vqjax.lab.training.checkpoint import (
@@ -26,6 +25,7 @@ from vqjax.lab.training.checkpoint import (
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run import load_text
 from vqjax.lab.training.step import TrainState
+from vqjax.lm import records
 from vqjax.sharding import MeshShape, make_mesh
 
 

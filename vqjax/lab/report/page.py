@@ -6,11 +6,11 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vqjax.lab import records
 from vqjax.lab.report.plots import SERIES, loss_curves, size_against_perplexity, svg
 from vqjax.lab.report.runs import Column, Run, common_split, default_columns, labels
 from vqjax.lab.report.tables import breakable, html_table
 from vqjax.lab.report.units import MISSING
+from vqjax.lm import records
 
 DARK_SERIES = ("#5db2ec", "#ff9152", "#3ccf9f", "#e38cc3", "#d9b23d", "#a9d4f5")
 """`SERIES` in the same order, light enough for a dark ground."""

@@ -14,16 +14,10 @@ import orbax.checkpoint as ocp
 from flax import linen as nn
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from vqjax.lab import records
 from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
-from vqjax.lab.training.run import (
-  START_AFRESH,
-  EncodedText,
-  disk_error,
-  read_config,
-  read_metrics,
-)
+from vqjax.lab.training.run import START_AFRESH, EncodedText, disk_error, read_config, read_metrics
 from vqjax.lab.training.step import TrainState, checksum
+from vqjax.lm import records
 
 
 def _validation_loss(metrics: dict) -> float:

@@ -8,18 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import (
-  BarColumn,
-  MofNCompleteColumn,
-  Progress,
-  TextColumn,
-  TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
-from vqjax.lab import records
 from vqjax.lab.training.distributed import is_main
 from vqjax.lab.training.run import disk_error, read_metrics
+from vqjax.lm import records
 
 
 class MetricsLog:

@@ -14,11 +14,11 @@ import warnings
 from collections.abc import Sized
 from typing import Any, Literal
 
-from vqjax.lab import records
 from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
 from vqjax.lab.data import TokenSplit, encode_split, fit_encoder
 from vqjax.lab.data.source import SPLITS, Prepared
 from vqjax.lab.training.distributed import PATIENCE, from_main, is_main
+from vqjax.lm import records
 
 NO_PERMISSION = frozenset(
   {
