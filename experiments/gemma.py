@@ -40,7 +40,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from vqjax.lab import exits
-from vqjax.lab.data.files import data_path
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
 from vqjax.lm.checkpoints.readers import Tensor
@@ -55,6 +54,7 @@ from vqjax.lm.compression.search import (
   with_tables,
 )
 from vqjax.lm.generation import GREEDY, generate, unstacked
+from vqjax.lm.texts import data_path
 from vqjax.tables import Moments, PackedTable, container, ideal_bits, pack, units_of
 from vqjax.tables.integers import BIT, SMOOTHING, probabilities, step_classes
 from vqjax.tables.moments import SHRINKAGE

@@ -18,11 +18,11 @@ import numpy as np
 
 from experiments.gemma import DOMAINS, WINDOW, read_texts, spread
 from vqjax.lab import exits
-from vqjax.lab.data.files import data_path
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
 from vqjax.lm.compression.exports import ROWS
 from vqjax.lm.compression.search import Reference, read_moments, summary, with_tables
+from vqjax.lm.texts import data_path
 from vqjax.tables import gguf_types
 
 TYPES = ("Q8_0", "Q5_0", "IQ4_NL", "Q4_0")

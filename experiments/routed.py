@@ -26,9 +26,9 @@ from experiments.gemma import DOMAINS, UNSEEN, WINDOW, read_texts, spread
 from vqjax import CertifiedHead, DenseHead, RoutedHead, assign
 from vqjax.convert import LikelyTokens, likely_tokens, train_routes
 from vqjax.lab import exits
-from vqjax.lab.data.files import data_path
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
+from vqjax.lm.texts import data_path
 from vqjax.ops import certified as ops
 from vqjax.ops import narrow, sampling
 from vqjax.tables import Moments

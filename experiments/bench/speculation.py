@@ -29,11 +29,11 @@ from experiments.bench import gemma, measure
 from experiments.bench.generation import QUICK as QUICK_DECODER
 from experiments.bench.generation import decoder
 from vqjax import DenseHead, LowRankHead, RoutedHead, assign
+from vqjax.commands.models import load_model
 from vqjax.convert import likely_tokens, train_routes
 from vqjax.heads import Head
 from vqjax.lab.config import load, override
 from vqjax.lab.data import Stories
-from vqjax.lab.trained import load_trained
 from vqjax.lab.training import fit
 from vqjax.lab.training.provenance import device
 from vqjax.lm import checkpoints
@@ -532,7 +532,7 @@ def run_target(sizes: Sizes, quick: bool) -> Target:
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary) if quick else gemma.CACHE / "speculation-run"
     fit(experiment, folder)
-    model, variables, tokenizer = load_trained(str(folder), str(CONFIG), fields)
+    model, variables, tokenizer = load_model(str(folder), str(CONFIG), fields)
   encoded = lambda texts: (list(tokenizer.encode(text)) for text in texts)
   of = experiment.data.documents
   texts_of = {"docstrings": of("test")}

@@ -280,7 +280,7 @@ def test_damaged_parts_of_packed_tables_are_named(folder, texts, tmp_path):
     container.read_table(out)
   weights = out / "model.safetensors"
   content = bytearray(weights.read_bytes())
-  source = checkpoints.files.open_source(out)
+  source = checkpoints.readers.open_source(out)
   bits = source.tensors["model.embed_tokens.weight"].table.stream
   content[content.index(np.asarray(bits).tobytes()) + 40] ^= 4
   weights.write_bytes(content)
@@ -298,7 +298,7 @@ def test_a_damaged_table_is_named(compressed, tmp_path):
   copy = shutil.copytree(compressed[1], tmp_path / "copy")
   (weights,) = copy.glob("*.safetensors")
   data = bytearray(weights.read_bytes())
-  source = checkpoints.files._safetensors(weights)
+  source = checkpoints.readers._safetensors(weights)
   words = next(t for name, t in source.items() if name.endswith(".words"))
   at = data.find(bytes(words.read(slice(None))))
   data[at + 40] ^= 1
@@ -434,7 +434,7 @@ def test_each_text_must_be_another_one_and_long_enough(folder, texts, tmp_path, 
 def test_windows_and_numbers_of_tokens_are_checked_first(
   option, value, folder, texts, tmp_path, capsys, monkeypatch
 ):
-  monkeypatch.setattr(compress, "load_trained", None)
+  monkeypatch.setattr(compress, "load_model", None)
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--kl", "1", option, value))
   assert f"`{option}` must be at least" in line
   assert f"got {value}" in line
@@ -584,7 +584,7 @@ def test_a_compressed_file_is_not_compressed_trimmed_or_exported(
 def test_exports_are_refused_before_anything_is_computed(
   folder, texts, tmp_path, capsys, monkeypatch
 ):
-  monkeypatch.setattr(export, "load_trained", None)
+  monkeypatch.setattr(export, "load_model", None)
   given = [str(folder), "--out", str(tmp_path / "out"), "--text", *texts]
   for options, words in (
     (["--to", "Q4_0"], "must be a GGUF"),
@@ -684,7 +684,7 @@ def test_no_room_is_told_before_anything_is_computed(
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
   needed = 2 * body + least + search.OTHER_FILES
   room(monkeypatch, needed - 1)
-  monkeypatch.setattr(compress, "load_trained", None)
+  monkeypatch.setattr(compress, "load_model", None)
   given = *bound, "--dtype", "bfloat16"
   line = refused(capsys, call(folder, texts, tmp_path / "out", *given))
   assert f"`--out` must be on a disk with {needed:,} bytes free; got {needed - 1:,}. Free" in line
@@ -718,12 +718,12 @@ def test_room_for_tables_of_unknown_bytes_is_told_when_they_are_known(
 def test_no_room_for_a_tensor_is_told_before_it_is_read(folder, tmp_path, capsys, monkeypatch):
   random_moments().save(tmp_path / "moments")
   name = "model.embed_tokens.weight"
-  tensors = checkpoints.files.open_source(folder).tensors
+  tensors = checkpoints.readers.open_source(folder).tensors
   others = sum(tensor.nbytes for own, tensor in tensors.items() if own != name)
   # Never above a byte a number, however large the bound.
   needed = others + V * 32 + search.OTHER_FILES
   room(monkeypatch, needed - 1)
-  monkeypatch.setattr(checkpoints.files, "verify", None)
+  monkeypatch.setattr(checkpoints.readers, "verify", None)
   given = "--bytes", "1GB", "--out", str(tmp_path / "out"), "--table", name
   line = refused(capsys, compress.main([str(folder), *given, str(tmp_path / "moments")]))
   assert f"`--out` must be on a disk with {needed:,} bytes free; got {needed - 1:,}. Free" in line

@@ -9,9 +9,10 @@ import pytest
 from tests.commands.test_compress import model_folder
 from tests.lm.checkpoints.families import V
 from vqjax.commands import draft, generate
-from vqjax.lab.trained import load_trained
+from vqjax.commands.models import load_model
 from vqjax.lm.drafting import eagle_training, load_drafter
 from vqjax.lm.generation import Sampling
+from vqjax.lm.lenses import fitting
 
 pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not installed")
 
@@ -101,7 +102,7 @@ def test_medusas_blocks_are_trained_and_change_no_text_of_their_model(
   assert found["tree"] >= found["chain"] >= 1
   assert all(0 < found["rounds"][way]["cost"] < 1 for way in ("greedy", "drawn"))
   assert [path.name for path in tmp_path.iterdir()] == [out.name]
-  model, variables, _ = load_trained(folder)
+  model, variables, _ = load_model(folder)
   drafter = load_drafter(out, model, variables)
   assert 0 < drafter.tree.size == found["size"] <= 3  # of those that the text reaches
   assert drafter.head.vocab == len(drafter.tokens) == 20

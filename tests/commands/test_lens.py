@@ -126,10 +126,10 @@ def test_an_interrupted_fit_goes_on_where_it_was(folder, text, tmp_path, monkeyp
 
 def fit_directly(folder, text, out):
   """The fit of `fit`, whose interruption is not turned into an exit code."""
-  from vqjax.lab.trained import load_trained
+  from vqjax.commands.models import load_model
 
   job = fitting.Job(folder, text.read_text(), out, positions=600, steps=4, batch=64, window=16)
-  fitting.fit_lens(job, load_trained(str(folder)), lambda line: None)
+  fitting.fit_lens(job, load_model(str(folder)), lambda line: None)
 
 
 @pytest.mark.parametrize(

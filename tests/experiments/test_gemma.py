@@ -93,7 +93,7 @@ def test_kept_tables_of_other_moments_or_another_version_are_made_again(
   others = dataclasses.replace(own, counts=own.counts + 1)
   other = Compression(compression.model, compression.variables, others)
   assert gemma.kept_table(tmp_path, other, 0.007) is None
-  monkeypatch.setattr(gemma.table_file, "VERSION", gemma.table_file.VERSION + 1)
+  monkeypatch.setattr(gemma.container, "VERSION", gemma.container.VERSION + 1)
   assert gemma.kept_table(tmp_path, compression, 0.007) is None
 
 

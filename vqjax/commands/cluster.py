@@ -9,7 +9,8 @@ import argparse
 import pathlib
 import sys
 
-from vqjax.commands.console import configure_warnings, exit_code, print_result
+from vqjax.commands.console import configure_warnings
+from vqjax.commands.runs import exit_code, print_result
 from vqjax.convert import KMeans
 from vqjax.lab.config import config_hash, load, override
 from vqjax.lab.conversion import CODEBOOK, FULL, HEAD, compress

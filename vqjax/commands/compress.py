@@ -11,9 +11,8 @@ import pathlib
 import re
 
 from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path
+from vqjax.commands.models import DTYPES, load_model
 from vqjax.lab.exits import say
-from vqjax.lab.trained import DTYPES, load_trained
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.compression.search import (
   Job,
@@ -24,6 +23,7 @@ from vqjax.lm.compression.search import (
   compress_tensors,
   read_texts,
 )
+from vqjax.lm.texts import data_path
 from vqjax.tables.container import UNPACKED
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -103,7 +103,7 @@ def _compress(options: argparse.Namespace) -> None:
   )
   # Before the minutes that loading may take.
   check_paths(job)
-  result = compress_model(job, load_trained(options.model, dtype=options.dtype), say)
+  result = compress_model(job, load_model(options.model, dtype=options.dtype), say)
   held = result["held_out"]
   print(
     f"tables: {result['bytes']:,} bytes; held-out text: KL {held['kl']:.5f} nats/token, 99th"

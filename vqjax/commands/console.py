@@ -1,19 +1,12 @@
-"""Shared parts of the commands: arguments, messages and exit codes."""
+"""Shared parts of the commands: messages and exit codes."""
 
-import argparse
 import logging
-import pathlib
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from rich.console import Console
+from collections.abc import Callable
 
 from vqjax.lab import exits, signals
-from vqjax.lab.config import Experiment, help_text, load, override
-from vqjax.lab.training import Interrupted, distributed
 
 
 def configure_warnings() -> None:
@@ -39,104 +32,41 @@ class _Kept(logging.Handler):
     exits.keep_text(f"{self.format(record)}\n")
 
 
-def config_parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
-  """Return the parser of a command that reads a config, for `with_config`."""
-  parser = argparse.ArgumentParser(
-    prog=f"vqjax {command}",
-    description=description,
-    epilog=examples,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    add_help=False,
-  )
-  parser.add_argument("config", nargs="?", help="config file, such as configs/lm_codebook.py")
-  parser.add_argument(
-    "overrides", nargs="*", metavar="FIELD=VALUE", help="fields to change, such as model.dim=64"
-  )
-  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
-  parser.add_argument(
-    "-h", "--help", action="store_true", help="show this text, and after a config its fields"
-  )
-  return parser
-
-
-def with_config(
-  parser: argparse.ArgumentParser,
-  arguments: Sequence[str] | None,
-  act: Callable[[Experiment, argparse.Namespace], None],
-  before: Callable[[argparse.Namespace], None] = lambda options: None,
-  out_of_memory: str = exits.MORE_MEMORY,
-) -> int:
-  """Run a command of `config_parser` and return the exit code of `exit_code`.
-
-  Calls `before(options)`, reads the config with its overrides, and calls
-  `act(experiment, options)`. With --help it only prints the options and the fields of the config.
-  """
-  # `parse_args` would refuse overrides that follow an option.
-  options = parser.parse_intermixed_args(arguments)
-  configure_warnings()
-  if options.help or options.config is None:
-    parser.print_help()
-  if options.config is None:
-    return 0 if options.help else 2
-
-  def work() -> None:
-    # With --help one process must not wait for others.
-    if not options.help:
-      before(options)
-    experiment = override(load(options.config), options.overrides)
-    if options.help:
-      Console().print(f"\nfields of {options.config}:\n", help_text(experiment), highlight=False)
-    else:
-      act(experiment, options)
-
-  return exit_code(work, show_traceback=options.traceback, out_of_memory=out_of_memory)
-
-
 def exit_code(
-  work: Callable[[], None],
+  work: Callable[[], int | None],
   *,
   show_traceback: bool = False,
   out_of_memory: str = exits.MORE_MEMORY,
+  await_cause: Callable[[Exception], None] = lambda error: None,
+  fail: Callable[[int, str], int] = lambda code, message: _fail(code, message),
 ) -> int:
-  """Call `work` and return the exit code of its command, in each process of a run.
+  """Call `work` and return its exit code, 0 for None, or that of the exception that it raises.
 
-  0 for success, 2 for a wrong call, a wrong folder or a full disk, 1 for a loss that is not finite
-  and for unexpected errors, 128 + n for signal n. The last line on standard error says why; what
-  else there is to know, such as tracebacks, is in a file that the line names. What to do about
-  exhausted memory is `out_of_memory`.
+  2 for a wrong call, a wrong folder or a full disk, 1 for a loss that is not finite and for
+  unexpected errors, 128 + n for signal n. The last line on standard error says why; what else there
+  is to know, such as tracebacks, is in a file that the line names.
+
+  Args:
+    work: the command.
+    show_traceback: print the traceback of an error.
+    out_of_memory: what to do about exhausted memory.
+    await_cause: is called with an error before it is explained.
+    fail: prints the message of an error and returns its code.
   """
   try:
     with signals.interruptible():
-      try:
-        work()
-        code = 0
-      except Interrupted as stop:
-        if distributed.is_main():
-          exits.say(f"{stop}. {signals.RESUME}")
-        code = 128 + stop.signum
-      distributed.finish()
-    return code
+      return work() or 0
   except KeyboardInterrupt as stop:
     signum = getattr(stop, "signum", signal.SIGINT)
-    line = f"stopped by {signal.Signals(signum).name}. {signals.RESUME}"
-    return distributed.fail(128 + signum, line)
+    return fail(128 + signum, f"stopped by {signal.Signals(signum).name}. {signals.RESUME}")
   except Exception as error:
-    # When another process dies, collectives fail here: the watch knows which process it was.
-    distributed.await_verdict(error)
+    await_cause(error)
     if show_traceback:
       traceback.print_exception(error)
     code, message = exits.explained(error, out_of_memory)
-    return distributed.fail(code, message + exits.kept_noise())
+    return fail(code, message + exits.kept_noise())
 
 
-def print_result(result: Mapping[str, Any], folder: pathlib.Path) -> None:
-  """Print the scores of a finished run and the path of its result."""
-  for split in ("valid", "test"):
-    score = result[split]
-    parts = [f"{score['nats_per_token']:.4f} nats/token", f"perplexity {score['perplexity']:.2f}"]
-    if "bits_per_byte" in score:
-      parts.append(f"{score['bits_per_byte']:.4f} bits/byte")
-    rates = [name for name in score if name.endswith("accuracy")]
-    parts += [f"{name.replace('_', ' of ')} {100 * score[name]:.2f} %" for name in rates]
-    print(f"{split}: {', '.join(parts)} over {score['tokens']:,} tokens")
-  print(f"result: {folder / 'result.json'}")
+def _fail(code: int, message: str) -> int:
+  exits.say(f"error: {message}")
+  return code

@@ -5,7 +5,7 @@ vqjax corpus configs/vq_logits/ptb.py
 
 import time
 
-from vqjax.commands.console import config_parser, with_config
+from vqjax.commands.runs import config_parser, with_config
 from vqjax.lab.config import Experiment
 from vqjax.lab.data import Filtered, encode_split, fit_encoder
 from vqjax.lab.data.source import SPLITS

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path
+from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
-from vqjax.lab.trained import add_arguments, load_trained
 from vqjax.lm.compression.search import read_texts
 from vqjax.lm.drafting import eagle_training, medusa_training
+from vqjax.lm.texts import data_path
 
 
 class Kind(NamedTuple):
@@ -69,7 +69,7 @@ def _draft(options: argparse.Namespace) -> None:
     settings=kind.settings(**{name: x for name, x in given.items() if name in own}),
     **{name: x for name, x in given.items() if name not in own},
   )
-  loaded = load_trained(options.model, options.config, options.overrides, options.dtype)
+  loaded = load_model(options.model, options.config, options.overrides, options.dtype)
   found = kind.train(job, loaded, say)
   if options.json:
     print(json.dumps(found, indent=2))

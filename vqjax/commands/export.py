@@ -8,8 +8,7 @@ import argparse
 import pathlib
 
 from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path
-from vqjax.lab.trained import load_trained
+from vqjax.commands.models import load_model
 from vqjax.lm.compression.calibration import collect
 from vqjax.lm.compression.exports import (
   WIDTHS,
@@ -28,6 +27,7 @@ from vqjax.lm.compression.search import (
   read_texts,
   windows,
 )
+from vqjax.lm.texts import data_path
 from vqjax.tables import Moments
 from vqjax.tables.files import check_output
 from vqjax.tables.gguf_types import TYPES
@@ -108,7 +108,7 @@ def _moments(options: argparse.Namespace, path: pathlib.Path) -> Moments | None:
   if not options.text:
     return None
   texts = read_texts(options.text)
-  model, variables, tokenizer = load_trained(str(path))
+  model, variables, tokenizer = load_model(str(path))
   length = min(WINDOW, model.context)
   begin, encoded = encode_texts(texts, tokenizer, length, lambda own: own, "--text")
   of = windows(encoded, begin, length)

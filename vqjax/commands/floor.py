@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vqjax import CodebookHead, assign
-from vqjax.commands.console import config_parser, with_config
+from vqjax.commands.runs import config_parser, with_config
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.data import fit_encoder
 from vqjax.lab.data.cache import count_tokens

@@ -14,10 +14,11 @@ import time
 import jax
 
 from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path
-from vqjax.lab.trained import Trained, add_arguments, load_trained
+from vqjax.commands.models import add_arguments, load_model
+from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.drafting import Medusa, load_drafter
 from vqjax.lm.generation import Draft, Drafter, Sampling, generate, stream
+from vqjax.lm.texts import data_path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def _generate(options: argparse.Namespace) -> None:
   )
   if not 0 <= options.seed < 2**32:
     raise ValueError(f"`--seed` must be in [0, 2^32); got {options.seed}. 0 is the default.")
-  loaded = load_trained(options.model, options.config, options.overrides, options.dtype)
+  loaded = load_model(options.model, options.config, options.overrides, options.dtype)
   model, variables, tokenizer = loaded
   drafter = None if options.draft is None else _drafter(options, loaded)
   given = model, variables, options.prompt, jax.random.key(options.seed), sampling
@@ -69,12 +70,12 @@ def _generate(options: argparse.Namespace) -> None:
   print(json.dumps({"seconds": seconds, "continuations": rows}, indent=2))
 
 
-def _drafter(options: argparse.Namespace, loaded: Trained) -> Drafter:
+def _drafter(options: argparse.Namespace, loaded: Loaded) -> Drafter:
   path = data_path(options.draft, kind="--draft")
   if path.is_file() and path.suffix == ".safetensors":
     drafter = load_drafter(path, loaded.model, loaded.variables)
   else:
-    draft = load_trained(options.draft, dtype=options.dtype)
+    draft = load_model(options.draft, dtype=options.dtype)
     drafter = Draft(draft.model, draft.variables)
   if options.draft_length is None:
     return drafter

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     return exit_code(lambda: _vocabulary(options), show_traceback=options.traceback)
 
   def work() -> None:
-    from vqjax.lab.data.files import data_path
+    from vqjax.lm.texts import data_path
 
     found = inspect(data_path(options.model, kind="model"))
     if options.json:
@@ -73,9 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _vocabulary(options: argparse.Namespace) -> None:
   # The package of scientific plots is slow to load, and inspecting parts does not need it.
-  from vqjax.lab.data.files import data_path, read_text
-  from vqjax.lab.trained import load_trained
+  from vqjax.commands.models import load_model
   from vqjax.lm.checkpoints import RUNTIMES
+  from vqjax.lm.texts import data_path, read_text
   from vqjax.lm.vocabulary import sections, vocabulary_of, write_page
   from vqjax.tables.container import UNPACKED
 
@@ -83,7 +83,7 @@ def _vocabulary(options: argparse.Namespace) -> None:
   if options.text is not None:
     text = read_text(data_path(str(options.text), kind="--text"))
   inspect(data_path(options.model, kind="model"))  # refuses a run folder, which has no tables here
-  trained = load_trained(options.model, runtime=RUNTIMES[UNPACKED])
+  trained = load_model(options.model, runtime=RUNTIMES[UNPACKED])
   found = vocabulary_of(trained, text=text, words=options.nearest, unused=options.unused)
   if options.json:
     print(json.dumps(found, indent=2))

@@ -18,13 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path, read_text
+from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
-from vqjax.lab.trained import add_arguments, load_trained, visible
+from vqjax.lm.generation.text import visible
 from vqjax.lm.lenses import lens_readings, load_lens
 from vqjax.lm.lenses.fitting import Job, fit_lens
 from vqjax.lm.lenses.page import Reading, write_page
 from vqjax.lm.lenses.tuned import blocks_read
+from vqjax.lm.texts import data_path, read_text
 
 CELL = 11
 """Characters of a cell of the terminal's table."""
@@ -78,7 +79,7 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _loaded(options):
-  return load_trained(options.model, options.config, options.overrides, options.dtype)
+  return load_model(options.model, options.config, options.overrides, options.dtype)
 
 
 def _show(options: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from vqjax.commands.console import config_parser, with_config
+from vqjax.commands.runs import config_parser, with_config
 from vqjax.lab.config import Experiment
 from vqjax.lab.plan import chips, compiling, report
 from vqjax.lab.plan.plan import plan, with_vocab

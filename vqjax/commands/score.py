@@ -10,9 +10,9 @@ import math
 import pathlib
 
 from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path, read_text
-from vqjax.lab.trained import add_arguments, load_trained
+from vqjax.commands.models import add_arguments, load_model
 from vqjax.lm.generation import score
+from vqjax.lm.texts import data_path, read_text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _score(options: argparse.Namespace) -> None:
   text = read_text(data_path(str(options.text), kind="text"))
-  model, variables, tokenizer = load_trained(
+  model, variables, tokenizer = load_model(
     options.model, options.config, options.overrides, options.dtype
   )
   tokens = list(tokenizer.encode(text))

@@ -9,9 +9,9 @@ import json
 import pathlib
 
 from vqjax.commands.console import configure_warnings, exit_code
-from vqjax.lab.data.files import data_path, read_text
-from vqjax.lab.trained import DTYPES
+from vqjax.commands.models import DTYPES
 from vqjax.lm.compression.trimming import SCORED, Trimmed, trim
+from vqjax.lm.texts import data_path, read_text
 
 
 def main(arguments: list[str] | None = None) -> int:

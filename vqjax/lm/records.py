@@ -6,10 +6,12 @@ row, and runs at the speed of memory. It guards against failing disks, not again
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
 import pathlib
+import re
 import types
 import typing
 import uuid
@@ -22,6 +24,25 @@ CHECKSUM = "checksum"
 
 CHUNK = 2**22
 """Bytes that are read at a time."""
+
+NO_PERMISSION = frozenset(
+  {
+    errno.EACCES,
+    errno.EROFS,
+    errno.EPERM,
+    errno.EFBIG,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+  }
+)
+"""Errors of a folder that another folder may not have."""
+
+FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
+"""Texts of TensorStore's errors for a failed write, which carry no error number."""
+
+LOST_ARRAYS = re.compile(r"Save failed: .* missing.*\b")
+"""Begin of Orbax's error for a checkpoint without the arrays that it has just written."""
 
 
 class DamagedError(ValueError):
@@ -277,3 +298,35 @@ def set_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     target, number = folder / f"{path.name}.{number}", number + 1
   path.rename(target)
   return target
+
+
+def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = None) -> Exception:
+  """Return an OSError with the remedy for a full disk; other errors unchanged.
+
+  `last_good` is the step of the newest complete checkpoint.
+  """
+  text, code = str(error), getattr(error, "errno", None)
+  lost = LOST_ARRAYS.match(text)
+  if code in (errno.EMFILE, errno.ENFILE):
+    message = "too many files are open. Raise the limit, as `ulimit -n 4096` does, and run again."
+  elif code == errno.ENOSPC or "No space left" in text:
+    code, message = errno.ENOSPC, "the disk is full. Free some space and run again to resume."
+  elif lost or code in (errno.ENOENT, errno.ESTALE) or os.strerror(errno.ENOENT) in text:
+    code, words = code or errno.ENOENT, lost[0] if lost else text[-200:]
+    message = (
+      f"a file is gone ({words}): the folder was removed or replaced. Run again to start over."
+    )
+  elif code in NO_PERMISSION:
+    message = f"cannot write ({text}). Choose a folder with --run."
+  elif code == errno.EIO:
+    message = f"the disk fails ({text}). Check it, or choose a folder on another one with --run."
+  elif any(phrase in text for phrase in FAILED_WRITES):
+    code = errno.EIO
+    message = (
+      f"a checkpoint could not be written ({text.splitlines()[-1][-200:]}). Check the disk's space"
+      " and the limit on file sizes, then run again to resume."
+    )
+  else:
+    return error
+  kept = "" if last_good is None else f" Checkpoint {last_good} is complete and kept."
+  return OSError(code, message + kept, str(folder))

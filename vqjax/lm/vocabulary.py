@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-from vqjax.lab.report.page import document
-from vqjax.lab.report.plots import SERIES, blank, svg
-from vqjax.lab.trained import Trained, token_text, visible
 from vqjax.lm import records
+from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.compression.search import encode, tables_of
+from vqjax.lm.generation.text import token_text, visible
+from vqjax.lm.pages import SERIES, blank, document, svg
 from vqjax.tables import geometry
 
 RESERVED = re.compile(r"[<\[][|]?(unused|reserved|extra_id|pad\d)[^ ]*[>\]]", re.IGNORECASE)
@@ -30,7 +30,7 @@ SHARES = (0.5, 0.9, 0.99)
 
 
 def vocabulary_of(
-  trained: Trained,
+  trained: Loaded,
   *,
   text: str | None = None,
   words: Sequence[str] = (),

@@ -12,7 +12,7 @@ from matplotlib.gridspec import GridSpec
 from PIL import Image
 
 from experiments.studies.grouped import shapes
-from vqjax.lab.report.plots import INK
+from vqjax.lm.pages import INK
 
 
 def save_sheet(path: pathlib.Path, seed: int = 0) -> None:

@@ -18,7 +18,6 @@ from vqjax.lab.training.checkpoint import (
   Checkpoints,
   FromPart,
   FromRun,
-  disk_error,
   read_variables,
   saved_steps,
 )
@@ -263,7 +262,7 @@ def test_the_next_step_may_overwrite_the_state_while_it_is_saved(tmp_path):
   ],
 )
 def test_disk_errors_name_the_remedy_and_the_last_good_checkpoint(error, message):
-  explained = disk_error(error, pathlib.Path("runs/x"), last_good=20)
+  explained = records.disk_error(error, pathlib.Path("runs/x"), last_good=20)
   assert isinstance(explained, OSError)
   assert message in str(explained)
   assert "Checkpoint 20 is complete and kept" in str(explained)
@@ -271,7 +270,7 @@ def test_disk_errors_name_the_remedy_and_the_last_good_checkpoint(error, message
 
 def test_other_errors_are_returned_unchanged():
   error = ValueError("something else")
-  assert disk_error(error, pathlib.Path("x")) is error
+  assert records.disk_error(error, pathlib.Path("x")) is error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.lm.generation.test_speculation import V, target
 from vqjax import DenseHead
-from vqjax.lm.drafting import load_medusa
+from vqjax.lm.drafting import load_medusa, medusa_training
 from vqjax.lm.drafting.medusa_training import Job, Settings, fit_medusa
 from vqjax.lm.lenses import fitting
 

@@ -28,14 +28,13 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from vqjax.convert.variables import Variables
-from vqjax.lab.data.files import data_path, read_text
-from vqjax.lab.training.run import disk_error
 from vqjax.lm import checkpoints, records
 from vqjax.lm.checkpoints.readers import check_not_compressed
 from vqjax.lm.compression.calibration import SEED, collect
 from vqjax.lm.compression.exports import ROWS, copy_folder
 from vqjax.lm.compression.trimming import pieces
 from vqjax.lm.models import Transformer
+from vqjax.lm.texts import data_path, read_text
 from vqjax.ops import distillation
 from vqjax.tables import Moments, PackedTable, QuantizedTable, container, gguf_types, pack
 from vqjax.tables.files import check_output, publish, whole
@@ -871,7 +870,7 @@ def check_paths(job: Job) -> None:
     OSError: something is where the folder shall be, a file does not exist, or the disk has no room.
   """
   if job.model.is_dir() or job.model.suffix == ".safetensors":
-    check_not_compressed(checkpoints.files.open_source(job.model))
+    check_not_compressed(checkpoints.readers.open_source(job.model))
   check_output(job.out, "--out")
   if (job.kl is None) == (job.size is None):
     raise ValueError("give either `--kl` or `--bytes`, and not both.")
@@ -1149,7 +1148,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
   """
   begin = time.monotonic()
   check_output(job.out, "--out")
-  source = checkpoints.files.open_source(job.model)
+  source = checkpoints.readers.open_source(job.model)
   check_not_compressed(source)
   if source.kind != "safetensors":
     raise ValueError(
@@ -1173,13 +1172,13 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
   tables = {}
   for name in moments:
     tensor = source.tensors[name]
-    checkpoints.files.verify(name, tensor, source.path)
+    checkpoints.readers.verify(name, tensor, source.path)
     # Mapped from the file: only blocks of rows are turned into float32.
     tables[name] = tensor.read(slice(None))
     for first in range(0, tensor.shape[0], ROWS):
       rows = tables[name][first : first + ROWS]
       check_rows(np.asarray(rows, np.float32), name)
-      checkpoints.files.release(rows)
+      checkpoints.readers.release(rows)
   made = Tables(tables, moments)
 
   def measure(step: float) -> Point:
@@ -1214,7 +1213,7 @@ def compress_tensors(job: TensorJob, say: Callable[[str], None]) -> dict[str, An
     try:
       copy_folder(source, partial, lambda n, t: replaced(n, t) if n in coded else None)
     except Exception as error:  # safetensors has an error of its own for a failed write
-      raise disk_error(error, partial) from error
+      raise records.disk_error(error, partial) from error
     records.write(partial / container.MANIFEST, manifest)
   return manifest
 
@@ -1266,7 +1265,7 @@ def _write(job, work, loaded, coded, result):
   try:
     tensors = checkpoints.save(folder, model, variables, tokenizer, compressed=coded)
   except Exception as error:  # safetensors has an error of its own for a failed write
-    raise disk_error(error, folder) from error
+    raise records.disk_error(error, folder) from error
   tables = {n: {"tensor": tensors[n]} | result["tables"][n] for n in coded}
   manifest = {"format": container.FORMAT, "version": container.VERSION, "tables": tables}
   manifest["runtime"] = job.runtime

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax

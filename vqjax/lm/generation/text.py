@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 BROKEN = "\ufffd"
 """What tokenizers decode bytes to that are not a whole character."""
@@ -86,3 +86,21 @@ def _overlap(text: str, stop: str) -> int:
   """Length of the longest end of `text` with which `stop` begins."""
   longest = min(len(text), len(stop) - 1)
   return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+  """The text of one token with its spaces, or its name or number where it has none."""
+  if not 0 <= token < tokenizer.vocab:
+    return f"[{token}]"
+  # Between two copies of itself, because tokenizers drop the space before a first token.
+  whole, alone = tokenizer.decode([token, token]), tokenizer.decode([token])
+  return whole[len(alone) :] or tokenizer.piece(token) or f"[{token}]"
+
+
+def visible(text: str) -> str:
+  """The text in one line, each character of which can be seen."""
+  shown = text if text.strip(" ") else text.replace(" ", "␣")
+  shown = shown.replace("\n", "⏎").replace("\t", "⇥")
+  return "".join(
+    char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown
+  )

@@ -14,12 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from vqjax.lab.report.page import document
-from vqjax.lab.report.plots import SERIES, blank, svg
-from vqjax.lab.report.units import MISSING
-from vqjax.lab.trained import token_text, visible
 from vqjax.lm import records
+from vqjax.lm.generation.text import token_text, visible
 from vqjax.lm.lenses import Readings
+from vqjax.lm.pages import SERIES, blank, document, svg
 
 MEASURES = {"entropy": "entropy", "kl": "KL from the last block", "rank": "rank of its best token"}
 """What may colour the cells of a page."""
@@ -221,7 +219,7 @@ def _escaped(text: str) -> str:
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-  return MISSING if value is None else f"{value:.{digits}f}"
+  return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _plot(divergences, blocks):

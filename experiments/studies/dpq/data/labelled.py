@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vqjax.lab.data.files import content_hash, data_path, normalised_hash
+from vqjax.lab.data.files import content_hash, normalised_hash
 from vqjax.lab.data.source import Source
+from vqjax.lm.texts import data_path
 
 
 class Labelled(NamedTuple):

@@ -6,8 +6,9 @@ import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
-from vqjax.lab.data.files import content_hash, data_path
+from vqjax.lab.data.files import content_hash
 from vqjax.lab.data.source import SPLITS, Source
+from vqjax.lm.texts import data_path
 
 
 class PairedSource(Source):
