@@ -44,17 +44,10 @@ from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
 from vqjax.lm.checkpoints.readers import Tensor
 from vqjax.lm.compression.calibration import SEED, collect
-from vqjax.lm.compression.search import (
-  Compression,
-  Reference,
-  Windows,
-  encode,
-  search,
-  windows,
-  with_tables,
-)
+from vqjax.lm.compression.judging import Reference, with_tables
+from vqjax.lm.compression.search import Compression, search
 from vqjax.lm.generation import GREEDY, generate, unstacked
-from vqjax.lm.texts import data_path
+from vqjax.lm.texts import Windows, data_path, encode, windows
 from vqjax.tables import Moments, PackedTable, container, ideal_bits, pack, units_of
 from vqjax.tables.integers import BIT, SMOOTHING, probabilities, step_classes
 from vqjax.tables.moments import SHRINKAGE

@@ -21,7 +21,8 @@ from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
 from vqjax.lm import checkpoints, records
 from vqjax.lm.compression.exports import ROWS
-from vqjax.lm.compression.search import Reference, read_moments, summary, with_tables
+from vqjax.lm.compression.folders import read_moments
+from vqjax.lm.compression.judging import Reference, summary, with_tables
 from vqjax.lm.texts import data_path
 from vqjax.tables import gguf_types
 

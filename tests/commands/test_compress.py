@@ -17,10 +17,12 @@ from tests.lm.checkpoints.families import V, small
 from vqjax import DenseHead, Int8Embedding, QuantizedEmbedding
 from vqjax.commands import compress, export, inspect, score, trim
 from vqjax.lm import checkpoints, records
+from vqjax.lm import work as kept
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.checkpoints.runtime import StoredEmbedding
-from vqjax.lm.compression import search
+from vqjax.lm.compression import folders, judging, search
 from vqjax.lm.generation import EarlyExit, Sampling, generate
+from vqjax.lm.texts import Windows, encode
 from vqjax.sharding import MeshShape, make_mesh
 from vqjax.tables import Moments, container, quantize
 
@@ -76,7 +78,7 @@ def test_the_folder_has_the_logits_of_the_table_in_memory(compressed):
   assert found.model == original.model
   names = ["embedding"] if original.model.head.embedding is not None else ["embedding", "head"]
   tables = {name: container.read_table(out, name).rows() for name in names}
-  variables = search.with_tables(original.variables, tables)
+  variables = judging.with_tables(original.variables, tables)
   jax.tree.map(np.testing.assert_array_equal, found.variables, variables)
   for name, table in tables.items():
     assert not np.array_equal(table, original.variables["params"][name]["weight"])
@@ -174,9 +176,9 @@ def test_a_folder_loads_in_the_form_of_its_report(form):
   dense = checkpoints.load(out, runtime=RUNTIMES["unpacked"])
   kinds = {"int8": Int8Embedding, "packed": QuantizedEmbedding, "rows": StoredEmbedding}
   assert isinstance(found.model.embedding, kinds[name])
-  tables = search.tables_of(dense.model, dense.variables)
+  tables = judging.tables_of(dense.model, dense.variables)
   rounded = {own: RUNTIMES[name].rounded(table) for own, table in tables.items()}
-  expected = search.with_tables(dense.variables, rounded)
+  expected = judging.with_tables(dense.variables, rounded)
   tokens = jax.numpy.array([[3, 1, 96, 41, 3]])
   # float32 in another order; a table of packed rows is unpacked through its coordinates.
   np.testing.assert_allclose(
@@ -233,7 +235,7 @@ def test_commands_read_each_form(form, texts, capsys):
 
 
 def test_work_for_one_form_in_memory_is_not_taken_for_another(folder, tmp_path):
-  job = search.Job(folder, {"a": "b"}, tmp_path / "out", kl=0.01)
+  job = folders.Job(folder, {"a": "b"}, tmp_path / "out", kl=0.01)
   others = [dataclasses.replace(job, runtime=name).identity() for name in RUNTIMES]
   assert len(set(others)) == len(RUNTIMES)
   assert others[0] == job.identity()
@@ -339,7 +341,7 @@ def test_moments_of_a_file_and_one_step_give_the_integers_of_all_tables(
 ):
   model = model_folder("llama", tmp_path / "model")
   random_moments().save(tmp_path / "moments")
-  monkeypatch.setattr(search, "collect", None)  # nothing is collected
+  monkeypatch.setattr(folders, "collect", None)  # nothing is collected
   options = "--bytes", "9KB", "--moments", str(tmp_path / "moments")
   assert call(model, texts, tmp_path / "out", *options) == 0
   made = json.loads((tmp_path / "out/vqjax.json").read_text())
@@ -538,8 +540,8 @@ def test_intervals_hold_the_mean_and_shrink_with_more_windows():
   def interval(count):
     kl = rng.exponential(size=(count, 8))
     found = dict.fromkeys(("kl", "agrees", "log_prob", "teacher_log_prob"), kl)
-    of = search.Windows(np.zeros((count, 10), np.int32), np.zeros(count, np.int64), ("a",))
-    made = search.summary(found, of)
+    of = Windows(np.zeros((count, 10), np.int32), np.zeros(count, np.int64), ("a",))
+    made = judging.summary(found, of)
     low, high = made["kl_interval"]
     assert low < made["kl"] < high
     assert made["domains"]["a"]["kl_interval"] == [low, high]
@@ -556,7 +558,7 @@ def test_long_texts_are_encoded_in_whole_words():
       return [len(word) for word in text.split()]
 
   text = "abcdef ghi\n" * 20_000
-  assert search.encode(Words(), text) == ([], [6, 3] * 20_000)
+  assert encode(Words(), text) == ([], [6, 3] * 20_000)
 
 
 def test_files_may_be_read_by_whom_other_new_files_may(compressed):
@@ -595,7 +597,7 @@ def test_exports_are_refused_before_anything_is_computed(
 
 
 def test_other_moments_of_the_same_name_are_other_work(folder, texts, tmp_path):
-  job = search.Job(folder, {"a": "b"}, tmp_path / "out", moments=tmp_path / "moments")
+  job = folders.Job(folder, {"a": "b"}, tmp_path / "out", moments=tmp_path / "moments")
   random_moments().save(tmp_path / "moments")
   first = job.identity()
   assert job.identity() == first
@@ -605,20 +607,20 @@ def test_other_moments_of_the_same_name_are_other_work(folder, texts, tmp_path):
 
 def test_work_is_of_one_process_and_of_this_command(tmp_path):
   work = tmp_path / ".out.partial"
-  with search.open_work(work, "a"):
+  with kept.open_work(work, "a"):
     (work / "kept").write_text("")
-    second = search.open_work(work, "a")
+    second = kept.open_work(work, "a")
     with pytest.raises(ValueError, match="another process is working"):
       second.__enter__()
-  with search.open_work(work, "a"):
+  with kept.open_work(work, "a"):
     assert (work / "kept").exists()
-  with search.open_work(work, "b"):
+  with kept.open_work(work, "b"):
     assert not (work / "kept").exists()
   other = tmp_path / "other"
   other.mkdir()
   (other / "mine").write_text("")
   with pytest.raises(ValueError, match="what an interrupted call left"):
-    search.open_work(other, "a").__enter__()
+    kept.open_work(other, "a").__enter__()
   assert (other / "mine").exists()
 
 
@@ -627,7 +629,7 @@ def test_a_table_that_is_not_finite_is_refused(texts, tmp_path, capsys):
   model, variables, tokenizer = checkpoints.load(folder)
   weight = variables["params"]["embedding"]["weight"].at[17, 3].set(np.nan)
   shutil.rmtree(folder)
-  checkpoints.save(folder, model, search.with_tables(variables, {"embedding": weight}), tokenizer)
+  checkpoints.save(folder, model, judging.with_tables(variables, {"embedding": weight}), tokenizer)
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "9KB"))
   assert "`embedding` must be finite; row 17 has NaN or an infinity" in line
   assert not (tmp_path / "out").exists()
@@ -636,7 +638,7 @@ def test_a_table_that_is_not_finite_is_refused(texts, tmp_path, capsys):
 def test_a_body_that_is_not_finite_is_refused():
   params = {"embedding": {"weight": np.ones(3)}, "blocks": {"up": np.array([1, np.nan])}}
   with pytest.raises(ValueError, match="`blocks/up` must be finite; got NaN or an infinity"):
-    search.check_finite({"params": params})
+    judging.check_finite({"params": params})
 
 
 def test_a_text_without_a_known_token_is_refused(folder, texts, tmp_path, capsys):
@@ -674,7 +676,7 @@ def test_models_with_tables_of_every_block_are_refused_by_their_name(name, texts
 def room(monkeypatch, free):
   """Leaves so many bytes free on every disk."""
   usage = shutil.disk_usage("/")._replace(free=free)
-  monkeypatch.setattr(search.shutil, "disk_usage", lambda path: usage)
+  monkeypatch.setattr(kept.shutil, "disk_usage", lambda path: usage)
 
 
 @pytest.mark.parametrize(("bound", "least"), [(("--kl", "1"), 0), (("--bytes", "2KB"), 1970)])
@@ -682,7 +684,7 @@ def test_no_room_is_told_before_anything_is_computed(
   bound, least, folder, texts, tmp_path, capsys, monkeypatch
 ):
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
-  needed = 2 * body + least + search.OTHER_FILES
+  needed = 2 * body + least + kept.OTHER_FILES
   room(monkeypatch, needed - 1)
   monkeypatch.setattr(compress, "load_model", None)
   given = *bound, "--dtype", "bfloat16"
@@ -696,19 +698,19 @@ def test_half_a_model_of_an_interrupted_call_is_room(folder, tmp_path, monkeypat
   half.parent.mkdir(parents=True)
   half.write_bytes(bytes(1000))
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
-  job = search.Job(folder, {}, tmp_path / "out", kl=1.0)
-  room(monkeypatch, 4 * body + search.OTHER_FILES - 1000)
-  search.check_paths(job)
-  room(monkeypatch, 4 * body + search.OTHER_FILES - 1001)
+  job = folders.Job(folder, {}, tmp_path / "out", kl=1.0)
+  room(monkeypatch, 4 * body + kept.OTHER_FILES - 1000)
+  folders.check_paths(job)
+  room(monkeypatch, 4 * body + kept.OTHER_FILES - 1001)
   with pytest.raises(OSError, match="bytes free"):
-    search.check_paths(job)
+    folders.check_paths(job)
 
 
 def test_room_for_tables_of_unknown_bytes_is_told_when_they_are_known(
   folder, texts, tmp_path, capsys, monkeypatch
 ):
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
-  room(monkeypatch, 4 * body + search.OTHER_FILES)
+  room(monkeypatch, 4 * body + kept.OTHER_FILES)
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--kl", "0.05"))
   assert re.search(r"a disk with [\d,]+ bytes free; got [\d,]+. Free", line)
   assert (tmp_path / ".out.partial" / "moments.safetensors").is_file()
@@ -721,7 +723,7 @@ def test_no_room_for_a_tensor_is_told_before_it_is_read(folder, tmp_path, capsys
   tensors = checkpoints.readers.open_source(folder).tensors
   others = sum(tensor.nbytes for own, tensor in tensors.items() if own != name)
   # Never above a byte a number, however large the bound.
-  needed = others + V * 32 + search.OTHER_FILES
+  needed = others + V * 32 + kept.OTHER_FILES
   room(monkeypatch, needed - 1)
   monkeypatch.setattr(checkpoints.readers, "verify", None)
   given = "--bytes", "1GB", "--out", str(tmp_path / "out"), "--table", name
@@ -735,7 +737,7 @@ def test_a_disk_that_fills_while_the_folder_is_written_leaves_no_folder(
   def full(*args, **fields):
     raise OSError(errno.ENOSPC, "No space left on device")
 
-  monkeypatch.setattr(search.checkpoints, "save", full)
+  monkeypatch.setattr(folders.checkpoints, "save", full)
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--bytes", "9KB"))
   assert "free some space" in line.lower()
   assert not (tmp_path / "out").exists()
@@ -769,7 +771,7 @@ def test_an_interrupted_call_goes_on_where_it_was(runtime, folder, texts, tmp_pa
   monkeypatch.setattr(search.Compression, "point", stop_at_the_second)
   assert call(folder, texts, out, "--kl", "0.003", "--runtime", runtime) == 130
   assert not out.exists()
-  monkeypatch.setattr(search, "collect", None)  # the moments are kept
+  monkeypatch.setattr(folders, "collect", None)  # the moments are kept
   first = measured[:1]
   assert call(folder, texts, out, "--kl", "0.003", "--runtime", runtime) == 0
   assert not set(first) & set(measured[2:])

@@ -11,7 +11,8 @@ import pytest
 
 from experiments import gemma, small_models
 from tests.lm.checkpoints.families import V, small
-from vqjax.lm.compression.search import Compression, Windows
+from vqjax.lm.compression.search import Compression
+from vqjax.lm.texts import Windows
 from vqjax.tables import Moments
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"

@@ -14,16 +14,14 @@ from vqjax.commands.console import configure_warnings, exit_code
 from vqjax.commands.models import DTYPES, load_model
 from vqjax.lab.exits import say
 from vqjax.lm.checkpoints import RUNTIMES
-from vqjax.lm.compression.search import (
+from vqjax.lm.compression.folders import (
   Job,
   TensorJob,
-  check_different,
   check_paths,
   compress_model,
   compress_tensors,
-  read_texts,
 )
-from vqjax.lm.texts import data_path
+from vqjax.lm.texts import check_different, data_path, read_texts
 from vqjax.tables.container import UNPACKED
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}

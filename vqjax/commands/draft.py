@@ -18,9 +18,8 @@ from rich.table import Table
 from vqjax.commands.console import configure_warnings, exit_code
 from vqjax.commands.models import add_arguments, load_model
 from vqjax.lab.exits import say
-from vqjax.lm.compression.search import read_texts
 from vqjax.lm.drafting import eagle_training, medusa_training
-from vqjax.lm.texts import data_path
+from vqjax.lm.texts import data_path, read_texts
 
 
 class Kind(NamedTuple):

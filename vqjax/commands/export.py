@@ -17,17 +17,17 @@ from vqjax.lm.compression.exports import (
   gguf_source,
   integer_source,
 )
-from vqjax.lm.compression.search import (
+from vqjax.lm.compression.folders import read_moments
+from vqjax.lm.texts import (
   WINDOW,
-  ProgressBars,
   check_tokens,
   counts_of,
+  data_path,
   encode_texts,
-  read_moments,
   read_texts,
   windows,
 )
-from vqjax.lm.texts import data_path
+from vqjax.lm.work import ProgressBars
 from vqjax.tables import Moments
 from vqjax.tables.files import check_output
 from vqjax.tables.gguf_types import TYPES

@@ -14,9 +14,10 @@ import scipy.stats
 
 from vqjax.lm import records
 from vqjax.lm.checkpoints import Loaded
-from vqjax.lm.compression.search import encode, tables_of
+from vqjax.lm.compression.judging import tables_of
 from vqjax.lm.generation.text import token_text, visible
 from vqjax.lm.pages import SERIES, blank, document, svg
+from vqjax.lm.texts import encode
 from vqjax.tables import geometry
 
 RESERVED = re.compile(r"[<\[][|]?(unused|reserved|extra_id|pad\d)[^ ]*[>\]]", re.IGNORECASE)

@@ -7,7 +7,7 @@ import itertools
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from vqjax.lm.checkpoints.readers import check_not_compressed, import_extra, ope
 from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer, Tokenizer
 from vqjax.lm.generation import score
 from vqjax.lm.models import Transformer
+from vqjax.lm.texts import pieces
 from vqjax.tables.files import check_output, whole
 from vqjax.types import Dtype
 
@@ -384,18 +385,6 @@ def _split(text: str) -> tuple[str, str]:
     if (found := text.find(end, at)) >= 0:
       return text[: found + 1], text[found + 1 :]
   return text[:at], text[at:]
-
-
-def pieces(texts: Iterable[str], most: int) -> Iterator[str]:
-  """Texts in pieces of about `most` characters, cut after the ends of lines where possible."""
-  for text in texts:
-    start = 0
-    while start < len(text):
-      end = start + most
-      if end < len(text):
-        end = max(text.rfind("\n", start, end), text.rfind(" ", start, end), start + most // 2) + 1
-      yield text[start:end]
-      start = end
 
 
 def _without_rows(model: Transformer, variables: Any, ids: np.ndarray) -> tuple[Transformer, Any]:

@@ -13,7 +13,6 @@ import optax
 from jaxtyping import Float, Int
 
 from vqjax.heads import Head
-from vqjax.lm.compression.search import ProgressBars, encode, open_work, windows
 from vqjax.lm.drafting import Medusa, MedusaBlocks, medusa_loss, medusa_ranks, save_medusa
 from vqjax.lm.drafting.eagle import frequent_head
 from vqjax.lm.drafting.eagle_training import (
@@ -26,9 +25,11 @@ from vqjax.lm.drafting.eagle_training import (
 )
 from vqjax.lm.generation import Tree
 from vqjax.lm.generation.cache import Variables, unstacked
-from vqjax.lm.lenses.fitting import descend, identity_of, kept_states
+from vqjax.lm.lenses.fitting import descend, kept_states
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
+from vqjax.lm.texts import encode, windows
+from vqjax.lm.work import ProgressBars, identity_of, open_work
 
 SHARE = 16
 """One window is held out for so many that are trained on."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import pathlib
 import shutil
 import time
@@ -16,35 +15,17 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from vqjax.lm import records
-from vqjax.lm.compression.search import ProgressBars, encode, open_work, windows
 from vqjax.lm.lenses import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
+from vqjax.lm.texts import encode, windows
+from vqjax.lm.work import ProgressBars, check_new_file, identity_of, open_work
 
 SHARE = 16
 """One position is held out for so many that the lens is fitted on."""
 
 EVERY = 60.0
 """Seconds after which the state of the fit is kept."""
-
-
-def check_new_file(out: pathlib.Path) -> None:
-  """Raise ValueError unless `--out` is a new file in a folder that exists."""
-  if out.exists():
-    raise ValueError(f"`--out` must be a new file; got {out}, which exists. Give another.")
-  if not out.absolute().parent.is_dir():
-    raise ValueError(f"`--out` must be in a folder that exists; got {out}. Make the folder first.")
-
-
-def identity_of(job: Any, mark: np.ndarray) -> str:
-  """A hash of the fields of a job but `out`, and of `model_mark` of its model.
-
-  What is kept of an interrupted call depends on nothing else.
-  """
-  facts = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
-  del facts["out"]
-  facts["mark"] = mark.tobytes()
-  return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
