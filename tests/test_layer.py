@@ -18,7 +18,7 @@ from vqjax import quantizers
 from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import CodebookHead, DenseHead, Head
 from vqjax.layer import Layer
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.ops.vocab_parallel import Replicated
 from vqjax.variables import Variable, table
 

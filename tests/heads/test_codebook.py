@@ -13,7 +13,7 @@ import scipy.stats
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
 from vqjax import CodebookEmbedding, CodebookHead, assign
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 

@@ -86,7 +86,7 @@ class QuantizedEmbedding(Embedding):
 
   A row is (center + scale · values) @ inverse: center and scale belong to its class of like
   probability, and the values are read from its bits (`vqjax.ops.trellis`). The bits, the widths and
-  the ranks are of the collection `codes`: they come from `vqjax.compression.pack` and are never
+  the ranks are of the collection `codes`: they come from `vqjax.tables.pack` and are never
   trained; centres, scales and the inverse are parameters. Given as the `embedding` of a
   `QuantizedHead`, the same object ties the two.
 

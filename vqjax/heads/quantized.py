@@ -29,7 +29,7 @@ class QuantizedHead(LinearHead):
 
   The rows are those of a `QuantizedEmbedding`. The hidden vector is mapped to their coordinates
   once, and tiles of coordinates are read from the bits where they are scored: the table is never
-  unpacked. `vqjax.compression` makes the variables from a trained dense head.
+  unpacked. `vqjax.tables` makes the variables from a trained dense head.
 
   Attributes:
     classes: number of classes of tokens, C.

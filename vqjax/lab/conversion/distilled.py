@@ -15,7 +15,7 @@ from vqjax.heads import Head
 from vqjax.lab.conversion.starts import dense_rows
 from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
 from vqjax.lab.training.run import EncodedText
-from vqjax.models import LanguageModel
+from vqjax.lm.models import LanguageModel
 from vqjax.ops.distillation import SoftTargetLoss, block_soft_target_loss, linear_soft_target_loss
 from vqjax.ops.vocabulary import in_vocabulary, mean_over
 
