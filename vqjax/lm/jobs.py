@@ -1,4 +1,4 @@
-"""What a long call keeps on the disk, how much room it needs, and its progress."""
+"""Long calls: what they keep on the disk, the room that they need, and their progress."""
 
 from __future__ import annotations
 
