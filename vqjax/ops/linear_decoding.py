@@ -156,12 +156,12 @@ def linear_sample(
       axis `vocab_axis`.
   """
   vocab = _checked_vocab(hidden, weight, bias, softcap, vocab_axis)
-  sampling.check_options(temperature, top_k, top_p)
+  options = sampling.SamplingOptions(temperature, top_k, top_p)
   allowed = None if allowed is None else jnp.asarray(allowed)
 
   def draw(blocks, key, allowed):
     blocks = sampling.allow(blocks, allowed, vocab)
-    return sampling.sample(blocks, key, temperature, top_k, top_p)
+    return sampling.sample(blocks, key, options)
 
   return _over_blocks(draw, hidden, weight, bias, vocab, softcap, dtype, vocab_axis, (key, allowed))
 

@@ -11,12 +11,9 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 from vqjax.heads import Head
 from vqjax.ops import sampling as ops
 
-GREEDY_TEMPERATURE = 1e-6
-"""Temperature below which the best token is taken, as in `Head.sample`."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(ops.SamplingOptions):
   """The distribution from which tokens are drawn.
 
   The options apply in the order repetition penalty, temperature, min-p, top-k, top-p.
@@ -31,14 +28,11 @@ class Sampling:
       contains, and multiplies the negative ones. Source: Keskar et al., CTRL, 2019.
   """
 
-  temperature: float | int = 1.0
-  top_k: int | None = None
-  top_p: float | int | None = None
   min_p: float | int | None = None
   repetition_penalty: float | int = 1.0
 
   def __post_init__(self):
-    ops.check_options(self.temperature, self.top_k, self.top_p)
+    super().__post_init__()
     if self.min_p is not None and not 0 < self.min_p <= 1:
       raise ValueError(f"`min_p` must be in (0, 1]; got {self.min_p}. Use None for no limit.")
     if not 0 < self.repetition_penalty < math.inf:
@@ -46,11 +40,6 @@ class Sampling:
         f"`repetition_penalty` must be finite and above 0; got {self.repetition_penalty}. 1 leaves"
         " the logits as they are; 1.1 is usual."
       )
-
-  @property
-  def is_greedy(self) -> bool:
-    """Whether the best token is taken."""
-    return self.temperature < GREEDY_TEMPERATURE
 
   @property
   def penalizes(self) -> bool:
@@ -95,7 +84,7 @@ def choose(
       blocks = blocks.map(lambda score_WB, token_W: _penalized(score_WB, seen[:, token_W].T))
     if options.min_p is not None and not options.is_greedy:
       blocks = ops.at_least(blocks, options.min_p, options.temperature)
-    return ops.sample(blocks, key, options.temperature, options.top_k, options.top_p)
+    return ops.sample(blocks, key, options)
 
   def _penalized(score_WB, seen_WB):
     penalty = options.repetition_penalty
