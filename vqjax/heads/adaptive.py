@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Integer
 from vqjax.heads.base import Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
@@ -183,12 +184,11 @@ class AdaptiveHead(Head):
 
   def _log_z(self, hidden, weight, padding):
     rows = vocab_parallel.rows_in_all(self.vocab_axis, weight.shape[0])
-    options = {"dtype": self._dtype(hidden), "vocab_axis": self.vocab_axis}
-    return sampling.log_z(linear_decoding.linear_blocks(hidden, weight, padding, rows, **options))
+    options = ScoreOptions(dtype=self._dtype(hidden), vocab_axis=self.vocab_axis)
+    return sampling.log_z(linear_decoding.linear_blocks(hidden, weight, padding, rows, options))
 
   def _section(self, hidden, weight, tokens, above_B):
     """Blocks of hidden · weightᵀ - above, over `tokens` rows on all devices."""
-    blocks = linear_decoding.linear_blocks(
-      hidden, weight, None, tokens, dtype=self._dtype(hidden), vocab_axis=self.vocab_axis
-    )
+    options = ScoreOptions(dtype=self._dtype(hidden), vocab_axis=self.vocab_axis)
+    blocks = linear_decoding.linear_blocks(hidden, weight, None, tokens, options)
     return blocks.map(lambda scores, _: scores - above_B)

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.layer import Layer
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.gradient_share import GradientShare, gradient_share
+from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import check_mask, in_vocabulary, widened
 
@@ -79,7 +80,7 @@ class Head(Layer):
 
   def _log_prob_at(self, hidden, tokens, temperature):
     """`log_prob` at a temperature, from the logits a block at a time."""
-    softmax.check_temperature(temperature)
+    check_temperature(temperature)
     excess = self.over_blocks(lambda blocks: sampling.log_z_excess(blocks, temperature), hidden)
     return self.log_prob(hidden, tokens) / temperature - excess
 

@@ -9,9 +9,8 @@ from jaxtyping import Array, Float
 
 from vqjax.embeddings.base import Embedding
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import softmax
-from vqjax.ops.output_functions import OutputFunction
 from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.scores import OutputFunction, ScoreOptions
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
@@ -56,7 +55,7 @@ class DenseHead(LinearHead):
   def check(self) -> None:
     """Check that a tied embedding has the vocabulary and the width of the head."""
     super().check()
-    softmax.check_one_function(self.softcap, self.output)
+    ScoreOptions(softcap=self.softcap, output=self.output)  # refuses both together
     if not isinstance(self.output, (OutputFunction, type(None))):
       raise ValueError(
         f"`output` must be an OutputFunction or None; got {self.output!r}. Give SigSoftmax()."

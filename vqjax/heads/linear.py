@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Integer
 from vqjax.heads import regularizers
 from vqjax.heads.base import Head
 from vqjax.ops import linear_decoding, sampling, softmax
-from vqjax.ops.output_functions import OutputFunction, capped
 from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Dtype
 
@@ -49,7 +49,7 @@ class LinearHead(Head):
 
   def _output(self) -> OutputFunction | None:
     """The function of each score that the softmax is taken of, by default the cap."""
-    return capped(self.softcap)
+    return None if self.softcap is None else Softcap(self.softcap)
 
   def _projected(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """The hidden vectors in the basis of `_weight`, by default the model's."""
@@ -137,7 +137,5 @@ class LinearHead(Head):
       weight,
       rows["bias"],
       self.vocab,
-      output=self._output(),
-      dtype=self.dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(output=self._output(), dtype=self.dtype, vocab_axis=self.vocab_axis),
     )

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head
 from vqjax.ops import linear_decoding, sampling, softmax
+from vqjax.ops.scores import ScoreOptions
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -99,6 +100,5 @@ class LowRankHead(Head):
       rows["weight"],
       rows.get("bias"),
       self.vocab,
-      dtype=dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(dtype=dtype, vocab_axis=self.vocab_axis),
     )

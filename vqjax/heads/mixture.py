@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Integer
 
 from vqjax.heads.base import Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
@@ -152,8 +153,7 @@ class MixtureHead(Head):
       rows["weight"],
       rows.get("bias"),
       self.vocab,
-      dtype=self._dtype(hidden),
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(dtype=self._dtype(hidden), vocab_axis=self.vocab_axis),
     )
     above_BM = sampling.log_z(parts) - log_prior_BM
 

@@ -15,10 +15,9 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 from vqjax.heads.base import Head
 from vqjax.heads.dense import DenseHead
 from vqjax.ops import codes as code_ops
-from vqjax.ops import groups, linear_decoding, routing, sampling, softmax, topk, vocab_parallel
-from vqjax.ops.output_functions import capped
+from vqjax.ops import groups, linear_decoding, routing, sampling, topk, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.tiles import Scoring
+from vqjax.ops.scores import ScoreOptions, check_temperature
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.variables import Declaration, Initializer, Variable, row_init
@@ -199,7 +198,7 @@ class RoutedHead(DenseHead):
     )
     bias = rows["bias"]
     bias_Bn = None if bias is None else bias[at_Bn].astype(jnp.float32)
-    score_Bn = Scoring(dtype, capped(self.softcap)).finish(product_Bn, bias_Bn)
+    score_Bn = ScoreOptions(softcap=self.softcap).finish(product_Bn, bias_Bn)
     return score_Bn if axis is None else vocab_parallel.from_owner(score_Bn, own_Bn, count, axis)
 
   def _bias_of(self, rows, token):
@@ -251,7 +250,7 @@ class RoutedHead(DenseHead):
     temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V)."""
-    softmax.check_temperature(temperature)
+    check_temperature(temperature)
     known, token = in_vocabulary(tokens, self.vocab)
 
     def body(rows, hidden, token):
@@ -319,9 +318,7 @@ class RoutedHead(DenseHead):
       self._weight_of(rows),
       rows["bias"],
       self.vocab,
-      softcap=self.softcap,
-      dtype=self.dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(softcap=self.softcap, dtype=self.dtype, vocab_axis=self.vocab_axis),
       # Several arrays of a block's size are alive at once.
       width=max(1, sampling.CACHED_SCORES // max(1, math.prod(hidden.shape[:-1]))),
     )

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
 
 CHUNK = 256

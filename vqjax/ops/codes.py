@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, topk, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 

@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
-from vqjax.ops import softmax, tiles, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops import device, softmax, tiles, vocab_parallel
+from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
 
 
@@ -190,11 +190,10 @@ def slot_log_prob(
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a slot in its group.
 
-  Only the token's own group is scored. Unless few scores [N, S] are kept (`tiles.are_kept`), a tile
+  Only the token's own group is scored. Unless the scores [N, S] are few enough to be kept, a tile
   of tokens is scored at a time, and once more for the gradient: a few arrays of [tile, S] exist at
-  a time. Inside of `vocab_axis`,
-  `slots` and `sizes` are those of the device's own groups, and `group` counts over the groups of
-  all devices.
+  a time. Inside of `vocab_axis`, `slots` and `sizes` are those of the device's own groups, and
+  `group` counts over the groups of all devices.
   """
   axis = vocab_parallel.inside(vocab_axis)
   local = group - vocab_parallel.first_row(axis, sizes.shape[0])
@@ -225,7 +224,7 @@ def slot_log_prob(
 
 def _by_tiles(tables, tokens, dtype):
   count, slots = tokens[0].shape[0], tables[0].scale.shape[1]
-  if tiles.are_kept(count * slots):
+  if 4 * count * slots <= device.current().kept:
     return _tile_log_prob(tables, *tokens, dtype)
   least = -(-count * slots // tiles.most_scores())
   # Tokens have to be copied to be padded; a number of tiles that divides them avoids that.

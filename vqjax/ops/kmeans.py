@@ -165,17 +165,17 @@ def _assign(data: _Data, centers_KD: Array) -> _Assigned:
   half_K = 0.5 * jnp.square(centers_KD).sum(axis=1)
 
   def step(total, index):
-    at = edge(index, size, n)
-    part = lambda x: lax.dynamic_slice_in_dim(x, at.start, size)
+    start, fresh_n = edge(index, size, n)
+    part = lambda x: lax.dynamic_slice_in_dim(x, start, size)
     rows_nD = part(data.points).astype(jnp.float32) - data.shift
     # The last chunk overlaps the one before, whose points have been added already.
-    weights_n = jnp.where(at.fresh, part(data.weights), 0)
+    weights_n = jnp.where(fresh_n, part(data.weights), 0)
     # The default precision of a GPU or TPU would confuse centers that are near each other.
     product_nK = jnp.matmul(rows_nD, centers_KD.T, precision=lax.Precision.HIGHEST)
     code_n = jnp.argmin(half_K - product_nK, axis=1).astype(jnp.int32)
     # Not from the product, whose terms cancel for a point near its center.
     cost_n = jnp.square(rows_nD - centers_KD[code_n]).sum(axis=1)
-    put = lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, at.start, axis=0)
+    put = lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, start, axis=0)
     return _Assigned(
       put(total.assignment, code_n),
       put(total.cost, cost_n),

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import topk, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import check_numbers
 
 STORED_SCORES = 2**25
