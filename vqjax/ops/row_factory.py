@@ -8,6 +8,7 @@ gradient of a tile of rows goes to the arrays that they were composed of.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,8 @@ class RowFactory:
 
   def part(self, start: Array, size: int) -> "RowFactory":
     """The factory of `size` rows from `start` on."""
-    return self.select(lambda x: lax.dynamic_slice_in_dim(x, start, size))
+    part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+    return self.select(part)
 
   def at(self, index: Array) -> Float[Array, "W D"]:
     """The rows with the given indices, as an array."""

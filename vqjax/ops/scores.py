@@ -124,6 +124,8 @@ class ScoreOptions:
   tile: tuple[int, int] | None = None
   dtype: Dtype | None = None
   vocab_axis: str | None = None
+  # The cap or the other function; None for none.
+  function: OutputFunction | None = dataclasses.field(init=False, repr=False, compare=False)
 
   def __post_init__(self):
     check_softcap(self.softcap)
@@ -144,11 +146,8 @@ class ScoreOptions:
       object.__setattr__(self, "tile", tuple(sides))
     # A NumPy number would have a dtype, to which it promotes the scores.
     object.__setattr__(self, "temperature", float(self.temperature))
-
-  @property
-  def function(self) -> OutputFunction | None:
-    """The function of each score, a cap or another; None for none."""
-    return self.output if self.softcap is None else Softcap(self.softcap)
+    function = self.output if self.softcap is None else Softcap(self.softcap)
+    object.__setattr__(self, "function", function)
 
   def resolved(self, hidden: Array, weight: Array) -> "ScoreOptions":
     """The options with the dtype of the products' operands; `weight` may be a `RowFactory`."""

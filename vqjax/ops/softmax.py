@@ -161,14 +161,15 @@ def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoft
       f"`top_k` must be in [0, {min(128, layer.vocab)}] for a vocabulary of {layer.vocab}; got"
       f" {outputs.top_k}. The `top_k` method of a head has no limit."
     )
-  counted = TokenWeight.of(tokens.shape, mask)
-  layer = dataclasses.replace(layer, hidden=counted.hide(hidden))
+  counted = None if mask is None else TokenWeight.of(tokens.shape, mask)
+  if counted is not None:
+    layer = dataclasses.replace(layer, hidden=counted.hide(hidden))
   # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
   valid, token = in_vocabulary(tokens, layer.vocab)
   compute = functools.partial(statistics.distribution, outputs)
   stats = tiles.on_each_device((layer,), token, compute)
   stats = stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
-  return counted.of_each(stats)
+  return stats if counted is None else counted.of_each(stats)
 
 
 @vocab_parallel.for_any_axes("hidden")

@@ -134,7 +134,8 @@ class Linear:
     """
     check_arrays(**{prefix + "hidden": hidden, prefix + "bias": bias})
     weight = as_row_factory(weight)
-    shape = weight.shape
+    rows = jax.eval_shape(RowFactory.all, weight)
+    shape = rows.shape
     if not jnp.issubdtype(hidden.dtype, jnp.floating):
       raise ValueError(
         f"`{prefix}hidden` must be floating-point vectors; got {hidden.dtype} of shape"
@@ -159,7 +160,7 @@ class Linear:
         f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
         f" {hidden.shape}. Give one vector for each token."
       )
-    return cls(hidden, weight, bias, options.resolved(hidden, weight))
+    return cls(hidden, weight, bias, options.resolved(hidden, rows))
 
   @property
   def vocab(self) -> int:
@@ -169,8 +170,8 @@ class Linear:
 
 def on_each_device(
   layers: tuple[Linear, ...],
-  tokens: Any,
-  body: Callable[[Cut, tuple[Linear, ...], Any], Any],
+  tokens: Array | None,
+  body: Callable[[Cut, tuple[Linear, ...], Array | None], Any],
 ) -> Any:
   """`body(cut, layers, rows)` of all tokens, by each device of the vocabulary's axis.
 
@@ -178,8 +179,8 @@ def on_each_device(
     layers: one or more layers over the same vocabulary and tokens, with hidden [*B, D]. The body
       gets hidden [P, ceil(N / P), D], and weight and bias of this device's rows. Tile and axis are
       those of the first one's options.
-    tokens: a tree of arrays [*B, ...] of tokens. The body gets them as indices into this device's
-      rows, outside of them for tokens of other devices, [P, ceil(N / P), ...].
+    tokens: tokens [*B] or [*B, k], or None. The body gets them as indices into this device's rows,
+      outside of them for tokens of other devices, [P, ceil(N / P)] or with k.
     body: returns a tree of arrays [P, ceil(N / P), ...], which are equal on all devices.
 
   Returns:
@@ -189,34 +190,31 @@ def on_each_device(
   axis, n = options.vocab_axis, math.prod(batch)
 
   def local(rows, given):
+    inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)
+    rows, (hiddens, tokens) = varying((rows, given), *([inside] if inside else []))
     *per_rows, biases, shareds = rows
-    hiddens, tokens = given
+    split = lambda x: shards.split(x.reshape(n, *x.shape[len(batch) :]))
     # On a mesh the arrays are this device's rows; without one they are those of `layers`.
     here = []
     for layer, hidden, per_row, bias, shared in zip(layers, hiddens, per_rows, biases, shareds):
       weight = dataclasses.replace(layer.weight, per_row=per_row, shared=shared)
-      here.append(dataclasses.replace(layer, hidden=hidden, weight=weight, bias=bias))
-    inside = vocab_parallel.inside(axis)
-    here, tokens = varying((here, tokens), *([inside] if inside else []))
-    shards = vocab_parallel.token_shards(axis)
-    here = tuple(dataclasses.replace(x, hidden=shards.split(x.hidden)) for x in here)
+      here.append(dataclasses.replace(layer, hidden=split(hidden), weight=weight, bias=bias))
     count = here[0].weight.count
-    first = vocab_parallel.first_row(inside, count)
-    rows = jax.tree.map(lambda x: shards.split(x) - first, tokens)
+    if tokens is not None:
+      tokens = split(tokens) - vocab_parallel.first_row(inside, count)
     cut = Cut(cut_tile(options.tile, here[0].hidden.shape[1], count), shards)
-    return jax.tree.map(lambda x: shards.join(x, n), body(cut, here, rows))
+    results = body(cut, tuple(here), tokens)
+    return jax.tree.map(lambda x: shards.join(x, n).reshape(*batch, *x.shape[2:]), results)
 
-  biases = [vocab_parallel.bias_of_padding(x.bias, x.weight.count, axis) for x in layers]
-  rows = (
-    *(Sharded(x.weight.per_row, 0, x.weight.axis) for x in layers),
-    # Rows that pad V to a multiple of the devices get the bias of a removed row.
-    Sharded(biases, -jnp.inf),
-    Replicated([x.weight.shared for x in layers]),
-  )
-  flat = lambda x: x.reshape(n, *x.shape[len(batch) :])
-  given = [flat(x.hidden) for x in layers], jax.tree.map(flat, tokens)
-  results = vocab_parallel.over_vocabulary(axis, local, rows, given)
-  return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results)
+  hiddens, per_rows, biases, shareds = [], [], [], []
+  for layer in layers:
+    hiddens.append(layer.hidden)
+    per_rows.append(Sharded(layer.weight.per_row, 0, layer.weight.axis))
+    biases.append(vocab_parallel.bias_of_padding(layer.bias, layer.weight.count, axis))
+    shareds.append(layer.weight.shared)
+  # Rows that pad V to a multiple of the devices get the bias of a removed row.
+  rows = (*per_rows, Sharded(biases, -jnp.inf), Replicated(shareds))
+  return vocab_parallel.over_vocabulary(axis, local, rows, (hiddens, tokens))
 
 
 def edge(index: Array, size: int, total: int) -> tuple[Array, Array]:
