@@ -28,13 +28,14 @@ from experiments.studies import page
 from experiments.studies.comparison.rows import zipf_tree
 from vqjax import DenseEmbedding, Head, SoftmaxQuantizer, assign, convert, heads
 from vqjax.convert.variables import part_of
-from vqjax.lab import conversion, exits, records
+from vqjax.lab import conversion, exits
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import PennTreebank, Windows, WordTokenizer
 from vqjax.lab.training import fit, read_variables
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import load_text
-from vqjax.models import Transformer
+from vqjax.lm import records
+from vqjax.lm.models import Transformer
 from vqjax.ops import sampling
 
 PAGE = page.DOCS / "results" / "bottleneck.md"

@@ -1,14 +1,13 @@
 from . import assign as assign
-from . import compression as compression
 from . import convert as convert
 from . import embeddings as embeddings
 from . import heads as heads
-from . import inference as inference
-from . import models as models
+from . import lm as lm
 from . import nnx as nnx
 from . import ops as ops
 from . import quantizers as quantizers
 from . import sharding as sharding
+from . import tables as tables
 from . import types as types
 from .convert import Clusters as Clusters
 from .convert import Product as Product

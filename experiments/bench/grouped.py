@@ -16,7 +16,10 @@ from experiments.bench import losses, measure
 from experiments.bench.losses import LossShape
 from experiments.bench.measure import compare, log, settled_seconds
 from experiments.bench.training_step import TrainingStep
+from experiments.studies.grouped.convnet import ConvNet
+from experiments.studies.grouped.pictures import Drawn
 from experiments.studies.grouped.rows import ABLATED
+from experiments.studies.grouped.shapes import NUM_CLASSES, SIDE, draw
 from vqjax import (
   CodebookHead,
   DenseEmbedding,
@@ -28,12 +31,10 @@ from vqjax import (
 )
 from vqjax.heads.workload import loss_and_gradient
 from vqjax.lab.config import Experiment, Train
-from vqjax.lab.data import Drawn, Windows
-from vqjax.lab.data.shapes import NUM_CLASSES, SIDE, draw
-from vqjax.lab.models import ConvNet
+from vqjax.lab.data import Windows
 from vqjax.lab.report.units import MISSING
 from vqjax.lab.training.provenance import device
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.ops import groups as group_ops
 from vqjax.ops import softmax
 

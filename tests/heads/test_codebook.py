@@ -13,7 +13,7 @@ import scipy.stats
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
 from vqjax import CodebookEmbedding, CodebookHead, assign
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -235,7 +235,8 @@ def test_the_commitment_moves_hidden_vectors_and_not_the_codebook(shape):
   hidden = jax.random.normal(jax.random.key(0), (4, 5, 6))
   tokens = jax.random.randint(jax.random.key(1), (4, 5), 0, 53)
   variables = head.init(jax.random.key(2), hidden)
-  loss = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="aux")["commitment"]
+  terms = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="loss_terms")[1]
+  loss = lambda p, h: terms(p, h)["commitment"]
   with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
     found, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables["params"], hidden)
   codebook = np.asarray(variables["params"]["codebook"], np.float64)

@@ -128,8 +128,8 @@ def test_the_commitment_moves_the_batchs_latent_rows_towards_their_rows():
   head = LearnedProductHead(11, 6, 3, 2, commitment=0.5)
   hidden, tokens = jax.random.normal(jax.random.key(0), (4, 6)), jnp.array([0, 3, 3, 10])
   variables = head.init(jax.random.key(1), hidden)
-  aux = lambda p: head.apply({"params": p}, hidden, tokens, method="aux")["commitment"]
-  value, gradient = jax.value_and_grad(aux)(variables["params"])
+  terms = lambda p: head.apply({"params": p}, hidden, tokens, method="loss_terms")[1]
+  value, gradient = jax.value_and_grad(lambda p: terms(p)["commitment"])(variables["params"])
   latent, tables = (np.float64(variables["params"][n]) for n in ("latent", "tables"))
   apart = (latent - composed(nearest(latent, tables), tables))[np.asarray(tokens)]
   np.testing.assert_allclose(value, 0.5 * (apart**2).sum(-1).mean(), rtol=1e-5)

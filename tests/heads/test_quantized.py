@@ -12,10 +12,10 @@ import scipy.stats
 from tests import jitted, reference
 from tests.contract import HeadContract, costly
 from tests.contract_on_meshes import as_float64, perturbed
-from vqjax.compression import packed
 from vqjax.embeddings import QuantizedEmbedding
 from vqjax.heads import QuantizedHead
 from vqjax.ops import trellis
+from vqjax.tables import packed
 
 V, D = 29, 12
 

@@ -110,7 +110,8 @@ def code_softmax(
     vocab_axis: mesh axis over which the codebook is sharded by codes, and `assignment` and `bias`
       by tokens of the vocabulary.
   """
-  valid, token = in_vocabulary(tokens, assignment.shape[0])
+  vocab = vocab_parallel.rows_in_all(vocab_axis, assignment.shape[0])
+  valid, token = in_vocabulary(tokens, vocab)
 
   def body(rows, shared):
     codebook, assignment, bias = rows
@@ -282,8 +283,9 @@ def code_vectors(
   `vocab_axis` the codebook is sharded by codes and the assignment by tokens. Source: VQ-Logits,
   Section 6, c_M(i).
   """
-  valid, token = in_vocabulary(tokens, assignment.shape[0])
-  codes = codebook.shape[0]
+  in_all = lambda table: vocab_parallel.rows_in_all(vocab_axis, table.shape[0])
+  valid, token = in_vocabulary(tokens, in_all(assignment))
+  codes = in_all(codebook)
 
   def body(rows, token):
     codebook, assignment = rows

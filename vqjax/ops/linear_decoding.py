@@ -150,14 +150,14 @@ def linear_sample(
     ValueError: the shapes do not fit together, an option is outside its range, or the mesh has no
       axis `vocab_axis`.
   """
-  options = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
-  layer = Linear.of(hidden, weight, bias, options)
-  sampling.check_options(temperature, top_k, top_p)
+  scoring = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
+  layer = Linear.of(hidden, weight, bias, scoring)
+  options = sampling.SamplingOptions(temperature, top_k, top_p)
   allowed = None if allowed is None else jnp.asarray(allowed)
 
   def draw(blocks, key, allowed):
     blocks = sampling.allow(blocks, allowed, layer.vocab)
-    return sampling.sample(blocks, key, temperature, top_k, top_p)
+    return sampling.sample(blocks, key, options)
 
   return _over_blocks(draw, layer, key, allowed)
 

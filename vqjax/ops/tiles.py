@@ -192,11 +192,10 @@ def on_each_device(
   def local(rows, given):
     inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)
     rows, (hiddens, tokens) = varying((rows, given), *([inside] if inside else []))
-    *per_rows, biases, shareds = rows
     split = lambda x: shards.split(x.reshape(n, *x.shape[len(batch) :]))
     # On a mesh the arrays are this device's rows; without one they are those of `layers`.
     here = []
-    for layer, hidden, per_row, bias, shared in zip(layers, hiddens, per_rows, biases, shareds):
+    for layer, hidden, (per_row, bias, shared) in zip(layers, hiddens, rows):
       weight = dataclasses.replace(layer.weight, per_row=per_row, shared=shared)
       here.append(dataclasses.replace(layer, hidden=split(hidden), weight=weight, bias=bias))
     count = here[0].weight.count
@@ -206,14 +205,14 @@ def on_each_device(
     results = body(cut, tuple(here), tokens)
     return jax.tree.map(lambda x: shards.join(x, n).reshape(*batch, *x.shape[2:]), results)
 
-  hiddens, per_rows, biases, shareds = [], [], [], []
+  rows, hiddens = [], []
   for layer in layers:
+    weight = layer.weight
+    # Rows that pad V to a multiple of the devices get the bias of a removed row.
+    bias = vocab_parallel.bias_of_padding(layer.bias, weight.count, axis)
+    whole = Sharded(weight.per_row, 0, weight.axis), Sharded(bias, -jnp.inf)
+    rows.append((*whole, Replicated(weight.shared)))
     hiddens.append(layer.hidden)
-    per_rows.append(Sharded(layer.weight.per_row, 0, layer.weight.axis))
-    biases.append(vocab_parallel.bias_of_padding(layer.bias, layer.weight.count, axis))
-    shareds.append(layer.weight.shared)
-  # Rows that pad V to a multiple of the devices get the bias of a removed row.
-  rows = (*per_rows, Sharded(biases, -jnp.inf), Replicated(shareds))
   return vocab_parallel.over_vocabulary(axis, local, rows, (hiddens, tokens))
 
 

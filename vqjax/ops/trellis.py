@@ -2,7 +2,7 @@
 
 This is the bitshift trellis of QTIP, whose bits packed tables have. The trellis of entropy-coded
 files, two quantisers of integers of which parities choose one, is another: that of
-`vqjax.checkpoints.table_file` and `vqjax.compression.table`.
+`vqjax.tables.container` and `vqjax.tables.integers`.
 
 A row is a string of bits. Its number j spends `width` j of them, and its value is read from a
 window of the last `STATE_BITS` bits of the string so far: neighbouring numbers share bits, so that

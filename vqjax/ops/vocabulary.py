@@ -142,10 +142,7 @@ def in_vocabulary(
   return valid, jnp.where(valid, tokens, 0).astype(jnp.int32)
 
 
-def mean_in_vocabulary(
-  numbers: Float[Array, "*B"], tokens: Integer[Array, "*B"], vocab: int
-) -> Float[Array, ""]:
-  """Mean of the numbers of the tokens in [0, vocab); 0 if there are none."""
-  valid, _ = in_vocabulary(tokens, vocab)
-  total = jnp.where(valid, numbers, 0.0).astype(jnp.float32).sum()
-  return total / jnp.maximum(valid.sum(), 1)
+def mean_over(numbers: Float[Array, "*B"], counted: Bool[Array, "*B"]) -> Float[Array, ""]:
+  """Mean of the numbers of the tokens that are counted; 0 if there are none."""
+  total = jnp.where(counted, numbers, 0.0).astype(jnp.float32).sum()
+  return total / jnp.maximum(counted.sum(), 1)

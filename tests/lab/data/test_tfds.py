@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from configs.grouped import lm
-from vqjax.lab.data import TFDS, LabelledTFDS, PairedTFDS, PennTreebank
+from experiments.studies.dpq.data import LabelledTFDS, PairedTFDS
+from vqjax.lab.data import TFDS, PennTreebank
 from vqjax.lab.data.source import SPLITS
 
 
