@@ -24,11 +24,11 @@ from vqjax.ops import vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
 
+# Largest number of tokens of a work item.
 CHUNK = 256
-"""Largest number of tokens of a work item."""
 
+# Largest number of rows of a work item.
 TILE = 1024
-"""Largest number of rows of a work item."""
 
 
 def log_prob_in_class(

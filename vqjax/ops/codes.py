@@ -24,11 +24,11 @@ from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
+# Code of the padding of an assignment, above those of any codebook.
 NO_CODE = 2**30
-"""Code of the padding of an assignment, above those of any codebook."""
 
+# Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores.
 BLOCK_MASSES = 2**22
-"""Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores."""
 
 
 def log_mass(

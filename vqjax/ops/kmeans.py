@@ -22,8 +22,8 @@ from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
 from vqjax.ops.vocab_parallel import Sharded, varying
 
-PASSES, DRAWS = 5, 2
-"""Passes over the points of the seeding, and candidates that each pass draws for every cluster."""
+# Passes over the points of the seeding, and candidates that each pass draws for every cluster.
+_PASSES, _DRAWS = 5, 2
 
 
 class KMeansResult(NamedTuple):
@@ -107,7 +107,7 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
   n = points.shape[0]
   noise_key, seed_key = random.split(key)
   # Drawn for all points at once, so that a point has equal noise on any number of devices.
-  noise_NP = random.gumbel(noise_key, (n, PASSES), jnp.float32)
+  noise_NP = random.gumbel(noise_key, (n, _PASSES), jnp.float32)
   rows = (Sharded(points, 0), Sharded(weights.astype(jnp.float32), 0), Sharded(noise_NP, 0))
 
   def body(rows, key):
@@ -238,7 +238,7 @@ def _best(data: _Data, scores_N: Array, k: int) -> topk.TopK:
 def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
   """K of the points, chosen by weighted k-means++ from k-means|| candidates."""
   n = data.points.shape[0]
-  draws = min(vocab_parallel.rows_in_all(data.axis, n), max(64, DRAWS * clusters))
+  draws = min(vocab_parallel.rows_in_all(data.axis, n), max(64, _DRAWS * clusters))
 
   def draw(state, noise_and_index):
     code_N, cost_N = state
@@ -253,12 +253,12 @@ def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
 
   start = (jnp.zeros(n, jnp.int32), jnp.full(n, jnp.inf, jnp.float32))
   start = varying((start, data.points))[0]
-  steps = (noise_NP.T, jnp.arange(PASSES, dtype=jnp.int32))
+  steps = (noise_NP.T, jnp.arange(_PASSES, dtype=jnp.int32))
   (code_N, cost_N), rows = lax.scan(draw, start, steps)
-  zeros = varying((jnp.zeros(PASSES * draws, jnp.float32), code_N))[0]
+  zeros = varying((jnp.zeros(_PASSES * draws, jnp.float32), code_N))[0]
   sums = zeros.at[code_N].add(data.weights), zeros.at[code_N].add(data.weights * cost_N)
   mass_C, cost_C = _total(sums, data.axis)
-  rows_CD = rows.reshape(PASSES * draws, -1)
+  rows_CD = rows.reshape(_PASSES * draws, -1)
   own_C = cost_C / jnp.where(mass_C > 0, mass_C, 1)
   return rows_CD[_plus_plus(key, rows_CD, mass_C, own_C, clusters)]
 

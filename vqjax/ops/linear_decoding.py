@@ -23,8 +23,8 @@ from vqjax.types import Dtype
 
 __all__ = ["linear_blocks", "linear_sample", "linear_top_k"]
 
+# Largest number of rows whose scores of the whole vocabulary are stored.
 FEW_ROWS = 256
-"""Largest number of rows whose scores of the whole vocabulary are stored."""
 
 
 def linear_blocks(

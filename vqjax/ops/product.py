@@ -40,8 +40,8 @@ def joined(parts: Float[Array, "*W M C"], additive: bool) -> Float[Array, "*W D"
   return parts.reshape(*parts.shape[:-2], parts.shape[-2] * parts.shape[-1])
 
 
+# Largest width of sub-vectors that the loop for CPUs compares.
 _NARROW = 16
-"""Largest width of sub-vectors that the loop for CPUs compares."""
 
 
 def nearest_codes(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Int[Array, "W M"]:

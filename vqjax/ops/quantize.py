@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import product, tiles, vocab_parallel
 
+# (query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32, larger for nearer keys.
 Response = Callable[[Array, Array], Array]
-"""(query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32, larger for nearer keys."""
 
 
 def dot_response(
@@ -130,7 +130,7 @@ def moments_of(
   return jnp.where(weight.any(), center + mean, 0.0), squares / count - mean**2
 
 
-def weighted(
+def _weighted(
   weights: Float[Array, "*B M K"], values: Float[Array, "Q K C"], additive: bool = False
 ) -> Float[Array, "*B D"]:
   """Weighted sums of all codes' values; `product.compose` for one-hot weights."""
@@ -160,7 +160,7 @@ def softmax_quantized(
   if forward_temperature == 0.0:
     return product.joined(_hard(soft, values, code), additive), code
   forward = jax.nn.softmax(response / forward_temperature, axis=-1)
-  return weighted(soft + lax.stop_gradient(forward - soft), values, additive), code
+  return _weighted(soft + lax.stop_gradient(forward - soft), values, additive), code
 
 
 @jax.custom_vjp

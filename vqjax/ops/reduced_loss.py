@@ -279,8 +279,8 @@ def _masses(plan, layer, row_1n):
   return last, (mass_Vn, reference_n)
 
 
+# Distance of the rows whose maximum is the first reference of a token.
 _STRIDE = 512
-"""Distance of the rows whose maximum is the first reference of a token."""
 
 
 def _bias(layer, rows):

@@ -23,14 +23,14 @@ from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import check_numbers
 
+# Largest number of scores (128 MiB) that are stored instead of recomputed or split.
 STORED_SCORES = 2**25
-"""Largest number of scores (128 MiB) that are stored instead of recomputed or split."""
 
+# Number of scores of a block (4 MiB) that is computed and reduced inside of a cache.
 CACHED_SCORES = 2**20
-"""Number of scores of a block (4 MiB) that is computed and reduced inside of a cache."""
 
+# Multiple that the width of a block is, where it can be, and most tokens of a chunk of a draw.
 _CHUNK = 256
-"""Multiple that the width of a block is, where it can be, and most tokens of a chunk of a draw."""
 
 
 class Blocks(NamedTuple):

@@ -315,8 +315,8 @@ def linear_scores(
   return ScoreOptions(softcap=softcap, output=output).finish(scores, bias)
 
 
+# Largest number of hidden vectors whose product is computed with the weight first on a CPU.
 _FEW_ROWS = 256
-"""Largest number of hidden vectors whose product is computed with the weight first on a CPU."""
 
 
 def rows_scores(

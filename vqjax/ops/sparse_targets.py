@@ -25,8 +25,8 @@ from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
 
+# What becomes of the tokens beside the k that are given: see `linear_sparse_target_loss`.
 Rest = Literal["ignore", "bucket", "renormalize"]
-"""What becomes of the tokens beside the k that are given: see `linear_sparse_target_loss`."""
 
 
 class TokenLogProbs(NamedTuple):
