@@ -107,9 +107,9 @@ class Decoder(NamedTuple):
 class MaterialisedHead(DenseHead):
   """A dense head whose loss holds all logits in memory."""
 
-  def log_prob(self, hidden, tokens):
-    """Log-probability of `tokens` in nats; it and its gradient hold [*B, V]."""
-    return -optax.softmax_cross_entropy_with_integer_labels(self.logits(hidden), tokens)
+  def _log_prob(self, arrays, hidden, token, temperature):
+    logits = self._logits(arrays, hidden) / temperature
+    return -optax.softmax_cross_entropy_with_integer_labels(logits, token)
 
 
 class Contender(NamedTuple):
@@ -303,13 +303,14 @@ def equal(vocab: int, size: int) -> tuple[int, ...]:
 class UntiledHead(GroupedHead):
   """The grouped head of the paper's Figure 5, with all scores in memory."""
 
-  def log_prob(self, hidden, tokens):
-    """Log-probability of `tokens` in nats."""
-    group, slot = group_ops.group_and_slot(tokens, self.starts)
-    shared = softmax.linear_scores(hidden, self.array("slot_weight"))
-    scores = group_ops.scaled(shared, self.array("scale")[group], self.array("shift")[group])
+  def _log_prob(self, arrays, hidden, token, temperature):
+    del temperature
+    group, slot = group_ops.group_and_slot(token, self.starts)
+    shared = softmax.linear_scores(hidden, arrays["slot_weight"])
+    scores = group_ops.scaled(shared, arrays["scale"][group], arrays["shift"][group])
     size = jnp.asarray(np.diff(self.starts), jnp.int32)[group]
-    of_group = jnp.take_along_axis(self.log_group(hidden), group[..., None], axis=-1)[..., 0]
+    log_group = self._log_group(arrays, hidden)
+    of_group = jnp.take_along_axis(log_group, group[..., None], axis=-1)[..., 0]
     return of_group + group_ops.log_prob_in_group(scores, size, slot)
 
 

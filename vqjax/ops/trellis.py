@@ -183,7 +183,8 @@ def places(
   """The first element of the stream of rows with the given ranks, and their classes."""
   units_C = -(-width_CD.astype(jnp.int32).sum(axis=-1) // UNIT)
   last_C, end_C = jnp.cumsum(size_C), 1 + jnp.cumsum(size_C * units_C)
-  class_N = jnp.searchsorted(last_C, rank_N, side="right", method="compare_all")
+  # Not `searchsorted`: JAX 0.10 cannot trace it inside of a `shard_map`.
+  class_N = (last_C <= rank_N[..., None]).sum(axis=-1, dtype=jnp.int32)
   class_N = jnp.minimum(class_N, len(size_C) - 1)
   return end_C[class_N] - (last_C[class_N] - rank_N) * units_C[class_N], class_N
 
