@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+__all__ = ["BeamResult", "beam_search"]
+
 # Score of an absent sequence; finite, so that sums and differences of it are not nan.
 _NEVER = -1e30
 

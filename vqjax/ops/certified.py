@@ -15,6 +15,16 @@ R is a Hadamard matrix on each block of dimensions, H with entries 1 and -1, ove
 number b. It is left out of the arrays: they are of H, and 1 / b, a power of two, is exact.
 """
 
+# A call of `best`, for one hidden vector:
+#
+#   bounds      integer products of all rows, each with its margin: score <= bound         [V]
+#   _highest    the `budget` + 1 highest bounds
+#   score_of    exact scores of `budget` of them, and lower bounds, which detect foreign rows
+#   certain?    the k-th exact score is above the next bound: no other row can be among the k best
+#   else        all rows are scored, in the branch of a `cond` that runs where needed
+#
+# Errors of float32 are part of the margin, with factors for their number and 1.0001 for its own.
+
 from __future__ import annotations
 
 import math
@@ -27,6 +37,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int8
 
 from vqjax.ops import narrow, sampling, topk, vocab_parallel
+
+__all__ = ["Best", "Int8Rows", "best", "bounds", "int8_rows", "lower", "pays"]
 
 # Largest 8-bit integer of a row and of a hidden vector.
 _LEVELS = 127

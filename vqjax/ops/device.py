@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from vqjax.ops import vocab_parallel
 
+__all__ = ["Device", "current", "of", "using"]
+
 
 class Device(NamedTuple):
   """What tiles and programs are chosen by.

@@ -13,6 +13,17 @@ each gradient that is computed. `block_soft_target_loss` takes the student's sco
 any order of tokens, and gathers the teacher's rows.
 """
 
+# Both layers are scored in the same tile, s of the student and t of the teacher:
+#
+#   layers_of -> on_each_device -> _pass:
+#     fold with `_add_block`    sums of exp(s), exp(t), exp(t) · s and exp(t) · t, less the maxima
+#     `_all_reduce`             over the devices, whose maxima differ
+#     `_finish`                 KL and cross-entropy are quotients of these sums: one pass
+#     mixture                   m = w q + (1 - w) p needs both normalisers first: a second fold
+#     gradients                 with the rule `_d_soft_targets` or `_d_mixture`
+#
+# The losses from blocks add the same sums, and differentiate them by JAX, one block at a time.
+
 from __future__ import annotations
 
 import dataclasses
@@ -32,6 +43,19 @@ from vqjax.ops.scores import ScoreOptions, check_softcap, exp_shift
 from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers
 from vqjax.types import Dtype
+
+__all__ = [
+  "LinearComparison",
+  "Readings",
+  "Side",
+  "SoftTargetLoss",
+  "block_soft_target_loss",
+  "divergence_from_last",
+  "linear_comparison",
+  "linear_divergence",
+  "linear_soft_target_loss",
+  "readings",
+]
 
 
 class SoftTargetLoss(NamedTuple):

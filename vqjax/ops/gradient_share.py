@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import sampling, vocab_parallel
 
+__all__ = ["GradientShare", "gradient_share"]
+
 # Part of the largest singular value of J below which one counts as zero, in float32.
 _NO_GAIN = 1e-5
 

@@ -5,6 +5,15 @@ descending probability, a step of some groups at a time, until no remaining grou
 result. Where each device of a mesh axis has its own groups, each searches those.
 """
 
+# The search, in steps of W groups of falling probability:
+#
+#   groups   | .31 .22 .10 | .08 .08 .05 | .03 .02 ... |
+#            step 0        step 1        step 2           stops before a step whose first group is
+#   best k     of step 0     merged        merged         less likely than the k-th token so far
+#
+# Ties are kept as a sort of all tokens would have them: a group as likely as the k-th token is
+# scored, and merges order equal scores by position.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,6 +25,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling, topk, vocab_parallel
+
+__all__ = [
+  "MOST",
+  "WIDTH",
+  "Groups",
+  "best_first_nucleus",
+  "best_first_top_k",
+  "best_of_groups",
+  "step_width",
+]
 
 # Groups of a row that one step scores.
 WIDTH = 32

@@ -9,6 +9,13 @@ to one. Source: LLM Vocabulary Compression for Low-Compute Environments, Section
 mask and orders other than that of the token ids are not in the paper.
 """
 
+# Groups are runs of positions, whatever the ids of the tokens are. Three equal groups of 10 tokens:
+#
+#   position   0  1  2 | 3  4  5 | 6  7  8  9         group_starts: [0, 3, 6, 10]
+#   group      0       | 1       | 2
+#   slot       0  1  2 | 0  1  2 | 0  1  2  3         slot 3 of groups 0 and 1 is masked
+#   token      order[position]
+
 from __future__ import annotations
 
 import math
@@ -23,6 +30,19 @@ from jaxtyping import Array, ArrayLike, Float, Int, Integer
 from vqjax.ops import device, softmax, tiles, vocab_parallel
 from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
+
+__all__ = [
+  "Slots",
+  "check_order",
+  "checked_sizes",
+  "group_and_slot",
+  "group_starts",
+  "log_best_slot",
+  "log_prob_in_group",
+  "positions",
+  "scaled",
+  "slot_log_prob",
+]
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:

@@ -6,6 +6,15 @@ them. Every pass takes the points in chunks, scores a chunk by one matrix produc
 sums of its clusters, so that [N, K] never exists and the points are never copied.
 """
 
+# One pass over the points does all of the work, and everything else is a use of it:
+#
+#   _assign    for each chunk: product with the centers, arg min, sums and masses of the clusters
+#   _seeds     5 times: draw candidates by the cost of points, and pass with them as centers; then
+#              `_plus_plus` picks K of all candidates, which have the mass of their points
+#   _lloyd     passes until nothing changes
+#
+# Over a mesh axis each device passes over its own points; sums of clusters and candidates travel.
+
 from __future__ import annotations
 
 import functools
@@ -21,6 +30,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
 from vqjax.ops.vocab_parallel import Sharded, varying
+
+__all__ = ["KMeansResult", "kmeans", "nearest"]
 
 # Passes over the points of the seeding, and candidates that each pass draws for every cluster.
 _PASSES, _DRAWS = 5, 2

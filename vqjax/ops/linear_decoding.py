@@ -5,6 +5,11 @@ the time in which the weight is read. The scores of many rows come a block of th
 time, and no array [N, V] exists. `vqjax.ops.sampling` selects and draws.
 """
 
+# Two ways to the scores, of which `linear_blocks` takes the faster one:
+#
+#   few vectors     one product [V, N] with the weight in place, read as one block  (`stored_block`)
+#   many vectors    a product of each block of rows, when the block is read         (`row_blocks`)
+
 from __future__ import annotations
 
 import dataclasses

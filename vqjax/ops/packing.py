@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, UInt8, UInt32
 
+__all__ = ["BLOCK", "bits_for", "is_below", "packed", "packed_bytes", "unpacked_rows"]
+
 # Rows that are packed at a time; a multiple of 8, so that every block ends at a byte.
 BLOCK = 2**10
 

@@ -17,6 +17,15 @@ from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.ops import vocab_parallel
 
+__all__ = [
+  "compose",
+  "nearest_codes",
+  "partial_scores",
+  "prefers_sums",
+  "straight_through",
+  "summed_scores",
+]
+
 
 def compose(
   codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"], additive: bool = False

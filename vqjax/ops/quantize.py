@@ -7,6 +7,14 @@ Differentiable product quantization for end-to-end embedding compression, 2020, 
 here are D and K there.
 """
 
+# The parts of a quantiser, in the order in which a layer calls them:
+#
+#   response   query [*B, M, C] by keys [M, K, C]  ->  [*B, M, K]    `dot_`, `euclidean_response`
+#   code       arg max of it                       ->  [*B, M]
+#   vector     value of the code, forward; a softmax of the responses, or the query, backward
+#
+# Responses are float32 whatever the dtype of a layer is: in half precision near keys would tie.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,6 +26,26 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import product, tiles, vocab_parallel
+
+__all__ = [
+  "Response",
+  "averaged",
+  "code_counts",
+  "code_perplexity",
+  "cosine_response",
+  "dot_response",
+  "drawn_queries",
+  "euclidean_response",
+  "gathered_sums",
+  "in_chunks",
+  "mean_distance",
+  "moments_of",
+  "noise",
+  "rotated",
+  "softmax_quantized",
+  "straight_through",
+  "summed_distance",
+]
 
 # (query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32, larger for nearer keys.
 Response = Callable[[Array, Array], Array]

@@ -8,6 +8,15 @@ backward pass recomputes the scores from the saved normalisers, so one array [N,
 time. Source: LLM Vocabulary Compression for Low-Compute Environments, Figure 4.
 """
 
+# Tokens sorted by group meet the weight of each group once:
+#
+#   tokens   a a a a a b b d d d        counts = [5, 2, 0, 3]
+#   blocks   |a a|a a|a.|b b|d d|d.|    on a CPU: a loop of products of one matrix each, where the
+#                                       rest of a block, `.`, holds rows of the next group, which
+#                                       the next block overwrites
+#
+# GPUs and TPUs have a kernel of their own for it, `lax.ragged_dot_general`.
+
 from __future__ import annotations
 
 import functools
@@ -22,6 +31,8 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
+
+__all__ = ["unshared_slot_log_prob"]
 
 # Rows of one group that one step of the CPU's loop multiplies.
 #

@@ -11,6 +11,17 @@ one product with all rows makes the statistics and keeps exp(score - reference) 
 cotangents, half of a score in bfloat16: relative errors of the same size as their own rounding.
 """
 
+# One loop over tiles of tokens:
+#
+#   for each tile of tokens:     hidden [n, D]
+#     `keep`         scores [tiles of rows, v, n], a tile of rows at a time  (`_scores`)
+#                    or masses [V, n], by one product                        (`_masses`)
+#     `finished`     log Z and the loss of each token, and with them d loss / d score
+#     `gradients`    d_hidden[n]       written once
+#                    d_weight [V, D]   added to, in float32, for every tile of tokens
+#
+# The cotangent of the sum comes later. It is one number, by which `_backward` multiplies all of it.
+
 from __future__ import annotations
 
 import dataclasses
@@ -28,6 +39,8 @@ from vqjax.ops.row_factory import as_row_factory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.statistics import Outputs
 from vqjax.types import Dtype
+
+__all__ = ["tile_of_tokens"]
 
 
 class Terms(NamedTuple):
@@ -148,6 +161,7 @@ def _forward(plan, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
   layer = tiles.Linear(hidden_ND[None], as_row_factory(weight_VD), bias_V, plan.options)
   tokens = tiles.TokenTiles(plan.cut.shards, plan.cut.tile.tokens, n)
   # The last tile may overlap its neighbour, whose tokens must not count twice.
+  # Its tokens that the tile before has had get the weight 0, instead of a mask in every product.
   fresh = jnp.arange(tokens.count)[:, None, None] * tokens.size <= tokens.split(jnp.arange(n)[None])
   # Cotangents of scores are cast to the dtype of the products. Relative to the largest weight they
   # are of order 1, where those of a mean over many tokens would underflow in float16.
@@ -186,6 +200,7 @@ def _forward(plan, hidden_ND, weight_VD, bias_V, token_weight_N, token_N):
   index = jnp.arange(tokens.count, dtype=jnp.int32)
   sums, (d_hidden, loss) = lax.scan(token_step, start, (index, row, token_weight))
   value = unit * (loss * token_weight).sum()
+  # There is one shard, since `plan` has nothing for several devices.
   d_hidden, loss = (x[0] for x in tokens.join((d_hidden, loss)))
   # Empty arrays carry the dtypes of the operands.
   like = tuple(None if x is None else x[:0] for x in (hidden_ND, weight_VD, bias_V, token_weight_N))
@@ -231,6 +246,7 @@ def _of_scores(plan, layer, scores, given, stats, sums):
     d_weight = _add_at(d_weight, d_rows, first)
     return (_Gradients(d_weight, d_bias), d_hidden + part.d_hidden(d_vPn)), None
 
+  # In the layout that the products leave it in: it is turned once, behind the loop.
   zero = jnp.zeros(tiles.d_hidden_shape(layer.hidden.shape), jnp.float32)
   zero = vocab_parallel.varying((zero, sums))[0]
   index = jnp.arange(len(scores), dtype=jnp.int32)
@@ -292,6 +308,7 @@ def _of_masses(plan, layer, kept, given, stats, sums):
   options, (mass_Vn, reference_n), hidden_nD = plan.options, kept, layer.hidden[0]
   weight_VD = layer.weight.all().astype(options.dtype)
   row_V1 = jnp.arange(len(mass_Vn), dtype=jnp.int32)[:, None]
+  # p = mass · exp(reference - log Z): one factor a token, instead of an exponential a score.
   scale_1n = given.prob * jnp.exp((exp_shift(reference_n) - given.z.top) - given.z.log_sum)
   # A rounded mass would leave little of p - 1 for a token that is nearly certain.
   own_1n = given.own + given.prob * jnp.exp(stats.log_prob)

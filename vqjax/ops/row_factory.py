@@ -5,6 +5,15 @@ codes and of tables that all rows share; then only a tile of the weight ever exi
 gradient of a tile of rows goes to the arrays that they were composed of.
 """
 
+# What the loops of `tiles` do with a factory, for each tile of rows:
+#
+#   part(start, v).all()              rows [v, D], composed from a part of `per_row` and `shared`
+#   add_gradient(g, start, d_rows)    their cotangent, pulled back: a part of `per_row` is written,
+#                                     and `shared`, which every tile reads, is added to
+#
+# A gradient has the form of its factory, with None for integers, so that it is a tree of the same
+# structure to `jax.custom_vjp`.
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,6 +28,8 @@ from jaxtyping import Array, Float
 
 from vqjax.ops import vocab_parallel
 from vqjax.ops.vocabulary import check_arrays, value_of
+
+__all__ = ["RowFactory", "as_row_factory", "columns"]
 
 
 @jax.tree_util.register_dataclass

@@ -25,6 +25,7 @@ __all__ = [
   "ScoreOptions",
   "SigSoftmax",
   "Softcap",
+  "check_softcap",
   "check_temperature",
 ]
 

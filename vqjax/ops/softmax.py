@@ -22,20 +22,20 @@ from vqjax.ops import narrow, reduced_loss, statistics, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.ops.scores import OutputFunction, ScoreOptions
 from vqjax.ops.statistics import LinearSoftmax, Outputs
-from vqjax.ops.tiles import Linear, Tile, default_tile
+from vqjax.ops.tiles import Linear, default_tile
 from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
 from vqjax.types import Dtype
 
 __all__ = [
   "LinearSoftmax",
-  "RowFactory",
-  "Tile",
   "columns",
   "default_tile",
   "linear_cross_entropy",
   "linear_log_prob",
   "linear_scores",
   "linear_softmax",
+  "log_softmax",
+  "rows_scores",
 ]
 
 
@@ -260,6 +260,7 @@ def linear_cross_entropy(
       loss = _sum_with_gradient(hidden, weight, tokens, bias, share, options, terms, scratch)
       if loss is not None:
         return loss
+  # `hidden` is masked already, and the weights below leave out what the mask does.
   outputs = Outputs(mean=label_smoothing > 0)
   stats = _softmax(hidden, weight, tokens, bias, None, options, outputs)
   loss = terms.of(stats.log_prob, stats.log_z, stats.mean_log_prob)

@@ -6,6 +6,15 @@ log-probabilities of k tokens, and of all others together, come from one pass ov
 [N, V] scores nor [N, k, D] rows exist. What a loss makes of them is arithmetic on [N, k] numbers.
 """
 
+# The k scores are read from the tile that has their rows (`_merge`), so that they are rounded as
+# they are in the normaliser. With `rest` they are removed from the tile before its sum: what is
+# summed is then the mass of the other tokens alone, exact where 1 - sum p_j would lose its digits.
+#
+#   tile of scores    own[k]  <- gathered at the k rows
+#   [n, v]            total   <- sum of exp(score - top), of all rows or of the rest
+#
+# The gradient is the softmax's with k onehots instead of one; the rest has a softmax of its own.
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,6 +33,13 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.scores import ScoreOptions, exp_shift
 from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
+
+__all__ = [
+  "TokenLogProbs",
+  "linear_sparse_target_loss",
+  "linear_token_log_probs",
+  "linear_top_k_divergence",
+]
 
 # What becomes of the tokens beside the k that are given: see `linear_sparse_target_loss`.
 Rest = Literal["ignore", "bucket", "renormalize"]

@@ -47,6 +47,8 @@ from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
 from vqjax.ops.vocabulary import check_arrays
 
+__all__ = ["default_tile", "most_scores"]
+
 
 class Tile(NamedTuple):
   """Number of tokens and of vocabulary rows that are scored at once."""

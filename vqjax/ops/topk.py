@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
 
+__all__ = ["TopK", "chunk_size", "empty", "merge", "merge_rows", "winner"]
+
 
 class TopK(NamedTuple):
   """The k highest scores, descending, and their tokens; -inf and -1 if empty."""

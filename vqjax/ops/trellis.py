@@ -34,6 +34,21 @@ from jaxtyping import Array, Float, Integer, UInt16
 
 from vqjax.ops import vocab_parallel
 
+__all__ = [
+  "LEVELS",
+  "TRELLIS",
+  "UNIT",
+  "Code",
+  "best_states",
+  "ends",
+  "level_values",
+  "nearest_levels",
+  "packed",
+  "places",
+  "states",
+  "values",
+]
+
 # Bits of the window that a value is read from.
 STATE_BITS = 12
 
