@@ -11,6 +11,7 @@ from vqjax.ops import codes, softmax
 from vqjax.ops.distillation import linear_divergence
 from vqjax.ops.linear_decoding import linear_sample, linear_top_k
 from vqjax.ops.row_factory import columns
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.sparse_targets import linear_sparse_target_loss
 
 V, D = 64, 16
@@ -72,7 +73,7 @@ def test_the_ops_run_eagerly_on_explicit_axes(operands, mesh):
 
 def distillation_losses(hidden, weight, tokens, vocab_axis=None):
   """A divergence, and a loss against two tokens, of a student from a teacher twice as sharp."""
-  options = {"temperature": 0.7, "vocab_axis": vocab_axis}
+  options = {"options": ScoreOptions(temperature=0.7, vocab_axis=vocab_axis)}
   divergence = linear_divergence(hidden, weight, 2 * hidden, weight, mixture=0.4, **options)
   two = jnp.stack([tokens, (tokens + 1) % V], axis=-1)
   probs = jnp.broadcast_to(jnp.array([0.6, 0.3], hidden.dtype), two.shape)

@@ -28,6 +28,15 @@ from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
+__all__ = [
+  "Candidates",
+  "Estimate",
+  "check_samples",
+  "draw_candidates",
+  "log_uniform",
+  "sampled_softmax",
+]
+
 
 class Candidates(NamedTuple):
   """Distinct tokens, and the log of each one's probability of inclusion among them."""
