@@ -262,9 +262,7 @@ class OneDeviceContract:
   @costly
   def test_bfloat16_agrees_with_float64_on_the_same_values(self, run, hidden, tokens):
     head, low = run.head.clone(dtype=jnp.bfloat16), hidden.astype(jnp.bfloat16)
-    log_prob = results(
-      lambda v, h: head.apply(v, h, tokens, method="log_prob"), run.variables, low
-    )
+    log_prob = results(lambda v, h: head.apply(v, h, tokens, method="log_prob"), run.variables, low)
     expected = self.bfloat16_logits(head, as_float64(run.variables), low.astype(np.float64))
     expected = reference.of_tokens(reference.log_softmax(expected), tokens)
     assert log_prob.dtype == jnp.float32
@@ -275,8 +273,11 @@ class OneDeviceContract:
     def program(own, row):
       empty, token = jnp.zeros((0, self.dim)), jnp.int32(3)
       of_empty = own.log_prob(empty, jnp.zeros((0,), jnp.int32)), own.sample(empty, key)
-      return own.log_prob(row, token), own.log_prob(row[None], token[None]), of_empty, own.top_k(
-        empty, 2
+      return (
+        own.log_prob(row, token),
+        own.log_prob(row[None], token[None]),
+        of_empty,
+        own.top_k(empty, 2),
       )
 
     key = jax.random.key(0)

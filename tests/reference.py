@@ -45,8 +45,13 @@ def check_slopes(gradients, function, *arguments, atol=1e-4):
   leaves, tree = jax.tree.flatten(arguments)
   for i, (gradient, leaf) in enumerate(zip(tree.flatten_up_to(gradients), leaves)):
     for direction in rng.choice([-1.0, 1.0], (8, *leaf.shape)):
-      at = lambda x, i=i: function(*jax.tree.unflatten(tree, leaves[:i] + [x] + leaves[i + 1 :]))
-      slope = (at(leaf + 1e-6 * direction) - at(leaf - 1e-6 * direction)) / 2e-6
+      ends = [
+        function(
+          *jax.tree.unflatten(tree, [*leaves[:i], leaf + step * direction, *leaves[i + 1 :]])
+        )
+        for step in (1e-6, -1e-6)
+      ]
+      slope = (ends[0] - ends[1]) / 2e-6
       found = (np.asarray(gradient, np.float64) * direction).sum()
       np.testing.assert_allclose(found, slope, atol=atol)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract
-from tests.jitted import abstract_variables, head_variables, results, run
+from tests.jitted import abstract_variables, head_variables, run
 from vqjax import ClassBasedHead, assign
 from vqjax.ops import class_softmax as class_ops
 from vqjax.sharding import MeshShape, make_mesh

@@ -161,7 +161,10 @@ def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
 def test_draws_of_a_code_and_then_a_token_follow_the_distribution_on_a_mesh_too(shape):
   head = CodebookHead(101, 4, 17, token_bias=True, vocab_axis="model" if shape else None)
   variables, many = head_variables(head), np.broadcast_to(normal(4), (60_000, 4))
-  draw = lambda v, h: (head.apply(v, h, jax.random.key(2), 0.7, method="sample"), head.apply(v, h[0]))
+  draw = lambda v, h: (
+    head.apply(v, h, jax.random.key(2), 0.7, method="sample"),
+    head.apply(v, h[0]),
+  )
   with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
     drawn, logits = results(draw, variables, many)
   expected = np.exp(reference.log_softmax(logits / 0.7)) * len(drawn)

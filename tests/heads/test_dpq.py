@@ -107,7 +107,9 @@ def test_it_learns_and_converts_to_a_product_head(quantizer):
   trained = rest | {"params": params}
   shipped, own = to_head(head.compact(trained), params["bias"])
   expected, found = results(
-    lambda *both: [h.apply(v, hidden, tokens, method="log_prob") for h, v in zip((head, shipped), both)],
+    lambda *both: [
+      h.apply(v, hidden, tokens, method="log_prob") for h, v in zip((head, shipped), both)
+    ],
     *(trained, own),
   )
   np.testing.assert_allclose(found, expected, atol=1e-4)
