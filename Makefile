@@ -108,6 +108,7 @@ lint: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/basedpyright
 
 # build/docs/index.html; the code of its pages is executed.
 docs: $(VENV)/.docs
