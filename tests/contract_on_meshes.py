@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
@@ -118,6 +119,42 @@ class ContractOnMeshes:
       kinds = lambda tree: jax.tree.map(lambda x: jax.typeof(x).sharding, tree)
       assert kinds(of_params) == kinds(params)
       return jax.device_get(found)
+
+  @pytest.mark.slow
+  @pytest.mark.parametrize("axes", list(AxisType)[:2], ids=lambda kind: kind.name)
+  def test_arguments_by_name_from_numpy_and_in_bfloat16(self, mesh_case, axes):
+    run = Compiled(self.spread(mesh_case, 101, self.dim))
+    head, params = run.head, run.variables["params"]
+    rest = {name: tree for name, tree in run.variables.items() if name != "params"}
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(4, 5, self.dim)).astype(np.float32)
+    tokens, allowed = rng.integers(0, 101, (4, 5)), rng.random(101) < 0.5
+    # What bfloat16 holds, so that only products and sums are rounded.
+    hidden = hidden.astype(jnp.bfloat16).astype(np.float32)
+
+    def loss(hidden, params):
+      log_prob = head.apply(
+        rest | {"params": params}, tokens=tokens, hidden=hidden, method="log_prob"
+      )
+      return log_prob.sum(), log_prob
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    wide, expected = gradient(hidden, params)
+    with jax.set_mesh(jax.make_mesh((2, 2, 2), sharding.AXES, (axes,) * 3)):
+      np.testing.assert_allclose(jax.jit(lambda p: loss(hidden, p)[1])(params), expected, atol=2e-5)
+      placed = jax.device_put(hidden, P("data"))
+      narrow, _ = gradient(placed.astype(jnp.bfloat16), params)
+      draw = lambda h, p: head.apply(
+        rest | {"params": p}, allowed=allowed, key=jax.random.key(0), hidden=h, method="sample"
+      )
+      drawn = jax.jit(draw)(placed, params)
+      if axes == AxisType.Explicit:
+        assert jax.typeof(drawn).sharding.spec == P("data", None)
+      narrow, drawn = jax.device_get((narrow, drawn))
+    assert allowed[drawn].all()
+    # Products of bfloat16 operands, whose relative error is at most 2^-8 each.
+    scale = np.abs(wide).max()
+    np.testing.assert_allclose(narrow.astype(np.float32), wide, atol=0.05 * scale)
 
   @pytest.mark.slow
   def test_no_weight_and_no_logits_travel_across_the_vocabulary(self, first_mesh_case):

@@ -50,7 +50,7 @@ CONFIG = """
 from vqjax import CodebookHead, DenseEmbedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 
 def experiment():
@@ -324,7 +324,8 @@ def serve(calls, folder: pathlib.Path) -> None:
   """Be the process of `Warm`."""
   code = 1
   try:
-    from vqjax.lab import commands, exits
+    from vqjax import cli
+    from vqjax.lab import exits
     from vqjax.lab.config import config_hash
     from vqjax.lab.training import loop
 
@@ -353,7 +354,7 @@ def serve(calls, folder: pathlib.Path) -> None:
       os.environ.update(env)
       with tempfile.TemporaryFile(dir=folder) as err:
         os.dup2(err.fileno(), 2)
-        code = exits.guarded(lambda arguments=arguments: commands.main(arguments))
+        code = exits.guarded(lambda arguments=arguments: cli.main(arguments))
         sys.stderr.flush()
         err.seek(0)
         calls.send((code, err.read().decode(errors="replace")))
@@ -395,7 +396,7 @@ def in_child(arguments, env, err, limits, devices) -> None:
       jax.config.update("jax_num_cpu_devices", devices)
     from vqjax.lab import exits
 
-    exits.run("vqjax.lab.commands", arguments)
+    exits.run("vqjax.cli", arguments)
   except SystemExit as stop:
     code = stop.code or 0
   except BaseException:
@@ -843,10 +844,10 @@ def work(
 
 def preload() -> None:
   """Import everything that a command imports, without starting JAX."""
-  for name in ("orbax.checkpoint", "grain", "tensorboardX", "vqjax.models"):
+  for name in ("orbax.checkpoint", "grain", "tensorboardX", "vqjax.lm.models"):
     importlib.import_module(name)
   for name in ("train", "table"):
-    importlib.import_module(f"vqjax.lab.commands.{name}")
+    importlib.import_module(f"vqjax.commands.{name}")
   warnings.filterwarnings("ignore", message=".*fork.*")
 
 

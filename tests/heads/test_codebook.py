@@ -13,7 +13,7 @@ from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
 from tests.jitted import abstract_variables, head_variables, results, run
 from vqjax import CodebookEmbedding, CodebookHead, assign
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -231,7 +231,8 @@ def test_the_commitment_moves_hidden_vectors_and_not_the_codebook(shape):
   head = CodebookHead(53, 6, 7, commitment=0.25, vocab_axis="model" if shape else None)
   hidden, tokens = normal(4, 5, 6), np.random.default_rng(1).integers(0, 53, (4, 5))
   variables = head_variables(head)
-  loss = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="aux")["commitment"]
+  terms = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="loss_terms")[1]
+  loss = lambda p, h: terms(p, h)["commitment"]
   with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
     found, gradients = results(jax.value_and_grad(loss, (0, 1)), variables["params"], hidden)
   codebook = np.asarray(variables["params"]["codebook"], np.float64)

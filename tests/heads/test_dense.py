@@ -111,8 +111,7 @@ def test_the_terms_of_the_loss_are_those_of_the_cross_entropy():
     options = {"softcap": 2.0, "z_loss": 1e-2, "label_smoothing": 0.1}
     weight, own = variables["params"]["weight"], head.bind(variables)
     expected = linear_cross_entropy(hidden, weight, jnp.arange(5), **options)
-    return own.loss_terms(hidden, tokens), own.aux(hidden, tokens), expected
+    return own.loss_terms(hidden, tokens), expected
 
-  (log_prob, terms), aux, expected = results(program, head_variables(head), hidden)
+  (log_prob, terms), expected = results(program, head_variables(head), hidden)
   np.testing.assert_allclose(-log_prob.mean() + sum(terms.values()), expected.mean(), rtol=1e-6)
-  assert aux == terms

@@ -108,8 +108,8 @@ def test_the_commitment_moves_the_batchs_latent_rows_towards_their_rows():
   head = LearnedProductHead(11, 6, 3, 2, commitment=0.5)
   hidden, tokens = normal(4, 6), np.array([0, 3, 3, 10])
   params = head_variables(head)["params"]
-  aux = lambda p: head.apply({"params": p}, hidden, tokens, method="aux")["commitment"]
-  value, gradient = results(jax.value_and_grad(aux), params)
+  terms = lambda p: head.apply({"params": p}, hidden, tokens, method="loss_terms")[1]
+  value, gradient = results(jax.value_and_grad(lambda p: terms(p)["commitment"]), params)
   latent, tables = (np.float64(params[n]) for n in ("latent", "tables"))
   apart = (latent - composed(nearest(latent, tables), tables))[tokens]
   np.testing.assert_allclose(value, 0.5 * (apart**2).sum(-1).mean(), rtol=1e-5)

@@ -12,10 +12,10 @@ import scipy.stats
 from tests import reference
 from tests.contract import HeadContract
 from tests.jitted import results, run
-from vqjax.compression import packed
 from vqjax.embeddings import QuantizedEmbedding
 from vqjax.heads import QuantizedHead
 from vqjax.ops import trellis
+from vqjax.tables import packed
 
 V, D = 29, 12
 

@@ -14,7 +14,7 @@ from tests.jitted import apply, head_variables, results
 from vqjax import DenseEmbedding, DenseHead, SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramProposal
 from vqjax.lab.training import init_state, make_step
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 

@@ -20,15 +20,28 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, topk, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
-NO_CODE = 2**30
-"""Code of the padding of an assignment, above those of any codebook."""
+__all__ = [
+  "BLOCK_MASSES",
+  "NO_CODE",
+  "CodeSoftmax",
+  "all_code_scores",
+  "best_tokens",
+  "code_softmax",
+  "code_vectors",
+  "draw_within",
+  "log_mass",
+  "token_scores",
+]
 
+# Code of the padding of an assignment, above those of any codebook.
+NO_CODE = 2**30
+
+# Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores.
 BLOCK_MASSES = 2**22
-"""Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores."""
 
 
 def log_mass(
@@ -110,7 +123,8 @@ def code_softmax(
     vocab_axis: mesh axis over which the codebook is sharded by codes, and `assignment` and `bias`
       by tokens of the vocabulary.
   """
-  valid, token = in_vocabulary(tokens, assignment.shape[0])
+  vocab = vocab_parallel.rows_in_all(vocab_axis, assignment.shape[0])
+  valid, token = in_vocabulary(tokens, vocab)
 
   def body(rows, shared):
     codebook, assignment, bias = rows
@@ -282,8 +296,9 @@ def code_vectors(
   `vocab_axis` the codebook is sharded by codes and the assignment by tokens. Source: VQ-Logits,
   Section 6, c_M(i).
   """
-  valid, token = in_vocabulary(tokens, assignment.shape[0])
-  codes = codebook.shape[0]
+  in_all = lambda table: vocab_parallel.rows_in_all(vocab_axis, table.shape[0])
+  valid, token = in_vocabulary(tokens, in_all(assignment))
+  codes = in_all(codebook)
 
   def body(rows, token):
     codebook, assignment = rows

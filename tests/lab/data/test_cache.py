@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from vqjax.lab import records
 from vqjax.lab.data import BPETokenizer, Text, WordTokenizer, cache, encode_split, fit_encoder
+from vqjax.lm import records
 
 
 @pytest.fixture

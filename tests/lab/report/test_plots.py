@@ -9,7 +9,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from vqjax.lab import report
-from vqjax.lab.report.plots import smooth, spread, svg
+from vqjax.lab.report.plots import smooth, spread
+from vqjax.lm.pages import svg
 
 PLOTS = (report.loss_curves, report.size_against_perplexity)
 
