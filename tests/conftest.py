@@ -1,5 +1,6 @@
 """Settings of all tests: compilation, simulated devices, types and caches."""
 
+import collections
 import ctypes
 import gc
 import importlib.metadata
@@ -67,6 +68,38 @@ def pytest_collection_modifyitems(items):
     for i, item in enumerate(same):
       if i not in fast:
         item.add_marker(pytest.mark.slow)
+
+
+MOST_PROGRAMS = 20
+"""Programs of a fast test: to lower each takes 13 ms, which no cache saves (`tests/jitted.py`)."""
+
+EXEMPT = {
+  *("assign", "convert", "embeddings", "experiments", "faults", "lab", "ops", "quantizers"),
+  *("test_compact_torch.py", "test_doctests.py", "test_examples.py"),
+}
+"""Folders and files of `tests` whose tests may still compile more."""
+
+EVENTS = collections.Counter()
+"""What JAX has reported so far, by the names of its events."""
+
+jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: EVENTS.update([name]))
+
+
+@pytest.fixture
+def programs():
+  """A function that returns the number of programs so far."""
+  return lambda: EVENTS["/jax/core/compile/jaxpr_to_mlir_module_duration"]
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(request, programs):
+  """Fails a fast test that compiles more than `MOST_PROGRAMS`."""
+  before = programs()
+  yield
+  folder = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
+  if not request.node.get_closest_marker("slow") and folder not in EXEMPT:
+    made = programs() - before
+    assert made <= MOST_PROGRAMS, f"{made} programs: compute what is compared in one `jax.jit`"
 
 
 @pytest.fixture(autouse=True)
