@@ -29,9 +29,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.layer import Layer
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.gradient_share import GradientShare, gradient_share
 from vqjax.ops.sampling import Blocks, SamplingOptions
+from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, widened
 
@@ -100,7 +101,7 @@ class Head(Layer):
       ValueError: `temperature` is not positive.
     """
     hidden, tokens = self._vectors(hidden), self._tokens(tokens)
-    softmax.check_temperature(temperature)
+    check_temperature(temperature)
 
     def body(arrays, hidden, tokens):
       known, token = in_vocabulary(tokens, self.vocab)

@@ -5,6 +5,14 @@ batch. These few are moved to the front, and a loop of dynamic length scores a c
 time, so that the cost follows the number of tokens in the cluster.
 """
 
+# Tokens of a cluster are few, and where they are is known only at run time. For each shard:
+#
+#   order   tokens of the cluster first  ->  | x x x x x | . . . . . . . |
+#   loop    chunks of n tokens           ->  | x x | x x | x . |            of dynamic length
+#   rank    back to the order of the batch
+#
+# All shards run as many chunks as the fullest one: a chunk may contain collectives.
+
 from __future__ import annotations
 
 import functools
@@ -18,6 +26,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.ops import sampling, softmax, tiles, vocab_parallel
 from vqjax.types import Dtype
+
+__all__ = ["Section", "cluster_log_prob", "concatenate_blocks"]
 
 
 def cluster_log_prob(

@@ -20,15 +20,28 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, topk, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
-NO_CODE = 2**30
-"""Code of the padding of an assignment, above those of any codebook."""
+__all__ = [
+  "BLOCK_MASSES",
+  "NO_CODE",
+  "CodeSoftmax",
+  "all_code_scores",
+  "best_tokens",
+  "code_softmax",
+  "code_vectors",
+  "draw_within",
+  "log_mass",
+  "token_scores",
+]
 
+# Code of the padding of an assignment, above those of any codebook.
+NO_CODE = 2**30
+
+# Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores.
 BLOCK_MASSES = 2**22
-"""Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores."""
 
 
 def log_mass(

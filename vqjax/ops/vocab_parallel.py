@@ -14,7 +14,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from vqjax.ops.vocabulary import value_of
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Sharded(NamedTuple):
@@ -195,22 +198,22 @@ def automatic(tree: Any) -> Any:
   return jax.tree.map(lambda x: cast(x) if isinstance(x, jax.Array) else x, tree)
 
 
-def for_any_axes(batch: str) -> Callable[[Callable], Callable]:
+def for_any_axes(batch: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
   """A decorator of functions of arrays; the argument `batch` has their tokens.
 
   The function gets the arrays that variables, such as an `nnx.Param`, hold.
   """
 
-  def decorate(function):
+  def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def wrapped(*args, **kwargs):
-      args = [value_of(x) for x in args]
-      kwargs = {name: value_of(x) for name, x in kwargs.items()}
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+      values = [value_of(x) for x in args]
+      named = {name: value_of(x) for name, x in kwargs.items()}
       if AxisType.Explicit not in axis_types().values():
-        return function(*args, **kwargs)
-      given = signature.bind(*args, **kwargs).arguments
+        return function(*values, **named)
+      given = signature.bind(*values, **named).arguments
       return on_any_axes(lambda given: function(**given), given, given[batch])
 
     return wrapped
