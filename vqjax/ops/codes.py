@@ -129,9 +129,37 @@ def code_softmax(
   def body(rows, shared):
     codebook, assignment, bias = rows
     hidden, token = shared
-    return _code_softmax(
-      hidden, codebook, assignment, token, bias, temperature, mean, dtype, vocab_axis
+    codes = codebook.shape[0]
+    if bias is not None and temperature != 1:
+      bias = bias.astype(jnp.float32) / temperature
+    in_all = vocab_parallel.rows_in_all(vocab_axis, codes)
+    mass_K = log_mass(assignment, in_all, bias, vocab_axis)
+    # The assignment may be stored in a narrow integer type, in which row arithmetic would overflow.
+    code = vocab_parallel.sharded_lookup(assignment, token, vocab_axis).astype(jnp.int32)
+    # With the log-mass m_k as its bias, a softmax over K codes has the normaliser of all V tokens:
+    # sum_v exp(score_v) = sum_k exp(hidden · codebook_k + m_k).
+    of_code = softmax.linear_softmax(
+      hidden,
+      codebook,
+      code,
+      # A temperature divides the scores of the codes, not the masses of the tokens on them.
+      vocab_parallel.own_part(mass_K, codes, vocab_axis) * temperature,
+      temperature=temperature,
+      dtype=dtype,
+      vocab_axis=vocab_axis,
     )
+    bias_B = 0.0
+    if bias is not None:
+      bias_B = vocab_parallel.sharded_lookup(bias, token, vocab_axis).astype(jnp.float32)
+    mass_B = vocab_parallel.gather(mass_K, code)
+    # If all tokens of a code have bias -inf, both are -inf and their difference would be nan.
+    within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
+    mean_B = None
+    if mean:
+      # Of the scores, whose bias is divided already.
+      sharp = hidden.astype(jnp.float32) / temperature
+      mean_B = _mean_score(sharp, codebook, assignment, bias, vocab_axis) - of_code.log_z
+    return CodeSoftmax(of_code.log_prob + within, of_code.log_z, mean_B)
 
   rows = (
     vocab_parallel.Sharded(codebook, 0),
@@ -140,41 +168,6 @@ def code_softmax(
   )
   stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden, token))
   return stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
-
-
-def _code_softmax(
-  hidden, codebook, assignment, token, bias, temperature, mean, dtype, axis
-) -> CodeSoftmax:
-  codes = codebook.shape[0]
-  if bias is not None and temperature != 1:
-    bias = bias.astype(jnp.float32) / temperature
-  mass_K = log_mass(assignment, vocab_parallel.rows_in_all(axis, codes), bias, axis)
-  # The assignment may be stored in a narrow integer type, in which row arithmetic would overflow.
-  code = vocab_parallel.sharded_lookup(assignment, token, axis).astype(jnp.int32)
-  # With the log-mass m_k as its bias, a softmax over K codes has the normaliser of all V tokens:
-  # sum_v exp(score_v) = sum_k exp(hidden · codebook_k + m_k).
-  of_code = softmax.linear_softmax(
-    hidden,
-    codebook,
-    code,
-    # A temperature divides the scores of the codes, not the masses of the tokens on them.
-    vocab_parallel.own_part(mass_K, codes, axis) * temperature,
-    temperature=temperature,
-    dtype=dtype,
-    vocab_axis=axis,
-  )
-  bias_B = (
-    0.0 if bias is None else vocab_parallel.sharded_lookup(bias, token, axis).astype(jnp.float32)
-  )
-  mass_B = vocab_parallel.gather(mass_K, code)
-  # If all tokens of a code have bias -inf, both are -inf and their difference would be nan.
-  within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
-  mean_B = None
-  if mean:
-    # Of the scores, whose bias is divided already.
-    sharp = hidden.astype(jnp.float32) / temperature
-    mean_B = _mean_score(sharp, codebook, assignment, bias, axis) - of_code.log_z
-  return CodeSoftmax(of_code.log_prob + within, of_code.log_z, mean_B)
 
 
 def _mean_score(hidden, codebook, assignment, bias, axis):
