@@ -74,8 +74,8 @@ MOST_PROGRAMS = 20
 """Programs of a fast test: to lower each takes 13 ms, which no cache saves (`tests/jitted.py`)."""
 
 EXEMPT = {
-  *("assign", "convert", "embeddings", "experiments", "faults", "lab", "ops", "quantizers"),
-  *("test_compact_torch.py", "test_doctests.py", "test_examples.py"),
+  *("assign", "commands", "convert", "embeddings", "experiments", "faults", "lab", "ops"),
+  *("quantizers", "test_cli.py", "test_doctests.py", "test_examples.py"),
 }
 """Folders and files of `tests` whose tests may still compile more."""
 
