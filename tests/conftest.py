@@ -10,7 +10,7 @@ import sys
 
 # Most of the time of these tests is compilation, of programs that then run for milliseconds. They
 # and the programs that they start are compiled with the least effort, and each program once: the
-# workers share a persistent cache. `make test-all` runs the numeric tests also as users' programs
+# workers share a persistent cache. `make check` runs the numeric tests also as users' programs
 # are compiled, with JAX_DISABLE_MOST_OPTIMIZATIONS=false.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 # jaxlib 0.12 has no other emitters, and ends the process at an unknown flag.
@@ -35,7 +35,7 @@ gc.set_threshold(50_000, 20, 50)
 # programs that a test starts see one device, as a user would.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# `make test-all` checks the shapes and types of every public signature while the tests run.
+# `make check` checks the shapes and types of every public signature while the tests run.
 if os.environ.get("VQJAX_RUNTIME_TYPES"):
   import jaxtyping
 
