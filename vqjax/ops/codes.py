@@ -56,12 +56,9 @@ def log_mass(
   from the distribution. Inside of `vocab_axis` the tokens of all devices are summed.
   """
   axis = vocab_parallel.inside(vocab_axis)
-  in_all = lambda x: lax.psum(x, axis) if axis else x
-  if bias is None:
-    ones_V = jnp.ones(assignment.shape, jnp.float32)
-    return jnp.log(in_all(jax.ops.segment_sum(ones_V, assignment, codes)))
   share_V, shift_K = _shares(assignment, codes, bias, axis)
-  sum_K = in_all(jax.ops.segment_sum(share_V, assignment, codes))
+  sum_K = jax.ops.segment_sum(share_V, assignment, codes)
+  sum_K = lax.psum(sum_K, axis) if axis else sum_K
   # Two `where`: the derivative of log 0 is infinite, and infinite times 0 is nan.
   empty_K = sum_K == 0
   return jnp.where(empty_K, -jnp.inf, jnp.log(jnp.where(empty_K, 1.0, sum_K)) + shift_K)
@@ -69,6 +66,8 @@ def log_mass(
 
 def _shares(assignment, codes, bias, axis):
   """exp(bias - the largest of its code) [V], and the largest of each code [K]."""
+  if bias is None:
+    return jnp.ones(assignment.shape, jnp.float32), jnp.zeros((codes,), jnp.float32)
   bias_V = bias.astype(jnp.float32)
   # The log-mass does not depend on the shift, so that no gradient has to pass through it.
   top_K = jax.ops.segment_max(jax.lax.stop_gradient(bias_V), assignment, codes)
@@ -126,14 +125,12 @@ def code_softmax(
   vocab = vocab_parallel.rows_in_all(vocab_axis, assignment.shape[0])
   valid, token = in_vocabulary(tokens, vocab)
 
-  def body(rows, shared):
+  def body(rows, hidden, token):
     codebook, assignment, bias = rows
-    hidden, token = shared
     codes = codebook.shape[0]
     if bias is not None and temperature != 1:
       bias = bias.astype(jnp.float32) / temperature
-    in_all = vocab_parallel.rows_in_all(vocab_axis, codes)
-    mass_K = log_mass(assignment, in_all, bias, vocab_axis)
+    mass_K = log_mass(assignment, vocab_parallel.rows_in_all(vocab_axis, codes), bias, vocab_axis)
     # The assignment may be stored in a narrow integer type, in which row arithmetic would overflow.
     code = vocab_parallel.sharded_lookup(assignment, token, vocab_axis).astype(jnp.int32)
     # With the log-mass m_k as its bias, a softmax over K codes has the normaliser of all V tokens:
@@ -166,7 +163,7 @@ def code_softmax(
     vocab_parallel.Sharded(assignment, NO_CODE),
     vocab_parallel.Sharded(bias, 0),
   )
-  stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden, token))
+  stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hidden, token)
   return stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
 
 
@@ -336,10 +333,7 @@ def draw_within(
 def _draw_locally(key, code, assignment, codes, bias):
   """Log-mass of each row's code on this device, and a token drawn from it."""
   block_key, token_key = jax.random.split(key)
-  if bias is None:
-    share_V, shift_K = jnp.ones(assignment.shape, jnp.float32), jnp.zeros((codes,), jnp.float32)
-  else:
-    share_V, shift_K = _shares(assignment, codes, bias, None)
+  share_V, shift_K = _shares(assignment, codes, bias, None)
   width = _block_width(assignment.shape[0], codes)
   log_mass_BJ = jnp.log(_block_mass(share_V, assignment, codes, width)[code])
   # log p + Gumbel noise has its maximum at a draw from p.

@@ -21,6 +21,7 @@ def made():
   return head, variables, RoutedHead(V, D, clusters=C, budget=BUDGET), given
 
 
+@pytest.mark.programs(30)  # `routed_head` computes the centroids once, operation by operation
 def test_routed_tensors_come_back(made):
   head, variables, own, given = made
   tensors = layouts.routed_tensors(own, given)

@@ -9,7 +9,14 @@ import pytest
 
 from tests import reference
 from tests.jitted import apply, init, results
-from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
+from vqjax import (
+  CentroidQuantizer,
+  CodebookHead,
+  DenseEmbedding,
+  DenseHead,
+  DPQEmbedding,
+  GroupedHead,
+)
 from vqjax.lab import config
 from vqjax.lm.models import Transformer
 from vqjax.lm.models import attention as attention_module
@@ -248,18 +255,18 @@ def test_output_projections_start_smaller_by_the_depth_of_the_residual_stream():
     np.testing.assert_allclose(found, expected, rtol=0.05)
 
 
-def test_auxiliary_terms_are_named_by_embedding_and_head(tokens):
-  class Embedding(DenseEmbedding):
-    def aux(self, tokens):
-      return {"commitment": jnp.float32(1)}
-
-  class Head(DenseHead):
-    def aux(self, hidden, tokens):
-      return {"commitment": jnp.float32(10)}
-
-  model = decoder(embedding=Embedding(31, 8), head=Head(31, 8))
-  _, aux = apply(model, initialised(model), tokens, tokens, method="loss_terms")
-  assert aux == {"embedding/commitment": 1, "head/commitment": 10}
+def test_terms_of_the_loss_are_named_by_embedding_and_head(tokens):
+  embedding = DPQEmbedding(31, 8, CentroidQuantizer(3, 4, commitment=0.5))
+  model = decoder(embedding=embedding, head=CodebookHead(31, 8, 5, commitment=1.0))
+  names = lambda module, *given: {
+    *jax.eval_shape(
+      lambda: module.init_with_output(jax.random.key(0), *given, method="loss_terms")[0][1]
+    )
+  }
+  own = names(embedding, tokens)
+  assert own >= {"commitment"}
+  expected = {*(f"embedding/{name}" for name in own), "head/commitment"}
+  assert names(model, tokens, tokens) == expected
 
 
 def test_remat_recomputes_in_the_backward_pass(tokens):
