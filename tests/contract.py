@@ -197,7 +197,8 @@ class OneDeviceContract:
       # Central differences are good to 1e-9; what remains is float32.
       np.testing.assert_allclose(own, wanted, atol=1e-4)
 
-  @pytest.mark.parametrize("vocab", [4099])
+  # Large, since a block of the vocabulary may have 4 Mi scores whatever the vocabulary is.
+  @pytest.mark.parametrize("vocab", [16_411])
   def test_no_value_of_batch_times_vocabulary_is_made(self, case, vocab):
     head, rows = self.cases[case](vocab, self.dim), 2053
     hidden = jax.ShapeDtypeStruct((rows, self.dim), jnp.float32)

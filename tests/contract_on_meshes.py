@@ -108,7 +108,8 @@ class ContractOnMeshes:
 
   def on_explicit_axes(self, everything, params, hidden, shape):
     """Results for tokens over `data` and parameters whose width is over `fsdp`, where it can be."""
-    place = lambda x: P(*[None] * (x.ndim - 1), "fsdp" if x.shape[-1] % shape[1] == 0 else None)
+    width = lambda x: "fsdp" if x.shape[-1] % shape[1] == 0 else None
+    place = lambda x: P(*[None] * (x.ndim - 1), width(x)) if x.ndim else P()
     with jax.set_mesh(jax.make_mesh(shape, sharding.AXES)):
       params = jax.tree.map(lambda x: jax.device_put(x, place(x)), params)
       hidden = jax.device_put(hidden, P("data"))

@@ -662,7 +662,7 @@ traceback and an end without such a line are failures.
 {failures}
 
 `make faults` runs the campaign and the long form of the property-based tests, and writes this page;
-`make test-all` has a short form of both. The faults of disks and of the clock are those of a
+`make check` has a short form of both. The faults of disks and of the clock are those of a
 library that is loaded before the others (`tests/faults/shim.c`). Trials fork one process that has
 imported the modules; signals during imports meet a new interpreter.
 

@@ -126,8 +126,7 @@ class CertifiedHead(DenseHead):
       ValueError: `k` is outside [1, V].
     """
     self._check_k(k)
-    best = lambda arrays, hidden: self._best(arrays, hidden, k)
-    return self._on_devices(best, self._vectors(hidden))
+    return self._on_devices(lambda arrays, hidden: self._best(arrays, hidden, k), hidden)
 
   def _sample(self, arrays, hidden, key, options, allowed):
     """A token from the exact distribution.

@@ -63,10 +63,8 @@ class LinearHead(Head):
     Raises:
       ValueError: the scores are another function of them.
     """
-    whole = lambda arrays, _: self._linear(arrays)
-    return self._computed(
-      lambda: vocab_parallel.over_vocabulary(None, whole, self.parts(), None), None
-    )
+    whole = lambda: vocab_parallel.over_vocabulary(None, self._linear, self.parts())
+    return self._computed(whole, None)
 
   def parts(self) -> dict[str, Any]:
     """The variables, with a bias under the one name "bias"."""

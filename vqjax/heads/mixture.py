@@ -88,7 +88,7 @@ class MixtureHead(Head):
   @final
   def log_prior(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B M"]:
     """Log-probabilities of the components in nats."""
-    return self._on_devices(self._log_prior, self._vectors(hidden))
+    return self._on_devices(self._log_prior, hidden)
 
   def _log_prior(self, arrays, hidden):
     scores = softmax.linear_scores(

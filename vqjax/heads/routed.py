@@ -94,9 +94,8 @@ class RoutedHead(DenseRows):
 
     def means(self):
       of_cluster = lambda x: jax.ops.segment_sum(x, assignment_V, self.clusters)
-      whole = lambda arrays, _: self._rows(arrays).all().astype(jnp.float32)
-      rows = vocab_parallel.over_vocabulary(None, whole, self.parts(), None)
-      return of_cluster(rows) / of_cluster(jnp.ones((self.vocab, 1)))
+      rows = vocab_parallel.over_vocabulary(None, self._rows, self.parts()).all()
+      return of_cluster(rows.astype(jnp.float32)) / of_cluster(jnp.ones((self.vocab, 1)))
 
     params = {**variables.get("params", {})}
     params["centroids"] = jnp.zeros((self.clusters, self.dim), self.param_dtype)
