@@ -52,6 +52,7 @@ from .ops.distillation import linear_divergence as linear_divergence
 from .ops.distillation import linear_soft_target_loss as linear_soft_target_loss
 from .ops.linear_decoding import linear_sample as linear_sample
 from .ops.linear_decoding import linear_top_k as linear_top_k
+from .ops.scores import ScoreOptions as ScoreOptions
 from .ops.softmax import LinearSoftmax as LinearSoftmax
 from .ops.softmax import linear_cross_entropy as linear_cross_entropy
 from .ops.softmax import linear_log_prob as linear_log_prob

@@ -131,11 +131,8 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     Those that are declared with a `pad_value` are split over the devices of the vocabulary's axis,
     and every device reads all of the others. A sub-layer has a dict of its own.
     """
-    return self._parts_of(self.declare())
-
-  def _parts_of(self, declaration: Declaration) -> dict[str, Any]:
     found = {}
-    for name, part in declaration.items():
+    for name, part in self.declare().items():
       if isinstance(part, Layer):
         # The field, which is bound to the variables.
         found[name] = getattr(self, name).parts()

@@ -22,8 +22,8 @@ from vqjax.lab.training.provenance import device
 from vqjax.lm.drafting import Medusa
 from vqjax.lm.drafting.medusa_training import Settings, frequent_output, medusa_of_rows
 from vqjax.lm.generation import Sampling, Tree, Typical, generate
+from vqjax.lm.jobs import ProgressBars, open_work
 from vqjax.lm.lenses.tuned import model_mark
-from vqjax.lm.work import ProgressBars, open_work
 
 
 class Sizes(NamedTuple):

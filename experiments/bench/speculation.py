@@ -41,9 +41,9 @@ from vqjax.lm.drafting import Eagle, load_eagle, save_eagle
 from vqjax.lm.drafting.eagle_training import Settings, drafter_of_rows, spread_rows, timed
 from vqjax.lm.generation import GREEDY, Drafter, EarlyExit, Sampling, generate, unstacked
 from vqjax.lm.generation.cache import Variables, extend, prefill
+from vqjax.lm.jobs import ProgressBars, open_work
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
-from vqjax.lm.work import ProgressBars, open_work
 
 
 class Sizes(NamedTuple):

@@ -16,8 +16,7 @@ from tests import jitted
 from tests.lm.checkpoints.families import V, small
 from vqjax import DenseHead, Int8Embedding, QuantizedEmbedding
 from vqjax.commands import compress, export, inspect, score, trim
-from vqjax.lm import checkpoints, records
-from vqjax.lm import work as kept
+from vqjax.lm import checkpoints, jobs, records
 from vqjax.lm.checkpoints import RUNTIMES
 from vqjax.lm.checkpoints.runtime import StoredEmbedding
 from vqjax.lm.compression import folders, judging, search
@@ -607,20 +606,20 @@ def test_other_moments_of_the_same_name_are_other_work(folder, texts, tmp_path):
 
 def test_work_is_of_one_process_and_of_this_command(tmp_path):
   work = tmp_path / ".out.partial"
-  with kept.open_work(work, "a"):
+  with jobs.open_work(work, "a"):
     (work / "kept").write_text("")
-    second = kept.open_work(work, "a")
+    second = jobs.open_work(work, "a")
     with pytest.raises(ValueError, match="another process is working"):
       second.__enter__()
-  with kept.open_work(work, "a"):
+  with jobs.open_work(work, "a"):
     assert (work / "kept").exists()
-  with kept.open_work(work, "b"):
+  with jobs.open_work(work, "b"):
     assert not (work / "kept").exists()
   other = tmp_path / "other"
   other.mkdir()
   (other / "mine").write_text("")
   with pytest.raises(ValueError, match="what an interrupted call left"):
-    kept.open_work(other, "a").__enter__()
+    jobs.open_work(other, "a").__enter__()
   assert (other / "mine").exists()
 
 
@@ -676,7 +675,7 @@ def test_models_with_tables_of_every_block_are_refused_by_their_name(name, texts
 def room(monkeypatch, free):
   """Leaves so many bytes free on every disk."""
   usage = shutil.disk_usage("/")._replace(free=free)
-  monkeypatch.setattr(kept.shutil, "disk_usage", lambda path: usage)
+  monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: usage)
 
 
 @pytest.mark.parametrize(("bound", "least"), [(("--kl", "1"), 0), (("--bytes", "2KB"), 1970)])
@@ -684,7 +683,7 @@ def test_no_room_is_told_before_anything_is_computed(
   bound, least, folder, texts, tmp_path, capsys, monkeypatch
 ):
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
-  needed = 2 * body + least + kept.OTHER_FILES
+  needed = 2 * body + least + jobs.OTHER_FILES
   room(monkeypatch, needed - 1)
   monkeypatch.setattr(compress, "load_model", None)
   given = *bound, "--dtype", "bfloat16"
@@ -699,9 +698,9 @@ def test_half_a_model_of_an_interrupted_call_is_room(folder, tmp_path, monkeypat
   half.write_bytes(bytes(1000))
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
   job = folders.Job(folder, {}, tmp_path / "out", kl=1.0)
-  room(monkeypatch, 4 * body + kept.OTHER_FILES - 1000)
+  room(monkeypatch, 4 * body + jobs.OTHER_FILES - 1000)
   folders.check_paths(job)
-  room(monkeypatch, 4 * body + kept.OTHER_FILES - 1001)
+  room(monkeypatch, 4 * body + jobs.OTHER_FILES - 1001)
   with pytest.raises(OSError, match="bytes free"):
     folders.check_paths(job)
 
@@ -710,7 +709,7 @@ def test_room_for_tables_of_unknown_bytes_is_told_when_they_are_known(
   folder, texts, tmp_path, capsys, monkeypatch
 ):
   body = sum(p.params for p in checkpoints.inspect(folder).parts if p.name != "embedding")
-  room(monkeypatch, 4 * body + kept.OTHER_FILES)
+  room(monkeypatch, 4 * body + jobs.OTHER_FILES)
   line = refused(capsys, call(folder, texts, tmp_path / "out", "--kl", "0.05"))
   assert re.search(r"a disk with [\d,]+ bytes free; got [\d,]+. Free", line)
   assert (tmp_path / ".out.partial" / "moments.safetensors").is_file()
@@ -723,7 +722,7 @@ def test_no_room_for_a_tensor_is_told_before_it_is_read(folder, tmp_path, capsys
   tensors = checkpoints.readers.open_source(folder).tensors
   others = sum(tensor.nbytes for own, tensor in tensors.items() if own != name)
   # Never above a byte a number, however large the bound.
-  needed = others + V * 32 + kept.OTHER_FILES
+  needed = others + V * 32 + jobs.OTHER_FILES
   room(monkeypatch, needed - 1)
   monkeypatch.setattr(checkpoints.readers, "verify", None)
   given = "--bytes", "1GB", "--out", str(tmp_path / "out"), "--table", name

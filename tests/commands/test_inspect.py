@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +19,31 @@ pytest.importorskip("tokenizers", reason="the extra `checkpoints` is not install
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
   return model_folder("llama", tmp_path_factory.mktemp("inspect") / "model")
+
+
+PRETRAINED = """
+import importlib, sys
+from vqjax import cli
+assert cli.main(["inspect", sys.argv[1]]) == 0
+for name in ("compress", "draft", "export", "generate", "lens", "score", "trim"):
+  importlib.import_module(f"vqjax.commands.{name}")
+importlib.import_module("vqjax.commands.models").load_model(sys.argv[1])
+print("MODULES", *sys.modules)
+"""
+
+
+def test_a_pretrained_model_is_loaded_without_the_trainer_and_its_libraries(folder):
+  done = subprocess.run(
+    [sys.executable, "-c", PRETRAINED, str(folder)], capture_output=True, text=True, check=True
+  )
+  loaded = {*done.stdout.partition("MODULES")[2].split()}
+  assert "vqjax.lm.checkpoints.loading" in loaded
+  slow = {"orbax", "grain", "tensorboardX", "matplotlib", "pandas", "tensorflow_datasets"}
+  assert not slow & loaded
+  assert {m for m in loaded if m.startswith("vqjax.lab.")} == {
+    "vqjax.lab.exits",
+    "vqjax.lab.signals",
+  }
 
 
 def test_the_tables_are_read_and_shown_alike(folder, tmp_path, capsys):

@@ -17,6 +17,7 @@ from vqjax.ops.distillation import (
   linear_divergence,
   linear_soft_target_loss,
 )
+from vqjax.ops.scores import ScoreOptions
 from vqjax.sharding import MeshShape, make_mesh
 
 V, D, E = 101, 6, 9
@@ -65,6 +66,12 @@ def float64(tree):
 
 
 OPTIONS = [{}, {"temperature": 2.0}, {"temperature": 1.5, "softcap": 3, "teacher_softcap": 2.0}]
+TILE = ScoreOptions(tile=(4, 10))
+
+
+def scored(teacher_softcap=None, **options):
+  """The keywords of a loss."""
+  return {"teacher_softcap": teacher_softcap, "options": ScoreOptions(**options)}
 
 
 class TestLinearStudent:
@@ -76,7 +83,7 @@ class TestLinearStudent:
   def test_losses_and_all_gradients_equal_float64(self, options, n, tile, bias):
     arrays = operands(n)[: 6 if bias else 4]
     cotangents = tuple(jax.random.normal(jax.random.key(i), (n,)) for i in (7, 8))
-    loss = functools.partial(linear_soft_target_loss, tile=tile, **options)
+    loss = functools.partial(linear_soft_target_loss, **scored(tile=tile, **options))
     result = value_and_pullback(loss, arrays, cotangents)
     with jax.enable_x64(True):
       exact = functools.partial(materialised, **options)
@@ -85,7 +92,7 @@ class TestLinearStudent:
 
   def test_a_teacher_equal_to_the_student_has_no_divergence_from_it(self):
     hidden, weight, *_ = operands(13)
-    result = linear_soft_target_loss(hidden, weight, hidden, weight, tile=(4, 10))
+    result = linear_soft_target_loss(hidden, weight, hidden, weight, options=TILE)
     np.testing.assert_allclose(result.kl, 0, atol=4e-6)
     log_prob = reference.log_softmax(hidden @ weight.T)
     entropy = -(np.exp(log_prob) * log_prob).sum(-1)
@@ -101,19 +108,19 @@ class TestLinearStudent:
   def test_rows_removed_from_both_have_no_gradient_and_from_the_student_alone_infinite_loss(self):
     *rest, bias, teacher_bias = operands(13)
     both = [b.at[5:30].set(-jnp.inf) for b in (bias, teacher_bias)]
-    loss = lambda w: linear_soft_target_loss(rest[0], w, *rest[2:], *both, tile=(4, 10)).kl.sum()
+    loss = lambda w: linear_soft_target_loss(rest[0], w, *rest[2:], *both, options=TILE).kl.sum()
     value, gradient = jax.value_and_grad(loss)(rest[1])
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
     assert (gradient[5:30] == 0).all()
-    student_only = linear_soft_target_loss(*rest, both[0], teacher_bias, tile=(4, 10))
+    student_only = linear_soft_target_loss(*rest, both[0], teacher_bias, options=TILE)
     assert np.isposinf(student_only.cross_entropy).all()
 
   def test_a_row_that_the_student_lacks_costs_nothing_once_the_teacher_gives_it_no_mass(self):
     *rest, bias, teacher_bias = operands(13)
     # The first tile holds the removed row, the last one the maximum, 500 nats above: its mass is 0.
     biases = bias.at[5].set(-jnp.inf), teacher_bias.at[V - 3].set(500.0)
-    found = linear_soft_target_loss(*rest, *biases, tile=(4, 10))
+    found = linear_soft_target_loss(*rest, *biases, options=TILE)
     kept = np.arange(V) != 5
     scores = lambda h, w, b: np.float64(h) @ np.float64(w).T[:, kept] + np.float64(b)[kept]
     with jax.enable_x64(True):
@@ -165,8 +172,9 @@ class TestLinearStudent:
   def test_options_must_be_positive_finite_numbers(self, name):
     for value in (0, float("inf")):
       with pytest.raises(ValueError, match=f"`{name}` must be positive and finite; got {value}"):
-        linear_soft_target_loss(*operands(13), **{name: value})
-    traced = jax.jit(lambda x: inspect.unwrap(linear_soft_target_loss)(*operands(13), **{name: x}))
+        linear_soft_target_loss(*operands(13), **scored(**{name: value}))
+    loss = inspect.unwrap(linear_soft_target_loss)
+    traced = jax.jit(lambda x: loss(*operands(13), **scored(**{name: x})))
     with pytest.raises(TypeError, match=f"`{name}` must be a Python number.* traced"):
       traced(2.0)
 
@@ -207,7 +215,7 @@ class TestDivergence:
   def test_values_and_all_gradients_equal_float64(self, mixture, options, n, tile, bias):
     arrays = operands(n)[: 6 if bias else 4]
     cotangents = (jax.random.normal(jax.random.key(7), (n,)),)
-    ours = lambda *a: (linear_divergence(*a, mixture=mixture, tile=tile, **options),)
+    ours = lambda *a: (linear_divergence(*a, mixture=mixture, **scored(tile=tile, **options)),)
     result = value_and_pullback(ours, arrays, cotangents)
     with jax.enable_x64(True):
       exact = functools.partial(materialised_divergence, mixture=mixture, **options)
@@ -218,7 +226,7 @@ class TestDivergence:
   def test_a_mixture_of_distributions_that_are_nearly_equal_keeps_its_digits(self, mixture):
     hidden, weight, *_ = operands(13)
     teacher = weight + 1e-3 * jax.random.normal(jax.random.key(5), weight.shape)
-    found = linear_divergence(hidden, weight, hidden, teacher, mixture=mixture, tile=(4, 10))
+    found = linear_divergence(hidden, weight, hidden, teacher, mixture=mixture, options=TILE)
     wide = lambda w: np.asarray(hidden, np.float64) @ np.asarray(w, np.float64).T
     log_p, log_q = reference.log_softmax(wide(weight)), reference.log_softmax(wide(teacher))
     p, q = np.exp(log_p), np.exp(log_q)
@@ -233,7 +241,7 @@ class TestDivergence:
     kept = np.ones(V, bool), np.ones(V, bool)
     kept[0][5:30] = kept[1][20:45] = False
     both = [jnp.where(k, b, -jnp.inf) for k, b in zip(kept, (bias, teacher_bias))]
-    total = lambda *a: linear_divergence(*a, *both, mixture=mixture, tile=(4, 10)).sum()
+    total = lambda *a: linear_divergence(*a, *both, mixture=mixture, options=TILE).sum()
     value, gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(*rest)
 
     def exact(h, w, th, tw):
@@ -269,7 +277,7 @@ class TestDivergence:
       along = lambda *a: sum((x**2).sum() for x in jax.grad(total, (0, 1, 2, 3))(*a))
       return jax.jit(jax.grad(along, (0, 1, 2, 3)))(*operands)
 
-    found = second(lambda *a: linear_divergence(*a, mixture=mixture, tile=(4, 10)), *arrays)
+    found = second(lambda *a: linear_divergence(*a, mixture=mixture, options=TILE), *arrays)
     rows = [x[kept] if x.shape[0] == V else x for x in arrays]
     with jax.enable_x64(True):
       exact = lambda *a: materialised_divergence(*a, mixture=mixture)[0]
@@ -282,7 +290,7 @@ class TestDivergence:
   def test_scores_of_ten_thousand_stay_finite_and_exact(self, mixture):
     hidden, weight, teacher_hidden, teacher_weight, *_ = operands(7)
     arrays = 2e3 * hidden, weight, 2e3 * teacher_hidden, teacher_weight
-    total = lambda *a: linear_divergence(*a, mixture=mixture, tile=(4, 10))
+    total = lambda *a: linear_divergence(*a, mixture=mixture, options=TILE)
     value, pull = jax.vjp(total, *arrays)
     with jax.enable_x64(True):
       expected = materialised_divergence(*float64(arrays), mixture=mixture)[0]
@@ -306,7 +314,7 @@ class TestDivergence:
     broken = [jnp.where(counts[:, None], x, jnp.nan) for x in (hidden, teacher)]
 
     def total(h, w, t, tw, mask, token_weight):
-      options = {"mask": mask, "token_weight": token_weight, "tile": (4, 10)}
+      options = {"mask": mask, "token_weight": token_weight, "options": TILE}
       each = linear_divergence(h, w, t, tw, mixture=mixture, **options)
       return each.sum(), each
 
@@ -330,7 +338,7 @@ class TestDivergence:
   @pytest.mark.parametrize("mixture", [0, 0.5, 1])
   def test_bfloat16_operands_are_scored_and_summed_in_float32(self, mixture):
     arrays = [x.astype(jnp.bfloat16) for x in operands(64)[:4]]
-    total = lambda *a: linear_divergence(*a, mixture=mixture, tile=(16, 10)).mean()
+    total = lambda *a: linear_divergence(*a, mixture=mixture, **scored(tile=(16, 10))).mean()
     value, gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(*arrays)
     with jax.enable_x64(True):
       exact = lambda *a: materialised_divergence(*a, mixture=mixture)[0].mean()
@@ -350,7 +358,7 @@ class TestDivergence:
 
     def run(*a):
       each = lambda *a: linear_divergence(
-        *a, mixture=mixture, softcap=5.0, tile=(4, 10), vocab_axis="model"
+        *a, mixture=mixture, **scored(softcap=5.0, tile=(4, 10), vocab_axis="model")
       )
       return jax.value_and_grad(lambda a: each(*a).mean())(a)
 

@@ -12,6 +12,7 @@ from tests import reference
 from vqjax import ClassBasedHead
 from vqjax.ops.distillation import linear_soft_target_loss
 from vqjax.ops.forward_mode import linear_log_prob_jvp
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.softmax import linear_log_prob, linear_softmax
 
 N, V, D = 23, 101, 12  # 101 is prime: no tile and no device count divides it
@@ -55,9 +56,7 @@ def test_the_derivative_in_a_direction_is_that_of_float64(operands, softcap, tem
   log_prob, tangent = linear_log_prob_jvp(
     *(hidden, weight, tokens, bias),
     tangents=tangents,
-    softcap=softcap,
-    temperature=temperature,
-    tile=TILE,
+    options=ScoreOptions(softcap=softcap, temperature=temperature, tile=TILE),
   )
   equal = linear_log_prob(hidden, weight, tokens, bias, softcap=softcap, temperature=temperature)
   np.testing.assert_allclose(log_prob, equal, atol=1e-5)
@@ -70,7 +69,11 @@ def test_rows_may_be_sharded(operands, kind):
   (hidden, weight, _), tangents, tokens = operands
   run = lambda axis: jax.jit(
     lambda hidden, weight: linear_log_prob_jvp(
-      hidden, weight, tokens, tangents=tangents[:2], tile=TILE, vocab_axis=axis
+      hidden,
+      weight,
+      tokens,
+      tangents=tangents[:2],
+      options=ScoreOptions(tile=TILE, vocab_axis=axis),
     )
   )
   expected = run(None)(hidden, weight)
@@ -125,7 +128,11 @@ def statistics(hidden, weight, tokens, axis):
 def distilled(hidden, weight, tokens, axis):
   del tokens
   return linear_soft_target_loss(
-    hidden, weight, jnp.roll(hidden, 1, 0), jnp.roll(weight, 1, 0), vocab_axis=axis
+    hidden,
+    weight,
+    jnp.roll(hidden, 1, 0),
+    jnp.roll(weight, 1, 0),
+    options=ScoreOptions(vocab_axis=axis),
   ).kl.sum()
 
 

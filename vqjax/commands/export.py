@@ -18,6 +18,7 @@ from vqjax.lm.compression.exports import (
   integer_source,
 )
 from vqjax.lm.compression.folders import read_moments
+from vqjax.lm.jobs import ProgressBars
 from vqjax.lm.texts import (
   WINDOW,
   check_tokens,
@@ -27,7 +28,6 @@ from vqjax.lm.texts import (
   read_texts,
   windows,
 )
-from vqjax.lm.work import ProgressBars
 from vqjax.tables import Moments
 from vqjax.tables.files import check_output
 from vqjax.tables.gguf_types import TYPES

@@ -85,8 +85,7 @@ class Embedding(Layer):
     return jnp.where(known[..., None], vectors, jnp.nan), {}
 
   def _table(self) -> Float[Array, "V D"]:
-    whole = lambda arrays, _: self.rows_of(arrays).all()
-    return vocab_parallel.over_vocabulary(None, whole, self.parts(), None)
+    return vocab_parallel.over_vocabulary(None, self.rows_of, self.parts()).all()
 
   def _lookup(self, rows: Array, token: Array, dtype: Any = None) -> Array:
     """Rows of one of `arrays`, whichever device has them."""

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
@@ -139,18 +140,17 @@ class AdaptiveHead(Head):
     """The log-probabilities, first of the first softmax and then of each cluster."""
     dtype, axis = self._dtype(arrays, hidden), self.vocab_axis
     head, first, clusters = arrays["head"], self.cutoffs[0], self.clusters()
+    options = ScoreOptions(dtype=dtype, vocab_axis=axis)
 
     def blocks(hidden, name, rows, above):
       """Blocks of hidden · weightᵀ - above, over `rows` rows on all devices."""
-      options = {"dtype": dtype, "vocab_axis": axis}
-      found = linear_decoding.linear_blocks(hidden, arrays[name], None, rows, **options)
+      found = linear_decoding.linear_blocks(hidden, arrays[name], None, rows, options)
       return found.map(lambda scores, _: scores - above)
 
     def log_z(hidden, name):
       weight = arrays[name]
       rows, padding = vocab_parallel.rows_in_all(axis, len(weight)), arrays[f"{name}_padding"]
-      options = {"dtype": dtype, "vocab_axis": axis}
-      return sampling.log_z(linear_decoding.linear_blocks(hidden, weight, padding, rows, **options))
+      return sampling.log_z(linear_decoding.linear_blocks(hidden, weight, padding, rows, options))
 
     cluster_rows = vocab_parallel.sharded_lookup(head, first + jnp.arange(len(clusters)), axis)
     cluster_scores = softmax.linear_scores(hidden, cluster_rows, dtype=dtype)

@@ -29,9 +29,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.layer import Layer
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.gradient_share import GradientShare, gradient_share
 from vqjax.ops.sampling import Blocks, SamplingOptions
+from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, widened
 
@@ -99,14 +100,14 @@ class Head(Layer):
     Raises:
       ValueError: `temperature` is not positive.
     """
-    hidden, tokens = self._vectors(hidden), self._tokens(tokens)
-    softmax.check_temperature(temperature)
+    check_arrays(tokens=tokens)
+    check_temperature(temperature)
 
     def body(arrays, hidden, tokens):
       known, token = in_vocabulary(tokens, self.vocab)
       return jnp.where(known, self._log_prob(arrays, hidden, token, temperature), jnp.nan)
 
-    return self._on_devices(body, hidden, tokens)
+    return self._on_devices(body, hidden, jnp.asarray(tokens))
 
   @final
   def loss_terms(
@@ -130,7 +131,8 @@ class Head(Layer):
       ignore_index: the target of further tokens to leave out, such as -1 or -100; unsigned tokens
         of 8 or 16 bits cannot hold a negative one.
     """
-    hidden, tokens = self._vectors(hidden), self._tokens(tokens)
+    check_arrays(tokens=tokens)
+    hidden, tokens = self._vectors(hidden), jnp.asarray(tokens)
     mask = None if mask is None else jnp.asarray(mask)
     if mask is not None:
       check_mask(mask, tokens.shape)
@@ -145,9 +147,8 @@ class Head(Layer):
         hidden, tokens = jnp.where(counted[..., None], hidden, 0), jnp.where(counted, tokens, -1)
       known, token = in_vocabulary(tokens, self.vocab)
       parts, of_targets = self._training_parts(tokens)
-      body = lambda arrays, given: self._loss_terms(arrays, *given)
       log_prob, terms = vocab_parallel.over_vocabulary(
-        self.vocab_axis, body, parts, (hidden, token, known)
+        self.vocab_axis, self._loss_terms, parts, hidden, token, known
       )
       log_prob = jnp.where(known, log_prob, jnp.where(counted, jnp.nan, 0.0))
       return log_prob, terms | of_targets
@@ -191,8 +192,7 @@ class Head(Layer):
       ValueError: `k` is outside [1, V].
     """
     self._check_k(k)
-    body = lambda arrays, hidden: self._top_k(arrays, hidden, k)
-    return self._on_devices(body, self._vectors(hidden))
+    return self._on_devices(lambda arrays, hidden: self._top_k(arrays, hidden, k), hidden)
 
   @final
   def over_blocks(self, body: Callable, hidden: Float[ArrayLike, "*B D"], *shared: Any) -> Any:
@@ -207,7 +207,7 @@ class Head(Layer):
       arrays, hidden = vocab_parallel.varying((arrays, hidden))
       return body(self._scores(arrays, hidden), *shared)
 
-    return self._on_devices(run, self._vectors(hidden), *shared)
+    return self._on_devices(run, hidden, *shared)
 
   @final
   def gradient_share(
@@ -232,7 +232,8 @@ class Head(Layer):
       outside = lambda x: jnp.where(known, x, jnp.nan)
       return GradientShare(*map(outside, found[:3]), found.rank)
 
-    return self._on_devices(body, self._vectors(hidden), self._tokens(tokens))
+    check_arrays(tokens=tokens)
+    return self._on_devices(body, hidden, jnp.asarray(tokens))
 
   # Hooks. `arrays` are those of `parts` on this device, `token` is int32 in [0, V).
 
@@ -296,13 +297,10 @@ class Head(Layer):
 
   # What public methods of subclasses are built of, too.
 
-  def _on_devices(self, body: Callable, hidden: Array, *shared: Any) -> Any:
+  def _on_devices(self, body: Callable, hidden: ArrayLike, *shared: Any) -> Any:
     """body(arrays, hidden, *shared) on each device of `vocab_axis`, with its part of the arrays."""
-
-    def compute(*given):
-      run = lambda arrays, given: body(arrays, *given)
-      return vocab_parallel.over_vocabulary(self.vocab_axis, run, self.parts(), given)
-
+    hidden, axis = self._vectors(hidden), self.vocab_axis
+    compute = lambda *given: vocab_parallel.over_vocabulary(axis, body, self.parts(), *given)
     return self._computed(compute, hidden, hidden, *shared)
 
   def _drawn(self, body: Callable, hidden: ArrayLike, key: PRNGKeyArray, allowed: Any) -> Any:
@@ -310,7 +308,7 @@ class Head(Layer):
     if not hasattr(key, "dtype"):
       raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
     allowed = None if allowed is None else jnp.asarray(allowed)
-    return self._on_devices(body, self._vectors(hidden), key, allowed)
+    return self._on_devices(body, hidden, key, allowed)
 
   def _padded_bias(self, name: str) -> Sharded:
     """A bias by rows of the vocabulary, which removes the rows that pad a device's part.
@@ -335,11 +333,6 @@ class Head(Layer):
         " Give the head the width of the model."
       )
     return hidden
-
-  def _tokens(self, tokens: ArrayLike) -> Array:
-    """Tokens as an array of JAX."""
-    check_arrays(tokens=tokens)
-    return jnp.asarray(tokens)
 
   def _check_k(self, k: int) -> None:
     if not isinstance(k, numbers.Integral) or not 1 <= k <= self.vocab:

@@ -14,9 +14,9 @@ from jaxtyping import Array, ArrayLike, Float
 
 from vqjax.heads.base import Head
 from vqjax.heads.dense import DenseHead
-from vqjax.ops import certified, sampling, softmax, vocab_parallel
+from vqjax.ops import certified, sampling, vocab_parallel
 from vqjax.ops.certified import Best, Int8Rows
-from vqjax.ops.tiles import Scoring
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.topk import TopK
 from vqjax.variables import Declaration, Variable
 
@@ -126,8 +126,7 @@ class CertifiedHead(DenseHead):
       ValueError: `k` is outside [1, V].
     """
     self._check_k(k)
-    best = lambda arrays, hidden: self._best(arrays, hidden, k)
-    return self._on_devices(best, self._vectors(hidden))
+    return self._on_devices(lambda arrays, hidden: self._best(arrays, hidden, k), hidden)
 
   def _sample(self, arrays, hidden, key, options, allowed):
     """A token from the exact distribution.
@@ -163,8 +162,8 @@ class CertifiedHead(DenseHead):
     weight, bias = self._rows(arrays).all(), arrays["bias"]
     count = weight.shape[0]
     dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-    scoring = Scoring(dtype, self._output())
-    finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
+    scoring = ScoreOptions(output=self._output())
+    finish = lambda product_WB, cut: scoring.finish_rows(product_WB, cut(bias))
     int8 = Int8Rows(*(arrays[name] for name in _INT8))
     upper = certified.bounds(hidden.astype(dtype), int8, self.vocab, finish, self.vocab_axis)
     first = vocab_parallel.first_row(upper.axis, count)

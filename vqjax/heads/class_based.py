@@ -11,6 +11,7 @@ from vqjax.heads.base import Arrays, Head
 from vqjax.ops import class_softmax as class_ops
 from vqjax.ops import codes as code_ops
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
@@ -109,7 +110,7 @@ class ClassBasedHead(Head):
     weight, assignment = arrays["weight"], arrays["assignment"]
     axis, batch, count = self.vocab_axis, hidden.shape[:-1], assignment.shape[0]
     raw = linear_decoding.linear_blocks(
-      hidden, weight, None, self.vocab, dtype=self.dtype, vocab_axis=axis
+      hidden, weight, None, self.vocab, ScoreOptions(dtype=self.dtype, vocab_axis=axis)
     )
     # Tokens are numbered over all devices, the assignment on this one.
     here = lambda tokens: jnp.maximum(tokens - vocab_parallel.first_row(axis, count), 0)

@@ -128,13 +128,11 @@ class CodebookHead(Head):
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
     """The rows and the bias that the head scores with; a distillation reads them."""
 
-    def rows(arrays, _):
+    def rows(arrays):
       codebook, assignment = self._factors(arrays)
       return RowFactory(assignment, codebook, _row_of_code), arrays.get("token_bias")
 
-    return self._computed(
-      lambda: vocab_parallel.over_vocabulary(None, rows, self.parts(), None), None
-    )
+    return self._computed(lambda: vocab_parallel.over_vocabulary(None, rows, self.parts()), None)
 
   def _logits(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""

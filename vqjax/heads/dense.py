@@ -11,9 +11,9 @@ from flax import linen as nn
 from vqjax.embeddings.base import Embedding
 from vqjax.heads.base import Arrays, Head
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import softmax, vocab_parallel
-from vqjax.ops.output_functions import OutputFunction
+from vqjax.ops import vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.scores import OutputFunction, ScoreOptions
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -101,7 +101,8 @@ class DenseHead(DenseRows, LinearHead):
   def check(self) -> None:
     """Check the output function, the options of the loss and a tied embedding."""
     super().check()
-    softmax.check_one_function(self.softcap, self.output)
+    # The options of scores refuse a cap and another function together.
+    ScoreOptions(softcap=self.softcap, output=self.output)
     if not isinstance(self.output, (OutputFunction, type(None))):
       raise ValueError(
         f"`output` must be an OutputFunction or None; got {self.output!r}. Give SigSoftmax()."

@@ -45,8 +45,7 @@ class GroupDecodingHead(Head):
     the order of their positions.
     """
     self._check_k(k)
-    best = lambda arrays, hidden: self._best(arrays, hidden, k)
-    return self._on_devices(best, self._vectors(hidden))
+    return self._on_devices(lambda arrays, hidden: self._best(arrays, hidden, k), hidden)
 
   @final
   def sample_visited(

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 from vqjax.heads import regularizers
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
-from vqjax.ops.output_functions import OutputFunction, capped
 from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap
 from vqjax.types import Dtype
 
 
@@ -45,7 +45,7 @@ class LinearHead(Head):
 
   def _output(self) -> OutputFunction | None:
     """The function of each score that the softmax is taken of, by default the cap."""
-    return capped(self.softcap)
+    return None if self.softcap is None else Softcap(self.softcap)
 
   def _projected(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """The hidden vectors in the basis of `_rows`, by default the model's."""
@@ -63,10 +63,8 @@ class LinearHead(Head):
     Raises:
       ValueError: the scores are another function of them.
     """
-    whole = lambda arrays, _: self._linear(arrays)
-    return self._computed(
-      lambda: vocab_parallel.over_vocabulary(None, whole, self.parts(), None), None
-    )
+    whole = lambda: vocab_parallel.over_vocabulary(None, self._linear, self.parts())
+    return self._computed(whole, None)
 
   def parts(self) -> dict[str, Any]:
     """The variables, with a bias under the one name "bias"."""
@@ -123,7 +121,5 @@ class LinearHead(Head):
       self._rows(arrays),
       arrays["bias"],
       self.vocab,
-      output=self._output(),
-      dtype=self.dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(output=self._output(), dtype=self.dtype, vocab_axis=self.vocab_axis),
     )

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax
+from vqjax.ops.scores import ScoreOptions
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -97,6 +98,5 @@ class LowRankHead(Head):
       arrays["weight"],
       arrays["bias"],
       self.vocab,
-      dtype=dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(dtype=dtype, vocab_axis=self.vocab_axis),
     )

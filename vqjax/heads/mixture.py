@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
+from vqjax.ops.scores import ScoreOptions
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -87,7 +88,7 @@ class MixtureHead(Head):
   @final
   def log_prior(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B M"]:
     """Log-probabilities of the components in nats."""
-    return self._on_devices(self._log_prior, self._vectors(hidden))
+    return self._on_devices(self._log_prior, hidden)
 
   def _log_prior(self, arrays, hidden):
     scores = softmax.linear_scores(
@@ -135,8 +136,7 @@ class MixtureHead(Head):
       arrays["weight"],
       arrays["bias"],
       self.vocab,
-      dtype=self._dtype(arrays, hidden),
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(dtype=self._dtype(arrays, hidden), vocab_axis=self.vocab_axis),
     )
     above_BM = sampling.log_z(parts) - log_prior_BM
 

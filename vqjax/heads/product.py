@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
 from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import product, sampling, softmax, vocab_parallel
+from vqjax.ops import product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.tiles import Scoring
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import mean_over
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
@@ -102,10 +102,10 @@ class ProductHead(_ProductTables):
     codes, bias, tables = arrays["codes"], arrays["bias"], arrays["tables"]
     dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
     partial_MKB = product.partial_scores(hidden, tables, dtype)
-    scoring = Scoring(dtype, self._output())
+    options = ScoreOptions(output=self._output())
 
     def finish(sum_WB, cut):
-      return softmax.finished_rows(scoring, sum_WB, cut(bias))
+      return options.finish_rows(sum_WB, cut(bias))
 
     if math.prod(batch) * codes.shape[0] <= sampling.STORED_SCORES:
       sum_VB = product.summed_scores(partial_MKB, codes)

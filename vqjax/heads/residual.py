@@ -13,7 +13,7 @@ from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import sampling, softmax
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.tiles import Scoring
+from vqjax.ops.scores import ScoreOptions
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
@@ -87,12 +87,12 @@ class ResidualCodebookHead(LinearHead):
     score_KB = softmax.rows_scores(codebook, hidden, dtype=self.dtype)
     up_BR = softmax.linear_scores(hidden, up, dtype=self.dtype)
     # The cap belongs to the sum of both parts, which exists only here.
-    scoring = Scoring(jnp.dtype(jnp.float32), self._output())
+    options = ScoreOptions(output=self._output())
 
     def scores(cut):
       code_W, low_WR, bias_W = cut((code_V, low_VR, bias))
       residual_WB = softmax.rows_scores(low_WR, up_BR, dtype=jnp.float32)
-      return softmax.finished_rows(scoring, score_KB[code_W] + residual_WB, bias_W)
+      return options.finish_rows(score_KB[code_W] + residual_WB, bias_W)
 
     return sampling.row_blocks(
       hidden.shape[:-1], low_VR.shape[0], self.vocab, scores, self.vocab_axis

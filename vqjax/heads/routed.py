@@ -15,9 +15,8 @@ from jaxtyping import Array, ArrayLike, Float
 from vqjax.heads.base import Arrays, Head
 from vqjax.heads.dense import DenseHead, DenseRows
 from vqjax.ops import codes as code_ops
-from vqjax.ops import groups, linear_decoding, routing, sampling, softmax, topk, vocab_parallel
-from vqjax.ops.output_functions import capped
-from vqjax.ops.tiles import Scoring
+from vqjax.ops import groups, linear_decoding, routing, sampling, topk, vocab_parallel
+from vqjax.ops.scores import ScoreOptions, check_softcap
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -95,9 +94,8 @@ class RoutedHead(DenseRows):
 
     def means(self):
       of_cluster = lambda x: jax.ops.segment_sum(x, assignment_V, self.clusters)
-      whole = lambda arrays, _: self._rows(arrays).all().astype(jnp.float32)
-      rows = vocab_parallel.over_vocabulary(None, whole, self.parts(), None)
-      return of_cluster(rows) / of_cluster(jnp.ones((self.vocab, 1)))
+      rows = vocab_parallel.over_vocabulary(None, self._rows, self.parts()).all()
+      return of_cluster(rows.astype(jnp.float32)) / of_cluster(jnp.ones((self.vocab, 1)))
 
     params = {**variables.get("params", {})}
     params["centroids"] = jnp.zeros((self.clusters, self.dim), self.param_dtype)
@@ -139,7 +137,7 @@ class RoutedHead(DenseRows):
         f"`budget` must be in [1, clusters] and `clusters` in [1, vocab]; got budget {self.budget},"
         f" clusters {self.clusters}, vocab {self.vocab}. 32 of 2048 are usual for 262,144 tokens."
       )
-    softmax.check_softcap(self.softcap)
+    check_softcap(self.softcap)
 
   def flops_per_token(self) -> int:
     """A product of width D for each centroid and each row of the chosen clusters."""
@@ -187,7 +185,7 @@ class RoutedHead(DenseRows):
     )
     bias = arrays["bias"]
     bias_Bn = None if bias is None else bias[at_Bn].astype(jnp.float32)
-    score_Bn = Scoring(dtype, capped(self.softcap)).finish(product_Bn, bias_Bn)
+    score_Bn = ScoreOptions(softcap=self.softcap).finish(product_Bn, bias_Bn)
     return score_Bn if axis is None else vocab_parallel.from_owner(score_Bn, own_Bn, count, axis)
 
   def _bias_of(self, arrays, token):
@@ -276,9 +274,7 @@ class RoutedHead(DenseRows):
       self._rows(arrays),
       arrays["bias"],
       self.vocab,
-      softcap=self.softcap,
-      dtype=self.dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(softcap=self.softcap, dtype=self.dtype, vocab_axis=self.vocab_axis),
       # Several arrays of a block's size are alive at once.
       width=max(1, sampling.CACHED_SCORES // max(1, math.prod(hidden.shape[:-1]))),
     )

@@ -1,13 +1,17 @@
 """Pages of HTML that load nothing from outside, and figures in them."""
 
+from __future__ import annotations
+
 import html
 import io
 import re
 import string
+import typing
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+# It is loaded where a figure is drawn: most commands that can write a page do not.
+if typing.TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
 
 INK = "#1b1e23"
 """Colour of text and axes; in an SVG the page may set another as the CSS variable `--ink`."""
@@ -83,6 +87,8 @@ def document(title: str, body: str, style: str, width: str = "72rem") -> str:
 
 def blank(height: float) -> tuple[Figure, Axes]:
   """Return a figure of the page's width and its axes, on a transparent ground."""
+  from matplotlib.figure import Figure
+
   figure = Figure(figsize=(7.2, height), layout="constrained")
   figure.patch.set_alpha(0)
   axes = figure.add_subplot()
@@ -105,6 +111,8 @@ def svg(figure: Figure, name: str, description: str) -> str:
     name: prefix of every id in the element, so that a page can hold several figures.
     description: text for readers who cannot see the figure.
   """
+  import matplotlib
+
   buffer = io.StringIO()
   # A fixed salt and no date: the text changes only where a number does. Letters are outlines,
   # because the reader's machine may lack the font.

@@ -5,6 +5,18 @@ at once. Filters apply in the order temperature, top_k, top_p. Where each device
 its own blocks, devices exchange candidates and [*B]-sized sums, not scores.
 """
 
+# Scores come as `Blocks`, and each of these functions is one or two passes over them:
+#
+#   best        the k highest scores, and log Z            log_prob, log_z    of single tokens
+#   nucleus     the blocks, -inf below its edge            draw               one token a row
+#
+# The edge of a nucleus is found bit by bit, from the mass above a trial number: 8 passes of 4 bits
+# over scores that are computed anew, or 32 of one bit over stored ones. A draw takes a chunk by its
+# mass and then a token of it, so that few random numbers are needed.
+#
+# A block is [W, *B], vocabulary first: a reduction over the vocabulary then adds whole rows, and
+# never crosses the lanes of a vector.
+
 from __future__ import annotations
 
 import dataclasses
@@ -20,17 +32,39 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import topk, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import check_numbers
 
+__all__ = [
+  "CACHED_SCORES",
+  "STORED_SCORES",
+  "Blocks",
+  "SamplingOptions",
+  "allow",
+  "at_least",
+  "best",
+  "block_width",
+  "draw",
+  "draw_among",
+  "gumbel",
+  "log_prob",
+  "log_z",
+  "nucleus",
+  "nucleus_edge",
+  "row_blocks",
+  "sample",
+  "scores_of_all",
+  "stored_block",
+]
+
+# Largest number of scores (128 MiB) that are stored instead of recomputed or split.
 STORED_SCORES = 2**25
-"""Largest number of scores (128 MiB) that are stored instead of recomputed or split."""
 
+# Number of scores of a block (4 MiB) that is computed and reduced inside of a cache.
 CACHED_SCORES = 2**20
-"""Number of scores of a block (4 MiB) that is computed and reduced inside of a cache."""
 
+# Multiple that the width of a block is, where it can be, and most tokens of a chunk of a draw.
 _CHUNK = 256
-"""Multiple that the width of a block is, where it can be, and most tokens of a chunk of a draw."""
 
 
 class Blocks(NamedTuple):

@@ -34,16 +34,31 @@ from jaxtyping import Array, Float, Integer, UInt16
 
 from vqjax.ops import vocab_parallel
 
+__all__ = [
+  "LEVELS",
+  "TRELLIS",
+  "UNIT",
+  "Code",
+  "best_states",
+  "ends",
+  "level_values",
+  "nearest_levels",
+  "packed",
+  "places",
+  "states",
+  "values",
+]
+
+# Bits of the window that a value is read from.
 STATE_BITS = 12
-"""Bits of the window that a value is read from."""
 
 STATES = 2**STATE_BITS
 
+# Largest width: beyond it a window has too little choice to be better than equal levels.
 MOST_BITS = 8
-"""Largest width: beyond it a window has too little choice to be better than equal levels."""
 
+# Bits of an element of the stream.
 UNIT = 16
-"""Bits of an element of the stream."""
 
 
 @functools.lru_cache(maxsize=1)

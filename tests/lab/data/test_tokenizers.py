@@ -27,38 +27,20 @@ def words_of(tokenizer):
   return [tokenizer.piece(i) for i in range(tokenizer.vocab)]
 
 
-def test_words_are_numbered_by_frequency_then_alphabet():
+def test_words_are_numbered_by_frequency_then_alphabet_and_the_rest_is_unknown():
   # the 2, <eos> 3; the others once, in the order of their characters; <unk> never.
-  assert words_of(fit(WordTokenizer())) == [
-    "<eos>",
-    "the",
-    ",",
-    ".",
-    "The",
-    "cat",
-    "dog",
-    "end",
-    "<unk>",
-  ]
-
-
-def test_a_limit_keeps_the_frequent_words_and_counts_the_rest_as_unknown():
+  words = ["<eos>", "the", ",", ".", "The", "cat", "dog", "end", "<unk>"]
+  assert words_of(fit(WordTokenizer())) == words
+  assert words_of(fit(WordTokenizer(min_count=2))) == ["<unk>", "<eos>", "the"]
   tokenizer = fit(WordTokenizer(vocab=3))
   assert words_of(tokenizer) == ["<unk>", "<eos>", "the"]
   assert encode_document(tokenizer, "the bird").tolist() == [2, 0, 1]
   assert tokenizer.encode("the bird") == [1, 2, 0]
 
 
-def test_rare_words_are_unknown():
-  assert words_of(fit(WordTokenizer(min_count=2))) == ["<unk>", "<eos>", "the"]
-
-
-def test_lowercase_folds():
+def test_words_may_be_folded_and_prepared_words_are_split_at_blanks_only():
   tokenizer = fit(WordTokenizer(lowercase=True))
   assert tokenizer.encode("THE") == tokenizer.encode("the")
-
-
-def test_prepared_words_are_split_at_blanks_only():
   tokenizer = fit(WordTokenizer(split=False), ["n't <unk> u.s. N"])
   assert sorted(words_of(tokenizer)) == sorted(["n't", "<unk>", "u.s.", "N", "<eos>"])
 
@@ -73,15 +55,12 @@ def test_every_document_ends_with_eos():
       assert np.count_nonzero(tokens == end) == 1
 
 
-def test_words_come_back_with_a_space_between():
+def test_words_come_back_with_a_space_between_and_bytes_exactly():
   tokenizer = fit(WordTokenizer())
   assert tokenizer.decode(tokenizer.encode(DOCUMENTS[0])) == "The cat , the dog ."
-
-
-@pytest.mark.parametrize("text", ["", " two  spaces\n", "naïve 東京 🙂", "a\u0000b\u2028c"])
-def test_bytes_come_back_exactly(text):
   tokenizer = fit(BPETokenizer(vocab=300), [*DOCUMENTS * 9, "naïve"])
-  assert tokenizer.decode(tokenizer.encode(text)) == text
+  for text in ("", " two  spaces\n", "naïve 東京 🙂", "a\u0000b\u2028c"):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_trained_bpe_has_the_requested_size():
@@ -103,33 +82,23 @@ def test_training_bpe_is_the_same_in_every_process():
   assert len(runs) == 1
 
 
-@pytest.mark.parametrize("recipe", [WordTokenizer(), BPETokenizer(vocab=270)])
-def test_a_tokenizer_is_rebuilt_from_its_state(recipe):
-  tokenizer = fit(recipe)
-  again = recipe.load(tokenizer.state())
-  assert fingerprint(again) == fingerprint(tokenizer)
-  for text in ("the cat 東", "a <eos> spelt out"):
-    assert again.encode(text) == tokenizer.encode(text)
+def test_a_tokenizer_is_rebuilt_from_its_state_and_other_text_has_another_fingerprint():
+  for recipe in (WordTokenizer(), BPETokenizer(vocab=270)):
+    tokenizer = fit(recipe)
+    again = recipe.load(tokenizer.state())
+    assert fingerprint(again) == fingerprint(tokenizer)
+    for text in ("the cat 東", "a <eos> spelt out"):
+      assert again.encode(text) == tokenizer.encode(text)
+    other = fit(recipe, ["entirely different words", "entirely different"] * 9)
+    assert fingerprint(other) != fingerprint(tokenizer)
 
 
-def test_other_training_text_gives_another_fingerprint():
-  for tokenizer in (WordTokenizer(), BPETokenizer(vocab=300)):
-    other = fit(tokenizer, ["entirely different words", "entirely different"] * 9)
-    assert fingerprint(fit(tokenizer)) != fingerprint(other)
-
-
-@pytest.mark.parametrize("vocab", [-1, 1, 2])
-def test_a_word_vocabulary_without_room_is_refused(vocab):
-  with pytest.raises(ValueError, match=rf"tokenizer\.vocab` must be .*at least 3; got {vocab}"):
-    WordTokenizer(vocab=vocab)
-
-
-def test_a_bpe_vocabulary_below_the_bytes_is_refused():
+def test_a_vocabulary_without_room_and_missing_files_are_refused(tmp_path):
+  for vocab in (-1, 1, 2):
+    with pytest.raises(ValueError, match=rf"tokenizer\.vocab` must be .*at least 3; got {vocab}"):
+      WordTokenizer(vocab=vocab)
   with pytest.raises(ValueError, match=r"vocab` must be at least 257 .* got 256"):
     fit(BPETokenizer(vocab=256))
-
-
-def test_missing_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"without vocab\.json"):
     fit(BPETokenizer(folder=str(tmp_path)))
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vqjax.lm.checkpoints.families import decoder_of
 
@@ -76,14 +77,10 @@ CONFIGS = {
 
 def random_variables(model):
   """Variables with random numbers everywhere, also in norms and biases."""
-  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  init = lambda key, t: model.init(key, t, t, method="loss_terms")
-  shapes = jax.eval_shape(init, jax.random.key(0), tokens)
-  leaves, tree = jax.tree.flatten(shapes)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  return jax.tree.unflatten(
-    tree, [0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
-  )
+  tokens, rng = jax.ShapeDtypeStruct((1, 1), jnp.int32), np.random.default_rng(1)
+  init = lambda t: model.init(jax.random.key(0), t, t, method="loss_terms")
+  draw = lambda x: jax.device_put(0.3 * rng.standard_normal(x.shape, np.float32))
+  return jax.tree.map(draw, jax.eval_shape(init, tokens))
 
 
 def small(name, **changes):

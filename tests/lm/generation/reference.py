@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tests.fakes import FakeTokenizer
@@ -17,8 +18,6 @@ PROMPTS = [
   [(5 * t + 1) % V for t in range(20)],
 ]
 """Prompts of unequal lengths, of which one is longer than the window."""
-
-KEY = jax.random.key(2)
 
 LONGEST = 80
 """Length to which rows are padded for full passes."""
@@ -37,22 +36,32 @@ def family(name):
 def with_head(head):
   """A small decoder with another head, and random variables for it."""
   model = family("llama")[0].clone(head=head, layers=1)
-  tokens = np.zeros((1, 1), np.int32)
-  variables = jax.jit(functools.partial(model.init, method="loss_terms"))(KEY, tokens, tokens)
-  # Larger numbers, so that tokens differ in probability; codes stay as they are.
-  return model, variables | {"params": jax.tree.map(lambda x: 3 * x, variables["params"])}
+
+  @jax.jit
+  def init():
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    variables = model.init(jax.random.key(2), tokens, tokens, method="loss_terms")
+    # Larger numbers, so that tokens differ in probability; codes stay as they are.
+    return variables | {"params": jax.tree.map(lambda x: 3 * x, variables["params"])}
+
+  return model, init()
 
 
 @functools.lru_cache
-def _logits(model):
+def _full_pass(model):
   return jax.jit(model.apply)
 
 
-def log_probs(model, variables, row):
-  """Log-probabilities [T, V] after each token of a row, by one full pass, float64 at the end."""
+def logits(model, variables, row):
+  """Logits [T, V] after each token of a row, by one full pass."""
   tokens = np.zeros((1, LONGEST), np.int32)
   tokens[0, : len(row)] = row
-  return log_softmax(np.asarray(_logits(model)(variables, tokens))[0, : len(row)])
+  return np.array(_full_pass(model)(variables, tokens))[0, : len(row)]
+
+
+def log_probs(model, variables, row):
+  """Log-probabilities [T, V] after each token of a row, float64 at the end."""
+  return log_softmax(logits(model, variables, row))
 
 
 def log_softmax(logits):

@@ -17,6 +17,7 @@ from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
 from vqjax.lab.training.run import EncodedText
 from vqjax.lm.models import LanguageModel
 from vqjax.ops.distillation import SoftTargetLoss, block_soft_target_loss, linear_soft_target_loss
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import in_vocabulary, mean_over
 
 
@@ -104,10 +105,7 @@ class Distilled(nn.Module):
   def _soft_target_loss(self, hidden, teacher_hidden) -> SoftTargetLoss:
     """The divergence, by tiles if the student's head is linear, else by its blocks."""
     head, teacher = self.student.head, self.teacher.head
-    options = {
-      "temperature": self.temperature,
-      "teacher_softcap": getattr(teacher, "softcap", None),
-    }
+    teacher_softcap = getattr(teacher, "softcap", None)
     rows, bias = jax.lax.stop_gradient(teacher.linear())
     if _is_linear(head):
       weight, own_bias = head.linear()
@@ -118,11 +116,16 @@ class Distilled(nn.Module):
         rows,
         own_bias,
         bias,
-        softcap=getattr(head, "softcap", None),
-        vocab_axis=head.vocab_axis,
-        **options,
+        teacher_softcap=teacher_softcap,
+        options=ScoreOptions(
+          temperature=self.temperature,
+          softcap=getattr(head, "softcap", None),
+          vocab_axis=head.vocab_axis,
+        ),
       )
-    by_blocks = functools.partial(block_soft_target_loss, **options)
+    by_blocks = functools.partial(
+      block_soft_target_loss, temperature=self.temperature, teacher_softcap=teacher_softcap
+    )
     return head.over_blocks(by_blocks, hidden, teacher_hidden, rows, bias)
 
   def logical_axes(self) -> dict:

@@ -1,9 +1,10 @@
 """Sources that read prepared datasets of TensorFlow Datasets, without TensorFlow."""
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from vqjax.lab.data.files import content_hash, import_extra, outline
 from vqjax.lab.data.source import SPLITS, Source
@@ -18,6 +19,9 @@ class Prebuilt(Source):
   Its format must have random access, like array_record, which needs no TensorFlow. A subclass has
   the fields `name`, `train`, `valid`, `test` and `data_dir`.
   """
+
+  builders: ClassVar[str] = "vqjax.lab.data.builders"
+  """Module of builders that are known beside those of the library."""
 
   def _rows(self, split: str, *fields: str) -> Iterator[tuple[Any, ...]]:
     """Yield the features that these fields name, of every example of a split.
@@ -59,7 +63,7 @@ class Prebuilt(Source):
   def _builder(self) -> Any:
     # Imported here, since it takes half a second that a run on other text does not need.
     tensorflow_datasets = import_extra("tensorflow_datasets")
-    import vqjax.lab.data.builders  # noqa: F401  registers this package's own datasets
+    importlib.import_module(self.builders)  # registers them
 
     try:
       builder = tensorflow_datasets.builder(self.name, data_dir=self.data_dir)
@@ -72,7 +76,8 @@ class Prebuilt(Source):
     if not builder.is_prepared():
       raise FileNotFoundError(
         f"`{type(self).__name__}.data_dir` must hold {self.name}; got none in {builder.data_path}."
-        f" Prepare it with `python -m vqjax.lab.data.build {self.name} --data_dir ...`."
+        f" Prepare it with `python -m vqjax.lab.data.build {self.name} --imports {self.builders}"
+        " --data_dir ...`."
       )
     return builder
 

@@ -16,16 +16,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer
 
 from vqjax.convert.packed import PackedTable
 from vqjax.convert.variables import Variables
 from vqjax.embeddings import Embedding, Int8Embedding
+from vqjax.embeddings.base import Arrays
 from vqjax.embeddings.int8 import int8_rows
 from vqjax.heads import Head, QuantizedHead
 from vqjax.lm.checkpoints.readers import Tensor
 from vqjax.lm.models import Transformer
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.tables import container
 from vqjax.types import Dtype
 from vqjax.variables import Declaration
@@ -144,11 +144,11 @@ class StoredEmbedding(Embedding):
   together; those that were used last are kept.
 
   Attributes:
-    rows_of: the rows of tokens in [0, V): int [n] -> float32 [n, D].
+    decode: the rows of tokens in [0, V): int [n] -> float32 [n, D].
     dtype: dtype of the returned vectors; None: float32.
   """
 
-  rows_of: Callable[[np.ndarray], np.ndarray]
+  decode: Callable[[np.ndarray], np.ndarray]
   dtype: Dtype | None = None
 
   def declare(self) -> Declaration:
@@ -159,20 +159,19 @@ class StoredEmbedding(Embedding):
     """Zero: the host decodes."""
     return 0
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token; nan for a token outside [0, V)."""
-    known, token = in_vocabulary(tokens, self.vocab)
-    shape = jax.ShapeDtypeStruct((*tokens.shape, self.dim), jnp.float32)
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """All rows, decoded."""
+    return as_row_factory(self._vectors(arrays, jnp.arange(self.vocab)))
+
+  def _vectors(self, arrays, token):
+    del arrays
+    shape = jax.ShapeDtypeStruct((*token.shape, self.dim), jnp.float32)
     vectors = jax.pure_callback(self._read, shape, token, vmap_method="expand_dims")
-    return jnp.where(known[..., None], vectors, jnp.nan).astype(self.dtype or jnp.float32)
+    return vectors.astype(self.dtype or jnp.float32)
 
   def _read(self, token):
     token = np.asarray(token)
-    return self.rows_of(token.ravel()).reshape(*token.shape, self.dim).astype(np.float32)
-
-  def table(self) -> Float[Array, "V D"]:
-    """The vectors of the whole vocabulary, decoded."""
-    return self(jnp.arange(self.vocab))
+    return self.decode(token.ravel()).reshape(*token.shape, self.dim).astype(np.float32)
 
 
 class _Decoded:

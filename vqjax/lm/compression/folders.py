@@ -32,8 +32,8 @@ from vqjax.lm.compression.judging import (
   with_tables,
 )
 from vqjax.lm.compression.search import CLOSE_SIZE, COMPRESSIONS, Compression, Point, Tables, search
+from vqjax.lm.jobs import ProgressBars, check_free, open_work, work_of
 from vqjax.lm.texts import WINDOW, check_tokens, check_window, counts_of, encode_texts, windows
-from vqjax.lm.work import ProgressBars, check_free, open_work, work_of
 from vqjax.tables import Moments, container, gguf_types
 from vqjax.tables.files import check_output, publish, whole
 from vqjax.tables.grids import check_rows

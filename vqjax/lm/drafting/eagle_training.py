@@ -14,18 +14,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from vqjax.lm import work
 from vqjax.lm.drafting import Eagle, Medusa, save_eagle
 from vqjax.lm.drafting.eagle import frequent_head, initial_params, unrolled
 from vqjax.lm.generation import GREEDY, UNFILTERED, Drafter, RoundTimes, TreeDraft, generate
 from vqjax.lm.generation.cache import Variables, prefill, unstacked
 from vqjax.lm.generation.decoding import SMALLEST_BUCKET
 from vqjax.lm.generation.trees import is_whole
+from vqjax.lm.jobs import ProgressBars, check_new_file, identity_of, open_work
 from vqjax.lm.lenses import fitting
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import encode, windows
-from vqjax.lm.work import ProgressBars, open_work
 from vqjax.ops.distillation import divergence_from_last
 
 SHARE = 32
@@ -46,7 +45,7 @@ def check_least(name: str, value: int | None, least: int) -> None:
 
 def check_drafter_file(out: pathlib.Path) -> None:
   """Raise ValueError unless `--out` is a new file that `vqjax generate` knows as a drafter's."""
-  work.check_new_file(out)
+  check_new_file(out)
   if out.suffix != ".safetensors":
     raise ValueError(
       f"`--out` must end in .safetensors; got {out}. By its end `vqjax generate --draft` tells a"
@@ -131,7 +130,7 @@ def train_drafter(job: DrafterJob, loaded: Any, say: Callable[[str], None]) -> d
   work = job.out.with_name(f".{job.out.name}.partial")
   begin, tokens = encode(tokenizer, job.text)
   rows = windows({"text": tokens}, begin, min(job.window, model.context)).tokens
-  with open_work(work, work.identity_of(job, model_mark(variables))), ProgressBars() as bars:
+  with open_work(work, identity_of(job, model_mark(variables))), ProgressBars() as bars:
     chosen = spread_rows(rows, job.positions)
     counts = np.bincount(tokens, minlength=model.head.vocab)
     eagle, found = drafter_of_rows(work, model, variables, chosen, counts, job.settings, bars, say)

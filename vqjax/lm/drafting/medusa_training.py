@@ -25,11 +25,11 @@ from vqjax.lm.drafting.eagle_training import (
 )
 from vqjax.lm.generation import Tree
 from vqjax.lm.generation.cache import Variables, unstacked
+from vqjax.lm.jobs import ProgressBars, identity_of, open_work
 from vqjax.lm.lenses.fitting import descend, kept_states
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import encode, windows
-from vqjax.lm.work import ProgressBars, identity_of, open_work
 
 SHARE = 16
 """One window is held out for so many that are trained on."""

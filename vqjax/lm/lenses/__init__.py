@@ -9,7 +9,7 @@ from vqjax.lm.lenses.tuned import (
   residual_streams,
   save_lens,
 )
-from vqjax.ops.lens import Readings
+from vqjax.ops.distillation import Readings
 
 __all__ = [
   "Lens",

@@ -15,11 +15,11 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from vqjax.lm import records
+from vqjax.lm.jobs import ProgressBars, check_new_file, identity_of, open_work
 from vqjax.lm.lenses import Lens, least_squares_lens, lens_divergence, residual_streams, save_lens
 from vqjax.lm.lenses.tuned import model_mark
 from vqjax.lm.models import Transformer
 from vqjax.lm.texts import encode, windows
-from vqjax.lm.work import ProgressBars, check_new_file, identity_of, open_work
 
 SHARE = 16
 """One position is held out for so many that the lens is fitted on."""

@@ -25,8 +25,7 @@ from safetensors.numpy import load_file, save_file
 from vqjax.lm.generation.cache import Variables
 from vqjax.lm.generation.decoding import check_decoder
 from vqjax.lm.models import Transformer
-from vqjax.ops.distillation import divergence_from_last
-from vqjax.ops.lens import Readings, readings
+from vqjax.ops.distillation import Readings, divergence_from_last, readings
 
 ROWS = 64
 """Positions of which all layers are scored at a time."""

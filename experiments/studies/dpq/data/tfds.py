@@ -2,10 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import ClassVar
 
 from experiments.studies.dpq.data.labelled import Labelled, LabelledSource
 from experiments.studies.dpq.data.pairs import PairedSource
 from vqjax.lab.data.tfds import Prebuilt
+
+BUILDERS = "experiments.studies.dpq.data.builders"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class LabelledTFDS(Prebuilt, LabelledSource):
   valid: str = "train[95%:]"
   test: str = "test"
   data_dir: str | None = None
+  builders: ClassVar[str] = BUILDERS
 
   def examples(self, split: str) -> Iterator[Labelled]:
     """Yield the texts of a split with their classes."""
@@ -66,6 +70,7 @@ class PairedTFDS(Prebuilt, PairedSource):
   valid: str = "validation[:50%]"
   test: str = "validation[50%:]"
   data_dir: str | None = None
+  builders: ClassVar[str] = BUILDERS
 
   def pairs(self, split: str) -> Iterator[tuple[str, str]]:
     """Yield the pairs of a split."""

@@ -1,4 +1,4 @@
-"""What a long call keeps on the disk, how much room it needs, and its progress."""
+"""Long calls: what they keep on the disk, the room that they need, and their progress."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from vqjax.lm import records
@@ -68,8 +69,6 @@ class ProgressBars:
   """Bars on standard error, of which each is made by calling this with its title."""
 
   def __enter__(self) -> Callable[[str], Callable[[float], None]]:
-    from rich.console import Console
-
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     self._bars = Progress(
       *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
