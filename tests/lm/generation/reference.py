@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.fakes import FakeTokenizer
 from tests.lm.checkpoints.families import V, small
 
 GEMMA = {"num_hidden_layers": 3, "sliding_window_pattern": 2, "sliding_window": 37}
@@ -79,12 +80,12 @@ def greedy(model, variables, prompt, count):
   return row[len(prompt) :], scores
 
 
-class Letters:
+class Letters(FakeTokenizer):
   """A tokenizer whose token n is the letter of code point 32 + n."""
 
-  vocab, eos = V, ()
+  vocab = V
 
-  def encode(self, text):
+  def encode(self, text, *, special=True):
     """The token of each letter."""
     return [ord(letter) - 32 for letter in text]
 
