@@ -131,11 +131,8 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     Those that are declared with a `pad_value` are split over the devices of the vocabulary's axis,
     and every device reads all of the others. A sub-layer has a dict of its own.
     """
-    return self._parts_of(self.declare())
-
-  def _parts_of(self, declaration: Declaration) -> dict[str, Any]:
     found = {}
-    for name, part in declaration.items():
+    for name, part in self.declare().items():
       if isinstance(part, Layer):
         # The field, which is bound to the variables.
         found[name] = getattr(self, name).parts()
@@ -146,7 +143,7 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     return found
 
   def _computed(self, compute: Callable, batch: Array | None, *arrays: Any) -> Any:
-    """`compute(*arrays)` on automatic axes, its results typed by the tokens of `batch`."""
+    """`compute(*arrays)` on automatic axes, with results typed by `batch`'s tokens."""
     return vocab_parallel.on_any_axes(
       lambda given: compute(*given),
       arrays,
@@ -181,8 +178,8 @@ def _with_inherited_attributes(cls: type) -> str:
   return f"{_ATTRIBUTES.sub('', texts[-1]).rstrip()}\n\nAttributes:\n{listed}\n"
 
 
+# The section of a docstring without its indentation.
 _ATTRIBUTES = re.compile(r"^Attributes:\n((?:  .*\n?)+)", re.MULTILINE)
-"""The section of a docstring without its indentation."""
 
+# A name and the lines that explain it.
 _ENTRY = re.compile(r"^  (\w+): (.*\n?(?:    .*\n?)*)", re.MULTILINE)
-"""A name and the lines that explain it."""

@@ -1,5 +1,10 @@
 """The scalar-quantised embedding, with a few bits for each number."""
 
+# vector = low + (high - low) / (2^bits - 1) · level, for levels [V, D] of `bits` bits.
+#
+# Levels are stored in whole bytes, so that a lookup gathers rows; `compact` packs them, as D codes
+# of a token into one table of 2^bits numbers.
+
 from __future__ import annotations
 
 import jax

@@ -10,12 +10,25 @@ arrays are, and type its results. A head is what its hooks compute:
 Everything else follows from the blocks, exactly. A head that knows better overrides `_log_prob`,
 `_loss_terms`, `_sample`, `_top_k` or `_logits`. Hooks are functions of `arrays`, which hold what
 `parts` names: the variables, or inside of a `shard_map` over the vocabulary the device's rows.
-
-  log_prob(hidden, tokens)                     public: checks, casts, masks
-    _computed                                  explicit axes of the mesh made automatic
-      over_vocabulary(vocab_axis, parts)       each device with its rows
-        _log_prob(arrays, hidden, token)       the hook
 """
+
+# The way of a call:
+#
+#   log_prob(hidden, tokens)                     public: checks, casts, and nan for unknown tokens
+#     _on_devices                                the arrays by name, as `parts` gives them
+#       _computed                                explicit axes of the mesh made automatic
+#         over_vocabulary(vocab_axis, parts)     each device with its rows of the arrays
+#           _log_prob(arrays, hidden, token)     the hook; `token` is int32 in [0, V)
+#
+# What the hooks compute by default, each of which a head may replace alone:
+#
+#   _scores -> Blocks --+--> _log_prob --> _loss_terms        a pass, again for the gradient
+#                       +--> _sample, _top_k                  one or a few passes
+#                       +--> _logits                          all blocks in one array
+#                       +--> over_blocks, gradient_share      what else reads logits
+#
+# On a mesh a hook reduces over `vocab_axis` itself, by `psum` or by an operation of `ops` that gets
+# the axis, so that its result is the same on all devices. `_logits` alone runs on whole arrays.
 
 from __future__ import annotations
 
@@ -36,11 +49,11 @@ from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, widened
 
+# The arrays of a layer by name, as `Layer.parts` gives them.
 Arrays = dict[str, Any]
-"""The arrays of a layer by name, as `Layer.parts` gives them."""
 
+# Further terms of the training loss by name.
 Terms = dict[str, Float[Array, ""]]
-"""Further terms of the training loss by name."""
 
 
 class Head(Layer):
@@ -100,14 +113,15 @@ class Head(Layer):
     Raises:
       ValueError: `temperature` is not positive.
     """
-    hidden, tokens = self._vectors(hidden), self._tokens(tokens)
+    check_arrays(tokens=tokens)
     check_temperature(temperature)
 
     def body(arrays, hidden, tokens):
+      # A hook gets token 0 for an unknown one: a compiled program cannot raise, and clips indices.
       known, token = in_vocabulary(tokens, self.vocab)
       return jnp.where(known, self._log_prob(arrays, hidden, token, temperature), jnp.nan)
 
-    return self._on_devices(body, hidden, tokens)
+    return self._on_devices(body, hidden, jnp.asarray(tokens))
 
   @final
   def loss_terms(
@@ -131,7 +145,8 @@ class Head(Layer):
       ignore_index: the target of further tokens to leave out, such as -1 or -100; unsigned tokens
         of 8 or 16 bits cannot hold a negative one.
     """
-    hidden, tokens = self._vectors(hidden), self._tokens(tokens)
+    check_arrays(tokens=tokens)
+    hidden, tokens = self._vectors(hidden), jnp.asarray(tokens)
     mask = None if mask is None else jnp.asarray(mask)
     if mask is not None:
       check_mask(mask, tokens.shape)
@@ -145,11 +160,12 @@ class Head(Layer):
         # Before products: 0 · nan in the backward pass would reach the gradients of the variables.
         hidden, tokens = jnp.where(counted[..., None], hidden, 0), jnp.where(counted, tokens, -1)
       known, token = in_vocabulary(tokens, self.vocab)
+      # Not in a hook: each device would draw, and variables cannot be written in a `shard_map`.
       parts, of_targets = self._training_parts(tokens)
-      body = lambda arrays, given: self._loss_terms(arrays, *given)
       log_prob, terms = vocab_parallel.over_vocabulary(
-        self.vocab_axis, body, parts, (hidden, token, known)
+        self.vocab_axis, self._loss_terms, parts, hidden, token, known
       )
+      # Tokens that are left out are unknown, too: -1.
       log_prob = jnp.where(known, log_prob, jnp.where(counted, jnp.nan, 0.0))
       return log_prob, terms | of_targets
 
@@ -192,8 +208,7 @@ class Head(Layer):
       ValueError: `k` is outside [1, V].
     """
     self._check_k(k)
-    body = lambda arrays, hidden: self._top_k(arrays, hidden, k)
-    return self._on_devices(body, self._vectors(hidden))
+    return self._on_devices(lambda arrays, hidden: self._top_k(arrays, hidden, k), hidden)
 
   @final
   def over_blocks(self, body: Callable, hidden: Float[ArrayLike, "*B D"], *shared: Any) -> Any:
@@ -208,13 +223,13 @@ class Head(Layer):
       arrays, hidden = vocab_parallel.varying((arrays, hidden))
       return body(self._scores(arrays, hidden), *shared)
 
-    return self._on_devices(run, self._vectors(hidden), *shared)
+    return self._on_devices(run, hidden, *shared)
 
   @final
   def gradient_share(
     self, hidden: Float[ArrayLike, "*B D"], tokens: Integer[ArrayLike, "*B"]
   ) -> GradientShare:
-    """The share of the gradient in the logits that the backward pass passes on to `hidden`.
+    """The share of the gradient in the logits that `hidden` receives.
 
     The loss is -log p(token). A diagnostic: exact, with about 4·V·D² operations for each hidden
     vector, which are taken one after another in blocks of the vocabulary. All but `rank` is nan for
@@ -230,10 +245,12 @@ class Head(Layer):
     def body(arrays, hidden, tokens):
       known, token = in_vocabulary(tokens, self.vocab)
       found = gradient_share(lambda one: self._scores(arrays, one), hidden, token)
+      # `rank` is an integer, which depends on the context alone.
       outside = lambda x: jnp.where(known, x, jnp.nan)
       return GradientShare(*map(outside, found[:3]), found.rank)
 
-    return self._on_devices(body, self._vectors(hidden), self._tokens(tokens))
+    check_arrays(tokens=tokens)
+    return self._on_devices(body, hidden, jnp.asarray(tokens))
 
   # Hooks. `arrays` are those of `parts` on this device, `token` is int32 in [0, V).
 
@@ -268,7 +285,7 @@ class Head(Layer):
     return self._log_prob(arrays, hidden, token, 1.0), {}
 
   def _training_parts(self, tokens: Integer[Array, "*B"]) -> tuple[dict[str, Any], Terms]:
-    """The `parts` of `_loss_terms`, and terms of the loss that follow from the targets alone.
+    """The `parts` of `_loss_terms`, and terms that follow from the targets alone.
 
     Outside of any `shard_map`, so that it may draw random numbers and write variables. Tokens that
     are left out are -1.
@@ -297,13 +314,10 @@ class Head(Layer):
 
   # What public methods of subclasses are built of, too.
 
-  def _on_devices(self, body: Callable, hidden: Array, *shared: Any) -> Any:
-    """body(arrays, hidden, *shared) on each device of `vocab_axis`, with its part of the arrays."""
-
-    def compute(*given):
-      run = lambda arrays, given: body(arrays, *given)
-      return vocab_parallel.over_vocabulary(self.vocab_axis, run, self.parts(), given)
-
+  def _on_devices(self, body: Callable, hidden: ArrayLike, *shared: Any) -> Any:
+    """`body(arrays, hidden, *shared)` of each device of `vocab_axis` and its arrays."""
+    hidden, axis = self._vectors(hidden), self.vocab_axis
+    compute = lambda *given: vocab_parallel.over_vocabulary(axis, body, self.parts(), *given)
     return self._computed(compute, hidden, hidden, *shared)
 
   def _drawn(self, body: Callable, hidden: ArrayLike, key: PRNGKeyArray, allowed: Any) -> Any:
@@ -311,12 +325,12 @@ class Head(Layer):
     if not hasattr(key, "dtype"):
       raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
     allowed = None if allowed is None else jnp.asarray(allowed)
-    return self._on_devices(body, self._vectors(hidden), key, allowed)
+    return self._on_devices(body, hidden, key, allowed)
 
   def _padded_bias(self, name: str) -> Sharded:
-    """A bias by rows of the vocabulary, which removes the rows that pad a device's part.
+    """A bias [V] that removes the rows which pad a device's part.
 
-    It is zeros where the head has none but rows are padded.
+    It is zeros where the head has none but rows are padded, and None where neither is the case.
     """
     bias = vocab_parallel.bias_of_padding(self.array(name), self.vocab, self.vocab_axis)
     return Sharded(bias, -jnp.inf)
@@ -336,11 +350,6 @@ class Head(Layer):
         " Give the head the width of the model."
       )
     return hidden
-
-  def _tokens(self, tokens: ArrayLike) -> Array:
-    """Tokens as an array of JAX."""
-    check_arrays(tokens=tokens)
-    return jnp.asarray(tokens)
 
   def _check_k(self, k: int) -> None:
     if not isinstance(k, numbers.Integral) or not 1 <= k <= self.vocab:

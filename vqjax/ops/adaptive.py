@@ -59,10 +59,8 @@ def cluster_log_prob(
   shards = vocab_parallel.token_shards(vocab_axis)
   flat = narrow.reshape(-1, narrow.shape[-1]), tokens.reshape(-1), inside.reshape(-1)
   narrow_PNw, token_PN, inside_PN = (shards.split(x) for x in flat)
-  n = token_PN.shape[1]
-  tile = tiles.default_tile(
-    math.ceil(n / 8), weight.shape[0], vocab_parallel.platform(), vocab_parallel.devices()
-  )
+  n, here = token_PN.shape[1], vocab_parallel.devices()
+  tile = tiles.default_tile(math.ceil(n / 8), weight.shape[0], here.platform, here.count)
   # Stable, so that tokens keep their order; False sorts before True.
   order_PN = jnp.argsort(~inside_PN, axis=1, stable=True)
   # The inverse permutation.

@@ -73,9 +73,8 @@ def using(device: Device) -> Iterator[None]:
 
 def current() -> Device:
   """The limits of `using`, or those of the platform and number of devices in use."""
-  return _CHOSEN.get() or of(
-    vocab_parallel.platform(), vocab_parallel.device_kind(), vocab_parallel.devices()
-  )
+  here = vocab_parallel.devices()
+  return _CHOSEN.get() or of(here.platform, here.kind, here.count)
 
 
 def of(platform: str, kind: str = "", devices: int = 1) -> Device:

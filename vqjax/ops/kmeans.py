@@ -168,10 +168,8 @@ class _Assigned(NamedTuple):
 def _assign(data: _Data, centers_KD: Array) -> _Assigned:
   """Nearest center of each point of this device, and sums of each cluster."""
   (n, d), k = data.points.shape, centers_KD.shape[0]
-  size = (
-    data.chunk or default_tile(n, k, vocab_parallel.platform(), vocab_parallel.devices()).tokens
-  )
-  size = min(size, n)
+  here = vocab_parallel.devices()
+  size = min(data.chunk or default_tile(n, k, here.platform, here.count).tokens, n)
   # |x - c|² / 2 without |x|² / 2, which all centers share.
   half_K = 0.5 * jnp.square(centers_KD).sum(axis=1)
 

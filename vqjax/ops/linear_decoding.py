@@ -171,9 +171,8 @@ def _over_blocks(body: Callable, layer: Linear, *shared: Any) -> Any:
   """`body(blocks, *shared)`; each device has the blocks of its own rows."""
   weight, vocab, options = layer.weight, layer.vocab, layer.options
 
-  def run(rows, given):
+  def run(rows, hidden, *shared):
     per_row, bias, shared_rows = rows
-    hidden, shared = given
     local = dataclasses.replace(weight, per_row=per_row, shared=shared_rows)
     return body(linear_blocks(hidden, local, bias, vocab, options), *shared)
 
@@ -182,5 +181,4 @@ def _over_blocks(body: Callable, layer: Linear, *shared: Any) -> Any:
     vocab_parallel.Sharded(layer.bias, -jnp.inf),
     vocab_parallel.Replicated(weight.shared),
   )
-  given = layer.hidden, shared
-  return vocab_parallel.over_vocabulary(options.vocab_axis, run, rows, given)
+  return vocab_parallel.over_vocabulary(options.vocab_axis, run, rows, layer.hidden, *shared)

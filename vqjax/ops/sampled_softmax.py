@@ -115,12 +115,11 @@ def sampled_softmax(
   vocab = vocab_parallel.rows_in_all(vocab_axis, weight.shape[0])
   valid, token = in_vocabulary(tokens, vocab)
 
-  def body(rows, shared):
+  def body(rows, *shared):
     return _estimate(*rows, *shared, vocab, dtype, vocab_axis)
 
   rows = vocab_parallel.Sharded(weight, 0), vocab_parallel.Sharded(bias, 0)
-  shared = hidden, token, candidates
-  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, shared)
+  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hidden, token, candidates)
   return found._replace(log_prob=jnp.where(valid, found.log_prob, jnp.nan))
 
 

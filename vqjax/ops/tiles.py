@@ -191,9 +191,9 @@ def on_each_device(
   options, batch = layers[0].options, layers[0].hidden.shape[:-1]
   axis, n = options.vocab_axis, math.prod(batch)
 
-  def local(rows, given):
+  def local(*given):
     inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)
-    rows, (hiddens, tokens) = varying((rows, given), *([inside] if inside else []))
+    rows, hiddens, tokens = varying(given, *([inside] if inside else []))
     split = lambda x: shards.split(x.reshape(n, *x.shape[len(batch) :]))
     # On a mesh the arrays are this device's rows; without one they are those of `layers`.
     here = []
@@ -215,7 +215,7 @@ def on_each_device(
     whole = Sharded(weight.per_row, 0, weight.axis), Sharded(bias, -jnp.inf)
     rows.append((*whole, Replicated(weight.shared)))
     hiddens.append(layer.hidden)
-  return vocab_parallel.over_vocabulary(axis, local, rows, (hiddens, tokens))
+  return vocab_parallel.over_vocabulary(axis, local, rows, hiddens, tokens)
 
 
 def edge(index: Array, size: int, total: int) -> tuple[Array, Array]:

@@ -53,22 +53,29 @@ def axis_types() -> dict[str, AxisType]:
   return {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types))
 
 
+class Devices(NamedTuple):
+  """The devices that a program is for: their platform, kind and number."""
+
+  platform: str
+  kind: str
+  count: int
+
+
+def devices() -> Devices:
+  """The devices of the mesh in context; without a mesh, one of the default backend."""
+  mesh = jax.sharding.get_abstract_mesh()
+  # A program for a mesh of devices that are not here is traced by their names.
+  device = getattr(mesh, "abstract_device", None)
+  return Devices(
+    platform=getattr(device, "platform", None) or jax.default_backend(),
+    kind=getattr(device, "device_kind", None) or jax.devices()[0].device_kind,
+    count=1 if mesh.empty else mesh.size,
+  )
+
+
 def platform() -> str:
   """The platform of the mesh in context, or the default backend."""
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  return getattr(device, "platform", None) or jax.default_backend()
-
-
-def device_kind() -> str:
-  """The kind of device of the mesh in context, or of the default backend."""
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  return getattr(device, "device_kind", None) or jax.devices()[0].device_kind
-
-
-def devices() -> int:
-  """Number of devices of the mesh in context; 1 without a mesh."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return 1 if mesh.empty else mesh.size
+  return devices().platform
 
 
 def axis_size(axis: str) -> int:
@@ -93,11 +100,11 @@ def first_row(axis: str | None, rows: int) -> Array | int:
 
 def over_vocabulary(
   axis: str | None,
-  body: Callable[[Any, Any], Any],
+  body: Callable[..., Any],
   rows: Any,
-  shared: Any,
+  *shared: Any,
 ) -> Any:
-  """`body(arrays of rows, shared)` in a `shard_map`, each device with its own rows.
+  """`body(arrays of rows, *shared)` in a `shard_map`, each device with its own rows.
 
   The body must reduce over the axis, so that it returns equal values on all of its devices. Without
   a mesh in context, with one device on the axis, or inside of a `shard_map` over it, the body is
@@ -105,9 +112,9 @@ def over_vocabulary(
 
   Args:
     axis: mesh axis over which the rows are sharded, or None.
-    body: called with the arrays of `rows`, in the same tree, and `shared`.
+    body: called with the arrays of `rows`, in the same tree, and all of `shared`.
     rows: a tree whose leaves are `Sharded` or `Replicated`.
-    shared: a tree of arrays that every device has whole, such as hidden vectors.
+    *shared: trees of arrays that every device has whole, such as hidden vectors.
 
   Raises:
     ValueError: the mesh in context has no such axis.
@@ -116,7 +123,7 @@ def over_vocabulary(
   arrays = each(lambda part: part.rows, rows)
   kinds = axis_types()
   if axis is None or not kinds or inside(axis):
-    return body(arrays, shared)
+    return body(arrays, *shared)
   if axis not in kinds:
     raise ValueError(
       f"`vocab_axis` must be an axis of the mesh in context, {', '.join(kinds)}; got {axis!r}. Use"
@@ -124,18 +131,19 @@ def over_vocabulary(
     )
   count = axis_size(axis)
   if count == 1:
-    return body(arrays, shared)
+    return body(arrays, *shared)
   padded = each(lambda part: _padded(part, count), rows)
   spec = lambda part: P(*[None] * part.axis, axis) if isinstance(part, Sharded) else P()
 
-  def local(padded, shared):
+  def local(padded, *shared):
     # `varying` before `astype`: its transpose, the psum of the gradient, then adds float32 numbers.
     narrow = lambda x, like: x if x.dtype == like.dtype else varying(x, axis).astype(like.dtype)
-    return body(jax.tree.map(narrow, padded, arrays), shared)
+    return body(jax.tree.map(narrow, padded, arrays), *shared)
 
-  mapped = jax.shard_map(local, in_specs=(each(spec, rows), P()), out_specs=P(), axis_names={axis})
+  in_specs = each(spec, rows), *[P()] * len(shared)
+  mapped = jax.shard_map(local, in_specs=in_specs, out_specs=P(), axis_names={axis})
   # Outside of jit a shard_map that leaves axes automatic is an error.
-  return jax.jit(mapped)(padded, shared)
+  return jax.jit(mapped)(padded, *shared)
 
 
 def on_any_axes(

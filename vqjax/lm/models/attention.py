@@ -72,7 +72,7 @@ def attend_in_tiles(
   It equals `attend` up to rounding; the options are `scale` and `softcap`.
   """
   batch, length, heads, width = query.shape
-  size = tile_size(query.shape, most_scores() * vocab_parallel.devices())
+  size = tile_size(query.shape, most_scores() * vocab_parallel.devices().count)
   tiles = math.ceil(length / size)
 
   @jax.checkpoint
