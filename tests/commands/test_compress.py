@@ -33,7 +33,7 @@ def model_folder(family, folder, vocab=V, **changes):
   from tests.lm.checkpoints.test_tokenizers import words_of
 
   model, variables = small(family, vocab_size=vocab, **changes)
-  checkpoints.save(folder, model, variables)
+  checkpoints.save(folder, model, jax.tree.map(np.asarray, variables))
   words_of(vocab).save(str(folder / "tokenizer.json"))
   return folder
 
@@ -338,6 +338,7 @@ def random_moments(seed=5):
   return Moments(hidden.T @ hidden / 64, counts, 64, inputs.T @ inputs / 64)
 
 
+@pytest.mark.programs(30)  # those of a model that is loaded, judged and saved
 def test_moments_of_a_file_and_one_step_give_the_integers_of_all_tables(
   texts, tmp_path, monkeypatch
 ):
