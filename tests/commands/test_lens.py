@@ -100,6 +100,7 @@ class Wide:
     return "".join(["東京", "日本の首都", "\x1b", "a"][token] for token in tokens)
 
 
+@pytest.mark.programs(80)  # of which half are the marks of two models' parameters
 def test_an_interrupted_fit_goes_on_where_it_was(
   folder, text, fitted, tmp_path, monkeypatch, capsys
 ):
