@@ -19,6 +19,12 @@ def float64(tree):
   return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
+def scores(hidden, weight, bias=None, softcap=None, temperature=1.0):
+  """All scores at once, in the precision of the arrays."""
+  score = hidden @ weight.T + (0.0 if bias is None else bias)
+  return (softcap * jnp.tanh(score / softcap) if softcap else score) / temperature
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _with_pullback(function, arrays, cotangents):
   values, pull = jax.vjp(lambda *a: tuple(function(*a)), *arrays)

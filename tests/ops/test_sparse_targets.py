@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
-from tests.ops.exact import compare, float64, normals
+from tests.ops.exact import compare, float64, normals, scores
 from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.ops.distillation import linear_divergence
 from vqjax.ops.sparse_targets import (
@@ -33,14 +33,9 @@ RESTS = ["ignore", "bucket", "renormalize"]
 
 def operands(*batch):
   """Hidden vectors, weight, bias, K distinct tokens, and their probabilities of a teacher."""
-  *arrays, scores = normals(0, (*batch, D), (V, D), (V,), (*batch, K + 1))
+  *arrays, chances = normals(0, (*batch, D), (V, D), (V,), (*batch, K + 1))
   order = np.random.default_rng(1).random((*batch, V)).argsort(axis=-1).astype(np.int32)
-  return *arrays, order[..., :K], scipy.special.softmax(scores, axis=-1)[..., :K]
-
-
-def scores(hidden, weight, bias, softcap=None, temperature=1.0):
-  score = hidden @ weight.T + (0.0 if bias is None else bias)
-  return (softcap * jnp.tanh(score / softcap) if softcap else score) / temperature
+  return *arrays, order[..., :K], scipy.special.softmax(chances, axis=-1)[..., :K]
 
 
 def outcomes(rest, log_p, tokens):
