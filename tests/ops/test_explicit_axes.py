@@ -17,9 +17,8 @@ V, D = 64, 16
 
 @pytest.fixture
 def operands():
-  keys = jax.random.split(jax.random.key(0))
-  hidden = jax.random.normal(keys[0], (8, 3, D))
-  return hidden, jax.random.normal(keys[1], (V, D)), jnp.arange(24).reshape(8, 3)
+  hidden, weight = normals(0, (8, 3, D), (V, D))
+  return hidden, weight, np.arange(24).reshape(8, 3)
 
 
 @pytest.fixture
