@@ -5,7 +5,7 @@ from collections.abc import Callable
 from vqjax import DenseEmbedding, Embedding, Head
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 DIM = 128
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead, Head, assign
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import BPETokenizer, Text, Windows
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape
 
 VOCAB = 32_768

@@ -10,7 +10,7 @@ import sys
 
 import jax
 
-from vqjax import checkpoints, inference
+from vqjax.lm import checkpoints, generation
 
 STORIES = "stories260K", "stories260K.bin"
 
@@ -22,20 +22,20 @@ def main(path: str | None = None, prompt: str = "Once upon a time"):
     return
   model, variables, tokenizer = checkpoints.load(path)
   # The blocks' parameters in arrays of their own: converted here once, instead of in each call.
-  variables = inference.unstacked(variables)
+  variables = generation.unstacked(variables)
 
   # Greedy, in pieces while it is generated.
   settings = {"max_tokens": 40, "tokenizer": tokenizer}
   print(prompt, end="")
-  for pieces in inference.stream(
-    model, variables, [prompt], jax.random.key(0), inference.GREEDY, **settings
+  for pieces in generation.stream(
+    model, variables, [prompt], jax.random.key(0), generation.GREEDY, **settings
   ):
     print(pieces[0], end="", flush=True)
   print("\n")
 
   # Two draws at once, up to the end of the sentence.
-  sampling = inference.Sampling(temperature=0.8, top_p=0.9)
-  drawn = inference.generate(
+  sampling = generation.Sampling(temperature=0.8, top_p=0.9)
+  drawn = generation.generate(
     *(model, variables, [prompt, prompt + ", the"], jax.random.key(1), sampling),
     stop=[*tokenizer.eos, "."],
     **settings,

@@ -1,4 +1,4 @@
-"""Commands, studies, benchmarks and plans."""
+"""Studies, benchmarks and plans."""
 
 import sys
 

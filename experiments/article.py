@@ -22,10 +22,11 @@ from rich.console import Console
 
 from experiments.bench import losses, measure
 from experiments.studies import page
-from vqjax.lab import exits, records
+from vqjax.lab import exits
 from vqjax.lab.plan import chips
 from vqjax.lab.report import units
 from vqjax.lab.training.provenance import provenance
+from vqjax.lm import records
 
 PAGE = page.DOCS / "results" / "article.md"
 RESULTS = PAGE.with_suffix(".json")

@@ -28,13 +28,14 @@ from experiments.studies import page
 from experiments.studies.comparison.rows import zipf_tree
 from vqjax import DenseEmbedding, Head, SoftmaxQuantizer, assign, convert, heads
 from vqjax.convert.variables import part_of
-from vqjax.lab import conversion, exits, records
+from vqjax.lab import conversion, exits
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import PennTreebank, Windows, WordTokenizer
 from vqjax.lab.training import fit, read_variables
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import load_text
-from vqjax.models import Transformer
+from vqjax.lm import records
+from vqjax.lm.models import Transformer
 from vqjax.ops import sampling
 
 PAGE = page.DOCS / "results" / "bottleneck.md"
@@ -177,17 +178,19 @@ def log_prob_blocks(
     log-probability.
   """
 
-  @jax.jit
-  def block(variables, hidden, log_z, index):
-    score_WN, token_W = head.apply(variables, hidden, method="blocks").block(index)
+  def of_blocks(read, *given):
+    return head.apply(variables, read, hidden, *given, method="over_blocks")
+
+  def read(blocks, log_z, index):
+    score_WN, token_W = blocks.block(index)
     return score_WN - log_z, token_W
 
-  normaliser = jax.jit(lambda v, h: sampling.log_z(head.apply(v, h, method="blocks")))
-  log_z = normaliser(variables, hidden)
-  count = head.apply(variables, hidden, method="blocks").count
+  block = jax.jit(lambda log_z, index: of_blocks(read, log_z, index))
+  log_z = jax.jit(lambda: of_blocks(sampling.log_z))()
+  count = of_blocks(lambda blocks: blocks.count)
 
   def rows_of(index):
-    rows, tokens = block(variables, hidden, log_z, index)
+    rows, tokens = block(log_z, index)
     # Rows that a block repeats score -inf.
     there = np.isfinite(rows).all(axis=1, keepdims=True)
     return np.where(there, np.asarray(rows, np.float64), 0.0), np.asarray(tokens)

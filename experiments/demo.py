@@ -8,9 +8,10 @@ import pathlib
 
 from rich.console import Console
 
+from vqjax.commands.console import configure_warnings
+from vqjax.commands.runs import exit_code
 from vqjax.lab import exits, report
 from vqjax.lab.config import load, override
-from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.training import fit
 
 CONFIGS = ("lm_dense", "lm_tied", "lm_codebook", "lm_codebook_bias", "lm_grouped")

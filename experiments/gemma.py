@@ -39,27 +39,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vqjax import checkpoints
-from vqjax.checkpoints import table_file
-from vqjax.checkpoints.files import Tensor
-from vqjax.compression import Moments, PackedTable, ideal_bits, pack, units_of
-from vqjax.compression.calibration import SEED, collect
-from vqjax.compression.moments import SHRINKAGE
-from vqjax.compression.packed import CLASSES
-from vqjax.compression.table import BIT, SMOOTHING, probabilities, step_classes
-from vqjax.inference import GREEDY, generate, unstacked
-from vqjax.lab import exits, records
-from vqjax.lab.compression import (
-  Compression,
-  Reference,
-  Windows,
-  encode,
-  search,
-  windows,
-  with_tables,
-)
-from vqjax.lab.data.files import data_path
+from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
+from vqjax.lm import checkpoints, records
+from vqjax.lm.checkpoints.readers import Tensor
+from vqjax.lm.compression.calibration import SEED, collect
+from vqjax.lm.compression.judging import Reference, with_tables
+from vqjax.lm.compression.search import Compression, search
+from vqjax.lm.generation import GREEDY, generate, unstacked
+from vqjax.lm.texts import Windows, data_path, encode, windows
+from vqjax.tables import Moments, PackedTable, container, ideal_bits, pack, units_of
+from vqjax.tables.integers import BIT, SMOOTHING, probabilities, step_classes
+from vqjax.tables.moments import SHRINKAGE
+from vqjax.tables.packed import CLASSES
 
 SIZES = (65, 50, 45, 30)
 """Megabytes of the table."""
@@ -242,7 +234,7 @@ def identity_of(compression: Compression) -> str:
   arrays = [compression.tables["embedding"], moments.hidden, moments.counts]
   if moments.inputs is not None:
     arrays.append(moments.inputs)
-  facts = table_file.FORMAT, table_file.VERSION, SHRINKAGE, SMOOTHING, BIT, moments.tokens
+  facts = container.FORMAT, container.VERSION, SHRINKAGE, SMOOTHING, BIT, moments.tokens
   return records.checksum(repr(facts).encode(), *_bytes_of(*arrays))
 
 
@@ -405,7 +397,7 @@ def compressed(options, compression: Compression, size: float):
   step, quantized, coded = compression.coded(step, most)
   encoded = time.monotonic()
   parts = coded["embedding"]
-  table_file.CompressedTable(parts).levels()
+  container.CompressedTable(parts).levels()
   table = {
     "step": step,
     "bytes": sum(array.nbytes for array in parts.values()),

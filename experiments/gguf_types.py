@@ -17,13 +17,14 @@ import gguf
 import numpy as np
 
 from experiments.gemma import DOMAINS, WINDOW, read_texts, spread
-from vqjax import checkpoints
-from vqjax.compression import gguf_types
-from vqjax.compression.exports import ROWS
-from vqjax.lab import exits, records
-from vqjax.lab.compression import Reference, read_moments, summary, with_tables
-from vqjax.lab.data.files import data_path
+from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
+from vqjax.lm import checkpoints, records
+from vqjax.lm.compression.exports import ROWS
+from vqjax.lm.compression.folders import read_moments
+from vqjax.lm.compression.judging import Reference, summary, with_tables
+from vqjax.lm.texts import data_path
+from vqjax.tables import gguf_types
 
 TYPES = ("Q8_0", "Q5_0", "IQ4_NL", "Q4_0")
 """Types for rows of 640 columns, which blocks of 256 do not divide."""

@@ -15,13 +15,14 @@ import json
 import pathlib
 
 from experiments import gemma
-from vqjax.lab import exits, records
+from vqjax.commands.models import load_model
+from vqjax.lab import exits
 from vqjax.lab.config import load, override
-from vqjax.lab.data.files import data_path
-from vqjax.lab.lenses import Job, fit_lens
-from vqjax.lab.trained import load_trained
 from vqjax.lab.training import fit
 from vqjax.lab.training.provenance import provenance
+from vqjax.lm import records
+from vqjax.lm.lenses.fitting import Job, fit_lens
+from vqjax.lm.texts import data_path
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/lens.json"
@@ -70,13 +71,13 @@ def main() -> int:
 def measure(options, name: str, model: str, config: str | None) -> None:
   """Fit a lens on a model and add its divergences to the results."""
   if config is None:
-    loaded, text = load_trained(model), mixed()
+    loaded, text = load_model(model), mixed()
     if name == "stories260K":
       stories = data_path("tinystories/gpt2_tokens_test.decoded.txt").read_text("utf-8")
       text = stories[: 2**19].replace("<|endoftext|>", "\n")
   else:
     path = ROOT / f"configs/{config}.py"
-    loaded = load_trained(model, str(path), CHANGES)
+    loaded = load_model(model, str(path), CHANGES)
     text = "\n".join(load(path).data.documents("valid"))
   out = options.work / f"{name}.safetensors"
   out.unlink(missing_ok=True)

@@ -23,14 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gemma import DOMAINS, UNSEEN, WINDOW, read_texts, spread
-from vqjax import CertifiedHead, DenseHead, RoutedHead, assign, checkpoints
-from vqjax.compression import Moments
+from vqjax import CertifiedHead, DenseHead, RoutedHead, assign
 from vqjax.convert import LikelyTokens, likely_tokens, train_routes
-from vqjax.lab import exits, records
-from vqjax.lab.data.files import data_path
+from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
+from vqjax.lm import checkpoints, records
+from vqjax.lm.texts import data_path
 from vqjax.ops import certified as ops
 from vqjax.ops import narrow, sampling
+from vqjax.tables import Moments
 
 CLUSTERS, BUDGETS = 2048, (32, 94)
 """Clusters of 128 rows, and numbers of them that are 4,096 and 12,032 rows."""

@@ -17,13 +17,13 @@ import jax
 import numpy as np
 import optax
 
-from vqjax import checkpoints
-from vqjax.checkpoints.families import decoder_of
-from vqjax.checkpoints.table_file import MANIFEST
-from vqjax.lab import exits, records
-from vqjax.lab.commands import compress
-from vqjax.lab.data.files import data_path, read_text
+from vqjax.commands import compress
+from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
+from vqjax.lm import checkpoints, records
+from vqjax.lm.checkpoints.families import decoder_of
+from vqjax.lm.texts import data_path, read_text
+from vqjax.tables.container import MANIFEST
 
 CONFIG = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 BATCH = 4

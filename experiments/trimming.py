@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from vqjax.compression.trimming import trim
-from vqjax.lab import exits, records
-from vqjax.lab.data.files import data_path, read_text
+from vqjax.lab import exits
 from vqjax.lab.training.provenance import provenance
+from vqjax.lm import records
+from vqjax.lm.compression.trimming import trim
+from vqjax.lm.texts import data_path, read_text
 
 TEXTS = "wikitext-2/valid.txt", "tinystories/stories_val_yuninxia.txt", "ag_news/test.csv"
 

@@ -5,7 +5,6 @@
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
@@ -14,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests import reference
 from tests.contract import HeadContract, costly
-from tests.contract_on_meshes import Compiled, as_float64, perturbed
+from tests.contract_on_meshes import Compiled, as_float64, moved_variables
+from tests.jitted import results
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -24,32 +24,27 @@ class RepresentativeContract(HeadContract):
   is_representative = True
 
   @costly
-  def test_samples_follow_the_distribution(self, run, hidden):
-    self.check_draws(run, hidden[0, 0])
-
-  @costly
-  def test_samples_at_a_temperature_follow_the_sharpened_distribution(self, run, hidden):
-    self.check_draws(run, hidden[0, 0], temperature=0.5)
-
-  @costly
-  def test_samples_among_the_best_follow_the_cut_distribution(self, run, hidden):
-    self.check_draws(run, hidden[0, 0], top_k=7)
-
-  @costly
-  def test_samples_of_the_nucleus_follow_the_cut_distribution(self, run, hidden):
-    self.check_draws(run, hidden[0, 0], top_p=0.6)
-
-  @costly
-  def test_samples_are_of_allowed_tokens_alone(self, run, hidden):
-    self.check_draws(run, hidden[0, 0], allowed=np.arange(self.vocab) % 3 == 1)
+  @pytest.mark.parametrize(
+    "options",
+    [
+      {},
+      {"temperature": 0.5},
+      {"top_k": 7},
+      {"top_p": 0.6},
+      {"allowed": np.arange(HeadContract.vocab) % 3 == 1},
+    ],
+    ids=lambda options: next(iter(options), "all"),
+  )
+  def test_samples_follow_the_distribution_that_the_options_leave(self, run, hidden, options):
+    self.check_draws(run, hidden[0, 0], **options)
 
   def check_draws(self, run, row, **options):
     logits = self.reference_logits(run.head, as_float64(run.variables), np.asarray(row, np.float64))
     expected = filtered(logits, **options)
     draws = 6_000
-    rows = jnp.broadcast_to(row, (draws, self.dim))
-    sample = jax.jit(lambda v, h, k: run.head.apply(v, h, k, **options, method="sample"))
-    counts = np.bincount(sample(run.variables, rows, jax.random.key(5)), minlength=self.vocab)
+    sample = lambda own, h: own.sample(h, jax.random.key(5), **options)
+    drawn = run(sample, np.broadcast_to(row, (draws, self.dim)))
+    counts = np.bincount(drawn, minlength=self.vocab)
     # Where whole codes tie at the edge of a top-k, any of them may be cut: compare the masses.
     assert counts[expected == 0].sum() == 0 or "top_k" in options
     likely = expected * draws > 5
@@ -63,16 +58,16 @@ class RepresentativeContract(HeadContract):
   def test_a_row_with_nothing_allowed_draws_minus_one(self, run, hidden):
     allowed = np.zeros((3, 5, self.vocab), bool)
     allowed[0, 0, 4] = True
-    sample = lambda v, h, k, a: run.head.apply(v, h, k, allowed=a, method="sample")
-    tokens = jax.jit(sample)(run.variables, hidden, jax.random.key(0), allowed)
+    sample = lambda own, h, allowed: own.sample(h, jax.random.key(0), allowed=allowed)
+    tokens = run(sample, hidden, allowed)
     assert tokens[0, 0] == 4
     assert (tokens.ravel()[1:] == -1).all()
 
   @pytest.mark.slow
   def test_draws_on_a_mesh_follow_the_distribution(self, mesh_case, first_mesh_case):
     run = Compiled(self.spread(mesh_case, self.vocab, self.dim))
-    row = jax.random.normal(jax.random.key(2), (self.dim,))
-    some = {"allowed": jnp.arange(self.vocab) % 3 == 1}
+    row = np.random.default_rng(2).standard_normal(self.dim, np.float32)
+    some = {"allowed": np.arange(self.vocab) % 3 == 1}
     options = [{}, {"temperature": 0.5, "top_k": 7}, {"top_p": 0.9} | some]
     with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
       for option in options if mesh_case == first_mesh_case else options[:1]:
@@ -87,11 +82,13 @@ class RepresentativeContract(HeadContract):
   @pytest.mark.slow
   def test_a_mesh_without_the_axis_is_refused_and_no_mesh_is_one_device(self, first_mesh_case):
     head = self.spread(first_mesh_case, self.vocab, self.dim)
-    hidden, tokens = jnp.ones((2, self.dim)), jnp.zeros((2,), jnp.int32)
-    variables = head.init(jax.random.key(0), hidden)
     alone = self.cases[first_mesh_case](self.vocab, self.dim)
-    expected = alone.apply(variables, hidden, tokens, method="log_prob")
-    found = head.apply(variables, hidden, tokens, method="log_prob")
+    hidden, tokens = np.ones((2, self.dim), np.float32), np.zeros(2, np.int32)
+    variables = moved_variables(alone)
+    expected, found = results(
+      lambda v, h: [x.apply(v, h, tokens, method="log_prob") for x in (alone, head)],
+      *(variables, hidden),
+    )
     np.testing.assert_array_equal(found, expected)
     message = "`vocab_axis`.*rows, columns; got .model."
     other = jax.make_mesh((4, 2), ("rows", "columns"), (AxisType.Auto,) * 2)
@@ -102,9 +99,9 @@ class RepresentativeContract(HeadContract):
   @pytest.mark.slow
   def test_inside_of_a_shard_map_over_the_batch_each_device_does_its_rows(self, first_mesh_case):
     head = self.cases[first_mesh_case](self.vocab, self.dim)
-    hidden = jax.random.normal(jax.random.key(2), (16, self.dim))
-    variables = perturbed(head.init(jax.random.key(1), hidden))
-    tokens = jax.random.randint(jax.random.key(3), (16,), 0, self.vocab)
+    variables, rng = moved_variables(head), np.random.default_rng(2)
+    hidden = rng.standard_normal((16, self.dim), np.float32)
+    tokens = rng.integers(0, self.vocab, 16).astype(np.int32)
 
     def parts(hidden, tokens):
       run = lambda *args, **options: head.apply(variables, hidden, *args, **options)
@@ -118,7 +115,7 @@ class RepresentativeContract(HeadContract):
 
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     spread = jax.shard_map(parts, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    log_prob, best, forced, drawn = jax.jit(spread)(hidden, tokens)
+    log_prob, best, forced, drawn = results(spread, hidden, tokens)
     logits = self.reference_logits(head, as_float64(variables), np.asarray(hidden, np.float64))
     exact = reference.log_softmax(logits)
     np.testing.assert_allclose(log_prob, exact[np.arange(16), tokens], atol=2e-5)

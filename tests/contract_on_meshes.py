@@ -6,35 +6,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
+from tests.jitted import results, run
 from vqjax import Head, sharding
 from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.sharding import MeshShape, make_mesh
 
 
 class Compiled:
-  """A head with perturbed variables and jitted methods.
+  """A head with perturbed variables, and its methods as programs.
 
   Attributes:
     head: the unbound module.
-    variables: its variables, every parameter moved off its initial value.
+    variables: its variables, NumPy arrays, every parameter moved off its initial value.
   """
 
-  def __init__(self, head: Head):
+  def __init__(self, head: Head, prepared=lambda head, variables: variables):
     self.head = head
-    init = jax.jit(lambda key: head.init(key, jnp.zeros((1, head.dim))))
-    self.variables = perturbed(init(jax.random.key(1)))
-    self.method = functools.cache(self._method)
+    self.variables = jax.device_get(prepared(head, moved_variables(head)))
 
-  def _method(self, name: str, **options):
-    """The jitted method (variables, *arrays) -> results, its other arguments fixed."""
-    return jax.jit(lambda v, *arrays: self.head.apply(v, *arrays, **options, method=name))
-
-  def __call__(self, name: str, *arrays, **options):
-    """The results of a method for the variables of the case."""
-    return self.method(name, **options)(self.variables, *arrays)
+  def __call__(self, function, *arrays):
+    """The results of function(bound head, *arrays), which is one program, as NumPy arrays."""
+    return run(self.head, self.variables, function, *arrays)
 
   @functools.cached_property
   def core(self):
@@ -50,7 +46,7 @@ class Compiled:
       best = [run("top_k", hidden, k) for k in (10, self.head.vocab)]
       return run("logits", hidden), log_prob, pull(cotangent), best
 
-    return functools.partial(core, self.variables)
+    return lambda *arrays: jax.device_get(core(self.variables, *arrays))
 
 
 class ContractOnMeshes:
@@ -81,10 +77,12 @@ class ContractOnMeshes:
     run = Compiled(self.spread(case, vocab, self.dim))
     head, variables = run.head, run.variables
     batch = (4, 5) if explicit else (3, 5)
-    hidden = jax.random.normal(jax.random.key(2), (*batch, self.dim))
-    tokens = jax.random.randint(jax.random.key(3), batch, 0, vocab)
-    tokens = tokens.at[0, :2].set(jnp.array([0, vocab - 1]))
-    cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
+    rng = np.random.default_rng(2)
+    hidden = rng.standard_normal((*batch, self.dim), np.float32)
+    cotangent = rng.standard_normal(batch, np.float32)
+    tokens = rng.integers(0, vocab, batch).astype(np.int32)
+    tokens[0, :2] = 0, vocab - 1
+    tokens, cotangent = map(jnp.asarray, (tokens, cotangent))
     rest = {name: tree for name, tree in variables.items() if name != "params"}
 
     def everything(params, hidden):
@@ -110,7 +108,8 @@ class ContractOnMeshes:
 
   def on_explicit_axes(self, everything, params, hidden, shape):
     """Results for tokens over `data` and parameters whose width is over `fsdp`, where it can be."""
-    place = lambda x: P(*[None] * (x.ndim - 1), "fsdp" if x.shape[-1] % shape[1] == 0 else None)
+    width = lambda x: "fsdp" if x.shape[-1] % shape[1] == 0 else None
+    place = lambda x: P(*[None] * (x.ndim - 1), width(x)) if x.ndim else P()
     with jax.set_mesh(jax.make_mesh(shape, sharding.AXES)):
       params = jax.tree.map(lambda x: jax.device_put(x, place(x)), params)
       hidden = jax.device_put(hidden, P("data"))
@@ -121,6 +120,42 @@ class ContractOnMeshes:
       kinds = lambda tree: jax.tree.map(lambda x: jax.typeof(x).sharding, tree)
       assert kinds(of_params) == kinds(params)
       return jax.device_get(found)
+
+  @pytest.mark.slow
+  @pytest.mark.parametrize("axes", list(AxisType)[:2], ids=lambda kind: kind.name)
+  def test_arguments_by_name_from_numpy_and_in_bfloat16(self, mesh_case, axes):
+    run = Compiled(self.spread(mesh_case, 101, self.dim))
+    head, params = run.head, run.variables["params"]
+    rest = {name: tree for name, tree in run.variables.items() if name != "params"}
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(4, 5, self.dim)).astype(np.float32)
+    tokens, allowed = rng.integers(0, 101, (4, 5)), rng.random(101) < 0.5
+    # What bfloat16 holds, so that only products and sums are rounded.
+    hidden = hidden.astype(jnp.bfloat16).astype(np.float32)
+
+    def loss(hidden, params):
+      log_prob = head.apply(
+        rest | {"params": params}, tokens=tokens, hidden=hidden, method="log_prob"
+      )
+      return log_prob.sum(), log_prob
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    wide, expected = gradient(hidden, params)
+    with jax.set_mesh(jax.make_mesh((2, 2, 2), sharding.AXES, (axes,) * 3)):
+      np.testing.assert_allclose(jax.jit(lambda p: loss(hidden, p)[1])(params), expected, atol=2e-5)
+      placed = jax.device_put(hidden, P("data"))
+      narrow, _ = gradient(placed.astype(jnp.bfloat16), params)
+      draw = lambda h, p: head.apply(
+        rest | {"params": p}, allowed=allowed, key=jax.random.key(0), hidden=h, method="sample"
+      )
+      drawn = jax.jit(draw)(placed, params)
+      if axes == AxisType.Explicit:
+        assert jax.typeof(drawn).sharding.spec == P("data", None)
+      narrow, drawn = jax.device_get((narrow, drawn))
+    assert allowed[drawn].all()
+    # Products of bfloat16 operands, whose relative error is at most 2^-8 each.
+    scale = np.abs(wide).max()
+    np.testing.assert_allclose(narrow.astype(np.float32), wide, atol=0.05 * scale)
 
   @pytest.mark.slow
   def test_no_weight_and_no_logits_travel_across_the_vocabulary(self, first_mesh_case):
@@ -162,12 +197,17 @@ def mesh_cases(contract) -> tuple:
   return getattr(contract, "mesh_cases", ()) or tuple(contract.cases)[:1]
 
 
-def perturbed(variables):
-  """The variables with every parameter moved off its initial value, zeros and ones included."""
-  leaves, tree = jax.tree.flatten(variables["params"])
-  keys = jax.random.split(jax.random.key(9), len(leaves))
-  moved = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves)]
-  return variables | {"params": jax.tree.unflatten(tree, moved)}
+def moved_variables(head, seed=1):
+  """The variables of a head as NumPy arrays, every parameter moved off its initial value."""
+
+  def make():
+    variables = head.init(jax.random.key(seed), jnp.zeros((1, head.dim)))
+    leaves, tree = jax.tree.flatten(variables["params"])
+    keys = jax.random.split(jax.random.key(9), len(leaves))
+    moved = [x + 0.3 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves)]
+    return variables | {"params": jax.tree.unflatten(tree, moved)}
+
+  return results(make)
 
 
 def as_float64(variables):

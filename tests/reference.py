@@ -26,6 +26,33 @@ def log_softmax(logits):
   return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
+def of_tokens(log_prob, tokens):
+  """Entries [*B] of `log_prob` [*B, V]."""
+  return np.take_along_axis(log_prob, np.asarray(tokens)[..., None], -1)[..., 0]
+
+
+def in_bfloat16(array):
+  """The nearest bfloat16 of each number, in float64."""
+  return np.asarray(array).astype(jnp.bfloat16).astype(np.float64)
+
+
+def check_slopes(gradients, function, *arguments, atol=3e-5):
+  """Checks gradients of a float64 function, each array in eight random directions.
+
+  Their entries are 1 and -1: an error of one entry of a gradient is an error of every slope.
+  """
+  rng = np.random.default_rng(8)
+  leaves, tree = jax.tree.flatten(arguments)
+  for i, (gradient, leaf) in enumerate(zip(tree.flatten_up_to(gradients), leaves)):
+    for direction in rng.choice([-1.0, 1.0], (8, *leaf.shape)):
+      ends = (leaf + step * direction for step in (1e-6, -1e-6))
+      above, below = (
+        function(*tree.unflatten([*leaves[:i], end, *leaves[i + 1 :]])) for end in ends
+      )
+      found = (np.asarray(gradient, np.float64) * direction).sum()
+      np.testing.assert_allclose(found, (above - below) / 2e-6, atol=atol)
+
+
 def linear_log_prob(hidden, weight, tokens, bias=None):
   """float64 log softmax(hidden · weightᵀ + bias)[tokens]."""
   logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import pickle
+import re
 
 import docstring_parser
 import jax
@@ -17,7 +18,8 @@ from vqjax import quantizers
 from vqjax.embeddings import DenseEmbedding
 from vqjax.heads import CodebookHead, DenseHead, Head
 from vqjax.layer import Layer
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
+from vqjax.ops.vocab_parallel import Replicated
 from vqjax.variables import Variable, table
 
 
@@ -79,10 +81,12 @@ def test_size_and_axes_are_derived_and_a_tied_embedding_is_not_counted():
   }
 
 
-def test_arrays_with_a_pad_value_are_sharded_by_rows():
+def test_arrays_with_a_pad_value_are_sharded_by_rows_and_the_others_replicated():
   layer = Outer(Inner())
-  parts = layer.apply(layer.init(jax.random.key(0)), method="sharded_arrays")
-  assert {name: part.pad_value for name, part in parts.items()} == {"weight": 0}
+  parts = layer.apply(layer.init(jax.random.key(0)), method="parts")
+  assert parts["weight"].pad_value == 0
+  assert isinstance(parts["order"], Replicated)
+  assert isinstance(parts["inner"]["scale"], Replicated)
 
 
 def test_an_undeclared_array_is_none():
@@ -147,7 +151,7 @@ def test_a_head_without_its_methods_cannot_be_constructed():
     def declare(self):
       return {}
 
-  with pytest.raises(TypeError, match="log_prob"):
+  with pytest.raises(TypeError, match="_scores"):
     Incomplete(3, 2)
 
 
@@ -165,7 +169,7 @@ def test_the_docstring_of_a_layer_names_each_field_and_nothing_else(name):
 def test_signatures_are_shown_as_they_are_written():
   for function in (DenseHead.log_prob, CodebookHead.sample, vqjax.linear_log_prob):
     shown = str(inspect.signature(function))
-    assert "Float[Array, '*B D']" in shown
+    assert re.search(r"hidden: \W*Float\[Array(Like)?, \W*\*B D", shown)
     assert "Union" not in shown
 
 

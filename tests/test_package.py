@@ -15,7 +15,7 @@ from vqjax import convert
   [
     ("vqjax.ops.softmax", ("flax", "optax", "scipy.sparse")),
     ("vqjax", ("jax",)),
-    ("vqjax.heads, vqjax.embeddings, vqjax.quantizers, vqjax.models", ("vqjax.lab", "sklearn")),
+    ("vqjax.heads, vqjax.embeddings, vqjax.quantizers, vqjax.lm.models", ("vqjax.lab", "sklearn")),
     ("vqjax.convert", ("vqjax.lab", "sklearn", "matplotlib", "grain", "tensorflow_datasets")),
   ],
 )

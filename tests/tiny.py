@@ -13,11 +13,11 @@ import pytest
 
 from vqjax import DenseEmbedding, Head
 from vqjax.embeddings import compact_file
-from vqjax.lab import records
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.lab.training import Interrupted, fit, loop
-from vqjax.models import Transformer
+from vqjax.lm import records
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape
 
 

@@ -35,7 +35,7 @@ def check_contents(wheel: pathlib.Path) -> None:
   names = zipfile.ZipFile(wheel).namelist()
   tops = {name.partition("/")[0] for name in names}
   assert {top for top in tops if not top.endswith(".dist-info")} == {"vqjax"}, tops
-  assert {"vqjax/py.typed", "vqjax/__init__.pyi", "vqjax/lab/commands/train.py"} <= {*names}
+  assert {"vqjax/py.typed", "vqjax/__init__.pyi", "vqjax/commands/train.py"} <= {*names}
   assert not [name for name in names if "test" in pathlib.PurePath(name).name], names
 
 

@@ -1,14 +1,13 @@
 from . import assign as assign
-from . import compression as compression
 from . import convert as convert
 from . import embeddings as embeddings
 from . import heads as heads
-from . import inference as inference
-from . import models as models
+from . import lm as lm
 from . import nnx as nnx
 from . import ops as ops
 from . import quantizers as quantizers
 from . import sharding as sharding
+from . import tables as tables
 from . import types as types
 from .convert import Clusters as Clusters
 from .convert import Product as Product
@@ -53,6 +52,7 @@ from .ops.distillation import linear_divergence as linear_divergence
 from .ops.distillation import linear_soft_target_loss as linear_soft_target_loss
 from .ops.linear_decoding import linear_sample as linear_sample
 from .ops.linear_decoding import linear_top_k as linear_top_k
+from .ops.scores import ScoreOptions as ScoreOptions
 from .ops.softmax import LinearSoftmax as LinearSoftmax
 from .ops.softmax import linear_cross_entropy as linear_cross_entropy
 from .ops.softmax import linear_log_prob as linear_log_prob

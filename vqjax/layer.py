@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import inspect
 import numbers
 import re
@@ -20,8 +19,7 @@ from jaxtyping import Array
 from vqjax import variables
 from vqjax.assign.table import Given
 from vqjax.ops import vocab_parallel
-from vqjax.ops.vocab_parallel import Sharded
-from vqjax.ops.vocabulary import check_arrays
+from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
 
@@ -30,19 +28,13 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   """A Linen module whose variables are those that it declares.
 
   A subclass states its variables in `declare` and its rules in `check`. `setup` creates the
-  variables in the order of the declaration; `array` reads one. Where axes of the mesh in context
-  are explicit, its public methods compute with automatic ones and type their results. The docstring
-  of a subclass gets the attributes of its bases, so that `help` lists every field and each is
-  described once.
+  variables in the order of the declaration. `parts` gives them to a computation over a mesh:
+  public methods call `_computed`, and what they compute is a function of these arrays. The
+  docstring of a subclass gets the attributes of its bases, so that `help` lists every field and
+  each is described once.
   """
 
   def __init_subclass__(cls, **options: Any):
-    # A field's default, such as an initialiser, may be a function too.
-    others = _WITHOUT_COMPUTATION | inspect.get_annotations(cls).keys()
-    for name, function in list(vars(cls).items()):
-      is_public = name == "__call__" or not name.startswith("_")
-      if is_public and inspect.isfunction(function) and name not in others:
-        setattr(cls, name, _on_any_axes(function))
     super().__init_subclass__(**options)
     cls.__doc__ = _with_inherited_attributes(cls)
 
@@ -50,7 +42,8 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       # Only an array that is wrapped can be compared and hashed, as fields are.
-      if field.name.endswith("_init") and isinstance(value, (np.ndarray, jax.Array, list, tuple)):
+      is_array = isinstance(value, np.ndarray | jax.Array | list)
+      if is_array or (isinstance(value, tuple) and callable(field.default)):
         object.__setattr__(self, field.name, Given(value))
     super().__post_init__()
 
@@ -132,13 +125,32 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     """Write a variable with the type that it has outside of the computing method."""
     super().put_variable(col, name, vocab_parallel.outside(value))
 
-  def sharded_arrays(self) -> dict[str, Sharded]:
-    """The variables that are declared with a `pad_value`, by name."""
-    return {
-      name: Sharded(self.array(name), variable.pad_value)
-      for name, variable in self.declare().items()
-      if isinstance(variable, Variable) and variable.pad_value is not None
-    }
+  def parts(self) -> dict[str, Any]:
+    """The variables by name, for `vocab_parallel.over_vocabulary`.
+
+    Those that are declared with a `pad_value` are split over the devices of the vocabulary's axis,
+    and every device reads all of the others. A sub-layer has a dict of its own.
+    """
+    found = {}
+    for name, part in self.declare().items():
+      if isinstance(part, Layer):
+        # The field, which is bound to the variables.
+        found[name] = getattr(self, name).parts()
+      elif isinstance(part, Variable) and part.pad_value is not None:
+        found[name] = Sharded(self.array(name), part.pad_value)
+      elif isinstance(part, Variable):
+        found[name] = Replicated(self.array(name))
+    return found
+
+  def _computed(self, compute: Callable, batch: Array | None, *arrays: Any) -> Any:
+    """`compute(*arrays)` on automatic axes, its results typed by the tokens of `batch`."""
+    return vocab_parallel.on_any_axes(
+      lambda given: compute(*given),
+      arrays,
+      batch,
+      getattr(self, "vocab", None),
+      getattr(self, "vocab_axis", None),
+    )
 
   def size(self) -> Size:
     """Parameters, bytes and operations for each token, from the fields alone.
@@ -151,39 +163,6 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
   def logical_axes(self) -> dict:
     """Names of the axes of every variable, a tree with tuples as leaves."""
     return variables.logical_axes(self._checked())
-
-
-_ARRAYS = {"hidden", "tokens", "vectors", "mask"}
-"""Names of arguments that are arrays."""
-
-_WITHOUT_COMPUTATION = {"declare", "check", "setup", "of_width", "compact", "array"}
-_WITHOUT_COMPUTATION |= {"sharded_arrays", "size", "inference_size", "logical_axes"}
-_WITHOUT_COMPUTATION |= {"flops_per_token", "put_variable"}
-"""Names of public methods that compute with no arrays of a mesh."""
-
-
-def _on_any_axes(function: Callable) -> Callable:
-  """The method on automatic axes where those of the mesh in context are explicit."""
-
-  names = list(inspect.signature(function).parameters)[1:]
-
-  @functools.wraps(function)
-  def method(self, *args, **kwargs):
-    given = dict(zip(names, args)) | kwargs
-    check_arrays(**{name: given[name] for name in _ARRAYS & given.keys()})
-    if "key" in given and not hasattr(given["key"], "dtype"):
-      raise TypeError(
-        f"`key` must be a key of jax.random; got {given['key']!r}. Use jax.random.key(0)."
-      )
-    arrays = (x for x in (*args, *kwargs.values()) if isinstance(x, jax.Array))
-    vocab, axis = (getattr(self, name, None) for name in ("vocab", "vocab_axis"))
-    return vocab_parallel.on_any_axes(
-      lambda given: function(self, *given[0], **given[1]),
-      (args, kwargs),
-      vocab_parallel.Results(next(arrays, None), vocab, axis),
-    )
-
-  return method
 
 
 def _with_inherited_attributes(cls: type) -> str:

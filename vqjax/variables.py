@@ -153,6 +153,14 @@ def count_and_bytes(declaration: Declaration) -> tuple[int, int]:
   return params, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
+def by_collection(declaration: Declaration, arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Arrays by the names of their variables, as trees by collection."""
+  trees: dict[str, dict[str, Any]] = {}
+  for name, variable in declaration.items():
+    trees.setdefault(variable.collection, {})[name] = arrays[name]
+  return trees
+
+
 def _by_collection(declaration: Declaration, leaf: Callable[[Variable], Any]) -> dict:
   trees: dict[str, dict] = {}
   for name, part in declaration.items():

@@ -1,9 +1,9 @@
 """DPQ-SX on AG News: topics by the mean of a text's embeddings."""
 
 from configs.dpq.text import BEGIN, DIM, V, classifier
+from experiments.studies.dpq.data import AGNews
 from vqjax import DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.config import Experiment
-from vqjax.lab.data import AGNews
 
 
 def experiment() -> Experiment:

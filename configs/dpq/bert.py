@@ -8,25 +8,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vqjax import DenseHead, DPQEmbedding, Embedding, SoftmaxQuantizer
-from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import (
-  Continued,
-  Filtered,
-  Intruded,
-  Masked,
-  SentencePieceTokenizer,
-  Source,
-  Tokenizer,
-  WikiText,
-)
-from vqjax.lab.models import (
+from experiments.studies.dpq.data import Continued, Intruded, Masked
+from experiments.studies.dpq.models import (
   BertEncoder,
   MaskedLanguageModel,
   PairClassifier,
   SpanFinder,
-  SymmetricUniform,
 )
+from experiments.studies.lstm import SymmetricUniform
+from vqjax import DenseHead, DPQEmbedding, Embedding, SoftmaxQuantizer
+from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
+from vqjax.lab.data import Filtered, SentencePieceTokenizer, Source, Tokenizer, WikiText
 
 V = FROM_TOKENIZER
 BEGIN = SymmetricUniform(0.05)

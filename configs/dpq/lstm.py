@@ -6,10 +6,10 @@ Their loss is the sum over the tokens of a row, and ours is the mean: a learning
 
 from typing import NamedTuple
 
+from experiments.studies.lstm import LSTM, SymmetricUniform
 from vqjax import DenseHead, Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Source, Streams, WordTokenizer
-from vqjax.lab.models import LSTM, SymmetricUniform
 from vqjax.lab.training import SGD
 
 V = FROM_TOKENIZER

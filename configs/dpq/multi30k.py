@@ -1,9 +1,10 @@
 """DPQ-SX on captions of Multi30k, English to German: an hour on a CPU core."""
 
 from configs.dpq.translation import BEGIN, TransformerSize, V, translation
+from experiments.studies.dpq.data import Multi30k
 from vqjax import DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.lab.config import Experiment, Train
-from vqjax.lab.data import Multi30k, SentencePieceTokenizer
+from vqjax.lab.data import SentencePieceTokenizer
 
 SMALL = TransformerSize(dim=128, layers=3, heads=4, hidden=512, context=32)
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+from experiments.studies.dpq.data import Documents, LabelledSource
+from experiments.studies.dpq.models import TextClassifier
+from experiments.studies.lstm import SymmetricUniform
 from vqjax import Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import Documents, LabelledSource, Tokenizer, WordTokenizer
-from vqjax.lab.models import SymmetricUniform, TextClassifier
+from vqjax.lab.data import Tokenizer, WordTokenizer
 
 V = FROM_TOKENIZER
 DIM = 300

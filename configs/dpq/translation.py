@@ -3,17 +3,12 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from experiments.studies.dpq.data import PairedSource, PairedTFDS, Pairs
+from experiments.studies.dpq.models import RecurrentTranslator, Translator
+from experiments.studies.lstm import SymmetricUniform
 from vqjax import DenseHead, Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import (
-  PairedSource,
-  PairedTFDS,
-  Pairs,
-  SentencePieceTokenizer,
-  Tokenizer,
-  WordTokenizer,
-)
-from vqjax.lab.models import RecurrentTranslator, SymmetricUniform, Translator
+from vqjax.lab.data import SentencePieceTokenizer, Tokenizer, WordTokenizer
 from vqjax.lab.training import SGD, SM3
 
 V = FROM_TOKENIZER

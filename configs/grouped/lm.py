@@ -12,7 +12,7 @@ from flax import linen as nn
 from vqjax import DenseEmbedding, DenseHead, Embedding, GroupedHead, Head
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import TFDS, BPETokenizer, Source, Tokenizer, Windows
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 HeadOf = Callable[[int, int, Embedding], Head]
 """(vocab, dim, embedding) -> a head; a tied one shares the embedding."""

@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 
+from experiments.studies.grouped import shapes
+from experiments.studies.grouped.convnet import ConvNet
+from experiments.studies.grouped.pictures import Drawn, Shapes
+from experiments.studies.grouped.shapes import Grid
 from vqjax import DenseHead, GroupedHead, Head
 from vqjax.lab.config import Experiment, Train
-from vqjax.lab.data import Drawn, Grid, Shapes, shapes
-from vqjax.lab.models import ConvNet
 
 EVERY = Grid()
 

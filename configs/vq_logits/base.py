@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, Head
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import Source, Tokenizer, Windows
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 HEADS: dict[str, Callable[[int, int], Head]] = {
   "dense": functools.partial(DenseHead, dtype=jnp.bfloat16),

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import generation, measure
-from vqjax import checkpoints
-from vqjax.inference import GREEDY, generate, unstacked
 from vqjax.lab.training.provenance import device
+from vqjax.lm import checkpoints
+from vqjax.lm.generation import GREEDY, generate, unstacked
 
 CACHE = pathlib.Path(os.environ.get("VQJAX_CACHE") or pathlib.Path.home() / ".cache" / "vqjax")
 FILE = "gemma-3-270m-q4_k_m.gguf"

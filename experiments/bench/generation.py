@@ -12,10 +12,10 @@ from jax import lax
 
 from experiments.bench import measure
 from vqjax import DenseEmbedding, DenseHead
-from vqjax.inference import GREEDY, generate, unstacked
-from vqjax.inference.cache import Variables, decode, prefill
 from vqjax.lab.training.provenance import device
-from vqjax.models import MLP, Attention, RMSNorm, Rotary, Transformer
+from vqjax.lm.generation import GREEDY, generate, unstacked
+from vqjax.lm.generation.cache import Variables, decode, prefill
+from vqjax.lm.models import MLP, Attention, RMSNorm, Rotary, Transformer
 
 
 class Sizes(NamedTuple):

@@ -16,7 +16,10 @@ from experiments.bench import losses, measure
 from experiments.bench.losses import LossShape
 from experiments.bench.measure import compare, log, settled_seconds
 from experiments.bench.training_step import TrainingStep
+from experiments.studies.grouped.convnet import ConvNet
+from experiments.studies.grouped.pictures import Drawn
 from experiments.studies.grouped.rows import ABLATED
+from experiments.studies.grouped.shapes import NUM_CLASSES, SIDE, draw
 from vqjax import (
   CodebookHead,
   DenseEmbedding,
@@ -28,12 +31,10 @@ from vqjax import (
 )
 from vqjax.heads.workload import loss_and_gradient
 from vqjax.lab.config import Experiment, Train
-from vqjax.lab.data import Drawn, Windows
-from vqjax.lab.data.shapes import NUM_CLASSES, SIDE, draw
-from vqjax.lab.models import ConvNet
+from vqjax.lab.data import Windows
 from vqjax.lab.report.units import MISSING
 from vqjax.lab.training.provenance import device
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.ops import groups as group_ops
 from vqjax.ops import softmax
 
@@ -106,9 +107,9 @@ class Decoder(NamedTuple):
 class MaterialisedHead(DenseHead):
   """A dense head whose loss holds all logits in memory."""
 
-  def log_prob(self, hidden, tokens):
-    """Log-probability of `tokens` in nats; it and its gradient hold [*B, V]."""
-    return -optax.softmax_cross_entropy_with_integer_labels(self.logits(hidden), tokens)
+  def _log_prob(self, arrays, hidden, token, temperature):
+    logits = self._logits(arrays, hidden) / temperature
+    return -optax.softmax_cross_entropy_with_integer_labels(logits, token)
 
 
 class Contender(NamedTuple):
@@ -302,13 +303,14 @@ def equal(vocab: int, size: int) -> tuple[int, ...]:
 class UntiledHead(GroupedHead):
   """The grouped head of the paper's Figure 5, with all scores in memory."""
 
-  def log_prob(self, hidden, tokens):
-    """Log-probability of `tokens` in nats."""
-    group, slot = group_ops.group_and_slot(tokens, self.starts)
-    shared = softmax.linear_scores(hidden, self.array("slot_weight"))
-    scores = group_ops.scaled(shared, self.array("scale")[group], self.array("shift")[group])
+  def _log_prob(self, arrays, hidden, token, temperature):
+    del temperature
+    group, slot = group_ops.group_and_slot(token, self.starts)
+    shared = softmax.linear_scores(hidden, arrays["slot_weight"])
+    scores = group_ops.scaled(shared, arrays["scale"][group], arrays["shift"][group])
     size = jnp.asarray(np.diff(self.starts), jnp.int32)[group]
-    of_group = jnp.take_along_axis(self.log_group(hidden), group[..., None], axis=-1)[..., 0]
+    log_group = self._log_group(arrays, hidden)
+    of_group = jnp.take_along_axis(log_group, group[..., None], axis=-1)[..., 0]
     return of_group + group_ops.log_prob_in_group(scores, size, slot)
 
 

@@ -18,11 +18,12 @@ import numpy as np
 
 from experiments.bench import measure, speculation
 from experiments.bench.gemma import CACHE
-from vqjax.inference import Medusa, Sampling, Tree, Typical, generate
-from vqjax.inference.lens import model_mark
-from vqjax.lab.compression import ProgressBars, open_work
-from vqjax.lab.medusa import Settings, frequent_output, medusa_of_rows
 from vqjax.lab.training.provenance import device
+from vqjax.lm.drafting import Medusa
+from vqjax.lm.drafting.medusa_training import Settings, frequent_output, medusa_of_rows
+from vqjax.lm.generation import Sampling, Tree, Typical, generate
+from vqjax.lm.jobs import ProgressBars, open_work
+from vqjax.lm.lenses.tuned import model_mark
 
 
 class Sizes(NamedTuple):

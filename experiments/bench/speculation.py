@@ -28,30 +28,22 @@ from experiments import gemma as texts
 from experiments.bench import gemma, measure
 from experiments.bench.generation import QUICK as QUICK_DECODER
 from experiments.bench.generation import decoder
-from vqjax import DenseHead, LowRankHead, RoutedHead, assign, checkpoints
+from vqjax import DenseHead, LowRankHead, RoutedHead, assign
+from vqjax.commands.models import load_model
 from vqjax.convert import likely_tokens, train_routes
 from vqjax.heads import Head
-from vqjax.inference import (
-  GREEDY,
-  Drafter,
-  Eagle,
-  EarlyExit,
-  Sampling,
-  generate,
-  load_eagle,
-  save_eagle,
-  unstacked,
-)
-from vqjax.inference.cache import Variables, extend, prefill
-from vqjax.inference.lens import model_mark
-from vqjax.lab.compression import ProgressBars, open_work
 from vqjax.lab.config import load, override
 from vqjax.lab.data import Stories
-from vqjax.lab.drafters import Settings, drafter_of_rows, spread_rows, timed
-from vqjax.lab.trained import load_trained
 from vqjax.lab.training import fit
 from vqjax.lab.training.provenance import device
-from vqjax.models import Transformer
+from vqjax.lm import checkpoints
+from vqjax.lm.drafting import Eagle, load_eagle, save_eagle
+from vqjax.lm.drafting.eagle_training import Settings, drafter_of_rows, spread_rows, timed
+from vqjax.lm.generation import GREEDY, Drafter, EarlyExit, Sampling, generate, unstacked
+from vqjax.lm.generation.cache import Variables, extend, prefill
+from vqjax.lm.jobs import ProgressBars, open_work
+from vqjax.lm.lenses.tuned import model_mark
+from vqjax.lm.models import Transformer
 
 
 class Sizes(NamedTuple):
@@ -540,7 +532,7 @@ def run_target(sizes: Sizes, quick: bool) -> Target:
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary) if quick else gemma.CACHE / "speculation-run"
     fit(experiment, folder)
-    model, variables, tokenizer = load_trained(str(folder), str(CONFIG), fields)
+    model, variables, tokenizer = load_model(str(folder), str(CONFIG), fields)
   encoded = lambda texts: (list(tokenizer.encode(text)) for text in texts)
   of = experiment.data.documents
   texts_of = {"docstrings": of("test")}

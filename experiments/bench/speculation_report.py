@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 from experiments.bench.speculation import ADAPTIVE, FREQUENT, PLAIN, SAMPLINGS
 from experiments.studies import page
 from vqjax.lab import exits
-from vqjax.lab.report import INK, SERIES
-from vqjax.lab.report.plots import blank
 from vqjax.lab.report.units import MISSING
+from vqjax.lm.pages import INK, SERIES, blank
 
 PAGE = page.DOCS / "generation.md"
 IMAGE = "speculation.png"

@@ -20,11 +20,12 @@ import jax
 from configs.large import HEADS
 from experiments.plan import scaling_report
 from experiments.plan.isolated import isolated
-from vqjax.lab import exits, records
+from vqjax.commands.console import configure_warnings
+from vqjax.lab import exits
 from vqjax.lab.config import Experiment
-from vqjax.lab.console import configure_warnings
 from vqjax.lab.plan import chips, compiling
 from vqjax.lab.plan.plan import plan
+from vqjax.lm import records
 from vqjax.sharding import MeshShape, make_mesh
 
 RESULTS = pathlib.Path("docs/results/scaling.jsonl")

@@ -17,13 +17,14 @@ from rich.console import Console
 
 from experiments.studies import page
 from experiments.studies.page import Results
-from vqjax.lab import records
+from vqjax.commands.console import configure_warnings
+from vqjax.commands.runs import exit_code
 from vqjax.lab.config import Experiment, config_hash
-from vqjax.lab.console import configure_warnings, exit_code
 from vqjax.lab.exits import LESS_OF_A_STEP
 from vqjax.lab.training import NotFiniteError, fit
 from vqjax.lab.training.provenance import provenance
 from vqjax.lab.training.run import read_result
+from vqjax.lm import records
 
 
 @dataclasses.dataclass

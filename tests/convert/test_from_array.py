@@ -10,7 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 import vqjax
 from tests import reference
-from vqjax.convert import from_array
+from vqjax import nnx
+from vqjax.convert import from_array, to_head
 from vqjax.embeddings import compact_file
 
 V, D = 101, 12
@@ -157,13 +158,13 @@ def test_the_head_scores_with_the_vectors_and_the_bias(method, with_bias, table,
   given = bias if with_bias else None
   vqjax.compress(table, method=method, bias=given).save(tmp_path / "small.safetensors")
   small = vqjax.CompactEmbedding.load(tmp_path / "small.safetensors")
-  head, variables = small.to_head()
+  head, variables = to_head(small)
   hidden = jax.random.normal(jax.random.key(0), (2, 9, D))
   tokens = jnp.arange(18).reshape(2, 9) * 5
   found = head.apply(variables, hidden, tokens, method="log_prob")
   expected = reference.linear_log_prob(hidden, np.asarray(small.table()), tokens, given)
   np.testing.assert_allclose(found, expected, atol=1e-5)
-  in_nnx = small.to_nnx()
+  in_nnx = nnx.from_linen(head, variables)
   np.testing.assert_array_equal(in_nnx.log_prob(hidden, tokens), found)
   for mine, linen in zip(
     in_nnx.top_k(hidden[0], 3), head.apply(variables, hidden[0], 3, method="top_k")

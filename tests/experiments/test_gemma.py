@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from experiments import gemma, small_models
-from tests.checkpoints.families import V, small
-from vqjax.compression import Moments
-from vqjax.lab.compression import Compression, Windows
+from tests.lm.checkpoints.families import V, small
+from vqjax.lm.compression.search import Compression
+from vqjax.lm.texts import Windows
+from vqjax.tables import Moments
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
@@ -93,7 +94,7 @@ def test_kept_tables_of_other_moments_or_another_version_are_made_again(
   others = dataclasses.replace(own, counts=own.counts + 1)
   other = Compression(compression.model, compression.variables, others)
   assert gemma.kept_table(tmp_path, other, 0.007) is None
-  monkeypatch.setattr(gemma.table_file, "VERSION", gemma.table_file.VERSION + 1)
+  monkeypatch.setattr(gemma.container, "VERSION", gemma.container.VERSION + 1)
   assert gemma.kept_table(tmp_path, compression, 0.007) is None
 
 

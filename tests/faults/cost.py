@@ -19,9 +19,9 @@ import optax
 
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.compact_file import open_compact
-from vqjax.lab import records
 from vqjax.lab.training import checkpoint, log
 from vqjax.lab.training.step import TrainState, checksum
+from vqjax.lm import records
 
 REPEATS = 9
 

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from experiments.studies.grouped import judge
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.compact_file import open_compact
-from vqjax.lab import config, judge, records
+from vqjax.lab import config
 from vqjax.lab.data import BPETokenizer, SentencePieceTokenizer, WordTokenizer
 from vqjax.lab.training.run import Config, Result, Row
+from vqjax.lm import records
 
 EXAMPLES = int(os.environ.get("VQJAX_EXAMPLES", "1"))
 ROOT = pathlib.Path(__file__).parents[2]

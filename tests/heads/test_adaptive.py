@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests import reference
-from tests.contract_on_meshes import perturbed
+from tests.contract_on_meshes import moved_variables
 from tests.heads.narrow import NarrowContract, exact
+from tests.jitted import abstract_variables, head_variables, results
 from vqjax import AdaptiveHead
 
 
@@ -33,13 +34,9 @@ class TestAdaptiveHead(NarrowContract):
     return np.concatenate(found, axis=-1)
 
 
-def shapes(head):
-  variables = jax.eval_shape(head.init, jax.random.key(0), jnp.zeros((1, head.dim)))
-  return {name: x.shape for name, x in variables["params"].items()}
-
-
 def test_the_shapes_are_those_of_pytorch():
-  assert shapes(AdaptiveHead(1001, 100, (20, 200, 1000), factor=4)) == {
+  variables = abstract_variables(AdaptiveHead(1001, 100, (20, 200, 1000), factor=4))
+  assert {name: x.shape for name, x in variables["params"].items()} == {
     "head": (23, 100),
     "down_0": (25, 100),
     "down_1": (6, 100),
@@ -62,10 +59,8 @@ def test_any_number_of_tokens_in_a_cluster_is_scored_and_has_its_gradient(inside
   head = AdaptiveHead(60, 8, (7, 30), factor=2)
   rng = np.random.default_rng(0)
   tokens = np.concatenate([rng.integers(30, 60, inside), rng.integers(0, 30, 2003 - inside)])
-  tokens = jnp.asarray(rng.permutation(tokens), jnp.int32)
-  hidden = jax.random.normal(jax.random.key(0), (2003, 8))
-  cotangent = jax.random.normal(jax.random.key(1), (2003,))
-  variables = perturbed(head.init(jax.random.key(2), hidden))
+  tokens = rng.permutation(tokens).astype(np.int32)
+  hidden, cotangent = (rng.standard_normal(shape, np.float32) for shape in ((2003, 8), 2003))
 
   def score(variables, hidden):
     log_prob = head.apply(variables, hidden, tokens, method="log_prob")
@@ -76,23 +71,23 @@ def test_any_number_of_tokens_in_a_cluster_is_scored_and_has_its_gradient(inside
     log_prob = jnp.take_along_axis(logits, tokens[:, None], 1)[:, 0]
     return (log_prob * cotangent).sum(), log_prob
 
-  found, expected = (
-    jax.jit(jax.grad(function, (0, 1), has_aux=True))(variables, hidden)
-    for function in (score, plain)
+  found, expected = results(
+    lambda *given: [jax.grad(f, (0, 1), has_aux=True)(*given) for f in (score, plain)],
+    *(moved_variables(head), hidden),
   )
   # Sums over up to 2003 tokens in float32.
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), found, expected)
 
 
-@pytest.mark.slow
 def test_a_cluster_without_tokens_is_not_scored():
   head = AdaptiveHead(50, 8, (10, 30), factor=2)
-  hidden, tokens = jax.random.normal(jax.random.key(0), (5, 8)), jnp.array([0, 9, 10, 29, 3])
-  params = head.init(jax.random.key(1), hidden)["params"]
+  hidden = np.random.default_rng(0).standard_normal((5, 8), np.float32)
+  params = head_variables(head)["params"]
   # Were it scored, not even a cotangent of zero would keep these out of the gradient.
-  params |= {"tail_1": jnp.full_like(params["tail_1"], jnp.nan)}
+  params |= {"tail_1": np.full_like(params["tail_1"], np.nan)}
+  tokens = np.array([0, 9, 10, 29, 3])
   loss = lambda p: head.apply({"params": p}, hidden, tokens, method="log_prob").sum()
-  value, gradient = jax.value_and_grad(loss)(params)
+  value, gradient = results(jax.value_and_grad(loss), params)
   assert np.isfinite(value)
   assert not gradient["tail_1"].any()
   assert not gradient["down_1"].any()
@@ -110,4 +105,4 @@ def test_cutoffs_that_make_no_cluster_are_refused(cutoffs):
 @pytest.mark.parametrize("factor", [0, 4])
 def test_factors_that_leave_no_width_are_refused(factor):
   with pytest.raises(ValueError, match=f"`factor` .*got {factor}"):
-    AdaptiveHead(31, 12, (5, 9), factor).init(jax.random.key(0), jnp.zeros((1, 12)))
+    AdaptiveHead(31, 12, (5, 9), factor).size()

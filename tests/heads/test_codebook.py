@@ -1,7 +1,6 @@
 """The codebook head keeps the contract with any assignment, tied and untied."""
 
 import contextlib
-import functools
 from typing import ClassVar
 
 import jax
@@ -12,8 +11,9 @@ import scipy.stats
 
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
+from tests.jitted import abstract_variables, head_variables, results, run
 from vqjax import CodebookEmbedding, CodebookHead, assign
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -47,42 +47,41 @@ class TestCodebookHead(RepresentativeContract):
     return scores[..., codes["assignment"]] + params.get("token_bias", 0.0)
 
 
-@pytest.mark.slow
+def normal(*shape):
+  return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
 def test_an_empty_code_gets_no_gradient():
   head = CodebookHead(10, 4, 6, with_empty_codes)
-  hidden, tokens = jax.random.normal(jax.random.key(0), (3, 4)), jnp.array([0, 1, 2])
-  variables = head.init(jax.random.key(1), hidden)
-  loss = lambda v: head.apply(v, hidden, tokens, method="log_prob").sum()
-  gradient = jax.grad(loss, allow_int=True)(variables)["params"]["codebook"]
+  variables, hidden = head_variables(head), normal(3, 4)
+  loss = lambda v: head.apply(v, hidden, np.arange(3), method="log_prob").sum()
+  gradient = results(jax.grad(loss, allow_int=True), variables)["params"]["codebook"]
   empty = ~np.isin(np.arange(6), variables["codes"]["assignment"])
   assert empty.any()
   assert (gradient[empty] == 0).all()
   assert np.isfinite(gradient).all()
 
 
-@pytest.mark.slow
 def test_a_bfloat16_bias_of_a_frequent_token_gets_its_whole_gradient():
   head = CodebookHead(5, 4, 2, token_bias=True, param_dtype=jnp.bfloat16)
-  hidden, tokens = jnp.zeros((3000, 4)), jnp.zeros((3000,), jnp.int32)
-  variables = head.init(jax.random.key(0), hidden)
-  log_prob = lambda p: head.apply({**variables, "params": p}, hidden, tokens, method="log_prob")
-  gradient = jax.grad(lambda p: log_prob(p).sum())(variables["params"])["token_bias"]
+  hidden, tokens = np.zeros((3000, 4), np.float32), np.zeros(3000, np.int32)
+  loss = lambda v: head.apply(v, hidden, tokens, method="log_prob").sum()
+  gradient = results(jax.grad(loss, allow_int=True), head_variables(head))["params"]["token_bias"]
   # With equal scores p is 1/5: 3000 · (1 - 1/5) for token 0, -3000 / 5 for others, to 2^-9.
   np.testing.assert_allclose(np.float64(gradient), [2400, -600, -600, -600, -600], rtol=2**-7)
 
 
 def test_without_a_bias_no_probability_exceeds_one_over_the_size_of_its_code():
   head = CodebookHead(12, 4, 3)
-  hidden = 100 * jax.random.normal(jax.random.key(0), (50, 4))
-  variables = head.init(jax.random.key(1), hidden)
-  top, _ = head.apply(variables, hidden, 1, method="top_k")
+  best = lambda v, h: head.apply(v, h, 1, method="top_k")[0]
+  top = results(best, head_variables(head), 100 * normal(50, 4))
   np.testing.assert_allclose(np.exp(top.max()), 1 / 4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("codes", [0, 11])
 def test_codes_outside_the_vocabulary_are_refused(codes):
   with pytest.raises(ValueError, match=rf"codes.*{codes}"):
-    CodebookHead(10, 4, codes).init(jax.random.key(0), jnp.zeros((1, 4)))
+    CodebookHead(10, 4, codes).size()
 
 
 @pytest.mark.parametrize(
@@ -97,16 +96,16 @@ def test_codes_outside_the_vocabulary_are_refused(codes):
 def test_a_table_that_does_not_fit_is_refused_with_a_remedy(table, message):
   head = CodebookHead(10, 4, 3, lambda vocab, codes: table)
   with pytest.raises(ValueError, match=message) as error:
-    jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, 4)))
+    abstract_variables(head)
   assert "assign.contiguous" in str(error.value)
 
 
 def test_a_restored_table_of_another_length_is_refused():
   head = CodebookHead(10, 4, 3)
-  variables = head.init(jax.random.key(0), jnp.zeros((1, 4)))
-  variables["codes"] = {"assignment": jnp.zeros(9, jnp.int32)}
+  variables = abstract_variables(head)
+  variables["codes"] = {"assignment": jax.ShapeDtypeStruct((9,), jnp.int32)}
   with pytest.raises(ValueError, match=r"`assignment` .*\(10,\).*\(9,\)"):
-    head.apply(variables, jnp.zeros((1, 4)))
+    jax.eval_shape(head.apply, variables, jax.ShapeDtypeStruct((1, 4), jnp.float32))
 
 
 def test_contiguous_blocks_differ_by_at_most_one():
@@ -131,30 +130,28 @@ def test_a_fraction_that_leaves_no_code_for_the_rest_is_refused(fraction):
 
 def test_a_huge_vocabulary_needs_no_huge_array():
   head = CodebookHead(2**24, 64, 256, token_bias=True)
-  variables = jax.eval_shape(head.init, jax.random.key(0), jnp.zeros((1, 64)))
-  apply = functools.partial(head.apply, method="log_prob")
   hidden = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
-  shape = jax.eval_shape(apply, variables, hidden, jax.ShapeDtypeStruct((4096,), jnp.int32))
-  assert shape.shape == (4096,)
+  log_prob = lambda v, h: head.apply(v, h, jnp.arange(4096), method="log_prob")
+  assert jax.eval_shape(log_prob, abstract_variables(head), hidden).shape == (4096,)
 
 
 def test_a_code_that_does_not_exist_is_nan_and_never_that_of_a_neighbour():
   head = CodebookHead(10, 4, 3)
-  hidden = jnp.ones((2, 4))
-  variables = head.init(jax.random.key(0), hidden)
-  table = variables["codes"]["assignment"].at[2].set(40).at[5].set(-1)
+  variables, tokens = head_variables(head), np.array([2, 5])
+  table = variables["codes"]["assignment"].copy()
+  table[tokens] = 40, -1
   variables = variables | {"codes": {"assignment": table}}
-  tokens = jnp.array([2, 5])
-  assert np.isnan(head.apply(variables, hidden, tokens, method="log_prob")).all()
-  assert np.isnan(head.apply(variables, hidden)[:, [2, 5]]).all()
+  both = lambda own, h: (own.log_prob(h, tokens), own.logits(h)[:, tokens])
+  assert all(np.isnan(x).all() for x in run(head, variables, both, normal(2, 4)))
 
 
 def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
   head = CodebookHead(10, 4, 5, token_bias=True)
-  variables = head.init(jax.random.key(0), jnp.ones((1, 4)))
-  bias = variables["params"]["token_bias"].at[:2].set(-jnp.inf)
-  variables = variables | {"params": variables["params"] | {"token_bias": bias}}
-  log_prob = head.apply(variables, jnp.ones((2, 4)), jnp.array([0, 3]), method="log_prob")
+  variables, tokens = head_variables(head), np.array([0, 3])
+  variables["params"]["token_bias"] = np.float32([-np.inf] * 2 + [0] * 8)
+  log_prob = results(
+    lambda v, h: head.apply(v, h, tokens, method="log_prob"), variables, normal(2, 4)
+  )
   assert np.isneginf(log_prob[0])
   assert np.isfinite(log_prob[1])
 
@@ -163,13 +160,14 @@ def test_a_code_whose_bias_is_minus_infinity_has_no_probability():
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
 def test_draws_of_a_code_and_then_a_token_follow_the_distribution_on_a_mesh_too(shape):
   head = CodebookHead(101, 4, 17, token_bias=True, vocab_axis="model" if shape else None)
-  row = jax.random.normal(jax.random.key(0), (4,))
-  variables = head.init(jax.random.key(1), row)
-  many = jnp.broadcast_to(row, (60_000, 4))
-  draw = jax.jit(lambda h, k: head.apply(variables, h, k, 0.7, method="sample"))
+  variables, many = head_variables(head), np.broadcast_to(normal(4), (60_000, 4))
+  draw = lambda v, h: (
+    head.apply(v, h, jax.random.key(2), 0.7, method="sample"),
+    head.apply(v, h[0]),
+  )
   with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
-    drawn = draw(many, jax.random.key(2))
-  expected = jax.nn.softmax(head.apply(variables, row) / 0.7) * len(drawn)
+    drawn, logits = results(draw, variables, many)
+  expected = np.exp(reference.log_softmax(logits / 0.7)) * len(drawn)
   counts = np.bincount(drawn, minlength=101)
   assert scipy.stats.chisquare(counts, expected, sum_check=False).pvalue > 1e-4
 
@@ -182,24 +180,23 @@ def decoder(head, embedding):
   return Transformer(embedding=embedding, head=head, dim=6, layers=1, heads=2, context=4)
 
 
-@pytest.mark.slow
 def test_a_tied_model_has_one_codebook_and_one_table_and_names_their_axes():
   embedding = CodebookEmbedding(13, 6, 5)
   model = decoder(CodebookHead(13, 6, 5, token_bias=True, embedding=embedding), embedding)
   tokens = jnp.array([[1, 12, 0]])
-  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
+  variables = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
+  )
   assert set(variables["params"]["head"]) == {"token_bias"}
   assert jax.tree.map(jnp.shape, variables["codes"]) == {"embedding": {"assignment": (13,)}}
   ranks = jax.tree.map(len, model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
   assert ranks == jax.tree.map(jnp.ndim, variables)
 
 
-@pytest.mark.slow
 def test_the_gradient_of_a_tied_codebook_sums_those_of_lookups_and_of_scores():
   embedding = CodebookEmbedding(7, 4, 3)
   head = CodebookHead(7, 4, 3, embedding=embedding)
-  tokens, targets = jnp.array([1, 2, 6]), jnp.array([3, 3, 0])
-  variables = head.init(jax.random.key(0), jnp.zeros((1, 4)))
+  tokens, targets, variables = np.array([1, 2, 6]), np.array([3, 3, 0]), head_variables(head)
   table = variables["codes"]["embedding"]["assignment"]
 
   def loss(look_up, score):
@@ -210,15 +207,15 @@ def test_the_gradient_of_a_tied_codebook_sums_those_of_lookups_and_of_scores():
     return head.apply(outer, hidden, targets, method="log_prob").sum()
 
   codebook = variables["params"]["embedding"]["codebook"]
-  both = jax.grad(lambda c: loss(c, c))(codebook)
-  parts = jax.grad(loss, (0, 1))(codebook, codebook)
+  both, parts = results(
+    lambda c: (jax.grad(lambda c: loss(c, c))(c), jax.grad(loss, (0, 1))(c, c)), codebook
+  )
   np.testing.assert_allclose(both, parts[0] + parts[1], atol=1e-6)
   # The part of the lookups: each token's code moves by the gradient in its hidden vector.
   weight = np.asarray(codebook, np.float64)
-  logits = weight[np.asarray(table)[np.asarray(tokens)]] @ weight[table].T
-  pull = np.eye(7)[np.asarray(targets)] - np.exp(reference.log_softmax(logits))
+  pull = np.eye(7)[targets] - np.exp(reference.log_softmax(weight[table[tokens]] @ weight[table].T))
   expected = np.zeros_like(weight)
-  np.add.at(expected, np.asarray(table)[np.asarray(tokens)], pull @ weight[table])
+  np.add.at(expected, table[tokens], pull @ weight[table])
   np.testing.assert_allclose(parts[0], expected, atol=1e-6)
 
 
@@ -226,30 +223,31 @@ def test_the_gradient_of_a_tied_codebook_sums_those_of_lookups_and_of_scores():
 def test_a_tied_embedding_of_another_size_is_refused(sizes):
   head = CodebookHead(7, 4, 3, embedding=CodebookEmbedding(*sizes))
   with pytest.raises(ValueError, match=r"`embedding` .*vocab 7, dim 4 and codes 3"):
-    head.init(jax.random.key(0), jnp.zeros((1, 4)))
+    head.size()
 
 
 @pytest.mark.parametrize("shape", [None, MeshShape(2, 2, 2)])
 def test_the_commitment_moves_hidden_vectors_and_not_the_codebook(shape):
   head = CodebookHead(53, 6, 7, commitment=0.25, vocab_axis="model" if shape else None)
-  hidden = jax.random.normal(jax.random.key(0), (4, 5, 6))
-  tokens = jax.random.randint(jax.random.key(1), (4, 5), 0, 53)
-  variables = head.init(jax.random.key(2), hidden)
-  loss = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="aux")["commitment"]
+  hidden, tokens = normal(4, 5, 6), np.random.default_rng(1).integers(0, 53, (4, 5))
+  variables = head_variables(head)
+  terms = lambda p, h: head.apply(variables | {"params": p}, h, tokens, method="loss_terms")[1]
+  loss = lambda p, h: terms(p, h)["commitment"]
   with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
-    found, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(variables["params"], hidden)
+    found, gradients = results(jax.value_and_grad(loss, (0, 1)), variables["params"], hidden)
   codebook = np.asarray(variables["params"]["codebook"], np.float64)
-  apart = np.asarray(hidden, np.float64) - codebook[np.asarray(tokens) * 7 // 53]
+  apart = np.asarray(hidden, np.float64) - codebook[tokens * 7 // 53]
   np.testing.assert_allclose(found, 0.25 * np.mean(apart**2), rtol=1e-5)
   np.testing.assert_allclose(gradients[1], 0.5 * apart / apart.size, atol=1e-6)
   assert (gradients[0]["codebook"] == 0).all()
 
 
 def test_the_commitment_is_a_separate_term_of_the_loss():
-  head, hidden = tied(11, 4, 3, commitment=1.0), jnp.ones((2, 4))
-  variables = head.init(jax.random.key(0), hidden)
-  log_prob, terms = head.apply(variables, hidden, jnp.array([0, 10]), method="loss_terms")
-  plain = tied(11, 4, 3).apply(variables, hidden, jnp.array([0, 10]), method="loss_terms")
+  heads, tokens = [tied(11, 4, 3, commitment=1.0), tied(11, 4, 3)], np.array([0, 10])
+  (log_prob, terms), plain = results(
+    lambda v, h: [head.apply(v, h, tokens, method="loss_terms") for head in heads],
+    *(head_variables(heads[0]), normal(2, 4)),
+  )
   np.testing.assert_array_equal(log_prob, plain[0])
   assert set(terms) == {"commitment"}
   assert plain[1] == {}
@@ -258,4 +256,4 @@ def test_the_commitment_is_a_separate_term_of_the_loss():
 @pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
 def test_a_negative_or_infinite_commitment_is_refused(value):
   with pytest.raises(ValueError, match=f"`commitment` .*{value}"):
-    CodebookHead(7, 4, 3, commitment=value).init(jax.random.key(0), jnp.zeros((1, 4)))
+    CodebookHead(7, 4, 3, commitment=value).size()

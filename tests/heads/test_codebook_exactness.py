@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.contract_on_meshes import as_float64, moved_variables
+from tests.jitted import results
 from vqjax import CodebookHead
 from vqjax.ops.codes import code_softmax
 from vqjax.sharding import MeshShape, make_mesh
@@ -23,18 +25,18 @@ def gathered_loss(params, table, hidden, tokens, z_loss, smoothing):
   return -smooth_N.mean() + z_loss * (log_z_N**2).mean()
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def inputs():
+  rng = np.random.default_rng(0)
+  return rng.standard_normal((N, D), np.float32), rng.integers(0, V, N).astype(np.int32)
+
+
+# Without a bias, each term of the loss; with one, all at once.
+@pytest.mark.parametrize(
+  ("bias", "z_loss", "smoothing"), [(False, 0.0, 0.1), (False, 1e-2, 0.0), (True, 1e-2, 0.1)]
+)
 def test_loss_and_gradients_equal_gather_and_softmax_in_float64(bias, z_loss, smoothing):
   head = CodebookHead(V, D, K, token_bias=bias, z_loss=z_loss, label_smoothing=smoothing)
-  hidden = jax.random.normal(jax.random.key(0), (N, D))
-  tokens = jax.random.randint(jax.random.key(1), (N,), 0, V)
-  variables = head.init(jax.random.key(2), hidden)
-  params = variables["params"]
-  if bias:
-    params = params | {"token_bias": jax.random.normal(jax.random.key(3), (V,))}
+  (hidden, tokens), variables = inputs(), moved_variables(head)
 
   def loss(params, hidden):
     log_prob, terms = head.apply(
@@ -42,14 +44,14 @@ def test_loss_and_gradients_equal_gather_and_softmax_in_float64(bias, z_loss, sm
     )
     return sum(terms.values(), -log_prob.mean())
 
-  found, gradients = jax.value_and_grad(loss, (0, 1))(params, hidden)
+  params = variables["params"]
+  found, gradients = results(jax.value_and_grad(loss, (0, 1)), params, hidden)
   with jax.enable_x64(True):
-    exact = lambda tree: jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), tree)
-    table = jnp.asarray(np.asarray(variables["codes"]["assignment"]))
-    expected, reference = jax.value_and_grad(gathered_loss, (0, 2))(
-      *(exact(params), table, exact(hidden), jnp.asarray(np.asarray(tokens)), z_loss, smoothing)
+    table = variables["codes"]["assignment"]
+    gathered = lambda p, h: gathered_loss(p, table, h, tokens, z_loss, smoothing)
+    expected, reference = results(
+      jax.value_and_grad(gathered, (0, 1)), *as_float64((params, hidden))
     )
-    expected, reference = jax.device_get((expected, reference))
   np.testing.assert_allclose(found, expected, atol=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, reference)
 
@@ -57,17 +59,15 @@ def test_loss_and_gradients_equal_gather_and_softmax_in_float64(bias, z_loss, sm
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2)])
 def test_the_mean_over_the_vocabulary_is_the_same_on_a_mesh(shape):
-  hidden = jax.random.normal(jax.random.key(0), (N, D))
-  tokens = jax.random.randint(jax.random.key(1), (N,), 0, V)
-  codebook = jax.random.normal(jax.random.key(2), (K, D))
-  bias = jax.random.normal(jax.random.key(3), (V,)).at[5].set(-jnp.inf)
-  table = jnp.arange(V) % K
-  run = jax.jit(
-    lambda axis: code_softmax(hidden, codebook, table, tokens, bias, mean=True, vocab_axis=axis),
-    static_argnums=0,
+  (hidden, tokens), rng = inputs(), np.random.default_rng(1)
+  codebook, bias = (rng.standard_normal(size, np.float32) for size in ((K, D), V))
+  bias[5] = -np.inf
+  run = lambda axis: results(
+    lambda h, w, b: code_softmax(h, w, jnp.arange(V) % K, tokens, b, mean=True, vocab_axis=axis),
+    *(hidden, codebook, bias),
   )
   alone = run(None)
   with jax.set_mesh(make_mesh(MeshShape(*shape))):
-    spread = jax.device_get(run("model"))
+    spread = run("model")
   np.testing.assert_allclose(spread.mean_log_prob, alone.mean_log_prob, atol=2e-6)
   np.testing.assert_allclose(spread.log_z, alone.log_z, atol=2e-6)

@@ -3,21 +3,21 @@
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from tests import reference
-from tests.contract import HeadContract, costly
-from tests.contract_on_meshes import as_float64, perturbed
+from tests.contract import HeadContract
+from tests.contract_on_meshes import as_float64
+from tests.jitted import head_variables, results, run
 from vqjax import CentroidQuantizer, DPQHead, MovingAverage, SoftmaxQuantizer
 from vqjax.convert import to_head
 
 M = 4
 
 
-def codes_and_rows(head, variables):
+def codes_and_rows(variables):
   """Codes and rows by brute force in float64, with initial statistics."""
   params = as_float64(variables)["params"]["table"]
   own = params["quantizer"]
@@ -27,7 +27,7 @@ def codes_and_rows(head, variables):
   score = (parts * keys[None]).sum(-1) if "keys" in own else -apart
   codes = score.argmax(-1)
   values = own.get("values", keys)
-  return codes, values[np.arange(M), codes].reshape(len(codes), head.dim)
+  return codes, values[np.arange(M), codes].reshape(len(codes), -1)
 
 
 class TestDPQHead(HeadContract):
@@ -38,24 +38,22 @@ class TestDPQHead(HeadContract):
 
   def reference_logits(self, head, variables, hidden):
     bias = variables["params"].get("bias", 0.0)
-    return hidden @ codes_and_rows(head, variables)[1].T + bias
+    return hidden @ codes_and_rows(variables)[1].T + bias
+
+  def bfloat16_logits(self, head, variables, hidden):
+    """Rows are rounded to bfloat16; queries and codes are not."""
+    rows = reference.in_bfloat16(codes_and_rows(variables)[1])
+    return hidden @ rows.T + variables["params"].get("bias", 0.0)
 
   def test_gradients_equal_those_of_a_float64_dense_reference(
-    self, case, head, variables, hidden, tokens
+    self, case, run, head, variables, hidden, tokens, cotangent
   ):
     """Gradients are exact except for the queries, which get those of the rows (Eq. 7)."""
-    cotangent = jax.random.normal(jax.random.key(4), tokens.shape)
-
-    def loss(params, hidden):
-      own = variables | {"params": params}
-      return (head.apply(own, hidden, tokens, method="log_prob") * cotangent).sum()
-
-    found, d_hidden = jax.grad(loss, (0, 1))(variables["params"], hidden)
+    found, d_hidden = run.core(hidden, tokens, cotangent)[2]
     h = np.asarray(hidden, np.float64).reshape(-1, self.dim)
-    codes, rows = codes_and_rows(head, variables)
+    codes, rows = codes_and_rows(variables)
     p = np.exp(reference.log_softmax(self.reference_logits(head, as_float64(variables), h)))
-    onehot = np.eye(self.vocab)[np.asarray(tokens).ravel()]
-    d_scores = (onehot - p) * np.asarray(cotangent, np.float64).ravel()[:, None]
+    d_scores = (np.eye(self.vocab)[tokens.ravel()] - p) * cotangent.reshape(-1, 1)
     np.testing.assert_allclose(d_hidden.reshape(h.shape), d_scores @ rows, atol=3e-5)
     d_rows = d_scores.T @ h
     if case == "vq":
@@ -70,19 +68,6 @@ class TestDPQHead(HeadContract):
     assert np.any(found["table"]["quantizer"]["keys"])
     assert np.any(found["table"]["query"])
 
-  @costly
-  def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
-    """Rows are rounded to bfloat16; queries and codes are not."""
-    head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
-    variables = perturbed(head.init(jax.random.key(1), hidden))
-    low = hidden.astype(jnp.bfloat16)
-    found = head.apply(variables, low, tokens, method="log_prob")
-    rows = jnp.asarray(codes_and_rows(head, variables)[1], jnp.bfloat16)
-    bias = np.asarray(variables["params"].get("bias", 0.0), np.float64)
-    scores = np.asarray(low, np.float64) @ np.asarray(rows, np.float64).T + bias
-    expected = np.take_along_axis(reference.log_softmax(scores), tokens[..., None], -1)[..., 0]
-    np.testing.assert_allclose(found, expected, atol=2e-3)
-
 
 TRAINED = [
   SoftmaxQuantizer(8, M),
@@ -96,8 +81,8 @@ TRAINED = [
 def test_it_learns_and_converts_to_a_product_head(quantizer):
   """Statistics and centroids follow the targets; conversion keeps the distribution."""
   head = DPQHead(40, 12, quantizer, use_bias=True)
-  hidden, tokens = jax.random.normal(jax.random.key(0), (40, 12)), jnp.arange(40)
-  variables = head.init(jax.random.key(1), hidden)
+  hidden, tokens = np.random.default_rng(0).standard_normal((40, 12), np.float32), np.arange(40)
+  variables = head_variables(head)
   rest = {name: tree for name, tree in variables.items() if name != "params"}
   params, optimizer = variables["params"], optax.adam(0.02)
   state = optimizer.init(params)
@@ -120,23 +105,24 @@ def test_it_learns_and_converts_to_a_product_head(quantizer):
     first = value if first is None else first
   assert value < first - 1
   trained = rest | {"params": params}
-  expected = head.apply(trained, hidden, tokens, method="log_prob")
   shipped, own = to_head(head.compact(trained), params["bias"])
-  found = shipped.apply(own, hidden, tokens, method="log_prob")
+  expected, found = results(
+    lambda *both: [
+      h.apply(v, hidden, tokens, method="log_prob") for h, v in zip((head, shipped), both)
+    ],
+    *(trained, own),
+  )
   np.testing.assert_allclose(found, expected, atol=1e-4)
   assert -found.mean() < np.log(40) - 1
 
 
-@pytest.mark.slow
 def test_the_terms_are_over_the_rows_of_the_targets():
   head = DPQHead(11, 12, CentroidQuantizer(3, M, commitment=0.5))
-  hidden, tokens = jax.random.normal(jax.random.key(0), (5, 12)), jnp.array([0, 3, 3, 10, -1])
-  variables = head.init(jax.random.key(1), hidden)
-  _, rows = codes_and_rows(head, variables)
+  hidden = np.random.default_rng(0).standard_normal((5, 12), np.float32)
+  tokens, variables = np.array([0, 3, 3, 10, -1]), head_variables(head)
+  _, rows = codes_and_rows(variables)
   query = np.asarray(variables["params"]["table"]["query"], np.float64)
-  apart = ((query - rows)[np.asarray(tokens[:4])] ** 2).mean()
-  for method in ("aux", "loss_terms"):
-    found = head.apply(variables, hidden, tokens, method=method)
-    terms = found if method == "aux" else found[1]
-    np.testing.assert_allclose(terms["regularizer"], apart, rtol=1e-4)
-    np.testing.assert_allclose(terms["commitment"], 0.5 * apart, rtol=1e-4)
+  apart = ((query - rows)[tokens[:4]] ** 2).mean()
+  terms = run(head, variables, lambda own, h: own.loss_terms(h, tokens)[1], hidden)
+  np.testing.assert_allclose(terms["regularizer"], apart, rtol=1e-4)
+  np.testing.assert_allclose(terms["commitment"], 0.5 * apart, rtol=1e-4)

@@ -6,21 +6,22 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from tests import jitted, reference
+from tests import reference
+from tests.jitted import abstract_variables, head_variables, results
 from vqjax import CodebookHead, DenseHead, GroupedHead, LowRankHead
 
 V, D = 101, 12
-HIDDEN = jax.random.normal(jax.random.key(0), (7, D))
-TOKENS = jax.random.randint(jax.random.key(1), (7,), 0, V)
+HIDDEN = np.random.default_rng(0).standard_normal((7, D), np.float32)
+TOKENS = np.random.default_rng(1).integers(0, V, 7)
 
 
 def share(head, variables, tokens=TOKENS):
-  return jitted.apply(head, variables, HIDDEN, tokens, method="gradient_share")
+  return results(lambda v, h: head.apply(v, h, tokens, method="gradient_share"), variables, HIDDEN)
 
 
 def gradients(head, variables):
   """float64 gradients in the logits."""
-  prob = np.exp(reference.log_softmax(head.apply(variables, HIDDEN)))
+  prob = np.exp(reference.log_softmax(results(head.apply, variables, HIDDEN)))
   prob[np.arange(7), TOKENS] -= 1
   return prob
 
@@ -28,14 +29,13 @@ def gradients(head, variables):
 @pytest.mark.parametrize("rank", [1, 5])
 def test_a_low_rank_head_passes_on_its_rank(rank):
   head = LowRankHead(V, D, rank)
-  found = share(head, head.init(jax.random.key(2), HIDDEN))
-  assert found.rank.tolist() == [rank] * 7
+  assert share(head, head_variables(head)).rank.tolist() == [rank] * 7
 
 
 def test_a_codebook_passes_on_no_more_than_the_means_of_its_codes():
   head = CodebookHead(V, D, 8)
-  variables = head.init(jax.random.key(2), HIDDEN)
-  code = np.asarray(variables["codes"]["assignment"])
+  variables = head_variables(head)
+  code = variables["codes"]["assignment"]
   gradient = gradients(head, variables)
   of_code = np.eye(8)[code]
   means = gradient @ of_code / np.maximum(of_code.sum(axis=0), 1) @ of_code.T
@@ -46,13 +46,13 @@ def test_a_codebook_passes_on_no_more_than_the_means_of_its_codes():
 
 def test_a_square_weight_passes_on_everything():
   head = DenseHead(13, D)  # up to a constant, 13 logits have 12 dimensions
-  found = share(head, head.init(jax.random.key(2), HIDDEN), TOKENS % 13)
+  found = share(head, head_variables(head), TOKENS % 13)
   np.testing.assert_allclose(found.kept, 1, atol=1e-5)
 
 
 def test_a_token_outside_of_the_vocabulary_is_nan():
   head = DenseHead(V, D)
-  found = share(head, head.init(jax.random.key(2), HIDDEN), TOKENS.at[3].set(V))
+  found = share(head, head_variables(head), np.where(np.arange(7) == 3, V, TOKENS))
   assert np.flatnonzero(np.isnan(found.kept)).tolist() == [3]
 
 
@@ -61,7 +61,7 @@ def test_a_token_outside_of_the_vocabulary_is_nan():
   "head", [DenseHead(V, D, use_bias=True), CodebookHead(V, D, 9), GroupedHead(V, D)]
 )
 def test_devices_that_share_the_vocabulary_find_the_same(head):
-  variables = head.init(jax.random.key(2), HIDDEN)
+  variables = head_variables(head)
   expected = share(head, variables)
   with jax.set_mesh(jax.make_mesh((4,), ("model",), (AxisType.Auto,))):
     found = share(head.clone(vocab_axis="model"), variables)
@@ -72,7 +72,5 @@ def test_devices_that_share_the_vocabulary_find_the_same(head):
 def test_a_vocabulary_of_several_blocks_is_reduced_block_by_block():
   # Composed rows are scored in blocks; the largest array is a block's Jacobian.
   head = DenseHead(9001, 4, dtype=jnp.bfloat16)
-  variables = head.init(jax.random.key(2), jnp.zeros((1, 4)))
-  call = lambda h, t: head.apply(variables, h, t, method="gradient_share")
-  hidden, tokens = jnp.ones((50, 4)), jnp.arange(50)
-  assert reference.largest_value(call, hidden, tokens) < 9001 * 50 / 4
+  call = lambda v: head.apply(v, jnp.ones((50, 4)), jnp.arange(50), method="gradient_share")
+  assert reference.largest_value(call, abstract_variables(head)) < 9001 * 50 / 4

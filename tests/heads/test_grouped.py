@@ -11,6 +11,7 @@ import pytest
 from tests import reference
 from tests.contract import HeadContract
 from tests.contract_of_representatives import RepresentativeContract
+from tests.jitted import abstract_variables, head_variables, results
 from vqjax import GroupedHead, UnsharedGroupedHead
 
 
@@ -116,46 +117,43 @@ def test_the_parameters_are_those_of_the_papers_classifier():
   assert head.size().params == 10_340_999 - 9_531_392
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("head", [GroupedHead, UnsharedGroupedHead])
 def test_an_order_is_kept_with_its_inverse(head):
-  hidden = jnp.zeros((1, 4))
-  assert set(jax.eval_shape(head(11, 4).init, jax.random.key(0), hidden)) == {"params"}
-  order = jnp.array([3, 0, 10, 2, 1, 4, 9, 8, 7, 6, 5])
-  given = head(11, 4, sizes=(2, 9), order_init=lambda key, shape, dtype: order)
-  variables = jax.jit(given.init)(jax.random.key(0), hidden)
+  assert set(abstract_variables(head(11, 4))) == {"params"}
+  order = np.array([3, 0, 10, 2, 1, 4, 9, 8, 7, 6, 5])
+  given = head(11, 4, sizes=(2, 9), order_init=lambda key, shape, dtype: jnp.asarray(order))
+  variables = head_variables(given)
   np.testing.assert_array_equal(variables["codes"]["order"], order)
-  np.testing.assert_array_equal(order[variables["codes"]["position"]], jnp.arange(11))
-  group = given.apply(variables, jnp.array([3, 0, 10, 5, 11, -1]), method="group_of")
+  np.testing.assert_array_equal(order[variables["codes"]["position"]], np.arange(11))
+  group_of = lambda v, tokens: given.apply(v, tokens, method="group_of")
+  group = results(group_of, variables, np.array([3, 0, 10, 5, 11, -1]))
   assert group.tolist() == [0, 0, 1, 1, -1, -1]
   assert given.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(variables))
 
 
-@pytest.mark.slow
 def test_groups_sizes_and_orders_that_do_not_fit_are_refused():
-  def begin(vocab=11, **fields):
-    return GroupedHead(vocab, 4, **fields).init(jax.random.key(0), jnp.zeros((1, 4)))
-
   with pytest.raises(ValueError, match=r"groups.*12"):
-    begin(groups=12)
+    GroupedHead(11, 4, groups=12).size()
   with pytest.raises(ValueError, match="`sizes` must be at least 1; got 0 for group 1"):
-    begin(sizes=(5, 0, 6))
-  twice = lambda key, shape, dtype: jnp.array([0, 1, 1, 3])
+    GroupedHead(11, 4, sizes=(5, 0, 6)).size()
+  twice = GroupedHead(4, 4, order_init=lambda key, shape, dtype: jnp.array([0, 1, 1, 3]))
   with pytest.raises(ValueError, match=r"order.*token 1 .*1 and 2.*token 2"):
-    begin(4, order_init=twice)
-  other = GroupedHead(10, 4, order_init=shuffled)
+    twice.init(jax.random.key(0), jnp.zeros((1, 4)))
+  head, other = (GroupedHead(vocab, 4, order_init=shuffled) for vocab in (11, 10))
   with pytest.raises(ValueError, match=r"`order` .*\(10,\).*\(11,\)"):
-    other.apply(begin(order_init=shuffled), jnp.zeros((1, 4)), method="log_group")
+    jax.eval_shape(
+      lambda v: other.apply(v, jnp.zeros((1, 4)), method="log_group"), abstract_variables(head)
+    )
 
 
 def test_no_probability_falls_on_a_slot_that_no_token_has():
   head = GroupedHead(10, 4, groups=4)  # sizes 2, 3, 2, 3
-  variables = jax.jit(head.init)(jax.random.key(0), jnp.zeros((1, 4)))
-  shift = variables["params"]["shift"].at[:, 2].set(50.0)  # absent in groups 0 and 2
+  variables = head_variables(head)
+  shift = variables["params"]["shift"].copy()
+  shift[:, 2] = 50.0  # absent in groups 0 and 2
   variables = {"params": variables["params"] | {"shift": shift}}
-  draw = lambda v, h, k: head.apply(v, h, k, method="sample")
-  draws = jax.jit(draw)(variables, jnp.ones((500, 4)), jax.random.key(1))
-  seen = set(np.asarray(draws).tolist())
+  draw = lambda v: head.apply(v, jnp.ones((500, 4)), jax.random.key(1), method="sample")
+  seen = set(results(draw, variables).tolist())
   assert seen <= set(range(10))
   assert seen & {0, 1}
 
@@ -163,16 +161,14 @@ def test_no_probability_falls_on_a_slot_that_no_token_has():
 def test_many_rows_are_decoded_by_the_best_slot_of_each_group_also_on_a_mesh():
   vocab, rows = 307, 17
   head = GroupedHead(vocab, 8, sizes=uneven(vocab), order_init=shuffled, use_bias=True)
-  hidden = 2 * jax.random.normal(jax.random.key(0), (rows, 8))
-  variables = head.init(jax.random.key(1), hidden)
-  logits = head.apply(variables, hidden, method="logits")
-  expected = np.sort(reference.log_softmax(np.asarray(logits, np.float64)))[:, ::-1][:, :40]
-  best = jax.jit(lambda head, v, h: head.apply(v, h, 40, method="top_k"), static_argnums=0)
-  here = best(head, variables, hidden)
+  hidden = 2 * np.random.default_rng(0).standard_normal((rows, 8), np.float32)
+  variables = head_variables(head)
+  best = lambda head: lambda v, h: head.apply(v, h, 40, method="top_k")
+  here, logits = results(lambda *a: (best(head)(*a), head.apply(*a)), variables, hidden)
   with jax.set_mesh(jax.make_mesh((1, 8), ("data", "model"))):
-    there = jax.device_get(best(head.clone(vocab_axis="model"), variables, hidden))
+    there = results(best(head.clone(vocab_axis="model")), variables, hidden)
+  expected = np.sort(reference.log_softmax(logits))[:, ::-1][:, :40]
   for log_probs, tokens in (here, there):
     np.testing.assert_allclose(log_probs, expected, atol=2e-5)
-    own = np.take_along_axis(np.asarray(logits), np.asarray(tokens), -1)
-    np.testing.assert_allclose(own, log_probs, atol=2e-5)
-    assert all(len(set(row)) == 40 for row in np.asarray(tokens))
+    np.testing.assert_allclose(np.take_along_axis(logits, tokens, -1), log_probs, atol=2e-5)
+    assert all(len(set(row)) == 40 for row in tokens)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract_of_representatives import RepresentativeContract
+from tests.jitted import abstract_variables, head_variables, results
 from vqjax import HierarchicalHead
 from vqjax.assign import trees
 
@@ -51,36 +52,33 @@ class TestHierarchicalHead(RepresentativeContract):
     return log_prob
 
 
-@pytest.mark.slow
 def test_a_vocabulary_of_one_token_is_certain():
-  head = HierarchicalHead(1, 4)
-  hidden = jnp.ones((3, 4))
-  variables = head.init(jax.random.key(0), hidden)
-  tokens = jnp.zeros((3,), jnp.int32)
-  np.testing.assert_array_equal(head.apply(variables, hidden, tokens, method="log_prob"), 0)
-  np.testing.assert_array_equal(head.apply(variables, hidden, 1, method="top_k")[0], 0)
-  draws = head.apply(variables, hidden, jax.random.key(0), method="sample")
-  np.testing.assert_array_equal(draws, 0)
+  def everything(variables):
+    own, hidden = HierarchicalHead(1, 4).bind(variables), jnp.ones((3, 4))
+    log_prob = own.log_prob(hidden, jnp.zeros((3,), jnp.int32))
+    return log_prob, own.top_k(hidden, 1)[0], own.sample(hidden, jax.random.key(0))
+
+  for found in results(everything, head_variables(HierarchicalHead(1, 4))):
+    np.testing.assert_array_equal(found, 0)
 
 
-@pytest.mark.slow
 def test_only_the_nodes_on_the_path_of_a_token_get_a_gradient():
   head = HierarchicalHead(37, 8, trees.Huffman(zipf(37)))
-  hidden, tokens = jax.random.normal(jax.random.key(0), (1, 8)), jnp.array([11])
-  variables = head.init(jax.random.key(1), hidden)
+  hidden = np.random.default_rng(0).standard_normal((1, 8), np.float32)
+  variables, tokens = head_variables(head), np.array([11])
   loss = lambda v: head.apply(v, hidden, tokens, method="log_prob").sum()
-  gradient = jax.grad(loss, allow_int=True)(variables)["params"]["weight"]
+  gradient = results(jax.grad(loss, allow_int=True), variables)["params"]["weight"]
   path = variables["codes"]["paths"][variables["codes"]["leaves"][11]]
-  assert set(np.flatnonzero(gradient.any(axis=1))) == set(np.asarray(path)) - {trees.NO_NODE}
+  assert set(np.flatnonzero(gradient.any(axis=1))) == set(path) - {trees.NO_NODE}
 
 
 def test_a_tree_of_another_vocabulary_is_refused():
   with pytest.raises(ValueError, match=r"counts.*9"):
     HierarchicalHead(10, 4, trees.Huffman(np.ones(9, int))).size()
-  variables = HierarchicalHead(9, 4).init(jax.random.key(0), jnp.ones((1, 4)))
-  weight = {"weight": jnp.ones((10, 4))}
+  variables = abstract_variables(HierarchicalHead(9, 4))
+  variables |= {"params": abstract_variables(HierarchicalHead(10, 4))["params"]}
   with pytest.raises(ValueError, match=r"`tokens` .*\(10,\).*\(9,\)"):
-    HierarchicalHead(10, 4).apply(variables | {"params": weight}, jnp.ones((1, 4)))
+    jax.eval_shape(lambda v: HierarchicalHead(10, 4).apply(v, jnp.ones((1, 4))), variables)
 
 
 def test_heads_of_equal_counts_are_equal():

@@ -3,11 +3,11 @@
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.contract import HeadContract
+from tests.jitted import head_variables, results
 from vqjax import CodebookHead, LearnedCodebookHead
 from vqjax.convert import frozen
 from vqjax.heads.learned_codebook import spread
@@ -20,31 +20,25 @@ class TestLearnedCodebookHead(HeadContract):
 
   def reference_logits(self, head, variables, hidden):
     params = variables["params"]
-    candidates = np.asarray(variables["codes"]["candidates"])
     best = params["choice"].argmax(-1)
-    code = candidates[np.arange(len(best)), best]
+    code = variables["codes"]["candidates"][np.arange(len(best)), best]
     return hidden @ params["codebook"][code].T + params.get("token_bias", 0.0)
 
   def test_gradients_equal_those_of_a_float64_dense_reference(
-    self, head, variables, hidden, tokens
+    self, run, head, variables, hidden, tokens, cotangent
   ):
     """The choice has no gradient in `log_prob`, where the assignment is fixed."""
-    loss = lambda p: head.apply(variables | {"params": p}, hidden, tokens, method="log_prob").sum()
-    gradient = jax.grad(loss)(variables["params"])
-    assert (gradient["choice"] == 0).all()
-    found = frozen(variables)
+    found = run.core(hidden, tokens, cotangent)[2][0]
+    assert (found["choice"] == 0).all()
     fixed = CodebookHead(head.vocab, head.dim, head.codes, token_bias=head.token_bias)
-    rest = {"codes": found["codes"]}
-    loss = lambda p: fixed.apply(rest | {"params": p}, hidden, tokens, method="log_prob").sum()
-    expected = jax.grad(loss)(found["params"])
+    score = lambda v: (fixed.apply(v, hidden, tokens, method="log_prob") * cotangent).sum()
+    expected = results(jax.grad(score, allow_int=True), frozen(variables))["params"]
     for name, value in expected.items():
-      np.testing.assert_allclose(gradient[name], value, atol=3e-5)
+      np.testing.assert_allclose(found[name], value, atol=3e-5)
 
 
-def small(**options):
-  head = LearnedCodebookHead(20, 6, 5, 3, token_bias=True, anneal=4, **options)
-  hidden = jax.random.normal(jax.random.key(0), (8, 6))
-  return head, hidden, jnp.arange(8) * 2, head.init(jax.random.key(1), hidden)
+HEAD = LearnedCodebookHead(20, 6, 5, 3, token_bias=True, anneal=4)
+HIDDEN, TOKENS = np.random.default_rng(0).standard_normal((8, 6), np.float32), np.arange(8) * 2
 
 
 def training_loss(head, hidden, tokens, variables, params, key):
@@ -58,48 +52,51 @@ def training_loss(head, hidden, tokens, variables, params, key):
   return -log_prob.mean(), written
 
 
-@pytest.mark.slow
 def test_training_draws_codes_with_a_gradient_for_the_choice_until_it_is_annealed():
-  head, hidden, tokens, variables = small()
-  run = lambda v, key: jax.value_and_grad(
-    lambda p: training_loss(head, hidden, tokens, v, p, key), has_aux=True
-  )(variables["params"])
-  losses = []
-  state = variables
-  for step in range(5):
-    (loss, written), gradient = run(state, jax.random.key(step))
+  @jax.jit
+  def step(variables, at):
+    loss = lambda p: training_loss(HEAD, HIDDEN, TOKENS, variables, p, jax.random.key(at))
+    (loss, written), gradient = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+    fixed = -HEAD.apply(variables, HIDDEN, TOKENS, method="log_prob").mean()
+    return loss, fixed, variables | written, gradient["choice"]
+
+  losses, state = [], head_variables(HEAD)
+  for at in range(6):
+    loss, fixed, state, choice = jax.device_get(step(state, at))
     losses.append(float(loss))
-    state = state | written
-    assert (gradient["choice"] != 0).any() == (step < 4)
-  assert int(state["schedule"]["steps"]) == 5
+    assert (choice != 0).any() == (at < 4)
+  assert int(state["schedule"]["steps"]) == 6
   assert len(set(losses[:4])) == 4  # noise
-  (loss, _), _ = run(state, jax.random.key(99))
-  fixed = -head.apply(state, hidden, tokens, method="log_prob").mean()
   np.testing.assert_allclose(loss, fixed, rtol=1e-6)
 
 
 def test_evaluation_has_no_noise_and_changes_nothing():
-  head, hidden, tokens, variables = small()
-  log_prob, _ = head.apply(
-    variables, hidden, tokens, rngs={"sample": jax.random.key(0)}, method="loss_terms"
-  )
-  np.testing.assert_array_equal(log_prob, head.apply(variables, hidden, tokens, method="log_prob"))
+  def both(variables):
+    rngs = {"sample": jax.random.key(0)}
+    log_prob, _ = HEAD.apply(variables, HIDDEN, TOKENS, rngs=rngs, method="loss_terms")
+    return log_prob, HEAD.apply(variables, HIDDEN, TOKENS, method="log_prob")
+
+  np.testing.assert_array_equal(*results(both, head_variables(HEAD)))
 
 
 def test_the_choice_learns_the_better_code():
   head = LearnedCodebookHead(4, 2, 2, 2, anneal=200)
-  variables = head.init(jax.random.key(0), jnp.zeros((1, 2)))
-  codebook = jnp.array([[4.0, 0.0], [0.0, 4.0]])
-  hidden = jnp.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
-  tokens, params = jnp.array([3, 1, 0, 2]), variables["params"] | {"codebook": codebook}
-  step = jax.jit(
-    jax.grad(lambda p, v, k: training_loss(head, hidden, tokens, v, p, k), has_aux=True)
-  )
-  for at in range(150):
-    gradient, written = step(params, variables, jax.random.key(at))
+  codebook = np.float32([[4, 0], [0, 4]])
+  hidden = np.float32([[1, 0], [1, 0], [0, 1], [0, 1]])
+
+  def step(at, variables):
+    loss = lambda p: training_loss(
+      head, hidden, np.array([3, 1, 0, 2]), variables, p, jax.random.key(at)
+    )
+    params = variables["params"]
+    gradient, written = jax.grad(loss, has_aux=True)(params)
     params = params | {"choice": params["choice"] - 2.0 * gradient["choice"]}
-    variables = variables | written
-  assert frozen(variables | {"params": params})["codes"]["assignment"].tolist() == [1, 0, 1, 0]
+    return variables | written | {"params": params}
+
+  variables = head_variables(head)
+  variables["params"]["codebook"] = codebook
+  trained = results(lambda v: jax.lax.fori_loop(0, 150, step, v), variables)
+  assert frozen(trained)["codes"]["assignment"].tolist() == [1, 0, 1, 0]
 
 
 def test_candidates_are_different_codes_and_begin_with_that_of_contiguous_blocks():
@@ -118,4 +115,4 @@ def test_candidates_are_different_codes_and_begin_with_that_of_contiguous_blocks
 )
 def test_numbers_outside_their_range_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
-    LearnedCodebookHead(20, 6, 5, **options).init(jax.random.key(0), jnp.ones((1, 6)))
+    LearnedCodebookHead(20, 6, 5, **options).size()

@@ -3,12 +3,12 @@
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import jitted, reference
+from tests import reference
 from tests.heads.narrow import NarrowContract, exact
+from tests.jitted import head_variables, results, run
 from vqjax import DenseHead, MixtureHead
 
 
@@ -30,8 +30,8 @@ class TestMixtureHead(NarrowContract):
 
 
 def rank(head):
-  hidden = 3 * jax.random.normal(jax.random.key(0), (60, 4))
-  logits = jitted.apply(head, head.init(jax.random.key(1), hidden), hidden)
+  hidden = 3 * np.random.default_rng(0).standard_normal((60, 4), np.float32)
+  logits = results(head.apply, head_variables(head), hidden)
   values = np.linalg.svd(reference.log_softmax(logits), compute_uv=False)
   return (values > 1e-4 * values[0]).sum()
 
@@ -48,15 +48,18 @@ def test_the_parameters_are_a_table_and_the_projections():
 @pytest.mark.parametrize("components", [0, -1])
 def test_a_mixture_of_nothing_is_refused(components):
   with pytest.raises(ValueError, match=f"`components` .*{components}"):
-    MixtureHead(31, 12, components).init(jax.random.key(0), jnp.zeros((1, 12)))
+    MixtureHead(31, 12, components).size()
 
 
 def test_a_removed_token_has_no_part_in_the_logits_and_their_gradient():
-  head, hidden = MixtureHead(9, 4, 3, use_bias=True), jnp.ones((2, 4))
-  variables = head.init(jax.random.key(0), hidden)
-  bias = variables["params"]["bias"].at[4].set(-jnp.inf)
-  variables = {"params": variables["params"] | {"bias": bias}}
-  logits = head.apply(variables, hidden)
+  head = MixtureHead(9, 4, 3, use_bias=True)
+  variables = head_variables(head)
+  variables["params"]["bias"][4] = -np.inf
+
+  def program(own, hidden):
+    return own.logits(hidden), jax.grad(lambda h: own.logits(h)[:, 0].sum())(hidden)
+
+  logits, gradient = run(head, variables, program, np.ones((2, 4), np.float32))
   np.testing.assert_allclose(np.exp(logits).sum(-1), 1, rtol=1e-6)
   assert np.isneginf(logits[:, 4]).all()
-  assert np.isfinite(jax.grad(lambda h: head.apply(variables, h)[:, 0].sum())(hidden)).all()
+  assert np.isfinite(gradient).all()

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from tests import jitted, reference
-from tests.contract import HeadContract, costly
-from tests.contract_on_meshes import as_float64, perturbed
-from vqjax.compression import packed
+from tests import reference
+from tests.contract import HeadContract
+from tests.jitted import results, run
 from vqjax.embeddings import QuantizedEmbedding
 from vqjax.heads import QuantizedHead
 from vqjax.ops import trellis
+from vqjax.tables import packed
 
 V, D = 29, 12
 
@@ -91,66 +91,47 @@ class TestQuantizedHead(HeadContract):
     "tied": lambda v, d: QuantizedHead(v, d, embedding=QuantizedEmbedding(v, d, 2), softcap=3.0),
   }
 
-  def reference_logits(self, head, variables, hidden):
-    own = {
-      name: tree.get("embedding", tree) if head.embedding is not None else tree
-      for name, tree in variables.items()
-    }
-    scores = hidden @ rows(own["params"], own["codes"], head.is_trellis).T
+  # A sum near the middle of two numbers may be rounded to the other: a part of 2^-8 of a product.
+  bfloat16_tolerance = 2e-2
+
+  def reference_logits(self, head, variables, hidden, rounded=lambda x: x):
+    params, codes = (
+      tree["embedding"] if head.embedding is not None else tree
+      for tree in (variables["params"], variables["codes"])
+    )
+    of_rows = rounded(rows(params | {"inverse": np.eye(self.dim)}, codes, head.is_trellis))
+    scores = rounded(hidden @ rounded(params["inverse"]).T) @ of_rows.T
     scores = scores + variables["params"].get("bias", 0.0)
     return scores if head.softcap is None else head.softcap * np.tanh(scores / head.softcap)
 
-  @costly
-  def test_bfloat16_agrees_with_float64_on_the_same_values(self, case, hidden, tokens):
-    head = self.cases[case](self.vocab, self.dim).clone(dtype=jnp.bfloat16)
-    variables = perturbed(jitted.init(head, jax.random.key(1), hidden))
-    low = hidden.astype(jnp.bfloat16)
-    found = jitted.apply(head, variables, low, tokens, method="log_prob")
-    exact = as_float64(variables)
-    params, codes = exact["params"], exact["codes"]
-    bias = params.get("bias", 0.0)
-    if head.embedding is not None:
-      params, codes = params["embedding"], codes["embedding"]
-    # The hidden vectors are rounded again in the coordinates, and so are the rows.
-    rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
-    projected = rounded(np.asarray(low, np.float64) @ rounded(params["inverse"]).T)
-    own = rounded(rows(params | {"inverse": np.eye(self.dim)}, codes, head.is_trellis))
-    logits = projected @ own.T + bias
-    if head.softcap is not None:
-      logits = head.softcap * np.tanh(logits / head.softcap)
-    expected = np.take_along_axis(reference.log_softmax(logits), tokens[..., None], -1)[..., 0]
-    assert found.dtype == jnp.float32
-    # A sum near the middle of two numbers may be rounded to the other: a part of 2^-8 of a product.
-    np.testing.assert_allclose(found, expected, atol=2e-2)
+  def bfloat16_logits(self, head, variables, hidden):
+    """The hidden vectors are rounded again in the coordinates, and so are the rows."""
+    return self.reference_logits(head, variables, hidden, reference.in_bfloat16)
 
 
 def test_a_lookup_is_a_row_of_the_table_and_nan_outside():
   embedding = QuantizedEmbedding(V, D, 3, width_init=uneven, units=1000)
-  variables = jitted.init(embedding, jax.random.key(0), jnp.zeros((1,), jnp.int32))
-  rank = np.random.default_rng(0).permutation(V)
-  variables["codes"]["rank"] = jnp.asarray(rank, jnp.uint8)
-  expected = rows(*(jax.tree.map(np.asarray, variables[name]) for name in ("params", "codes")))
-  tokens = jnp.array([[0, V - 1, -1], [7, V, 7]])
-  found = jitted.apply(embedding, variables, tokens)
+  variables = results(lambda: embedding.init(jax.random.key(0), jnp.zeros(1, jnp.int32)))
+  variables["codes"]["rank"] = np.random.default_rng(0).permutation(V).astype(np.uint8)
+  expected = rows(variables["params"], variables["codes"])
+  tokens = np.array([[0, V - 1, -1], [7, V, 7]])
+  found, table = run(embedding, variables, lambda own, tokens: (own(tokens), own.table()), tokens)
   np.testing.assert_allclose(found[0, :2], expected[[0, V - 1]], atol=1e-5)
   np.testing.assert_allclose(found[1, ::2], expected[[7, 7]], atol=1e-5)
   assert np.isnan(found[0, 2]).all()
   assert np.isnan(found[1, 1]).all()
-  np.testing.assert_allclose(
-    jitted.apply(embedding, variables, method="table"), expected, atol=1e-5
-  )
+  np.testing.assert_allclose(table, expected, atol=1e-5)
   leaves = jax.tree.leaves(variables)
   assert embedding.size().state_bytes == sum(x.nbytes for x in leaves)
 
 
 def test_impossible_fields_are_refused():
-  hidden = jnp.zeros((1, D))
   with pytest.raises(ValueError, match=r"`classes` must be in \[1, vocab\]; got 30"):
-    QuantizedHead(V, D, 30).init(jax.random.key(0), hidden)
+    QuantizedHead(V, D, 30).size()
   with pytest.raises(ValueError, match="`units` must be at least 1; got 0"):
-    QuantizedHead(V, D, 3, 0).init(jax.random.key(0), hidden)
+    QuantizedHead(V, D, 3, 0).size()
   with pytest.raises(ValueError, match=f"`embedding` must be a QuantizedEmbedding of vocab {V}"):
-    QuantizedHead(V, D, embedding=QuantizedEmbedding(V, 8, 3)).init(jax.random.key(0), hidden)
+    QuantizedHead(V, D, embedding=QuantizedEmbedding(V, 8, 3)).size()
 
 
 def best_of_all(x, weight, width):
@@ -171,7 +152,7 @@ def test_the_best_path_costs_as_little_as_brute_force_finds():
   rng = np.random.default_rng(1)
   width = np.array([3, 2, 2, 1, 1, 0])
   x, weight = rng.normal(size=(5, 6)), rng.uniform(0.5, 2, size=6)
-  state = np.asarray(trellis.best_states(*map(jnp.float32, (x, weight)), jnp.asarray(width)))
+  state = np.asarray(trellis.best_states(*map(np.float32, (x, weight)), width))
   error = np.where(width, (x - quantiles()[state]) ** 2, 0)
   expected = [best_of_all(row, weight, width) for row in x]
   np.testing.assert_allclose((weight * error).sum(axis=1), expected, rtol=1e-5)
@@ -180,23 +161,27 @@ def test_the_best_path_costs_as_little_as_brute_force_finds():
 def test_packed_states_are_read_back():
   width = np.array([[5, 0, 8, 1, 3]])
   columns = np.argsort(-width[0], kind="stable")[:4]
-  x = jax.random.normal(jax.random.key(0), (7, 4))
-  state = np.asarray(trellis.best_states(x, jnp.ones(4), jnp.asarray(width[0, columns])))
+  x = np.random.default_rng(0).standard_normal((7, 4), np.float32)
+  state = np.asarray(trellis.best_states(x, np.ones(4, np.float32), width[0, columns]))
   units = trellis.packed(state, width[0, columns])
-  stream = jnp.concatenate([jnp.zeros(1, jnp.uint16), jnp.asarray(units.reshape(-1))])
-  unit, of_class = trellis.places(jnp.arange(7), jnp.array([7]), jnp.asarray(width))
-  found = trellis.states(stream, unit, trellis.ends(jnp.asarray(width))[of_class])
-  np.testing.assert_array_equal(np.asarray(found)[:, columns], state)
+  stream = np.concatenate([np.zeros(1, np.uint16), np.asarray(units).reshape(-1)])
+
+  def read(stream, width):
+    unit, of_class = trellis.places(jnp.arange(7), jnp.array([7]), width)
+    return trellis.states(stream, unit, trellis.ends(width)[of_class])
+
+  np.testing.assert_array_equal(results(read, stream, width)[:, columns], state)
 
 
 @pytest.mark.parametrize(("width", "left"), [(1, 0.31), (2, 0.086), (3, 0.023), (8, 6e-5)])
 def test_a_code_leaves_the_variance_that_it_states(width, left):
   # The best 2, 4 and 8 levels leave 0.363, 0.1175 and 0.0345; QTIP's 2^16 states 0.069 at 2 bits.
-  x = jax.random.normal(jax.random.key(0), (32, 200))
+  x = np.random.default_rng(0).standard_normal((32, 200), np.float32)
   spread = {1: 0.9, 2: 1.0, 3: 1.05, 8: 1.45}[width]
-  state = trellis.best_states(x / spread, jnp.ones(200), jnp.full(200, width))
-  error = (x - spread * jnp.asarray(trellis.values())[state]) ** 2
-  assert float(error.mean()) < left
+  state = np.asarray(
+    trellis.best_states(np.float32(x / spread), np.ones(200, np.float32), np.full(200, width))
+  )
+  assert ((x - spread * np.asarray(trellis.values())[state]) ** 2).mean() < left
 
 
 def test_nearest_levels_are_the_nearest():

@@ -10,6 +10,7 @@ import scipy.stats
 
 from tests import reference
 from tests.contract_of_representatives import RepresentativeContract
+from tests.jitted import results, run
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, RoutedHead, SigSoftmax
 from vqjax.ops import routing
 
@@ -50,61 +51,68 @@ class TestRoutedHead(RepresentativeContract):
 
 
 def routed(vocab=1024, dim=16, clusters=32, budget=4, use_bias=False, **fields):
-  head = DenseHead(vocab, dim, use_bias=use_bias, **fields)
-  keys = jax.random.split(jax.random.key(0), 4)
-  params = {"weight": jax.random.normal(keys[0], (vocab, dim))}
+  """A dense head, the routed head of it, the variables of both, and hidden vectors."""
+  dense, rng = DenseHead(vocab, dim, use_bias=use_bias, **fields), np.random.default_rng(0)
+  params = {"weight": rng.standard_normal((vocab, dim), np.float32)}
   if use_bias:
-    params["bias"] = jax.random.normal(keys[1], (vocab,))
-  order = np.random.default_rng(0).permutation(vocab)
-  made = RoutedHead.from_dense(head, {"params": params}, order, clusters, budget)
-  return head, {"params": params}, *made, jax.random.normal(keys[2], (2, 3, dim))
+    params["bias"] = rng.standard_normal(vocab, np.float32)
+  order, given = rng.permutation(vocab), {"params": params}
+  head = RoutedHead(vocab, dim, use_bias=use_bias, clusters=clusters, budget=budget, **fields)
+
+  def make(given):
+    made, variables = RoutedHead.from_dense(dense, given, order, clusters, budget)
+    assert made == head
+    return variables
+
+  return dense, given, head, results(make, given), rng.standard_normal((2, 3, dim), np.float32)
 
 
 def test_centroids_of_a_dense_head_are_the_mean_rows():
   _, dense, _, variables, _ = routed()
-  rows = np.asarray(dense["params"]["weight"], np.float64)
-  means = rows[np.asarray(variables["codes"]["order"])].reshape(32, 32, 16).mean(axis=1)
+  rows = dense["params"]["weight"].astype(np.float64)
+  means = rows[variables["codes"]["order"]].reshape(32, 32, 16).mean(axis=1)
   np.testing.assert_allclose(variables["params"]["centroids"], means, atol=1e-6)
 
 
 def test_with_every_cluster_the_head_is_the_dense_head():
   dense, given, head, variables, hidden = routed(budget=32, use_bias=True)
-  np.testing.assert_allclose(
-    head.apply(variables, hidden), dense.apply(given, hidden), rtol=1e-5, atol=1e-5
-  )
+  logits = lambda *both: [h.apply(v, hidden) for h, v in zip((head, dense), both)]
+  np.testing.assert_allclose(*results(logits, variables, given), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("fields", [{}, {"use_bias": True, "softcap": 3.0}])
 def test_few_vectors_and_many_have_one_distribution(fields):
   _, _, head, variables, hidden = routed(**fields)
-  # 6 vectors read 128 rows each; 60 vectors read all.
-  many = jnp.tile(hidden, (10, 1, 1))
-  tokens = jax.random.randint(jax.random.key(5), hidden.shape[:2], 0, 1024)
-  for temperature in (1.0, 0.6):
-    few = head.apply(variables, hidden, tokens, temperature, method="log_prob")
-    all_rows = head.apply(
-      variables, many, jnp.tile(tokens, (10, 1)), temperature, method="log_prob"
-    )
-    np.testing.assert_allclose(few, all_rows[:2], atol=2e-5)
-  np.testing.assert_allclose(
-    head.apply(variables, hidden), head.apply(variables, many)[:2], atol=2e-5
-  )
-  few, all_rows = (head.apply(variables, h, 200, method="top_k") for h in (hidden, many))
-  np.testing.assert_array_equal(few[1], all_rows[1][:2])
-  np.testing.assert_allclose(few[0], all_rows[0][:2], atol=2e-5)
+  tokens = np.random.default_rng(5).integers(0, 1024, hidden.shape[:2])
+
+  def everything(own, hidden):
+    of_both = []
+    # 6 vectors read 128 rows each; 60 vectors read all.
+    for times in (1, 10):
+      h, t = jnp.tile(hidden, (times, 1, 1)), jnp.tile(tokens, (times, 1))
+      log_prob = [own.log_prob(h, t, temperature)[:2] for temperature in (1.0, 0.6)]
+      best = [x[:2] for x in own.top_k(h, 200)]
+      of_both.append((log_prob, own.logits(h)[:2], *best))
+    return of_both
+
+  few, every = run(head, variables, everything, hidden)
+  for a, b in zip(few[:3], every):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+  np.testing.assert_array_equal(few[3], every[3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"top_k": 9}])
 def test_draws_of_few_vectors_follow_the_distribution(options):
   _, _, head, variables, hidden = routed(vocab=64, clusters=8, budget=2, use_bias=True)
-  row = hidden[:1, 0]
-  draw = jax.jit(
-    jax.vmap(lambda key: head.apply(variables, row, key, **options, method="sample")[0])
-  )
-  counts = np.bincount(draw(jax.random.split(jax.random.key(3), 8000)), minlength=64)
-  score = np.asarray(head.apply(variables, row)[0], np.float64) / options.get("temperature", 1.0)
+
+  def program(own, row):
+    draw = lambda key: own.sample(row, key, **options)[0]
+    return jax.vmap(draw)(jax.random.split(jax.random.key(3), 8000)), own.logits(row)[0]
+
+  drawn, score = run(head, variables, program, hidden[:1, 0])
+  counts = np.bincount(drawn, minlength=64)
+  score = score.astype(np.float64) / options.get("temperature", 1.0)
   if "top_k" in options:
     score = np.where(score >= np.sort(score)[-9], score, -np.inf)
   expected = np.exp(reference.log_softmax(score)) * 8000
@@ -117,12 +125,16 @@ def test_draws_of_few_vectors_follow_the_distribution(options):
 
 def test_removed_tokens_have_no_probability_anywhere():
   _, _, head, variables, hidden = routed(use_bias=True)
-  bias = variables["params"]["bias"].at[::2].set(-jnp.inf)
-  variables["params"]["bias"] = bias
-  for given in (hidden, jnp.tile(hidden, (10, 1, 1))):
-    tokens = jnp.zeros(given.shape[:2], jnp.int32)
-    assert np.isneginf(head.apply(variables, given, tokens, method="log_prob")).all()
-    assert (head.apply(variables, given, 100, method="top_k")[1] % 2 == 1).all()
+  variables["params"]["bias"][::2] = -np.inf
+
+  def everything(own, hidden):
+    many = hidden, jnp.tile(hidden, (10, 1, 1))
+    zeros = [jnp.zeros(given.shape[:2], jnp.int32) for given in many]
+    return [(own.log_prob(h, t), own.top_k(h, 100)[1]) for h, t in zip(many, zeros)]
+
+  for log_prob, best in run(head, variables, everything, hidden):
+    assert np.isneginf(log_prob).all()
+    assert (best % 2 == 1).all()
 
 
 def test_the_loss_of_routes_is_the_divergence_of_the_clusters():
@@ -137,13 +149,12 @@ def test_the_loss_of_routes_is_the_divergence_of_the_clusters():
     for j in range(3):
       wanted[row, cluster[row, j]] += np.exp(log_prob[row, j])
   expected = -(wanted * (score - log_q[:, None])).sum(axis=1)
-  arrays = map(jnp.asarray, (centroids, hidden, log_size, cluster, log_prob))
-  np.testing.assert_allclose(routing.routing_loss(*arrays), expected.mean(), rtol=1e-5)
+  found = results(routing.routing_loss, centroids, hidden, log_size, cluster, log_prob)
+  np.testing.assert_allclose(found, expected.mean(), rtol=1e-5)
 
 
 def test_bad_heads_and_numbers_are_refused():
-  head, variables, _, _, _ = routed()
-  order = np.arange(1024)
+  head, variables, order = DenseHead(1024, 16), {}, np.arange(1024)
   with pytest.raises(ValueError, match="`head` must be a DenseHead; got a CodebookHead"):
     RoutedHead.from_dense(CodebookHead(1024, 16, 4), variables, order, 32, 4)
   with pytest.raises(ValueError, match=r"`budget` must be in .* got budget 33, clusters 32"):
@@ -154,5 +165,3 @@ def test_bad_heads_and_numbers_are_refused():
     RoutedHead.from_dense(head.clone(output=SigSoftmax()), variables, order, 32, 4)
   with pytest.raises(ValueError, match="`order` must be a permutation"):
     RoutedHead.from_dense(head, variables, order * 0, 32, 4)
-  with pytest.raises(ValueError, match="`z_loss` and `label_smoothing` must be 0"):
-    RoutedHead(8, 4, clusters=2, budget=1, z_loss=0.1).init(jax.random.key(0), jnp.zeros((1, 4)))

@@ -10,10 +10,11 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract
+from tests.jitted import apply, head_variables, results
 from vqjax import DenseEmbedding, DenseHead, SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramProposal
 from vqjax.lab.training import init_state, make_step
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -27,9 +28,9 @@ class TestSampledSoftmaxHead(HeadContract):
 
 
 def problem(head):
-  hidden = jax.random.normal(jax.random.key(0), (4, 5, 6))
-  tokens = jax.random.randint(jax.random.key(1), (4, 5), 0, 53)
-  return head.init(jax.random.key(2), hidden), hidden, tokens
+  rng = np.random.default_rng(0)
+  hidden, tokens = rng.standard_normal((4, 5, 6), np.float32), rng.integers(0, 53, (4, 5))
+  return head_variables(head), hidden, tokens
 
 
 def drawn(head, variables, hidden, tokens, seed=0):
@@ -37,18 +38,19 @@ def drawn(head, variables, hidden, tokens, seed=0):
   return head.apply(variables, hidden, tokens, rngs=rngs, method="loss_terms")
 
 
-@pytest.mark.slow
 def test_only_the_loss_with_a_random_stream_is_an_estimate():
   head = SampledSoftmaxHead(53, 6, samples=7)
-  variables, hidden, tokens = problem(head)
-  exact = head.apply(variables, hidden, tokens, method="log_prob")
-  np.testing.assert_array_equal(
-    head.apply(variables, hidden, tokens, method="loss_terms")[0], exact
-  )
-  first, second = (drawn(head, variables, hidden, tokens, seed)[0] for seed in (0, 1))
+
+  def everything(variables, hidden, tokens):
+    exact = head.apply(variables, hidden, tokens, method="log_prob")
+    without = head.apply(variables, hidden, tokens, method="loss_terms")[0]
+    return exact, without, [drawn(head, variables, hidden, tokens, seed)[0] for seed in (0, 1, 0)]
+
+  exact, without, (first, second, again) = results(everything, *problem(head))
+  np.testing.assert_array_equal(without, exact)
   assert (first != exact).any()
   assert (first != second).any()
-  np.testing.assert_array_equal(first, drawn(head, variables, hidden, tokens)[0])
+  np.testing.assert_array_equal(first, again)
 
 
 @pytest.mark.slow
@@ -64,12 +66,12 @@ def test_a_sample_of_the_whole_vocabulary_is_exact_on_any_mesh(shape):
     log_prob, terms = head.apply({"params": params}, hidden, tokens, rngs=rngs, method="loss_terms")
     return terms["z_loss"] - log_prob.mean()
 
-  of = lambda head, **rngs: jax.jit(
-    jax.value_and_grad(lambda p, h: loss(p, h, head, **rngs), (0, 1))
-  )(variables["params"], hidden)
+  of = lambda head, **rngs: results(
+    jax.value_and_grad(lambda p, h: loss(p, h, head, **rngs), (0, 1)), variables["params"], hidden
+  )
   expected = of(dense)
   with jax.set_mesh(make_mesh(shape)) if shape else contextlib.nullcontext():
-    found = jax.device_get(of(head, sample=jax.random.key(3)))
+    found = of(head, sample=jax.random.key(3))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
@@ -79,27 +81,25 @@ def test_the_estimate_on_a_mesh_is_that_of_one_device():
   variables, hidden, tokens = problem(head)
   loss = lambda v, h: drawn(head, v, h, tokens)[0].mean()
   both = jax.value_and_grad(loss, (0, 1))
-  alone = jax.jit(both)(variables, hidden)
+  alone = results(both, variables, hidden)
   with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
-    spread = jax.device_get(jax.jit(both)(variables, hidden))
+    spread = results(both, variables, hidden)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), spread, alone)
 
 
-@pytest.mark.slow
 def test_a_tied_head_adds_its_gradient_to_the_table():
   head = SampledSoftmaxHead(53, 6, samples=53, embedding=DenseEmbedding(53, 6))
   variables, hidden, tokens = problem(head)
   loss = lambda v: drawn(head, v, hidden, tokens)[0].sum()
-  found = jax.grad(loss)(variables)["params"]["embedding"]["weight"]
-  weight = variables["params"]["embedding"]["weight"]
-  flat = np.asarray(hidden).reshape(20, 6)
-  _, expected, _ = reference.linear_gradients(flat, weight, np.asarray(tokens).ravel(), np.ones(20))
+  found = results(jax.grad(loss), variables)["params"]["embedding"]["weight"]
+  weight, flat = variables["params"]["embedding"]["weight"], hidden.reshape(20, 6)
+  _, expected, _ = reference.linear_gradients(flat, weight, tokens.ravel(), np.ones(20))
   np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_training_steps_draw_new_samples_and_learn():
-  tokens = jax.random.randint(jax.random.key(3), (8, 5), 0, 31)
+  tokens = np.random.default_rng(3).integers(0, 31, (8, 5))
   batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
   model = Transformer(
     embedding=DenseEmbedding(31, 8),
@@ -117,7 +117,7 @@ def test_training_steps_draw_new_samples_and_learn():
   adam = optax.adam(0.02)
   state = init_state(model, adam, jax.random.key(0))
   step = make_step(model, adam, lambda _: 0.0, jax.random.key(1))
-  score = lambda state: -model.apply({"params": state.params}, *batch.values(), method="log_prob")
+  score = lambda state: -apply(model, {"params": state.params}, *batch.values(), method="log_prob")
   before = float(score(state).mean())
   for _ in range(60):
     state, _ = step(state, batch)
@@ -141,4 +141,4 @@ def test_a_unigram_proposal_follows_the_counts():
 )
 def test_options_that_need_all_scores_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    problem(SampledSoftmaxHead(53, 6, **({"samples": 5} | changes)))
+    SampledSoftmaxHead(53, 6, **({"samples": 5} | changes)).size()

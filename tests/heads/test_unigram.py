@@ -1,10 +1,10 @@
 """Counts become biases and proposals; invalid counts are refused."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jitted import head_variables, results, run
 from vqjax import CodebookHead, assign
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
 from vqjax.ops import codes as code_ops
@@ -19,9 +19,9 @@ def head():
 
 
 def test_tokens_on_a_code_start_with_their_smoothed_unigram():
-  variables = head().init(jax.random.key(0), jnp.zeros((1, 4)))
-  hidden = jnp.broadcast_to(jax.random.normal(jax.random.key(1), (4,)), (7, 4))
-  log_prob = head().apply(variables, hidden, jnp.arange(7), method="log_prob")
+  hidden = np.tile(np.random.default_rng(0).standard_normal(4, np.float32), (7, 1))
+  log_prob = lambda own, h: own.log_prob(h, jnp.arange(7))
+  log_prob = run(head(), head_variables(head()), log_prob, hidden)
   for code in (0, 2, 4):
     on = code == TABLE
     found = np.exp(np.asarray(log_prob, np.float64)[on])
@@ -31,8 +31,8 @@ def test_tokens_on_a_code_start_with_their_smoothed_unigram():
 
 def test_the_probability_of_a_code_is_what_it_is_without_a_bias():
   bias = UnigramBias(COUNTS, TABLE, smoothing=0.5)(None, (7,))
-  with_bias = code_ops.log_mass(jnp.asarray(TABLE), 5, bias)
-  np.testing.assert_allclose(with_bias, code_ops.log_mass(jnp.asarray(TABLE), 5), atol=1e-6)
+  mass = lambda bias: [code_ops.log_mass(jnp.asarray(TABLE), 5, b) for b in (bias, None)]
+  np.testing.assert_allclose(*results(mass, bias), atol=1e-6)
   assert np.isfinite(bias).all()
 
 

@@ -54,8 +54,8 @@ def test_a_signal_while_modules_are_imported_is_one_line(ended, signum):
 
 
 COMMANDS = {
-  "vqjax": ["-c", "from vqjax.lab.signals import vqjax; vqjax()", "train", "configs/lm_dense.py"],
-  "train": ["-m", "experiments.train", "configs/lm_dense.py"],
+  "vqjax": ["-c", "from vqjax.cli import run; run()", "train", "configs/lm_dense.py"],
+  "train": ["-m", "vqjax.cli", "train", "configs/lm_dense.py"],
   "demo": ["-m", "experiments.demo"],
   "bench": ["-m", "experiments.bench"],
   "plan": ["-m", "experiments.plan.scaling"],
@@ -173,7 +173,7 @@ def test_the_remedy_of_exhausted_memory_is_one_of_the_command(
   command, work, options, is_training, capsys, tmp_path, monkeypatch
 ):
   monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-  module = importlib.import_module(f"vqjax.lab.commands.{command}")
+  module = importlib.import_module(f"vqjax.commands.{command}")
 
   def fail(*arguments):
     raise MemoryError

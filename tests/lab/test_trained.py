@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from vqjax import DenseHead
-from vqjax.lab.commands import generate, score
+from vqjax.commands import generate, score
 from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.training import fit
 

@@ -18,6 +18,7 @@ from vqjax.ops.distillation import (
   linear_divergence,
   linear_soft_target_loss,
 )
+from vqjax.ops.scores import ScoreOptions
 from vqjax.sharding import MeshShape, make_mesh
 
 V, D, E = 101, 6, 9
@@ -51,7 +52,13 @@ SHAPES = [(13, (4, 10), True), (13, (100, V), False), (1, None, True)]
 """Tokens, tile, and whether there is a bias."""
 
 
-soft_target_loss = jax.jit(functools.partial(linear_soft_target_loss, tile=(4, 10)))
+TILE = ScoreOptions(tile=(4, 10))
+soft_target_loss = jax.jit(functools.partial(linear_soft_target_loss, options=TILE))
+
+
+def scored(teacher_softcap=None, **options):
+  """The keywords of a loss."""
+  return {"teacher_softcap": teacher_softcap, "options": ScoreOptions(**options)}
 
 
 class TestLinearStudent:
@@ -59,7 +66,7 @@ class TestLinearStudent:
   @pytest.mark.parametrize("options", OPTIONS)
   @pytest.mark.parametrize(("n", "tile", "bias"), SHAPES)
   def test_losses_and_all_gradients_equal_float64(self, options, n, tile, bias):
-    ours = functools.partial(linear_soft_target_loss, tile=tile, **options)
+    ours = functools.partial(linear_soft_target_loss, **scored(tile=tile, **options))
     whole = functools.partial(materialised, **options)
     compare(ours, whole, operands(n)[: 6 if bias else 4], atol=ATOL)
 
@@ -151,8 +158,9 @@ class TestLinearStudent:
   def test_options_must_be_positive_finite_numbers(self, name):
     for value in (0, float("inf")):
       with pytest.raises(ValueError, match=f"`{name}` must be positive and finite; got {value}"):
-        linear_soft_target_loss(*operands(13), **{name: value})
-    traced = jax.jit(lambda x: inspect.unwrap(linear_soft_target_loss)(*operands(13), **{name: x}))
+        linear_soft_target_loss(*operands(13), **scored(**{name: value}))
+    loss = inspect.unwrap(linear_soft_target_loss)
+    traced = jax.jit(lambda x: loss(*operands(13), **scored(**{name: x})))
     with pytest.raises(TypeError, match=f"`{name}` must be a Python number.* traced"):
       traced(2.0)
 
@@ -188,7 +196,7 @@ class TestDivergence:
         function(*arrays, mixture=mixture, **options) for mixture in (0, 0.1, 0.5, 1)
       ]
     )
-    ours = each(linear_divergence, tile=tile, **options)
+    ours = each(linear_divergence, **scored(tile=tile, **options))
     whole = each(materialised_divergence, **options)
     compare(ours, whole, operands(n)[: 6 if bias else 4], atol=ATOL)
 
@@ -199,7 +207,7 @@ class TestDivergence:
 
     @jax.jit
     def run(h, w, t):
-      return [linear_divergence(h, w, h, t, mixture=m, tile=(4, 10)) for m in mixtures]
+      return [linear_divergence(h, w, h, t, mixture=m, options=TILE) for m in mixtures]
 
     h, w, t = float64((hidden, weight, teacher))
     log_p, log_q = reference.log_softmax(h @ w.T), reference.log_softmax(h @ t.T)
@@ -216,7 +224,7 @@ class TestDivergence:
     kept = np.ones(V, bool), np.ones(V, bool)
     kept[0][5:30] = kept[1][20:45] = False
     both = [np.where(k, b, -np.inf) for k, b in zip(kept, (bias, teacher_bias))]
-    total = lambda *a: linear_divergence(*a, *both, mixture=mixture, tile=(4, 10)).sum()
+    total = lambda *a: linear_divergence(*a, *both, mixture=mixture, options=TILE).sum()
     run = lambda function: jax.jit(jax.value_and_grad(function, (0, 1, 2, 3)))
     value, gradients = jax.device_get(run(total)(*rest))
 
@@ -253,7 +261,7 @@ class TestDivergence:
       along = lambda *a: sum((x**2).sum() for x in jax.grad(total, (0, 1, 2, 3))(*a))
       return jax.device_get(jax.jit(jax.grad(along, (0, 1, 2, 3)))(*operands))
 
-    found = second(lambda *a: linear_divergence(*a, mixture=mixture, tile=(4, 10)), *arrays)
+    found = second(lambda *a: linear_divergence(*a, mixture=mixture, options=TILE), *arrays)
     rows = [x[kept] if x.shape[0] == V else x for x in arrays]
     with jax.enable_x64(True):
       exact = functools.partial(materialised_divergence, mixture=mixture)
@@ -270,7 +278,7 @@ class TestDivergence:
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
     def run(*arrays):
-      values = mixtures(linear_divergence, *arrays, tile=(4, 10))
+      values = mixtures(linear_divergence, *arrays, options=TILE)
       return sum(x.sum() for x in values), values
 
     gradients, values = run(*arrays)
@@ -298,7 +306,7 @@ class TestDivergence:
     broken = [np.where(counts[:, None], x, np.nan) for x in (hidden, teacher)]
 
     def total(h, w, t, tw, mask, token_weight):
-      options = {"mask": mask, "token_weight": token_weight, "tile": (4, 10)}
+      options = {"mask": mask, "token_weight": token_weight, "options": TILE}
       each = linear_divergence(h, w, t, tw, mixture=mixture, **options)
       return each.sum(), each
 
@@ -323,7 +331,7 @@ class TestDivergence:
   @pytest.mark.parametrize("mixture", [0, 0.5, 1])
   def test_bfloat16_operands_are_scored_and_summed_in_float32(self, mixture):
     arrays = [x.astype(jnp.bfloat16) for x in operands(64)[:4]]
-    total = lambda *a: linear_divergence(*a, mixture=mixture, tile=(16, 10)).mean()
+    total = lambda *a: linear_divergence(*a, mixture=mixture, **scored(tile=(16, 10))).mean()
     value, gradients = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(*arrays)
     with jax.enable_x64(True):
       exact = lambda *a: materialised_divergence(*a, mixture=mixture).mean()
@@ -343,7 +351,7 @@ class TestDivergence:
 
     def run(*a):
       each = lambda *a: linear_divergence(
-        *a, mixture=mixture, softcap=5.0, tile=(4, 10), vocab_axis="model"
+        *a, mixture=mixture, **scored(softcap=5.0, tile=(4, 10), vocab_axis="model")
       )
       return jax.value_and_grad(lambda a: each(*a).mean())(a)
 

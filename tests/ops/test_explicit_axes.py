@@ -11,7 +11,9 @@ from tests import reference
 from tests.ops.exact import normals
 from vqjax.ops import codes, softmax
 from vqjax.ops.distillation import linear_divergence
+from vqjax.ops.linear_decoding import linear_sample, linear_top_k
 from vqjax.ops.row_factory import columns
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.sparse_targets import linear_sparse_target_loss
 
 V, D = 64, 16
@@ -73,7 +75,7 @@ def test_vectors_are_gathered_eagerly_on_explicit_axes(operands, mesh):
 
 def distillation_losses(hidden, weight, tokens, vocab_axis=None):
   """A divergence, and a loss against two tokens, of a student from a teacher twice as sharp."""
-  options = {"temperature": 0.7, "vocab_axis": vocab_axis}
+  options = {"options": ScoreOptions(temperature=0.7, vocab_axis=vocab_axis)}
   divergence = linear_divergence(hidden, weight, 2 * hidden, weight, mixture=0.4, **options)
   two = jnp.stack([tokens, (tokens + 1) % V], axis=-1)
   probs = jnp.broadcast_to(jnp.array([0.6, 0.3], hidden.dtype), two.shape)
@@ -132,3 +134,38 @@ def test_gradients_of_arrays_without_a_mesh_pass_a_transposition(operands, mesh)
   with jax.set_mesh(mesh):
     found = jax.device_get(jax.jit(jax.grad(lambda w: loss(w, "model")))(weight))
   np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)
+
+
+CODES = np.arange(V) % 7
+OPS = {
+  "linear_log_prob": lambda h, w, t: softmax.linear_log_prob(tokens=t, weight=w, hidden=h),
+  "linear_cross_entropy": lambda h, w, t: softmax.linear_cross_entropy(
+    weight=w, tokens=t, hidden=h, label_smoothing=0.1
+  ),
+  "linear_divergence": lambda h, w, t: linear_divergence(
+    teacher_weight=w, teacher_hidden=2 * h, weight=w, hidden=h
+  ),
+  "linear_top_k": lambda h, w, t: linear_top_k(k=3, weight=w, hidden=h)[1],
+  "linear_sample": lambda h, w, t: linear_sample(key=jax.random.key(0), weight=w, hidden=h),
+  "code_softmax": lambda h, w, t: (
+    codes.code_softmax(tokens=t, assignment=CODES, codebook=w[:7], hidden=h).log_prob
+  ),
+  "code_vectors": lambda h, w, t: codes.code_vectors(assignment=CODES, codebook=w[:7], tokens=t),
+}
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", OPS)
+def test_ops_take_numpy_arrays_and_arguments_by_name_on_any_mesh(name, axes):
+  rng = np.random.default_rng(0)
+  hidden, weight = (rng.normal(size=(*n, D)).astype(np.float32) for n in ((8, 3), (V,)))
+  tokens = rng.integers(0, V, (8, 3))
+  expected = jax.jit(lambda: OPS[name](hidden, weight, tokens))()
+  with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (axes,) * 2)):
+    found = jax.jit(lambda: OPS[name](hidden, weight, tokens))()
+    np.testing.assert_allclose(jax.device_get(found), expected, atol=2e-5)
+    placed = jax.device_put(hidden, P("data")), weight, jax.device_put(tokens, P("data"))
+    found = jax.jit(OPS[name])(*placed)
+    if axes == AxisType.Explicit:
+      assert jax.typeof(found).sharding.spec[0] == "data"
+    np.testing.assert_allclose(jax.device_get(found), expected, atol=2e-5)

@@ -12,6 +12,7 @@ from tests import reference
 from vqjax import ClassBasedHead
 from vqjax.ops.distillation import linear_soft_target_loss
 from vqjax.ops.forward_mode import linear_log_prob_jvp
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.softmax import linear_log_prob, linear_softmax
 
 N, V, D = 23, 101, 12  # 101 is prime: no tile and no device count divides it
@@ -57,7 +58,8 @@ def test_the_derivative_in_a_direction_is_that_of_float64(operands, softcap, tem
   @jax.jit
   def run(hidden, weight, bias, tangents):
     arrays = hidden, weight, tokens, bias
-    found = linear_log_prob_jvp(*arrays, tangents=tangents, tile=TILE, **options)
+    scored = ScoreOptions(tile=TILE, **options)
+    found = linear_log_prob_jvp(*arrays, tangents=tangents, options=scored)
     return *found, linear_log_prob(*arrays, **options)
 
   log_prob, tangent, equal = run(hidden, weight, bias, tangents)
@@ -71,7 +73,9 @@ def test_rows_may_be_sharded(operands, kind):
   (hidden, weight, _), tangents, tokens = operands
   run = lambda axis: jax.jit(
     lambda hidden, weight: linear_log_prob_jvp(
-      hidden, weight, tokens, tangents=tangents[:2], tile=TILE, vocab_axis=axis
+      *(hidden, weight, tokens),
+      tangents=tangents[:2],
+      options=ScoreOptions(tile=TILE, vocab_axis=axis),
     )
   )
   expected = run(None)(hidden, weight)
@@ -125,9 +129,9 @@ def statistics(hidden, weight, tokens, axis):
 
 def distilled(hidden, weight, tokens, axis):
   del tokens
-  return linear_soft_target_loss(
-    hidden, weight, jnp.roll(hidden, 1, 0), jnp.roll(weight, 1, 0), vocab_axis=axis
-  ).kl.sum()
+  teacher = jnp.roll(hidden, 1, 0), jnp.roll(weight, 1, 0)
+  options = ScoreOptions(vocab_axis=axis)
+  return linear_soft_target_loss(hidden, weight, *teacher, options=options).kl.sum()
 
 
 def by_class(hidden, weight, tokens, axis):

@@ -8,7 +8,7 @@ import pytest
 
 from tests import jitted
 from vqjax import DenseHead, SampledSoftmaxHead, SigSoftmax, linear_softmax
-from vqjax.ops.output_functions import Softcap
+from vqjax.ops.scores import Softcap
 
 RAW = np.concatenate([np.linspace(-40, 40, 161), [-300, 90, 1000]])
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests import reference
 from tests.ops.exact import normals
-from vqjax import linear_sample, linear_soft_target_loss, linear_softmax, linear_top_k
+from vqjax import ScoreOptions, linear_sample, linear_soft_target_loss, linear_softmax, linear_top_k
 from vqjax.ops import product, sampling, softmax
 from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
 from vqjax.sharding import MeshShape, make_mesh
@@ -124,7 +124,7 @@ def test_distillation_from_and_to_composed_rows(student_is_composed):
   def loss(weight, hidden, tables, other):
     pair = (weight(tables), other) if student_is_composed else (other, weight(tables))
     return linear_soft_target_loss(
-      hidden, pair[0], hidden[::-1], pair[1], bias, tile=(8, 16)
+      hidden, pair[0], hidden[::-1], pair[1], bias, options=ScoreOptions(tile=(8, 16))
     ).kl.mean()
 
   run = jax.jit(jax.grad(loss, (1, 2, 3)), static_argnums=0)

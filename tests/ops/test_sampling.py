@@ -25,6 +25,11 @@ def blocks_of(scores, width):
   return sampling.Blocks(-(-vocab // width), block, scores.shape[:-1])
 
 
+def sample(scores, width, **options):
+  options = sampling.SamplingOptions(**options)
+  return sampling.sample(blocks_of(scores, width), jax.random.key(0), options)
+
+
 def compiled(run):
   """The results of a program in NumPy."""
   return lambda *args: jax.device_get(jax.jit(run)(*args))
@@ -90,12 +95,12 @@ def test_a_draw_does_not_depend_on_what_other_rows_hold():
 )
 def test_options_that_no_distribution_has_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
-    sampling.sample(blocks_of(SCORES, 10), None, **options)
+    sample(SCORES, 10, **options)
 
 
 def test_top_k_and_top_p_together_cut_the_best_first():
   rows = np.broadcast_to(np.log([0.5, 0.3, 0.1, 0.06, 0.04]), (4000, 5))
-  draw = lambda x: sampling.sample(blocks_of(x, 2), jax.random.key(0), top_k=3, top_p=0.85)
+  draw = lambda x: sample(x, 2, top_k=3, top_p=0.85)
   # Of the three best, 0.5 / 0.9 and 0.3 / 0.9 reach 0.85 between them.
   counts = np.bincount(compiled(draw)(rows), minlength=5)
   assert counts[2:].sum() == 0
@@ -134,9 +139,9 @@ def test_scores_a_rounding_apart_are_told_apart_by_the_nucleus():
 @pytest.mark.slow
 def test_temperature_comes_before_the_nucleus():
   rows = np.broadcast_to(np.log([0.5, 0.3, 0.2]), (2000, 3))
-  draw = lambda x, **options: sampling.sample(blocks_of(x, 2), jax.random.key(0), **options)
   # Squared, the first has 0.25 / 0.38 = 0.66 of the mass; as it is, only half.
-  cold, warm = compiled(lambda x: (draw(x, temperature=0.5, top_p=0.6), draw(x, top_p=0.6)))(rows)
+  draw = lambda x: (sample(x, 2, temperature=0.5, top_p=0.6), sample(x, 2, top_p=0.6))
+  cold, warm = compiled(draw)(rows)
   assert set(cold.tolist()) == {0}
   assert set(warm.tolist()) == {0, 1}
 
@@ -198,7 +203,7 @@ def test_sampling_works_with_64_bit_types_on():
   @jax.jit
   def run(x):
     values, tokens, _ = sampling.best(blocks_of(x, 10), 5)
-    return values, tokens, sampling.sample(blocks_of(x, 10), jax.random.key(0), 0.9, top_p=0.5)
+    return values, tokens, sample(x, 10, temperature=0.9, top_p=0.5)
 
   with jax.enable_x64(True):
     found = run(np.float64(SCORES))

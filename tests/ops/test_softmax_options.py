@@ -11,7 +11,7 @@ import pytest
 
 from tests import reference
 from tests.ops.exact import compare, float64, normals
-from vqjax.ops import tiles
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.softmax import linear_cross_entropy, linear_scores, linear_softmax
 
 EVERYTHING = {
@@ -270,7 +270,7 @@ def test_a_score_beyond_all_numbers_is_capped_and_not_removed():
 @pytest.mark.parametrize("tile", [(4,), (2.0, 4), (1, 2, 3)])
 def test_a_tile_must_be_two_ints(tile):
   with pytest.raises(ValueError, match=r"`tile` must be .* got"):
-    inspect.unwrap(tiles.cut_tile)(tile, 5, 31)
+    ScoreOptions(tile=tile)
 
 
 def test_narrow_tokens_do_not_wrap_to_the_index_that_is_ignored():

@@ -149,7 +149,7 @@ def compress(
     small = vqjax.compress(table, bytes=1 / 16)
     print(small.report)
     vectors = small(tokens)
-    head, variables = small.to_head()
+    head, variables = to_head(small)
     small.save("small.safetensors")
 
   Args:

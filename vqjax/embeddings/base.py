@@ -1,19 +1,28 @@
-"""The contract of embeddings, and what an embedding inherits."""
+"""The contract of embeddings, and what an embedding inherits.
+
+The public methods are written once, here; an embedding is what its hooks compute: `declare`,
+`flops_per_token`, the vectors of tokens (`_vectors`) and the rows of a tied head (`rows_of`). Hooks
+are functions of `arrays`, which hold what `parts` names: the variables, or inside of a `shard_map`
+over the vocabulary the device's rows.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Any, final
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
 from vqjax.layer import Layer
 from vqjax.ops import vocab_parallel
-from vqjax.ops.row_factory import RowFactory, as_row_factory
-from vqjax.ops.vocab_parallel import Sharded
+from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary
 from vqjax.types import Size
+
+Arrays = dict[str, Any]
+"""The arrays of a layer by name, as `Layer.parts` gives them."""
 
 
 class Embedding(Layer):
@@ -30,41 +39,54 @@ class Embedding(Layer):
   dim: int
   vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
 
-  @abc.abstractmethod
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
+  @final
+  def __call__(self, tokens: Integer[ArrayLike, "*B"]) -> Float[Array, "*B D"]:
     """The vector of each token; nan for a token outside [0, V)."""
+    return self.loss_terms(tokens)[0]
 
-  @abc.abstractmethod
+  @final
+  def loss_terms(
+    self, tokens: Integer[ArrayLike, "*B"], deterministic: bool = True
+  ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
+    """The vectors, and further terms of the training loss by name.
+
+    They are computed as in training where `deterministic` is False.
+    """
+    check_arrays(tokens=tokens)
+    tokens = jnp.asarray(tokens)
+    return self._computed(lambda t: self._embedded(t, not deterministic), tokens, tokens)
+
+  @final
   def table(self) -> Float[Array, "V D"]:
     """The vectors of the whole vocabulary."""
-
-  def rows(self) -> RowFactory:
-    """The vectors of the whole vocabulary, for a tied head.
-
-    A subclass may return rows that are composed a tile at a time.
-    """
-    return as_row_factory(self.table())
-
-  def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
-    """Further terms of the training loss, by name."""
-    del tokens
-    return {}
-
-  def loss_terms(
-    self, tokens: Integer[Array, "*B"], deterministic: bool = True
-  ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
-    """The vectors and `aux`, computed as in training where `deterministic` is False."""
-    del deterministic
-    return self(tokens), self.aux(tokens)
+    return self._computed(self._table, None)
 
   def inference_size(self) -> Size:
     """The size of what inference needs, which may be less than `size`."""
     return self.size()
 
-  def _gather(self, name: str, token: Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """Rows of a variable [V, ...], sharded or not, for tokens in [0, V)."""
-    look_up = lambda rows, token: vocab_parallel.sharded_lookup(
-      rows[0], token, self.vocab_axis, dtype
-    )
-    rows = (Sharded(self.array(name), 0),)
-    return vocab_parallel.over_vocabulary(self.vocab_axis, look_up, rows, token)
+  # Hooks. `arrays` are those of `parts` on this device, `token` is int32 in [0, V).
+
+  @abc.abstractmethod
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """The vectors of the tokens that this device holds, for a tied head."""
+
+  def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    """The vectors of tokens; required unless `_embedded` is overridden."""
+    raise NotImplementedError
+
+  def _embedded(
+    self, tokens: Integer[Array, "*B"], train: bool
+  ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
+    """The vectors of any tokens and the terms of the loss, outside of any `shard_map`."""
+    del train
+    known, token = in_vocabulary(tokens, self.vocab)
+    vectors = vocab_parallel.over_vocabulary(self.vocab_axis, self._vectors, self.parts(), token)
+    return jnp.where(known[..., None], vectors, jnp.nan), {}
+
+  def _table(self) -> Float[Array, "V D"]:
+    return vocab_parallel.over_vocabulary(None, self.rows_of, self.parts()).all()
+
+  def _lookup(self, rows: Array, token: Array, dtype: Any = None) -> Array:
+    """Rows of one of `arrays`, whichever device has them."""
+    return vocab_parallel.sharded_lookup(rows, token, self.vocab_axis, dtype and jnp.dtype(dtype))

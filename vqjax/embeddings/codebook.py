@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int
 
 from vqjax import assign
 from vqjax.assign.table import check_codes
-from vqjax.embeddings.base import Embedding
+from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.ops import codes as code_ops
+from vqjax.ops import vocab_parallel
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
@@ -54,16 +56,14 @@ class CodebookEmbedding(Embedding):
     """Zero: a lookup needs no arithmetic."""
     return 0
 
-  def factors(self) -> tuple[Float[Array, "K D"], Int[Array, "V"]]:
-    """The codebook and the code of each token; a tied head scores with them."""
-    return self.array("codebook"), self.array("assignment")
-
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token's code; nan for a token outside [0, V)."""
+  def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
     dtype = jnp.dtype(self.dtype or self.param_dtype)
-    return code_ops.code_vectors(*self.factors(), tokens, dtype, self.vocab_axis)
+    factors = arrays["codebook"], arrays["assignment"]
+    return code_ops.code_vectors(*factors, token, dtype, self.vocab_axis)
 
-  def table(self) -> Float[Array, "V D"]:
+  def rows_of(self, arrays: Arrays) -> RowFactory:
     """The vector of every token, in `param_dtype`: V·D numbers, of which K·D differ."""
-    codebook, assignment = self.factors()
-    return codebook[assignment]
+    codebook, axis = arrays["codebook"], vocab_parallel.inside(self.vocab_axis)
+    if axis:
+      codebook = vocab_parallel.gathered(codebook, axis).reshape(-1, self.dim)
+    return as_row_factory(codebook[arrays["assignment"]])

@@ -74,24 +74,6 @@ class CompactEmbedding:
     """The vectors of the whole vocabulary."""
     return self(jnp.arange(self.vocab))
 
-  def to_head(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The Linen head that scores with these vectors and the bias, and its variables.
-
-    See `vqjax.convert.to_head`.
-    """
-    from vqjax.convert.variables import to_head  # heads are built on embeddings
-
-    return to_head(self, **options)
-
-  def to_nnx(self, **options: Any) -> Any:
-    """The NNX head that scores with these vectors and the bias.
-
-    The options are those of `to_head`.
-    """
-    from vqjax import nnx
-
-    return nnx.from_linen(*self.to_head(**options))
-
   @property
   def nbytes(self) -> int:
     """Bytes of codes, values and bias, which are those of the file without its header."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Integer
 
 from vqjax import variables
-from vqjax.embeddings.base import Embedding
+from vqjax.embeddings.base import Arrays, Embedding
+from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.vocab_parallel import Sharded
 from vqjax.types import Dtype, Size
 from vqjax.variables import Declaration, Variable
 
@@ -67,28 +70,21 @@ class ComposedEmbedding(Embedding):
   def _layer_flops(self):
     return 2 * self.hidden * (self.inner.dim + self.dim)
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The composed vector of each token; nan for a token outside [0, V)."""
-    return self._composed(self.inner(tokens))
+  def _embedded(self, tokens, train):
+    vectors, terms = self.inner._embedded(tokens, train)
+    return self._composed(vectors), terms
 
   def _composed(self, vectors):
     composed = self.second(jnp.tanh(self.first(vectors)))
     return composed.astype(jnp.dtype(self.dtype or jnp.float32))
 
-  def loss_terms(
-    self, tokens: Integer[Array, "*B"], deterministic: bool = True
-  ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
-    """The vectors, and the terms of the inner embedding."""
-    vectors, terms = self.inner.loss_terms(tokens, deterministic)
-    return self._composed(vectors), terms
+  def parts(self) -> dict[str, Any]:
+    """The composed table: the layers that compose it are not functions of arrays."""
+    return {"table": Sharded(self._composed(self.inner._table()), 0)}
 
-  def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
-    """The terms of the inner embedding."""
-    return self.inner.aux(tokens)
-
-  def table(self) -> Float[Array, "V D"]:
-    """The vectors of the whole vocabulary, float32."""
-    return self._composed(self.inner.table())
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """The composed table, float32."""
+    return as_row_factory(arrays["table"])
 
   def inference_size(self) -> Size:
     """The size of the inner embedding for inference, with the two layers."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int
 
-from vqjax.embeddings.base import Embedding
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.embeddings.base import Arrays, Embedding
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -33,12 +33,9 @@ class DenseEmbedding(Embedding):
     """Zero: a lookup needs no arithmetic."""
     return 0
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token; nan for a token outside [0, V)."""
-    known, token = in_vocabulary(tokens, self.vocab)
-    vectors = self._gather("weight", token, jnp.dtype(self.dtype or self.param_dtype))
-    return jnp.where(known[..., None], vectors, jnp.nan)
+  def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    return self._lookup(arrays["weight"], token, self.dtype or self.param_dtype)
 
-  def table(self) -> Float[Array, "V D"]:
-    """The table itself, [V, D], in `param_dtype`."""
-    return self.array("weight")
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """The table itself, in `param_dtype`."""
+    return as_row_factory(arrays["weight"])

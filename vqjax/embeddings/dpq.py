@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
-from vqjax.embeddings.base import Embedding
+from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import in_vocabulary
-from vqjax.quantizers import Quantized, Quantizer
+from vqjax.quantizers import Quantizer
 from vqjax.types import Dtype, Size
-from vqjax.variables import Declaration, Initializer, Variable, row_init
+from vqjax.variables import Declaration, Initializer, Variable, by_collection, row_init
 
 
 class DPQEmbedding(Embedding):
@@ -80,28 +80,14 @@ class DPQEmbedding(Embedding):
     """The operations of the quantiser for one vector."""
     return self.quantizer.flops_per_token()
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token's codes; nan for a token outside [0, V)."""
-    return self._quantized(tokens, train=False)[0]
-
-  def loss_terms(
-    self, tokens: Integer[Array, "*B"], deterministic: bool = True
-  ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
-    """The vectors, and the quantiser's terms of the loss."""
-    vectors, quantized = self._quantized(tokens, train=not deterministic)
-    return vectors, quantized.terms
-
-  def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
-    """The quantiser's terms of the loss, computed as outside training."""
-    return self._quantized(tokens, train=False)[1].terms
-
-  def _quantized(self, tokens, train: bool) -> tuple[Array, Quantized]:
+  def _embedded(self, tokens, train):
     known, token = in_vocabulary(tokens, self.vocab)
-    query = self._gather("query", token)
+    look_up = lambda arrays, token: self._lookup(arrays["query"], token)
+    query = vocab_parallel.over_vocabulary(self.vocab_axis, look_up, self.parts(), token)
     # In float32 whatever `param_dtype` is: the vectors are rounded once, to the dtype returned.
     quantized = self.quantizer.quantized(query.astype(jnp.float32), train, known)
     vectors = quantized.vectors.astype(self._out)
-    return jnp.where(known[..., None], vectors, jnp.nan), quantized
+    return jnp.where(known[..., None], vectors, jnp.nan), quantized.terms
 
   @property
   def _out(self):
@@ -109,20 +95,19 @@ class DPQEmbedding(Embedding):
 
   def codes_of(self, tokens: Integer[Array, "*B"]) -> Int[Array, "*B M"]:
     """The codes of tokens in [0, V)."""
-    return self.quantizer.encode(jnp.asarray(self.array("query"))[tokens].astype(jnp.float32))
+    codes = lambda t: self.quantizer.encode(self.array("query")[t].astype(jnp.float32))
+    return self._computed(codes, tokens, tokens)
 
-  def table(self) -> Float[Array, "V D"]:
-    """The vectors of the whole vocabulary, in `param_dtype`."""
-    return self.quantizer(jnp.asarray(self.array("query"), jnp.float32)).astype(self.param_dtype)
+  def _table(self) -> Float[Array, "V D"]:
+    return self.quantizer(self.array("query").astype(jnp.float32)).astype(self.param_dtype)
 
-  def rows(self) -> RowFactory:
-    """The vectors of the whole vocabulary, quantised a tile at a time.
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """The vectors of the tokens, quantised a tile at a time.
 
     The quantiser uses its running statistics, to which these rows do not contribute.
     """
-    self.quantizer.values()  # creates the quantiser's variables: Linen does so at the first use
-    own = vocab_parallel.automatic(dict(self.quantizer.variables))
-    return RowFactory(self.array("query"), own, _Quantized(self.quantizer))
+    own = by_collection(self.quantizer.declare(), arrays["quantizer"])
+    return RowFactory(arrays["query"], own, _Quantized(self.quantizer))
 
   def values(self) -> Float[Array, "Q K C"]:
     """The values that the codes choose from."""

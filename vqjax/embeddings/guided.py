@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
 
-from vqjax.embeddings.base import Embedding
-from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
+from vqjax.embeddings.base import Arrays, Embedding
+from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.vocabulary import in_vocabulary, mean_over
 from vqjax.types import Size
 from vqjax.variables import Declaration, Variable
 
@@ -55,31 +56,21 @@ class GuidedEmbedding(Embedding):
     """The operations of the student."""
     return self.student.flops_per_token()
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The student's vector of each token; nan for a token outside [0, V)."""
-    return self.student(tokens)
-
-  def loss_terms(
-    self, tokens: Integer[Array, "*B"], deterministic: bool = True
-  ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
-    """The vectors, the student's terms and "guide"."""
-    vectors, terms = self.student.loss_terms(tokens, deterministic)
-    return vectors, terms | self._distance(tokens, vectors)
-
-  def aux(self, tokens: Integer[Array, "*B"]) -> dict[str, Float[Array, ""]]:
-    """The student's terms and "guide"."""
-    return self.student.aux(tokens) | self._distance(tokens, self.student(tokens))
-
-  def _distance(self, tokens, vectors):
+  def _embedded(self, tokens, train):
+    vectors, terms = self.student._embedded(tokens, train)
     known, token = in_vocabulary(tokens, self.vocab)
     # The nan vector of a token outside the vocabulary must not reach the gradient.
-    vectors = jnp.where(known[..., None], vectors, 0.0)
-    square = ((vectors - self.array("table")[token]) ** 2).sum(axis=-1)
-    return {"guide": self.weight * mean_in_vocabulary(square, tokens, self.vocab)}
+    found = jnp.where(known[..., None], vectors, 0.0)
+    square = ((found - self.array("table")[token]) ** 2).sum(axis=-1)
+    return vectors, terms | {"guide": self.weight * mean_over(square, known)}
 
-  def table(self) -> Float[Array, "V D"]:
-    """The table of the student."""
-    return self.student.table()
+  def parts(self) -> dict[str, Any]:
+    """The variables of the student."""
+    return self.student.parts()
+
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """The rows of the student."""
+    return self.student.rows_of(arrays)
 
   def inference_size(self) -> Size:
     """The size of the student for inference."""

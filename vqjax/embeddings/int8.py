@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Float, Int8, Integer
+from jaxtyping import Array, Float, Int, Int8
 
-from vqjax.embeddings.base import Embedding
+from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable
 
@@ -64,21 +63,14 @@ class Int8Embedding(Embedding):
     """A product for each number."""
     return self.dim
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token; nan for a token outside [0, V)."""
-    known, token = in_vocabulary(tokens, self.vocab)
-    level = self._gather("levels", token, jnp.dtype(jnp.float32))
-    vectors = _scaled((level, self._gather("scale", token)), ())
-    dtype = jnp.dtype(self.dtype or jnp.float32)
-    return jnp.where(known[..., None], vectors, jnp.nan).astype(dtype)
+  def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    level = self._lookup(arrays["levels"], token, jnp.float32)
+    vectors = _scaled((level, self._lookup(arrays["scale"], token)), ())
+    return vectors.astype(jnp.dtype(self.dtype or jnp.float32))
 
-  def table(self) -> Float[Array, "V D"]:
-    """The vectors of the whole vocabulary, in float32."""
-    return self.rows().all()
-
-  def rows(self) -> RowFactory:
-    """The rows, composed a tile at a time."""
-    return RowFactory((self.array("levels"), self.array("scale")), (), _scaled)
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """The rows in float32, composed a tile at a time."""
+    return RowFactory((arrays["levels"], arrays["scale"]), (), _scaled)
 
 
 def _scaled(per_row, shared):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int
 
-from vqjax.embeddings.base import Embedding
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.embeddings.base import Arrays, Embedding
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -51,13 +51,10 @@ class LowRankEmbedding(Embedding):
     """The product of r coefficients with the matrix [r, D]."""
     return 2 * self.rank * self.dim
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token; nan for a token outside [0, V)."""
-    known, token = in_vocabulary(tokens, self.vocab)
+  def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
     dtype = jnp.dtype(self.dtype or self.param_dtype)
-    coefficients = self._gather("weight", token, dtype)
-    return jnp.where(known[..., None], coefficients @ self.array("up").astype(dtype), jnp.nan)
+    return self._lookup(arrays["weight"], token, dtype) @ arrays["up"].astype(dtype)
 
-  def table(self) -> Float[Array, "V D"]:
+  def rows_of(self, arrays: Arrays) -> RowFactory:
     """The product of the two matrices, in `param_dtype`."""
-    return self.array("weight") @ self.array("up")
+    return as_row_factory(arrays["weight"] @ arrays["up"])

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
-from vqjax.embeddings.base import Embedding
+from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing, product
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype, Size
 from vqjax.variables import Declaration, Initializer, Variable, composed_init, table
 
@@ -73,22 +73,21 @@ class ProductEmbedding(Embedding):
     """The additions of M vectors where `additive`; otherwise zero."""
     return self.subspaces * self.dim if self.additive else 0
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token's codes; nan for a token outside [0, V)."""
-    known, token = in_vocabulary(tokens, self.vocab)
-    code = self._gather("codes", token, jnp.dtype(jnp.int32))
-    return jnp.where(known[..., None], self._composed(code).astype(self._out), jnp.nan)
+  def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    code = self._lookup(arrays["codes"], token, jnp.int32)
+    return self._composed(code, arrays["values"]).astype(self._out)
 
-  def _composed(self, code):
-    return product.compose(code, self.array("values").astype(jnp.float32), self.additive)
+  def _composed(self, code, values):
+    return product.compose(code, values.astype(jnp.float32), self.additive)
 
   @property
   def _out(self):
     return jnp.dtype(self.dtype or self.param_dtype)
 
-  def table(self) -> Float[Array, "V D"]:
-    """The vectors of the whole vocabulary, in `param_dtype`."""
-    return self._composed(self.array("codes").astype(jnp.int32)).astype(self.param_dtype)
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """The vectors of the tokens, in `param_dtype`."""
+    rows = self._composed(arrays["codes"].astype(jnp.int32), arrays["values"])
+    return as_row_factory(rows.astype(self.param_dtype))
 
   def compact(self, variables: dict) -> CompactEmbedding:
     """The form for inference: packed codes, and the values."""

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int
 
 from vqjax.assign.multiple import code_dtype
-from vqjax.embeddings.base import Embedding
-from vqjax.layer import Layer
-from vqjax.ops import trellis
+from vqjax.embeddings.base import Arrays, Embedding
+from vqjax.ops import trellis, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, table
 
@@ -56,7 +54,7 @@ def declared_rows(layer: Any) -> Declaration:
     "inverse": Variable((d, d), ("coordinates", "basis"), identity, layer.param_dtype),
   }
   if layer.is_ranked:
-    declared["rank"] = table((v,), ("vocab",), lambda: np.arange(v), code_dtype(v))
+    declared["rank"] = table((v,), ("vocab",), lambda: np.arange(v), code_dtype(v), pad_value=0)
   return declared
 
 
@@ -78,11 +76,6 @@ def _unit_rows(key, shape, dtype):
   return jnp.full(shape, shape[-1] ** -0.5, dtype)
 
 
-def shared_arrays(layer: Layer) -> dict[str, Array]:
-  """The arrays of which the rows of `code_of` are composed."""
-  return {name: layer.array(name) for name in ("stream", "width", "scale", "center", "inverse")}
-
-
 def code_of(layer: Any) -> trellis.Code:
   """How a layer with the fields of `QuantizedEmbedding` reads its bits."""
   return trellis.TRELLIS if layer.is_trellis else trellis.LEVELS
@@ -93,7 +86,7 @@ class QuantizedEmbedding(Embedding):
 
   A row is (center + scale · values) @ inverse: center and scale belong to its class of like
   probability, and the values are read from its bits (`vqjax.ops.trellis`). The bits, the widths and
-  the ranks are of the collection `codes`: they come from `vqjax.compression.pack` and are never
+  the ranks are of the collection `codes`: they come from `vqjax.tables.pack` and are never
   trained; centres, scales and the inverse are parameters. Given as the `embedding` of a
   `QuantizedHead`, the same object ties the two.
 
@@ -135,24 +128,38 @@ class QuantizedEmbedding(Embedding):
     """The product with the inverse, and a multiply-add for each number."""
     return 2 * self.dim * (self.dim + 1)
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The row of each token; nan for a token outside [0, V)."""
-    known, token = in_vocabulary(tokens, self.vocab)
-    rank = self._gather("rank", token, jnp.dtype(jnp.int32)) if self.is_ranked else token
-    place = trellis.places(rank.reshape(-1), self.array("size"), self.array("width"))
-    row = code_of(self).rows(place, shared_arrays(self)).reshape(*tokens.shape, self.dim)
-    return jnp.where(known[..., None], row.astype(self.dtype or self.param_dtype), jnp.nan)
+  def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    rank = self._lookup(arrays["rank"], token, jnp.int32) if self.is_ranked else token
+    place = trellis.places(rank.reshape(-1), arrays["size"], arrays["width"])
+    row = code_of(self).rows(place, _shared(arrays)).reshape(*token.shape, self.dim)
+    return row.astype(self.dtype or self.param_dtype)
 
-  def table(self) -> Float[Array, "V D"]:
-    """The rows of the whole vocabulary, in `param_dtype`."""
-    return self.rows().all().astype(self.param_dtype)
-
-  def rows(self) -> RowFactory:
+  def rows_of(self, arrays: Arrays) -> RowFactory:
     """The rows, composed a tile at a time."""
-    return RowFactory(row_places(self), shared_arrays(self), code_of(self).rows)
+    return RowFactory(*placed_rows(arrays, self.vocab, self.vocab_axis), code_of(self).rows)
+
+  def _table(self) -> Float[Array, "V D"]:
+    return super()._table().astype(self.param_dtype)
 
 
-def row_places(layer: Layer) -> tuple[Array, Array]:
-  """The place of every row in the stream, and its class."""
-  rank = layer.array("rank") if layer.is_ranked else jnp.arange(layer.vocab)
-  return trellis.places(rank.astype(jnp.int32), layer.array("size"), layer.array("width"))
+def placed_rows(
+  arrays: Arrays, vocab: int, vocab_axis: str | None
+) -> tuple[tuple[Array, Array], dict[str, Array]]:
+  """What the rows that this device holds are composed of.
+
+  Returns:
+    The place of every row in the stream and its class, and the arrays that all rows share.
+  """
+  if "rank" in arrays:
+    rank = arrays["rank"].astype(jnp.int32)
+  else:
+    axis = vocab_parallel.inside(vocab_axis)
+    count = vocab if axis is None else -(-vocab // vocab_parallel.axis_size(axis))
+    rank = vocab_parallel.first_row(axis, count) + jnp.arange(count, dtype=jnp.int32)
+    # Rows that pad the last device's part are like the last one.
+    rank = jnp.minimum(rank, vocab - 1)
+  return trellis.places(rank, arrays["size"], arrays["width"]), _shared(arrays)
+
+
+def _shared(arrays):
+  return {name: arrays[name] for name in ("stream", "width", "scale", "center", "inverse")}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Float, Integer, UInt
+from jaxtyping import Array, Float, Int, UInt
 
 from vqjax.assign.multiple import code_dtype
-from vqjax.embeddings.base import Embedding
+from vqjax.embeddings.base import Arrays, Embedding
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.ops import packing
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.types import Dtype, Size
 from vqjax.variables import Declaration, Variable, table
 
@@ -49,20 +50,18 @@ class ScalarEmbedding(Embedding):
     """A multiply-add for each number."""
     return 2 * self.dim
 
-  def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
-    """The vector of each token; nan for a token outside [0, V)."""
-    known, token = in_vocabulary(tokens, self.vocab)
-    level = self._gather("levels", token, jnp.dtype(jnp.float32))
-    vectors = jnp.where(known[..., None], self._dequantized(level), jnp.nan)
+  def _vectors(self, arrays: Arrays, token: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    level = self._lookup(arrays["levels"], token, jnp.float32)
+    vectors = self._dequantized(level, arrays["low"], arrays["high"])
     return vectors.astype(jnp.dtype(self.dtype or jnp.float32))
 
-  def _dequantized(self, level):
-    low = self.array("low")
-    return low + (self.array("high") - low) / (2**self.bits - 1) * level
+  def _dequantized(self, level, low, high):
+    return low + (high - low) / (2**self.bits - 1) * level
 
-  def table(self) -> Float[Array, "V D"]:
-    """The vectors of the whole vocabulary, in float32."""
-    return self._dequantized(self.array("levels").astype(jnp.float32))
+  def rows_of(self, arrays: Arrays) -> RowFactory:
+    """The vectors of the tokens, in float32."""
+    level = arrays["levels"].astype(jnp.float32)
+    return as_row_factory(self._dequantized(level, arrays["low"], arrays["high"]))
 
   def compact(self, variables: dict) -> CompactEmbedding:
     """The form for inference: packed levels of `bits` bits, and the 2^bits numbers.
@@ -70,7 +69,9 @@ class ScalarEmbedding(Embedding):
     A level is a code into one table of numbers that all D positions share.
     """
     levels = jnp.arange(2**self.bits, dtype=jnp.float32)
-    values = self.apply(variables, levels, method="_dequantized")
+    ends = variables["params"]["low"], variables["params"]["high"]
+    # Compiled, as the vectors are: operations one by one may be rounded otherwise.
+    values = jax.jit(self._dequantized)(levels, *ends)
     return CompactEmbedding(
       data=packing.packed(np.asarray(variables["codes"]["levels"]), self.bits),
       values=np.asarray(values, np.float32)[None, :, None],

@@ -21,7 +21,7 @@ from vqjax.heads.routed import RoutedHead
 from vqjax.heads.sampled import SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramBias, UnigramProposal
 from vqjax.heads.unshared import UnsharedGroupedHead
-from vqjax.ops.output_functions import SigSoftmax
+from vqjax.ops.scores import SigSoftmax
 
 __all__ = [
   "AdaptiveHead",

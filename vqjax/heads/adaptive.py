@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
-from vqjax.heads.base import Head
+from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.adaptive import Section, cluster_log_prob, concatenate_blocks
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -98,97 +97,67 @@ class AdaptiveHead(Head):
       )
     return tuple(Cluster(a, b - a, w) for a, b, w in zip(ends, ends[1:], widths))
 
-  def _dtype(self, hidden):
-    return self.dtype or jnp.promote_types(hidden.dtype, self.array("head").dtype)
+  def _dtype(self, arrays, hidden):
+    return self.dtype or jnp.promote_types(hidden.dtype, arrays["head"].dtype)
 
-  def _project(self, hidden, down):
-    """down · hidden, in float32."""
-    return softmax.linear_scores(hidden, down, dtype=self._dtype(hidden))
+  def _project(self, arrays, hidden, cluster):
+    """down · hidden of a cluster, in float32."""
+    dtype = self._dtype(arrays, hidden)
+    return softmax.linear_scores(hidden, arrays[f"down_{cluster}"], dtype=dtype)
 
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Log-probabilities of all tokens, which are normalised logits."""
-    self._check_hidden(hidden)
-    dtype, first = self._dtype(hidden), self.cutoffs[0]
-    log_head = jax.nn.log_softmax(softmax.linear_scores(hidden, self.array("head"), dtype=dtype))
-    parts = [log_head[..., :first]]
-    for i in range(len(self.cutoffs)):
-      weight = self.array(f"tail_{i}")
-      narrow = self._project(hidden, self.array(f"down_{i}"))
-      scores = softmax.linear_scores(narrow, weight, dtype=dtype)
-      parts.append(log_head[..., first + i, None] + jax.nn.log_softmax(scores))
-    return jnp.concatenate(parts, axis=-1)
-
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats; nan for a token outside [0, V).
-
-    For tokens outside of a cluster, only the projection of the cluster is computed.
-    """
+  def _log_prob(self, arrays, hidden, token, temperature):
+    """For tokens outside of a cluster, only the projection of the cluster is computed."""
     if temperature != 1:
-      return self._log_prob_at(hidden, tokens, temperature)
-    self._check_hidden(hidden)
-    known, token = in_vocabulary(tokens, self.vocab)
+      return super()._log_prob(arrays, hidden, token, temperature)
+    options = {"dtype": self._dtype(arrays, hidden), "vocab_axis": self.vocab_axis}
+    # 0 for a token of the first softmax, i + 1 for one of cluster i.
+    where = jnp.searchsorted(jnp.asarray(self.cutoffs), token, side="right")
+    row = jnp.where(where == 0, token, self.cutoffs[0] - 1 + where).astype(jnp.int32)
+    padding = arrays["head_padding"]
+    log_prob = softmax.linear_log_prob(hidden, arrays["head"], row, padding, **options)
+    for i, cluster in enumerate(self.clusters()):
+      inside = where == i + 1
+      log_prob += cluster_log_prob(
+        self._project(arrays, hidden, i),
+        arrays[f"tail_{i}"],
+        jnp.where(inside, token - cluster.first, 0),
+        inside,
+        arrays[f"tail_{i}_padding"],
+        **options,
+      )
+    return log_prob
 
-    def body(rows, hidden, token):
-      options = {"dtype": self._dtype(hidden), "vocab_axis": self.vocab_axis}
-      # 0 for a token of the first softmax, i + 1 for one of cluster i.
-      where = jnp.searchsorted(jnp.asarray(self.cutoffs), token, side="right")
-      row = jnp.where(where == 0, token, self.cutoffs[0] - 1 + where).astype(jnp.int32)
-      log_prob = softmax.linear_log_prob(hidden, rows["head"], row, rows["head_padding"], **options)
-      for i, cluster in enumerate(self.clusters()):
-        inside = where == i + 1
-        log_prob += cluster_log_prob(
-          self._project(hidden, rows[f"down_{i}"]),
-          rows[f"tail_{i}"],
-          jnp.where(inside, token - cluster.first, 0),
-          inside,
-          rows[f"tail_{i}_padding"],
-          **options,
-        )
-      return log_prob
-
-    return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
-
-  def _rows(self) -> dict[str, Sharded | Replicated]:
-    """The weight of each softmax, a bias of -inf for its padding, and the projections."""
-    rows = super()._rows()
-    for name, weight in tuple(rows.items()):
-      count = weight.rows.shape[0]
+  def parts(self) -> dict[str, Sharded | Replicated]:
+    """The variables, and a bias of -inf for the padding of each softmax."""
+    parts = super().parts()
+    for name in ("head", *(f"tail_{i}" for i in range(len(self.cutoffs)))):
+      count = parts[name].rows.shape[0]
       bias = vocab_parallel.bias_of_padding(None, count, self.vocab_axis)
-      rows[f"{name}_padding"] = Sharded(bias, -jnp.inf)
-    for i in range(len(self.cutoffs)):
-      rows[f"down_{i}"] = Replicated(self.array(f"down_{i}"))
-    return rows
+      parts[f"{name}_padding"] = Sharded(bias, -jnp.inf)
+    return parts
 
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, first of the first softmax and then of each cluster."""
-    self._check_hidden(hidden)
-    head, first, clusters = rows["head"], self.cutoffs[0], self.clusters()
-    cluster_rows = vocab_parallel.sharded_lookup(
-      head, first + jnp.arange(len(clusters)), vocab_parallel.inside(self.vocab_axis)
-    )
-    cluster_scores = softmax.linear_scores(hidden, cluster_rows, dtype=self._dtype(hidden))
-    log_z = self._log_z(hidden, head, rows["head_padding"])
-    sections = [Section(self._section(hidden, head, first, log_z), 0)]
+    dtype, axis = self._dtype(arrays, hidden), self.vocab_axis
+    head, first, clusters = arrays["head"], self.cutoffs[0], self.clusters()
+    options = ScoreOptions(dtype=dtype, vocab_axis=axis)
+
+    def blocks(hidden, name, rows, above):
+      """Blocks of hidden · weightᵀ - above, over `rows` rows on all devices."""
+      found = linear_decoding.linear_blocks(hidden, arrays[name], None, rows, options)
+      return found.map(lambda scores, _: scores - above)
+
+    def log_z(hidden, name):
+      weight = arrays[name]
+      rows, padding = vocab_parallel.rows_in_all(axis, len(weight)), arrays[f"{name}_padding"]
+      return sampling.log_z(linear_decoding.linear_blocks(hidden, weight, padding, rows, options))
+
+    cluster_rows = vocab_parallel.sharded_lookup(head, first + jnp.arange(len(clusters)), axis)
+    cluster_scores = softmax.linear_scores(hidden, cluster_rows, dtype=dtype)
+    log_z_head = log_z(hidden, "head")
+    sections = [Section(blocks(hidden, "head", first, log_z_head), 0)]
     for i, cluster in enumerate(clusters):
-      narrow, weight = self._project(hidden, rows[f"down_{i}"]), rows[f"tail_{i}"]
-      log_z_tail = self._log_z(narrow, weight, rows[f"tail_{i}_padding"])
-      above = log_z_tail + log_z - cluster_scores[..., i]
-      sections.append(Section(self._section(narrow, weight, cluster.rows, above), cluster.first))
+      narrow, name = self._project(arrays, hidden, i), f"tail_{i}"
+      above = log_z(narrow, name) + log_z_head - cluster_scores[..., i]
+      sections.append(Section(blocks(narrow, name, cluster.rows, above), cluster.first))
     return concatenate_blocks(tuple(sections))
-
-  def _log_z(self, hidden, weight, padding):
-    rows = vocab_parallel.rows_in_all(self.vocab_axis, weight.shape[0])
-    options = {"dtype": self._dtype(hidden), "vocab_axis": self.vocab_axis}
-    return sampling.log_z(linear_decoding.linear_blocks(hidden, weight, padding, rows, **options))
-
-  def _section(self, hidden, weight, tokens, above_B):
-    """Blocks of hidden · weightᵀ - above, over `tokens` rows on all devices."""
-    blocks = linear_decoding.linear_blocks(
-      hidden, weight, None, tokens, dtype=self._dtype(hidden), vocab_axis=self.vocab_axis
-    )
-    return blocks.map(lambda scores, _: scores - above_B)

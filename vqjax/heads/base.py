@@ -1,8 +1,20 @@
 """The contract of output heads, and what a head inherits.
 
-A head implements `logits`, `log_prob` and `_blocks`, the logits of a block of the vocabulary at a
-time. Exact sampling and top-k follow from the blocks, on one device or on many. A head with factors
-overrides them with faster methods.
+The public methods are written once, here: they check and cast their arguments, run a hook where the
+arrays are, and type its results. A head is what its hooks compute:
+
+  declare                the variables
+  flops_per_token        the cost of a token
+  _scores                (arrays, hidden) -> the logits, a block of the vocabulary at a time
+
+Everything else follows from the blocks, exactly. A head that knows better overrides `_log_prob`,
+`_loss_terms`, `_sample`, `_top_k` or `_logits`. Hooks are functions of `arrays`, which hold what
+`parts` names: the variables, or inside of a `shard_map` over the vocabulary the device's rows.
+
+  log_prob(hidden, tokens)                     public: checks, casts, masks
+    _computed                                  explicit axes of the mesh made automatic
+      over_vocabulary(vocab_axis, parts)       each device with its rows
+        _log_prob(arrays, hidden, token)       the hook
 """
 
 from __future__ import annotations
@@ -11,16 +23,24 @@ import abc
 import dataclasses
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.layer import Layer
-from vqjax.ops import sampling, softmax, vocab_parallel
+from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops.gradient_share import GradientShare, gradient_share
-from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.ops.vocabulary import check_mask, in_vocabulary, widened
+from vqjax.ops.sampling import Blocks, SamplingOptions
+from vqjax.ops.scores import check_temperature
+from vqjax.ops.vocab_parallel import Sharded
+from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, widened
+
+Arrays = dict[str, Any]
+"""The arrays of a layer by name, as `Layer.parts` gives them."""
+
+Terms = dict[str, Float[Array, ""]]
+"""Further terms of the training loss by name."""
 
 
 class Head(Layer):
@@ -30,8 +50,7 @@ class Head(Layer):
   its methods can be called through `apply(..., method="log_prob")` or from a model's own methods.
 
   Where the mesh in context has an axis `vocab_axis`, each device of the axis holds and scans its
-  own rows of the vocabulary, and the results are the same: `_rows` gives the arrays and `_blocks`
-  scores the rows that one device holds.
+  own rows of the vocabulary, and the results are the same.
 
   Attributes:
     vocab: number of tokens, V.
@@ -44,22 +63,27 @@ class Head(Layer):
   dim: int
   vocab_axis: str | None = dataclasses.field(default=None, kw_only=True)
 
-  def __call__(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+  @final
+  def __call__(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B V"]:
     """Return `logits(hidden)`."""
     return self.logits(hidden)
 
-  @abc.abstractmethod
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+  @final
+  def logits(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B V"]:
     """Scores whose softmax is the distribution.
 
     This is the only method that builds an array [*B, V].
     """
+    hidden = self._vectors(hidden)
+    # Not in a `shard_map`: the partitioner leaves the vocabulary of the logits where its rows are.
+    whole = lambda x: vocab_parallel.over_vocabulary(None, self._logits, self.parts(), x)
+    return self._computed(whole, hidden, hidden)
 
-  @abc.abstractmethod
+  @final
   def log_prob(
     self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
+    hidden: Float[ArrayLike, "*B D"],
+    tokens: Integer[ArrayLike, "*B"],
     temperature: float | int = 1.0,
   ) -> Float[Array, "*B"]:
     """Log-probability of `tokens` in nats; nan for a token outside [0, V).
@@ -76,70 +100,29 @@ class Head(Layer):
     Raises:
       ValueError: `temperature` is not positive.
     """
+    check_arrays(tokens=tokens)
+    check_temperature(temperature)
 
-  def _log_prob_at(self, hidden, tokens, temperature):
-    """`log_prob` at a temperature, from the logits a block at a time."""
-    softmax.check_temperature(temperature)
-    excess = self.over_blocks(lambda blocks: sampling.log_z_excess(blocks, temperature), hidden)
-    return self.log_prob(hidden, tokens) / temperature - excess
+    def body(arrays, hidden, tokens):
+      known, token = in_vocabulary(tokens, self.vocab)
+      return jnp.where(known, self._log_prob(arrays, hidden, token, temperature), jnp.nan)
 
-  @abc.abstractmethod
-  def _blocks(self, rows: dict[str, Any], hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The logits of `rows`: the arrays of `_rows`, of which a device may hold a part."""
+    return self._on_devices(body, hidden, jnp.asarray(tokens))
 
-  def _rows(self) -> dict[str, Sharded | Replicated]:
-    """The arrays that `_blocks` scores with.
-
-    By default they are those declared with a `pad_value`; a subclass adds what each device reads
-    whole.
-    """
-    return self.sharded_arrays()
-
-  def blocks(self, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The logits, one block of the vocabulary at a time."""
-    return self._blocks({name: part.rows for name, part in self._rows().items()}, hidden)
-
-  def over_blocks(self, body: Callable, hidden: Float[Array, "*B D"], *shared: Any) -> Any:
-    """Call body(blocks of `hidden`, *shared).
-
-    Each device of `vocab_axis` has its own blocks. The body must reduce over `blocks.axis`, so that
-    it returns the same on all of these devices.
-    """
-    rows = self._rows()
-
-    def run(arrays, shared):
-      # Marking an array sums its gradient over the devices: before an operand of it is narrowed.
-      *rows_here, hidden = vocab_parallel.varying(arrays)
-      return body(self._blocks(dict(zip(rows, rows_here)), hidden), *shared)
-
-    parts = *rows.values(), Replicated(hidden)
-    return vocab_parallel.over_vocabulary(self.vocab_axis, run, parts, shared)
-
-  def _over_vocabulary(self, body: Callable, *shared: Any) -> Any:
-    """Call body(rows, *shared); each device has its part of the arrays of `_rows`."""
-    rows = self._rows()
-    call = lambda arrays, shared: body(dict(zip(rows, arrays)), *shared)
-    return vocab_parallel.over_vocabulary(self.vocab_axis, call, tuple(rows.values()), shared)
-
-  def aux(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
-  ) -> dict[str, Float[Array, ""]]:
-    """Further terms of the training loss, by name."""
-    del hidden, tokens
-    return {}
-
+  @final
   def loss_terms(
     self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    mask: Bool[Array, "*B"] | None = None,
+    hidden: Float[ArrayLike, "*B D"],
+    tokens: Integer[ArrayLike, "*B"],
+    mask: Bool[ArrayLike, "*B"] | None = None,
     ignore_index: int | None = None,
-  ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`, which a head may compute at once.
+  ) -> tuple[Float[Array, "*B"], Terms]:
+    """`log_prob`, and further terms of the training loss by name, computed at once.
 
     A token that is left out has log-probability 0 and contributes to no term and no gradient,
-    whatever its hidden vector holds. Without `mask` and `ignore_index`, `log_prob` is nan for
-    a token outside [0, V), and `aux` leaves it out.
+    whatever its hidden vector holds. Without `mask` and `ignore_index`, the log-probability is nan
+    for a token outside [0, V), and no term counts it. Given the random stream "sample", as in
+    training steps, the log-probability of some heads is an estimate.
 
     Args:
       hidden: one vector for each token.
@@ -148,25 +131,34 @@ class Head(Layer):
       ignore_index: the target of further tokens to leave out, such as -1 or -100; unsigned tokens
         of 8 or 16 bits cannot hold a negative one.
     """
-    if mask is None and ignore_index is None:
-      return self._loss_terms(hidden, tokens)
+    check_arrays(tokens=tokens)
+    hidden, tokens = self._vectors(hidden), jnp.asarray(tokens)
+    mask = None if mask is None else jnp.asarray(mask)
     if mask is not None:
       check_mask(mask, tokens.shape)
-    tokens = widened(tokens)
-    counted = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
-    if ignore_index is not None:
-      counted &= tokens != ignore_index
-    # Before the products: 0 · nan in the backward pass would reach the gradients of the variables.
-    hidden = jnp.where(counted[..., None], hidden, 0)
-    log_prob, terms = self._loss_terms(hidden, jnp.where(counted, tokens, -1))
-    return jnp.where(counted, log_prob, 0.0), terms
 
-  def _loss_terms(self, hidden, tokens):
-    return self.log_prob(hidden, tokens), self.aux(hidden, tokens)
+    def compute(hidden, tokens, mask):
+      tokens = widened(tokens)
+      counted = jnp.ones(tokens.shape, bool) if mask is None else mask
+      if ignore_index is not None:
+        counted &= tokens != ignore_index
+      if mask is not None or ignore_index is not None:
+        # Before products: 0 · nan in the backward pass would reach the gradients of the variables.
+        hidden, tokens = jnp.where(counted[..., None], hidden, 0), jnp.where(counted, tokens, -1)
+      known, token = in_vocabulary(tokens, self.vocab)
+      parts, of_targets = self._training_parts(tokens)
+      log_prob, terms = vocab_parallel.over_vocabulary(
+        self.vocab_axis, self._loss_terms, parts, hidden, token, known
+      )
+      log_prob = jnp.where(known, log_prob, jnp.where(counted, jnp.nan, 0.0))
+      return log_prob, terms | of_targets
 
+    return self._computed(compute, hidden, hidden, tokens, mask)
+
+  @final
   def sample(
     self,
-    hidden: Float[Array, "*B D"],
+    hidden: Float[ArrayLike, "*B D"],
     key: PRNGKeyArray,
     temperature: float | int = 1.0,
     top_k: int | None = None,
@@ -186,16 +178,13 @@ class Head(Layer):
     Raises:
       ValueError: an option is outside its range, or `allowed` has another shape.
     """
-    allowed = None if allowed is None else jnp.asarray(allowed)
+    options = SamplingOptions(temperature, top_k, top_p)
+    body = lambda arrays, *given: self._sample(arrays, *given[:2], options, given[2])
+    return self._drawn(body, hidden, key, allowed)
 
-    def body(rows, hidden, key, allowed):
-      blocks = sampling.allow(self._blocks(rows, hidden), allowed, self.vocab)
-      return sampling.sample(blocks, key, temperature, top_k, top_p)
-
-    return self._over_vocabulary(body, hidden, key, allowed)
-
+  @final
   def top_k(
-    self, hidden: Float[Array, "*B D"], k: int
+    self, hidden: Float[ArrayLike, "*B D"], k: int
   ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
     """Log-probabilities and tokens of the k most likely tokens, best first, exactly.
 
@@ -203,12 +192,26 @@ class Head(Layer):
       ValueError: `k` is outside [1, V].
     """
     self._check_k(k)
-    best = lambda rows, hidden: sampling.best(self._blocks(rows, hidden), k)
-    scores, tokens, log_z = self._over_vocabulary(best, hidden)
-    return scores - log_z[..., None], tokens
+    return self._on_devices(lambda arrays, hidden: self._top_k(arrays, hidden, k), hidden)
 
+  @final
+  def over_blocks(self, body: Callable, hidden: Float[ArrayLike, "*B D"], *shared: Any) -> Any:
+    """Call body(blocks of `hidden`, *shared).
+
+    Each device of `vocab_axis` has its own blocks of the logits (`ops.sampling.Blocks`). The body
+    must reduce over `blocks.axis`, so that it returns the same on all of these devices.
+    """
+
+    def run(arrays, hidden, *shared):
+      # Marking an array sums its gradient over the devices: before an operand of it is narrowed.
+      arrays, hidden = vocab_parallel.varying((arrays, hidden))
+      return body(self._scores(arrays, hidden), *shared)
+
+    return self._on_devices(run, hidden, *shared)
+
+  @final
   def gradient_share(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
+    self, hidden: Float[ArrayLike, "*B D"], tokens: Integer[ArrayLike, "*B"]
   ) -> GradientShare:
     """The share of the gradient in the logits that the backward pass passes on to `hidden`.
 
@@ -222,17 +225,103 @@ class Head(Layer):
       hidden: the contexts.
       tokens: their targets.
     """
-    self._check_hidden(hidden)
-    known, token = in_vocabulary(tokens, self.vocab)
 
-    def body(rows, hidden, token):
-      return gradient_share(lambda one: self._blocks(rows, one), hidden, token)
+    def body(arrays, hidden, tokens):
+      known, token = in_vocabulary(tokens, self.vocab)
+      found = gradient_share(lambda one: self._scores(arrays, one), hidden, token)
+      outside = lambda x: jnp.where(known, x, jnp.nan)
+      return GradientShare(*map(outside, found[:3]), found.rank)
 
-    found = self._over_vocabulary(body, hidden, token)
-    outside = lambda x: jnp.where(known, x, jnp.nan)
-    return GradientShare(*map(outside, found[:3]), found.rank)
+    check_arrays(tokens=tokens)
+    return self._on_devices(body, hidden, jnp.asarray(tokens))
 
-  def _check_hidden(self, hidden: Array) -> None:
+  # Hooks. `arrays` are those of `parts` on this device, `token` is int32 in [0, V).
+
+  @abc.abstractmethod
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Blocks:
+    """The logits of the rows that this device holds, a block at a time."""
+
+  def _logits(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """The logits of all tokens, from the whole arrays."""
+    return sampling.scores_of_all(self._scores(arrays, hidden), self.vocab)
+
+  def _log_prob(
+    self,
+    arrays: Arrays,
+    hidden: Float[Array, "*B D"],
+    token: Int[Array, "*B"],
+    temperature: float | int,
+  ) -> Float[Array, "*B"]:
+    """Log-probability of tokens."""
+    arrays, hidden = vocab_parallel.varying((arrays, hidden))
+    return sampling.log_prob(self._scores(arrays, hidden), token, temperature)
+
+  def _loss_terms(
+    self,
+    arrays: Arrays,
+    hidden: Float[Array, "*B D"],
+    token: Int[Array, "*B"],
+    known: Bool[Array, "*B"],
+  ) -> tuple[Float[Array, "*B"], Terms]:
+    """Log-probability of tokens, and the terms of those that are `known` to count."""
+    del known
+    return self._log_prob(arrays, hidden, token, 1.0), {}
+
+  def _training_parts(self, tokens: Integer[Array, "*B"]) -> tuple[dict[str, Any], Terms]:
+    """The `parts` of `_loss_terms`, and terms of the loss that follow from the targets alone.
+
+    Outside of any `shard_map`, so that it may draw random numbers and write variables. Tokens that
+    are left out are -1.
+    """
+    del tokens
+    return self.parts(), {}
+
+  def _sample(
+    self,
+    arrays: Arrays,
+    hidden: Float[Array, "*B D"],
+    key: PRNGKeyArray,
+    options: SamplingOptions,
+    allowed: Bool[Array, "..."] | None,
+  ) -> Int[Array, "*B"]:
+    """A token for each vector."""
+    blocks = sampling.allow(self._scores(arrays, hidden), allowed, self.vocab)
+    return sampling.sample(blocks, key, options)
+
+  def _top_k(
+    self, arrays: Arrays, hidden: Float[Array, "*B D"], k: int
+  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+    """Log-probabilities and tokens of the k best."""
+    scores, tokens, log_z = sampling.best(self._scores(arrays, hidden), k)
+    return scores - log_z[..., None], tokens
+
+  # What public methods of subclasses are built of, too.
+
+  def _on_devices(self, body: Callable, hidden: ArrayLike, *shared: Any) -> Any:
+    """body(arrays, hidden, *shared) on each device of `vocab_axis`, with its part of the arrays."""
+    hidden, axis = self._vectors(hidden), self.vocab_axis
+    compute = lambda *given: vocab_parallel.over_vocabulary(axis, body, self.parts(), *given)
+    return self._computed(compute, hidden, hidden, *shared)
+
+  def _drawn(self, body: Callable, hidden: ArrayLike, key: PRNGKeyArray, allowed: Any) -> Any:
+    """body(arrays, hidden, key, allowed) on each device, for checked arguments."""
+    if not hasattr(key, "dtype"):
+      raise TypeError(f"`key` must be a key of jax.random; got {key!r}. Use jax.random.key(0).")
+    allowed = None if allowed is None else jnp.asarray(allowed)
+    return self._on_devices(body, hidden, key, allowed)
+
+  def _padded_bias(self, name: str) -> Sharded:
+    """A bias by rows of the vocabulary, which removes the rows that pad a device's part.
+
+    It is zeros where the head has none but rows are padded.
+    """
+    bias = vocab_parallel.bias_of_padding(self.array(name), self.vocab, self.vocab_axis)
+    return Sharded(bias, -jnp.inf)
+
+  def _vectors(self, hidden: ArrayLike) -> Array:
+    """Hidden vectors as an array of JAX, of the right width."""
+    check_arrays(hidden=hidden)
+    hidden = jnp.asarray(hidden)
     if not jnp.issubdtype(hidden.dtype, jnp.floating):
       raise ValueError(
         f"`hidden` must be floating-point vectors of width {self.dim}; got {hidden.dtype} of shape"
@@ -243,6 +332,7 @@ class Head(Layer):
         f"`hidden` must have the width of the head; got {hidden.shape[-1]} for dim {self.dim}."
         " Give the head the width of the model."
       )
+    return hidden
 
   def _check_k(self, k: int) -> None:
     if not isinstance(k, numbers.Integral) or not 1 <= k <= self.vocab:

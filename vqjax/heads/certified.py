@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float
 
 from vqjax.heads.base import Head
 from vqjax.heads.dense import DenseHead
-from vqjax.ops import certified, sampling, softmax, vocab_parallel
+from vqjax.ops import certified, sampling, vocab_parallel
 from vqjax.ops.certified import Best, Int8Rows
-from vqjax.ops.tiles import Scoring
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.topk import TopK
-from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.variables import Declaration, Variable
 
 COLLECTION = "codes"
@@ -65,7 +65,7 @@ class CertifiedHead(DenseHead):
       )
     fields = {f.name: getattr(head, f.name) for f in dataclasses.fields(DenseHead) if f.init}
     made = CertifiedHead(**fields | {"name": None, "parent": None, "budget": budget})
-    rows, is_finite_V = jax.jit(made._computed)(variables)
+    rows, is_finite_V = jax.jit(made._int8_rows)(variables)
     if not is_finite_V.all():
       raise ValueError(
         f"the weight must be finite; got nan or inf in row {int(np.argmin(is_finite_V))}. Remove a"
@@ -78,17 +78,19 @@ class CertifiedHead(DenseHead):
   def is_certified(head: "CertifiedHead", variables: dict[str, Any]) -> bool:
     """Whether the 8-bit rows are those of the weight."""
     own = variables.get(COLLECTION, {})
-    rows = _named(jax.jit(head._computed)(variables)[0])
+    rows = _named(jax.jit(head._int8_rows)(variables)[0])
     return all(
       name in own and np.shape(own[name]) == value.shape and bool((own[name] == value).all())
       for name, value in rows.items()
     )
 
-  def _computed(self, variables):
+  def _int8_rows(self, variables):
     """The 8-bit rows, and whether each row of the weight is finite."""
 
     def of_rows(self):
-      weight = self._scored(self._weight().all())
+      weight = self.linear()[0].all()
+      # As the products read it.
+      weight = weight if self.dtype is None else weight.astype(self.dtype)
       return certified.int8_rows(weight), jnp.isfinite(weight).all(axis=1)
 
     own = {name: variables[name] for name in variables if name != COLLECTION}
@@ -96,20 +98,17 @@ class CertifiedHead(DenseHead):
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), init[COLLECTION])
     return self.apply({**own, COLLECTION: blank}, method=of_rows)
 
-  def _scored(self, weight):
-    """The weight as its products read it."""
-    return weight if self.dtype is None else weight.astype(self.dtype)
-
   def declare(self) -> Declaration:
     """The variables of the dense head, and the 8-bit rows."""
     zeros = nn.initializers.zeros_init()
     kept = {"collection": COLLECTION, "random": False}
+    of_row = kept | {"pad_value": 0}
     vocab = (self.vocab,), ("vocab",)
     return super().declare() | {
-      "rows": Variable((self.vocab, self.dim), ("vocab", "codes_embed"), zeros, jnp.int8, **kept),
-      "row_scale": Variable(*vocab, zeros, **kept),
-      "row_error": Variable(*vocab, nn.initializers.constant(jnp.inf), **kept),
-      "row_length": Variable(*vocab, zeros, **kept),
+      "rows": Variable((self.vocab, self.dim), ("vocab", "codes_embed"), zeros, jnp.int8, **of_row),
+      "row_scale": Variable(*vocab, zeros, **of_row),
+      "row_error": Variable(*vocab, nn.initializers.constant(jnp.inf), **of_row),
+      "row_length": Variable(*vocab, zeros, **of_row),
       "row_mean": Variable((self.dim,), ("codes_embed",), zeros, **kept),
     }
 
@@ -119,74 +118,53 @@ class CertifiedHead(DenseHead):
     if self.budget < 1:
       raise ValueError(f"`budget` must be at least 1; got {self.budget}. 256 is usual.")
 
-  def _rows(self) -> dict[str, Sharded | Replicated]:
-    own = self.array
-    return super()._rows() | {
-      "int8": Sharded(tuple(own(f"row{part}") for part in ("s", "_scale", "_error", "_length")), 0),
-      "mean": Replicated(own("row_mean")),
-    }
-
-  def best(self, hidden: Float[Array, "*B D"], k: int = 1) -> Best:
+  @final
+  def best(self, hidden: Float[ArrayLike, "*B D"], k: int = 1) -> Best:
     """The k best tokens and their scores, exactly, and how many rows were in doubt.
 
     Raises:
       ValueError: `k` is outside [1, V].
     """
     self._check_k(k)
-    self._check_hidden(hidden)
-    return self._over_vocabulary(lambda rows, hidden: self._best(rows, hidden, k), hidden)
+    return self._on_devices(lambda arrays, hidden: self._best(arrays, hidden, k), hidden)
 
-  def sample(
-    self,
-    hidden: Float[Array, "*B D"],
-    key: PRNGKeyArray,
-    temperature: float | int = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    allowed: Bool[ArrayLike, "..."] | None = None,
-  ) -> Int[Array, "*B"]:
-    """Draw a token from the exact distribution; see `Head.sample`.
+  def _sample(self, arrays, hidden, key, options, allowed):
+    """A token from the exact distribution.
 
     A draw from all tokens adds Gumbel noise to each score and its bound, and takes the best. A
     nucleus without `top_k` needs the mass of every row and takes all of them, as do draws of so
     many rows that their noise would not fit (`sampling.STORED_SCORES`). On a CPU more than
     `narrow.FEW` vectors take all rows too, in less time than the first pass.
     """
-    sampling.check_options(temperature, top_k, top_p)
-    self._check_hidden(hidden)
-    is_greedy = temperature < 1e-6
-    count = self.vocab * max(1, int(np.prod(hidden.shape[:-1])))
-    is_open = not is_greedy and top_k is None
-    if is_open and (top_p not in (None, 1) or count > sampling.STORED_SCORES):
-      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
-    allowed = None if allowed is None else jnp.asarray(allowed)
-
+    vectors = max(1, math.prod(hidden.shape[:-1]))
+    is_open = not options.is_greedy and options.top_k is None
+    if is_open and (options.has_nucleus or self.vocab * vectors > sampling.STORED_SCORES):
+      return super()._sample(arrays, hidden, key, options, allowed)
     # Of many vectors a CPU's arithmetic takes longer than the bytes of the weight.
-    best = self._best if certified.pays(count // self.vocab) else self._best_of_all
+    best = self._best if certified.pays(vectors) else self._best_of_all
+    if is_open:
+      noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
+      noise = (noise_key, options.temperature)
+      return best(arrays, hidden, 1, allowed, noise).tokens[..., 0]
+    found = best(
+      arrays, hidden, 1 if options.is_greedy else min(options.top_k, self.vocab), allowed
+    )
+    if options.is_greedy:
+      return found.tokens[..., 0]
+    scores = found.scores / options.temperature
+    return sampling.draw_among(scores, found.tokens, key, options.top_p)
 
-    def body(rows, hidden, key, allowed):
-      if is_open:
-        noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
-        noise = (noise_key, temperature)
-        return best(rows, hidden, 1, allowed, noise).tokens[..., 0]
-      found = best(rows, hidden, 1 if is_greedy else min(top_k, self.vocab), allowed)
-      if is_greedy:
-        return found.tokens[..., 0]
-      return sampling.draw_among(found.scores / temperature, found.tokens, key, top_p)
-
-    return self._over_vocabulary(body, hidden, key, allowed)
-
-  def _best(self, rows, hidden, k, allowed=None, noise=None) -> Best:
+  def _best(self, arrays, hidden, k, allowed=None, noise=None) -> Best:
     """`certified.best` of the device's own rows.
 
     `noise` is a key and a temperature: scores are divided by it and get Gumbel noise.
     """
-    weight, bias = rows["per_row"], rows["bias"]
+    weight, bias = self._rows(arrays).all(), arrays["bias"]
     count = weight.shape[0]
     dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-    scoring = Scoring(dtype, self._output())
-    finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
-    int8 = Int8Rows(*rows["int8"], rows["mean"])
+    scoring = ScoreOptions(output=self._output())
+    finish = lambda product_WB, cut: scoring.finish_rows(product_WB, cut(bias))
+    int8 = Int8Rows(*(arrays[name] for name in _INT8))
     upper = certified.bounds(hidden.astype(dtype), int8, self.vocab, finish, self.vocab_axis)
     first = vocab_parallel.first_row(upper.axis, count)
     finished, noise_VB = self._finished(upper, count, allowed, noise)
@@ -208,14 +186,14 @@ class CertifiedHead(DenseHead):
     budget = max(k, min(self.budget, count - 1))
     # The default of a GPU or TPU would round float32 operands, and the bound is of exact scores.
     with jax.default_matmul_precision("highest"):
-      exact = lambda: finished(self._blocks(rows, hidden))
+      exact = lambda: finished(self._scores(arrays, hidden))
       return certified.best(finished(upper), exact, score_of, k, budget)
 
-  def _best_of_all(self, rows, hidden, k, allowed=None, noise=None) -> TopK:
+  def _best_of_all(self, arrays, hidden, k, allowed=None, noise=None) -> TopK:
     """The k best by the scores of all rows."""
     with jax.default_matmul_precision("highest"):
-      blocks = self._blocks(rows, hidden)
-      finished, _ = self._finished(blocks, rows["per_row"].shape[0], allowed, noise)
+      blocks = self._scores(arrays, hidden)
+      finished, _ = self._finished(blocks, len(arrays["rows"]), allowed, noise)
       return TopK(*sampling.best(finished(blocks), k, normalizer=False)[:2])
 
   def _finished(self, blocks, count, allowed, noise):
@@ -231,11 +209,9 @@ class CertifiedHead(DenseHead):
     return finished, noise_VB
 
 
+_INT8 = ("rows", "row_scale", "row_error", "row_length", "row_mean")
+"""The variables that the fields of `Int8Rows` are kept in."""
+
+
 def _named(rows: Int8Rows) -> dict[str, Array]:
-  return {
-    "rows": rows.codes,
-    "row_scale": rows.scale,
-    "row_error": rows.error,
-    "row_length": rows.length,
-    "row_mean": rows.mean,
-  }
+  return dict(zip(_INT8, rows))

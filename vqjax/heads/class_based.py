@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from vqjax import assign
-from vqjax.heads.base import Head
+from vqjax.heads.base import Arrays, Head
 from vqjax.ops import class_softmax as class_ops
 from vqjax.ops import codes as code_ops
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
+from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
@@ -65,44 +66,22 @@ class ClassBasedHead(Head):
     """A product of width D for each class and each token of a class of mean size."""
     return 2 * self.dim * (self.classes + -(-self.vocab // self.classes))
 
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Log-probabilities of all tokens, which are normalised logits."""
-    self._check_hidden(hidden)
-    assignment = self.array("assignment")
-    scores_BV = softmax.linear_scores(hidden, self.array("weight"), dtype=self.dtype)
-    start = class_ops.empty_normalizers(hidden.shape[:-1], self.classes)
-    log_z_BC = class_ops.log_normalizers(class_ops.add_scores(start, scores_BV, assignment), None)
-    log_class_BC = self._log_class(self.array("class_weight"), assignment, hidden)
-    return self._log_prob_of(scores_BV, assignment, log_class_BC - log_z_BC)
-
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats; only each token's own class is scored."""
+  def _log_prob(self, arrays, hidden, token, temperature):
+    """Only the rows of each token's own class are scored."""
     if temperature != 1:
-      return self._log_prob_at(hidden, tokens, temperature)
-    self._check_hidden(hidden)
-    known, token = in_vocabulary(tokens, self.vocab)
-
-    def body(rows, hidden, token):
-      class_weight, assignment, axis = rows["class_weight"], rows["assignment"], self.vocab_axis
-      exists, of_token = in_vocabulary(
-        vocab_parallel.sharded_lookup(assignment, token, axis), self.classes
-      )
-      bias = vocab_parallel.own_part(self._class_bias(assignment), class_weight.shape[0], axis)
-      log_prob_class = softmax.linear_log_prob(
-        hidden, class_weight, of_token, bias, dtype=self.dtype, vocab_axis=axis
-      )
-      log_prob_token = class_ops.log_prob_in_class(
-        hidden, rows["weight"], assignment, token, of_token, self.classes, self.dtype, axis
-      )
-      return exists, log_prob_class + log_prob_token
-
-    exists, log_prob = self._over_vocabulary(body, hidden, token)
-    return jnp.where(known & exists, log_prob, jnp.nan)
+      return super()._log_prob(arrays, hidden, token, temperature)
+    class_weight, assignment, axis = arrays["class_weight"], arrays["assignment"], self.vocab_axis
+    exists, of_token = in_vocabulary(
+      vocab_parallel.sharded_lookup(assignment, token, axis), self.classes
+    )
+    bias = vocab_parallel.own_part(self._class_bias(assignment), class_weight.shape[0], axis)
+    log_prob_class = softmax.linear_log_prob(
+      hidden, class_weight, of_token, bias, dtype=self.dtype, vocab_axis=axis
+    )
+    log_prob_token = class_ops.log_prob_in_class(
+      hidden, arrays["weight"], assignment, token, of_token, self.classes, self.dtype, axis
+    )
+    return jnp.where(exists, log_prob_class + log_prob_token, jnp.nan)
 
   def _class_bias(self, assignment):
     """0 for a class that has tokens on any device; -inf for a class without tokens."""
@@ -126,13 +105,12 @@ class ClassBasedHead(Head):
     known, class_of = in_vocabulary(class_of, self.classes)
     return jnp.where(known, scores + offset_BC[..., class_of], jnp.nan)
 
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, after a pass for the normaliser of each class."""
-    self._check_hidden(hidden)
-    weight, assignment = rows["weight"], rows["assignment"]
+    weight, assignment = arrays["weight"], arrays["assignment"]
     axis, batch, count = self.vocab_axis, hidden.shape[:-1], assignment.shape[0]
     raw = linear_decoding.linear_blocks(
-      hidden, weight, None, self.vocab, dtype=self.dtype, vocab_axis=axis
+      hidden, weight, None, self.vocab, ScoreOptions(dtype=self.dtype, vocab_axis=axis)
     )
     # Tokens are numbered over all devices, the assignment on this one.
     here = lambda tokens: jnp.maximum(tokens - vocab_parallel.first_row(axis, count), 0)
@@ -144,7 +122,7 @@ class ClassBasedHead(Head):
 
     normalizers = raw.fold(step, class_ops.empty_normalizers(batch, self.classes))
     log_z_BC = class_ops.log_normalizers(normalizers, axis)
-    offset_BC = self._log_class(rows["class_weight"], assignment, hidden) - log_z_BC
+    offset_BC = self._log_class(arrays["class_weight"], assignment, hidden) - log_z_BC
 
     def log_prob(score_WB, token_W):
       score_BW = jnp.moveaxis(score_WB, 0, -1)

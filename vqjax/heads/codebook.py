@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import final
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from vqjax import assign
 from vqjax.assign.table import check_codes
 from vqjax.embeddings.codebook import CodebookEmbedding
 from vqjax.heads import regularizers
-from vqjax.heads.base import Head
+from vqjax.heads.base import Arrays, Head
 from vqjax.ops import codes as code_ops
-from vqjax.ops import sampling, softmax, topk
+from vqjax.ops import sampling, softmax, topk, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.vocab_parallel import Sharded
-from vqjax.ops.vocabulary import in_vocabulary, mean_in_vocabulary
+from vqjax.ops.vocabulary import in_vocabulary, mean_over
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
@@ -119,68 +119,51 @@ class CodebookHead(Head):
     """One product of width D for each code."""
     return 2 * self.codes * self.dim
 
-  def factors(self) -> tuple[Float[Array, "K D"], Int[Array, "V"]]:
+  def _factors(self, arrays: Arrays) -> tuple[Float[Array, "K D"], Int[Array, "V"]]:
     """The codebook and the code of each token, of the head itself or of its embedding."""
-    if self.embedding is not None:
-      return self.embedding.factors()
-    return self.array("codebook"), self.array("assignment")
+    own = arrays if self.embedding is None else arrays["embedding"]
+    return own["codebook"], own["assignment"]
 
+  @final
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
     """The rows and the bias that the head scores with; a distillation reads them."""
-    codebook, assignment = self.factors()
-    return RowFactory(assignment, codebook, _row_of_code), self.array("token_bias")
 
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    def rows(arrays):
+      codebook, assignment = self._factors(arrays)
+      return RowFactory(assignment, codebook, _row_of_code), arrays.get("token_bias")
+
+    return self._computed(lambda: vocab_parallel.over_vocabulary(None, rows, self.parts()), None)
+
+  def _logits(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """The score of each token's code, plus the token's bias, float32 (Eq. 3)."""
-    self._check_hidden(hidden)
-    codebook, assignment = self.factors()
+    codebook, assignment = self._factors(arrays)
     scores_BK = softmax.linear_scores(hidden, codebook, dtype=self.dtype)
     # A code that does not exist has no score: nan, not that of a neighbour.
     known, code = in_vocabulary(assignment, scores_BK.shape[-1])
-    scores, bias = jnp.where(known, scores_BK[..., code], jnp.nan), self.array("token_bias")
+    scores, bias = jnp.where(known, scores_BK[..., code], jnp.nan), arrays.get("token_bias")
     return scores if bias is None else scores + bias.astype(jnp.float32)
 
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats, from K scores; nan outside [0, V)."""
-    return self._softmax(hidden, tokens, temperature=temperature).log_prob
+  def _log_prob(self, arrays, hidden, token, temperature):
+    return self._softmax(arrays, hidden, token, temperature=temperature).log_prob
 
-  def _softmax(self, hidden, tokens, mean=False, temperature=1.0):
-    self._check_hidden(hidden)
-    codebook, assignment = self.factors()
+  def _softmax(self, arrays, hidden, token, mean=False, temperature=1.0):
     return code_ops.code_softmax(
       hidden,
-      codebook,
-      assignment,
-      tokens,
-      self.array("token_bias"),
+      *self._factors(arrays),
+      token,
+      arrays.get("token_bias"),
       temperature=temperature,
       mean=mean,
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
     )
 
-  def _loss_terms(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
-  ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`, from the same scores of the codes."""
-    scores = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
-    terms = self._commitment(hidden, tokens) if self.commitment else {}
-    return scores.log_prob, terms | regularizers.terms(self, scores, tokens)
+  def _loss_terms(self, arrays, hidden, token, known):
+    scores = self._softmax(arrays, hidden, token, mean=self.label_smoothing > 0)
+    terms = self._commitment(arrays, hidden, token, known) if self.commitment else {}
+    return scores.log_prob, terms | regularizers.terms(self, scores, known)
 
-  def aux(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
-  ) -> dict[str, Float[Array, ""]]:
-    """The terms "commitment", "z_loss" and "label_smoothing" that are not zero."""
-    if not (self.commitment or self.z_loss or self.label_smoothing):
-      return super().aux(hidden, tokens)
-    return self._loss_terms(hidden, tokens)[1]
-
-  def _commitment(self, hidden, tokens):
+  def _commitment(self, arrays, hidden, token, known):
     """The squared distance of hidden vectors to the codes of their tokens.
 
     commitment · mean over tokens and D of (hidden - stop_gradient(code of the token))². The mean
@@ -188,24 +171,18 @@ class CodebookHead(Head):
     width. Source: VQ-Logits, Section 3.4, which gives no formula; van den Oord et al. (2017), Eq.
     3, with the hidden vector as encoder output and the token's code as its code.
     """
-    codebook, assignment = self.factors()
-    # Tokens outside of the vocabulary gather the code of token 0; the mean below leaves them out.
-    _, token = in_vocabulary(tokens, self.vocab)
+    codebook, assignment = self._factors(arrays)
     code = code_ops.code_vectors(
       jax.lax.stop_gradient(codebook), assignment, token, jnp.float32, self.vocab_axis
     )
     distance = ((hidden.astype(jnp.float32) - code) ** 2).mean(axis=-1)
-    return {"commitment": self.commitment * mean_in_vocabulary(distance, tokens, self.vocab)}
+    return {"commitment": self.commitment * mean_over(distance, known)}
 
-  def _rows(self) -> dict[str, Sharded]:
-    tied = {} if self.embedding is None else self.embedding.sharded_arrays()
-    return tied | super()._rows()
-
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of consecutive tokens, from scores of all codes that are computed once."""
-    assignment, bias = rows["assignment"], rows.get("token_bias")
+    (codebook, assignment), bias = self._factors(arrays), arrays.get("token_bias")
     batch = hidden.shape[:-1]
-    score_KB = jnp.moveaxis(self._all_code_scores(rows["codebook"], hidden), -1, 0)
+    score_KB = jnp.moveaxis(self._all_code_scores(codebook, hidden), -1, 0)
     return sampling.row_blocks(
       batch,
       assignment.shape[0],
@@ -215,67 +192,35 @@ class CodebookHead(Head):
       width=max(1, sampling.CACHED_SCORES // max(1, math.prod(batch))),
     )
 
-  def _best_tokens(self, rows, hidden, scores_BK, k):
-    """The k highest scores and their tokens."""
-    chunks = self.vocab // topk.chunk_size(self.vocab, k)
-    if math.prod(hidden.shape[:-1]) * chunks > sampling.STORED_SCORES:
-      return sampling.best(self._blocks(rows, hidden), k, normalizer=False)[:2]
-    score_KB = jnp.moveaxis(scores_BK, -1, 0)
-    return code_ops.best_tokens(
-      score_KB, rows["assignment"], rows.get("token_bias"), self.vocab, k, self.vocab_axis
-    )
-
   def _all_code_scores(self, codebook, hidden):
-    self._check_hidden(hidden)
     return code_ops.all_code_scores(hidden, codebook, self.codes, self.dtype, self.vocab_axis)
 
-  def top_k(
-    self, hidden: Float[Array, "*B D"], k: int
-  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
-    """Log-probabilities and tokens of the k most likely tokens, best first, exactly.
-
-    The normaliser comes from the K scores of the codes and their masses.
-    """
-    self._check_k(k)
-
-    def body(rows, hidden):
-      scores_BK = self._all_code_scores(rows["codebook"], hidden)
-      score_Bk, token_Bk = self._best_tokens(rows, hidden, scores_BK, k)
-      mass_K = code_ops.log_mass(
-        rows["assignment"], self.codes, rows.get("token_bias"), self.vocab_axis
+  def _top_k(self, arrays, hidden, k):
+    """The k best; the normaliser comes from the K scores of the codes and their masses."""
+    (codebook, assignment), bias = self._factors(arrays), arrays.get("token_bias")
+    scores_BK = self._all_code_scores(codebook, hidden)
+    chunks = self.vocab // topk.chunk_size(self.vocab, k)
+    if math.prod(hidden.shape[:-1]) * chunks > sampling.STORED_SCORES:
+      score_Bk, token_Bk, _ = sampling.best(self._scores(arrays, hidden), k, normalizer=False)
+    else:
+      score_KB = jnp.moveaxis(scores_BK, -1, 0)
+      score_Bk, token_Bk = code_ops.best_tokens(
+        score_KB, assignment, bias, self.vocab, k, self.vocab_axis
       )
-      return score_Bk - jax.nn.logsumexp(scores_BK + mass_K, axis=-1, keepdims=True), token_Bk
+    mass_K = code_ops.log_mass(assignment, self.codes, bias, self.vocab_axis)
+    return score_Bk - jax.nn.logsumexp(scores_BK + mass_K, axis=-1, keepdims=True), token_Bk
 
-    return self._over_vocabulary(body, hidden)
-
-  def sample(
-    self,
-    hidden: Float[Array, "*B D"],
-    key: PRNGKeyArray,
-    temperature: float | int = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    allowed: Bool[ArrayLike, "..."] | None = None,
-  ) -> Int[Array, "*B"]:
-    """Draw a token; without filters a code first, then a token on it.
-
-    The arguments are those of `Head.sample`.
-    """
-    sampling.check_options(temperature, top_k, top_p)
-    filtered = not (top_k is None and top_p is None and allowed is None)
-    if temperature < 1e-6 or filtered:
-      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
-
-    def body(rows, hidden, key):
-      assignment = rows["assignment"]
-      bias = rows["token_bias"] / temperature if self.token_bias else None
-      code_key, token_key = jax.random.split(key)
-      mass_K = code_ops.log_mass(assignment, self.codes, bias, self.vocab_axis)
-      scores_BK = self._all_code_scores(rows["codebook"], hidden) / temperature + mass_K
-      code = jax.random.categorical(code_key, scores_BK, mode="high").astype(jnp.int32)
-      return code_ops.draw_within(token_key, code, assignment, self.codes, bias, self.vocab_axis)
-
-    return self._over_vocabulary(body, hidden, key)
+  def _sample(self, arrays, hidden, key, options, allowed):
+    """A token; without filters a code first, then a token on it."""
+    if not options.is_plain or allowed is not None:
+      return super()._sample(arrays, hidden, key, options, allowed)
+    codebook, assignment = self._factors(arrays)
+    bias = arrays["token_bias"] / options.temperature if self.token_bias else None
+    code_key, token_key = jax.random.split(key)
+    mass_K = code_ops.log_mass(assignment, self.codes, bias, self.vocab_axis)
+    scores_BK = self._all_code_scores(codebook, hidden) / options.temperature + mass_K
+    code = jax.random.categorical(code_key, scores_BK, mode="high").astype(jnp.int32)
+    return code_ops.draw_within(token_key, code, assignment, self.codes, bias, self.vocab_axis)
 
 
 def _row_of_code(code_W, codebook_KD):

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
 
 from vqjax.embeddings.base import Embedding
+from vqjax.heads.base import Arrays, Head
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import softmax
-from vqjax.ops.output_functions import OutputFunction
+from vqjax.ops import vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.scores import OutputFunction, ScoreOptions
+from vqjax.ops.vocab_parallel import Sharded
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
-class DenseHead(LinearHead):
-  """softmax(hidden · weightᵀ + bias), with a row of D numbers for each token.
-
-  A tied head scores against the table of an embedding. Give the same object to both:
-
-    embedding = DenseEmbedding(vocab, dim)
-    Transformer(embedding=embedding, head=DenseHead(vocab, dim, embedding=embedding))
+class DenseRows(Head):
+  """Base class of heads with a row of D numbers for each token, their own or an embedding's.
 
   Attributes:
     use_bias: add a score for each token.
@@ -29,20 +27,17 @@ class DenseHead(LinearHead):
       head has its own weight.
     weight_init: initialiser of the [V, D] weight.
     bias_init: initialiser of the [V] bias.
-    output: function of each score that the softmax is taken of, such as `SigSoftmax()`, instead of
-      a `softcap`; None: the score itself.
   """
 
   use_bias: bool = False
   embedding: Embedding | nn.Embed | None = None
   weight_init: Initializer = row_init
   bias_init: Initializer = nn.initializers.zeros_init()
-  output: OutputFunction | None = dataclasses.field(default=None, kw_only=True)
 
   def declare(self) -> Declaration:
     """The weight [V, D], or the tied embedding, and the bias [V]."""
     shape, axes = (self.vocab, self.dim), ("vocab", "table_embed")
-    weight = Variable(shape, axes, self.weight_init, self.param_dtype)
+    weight = Variable(shape, axes, self.weight_init, self.param_dtype, pad_value=0)
     if self.embedding is None:
       declared = {"weight": weight}
     elif isinstance(self.embedding, nn.Embed):
@@ -56,11 +51,6 @@ class DenseHead(LinearHead):
   def check(self) -> None:
     """Check that a tied embedding has the vocabulary and the width of the head."""
     super().check()
-    softmax.check_one_function(self.softcap, self.output)
-    if not isinstance(self.output, (OutputFunction, type(None))):
-      raise ValueError(
-        f"`output` must be an OutputFunction or None; got {self.output!r}. Give SigSoftmax()."
-      )
     tied = self.embedding
     if tied is None:
       return
@@ -77,24 +67,54 @@ class DenseHead(LinearHead):
         f" {dim}. Give the head and the embedding the same."
       )
 
-  def _weight(self) -> RowFactory:
-    if self.embedding is None:
-      return as_row_factory(self.array("weight"))
+  def parts(self) -> dict[str, Any]:
+    """The variables; those of an `nn.Embed` are its table."""
+    found = super().parts()
     if isinstance(self.embedding, nn.Embed):
-      return as_row_factory(self.embedding.embedding)
-    return self.embedding.rows()
+      table = vocab_parallel.automatic(jnp.asarray(self.embedding.embedding))
+      found["embedding"] = {"embedding": Sharded(table, 0)}
+    return found
 
-  def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
-    """The rows and the bias; ValueError where the scores are another function of them."""
+  def _rows(self, arrays: Arrays) -> RowFactory:
+    if self.embedding is None:
+      return as_row_factory(arrays["weight"])
+    if isinstance(self.embedding, nn.Embed):
+      return as_row_factory(arrays["embedding"]["embedding"])
+    return self.embedding.rows_of(arrays["embedding"])
+
+
+class DenseHead(DenseRows, LinearHead):
+  """softmax(hidden · weightᵀ + bias), with a row of D numbers for each token.
+
+  A tied head scores against the table of an embedding. Give the same object to both:
+
+    embedding = DenseEmbedding(vocab, dim)
+    Transformer(embedding=embedding, head=DenseHead(vocab, dim, embedding=embedding))
+
+  Attributes:
+    output: function of each score that the softmax is taken of, such as `SigSoftmax()`, instead of
+      a `softcap`; None: the score itself.
+  """
+
+  output: OutputFunction | None = dataclasses.field(default=None, kw_only=True)
+
+  def check(self) -> None:
+    """Check the output function, the options of the loss and a tied embedding."""
+    super().check()
+    # The options of scores refuse a cap and another function together.
+    ScoreOptions(softcap=self.softcap, output=self.output)
+    if not isinstance(self.output, (OutputFunction, type(None))):
+      raise ValueError(
+        f"`output` must be an OutputFunction or None; got {self.output!r}. Give SigSoftmax()."
+      )
+
+  def _linear(self, arrays):
     if self.output is not None:
       raise ValueError(
         f"`output` must be None where rows and bias alone are read; got {self.output}. Use a head"
         " without an output function, or its log-probabilities."
       )
-    return super().linear()
+    return super()._linear(arrays)
 
   def _output(self) -> OutputFunction | None:
     return super()._output() if self.output is None else self.output
-
-  def _bias(self) -> Float[Array, "V"] | None:
-    return self.array("bias")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Float
 
 from vqjax.embeddings.compact import CompactEmbedding
 from vqjax.embeddings.dpq import DPQEmbedding
+from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
 from vqjax.quantizers import Quantizer
@@ -63,25 +64,19 @@ class DPQHead(LinearHead):
     """Every row of the vocabulary is quantised and multiplied."""
     return self.vocab * (self._rows_embedding().flops_per_token() + 2 * self.dim)
 
-  def _weight(self) -> RowFactory:
-    return self.table.rows()
+  def parts(self) -> dict[str, Any]:
+    """The variables of the rows and the bias."""
+    return super().parts() | {"table": self.table.parts()}
 
-  def _bias(self) -> Float[Array, "V"] | None:
-    return self.array("bias")
+  def _rows(self, arrays: Arrays) -> RowFactory:
+    return self.table.rows_of(arrays["table"])
 
-  def aux(self, hidden, tokens) -> dict[str, Float[Array, ""]]:
-    """The terms of `LinearHead`, and those of the quantiser for the targets."""
-    return super().aux(hidden, tokens) | self._quantizer_terms(tokens)
-
-  def _loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`."""
-    log_prob, terms = super()._loss_terms(hidden, tokens)
-    return log_prob, terms | self._quantizer_terms(tokens)
-
-  def _quantizer_terms(self, tokens):
+  def _training_parts(self, tokens):
+    """The terms of the quantiser for the targets, whose statistics they update in training."""
+    parts, terms = super()._training_parts(tokens)
     written = ("batch_stats", "centroids", "revival")
     train = any(self.is_mutable_collection(name) for name in written)
-    return self.table.loss_terms(tokens, deterministic=not train)[1]
+    return parts, terms | self.table._embedded(tokens, train)[1]
 
   def compact(self, variables: dict) -> CompactEmbedding:
     """The packed codes and the values of the rows, and the bias."""

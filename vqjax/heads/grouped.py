@@ -9,7 +9,6 @@ from flax import linen as nn
 from vqjax.heads.two_level import TwoLevelHead
 from vqjax.ops import group_search, softmax
 from vqjax.ops import groups as group_ops
-from vqjax.ops.vocab_parallel import Replicated, Sharded
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 _MANY_ROWS = 16
@@ -62,36 +61,30 @@ class GroupedHead(TwoLevelHead):
     g, s = self.groups_and_slots()
     return 2 * self.dim * (g + s) + 2 * s
 
-  def _rows(self) -> dict[str, Sharded | Replicated]:
-    return super()._rows() | {
-      "slot_weight": Replicated(self.array("slot_weight")),
-      "slot_bias": Replicated(self.array("slot_bias")),
-    }
-
-  def _slot_context(self, rows, hidden):
+  def _slot_context(self, arrays, hidden):
     """W_s h + b_s, [*B, S] in float32."""
-    return softmax.linear_scores(hidden, rows["slot_weight"], rows["slot_bias"], self.dtype)
+    return softmax.linear_scores(hidden, arrays["slot_weight"], arrays.get("slot_bias"), self.dtype)
 
-  def _slot_scores(self, rows, context, group):
-    return group_ops.scaled(context[..., None, :], rows["scale"][group], rows["shift"][group])
+  def _slot_scores(self, arrays, context, group):
+    return group_ops.scaled(context[..., None, :], arrays["scale"][group], arrays["shift"][group])
 
-  def _best(self, rows, hidden, k):
+  def _best(self, arrays, hidden, k):
     """The search for a few rows; for many, the best slot of every group bounds it tightly."""
     if math.prod(hidden.shape[:-1]) < _MANY_ROWS:
-      return super()._best(rows, hidden, k)
-    groups, context = self._groups(rows, hidden), self._slot_context(rows, hidden)
-    tables = rows["scale"], rows["shift"], rows["group_size"]
+      return super()._best(arrays, hidden, k)
+    groups, context = self._groups(arrays, hidden), self._slot_context(arrays, hidden)
+    tables = arrays["scale"], arrays["shift"], arrays["group_size"]
     log_best = groups.log_group + group_ops.log_best_slot(context, *tables)
     log_prob, position = group_search.best_of_groups(groups, log_best, k, self.vocab_axis)
     return log_prob, groups.token_at(position), self._all_groups(hidden)
 
-  def _slot_log_prob(self, rows, hidden, group, slot):
+  def _slot_log_prob(self, arrays, hidden, group, slot):
     slots = group_ops.Slots(
-      weight=rows["slot_weight"],
-      bias=rows["slot_bias"],
-      scale=rows["scale"],
-      shift=rows["shift"],
+      weight=arrays["slot_weight"],
+      bias=arrays.get("slot_bias"),
+      scale=arrays["scale"],
+      shift=arrays["shift"],
     )
     return group_ops.slot_log_prob(
-      hidden, slots, rows["group_size"], group, slot, self.dtype, self.vocab_axis
+      hidden, slots, arrays["group_size"], group, slot, self.dtype, self.vocab_axis
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from vqjax.assign import trees
-from vqjax.heads.base import Head
+from vqjax.heads.base import Arrays, Head
 from vqjax.ops import sampling, vocab_parallel
 from vqjax.ops import tree as tree_ops
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.sampling import SamplingOptions
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
@@ -67,69 +67,37 @@ class HierarchicalHead(Head):
     """The products of the longest path, which all tokens take."""
     return 2 * _tree(self.tree, self.vocab).paths.shape[1] * self.dim
 
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+  def _logits(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are normalised logits."""
-    self._check_hidden(hidden)
-    log_prob_BL = tree_ops.all_log_probs(
-      hidden, self.array("weight"), self.array("paths"), self.dtype
-    )
-    return log_prob_BL[..., self.array("leaves")]
+    log_prob_BL = tree_ops.all_log_probs(hidden, arrays["weight"], arrays["paths"], self.dtype)
+    return log_prob_BL[..., arrays["leaves"]]
 
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats; nan for a token outside [0, V)."""
+  def _log_prob(self, arrays, hidden, token, temperature):
     if temperature != 1:
-      return self._log_prob_at(hidden, tokens, temperature)
-    self._check_hidden(hidden)
-    known, token = in_vocabulary(tokens, self.vocab)
+      return super()._log_prob(arrays, hidden, token, temperature)
+    leaf = vocab_parallel.sharded_lookup(arrays["leaves"], token, self.vocab_axis)
+    path = vocab_parallel.sharded_lookup(arrays["paths"], leaf, self.vocab_axis)
+    return tree_ops.leaf_log_prob(hidden, arrays["weight"], path, leaf, self.dtype, self.vocab_axis)
 
-    def body(rows, hidden, token):
-      leaf = vocab_parallel.sharded_lookup(rows["leaves"], token, self.vocab_axis)
-      path = vocab_parallel.sharded_lookup(rows["paths"], leaf, self.vocab_axis)
-      return tree_ops.leaf_log_prob(hidden, rows["weight"], path, leaf, self.dtype, self.vocab_axis)
-
-    return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
-
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    self._check_hidden(hidden)
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     return tree_ops.leaf_blocks(
       hidden,
-      rows["weight"],
-      rows["paths"],
-      rows["tokens"],
+      arrays["weight"],
+      arrays["paths"],
+      arrays["tokens"],
       self.vocab,
       self.dtype,
       self.vocab_axis,
     )
 
-  def sample(
-    self,
-    hidden: Float[Array, "*B D"],
-    key: PRNGKeyArray,
-    temperature: float | int = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    allowed: Bool[ArrayLike, "..."] | None = None,
-  ) -> Int[Array, "*B"]:
-    """Draw a token; at temperature 1 without filters from the root down.
-
-    The arguments are those of `Head.sample`.
-    """
-    if temperature != 1 or not (top_k is None and top_p is None and allowed is None):
-      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
-    self._check_hidden(hidden)
-
-    def body(rows, hidden, key):
-      leaf = tree_ops.draw_leaves(
-        key, hidden, rows["weight"], rows["paths"], self.dtype, self.vocab_axis
-      )
-      return vocab_parallel.sharded_lookup(rows["tokens"], leaf, self.vocab_axis)
-
-    return self._over_vocabulary(body, hidden, key)
+  def _sample(self, arrays, hidden, key, options, allowed):
+    """A token; at temperature 1 without filters from the root down."""
+    if options != SamplingOptions() or allowed is not None:
+      return super()._sample(arrays, hidden, key, options, allowed)
+    leaf = tree_ops.draw_leaves(
+      key, hidden, arrays["weight"], arrays["paths"], self.dtype, self.vocab_axis
+    )
+    return vocab_parallel.sharded_lookup(arrays["tokens"], leaf, self.vocab_axis)
 
 
 @functools.lru_cache(maxsize=4)

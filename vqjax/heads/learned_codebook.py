@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax import lax
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int
 
 from vqjax.assign.multiple import checked_codes, code_dtype
 from vqjax.assign.table import check_codes
-from vqjax.heads import regularizers
+from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.vocab_parallel import Sharded
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
@@ -68,14 +69,14 @@ class LearnedCodebookHead(LinearHead):
     v, k, c, dtype = self.vocab, self.codes, self.candidates, self.param_dtype
     declared = {
       "codebook": Variable((k, self.dim), ("shared_codes", "width"), self.codebook_init, dtype),
-      "choice": Variable((v, c), ("vocab", "candidates"), self.choice_init, dtype),
+      "choice": Variable((v, c), ("vocab", "candidates"), self.choice_init, dtype, pad_value=0),
     }
     if self.token_bias:
       declared["token_bias"] = Variable((v,), ("vocab",), self.bias_init, dtype)
     make = lambda: checked_codes(np.asarray(self.candidates_init(v, k, c)), v, k, c)
     zero = lambda key, shape, dtype: jnp.zeros(shape, dtype)
     return declared | {
-      "candidates": table((v, c), ("vocab", "candidates"), make, code_dtype(k)),
+      "candidates": table((v, c), ("vocab", "candidates"), make, code_dtype(k), pad_value=0),
       "steps": Variable((), (), zero, jnp.int32, "schedule", random=False),
     }
 
@@ -95,29 +96,21 @@ class LearnedCodebookHead(LinearHead):
         f" {self.temperature}. Lower final_temperature."
       )
 
-  def _weight(self) -> RowFactory:
-    return self._rows_of(_one_hot(self.array("choice")))
+  def _rows(self, arrays: Arrays) -> RowFactory:
+    share_VC = arrays["share"] if "share" in arrays else _one_hot(arrays["choice"])
+    return RowFactory((arrays["candidates"], share_VC), arrays["codebook"], _compose)
 
-  def _rows_of(self, share_VC) -> RowFactory:
-    return RowFactory((self.array("candidates"), share_VC), self.array("codebook"), _compose)
+  def _training_parts(self, tokens):
+    """In a training step, the shares of drawn candidates.
 
-  def _bias(self) -> Float[Array, "V"] | None:
-    return self.array("token_bias")
-
-  def _loss_terms(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
-  ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`; with drawn codes in a training step.
-
-    In a training step the collection `schedule` is mutable and there is a random stream "sample".
+    Then the collection `schedule` is mutable and there is a random stream "sample".
     """
+    parts, terms = super()._training_parts(tokens)
     training = self.is_mutable_collection("schedule") and self.has_rng("sample")
-    if self.is_initializing() or not training:
-      return super()._loss_terms(hidden, tokens)
-    rows = self._rows_of(self._drawn_shares())
-    self.put_variable("schedule", "steps", self.array("steps") + 1)
-    scores = self._softmax(hidden, tokens, self.label_smoothing > 0, rows)
-    return scores.log_prob, regularizers.terms(self, scores, tokens)
+    if training and not self.is_initializing():
+      parts["share"] = Sharded(self._drawn_shares(), 0)
+      self.put_variable("schedule", "steps", self.array("steps") + 1)
+    return parts, terms
 
   def _drawn_shares(self) -> Float[Array, "V C"]:
     """One-hot shares of the drawn candidates, with the gradient of the soft ones."""

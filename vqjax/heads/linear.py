@@ -5,24 +5,24 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from typing import Any, final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from vqjax.heads import regularizers
-from vqjax.heads.base import Head
-from vqjax.ops import linear_decoding, sampling, softmax
-from vqjax.ops.output_functions import OutputFunction, capped
+from vqjax.heads.base import Arrays, Head
+from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.vocab_parallel import Replicated, Sharded
+from vqjax.ops.scores import OutputFunction, ScoreOptions, Softcap
 from vqjax.types import Dtype
 
 
 class LinearHead(Head):
   """softmax over the vocabulary of hidden · rowᵀ + bias, by the tiled softmax.
 
-  A subclass gives the rows (`_weight`) and the bias (`_bias`). With z-loss or label smoothing the
-  loss still takes one pass over the vocabulary.
+  A subclass gives the rows, and declares a variable `bias` or `token_bias` if it has one. With
+  z-loss or label smoothing the loss still takes one pass over the vocabulary.
 
   Attributes:
     dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and rows.
@@ -40,24 +40,37 @@ class LinearHead(Head):
   label_smoothing: float = dataclasses.field(default=0.0, kw_only=True)
 
   @abc.abstractmethod
-  def _weight(self) -> RowFactory:
-    """The rows, [V, D]."""
-
-  def _bias(self) -> Float[Array, "V"] | None:
-    """A score for each token, or None."""
-    return None
+  def _rows(self, arrays: Arrays) -> RowFactory:
+    """The rows that this device holds, [V, D]."""
 
   def _output(self) -> OutputFunction | None:
     """The function of each score that the softmax is taken of, by default the cap."""
-    return capped(self.softcap)
+    return None if self.softcap is None else Softcap(self.softcap)
 
-  def _projected(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """The hidden vectors in the basis of `_weight`, by default the model's."""
+  def _projected(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """The hidden vectors in the basis of `_rows`, by default the model's."""
+    del arrays
     return hidden
 
+  def _linear(self, arrays: Arrays) -> tuple[RowFactory, Float[Array, "V"] | None]:
+    """The rows in the model's basis, and the bias."""
+    return self._rows(arrays), arrays["bias"]
+
+  @final
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
-    """The rows and the bias that the head scores with; a distillation reads them."""
-    return self._weight(), self._bias()
+    """The rows and the bias that the head scores with; a distillation reads them.
+
+    Raises:
+      ValueError: the scores are another function of them.
+    """
+    whole = lambda: vocab_parallel.over_vocabulary(None, self._linear, self.parts())
+    return self._computed(whole, None)
+
+  def parts(self) -> dict[str, Any]:
+    """The variables, with a bias under the one name "bias"."""
+    found = super().parts()
+    name = "token_bias" if found.pop("token_bias", None) else "bias"
+    return found | {"bias": self._padded_bias(name)}
 
   def check(self) -> None:
     """Check the options of the loss."""
@@ -71,30 +84,25 @@ class LinearHead(Head):
     """One product of width D for each token of the vocabulary."""
     return 2 * self.vocab * self.dim
 
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+  def _logits(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """hidden · rowᵀ + bias, capped, in float32."""
-    self._check_hidden(hidden)
-    projected = self._projected(hidden)
     return softmax.linear_scores(
-      projected, self._weight(), self._bias(), self.dtype, output=self._output()
+      self._projected(arrays, hidden),
+      self._rows(arrays),
+      arrays["bias"],
+      self.dtype,
+      output=self._output(),
     )
 
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
-    return self._softmax(hidden, tokens, mean=False, temperature=temperature).log_prob
+  def _log_prob(self, arrays, hidden, token, temperature):
+    return self._softmax(arrays, hidden, token, temperature=temperature).log_prob
 
-  def _softmax(self, hidden, tokens, mean, weight=None, temperature=1.0):
-    self._check_hidden(hidden)
+  def _softmax(self, arrays, hidden, token, mean=False, temperature=1.0):
     return softmax.linear_softmax(
-      self._projected(hidden),
-      weight or self._weight(),
-      tokens,
-      self._bias(),
+      self._projected(arrays, hidden),
+      self._rows(arrays),
+      token,
+      arrays["bias"],
       temperature=temperature,
       output=self._output(),
       mean=mean,
@@ -102,42 +110,16 @@ class LinearHead(Head):
       vocab_axis=self.vocab_axis,
     )
 
-  def _loss_terms(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
-  ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`, in one pass over the vocabulary."""
-    if not (self.z_loss or self.label_smoothing):
-      return super()._loss_terms(hidden, tokens)
+  def _loss_terms(self, arrays, hidden, token, known):
     # The mean over the vocabulary costs work in every tile; the log-normaliser is there anyway.
-    scores = self._softmax(hidden, tokens, mean=self.label_smoothing > 0)
-    return scores.log_prob, regularizers.terms(self, scores, tokens)
+    scores = self._softmax(arrays, hidden, token, mean=self.label_smoothing > 0)
+    return scores.log_prob, regularizers.terms(self, scores, known)
 
-  def aux(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
-  ) -> dict[str, Float[Array, ""]]:
-    """The terms "z_loss" and "label_smoothing" where their coefficients are not zero."""
-    if not (self.z_loss or self.label_smoothing):
-      return super().aux(hidden, tokens)
-    return self._loss_terms(hidden, tokens)[1]
-
-  def _rows(self) -> dict[str, Sharded | Replicated]:
-    weight = self._weight()
-    # The bias removes the rows that pad a device's part, so that what they hold does not matter.
-    return {
-      "per_row": Sharded(weight.per_row, 0),
-      "bias": Sharded(self._bias(), -jnp.inf),
-      "shared": Replicated(weight.shared),
-    }
-
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    self._check_hidden(hidden)
-    weight = dataclasses.replace(self._weight(), per_row=rows["per_row"], shared=rows["shared"])
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     return linear_decoding.linear_blocks(
-      self._projected(hidden),
-      weight,
-      rows["bias"],
+      self._projected(arrays, hidden),
+      self._rows(arrays),
+      arrays["bias"],
       self.vocab,
-      output=self._output(),
-      dtype=self.dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(output=self._output(), dtype=self.dtype, vocab_axis=self.vocab_axis),
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
-from vqjax.heads.base import Head
+from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax
+from vqjax.ops.scores import ScoreOptions
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -61,44 +64,39 @@ class LowRankHead(Head):
     """The products of width D of the projection and those of width r of the scores."""
     return 2 * self.rank * (self.dim + self.vocab)
 
-  def _project(self, hidden):
+  def _project(self, arrays, hidden):
     """down · hidden in float32, [*B, r], and the dtype in which it is scored."""
-    self._check_hidden(hidden)
-    down = self.array("down")
     # Decided before the projection: its float32 result would promote the second product.
-    dtype = self.dtype or jnp.promote_types(hidden.dtype, down.dtype)
-    return softmax.linear_scores(hidden, down, dtype=dtype), dtype
+    dtype = self.dtype or jnp.promote_types(hidden.dtype, arrays["down"].dtype)
+    return softmax.linear_scores(hidden, arrays["down"], dtype=dtype), dtype
 
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+  def _logits(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """weight · (down · hidden) + bias, in float32."""
-    narrow_BR, dtype = self._project(hidden)
-    return softmax.linear_scores(narrow_BR, self.array("weight"), self.array("bias"), dtype)
+    narrow_BR, dtype = self._project(arrays, hidden)
+    return softmax.linear_scores(narrow_BR, arrays["weight"], arrays["bias"], dtype)
 
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
-    narrow_BR, dtype = self._project(hidden)
+  def _log_prob(self, arrays, hidden, token, temperature):
+    narrow_BR, dtype = self._project(arrays, hidden)
     return softmax.linear_log_prob(
       narrow_BR,
-      self.array("weight"),
-      tokens,
-      self.array("bias"),
+      arrays["weight"],
+      token,
+      arrays["bias"],
       temperature=temperature,
       dtype=dtype,
       vocab_axis=self.vocab_axis,
     )
 
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    narrow_BR, dtype = self._project(hidden)
+  def parts(self) -> dict[str, Any]:
+    """The variables, with a bias that removes the rows which pad a device's part."""
+    return super().parts() | {"bias": self._padded_bias("bias")}
+
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+    narrow_BR, dtype = self._project(arrays, hidden)
     return linear_decoding.linear_blocks(
       narrow_BR,
-      rows["weight"],
-      rows.get("bias"),
+      arrays["weight"],
+      arrays["bias"],
       self.vocab,
-      dtype=dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(dtype=dtype, vocab_axis=self.vocab_axis),
     )

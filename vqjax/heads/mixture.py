@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, final
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, ArrayLike, Float
 
-from vqjax.heads.base import Head
+from vqjax.heads.base import Arrays, Head
 from vqjax.ops import linear_decoding, sampling, softmax, vocab_parallel
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.scores import ScoreOptions
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -83,77 +85,58 @@ class MixtureHead(Head):
     width = self._table_width()
     return 2 * self.components * (self.dim * (1 + width) + width * self.vocab)
 
-  def log_prior(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B M"]:
+  @final
+  def log_prior(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B M"]:
     """Log-probabilities of the components in nats."""
-    self._check_hidden(hidden)
-    scores = softmax.linear_scores(hidden, self._whole("prior"), dtype=self._dtype(hidden))
+    return self._on_devices(self._log_prior, hidden)
+
+  def _log_prior(self, arrays, hidden):
+    scores = softmax.linear_scores(
+      hidden, self._whole(arrays["prior"]), dtype=self._dtype(arrays, hidden)
+    )
     return jax.nn.log_softmax(scores)
 
-  def _dtype(self, hidden):
-    return self.dtype or jnp.promote_types(hidden.dtype, self.array("weight").dtype)
+  def _dtype(self, arrays, hidden):
+    return self.dtype or jnp.promote_types(hidden.dtype, arrays["weight"].dtype)
 
-  def _projected(self, hidden):
+  def _projected(self, arrays, hidden):
     """The vectors of the components, [*B, M, E], in float32."""
     scores_BK = softmax.linear_scores(
-      hidden, self._whole("project"), self.array("offset"), self._dtype(hidden)
+      hidden, self._whole(arrays["project"]), arrays["offset"], self._dtype(arrays, hidden)
     )
     return jnp.tanh(scores_BK).reshape(*hidden.shape[:-1], self.components, self._table_width())
 
-  def _whole(self, name):
+  def _whole(self, weight):
     """A weight on every device, gathered from those that share it and not by way of others."""
-    return vocab_parallel.token_shards(self.vocab_axis).whole(self.array(name))
+    return vocab_parallel.token_shards(self.vocab_axis).whole(weight)
 
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """Log-probabilities of all tokens, which are normalised logits."""
-    log_prior_BM, vectors_BME = self.log_prior(hidden), self._projected(hidden)
-    found = None
-    # One after another: together their scores would be [*B, M, V].
-    for m in range(self.components):
-      scores_BV = softmax.linear_scores(
-        vectors_BME[..., m, :], self.array("weight"), self.array("bias"), self._dtype(hidden)
-      )
-      own = log_prior_BM[..., m, None] + jax.nn.log_softmax(scores_BV)
-      if found is None:
-        found = own
-        continue
-      # A removed row has -inf in every component, at which logaddexp has no derivative.
-      is_there = ~jnp.isneginf(own)
-      joined = jnp.logaddexp(jnp.where(is_there, found, 0.0), jnp.where(is_there, own, 0.0))
-      found = jnp.where(is_there, joined, -jnp.inf)
-    return found
-
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats, in tiles; nan for a token outside [0, V)."""
+  def _log_prob(self, arrays, hidden, token, temperature):
     if temperature != 1:
-      return self._log_prob_at(hidden, tokens, temperature)
-    log_prior_BM = self.log_prior(hidden)
-    # The logsumexp of nan has a gradient of nan even where the cotangent is 0.
-    known_B, token_B = in_vocabulary(tokens, self.vocab)
+      return super()._log_prob(arrays, hidden, token, temperature)
+    log_prior_BM = self._log_prior(arrays, hidden)
     log_prob_BM = softmax.linear_log_prob(
-      self._projected(hidden),
-      self.array("weight"),
-      jnp.broadcast_to(token_B[..., None], log_prior_BM.shape),
-      self.array("bias"),
-      dtype=self._dtype(hidden),
+      self._projected(arrays, hidden),
+      arrays["weight"],
+      jnp.broadcast_to(token[..., None], log_prior_BM.shape),
+      arrays["bias"],
+      dtype=self._dtype(arrays, hidden),
       vocab_axis=self.vocab_axis,
     )
-    return jnp.where(known_B, jax.nn.logsumexp(log_prior_BM + log_prob_BM, axis=-1), jnp.nan)
+    return jax.nn.logsumexp(log_prior_BM + log_prob_BM, axis=-1)
 
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def parts(self) -> dict[str, Any]:
+    """The variables, with a bias that removes the rows which pad a device's part."""
+    return super().parts() | {"bias": self._padded_bias("bias")}
+
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities; the normalisers of the components take a pass of their own."""
-    log_prior_BM, vectors_BME = self.log_prior(hidden), self._projected(hidden)
+    log_prior_BM, vectors_BME = self._log_prior(arrays, hidden), self._projected(arrays, hidden)
     parts = linear_decoding.linear_blocks(
       vectors_BME,
-      rows["weight"],
-      rows.get("bias"),
+      arrays["weight"],
+      arrays["bias"],
       self.vocab,
-      dtype=self._dtype(hidden),
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(dtype=self._dtype(arrays, hidden), vocab_axis=self.vocab_axis),
     )
     above_BM = sampling.log_z(parts) - log_prior_BM
 

@@ -14,11 +14,12 @@ from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from vqjax.assign.multiple import checked_codes, code_dtype, mixed_radix
+from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
-from vqjax.ops import product, sampling, softmax, vocab_parallel
+from vqjax.ops import product, sampling, vocab_parallel
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.tiles import Scoring
-from vqjax.ops.vocabulary import mean_in_vocabulary
+from vqjax.ops.scores import ScoreOptions
+from vqjax.ops.vocabulary import mean_over
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
@@ -65,9 +66,6 @@ class _ProductTables(LinearHead):
         f" {[m for m in range(1, self.dim + 1) if self.dim % m == 0]}."
       )
 
-  def _bias(self) -> Float[Array, "V"] | None:
-    return self.array("token_bias")
-
 
 class ProductHead(_ProductTables):
   """softmax(hidden · rowᵀ + bias), each row composed of M sub-vectors.
@@ -89,24 +87,25 @@ class ProductHead(_ProductTables):
     """The tables [M, K, D/M], the bias [V] and the codes [V, M]."""
     v, k, m = self.vocab, self.codes, self.subspaces
     make = lambda: checked_codes(np.asarray(self.codes_init(v, k, m)), v, k, m)
-    return super().declare() | {"codes": table((v, m), ("vocab", "subspaces"), make, code_dtype(k))}
+    return super().declare() | {
+      "codes": table((v, m), ("vocab", "subspaces"), make, code_dtype(k), pad_value=0)
+    }
 
-  def _weight(self) -> RowFactory:
-    return RowFactory(self.array("codes"), self.array("tables"), product.compose)
+  def _rows(self, arrays: Arrays) -> RowFactory:
+    return RowFactory(arrays["codes"], arrays["tables"], product.compose)
 
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of tokens; few rows of `hidden` are scored by sums of gathered numbers."""
     batch = hidden.shape[:-1]
     if not product.prefers_sums(math.prod(batch), self.subspaces, self.dim):
-      return super()._blocks(rows, hidden)
-    self._check_hidden(hidden)
-    codes, bias, tables = rows["per_row"], rows["bias"], rows["shared"]
+      return super()._scores(arrays, hidden)
+    codes, bias, tables = arrays["codes"], arrays["bias"], arrays["tables"]
     dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
     partial_MKB = product.partial_scores(hidden, tables, dtype)
-    scoring = Scoring(dtype, self._output())
+    options = ScoreOptions(output=self._output())
 
     def finish(sum_WB, cut):
-      return softmax.finished_rows(scoring, sum_WB, cut(bias))
+      return options.finish_rows(sum_WB, cut(bias))
 
     if math.prod(batch) * codes.shape[0] <= sampling.STORED_SCORES:
       sum_VB = product.summed_scores(partial_MKB, codes)
@@ -137,33 +136,27 @@ class LearnedProductHead(_ProductTables):
   def declare(self) -> Declaration:
     """The tables [M, K, D/M], the bias [V] and the latent rows [V, D]."""
     latent = Variable(
-      (self.vocab, self.dim), ("vocab", "table_embed"), self.latent_init, self.param_dtype
+      (self.vocab, self.dim),
+      ("vocab", "table_embed"),
+      self.latent_init,
+      self.param_dtype,
+      pad_value=0,
     )
     return super().declare() | {"latent": latent}
 
-  def _weight(self) -> RowFactory:
-    latent, tables = self.array("latent"), self.array("tables")
+  def _rows(self, arrays: Arrays) -> RowFactory:
+    latent, tables = arrays["latent"], arrays["tables"]
     # Once for all tiles, which the forward and the backward pass compose anew.
     codes = product.nearest_codes(*map(lax.stop_gradient, (latent, tables)))
     codes = codes.astype(code_dtype(self.codes))
     return RowFactory((latent, codes), tables, product.straight_through)
 
-  def aux(self, hidden, tokens) -> dict[str, Float[Array, ""]]:
-    """The terms of `LinearHead`, and "commitment"."""
-    return super().aux(hidden, tokens) | self._commitment(tokens)
-
-  def _loss_terms(self, hidden, tokens) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`."""
-    if not (self.z_loss or self.label_smoothing):
-      return self.log_prob(hidden, tokens), self._commitment(tokens)
-    log_prob, terms = super()._loss_terms(hidden, tokens)
-    return log_prob, terms | self._commitment(tokens)
-
-  def _commitment(self, tokens):
-    token_N = jnp.clip(tokens.reshape(-1), 0, self.vocab - 1)
-    latent_ND = vocab_parallel.gather(self.array("latent"), token_N)
-    tables = lax.stop_gradient(self.array("tables"))
+  def _loss_terms(self, arrays, hidden, token, known):
+    log_prob, terms = super()._loss_terms(arrays, hidden, token, known)
+    token_N = token.reshape(-1)
+    latent_ND = vocab_parallel.sharded_lookup(arrays["latent"], token_N, self.vocab_axis)
+    tables = lax.stop_gradient(arrays["tables"])
     row_ND = product.compose(product.nearest_codes(lax.stop_gradient(latent_ND), tables), tables)
     distance_N = ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)
-    mean = mean_in_vocabulary(distance_N, tokens.reshape(-1), self.vocab)
-    return {"commitment": self.commitment * mean}
+    commitment = self.commitment * mean_over(distance_N, known.reshape(-1))
+    return log_prob, terms | {"commitment": commitment}

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Float
 
 from vqjax.embeddings.quantized import (
   QuantizedEmbedding,
@@ -14,11 +13,11 @@ from vqjax.embeddings.quantized import (
   code_of,
   declared_rows,
   even_sizes,
+  placed_rows,
   random_stream,
-  row_places,
-  shared_arrays,
   two_bits,
 )
+from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import softmax
 from vqjax.ops.row_factory import RowFactory
@@ -30,7 +29,7 @@ class QuantizedHead(LinearHead):
 
   The rows are those of a `QuantizedEmbedding`. The hidden vector is mapped to their coordinates
   once, and tiles of coordinates are read from the bits where they are scored: the table is never
-  unpacked. `vqjax.compression` makes the variables from a trained dense head.
+  unpacked. `vqjax.tables` makes the variables from a trained dense head.
 
   Attributes:
     classes: number of classes of tokens, C.
@@ -88,26 +87,21 @@ class QuantizedHead(LinearHead):
     """The map to coordinates, and one product of width D for each token of the vocabulary."""
     return 2 * self.dim * (self.dim + self.vocab)
 
-  def _table(self):
-    return self if self.embedding is None else self.embedding
-
-  def _weight(self) -> RowFactory:
+  def _rows(self, arrays: Arrays) -> RowFactory:
     """The rows in their coordinates, in which `_projected` gives the hidden vectors."""
-    layer = self._table()
-    shared = {name: x for name, x in shared_arrays(layer).items() if name != "inverse"}
-    return RowFactory(row_places(layer), shared, code_of(layer).coordinates)
+    place, shared = placed_rows(self._of(arrays), self.vocab, self.vocab_axis)
+    shared = {name: x for name, x in shared.items() if name != "inverse"}
+    return RowFactory(place, shared, code_of(self.embedding or self).coordinates)
 
-  def _projected(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+  def _of(self, arrays):
+    return arrays if self.embedding is None else arrays["embedding"]
+
+  def _projected(self, arrays, hidden):
     """inverse · hidden, in the dtype that hidden vectors and parameters have in common."""
-    inverse = self._table().array("inverse")
+    inverse = self._of(arrays)["inverse"]
     dtype = self.dtype or jnp.promote_types(hidden.dtype, inverse.dtype)
     return softmax.linear_scores(hidden, inverse, dtype=dtype).astype(dtype)
 
-  def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
-    """The rows in the model's basis, and the bias; a distillation reads them."""
-    layer = self._table()
-    rows = RowFactory(row_places(layer), shared_arrays(layer), code_of(layer).rows)
-    return rows, self._bias()
-
-  def _bias(self) -> Float[Array, "V"] | None:
-    return self.array("bias")
+  def _linear(self, arrays):
+    place, shared = placed_rows(self._of(arrays), self.vocab, self.vocab_axis)
+    return RowFactory(place, shared, code_of(self.embedding or self).rows), arrays["bias"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float
 
 from vqjax.heads.base import Head
 from vqjax.ops.codes import CodeSoftmax
 from vqjax.ops.sampled_softmax import Estimate
 from vqjax.ops.softmax import LinearSoftmax
-from vqjax.ops.vocabulary import mean_in_vocabulary
+from vqjax.ops.vocabulary import mean_over
 
 
 def check(head: Head) -> None:
@@ -30,14 +30,14 @@ def check(head: Head) -> None:
 
 
 def terms(
-  head: Head, scores: LinearSoftmax | CodeSoftmax | Estimate, tokens: Integer[Array, "*B"]
+  head: Head, scores: LinearSoftmax | CodeSoftmax | Estimate, known: Bool[Array, "*B"]
 ) -> dict[str, Float[Array, ""]]:
-  """The terms with a coefficient above 0, by name: means over the tokens in [0, V)."""
+  """The terms with a coefficient above 0, by name: means over the tokens that are known."""
   named = {}
   if head.z_loss:
-    named["z_loss"] = head.z_loss * mean_in_vocabulary(scores.log_z**2, tokens, head.vocab)
+    named["z_loss"] = head.z_loss * mean_over(scores.log_z**2, known)
   if head.label_smoothing:
     # The smoothed loss is -(1 - s) log p - s · mean log p; -log p is counted already.
     excess = scores.log_prob - scores.mean_log_prob
-    named["label_smoothing"] = head.label_smoothing * mean_in_vocabulary(excess, tokens, head.vocab)
+    named["label_smoothing"] = head.label_smoothing * mean_over(excess, known)
   return named

@@ -9,10 +9,11 @@ from jaxtyping import Array, Float
 from vqjax import assign
 from vqjax.assign.multiple import code_dtype
 from vqjax.assign.table import check_codes
+from vqjax.heads.base import Arrays
 from vqjax.heads.linear import LinearHead
 from vqjax.ops import sampling, softmax
 from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.tiles import Scoring
+from vqjax.ops.scores import ScoreOptions
 from vqjax.variables import Declaration, Initializer, Variable, row_init, table
 
 
@@ -56,13 +57,13 @@ class ResidualCodebookHead(LinearHead):
     v, d, k, r, dtype = self.vocab, self.dim, self.codes, self.rank, self.param_dtype
     declared = {
       "codebook": Variable((k, d), ("shared_codes", "width"), self.codebook_init, dtype),
-      "low": Variable((v, r), ("vocab", "rank"), self.low_init, dtype),
+      "low": Variable((v, r), ("vocab", "rank"), self.low_init, dtype, pad_value=0),
       "up": Variable((r, d), ("rank", "width"), self.up_init, dtype),
     }
     if self.token_bias:
       declared["token_bias"] = Variable((v,), ("vocab",), self.bias_init, dtype)
     make = lambda: assign.checked(self.assignment_init(v, k), v, k)
-    return declared | {"assignment": table((v,), ("vocab",), make, code_dtype(k))}
+    return declared | {"assignment": table((v,), ("vocab",), make, code_dtype(k), pad_value=0)}
 
   def check(self) -> None:
     """Check the number of codes and the rank."""
@@ -74,27 +75,24 @@ class ResidualCodebookHead(LinearHead):
         " none."
       )
 
-  def _weight(self) -> RowFactory:
-    per_row = self.array("assignment"), self.array("low")
-    return RowFactory(per_row, (self.array("codebook"), self.array("up")), compose)
+  def _rows(self, arrays: Arrays) -> RowFactory:
+    per_row = arrays["assignment"], arrays["low"]
+    return RowFactory(per_row, (arrays["codebook"], arrays["up"]), compose)
 
-  def _bias(self) -> Float[Array, "V"] | None:
-    return self.array("token_bias")
-
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """Blocks of tokens, from scores of all codes and R vectors computed once."""
-    self._check_hidden(hidden)
-    (code_V, low_VR), bias, (codebook, up) = rows["per_row"], rows["bias"], rows["shared"]
+    code_V, low_VR, bias = arrays["assignment"], arrays["low"], arrays["bias"]
+    codebook, up = arrays["codebook"], arrays["up"]
     # Once for all blocks: K + R products of width D, after which a token costs R multiplications.
     score_KB = softmax.rows_scores(codebook, hidden, dtype=self.dtype)
     up_BR = softmax.linear_scores(hidden, up, dtype=self.dtype)
     # The cap belongs to the sum of both parts, which exists only here.
-    scoring = Scoring(jnp.dtype(jnp.float32), self._output())
+    options = ScoreOptions(output=self._output())
 
     def scores(cut):
       code_W, low_WR, bias_W = cut((code_V, low_VR, bias))
       residual_WB = softmax.rows_scores(low_WR, up_BR, dtype=jnp.float32)
-      return softmax.finished_rows(scoring, score_KB[code_W] + residual_WB, bias_W)
+      return options.finish_rows(score_KB[code_W] + residual_WB, bias_W)
 
     return sampling.row_blocks(
       hidden.shape[:-1], low_VR.shape[0], self.vocab, scores, self.vocab_axis

@@ -10,22 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float
 
-from vqjax.heads.base import Head
-from vqjax.heads.dense import DenseHead
+from vqjax.heads.base import Arrays, Head
+from vqjax.heads.dense import DenseHead, DenseRows
 from vqjax.ops import codes as code_ops
-from vqjax.ops import groups, linear_decoding, routing, sampling, softmax, topk, vocab_parallel
-from vqjax.ops.output_functions import capped
-from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.tiles import Scoring
-from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops import groups, linear_decoding, routing, sampling, topk, vocab_parallel
+from vqjax.ops.scores import ScoreOptions, check_softcap
+from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
-class RoutedHead(DenseHead):
-  """A `DenseHead` that scores centroids, then the rows of the best clusters.
+class RoutedHead(DenseRows):
+  """A dense head that scores centroids, then the rows of the best clusters.
 
   The vocabulary is divided into C clusters of equal size, and a softmax over scores of centroids
   gives each a probability. The probability of the `budget` likeliest clusters together is divided
@@ -45,12 +42,18 @@ class RoutedHead(DenseHead):
       makes it; None: in order of their ids. Clusters are consecutive and of equal size, or of one
       token fewer where C does not divide V.
     centroid_init: initialiser of the [C, D] centroids.
+    dtype: dtype of the matrix product's operands; None: the promoted dtype of hidden and rows.
+    param_dtype: dtype of the parameters.
+    softcap: largest absolute score c of a row: it is c · tanh(score / c); None: no cap.
   """
 
   clusters: int = dataclasses.field(kw_only=True)
   budget: int = dataclasses.field(kw_only=True)
   order_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
   centroid_init: Initializer = dataclasses.field(default=row_init, kw_only=True)
+  dtype: Dtype | None = dataclasses.field(default=None, kw_only=True)
+  param_dtype: Dtype = dataclasses.field(default=jnp.float32, kw_only=True)
+  softcap: float | None = dataclasses.field(default=None, kw_only=True)
 
   @staticmethod
   def from_dense(
@@ -61,7 +64,7 @@ class RoutedHead(DenseHead):
     Args:
       head: the dense head, tied or not.
       variables: its variables, with those of a tied embedding.
-      order: the tokens, cluster after cluster, such as `assign.bisected(rows, clusters)`.
+      order: the tokens, cluster after cluster, such as `assign.bisected(arrays, clusters)`.
       clusters: see the attribute.
       budget: see the attribute.
 
@@ -75,9 +78,14 @@ class RoutedHead(DenseHead):
         " few numbers for each token already."
       )
     groups.check_order(order, head.vocab)
-    fields = {f.name: getattr(head, f.name) for f in dataclasses.fields(DenseHead) if f.init}
-    fields |= {"name": None, "parent": None, "z_loss": 0.0, "label_smoothing": 0.0}
-    made = RoutedHead(**fields, clusters=clusters, budget=budget)
+    if head.output is not None:
+      raise ValueError(
+        f"`output` must be None; got {head.output!r}. Route a dense head that was trained without"
+        " it: a softcap is the only function of scores here."
+      )
+    names = {f.name for f in dataclasses.fields(RoutedHead) if f.init} - {"name", "parent"}
+    own = {f.name: getattr(head, f.name) for f in dataclasses.fields(head) if f.name in names}
+    made = RoutedHead(**own, clusters=clusters, budget=budget)
     made.check()
     return made, made._with_means(variables, jnp.asarray(order, jnp.int32))
 
@@ -86,8 +94,8 @@ class RoutedHead(DenseHead):
 
     def means(self):
       of_cluster = lambda x: jax.ops.segment_sum(x, assignment_V, self.clusters)
-      rows = self._weight().all().astype(jnp.float32)
-      return of_cluster(rows) / of_cluster(jnp.ones((self.vocab, 1)))
+      rows = vocab_parallel.over_vocabulary(None, self._rows, self.parts()).all()
+      return of_cluster(rows.astype(jnp.float32)) / of_cluster(jnp.ones((self.vocab, 1)))
 
     params = {**variables.get("params", {})}
     params["centroids"] = jnp.zeros((self.clusters, self.dim), self.param_dtype)
@@ -122,23 +130,14 @@ class RoutedHead(DenseHead):
     return groups.group_and_slot(groups.positions(order), starts)[0].astype(dtype)
 
   def check(self) -> None:
-    """Check the numbers of clusters, and that no option needs every row or is not used."""
+    """Check the numbers of clusters and the cap."""
     super().check()
     if not 1 <= self.budget <= self.clusters <= self.vocab:
       raise ValueError(
         f"`budget` must be in [1, clusters] and `clusters` in [1, vocab]; got budget {self.budget},"
         f" clusters {self.clusters}, vocab {self.vocab}. 32 of 2048 are usual for 262,144 tokens."
       )
-    if self.z_loss or self.label_smoothing:
-      raise ValueError(
-        f"`z_loss` and `label_smoothing` must be 0; got {self.z_loss} and {self.label_smoothing}."
-        " Train the dense head with them, and then its centroids."
-      )
-    if self.output is not None:
-      raise ValueError(
-        f"`output` must be None; got {self.output!r}. Route a dense head that was trained without"
-        " it: a softcap is the only function of scores here."
-      )
+    check_softcap(self.softcap)
 
   def flops_per_token(self) -> int:
     """A product of width D for each centroid and each row of the chosen clusters."""
@@ -147,45 +146,32 @@ class RoutedHead(DenseHead):
   def _rows_scored(self):
     return self.budget * -(-self.vocab // self.clusters)
 
-  def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
-    """Refuse: the scores of a token are not linear in hidden.
-
-    Raises:
-      ValueError: always.
-    """
-    raise ValueError(
-      "`head` must be linear in hidden; got a RoutedHead. Give the dense head that it was made of."
-    )
-
-  def _rows(self) -> dict[str, Sharded | Replicated]:
-    own = {name: Replicated(self.array(name)) for name in ("centroids", "order")}
-    return (
-      super()._rows() | {"assignment": Sharded(self.array("assignment"), code_ops.NO_CODE)} | own
-    )
+  def parts(self) -> dict[str, Any]:
+    """The variables, with a bias that removes the rows which pad a device's part."""
+    return super().parts() | {"bias": self._padded_bias("bias")}
 
   def _is_few(self, hidden):
     """Whether the chosen rows of all vectors are fewer than those of the weight."""
     return math.prod(hidden.shape[:-1]) * self._rows_scored() <= self.vocab
 
-  def _log_size(self, rows, temperature=1.0):
+  def _log_size(self, arrays, temperature=1.0):
     """Log sum of exp(bias / temperature) over the tokens of each cluster."""
-    bias = rows["bias"]
+    bias = arrays["bias"]
     if not self.use_bias:
       starts = groups.group_starts(self.vocab, self.clusters)
       return jnp.log(jnp.asarray(starts[1:] - starts[:-1], jnp.float32))
     bias = bias.astype(jnp.float32) / temperature
-    return code_ops.log_mass(rows["assignment"], self.clusters, bias, self.vocab_axis)
+    return code_ops.log_mass(arrays["assignment"], self.clusters, bias, self.vocab_axis)
 
-  def _routes(self, rows, hidden):
-    self._check_hidden(hidden)
-    log_size_C = self._log_size(rows)
-    return routing.routes(hidden, rows["centroids"], log_size_C, self.budget, self.dtype)
+  def _routes(self, arrays, hidden):
+    log_size_C = self._log_size(arrays)
+    return routing.routes(hidden, arrays["centroids"], log_size_C, self.budget, self.dtype)
 
-  def _exact(self, rows, hidden, token_Bn):
+  def _exact(self, arrays, hidden, token_Bn):
     """Scores of the tokens' rows, whichever device has them."""
     # Marking an array sums its gradient over the devices.
-    rows, hidden = vocab_parallel.varying((rows, hidden))
-    weight = self._weight_of(rows)
+    arrays, hidden = vocab_parallel.varying((arrays, hidden))
+    weight = self._rows(arrays)
     dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
     axis, count = vocab_parallel.inside(self.vocab_axis), weight.count
     own_Bn = token_Bn - vocab_parallel.first_row(axis, count)
@@ -197,220 +183,164 @@ class RoutedHead(DenseHead):
       hidden.astype(dtype),
       preferred_element_type=jnp.float32,
     )
-    bias = rows["bias"]
+    bias = arrays["bias"]
     bias_Bn = None if bias is None else bias[at_Bn].astype(jnp.float32)
-    score_Bn = Scoring(dtype, capped(self.softcap)).finish(product_Bn, bias_Bn)
+    score_Bn = ScoreOptions(softcap=self.softcap).finish(product_Bn, bias_Bn)
     return score_Bn if axis is None else vocab_parallel.from_owner(score_Bn, own_Bn, count, axis)
 
-  def _bias_of(self, rows, token):
-    if rows["bias"] is None:
+  def _bias_of(self, arrays, token):
+    if arrays["bias"] is None:
       return 0.0
     return vocab_parallel.sharded_lookup(
-      rows["bias"], token, self.vocab_axis, jnp.dtype(jnp.float32)
+      arrays["bias"], token, self.vocab_axis, jnp.dtype(jnp.float32)
     )
 
-  def _candidates(self, rows, hidden, in_turn=False):
+  def _candidates(self, arrays, hidden, in_turn=False):
     """The routes, and scores and tokens [*B, n] of the chosen clusters; -inf for no token.
 
     `in_turn` scores one vector after another where that is faster: not for gradients, since each
     step would add to one of the whole weight.
     """
-    routes = self._routes(rows, hidden)
-    token_BmS, present_BmS = routing.tokens_of(rows["order"], self.clusters, routes.clusters)
+    routes = self._routes(arrays, hidden)
+    token_BmS, present_BmS = routing.tokens_of(arrays["order"], self.clusters, routes.clusters)
     flat = lambda x: lax.collapse(x, x.ndim - 2)
     token_Bn = flat(token_BmS)
-    score = lambda given: self._exact(rows, *given)
+    score = lambda given: self._exact(arrays, *given)
     if in_turn and vocab_parallel.platform() == "cpu" and not vocab_parallel.axis_types():
       # The rows of one vector stay in a cache; those of all would be written and read again.
       for _ in hidden.shape[:-1]:
         score = functools.partial(lax.map, score)
     score_Bn = jnp.where(flat(present_BmS), score((hidden, token_Bn)), -jnp.inf)
     log_rows_B = jax.nn.logsumexp(score_Bn, axis=-1)
-    return routes.beside(log_rows_B, self._log_size(rows)), score_Bn, token_Bn
+    return routes.beside(log_rows_B, self._log_size(arrays)), score_Bn, token_Bn
 
-  def _all_routes(self, rows, hidden):
+  def _all_routes(self, arrays, hidden):
     """The routes of many vectors, whose chosen rows are found among all rows."""
-    routes = self._routes(rows, hidden)
-    rows, hidden = vocab_parallel.varying((rows, hidden))
+    routes = self._routes(arrays, hidden)
+    arrays, hidden = vocab_parallel.varying((arrays, hidden))
     is_chosen_CB = jnp.moveaxis(routes.is_chosen, -1, 0)
-    cluster_of = self._cluster_of(rows)
-    chosen = self._row_blocks(rows, hidden).map(
+    cluster_of = self._cluster_of(arrays)
+    chosen = self._row_blocks(arrays, hidden).map(
       lambda score_WB, token_W: jnp.where(is_chosen_CB[cluster_of(token_W)], score_WB, -jnp.inf)
     )
-    return routes.beside(sampling.log_z(chosen), self._log_size(rows))
+    return routes.beside(sampling.log_z(chosen), self._log_size(arrays))
 
-  def _log_rest(self, rows, routes, temperature):
+  def _log_rest(self, arrays, routes, temperature):
     """Log-masses of the clusters that are not chosen; -inf for the others."""
-    log_mass_BC = routes.scores / temperature + self._log_size(rows, temperature)
+    log_mass_BC = routes.scores / temperature + self._log_size(arrays, temperature)
     return jnp.where(routes.is_chosen, -jnp.inf, log_mass_BC)
 
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats; nan for a token outside [0, V)."""
-    softmax.check_temperature(temperature)
-    known, token = in_vocabulary(tokens, self.vocab)
-
-    def body(rows, hidden, token):
-      if self._is_few(hidden):
-        routes, score_Bn, _ = self._candidates(rows, hidden)
-        log_chosen = jax.nn.logsumexp(score_Bn / temperature, axis=-1)
-        log_rest = jax.nn.logsumexp(self._log_rest(rows, routes, temperature), axis=-1)
-        log_z = jnp.logaddexp(log_chosen, log_rest)
-      else:
-        routes = self._all_routes(rows, hidden)
-        if temperature == 1:
-          log_z = jax.nn.logsumexp(routes.scores + self._log_size(rows), axis=-1)
-        else:
-          blocks = self._routed_blocks(*vocab_parallel.varying((rows, hidden, routes)))
-          log_z = sampling.log_z(blocks, temperature)
-      cluster = vocab_parallel.sharded_lookup(rows["assignment"], token, self.vocab_axis)
-      of_cluster = lambda x: jnp.take_along_axis(x, cluster[..., None], axis=-1)[..., 0]
-      exact = self._exact(rows, hidden, token[..., None])[..., 0]
-      spread = of_cluster(routes.scores) + self._bias_of(rows, token)
-      return jnp.where(of_cluster(routes.is_chosen), exact, spread) / temperature - log_z
-
-    return jnp.where(known, self._over_vocabulary(body, hidden, token), jnp.nan)
-
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """The scores of all tokens: of rows in the chosen clusters, of centroids elsewhere."""
-    rows = {name: part.rows for name, part in self._rows().items()}
-    is_few = self._is_few(hidden)
-    if is_few:
-      routes, score_Bn, token_Bn = self._candidates(rows, hidden)
+  def _log_prob(self, arrays, hidden, token, temperature):
+    if self._is_few(hidden):
+      routes, score_Bn, _ = self._candidates(arrays, hidden)
+      log_chosen = jax.nn.logsumexp(score_Bn / temperature, axis=-1)
+      log_rest = jax.nn.logsumexp(self._log_rest(arrays, routes, temperature), axis=-1)
+      log_z = jnp.logaddexp(log_chosen, log_rest)
     else:
-      routes = self._all_routes(rows, hidden)
-    score_BV = routes.scores[..., rows["assignment"]] + self._bias_of(rows, jnp.arange(self.vocab))
-    if not is_few:
-      is_chosen_BV = routes.is_chosen[..., rows["assignment"]]
-      return jnp.where(is_chosen_BV, super().logits(hidden), score_BV)
-    # What is not a token has no place.
-    token_Bn = jnp.where(jnp.isneginf(score_Bn), self.vocab, token_Bn)
-    put = lambda all_V, token_n, score_n: all_V.at[token_n].set(score_n, mode="drop")
-    for _ in hidden.shape[:-1]:
-      put = jax.vmap(put)
-    return put(score_BV, token_Bn, score_Bn)
+      routes = self._all_routes(arrays, hidden)
+      if temperature == 1:
+        log_z = jax.nn.logsumexp(routes.scores + self._log_size(arrays), axis=-1)
+      else:
+        blocks = self._routed_blocks(*vocab_parallel.varying((arrays, hidden, routes)))
+        log_z = sampling.log_z(blocks, temperature)
+    cluster = vocab_parallel.sharded_lookup(arrays["assignment"], token, self.vocab_axis)
+    of_cluster = lambda x: jnp.take_along_axis(x, cluster[..., None], axis=-1)[..., 0]
+    exact = self._exact(arrays, hidden, token[..., None])[..., 0]
+    spread = of_cluster(routes.scores) + self._bias_of(arrays, token)
+    return jnp.where(of_cluster(routes.is_chosen), exact, spread) / temperature - log_z
 
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The scores, from products with all rows: one for what is chosen, one for the blocks."""
-    return self._routed_blocks(rows, hidden, self._all_routes(rows, hidden))
+    return self._routed_blocks(arrays, hidden, self._all_routes(arrays, hidden))
 
-  def _routed_blocks(self, rows, hidden, routes):
+  def _routed_blocks(self, arrays, hidden, routes):
     first = lambda x: jnp.moveaxis(x, -1, 0)
     score_CB, is_chosen_CB = first(routes.scores), first(routes.is_chosen)
-    bias, cluster_of = rows["bias"], self._cluster_of(rows)
+    bias, cluster_of = arrays["bias"], self._cluster_of(arrays)
 
     def routed(exact_WB, token_W):
       cluster_W = cluster_of(token_W)
-      bias_W = None if bias is None else bias[self._own_row(rows, token_W)]
+      bias_W = None if bias is None else bias[self._own_row(arrays, token_W)]
       spread_WB = code_ops.token_scores(score_CB, cluster_W, bias_W)
       # Padding scores -inf, and so does a token that is removed.
       spread_WB = jnp.where(jnp.isneginf(exact_WB), -jnp.inf, spread_WB)
       return jnp.where(is_chosen_CB[cluster_W], exact_WB, spread_WB)
 
-    return self._row_blocks(rows, hidden).map(routed)
+    return self._row_blocks(arrays, hidden).map(routed)
 
-  def _row_blocks(self, rows, hidden):
+  def _row_blocks(self, arrays, hidden):
     return linear_decoding.linear_blocks(
       hidden,
-      self._weight_of(rows),
-      rows["bias"],
+      self._rows(arrays),
+      arrays["bias"],
       self.vocab,
-      softcap=self.softcap,
-      dtype=self.dtype,
-      vocab_axis=self.vocab_axis,
+      ScoreOptions(softcap=self.softcap, dtype=self.dtype, vocab_axis=self.vocab_axis),
       # Several arrays of a block's size are alive at once.
       width=max(1, sampling.CACHED_SCORES // max(1, math.prod(hidden.shape[:-1]))),
     )
 
-  def _own_row(self, rows, token_W):
+  def _own_row(self, arrays, token_W):
     # Padding names some token, whose row says nothing.
-    count = len(rows["assignment"])
+    count = len(arrays["assignment"])
     return jnp.maximum(token_W - vocab_parallel.first_row(self.vocab_axis, count), 0)
 
-  def _cluster_of(self, rows):
+  def _cluster_of(self, arrays):
     def cluster_of(token_W):
-      return jnp.minimum(rows["assignment"][self._own_row(rows, token_W)], self.clusters - 1)
+      return jnp.minimum(arrays["assignment"][self._own_row(arrays, token_W)], self.clusters - 1)
 
     return cluster_of
 
-  def _weight_of(self, rows):
-    """The rows that this device holds."""
-    return dataclasses.replace(self._weight(), per_row=rows["per_row"], shared=rows["shared"])
-
-  def top_k(
-    self, hidden: Float[Array, "*B D"], k: int
-  ) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
-    """Log-probabilities and tokens of the k most likely tokens, best first, exactly."""
-    self._check_k(k)
+  def _top_k(self, arrays, hidden, k):
     if not self._is_few(hidden):
-      return super().top_k(hidden, k)
+      return super()._top_k(arrays, hidden, k)
+    routes, score_Bn, token_Bn = self._candidates(arrays, hidden, in_turn=True)
+    best = self._best(arrays, hidden, routes, score_Bn, token_Bn, k)
+    log_rest = jax.nn.logsumexp(self._log_rest(arrays, routes, 1.0), axis=-1)
+    log_z = jnp.logaddexp(jax.nn.logsumexp(score_Bn, axis=-1), log_rest)
+    return best.scores - log_z[..., None], best.tokens
 
-    def body(rows, hidden):
-      routes, score_Bn, token_Bn = self._candidates(rows, hidden, in_turn=True)
-      best = self._best(rows, hidden, routes, score_Bn, token_Bn, k)
-      log_rest = jax.nn.logsumexp(self._log_rest(rows, routes, 1.0), axis=-1)
-      log_z = jnp.logaddexp(jax.nn.logsumexp(score_Bn, axis=-1), log_rest)
-      return best.scores - log_z[..., None], best.tokens
-
-    return self._over_vocabulary(body, hidden)
-
-  def _best(self, rows, hidden, routes, score_Bn, token_Bn, k):
+  def _best(self, arrays, hidden, routes, score_Bn, token_Bn, k):
     """The k highest scores; of all tokens only where a centroid's might be among them."""
     found = topk.merge(topk.empty(score_Bn.shape[:-1], k), score_Bn, token_Bn)
     # No token's bias is above the log of the sum of exponentials.
-    most_C = 0.0 if rows["bias"] is None else self._log_size(rows)
+    most_C = 0.0 if arrays["bias"] is None else self._log_size(arrays)
     rest_B = jnp.where(routes.is_chosen, -jnp.inf, routes.scores + most_C).max(axis=-1)
     is_known = ((found.scores[..., -1] > rest_B) | jnp.isneginf(rest_B)).all()
-    every = lambda _: topk.TopK(*sampling.best(self._blocks(rows, hidden), k, normalizer=False)[:2])
+    every = lambda _: topk.TopK(
+      *sampling.best(self._scores(arrays, hidden), k, normalizer=False)[:2]
+    )
     return lax.cond(is_known, lambda found: found, every, found)
 
-  def sample(
-    self,
-    hidden: Float[Array, "*B D"],
-    key: PRNGKeyArray,
-    temperature: float | int = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    allowed: Bool[ArrayLike, "..."] | None = None,
-  ) -> Int[Array, "*B"]:
-    """Draw a token from the exact distribution; see `Head.sample`.
+  def _sample(self, arrays, hidden, key, options, allowed):
+    """A token from the exact distribution.
 
     A few vectors draw among the chosen rows and the other clusters, and in a cluster among its
     tokens. A mask, or a nucleus without `top_k`, takes the scores of all tokens.
     """
-    sampling.check_options(temperature, top_k, top_p)
-    is_open = top_k is None and top_p in (None, 1)
-    is_greedy = temperature < 1e-6
-    is_nucleus_of_all = top_k is None and not is_open and not is_greedy
+    is_nucleus_of_all = options.top_k is None and options.has_nucleus and not options.is_greedy
     if allowed is not None or is_nucleus_of_all or not self._is_few(hidden):
-      return super().sample(hidden, key, temperature, top_k, top_p, allowed)
+      return super()._sample(arrays, hidden, key, options, allowed)
+    routes, score_Bn, token_Bn = self._candidates(arrays, hidden, in_turn=True)
+    if options.is_plain:
+      score_Bn = score_Bn / options.temperature
+      return self._draw(arrays, routes, score_Bn, token_Bn, key, options.temperature)
+    k = 1 if options.is_greedy else min(options.top_k, self.vocab)
+    best = self._best(arrays, hidden, routes, score_Bn, token_Bn, k)
+    if options.is_greedy:
+      return best.tokens[..., 0]
+    score_Bk = best.scores / options.temperature
+    return sampling.draw_among(score_Bk, best.tokens, key, options.top_p)
 
-    def body(rows, hidden, key):
-      routes, score_Bn, token_Bn = self._candidates(rows, hidden, in_turn=True)
-      if is_greedy or not is_open:
-        k = 1 if is_greedy else min(top_k, self.vocab)
-        best = self._best(rows, hidden, routes, score_Bn, token_Bn, k)
-        if is_greedy:
-          return best.tokens[..., 0]
-        return sampling.draw_among(best.scores / temperature, best.tokens, key, top_p)
-      return self._drawn(rows, routes, score_Bn / temperature, token_Bn, key, temperature)
-
-    return self._over_vocabulary(body, hidden, key)
-
-  def _drawn(self, rows, routes, score_Bn, token_Bn, key, temperature):
+  def _draw(self, arrays, routes, score_Bn, token_Bn, key, temperature):
     """A chosen row or another cluster by its mass, and then a token of the cluster."""
     first_key, token_key = jax.random.split(key)
-    rest_BC = self._log_rest(rows, routes, temperature)
+    rest_BC = self._log_rest(arrays, routes, temperature)
     every = jnp.concatenate([score_Bn, rest_BC], axis=-1)
     count = score_Bn.shape[-1]
     drawn_B = jnp.argmax(every + sampling.gumbel(first_key, every.shape), axis=-1)
     cluster_B = jnp.maximum(drawn_B - count, 0)
-    token_BS, present_BS = routing.tokens_of(rows["order"], self.clusters, cluster_B)
-    bias_BS = jnp.where(present_BS, self._bias_of(rows, token_BS) / temperature, -jnp.inf)
+    token_BS, present_BS = routing.tokens_of(arrays["order"], self.clusters, cluster_B)
+    bias_BS = jnp.where(present_BS, self._bias_of(arrays, token_BS) / temperature, -jnp.inf)
     slot_B = jnp.argmax(bias_BS + sampling.gumbel(token_key, bias_BS.shape), axis=-1)
     pick = lambda x, at_B: jnp.take_along_axis(x, at_B[..., None], axis=-1)[..., 0]
     row_B = pick(token_Bn, jnp.minimum(drawn_B, count - 1))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from vqjax.heads import regularizers
 from vqjax.heads.dense import DenseHead
 from vqjax.ops import sampled_softmax
+from vqjax.ops.vocab_parallel import Replicated
 
 Proposal = Callable[[int], Float[Array, "V"]]
 """vocab -> log-probabilities [V] with which tokens are drawn, up to a constant."""
@@ -47,23 +48,25 @@ class SampledSoftmaxHead(DenseHead):
         f" {self.softcap} and {self.label_smoothing}. Leave them out, or take DenseHead."
       )
 
-  def _loss_terms(
-    self, hidden: Float[Array, "*B D"], tokens: Integer[Array, "*B"]
-  ) -> tuple[Float[Array, "*B"], dict[str, Float[Array, ""]]]:
-    """`log_prob` and `aux`; an estimate where there is a random stream "sample"."""
-    if not self.has_rng("sample"):
-      return super()._loss_terms(hidden, tokens)
-    self._check_hidden(hidden)
-    candidates = sampled_softmax.draw_candidates(
-      self.make_rng("sample"), self.proposal(self.vocab), self.samples
-    )
+  def _training_parts(self, tokens):
+    """Candidates, where there is a random stream "sample"."""
+    parts, terms = super()._training_parts(tokens)
+    if self.has_rng("sample"):
+      key = self.make_rng("sample")
+      drawn = sampled_softmax.draw_candidates(key, self.proposal(self.vocab), self.samples)
+      parts["candidates"] = Replicated(drawn)
+    return parts, terms
+
+  def _loss_terms(self, arrays, hidden, token, known):
+    if "candidates" not in arrays:
+      return super()._loss_terms(arrays, hidden, token, known)
     scores = sampled_softmax.sampled_softmax(
       hidden,
-      self._weight().all(),
-      tokens,
-      candidates,
-      self._bias(),
+      self._rows(arrays).all(),
+      token,
+      arrays["candidates"],
+      arrays["bias"],
       dtype=self.dtype,
       vocab_axis=self.vocab_axis,
     )
-    return scores.log_prob, regularizers.terms(self, scores, tokens)
+    return scores.log_prob, regularizers.terms(self, scores, known)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import abc
 import math
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
+from vqjax.heads.base import Arrays
 from vqjax.heads.group_decoding import GroupDecodingHead
 from vqjax.ops import group_search, sampling, softmax, vocab_parallel
 from vqjax.ops import groups as group_ops
-from vqjax.ops.vocab_parallel import Replicated, Sharded
-from vqjax.ops.vocabulary import in_vocabulary
+from vqjax.ops.vocab_parallel import Sharded
+from vqjax.ops.vocabulary import check_arrays, in_vocabulary
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
@@ -85,98 +87,95 @@ class TwoLevelHead(GroupDecodingHead):
     """First position of each group, and V at the end: int64 [G + 1]."""
     return np.concatenate([[0], np.cumsum(self._group_sizes())])
 
-  def _position_of(self, tokens):
-    return tokens if self.order_init is None else self.array("position")[tokens]
-
-  def group_of(self, tokens: Integer[Array, "*B"]) -> Int[Array, "*B"]:
+  @final
+  def group_of(self, tokens: Integer[ArrayLike, "*B"]) -> Int[Array, "*B"]:
     """The group of each token; -1 for a token outside [0, V)."""
-    known, token = in_vocabulary(tokens, self.vocab)
-    group, _ = group_ops.group_and_slot(self._position_of(token), self.starts)
-    return jnp.where(known, group, -1)
+    check_arrays(tokens=tokens)
+    tokens = jnp.asarray(tokens)
 
-  def log_group(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B G"]:
+    def groups(tokens):
+      known, token = in_vocabulary(tokens, self.vocab)
+      position = token if self.order_init is None else self.array("position")[token]
+      return jnp.where(known, group_ops.group_and_slot(position, self.starts)[0], -1)
+
+    return self._computed(groups, tokens, tokens)
+
+  @final
+  def log_group(self, hidden: Float[ArrayLike, "*B D"]) -> Float[Array, "*B G"]:
     """Log-probabilities of the groups in nats."""
-    return self._log_group(self.array("group_weight"), self.array("group_bias"), hidden)
+    hidden = self._vectors(hidden)
+    whole = lambda x: vocab_parallel.over_vocabulary(None, self._log_group, self.parts(), x)
+    return self._computed(whole, hidden, hidden)
 
-  def _log_group(self, weight, bias, hidden):
+  def _log_group(self, arrays, hidden):
     """Log-probabilities of the groups that this device holds."""
-    self._check_hidden(hidden)
-    scores = softmax.linear_scores(hidden, weight, bias, self.dtype)
+    scores = softmax.linear_scores(hidden, arrays["group_weight"], arrays["group_bias"], self.dtype)
     return softmax.log_softmax(scores, self.vocab_axis)
 
-  def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+  def _group_and_slot(self, arrays, token):
+    position = token if self.order_init is None else arrays["position"][token]
+    return group_ops.group_and_slot(position, self.starts)
+
+  def _logits(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are normalised logits."""
-    groups = self._groups({name: part.rows for name, part in self._rows().items()}, hidden)
+    groups = self._groups(arrays, hidden)
     group_G = jnp.arange(groups.log_group.shape[-1], dtype=jnp.int32)
     log_prob_BGS, _ = groups.score_groups(group_G, groups.log_group)
-    positions = self._position_of(jnp.arange(self.vocab, dtype=jnp.int32))
-    group, slot = group_ops.group_and_slot(positions, self.starts)
+    group, slot = self._group_and_slot(arrays, jnp.arange(self.vocab, dtype=jnp.int32))
     return log_prob_BGS[..., group, slot]
 
-  def log_prob(
-    self,
-    hidden: Float[Array, "*B D"],
-    tokens: Integer[Array, "*B"],
-    temperature: float | int = 1.0,
-  ) -> Float[Array, "*B"]:
-    """Log-probability of `tokens` in nats; nan for a token outside [0, V)."""
+  def _log_prob(self, arrays, hidden, token, temperature):
     if temperature != 1:
-      return self._log_prob_at(hidden, tokens, temperature)
-    self._check_hidden(hidden)
-    known, token = in_vocabulary(tokens, self.vocab)
-    group, slot = group_ops.group_and_slot(self._position_of(token), self.starts)
-
-    def body(rows, hidden, group, slot):
-      log_prob_group = softmax.linear_log_prob(
-        hidden,
-        rows["group_weight"],
-        group,
-        rows["group_bias"],
-        dtype=self.dtype,
-        vocab_axis=self.vocab_axis,
-      )
-      return log_prob_group + self._slot_log_prob(rows, hidden, group, slot)
-
-    return jnp.where(known, self._over_vocabulary(body, hidden, group, slot), jnp.nan)
+      return super()._log_prob(arrays, hidden, token, temperature)
+    group, slot = self._group_and_slot(arrays, token)
+    log_prob_group = softmax.linear_log_prob(
+      hidden,
+      arrays["group_weight"],
+      group,
+      arrays["group_bias"],
+      dtype=self.dtype,
+      vocab_axis=self.vocab_axis,
+    )
+    return log_prob_group + self._slot_log_prob(arrays, hidden, group, slot)
 
   @abc.abstractmethod
-  def _slot_context(self, rows: dict, hidden: Array) -> Array:
+  def _slot_context(self, arrays: Arrays, hidden: Array) -> Array:
     """The part of the slots' scores that all groups share: [*B, ...]."""
 
   @abc.abstractmethod
-  def _slot_scores(self, rows: dict, context: Array, group: Array) -> Array:
+  def _slot_scores(self, arrays: Arrays, context: Array, group: Array) -> Array:
     """Scores [*B, W, S] of the slots of some groups, [W] or [*B, W], before any mask."""
 
   @abc.abstractmethod
-  def _slot_log_prob(self, rows: dict, hidden: Array, group: Array, slot: Array) -> Array:
+  def _slot_log_prob(self, arrays: Arrays, hidden: Array, group: Array, slot: Array) -> Array:
     """Log-probability [*B] of a slot in its group, in nats."""
 
-  def _rows(self) -> dict[str, Sharded | Replicated]:
+  def parts(self) -> dict[str, Any]:
+    """The variables, and the size and the first position of each group."""
     sizes, axis = self._group_sizes(), self.vocab_axis
     # Groups are split as rows are. A group that pads a device's part has size 0 and a bias of -inf,
     # even where the head itself has no bias.
     bias = vocab_parallel.bias_of_padding(self.array("group_bias"), len(sizes), axis)
-    return super()._rows() | {
+    return super().parts() | {
       "group_bias": Sharded(bias, -jnp.inf),
       "group_size": Sharded(jnp.asarray(sizes, jnp.int32), 0),
       "group_start": Sharded(jnp.asarray(self.starts[:-1], jnp.int32), 0),
-      "order": Replicated(self.array("order")),
     }
 
-  def _groups(self, rows: dict, hidden: Float[Array, "*B D"]) -> group_search.Groups:
+  def _groups(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> group_search.Groups:
     """The groups that this device holds, as the best-first search takes them."""
-    log_group = self._log_group(rows["group_weight"], rows["group_bias"], hidden)
-    context, order = self._slot_context(rows, hidden), rows["order"]
+    log_group = self._log_group(arrays, hidden)
+    context, order = self._slot_context(arrays, hidden), arrays.get("order")
 
     def score_groups(group, log_group):
       # A softmax in each group needs all slots of the group, which is why groups are not split.
-      scores = self._slot_scores(rows, context, group)
+      scores = self._slot_scores(arrays, context, group)
       slot = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-      present = slot < rows["group_size"][group][..., None]
+      present = slot < arrays["group_size"][group][..., None]
       log_slot = jax.nn.log_softmax(jnp.where(present, scores, -jnp.inf))
       # In a group that pads a device's part every slot is absent, and the softmax is nan.
       log_prob = jnp.where(present, log_group[..., None] + log_slot, -jnp.inf)
-      return log_prob, jnp.where(present, rows["group_start"][group][..., None] + slot, 0)
+      return log_prob, jnp.where(present, arrays["group_start"][group][..., None] + slot, 0)
 
     def token_at(position):
       if order is None:
@@ -185,9 +184,9 @@ class TwoLevelHead(GroupDecodingHead):
 
     return group_search.Groups(log_group, score_groups, token_at)
 
-  def _blocks(self, rows: dict, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
+  def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, in blocks of whole groups."""
-    groups, batch = self._groups(rows, hidden), hidden.shape[:-1]
+    groups, batch = self._groups(arrays, hidden), hidden.shape[:-1]
     slots, count = self.groups_and_slots()[1], groups.log_group.shape[-1]
     width = max(1, sampling.block_width(math.prod(batch), count * slots) // slots)
 

@@ -40,12 +40,12 @@ class UnsharedGroupedHead(TwoLevelHead):
     """A product of width D for each group and for each slot of one group."""
     return 2 * self.dim * sum(self.groups_and_slots())
 
-  def _slot_context(self, rows, hidden):
+  def _slot_context(self, arrays, hidden):
     """The hidden vectors, as operands of the products."""
-    return hidden.astype(self.dtype or jnp.promote_types(hidden.dtype, rows["slot_weight"].dtype))
+    return hidden.astype(self.dtype or jnp.promote_types(hidden.dtype, arrays["slot_weight"].dtype))
 
-  def _slot_scores(self, rows, context, group):
-    weight, bias = rows["slot_weight"], rows.get("slot_bias")
+  def _slot_scores(self, arrays, context, group):
+    weight, bias = arrays["slot_weight"], arrays.get("slot_bias")
     batch, (*_, slots, dim) = context.shape[:-1], weight.shape
     each = lambda hidden, group: jnp.einsum(
       "...d,...wsd->...ws",
@@ -63,12 +63,12 @@ class UnsharedGroupedHead(TwoLevelHead):
       scores = scores.reshape(*batch, *scores.shape[1:])
     return scores if bias is None else scores + bias[group].astype(jnp.float32)
 
-  def _slot_log_prob(self, rows, hidden, group, slot):
+  def _slot_log_prob(self, arrays, hidden, group, slot):
     return ragged.unshared_slot_log_prob(
       hidden,
-      rows["slot_weight"],
-      rows.get("slot_bias"),
-      rows["group_size"],
+      arrays["slot_weight"],
+      arrays.get("slot_bias"),
+      arrays["group_size"],
       group,
       slot,
       self.dtype,

@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from vqjax.lab.records import printable
 from vqjax.lab.signals import RESUME, take_over
+from vqjax.lm.records import printable
 
 LEAST_ADDRESSES = 2_000_000_000
 """Bytes of addresses that the libraries of a small run map, though they use a tenth."""

@@ -7,7 +7,6 @@ Python's, and Ctrl-C ends in a traceback.
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from types import FrameType
 
@@ -74,11 +73,3 @@ def _die(signum: int) -> None:
   # Not `print`: the signal may have come in the middle of a write to the same file.
   os.write(2, f"stopped by {signal.Signals(signum).name}. {RESUME}\n".encode())
   os._exit(128 + signum)
-
-
-def vqjax() -> None:
-  """Run the console command `vqjax`."""
-  take_over()
-  from vqjax.lab import exits
-
-  exits.run("vqjax.lab.commands", sys.argv[1:])

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -20,6 +20,7 @@ from flax import nnx
 
 from vqjax import layer as linen_layer
 from vqjax.embeddings import DenseEmbedding
+from vqjax.types import Size
 from vqjax.variables import Variable
 
 AxisRules = Mapping[str, str | tuple[str, ...] | None]
@@ -42,9 +43,9 @@ _CONSTANT = "params", "codes", "guide"
 class Layer(nnx.Module):
   """Base class of NNX layers.
 
-  A subclass names its Linen class, `class DenseHead(Layer, of=heads.DenseHead)`, and has its fields
-  and its public methods. Each method has a further argument `rngs`, whose stream "sample" is the
-  Linen stream of this name: methods that draw random numbers in training take them from it.
+  A subclass names its Linen class, `class DenseHead(Head, of=heads.DenseHead)`, and has its fields.
+  Its methods call those of the Linen layer. Methods that may draw random numbers in training have
+  an argument `rngs`, whose stream "sample" is the Linen stream of this name.
 
   A variable is an attribute with its name in the declaration, or with that name and "_array" where
   a field or a method has the name: `CodebookHead` has `codes` and `token_bias` as fields, and its
@@ -71,9 +72,6 @@ class Layer(nnx.Module):
       return
     cls.of, cls.__doc__ = of, _docstring(of)
     _NNX_CLASS[of] = cls
-    for name in _methods(of):
-      if name not in vars(cls):
-        setattr(cls, name, _calling(of, name))
     cls.__signature__ = _signature(of)
 
   def __init__(
@@ -182,17 +180,20 @@ class Layer(nnx.Module):
         collected.setdefault(collection, {})[name] = tree
     return collected
 
-  def compact(self) -> Any:
-    """The form for inference.
+  def size(self) -> Size:
+    """Parameters, bytes and operations for each token, from the fields alone."""
+    return self.layer.size()
 
-    Raises:
-      AttributeError: the layer has none.
-    """
-    return self.layer.compact(jax.device_get(self.linen_variables()))
+  def logical_axes(self) -> dict[str, Any]:
+    """Names of the axes of every variable, as those of the Linen layer."""
+    return self.layer.logical_axes()
+
+  def flops_per_token(self) -> int:
+    """Floating-point operations of a forward pass for one token."""
+    return self.layer.flops_per_token()
 
   def __getattr__(self, name: str) -> Any:
-    fields = {f.name for f in dataclasses.fields(type(self).of)} - {*_LINEN}
-    if name in fields | _DERIVED:
+    if name in {f.name for f in dataclasses.fields(type(self).of)} - {*_LINEN}:
       return getattr(self.layer, name)
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -234,10 +235,6 @@ class Layer(nnx.Module):
 _NNX_CLASS: dict[type, type[Layer]] = {}
 _LINEN = "parent", "name"
 """Fields of every Linen module."""
-
-
-_DERIVED = {"size", "logical_axes", "flops_per_token", "inference_size", "width", "value_shape"}
-"""What follows from the fields of a layer."""
 
 
 def _nnx_class(of: type) -> type[Layer]:
@@ -306,36 +303,6 @@ def _assign(held: Any, part: Any, changed: Mapping[str, Any]) -> None:
   else:
     for name, inner in part.items():
       _assign(held[name], inner, {kind: tree[name] for kind, tree in changed.items()})
-
-
-def _methods(of: type) -> list[str]:
-  """The public methods that compute with variables."""
-  hidden = {"declare", "check", "setup", "array", "sharded_arrays", "blocks", "over_blocks"}
-  hidden |= {"of_width", "compact"} | _DERIVED | (set(dir(nn.Module)) - {"__call__"})
-  hidden |= {f.name for f in dataclasses.fields(of)}
-  return [
-    name
-    for name in dir(of)
-    if name not in hidden
-    and (name == "__call__" or not name.startswith("_"))
-    and inspect.isfunction(inspect.getattr_static(of, name))
-  ]
-
-
-def _calling(of: type, name: str) -> Callable:
-  """A method of the NNX class that calls the Linen one."""
-  original = getattr(of, name)
-
-  @functools.wraps(original)
-  def method(self, *args, rngs=None, **kwargs):
-    return self._call(name, *args, rngs=rngs, **kwargs)
-
-  signature = inspect.signature(original)
-  rngs = inspect.Parameter(
-    "rngs", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=nnx.Rngs | None
-  )
-  method.__signature__ = signature.replace(parameters=[*signature.parameters.values(), rngs])
-  return method
 
 
 def _docstring(of: type) -> str:

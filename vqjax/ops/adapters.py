@@ -19,6 +19,13 @@ from vqjax.ops.row_factory import columns
 from vqjax.ops.softmax import linear_cross_entropy, linear_softmax
 from vqjax.ops.vocabulary import check_arrays
 
+__all__ = [
+  "compute_chunked_logps",
+  "linear_softmax_cross_entropy_loss",
+  "softmax_cross_entropy_with_integer_labels",
+  "vocab_tiling_nnx_loss",
+]
+
 
 def softmax_cross_entropy_with_integer_labels(
   hidden: Float[Array, "*B D"],
@@ -137,6 +144,7 @@ def vocab_tiling_nnx_loss(
     dtype=dtype,
     vocab_axis=vocab_axis if vocab_axis in vocab_parallel.axis_types() else None,
   )
+  # Both are sums: the caller divides by the number of targets, as with the original.
   z_loss = config.z_loss_multiplier * jnp.sum(stats.log_z**2)
   return z_loss - jnp.sum(stats.log_prob), z_loss
 

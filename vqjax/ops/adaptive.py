@@ -5,6 +5,14 @@ batch. These few are moved to the front, and a loop of dynamic length scores a c
 time, so that the cost follows the number of tokens in the cluster.
 """
 
+# Tokens of a cluster are few, and where they are is known only at run time. For each shard:
+#
+#   order   tokens of the cluster first  ->  | x x x x x | . . . . . . . |
+#   loop    chunks of n tokens           ->  | x x | x x | x . |            of dynamic length
+#   rank    back to the order of the batch
+#
+# All shards run as many chunks as the fullest one: a chunk may contain collectives.
+
 from __future__ import annotations
 
 import functools
@@ -18,6 +26,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vqjax.ops import sampling, softmax, tiles, vocab_parallel
 from vqjax.types import Dtype
+
+__all__ = ["Section", "cluster_log_prob", "concatenate_blocks"]
 
 
 def cluster_log_prob(
@@ -49,10 +59,8 @@ def cluster_log_prob(
   shards = vocab_parallel.token_shards(vocab_axis)
   flat = narrow.reshape(-1, narrow.shape[-1]), tokens.reshape(-1), inside.reshape(-1)
   narrow_PNw, token_PN, inside_PN = (shards.split(x) for x in flat)
-  n = token_PN.shape[1]
-  tile = tiles.default_tile(
-    math.ceil(n / 8), weight.shape[0], vocab_parallel.platform(), vocab_parallel.devices()
-  )
+  n, here = token_PN.shape[1], vocab_parallel.devices()
+  tile = tiles.default_tile(math.ceil(n / 8), weight.shape[0], here.platform, here.count)
   # Stable, so that tokens keep their order; False sorts before True.
   order_PN = jnp.argsort(~inside_PN, axis=1, stable=True)
   # The inverse permutation.

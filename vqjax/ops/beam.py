@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-NEVER = -1e30
-"""Score of an absent sequence; finite, so that sums and differences of it are not nan."""
+__all__ = ["BeamResult", "beam_search"]
 
-Step = Callable[[Array, Any], tuple[Array, Array, Any]]
-"""(tokens [N], state) -> (log-probabilities and tokens [N, C] of the C most likely, state)."""
+# Score of an absent sequence; finite, so that sums and differences of it are not nan.
+_NEVER = -1e30
+
+# (tokens [N], state) -> (log-probabilities and tokens [N, C] of the C most likely, state).
+_Step = Callable[[Array, Any], tuple[Array, Array, Any]]
 
 
 class BeamResult(NamedTuple):
@@ -44,7 +46,7 @@ class _Beam(NamedTuple):
 
 
 def beam_search(
-  step: Step,
+  step: _Step,
   state: Any,
   *,
   rows: int,
@@ -80,7 +82,7 @@ def beam_search(
       f" {beams}, {length} and {penalty}. 4 beams and a penalty of 0.6 are usual."
     )
   weight = lambda n: ((5.0 + n) / 6.0) ** penalty
-  none = jnp.full((rows, beams), NEVER)
+  none = jnp.full((rows, beams), _NEVER)
   empty = jnp.full((rows, beams, length), -1, jnp.int32)
   # All sequences of a row start equal: only the first one is present, or all beams would be copies.
   start = _Beam(jnp.int32(0), empty, none.at[:, 0].set(0.0), state, empty, none, none)
@@ -103,11 +105,11 @@ def beam_search(
     tokens = jnp.take_along_axis(beam.tokens, parent[..., None], axis=1)
     tokens = tokens.at[:, :, beam.length].set(token)
     is_end = token == eos
-    beam = _finished(beam, tokens, jnp.where(is_end, best, NEVER), weight)
-    return _kept(beam, tokens, jnp.where(is_end, NEVER, best), parent, state)
+    beam = _finished(beam, tokens, jnp.where(is_end, best, _NEVER), weight)
+    return _kept(beam, tokens, jnp.where(is_end, _NEVER, best), parent, state)
 
   def _finished(beam: _Beam, tokens, score, weight) -> _Beam:
-    rank = jnp.where(score > NEVER, score / weight(beam.length + 1), NEVER)
+    rank = jnp.where(score > _NEVER, score / weight(beam.length + 1), _NEVER)
     all_tokens = jnp.concatenate([beam.done_tokens, tokens], axis=1)
     all_scores = jnp.concatenate([beam.done_score, score], axis=1)
     best_rank, index = lax.top_k(jnp.concatenate([beam.done_rank, rank], axis=1), beams)
@@ -130,7 +132,7 @@ def beam_search(
     )
 
   beam = lax.while_loop(goes_on, extend, start)
-  ended = beam.done_rank[:, 0] > NEVER
+  ended = beam.done_rank[:, 0] > _NEVER
   first = jnp.where(ended[:, None], beam.done_tokens[:, 0], beam.tokens[:, 0])
   log_prob = jnp.where(ended, beam.done_score[:, 0], beam.score[:, 0])
   return BeamResult(jnp.where(first == eos, -1, first), log_prob, ended)

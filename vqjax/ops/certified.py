@@ -15,6 +15,16 @@ R is a Hadamard matrix on each block of dimensions, H with entries 1 and -1, ove
 number b. It is left out of the arrays: they are of H, and 1 / b, a power of two, is exact.
 """
 
+# A call of `best`, for one hidden vector:
+#
+#   bounds      integer products of all rows, each with its margin: score <= bound         [V]
+#   _highest    the `budget` + 1 highest bounds
+#   score_of    exact scores of `budget` of them, and lower bounds, which detect foreign rows
+#   certain?    the k-th exact score is above the next bound: no other row can be among the k best
+#   else        all rows are scored, in the branch of a `cond` that runs where needed
+#
+# Errors of float32 are part of the margin, with factors for their number and 1.0001 for its own.
+
 from __future__ import annotations
 
 import math
@@ -28,14 +38,16 @@ from jaxtyping import Array, Float, Int, Int8
 
 from vqjax.ops import narrow, sampling, topk, vocab_parallel
 
-LEVELS = 127
-"""Largest 8-bit integer of a row and of a hidden vector."""
+__all__ = ["Best", "Int8Rows", "best", "bounds", "int8_rows", "lower", "pays"]
 
-BLOCK = 128
-"""Largest number of dimensions that are rotated together."""
+# Largest 8-bit integer of a row and of a hidden vector.
+_LEVELS = 127
 
-ROUNDING = 2.0**-24
-"""Relative error of a float32 operation."""
+# Largest number of dimensions that are rotated together.
+_BLOCK = 128
+
+# Relative error of a float32 operation.
+_ROUNDING = 2.0**-24
 
 
 class Int8Rows(NamedTuple):
@@ -70,7 +82,7 @@ def int8_rows(weight: Float[Array, "V D"]) -> Int8Rows:
     rest_D = row_D.astype(jnp.float32) - mean_D
     turned_D = _rotated(rest_D)
     # A row that holds nan has error nan, of which no comparison is true: it is never certain.
-    scale = jnp.abs(turned_D).max() / LEVELS
+    scale = jnp.abs(turned_D).max() / _LEVELS
     code_D = jnp.round(turned_D / jnp.where(scale > 0, scale, 1.0))
     rest = jnp.linalg.norm(rest_D)
     # The norm of what is rotated by H is larger by the root of a block.
@@ -83,15 +95,15 @@ def int8_rows(weight: Float[Array, "V D"]) -> Int8Rows:
     )
     # Sums of D products round D times, here and where rows are scored exactly; so does the norm.
     size = rest + 2 * jnp.linalg.norm(mean_D)
-    error = off + _turning(dim) * rest + 2 * (dim + 8) * ROUNDING * size
+    error = off + _turning(dim) * rest + 2 * (dim + 8) * _ROUNDING * size
     return code_D.astype(jnp.int8), scale, error * 1.0001, length * 1.0001
 
   return Int8Rows(*lax.map(part, weight, batch_size=min(weight.shape[0], 4096)), mean_D)
 
 
 def _block(dim):
-  """Number of dimensions of a block: the largest power of two that divides `dim`, or `BLOCK`."""
-  return min(dim & -dim, BLOCK)
+  """Number of dimensions of a block: the largest power of two that divides `dim`, or `_BLOCK`."""
+  return min(dim & -dim, _BLOCK)
 
 
 def _rotated(x):
@@ -107,7 +119,7 @@ def _rotated(x):
 
 def _turning(dim):
   """Relative error of a rotated vector's length: each entry is a sum over a block."""
-  return 2 * _block(dim) ** 1.5 * ROUNDING
+  return 2 * _block(dim) ** 1.5 * _ROUNDING
 
 
 def bounds(
@@ -184,12 +196,12 @@ def _rounded(hidden, rows):
   dim = hidden.shape[-1]
   length_B = jnp.linalg.norm(hidden, axis=-1)
   turned_BD = _rotated(hidden)
-  step_B = jnp.abs(turned_BD).max(axis=-1) / LEVELS
+  step_B = jnp.abs(turned_BD).max(axis=-1) / _LEVELS
   step_B1 = step_B[..., None]
   code_BD = jnp.round(turned_BD / jnp.where(step_B1 > 0, step_B1, 1.0))
   rest_B = jnp.linalg.norm(turned_BD - step_B1 * code_BD, axis=-1) / _block(dim) ** 0.5
   # Besides, the products of steps and integers round a few times.
-  rest_B = (rest_B + (_turning(dim) + (dim + 16) * ROUNDING) * length_B) * 1.0001
+  rest_B = (rest_B + (_turning(dim) + (dim + 16) * _ROUNDING) * length_B) * 1.0001
   common_B = (hidden * rows.mean).sum(axis=-1)
   return _Rounded(code_BD.astype(jnp.int8), step_B, length_B, rest_B, common_B)
 

@@ -9,6 +9,16 @@ operations in total, and no [N, S, D] gather. The backward pass goes through the
 each one's gradient to the rows that it read.
 """
 
+# The work of a class of 3 chunks of tokens and 2 tiles of rows are 6 items, of one loop:
+#
+#             tile 0     tile 1          An item is a product [n, D] · [w, D], of fixed size:
+#   chunk 0   item 5     item 2          what a class has less is padding, whose indices are
+#   chunk 1   item 4     item 1          out of range, so that gathers clip and scatters drop it.
+#   chunk 2   item 3     item 0
+#
+# Only the number of items depends on the classes, so that the loop has a dynamic length and its
+# gradient is written by hand.
+
 from __future__ import annotations
 
 import functools
@@ -21,14 +31,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
 
-CHUNK = 256
-"""Largest number of tokens of a work item."""
+__all__ = ["add_scores", "empty_normalizers", "log_normalizers", "log_prob_in_class"]
 
+# Largest number of tokens of a work item.
+CHUNK = 256
+
+# Largest number of rows of a work item.
 TILE = 1024
-"""Largest number of rows of a work item."""
 
 
 def log_prob_in_class(
@@ -112,6 +124,7 @@ class _Items(NamedTuple):
     which = (self.ends <= index).sum()
     valid = which < self.ends.shape[0]
     which = jnp.where(valid, which, 0)
+    # Counted down from the end of the class, whose start is not kept.
     left = self.ends[which] - 1 - index
     chunks = jnp.maximum(self.chunks[which], 1)
     tokens = self.tokens.members(which, left % chunks * sizes[0], sizes[0], valid)

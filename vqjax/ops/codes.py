@@ -20,15 +20,28 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, topk, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
-NO_CODE = 2**30
-"""Code of the padding of an assignment, above those of any codebook."""
+__all__ = [
+  "BLOCK_MASSES",
+  "NO_CODE",
+  "CodeSoftmax",
+  "all_code_scores",
+  "best_tokens",
+  "code_softmax",
+  "code_vectors",
+  "draw_within",
+  "log_mass",
+  "token_scores",
+]
 
+# Code of the padding of an assignment, above those of any codebook.
+NO_CODE = 2**30
+
+# Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores.
 BLOCK_MASSES = 2**22
-"""Largest number of masses (16 MiB), of codes in blocks of the vocabulary, that a draw stores."""
 
 
 def log_mass(
@@ -43,12 +56,9 @@ def log_mass(
   from the distribution. Inside of `vocab_axis` the tokens of all devices are summed.
   """
   axis = vocab_parallel.inside(vocab_axis)
-  in_all = lambda x: lax.psum(x, axis) if axis else x
-  if bias is None:
-    ones_V = jnp.ones(assignment.shape, jnp.float32)
-    return jnp.log(in_all(jax.ops.segment_sum(ones_V, assignment, codes)))
   share_V, shift_K = _shares(assignment, codes, bias, axis)
-  sum_K = in_all(jax.ops.segment_sum(share_V, assignment, codes))
+  sum_K = jax.ops.segment_sum(share_V, assignment, codes)
+  sum_K = lax.psum(sum_K, axis) if axis else sum_K
   # Two `where`: the derivative of log 0 is infinite, and infinite times 0 is nan.
   empty_K = sum_K == 0
   return jnp.where(empty_K, -jnp.inf, jnp.log(jnp.where(empty_K, 1.0, sum_K)) + shift_K)
@@ -56,6 +66,8 @@ def log_mass(
 
 def _shares(assignment, codes, bias, axis):
   """exp(bias - the largest of its code) [V], and the largest of each code [K]."""
+  if bias is None:
+    return jnp.ones(assignment.shape, jnp.float32), jnp.zeros((codes,), jnp.float32)
   bias_V = bias.astype(jnp.float32)
   # The log-mass does not depend on the shift, so that no gradient has to pass through it.
   top_K = jax.ops.segment_max(jax.lax.stop_gradient(bias_V), assignment, codes)
@@ -110,57 +122,49 @@ def code_softmax(
     vocab_axis: mesh axis over which the codebook is sharded by codes, and `assignment` and `bias`
       by tokens of the vocabulary.
   """
-  valid, token = in_vocabulary(tokens, assignment.shape[0])
+  vocab = vocab_parallel.rows_in_all(vocab_axis, assignment.shape[0])
+  valid, token = in_vocabulary(tokens, vocab)
 
-  def body(rows, shared):
+  def body(rows, hidden, token):
     codebook, assignment, bias = rows
-    hidden, token = shared
-    return _code_softmax(
-      hidden, codebook, assignment, token, bias, temperature, mean, dtype, vocab_axis
+    codes = codebook.shape[0]
+    if bias is not None and temperature != 1:
+      bias = bias.astype(jnp.float32) / temperature
+    mass_K = log_mass(assignment, vocab_parallel.rows_in_all(vocab_axis, codes), bias, vocab_axis)
+    # The assignment may be stored in a narrow integer type, in which row arithmetic would overflow.
+    code = vocab_parallel.sharded_lookup(assignment, token, vocab_axis).astype(jnp.int32)
+    # With the log-mass m_k as its bias, a softmax over K codes has the normaliser of all V tokens:
+    # sum_v exp(score_v) = sum_k exp(hidden · codebook_k + m_k).
+    of_code = softmax.linear_softmax(
+      hidden,
+      codebook,
+      code,
+      # A temperature divides the scores of the codes, not the masses of the tokens on them.
+      vocab_parallel.own_part(mass_K, codes, vocab_axis) * temperature,
+      temperature=temperature,
+      dtype=dtype,
+      vocab_axis=vocab_axis,
     )
+    bias_B = 0.0
+    if bias is not None:
+      bias_B = vocab_parallel.sharded_lookup(bias, token, vocab_axis).astype(jnp.float32)
+    mass_B = vocab_parallel.gather(mass_K, code)
+    # If all tokens of a code have bias -inf, both are -inf and their difference would be nan.
+    within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
+    mean_B = None
+    if mean:
+      # Of the scores, whose bias is divided already.
+      sharp = hidden.astype(jnp.float32) / temperature
+      mean_B = _mean_score(sharp, codebook, assignment, bias, vocab_axis) - of_code.log_z
+    return CodeSoftmax(of_code.log_prob + within, of_code.log_z, mean_B)
 
   rows = (
     vocab_parallel.Sharded(codebook, 0),
     vocab_parallel.Sharded(assignment, NO_CODE),
     vocab_parallel.Sharded(bias, 0),
   )
-  stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden, token))
+  stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hidden, token)
   return stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
-
-
-def _code_softmax(
-  hidden, codebook, assignment, token, bias, temperature, mean, dtype, axis
-) -> CodeSoftmax:
-  codes = codebook.shape[0]
-  if bias is not None and temperature != 1:
-    bias = bias.astype(jnp.float32) / temperature
-  mass_K = log_mass(assignment, vocab_parallel.rows_in_all(axis, codes), bias, axis)
-  # The assignment may be stored in a narrow integer type, in which row arithmetic would overflow.
-  code = vocab_parallel.sharded_lookup(assignment, token, axis).astype(jnp.int32)
-  # With the log-mass m_k as its bias, a softmax over K codes has the normaliser of all V tokens:
-  # sum_v exp(score_v) = sum_k exp(hidden · codebook_k + m_k).
-  of_code = softmax.linear_softmax(
-    hidden,
-    codebook,
-    code,
-    # A temperature divides the scores of the codes, not the masses of the tokens on them.
-    vocab_parallel.own_part(mass_K, codes, axis) * temperature,
-    temperature=temperature,
-    dtype=dtype,
-    vocab_axis=axis,
-  )
-  bias_B = (
-    0.0 if bias is None else vocab_parallel.sharded_lookup(bias, token, axis).astype(jnp.float32)
-  )
-  mass_B = vocab_parallel.gather(mass_K, code)
-  # If all tokens of a code have bias -inf, both are -inf and their difference would be nan.
-  within = jnp.where(jnp.isneginf(mass_B), 0.0, bias_B - mass_B)
-  mean_B = None
-  if mean:
-    # Of the scores, whose bias is divided already.
-    sharp = hidden.astype(jnp.float32) / temperature
-    mean_B = _mean_score(sharp, codebook, assignment, bias, axis) - of_code.log_z
-  return CodeSoftmax(of_code.log_prob + within, of_code.log_z, mean_B)
 
 
 def _mean_score(hidden, codebook, assignment, bias, axis):
@@ -282,8 +286,9 @@ def code_vectors(
   `vocab_axis` the codebook is sharded by codes and the assignment by tokens. Source: VQ-Logits,
   Section 6, c_M(i).
   """
-  valid, token = in_vocabulary(tokens, assignment.shape[0])
-  codes = codebook.shape[0]
+  in_all = lambda table: vocab_parallel.rows_in_all(vocab_axis, table.shape[0])
+  valid, token = in_vocabulary(tokens, in_all(assignment))
+  codes = in_all(codebook)
 
   def body(rows, token):
     codebook, assignment = rows
@@ -328,10 +333,7 @@ def draw_within(
 def _draw_locally(key, code, assignment, codes, bias):
   """Log-mass of each row's code on this device, and a token drawn from it."""
   block_key, token_key = jax.random.split(key)
-  if bias is None:
-    share_V, shift_K = jnp.ones(assignment.shape, jnp.float32), jnp.zeros((codes,), jnp.float32)
-  else:
-    share_V, shift_K = _shares(assignment, codes, bias, None)
+  share_V, shift_K = _shares(assignment, codes, bias, None)
   width = _block_width(assignment.shape[0], codes)
   log_mass_BJ = jnp.log(_block_mass(share_V, assignment, codes, width)[code])
   # log p + Gumbel noise has its maximum at a draw from p.

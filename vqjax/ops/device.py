@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from vqjax.ops import vocab_parallel
 
+__all__ = ["Device", "current", "of", "using"]
+
 
 class Device(NamedTuple):
   """What tiles and programs are chosen by.
@@ -71,22 +73,17 @@ def using(device: Device) -> Iterator[None]:
 
 def current() -> Device:
   """The limits of `using`, or those of the platform and number of devices in use."""
-  return _CHOSEN.get() or of(
-    vocab_parallel.platform(), vocab_parallel.device_kind(), vocab_parallel.devices()
-  )
+  here = vocab_parallel.devices()
+  return _CHOSEN.get() or of(here.platform, here.kind, here.count)
 
 
 def of(platform: str, kind: str = "", devices: int = 1) -> Device:
   """The limits of one of `devices` devices; `kind` as in `jax.Device.device_kind`."""
-  if platform == "cpu":
-    return _cpu(devices)
   if platform == "tpu":
     return next(limits for name, limits in _TPU if kind.startswith(name) or name == "TPU")
-  return _GPU
-
-
-def _cpu(devices):
-  """Tiles of a twelfth of the last cache, which several devices share."""
+  if platform != "cpu":
+    return _GPU
+  # Tiles of a twelfth of the last cache, which several devices share.
   level2, level3 = _cache_sizes()
   scores = min(2**20, max(level3 // 12, level2) // 4) // devices
   tokens = 512 if devices == 1 else 256
@@ -102,7 +99,8 @@ def _cache_sizes() -> tuple[int, int]:
   found = {}
   for folder in _CACHES.glob("index*"):
     try:
-      level, size = (int((folder / name).read_text().strip("K\n")) for name in ("level", "size"))
+      level = int((folder / "level").read_text())
+      size = int((folder / "size").read_text().strip("K\n"))
     except (OSError, ValueError):
       continue
     found[level] = max(found.get(level, 0), 1024 * size)

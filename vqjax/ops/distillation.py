@@ -13,6 +13,17 @@ each gradient that is computed. `block_soft_target_loss` takes the student's sco
 any order of tokens, and gathers the teacher's rows.
 """
 
+# Both layers are scored in the same tile, s of the student and t of the teacher:
+#
+#   layers_of -> on_each_device -> _pass:
+#     fold with `_add_block`    sums of exp(s), exp(t), exp(t) · s and exp(t) · t, less the maxima
+#     `_all_reduce`             over the devices, whose maxima differ
+#     `_finish`                 KL and cross-entropy are quotients of these sums: one pass
+#     mixture                   m = w q + (1 - w) p needs both normalisers first: a second fold
+#     gradients                 with the rule `_d_soft_targets` or `_d_mixture`
+#
+# The losses from blocks add the same sums, and differentiate them by JAX, one block at a time.
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,15 +34,28 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from vqjax.ops import softmax, tiles, vocab_parallel
-from vqjax.ops.output_functions import capped
+from vqjax.ops import sampling, softmax, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
 from vqjax.ops.sampling import Blocks
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import ScoreOptions, check_softcap, exp_shift
+from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers
 from vqjax.types import Dtype
+
+__all__ = [
+  "LinearComparison",
+  "Readings",
+  "Side",
+  "SoftTargetLoss",
+  "block_soft_target_loss",
+  "divergence_from_last",
+  "linear_comparison",
+  "linear_divergence",
+  "linear_soft_target_loss",
+  "readings",
+]
 
 
 class SoftTargetLoss(NamedTuple):
@@ -57,16 +81,12 @@ def linear_soft_target_loss(
   *,
   mask: Bool[Array, "*B"] | None = None,
   token_weight: Float[Array, "*B"] | None = None,
-  temperature: float | int = 1.0,
-  softcap: float | int | None = None,
   teacher_softcap: float | int | None = None,
-  tile: tuple[int, int] | None = None,
-  dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  options: ScoreOptions = ScoreOptions(),
 ) -> SoftTargetLoss:
   """Cross-entropy and KL divergence of a linear student from a linear teacher.
 
-  Both distributions are those of `linear_softmax`, their scores divided by `temperature`. The
+  Both distributions are those of `linear_softmax`, their scores divided by the temperature. The
   losses are exact and differentiable, in reverse mode, in all six arrays. A teacher under
   `jax.lax.stop_gradient`, or one that is not differentiated, costs only its scores. Distillation at
   a temperature T usually multiplies the loss by T²; that is left to the caller. A row that a bias
@@ -82,23 +102,18 @@ def linear_soft_target_loss(
     mask: False for tokens that are left out: their losses are 0 and have no gradient, whatever
       their hidden vectors hold.
     token_weight: factor of each token's losses; a token of weight 0 is left out.
-    temperature: divides the scores of both, after their caps.
-    softcap: largest absolute score of the student.
     teacher_softcap: largest absolute score of the teacher.
-    tile: (tokens, vocabulary rows) that are scored at once on each device.
-    dtype: dtype of the matrix products' operands; None: the promoted dtype of each layer.
-    vocab_axis: mesh axis over which the rows of both weights are sharded.
+    options: how the student's scores are computed, and but for the cap the teacher's.
 
   Raises:
-    ValueError: the shapes do not fit together, `temperature` or a cap is not positive and finite, a
-      side of `tile` is below 1, or the mesh has no axis `vocab_axis`.
-    TypeError: an operand is not an array, or an option not a Python number.
+    ValueError: the shapes do not fit together, `teacher_softcap` is not positive and finite, or the
+      mesh has no axis `vocab_axis`.
+    TypeError: an operand is not an array, or `teacher_softcap` is not a Python number.
   """
-  student = Side("", hidden, weight, bias, softcap)
+  student = Side("", hidden, weight, bias, options.softcap)
   teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
-  check_sides(student, teacher, temperature)
-  counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
-  return _compare(None, student, teacher, counted, temperature, tile, dtype, vocab_axis)
+  layers = layers_of(student, teacher, options)
+  return _compare(None, layers, TokenWeight.of(hidden.shape[:-1], mask, token_weight))
 
 
 @vocab_parallel.for_any_axes("hidden")
@@ -113,12 +128,8 @@ def linear_divergence(
   mixture: float | int = 0.5,
   mask: Bool[Array, "*B"] | None = None,
   token_weight: Float[Array, "*B"] | None = None,
-  temperature: float | int = 1.0,
-  softcap: float | int | None = None,
   teacher_softcap: float | int | None = None,
-  tile: tuple[int, int] | None = None,
-  dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  options: ScoreOptions = ScoreOptions(),
 ) -> Float[Array, "*B"]:
   """Forward KL, reverse KL or generalised Jensen-Shannon divergence, in nats.
 
@@ -145,29 +156,24 @@ def linear_divergence(
     mixture: weight w of the teacher in the mixture, in [0, 1], a Python number.
     mask: False for tokens that are left out.
     token_weight: factor of each token's divergence; a token of weight 0 is left out.
-    temperature: divides the scores of both, after their caps.
-    softcap: largest absolute score of the student.
     teacher_softcap: largest absolute score of the teacher.
-    tile: (tokens, vocabulary rows) that are scored at once on each device.
-    dtype: dtype of the matrix products' operands.
-    vocab_axis: mesh axis over which the rows of both weights are sharded.
+    options: how the student's scores are computed, and but for the cap the teacher's.
 
   Raises:
     ValueError: as `linear_soft_target_loss`, or `mixture` is outside [0, 1].
     TypeError: as `linear_soft_target_loss`.
   """
   check_mixture(mixture)
-  student = Side("", hidden, weight, bias, softcap)
+  student = Side("", hidden, weight, bias, options.softcap)
   teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
-  check_sides(student, teacher, temperature)
+  layers = layers_of(student, teacher, options)
   counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
-  options = counted, temperature, tile, dtype, vocab_axis
   if mixture == 0:
-    return _compare(None, student, teacher, *options).kl
+    return _compare(None, layers, counted).kl
   if mixture == 1:
     # The reverse divergence is the forward one with the sides exchanged.
-    return _compare(None, teacher, student, *options).kl
-  return _compare(float(mixture), student, teacher, *options)
+    return _compare(None, layers[::-1], counted).kl
+  return _compare(float(mixture), layers, counted)
 
 
 class Side(NamedTuple):
@@ -179,16 +185,17 @@ class Side(NamedTuple):
   bias: Array | None
   softcap: float | int | None
 
-  def check_arrays(self) -> None:
-    """Raise TypeError unless the operands are arrays."""
-    operands = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
-    check_arrays(**{self.prefix + name: operand for name, operand in operands.items()})
 
+def layers_of(student: Side, teacher: Side, options: ScoreOptions) -> tuple[Linear, Linear]:
+  """The layers of both sides, whose options differ in the cap and the operands' dtype.
 
-def check_sides(student, teacher, temperature):
-  """Raise an error unless both layers fit together."""
+  Raises:
+    ValueError: the layers are of different tokens or vocabularies, or as `Linear.of`.
+    TypeError: as `Linear.of`.
+  """
   for side in (student, teacher):
-    side.check_arrays()
+    operands = {"hidden": side.hidden, "weight": side.weight, "bias": side.bias}
+    check_arrays(**{side.prefix + name: operand for name, operand in operands.items()})
   if student.hidden.shape[:-1] != teacher.hidden.shape[:-1]:
     raise ValueError(
       f"`teacher_hidden` must have the leading axes of `hidden` {student.hidden.shape}; got"
@@ -200,45 +207,23 @@ def check_sides(student, teacher, temperature):
       f"`teacher_weight` must have a row for each of the {rows[0]} rows of `weight`; got"
       f" {teacher_rows}. Give both over one vocabulary."
     )
+  check_softcap(teacher.softcap, "teacher_softcap")
+  layers = []
   for side in (student, teacher):
-    softmax.check_operands(side.hidden, as_row_factory(side.weight), side.bias, side.prefix)
-    softmax.check_softcap(side.softcap, f"{side.prefix}softcap")
-  softmax.check_temperature(temperature)
+    own = dataclasses.replace(options, softcap=side.softcap)
+    layers.append(Linear.of(side.hidden, side.weight, side.bias, own, prefix=side.prefix))
+  return tuple(layers)
 
 
-def _compare(mixture, student, teacher, counted, temperature, tile, dtype, vocab_axis):
-  """The losses [*B] of two sides that fit together: see `_Plan.mixture`."""
-  sides = student, teacher
-  weights = [as_row_factory(side.weight) for side in sides]
-  scorings = tuple(
-    tiles.Scoring(
-      jnp.dtype(dtype or jnp.promote_types(side.hidden.dtype, weight.dtype)),
-      capped(side.softcap),
-      float(temperature),
-    )
-    for side, weight in zip(sides, weights)
-  )
+def _compare(mixture, layers, counted):
+  """The losses [*B] of two layers, student and teacher: see `_Plan.mixture`."""
+  layers = tuple(dataclasses.replace(x, hidden=counted.hide(x.hidden)) for x in layers)
 
-  def body(rows, hiddens):
-    # On a mesh the arrays are this device's rows; without one they are those of the weights.
-    local = [
-      tiles.Linear(hidden, dataclasses.replace(weight, per_row=per_row, shared=shared), bias)
-      for hidden, weight, (per_row, bias, shared) in zip(hiddens, weights, (rows[:3], rows[3:]))
-    ]
-    return _loss(mixture, scorings, tile, vocab_axis, *local)
+  def body(cut, layers, _):
+    axis = vocab_parallel.inside(layers[0].options.vocab_axis)
+    return _pass(_Plan(cut, axis, mixture), *layers)
 
-  rows = []
-  for side, weight in zip(sides, weights):
-    filled = vocab_parallel.bias_of_padding(side.bias, weight.count, vocab_axis)
-    rows += [
-      vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
-      vocab_parallel.Sharded(filled, -jnp.inf),
-      vocab_parallel.Replicated(weight.shared),
-    ]
-  hiddens = tuple(counted.hide(side.hidden).reshape(-1, side.hidden.shape[-1]) for side in sides)
-  losses = vocab_parallel.over_vocabulary(vocab_axis, body, tuple(rows), hiddens)
-  batch = student.hidden.shape[:-1]
-  return counted.of_each(jax.tree.map(lambda x: x.reshape(batch), losses))
+  return counted.of_each(tiles.on_each_device(layers, None, body))
 
 
 def block_soft_target_loss(
@@ -277,26 +262,25 @@ def block_soft_target_loss(
       finite.
     TypeError: an operand is not an array, or an option not a Python number.
   """
-  teacher = Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
-  teacher.check_arrays()
-  weight = as_row_factory(teacher_weight)
+  check_softcap(teacher_softcap, "teacher_softcap")
+  options = ScoreOptions(temperature=temperature, softcap=teacher_softcap, dtype=dtype)
+  teacher = Linear.of(teacher_hidden, teacher_weight, teacher_bias, options, prefix="teacher_")
   if teacher_hidden.shape[:-1] != tuple(blocks.batch):
     raise ValueError(
       f"`teacher_hidden` must have the leading axes {tuple(blocks.batch)} of `blocks`; got"
       f" {teacher_hidden.shape}. Give both for the same tokens."
     )
-  softmax.check_operands(teacher_hidden, weight, teacher_bias, "teacher_")
-  softmax.check_softcap(teacher_softcap, "teacher_softcap")
-  softmax.check_temperature(temperature)
   counted = TokenWeight.of(tuple(blocks.batch), mask, token_weight)
-  hidden, weight, bias = lax.stop_gradient((counted.hide(teacher_hidden), weight, teacher_bias))
+  teacher = dataclasses.replace(teacher, hidden=counted.hide(teacher_hidden))
+  teacher = lax.stop_gradient(teacher)
 
   @jax.checkpoint
   def step(sums, index):
     score_WB, token_W = blocks.block(index)
     score_BW = jnp.moveaxis(score_WB, 0, -1)
-    bias_W = None if bias is None else bias[token_W]
-    teacher_BW = softmax.linear_scores(hidden, weight.at(token_W), bias_W, dtype, teacher_softcap)
+    bias_W = None if teacher.bias is None else teacher.bias[token_W]
+    row_WE = teacher.weight.at(token_W)
+    teacher_BW = softmax.linear_scores(teacher.hidden, row_WE, bias_W, dtype, teacher_softcap)
     score_BW = score_BW.astype(jnp.float32)
     # Padding names some token that another block holds: the teacher must not count it twice.
     teacher_BW = jnp.where(jnp.isneginf(score_BW), -jnp.inf, teacher_BW)
@@ -324,6 +308,86 @@ def divergence_from_last(blocks: Blocks) -> Float[Array, "L *B"]:
 
   shape = (blocks.batch[0] - 1, *blocks.batch[1:])
   return _finish(_all_reduce(blocks.fold(step, _zero_sums(shape)), blocks.axis)).kl
+
+
+class Readings(NamedTuple):
+  """Distributions of S layers at positions *B, and their distances from that of the last layer.
+
+  Attributes:
+    tokens: the k most likely tokens, best first.
+    log_probs: their log-probabilities, in nats.
+    entropy: of each distribution, in nats.
+    target_log_prob: log-probability of the token that follows, in nats; -inf for a target outside
+      the vocabulary.
+    kl: KL(last, layer) = sum_v q_v (log q_v - log p_v) of the last layer's q, in nats.
+    total_variation: sum_v |q_v - p_v| / 2.
+    rank: 1 + the number of tokens that are more likely than the last layer's best one.
+  """
+
+  tokens: Int[Array, "S *B k"]
+  log_probs: Float[Array, "S *B k"]
+  entropy: Float[Array, "S *B"]
+  target_log_prob: Float[Array, "S *B"]
+  kl: Float[Array, "S *B"]
+  total_variation: Float[Array, "S *B"]
+  rank: Int[Array, "S *B"]
+
+
+def readings(blocks: Blocks, targets: Int[Array, "*B"], k: int) -> Readings:
+  """What the layers predict, without an array [S, *B, V].
+
+  The blocks are computed three times: for the normalisers and the best tokens, for the scores of
+  single tokens, and for the sums of the normalised distributions.
+
+  Args:
+    blocks: scores with leading axes [S, *B], the last layer's last.
+    targets: the token that follows each position.
+    k: number of best tokens, in [1, V].
+  """
+  score_SBk, token_SBk, log_z_SB = sampling.best(blocks, k)
+  wanted_2B = jnp.stack((targets, token_SBk[-1, ..., 0]))
+
+  def find(found_2SB, index):
+    score_WSB, token_W = blocks.block(index)
+    is_wanted_W2B = token_W.reshape(-1, *[1] * wanted_2B.ndim) == wanted_2B
+    # Padding names some token that another block holds, and scores -inf.
+    score_W2SB = jnp.where(is_wanted_W2B[:, :, None], score_WSB[:, None], -jnp.inf)
+    return jnp.maximum(found_2SB, score_W2SB.max(axis=0).astype(jnp.float32))
+
+  least_2SB = jnp.full((2, *blocks.batch), -jnp.inf, jnp.float32)
+  found_2SB = blocks.fold(find, least_2SB)
+  if blocks.axis is not None:
+    found_2SB = lax.pmax(found_2SB, blocks.axis)
+  target_SB, best_SB = found_2SB
+
+  def add(sums, index):
+    score_WSB = blocks.block(index)[0].astype(jnp.float32)
+    log_p_WSB = score_WSB - log_z_SB
+    p_WSB, log_q_W1B = jnp.exp(log_p_WSB), log_p_WSB[:, -1:]
+    q_W1B = jnp.exp(log_q_W1B)
+    expected = lambda mass, value: jnp.where(mass == 0, 0.0, mass * value).sum(axis=0)
+    terms = (
+      -expected(p_WSB, log_p_WSB),
+      expected(q_W1B, log_q_W1B - log_p_WSB),
+      jnp.abs(q_W1B - p_WSB).sum(axis=0) / 2,
+      (score_WSB > best_SB).sum(axis=0),
+    )
+    return tuple(total + term for total, term in zip(sums, terms))
+
+  zero_SB = jnp.zeros(blocks.batch, jnp.float32)
+  sums = blocks.fold(add, (zero_SB, zero_SB, zero_SB, jnp.zeros(blocks.batch, jnp.int32)))
+  if blocks.axis is not None:
+    sums = lax.psum(sums, blocks.axis)
+  entropy_SB, kl_SB, variation_SB, above_SB = sums
+  return Readings(
+    tokens=token_SBk,
+    log_probs=score_SBk - log_z_SB[..., None],
+    entropy=entropy_SB,
+    target_log_prob=target_SB - log_z_SB,
+    kl=kl_SB,
+    total_variation=variation_SB,
+    rank=1 + above_SB,
+  )
 
 
 def check_mixture(mixture: float | int) -> None:
@@ -432,14 +496,12 @@ class _Plan(NamedTuple):
   """Static description of a comparison.
 
   Attributes:
-    scorings: how the scores of student and teacher are computed.
     cut: tile and token shards.
     axis: manual mesh axis of the vocabulary, or None.
     mixture: weight of the teacher in the generalised Jensen-Shannon divergence; None: the results
       are those of `SoftTargetLoss`.
   """
 
-  scorings: tuple[tiles.Scoring, tiles.Scoring]
   cut: tiles.Cut
   axis: str | None
   mixture: float | None
@@ -465,19 +527,6 @@ class _Saved(NamedTuple):
   teacher_mean: Array
 
 
-def _loss(mixture, scorings, tile, vocab_axis, student, teacher):
-  """Losses of flat tokens; the rows may be one device's part of the vocabulary."""
-  axis = vocab_parallel.inside(vocab_axis)
-  student, teacher = vocab_parallel.varying((student, teacher), *([axis] if axis else []))
-  shards = vocab_parallel.token_shards(vocab_axis)
-  n = student.hidden.shape[0]
-  student = student._replace(hidden=shards.split(student.hidden))
-  teacher = teacher._replace(hidden=shards.split(teacher.hidden))
-  sides = tiles.cut_tile(tile, student.hidden.shape[1], student.weight.count)
-  plan = _Plan(scorings, tiles.Cut(sides, shards), axis, mixture)
-  return jax.tree.map(lambda x: shards.join(x, n), _pass(plan, student, teacher))
-
-
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V], twice.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pass(plan, student, teacher):
@@ -488,7 +537,7 @@ def _forward(plan, student, teacher):
   layers, batch = (student, teacher), student.hidden.shape[:2]
   add = lambda sums, scores, first_row, given: _add_block(sums, *scores)
   # Reduced once at the end, not at every tile: the sums of a device are relative to its own maxima.
-  sums = tiles.fold(plan.cut, plan.scorings, layers, None, _zero_sums(batch), add)
+  sums = tiles.fold(plan.cut, layers, None, _zero_sums(batch), add)
   sums = _all_reduce(sums, plan.axis)
   saved = _Saved(
     top=sums.top,
@@ -509,7 +558,7 @@ def _forward(plan, student, teacher):
 
   # A mixture of probabilities needs both normalisers, hence a second pass.
   zero = jnp.zeros(batch, jnp.float32)
-  kls = tiles.fold(plan.cut, plan.scorings, layers, saved, (zero, zero), add_to_mixture)
+  kls = tiles.fold(plan.cut, layers, saved, (zero, zero), add_to_mixture)
   of_student, of_teacher = lax.psum(kls, plan.axis) if plan.axis else kls
   loss = (1 - plan.mixture) * of_student + plan.mixture * of_teacher
   return loss, saved._replace(mean=of_student, teacher_mean=of_teacher)
@@ -529,8 +578,8 @@ def _mixture_terms(mixture, log_p, log_q):
   return jnp.where(p == 0, 0.0, p * p_ratio), jnp.where(q == 0, 0.0, q * q_ratio)
 
 
+# A log-probability so low that the probability is 0 in float32.
 _NO_MASS = -200.0
-"""A log-probability so low that the probability is 0 in float32."""
 
 
 def log_ratios_to_mixture(
@@ -578,7 +627,7 @@ def _pass_backward(plan, residuals, cotangents):
     given = _Cotangents(saved, cotangents, None)
     rule = functools.partial(_d_mixture, plan.mixture)
   given = vocab_parallel.varying((given, student, teacher))[0]
-  return tiles.gradients(plan.cut, plan.scorings, (student, teacher), given, rule)
+  return tiles.gradients(plan.cut, (student, teacher), given, rule)
 
 
 def _d_soft_targets(scores, row_v11, given):
@@ -628,7 +677,7 @@ class LinearComparison(NamedTuple):
 
 
 def linear_comparison(
-  students: Sequence[Side], teacher: Side, tokens: Array, tile: tuple[int, int] | None = None
+  students: Sequence[Side], teacher: Side, tokens: Array
 ) -> list[LinearComparison]:
   """Divergence, agreement and log-probabilities of tokens in one pass, without a gradient.
 
@@ -637,7 +686,6 @@ def linear_comparison(
       [N, D].
     teacher: the teacher.
     tokens: int [N], in [0, V).
-    tile: (tokens, vocabulary rows) that are scored at once.
 
   Returns:
     The comparison of each student.
@@ -645,16 +693,13 @@ def linear_comparison(
   Raises:
     ValueError: the shapes do not fit together.
   """
-  shards = vocab_parallel.token_shards(None)
-  linears, scorings = [], []
-  for side in (teacher, *students):
-    check_sides(side, teacher, 1.0)
-    weight = as_row_factory(side.weight)
-    linears.append(tiles.Linear(shards.split(side.hidden), weight, side.bias))
-    dtype = jnp.promote_types(side.hidden.dtype, weight.dtype)
-    scorings.append(tiles.Scoring(jnp.dtype(dtype), capped(side.softcap), 1.0))
-  token = shards.split(tokens.astype(jnp.int32))
-  cut = tiles.Cut(tiles.cut_tile(tile, token.shape[1], linears[0].weight.count), shards)
+  pairs = [layers_of(student, teacher, ScoreOptions()) for student in students]
+  layers = pairs[0][1], *(student for student, _ in pairs)
+  return tiles.on_each_device(layers, tokens.astype(jnp.int32), _compared)
+
+
+def _compared(cut, layers, token_PN):
+  """The comparisons of all layers with the first, the teacher."""
 
   def add(old, scores, first_row, token):
     at = token - first_row
@@ -671,12 +716,12 @@ def linear_comparison(
     sums = [_add_block(some, score, scores[0]) for some, score in zip(old[1], scores[1:])]
     return found, sums
 
-  lowest = jnp.full(token.shape, -jnp.inf, jnp.float32)
-  nothing = [(lowest, jnp.zeros_like(token), lowest)] * len(linears)
-  start = nothing, [_zero_sums(token.shape)] * len(students)
-  found, sums = tiles.fold(cut, tuple(scorings), tuple(linears), token, start, add)
+  lowest = jnp.full(token_PN.shape, -jnp.inf, jnp.float32)
+  nothing = [(lowest, jnp.zeros_like(token_PN), lowest)] * len(layers)
+  start = nothing, [_zero_sums(token_PN.shape)] * (len(layers) - 1)
+  found, sums = tiles.fold(cut, layers, token_PN, start, add)
   (_, teacher_best, teacher_own), *found = found
-  results = [
+  return [
     LinearComparison(
       kl=_finish(some).kl,
       agrees=best == teacher_best,
@@ -685,4 +730,3 @@ def linear_comparison(
     )
     for (_, best, own), some in zip(found, sums)
   ]
-  return jax.tree.map(lambda x: shards.join(x, len(tokens)), results)

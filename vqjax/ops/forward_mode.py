@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from vqjax.ops import softmax, tiles, vocab_parallel
-from vqjax.ops.output_functions import capped
+from vqjax.ops import tiles, vocab_parallel
 from vqjax.ops.row_factory import as_row_factory
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import ScoreOptions, exp_shift
+from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary
-from vqjax.types import Dtype
+
+__all__ = ["linear_log_prob_jvp"]
 
 
 @vocab_parallel.for_any_axes("hidden")
@@ -30,11 +31,7 @@ def linear_log_prob_jvp(
   bias: Float[Array, "V"] | None = None,
   *,
   tangents: tuple[Array, ...],
-  temperature: float | int = 1.0,
-  softcap: float | int | None = None,
-  tile: tuple[int, int] | None = None,
-  dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  options: ScoreOptions = ScoreOptions(),
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
   """Log-probability of `tokens` and its derivative in a direction, in tiles.
 
@@ -44,16 +41,12 @@ def linear_log_prob_jvp(
   No array of N·V scores or derivatives is held.
 
   Args:
-    hidden: one vector for each token; it and all arguments without a remark as in `linear_softmax`.
+    hidden: one vector for each token.
     weight: one row for each token of the vocabulary.
     tokens: indices into the vocabulary; a token outside of it has a log-probability of nan.
     bias: one number for each row.
     tangents: the direction: arrays of the shapes of hidden and weight, and of bias if it is given.
-    temperature: divides the scores, after their cap.
-    softcap: largest absolute score.
-    tile: (tokens, vocabulary rows) that are scored at once.
-    dtype: dtype of the matrix products' operands.
-    vocab_axis: mesh axis over which the rows are sharded.
+    options: how scores are computed.
 
   Raises:
     ValueError: `tangents` have other shapes than the primals, or as `linear_softmax`.
@@ -67,38 +60,19 @@ def linear_log_prob_jvp(
       f"`tangents` must have the shapes {wanted} of hidden, weight and bias; got {given}. Give an"
       " array of zeros for an operand that the direction leaves alone."
     )
-  softmax.check_shapes(hidden, as_row_factory(weight), tokens, bias)
-  softmax.check_softcap(softcap)
-  softmax.check_temperature(temperature)
-  vocab = vocab_parallel.rows_in_all(vocab_axis, weight.shape[0])
-  valid, token = in_vocabulary(tokens.reshape(-1), vocab)
-  operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring = tiles.Scoring(operands, capped(softcap), float(temperature))
+  score = Linear.of(hidden, weight, bias, options, tokens)
+  valid, token = in_vocabulary(tokens, score.vocab)
   d_hidden, d_weight, *d_bias = tangents
-  flat = lambda x: x.reshape(-1, x.shape[-1])
-
-  def body(rows, given):
-    (weight, d_weight), bias, d_bias = rows
-    hidden_ND, d_hidden_ND, token_N = given
-    score = tiles.Linear(hidden_ND, as_row_factory(weight), bias)
-    # d (hidden · row) = d_hidden · row + hidden · d_row, as one product of twice the width.
-    slope = tiles.Linear(
-      jnp.concatenate([d_hidden_ND, hidden_ND], axis=-1),
-      as_row_factory(jnp.concatenate([weight, d_weight], axis=-1)),
-      d_bias,
-    )
-    return _log_prob_jvp(scoring, tile, vocab_axis, score, slope, token_N)
-
-  # Rows that pad V to a multiple of the devices need the bias of a removed row.
-  filled = vocab_parallel.bias_of_padding(bias, vocab, vocab_axis)
-  rows = (
-    vocab_parallel.Sharded((weight, d_weight), 0),
-    vocab_parallel.Sharded(filled, -jnp.inf),
-    vocab_parallel.Sharded(d_bias[0] if d_bias else None, 0),
+  # d (hidden · row) = d_hidden · row + hidden · d_row, as one product of twice the width.
+  slope = Linear(
+    hidden=jnp.concatenate([d_hidden, hidden], axis=-1),
+    weight=as_row_factory(jnp.concatenate([weight, d_weight], axis=-1)),
+    bias=d_bias[0] if d_bias else None,
+    # The cap's own slope is applied to the finished scores, in `_merge`.
+    options=ScoreOptions(dtype=score.options.dtype),
   )
-  shared = flat(hidden), flat(d_hidden), token
-  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, shared)
-  return tuple(jnp.where(valid, x, jnp.nan).reshape(tokens.shape) for x in found)
+  found = tiles.on_each_device((score, slope), token, _log_prob_jvp)
+  return tuple(jnp.where(valid, x, jnp.nan) for x in found)
 
 
 class _Sums(NamedTuple):
@@ -111,21 +85,14 @@ class _Sums(NamedTuple):
   d_total: Array
 
 
-def _log_prob_jvp(scoring, tile, vocab_axis, score, slope, token_N):
-  """Log-probabilities and derivatives of flat tokens, over one device's rows."""
-  axis = vocab_parallel.inside(vocab_axis)
-  score, slope, token_N = vocab_parallel.varying((score, slope, token_N), *([axis] if axis else []))
-  shards = vocab_parallel.token_shards(vocab_axis)
-  rows = score.weight.count
-  row_PN = shards.split(token_N) - vocab_parallel.first_row(axis, rows)
-  score, slope = (x._replace(hidden=shards.split(x.hidden)) for x in (score, slope))
-  cut = tiles.Cut(tiles.cut_tile(tile, row_PN.shape[1], rows), shards)
+def _log_prob_jvp(cut, layers, row_PN):
+  """Log-probabilities and derivatives; the body of `tiles.on_each_device`."""
+  options = layers[0].options
   zero_PN = jnp.zeros(row_PN.shape, jnp.float32)
   lowest_PN = jnp.full(row_PN.shape, -jnp.inf, jnp.float32)
   start = _Sums(lowest_PN, zero_PN, lowest_PN, zero_PN, zero_PN)
-  scorings = scoring, tiles.Scoring(scoring.dtype)
-  merge = functools.partial(_merge, scoring)
-  sums = tiles.fold(cut, scorings, (score, slope), row_PN, start, merge)
+  sums = tiles.fold(cut, layers, row_PN, start, functools.partial(_merge, options))
+  axis = vocab_parallel.inside(options.vocab_axis)
   if axis is not None:
     top = lax.pmax(sums.top, axis)
     shrink = jnp.exp(jnp.where(jnp.isneginf(sums.top), -jnp.inf, sums.top - exp_shift(top)))
@@ -138,17 +105,18 @@ def _log_prob_jvp(scoring, tile, vocab_axis, score, slope, token_N):
       total=add(sums.total * shrink),
       d_total=add(sums.d_total * shrink),
     )
-  log_prob = (sums.own - sums.top) - jnp.log(sums.total)
   # The derivative of log Z is the mean, under the softmax, of the scores' derivatives.
-  tangent = sums.d_own - sums.d_total / sums.total
-  return tuple(shards.join(x, token_N.shape[0]) for x in (log_prob, tangent))
+  return (
+    (sums.own - sums.top) - jnp.log(sums.total),
+    sums.d_own - sums.d_total / sums.total,
+  )
 
 
-def _merge(scoring, old, scores, first_row, row_Pn):
+def _merge(options, old, scores, first_row, row_Pn):
   """The sums with a tile added."""
   score_Pnv, slope_Pnv = scores
   absent = jnp.isneginf(score_Pnv)
-  slope_Pnv = jnp.where(absent, 0.0, scoring.pull_back(score_Pnv, slope_Pnv))
+  slope_Pnv = jnp.where(absent, 0.0, options.pull_back(score_Pnv, slope_Pnv))
   top_Pn = jnp.maximum(old.top, score_Pnv.max(axis=-1))
   shift_Pn = exp_shift(top_Pn)
   mass_Pnv = jnp.exp(score_Pnv - shift_Pn[..., None])

@@ -17,8 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import sampling, vocab_parallel
 
-NO_GAIN = 1e-5
-"""Part of the largest singular value of J below which one counts as zero, in float32."""
+__all__ = ["GradientShare", "gradient_share"]
+
+# Part of the largest singular value of J below which one counts as zero, in float32.
+_NO_GAIN = 1e-5
 
 
 class GradientShare(NamedTuple):
@@ -98,7 +100,7 @@ def _shares(r: Float[Array, "C C"]) -> GradientShare:
   # Without the first row, which has the part along the ones of every column: the rest is centred.
   jacobian, gradient = r[1:, 1:-1], r[1:, -1]
   left, values, _ = jnp.linalg.svd(jacobian, full_matrices=False)
-  is_there = values > NO_GAIN * values[0]
+  is_there = values > _NO_GAIN * values[0]
   inside = jnp.where(is_there, left.T @ gradient, 0.0)
   norm = jnp.linalg.norm(gradient)
   kept = jnp.minimum(jnp.linalg.norm(inside) / norm, 1.0)

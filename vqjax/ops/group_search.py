@@ -5,6 +5,15 @@ descending probability, a step of some groups at a time, until no remaining grou
 result. Where each device of a mesh axis has its own groups, each searches those.
 """
 
+# The search, in steps of W groups of falling probability:
+#
+#   groups   | .31 .22 .10 | .08 .08 .05 | .03 .02 ... |
+#            step 0        step 1        step 2           stops before a step whose first group is
+#   best k     of step 0     merged        merged         less likely than the k-th token so far
+#
+# Ties are kept as a sort of all tokens would have them: a group as likely as the k-th token is
+# scored, and merges order equal scores by position.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,17 +26,26 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling, topk, vocab_parallel
 
+__all__ = [
+  "MOST",
+  "WIDTH",
+  "Groups",
+  "best_first_nucleus",
+  "best_first_top_k",
+  "best_of_groups",
+  "step_width",
+]
+
+# Groups of a row that one step scores.
 WIDTH = 32
-"""Groups of a row that one step scores."""
 
+# Groups of a row among which a nucleus is searched before everything is scored.
 MOST = 64
-"""Groups of a row among which a nucleus is searched before everything is scored."""
 
-ScoreGroups = Callable[[Int[Array, "*B W"], Float[Array, "*B W"]], tuple[Array, Array]]
-"""(groups, their log-probabilities) -> (log-probabilities, positions) [*B, W, S] of their tokens.
-
-Slots without a token, and all slots of a group of log-probability -inf, score -inf.
-"""
+# (groups, their log-probabilities) -> (log-probabilities, positions) [*B, W, S] of their tokens.
+#
+# Slots without a token, and all slots of a group of log-probability -inf, score -inf.
+_ScoreGroups = Callable[[Int[Array, "*B W"], Float[Array, "*B W"]], tuple[Array, Array]]
 
 
 class Groups(NamedTuple):
@@ -40,11 +58,11 @@ class Groups(NamedTuple):
   """
 
   log_group: Float[Array, "*B G"]
-  score_groups: ScoreGroups
+  score_groups: _ScoreGroups
   token_at: Callable[[Array], Array]
 
 
-class SearchOrder(NamedTuple):
+class _SearchOrder(NamedTuple):
   """Groups by descending probability, in C steps of W groups.
 
   Attributes:
@@ -63,7 +81,7 @@ def step_width(rows: int, groups: int, slots: int) -> int:
   return max(1, min(WIDTH, groups, 2**22 // max(1, rows * slots)))
 
 
-def search_order(log_group: Float[Array, "*B G"], width: int) -> SearchOrder:
+def _search_order(log_group: Float[Array, "*B G"], width: int) -> _SearchOrder:
   """The groups by descending probability, in steps of `width`."""
   missing = -log_group.shape[-1] % width
   fill = [(0, 0)] * (log_group.ndim - 1) + [(0, missing)]
@@ -76,12 +94,12 @@ def search_order(log_group: Float[Array, "*B G"], width: int) -> SearchOrder:
   group, falling = steps(group), steps(falling)
   beyond = jnp.full((1, *falling.shape[1:-1]), -jnp.inf, jnp.float32)
   bound = jnp.concatenate([-falling[..., 0], beyond])
-  return SearchOrder(group, -falling, bound)
+  return _SearchOrder(group, -falling, bound)
 
 
 def best_first_top_k(
   log_group: Float[Array, "*B G"],
-  score_groups: ScoreGroups,
+  score_groups: _ScoreGroups,
   k: int,
   width: int = WIDTH,
   axis: str | None = None,
@@ -93,7 +111,7 @@ def best_first_top_k(
   are at least as likely as its k-th best token (of each device, where the groups are sharded).
   """
   axis = vocab_parallel.inside(axis)
-  order = search_order(log_group, width)
+  order = _search_order(log_group, width)
   batch, count = log_group.shape[:-1], order.group.shape[0]
 
   def matters(state):
@@ -177,7 +195,7 @@ class Nucleus(NamedTuple):
 
 def best_first_nucleus(
   log_group: Float[Array, "*B G"],
-  score_groups: ScoreGroups,
+  score_groups: _ScoreGroups,
   top_p: float,
   key: PRNGKeyArray,
   slots: int,
@@ -192,7 +210,7 @@ def best_first_nucleus(
   more likely than the next group have the mass.
   """
   axis = vocab_parallel.inside(axis)
-  order = search_order(log_group, width)
+  order = _search_order(log_group, width)
   # A mass of 0 would be reached before any group is scored.
   top_p = max(top_p, float(jnp.finfo(jnp.float32).tiny))
   batch, count = log_group.shape[:-1], min(steps, order.group.shape[0])

@@ -9,6 +9,13 @@ to one. Source: LLM Vocabulary Compression for Low-Compute Environments, Section
 mask and orders other than that of the token ids are not in the paper.
 """
 
+# Groups are runs of positions, whatever the ids of the tokens are. Three equal groups of 10 tokens:
+#
+#   position   0  1  2 | 3  4  5 | 6  7  8  9         group_starts: [0, 3, 6, 10]
+#   group      0       | 1       | 2
+#   slot       0  1  2 | 0  1  2 | 0  1  2  3         slot 3 of groups 0 and 1 is masked
+#   token      order[position]
+
 from __future__ import annotations
 
 import math
@@ -20,9 +27,22 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
-from vqjax.ops import softmax, tiles, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops import device, softmax, tiles, vocab_parallel
+from vqjax.ops.scores import exp_shift
 from vqjax.types import Dtype
+
+__all__ = [
+  "Slots",
+  "check_order",
+  "checked_sizes",
+  "group_and_slot",
+  "group_starts",
+  "log_best_slot",
+  "log_prob_in_group",
+  "positions",
+  "scaled",
+  "slot_log_prob",
+]
 
 
 def group_starts(vocab: int, groups: int) -> np.ndarray:
@@ -190,11 +210,10 @@ def slot_log_prob(
 ) -> Float[Array, "*B"]:
   """Log-probability, in nats, of a slot in its group.
 
-  Only the token's own group is scored. Unless few scores [N, S] are kept (`tiles.are_kept`), a tile
+  Only the token's own group is scored. Unless the scores [N, S] are few enough to be kept, a tile
   of tokens is scored at a time, and once more for the gradient: a few arrays of [tile, S] exist at
-  a time. Inside of `vocab_axis`,
-  `slots` and `sizes` are those of the device's own groups, and `group` counts over the groups of
-  all devices.
+  a time. Inside of `vocab_axis`, `slots` and `sizes` are those of the device's own groups, and
+  `group` counts over the groups of all devices.
   """
   axis = vocab_parallel.inside(vocab_axis)
   local = group - vocab_parallel.first_row(axis, sizes.shape[0])
@@ -225,7 +244,7 @@ def slot_log_prob(
 
 def _by_tiles(tables, tokens, dtype):
   count, slots = tokens[0].shape[0], tables[0].scale.shape[1]
-  if tiles.are_kept(count * slots):
+  if 4 * count * slots <= device.current().kept:
     return _tile_log_prob(tables, *tokens, dtype)
   least = -(-count * slots // tiles.most_scores())
   # Tokens have to be copied to be padded; a number of tiles that divides them avoids that.

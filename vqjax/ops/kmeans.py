@@ -6,6 +6,15 @@ them. Every pass takes the points in chunks, scores a chunk by one matrix produc
 sums of its clusters, so that [N, K] never exists and the points are never copied.
 """
 
+# One pass over the points does all of the work, and everything else is a use of it:
+#
+#   _assign    for each chunk: product with the centers, arg min, sums and masses of the clusters
+#   _seeds     5 times: draw candidates by the cost of points, and pass with them as centers; then
+#              `_plus_plus` picks K of all candidates, which have the mass of their points
+#   _lloyd     passes until nothing changes
+#
+# Over a mesh axis each device passes over its own points; sums of clusters and candidates travel.
+
 from __future__ import annotations
 
 import functools
@@ -22,8 +31,10 @@ from vqjax.ops import topk, vocab_parallel
 from vqjax.ops.tiles import default_tile, edge
 from vqjax.ops.vocab_parallel import Sharded, varying
 
-PASSES, DRAWS = 5, 2
-"""Passes over the points of the seeding, and candidates that each pass draws for every cluster."""
+__all__ = ["KMeansResult", "kmeans", "nearest"]
+
+# Passes over the points of the seeding, and candidates that each pass draws for every cluster.
+_PASSES, _DRAWS = 5, 2
 
 
 class KMeansResult(NamedTuple):
@@ -107,7 +118,7 @@ def _kmeans(key, points, weights, clusters, iterations, chunk, axis):
   n = points.shape[0]
   noise_key, seed_key = random.split(key)
   # Drawn for all points at once, so that a point has equal noise on any number of devices.
-  noise_NP = random.gumbel(noise_key, (n, PASSES), jnp.float32)
+  noise_NP = random.gumbel(noise_key, (n, _PASSES), jnp.float32)
   rows = (Sharded(points, 0), Sharded(weights.astype(jnp.float32), 0), Sharded(noise_NP, 0))
 
   def body(rows, key):
@@ -157,25 +168,23 @@ class _Assigned(NamedTuple):
 def _assign(data: _Data, centers_KD: Array) -> _Assigned:
   """Nearest center of each point of this device, and sums of each cluster."""
   (n, d), k = data.points.shape, centers_KD.shape[0]
-  size = (
-    data.chunk or default_tile(n, k, vocab_parallel.platform(), vocab_parallel.devices()).tokens
-  )
-  size = min(size, n)
+  here = vocab_parallel.devices()
+  size = min(data.chunk or default_tile(n, k, here.platform, here.count).tokens, n)
   # |x - c|² / 2 without |x|² / 2, which all centers share.
   half_K = 0.5 * jnp.square(centers_KD).sum(axis=1)
 
   def step(total, index):
-    at = edge(index, size, n)
-    part = lambda x: lax.dynamic_slice_in_dim(x, at.start, size)
+    start, fresh_n = edge(index, size, n)
+    part = lambda x: lax.dynamic_slice_in_dim(x, start, size)
     rows_nD = part(data.points).astype(jnp.float32) - data.shift
     # The last chunk overlaps the one before, whose points have been added already.
-    weights_n = jnp.where(at.fresh, part(data.weights), 0)
+    weights_n = jnp.where(fresh_n, part(data.weights), 0)
     # The default precision of a GPU or TPU would confuse centers that are near each other.
     product_nK = jnp.matmul(rows_nD, centers_KD.T, precision=lax.Precision.HIGHEST)
     code_n = jnp.argmin(half_K - product_nK, axis=1).astype(jnp.int32)
     # Not from the product, whose terms cancel for a point near its center.
     cost_n = jnp.square(rows_nD - centers_KD[code_n]).sum(axis=1)
-    put = lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, at.start, axis=0)
+    put = lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, start, axis=0)
     return _Assigned(
       put(total.assignment, code_n),
       put(total.cost, cost_n),
@@ -238,7 +247,7 @@ def _best(data: _Data, scores_N: Array, k: int) -> topk.TopK:
 def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
   """K of the points, chosen by weighted k-means++ from k-means|| candidates."""
   n = data.points.shape[0]
-  draws = min(vocab_parallel.rows_in_all(data.axis, n), max(64, DRAWS * clusters))
+  draws = min(vocab_parallel.rows_in_all(data.axis, n), max(64, _DRAWS * clusters))
 
   def draw(state, noise_and_index):
     code_N, cost_N = state
@@ -253,12 +262,12 @@ def _seeds(key: Array, data: _Data, noise_NP: Array, clusters: int) -> Array:
 
   start = (jnp.zeros(n, jnp.int32), jnp.full(n, jnp.inf, jnp.float32))
   start = varying((start, data.points))[0]
-  steps = (noise_NP.T, jnp.arange(PASSES, dtype=jnp.int32))
+  steps = (noise_NP.T, jnp.arange(_PASSES, dtype=jnp.int32))
   (code_N, cost_N), rows = lax.scan(draw, start, steps)
-  zeros = varying((jnp.zeros(PASSES * draws, jnp.float32), code_N))[0]
+  zeros = varying((jnp.zeros(_PASSES * draws, jnp.float32), code_N))[0]
   sums = zeros.at[code_N].add(data.weights), zeros.at[code_N].add(data.weights * cost_N)
   mass_C, cost_C = _total(sums, data.axis)
-  rows_CD = rows.reshape(PASSES * draws, -1)
+  rows_CD = rows.reshape(_PASSES * draws, -1)
   own_C = cost_C / jnp.where(mass_C > 0, mass_C, 1)
   return rows_CD[_plus_plus(key, rows_CD, mass_C, own_C, clusters)]
 

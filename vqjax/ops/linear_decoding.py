@@ -5,6 +5,11 @@ the time in which the weight is read. The scores of many rows come a block of th
 time, and no array [N, V] exists. `vqjax.ops.sampling` selects and draws.
 """
 
+# Two ways to the scores, of which `linear_blocks` takes the faster one:
+#
+#   few vectors     one product [V, N] with the weight in place, read as one block  (`stored_block`)
+#   many vectors    a product of each block of rows, when the block is read         (`row_blocks`)
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,15 +20,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
-from vqjax.ops import sampling, softmax, tiles, vocab_parallel
-from vqjax.ops.output_functions import OutputFunction, capped
+from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory
-from vqjax.ops.stable import exp_shift
-from vqjax.ops.vocabulary import check_arrays
+from vqjax.ops.scores import ScoreOptions, exp_shift
+from vqjax.ops.tiles import Linear
 from vqjax.types import Dtype
 
+__all__ = ["linear_blocks", "linear_sample", "linear_top_k"]
+
+# Largest number of rows whose scores of the whole vocabulary are stored.
 FEW_ROWS = 256
-"""Largest number of rows whose scores of the whole vocabulary are stored."""
 
 
 def linear_blocks(
@@ -31,31 +37,26 @@ def linear_blocks(
   weight: Float[Array, "V D"] | RowFactory,
   bias: Float[Array, "V"] | None,
   vocab: int,
-  *,
-  softcap: float | int | None = None,
-  output: OutputFunction | None = None,
-  dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  options: ScoreOptions = ScoreOptions(),
   width: int | None = None,
 ) -> sampling.Blocks:
   """The scores hidden · weightᵀ + bias, a block of the vocabulary at a time.
 
-  Inside of a `shard_map` over `vocab_axis`, `weight` and `bias` are the device's own rows of the
-  `vocab` rows of all devices. The scores of many vectors come in blocks of at most `width` tokens,
-  as in `sampling.row_blocks`.
+  Inside of a `shard_map` over the axis of the vocabulary, `weight` and `bias` are the device's own
+  rows of the `vocab` rows of all devices. The scores of many vectors come in blocks of at most
+  `width` tokens, as in `sampling.row_blocks`.
   """
   weight = as_row_factory(weight)
-  dtype = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring, batch = tiles.Scoring(dtype, output or capped(softcap)), hidden.shape[:-1]
-  finish = lambda product_WB, cut: softmax.finished_rows(scoring, product_WB, cut(bias))
-  rows = math.prod(batch)
+  options, batch = options.resolved(hidden, weight), hidden.shape[:-1]
+  dtype, axis, rows = options.dtype, options.vocab_axis, math.prod(batch)
+  finish = lambda product_WB, cut: options.finish_rows(product_WB, cut(bias))
   # A slice of an array is copied, and so is one that is cast: one product reads it in place.
   in_place = weight.is_stored and weight.dtype == dtype
   if in_place and rows <= FEW_ROWS and rows * weight.count <= sampling.STORED_SCORES:
     product_VB = softmax.rows_scores(weight, hidden, dtype)
-    return sampling.stored_block(product_VB, vocab, finish, vocab_axis)
+    return sampling.stored_block(product_VB, vocab, finish, axis)
   scores = lambda cut: finish(softmax.rows_scores(weight.select(cut), hidden, dtype), cut)
-  return sampling.row_blocks(batch, weight.count, vocab, scores, vocab_axis, width)
+  return sampling.row_blocks(batch, weight.count, vocab, scores, axis, width)
 
 
 @vocab_parallel.for_any_axes("hidden")
@@ -98,14 +99,13 @@ def linear_top_k(
     ValueError: the shapes do not fit together, `k` is outside [1, V], `softcap` is not positive, or
       the mesh has no axis `vocab_axis`.
   """
-  vocab = _checked_vocab(hidden, weight, bias, softcap, vocab_axis)
-  if not 1 <= k <= vocab:
+  options = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
+  layer = Linear.of(hidden, weight, bias, options)
+  if not 1 <= k <= layer.vocab:
     raise ValueError(
-      f"`k` must be in [1, {vocab}] for a vocabulary of {vocab}; got {k}. 50 is usual."
+      f"`k` must be in [1, {layer.vocab}] for a vocabulary of {layer.vocab}; got {k}. 50 is usual."
     )
-  score_Bk, token_Bk, log_z_B = _over_blocks(
-    lambda blocks: sampling.best(blocks, k), hidden, weight, bias, vocab, softcap, dtype, vocab_axis
-  )
+  score_Bk, token_Bk, log_z_B = _over_blocks(lambda blocks: sampling.best(blocks, k), layer)
   # Where nothing has a probability, -inf - (-inf) would be nan.
   return score_Bk - exp_shift(log_z_B)[..., None], token_Bk
 
@@ -155,42 +155,30 @@ def linear_sample(
     ValueError: the shapes do not fit together, an option is outside its range, or the mesh has no
       axis `vocab_axis`.
   """
-  vocab = _checked_vocab(hidden, weight, bias, softcap, vocab_axis)
-  sampling.check_options(temperature, top_k, top_p)
+  scoring = ScoreOptions(softcap=softcap, dtype=dtype, vocab_axis=vocab_axis)
+  layer = Linear.of(hidden, weight, bias, scoring)
+  options = sampling.SamplingOptions(temperature, top_k, top_p)
   allowed = None if allowed is None else jnp.asarray(allowed)
 
   def draw(blocks, key, allowed):
-    blocks = sampling.allow(blocks, allowed, vocab)
-    return sampling.sample(blocks, key, temperature, top_k, top_p)
+    blocks = sampling.allow(blocks, allowed, layer.vocab)
+    return sampling.sample(blocks, key, options)
 
-  return _over_blocks(draw, hidden, weight, bias, vocab, softcap, dtype, vocab_axis, (key, allowed))
-
-
-def _checked_vocab(hidden, weight, bias, softcap, vocab_axis):
-  """Number of tokens on all devices; ValueError if the operands do not fit together."""
-  check_arrays(hidden=hidden, bias=bias)
-  weight = as_row_factory(weight)
-  softmax.check_operands(hidden, weight, bias)
-  softmax.check_softcap(softcap)
-  return vocab_parallel.rows_in_all(vocab_axis, weight.count)
+  return _over_blocks(draw, layer, key, allowed)
 
 
-def _over_blocks(
-  body: Callable, hidden, weight, bias, vocab, softcap, dtype, vocab_axis, shared: Any = ()
-) -> Any:
-  """`body(blocks, *shared)`; each device of `vocab_axis` has the blocks of its own rows."""
-  weight = as_row_factory(weight)
+def _over_blocks(body: Callable, layer: Linear, *shared: Any) -> Any:
+  """`body(blocks, *shared)`; each device has the blocks of its own rows."""
+  weight, vocab, options = layer.weight, layer.vocab, layer.options
 
-  def run(rows, given):
+  def run(rows, hidden, *shared):
     per_row, bias, shared_rows = rows
-    hidden, shared = given
     local = dataclasses.replace(weight, per_row=per_row, shared=shared_rows)
-    options = {"softcap": softcap, "dtype": dtype, "vocab_axis": vocab_axis}
-    return body(linear_blocks(hidden, local, bias, vocab, **options), *shared)
+    return body(linear_blocks(hidden, local, bias, vocab, options), *shared)
 
   rows = (
     vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
-    vocab_parallel.Sharded(bias, -jnp.inf),
+    vocab_parallel.Sharded(layer.bias, -jnp.inf),
     vocab_parallel.Replicated(weight.shared),
   )
-  return vocab_parallel.over_vocabulary(vocab_axis, run, rows, (hidden, shared))
+  return vocab_parallel.over_vocabulary(options.vocab_axis, run, rows, layer.hidden, *shared)

@@ -11,14 +11,16 @@ from jaxtyping import Array, Float, Int, Int8, Shaped
 from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
 
-MOST = 8
-"""Most vectors whose product is split: with more of them XLA's own way is faster."""
+__all__ = ["FEW", "dot_general", "int8_product"]
 
-PART = 16
-"""Rows of a part of the weight."""
+# Most vectors whose product is split: with more of them XLA's own way is faster.
+_MOST = 8
 
-SUMMED = 2**20
-"""Most numbers of all parts' products, 4 MiB, which stay in a cache until they are summed."""
+# Rows of a part of the weight.
+_PART = 16
+
+# Most numbers of all parts' products, 4 MiB, which stay in a cache until they are summed.
+_SUMMED = 2**20
 
 
 def dot_general(
@@ -33,7 +35,7 @@ def dot_general(
   XLA for CPUs writes a weight of 16 bits to memory as float32 before a product; a sum over the
   weight converts it as it reads it. Before a product with several vectors it copies the weight in
   another order, which takes longer than the product with few; a sum of products with parts of
-  `PART` rows reads the weight in place. The contracted axes are in the same order on both sides,
+  `_PART` rows reads the weight in place. The contracted axes are in the same order on both sides,
   and there are no batch axes.
   """
   (lhs_axes, rhs_axes), _ = dimension_numbers
@@ -45,12 +47,12 @@ def dot_general(
   kept += [n for axis, n in enumerate(rhs.shape) if axis not in rhs_axes]
   leads = tuple(rhs_axes) == tuple(range(len(rhs_axes)))
   leads &= tuple(lhs_axes) == tuple(range(lhs.ndim - len(lhs_axes), lhs.ndim))
-  parts, rest = divmod(width, PART)
-  is_split = is_cpu and leads and not rest and 1 < vectors <= MOST
+  parts, rest = divmod(width, _PART)
+  is_split = is_cpu and leads and not rest and 1 < vectors <= _MOST
   is_split &= lhs.dtype == rhs.dtype == dtype == jnp.float32
-  if is_split and parts * vectors * rhs.size <= SUMMED * width:
-    part_TPI = lhs.reshape(vectors, parts, PART)
-    part_PIO = rhs.reshape(parts, PART, -1)
+  if is_split and parts * vectors * rhs.size <= _SUMMED * width:
+    part_TPI = lhs.reshape(vectors, parts, _PART)
+    part_PIO = rhs.reshape(parts, _PART, -1)
     product_PTO = jnp.einsum("tpi,pio->pto", part_TPI, part_PIO, precision=precision)
     return product_PTO.sum(0).reshape(kept)
   if vectors > 1 or rhs.dtype.itemsize > 2 or not is_cpu:
@@ -84,14 +86,14 @@ def weight_first(
   return lax.optimization_barrier(product)[:, :count].reshape(len(weight), *batch)
 
 
-LANES = 32
-"""Integers of a row that are multiplied at once; XLA sums as many in one loop."""
+# Integers of a row that are multiplied at once; XLA sums as many in one loop.
+_LANES = 32
 
-SPAN = 1024
-"""Dimensions that are one sum, a multiple of `2 * LANES`."""
+# Dimensions that are one sum, a multiple of `2 * _LANES`.
+_SPAN = 1024
 
+# Most vectors whose integer products are summed lane by lane.
 FEW = 4
-"""Most vectors whose integer products are summed lane by lane."""
 
 
 def int8_product(weight: Int8[Array, "W D"], vectors: Int8[Array, "*B D"]) -> Int[Array, "W *B"]:
@@ -115,15 +117,15 @@ def int8_product(weight: Int8[Array, "W D"], vectors: Int8[Array, "*B D"]) -> In
   def product(first, last, dtype):
     return weight_W1D[..., first:last].astype(dtype) * vector_ND[:, first:last].astype(dtype)
 
-  whole = dim - dim % (2 * LANES)
+  whole = dim - dim % (2 * _LANES)
   sums = []
-  for start in range(0, whole, SPAN):
+  for start in range(0, whole, _SPAN):
     total_WNn = 0
-    for first in range(start, min(start + SPAN, whole), 2 * LANES):
-      middle, last = first + LANES, first + 2 * LANES
+    for first in range(start, min(start + _SPAN, whole), 2 * _LANES):
+      middle, last = first + _LANES, first + 2 * _LANES
       pair_WNn = product(first, middle, jnp.int16) + product(middle, last, jnp.int16)
       total_WNn = total_WNn + pair_WNn.astype(jnp.int32)
     sums.append(total_WNn.sum(axis=-1))
-  for first in range(whole, dim, LANES):
-    sums.append(product(first, min(first + LANES, dim), jnp.int32).sum(axis=-1))
+  for first in range(whole, dim, _LANES):
+    sums.append(product(first, min(first + _LANES, dim), jnp.int32).sum(axis=-1))
   return sum(sums).reshape(weight.shape[0], *batch)

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, UInt8, UInt32
 
-BLOCK = 2**10
-"""Rows that are packed at a time; a multiple of 8, so that every block ends at a byte."""
+__all__ = ["BLOCK", "bits_for", "is_below", "packed", "packed_bytes", "unpacked_rows"]
 
-MOST_BITS = 32
+# Rows that are packed at a time; a multiple of 8, so that every block ends at a byte.
+BLOCK = 2**10
+
+_MOST_BITS = 32
 
 
 def bits_for(codes: int) -> int:
@@ -25,8 +27,8 @@ def bits_for(codes: int) -> int:
   Raises:
     ValueError: `codes` is below 1 or above 2^32.
   """
-  if not 1 <= codes <= 2**MOST_BITS:
-    raise ValueError(f"`codes` must be in [1, 2^{MOST_BITS}]; got {codes}. 2 to 65536 is usual.")
+  if not 1 <= codes <= 2**_MOST_BITS:
+    raise ValueError(f"`codes` must be in [1, 2^{_MOST_BITS}]; got {codes}. 2 to 65536 is usual.")
   return (codes - 1).bit_length()
 
 

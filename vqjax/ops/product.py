@@ -17,6 +17,15 @@ from jaxtyping import Array, Float, Int, Integer
 
 from vqjax.ops import vocab_parallel
 
+__all__ = [
+  "compose",
+  "nearest_codes",
+  "partial_scores",
+  "prefers_sums",
+  "straight_through",
+  "summed_scores",
+]
+
 
 def compose(
   codes: Integer[Array, "*W M"], tables: Float[Array, "Q K C"], additive: bool = False
@@ -40,8 +49,8 @@ def joined(parts: Float[Array, "*W M C"], additive: bool) -> Float[Array, "*W D"
   return parts.reshape(*parts.shape[:-2], parts.shape[-2] * parts.shape[-1])
 
 
+# Largest width of sub-vectors that the loop for CPUs compares.
 _NARROW = 16
-"""Largest width of sub-vectors that the loop for CPUs compares."""
 
 
 def nearest_codes(latent: Float[Array, "W D"], tables: Float[Array, "M K C"]) -> Int[Array, "W M"]:

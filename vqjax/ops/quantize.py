@@ -7,6 +7,14 @@ Differentiable product quantization for end-to-end embedding compression, 2020, 
 here are D and K there.
 """
 
+# The parts of a quantiser, in the order in which a layer calls them:
+#
+#   response   query [*B, M, C] by keys [M, K, C]  ->  [*B, M, K]    `dot_`, `euclidean_response`
+#   code       arg max of it                       ->  [*B, M]
+#   vector     value of the code, forward; a softmax of the responses, or the query, backward
+#
+# Responses are float32 whatever the dtype of a layer is: in half precision near keys would tie.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,8 +27,28 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import product, tiles, vocab_parallel
 
+__all__ = [
+  "Response",
+  "averaged",
+  "code_counts",
+  "code_perplexity",
+  "cosine_response",
+  "dot_response",
+  "drawn_queries",
+  "euclidean_response",
+  "gathered_sums",
+  "in_chunks",
+  "mean_distance",
+  "moments_of",
+  "noise",
+  "rotated",
+  "softmax_quantized",
+  "straight_through",
+  "summed_distance",
+]
+
+# (query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32, larger for nearer keys.
 Response = Callable[[Array, Array], Array]
-"""(query [*B, M or 1, C], keys [M or 1, K, C]) -> [*B, M, K] float32, larger for nearer keys."""
 
 
 def dot_response(
@@ -130,7 +158,7 @@ def moments_of(
   return jnp.where(weight.any(), center + mean, 0.0), squares / count - mean**2
 
 
-def weighted(
+def _weighted(
   weights: Float[Array, "*B M K"], values: Float[Array, "Q K C"], additive: bool = False
 ) -> Float[Array, "*B D"]:
   """Weighted sums of all codes' values; `product.compose` for one-hot weights."""
@@ -160,7 +188,7 @@ def softmax_quantized(
   if forward_temperature == 0.0:
     return product.joined(_hard(soft, values, code), additive), code
   forward = jax.nn.softmax(response / forward_temperature, axis=-1)
-  return weighted(soft + lax.stop_gradient(forward - soft), values, additive), code
+  return _weighted(soft + lax.stop_gradient(forward - soft), values, additive), code
 
 
 @jax.custom_vjp

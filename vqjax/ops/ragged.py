@@ -8,6 +8,15 @@ backward pass recomputes the scores from the saved normalisers, so one array [N,
 time. Source: LLM Vocabulary Compression for Low-Compute Environments, Figure 4.
 """
 
+# Tokens sorted by group meet the weight of each group once:
+#
+#   tokens   a a a a a b b d d d        counts = [5, 2, 0, 3]
+#   blocks   |a a|a a|a.|b b|d d|d.|    on a CPU: a loop of products of one matrix each, where the
+#                                       rest of a block, `.`, holds rows of the next group, which
+#                                       the next block overwrites
+#
+# GPUs and TPUs have a kernel of their own for it, `lax.ragged_dot_general`.
+
 from __future__ import annotations
 
 import functools
@@ -23,11 +32,13 @@ from jaxtyping import Array, Float, Int
 from vqjax.ops import vocab_parallel
 from vqjax.types import Dtype
 
-BLOCK = 16
-"""Rows of one group that one step of the CPU's loop multiplies.
+__all__ = ["unshared_slot_log_prob"]
 
-At 4096 rows in 224 groups, 8 to 24 are equally fast; larger blocks hold more rows of other groups.
-"""
+# Rows of one group that one step of the CPU's loop multiplies.
+#
+# At 4096 rows in 224 groups, 8 to 24 are equally fast; larger blocks hold more rows of other
+# groups.
+_BLOCK = 16
 
 
 class _Linears(NamedTuple):
@@ -93,7 +104,7 @@ def unshared_slot_log_prob(
   return lax.psum(log_prob, axis) if axis else log_prob
 
 
-# The loop of `ragged_product` has a dynamic length and so no reverse mode of its own.
+# The loop of `_ragged_product` has a dynamic length and so no reverse mode of its own.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_prob(dtype, linears: _Linears, tokens: _Tokens) -> Array:
   """Log-probabilities [N] of the slots; 0 for tokens of no group."""
@@ -163,11 +174,11 @@ def _local_backward(dtype, linears, saved):
   # Rows of no group hold arbitrary scores, and a slot that is absent 0 · -inf.
   d_NS = jnp.where(has_group_N1 & ~jnp.isneginf(scores_NS), d_NS, 0.0)
   operand_NS = d_NS.astype(dtype)
-  d_weight = ragged_outer(operand_NS, by_group.hidden.astype(dtype), counts)
+  d_weight = _ragged_outer(operand_NS, by_group.hidden.astype(dtype), counts)
   d_bias = None
   if linears.bias is not None:
-    d_bias = ragged_outer(d_NS, jnp.ones_like(d_NS[:, :1]), counts)[..., 0]
-  d_hidden = ragged_product(operand_NS, linears.weight, counts, contracted=1)
+    d_bias = _ragged_outer(d_NS, jnp.ones_like(d_NS[:, :1]), counts)[..., 0]
+  d_hidden = _ragged_product(operand_NS, linears.weight, counts, contracted=1)
   return _unsort(jnp.where(has_group_N1, d_hidden, 0.0), order), (d_weight, d_bias)
 
 
@@ -183,7 +194,7 @@ def _has_group(linears, tokens):
 
 def _scores(dtype, linears, tokens, counts):
   """Scores [N, S] of tokens sorted by group; -inf for slots that a group lacks."""
-  scores_NS = ragged_product(tokens.hidden.astype(dtype), linears.weight, counts, contracted=2)
+  scores_NS = _ragged_product(tokens.hidden.astype(dtype), linears.weight, counts, contracted=2)
   # Tokens of no group read the last group's size, so that their scores have a finite maximum.
   group = jnp.minimum(tokens.group, linears.sizes.shape[0] - 1)
   if linears.bias is not None:
@@ -196,7 +207,7 @@ def _unsort(sorted_N, order):
   return jnp.zeros_like(sorted_N).at[order].set(sorted_N, unique_indices=True)
 
 
-def ragged_product(
+def _ragged_product(
   rows: Float[Array, "N X"],
   weight: Float[Array, "G P Q"],
   counts: Int[Array, "G"],
@@ -214,12 +225,12 @@ def ragged_product(
   return sequential_vmap(functools.partial(run, contracted))(rows, weight, counts)
 
 
-def ragged_outer(
+def _ragged_outer(
   left: Float[Array, "N X"], right: Float[Array, "N Y"], counts: Int[Array, "G"]
 ) -> Float[Array, "G X Y"]:
   """Sums of left[n] · right[n]ᵀ over the rows n of each group, in float32.
 
-  Rows are sorted by group as in `ragged_product`. An empty group has a sum of 0. Rows beyond all
+  Rows are sorted by group as in `_ragged_product`. An empty group has a sum of 0. Rows beyond all
   groups are left out, even if they hold nan.
   """
   run = _outer_by_blocks if vocab_parallel.platform() == "cpu" else _outer_native
@@ -249,20 +260,20 @@ class _Blocks(NamedTuple):
 
 def _blocks(counts, n):
   """The blocks of n rows; the last of a group may reach into the next group."""
-  rows_end, blocks = jnp.cumsum(counts), -(-counts // BLOCK)
+  rows_end, blocks = jnp.cumsum(counts), -(-counts // _BLOCK)
   blocks_end = jnp.cumsum(blocks)
   # Each nonempty group, of which there are at most min(n, G), may end with one partial block.
-  limit = -(-n // BLOCK) + min(n, counts.shape[0])
+  limit = -(-n // _BLOCK) + min(n, counts.shape[0])
   index, group = jnp.arange(limit), jnp.arange(counts.shape[0])
   index, group, _ = vocab_parallel.varying((index, group, counts))
   group = jnp.repeat(group, blocks, total_repeat_length=limit)
-  start = (rows_end - counts)[group] + (index - (blocks_end - blocks)[group]) * BLOCK
-  return _Blocks(blocks_end[-1], group, start, jnp.clip(rows_end[group] - start, 0, BLOCK))
+  start = (rows_end - counts)[group] + (index - (blocks_end - blocks)[group]) * _BLOCK
+  return _Blocks(blocks_end[-1], group, start, jnp.clip(rows_end[group] - start, 0, _BLOCK))
 
 
 def _padded(rows):
   """Rows with one block of zeros: `dynamic_slice` shifts a slice that overruns."""
-  return jnp.concatenate([rows, jnp.zeros((BLOCK, rows.shape[1]), rows.dtype)])
+  return jnp.concatenate([rows, jnp.zeros((_BLOCK, rows.shape[1]), rows.dtype)])
 
 
 def _dot(left, right, contract):
@@ -275,7 +286,7 @@ def _product_by_blocks(contracted, rows, weight, counts):
 
   def step(index, out):
     start = blocks.start[index]
-    rows_BX = lax.dynamic_slice_in_dim(rows, start, BLOCK)
+    rows_BX = lax.dynamic_slice_in_dim(rows, start, _BLOCK)
     matrix = weight[blocks.group[index]].astype(rows.dtype)
     if contracted == 1:
       out_BY = _dot(rows_BX, matrix, ((1,), (0,)))
@@ -286,7 +297,7 @@ def _product_by_blocks(contracted, rows, weight, counts):
     # Rows beyond the group are overwritten by the blocks that follow.
     return lax.dynamic_update_slice_in_dim(out, out_BY, start, axis=0)
 
-  empty = jnp.zeros((n + BLOCK, weight.shape[3 - contracted]), jnp.float32)
+  empty = jnp.zeros((n + _BLOCK, weight.shape[3 - contracted]), jnp.float32)
   empty = vocab_parallel.varying((empty, rows, weight, counts))[0]
   return lax.fori_loop(0, blocks.count, step, empty)[:n]
 
@@ -296,8 +307,8 @@ def _outer_by_blocks(left, right, counts):
   left, right = _padded(left), _padded(right)
 
   def step(index, sums):
-    own_B1 = (jnp.arange(BLOCK) < blocks.size[index])[:, None]
-    cut = lambda x: lax.dynamic_slice_in_dim(x, blocks.start[index], BLOCK)
+    own_B1 = (jnp.arange(_BLOCK) < blocks.size[index])[:, None]
+    cut = lambda x: lax.dynamic_slice_in_dim(x, blocks.start[index], _BLOCK)
     # Both operands: a nan in another group's row would survive a factor of zero.
     left_BX, right_BY = (jnp.where(own_B1, cut(x), 0) for x in (left, right))
     return sums.at[blocks.group[index]].add(_dot(left_BX, right_BY, ((0,), (0,))))

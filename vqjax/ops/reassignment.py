@@ -25,6 +25,8 @@ from vqjax.ops import codes as code_ops
 from vqjax.ops import softmax
 from vqjax.types import Dtype
 
+__all__ = ["Contexts", "contexts", "reassigned"]
+
 
 class Contexts(NamedTuple):
   """Sums over the positions of a sample.

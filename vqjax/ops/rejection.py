@@ -6,6 +6,16 @@ distributed as p. Source: Leviathan et al., Fast Inference from Transformers via
 Decoding, 2023, Theorem 3.5.
 """
 
+# Positions of one round of K = 3 draft tokens:
+#
+#   target p       p_0       p_1       p_2       p_3          of T = 4 positions, in blocks
+#   draft  q       q_0       q_1       q_2
+#   token          d_0       d_1       d_2                    accepted while u < p(d) / q(d)
+#                            reject -> draw from max(p_1 - q_1, 0)
+#                 all accepted ------------------> draw from p_3
+#
+# So `verify` needs one array of the vocabulary a row: that of the position where it draws.
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -17,6 +27,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling
 from vqjax.ops.sampling import Blocks
+
+__all__ = ["Filtered", "verify"]
 
 
 class Filtered(NamedTuple):

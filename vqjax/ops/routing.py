@@ -29,6 +29,8 @@ from jaxtyping import Array, Bool, Float, Int
 from vqjax.ops import groups, softmax
 from vqjax.types import Dtype
 
+__all__ = ["routes", "routing_loss", "tokens_of"]
+
 
 class Routes(NamedTuple):
   """The clusters that hidden vectors choose.
@@ -45,6 +47,7 @@ class Routes(NamedTuple):
 
   def beside(self, log_rows: Float[Array, "*B"], log_size: Float[Array, "C"]) -> "Routes":
     """The routes with scores on the scale of rows, whose chosen ones have this log-mass."""
+    # One shift for all chosen centroids keeps their scores' differences, and sets their mass.
     chosen_BC = jnp.where(self.is_chosen, self.scores + log_size, -jnp.inf)
     shift_B = log_rows - jax.nn.logsumexp(chosen_BC, axis=-1)
     return self._replace(scores=self.scores + shift_B[..., None])
@@ -67,6 +70,7 @@ def routes(
     dtype: dtype of the product's operands; None: the promoted dtype of both.
   """
   score_BC = softmax.linear_scores(hidden, centroids, dtype=dtype)
+  # The choice has no gradient; the scores of what is chosen have one.
   _, cluster_Bm = lax.top_k(lax.stop_gradient(score_BC + log_size), budget)
   put = lambda index_m: jnp.zeros(centroids.shape[0], bool).at[index_m].set(True)
   for _ in hidden.shape[:-1]:
@@ -85,6 +89,7 @@ def tokens_of(
     cluster: the clusters.
   """
   starts = groups.group_starts(order.shape[0], clusters)
+  # As many slots as the largest cluster has: `starts` is NumPy's, so that the number is static.
   slot_S = jnp.arange(np.diff(starts).max(), dtype=jnp.int32)
   start_C = jnp.asarray(starts, jnp.int32)
   position_BS = start_C[cluster][..., None] + slot_S

@@ -5,9 +5,19 @@ codes and of tables that all rows share; then only a tile of the weight ever exi
 gradient of a tile of rows goes to the arrays that they were composed of.
 """
 
+# What the loops of `tiles` do with a factory, for each tile of rows:
+#
+#   part(start, v).all()              rows [v, D], composed from a part of `per_row` and `shared`
+#   add_gradient(g, start, d_rows)    their cotangent, pulled back: a part of `per_row` is written,
+#                                     and `shared`, which every tile reads, is added to
+#
+# A gradient has the form of its factory, with None for integers, so that it is a tree of the same
+# structure to `jax.custom_vjp`.
+
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +28,8 @@ from jaxtyping import Array, Float
 
 from vqjax.ops import vocab_parallel
 from vqjax.ops.vocabulary import check_arrays, value_of
+
+__all__ = ["RowFactory", "as_row_factory", "columns"]
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +85,8 @@ class RowFactory:
 
   def part(self, start: Array, size: int) -> "RowFactory":
     """The factory of `size` rows from `start` on."""
-    return self.select(lambda x: lax.dynamic_slice_in_dim(x, start, size))
+    part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+    return self.select(part)
 
   def at(self, index: Array) -> Float[Array, "W D"]:
     """The rows with the given indices, as an array."""

@@ -28,6 +28,15 @@ from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.ops.vocabulary import in_vocabulary
 from vqjax.types import Dtype
 
+__all__ = [
+  "Candidates",
+  "Estimate",
+  "check_samples",
+  "draw_candidates",
+  "log_uniform",
+  "sampled_softmax",
+]
+
 
 class Candidates(NamedTuple):
   """Distinct tokens, and the log of each one's probability of inclusion among them."""
@@ -103,15 +112,26 @@ def sampled_softmax(
   operands, as in `linear_softmax`. Over `vocab_axis` the weight's rows are sharded, and so are the
   candidates after the gather.
   """
-  vocab, count = weight.shape[0], candidates.tokens.shape[0]
+  vocab = vocab_parallel.rows_in_all(vocab_axis, weight.shape[0])
   valid, token = in_vocabulary(tokens, vocab)
-  wanted = jnp.concatenate([candidates.tokens, token.reshape(-1)])
-  fetch = lambda rows, wanted: jax.tree.map(
-    lambda x: vocab_parallel.sharded_lookup(x, wanted, vocab_axis), rows
-  )
+
+  def body(rows, *shared):
+    return _estimate(*rows, *shared, vocab, dtype, vocab_axis)
+
   rows = vocab_parallel.Sharded(weight, 0), vocab_parallel.Sharded(bias, 0)
-  row, bias = vocab_parallel.over_vocabulary(vocab_axis, fetch, rows, wanted)
-  bias = jnp.zeros(wanted.shape, jnp.float32) if bias is None else bias.astype(jnp.float32)
+  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, hidden, token, candidates)
+  return found._replace(log_prob=jnp.where(valid, found.log_prob, jnp.nan))
+
+
+def _estimate(weight, bias, hidden, token, candidates, vocab, dtype, vocab_axis) -> Estimate:
+  """The estimates, from the rows that this device holds."""
+  count = candidates.tokens.shape[0]
+  wanted = jnp.concatenate([candidates.tokens, token.reshape(-1)])
+  row = vocab_parallel.sharded_lookup(weight, wanted, vocab_axis)
+  if bias is None:
+    bias = jnp.zeros(wanted.shape, jnp.float32)
+  else:
+    bias = vocab_parallel.sharded_lookup(bias, wanted, vocab_axis).astype(jnp.float32)
 
   # The inverse of `candidates.tokens`, with `count` for tokens that are not candidates.
   index_V = jnp.full((vocab,), count, jnp.int32).at[candidates.tokens].set(jnp.arange(count))
@@ -119,13 +139,18 @@ def sampled_softmax(
   hit = index < count
   index = jnp.where(hit, index, 0)
   # p_S(v) = exp(s_v) / π_v / Z_S over the candidates; an accidental hit has its weight 1 / π too.
+  candidate_rows, weight_bias = row[:count], bias[:count] - candidates.log_inclusion
+  axis = vocab_parallel.inside(vocab_axis)
+  if axis:
+    # Every device scores its part of the candidates; -inf removes what pads the last one.
+    part = -(-count // vocab_parallel.axis_size(axis))
+    missing = part * vocab_parallel.axis_size(axis) - count
+    candidate_rows = jnp.pad(candidate_rows, ((0, missing), (0, 0)))
+    weight_bias = jnp.pad(weight_bias, (0, missing), constant_values=-jnp.inf)
+    candidate_rows = vocab_parallel.own_part(candidate_rows, part, axis)
+    weight_bias = vocab_parallel.own_part(weight_bias, part, axis)
   among = softmax.linear_softmax(
-    hidden,
-    row[:count],
-    index,
-    bias[:count] - candidates.log_inclusion,
-    dtype=dtype,
-    vocab_axis=vocab_axis,
+    hidden, candidate_rows, index, weight_bias, dtype=dtype, vocab_axis=vocab_axis
   )
   own_row = row[count:].reshape(*token.shape, -1)
   # Rounded as the operands of `linear_softmax` are, so that a hit has the same score there.
@@ -137,4 +162,4 @@ def sampled_softmax(
   excess = jnp.log1p(jnp.expm1(log_pi) * jnp.exp(among.log_prob))
   log_prob = jnp.where(hit, among.log_prob + log_pi - excess, -jax.nn.softplus(among.log_z - own))
   log_z = among.log_z + jnp.where(hit, excess, jax.nn.softplus(own - among.log_z))
-  return Estimate(jnp.where(valid, log_prob, jnp.nan), log_z)
+  return Estimate(log_prob, log_z)

@@ -5,8 +5,21 @@ at once. Filters apply in the order temperature, top_k, top_p. Where each device
 its own blocks, devices exchange candidates and [*B]-sized sums, not scores.
 """
 
+# Scores come as `Blocks`, and each of these functions is one or two passes over them:
+#
+#   best        the k highest scores, and log Z            log_prob, log_z    of single tokens
+#   nucleus     the blocks, -inf below its edge            draw               one token a row
+#
+# The edge of a nucleus is found bit by bit, from the mass above a trial number: 8 passes of 4 bits
+# over scores that are computed anew, or 32 of one bit over stored ones. A draw takes a chunk by its
+# mass and then a token of it, so that few random numbers are needed.
+#
+# A block is [W, *B], vocabulary first: a reduction over the vocabulary then adds whole rows, and
+# never crosses the lanes of a vector.
+
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Callable
@@ -19,17 +32,39 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
 from vqjax.ops import topk, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
 from vqjax.ops.vocabulary import check_numbers
 
+__all__ = [
+  "CACHED_SCORES",
+  "STORED_SCORES",
+  "Blocks",
+  "SamplingOptions",
+  "allow",
+  "at_least",
+  "best",
+  "block_width",
+  "draw",
+  "draw_among",
+  "gumbel",
+  "log_prob",
+  "log_z",
+  "nucleus",
+  "nucleus_edge",
+  "row_blocks",
+  "sample",
+  "scores_of_all",
+  "stored_block",
+]
+
+# Largest number of scores (128 MiB) that are stored instead of recomputed or split.
 STORED_SCORES = 2**25
-"""Largest number of scores (128 MiB) that are stored instead of recomputed or split."""
 
+# Number of scores of a block (4 MiB) that is computed and reduced inside of a cache.
 CACHED_SCORES = 2**20
-"""Number of scores of a block (4 MiB) that is computed and reduced inside of a cache."""
 
+# Multiple that the width of a block is, where it can be, and most tokens of a chunk of a draw.
 _CHUNK = 256
-"""Multiple that the width of a block is, where it can be, and most tokens of a chunk of a draw."""
 
 
 class Blocks(NamedTuple):
@@ -77,6 +112,58 @@ class Blocks(NamedTuple):
     carry = vocab_parallel.varying(carry, *vocab_parallel.varies_over(scores))
     # `scan`, because a `fori_loop` has no reverse mode, which distillation from blocks needs.
     return lax.scan(lambda carry, index: (step(carry, index), None), carry, self.indices)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+  """How a token is drawn from softmax(scores / temperature).
+
+  Filters apply in the order temperature, top_k, top_p. The nucleus is the smallest set of most
+  probable tokens whose mass reaches `top_p`, with all tokens that tie with its last. A temperature
+  below 1e-6, which float32 scores cannot resolve, is the arg max.
+
+  Attributes:
+    temperature: divides the scores; 0 takes the arg max.
+    top_k: number of best tokens that are kept; None: all.
+    top_p: mass of the nucleus; None or 1: all.
+
+  Raises:
+    TypeError: an option is not a number.
+    ValueError: an option is out of range.
+  """
+
+  temperature: float | int = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+
+  def __post_init__(self):
+    check_numbers(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+    if not 0 <= self.temperature < math.inf:
+      raise ValueError(
+        f"`temperature` must be finite and at least 0; got {self.temperature}. 0 is the arg max, 1"
+        " keeps the distribution."
+      )
+    if self.top_k is not None and (not isinstance(self.top_k, numbers.Integral) or self.top_k < 1):
+      raise ValueError(
+        f"`top_k` must be an int of at least 1; got {self.top_k}. Use None for no limit."
+      )
+    if self.top_p is not None and not 0 < self.top_p <= 1:
+      raise ValueError(f"`top_p` must be in (0, 1]; got {self.top_p}. Use None for no limit.")
+
+  @property
+  def is_greedy(self) -> bool:
+    """Whether the draw is the arg max."""
+    return self.temperature < 1e-6
+
+  @property
+  def has_nucleus(self) -> bool:
+    """Whether `top_p` removes tokens."""
+    return self.top_p is not None and self.top_p < 1
+
+  @property
+  def is_plain(self) -> bool:
+    """Whether every token may be drawn, by its probability at the temperature."""
+    return not (self.is_greedy or self.has_nucleus) and self.top_k is None
 
 
 def block_width(rows: int, vocab: int) -> int:
@@ -218,52 +305,69 @@ class _Exponentials(NamedTuple):
 
 
 def log_z(blocks: Blocks, temperature: float | int = 1.0) -> Float[Array, "*B"]:
-  """log z(T), the log-normaliser of softmax(scores / T), differentiable in both modes.
+  """Log-normaliser of softmax(scores / temperature), differentiable in both modes.
 
   The gradient computes each block once more.
   """
-  top_B, (log_sum_B,) = _log_sums(blocks, (temperature,))
-  return top_B / temperature + log_sum_B
+  nothing = jnp.full(blocks.batch, -1, jnp.int32)
+  top_B, log_sum_B, _ = _log_sum_and_own(blocks, nothing, temperature)
+  return top_B + log_sum_B
 
 
-def log_z_excess(blocks: Blocks, temperature: float | int) -> Float[Array, "*B"]:
-  """log z(T) - log z(1) / T, where z(T) is the normaliser of softmax(scores / T).
+def log_prob(
+  blocks: Blocks, token: Int[Array, "*B"], temperature: float | int = 1.0
+) -> Float[Array, "*B"]:
+  """Log-probability in nats of one token a row under softmax(scores / temperature).
 
-  The log-probability of a token at temperature T is log p(token) / T minus this. It is
-  differentiable in forward and reverse mode; the gradient computes each block once more.
+  It is differentiable in both modes; the gradient computes each block once more.
   """
-  # The maximum, divided by T on both sides, cancels.
-  _, (log_sum_B, sharp_B) = _log_sums(blocks, (1.0, temperature))
-  return sharp_B - log_sum_B / temperature
+  top_B, log_sum_B, own_B = _log_sum_and_own(blocks, token, temperature)
+  # In this order: own - log Z would lose digits where both are large.
+  return (own_B - exp_shift(top_B)) - log_sum_B
 
 
-def _log_sums(blocks, temperatures):
-  """The maximum of the scores, and log of the sum of exp((score - maximum) / T) for each T."""
+def _log_sum_and_own(blocks, token, temperature):
+  """The maximum m of scores / T, log of the sum of exp(score / T - m), and score / T of a token."""
 
+  # Recomputed: the scan would keep the scores of all blocks for its gradient, [*B, V].
   @jax.checkpoint
   def step(carry, index):
-    max_B, *sums = carry
-    score_WB = blocks.block(index)[0].astype(jnp.float32)
+    max_B, sum_B, own_B, count_B = carry
+    score_WB, token_W = blocks.block(index)
+    score_WB = score_WB.astype(jnp.float32) / temperature
     # The result does not depend on the maximum, so that no gradient has to pass through it.
     new_max_B = jnp.maximum(max_B, lax.stop_gradient(score_WB).max(axis=0))
     shift_B = exp_shift(new_max_B)
-    above_WB, step_B = score_WB - shift_B, max_B - shift_B
-    return new_max_B, *(
-      sum_B * jnp.exp(step_B / t) + jnp.exp(above_WB / t).sum(axis=0)
-      for sum_B, t in zip(sums, temperatures)
-    )
+    sum_B = sum_B * jnp.exp(max_B - shift_B) + jnp.exp(score_WB - shift_B).sum(axis=0)
+    # Padding names some token, and scores -inf.
+    is_own_WB = (token_W.reshape(-1, *[1] * token.ndim) == token) & ~jnp.isneginf(score_WB)
+    own_B = own_B + jnp.where(is_own_WB, score_WB, 0.0).sum(axis=0)
+    return new_max_B, sum_B, own_B, count_B + is_own_WB.sum(axis=0, dtype=jnp.int32)
 
   zero_B = jnp.zeros(blocks.batch, jnp.float32)
-  sums = [zero_B] * len(temperatures)
-  max_B, *sums = blocks.fold(step, (jnp.full_like(zero_B, -jnp.inf), *sums))
+  start = jnp.full_like(zero_B, -jnp.inf), zero_B, zero_B, zero_B.astype(jnp.int32)
+  max_B, sum_B, own_B, count_B = blocks.fold(step, start)
   if blocks.axis:
     top_B = vocab_parallel.common_shift(max_B, blocks.axis)
-    step_B = max_B - exp_shift(top_B)
-    sums = [
-      lax.psum(sum_B * jnp.exp(step_B / t), blocks.axis) for sum_B, t in zip(sums, temperatures)
-    ]
+    sum_B = sum_B * jnp.exp(max_B - exp_shift(top_B))
+    sum_B, own_B, count_B = lax.psum((sum_B, own_B, count_B), blocks.axis)
     max_B = top_B
-  return max_B, [jnp.log(sum_B) for sum_B in sums]
+  return max_B, jnp.log(sum_B), jnp.where(count_B > 0, own_B, -jnp.inf)
+
+
+def scores_of_all(blocks: Blocks, vocab: int) -> Float[Array, "*B V"]:
+  """The scores of all tokens, from blocks of the whole vocabulary."""
+  if blocks.count == 1:
+    score_RB, token_R = blocks.block(jnp.zeros((), jnp.int32))
+  else:
+    score_CWB, token_CW = lax.map(blocks.block, blocks.indices)
+    score_RB, token_R = lax.collapse(score_CWB, 0, 2), token_CW.reshape(-1)
+  # Padding, which scores -inf, may name the token of another row: nothing is added for it.
+  is_there_RB = ~jnp.isneginf(score_RB)
+  empty_VB = jnp.zeros((vocab, *blocks.batch), jnp.float32)
+  total_VB = empty_VB.at[token_R].add(jnp.where(is_there_RB, score_RB, 0.0))
+  is_there_VB = empty_VB.astype(bool).at[token_R].max(is_there_RB)
+  return jnp.moveaxis(jnp.where(is_there_VB, total_VB, -jnp.inf), 0, -1)
 
 
 def draw(blocks: Blocks, key: PRNGKeyArray) -> Int[Array, "*B"]:
@@ -335,34 +439,22 @@ def gumbel(key: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "..."]:
   return jax.random.gumbel(key, shape, jnp.float32, mode="high")
 
 
-def sample(
-  blocks: Blocks,
-  key: PRNGKeyArray,
-  temperature: float | int = 1.0,
-  top_k: int | None = None,
-  top_p: float | None = None,
-) -> Int[Array, "*B"]:
+def sample(blocks: Blocks, key: PRNGKeyArray, options: SamplingOptions) -> Int[Array, "*B"]:
   """A token from softmax(scores / temperature), cut by `top_k` and `top_p`.
 
-  The nucleus is the smallest set of most probable tokens whose mass reaches `top_p`, with all
-  tokens that tie with its last. Without `top_k` its lowest score is found, exactly, by a search
-  over the float32 numbers. Up to `STORED_SCORES` the scores are computed once and stored for the
-  search; beyond, they are computed 10 times, of which the search takes 8. A temperature below
-  1e-6, which float32 scores cannot resolve, is the arg max. The token is -1 where every score is
+  Without `top_k` the lowest score of the nucleus is found, exactly, by a search over the float32
+  numbers. Up to `STORED_SCORES` the scores are computed once and stored for the search; beyond,
+  they are computed 10 times, of which the search takes 8. The token is -1 where every score is
   -inf.
-
-  Raises:
-    ValueError: `temperature`, `top_k` or `top_p` is out of range.
   """
-  check_options(temperature, top_k, top_p)
-  if temperature < 1e-6:
+  if options.is_greedy:
     return best(blocks, 1, normalizer=False)[1][..., 0]
-  if top_k is None:
-    blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / temperature)
-    return draw(nucleus(blocks, top_p), key)
+  if options.top_k is None:
+    blocks = blocks.map(lambda scores, _: scores.astype(jnp.float32) / options.temperature)
+    return draw(nucleus(blocks, options.top_p), key)
   # The temperature does not change which tokens are best.
-  score_Bk, token_Bk, _ = best(blocks, top_k, normalizer=False)
-  return draw_among(score_Bk / temperature, token_Bk, key, top_p)
+  score_Bk, token_Bk, _ = best(blocks, options.top_k, normalizer=False)
+  return draw_among(score_Bk / options.temperature, token_Bk, key, options.top_p)
 
 
 def draw_among(
@@ -389,20 +481,6 @@ def draw_among(
   if axis:
     token_B = lax.psum(jnp.where(is_local_B, token_B, 0), axis)
   return jnp.where(number_B < 0, -1, token_B)
-
-
-def check_options(temperature: float | int, top_k: int | None, top_p: float | None) -> None:
-  """Raise an error if an option of `sample` is out of range, or is not a number."""
-  check_numbers(temperature=temperature, top_k=top_k, top_p=top_p)
-  if not 0 <= temperature < math.inf:
-    raise ValueError(
-      f"`temperature` must be finite and at least 0; got {temperature}. 0 is the arg max, 1 keeps"
-      " the distribution."
-    )
-  if top_k is not None and (not isinstance(top_k, numbers.Integral) or top_k < 1):
-    raise ValueError(f"`top_k` must be an int of at least 1; got {top_k}. Use None for no limit.")
-  if top_p is not None and not 0 < top_p <= 1:
-    raise ValueError(f"`top_p` must be in (0, 1]; got {top_p}. Use None for no limit.")
 
 
 def at_least(blocks: Blocks, min_p: float | int, temperature: float | int) -> Blocks:

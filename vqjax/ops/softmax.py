@@ -10,6 +10,7 @@ Statistics that are not requested, and gradients that a compiled program does no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -17,27 +18,28 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from vqjax.ops import narrow, reduced_loss, tiles, vocab_parallel
-from vqjax.ops.output_functions import OutputFunction, capped
+from vqjax.ops import narrow, reduced_loss, statistics, tiles, vocab_parallel
 from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
-from vqjax.ops.statistics import LinearSoftmax, Outputs, distribution
-from vqjax.ops.tiles import Tile, default_tile
+from vqjax.ops.scores import OutputFunction, ScoreOptions
+from vqjax.ops.statistics import LinearSoftmax, Outputs
+from vqjax.ops.tiles import Linear, default_tile
 from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
 from vqjax.types import Dtype
 
 __all__ = [
   "LinearSoftmax",
-  "RowFactory",
-  "Tile",
   "columns",
   "default_tile",
   "linear_cross_entropy",
   "linear_log_prob",
   "linear_scores",
   "linear_softmax",
+  "log_softmax",
+  "rows_scores",
 ]
 
 
+@vocab_parallel.for_any_axes("hidden")
 def linear_log_prob(
   hidden: Float[Array, "*B D"],
   weight: Float[Array, "V D"] | RowFactory,
@@ -65,18 +67,10 @@ def linear_log_prob(
     >>> print(jax.jit(jax.grad(loss))(weight).shape)
     (1000, 8)
   """
-  return linear_softmax(
-    hidden,
-    weight,
-    tokens,
-    bias,
-    mask=mask,
-    temperature=temperature,
-    softcap=softcap,
-    tile=tile,
-    dtype=dtype,
-    vocab_axis=vocab_axis,
-  ).log_prob
+  options = ScoreOptions(
+    temperature=temperature, softcap=softcap, tile=tile, dtype=dtype, vocab_axis=vocab_axis
+  )
+  return _softmax(hidden, weight, tokens, bias, mask, options, Outputs()).log_prob
 
 
 @vocab_parallel.for_any_axes("hidden")
@@ -146,44 +140,36 @@ def linear_softmax(
       `softcap`, `top_k` is above 128 or the number of rows, or the mesh has no axis `vocab_axis`.
     TypeError: an operand is not an array, or an option not a Python number.
   """
-  check_arrays(hidden=hidden, tokens=tokens, bias=bias, mask=mask)
-  weight = as_row_factory(weight)
-  check_shapes(hidden, weight, tokens, bias)
-  vocab = vocab_parallel.rows_in_all(vocab_axis, weight.count)
-  check_softcap(softcap)
-  check_one_function(softcap, output)
-  check_temperature(temperature)
-  if not 0 <= top_k <= min(128, vocab):
-    raise ValueError(
-      f"`top_k` must be in [0, {min(128, vocab)}] for a vocabulary of {vocab}; got {top_k}. The"
-      " `top_k` method of a head has no limit."
-    )
-  counted = TokenWeight.of(tokens.shape, mask)
-  hidden = counted.hide(hidden)
-  # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
-  valid, token = in_vocabulary(tokens.reshape(-1), vocab)
-  operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring = tiles.Scoring(operands, output or capped(softcap), float(temperature))
-  outputs = Outputs(scoring, entropy, mean, top_k, vocab_axis)
-
-  def body(rows, flat):
-    per_row, bias, shared = rows
-    hidden_ND, token = flat
-    # On a mesh the arrays are this device's rows; without one they are those of `weight`.
-    local = dataclasses.replace(weight, per_row=per_row, shared=shared)
-    return distribution(outputs, tile, hidden_ND, token, local, bias)
-
-  hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-  rows = (
-    vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
-    # Rows that pad V to a multiple of the devices need the bias of a removed row.
-    vocab_parallel.Sharded(vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
-    vocab_parallel.Replicated(weight.shared),
+  options = ScoreOptions(
+    temperature=temperature,
+    softcap=softcap,
+    output=output,
+    tile=tile,
+    dtype=dtype,
+    vocab_axis=vocab_axis,
   )
-  stats = vocab_parallel.over_vocabulary(vocab_axis, body, rows, (hidden_ND, token))
+  outputs = Outputs(entropy=entropy, mean=mean, top_k=top_k)
+  return _softmax(hidden, weight, tokens, bias, mask, options, outputs)
+
+
+def _softmax(hidden, weight, tokens, bias, mask, options, outputs) -> LinearSoftmax:
+  """`linear_softmax` where the axes of the mesh are automatic."""
+  check_arrays(tokens=tokens, mask=mask)
+  layer = Linear.of(hidden, weight, bias, options, tokens)
+  if not 0 <= outputs.top_k <= min(128, layer.vocab):
+    raise ValueError(
+      f"`top_k` must be in [0, {min(128, layer.vocab)}] for a vocabulary of {layer.vocab}; got"
+      f" {outputs.top_k}. The `top_k` method of a head has no limit."
+    )
+  counted = None if mask is None else TokenWeight.of(tokens.shape, mask)
+  if counted is not None:
+    layer = dataclasses.replace(layer, hidden=counted.hide(hidden))
+  # A compiled program cannot raise: tokens outside are scored as some token inside, and get nan.
+  valid, token = in_vocabulary(tokens, layer.vocab)
+  compute = functools.partial(statistics.distribution, outputs)
+  stats = tiles.on_each_device((layer,), token, compute)
   stats = stats._replace(log_prob=jnp.where(valid, stats.log_prob, jnp.nan))
-  stats = jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), stats)
-  return counted.of_each(stats)
+  return stats if counted is None else counted.of_each(stats)
 
 
 @vocab_parallel.for_any_axes("hidden")
@@ -259,6 +245,9 @@ def linear_cross_entropy(
       f"`scratch` must be a number of bytes, an int of at least 0; got {scratch!r}. 0 keeps no"
       " scores."
     )
+  options = ScoreOptions(
+    temperature=temperature, softcap=softcap, tile=tile, dtype=dtype, vocab_axis=vocab_axis
+  )
   counted = TokenWeight.of(tokens.shape, mask, token_weight, tokens, ignore_index)
   hidden = counted.hide(hidden)
   terms = reduced_loss.Terms(label_smoothing, z_loss)
@@ -268,22 +257,12 @@ def linear_cross_entropy(
     # Divided here, so that the cotangent of the sum is 1 in most programs.
     share = each if reduction == "sum" else each / jnp.where(total == 0, 1.0, total)
     if tile is None:
-      options = terms, temperature, softcap, dtype, vocab_axis, scratch
-      loss = _sum_with_gradient(hidden, weight, tokens, bias, share, *options)
+      loss = _sum_with_gradient(hidden, weight, tokens, bias, share, options, terms, scratch)
       if loss is not None:
         return loss
-  stats = linear_softmax(
-    hidden,
-    weight,
-    tokens,
-    bias,
-    temperature=temperature,
-    softcap=softcap,
-    mean=label_smoothing > 0,
-    tile=tile,
-    dtype=dtype,
-    vocab_axis=vocab_axis,
-  )
+  # `hidden` is masked already, and the weights below leave out what the mask does.
+  outputs = Outputs(mean=label_smoothing > 0)
+  stats = _softmax(hidden, weight, tokens, bias, None, options, outputs)
   loss = terms.of(stats.log_prob, stats.log_z, stats.mean_log_prob)
   if reduction == "none":
     return counted.of_each(loss)
@@ -291,28 +270,20 @@ def linear_cross_entropy(
   return jnp.where(share == 0, 0.0, loss * share).sum()
 
 
-def _sum_with_gradient(
-  hidden, weight, tokens, bias, token_weight, terms, temperature, softcap, dtype, axis, scratch
-):
+def _sum_with_gradient(hidden, weight, tokens, bias, token_weight, options, terms, scratch):
   """The weighted sum of the losses, or None where its gradient is formed in a pass of its own."""
-  check_arrays(hidden=hidden, tokens=tokens, bias=bias)
-  weight = as_row_factory(weight)
-  check_shapes(hidden, weight, tokens, bias)
-  check_softcap(softcap)
-  check_temperature(temperature)
-  operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring = tiles.Scoring(operands, capped(softcap), float(temperature))
-  outputs = Outputs(scoring, False, terms.label_smoothing > 0, 0, axis)
-  hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-  tile = reduced_loss.plan(hidden_ND, weight, outputs, scratch)
-  if tile is None:
+  check_arrays(tokens=tokens)
+  layer = Linear.of(hidden, weight, bias, options, tokens)
+  layer = dataclasses.replace(layer, hidden=hidden.reshape(-1, hidden.shape[-1]))
+  plan = reduced_loss.plan(layer, terms, scratch)
+  if plan is None:
     return None
-  valid, token = in_vocabulary(tokens.reshape(-1), weight.count)
+  valid, token = in_vocabulary(tokens.reshape(-1), layer.vocab)
   of_token = token_weight.reshape(-1)
   # A token outside of the vocabulary has no gradient, and makes the sum nan unless its weight is 0.
   wrong = (~valid & (of_token != 0)).any()
   of_token = jnp.where(valid & (of_token != 0), of_token, 0.0)
-  loss = reduced_loss.weighted_sum(outputs, terms, tile, hidden_ND, token, of_token, weight, bias)
+  loss = reduced_loss.weighted_sum(plan, layer, token, of_token)
   return jnp.where(wrong, jnp.nan, loss)
 
 
@@ -342,11 +313,11 @@ def linear_scores(
       hidden.astype(dtype), weight.all().astype(dtype), axes, preferred_element_type=jnp.float32
     )
   bias = None if bias is None else bias.astype(jnp.float32)
-  return tiles.Scoring(dtype, output or capped(softcap)).finish(scores, bias)
+  return ScoreOptions(softcap=softcap, output=output).finish(scores, bias)
 
 
+# Largest number of hidden vectors whose product is computed with the weight first on a CPU.
 _FEW_ROWS = 256
-"""Largest number of hidden vectors whose product is computed with the weight first on a CPU."""
 
 
 def rows_scores(
@@ -375,15 +346,6 @@ def rows_scores(
   return narrow.weight_first(rows, hidden, jnp.float32)
 
 
-def finished_rows(
-  scoring: tiles.Scoring, product: Float[Array, "V *B"], bias: Float[Array, "V"] | None
-) -> Float[Array, "V *B"]:
-  """Scores from products, vocabulary first."""
-  if bias is not None:
-    bias = bias.astype(jnp.float32).reshape(-1, *[1] * (product.ndim - 1))
-  return scoring.finish(product, bias)
-
-
 def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> Array:
   """log softmax over the last axis, which may be sharded over `vocab_axis`."""
   axis = vocab_parallel.inside(vocab_axis)
@@ -392,67 +354,3 @@ def log_softmax(scores: Float[Array, "*B V"], vocab_axis: str | None = None) -> 
   top = vocab_parallel.common_shift(scores.max(axis=-1, keepdims=True), axis)
   above = scores - top
   return above - jnp.log(lax.psum(jnp.exp(above).sum(axis=-1, keepdims=True), axis))
-
-
-def check_shapes(hidden, weight, tokens, bias):
-  """Raise ValueError unless the shapes of the operands and the tokens fit together."""
-  check_operands(hidden, weight, bias)
-  if hidden.shape[:-1] != tokens.shape:
-    raise ValueError(
-      f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
-      f" {hidden.shape}. Give one vector for each token."
-    )
-
-
-def check_operands(hidden, weight, bias, prefix=""):
-  """Raise ValueError unless the shapes of the operands fit together.
-
-  `prefix` begins the names of the arguments in messages, such as "teacher_".
-  """
-  if not jnp.issubdtype(hidden.dtype, jnp.floating):
-    raise ValueError(
-      f"`{prefix}hidden` must be floating-point vectors; got {hidden.dtype} of shape"
-      f" {hidden.shape}. Look token ids up in an embedding first."
-    )
-  if len(weight.shape) != 2 or weight.shape[1] != hidden.shape[-1]:
-    raise ValueError(
-      f"`{prefix}weight` must be [V, {hidden.shape[-1]}] for `{prefix}hidden` {hidden.shape}; got"
-      f" {weight.shape}. Use `columns(kernel)` for a kernel [D, V]."
-    )
-  if weight.shape[0] == 0:
-    raise ValueError(
-      f"`{prefix}weight` must have at least 1 row; got {weight.shape}. A softmax needs a"
-      " vocabulary."
-    )
-  if bias is not None and bias.shape != weight.shape[:1]:
-    raise ValueError(
-      f"`{prefix}bias` must be [{weight.shape[0]}] for `{prefix}weight` {weight.shape}; got"
-      f" {bias.shape}. Give one number for each row."
-    )
-
-
-def check_softcap(softcap, name="softcap"):
-  """Raise an error unless a softcap is a positive finite number or None."""
-  check_numbers(**{name: softcap})
-  if softcap is not None and not 0 < softcap < math.inf:
-    raise ValueError(
-      f"`{name}` must be positive and finite; got {softcap}. 30 is usual, None is no cap."
-    )
-
-
-def check_one_function(softcap, output):
-  """Raise ValueError where a softcap and another output function are given."""
-  if softcap is not None and output is not None:
-    raise ValueError(
-      f"`softcap` must be None where `output` is given; got {softcap} and {output}. Leave out one."
-    )
-
-
-def check_temperature(temperature):
-  """Raise an error unless `temperature` is a positive finite number."""
-  check_numbers(temperature=temperature)
-  if not 0 < temperature < math.inf:
-    raise ValueError(
-      f"`temperature` must be positive and finite; got {temperature}. The arg max, which a"
-      " temperature of 0 stands for in decoding, is not a distribution: score its tokens at 1."
-    )

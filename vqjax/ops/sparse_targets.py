@@ -6,6 +6,15 @@ log-probabilities of k tokens, and of all others together, come from one pass ov
 [N, V] scores nor [N, k, D] rows exist. What a loss makes of them is arithmetic on [N, k] numbers.
 """
 
+# The k scores are read from the tile that has their rows (`_merge`), so that they are rounded as
+# they are in the normaliser. With `rest` they are removed from the tile before its sum: what is
+# summed is then the mass of the other tokens alone, exact where 1 - sum p_j would lose its digits.
+#
+#   tile of scores    own[k]  <- gathered at the k rows
+#   [n, v]            total   <- sum of exp(score - top), of all rows or of the rest
+#
+# The gradient is the softmax's with k onehots instead of one; the rest has a softmax of its own.
+
 from __future__ import annotations
 
 import dataclasses
@@ -18,16 +27,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Integer
 
-from vqjax.ops import distillation, softmax, tiles, vocab_parallel
+from vqjax.ops import distillation, statistics, tiles, vocab_parallel
 from vqjax.ops.distillation import SoftTargetLoss
-from vqjax.ops.output_functions import capped
-from vqjax.ops.row_factory import RowFactory, as_row_factory
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.row_factory import RowFactory
+from vqjax.ops.scores import ScoreOptions, exp_shift
+from vqjax.ops.tiles import Linear
 from vqjax.ops.vocabulary import TokenWeight, check_arrays, check_numbers, in_vocabulary
-from vqjax.types import Dtype
 
+__all__ = [
+  "TokenLogProbs",
+  "linear_sparse_target_loss",
+  "linear_token_log_probs",
+  "linear_top_k_divergence",
+]
+
+# What becomes of the tokens beside the k that are given: see `linear_sparse_target_loss`.
 Rest = Literal["ignore", "bucket", "renormalize"]
-"""What becomes of the tokens beside the k that are given: see `linear_sparse_target_loss`."""
 
 
 class TokenLogProbs(NamedTuple):
@@ -51,11 +66,7 @@ def linear_token_log_probs(
   *,
   rest: bool = False,
   mask: Bool[Array, "*B"] | None = None,
-  temperature: float | int = 1.0,
-  softcap: float | int | None = None,
-  tile: tuple[int, int] | None = None,
-  dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  options: ScoreOptions = ScoreOptions(),
 ) -> TokenLogProbs:
   """Log-probabilities of k tokens under each softmax(hidden · weightᵀ + bias).
 
@@ -63,8 +74,7 @@ def linear_token_log_probs(
   take one pass over the vocabulary, whatever k is, and k reads of each tile.
 
   Args:
-    hidden: one vector for each distribution; it and all arguments without a remark as in
-      `linear_softmax`.
+    hidden: one vector for each distribution.
     weight: one row for each token of the vocabulary.
     tokens: k indices into the vocabulary for each distribution; the log-probability of one outside
       of it is nan.
@@ -73,18 +83,14 @@ def linear_token_log_probs(
       minus the others, and so exact where it is small; the k tokens must then be distinct, apart
       from those outside of the vocabulary.
     mask: False for distributions that are left out: their results are 0, without a gradient.
-    temperature: divides the scores, after their cap.
-    softcap: largest absolute score.
-    tile: (distributions, vocabulary rows) that are scored at once.
-    dtype: dtype of the matrix products' operands.
-    vocab_axis: mesh axis over which the rows are sharded.
+    options: how scores are computed.
 
   Raises:
     ValueError: as `linear_softmax`.
   """
   counted = TokenWeight.of(hidden.shape[:-1], mask)
-  options = rest, temperature, softcap, tile, dtype, vocab_axis
-  found, valid = _token_log_probs(counted.hide(hidden), weight, tokens, bias, *options)
+  layer = _layer(counted.hide(hidden), weight, tokens, bias, options)
+  found, valid = _token_log_probs(layer, tokens, rest)
   log_probs = jnp.where(valid, found.log_probs, jnp.nan)
   return counted.of_each(found._replace(log_probs=log_probs))
 
@@ -100,11 +106,7 @@ def linear_sparse_target_loss(
   rest: Rest = "ignore",
   mask: Bool[Array, "*B"] | None = None,
   token_weight: Float[Array, "*B"] | None = None,
-  temperature: float | int = 1.0,
-  softcap: float | int | None = None,
-  tile: tuple[int, int] | None = None,
-  dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  options: ScoreOptions = ScoreOptions(),
 ) -> SoftTargetLoss:
   """Cross-entropy and KL divergence of a linear student from k given probabilities.
 
@@ -127,8 +129,7 @@ def linear_sparse_target_loss(
   The losses are differentiable, in reverse mode, in `probs` too.
 
   Args:
-    hidden: one vector for each distribution; it and all arguments without a remark as in
-      `linear_softmax`.
+    hidden: one vector for each distribution.
     weight: one row for each token of the vocabulary.
     tokens: k distinct tokens for each distribution, in any order.
     probs: probability of each of them under the teacher.
@@ -137,11 +138,7 @@ def linear_sparse_target_loss(
     mask: False for distributions that are left out: their losses are 0 and have no gradient,
       whatever their arrays hold.
     token_weight: factor of each distribution's losses; one of weight 0 is left out.
-    temperature: divides the student's scores, after their cap; `probs` are used as they are.
-    softcap: largest absolute score.
-    tile: (distributions, vocabulary rows) that are scored at once.
-    dtype: dtype of the matrix products' operands.
-    vocab_axis: mesh axis over which the rows are sharded.
+    options: how the student's scores are computed; `probs` are used as they are.
 
   Raises:
     ValueError: as `linear_softmax`, `probs` has another shape than `tokens`, or `rest` is unknown.
@@ -157,8 +154,8 @@ def linear_sparse_target_loss(
   hidden, probs = counted.hide(hidden), counted.hide(probs.astype(jnp.float32))
   tokens = counted.hide(tokens)
   used = probs > 0
-  options = rest == "bucket", temperature, softcap, tile, dtype, vocab_axis
-  student, valid = _token_log_probs(hidden, weight, tokens, bias, *options, used=used)
+  layer = _layer(hidden, weight, tokens, bias, options)
+  student, valid = _token_log_probs(layer, tokens, rest == "bucket", used)
   log_p = _outcomes(rest, student)
   if rest == "bucket":
     missing = 1 - probs.sum(-1, keepdims=True)
@@ -191,12 +188,8 @@ def linear_top_k_divergence(
   mixture: float | int = 0.0,
   mask: Bool[Array, "*B"] | None = None,
   token_weight: Float[Array, "*B"] | None = None,
-  temperature: float | int = 1.0,
-  softcap: float | int | None = None,
   teacher_softcap: float | int | None = None,
-  tile: tuple[int, int] | None = None,
-  dtype: Dtype | None = None,
-  vocab_axis: str | None = None,
+  options: ScoreOptions = ScoreOptions(),
 ) -> Float[Array, "*B"]:
   """Divergence of a linear student from a linear teacher on the teacher's k best tokens.
 
@@ -219,12 +212,8 @@ def linear_top_k_divergence(
       teacher in the generalised Jensen-Shannon divergence; with "ignore" a part of the sum.
     mask: False for tokens that are left out.
     token_weight: factor of each token's divergence; a token of weight 0 is left out.
-    temperature: divides the scores of both, after their caps.
-    softcap: largest absolute score of the student.
     teacher_softcap: largest absolute score of the teacher.
-    tile: (tokens, vocabulary rows) that are scored at once on each device.
-    dtype: dtype of the matrix products' operands.
-    vocab_axis: mesh axis over which the rows of both weights are sharded.
+    options: how the student's scores are computed, and but for the cap the teacher's.
 
   Raises:
     ValueError: as `linear_soft_target_loss`, `k` is below 1 or above 128 or the number of rows,
@@ -232,34 +221,30 @@ def linear_top_k_divergence(
   """
   _check_rest(rest)
   distillation.check_mixture(mixture)
-  distillation.check_sides(
-    distillation.Side("", hidden, weight, bias, softcap),
-    distillation.Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap),
-    temperature,
-  )
   check_numbers(k=k)
-  rows = vocab_parallel.rows_in_all(vocab_axis, as_row_factory(teacher_weight).count)
-  if not 1 <= k <= min(128, rows):
+  student, teacher = distillation.layers_of(
+    distillation.Side("", hidden, weight, bias, options.softcap),
+    distillation.Side("teacher_", teacher_hidden, teacher_weight, teacher_bias, teacher_softcap),
+    options,
+  )
+  if not 1 <= k <= min(128, teacher.vocab):
     raise ValueError(
-      f"`k` must be in [1, {min(128, rows)}] for a vocabulary of {rows}; got {k}. 64 is usual."
+      f"`k` must be in [1, {min(128, teacher.vocab)}] for a vocabulary of {teacher.vocab}; got {k}."
+      " 64 is usual."
     )
   counted = TokenWeight.of(hidden.shape[:-1], mask, token_weight)
-  hidden, teacher_hidden = counted.hide(hidden), counted.hide(teacher_hidden)
-  shared = {"tile": tile, "dtype": dtype, "vocab_axis": vocab_axis, "temperature": temperature}
-  first = jnp.zeros(hidden.shape[:-1], jnp.int32)
-  best = softmax.linear_softmax(
-    teacher_hidden, teacher_weight, first, teacher_bias, top_k=k, softcap=teacher_softcap, **shared
+  student, teacher = (
+    dataclasses.replace(x, hidden=counted.hide(x.hidden)) for x in (student, teacher)
   )
-  teacher = TokenLogProbs(best.top_log_probs, None)
-  with_rest = rest == "bucket"
+  # The log-probability of a token, some token, is computed with those of the best.
+  compute = functools.partial(statistics.distribution, statistics.Outputs(top_k=k))
+  some = jnp.zeros(hidden.shape[:-1], jnp.int32)
+  best = tiles.on_each_device((teacher,), some, compute)
+  with_rest, of_teacher = rest == "bucket", TokenLogProbs(best.top_log_probs, None)
   if with_rest:
-    options = with_rest, temperature, teacher_softcap, tile, dtype, vocab_axis
-    teacher, _ = _token_log_probs(
-      teacher_hidden, teacher_weight, best.top_tokens, teacher_bias, *options
-    )
-  options = with_rest, temperature, softcap, tile, dtype, vocab_axis
-  student, _ = _token_log_probs(hidden, weight, best.top_tokens, bias, *options)
-  log_p, log_q = _outcomes(rest, student), _outcomes(rest, teacher)
+    of_teacher, _ = _token_log_probs(teacher, best.top_tokens, with_rest)
+  of_student, _ = _token_log_probs(student, best.top_tokens, with_rest)
+  log_p, log_q = _outcomes(rest, of_student), _outcomes(rest, of_teacher)
   return counted.of_each(_divergence(mixture, log_p, log_q))
 
 
@@ -300,63 +285,39 @@ def _check_rest(rest):
     )
 
 
-ABSENT = -(2**30)
-"""Row of a token outside of the vocabulary, below the first row of any device."""
+# Row of a token outside of the vocabulary, below the first row of any device.
+_ABSENT = -(2**30)
 
 
-def _token_log_probs(
-  hidden, weight, tokens, bias, rest, temperature, softcap, tile, dtype, vocab_axis, used=True
-):
-  """The log-probabilities, -inf for unused tokens and those outside, and a mask of the others."""
-  check_arrays(hidden=hidden, tokens=tokens, bias=bias)
-  weight, batch = as_row_factory(weight), hidden.shape[:-1]
+def _layer(hidden, weight, tokens, bias, options) -> Linear:
+  """The layer, whose distributions have k tokens each."""
+  check_arrays(hidden=hidden, tokens=tokens)
+  batch = hidden.shape[:-1]
   if tokens.ndim != hidden.ndim or tokens.shape[:-1] != batch or tokens.shape[-1] < 1:
     raise ValueError(
       f"`tokens` must be {(*batch, 'k')} for `hidden` {hidden.shape}, with k at least 1; got"
       f" {tokens.shape}. Give the k tokens of each distribution."
     )
-  softmax.check_shapes(hidden, weight, tokens[..., 0], bias)
-  softmax.check_softcap(softcap)
-  softmax.check_temperature(temperature)
-  vocab, k = vocab_parallel.rows_in_all(vocab_axis, weight.count), tokens.shape[-1]
-  valid, token = in_vocabulary(tokens, vocab)
+  return Linear.of(hidden, weight, bias, options)
+
+
+def _token_log_probs(layer, tokens, rest, used=True):
+  """The log-probabilities, -inf for unused tokens and those outside, and a mask of the others."""
+  valid, token = in_vocabulary(tokens, layer.vocab)
   valid &= used
-  operands = jnp.dtype(dtype or jnp.promote_types(hidden.dtype, weight.dtype))
-  scoring = tiles.Scoring(operands, capped(softcap), float(temperature))
 
-  def body(rows, flat):
-    per_row, bias, shared = rows
-    hidden_ND, token_Nk = flat
-    axis = vocab_parallel.inside(vocab_axis)
-    # On a mesh the arrays are this device's rows; without one they are those of `weight`.
-    layer = tiles.Linear(
-      hidden_ND, dataclasses.replace(weight, per_row=per_row, shared=shared), bias
-    )
-    layer, token_Nk = vocab_parallel.varying((layer, token_Nk), *([axis] if axis else []))
-    shards = vocab_parallel.token_shards(vocab_axis)
-    # Indices into the rows of this device, outside of them for tokens of another device.
-    row_PNk = shards.split(token_Nk) - vocab_parallel.first_row(axis, layer.weight.count)
-    layer = layer._replace(hidden=shards.split(layer.hidden))
-    sides = tiles.cut_tile(tile, row_PNk.shape[1], layer.weight.count)
-    plan = _Plan(scoring, tiles.Cut(sides, shards), axis, rest)
-    return jax.tree.map(lambda x: shards.join(x, hidden_ND.shape[0]), _pass(plan, *layer, row_PNk))
+  def body(cut, layers, row_PNk):
+    (layer,) = layers
+    axis = vocab_parallel.inside(layer.options.vocab_axis)
+    return _pass(_Plan(cut, axis, rest), layer, row_PNk)
 
-  rows = (
-    vocab_parallel.Sharded(weight.per_row, 0, weight.axis),
-    # Rows that pad V to a multiple of the devices need the bias of a removed row.
-    vocab_parallel.Sharded(vocab_parallel.bias_of_padding(bias, vocab, vocab_axis), -jnp.inf),
-    vocab_parallel.Replicated(weight.shared),
-  )
-  flat = hidden.reshape(-1, hidden.shape[-1]), jnp.where(valid, token, ABSENT).reshape(-1, k)
-  found = vocab_parallel.over_vocabulary(vocab_axis, body, rows, flat)
-  log_probs = jnp.where(valid, found.log_probs.reshape(tokens.shape), -jnp.inf)
-  return TokenLogProbs(log_probs, found.log_rest.reshape(batch) if rest else None), valid
+  found = tiles.on_each_device((layer,), jnp.where(valid, token, _ABSENT), body)
+  return found._replace(log_probs=jnp.where(valid, found.log_probs, -jnp.inf)), valid
 
 
 class _Plan(NamedTuple):
   """Static description of a pass: see `linear_token_log_probs` for `rest`."""
 
-  scoring: tiles.Scoring
   cut: tiles.Cut
   axis: str | None
   rest: bool
@@ -385,17 +346,16 @@ class _Normalizer(NamedTuple):
 
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V].
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pass(plan, hidden_PND, weight, bias_V, row_PNk):
-  return _pass_forward(plan, hidden_PND, weight, bias_V, row_PNk)[0]
+def _pass(plan, layer, row_PNk):
+  return _pass_forward(plan, layer, row_PNk)[0]
 
 
-def _pass_forward(plan, hidden_PND, weight, bias_V, row_PNk):
-  layer = tiles.Linear(hidden_PND, weight, bias_V)
+def _pass_forward(plan, layer, row_PNk):
   lowest_PN = jnp.full(row_PNk.shape[:2], -jnp.inf, jnp.float32)
   lowest_PNk = jnp.full(row_PNk.shape, -jnp.inf, jnp.float32)
   start = _Running(own=lowest_PNk, top=lowest_PN, total=jnp.zeros_like(lowest_PN))
   merge = functools.partial(_merge, plan.rest)
-  own_PNk, top_PN, total_PN = tiles.fold(plan.cut, (plan.scoring,), (layer,), row_PNk, start, merge)
+  own_PNk, top_PN, total_PN = tiles.fold(plan.cut, (layer,), row_PNk, start, merge)
   if plan.axis:
     local, top_PN = top_PN, lax.pmax(top_PN, plan.axis)
     total_PN = lax.psum(total_PN * jnp.exp(local - exp_shift(top_PN)), plan.axis)
@@ -473,8 +433,8 @@ def _pass_backward(plan, residuals, cotangents):
     own -= _share(own_PNk, jax.tree.map(lambda x: x[..., None], rest)) * share[..., None]
   given = _Cotangents(row=row_PNk, own=own, z=z, prob=prob, rest=rest, share=share)
   given = vocab_parallel.varying((given, layer))[0]
-  (gradient,) = tiles.gradients(plan.cut, (plan.scoring,), (layer,), given, _d_scores)
-  return gradient.hidden, gradient.weight, gradient.bias, None
+  (gradient,) = tiles.gradients(plan.cut, (layer,), given, _d_scores)
+  return gradient, None
 
 
 def _share(score, rest):
@@ -488,14 +448,7 @@ def _d_scores(scores, row_v11, given):
   d_vPn = jnp.exp((score_vPn - given.z.top) - given.z.log_sum) * given.prob
   if given.rest is not None:
     d_vPn += _share(score_vPn, given.rest) * given.share
-  height, _, width = d_vPn.shape
-  row_Pnk = given.row - row_v11[0, 0, 0]
-  # `drop` ignores indices beyond the end, but a negative index counts from the end.
-  row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
-  token_n1 = jnp.arange(width)[:, None]
-  add = lambda d_vn, row_nk, own_nk: d_vn.at[row_nk, token_n1].add(own_nk, mode="drop")
-  # Mapped over the shards, which an index would make the partitioner gather from all devices.
-  return (jax.vmap(add, in_axes=(1, 0, 0), out_axes=1)(d_vPn, row_Pnk, given.own),)
+  return (statistics.add_at_rows(d_vPn, given.row - row_v11[0, 0, 0], given.own),)
 
 
 _pass.defvjp(_pass_forward, _pass_backward)

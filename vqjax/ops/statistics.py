@@ -5,6 +5,20 @@ the vocabulary's axis (`_all_reduce`). The backward pass computes the cotangent 
 (`d_scores`) from the saved normaliser and the cotangents of the statistics.
 """
 
+# The way of a call, with one custom derivative around the loops:
+#
+#   distribution -> _pass -> _forward:   _Running   fold of `merge`, or of one product with all rows
+#                                           |       where the device keeps the scores
+#                                        _all_reduce over the vocabulary's axis
+#                                           |
+#                            finished:   _Pass, the results, and _Normalizer, which is saved
+#                  _pass_backward:       Cotangents -> `gradients` with the rule `d_scores`
+#
+# A tile may be merged in two ways. `merge` takes the maximum of the tile first and adds sums that
+# are relative to it, which reads the scores twice. Where reductions fuse into the product (TPUs),
+# that would compute or store the scores twice: `_merge_below` adds sums relative to the maximum of
+# the tiles before, in one pass, and `fold` repeats the rows of a tile whose maximum is far above.
+
 from __future__ import annotations
 
 import functools
@@ -17,7 +31,9 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from vqjax.ops import device, tiles, topk, vocab_parallel
-from vqjax.ops.stable import exp_shift
+from vqjax.ops.scores import exp_shift
+
+__all__ = ["LinearSoftmax"]
 
 
 class LinearSoftmax(NamedTuple):
@@ -45,21 +61,26 @@ class Outputs(NamedTuple):
   """Static description of the statistics to compute.
 
   Attributes:
-    scoring: how scores are computed.
     entropy: whether to compute the entropy.
     mean: whether to compute the mean log-probability.
     top_k: number of best tokens.
-    axis: mesh axis of the vocabulary, or None.
   """
 
-  scoring: tiles.Scoring
-  entropy: bool
-  mean: bool
-  top_k: int
-  axis: str | None
+  entropy: bool = False
+  mean: bool = False
+  top_k: int = 0
 
 
 class _Plan(NamedTuple):
+  """Static description of a pass.
+
+  Attributes:
+    outputs: the statistics to compute.
+    cut: tile and token shards.
+    fuses: whether reductions fuse into the product of the scores.
+    keeps: whether all scores are kept for the gradient.
+  """
+
   outputs: Outputs
   cut: tiles.Cut
   fuses: bool
@@ -77,29 +98,17 @@ class _Pass(NamedTuple):
   top_token: Array | None
 
 
-def distribution(outputs: Outputs, tile, hidden_ND, token_N, weight, bias_V) -> LinearSoftmax:
-  """Statistics of flat tokens; the rows may be one device's part of the vocabulary."""
-  axis = vocab_parallel.inside(outputs.axis)
-  hidden_ND, token_N, weight, bias_V = vocab_parallel.varying(
-    (hidden_ND, token_N, weight, bias_V), *([axis] if axis else [])
-  )
-  shards = vocab_parallel.token_shards(outputs.axis)
-  hidden_PND = shards.split(hidden_ND)
-  # Indices into the rows of this device, outside of them for tokens of another device.
-  row_PN = shards.split(token_N) - vocab_parallel.first_row(axis, weight.count)
-  sides = tiles.cut_tile(tile, hidden_PND.shape[1], weight.count)
-  plan = _Plan(
-    outputs=outputs,
-    cut=tiles.Cut(sides, shards),
-    fuses=device.current().fuses,
-    # A given tile is a given limit of memory; the best tokens have a gradient in tiles alone.
-    keeps=tile is None and not outputs.top_k and tiles.are_kept(hidden_PND.shape[1] * weight.count),
-  )
-  stats = _compiled_pass(plan, hidden_PND, weight, bias_V, row_PN)
-  mean_PN = None
-  if outputs.mean:
-    mean_PN = _mean_score(outputs, hidden_PND, weight, bias_V, stats.score_sum) - stats.log_z
-  result = LinearSoftmax(
+def distribution(
+  outputs: Outputs, cut: tiles.Cut, layers: tuple[tiles.Linear], row_PN: Array
+) -> LinearSoftmax:
+  """Statistics of tokens in shards; the body of `tiles.on_each_device`."""
+  (layer,) = layers
+  limits, scores = device.current(), layer.hidden.shape[1] * layer.weight.count
+  # A given tile is a given limit of memory; the best tokens have a gradient in tiles alone.
+  keeps = layer.options.tile is None and not outputs.top_k and 4 * scores <= limits.kept
+  stats = _compiled_pass(_Plan(outputs, cut, limits.fuses, keeps), layer, row_PN)
+  mean_PN = _mean_score(layer, stats.score_sum) - stats.log_z if outputs.mean else None
+  return LinearSoftmax(
     log_prob=stats.log_prob,
     log_z=stats.log_z,
     entropy=stats.entropy,
@@ -107,12 +116,11 @@ def distribution(outputs: Outputs, tile, hidden_ND, token_N, weight, bias_V) -> 
     top_log_probs=stats.top_log_prob,
     top_tokens=stats.top_token,
   )
-  return jax.tree.map(lambda x: shards.join(x, hidden_ND.shape[0]), result)
 
 
-def _mean_score(outputs, hidden_PND, weight, bias_V, score_sum_PN):
+def _mean_score(layer, score_sum_PN):
   """Mean of a token's scores over the rows that no bias of -inf removes."""
-  axis = vocab_parallel.inside(outputs.axis)
+  weight, bias_V, axis = layer.weight, layer.bias, vocab_parallel.inside(layer.options.vocab_axis)
   total = lambda x: lax.psum(vocab_parallel.varying(x, axis), axis) if axis else x
   kept_V = None if bias_V is None else ~jnp.isneginf(bias_V)
   rows = weight.count if kept_V is None else kept_V.sum()
@@ -120,10 +128,10 @@ def _mean_score(outputs, hidden_PND, weight, bias_V, score_sum_PN):
     weight_VD = weight.all()
     # The mean of hidden · row + bias is hidden · (mean row) + (mean bias): no pass over the scores.
     rows_VD = weight_VD if kept_V is None else jnp.where(kept_V[:, None], weight_VD, 0.0)
-    score_sum_PN = hidden_PND.astype(jnp.float32) @ rows_VD.sum(axis=0, dtype=jnp.float32)
+    score_sum_PN = layer.hidden.astype(jnp.float32) @ rows_VD.sum(axis=0, dtype=jnp.float32)
     if kept_V is not None:
       score_sum_PN += jnp.where(kept_V, bias_V, 0.0).sum(dtype=jnp.float32)
-    score_sum_PN = total(score_sum_PN) / outputs.scoring.temperature
+    score_sum_PN = total(score_sum_PN) / layer.options.temperature
   return score_sum_PN / total(jnp.asarray(rows, jnp.float32))
 
 
@@ -156,29 +164,31 @@ class _Normalizer(NamedTuple):
 
 # JAX's own gradient of the scans would store the scores of all tiles, [N, V].
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pass(plan, hidden_PND, weight, bias_V, row_PN):
+def _pass(plan, layer, row_PN):
   """Statistics of tokens at index `row` of the rows, which may be another device's."""
-  return _forward(plan, tiles.Linear(hidden_PND, weight, bias_V), row_PN)[0]
+  return _forward(plan, layer, row_PN)[0]
 
 
 def _forward(plan, layer, row_PN, score_VPN=None):
   outputs = plan.outputs
   # A softcap makes the mean score differ from hidden · (mean row); composed rows would all have to
   # be composed at once for their mean.
-  sums_scores = outputs.mean and (outputs.scoring.output is not None or not layer.weight.is_table)
+  sums_scores = outputs.mean and not (layer.options.function is None and layer.weight.is_table)
   start = empty(outputs, row_PN.shape, sums_scores)
   if score_VPN is not None:
     last = merge(start, (score_VPN,), 0, row_PN, axis=0, fuses=plan.fuses)
   elif plan.fuses:
     # A lower bound of the maximum, which the first tile may be summed below.
-    start = start._replace(top=tiles.first_scores(plan.cut, outputs.scoring, layer).max(axis=-1))
+    start = start._replace(top=tiles.first_scores(plan.cut, layer).max(axis=-1))
     shortcut = tiles.Shortcut(_merge_below, _overflowed)
     exact = functools.partial(merge, fuses=True)
-    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, exact, shortcut)
+    last = tiles.fold(plan.cut, (layer,), row_PN, start, exact, shortcut)
   else:
-    last = tiles.fold(plan.cut, (outputs.scoring,), (layer,), row_PN, start, merge)
-  axis = vocab_parallel.inside(outputs.axis)
-  return finished(outputs, _all_reduce(last, axis, row_PN, layer.weight.count))
+    last = tiles.fold(plan.cut, (layer,), row_PN, start, merge)
+  axis = vocab_parallel.inside(layer.options.vocab_axis)
+  if axis is not None:
+    last = _all_reduce(last, axis, row_PN, layer.weight.count)
+  return finished(outputs, last)
 
 
 def empty(outputs: Outputs, shape: tuple[int, ...], sums_scores: bool) -> _Running:
@@ -223,16 +233,14 @@ def merge(old, scores, first_row, row_Pn, axis=-1, fuses=False):
 
 
 def _merge_below(old, scores, first_row, row_Pn):
-  """The statistics with a tile added to sums relative to the maximum of earlier tiles.
-
-  Maximum, sums and own score are reductions of the product in one pass, since none needs another.
-  """
+  """The statistics with a tile added to sums relative to the maximum of earlier tiles."""
+  # Maximum, sums and own score are reductions of one product, since none needs another.
   new = _add(old, scores[0], first_row, row_Pn, axis=-1, fuses=True)
   return _moved(new, jnp.maximum(old.top, scores[0].max(axis=-1)))
 
 
+# Nats by which a maximum may exceed that of earlier tiles: exp(60) times V is finite.
 HEADROOM = 60.0
-"""Nats by which a maximum may exceed that of earlier tiles: exp(60) times V is finite."""
 
 
 def _overflowed(old, new):
@@ -245,6 +253,17 @@ def _add(old, score, first_row, row_Pn, axis, fuses):
   above = score - jnp.expand_dims(exp_shift(old.top), axis)
   mass = jnp.exp(above)
   row_v = first_row + jnp.arange(score.shape[axis], dtype=jnp.int32)
+  # The token's own score is read from the tile: a separate product hidden · row would round
+  # differently from the same score in the normaliser, and could make a probability above 1.
+  if fuses:
+    # A reduction fuses into the product, which a gather does not.
+    row = jnp.expand_dims(row_v, tuple(i for i in range(3) if i != axis % 3))
+    own_Pn = jnp.where(row == jnp.expand_dims(row_Pn, axis), score, -jnp.inf).max(axis=axis)
+  else:
+    index_Pn, height = row_Pn - row_v[0], score.shape[axis]
+    clipped = jnp.expand_dims(jnp.clip(index_Pn, 0, height - 1), axis)
+    own_Pn = jnp.take_along_axis(score, clipped, axis=axis).squeeze(axis)
+    own_Pn = jnp.where((index_Pn >= 0) & (index_Pn < height), own_Pn, -jnp.inf)
   moment, score_sum, best = old.moment, old.score_sum, old.best
   if moment is not None:
     # An absent row has score -inf and mass 0, whose product is nan.
@@ -255,7 +274,7 @@ def _add(old, score, first_row, row_Pn, axis, fuses):
   if best is not None:
     best = topk.merge(best, score, row_v)
   return _Running(
-    own=jnp.maximum(old.own, _own_score(score, row_v, row_Pn, axis, fuses)),
+    own=jnp.maximum(old.own, own_Pn),
     top=old.top,
     total=old.total + mass.sum(axis=axis),
     moment=moment,
@@ -264,35 +283,18 @@ def _add(old, score, first_row, row_Pn, axis, fuses):
   )
 
 
-def _own_score(score, row_v, row_Pn, axis, fuses):
-  """The token's own score, -inf where it is in another tile.
-
-  It is read from the tile: a separate product hidden · row would round differently from the same
-  score in the normaliser, and could make a probability above 1.
-  """
-  if fuses:
-    # A reduction fuses into the product, which a gather does not.
-    row = jnp.expand_dims(row_v, tuple(i for i in range(3) if i != axis % 3))
-    return jnp.where(row == jnp.expand_dims(row_Pn, axis), score, -jnp.inf).max(axis=axis)
-  index_Pn, height = row_Pn - row_v[0], score.shape[axis]
-  clipped = jnp.expand_dims(jnp.clip(index_Pn, 0, height - 1), axis)
-  own_Pn = jnp.take_along_axis(score, clipped, axis=axis).squeeze(axis)
-  return jnp.where((index_Pn >= 0) & (index_Pn < height), own_Pn, -jnp.inf)
-
-
 def _moved(old, top):
   """The statistics with sums relative to another maximum."""
   # Sums under a maximum of -inf are 0.
   step = jnp.where(jnp.isneginf(old.top), 0.0, old.top - exp_shift(top))
   shrink = jnp.exp(step)
+  # Each of the terms x · exp(x - top) changes by step, and by the factor of its exponential.
   moment = None if old.moment is None else (old.moment + step * old.total) * shrink
   return old._replace(top=top, total=old.total * shrink, moment=moment)
 
 
 def _all_reduce(local, axis, row_PN, rows):
   """The statistics over all devices of the axis, each with `rows` rows."""
-  if axis is None:
-    return local
   moved = _moved(local, vocab_parallel.common_shift(local.top, axis))
   total = lambda x: None if x is None else lax.psum(x, axis)
   best = None
@@ -318,9 +320,9 @@ class Cotangents(NamedTuple):
     z: normaliser.
     own: coefficient of the token's own score.
     prob: coefficient of the probabilities.
+    score_sum: cotangent of the sum of scores.
     entropy: cotangent of the entropy.
     excess: mean of score - top under p.
-    score_sum: cotangent of the sum of scores.
     best: rows of the best tokens.
     best_own: coefficients of their scores.
   """
@@ -329,17 +331,17 @@ class Cotangents(NamedTuple):
   z: _Normalizer
   own: Array | None
   prob: Array | None
-  entropy: Array | None
-  excess: Array | None
   score_sum: Array | None
-  best: Array | None
-  best_own: Array | None
+  entropy: Array | None = None
+  excess: Array | None = None
+  best: Array | None = None
+  best_own: Array | None = None
 
 
 def _pass_forward(plan, *primals):
-  hidden, weight, bias, row = jax.tree.map(lambda x: x.value, primals)
-  layer = tiles.Linear(hidden, weight, bias)
-  score = tiles.all_scores(plan.cut, plan.outputs.scoring, layer) if plan.keeps else None
+  # With symbolic zeros each operand comes with a mark of whether it is differentiated.
+  layer, row = jax.tree.map(lambda x: x.value, primals)
+  score = tiles.all_scores(plan.cut, layer) if plan.keeps else None
   stats, (z, excess) = _forward(plan, layer, row, score)
   return stats, (layer, row, z, excess, stats.top_token, score)
 
@@ -353,7 +355,7 @@ def _pass_backward(plan, saved, cotangents):
     None if isinstance(x, SymbolicZero) else x for x in cotangents
   )
   if all(x is None for x in (own, log_z, entropy, score_sum, best_own)):
-    return None, None, None, None
+    return None, None
   # d log_prob = onehot - p, d log_z = p, and d top_log_prob = onehot - p for each of the k.
   of_prob = [log_z] if log_z is not None else []
   if own is not None:
@@ -361,24 +363,23 @@ def _pass_backward(plan, saved, cotangents):
   best_row = None
   if best_own is not None:
     of_prob.append(-best_own.sum(-1))
-    axis = vocab_parallel.inside(plan.outputs.axis)
+    axis = vocab_parallel.inside(layer.options.vocab_axis)
     best_row = top_token_PNk - vocab_parallel.first_row(axis, layer.weight.count)
   given = Cotangents(
     row=row_PN,
     z=z,
     own=own,
     prob=functools.reduce(jnp.add, of_prob) if of_prob else None,
+    score_sum=score_sum,
     entropy=entropy,
     excess=None if entropy is None else excess_PN,
-    score_sum=score_sum,
     best=best_row,
     best_own=best_own,
   )
   given = vocab_parallel.varying((given, layer))[0]
-  scoring = plan.outputs.scoring
   kept = None if score_VPN is None else (score_VPN,)
-  (gradient,) = tiles.gradients(plan.cut, (scoring,), (layer,), given, d_scores, kept)
-  return gradient.hidden, gradient.weight, gradient.bias, None
+  (gradient,) = tiles.gradients(plan.cut, (layer,), given, d_scores, kept)
+  return gradient, None
 
 
 def d_scores(scores, row_v11, given):
@@ -399,15 +400,19 @@ def d_scores(scores, row_v11, given):
     terms.append(jnp.where(jnp.isneginf(score_vPn), 0.0, given.score_sum))
   d_vPn = functools.reduce(jnp.add, terms)
   if given.best_own is not None:
-    height, _, width = d_vPn.shape
-    row_Pnk = given.best - row_v11[0, 0, 0]
-    # `drop` ignores indices beyond the end, but a negative index counts from the end.
-    row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
-    token_n1 = jnp.arange(width)[:, None]
-    add = lambda d_vn, row_nk, own_nk: d_vn.at[row_nk, token_n1].add(own_nk, mode="drop")
-    # A batch of scatters stays on the devices of its shards; one scatter would gather its indices.
-    d_vPn = jax.vmap(add, in_axes=(1, 0, 0), out_axes=1)(d_vPn, row_Pnk, given.best_own)
+    d_vPn = add_at_rows(d_vPn, given.best - row_v11[0, 0, 0], given.best_own)
   return (d_vPn,)
+
+
+def add_at_rows(d_vPn: Array, row_Pnk: Array, own_Pnk: Array) -> Array:
+  """A tile with numbers added at k rows of each token; rows outside of it are left out."""
+  height, _, width = d_vPn.shape
+  # `drop` ignores indices beyond the end, but a negative index counts from the end.
+  row_Pnk = jnp.where(row_Pnk < 0, height, row_Pnk)
+  token_n1 = jnp.arange(width)[:, None]
+  add = lambda d_vn, row_nk, own_nk: d_vn.at[row_nk, token_n1].add(own_nk, mode="drop")
+  # A batch of scatters stays on the devices of its shards; one scatter would gather its indices.
+  return jax.vmap(add, in_axes=(1, 0, 0), out_axes=1)(d_vPn, row_Pnk, own_Pnk)
 
 
 _pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)

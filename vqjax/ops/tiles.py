@@ -1,18 +1,37 @@
 """Functions of the scores hidden · weightᵀ + bias, tile by tile, with gradients.
 
-Tiles are two-dimensional. The vocabulary is the outer loop, so that each tile of the weight is read
-once and its gradient is written once; the tokens are the inner loop. A function keeps [N]-sized
-statistics of the scores, which are merged from tile to tile (`fold`). Its gradient computes the
-scores of each tile once more, from a rule for the cotangent of a tile of scores (`gradients`).
-
-Operands are never padded, which would copy them: the last tile starts early enough to fit, and
-overlaps its neighbour. Overlapping rows are masked; overlapping tokens have statistics in both
-tiles, and those of the first are returned. Tokens are [P, N, ...], one shard for each device that
-they are spread over (`vocab_parallel.TokenShards`); P is 1 without a mesh.
+`on_each_device` gives each device its own rows, and its tokens in shards; `fold` and `gradients`
+are the two loops over the tiles there. `vqjax.ops.statistics`, `distillation`, `sparse_targets` and
+`forward_mode` are what they compute: each has a body that calls `fold`, and a rule for `gradients`.
 """
+
+# What the two loops do, with tiles of n tokens by v rows:
+#
+#   fold                                         gradients
+#   for each tile of rows:    weight [v, D]      for each tile of rows:   weight [v, D]
+#     for each tile of tokens: hidden [n, D]       for each tile of tokens: hidden [n, D]
+#       scores = hidden · weightᵀ    [n, v]          scores, once more         [v, n]
+#       carry[tokens] = merge(carry, scores)         d_scores = rule(scores)   [v, n]
+#                                                    d_hidden[tokens] += d_scoresᵀ · weight
+#                                                    sum over tokens  += d_scores · hidden
+#                                                  d_weight[rows] = the sum, which is now complete
+#
+# Rows are the outer loop, so that a tile of the weight is read once and its gradient written once;
+# [N]-sized statistics are small enough to be read for every tile of rows.
+#
+# Operands are never padded, which would copy them: the last tile starts early enough to fit.
+#
+#   rows     |----v----|----v----|----v----|        the last tile overlaps its neighbour:
+#                                     |----v----|   its rows that were met before are masked,
+#   tokens   |--n--|--n--|--n--|                    and of its tokens, whose statistics both
+#                           |--n--|                 tiles have, those of the first are returned
+#
+# Tokens are [P, N, ...], one shard for each device that they are spread over (`TokenShards`), so
+# that a tile takes n tokens of every shard and no device waits for another's; P is 1 on one device.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,9 +42,12 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from vqjax.ops import device, vocab_parallel
-from vqjax.ops.output_functions import OutputFunction
-from vqjax.ops.row_factory import RowFactory
-from vqjax.ops.vocab_parallel import TokenShards, varying
+from vqjax.ops.row_factory import RowFactory, as_row_factory
+from vqjax.ops.scores import ScoreOptions
+from vqjax.ops.vocab_parallel import Replicated, Sharded, TokenShards, varying
+from vqjax.ops.vocabulary import check_arrays
+
+__all__ = ["default_tile", "most_scores"]
 
 
 class Tile(NamedTuple):
@@ -42,11 +64,7 @@ def default_tile(tokens: int, vocab: int, platform: str = "cpu", devices: int = 
   axis is cut into equal parts whose size is a multiple of 64. Where no such size divides the axis,
   the parts are rounded up, so that the last tile overlaps little.
   """
-  return _default_tile(device.of(platform, devices=devices), tokens, vocab)
-
-
-def _default_tile(limits, tokens, vocab):
-  return Tile(_part(tokens, limits.tokens), _part(vocab, limits.vocab))
+  return cut_tile(None, tokens, vocab, device.of(platform, devices=devices))
 
 
 def most_scores() -> int:
@@ -55,9 +73,14 @@ def most_scores() -> int:
   return limits.tokens * limits.vocab
 
 
-def are_kept(scores: int) -> bool:
-  """Whether so many scores are kept for the gradient, instead of computed once more."""
-  return 4 * scores <= device.current().kept
+def cut_tile(
+  tile: tuple[int, int] | None, tokens: int, vocab: int, limits: device.Device | None = None
+) -> Tile:
+  """The given tile, or the default one, cut to the tokens and rows of one device."""
+  if tile is not None:
+    return Tile(min(tile[0], tokens), min(tile[1], vocab))
+  limits = limits or device.current()
+  return Tile(_part(tokens, limits.tokens), _part(vocab, limits.vocab))
 
 
 def _part(size, limit):
@@ -69,23 +92,6 @@ def _part(size, limit):
   return max(1, min(size, 64 * math.ceil(size / least / 64)))
 
 
-def cut_tile(tile: tuple[int, int] | None, tokens: int, vocab: int) -> Tile:
-  """The given tile, or the default one, cut to the tokens and rows of one device.
-
-  Raises:
-    ValueError: `tile` is not two ints of at least 1.
-  """
-  if tile is None:
-    return _default_tile(device.current(), tokens, vocab)
-  sides = tile if isinstance(tile, (tuple, list)) else ()
-  if len(sides) != 2 or not all(isinstance(side, int) and side >= 1 for side in sides):
-    raise ValueError(
-      f"`tile` must be (tokens, vocabulary rows), two ints of at least 1; got {tile}. Use"
-      " None for the default."
-    )
-  return Tile(min(tile[0], tokens), min(tile[1], vocab))
-
-
 class Cut(NamedTuple):
   """Tile and token shards of a computation, equal in its two passes."""
 
@@ -93,59 +99,133 @@ class Cut(NamedTuple):
   shards: TokenShards
 
 
-class Scoring(NamedTuple):
-  """Computation of scores from hidden and weight.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Linear:
+  """Operands of scores, and the options that they are computed by.
 
   Attributes:
-    dtype: dtype of the matrix products' operands, to which each tile is cast.
-    output: function of each score, such as a cap, or None.
-    temperature: divides the scores, after the function.
+    hidden: vectors of the tokens, [*B, D]; in the loops [P, N, D].
+    weight: the rows [V, D], of all devices or of this one.
+    bias: [V], or None.
+    options: with the dtype of the products' operands.
   """
-
-  dtype: jnp.dtype
-  output: OutputFunction | None = None
-  temperature: float = 1.0
-
-  def finish(self, product: Array, bias: Array | None) -> Array:
-    """Scores from hidden · weightᵀ; a bias of -inf removes its row under a function too."""
-    raw = product if bias is None else product + bias
-    if self.output is not None and bias is None:
-      raw = self.output(raw)
-    elif self.output is not None:
-      # A cap would turn the -inf of a removed row into -c, and other functions have no slope there.
-      removed = jnp.isneginf(bias)
-      raw = jnp.where(removed, -jnp.inf, self.output(jnp.where(removed, 0.0, raw)))
-    return raw if self.temperature == 1 else raw / self.temperature
-
-  def pull_back(self, score: Array, d_score: Array) -> Array:
-    """The cotangent of hidden · weightᵀ + bias, from that of the finished scores."""
-    if self.output is not None:
-      # The score of a removed row is -inf, where a slope would meet a cotangent of 0 as nan.
-      finite = jnp.where(jnp.isneginf(score), 0.0, score)
-      d_score = d_score * self.output.slope(finite * self.temperature)
-    return d_score if self.temperature == 1 else d_score / self.temperature
-
-
-class Linear(NamedTuple):
-  """Operands: hidden [P, N, D], weight [V, D] as `RowFactory`, bias [V] or None."""
 
   hidden: Array
   weight: RowFactory
   bias: Array | None
+  options: ScoreOptions = dataclasses.field(metadata={"static": True})
+
+  @classmethod
+  def of(
+    cls,
+    hidden: Array,
+    weight: Array | RowFactory,
+    bias: Array | None,
+    options: ScoreOptions,
+    tokens: Array | None = None,
+    prefix: str = "",
+  ) -> "Linear":
+    """A layer of operands that fit together, and fit the tokens.
+
+    `prefix` begins the names of the arguments in messages, such as "teacher_".
+
+    Raises:
+      ValueError: the shapes do not fit together, or the vocabulary is empty.
+      TypeError: an operand is not an array.
+    """
+    check_arrays(**{prefix + "hidden": hidden, prefix + "bias": bias})
+    weight = as_row_factory(weight)
+    rows = jax.eval_shape(RowFactory.all, weight)
+    shape = rows.shape
+    if not jnp.issubdtype(hidden.dtype, jnp.floating):
+      raise ValueError(
+        f"`{prefix}hidden` must be floating-point vectors; got {hidden.dtype} of shape"
+        f" {hidden.shape}. Look token ids up in an embedding first."
+      )
+    if len(shape) != 2 or shape[1] != hidden.shape[-1]:
+      raise ValueError(
+        f"`{prefix}weight` must be [V, {hidden.shape[-1]}] for `{prefix}hidden` {hidden.shape}; got"
+        f" {shape}. Use `columns(kernel)` for a kernel [D, V]."
+      )
+    if shape[0] == 0:
+      raise ValueError(
+        f"`{prefix}weight` must have at least 1 row; got {shape}. A softmax needs a vocabulary."
+      )
+    if bias is not None and bias.shape != shape[:1]:
+      raise ValueError(
+        f"`{prefix}bias` must be [{shape[0]}] for `{prefix}weight` {shape}; got {bias.shape}. Give"
+        " one number for each row."
+      )
+    if tokens is not None and hidden.shape[:-1] != tokens.shape:
+      raise ValueError(
+        f"`hidden` must have the shape {tokens.shape} of `tokens` and one more axis; got"
+        f" {hidden.shape}. Give one vector for each token."
+      )
+    return cls(hidden, weight, bias, options.resolved(hidden, rows))
+
+  @property
+  def vocab(self) -> int:
+    """Number of rows on all devices."""
+    return vocab_parallel.rows_in_all(self.options.vocab_axis, self.weight.count)
 
 
-class Edge(NamedTuple):
-  """Start of a tile, and which of its entries no earlier tile has covered."""
+def on_each_device(
+  layers: tuple[Linear, ...],
+  tokens: Array | None,
+  body: Callable[[Cut, tuple[Linear, ...], Array | None], Any],
+) -> Any:
+  """`body(cut, layers, rows)` of all tokens, by each device of the vocabulary's axis.
 
-  start: Array
-  fresh: Array
+  Args:
+    layers: one or more layers over the same vocabulary and tokens, with hidden [*B, D]. The body
+      gets hidden [P, ceil(N / P), D], and weight and bias of this device's rows. Tile and axis are
+      those of the first one's options.
+    tokens: tokens [*B] or [*B, k], or None. The body gets them as indices into this device's rows,
+      outside of them for tokens of other devices, [P, ceil(N / P)] or with k.
+    body: returns a tree of arrays [P, ceil(N / P), ...], which are equal on all devices.
+
+  Returns:
+    The results of the body as [*B, ...].
+  """
+  options, batch = layers[0].options, layers[0].hidden.shape[:-1]
+  axis, n = options.vocab_axis, math.prod(batch)
+
+  def local(*given):
+    inside, shards = vocab_parallel.inside(axis), vocab_parallel.token_shards(axis)
+    rows, hiddens, tokens = varying(given, *([inside] if inside else []))
+    split = lambda x: shards.split(x.reshape(n, *x.shape[len(batch) :]))
+    # On a mesh the arrays are this device's rows; without one they are those of `layers`.
+    here = []
+    for layer, hidden, (per_row, bias, shared) in zip(layers, hiddens, rows):
+      weight = dataclasses.replace(layer.weight, per_row=per_row, shared=shared)
+      here.append(dataclasses.replace(layer, hidden=split(hidden), weight=weight, bias=bias))
+    count = here[0].weight.count
+    if tokens is not None:
+      tokens = split(tokens) - vocab_parallel.first_row(inside, count)
+    cut = Cut(cut_tile(options.tile, here[0].hidden.shape[1], count), shards)
+    results = body(cut, tuple(here), tokens)
+    return jax.tree.map(lambda x: shards.join(x, n).reshape(*batch, *x.shape[2:]), results)
+
+  rows, hiddens = [], []
+  for layer in layers:
+    weight = layer.weight
+    # Rows that pad V to a multiple of the devices get the bias of a removed row.
+    bias = vocab_parallel.bias_of_padding(layer.bias, weight.count, axis)
+    whole = Sharded(weight.per_row, 0, weight.axis), Sharded(bias, -jnp.inf)
+    rows.append((*whole, Replicated(weight.shared)))
+    hiddens.append(layer.hidden)
+  return vocab_parallel.over_vocabulary(axis, local, rows, hiddens, tokens)
 
 
-def edge(index: Array, size: int, total: int) -> Edge:
-  """Tile `index`; the last one is moved back to end at `total`."""
+def edge(index: Array, size: int, total: int) -> tuple[Array, Array]:
+  """Start of tile `index`, the last one moved back to end at `total`, and its new entries.
+
+  The second marks the entries that no earlier tile has covered.
+  """
   nominal = index * size
   start = jnp.minimum(nominal, total - size)
-  return Edge(start, start + jnp.arange(size, dtype=jnp.int32) >= nominal)
+  return start, start + jnp.arange(size, dtype=jnp.int32) >= nominal
 
 
 class TokenTiles(NamedTuple):
@@ -160,18 +240,13 @@ class TokenTiles(NamedTuple):
     """Number of tiles."""
     return math.ceil(self.total / self.size)
 
-  @property
-  def ragged(self) -> bool:
-    """Whether the last tile overlaps its neighbour."""
-    return self.total % self.size != 0
-
   def split(self, tree: Any) -> Any:
     """[P, N, ...] -> [tiles, P, n, ...]; a copy, for arrays that have few numbers a token."""
 
     def split(x):
       whole = x[:, : self.total // self.size * self.size]
       tiles = whole.reshape(x.shape[0], -1, self.size, *x.shape[2:])
-      if self.ragged:
+      if self.total % self.size:
         tiles = jnp.concatenate([tiles, x[:, None, self.total - self.size :]], axis=1)
       return self.shards.keep(jnp.moveaxis(tiles, 1, 0), axis=1)
 
@@ -183,15 +258,15 @@ class TokenTiles(NamedTuple):
 
   def flat(self, x: Array) -> Array:
     """[P, tiles, n, ...] -> [P, N, ...], each token from the first tile that has it."""
-    if not self.ragged:
+    if self.total % self.size == 0:
       return x.reshape(x.shape[0], self.total, *x.shape[3:])
     whole = x[:, :-1].reshape(x.shape[0], -1, *x.shape[3:])
     return jnp.concatenate([whole, x[:, -1, self.size - self.total % self.size :]], axis=1)
 
   def at(self, x: Array, index: Array) -> Array:
     """Tile [P, n, ...] of an array [P, N, ...] that is not copied."""
-    if self.ragged:
-      start = edge(index, self.size, self.total).start
+    if self.total % self.size:
+      start, _ = edge(index, self.size, self.total)
       return lax.dynamic_slice_in_dim(x, start, self.size, axis=1)
     # An index of whole tiles tells the compiler what a start does not: that slices are aligned.
     tiles = x.reshape(x.shape[0], self.count, self.size, *x.shape[2:])
@@ -217,8 +292,7 @@ class Shortcut(NamedTuple):
 
 def fold(
   cut: Cut,
-  scorings: tuple[Scoring, ...],
-  linears: tuple[Linear, ...],
+  layers: tuple[Linear, ...],
   per_token: Any,
   carry: Any,
   merge: Callable[[Any, tuple[Array, ...], Int[Array, ""], Any], Any],
@@ -228,38 +302,36 @@ def fold(
 
   Args:
     cut: tile and token shards.
-    scorings: how each of `linears` is scored.
-    linears: one or more layers over the same vocabulary and the same tokens.
+    layers: one or more layers over the same vocabulary and the same tokens.
     per_token: a tree of [P, N, ...] arrays.
     carry: a tree of [P, N, ...] arrays: statistics of no scores.
     merge: (carry [P, n, ...], scores [P, n, v] of each layer in float32, index of the first row,
       per_token [P, n, ...]) -> carry. It must leave out scores of -inf, which belong to no row.
     shortcut: a merge to try first, or None.
   """
-  n, v = linears[0].hidden.shape[1], linears[0].weight.count
+  n, v = layers[0].hidden.shape[1], layers[0].weight.count
   tokens, height = TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
   # The carry of a loop inside of a `shard_map` must vary over an axis from the start or never.
-  carry = varying((carry, per_token, linears))[0]
+  carry = varying((carry, per_token, layers))[0]
   carry, given = tokens.split((carry, per_token))
   index = jnp.arange(tokens.count, dtype=jnp.int32)
 
-  # Rows outside, tokens inside: [N]-sized statistics are small enough to be read for every tile of
-  # rows, the weight is not.
   def vocab_step(carry, v_index):
-    v_edge = edge(v_index, height, v)
-    rows = [_weight_and_bias(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
+    start, fresh_v = edge(v_index, height, v)
+    rows = [_weight_and_bias(cut, layer, start) for layer in layers]
 
     def add_rows(merge, carry):
       def token_step(_, tile):
         n_index, old, given = tile
         scores = []
-        for scoring, layer, (weight_vD, bias_v) in zip(scorings, linears, rows):
-          hidden_PnD = tokens.at(layer.hidden, n_index).astype(scoring.dtype)
-          score_Pnv = scoring.finish(product(hidden_PnD, weight_vD, ((2,), (1,))), bias_v)
+        for layer, (weight_vD, bias_v) in zip(layers, rows):
+          hidden_PnD = tokens.at(layer.hidden, n_index).astype(layer.options.dtype)
+          score_Pnv = product(hidden_PnD, weight_vD, ((2,), (1,)))
+          score_Pnv = layer.options.finish(score_Pnv, bias_v)
           # The tile before has scored the overlap: -inf leaves a sum of exp as it is, 0 would not.
-          scores.append(jnp.where(v_edge.fresh, score_Pnv, -jnp.inf) if v % height else score_Pnv)
+          scores.append(jnp.where(fresh_v, score_Pnv, -jnp.inf) if v % height else score_Pnv)
         # One merge for all layers, so that a distillation loss sees both scores of a tile at once.
-        return None, merge(old, tuple(scores), v_edge.start, given)
+        return None, merge(old, tuple(scores), start, given)
 
       # Each tile of tokens has a carry of its own, so that an overlap is merged in both.
       return lax.scan(token_step, None, (index, carry, given))[1]
@@ -274,28 +346,29 @@ def fold(
   return tokens.join(lax.scan(vocab_step, carry, jnp.arange(count, dtype=jnp.int32))[0])
 
 
-def all_scores(cut: Cut, scoring: Scoring, layer: Linear) -> Array:
-  """All scores [V, P, N], where they are few enough to be kept (`are_kept`)."""
-  part = tile_rows(_whole(cut, layer), scoring, layer, jnp.int32(0))
-  raw = product(part.weight, layer.hidden.astype(scoring.dtype), ((1,), (2,)))
-  return scoring.finish(raw, part.bias)
+def all_scores(cut: Cut, layer: Linear) -> Array:
+  """All scores [V, P, N], where they are few enough to be kept."""
+  part = tile_rows(_whole(cut, layer), layer, jnp.int32(0))
+  raw = product(part.weight, layer.hidden.astype(layer.options.dtype), ((1,), (2,)))
+  return layer.options.finish(raw, part.bias)
 
 
 def _whole(cut, layer):
   return cut._replace(tile=Tile(layer.hidden.shape[1], layer.weight.count))
 
 
-def first_scores(cut: Cut, scoring: Scoring, layer: Linear) -> Array:
+def first_scores(cut: Cut, layer: Linear) -> Array:
   """Scores [P, N, r] of the first few rows."""
   few = cut._replace(tile=Tile(cut.tile.tokens, min(cut.tile.vocab, 16)))
-  weight_rD, bias_r = _weight_and_bias(few, scoring, layer, jnp.int32(0))
-  raw = product(layer.hidden.astype(scoring.dtype), weight_rD, ((2,), (1,)))
-  return scoring.finish(raw, bias_r)
+  weight_rD, bias_r = _weight_and_bias(few, layer, jnp.int32(0))
+  raw = product(layer.hidden.astype(layer.options.dtype), weight_rD, ((2,), (1,)))
+  return layer.options.finish(raw, bias_r)
 
 
-def _weight_and_bias(cut, scoring, layer, start):
+def _weight_and_bias(cut, layer, start):
   """A tile of rows [v, D], cast and replicated, and its bias [v]."""
-  weight_vD = layer.weight.part(start, cut.tile.vocab).all().astype(scoring.dtype)
+  # Cast by the tile: a model of bfloat16 products never has a second copy of its float32 weight.
+  weight_vD = layer.weight.part(start, cut.tile.vocab).all().astype(layer.options.dtype)
   if layer.bias is None:
     return cut.shards.whole(weight_vD), None
   bias_v = lax.dynamic_slice_in_dim(layer.bias, start, cut.tile.vocab)
@@ -304,8 +377,7 @@ def _weight_and_bias(cut, scoring, layer, start):
 
 def gradients(
   cut: Cut,
-  scorings: tuple[Scoring, ...],
-  linears: tuple[Linear, ...],
+  layers: tuple[Linear, ...],
   per_token: Any,
   d_scores: Callable[[tuple[Array, ...], Array, Any], tuple[Array, ...]],
   kept: tuple[Array, ...] | None = None,
@@ -318,45 +390,45 @@ def gradients(
 
   Args:
     cut: tile and token shards, as in the forward pass.
-    scorings: as in the forward pass.
-    linears: as in the forward pass.
+    layers: as in the forward pass.
     per_token: a tree of [P, N, ...] arrays.
     d_scores: (scores [v, P, n] of each layer, index of each row [v, 1, 1], per_token [P, n, ...])
       -> the cotangent [v, P, n] of each layer's scores. A row that is removed by a bias of -inf
       must get 0.
     kept: all scores [V, P, N] of each layer, which are not computed again, or None.
   """
-  cut = cut if kept is None else _whole(cut, linears[0])
-  n, v = linears[0].hidden.shape[1], linears[0].weight.count
+  cut = cut if kept is None else _whole(cut, layers[0])
+  n, v = layers[0].hidden.shape[1], layers[0].weight.count
   tokens, height = TokenTiles(cut.shards, cut.tile.tokens, n), cut.tile.vocab
-  given = tokens.split(varying((per_token, linears))[0])
+  given = tokens.split(varying((per_token, layers))[0])
   index = jnp.arange(tokens.count, dtype=jnp.int32)
 
   def vocab_step(carry, v_index):
-    v_edge = edge(v_index, height, v)
-    rows = [tile_rows(cut, s, x, v_edge.start) for s, x in zip(scorings, linears)]
-    row_v11 = (v_edge.start + jnp.arange(height, dtype=jnp.int32))[:, None, None]
+    start, fresh_v = edge(v_index, height, v)
+    rows = [tile_rows(cut, layer, start) for layer in layers]
+    row_v11 = (start + jnp.arange(height, dtype=jnp.int32))[:, None, None]
 
     def token_step(sums, tile):
       n_index, given = tile
-      hiddens = [tokens.at(x.hidden, n_index).astype(s.dtype) for s, x in zip(scorings, linears)]
+      hiddens = [tokens.at(x.hidden, n_index).astype(x.options.dtype) for x in layers]
       scores = kept or [
-        scoring.finish(product(part.weight, hidden_PnD, ((1,), (2,))), part.bias)
-        for scoring, part, hidden_PnD in zip(scorings, rows, hiddens)
+        layer.options.finish(product(part.weight, hidden_PnD, ((1,), (2,))), part.bias)
+        for layer, part, hidden_PnD in zip(layers, rows, hiddens)
       ]
       cotangents = d_scores(tuple(scores), row_v11, given)
       new = []
       for i, d_vPn in enumerate(cotangents):
-        d_vPn = scorings[i].pull_back(scores[i], d_vPn)
-        if tokens.ragged:
-          d_vPn = jnp.where(edge(n_index, tokens.size, n).fresh, d_vPn, 0.0)
+        d_vPn = layers[i].options.pull_back(scores[i], d_vPn)
+        if n % tokens.size:
+          _, fresh_n = edge(n_index, tokens.size, n)
+          d_vPn = jnp.where(fresh_n, d_vPn, 0.0)
         if v % height:
-          d_vPn = jnp.where(v_edge.fresh[:, None, None], d_vPn, 0.0)
+          d_vPn = jnp.where(fresh_v[:, None, None], d_vPn, 0.0)
         new.append(_add_tile(sums[i], rows[i], hiddens[i], d_vPn, n_index))
       return new, None
 
     # The gradient of a tile of rows is complete after its inner loop, so that it is written once.
-    start = [
+    zeros = [
       _Sums(
         hidden=gradient.hidden,
         weight=jnp.zeros((layer.hidden.shape[0], height, layer.hidden.shape[2]), jnp.float32),
@@ -364,35 +436,35 @@ def gradients(
         if layer.bias is None
         else jnp.zeros((height, layer.hidden.shape[0]), jnp.float32),
       )
-      for gradient, layer in zip(carry, linears)
+      for gradient, layer in zip(carry, layers)
     ]
-    start = varying((start, linears, per_token))[0]
-    sums, _ = lax.scan(token_step, start, (index, given))
-    return [
-      _store_rows(gradient, part, layer, v_edge.start)
-      for gradient, part, layer in zip(carry, sums, linears)
-    ], None
+    zeros = varying((zeros, layers, per_token))[0]
+    sums, _ = lax.scan(token_step, zeros, (index, given))
+    stored = zip(carry, sums, layers)
+    return [_store_rows(gradient, part, layer, start) for gradient, part, layer in stored], None
 
   # hidden meets every tile of rows: its gradient is summed in float32 and rounded at the end. It
   # has an axis of tiles, since an update of a whole tile fuses into the product that it adds.
   shape = lambda x: (x.shape[0], tokens.count, tokens.size, x.shape[2])
-  start = [
+  nothing = [
     Linear(
       hidden=cut.shards.keep(jnp.zeros(shape(layer.hidden), jnp.float32)),
       weight=layer.weight.zero_gradient(height),
       bias=None if layer.bias is None else jnp.zeros_like(layer.bias),
+      options=layer.options,
     )
-    for layer in linears
+    for layer in layers
   ]
-  start = varying((start, linears, per_token))[0]
+  nothing = varying((nothing, layers, per_token))[0]
   count = math.ceil(v / height)
-  totals, _ = lax.scan(vocab_step, start, jnp.arange(count, dtype=jnp.int32))
+  totals, _ = lax.scan(vocab_step, nothing, jnp.arange(count, dtype=jnp.int32))
   return tuple(
-    total._replace(
+    dataclasses.replace(
+      total,
       hidden=tokens.flat(total.hidden.astype(layer.hidden.dtype)),
       weight=layer.weight.rounded(total.weight),
     )
-    for total, layer in zip(totals, linears)
+    for total, layer in zip(totals, layers)
   )
 
 
@@ -410,9 +482,9 @@ class TileRows(NamedTuple):
     return product(self.transposed, d_vPn, ((1,), (0,)))
 
 
-def tile_rows(cut: Cut, scoring: Scoring, layer: Linear, start: Array) -> TileRows:
+def tile_rows(cut: Cut, layer: Linear, start: Array) -> TileRows:
   """Rows from `start` on, and for a CPU their transpose, once for all tiles of tokens."""
-  weight_vD, bias_v = _weight_and_bias(cut, scoring, layer, start)
+  weight_vD, bias_v = _weight_and_bias(cut, layer, start)
   transposed = None
   if _reads_rows():
     # Without the barrier XLA folds the transposition into each product, which would then read the
@@ -478,4 +550,4 @@ def _store_rows(gradient, sums, layer, start):
     update = sums.bias.sum(axis=1)
     old = lax.dynamic_slice_in_dim(bias, start, update.shape[0])
     bias = lax.dynamic_update_slice_in_dim(bias, old + update.astype(bias.dtype), start, axis=0)
-  return Linear(sums.hidden, weight, bias)
+  return Linear(sums.hidden, weight, bias, layer.options)

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from vqjax.ops import vocab_parallel
 
+__all__ = ["TopK", "chunk_size", "empty", "merge", "merge_rows", "winner"]
+
 
 class TopK(NamedTuple):
   """The k highest scores, descending, and their tokens; -inf and -1 if empty."""
@@ -72,7 +74,7 @@ def chunk_size(width: int, k: int) -> int:
   return size if size >= 8 else 1
 
 
-def chunk_maxima(scores: Float[Array, "*W"], size: int, axis: int) -> Float[Array, "*C"]:
+def _chunk_maxima(scores: Float[Array, "*W"], size: int, axis: int) -> Float[Array, "*C"]:
   """The highest score of each chunk along an axis; the last chunk may be shorter."""
   return _by_chunk(jnp.max, lax.max, -jnp.inf, scores, size, axis)
 
@@ -100,7 +102,7 @@ def merge_rows(top: TopK, scores: Float[Array, "W *B"], tokens: Int[Array, "W"])
   size = chunk_size(width, k)
   if size == 1 or vocab_parallel.token_shards(None).count > 1:
     return merge(top, jnp.moveaxis(scores, 0, -1), tokens)
-  maxima_CB = chunk_maxima(scores, size, axis=0)
+  maxima_CB = _chunk_maxima(scores, size, axis=0)
   score_at = lambda index_Bn: _rows_at(scores, index_Bn)
   best = of_chunks(jnp.moveaxis(maxima_CB, 0, -1), k, size, score_at, width)
   found_Bk = jnp.where(jnp.isneginf(best.scores), -1, tokens[best.tokens]).astype(jnp.int32)
@@ -123,7 +125,7 @@ def _highest_of_rows(scores, k):
   size = chunk_size(width, k)
   if size == 1:
     return tuple(lax.top_k(scores, k))
-  maxima_BC = chunk_maxima(scores, size, axis)
+  maxima_BC = _chunk_maxima(scores, size, axis)
   score_at = lambda index_Bn: jnp.take_along_axis(scores, index_Bn, axis=-1)
   return tuple(of_chunks(maxima_BC, k, size, score_at, width))
 

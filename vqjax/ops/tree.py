@@ -9,6 +9,16 @@ a leaf are its path [L], padded with -1. Sources: Morin and Bengio 2005, Hierarc
 neural network language model; Mikolov et al. 2013.
 """
 
+# In the numbering of this file a path needs no bits for its turns. The tree of leaves 0 to 3:
+#
+#              node 1
+#           /          \           the path of leaf 2 is [1, 2]: it is to the right of node 1,
+#        node 0      node 2        since 2 > 1, and to the left of node 2, since 2 <= 2
+#        /    \      /    \
+#       0      1    2      3
+#
+# Nodes of consecutive leaves are consecutive rows, so that a block of leaves reads a block of rows.
+
 from __future__ import annotations
 
 import functools
@@ -22,6 +32,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from vqjax.ops import sampling, softmax, vocab_parallel
 from vqjax.types import Dtype
+
+__all__ = ["all_log_probs", "draw_leaves", "leaf_blocks", "leaf_log_prob"]
 
 
 def leaf_log_prob(

@@ -2,7 +2,7 @@
 
 This is the bitshift trellis of QTIP, whose bits packed tables have. The trellis of entropy-coded
 files, two quantisers of integers of which parities choose one, is another: that of
-`vqjax.checkpoints.table_file` and `vqjax.compression.table`.
+`vqjax.tables.container` and `vqjax.tables.integers`.
 
 A row is a string of bits. Its number j spends `width` j of them, and its value is read from a
 window of the last `STATE_BITS` bits of the string so far: neighbouring numbers share bits, so that
@@ -34,16 +34,31 @@ from jaxtyping import Array, Float, Integer, UInt16
 
 from vqjax.ops import vocab_parallel
 
+__all__ = [
+  "LEVELS",
+  "TRELLIS",
+  "UNIT",
+  "Code",
+  "best_states",
+  "ends",
+  "level_values",
+  "nearest_levels",
+  "packed",
+  "places",
+  "states",
+  "values",
+]
+
+# Bits of the window that a value is read from.
 STATE_BITS = 12
-"""Bits of the window that a value is read from."""
 
 STATES = 2**STATE_BITS
 
+# Largest width: beyond it a window has too little choice to be better than equal levels.
 MOST_BITS = 8
-"""Largest width: beyond it a window has too little choice to be better than equal levels."""
 
+# Bits of an element of the stream.
 UNIT = 16
-"""Bits of an element of the stream."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -183,7 +198,8 @@ def places(
   """The first element of the stream of rows with the given ranks, and their classes."""
   units_C = -(-width_CD.astype(jnp.int32).sum(axis=-1) // UNIT)
   last_C, end_C = jnp.cumsum(size_C), 1 + jnp.cumsum(size_C * units_C)
-  class_N = jnp.searchsorted(last_C, rank_N, side="right", method="compare_all")
+  # Not `searchsorted`: JAX 0.10 cannot trace it inside of a `shard_map`.
+  class_N = (last_C <= rank_N[..., None]).sum(axis=-1, dtype=jnp.int32)
   class_N = jnp.minimum(class_N, len(size_C) - 1)
   return end_C[class_N] - (last_C[class_N] - rank_N) * units_C[class_N], class_N
 

@@ -14,16 +14,20 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from vqjax.ops.vocabulary import value_of
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Sharded(NamedTuple):
@@ -49,22 +53,29 @@ def axis_types() -> dict[str, AxisType]:
   return {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types))
 
 
+class Devices(NamedTuple):
+  """The devices that a program is for: their platform, kind and number."""
+
+  platform: str
+  kind: str
+  count: int
+
+
+def devices() -> Devices:
+  """The devices of the mesh in context; without a mesh, one of the default backend."""
+  mesh = jax.sharding.get_abstract_mesh()
+  # A program for a mesh of devices that are not here is traced by their names.
+  device = getattr(mesh, "abstract_device", None)
+  return Devices(
+    platform=getattr(device, "platform", None) or jax.default_backend(),
+    kind=getattr(device, "device_kind", None) or jax.devices()[0].device_kind,
+    count=1 if mesh.empty else mesh.size,
+  )
+
+
 def platform() -> str:
   """The platform of the mesh in context, or the default backend."""
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  return getattr(device, "platform", None) or jax.default_backend()
-
-
-def device_kind() -> str:
-  """The kind of device of the mesh in context, or of the default backend."""
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-  return getattr(device, "device_kind", None) or jax.devices()[0].device_kind
-
-
-def devices() -> int:
-  """Number of devices of the mesh in context; 1 without a mesh."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return 1 if mesh.empty else mesh.size
+  return devices().platform
 
 
 def axis_size(axis: str) -> int:
@@ -89,23 +100,30 @@ def first_row(axis: str | None, rows: int) -> Array | int:
 
 def over_vocabulary(
   axis: str | None,
-  body: Callable[[Any, Any], Any],
-  rows: tuple[Sharded | Replicated, ...],
-  shared: Any,
+  body: Callable[..., Any],
+  rows: Any,
+  *shared: Any,
 ) -> Any:
-  """`body(rows, shared)` in a `shard_map`, each device with its own rows.
+  """`body(arrays of rows, *shared)` in a `shard_map`, each device with its own rows.
 
   The body must reduce over the axis, so that it returns equal values on all of its devices. Without
   a mesh in context, with one device on the axis, or inside of a `shard_map` over it, the body is
   called as it is. Rows that the number of devices does not divide are padded.
 
+  Args:
+    axis: mesh axis over which the rows are sharded, or None.
+    body: called with the arrays of `rows`, in the same tree, and all of `shared`.
+    rows: a tree whose leaves are `Sharded` or `Replicated`.
+    *shared: trees of arrays that every device has whole, such as hidden vectors.
+
   Raises:
     ValueError: the mesh in context has no such axis.
   """
-  arrays = tuple(part.rows for part in rows)
+  each = functools.partial(jax.tree.map, is_leaf=lambda x: isinstance(x, Sharded | Replicated))
+  arrays = each(lambda part: part.rows, rows)
   kinds = axis_types()
   if axis is None or not kinds or inside(axis):
-    return body(arrays, shared)
+    return body(arrays, *shared)
   if axis not in kinds:
     raise ValueError(
       f"`vocab_axis` must be an axis of the mesh in context, {', '.join(kinds)}; got {axis!r}. Use"
@@ -113,55 +131,61 @@ def over_vocabulary(
     )
   count = axis_size(axis)
   if count == 1:
-    return body(arrays, shared)
-  padded = tuple(_padded(part, count) for part in rows)
-  specs = tuple(P(*[None] * part.axis, axis) if isinstance(part, Sharded) else P() for part in rows)
+    return body(arrays, *shared)
+  padded = each(lambda part: _padded(part, count), rows)
+  spec = lambda part: P(*[None] * part.axis, axis) if isinstance(part, Sharded) else P()
 
-  def local(padded, shared):
+  def local(padded, *shared):
     # `varying` before `astype`: its transpose, the psum of the gradient, then adds float32 numbers.
     narrow = lambda x, like: x if x.dtype == like.dtype else varying(x, axis).astype(like.dtype)
-    return body(jax.tree.map(narrow, padded, arrays), shared)
+    return body(jax.tree.map(narrow, padded, arrays), *shared)
 
-  mapped = jax.shard_map(local, in_specs=(specs, P()), out_specs=P(), axis_names={axis})
+  in_specs = each(spec, rows), *[P()] * len(shared)
+  mapped = jax.shard_map(local, in_specs=in_specs, out_specs=P(), axis_names={axis})
   # Outside of jit a shard_map that leaves axes automatic is an error.
-  return jax.jit(mapped)(padded, shared)
+  return jax.jit(mapped)(padded, *shared)
 
 
-class Results(NamedTuple):
-  """What the types of results on explicit axes follow from.
+def on_any_axes(
+  compute: Callable[[Any], Any],
+  arrays: Any,
+  batch: Array | None = None,
+  vocab: int | None = None,
+  vocab_axis: str | None = None,
+) -> Any:
+  """`compute(arrays)`, with the explicit axes of the mesh in context made automatic.
 
-  Attributes:
-    batch: the array whose leading axes are those of the tokens: integers have no other axes,
-      floating-point vectors have one more.
+  Tokens of a result are sharded as those of `batch`, its axis of `vocab` elements over
+  `vocab_axis`, if that is explicit and divides them, and its other axes are not sharded.
+
+  Args:
+    compute: the computation on automatic axes.
+    arrays: a tree of its arguments, of JAX's or NumPy's arrays.
+    batch: the argument whose leading axes are those of the tokens: integers have no other axes,
+      floating-point vectors have one more. None: no result has tokens.
     vocab: size of the vocabulary, or None.
     vocab_axis: mesh axis over which the vocabulary is sharded, or None.
   """
-
-  batch: Array | None
-  vocab: int | None
-  vocab_axis: str | None
-
-
-def on_any_axes(compute: Callable[[Any], Any], arrays: Any, results: Results) -> Any:
-  """`compute(arrays)`, with the explicit axes of the mesh in context made automatic.
-
-  Tokens of a result are sharded as those of `results.batch`, its axis of V elements over
-  `results.vocab_axis`, if that is explicit and divides V, and its other axes are not sharded.
-  """
   if AxisType.Explicit not in axis_types().values():
     return compute(arrays)
+
   # An array that was made without a mesh gets a type here, or its cotangent would have automatic
-  # axes, which some operations that it passes outside of `compute` refuse.
-  is_untyped = lambda x: isinstance(x, jax.Array) and jax.typeof(x).sharding.mesh.empty
-  arrays = jax.tree.map(lambda x: reshard(x, P()) if is_untyped(x) else x, arrays)
+  # axes, which some operations that it passes outside of `compute` refuse. NumPy's have none.
+  def typed(x):
+    x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+    is_untyped = isinstance(x, jax.Array) and jax.typeof(x).sharding.mesh.empty
+    return reshard(x, P()) if is_untyped else x
+
+  arrays, batch = jax.tree.map(typed, (arrays, batch))
   before = _OUTSIDE.set(jax.sharding.get_abstract_mesh())
   try:
     with use_abstract_mesh(_automatic_mesh()):
       found = compute(automatic(arrays))
   finally:
     _OUTSIDE.reset(before)
-  typed = lambda x: reshard(x, _spec(x.shape, results)) if isinstance(x, jax.Array) else x
-  return jax.tree.map(typed, found)
+  spec = functools.partial(_spec, batch=batch, vocab=vocab, vocab_axis=vocab_axis)
+  place = lambda x: reshard(x, spec(x.shape)) if isinstance(x, jax.Array) else x
+  return jax.tree.map(place, found)
 
 
 def automatic(tree: Any) -> Any:
@@ -182,23 +206,23 @@ def automatic(tree: Any) -> Any:
   return jax.tree.map(lambda x: cast(x) if isinstance(x, jax.Array) else x, tree)
 
 
-def for_any_axes(batch: str) -> Callable[[Callable], Callable]:
+def for_any_axes(batch: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
   """A decorator of functions of arrays; the argument `batch` has their tokens.
 
   The function gets the arrays that variables, such as an `nnx.Param`, hold.
   """
 
-  def decorate(function):
+  def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def wrapped(*args, **kwargs):
-      args = [value_of(x) for x in args]
-      kwargs = {name: value_of(x) for name, x in kwargs.items()}
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+      values = [value_of(x) for x in args]
+      named = {name: value_of(x) for name, x in kwargs.items()}
       if AxisType.Explicit not in axis_types().values():
-        return function(*args, **kwargs)
-      given = signature.bind(*args, **kwargs).arguments
-      return on_any_axes(lambda given: function(**given), given, Results(given[batch], None, None))
+        return function(*values, **named)
+      given = signature.bind(*values, **named).arguments
+      return on_any_axes(lambda given: function(**given), given, given[batch])
 
     return wrapped
 
@@ -226,27 +250,23 @@ def _automatic_mesh():
   return mesh.update(axis_types=tuple(automatic(kind) for kind in mesh.axis_types))
 
 
-def _spec(shape, results):
+def _spec(shape, batch, vocab, vocab_axis):
   """The PartitionSpec of a result."""
-  batch, spec = (), ()
-  if results.batch is not None:
+  tokens, spec = (), ()
+  if batch is not None:
     # Vectors have one axis more than their tokens.
-    tokens = results.batch.ndim - jnp.issubdtype(results.batch.dtype, jnp.floating)
-    batch = results.batch.shape[:tokens]
-    spec = (*jax.typeof(results.batch).sharding.spec, *[None] * tokens)[:tokens]
+    count = batch.ndim - jnp.issubdtype(batch.dtype, jnp.floating)
+    tokens = batch.shape[:count]
+    spec = (*jax.typeof(batch).sharding.spec, *[None] * count)[:count]
   # A result without the tokens' axes, such as a table or a scalar, is sharded by its V alone.
-  if shape[: len(batch)] != batch:
-    batch, spec = (), ()
-  rest = [None] * (len(shape) - len(batch))
-  axis = results.vocab_axis
-  is_free = axis_types().get(axis) == AxisType.Explicit and axis not in _names(spec)
-  if is_free and results.vocab in shape[len(batch) :] and results.vocab % axis_size(axis) == 0:
-    rest[shape[len(batch) :].index(results.vocab)] = axis
+  if shape[: len(tokens)] != tokens:
+    tokens, spec = (), ()
+  rest = [None] * (len(shape) - len(tokens))
+  used = [name for part in spec for name in (part if isinstance(part, tuple) else (part,))]
+  is_free = axis_types().get(vocab_axis) == AxisType.Explicit and vocab_axis not in used
+  if is_free and vocab in shape[len(tokens) :] and vocab % axis_size(vocab_axis) == 0:
+    rest[shape[len(tokens) :].index(vocab)] = vocab_axis
   return P(*spec, *rest)
-
-
-def _names(spec):
-  return [name for part in spec for name in (part if isinstance(part, tuple) else (part,))]
 
 
 def bias_of_padding(bias: Array | None, rows: int, axis: str | None) -> Array | None:
@@ -323,14 +343,20 @@ def varying(tree: Any, *axes: str) -> Any:
 
   Inside of a `shard_map` the carry of a loop must have its type from the start, so it has to vary
   before it meets arrays that do. The transpose of the cast is a psum: the gradient of an operand
-  that was equal on all devices becomes the sum over them.
+  that was equal on all devices becomes the sum over them, which is taken in float32 or wider.
   """
   leaves = jax.tree.leaves(tree)
   union = frozenset(axes).union(*(varies_over(jax.typeof(leaf)) for leaf in leaves))
 
   def mark(leaf):
     missing = tuple(sorted(union - varies_over(jax.typeof(leaf))))
-    return lax.pcast(leaf, missing, to="varying") if missing else leaf
+    if not missing:
+      return leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      return lax.pcast(leaf, missing, to="varying")
+    # XLA aborts on a bfloat16 sum over a manual axis of a CPU, and small terms would be lost.
+    wide = leaf.astype(summed_dtype(leaf.dtype))
+    return lax.pcast(wide, missing, to="varying").astype(leaf.dtype)
 
   return jax.tree.map(mark, tree)
 
@@ -392,10 +418,10 @@ def sharded_lookup(
     return gather(table, index).astype(dtype)
   local = index - first_row(axis, table.shape[0])
   is_local = (local >= 0) & (local < table.shape[0])
-  rows = gather(table, jnp.where(is_local, local, 0)).astype(dtype)
+  rows = gather(table, jnp.where(is_local, local, 0)).astype(summed_dtype(dtype))
   is_local = is_local.reshape(*is_local.shape, *[1] * (rows.ndim - is_local.ndim))
   # Exactly one device holds each row, so the sum is that row.
-  return lax.psum(jnp.where(is_local, rows, jnp.zeros_like(rows)), axis)
+  return lax.psum(jnp.where(is_local, rows, jnp.zeros_like(rows)), axis).astype(dtype)
 
 
 def common_shift(x: Array, axis: str) -> Array:
@@ -424,5 +450,7 @@ def own_part(array: Array, rows: int, axis: str | None) -> Array:
 def gathered(array: Array, axis: str) -> Array:
   """The arrays [...] of all devices, stacked on each as [devices of the axis, ...]."""
   # A psum of disjoint parts: JAX knows its result to be equal on all devices, unlike `all_gather`.
-  everywhere = jnp.zeros((axis_size(axis), *array.shape), array.dtype)
-  return lax.psum(everywhere.at[lax.axis_index(axis)].set(array), axis)
+  wide = array.astype(summed_dtype(array.dtype))
+  everywhere = jnp.zeros((axis_size(axis), *array.shape), wide.dtype)
+  own = everywhere.at[lax.axis_index(axis)].set(wide)
+  return lax.psum(own, axis).astype(array.dtype)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 
@@ -22,11 +23,13 @@ def check_arrays(**arrays: Any) -> None:
 
 
 def value_of(array: Any) -> Any:
-  """The array of a variable, such as an `nnx.Param`, or the array itself.
+  """The array of JAX of a variable, such as an `nnx.Param`, or of a NumPy array.
 
-  Inside of `nnx.grad` JAX does not trace the variable, only the array that it holds.
+  Inside of `nnx.grad` JAX does not trace the variable, only the array that it holds. Anything else
+  is returned as it is.
   """
-  return jnp.asarray(array) if hasattr(array, "__jax_array__") else array
+  is_other = isinstance(array, np.ndarray) or hasattr(array, "__jax_array__")
+  return jnp.asarray(array) if is_other else array
 
 
 def check_numbers(**options: Any) -> None:
@@ -142,10 +145,7 @@ def in_vocabulary(
   return valid, jnp.where(valid, tokens, 0).astype(jnp.int32)
 
 
-def mean_in_vocabulary(
-  numbers: Float[Array, "*B"], tokens: Integer[Array, "*B"], vocab: int
-) -> Float[Array, ""]:
-  """Mean of the numbers of the tokens in [0, vocab); 0 if there are none."""
-  valid, _ = in_vocabulary(tokens, vocab)
-  total = jnp.where(valid, numbers, 0.0).astype(jnp.float32).sum()
-  return total / jnp.maximum(valid.sum(), 1)
+def mean_over(numbers: Float[Array, "*B"], counted: Bool[Array, "*B"]) -> Float[Array, ""]:
+  """Mean of the numbers of the tokens that are counted; 0 if there are none."""
+  total = jnp.where(counted, numbers, 0.0).astype(jnp.float32).sum()
+  return total / jnp.maximum(counted.sum(), 1)

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax.numpy as jnp
 from jax import lax
@@ -121,6 +121,7 @@ class Quantizer(Layer):
   def values(self) -> Float[Array, "Q K C"]:
     """The vectors that codes choose from; Q is 1 where `shared`, otherwise M."""
 
+  @final
   def __call__(
     self,
     vectors: Float[Array, "*B D"],
@@ -130,6 +131,7 @@ class Quantizer(Layer):
     """The quantised vectors; what the mask excludes contributes to no statistic."""
     return self.quantized(vectors, train, mask).vectors
 
+  @final
   def quantized(
     self,
     vectors: Float[Array, "*B D"],
@@ -147,6 +149,11 @@ class Quantizer(Layer):
       raise ValueError(
         f"`mask` must have shape {lead}; got {mask.shape}. Give one boolean for each vector."
       )
+    compute = lambda vectors, mask: self._quantized(vectors, train, mask)
+    return self._computed(compute, vectors, vectors, mask)
+
+  def _quantized(self, vectors, train, mask):
+    lead = vectors.shape[:-1]
     flat = vectors.reshape(math.prod(lead), self.dim)
     weight = None if mask is None else mask.reshape(math.prod(lead))
     # Masked vectors may be nan, which must reach neither a sum nor a gradient.
@@ -185,22 +192,35 @@ class Quantizer(Layer):
     width = self.dim if self.additive else self.dim // self.subspaces
     return 2 * self.subspaces * self.codes * width
 
+  @final
   def encode(self, vectors: Float[Array, "*B D"]) -> Int[Array, "*B M"]:
     """The codes of vectors, computed as outside training."""
-    lead = vectors.shape[:-1]
-    query = self._queries(vectors.reshape(math.prod(lead), self.dim))
-    codes = self._over_responses(largest, query, False, None)
-    return codes.reshape(*lead, self.subspaces)
 
+    def codes(vectors):
+      lead = vectors.shape[:-1]
+      query = self._queries(vectors.reshape(math.prod(lead), self.dim))
+      found = self._over_responses(largest, query, False, None)
+      return found.reshape(*lead, self.subspaces)
+
+    return self._computed(codes, vectors, vectors)
+
+  @final
   def decode(self, codes: Int[Array, "*B M"]) -> Float[Array, "*B D"]:
     """The vectors of codes, in `param_dtype`."""
-    return product.compose(codes, self.values(), self.additive)
+    compose = lambda codes: product.compose(codes, self.values(), self.additive)
+    # The leading axes of one subspace's codes are those of the vectors.
+    return self._computed(compose, codes[..., 0], codes)
 
+  @final
   def responses(self, vectors: Float[Array, "*B D"]) -> Float[Array, "*B M K"]:
     """The score of each code for a vector, normalised as outside training."""
-    query = self._queries(vectors.reshape(-1, self.dim))
-    response = self._normalizer(query, False, None)(self._comparison()(query))
-    return response.reshape(*vectors.shape[:-1], *response.shape[1:])
+
+    def scores(vectors):
+      query = self._queries(vectors.reshape(-1, self.dim))
+      response = self._normalizer(query, False, None)(self._comparison()(query))
+      return response.reshape(*vectors.shape[:-1], *response.shape[1:])
+
+    return self._computed(scores, vectors, vectors)
 
   @abc.abstractmethod
   def _comparison(self) -> Callable[[Array], Array]:

@@ -10,8 +10,7 @@ import numpy as np
 from flax import linen as nn
 
 from experiments.studies.measure import held_out_scores
-from vqjax import compression
-from vqjax.checkpoints import table_file
+from vqjax import tables
 from vqjax.convert import part_of, with_part
 from vqjax.heads import QuantizedHead
 from vqjax.lab.config import Experiment
@@ -19,7 +18,8 @@ from vqjax.lab.conversion import Distilled
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.run import EncodedText, load_text
 from vqjax.lab.training.step import carried
-from vqjax.models import LanguageModel
+from vqjax.lm.models import LanguageModel
+from vqjax.tables import container
 
 
 class Table(NamedTuple):
@@ -34,7 +34,7 @@ class Table(NamedTuple):
 
   model: LanguageModel
   variables: Mapping[str, Any]
-  moments: compression.Moments
+  moments: tables.Moments
   size: int
 
   @property
@@ -90,7 +90,7 @@ class InFile:
   """
 
   within: float = 0.002
-  version: int = dataclasses.field(default=table_file.VERSION, init=False)
+  version: int = dataclasses.field(default=container.VERSION, init=False)
 
   def __call__(self, table: Table) -> tuple[nn.Module, dict, int]:
     """The model with the rows that the file has; see `Method`."""
@@ -98,8 +98,8 @@ class InFile:
     vocab, dim = weight.shape
     step, best = 0.1, None
     for _ in range(12):
-      quantized = compression.quantize(weight, table.moments, step)
-      used = sum(part.nbytes for part in table_file.encode(quantized).values()) + 2 * vocab
+      quantized = tables.quantize(weight, table.moments, step)
+      used = sum(part.nbytes for part in container.encode(quantized).values()) + 2 * vocab
       if used <= size and (best is None or used > best[1]):
         best = quantized, used
         if used >= (1 - self.within) * size:
@@ -129,8 +129,8 @@ class InMemory:
     vocab, dim = table.weight.shape
     # Tokens that are not in the order of their counts have ranks of 2 bytes.
     ranks = 0 if (np.diff(table.moments.counts) <= 0).all() else 2 * vocab
-    units = compression.units_of(table.size, vocab, dim, self.classes, 2 * vocab + ranks)
-    packed = compression.pack(table.weight, table.moments, units, classes=self.classes)
+    units = tables.units_of(table.size, vocab, dim, self.classes, 2 * vocab + ranks)
+    packed = tables.pack(table.weight, table.moments, units, classes=self.classes)
     embedding, rows = packed.embedding()
     rows["params"] = jax.tree.map(half, rows["params"])
     used = embedding.clone(param_dtype=jnp.float16).size().state_bytes + 2 * vocab
@@ -140,9 +140,7 @@ class InMemory:
     return *table.replaced(rows, head, embedding), used
 
 
-def moments_of(
-  model: nn.Module, variables: Mapping[str, Any], text: EncodedText
-) -> compression.Moments:
+def moments_of(model: nn.Module, variables: Mapping[str, Any], text: EncodedText) -> tables.Moments:
   """Moments of the training split: of its first hidden states, and counts of all of it.
 
   For a tied table also those of its input vectors, of a part of these batches.
@@ -189,7 +187,7 @@ def moments_of(
       break
   counts = np.bincount(np.asarray(split.tokens), minlength=model.head.vocab)
   of_inputs = inputs.value if is_tied else None
-  return compression.Moments(hidden.value, counts, hidden.count, of_inputs)
+  return tables.Moments(hidden.value, counts, hidden.count, of_inputs)
 
 
 class _Mean:

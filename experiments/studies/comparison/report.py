@@ -16,8 +16,9 @@ from experiments.studies import page
 from experiments.studies.comparison.rows import SCALES, Row, Setting, deployed, rows
 from experiments.studies.page import DOCS, Results, Spread
 from experiments.studies.tuning import ROUNDS
-from vqjax.lab.report import SERIES, units
-from vqjax.lab.report.plots import blank, byte_axis, label_points
+from vqjax.lab.report import units
+from vqjax.lab.report.plots import byte_axis, label_points
+from vqjax.lm.pages import SERIES, blank
 
 EQUIVALENCE = 1.0
 """Per cent of perplexity within which two heads count as equal."""

@@ -15,6 +15,7 @@ from flax import linen as nn
 
 from experiments.studies.comparison.compressed import InFile, InMemory, Method
 from experiments.studies.comparison.manuals import Manuals
+from experiments.studies.lstm import LSTM, SymmetricUniform
 from experiments.studies.tuning import SearchSpace, stretched
 from vqjax import DenseEmbedding, Embedding, Head, assign, convert, heads
 from vqjax.assign import trees
@@ -33,9 +34,8 @@ from vqjax.lab.data import (
   Windows,
   WordTokenizer,
 )
-from vqjax.lab.models import LSTM, SymmetricUniform
 from vqjax.lab.training import SGD
-from vqjax.models import LanguageModel, Transformer
+from vqjax.lm.models import LanguageModel, Transformer
 
 V = FROM_TOKENIZER
 

@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.studies.dpq import report
+from experiments.studies.dpq.models import EncoderDecoder
 from experiments.studies.dpq.rows import Row, full, rows
 from experiments.studies.dpq.settings import HEADLINE, SCALES, Setting
+from experiments.studies.dpq.translation import bleu
 from experiments.studies.measure import held_out_scores, single_tokens
 from experiments.studies.study import Job, Study, derived, trained
 from vqjax import DPQEmbedding, Embedding
@@ -30,10 +32,8 @@ from vqjax.convert import part_of, squared_error, with_part
 from vqjax.lab import conversion, exits
 from vqjax.lab.config import Experiment, with_vocab
 from vqjax.lab.data import Encoder, fit_encoder
-from vqjax.lab.models import EncoderDecoder
 from vqjax.lab.training import FromPart, read_variables, saved_steps
 from vqjax.lab.training.run import load_text
-from vqjax.lab.translation import bleu
 from vqjax.ops import quantize
 
 FAMILIES = (

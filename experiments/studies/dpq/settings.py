@@ -15,15 +15,12 @@ from configs.dpq import translation as translated
 from configs.dpq.lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, LSTMSize, language_model
 from configs.dpq.lstm import WORDS as LSTM_WORDS
 from configs.dpq.text import ADAM, BEGIN, DIM, classifier
+from experiments.studies.dpq.data import AGNews, DBpedia, LabelledSource, LabelledTFDS, Mirrored
+from experiments.studies.lstm import SymmetricUniform
 from vqjax import Embedding
 from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import (
   TFDS,
-  AGNews,
-  DBpedia,
-  LabelledSource,
-  LabelledTFDS,
-  Mirrored,
   PennTreebank,
   SentencePieceTokenizer,
   Source,
@@ -31,7 +28,6 @@ from vqjax.lab.data import (
   WikiText,
   WordTokenizer,
 )
-from vqjax.lab.models import SymmetricUniform
 
 HEADLINE = "full", "sx", "vq"
 """The main rows, which are trained with all seeds of a setting."""

@@ -18,10 +18,11 @@ import numpy as np
 from configs.grouped.lm import EPOCH, GPT2, WINDOW, HeadOf, dense, grouped, language_model
 from configs.grouped.shapes import CPU as CPU_PICTURES
 from configs.grouped.shapes import REDUCED, shapes_run
+from experiments.studies.grouped.shapes import Grid
 from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import BPETokenizer, Encoder, Grid, Stories, Text, Tokenizer
+from vqjax.lab.data import BPETokenizer, Encoder, Stories, Text, Tokenizer
 from vqjax.lab.data.tokenizers import Documents
 from vqjax.lab.training import FromRun
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from configs.grouped.shapes import dense, grouped
 from experiments.studies.grouped import report
+from experiments.studies.grouped.judge import Judge
 from experiments.studies.grouped.rows import (
   PICTURES,
   RUNS,
@@ -37,14 +38,13 @@ from experiments.studies.grouped.rows import (
   Setting,
   rows,
 )
+from experiments.studies.grouped.sheet import save_sheet
+from experiments.studies.grouped.stories import graded
 from experiments.studies.measure import held_out_scores
 from experiments.studies.study import Job, Study, derived, trained
 from vqjax import GroupedHead, Head
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment, config_hash
-from vqjax.lab.judge import Judge
-from vqjax.lab.report.sheet import save_sheet
-from vqjax.lab.stories import graded
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run import load_text, read_metrics

@@ -17,8 +17,9 @@ from experiments.studies.page import DOCS, Results, Spread
 from experiments.studies.vq_logits.rows import Row, paper_rows, rows
 from experiments.studies.vq_logits.settings import SCALES, Setting
 from vqjax import CodebookHead, LearnedCodebookHead, LearnedProductHead, ProductHead
-from vqjax.lab.report import INK, SERIES, units
-from vqjax.lab.report.plots import blank, byte_axis, label_points
+from vqjax.lab.report import units
+from vqjax.lab.report.plots import byte_axis, label_points
+from vqjax.lm.pages import INK, SERIES, blank
 
 CLUSTERED = "wikitext/vq-1024"
 """The run whose codes Table 8 shows."""

@@ -25,7 +25,7 @@ from vqjax.lab.data import (
   Windows,
   WordTokenizer,
 )
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 INPUTS = nn.initializers.normal(0.02)
 """Initialiser of the input embeddings of untied rows."""

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from vqjax import CodebookHead, checkpoints
-from vqjax.checkpoints.families import decoder_of
+from vqjax import CodebookHead
+from vqjax.commands import inspect
 from vqjax.convert import KMeans, ToCodebook
-from vqjax.lab.commands import inspect
 from vqjax.lab.config import Experiment, Train, config_hash
 from vqjax.lab.conversion import Checkpoint
 from vqjax.lab.data import CheckpointTokenizer, Text, Windows
 from vqjax.lab.training import fit
 from vqjax.lab.training.run import load_text
+from vqjax.lm import checkpoints
+from vqjax.lm.checkpoints.families import decoder_of
 from vqjax.sharding import MeshShape
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `lab` is not installed")

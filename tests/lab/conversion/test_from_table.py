@@ -30,7 +30,7 @@ from vqjax.lab.config import Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.lab.training import fit, read_variables
 from vqjax.lab.training.run import load_text
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 D = 8
 

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from vqjax.lab import records
 from vqjax.lab.data import BPETokenizer, Text, WordTokenizer, cache, encode_split, fit_encoder
+from vqjax.lm import records
 
 
 @pytest.fixture
@@ -58,41 +58,54 @@ def test_tokens_take_two_bytes_where_they_fit(source, vocab, dtype):
   assert split.tokens[1] == vocab - 1
 
 
-def test_text_is_encoded_once(source):
+def test_text_is_encoded_once_and_again_when_it_has_changed(source, tmp_path):
   encoder = Wide()
-  encode_split(source, encoder, "train")
+  before = np.array(encode_split(source, encoder, "train").tokens)
   calls = encoder.calls
   encode_split(source, encoder, "train")
   assert encoder.calls == calls > 0
-
-
-def test_changed_text_is_encoded_again(source, tmp_path):
-  before = encode_split(source, Wide(), "train").tokens.copy()
   (tmp_path / "text.txt").write_text("\n\n".join(f"other {i}" for i in range(200)))
   assert len(encode_split(source, Wide(), "train").tokens) != len(before)
 
 
-@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
-def test_a_truncated_cache_is_built_again(source, left):
-  expected = np.array(encode_split(source, Wide(), "train").tokens)
-  with only_file().open("r+b") as file:
-    file.truncate(128 + int(left * 4 * len(expected)))  # NumPy's header has 128 bytes
-  assert np.array_equal(encode_split(source, Wide(), "train").tokens, expected)
+def flipped(at):
+  return lambda content: content[:at] + bytes([content[at] ^ 4]) + content[at:][1:]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 500])
-@pytest.mark.parametrize("kind", ["npy", "json"])
-def test_a_file_that_is_not_a_cache_is_replaced(source, kind, content):
-  expected = np.array(encode_split(source, Wide(), "train").tokens)
-  only_file(kind).write_bytes(content)
-  assert np.array_equal(encode_split(source, Wide(), "train").tokens, expected)
+# NumPy's header has 128 bytes.
+DAMAGE = {
+  **{f"{n} bytes": ("npy", lambda content, n=n: content[:n]) for n in (0, 128, 500, -1)},
+  **{f"bit of byte {at}": ("npy", flipped(at)) for at in (3, 60, 127, 128, 129, -1)},
+  "another file": ("npy", lambda content: b"\0" * 500),
+  **{f"record {x[:9]}": ("json", lambda content, x=x: x) for x in (b"", b"{}", b"\0" * 500)},
+  "another size": ("json", lambda content: content.replace(b'"documents": 9', b'"documents": 8')),
+  "another version": ("json", lambda _: records.dumps({"tokens": 9}).encode()),
+  "another sealed version": (
+    "json",
+    lambda _: records.dumps(records.sealed({"tokens": 9})).encode(),
+  ),
+}
 
 
-def test_a_damaged_encoder_is_fitted_again(source):
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_split_is_built_again_with_a_warning(source, damage):
+  kind, change = DAMAGE[damage]
+  expected = encode_split(source, Wide(), "train")
+  tokens, path = np.array(expected.tokens), only_file(kind)
+  path.write_bytes(change(path.read_bytes()))
+  with pytest.warns(UserWarning, match=r"is made again: "):
+    again = encode_split(source, Wide(), "train")
+  assert np.array_equal(again.tokens, tokens)
+  assert again.documents == expected.documents > 89
+
+
+def test_a_damaged_encoder_is_fitted_again_with_a_warning(source):
   expected = fit_encoder(source, WordTokenizer()).fingerprint()
   path = only_file("encoder.json")
-  path.write_bytes(path.read_bytes()[:-9])
-  assert fit_encoder(source, WordTokenizer()).fingerprint() == expected
+  for change in (lambda text: text[:-9], lambda text: text.replace("document", "dokument", 1)):
+    path.write_text(change(path.read_text()))
+    with pytest.warns(UserWarning, match=r"encoder.json is made again: "):
+      assert fit_encoder(source, WordTokenizer()).fingerprint() == expected
 
 
 def test_an_encoder_from_the_cache_is_the_fitted_one(source):
@@ -139,40 +152,3 @@ def test_a_cache_that_cannot_be_written_names_the_remedy(source, tmp_path, monke
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "text.txt" / "cache"))
   with pytest.raises(OSError, match=r"cannot write the token cache.*set VQJAX_CACHE"):
     encode_split(source, Wide(), "train")
-
-
-@pytest.mark.parametrize("at", [3, 60, 127, 128, 129, -1])
-def test_a_flipped_bit_of_the_tokens_is_built_again_with_a_warning(source, at):
-  expected = np.array(encode_split(source, Wide(), "train").tokens)
-  content = bytearray(only_file().read_bytes())
-  content[at] ^= 4
-  only_file().write_bytes(content)
-  with pytest.warns(UserWarning, match=r"the cache .* is made again: .* checksum"):
-    again = encode_split(source, Wide(), "train").tokens
-  assert np.array_equal(again, expected)
-
-
-def test_a_changed_size_of_a_split_is_built_again_with_a_warning(source):
-  encode_split(source, Wide(), "train")
-  path = only_file("json")
-  path.write_text(path.read_text().replace('"documents": 9', '"documents": 8'))
-  with pytest.warns(UserWarning, match=r"json is damaged: its checksum"):
-    assert encode_split(source, Wide(), "train").documents > 89
-
-
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_split_of_another_version_is_built_again_with_a_warning(source, is_sealed):
-  expected = encode_split(source, Wide(), "train")
-  path = only_file("json")
-  old = {"tokens": 9}
-  path.write_text(records.dumps(records.sealed(old) if is_sealed else old))
-  with pytest.warns(UserWarning, match=r"made again: .* of another version of vqjax"):
-    assert encode_split(source, Wide(), "train").documents == expected.documents
-
-
-def test_an_encoder_with_another_word_is_fitted_again_with_a_warning(source):
-  expected = fit_encoder(source, WordTokenizer()).fingerprint()
-  path = only_file("encoder.json")
-  path.write_text(path.read_text().replace("document", "dokument", 1))
-  with pytest.warns(UserWarning, match=r"encoder.json is made again: .* checksum"):
-    assert fit_encoder(source, WordTokenizer()).fingerprint() == expected

@@ -20,37 +20,19 @@ def words_of(encoder):
   return [encoder.decode([i]) for i in range(encoder.vocab)]
 
 
-def test_words_are_numbered_by_frequency_then_alphabet():
+def test_words_are_numbered_by_frequency_then_alphabet_and_the_rest_is_unknown():
   # the 2, <eos> 3; the others once, in the order of their characters; <unk> never.
-  assert words_of(fit(WordTokenizer())) == [
-    "\n",
-    "the",
-    ",",
-    ".",
-    "The",
-    "cat",
-    "dog",
-    "end",
-    "<unk>",
-  ]
-
-
-def test_a_limit_keeps_the_frequent_words_and_counts_the_rest_as_unknown():
+  words = ["\n", "the", ",", ".", "The", "cat", "dog", "end", "<unk>"]
+  assert words_of(fit(WordTokenizer())) == words
+  assert words_of(fit(WordTokenizer(min_count=2))) == ["<unk>", "\n", "the"]
   encoder = fit(WordTokenizer(vocab=3))
   assert words_of(encoder) == ["<unk>", "\n", "the"]
   assert encoder.encode("the bird").tolist() == [2, 0, 1]
 
 
-def test_rare_words_are_unknown():
-  assert words_of(fit(WordTokenizer(min_count=2))) == ["<unk>", "\n", "the"]
-
-
-def test_lowercase_folds():
+def test_words_may_be_folded_and_prepared_words_are_split_at_blanks_only():
   encoder = fit(WordTokenizer(lowercase=True))
   assert encoder.encode("THE").tolist() == encoder.encode("the").tolist()
-
-
-def test_prepared_words_are_split_at_blanks_only():
   encoder = fit(WordTokenizer(split=False), ["n't <unk> u.s. N"])
   assert sorted(words_of(encoder)) == sorted(["n't", "<unk>", "u.s.", "N", "\n"])
 
@@ -64,15 +46,12 @@ def test_every_document_ends_with_eos():
       assert np.count_nonzero(tokens == encoder.eos) == 1
 
 
-def test_words_come_back_with_a_space_between():
+def test_words_come_back_with_a_space_between_and_bytes_exactly():
   encoder = fit(WordTokenizer())
   assert encoder.decode(encoder.encode(DOCUMENTS[0])[:-1]) == "The cat , the dog ."
-
-
-@pytest.mark.parametrize("text", ["", " two  spaces\n", "naïve 東京 🙂", "a\u0000b\u2028c"])
-def test_bytes_come_back_exactly(text):
   encoder = fit(BPETokenizer(vocab=300), [*DOCUMENTS * 9, "naïve"])
-  assert encoder.decode(encoder.encode(text)[:-1]) == text
+  for text in ("", " two  spaces\n", "naïve 東京 🙂", "a\u0000b\u2028c"):
+    assert encoder.decode(encoder.encode(text)[:-1]) == text
 
 
 def test_trained_bpe_has_the_requested_size():
@@ -94,32 +73,22 @@ def test_training_bpe_is_the_same_in_every_process():
   assert len(runs) == 1
 
 
-@pytest.mark.parametrize("tokenizer", [WordTokenizer(), BPETokenizer(vocab=270)])
-def test_an_encoder_is_rebuilt_from_its_state(tokenizer):
-  encoder = fit(tokenizer)
-  again = tokenizer.load(encoder.state())
-  assert again.fingerprint() == encoder.fingerprint()
-  assert again.encode("the cat 東").tolist() == encoder.encode("the cat 東").tolist()
-
-
-def test_other_training_text_gives_another_fingerprint():
-  for tokenizer in (WordTokenizer(), BPETokenizer(vocab=300)):
+def test_an_encoder_is_rebuilt_from_its_state_and_other_text_has_another_fingerprint():
+  for tokenizer in (WordTokenizer(), BPETokenizer(vocab=270)):
+    encoder = fit(tokenizer)
+    again = tokenizer.load(encoder.state())
+    assert again.fingerprint() == encoder.fingerprint()
+    assert again.encode("the cat 東").tolist() == encoder.encode("the cat 東").tolist()
     other = fit(tokenizer, ["entirely different words", "entirely different"] * 9)
-    assert fit(tokenizer).fingerprint() != other.fingerprint()
+    assert other.fingerprint() != encoder.fingerprint()
 
 
-@pytest.mark.parametrize("vocab", [-1, 1, 2])
-def test_a_word_vocabulary_without_room_is_refused(vocab):
-  with pytest.raises(ValueError, match=rf"tokenizer\.vocab` must be .*at least 3; got {vocab}"):
-    WordTokenizer(vocab=vocab)
-
-
-def test_a_bpe_vocabulary_below_the_bytes_is_refused():
+def test_a_vocabulary_without_room_and_missing_files_are_refused(tmp_path):
+  for vocab in (-1, 1, 2):
+    with pytest.raises(ValueError, match=rf"tokenizer\.vocab` must be .*at least 3; got {vocab}"):
+      WordTokenizer(vocab=vocab)
   with pytest.raises(ValueError, match=r"vocab` must be at least 257 .* got 256"):
     fit(BPETokenizer(vocab=256))
-
-
-def test_missing_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"without vocab\.json"):
     fit(BPETokenizer(folder=str(tmp_path)))
 

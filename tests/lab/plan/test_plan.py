@@ -10,7 +10,7 @@ import pytest
 
 from configs.base import language_model
 from vqjax import DenseHead
-from vqjax.lab.commands import plan as command
+from vqjax.commands import plan as command
 from vqjax.lab.plan import chips, compiling, plan
 from vqjax.lab.plan.collectives import Collective
 from vqjax.lab.training.program import Program

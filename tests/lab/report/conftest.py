@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests import tiny
-from vqjax.lab import records
+from vqjax.lm import records
 
 
 def quality(perplexity: float) -> dict:

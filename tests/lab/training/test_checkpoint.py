@@ -12,20 +12,19 @@ import numpy as np
 import optax
 import pytest
 
-from vqjax.lab import records
 from vqjax.lab.config import config_hash, describe
 from vqjax.lab.training import fit
 from vqjax.lab.training.checkpoint import (
   Checkpoints,
   FromPart,
   FromRun,
-  disk_error,
   read_variables,
   saved_steps,
 )
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.run import load_text
 from vqjax.lab.training.step import TrainState
+from vqjax.lm import records
 from vqjax.sharding import MeshShape, make_mesh
 
 
@@ -263,7 +262,7 @@ def test_the_next_step_may_overwrite_the_state_while_it_is_saved(tmp_path):
   ],
 )
 def test_disk_errors_name_the_remedy_and_the_last_good_checkpoint(error, message):
-  explained = disk_error(error, pathlib.Path("runs/x"), last_good=20)
+  explained = records.disk_error(error, pathlib.Path("runs/x"), last_good=20)
   assert isinstance(explained, OSError)
   assert message in str(explained)
   assert "Checkpoint 20 is complete and kept" in str(explained)
@@ -271,7 +270,7 @@ def test_disk_errors_name_the_remedy_and_the_last_good_checkpoint(error, message
 
 def test_other_errors_are_returned_unchanged():
   error = ValueError("something else")
-  assert disk_error(error, pathlib.Path("x")) is error
+  assert records.disk_error(error, pathlib.Path("x")) is error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ CONFIG = '''
 from vqjax import DenseEmbedding, GroupedHead
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 
 def experiment():
@@ -49,7 +49,7 @@ def command(tmp_path_factory):
   config.write_text(CONFIG)
 
   def start(run, *overrides):
-    call = [sys.executable, "-m", "experiments.train", str(config), f"data.path={text}"]
+    call = [sys.executable, "-m", "vqjax.cli", "train", str(config), f"data.path={text}"]
     call += ["data.valid_fraction=0.2", "data.test_fraction=0.2", *overrides, "--run", str(run)]
     env = os.environ | {"VQJAX_CACHE": str(root / "cache")}
     pipe = subprocess.PIPE

@@ -9,7 +9,7 @@ import pytest
 
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.training import evaluate, make_scorer
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 
 @pytest.mark.slow

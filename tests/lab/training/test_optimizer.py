@@ -16,7 +16,7 @@ from vqjax.lab.training import SGD, SM3, fit, init_state, learning_rate, make_st
 from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.optimizer import combine, decayed, partition, trainable_mask
 from vqjax.lab.training.program import Program, keys
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 PARAMS = {"head": {"codebook": 1, "token_bias": 2}, "headline": 3, "blocks": {"mlp": {"kernel": 4}}}

@@ -35,7 +35,7 @@ import jax
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 
 
 class Recorder:
@@ -90,7 +90,7 @@ class Launcher:
       "JAX_PLATFORMS": "cpu",
       "RECORD": str(self.folder / f"{run}.rows"),
     }
-    call = [sys.executable, "-m", "experiments.train", str(self.folder / "processes.py")]
+    call = [sys.executable, "-m", "vqjax.cli", "train", str(self.folder / "processes.py")]
     call += [f"data.path={self.text}", "--run", str(self.folder / run), *arguments]
     if processes > 1:
       call += ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(processes)]

@@ -27,7 +27,7 @@ from vqjax.lab.training import (
 from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.step import checksum
-from vqjax.models import Transformer
+from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 
 

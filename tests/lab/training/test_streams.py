@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.studies.lstm import LSTM
 from tests import tiny
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.data import Streams
-from vqjax.lab.models import LSTM
 from vqjax.lab.training import SGD, fit, read_variables
 from vqjax.lab.training.program import Program
 from vqjax.sharding import MeshShape, make_mesh

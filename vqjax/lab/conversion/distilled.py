@@ -15,9 +15,10 @@ from vqjax.heads import Head
 from vqjax.lab.conversion.starts import dense_rows
 from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
 from vqjax.lab.training.run import EncodedText
-from vqjax.models import LanguageModel
+from vqjax.lm.models import LanguageModel
 from vqjax.ops.distillation import SoftTargetLoss, block_soft_target_loss, linear_soft_target_loss
-from vqjax.ops.vocabulary import mean_in_vocabulary
+from vqjax.ops.scores import ScoreOptions
+from vqjax.ops.vocabulary import in_vocabulary, mean_over
 
 
 class Distilled(nn.Module):
@@ -97,16 +98,14 @@ class Distilled(nn.Module):
     log_prob, of_head = self.student.head_terms(hidden, targets)
     teacher_hidden = jax.lax.stop_gradient(self.teacher.hidden(tokens))
     soft = self._soft_target_loss(hidden, teacher_hidden)
-    kl = mean_in_vocabulary(soft.kl, targets, self.student.head.vocab)
+    known, _ = in_vocabulary(targets, self.student.head.vocab)
+    kl = mean_over(soft.kl, known)
     return log_prob, terms | of_head | {"distillation": self.weight * self.temperature**2 * kl}
 
   def _soft_target_loss(self, hidden, teacher_hidden) -> SoftTargetLoss:
     """The divergence, by tiles if the student's head is linear, else by its blocks."""
     head, teacher = self.student.head, self.teacher.head
-    options = {
-      "temperature": self.temperature,
-      "teacher_softcap": getattr(teacher, "softcap", None),
-    }
+    teacher_softcap = getattr(teacher, "softcap", None)
     rows, bias = jax.lax.stop_gradient(teacher.linear())
     if _is_linear(head):
       weight, own_bias = head.linear()
@@ -117,11 +116,16 @@ class Distilled(nn.Module):
         rows,
         own_bias,
         bias,
-        softcap=getattr(head, "softcap", None),
-        vocab_axis=head.vocab_axis,
-        **options,
+        teacher_softcap=teacher_softcap,
+        options=ScoreOptions(
+          temperature=self.temperature,
+          softcap=getattr(head, "softcap", None),
+          vocab_axis=head.vocab_axis,
+        ),
       )
-    by_blocks = functools.partial(block_soft_target_loss, **options)
+    by_blocks = functools.partial(
+      block_soft_target_loss, temperature=self.temperature, teacher_softcap=teacher_softcap
+    )
     return head.over_blocks(by_blocks, hidden, teacher_hidden, rows, bias)
 
   def logical_axes(self) -> dict:

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from vqjax import checkpoints
 from vqjax.convert.grouped import Ordering, as_codes, ordered
 from vqjax.convert.mappings import Mapping, TokenStats
 from vqjax.convert.tables import clustered
@@ -20,9 +19,10 @@ from vqjax.convert.targets import unigram_bias
 from vqjax.convert.variables import Variables, frozen, merged, part_of, with_part
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
-from vqjax.lab.data.files import data_path
 from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
 from vqjax.lab.training.run import EncodedText
+from vqjax.lm import checkpoints
+from vqjax.lm.texts import data_path
 from vqjax.quantizers import CentroidQuantizer
 
 

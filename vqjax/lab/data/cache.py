@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from vqjax.lab import records
 from vqjax.lab.data.files import content_hash
-from vqjax.lab.data.labelled import LabelledSource
 from vqjax.lab.data.source import Source
 from vqjax.lab.data.tokenizers import Encoder, Tokenizer
+from vqjax.lm import records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +91,7 @@ def encode_split(source: Source, encoder: Encoder, split: str) -> TokenSplit:
   if encoded is None:
     _write(path, source, encoder, split)
     encoded = _read(path, encoder)
-  labels = source.labels(split) if isinstance(source, LabelledSource) else None
-  return dataclasses.replace(encoded, labels=labels)
+  return dataclasses.replace(encoded, labels=source.labels(split))
 
 
 def _dtype(encoder: Encoder) -> np.dtype:

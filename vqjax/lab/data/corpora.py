@@ -8,16 +8,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from vqjax.lab.data.files import (
-  SPLIT_NAMES,
-  content_hash,
-  data_path,
-  normalised_hash,
-  outline,
-  read_lines,
-  split_files,
-)
+from vqjax.lab.data.files import SPLIT_NAMES, content_hash, normalised_hash, outline, split_files
 from vqjax.lab.data.source import SPLITS, Source
+from vqjax.lm.texts import data_path, read_lines
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,17 @@
-"""Loaders of tokens: windows, streams, masked windows, evaluation batches."""
+"""Loaders of batches: windows and streams of tokens, whole examples, evaluation."""
 
 import abc
 import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import jax
 import numpy as np
 
 from vqjax.lab.data.cache import TokenSplit
-from vqjax.lab.models.bert import MASKED
 
 Batch = dict[str, np.ndarray]
 
@@ -199,75 +198,6 @@ def _rows(split: TokenSplit, starts: np.ndarray, context: int, reset: bool) -> B
 
 
 @dataclasses.dataclass(frozen=True)
-class Masked(Windows):
-  """Windows with hidden tokens to predict: {"inputs", "targets": [B, T], "reset"}.
-
-  Of the chosen positions 80 % are hidden, 10 % have the token of a random position of the text,
-  and 10 % are unchanged; only chosen positions have a target. The choice depends on the window and
-  the epoch; in `whole` only on the position in the text.
-
-  Source: Devlin et al., BERT, 2019, Section 3.1, whose random tokens are uniform in the vocabulary.
-
-  Attributes:
-    part: fraction of the positions that are chosen.
-  """
-
-  part: float = 0.15
-
-  def __post_init__(self):
-    if not 0 < self.part <= 1:
-      raise ValueError(f"`loader.part` must be in (0, 1]; got {self.part}. 1 is the whole text.")
-
-  def text_bytes(self, split):
-    return None
-
-  def whole(self, split, *, batch, context):
-    # A generator for each window, so that its choice does not depend on the batch size.
-    one = np.arange(1)
-    for number, plain in enumerate(super().whole(split, batch=batch, context=context)):
-      windows = []
-      for row in range(batch):
-        window = {name: x[row : row + 1] for name, x in plain.items()}
-        seed = [0, number * batch + row]
-        windows.append(self.mask(window, split, seed=seed, rows=one, batch=1))
-      yield {name: np.concatenate([x[name] for x in windows]) for name in windows[0]}
-
-  def _source(self, split, batch, context, seed, rows):
-    plain = super()._source(split, batch, context, seed, rows)
-    return _MaskedBatches(self, plain, split, 0 if seed is None else seed, rows, batch)
-
-  def mask(
-    self, plain: Batch, split: TokenSplit, *, seed: list[int], rows: np.ndarray, batch: int
-  ) -> Batch:
-    """Return the batch with hidden tokens; `plain` has its rows `rows`."""
-    tokens = plain["targets"]
-    # Draws are for the whole batch, so that each process has its rows of the same ones.
-    draw, shape = np.random.default_rng(seed), (batch, tokens.shape[1])
-    chosen = (draw.random(shape)[rows] < self.part) & (tokens != NONE)
-    kind = draw.random(shape)[rows]
-    other = split.tokens[draw.integers(0, len(split.tokens), shape)[rows]].astype(np.int32)
-    seen = np.where(kind < 0.8, MASKED, np.where(kind < 0.9, other, tokens))
-    return plain | {
-      "inputs": np.where(chosen, seen, tokens).astype(np.int32),
-      "targets": np.where(chosen, tokens, NONE).astype(np.int32),
-    }
-
-
-class _MaskedBatches:
-  def __init__(self, loader, plain, split, seed, rows, batch):
-    self.loader, self.plain, self.split = loader, plain, split
-    self.seed, self.rows, self.batch = seed, rows, batch
-
-  def __len__(self) -> int:
-    return len(self.plain)
-
-  def __getitem__(self, index: int) -> Batch:
-    seed = [self.seed, index]
-    plain = self.plain[index]
-    return self.loader.mask(plain, self.split, seed=seed, rows=self.rows, batch=self.batch)
-
-
-@dataclasses.dataclass(frozen=True)
 class EvaluationBatches:
   """Batches in which every token of a split is a target exactly once, in order.
 
@@ -326,3 +256,59 @@ def _until(split: TokenSplit, position: np.ndarray, end: np.ndarray | int, reset
     "targets": targets.astype(np.int32),
     "reset": np.full(len(position), reset),
   }
+
+
+class Reader(Protocol):
+  """Random access to the examples of a split by their numbers."""
+
+  def __len__(self) -> int:
+    """Return the number of examples."""
+
+  def __call__(self, number: np.ndarray) -> Batch:
+    """Return a batch of these examples; the example `NONE` is empty."""
+
+
+class Examples(Loader):
+  """A loader of whole examples, shuffled anew each epoch.
+
+  Their targets spell no text.
+  """
+
+  def whole(self, split, *, batch, context):
+    return _AllExamples(self._reader(split, context), batch)
+
+  def text_bytes(self, split):
+    return None
+
+  def _source(self, split, batch, context, seed, rows):
+    return _ExampleBatches(self._reader(split, context), batch, seed, rows)
+
+  @abc.abstractmethod
+  def _reader(self, split: TokenSplit, context: int) -> Reader:
+    """Return the examples of a split."""
+
+
+class _ExampleBatches:
+  def __init__(self, read, batch, seed, rows):
+    self.read, self.order = read, Order(len(read), batch, seed, rows)
+
+  def __len__(self) -> int:
+    return ENDLESS
+
+  def __getitem__(self, index: int) -> Batch:
+    return self.read(self.order[index])
+
+
+class _AllExamples:
+  """Every example once, in order; the last batch is filled with the example `NONE`."""
+
+  def __init__(self, read, batch):
+    self.read, self.batch = read, batch
+
+  def __len__(self) -> int:
+    return math.ceil(len(self.read) / self.batch)
+
+  def __iter__(self) -> Iterator[Batch]:
+    for step in range(len(self)):
+      number = step * self.batch + np.arange(self.batch)
+      yield self.read(np.where(number < len(self.read), number, NONE))

@@ -4,6 +4,9 @@ import abc
 from collections.abc import Iterator, Sized
 from typing import final
 
+import numpy as np
+from jaxtyping import Int
+
 SPLITS = ("train", "valid", "test")
 """The names of the splits of every source."""
 
@@ -26,6 +29,11 @@ class Source(abc.ABC):
     if split not in SPLITS:
       raise ValueError(f"`split` must be one of {', '.join(SPLITS)}; got {split!r}. Name one.")
     return self._documents(split)
+
+  def labels(self, split: str) -> Int[np.ndarray, "n"] | None:
+    """Return the numbers of the classes of `documents`; None where they have none."""
+    del split
+    return None
 
   @abc.abstractmethod
   def _documents(self, split: str) -> Iterator[str]:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vqjax.lab.data.files import content_hash, data_path, read_text, split_files
+from vqjax.lab.data.files import content_hash, split_files
 from vqjax.lab.data.source import SPLITS, Source
+from vqjax.lm.texts import data_path, read_text
 
 SUFFIXES = frozenset({".txt", ".text", ".md", ".rst", ".tex", ".csv", ".html", ".py", ".tokens"})
 """Endings of the files of a folder that are read as text."""

@@ -1,25 +1,27 @@
 """Sources that read prepared datasets of TensorFlow Datasets, without TensorFlow."""
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from vqjax.lab.data.files import content_hash, import_extra, outline
-from vqjax.lab.data.labelled import Labelled, LabelledSource
-from vqjax.lab.data.pairs import PairedSource
 from vqjax.lab.data.source import SPLITS, Source
 
 CHUNK = 1024
 """Number of examples read at once; one by one takes ten times as long."""
 
 
-class _TFDS(Source):
+class Prebuilt(Source):
   """A prepared dataset of `tensorflow_datasets`, in its own order, never downloaded.
 
   Its format must have random access, like array_record, which needs no TensorFlow. A subclass has
   the fields `name`, `train`, `valid`, `test` and `data_dir`.
   """
+
+  builders: ClassVar[str] = "vqjax.lab.data.builders"
+  """Module of builders that are known beside those of the library."""
 
   def _rows(self, split: str, *fields: str) -> Iterator[tuple[Any, ...]]:
     """Yield the features that these fields name, of every example of a split.
@@ -61,7 +63,7 @@ class _TFDS(Source):
   def _builder(self) -> Any:
     # Imported here, since it takes half a second that a run on other text does not need.
     tensorflow_datasets = import_extra("tensorflow_datasets")
-    import vqjax.lab.data.builders  # noqa: F401  registers this package's own datasets
+    importlib.import_module(self.builders)  # registers them
 
     try:
       builder = tensorflow_datasets.builder(self.name, data_dir=self.data_dir)
@@ -74,13 +76,14 @@ class _TFDS(Source):
     if not builder.is_prepared():
       raise FileNotFoundError(
         f"`{type(self).__name__}.data_dir` must hold {self.name}; got none in {builder.data_path}."
-        f" Prepare it with `python -m vqjax.lab.data.build {self.name} --data_dir ...`."
+        f" Prepare it with `python -m vqjax.lab.data.build {self.name} --imports {self.builders}"
+        " --data_dir ...`."
       )
     return builder
 
 
 @dataclasses.dataclass(frozen=True)
-class TFDS(_TFDS):
+class TFDS(Prebuilt):
   """A prepared dataset of `tensorflow_datasets`, in its own order, never downloaded.
 
   Its format must have random access, like array_record, which needs no TensorFlow.
@@ -108,72 +111,3 @@ class TFDS(_TFDS):
   def fingerprint(self) -> str:
     """Return a hash of the prepared files, the feature and the splits."""
     return self._identity(self.text)
-
-
-@dataclasses.dataclass(frozen=True)
-class LabelledTFDS(_TFDS, LabelledSource):
-  """A prepared dataset of texts with a class each, such as `vqjax_zhang/ag_news`.
-
-  Attributes:
-    name: name of the dataset.
-    text: the feature that holds a text.
-    label: the feature that holds its class, a number from 0.
-    train: name of the training split, or a slice such as `train[:90%]`.
-    valid: name or slice of the validation split.
-    test: name or slice of the test split.
-    data_dir: folder of the prepared datasets; None: the default of `tensorflow_datasets`.
-  """
-
-  name: str = "vqjax_zhang/ag_news"
-  text: str = "text"
-  label: str = "label"
-  train: str = "train[:95%]"
-  valid: str = "train[95%:]"
-  test: str = "test"
-  data_dir: str | None = None
-
-  def examples(self, split: str) -> Iterator[Labelled]:
-    """Yield the texts of a split with their classes."""
-    for text, label in self._rows(split, "text", "label"):
-      yield Labelled(text.decode("utf-8"), int(label))
-
-  @property
-  def classes(self) -> tuple[str, ...]:
-    """The names of the classes."""
-    return tuple(self._builder().info.features[self.label].names)
-
-  def fingerprint(self) -> str:
-    """Return a hash of the prepared files, the features and the splits."""
-    return self._identity(self.text, self.label)
-
-
-@dataclasses.dataclass(frozen=True)
-class PairedTFDS(_TFDS, PairedSource):
-  """A prepared dataset of translations, such as `wmt19_translate/de-en`.
-
-  Attributes:
-    name: name of the dataset.
-    source: the feature to translate from.
-    target: the feature to translate to.
-    train: name of the training split, or a slice such as `train[:90%]`.
-    valid: name or slice of the validation split.
-    test: name or slice of the test split.
-    data_dir: folder of the prepared datasets; None: the default of `tensorflow_datasets`.
-  """
-
-  name: str = "wmt19_translate/de-en"
-  source: str = "en"
-  target: str = "de"
-  train: str = "train"
-  valid: str = "validation[:50%]"
-  test: str = "validation[50%:]"
-  data_dir: str | None = None
-
-  def pairs(self, split: str) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of a split."""
-    for source, target in self._rows(split, "source", "target"):
-      yield " ".join(source.decode("utf-8").split()), " ".join(target.decode("utf-8").split())
-
-  def fingerprint(self) -> str:
-    """Return a hash of the prepared files, the features and the splits."""
-    return self._identity(self.source, self.target)

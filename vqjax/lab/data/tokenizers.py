@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from vqjax import checkpoints
-from vqjax.lab.data.files import content_hash, data_path, import_extra, read_text
+from vqjax.lab.data.files import content_hash, import_extra
+from vqjax.lm import checkpoints
+from vqjax.lm.texts import data_path, read_text
 
 Documents = Callable[[], Iterable[str]]
 """A function that returns the documents from the first on, at each call."""

@@ -1,13 +1,7 @@
 """Tables, plots and an HTML page from the JSON that runs write."""
 
 from vqjax.lab.report.page import write_page
-from vqjax.lab.report.plots import (
-  INK,
-  SERIES,
-  loss_curves,
-  save_png,
-  size_against_perplexity,
-)
+from vqjax.lab.report.plots import loss_curves, save_png, size_against_perplexity
 from vqjax.lab.report.runs import (
   Column,
   Run,
@@ -18,6 +12,7 @@ from vqjax.lab.report.runs import (
   read_runs,
 )
 from vqjax.lab.report.tables import console_table, html_table, markdown_table
+from vqjax.lm.pages import INK, SERIES
 
 __all__ = [
   "INK",

@@ -6,56 +6,12 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vqjax.lab import records
-from vqjax.lab.report.plots import SERIES, loss_curves, size_against_perplexity, svg
+from vqjax.lab.report.plots import loss_curves, size_against_perplexity
 from vqjax.lab.report.runs import Column, Run, common_split, default_columns, labels
 from vqjax.lab.report.tables import breakable, html_table
 from vqjax.lab.report.units import MISSING
-
-DARK_SERIES = ("#5db2ec", "#ff9152", "#3ccf9f", "#e38cc3", "#d9b23d", "#a9d4f5")
-"""`SERIES` in the same order, light enough for a dark ground."""
-
-SHELL = string.Template("""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>
-:root { $light }
-@media screen and (prefers-color-scheme: dark) { :root { $dark } }
-:root {
-  --ground: #ffffff; --ink: #1b1e23; --quiet: #5a626d; --line: #d7dbe0; --raised: #f5f6f8;
-  --failed: #b3261e;
-}
-@media screen and (prefers-color-scheme: dark) {
-  :root {
-    --ground: #14171c; --ink: #e4e7eb; --quiet: #a0a8b3; --line: #363c45; --raised: #1d2128;
-    --failed: #ff8a80;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--ground); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-}
-main { max-width: $width; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .5rem; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
-$style
-</style>
-</head>
-<body>
-<main>
-<h1>$title</h1>
-$body
-</main>
-</body>
-</html>
-""")
-"""What all pages have: colours for light and dark, and the look of text."""
+from vqjax.lm import records
+from vqjax.lm.pages import document, svg
 
 STYLE = """\
 h3 { font-size: 1rem; margin: 0 0 .4rem; overflow-wrap: anywhere; }
@@ -118,26 +74,6 @@ $meanings
 $cards
 </div>
 """)
-
-
-def document(title: str, body: str, style: str, width: str = "72rem") -> str:
-  """A page of HTML that loads nothing from outside.
-
-  Args:
-    title: title and heading, as text.
-    body: what follows the heading, in HTML.
-    style: rules beside those of all pages, in CSS.
-    width: largest width of the page.
-  """
-  series = lambda colors: "; ".join(f"--series-{at}: {color}" for at, color in enumerate(colors))
-  return SHELL.substitute(
-    title=html.escape(title),
-    light=series(SERIES),
-    dark=series(DARK_SERIES),
-    body=body.strip(),
-    style=style.strip(),
-    width=width,
-  )
 
 
 def write_page(

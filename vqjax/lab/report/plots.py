@@ -1,7 +1,5 @@
 """Plots of runs: loss curves, and the size of heads against perplexity."""
 
-import html
-import io
 import itertools
 import math
 import os
@@ -9,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,12 +18,7 @@ from scipy.optimize import isotonic_regression
 
 from vqjax.lab.report import units
 from vqjax.lab.report.runs import Run, common_split, labels
-
-INK = "#1b1e23"
-"""Colour of text and axes; in an SVG the page may set another as the CSS variable `--ink`."""
-
-SERIES = ("#0072b2", "#d55e00", "#009e73", "#b0508a", "#9a7400", "#3d8fc4")
-"""Colours of runs, after Okabe and Ito, dark enough for text; in CSS `--series-0` to `-5`."""
+from vqjax.lm.pages import INK, SERIES, blank
 
 DASHES = ("solid", (0, (4, 2)), (0, (1, 1.5)))
 """Line styles of the first six runs, the next six, ..."""
@@ -113,51 +105,8 @@ def save_png(figure: Figure, path: str | os.PathLike) -> None:
   figure.savefig(path, format="png", dpi=200, facecolor="white", bbox_inches="tight")
 
 
-def svg(figure: Figure, name: str, description: str) -> str:
-  """Return a figure as an `<svg>` element, the same text for the same figure.
-
-  Args:
-    figure: the figure.
-    name: prefix of every id in the element, so that a page can hold several figures.
-    description: text for readers who cannot see the figure.
-  """
-  buffer = io.StringIO()
-  # A fixed salt and no date: the text changes only where a number does. Letters are outlines,
-  # because the reader's machine may lack the font.
-  with matplotlib.rc_context({"svg.hashsalt": "vqjax", "svg.fonttype": "path"}):
-    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata=no_metadata)
-  text = buffer.getvalue()
-  text = text[text.index("<svg") :]
-  text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-  # The style of the page sets the size; the viewBox keeps the proportions.
-  text = re.sub(r'\s(width|height)="[\d.]+pt"', "", text, count=2)
-  text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-  label = f'role="img" aria-label="{html.escape(description)}"'
-  text = text.replace("<svg ", f"<svg {label} ", 1).replace(INK, f"var(--ink, {INK})")
-  for at, color in enumerate(SERIES):
-    text = text.replace(color, f"var(--series-{at}, {color})")
-  return text.strip()
-
-
 def _styles():
   return itertools.cycle({"color": c, "linestyle": d} for d in DASHES for c in SERIES)
-
-
-def blank(height: float) -> tuple[Figure, Axes]:
-  """Return a figure of the page's width and its axes, on a transparent ground."""
-  figure = Figure(figsize=(7.2, height), layout="constrained")
-  figure.patch.set_alpha(0)
-  axes = figure.add_subplot()
-  axes.patch.set_alpha(0)
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.spines[:].set_color(INK)
-  axes.tick_params(colors=INK, labelsize=9)
-  axes.xaxis.label.set_color(INK)
-  axes.yaxis.label.set_color(INK)
-  axes.grid(color=INK, alpha=0.15, linewidth=0.6)
-  axes.set_axisbelow(True)
-  return figure, axes
 
 
 def _series(run: Run, get: Callable[[Mapping[str, Any]], float | None]) -> np.ndarray:

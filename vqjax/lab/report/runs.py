@@ -5,9 +5,9 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vqjax.lab import records
 from vqjax.lab.report import units
 from vqjax.lab.training.run import read_config, read_metrics, read_result
+from vqjax.lm import records
 
 
 @dataclasses.dataclass(frozen=True)

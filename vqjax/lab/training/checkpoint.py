@@ -14,16 +14,10 @@ import orbax.checkpoint as ocp
 from flax import linen as nn
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from vqjax.lab import records
 from vqjax.lab.training.distributed import await_verdict, from_main, is_joined, is_main
-from vqjax.lab.training.run import (
-  START_AFRESH,
-  EncodedText,
-  disk_error,
-  read_config,
-  read_metrics,
-)
+from vqjax.lab.training.run import START_AFRESH, EncodedText, read_config, read_metrics
 from vqjax.lab.training.step import TrainState, checksum
+from vqjax.lm import records
 
 
 def _validation_loss(metrics: dict) -> float:
@@ -106,7 +100,7 @@ class Checkpoints:
     try:
       from_main("checkpoints", self._inspect)
     except OSError as error:
-      raise disk_error(error, self.folder) from error
+      raise records.disk_error(error, self.folder) from error
     best = policy.BestN(
       get_metric_fn=_validation_loss,
       reverse=True,  # Orbax keeps the last of the sorted checkpoints: the least loss
@@ -129,7 +123,7 @@ class Checkpoints:
         },
       )
     except OSError as error:
-      raise disk_error(error, self.folder) from error
+      raise records.disk_error(error, self.folder) from error
 
   def _inspect(self) -> str:
     """Compare the records with what is there, and move those that are damaged aside."""
@@ -293,7 +287,8 @@ class Checkpoints:
     try:
       yield
     except (OSError, ValueError) as error:
-      raise disk_error(error, self.folder, max(_steps(self.folder), default=None)) from error
+      last = max(_steps(self.folder), default=None)
+      raise records.disk_error(error, self.folder, last) from error
 
 
 def _steps(checkpoints: pathlib.Path) -> list[int]:

@@ -8,18 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import (
-  BarColumn,
-  MofNCompleteColumn,
-  Progress,
-  TextColumn,
-  TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
-from vqjax.lab import records
 from vqjax.lab.training.distributed import is_main
-from vqjax.lab.training.run import disk_error, read_metrics
+from vqjax.lab.training.run import read_metrics
+from vqjax.lm import records
 
 
 class MetricsLog:
@@ -45,7 +39,7 @@ class MetricsLog:
       # TensorBoard discards earlier events from this step on, which the resumed run writes again.
       self._events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
     except OSError as error:
-      raise disk_error(error, self.path) from error
+      raise records.disk_error(error, self.path) from error
 
   def write(self, row: dict) -> None:
     """Append and flush a row."""
@@ -54,7 +48,7 @@ class MetricsLog:
       self._file.write(records.dumps(row))
       self._file.flush()  # a killed process loses its buffer
     except OSError as error:
-      raise disk_error(error, self.path) from error
+      raise records.disk_error(error, self.path) from error
     self.last = row.pop(records.CHECKSUM)
     for name, value in row.items():
       if isinstance(value, dict):

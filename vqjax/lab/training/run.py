@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import pathlib
-import re
 import socket
 import time
 import uuid
@@ -14,30 +13,11 @@ import warnings
 from collections.abc import Sized
 from typing import Any, Literal
 
-from vqjax.lab import records
 from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
 from vqjax.lab.data import TokenSplit, encode_split, fit_encoder
 from vqjax.lab.data.source import SPLITS, Prepared
 from vqjax.lab.training.distributed import PATIENCE, from_main, is_main
-
-NO_PERMISSION = frozenset(
-  {
-    errno.EACCES,
-    errno.EROFS,
-    errno.EPERM,
-    errno.EFBIG,
-    errno.EDQUOT,
-    errno.ENOTDIR,
-    errno.EEXIST,
-  }
-)
-"""Errors of a folder that another folder may not have."""
-
-FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
-"""Texts of TensorStore's errors for a failed write, which carry no error number."""
-
-LOST_ARRAYS = re.compile(r"Save failed: .* missing.*\b")
-"""Begin of Orbax's error for a checkpoint without the arrays that it has just written."""
+from vqjax.lm import records
 
 
 @dataclasses.dataclass
@@ -222,7 +202,7 @@ class RunFolder:
     try:
       theirs = read_config(path)
     except OSError as error:
-      raise disk_error(error, path) from error
+      raise records.disk_error(error, path) from error
     except records.DamagedError as error:
       # Checkpoints name the config too, so that another one cannot go on in this folder.
       _warn_and_set_aside(error, path / "config.json")
@@ -234,7 +214,7 @@ class RunFolder:
       # Opened with "a": "w" would erase the content of a run that holds the lock.
       self._lock = (path / "lock").open("a")
     except OSError as error:
-      raise disk_error(error, path) from error
+      raise records.disk_error(error, path) from error
     # The kernel releases the lock when the process ends, even when it is killed: a file that is
     # left behind is taken over.
     try:
@@ -245,7 +225,7 @@ class RunFolder:
         " another folder with --run."
       ) from None
     except OSError as error:
-      raise disk_error(error, path) from error
+      raise records.disk_error(error, path) from error
     try:
       if theirs is None:
         records.write(path / "config.json", mine)
@@ -257,7 +237,7 @@ class RunFolder:
       self._lock.write(content)
       self._lock.flush()
     except OSError as error:
-      raise disk_error(error, path) from error
+      raise records.disk_error(error, path) from error
     return content
 
   def check(self) -> None:
@@ -300,7 +280,7 @@ class RunFolder:
       try:
         records.write(self.path / "result.json", result)
       except OSError as error:
-        raise disk_error(error, self.path) from error
+        raise records.disk_error(error, self.path) from error
       return "written"
 
     from_main("result", write)
@@ -347,35 +327,3 @@ def _check_owner(path: pathlib.Path, mine: dict, theirs: dict) -> None:
       if mine["data"][name] != theirs["data"].get(name)
     )
     raise ValueError(f"the text of {path} has changed since the run began:\n  {lines}\n{remedy}")
-
-
-def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = None) -> Exception:
-  """Return an OSError with the remedy for a full disk; other errors unchanged.
-
-  `last_good` is the step of the newest complete checkpoint.
-  """
-  text, code = str(error), getattr(error, "errno", None)
-  lost = LOST_ARRAYS.match(text)
-  if code in (errno.EMFILE, errno.ENFILE):
-    message = "too many files are open. Raise the limit, as `ulimit -n 4096` does, and run again."
-  elif code == errno.ENOSPC or "No space left" in text:
-    code, message = errno.ENOSPC, "the disk is full. Free some space and run again to resume."
-  elif lost or code in (errno.ENOENT, errno.ESTALE) or os.strerror(errno.ENOENT) in text:
-    code, words = code or errno.ENOENT, lost[0] if lost else text[-200:]
-    message = (
-      f"a file is gone ({words}): the folder was removed or replaced. Run again to start over."
-    )
-  elif code in NO_PERMISSION:
-    message = f"cannot write ({text}). Choose a folder with --run."
-  elif code == errno.EIO:
-    message = f"the disk fails ({text}). Check it, or choose a folder on another one with --run."
-  elif any(phrase in text for phrase in FAILED_WRITES):
-    code = errno.EIO
-    message = (
-      f"a checkpoint could not be written ({text.splitlines()[-1][-200:]}). Check the disk's space"
-      " and the limit on file sizes, then run again to resume."
-    )
-  else:
-    return error
-  kept = "" if last_good is None else f" Checkpoint {last_good} is complete and kept."
-  return OSError(code, message + kept, str(folder))

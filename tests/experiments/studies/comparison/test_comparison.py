@@ -14,18 +14,18 @@ from experiments.studies.comparison import report, run
 from experiments.studies.comparison.compressed import InFile, InMemory, Table
 from experiments.studies.comparison.report import Interval
 from experiments.studies.comparison.rows import SCALES, rows
+from experiments.studies.lstm import LSTM
 from experiments.studies.page import DOCS
 from experiments.studies.study import Job
 from experiments.studies.tuning import SearchSpace
 from tests import jitted
 from vqjax import DenseEmbedding, DenseHead, convert
-from vqjax.compression import Moments
 from vqjax.convert import part_of
-from vqjax.lab import records
 from vqjax.lab.config import config_hash
 from vqjax.lab.data import fit_encoder
-from vqjax.lab.models import LSTM
 from vqjax.lab.training import NotFiniteError
+from vqjax.lm import records
+from vqjax.tables import Moments
 
 PTB, MANUALS, STORIES = SCALES["cpu"]
 ROOT = pathlib.Path(__file__).parents[4]

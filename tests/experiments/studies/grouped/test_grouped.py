@@ -10,11 +10,11 @@ import pytest
 
 from configs.grouped.lm import dense, language_model
 from experiments.studies.grouped import report, rows, run
+from experiments.studies.grouped.judge import Grades, Judge
 from experiments.studies.page import DOCS
 from tests import tiny
 from vqjax.lab.config import with_vocab
 from vqjax.lab.data import WordTokenizer
-from vqjax.lab.judge import Grades, Judge
 
 
 def cells(frame, label):

@@ -1,0 +1,89 @@
+"""Small configs of all families, and random variables for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vqjax.lm.checkpoints.families import decoder_of
+
+V = 97
+
+GATED = {
+  "vocab_size": V,
+  "hidden_size": 32,
+  "intermediate_size": 56,
+  "num_hidden_layers": 3,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 640,
+}
+
+LLAMA3 = {
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 64,
+}
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 160}
+
+CONFIGS = {
+  "gpt2": {
+    "model_type": "gpt2",
+    "vocab_size": V,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 640,
+    "tie_word_embeddings": True,
+  },
+  "llama": GATED
+  | {
+    "model_type": "llama",
+    "rope_theta": 5e4,
+    "rope_scaling": LLAMA3,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+  },
+  "qwen3": GATED
+  | {
+    "model_type": "qwen3",
+    "head_dim": 12,
+    "rope_theta": 1e6,
+    "rope_scaling": YARN,
+    "use_sliding_window": True,
+    "sliding_window": 41,
+    "max_window_layers": 1,
+    "tie_word_embeddings": True,
+  },
+  "gemma3_text": GATED
+  | {
+    "model_type": "gemma3_text",
+    "head_dim": 12,
+    "sliding_window": 37,
+    "query_pre_attn_scalar": 20,
+    "num_hidden_layers": 7,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "final_logit_softcapping": 5.0,
+    "attn_logit_softcapping": None,
+    "tie_word_embeddings": True,
+  },
+}
+"""Configs in the words of Hugging Face; local blocks attend to a prime number of positions."""
+
+
+def random_variables(model):
+  """Variables with random numbers everywhere, also in norms and biases."""
+  tokens, rng = jax.ShapeDtypeStruct((1, 1), jnp.int32), np.random.default_rng(1)
+  init = lambda t: model.init(jax.random.key(0), t, t, method="loss_terms")
+  draw = lambda x: jax.device_put(0.3 * rng.standard_normal(x.shape, np.float32))
+  return jax.tree.map(draw, jax.eval_shape(init, tokens))
+
+
+def small(name, **changes):
+  """The decoder of a family and random variables for it."""
+  model = decoder_of(CONFIGS[name] | changes)
+  return model, random_variables(model)

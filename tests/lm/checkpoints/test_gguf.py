@@ -1,0 +1,195 @@
+"""Files of llama.cpp and llama2.c hold the same models in other layouts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.jitted import apply
+from tests.lm.checkpoints import report
+from tests.lm.checkpoints.families import CONFIGS, V, small
+from vqjax.lm import checkpoints
+
+gguf = pytest.importorskip("gguf", reason="the extra `checkpoints` is not installed")
+
+ARCH = {"gpt2": "gpt2", "llama": "llama", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+PIECES = ["<unk>", "<s>", "</s>", "\u2581", *map(chr, range(34, 127))]
+
+
+def side_by_side(weight, heads):
+  """Rows of queries or keys as llama.cpp's converter permutes them."""
+  shape = weight.shape
+  return weight.reshape(heads, 2, -1, shape[-1]).swapaxes(1, 2).reshape(shape)
+
+
+def written(path, name, folder, quantised=None):
+  """Convert a saved folder as llama.cpp's converter does, by its names for tensors."""
+  import safetensors.numpy
+
+  config, arch = CONFIGS[name], ARCH[name]
+  own = config.get
+  writer = gguf.GGUFWriter(path, arch)
+  layers = own("num_hidden_layers") or own("n_layer")
+  writer.add_embedding_length(32)
+  writer.add_block_count(layers)
+  writer.add_head_count(4)
+  writer.add_context_length(640)
+  writer.add_feed_forward_length(own("intermediate_size", 128))
+  if name == "gpt2":
+    writer.add_layer_norm_eps(1e-5)
+  else:
+    writer.add_head_count_kv(2)
+    writer.add_key_length(own("head_dim", 8))
+    writer.add_layer_norm_rms_eps(own("rms_norm_eps", 1e-6))
+    writer.add_rope_freq_base(own("rope_theta"))
+  if name == "gemma3_text":
+    writer.add_sliding_window(own("sliding_window"))
+  writer.add_tokenizer_model("llama")
+  writer.add_token_list(PIECES)
+  writer.add_token_scores([0.0] * V)
+  writer.add_token_types([2, 3, 3, *[1] * 94])
+  writer.add_bos_token_id(1)
+  writer.add_eos_token_id(2)
+  names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), layers)
+  for key, value in safetensors.numpy.load_file(folder / "model.safetensors").items():
+    stem, _, end = key.rpartition(".")
+    if name == "gpt2" and ".c_" in key and end == "weight":
+      value = np.ascontiguousarray(value.T)
+    if name == "llama" and ("q_proj" in key or "k_proj" in key):
+      value = side_by_side(value, 4 if "q_proj" in key else 2)
+    if name == "gemma3_text" and key.endswith("norm.weight"):
+      value = value + 1
+    kind = None
+    if quantised and value.ndim == 2 and value.shape[1] % 32 == 0:
+      kind = quantised
+      value = gguf.quantize(value, kind)
+    writer.add_tensor(f"{names.get_name(stem)}.{end}", value, raw_dtype=kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+
+def plain(name):
+  """A model whose config has nothing that the metadata of these files leave out."""
+  changes = {"rope_scaling": None, "use_sliding_window": False, "final_logit_softcapping": None}
+  changes |= {"query_pre_attn_scalar": 12}
+  return small(name, **({} if name == "gpt2" else changes))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_gguf_is_read_as_the_model_that_was_converted(name, tmp_path):
+  model, variables = plain(name)
+  checkpoints.save(tmp_path / "folder", model, variables)
+  written(tmp_path / "model.gguf", name, tmp_path / "folder")
+  found = checkpoints.load(tmp_path / "model.gguf")
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (2, 50)))
+  # A scale of a norm with 1 added and taken off again is rounded by 2^-24.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), found.variables, variables)
+  expected = apply(model, variables, tokens)
+  np.testing.assert_allclose(apply(found.model, found.variables, tokens), expected, atol=2e-4)
+  assert [PIECES[token] for token in found.tokenizer.encode("hi")] == ["<s>", "\u2581", "h", "i"]
+
+
+@pytest.mark.parametrize(("kind", "error"), [("Q8_0", 0.01), ("Q4_0", 0.2), ("F16", 1e-3)])
+def test_quantised_tensors_are_near_the_original(kind, error, tmp_path):
+  model, variables = plain("llama")
+  checkpoints.save(tmp_path / "folder", model, variables)
+  kind = getattr(gguf.GGMLQuantizationType, kind)
+  written(tmp_path / "model.gguf", "llama", tmp_path / "folder", kind)
+  found = checkpoints.load(tmp_path / "model.gguf").variables["params"]["embedding"]["weight"]
+  expected = variables["params"]["embedding"]["weight"]
+  # Q8_0 has steps of 1/127 of the largest of 32 numbers, Q4_0 of 1/8, and F16 has 11 bits.
+  np.testing.assert_allclose(found, expected, atol=error)
+  shown = checkpoints.inspect(tmp_path / "model.gguf")
+  assert shown.parts[0].formats == (kind.name,)
+
+
+def test_damaged_files_are_refused(tmp_path):
+  model, variables = plain("llama")
+  checkpoints.save(tmp_path / "folder", model, variables)
+  path = tmp_path / "model.gguf"
+  written(path, "llama", tmp_path / "folder")
+  content = path.read_bytes()
+  for wrong in (content[:-5000], content[:500], content[:40], content[:4] + b"\xff" * 20):
+    path.write_bytes(wrong)
+    with pytest.raises(ValueError, match=r"model.gguf must be a whole GGUF"):
+      checkpoints.load(path)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):
+  writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  with pytest.raises(ValueError, match="one of gpt2, llama, qwen3, gemma3_text; got 'mamba'"):
+    checkpoints.load(tmp_path / "model.gguf")
+
+
+@pytest.fixture(scope="module")
+def stories(real_data):
+  return checkpoints.load(real_data / "stories260K" / "stories260K.bin")
+
+
+@pytest.mark.slow
+def test_stories260k_scores_what_is_known_of_it(stories, real_data):
+  model, variables, tokenizer = stories
+  text = (real_data / "tinystories" / "gpt2_tokens_test.decoded.txt").read_text("utf-8")
+  rows = [tokenizer.encode(story)[:512] for story in text.split("<|endoftext|>")[:40]]
+  tokens, known = np.zeros((40, 512), int), np.zeros((40, 511))
+  for row, ids in enumerate(rows):
+    tokens[row, : len(ids)], known[row, : len(ids) - 1] = ids, 1
+  log_prob = apply(model, variables, tokens[:, :-1], tokens[:, 1:], method="log_prob")
+  assert known.sum() > 14_000
+  np.testing.assert_allclose(-(log_prob * known).sum() / known.sum(), 1.386, atol=0.01)
+
+
+def test_a_file_of_llama2c_is_also_one_of_transformers(stories, tmp_path):
+  model, variables, tokenizer = stories
+  checkpoints.save(tmp_path / "folder", model, variables, tokenizer)
+  again = checkpoints.load(tmp_path / "folder")
+  jax.tree.map(np.testing.assert_array_equal, again.variables, variables)
+  assert again.tokenizer.encode("Once upon a time") == tokenizer.encode("Once upon a time")
+
+
+def test_a_truncated_file_of_llama2c_is_refused(real_data, tmp_path):
+  content = (real_data / "stories260K" / "stories260K.bin").read_bytes()
+  (tmp_path / "model.bin").write_bytes(content[:-4])
+  with pytest.raises(ValueError, match=r"must have 1,056,540 bytes .* got 1,056,536"):
+    checkpoints.load(tmp_path / "model.bin")
+  (tmp_path / "model.bin").write_bytes(b"")
+  with pytest.raises(ValueError, match="must begin with 7 integers; it has 0 bytes"):
+    checkpoints.load(tmp_path / "model.bin")
+  (tmp_path / "model.bin").write_bytes(content[2:])
+  with pytest.raises(ValueError, match="must begin with dim"):
+    checkpoints.load(tmp_path / "model.bin")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_gemma_has_the_distribution_and_the_ids_of_llama_cpp(gemma, real_data):
+  pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+  text = real_data / "tinystories" / "gpt2_tokens_test.decoded.txt"
+  found = report.with_llama_cpp(gemma, text, positions=560)
+  # Both are float32 sums in another order, but for llama.cpp's cache of keys, which is float16.
+  assert found["mean KL(llama.cpp with its F32 copy, vqjax)"] < 1e-5
+  # llama.cpp rounds the inputs of its quantised products to 8 bits.
+  assert found["mean KL(llama.cpp with the same file, vqjax)"] < 1e-2
+  assert found["lines with equal ids"] == found["lines"]
+
+
+@pytest.mark.slow
+def test_gemma_saved_from_a_gguf_is_that_of_transformers(gemma, real_data, tmp_path):
+  torch = pytest.importorskip("torch", reason="`make parity` installs PyTorch")
+  transformers = pytest.importorskip("transformers", reason="`make parity` installs transformers")
+  model, variables, tokenizer = checkpoints.load(gemma)
+  checkpoints.save(tmp_path / "model", model, variables)
+  text = (real_data / "tinystories" / "gpt2_tokens_test.decoded.txt").read_text("utf-8")
+  tokens = np.array([tokenizer.encode(text[:4000])[:600]])
+  found = jax.jit(model.apply)(variables, tokens)
+  other = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / "model", dtype=torch.float32, attn_implementation="eager"
+  )
+  # Logits of up to 40, after 18 blocks of sums of 2048 terms.
+  np.testing.assert_allclose(found, report.reference_logits(other.eval(), tokens), atol=5e-3)

@@ -1,0 +1,83 @@
+"""Moments are those of the hidden states, the gradients and the distributions of a decoder."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.jitted import results
+from tests.lm.checkpoints.families import V, small
+from vqjax.lm.compression import calibration
+
+
+@pytest.fixture(scope="module")
+def decoder():
+  return small("gemma3_text")
+
+
+def windows(count, length=9):
+  return np.random.default_rng(1).integers(0, V, (count, length)).astype(np.int32)
+
+
+def test_moments_are_means_of_outer_products(decoder):
+  model, variables = decoder
+  rows = windows(3)
+  counts = np.arange(V, dtype=float)
+  found = calibration.collect(
+    model, variables, rows, counts, hidden_tokens=24, expected_tokens=24, fisher_tokens=24
+  )
+  both = lambda v, rows: (model.apply(v, rows, method="hidden"), model.apply(v, rows))
+  hidden, logits = (x.astype(np.float64)[:, 1:] for x in results(both, variables, rows))
+  flat, logits = hidden.reshape(-1, hidden.shape[-1]), logits.reshape(-1, V)
+  # Sums of float32 products.
+  np.testing.assert_allclose(found.hidden, flat.T @ flat / len(flat), rtol=1e-4, atol=1e-5)
+  p = np.exp(logits - logits.max(axis=1, keepdims=True))
+  p /= p.sum(axis=1, keepdims=True)
+  expected = (counts + counts.sum() * p.mean(axis=0)) / 2
+  np.testing.assert_allclose(found.counts, expected, rtol=1e-4)
+  assert found.tokens == 24
+
+
+def test_a_gradient_is_that_of_the_log_probability_of_the_drawn_tokens(decoder):
+  model, variables = decoder
+
+  def both(variables, row):
+    key, vectors = jax.random.key(3), variables["params"]["embedding"]["weight"][row]
+    body = lambda e: model.apply(variables, e, True, method="body")
+    head = lambda h: model.apply(variables, h, method=lambda m, h: m.head.logits(h))
+    drawn = model.apply(variables, body(vectors), key, method=lambda m, h, k: m.head.sample(h, k))
+
+    def log_prob(e):
+      return jnp.take_along_axis(jax.nn.log_softmax(head(body(e))), drawn[..., None], -1).sum()
+
+    return calibration._gradient(variables, row, key, model=model), jax.grad(log_prob)(vectors)
+
+  found, expected = results(both, variables, windows(1))
+  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_an_interrupted_call_goes_on(decoder, tmp_path, monkeypatch):
+  model, variables = decoder
+  options = {"hidden_tokens": 40, "expected_tokens": 16, "fisher_tokens": 16}
+  counts = np.ones(V)
+  whole = calibration.collect(model, variables, windows(5), counts, **options)
+  monkeypatch.setattr(calibration, "EVERY", 0.0)
+  seen = []
+
+  def stop(part):
+    seen.append(part)
+    if len(seen) == 3:
+      raise KeyboardInterrupt
+
+  cache = tmp_path / "sums.npz"
+  with pytest.raises(KeyboardInterrupt):
+    calibration.collect(model, variables, windows(5), counts, cache=cache, progress=stop, **options)
+  assert cache.exists()
+  seen.clear()
+  again = calibration.collect(
+    model, variables, windows(5), counts, cache=cache, progress=seen.append, **options
+  )
+  assert len(seen) == 3
+  assert cache.exists()  # it is the caller's, who may not have saved the moments yet
+  for name in ("hidden", "inputs", "counts"):
+    np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))

@@ -1,0 +1,93 @@
+"""Small decoders for the tests of generation, and generation by repeated full passes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.lm.checkpoints.families import V, small
+
+GEMMA = {"num_hidden_layers": 3, "sliding_window_pattern": 2, "sliding_window": 37}
+PROMPTS = [
+  [5, 3, 11],
+  [7],
+  [7 * t * t % V for t in range(45)],
+  [(5 * t + 1) % V for t in range(20)],
+]
+"""Prompts of unequal lengths, of which one is longer than the window."""
+
+LONGEST = 80
+"""Length to which rows are padded for full passes."""
+
+
+@functools.lru_cache
+def family(name):
+  """A decoder of a family and random variables: "gpt2", "llama" or "gemma"."""
+  if name != "gemma":
+    return small(name)
+  model, variables = small("gemma3_text", **GEMMA)
+  return model.clone(attention=dataclasses.replace(model.attention, softcap=3.0)), variables
+
+
+@functools.lru_cache
+def with_head(head):
+  """A small decoder with another head, and random variables for it."""
+  model = family("llama")[0].clone(head=head, layers=1)
+
+  @jax.jit
+  def init():
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    variables = model.init(jax.random.key(2), tokens, tokens, method="loss_terms")
+    # Larger numbers, so that tokens differ in probability; codes stay as they are.
+    return variables | {"params": jax.tree.map(lambda x: 3 * x, variables["params"])}
+
+  return model, init()
+
+
+@functools.lru_cache
+def _full_pass(model):
+  return jax.jit(model.apply)
+
+
+def logits(model, variables, row):
+  """Logits [T, V] after each token of a row, by one full pass."""
+  tokens = np.zeros((1, LONGEST), np.int32)
+  tokens[0, : len(row)] = row
+  return np.array(_full_pass(model)(variables, tokens))[0, : len(row)]
+
+
+def log_probs(model, variables, row):
+  """Log-probabilities [T, V] after each token of a row, float64 at the end."""
+  return log_softmax(logits(model, variables, row))
+
+
+def log_softmax(logits):
+  """Log-probabilities of logits over the last axis, float64."""
+  shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+  return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def greedy(model, variables, prompt, count):
+  """The most likely continuation, and the log-probability of each token."""
+  row, scores = list(prompt), []
+  for _ in range(count):
+    last = log_probs(model, variables, row)[-1]
+    row.append(int(last.argmax()))
+    scores.append(last.max())
+  return row[len(prompt) :], scores
+
+
+class Letters:
+  """A tokenizer whose token n is the letter of code point 32 + n."""
+
+  vocab, eos = V, ()
+
+  def encode(self, text):
+    """The token of each letter."""
+    return [ord(letter) - 32 for letter in text]
+
+  def decode(self, tokens):
+    """The letter of each token."""
+    return "".join(chr(32 + int(token)) for token in tokens)

@@ -1,0 +1,61 @@
+"""Pieces of text are whole characters and end before stop strings."""
+
+import pytest
+
+from vqjax.lm.generation import TextStream
+
+TEXT = "naïve café — 漢字 😀🏳️‍🌈 end"
+
+
+class Bytes:
+  """A tokenizer whose tokens are bytes."""
+
+  vocab, eos = 256, ()
+
+  def encode(self, text):
+    """The bytes of a text."""
+    return list(text.encode())
+
+  def decode(self, tokens):
+    """The text of bytes."""
+    return bytes(tokens).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("prompt", ["", "é😀"])
+def test_pieces_are_whole_characters_and_join_to_the_text(prompt):
+  text = TextStream(Bytes(), Bytes().encode(prompt))
+  pieces = [text.push(token) for token in Bytes().encode(TEXT)] + [text.finish()]
+  assert [piece for piece in pieces if piece] == list(TEXT)
+  assert text.text == TEXT
+
+
+def test_bytes_that_are_no_character_come_with_the_end():
+  text = TextStream(Bytes(), [])
+  pieces = [text.push(token) for token in [97, 0xE2, 0x82]]
+  assert pieces == ["a", "", ""]
+  assert text.finish() == "\ufffd"
+
+
+def test_what_may_begin_a_stop_string_is_held_back():
+  text = TextStream(Bytes(), [], ["abd", "xyz"])
+  pieces = [text.push(token) for token in b"qabcab"]
+  assert pieces == ["q", "", "", "abc", "", ""]
+  assert not text.stopped
+  assert text.push(ord("d")) == ""
+  assert text.stopped
+  assert text.text == "qabc"
+  assert text.finish() == ""
+
+
+def test_the_earliest_of_two_stop_strings_ends_the_text():
+  text = TextStream(
+    type("Whole", (Bytes,), {"decode": lambda _, t: "one.two!three" * len(t)})(), [], ["!", "."]
+  )
+  assert text.push(0) == "one"
+
+
+def test_what_was_held_back_comes_with_the_end():
+  text = TextStream(Bytes(), [], ["stop"])
+  assert "".join(text.push(token) for token in b"so sto") == "so "
+  assert text.finish() == "sto"
+  assert text.text == "so sto"

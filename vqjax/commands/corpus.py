@@ -1,0 +1,51 @@
+"""Command that counts the documents and tokens of a config's corpus.
+
+vqjax corpus configs/vq_logits/ptb.py
+"""
+
+import time
+
+from vqjax.commands.runs import config_parser, with_config
+from vqjax.lab.config import Experiment
+from vqjax.lab.data import Filtered, encode_split, fit_encoder
+from vqjax.lab.data.source import SPLITS
+
+EXAMPLES = """\
+examples:
+  vqjax corpus configs/vq_logits/c4.py data.fraction=0.001 tokenizer.vocab=8000
+  vqjax corpus configs/vq_logits/ptb.py
+
+The command fits the tokenizer and encodes the text where the cache lacks them, so that training on
+the same config starts at once."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Run the command; return its exit code: 2 for a wrong call."""
+  description = "Count a corpus: the documents that its filters drop, and its tokens."
+  parser = config_parser("corpus", description, EXAMPLES)
+  return with_config(parser, arguments, lambda experiment, _: count(experiment))
+
+
+def count(experiment: Experiment) -> None:
+  """Print the report of the filters, the vocabulary, and the size of each split."""
+  source = experiment.data
+  if experiment.tokenizer is None:
+    raise ValueError(
+      f"`data` must be documents; got {type(source).__name__}, whose splits are not text. Give a"
+      " config with a tokenizer."
+    )
+  if isinstance(source, Filtered):
+    for split in SPLITS:
+      print(f"{split}: {source.report(split)}", flush=True)
+  start = time.perf_counter()
+  encoder = fit_encoder(source, experiment.tokenizer)
+  print(f"vocabulary {encoder.vocab:,} ({time.perf_counter() - start:.1f} s)", flush=True)
+  for split in SPLITS:
+    start = time.perf_counter()
+    encoded = encode_split(source, encoder, split)
+    tokens, seconds = len(encoded.tokens), time.perf_counter() - start
+    print(
+      f"{split}: {encoded.documents:,} documents, {tokens:,} tokens,"
+      f" {encoded.text_bytes / max(1, tokens):.3f} bytes a token ({seconds:.1f} s)",
+      flush=True,
+    )

@@ -1,0 +1,125 @@
+"""Command that writes a pretrained model with quantised vocabulary tables for other runtimes.
+
+vqjax export gemma-3-270m-q4_k_m.gguf --to Q4_0 --text news.txt code.txt --out gemma-q4.gguf
+vqjax export gemma-3-270m --to int4 --moments moments.safetensors --out gemma-int4
+"""
+
+import argparse
+import pathlib
+
+from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.commands.models import load_model
+from vqjax.lm.compression.calibration import collect
+from vqjax.lm.compression.exports import (
+  WIDTHS,
+  export_compressed_tensors,
+  export_gguf,
+  gguf_source,
+  integer_source,
+)
+from vqjax.lm.compression.folders import read_moments
+from vqjax.lm.jobs import ProgressBars
+from vqjax.lm.texts import (
+  WINDOW,
+  check_tokens,
+  counts_of,
+  data_path,
+  encode_texts,
+  read_texts,
+  windows,
+)
+from vqjax.tables import Moments
+from vqjax.tables.files import check_output
+from vqjax.tables.gguf_types import TYPES
+
+INTEGERS = {f"int{bits}": bits for bits in WIDTHS}
+"""Formats of compressed-tensors' layout."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Run the command; return 2 for a wrong call, 128 + n for signal n."""
+  parser = argparse.ArgumentParser(
+    prog="vqjax export",
+    description="Write a pretrained model again with its vocabulary tables in a block type of GGUF,"
+    " or as integers in the layout of compressed-tensors. With `--text` or `--moments` the values"
+    " are fitted to what the model does; without, each number is rounded by itself.",
+  )
+  parser.add_argument("model", help="a GGUF; for int8 and int4 also a folder of safetensors")
+  parser.add_argument(
+    "--to", choices=(*TYPES, *INTEGERS), required=True, help="format of the tables"
+  )
+  parser.add_argument(
+    "--head-to", choices=TYPES, help="block type of an untied head (default: that of --to)"
+  )
+  parser.add_argument(
+    "--group",
+    type=int,
+    metavar="N",
+    help="columns that share a scale in int8 and int4 (default: whole rows for int8, 32 for int4)",
+  )
+  parser.add_argument(
+    "--out", type=pathlib.Path, required=True, metavar="PATH", help="new GGUF, or new folder"
+  )
+  source = parser.add_mutually_exclusive_group()
+  source.add_argument(
+    "--text", type=pathlib.Path, nargs="+", default=[], metavar="FILE", help="texts in UTF-8"
+  )
+  source.add_argument(
+    "--moments", type=pathlib.Path, metavar="FILE", help="moments that were collected elsewhere"
+  )
+  parser.add_argument(
+    "--tokens",
+    type=int,
+    default=2**14,
+    metavar="N",
+    help="tokens of the texts (default %(default)s)",
+  )
+  parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+  options = parser.parse_args(arguments)
+  configure_warnings()
+  return exit_code(lambda: _export(options), show_traceback=options.traceback)
+
+
+def _export(options: argparse.Namespace) -> None:
+  path = data_path(options.model, kind="model")
+  # What may be refused comes before the minutes of calibration.
+  check_output(options.out, "--out")
+  check_tokens(options.tokens)
+  if options.to in INTEGERS:
+    integer_source(path, INTEGERS[options.to], options.group)
+  else:
+    gguf_source(path, options.to, options.head_to)
+  moments = _moments(options, path)
+  if options.to in INTEGERS:
+    sizes = export_compressed_tensors(
+      path, options.out, INTEGERS[options.to], group=options.group, moments=moments
+    )
+  else:
+    sizes = export_gguf(path, options.out, options.to, head_kind=options.head_to, moments=moments)
+  for name, size in sizes.items():
+    print(f"{name}: {size:,} bytes")
+  print(f"result: {options.out}")
+
+
+def _moments(options: argparse.Namespace, path: pathlib.Path) -> Moments | None:
+  """The moments of a file or of texts; None without either."""
+  if options.moments is not None:
+    return read_moments(options.moments)
+  if not options.text:
+    return None
+  texts = read_texts(options.text)
+  model, variables, tokenizer = load_model(str(path))
+  length = min(WINDOW, model.context)
+  begin, encoded = encode_texts(texts, tokenizer, length, lambda own: own, "--text")
+  of = windows(encoded, begin, length)
+  with ProgressBars() as bars:
+    return collect(
+      model,
+      variables,
+      of.take(len(of.tokens)).tokens,
+      counts_of(encoded, begin, model.head.vocab, length),
+      hidden_tokens=options.tokens,
+      expected_tokens=0,
+      fisher_tokens=max(1, options.tokens // 16),
+      progress=bars("calibration"),
+    )

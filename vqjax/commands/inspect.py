@@ -1,0 +1,126 @@
+"""Command that prints the parts of a pretrained model, and what its vocabulary tables look like.
+
+vqjax inspect Llama-3.2-1B
+vqjax inspect gemma-3-270m-q4_k_m.gguf --json
+vqjax inspect gemma-3-270m-q4_k_m.gguf --vocabulary --text news.txt --nearest " Paris" --page v.html
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.lab.exits import say
+from vqjax.lm.checkpoints import Inspection, inspect
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Run the command; return 2 for a wrong call or a damaged model."""
+  parser = argparse.ArgumentParser(
+    prog="vqjax inspect",
+    description="Print the parts of a pretrained model, their sizes and number formats, whether the"
+    " head is tied, and the share of the vocabulary tables. The weights are read with --vocabulary"
+    " only.",
+  )
+  parser.add_argument("model", help="folder of safetensors, a GGUF, or a .bin file of llama2.c")
+  parser.add_argument("--json", action="store_true", help="print JSON")
+  tables = parser.add_argument_group("vocabulary tables")
+  tables.add_argument(
+    "--vocabulary",
+    action="store_true",
+    help="print the norms of the rows, their effective dimension, and tokens that were never"
+    " trained",
+  )
+  tables.add_argument("--text", type=pathlib.Path, metavar="FILE", help="text to count tokens in")
+  tables.add_argument(
+    "--nearest", action="append", default=[], metavar="WORD", help="print the nearest tokens of it"
+  )
+  tables.add_argument(
+    "--unused",
+    type=int,
+    nargs="+",
+    default=[],
+    metavar="TOKEN",
+    help='tokens that no text has (default: those with names such as "<unused7>", or the rows of'
+    " padding)",
+  )
+  tables.add_argument("--page", type=pathlib.Path, metavar="FILE", help="write a page of HTML")
+  tables.add_argument("--traceback", action="store_true", help="show the traceback of an error")
+  options = parser.parse_args(arguments)
+  if not options.vocabulary and (options.text or options.nearest or options.unused or options.page):
+    parser.error("`--text`, `--nearest`, `--unused` and `--page` need `--vocabulary`")
+  configure_warnings()
+  if options.vocabulary:
+    return exit_code(lambda: _vocabulary(options), show_traceback=options.traceback)
+
+  def work() -> None:
+    from vqjax.lm.texts import data_path
+
+    found = inspect(data_path(options.model, kind="model"))
+    if options.json:
+      totals = {name: getattr(found, name) for name in ("params", "bytes", "vocabulary_share")}
+      print(json.dumps(dataclasses.asdict(found) | totals, indent=2))
+    else:
+      show(found, Console())
+
+  return exit_code(work)
+
+
+def _vocabulary(options: argparse.Namespace) -> None:
+  # The package of scientific plots is slow to load, and inspecting parts does not need it.
+  from vqjax.commands.models import load_model
+  from vqjax.lm.checkpoints import RUNTIMES
+  from vqjax.lm.texts import data_path, read_text
+  from vqjax.lm.vocabulary import sections, vocabulary_of, write_page
+  from vqjax.tables.container import UNPACKED
+
+  text = None
+  if options.text is not None:
+    text = read_text(data_path(str(options.text), kind="--text"))
+  inspect(data_path(options.model, kind="model"))  # refuses a run folder, which has no tables here
+  trained = load_model(options.model, runtime=RUNTIMES[UNPACKED])
+  found = vocabulary_of(trained, text=text, words=options.nearest, unused=options.unused)
+  if options.json:
+    print(json.dumps(found, indent=2))
+  else:
+    console = Console()
+    for title, columns, rows in sections(found):
+      # Not as the title of a table, which wraps it to the width of the rows.
+      console.print(title, style="bold", markup=False, highlight=False)
+      table = Table(*columns)
+      for row in rows:
+        table.add_row(*map(escape, row))
+      console.print(table)
+  if options.page is not None:
+    write_page(found, options.page, pathlib.Path(options.model).name)
+    say(f"page: {options.page}")
+
+
+def show(found: Inspection, console: Console) -> None:
+  """Print an inspection as a table."""
+  console.print(
+    f"[bold]{escape(found.path)}[/]: {found.architecture}, {found.kind}\n"
+    f"V = {found.vocab:,}, D = {found.dim:,}, {found.layers} blocks, {found.heads} heads,"
+    f" {found.kv_heads} key-value heads, context {found.context:,}",
+    highlight=False,
+  )
+  table = Table("part", "formats")
+  for column in ("parameters", "bytes", "share"):
+    table.add_column(column, justify="right")
+  for part in found.parts:
+    share = f"{100 * part.bytes / found.bytes:.1f} %"
+    formats = ", ".join(part.formats)
+    table.add_row(part.name, formats, f"{part.params:,}", f"{part.bytes:,}", share)
+  table.add_section()
+  table.add_row("all", "", f"{found.params:,}", f"{found.bytes:,}", "100.0 %")
+  console.print(table)
+  tied = "tied to the embedding" if found.tied else "not tied"
+  share = f"{100 * found.vocabulary_share:.1f} %"
+  console.print(
+    f"The head is {tied}; the vocabulary tables take {share} of the bytes.", highlight=False
+  )

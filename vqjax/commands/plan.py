@@ -1,0 +1,74 @@
+"""Command that plans a training step for accelerators, without having them.
+
+vqjax plan configs/lm_1b.py --topology v5p:4x4x4
+vqjax plan configs/lm_1b.py --devices 64 --device-kind H100 train.mesh.model=8
+"""
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from vqjax.commands.runs import config_parser, with_config
+from vqjax.lab.config import Experiment
+from vqjax.lab.plan import chips, compiling, report
+from vqjax.lab.plan.plan import plan, with_vocab
+from vqjax.lm import records
+from vqjax.sharding import make_mesh
+
+USAGE = """\
+examples:
+  vqjax plan configs/lm_1b.py --topology v5e:4x4
+  vqjax plan configs/lm_1b.py --topology v5p:4x4x4 train.mesh.fsdp=8
+  vqjax plan configs/lm_8b.py --devices 64 --device-kind H100 --vocab 131072
+  vqjax plan configs/lm_1b.py --help   every field, its type and default
+
+No TPU or GPU is needed. The step of a TPU is compiled by its own compiler. That of a GPU is
+partitioned for simulated devices: what it computes and sends is exact before the GPU's compiler
+joins or moves anything, its temporaries are those of a CPU's compiler."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Print the plan and write its JSON; return 2 for a wrong call."""
+  return with_config(_parser(), arguments, _plan)
+
+
+def _plan(experiment: Experiment, options: argparse.Namespace) -> None:
+  found = _planned(with_vocab(experiment, options.vocab), options)
+  report.show(found, Console())
+  if options.json:
+    records.write(options.json, found)
+
+
+def _planned(experiment: Experiment, options: argparse.Namespace) -> dict[str, Any]:
+  # Whatever this machine has, nothing runs on it.
+  jax.config.update("jax_platforms", "cpu")
+  if (options.topology is None) == (options.devices is None):
+    given = "neither" if options.devices is None else "both"
+    raise ValueError(
+      f"one of `--topology` and `--devices` must be given; got {given}. Give --topology for TPUs or"
+      " --devices for GPUs."
+    )
+  if options.topology is not None:
+    chip, devices = chips.tpu(options.topology), compiling.tpu_devices(options.topology)
+  else:
+    chip, devices = chips.gpu(options.device_kind), compiling.simulated_devices(options.devices)
+  mesh = make_mesh(experiment.train.mesh, devices)
+  return {"topology": options.topology} | plan(experiment, mesh, chip)
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = config_parser(
+    "plan",
+    "Compile a training step ahead of time, without the accelerator, and print what it needs.",
+    USAGE,
+  )
+  parser.add_argument("--topology", metavar="KIND:SIZE", help="TPUs, such as v5e:4x4")
+  parser.add_argument("--devices", type=int, metavar="N", help="this many GPUs")
+  parser.add_argument("--device-kind", default="H100", help="of --devices: A100, H100 or H200")
+  parser.add_argument("--vocab", type=int, metavar="V", help="tokens, whatever the config says")
+  parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the plan to FILE")
+  return parser

@@ -1,0 +1,69 @@
+"""Command that prints the nats a token and a byte of a text.
+
+vqjax score gemma-3-270m-q4_k_m.gguf --text article.txt
+vqjax score runs/demo/codebook --config configs/lm_codebook.py --text article.txt --json
+"""
+
+import argparse
+import json
+import math
+import pathlib
+
+from vqjax.commands.console import configure_warnings, exit_code
+from vqjax.commands.models import add_arguments, load_model
+from vqjax.lm.generation import score
+from vqjax.lm.texts import data_path, read_text
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Run the command; return 2 for a wrong call or a damaged model."""
+  parser = argparse.ArgumentParser(
+    prog="vqjax score",
+    description="Print the negative log-probability of a text under a pretrained model or that of a"
+    " run. A text that is longer than the context is read in overlapping windows.",
+  )
+  add_arguments(parser)
+  parser.add_argument(
+    "--text", type=pathlib.Path, required=True, metavar="FILE", help="file of text in UTF-8"
+  )
+  parser.add_argument(
+    "--stride",
+    type=int,
+    metavar="N",
+    help="tokens by which a window starts after the one before (default: half the context)",
+  )
+  parser.add_argument("--json", action="store_true", help="print JSON")
+  options = parser.parse_intermixed_args(arguments)
+  configure_warnings()
+  return exit_code(lambda: _score(options), show_traceback=options.traceback)
+
+
+def _score(options: argparse.Namespace) -> None:
+  text = read_text(data_path(str(options.text), kind="text"))
+  model, variables, tokenizer = load_model(
+    options.model, options.config, options.overrides, options.dtype
+  )
+  tokens = list(tokenizer.encode(text))
+  if len(tokens) < 2:
+    raise ValueError(
+      f"`--text` must have a token to predict; got {len(tokens)} tokens in {options.text}. Give a"
+      " longer text."
+    )
+  nats = -float(score(model, variables, [tokens], stride=options.stride)[0].sum(dtype=float))
+  # The first token is not predicted; it is that of BOS in most models, which stands for no byte.
+  predicted = len(tokens) - 1
+  size = len(text.encode()) - len(tokenizer.decode(tokens[:1]).encode())
+  result = {
+    "tokens": predicted,
+    "bytes": size,
+    "nats_per_token": nats / predicted,
+    "nats_per_byte": nats / size,
+    "perplexity": math.exp(min(nats / predicted, 700)),
+  }
+  if options.json:
+    print(json.dumps(result, indent=2))
+    return
+  print(
+    f"{result['nats_per_token']:.4f} nats/token, {result['nats_per_byte']:.4f} nats/byte,"
+    f" perplexity {result['perplexity']:.2f} over {predicted:,} tokens, {size:,} bytes"
+  )

@@ -1,0 +1,87 @@
+"""Command that compares the runs below a folder.
+
+vqjax table runs/demo
+vqjax table runs/demo --html out.html --markdown out.md --png plot.png
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from vqjax.lab import exits, report
+from vqjax.lm import records
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Run the command; return its exit code: 2 for a wrong call."""
+  options = _parser().parse_args(arguments)
+  try:
+    runs = _read_runs(options.folder)
+  except (OSError, ValueError) as error:
+    return exits.failed(error)
+  columns = report.default_columns(runs)
+  console = Console()
+  console.print(report.console_table(columns, runs, console.width))
+  try:
+    if options.html:
+      report.write_page(runs, options.html, title=options.title or options.folder.resolve().name)
+    if options.markdown:
+      records.write_text(options.markdown, report.markdown_table(columns, runs))
+    if options.png:
+      _save_plots(runs, options.png)
+  except (OSError, ValueError) as error:
+    exits.say(f"error: cannot write: {error}. Give another file.")
+    return 2
+  return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="vqjax table",
+    description="Compare the runs below a folder by the JSON that they wrote.",
+    epilog="A missing value is a dash, one of a failed run is 'failed'; the best value is bold.",
+  )
+  parser.add_argument(
+    "folder", type=pathlib.Path, help="a run folder, or a folder with run folders"
+  )
+  parser.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write an HTML page")
+  parser.add_argument("--title", help="title of the page (default: the folder's name)")
+  parser.add_argument(
+    "--markdown", type=pathlib.Path, metavar="FILE", help="write the table in Markdown"
+  )
+  parser.add_argument(
+    "--png",
+    type=pathlib.Path,
+    metavar="FILE",
+    help="plot head bytes against perplexity in FILE, and the loss curves in FILE with -loss",
+  )
+  return parser
+
+
+def _read_runs(folder: pathlib.Path) -> list[report.Run]:
+  if not folder.is_dir():
+    raise FileNotFoundError(
+      f"`folder` must be a folder with runs; got {folder}, which is not one. Give one such as runs."
+    )
+  runs = report.read_runs(folder)
+  if not runs:
+    raise FileNotFoundError(
+      f"`folder` must hold runs; got {folder} without a config.json or result.json. Start a run"
+      " with vqjax train configs/NAME.py."
+    )
+  return runs
+
+
+def _save_plots(runs: Sequence[report.Run], path: pathlib.Path) -> None:
+  """Write both plots; a message on standard error names a plot that has no data."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  curves = path.with_stem(f"{path.stem}-loss")
+  plots = {path: report.size_against_perplexity(runs), curves: report.loss_curves(runs)}
+  for target, figure in plots.items():
+    if figure is None:
+      print(f"{target} is not written: no run has the numbers that it shows", file=sys.stderr)
+    else:
+      report.save_png(figure, target)

@@ -1,0 +1,80 @@
+"""Command that trains one experiment, and resumes it.
+
+vqjax train configs/lm_codebook.py
+"""
+
+import argparse
+import pathlib
+import sys
+
+from vqjax.commands.runs import config_parser, print_result, with_config
+from vqjax.lab.config import Experiment, config_hash
+from vqjax.lab.exits import LESS_OF_A_STEP
+from vqjax.lab.training import distributed, fit
+
+EXAMPLES = """\
+examples:
+  vqjax train configs/lm_codebook.py
+  vqjax train configs/lm_codebook.py data.path=/some/folder model.head.codes=512
+  vqjax train configs/lm_codebook.py --help   every field, its type and default
+
+The same command again resumes the run; a finished run prints its result.
+
+Several processes can share a run and its folder. Under Slurm, Open MPI, Kubernetes and on TPU pods
+they find each other; elsewhere, start the same command on each machine:
+  ... --coordinator 10.0.0.1:1234 --num-processes 2 --process-id 0   on the machine 10.0.0.1
+  ... --coordinator 10.0.0.1:1234 --num-processes 2 --process-id 1   on another machine"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Run the command; return 2 for a wrong call, 128 + n for signal n."""
+  return with_config(_parser(), arguments, train, before=_join, out_of_memory=LESS_OF_A_STEP)
+
+
+def _join(options: argparse.Namespace) -> None:
+  """Connect the processes before anything can fail in one of them."""
+  distributed.start(
+    options.coordinator,
+    options.num_processes,
+    options.process_id,
+    patience=options.patience,
+    silence=options.silence,
+  )
+
+
+def train(experiment: Experiment, options: argparse.Namespace) -> None:
+  """Train an experiment in its run folder and print the result."""
+  folder = options.run or pathlib.Path("runs") / f"{experiment.name}-{config_hash(experiment)}"
+  if distributed.is_main():
+    print(f"run folder: {folder}", file=sys.stderr)
+  result = fit(experiment, folder)
+  if distributed.is_main():
+    print_result(result, folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = config_parser("train", "Train one experiment.", EXAMPLES)
+  parser.add_argument(
+    "--run", type=pathlib.Path, metavar="DIR", help="run folder (default: runs/NAME-HASH)"
+  )
+  several = parser.add_argument_group("several processes")
+  several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+  several.add_argument(
+    "--num-processes", type=int, metavar="N", help="number of processes; 1 runs alone"
+  )
+  several.add_argument("--process-id", type=int, metavar="I", help="number of this process, from 0")
+  several.add_argument(
+    "--patience",
+    type=float,
+    default=distributed.PATIENCE,
+    metavar="SECONDS",
+    help="time to wait for the other processes (default: %(default)g)",
+  )
+  several.add_argument(
+    "--silence",
+    type=float,
+    default=distributed.SILENCE,
+    metavar="SECONDS",
+    help="time without a heartbeat after which a process counts as dead (default: %(default)g)",
+  )
+  return parser

@@ -1,0 +1,1 @@
+"""Decoders that people have: their files, text from them, faster decoding, and smaller tables."""

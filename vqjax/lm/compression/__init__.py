@@ -1,0 +1,1 @@
+"""Vocabulary tables of pretrained models: measured, compressed, exported and trimmed."""

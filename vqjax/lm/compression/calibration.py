@@ -1,0 +1,158 @@
+"""Second moments of a decoder over text, by which errors of its tables are weighed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from vqjax.convert.variables import Variables
+from vqjax.lm.models import Transformer
+from vqjax.tables.moments import Moments
+
+HIDDEN_TOKENS = 2**14
+"""Hidden states of which H is the mean."""
+
+EXPECTED_TOKENS = 2**12
+"""Hidden states of which the predicted distributions are counted."""
+
+FISHER_TOKENS = 2**10
+"""Input vectors of which F is the mean."""
+
+SEED = 0
+"""Seed of the tokens that are drawn for F."""
+
+EVERY = 30.0
+"""Seconds after which the sums so far are kept."""
+
+
+@dataclasses.dataclass
+class _Sums:
+  hidden: np.ndarray
+  inputs: np.ndarray
+  expected: np.ndarray
+  done: int = 0
+  hidden_tokens: int = 0
+  input_tokens: int = 0
+  expected_tokens: int = 0
+
+
+def collect(
+  model: Transformer,
+  variables: Variables,
+  windows: Sequence[Int[np.ndarray, "T"]],
+  counts: np.ndarray,
+  *,
+  hidden_tokens: int = HIDDEN_TOKENS,
+  expected_tokens: int = EXPECTED_TOKENS,
+  fisher_tokens: int = FISHER_TOKENS,
+  cache: str | os.PathLike | None = None,
+  progress: Callable[[float], None] = lambda part: None,
+  seed: int = SEED,
+) -> Moments:
+  """The moments of a decoder over windows of tokens, all of one length.
+
+  Half of the mass of the counts is that of the text, half that of the distributions that the model
+  predicts in it, which know tokens that happen not to occur.
+
+  Args:
+    model: the decoder.
+    variables: its variables.
+    windows: rows of tokens of one length, in an order that mixes the texts.
+    counts: occurrences of each token in all texts, [V].
+    hidden_tokens: number of hidden states for H.
+    expected_tokens: number of predicted distributions.
+    fisher_tokens: number of input vectors for F.
+    cache: file that keeps the sums of an interrupted call, for the next one. It is left: remove it
+      when the moments are saved.
+    progress: is called with the part that is done.
+    seed: seed of the tokens that are drawn for F.
+  """
+  dim, vocab = model.dim, model.head.vocab
+  sums = _Sums(np.zeros((dim, dim)), np.zeros((dim, dim)), np.zeros(vocab))
+  if cache is not None and os.path.exists(cache):
+    with np.load(cache) as file:
+      sums = _Sums(**{name: _number(file[name]) for name in file.files})
+  saved = time.monotonic()
+  needed = min(len(windows), -(-hidden_tokens // max(1, len(windows[0]) - 1)))
+  while sums.done < needed:
+    window = jnp.asarray(windows[sums.done])[None]
+    hidden = _hidden(variables, window, model=model)[0, 1:]
+    sums.hidden += np.asarray(hidden.T @ hidden, np.float64)
+    sums.hidden_tokens += len(hidden)
+    # Chosen evenly among the windows, so that no text is left out.
+    if sums.expected_tokens * needed < expected_tokens * sums.done + 1:
+      sums.expected += np.asarray(_expected(variables, hidden, model=model), np.float64)
+      sums.expected_tokens += len(hidden)
+    if sums.input_tokens * needed < fisher_tokens * sums.done + 1:
+      key = jax.random.fold_in(jax.random.key(seed), sums.done)
+      gradient = _gradient(variables, window, key, model=model)[0, 1:]
+      sums.inputs += np.asarray(gradient.T @ gradient, np.float64)
+      sums.input_tokens += len(gradient)
+    sums.done += 1
+    progress(sums.done / needed)
+    if cache is not None and time.monotonic() - saved > EVERY:
+      saved = time.monotonic()
+      _keep(pathlib.Path(cache), sums)
+  counts = np.asarray(counts, np.float64)
+  expected = sums.expected * (counts.sum() / max(1, sums.expected_tokens))
+  return Moments(
+    hidden=sums.hidden / max(1, sums.hidden_tokens),
+    counts=(counts + expected) / 2,
+    tokens=sums.hidden_tokens,
+    inputs=sums.inputs / max(1, sums.input_tokens),
+  )
+
+
+def _number(value):
+  return value if value.ndim else int(value)
+
+
+def _keep(path, sums):
+  partial = path.with_name(path.name + ".partial.npz")
+  np.savez(partial, **dataclasses.asdict(sums))
+  partial.replace(path)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _hidden(variables, tokens_BT, *, model):
+  return model.apply(variables, tokens_BT, method="hidden").astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _expected(variables, hidden_ND, *, model):
+  """Sum of the predicted distributions, a few tokens at a time, so that no [N, V] exists."""
+  size = max(1, min(32, len(hidden_ND)))
+  hidden = jnp.pad(hidden_ND, ((0, -len(hidden_ND) % size), (0, 0))).reshape(-1, size, model.dim)
+  counted = (jnp.arange(hidden.shape[0] * size) < len(hidden_ND)).reshape(-1, size)
+
+  def add(total, tile):
+    vectors, is_counted = tile
+    scores = model.apply(variables, vectors, method=lambda m, h: m.head.logits(h))
+    mass = jax.nn.softmax(scores.astype(jnp.float32))
+    return total + is_counted.astype(jnp.float32) @ mass, None
+
+  start = jnp.zeros(model.head.vocab, jnp.float32)
+  return jax.lax.scan(add, start, (hidden, counted))[0]
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _gradient(variables, tokens_BT, key, *, model):
+  """Gradients, by the input vectors, of the log-probability of tokens that the model draws."""
+  apply = lambda method, *args: model.apply(variables, *args, method=method)
+  vectors = apply(lambda m, tokens: m.embedding(tokens), tokens_BT)
+  hidden = apply(lambda m, e: m.body(e, True), vectors)
+  drawn = apply(lambda m, h, k: m.head.sample(h, k), hidden, key)
+
+  def log_prob(vectors):
+    return apply(lambda m, e: m.head.log_prob(m.body(e, True), drawn).sum(), vectors)
+
+  return jax.grad(log_prob)(vectors.astype(jnp.float32))

@@ -1,0 +1,30 @@
+"""Generation and scoring of text with the general decoder and any head."""
+
+from vqjax.lm.generation.cache import unstacked
+from vqjax.lm.generation.decoding import Generated, generate, stream
+from vqjax.lm.generation.sampling import GREEDY, UNFILTERED, Sampling
+from vqjax.lm.generation.scoring import score
+from vqjax.lm.generation.speculation import Draft, Drafter, EarlyExit, RoundTimes
+from vqjax.lm.generation.text import TextStream, Tokenizer
+from vqjax.lm.generation.tree_drafting import TreeDraft, Typical
+from vqjax.lm.generation.trees import Tree
+
+__all__ = [
+  "GREEDY",
+  "UNFILTERED",
+  "Draft",
+  "Drafter",
+  "EarlyExit",
+  "Generated",
+  "RoundTimes",
+  "Sampling",
+  "TextStream",
+  "Tokenizer",
+  "Tree",
+  "TreeDraft",
+  "Typical",
+  "generate",
+  "score",
+  "stream",
+  "unstacked",
+]

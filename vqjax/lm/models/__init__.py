@@ -1,0 +1,18 @@
+"""Decoders whose embedding and output head are fields."""
+
+from vqjax.lm.models.base import LanguageModel
+from vqjax.lm.models.decoder import MLP, Attention, LayerNorm, RMSNorm, Transformer
+from vqjax.lm.models.rotary import Linear, Llama3, Rotary, Yarn
+
+__all__ = [
+  "MLP",
+  "Attention",
+  "LanguageModel",
+  "LayerNorm",
+  "Linear",
+  "Llama3",
+  "RMSNorm",
+  "Rotary",
+  "Transformer",
+  "Yarn",
+]

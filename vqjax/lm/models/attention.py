@@ -1,0 +1,110 @@
+"""Causal attention as pure functions of queries, keys, values and their positions.
+
+Axes beside the usual letters: H query heads, G key-value heads, C width of a head, S positions of
+keys. Attention is computed in one piece, with all weights [B, H, T, S] at once, or in tiles of
+query positions that are recomputed in the backward pass, so that no array of T·T elements is alive.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from vqjax.ops import vocab_parallel
+from vqjax.ops.tiles import most_scores
+
+
+def attend(
+  query: Float[Array, "B T H C"],
+  key: Float[Array, "B S G C"],
+  value: Float[Array, "B S G C"],
+  query_position: Int[Array, "*b T"],
+  key_position: Int[Array, "*c S"],
+  window: Int[Array, ""] | int | None = None,
+  seen: Bool[Array, "B T S"] | None = None,
+  *,
+  scale: float | None = None,
+  softcap: float | None = None,
+) -> Float[Array, "B T H C"]:
+  """Attention of each query to the last `window` positions up to its own.
+
+  A cache of keys is attended to in the same way: the position of a slot that holds no key yet is
+  larger than that of any query, so that it is never seen.
+
+  Args:
+    query: the queries; query head h reads key-value head h // (H / G).
+    key: the keys.
+    value: the values.
+    query_position: the positions of the queries, [T] or [B, T].
+    key_position: the positions of the keys, [S] or [B, S].
+    window: number of positions that a query sees, its own included; None: all so far.
+    seen: False for keys that a query does not see, though their positions are in its window.
+    scale: factor of the scores; None: C^-1/2.
+    softcap: largest absolute score c: scores are c · tanh(score / c); None: no cap.
+  """
+  positions = (jnp.atleast_2d(position) for position in (query_position, key_position))
+  mask_BTS = causal_mask(*positions, window)
+  mask_BHTS = (mask_BTS if seen is None else mask_BTS & seen)[:, None]
+  if softcap is None:
+    return jax.nn.dot_product_attention(query, key, value, mask=mask_BHTS, scale=scale)
+  batch, length, heads, width = query.shape
+  grouped = query.reshape(batch, length, key.shape[2], -1, width)
+  scores = jnp.einsum("btgnc,bsgc->bgnts", grouped, key, preferred_element_type=jnp.float32)
+  scores = softcap * jnp.tanh(scores * (width**-0.5 if scale is None else scale) / softcap)
+  scores = jnp.where(mask_BHTS[:, None], scores, jnp.finfo(scores.dtype).min)
+  weight = jax.nn.softmax(scores).astype(value.dtype)
+  return jnp.einsum("bgnts,bsgc->btgnc", weight, value).reshape(batch, length, heads, width)
+
+
+def attend_in_tiles(
+  query: Float[Array, "B T H C"],
+  key: Float[Array, "B T G C"],
+  value: Float[Array, "B T G C"],
+  window: Int[Array, ""] | None = None,
+  **options: float | None,
+) -> Float[Array, "B T H C"]:
+  """Attention of positions 0 to T - 1 among themselves, in tiles of query positions.
+
+  It equals `attend` up to rounding; the options are `scale` and `softcap`.
+  """
+  batch, length, heads, width = query.shape
+  size = tile_size(query.shape, most_scores() * vocab_parallel.devices().count)
+  tiles = math.ceil(length / size)
+
+  @jax.checkpoint
+  def tile(query_BtHC, first):
+    # Padding of the last tile attends as the last position does, and is cut off below.
+    position_t = jnp.minimum(first + jnp.arange(size), length - 1)
+    return attend(query_BtHC, key, value, position_t, jnp.arange(length), window, **options)
+
+  padded = jnp.pad(query, ((0, 0), (0, tiles * size - length), (0, 0), (0, 0)))
+  query_NBtHC = jnp.moveaxis(padded.reshape(batch, tiles, size, heads, width), 1, 0)
+  mixed_NBtHC = lax.map(lambda given: tile(*given), (query_NBtHC, size * jnp.arange(tiles)))
+  return jnp.moveaxis(mixed_NBtHC, 0, 1).reshape(padded.shape)[:, :length]
+
+
+def tile_size(shape: tuple[int, int, int, int], most: int) -> int:
+  """Number of query positions in a tile, for queries [B, T, H, C].
+
+  A tile has at most `most` attention weights, but at least C positions: the weights of C queries
+  are as many numbers as the keys, so that smaller tiles would save little memory. The tiles are
+  equal parts of the sequence, of which the last is padded.
+  """
+  batch, length, heads, width = shape
+  positions = max(width, most // max(1, batch * heads * length))
+  return max(1, math.ceil(length / max(1, math.ceil(length / positions))))
+
+
+def causal_mask(
+  query_position: Int[Array, "*b T"],
+  key_position: Int[Array, "*c S"],
+  window: Int[Array, ""] | int | None = None,
+) -> Bool[Array, "*d T S"]:
+  """True where a query attends: the last `window` positions up to its own; None: all so far."""
+  back_TS = query_position[..., :, None] - key_position[..., None, :]
+  seen_TS = back_TS >= 0
+  return seen_TS if window is None else seen_TS & (back_TS < window)

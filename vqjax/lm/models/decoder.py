@@ -1,0 +1,464 @@
+"""The general decoder, whose embedding and output head are fields.
+
+With its defaults it is GPT-2's. Further fields choose norms, positions, attention and feed-forward
+layers, so that the decoders of Llama, Qwen and Gemma are the same class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int
+
+from vqjax.lm.models.attention import attend, attend_in_tiles
+from vqjax.lm.models.base import (
+  NORM_AXES,
+  ROWS,
+  LanguageModel,
+  check_dropout,
+  check_heads,
+  stacked_axes,
+)
+from vqjax.lm.models.rotary import Rotary, rotate
+from vqjax.ops import narrow
+from vqjax.sharding import constrain
+from vqjax.types import Dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerNorm:
+  """Vectors of mean 0 and variance 1, with a scale and a bias. Source: Ba et al., 2016.
+
+  Attributes:
+    epsilon: added to the variance.
+  """
+
+  epsilon: float = 1e-6
+
+  axes = NORM_AXES
+
+  def module(self, dtype: Dtype) -> nn.Module:
+    """The Linen module."""
+    return nn.LayerNorm(self.epsilon, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RMSNorm:
+  """Vectors of mean square 1, with a scale. Source: Zhang and Sennrich, 2019.
+
+  Attributes:
+    epsilon: added to the mean square.
+    offset: number that is added to the parameter `scale`; 1 in Gemma, whose scales begin with 0.
+  """
+
+  epsilon: float = 1e-6
+  offset: float = 0.0
+
+  axes = {"scale": ("norm",)}  # noqa: RUF012
+
+  def module(self, dtype: Dtype) -> nn.Module:
+    """The Linen module."""
+    return _RMSNorm(self.epsilon, self.offset, dtype)
+
+
+class _RMSNorm(nn.Module):
+  epsilon: float
+  offset: float
+  dtype: Dtype
+
+  @nn.compact
+  def __call__(self, x_BD: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    init = nn.initializers.constant(1.0 - self.offset)
+    scale_D = self.param("scale", init, (x_BD.shape[-1],), jnp.float32).astype(jnp.float32)
+    wide_BD = x_BD.astype(jnp.float32)
+    square_B1 = jnp.square(wide_BD).mean(-1, keepdims=True)
+    normed_BD = wide_BD * jax.lax.rsqrt(square_B1 + self.epsilon) * (self.offset + scale_D)
+    return normed_BD.astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+  """Variants of self-attention.
+
+  Attributes:
+    kv_heads: heads of keys and values, each read by as many query heads; it divides `heads`. None:
+      a head of each for every query head, from one projection.
+    head_dim: width of a head; None: the model width over the query heads.
+    scale: factor of the scores; None: head_dim^-1/2.
+    softcap: largest absolute score; None: no cap.
+    qk_norm: queries and keys are normalised in each head, before they are turned.
+    qkv_bias: the projections to queries, keys and values have a bias.
+    out_bias: the projection of the heads' outputs has a bias.
+  """
+
+  kv_heads: int | None = None
+  head_dim: int | None = None
+  scale: float | None = None
+  softcap: float | None = None
+  qk_norm: bool = False
+  qkv_bias: bool = True
+  out_bias: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP:
+  """Variants of the feed-forward layer.
+
+  Attributes:
+    width: inner width; None: four times the model width.
+    activation: the function between its two products.
+    gated: the activation of one projection multiplies another one. Source: Shazeer, GLU Variants,
+      2020.
+    use_bias: its products have a bias.
+  """
+
+  width: int | None = None
+  activation: Callable[[Array], Array] = nn.gelu
+  gated: bool = False
+  use_bias: bool = True
+
+
+class Layer(NamedTuple):
+  """What differs from block to block; arrays have an axis of all blocks first.
+
+  Attributes:
+    window: number of positions that each attends to, its own included; None: all so far.
+    is_local: whether the block turns by the second of two tables of angles; None: there is one.
+  """
+
+  window: Int[Array, "..."] | None = None
+  is_local: Bool[Array, "..."] | None = None
+
+
+Angles = tuple[Float[Array, "..."], Float[Array, "..."]]
+"""Cosines and sines [kinds, *b, T, C / 2] of the positions."""
+
+
+class Block(nn.Module):
+  """Self-attention and a feed-forward layer, each with a norm before it.
+
+  Attributes:
+    dim: model width, D.
+    heads: query heads.
+    dropout: probability of zeroing an entry of either branch's output.
+    residual_scale: standard deviation of the branches' output projections.
+    dtype: dtype of the computation; parameters are float32.
+    remat: the block is recomputed in the backward pass; it then attends in tiles, so that the
+      activations which recomputation keeps are small.
+    norm: the norm of the block.
+    attention: the variant of self-attention.
+    mlp: the variant of the feed-forward layer.
+    post_norms: each branch's output is normalised too, before it is added.
+  """
+
+  dim: int
+  heads: int
+  dropout: float
+  residual_scale: float
+  dtype: Dtype
+  remat: bool
+  norm: LayerNorm | RMSNorm
+  attention: Attention
+  mlp: MLP
+  post_norms: bool
+
+  def setup(self):
+    normal = nn.initializers.normal
+    dense = lambda width, scale, **more: nn.DenseGeneral(
+      width,
+      dtype=self.dtype,
+      kernel_init=normal(scale),
+      dot_general=narrow.dot_general,
+      **more,
+    )
+    norm = lambda: self.norm.module(self.dtype)
+    kv_heads, has_bias = self.attention.kv_heads, self.attention.qkv_bias
+    width = self.attention.head_dim or self.dim // self.heads
+    self.attention_norm = norm()
+    # An axis of their own lets the heads be sharded.
+    if kv_heads is None:
+      self.query_key_value = dense((3, self.heads, width), 0.02, use_bias=has_bias)
+    else:
+      self.query = dense((self.heads, width), 0.02, use_bias=has_bias)
+      self.key = dense((kv_heads, width), 0.02, use_bias=has_bias)
+      self.value = dense((kv_heads, width), 0.02, use_bias=has_bias)
+    if self.attention.qk_norm:
+      self.query_norm, self.key_norm = norm(), norm()
+    self.attention_out = dense(
+      self.dim, self.residual_scale, axis=(-2, -1), use_bias=self.attention.out_bias
+    )
+    self.mlp_norm = norm()
+    inner, mlp_bias = self.mlp.width or 4 * self.dim, self.mlp.use_bias
+    if self.mlp.gated:
+      self.mlp_gate = dense(inner, 0.02, use_bias=mlp_bias)
+    self.mlp_in = dense(inner, 0.02, use_bias=mlp_bias)
+    self.mlp_out = dense(self.dim, self.residual_scale, use_bias=mlp_bias)
+    if self.post_norms:
+      self.attention_post_norm, self.mlp_post_norm = norm(), norm()
+    self.drop = nn.Dropout(self.dropout)
+
+  def __call__(
+    self, x_BTD: Float[Array, "B T D"], layer: Layer, angles: Angles | None, deterministic: bool
+  ) -> tuple[Float[Array, "B T D"], None]:
+    """The output of the block, as the carry of a scan.
+
+    Args:
+      x_BTD: the residual stream.
+      layer: the window and the angles of this block.
+      angles: the angles by which queries and keys are turned; None: they are not.
+      deterministic: no dropout.
+    """
+    query, key, value = self.query_key_values(self.attention_norm(x_BTD), layer, angles)
+    options = {"scale": self.attention.scale, "softcap": self.attention.softcap}
+    if self.remat:
+      mixed = attend_in_tiles(query, key, value, layer.window, **options)
+    else:
+      position_T = jnp.arange(x_BTD.shape[1])
+      mixed = attend(query, key, value, position_T, position_T, layer.window, **options)
+    return self.feed_forward(x_BTD, mixed, deterministic), None
+
+  def query_key_values(
+    self, x_BTD: Float[Array, "B T D"], layer: Layer, angles: Angles | None
+  ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T G C"], Float[Array, "B T G C"]]:
+    """Queries, keys and values of normalised vectors, turned by their positions."""
+    if self.attention.kv_heads is None:
+      parts = jnp.moveaxis(self.query_key_value(x_BTD), -3, 0)
+    else:
+      parts = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+    query, key, value = (constrain(part, ("batch", None, "heads", None)) for part in parts)
+    if self.attention.qk_norm:
+      query, key = self.query_norm(query), self.key_norm(key)
+    if angles is not None:
+      number = 0 if layer.is_local is None else layer.is_local.astype(jnp.int32)
+      cos, sin = (table[number] for table in angles)
+      query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    return query, key, value
+
+  def feed_forward(
+    self, x_BTD: Float[Array, "B T D"], mixed: Float[Array, "B T H C"], deterministic: bool
+  ) -> Float[Array, "B T D"]:
+    """The output of the block from the residual stream and the values that attention mixed."""
+    mixed_BTD = self.attention_out(mixed)
+    if self.post_norms:
+      mixed_BTD = self.attention_post_norm(mixed_BTD)
+    x_BTD = constrain(x_BTD + self.drop(mixed_BTD, deterministic), ROWS)
+    normed_BTD = self.mlp_norm(x_BTD)
+    inner_BTF = constrain(self.mlp_in(normed_BTD), INNER)
+    # Recomputed from its input, gelu keeps no tanh [B, T, 4·D] for the backward pass.
+    activation = jax.checkpoint(self.mlp.activation) if self.remat else self.mlp.activation
+    if self.mlp.gated:
+      inner_BTF = inner_BTF * activation(constrain(self.mlp_gate(normed_BTD), INNER))
+    else:
+      inner_BTF = activation(inner_BTF)
+    mlp_BTD = self.mlp_out(inner_BTF)
+    if self.post_norms:
+      mlp_BTD = self.mlp_post_norm(mlp_BTD)
+    return constrain(x_BTD + self.drop(mlp_BTD, deterministic), ROWS)
+
+  def axes(self) -> dict:
+    """Logical axes of the parameters of the block."""
+    heads, norm = ("heads", "head_dim"), self.norm.axes
+    biased = lambda has_bias, kernel, bias: (
+      {"kernel": kernel} | ({"bias": bias} if has_bias else {})
+    )
+    qkv = lambda *axes: biased(self.attention.qkv_bias, ("embed", *axes), axes)
+    mlp = lambda *axes: biased(self.mlp.use_bias, axes, axes[1:])
+    names = ["attention_norm", "mlp_norm"]
+    names += ["query_norm", "key_norm"] if self.attention.qk_norm else []
+    names += ["attention_post_norm", "mlp_post_norm"] if self.post_norms else []
+    axes = dict.fromkeys(names, norm)
+    if self.attention.kv_heads is None:
+      axes["query_key_value"] = qkv("qkv", *heads)
+    else:
+      axes |= {name: qkv(*heads) for name in ("query", "key", "value")}
+    axes["attention_out"] = biased(self.attention.out_bias, (*heads, "embed"), ("norm",))
+    axes |= {name: mlp("embed", "mlp") for name in ["mlp_in", "mlp_gate"][: 1 + self.mlp.gated]}
+    return axes | {"mlp_out": biased(self.mlp.use_bias, ("mlp", "embed"), ("norm",))}
+
+
+INNER = ("batch", None, "mlp")
+"""Logical axes of the inner activations of a feed-forward layer."""
+
+
+class Transformer(LanguageModel):
+  """A decoder of `layers` blocks between an embedding and a head; by default GPT-2's.
+
+  With a `window`, some blocks are local: they attend to the last `window` positions only. By
+  default every second one is, as in GPT-Neo: the first, third, ... block attends to all positions
+  so far. The rest is then still that of GPT-2: GPT-Neo does not divide attention scores by
+  sqrt(head width), and its projections to queries, keys and values have no bias.
+
+  The embedding and the head have dtypes of their own: if the head does not get the decoder's dtype
+  too, its matrix products are in float32.
+
+  Attributes:
+    embedding: tokens -> vectors of width `dim`.
+    head: hidden vectors of width `dim` -> a distribution over the vocabulary.
+    dim: model width, D, which the parts share.
+    layers: number of blocks.
+    heads: number of query heads of a block, which divides `dim` unless `attention.head_dim` is set.
+    context: largest number of tokens in a row.
+    dropout: probability of zeroing an entry, after the embedding and in every block.
+    remat: recompute the activations of each block in the backward pass, and attend in tiles of
+      query positions, so that no [B, H, T, T] array is alive.
+    dtype: dtype of the decoder's computation, float32 or bfloat16; parameters are float32.
+    window: number of positions, its own included, that local blocks attend to; None: every block
+      attends to all positions so far.
+    local: for each block whether it is local; None: every second one is. Only with a `window`.
+    norm: the norms, a `LayerNorm` or an `RMSNorm`.
+    attention: the variant of self-attention.
+    mlp: the variant of the feed-forward layer.
+    post_norms: the output of each branch of a block is normalised too, before it is added.
+    rotary: turns queries and keys by their positions; None: positions are learned vectors.
+    local_rotary: the same for local blocks; None: `rotary` is for all blocks.
+    embedding_scale: factor of the embedding's vectors, rounded to `dtype`; None: 1.
+  """
+
+  layers: int
+  heads: int
+  context: int
+  dropout: float = 0.0
+  remat: bool = False
+  dtype: Dtype = jnp.float32
+  window: int | None = None
+  local: tuple[bool, ...] | None = None
+  norm: LayerNorm | RMSNorm = LayerNorm()
+  attention: Attention = Attention()
+  mlp: MLP = MLP()
+  post_norms: bool = False
+  rotary: Rotary | None = None
+  local_rotary: Rotary | None = None
+  embedding_scale: float | None = None
+
+  def setup(self):
+    self._check_fields()
+    if self.rotary is None:
+      init = nn.initializers.normal(0.02)
+      self.position = self.param("position", init, (self.context, self.dim), jnp.float32)
+    # Inside a scan no barrier against common-subexpression elimination is needed.
+    remat = lambda block: nn.remat(block, static_argnums=(4,), prevent_cse=False)
+    # One block is compiled for any depth; its parameters are stacked, [layers, ...].
+    stacked = nn.scan(
+      remat(Block) if self.remat else Block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True, "dropout": True},
+      in_axes=(0, nn.broadcast, nn.broadcast),
+      length=self.layers,
+    )
+    self.blocks = stacked(**self._block_fields())
+    self.final_norm = self.norm.module(self.dtype)
+    self.drop = nn.Dropout(self.dropout)
+
+  def _check_fields(self) -> None:
+    for name in ("layers", "context"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"`{name}` must be at least 1; got {getattr(self, name)}. Raise it.")
+    if self.window is not None and self.window < 1:
+      raise ValueError(
+        f"`window` must be at least 1, the position itself, or None; got {self.window}."
+        " 256 is usual."
+      )
+    if self.local is not None and (self.window is None or len(self.local) != self.layers):
+      raise ValueError(
+        f"`local` must have an entry for each of {self.layers} blocks and needs a `window`; got"
+        f" {len(self.local)} entries and window {self.window}. Give both, or neither."
+      )
+    if self.local_rotary is not None and (self.window is None or self.rotary is None):
+      raise ValueError(
+        f"`local_rotary` needs `rotary` and a `window`; got {self.rotary} and {self.window}. Give"
+        " all three, or leave it out."
+      )
+    check_dropout(self.dropout)
+    if self.attention.head_dim is None:
+      check_heads(self.dim, self.heads)
+    kv_heads = self.attention.kv_heads
+    if kv_heads is not None and (kv_heads < 1 or self.heads % kv_heads):
+      raise ValueError(
+        f"`attention.kv_heads` must divide heads {self.heads}; got {kv_heads}. Change one of them."
+      )
+    if self.rotary is not None and self._head_dim() % 2:
+      raise ValueError(
+        f"`attention.head_dim` must be even to be turned; got {self._head_dim()}. Make it even, or"
+        " set rotary=None."
+      )
+    self.check_layers()
+
+  def _head_dim(self) -> int:
+    return self.attention.head_dim or self.dim // self.heads
+
+  def _block_fields(self) -> dict:
+    return {
+      "dim": self.dim,
+      "heads": self.heads,
+      "dropout": self.dropout,
+      # GPT-2 scales the two branches that each block adds to the residual stream by the depth.
+      "residual_scale": 0.02 / (2 * self.layers) ** 0.5,
+      "dtype": self.dtype,
+      "remat": self.remat,
+      "norm": self.norm,
+      "attention": self.attention,
+      "mlp": self.mlp,
+      "post_norms": self.post_norms,
+    }
+
+  def block(self) -> Block:
+    """One block, to be applied to the parameters of one; the model stacks those of all blocks."""
+    return Block(**self._block_fields(), parent=None)
+
+  def is_local(self) -> tuple[bool, ...]:
+    """For each block whether it attends to the last `window` positions only."""
+    if self.window is None:
+      return (False,) * self.layers
+    return self.local or tuple(number % 2 == 1 for number in range(self.layers))
+
+  def layer_inputs(self) -> Layer:
+    """The inputs of the scan over blocks."""
+    if self.window is None:
+      return Layer()
+    local_L = jnp.array(self.is_local())
+    windows_L = jnp.where(local_L, min(self.window, self.context), self.context)
+    two_tables = self.local_rotary is not None
+    return Layer(windows_L.astype(jnp.int32), local_L if two_tables else None)
+
+  def angles(self, position: Int[Array, "*b T"]) -> Angles | None:
+    """Cosines and sines of the positions, [kinds, *b, T, C / 2]; None without `rotary`."""
+    kinds = [kind for kind in (self.rotary, self.local_rotary) if kind is not None]
+    tables = [kind.table(position, self._head_dim()) for kind in kinds]
+    return tuple(map(jnp.stack, zip(*tables))) if tables else None
+
+  def embedded(
+    self, vectors: Float[Array, "B T D"], position: Int[Array, "*b T"]
+  ) -> Float[Array, "B T D"]:
+    """The residual stream before the first block, from the embedding's vectors."""
+    x_BTD = vectors.astype(self.dtype)
+    if self.embedding_scale is not None:
+      x_BTD = x_BTD * jnp.asarray(self.embedding_scale, self.dtype)
+    if self.rotary is None:
+      x_BTD = x_BTD + self.position[position].astype(self.dtype)
+    return x_BTD
+
+  def body(self, vectors: Float[Array, "B T D"], deterministic: bool) -> Float[Array, "B T D"]:
+    """Final hidden vectors, after positions, blocks and the final norm."""
+    length = vectors.shape[1]
+    if length > self.context:
+      raise ValueError(
+        f"`tokens` must have at most context {self.context} columns; got {length}. Cut them, or"
+        " raise the model's context."
+      )
+    position_T = jnp.arange(length)
+    x_BTD = constrain(self.drop(self.embedded(vectors, position_T), deterministic), ROWS)
+    x_BTD, _ = self.blocks(x_BTD, self.layer_inputs(), self.angles(position_T), deterministic)
+    return constrain(self.final_norm(x_BTD), ROWS)
+
+  def own_axes(self) -> dict:
+    """Logical axes of positions, blocks and the final norm."""
+    axes = {
+      "blocks": stacked_axes(self.block().axes()),
+      "final_norm": self.norm.axes,
+    }
+    return {"params": axes | ({"position": ("context", "embed")} if self.rotary is None else {})}

@@ -1,0 +1,332 @@
+"""Files that this project writes: whole, with a checksum, and read by a schema.
+
+The checksum is the CRC-32 of zlib, which misses no flipped bit and no damage of up to 32 bits in a
+row, and runs at the speed of memory. It guards against failing disks, not against forgery.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import math
+import os
+import pathlib
+import re
+import types
+import typing
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+CHECKSUM = "checksum"
+"""The member of a JSON object that holds the checksum of the others."""
+
+CHUNK = 2**22
+"""Bytes that are read at a time."""
+
+NO_PERMISSION = frozenset(
+  {
+    errno.EACCES,
+    errno.EROFS,
+    errno.EPERM,
+    errno.EFBIG,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+  }
+)
+"""Errors of a folder that another folder may not have."""
+
+FAILED_WRITES = ("Failed to write", "Failed writing", "Error writing")
+"""Texts of TensorStore's errors for a failed write, which carry no error number."""
+
+LOST_ARRAYS = re.compile(r"Save failed: .* missing.*\b")
+"""Begin of Orbax's error for a checkpoint without the arrays that it has just written."""
+
+
+class DamagedError(ValueError):
+  """A file is not what this version wrote; the message names it and the remedy."""
+
+
+def checksum(*parts: bytes) -> str:
+  """Return 8 hexadecimal digits that change with any bit of the parts."""
+  value = 0
+  for part in parts:
+    value = zlib.crc32(part, value)
+  return f"{value:08x}"
+
+
+def file_checksum(path: str | os.PathLike[str]) -> str:
+  """Return the checksum of a file's bytes."""
+  value = 0
+  with open(path, "rb") as file:
+    while part := file.read(CHUNK):
+      value = zlib.crc32(part, value)
+  return f"{value:08x}"
+
+
+def sealed(value: Mapping[str, Any], previous: str = "") -> dict[str, Any]:
+  """Return the object with a checksum of its members, and of what came before it."""
+  members = {name: member for name, member in value.items() if name != CHECKSUM}
+  return members | {CHECKSUM: checksum(previous.encode(), _canonical(members))}
+
+
+def _canonical(value: Any) -> bytes:
+  return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse(
+  content: str | bytes,
+  schema: type,
+  where: str,
+  remedy: str,
+  *,
+  seal: bool = True,
+  previous: str = "",
+) -> dict[str, Any]:
+  """Return the JSON object in a text, checked against a schema.
+
+  Args:
+    content: the text, or its UTF-8 bytes.
+    schema: a dataclass: a field without a default is required, members that it does not have are
+      allowed, and the types of the others are checked.
+    where: the file, and the line in it, for messages.
+    remedy: what to do about a damaged file: a sentence.
+    seal: whether the object must have the checksum of `sealed`, which is not returned.
+    previous: the checksum of the row before.
+
+  Raises:
+    DamagedError: it is not such an object.
+  """
+
+  def damaged(problem: str, verdict: str = "is damaged") -> DamagedError:
+    return DamagedError(f"{where} {verdict}: {problem}. {remedy}")
+
+  def refuse(constant: str):
+    raise ValueError(f"{constant} is not JSON")
+
+  try:
+    text = content if isinstance(content, str) else content.decode("utf-8")
+    value = json.loads(text, parse_constant=refuse)
+  except UnicodeDecodeError as error:
+    raise damaged(f"byte {error.start} is not UTF-8") from None
+  except json.JSONDecodeError as error:
+    raise damaged(f"line {error.lineno}, column {error.colno} is not JSON ({error.msg})") from None
+  except RecursionError:
+    raise damaged("it is nested too deeply") from None
+  except ValueError as error:
+    raise damaged(str(error)) from None
+  is_sealed = seal and isinstance(value, dict)
+  if is_sealed:
+    found = value.pop(CHECKSUM, None)
+    if found is None:
+      raise damaged("it has no checksum", "is damaged or of another version of vqjax")
+    try:
+      wanted = sealed(value, previous)[CHECKSUM]
+    except (ValueError, RecursionError) as error:
+      raise damaged(f"it has no checksum ({error})") from None
+    if found != wanted:
+      raise damaged(f"its checksum must be {wanted}; got {printable(str(found))[:20]}")
+  if problem := _problem(value, schema, ""):
+    raise damaged(problem, "is of another version of vqjax" if is_sealed else "is damaged")
+  return value
+
+
+def _problem(value: Any, hint: Any, at: str) -> str | None:
+  """What is wrong with a value of JSON for an annotation, or None."""
+  origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+  if origin in (typing.Union, types.UnionType):
+    problems = [_problem(value, option, at) for option in arguments]
+    return None if None in problems else problems[0]
+  if hint is Any:
+    return None
+  name = f"`{at}`" if at else "it"
+  if dataclasses.is_dataclass(hint):
+    if not isinstance(value, dict):
+      return f"{name} must be a JSON object; got {_shown(value)}"
+    hints = typing.get_type_hints(hint)
+    for field in dataclasses.fields(hint):
+      required = field.default is field.default_factory  # both are MISSING
+      inner = f"{at}.{field.name}" if at else field.name
+      if field.name not in value:
+        if required:
+          return f"`{inner}` is missing"
+      elif problem := _problem(value[field.name], hints[field.name], inner):
+        return problem
+    return None
+  if origin in (dict, list):
+    if not isinstance(value, origin):
+      kind = "object" if origin is dict else "list"
+      return f"{name} must be a JSON {kind}; got {_shown(value)}"
+    entries = value.items() if origin is dict else enumerate(value)
+    for key, item in entries:
+      if problem := _problem(item, arguments[-1], f"{at}.{key}" if at else f"{key}"):
+        return problem
+    return None
+  if origin is typing.Literal:
+    is_right = isinstance(value, str) and value in arguments
+    kind = " or ".join(map(repr, arguments))
+  else:
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    is_right = is_number if hint is float else type(value) is hint
+    kind = {float: "a number", int: "an integer", str: "a text", bool: "true or false"}.get(
+      hint, "null"
+    )
+    is_right = value is None if hint is type(None) else is_right
+  return None if is_right else f"{name} must be {kind}; got {_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+  return printable(repr(value))[:60]
+
+
+def printable(text: str) -> str:
+  """Return the text with control characters, such as those that colour a terminal, escaped."""
+  return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def read(
+  path: str | os.PathLike[str],
+  schema: type,
+  remedy: str = "Restore the file, or remove it.",
+  *,
+  seal: bool = True,
+) -> dict[str, Any] | None:
+  """Return the object in a file, as `parse` does; None if the file does not exist."""
+  try:
+    content = pathlib.Path(path).read_bytes()
+  except FileNotFoundError:
+    return None
+  return parse(content, schema, str(path), remedy, seal=seal)
+
+
+@dataclasses.dataclass
+class Rows:
+  """The rows of a file of JSON lines, up to the first damaged one.
+
+  Attributes:
+    rows: the rows, without their checksums.
+    checksums: the checksum of each row, which covers all rows before it.
+    lines: the lines of the rows, as they are in the file.
+    problem: what is wrong after these rows; None for nothing but a last line without an end, which
+      a running or killed process leaves.
+  """
+
+  rows: list[dict[str, Any]]
+  checksums: list[str]
+  lines: list[str]
+  problem: DamagedError | None = None
+
+
+def read_rows(
+  path: str | os.PathLike[str],
+  schema: type,
+  remedy: str = "Restore the file, or remove it.",
+  *,
+  seal: bool = True,
+) -> Rows:
+  """Return the rows of a file; a missing file has none.
+
+  A row's checksum covers the rows before it, so that a row that is lost in the middle shows.
+  """
+  found = Rows([], [], [])
+  try:
+    content = pathlib.Path(path).read_bytes()
+  except FileNotFoundError:
+    return found
+  *lines, rest = content.split(b"\n")
+  if rest and not seal:  # a file that is edited by hand may lack the last end of a line
+    lines.append(rest)
+  for number, line in enumerate(lines, 1):
+    previous = found.checksums[-1] if found.checksums else ""
+    try:
+      where = f"{path}, line {number},"
+      row = parse(line, schema, where, remedy, seal=seal, previous=previous)
+    except DamagedError as error:
+      found.problem = error
+      break
+    found.rows.append(row)
+    found.lines.append(line.decode())
+    found.checksums.append(sealed(row, previous)[CHECKSUM] if seal else "")
+  return found
+
+
+def dumps(value: Mapping[str, Any]) -> str:
+  """Return an object as one line of JSON; raise ValueError for NaN and infinity."""
+  return json.dumps(value, allow_nan=False) + "\n"
+
+
+def write(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
+  """Write an object to a file with its checksum, whole or not at all."""
+  write_text(path, json.dumps(sealed(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+  """Write a text file: a reader sees the old text or the new one."""
+  with atomic_file(pathlib.Path(path)) as file:
+    file.write(text.encode())
+
+
+@contextlib.contextmanager
+def atomic_file(path: pathlib.Path) -> Iterator[BinaryIO]:
+  """Open a file for writing that appears at `path` complete, or not at all.
+
+  It is written beside `path` under another name and renamed at the end, so that neither a killed
+  process nor several processes at once leave a part of it.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  # Not `tempfile`, whose files only their owner may read.
+  partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+  try:
+    with partial.open("xb") as file:
+      yield file
+      file.flush()
+      os.fsync(file.fileno())
+    partial.replace(path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      partial.unlink(missing_ok=True)
+    raise
+
+
+def set_aside(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Move a damaged file or folder into a folder, under a name that is free."""
+  folder.mkdir(parents=True, exist_ok=True)
+  target, number = folder / path.name, 1
+  while target.exists():
+    target, number = folder / f"{path.name}.{number}", number + 1
+  path.rename(target)
+  return target
+
+
+def disk_error(error: Exception, folder: pathlib.Path, last_good: int | None = None) -> Exception:
+  """Return an OSError with the remedy for a full disk; other errors unchanged.
+
+  `last_good` is the step of the newest complete checkpoint.
+  """
+  text, code = str(error), getattr(error, "errno", None)
+  lost = LOST_ARRAYS.match(text)
+  if code in (errno.EMFILE, errno.ENFILE):
+    message = "too many files are open. Raise the limit, as `ulimit -n 4096` does, and run again."
+  elif code == errno.ENOSPC or "No space left" in text:
+    code, message = errno.ENOSPC, "the disk is full. Free some space and run again to resume."
+  elif lost or code in (errno.ENOENT, errno.ESTALE) or os.strerror(errno.ENOENT) in text:
+    code, words = code or errno.ENOENT, lost[0] if lost else text[-200:]
+    message = (
+      f"a file is gone ({words}): the folder was removed or replaced. Run again to start over."
+    )
+  elif code in NO_PERMISSION:
+    message = f"cannot write ({text}). Choose a folder with --run."
+  elif code == errno.EIO:
+    message = f"the disk fails ({text}). Check it, or choose a folder on another one with --run."
+  elif any(phrase in text for phrase in FAILED_WRITES):
+    code = errno.EIO
+    message = (
+      f"a checkpoint could not be written ({text.splitlines()[-1][-200:]}). Check the disk's space"
+      " and the limit on file sizes, then run again to resume."
+    )
+  else:
+    return error
+  kept = "" if last_good is None else f" Checkpoint {last_good} is complete and kept."
+  return OSError(code, message + kept, str(folder))
