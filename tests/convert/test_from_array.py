@@ -1,5 +1,7 @@
 """A compressed array has the size that was allowed, the least error, and the scores of its rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import vqjax
 from tests import reference
+from tests.embeddings.quantized import vectors_of
 from vqjax import nnx
 from vqjax.convert import from_array, to_head
 from vqjax.embeddings import compact_file
@@ -20,24 +23,19 @@ METHODS = {
   "clusters": vqjax.Clusters(codes=8),
   "scalar": vqjax.Scalar(bits=3),
 }
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+every_method = pytest.mark.parametrize("name", METHODS)
 
 
-@pytest.fixture(scope="module")
-def table():
-  return np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
+TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
+BIAS = np.random.default_rng(2).normal(size=V).astype(np.float32)
+_rng = np.random.default_rng(1)
+HIDDEN = (_rng.normal(size=(300, D)) * np.arange(1, D + 1)) @ _rng.normal(size=(D, D))
+"""Hidden states with strongly correlated components, as those of a model."""
 
 
-@pytest.fixture(scope="module")
-def hidden():
-  """Hidden states with strongly correlated components, as those of a model."""
-  rng = np.random.default_rng(1)
-  return (rng.normal(size=(300, D)) * np.arange(1, D + 1)) @ rng.normal(size=(D, D))
-
-
-@pytest.fixture(scope="module")
-def bias():
-  return np.random.default_rng(2).normal(size=V).astype(np.float32)
+@functools.cache
+def compressed(name, with_bias=False):
+  return vqjax.compress(TABLE, method=METHODS[name], bias=BIAS if with_bias else None)
 
 
 def relative_error(found, table, weights=None, hidden=None):
@@ -48,18 +46,23 @@ def relative_error(found, table, weights=None, hidden=None):
   return energy(np.asarray(found, np.float64) - table) / energy(table)
 
 
+def rows_of(small):
+  return np.asarray(vectors_of(small, np.arange(small.vocab)))
+
+
+@pytest.mark.programs(80)  # methods run operation by operation
 @pytest.mark.fast_cases(1)
 @every_method
-def test_the_report_has_the_size_and_the_error_of_the_result(method, table, hidden):
-  counts = np.arange(V)
-  small = vqjax.compress(table, method=method, counts=counts, hidden=hidden)
-  report, found = small.report, np.asarray(small.table())
-  np.testing.assert_allclose(report.error, relative_error(found, table), rtol=1e-5)
-  weighted = relative_error(found, table, counts + 1.0, hidden)
+def test_the_report_has_the_size_and_the_error_of_the_result(name):
+  counts, method = np.arange(V), METHODS[name]
+  small = vqjax.compress(TABLE, method=method, counts=counts, hidden=HIDDEN)
+  report, found = small.report, rows_of(small)
+  np.testing.assert_allclose(report.error, relative_error(found, TABLE), rtol=1e-5)
+  weighted = relative_error(found, TABLE, counts + 1.0, HIDDEN)
   np.testing.assert_allclose(report.weighted_error, weighted, rtol=1e-5)
   assert report.bytes == small.data.nbytes + small.values.nbytes
-  assert report.bits_per_weight == 8 * report.bytes / table.size
-  assert report.ratio == table.nbytes / report.bytes
+  assert report.bits_per_weight == 8 * report.bytes / TABLE.size
+  assert report.ratio == TABLE.nbytes / report.bytes
   assert report.method == method
   assert report.seconds > 0
   assert method.__class__.__name__ in str(report)
@@ -67,33 +70,28 @@ def test_the_report_has_the_size_and_the_error_of_the_result(method, table, hidd
 
 @pytest.mark.fast_cases(1)
 @every_method
-def test_hidden_states_lower_the_error_of_the_scores(method, table, hidden):
-  counts = np.arange(V)
-  plain, guided = (
-    np.asarray(vqjax.compress(table, method=method, **options).table())
-    for options in ({}, {"counts": counts, "hidden": hidden})
-  )
-  of = lambda rows: relative_error(rows, table, counts + 1.0, hidden)
+def test_hidden_states_lower_the_error_of_the_scores(name):
+  counts, plain = np.arange(V), rows_of(compressed(name))
+  guided = rows_of(vqjax.compress(TABLE, method=METHODS[name], counts=counts, hidden=HIDDEN))
+  of = lambda rows: relative_error(rows, TABLE, counts + 1.0, HIDDEN)
   assert of(guided) < 0.8 * of(plain)
 
 
-def test_counts_lower_the_error_of_frequent_tokens(table):
+def test_counts_lower_the_error_of_frequent_tokens():
   counts = np.where(np.arange(V) < 10, 1000, 0)
-  method = METHODS["product"]
-  errors = [
-    relative_error(vqjax.compress(table, method=method, counts=given).table()[:10], table[:10])
-    for given in (None, counts)
-  ]
-  assert errors[1] < 0.5 * errors[0]
+  weighted = vqjax.compress(TABLE, method=METHODS["product"], counts=counts)
+  of = lambda small: relative_error(rows_of(small)[:10], TABLE[:10])
+  assert of(weighted) < 0.5 * of(compressed("product"))
 
 
-def test_no_other_code_of_a_number_lowers_the_error_of_the_scores(table, hidden):
-  small = vqjax.compress(table, method=vqjax.Scalar(3), hidden=hidden)
+@pytest.mark.programs(80)  # methods run operation by operation
+def test_no_other_code_of_a_number_lowers_the_error_of_the_scores():
+  small = vqjax.compress(TABLE, method=vqjax.Scalar(3), hidden=HIDDEN)
   # What is minimised: the second moment, shrunk to the identity by D / (N + D).
-  share, moment = D / (len(hidden) + D), hidden.T @ hidden / len(hidden)
+  share, moment = D / (len(HIDDEN) + D), HIDDEN.T @ HIDDEN / len(HIDDEN)
   second = (1 - share) * moment + share * np.trace(moment) / D * np.eye(D)
-  found = np.asarray(small.table(), np.float64)
-  error = found - table
+  found = np.float64(rows_of(small))
+  error = found - TABLE
   for m in range(D):
     for level in small.values[0, :, 0]:
       other = error.copy()
@@ -103,20 +101,20 @@ def test_no_other_code_of_a_number_lowers_the_error_of_the_scores(table, hidden)
 
 
 @pytest.mark.slow
-def test_more_bytes_lower_the_error(table):
-  small = [vqjax.compress(table, bytes=fraction) for fraction in (1 / 8, 1 / 4, 1 / 2)]
+def test_more_bytes_lower_the_error():
+  small = [vqjax.compress(TABLE, bytes=fraction) for fraction in (1 / 8, 1 / 4, 1 / 2)]
   errors = [each.report.error for each in small]
   assert errors[0] > errors[1] > errors[2]
 
 
 @pytest.mark.parametrize(("dtype", "with_bias"), [(np.float32, True), (bfloat16, False)])
-def test_the_tensors_of_the_file_are_within_the_bytes(dtype, with_bias, table, bias, tmp_path):
-  small = vqjax.compress(table.astype(dtype), bytes=1 / 3, bias=bias if with_bias else None)
+def test_the_tensors_of_the_file_are_within_the_bytes(dtype, with_bias, tmp_path):
+  small = vqjax.compress(TABLE.astype(dtype), bytes=1 / 3, bias=BIAS if with_bias else None)
   small.save(tmp_path / "small.safetensors")
   tensors = load_file(tmp_path / "small.safetensors")
   assert tensors.keys() == {"codes", "values"} | ({"bias"} if with_bias else set())
   size = sum(x.nbytes for x in tensors.values())
-  assert size == small.nbytes <= table.astype(dtype).nbytes / 3
+  assert size == small.nbytes <= TABLE.astype(dtype).nbytes / 3
 
 
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16])
@@ -142,35 +140,38 @@ def test_a_budget_is_filled_with_the_most_bits_that_fit(vocab, dim, dtype):
           assert bits(codes, subspaces) <= bits(chosen.codes, chosen.subspaces)
 
 
-def test_the_least_fraction_of_the_message_is_reachable(table):
+def test_the_least_fraction_of_the_message_is_reachable():
   with pytest.raises(ValueError, match=r"`bytes` must be at least .*; got 0.001") as caught:
-    vqjax.compress(table, bytes=0.001)
+    vqjax.compress(TABLE, bytes=0.001)
   least = float(str(caught.value).split("at least ")[1].split()[0])
-  assert vqjax.compress(table, bytes=least).nbytes <= least * table.nbytes
+  assert vqjax.compress(TABLE, bytes=least).nbytes <= least * TABLE.nbytes
   with pytest.raises(ValueError, match="must be at least"):
-    vqjax.compress(table, bytes=0.95 * least)
+    vqjax.compress(TABLE, bytes=0.95 * least)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.programs(80)  # `to_head` runs operation by operation
+@pytest.mark.fast_cases(2)
 @every_method
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_the_head_scores_with_the_vectors_and_the_bias(method, with_bias, table, bias, tmp_path):
-  given = bias if with_bias else None
-  vqjax.compress(table, method=method, bias=given).save(tmp_path / "small.safetensors")
+def test_the_head_scores_with_the_vectors_and_the_bias(name, with_bias, tmp_path):
+  compressed(name, with_bias).save(tmp_path / "small.safetensors")
   small = vqjax.CompactEmbedding.load(tmp_path / "small.safetensors")
   head, variables = to_head(small)
-  hidden = jax.random.normal(jax.random.key(0), (2, 9, D))
-  tokens = jnp.arange(18).reshape(2, 9) * 5
-  found = head.apply(variables, hidden, tokens, method="log_prob")
-  expected = reference.linear_log_prob(hidden, np.asarray(small.table()), tokens, given)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
-  in_nnx = nnx.from_linen(head, variables)
-  np.testing.assert_array_equal(in_nnx.log_prob(hidden, tokens), found)
-  for mine, linen in zip(
-    in_nnx.top_k(hidden[0], 3), head.apply(variables, hidden[0], 3, method="top_k")
-  ):
-    np.testing.assert_array_equal(mine, linen)
-  drawn = head.apply(variables, hidden, jax.random.key(1), method="sample")
+  hidden = np.random.default_rng(3).normal(size=(2, 9, D)).astype(np.float32)
+  tokens = np.arange(18).reshape(2, 9) * 5
+
+  @jax.jit
+  def run(hidden):
+    linen, in_nnx = head.bind(variables), nnx.from_linen(head, variables)
+    log_probs = linen.log_prob(hidden, tokens), in_nnx.log_prob(hidden, tokens)
+    best = linen.top_k(hidden[0], 3), in_nnx.top_k(hidden[0], 3)
+    return log_probs, best, linen.sample(hidden, jax.random.key(1))
+
+  log_probs, best, drawn = jax.device_get(run(hidden))
+  expected = reference.linear_log_prob(hidden, rows_of(small), tokens, small.bias)
+  np.testing.assert_allclose(log_probs[0], expected, atol=1e-5)
+  jax.tree.map(np.testing.assert_array_equal, log_probs[1], log_probs[0])
+  jax.tree.map(np.testing.assert_array_equal, best[1], best[0])
   assert drawn.shape == (2, 9)
   fresh = jax.eval_shape(head.init, jax.random.key(0), hidden)
   assert jax.tree.map(np.shape, variables) == jax.tree.map(np.shape, fresh)
@@ -199,18 +200,17 @@ def slice_of_a_file(table, tmp_path):
     (slice_of_a_file, bfloat16),
   ],
 )
-def test_arrays_of_all_kinds_give_the_same_result(given, dtype, table, tmp_path):
+def test_arrays_of_all_kinds_give_the_same_result(given, dtype, tmp_path):
   method = METHODS["product"]
-  wanted = vqjax.compress(table.astype(dtype).astype(np.float32), method=method)
-  found = vqjax.compress(given(table, tmp_path), method=method)
+  wanted = vqjax.compress(TABLE.astype(dtype).astype(np.float32), method=method)
+  found = vqjax.compress(given(TABLE, tmp_path), method=method)
   np.testing.assert_array_equal(found.data, wanted.data)
   np.testing.assert_array_equal(found.values, wanted.values)
 
 
-def test_a_result_is_the_same_again_and_another_with_another_seed(table):
-  first, again, other = (
-    vqjax.compress(table, method=METHODS["product"], seed=seed) for seed in (0, 0, 1)
-  )
+def test_a_result_is_the_same_again_and_another_with_another_seed():
+  first = compressed("product")
+  again, other = (vqjax.compress(TABLE, method=METHODS["product"], seed=seed) for seed in (0, 1))
   np.testing.assert_array_equal(first.data, again.data)
   assert (np.asarray(first.data) != np.asarray(other.data)).any()
 
@@ -218,12 +218,12 @@ def test_a_result_is_the_same_again_and_another_with_another_seed(table):
 @pytest.mark.parametrize("method", [vqjax.Clusters(2), vqjax.Scalar(3)])
 def test_equal_rows_are_kept_exactly(method):
   small = vqjax.compress(np.full((5, 3), 2.5, np.float32), method=method)
-  np.testing.assert_array_equal(small.table(), np.full((5, 3), 2.5))
+  np.testing.assert_array_equal(rows_of(small), np.full((5, 3), 2.5))
   assert small.report.error == 0
 
 
-def test_the_report_does_not_enter_transformations(table):
-  small = vqjax.compress(table, method=METHODS["scalar"])
+def test_the_report_does_not_enter_transformations():
+  small = compressed("scalar")
   assert jax.tree.structure(small) == jax.tree.structure(jax.tree.map(lambda x: x, small))
   assert jax.tree.map(lambda x: x, small).report is None
 
@@ -247,8 +247,8 @@ def test_the_report_does_not_enter_transformations(table):
     ({"bias": np.ones(7)}, r"`bias` must be 101 finite numbers.*\(7,\)"),
   ],
 )
-def test_bad_input_is_refused(change, message, table):
-  options = {"table": table, "method": METHODS["product"]} | change
+def test_bad_input_is_refused(change, message):
+  options = {"table": TABLE, "method": METHODS["product"]} | change
   with pytest.raises(ValueError, match=message):
     vqjax.compress(options.pop("table"), **options)
 
@@ -260,20 +260,19 @@ def test_bits_outside_their_range_are_refused(bits):
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_the_reader_without_jax_has_the_vectors_and_the_bias(with_bias, table, bias, tmp_path):
-  small = vqjax.compress(table, method=METHODS["scalar"], bias=bias if with_bias else None)
+def test_the_reader_without_jax_has_the_vectors_and_the_bias(with_bias, tmp_path):
+  small = compressed("scalar", with_bias)
   small.save(tmp_path / "small.safetensors")
   read = compact_file.open_compact(tmp_path / "small.safetensors")
-  np.testing.assert_array_equal(read[np.arange(V)], small.table())
+  np.testing.assert_array_equal(read[np.arange(V)], rows_of(small))
   if with_bias:
-    np.testing.assert_array_equal(read.bias, bias)
+    np.testing.assert_array_equal(read.bias, BIAS)
   else:
     assert read.bias is None
 
 
-def test_a_bias_of_another_length_in_a_file_is_refused(table, bias, tmp_path):
-  small = vqjax.compress(table, method=METHODS["scalar"], bias=bias)
-  small.save(tmp_path / "small.safetensors")
+def test_a_bias_of_another_length_in_a_file_is_refused(tmp_path):
+  compressed("scalar", with_bias=True).save(tmp_path / "small.safetensors")
   whole = (tmp_path / "small.safetensors").read_bytes()
   assert b'"shape":[101]' in whole
   (tmp_path / "small.safetensors").write_bytes(whole.replace(b'"shape":[101]', b'"shape":[100]'))

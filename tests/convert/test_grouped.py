@@ -1,11 +1,10 @@
 """Grouped heads made of dense rows predict as the rows do; orders are what they say."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import reference
+from tests import jitted, reference
 from vqjax import DenseHead, GroupedHead, UnsharedGroupedHead, convert
 
 V, D = 53, 5
@@ -22,8 +21,8 @@ def stats(dim=D, scale=1.0, counts=None):
 
 def log_probs(head, variables, hidden):
   """Log-probabilities of all tokens, float64 [N, V]."""
-  narrow = lambda x: jnp.asarray(x, jnp.float32 if x.dtype.kind == "f" else jnp.int32)
-  return np.asarray(head.apply(jax.tree.map(narrow, variables), jnp.asarray(hidden)), np.float64)
+  narrow = lambda x: x.astype(np.float32 if x.dtype.kind == "f" else np.int32)
+  return np.asarray(jitted.apply(head, jax.tree.map(narrow, variables), hidden), np.float64)
 
 
 def within(log_prob, group):

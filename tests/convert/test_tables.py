@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import jitted
 from vqjax import DPQEmbedding, MovingAverage, Revival, SoftmaxQuantizer, convert
 from vqjax.embeddings import LowRankEmbedding, ProductEmbedding, ScalarEmbedding
 from vqjax.quantizers import CentroidQuantizer, EncoderQuantizer
@@ -24,7 +25,7 @@ def table():
 
 
 def off(embedding, variables, table):
-  vectors = embedding.apply(variables, jnp.arange(V))
+  vectors = np.asarray(jitted.apply(embedding, variables, np.arange(V)))
   return convert.squared_error(vectors, table) / convert.squared_error(0 * table, table)
 
 
@@ -33,7 +34,7 @@ def test_clusters_of_parts_recover_the_parts_of_the_table(table):
   embedding = ProductEmbedding(V, D, K, M)
   variables = convert.to_clusters(embedding, table, key=KEY)
   assert off(embedding, variables, table) < 1e-2
-  own = jax.tree.map(np.shape, embedding.init(KEY, jnp.arange(2)))
+  own = jax.tree.map(np.shape, jax.eval_shape(embedding.init, KEY, np.arange(2)))
   assert jax.tree.map(np.shape, variables) == own
 
 
@@ -93,7 +94,7 @@ def test_more_bits_lower_the_error(table):
   ],
 )
 def test_training_lowers_the_error(embedding, part, table):
-  variables = embedding.init({"params": KEY, "sample": KEY}, jnp.arange(V))
+  variables = jitted.init(embedding, KEY, np.arange(V))
   if isinstance(embedding, DPQEmbedding):
     variables["params"]["query"] = jnp.asarray(table)
   reported = []
@@ -116,7 +117,7 @@ def test_codes_of_shu_and_nakayama_keep_the_queries(table):
     K, M, D, additive=True, normalize=False, gumbel=1.0, forward_temperature=1.0
   )
   embedding = DPQEmbedding(V, D, quantizer)
-  variables = embedding.init({"params": KEY, "sample": KEY}, jnp.arange(V))
+  variables = jitted.init(embedding, KEY, np.arange(V))
   variables["params"]["query"] = jnp.asarray(table)
   found = convert.reconstruct(
     embedding,
@@ -133,14 +134,14 @@ def test_codes_of_shu_and_nakayama_keep_the_queries(table):
 
 def test_training_is_deterministic(table):
   embedding = LowRankEmbedding(V, D, 2)
-  variables = embedding.init(KEY, jnp.arange(2))
+  variables = jitted.init(embedding, KEY, np.arange(2))
   again = [convert.reconstruct(embedding, variables, table, key=KEY, steps=7) for _ in range(2)]
   jax.tree.map(np.testing.assert_array_equal, *again)
 
 
 def test_a_table_that_does_not_fit_is_refused(table):
   embedding = LowRankEmbedding(V, D, 2)
-  variables = embedding.init(KEY, jnp.arange(2))
+  variables = jitted.init(embedding, KEY, np.arange(2))
   with pytest.raises(ValueError, match=r"`table` must have shape \[120, 8\], .*; got \[119, 8\]"):
     convert.reconstruct(embedding, variables, table[1:], key=KEY, steps=1)
   broken = table.copy()
@@ -156,15 +157,14 @@ def test_centroids_of_a_quantiser_are_clusters_of_the_vectors(average, shared):
   """The quantiser belongs to no embedding; the clusters have less error than initial centroids."""
   quantizer = CentroidQuantizer(4, 2, 6, shared=shared, normalize=False, moving_average=average)
   vectors = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
-  variables = quantizer.init(jax.random.key(0), jnp.asarray(vectors))
+  variables = jitted.init(quantizer, jax.random.key(0), vectors)
   clusters = convert.clustered(quantizer, variables, vectors, key=jax.random.key(1))
   assert jax.tree.map(np.shape, clusters) == jax.tree.map(np.shape, variables)
-  given = jnp.asarray(vectors)
-  error = lambda v: ((quantizer.apply(v, given) - vectors) ** 2).mean()
+  error = lambda v: ((np.asarray(jitted.apply(quantizer, v, vectors)) - vectors) ** 2).mean()
   assert error(clusters) < 0.7 * error(variables)
   parts = vectors.reshape(60, 2, 3)
-  codes = np.asarray(quantizer.apply(clusters, given, method="encode"))
-  centers = np.asarray(quantizer.apply(clusters, method="values"))
+  codes = np.asarray(jitted.apply(quantizer, clusters, vectors, method="encode"))
+  centers = np.asarray(jitted.apply(quantizer, clusters, method="values"))
   if not shared:
     for m in range(2):
       for k in range(4):
@@ -178,17 +178,18 @@ def test_clustered_centroids_do_not_depend_on_revived_ones(average):
   quantizer = CentroidQuantizer(
     4, 2, 6, normalize=False, moving_average=average, revival=Revival(0.9, decay=0.0)
   )
-  vectors = jnp.asarray(np.random.default_rng(0).normal(size=(60, 6)), jnp.float32)
-  variables = quantizer.init(jax.random.key(0), vectors)
-  _, written = quantizer.apply(
-    *(variables, vectors[:2], True),
-    mutable=["centroids", "revival"],
-    rngs={"sample": jax.random.key(2)},
+  vectors = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32)
+  variables = jitted.init(quantizer, jax.random.key(0), vectors)
+  train = jax.jit(
+    lambda v, x: quantizer.apply(
+      *(v, x, True), mutable=["centroids", "revival"], rngs={"sample": jax.random.key(2)}
+    )
   )
+  _, written = train(variables, vectors[:2])
   clusters, fresh = (
     convert.clustered(quantizer, own, vectors, key=jax.random.key(1))
     for own in (variables | written, variables)
   )
   assert jax.tree.map(np.shape, clusters) == jax.tree.map(np.shape, variables)
-  at = [quantizer.apply(own, method="values") for own in (clusters, fresh)]
+  at = [jitted.apply(quantizer, own, method="values") for own in (clusters, fresh)]
   np.testing.assert_array_equal(*at)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import reference
+from tests import jitted, reference
 from vqjax import (
   CodebookHead,
   DenseHead,
@@ -29,8 +29,9 @@ def stats(bias=True):
 
 
 def logits(head, variables, hidden):
-  narrow = lambda x: jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else jnp.int32)
-  return np.asarray(head.apply(jax.tree.map(narrow, variables), jnp.asarray(hidden)), np.float64)
+  narrow = lambda x: x.astype(np.float32 if x.dtype.kind == "f" else np.int32)
+  variables = jax.tree.map(lambda x: narrow(np.asarray(x)), variables)
+  return np.asarray(jitted.apply(head, variables, hidden), np.float64)
 
 
 EXACT = [

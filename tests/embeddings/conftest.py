@@ -1,10 +1,8 @@
 """A DPQ embedding with each quantiser, after one training batch."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from tests.embeddings.quantized import QUANTIZERS, TRAINING, D, V
+from tests.embeddings.quantized import QUANTIZERS, D, V, after_a_batch
 from vqjax import DPQEmbedding
 
 
@@ -15,7 +13,4 @@ def embedding(request):
 
 @pytest.fixture
 def variables(embedding):
-  """Variables after a training batch, so that statistics are not the initial ones."""
-  fresh = embedding.init(jax.random.key(0), jnp.arange(5))
-  _, written = embedding.apply(fresh, jnp.arange(40), False, **TRAINING)
-  return fresh | written
+  return after_a_batch(embedding)

@@ -1,6 +1,9 @@
-"""Quantisers and options that the tests of embeddings share."""
+"""Quantisers, options and programs that the tests of embeddings share."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 
 from vqjax.quantizers import CentroidQuantizer, MovingAverage, Revival, SoftmaxQuantizer
 
@@ -16,8 +19,22 @@ QUANTIZERS = {
   "vq revived": CentroidQuantizer(K, M, D, revival=Revival(0.9, decay=0.1)),
 }
 
-TRAINING = {
-  "method": "loss_terms",
-  "mutable": ["batch_stats", "centroids", "revival"],
-  "rngs": {"sample": jax.random.key(6)},
-}
+
+@functools.partial(jax.jit, static_argnums=0)
+def trained(embedding, variables, tokens):
+  """The result of a training call, and the updated collections."""
+  mutable, rngs = ["batch_stats", "centroids", "revival"], {"sample": jax.random.key(6)}
+  return embedding.apply(variables, tokens, False, method="loss_terms", mutable=mutable, rngs=rngs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def after_a_batch(embedding):
+  """Variables after a training batch, so that statistics are not the initial ones."""
+  fresh = embedding.init(jax.random.key(0), jnp.arange(5))
+  return fresh | trained(embedding, fresh, jnp.arange(40))[1]
+
+
+@jax.jit
+def vectors_of(small, tokens):
+  """Vectors of a compact embedding."""
+  return small(tokens)

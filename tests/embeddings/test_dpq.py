@@ -7,30 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import reference
-from tests.embeddings.quantized import QUANTIZERS, TRAINING, D, V
+from tests import jitted, reference
+from tests.embeddings.quantized import QUANTIZERS, D, V, trained, vectors_of
 from vqjax import DenseHead, DPQEmbedding
 
 
 @pytest.mark.fast_cases(2)
 def test_vectors_are_those_of_the_quantised_rows(embedding, variables):
-  tokens = jnp.array([[7, 0, 52], [7, 7, 1]])
-  found = embedding.apply(variables, tokens)
-  np.testing.assert_array_equal(found, embedding.apply(variables, method="table")[tokens])
+  tokens = np.array([[7, 0, 52], [7, 7, 1]])
+  found = jitted.apply(embedding, variables, tokens)
+  table = np.asarray(jitted.apply(embedding, variables, method="table"))
+  np.testing.assert_array_equal(found, table[tokens])
   inner = {name: tree["quantizer"] for name, tree in variables.items() if "quantizer" in tree}
-  row = variables["params"]["query"][tokens]
-  expected = embedding.quantizer.apply(inner, row)
-  np.testing.assert_array_equal(found, expected)
+  row = np.asarray(variables["params"]["query"])[tokens]
+  np.testing.assert_array_equal(found, jitted.apply(embedding.quantizer, inner, row))
 
 
 @pytest.mark.fast_cases(1)
 def test_tokens_outside_the_vocabulary_are_nan_and_contribute_nothing(embedding, variables):
-  found = embedding.apply(variables, jnp.array([3, V, -1]))
+  found = np.asarray(jitted.apply(embedding, variables, np.array([3, V, -1])))
   assert np.isfinite(found[0]).all()
   assert np.isnan(found[1:]).all()
-  train = lambda tokens: embedding.apply(variables, tokens, False, **TRAINING)
-  (_, terms), written = train(jnp.array([3, V, 4, -1]))
-  (_, wanted), same = train(jnp.array([3, 4]))
+  (_, terms), written = trained(embedding, variables, np.array([3, V, 4, -1]))
+  (_, wanted), same = trained(embedding, variables, np.array([3, 4]))
   for tree in (written, same):  # the vectors that are drawn depend on how many there are
     tree.get("revival", {"quantizer": {}})["quantizer"].pop("offset", None)
   jax.tree.map(
@@ -48,7 +47,7 @@ def test_a_batch_reads_only_its_own_rows(embedding):
 
 
 def test_size_and_axes_are_those_of_the_variables(embedding):
-  variables = embedding.init(jax.random.key(0), jnp.arange(5))
+  variables = jitted.init(embedding, jax.random.key(0), np.arange(5))
   assert embedding.size().params == sum(x.size for x in jax.tree.leaves(variables["params"]))
   assert embedding.size().state_bytes == sum(x.nbytes for x in jax.tree.leaves(variables))
   ranks = jax.tree.map(lambda x: x.ndim, variables)
@@ -59,13 +58,11 @@ def test_size_and_axes_are_those_of_the_variables(embedding):
 @pytest.mark.slow
 def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
   spread = embedding.clone(vocab_axis="model")
-  tokens = jnp.arange(32).reshape(8, 4) * 7 % V
+  tokens = np.arange(32).reshape(8, 4) * 7 % V
 
   def step(embedding, tokens):
     def loss(params):
-      (vectors, terms), written = embedding.apply(
-        variables | {"params": params}, tokens, False, **TRAINING
-      )
+      (vectors, terms), written = trained(embedding, variables | {"params": params}, tokens)
       return (vectors**2).sum() + sum(terms.values(), 0.0), written
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
@@ -82,25 +79,29 @@ def test_on_a_mesh_a_training_step_is_that_of_one_device(embedding, variables):
 def test_a_head_that_shares_the_codes_scores_with_the_quantised_rows(embedding, variables):
   head = DenseHead(V, D, embedding=embedding)
   own = {name: {"embedding": tree} for name, tree in variables.items()}
-  hidden = jax.random.normal(jax.random.key(4), (9, D))
-  tokens = jnp.arange(9) * 5
-  found = head.apply(own, hidden, tokens, method="log_prob")
-  table = np.asarray(embedding.apply(variables, method="table"), np.float64)
-  expected = reference.log_softmax(np.asarray(hidden, np.float64) @ table.T)
-  np.testing.assert_allclose(found, expected[np.arange(9), tokens], atol=1e-5)
-  loss = lambda p: head.apply(own | {"params": p}, hidden, tokens, method="log_prob").mean()
-  gradient = jax.grad(loss)(own["params"])["embedding"]
-  assert np.any(gradient["query"])
+  hidden = np.random.default_rng(4).normal(size=(9, D)).astype(np.float32)
+  tokens = np.arange(9) * 5
+
+  @jax.jit
+  @functools.partial(jax.grad, has_aux=True)
+  def run(params):
+    found = head.apply(own | {"params": params}, hidden, tokens, method="log_prob")
+    return found.mean(), found
+
+  gradient, found = run(own["params"])
+  table = jitted.apply(embedding, variables, method="table")
+  np.testing.assert_allclose(found, reference.linear_log_prob(hidden, table, tokens), atol=1e-5)
+  assert np.asarray(gradient["embedding"]["query"]).any()
 
 
 def test_a_quantizer_of_another_width_is_refused():
   embedding = DPQEmbedding(V, 10, QUANTIZERS["vq"])
   with pytest.raises(ValueError, match=r"`quantizer` .*10.*12"):
-    embedding.init(jax.random.key(0), jnp.arange(3))
+    jitted.init(embedding, jax.random.key(0), np.arange(3))
 
 
 @pytest.mark.fast_cases(1)
 def test_an_empty_batch_is_empty(embedding, variables):
-  nothing = jnp.zeros((2, 0), jnp.int32)
-  assert embedding.apply(variables, nothing).shape == (2, 0, D)
-  assert embedding.compact(variables)(nothing).shape == (2, 0, D)
+  nothing = np.zeros((2, 0), np.int32)
+  assert jitted.apply(embedding, variables, nothing).shape == (2, 0, D)
+  assert vectors_of(embedding.compact(variables), nothing).shape == (2, 0, D)

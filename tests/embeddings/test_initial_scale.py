@@ -88,19 +88,23 @@ def tolerance(name):
   return 0.35 if name in ("vq", "learned-product") else 0.1
 
 
-def hidden_and_tokens():
-  hidden = jax.random.normal(jax.random.key(1), (512, D))
-  return hidden, jnp.asarray(np.random.default_rng(2).integers(0, V, 512))
+HIDDEN = np.random.default_rng(3).normal(size=(512, D)).astype(np.float32)
+TOKENS = np.random.default_rng(2).integers(0, V, 512)
 
 
 @pytest.mark.parametrize("name", EMBEDDINGS)
 def test_vectors_have_mean_square_length_one(name):
   embedding = EMBEDDINGS[name]()
-  tokens = jnp.arange(V)
-  vectors = embedding.apply(embedding.init(jax.random.key(0), tokens), tokens)
-  assert jnp.square(vectors).sum(-1).mean() == pytest.approx(1, rel=tolerance(name))
+
+  @jax.jit
+  def mean_square():
+    variables = embedding.init(jax.random.key(0), jnp.arange(V))
+    return jnp.square(embedding.apply(variables, jnp.arange(V))).sum(-1).mean()
+
+  assert mean_square() == pytest.approx(1, rel=tolerance(name))
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", [n for n in EMBEDDINGS if n != "guided"])
 def test_a_tied_head_begins_with_the_logits_of_an_untied_one(name):
   embedding = EMBEDDINGS[name]()
@@ -116,20 +120,27 @@ def test_logits_begin_with_variance_one(name):
 
 def check_start(head, tolerance):
   """Logits have variance 1 for hidden vectors of unit variance; the loss is then log V + 1/2."""
-  hidden, tokens = hidden_and_tokens()
-  variables = head.init(jax.random.key(0), hidden)
-  logits = head.apply(variables, hidden, method="logits")
-  variance = float(jnp.var(logits))
+
+  @jax.jit
+  def start(hidden, tokens):
+    variables = head.init(jax.random.key(1), hidden)
+    log_prob = head.apply(variables, hidden, tokens, method="log_prob")
+    return jnp.var(head.apply(variables, hidden, method="logits")), -log_prob.mean()
+
+  variance, loss = map(float, start(HIDDEN, TOKENS))
   assert variance == pytest.approx(1, rel=tolerance)
-  loss = -head.apply(variables, hidden, tokens, method="log_prob").mean()
   # 512 independent scores of variance 1: a standard error of 0.044.
   assert loss == pytest.approx(math.log(V) + variance / 2, abs=0.15)
 
 
 @pytest.mark.parametrize("name", FACTORED)
 def test_factors_begin_with_scores_of_variance_one(name):
-  head, expected = FACTORED[name]
-  hidden, tokens = hidden_and_tokens()
-  head, key = head(), jax.random.key(0)
-  loss = -head.apply(head.init(key, hidden), hidden, tokens, method="log_prob").mean()
-  assert loss == pytest.approx(expected, abs=0.2)
+  made, expected = FACTORED[name]
+  head = made()
+
+  @jax.jit
+  def loss(hidden, tokens):
+    variables = head.init(jax.random.key(0), hidden)
+    return -head.apply(variables, hidden, tokens, method="log_prob").mean()
+
+  assert loss(HIDDEN, TOKENS) == pytest.approx(expected, abs=0.2)

@@ -12,68 +12,43 @@ import optax
 import pytest
 
 from tests import reference
+from tests.ops.exact import compare, normals
 from vqjax.ops import adapters
 from vqjax.sharding import MeshShape, make_mesh
 
 B, T, D, V = 3, 5, 6, 101
 # Sums of a hundred terms of scores up to 10: some hundred roundings of 6e-8 each.
-ATOL = 5e-5
+NEAR = {"atol": 5e-5, "rtol": 1e-5}
 
 
 def operands():
-  keys = jax.random.split(jax.random.key(0), 3)
-  hidden, kernel = jax.random.normal(keys[0], (B, T, D)), jax.random.normal(keys[1], (D, V))
-  return hidden, kernel, jax.random.randint(keys[2], (B, T), 0, V)
+  labels = np.random.default_rng(1).integers(0, V, (B, T))
+  return *normals(0, (B, T, D), (D, V)), labels
 
 
-def float64(tree):
-  return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), tree)
+WHERE = np.arange(15).reshape(B, T) % 3 != 1
 
 
-def compare(ours, original, arrays):
-  """Values and gradients agree under cotangents that are neither equal nor 1."""
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def run(function, arrays, cotangents):
-    values, pull = jax.vjp(function, *arrays)
-    return values, pull(cotangents)
-
-  shapes = jax.eval_shape(original, *arrays)
-  draw = np.random.default_rng(0).normal
-  cotangents = jax.tree.map(lambda x: jnp.asarray(draw(size=x.shape), jnp.float32), shapes)
-  found = jax.device_get(run(ours, arrays, cotangents))
-  with jax.enable_x64(True):
-    expected = jax.device_get(run(original, float64(arrays), float64(cotangents)))
-  chex.assert_trees_all_close(found, expected, atol=ATOL, rtol=1e-5)
-  return found
-
-
-@pytest.mark.parametrize("name", [None, "labels", "one class"])
-def test_optax_integer_labels(name):
+@pytest.mark.parametrize("where", [None, WHERE, WHERE[..., None]], ids=["no", "labels", "classes"])
+def test_optax_integer_labels(where):
   hidden, kernel, labels = operands()
-  where = {None: None, "labels": np.arange(15).reshape(B, T) % 3 != 1}.get(name)
-  if name == "one class":
-    where = (np.arange(15).reshape(B, T) % 3 != 1)[..., None]
-  where = None if where is None else jnp.asarray(where)
 
   def original(hidden, kernel):
-    logits = hidden @ kernel
-    if where is None:
-      return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels, where=where)
+    options = {} if where is None else {"where": where}
+    return (optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel, labels, **options),)
 
-  ours = lambda h, k: adapters.softmax_cross_entropy_with_integer_labels(h, k, labels, where=where)
-  compare(ours, original, (hidden, kernel))
+  run = adapters.softmax_cross_entropy_with_integer_labels
+  compare(lambda h, k: (run(h, k, labels, where=where),), original, (hidden, kernel), **NEAR)
 
 
 def test_labels_that_optax_would_leave_out_may_hold_anything():
   hidden, kernel, labels = operands()
-  where = jnp.arange(15).reshape(B, T) % 3 != 1
-  broken, odd = jnp.where(where[..., None], hidden, jnp.nan), jnp.where(where, labels, -100)
-  loss = lambda h, k: adapters.softmax_cross_entropy_with_integer_labels(h, k, odd, where=where)
-  (d_hidden, d_kernel) = jax.grad(lambda h, k: loss(h, k).sum(), (0, 1))(broken, kernel)
+  broken, odd = np.where(WHERE[..., None], hidden, np.nan), np.where(WHERE, labels, -100)
+  run = adapters.softmax_cross_entropy_with_integer_labels
+  loss = lambda h, k: run(h, k, odd, where=WHERE).sum()
+  d_hidden, d_kernel = jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(broken, kernel))
   assert np.isfinite(d_kernel).all()
-  assert not d_hidden[~where].any()
+  assert not d_hidden[~WHERE].any()
   assert np.isfinite(d_hidden).all()
 
 
@@ -84,12 +59,11 @@ def test_tokamax_linear_softmax_cross_entropy_loss(reduction):
 
   def original(x, weights):
     losses = -jnp.take_along_axis(jax.nn.log_softmax(x @ weights), labels[:, None], axis=1)[:, 0]
-    return {"sum": losses.sum(), "mean": losses.mean(), "none": losses}[reduction]
+    return ({"sum": losses.sum(), "mean": losses.mean(), "none": losses}[reduction],)
 
-  ours = lambda x, w: adapters.linear_softmax_cross_entropy_loss(
-    x, labels, w, reduction=reduction, precision=None, implementation="chunked_xla"
-  )
-  compare(ours, original, (hidden.reshape(-1, D), kernel))
+  options = {"reduction": reduction, "precision": None, "implementation": "chunked_xla"}
+  ours = lambda x, w: (adapters.linear_softmax_cross_entropy_loss(x, labels, w, **options),)
+  compare(ours, original, (hidden.reshape(-1, D), kernel), **NEAR)
 
 
 def test_the_arguments_are_those_of_the_originals():
@@ -151,7 +125,7 @@ def test_maxtext_vocabulary_tiling(options):
   }
   config = types.SimpleNamespace(**defaults | options)
   hidden, kernel, labels = operands()
-  segmentation = (jnp.arange(15).reshape(B, T) % 4 != 3).astype(jnp.int32)
+  segmentation = (np.arange(15).reshape(B, T) % 4 != 3).astype(np.int32)
   data = {"targets": labels, "targets_segmentation": segmentation}
 
   def original(hidden, kernel):
@@ -166,14 +140,13 @@ def test_maxtext_vocabulary_tiling(options):
     model = MaxText(kernel, config)
     return adapters.vocab_tiling_nnx_loss(model, hidden, data, config, True)
 
-  compare(ours, original, (hidden, kernel))
+  values, _ = compare(ours, original, (hidden, kernel), **NEAR)
   with jax.set_mesh(jax.make_mesh((2, 4), ("data", "tensor"))):
     found = jax.device_get(jax.jit(ours)(hidden, kernel))
-  chex.assert_trees_all_close(found, jax.jit(ours)(hidden, kernel), atol=ATOL, rtol=1e-5)
+  chex.assert_trees_all_close(found, values, **NEAR)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("kind", ["tied", "untied", "gemma"])
+@pytest.mark.parametrize(("kind", "temperature"), [("tied", 0.0), ("untied", 0.7), ("gemma", 0.7)])
 def test_tunix_per_token_log_probabilities(kind, temperature):
   hidden, kernel, target_ids = operands()
   cap = 3.0 if kind == "gemma" else None
@@ -195,27 +168,25 @@ def test_tunix_per_token_log_probabilities(kind, temperature):
     own = jnp.take_along_axis(log_probs, target_ids[..., None], axis=-1)[..., 0]
     return own, -(jnp.exp(log_probs) * log_probs).sum(-1)
 
-  ours = lambda h, k: adapters.compute_chunked_logps(model(k), h, target_ids, temperature, 2, True)
-  both = compare(ours, original, (hidden, kernel))[0]
-  alone = adapters.compute_chunked_logps(
-    model(kernel), hidden, target_ids, temperature, 2, return_entropy=False
+  run = lambda h, k, entropy: adapters.compute_chunked_logps(
+    model(k), h, target_ids, temperature, 2, return_entropy=entropy
   )
-  np.testing.assert_allclose(alone, both[0], atol=ATOL)
+  both, _ = compare(lambda h, k: run(h, k, True), original, (hidden, kernel), **NEAR)
+  alone = jax.jit(lambda h, k: run(h, k, False))(hidden, kernel)
+  np.testing.assert_allclose(alone, both[0], atol=NEAR["atol"])
 
 
 def test_the_options_of_the_tiled_loss_pass_through_and_no_logits_exist():
-  hidden, kernel, labels = operands()
-  losses = adapters.softmax_cross_entropy_with_integer_labels(hidden, kernel, labels)
+  run = functools.partial(
+    adapters.softmax_cross_entropy_with_integer_labels, vocab_axis="model", tile=(2, 10)
+  )
+  losses = jax.jit(run)(*operands())
   with jax.set_mesh(make_mesh(MeshShape(2, 1, 4))):
-    found = jax.jit(
-      functools.partial(
-        adapters.softmax_cross_entropy_with_integer_labels, vocab_axis="model", tile=(2, 10)
-      )
-    )(hidden, kernel, labels)
-    np.testing.assert_allclose(jax.device_get(found), losses, atol=ATOL)
+    found = jax.jit(run)(*operands())
+    np.testing.assert_allclose(jax.device_get(found), losses, atol=NEAR["atol"])
   n, v = 2053, 4099
   shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, D), (D, v))]
-  loss = lambda x, w: adapters.linear_softmax_cross_entropy_loss(x, jnp.zeros(n, jnp.int32), w)
+  loss = lambda x, w: adapters.linear_softmax_cross_entropy_loss(x, np.zeros(n, np.int32), w)
   assert reference.largest_value(jax.grad(loss, (0, 1)), *shapes) < n * v / 4
 
 
@@ -223,8 +194,8 @@ def test_the_options_of_the_tiled_loss_pass_through_and_no_logits_exist():
   ("change", "error", "message"),
   [
     ({"axis": 0}, ValueError, "`axis` must be the last one"),
-    ({"where": jnp.ones((B, T, V), bool)}, ValueError, r"`where` must be bool of shape \(3, 5\)"),
-    ({"where": jnp.ones((B, T))}, ValueError, "`where` must be bool .* got float32"),
+    ({"where": np.ones((B, T, V), bool)}, ValueError, r"`where` must be bool of shape \(3, 5\)"),
+    ({"where": np.ones((B, T), np.float32)}, ValueError, "`where` must be bool .* got float32"),
   ],
 )
 def test_what_optax_allows_beyond_labels_is_refused(change, error, message):

@@ -1,5 +1,6 @@
 """Tests of beam search against an exhaustive search."""
 
+import functools
 import itertools
 
 import jax
@@ -28,6 +29,12 @@ def step_of(table):
   return step
 
 
+def search(table, starts, **options):
+  """`beam_search` in one program; each sequence begins at an index of the table."""
+  run = functools.partial(beam_search, step_of(table), eos=EOS, **options)
+  return jax.device_get(jax.jit(run)(np.int32(starts)))
+
+
 def exhaustive(table, length, penalty):
   """The best of all sequences that end within the length: (rank, tokens, log p)."""
   found = []
@@ -46,11 +53,8 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(penalty):
   length, beams = 4, V**4
   tables = [model(seed, length) for seed in range(5)]
   for table in tables:
-    found = jax.jit(
-      lambda at, table=table: beam_search(
-        step_of(table), at, rows=2, beams=beams, length=length, eos=EOS, penalty=penalty
-      )
-    )(jnp.zeros(2 * beams, jnp.int32))
+    options = {"rows": 2, "beams": beams, "length": length, "penalty": penalty}
+    found = search(table, [0] * 2 * beams, **options)
     _, words, log_prob = exhaustive(table, length, penalty)
     for row in range(2):
       assert tuple(t for t in found.tokens[row].tolist() if t >= 0) == words
@@ -62,9 +66,7 @@ def test_one_beam_is_greedy_while_nothing_ends():
   length = 5
   table = model(3, length)
   table[..., EOS] = -50.0
-  found = beam_search(
-    step_of(table), jnp.zeros(1, jnp.int32), rows=1, beams=1, length=length, eos=EOS
-  )
+  found = search(table, [0], rows=1, beams=1, length=length)
   greedy, token = [], EOS
   for t in range(length):
     token = int(np.argmax(table[t, token]))
@@ -76,10 +78,9 @@ def test_one_beam_is_greedy_while_nothing_ends():
 def test_rows_have_beams_of_their_own():
   """Each row starts at another index of the table, which its state holds."""
   table = model(4, 8)
-  starts = jnp.repeat(jnp.array([0, 3]), 6)
-  both = beam_search(step_of(table), starts, rows=2, beams=6, length=4, eos=EOS)
+  both = search(table, [0] * 6 + [3] * 6, rows=2, beams=6, length=4)
   for row, start in enumerate((0, 3)):
-    alone = beam_search(step_of(table), jnp.full(6, start), rows=1, beams=6, length=4, eos=EOS)
+    alone = search(table, [start] * 6, rows=1, beams=6, length=4)
     np.testing.assert_array_equal(both.tokens[row], alone.tokens[0])
     np.testing.assert_allclose(both.log_prob[row], alone.log_prob[0], rtol=1e-6)
 
@@ -87,13 +88,12 @@ def test_rows_have_beams_of_their_own():
 def test_a_sequence_that_ends_at_once_is_empty():
   table = np.full((3, V, V), -20.0)
   table[..., EOS] = -1e-6
-  found = beam_search(step_of(table), jnp.zeros(2, jnp.int32), rows=1, beams=2, length=3, eos=EOS)
+  found = search(table, [0, 0], rows=1, beams=2, length=3)
   assert found.tokens[0].tolist() == [-1, -1, -1]
   assert found.ended[0]
 
 
 @pytest.mark.parametrize("wrong", [{"beams": 0}, {"length": 0}, {"penalty": -1.0}])
 def test_wrong_numbers_are_refused(wrong):
-  options = {"beams": 2, "length": 3, "penalty": 0.6} | wrong
   with pytest.raises(ValueError, match="must be at least 1"):
-    beam_search(step_of(model(0, 3)), jnp.zeros(2, jnp.int32), rows=1, eos=EOS, **options)
+    search(model(0, 3), [0, 0], **{"rows": 1, "beams": 2, "length": 3, "penalty": 0.6} | wrong)

@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests import reference
+from tests.ops.exact import normals
 from vqjax.ops import codes, softmax
 from vqjax.ops.distillation import linear_divergence
 from vqjax.ops.linear_decoding import linear_sample, linear_top_k
@@ -19,9 +21,8 @@ V, D = 64, 16
 
 @pytest.fixture
 def operands():
-  keys = jax.random.split(jax.random.key(0))
-  hidden = jax.random.normal(keys[0], (8, 3, D))
-  return hidden, jax.random.normal(keys[1], (V, D)), jnp.arange(24).reshape(8, 3)
+  hidden, weight = normals(0, (8, 3, D), (V, D))
+  return hidden, weight, np.arange(24).reshape(8, 3)
 
 
 @pytest.fixture
@@ -54,21 +55,22 @@ def test_results_and_gradients_are_equal_and_typed_by_the_tokens(operands, mesh,
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), found, expected)
 
 
-def test_the_ops_run_eagerly_on_explicit_axes(operands, mesh):
+def test_a_loss_runs_eagerly_on_explicit_axes(operands, mesh):
   hidden, weight, tokens = operands
-  assignment = jnp.arange(V) % 7
-  expected = softmax.linear_cross_entropy(hidden, weight, tokens, label_smoothing=0.1)
-  vectors = codes.code_vectors(weight[:7], assignment, tokens)
   with jax.set_mesh(mesh):
-    hidden, tokens = (jax.device_put(x, P("data")) for x in (hidden, tokens))
-    book, weight = weight[:7], jax.device_put(weight, P("model"))
-    found = softmax.linear_cross_entropy(
-      hidden, weight, tokens, label_smoothing=0.1, vocab_axis="model"
-    )
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-    gathered = codes.code_vectors(book, assignment, tokens)
+    placed = (jax.device_put(x, P(axis)) for x, axis in zip(operands, ("data", "model", "data")))
+    found = softmax.linear_log_prob(*placed, vocab_axis="model")
+  np.testing.assert_allclose(found, reference.linear_log_prob(hidden, weight, tokens), atol=2e-5)
+
+
+def test_vectors_are_gathered_eagerly_on_explicit_axes(operands, mesh):
+  _, weight, tokens = operands
+  assignment = np.arange(V) % 7
+  with jax.set_mesh(mesh):
+    given = jax.device_put(weight[:7]), jax.device_put(assignment)
+    gathered = codes.code_vectors(*given, jax.device_put(tokens, P("data")))
     assert jax.typeof(gathered).sharding.spec == P("data", None, None)
-    np.testing.assert_array_equal(gathered, vectors)
+  np.testing.assert_array_equal(gathered, weight[assignment[tokens]])
 
 
 def distillation_losses(hidden, weight, tokens, vocab_axis=None):
@@ -102,19 +104,23 @@ def test_distillation_losses_are_equal_on_explicit_axes_and_inside_of_a_shard_ma
   with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)):
     inside = lambda *a: distillation_losses(*a, vocab_axis="model")
     specs = P("data"), P("model"), P("data")
-    found = jax.shard_map(inside, in_specs=specs, out_specs=P("data"))(hidden, weight, tokens)
+    run = jax.jit(jax.shard_map(inside, in_specs=specs, out_specs=P("data")))
+    found = jax.device_get(run(hidden, weight, tokens))
     for ours, wanted in zip(found, expected[0][1]):
       np.testing.assert_allclose(ours, wanted, atol=2e-5)
 
 
-def test_the_loss_runs_inside_of_a_shard_map_without_jit(operands):
+@pytest.mark.parametrize(
+  "wrapped", [jax.jit, pytest.param(lambda run: run, marks=pytest.mark.slow, id="no jit")]
+)
+def test_the_loss_runs_inside_of_a_shard_map(operands, wrapped):
   hidden, weight, tokens = operands
-  expected = softmax.linear_log_prob(hidden, weight, tokens)
   run = lambda *operands: softmax.linear_log_prob(*operands, vocab_axis="model")
   with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)):
     specs = P("data"), P("model"), P("data")
-    found = jax.shard_map(run, in_specs=specs, out_specs=P("data"))(hidden, weight, tokens)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    mapped = jax.shard_map(run, in_specs=specs, out_specs=P("data"))
+    found = wrapped(mapped)(hidden, weight, tokens)
+  np.testing.assert_allclose(found, reference.linear_log_prob(hidden, weight, tokens), atol=2e-5)
 
 
 def test_gradients_of_arrays_without_a_mesh_pass_a_transposition(operands, mesh):
@@ -124,7 +130,7 @@ def test_gradients_of_arrays_without_a_mesh_pass_a_transposition(operands, mesh)
     kernel = columns(jnp.transpose(weight))
     return softmax.linear_log_prob(hidden, kernel, tokens, vocab_axis=vocab_axis).sum()
 
-  expected = jax.grad(loss)(weight)
+  expected = jax.jit(jax.grad(loss))(weight)
   with jax.set_mesh(mesh):
     found = jax.device_get(jax.jit(jax.grad(lambda w: loss(w, "model")))(weight))
   np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)

@@ -25,8 +25,8 @@ def operands():
   hidden, weight, bias = rng.normal(size=(N, D)), rng.normal(size=(V, D)), rng.normal(size=V)
   bias[3] = -np.inf
   directions = tuple(rng.normal(size=x.shape) for x in (hidden, weight, bias))
-  float32 = lambda arrays: tuple(jnp.asarray(x, jnp.float32) for x in arrays)
-  return float32((hidden, weight, bias)), float32(directions), jnp.arange(N) + 5
+  float32 = lambda arrays: tuple(np.float32(x) for x in arrays)
+  return float32((hidden, weight, bias)), float32(directions), np.arange(N) + 5
 
 
 def float64_log_prob(operands, tokens, softcap=None, temperature=1.0):
@@ -51,14 +51,18 @@ def test_the_derivative_in_a_direction_is_that_of_float64(operands, softcap, tem
   primals, tangents, tokens = operands
   hidden, weight, bias = primals
   expected = central_difference(
-    lambda x: float64_log_prob(x, np.asarray(tokens), softcap, temperature), primals, tangents
+    lambda x: float64_log_prob(x, tokens, softcap, temperature), primals, tangents
   )
-  log_prob, tangent = linear_log_prob_jvp(
-    *(hidden, weight, tokens, bias),
-    tangents=tangents,
-    options=ScoreOptions(softcap=softcap, temperature=temperature, tile=TILE),
-  )
-  equal = linear_log_prob(hidden, weight, tokens, bias, softcap=softcap, temperature=temperature)
+  options = {"softcap": softcap, "temperature": temperature}
+
+  @jax.jit
+  def run(hidden, weight, bias, tangents):
+    arrays = hidden, weight, tokens, bias
+    scored = ScoreOptions(tile=TILE, **options)
+    found = linear_log_prob_jvp(*arrays, tangents=tangents, options=scored)
+    return *found, linear_log_prob(*arrays, **options)
+
+  log_prob, tangent, equal = run(hidden, weight, bias, tangents)
   np.testing.assert_allclose(log_prob, equal, atol=1e-5)
   # Sums of 2·D + V products of size 10: some hundred roundings of 6e-7.
   np.testing.assert_allclose(tangent, expected, atol=1e-4)
@@ -69,9 +73,7 @@ def test_rows_may_be_sharded(operands, kind):
   (hidden, weight, _), tangents, tokens = operands
   run = lambda axis: jax.jit(
     lambda hidden, weight: linear_log_prob_jvp(
-      hidden,
-      weight,
-      tokens,
+      *(hidden, weight, tokens),
       tangents=tangents[:2],
       options=ScoreOptions(tile=TILE, vocab_axis=axis),
     )
@@ -85,8 +87,9 @@ def test_rows_may_be_sharded(operands, kind):
 
 def test_a_token_outside_the_vocabulary_is_nan(operands):
   (hidden, weight, bias), tangents, tokens = operands
-  found = linear_log_prob_jvp(hidden, weight, tokens.at[2].set(V), bias, tangents=tangents)
-  for result in found:
+  tokens[2] = V
+  run = jax.jit(lambda h, w, b, t: linear_log_prob_jvp(h, w, tokens, b, tangents=t))
+  for result in run(hidden, weight, bias, tangents):
     assert np.flatnonzero(np.isnan(result)).tolist() == [2]
 
 
@@ -99,12 +102,13 @@ def test_a_direction_of_other_shapes_is_refused(operands):
 def test_a_hessian_vector_product_is_that_of_float64(operands):
   (hidden, weight, _), (d_hidden, d_weight, _), tokens = operands
   loss = lambda h, w: -linear_log_prob(h, w, tokens, tile=TILE).sum()
-  _, found = jax.jvp(jax.grad(loss, (0, 1)), (hidden, weight), (d_hidden, d_weight))
+  run = jax.jit(lambda *arrays: jax.jvp(jax.grad(loss, (0, 1)), arrays[:2], arrays[2:])[1])
+  found = run(hidden, weight, d_hidden, d_weight)
 
   def gradient(operands):
     hidden, weight = operands
     prob = np.exp(reference.log_softmax(hidden @ weight.T))
-    error = prob - np.eye(V)[np.asarray(tokens)]
+    error = prob - np.eye(V)[tokens]
     return np.concatenate([(error @ weight).ravel(), (error.T @ hidden).ravel()])
 
   expected = central_difference(gradient, (hidden, weight), (d_hidden, d_weight))
@@ -115,9 +119,7 @@ def test_a_hessian_vector_product_is_that_of_float64(operands):
 def test_tokens_that_are_no_array_are_refused(operands):
   primals, tangents, tokens = operands
   with pytest.raises(TypeError, match="`tokens` must be an array; got list"):
-    inspect.unwrap(linear_log_prob_jvp)(
-      *primals[:2], np.asarray(tokens).tolist(), tangents=tangents[:2]
-    )
+    inspect.unwrap(linear_log_prob_jvp)(*primals[:2], tokens.tolist(), tangents=tangents[:2])
 
 
 def statistics(hidden, weight, tokens, axis):
@@ -127,13 +129,9 @@ def statistics(hidden, weight, tokens, axis):
 
 def distilled(hidden, weight, tokens, axis):
   del tokens
-  return linear_soft_target_loss(
-    hidden,
-    weight,
-    jnp.roll(hidden, 1, 0),
-    jnp.roll(weight, 1, 0),
-    options=ScoreOptions(vocab_axis=axis),
-  ).kl.sum()
+  teacher = jnp.roll(hidden, 1, 0), jnp.roll(weight, 1, 0)
+  options = ScoreOptions(vocab_axis=axis)
+  return linear_soft_target_loss(hidden, weight, *teacher, options=options).kl.sum()
 
 
 def by_class(hidden, weight, tokens, axis):

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
+from tests.ops.exact import normals
 from vqjax import linear_sample, linear_top_k
 from vqjax.ops import linear_decoding, product, sampling
 from vqjax.ops.row_factory import RowFactory, columns
@@ -20,12 +21,11 @@ V, D = 1009, 12
 
 @functools.lru_cache
 def operands(rows=5):
-  keys = jax.random.split(jax.random.key(0), 3)
-  hidden = jax.random.normal(keys[0], (rows, D))
+  draw = np.random.default_rng(0)
+  hidden = draw.normal(size=(rows, D)).astype(np.float32)
   # Small integers, so that many scores tie exactly.
-  weight = jax.random.randint(keys[1], (V, D), -2, 3).astype(jnp.float32)
-  bias = jnp.where(jax.random.uniform(keys[2], (V,)) < 0.2, -jnp.inf, 0.5)
-  return hidden, weight, bias
+  weight = draw.integers(-2, 3, (V, D)).astype(np.float32)
+  return hidden, weight, np.where(draw.random(V) < 0.2, -np.inf, 0.5).astype(np.float32)
 
 
 def exact(hidden, weight, bias=None, softcap=None):
@@ -68,27 +68,36 @@ def test_top_k_equals_a_sort_of_all_scores(k, options):
 
 def test_tokens_of_equal_scores_come_in_the_order_of_their_numbers():
   hidden, weight, _ = operands()
-  whole = jnp.round(hidden)  # integers: equal scores are equal in float32 too
-  _, tokens = linear_top_k(whole, weight, 6)
-  expected = np.argsort(-(np.asarray(whole) @ np.asarray(weight).T), axis=-1, kind="stable")
+  whole = np.round(hidden)  # integers: equal scores are equal in float32 too
+  _, tokens = jax.jit(lambda h, w: linear_top_k(h, w, 6))(whole, weight)
+  expected = np.argsort(-(whole @ weight.T), axis=-1, kind="stable")
   np.testing.assert_array_equal(tokens, expected[:, :6])
 
 
 def test_one_vector_no_vectors_and_one_of_bfloat16():
   hidden, weight, _ = operands()
-  expected = exact(hidden, weight)
-  check_best(jax.tree.map(lambda x: x[None], linear_top_k(hidden[0], weight, 5)), expected[:1], 5)
-  assert [x.shape for x in linear_top_k(hidden[:0], weight, 3)] == [(0, 3), (0, 3)]
-  assert linear_sample(hidden[:0], jax.random.key(0), weight).shape == (0,)
-  low = hidden[:1].astype(jnp.bfloat16)
-  found = linear_top_k(low, weight.astype(jnp.bfloat16), 5)
-  check_best(found, exact(low.astype(jnp.float32), weight), 5)
+  low, low_weight = hidden[:1].astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+
+  @jax.jit
+  def run(hidden, weight, low, low_weight):
+    return (
+      linear_top_k(hidden[0], weight, 5),
+      linear_top_k(hidden[:0], weight, 3),
+      linear_sample(hidden[:0], jax.random.key(0), weight),
+      linear_top_k(low, low_weight, 5),
+    )
+
+  one, nothing, no_draws, narrow = jax.device_get(run(hidden, weight, low, low_weight))
+  check_best([x[None] for x in one], exact(hidden[:1], weight), 5)
+  assert [x.shape for x in nothing] == [(0, 3), (0, 3)]
+  assert no_draws.shape == (0,)
+  check_best(narrow, exact(low, weight), 5)
 
 
 @pytest.mark.usefixtures("width")
 def test_draws_have_the_distribution_that_their_options_describe():
   hidden, weight, bias = operands()
-  rows = jnp.broadcast_to(hidden[0], (4000, D))
+  rows = np.broadcast_to(hidden[0], (4000, D))
   allowed = np.arange(V) % 3 > 0
   options = {"temperature": 2.0, "allowed": allowed, "top_p": 0.6}
   draw = jax.jit(lambda h, w, b: linear_sample(h, jax.random.key(1), w, b, **options))
@@ -109,18 +118,24 @@ def test_draws_have_the_distribution_that_their_options_describe():
 
 def test_a_mask_of_fewer_tokens_than_top_k_and_of_none():
   hidden, weight, _ = operands()
-  key = jax.random.key(0)
   allowed = np.zeros((5, V), bool)
   allowed[np.arange(4), [3, 1008, 0, 500]] = True
-  drawn = linear_sample(hidden, key, weight, top_k=50, allowed=allowed)
+
+  @jax.jit
+  def run(hidden, weight):
+    draw = functools.partial(linear_sample, hidden, jax.random.key(0), weight, allowed=allowed)
+    return draw(top_k=50), draw(temperature=0)
+
+  drawn, best = run(hidden, weight)
   assert drawn.tolist() == [3, 1008, 0, 500, -1]
-  assert linear_sample(hidden, key, weight, temperature=0, allowed=allowed).tolist()[4] == -1
+  assert best.tolist()[4] == -1
 
 
 @pytest.mark.usefixtures("width")
 def test_where_every_bias_is_minus_infinity_no_token_has_a_probability():
   hidden, weight, bias = operands()
-  log_probs, tokens = linear_top_k(hidden, weight, 3, jnp.full_like(bias, -jnp.inf))
+  run = jax.jit(lambda h, w, b: linear_top_k(h, w, 3, b))
+  log_probs, tokens = jax.device_get(run(hidden, weight, np.full_like(bias, -np.inf)))
   assert np.isneginf(log_probs).all()
   assert (tokens == -1).all()
 
@@ -152,13 +167,11 @@ def test_columns_of_a_kernel_on_eight_devices():
 
 
 def test_rows_may_be_composed():
-  keys = jax.random.split(jax.random.key(0), 2)
-  codes = jax.random.randint(keys[0], (V, 3), 0, 7)
-  tables = jax.random.normal(keys[1], (3, 7, 4))
-  hidden = operands()[0]
-  factory = RowFactory(codes, tables, product.compose)
-  found = linear_top_k(hidden, factory, 4)
-  check_best(found, exact(hidden, factory.all()), 4)
+  codes = np.random.default_rng(1).integers(0, 7, (V, 3))
+  (tables,) = normals(2, (3, 7, 4))
+  hidden, run = operands()[0], lambda h, c, t: linear_top_k(h, RowFactory(c, t, product.compose), 4)
+  rows = tables[np.arange(3), codes].reshape(V, D)
+  check_best(jax.jit(run)(hidden, codes, tables), exact(hidden, rows), 4)
 
 
 @pytest.mark.fast_cases(1)
@@ -193,7 +206,7 @@ def test_a_mesh_shards_the_vocabulary_and_the_tokens(kind):
 
 def test_draws_on_a_mesh_have_the_distribution():
   hidden, weight, bias = operands()
-  rows = jnp.broadcast_to(hidden[0], (4000, D))
+  rows = np.broadcast_to(hidden[0], (4000, D))
   with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)):
     draw = jax.jit(lambda h, w, b: linear_sample(h, jax.random.key(1), w, b, vocab_axis="model"))
     drawn = np.asarray(draw(rows, weight, bias))
@@ -206,10 +219,10 @@ def test_draws_on_a_mesh_have_the_distribution():
 
 def test_no_array_of_many_rows_times_the_vocabulary_is_made():
   rows, vocab = 2053, 40_009
-  hidden, weight = jax.ShapeDtypeStruct((rows, D), jnp.float32), jnp.zeros((vocab, D))
+  hidden, weight = (jax.ShapeDtypeStruct((n, D), jnp.float32) for n in (rows, vocab))
   key = jax.random.key(0)
-  for program in (lambda h: linear_top_k(h, weight, 9), lambda h: linear_sample(h, key, weight)):
-    assert reference.largest_value(program, hidden) < rows * vocab / 4
+  for program in (lambda h, w: linear_top_k(h, w, 9), lambda h, w: linear_sample(h, key, w)):
+    assert reference.largest_value(program, hidden, weight) < rows * vocab / 4
 
 
 def test_k_outside_the_vocabulary_is_refused():

@@ -1,7 +1,8 @@
 """Tests of the reassignment of tokens to codes: bound, splits and limits."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,21 +20,21 @@ def problem(seed, codes=CODES, bias=False, scale=1.0):
   codebook = scale * rng.normal(size=(codes, WIDTH))
   table = rng.integers(0, codes, VOCAB).astype(np.int32)
   return {
-    "hidden": jnp.asarray(hidden, jnp.float32),
-    "codebook": jnp.asarray(codebook, jnp.float32),
-    "assignment": jnp.asarray(table),
-    "tokens": jnp.asarray(tokens),
-    "mask": jnp.asarray(rng.random(POSITIONS) < 0.9),
-    "bias": jnp.asarray(rng.normal(size=VOCAB), jnp.float32) if bias else None,
+    "hidden": np.float32(hidden),
+    "codebook": np.float32(codebook),
+    "assignment": table,
+    "tokens": tokens,
+    "mask": rng.random(POSITIONS) < 0.9,
+    "bias": np.float32(rng.normal(size=VOCAB)) if bias else None,
   }
 
 
 def log_prob(hidden, codebook, assignment, tokens, mask, bias):
   """[positions in the mask] in nats, by the definition, in float64."""
   h, c = np.asarray(hidden, np.float64)[mask], np.asarray(codebook, np.float64)
-  scores = h @ c[np.asarray(assignment)].T + (0 if bias is None else np.asarray(bias, np.float64))
+  scores = h @ c[assignment].T + (0 if bias is None else np.asarray(bias, np.float64))
   scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
-  return scores[np.arange(len(h)), np.asarray(tokens)[mask]]
+  return scores[np.arange(len(h)), tokens[mask]]
 
 
 def after(given, found):
@@ -44,11 +45,17 @@ def after(given, found):
   }
 
 
+contexts = jax.jit(lambda given: reassignment.contexts(**given))
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def reassigned(given, **more):
+  arrays = given["codebook"], given["assignment"], given["bias"]
+  return reassignment.reassigned(reassignment.contexts(**given), *arrays, **more)
+
+
 def move(given, **more):
-  found = reassignment.contexts(**given)
-  return reassignment.reassigned(
-    found, given["codebook"], given["assignment"], given["bias"], **more
-  )
+  return jax.device_get(reassigned(given, **more))
 
 
 @pytest.mark.fast_cases(1)
@@ -70,9 +77,9 @@ def test_the_gain_of_one_move_is_the_brute_force_bound(bias):
   given = problem(1, bias=bias)
   found = move(given)
   h = np.asarray(given["hidden"], np.float64)[given["mask"]]
-  c, table = np.asarray(given["codebook"], np.float64), np.asarray(given["assignment"])
+  c, table = np.asarray(given["codebook"], np.float64), given["assignment"]
   b = np.zeros(VOCAB) if given["bias"] is None else np.asarray(given["bias"], np.float64)
-  tokens = np.asarray(given["tokens"])[given["mask"]]
+  tokens = given["tokens"][given["mask"]]
   scores = h @ c.T
   z = np.exp(scores[:, table] + b).sum(-1, keepdims=True)
   q = (np.exp(scores) / z).sum(0)
@@ -100,25 +107,23 @@ def test_the_gain_of_one_move_is_the_brute_force_bound(bias):
 def test_codes_without_tokens_split_others_without_changing_a_probability(bias):
   # Of so few positions and such small scores no token gains log K nats by moving.
   given = problem(2, codes=11, bias=bias, scale=0.1)
-  given["assignment"] = jnp.minimum(given["assignment"], 3)
-  given["mask"] = jnp.arange(POSITIONS) < 12
+  given["assignment"] = np.minimum(given["assignment"], 3)
+  given["mask"] = np.arange(POSITIONS) < 12
   found = move(given)
   assert int(found.moved) == 0
   assert int(found.split) > 0
-  assert np.unique(np.asarray(found.assignment)).size == 4 + int(found.split)
+  assert np.unique(found.assignment).size == 4 + int(found.split)
   np.testing.assert_allclose(log_prob(**after(given, found)), log_prob(**given), atol=1e-6)
 
 
 @pytest.mark.slow
 def test_a_token_that_splits_off_is_far_from_its_code_and_not_its_most_frequent():
-  hidden = jnp.array([[1.0, 0.0]] * 6 + [[0.0, 5.0]] * 2 + [[1.0, 0.1]])
-  tokens = jnp.array([0] * 6 + [1] * 2 + [2])
   given = {
-    "hidden": hidden,
-    "codebook": jnp.zeros((2, 2)),
-    "assignment": jnp.zeros(4, jnp.int32),
-    "tokens": tokens,
-    "mask": jnp.ones(9, bool),
+    "hidden": np.float32([[1, 0]] * 6 + [[0, 5]] * 2 + [[1, 0.1]]),
+    "codebook": np.zeros((2, 2), np.float32),
+    "assignment": np.zeros(4, np.int32),
+    "tokens": np.array([0] * 6 + [1] * 2 + [2]),
+    "mask": np.ones(9, bool),
     "bias": None,
   }
   assert move(given).assignment.tolist() == [0, 1, 0, 0]
@@ -128,7 +133,7 @@ def test_a_token_that_splits_off_is_far_from_its_code_and_not_its_most_frequent(
 def test_one_code_or_a_sample_without_positions_changes_nothing():
   one = problem(0, codes=1)
   one["assignment"] *= 0
-  blind = problem(0) | {"mask": jnp.zeros(POSITIONS, bool)}
+  blind = problem(0) | {"mask": np.zeros(POSITIONS, bool)}
   for given in (one, blind):
     found = move(given)
     assert int(found.moved) == int(found.split) == 0
@@ -139,13 +144,8 @@ def test_one_code_or_a_sample_without_positions_changes_nothing():
 @pytest.mark.slow
 def test_chunks_and_batches_do_not_change_the_result():
   given = problem(3, bias=True)
-  whole = reassignment.contexts(**given)
-  halves = [
-    reassignment.contexts(
-      **(given | {name: given[name][part] for name in ("hidden", "tokens", "mask")})
-    )
-    for part in (slice(None, 201), slice(201, None))
-  ]
+  part = lambda at: given | {name: given[name][at] for name in ("hidden", "tokens", "mask")}
+  whole, halves = contexts(given), [contexts(part(at)) for at in (np.s_[:201], np.s_[201:])]
   jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b + c, atol=1e-4), whole, *halves)
   by_one, by_all = (move(given, chunk=chunk).assignment for chunk in (1, 53))
   np.testing.assert_array_equal(by_one, by_all)

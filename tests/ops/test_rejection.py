@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests.ops.exact import normals
 from vqjax.ops.rejection import Filtered, verify
 from vqjax.ops.sampling import row_blocks
 
@@ -17,7 +18,6 @@ MAP = np.array([7, 0, 3, 10, 2])
 
 OPTIONS = {
   "the distribution itself": {"temperature": 1.0},
-  "temperature": {"temperature": 0.6},
   "top-k": {"temperature": 1.3, "top_k": 4},
   "top-p": {"temperature": 1.0, "top_p": 0.8},
   "all": {"temperature": 0.8, "top_k": 9, "top_p": 0.97, "min_p": 0.01},
@@ -54,9 +54,8 @@ def rounds_of(logits, draft_logits, claimed, key, tokens, *, options, rounds):
 
 def p_value(options, tokens, claimed=None):
   """Of Pearson's test that first and second tokens are drawn from the target."""
-  logits = 1.5 * jax.random.normal(jax.random.key(1), (K + 1, V))
   size = V if tokens is None else len(tokens)
-  draft_logits = jax.random.normal(jax.random.key(2), (K, size))
+  logits, draft_logits = normals(1, (K + 1, V), (K, size))
   number, accepted, last = rounds_of(
     *(logits, draft_logits, draft_logits if claimed is None else claimed, jax.random.key(3)),
     tokens,
@@ -68,7 +67,7 @@ def p_value(options, tokens, claimed=None):
   first, values = np.where(accepted > 0, drafted[:, 0], last), []
   second = np.where(accepted > 1, drafted[:, 1], last)[accepted > 0]
   for position, found in enumerate((first, second)):
-    p = filtered(np.asarray(logits[position]), **options)
+    p = filtered(logits[position], **options)
     count = np.bincount(found, minlength=V)
     if count[p == 0].any():
       return 0.0
@@ -76,24 +75,29 @@ def p_value(options, tokens, claimed=None):
   return min(values)
 
 
-@pytest.mark.parametrize("tokens", [None, MAP], ids=["one vocabulary", "mapped"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_tokens_are_distributed_as_the_target(name, tokens):
-  # Twenty tests of two positions: one in 5,000 seeds would fail.
-  assert p_value(OPTIONS[name], tokens) > 1e-5
+def test_tokens_are_distributed_as_the_target(name):
+  # Six tests of two positions: one in 8,000 seeds would fail.
+  assert p_value(OPTIONS[name], None) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["the distribution itself", "all"])
+def test_a_drafter_may_have_fewer_tokens(name):
+  assert p_value(OPTIONS[name], MAP) > 1e-5
 
 
 def test_drafts_without_probabilities_are_rejected_and_tokens_distributed_as_the_target():
-  logits = 1.5 * jax.random.normal(jax.random.key(1), (K + 1, V))
-  given = logits, jnp.zeros((K, V)), jnp.full((K, V), jnp.nan), jax.random.key(3), None
+  (logits,) = normals(1, (K + 1, V))
+  nothing = np.zeros((K, V), np.float32)
+  given = logits, nothing, np.full_like(nothing, np.nan), jax.random.key(3), None
   options = tuple(OPTIONS["the distribution itself"].items())
   _, accepted, last = rounds_of(*given, options=options, rounds=ROUNDS)
-  assert (accepted == 0).all()
-  expected = ROUNDS * filtered(np.asarray(logits[0]), 1.0)
+  assert not np.any(jax.device_get(accepted))
+  expected = ROUNDS * filtered(logits[0], 1.0)
   assert stats.chisquare(np.bincount(last, minlength=V), expected).pvalue > 1e-5
 
 
 @pytest.mark.parametrize("tokens", [None, MAP], ids=["one vocabulary", "mapped"])
 def test_another_draft_distribution_than_that_of_the_drafts_is_noticed(tokens):
   size = V if tokens is None else len(tokens)
-  assert p_value(OPTIONS["the distribution itself"], tokens, jnp.zeros((K, size))) < 1e-9
+  assert p_value(OPTIONS["the distribution itself"], tokens, np.zeros((K, size), np.float32)) < 1e-9

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests import reference
+from tests.ops.exact import normals
 from vqjax import ScoreOptions, linear_sample, linear_soft_target_loss, linear_softmax, linear_top_k
 from vqjax.ops import product, sampling, softmax
 from vqjax.ops.row_factory import RowFactory, as_row_factory, columns
@@ -18,13 +19,11 @@ V, D, N, M, K = 67, 12, 29, 3, 7
 
 
 def operands():
-  keys = jax.random.split(jax.random.key(0), 5)
-  tables = jax.random.normal(keys[0], (M, K, D // M))
-  codes = jax.random.randint(keys[1], (V, M), 0, K)
-  hidden = jax.random.normal(keys[2], (N, D))
-  tokens = jax.random.randint(keys[3], (N,), 0, V)
-  bias = jax.random.normal(keys[4], (V,))
-  return tables, codes, hidden, tokens, bias
+  """tables, codes, hidden, tokens and bias."""
+  rng = np.random.default_rng(1)
+  codes, tokens = rng.integers(0, K, (V, M)), rng.integers(0, V, N)
+  tables, hidden, bias = normals(0, (M, K, D // M), (N, D), (V,))
+  return tables, codes.astype(np.int32), hidden, tokens, bias
 
 
 def everything(hidden, weight, tokens, bias, **options):
@@ -43,8 +42,9 @@ def test_value_and_gradients_are_those_of_the_composed_weight(tile):
     h, RowFactory(codes, t, product.compose), tokens, b, tile=tile
   )
   whole = lambda h, t, b: everything(h, product.compose(codes, t), tokens, b, tile=tile)
-  found = jax.value_and_grad(by_rows, (0, 1, 2))(hidden, tables, bias)
-  expected = jax.value_and_grad(whole, (0, 1, 2))(hidden, tables, bias)
+  found, expected = (
+    jax.jit(jax.value_and_grad(f, (0, 1, 2)))(hidden, tables, bias) for f in (by_rows, whole)
+  )
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
 
 
@@ -55,7 +55,7 @@ def test_on_a_mesh_the_shared_arrays_get_the_gradient_of_all_devices(shape):
   loss = lambda h, t, b: everything(
     h, RowFactory(codes, t, product.compose), tokens, b, vocab_axis="model"
   )
-  expected = jax.value_and_grad(loss, (0, 1, 2))(hidden, tables, bias)
+  expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(hidden, tables, bias)
   with jax.set_mesh(make_mesh(MeshShape(*shape))):
     found = jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(hidden, tables, bias))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
@@ -68,7 +68,7 @@ def test_bfloat16_tables_on_a_mesh_get_the_gradient_of_one_device():
   loss = lambda t: linear_softmax(
     hidden, RowFactory(codes, t, product.compose), tokens, bias, vocab_axis="model"
   ).log_prob.mean()
-  expected = jax.grad(loss)(tables)
+  expected = jax.jit(jax.grad(loss))(tables)
   with jax.set_mesh(make_mesh(MeshShape(1, 1, 8))):
     found = jax.device_get(jax.jit(jax.grad(loss))(tables))
   assert found.dtype == jnp.bfloat16
@@ -81,20 +81,18 @@ def test_bfloat16_tables_on_a_mesh_get_the_gradient_of_one_device():
 @pytest.mark.parametrize("tile", [(29, 2003), (29, 64)])
 def test_bfloat16_tables_that_many_rows_share_get_their_whole_gradient(tile):
   vocab, codes = 2003, 2
-  keys = jax.random.split(jax.random.key(2), 3)
-  tables = jax.random.normal(keys[0], (M, codes, D // M)).astype(jnp.bfloat16)
-  table = jax.random.randint(keys[1], (vocab, M), 0, codes)
-  hidden = jax.random.normal(keys[2], (N, D)).astype(jnp.bfloat16)
-  tokens = jnp.arange(N) * 61
+  tables, hidden = (x.astype(jnp.bfloat16) for x in normals(2, (M, codes, D // M), (N, D)))
+  table = np.random.default_rng(3).integers(0, codes, (vocab, M))
+  tokens = np.arange(N) * 61
   loss = lambda t: linear_softmax(
     hidden, RowFactory(table, t, product.compose), tokens, tile=tile
   ).log_prob.sum()
-  found = jax.grad(loss)(tables)
-  rows = np.stack([np.concatenate([t[c] for t, c in zip(tables, row)]) for row in table])
+  found = jax.jit(jax.grad(loss))(tables)
+  rows = tables[np.arange(M), table].reshape(vocab, D)
   h = np.asarray(hidden, np.float64)
   _, d_rows, _ = reference.linear_gradients(h, rows, tokens, np.ones(N))
   expected = np.zeros(tables.shape)
-  for row, code in zip(d_rows.reshape(vocab, M, -1), np.asarray(table)):
+  for row, code in zip(d_rows.reshape(vocab, M, -1), table):
     expected[np.arange(M), code] += row
   assert found.dtype == jnp.bfloat16
   # Each cotangent of a score is rounded to 2^-9 of itself; a sum in bfloat16 is off by a half.
@@ -104,16 +102,14 @@ def test_bfloat16_tables_that_many_rows_share_get_their_whole_gradient(tile):
 
 @pytest.mark.slow
 def test_what_a_row_owns_gets_its_own_gradient():
-  keys = jax.random.split(jax.random.key(1), 3)
-  low, up = jax.random.normal(keys[0], (V, 2)), jax.random.normal(keys[1], (2, D))
+  low, up = normals(1, (V, 2), (2, D))
   _, _, hidden, tokens, _ = operands()
   compose = lambda own, shared: own @ shared
   by_rows = lambda low, up: linear_softmax(
     hidden, RowFactory(low, up, compose), tokens, tile=(8, 16)
   ).log_prob.sum()
   whole = lambda low, up: linear_softmax(hidden, low @ up, tokens).log_prob.sum()
-  found = jax.grad(by_rows, (0, 1))(low, up)
-  expected = jax.grad(whole, (0, 1))(low, up)
+  found, expected = (jax.jit(jax.grad(f, (0, 1)))(low, up) for f in (by_rows, whole))
   # Sums of 29 and 67 terms of up to 20, in another order.
   near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
   jax.tree.map(near, found, expected)
@@ -123,17 +119,17 @@ def test_what_a_row_owns_gets_its_own_gradient():
 @pytest.mark.parametrize("student_is_composed", [True, False])
 def test_distillation_from_and_to_composed_rows(student_is_composed):
   tables, codes, hidden, _, bias = operands()
-  other = jax.random.normal(jax.random.key(7), (V, D))
+  (other,) = normals(7, (V, D))
 
-  def loss(hidden, tables, other, weight):
+  def loss(weight, hidden, tables, other):
     pair = (weight(tables), other) if student_is_composed else (other, weight(tables))
     return linear_soft_target_loss(
       hidden, pair[0], hidden[::-1], pair[1], bias, options=ScoreOptions(tile=(8, 16))
     ).kl.mean()
 
-  by_rows = jax.grad(loss, (0, 1, 2))
-  found = by_rows(hidden, tables, other, lambda t: RowFactory(codes, t, product.compose))
-  expected = by_rows(hidden, tables, other, lambda t: product.compose(codes, t))
+  run = jax.jit(jax.grad(loss, (1, 2, 3)), static_argnums=0)
+  found = run(lambda t: RowFactory(codes, t, product.compose), hidden, tables, other)
+  expected = run(lambda t: product.compose(codes, t), hidden, tables, other)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
 
 
@@ -151,10 +147,14 @@ def test_no_array_of_the_size_of_the_weight_is_needed():
 
 def test_frozen_shared_arrays_get_no_gradient_and_codes_none():
   tables, codes, hidden, tokens, _ = operands()
-  rows = lambda t: RowFactory(codes, t, product.compose)
-  frozen = lambda h: linear_softmax(h, rows(jax.lax.stop_gradient(tables)), tokens).log_prob.sum()
-  expected = lambda h: linear_softmax(h, product.compose(codes, tables), tokens).log_prob.sum()
-  np.testing.assert_allclose(jax.grad(frozen)(hidden), jax.grad(expected)(hidden), atol=2e-5)
+
+  @jax.jit
+  def run(hidden, codes, tables):
+    log_prob = lambda h, rows: linear_softmax(h, rows, tokens).log_prob.sum()
+    rows = RowFactory(codes, jax.lax.stop_gradient(tables), product.compose)
+    return jax.grad(log_prob)(hidden, rows), jax.grad(log_prob)(hidden, rows.all())
+
+  np.testing.assert_allclose(*run(hidden, codes, tables), atol=2e-5)
 
 
 def test_rows_know_their_shape_and_an_array_is_a_table_of_them():
@@ -165,9 +165,11 @@ def test_rows_know_their_shape_and_an_array_is_a_table_of_them():
   assert rows.dtype == jnp.float32
   assert not rows.is_table
   assert as_row_factory(rows) is rows
-  table = as_row_factory(rows.all())
+  table = as_row_factory(tables[np.arange(M), codes].reshape(V, D))
   assert table.is_table
-  np.testing.assert_array_equal(table.at(jnp.array([3, 3, 0])), rows.at(jnp.array([3, 3, 0])))
+  index = np.array([3, 3, 0])
+  at = jax.jit(lambda codes, tables: RowFactory(codes, tables, product.compose).at(index))
+  np.testing.assert_array_equal(table.at(index), at(codes, tables))
   assert dataclasses.replace(rows, per_row=codes[:5]).shape == (5, D)
 
 
@@ -180,11 +182,8 @@ def test_rows_of_another_width_than_hidden_are_refused():
 
 
 def test_columns_of_a_kernel_are_rows_that_are_neither_transposed_nor_copied():
-  hidden, kernel = (
-    jax.random.normal(jax.random.key(0), (37, 8)),
-    jax.random.normal(jax.random.key(1), (8, 211)),
-  )
-  tokens = jnp.arange(37) * 5
+  hidden, kernel = normals(0, (37, 8), (8, 211))
+  tokens = np.arange(37) * 5
   loss = lambda h, weight: softmax.linear_log_prob(h, weight, tokens, tile=(16, 50)).sum()
   of_kernel = lambda h, k: loss(h, softmax.columns(k))
   value, (d_hidden, d_kernel) = jax.jit(jax.value_and_grad(of_kernel, (0, 1)))(hidden, kernel)
@@ -197,15 +196,12 @@ def test_columns_of_a_kernel_are_rows_that_are_neither_transposed_nor_copied():
 
 @pytest.mark.slow
 def test_columns_are_sharded_over_a_mesh_axis():
-  hidden, kernel = (
-    jax.random.normal(jax.random.key(0), (16, 8)),
-    jax.random.normal(jax.random.key(1), (8, 101)),
-  )
-  tokens = jnp.arange(16) * 5
+  hidden, kernel = normals(0, (16, 8), (8, 101))
+  tokens = np.arange(16) * 5
   loss = lambda h, k: softmax.linear_log_prob(
     h, softmax.columns(k), tokens, tile=(8, 10), vocab_axis="model"
   ).sum()
-  expected = jax.value_and_grad(loss, (0, 1))(hidden, kernel)
+  expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, kernel)
   with jax.set_mesh(make_mesh(MeshShape(data=2, model=4), jax.devices())):
     found = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, kernel)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
@@ -213,13 +209,15 @@ def test_columns_are_sharded_over_a_mesh_axis():
 
 def test_tokens_are_selected_and_drawn_from_a_kernel_in_blocks(monkeypatch):
   monkeypatch.setattr(sampling, "block_width", lambda *_: 100)
-  hidden, kernel = (
-    jax.random.normal(jax.random.key(0), (7, 8)),
-    jax.random.normal(jax.random.key(1), (8, 211)),
-  )
-  log_probs, tokens = linear_top_k(hidden, columns(kernel), 5)
-  exact = reference.log_softmax(np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64))
+  hidden, kernel = normals(0, (7, 8), (8, 211))
+
+  @jax.jit
+  def run(hidden, kernel):
+    drawn = linear_sample(hidden, jax.random.key(2), columns(kernel), temperature=0)
+    return *linear_top_k(hidden, columns(kernel), 5), drawn
+
+  log_probs, tokens, drawn = run(hidden, kernel)
+  exact = reference.log_softmax(np.float64(hidden) @ np.float64(kernel))
   np.testing.assert_array_equal(tokens, np.argsort(-exact)[:, :5])
   np.testing.assert_allclose(log_probs, -np.sort(-exact)[:, :5], atol=1e-5)
-  drawn = linear_sample(hidden, jax.random.key(2), columns(kernel), temperature=0)
   np.testing.assert_array_equal(drawn, exact.argmax(axis=1))

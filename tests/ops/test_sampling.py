@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
+from tests.ops.exact import normals
 from vqjax.ops import sampling, topk
+
+SCORES, WIDE = normals(0, (4, 37), (4, 300))
 
 
 def blocks_of(scores, width):
   """Blocks of `width` tokens over scores [*B, V], the last one overlapping."""
-  vocab = scores.shape[-1]
+  scores, vocab = jnp.asarray(scores), scores.shape[-1]
 
   def block(index):
     start = jnp.minimum(index * width, vocab - width)
@@ -21,57 +25,62 @@ def blocks_of(scores, width):
   return sampling.Blocks(-(-vocab // width), block, scores.shape[:-1])
 
 
-@pytest.fixture
-def scores():
-  return jax.random.normal(jax.random.key(0), (4, 37))
+def sample(scores, width, **options):
+  options = sampling.SamplingOptions(**options)
+  return sampling.sample(blocks_of(scores, width), jax.random.key(0), options)
+
+
+def compiled(run):
+  """The results of a program in NumPy."""
+  return lambda *args: jax.device_get(jax.jit(run)(*args))
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("width", [1, 5, 10, 37])
-@pytest.mark.parametrize("k", [1, 3, 37])
-def test_best_equals_sorting_at_any_block_width(scores, width, k):
-  values, tokens, log_z = sampling.best(blocks_of(scores, width), k)
-  expected = jnp.sort(scores, axis=-1)[:, ::-1][:, :k]
-  np.testing.assert_array_equal(values, expected)
-  np.testing.assert_array_equal(jnp.take_along_axis(scores, tokens, -1), expected)
-  np.testing.assert_allclose(log_z, jax.nn.logsumexp(scores, axis=-1), rtol=1e-6)
+@pytest.mark.parametrize("width", [10, 1, 37, 5])
+def test_best_equals_sorting_at_any_block_width(width):
+  ks = 1, 3, 37
+  run = compiled(lambda x: [sampling.best(blocks_of(x, width), k) for k in ks])
+  # In the second, whole blocks of some rows have no score.
+  for scores in (SCORES, np.where(np.arange(37) < 20, -np.inf, SCORES)):
+    for k, (values, tokens, log_z) in zip(ks, run(scores)):
+      expected = -np.sort(-scores, axis=-1)[:, :k]
+      np.testing.assert_array_equal(values, expected)
+      real = ~np.isneginf(expected)
+      own = np.take_along_axis(scores, np.maximum(tokens, 0), -1)
+      np.testing.assert_array_equal(own[real], expected[real])
+      assert (tokens[~real] == -1).all()
+      np.testing.assert_allclose(log_z, scipy.special.logsumexp(scores, axis=-1), rtol=1e-6)
 
 
-def test_best_beyond_the_vocabulary_says_minus_one(scores):
-  values, tokens, _ = sampling.best(blocks_of(scores, 10), 40)
+def test_best_beyond_the_vocabulary_says_minus_one():
+  values, tokens, _ = compiled(lambda x: sampling.best(blocks_of(x, 10), 40))(SCORES)
   assert (tokens[:, 37:] == -1).all()
   assert np.isneginf(values[:, 37:]).all()
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
-def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass(scores, top_p, scale):
-  scores = scale * scores
-  kept, _ = sampling.nucleus(blocks_of(scores, 10), top_p).map(lambda s, t: s).block(0)
-  whole = sampling.nucleus(blocks_of(scores, 37), top_p).block(0)[0]
-  np.testing.assert_array_equal(kept, whole[:10])
-  for row, cut in zip(np.asarray(scores, np.float64), np.asarray(whole).T):
-    probability = np.exp(row - row.max())
-    probability /= probability.sum()
-    mass = probability[np.isfinite(cut)]
-    assert mass.sum() >= top_p - 1e-6
-    assert mass.sum() - mass.min() < top_p + 1e-6
+def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass():
+  scores, masses = np.concatenate([0.01 * SCORES, SCORES, 30 * SCORES]), (0.05, 0.5, 0.9, 0.999)
+  first = lambda x, width, top_p: sampling.nucleus(blocks_of(x, width), top_p).block(0)[0]
+  run = compiled(lambda x: [[first(x, width, top_p) for width in (10, 37)] for top_p in masses])
+  for top_p, (kept, whole) in zip(masses, run(scores)):
+    np.testing.assert_array_equal(kept, whole[:10])
+    for row, cut in zip(np.float64(scores), whole.T):
+      mass = scipy.special.softmax(row)[np.isfinite(cut)]
+      assert mass.sum() >= top_p - 1e-6
+      assert mass.sum() - mass.min() < top_p + 1e-6
 
 
 def test_tokens_that_tie_at_the_edge_of_the_nucleus_stay():
-  scores = jnp.log(jnp.array([[0.4, 0.2, 0.2, 0.2]]))
-  kept = sampling.nucleus(blocks_of(scores, 4), 0.5).block(0)[0]
-  assert np.isfinite(kept).all()
-  kept = sampling.nucleus(blocks_of(scores, 4), 0.39).block(0)[0]
-  assert np.isfinite(kept).sum() == 1
+  scores = np.log([[0.4, 0.2, 0.2, 0.2]])
+  nucleus = lambda x, top_p: sampling.nucleus(blocks_of(x, 4), top_p).block(0)[0]
+  ties, one = compiled(lambda x: (nucleus(x, 0.5), nucleus(x, 0.39)))(scores)
+  assert np.isfinite(ties).all()
+  assert np.isfinite(one).sum() == 1
 
 
-def test_a_draw_does_not_depend_on_what_other_rows_hold(scores):
-  key = jax.random.key(3)
-  full = sampling.draw(blocks_of(scores, 10), key)
-  changed = sampling.draw(blocks_of(scores.at[1:].set(0.0), 10), key)
-  assert full[0] == changed[0]
+def test_a_draw_does_not_depend_on_what_other_rows_hold():
+  draw = jax.jit(lambda x: sampling.draw(blocks_of(x, 10), jax.random.key(3))[0])
+  assert draw(SCORES) == draw(np.concatenate([SCORES[:1], np.zeros((3, 37), np.float32)]))
 
 
 @pytest.mark.parametrize(
@@ -84,32 +93,32 @@ def test_a_draw_does_not_depend_on_what_other_rows_hold(scores):
     ({"top_p": 1.5}, "`top_p` .* got 1.5"),
   ],
 )
-def test_options_that_no_distribution_has_are_refused(scores, options, message):
+def test_options_that_no_distribution_has_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
-    sampling.sample(blocks_of(scores, 10), jax.random.key(0), **options)
+    sample(SCORES, 10, **options)
 
 
 def test_top_k_and_top_p_together_cut_the_best_first():
-  scores = jnp.log(jnp.array([0.5, 0.3, 0.1, 0.06, 0.04]))
-  rows = jnp.broadcast_to(scores, (4000, 5))
-  tokens = sampling.sample(blocks_of(rows, 2), jax.random.key(0), top_k=3, top_p=0.85)
+  rows = np.broadcast_to(np.log([0.5, 0.3, 0.1, 0.06, 0.04]), (4000, 5))
+  draw = lambda x: sample(x, 2, top_k=3, top_p=0.85)
   # Of the three best, 0.5 / 0.9 and 0.3 / 0.9 reach 0.85 between them.
-  counts = np.bincount(tokens, minlength=5)
+  counts = np.bincount(compiled(draw)(rows), minlength=5)
   assert counts[2:].sum() == 0
   np.testing.assert_allclose(counts[:2] / 4000, [0.625, 0.375], atol=0.04)
 
 
-@pytest.mark.parametrize("width", [None, 128])
-def test_row_blocks_name_every_token_once_and_repeat_none(width):
-  wide = jax.random.normal(jax.random.key(1), (4, 300))
-  blocks = sampling.row_blocks((4,), 300, 300, lambda cut: cut(wide.T), width=width)
-  assert blocks.count == (3 if width else 1)
-  seen = []
-  for index in range(blocks.count):
-    block_scores, tokens = blocks.block(index)
-    kept = np.asarray(~np.isneginf(block_scores[:, 0]))
-    seen += np.asarray(tokens)[kept].tolist()
-    np.testing.assert_array_equal(block_scores[kept].T, wide[:, np.asarray(tokens)[kept]])
+@pytest.mark.parametrize(("width", "count"), [(None, 1), (128, 3)])
+def test_row_blocks_name_every_token_once_and_repeat_none(width, count):
+  def run(x):
+    blocks = sampling.row_blocks((4,), 300, 300, lambda cut: cut(x.T), width=width)
+    return [blocks.block(index) for index in range(blocks.count)]
+
+  parts, seen = compiled(run)(WIDE), []
+  assert len(parts) == count
+  for scores, tokens in parts:
+    kept = ~np.isneginf(scores[:, 0])
+    seen += tokens[kept].tolist()
+    np.testing.assert_array_equal(scores[kept].T, WIDE[:, tokens[kept]])
   assert seen == list(range(300))
 
 
@@ -118,60 +127,56 @@ def test_blocks_hold_a_bounded_number_of_scores():
     assert rows * sampling.block_width(rows, 10**6) <= 2**22
 
 
-def test_a_first_block_of_nothing_does_not_spoil_the_rest(scores):
-  masked = scores.at[:, :20].set(-jnp.inf)
-  values, tokens, log_z = sampling.best(blocks_of(masked, 10), 3)
-  np.testing.assert_array_equal(values, jnp.sort(masked, axis=-1)[:, ::-1][:, :3])
-  assert (tokens >= 20).all()
-  np.testing.assert_allclose(log_z, jax.nn.logsumexp(masked, axis=-1), rtol=1e-6)
-
-
 def test_scores_a_rounding_apart_are_told_apart_by_the_nucleus():
   row = np.full(64, 5.0, np.float32)
   for i in range(1, 64):
     row[i] = np.nextafter(row[i - 1], np.float32(0))
   # Each has a mass of 1 / 64: fifteen and a half of them take sixteen.
-  kept = sampling.nucleus(blocks_of(jnp.asarray(row)[None], 64), 15.5 / 64).block(0)[0]
-  assert np.isfinite(kept[:, 0]).tolist() == [True] * 16 + [False] * 48
+  run = compiled(lambda x: sampling.nucleus(blocks_of(x, 64), 15.5 / 64).block(0)[0])
+  assert np.isfinite(run(row[None])[:, 0]).tolist() == [True] * 16 + [False] * 48
 
 
 @pytest.mark.slow
 def test_temperature_comes_before_the_nucleus():
-  rows = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.2])), (2000, 3))
+  rows = np.broadcast_to(np.log([0.5, 0.3, 0.2]), (2000, 3))
   # Squared, the first has 0.25 / 0.38 = 0.66 of the mass; as it is, only half.
-  cold = sampling.sample(blocks_of(rows, 2), jax.random.key(0), temperature=0.5, top_p=0.6)
-  warm = sampling.sample(blocks_of(rows, 2), jax.random.key(0), top_p=0.6)
-  assert set(np.asarray(cold).tolist()) == {0}
-  assert set(np.asarray(warm).tolist()) == {0, 1}
+  draw = lambda x: (sample(x, 2, temperature=0.5, top_p=0.6), sample(x, 2, top_p=0.6))
+  cold, warm = compiled(draw)(rows)
+  assert set(cold.tolist()) == {0}
+  assert set(warm.tolist()) == {0, 1}
 
 
-def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(scores, monkeypatch):
-  stored = sampling.nucleus(blocks_of(scores, 10), 0.7)
+def test_the_nucleus_of_many_scores_equals_that_of_stored_ones(monkeypatch):
+  def run(x):
+    blocks = sampling.nucleus(blocks_of(x, 10), 0.7)
+    return [blocks.block(index)[0] for index in range(4)]
+
+  stored = compiled(run)(SCORES)
   monkeypatch.setattr(sampling, "STORED_SCORES", 0)
-  again = sampling.nucleus(blocks_of(scores, 10), 0.7)
-  for index in range(4):
-    np.testing.assert_array_equal(stored.block(index)[0], again.block(index)[0])
+  np.testing.assert_array_equal(stored, compiled(lambda x: run(x))(SCORES))
 
 
 @pytest.mark.parametrize("bits", [1, 4])
 def test_the_edge_of_a_nucleus_is_found_among_numbers_of_any_size_and_sign(bits):
   row = np.float32([-3e38, -1e30, -88.5, -2.0, -np.inf, -0.0, 0.0, 1e-30, 1.5, -np.inf])
   mass = np.exp(np.float64(row) - np.log(np.exp(np.float64(row)).sum()))
+  find = jax.jit(lambda x, top_p: sampling.nucleus_edge(blocks_of(x, 4), top_p, bits=bits))
   for count in range(1, 6):
     # Half of the mass of the last token is missing without it.
     order = np.argsort(-row, kind="stable")
     top_p = mass[order[: count - 1]].sum() + mass[order[count - 1]] / 2
-    edge = sampling.nucleus_edge(blocks_of(jnp.asarray(row)[None], 4), top_p, bits=bits)
-    assert edge[0] == row[order[count - 1]]
+    # CPUs take numbers below the smallest normal one as 0.
+    tiny = np.finfo(np.float32).tiny
+    np.testing.assert_allclose(find(row[None], top_p)[0], row[order[count - 1]], rtol=0, atol=tiny)
 
 
-def test_scores_that_are_not_stored_are_computed_ten_times(scores, monkeypatch):
+def test_scores_that_are_not_stored_are_computed_ten_times(monkeypatch):
   monkeypatch.setattr(sampling, "STORED_SCORES", 0)
   computed = []
 
   def block(index):
     jax.debug.callback(lambda index: computed.append(int(index)), index)
-    return blocks_of(scores, 37).block(index)
+    return blocks_of(SCORES, 37).block(index)
 
   blocks = sampling.Blocks(1, block, (4,))
   jax.jit(lambda: sampling.nucleus(blocks, 0.7).block(0)[0])()
@@ -181,44 +186,51 @@ def test_scores_that_are_not_stored_are_computed_ten_times(scores, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(50,), (2, 37), (7, 1, 37), ()])
-def test_a_mask_of_another_shape_is_refused(scores, shape):
+def test_a_mask_of_another_shape_is_refused(shape):
   with pytest.raises(ValueError, match=r"`allowed` must have shape \(37,\) or \(4, 37\); got"):
-    sampling.allow(blocks_of(scores, 10), np.ones(shape, bool), 37)
+    sampling.allow(blocks_of(SCORES, 10), np.ones(shape, bool), 37)
 
 
-def test_a_numpy_mask_for_each_row_is_fine(scores):
+def test_a_numpy_mask_for_each_row_is_fine():
   allowed = np.zeros((4, 37), bool)
   allowed[np.arange(4), [3, 36, 0, 20]] = True
-  blocks = sampling.allow(blocks_of(scores, 10), allowed, 37)
-  assert sampling.draw(blocks, jax.random.key(0)).tolist() == [3, 36, 0, 20]
+  blocks = lambda x: sampling.allow(blocks_of(x, 10), allowed, 37)
+  draw = jax.jit(lambda x: sampling.draw(blocks(x), jax.random.key(0)))
+  assert draw(SCORES).tolist() == [3, 36, 0, 20]
 
 
-def test_sampling_works_with_64_bit_types_on(scores):
+def test_sampling_works_with_64_bit_types_on():
+  @jax.jit
+  def run(x):
+    values, tokens, _ = sampling.best(blocks_of(x, 10), 5)
+    return values, tokens, sample(x, 10, temperature=0.9, top_p=0.5)
+
   with jax.enable_x64(True):
-    wide = jnp.asarray(np.asarray(scores, np.float64))
-    values, tokens, _ = sampling.best(blocks_of(wide, 10), 5)
-    drawn = sampling.sample(blocks_of(wide, 10), jax.random.key(0), 0.9, top_p=0.5)
-  assert (values.dtype, tokens.dtype, drawn.dtype) == ("float32", "int32", "int32")
+    found = run(np.float64(SCORES))
+  assert [x.dtype for x in found] == ["float32", "int32", "int32"]
 
 
-@pytest.mark.parametrize("value", [-np.inf, 0.0, np.nan])
-def test_selection_by_chunks_equals_that_of_all_scores(value):
+def test_selection_by_chunks_equals_that_of_all_scores():
   # Few distinct scores, so that ties cross the edges of chunks, the last of which is short.
-  scores = jnp.round(2 * jax.random.normal(jax.random.key(5), (3, 1009)))
-  scores = scores.at[:, 100:400].set(value).at[1].set(value)
-  expected_scores, expected_tokens = jax.lax.top_k(scores, 5)
-  expected_tokens = np.where(np.isneginf(expected_scores), -1, expected_tokens)
-  tokens = jnp.arange(1009, dtype=jnp.int32)
-  for found in (
-    topk.merge(topk.empty((3,), 5), scores, tokens),
-    topk.merge_rows(topk.empty((3,), 5), scores.T, tokens),
-  ):
-    np.testing.assert_array_equal(found.scores, expected_scores)
-    np.testing.assert_array_equal(found.tokens, expected_tokens)
+  scores = np.round(2 * normals(5, (3, 1009))[0])
+
+  @compiled
+  def run(x):
+    empty, tokens = topk.empty((3,), 5), jnp.arange(1009, dtype=jnp.int32)
+    found = topk.merge(empty, x, tokens), topk.merge_rows(empty, x.T, tokens)
+    return jax.lax.top_k(x, 5), found
+
+  for value in (-np.inf, 0.0, np.nan):
+    scores[:, 100:400] = scores[1] = value
+    (expected_scores, expected_tokens), both = run(scores)
+    expected_tokens = np.where(np.isneginf(expected_scores), -1, expected_tokens)
+    for found in both:
+      np.testing.assert_array_equal(found.scores, expected_scores)
+      np.testing.assert_array_equal(found.tokens, expected_tokens)
 
 
 def test_rows_beyond_the_vocabulary_have_no_score():
-  wide = jax.random.normal(jax.random.key(1), (300, 4))
-  block_scores, _ = sampling.row_blocks((4,), 300, 290, lambda cut: cut(wide), width=300).block(0)
-  assert np.isneginf(block_scores[290:]).all()
-  np.testing.assert_array_equal(block_scores[:290], wide[:290])
+  blocks = lambda x: sampling.row_blocks((4,), 300, 290, lambda cut: cut(x.T), width=300)
+  scores = compiled(lambda x: blocks(x).block(0)[0])(WIDE)
+  assert np.isneginf(scores[290:]).all()
+  np.testing.assert_array_equal(scores[:290], WIDE.T[:290])

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from tests import reference
+from tests.ops.exact import compare, float64, normals
 from vqjax.ops.scores import ScoreOptions
 from vqjax.ops.softmax import linear_cross_entropy, linear_scores, linear_softmax
 
@@ -24,36 +25,17 @@ EVERYTHING = {
 
 def arrays(n, v, bias, d=6):
   """hidden, weight, bias, tokens and the rows in the distribution; a bias may remove others."""
-  keys = jax.random.split(jax.random.key(0), 4)
-  bias_V = None if bias is None else jax.random.normal(keys[2], (v,))
+  hidden, weight, bias_V = normals(0, (n, d), (v, d), (v,))
   kept = np.arange(v, dtype=np.int32)
   if bias == "removes rows":  # whole tiles of them, and single ones
     kept = kept[(kept >= v // 4) & (kept % 7 != 3)]
-    bias_V = jnp.full(v, -jnp.inf).at[kept].set(bias_V[kept])
-  tokens = jax.random.choice(keys[3], jnp.asarray(kept), (n,))
-  hidden, weight = jax.random.normal(keys[0], (n, d)), jax.random.normal(keys[1], (v, d))
-  return hidden, weight, bias_V, tokens, kept
+    bias_V[np.setdiff1d(np.arange(v), kept)] = -np.inf
+  tokens = np.random.default_rng(1).choice(kept, n)
+  return hidden, weight, None if bias is None else bias_V, tokens, kept
 
 
-def check(ours, whole, operands):
-  """Values and gradients of both agree, the second in float64, under random cotangents."""
-  shapes = jax.eval_shape(whole, *operands)
-  draw = np.random.default_rng(0).normal
-  cotangents = [jnp.asarray(draw(size=x.shape), jnp.float32) for x in shapes]
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def both(function, operands, cotangents):
-    values, pull = jax.vjp(function, *operands)
-    # Where fewer than k tokens have a probability there is a -inf, which no loss may use.
-    some = [jnp.where(jnp.isneginf(x), 0.0, c) for x, c in zip(values, cotangents)]
-    return values, pull(tuple(some))
-
-  found = both(ours, operands, cotangents)
-  with jax.enable_x64(True):
-    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), (operands, cotangents))
-    exact = both(whole, *wide)
-  # Sums of a hundred terms and scores up to 10: some hundred roundings of 6e-8 each.
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), found, exact)
+# Sums of a hundred terms and scores up to 10: some hundred roundings of 6e-8 each.
+ATOL = 5e-5
 
 
 @pytest.mark.fast_cases(1)
@@ -80,7 +62,7 @@ def test_all_results_and_their_gradients_together_equal_float64(
   whole = lambda h, w, b: reference.linear_softmax(
     h, w, b, tokens, kept, softcap, k, temperature=temperature
   )
-  check(ours, whole, operands)
+  compare(ours, whole, operands, atol=ATOL)
 
 
 @pytest.mark.fast_cases(1)
@@ -95,7 +77,7 @@ def test_each_result_alone_and_its_gradients_equal_float64(name, softcap, bias):
     return (getattr(found, name),)
 
   whole = lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, softcap, 5)
-  check(ours, lambda h, w, b: whole(h, w, b)[index : index + 1], operands)
+  compare(ours, lambda h, w, b: whole(h, w, b)[index : index + 1], operands, atol=ATOL)
 
 
 def test_second_derivatives_of_all_outputs_equal_float64_on_tiles_that_overlap():
@@ -112,8 +94,8 @@ def test_second_derivatives_of_all_outputs_equal_float64_on_tiles_that_overlap()
   options = {"entropy": True, "mean": True, "top_k": 5, "tile": (4, 10)}
   found = second(lambda h, w, b: linear_softmax(h, w, tokens, b, **options)[:5], operands)
   with jax.enable_x64(True):
-    wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), operands)
-    exact = second(lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, k=5), wide)
+    whole = lambda h, w, b: reference.linear_softmax(h, w, b, tokens, kept, k=5)
+    exact = second(whole, float64(operands))
   for ours, wanted in zip(found, exact, strict=True):
     # Products of sums whose parts are rounded to 1e-6 of themselves.
     np.testing.assert_allclose(ours, wanted, atol=2e-5 * np.abs(wanted).max())
@@ -121,7 +103,8 @@ def test_second_derivatives_of_all_outputs_equal_float64_on_tiles_that_overlap()
 
 def test_outputs_that_are_not_requested_are_none():
   hidden, weight, bias, tokens, _ = arrays(3, 11, "plain")
-  assert linear_softmax(hidden, weight, tokens, bias)[2:] == (None,) * 4
+  found = jax.eval_shape(linear_softmax, hidden, weight, tokens, bias)
+  assert found[2:] == (None,) * 4
 
 
 @pytest.mark.fast_cases(2)
@@ -129,8 +112,13 @@ def test_outputs_that_are_not_requested_are_none():
 @pytest.mark.parametrize(("softcap", "bias"), [(None, "plain"), (3, "removes rows")])
 def test_the_best_tokens_are_those_of_sorting_and_minus_one_where_there_are_none(k, softcap, bias):
   hidden, weight, bias, tokens, _ = arrays(7, 157, bias)
-  found = linear_softmax(hidden, weight, tokens, bias, softcap=softcap, top_k=k, tile=(4, 50))
-  scores = np.asarray(linear_scores(hidden, weight, bias, softcap=softcap))
+
+  @jax.jit
+  def run(h, w, b):
+    found = linear_softmax(h, w, tokens, b, softcap=softcap, top_k=k, tile=(4, 50))
+    return found, linear_scores(h, w, b, softcap=softcap)
+
+  found, scores = jax.device_get(run(hidden, weight, bias))
   expected = np.argsort(-scores, kind="stable")[:, :k]
   expected = np.where(np.isneginf(np.take_along_axis(scores, expected, -1)), -1, expected)
   assert found.top_tokens.dtype == jnp.int32
@@ -139,15 +127,15 @@ def test_the_best_tokens_are_those_of_sorting_and_minus_one_where_there_are_none
 
 def test_equal_scores_come_in_the_order_of_their_rows():
   hidden, weight, _, tokens, _ = arrays(3, 40, None)
-  found = linear_softmax(hidden, 0 * weight, tokens, top_k=20, tile=(2, 7))
-  assert (found.top_tokens == np.arange(20)).all()
+  run = jax.jit(lambda h, w: linear_softmax(h, w, tokens, top_k=20, tile=(2, 7)).top_tokens)
+  np.testing.assert_array_equal(run(hidden, 0 * weight), np.tile(np.arange(20), (3, 1)))
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_smoothing_and_z_loss_equal_those_of_optax_with_their_gradients(softcap):
   *operands, tokens, _ = arrays(13, 101, "plain")
   options = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": softcap, "tile": (4, 10)}
-  weight_N = jax.random.uniform(jax.random.key(5), (13,))
+  weight_N = np.random.default_rng(5).random(13, np.float32)
   ours = lambda h, w, b: (linear_cross_entropy(h, w, tokens, b, token_weight=weight_N, **options),)
 
   def whole(h, w, b):
@@ -156,23 +144,23 @@ def test_smoothing_and_z_loss_equal_those_of_optax_with_their_gradients(softcap)
     target = optax.smooth_labels(jax.nn.one_hot(tokens, 101, dtype=scores.dtype), 0.1)
     loss = optax.softmax_cross_entropy(scores, target)
     loss = loss + 0.02 * jax.nn.logsumexp(scores, axis=-1) ** 2
-    return (jnp.asarray(np.asarray(weight_N), loss.dtype) * loss,)
+    return (weight_N * loss,)
 
-  check(ours, whole, operands)
+  compare(ours, whole, operands, atol=ATOL)
 
 
 def test_without_options_the_loss_is_minus_log_prob():
   hidden, weight, bias, tokens, _ = arrays(5, 31, "plain")
-  loss = linear_cross_entropy(hidden, weight, tokens, bias)
-  np.testing.assert_array_equal(loss, -linear_softmax(hidden, weight, tokens, bias).log_prob)
+  run = jax.jit(lambda *a: (linear_cross_entropy(*a), -linear_softmax(*a).log_prob))
+  np.testing.assert_array_equal(*run(hidden, weight, tokens, bias))
 
 
 @pytest.mark.slow
 def test_padding_of_weight_zero_has_no_loss_and_no_gradient_whatever_its_token():
   hidden, weight, bias, tokens, _ = arrays(9, 31, "plain")
   real = np.arange(9) % 3 > 0
-  mask = jnp.asarray(real, jnp.float32)
-  padded = jnp.where(real, tokens, -100)
+  mask = np.float32(real)
+  padded = np.where(real, tokens, -100)
 
   @jax.jit
   def loss(operands, tokens, token_weight):
@@ -181,12 +169,12 @@ def test_padding_of_weight_zero_has_no_loss_and_no_gradient_whatever_its_token()
       *(h, w, tokens, b), token_weight=token_weight, label_smoothing=0.1, z_loss=1e-2, tile=(4, 10)
     )
 
-  assert (loss((hidden, weight, bias), padded, mask)[~real] == 0).all()
+  assert not np.asarray(loss((hidden, weight, bias), padded, mask))[~real].any()
   total = lambda *args: loss(*args).sum()
   gradient = jax.jit(jax.grad(total))
-  found = gradient((hidden, weight, bias), padded, mask)
+  found = jax.device_get(gradient((hidden, weight, bias), padded, mask))
   assert (found[0][~real] == 0).all()
-  alone = gradient((hidden[real], weight, bias), tokens[real], jnp.ones(6))
+  alone = gradient((hidden[real], weight, bias), tokens[real], np.ones(6, np.float32))
   np.testing.assert_allclose(found[0][real], alone[0], atol=1e-6)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found[1:], alone[1:])
 
@@ -226,35 +214,32 @@ def test_losses_without_a_meaning_are_refused(options, message):
 
 
 def test_weights_and_masks_of_another_shape_than_the_tokens_are_refused():
-  hidden, weight, tokens = jnp.ones((5, 4)), jnp.ones((31, 4)), jnp.zeros((5,), jnp.int32)
+  hidden, weight, tokens = np.ones((5, 4)), np.ones((31, 4)), np.zeros(5, np.int32)
   with pytest.raises(ValueError, match=r"`mask` must be bool of shape \(5,\)"):
-    inspect.unwrap(linear_softmax)(hidden, weight, tokens, mask=jnp.ones(5))
+    inspect.unwrap(linear_softmax)(hidden, weight, tokens, mask=np.ones(5))
   with pytest.raises(ValueError, match=r"`token_weight` must .*\(5,\) .* got \(5, 1\)"):
-    inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, token_weight=jnp.ones((5, 1)))
+    inspect.unwrap(linear_cross_entropy)(hidden, weight, tokens, token_weight=np.ones((5, 1)))
 
 
-@pytest.mark.parametrize(
-  "option",
-  [
-    {"token_weight": jnp.array([1.0, 0.0, 1.0])},
-    {"mask": jnp.array([True, False, True])},
-    {"ignore_index": -100},
-  ],
-)
-def test_padding_may_have_a_hidden_vector_that_is_no_number(option):
-  hidden = jnp.ones((3, 4)).at[1].set(jnp.nan)
-  weight = jax.random.normal(jax.random.key(0), (31, 4))
-  tokens = jnp.array([3, -100, 5])
-  loss = lambda h, w: linear_cross_entropy(h, w, tokens, **option).sum()
-  value, gradients = jax.value_and_grad(loss, (0, 1))(hidden, weight)
-  assert np.isfinite(value)
-  assert all(np.isfinite(x).all() for x in gradients)
+def test_padding_may_have_a_hidden_vector_that_is_no_number():
+  hidden, weight = np.ones((3, 4), np.float32), normals(0, (31, 4))[0]
+  hidden[1] = np.nan
+  tokens = np.array([3, -100, 5])
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, argnums=(0, 1))
+  def run(h, w, token_weight, mask):
+    options = {"token_weight": token_weight}, {"mask": mask}, {"ignore_index": -100}
+    return sum(linear_cross_entropy(h, w, tokens, **option).sum() for option in options)
+
+  found = run(hidden, weight, np.float32([1, 0, 1]), np.array([True, False, True]))
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
 def test_results_of_tokens_that_a_mask_leaves_out_are_zero_without_a_gradient():
   hidden, weight, bias, tokens, _ = arrays(13, 101, "plain")
   mask = np.arange(13) % 3 != 1
-  broken, odd = jnp.where(mask[:, None], hidden, jnp.nan), jnp.where(mask, tokens, -100)
+  broken, odd = np.where(mask[:, None], hidden, np.nan), np.where(mask, tokens, -100)
 
   @jax.jit
   @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
@@ -263,7 +248,7 @@ def test_results_of_tokens_that_a_mask_leaves_out_are_zero_without_a_gradient():
     found = linear_softmax(h, w, tokens, b, mask=mask, **options)
     return sum(x.sum() for x in found[:5]), found
 
-  (value, found), gradients = run(broken, weight, bias, odd, jnp.asarray(mask))
+  (value, found), gradients = jax.device_get(run(broken, weight, bias, odd, mask))
   (expected, _), alone = run(hidden[mask], weight, bias, tokens[mask], None)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   for statistic in found[:5]:
@@ -276,10 +261,10 @@ def test_results_of_tokens_that_a_mask_leaves_out_are_zero_without_a_gradient():
 
 
 def test_a_score_beyond_all_numbers_is_capped_and_not_removed():
-  hidden, weight = jnp.full((1, 1), 1e20), jnp.array([[-1e20], [0.0], [1e20]])
-  found = linear_softmax(hidden, weight, jnp.array([0]), softcap=5.0)
+  weight = np.float32([[-1e20], [0], [1e20]])
+  run = jax.jit(lambda h, w: linear_softmax(h, w, np.array([0]), softcap=5.0).log_prob)
   expected = -5 - np.log(np.exp(-5) + 1 + np.exp(5))
-  np.testing.assert_allclose(found.log_prob, expected, rtol=1e-5)
+  np.testing.assert_allclose(run(np.full((1, 1), 1e20, np.float32), weight), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tile", [(4,), (2.0, 4), (1, 2, 3)])
@@ -289,10 +274,15 @@ def test_a_tile_must_be_two_ints(tile):
 
 
 def test_narrow_tokens_do_not_wrap_to_the_index_that_is_ignored():
-  hidden, weight, tokens = jnp.ones((3, 4)), jnp.ones((300, 4)), jnp.array([1, 100, 2], jnp.uint8)
-  # -156 is 100 in eight bits; -100 in 32 bits without a sign is what it was cast from.
-  loss = linear_cross_entropy(hidden, weight, tokens, ignore_index=-156)
-  np.testing.assert_allclose(loss, np.log(300), rtol=1e-6)
-  wide = jnp.array([1, 2**32 - 100, 2], jnp.uint32)
-  loss = linear_cross_entropy(hidden, weight, wide, ignore_index=-100)
-  np.testing.assert_allclose(loss, np.log(300) * np.array([1, 0, 1]), rtol=1e-6)
+  @jax.jit
+  def run(narrow, wide):
+    hidden, weight = jnp.ones((3, 4)), jnp.ones((300, 4))
+    # -156 is 100 in eight bits; -100 in 32 bits without a sign is what it was cast from.
+    return (
+      linear_cross_entropy(hidden, weight, narrow, ignore_index=-156),
+      linear_cross_entropy(hidden, weight, wide, ignore_index=-100),
+    )
+
+  narrow, wide = run(np.uint8([1, 100, 2]), np.array([1, 2**32 - 100, 2], np.uint32))
+  np.testing.assert_allclose(narrow, np.full(3, np.log(300)), rtol=1e-6)
+  np.testing.assert_allclose(wide, np.log(300) * np.array([1, 0, 1]), rtol=1e-6)

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
+from tests.ops.exact import normals
 from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.ops.softmax import linear_cross_entropy, linear_log_prob, linear_softmax
 
@@ -15,9 +16,8 @@ N, D, V, TILE = 24, 6, 101, (4, 10)
 
 
 def operands():
-  keys = jax.random.split(jax.random.key(0), 4)
-  hidden, weight = (jax.random.normal(k, s) for k, s in zip(keys, [(N, D), (V, D)]))
-  return hidden, weight, jax.random.normal(keys[2], (V,)), jax.random.randint(keys[3], (N,), 0, V)
+  """hidden, weight, bias and tokens."""
+  return *normals(0, (N, D), (V, D), (V,)), np.random.default_rng(1).integers(0, V, N)
 
 
 def loss(hidden, weight, bias, tokens):
@@ -86,7 +86,7 @@ def test_inside_of_a_shard_map_over_tokens_loss_and_gradients_are_those_of_all_t
 
   specs = P("data"), P(), P(), P("data")
   outside = jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=P())
-  expected = jax.value_and_grad(loss, (0, 1, 2))(hidden, weight, bias, tokens)
+  expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(hidden, weight, bias, tokens)
   close(jax.jit(jax.value_and_grad(outside, (0, 1, 2)))(hidden, weight, bias, tokens), expected)
   # The gradient of what is the same on all devices is their sum, taken once.
   inside = jax.shard_map(
@@ -105,14 +105,13 @@ def test_all_outputs_inside_of_a_shard_map_over_tokens_equal_those_outside():
   all_of = lambda h, w, b, t: linear_softmax(h, w, t, b, **outputs)
   specs = P("data"), P(), P(), P("data")
   spread = jax.shard_map(all_of, mesh=mesh, in_specs=specs, out_specs=P("data"))
-  close(jax.jit(spread)(*operands()), all_of(*operands()))
+  close(jax.jit(spread)(*operands()), jax.jit(all_of)(*operands()))
 
 
 @pytest.mark.slow
 def test_loss_and_gradients_are_the_same_under_vmap_remat_and_scan():
   hidden, weight, bias, tokens = operands()
-  gradient = jax.value_and_grad(loss, (0, 1, 2))
-  expected = gradient(hidden, weight, bias, tokens)
+  expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*operands())
   close(jax.jit(jax.value_and_grad(jax.remat(loss), (0, 1, 2)))(*operands()), expected)
   parts = hidden.reshape(3, 8, D), tokens.reshape(3, 8)
 
@@ -132,11 +131,11 @@ def test_loss_and_gradients_are_the_same_under_vmap_remat_and_scan():
 
 def test_each_member_of_a_vmap_may_have_its_own_weight():
   hidden, _, _, tokens = operands()
-  weights = jax.random.normal(jax.random.key(7), (3, V, D))
+  (weights,) = normals(7, (3, V, D))
   value = lambda w: linear_log_prob(hidden, w, tokens, tile=TILE).sum()
   found = jax.jit(jax.vmap(jax.value_and_grad(value)))(weights)
   one = jax.jit(jax.value_and_grad(value))
-  expected = jax.tree.map(lambda *x: jnp.stack(x), *[one(w) for w in weights])
+  expected = jax.tree.map(lambda *x: np.stack(x), *[one(w) for w in weights])
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 

@@ -2,16 +2,19 @@
 
 import functools
 import inspect
+import itertools
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import reference
+from tests.ops.exact import compare, float64, normals, scores
 from vqjax.lab.plan import collectives, hlo, loops
 from vqjax.ops.distillation import linear_divergence
 from vqjax.ops.scores import ScoreOptions
@@ -31,17 +34,9 @@ RESTS = ["ignore", "bucket", "renormalize"]
 
 def operands(*batch):
   """Hidden vectors, weight, bias, K distinct tokens, and their probabilities of a teacher."""
-  keys = jax.random.split(jax.random.key(0), 5)
-  hidden, weight = jax.random.normal(keys[0], (*batch, D)), jax.random.normal(keys[1], (V, D))
-  order = jax.random.uniform(keys[2], (*batch, V)).argsort(axis=-1)
-  probs = jax.nn.softmax(jax.random.normal(keys[3], (*batch, K + 1)))[..., :K]
-  bias = jax.random.normal(keys[4], (V,))
-  return hidden, weight, bias, order[..., :K].astype(jnp.int32), probs
-
-
-def scores(hidden, weight, bias, softcap, temperature):
-  score = hidden @ weight.T + (0.0 if bias is None else bias)
-  return (softcap * jnp.tanh(score / softcap) if softcap else score) / temperature
+  *arrays, chances = normals(0, (*batch, D), (V, D), (V,), (*batch, K + 1))
+  order = np.random.default_rng(1).random((*batch, V)).argsort(axis=-1).astype(np.int32)
+  return *arrays, order[..., :K], scipy.special.softmax(chances, axis=-1)[..., :K]
 
 
 def outcomes(rest, log_p, tokens):
@@ -72,57 +67,34 @@ def whole_loss(
   return cross_entropy, cross_entropy + (probs * jnp.log(probs)).sum(-1)
 
 
-def float64(tree):
-  return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), tree)
+OPTIONS = [{"temperature": 1.5, "softcap": 3}, {}]
 
 
-def compare(ours, whole, arrays, atol=ATOL):
-  """Values and all gradients of both agree under random cotangents, the second in float64."""
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def run(function, arrays, cotangents):
-    values, pull = jax.vjp(lambda *a: tuple(function(*a)), *arrays)
-    return values, pull(cotangents)
-
-  shapes = jax.eval_shape(lambda *a: tuple(ours(*a)), *arrays)
-  draw = np.random.default_rng(0).normal
-  cotangents = tuple(jnp.asarray(draw(size=x.shape), jnp.float32) for x in shapes)
-  found = jax.device_get(run(ours, arrays, cotangents))
-  with jax.enable_x64(True):
-    expected = jax.device_get(run(whole, float64(arrays), float64(cotangents)))
-  chex.assert_trees_all_close(found, expected, atol=atol, rtol=0)
-  return found
-
-
-OPTIONS = [{}, {"temperature": 1.5, "softcap": 3}]
 TILE = ScoreOptions(tile=(4, 10))
+token_log_probs = jax.jit(functools.partial(linear_token_log_probs, options=TILE))
 
 
 class TestTokenLogProbs:
   @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("options", OPTIONS)
-  @pytest.mark.parametrize("rest", [False, True])
-  @pytest.mark.parametrize(("n", "tile"), [(1, None), (13, (4, 10)), (13, (100, V))])
-  def test_values_and_gradients_equal_float64(self, n, tile, rest, options):
+  @pytest.mark.parametrize(("n", "tile"), [(13, (4, 10)), (1, None), (13, (100, V))])
+  def test_values_and_gradients_equal_float64(self, n, tile, options):
     *arrays, tokens, _ = operands(n)
 
     def ours(h, w, b):
-      found = linear_token_log_probs(
-        h, w, tokens, b, rest=rest, options=ScoreOptions(tile=tile, **options)
-      )
-      return found if rest else found[:1]
+      scored = ScoreOptions(tile=tile, **options)
+      run = functools.partial(linear_token_log_probs, h, w, tokens, b, options=scored)
+      return run(rest=False).log_probs, *run(rest=True)
 
     def whole(h, w, b):
-      options_of = {"softcap": options.get("softcap"), "temperature": options.get("temperature", 1)}
-      log_p = jax.nn.log_softmax(scores(h, w, b, **options_of))
-      found = outcomes("bucket", log_p, tokens)
-      return (found[..., :K], found[..., K]) if rest else (found[..., :K],)
+      found = outcomes("bucket", jax.nn.log_softmax(scores(h, w, b, **options)), tokens)
+      return found[..., :K], found[..., :K], found[..., K]
 
-    compare(ours, whole, arrays)
+    compare(ours, whole, arrays, atol=ATOL)
 
   def test_one_token_has_the_log_probability_of_the_tiled_softmax(self):
     hidden, weight, bias, tokens, _ = operands(13)
-    found = linear_token_log_probs(hidden, weight, tokens[:, :1], bias, options=TILE)
+    found = token_log_probs(hidden, weight, tokens[:, :1], bias)
     expected = reference.linear_log_prob(hidden, weight, tokens[:, 0], bias)
     np.testing.assert_allclose(found.log_probs[:, 0], expected, atol=1e-5)
     assert found.log_rest is None
@@ -130,31 +102,37 @@ class TestTokenLogProbs:
   def test_the_rest_keeps_its_digits_where_the_tokens_have_nearly_all_the_mass(self):
     hidden, weight, bias, tokens, _ = operands(7)
     # 60 nats above the others: in float32, 1 minus the probabilities would be 0.
-    bias = bias.at[tokens[0]].add(60.0)
-    tokens = jnp.broadcast_to(tokens[0], tokens.shape)
-    found = linear_token_log_probs(hidden, weight, tokens, bias, rest=True, options=TILE)
-    wide = [np.asarray(x, np.float64) for x in (hidden, weight, bias)]
+    bias[tokens[0]] += 60
+    tokens = np.broadcast_to(tokens[0], tokens.shape)
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def run(b):
+      log_rest = linear_token_log_probs(hidden, weight, tokens, b, rest=True, options=TILE).log_rest
+      return log_rest.sum(), log_rest
+
+    gradient, log_rest = run(bias)
+    wide = float64((hidden, weight, bias))
     log_p = reference.log_softmax(wide[0] @ wide[1].T + wide[2])
     others = np.ones(V, bool)
-    others[np.asarray(tokens[0])] = False
+    others[tokens[0]] = False
     expected = np.log(np.exp(log_p[:, others]).sum(-1))
-    np.testing.assert_allclose(found.log_rest, expected, atol=2e-5)
-    gradient = jax.grad(
-      lambda b: linear_token_log_probs(hidden, weight, tokens, b, rest=True).log_rest.sum()
-    )(bias)
+    np.testing.assert_allclose(log_rest, expected, atol=2e-5)
     share = np.exp(log_p - expected[:, None])
     share[:, ~others] = 0
     np.testing.assert_allclose(gradient, (share - np.exp(log_p)).sum(0), atol=1e-4)
 
   def test_tokens_that_are_the_whole_vocabulary_leave_no_rest_and_no_nan(self):
-    hidden, weight = operands(3)[0], jnp.ones((4, D))
-    tokens = jnp.tile(jnp.arange(4), (3, 1))
+    hidden, weight = operands(3)[0], np.ones((4, D), np.float32)
+    tokens = np.tile(np.arange(4), (3, 1))
 
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def total(h, w):
       found = linear_token_log_probs(h, w, tokens, rest=True, options=ScoreOptions(tile=(2, 3)))
       return found.log_probs.sum(), found.log_rest
 
-    (value, log_rest), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+    (value, log_rest), gradients = total(hidden, weight)
     np.testing.assert_allclose(value, -12 * np.log(4), rtol=1e-6)
     assert np.isneginf(log_rest).all()
     for gradient in gradients:
@@ -162,104 +140,89 @@ class TestTokenLogProbs:
 
   def test_a_token_outside_of_the_vocabulary_is_nan_and_touches_no_other(self):
     hidden, weight, bias, tokens, _ = operands(5)
-    good = linear_token_log_probs(hidden, weight, tokens, bias, options=TILE).log_probs
+    good = np.array(token_log_probs(hidden, weight, tokens, bias).log_probs)
     for outside in (-1, V, 2**31 - 1):
-      odd = tokens.at[2, 1].set(outside)
-      found = linear_token_log_probs(hidden, weight, odd, bias, options=TILE).log_probs
-      assert np.isnan(found[2, 1])
-      np.testing.assert_array_equal(found.at[2, 1].set(good[2, 1]), good)
+      tokens[2, 1], good[2, 1] = outside, np.nan
+      found = token_log_probs(hidden, weight, tokens, bias).log_probs
+      np.testing.assert_array_equal(found, good)
 
 
 class TestSparseTargetLoss:
-  @pytest.mark.fast_cases(2)
-  @pytest.mark.parametrize("rest", RESTS)
+  @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("options", OPTIONS)
   @pytest.mark.parametrize(
-    ("n", "tile", "with_bias"), [(1, None, True), (13, (4, 10), True), (13, (100, V), False)]
+    ("n", "tile", "with_bias"), [(13, (4, 10), True), (1, None, True), (13, (100, V), False)]
   )
-  def test_losses_and_all_gradients_equal_float64(self, rest, options, n, tile, with_bias):
+  def test_losses_and_all_gradients_equal_float64(self, options, n, tile, with_bias):
     hidden, weight, bias, tokens, probs = operands(n)
     bias = bias if with_bias else None
-    ours = lambda h, w, b, q: linear_sparse_target_loss(
-      h, w, tokens, q, b, rest=rest, options=ScoreOptions(tile=tile, **options)
-    )
-    whole = functools.partial(whole_loss, tokens=tokens, rest=rest, **options)
-    compare(ours, whole, (hidden, weight, bias, probs))
+
+    def ours(h, w, b, q):
+      scored = ScoreOptions(tile=tile, **options)
+      run = functools.partial(linear_sparse_target_loss, h, w, tokens, q, b, options=scored)
+      return sum((tuple(run(rest=rest)) for rest in RESTS), ())
+
+    def whole(*arrays):
+      run = functools.partial(whole_loss, *arrays, tokens=tokens, **options)
+      return sum((run(rest=rest) for rest in RESTS), ())
+
+    compare(ours, whole, (hidden, weight, bias, probs), atol=ATOL)
 
   @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("rest", RESTS)
   def test_unused_entries_change_nothing_whatever_their_tokens(self, rest):
     hidden, weight, bias, tokens, probs = operands(3)
     # A repeated token, another token, and none.
-    padding = jnp.stack([tokens[:, 0], jnp.full(3, 7), jnp.full(3, -1)], axis=-1)
+    padded = np.concatenate([tokens[:, :1], np.full((3, 1), 7), np.full((3, 1), -1), tokens], -1)
 
+    @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
     def total(h, w, b, tokens, probs):
       return sum(x.sum() for x in linear_sparse_target_loss(h, w, tokens, probs, b, rest=rest))
 
-    found = total(
-      hidden, weight, bias, jnp.concatenate([padding, tokens], -1), jnp.pad(probs, [(0, 0), (3, 0)])
-    )
+    found = total(hidden, weight, bias, padded, np.pad(probs, [(0, 0), (3, 0)]))
     expected = total(hidden, weight, bias, tokens, probs)
     chex.assert_trees_all_close(found, expected, atol=ATOL, rtol=0)
 
-  def test_the_gradient_is_that_of_finite_differences_in_float64(self):
-    hidden, weight, bias, tokens, probs = operands(3)
-    total = lambda w: linear_sparse_target_loss(
-      hidden, w, tokens, probs, bias, rest="bucket", options=ScoreOptions(tile=(2, 10))
-    ).kl.sum()
-    gradient = np.asarray(jax.grad(total)(weight), np.float64)
-    direction = np.random.default_rng(1).normal(size=weight.shape)
-    h, w, b, q = (np.asarray(x, np.float64) for x in (hidden, weight, bias, probs))
-
-    def exact(w):
-      log_p = reference.log_softmax(h @ w.T + b)
-      own = np.take_along_axis(log_p, np.asarray(tokens), -1)
-      p = np.concatenate([np.exp(own), 1 - np.exp(own).sum(-1, keepdims=True)], -1)
-      full = np.concatenate([q, 1 - q.sum(-1, keepdims=True)], -1)
-      return (full * (np.log(full) - np.log(p))).sum()
-
-    step = 1e-5
-    slope = (exact(w + step * direction) - exact(w - step * direction)) / (2 * step)
-    np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-5)
-
   def test_probabilities_of_all_tokens_give_the_losses_of_the_whole_distribution(self):
     hidden, weight, bias, _, _ = operands(4)
-    teacher = jax.random.normal(jax.random.key(8), (V, D))
-    probs = jax.nn.softmax(hidden @ teacher.T)
-    tokens = jnp.tile(jnp.arange(V), (4, 1))
-    expected = linear_divergence(hidden, weight, hidden, teacher, bias, mixture=0)
-    for rest in RESTS:
-      found = linear_sparse_target_loss(hidden, weight, tokens, probs, bias, rest=rest).kl
-      np.testing.assert_allclose(found, expected, atol=2e-5)
+    (teacher,) = normals(8, (V, D))
+    tokens = np.tile(np.arange(V), (4, 1))
+
+    @jax.jit
+    def run(h, w, t, b):
+      probs = jax.nn.softmax(h @ t.T)
+      loss = functools.partial(linear_sparse_target_loss, h, w, tokens, probs, b)
+      return linear_divergence(h, w, h, t, b, mixture=0), [loss(rest=x).kl for x in RESTS]
+
+    expected, found = run(hidden, weight, teacher, bias)
+    for kl in found:
+      np.testing.assert_allclose(kl, expected, atol=2e-5)
 
   @pytest.mark.fast_cases(1)
   @pytest.mark.parametrize("rest", RESTS)
   def test_unused_entries_and_tokens_left_out_contribute_exactly_zero(self, rest):
     hidden, weight, bias, tokens, probs = operands(13)
     keep = np.arange(13) % 3 != 1
-    factor = jnp.where(np.arange(13) % 5 == 4, 0.0, jnp.linspace(0.5, 2, 13))
-    counts = keep & np.asarray(factor != 0)
-    broken = lambda x: jnp.where(counts[:, None], x, jnp.nan)
-    odd = jnp.where(counts[:, None], tokens, -100)
+    factor = np.where(np.arange(13) % 5 == 4, 0, np.linspace(0.5, 2, 13)).astype(np.float32)
+    counts = keep & (factor != 0)
+    broken = lambda x: np.where(counts[:, None], x, np.nan)
+    odd = np.where(counts[:, None], tokens, -100)
     # Two more entries that no token uses.
-    wider = jnp.pad(odd, ((0, 0), (0, 2)), constant_values=-1)
-    more = jnp.pad(broken(probs), ((0, 0), (0, 2)))
+    wider = np.pad(odd, ((0, 0), (0, 2)), constant_values=-1)
+    more = np.pad(broken(probs), ((0, 0), (0, 2)))
 
-    @functools.partial(jax.jit, static_argnames="rest")
+    @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
-    def run(h, w, b, tokens, probs, mask, factor, rest):
+    def run(h, w, b, tokens, probs, mask, factor):
       options = {"mask": mask, "token_weight": factor, "rest": rest, "options": TILE}
       both = linear_sparse_target_loss(h, w, tokens, probs, b, **options)
       return both.kl.sum() + both.cross_entropy.sum(), both
 
-    (value, each), found = run(
-      broken(hidden), weight, bias, wider, more, jnp.asarray(keep), factor, rest=rest
-    )
-    (expected, _), alone = run(
-      *(hidden[counts], weight, bias, tokens[counts], probs[counts], None, factor[counts]),
-      rest=rest,
-    )
+    given = broken(hidden), weight, bias, wider, more, keep, factor
+    (value, each), found = jax.device_get(run(*given))
+    given = hidden[counts], weight, bias, tokens[counts], probs[counts], None, factor[counts]
+    (expected, _), alone = run(*given)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for losses in each:
       assert (losses[~counts] == 0).all()
@@ -267,36 +230,38 @@ class TestSparseTargetLoss:
     chex.assert_trees_all_close((found[0][counts], *found[1:]), alone, atol=ATOL, rtol=0)
 
   def test_mass_on_a_token_outside_of_the_vocabulary_makes_the_loss_nan(self):
-    hidden, weight, bias, tokens, probs = operands(3)
-    odd = tokens.at[1, 2].set(V)
-    for rest in RESTS:
-      found = linear_sparse_target_loss(hidden, weight, odd, probs, bias, rest=rest)
-      np.testing.assert_array_equal(np.isnan(found.kl), [False, True, False])
+    *arrays, bias, tokens, probs = operands(3)
+    tokens[1, 2] = V
+    run = jax.jit(lambda *a: [linear_sparse_target_loss(*a, rest=x).kl for x in RESTS])
+    for kl in run(*arrays, tokens, probs, bias):
+      np.testing.assert_array_equal(np.isnan(kl), [False, True, False])
 
   def test_rows_that_a_bias_removes_have_no_probability_and_no_gradient(self):
     hidden, weight, bias, tokens, probs = operands(5)
-    removed = np.setdiff1d(np.arange(10, 60), np.asarray(tokens))
-    gone = bias.at[removed].set(-jnp.inf)
+    removed = np.setdiff1d(np.arange(10, 60), tokens)
     kept = np.setdiff1d(np.arange(V), removed)
-    inside = jnp.asarray(np.searchsorted(kept, np.asarray(tokens)), jnp.int32)
+    inside = np.searchsorted(kept, tokens).astype(np.int32)
+    gone = np.where(np.isin(np.arange(V), removed), -np.inf, bias)
 
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1))
     def total(h, w, b, tokens):
       return linear_sparse_target_loss(
         h, w, tokens, probs, b, rest="bucket", options=ScoreOptions(tile=(4, 10), softcap=5.0)
       ).kl.sum()
 
-    value, (d_hidden, d_weight) = jax.value_and_grad(total, (0, 1))(hidden, weight, gone, tokens)
-    expected = jax.value_and_grad(total, (0, 1))(hidden, weight[kept], bias[kept], inside)
+    value, (d_hidden, d_weight) = jax.device_get(total(hidden, weight, gone, tokens))
+    expected = total(hidden, weight[kept], bias[kept], inside)
     chex.assert_trees_all_close((value, (d_hidden, d_weight[kept])), expected, atol=ATOL, rtol=0)
     assert not d_weight[removed].any()
 
   @pytest.mark.parametrize(
     ("change", "message"),
     [
-      ({"probs": jnp.ones((3, K - 1))}, r"`probs` must have the shape \(3, 5\) .* got \(3, 4\)"),
-      ({"tokens": jnp.ones((3,), int)}, r"`probs` must have the shape \(3,\)"),
+      ({"probs": np.ones((3, K - 1))}, r"`probs` must have the shape \(3, 5\) .* got \(3, 4\)"),
+      ({"tokens": np.ones((3,), int)}, r"`probs` must have the shape \(3,\)"),
       ({"rest": "drop"}, r"`rest` must be .* got 'drop'"),
-      ({"token_weight": jnp.ones(4)}, r"`token_weight` must have the shape \(3,\)"),
+      ({"token_weight": np.ones(4)}, r"`token_weight` must have the shape \(3,\)"),
     ],
   )
   def test_what_does_not_fit_is_refused(self, change, message):
@@ -307,65 +272,68 @@ class TestSparseTargetLoss:
 
 
 def teacher_operands(*batch):
-  keys = jax.random.split(jax.random.key(3), 3)
-  shapes = (*batch, E), (V, E), (V,)
-  return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
+  return normals(3, (*batch, E), (V, E), (V,))
 
 
 class TestTopKDivergence:
-  @pytest.mark.fast_cases(2)
-  @pytest.mark.parametrize("rest", RESTS)
-  @pytest.mark.parametrize("mixture", [0, 0.3, 1])
+  @pytest.mark.fast_cases(1)
+  @pytest.mark.parametrize("mixture", [0.3, 0, 1])
   @pytest.mark.parametrize("options", OPTIONS)
-  def test_values_and_all_gradients_equal_float64(self, rest, mixture, options):
+  def test_values_and_all_gradients_equal_float64(self, mixture, options):
     hidden, weight, bias, _, _ = operands(13)
-    teacher = teacher_operands(13)
     softcap, temperature = options.get("softcap"), options.get("temperature", 1.0)
-    of_student = ScoreOptions(tile=(4, 10), softcap=softcap, temperature=temperature)
-    scored = {"teacher_softcap": softcap, "options": of_student}
 
     def ours(h, w, b, th, tw, tb):
-      options = {"k": K, "rest": rest, "mixture": mixture, **scored}
-      return (linear_top_k_divergence(h, w, th, tw, b, tb, **options),)
+      scored = ScoreOptions(tile=(4, 10), softcap=softcap, temperature=temperature)
+      run = functools.partial(linear_top_k_divergence, h, w, th, tw, b, tb, k=K, mixture=mixture)
+      return [run(rest=rest, teacher_softcap=softcap, options=scored) for rest in RESTS]
 
     def whole(h, w, b, th, tw, tb):
-      log_p = jax.nn.log_softmax(scores(h, w, b, softcap, temperature))
-      log_q = jax.nn.log_softmax(scores(th, tw, tb, softcap, temperature))
-      tokens = jax.lax.stop_gradient(log_q).argsort(axis=-1, descending=True)[..., :K]
-      log_p, log_q = (outcomes(rest, x, tokens) for x in (log_p, log_q))
+      student = jax.nn.log_softmax(scores(h, w, b, softcap, temperature))
+      teacher = jax.nn.log_softmax(scores(th, tw, tb, softcap, temperature))
+      tokens = jax.lax.stop_gradient(teacher).argsort(axis=-1, descending=True)[..., :K]
+      return [
+        divergence(*(outcomes(rest, x, tokens) for x in (student, teacher))) for rest in RESTS
+      ]
+
+    def divergence(log_p, log_q):
       if mixture == 1:
         log_p, log_q = log_q, log_p
       p, q = jnp.exp(log_p), jnp.exp(log_q)
       if mixture in (0, 1):
-        return ((q * (log_q - log_p)).sum(-1),)
+        return (q * (log_q - log_p)).sum(-1)
       log_m = jnp.log(mixture * q + (1 - mixture) * p)
       terms = mixture * q * (log_q - log_m) + (1 - mixture) * p * (log_p - log_m)
-      return (terms.sum(-1),)
+      return terms.sum(-1)
 
-    compare(ours, whole, (hidden, weight, bias, *teacher))
+    compare(ours, whole, (hidden, weight, bias, *teacher_operands(13)), atol=ATOL)
 
   def test_a_bucket_of_the_rest_bounds_the_whole_divergence_from_below(self):
     hidden, weight, bias, _, _ = operands(13)
     teacher, teacher_weight, teacher_bias = teacher_operands(13)
-    arrays = hidden, weight, teacher, teacher_weight, bias, teacher_bias
-    for mixture in (0, 0.5):
-      whole = linear_divergence(*arrays, mixture=mixture)
-      parts = [
-        linear_top_k_divergence(*arrays, k=k, mixture=mixture, rest="bucket") for k in (1, 81)
+
+    @jax.jit
+    def run(*arrays):
+      parts = lambda **options: [
+        *(linear_top_k_divergence(*arrays, k=k, rest="bucket", **options) for k in (1, 81)),
+        linear_divergence(*arrays, **options),
       ]
-      for less, more in zip(parts, [*parts[1:], whole]):
+      return parts(mixture=0), parts(mixture=0.5)
+
+    for parts in run(hidden, weight, teacher, teacher_weight, bias, teacher_bias):
+      for less, more in itertools.pairwise(parts):
         assert (np.asarray(less) <= np.asarray(more) + 1e-5).all()
 
   def test_fewer_tokens_than_k_have_no_nan(self):
     hidden, weight, bias, _, _ = operands(3)
     teacher, teacher_weight, teacher_bias = teacher_operands(3)
-    only = jnp.full(V, -jnp.inf).at[jnp.array([3, 50])].set(0.0)
+    only = np.where(np.isin(np.arange(V), [3, 50]), teacher_bias, -np.inf)
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3))
     def total(h, w, th, tw):
       losses = [
-        linear_top_k_divergence(h, w, th, tw, bias, teacher_bias + only, k=K, **options).sum()
+        linear_top_k_divergence(h, w, th, tw, bias, only, k=K, **options).sum()
         for options in (
           {"rest": "ignore", "mixture": 0},
           {"rest": "bucket", "mixture": 0.5},
@@ -427,7 +395,7 @@ def test_bfloat16_operands_are_scored_and_summed_in_float32(rest):
   value, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(*arrays)
   with jax.enable_x64(True):
     exact = lambda h, w: whole_loss(h, w, None, float64(probs), tokens=tokens, rest=rest)[1].mean()
-    expected = jax.value_and_grad(exact, (0, 1))(*float64(arrays))
+    expected = jax.jit(jax.value_and_grad(exact, (0, 1)))(*float64(arrays))
   np.testing.assert_allclose(value, expected[0], rtol=1e-5)
   for ours, wanted in zip(gradients, expected[1]):
     # bfloat16 keeps 8 bits of probabilities and results.

@@ -1,13 +1,14 @@
 """Quantisers follow the papers' algorithms and gradients."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import softmax
 
 from tests import reference
-from tests.quantizers.small import D, K, M, N, in_float64, made, trained, vectors
+from tests.quantizers.small import D, K, M, N, apply, in_float64, made, normal, trained, vectors
 from vqjax.ops import quantize
 from vqjax.quantizers import CentroidQuantizer, SoftmaxQuantizer
 
@@ -46,16 +47,22 @@ DISTANCES = {
 def test_dpq_sx_is_algorithm_1_and_its_gradient_that_of_equation_5(response, shared, normalize):
   quantizer = SoftmaxQuantizer(K, M, D, shared=shared, normalize=normalize, response=response)
   variables, _ = made(quantizer)
-  x, cotangent = vectors(), jax.random.normal(jax.random.key(3), (N, D))
+  x, cotangent = vectors(), normal(3, N, D)
   keys, values = (in_float64(variables["params"][name]) for name in ("keys", "values"))
   query = in_float64(x).reshape(N, M, D // M)
   scores, codes, rows = algorithm_1(query, keys, values, DISTANCES[response], normalize)
-  found, _ = trained(quantizer, variables, x)
+
+  @jax.jit
+  @functools.partial(jax.grad, has_aux=True)
+  def run(params, scores):
+    found, _ = trained(quantizer, variables | {"params": params}, x)
+    by_scores = lambda s: (quantize.softmax_quantized(s, params["values"])[0] * cotangent).sum()
+    return (found.vectors * cotangent).sum(), (found, jax.grad(by_scores)(scores))
+
+  gradient, (found, found_d) = run(variables["params"], np.float32(scores))
   np.testing.assert_array_equal(found.codes, codes)
   np.testing.assert_allclose(found.vectors, rows, atol=1e-6)
   # Eq. 5 in the values: the gradient of the one-hot choice.
-  loss = lambda p: (trained(quantizer, variables | {"params": p}, x)[0].vectors * cotangent).sum()
-  gradient = jax.grad(loss)(variables["params"])
   expected = np.zeros_like(values)
   parts = in_float64(cotangent).reshape(N, M, -1)
   for i in range(N):
@@ -67,10 +74,6 @@ def test_dpq_sx_is_algorithm_1_and_its_gradient_that_of_equation_5(response, sha
   table = np.broadcast_to(values, (M, K, D // M))
   d_share = np.einsum("nmc,mkc->nmk", parts, table)
   d_scores = share * (d_share - (share * d_share).sum(axis=-1, keepdims=True))
-  by_scores = lambda s: (
-    quantize.softmax_quantized(s, variables["params"]["values"])[0] * cotangent
-  ).sum()
-  found_d = jax.grad(by_scores)(jnp.asarray(scores, jnp.float32))
   np.testing.assert_allclose(found_d, d_scores, atol=1e-5)
 
 
@@ -82,46 +85,54 @@ def test_dpq_vq_is_the_nearest_centroid_with_the_gradient_of_equation_7(shared):
   table = in_float64(variables["params"]["centroids"])
   query = in_float64(x).reshape(N, M, D // M)
   _, codes, rows = algorithm_1(query, table, table, DISTANCES[quantize.euclidean_response], False)
-  found, _ = trained(quantizer, variables, x)
+  cotangent = normal(3, N, D)
+
+  @jax.jit
+  def run(params, x):
+    def task(params, x):
+      found, _ = trained(quantizer, variables | {"params": params}, x)
+      return (found.vectors * cotangent).sum(), found
+
+    term = lambda *args: task(*args)[1].terms["regularizer"]
+    own, found = jax.grad(task, (0, 1), has_aux=True)(params, x)
+    return own, found, jax.value_and_grad(term, (0, 1))(params, x)
+
+  (d_params, d_x), found, (value, d_term) = run(variables["params"], x)
   np.testing.assert_array_equal(found.codes, codes)
   # Exactly the centroids: nothing of x is left in the forward pass.
-  evaluated = quantizer.apply(variables, x)
-  np.testing.assert_array_equal(found.vectors, evaluated)
+  np.testing.assert_array_equal(found.vectors, apply(quantizer, variables, x))
   np.testing.assert_allclose(found.vectors, rows, atol=1e-7)
-  cotangent = jax.random.normal(jax.random.key(3), (N, D))
-  task = lambda p, x: (
-    trained(quantizer, variables | {"params": p}, x)[0].vectors * cotangent
-  ).sum()
-  d_params, d_x = jax.grad(task, (0, 1))(variables["params"], x)
   np.testing.assert_array_equal(d_x, cotangent)
-  assert not np.any(d_params["centroids"])
+  assert not np.any(np.asarray(d_params["centroids"]))
   # The regulariser: the mean over tokens, subspaces and their numbers, in the centroids alone.
-  term = lambda p, x: trained(quantizer, variables | {"params": p}, x)[0].terms["regularizer"]
-  value, (d_params, d_x) = jax.value_and_grad(term, (0, 1))(variables["params"], x)
   np.testing.assert_allclose(value, ((rows - in_float64(x)) ** 2).mean(), rtol=1e-5)
-  assert not np.any(d_x)
+  assert not np.any(np.asarray(d_term[1]))
   expected = np.zeros_like(table)
   for i in range(N):
     for m in range(M):
       t = m % len(table)
       expected[t, codes[i, m]] += 2 * (table[t, codes[i, m]] - query[i, m]) / (N * D)
-  np.testing.assert_allclose(d_params["centroids"], expected, atol=1e-6)
+  np.testing.assert_allclose(d_term[0]["centroids"], expected, atol=1e-6)
 
 
 def test_the_regulariser_as_the_paper_writes_it_is_the_sum():
   by_mean = CentroidQuantizer(K, M, D)
   by_sum = CentroidQuantizer(K, M, D, regularizer=quantize.summed_distance)
   terms = [made(q, train=True)[1].terms["regularizer"] for q in (by_mean, by_sum)]
-  np.testing.assert_allclose(terms[1], terms[0] * N * D, rtol=1e-6)
+  np.testing.assert_allclose(terms[1], np.float32(terms[0]) * N * D, rtol=1e-6)
 
 
 def test_the_commitment_pulls_only_the_vectors():
   quantizer = CentroidQuantizer(K, M, D, commitment=0.25)
   variables, _ = made(quantizer)
-  term = lambda p, x: trained(quantizer, variables | {"params": p}, x)[0].terms["commitment"]
-  d_params, d_x = jax.grad(term, (0, 1))(variables["params"], vectors())
+
+  def term(params, x):
+    found, _ = trained(quantizer, variables | {"params": params}, x)
+    return found.terms["commitment"], found.vectors
+
+  run = jax.jit(jax.grad(term, (0, 1), has_aux=True))
+  (d_params, d_x), row = jax.device_get(run(variables["params"], vectors()))
   assert not np.any(d_params["centroids"])
-  row = quantizer.apply(variables, vectors(), True, mutable=["batch_stats"])[0]
   np.testing.assert_allclose(d_x, 0.25 * 2 * (vectors() - row) / (N * D), atol=1e-6)
 
 
@@ -143,10 +154,11 @@ def test_a_forward_temperature_averages_values_only_in_training():
 @pytest.mark.parametrize("options", [{}, {"shared": True}, {"additive": True}])
 def test_codes_decode_to_the_vectors_bit_for_bit(kind, options):
   quantizer = kind(K, M, D, **options)
-  variables, found = made(quantizer, vectors((2, 7, D)))
-  codes = quantizer.apply(variables, vectors((2, 7, D)), method="encode")
+  variables, _ = made(quantizer, vectors((2, 7, D)))
+  found = apply(quantizer, variables, vectors((2, 7, D)), method="quantized")
+  codes = apply(quantizer, variables, vectors((2, 7, D)), method="encode")
   np.testing.assert_array_equal(codes, found.codes)
-  np.testing.assert_array_equal(quantizer.apply(variables, codes, method="decode"), found.vectors)
+  np.testing.assert_array_equal(apply(quantizer, variables, codes, method="decode"), found.vectors)
 
 
 def test_additive_codes_are_the_mean_of_whole_vectors():
@@ -172,18 +184,17 @@ def test_tied_keys_are_the_values():
 
 @reference.needs_float16
 def test_half_precision_distances_do_not_overflow():
-  x = jnp.full((2, D), 300.0, jnp.float16)
+  x = np.full((2, D), 300, np.float16)
   quantizer = CentroidQuantizer(K, M, D)
   variables, found = made(quantizer, x)
-  assert found.vectors.dtype == jnp.float16
-  response = quantizer.apply(variables, x, method="responses")
-  assert np.isfinite(response).all()
+  assert found.vectors.dtype == np.float16
+  assert np.isfinite(apply(quantizer, variables, x, method="responses")).all()
 
 
 def test_gumbel_noise_is_drawn_only_in_training():
   quantizer = SoftmaxQuantizer(K, M, D, gumbel=5.0)
   variables, found = made(quantizer)
-  again = quantizer.apply(variables, vectors(), method="quantized")
+  again = apply(quantizer, variables, vectors(), method="quantized")
   np.testing.assert_array_equal(found.codes, again.codes)
   noisy, _ = trained(quantizer, variables, vectors())
   quiet, _ = trained(quantizer.clone(gumbel=0.0), variables, vectors())
@@ -194,12 +205,12 @@ def test_gumbel_noise_is_drawn_only_in_training():
 def test_the_temperature_can_be_learned():
   quantizer = SoftmaxQuantizer(K, M, D, learned_temperature=True, temperature=2.0)
   variables, _ = made(quantizer)
-  np.testing.assert_allclose(jnp.exp(variables["params"]["log_temperature"]), 2.0, rtol=1e-6)
-  weight = jax.random.normal(jax.random.key(8), (N, D))
+  np.testing.assert_allclose(np.exp(variables["params"]["log_temperature"]), 2.0, rtol=1e-6)
+  weight = normal(8, N, D)
   loss = lambda p: (
     trained(quantizer, {**variables, "params": p}, vectors())[0].vectors * weight
   ).sum()
-  assert abs(jax.grad(loss)(variables["params"])["log_temperature"]) > 0
+  assert abs(jax.jit(jax.grad(loss))(variables["params"])["log_temperature"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -222,32 +233,35 @@ def test_the_temperature_can_be_learned():
 def test_fields_outside_their_range_are_refused(quantizer, message):
   own = quantizer()
   with pytest.raises(ValueError, match=message):
-    own.init(jax.random.key(0), jnp.zeros((2, own.dim)))
+    made(own, np.zeros((2, own.dim)))
 
 
 def test_a_quantiser_alone_needs_a_width():
   with pytest.raises(ValueError, match="`dim` of SoftmaxQuantizer"):
-    SoftmaxQuantizer(K, M).init(jax.random.key(0), vectors())
+    made(SoftmaxQuantizer(K, M))
 
 
 def test_vectors_of_another_width_are_refused():
-  quantizer = SoftmaxQuantizer(K, M, D)
   with pytest.raises(ValueError, match=r"`vectors` .*12.*13"):
-    quantizer.init(jax.random.key(0), jnp.zeros((2, 13)))
+    made(SoftmaxQuantizer(K, M, D), np.zeros((2, 13)))
 
 
 def test_a_mask_of_another_shape_is_refused():
   variables, _ = made(SoftmaxQuantizer(K, M, D))
   with pytest.raises(ValueError, match=r"`mask` .*\(13,\).*\(3,\)"):
-    trained(SoftmaxQuantizer(K, M, D), variables, vectors(), jnp.ones(3, bool))
+    trained(SoftmaxQuantizer(K, M, D), variables, vectors(), np.ones(3, bool))
 
 
 def test_each_part_is_rotated_to_its_own_centroid():
   quantizer = CentroidQuantizer(K, M, D, gradient=quantize.rotated, normalize=False)
   variables, found = made(quantizer)
-  weight = jax.random.normal(jax.random.key(8), (N, D))
-  loss = lambda x: (trained(quantizer, variables, x)[0].vectors * weight).sum()
-  gradient = jax.grad(loss)(vectors())
-  parts = lambda x: jnp.asarray(x).reshape(N * M, -1)
-  turn = lambda x: (quantize.rotated(parts(found.vectors), parts(x)) * parts(weight)).sum()
-  np.testing.assert_allclose(gradient, jax.grad(turn)(vectors()), atol=1e-6)
+  parts = lambda x: x.reshape(N * M, -1)
+
+  @jax.jit
+  def both(x, rows):
+    weight = normal(8, N, D)
+    loss = lambda x: (trained(quantizer, variables, x)[0].vectors * weight).sum()
+    turn = lambda x: (quantize.rotated(parts(rows), parts(x)) * parts(weight)).sum()
+    return jax.grad(loss)(x), jax.grad(turn)(x)
+
+  np.testing.assert_allclose(*both(vectors(), found.vectors), atol=1e-6)
