@@ -1,11 +1,14 @@
-# make install | torch | parity | gemma | docs | demo | test | test-all | test-versions | faults |
-# lint | bench | bench-tpu | smoke | package | clean
+# make install | torch | parity | gemma | docs | demo | test | check | test-all | test-versions |
+# faults | lint | bench | bench-tpu | smoke | package | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# More workers than the cores of a small machine: many tests wait for the processes that they start.
-PYTEST := $(PY) -m pytest -n 3 --dist worksteal
+# make test WORKERS=8 on a larger machine.
+WORKERS ?= 2
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
+# Tests whose subject has signatures with shapes, which are checked while they run.
+TYPED := $(addprefix tests/,assign convert embeddings heads lm nnx ops quantizers tables)
 # Tests of the mathematics, whose tolerances must hold for programs that are compiled as users' are,
 # with this machine's vector instructions and with older ones.
 NUMERIC := tests/lm/models $(addprefix tests/ops/test_,softmax.py codes.py product.py)
@@ -22,7 +25,7 @@ ANY_VERSION := tests/test_layer.py tests/heads/test_codebook.py \
   $(addprefix tests/ops/test_,codes.py groups.py sampling.py softmax.py) \
   tests/nnx/test_nnx.py::test_a_new_layer_has_the_variables_of_the_linen_layer
 
-.PHONY: install torch parity gemma docs demo test test-all test-versions faults lint bench bench-tpu smoke package clean
+.PHONY: install torch parity gemma docs demo test check test-all test-versions faults lint bench bench-tpu smoke package clean
 
 install: $(STAMP)
 
@@ -70,14 +73,18 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-# With run-time types, every mesh, several processes and the studies' smoke runs; and the mathematics as
-# this machine computes it, and one without AVX-512, or else without AVX; then `test-versions`.
-test-all: $(STAMP)
-	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(addprefix --ignore=,$(NUMERIC))
+# Every test once, the slow ones too: run-time types, meshes, several processes, the studies' smoke runs;
+# and the mathematics as users' programs compute it, with this machine's vector instructions.
+check: $(STAMP)
+	VQJAX_RUNTIME_TYPES=1 $(PYTEST) $(TYPED) $(addprefix --ignore=,$(NUMERIC))
+	$(PYTEST) tests $(addprefix --ignore=,$(TYPED))
 	VQJAX_RUNTIME_TYPES=1 $(OPTIMISED)=$(NATIVE) $(PYTEST) $(NUMERIC)
-	$(PY) -m pytest tests/test_mistakes.py
+
+# Before a release: also older vector instructions, further versions of Python, and the broken runs.
+test-all: check
 	for isa in $(OLDER); do $(OPTIMISED)=$$isa $(PYTEST) -m "not slow" $(NUMERIC) || exit 1; done
 	$(MAKE) test-versions
+	$(MAKE) faults
 
 # A minute of tests with every further Python that runs here, and the jax and flax that are the
 # newest when its environment is made.

@@ -1,5 +1,6 @@
 """Settings of all tests: compilation, simulated devices, types and caches."""
 
+import collections
 import ctypes
 import gc
 import importlib.metadata
@@ -9,7 +10,7 @@ import sys
 
 # Most of the time of these tests is compilation, of programs that then run for milliseconds. They
 # and the programs that they start are compiled with the least effort, and each program once: the
-# workers share a persistent cache. `make test-all` runs the numeric tests also as users' programs
+# workers share a persistent cache. `make check` runs the numeric tests also as users' programs
 # are compiled, with JAX_DISABLE_MOST_OPTIMIZATIONS=false.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 # jaxlib 0.12 has no other emitters, and ends the process at an unknown flag.
@@ -34,7 +35,7 @@ gc.set_threshold(50_000, 20, 50)
 # programs that a test starts see one device, as a user would.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# `make test-all` checks the shapes and types of every public signature while the tests run.
+# `make check` checks the shapes and types of every public signature while the tests run.
 if os.environ.get("VQJAX_RUNTIME_TYPES"):
   import jaxtyping
 
@@ -67,6 +68,39 @@ def pytest_collection_modifyitems(items):
     for i, item in enumerate(same):
       if i not in fast:
         item.add_marker(pytest.mark.slow)
+
+
+MOST_PROGRAMS = 20
+"""Programs of a fast test: to lower each takes 13 ms, which no cache saves (`tests/jitted.py`)."""
+
+EXEMPT = {
+  *("assign", "commands", "convert", "embeddings", "experiments", "faults", "lab", "ops"),
+  *("quantizers", "test_cli.py", "test_doctests.py", "test_examples.py"),
+}
+"""Folders and files of `tests` whose tests may still compile more."""
+
+EVENTS = collections.Counter()
+"""What JAX has reported so far, by the names of its events."""
+
+jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: EVENTS.update([name]))
+
+
+@pytest.fixture
+def programs():
+  """A function that returns the number of programs so far."""
+  return lambda: EVENTS["/jax/core/compile/jaxpr_to_mlir_module_duration"]
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(request, programs):
+  """Fails a fast test that compiles more than `MOST_PROGRAMS`, or than its mark `programs` says."""
+  before = programs()
+  yield
+  folder = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
+  if not request.node.get_closest_marker("slow") and folder not in EXEMPT:
+    made, mark = programs() - before, request.node.get_closest_marker("programs")
+    most = mark.args[0] if mark else MOST_PROGRAMS
+    assert made <= most, f"{made} programs: compute what is compared in one `jax.jit`"
 
 
 @pytest.fixture(autouse=True)

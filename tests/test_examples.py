@@ -1,5 +1,7 @@
-"""The examples and the README's snippets run as they stand."""
+"""The examples, the README's snippets and those in docstrings run as they stand."""
 
+import doctest
+import importlib
 import pathlib
 import re
 import runpy
@@ -9,10 +11,21 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+MODULES = [
+  ".".join(path.relative_to(ROOT).with_suffix("").parts)
+  for path in sorted((ROOT / "vqjax").rglob("*.py"))
+  if ">>> " in path.read_text("utf-8")
+]
+FAST = ("own_mesh",)
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+  "path",
+  [
+    pytest.param(path, marks=[] if path.stem in FAST else pytest.mark.slow, id=path.stem)
+    for path in sorted((ROOT / "examples").glob("*.py"))
+  ],
+)
 def test_an_example_runs_and_prints(path, capsys, monkeypatch):
   monkeypatch.setattr(sys, "argv", [str(path)])
   runpy.run_path(str(path), run_name="__main__")
@@ -25,3 +38,12 @@ def test_the_readme_has_a_snippet_that_runs(capsys):
   for number, snippet in enumerate(SNIPPETS):
     exec(compile(snippet, f"README.md, snippet {number}", "exec"), {"__name__": "readme"})
   assert capsys.readouterr().out
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("name", MODULES or pytest.fail("no docstring has an example"))
+def test_the_examples_of_a_module_print_what_they_say(name):
+  module = importlib.import_module(name.removesuffix(".__init__"))
+  result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+  assert result.attempted
+  assert not result.failed

@@ -28,7 +28,8 @@ from vqjax.ops.row_factory import columns
 from vqjax.ops.softmax import linear_cross_entropy, linear_log_prob
 
 V, D = 31, 8
-HIDDEN, TOKENS, WEIGHT = jnp.ones((4, D)), jnp.arange(4), jnp.ones((V, D))
+HIDDEN, WEIGHT = np.ones((4, D), np.float32), np.ones((V, D), np.float32)
+TOKENS = np.arange(4, dtype=np.int32)
 KEY = jax.random.key(0)
 HEAD = DenseHead(V, D)
 VARIABLES = {"params": {"weight": WEIGHT}}
@@ -163,53 +164,53 @@ def test_a_mistake_is_named(mistake):
     make()
 
 
-# Not a mistake, but not of a type that jaxtyping knows.
-@pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
-def test_a_param_is_the_weight_of_the_tiled_loss():
-  embed = nnx.Embed(V, D, rngs=nnx.Rngs(0))
-  loss = lambda weight: -linear_log_prob(HIDDEN, weight, TOKENS).sum()
-  value, gradient = nnx.value_and_grad(lambda embed: loss(embed.embedding))(embed)
-  expected = jax.value_and_grad(loss)(embed.embedding[...])
-  np.testing.assert_allclose(value, expected[0], rtol=1e-6)
-  np.testing.assert_allclose(gradient.embedding[...], expected[1], rtol=1e-5, atol=1e-6)
-
-
-# Neither are variables of NNX wherever a function has an array.
+# Not mistakes, but variables of NNX where a function has an array, which jaxtyping does not know.
 @pytest.mark.skipif("VQJAX_RUNTIME_TYPES" in os.environ, reason="calls are checked by jaxtyping")
 def test_params_are_the_operands_of_every_loss():
   linear = nnx.Linear(D, V, rngs=nnx.Rngs(0))
-  tokens, probs = jnp.arange(8).reshape(4, 2), jnp.full((4, 2), 0.5)
+  tokens, probs = np.arange(8).reshape(4, 2), np.full((4, 2), 0.5, np.float32)
 
   def total(kernel, bias):
-    sparse = linear_sparse_target_loss(HIDDEN, columns(kernel), tokens, probs, bias).kl
-    return (sparse + linear_divergence(HIDDEN, columns(kernel), HIDDEN, WEIGHT, bias, bias)).sum()
+    weight = columns(kernel)
+    sparse = linear_sparse_target_loss(HIDDEN, weight, tokens, probs, bias).kl
+    divergence = linear_divergence(HIDDEN, weight, HIDDEN, WEIGHT, bias, bias)
+    return (sparse + divergence - linear_log_prob(HIDDEN, weight, TOKENS, bias)).sum()
 
-  gradient = nnx.grad(lambda linear: total(linear.kernel, linear.bias))(linear)
-  expected = jax.grad(total, (0, 1))(linear.kernel[...], linear.bias[...])
-  np.testing.assert_allclose(gradient.kernel[...], expected[0], rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(gradient.bias[...], expected[1], rtol=1e-5, atol=1e-6)
+  losses = nnx.value_and_grad(lambda linear: total(linear.kernel, linear.bias))
+  value, gradient = nnx.jit(losses)(linear)
+  expected = jax.jit(jax.value_and_grad(total, (0, 1)))(linear.kernel[...], linear.bias[...])
+  np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+  np.testing.assert_allclose(gradient.kernel[...], expected[1][0], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(gradient.bias[...], expected[1][1], rtol=1e-5, atol=1e-6)
 
 
 def test_an_array_is_accepted_where_a_function_makes_one():
   assignment = np.arange(V) % 5
+  order = np.random.default_rng(0).permutation(V)
+  codes = np.random.default_rng(1).integers(0, 3, (V, 2))
   head = CodebookHead(V, D, 5, assignment_init=assignment)
-  variables = head.init(KEY, HIDDEN)
-  np.testing.assert_array_equal(variables["codes"]["assignment"], assignment)
+  heads = (
+    head,
+    GroupedHead(V, D, order_init=order),
+    ProductHead(V, D, 3, 2, codes_init=codes),
+    DenseHead(V, D, weight_init=np.asarray(WEIGHT, np.float64)),
+  )
+
+  @nnx.jit
+  def made():
+    native = vqjax_nnx.DenseHead(V, D, weight_init=WEIGHT, rngs=nnx.Rngs(0))
+    return [own.init(jax.random.key(0), HIDDEN) for own in heads], native.weight[...]
+
+  (coded, grouped, product, dense), native = made()
+  np.testing.assert_array_equal(coded["codes"]["assignment"], assignment)
+  np.testing.assert_array_equal(grouped["codes"]["order"], order)
+  np.testing.assert_array_equal(product["codes"]["codes"], codes)
+  np.testing.assert_array_equal(dense["params"]["weight"], WEIGHT)
+  assert dense["params"]["weight"].dtype == jnp.float32
+  np.testing.assert_array_equal(native, WEIGHT)
   assert head == CodebookHead(V, D, 5, assignment_init=list(assignment))
   assert hash(head) == hash(head.clone())
   assert head != CodebookHead(V, D, 5, assignment_init=assignment[::-1])
-  order = np.random.default_rng(0).permutation(V)
-  grouped = GroupedHead(V, D, order_init=order).init(KEY, HIDDEN)
-  np.testing.assert_array_equal(grouped["codes"]["order"], order)
-  codes = np.random.default_rng(1).integers(0, 3, (V, 2))
-  product = ProductHead(V, D, 3, 2, codes_init=codes).init(KEY, HIDDEN)
-  np.testing.assert_array_equal(product["codes"]["codes"], codes)
-  given = DenseHead(V, D, weight_init=np.asarray(WEIGHT, np.float64)).init(KEY, HIDDEN)
-  np.testing.assert_array_equal(given["params"]["weight"], WEIGHT)
-  assert given["params"]["weight"].dtype == jnp.float32
-  rngs = nnx.Rngs(0)
-  native = vqjax_nnx.DenseHead(V, D, weight_init=WEIGHT, rngs=rngs)
-  np.testing.assert_array_equal(native.weight[...], WEIGHT)
 
 
 @pytest.mark.parametrize("layer", [HEAD, GroupedHead(V, D), CodebookHead(V, D, 5, [0] * V)])

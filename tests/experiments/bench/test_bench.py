@@ -20,7 +20,6 @@ from experiments.bench import (
   loop,
   losses,
   measure,
-  registry,
   softmax,
   speculation,
   speculation_report,
@@ -210,17 +209,16 @@ def test_drawing_is_compared_with_the_step(figures):
   assert figures["draw_of_step"] > 0
 
 
-def test_the_gpu_benchmark_names_a_missing_gpu_and_keeps_rows_after_one_that_fails(
-  tmp_path, monkeypatch, capsys
-):
-  # A process for each row is a claim of `plan/test_isolated.py`.
+def test_benchmarks_on_a_gpu_name_a_missing_one(capsys, monkeypatch):
   monkeypatch.setattr(gpu, "isolated", lambda call, *arguments: call(*arguments))
   for name in ("gpu", "gpu-decoding"):
     assert command.main([name]) == 2
     assert "cpu" in capsys.readouterr().err
-  file = tmp_path / "gpu.json"
-  assert command.main(["gpu", "--quick", "--json", str(file)]) == 0
-  (table,) = json.loads(file.read_text())["gpu"]["tables"]
+
+
+@of("gpu", slow=True)
+def test_the_gpu_benchmark_keeps_rows_after_one_that_fails(figures):
+  (table,) = figures["tables"]
   rows, shape = table["rows"], table["shape"]
   work = 6 * shape["tokens"] * shape["dim"] * shape["vocab"]
   dense = "materialised (XLA)", "linear_log_prob", "linear_cross_entropy"
@@ -241,17 +239,21 @@ def test_decoding_on_a_gpu_is_compared_with_the_same_step_of_bfloat16(figures):
 
 
 def test_float64_log_probabilities_equal_scipys():
-  hidden, weight, tokens = losses.arrays(LossShape(300, 7, 67))
-  scores = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+  draw = np.random.default_rng(0)
+  hidden, weight = draw.normal(size=(300, 7)), draw.normal(size=(67, 7))
+  tokens = draw.integers(0, 67, 300)
+  scores = hidden @ weight.T
   expected = log_softmax(scores, axis=1)[np.arange(300), tokens]
   np.testing.assert_allclose(losses.exact_log_prob(hidden, weight, tokens), expected, rtol=1e-12)
 
 
-def test_a_slice_divides_the_tokens_and_its_scores_fit():
+def test_slices_and_groups_cover_their_whole():
   assert codebook.slice_of(16384, 267_735) == 512
   assert codebook.slice_of(32, 512) == 32
   assert codebook.slice_of(7, codebook.SLICE_SCORES) == 1
   assert codebook.slice_of(7, 2 * codebook.SLICE_SCORES) == 1
+  assert grouped.equal(50_258, 8372) == (*[8372] * 6, 26)
+  assert grouped.equal(21, 7) == (7, 7, 7)
 
 
 @pytest.mark.slow
@@ -295,11 +297,6 @@ def test_operations_are_those_of_table_3(name, dim, attention, billions):
   assert counted / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_group_sizes_cover_the_vocabulary():
-  assert grouped.equal(50_258, 8372) == (*[8372] * 6, 26)
-  assert grouped.equal(21, 7) == (7, 7, 7)
-
-
 def test_sizes_near_the_least_memory_are_reported():
   peaks = {3: 200, 5: 101, 7: 100, 11: 102, 13: 103}
   rows = [
@@ -313,9 +310,8 @@ def test_sizes_near_the_least_memory_are_reported():
 
 
 def test_untiled_and_materialised_losses_equal_those_of_the_heads():
-  keys = jax.random.split(jax.random.key(0), 2)
-  hidden = jax.random.normal(keys[0], (11, 6))
-  tokens = jax.random.randint(keys[1], (11,), 0, 31)
+  hidden = np.random.default_rng(0).normal(size=(11, 6)).astype(np.float32)
+  tokens = np.random.default_rng(1).integers(0, 31, 11)
   groups = grouped.equal(31, 7)
   pairs = (
     (grouped.UntiledHead(31, 6, sizes=groups), GroupedHead(31, 6, sizes=groups)),
@@ -323,7 +319,7 @@ def test_untiled_and_materialised_losses_equal_those_of_the_heads():
   )
 
   def both(own, head):
-    variables = head.init(keys[0], hidden)
+    variables = head.init(jax.random.key(0), hidden)
     return tuple(one.apply(variables, hidden, tokens, method="log_prob") for one in (own, head))
 
   for own, expected in jax.jit(lambda: [both(*pair) for pair in pairs])():
@@ -389,15 +385,11 @@ def test_a_wrong_name_and_a_file_of_something_else_are_refused(tmp_path, capsys)
     assert file.read_text() == text
 
 
-@pytest.mark.slow
-def test_every_benchmark_is_listed(capsys):
+def test_every_benchmark_is_listed_and_the_documents_name_benchmarks_that_exist(capsys):
   assert command.main(["--list"]) == 0
   listed = capsys.readouterr().out
-  assert all(name in listed for name in registry.BENCHMARKS)
+  assert all(name in listed for name in BENCHMARKS)
   assert any(benchmark.is_default for benchmark in BENCHMARKS.values())
-
-
-def test_the_documents_name_benchmarks_that_exist():
   root = pathlib.Path(__file__).parents[3]
   text = "".join(path.read_text() for path in [root / "README.md", *(root / "docs").glob("*.md")])
   named = re.findall(r"make bench ARGS=(\w[\w-]*)", text)

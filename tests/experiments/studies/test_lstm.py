@@ -21,12 +21,11 @@ def model(**changes):
   return LSTM(**fields | changes)
 
 
-def tokens(shape=(B, T)):
-  return jax.random.randint(jax.random.key(1), shape, 0, V)
+TOKENS = np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32)
 
 
-def initialised(lstm, rows=B):
-  start = jnp.zeros((rows, 4), jnp.int32)
+def initialised(lstm):
+  start = np.zeros((B, 4), np.int32)
   return init(lstm, jax.random.key(0), start, start, method="loss_terms")
 
 
@@ -51,17 +50,20 @@ def by_hand(variables, tokens, forget_bias):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("forget_bias", [0.0, 1.0])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_hidden_vectors_are_those_of_the_equations(layers, forget_bias):
+def test_hidden_vectors_without_a_carry_are_those_of_the_equations(layers, forget_bias):
   lstm = model(layers=layers, forget_bias=forget_bias)
   variables = initialised(lstm)
-  found = apply(lstm, {"params": variables["params"]}, tokens(), method="hidden")
+  both = lambda params: (
+    lstm.apply({"params": params}, TOKENS, method="hidden"),
+    lstm.apply({"params": params}, TOKENS, TOKENS, method="log_prob"),
+  )
+  hidden, log_prob = jax.jit(both)(variables["params"])
+  exact = by_hand(variables, TOKENS, forget_bias)
   # Outputs are below 1, and their errors add up over 10 times with gates of 12 products.
-  atol = 10 * 12 * 2**-24
-  np.testing.assert_allclose(found, by_hand(variables, tokens(), forget_bias), atol=atol)
-  log_prob = apply(lstm, {"params": variables["params"]}, tokens(), tokens(), method="log_prob")
+  np.testing.assert_allclose(hidden, exact, atol=10 * 12 * 2**-24)
   weight = np.asarray(variables["params"]["head"]["weight"], np.float64)
-  expected = reference.log_softmax(by_hand(variables, tokens(), forget_bias) @ weight.T)
-  expected = np.take_along_axis(expected, np.asarray(tokens())[..., None], -1)[..., 0]
+  expected = reference.log_softmax(exact @ weight.T)
+  expected = np.take_along_axis(expected, TOKENS[..., None], -1)[..., 0]
   np.testing.assert_allclose(log_prob, expected, atol=1e-5)
 
 
@@ -69,31 +71,18 @@ def test_hidden_vectors_are_those_of_the_equations(layers, forget_bias):
 def test_a_text_in_pieces_has_the_hidden_vectors_of_the_whole_text():
   lstm = model()
   variables = initialised(lstm)
-  whole = apply(lstm, {"params": variables["params"]}, tokens(), method="hidden")
-  carry, parts = {"carry": variables["carry"]}, []
+  alone, carry, parts = {"params": variables["params"]}, {"carry": variables["carry"]}, []
+  whole = apply(lstm, alone, TOKENS, method="hidden")
   for first, last in ((0, 4), (4, 5), (5, 10)):
-    part, carry = apply(
-      lstm,
-      {"params": variables["params"], **carry},
-      tokens()[:, first:last],
-      method="hidden",
-      mutable="carry",
-    )
+    own = TOKENS[:, first:last]
+    part, carry = apply(lstm, alone | carry, own, method="hidden", mutable="carry")
     parts.append(part)
   np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=10 * 12 * 2**-24)
 
 
-def test_without_a_carry_every_call_begins_anew():
-  lstm = model()
-  variables = initialised(lstm)
-  alone = {"params": variables["params"]}
-  twice = [apply(lstm, alone, tokens(), method="hidden") for _ in range(2)]
-  np.testing.assert_array_equal(*twice)
-
-
 @pytest.mark.slow
 def test_a_batch_of_padding_has_zero_loss_and_gradient():
-  lstm, padding = model(), jnp.full((3, T), -1)
+  lstm, padding = model(), np.full((B, T), -1)
   variables = initialised(lstm)
 
   def loss(params):
@@ -101,49 +90,26 @@ def test_a_batch_of_padding_has_zero_loss_and_gradient():
     log_prob, _ = lstm.apply(own, padding, padding, method="loss_terms")
     return -jnp.where(padding >= 0, log_prob, 0.0).sum()
 
-  value, gradient = jax.value_and_grad(loss)(variables["params"])
+  value, gradient = jax.jit(jax.value_and_grad(loss))(variables["params"])
   assert value == 0
   assert not any(np.any(x) for x in jax.tree.leaves(gradient))
 
 
-def test_another_number_of_rows_is_named():
-  lstm = model()
-  variables = initialised(lstm)
-  with pytest.raises(ValueError, match="`tokens` must have 3 rows, as the carry; got 2"):
-    apply(lstm, variables, tokens((2, T)), method="hidden", mutable="carry")
-
-
 @pytest.mark.slow
-def test_evaluation_reads_each_stream_as_one_text():
+def test_evaluation_reads_each_stream_as_one_text_and_each_window_anew():
   lstm = model()
   variables = initialised(lstm)
-  split = TokenSplit(np.asarray(tokens((57,))), eos=0, text_bytes=100, documents=1)
-  streams = EvaluationStreams(split, B, 4)
-  score = evaluate(make_scorer(lstm), variables, streams, 100)
-  assert score.tokens == 57
-  nats = 0.0
-  for first in range(0, 57, 19):
-    own = np.asarray(split.tokens[first : first + 19])
-    before = np.concatenate([[0 if first == 0 else split.tokens[first - 1]], own[:-1]])
-    log_prob = apply(
-      lstm,
-      {"params": variables["params"]},
-      *map(jnp.asarray, (before[None], own[None])),
-      method="log_prob",
-    )
-    nats -= float(log_prob.sum())
-  # Sums of 57 float32 numbers in another order.
-  np.testing.assert_allclose(score.nats_per_token, nats / 57, rtol=57 * 2**-24)
-
-
-def test_evaluation_in_windows_begins_each_anew():
-  lstm = model()
-  variables = initialised(lstm)
-  split = TokenSplit(np.asarray(tokens((57,))), eos=0, text_bytes=100, documents=1)
-  again = [
-    evaluate(make_scorer(lstm), variables, EvaluationBatches(split, B, 4), 100) for _ in range(2)
-  ]
-  assert again[0] == again[1]
+  split = TokenSplit(np.resize(TOKENS, 57), eos=0, text_bytes=100, documents=1)
+  inputs = np.concatenate([[0], split.tokens[:-1]])
+  for batches, length in ((EvaluationStreams, 19), (EvaluationBatches, 4)):
+    score = evaluate(make_scorer(lstm), variables, batches(split, B, 4), 100)
+    assert score.tokens == 57
+    nats = 0.0
+    for first in range(0, 57, length):
+      own = [x[None, first : first + length] for x in (inputs, split.tokens)]
+      nats -= float(apply(lstm, {"params": variables["params"]}, *own, method="log_prob").sum())
+    # Sums of 57 float32 numbers in another order.
+    np.testing.assert_allclose(score.nats_per_token, nats / 57, rtol=57 * 2**-24)
 
 
 @pytest.mark.parametrize("total", [1, 2, 5, 6, 19, 57, 60])
@@ -164,16 +130,19 @@ def test_streams_have_every_token_as_a_target_once(total, batch, context):
 def test_dropout_zeroes_outputs_of_layers_and_no_recurrent_state():
   lstm = model(dropout=0.5)
   variables = initialised(lstm)
-  run = lambda key: lstm.apply(
-    variables, tokens(), False, method="hidden", mutable="carry", rngs={"dropout": key}
-  )
-  hidden, written = run(jax.random.key(0))
+  rngs = {"dropout": jax.random.key(0)}
+  run = lambda v: lstm.apply(v, TOKENS, False, method="hidden", mutable="carry", rngs=rngs)
+  hidden, written = jax.jit(run)(variables)
   assert (np.asarray(hidden) == 0).mean() > 0.3
   assert (np.asarray(written["carry"]["state"]) != 0).all()
 
 
-def test_wrong_layers_are_named():
+def test_wrong_layers_and_another_number_of_rows_are_named():
+  shapes = lambda lstm: jax.eval_shape(lambda: initialised(lstm))
   with pytest.raises(ValueError, match="`head` must have the model's dim 6; got 5"):
-    initialised(model(head=CodebookHead(V, 5, 4)))
+    shapes(model(head=CodebookHead(V, 5, 4)))
   with pytest.raises(ValueError, match=r"`dropout` must be in \[0, 1\); got 1\.0"):
-    initialised(model(dropout=1.0))
+    shapes(model(dropout=1.0))
+  run = lambda v: model().apply(v, TOKENS[:2], method="hidden", mutable="carry")
+  with pytest.raises(ValueError, match="`tokens` must have 3 rows, as the carry; got 2"):
+    jax.eval_shape(run, shapes(model()))

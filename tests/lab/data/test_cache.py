@@ -8,7 +8,17 @@ import sys
 import numpy as np
 import pytest
 
-from vqjax.lab.data import BPETokenizer, Text, WordTokenizer, cache, encode_split, fit_encoder
+from tests.fakes import FakeTokenizer
+from vqjax.lab.data import (
+  BPETokenizer,
+  Text,
+  WordTokenizer,
+  cache,
+  encode_document,
+  encode_split,
+  fingerprint,
+  fit_tokenizer,
+)
 from vqjax.lm import records
 
 
@@ -20,20 +30,18 @@ def source(tmp_path):
 
 
 @dataclasses.dataclass
-class Wide:
-  """An encoder of 70,000 tokens that counts its calls and can return a wrong token."""
+class Wide(FakeTokenizer):
+  """A tokenizer of 70,000 tokens that counts its calls and can return a wrong token."""
 
   vocab: int = 70_000
-  eos: int = 1
   token: int = 69_999
   calls: int = 0
+  eos = (1,)
 
-  def encode(self, document):
+  def encode(self, document, *, special):
+    assert special
     self.calls += 1
-    return np.array([5, self.token, len(document), self.eos])
-
-  def fingerprint(self):
-    return "wide"
+    return [5, self.token, len(document)]
 
 
 def only_file(kind="npy"):
@@ -42,12 +50,13 @@ def only_file(kind="npy"):
 
 
 def test_the_cache_holds_the_documents_one_after_another(source):
-  encoder = fit_encoder(source, WordTokenizer())
-  split = encode_split(source, encoder, "train")
+  tokenizer = fit_tokenizer(source, WordTokenizer())
+  split = encode_split(source, tokenizer, "train")
   documents = list(source.documents("train"))
-  assert np.array_equal(split.tokens, np.concatenate([encoder.encode(d) for d in documents]))
+  expected = np.concatenate([encode_document(tokenizer, d) for d in documents])
+  assert np.array_equal(split.tokens, expected)
   assert split.text_bytes == sum(len(d.encode("utf-8")) + 1 for d in documents)
-  assert (split.documents, split.eos) == (len(documents), encoder.eos)
+  assert (split.documents, split.eos) == (len(documents), *tokenizer.eos)
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
@@ -58,47 +67,60 @@ def test_tokens_take_two_bytes_where_they_fit(source, vocab, dtype):
   assert split.tokens[1] == vocab - 1
 
 
-def test_text_is_encoded_once(source):
-  encoder = Wide()
-  encode_split(source, encoder, "train")
-  calls = encoder.calls
-  encode_split(source, encoder, "train")
-  assert encoder.calls == calls > 0
-
-
-def test_changed_text_is_encoded_again(source, tmp_path):
-  before = encode_split(source, Wide(), "train").tokens.copy()
+def test_text_is_encoded_once_and_again_when_it_has_changed(source, tmp_path):
+  tokenizer = Wide()
+  before = np.array(encode_split(source, tokenizer, "train").tokens)
+  calls = tokenizer.calls
+  encode_split(source, tokenizer, "train")
+  assert tokenizer.calls == calls > 0
   (tmp_path / "text.txt").write_text("\n\n".join(f"other {i}" for i in range(200)))
   assert len(encode_split(source, Wide(), "train").tokens) != len(before)
 
 
-@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
-def test_a_truncated_cache_is_built_again(source, left):
-  expected = np.array(encode_split(source, Wide(), "train").tokens)
-  with only_file().open("r+b") as file:
-    file.truncate(128 + int(left * 4 * len(expected)))  # NumPy's header has 128 bytes
-  assert np.array_equal(encode_split(source, Wide(), "train").tokens, expected)
+def flipped(at):
+  return lambda content: content[:at] + bytes([content[at] ^ 4]) + content[at:][1:]
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 500])
-@pytest.mark.parametrize("kind", ["npy", "json"])
-def test_a_file_that_is_not_a_cache_is_replaced(source, kind, content):
-  expected = np.array(encode_split(source, Wide(), "train").tokens)
-  only_file(kind).write_bytes(content)
-  assert np.array_equal(encode_split(source, Wide(), "train").tokens, expected)
+# NumPy's header has 128 bytes.
+DAMAGE = {
+  **{f"{n} bytes": ("npy", lambda content, n=n: content[:n]) for n in (0, 128, 500, -1)},
+  **{f"bit of byte {at}": ("npy", flipped(at)) for at in (3, 60, 127, 128, 129, -1)},
+  "another file": ("npy", lambda content: b"\0" * 500),
+  **{f"record {x[:9]}": ("json", lambda content, x=x: x) for x in (b"", b"{}", b"\0" * 500)},
+  "another size": ("json", lambda content: content.replace(b'"documents": 9', b'"documents": 8')),
+  "another version": ("json", lambda _: records.dumps({"tokens": 9}).encode()),
+  "another sealed version": (
+    "json",
+    lambda _: records.dumps(records.sealed({"tokens": 9})).encode(),
+  ),
+}
 
 
-def test_a_damaged_encoder_is_fitted_again(source):
-  expected = fit_encoder(source, WordTokenizer()).fingerprint()
-  path = only_file("encoder.json")
-  path.write_bytes(path.read_bytes()[:-9])
-  assert fit_encoder(source, WordTokenizer()).fingerprint() == expected
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_split_is_built_again_with_a_warning(source, damage):
+  kind, change = DAMAGE[damage]
+  expected = encode_split(source, Wide(), "train")
+  tokens, path = np.array(expected.tokens), only_file(kind)
+  path.write_bytes(change(path.read_bytes()))
+  with pytest.warns(UserWarning, match=r"is made again: "):
+    again = encode_split(source, Wide(), "train")
+  assert np.array_equal(again.tokens, tokens)
+  assert again.documents == expected.documents > 89
 
 
-def test_an_encoder_from_the_cache_is_the_fitted_one(source):
-  for tokenizer in (WordTokenizer(), BPETokenizer(vocab=280)):
-    fitted, cached = fit_encoder(source, tokenizer), fit_encoder(source, tokenizer)
-    assert cached.fingerprint() == fitted.fingerprint()
+def test_a_damaged_tokenizer_is_fitted_again_with_a_warning(source):
+  expected = fingerprint(fit_tokenizer(source, WordTokenizer()))
+  path = only_file("tokenizer.json")
+  for change in (lambda text: text[:-9], lambda text: text.replace("document", "dokument", 1)):
+    path.write_text(change(path.read_text()))
+    with pytest.warns(UserWarning, match=r"tokenizer.json is made again: "):
+      assert fingerprint(fit_tokenizer(source, WordTokenizer())) == expected
+
+
+def test_a_tokenizer_from_the_cache_is_the_fitted_one(source):
+  for recipe in (WordTokenizer(), BPETokenizer(vocab=280)):
+    fitted, cached = fit_tokenizer(source, recipe), fit_tokenizer(source, recipe)
+    assert fingerprint(cached) == fingerprint(fitted)
 
 
 def test_a_killed_process_leaves_nothing_that_is_read(source, monkeypatch):
@@ -112,7 +134,7 @@ def test_a_killed_process_leaves_nothing_that_is_read(source, monkeypatch):
 def test_concurrent_processes_write_one_cache(source):
   code = (
     "import sys; from vqjax.lab.data import *;"
-    "s = Text(sys.argv[1]); e = fit_encoder(s, WordTokenizer());"
+    "s = Text(sys.argv[1]); e = fit_tokenizer(s, WordTokenizer());"
     "print(encode_split(s, e, 'train').tokens.sum())"
   )
   command = [sys.executable, "-c", code, source.path]
@@ -139,40 +161,3 @@ def test_a_cache_that_cannot_be_written_names_the_remedy(source, tmp_path, monke
   monkeypatch.setenv("VQJAX_CACHE", str(tmp_path / "text.txt" / "cache"))
   with pytest.raises(OSError, match=r"cannot write the token cache.*set VQJAX_CACHE"):
     encode_split(source, Wide(), "train")
-
-
-@pytest.mark.parametrize("at", [3, 60, 127, 128, 129, -1])
-def test_a_flipped_bit_of_the_tokens_is_built_again_with_a_warning(source, at):
-  expected = np.array(encode_split(source, Wide(), "train").tokens)
-  content = bytearray(only_file().read_bytes())
-  content[at] ^= 4
-  only_file().write_bytes(content)
-  with pytest.warns(UserWarning, match=r"the cache .* is made again: .* checksum"):
-    again = encode_split(source, Wide(), "train").tokens
-  assert np.array_equal(again, expected)
-
-
-def test_a_changed_size_of_a_split_is_built_again_with_a_warning(source):
-  encode_split(source, Wide(), "train")
-  path = only_file("json")
-  path.write_text(path.read_text().replace('"documents": 9', '"documents": 8'))
-  with pytest.warns(UserWarning, match=r"json is damaged: its checksum"):
-    assert encode_split(source, Wide(), "train").documents > 89
-
-
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_split_of_another_version_is_built_again_with_a_warning(source, is_sealed):
-  expected = encode_split(source, Wide(), "train")
-  path = only_file("json")
-  old = {"tokens": 9}
-  path.write_text(records.dumps(records.sealed(old) if is_sealed else old))
-  with pytest.warns(UserWarning, match=r"made again: .* of another version of vqjax"):
-    assert encode_split(source, Wide(), "train").documents == expected.documents
-
-
-def test_an_encoder_with_another_word_is_fitted_again_with_a_warning(source):
-  expected = fit_encoder(source, WordTokenizer()).fingerprint()
-  path = only_file("encoder.json")
-  path.write_text(path.read_text().replace("document", "dokument", 1))
-  with pytest.warns(UserWarning, match=r"encoder.json is made again: .* checksum"):
-    assert fit_encoder(source, WordTokenizer()).fingerprint() == expected

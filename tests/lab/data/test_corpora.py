@@ -14,24 +14,19 @@ from vqjax.lab.data import (
   WordTokenizer,
   encode_split,
   files,
-  fit_encoder,
+  fit_tokenizer,
 )
 from vqjax.lab.data.corpora import END
 from vqjax.lab.data.source import SPLITS
 
 
-def test_lines_are_read_one_by_one(tmp_path):
+def test_lines_are_read_one_by_one_and_a_byte_that_is_not_utf8_is_named(tmp_path):
   for split in SPLITS:
     (tmp_path / f"{split}.txt").write_bytes("\ufeffa\r\n\n b\u2028c\x0cd \né".encode())
   assert list(WikiText(str(tmp_path)).documents("test")) == ["a", "", "b\u2028c\x0cd", "é"]
-
-
-def test_a_byte_that_is_not_utf8_is_named_by_its_offset(tmp_path):
-  for split in SPLITS:
-    (tmp_path / f"{split}.txt").write_bytes(b"first\nsec\xffond\n")
-  with pytest.raises(
-    ValueError, match=r"train\.txt must be UTF-8; got byte 0xff at offset 9\. Convert"
-  ):
+  (tmp_path / "train.txt").write_bytes(b"first\nsec\xffond\n")
+  message = r"train\.txt must be UTF-8; got byte 0xff at offset 9\. Convert"
+  with pytest.raises(ValueError, match=message):
     list(WikiText(str(tmp_path)).documents("train"))
 
 
@@ -48,9 +43,9 @@ def test_tokens_and_vocabulary_are_as_published(corpus, real_data):
   if not (real_data / folder).is_dir():
     pytest.skip(f"no {folder} in {real_data}")
   source = corpus(str(real_data / folder))
-  encoder = fit_encoder(source, WordTokenizer(split=False))
-  splits = [encode_split(source, encoder, split) for split in SPLITS]
-  assert encoder.vocab == vocab
+  tokenizer = fit_tokenizer(source, WordTokenizer(split=False))
+  splits = [encode_split(source, tokenizer, split) for split in SPLITS]
+  assert tokenizer.vocab == vocab
   assert tuple(len(split.tokens) for split in splits) == tokens
 
 
@@ -76,23 +71,16 @@ def documents(folder, **fields):
   return {split: list(JSONLines(str(folder), **fields).documents(split)) for split in SPLITS}
 
 
-def test_files_come_in_the_order_of_their_names_and_half_of_validation_is_the_test(folder):
-  assert documents(folder) == {
-    "train": ["a", "b", "c\nd", "é"],
-    "valid": ["v0", "v1", "v2"],
-    "test": ["t0", "t1"],
-  }
-
-
-def test_files_for_the_test_leave_validation_whole(folder):
+def test_files_come_in_order_and_half_of_validation_is_the_test_unless_it_has_files(folder):
+  found = documents(folder)
+  assert found["train"] == ["a", "b", "c\nd", "é"]
+  assert (found["valid"], found["test"]) == (["v0", "v1", "v2"], ["t0", "t1"])
+  assert documents(folder, text="url")["test"] == ["x", "x"]  # another member holds the text
+  filtered = Filtered(JSONLines(str(folder)), min_chars=2, language=None)
+  assert list(filtered.documents("train")) == ["c\nd"]
   (folder / "test.jsonl").write_text("\n" + line("T"))
   found = documents(folder)
-  assert found["valid"] == ["v0", "t0", "v1", "t1", "v2"]
-  assert found["test"] == ["T"]
-
-
-def test_another_member_may_hold_the_text(folder):
-  assert documents(folder, text="url")["test"] == ["x", "x"]
+  assert (found["valid"], found["test"]) == (["v0", "t0", "v1", "t1", "v2"], ["T"])
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -108,11 +96,6 @@ def test_the_fingerprint_changes_with_the_text(folder, large, monkeypatch):
     assert JSONLines(str(folder)).fingerprint() != before
     before = JSONLines(str(folder)).fingerprint()
   assert before == JSONLines(str(folder)).fingerprint()
-
-
-def test_filters_read_json_lines(folder):
-  filtered = Filtered(JSONLines(str(folder)), min_chars=2, language=None)
-  assert list(filtered.documents("train")) == ["c\nd"]
 
 
 @pytest.mark.parametrize(
@@ -134,25 +117,16 @@ def test_bad_lines_are_named(folder, content, message):
     documents(folder)
 
 
-PACKED = gzip.compress(line("a").encode(), mtime=0)
-
-
-@pytest.mark.parametrize(
-  "content",
-  [b"no gzip", PACKED[:-9], PACKED[:10] + b"?" * 20],
-  ids=["another format", "cut off", "garbled"],
-)
-def test_damaged_files_are_named(folder, content):
-  (folder / "train.json.gz").write_bytes(content)
-  with pytest.raises(ValueError, match=r"train\.json\.gz must be whole"):
-    documents(folder)
-
-
-def test_a_folder_without_files_is_named(tmp_path):
-  with pytest.raises(
-    FileNotFoundError, match=r"data\.path` must hold files for train and validation"
-  ):
-    documents(tmp_path)
+def test_damaged_files_and_a_folder_without_files_are_named(folder, tmp_path):
+  packed = gzip.compress(line("a").encode(), mtime=0)
+  for content in (b"no gzip", packed[:-9], packed[:10] + b"?" * 20):
+    (folder / "train.json.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"train\.json\.gz must be whole"):
+      documents(folder)
+  (tmp_path / "empty").mkdir()
+  message = r"data\.path` must hold files for train and validation"
+  with pytest.raises(FileNotFoundError, match=message):
+    documents(tmp_path / "empty")
 
 
 COPY = "This paragraph is long enough that two stories do not share it by chance."
@@ -179,20 +153,14 @@ def test_stories_are_separated_and_every_second_is_for_the_test(stories):
   assert list(source.documents("train")) == ["a\n\nb", "c", "d"]
   assert list(source.documents("valid")) == ["one", "three"]
   assert list(source.documents("test")) == [f"two\n{COPY}"]
-  assert list(stories(["a"], HELD_OUT, most=1).documents("valid")) == ["one"]
+  first = stories(["a"], HELD_OUT)
+  few = stories(["a"], HELD_OUT, most=1)
+  assert list(few.documents("valid")) == ["one"]
+  assert few.fingerprint() != first.fingerprint() != stories(["b"], HELD_OUT).fingerprint()
+  with pytest.raises(ValueError, match=r"`held_out` must have a story for 'test'"):
+    list(stories(["a"], "one").documents("test"))
 
 
 def test_a_paragraph_of_a_held_out_story_is_not_trained_on(stories):
   source = stories([f"before\n\n{COPY}\n\nbehind{END}{COPY}{END}one"], HELD_OUT)
   assert list(source.documents("train")) == ["before\n\nbehind", "one"]
-
-
-def test_a_split_without_a_story_is_refused(stories):
-  with pytest.raises(ValueError, match=r"`held_out` must have a story for 'test'"):
-    list(stories(["a"], "one").documents("test"))
-
-
-def test_the_fingerprint_is_of_the_texts(stories):
-  first = stories(["a"], HELD_OUT).fingerprint()
-  assert stories(["b"], HELD_OUT).fingerprint() != first
-  assert stories(["a"], HELD_OUT, most=1).fingerprint() != first

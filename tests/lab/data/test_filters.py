@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from vqjax.lab.data import Filtered, SentencePieceTokenizer, Source, encode_split, fit_encoder
+from vqjax.lab.data import Filtered, SentencePieceTokenizer, Source, encode_split, fit_tokenizer
 from vqjax.lab.data.files import content_hash, normalised_hash
 from vqjax.lab.data.filters import FilterCounts
 from vqjax.lab.data.source import SPLITS
@@ -60,20 +60,14 @@ def test_a_corpus_is_filtered_as_in_appendix_a():
   assert filtered.report("train") == report
 
 
-def test_without_filters_everything_passes():
-  source = Memory(("", "a", "a", "ü"))
-  assert list(plain(source).documents("train")) == ["", "a", "a", "ü"]
-
-
-def test_a_document_is_as_long_as_its_characters():
+def test_documents_are_kept_by_their_characters_and_their_language():
+  texts = ("", "a", "a", "ü")
+  assert list(plain(Memory(texts)).documents("train")) == list(texts)
   texts = ("ééé", "éé", "東京都", "abcd")
   assert list(plain(Memory(texts), min_chars=3).documents("train")) == ["ééé", "東京都", "abcd"]
-
-
-@pytest.mark.parametrize(("language", "kept"), [("en", 3), ("de", 1), (None, 4)])
-def test_one_language_is_kept(language, kept):
   source = Memory((*english(range(3)), GERMAN.format(1, 1)))
-  assert len(list(plain(source, language=language).documents("train"))) == kept
+  for language, kept in (("en", 3), ("de", 1), (None, 4)):
+    assert len(list(plain(source, language=language).documents("train"))) == kept
 
 
 def test_no_document_is_in_two_splits():
@@ -83,22 +77,16 @@ def test_no_document_is_in_two_splits():
   assert documents == {"train": ["a", "e", "f"], "valid": ["G", "b"], "test": ["c", "D"]}
 
 
-@pytest.mark.parametrize("fraction", [0.013, 0.5, 0.9])
-def test_a_sample_has_its_share_of_the_documents(fraction):
+def test_a_sample_has_its_share_in_any_order_and_a_smaller_one_is_part_of_it():
   texts = tuple(f"document {n}" for n in range(20_011))
-  sample = list(plain(Memory(texts), fraction=fraction).documents("train"))
-  # Five standard deviations of a binomial.
-  assert abs(len(sample) - 20_011 * fraction) < 5 * (20_011 * fraction * (1 - fraction)) ** 0.5
-
-
-def test_a_sample_is_the_same_in_any_order_and_a_smaller_one_is_part_of_it():
-  texts = tuple(f"document {n}" for n in range(997))
-  half, tenth = (set(plain(Memory(texts), fraction=f).documents("train")) for f in (0.5, 0.1))
-  assert set(plain(Memory(texts[::-1]), fraction=0.5).documents("train")) == half
-  assert tenth < half
-
-
-def test_equal_documents_are_sampled_together():
+  drawn = {f: set(plain(Memory(texts), fraction=f).documents("train")) for f in (0.013, 0.5, 0.9)}
+  for fraction, sample in drawn.items():
+    # Five standard deviations of a binomial.
+    deviation = (20_011 * fraction * (1 - fraction)) ** 0.5
+    assert abs(len(sample) - 20_011 * fraction) < 5 * deviation
+  assert set(plain(Memory(texts[::-1]), fraction=0.5).documents("train")) == drawn[0.5]
+  assert drawn[0.013] < drawn[0.5]
+  # Equal documents are sampled together.
   twins = tuple(text for n in range(499) for text in (f"Document {n}", f"document  {n}"))
   report = plain(Memory(twins), fraction=0.5, deduplicate=True).report("train")
   assert report.duplicates == report.kept
@@ -113,11 +101,6 @@ def test_the_fingerprint_changes_with_text_and_settings():
   assert Filtered(source).fingerprint() == Filtered(source).fingerprint() != source.fingerprint()
 
 
-def test_filters_that_leave_nothing_give_the_counts():
-  with pytest.raises(ValueError, match=r"'train' must keep .* got read 2, .*short 2.*data\.min_ch"):
-    list(Filtered(Memory(("a", "b"))).documents("train"))
-
-
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
@@ -125,16 +108,15 @@ def test_filters_that_leave_nothing_give_the_counts():
     ({"fraction": 0}, r"data\.fraction` must be in \(0, 1\]; got 0"),
     ({"fraction": 1.5}, r"data\.fraction` must .* got 1\.5"),
     ({"language": "english"}, r"data\.language` must .*\ben\b.* got 'english'"),
+    ({"split": "dev"}, r"`split` must be .* got 'dev'"),
+    ({}, r"'train' must keep .* got read 2, .*short 2.*data\.min_ch"),
   ],
 )
-def test_bad_settings_are_refused(fields, message):
+def test_bad_settings_unknown_splits_and_filters_that_leave_nothing_are_refused(fields, message):
+  fields = dict(fields)
+  split = fields.pop("split", "train")
   with pytest.raises(ValueError, match=message):
-    list(Filtered(Memory(), **fields).documents("train"))
-
-
-def test_unknown_splits_are_refused():
-  with pytest.raises(ValueError, match=r"`split` must be .* got 'dev'"):
-    list(plain(Memory()).documents("dev"))
+    list(Filtered(Memory(("a", "b")), **fields).documents(split))
 
 
 def test_hashes_ignore_case_and_blanks_only():
@@ -154,7 +136,9 @@ def test_sentencepiece_encodes_filtered_news(real_data):
   assert report.read == 7600
   assert report.duplicates >= sum(len(line) >= 200 for line in lines[:99])
   assert report.other_language < 0.01 * report.read
-  encoder = fit_encoder(source, SentencePieceTokenizer(vocab=2003))
-  split = encode_split(source, encoder, "train")
+  tokenizer = fit_tokenizer(source, SentencePieceTokenizer(vocab=2003))
+  split = encode_split(source, tokenizer, "train")
   assert split.documents == report.kept
-  assert encoder.decode(split.tokens[:-1]) == "\n".join(source.documents("train"))
+  ends = 1 + np.flatnonzero(split.tokens == split.eos)
+  documents = np.split(split.tokens, ends)[:-1]
+  assert [*map(tokenizer.decode, documents)] == [*source.documents("train")]

@@ -7,7 +7,15 @@ import sys
 import numpy as np
 import pytest
 
-from vqjax.lab.data import SentencePieceTokenizer, Text, encode_split, fit_encoder, tokenizers
+from vqjax.lab.data import (
+  SentencePieceTokenizer,
+  Text,
+  encode_document,
+  encode_split,
+  fingerprint,
+  fit_tokenizer,
+  tokenizers,
+)
 from vqjax.lab.data.text import docstrings, stdlib_modules
 
 WORDS = "the cat sat on a mat while seven dogs were running after their ball".split()  # noqa: SIM905
@@ -33,29 +41,22 @@ def trained():
   return fit(SentencePieceTokenizer(vocab=1009), prose)
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("text", TEXTS)
-def test_any_text_comes_back_exactly(trained, text):
-  tokens = trained.encode(text)
-  assert tokens[-1] == trained.eos
-  assert np.count_nonzero(tokens == trained.eos) == 1
-  assert trained.decode(tokens[:-1]) == text
-
-
-def test_the_vocabulary_has_the_requested_size(trained):
+def test_any_text_comes_back_exactly_from_a_vocabulary_of_the_requested_size(trained):
   assert trained.vocab == 1009
-
-
-def test_frequent_words_are_one_piece(trained):
-  assert len(trained.encode("the same file is not")) == 5 + 1
+  assert len(trained.encode("the same file is not")) == 1 + 5  # frequent words are one piece
+  for text in TEXTS:
+    tokens = encode_document(trained, text)
+    assert tokens[-1] == trained.eos[0]
+    assert np.count_nonzero(tokens == tokens[-1]) == 1
+    assert trained.decode(tokens) == text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lines", [4_000_000, 50])
 def test_training_is_the_same_in_every_process(lines):
   code = (
-    f"from vqjax.lab.data import SentencePieceTokenizer as S; t = {PROSE};"
-    f"print(S(vocab=290, lines={lines}).fit(lambda: iter(t)).fingerprint())"
+    f"from vqjax.lab.data import SentencePieceTokenizer as S, fingerprint; t = {PROSE};"
+    f"print(fingerprint(S(vocab=290, lines={lines}).fit(lambda: iter(t))))"
   )
   runs = {
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
@@ -67,44 +68,41 @@ def test_training_is_the_same_in_every_process(lines):
 def test_a_trained_model_is_loaded_from_the_cache_not_trained_again(tmp_path, monkeypatch):
   (tmp_path / "text.txt").write_text("\n\n".join(PROSE))
   source, tokenizer = Text(str(tmp_path / "text.txt")), SentencePieceTokenizer(vocab=307)
-  trained = fit_encoder(source, tokenizer)
+  trained = fit_tokenizer(source, tokenizer)
   monkeypatch.setattr(SentencePieceTokenizer, "fit", None)
-  loaded = fit_encoder(source, tokenizer)
-  assert loaded.fingerprint() == trained.fingerprint()
-  assert encode_split(source, loaded, "test").eos == trained.eos
+  loaded = fit_tokenizer(source, tokenizer)
+  assert fingerprint(loaded) == fingerprint(trained)
+  assert encode_split(source, loaded, "test").eos == trained.eos[0]
 
 
-@pytest.mark.parametrize("state", ["", "not base 64", "bm8gbW9kZWw="])
-def test_a_damaged_state_is_refused(state):
-  with pytest.raises(ValueError, match=r"SentencePiece|base64|end-of-sentence"):
-    SentencePieceTokenizer().load(state)
-
-
-def test_too_large_a_vocabulary_names_the_largest_that_works():
-  with pytest.raises(ValueError, match=r"tokenizer\.vocab` must be at most .* got 32000") as error:
+def test_a_vocabulary_out_of_range_names_the_nearest_that_works():
+  at_most, at_least = (rf"tokenizer\.vocab` must be at {way} (\d+)" for way in ("most", "least"))
+  with pytest.raises(ValueError, match=rf"{at_most}.* got 32000") as error:
     fit(SentencePieceTokenizer())
-  largest = int(re.search(r"at most (\d+)", str(error.value))[1])
+  largest = int(re.search(at_most, str(error.value))[1])
   assert fit(SentencePieceTokenizer(vocab=largest)).vocab == largest
   with pytest.raises(ValueError, match=f"at most {largest}, "):
     fit(SentencePieceTokenizer(vocab=largest + 1))
-
-
-def test_too_small_a_vocabulary_names_the_smallest_that_works():
-  with pytest.raises(ValueError, match=r"tokenizer\.vocab` must be at least .* got 258") as error:
+  with pytest.raises(ValueError, match=rf"{at_least}.* got 258") as error:
     fit(SentencePieceTokenizer(vocab=258))
-  smallest = int(re.search(r"at least (\d+)", str(error.value))[1])
+  smallest = int(re.search(at_least, str(error.value))[1])
   assert fit(SentencePieceTokenizer(vocab=smallest)).vocab == smallest
 
 
-@pytest.mark.parametrize("documents", [[], ["", " \n\n "]])
-def test_text_without_words_is_refused(documents):
-  with pytest.raises(ValueError, match="`documents` must have words"):
-    fit(SentencePieceTokenizer(), documents)
-
-
-def test_no_lines_are_refused():
+def test_damaged_states_missing_models_and_text_without_words_are_refused(tmp_path):
+  for state in ("", "not base 64", "bm8gbW9kZWw="):
+    with pytest.raises(ValueError, match="must be that of a tokenizer"):
+      SentencePieceTokenizer().load(state)
+  for documents in ([], ["", " \n\n "]):
+    with pytest.raises(ValueError, match="`documents` must have words"):
+      fit(SentencePieceTokenizer(), documents)
   with pytest.raises(ValueError, match=r"tokenizer\.lines` must be at least 1; got 0"):
     SentencePieceTokenizer(lines=0)
+  with pytest.raises(FileNotFoundError, match=r"tokenizer\.model` must exist .* got 'no\.model'"):
+    fit(SentencePieceTokenizer(model="no.model"))
+  (tmp_path / "x.model").write_bytes(b"not a model")
+  with pytest.raises(ValueError, match=r"x\.model: `content` must be a SentencePiece model"):
+    fit(SentencePieceTokenizer(model=str(tmp_path / "x.model")))
 
 
 def test_reserved_characters_and_long_lines_are_trained_on():
@@ -121,20 +119,12 @@ def test_a_sample_has_every_line_equally_often():
   assert np.abs(counts - 3000 * 7 / 101).max() < 70
 
 
-def test_missing_and_wrong_models_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"tokenizer\.model` must exist .* got 'no\.model'"):
-    fit(SentencePieceTokenizer(model="no.model"))
-  (tmp_path / "x.model").write_bytes(b"not a model")
-  with pytest.raises(ValueError, match=r"x\.model: `content` must be a SentencePiece model"):
-    fit(SentencePieceTokenizer(model=str(tmp_path / "x.model")))
-
-
 def test_a_published_model_reads_and_writes(real_data):
   for size in (2048, 4096):
     model = real_data / f"tinystories/tok{size}.model"
     if not model.is_file():
       pytest.skip(f"no {model}")
-    encoder = fit(SentencePieceTokenizer(model=str(model)))
-    tokens = encoder.encode("Once upon a time, Lily ran.")
-    assert encoder.vocab == size
-    assert encoder.decode(tokens[:-1]) == "Once upon a time, Lily ran."
+    tokenizer = fit(SentencePieceTokenizer(model=str(model)))
+    tokens = tokenizer.encode("Once upon a time, Lily ran.")
+    assert tokenizer.vocab == size
+    assert tokenizer.decode(tokens) == "Once upon a time, Lily ran."

@@ -57,6 +57,8 @@ def test_every_paragraph_of_a_file_is_in_one_split(tmp_path):
   source = Text(write(tmp_path / "a.txt", *documents), 0.2, 0.3)
   where = split_of(source)
   assert sorted(where) == sorted(documents)
+  order = [documents.index(document) for document in source.documents("train")]
+  assert order == sorted(order)
   share = {split: list(where.values()).count(split) / 211 for split in SPLITS}
   # Three standard deviations of a binomial of 211 draws.
   assert share == pytest.approx({"train": 0.5, "valid": 0.2, "test": 0.3}, abs=0.11)
@@ -74,12 +76,6 @@ def test_even_a_few_documents_fill_every_split(tmp_path):
   for count in (3, 4, 10):
     source = Text(write(tmp_path / f"{count}.txt", *(f"document {i}" for i in range(count))))
     assert all(list(source.documents(split)) for split in ("train", "valid", "test"))
-
-
-def test_documents_keep_their_order(tmp_path):
-  source = Text(write(tmp_path / "a.txt", *(f"{i}" for i in range(300))))
-  numbers = [int(document) for document in source.documents("train")]
-  assert numbers == sorted(numbers)
 
 
 def test_a_folder_is_read_recursively_without_hidden_and_binary_files(tmp_path):
@@ -115,88 +111,53 @@ def test_a_path_is_also_looked_for_under_the_data_folder(tmp_path, monkeypatch):
   write(tmp_path / "own/train.txt", "hello")
   monkeypatch.setenv("VQJAX_DATA", str(tmp_path))
   assert list(Text("own").documents("train")) == ["hello"]
+  monkeypatch.delenv("VQJAX_DATA")
+  for make in (Text, PennTreebank, WikiText):
+    with pytest.raises(FileNotFoundError, match=r"'nowhere'.*VQJAX_DATA"):
+      list(make("nowhere").documents("train"))
 
 
-@pytest.mark.parametrize("make", [Text, PennTreebank, WikiText])
-def test_a_missing_folder_is_named_with_the_remedy(make, monkeypatch):
-  monkeypatch.delenv("VQJAX_DATA", raising=False)
-  with pytest.raises(FileNotFoundError, match=r"'nowhere'.*VQJAX_DATA"):
-    list(make("nowhere").documents("train"))
+SPLIT_BY = "`data.valid_fraction` and `data.test_fraction` must"
 
 
-def test_a_folder_without_text_is_refused(tmp_path):
-  with pytest.raises(ValueError, match=r"data\.path` must hold a text file"):
-    list(Text(str(tmp_path)).documents("train"))
-
-
-def test_an_empty_file_is_refused(tmp_path):
-  with pytest.raises(ValueError, match=r"data\.path` must have a document .* got 0"):
-    list(Text(write(tmp_path / "a.txt", "")).documents("train"))
-
-
-def test_a_file_that_is_not_utf8_names_the_byte(tmp_path):
-  (tmp_path / "a.txt").write_bytes(b"caf\xe9 noir")
-  with pytest.raises(ValueError, match=r"a\.txt must be UTF-8; got byte 0xe9 at offset 3.*iconv"):
-    list(Text(str(tmp_path)).documents("train"))
-
-
-def test_an_unknown_split_names_the_splits():
-  with pytest.raises(ValueError, match="`split` must be one of train, valid, test; got 'dev'"):
-    Text().documents("dev")
-
-
-def test_an_empty_split_names_the_fraction_to_raise(tmp_path):
-  source = Text(write(tmp_path / "a.txt", "one", "two"), valid_fraction=0.0)
-  with pytest.raises(ValueError, match=r"must have a document for 'valid'; got 2 .*valid_fraction"):
-    list(source.documents("valid"))
-
-
-def test_two_files_for_a_split_are_refused(tmp_path):
-  write(tmp_path / "train.txt", "a")
-  write(tmp_path / "train.md", "b")
-  with pytest.raises(
-    ValueError, match=r"one file for the split 'train'; got train\.md and train\.txt"
-  ):
-    list(Text(str(tmp_path)).documents("train"))
-
-
-@pytest.mark.parametrize("fractions", [(-0.1, 0.1), (0.5, 0.5)])
-def test_fractions_that_leave_no_training_text_are_refused(fractions):
-  with pytest.raises(ValueError, match=r"`data.valid_fraction` and `data.test_fraction` must"):
-    Text(None, *fractions)
+@pytest.mark.parametrize(
+  ("files", "fields", "split", "message"),
+  [
+    ({}, (), "train", r"data\.path` must hold a text file"),
+    ({"a.txt": b""}, (), "train", r"data\.path` must have a document .* got 0"),
+    ({"a.txt": b"caf\xe9"}, (), "train", r"a\.txt must be UTF-8; got byte 0xe9 at offset 3.*iconv"),
+    ({"a.txt": b"a"}, (), "dev", "`split` must be one of train, valid, test; got 'dev'"),
+    ({"a.txt": b"a\n\nb"}, (0.0,), "valid", r"a document for 'valid'; got 2 .*valid_fraction"),
+    ({"train.txt": b"a", "train.md": b"b"}, (), "train", r"got train\.md and train\.txt"),
+    ({"a.txt": b"a"}, (-0.1, 0.1), "train", SPLIT_BY),
+    ({"a.txt": b"a"}, (0.5, 0.5), "train", SPLIT_BY),
+  ],
+)
+def test_text_that_cannot_be_split_is_refused_by_name(files, fields, split, message, tmp_path):
+  for name, content in files.items():
+    (tmp_path / name).write_bytes(content)
+  with pytest.raises(ValueError, match=message):
+    list(Text(str(tmp_path), *fields).documents(split))
 
 
 def test_lines_of_a_corpus_are_documents_in_order_and_empty_ones_count(corpus):
-  assert list(PennTreebank(str(corpus)).documents("test")) == [
-    *("test 0 é", ""),
-    *("test 1 é", ""),
-    *("test 2 é", ""),
-  ]
-
-
-def test_a_corpus_without_a_split_names_it(corpus):
+  expected = ["test 0 é", "", "test 1 é", "", "test 2 é", ""]
+  assert list(PennTreebank(str(corpus)).documents("test")) == expected
   (corpus / "ptb.valid.txt").unlink()
   with pytest.raises(FileNotFoundError, match="without valid"):
     list(PennTreebank(str(corpus)).documents("train"))
 
 
 def test_documents_that_only_mention_a_split_are_documents(tmp_path):
-  for name in ("train-guide.txt", "test_plan.txt", "dev notes.txt", "other.txt"):
+  names = {"train-guide.txt", "test_plan.txt", "dev notes.txt", "other.txt"}
+  for name in names:
     write(tmp_path / name, name)
-  assert set(split_of(Text(str(tmp_path)))) == {
-    "train-guide.txt",
-    "test_plan.txt",
-    "dev notes.txt",
-    "other.txt",
-  }
+  assert set(split_of(Text(str(tmp_path)))) == names
 
 
-def test_a_folder_with_one_book_is_read_by_paragraphs(tmp_path):
+def test_a_folder_with_one_book_is_read_by_paragraphs_and_an_empty_path_is_no_folder(tmp_path):
   write(tmp_path / "book.txt", *(f"paragraph {i}" for i in range(10)))
   assert len(split_of(Text(str(tmp_path)))) == 10
-
-
-def test_an_empty_path_is_not_the_current_folder():
   with pytest.raises(ValueError, match=r"`data.path` must .* empty"):
     list(Text("").documents("train"))
 

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from tests.jitted import head_variables
 from vqjax.lm.checkpoints.families import decoder_of
 
 V = 97
@@ -74,16 +76,17 @@ CONFIGS = {
 """Configs in the words of Hugging Face; local blocks attend to a prime number of positions."""
 
 
-def random_variables(model):
-  """Variables with random numbers everywhere, also in norms and biases."""
-  tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-  init = lambda key, t: model.init(key, t, t, method="loss_terms")
-  shapes = jax.eval_shape(init, jax.random.key(0), tokens)
-  leaves, tree = jax.tree.flatten(shapes)
-  keys = jax.random.split(jax.random.key(1), len(leaves))
-  return jax.tree.unflatten(
-    tree, [0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves)]
+def random_variables(model, scale=0.3):
+  """Variables with random numbers everywhere, also in norms and biases; codes are the head's."""
+  tokens, rng = jax.ShapeDtypeStruct((1, 1), jnp.int32), np.random.default_rng(1)
+  shapes = jax.eval_shape(
+    lambda t: model.init(jax.random.key(0), t, t, method="loss_terms"), tokens
   )
+  draw = lambda x: jax.device_put(scale * rng.standard_normal(x.shape, np.float32))
+  variables = {"params": jax.tree.map(draw, shapes["params"])}
+  if "codes" in shapes:
+    variables["codes"] = {"head": head_variables(model.head)["codes"]}
+  return variables
 
 
 def small(name, **changes):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jitted import results
 from tests.lm.checkpoints.families import V, small
 from vqjax.lm.compression import calibration
 
@@ -25,11 +26,11 @@ def test_moments_are_means_of_outer_products(decoder):
   found = calibration.collect(
     model, variables, rows, counts, hidden_tokens=24, expected_tokens=24, fisher_tokens=24
   )
-  hidden = np.asarray(model.apply(variables, jnp.asarray(rows), method="hidden"), np.float64)[:, 1:]
-  flat = hidden.reshape(-1, hidden.shape[-1])
+  both = lambda v, rows: (model.apply(v, rows, method="hidden"), model.apply(v, rows))
+  hidden, logits = (x.astype(np.float64)[:, 1:] for x in results(both, variables, rows))
+  flat, logits = hidden.reshape(-1, hidden.shape[-1]), logits.reshape(-1, V)
   # Sums of float32 products.
   np.testing.assert_allclose(found.hidden, flat.T @ flat / len(flat), rtol=1e-4, atol=1e-5)
-  logits = np.asarray(model.apply(variables, jnp.asarray(rows)), np.float64)[:, 1:].reshape(-1, V)
   p = np.exp(logits - logits.max(axis=1, keepdims=True))
   p /= p.sum(axis=1, keepdims=True)
   expected = (counts + counts.sum() * p.mean(axis=0)) / 2
@@ -39,18 +40,23 @@ def test_moments_are_means_of_outer_products(decoder):
 
 def test_a_gradient_is_that_of_the_log_probability_of_the_drawn_tokens(decoder):
   model, variables = decoder
-  row = jnp.asarray(windows(1))
-  key = jax.random.key(3)
+  row, key = windows(1), jax.random.key(3)
+
+  def gradient(variables, key):
+    vectors = variables["params"]["embedding"]["weight"][row]
+
+    def log_prob(e):
+      hidden = model.apply(variables, e, True, method="body")
+      of_head = lambda m, h, k: (m.head.logits(h), m.head.sample(jax.lax.stop_gradient(h), k))
+      logits, drawn = model.apply(variables, hidden, key, method=of_head)
+      return jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[..., None], -1).sum()
+
+    return jax.grad(log_prob)(vectors)
+
+  expected = results(gradient, variables, key)
+  # The program of the test above, which has windows of this length.
   found = calibration._gradient(variables, row, key, model=model)
-  vectors = variables["params"]["embedding"]["weight"][row]
-  body = lambda e: model.apply(variables, e, True, method="body")
-  head = lambda h: model.apply(variables, h, method=lambda m, h: m.head.logits(h))
-  drawn = model.apply(variables, body(vectors), key, method=lambda m, h, k: m.head.sample(h, k))
-
-  def log_prob(e):
-    return jnp.take_along_axis(jax.nn.log_softmax(head(body(e))), drawn[..., None], -1).sum()
-
-  np.testing.assert_allclose(found, jax.grad(log_prob)(vectors), rtol=1e-3, atol=1e-5)
+  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_an_interrupted_call_goes_on(decoder, tmp_path, monkeypatch):

@@ -64,14 +64,14 @@ def test_a_gguf_has_other_tables_and_all_else_byte_for_byte(kind, model_file, mo
 
 def test_what_is_read_back_has_the_values_that_were_fitted(model_file, moments, tmp_path):
   errors = {}
-  table = checkpoints.load(model_file).variables["params"]["embedding"]["weight"]
+  table = np.asarray(checkpoints.load(model_file).variables["params"]["embedding"]["weight"])
   names = {tensor.name for tensor in gguf.GGUFReader(model_file).tensors}
   tables = ["embedding", *(["head"] if "output.weight" in names else [])]
   metric = moments.of_tables(tables)["embedding"].metric()
   for name, given in {"plain": None, "fitted": moments}.items():
     out = tmp_path / f"{name}.gguf"
     exports.export_gguf(model_file, out, "Q4_0", moments=given)
-    wrong = np.asarray(checkpoints.load(out).variables["params"]["embedding"]["weight"] - table)
+    wrong = np.asarray(checkpoints.load(out).variables["params"]["embedding"]["weight"]) - table
     errors[name] = np.einsum("rd,de,re->", wrong, metric, wrong)
   assert errors["fitted"] < errors["plain"]
 

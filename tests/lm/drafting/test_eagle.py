@@ -9,6 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.jitted import results
 from tests.lm.generation.test_speculation import (
   CONTEXT,
   GREEDY,
@@ -41,16 +42,16 @@ def test_rounds_are_those_that_unrolled_predictions_imply(name):
   result = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=eagle)
   assert (result.tokens == plain().tokens).all()
   texts = [prompt + row for prompt, row in zip(PROMPTS, plain().tokens.tolist())]
-  rows = jnp.array([text + [0] * (CONTEXT - len(text)) for text in texts])
-  hidden = jax.jit(lambda v: model.apply(v, rows, method="hidden"))(variables)
-  vectors = jax.jit(lambda v, params: unrolled(model, v, params, rows, hidden, depth=eagle.length))(
-    variables, eagle.params
-  )
-  if eagle.head is None:
-    scores = jax.jit(lambda v: model.apply(v, vectors, method=lambda m, x: m.head(x)))(variables)
-    drafts = scores.argmax(-1)
-  else:
-    drafts = np.array(MAP)[eagle.head.apply(eagle.variables, vectors).argmax(-1)]
+  rows = np.array([text + [0] * (CONTEXT - len(text)) for text in texts])
+
+  def drafted(variables, params, rows):
+    hidden = model.apply(variables, rows, method="hidden")
+    vectors = unrolled(model, variables, params, rows, hidden, depth=eagle.length)
+    if eagle.head is None:
+      return model.apply(variables, vectors, method=lambda m, x: m.head(x)).argmax(-1)
+    return jnp.array(MAP)[eagle.head.apply(eagle.variables, vectors).argmax(-1)]
+
+  drafts = results(drafted, variables, eagle.params, rows)
   for prompt, text, row, passes in zip(PROMPTS, texts, np.moveaxis(drafts, 0, 1), result.passes):
     # The pass over the prompt gives one token, and each round one more than it accepts.
     latest, rounds = len(prompt), 1
@@ -93,19 +94,21 @@ def test_a_drafter_of_fewer_tokens_is_tested_on_the_end_of_the_prompts(begun, sa
   (model, variables), prompts = target(), PROMPTS[-rows:]
   eagle = dataclasses.replace(drafter("eagle, fewer tokens"), cost=0.1)
   generate(model, variables, prompts, KEY, sampling, max_tokens=2, drafter=eagle)
-  agreed = count = 0
-  for prompt in prompts:
-    row = jnp.array([prompt])
-    hidden = model.apply(variables, row, method="hidden")
-    predicted = unrolled(model, variables, eagle.params, row, hidden, depth=1)[0]
-    p, q = (eagle.head.apply(eagle.variables, x)[0] for x in (hidden, predicted))
+  rows_BT = np.array([prompt + [0] * (17 - len(prompt)) for prompt in prompts])
+
+  def agreement(variables, params, rows_BT):
+    hidden = model.apply(variables, rows_BT, method="hidden")
+    predicted = unrolled(model, variables, params, rows_BT, hidden, depth=1)[0]
+    p, q = (eagle.head.apply(eagle.variables, x) for x in (hidden, predicted))
     if sampling.is_greedy:
-      agreement = p.argmax(-1) == q.argmax(-1)
-    else:
-      agreement = jnp.minimum(jax.nn.softmax(p / 0.8), jax.nn.softmax(q / 0.8)).sum(-1)
+      return p.argmax(-1) == q.argmax(-1)
+    return jnp.minimum(jax.nn.softmax(p / 0.8), jax.nn.softmax(q / 0.8)).sum(-1)
+
+  agreed = count = 0
+  for prompt, found in zip(prompts, results(agreement, variables, eagle.params, rows_BT)):
     tested = range(max(1, len(prompt) - TESTED_POSITIONS // rows), len(prompt))
     known = sum(prompt[at] in MAP for at in tested) / max(1, len(tested))
-    agreed += known * sum(float(agreement[at]) for at in tested)
+    agreed += known * sum(float(found[at]) for at in tested)
     count += len(tested)
   expected = agreed * PROMPT_WEIGHT + PRIOR[0], count * PROMPT_WEIGHT + PRIOR[1]
   np.testing.assert_allclose(begun[0], [expected], rtol=1e-5)
@@ -124,7 +127,7 @@ def test_many_prompts_weigh_no_more_than_one(begun):
 
 def test_a_drafter_of_nan_drafts_no_more(begun):
   eagle = drafter("eagle, fewer tokens")
-  params = jax.tree.map(lambda x: x * jnp.nan, eagle.params)
+  params = jax.tree.map(lambda x: np.full_like(x, np.nan), eagle.params)
   eagle = dataclasses.replace(eagle, params=params, cost=0.1, overhead=0.2)
   sampling = Sampling(0.8)
   result = generate(*target(), PROMPTS[:1], KEY, sampling, max_tokens=NEW, drafter=eagle)
@@ -132,6 +135,7 @@ def test_a_drafter_of_nan_drafts_no_more(begun):
   assert (result.tokens >= 0).all()
 
 
+@pytest.mark.programs(60)  # a model is known by a number of each of its arrays, whose sizes differ
 def test_a_drafter_is_read_as_it_was_written_and_refused_elsewhere(tmp_path):
   path, (model, variables) = tmp_path / "drafter.safetensors", target()
   head = frequent_head(model, variables, MAP)
@@ -144,7 +148,7 @@ def test_a_drafter_is_read_as_it_was_written_and_refused_elsewhere(tmp_path):
   assert (read.tokens == np.array(MAP)).all()
   assert (read.length, read.times(GREEDY), read.times(Sampling())) == (2, (0.25, 0.5), (0.5, 2.0))
   np.testing.assert_array_equal(
-    read.variables["params"]["weight"], variables["params"]["head"]["weight"][jnp.array(MAP)]
+    read.variables["params"]["weight"], np.asarray(variables["params"]["head"]["weight"])[MAP]
   )
   with pytest.raises(ValueError, match=r"drafter of this model; got .*another"):
     load_eagle(

@@ -1,10 +1,10 @@
 """Tensors of drafters mean here what they mean to the libraries that run them."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jitted import results
 from vqjax import DenseHead, RoutedHead
 from vqjax.lm.drafting import layouts
 
@@ -13,14 +13,15 @@ V, D, C, BUDGET = 96, 16, 8, 3
 
 @pytest.fixture(scope="module")
 def made():
-  head = DenseHead(V, D)
-  variables = {"params": {"weight": jax.random.normal(jax.random.key(0), (V, D))}}
-  order = np.random.default_rng(0).permutation(V)
-  own, given = RoutedHead.from_dense(head, variables, order, C, BUDGET)
-  moved = jax.random.normal(jax.random.key(1), (C, D))
-  return head, variables, own, {**given, "params": {**given["params"], "centroids": moved}}
+  head, rng = DenseHead(V, D), np.random.default_rng(0)
+  variables = {"params": {"weight": rng.standard_normal((V, D), np.float32)}}
+  order = rng.permutation(V)
+  given = results(lambda v: RoutedHead.from_dense(head, v, order, C, BUDGET)[1], variables)
+  given["params"]["centroids"] = rng.standard_normal((C, D), np.float32)
+  return head, variables, RoutedHead(V, D, clusters=C, budget=BUDGET), given
 
 
+@pytest.mark.programs(30)  # `routed_head` computes the centroids once, operation by operation
 def test_routed_tensors_come_back(made):
   head, variables, own, given = made
   tensors = layouts.routed_tensors(own, given)
@@ -52,11 +53,11 @@ def test_transformers_scores_the_same_rows(made):
   assert {key: (x.shape, x.dtype) for key, x in theirs.state_dict().items()} == {
     key: (x.shape, x.dtype) for key, x in state.items()
   }
-  hidden = np.array(jax.random.normal(jax.random.key(2), (2, 5, D)))
+  hidden = np.random.default_rng(2).standard_normal((2, 5, D), np.float32)
   weight = torch.tensor(np.array(variables["params"]["weight"]))
   with torch.no_grad():
     expected = theirs(torch.tensor(hidden), weight).numpy()
-  ours = np.asarray(own.apply(given, jnp.asarray(hidden)))
+  ours = results(own.apply, given, hidden)
   # Theirs gives all rows of other clusters one score below the least, ours the centroid's.
   scored = expected > expected.min(axis=-1, keepdims=True)
   assert scored.sum(axis=-1).tolist() == [[BUDGET * V // C] * 5] * 2

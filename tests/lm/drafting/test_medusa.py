@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.jitted import head_variables, results
 from tests.lm.generation import test_speculation as speculated
 from tests.lm.generation.reference import log_softmax
 from tests.lm.generation.test_speculation import (
@@ -54,9 +55,9 @@ HEADS = {
 
 def blocks(count=3, dim=D):
   """Random blocks."""
-  weight_key, bias_key = jax.random.split(jax.random.key(4))
-  weight = 0.3 * jax.random.normal(weight_key, (count, dim, dim))
-  return MedusaBlocks(weight, 0.1 * jax.random.normal(bias_key, (count, dim)))
+  rng = np.random.default_rng(4)
+  weight, bias = (rng.standard_normal((count, *size), np.float32) for size in ((dim, dim), (dim,)))
+  return MedusaBlocks(*map(jax.device_put, (0.3 * weight, 0.1 * bias)))
 
 
 def medusa(name="the model's", **options):
@@ -65,7 +66,7 @@ def medusa(name="the model's", **options):
   options = {"tree": TREE, "cost": 0, "tokens": MAP if name == "fewer tokens" else None} | options
   if head is None:
     return Medusa(blocks(), **options)
-  return Medusa(blocks(), head, head.init(jax.random.key(5), jnp.zeros((1, D))), **options)
+  return Medusa(blocks(), head, head_variables(head, seed=5), **options)
 
 
 @pytest.mark.fast_cases(1)
@@ -94,8 +95,8 @@ def test_a_tree_of_one_path_is_a_chain():
 @pytest.mark.slow
 def test_a_tree_may_be_wider_than_the_tokens_that_have_a_score():
   head = DenseHead(V, D, use_bias=True)
-  bias = jnp.full(V, -jnp.inf).at[3].set(0.0)
-  variables = {"params": {"weight": jnp.ones((V, D)), "bias": bias}}
+  bias = np.where(np.arange(V) == 3, 0, -np.inf).astype(np.float32)
+  variables = {"params": {"weight": np.ones((V, D), np.float32), "bias": bias}}
   drafter = Medusa(blocks(), head, variables, tree=TREE, cost=0)
   result = generate(*target(), PROMPTS, KEY, GREEDY, max_tokens=NEW, drafter=drafter)
   assert (result.tokens == plain().tokens).all()
@@ -173,7 +174,8 @@ def test_typical_acceptance_takes_the_longest_likely_path():
   head = DenseHead(V, V)
   program = medusa(typical=typical).program(target()[0], Sampling(0.7), 3, False)
   rule = lambda head: program._typical(head, jnp.asarray(logits), jnp.asarray(tokens), KEY, None)
-  found = jax.jit(lambda v: head.apply(v, method=rule))({"params": {"weight": jnp.eye(V)}})[0]
+  eye = {"params": {"weight": np.eye(V, dtype=np.float32)}}
+  found = results(lambda v: head.apply(v, method=rule), eye)[0]
   log_p = log_softmax(logits / 0.7)
   entropy = -(np.exp(log_p) * log_p).sum(-1)
   enough = np.minimum(np.log(0.15), np.log(0.6) - entropy)
@@ -202,7 +204,7 @@ def test_trees_that_are_rejected_are_given_up(monkeypatch):
   unused = next(v for v in range(V) if v not in plain().tokens)
   head = DenseHead(1, D)
   never = Medusa(
-    *(blocks(), head, head.init(KEY, jnp.zeros((1, D)))),
+    *(blocks(), head, head_variables(head)),
     tokens=[unused],
     tree=Tree.chain(2),
     cost=0.3,
@@ -226,13 +228,18 @@ def test_the_loss_and_the_ranks_are_those_of_dense_logits():
   of_target = np.take_along_axis(log_p, number[..., None], axis=-1)[..., 0]
   wanted = [-of_target[number[:, k] >= 0, k].mean() for k in range(3)]
   model, variables = target()
-  given = model, variables, drafter.blocks, hidden, number, drafter.head, drafter.variables
-  np.testing.assert_allclose(medusa_loss(*given), wanted, rtol=1e-5)
+
+  def program(variables, hidden, number, targets):
+    given = drafter.blocks, hidden, number, drafter.head, drafter.variables
+    loss = medusa_loss(model, variables, *given)
+    return loss, medusa_ranks(drafter, model, unstacked(variables), hidden, targets, 4)
+
+  loss, found = results(program, variables, hidden, number, targets)
+  np.testing.assert_allclose(loss, wanted, rtol=1e-5)
   order = np.argsort(-log_p, axis=-1)[..., :4]
   is_target = np.asarray(MAP)[order] == targets[..., None]
   ranks = np.where(is_target.any(-1), is_target.argmax(-1), -1)
-  found = medusa_ranks(drafter, model, unstacked(variables), hidden, targets, 4)
-  assert (np.asarray(found) == ranks).all()
+  assert (found == ranks).all()
 
 
 BAD = {
@@ -267,7 +274,7 @@ def test_a_file_gives_the_drafter_back_and_fits_no_other_model(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, found.variables, drafter.variables)
   with pytest.raises(ValueError, match=r"`head` must be the output layer in the file"):
     load_medusa(path, model, variables)
-  other = jax.tree.map(lambda x: 2 * x, variables)
+  other = jax.tree.map(lambda x: 2 * np.asarray(x), variables)
   with pytest.raises(ValueError, match=r"must be a drafter of this model"):
     load_medusa(path, model, other, drafter.head)
   path.write_bytes(path.read_bytes()[:100])

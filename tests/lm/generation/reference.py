@@ -6,7 +6,8 @@ import functools
 import jax
 import numpy as np
 
-from tests.lm.checkpoints.families import V, small
+from tests.fakes import FakeTokenizer
+from tests.lm.checkpoints.families import V, random_variables, small
 
 GEMMA = {"num_hidden_layers": 3, "sliding_window_pattern": 2, "sliding_window": 37}
 PROMPTS = [
@@ -16,8 +17,6 @@ PROMPTS = [
   [(5 * t + 1) % V for t in range(20)],
 ]
 """Prompts of unequal lengths, of which one is longer than the window."""
-
-KEY = jax.random.key(2)
 
 LONGEST = 80
 """Length to which rows are padded for full passes."""
@@ -36,22 +35,24 @@ def family(name):
 def with_head(head):
   """A small decoder with another head, and random variables for it."""
   model = family("llama")[0].clone(head=head, layers=1)
-  tokens = np.zeros((1, 1), np.int32)
-  variables = jax.jit(functools.partial(model.init, method="loss_terms"))(KEY, tokens, tokens)
-  # Larger numbers, so that tokens differ in probability; codes stay as they are.
-  return model, variables | {"params": jax.tree.map(lambda x: 3 * x, variables["params"])}
+  return model, random_variables(model)
 
 
 @functools.lru_cache
-def _logits(model):
+def _full_pass(model):
   return jax.jit(model.apply)
 
 
-def log_probs(model, variables, row):
-  """Log-probabilities [T, V] after each token of a row, by one full pass, float64 at the end."""
+def logits(model, variables, row):
+  """Logits [T, V] after each token of a row, by one full pass."""
   tokens = np.zeros((1, LONGEST), np.int32)
   tokens[0, : len(row)] = row
-  return log_softmax(np.asarray(_logits(model)(variables, tokens))[0, : len(row)])
+  return np.array(_full_pass(model)(variables, tokens))[0, : len(row)]
+
+
+def log_probs(model, variables, row):
+  """Log-probabilities [T, V] after each token of a row, float64 at the end."""
+  return log_softmax(logits(model, variables, row))
 
 
 def log_softmax(logits):
@@ -70,12 +71,12 @@ def greedy(model, variables, prompt, count):
   return row[len(prompt) :], scores
 
 
-class Letters:
+class Letters(FakeTokenizer):
   """A tokenizer whose token n is the letter of code point 32 + n."""
 
-  vocab, eos = V, ()
+  vocab = V
 
-  def encode(self, text):
+  def encode(self, text, *, special=True):
     """The token of each letter."""
     return [ord(letter) - 32 for letter in text]
 

@@ -50,7 +50,7 @@ def test_a_head_in_place_of_the_loaded_one_generates_what_full_passes_do(name, t
   checkpoints.save(tmp_path / "model", *family("llama"))
   model, variables, _ = checkpoints.load(tmp_path / "model", head=HEADS[name]())
   # A fresh head is nearly uniform.
-  larger = jax.tree.map(lambda x: 3 * x, variables["params"]["head"])
+  larger = jax.tree.map(lambda x: 3 * np.asarray(x), variables["params"]["head"])
   variables |= {"params": variables["params"] | {"head": larger}}
   result = generate(model, variables, PROMPTS[1:3], KEY, GREEDY, max_tokens=11)
   for row, prompt in enumerate(PROMPTS[1:3]):
@@ -61,7 +61,7 @@ def test_a_head_in_place_of_the_loaded_one_generates_what_full_passes_do(name, t
 
 def test_a_single_row_in_bfloat16_has_the_log_probs_of_a_full_pass():
   model, variables = family("llama")
-  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables)
+  half = jax.tree.map(lambda x: jax.device_put(np.asarray(x, jnp.bfloat16)), variables)
   model = model.clone(
     dtype=jnp.bfloat16, head=model.head.clone(dtype=jnp.bfloat16, parent=None), parent=None
   )
@@ -158,7 +158,7 @@ def test_a_wrong_argument_is_named_with_its_value(change):
 
 def test_a_model_that_diverged_is_an_error():
   model, variables = family("llama")
-  broken = jax.tree.map(lambda x: x * jnp.nan, variables)
+  broken = jax.tree.map(lambda x: np.full_like(x, np.nan), variables)
   with pytest.raises(ValueError, match="finite"):
     generate(model, broken, PROMPTS, KEY, GREEDY, max_tokens=30)
 

@@ -1,12 +1,11 @@
 """Tokens are drawn from the distribution that the options say, for any head."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
-from tests.lm.generation.reference import V, family, log_probs, log_softmax
+from tests.lm.generation.reference import V, family, log_softmax, logits
 from vqjax.lm.generation import Sampling, generate
 
 DRAWS = 3001
@@ -44,11 +43,8 @@ def test_draws_have_the_frequencies_of_the_definition(name):
   drawn = generate(
     *(model, variables, [PROMPT] * DRAWS, jax.random.key(1), options), max_tokens=1, log_probs=False
   )
-  logits = log_probs(model, variables, PROMPT)[-1]
-  if options.repetition_penalty != 1:
-    # The penalty depends on the sign of the logits themselves.
-    logits = np.asarray(model.apply(variables, jnp.array([PROMPT])))[0, -1]
-  p = distribution(logits, options, {*PROMPT})
+  # The penalty depends on the sign of the logits themselves.
+  p = distribution(logits(model, variables, PROMPT)[-1], options, {*PROMPT})
   counts = np.bincount(drawn.tokens[:, 0], minlength=V)
   assert counts[p == 0].sum() == 0
   # Cells with fewer than five expected draws are one cell.
@@ -58,17 +54,16 @@ def test_draws_have_the_frequencies_of_the_definition(name):
   assert (p > 0).sum() > 2
 
 
-@pytest.mark.slow
 def test_the_penalty_counts_the_prompt_and_what_was_generated():
   model, variables = family("llama")
   options = Sampling(0, repetition_penalty=3.0)
   result = generate(model, variables, [PROMPT, [7]], jax.random.key(0), options, max_tokens=12)
   for prompt, tokens in zip([PROMPT, [7]], result.tokens.tolist()):
-    row = np.array([[*prompt, *tokens]])
-    logits = np.asarray(model.apply(variables, jnp.array(row)))[0]
+    row = [*prompt, *tokens]
+    scores = logits(model, variables, row)
     for at, token in enumerate(tokens):
-      seen = {*row[0, : len(prompt) + at].tolist()}
-      last = logits[len(prompt) + at - 1].astype(np.float64)
+      seen = {*row[: len(prompt) + at]}
+      last = scores[len(prompt) + at - 1].astype(np.float64)
       for known in seen:
         last[known] = last[known] / 3 if last[known] > 0 else last[known] * 3
       assert token == last.argmax()

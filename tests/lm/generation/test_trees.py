@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -68,7 +67,7 @@ def before(size):
   """Model, variables, and the caches of the prompts and of `STEPS` tokens more of each row."""
   model, stacked = target()
   variables = unstacked(stacked)
-  tokens_BT, length_B = map(jnp.asarray, padded(PROMPTS, model.context))
+  tokens_BT, length_B = padded(PROMPTS, model.context)
   generated = np.random.default_rng(1).integers(0, V, (len(PROMPTS), 5)).astype(np.int32)
   given = model, variables, tokens_BT, length_B
   rings = jax.jit(prefill, static_argnums=(0, 4, 5))(*given, CONTEXT, size)[1]
@@ -103,8 +102,9 @@ def test_a_path_and_its_cache_are_those_of_plain_tokens():
   way_BT, depth_B = TREE.ways[node_B], TREE.depths[node_B]
   path_BT = np.take_along_axis(tokens_BN, way_BT, axis=1)
   hidden_BTD, plain = extended(*given, path_BT, length_B, STEPS)
-  for ring, other in zip(after, plain):
-    for moved, own in zip(ring.along(jnp.asarray(STEPS), jnp.asarray(way_BT)), other):
+  along = jax.jit(lambda rings, *ways: [ring.along(*ways) for ring in rings])
+  for ring, other in zip(*jax.device_get((along(after, STEPS, way_BT), plain))):
+    for moved, own in zip(ring, other):
       for row, (step, depth) in enumerate(zip(STEPS, depth_B)):
         slots = (step + np.arange(depth + 1)) % own.shape[1]
         np.testing.assert_allclose(moved[row, slots], own[row, slots], atol=2e-5)
@@ -117,6 +117,6 @@ def test_a_path_and_its_cache_are_those_of_plain_tokens():
 def test_a_cache_without_slots_for_all_nodes_is_refused():
   model, variables, rings, length_B, _ = before(TREE.size)
   wide = Tree([(rank,) for rank in range(20)])
-  tokens_BN = jnp.zeros((len(PROMPTS), 21), jnp.int32)
+  tokens_BN = np.zeros((len(PROMPTS), 21), np.int32)
   with pytest.raises(ValueError, match=r"`rings` must have slots for the 21 nodes.*rejected=20"):
-    extend(model, variables, rings, tokens_BN, length_B, jnp.asarray(STEPS), wide)
+    extended(model, variables, rings, tokens_BN, length_B, STEPS, tree=wide)

@@ -167,4 +167,4 @@ def test_a_span_of_large_tokens_is_predicted():
 )
 def test_fields_and_tokens_that_do_not_fit_are_named(options, shape, message):
   with pytest.raises(ValueError, match=message):
-    encoder(**options).init(jax.random.key(0), jnp.zeros(shape, jnp.int32))
+    jax.eval_shape(encoder(**options).init, jax.random.key(0), np.zeros(shape, np.int32))

@@ -1,11 +1,11 @@
 """Completions of stories against the model's own distribution, token by token."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments.studies.grouped.stories import beginnings, complete
+from tests import jitted
 from vqjax import DenseEmbedding, DenseHead
 from vqjax.lab.data import BPETokenizer, WordTokenizer
 from vqjax.lm.models import Transformer
@@ -22,63 +22,56 @@ def trained():
   model = Transformer(
     *(DenseEmbedding(VOCAB, 8), DenseHead(VOCAB, 8), 8), layers=1, heads=2, context=CONTEXT
   )
-  variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
-  return model, jax.tree.map(lambda x: 3 * x + 0.1, variables)
+  variables = jitted.init(model, jax.random.key(0), np.zeros((1, CONTEXT), np.int32))
+  return model, jax.tree.map(lambda x: 3 * np.asarray(x) + 0.1, variables)
 
 
 @pytest.fixture(scope="module")
 def scores(trained):
   """Tokens -> float64 logits of the next token, of one row at full length."""
-  logits = jax.jit(trained[0].apply)
 
   def call(row):
     seen = row[-CONTEXT:]
-    filled = jnp.array([seen + [VOCAB - 1] * (CONTEXT - len(seen))])
-    return np.asarray(logits(trained[1], filled)[0, len(seen) - 1], np.float64)
+    filled = np.array([seen + [VOCAB - 1] * (CONTEXT - len(seen))])
+    return np.asarray(jitted.apply(*trained, filled), np.float64)[0, len(seen) - 1]
 
   return call
 
 
-@pytest.fixture(scope="module")
-def greedy(scores):
-  """The most likely tokens of each prompt, one row at a time."""
-  written = []
+@pytest.mark.slow
+def test_greedy_tokens_depend_on_no_other_prompt_or_shorter_window_and_stop_at_eos(trained, scores):
+  greedy = []
   for prompt in PROMPTS:
     row = list(prompt)
     for _ in range(6):
       row.append(int(np.argmax(scores(row))))
-    written.append(row[len(prompt) :])
-  return written
-
-
-@pytest.mark.slow
-def test_greedy_tokens_do_not_depend_on_the_other_prompts(trained, greedy):
-  key = jax.random.key(1)
+    greedy.append(row[len(prompt) :])
+  write = lambda prompts, tokens, eos: complete(
+    *trained, prompts, jax.random.key(1), tokens=tokens, eos=eos, temperature=0
+  )
   assert len({token for row in greedy for token in row}) > 3
-  assert complete(*trained, PROMPTS, key, tokens=6, eos=NEVER, temperature=0) == greedy
-
-
-@pytest.mark.slow
-def test_a_completion_stops_at_eos(trained, greedy):
+  assert write(PROMPTS, 6, NEVER) == greedy
+  # A window that is shorter than the context.
+  assert write(PROMPTS[:1], 3, NEVER) == [greedy[0][:3]]
   end = greedy[1][2]
   cut = [row[: row.index(end)] if end in row else row for row in greedy]
   assert min(map(len, cut)) < 6
-  key = jax.random.key(1)
-  assert complete(*trained, PROMPTS, key, tokens=6, eos=end, temperature=0) == cut
+  assert write(PROMPTS, 6, end) == cut
 
 
-@pytest.mark.slow
-def test_a_window_shorter_than_the_context_gives_equal_tokens(trained, greedy):
-  key = jax.random.key(1)
-  found = complete(*trained, PROMPTS[:1], key, tokens=3, eos=NEVER, temperature=0)
-  assert found == [greedy[0][:3]]
-
-
-def test_a_model_that_diverged_is_refused(trained):
+def test_invalid_arguments_and_a_model_that_diverged_are_named(trained):
   model, variables = trained
-  diverged = jax.tree.map(lambda x: x * jnp.nan, variables)
-  with pytest.raises(ValueError, match=r"`variables`.*prompt 0"):
-    complete(model, diverged, [[1]], jax.random.key(0), tokens=1, eos=NEVER)
+  diverged = jax.tree.map(lambda x: x * np.nan, variables)
+  for given, prompts, tokens, names in (
+    (variables, [], 3, "`prompts`"),
+    (variables, [[1], []], 3, "`prompts`.*prompt 1"),
+    (variables, [[1, 23]], 3, "`prompts`.*23 in prompt 0"),
+    (variables, [[-1]], 3, "`prompts`.*-1"),
+    (variables, [[1]], 0, "`tokens`.*0"),
+    (diverged, [[1]], 1, r"`variables`.*prompt 0"),
+  ):
+    with pytest.raises(ValueError, match=names):
+      complete(model, given, prompts, jax.random.key(0), tokens=tokens, eos=NEVER)
 
 
 @pytest.mark.slow
@@ -104,21 +97,6 @@ def test_samples_have_the_heads_probabilities(trained, scores):
   assert np.all(np.abs(share - expected) <= 5 * np.sqrt(expected * (1 - expected) / rows) + 1e-9)
 
 
-@pytest.mark.parametrize(
-  ("prompts", "tokens", "names"),
-  [
-    ([], 3, "`prompts`"),
-    ([[1], []], 3, "`prompts`.*prompt 1"),
-    ([[1, 23]], 3, "`prompts`.*23 in prompt 0"),
-    ([[-1]], 3, "`prompts`.*-1"),
-    ([[1]], 0, "`tokens`.*0"),
-  ],
-)
-def test_invalid_arguments_are_named(trained, prompts, tokens, names):
-  with pytest.raises(ValueError, match=names):
-    complete(*trained, prompts, jax.random.key(0), tokens=tokens, eos=0)
-
-
 STORIES = [
   "Once upon a time there was.",
   "Lone",
@@ -131,21 +109,21 @@ HALVES = ["Once upon a", "Tom\n\nran a", "overmuch"]
 
 @pytest.mark.parametrize("tokenizer", [WordTokenizer(), BPETokenizer(260)])
 def test_a_beginning_is_the_first_half_in_whole_words(tokenizer):
-  encoder = tokenizer.fit(lambda: STORIES)
-  prompts = beginnings(iter(STORIES), encoder, 3)
-  assert prompts == [encoder.encode(half).tolist()[:-1] for half in HALVES]
-  assert beginnings(iter(STORIES), encoder, 1) == prompts[:1]
+  tokenizer = tokenizer.fit(lambda: STORIES)
+  prompts = beginnings(iter(STORIES), tokenizer, 3)
+  assert prompts == [tokenizer.encode(half, special=False) for half in HALVES]
+  assert beginnings(iter(STORIES), tokenizer, 1) == prompts[:1]
   with pytest.raises(ValueError, match=r"`count`.*\[1, 3\].*4"):
-    beginnings(STORIES, encoder, 4)
+    beginnings(STORIES, tokenizer, 4)
   with pytest.raises(ValueError, match=r"`count`.*0"):
-    beginnings(STORIES, encoder, 0)
+    beginnings(STORIES, tokenizer, 0)
 
 
 def test_byte_pairs_of_beginning_and_rest_spell_the_story():
-  encoder = BPETokenizer(270).fit(lambda: STORIES)
-  prompts = beginnings(STORIES, encoder, 2)
-  whole = [encoder.encode(STORIES[place]).tolist()[:-1] for place in (0, 3)]
+  tokenizer = BPETokenizer(270).fit(lambda: STORIES)
+  prompts = beginnings(STORIES, tokenizer, 2)
+  whole = [tokenizer.encode(STORIES[place], special=False) for place in (0, 3)]
   rest = [tokens[len(prompt) :] for tokens, prompt in zip(whole, prompts)]
   assert [prompt + end for prompt, end in zip(prompts, rest)] == whole
-  texts = [(encoder.decode(a), encoder.decode(b)) for a, b in zip(prompts, rest)]
+  texts = [(tokenizer.decode(a), tokenizer.decode(b)) for a, b in zip(prompts, rest)]
   assert texts == [("Once upon a", " time there was."), ("Tom\n\nran a", " long way.")]
