@@ -139,16 +139,9 @@ def logical_axes(declaration: Declaration) -> dict:
   return _by_collection(declaration, lambda variable: variable.axes)
 
 
-def structs(declaration: Declaration) -> dict:
-  """Trees of `jax.ShapeDtypeStruct` by collection, like the variables."""
-  return _by_collection(
-    declaration, lambda variable: jax.ShapeDtypeStruct(variable.shape, variable.dtype)
-  )
-
-
 def count_and_bytes(declaration: Declaration) -> tuple[int, int]:
   """The number of parameters, and the bytes of the variables of all collections."""
-  arrays = structs(declaration)
+  arrays = _by_collection(declaration, lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype))
   params = sum(math.prod(x.shape) for x in jax.tree.leaves(arrays.get("params", {})))
   return params, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 

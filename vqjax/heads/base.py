@@ -195,7 +195,10 @@ class Head(Layer):
       ValueError: an option is outside its range, or `allowed` has another shape.
     """
     options = SamplingOptions(temperature, top_k, top_p)
-    body = lambda arrays, *given: self._sample(arrays, *given[:2], options, given[2])
+
+    def body(arrays, hidden, key, allowed):
+      return self._sample(arrays, hidden, key, options, allowed)
+
     return self._drawn(body, hidden, key, allowed)
 
   @final
@@ -245,9 +248,14 @@ class Head(Layer):
     def body(arrays, hidden, tokens):
       known, token = in_vocabulary(tokens, self.vocab)
       found = gradient_share(lambda one: self._scores(arrays, one), hidden, token)
-      # `rank` is an integer, which depends on the context alone.
       outside = lambda x: jnp.where(known, x, jnp.nan)
-      return GradientShare(*map(outside, found[:3]), found.rank)
+      # The rank depends on the context alone, whatever the token is.
+      return GradientShare(
+        kept=outside(found.kept),
+        gain=outside(found.gain),
+        norm=outside(found.norm),
+        rank=found.rank,
+      )
 
     check_arrays(tokens=tokens)
     return self._on_devices(body, hidden, jnp.asarray(tokens))

@@ -1,6 +1,6 @@
 """The dense head with a first pass over 8-bit rows, and proofs of its answers."""
 
-# A call of `best` or `sample`, where a first pass takes less time than all rows (`certified.pays`):
+# A call of `best`, or of `sample` where a first pass takes less time than all rows do:
 #
 #   bounds    [V, *B]   scores from 8-bit rows, plus what they may be wrong by
 #   finished            the mask of allowed tokens, and for a draw 1 / temperature and Gumbel noise
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ class CertifiedHead(DenseHead):
     if is_open:
       # The number of the device: no two of them may use the same noise.
       noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
-      noise = (noise_key, options.temperature)
+      noise = _Noise(noise_key, options.temperature)
       return best(arrays, hidden, 1, allowed, noise).tokens[..., 0]
     k = 1 if options.is_greedy else min(options.top_k, self.vocab)
     found = best(arrays, hidden, k, allowed)
@@ -169,10 +169,7 @@ class CertifiedHead(DenseHead):
     return sampling.draw_among(scores, found.tokens, key, options.top_p)
 
   def _best(self, arrays, hidden, k, allowed=None, noise=None) -> Best:
-    """`certified.best` of the device's own rows.
-
-    `noise` is a key and a temperature: scores are divided by it and get Gumbel noise.
-    """
+    """`certified.best` of the device's own rows."""
     weight, bias = self._rows(arrays).all(), arrays["bias"]
     count = weight.shape[0]
     dtype = jnp.dtype(self.dtype or jnp.promote_types(hidden.dtype, weight.dtype))
@@ -195,7 +192,8 @@ class CertifiedHead(DenseHead):
       if noise_VB is None:
         return score_Bn, lower_Bn
       noise_Bn = jnp.take_along_axis(jnp.moveaxis(noise_VB, 0, -1), own_Bn, axis=-1)
-      return score_Bn / noise[1] + noise_Bn, lower_Bn / noise[1] + noise_Bn
+      noisy = lambda score_Bn: score_Bn / noise.temperature + noise_Bn
+      return noisy(score_Bn), noisy(lower_Bn)
 
     # One bound more than rows is compared with, so that at most count - 1 rows are scored again.
     budget = max(k, min(self.budget, count - 1))
@@ -209,20 +207,28 @@ class CertifiedHead(DenseHead):
     with jax.default_matmul_precision("highest"):
       blocks = self._scores(arrays, hidden)
       finished, _ = self._finished(blocks, len(arrays["rows"]), allowed, noise)
-      return TopK(*sampling.best(finished(blocks), k, normalizer=False)[:2])
+      scores, tokens, _ = sampling.best(finished(blocks), k, normalizer=False)
+      return TopK(scores, tokens)
 
   def _finished(self, blocks, count, allowed, noise):
     """Mask and noise of a draw as a function of blocks, and the noise [V, *B] or None."""
     first = vocab_parallel.first_row(blocks.axis, count)
     # Stored, because bounds, exact scores and scores of all rows must get the same noise.
-    noise_VB = None if noise is None else sampling.gumbel(noise[0], (count, *blocks.batch))
+    noise_VB = None if noise is None else sampling.gumbel(noise.key, (count, *blocks.batch))
 
     def finished(blocks):
       blocks = sampling.allow(blocks, allowed, self.vocab)
-      noisy = lambda scores, tokens: scores / noise[1] + noise_VB[tokens - first]
+      noisy = lambda scores, tokens: scores / noise.temperature + noise_VB[tokens - first]
       return blocks if noise is None else blocks.map(noisy)
 
     return finished, noise_VB
+
+
+class _Noise(NamedTuple):
+  """Of a draw from all tokens: the key of its Gumbel noise, and what divides scores."""
+
+  key: Array
+  temperature: float | int
 
 
 # The variables that the fields of `Int8Rows` are kept in.

@@ -105,18 +105,6 @@ class ClassBasedHead(Head):
     mass_C = code_ops.log_mass(assignment, rows, None, self.vocab_axis)
     return jnp.where(jnp.isneginf(mass_C), -jnp.inf, 0.0)
 
-  def _log_class(self, class_weight, assignment, hidden):
-    """Log-probabilities [*B, C] of all classes."""
-    scores_BC = code_ops.all_code_scores(
-      hidden, class_weight, self.classes, self.dtype, self.vocab_axis
-    )
-    return jax.nn.log_softmax(scores_BC + self._class_bias(assignment)[: self.classes])
-
-  def _log_prob_of(self, scores, class_of, offset_BC):
-    # A class that does not exist has no probability: nan, not a neighbour's.
-    known, class_of = in_vocabulary(class_of, self.classes)
-    return jnp.where(known, scores + offset_BC[..., class_of], jnp.nan)
-
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, after a pass for the normaliser of each class."""
     weight, assignment = arrays["weight"], arrays["assignment"]
@@ -135,11 +123,17 @@ class ClassBasedHead(Head):
 
     normalizers = raw.fold(step, class_ops.empty_normalizers(batch, self.classes))
     log_z_BC = class_ops.log_normalizers(normalizers, axis)
-    offset_BC = self._log_class(arrays["class_weight"], assignment, hidden) - log_z_BC
+    score_BC = code_ops.all_code_scores(
+      hidden, arrays["class_weight"], self.classes, self.dtype, axis
+    )
+    log_class_BC = jax.nn.log_softmax(score_BC + self._class_bias(assignment)[: self.classes])
+    offset_BC = log_class_BC - log_z_BC
 
     def log_prob(score_WB, token_W):
       score_BW = jnp.moveaxis(score_WB, 0, -1)
-      found_BW = self._log_prob_of(score_BW, assignment[here(token_W)], offset_BC)
+      # A class that does not exist has no probability: nan, not a neighbour's.
+      known_W, class_W = in_vocabulary(assignment[here(token_W)], self.classes)
+      found_BW = jnp.where(known_W, score_BW + offset_BC[..., class_W], jnp.nan)
       # Padding names some token, whose class says nothing.
       found_BW = jnp.where(jnp.isneginf(score_BW), -jnp.inf, found_BW)
       return jnp.moveaxis(found_BW, -1, 0)

@@ -87,7 +87,8 @@ class DPQHead(LinearHead):
     # A step that makes one of these mutable trains; an evaluation makes none.
     written = ("batch_stats", "centroids", "revival")
     train = any(self.is_mutable_collection(name) for name in written)
-    return parts, terms | self.table._embedded(tokens, train)[1]
+    _, of_rows = self.table._embedded(tokens, train)
+    return parts, terms | of_rows
 
   def compact(self, variables: dict) -> CompactEmbedding:
     """The packed codes and the values of the rows, and the bias."""

@@ -6,7 +6,7 @@
 #   top_p at temperature 1              those of the nucleus, up to `MOST`,     best_first_nucleus
 #                                       and all where these do not hold it
 #   no filter at temperature 1          the one that was drawn by p(group)      _draw_group_first
-#   no filter, warmer or under a mask   all, for their masses, and one again    _draw_group_first
+#   no filter, a mask or T not 1        all, for their masses, and one again    _draw_group_first
 #   a filter or arg max under a mask    all                                     Head._sample
 #   top_p at another temperature        all                                     Head._sample
 #
@@ -79,14 +79,19 @@ class GroupDecodingHead(Head):
     together with a filter, and the nucleus at another temperature, score all groups.
     """
     options = SamplingOptions(temperature, top_k, top_p)
-    body = lambda arrays, *given: self._draw(arrays, *given[:2], options, given[2])
+
+    def body(arrays, hidden, key, allowed):
+      return self._draw(arrays, hidden, key, options, allowed)
+
     return self._drawn(body, hidden, key, allowed)
 
   def _top_k(self, arrays, hidden, k):
-    return self._best(arrays, hidden, k)[:2]
+    log_probs, tokens, _ = self._best(arrays, hidden, k)
+    return log_probs, tokens
 
   def _sample(self, arrays, hidden, key, options, allowed):
-    return self._draw(arrays, hidden, key, options, allowed)[0]
+    tokens, _ = self._draw(arrays, hidden, key, options, allowed)
+    return tokens
 
   def _best(self, arrays, hidden, k):
     """Log-probabilities and tokens of the k best, and the number of scored groups."""
@@ -99,11 +104,13 @@ class GroupDecodingHead(Head):
     return log_prob_Bk, groups.token_at(position_Bk), visited_B
 
   def _step_width(self, groups):
-    rows, count = math.prod(groups.log_group.shape[:-1]), groups.log_group.shape[-1]
-    return group_search.step_width(rows, count, self.groups_and_slots()[1])
+    *batch, count = groups.log_group.shape
+    _, slots = self.groups_and_slots()
+    return group_search.step_width(math.prod(batch), count, slots)
 
   def _all_groups(self, hidden):
-    return jnp.full(hidden.shape[:-1], self.groups_and_slots()[0], jnp.int32)
+    groups, _ = self.groups_and_slots()
+    return jnp.full(hidden.shape[:-1], groups, jnp.int32)
 
   def _draw(self, arrays, hidden, key, options, allowed):
     """A token for each vector, and the number of groups that were scored."""
@@ -126,7 +133,7 @@ class GroupDecodingHead(Head):
 
   def _draw_from_nucleus(self, arrays, hidden, key, options):
     groups = self._groups(arrays, hidden)
-    width, slots = self._step_width(groups), self.groups_and_slots()[1]
+    width, (_, slots) = self._step_width(groups), self.groups_and_slots()
     # The search stores the scores of its groups, for the draw.
     most = sampling.STORED_SCORES // max(1, math.prod(hidden.shape[:-1]) * slots)
     steps = max(1, min(group_search.MOST, most) // width)
@@ -169,7 +176,7 @@ class GroupDecodingHead(Head):
     if temperature == 1 and allowed is None:
       return self._groups(arrays, hidden).log_group
     blocks = sampling.allow(self._scores(arrays, hidden), allowed, self.vocab)
-    slots, batch = self.groups_and_slots()[1], blocks.batch
+    (_, slots), batch = self.groups_and_slots(), blocks.batch
 
     def mass(index):
       score_RB, _ = blocks.block(index)

@@ -1,6 +1,6 @@
 """The head of a table that is packed as strings of bits."""
 
-# From a token to its row, of which nothing is stored but bits:
+# From a token to its row, of which only bits are stored:
 #
 #   token  --rank-->  rank  --places-->  where its bits begin in the stream, and its class
 #   class  ------------------------->    width, scale and center of each coordinate     [C, D]

@@ -143,7 +143,8 @@ class RoutedHead(DenseRows):
 
   def _clusters_of(self, order, shape, dtype):
     starts = groups.group_starts(self.vocab, self.clusters)
-    return groups.group_and_slot(groups.positions(order), starts)[0].astype(dtype)
+    cluster_V, _ = groups.group_and_slot(groups.positions(order), starts)
+    return cluster_V.astype(dtype)
 
   def check(self) -> None:
     """Check the numbers of clusters and the cap."""
@@ -324,10 +325,12 @@ class RoutedHead(DenseRows):
     most_C = 0.0 if arrays["bias"] is None else self._log_size(arrays)
     rest_B = jnp.where(routes.is_chosen, -jnp.inf, routes.scores + most_C).max(axis=-1)
     is_known = ((found.scores[..., -1] > rest_B) | jnp.isneginf(rest_B)).all()
-    every = lambda _: topk.TopK(
-      *sampling.best(self._scores(arrays, hidden), k, normalizer=False)[:2]
-    )
-    return lax.cond(is_known, lambda found: found, every, found)
+
+    def of_all(_):
+      scores, tokens, _ = sampling.best(self._scores(arrays, hidden), k, normalizer=False)
+      return topk.TopK(scores, tokens)
+
+    return lax.cond(is_known, lambda found: found, of_all, found)
 
   def _sample(self, arrays, hidden, key, options, allowed):
     """A token from the exact distribution.

@@ -73,7 +73,7 @@ class TwoLevelHead(GroupDecodingHead):
 
   def declare(self) -> Declaration:
     """The groups' weight [G, D] and bias [G], and the order of the tokens [V]."""
-    groups, v, dtype = self.groups_and_slots()[0], self.vocab, self.param_dtype
+    groups, v, dtype = len(self._group_sizes()), self.vocab, self.param_dtype
     shape, axes = (groups, self.dim), ("groups", "table_embed")
     declared = {"group_weight": Variable(shape, axes, self.group_init, dtype, pad_value=0)}
     if self.use_bias:
@@ -113,7 +113,8 @@ class TwoLevelHead(GroupDecodingHead):
     def groups(tokens):
       known, token = in_vocabulary(tokens, self.vocab)
       position = token if self.order_init is None else self.array("position")[token]
-      return jnp.where(known, group_ops.group_and_slot(position, self.starts)[0], -1)
+      group, _ = group_ops.group_and_slot(position, self.starts)
+      return jnp.where(known, group, -1)
 
     return self._computed(groups, tokens, tokens)
 
@@ -207,7 +208,7 @@ class TwoLevelHead(GroupDecodingHead):
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
     """The log-probabilities, in blocks of whole groups."""
     groups, batch = self._groups(arrays, hidden), hidden.shape[:-1]
-    slots, count = self.groups_and_slots()[1], groups.log_group.shape[-1]
+    (_, slots), count = self.groups_and_slots(), groups.log_group.shape[-1]
     width = max(1, sampling.block_width(math.prod(batch), count * slots) // slots)
 
     def block(index):

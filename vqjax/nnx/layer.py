@@ -265,19 +265,16 @@ _NNX_CLASS: dict[type, type[Layer]] = {}
 _LINEN = "parent", "name"
 
 
-def _nnx_class(of: type) -> type[Layer]:
-  """The NNX class of a Linen class; of a subclass from elsewhere, a new one."""
-  if of not in _NNX_CLASS:
-    base = next((_NNX_CLASS[parent] for parent in of.__mro__ if parent in _NNX_CLASS), Layer)
-    type(base)(of.__name__, (base,), {}, of=of)
-  return _NNX_CLASS[of]
-
-
 def _of_linen(layer: linen_layer.Layer, rngs: nnx.Rngs, rules: AxisRules) -> Layer:
   """A new NNX layer with the fields of a Linen layer."""
+  of = type(layer)
+  if of not in _NNX_CLASS:
+    # A subclass from elsewhere gets a class here, which `__init_subclass__` enters.
+    base = next((_NNX_CLASS[parent] for parent in of.__mro__ if parent in _NNX_CLASS), Layer)
+    type(base)(of.__name__, (base,), {}, of=of)
   names = [f.name for f in dataclasses.fields(layer) if f.init and f.name not in _LINEN]
   fields = {name: getattr(layer, name) for name in names}
-  return _nnx_class(type(layer))(**fields, rngs=rngs, axis_rules=rules)
+  return _NNX_CLASS[of](**fields, rngs=rngs, axis_rules=rules)
 
 
 def _linen(shared: Any) -> linen_layer.Layer:

@@ -334,8 +334,14 @@ def _draw_locally(key, code, assignment, codes, bias):
   """Log-mass of each row's code on this device, and a token drawn from it."""
   block_key, token_key = jax.random.split(key)
   share_V, shift_K = _shares(assignment, codes, bias, None)
-  width = _block_width(assignment.shape[0], codes)
-  log_mass_BJ = jnp.log(_block_mass(share_V, assignment, codes, width)[code])
+  vocab = assignment.shape[0]
+  # sqrt V blocks of sqrt V tokens make the two draws equally long; of many codes they are fewer.
+  width = -(-vocab // max(1, min(math.isqrt(vocab), BLOCK_MASSES // codes)))
+  block_V = jnp.arange(vocab, dtype=jnp.int32) // width
+  zero_KJ = jnp.zeros((codes, -(-vocab // width)), jnp.float32)
+  # `drop` leaves out the padding, whose code is `NO_CODE`.
+  mass_KJ = zero_KJ.at[assignment, block_V].add(share_V, mode="drop")
+  log_mass_BJ = jnp.log(mass_KJ[code])
   # log p + Gumbel noise has its maximum at a draw from p.
   block_B = _noisy_arg_max(block_key, log_mass_BJ)
   token_BW = block_B[..., None] * width + jnp.arange(width, dtype=jnp.int32)
@@ -345,22 +351,6 @@ def _draw_locally(key, code, assignment, codes, bias):
   log_mass_B = jax.nn.logsumexp(log_mass_BJ, axis=-1) + shift_K[code]
   token_B = block_B * width + index_B
   return log_mass_B, jnp.where(jnp.isneginf(log_mass_B), -1, token_B)
-
-
-def _block_width(vocab: int, codes: int) -> int:
-  """Number of tokens of a block: sqrt V, or more for many codes."""
-  # sqrt V blocks of sqrt V tokens make the two draws equally long.
-  blocks = max(1, min(math.isqrt(vocab), BLOCK_MASSES // codes))
-  return -(-vocab // blocks)
-
-
-def _block_mass(share_V, assignment, codes, width):
-  """Sum of the shares of each code's tokens in each of J blocks, [K, J]."""
-  vocab = assignment.shape[0]
-  block_V = jnp.arange(vocab, dtype=jnp.int32) // width
-  # `drop` leaves out the padding, whose code is `NO_CODE`.
-  zero_KJ = jnp.zeros((codes, -(-vocab // width)), jnp.float32)
-  return zero_KJ.at[assignment, block_V].add(share_V, mode="drop")
 
 
 def _noisy_arg_max(key, scores):

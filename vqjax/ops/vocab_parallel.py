@@ -177,9 +177,11 @@ def on_any_axes(
     return reshard(x, P()) if is_untyped else x
 
   arrays, batch = jax.tree.map(typed, (arrays, batch))
-  before = _OUTSIDE.set(jax.sharding.get_abstract_mesh())
+  mesh = jax.sharding.get_abstract_mesh()
+  kinds = [AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types]
+  before = _OUTSIDE.set(mesh)
   try:
-    with use_abstract_mesh(_automatic_mesh()):
+    with use_abstract_mesh(mesh.update(axis_types=tuple(kinds))):
       found = compute(automatic(arrays))
   finally:
     _OUTSIDE.reset(before)
@@ -242,12 +244,6 @@ def outside(tree: Any) -> Any:
     return tree
   with use_abstract_mesh(mesh):
     return jax.tree.map(lambda x: reshard(x, P()) if isinstance(x, jax.Array) else x, tree)
-
-
-def _automatic_mesh():
-  mesh = jax.sharding.get_abstract_mesh()
-  automatic = lambda kind: AxisType.Auto if kind == AxisType.Explicit else kind
-  return mesh.update(axis_types=tuple(automatic(kind) for kind in mesh.axis_types))
 
 
 def _spec(shape, batch, vocab, vocab_axis):
