@@ -133,7 +133,7 @@ def is_internal(app, what, name, obj, skip, options):
   """Whether a member is left out, such as one that a contract describes."""
   del app, what, options
   of_linen = name in dir(nn.Module) and name != "__call__"
-  of_layers = name in ("declare", "check", "array", "sharded_arrays")
+  of_layers = name in ("declare", "check", "array", "parts")
   # A field's default, or an element of a named tuple.
   value = type(obj).__name__ == "_tuplegetter" or getattr(obj, "__name__", name) != name
   owner = getattr(obj, "__qualname__", "").split(".")[0]

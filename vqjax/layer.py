@@ -143,7 +143,7 @@ class Layer(nn.Module, metaclass=abc.ABCMeta):
     return found
 
   def _computed(self, compute: Callable, batch: Array | None, *arrays: Any) -> Any:
-    """`compute(*arrays)` on automatic axes, its results typed by the tokens of `batch`."""
+    """`compute(*arrays)` on automatic axes, with results typed by `batch`'s tokens."""
     return vocab_parallel.on_any_axes(
       lambda given: compute(*given),
       arrays,
@@ -178,8 +178,8 @@ def _with_inherited_attributes(cls: type) -> str:
   return f"{_ATTRIBUTES.sub('', texts[-1]).rstrip()}\n\nAttributes:\n{listed}\n"
 
 
+# The section of a docstring without its indentation.
 _ATTRIBUTES = re.compile(r"^Attributes:\n((?:  .*\n?)+)", re.MULTILINE)
-"""The section of a docstring without its indentation."""
 
+# A name and the lines that explain it.
 _ENTRY = re.compile(r"^  (\w+): (.*\n?(?:    .*\n?)*)", re.MULTILINE)
-"""A name and the lines that explain it."""

@@ -22,8 +22,8 @@ from jaxtyping import Array, ArrayLike
 from vqjax.assign.table import Given
 from vqjax.types import Dtype
 
+# A function (key, shape, dtype) -> array, as in `jax.nn.initializers`, or the array itself.
 Initializer = initializers.Initializer | np.ndarray | Array
-"""A function (key, shape, dtype) -> array, as in `jax.nn.initializers`, or the array itself."""
 
 
 def row_init(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> Array:
@@ -127,11 +127,11 @@ class Declares(Protocol):
   """A layer that declares its variables."""
 
   def declare(self) -> "Declaration":
-    """The variables by name; those of a sub-layer are given by the sub-layer itself."""
+    """The variables by name; a sub-layer stands for its own variables."""
 
 
+# The variables of a layer by name, and its sub-layers by theirs.
 Declaration = Mapping[str, "Variable | Declares | Declaration"]
-"""The variables of a layer by name, and its sub-layers by theirs."""
 
 
 def logical_axes(declaration: Declaration) -> dict:

@@ -18,7 +18,7 @@ from experiments.studies.dpq.models import (
 from experiments.studies.lstm import SymmetricUniform
 from vqjax import DenseHead, DPQEmbedding, Embedding, SoftmaxQuantizer
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import Filtered, SentencePieceTokenizer, Source, Tokenizer, WikiText
+from vqjax.lab.data import Filtered, SentencePieceTokenizer, Source, TokenizerRecipe, WikiText
 
 V = FROM_TOKENIZER
 BEGIN = SymmetricUniform(0.05)
@@ -64,7 +64,7 @@ class Corpus(NamedTuple):
   """A source of text and its tokenizer."""
 
   data: Source
-  tokenizer: Tokenizer
+  tokenizer: TokenizerRecipe
 
 
 PARAGRAPHS = Corpus(Filtered(WikiText(), min_chars=512), SentencePieceTokenizer(vocab=8000))

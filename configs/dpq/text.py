@@ -7,7 +7,7 @@ from experiments.studies.dpq.models import TextClassifier
 from experiments.studies.lstm import SymmetricUniform
 from vqjax import Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import Tokenizer, WordTokenizer
+from vqjax.lab.data import TokenizerRecipe, WordTokenizer
 
 V = FROM_TOKENIZER
 DIM = 300
@@ -36,7 +36,7 @@ def classifier(
   data: LabelledSource,
   classes: int,
   *,
-  tokenizer: Tokenizer = WORDS,
+  tokenizer: TokenizerRecipe = WORDS,
   context: int = 128,
   train: Train = ADAM,
   seed: int = 0,

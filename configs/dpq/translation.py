@@ -8,7 +8,7 @@ from experiments.studies.dpq.models import RecurrentTranslator, Translator
 from experiments.studies.lstm import SymmetricUniform
 from vqjax import DenseHead, Embedding
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import SentencePieceTokenizer, Tokenizer, WordTokenizer
+from vqjax.lab.data import SentencePieceTokenizer, TokenizerRecipe, WordTokenizer
 from vqjax.lab.training import SGD, SM3
 
 V = FROM_TOKENIZER
@@ -47,7 +47,7 @@ def translation(
   embedding: Embedding,
   size: TransformerSize,
   data: PairedSource,
-  tokenizer: Tokenizer,
+  tokenizer: TokenizerRecipe,
   train: Train,
   seed: int = 0,
 ) -> Experiment:

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from vqjax import DenseEmbedding, DenseHead, Embedding, GroupedHead, Head
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import TFDS, BPETokenizer, Source, Tokenizer, Windows
+from vqjax.lab.data import TFDS, BPETokenizer, Source, TokenizerRecipe, Windows
 from vqjax.lm.models import Transformer
 
 HeadOf = Callable[[int, int, Embedding], Head]
@@ -62,7 +62,7 @@ def language_model(
   heads: int = 8,
   context: int = CONTEXT,
   data: Source = FULL,
-  tokenizer: Tokenizer = GPT2,
+  tokenizer: TokenizerRecipe = GPT2,
   train: Train = EPOCH,
   seed: int = 0,
 ) -> Experiment:

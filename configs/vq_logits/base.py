@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, Head
 from vqjax.lab.config import Experiment, Train
-from vqjax.lab.data import Source, Tokenizer, Windows
+from vqjax.lab.data import Source, TokenizerRecipe, Windows
 from vqjax.lm.models import Transformer
 
 HEADS: dict[str, Callable[[int, int], Head]] = {
@@ -33,7 +33,7 @@ def language_model(
   layers: int,
   context: int,
   data: Source,
-  tokenizer: Tokenizer,
+  tokenizer: TokenizerRecipe,
   train: Train,
 ) -> Experiment:
   """Return a run of a decoder with attention heads of width 64 and dropout 0.1."""

@@ -5,9 +5,9 @@ from typing import Any
 
 from flax import linen as nn
 
-from vqjax.lab.data import Encoder
 from vqjax.lab.training import evaluate, make_scorer
 from vqjax.lab.training.run import EncodedText
+from vqjax.lm.checkpoints import Tokenizer
 
 
 def held_out_scores(
@@ -22,11 +22,11 @@ def held_out_scores(
   return scores
 
 
-def single_tokens(encoder: Encoder, words: Sequence[str]) -> dict[str, int]:
+def single_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, int]:
   """The token of each word that is one known token."""
   tokens = {}
   for word in words:
-    encoded = encoder.encode(word)[:-1]
-    if len(encoded) == 1 and encoder.decode(encoded).strip() == word:
-      tokens[word] = int(encoded[0])
+    encoded = tokenizer.encode(word, special=False)
+    if len(encoded) == 1 and tokenizer.decode(encoded).strip() == word:
+      tokens[word] = encoded[0]
   return tokens

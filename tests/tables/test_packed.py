@@ -89,7 +89,7 @@ class Tied(nn.Module):
     return self.head.sample(self.hidden(tokens), jax.random.key(0), top_k=1)
 
 
-def test_a_packed_table_is_embedding_and_head_on_meshes():
+def test_a_packed_table_is_embedding_and_head_on_a_mesh():
   table, moments = text()
   embedding, variables = pack(table, moments, 1 + V * 2, classes=6, is_trellis=False).embedding()
   model, variables = Tied(embedding), {name: {"rows": tree} for name, tree in variables.items()}
@@ -106,11 +106,10 @@ def test_a_packed_table_is_embedding_and_head_on_meshes():
   expected = jitted.results(run, variables["params"])
   assert expected[2] < expected[0]
   np.testing.assert_array_equal(expected[4], expected[3][1][..., 0])
-  for shape in ((1, 1, 2), (2, 2, 2)):
-    with jax.set_mesh(make_mesh(MeshShape(*shape))):
-      found = jitted.results(run, variables["params"])
-    # float32 sums in another order.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+  with jax.set_mesh(make_mesh(MeshShape(2, 2, 2))):
+    found = jitted.results(run, variables["params"])
+  # float32 sums in another order.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
 
 def test_tokens_in_the_order_of_their_counts_have_no_ranks():

@@ -22,7 +22,7 @@ def save(assignment: ArrayLike, path: str | pathlib.Path, *, codes: int, fingerp
     assignment: the code of each token, integers [V].
     path: the file; its folder is created.
     codes: number of codes, K.
-    fingerprint: fingerprint of the tokenizer, `Encoder.fingerprint()`.
+    fingerprint: fingerprint of the tokenizer, such as `vqjax.lab.data.fingerprint`'s.
 
   Raises:
     ValueError: the table is not an assignment to `codes` codes, or the fingerprint has blanks.
@@ -31,8 +31,7 @@ def save(assignment: ArrayLike, path: str | pathlib.Path, *, codes: int, fingerp
   header = f"vocab {table.size} codes {codes} tokenizer {fingerprint}"
   if not _HEADER.fullmatch(header):
     raise ValueError(
-      f"`fingerprint` must be one word; got {fingerprint!r}. Give encoder.fingerprint() of the"
-      " tokenizer."
+      f"`fingerprint` must be one word; got {fingerprint!r}. Give the hash of the tokenizer."
     )
   lines = (f"{token} {code}\n" for token, code in enumerate(table))
   path = pathlib.Path(path)

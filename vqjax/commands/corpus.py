@@ -7,7 +7,7 @@ import time
 
 from vqjax.commands.runs import config_parser, with_config
 from vqjax.lab.config import Experiment
-from vqjax.lab.data import Filtered, encode_split, fit_encoder
+from vqjax.lab.data import Filtered, encode_split, fit_tokenizer
 from vqjax.lab.data.source import SPLITS
 
 EXAMPLES = """\
@@ -38,11 +38,11 @@ def count(experiment: Experiment) -> None:
     for split in SPLITS:
       print(f"{split}: {source.report(split)}", flush=True)
   start = time.perf_counter()
-  encoder = fit_encoder(source, experiment.tokenizer)
-  print(f"vocabulary {encoder.vocab:,} ({time.perf_counter() - start:.1f} s)", flush=True)
+  tokenizer = fit_tokenizer(source, experiment.tokenizer)
+  print(f"vocabulary {tokenizer.vocab:,} ({time.perf_counter() - start:.1f} s)", flush=True)
   for split in SPLITS:
     start = time.perf_counter()
-    encoded = encode_split(source, encoder, split)
+    encoded = encode_split(source, tokenizer, split)
     tokens, seconds = len(encoded.tokens), time.perf_counter() - start
     print(
       f"{split}: {encoded.documents:,} documents, {tokens:,} tokens,"

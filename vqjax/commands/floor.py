@@ -19,7 +19,7 @@ from rich.table import Table
 from vqjax import CodebookHead, assign
 from vqjax.commands.runs import config_parser, with_config
 from vqjax.lab.config import Experiment, config_hash
-from vqjax.lab.data import fit_encoder
+from vqjax.lab.data import fingerprint, fit_tokenizer
 from vqjax.lab.data.cache import count_tokens
 from vqjax.lab.training.program import keys
 from vqjax.lab.training.run import EncodedText, load_text
@@ -57,9 +57,9 @@ def measure(experiment: Experiment) -> dict[str, Any]:
     )
   text = load_text(experiment)
   head = text.experiment.model.head
-  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
   assignment = assign.checked(_assignment(text), head.vocab, head.codes)
-  counts = {name: count_tokens(split, encoder) for name, split in text.splits.items()}
+  counts = {name: count_tokens(split, tokenizer) for name, split in text.splits.items()}
 
   def floor(name: str, token_bias: bool) -> assign.Floor:
     return assign.floor(assignment, counts[name], codes=head.codes, token_bias=token_bias)
@@ -72,7 +72,7 @@ def measure(experiment: Experiment) -> dict[str, Any]:
   return {
     "name": experiment.name,
     "config": config_hash(text.experiment),
-    "tokenizer": encoder.fingerprint(),
+    "tokenizer": fingerprint(tokenizer),
     "vocab": head.vocab,
     "codes": head.codes,
     "token_bias": head.token_bias,
@@ -86,7 +86,7 @@ def measure(experiment: Experiment) -> dict[str, Any]:
     },
     "sizes": {name: float(np.quantile(own.sizes, at)) for name, at in QUANTILES.items()},
     "dead": len(own.dead),
-    "worst": [row._asdict() | {"text": encoder.decode([row.token])} for row in own.worst],
+    "worst": [row._asdict() | {"text": tokenizer.decode([row.token])} for row in own.worst],
   }
 
 

@@ -32,7 +32,7 @@ def exit_code(work: Callable[[], None], **options: Any) -> int:
     distributed.finish()
     return code
 
-  # When another process dies, collectives fail here: the watch knows which process it was.
+  # When another process dies, collectives fail here, before jax ends this process with the reason.
   return console.exit_code(
     joined, await_cause=distributed.await_verdict, fail=distributed.fail, **options
   )

@@ -6,6 +6,18 @@ are functions of `arrays`, which hold what `parts` names: the variables, or insi
 over the vocabulary the device's rows.
 """
 
+# The way of a call:
+#
+#   embedding(tokens), loss_terms(tokens)          public: checks, casts
+#     _computed                                    explicit axes of the mesh made automatic
+#       _embedded(tokens, train)                   nan for unknown tokens; may draw and write
+#         over_vocabulary(vocab_axis, parts)       each device with its rows of the arrays
+#           _vectors(arrays, token)                the hook, which finds rows by `_lookup`
+#
+# `rows_of` gives the same vectors to a tied head, as a factory that it composes a tile at a time,
+# and to `table`, which composes all. An embedding that learns its codes overrides `_embedded`
+# instead of `_vectors`: it has terms of the loss, and statistics to update.
+
 from __future__ import annotations
 
 import abc
@@ -21,8 +33,8 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.ops.vocabulary import check_arrays, in_vocabulary
 from vqjax.types import Size
 
+# The arrays of a layer by name, as `Layer.parts` gives them.
 Arrays = dict[str, Any]
-"""The arrays of a layer by name, as `Layer.parts` gives them."""
 
 
 class Embedding(Layer):
@@ -80,11 +92,13 @@ class Embedding(Layer):
   ) -> tuple[Float[Array, "*B D"], dict[str, Float[Array, ""]]]:
     """The vectors of any tokens and the terms of the loss, outside of any `shard_map`."""
     del train
+    # Unknown tokens are looked up as token 0, since a compiled program cannot raise.
     known, token = in_vocabulary(tokens, self.vocab)
     vectors = vocab_parallel.over_vocabulary(self.vocab_axis, self._vectors, self.parts(), token)
     return jnp.where(known[..., None], vectors, jnp.nan), {}
 
   def _table(self) -> Float[Array, "V D"]:
+    # Whole arrays, as in the logits of a head: the partitioner leaves rows where they are.
     return vocab_parallel.over_vocabulary(None, self.rows_of, self.parts()).all()
 
   def _lookup(self, rows: Array, token: Array, dtype: Any = None) -> Array:

@@ -1,5 +1,10 @@
 """The codebook embedding, in which tokens share K vectors."""
 
+# token  --assignment [V]-->  code  --codebook [K, D]-->  vector
+#
+# Both tables are split over devices, tokens and codes by themselves: a lookup takes two steps, each
+# of which sums over the devices what the one that has the row contributes (`code_vectors`).
+
 from __future__ import annotations
 
 import jax.numpy as jnp
@@ -64,6 +69,7 @@ class CodebookEmbedding(Embedding):
   def rows_of(self, arrays: Arrays) -> RowFactory:
     """The vector of every token, in `param_dtype`: V·D numbers, of which K·D differ."""
     codebook, axis = arrays["codebook"], vocab_parallel.inside(self.vocab_axis)
+    # A device's tokens may have codes of any device. What pads the codebook is no token's code.
     if axis:
       codebook = vocab_parallel.gathered(codebook, axis).reshape(-1, self.dim)
     return as_row_factory(codebook[arrays["assignment"]])

@@ -1,5 +1,15 @@
 """The compact embedding for inference: packed codes and values."""
 
+# What is kept of a layer, and how a vector is read from it:
+#
+#   data     V·M codes of `bits` bits each, one after another without gaps
+#   values   [M or 1, K, C], the numbers that codes choose from
+#
+#   token v  -->  codes v·M to v·M + M - 1  -->  M vectors of `values`, concatenated or averaged
+#
+# Product codes, scalar levels (D codes that share one table of numbers) and codes with vectors of
+# full width are all of this form. `compact_file` reads the same file without JAX.
+
 from __future__ import annotations
 
 import dataclasses
@@ -76,13 +86,13 @@ class CompactEmbedding:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of codes, values and bias, which are those of the file without its header."""
+    """Bytes of codes, values and bias: the length of the file without its header."""
     return int(sum(x.nbytes for x in (self.data, self.values, self.bias) if x is not None))
 
   def compression_ratio(self) -> float:
-    """Bits of the float32 table over those of codes and values (Section 3 of DPQ).
+    """Bits of the float32 table over the bits of codes and values.
 
-    32·V·d / (V·M·log2 K + 32·values). As in the paper, log2 K is not rounded up to whole bits.
+    32·V·d / (V·M·log2 K + 32·values), Section 3 of DPQ, where log2 K is not rounded up.
     """
     full = 32 * self.vocab * self.dim
     return full / (self.vocab * self.subspaces * float(np.log2(self.codes)) + 32 * self.values.size)
@@ -139,6 +149,7 @@ class CompactEmbedding:
     """
     table = compact_file.open_compact(path)
     shape = table.vocab, table.subspaces
+    # K need not be a power of two: then `bits` bits can also spell codes without a value.
     if not packing.is_below(table.data, shape, table.bits, table.codes):
       raise ValueError(
         f"the codes of {path} must be below K={table.codes}; some are not. Save the file again."

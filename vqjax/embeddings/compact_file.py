@@ -6,6 +6,15 @@ This file imports only NumPy and the standard library, so it may be copied to a 
   vectors = table[[17, 4, 17]]            # float32 [3, d]; only the pages of these tokens are read
 """
 
+# The file is one of safetensors, with three tensors at most:
+#
+#   8 bytes    length of the header
+#   header     JSON: where each tensor lies, and `__metadata__`, strings only: V, d, K, M, ...
+#   tensors    codes (bytes), values (float32), bias (float32, if there is one)
+#
+# Everything in the header is checked before a tensor is mapped, because the file may come from
+# anywhere: a wrong shape must not become a read outside of it.
+
 from __future__ import annotations
 
 import itertools
@@ -18,8 +27,13 @@ import numpy as np
 
 FORMAT = "vqjax-compact-embedding"
 VERSION = "2"
+
+# Bytes of the largest header that is parsed.
 HEADER_LIMIT = 2**20
+
 DTYPES = ("float32", "bfloat16", "float16")
+
+# Bytes that the checksum reads at a time.
 CHUNK = 2**22
 
 
@@ -63,6 +77,7 @@ class CompactTable:
         f"`tokens` must be in [0, {self.vocab}); got {tokens[wrong].flat[0]}. Use the tokenizer of"
         " the table."
       )
+    # Bit by bit, lowest first, whatever byte a code begins in: only pages of these tokens are read.
     row_bits = self.subspaces * self.bits
     first = tokens.astype(np.int64)[..., None] * row_bits + np.arange(row_bits)
     bit = self.data[first // 8] >> (first % 8).astype(np.uint8) & 1
@@ -72,6 +87,7 @@ class CompactTable:
   def __getitem__(self, tokens):
     """The vectors of tokens: float32 [*B, d]."""
     codes = self.codes_of(tokens)
+    # Of these tokens alone: a check of all codes would read the whole file.
     if (codes >= self.codes).any():
       raise ValueError(
         f"the codes of the file must be below K={self.codes}; some are not. Save the file again."
@@ -139,10 +155,11 @@ def open_compact(path, verify=True):
 
 
 def checksum(path):
-  """The CRC-32 of a file's header, in one spelling and without the checksum, and of its tensors."""
+  """The CRC-32 of a file's header, without the checksum itself, and of its tensors."""
   with open(path, "rb") as file:
     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header["__metadata__"].pop("checksum", None)
+    # In one spelling, whatever order of names and spaces the header was written with.
     value = zlib.crc32(json.dumps(header, sort_keys=True).encode())
     while part := file.read(CHUNK):
       value = zlib.crc32(part, value)
@@ -175,6 +192,7 @@ def _array(path, header, name, dtype, start, size):
   kind = {np.uint8: "U8", np.float32: "F32"}[dtype]
   try:
     entry = header[name]
+    # `index` refuses what is not an integer, such as 1.0.
     first, last, *shape = map(operator.index, (*entry["data_offsets"], *entry["shape"]))
     right = entry["dtype"] == kind and 0 <= first <= last and min(shape, default=0) >= 0
   except (KeyError, TypeError, ValueError):

@@ -1,5 +1,10 @@
 """An embedding composed by a small network from another embedding."""
 
+# token  --inner-->  vector [E]  --first, tanh-->  [hidden]  --second-->  vector [D]
+#
+# The two layers are Linen's, and so are no functions of arrays: `parts` composes the whole table
+# first, [V, D], of which a tied head gets the rows. A lookup composes its own tokens alone.
+
 from __future__ import annotations
 
 from typing import Any
@@ -37,6 +42,8 @@ class ComposedEmbedding(Embedding):
     return {"inner": self.inner} | self._layers()
 
   def _layers(self):
+    # Not created from here, since they are no `Variable`s at the top: sizes and axes are read, and
+    # `setup` makes the layers of Linen that own these variables.
     def layer(inputs, outputs, *axes):
       kernel, bias = nn.initializers.lecun_normal(), nn.initializers.zeros_init()
       return {

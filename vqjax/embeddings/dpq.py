@@ -1,5 +1,13 @@
 """The DPQ embedding, whose vectors are learned codes into a few small tables."""
 
+# The ways of a query table [V, quantizer.dim] to vectors [V, D]:
+#
+#   lookup     queries of a batch's tokens, gathered, then quantised: in training with terms of the
+#              loss and batch statistics, which know no other rows              (`_embedded`)
+#   table      all queries quantised with the running statistics                (`_table`)
+#   tied head  as the table, a tile at a time, with the quantiser's gradient    (`rows_of`)
+#   compact    the codes alone, encoded a slice at a time and packed            (`_Codes`)
+
 from __future__ import annotations
 
 import math
@@ -106,6 +114,7 @@ class DPQEmbedding(Embedding):
 
     The quantiser uses its running statistics, to which these rows do not contribute.
     """
+    # As variables of the quantiser, which tiles apply to their queries.
     own = by_collection(self.quantizer.declare(), arrays["quantizer"])
     return RowFactory(arrays["query"], own, _Quantized(self.quantizer))
 
@@ -144,6 +153,7 @@ class _Quantized:
   """(queries, the quantiser's variables) -> rows; equal and hashed by the quantiser."""
 
   def __init__(self, quantizer: Quantizer):
+    # Unbound: a factory is compared in calls of which each has bound modules of its own.
     self.quantizer = quantizer.clone(parent=None)
 
   def __eq__(self, other: object) -> bool:
@@ -153,6 +163,7 @@ class _Quantized:
     return hash(self.quantizer)
 
   def __call__(self, query, variables):
+    # Without mutable collections: the rows of a head change no statistics.
     return self.quantizer.apply(variables, query)
 
 

@@ -1,5 +1,10 @@
 """An embedding that is trained towards a given table."""
 
+# loss of a step = ... + weight · mean over tokens of |student(token) - table[token]|²
+#
+# The table is a variable, so that it is saved with the run, but of a collection that no optimiser
+# and no tied head reads: `parts`, `rows_of` and `inference_size` are the student's.
+
 from __future__ import annotations
 
 import math

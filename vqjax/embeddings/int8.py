@@ -1,5 +1,10 @@
 """The embedding of 8-bit integers, a few of which share a scale."""
 
+# levels [V, D] int8, scale [V, D / group]; with group = 4:
+#
+#   level   | 17  -3  90 127 | -8  55   0   2 |      vector = level · the scale of its group
+#   scale   |      0.01      |      0.003     |
+
 from __future__ import annotations
 
 import jax
@@ -13,17 +18,18 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.types import Dtype
 from vqjax.variables import Declaration, Initializer, Variable
 
+# Largest level; -128 is not used, so that a row and its negative are equally good.
 MOST = 127
-"""Largest level; -128 is not used, so that a row and its negative are equally good."""
 
 
 def random_levels(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.int8) -> Array:
   """Default levels: uniform in [-127, 127]."""
+  # Drawn as int32, whose end 128 int8 does not have.
   return jax.random.randint(key, shape, -MOST, MOST + 1, jnp.int32).astype(dtype)
 
 
 class Int8Embedding(Embedding):
-  """A level of 8 bits for each number, times a scale that `group` adjoining numbers share.
+  """A level of 8 bits for each number, times a scale of `group` adjoining numbers.
 
   The levels are the variable `levels` of the collection `codes`: `vqjax.convert.to_int8` makes them
   from a trained table, and they are never trained; the scales are parameters. A `DenseHead` that is
@@ -83,7 +89,7 @@ def _scaled(per_row, shared):
 def int8_rows(
   rows_RD: Float[np.ndarray, "R D"], group: int
 ) -> tuple[Int8[np.ndarray, "R D"], Float[np.ndarray, "R G"]]:
-  """The nearest levels of rows, and their scales: the largest number of a group has level 127."""
+  """The nearest levels of rows, and their scales, by which a group's largest is 127."""
   grouped_RGj = np.asarray(rows_RD, np.float32).reshape(len(rows_RD), -1, group)
   scale_RG = np.abs(grouped_RGj).max(axis=-1) / np.float32(MOST)
   # A group of zeros has the levels 0 under any scale.

@@ -57,4 +57,5 @@ class LowRankEmbedding(Embedding):
 
   def rows_of(self, arrays: Arrays) -> RowFactory:
     """The product of the two matrices, in `param_dtype`."""
+    # Whole, [V, D], and not a tile at a time: a `LowRankHead` is what scores in rank r.
     return as_row_factory(arrays["weight"] @ arrays["up"])

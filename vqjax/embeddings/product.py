@@ -1,5 +1,13 @@
 """The product-quantised embedding, with M fixed codes for each token."""
 
+# codes [V, M] choose from values, of which a vector is composed in one of two ways:
+#
+#   additive=False   values [M, K, D/M]   M parts, one after another
+#   additive=True    values [M, K, D]     the mean of M vectors of full width
+#
+# With `shared` there is one table [1, K, ...] for all M codes. Lookup, table and `compact` call the
+# same `product.compose` in float32 and round once at the end, so that they agree bit for bit.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -86,6 +94,7 @@ class ProductEmbedding(Embedding):
 
   def rows_of(self, arrays: Arrays) -> RowFactory:
     """The vectors of the tokens, in `param_dtype`."""
+    # Once a call: the passes of a loss read these rows instead of composing each tile again.
     rows = self._composed(arrays["codes"].astype(jnp.int32), arrays["values"])
     return as_row_factory(rows.astype(self.param_dtype))
 

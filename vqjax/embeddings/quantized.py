@@ -1,5 +1,18 @@
 """The embedding of a table that is packed as strings of bits."""
 
+# What a packed table is made of, with C classes of tokens of like probability:
+#
+#   stream   uint16 [units]     the bits of all rows, those of likely tokens first
+#   size     [C]                rows of each class, so that a rank has a class and a place
+#   width    [C, D]             bits of each coordinate of a class, 0 to 8
+#   scale, center   [C, D]      from values of the bits to coordinates
+#   inverse  [D, D]             from coordinates to the model's basis
+#   rank     [V]                the place of each token in the order of the rows
+#
+#   token --rank--> rank --places--> (unit, class) --values--> coordinates --inverse--> vector
+#
+# Every device has all of this but the ranks, which are split by tokens.
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,6 +33,7 @@ from vqjax.variables import Declaration, Initializer, Variable, table
 
 def default_units(vocab: int, dim: int) -> int:
   """Elements of a stream with two bits for each number."""
+  # The first element belongs to no row: the first window begins before the first row does.
   return 1 + vocab * -(-2 * dim // trellis.UNIT)
 
 
@@ -39,7 +53,7 @@ def two_bits(classes: int, dim: int) -> np.ndarray:
 
 
 def declared_rows(layer: Any) -> Declaration:
-  """The variables of packed rows, of a layer with the fields of `QuantizedEmbedding`."""
+  """The variables of packed rows of a layer with `QuantizedEmbedding`'s fields."""
   v, d, c = layer.vocab, layer.dim, layer.classes
   units = default_units(v, d) if layer.units is None else layer.units
   of_class = ("classes", "coordinates")
@@ -82,7 +96,7 @@ def code_of(layer: Any) -> trellis.Code:
 
 
 class QuantizedEmbedding(Embedding):
-  """Rows packed as strings of bits, a few bits for each number, wider ones for frequent tokens.
+  """Rows packed as strings of bits, more of them for frequent tokens.
 
   A row is (center + scale · values) @ inverse: center and scale belong to its class of like
   probability, and the values are read from its bits (`vqjax.ops.trellis`). The bits, the widths and
@@ -117,7 +131,7 @@ class QuantizedEmbedding(Embedding):
   param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
-    """The stream, sizes, widths and ranks, and the scales, the centres and the inverse."""
+    """The stream, sizes, widths and ranks, the scales, the centres and the inverse."""
     return declared_rows(self)
 
   def check(self) -> None:
@@ -139,6 +153,7 @@ class QuantizedEmbedding(Embedding):
     return RowFactory(*placed_rows(arrays, self.vocab, self.vocab_axis), code_of(self).rows)
 
   def _table(self) -> Float[Array, "V D"]:
+    # Values are float32, whatever the parameters are.
     return super()._table().astype(self.param_dtype)
 
 
@@ -151,6 +166,7 @@ def placed_rows(
     The place of every row in the stream and its class, and the arrays that all rows share.
   """
   if "rank" in arrays:
+    # Stored as 2 or 4 bytes.
     rank = arrays["rank"].astype(jnp.int32)
   else:
     axis = vocab_parallel.inside(vocab_axis)

@@ -1,5 +1,10 @@
 """The scalar-quantised embedding, with a few bits for each number."""
 
+# vector = low + (high - low) / (2^bits - 1) · level, for levels [V, D] of `bits` bits.
+#
+# Levels are stored in whole bytes, so that a lookup gathers rows; `compact` packs them, as D codes
+# of a token into one table of 2^bits numbers.
+
 from __future__ import annotations
 
 import jax
@@ -56,7 +61,9 @@ class ScalarEmbedding(Embedding):
     return vectors.astype(jnp.dtype(self.dtype or jnp.float32))
 
   def _dequantized(self, level, low, high):
-    return low + (high - low) / (2**self.bits - 1) * level
+    # Without the barrier a compiled program may round product and sum at once, and an eager one may
+    # not: the compact form has the numbers of both.
+    return low + jax.lax.optimization_barrier((high - low) / (2**self.bits - 1) * level)
 
   def rows_of(self, arrays: Arrays) -> RowFactory:
     """The vectors of the tokens, in float32."""
@@ -69,9 +76,7 @@ class ScalarEmbedding(Embedding):
     A level is a code into one table of numbers that all D positions share.
     """
     levels = jnp.arange(2**self.bits, dtype=jnp.float32)
-    ends = variables["params"]["low"], variables["params"]["high"]
-    # Compiled, as the vectors are: operations one by one may be rounded otherwise.
-    values = jax.jit(self._dequantized)(levels, *ends)
+    values = self._dequantized(levels, variables["params"]["low"], variables["params"]["high"])
     return CompactEmbedding(
       data=packing.packed(np.asarray(variables["codes"]["levels"]), self.bits),
       values=np.asarray(values, np.float32)[None, :, None],

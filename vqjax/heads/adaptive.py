@@ -1,5 +1,21 @@
 """The adaptive softmax head, which scores rare tokens with narrower vectors."""
 
+# The rows of the softmaxes, with cutoffs (a, b), factor f and V tokens:
+#
+#   head    [a + 2, D]         | token 0 ... token a - 1 | cluster 0 | cluster 1 |
+#   tail_0  [b - a, D / f]     | token a ... token b - 1 |    scores of down_0 · hidden
+#   tail_1  [V - b, D / f²]    | token b ... token V - 1 |    scores of down_1 · hidden
+#
+#   log p(v) = head(v)                                  before the first cutoff
+#   log p(v) = head(cluster i) + tail_i(v - first)      in cluster i
+#
+# The loss scores a tail for the tokens in it alone (`cluster_log_prob`). Blocks of all tokens need
+# log Z of every softmax, a pass each, before their scores are log-probabilities; the blocks of head
+# and tails then follow one another as those of one vocabulary (`concatenate_blocks`).
+#
+# On a mesh the rows of each softmax are split, so that each is padded by itself: `parts` has a bias
+# for each, "head_padding", "tail_0_padding", ..., or None where nothing is padded.
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -106,12 +122,14 @@ class AdaptiveHead(Head):
     return softmax.linear_scores(hidden, arrays[f"down_{cluster}"], dtype=dtype)
 
   def _log_prob(self, arrays, hidden, token, temperature):
-    """For tokens outside of a cluster, only the projection of the cluster is computed."""
+    """Log-probabilities; a cluster's rows are scored for the tokens in it alone."""
+    # At another temperature the mass of a cluster is a sum over its tokens: all are scored.
     if temperature != 1:
       return super()._log_prob(arrays, hidden, token, temperature)
     options = {"dtype": self._dtype(arrays, hidden), "vocab_axis": self.vocab_axis}
     # 0 for a token of the first softmax, i + 1 for one of cluster i.
     where = jnp.searchsorted(jnp.asarray(self.cutoffs), token, side="right")
+    # The row of cluster i is the i-th behind the tokens of the first softmax.
     row = jnp.where(where == 0, token, self.cutoffs[0] - 1 + where).astype(jnp.int32)
     padding = arrays["head_padding"]
     log_prob = softmax.linear_log_prob(hidden, arrays["head"], row, padding, **options)
@@ -120,6 +138,7 @@ class AdaptiveHead(Head):
       log_prob += cluster_log_prob(
         self._project(arrays, hidden, i),
         arrays[f"tail_{i}"],
+        # 0 for a token of elsewhere, whose result is 0 whatever its index is.
         jnp.where(inside, token - cluster.first, 0),
         inside,
         arrays[f"tail_{i}_padding"],
@@ -152,11 +171,13 @@ class AdaptiveHead(Head):
       rows, padding = vocab_parallel.rows_in_all(axis, len(weight)), arrays[f"{name}_padding"]
       return sampling.log_z(linear_decoding.linear_blocks(hidden, weight, padding, rows, options))
 
+    # The rows of the clusters are scored apart: they are no tokens, and `blocks` leaves them out.
     cluster_rows = vocab_parallel.sharded_lookup(head, first + jnp.arange(len(clusters)), axis)
     cluster_scores = softmax.linear_scores(hidden, cluster_rows, dtype=dtype)
     log_z_head = log_z(hidden, "head")
     sections = [Section(blocks(hidden, "head", first, log_z_head), 0)]
     for i, cluster in enumerate(clusters):
+      # log p(v) = score - log_z(tail) + (cluster_score - log_z(head)).
       narrow, name = self._project(arrays, hidden, i), f"tail_{i}"
       above = log_z(narrow, name) + log_z_head - cluster_scores[..., i]
       sections.append(Section(blocks(narrow, name, cluster.rows, above), cluster.first))

@@ -10,12 +10,25 @@ arrays are, and type its results. A head is what its hooks compute:
 Everything else follows from the blocks, exactly. A head that knows better overrides `_log_prob`,
 `_loss_terms`, `_sample`, `_top_k` or `_logits`. Hooks are functions of `arrays`, which hold what
 `parts` names: the variables, or inside of a `shard_map` over the vocabulary the device's rows.
-
-  log_prob(hidden, tokens)                     public: checks, casts, masks
-    _computed                                  explicit axes of the mesh made automatic
-      over_vocabulary(vocab_axis, parts)       each device with its rows
-        _log_prob(arrays, hidden, token)       the hook
 """
+
+# The way of a call:
+#
+#   log_prob(hidden, tokens)                     public: checks, casts, and nan for unknown tokens
+#     _on_devices                                the arrays by name, as `parts` gives them
+#       _computed                                explicit axes of the mesh made automatic
+#         over_vocabulary(vocab_axis, parts)     each device with its rows of the arrays
+#           _log_prob(arrays, hidden, token)     the hook; `token` is int32 in [0, V)
+#
+# What the hooks compute by default, each of which a head may replace alone:
+#
+#   _scores -> Blocks --+--> _log_prob --> _loss_terms        a pass, again for the gradient
+#                       +--> _sample, _top_k                  one or a few passes
+#                       +--> _logits                          all blocks in one array
+#                       +--> over_blocks, gradient_share      what else reads logits
+#
+# On a mesh a hook reduces over `vocab_axis` itself, by `psum` or by an operation of `ops` that gets
+# the axis, so that its result is the same on all devices. `_logits` alone runs on whole arrays.
 
 from __future__ import annotations
 
@@ -36,11 +49,11 @@ from vqjax.ops.scores import check_temperature
 from vqjax.ops.vocab_parallel import Sharded
 from vqjax.ops.vocabulary import check_arrays, check_mask, in_vocabulary, widened
 
+# The arrays of a layer by name, as `Layer.parts` gives them.
 Arrays = dict[str, Any]
-"""The arrays of a layer by name, as `Layer.parts` gives them."""
 
+# Further terms of the training loss by name.
 Terms = dict[str, Float[Array, ""]]
-"""Further terms of the training loss by name."""
 
 
 class Head(Layer):
@@ -104,6 +117,7 @@ class Head(Layer):
     check_temperature(temperature)
 
     def body(arrays, hidden, tokens):
+      # A hook gets token 0 for an unknown one: a compiled program cannot raise, and clips indices.
       known, token = in_vocabulary(tokens, self.vocab)
       return jnp.where(known, self._log_prob(arrays, hidden, token, temperature), jnp.nan)
 
@@ -146,10 +160,12 @@ class Head(Layer):
         # Before products: 0 · nan in the backward pass would reach the gradients of the variables.
         hidden, tokens = jnp.where(counted[..., None], hidden, 0), jnp.where(counted, tokens, -1)
       known, token = in_vocabulary(tokens, self.vocab)
+      # Not in a hook: each device would draw, and variables cannot be written in a `shard_map`.
       parts, of_targets = self._training_parts(tokens)
       log_prob, terms = vocab_parallel.over_vocabulary(
         self.vocab_axis, self._loss_terms, parts, hidden, token, known
       )
+      # Tokens that are left out are unknown, too: -1.
       log_prob = jnp.where(known, log_prob, jnp.where(counted, jnp.nan, 0.0))
       return log_prob, terms | of_targets
 
@@ -213,7 +229,7 @@ class Head(Layer):
   def gradient_share(
     self, hidden: Float[ArrayLike, "*B D"], tokens: Integer[ArrayLike, "*B"]
   ) -> GradientShare:
-    """The share of the gradient in the logits that the backward pass passes on to `hidden`.
+    """The share of the gradient in the logits that `hidden` receives.
 
     The loss is -log p(token). A diagnostic: exact, with about 4·V·D² operations for each hidden
     vector, which are taken one after another in blocks of the vocabulary. All but `rank` is nan for
@@ -229,6 +245,7 @@ class Head(Layer):
     def body(arrays, hidden, tokens):
       known, token = in_vocabulary(tokens, self.vocab)
       found = gradient_share(lambda one: self._scores(arrays, one), hidden, token)
+      # `rank` is an integer, which depends on the context alone.
       outside = lambda x: jnp.where(known, x, jnp.nan)
       return GradientShare(*map(outside, found[:3]), found.rank)
 
@@ -268,7 +285,7 @@ class Head(Layer):
     return self._log_prob(arrays, hidden, token, 1.0), {}
 
   def _training_parts(self, tokens: Integer[Array, "*B"]) -> tuple[dict[str, Any], Terms]:
-    """The `parts` of `_loss_terms`, and terms of the loss that follow from the targets alone.
+    """The `parts` of `_loss_terms`, and terms that follow from the targets alone.
 
     Outside of any `shard_map`, so that it may draw random numbers and write variables. Tokens that
     are left out are -1.
@@ -298,7 +315,7 @@ class Head(Layer):
   # What public methods of subclasses are built of, too.
 
   def _on_devices(self, body: Callable, hidden: ArrayLike, *shared: Any) -> Any:
-    """body(arrays, hidden, *shared) on each device of `vocab_axis`, with its part of the arrays."""
+    """`body(arrays, hidden, *shared)` of each device of `vocab_axis` and its arrays."""
     hidden, axis = self._vectors(hidden), self.vocab_axis
     compute = lambda *given: vocab_parallel.over_vocabulary(axis, body, self.parts(), *given)
     return self._computed(compute, hidden, hidden, *shared)
@@ -311,9 +328,9 @@ class Head(Layer):
     return self._on_devices(body, hidden, key, allowed)
 
   def _padded_bias(self, name: str) -> Sharded:
-    """A bias by rows of the vocabulary, which removes the rows that pad a device's part.
+    """A bias [V] that removes the rows which pad a device's part.
 
-    It is zeros where the head has none but rows are padded.
+    It is zeros where the head has none but rows are padded, and None where neither is the case.
     """
     bias = vocab_parallel.bias_of_padding(self.array(name), self.vocab, self.vocab_axis)
     return Sharded(bias, -jnp.inf)

@@ -1,4 +1,16 @@
-"""The dense head with a first pass over 8-bit rows, whose answers are proved to be exact."""
+"""The dense head with a first pass over 8-bit rows, and proofs of its answers."""
+
+# A call of `best` or `sample`, where a first pass takes less time than all rows (`certified.pays`):
+#
+#   bounds    [V, *B]   scores from 8-bit rows, plus what they may be wrong by
+#   finished            the mask of allowed tokens, and for a draw 1 / temperature and Gumbel noise
+#   score_of  [*B, n]   exact scores of the `budget` rows of the highest bounds, and lower bounds
+#   answer              the k best of these, or of all rows where a bound leaves doubt
+#
+# Cap, mask, temperature and noise keep the order of scores: what they make of a bound is a bound of
+# what they make of the score. So the best noisy score, which is a draw, is found like an arg max.
+#
+# On a mesh each device has bounds and noise of its own rows, and `certified.best` compares them.
 
 from __future__ import annotations
 
@@ -24,7 +36,7 @@ COLLECTION = "codes"
 
 
 class CertifiedHead(DenseHead):
-  """A `DenseHead` that decodes from 8-bit rows, with the exact answers of the dense head.
+  """A `DenseHead` that decodes from 8-bit rows, with a dense head's exact answers.
 
   The best rows of a first pass, a quarter of the bytes of float32, are scored again with the weight
   itself; a bound on the error of every 8-bit row proves that no other row could be among the best.
@@ -76,7 +88,7 @@ class CertifiedHead(DenseHead):
 
   @staticmethod
   def is_certified(head: "CertifiedHead", variables: dict[str, Any]) -> bool:
-    """Whether the 8-bit rows are those of the weight."""
+    """Whether the 8-bit rows are what the weight gives."""
     own = variables.get(COLLECTION, {})
     rows = _named(jax.jit(head._int8_rows)(variables)[0])
     return all(
@@ -95,6 +107,7 @@ class CertifiedHead(DenseHead):
 
     own = {name: variables[name] for name in variables if name != COLLECTION}
     init = jax.eval_shape(self.init, jax.random.key(0), jnp.zeros((1, self.dim)))
+    # `linear` reads all parts; blanks stand for the 8-bit rows that are about to be made.
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), init[COLLECTION])
     return self.apply({**own, COLLECTION: blank}, method=of_rows)
 
@@ -107,6 +120,7 @@ class CertifiedHead(DenseHead):
     return super().declare() | {
       "rows": Variable((self.vocab, self.dim), ("vocab", "codes_embed"), zeros, jnp.int8, **of_row),
       "row_scale": Variable(*vocab, zeros, **of_row),
+      # Nothing is known of fresh rows: their bounds are infinite, and every row is in doubt.
       "row_error": Variable(*vocab, nn.initializers.constant(jnp.inf), **of_row),
       "row_length": Variable(*vocab, zeros, **of_row),
       "row_mean": Variable((self.dim,), ("codes_embed",), zeros, **kept),
@@ -143,12 +157,12 @@ class CertifiedHead(DenseHead):
     # Of many vectors a CPU's arithmetic takes longer than the bytes of the weight.
     best = self._best if certified.pays(vectors) else self._best_of_all
     if is_open:
+      # The number of the device: no two of them may use the same noise.
       noise_key = jax.random.fold_in(key, vocab_parallel.first_row(self.vocab_axis, 1))
       noise = (noise_key, options.temperature)
       return best(arrays, hidden, 1, allowed, noise).tokens[..., 0]
-    found = best(
-      arrays, hidden, 1 if options.is_greedy else min(options.top_k, self.vocab), allowed
-    )
+    k = 1 if options.is_greedy else min(options.top_k, self.vocab)
+    found = best(arrays, hidden, k, allowed)
     if options.is_greedy:
       return found.tokens[..., 0]
     scores = found.scores / options.temperature
@@ -183,6 +197,7 @@ class CertifiedHead(DenseHead):
       noise_Bn = jnp.take_along_axis(jnp.moveaxis(noise_VB, 0, -1), own_Bn, axis=-1)
       return score_Bn / noise[1] + noise_Bn, lower_Bn / noise[1] + noise_Bn
 
+    # One bound more than rows is compared with, so that at most count - 1 rows are scored again.
     budget = max(k, min(self.budget, count - 1))
     # The default of a GPU or TPU would round float32 operands, and the bound is of exact scores.
     with jax.default_matmul_precision("highest"):
@@ -197,8 +212,9 @@ class CertifiedHead(DenseHead):
       return TopK(*sampling.best(finished(blocks), k, normalizer=False)[:2])
 
   def _finished(self, blocks, count, allowed, noise):
-    """The mask and the noise of a draw as a function of blocks, and the noise [V, *B] or None."""
+    """Mask and noise of a draw as a function of blocks, and the noise [V, *B] or None."""
     first = vocab_parallel.first_row(blocks.axis, count)
+    # Stored, because bounds, exact scores and scores of all rows must get the same noise.
     noise_VB = None if noise is None else sampling.gumbel(noise[0], (count, *blocks.batch))
 
     def finished(blocks):
@@ -209,8 +225,8 @@ class CertifiedHead(DenseHead):
     return finished, noise_VB
 
 
+# The variables that the fields of `Int8Rows` are kept in.
 _INT8 = ("rows", "row_scale", "row_error", "row_length", "row_mean")
-"""The variables that the fields of `Int8Rows` are kept in."""
 
 
 def _named(rows: Int8Rows) -> dict[str, Array]:

@@ -1,5 +1,15 @@
 """The class-based head: a class first, then a token of that class."""
 
+# With C classes, the way to a log-probability and to all of them:
+#
+#   log_prob   class   `linear_log_prob` over C rows, with a bias of -inf for classes without tokens
+#              token   `log_prob_in_class`: tokens, sorted by class, meet the rows of their class
+#   _scores    pass 1  log of the sum of exp(score) over each class, [*B, C], from blocks of rows
+#              pass 2  score - that of its class + log p(class), a block at a time
+#
+# Rows are split over devices by tokens, whatever their classes are: the sums of a class are
+# all-reduced, and the class of a token is looked up where the token lies.
+
 from __future__ import annotations
 
 import jax
@@ -67,10 +77,12 @@ class ClassBasedHead(Head):
     return 2 * self.dim * (self.classes + -(-self.vocab // self.classes))
 
   def _log_prob(self, arrays, hidden, token, temperature):
-    """Only the rows of each token's own class are scored."""
+    """Log-probabilities; only the rows of each token's own class are scored."""
+    # At another temperature the mass of a class is a sum over its tokens: all are scored.
     if temperature != 1:
       return super()._log_prob(arrays, hidden, token, temperature)
     class_weight, assignment, axis = arrays["class_weight"], arrays["assignment"], self.vocab_axis
+    # A token whose class is outside of [0, C) has no probability.
     exists, of_token = in_vocabulary(
       vocab_parallel.sharded_lookup(assignment, token, axis), self.classes
     )
@@ -101,7 +113,7 @@ class ClassBasedHead(Head):
     return jax.nn.log_softmax(scores_BC + self._class_bias(assignment)[: self.classes])
 
   def _log_prob_of(self, scores, class_of, offset_BC):
-    # A class that does not exist has no probability: nan, not that of a neighbour.
+    # A class that does not exist has no probability: nan, not a neighbour's.
     known, class_of = in_vocabulary(class_of, self.classes)
     return jnp.where(known, scores + offset_BC[..., class_of], jnp.nan)
 
@@ -109,6 +121,7 @@ class ClassBasedHead(Head):
     """The log-probabilities, after a pass for the normaliser of each class."""
     weight, assignment = arrays["weight"], arrays["assignment"]
     axis, batch, count = self.vocab_axis, hidden.shape[:-1], assignment.shape[0]
+    # No bias is needed: `linear_blocks` scores rows beyond the vocabulary -inf by their numbers.
     raw = linear_decoding.linear_blocks(
       hidden, weight, None, self.vocab, ScoreOptions(dtype=self.dtype, vocab_axis=axis)
     )

@@ -1,5 +1,21 @@
 """The VQ-Logits head, in which K codes stand for V tokens."""
 
+# K scores and K masses stand for V tokens, since tokens on a code differ by their biases alone:
+#
+#   score_k = hidden · codebook_k                         [*B, K]   one product
+#   mass_k  = log of the sum of exp(b_u) over u on k      [K]       once for all vectors
+#   log Z   = logsumexp over k of (score_k + mass_k)      [*B]
+#   log p(v) = score_c + b_v - log Z,  c the code of v
+#
+#   log_prob, loss_terms   `code_softmax`: a tiled softmax over codes with bias mass_k, then one
+#                          code, bias and mass for each token
+#   top_k                  `best_tokens`: scores gathered for tokens, chunk by chunk; log Z as above
+#   sample                 a code by score_k + mass_k, then a token on it by its bias; with a filter
+#                          or a mask from blocks of tokens, as everything else (`_scores`)
+#
+# On a mesh codes are split over devices, and so are tokens: a token's code may lie elsewhere.
+# Decoding gathers the K scores on every device, which are few.
+
 from __future__ import annotations
 
 import math
@@ -128,6 +144,7 @@ class CodebookHead(Head):
   def linear(self) -> tuple[RowFactory, Float[Array, "V"] | None]:
     """The rows and the bias that the head scores with; a distillation reads them."""
 
+    # `_row_of_code` is no lambda: a factory is compared by the identity of `compose`.
     def rows(arrays):
       codebook, assignment = self._factors(arrays)
       return RowFactory(assignment, codebook, _row_of_code), arrays.get("token_bias")
@@ -189,6 +206,7 @@ class CodebookHead(Head):
       self.vocab,
       lambda cut: code_ops.token_scores(score_KB, cut(assignment), cut(bias)),
       self.vocab_axis,
+      # Gathered scores are cheap to write and dear to read again: a block of them stays in a cache.
       width=max(1, sampling.CACHED_SCORES // max(1, math.prod(batch))),
     )
 
@@ -196,9 +214,10 @@ class CodebookHead(Head):
     return code_ops.all_code_scores(hidden, codebook, self.codes, self.dtype, self.vocab_axis)
 
   def _top_k(self, arrays, hidden, k):
-    """The k best; the normaliser comes from the K scores of the codes and their masses."""
+    """The k best tokens; the normaliser comes from K scores and K masses."""
     (codebook, assignment), bias = self._factors(arrays), arrays.get("token_bias")
     scores_BK = self._all_code_scores(codebook, hidden)
+    # `best_tokens` keeps the maximum of every chunk for every vector.
     chunks = self.vocab // topk.chunk_size(self.vocab, k)
     if math.prod(hidden.shape[:-1]) * chunks > sampling.STORED_SCORES:
       score_Bk, token_Bk, _ = sampling.best(self._scores(arrays, hidden), k, normalizer=False)
@@ -215,10 +234,12 @@ class CodebookHead(Head):
     if not options.is_plain or allowed is not None:
       return super()._sample(arrays, hidden, key, options, allowed)
     codebook, assignment = self._factors(arrays)
+    # Divided before the masses: at a temperature a code has the sum of exp(b_u / T).
     bias = arrays["token_bias"] / options.temperature if self.token_bias else None
     code_key, token_key = jax.random.split(key)
     mass_K = code_ops.log_mass(assignment, self.codes, bias, self.vocab_axis)
     scores_BK = self._all_code_scores(codebook, hidden) / options.temperature + mass_K
+    # Noise of more than the default's 2^23 values, as in `sampling.gumbel`.
     code = jax.random.categorical(code_key, scores_BK, mode="high").astype(jnp.int32)
     return code_ops.draw_within(token_key, code, assignment, self.codes, bias, self.vocab_axis)
 

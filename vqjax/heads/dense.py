@@ -1,5 +1,13 @@
 """The dense softmax head, with a weight of its own or tied to an embedding."""
 
+# Where the rows are, by the field `embedding`:
+#
+#   None                  the head's variable `weight`        arrays["weight"]
+#   one of vqjax          rows of whatever that declares      embedding.rows_of(arrays["embedding"])
+#   flax.linen.Embed      its table, which Flax creates       arrays["embedding"]["embedding"]
+#
+# A tied embedding is bound where the model binds it; the head reads its arrays and owns none.
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,7 +27,7 @@ from vqjax.variables import Declaration, Initializer, Variable, row_init
 
 
 class DenseRows(Head):
-  """Base class of heads with a row of D numbers for each token, their own or an embedding's.
+  """Base class of heads with D numbers for each token, their own or an embedding's.
 
   Attributes:
     use_bias: add a score for each token.
@@ -41,6 +49,7 @@ class DenseRows(Head):
     if self.embedding is None:
       declared = {"weight": weight}
     elif isinstance(self.embedding, nn.Embed):
+      # Not created from here: only shape and axes of Flax's variable are read.
       declared = {"embedding": {"embedding": weight}}
     else:
       declared = {"embedding": self.embedding}
@@ -68,7 +77,7 @@ class DenseRows(Head):
       )
 
   def parts(self) -> dict[str, Any]:
-    """The variables; those of an `nn.Embed` are its table."""
+    """The variables, and the table of an `nn.Embed`."""
     found = super().parts()
     if isinstance(self.embedding, nn.Embed):
       table = vocab_parallel.automatic(jnp.asarray(self.embedding.embedding))
@@ -101,7 +110,7 @@ class DenseHead(DenseRows, LinearHead):
   def check(self) -> None:
     """Check the output function, the options of the loss and a tied embedding."""
     super().check()
-    # The options of scores refuse a cap and another function together.
+    # Constructed for its check alone, which refuses a cap and another function together.
     ScoreOptions(softcap=self.softcap, output=self.output)
     if not isinstance(self.output, (OutputFunction, type(None))):
       raise ValueError(

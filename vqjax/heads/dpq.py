@@ -1,4 +1,12 @@
-"""The head whose rows are those of a `DPQEmbedding`, trained end to end."""
+"""The head that scores the rows of a `DPQEmbedding`, trained end to end."""
+
+# The rows are those of an embedding that the head owns, declared under the name `table`:
+#
+#   query [V, quantizer.dim]  --quantiser-->  row [D]  --LinearHead-->  scores
+#
+#   tiles of the loss   all rows, with the quantiser's running statistics, which they do not change
+#   targets of a batch  quantised once more as inputs of an embedding would be (`_training_parts`):
+#                       they update these statistics and give the quantiser's terms of the loss
 
 from __future__ import annotations
 
@@ -47,12 +55,14 @@ class DPQHead(LinearHead):
 
   def setup(self):
     super().setup()
+    # Declared anew instead of kept from `declare`: Linen binds what is assigned here.
     self.table = self._rows_embedding()
 
   def _rows_embedding(self) -> DPQEmbedding:
     return DPQEmbedding(
       vocab=self.vocab,
       dim=self.dim,
+      # A field is bound to this head; the embedding gets one of its own.
       quantizer=self.quantizer.clone(parent=None),
       query_init=self.query_init,
       param_dtype=self.param_dtype,
@@ -72,8 +82,9 @@ class DPQHead(LinearHead):
     return self.table.rows_of(arrays["table"])
 
   def _training_parts(self, tokens):
-    """The terms of the quantiser for the targets, whose statistics they update in training."""
+    """The quantiser's terms for the targets, which update its statistics in training."""
     parts, terms = super()._training_parts(tokens)
+    # A step that makes one of these mutable trains; an evaluation makes none.
     written = ("batch_stats", "centroids", "revival")
     train = any(self.is_mutable_collection(name) for name in written)
     return parts, terms | self.table._embedded(tokens, train)[1]

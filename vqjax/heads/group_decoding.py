@@ -1,5 +1,19 @@
 """Decoding by groups, each of which bounds the probability of its tokens."""
 
+# Which groups a call scores, of a head with p(group) · p(slot | group):
+#
+#   top_k, arg max, sample with top_k   those that may hold one of the k best   best_first_top_k
+#   top_p at temperature 1              those of the nucleus, up to `MOST`,     best_first_nucleus
+#                                       and all where these do not hold it
+#   no filter at temperature 1          the one that was drawn by p(group)      _draw_group_first
+#   no filter, warmer or under a mask   all, for their masses, and one again    _draw_group_first
+#   a filter or arg max under a mask    all                                     Head._sample
+#   top_p at another temperature        all                                     Head._sample
+#
+# A search scores groups of each row's own, in steps of `_step_width`. Where that costs more than a
+# pass over all groups for all rows, `_prefers_group_search` is False, and searches become passes.
+# The number of scored groups is a result, so that its mean can be reported.
+
 from __future__ import annotations
 
 import abc
@@ -75,7 +89,7 @@ class GroupDecodingHead(Head):
     return self._draw(arrays, hidden, key, options, allowed)[0]
 
   def _best(self, arrays, hidden, k):
-    """Log-probabilities and tokens of the k best, and the number of groups that were scored."""
+    """Log-probabilities and tokens of the k best, and the number of scored groups."""
     if not self._prefers_group_search(hidden):
       return *super()._top_k(arrays, hidden, k), self._all_groups(hidden)
     groups = self._groups(arrays, hidden)
@@ -96,6 +110,7 @@ class GroupDecodingHead(Head):
     if allowed is None and options.is_greedy:
       _, tokens, visited = self._best(arrays, hidden, 1)
       return tokens[..., 0], visited
+    # The k best stay the k best at any temperature, and `top_p` is a cut among them.
     if allowed is None and options.top_k is not None:
       k = min(options.top_k, self.vocab)
       log_prob_Bk, token_Bk, visited = self._best(arrays, hidden, k)
@@ -112,6 +127,7 @@ class GroupDecodingHead(Head):
   def _draw_from_nucleus(self, arrays, hidden, key, options):
     groups = self._groups(arrays, hidden)
     width, slots = self._step_width(groups), self.groups_and_slots()[1]
+    # The search stores the scores of its groups, for the draw.
     most = sampling.STORED_SCORES // max(1, math.prod(hidden.shape[:-1]) * slots)
     steps = max(1, min(group_search.MOST, most) // width)
     top_p, axis = options.top_p, self.vocab_axis
@@ -119,12 +135,15 @@ class GroupDecodingHead(Head):
       groups.log_group, groups.score_groups, top_p, key, slots, steps, width, axis
     )
     token_B = groups.token_at(position_B)
+    # One branch for the batch: a row that the search has settled keeps its token all the same.
     everything = lambda: sampling.sample(self._scores(arrays, hidden), key, options)
     token_B = jnp.where(known_B, token_B, jax.lax.cond(known_B.all(), lambda: token_B, everything))
     return token_B, jnp.where(known_B, visited_B, self._all_groups(hidden))
 
   def _draw_group_first(self, arrays, hidden, key, temperature, allowed):
     axis = vocab_parallel.inside(self.vocab_axis)
+    # Each device draws among its own groups, with noise of its own; `winner` takes the highest. The
+    # Gumbel maximum over all groups is the maximum of those of the devices.
     if axis:
       key = jax.random.fold_in(vocab_parallel.varying(key, axis), jax.lax.axis_index(axis))
     group_key, slot_key = jax.random.split(key)
@@ -132,6 +151,7 @@ class GroupDecodingHead(Head):
     noisy_BG = log_mass_BG + sampling.gumbel(group_key, log_mass_BG.shape)
     group_B1 = jnp.argmax(noisy_BG, axis=-1, keepdims=True).astype(jnp.int32)
     groups = self._groups(arrays, hidden)
+    # With log p(group) = 0 the scores are log p(slot | group).
     score_B1S, position_B1S = groups.score_groups(group_B1, jnp.zeros(group_B1.shape))
     token_BS = groups.token_at(position_B1S[..., 0, :])
     score_BS = _masked(score_B1S[..., 0, :] / temperature, token_BS, allowed)
@@ -156,6 +176,7 @@ class GroupDecodingHead(Head):
       score_WSB = score_RB.reshape(score_RB.shape[0] // slots, slots, *batch) / temperature
       return jax.nn.logsumexp(score_WSB, axis=1)
 
+    # A block is whole groups, so that each mass is a sum inside of a block.
     mass_CWB = jax.lax.map(mass, blocks.indices)
     return jnp.moveaxis(jax.lax.collapse(mass_CWB, 0, 2), 0, -1)
 

@@ -1,5 +1,14 @@
 """The grouped head, whose groups share the weights of their slots."""
 
+# The scores of all groups come from one product:
+#
+#   shared = W_s h + b_s               [*B, S]      `_slot_context`
+#   scale[g] ∘ shared + shift[g]       [*B, S]      `_slot_scores`: two numbers a slot, no product
+#
+# So a group is cheap to score, and for many rows it pays to look at all of them: `_best` then takes
+# the best slot of each group, [*B, G], of which the k highest name the groups of the k best tokens.
+# A search for few rows bounds a group by p(group) instead and scores more groups, but far from all.
+
 from __future__ import annotations
 
 import math
@@ -11,8 +20,8 @@ from vqjax.ops import group_search, softmax
 from vqjax.ops import groups as group_ops
 from vqjax.variables import Declaration, Initializer, Variable, row_init
 
+# Number of rows whose searches would score most groups anyway.
 _MANY_ROWS = 16
-"""Number of rows whose searches would score most groups anyway."""
 
 
 class GroupedHead(TwoLevelHead):
@@ -69,11 +78,12 @@ class GroupedHead(TwoLevelHead):
     return group_ops.scaled(context[..., None, :], arrays["scale"][group], arrays["shift"][group])
 
   def _best(self, arrays, hidden, k):
-    """The search for a few rows; for many, the best slot of every group bounds it tightly."""
+    """The search for a few rows; for many, from the best slot of every group."""
     if math.prod(hidden.shape[:-1]) < _MANY_ROWS:
       return super()._best(arrays, hidden, k)
     groups, context = self._groups(arrays, hidden), self._slot_context(arrays, hidden)
     tables = arrays["scale"], arrays["shift"], arrays["group_size"]
+    # log p of the best token of each group.
     log_best = groups.log_group + group_ops.log_best_slot(context, *tables)
     log_prob, position = group_search.best_of_groups(groups, log_best, k, self.vocab_axis)
     return log_prob, groups.token_at(position), self._all_groups(hidden)

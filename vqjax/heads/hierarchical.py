@@ -1,5 +1,17 @@
 """The hierarchical softmax head over a binary tree of the vocabulary."""
 
+# Tokens stand at leaves, which are numbered from left to right; a path has the nodes above a leaf:
+#
+#   token v  --leaves-->  leaf j  --paths-->  nodes [L] from the root, then NO_NODE
+#   leaf j   --tokens-->  token v
+#
+#   log_prob           the L nodes of one path a token, a level of all paths at a time
+#   sample             from the root down, a node a level: L products a draw
+#   logits, _scores    products with all nodes, then sums along the path of every leaf
+#
+# Node k lies between leaf k and leaf k + 1 (`ops.tree`), so that a device which holds rows of the
+# weight holds the leaves of the same numbers.
+
 from __future__ import annotations
 
 import functools
@@ -48,6 +60,7 @@ class HierarchicalHead(Head):
         (v, self.dim), weight_axes, self.weight_init, self.param_dtype, pad_value=0
       ),
       "tokens": table((len(made.tokens),), ("vocab",), lambda: made.tokens, pad_value=0),
+      # The inverse of a permutation is its argsort.
       "leaves": table((len(made.tokens),), ("vocab",), made.tokens.argsort, pad_value=0),
       "paths": table(
         made.paths.shape, ("vocab", "levels"), lambda: made.paths, pad_value=trees.NO_NODE
@@ -70,9 +83,11 @@ class HierarchicalHead(Head):
   def _logits(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Log-probabilities of all tokens, which are normalised logits."""
     log_prob_BL = tree_ops.all_log_probs(hidden, arrays["weight"], arrays["paths"], self.dtype)
+    # From the order of leaves to that of tokens: token v is read at its leaf.
     return log_prob_BL[..., arrays["leaves"]]
 
   def _log_prob(self, arrays, hidden, token, temperature):
+    # Dividing the scores of nodes would be another distribution than dividing log-probabilities.
     if temperature != 1:
       return super()._log_prob(arrays, hidden, token, temperature)
     leaf = vocab_parallel.sharded_lookup(arrays["leaves"], token, self.vocab_axis)

@@ -1,5 +1,18 @@
 """The codebook head that learns the assignment of tokens to codes."""
 
+# The row of a token is a sum of its candidates' codewords, of which all shares but one are 0:
+#
+#   choice [V, C]  + noise  --argmax-->                 share [V, C], one-hot       forward
+#                           --softmax(/ temperature)-->   its gradient              backward
+#   row = sum over c of share[c] · codebook[candidates[c]]         a tile of rows at a time
+#
+#   in a training step   `_training_parts` draws the shares of the whole vocabulary, once, and adds
+#                        them to the arrays as "share"; the step counter sets the temperature
+#   elsewhere            there is no "share", and `_rows` takes the highest choice
+#
+# The shares are drawn outside of any `shard_map`, so that all devices agree on them, and are then
+# split as the rows are.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -106,6 +119,7 @@ class LearnedCodebookHead(LinearHead):
     Then the collection `schedule` is mutable and there is a random stream "sample".
     """
     parts, terms = super()._training_parts(tokens)
+    # `init` has a mutable collection as well, and must leave the counter at 0.
     training = self.is_mutable_collection("schedule") and self.has_rng("sample")
     if training and not self.is_initializing():
       parts["share"] = Sharded(self._drawn_shares(), 0)
@@ -121,6 +135,7 @@ class LearnedCodebookHead(LinearHead):
     learning = steps < self.anneal
     # Masked instead of branched: under jit the step is a traced number.
     choice_VC = choice_VC.astype(jnp.float32) + jnp.where(learning, noise_VC, 0.0)
+    # temperature · ratio^done falls from `temperature` to `final_temperature`.
     soft_VC = jax.nn.softmax(choice_VC / (self.temperature * ratio**done))
     # Zero in the forward pass: the straight-through estimator of Gumbel-softmax.
     slope_VC = jnp.where(learning, soft_VC - lax.stop_gradient(soft_VC), 0.0)

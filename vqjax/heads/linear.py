@@ -1,5 +1,16 @@
 """The base class of heads whose scores are hidden · rowᵀ + bias."""
 
+# A subclass gives a factory of the rows that a device holds (`_rows`), and may declare a variable
+# `bias` or `token_bias`. What reads them:
+#
+#   log_prob, loss_terms   `linear_softmax`   tiles of tokens by rows, with a gradient of its own
+#   sample, top_k          `linear_blocks`    one product for a few vectors, blocks of rows for many
+#   logits                 `linear_scores`    one product with all rows
+#   linear()               rows and bias as they are, for a distillation from another loop
+#
+# Rows may be kept in another basis than the model's: `_projected` then takes the hidden vector
+# there, once a call, and `_linear` gives the rows in the model's basis.
+
 from __future__ import annotations
 
 import abc
@@ -69,6 +80,8 @@ class LinearHead(Head):
   def parts(self) -> dict[str, Any]:
     """The variables, with a bias under the one name "bias"."""
     found = super().parts()
+    # Declared without a `pad_value`: rows that pad a device's part need a bias of -inf, even where
+    # the head has no bias of its own.
     name = "token_bias" if found.pop("token_bias", None) else "bias"
     return found | {"bias": self._padded_bias(name)}
 

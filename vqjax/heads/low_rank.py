@@ -1,5 +1,10 @@
 """The low-rank head, whose weight is a product of two thin matrices."""
 
+#   hidden [*B, D]  --down [r, D]-->  narrow [*B, r]  --weight [V, r]-->  scores [*B, V]
+#
+# Every hook projects once and is then that of a dense head of width r: tiles in the loss, blocks in
+# decoding. No row of width D exists, nor the [V, D] product of the two matrices.
+
 from __future__ import annotations
 
 from typing import Any
@@ -48,7 +53,7 @@ class LowRankHead(Head):
       "weight": Variable((v, r), ("vocab", "table_embed"), self.weight_init, dtype, pad_value=0),
     }
     if self.use_bias:
-      declared["bias"] = Variable((v,), ("vocab",), self.bias_init, dtype, pad_value=-jnp.inf)
+      declared["bias"] = Variable((v,), ("vocab",), self.bias_init, dtype)
     return declared
 
   def check(self) -> None:
@@ -61,7 +66,7 @@ class LowRankHead(Head):
       )
 
   def flops_per_token(self) -> int:
-    """The products of width D of the projection and those of width r of the scores."""
+    """The products of the projection, of width D, and of the scores, of width r."""
     return 2 * self.rank * (self.dim + self.vocab)
 
   def _project(self, arrays, hidden):

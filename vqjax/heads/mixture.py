@@ -1,5 +1,15 @@
 """The mixture of softmaxes over one table."""
 
+# The arrays of a call, with M components and rows of width E:
+#
+#   log_prior   [*B, M]      softmax over components
+#   projected   [*B, M, E]   a vector for each component, as if there were M times as many tokens
+#   log_prob    [*B, M]      `linear_log_prob` of these vectors, one pass over the rows for all M
+#   result      [*B]         logsumexp over M of log_prior + log_prob
+#
+# Blocks of all tokens are mixed probabilities, so that each component is normalised first: one
+# pass over the rows for log Z [*B, M], and another one in which scores are mixed, block by block.
+
 from __future__ import annotations
 
 from typing import Any, final
@@ -52,7 +62,7 @@ class MixtureHead(Head):
   param_dtype: Dtype = jnp.float32
 
   def declare(self) -> Declaration:
-    """The priors [M, D], projections [M·E, D], offsets [M·E], weight [V, E] and bias [V]."""
+    """Priors [M, D], projections [M·E, D], offsets [M·E], weight [V, E], bias [V]."""
     v, d, m, dtype = self.vocab, self.dim, self.components, self.param_dtype
     e = self._table_width()
     declared = {
@@ -62,7 +72,7 @@ class MixtureHead(Head):
       "weight": Variable((v, e), ("vocab", "table_embed"), self.weight_init, dtype, pad_value=0),
     }
     if self.use_bias:
-      declared["bias"] = Variable((v,), ("vocab",), self.bias_init, dtype, pad_value=-jnp.inf)
+      declared["bias"] = Variable((v,), ("vocab",), self.bias_init, dtype)
     return declared
 
   def check(self) -> None:
@@ -107,10 +117,11 @@ class MixtureHead(Head):
     return jnp.tanh(scores_BK).reshape(*hidden.shape[:-1], self.components, self._table_width())
 
   def _whole(self, weight):
-    """A weight on every device, gathered from those that share it and not by way of others."""
+    """A weight on every device, gathered straight from those that hold its parts."""
     return vocab_parallel.token_shards(self.vocab_axis).whole(weight)
 
   def _log_prob(self, arrays, hidden, token, temperature):
+    # A temperature divides the log of the mixture, which is not a mixture at this temperature.
     if temperature != 1:
       return super()._log_prob(arrays, hidden, token, temperature)
     log_prior_BM = self._log_prior(arrays, hidden)
@@ -129,7 +140,7 @@ class MixtureHead(Head):
     return super().parts() | {"bias": self._padded_bias("bias")}
 
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The log-probabilities; the normalisers of the components take a pass of their own."""
+    """The log-probabilities, after a pass for the normalisers of the components."""
     log_prior_BM, vectors_BME = self._log_prior(arrays, hidden), self._projected(arrays, hidden)
     parts = linear_decoding.linear_blocks(
       vectors_BME,

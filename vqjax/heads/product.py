@@ -1,5 +1,17 @@
 """Product-quantised heads, whose rows are composed of M sub-vectors each."""
 
+# A row is composed of M sub-vectors, one of each table; with M = 3:
+#
+#   codes [V, M]         tables [M, K, D/M]
+#   v:  7  2  5    -->   | tables[0, 7] | tables[1, 2] | tables[2, 5] |     row of v, [D]
+#
+#   loss, many vectors   tiles of rows are composed, then multiplied        (`LinearHead`)
+#   few vectors          hidden · every sub-vector, [M, K, *B], and for each token the sum of the M
+#                        numbers that its codes name: no row exists         (`ProductHead._scores`)
+#
+# `LearnedProductHead` has latent rows [V, D] instead of codes: the codes of a row are its nearest
+# sub-vectors, found once a call for all tiles, and it gets the gradient of the row they compose.
+
 from __future__ import annotations
 
 import math
@@ -102,11 +114,13 @@ class ProductHead(_ProductTables):
     codes, bias, tables = arrays["codes"], arrays["bias"], arrays["tables"]
     dtype = self.dtype or jnp.promote_types(hidden.dtype, tables.dtype)
     partial_MKB = product.partial_scores(hidden, tables, dtype)
+    # The cap is of the sum, not of its parts.
     options = ScoreOptions(output=self._output())
 
     def finish(sum_WB, cut):
       return options.finish_rows(sum_WB, cut(bias))
 
+    # Whole where it can be stored: `summed_scores` has tiles of its own.
     if math.prod(batch) * codes.shape[0] <= sampling.STORED_SCORES:
       sum_VB = product.summed_scores(partial_MKB, codes)
       return sampling.stored_block(sum_VB, self.vocab, finish, self.vocab_axis)
@@ -155,6 +169,7 @@ class LearnedProductHead(_ProductTables):
     log_prob, terms = super()._loss_terms(arrays, hidden, token, known)
     token_N = token.reshape(-1)
     latent_ND = vocab_parallel.sharded_lookup(arrays["latent"], token_N, self.vocab_axis)
+    # Of the commitment the latent row alone has a gradient: the loss moves the tables.
     tables = lax.stop_gradient(arrays["tables"])
     row_ND = product.compose(product.nearest_codes(lax.stop_gradient(latent_ND), tables), tables)
     distance_N = ((latent_ND - row_ND).astype(jnp.float32) ** 2).sum(axis=-1)

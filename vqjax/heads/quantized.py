@@ -1,5 +1,17 @@
 """The head of a table that is packed as strings of bits."""
 
+# From a token to its row, of which nothing is stored but bits:
+#
+#   token  --rank-->  rank  --places-->  where its bits begin in the stream, and its class
+#   class  ------------------------->    width, scale and center of each coordinate     [C, D]
+#   coordinates = center + scale · values of the bits                                   a tile
+#   row = coordinates @ inverse
+#
+# The head scores coordinates, and maps the hidden vector instead of the rows:
+#
+#   hidden · (coordinates @ inverse)  =  (inverse · hidden) · coordinates
+#   `_linear`                            `_projected`         `_rows`
+
 from __future__ import annotations
 
 from typing import Any
@@ -84,12 +96,13 @@ class QuantizedHead(LinearHead):
       )
 
   def flops_per_token(self) -> int:
-    """The map to coordinates, and one product of width D for each token of the vocabulary."""
+    """The map to coordinates, and one product of width D for each token."""
     return 2 * self.dim * (self.dim + self.vocab)
 
   def _rows(self, arrays: Arrays) -> RowFactory:
     """The rows in their coordinates, in which `_projected` gives the hidden vectors."""
     place, shared = placed_rows(self._of(arrays), self.vocab, self.vocab_axis)
+    # `coordinates` does not read it, and its gradient comes through `_projected`.
     shared = {name: x for name, x in shared.items() if name != "inverse"}
     return RowFactory(place, shared, code_of(self.embedding or self).coordinates)
 
@@ -97,7 +110,7 @@ class QuantizedHead(LinearHead):
     return arrays if self.embedding is None else arrays["embedding"]
 
   def _projected(self, arrays, hidden):
-    """inverse · hidden, in the dtype that hidden vectors and parameters have in common."""
+    """inverse · hidden, in the promoted dtype of hidden vectors and parameters."""
     inverse = self._of(arrays)["inverse"]
     dtype = self.dtype or jnp.promote_types(hidden.dtype, inverse.dtype)
     return softmax.linear_scores(hidden, inverse, dtype=dtype).astype(dtype)

@@ -32,9 +32,10 @@ def check(head: Head) -> None:
 def terms(
   head: Head, scores: LinearSoftmax | CodeSoftmax | Estimate, known: Bool[Array, "*B"]
 ) -> dict[str, Float[Array, ""]]:
-  """The terms with a coefficient above 0, by name: means over the tokens that are known."""
+  """The terms with a coefficient above 0 by name, means over the known tokens."""
   named = {}
   if head.z_loss:
+    # Of each token, not of the mean: the square keeps every normaliser near 0.
     named["z_loss"] = head.z_loss * mean_over(scores.log_z**2, known)
   if head.label_smoothing:
     # The smoothed loss is -(1 - s) log p - s · mean log p; -log p is counted already.

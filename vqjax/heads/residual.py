@@ -1,5 +1,13 @@
 """The codebook head with a low-rank residual for each token."""
 
+# row = codebook[code] + low · up, so that a score has two parts:
+#
+#   hidden · row  =  (hidden · codebook)[code]  +  low · (up · hidden)
+#                     [*B, K], once a call          [R] a token, with [*B, R] once a call
+#
+#   loss       composed rows, a tile at a time, and the gradient of each array from theirs
+#   decoding   the sum of both parts, a block of tokens at a time                   (`_scores`)
+
 from __future__ import annotations
 
 import jax.numpy as jnp

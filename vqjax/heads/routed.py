@@ -1,5 +1,21 @@
 """The dense head that scores the rows of the likeliest clusters only."""
 
+# Of C clusters of S rows, each vector scores the rows of `budget` ones. Two ways, by `_is_few`:
+#
+#   few vectors    `_candidates`   rows of the chosen clusters gathered, [*B, n, D], n = budget · S
+#   many vectors   `_all_routes`   blocks of all rows, -inf in what is not chosen
+#
+# Either way ends with `routes.beside`: scores of centroids [*B, C], shifted by one number so that
+# the chosen ones together have the mass of the chosen rows. From then on every token has a score:
+#
+#   in a chosen cluster   exact    its row's                      by `_exact` or in a block
+#   in another            spread   its cluster's, plus its bias   `_log_rest`: masses of clusters
+#
+#   log Z = logaddexp(logsumexp of the chosen rows, logsumexp of the rest)
+#
+# A draw chooses a row or a cluster of the rest, and in such a cluster a token by its bias. The k
+# best are chosen rows, unless a cluster of the rest might hold a better token: then all are scored.
+
 from __future__ import annotations
 
 import dataclasses
@@ -59,7 +75,7 @@ class RoutedHead(DenseRows):
   def from_dense(
     head: Head, variables: dict[str, Any], order: ArrayLike, clusters: int, budget: int
   ) -> tuple["RoutedHead", dict[str, Any]]:
-    """A head and variables with the rows of a dense head, and the mean row of each cluster.
+    """A routed head and variables, with a dense head's rows and their mean by cluster.
 
     Args:
       head: the dense head, tied or not.
@@ -151,12 +167,13 @@ class RoutedHead(DenseRows):
     return super().parts() | {"bias": self._padded_bias("bias")}
 
   def _is_few(self, hidden):
-    """Whether the chosen rows of all vectors are fewer than those of the weight."""
+    """Whether all vectors together choose fewer rows than the weight has."""
     return math.prod(hidden.shape[:-1]) * self._rows_scored() <= self.vocab
 
   def _log_size(self, arrays, temperature=1.0):
     """Log sum of exp(bias / temperature) over the tokens of each cluster."""
     bias = arrays["bias"]
+    # The bias of padding may be there without a bias of the head: sizes are known anyway.
     if not self.use_bias:
       starts = groups.group_starts(self.vocab, self.clusters)
       return jnp.log(jnp.asarray(starts[1:] - starts[:-1], jnp.float32))
@@ -185,6 +202,7 @@ class RoutedHead(DenseRows):
     )
     bias = arrays["bias"]
     bias_Bn = None if bias is None else bias[at_Bn].astype(jnp.float32)
+    # On a device without the row this is the score of another one, which `from_owner` leaves out.
     score_Bn = ScoreOptions(softcap=self.softcap).finish(product_Bn, bias_Bn)
     return score_Bn if axis is None else vocab_parallel.from_owner(score_Bn, own_Bn, count, axis)
 
@@ -196,10 +214,10 @@ class RoutedHead(DenseRows):
     )
 
   def _candidates(self, arrays, hidden, in_turn=False):
-    """The routes, and scores and tokens [*B, n] of the chosen clusters; -inf for no token.
+    """The routes, and scores and tokens [*B, n] of the rows of the chosen clusters.
 
-    `in_turn` scores one vector after another where that is faster: not for gradients, since each
-    step would add to one of the whole weight.
+    Slots that a smaller cluster lacks score -inf. `in_turn` scores one vector after another where
+    that is faster: not for gradients, since each step would add to one of the whole weight.
     """
     routes = self._routes(arrays, hidden)
     token_BmS, present_BmS = routing.tokens_of(arrays["order"], self.clusters, routes.clusters)
@@ -207,7 +225,8 @@ class RoutedHead(DenseRows):
     token_Bn = flat(token_BmS)
     score = lambda given: self._exact(arrays, *given)
     if in_turn and vocab_parallel.platform() == "cpu" and not vocab_parallel.axis_types():
-      # The rows of one vector stay in a cache; those of all would be written and read again.
+      # The rows of one vector stay in a cache; those of all would be written and read again. A map
+      # for each axis of the batch, since `lax.map` takes one.
       for _ in hidden.shape[:-1]:
         score = functools.partial(lax.map, score)
     score_Bn = jnp.where(flat(present_BmS), score((hidden, token_Bn)), -jnp.inf)
@@ -219,10 +238,11 @@ class RoutedHead(DenseRows):
     routes = self._routes(arrays, hidden)
     arrays, hidden = vocab_parallel.varying((arrays, hidden))
     is_chosen_CB = jnp.moveaxis(routes.is_chosen, -1, 0)
-    cluster_of = self._cluster_of(arrays)
-    chosen = self._row_blocks(arrays, hidden).map(
-      lambda score_WB, token_W: jnp.where(is_chosen_CB[cluster_of(token_W)], score_WB, -jnp.inf)
-    )
+
+    def of_chosen(score_WB, token_W):
+      return jnp.where(is_chosen_CB[self._cluster_of(arrays, token_W)], score_WB, -jnp.inf)
+
+    chosen = self._row_blocks(arrays, hidden).map(of_chosen)
     return routes.beside(sampling.log_z(chosen), self._log_size(arrays))
 
   def _log_rest(self, arrays, routes, temperature):
@@ -238,6 +258,7 @@ class RoutedHead(DenseRows):
       log_z = jnp.logaddexp(log_chosen, log_rest)
     else:
       routes = self._all_routes(arrays, hidden)
+      # The shifted centroids have the masses of all clusters at temperature 1, and only there.
       if temperature == 1:
         log_z = jax.nn.logsumexp(routes.scores + self._log_size(arrays), axis=-1)
       else:
@@ -250,16 +271,15 @@ class RoutedHead(DenseRows):
     return jnp.where(of_cluster(routes.is_chosen), exact, spread) / temperature - log_z
 
   def _scores(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> sampling.Blocks:
-    """The scores, from products with all rows: one for what is chosen, one for the blocks."""
+    """The scores, after a pass over all rows for the mass of the chosen ones."""
     return self._routed_blocks(arrays, hidden, self._all_routes(arrays, hidden))
 
   def _routed_blocks(self, arrays, hidden, routes):
     first = lambda x: jnp.moveaxis(x, -1, 0)
-    score_CB, is_chosen_CB = first(routes.scores), first(routes.is_chosen)
-    bias, cluster_of = arrays["bias"], self._cluster_of(arrays)
+    score_CB, is_chosen_CB, bias = first(routes.scores), first(routes.is_chosen), arrays["bias"]
 
     def routed(exact_WB, token_W):
-      cluster_W = cluster_of(token_W)
+      cluster_W = self._cluster_of(arrays, token_W)
       bias_W = None if bias is None else bias[self._own_row(arrays, token_W)]
       spread_WB = code_ops.token_scores(score_CB, cluster_W, bias_W)
       # Padding scores -inf, and so does a token that is removed.
@@ -284,11 +304,9 @@ class RoutedHead(DenseRows):
     count = len(arrays["assignment"])
     return jnp.maximum(token_W - vocab_parallel.first_row(self.vocab_axis, count), 0)
 
-  def _cluster_of(self, arrays):
-    def cluster_of(token_W):
-      return jnp.minimum(arrays["assignment"][self._own_row(arrays, token_W)], self.clusters - 1)
-
-    return cluster_of
+  def _cluster_of(self, arrays, token_W):
+    # Padding has the cluster `NO_CODE`, which is no index.
+    return jnp.minimum(arrays["assignment"][self._own_row(arrays, token_W)], self.clusters - 1)
 
   def _top_k(self, arrays, hidden, k):
     if not self._is_few(hidden):
@@ -334,10 +352,13 @@ class RoutedHead(DenseRows):
   def _draw(self, arrays, routes, score_Bn, token_Bn, key, temperature):
     """A chosen row or another cluster by its mass, and then a token of the cluster."""
     first_key, token_key = jax.random.split(key)
+    # One draw among n rows and C clusters, of which the chosen ones are -inf: their rows stand
+    # for them.
     rest_BC = self._log_rest(arrays, routes, temperature)
     every = jnp.concatenate([score_Bn, rest_BC], axis=-1)
     count = score_Bn.shape[-1]
     drawn_B = jnp.argmax(every + sampling.gumbel(first_key, every.shape), axis=-1)
+    # Where a row was drawn, some cluster's token is drawn too, and left out at the end.
     cluster_B = jnp.maximum(drawn_B - count, 0)
     token_BS, present_BS = routing.tokens_of(arrays["order"], self.clusters, cluster_B)
     bias_BS = jnp.where(present_BS, self._bias_of(arrays, token_BS) / temperature, -jnp.inf)

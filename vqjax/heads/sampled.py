@@ -1,5 +1,14 @@
 """The sampled softmax head, whose training loss scores a sample of the vocabulary."""
 
+# A step with a random stream "sample", as in training:
+#
+#   _training_parts   S tokens by the proposal, once for the batch and outside of any `shard_map`
+#   _loss_terms       the rows of these S tokens and of the targets -> estimates of log p and log Z
+#
+# In the estimate of Z a drawn token counts 1 / (the probability that it is drawn at all), and the
+# target counts once, drawn or not. Whether there are candidates is known from `arrays`: without
+# the stream there are none, and the loss is the dense head's.
+
 from __future__ import annotations
 
 import dataclasses
@@ -12,8 +21,8 @@ from vqjax.heads.dense import DenseHead
 from vqjax.ops import sampled_softmax
 from vqjax.ops.vocab_parallel import Replicated
 
+# vocab -> log-probabilities [V] with which tokens are drawn, up to a constant.
 Proposal = Callable[[int], Float[Array, "V"]]
-"""vocab -> log-probabilities [V] with which tokens are drawn, up to a constant."""
 
 
 class SampledSoftmaxHead(DenseHead):

@@ -1,5 +1,24 @@
 """The base class of heads that predict a group, then a slot inside the group."""
 
+# The arrays of a call, for the G groups of S slots that a device holds:
+#
+#   log_group   [*B, G]       softmax over the groups of all devices
+#   context     [*B, ...]     what the slots of all groups share (`_slot_context`)
+#   log_slot    [*B, W, S]    of some W groups: softmax over the slots that a group has
+#   log p(v) = log_group[group] + log_slot[group, slot]
+#
+#   log_prob         the token's own group alone (`_slot_log_prob`)
+#   top_k, sample    a search of groups, most of which are not scored (`group_decoding`)
+#   _scores          blocks of W whole groups, W·S positions, -inf where a group lacks a slot
+#   logits           all groups at once, [*B, G, S], gathered into the order of the tokens
+#
+# Groups are runs of positions. Two tables, if the tokens are not in order already, translate:
+#
+#   token  --position-->  position  --starts-->  (group, slot)       to score a token
+#   (group, slot)  --group_start-->  position  --order-->  token     to name what was scored
+#
+# On a mesh groups are split, never their slots, and `order` and `position` are whole.
+
 from __future__ import annotations
 
 import abc
@@ -58,9 +77,7 @@ class TwoLevelHead(GroupDecodingHead):
     shape, axes = (groups, self.dim), ("groups", "table_embed")
     declared = {"group_weight": Variable(shape, axes, self.group_init, dtype, pad_value=0)}
     if self.use_bias:
-      declared["group_bias"] = Variable(
-        (groups,), ("groups",), self.bias_init, dtype, pad_value=-jnp.inf
-      )
+      declared["group_bias"] = Variable((groups,), ("groups",), self.bias_init, dtype)
     if self.order_init is not None:
       # Every device reads all of both tables, so that no lookup communicates.
       invert = lambda order, shape, dtype: group_ops.positions(order)
@@ -125,6 +142,7 @@ class TwoLevelHead(GroupDecodingHead):
     return log_prob_BGS[..., group, slot]
 
   def _log_prob(self, arrays, hidden, token, temperature):
+    # At another temperature the mass of a group is a sum over its slots: all are scored.
     if temperature != 1:
       return super()._log_prob(arrays, hidden, token, temperature)
     group, slot = self._group_and_slot(arrays, token)
@@ -164,6 +182,7 @@ class TwoLevelHead(GroupDecodingHead):
 
   def _groups(self, arrays: Arrays, hidden: Float[Array, "*B D"]) -> group_search.Groups:
     """The groups that this device holds, as the best-first search takes them."""
+    # Both once a call; `score_groups` runs in the steps of a loop and reads them.
     log_group = self._log_group(arrays, hidden)
     context, order = self._slot_context(arrays, hidden), arrays.get("order")
 
@@ -173,10 +192,11 @@ class TwoLevelHead(GroupDecodingHead):
       slot = jnp.arange(scores.shape[-1], dtype=jnp.int32)
       present = slot < arrays["group_size"][group][..., None]
       log_slot = jax.nn.log_softmax(jnp.where(present, scores, -jnp.inf))
-      # In a group that pads a device's part every slot is absent, and the softmax is nan.
+      # Masked again: in a group that pads a device's part no slot is present, and log_slot is nan.
       log_prob = jnp.where(present, log_group[..., None] + log_slot, -jnp.inf)
       return log_prob, jnp.where(present, arrays["group_start"][group][..., None] + slot, 0)
 
+    # Positions are a search's result, -1 in its entries without a token.
     def token_at(position):
       if order is None:
         return position
@@ -191,6 +211,7 @@ class TwoLevelHead(GroupDecodingHead):
     width = max(1, sampling.block_width(math.prod(batch), count * slots) // slots)
 
     def block(index):
+      # The last block may reach beyond the groups: it scores the last one again, with p(group) 0.
       group_W = index * width + jnp.arange(width, dtype=jnp.int32)
       row_W = jnp.minimum(group_W, count - 1)
       log_group_BW = jnp.where(group_W < count, groups.log_group[..., row_W], -jnp.inf)

@@ -1,5 +1,13 @@
 """Token counts as initial biases and as a proposal of the sampled softmax."""
 
+# Both are objects with counts that a head calls for an array [V]:
+#
+#   UnigramBias       log(count of the token / mean count of the tokens on its code)
+#   UnigramProposal   log(count of the token / sum of all counts)
+#
+# A module hashes its fields. With `eq=False` these are hashed by identity, as functions are: their
+# own fields are arrays, which have no hash.
+
 from __future__ import annotations
 
 import dataclasses
@@ -57,9 +65,11 @@ class UnigramBias:
     (vocab,) = shape
     count_V = smoothed(self.counts, vocab, self.smoothing)
     assign.check_shape(np.shape(self.assignment), vocab)
+    # An initialiser does not know K. Codes above the last one that is used have no token.
     codes = int(np.max(self.assignment)) + 1
     code_V = assign.checked(self.assignment, vocab, codes)
     size_K = np.bincount(code_V, minlength=codes)
+    # A code without a token has no mean, and none is read.
     mean_K = np.bincount(code_V, count_V, codes) / np.maximum(size_K, 1)
     return jnp.asarray(np.log(count_V / mean_K[code_V]), dtype)
 

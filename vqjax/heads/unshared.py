@@ -1,5 +1,12 @@
 """The grouped head with a slot weight for each group."""
 
+# As in `GroupedHead`, but each group has a weight [S, D], which decides what is cheap:
+#
+#   log_prob          tokens sorted by group, so that they meet the weight of their group in one
+#                     ragged product (`ops.ragged`)
+#   group search      the weights of W groups for each row, [*B, W, S, D]: for few rows alone
+#   all groups        the weight of a group once for all rows, [W, S, D]   (`_scores`, `_logits`)
+
 from __future__ import annotations
 
 import math
@@ -45,6 +52,7 @@ class UnsharedGroupedHead(TwoLevelHead):
     return hidden.astype(self.dtype or jnp.promote_types(hidden.dtype, arrays["slot_weight"].dtype))
 
   def _slot_scores(self, arrays, context, group):
+    # Groups are [W], shared by all rows, or [*B, W], each row's own; `...` of the product is both.
     weight, bias = arrays["slot_weight"], arrays.get("slot_bias")
     batch, (*_, slots, dim) = context.shape[:-1], weight.shape
     each = lambda hidden, group: jnp.einsum(

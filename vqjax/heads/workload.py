@@ -22,11 +22,13 @@ def loss_and_gradient(
   keys = jax.random.split(jax.random.key(0), 3)
   hidden = jax.random.normal(keys[0], (tokens, head.dim), dtype)
   targets = jax.random.randint(keys[1], (tokens,), 0, head.vocab)
+  # The gradient is of floating-point parameters: tables of integers are an argument of their own.
   variables = jax.jit(head.init)(keys[2], hidden[:1])
   tables = {name: tree for name, tree in variables.items() if name != "params"}
 
   def loss(params, hidden, tables, targets):
     return -head.apply({"params": params, **tables}, hidden, targets, method="log_prob").mean()
 
+  # Arguments, not constants of the program, which XLA would fold.
   arguments = variables["params"], hidden, tables, targets
   return jax.value_and_grad(loss, argnums=(0, 1)), arguments

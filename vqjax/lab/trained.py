@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from vqjax.lab.config import config_hash, describe, difference, load, override, with_vocab
 from vqjax.lab.conversion import Distilled, student_of
-from vqjax.lab.data import Encoder, fit_encoder
+from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.run import read_config
 from vqjax.lm.checkpoints import Loaded
-
-
-@dataclasses.dataclass(frozen=True)
-class Documents:
-  """The encoder of a run as a tokenizer; a text follows the end of another, as in training.
-
-  Attributes:
-    encoder: the encoder.
-  """
-
-  encoder: Encoder
-
-  @property
-  def vocab(self) -> int:
-    """Number of tokens."""
-    return self.encoder.vocab
-
-  @property
-  def eos(self) -> tuple[int, ...]:
-    """The token that ends a document."""
-    return (self.encoder.eos,)
-
-  def encode(self, text: str) -> list[int]:
-    """The end of a document, and the tokens of the text without an end."""
-    return [self.encoder.eos, *self.encoder.encode(text).tolist()[:-1]]
-
-  def decode(self, tokens: Iterable[int]) -> str:
-    """The text of tokens."""
-    return self.encoder.decode([token for token in tokens if token != self.encoder.eos])
-
-  def piece(self, token: int) -> str:
-    """The text of a token; the end of a document has a name."""
-    return "<end>" if token == self.encoder.eos else self.decode([token])
 
 
 def load_run(folder: pathlib.Path, config: str, overrides: Sequence[str] = ()) -> Loaded:
@@ -72,8 +38,8 @@ def load_run(folder: pathlib.Path, config: str, overrides: Sequence[str] = ()) -
       f"`--config` must be that of a language model; got {config}, whose data are not text. Give"
       " another run."
     )
-  encoder = fit_encoder(experiment.data, experiment.tokenizer)
-  model = with_vocab(experiment, encoder.vocab).model
+  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
+  model = with_vocab(experiment, tokenizer.vocab).model
   if isinstance(model, Distilled):
     model, variables = model.student, student_of(variables)
-  return Loaded(model, variables, Documents(encoder))
+  return Loaded(model, variables, tokenizer)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import io
+import pathlib
 import re
 import string
 import typing
+from collections.abc import Iterable
 
 # It is loaded where a figure is drawn: most commands that can write a page do not.
 if typing.TYPE_CHECKING:
@@ -22,67 +24,54 @@ SERIES = ("#0072b2", "#d55e00", "#009e73", "#b0508a", "#9a7400", "#3d8fc4")
 DARK_SERIES = ("#5db2ec", "#ff9152", "#3ccf9f", "#e38cc3", "#d9b23d", "#a9d4f5")
 """`SERIES` in the same order, light enough for a dark ground."""
 
-SHELL = string.Template("""\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>$title</title>
-<style>
-:root { $light }
-@media screen and (prefers-color-scheme: dark) { :root { $dark } }
-:root {
-  --ground: #ffffff; --ink: #1b1e23; --quiet: #5a626d; --line: #d7dbe0; --raised: #f5f6f8;
-  --failed: #b3261e;
-}
-@media screen and (prefers-color-scheme: dark) {
-  :root {
-    --ground: #14171c; --ink: #e4e7eb; --quiet: #a0a8b3; --line: #363c45; --raised: #1d2128;
-    --failed: #ff8a80;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--ground); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-}
-main { max-width: $width; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .5rem; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; }
-$style
-</style>
-</head>
-<body>
-<main>
-<h1>$title</h1>
-$body
-</main>
-</body>
-</html>
-""")
-"""What all pages have: colours for light and dark, and the look of text."""
 
-
-def document(title: str, body: str, style: str, width: str = "72rem") -> str:
+def document(title: str, body: str, width: str = "72rem") -> str:
   """A page of HTML that loads nothing from outside.
 
   Args:
     title: title and heading, as text.
     body: what follows the heading, in HTML.
-    style: rules beside those of all pages, in CSS.
     width: largest width of the page.
   """
   series = lambda colors: "; ".join(f"--series-{at}: {color}" for at, color in enumerate(colors))
-  return SHELL.substitute(
+  page = pathlib.Path(__file__).with_name("page.html").read_text("utf-8")
+  return string.Template(page).substitute(
     title=html.escape(title),
     light=series(SERIES),
     dark=series(DARK_SERIES),
     body=body.strip(),
-    style=style.strip(),
     width=width,
   )
+
+
+def element(tag: str, content: str, **attributes: str) -> str:
+  """An element of HTML; attributes without a value are left out, and `kind` is its class."""
+  given = {{"kind": "class"}.get(name, name): value for name, value in attributes.items() if value}
+  listed = "".join(f' {name}="{html.escape(value)}"' for name, value in given.items())
+  return f"<{tag}{listed}>{content}</{tag}>"
+
+
+def html_table(columns: Iterable[str], rows: Iterable[Iterable[str]], kind: str, label: str) -> str:
+  """A table that scrolls where the window is narrow.
+
+  Args:
+    columns: titles of the columns, as text.
+    rows: elements th and td of each row, in HTML.
+    kind: its class, which sets how it looks.
+    label: text for readers who cannot see it.
+  """
+  header = "".join(element("th", html.escape(title), scope="col") for title in columns)
+  lines = "\n".join(element("tr", "".join(row)) for row in rows)
+  body = f"\n<thead><tr>{header}</tr></thead>\n<tbody>\n{lines}\n</tbody>\n"
+  shown = element("table", body, kind=kind)
+  attributes = {"tabindex": "0", "role": "region", "aria-label": label}
+  return element("div", shown, kind="scroll", **attributes)
+
+
+def plot(figure: Figure, name: str, caption: str) -> str:
+  """A figure with its caption, a text; `name` is that of `svg`."""
+  drawn = element("div", svg(figure, name, caption), kind="plot", tabindex="0")
+  return element("figure", f"\n{drawn}\n{element('figcaption', html.escape(caption))}\n")
 
 
 def blank(height: float) -> tuple[Figure, Axes]:

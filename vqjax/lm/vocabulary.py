@@ -16,7 +16,7 @@ from vqjax.lm import records
 from vqjax.lm.checkpoints import Loaded
 from vqjax.lm.compression.judging import tables_of
 from vqjax.lm.generation.text import token_text, visible
-from vqjax.lm.pages import SERIES, blank, document, svg
+from vqjax.lm.pages import SERIES, blank, document, element, html_table, plot
 from vqjax.lm.texts import encode
 from vqjax.tables import geometry
 
@@ -196,25 +196,12 @@ def _shown(text):
   return visible(text).replace(" ", "␣")
 
 
-STYLE = """\
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; }
-th, td { padding: .3rem .6rem; border: 1px solid var(--line); text-align: left; }
-figure { margin: 1rem 0; }
-figure svg { width: 100%; height: auto; }
-"""
-
-
 def write_page(found: dict[str, Any], path: str | os.PathLike, title: str) -> None:
   """Write a page that loads nothing from outside, and replaces an older one atomically."""
-  tables = []
+  parts = []
   for heading, columns, rows in sections(found):
-    line = lambda cells, tag: "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-    body = "\n".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    tables.append(
-      f'<h2>{html.escape(heading)}</h2>\n<div class="scroll" tabindex="0"><table>\n'
-      f"<thead><tr>{line(columns, 'th')}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
-    )
+    lines = ([element("td", html.escape(cell)) for cell in row] for row in rows)
+    parts.append(element("h2", html.escape(heading)) + html_table(columns, lines, "text", heading))
   figure, axes = blank(height=3.2)
   for (name, one), color in zip(found["tables"].items(), SERIES):
     share = np.asarray(one["eigenvalues"]) / sum(one["eigenvalues"])
@@ -222,6 +209,5 @@ def write_page(found: dict[str, Any], path: str | os.PathLike, title: str) -> No
   axes.set_xlabel("direction")
   axes.set_ylabel("share of the variance")
   axes.legend(frameon=False, labelcolor="linecolor")
-  drawn = svg(figure, "spectrum", "Share of the variance of each direction")
-  tables.append(f"<h2>Variance by direction</h2>\n<figure>\n{drawn}\n</figure>")
-  records.write_text(path, document(title, "\n".join(tables), STYLE, width="60rem"))
+  parts.append(plot(figure, "spectrum", "Share of the variance of each direction"))
+  records.write_text(path, document(title, "\n".join(parts), width="60rem"))

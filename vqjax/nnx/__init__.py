@@ -21,8 +21,12 @@ from vqjax.ops.row_factory import RowFactory
 from vqjax.quantizers import Quantized
 from vqjax.types import Size
 
+# Methods are written out, although each only names the Linen method that it calls: what an editor
+# completes and a type checker knows is what stands here. Layers whose methods are those of their
+# base class have no body; the signature of their constructor is set in `Layer.__init_subclass__`.
+
+# Terms of the training loss by name.
 Terms = dict[str, Float[Array, ""]]
-"""Terms of the training loss by name."""
 
 
 class Head(Layer, of=heads.Head):
@@ -82,7 +86,7 @@ class Head(Layer, of=heads.Head):
   def gradient_share(
     self, hidden: Float[ArrayLike, "*B D"], tokens: Integer[ArrayLike, "*B"]
   ) -> GradientShare:
-    """The share of the logits' gradient that reaches `hidden`; see `vqjax.Head.gradient_share`."""
+    """The share of the logits' gradient that `hidden` receives; see `vqjax.Head`."""
     return self._call("gradient_share", hidden, tokens)
 
 

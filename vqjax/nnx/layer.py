@@ -4,6 +4,22 @@ An NNX layer has the variables that its Linen layer declares, and calls the meth
 their values. So both have one implementation of every method and one declaration of every variable.
 """
 
+# An NNX layer holds the variables, its Linen layer the fields and the computation:
+#
+#   DenseHead(vocab, dim, rngs=...)           fields by `__signature__`, as Linen's class has them
+#     layer = heads.DenseHead(vocab, dim)     the Linen layer, unbound
+#     weight = nnx.Param(...)                 a variable for each name of `layer.declare()`
+#
+#   head.log_prob(hidden, tokens)             written out in `vqjax.nnx`, for editors
+#     _call("log_prob", hidden, tokens)
+#       linen_variables()                    the values, as trees by collection
+#       layer.apply(values, ..., mutable)     collections that a method may change are mutable
+#       _update(changed)                      and are written back into the NNX variables
+#
+# A declaration is a tree: a Variable, a layer with a declaration of its own, or a dict of these.
+# `_create`, `_values` and `_assign` walk it to make variables, to read and to write them. What is
+# held for a name may also be shared: an NNX layer, an `nnx.Embed` or an `nnx.Param` [V, D].
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,8 +39,8 @@ from vqjax.embeddings import DenseEmbedding
 from vqjax.types import Size
 from vqjax.variables import Variable
 
+# Logical axis, as in `logical_axes()`, -> axes of the mesh; an absent one is not sharded.
 AxisRules = Mapping[str, str | tuple[str, ...] | None]
-"""Logical axis, as in `logical_axes()`, -> axes of the mesh; an absent one is not sharded."""
 
 
 class Codes(nnx.Variable):
@@ -35,9 +51,11 @@ class LayerState(nnx.Variable):
   """State beside the parameters, such as moving averages of centroids."""
 
 
+# The variable of a collection; `LayerState` of all others.
 _KINDS = {"params": nnx.Param, "codes": Codes, "batch_stats": nnx.BatchStat}
+
+# Collections that no method changes.
 _CONSTANT = "params", "codes", "guide"
-"""Collections that no method changes."""
 
 
 class Layer(nnx.Module):
@@ -70,6 +88,7 @@ class Layer(nnx.Module):
     super().__init_subclass__(**options)
     if of is None:
       return
+    # `help` and editors show the fields of the Linen class, which `__init__` takes by position too.
     cls.of, cls.__doc__ = of, _docstring(of)
     _NNX_CLASS[of] = cls
     cls.__signature__ = _signature(of)
@@ -102,6 +121,7 @@ class Layer(nnx.Module):
         f"`rngs` of {type(self).__name__} must be an nnx.Rngs; got {type(rngs).__name__}. Give"
         " rngs=nnx.Rngs(0)."
       )
+    # Bound here and not by Linen's constructor, which takes `parent` and `name` as well.
     try:
       given = type(self).__signature__.bind(*fields, rngs=rngs, **named).arguments
     except TypeError as error:
@@ -115,6 +135,7 @@ class Layer(nnx.Module):
     rules = axis_rules
     if rules is None:
       rules = {"vocab": getattr(self.layer, "vocab_axis", None)}
+    # In the order of the declaration: a variable with a `source` reads one that is there already.
     for name, part in self.layer._checked().items():
       held = shared[name] if name in shared else self._create(part, rngs, rules)
       setattr(self, self._attribute(name), held)
@@ -131,6 +152,7 @@ class Layer(nnx.Module):
       source = rngs.params() if part.random else None
     axes = tuple(rules.get(axis) for axis in part.axes)
     metadata = {}
+    # Eager sharding of an array that the devices do not divide would be an error.
     if any(axes) and _divides(part.shape, axes):
       has_mesh = not jax.sharding.get_abstract_mesh().empty
       metadata = {"out_sharding": axes, "eager_sharding": has_mesh}
@@ -156,6 +178,7 @@ class Layer(nnx.Module):
     """
     layer = layer.clone(parent=None)
     rules = {"vocab": getattr(layer, "vocab_axis", None)} if axis_rules is None else axis_rules
+    # Shapes alone: nothing is initialised that the given values would replace.
     made = nnx.eval_shape(lambda: _of_linen(layer, nnx.Rngs(0), rules))
     shapes = lambda tree: {
       jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(leaf)
@@ -173,7 +196,7 @@ class Layer(nnx.Module):
     return made
 
   def linen_variables(self) -> dict[str, Any]:
-    """The values of the variables, as those of the Linen layer."""
+    """The values of the variables, in the trees of the Linen layer."""
     collected: dict[str, Any] = {}
     for name, part in self.layer.declare().items():
       for collection, tree in _values(getattr(self, self._attribute(name)), part).items():
@@ -185,7 +208,7 @@ class Layer(nnx.Module):
     return self.layer.size()
 
   def logical_axes(self) -> dict[str, Any]:
-    """Names of the axes of every variable, as those of the Linen layer."""
+    """Names of the axes of every variable, in the trees of the Linen layer."""
     return self.layer.logical_axes()
 
   def flops_per_token(self) -> int:
@@ -193,12 +216,14 @@ class Layer(nnx.Module):
     return self.layer.flops_per_token()
 
   def __getattr__(self, name: str) -> Any:
+    # Fields alone, and not all attributes of the Linen layer, whose methods need its variables.
     if name in {f.name for f in dataclasses.fields(type(self).of)} - {*_LINEN}:
       return getattr(self.layer, name)
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
   def __setattr__(self, name: str, value: Any) -> None:
     if name != "layer" and name in {f.name for f in dataclasses.fields(type(self).of)}:
+      # A field that holds a layer, such as `embedding`, is the NNX layer's own attribute.
       held = vars(self).get("layer")
       if held is None or not isinstance(getattr(held, name), nn.Module):
         raise AttributeError(
@@ -208,12 +233,13 @@ class Layer(nnx.Module):
     super().__setattr__(name, value)
 
   def _attribute(self, name: str) -> str:
-    """A declared variable's attribute, which is not that of a field or a method."""
+    """The attribute of a declared variable, beside those of fields and methods."""
     own = getattr(self.layer, name, None)
     return name if own is None or isinstance(own, nn.Module) else f"{name}_array"
 
   def _call(self, method: str, *args: Any, rngs: nnx.Rngs | None = None, **kwargs: Any) -> Any:
     variables = self.linen_variables()
+    # `apply` returns what is mutable, and it alone is written back.
     changing = [name for name in variables if name not in _CONSTANT]
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
       raise TypeError(f"`rngs` must be an nnx.Rngs; got {type(rngs).__name__}. Give nnx.Rngs(0).")
@@ -232,9 +258,11 @@ class Layer(nnx.Module):
         _assign(getattr(self, self._attribute(name)), part, here)
 
 
+# The NNX class of each Linen class that has one.
 _NNX_CLASS: dict[type, type[Layer]] = {}
+
+# Fields of every Linen module.
 _LINEN = "parent", "name"
-"""Fields of every Linen module."""
 
 
 def _nnx_class(of: type) -> type[Layer]:
@@ -271,6 +299,7 @@ def _divides(shape: tuple[int, ...], axes: tuple) -> bool:
     for name in (axis,) if isinstance(axis, str) else axis or ():
       if count % sizes.get(name, 1):
         return False
+      # The next axis divides what this one has left.
       count //= sizes.get(name, 1)
   return True
 
@@ -293,10 +322,11 @@ def _values(held: Any, part: Any) -> dict[str, Any]:
 
 
 def _assign(held: Any, part: Any, changed: Mapping[str, Any]) -> None:
-  """Write changed values; those that a method left alone are the same objects."""
+  """Write changed values; values that a method left alone are the same objects."""
   if isinstance(held, Layer):
     held._update(changed)
   elif isinstance(part, Variable):
+    # Inside of a transformation NNX refuses to write a variable that was made outside.
     value = changed[part.collection]
     if value is not held.get_value():
       held.set_value(value)
@@ -306,7 +336,7 @@ def _assign(held: Any, part: Any, changed: Mapping[str, Any]) -> None:
 
 
 def _docstring(of: type) -> str:
-  """The Linen docstring with the constructor's further arguments, without its Linen example."""
+  """The Linen docstring without its example, with the constructor's own arguments."""
   text = re.sub(r"^Example:\n(?:  .*\n|\n)*", "", inspect.cleandoc(of.__doc__), flags=re.MULTILINE)
   return f"{text.rstrip()}\n\n{_CONSTRUCTOR}"
 

@@ -30,7 +30,7 @@ from vqjax.lab.data import (
   Stories,
   Streams,
   Text,
-  Tokenizer,
+  TokenizerRecipe,
   Windows,
   WordTokenizer,
 )
@@ -77,7 +77,7 @@ class Setting:
   rows: tuple[str, ...]
   headline: tuple[str, ...]
   data: Source
-  tokenizer: Tokenizer
+  tokenizer: TokenizerRecipe
   loader: Loader
   dim: int
   context: int

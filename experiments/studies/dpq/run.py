@@ -31,9 +31,10 @@ from vqjax import DPQEmbedding, Embedding
 from vqjax.convert import part_of, squared_error, with_part
 from vqjax.lab import conversion, exits
 from vqjax.lab.config import Experiment, with_vocab
-from vqjax.lab.data import Encoder, fit_encoder
+from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.training import FromPart, read_variables, saved_steps
 from vqjax.lab.training.run import load_text
+from vqjax.lm.checkpoints import Tokenizer
 from vqjax.ops import quantize
 
 FAMILIES = (
@@ -98,11 +99,11 @@ def measure_trained(
     folder: folder of the run.
     words: whether neighbours and codes of words, and the tokens on each code, are among them.
   """
-  encoder = fit_encoder(experiment.data, experiment.tokenizer)
-  embedding = with_vocab(experiment, encoder.vocab).model.embedding
+  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
+  embedding = with_vocab(experiment, tokenizer.vocab).model.embedding
   variables, _ = read_variables(folder)
   own = _embedding_variables(variables)
-  measured = {"neighbours": neighbours(embedding, own, encoder)} if words else {}
+  measured = {"neighbours": neighbours(embedding, own, tokenizer)} if words else {}
   if isinstance(embedding, DPQEmbedding):
     codes_VM = codes_of_all(embedding, own)
     counts_MK = quantize.code_counts(codes_VM, embedding.quantizer.codes)
@@ -112,7 +113,7 @@ def measure_trained(
       "distinct": len(np.unique(codes_VM, axis=0)),
     }
     if words:
-      tokens = single_tokens(encoder, [word for family in FAMILIES for word in family])
+      tokens = single_tokens(tokenizer, [word for family in FAMILIES for word in family])
       measured["codes"] |= {
         "counts": np.asarray(counts_MK, int).tolist(),
         "words": {word: codes_VM[token, :CODES].tolist() for word, token in tokens.items()},
@@ -159,17 +160,17 @@ def codes_of_all(embedding: DPQEmbedding, variables: dict[str, Any]) -> np.ndarr
 
 
 def neighbours(
-  embedding: Embedding, variables: dict[str, Any], encoder: Encoder
+  embedding: Embedding, variables: dict[str, Any], tokenizer: Tokenizer
 ) -> dict[str, list[tuple[str, float]]]:
   """The nearest other words of each word of `PROBES`, with their cosines."""
   table_VD = np.asarray(embedding.apply(variables, method="table"), np.float64)
   unit_VD = table_VD / np.maximum(np.linalg.norm(table_VD, axis=1, keepdims=True), 1e-12)
   nearest = {}
-  for word, token in single_tokens(encoder, PROBES).items():
+  for word, token in single_tokens(tokenizer, PROBES).items():
     cosine_V = unit_VD @ unit_VD[token]
     cosine_V[token] = -np.inf
     best = np.argsort(-cosine_V, kind="stable")[:NEIGHBOURS]
-    nearest[word] = [(encoder.decode([t]), float(min(cosine_V[t], 1.0))) for t in best]
+    nearest[word] = [(tokenizer.decode([t]), float(min(cosine_V[t], 1.0))) for t in best]
   return nearest
 
 

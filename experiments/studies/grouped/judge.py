@@ -5,22 +5,16 @@ and a model's completion, assesses the completion in words, and then grades it. 
 in a folder, so that an interrupted or repeated run does not send a request twice.
 """
 
-import contextlib
 import dataclasses
-import email.utils
 import hashlib
-import http.client
 import json
 import os
 import re
 import statistics
 import threading
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +31,7 @@ Group A is "3 or under". It has no first year; here it spans two years as its ne
 
 MAX_GRADE = 10
 LONGEST_WAIT = 120.0
-"""Seconds; an endpoint whose Retry-After is longer counts as failed."""
+"""Seconds that openai waits between two requests at most; a longer Retry-After is a failure."""
 
 MOST_BYTES = 2**22
 """The longest answer, in bytes."""
@@ -99,18 +93,6 @@ class _Completion:
   choices: list[_Choice]
 
 
-@dataclasses.dataclass
-class _Error:
-  message: str
-
-
-@dataclasses.dataclass
-class _Refusal:
-  """Schema of the body of an error."""
-
-  error: _Error
-
-
 class EndpointError(OSError):
   """The endpoint is unreachable, rejects the request, or breaks the protocol."""
 
@@ -119,12 +101,8 @@ class UnreadableGrades(ValueError):
   """An answer has no grades, or has contradictory or impossible ones."""
 
 
-class _Temporary(Exception):
-  """A failure that may pass; `wait` is the endpoint's Retry-After in seconds."""
-
-  def __init__(self, reason: str, wait: float | None = None):
-    super().__init__(reason)
-    self.wait = wait
+class _BrokenAnswer(EndpointError):
+  """An answer that is not a chat completion, as of an endpoint that is starting."""
 
 
 class Grades(NamedTuple):
@@ -229,7 +207,6 @@ class Judge:
     key_variable: environment variable with the endpoint's key; sent as a bearer token if it is set.
     attempts: most requests for one story.
     timeout: seconds after which a request without a whole answer has failed.
-    wait: seconds before the second request; doubled before each further one.
   """
 
   url: str
@@ -238,7 +215,6 @@ class Judge:
   key_variable: str = "OPENAI_API_KEY"
   attempts: int = 4
   timeout: float = 60.0
-  wait: float = 1.0
 
   def __post_init__(self):
     try:
@@ -257,14 +233,9 @@ class Judge:
     for name, is_valid in (
       ("attempts", self.attempts >= 1),
       ("timeout", self.timeout > 0),
-      ("wait", self.wait >= 0),
     ):
       if not is_valid:
         raise ValueError(f"`{name}` must be positive; got {getattr(self, name)}. Leave it out.")
-
-  @property
-  def _route(self) -> str:
-    return self.url.rstrip("/") + "/chat/completions"
 
   def grades(self, beginning: str, completion: str) -> Grades:
     """The grades of a completion, from the cache if the model has answered before.
@@ -297,7 +268,7 @@ class Judge:
     model is therefore sent that answer and what is wrong with it.
     """
     talk, problem = messages, None
-    for attempt in range(self.attempts):
+    for _ in range(self.attempts):
       answer = ""
       try:
         answer = self._answer(talk)
@@ -308,122 +279,92 @@ class Judge:
           reminder = f"I cannot read your grades: {error}. Answer with this one line, filled in:"
           reminder = {"role": "user", "content": f"{reminder}\n{FORMAT}"}
           talk = [*talk, {"role": "assistant", "content": answer}, reminder]
-      except _Temporary as error:
-        problem = EndpointError(f"no answer from {self._route} in {attempt + 1} requests: {error}")
-        if error.wait is not None and error.wait > LONGEST_WAIT:
-          raise EndpointError(
-            f"{self._route} has a Retry-After of {error.wait:.0f} seconds ({error}). Try again"
-            " then."
-          ) from error
-        if attempt + 1 < self.attempts:
-          time.sleep(self.wait * 2**attempt if error.wait is None else error.wait)
+      except _BrokenAnswer as error:
+        problem = error
     raise problem
 
   def _answer(self, messages: list[dict[str, str]]) -> str:
-    """The answer to messages, by one request; "" if the model answers nothing."""
+    """The answer to messages; "" if the model answers nothing."""
+    import openai  # takes seconds, and only the judge needs it
+
     key = os.environ.get(self.key_variable, "").strip()
     if not (key.isascii() and key.isprintable()):
       raise ValueError(
         f"${self.key_variable} must have printable ASCII characters only; got others. Set it."
       )
-    headers = {"Content-Type": "application/json"}
-    headers |= {"Authorization": f"Bearer {key}"} if key else {}
-    body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}).encode()
-    request = urllib.request.Request(self._route, body, headers)
+    client = openai.OpenAI(
+      base_url=self.url,
+      api_key=key or "none",
+      timeout=self.timeout,
+      max_retries=self.attempts - 1,
+      # A redirection would send the stories to another host.
+      http_client=openai.DefaultHttpxClient(follow_redirects=False),
+    )
+    request = {"model": self.model, "messages": messages, "temperature": 0}
+    if not key:
+      request["extra_headers"] = {"Authorization": openai.omit}
+
+    def send() -> bytes:
+      create = client.chat.completions.with_streaming_response.create
+      with create(**request) as response:
+        content = b""
+        for part in response.iter_bytes():
+          content += part
+          if len(content) > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES:,} bytes")
+      return content
+
     try:
-      reply = self._reply(request)
-    except urllib.error.HTTPError as error:
-      message = f"HTTP {error.code}: {error.message}"
-      if error.code in (408, 429) or error.code >= 500:
-        raise _Temporary(message, _retry_after(error.headers.get("Retry-After"))) from error
-      raise EndpointError(
-        f"{self._route} rejected the request: {message}. Check the url, the model"
-        f" {self.model!r} and the key in ${self.key_variable}."
-      ) from error
-    except (OSError, http.client.HTTPException) as error:
-      reason = getattr(error, "reason", None) or error
-      raise _Temporary(
-        f"{str(reason) or type(reason).__name__}; check the url, and that the endpoint is up"
-      ) from error
-    try:
-      (choice, *_) = records.parse(reply, _Completion, "it", "", seal=False)["choices"]
-    except ValueError:  # also without a choice
-      start = _start(reply[:800].decode(errors="replace"), 200)
-      raise _Temporary(f"{start!r} is not a chat completion; most urls end in /v1") from None
+      # Closed even while the thread reads, which then fails.
+      with client:
+        most = self.attempts * self.timeout + (self.attempts - 1) * LONGEST_WAIT
+        reply = _within(most, send)
+      completion = records.parse(reply, _Completion, "the answer", "", seal=False)
+      (choice, *_) = completion["choices"]
+    except openai.APIStatusError as error:
+      text = error.body.get("message") if isinstance(error.body, dict) else error.body
+      text = text or error.response.reason_phrase
+      raise self._failed(EndpointError, f"HTTP {error.status_code}: {text}") from error
+    except (openai.APIConnectionError, TimeoutError) as error:
+      raise self._failed(EndpointError, str(error.__cause__ or error)) from error
+    except Exception as error:  # of the answer, or of httpx in the middle of it
+      reason = f"no chat completion ({error}); most urls end in /v1"
+      raise self._failed(_BrokenAnswer, reason) from error
     content = (choice["message"]["content"] or "").strip()
     if choice.get("finish_reason") == "length":
       raise UnreadableGrades(f"the endpoint cut the answer off after {len(content)} characters")
     return content
 
-  def _reply(self, request: urllib.request.Request) -> bytes:
-    """The body of the answer to a request.
-
-    In a thread, because a timeout of a socket counts from one byte to the next, and an endpoint
-    that sends them one by one would never end.
-    """
-    outcome: list[bytes | BaseException] = []
-    deadline = time.monotonic() + self.timeout
-
-    def send() -> None:
-      try:
-        with _OPENER.open(request, timeout=self.timeout) as response:
-          parts, size = [], 0
-          while part := response.read1(2**16):
-            parts.append(part)
-            size += len(part)
-            if size > MOST_BYTES:
-              raise OSError(f"the answer is longer than {MOST_BYTES:,} bytes")
-            if time.monotonic() > deadline:
-              return
-          # As `read` does, which `read1` does not notice.
-          if response.length:
-            raise http.client.IncompleteRead(b"", response.length)
-          outcome.append(b"".join(parts))
-      except urllib.error.HTTPError as error:
-        error.message = _message(error)
-        outcome.append(error)
-      except BaseException as error:
-        outcome.append(error)
-
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
-    thread.join(self.timeout)
-    if not outcome:
-      raise TimeoutError(f"timed out: no whole answer within {self.timeout:g} seconds")
-    if isinstance(outcome[0], BaseException):
-      raise outcome[0]
-    return outcome[0]
+  def _failed(self, kind: type[EndpointError], reason: str) -> EndpointError:
+    return kind(
+      f"{self.url.rstrip('/')}/chat/completions gives no answer:"
+      f" {records.printable(_start(reason, 300))}. Check the url, that the endpoint is up, the"
+      f" model {self.model!r} and the key in ${self.key_variable}."
+    )
 
 
-class _NoRedirection(urllib.request.HTTPRedirectHandler):
-  """Follows no redirection, which would send the key to another host."""
+def _within(seconds: float, call: Callable[[], bytes]) -> bytes:
+  """The value of a call that ends in time.
 
-  def redirect_request(self, *arguments):
-    return None
+  In a thread, because a timeout of a socket counts from one byte to the next, and an endpoint that
+  sends them one by one would never end.
+  """
+  outcome: list[bytes | Exception] = []
 
+  def run() -> None:
+    try:
+      outcome.append(call())
+    except Exception as error:
+      outcome.append(error)
 
-_OPENER = urllib.request.build_opener(_NoRedirection)
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-  """The server's message about its error."""
-  text = ""
-  with contextlib.suppress(OSError, http.client.HTTPException):
-    text = error.read(2**16).decode(errors="replace")
-  with contextlib.suppress(ValueError):
-    text = records.parse(text, _Refusal, "it", "", seal=False)["error"]["message"]
-  return records.printable(_start(text or str(error.reason), 300))
-
-
-def _retry_after(header: str | None) -> float | None:
-  """Seconds of a Retry-After header, which has a number of seconds or a date."""
-  if header is None:
-    return None
-  if re.fullmatch(r"[0-9]+", header.strip()):
-    return float(header)
-  with contextlib.suppress(ValueError):
-    return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
-  return None
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  thread.join(seconds)
+  if not outcome:
+    raise TimeoutError(f"timed out: no whole answer within {seconds:g} seconds")
+  if isinstance(outcome[0], Exception):
+    raise outcome[0]
+  return outcome[0]
 
 
 def mean_grades(judge: Judge, stories: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -13,8 +13,6 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from configs.grouped.lm import EPOCH, GPT2, WINDOW, HeadOf, dense, grouped, language_model
 from configs.grouped.shapes import CPU as CPU_PICTURES
 from configs.grouped.shapes import REDUCED, shapes_run
@@ -22,9 +20,10 @@ from experiments.studies.grouped.shapes import Grid
 from vqjax import Embedding, GroupedHead, Head, UnsharedGroupedHead, convert
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import BPETokenizer, Encoder, Stories, Text, Tokenizer
+from vqjax.lab.data import BPETokenizer, Stories, Text, TokenizerRecipe
 from vqjax.lab.data.tokenizers import Documents
 from vqjax.lab.training import FromRun
+from vqjax.lm.checkpoints import Tokenizer
 
 RUNS = "runs/grouped"
 """Folder of all runs, with a folder for each scale."""
@@ -56,7 +55,7 @@ SHORT = Train(
 
 
 @dataclasses.dataclass(frozen=True)
-class SpreadTokenizer(Tokenizer):
+class SpreadTokenizer(TokenizerRecipe):
   """A tokenizer that spreads another tokenizer's tokens over a larger vocabulary.
 
   No text at hand has 262,144 different tokens. If the tokens of a smaller vocabulary are spread
@@ -67,46 +66,53 @@ class SpreadTokenizer(Tokenizer):
     vocab: size of the larger vocabulary.
   """
 
-  inner: Tokenizer
+  inner: TokenizerRecipe
   vocab: int
 
-  def fit(self, documents: Documents) -> Encoder:
+  def fit(self, documents: Documents) -> Tokenizer:
     """Fit the inner tokenizer."""
-    return SpreadEncoder(self.inner.fit(documents), self.vocab)
+    return Spread(self.inner.fit(documents), self.vocab)
 
-  def load(self, state: str) -> Encoder:
-    """Load the state of a `SpreadEncoder`."""
-    return SpreadEncoder(self.inner.load(json.loads(state)["inner"]), self.vocab)
+  def load(self, state: str) -> Tokenizer:
+    """Load the state of a `Spread`."""
+    return Spread(self.inner.load(json.loads(state)["inner"]), self.vocab)
 
   def files(self) -> tuple[pathlib.Path, ...]:
     """Files of the inner tokenizer."""
     return self.inner.files()
 
 
-class SpreadEncoder(Encoder):
-  """An encoder whose tokens are multiples of `stride`."""
+class Spread:
+  """A tokenizer whose tokens are multiples of `stride`."""
 
-  def __init__(self, inner: Encoder, vocab: int):
+  def __init__(self, inner: Tokenizer, vocab: int):
     """Spread the tokens of `inner` over a vocabulary of `vocab` tokens."""
     if vocab < inner.vocab:
       raise ValueError(
         f"`vocab` must be at least the inner vocabulary {inner.vocab}; got {vocab}. Raise it."
       )
-    self._inner, self.vocab = inner, vocab
+    self._inner, self.vocab, self.pieces = inner, vocab, vocab
     self.stride = vocab // inner.vocab
-    self.eos = inner.eos * self.stride
+    self.bos = None if inner.bos is None else inner.bos * self.stride
+    self.eos = tuple(end * self.stride for end in inner.eos)
 
-  def encode(self, document: str) -> np.ndarray:
-    """Spread tokens of a document."""
-    return self._inner.encode(document) * self.stride
+  def encode(self, text: str, *, special: bool = True) -> list[int]:
+    """Spread tokens of a text."""
+    return [token * self.stride for token in self._inner.encode(text, special=special)]
 
   def decode(self, tokens: Iterable[int]) -> str:
-    """Text of the tokens; a token that never occurs reads as the nearest one below it."""
-    last = self._inner.vocab - 1
-    return self._inner.decode(min(int(token) // self.stride, last) for token in tokens)
+    """Text of the tokens."""
+    return self._inner.decode([self._below(token) for token in tokens])
+
+  def piece(self, token: int) -> str:
+    """Entry of the nearest token below that occurs."""
+    return self._inner.piece(self._below(token))
+
+  def _below(self, token: int) -> int:
+    return min(int(token) // self.stride, self._inner.vocab - 1)
 
   def state(self) -> str:
-    """State of the inner encoder, and the vocabulary."""
+    """State of the inner tokenizer, and the vocabulary."""
     return json.dumps({"inner": self._inner.state(), "vocab": self.vocab})
 
 

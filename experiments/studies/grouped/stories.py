@@ -15,9 +15,10 @@ from experiments.studies.grouped.judge import Judge, mean_grades
 from vqjax.convert import part_of
 from vqjax.lab.config import Experiment
 from vqjax.lab.conversion import Distilled
-from vqjax.lab.data import Encoder, fit_encoder
+from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.training import read_variables
 from vqjax.lab.training.run import load_text
+from vqjax.lm.checkpoints import Tokenizer
 from vqjax.lm.models import LanguageModel
 
 
@@ -32,11 +33,11 @@ def graded(
     settings: "stories", "tokens" and "temperature".
     judge: grades the stories.
   """
-  encoder = fit_encoder(experiment.data, experiment.tokenizer)
+  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
   model, variables = load_text(experiment).experiment.model, read_variables(folder)[0]
   if isinstance(model, Distilled):
     model, variables = model.student, part_of(variables, "student")
-  prompts = beginnings(experiment.data.documents("test"), encoder, settings["stories"])
+  prompts = beginnings(experiment.data.documents("test"), tokenizer, settings["stories"])
   completions = complete(
     model,
     variables,
@@ -44,13 +45,13 @@ def graded(
     jax.random.key(0),
     tokens=settings["tokens"],
     temperature=settings["temperature"],
-    eos=encoder.eos,
+    eos=tokenizer.eos[0],
   )
-  texts = [(encoder.decode(a), encoder.decode(b)) for a, b in zip(prompts, completions)]
+  texts = [(tokenizer.decode(a), tokenizer.decode(b)) for a, b in zip(prompts, completions)]
   return {"result": {}, **mean_grades(judge, texts), "first": texts[0]}
 
 
-def beginnings(documents: Iterable[str], encoder: Encoder, count: int) -> list[list[int]]:
+def beginnings(documents: Iterable[str], tokenizer: Tokenizer, count: int) -> list[list[int]]:
   """Tokens of the first half, in whole words, of each of the first `count` stories.
 
   The text is halved, not its tokens, so that models with different tokenizers get the same
@@ -66,7 +67,7 @@ def beginnings(documents: Iterable[str], encoder: Encoder, count: int) -> list[l
     # The blank belongs to the word behind it: a byte-pair tokenizer has the two as one token.
     match = re.match(r"(.+)\s", half, re.DOTALL) or re.match(r"(\S+)\s", document)
     if match:
-      prompts.append(encoder.encode(match[1].rstrip()).tolist()[:-1])
+      prompts.append(tokenizer.encode(match[1].rstrip(), special=False))
     if len(prompts) == count:
       return prompts
   raise ValueError(f"`count` must be in [1, {len(prompts)}], the number of stories; got {count}.")

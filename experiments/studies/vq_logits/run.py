@@ -26,8 +26,9 @@ from experiments.studies.vq_logits.settings import SCALES, Setting
 from vqjax import CodebookHead, LearnedCodebookHead, assign, convert
 from vqjax.lab import exits
 from vqjax.lab.config import Experiment
-from vqjax.lab.data import Encoder, encode_split, fit_encoder
+from vqjax.lab.data import encode_split, fit_tokenizer
 from vqjax.lab.training import read_variables
+from vqjax.lm.checkpoints import Tokenizer
 
 SHOWN_WORDS = 10
 """Number of further words of a code that Table 8 shows."""
@@ -50,8 +51,8 @@ def floors(experiment: Experiment, folder: pathlib.Path) -> dict[str, float] | N
   # A distilled model has its head in "student", and a tied head its codes in the embedding.
   codes = codes.get("student", codes)
   assignment = codes.get("head", codes.get("embedding", {}))["assignment"]
-  encoder = fit_encoder(experiment.data, experiment.tokenizer)
-  test = encode_split(experiment.data, encoder, "test")
+  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
+  test = encode_split(experiment.data, tokenizer, "test")
   counts = np.bincount(np.asarray(test.tokens), minlength=len(assignment))
   floor = functools.partial(assign.floor, assignment, counts, codes=int(assignment.max()) + 1)
   uniform = floor(token_bias=False)
@@ -67,22 +68,22 @@ def clusters(experiment: Experiment, folder: pathlib.Path) -> list[dict[str, Any
   """The code that holds most words of each row of Table 8."""
   variables, _ = read_variables(folder)
   assignment = variables["codes"]["head"]["assignment"]
-  encoder = fit_encoder(experiment.data, experiment.tokenizer)
-  train = encode_split(experiment.data, encoder, "train")
+  tokenizer = fit_tokenizer(experiment.data, experiment.tokenizer)
+  train = encode_split(experiment.data, tokenizer, "train")
   counts = np.bincount(np.asarray(train.tokens), minlength=len(assignment))
   return [
-    shared_code(encoder, assignment, counts, row["words"].split())
+    shared_code(tokenizer, assignment, counts, row["words"].split())
     for row in report.PAPER["Table 8"].values()
   ]
 
 
 def shared_code(
-  encoder: Encoder, assignment: np.ndarray, counts: np.ndarray, words: Sequence[str]
+  tokenizer: Tokenizer, assignment: np.ndarray, counts: np.ndarray, words: Sequence[str]
 ) -> dict[str, Any]:
   """The code that most of some words are on.
 
   Args:
-    encoder: encoder of the text.
+    tokenizer: tokenizer of the text.
     assignment: int [V], token -> code.
     counts: [V], frequencies of the tokens.
     words: words of one row of Table 8.
@@ -91,7 +92,7 @@ def shared_code(
     `words`; `known`, the words that are one token; and unless there is none, `code`, `held` (the
     known words on it), `others` (the most frequent other words on it) and `size` (its tokens).
   """
-  token = single_tokens(encoder, words)
+  token = single_tokens(tokenizer, words)
   if not token:
     return {"words": list(words), "known": []}
   code, _ = collections.Counter(int(assignment[v]) for v in token.values()).most_common(1)[0]
@@ -103,7 +104,7 @@ def shared_code(
     "known": list(token),
     "code": code,
     "held": [word for word, v in token.items() if assignment[v] == code],
-    "others": [encoder.decode([v]).strip() for v in others[:SHOWN_WORDS]],
+    "others": [tokenizer.decode([v]).strip() for v in others[:SHOWN_WORDS]],
     "size": len(members),
   }
 

@@ -20,7 +20,7 @@ from vqjax.lab.data import (
   SentencePieceTokenizer,
   Source,
   Text,
-  Tokenizer,
+  TokenizerRecipe,
   WikiText,
   Windows,
   WordTokenizer,
@@ -120,7 +120,7 @@ def _train(steps: int, **fields: Any) -> Train:
   )
 
 
-def _dense(data: Source, tokenizer: Tokenizer, train: Train, **fields: Any) -> Experiment:
+def _dense(data: Source, tokenizer: TokenizerRecipe, train: Train, **fields: Any) -> Experiment:
   """A full softmax on a decoder with the given fields, computed in float32."""
   dim, dtype = fields["dim"], jnp.float32
   model = Transformer(
@@ -150,7 +150,7 @@ def _smoke(name: str, **fields: Any) -> Setting:
 
 
 def _cpu(
-  name: str, data: Source, tokenizer: Tokenizer, steps: int, fine_tune: int, **fields: Any
+  name: str, data: Source, tokenizer: TokenizerRecipe, steps: int, fine_tune: int, **fields: Any
 ) -> Setting:
   """A decoder of width 128 with two layers, on batches of 1,024 tokens."""
   train = {"batch": 16, "warmup": 100, "weight_decay": 0.1}

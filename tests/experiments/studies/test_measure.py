@@ -1,27 +1,14 @@
 """Tests of measurements that studies share."""
 
-import numpy as np
-
 from experiments.studies import page
 from experiments.studies.measure import single_tokens
+from tests.fakes import FewWords
 
-
-class Words:
-  """An encoder of a few words."""
-
-  words = ("<eos>", "<unk>", "monday", "toronto", "bush")
-  eos = 0
-
-  def encode(self, text):
-    tokens = [self.words.index(word) if word in self.words else 1 for word in text.split()]
-    return np.array([*tokens, self.eos])
-
-  def decode(self, tokens):
-    return " ".join(self.words[token] for token in tokens if token != self.eos)
+WORDS = FewWords("monday", "toronto", "bush")
 
 
 def test_words_that_are_not_one_token_are_left_out():
-  tokens = single_tokens(Words(), ("monday", "friday", "toronto"))
+  tokens = single_tokens(WORDS, ("monday", "friday", "toronto"))
   assert tokens == {"monday": 2, "toronto": 3}
 
 

@@ -8,7 +8,17 @@ import sys
 import numpy as np
 import pytest
 
-from vqjax.lab.data import BPETokenizer, Text, WordTokenizer, cache, encode_split, fit_encoder
+from tests.fakes import FakeTokenizer
+from vqjax.lab.data import (
+  BPETokenizer,
+  Text,
+  WordTokenizer,
+  cache,
+  encode_document,
+  encode_split,
+  fingerprint,
+  fit_tokenizer,
+)
 from vqjax.lm import records
 
 
@@ -20,20 +30,18 @@ def source(tmp_path):
 
 
 @dataclasses.dataclass
-class Wide:
-  """An encoder of 70,000 tokens that counts its calls and can return a wrong token."""
+class Wide(FakeTokenizer):
+  """A tokenizer of 70,000 tokens that counts its calls and can return a wrong token."""
 
   vocab: int = 70_000
-  eos: int = 1
   token: int = 69_999
   calls: int = 0
+  eos = (1,)
 
-  def encode(self, document):
+  def encode(self, document, *, special):
+    assert special
     self.calls += 1
-    return np.array([5, self.token, len(document), self.eos])
-
-  def fingerprint(self):
-    return "wide"
+    return [5, self.token, len(document)]
 
 
 def only_file(kind="npy"):
@@ -42,12 +50,13 @@ def only_file(kind="npy"):
 
 
 def test_the_cache_holds_the_documents_one_after_another(source):
-  encoder = fit_encoder(source, WordTokenizer())
-  split = encode_split(source, encoder, "train")
+  tokenizer = fit_tokenizer(source, WordTokenizer())
+  split = encode_split(source, tokenizer, "train")
   documents = list(source.documents("train"))
-  assert np.array_equal(split.tokens, np.concatenate([encoder.encode(d) for d in documents]))
+  expected = np.concatenate([encode_document(tokenizer, d) for d in documents])
+  assert np.array_equal(split.tokens, expected)
   assert split.text_bytes == sum(len(d.encode("utf-8")) + 1 for d in documents)
-  assert (split.documents, split.eos) == (len(documents), encoder.eos)
+  assert (split.documents, split.eos) == (len(documents), *tokenizer.eos)
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
@@ -59,11 +68,11 @@ def test_tokens_take_two_bytes_where_they_fit(source, vocab, dtype):
 
 
 def test_text_is_encoded_once_and_again_when_it_has_changed(source, tmp_path):
-  encoder = Wide()
-  before = np.array(encode_split(source, encoder, "train").tokens)
-  calls = encoder.calls
-  encode_split(source, encoder, "train")
-  assert encoder.calls == calls > 0
+  tokenizer = Wide()
+  before = np.array(encode_split(source, tokenizer, "train").tokens)
+  calls = tokenizer.calls
+  encode_split(source, tokenizer, "train")
+  assert tokenizer.calls == calls > 0
   (tmp_path / "text.txt").write_text("\n\n".join(f"other {i}" for i in range(200)))
   assert len(encode_split(source, Wide(), "train").tokens) != len(before)
 
@@ -99,19 +108,19 @@ def test_a_damaged_split_is_built_again_with_a_warning(source, damage):
   assert again.documents == expected.documents > 89
 
 
-def test_a_damaged_encoder_is_fitted_again_with_a_warning(source):
-  expected = fit_encoder(source, WordTokenizer()).fingerprint()
-  path = only_file("encoder.json")
+def test_a_damaged_tokenizer_is_fitted_again_with_a_warning(source):
+  expected = fingerprint(fit_tokenizer(source, WordTokenizer()))
+  path = only_file("tokenizer.json")
   for change in (lambda text: text[:-9], lambda text: text.replace("document", "dokument", 1)):
     path.write_text(change(path.read_text()))
-    with pytest.warns(UserWarning, match=r"encoder.json is made again: "):
-      assert fit_encoder(source, WordTokenizer()).fingerprint() == expected
+    with pytest.warns(UserWarning, match=r"tokenizer.json is made again: "):
+      assert fingerprint(fit_tokenizer(source, WordTokenizer())) == expected
 
 
-def test_an_encoder_from_the_cache_is_the_fitted_one(source):
-  for tokenizer in (WordTokenizer(), BPETokenizer(vocab=280)):
-    fitted, cached = fit_encoder(source, tokenizer), fit_encoder(source, tokenizer)
-    assert cached.fingerprint() == fitted.fingerprint()
+def test_a_tokenizer_from_the_cache_is_the_fitted_one(source):
+  for recipe in (WordTokenizer(), BPETokenizer(vocab=280)):
+    fitted, cached = fit_tokenizer(source, recipe), fit_tokenizer(source, recipe)
+    assert fingerprint(cached) == fingerprint(fitted)
 
 
 def test_a_killed_process_leaves_nothing_that_is_read(source, monkeypatch):
@@ -125,7 +134,7 @@ def test_a_killed_process_leaves_nothing_that_is_read(source, monkeypatch):
 def test_concurrent_processes_write_one_cache(source):
   code = (
     "import sys; from vqjax.lab.data import *;"
-    "s = Text(sys.argv[1]); e = fit_encoder(s, WordTokenizer());"
+    "s = Text(sys.argv[1]); e = fit_tokenizer(s, WordTokenizer());"
     "print(encode_split(s, e, 'train').tokens.sum())"
   )
   command = [sys.executable, "-c", code, source.path]

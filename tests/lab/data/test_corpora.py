@@ -14,7 +14,7 @@ from vqjax.lab.data import (
   WordTokenizer,
   encode_split,
   files,
-  fit_encoder,
+  fit_tokenizer,
 )
 from vqjax.lab.data.corpora import END
 from vqjax.lab.data.source import SPLITS
@@ -43,9 +43,9 @@ def test_tokens_and_vocabulary_are_as_published(corpus, real_data):
   if not (real_data / folder).is_dir():
     pytest.skip(f"no {folder} in {real_data}")
   source = corpus(str(real_data / folder))
-  encoder = fit_encoder(source, WordTokenizer(split=False))
-  splits = [encode_split(source, encoder, split) for split in SPLITS]
-  assert encoder.vocab == vocab
+  tokenizer = fit_tokenizer(source, WordTokenizer(split=False))
+  splits = [encode_split(source, tokenizer, split) for split in SPLITS]
+  assert tokenizer.vocab == vocab
   assert tuple(len(split.tokens) for split in splits) == tokens
 
 

@@ -15,7 +15,7 @@ class Reader(html.parser.HTMLParser):
 
   def handle_starttag(self, tag, attrs):
     self.attributes += attrs
-    if tag not in ("meta", "wbr", "path", "use"):
+    if tag not in ("meta", "path", "use"):
       self.open.append(tag)
 
   def handle_startendtag(self, tag, attrs):

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import types
 
 import numpy as np
 import pytest
@@ -82,7 +81,7 @@ class Launcher:
     (folder / "processes.py").write_text(CONFIG)
     tiny.write_text(self.text)
 
-  def start(self, run, *arguments, processes=2, devices=4, each=lambda i: ()):
+  def start(self, run, *arguments, processes=2, devices=4, each=lambda i: (), open_mpi=False):
     env = os.environ | {
       # To compile is most of the time that these runs take.
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"
@@ -93,11 +92,19 @@ class Launcher:
     call = [sys.executable, "-m", "vqjax.cli", "train", str(self.folder / "processes.py")]
     call += [f"data.path={self.text}", "--run", str(self.folder / run), *arguments]
     if processes > 1:
-      call += ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(processes)]
       call += ["--silence", str(SILENCE)]
+      if not open_mpi:
+        call += ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(processes)]
     started = []
     for i in range(processes):
-      place = ["--process-id", str(i)] if processes > 1 else []
+      place = ["--process-id", str(i)] if processes > 1 and not open_mpi else []
+      if open_mpi:
+        env |= {
+          "OMPI_MCA_orte_hnp_uri": f"{os.getpid()}.0;tcp://127.0.0.1:34911",
+          "OMPI_COMM_WORLD_SIZE": str(processes),
+          "OMPI_COMM_WORLD_RANK": str(i),
+          "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        }
       pipe = subprocess.PIPE
       process = subprocess.Popen(
         [*call, *place, *each(i)], cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=env
@@ -203,7 +210,7 @@ def test_two_processes_train_what_one_does_stop_together_and_survive_the_death_o
     code, err = finish(processes)[1 - victim]
     assert time.monotonic() - began < 2 * SILENCE + 10
     assert code == 1
-    assert err.splitlines()[-1].startswith("error: process 1 of 2 has ")
+    assert err.splitlines()[-1].startswith(f"error: process {1 - victim} has lost another process")
   finish_well(launcher.start("stopped"))
   assert launcher.rows("stopped") == launcher.rows("two")
   assert launcher.checkpoint("stopped", STEPS) == launcher.checkpoint("two", STEPS)
@@ -211,7 +218,8 @@ def test_two_processes_train_what_one_does_stop_together_and_survive_the_death_o
 
 @pytest.mark.slow
 def test_processes_of_different_configs_stop_and_say_who_has_which(launcher):
-  processes = launcher.start("mixed", each=lambda i: [f"train.steps={STEPS + i}"])
+  changed = lambda i: [f"train.steps={STEPS + i}"]
+  processes = launcher.start("mixed", each=changed, open_mpi=True)  # which jax detects
   for code, _ in (ended := finish(processes, 60)):
     assert code == 2
   message = ended[0][1].splitlines()[-1]
@@ -250,7 +258,7 @@ def test_the_wait_for_other_processes_ends_after_patience(launcher):
     (("host:99999", 2, 0), "must be HOST:PORT; got 'host:99999'"),
     (("host:1234", 2, 2), r"--process-id must be in \[0, 2\); got 2"),
     (("host:1234", 0, 0), "--num-processes must be at least 1; got 0"),
-    (("host:1234", None, None), "--num-processes and --process-id must be given"),
+    (("host:1234", None, None), "give --coordinator, --num-processes and --process-id"),
   ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments, message):
@@ -258,46 +266,37 @@ def test_wrong_arguments_are_refused_at_once(arguments, message):
     distributed.start(*arguments)
 
 
-SLURM = {
-  "SLURM_JOB_ID": "4097",
-  "SLURM_STEP_NODELIST": "node[07-09]",
-  "SLURM_NTASKS": "3",
-  "SLURM_PROCID": "2",
-  "SLURM_LOCALID": "0",
-  "SLURM_STEP_NUM_NODES": "3",
-}
-OPEN_MPI = {
-  "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-  "OMPI_COMM_WORLD_SIZE": "3",
-  "OMPI_COMM_WORLD_RANK": "2",
-  "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-}
+def test_the_process_is_detected_by_jax_unless_it_is_the_only_one(monkeypatch):
+  calls = []
 
+  def initialize(*place, cluster_detection_method, **options):
+    del options
+    calls.append((place, cluster_detection_method))
+    raise ValueError("coordinator_address should be defined.")
 
-@pytest.mark.parametrize(
-  ("variables", "coordinator"), [(SLURM, "node07:61441"), (OPEN_MPI, "10.96.0.1:62624")]
-)
-def test_the_process_is_detected_under_slurm_and_open_mpi(variables, coordinator, monkeypatch):
-  places = []
-  monkeypatch.setattr(distributed, "_connect", lambda place, *_: places.append(place))
-  monkeypatch.setattr(distributed, "Watch", lambda *_: None)
-  monkeypatch.setattr(distributed, "_watch", [])
-  for name, value in variables.items():
-    monkeypatch.setenv(name, value)
+  monkeypatch.setattr("jax.distributed.initialize", initialize)
   distributed.start()
-  (place,) = places
-  assert place.coordinator.startswith(coordinator)
-  assert place[1:] == (3, 2, [0])
-  monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1")
-  distributed.start("other:1234")
-  assert places[1] == ("other:1234", 3, 2, [0, 1])
+  assert calls.pop() == ((None, None, None), None)
+  with pytest.raises(ValueError, match="give --coordinator, --num-processes and --process-id"):
+    distributed.start("other:1234")
+  assert calls.pop() == (("other:1234", None, None), None)
+  monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
+  with pytest.raises(ValueError, match="is not known"):
+    distributed.start(None, 2, 1)
+  assert calls.pop() == (("host:1234", 2, 1), "deactivate")
   distributed.start(num_processes=1)
-  assert len(places) == 2
+  monkeypatch.setenv("SLURM_NTASKS", "1")
+  distributed.start()
+  assert not calls
+  assert not distributed.is_joined()
+  assert distributed.is_main()
 
 
 def test_a_process_runs_alone_where_its_number_is_not_detected(monkeypatch):
-  for name, value in (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "many"}).items():
-    monkeypatch.setenv(name, value)
+  def initialize(*place, **options):
+    raise ValueError("invalid literal for int() with base 10: 'many'")
+
+  monkeypatch.setattr("jax.distributed.initialize", initialize)
   with pytest.warns(UserWarning, match="runs alone"):
     distributed.start()
   with pytest.raises(ValueError, match="give --coordinator, --num-processes and --process-id"):
@@ -309,7 +308,6 @@ def test_a_single_process_does_not_connect(monkeypatch):
   distributed.start()
   distributed.start("host:1234", 1, 0)
   assert not distributed.is_joined()
-  assert distributed.is_main()
 
 
 @pytest.mark.parametrize(
@@ -320,9 +318,9 @@ def test_a_single_process_does_not_connect(monkeypatch):
     (ValueError("RESOURCE_EXHAUSTED: 3 GB"), 0),
   ],
 )
-def test_a_collective_that_fails_waits_for_the_watch_to_tell_who_died(monkeypatch, error, waits):
+def test_a_collective_that_fails_waits_for_jax_to_end_the_process(monkeypatch, error, waits):
   calls = []
-  watch = types.SimpleNamespace(verdict=lambda: calls.append("waited"))
-  monkeypatch.setattr(distributed, "_watch", [watch])
+  monkeypatch.setattr(distributed.time, "sleep", calls.append)
+  monkeypatch.setattr(distributed, "_group", [distributed.Group(0, 30.0, print)])
   distributed.await_verdict(error)
   assert len(calls) == waits

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.jitted import head_variables
 from vqjax.lm.checkpoints.families import decoder_of
 
 V = 97
@@ -75,12 +76,17 @@ CONFIGS = {
 """Configs in the words of Hugging Face; local blocks attend to a prime number of positions."""
 
 
-def random_variables(model):
-  """Variables with random numbers everywhere, also in norms and biases."""
+def random_variables(model, scale=0.3):
+  """Variables with random numbers everywhere, also in norms and biases; codes are the head's."""
   tokens, rng = jax.ShapeDtypeStruct((1, 1), jnp.int32), np.random.default_rng(1)
-  init = lambda t: model.init(jax.random.key(0), t, t, method="loss_terms")
-  draw = lambda x: jax.device_put(0.3 * rng.standard_normal(x.shape, np.float32))
-  return jax.tree.map(draw, jax.eval_shape(init, tokens))
+  shapes = jax.eval_shape(
+    lambda t: model.init(jax.random.key(0), t, t, method="loss_terms"), tokens
+  )
+  draw = lambda x: jax.device_put(scale * rng.standard_normal(x.shape, np.float32))
+  variables = {"params": jax.tree.map(draw, shapes["params"])}
+  if "codes" in shapes:
+    variables["codes"] = {"head": head_variables(model.head)["codes"]}
+  return variables
 
 
 def small(name, **changes):

@@ -1,5 +1,7 @@
 """Files of llama.cpp and llama2.c hold the same models in other layouts."""
 
+import struct
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +117,35 @@ def test_damaged_files_are_refused(tmp_path):
     path.write_bytes(wrong)
     with pytest.raises(ValueError, match=r"model.gguf must be a whole GGUF"):
       checkpoints.load(path)
+
+
+@pytest.mark.parametrize(
+  ("counts", "rest", "problem"),
+  [
+    ((2**62, 0), b"", "behind the end"),
+    ((0, 1), struct.pack("<Q", 2**60) + b"key", "behind the end"),
+    ((0, 1), struct.pack("<Q3sIIQ", 3, b"key", 9, 5, 2**61), "behind the end"),
+    ((0, 1), struct.pack("<Q3sIIQ", 3, b"key", 9, 8, 2**61), "more than the file has"),
+    ((0, 1), struct.pack("<Q3sIIQ", 3, b"key", 9, 9, 1), "neither numbers nor texts"),
+    ((0, 1), struct.pack("<Q3sI", 3, b"key", 99), "unknown type"),
+    ((0, 1), struct.pack("<Q17sII", 17, b"general.alignment", 4, 3), "power of two"),
+    ((1, 0), struct.pack("<Q1sIQIQ", 1, b"x", 1, 2**60, 0, 0), "ends behind the file"),
+    ((1, 0), struct.pack("<Q1sIQIQ", 1, b"x", 1, 33, 8, 0), "in blocks of 32"),
+    ((1, 0), struct.pack("<Q1sIQIQ", 1, b"x", 1, 32, 999, 0), "unknown block type"),
+  ],
+)
+def test_sizes_of_a_header_are_compared_with_the_file(counts, rest, problem, tmp_path):
+  path = tmp_path / "model.gguf"
+  path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, *counts) + rest)
+  with pytest.raises(ValueError, match=rf"model.gguf must be a whole GGUF; got .*{problem}"):
+    checkpoints.load(path)
+
+
+def test_a_file_of_the_other_byte_order_is_refused(tmp_path):
+  path = tmp_path / "model.gguf"
+  path.write_bytes(struct.pack(">4sIQQ", b"GGUF", 3, 0, 0))
+  with pytest.raises(ValueError, match="call gguf-convert-endian"):
+    checkpoints.load(path)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path):

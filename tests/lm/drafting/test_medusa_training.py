@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from tests.fakes import FakeTokenizer
 from tests.lm.generation.test_speculation import V, target
 from vqjax import DenseHead
 from vqjax.lm.drafting import load_medusa, medusa_training
@@ -14,12 +15,12 @@ from vqjax.lm.lenses import fitting
 SETTINGS = Settings(blocks=2, steps=4, batch=32, rate=0.1, size=4)
 
 
-class Cycle:
+class Cycle(FakeTokenizer):
   """A tokenizer of digits of which each follows another in most texts."""
 
-  vocab, eos = V, ()
+  vocab = V
 
-  def encode(self, text):
+  def encode(self, text, *, special=True):
     """The token that begins, and those of the digits."""
     return [V - 1, *map(int, text)]
 

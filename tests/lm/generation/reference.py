@@ -4,10 +4,10 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tests.lm.checkpoints.families import V, small
+from tests.fakes import FakeTokenizer
+from tests.lm.checkpoints.families import V, random_variables, small
 
 GEMMA = {"num_hidden_layers": 3, "sliding_window_pattern": 2, "sliding_window": 37}
 PROMPTS = [
@@ -35,15 +35,7 @@ def family(name):
 def with_head(head):
   """A small decoder with another head, and random variables for it."""
   model = family("llama")[0].clone(head=head, layers=1)
-
-  @jax.jit
-  def init():
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    variables = model.init(jax.random.key(2), tokens, tokens, method="loss_terms")
-    # Larger numbers, so that tokens differ in probability; codes stay as they are.
-    return variables | {"params": jax.tree.map(lambda x: 3 * x, variables["params"])}
-
-  return model, init()
+  return model, random_variables(model)
 
 
 @functools.lru_cache
@@ -79,12 +71,12 @@ def greedy(model, variables, prompt, count):
   return row[len(prompt) :], scores
 
 
-class Letters:
+class Letters(FakeTokenizer):
   """A tokenizer whose token n is the letter of code point 32 + n."""
 
-  vocab, eos = V, ()
+  vocab = V
 
-  def encode(self, text):
+  def encode(self, text, *, special=True):
     """The token of each letter."""
     return [ord(letter) - 32 for letter in text]
 

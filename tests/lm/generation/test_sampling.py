@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.lm.generation.reference import V, family, log_softmax
+from tests.lm.generation.reference import V, family, log_softmax, logits
 from vqjax.lm.generation import Sampling, generate
 
 DRAWS = 3001

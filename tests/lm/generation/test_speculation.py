@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests.fakes import FakeTokenizer
 from tests.jitted import head_variables, results
 from tests.lm.generation.reference import log_softmax
 from vqjax import CodebookHead, DenseEmbedding, DenseHead
@@ -133,12 +134,12 @@ def test_a_single_row_is_that_of_the_batch():
   assert (result.tokens == plain().tokens[:1]).all()
 
 
-class Digits:
+class Digits(FakeTokenizer):
   """A tokenizer whose token n is the letter n of the alphabet."""
 
-  vocab, eos = V, ()
+  vocab = V
 
-  def encode(self, text):
+  def encode(self, text, *, special=True):
     """The token of each letter."""
     return [ord(letter) - 97 for letter in text]
 

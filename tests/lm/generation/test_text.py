@@ -2,17 +2,18 @@
 
 import pytest
 
+from tests.fakes import FakeTokenizer
 from vqjax.lm.generation import TextStream
 
 TEXT = "naïve café — 漢字 😀🏳️‍🌈 end"
 
 
-class Bytes:
+class Bytes(FakeTokenizer):
   """A tokenizer whose tokens are bytes."""
 
-  vocab, eos = 256, ()
+  vocab = 256
 
-  def encode(self, text):
+  def encode(self, text, *, special=True):
     """The bytes of a text."""
     return list(text.encode())
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests import reference
 from tests.jitted import apply, init, results
+from tests.lm.checkpoints.families import random_variables
 from vqjax import (
   CentroidQuantizer,
   CodebookHead,
@@ -53,13 +54,6 @@ def assert_equal_up_to_rounding(found, expected, summands):
   jax.tree.map(check, found, expected)
 
 
-def moved(variables):
-  """The variables with noise, so that no parameter is at its initial zero, one or small value."""
-  rng = np.random.default_rng(5)
-  noise = lambda x: x + np.float32(0.5) * rng.standard_normal(x.shape, np.float32)
-  return jax.tree.map(noise, jax.device_get(variables))
-
-
 @pytest.fixture
 def tokens():
   return np.random.default_rng(1).integers(0, 31, (3, 16)).astype(np.int32)
@@ -67,7 +61,7 @@ def tokens():
 
 def test_a_position_sees_no_later_token(tokens):
   model = decoder()
-  variables = initialised(model)
+  variables = random_variables(model, 0.1)
   changed = np.where(np.arange(16) < 9, tokens, (tokens + 1) % 31)
   before, after = (np.asarray(apply(model, variables, t)) for t in (tokens, changed))
   np.testing.assert_array_equal(before[:, :9], after[:, :9])
@@ -79,7 +73,7 @@ def test_a_position_sees_no_later_token(tokens):
 def test_a_change_reaches_as_far_as_the_windows_of_the_blocks_allow(remat, tokens, monkeypatch):
   monkeypatch.setattr(attention_module, "tile_size", lambda *_: 5)
   model = decoder(window=5, layers=3, remat=remat)
-  params = moved(initialised(model))["params"]
+  params = random_variables(model, 0.5)["params"]
   # Of the three blocks only the second, which has the window, mixes positions.
   only = lambda x: x * np.array([0, 1, 0], x.dtype).reshape(3, *[1] * (x.ndim - 1))
   out = jax.tree.map(only, params["blocks"]["attention_out"])
@@ -114,7 +108,7 @@ def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monke
         v, tokens, tokens, False, method="log_prob", rngs={"dropout": jax.random.key(2)}
       ).mean()
     )
-    return jax.jit(jax.value_and_grad(loss))(initialised(model))
+    return results(jax.value_and_grad(loss), random_variables(decoder(), 0.1))
 
   fields = {"dropout": 0.5, "window": 7}
   kept, again = gradient(decoder(**fields)), gradient(decoder(**fields, remat=True))
@@ -124,8 +118,9 @@ def test_recomputing_activations_changes_neither_loss_nor_gradient(tokens, monke
 
 def test_bfloat16_computes_with_float32_parameters(tokens):
   model = decoder(dtype=jnp.bfloat16)
-  variables = initialised(model)
-  assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+  variables = random_variables(model, 0.1)
+  made = jax.eval_shape(lambda: initialised(model))
+  assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype("float32")}
   assert apply(model, variables, tokens, method="hidden").dtype == jnp.bfloat16
   close = apply(decoder(), variables, tokens, tokens, method="log_prob")
   found = apply(model, variables, tokens, tokens, method="log_prob")
@@ -151,7 +146,7 @@ def test_a_product_of_few_vectors_is_that_of_float64(contracted):
 @pytest.mark.parametrize("head", [CodebookHead(31, 8, 5), GroupedHead(31, 8)])
 def test_any_head_fits_and_its_logits_and_log_prob_agree(head, tokens):
   model = decoder(head=head)
-  variables = initialised(model)
+  variables = random_variables(model, 0.1)
   log_prob = apply(model, variables, tokens, tokens, method="log_prob")
   expected = reference.log_softmax(apply(model, variables, tokens))
   expected = reference.of_tokens(expected, tokens)
@@ -161,14 +156,14 @@ def test_any_head_fits_and_its_logits_and_log_prob_agree(head, tokens):
 
 def test_dropout_is_off_by_default(tokens):
   model = decoder(dropout=0.5)
-  variables = initialised(model)
+  variables = random_variables(model, 0.1)
   first, second = (apply(model, variables, tokens, method="hidden") for _ in range(2))
   np.testing.assert_array_equal(first, second)
 
 
 def test_a_shorter_row_has_the_same_logits(tokens):
   model = decoder()
-  variables = initialised(model)
+  variables = random_variables(model, 0.1)
   whole, part = apply(model, variables, tokens), apply(model, variables, tokens[:1, :1])
   # Logits of order one, after two blocks with sums of at most 32 terms: 2 · 32 · 2^-24.
   np.testing.assert_allclose(np.asarray(whole)[:1, :1], part, atol=1e-5)
@@ -238,7 +233,7 @@ def float64_hidden(params, tokens, heads, windows):
 @pytest.mark.parametrize("window", [None, 1, 5, 99])
 def test_the_hidden_vectors_equal_an_independent_float64_decoder(window, tokens):
   model = decoder(window=window)
-  variables = moved(initialised(model))
+  variables = random_variables(model, 0.5)
   hidden = apply(model, variables, tokens, method="hidden")
   exact = jax.tree.map(lambda x: np.asarray(x, np.float64), variables["params"])
   expected = float64_hidden(exact, tokens, 2, [99, window or 99])

@@ -1,6 +1,12 @@
 """Data: sources of documents, tokenizers, the token cache, and loaders of batches."""
 
-from vqjax.lab.data.cache import TokenSplit, encode_split, fit_encoder
+from vqjax.lab.data.cache import (
+  TokenSplit,
+  encode_document,
+  encode_split,
+  fingerprint,
+  fit_tokenizer,
+)
 from vqjax.lab.data.corpora import JSONLines, PennTreebank, Stories, WikiText
 from vqjax.lab.data.filters import Filtered
 from vqjax.lab.data.pipeline import (
@@ -16,9 +22,8 @@ from vqjax.lab.data.tfds import TFDS
 from vqjax.lab.data.tokenizers import (
   BPETokenizer,
   CheckpointTokenizer,
-  Encoder,
   SentencePieceTokenizer,
-  Tokenizer,
+  TokenizerRecipe,
   WordTokenizer,
 )
 
@@ -26,7 +31,6 @@ __all__ = [
   "TFDS",
   "BPETokenizer",
   "CheckpointTokenizer",
-  "Encoder",
   "EvaluationBatches",
   "EvaluationStreams",
   "Filtered",
@@ -40,10 +44,12 @@ __all__ = [
   "Streams",
   "Text",
   "TokenSplit",
-  "Tokenizer",
+  "TokenizerRecipe",
   "WikiText",
   "Windows",
   "WordTokenizer",
+  "encode_document",
   "encode_split",
-  "fit_encoder",
+  "fingerprint",
+  "fit_tokenizer",
 ]

@@ -1,11 +1,9 @@
 """Tokenizers: words, byte-level byte-pair encoding and SentencePiece."""
 
 import abc
-import base64
 import collections
 import dataclasses
 import io
-import itertools
 import json
 import random
 import re
@@ -13,48 +11,37 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 
-from vqjax.lab.data.files import content_hash, import_extra
+from vqjax.lab.data.files import import_extra
 from vqjax.lm import checkpoints
+from vqjax.lm.checkpoints import Tokenizer, from_state
+from vqjax.lm.checkpoints.tokenizers import JsonTokenizer, PiecesTokenizer
 from vqjax.lm.texts import data_path, read_text
 
 Documents = Callable[[], Iterable[str]]
 """A function that returns the documents from the first on, at each call."""
 
-EOS, UNKNOWN = "<eos>", "<unk>"
+EOS, UNKNOWN, END_OF_TEXT = "<eos>", "<unk>", "<|endoftext|>"
 
 LONGEST_LINE = 2**30
 """Bytes of the longest line that SentencePiece trains on; its own limit leaves much prose out."""
 
 
-class Encoder(abc.ABC):
-  """A fitted tokenizer.
-
-  Attributes:
-    vocab: number of different tokens.
-    eos: the token that ends a document.
-  """
-
-  vocab: int
-  eos: int
+class TokenizerRecipe(abc.ABC):
+  """A recipe for a tokenizer: a frozen dataclass that can stand in a config."""
 
   @abc.abstractmethod
-  def encode(self, document: str) -> np.ndarray:
-    """Return the tokens of a document and the one that ends it, int64."""
+  def fit(self, documents: Documents) -> Tokenizer:
+    """Return the tokenizer for these training documents."""
 
-  @abc.abstractmethod
-  def decode(self, tokens: Iterable[int]) -> str:
-    """Return the text of tokens; those that end a document become line ends."""
+  def load(self, state: str) -> Tokenizer:
+    """Return the tokenizer that `Tokenizer.state` came from."""
+    return from_state(state)
 
-  @abc.abstractmethod
-  def state(self) -> str:
-    """Return the text that `Tokenizer.load` rebuilds the encoder from."""
-
-  def fingerprint(self) -> str:
-    """Return a hash that changes with anything that `encode` depends on."""
-    return content_hash([type(self).__name__, self.state()])
+  def files(self) -> tuple[Path, ...]:
+    """Return the files that `fit` reads beside the documents."""
+    return ()
 
 
 def _json(text: str, where: str) -> Any:
@@ -64,30 +51,8 @@ def _json(text: str, where: str) -> Any:
     raise ValueError(f"{where} must be JSON; got {error}. Restore it.") from None
 
 
-def _decoded(tokens: Iterable[int], eos: int, decode: Callable[[list[int]], str]) -> str:
-  """The texts of the tokens between those that end a document, on a line each."""
-  groups = itertools.groupby(map(int, tokens), key=eos.__eq__)
-  return "".join("\n" * len([*group]) if ends else decode([*group]) for ends, group in groups)
-
-
-class Tokenizer(abc.ABC):
-  """A recipe for an `Encoder`: a frozen dataclass that can stand in a config."""
-
-  @abc.abstractmethod
-  def fit(self, documents: Documents) -> Encoder:
-    """Return the encoder for these training documents."""
-
-  @abc.abstractmethod
-  def load(self, state: str) -> Encoder:
-    """Return the encoder that `Encoder.state` came from."""
-
-  def files(self) -> tuple[Path, ...]:
-    """Return the files that `fit` reads beside the documents."""
-    return ()
-
-
 @dataclasses.dataclass(frozen=True)
-class WordTokenizer(Tokenizer):
+class WordTokenizer(TokenizerRecipe):
   """A token for each word, numbered by falling frequency, then alphabetically.
 
   `<eos>` and `<unk>` are numbered by their frequency too. `<unk>` stands for words that are left
@@ -112,7 +77,7 @@ class WordTokenizer(Tokenizer):
         f" {EOS} and {UNKNOWN} take two."
       )
 
-  def fit(self, documents: Documents) -> Encoder:
+  def fit(self, documents: Documents) -> Tokenizer:
     """Count words and keep the most frequent."""
     counts: collections.Counter[str] = collections.Counter()
     ends = 0
@@ -127,7 +92,7 @@ class WordTokenizer(Tokenizer):
     frequency = {word: counts[word] for word in kept}
     left_out = counts.total() - sum(frequency.values())
     frequency |= {EOS: ends, UNKNOWN: unknown + left_out}
-    return WordEncoder(self, sorted(frequency, key=lambda word: (-frequency[word], word)))
+    return Words(self, sorted(frequency, key=lambda word: (-frequency[word], word)))
 
   def words(self, document: str) -> list[str]:
     """Return the words of a document, in order."""
@@ -136,8 +101,8 @@ class WordTokenizer(Tokenizer):
       return re.findall(r"<unk>|\w+(?:'\w+)?|[^\w\s]", document)
     return document.split()
 
-  def load(self, state: str) -> Encoder:
-    """Return the encoder of a JSON list of words."""
+  def load(self, state: str) -> Tokenizer:
+    """Return the tokenizer of a JSON list of words."""
     words = _json(state, "`state`")
     is_right = isinstance(words, list) and all(isinstance(word, str) for word in words)
     if not is_right or len({*words}) < len(words) or not {EOS, UNKNOWN} <= {*words}:
@@ -145,28 +110,32 @@ class WordTokenizer(Tokenizer):
         f"`state` must be a JSON list of different words with {EOS} and {UNKNOWN}; got"
         f" {state[:40]!r}. Fit the tokenizer again."
       )
-    return WordEncoder(self, words)
+    return Words(self, words)
 
 
-class WordEncoder(Encoder):
-  """An encoder by a list of words."""
+class Words:
+  """A tokenizer by a list of words; a text follows the end of another, as in training."""
 
-  def __init__(self, tokenizer: WordTokenizer, words: list[str]):
+  def __init__(self, recipe: WordTokenizer, words: list[str]):
     """Take the words in the order of their numbers."""
-    self._tokenizer, self._words = tokenizer, words
+    self._recipe, self._words = recipe, words
     self._number = {word: number for number, word in enumerate(words)}
-    self.vocab = len(words)
-    self.eos, self._unknown = self._number[EOS], self._number[UNKNOWN]
+    self.vocab = self.pieces = len(words)
+    self.bos, self._unknown = self._number[EOS], self._number[UNKNOWN]
+    self.eos = (self.bos,)
 
-  def encode(self, document: str) -> np.ndarray:
-    """Return the words' numbers, with `<unk>` for unknown words, and `<eos>`."""
-    words = self._tokenizer.words(document)
-    numbers = [self._number.get(word, self._unknown) for word in words]
-    return np.array([*numbers, self.eos], np.int64)
+  def encode(self, text: str, *, special: bool = True) -> list[int]:
+    """Return the words' numbers, with `<unk>` for unknown words."""
+    ids = [self._number.get(word, self._unknown) for word in self._recipe.words(text)]
+    return [self.bos, *ids] if special else ids
 
   def decode(self, tokens: Iterable[int]) -> str:
     """Return the words with a space between."""
-    return _decoded(tokens, self.eos, lambda part: " ".join(self._words[token] for token in part))
+    return " ".join(self._words[token] for token in tokens if token != self.bos)
+
+  def piece(self, token: int) -> str:
+    """Return the word of a number."""
+    return self._words[token] if 0 <= token < self.vocab else ""
 
   def state(self) -> str:
     """Return a JSON list of the words."""
@@ -174,7 +143,7 @@ class WordEncoder(Encoder):
 
 
 @dataclasses.dataclass(frozen=True)
-class BPETokenizer(Tokenizer):
+class BPETokenizer(TokenizerRecipe):
   """Byte-level byte-pair encoding, trained on documents or read from GPT-2's files.
 
   Attributes:
@@ -185,7 +154,7 @@ class BPETokenizer(Tokenizer):
   vocab: int = 8192
   folder: str | None = None
 
-  def fit(self, documents: Documents) -> Encoder:
+  def fit(self, documents: Documents) -> Tokenizer:
     """Train the merges, or read GPT-2's."""
     if self.folder is not None:
       vocab_file, merges_file = self.files()
@@ -200,8 +169,8 @@ class BPETokenizer(Tokenizer):
           f"{vocab_file} and {merges_file.name} must be those of one tokenizer; got {error}. Fetch"
           " both again."
         ) from None
-      model.add_special_tokens(["<|endoftext|>"])
-      return BPEEncoder(model)
+      model.add_special_tokens([END_OF_TEXT])
+      return _with_end(model, END_OF_TEXT)
     if self.vocab < 257:
       raise ValueError(
         f"`tokenizer.vocab` must be at least 257 for 256 bytes and the end of a document; got"
@@ -215,7 +184,7 @@ class BPETokenizer(Tokenizer):
       show_progress=False,
     )
     model.train_from_iterator(documents(), trainer)
-    return BPEEncoder(model)
+    return _with_end(model, EOS)
 
   def files(self) -> tuple[Path, ...]:
     """Return GPT-2's two files, where they are used."""
@@ -230,15 +199,6 @@ class BPETokenizer(Tokenizer):
       )
     return files
 
-  def load(self, state: str) -> Encoder:
-    """Return the encoder of the JSON of the `tokenizers` library."""
-    try:
-      return BPEEncoder(tokenizers.Tokenizer.from_str(state))
-    except Exception as error:  # the library raises nothing narrower
-      raise ValueError(
-        f"`state` must be the JSON of a tokenizer; got {state[:40]!r} ({error}). Fit it again."
-      ) from None
-
 
 def _byte_level(bpe: tokenizers.models.BPE) -> tokenizers.Tokenizer:
   model = tokenizers.Tokenizer(bpe)
@@ -247,37 +207,13 @@ def _byte_level(bpe: tokenizers.models.BPE) -> tokenizers.Tokenizer:
   return model
 
 
-class BPEEncoder(Encoder):
-  """An encoder by a model of the `tokenizers` library."""
-
-  def __init__(self, model: tokenizers.Tokenizer):
-    """Take a model with the token `<eos>` or GPT-2's `<|endoftext|>`."""
-    self._model = model
-    # "<eos>" that a document spells out is text, not its end.
-    model.encode_special_tokens = True
-    ends = [model.token_to_id(name) for name in (EOS, "<|endoftext|>")]
-    known = [number for number in ends if number is not None]
-    if not known:
-      raise ValueError(f"the tokenizer must have the token {EOS} or <|endoftext|>; it has neither.")
-    self.eos = known[0]
-    self.vocab = model.get_vocab_size()
-
-  def encode(self, document: str) -> np.ndarray:
-    """Return the document's byte pairs and the token that ends it."""
-    numbers = self._model.encode(document, add_special_tokens=False).ids
-    return np.array([*numbers, self.eos], np.int64)
-
-  def decode(self, tokens: Iterable[int]) -> str:
-    """Return the bytes of the tokens as text; a broken character becomes U+FFFD."""
-    return _decoded(tokens, self.eos, self._model.decode)
-
-  def state(self) -> str:
-    """Return the JSON of the `tokenizers` library."""
-    return self._model.to_str()
+def _with_end(model: tokenizers.Tokenizer, end: str) -> Tokenizer:
+  number = model.token_to_id(end)
+  return JsonTokenizer(model, number, [number], add_bos=True, spelt=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class SentencePieceTokenizer(Tokenizer):
+class SentencePieceTokenizer(TokenizerRecipe):
   """SentencePiece: a unigram model trained on the documents, or an existing model.
 
   A trained model decodes to the exact text, except for U+2581, which it uses for blanks: text is
@@ -300,27 +236,19 @@ class SentencePieceTokenizer(Tokenizer):
     if self.lines < 1:
       raise ValueError(f"`tokenizer.lines` must be at least 1; got {self.lines}. Raise it.")
 
-  def fit(self, documents: Documents) -> Encoder:
+  def fit(self, documents: Documents) -> Tokenizer:
     """Train the pieces, or read the model."""
     if self.model is None:
-      return SentencePieceEncoder(self._train(documents()))
+      return _with_last_piece(self._train(documents()))
     (path,) = self.files()
     try:
-      return SentencePieceEncoder(path.read_bytes())
+      return _with_last_piece(path.read_bytes())
     except ValueError as error:
       raise ValueError(f"{path}: {error}") from None
 
   def files(self) -> tuple[Path, ...]:
     """Return the model's file, where one is used."""
     return () if self.model is None else (data_path(self.model, kind="tokenizer.model"),)
-
-  def load(self, state: str) -> Encoder:
-    """Return the encoder of a model's bytes in base 64."""
-    try:
-      content = base64.b64decode(state, validate=True)
-    except ValueError as error:
-      raise ValueError(f"`state` must be a model in base 64; got {error}. Fit it again.") from None
-    return SentencePieceEncoder(content)
 
   def _train(self, documents: Iterable[str]) -> bytes:
     """The content of a .model file trained on the documents' lines."""
@@ -361,40 +289,19 @@ class SentencePieceTokenizer(Tokenizer):
     return model.getvalue()
 
 
-class SentencePieceEncoder(Encoder):
-  """An encoder by a model of the `sentencepiece` library."""
-
-  def __init__(self, content: bytes):
-    """Take the content of a .model file whose model has an end-of-sentence piece."""
-    self._content = content
-    try:
-      self._model = import_extra("sentencepiece").SentencePieceProcessor(model_proto=content)
-    except RuntimeError as error:
-      raise ValueError(
-        f"`content` must be a SentencePiece model; got {error}. Give a .model file."
-      ) from None
-    self.vocab, self.eos = self._model.vocab_size(), self._model.eos_id()
-    if self.eos < 0:
-      raise ValueError(
-        "`content` must have an end-of-sentence piece; got a model without one. Train it with"
-        " eos_id set."
-      )
-
-  def encode(self, document: str) -> np.ndarray:
-    """Return the document's pieces and the end of a sentence."""
-    return np.array([*self._model.encode(document), self.eos], np.int64)
-
-  def decode(self, tokens: Iterable[int]) -> str:
-    """Return the text of the pieces."""
-    return _decoded(tokens, self.eos, self._model.decode)
-
-  def state(self) -> str:
-    """Return the model's bytes in base 64."""
-    return base64.b64encode(self._content).decode()
+def _with_last_piece(content: bytes) -> Tokenizer:
+  """The tokenizer of a .model file whose model has an end-of-sentence piece."""
+  end = PiecesTokenizer(content, None, ()).end
+  if end < 0:
+    raise ValueError(
+      "`content` must have an end-of-sentence piece; got a model without one. Train it with eos_id"
+      " set."
+    )
+  return PiecesTokenizer(content, end, [end])
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointTokenizer(Tokenizer):
+class CheckpointTokenizer(TokenizerRecipe):
   """The tokenizer of a pretrained model; a document begins as its texts do and ends with EOS.
 
   Attributes:
@@ -403,12 +310,18 @@ class CheckpointTokenizer(Tokenizer):
 
   path: str
 
-  def fit(self, documents: Documents) -> Encoder:
+  def fit(self, documents: Documents) -> Tokenizer:
     """Read the tokenizer."""
     del documents
     path = data_path(self.path, kind="tokenizer.path")
-    vocab = checkpoints.decoder(path).embedding.vocab
-    return CheckpointEncoder(checkpoints.load_tokenizer(path), vocab)
+    found = checkpoints.load_tokenizer(path)
+    if not found.eos:
+      raise ValueError(
+        "`tokenizer.path` must have a token that ends a text; got a tokenizer without one. Set"
+        " eos_token_id in its config.json."
+      )
+    found.vocab = checkpoints.decoder(path).embedding.vocab
+    return found
 
   def files(self) -> tuple[Path, ...]:
     """Return the files that hold the tokenizer."""
@@ -419,36 +332,6 @@ class CheckpointTokenizer(Tokenizer):
     else:
       files = [path, *path.parent.glob("tok*.bin")]
     return tuple(file for file in files if file.is_file())
-
-  def load(self, state: str) -> Encoder:
-    """Return the encoder of a tokenizer's state."""
-    parsed = _json(state, "the state of a tokenizer")
-    return CheckpointEncoder(checkpoints.from_state(parsed["tokenizer"]), parsed["vocab"])
-
-
-class CheckpointEncoder(Encoder):
-  """An encoder by the tokenizer of a pretrained model."""
-
-  def __init__(self, tokenizer: checkpoints.Tokenizer, vocab: int):
-    """Take a tokenizer that has an end of text, and the rows of its model's table."""
-    if not tokenizer.eos:
-      raise ValueError(
-        "`tokenizer.path` must have a token that ends a text; got a tokenizer without one. Set"
-        " eos_token_id in its config.json."
-      )
-    self._tokenizer, self.vocab, self.eos = tokenizer, vocab, tokenizer.eos[0]
-
-  def encode(self, document: str) -> np.ndarray:
-    """Return what begins a text, the document's tokens and the end of a text."""
-    return np.array([*self._tokenizer.encode(document), self.eos], np.int64)
-
-  def decode(self, tokens: Iterable[int]) -> str:
-    """Return the text of the tokens."""
-    return _decoded(tokens, self.eos, self._tokenizer.decode)
-
-  def state(self) -> str:
-    """Return the tokenizer's state and the vocabulary."""
-    return json.dumps({"tokenizer": self._tokenizer.state(), "vocab": self.vocab})
 
 
 def _sample(lines: Iterable[str], size: int) -> list[str]:

@@ -11,7 +11,7 @@ from vqjax.lab.report.runs import (
   read_run,
   read_runs,
 )
-from vqjax.lab.report.tables import console_table, html_table, markdown_table
+from vqjax.lab.report.tables import console_table, markdown_table
 from vqjax.lm.pages import INK, SERIES
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
   "common_split",
   "console_table",
   "default_columns",
-  "html_table",
   "labels",
   "loss_curves",
   "markdown_table",

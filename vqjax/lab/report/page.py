@@ -8,61 +8,15 @@ from collections.abc import Iterable, Sequence
 
 from vqjax.lab.report.plots import loss_curves, size_against_perplexity
 from vqjax.lab.report.runs import Column, Run, common_split, default_columns, labels
-from vqjax.lab.report.tables import breakable, html_table
+from vqjax.lab.report.tables import cells
 from vqjax.lab.report.units import MISSING
 from vqjax.lm import records
-from vqjax.lm.pages import document, svg
-
-STYLE = """\
-h3 { font-size: 1rem; margin: 0 0 .4rem; overflow-wrap: anywhere; }
-p, dd { max-width: 46rem; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0; }
-table { border-collapse: collapse; width: 100%; font-size: .875rem; }
-td { font-variant-numeric: tabular-nums; }
-th, td { padding: .45rem .7rem; text-align: right; white-space: nowrap; }
-thead th { vertical-align: bottom; white-space: normal; color: var(--quiet); font-weight: 600; }
-tbody tr { border-top: 1px solid var(--line); }
-th:first-child {
-  position: sticky; left: 0; text-align: left; background: var(--raised); font-weight: 600;
-}
-tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 11rem; }
-td.best { font-weight: 700; }
-td.failed { color: var(--failed); }
-figure { margin: 2rem 0 0; max-width: 52rem; }
-.plot { overflow-x: auto; }
-figure svg { display: block; width: 100%; min-width: 30rem; height: auto; }
-figcaption { color: var(--quiet); font-size: .875rem; margin-top: .4rem; }
-dt { font-weight: 600; }
-dd { margin: 0; }
-.meanings dd { margin-bottom: .8rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: .8rem; }
-.card { border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; }
-.card { background: var(--raised); }
-.card dl { display: grid; grid-template-columns: auto 1fr; gap: .1rem .8rem; margin: 0; }
-.card dl { font-size: .85rem; }
-.card dt { color: var(--quiet); font-weight: 400; }
-.card dd { overflow-wrap: anywhere; }
-@media (max-width: 40rem) {
-  tbody th { min-width: 7rem; max-width: 9rem; }
-  th, td { padding: .4rem .5rem; }
-}
-@media print {
-  main { max-width: none; padding: 0; }
-  .scroll, .plot { overflow: visible; border: 0; }
-  figure svg { min-width: 0; }
-  table { font-size: 7.5pt; }
-  th, td { padding: .2rem .3rem; }
-  tbody th { min-width: 6rem; }
-  figure, .card { break-inside: avoid; }
-}
-"""
+from vqjax.lm.pages import document, element, html_table, plot
 
 BODY = string.Template("""\
 <p>$states. Quality is that of the <b>$split</b> split$reason. The best value of a column is bold;\
  the exact value of a cell shows when the pointer is on it.</p>
-<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs">
 $table
-</div>
 $curves
 $sizes
 <h2>What the columns mean</h2>
@@ -91,15 +45,14 @@ def write_page(
   states, split = Counter(run.status for run in runs), common_split(runs)
   counts = [f"{states[s]} {s}" for s in ("finished", "failed", "unfinished") if states[s]]
   cards = [
-    f'<section class="card">\n<h3>{breakable(label)}</h3>\n<dl>\n{_entries(_origin(run))}\n</dl>'
-    "\n</section>"
+    element("h3", html.escape(label)) + element("dl", _entries(_origin(run)))
     for label, run in zip(labels(runs), runs)
   ]
   body = BODY.substitute(
     states=f"{len(runs)} runs: {', '.join(counts)}",
     split=split,
     reason="" if split == "test" else " (not every finished run has test numbers)",
-    table=html_table(columns, runs),
+    table=_table(columns, runs),
     curves=_figure(
       loss_curves(runs),
       "loss",
@@ -111,16 +64,27 @@ def write_page(
       f"Bytes of the head against perplexity on the {split} split. Lower left is better.",
     ),
     meanings=_entries((column.title, column.meaning) for column in columns),
-    cards="\n".join(cards),
+    cards="\n".join(element("section", card, kind="card") for card in cards),
   )
-  records.write_text(path, document(title, body, STYLE))
+  records.write_text(path, document(title, body))
+
+
+def _table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
+  """A table with exact values as titles and the best ones marked."""
+  rows = []
+  for label, row in zip(labels(runs), cells(columns, runs)):
+    rows.append([element("th", html.escape(label), scope="row")])
+    for cell in row:
+      kind = "best" if cell.best else "failed" if cell.text == "failed" else ""
+      rows[-1].append(element("td", html.escape(cell.text), kind=kind, title=cell.exact))
+  titles = ["run", *(column.title for column in columns)]
+  return html_table(titles, rows, "runs", "Comparison of runs")
 
 
 def _figure(figure, name: str, caption: str) -> str:
   if figure is None:
     return f"<p>No run has what this plot needs: {html.escape(caption)}</p>"
-  drawn = f'<div class="plot" tabindex="0">{svg(figure, name, caption)}</div>'
-  return f"<figure>\n{drawn}\n<figcaption>{html.escape(caption)}</figcaption>\n</figure>"
+  return plot(figure, name, caption)
 
 
 def _origin(run: Run) -> list[tuple[str, str]]:

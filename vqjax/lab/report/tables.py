@@ -1,4 +1,4 @@
-"""Tables of runs on a console, in Markdown and in HTML."""
+"""Tables of runs on a console and in Markdown."""
 
 import html
 import math
@@ -91,23 +91,3 @@ def _plain(text: str) -> str:
   """The text in Markdown: without HTML, links and emphasis, and in one cell of one row."""
   escaped = html.escape(" ".join(text.split()), quote=False)
   return re.sub(r"([\\`*\[\]|])", r"\\\1", escaped)
-
-
-def html_table(columns: Sequence[Column], runs: Sequence[Run]) -> str:
-  """Return a `<table>` with exact values as titles and the best ones marked."""
-  header = "".join(f'<th scope="col">{html.escape(column.title)}</th>' for column in columns)
-  lines = ["<table>", f'<thead><tr><th scope="col">run</th>{header}</tr></thead>', "<tbody>"]
-  for label, row in zip(labels(runs), cells(columns, runs)):
-    row_cells = []
-    for cell in row:
-      kind = "best" if cell.best else "failed" if cell.text == "failed" else ""
-      attributes = f' class="{kind}"' if kind else ""
-      attributes += f' title="{html.escape(cell.exact)}"' if cell.exact else ""
-      row_cells.append(f"<td{attributes}>{html.escape(cell.text)}</td>")
-    lines.append(f'<tr><th scope="row">{breakable(label)}</th>{"".join(row_cells)}</tr>')
-  return "\n".join([*lines, "</tbody>", "</table>"])
-
-
-def breakable(label: str) -> str:
-  """Escape a label for HTML and let it break after an underscore or a slash."""
-  return re.sub(r"([_/])", r"\1<wbr>", html.escape(label))

@@ -1,10 +1,16 @@
-"""Several processes of one run: connection, agreement, and a common end."""
+"""Several processes of one run: connection, agreement, and a common end.
+
+JAX finds the processes of a cluster, sends heartbeats, and aborts all processes when one is lost.
+This module compares what must be equal in all, and gives each end of a run one clear last line.
+"""
 
 import collections
+import contextlib
+import ctypes
 import os
 import re
+import signal
 import socket
-import sys
 import threading
 import time
 import warnings
@@ -12,12 +18,10 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
-from jax._src import clusters  # no public name detects a cluster
-from jax._src.distributed import global_state  # no public name gives the key-value store
+import orbax.checkpoint as ocp
 from jax.errors import JaxRuntimeError
 
 from vqjax.lab import exits
-from vqjax.lab.training.watch import Watch
 
 T = TypeVar("T")
 
@@ -27,85 +31,29 @@ PATIENCE = 60.0
 SILENCE = 30.0
 """Seconds without a heartbeat after which a process counts as dead."""
 
-_calls: collections.Counter[str] = collections.Counter()
-_watch: list[Watch] = []
+GRACE = 2.0
+"""Seconds in which the other processes report their own errors before process 0 ends."""
+
+DAY = 24 * 3600.0
+"""Seconds to wait for a living process; its death ends the wait earlier."""
 
 
-class Process(NamedTuple):
-  """The position of this process among the processes of its run.
+class Group(NamedTuple):
+  """What this process knows of its run's processes.
 
   Attributes:
-    coordinator: host:port of process 0.
-    count: number of processes.
     index: number of this process, from 0.
-    devices: local ids of its accelerators; None for all.
+    silence: seconds without a heartbeat after which a process counts as dead.
+    on_abort: the callback of `_explain_abort`, of which C holds only the address.
   """
 
-  coordinator: str
-  count: int
   index: int
-  devices: list[int] | None = None
+  silence: float
+  on_abort: Callable
 
 
-def find_process(
-  coordinator: str | None, count: int | None, index: int | None, patience: float
-) -> Process | None:
-  """Complete the arguments from a detected cluster; None for a single process.
-
-  Under Slurm and Open MPI jax gives each process of a machine one of its accelerators;
-  JAX_LOCAL_DEVICE_IDS=0,1,2,3 gives it several. `patience` is the number of seconds that a cluster
-  may take to name its coordinator.
-
-  Raises:
-    ValueError: an argument is missing or wrong.
-  """
-  if count == 1:
-    return None
-  ids = os.environ.get("JAX_LOCAL_DEVICE_IDS")
-  devices = [int(number) for number in ids.split(",")] if ids else None
-  address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-  process = Process(address, count, index, None)
-  if None in (address, count, index):
-    process = process._replace(devices=devices)
-    try:
-      process = Process(
-        *clusters.ClusterEnv.auto_detect_unset_distributed_params(*process, None, int(patience))
-      )
-    except Exception as error:  # the libraries of clusters raise anything
-      problem = f"a cluster was detected that does not tell this process's number ({error})"
-      remedy = "give --coordinator, --num-processes and --process-id"
-      if (address, count, index) != (None, None, None):
-        raise ValueError(f"{problem}. Instead, {remedy}.") from error
-      warnings.warn(
-        f"{problem}; the process runs alone. If there are others, {remedy}", stacklevel=2
-      )
-  if process.count == 1 or (coordinator, process.count, process.index) == (None, None, None):
-    return None
-  options = {
-    "--coordinator": process.coordinator,
-    "--num-processes": process.count,
-    "--process-id": process.index,
-  }
-  missing = [name for name, value in options.items() if value is None]
-  if missing:
-    raise ValueError(
-      f"{' and '.join(missing)} must be given where JAX detects no cluster; got none."
-    )
-  host, _, port = process.coordinator.rpartition(":")
-  if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-    raise ValueError(
-      f"--coordinator must be HOST:PORT; got {process.coordinator!r}. Give, say, 10.0.0.1:1234."
-    )
-  if process.count < 1:
-    raise ValueError(
-      f"--num-processes must be at least 1; got {process.count}. Leave it out for one process."
-    )
-  if not 0 <= process.index < process.count:
-    raise ValueError(
-      f"--process-id must be in [0, {process.count}); got {process.index}. Give every process a"
-      " number of its own."
-    )
-  return process
+_group: list[Group] = []
+_calls: collections.Counter[str] = collections.Counter()
 
 
 def start(
@@ -119,8 +67,9 @@ def start(
   """Connect this process to the others of its run.
 
   Arguments that are None are detected by jax under Slurm, Open MPI, Kubernetes and on TPU pods.
-  Call it before any other use of devices. When a process dies later, all others end within about
-  `silence` seconds with a message.
+  Under Slurm and Open MPI it gives each process of a machine one of its accelerators;
+  JAX_LOCAL_DEVICE_IDS=0,1,2,3 gives it several. Call it before any other use of devices. When a
+  process dies later, all others end within about `silence` seconds with a message.
 
   Args:
     coordinator: host:port of process 0.
@@ -135,83 +84,140 @@ def start(
     TimeoutError: the coordinator or another process did not come in time.
     OSError: the coordinator cannot listen at its port.
   """
-  process = find_process(coordinator, num_processes, process_id, patience)
-  if process is None:
+  is_detected = (coordinator, num_processes, process_id) == (None, None, None)
+  place = (coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"), num_processes, process_id)
+  counts = map(os.environ.get, ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
+  if num_processes == 1 or (is_detected and "1" in counts):
     return
+  if not is_detected:
+    _check(*place)
   for name, seconds in (("--patience", patience), ("--silence", silence)):
     if seconds < 1:
       raise ValueError(f"{name} must be at least 1 second; got {seconds:g}. Leave it out.")
-  _connect(process, patience, silence)
-  _watch.append(Watch(global_state.client, process.index, process.count, silence))
-  agree("number of processes", str(process.count), patience)
+  try:
+    _connect(place, patience, silence)
+  except OSError:
+    raise
+  except Exception as error:  # the libraries of clusters raise anything
+    remedy = "give --coordinator, --num-processes and --process-id"
+    if not is_detected:
+      raise ValueError(
+        f"the place of this process among the others is not known ({error}). Instead, {remedy}."
+      ) from error
+    # The words of jax where there is no cluster, and where this process has used its devices.
+    if not re.search("(must|should) be defined|must be called before", str(error)):
+      warnings.warn(
+        f"a cluster was detected that does not tell this process's number ({error}); the process"
+        f" runs alone. If there are others, {remedy}",
+        stacklevel=2,
+      )
+    return
+  index = jax.process_index() if process_id is None else process_id
+  _group.append(Group(index, silence, _explain_abort(index)))
+  if num_processes is not None:
+    agree("number of processes", str(num_processes), patience)
   agree("version of jax", jax.__version__, patience)
 
 
-def _connect(process: Process, patience: float, silence: float) -> None:
-  """Call `jax.distributed.initialize`, which aborts if the others do not come."""
-  deadline = time.monotonic() + patience
-  if process.index > 0:
-    _wait_for_port(process, patience, deadline)
-  outcome: list[Exception | None] = []
+def _check(coordinator: str | None, count: int | None, index: int | None) -> None:
+  """Check the options that say which of several processes this is."""
+  if coordinator is not None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+      raise ValueError(
+        f"--coordinator must be HOST:PORT; got {coordinator!r}. Give, say, 10.0.0.1:1234."
+      )
+  if count is not None and count < 1:
+    raise ValueError(
+      f"--num-processes must be at least 1; got {count}. Leave it out for one process."
+    )
+  if index is not None and not 0 <= index < (count or index + 1):
+    raise ValueError(
+      f"--process-id must be in [0, {count or '--num-processes'}); got {index}. Give every process"
+      " a number of its own."
+    )
 
-  def initialize():
+
+def _connect(
+  place: tuple[str | None, int | None, int | None], patience: float, silence: float
+) -> None:
+  """Call `jax.distributed.initialize`, which aborts if the others do not come."""
+  errors: list[Exception | None] = []
+
+  def initialize() -> None:
     try:
       jax.distributed.initialize(
-        process.coordinator,
-        process.count,
-        process.index,
-        process.devices,
-        cluster_detection_method="deactivate",  # `find_process` has done it
-        # Both times are longer than ours: when they are over, jax aborts without a remedy.
-        initialization_timeout=int(patience) + 60,
-        heartbeat_timeout_seconds=int(2 * silence) + 10,
+        *place,
+        # Slurm would choose the accelerators of a process whose place is given.
+        cluster_detection_method=None if None in place else "deactivate",
+        initialization_timeout=int(patience) + 60,  # longer than ours: jax gives no remedy
+        heartbeat_timeout_seconds=int(silence),
+        shutdown_timeout_seconds=int(DAY),
       )
-      outcome.append(None)
+      errors.append(None)
     except Exception as error:
-      outcome.append(error)
+      errors.append(error)
 
-  # In a thread, so that this function can give up before jax aborts.
+  # In a thread, so that signals are handled here, and this function gives up before jax aborts.
   thread = threading.Thread(target=initialize, daemon=True)
   thread.start()
-  thread.join(max(deadline - time.monotonic(), 1.0))
-  if not outcome:
-    raise TimeoutError(
-      f"not all of the {process.count} processes came to {process.coordinator} within {patience:g}"
-      " s. Start the command on each with its own --process-id, and a --coordinator on the machine"
-      " of process 0."
-    )
-  (error,) = outcome
-  if isinstance(error, JaxRuntimeError):
-    raise OSError(
-      f"cannot listen at {process.coordinator} ({error}). Choose another port with --coordinator."
-    ) from error
-  if error is not None:
-    raise error
-
-
-def _wait_for_port(process: Process, patience: float, deadline: float) -> None:
-  host, _, port = process.coordinator.rpartition(":")
-  while True:
+  thread.join(patience)
+  coordinator, count, _ = place
+  if not errors:
+    who = "the processes" if count is None else f"the {count} processes"
+    host, _, port = (coordinator or ":").rpartition(":")
     try:
-      socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-      return
+      if coordinator:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
-      if time.monotonic() > deadline:
-        raise TimeoutError(
-          f"the coordinator {process.coordinator} does not answer within {patience:g} s ({error})."
-          " Start process 0 there, or correct --coordinator."
-        ) from error
-      time.sleep(0.2)
+      raise TimeoutError(
+        f"the coordinator {coordinator} does not answer within {patience:g} s ({error})."
+        " Start process 0 there, or correct --coordinator."
+      ) from error
+    raise TimeoutError(
+      f"not all of {who} came to {coordinator or 'their coordinator'} within {patience:g} s. Start"
+      " the command on each with its own --process-id, and a --coordinator on the machine of"
+      " process 0."
+    )
+  if isinstance(errors[0], JaxRuntimeError):
+    raise OSError(
+      f"cannot listen at {coordinator} ({errors[0]}). Choose another port with --coordinator."
+    ) from errors[0]
+  if errors[0] is not None:
+    raise errors[0]
+
+
+def _explain_abort(index: int) -> Callable:
+  """Give an abort by jax a last line and the code 1; return a callback that must stay alive.
+
+  jax aborts, with its stack on standard error, when a process is silent or its coordinator is lost.
+  Python's own handlers of signals run later in the main thread, which may wait for a device
+  forever; a callback from C runs in the aborting thread.
+  """
+  line = (
+    f"error: process {index} has lost another process, see above. Read what that one printed, then"
+    " run the same command on all again to resume.\n"
+  )
+
+  def explain(signum: int) -> None:
+    del signum
+    with contextlib.suppress(OSError):  # standard error may be closed
+      os.write(2, line.encode())  # not `print`: the main thread may hold its lock
+    os._exit(1)
+
+  handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(explain)
+  ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)
+  return handler
 
 
 def is_joined() -> bool:
   """Whether this process is one of several."""
-  return global_state.client is not None
+  return bool(_group)
 
 
 def is_main() -> bool:
   """Whether this process is the one that prints and writes."""
-  return global_state.process_id == 0
+  return not _group or _group[0].index == 0
 
 
 def agree(name: str, value: str, patience: float = PATIENCE) -> None:
@@ -223,8 +229,8 @@ def agree(name: str, value: str, patience: float = PATIENCE) -> None:
   """
   if not is_joined():
     return
-  client, key = global_state.client, _next_key("agree", name)
-  client.key_value_set(f"{key}/{global_state.process_id}", value)
+  client, key = ocp.multihost.get_jax_distributed_client(), _next_key("agree", name)
+  client.key_value_set(f"{key}/{_group[0].index}", value)
   try:
     client.wait_at_barrier(key, int(1000 * patience))
   except JaxRuntimeError as error:
@@ -259,12 +265,12 @@ def from_main(name: str, make: Callable[[], str]) -> str:
   """Return on every process the value of `make()`, which process 0 calls."""
   if not is_joined():
     return make()
-  key = _next_key("main", name)
+  client, key = ocp.multihost.get_jax_distributed_client(), _next_key("main", name)
   if is_main():
-    global_state.client.key_value_set(key, make())
-  while True:  # process 0 may need long; the watch ends this process if it dies
+    client.key_value_set(key, make())
+  while True:  # process 0 may need long, and signals are handled between the calls
     try:
-      return global_state.client.blocking_key_value_get(key, 10_000)
+      return client.blocking_key_value_get(key, 10_000)
     except JaxRuntimeError as error:
       if "DEADLINE_EXCEEDED" not in str(error):
         raise
@@ -278,32 +284,26 @@ def _next_key(kind: str, name: str) -> str:
 
 def finish() -> None:
   """Disconnect from the other processes, once all are done."""
-  if _watch:
-    _watch[0].close()
-    _watch.clear()
+  if _group:
     jax.distributed.shutdown()
+    _group.clear()
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), None)  # the default action
 
 
 def await_verdict(error: Exception) -> None:
-  """End this process with a message if another's death caused the error."""
+  """Let jax end this process with a message if another's death caused the error."""
   # XLA raises some of its errors as ValueError, which begin with the code of their status too.
   of_xla = isinstance(error, JaxRuntimeError) or re.match(r"[A-Z_]+: ", str(error))
-  if _watch and of_xla and "RESOURCE_EXHAUSTED" not in str(error):
-    _watch[0].verdict()
+  if _group and of_xla and "RESOURCE_EXHAUSTED" not in str(error):
+    time.sleep(1.5 * _group[0].silence + GRACE)
 
 
 def fail(code: int, message: str) -> int:
-  """End a failed command in all its processes, with one line on standard error.
+  """Print the message of a failed command; return its code, with which the process must end.
 
-  A single process gets `code` back. Several processes all stop within seconds; those without an
-  error of their own name the process that had one, and its message.
+  The end of one process ends all others within seconds of silence, that of process 0 at once.
   """
-  if not _watch:
-    exits.say(f"error: {message}")
-    if global_state.client is None and global_state.service is None:
-      return code
-  elif _watch.pop().abandon(message) or is_main():
-    exits.say(f"error: {message}")
-  sys.stdout.flush()  # `os._exit` drops what the buffers hold
-  sys.stderr.flush()
-  os._exit(code)  # a normal exit would make jax wait for the others
+  exits.say(f"error: {message}")
+  if _group and is_main():
+    time.sleep(GRACE)
+  return code

@@ -12,7 +12,7 @@ from jax.errors import JaxRuntimeError
 from vqjax.lab.config import Experiment, config_hash
 from vqjax.lab.training import distributed
 from vqjax.lab.training.checkpoint import Checkpoints
-from vqjax.lab.training.distributed import is_main
+from vqjax.lab.training.distributed import DAY, is_main
 from vqjax.lab.training.evaluate import Score, evaluate, loss_cost
 from vqjax.lab.training.interrupt import Interrupted, agreed_signal, deferred_signals
 from vqjax.lab.training.log import MetricsLog, progress_bar
@@ -20,7 +20,6 @@ from vqjax.lab.training.program import Program, keys
 from vqjax.lab.training.provenance import peak_memory_bytes, provenance
 from vqjax.lab.training.run import EncodedText, RunFolder, load_text
 from vqjax.lab.training.step import all_finite
-from vqjax.lab.training.watch import DAY
 from vqjax.sharding import make_mesh
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sized
 from typing import Any, Literal
 
 from vqjax.lab.config import Experiment, config_hash, describe, difference, with_vocab
-from vqjax.lab.data import TokenSplit, encode_split, fit_encoder
+from vqjax.lab.data import TokenSplit, encode_split, fingerprint, fit_tokenizer
 from vqjax.lab.data.source import SPLITS, Prepared
 from vqjax.lab.training.distributed import PATIENCE, from_main, is_main
 from vqjax.lm import records
@@ -144,10 +144,10 @@ def load_text(experiment: Experiment) -> EncodedText:
       f"`tokenizer` must be None for prepared data and given for text; got {experiment.tokenizer}"
       f" for {type(data).__name__}. Change `tokenizer` or `data`."
     )
-  encoder = None if experiment.tokenizer is None else fit_encoder(data, experiment.tokenizer)
-  vocab = data.vocab if encoder is None else encoder.vocab
+  tokenizer = None if experiment.tokenizer is None else fit_tokenizer(data, experiment.tokenizer)
+  vocab = data.vocab if tokenizer is None else tokenizer.vocab
   resolved = with_vocab(experiment, vocab)
-  read = data.split if encoder is None else lambda name: encode_split(data, encoder, name)
+  read = data.split if tokenizer is None else lambda name: encode_split(data, tokenizer, name)
   splits = {name: read(name) for name in SPLITS}
   sizes = {name: len(getattr(split, "tokens", split)) for name, split in splits.items()}
   empty = [name for name, size in sizes.items() if not size]
@@ -158,7 +158,7 @@ def load_text(experiment: Experiment) -> EncodedText:
     )
   identity = {
     "text": data.fingerprint(),
-    "tokenizer": encoder and encoder.fingerprint(),
+    "tokenizer": tokenizer and fingerprint(tokenizer),
     "vocab": vocab,
     "tokens": sizes,
   }

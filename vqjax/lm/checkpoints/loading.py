@@ -25,7 +25,13 @@ from vqjax.lm.checkpoints.families import Family, Rule, decoder_of, described, f
 from vqjax.lm.checkpoints.layout import Layout
 from vqjax.lm.checkpoints.readers import CHECKSUMS, Source, Tensor, _some, open_source, verify
 from vqjax.lm.checkpoints.runtime import Runtime, runtime_of
-from vqjax.lm.checkpoints.tokenizers import Tokenizer, check_size, find_tokenizer
+from vqjax.lm.checkpoints.tokenizers import (
+  JsonTokenizer,
+  PiecesTokenizer,
+  Tokenizer,
+  check_size,
+  find_tokenizer,
+)
 from vqjax.lm.models import Transformer
 from vqjax.sharding import shardings
 from vqjax.tables.container import SEPARATOR
@@ -376,7 +382,7 @@ def save(
   folder: str | pathlib.Path,
   model: Transformer,
   variables: Variables,
-  tokenizer: Tokenizer | None = None,
+  tokenizer: JsonTokenizer | PiecesTokenizer | None = None,
   *,
   dtype: Dtype | None = None,
   shard_bytes: int = 5 * 10**9,
@@ -390,7 +396,7 @@ def save(
     folder: a folder that does not exist or is empty.
     model: a decoder of a known family, with a dense embedding and a dense head.
     variables: its variables.
-    tokenizer: written as it was read, where it has a file.
+    tokenizer: written as it was read.
     dtype: dtype of the written tensors; None: that of each variable.
     shard_bytes: largest size of a file, unless one tensor is larger.
     compressed: what `table_file.encode` returned for "embedding" or "head", which is
@@ -437,7 +443,10 @@ def save(
       tensor = layout.tensor(np.asarray(jax.device_get(block))).astype(dtype or value.dtype)
       files.add(prefix + rule.name.format(layer), np.ascontiguousarray(tensor))
   files.finish()
-  ends = {} if tokenizer is None else tokenizer.config()
+  ends = {}
+  if tokenizer is not None:
+    eos = tokenizer.eos[0] if len(tokenizer.eos) == 1 else list(tokenizer.eos) or None
+    ends = {"bos_token_id": tokenizer.bos, "eos_token_id": eos}
   text = json.dumps(config | {"torch_dtype": kind.name} | ends, indent=2)
   (folder / "config.json").write_text(text + "\n", "utf-8")
   if tokenizer is not None:

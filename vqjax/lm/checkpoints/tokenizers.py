@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 import base64
 import json
 import pathlib
 import shutil
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from vqjax.lm.checkpoints.readers import Source, import_extra, open_source, read_json
 
@@ -17,8 +16,9 @@ SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 
 
-class Tokenizer(abc.ABC):
-  """Text <-> token ids, as the model was trained.
+@runtime_checkable
+class Tokenizer(Protocol):
+  """Text <-> token ids: what loading, generation, training and evaluation need of a tokenizer.
 
   Attributes:
     vocab: number of ids, added tokens included.
@@ -32,41 +32,39 @@ class Tokenizer(abc.ABC):
   bos: int | None
   eos: tuple[int, ...]
 
-  @abc.abstractmethod
   def encode(self, text: str, *, special: bool = True) -> list[int]:
     """The ids of a text; `special` adds what begins every text, such as BOS."""
 
-  @abc.abstractmethod
   def decode(self, tokens: Iterable[int]) -> str:
     """The text of ids; control tokens are left out."""
 
-  @abc.abstractmethod
   def piece(self, token: int) -> str:
     """The entry of an id in the vocabulary, as the tokenizer's file writes it; "" without one."""
 
-  @abc.abstractmethod
-  def save(self, folder: pathlib.Path) -> None:
-    """Write the files that transformers reads."""
-
-  @abc.abstractmethod
   def state(self) -> str:
     """JSON from which `from_state` makes the tokenizer again."""
 
-  def config(self) -> dict[str, Any]:
-    """What config.json says of the tokenizer."""
-    eos = self.eos[0] if len(self.eos) == 1 else list(self.eos) or None
-    return {"bos_token_id": self.bos, "eos_token_id": eos}
 
-
-class JsonTokenizer(Tokenizer):
+class JsonTokenizer:
   """A model of the `tokenizers` library, such as a tokenizer.json.
 
   Attributes:
     model: the library's object.
+    add_bos: whether BOS begins a text; None: what the model's post-processor does.
     beside: a tokenizer_config.json that belongs to it; None: there is none.
   """
 
-  def __init__(self, model, bos, eos, *, add_bos=None, beside: pathlib.Path | None = None):
+  def __init__(
+    self,
+    model,
+    bos: int | None,
+    eos: Iterable[int],
+    *,
+    add_bos: bool | None = None,
+    beside: pathlib.Path | None = None,
+    spelt: bool = False,
+    vocab: int | None = None,
+  ):
     """Take a model and its special ids.
 
     Args:
@@ -75,18 +73,23 @@ class JsonTokenizer(Tokenizer):
       eos: the ids that end a text.
       add_bos: whether BOS begins a text; None: what the model's post-processor does.
       beside: a file that is saved with it.
+      spelt: "<eos>" that a text spells out is text, not its end.
+      vocab: rows of the model's table, where they are more.
     """
-    self.model, self.beside, self._add_bos = model, beside, add_bos
-    self.vocab = max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    self.model, self.beside, self.add_bos, self._spelt = model, beside, add_bos, spelt
+    if spelt:
+      model.encode_special_tokens = True
+    ids = model.get_vocab(with_added_tokens=True).values()
+    self.vocab = max(ids, default=-1) + 1 if vocab is None else vocab
     self.pieces = model.get_vocab_size(with_added_tokens=False)
     self.bos, self.eos = bos, tuple(eos)
 
   def encode(self, text: str, *, special: bool = True) -> list[int]:
     """The ids of a text."""
-    if self._add_bos is None:
+    if self.add_bos is None:
       return self.model.encode(text, add_special_tokens=special).ids
     ids = self.model.encode(text, add_special_tokens=False).ids
-    return [self.bos, *ids] if special and self._add_bos else ids
+    return [self.bos, *ids] if special and self.add_bos else ids
 
   def decode(self, tokens: Iterable[int]) -> str:
     """The text of ids."""
@@ -98,8 +101,9 @@ class JsonTokenizer(Tokenizer):
 
   def state(self) -> str:
     """JSON from which `from_state` makes the tokenizer again."""
-    ends = {"bos": self.bos, "eos": self.eos, "add_bos": self._add_bos}
-    return json.dumps({"json": self.model.to_str()} | ends)
+    ends = {"bos": self.bos, "eos": self.eos, "add_bos": self.add_bos}
+    more = {"spelt": self._spelt, "vocab": self.vocab}
+    return json.dumps({"json": self.model.to_str()} | ends | more)
 
   def save(self, folder: pathlib.Path) -> None:
     """Write tokenizer.json, and tokenizer_config.json where there was one."""
@@ -108,10 +112,24 @@ class JsonTokenizer(Tokenizer):
       shutil.copy(self.beside, folder / "tokenizer_config.json")
 
 
-class PiecesTokenizer(Tokenizer):
-  """A model of the `sentencepiece` library: a file, or pieces with scores."""
+class PiecesTokenizer:
+  """A model of the `sentencepiece` library: a file, or pieces with scores.
 
-  def __init__(self, content: bytes, bos: int | None, eos: Iterable[int], *, add_bos: bool = True):
+  Attributes:
+    content: the serialised model.
+    end: the model's own end of a sentence; -1: it has none.
+    add_bos: whether BOS begins a text.
+  """
+
+  def __init__(
+    self,
+    content: bytes,
+    bos: int | None,
+    eos: Iterable[int],
+    *,
+    add_bos: bool = True,
+    vocab: int | None = None,
+  ):
     """Take the content of a .model file.
 
     Args:
@@ -119,8 +137,9 @@ class PiecesTokenizer(Tokenizer):
       bos: the id of BOS or None.
       eos: the ids that end a text.
       add_bos: whether BOS begins a text.
+      vocab: rows of the model's table, where they are more.
     """
-    self._content, self._add_bos = content, add_bos and bos is not None
+    self.content, self.add_bos = content, add_bos and bos is not None
     try:
       self._model = import_extra("sentencepiece").SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
@@ -128,13 +147,14 @@ class PiecesTokenizer(Tokenizer):
         f"`content` must be a SentencePiece model; got {error}. The file is damaged: download it"
         " again."
       ) from None
-    self.vocab = self.pieces = self._model.vocab_size()
+    self.pieces, self.end = self._model.vocab_size(), self._model.eos_id()
+    self.vocab = self.pieces if vocab is None else vocab
     self.bos, self.eos = bos, tuple(eos)
 
   def encode(self, text: str, *, special: bool = True) -> list[int]:
     """The ids of a text."""
     ids = self._model.encode(text)
-    return [self.bos, *ids] if special and self._add_bos else ids
+    return [self.bos, *ids] if special and self.add_bos else ids
 
   def decode(self, tokens: Iterable[int]) -> str:
     """The text of ids."""
@@ -142,16 +162,16 @@ class PiecesTokenizer(Tokenizer):
 
   def piece(self, token: int) -> str:
     """The entry of an id in the vocabulary."""
-    return self._model.id_to_piece(int(token)) if 0 <= token < self.vocab else ""
+    return self._model.id_to_piece(int(token)) if 0 <= token < self.pieces else ""
 
   def state(self) -> str:
     """JSON from which `from_state` makes the tokenizer again."""
-    ends = {"bos": self.bos, "eos": self.eos, "add_bos": self._add_bos}
-    return json.dumps({"pieces": base64.b64encode(self._content).decode()} | ends)
+    ends = {"bos": self.bos, "eos": self.eos, "add_bos": self.add_bos, "vocab": self.vocab}
+    return json.dumps({"pieces": base64.b64encode(self.content).decode()} | ends)
 
   def save(self, folder: pathlib.Path) -> None:
     """Write tokenizer.model."""
-    (folder / "tokenizer.model").write_bytes(self._content)
+    (folder / "tokenizer.model").write_bytes(self.content)
 
 
 def from_state(state: str) -> Tokenizer:

@@ -22,7 +22,7 @@ from vqjax.lm.checkpoints.readers import (
   Source,
   Tensor,
   check_not_compressed,
-  gguf_reader,
+  gguf_header,
   import_extra,
   open_source,
   verify,
@@ -99,34 +99,24 @@ def export_gguf(
   for name, tensor in tables.tensors.items():
     of = block_type(kinds[name], tensor.shape[1])
     sizes[name] = tensor.shape[0] * (tensor.shape[1] // of.block * of.bytes)
-  gguf = import_extra("gguf")
-  reader = gguf_reader(gguf, source.path)
-  if reader.byte_order != "I":
-    raise ValueError(
-      f"`path` must have this machine's byte order; got {path}. Call gguf-convert-endian first."
-    )
-  # What precedes the names of the tensors: version, counts and metadata.
-  metadata = reader.data[: min(tensor.field.offset for tensor in reader.tensors)].tobytes()
+  numbers, header = import_extra("gguf").GGMLQuantizationType, gguf_header(source.path)
   with whole(out) as partial, open(partial, "xb") as file:
-    file.write(metadata)
+    file.write(header.data[: header.begin])
     offset = 0
-    for tensor in reader.tensors:
-      size = sizes.get(tensor.name, int(tensor.n_bytes))
-      of = kinds.get(tensor.name, tensor.tensor_type.name)
-      name, shape = tensor.name.encode(), [int(n) for n in tensor.shape]
-      file.write(struct.pack(f"<Q{len(name)}sI", len(name), name, len(shape)))
-      file.write(struct.pack(f"<{len(shape)}Q", *shape))
-      file.write(struct.pack("<IQ", int(gguf.GGMLQuantizationType[of]), offset))
-      offset += -(-size // reader.alignment) * reader.alignment
-    for tensor in reader.tensors:
-      _pad(file, int(reader.alignment))
-      if tensor.name not in kinds:
-        first = int(tensor.data_offset)
-        file.write(reader.data[first : first + int(tensor.n_bytes)])
+    for name, entry in header.entries.items():
+      of = numbers[kinds[name]] if name in kinds else entry.kind
+      text, rank = name.encode(), len(entry.shape)
+      file.write(struct.pack(f"<Q{len(text)}sI", len(text), text, rank))
+      file.write(struct.pack(f"<{rank}QIQ", *reversed(entry.shape), int(of), offset))
+      offset += -(-sizes.get(name, entry.nbytes) // header.alignment) * header.alignment
+    for name, entry in header.entries.items():
+      _pad(file, header.alignment)
+      if name not in kinds:
+        file.write(header.data[entry.first : entry.first + entry.nbytes])
         continue
-      for rows in _blocks(tables.tensors[tensor.name]):
-        file.write(encode(kinds[tensor.name], rows, tables.metrics[tensor.name]))
-    _pad(file, int(reader.alignment))
+      for rows in _blocks(tables.tensors[name]):
+        file.write(encode(kinds[name], rows, tables.metrics[name]))
+    _pad(file, header.alignment)
   return sizes
 
 

@@ -175,7 +175,7 @@ def merge_parts(name: str, rank: Callable[[str, str], float | None]) -> set[str]
 
 def _of_pieces(tokenizer: PiecesTokenizer) -> Vocabulary:
   library = import_extra("sentencepiece.sentencepiece_model_pb2")
-  proto = library.ModelProto.FromString(tokenizer._content)
+  proto = library.ModelProto.FromString(tokenizer.content)
   pieces = list(proto.pieces)
   score_of = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
   ends = {tokenizer.bos, *tokenizer.eos} - {None}
@@ -199,7 +199,7 @@ def _of_pieces(tokenizer: PiecesTokenizer) -> Vocabulary:
       new.SerializeToString(),
       number_of.get(tokenizer.bos),
       [number_of[token] for token in tokenizer.eos],
-      add_bos=tokenizer._add_bos,
+      add_bos=tokenizer.add_bos,
     )
 
   is_bpe = proto.trainer_spec.model_type == 2
@@ -274,7 +274,7 @@ def _of_json(tokenizer: JsonTokenizer) -> Vocabulary:
       library,
       new_of.get(tokenizer.bos),
       [new_of[token] for token in tokenizer.eos],
-      add_bos=tokenizer._add_bos,
+      add_bos=tokenizer.add_bos,
       beside=tokenizer.beside,
     )
 

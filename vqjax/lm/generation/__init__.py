@@ -5,7 +5,7 @@ from vqjax.lm.generation.decoding import Generated, generate, stream
 from vqjax.lm.generation.sampling import GREEDY, UNFILTERED, Sampling
 from vqjax.lm.generation.scoring import score
 from vqjax.lm.generation.speculation import Draft, Drafter, EarlyExit, RoundTimes
-from vqjax.lm.generation.text import TextStream, Tokenizer
+from vqjax.lm.generation.text import TextStream
 from vqjax.lm.generation.tree_drafting import TreeDraft, Typical
 from vqjax.lm.generation.trees import Tree
 
@@ -19,7 +19,6 @@ __all__ = [
   "RoundTimes",
   "Sampling",
   "TextStream",
-  "Tokenizer",
   "Tree",
   "TreeDraft",
   "Typical",

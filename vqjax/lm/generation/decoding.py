@@ -13,11 +13,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PRNGKeyArray
 
+from vqjax.lm.checkpoints.tokenizers import Tokenizer
 from vqjax.lm.generation import speculation
 from vqjax.lm.generation.cache import Ring, Variables, decode, prefill, unstacked
 from vqjax.lm.generation.sampling import UNFILTERED, Sampling, choose
 from vqjax.lm.generation.speculation import Drafter
-from vqjax.lm.generation.text import TextStream, Tokenizer
+from vqjax.lm.generation.text import TextStream
 from vqjax.lm.models import Transformer
 
 Prompts = Sequence[Sequence[int] | str]
@@ -423,7 +424,7 @@ def encoded(
   if isinstance(texts, str) or not len(texts):
     raise ValueError(f"`{name}` must be a list of at least one; got {texts!r}. Write [text].")
   # Added tokens may be without a row, such as those of images in a model of text.
-  pieces = getattr(tokenizer, "pieces", getattr(tokenizer, "vocab", 0))
+  pieces = 0 if tokenizer is None else tokenizer.pieces
   if pieces > vocab:
     raise ValueError(
       f"`tokenizer` must have at most the model's {vocab} tokens; got {pieces}. Use the tokenizer"

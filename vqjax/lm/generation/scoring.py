@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from vqjax.lm.checkpoints.tokenizers import Tokenizer
 from vqjax.lm.generation.cache import Variables
 from vqjax.lm.generation.decoding import Prompts, check_decoder, encoded, padded
-from vqjax.lm.generation.text import Tokenizer
 from vqjax.lm.models import Transformer
 
 

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+
+from vqjax.lm.checkpoints.tokenizers import Tokenizer
 
 BROKEN = "\ufffd"
 """What tokenizers decode bytes to that are not a whole character."""
 
 BEFORE = 5
 """Tokens of the prompt with which the first ones are decoded, because spaces depend on them."""
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-  """What generation needs of a tokenizer, such as those of `vqjax.lm.checkpoints`.
-
-  Attributes:
-    vocab: number of tokens.
-    eos: the tokens that end a text.
-  """
-
-  vocab: int
-  eos: Sequence[int]
-
-  def encode(self, text: str) -> Sequence[int]:
-    """The tokens of a text, with those that begin every text."""
-
-  def decode(self, tokens: Iterable[int]) -> str:
-    """The text of tokens; control tokens are left out."""
 
 
 class TextStream:
@@ -88,7 +70,7 @@ def _overlap(text: str, stop: str) -> int:
   return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def token_text(tokenizer: Any, token: int) -> str:
+def token_text(tokenizer: Tokenizer, token: int) -> str:
   """The text of one token with its spaces, or its name or number where it has none."""
   if not 0 <= token < tokenizer.vocab:
     return f"[{token}]"

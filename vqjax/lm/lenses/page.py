@@ -17,10 +17,20 @@ import numpy as np
 from vqjax.lm import records
 from vqjax.lm.generation.text import token_text, visible
 from vqjax.lm.lenses import Readings
-from vqjax.lm.pages import SERIES, blank, document, svg
+from vqjax.lm.pages import SERIES, blank, document, element, html_table, plot
 
 MEASURES = {"entropy": "entropy", "kl": "KL from the last block", "rank": "rank of its best token"}
 """What may colour the cells of a page."""
+
+MEANS = {
+  "nats a token": "nats_per_token",
+  "bits a byte": "bits_per_byte",
+  "entropy, nats": "entropy",
+  "KL, nats": "kl",
+  "KL, bits a byte": "kl_bits_per_byte",
+  "total variation": "total_variation",
+}
+"""Titles of the means over positions -> their names in a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,30 +99,6 @@ def _finite(value) -> float | None:
   return float(value) if np.isfinite(value) else None
 
 
-STYLE = """\
-:root { --heat: 213, 94, 0; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; font-size: .8rem; }
-th, td { padding: .25rem .5rem; border: 1px solid var(--line); white-space: pre; }
-th { font-weight: 600; color: var(--quiet); }
-th:first-child { position: sticky; left: 0; background: var(--ground); text-align: right; }
-.sums td { text-align: right; font-variant-numeric: tabular-nums; }
-.cell { --x: var(--entropy); background: rgba(var(--heat), var(--x)); }
-main:has(#kl:checked) .cell { --x: var(--kl); }
-main:has(#rank:checked) .cell { --x: var(--rank); }
-.cell > span { display: none; }
-/* In a corner of the window, because a box at the cell would be cut at the edge of the table. */
-.cell:hover > span, .cell:focus > span { display: block; position: fixed; z-index: 2; right: 1rem;
-  bottom: 1rem; width: 20rem; box-sizing: border-box; overflow: hidden; padding: .5rem .7rem;
-  background: var(--ground); border: 1px solid var(--ink); border-radius: 4px;
-  pointer-events: none; }
-.cell:hover > span { z-index: 3; }
-.cell:focus { outline: 2px solid var(--ink); }
-fieldset { border: 0; padding: 0; margin: 1rem 0; }
-figure { margin: 0; max-width: 52rem; }
-figure svg { width: 100%; height: auto; }
-"""
-
 BODY = string.Template("""\
 <p>Each row is what the final norm and the head make of the residual stream after so many blocks;\
  the top row is what the model predicts. A cell is the likeliest next token after the token of its\
@@ -121,29 +107,11 @@ BODY = string.Template("""\
 <legend>Colour by</legend>
 $choices
 </fieldset>
-<div class="scroll" tabindex="0" role="region" aria-label="Layers and positions">
-<table>
-<thead><tr><th scope="col">blocks</th>$header</tr></thead>
-<tbody>
 $cells
-</tbody>
-</table>
-</div>
 <h2>KL from the model's prediction</h2>
-<figure>
 $plot
-</figure>
 <h2>Means over positions</h2>
-<div class="scroll" tabindex="0" role="region" aria-label="Means over positions">
-<table class="sums">
-<thead><tr><th scope="col">blocks</th><th scope="col">nats a token</th>\
-<th scope="col">bits a byte</th><th scope="col">entropy, nats</th><th scope="col">KL, nats</th>\
-<th scope="col">KL, bits a byte</th><th scope="col">total variation</th></tr></thead>
-<tbody>
 $sums
-</tbody>
-</table>
-</div>
 """)
 
 
@@ -172,30 +140,25 @@ def write_page(
     "kl": lambda cell: 1 if cell["kl"] is None else math.log(1 + 9 * max(cell["kl"], 0), 91),
     "rank": lambda cell: math.log10(cell["rank"]) / 3,
   }
-  lines = []
-  for row in reversed(rows):
-    cells = "".join(_cell(cell, strengths) for cell in row["cells"])
-    lines.append(f'<tr><th scope="row">{row["blocks"]}</th>{cells}</tr>')
+  blocks = lambda row: element("th", str(row["blocks"]), scope="row")
+  lines = [[blocks(row), *(_cell(cell, strengths) for cell in row["cells"])] for row in rows[::-1]]
   choices = "".join(
     f'<label><input type="radio" name="by" id="{name}"{" checked" * (name == "entropy")}> {text}'
     "</label> "
     for name, text in MEASURES.items()
   )
-  names = "nats_per_token", "bits_per_byte", "entropy", "kl", "kl_bits_per_byte", "total_variation"
-  sums = "\n".join(
-    f'<tr><th scope="row">{row["blocks"]}</th>'
-    + "".join(f"<td>{_number(row[name])}</td>" for name in names)
-    + "</tr>"
-    for row in rows
-  )
+  sums = [
+    [blocks(row), *(element("td", _number(row[name])) for name in MEANS.values())] for row in rows
+  ]
   body = BODY.substitute(
     choices=choices,
-    header="".join(f'<th scope="col">{_escaped(text)}</th>' for text in reading.texts),
-    cells="\n".join(lines),
-    plot=svg(_plot(divergences, reading.blocks), "kl", "KL of every layer from the prediction"),
-    sums=sums,
+    cells=html_table(
+      ["blocks", *map(visible, reading.texts)], lines, "cells", "Layers and positions"
+    ),
+    plot=plot(_plot(divergences, reading.blocks), "kl", "KL of every layer from the prediction"),
+    sums=html_table(["blocks", *MEANS], sums, "", "Means over positions"),
   )
-  records.write_text(path, document(title, body, STYLE, width="90rem"))
+  records.write_text(path, document(title, body, width="90rem"))
 
 
 def _cell(cell, strengths):
@@ -211,7 +174,7 @@ def _cell(cell, strengths):
     f"rank of the last block's best {cell['rank']}"
   )
   shown = _escaped(cell["best"][0][0])
-  return f'<td class="cell" tabindex="0" style="{style}">{shown}<span>{more}</span></td>'
+  return element("td", f"{shown}<span>{more}</span>", kind="cell", tabindex="0", style=style)
 
 
 def _escaped(text: str) -> str:

@@ -22,7 +22,7 @@ from tests import jitted
 from vqjax import DenseEmbedding, DenseHead, convert
 from vqjax.convert import part_of
 from vqjax.lab.config import config_hash
-from vqjax.lab.data import fit_encoder
+from vqjax.lab.data import fit_tokenizer
 from vqjax.lab.training import NotFiniteError
 from vqjax.lm import records
 from vqjax.tables import Moments
@@ -241,8 +241,8 @@ def test_the_mixture_has_at_most_the_parameters_of_the_full_softmax():
 @pytest.mark.slow
 def test_the_row_of_seen_tokens_has_a_code_for_each(real_data, monkeypatch):
   monkeypatch.setenv("VQJAX_DATA", str(real_data))
-  data, encoder = STORIES.data, fit_encoder(STORIES.data, STORIES.tokenizer)
-  seen = {token for text in data.documents("train") for token in encoder.encode(text).tolist()}
+  data, tokenizer = STORIES.data, fit_tokenizer(STORIES.data, STORIES.tokenizer)
+  seen = {token for text in data.documents("train") for token in tokenizer.encode(text)}
   assert len(seen) == STORIES.seen
 
 

@@ -16,7 +16,7 @@ from experiments.studies.dpq.data import (
   Pairs,
 )
 from experiments.studies.dpq.models.bert import MASKED
-from vqjax.lab.data import Text, TokenSplit, WordTokenizer, encode_split, fit_encoder
+from vqjax.lab.data import Text, TokenSplit, WordTokenizer, encode_split, fit_tokenizer
 from vqjax.lab.data.pipeline import NONE
 
 PAIRS = [("a dog runs", "ein hund läuft"), ("two", "zwei"), ("a man and a man", "ein mann")]
@@ -34,7 +34,7 @@ def folder(tmp_path):
 @pytest.fixture
 def split(folder):
   source = Multi30k(path=str(folder))
-  return encode_split(source, fit_encoder(source, WordTokenizer()), "train")
+  return encode_split(source, fit_tokenizer(source, WordTokenizer()), "train")
 
 
 def test_lines_of_two_files_are_pairs(folder):
@@ -106,7 +106,7 @@ def test_text_that_is_not_paired_is_refused(tmp_path):
   for name in ("train", "valid", "test"):
     (tmp_path / f"{name}.txt").write_text("one document\n")
   source = Text(path=str(tmp_path))
-  split = encode_split(source, fit_encoder(source, WordTokenizer()), "train")
+  split = encode_split(source, fit_tokenizer(source, WordTokenizer()), "train")
   with pytest.raises(ValueError, match="even number of documents, in pairs; got 1"):
     next(iter(Pairs().whole(split, batch=1, context=4)))
 

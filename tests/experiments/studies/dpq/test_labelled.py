@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.studies.dpq.data import AGNews, DBpedia, Documents
-from vqjax.lab.data import Text, WordTokenizer, encode_split, fit_encoder
+from vqjax.lab.data import Text, WordTokenizer, encode_split, fit_tokenizer
 from vqjax.lab.data.source import SPLITS
 
 CLASSES = "World\nSports\nBusiness\nSci/Tech\n"
@@ -84,12 +84,12 @@ def test_the_published_files_have_their_classes(real_data, monkeypatch):
 
 class TestDocuments:
   def split(self, news, **fields):
-    encoder = fit_encoder(news, WordTokenizer(lowercase=True))
-    found = encode_split(news, encoder, "train")
-    return encoder, dataclasses.replace(found, **fields)
+    tokenizer = fit_tokenizer(news, WordTokenizer(lowercase=True))
+    found = encode_split(news, tokenizer, "train")
+    return tokenizer, dataclasses.replace(found, **fields)
 
   def test_every_document_comes_once_an_epoch_whole_and_with_its_class(self, news):
-    encoder, split = self.split(news)
+    tokenizer, split = self.split(news)
     batches = Documents().batches(split, batch=1, context=6, seed=0)
     wanted = sorted((text.lower(), label) for text, label in news.examples("train"))
     for _ in range(2):
@@ -98,7 +98,7 @@ class TestDocuments:
         one = next(batches)
         row = one["inputs"][0]
         assert (np.diff(row == -1) >= 0).all()
-        text = encoder.decode(row[row != -1]).replace(" , ", ", ")
+        text = tokenizer.decode(row[row != -1]).replace(" , ", ", ")
         found.append((text, int(one["targets"][0])))
       assert sorted(found) == wanted
 
@@ -144,7 +144,7 @@ class TestDocuments:
     for split in ("train", "valid", "test"):
       (tmp_path / f"{split}.txt").write_text("some text")
     source = Text(str(tmp_path))
-    split = encode_split(source, fit_encoder(source, WordTokenizer()), "train")
+    split = encode_split(source, fit_tokenizer(source, WordTokenizer()), "train")
     with pytest.raises(ValueError, match=r"a class for each .* got none"):
       Documents().batches(split, batch=1, context=5, seed=0)
 

@@ -7,20 +7,9 @@ import numpy as np
 import pytest
 
 from experiments.studies.dpq import translation
+from tests.fakes import FewWords
 
-
-class Words:
-  """An encoder of a few words."""
-
-  words = ("<eos>", "<unk>", "monday", "toronto", "bush")
-  eos = 0
-
-  def encode(self, text):
-    tokens = [self.words.index(word) if word in self.words else 1 for word in text.split()]
-    return np.array([*tokens, self.eos])
-
-  def decode(self, tokens):
-    return " ".join(self.words[token] for token in tokens if token != self.eos)
+WORDS = FewWords("monday", "toronto", "bush")
 
 
 class Found(NamedTuple):
@@ -43,11 +32,11 @@ def test_translations_are_in_the_order_of_their_sources(copied):
     " ".join(["monday", "bush", "toronto"][(i + j) % 3] for j in range(n))
     for i, n in enumerate(lengths)
   ]
-  assert translation.translations(copied, {}, Words(), sources) == sources
+  assert translation.translations(copied, {}, WORDS, sources) == sources
 
 
 def test_bleu_of_the_references_is_100_and_of_other_words_less(copied, monkeypatch):
-  monkeypatch.setattr(translation, "fit_encoder", lambda data, tokenizer: Words())
+  monkeypatch.setattr(translation, "fit_tokenizer", lambda data, tokenizer: WORDS)
 
   def score(*pairs):
     data = types.SimpleNamespace(pairs=lambda split: pairs)

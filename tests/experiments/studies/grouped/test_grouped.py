@@ -197,10 +197,10 @@ def test_spread_tokens_are_the_same_text():
   assert large.vocab == 50
   assert large.stride == 50 // small.vocab
   tokens = large.encode("d c a")
-  np.testing.assert_array_equal(tokens, small.encode("d c a") * large.stride)
+  assert tokens == [token * large.stride for token in small.encode("d c a")]
   assert large.decode(tokens) == small.decode(small.encode("d c a"))
   loaded = rows.SpreadTokenizer(inner, 50).load(large.state())
-  np.testing.assert_array_equal(loaded.encode("d c a"), tokens)
+  assert loaded.encode("d c a") == tokens
   with pytest.raises(ValueError, match=r"`vocab`.*6.*got 5"):
     fit(rows.SpreadTokenizer(inner, 5))
 

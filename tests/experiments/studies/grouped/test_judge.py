@@ -11,6 +11,7 @@ import pytest
 
 from experiments.studies.grouped.judge import (
   FORMAT,
+  LONGEST_WAIT,
   EndpointError,
   Grades,
   Judge,
@@ -108,7 +109,7 @@ class Endpoint:
     class Handler(http.server.BaseHTTPRequestHandler):
       def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        endpoint.requests.append((self.path, dict(self.headers), body))
+        endpoint.requests.append((self.path, self.headers, body))
         reply = endpoint.replies[0] if len(endpoint.replies) == 1 else endpoint.replies.pop(0)
         status, content, headers = (*reply, {})[:3]
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -140,6 +141,7 @@ def server():
 
 @pytest.fixture
 def endpoint(server, monkeypatch):
+  monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the requests of a client
   monkeypatch.setenv("NO_PROXY", "127.0.0.1")
   monkeypatch.delenv("OPENAI_API_KEY", raising=False)
   server.requests, server.replies = [], [completion(LINE)]
@@ -148,7 +150,7 @@ def endpoint(server, monkeypatch):
 
 @pytest.fixture
 def judge(endpoint, tmp_path):
-  return Judge(endpoint.url, "teacher", tmp_path / "answers", wait=0, timeout=5)
+  return Judge(endpoint.url, "teacher", tmp_path / "answers", timeout=5)
 
 
 def test_one_request_gets_the_grades_of_a_story(judge, endpoint, monkeypatch):
@@ -183,16 +185,18 @@ def test_a_temporary_failure_is_retried(judge, endpoint, reply):
   assert first[2] == second[2]
 
 
-def test_waits_double_and_retry_after_takes_precedence(judge, endpoint, monkeypatch):
+def test_waits_follow_retry_after_up_to_two_minutes(judge, endpoint, monkeypatch):
   waits = []
   monkeypatch.setattr("time.sleep", waits.append)
-  object.__setattr__(judge, "wait", 0.5)
   endpoint.replies = [(500, b""), (429, b"", {"Retry-After": "7"}), (502, b"bad"), completion(LINE)]
   judge.grades("Once", " upon.")
-  assert waits == [0.5, 7, 2]
-  endpoint.replies = [(429, b"spent", {"Retry-After": "3600"})]
-  with pytest.raises(EndpointError, match=r"3600 seconds .*spent"):
+  assert waits[1] == 7
+  assert 0 < waits[0] < waits[2]
+  endpoint.requests.clear()
+  endpoint.replies = [(429, b"spent", {"Retry-After": str(1 + LONGEST_WAIT)})]
+  with pytest.raises(EndpointError, match=r"HTTP 429: spent"):
     judge.grades("Twice", " upon.")
+  assert len(endpoint.requests) == 1
 
 
 def test_an_answer_without_grades_is_sent_back(judge, endpoint):
@@ -255,7 +259,7 @@ def test_a_refusal_is_not_retried(judge, endpoint, reply, names):
 @pytest.mark.parametrize("reply", [(500, b"broken"), (200, b"welcome"), (200, b"[]")])
 def test_a_broken_endpoint_is_tried_for_one_story_only(judge, endpoint, reply):
   endpoint.replies = [reply]
-  with pytest.raises(EndpointError, match=f"{endpoint.url}/chat/completions in 4 requests"):
+  with pytest.raises(EndpointError, match=f"{endpoint.url}/chat/completions gives no answer"):
     mean_grades(judge, [("Once", " upon."), ("Twice", " upon.")])
   assert len(endpoint.requests) == judge.attempts
 
@@ -265,14 +269,14 @@ def test_an_endpoint_that_is_not_there_is_named(tmp_path, endpoint):
     bound.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
     with pytest.raises(EndpointError, match=rf"{url}.*refused"):
-      Judge(url, "teacher", tmp_path, wait=0).grades("Once", " upon.")
+      Judge(url, "teacher", tmp_path).grades("Once", " upon.")
 
 
 def test_an_endpoint_that_sends_nothing_times_out(tmp_path, endpoint):
   with socket.create_server(("127.0.0.1", 0)) as silent:
     url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
-    judge = Judge(url, "teacher", tmp_path, wait=0, timeout=0.05, attempts=2)
-    with pytest.raises(EndpointError, match=r"in 2 requests.*timed out"):
+    judge = Judge(url, "teacher", tmp_path, timeout=0.05, attempts=2)
+    with pytest.raises(EndpointError, match=r"timed out"):
       judge.grades("Once", " upon.")
 
 
@@ -303,7 +307,6 @@ def test_means_leave_out_stories_without_grades(judge, endpoint):
     ("model", ""),
     ("attempts", 0),
     ("timeout", 0.0),
-    ("wait", -1.0),
   ],
 )
 def test_invalid_fields_are_named(tmp_path, field, value):
@@ -345,7 +348,7 @@ def test_an_endpoint_that_sends_byte_by_byte_times_out(tmp_path, start):
     while not over.wait(0.02):
       connection.sendall(b"x")
 
-  judge = Judge(raw_server(drip), "teacher", tmp_path, wait=0, timeout=0.3, attempts=1)
+  judge = Judge(raw_server(drip), "teacher", tmp_path, timeout=0.3, attempts=1)
   with pytest.raises(EndpointError, match="timed out"):
     judge.grades("Once", " upon.")
   over.set()
@@ -360,7 +363,7 @@ def test_an_answer_of_any_length_ends_at_a_limit(tmp_path, monkeypatch):
     while len(sent) < 10_000:
       sent.append(connection.send(bytes(2**16)))
 
-  judge = Judge(raw_server(flood), "teacher", tmp_path, wait=0, timeout=20, attempts=1)
+  judge = Judge(raw_server(flood), "teacher", tmp_path, timeout=20, attempts=1)
   with pytest.raises(EndpointError, match="longer than 262,144 bytes"):
     judge.grades("Once", " upon.")
   assert sum(sent) < 2**26

@@ -109,21 +109,21 @@ HALVES = ["Once upon a", "Tom\n\nran a", "overmuch"]
 
 @pytest.mark.parametrize("tokenizer", [WordTokenizer(), BPETokenizer(260)])
 def test_a_beginning_is_the_first_half_in_whole_words(tokenizer):
-  encoder = tokenizer.fit(lambda: STORIES)
-  prompts = beginnings(iter(STORIES), encoder, 3)
-  assert prompts == [encoder.encode(half).tolist()[:-1] for half in HALVES]
-  assert beginnings(iter(STORIES), encoder, 1) == prompts[:1]
+  tokenizer = tokenizer.fit(lambda: STORIES)
+  prompts = beginnings(iter(STORIES), tokenizer, 3)
+  assert prompts == [tokenizer.encode(half, special=False) for half in HALVES]
+  assert beginnings(iter(STORIES), tokenizer, 1) == prompts[:1]
   with pytest.raises(ValueError, match=r"`count`.*\[1, 3\].*4"):
-    beginnings(STORIES, encoder, 4)
+    beginnings(STORIES, tokenizer, 4)
   with pytest.raises(ValueError, match=r"`count`.*0"):
-    beginnings(STORIES, encoder, 0)
+    beginnings(STORIES, tokenizer, 0)
 
 
 def test_byte_pairs_of_beginning_and_rest_spell_the_story():
-  encoder = BPETokenizer(270).fit(lambda: STORIES)
-  prompts = beginnings(STORIES, encoder, 2)
-  whole = [encoder.encode(STORIES[place]).tolist()[:-1] for place in (0, 3)]
+  tokenizer = BPETokenizer(270).fit(lambda: STORIES)
+  prompts = beginnings(STORIES, tokenizer, 2)
+  whole = [tokenizer.encode(STORIES[place], special=False) for place in (0, 3)]
   rest = [tokens[len(prompt) :] for tokens, prompt in zip(whole, prompts)]
   assert [prompt + end for prompt, end in zip(prompts, rest)] == whole
-  texts = [(encoder.decode(a), encoder.decode(b)) for a, b in zip(prompts, rest)]
+  texts = [(tokenizer.decode(a), tokenizer.decode(b)) for a, b in zip(prompts, rest)]
   assert texts == [("Once upon a", " time there was."), ("Tom\n\nran a", " long way.")]

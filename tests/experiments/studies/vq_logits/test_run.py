@@ -9,26 +9,18 @@ import pytest
 from experiments.studies.vq_logits import run
 from experiments.studies.vq_logits.rows import rows
 from experiments.studies.vq_logits.settings import SCALES
+from tests.fakes import FewWords
 
 ROOT = pathlib.Path(__file__).parents[4]
 
 
-class Words:
-  """An encoder of a few words."""
-
-  words = ("<unk>", "Sunday", "Monday", "Tuesday", "the", "km")
-
-  def encode(self, word):
-    return np.array([self.words.index(word) if word in self.words else 0, 0])
-
-  def decode(self, tokens):
-    return " ".join(self.words[token] for token in tokens)
+WORDS = FewWords("Sunday", "Monday", "Tuesday", "the", "km")
 
 
 def test_the_shared_code_is_the_one_that_most_words_are_on():
-  assignment, counts = np.array([0, 1, 2, 2, 2, 1]), np.array([9, 8, 7, 6, 5, 4])
+  assignment, counts = np.array([0, 0, 1, 2, 2, 2, 1]), np.array([9, 9, 8, 7, 6, 5, 4])
   days = ("Monday", "Tuesday", "Wednesday", "Sunday")
-  assert run.shared_code(Words(), assignment, counts, days) == {
+  assert run.shared_code(WORDS, assignment, counts, days) == {
     "words": list(days),
     "known": ["Monday", "Tuesday", "Sunday"],
     "code": 2,
@@ -39,7 +31,7 @@ def test_the_shared_code_is_the_one_that_most_words_are_on():
 
 
 def test_words_that_are_not_tokens_have_no_code():
-  row = run.shared_code(Words(), np.zeros(6, int), np.ones(6, int), ("=", "=="))
+  row = run.shared_code(WORDS, np.zeros(6, int), np.ones(6, int), ("=", "=="))
   assert row == {"words": ["=", "=="], "known": []}
 
 
@@ -51,8 +43,8 @@ def test_the_floor_of_a_learned_assignment_is_that_of_the_highest_choices(monkey
   }
   test = types.SimpleNamespace(tokens=np.array([0, 0, 0, 1, 2, 2]))
   monkeypatch.setattr(run, "read_variables", lambda folder: (variables, {}))
-  monkeypatch.setattr(run, "fit_encoder", lambda data, tokenizer: None)
-  monkeypatch.setattr(run, "encode_split", lambda data, encoder, split: test)
+  monkeypatch.setattr(run, "fit_tokenizer", lambda data, tokenizer: None)
+  monkeypatch.setattr(run, "encode_split", lambda data, tokenizer, split: test)
   learned = next(row for row in rows(SCALES["smoke"]["ptb"]) if row.name.startswith("gumbel"))
   floors = run.floors(learned.experiment(0), tmp_path)
   # Four of six tokens are on a code of two; of these 3 : 1 are token 0 and token 1.
