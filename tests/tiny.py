@@ -9,6 +9,8 @@ import pathlib
 import signal
 from unittest import mock
 
+import jax
+import numpy as np
 import pytest
 
 from vqjax import DenseEmbedding, Head
@@ -16,9 +18,11 @@ from vqjax.embeddings import compact_file
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
 from vqjax.lab.data import Text, Windows, WordTokenizer
 from vqjax.lab.training import Interrupted, fit, loop
+from vqjax.lab.training.program import Program
+from vqjax.lab.training.run import load_text
 from vqjax.lm import records
 from vqjax.lm.models import Transformer
-from vqjax.sharding import MeshShape
+from vqjax.sharding import MeshShape, make_mesh
 
 
 def write_text(folder: pathlib.Path) -> pathlib.Path:
@@ -59,6 +63,19 @@ def experiment(text: pathlib.Path, head: Head, dropout: float = 0.1, **train) ->
     loader=Windows(),
     train=dataclasses.replace(settings, **train),
   )
+
+
+def begun(run: Experiment) -> tuple:
+  """Returns the text of a run, what `init_from` makes of random variables, and these."""
+  text, draw = load_text(run), np.random.default_rng(0)
+  shapes = Program(text.experiment, make_mesh(MeshShape(data=1))).abstract_state.variables
+
+  def fresh(x):
+    numbers = 0.1 * draw.normal(size=x.shape)
+    return numbers.astype(x.dtype) if x.dtype == np.float32 else np.zeros(x.shape, x.dtype)
+
+  variables = jax.tree.map(fresh, shapes)
+  return text, run.init_from(text, text.experiment.model, variables), variables
 
 
 @contextlib.contextmanager

@@ -5,11 +5,7 @@ import pathlib
 
 import pytest
 
-from tests import tiny
-from vqjax import DenseHead
 from vqjax.commands import generate, score
-from vqjax.lab.config import FROM_TOKENIZER
-from vqjax.lab.training import fit
 
 CONFIG = """
 import pathlib
@@ -22,16 +18,13 @@ def experiment():
 """
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+@pytest.fixture
+def run(finished, tmp_path):
   """A trained run: its folder, its config file and its folder of text."""
-  folder = tmp_path_factory.mktemp("trained")
-  text = tiny.write_text(folder / "text")
-  config = folder / "config.py"
-  config.write_text(CONFIG.format(text=str(text)))
-  with tiny.own_cache(folder / "cache"):
-    fit(tiny.experiment(text, DenseHead(FROM_TOKENIZER, 16)), folder / "run")
-  return folder / "run", config, text
+  experiment, folder, _ = finished
+  config = tmp_path / "config.py"
+  config.write_text(CONFIG.format(text=experiment.data.path))
+  return folder, config, pathlib.Path(experiment.data.path)
 
 
 def test_a_run_generates_and_scores_its_text(run, capsys):

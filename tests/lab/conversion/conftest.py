@@ -1,31 +1,14 @@
-"""A tiny dense decoder, trained for some steps, that the tests of this folder convert."""
+"""The dense decoder that the tests of this folder convert."""
 
 import dataclasses
 
 import pytest
 
-from tests import tiny
-from vqjax import DenseHead
-from vqjax.lab.config import FROM_TOKENIZER
-from vqjax.lab.training import fit
 
-
-@pytest.fixture(scope="session")
-def dense(tmp_path_factory):
+@pytest.fixture
+def dense(finished):
   """A dense experiment and the folder of its finished run."""
-  root = tmp_path_factory.mktemp("dense")
-  made = tiny.experiment(
-    tiny.write_text(root / "text"),
-    DenseHead(FROM_TOKENIZER, 16),
-    dropout=0.0,
-    log_every=10,
-    eval_every=40,
-    save_every=40,
-  )
-  made = dataclasses.replace(made, name="dense")
-  with tiny.own_cache(root / "cache"):
-    fit(made, root / "run")
-  return made, root / "run"
+  return finished[:2]
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
 """Runs converted from a dense run: their initial variables, fine-tuning and distillation."""
 
 import dataclasses
-import json
-import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax, softmax
 
-from tests.jitted import apply
+from tests import tiny
+from tests.jitted import apply, init
 from vqjax import (
   AdaptiveHead,
   CodebookEmbedding,
@@ -31,57 +30,40 @@ from vqjax.lab.conversion.starts import dense_rows, token_stats
 from vqjax.lab.data import WordTokenizer
 from vqjax.lab.training import fit, read_variables
 from vqjax.lab.training.optimizer import partition
-from vqjax.lab.training.program import Program, keys
+from vqjax.lab.training.program import Program
 from vqjax.lab.training.run import load_text
 from vqjax.ops.product import compose
 from vqjax.sharding import MeshShape, make_mesh
 
-V, D = 0, 16  # the tokenizer says V
-
-
-def initial(experiment):
-  """(experiment with its vocabulary, the variables that its run begins with, text)."""
-  text = load_text(experiment)
-  program = Program(text.experiment, make_mesh(MeshShape(data=1)))
-  fresh = jax.device_get(program.init(keys(0)[0]).variables)
-  return text.experiment, experiment.init_from(text, text.experiment.model, fresh), text
+V, D = FROM_TOKENIZER, 16
 
 
 def log_prob(experiment, variables):
-  tokens = jnp.arange(16).reshape(2, 8) % experiment.model.head.vocab
-  variables = jax.tree.map(jnp.asarray, variables)
-  return apply(experiment.model, variables, tokens, tokens[:, ::-1], method="log_prob")
-
-
-@pytest.mark.slow
-def test_a_code_for_each_token_reproduces_the_dense_model(dense):
-  experiment, folder = dense
-  vocab = load_text(experiment).experiment.model.head.vocab
-  mapping = convert.Fixed(assign.contiguous)
-  same = conversion.compress(experiment, folder, codes=vocab, mapping=mapping, token_bias=False)
-  new, variables, _ = initial(same)
-  expected = log_prob(load_text(experiment).experiment, read_variables(folder)[0])
-  np.testing.assert_allclose(log_prob(new, variables), expected, atol=1e-5)
+  """Log-probabilities of an experiment whose text says its vocabulary."""
+  model = load_text(experiment).experiment.model
+  tokens = np.arange(16).reshape(2, 8)
+  return apply(model, variables, tokens, tokens[:, ::-1], method="log_prob")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("head", "target"),
+  ("head", "target", "atol"),
   [
-    (ResidualCodebookHead(V, D, 4, D), convert.ToResidual(convert.KMeans())),
-    (ProductHead(V, D, 54, 4, token_bias=True), convert.ToProduct(power=0.5, iterations=60)),
-    (LearnedProductHead(V, D, 54, 2), convert.ToLearnedProduct()),
+    (CodebookHead(V, D, 0), convert.ToCodebook(convert.Fixed(assign.contiguous)), 1e-5),
+    (ResidualCodebookHead(V, D, 4, D), convert.ToResidual(convert.KMeans()), 2e-4),
+    (ProductHead(V, D, 0, 4, True), convert.ToProduct(power=0.5, iterations=60), 2e-4),
+    (LearnedProductHead(V, D, 0, 2), convert.ToLearnedProduct(), 2e-4),
   ],
 )
-def test_a_head_that_can_represent_all_rows_reproduces_the_dense_model(dense, head, target):
+def test_a_head_that_can_represent_all_rows_reproduces_the_dense_model(dense, head, target, atol):
   experiment, folder = dense
   vocab = load_text(experiment).experiment.model.head.vocab
   assert vocab <= 57
-  if isinstance(head, (ProductHead, LearnedProductHead)):
-    head = head.clone(codes=vocab)
-  new, variables, _ = initial(converted(experiment, folder, head, target, name="x"))
-  expected = log_prob(load_text(experiment).experiment, read_variables(folder)[0])
-  np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-4)
+  # A code for each token, but for the residual head.
+  head = head.clone(codes=head.codes or vocab)
+  made = converted(experiment, folder, head, target, name="x")
+  found = log_prob(made, tiny.begun(made)[1])
+  np.testing.assert_allclose(found, log_prob(experiment, read_variables(folder)[0]), atol=atol)
 
 
 @pytest.mark.slow
@@ -92,23 +74,20 @@ def test_the_bias_of_the_dense_head_is_kept(dense, monkeypatch):
   given["params"]["head"]["bias"] = np.random.default_rng(0).normal(size=vocab).astype(np.float32)
   monkeypatch.setattr(starts, "read_variables", lambda *arguments: (given, step))
   head, target = ResidualCodebookHead(V, D, 4, D), convert.ToResidual(convert.KMeans())
-  with_bias = head.clone(token_bias=True)
-  new, variables, _ = initial(converted(experiment, folder, with_bias, target, name="x"))
-  text = load_text(experiment).experiment
-  trained = text.model.clone(head=text.model.head.clone(use_bias=True))
-  expected = log_prob(dataclasses.replace(text, model=trained), given)
-  np.testing.assert_allclose(log_prob(new, variables), expected, atol=2e-4)
+  made = converted(experiment, folder, head.clone(token_bias=True), target, name="x")
+  model = experiment.model.clone(head=DenseHead(V, D, use_bias=True))
+  expected = log_prob(dataclasses.replace(experiment, model=model), given)
+  np.testing.assert_allclose(log_prob(made, tiny.begun(made)[1]), expected, atol=2e-4)
   with pytest.raises(ValueError, match="`head` must have a bias"):
-    initial(converted(experiment, folder, head, target, name="x"))
+    tiny.begun(converted(experiment, folder, head, target, name="x"))
 
 
-@pytest.mark.slow
 def test_codewords_are_mean_rows_and_the_bias_is_the_unigram_within_a_code(dense):
   experiment, folder = dense
-  _, variables, text = initial(
-    conversion.compress(experiment, folder, codes=5, mapping=convert.FrequencyBins())
-  )
-  rows = read_variables(folder)[0]["params"]["head"]["weight"]
+  made = conversion.compress(experiment, folder, codes=5, mapping=convert.FrequencyBins())
+  text, variables, _ = tiny.begun(made)
+  trained = read_variables(folder)[0]["params"]
+  rows = trained["head"]["weight"]
   counts = np.bincount(text.splits["train"].tokens, minlength=len(rows))
   table = np.asarray(variables["codes"]["head"]["assignment"])
   np.testing.assert_array_equal(table, assign.equal_count(counts, 5))
@@ -118,10 +97,9 @@ def test_codewords_are_mean_rows_and_the_bias_is_the_unigram_within_a_code(dense
     weights = counts[mine] + 1
     mean = (rows[mine] * weights[:, None]).sum(0) / weights.sum()
     np.testing.assert_allclose(head["codebook"][code], mean, atol=1e-5)
-    share = jax.nn.softmax(head["token_bias"][mine])
+    share = softmax(np.asarray(head["token_bias"])[mine])
     np.testing.assert_allclose(share, weights / weights.sum(), atol=1e-5)
-  body = read_variables(folder)[0]["params"]["blocks"]
-  jax.tree.map(np.testing.assert_array_equal, variables["params"]["blocks"], body)
+  jax.tree.map(np.testing.assert_array_equal, variables["params"]["blocks"], trained["blocks"])
 
 
 @pytest.mark.slow
@@ -135,22 +113,14 @@ def test_codewords_are_mean_rows_and_the_bias_is_the_unigram_within_a_code(dense
 def test_fine_tuning_changes_only_its_scope(dense, short, tmp_path, scope, changed):
   experiment, folder = dense
   new = conversion.compress(experiment, folder, codes=5, scope=scope, train=short)
-  _, before, _ = initial(new)
+  _, before, _ = tiny.begun(new)
   result = fit(new, tmp_path / "run")
   assert result["status"] == "finished"
   after, _ = read_variables(tmp_path / "run")
-  differ = {
-    name
-    for name, tree in before["params"].items()
-    if any(
-      (np.asarray(a) != np.asarray(b)).any()
-      for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(after["params"][name]))
-    )
-  }
-  assert differ == changed
-  same_bias = np.array_equal(
-    before["params"]["head"]["token_bias"], after["params"]["head"]["token_bias"]
-  )
+  same = lambda a, b: jax.tree.all(jax.tree.map(np.array_equal, a, b))
+  was, now = before["params"], after["params"]
+  assert {name for name in was if not same(was[name], now[name])} == changed
+  same_bias = same(was["head"]["token_bias"], now["head"]["token_bias"])
   assert same_bias == (scope == conversion.CODEBOOK)
   np.testing.assert_array_equal(
     before["codes"]["head"]["assignment"], after["codes"]["head"]["assignment"]
@@ -166,9 +136,7 @@ def test_distillation_lowers_the_divergence_and_keeps_the_teacher(dense, short, 
   )
   result = fit(new, tmp_path / "run")
   assert result["head"]["class"] == "CodebookHead"
-  rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  terms = [json.loads(row).get("distillation") for row in rows]
-  terms = [term for term in terms if term is not None]
+  terms = [row["distillation"] for row in tiny.rows(tmp_path / "run") if "distillation" in row]
   assert np.mean(terms[-5:]) < np.mean(terms[:5])
   after, _ = read_variables(tmp_path / "run")
   teacher = read_variables(folder)[0]["params"]
@@ -176,67 +144,45 @@ def test_distillation_lowers_the_divergence_and_keeps_the_teacher(dense, short, 
 
 
 @pytest.mark.slow
-def test_the_distillation_term_is_the_divergence_of_the_two_models(dense):
-  experiment, folder = dense
-  new, variables, _ = initial(
-    conversion.compress(experiment, folder, codes=7, distillation=3.0, temperature=2.0)
-  )
-  tokens = jnp.arange(16).reshape(2, 8)
-  variables = jax.tree.map(jnp.asarray, variables)
-  _, terms = new.model.apply(variables, tokens, tokens, method="loss_terms")
-  of = lambda part: {name: tree[part] for name, tree in variables.items() if part in tree}
-  p = jax.nn.log_softmax(new.model.student.apply(of("student"), tokens) / 2)
-  q = jax.nn.log_softmax(new.model.teacher.apply(of("teacher"), tokens) / 2)
-  kl = (jnp.exp(q) * (q - p)).sum(-1).mean()
-  np.testing.assert_allclose(terms["distillation"], 3 * 4 * kl, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_the_distillation_term_uses_the_softcaps_of_both_heads(dense):
-  experiment, _ = dense
-  sized = lambda head: (
-    load_text(
-      dataclasses.replace(experiment, model=experiment.model.clone(head=head))
-    ).experiment.model
-  )
-  student, teacher = (sized(DenseHead(V, D, softcap=cap)) for cap in (0.5, 0.2))
-  model = conversion.Distilled(student, teacher, weight=1.0)
-  tokens = jnp.arange(16).reshape(2, 8)
-  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
-  _, terms = model.apply(variables, tokens, tokens, method="loss_terms")
-  of = lambda part: {name: tree[part] for name, tree in variables.items()}
-  p = jax.nn.log_softmax(student.apply(of("student"), tokens))
-  q = jax.nn.log_softmax(teacher.apply(of("teacher"), tokens))
-  # Differences of float32 log-probabilities near 4, 2^-22 each.
-  kl = (jnp.exp(q) * (q - p)).sum(-1).mean()
-  np.testing.assert_allclose(terms["distillation"], kl, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  ("learned", "target", "fixed"),
+  ("student", "teacher", "weight", "temperature"),
   [
-    (
-      LearnedCodebookHead(V, D, 9, 3, token_bias=True),
-      convert.ToLearnedCodebook(convert.KMeans(power=1.0)),
-      CodebookHead(V, D, 9, token_bias=True),
-    ),
+    (CodebookHead(57, D, 7, token_bias=True), DenseHead(57, D), 3.0, 2.0),
+    (DenseHead(57, D, softcap=0.5), DenseHead(57, D, softcap=0.2), 1.0, 1.0),
   ],
 )
-def test_frozen_codes_have_the_distribution_that_was_learned(
-  dense, short, tmp_path, learned, target, fixed
+def test_the_distillation_term_is_the_divergence_of_the_two_models(
+  dense, student, teacher, weight, temperature
 ):
-  experiment, folder = dense
-  run = converted(experiment, folder, learned, target, name="learned", train=short)
+  sized = dense[0].model.clone(embedding=DenseEmbedding(57, D))
+  models = [sized.clone(head=head) for head in (student, teacher)]
+  model = conversion.Distilled(*models, weight=weight, temperature=temperature)
+  tokens = np.arange(16).reshape(2, 8)
+  variables = init(model, jax.random.key(0), tokens, tokens, method="loss_terms")
+  _, terms = apply(model, variables, tokens, tokens, method="loss_terms")
+  logits = [
+    np.asarray(apply(one, convert.part_of(variables, part), tokens), np.float64) / temperature
+    for one, part in zip(models, ("student", "teacher"))
+  ]
+  p, q = (log_softmax(x, axis=-1) for x in logits)
+  kl = (np.exp(q) * (q - p)).sum(-1).mean()
+  # Differences of float32 log-probabilities near 4, 2^-22 each.
+  found = terms["distillation"] / (weight * temperature**2)
+  np.testing.assert_allclose(found, kl, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_frozen_codes_have_the_distribution_that_was_learned(dense, short, tmp_path):
+  learned = LearnedCodebookHead(V, D, 9, 3, token_bias=True)
+  target = convert.ToLearnedCodebook(convert.KMeans(power=1.0))
+  run = converted(*dense, learned, target, name="learned", train=short)
   fit(run, tmp_path / "learned")
+  model = dense[0].model.clone(head=CodebookHead(V, D, 9, token_bias=True))
   start = conversion.Frozen(str(tmp_path / "learned"))
-  fixed_run = dataclasses.replace(
-    run, model=experiment.model.clone(head=fixed), init_from=start, name="fixed"
-  )
-  new, variables, _ = initial(fixed_run)
-  expected = log_prob(load_text(run).experiment, read_variables(tmp_path / "learned")[0])
+  fixed = dataclasses.replace(run, model=model, init_from=start, name="fixed")
+  expected = log_prob(run, read_variables(tmp_path / "learned")[0])
   # Log-probabilities near 4, of sums over some sixty tokens: 60 · 4 · 2^-24.
-  np.testing.assert_allclose(log_prob(new, variables), expected, atol=1.5e-5)
+  np.testing.assert_allclose(log_prob(fixed, tiny.begun(fixed)[1]), expected, atol=1.5e-5)
 
 
 @pytest.mark.slow
@@ -244,7 +190,7 @@ def test_a_tied_codebook_is_the_input_embedding(dense, tmp_path):
   experiment, folder = dense
   tied = conversion.compress(experiment, folder, codes=7, tied=True)
   untied = conversion.compress(experiment, folder, codes=7)
-  one, two = (initial(made)[1] for made in (tied, untied))
+  one, two = (tiny.begun(made)[1] for made in (tied, untied))
   for collection, name in (("params", "codebook"), ("codes", "assignment")):
     expected = two[collection]["head"][name]
     np.testing.assert_array_equal(one[collection]["embedding"][name], expected)
@@ -252,7 +198,6 @@ def test_a_tied_codebook_is_the_input_embedding(dense, tmp_path):
   assert fit(tied, tmp_path / "run")["head"]["tied"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("token_bias", [False, True])
 @pytest.mark.parametrize("scope", [conversion.HEAD, conversion.CODEBOOK])
 def test_the_scope_of_a_tied_codebook_is_the_embedding(dense, scope, token_bias):
@@ -269,209 +214,177 @@ def test_the_scope_of_a_tied_codebook_is_the_embedding(dense, scope, token_bias)
   assert frozen
 
 
-def test_a_mapping_from_scratch_reaches_a_tied_head(dense):
-  experiment, _ = dense
-  embedding = CodebookEmbedding(FROM_TOKENIZER, 16, 9)
-  head = CodebookHead(FROM_TOKENIZER, 16, 9, embedding=embedding, token_bias=True)
-  model = experiment.model.clone(head=head, embedding=embedding)
-  start = conversion.Mapped(convert.Fixed(assign.Random(3)))
-  sized, variables, _ = initial(dataclasses.replace(experiment, model=model, init_from=start))
-  expected = assign.Random(3)(sized.model.head.vocab, 9)
-  np.testing.assert_array_equal(variables["codes"]["embedding"]["assignment"], expected)
+def begun_with(dense, start, **layers):
+  """What `tiny.begun` returns for layers of the dense model, and a start."""
+  model = dense[0].model.clone(**layers)
+  return tiny.begun(dataclasses.replace(dense[0], model=model, init_from=start))
 
 
-@pytest.mark.slow
-def test_a_run_can_begin_with_the_student_of_a_distilled_run(dense, short, tmp_path):
-  experiment, folder = dense
-  distilled = conversion.compress(experiment, folder, codes=7, distillation=1.0, train=short)
-  trained = fit(distilled, tmp_path / "run")
-  start = conversion.FromStudent(str(tmp_path / "run"))
-  alone = dataclasses.replace(
-    distilled, model=distilled.model.student, train=short, init_from=start
-  )
-  found = initial(alone)[1]
-  both, _ = read_variables(tmp_path / "run")
-  jax.tree.map(np.testing.assert_array_equal, found["params"], both["params"]["student"])
-  assert trained["head"]["class"] == "CodebookHead"
-  with pytest.raises(ValueError, match="must hold the run of a Distilled model"):
-    initial(dataclasses.replace(alone, init_from=conversion.FromStudent(str(folder))))
-
-
-def test_a_mapping_from_scratch_sets_only_the_codes_and_the_bias(dense):
-  experiment, _ = dense
+def test_a_mapping_from_scratch_sets_the_codes_of_a_head_or_of_its_embedding(dense):
   head = CodebookHead(V, D, 6, token_bias=True)
-  scratch = dataclasses.replace(
-    experiment,
-    model=experiment.model.clone(head=head),
-    init_from=conversion.Mapped(convert.Brown()),
-  )
-  new, variables, text = initial(scratch)
+  text, variables, fresh = begun_with(dense, conversion.Mapped(convert.Brown()), head=head)
   table = np.asarray(variables["codes"]["head"]["assignment"])
-  assert table.shape == (new.model.head.vocab,)
+  assert table.shape == (text.experiment.model.head.vocab,)
   assert len(np.unique(table)) == 6
-  fresh = jax.device_get(Program(text.experiment, make_mesh(MeshShape(data=1))).init(keys(0)[0]))
-  np.testing.assert_array_equal(
-    variables["params"]["head"]["codebook"], fresh.params["head"]["codebook"]
-  )
+  codebooks = (of["params"]["head"]["codebook"] for of in (variables, fresh))
+  np.testing.assert_array_equal(*codebooks)
+  embedding = CodebookEmbedding(V, D, 9)
+  tied = {"embedding": embedding, "head": CodebookHead(V, D, 9, embedding=embedding)}
+  start = conversion.Mapped(convert.Fixed(assign.Random(3)))
+  _, variables, _ = begun_with(dense, start, **tied)
+  found = variables["codes"]["embedding"]["assignment"]
+  np.testing.assert_array_equal(found, assign.Random(3)(len(table), 9))
 
 
 @pytest.mark.slow
 def test_product_codes_approximate_the_rows_and_best_those_of_frequent_tokens(dense):
   experiment, folder = dense
-  head = ProductHead(V, D, 8, 4)
+  made = converted(experiment, folder, ProductHead(V, D, 8, 4), convert.ToProduct(), name="x")
+  text, variables, _ = tiny.begun(made)
   rows = read_variables(folder)[0]["params"]["head"]["weight"]
-  _, variables, text = initial(converted(experiment, folder, head, convert.ToProduct(), name="x"))
   counts = np.bincount(text.splits["train"].tokens, minlength=len(rows))
-  head = variables["params"]["head"]
-  made = compose(jnp.asarray(variables["codes"]["head"]["codes"]), jnp.asarray(head["tables"]))
-  error = ((rows - made) ** 2).sum(-1)
+  close = compose(variables["codes"]["head"]["codes"], variables["params"]["head"]["tables"])
+  error = ((rows - np.asarray(close)) ** 2).sum(-1)
   spread = ((rows - rows.mean(0)) ** 2).sum(-1)
   assert error.mean() < spread.mean()
   order = np.argsort(-counts)
   assert error[order[:8]].mean() < error[order[-20:]].mean()
 
 
-class TestBadInput:
-  def test_a_dense_row_that_is_nan_is_named(self):
-    rows = np.ones((5, 3), np.float32)
-    rows[2, 1] = np.nan
-    with pytest.raises(ValueError, match=r"head of run 7 must be finite; got .* row 2 \(1 such"):
-      dense_rows({"params": {"head": {"weight": rows}}}, "run 7")
+def test_rows_that_are_not_finite_and_heads_that_are_not_dense_are_refused():
+  rows = np.ones((5, 3), np.float32)
+  rows[2, 1] = np.nan
+  with pytest.raises(ValueError, match=r"head of run 7 must be finite; got .* row 2 \(1 such"):
+    dense_rows({"params": {"head": {"weight": rows}}}, "run 7")
+  head = {"codebook": np.ones((2, 3)), "token_bias": np.ones(5)}
+  with pytest.raises(ValueError, match=r"head of run 7 must be dense; got .* codebook, token_bias"):
+    dense_rows({"params": {"head": head}}, "run 7")
 
-  def test_a_head_that_is_not_dense_is_refused(self):
-    head = {"codebook": np.ones((2, 3)), "token_bias": np.ones(5)}
-    with pytest.raises(
-      ValueError, match="head of run 7 must be dense; got one with codebook, token_bias"
-    ):
-      dense_rows({"params": {"head": head}}, "run 7")
 
-  def test_more_codes_than_tokens_are_refused(self, dense):
-    with pytest.raises(ValueError, match=r"`codes` must be .*; got 1000 for vocab"):
-      initial(conversion.compress(*dense, codes=1000))
+def compressed(dense, **changes):
+  return tiny.begun(conversion.compress(*dense, **changes))
 
-  def test_another_tokenizer_is_refused(self, dense):
-    experiment = dataclasses.replace(dense[0], tokenizer=WordTokenizer(vocab=20))
-    with pytest.raises(ValueError, match="`tokenizer` must be that of the run"):
-      initial(conversion.compress(experiment, dense[1], codes=5))
 
-  def test_a_target_of_another_head_is_refused(self, dense):
-    wrong = converted(*dense, DenseHead(V, D), convert.ToCodebook(convert.KMeans()), name="x")
-    with pytest.raises(
-      ValueError, match="`head` must be a CodebookHead for ToCodebook; got a DenseHead"
-    ):
-      initial(wrong)
+def distilled(dense, student, teacher):
+  model = conversion.Distilled(*(dense[0].model.clone(head=h) for h in (student, teacher)))
+  jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))
 
-  def test_a_softcap_that_the_new_head_cannot_have_is_refused(self, dense):
-    model = dense[0].model.clone(head=DenseHead(V, D, softcap=30.0))
-    with pytest.raises(
-      ValueError, match=r"softcap, as the dense head has 30\.0; got a CodebookHead"
-    ):
-      conversion.compress(dataclasses.replace(dense[0], model=model), dense[1], codes=5)
 
-  @pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
-  def test_an_invalid_weight_of_the_distillation_is_refused(self, dense, weight):
-    with pytest.raises(ValueError, match=rf"weight` must be .*finite.*; got {weight}"):
-      initial(conversion.compress(*dense, codes=5, distillation=weight))
-
-  def test_a_teacher_without_a_linear_head_is_refused(self, dense):
-    model = conversion.Distilled(
-      dense[0].model, dense[0].model.clone(head=AdaptiveHead(9, D, (5,)))
+REFUSED = {
+  "more codes than tokens": (
+    lambda dense: compressed(dense, codes=1000),
+    "`codes` must be .*; got 1000 for vocab",
+  ),
+  "another tokenizer": (
+    lambda dense: compressed(
+      (dataclasses.replace(dense[0], tokenizer=WordTokenizer(vocab=20)), dense[1]), codes=5
+    ),
+    "`tokenizer` must be that of the run",
+  ),
+  "a target of another head": (
+    lambda dense: tiny.begun(
+      converted(*dense, DenseHead(V, D), convert.ToCodebook(convert.KMeans()), name="x")
+    ),
+    "`head` must be a CodebookHead for ToCodebook; got a DenseHead",
+  ),
+  "a softcap that the new head cannot have": (
+    lambda dense: conversion.compress(
+      dataclasses.replace(dense[0], model=dense[0].model.clone(head=DenseHead(V, D, softcap=30.0))),
+      dense[1],
+      codes=5,
+    ),
+    r"softcap, as the dense head has 30\.0; got a CodebookHead",
+  ),
+  **{
+    f"a weight of {weight}": (
+      lambda dense, weight=weight: compressed(dense, codes=5, distillation=weight),
+      rf"weight` must be .*finite.*; got {weight}",
     )
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    with pytest.raises(ValueError, match=r"`teacher.head` must be linear, .*; got a AdaptiveHead"):
-      model.init(jax.random.key(0), tokens)
+    for weight in (-1.0, np.nan, np.inf)
+  },
+  "a teacher without a linear head": (
+    lambda dense: distilled(dense, DenseHead(9, D), AdaptiveHead(9, D, (5,))),
+    r"`teacher.head` must be linear, .*; got a AdaptiveHead",
+  ),
+  "a teacher of other tokens": (
+    lambda dense: distilled(dense, DenseHead(9, D), DenseHead(12, D)),
+    "`student` must have the teacher's 12 tokens; got 9",
+  ),
+  "a mapping for a dense head": (
+    lambda dense: begun_with(dense, conversion.Mapped(convert.Brown()), head=DenseHead(V, D)),
+    "must have assignment .*; got a DenseHead",
+  ),
+  "products for a codebook": (
+    lambda dense: begun_with(
+      dense, conversion.FromVectors(CONTEXTS, convert.ToProduct()), head=CodebookHead(V, D, 5)
+    ),
+    "must be a ProductHead .*; got a CodebookHead",
+  ),
+  "a bias for a head without one": (
+    lambda dense: begun_with(dense, conversion.Unigrams(), head=DenseHead(V, D)),
+    "`head` must have a bias",
+  ),
+  "a folder without a run": (
+    lambda dense: compressed((dense[0], dense[1].with_name("none")), codes=5),
+    r"`folder` must have a config\.json",
+  ),
+  "a run that learned no codes": (
+    lambda dense: begun_with(dense, conversion.Frozen(str(dense[1]))),
+    r"`learned` must be .*; got a head with weight",
+  ),
+}
 
-  def test_a_teacher_of_other_tokens_is_refused(self, dense):
-    student, teacher = (dense[0].model.clone(head=DenseHead(v, D)) for v in (9, 12))
-    with pytest.raises(ValueError, match="`student` must have the teacher's 12 tokens; got 9"):
-      conversion.Distilled(student, teacher).init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))
 
-  @pytest.mark.slow
-  @pytest.mark.parametrize(
-    ("head", "start", "message"),
-    [
-      (
-        DenseHead(V, D),
-        conversion.Mapped(convert.Brown()),
-        "must have assignment .*; got a DenseHead",
-      ),
-      (
-        CodebookHead(V, D, 5),
-        conversion.FromVectors(convert.ContextVectors(), convert.ToProduct()),
-        "must be a ProductHead .*; got a CodebookHead",
-      ),
-    ],
-  )
-  def test_a_start_for_another_head_is_refused(self, dense, head, start, message):
-    model = dense[0].model.clone(head=head)
-    with pytest.raises((TypeError, ValueError), match=message):
-      initial(dataclasses.replace(dense[0], model=model, init_from=start))
-
-  def test_a_folder_without_a_run_is_refused(self, dense, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"`folder` must have a config\.json"):
-      initial(conversion.compress(dense[0], tmp_path, codes=5))
-
-  def test_a_run_that_learned_no_codes_cannot_be_frozen(self, dense, tmp_path):
-    shutil.copytree(dense[1], tmp_path / "copy")
-    start = conversion.Frozen(str(tmp_path / "copy"))
-    with pytest.raises(ValueError, match=r"`learned` must be .*; got a head with weight"):
-      initial(dataclasses.replace(dense[0], init_from=start))
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_a_start_that_does_not_fit_is_refused(dense, wrong):
+  make, message = REFUSED[wrong]
+  with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+    make(dense)
 
 
 CONTEXTS = convert.ContextVectors()
 
 
+def vectors_of(text):
+  """Vectors of the contexts of a text's tokens."""
+  return CONTEXTS(token_stats(text, text.experiment.model.head.vocab), D)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_dense_head_begins_with_given_vectors_of_unit_length(dense, tied):
-  experiment, _ = dense
   embedding = DenseEmbedding(V, D)
-  head = DenseHead(V, D, embedding=embedding if tied else None)
+  layers = {"embedding": embedding, "head": DenseHead(V, D, embedding=embedding if tied else None)}
   start = conversion.FromVectors(CONTEXTS, convert.ToDense())
-  model = experiment.model.clone(embedding=embedding, head=head)
-  new, variables, text = initial(dataclasses.replace(experiment, model=model, init_from=start))
+  text, variables, _ = begun_with(dense, start, **layers)
   weight = variables["params"]["embedding" if tied else "head"]["weight"]
-  expected = CONTEXTS(token_stats(text, new.model.head.vocab), D)
-  np.testing.assert_array_equal(weight, expected.astype(np.float32))
+  np.testing.assert_array_equal(weight, vectors_of(text).astype(np.float32))
   np.testing.assert_allclose((weight**2).sum(axis=1).mean(), 1, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_product_head_begins_with_clusters_of_given_vectors_and_all_else_is_fresh(dense):
-  experiment, _ = dense
   head = ProductHead(V, D, 6, 4, token_bias=True)
   start = conversion.FromVectors(CONTEXTS, convert.ToProduct())
-  scratch = dataclasses.replace(
-    experiment, model=experiment.model.clone(head=head), init_from=start
-  )
-  new, variables, text = initial(scratch)
+  text, variables, fresh = begun_with(dense, start, head=head)
   codes, tables = variables["codes"]["head"]["codes"], variables["params"]["head"]["tables"]
   assert codes.dtype == np.uint8
   assert all(len(np.unique(column)) == 6 for column in codes.T)
-  rows = CONTEXTS(token_stats(text, new.model.head.vocab), D)
-  close = np.asarray(compose(jnp.asarray(codes), jnp.asarray(tables)))
+  rows, close = vectors_of(text), np.asarray(compose(codes, tables))
   assert ((close - rows) ** 2).sum() < 0.7 * (rows**2).sum()
-  fresh = jax.device_get(Program(text.experiment, make_mesh(MeshShape(data=1))).init(keys(0)[0]))
-  others = lambda params: {name: tree for name, tree in params.items() if name != "head"}
-  jax.tree.map(np.testing.assert_array_equal, others(variables["params"]), others(fresh.params))
+  others = lambda of: {name: tree for name, tree in of["params"].items() if name != "head"}
+  jax.tree.map(np.testing.assert_array_equal, others(variables), others(fresh))
 
 
 @pytest.mark.slow
 def test_a_bias_from_unigrams_gives_the_frequencies_of_the_text_whatever_the_rows(dense):
-  experiment, _ = dense
-  model = experiment.model.clone(head=DenseHead(V, D, use_bias=True))
-  start = conversion.Unigrams(smoothing=0.5)
-  new, variables, text = initial(dataclasses.replace(experiment, model=model, init_from=start))
-  counts = np.bincount(text.splits["train"].tokens, minlength=new.model.head.vocab) + 0.5
-  bias = variables["params"]["head"]["bias"].astype(np.float64)
-  np.testing.assert_allclose(np.exp(bias), counts / counts.sum(), rtol=1e-6)
+  head, start = DenseHead(V, D, use_bias=True), conversion.Unigrams(smoothing=0.5)
+  text, variables, _ = begun_with(dense, start, head=head)
+  vocab = text.experiment.model.head.vocab
+  counts = np.bincount(text.splits["train"].tokens, minlength=vocab) + 0.5
+  bias = variables["params"]["head"]["bias"]
+  np.testing.assert_allclose(np.exp(bias.astype(np.float64)), counts / counts.sum(), rtol=1e-6)
   both = dataclasses.replace(start, start=conversion.FromVectors(CONTEXTS, convert.ToDense()))
-  _, after, _ = initial(dataclasses.replace(experiment, model=model, init_from=both))
-  np.testing.assert_array_equal(
-    after["params"]["head"]["bias"], variables["params"]["head"]["bias"]
-  )
-  rows = CONTEXTS(token_stats(text, new.model.head.vocab), D)
-  np.testing.assert_allclose(after["params"]["head"]["weight"], rows, rtol=1e-6)
-  without = experiment.model.clone(head=DenseHead(V, D))
-  with pytest.raises(ValueError, match="`head` must have a bias"):
-    initial(dataclasses.replace(experiment, model=without, init_from=start))
+  after = begun_with(dense, both, head=head)[1]["params"]["head"]
+  np.testing.assert_array_equal(after["bias"], bias)
+  np.testing.assert_allclose(after["weight"], vectors_of(text), rtol=1e-6)
