@@ -3,11 +3,11 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import tiny
+from tests.lm.checkpoints.families import random_variables
 from vqjax import CodebookHead
 from vqjax.commands import inspect
 from vqjax.convert import KMeans, ToCodebook
@@ -15,7 +15,6 @@ from vqjax.lab.config import Experiment, Train, config_hash
 from vqjax.lab.conversion import Checkpoint
 from vqjax.lab.data import CheckpointTokenizer, Text, Windows, encode_document, fingerprint
 from vqjax.lab.training import fit
-from vqjax.lab.training.run import load_text
 from vqjax.lm import checkpoints
 from vqjax.lm.checkpoints.families import decoder_of
 from vqjax.sharding import MeshShape
@@ -41,8 +40,7 @@ def pretrained(tmp_path_factory):
     "tie_word_embeddings": True,
   }
   model = decoder_of(config)
-  tokens = jnp.zeros((1, 1), jnp.int32)
-  variables = model.init(jax.random.key(7), tokens, tokens, method="loss_terms")
+  variables = jax.device_get(random_variables(model))
   checkpoints.save(folder, model, variables)
   names = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(67))]
   words = tokenizers.models.WordLevel({n: at for at, n in enumerate(names)}, unk_token="<unk>")
@@ -75,10 +73,7 @@ def experiment(folder, text, head=None, target=None):
 def test_a_run_begins_with_the_pretrained_body_and_the_codes_of_its_rows(pretrained, text):
   folder, variables = pretrained
   made = experiment(folder, text, CodebookHead(V, 16, 11), ToCodebook(KMeans()))
-  loaded = load_text(made)
-  model, tokens = loaded.experiment.model, jnp.zeros((1, 1), jnp.int32)
-  fresh = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
-  started = made.init_from(loaded, model, jax.device_get(fresh))
+  _, started, _ = tiny.begun(made)
   jax.tree.map(
     np.testing.assert_array_equal, started["params"]["blocks"], variables["params"]["blocks"]
   )

@@ -154,8 +154,8 @@ def test_distillation_lowers_the_divergence_and_keeps_the_teacher(dense, short, 
 def test_the_distillation_term_is_the_divergence_of_the_two_models(
   dense, student, teacher, weight, temperature
 ):
-  sized = dense[0].model.clone(embedding=DenseEmbedding(57, D))
-  models = [sized.clone(head=head) for head in (student, teacher)]
+  both = ({"embedding": DenseEmbedding(57, D), "head": head} for head in (student, teacher))
+  models = [dense[0].model.clone(**layers) for layers in both]
   model = conversion.Distilled(*models, weight=weight, temperature=temperature)
   tokens = np.arange(16).reshape(2, 8)
   variables = init(model, jax.random.key(0), tokens, tokens, method="loss_terms")

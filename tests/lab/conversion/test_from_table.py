@@ -5,12 +5,10 @@ import functools
 import pathlib
 import tempfile
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import tiny
+from tests import jitted, tiny
 from vqjax import (
   CentroidQuantizer,
   DenseEmbedding,
@@ -35,17 +33,15 @@ from vqjax.lm.models import Transformer
 D = 8
 
 
-@functools.cache
-def text():
-  """A folder of text for all runs of this module."""
-  return str(tiny.write_text(pathlib.Path(tempfile.mkdtemp(), "text")))
+TEXT = functools.cache(lambda: str(tiny.write_text(pathlib.Path(tempfile.mkdtemp(), "text"))))
+"""() -> a folder of text for all runs of this module."""
 
 
 def experiment(embedding, init_from=None, vocab=60):
   return Experiment(
     name="x",
     model=Transformer(embedding, DenseHead(V, D), D, layers=1, heads=2, context=8),
-    data=Text(text(), valid_fraction=0.2, test_fraction=0.2),
+    data=Text(TEXT(), valid_fraction=0.2, test_fraction=0.2),
     tokenizer=WordTokenizer(vocab=vocab),
     loader=Windows(),
     train=Train(steps=2, batch=8, eval_every=2, save_every=2),
@@ -63,14 +59,6 @@ def dense(tmp_path_factory):
 
 def table_of(folder):
   return np.asarray(read_variables(folder)[0]["params"]["embedding"]["weight"])
-
-
-def initial(start, embedding):
-  text = load_text(experiment(embedding, start))
-  model = text.experiment.model
-  tokens = jnp.zeros((1, 2), jnp.int32)
-  variables = model.init(jax.random.key(0), tokens, tokens, method="loss_terms")
-  return model, start(text, model, variables)
 
 
 @pytest.mark.slow
@@ -96,9 +84,9 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
   codes = convert.LearnedCodes(network, steps=500)
   embedding = ProductEmbedding(V, D, 8, 4, additive=True)
   start = conversion.FromTable(str(dense), codes)
-  model, variables = initial(start, embedding)
-  table = table_of(dense)
-  found = model.embedding.apply(part_of(variables, "embedding"), method="table")
+  text, variables, _ = tiny.begun(experiment(embedding, start))
+  own, table = text.experiment.model.embedding, table_of(dense)
+  found = jitted.apply(own, part_of(variables, "embedding"), method="table")
   assert ((found - table) ** 2).sum() < 0.8 * ((table - table.mean(axis=0)) ** 2).sum()
   fit(experiment(embedding, start), tmp_path / "run")
   trained = read_variables(tmp_path / "run")[0]
@@ -112,10 +100,10 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
 def test_initial_centroids_are_clusters_of_the_initial_queries(average, shared):
   quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
   embedding = DPQEmbedding(V, D, quantizer)
-  model, variables = initial(conversion.ClusteredCentroids(), embedding)
+  text, variables, _ = tiny.begun(experiment(embedding, conversion.ClusteredCentroids()))
   own = part_of(variables, "embedding")
   query = np.asarray(own["params"]["query"])
-  centers = np.asarray(model.embedding.apply(own, method="values"))
+  centers = np.asarray(jitted.apply(text.experiment.model.embedding, own, method="values"))
   parts = query.reshape(-1, 2, D // 2)
   for m in range(2):
     table = centers[0 if shared else m]
@@ -129,12 +117,9 @@ def test_initial_centroids_are_clusters_of_the_initial_queries(average, shared):
 @pytest.mark.slow
 def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
   network = SoftmaxQuantizer(4, 2, D)
+  guide = conversion.FromTable(str(dense), convert.Guide())
   for start, embedding, message in (
-    (
-      conversion.FromTable(str(dense), convert.Guide()),
-      DenseEmbedding(V, D),
-      "must be a GuidedEmbedding; got a DenseEmbedding",
-    ),
+    (guide, DenseEmbedding(V, D), "must be a GuidedEmbedding; got a DenseEmbedding"),
     (
       conversion.FromTable(str(dense), convert.LearnedCodes(network, 1)),
       ProductEmbedding(V, D, 8, 2),
@@ -147,16 +132,10 @@ def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
     ),
   ):
     with pytest.raises(ValueError, match=message):
-      initial(start, embedding)
-
-
-@pytest.mark.slow
-def test_a_table_of_another_width_is_refused(dense):
-  start = conversion.FromTable(str(dense), convert.Guide())
-  text = load_text(experiment(DenseEmbedding(V, D), start))
+      tiny.begun(experiment(embedding, start))
+  text = load_text(experiment(DenseEmbedding(V, D), guide))
   vocab = text.experiment.model.embedding.vocab
-  narrow = Transformer(
-    GuidedEmbedding(vocab, 4, DenseEmbedding(vocab, 4)), DenseHead(vocab, 4), 4, 1, 2, 8
-  )
+  narrow = GuidedEmbedding(vocab, 4, DenseEmbedding(vocab, 4))
+  model = Transformer(narrow, DenseHead(vocab, 4), 4, 1, 2, 8)
   with pytest.raises(ValueError, match=rf"shape \[{vocab}, 4\], .* got \[{vocab}, 8\]"):
-    start(text, narrow, {"params": {"embedding": {}}})
+    guide(text, model, {"params": {"embedding": {}}})

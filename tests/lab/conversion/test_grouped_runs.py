@@ -3,18 +3,14 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import reference
-from vqjax import DenseHead, GroupedHead, convert
+from tests import jitted, reference, tiny
+from vqjax import GroupedHead, convert
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER
 from vqjax.lab.training import fit, read_variables
-from vqjax.lab.training.program import Program, keys
-from vqjax.lab.training.run import load_text
-from vqjax.sharding import MeshShape, make_mesh
 
 
 def divergence(logits, logits_of_student):
@@ -22,23 +18,12 @@ def divergence(logits, logits_of_student):
   return (np.exp(log_q) * (log_q - reference.log_softmax(logits_of_student))).sum(-1).mean()
 
 
-def initial(experiment):
-  """(text, its experiment's model, the variables that its run begins with, the fresh ones)."""
-  text = load_text(experiment)
-  program = Program(text.experiment, make_mesh(MeshShape(data=1)))
-  fresh = jax.device_get(program.init(keys(0)[0]).variables)
-  model = text.experiment.model
-  return text, model, experiment.init_from(text, model, fresh), fresh
-
-
 @pytest.mark.slow
 def test_groups_from_the_text_change_only_the_order(dense):
-  experiment, _ = dense
   head = GroupedHead(FROM_TOKENIZER, 16, order_init=convert.in_order)
-  model = experiment.model.clone(head=head)
   start = conversion.Regrouped(convert.ByClusters(convert.ContextKMeans(width=4)))
-  scratch = dataclasses.replace(experiment, model=model, init_from=start)
-  _, _, variables, fresh = initial(scratch)
+  model = dense[0].model.clone(head=head)
+  _, variables, fresh = tiny.begun(dataclasses.replace(dense[0], model=model, init_from=start))
   codes = variables["codes"]["head"]
   order = codes["order"]
   assert order.dtype == codes["position"].dtype == np.int32
@@ -52,14 +37,13 @@ def test_groups_from_the_text_change_only_the_order(dense):
 def test_a_converted_head_is_nearer_than_a_fresh_one_and_is_distilled_without_its_teacher(
   dense, short, tmp_path
 ):
-  experiment, folder = dense
   head = GroupedHead(FROM_TOKENIZER, 16, use_bias=True, order_init=convert.in_order)
   target = convert.ToGrouped(by=convert.ByFrequency())
-  made = conversion.converted(
-    experiment, folder, head, target, name="grouped", distillation=1.0, train=short
-  )
-  text, model, variables, fresh = initial(made)
-  tokens = jnp.arange(32).reshape(4, 8) * 7 % model.head.vocab
+  options = {"name": "grouped", "distillation": 1.0, "train": short}
+  made = conversion.converted(*dense, head, target, **options)
+  text, variables, _ = tiny.begun(made)
+  model = text.experiment.model
+  tokens = np.arange(32).reshape(4, 8) * 7 % model.head.vocab
 
   @jax.jit
   def run(given):
@@ -72,7 +56,10 @@ def test_a_converted_head_is_nearer_than_a_fresh_one_and_is_distilled_without_it
     np.testing.assert_allclose(term, divergence(q, np.asarray(p, np.float64)), rtol=1e-4)
     return float(term)
 
-  scratch = variables | {"params": _with_head(variables, fresh)}
+  params, vector = variables["params"], np.zeros((1, 16), np.float32)
+  fresh = jitted.init(model.student.head, jax.random.key(0), vector)
+  student = params["student"] | {"head": fresh["params"]}
+  scratch = variables | {"params": params | {"student": student}}
   assert diverges(variables) < diverges(scratch) / 2
 
   assert fit(made, tmp_path / "run")["status"] == "finished"
@@ -82,16 +69,11 @@ def test_a_converted_head_is_nearer_than_a_fresh_one_and_is_distilled_without_it
   for collection in ("params", "codes"):
     jax.tree.map(np.testing.assert_array_equal, kept[collection], both[collection]["student"])
   np.testing.assert_array_equal(kept["codes"]["head"]["order"], alone["codes"]["head"]["order"])
+  with pytest.raises(ValueError, match="must hold the run of a Distilled model"):
+    conversion.FromStudent(str(dense[1]))(text, model.student, alone)
 
 
-def _with_head(variables, fresh):
-  params = dict(variables["params"])
-  return params | {"student": params["student"] | {"head": fresh["params"]["student"]["head"]}}
-
-
-@pytest.mark.slow
 def test_an_order_for_a_head_without_one_is_refused(dense):
-  model = dense[0].model.clone(head=DenseHead(FROM_TOKENIZER, 16))
   start = conversion.Regrouped(convert.Shuffled())
   with pytest.raises(ValueError, match=r"by Shuffled\(seed=0\); got a DenseHead without one"):
-    initial(dataclasses.replace(dense[0], model=model, init_from=start))
+    tiny.begun(dataclasses.replace(dense[0], init_from=start))
