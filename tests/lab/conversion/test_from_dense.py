@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from vqjax import (
   CodebookHead,
   DenseEmbedding,
   DenseHead,
-  LearnedCodebookHead,
   LearnedProductHead,
   ProductHead,
   ResidualCodebookHead,
@@ -213,33 +211,6 @@ def test_the_distillation_term_uses_the_softcaps_of_both_heads(dense):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("learned", "target", "fixed"),
-  [
-    (
-      LearnedCodebookHead(V, D, 9, 3, token_bias=True),
-      convert.ToLearnedCodebook(convert.KMeans(power=1.0)),
-      CodebookHead(V, D, 9, token_bias=True),
-    ),
-  ],
-)
-def test_frozen_codes_have_the_distribution_that_was_learned(
-  dense, short, tmp_path, learned, target, fixed
-):
-  experiment, folder = dense
-  run = converted(experiment, folder, learned, target, name="learned", train=short)
-  fit(run, tmp_path / "learned")
-  start = conversion.Frozen(str(tmp_path / "learned"))
-  fixed_run = dataclasses.replace(
-    run, model=experiment.model.clone(head=fixed), init_from=start, name="fixed"
-  )
-  new, variables, _ = initial(fixed_run)
-  expected = log_prob(load_text(run).experiment, read_variables(tmp_path / "learned")[0])
-  # Log-probabilities near 4, of sums over some sixty tokens: 60 · 4 · 2^-24.
-  np.testing.assert_allclose(log_prob(new, variables), expected, atol=1.5e-5)
-
-
-@pytest.mark.slow
 def test_a_tied_codebook_is_the_input_embedding(dense, tmp_path):
   experiment, folder = dense
   tied = conversion.compress(experiment, folder, codes=7, tied=True)
@@ -278,23 +249,6 @@ def test_a_mapping_from_scratch_reaches_a_tied_head(dense):
   sized, variables, _ = initial(dataclasses.replace(experiment, model=model, init_from=start))
   expected = assign.Random(3)(sized.model.head.vocab, 9)
   np.testing.assert_array_equal(variables["codes"]["embedding"]["assignment"], expected)
-
-
-@pytest.mark.slow
-def test_a_run_can_begin_with_the_student_of_a_distilled_run(dense, short, tmp_path):
-  experiment, folder = dense
-  distilled = conversion.compress(experiment, folder, codes=7, distillation=1.0, train=short)
-  trained = fit(distilled, tmp_path / "run")
-  start = conversion.FromStudent(str(tmp_path / "run"))
-  alone = dataclasses.replace(
-    distilled, model=distilled.model.student, train=short, init_from=start
-  )
-  found = initial(alone)[1]
-  both, _ = read_variables(tmp_path / "run")
-  jax.tree.map(np.testing.assert_array_equal, found["params"], both["params"]["student"])
-  assert trained["head"]["class"] == "CodebookHead"
-  with pytest.raises(ValueError, match="must hold the run of a Distilled model"):
-    initial(dataclasses.replace(alone, init_from=conversion.FromStudent(str(folder))))
 
 
 def test_a_mapping_from_scratch_sets_only_the_codes_and_the_bias(dense):
@@ -410,12 +364,6 @@ class TestBadInput:
   def test_a_folder_without_a_run_is_refused(self, dense, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"`folder` must have a config\.json"):
       initial(conversion.compress(dense[0], tmp_path, codes=5))
-
-  def test_a_run_that_learned_no_codes_cannot_be_frozen(self, dense, tmp_path):
-    shutil.copytree(dense[1], tmp_path / "copy")
-    start = conversion.Frozen(str(tmp_path / "copy"))
-    with pytest.raises(ValueError, match=r"`learned` must be .*; got a head with weight"):
-      initial(dataclasses.replace(dense[0], init_from=start))
 
 
 CONTEXTS = convert.ContextVectors()

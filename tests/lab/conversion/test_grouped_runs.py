@@ -58,7 +58,7 @@ def test_a_converted_head_is_nearer_than_a_fresh_one_and_is_distilled_without_it
   made = conversion.converted(
     experiment, folder, head, target, name="grouped", distillation=1.0, train=short
   )
-  text, model, variables, fresh = initial(made)
+  _, model, variables, fresh = initial(made)
   tokens = jnp.arange(32).reshape(4, 8) * 7 % model.head.vocab
 
   @jax.jit
@@ -78,10 +78,8 @@ def test_a_converted_head_is_nearer_than_a_fresh_one_and_is_distilled_without_it
   assert fit(made, tmp_path / "run")["status"] == "finished"
   both, _ = read_variables(tmp_path / "run")
   alone = {name: tree["student"] for name, tree in variables.items()}
-  kept = conversion.FromStudent(str(tmp_path / "run"))(text, model.student, alone)
-  for collection in ("params", "codes"):
-    jax.tree.map(np.testing.assert_array_equal, kept[collection], both[collection]["student"])
-  np.testing.assert_array_equal(kept["codes"]["head"]["order"], alone["codes"]["head"]["order"])
+  order = both["codes"]["student"]["head"]["order"]
+  np.testing.assert_array_equal(order, alone["codes"]["head"]["order"])
 
 
 def _with_head(variables, fresh):
