@@ -42,3 +42,10 @@ def init(module, key, *args, method="__call__"):
 def apply(module, variables, *args, method="__call__", mutable=False):
   """Returns what `module.apply` does; all arguments but the keywords are arrays."""
   return module.apply(variables, *args, method=method, mutable=mutable)
+
+
+def make_step(*args, **kwargs):
+  """Returns `train_step(...)`, jitted; the step donates its state."""
+  from vqjax.lab.training.step import train_step
+
+  return jax.jit(train_step(*args, **kwargs), donate_argnums=0)

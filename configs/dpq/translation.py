@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from experiments.studies.dpq.data import PairedSource, PairedTFDS, Pairs
+from experiments.studies.dpq.data import PairedSource, PairedText, Pairs
 from experiments.studies.dpq.models import RecurrentTranslator, Translator
 from experiments.studies.lstm import SymmetricUniform
 from vqjax import DenseHead, Embedding
@@ -85,8 +85,15 @@ def wmt19(name: str, embedding: Embedding, seed: int = 0) -> Experiment:
     eval_every=5_000,
     save_every=5_000,
   )
+  data = files("wmt19", "train", "valid", "test", "en", "de")
   pieces = SentencePieceTokenizer(vocab=32_000)
-  return translation(name, embedding, BASE, PairedTFDS(), pieces, train, seed)
+  return translation(name, embedding, BASE, data, pieces, train, seed)
+
+
+def files(folder: str, train: str, valid: str, test: str, source: str, target: str) -> PairedText:
+  """Return the files FOLDER/SPLIT.LANGUAGE of a translation, under $VQJAX_DATA."""
+  pair = lambda split: (f"{folder}/{split}.{source}", f"{folder}/{split}.{target}")
+  return PairedText(pair(train), pair(valid), pair(test))
 
 
 def iwslt15(source: str, target: str) -> Callable[[str, Embedding, int], Experiment]:
@@ -105,7 +112,7 @@ def iwslt15(source: str, target: str) -> Callable[[str, Embedding, int], Experim
       model=RecurrentTranslator(
         embedding=embedding, head=DenseHead(V, embedding.dim), dim=embedding.dim, context=50
       ),
-      data=PairedTFDS("vqjax_iwslt15", source, target, valid="validation", test="test"),
+      data=files("iwslt15", "train", "tst2012", "tst2013", source, target),
       tokenizer=WordTokenizer(split=False, min_count=5),
       loader=Pairs(),
       train=Train(

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from vqjax import DenseEmbedding, DenseHead, Embedding, GroupedHead, Head
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train
-from vqjax.lab.data import TFDS, BPETokenizer, Source, TokenizerRecipe, Windows
+from vqjax.lab.data import BPETokenizer, Source, Stories, TokenizerRecipe, Windows
 from vqjax.lm.models import Transformer
 
 HeadOf = Callable[[int, int, Embedding], Head]
@@ -19,7 +19,7 @@ HeadOf = Callable[[int, int, Embedding], Head]
 
 GPT2 = BPETokenizer(folder="tokenizers/gpt2")
 
-FULL = TFDS("vqjax_tiny_stories", train="train", valid="validation[:50%]", test="validation[50%:]")
+FULL = Stories(("tinystories/TinyStories-train.txt",), "tinystories/TinyStories-valid.txt")
 
 WINDOW = 256
 """Tokens that GPT-Neo's local attention covers."""

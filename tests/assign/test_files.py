@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from vqjax import CodebookHead, assign
+from vqjax import assign
 
 TABLE = np.array([2, 0, 1, 1, 0, 3, 2])
 FINGERPRINT = "0123abcd"
@@ -35,13 +35,6 @@ def test_lines_may_be_in_any_order_and_end_as_on_other_systems(path):
   header, *lines = path.read_text().splitlines()
   path.write_bytes("\r\n".join([header, *lines[::-1]]).encode())
   np.testing.assert_array_equal(assign.load(path, 7, 5), TABLE)
-
-
-def test_a_head_takes_its_codes_from_a_file(path):
-  head = CodebookHead(7, 4, 5, assign.FromFile(str(path), FINGERPRINT))
-  np.testing.assert_array_equal(head.assignment_init(7, 5), TABLE)
-  with pytest.raises(ValueError, match="`tokenizer` must be other; got 0123abcd"):
-    assign.FromFile(str(path), "other")(7, 5)
 
 
 @pytest.mark.parametrize(

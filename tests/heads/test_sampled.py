@@ -10,10 +10,10 @@ import pytest
 
 from tests import reference
 from tests.contract import HeadContract
-from tests.jitted import apply, head_variables, results
+from tests.jitted import apply, head_variables, make_step, results
 from vqjax import DenseEmbedding, DenseHead, SampledSoftmaxHead
 from vqjax.heads.unigram import UnigramProposal
-from vqjax.lab.training import init_state, make_step
+from vqjax.lab.training import init_state
 from vqjax.lm.models import Transformer
 from vqjax.sharding import MeshShape, make_mesh
 

@@ -14,7 +14,7 @@ from vqjax.assign.clusters import (
   frequent_alone,
 )
 from vqjax.assign.exchange import Exchanged, bigrams, exchange
-from vqjax.assign.files import FromFile, load, save
+from vqjax.assign.files import load, save
 from vqjax.assign.groups import Grouping, grouping, memory_groups
 from vqjax.assign.lower_bound import Floor, Offender, floor
 from vqjax.assign.table import Assignment, Given, check_shape, checked
@@ -25,7 +25,6 @@ __all__ = [
   "Exchanged",
   "Floor",
   "FrequentAlone",
-  "FromFile",
   "Given",
   "Grouping",
   "Offender",

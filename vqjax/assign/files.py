@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import re
 
@@ -112,23 +111,3 @@ def _parsed(where: str, line: str, vocab: int, codes: int) -> tuple[int, int]:
       " more codes."
     )
   return token, code
-
-
-@dataclasses.dataclass(frozen=True)
-class FromFile:
-  """The assignment in a file, as a field of a config.
-
-  The path is part of a run's identity and the content of the file is not: give a new assignment a
-  new path.
-
-  Attributes:
-    path: a file that `save` wrote.
-    fingerprint: required fingerprint of the tokenizer; None: any.
-  """
-
-  path: str
-  fingerprint: str | None = None
-
-  def __call__(self, vocab: int, codes: int) -> Int[np.ndarray, "V"]:
-    """Assignment, int32 [V]; raises ValueError as `load` does."""
-    return load(self.path, vocab, codes, fingerprint=self.fingerprint)

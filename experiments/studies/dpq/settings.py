@@ -15,7 +15,7 @@ from configs.dpq import translation as translated
 from configs.dpq.lstm import LARGE, LARGE_DPQ, MEDIUM, SMALL, LSTMSize, language_model
 from configs.dpq.lstm import WORDS as LSTM_WORDS
 from configs.dpq.text import ADAM, BEGIN, DIM, classifier
-from experiments.studies.dpq.data import AGNews, DBpedia, LabelledSource, LabelledTFDS, Mirrored
+from experiments.studies.dpq.data import AGNews, DBpedia, LabelledSource, Mirrored, Zhang
 from experiments.studies.lstm import SymmetricUniform
 from vqjax import Embedding
 from vqjax.lab.config import Experiment, Train
@@ -287,7 +287,7 @@ PAPER = {
   ),
   **{
     name: classified(
-      LabelledTFDS(f"vqjax_zhang/{data}"),
+      Zhang(f"zhang/{data}"),
       classes,
       {"tokenizer": WordTokenizer(lowercase=True), "context": 512},
       rows=CLASSIFIED,

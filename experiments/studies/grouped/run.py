@@ -8,9 +8,8 @@ python -m experiments.studies.grouped.run --sheet sheet.png   draws pictures of 
 python -m experiments.studies.grouped.run --judge-url URL --judge-model NAME
                                                       grades stories too, as in the paper's Table 1
 
-`--scale paper` reads TinyStories, which `python -m vqjax.lab.data.build vqjax_tiny_stories`
-prepares from its two files; `--scale cpu` reads the slices of it below $VQJAX_DATA. A run that was
-stopped resumes. `python -m experiments.bench` measures memory and speed.
+`--scale paper` reads TinyStories from its two files below $VQJAX_DATA, and `--scale cpu` slices of
+it. A run that was stopped resumes. `python -m experiments.bench` measures memory and speed.
 """
 
 import argparse

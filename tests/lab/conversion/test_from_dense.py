@@ -15,7 +15,6 @@ from vqjax import (
   CodebookHead,
   DenseEmbedding,
   DenseHead,
-  LearnedCodebookHead,
   LearnedProductHead,
   ProductHead,
   ResidualCodebookHead,
@@ -172,20 +171,6 @@ def test_the_distillation_term_is_the_divergence_of_the_two_models(
 
 
 @pytest.mark.slow
-def test_frozen_codes_have_the_distribution_that_was_learned(dense, short, tmp_path):
-  learned = LearnedCodebookHead(V, D, 9, 3, token_bias=True)
-  target = convert.ToLearnedCodebook(convert.KMeans(power=1.0))
-  run = converted(*dense, learned, target, name="learned", train=short)
-  fit(run, tmp_path / "learned")
-  model = dense[0].model.clone(head=CodebookHead(V, D, 9, token_bias=True))
-  start = conversion.Frozen(str(tmp_path / "learned"))
-  fixed = dataclasses.replace(run, model=model, init_from=start, name="fixed")
-  expected = log_prob(run, read_variables(tmp_path / "learned")[0])
-  # Log-probabilities near 4, of sums over some sixty tokens: 60 · 4 · 2^-24.
-  np.testing.assert_allclose(log_prob(fixed, tiny.begun(fixed)[1]), expected, atol=1.5e-5)
-
-
-@pytest.mark.slow
 def test_a_tied_codebook_is_the_input_embedding(dense, tmp_path):
   experiment, folder = dense
   tied = conversion.compress(experiment, folder, codes=7, tied=True)
@@ -327,10 +312,6 @@ REFUSED = {
   "a folder without a run": (
     lambda dense: compressed((dense[0], dense[1].with_name("none")), codes=5),
     r"`folder` must have a config\.json",
-  ),
-  "a run that learned no codes": (
-    lambda dense: begun_with(dense, conversion.Frozen(str(dense[1]))),
-    r"`learned` must be .*; got a head with weight",
   ),
 }
 

@@ -21,7 +21,7 @@ from vqjax import (
   SoftmaxQuantizer,
   convert,
 )
-from vqjax.convert import part_of
+from vqjax.convert import part_of, with_part
 from vqjax.lab import conversion
 from vqjax.lab.config import FROM_TOKENIZER as V
 from vqjax.lab.config import Experiment, Train
@@ -99,11 +99,12 @@ def test_codes_rebuild_the_table_and_training_keeps_them(dense, tmp_path):
 @pytest.mark.parametrize("shared", [False, True])
 def test_initial_centroids_are_clusters_of_the_initial_queries(average, shared):
   quantizer = CentroidQuantizer(4, 2, D, shared=shared, normalize=False, moving_average=average)
-  embedding = DPQEmbedding(V, D, quantizer)
-  text, variables, _ = tiny.begun(experiment(embedding, conversion.ClusteredCentroids()))
-  own = part_of(variables, "embedding")
+  embedding = DPQEmbedding(61, D, quantizer)
+  own = embedding.init(jax.random.key(0), np.zeros(1, np.int32))
   query = np.asarray(own["params"]["query"])
-  centers = np.asarray(jitted.apply(text.experiment.model.embedding, own, method="values"))
+  begun = convert.clustered(quantizer, part_of(own, "quantizer"), query, key=jax.random.key(1))
+  own = with_part(own, "quantizer", begun)
+  centers = np.asarray(embedding.apply(own, method="values"))
   parts = query.reshape(-1, 2, D // 2)
   for m in range(2):
     table = centers[0 if shared else m]
@@ -124,11 +125,6 @@ def test_an_embedding_that_does_not_fit_its_fill_is_refused(dense):
       conversion.FromTable(str(dense), convert.LearnedCodes(network, 1)),
       ProductEmbedding(V, D, 8, 2),
       r"\(4, 2, False, False\); got a ProductEmbedding with \(8, 2, False, False\)",
-    ),
-    (
-      conversion.ClusteredCentroids(),
-      DPQEmbedding(V, D, network),
-      "must have a CentroidQuantizer .*; got a DPQEmbedding",
     ),
   ):
     with pytest.raises(ValueError, match=message):

@@ -65,12 +65,8 @@ def test_a_converted_head_is_nearer_than_a_fresh_one_and_is_distilled_without_it
   assert fit(made, tmp_path / "run")["status"] == "finished"
   both, _ = read_variables(tmp_path / "run")
   alone = {name: tree["student"] for name, tree in variables.items()}
-  kept = conversion.FromStudent(str(tmp_path / "run"))(text, model.student, alone)
-  for collection in ("params", "codes"):
-    jax.tree.map(np.testing.assert_array_equal, kept[collection], both[collection]["student"])
-  np.testing.assert_array_equal(kept["codes"]["head"]["order"], alone["codes"]["head"]["order"])
-  with pytest.raises(ValueError, match="must hold the run of a Distilled model"):
-    conversion.FromStudent(str(dense[1]))(text, model.student, alone)
+  order = both["codes"]["student"]["head"]["order"]
+  np.testing.assert_array_equal(order, alone["codes"]["head"]["order"])
 
 
 def test_an_order_for_a_head_without_one_is_refused(dense):

@@ -9,10 +9,11 @@ import optax
 import pytest
 
 from tests import tiny
+from tests.jitted import make_step
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, GroupedHead
 from vqjax.lab.config import FROM_TOKENIZER, Experiment, Train, config_hash, override
 from vqjax.lab.data import Windows
-from vqjax.lab.training import SGD, SM3, fit, init_state, learning_rate, make_step, optimizer
+from vqjax.lab.training import SGD, SM3, fit, init_state, learning_rate, optimizer
 from vqjax.lab.training.checkpoint import Checkpoints
 from vqjax.lab.training.optimizer import combine, decayed, partition, trainable_mask
 from vqjax.lab.training.program import Program, keys

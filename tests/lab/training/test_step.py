@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.jitted import make_step
 from vqjax import (
   CentroidQuantizer,
   CodebookHead,
@@ -21,7 +22,6 @@ from vqjax.lab.training import (
   init_state,
   learning_rate,
   make_scorer,
-  make_step,
   optimizer,
 )
 from vqjax.lab.training.checkpoint import Checkpoints
@@ -89,8 +89,9 @@ def test_the_loss_is_in_nats_and_starts_near_that_of_a_uniform_guess(batch):
 @pytest.mark.slow
 def test_auxiliary_terms_join_the_loss_and_the_metrics(batch):
   class Penalised(DenseHead):
-    def aux(self, hidden, tokens):
-      return {"penalty": 3.0 * (hidden**2).mean()}
+    def _loss_terms(self, arrays, hidden, token, known):
+      log_prob, terms = super()._loss_terms(arrays, hidden, token, known)
+      return log_prob, terms | {"penalty": 3.0 * (hidden**2).mean()}
 
   model = decoder().clone(head=Penalised(11, 8))
   plain = decoder().clone(head=DenseHead(11, 8))

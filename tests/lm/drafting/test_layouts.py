@@ -77,36 +77,3 @@ def test_bad_routed_tensors_are_refused(made):
     layouts.routed_head(head, variables, tensors | {layouts.CENTROIDS: np.full((C, D), np.nan)})
   with pytest.raises(ValueError, match="neither a bias nor a cap"):
     layouts.routed_tensors(RoutedHead(V, D, clusters=C, budget=1, use_bias=True), given)
-
-
-def test_offsets_lead_to_the_tokens_that_the_servers_read():
-  torch = pytest.importorskip("torch")
-  kept = np.array([2, 3, 7, 11, 40])
-  maps = layouts.draft_offsets(kept, 64)
-  d2t, t2d = (torch.tensor(maps[name]) for name in ("d2t", "t2d"))
-  assert (d2t.dtype, t2d.dtype) == (torch.int64, torch.bool)
-  assert (d2t + torch.arange(len(d2t))).tolist() == t2d.nonzero().flatten().tolist()
-  np.testing.assert_array_equal(layouts.draft_tokens(maps["d2t"], 64, maps["t2d"]), kept)
-
-
-def test_a_list_in_another_order_comes_back():
-  kept = np.random.default_rng(0).permutation(64)[:20]
-  maps = layouts.draft_offsets(kept, 64)
-  np.testing.assert_array_equal(layouts.draft_tokens(maps["d2t"], 64, maps["t2d"]), kept)
-
-
-def test_maps_of_another_vocabulary_and_ids_for_offsets_are_refused():
-  kept = np.array([2, 3, 7, 11, 40])
-  maps = layouts.draft_offsets(kept, 64)
-  with pytest.raises(ValueError, match=r"must be in \[0, 32\); got 40"):
-    layouts.draft_tokens(maps["d2t"], 32)
-  with pytest.raises(ValueError, match=r"must be in \[0, 41\); got 44"):
-    layouts.draft_tokens(kept, 41)
-  with pytest.raises(ValueError, match="got token 3 twice"):
-    layouts.draft_offsets(np.array([3, 3]), 64)
-  with pytest.raises(ValueError, match=r"must be integers .*got float64"):
-    layouts.draft_offsets(np.array([0.5, 1.7]), 64)
-  with pytest.raises(ValueError, match="`t2d` must mark the 5 tokens"):
-    layouts.draft_tokens(maps["d2t"], 64, np.zeros(64, bool))
-  with pytest.raises(ValueError, match="`d2t` must be integers"):
-    layouts.draft_tokens(np.zeros(5), 64)

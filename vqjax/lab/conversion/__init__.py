@@ -1,14 +1,12 @@
 """Initial variables of runs with compressed layers, and distillation."""
 
 from vqjax.lab.conversion.compress import CODEBOOK, FULL, HEAD, compress, converted
-from vqjax.lab.conversion.distilled import Distilled, FromStudent, FromTeacher
+from vqjax.lab.conversion.distilled import Distilled, FromTeacher
 from vqjax.lab.conversion.starts import (
   Checkpoint,
-  ClusteredCentroids,
   FromDense,
   FromTable,
   FromVectors,
-  Frozen,
   Mapped,
   Regrouped,
   Unigrams,
@@ -20,14 +18,11 @@ __all__ = [
   "FULL",
   "HEAD",
   "Checkpoint",
-  "ClusteredCentroids",
   "Distilled",
   "FromDense",
-  "FromStudent",
   "FromTable",
   "FromTeacher",
   "FromVectors",
-  "Frozen",
   "Mapped",
   "Regrouped",
   "Unigrams",

@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, Integer
 
-from vqjax.convert.variables import Variables, merged, part_of, with_part
+from vqjax.convert.variables import Variables, part_of, with_part
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.lab.conversion.starts import dense_rows
@@ -162,31 +162,3 @@ class FromTeacher:
     if self.student is not None:
       student = self.student(text, model.student, student)
     return with_part(with_part({}, "student", student), "teacher", teacher)
-
-
-@dataclasses.dataclass(frozen=True)
-class FromStudent:
-  """The student of a distilled run, without its teacher.
-
-  Attributes:
-    folder: run folder of a `Distilled` model.
-    best: read the checkpoint of the lowest validation loss; False: the newest.
-  """
-
-  folder: str
-  best: bool = False
-
-  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
-    """The student's variables, as those of the model.
-
-    Raises:
-      ValueError: the run has no teacher, or the model is not its student.
-    """
-    check_tokenizer(self.folder, text)
-    both, step = read_variables(self.folder, self.best)
-    if "student" not in both["params"]:
-      raise ValueError(
-        f"`folder` must hold the run of a Distilled model; got checkpoint {step} of {self.folder}"
-        " without a student. Give the folder of a run with a teacher."
-      )
-    return merged(dict(variables), part_of(both, "student"))

@@ -8,22 +8,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from flax import linen as nn
 
 from vqjax.convert.grouped import Ordering, as_codes, ordered
 from vqjax.convert.mappings import Mapping, TokenStats
-from vqjax.convert.tables import clustered
 from vqjax.convert.targets import unigram_bias
-from vqjax.convert.variables import Variables, frozen, merged, part_of, with_part
+from vqjax.convert.variables import Variables, merged, part_of, with_part
 from vqjax.embeddings import Embedding
 from vqjax.heads import Head
 from vqjax.lab.training.checkpoint import check_tokenizer, read_variables
 from vqjax.lab.training.run import EncodedText
 from vqjax.lm import checkpoints
 from vqjax.lm.texts import data_path
-from vqjax.quantizers import CentroidQuantizer
 
 
 def token_stats(
@@ -163,38 +160,6 @@ class Regrouped:
     """The fresh variables with this order; ValueError if the head has no order."""
     order = ordered(self.by, initial_stats(text, model.head, variables), model.head)
     return merged(dict(variables), {"codes": {"head": as_codes(order)}})
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusteredCentroids:
-  """A `CentroidQuantizer` whose centroids are k-means of the initial queries.
-
-  Attributes:
-    iterations: maximum number of Lloyd iterations.
-    seed: seed of the initial centroids of k-means.
-  """
-
-  iterations: int = 25
-  seed: int = 0
-
-  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
-    """The fresh variables with these centroids; ValueError if there are no centroids."""
-    del text
-    quantizer = getattr(model.embedding, "quantizer", None)
-    if not isinstance(quantizer, CentroidQuantizer):
-      raise ValueError(
-        "`embedding` must have a CentroidQuantizer for ClusteredCentroids; got a"
-        f" {type(model.embedding).__name__}. Give a DPQEmbedding with one, or init_from=None."
-      )
-    own = part_of(variables, "embedding")
-    centroids = clustered(
-      quantizer,
-      part_of(own, "quantizer"),
-      np.asarray(own["params"]["query"]),
-      key=jax.random.key(self.seed),
-      iterations=self.iterations,
-    )
-    return with_part(variables, "embedding", with_part(own, "quantizer", centroids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,34 +304,6 @@ class FromTable:
       )
     fresh = part_of(variables, "embedding")
     return with_part(variables, "embedding", self.fill(model.embedding, fresh, np.asarray(table)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-  """A run that learned its codes, with a head whose codes are fixed.
-
-  A `LearnedProductHead` becomes a `ProductHead` and a `LearnedCodebookHead` a `CodebookHead`; of a
-  distilled run only the student is kept.
-
-  Attributes:
-    folder: run folder of the run that learned the codes.
-    best: read the checkpoint of the lowest validation loss; False: the newest.
-  """
-
-  folder: str
-  best: bool = False
-
-  def __call__(self, text: EncodedText, model: nn.Module, variables: Variables) -> Variables:
-    """The learned variables in the fixed model, which has the same distribution.
-
-    Raises:
-      ValueError: the run has no learned codes, or the model's head is of another class.
-    """
-    check_tokenizer(self.folder, text)
-    learned, _ = read_variables(self.folder, self.best)
-    learned = student_of(learned)
-    learned = with_part(learned, "head", frozen(part_of(learned, "head")))
-    return merged(dict(variables), learned)
 
 
 def student_of(variables: Variables) -> Variables:

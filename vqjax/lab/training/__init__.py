@@ -6,7 +6,7 @@ from vqjax.lab.training.interrupt import Interrupted
 from vqjax.lab.training.loop import NotFiniteError, fit
 from vqjax.lab.training.optimizer import SGD, SM3, learning_rate, optimizer
 from vqjax.lab.training.recluster import Recluster
-from vqjax.lab.training.step import TrainState, init_state, make_step
+from vqjax.lab.training.step import TrainState, init_state
 
 __all__ = [
   "SGD",
@@ -25,7 +25,6 @@ __all__ = [
   "learning_rate",
   "loss_cost",
   "make_scorer",
-  "make_step",
   "optimizer",
   "read_variables",
   "saved_steps",

@@ -85,11 +85,6 @@ def carried(collections: Any, batch: dict) -> Any:
   return collections | {"carry": jax.tree.map(restarted, collections["carry"])}
 
 
-def make_step(*args: Any, **kwargs: Any) -> Step:
-  """Return `train_step(...)`, jitted; the step donates its state."""
-  return jax.jit(train_step(*args, **kwargs), donate_argnums=0)
-
-
 def train_step(
   model: nn.Module,
   optimizer: optax.GradientTransformation,

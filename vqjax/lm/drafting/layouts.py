@@ -1,4 +1,4 @@
-"""Vocabulary layers of drafters that other servers run: clustered heads, trimmed vocabularies."""
+"""The clustered head of drafters that other servers run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
-from numpy.typing import ArrayLike
 
 from vqjax.heads import DenseHead, RoutedHead
 
@@ -77,75 +75,3 @@ def _check_sizes(vocab, clusters):
       f"`clusters` must divide the vocabulary, {vocab}, in Gemma 4's layout; got {clusters}. Make"
       " the head with 2048, or another divisor."
     )
-
-
-def draft_offsets(tokens: ArrayLike, vocab: int) -> dict[str, np.ndarray]:
-  """The maps of a trimmed vocabulary under EAGLE-3's names: `d2t` and `t2d`.
-
-  d2t int64 [T] holds offsets, not ids: token i of the drafter is token i + d2t[i] of the target.
-  t2d bool [V] marks the target's tokens that the drafter has.
-
-  Args:
-    tokens: integers [T], the target's tokens that the drafter keeps, in the drafter's order.
-      EAGLE-3 sorts them; FR-Spec's list, sorted by frequency, is this array itself.
-    vocab: number of tokens of the target.
-
-  Raises:
-    ValueError: a token occurs twice or is outside [0, vocab).
-  """
-  ids = _checked_ids(tokens, vocab)
-  has = np.zeros(vocab, bool)
-  has[ids] = True
-  return {"d2t": ids - np.arange(len(ids)), "t2d": has}
-
-
-def draft_tokens(d2t: ArrayLike, vocab: int, t2d: ArrayLike | None = None) -> Int[np.ndarray, "T"]:
-  """The target's token for each token of a drafter with EAGLE-3's map of offsets.
-
-  Args:
-    d2t: offsets, integers [T].
-    vocab: number of tokens of the target.
-    t2d: marks the target's tokens that the drafter has, [V]; None: not checked.
-
-  Raises:
-    ValueError: the map leads outside the vocabulary or to a token twice, or `t2d` marks others: the
-      drafter is of another vocabulary.
-  """
-  offsets = np.asarray(d2t)
-  if offsets.ndim != 1 or not np.issubdtype(offsets.dtype, np.integer):
-    raise ValueError(
-      f"`d2t` must be integers [T]; got {offsets.dtype} of shape {offsets.shape}. Give the"
-      " drafter's tensor `d2t`."
-    )
-  ids = _checked_ids(offsets.astype(np.int64) + np.arange(len(offsets)), vocab)
-  if t2d is not None:
-    marked = np.flatnonzero(np.asarray(t2d))
-    if np.shape(t2d) != (vocab,) or not np.array_equal(np.sort(ids), marked):
-      raise ValueError(
-        f"`t2d` must mark the {len(ids)} tokens of `d2t` in a vocabulary of {vocab}; got"
-        f" {len(marked)} marked of {np.size(t2d)}. Give both maps of one drafter."
-      )
-  return ids
-
-
-def _checked_ids(tokens, vocab):
-  ids = np.asarray(tokens)
-  if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-    raise ValueError(
-      f"a drafter's tokens must be integers [T]; got {ids.dtype} of shape {ids.shape}. Give ids of"
-      " the target."
-    )
-  ids = ids.astype(np.int64)
-  outside = ids[(ids < 0) | (ids >= vocab)]
-  if outside.size:
-    raise ValueError(
-      f"a drafter's tokens must be in [0, {vocab}); got {outside[0]}. Give offsets to a map of"
-      " offsets, ids to a list of ids, and the target's vocabulary."
-    )
-  found, count = np.unique(ids, return_counts=True)
-  if (count > 1).any():
-    raise ValueError(
-      f"a drafter's tokens must be distinct; got token {found[count > 1][0]} twice. Give offsets to"
-      " a map of offsets, and ids to a list of ids."
-    )
-  return ids

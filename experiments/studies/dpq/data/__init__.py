@@ -1,10 +1,9 @@
 """Data of the study: labelled texts, translations, and tasks made of plain text."""
 
 from experiments.studies.dpq.data.documents import Continued, Documents, Intruded, Pairs
-from experiments.studies.dpq.data.labelled import AGNews, DBpedia, LabelledSource
+from experiments.studies.dpq.data.labelled import AGNews, DBpedia, LabelledSource, Zhang
 from experiments.studies.dpq.data.masked import Masked
 from experiments.studies.dpq.data.pairs import Mirrored, Multi30k, PairedSource, PairedText
-from experiments.studies.dpq.data.tfds import LabelledTFDS, PairedTFDS
 
 __all__ = [
   "AGNews",
@@ -13,12 +12,11 @@ __all__ = [
   "Documents",
   "Intruded",
   "LabelledSource",
-  "LabelledTFDS",
   "Masked",
   "Mirrored",
   "Multi30k",
   "PairedSource",
-  "PairedTFDS",
   "PairedText",
   "Pairs",
+  "Zhang",
 ]

@@ -49,13 +49,13 @@ class Columns:
   Attributes:
     file: name of the file.
     label: column of the class.
-    texts: columns that make the text.
+    texts: columns that make the text; None: all others.
     first: number of the first class in the file.
   """
 
   file: str
   label: int
-  texts: Sequence[int]
+  texts: Sequence[int] | None
   first: int = 0
 
   def read(self, path: Path, classes: int) -> Iterator[Labelled]:
@@ -64,7 +64,7 @@ class Columns:
     Raises:
       ValueError: a row lacks a column, or has a class out of range.
     """
-    needed = max(self.label, *self.texts, 1) + 1
+    needed = max(self.label, *(self.texts or ()), 1) + 1
     with path.open(encoding="utf-8", newline="") as lines:
       for number, row in enumerate(csv.reader(lines), 1):
         if len(row) < needed:
@@ -78,7 +78,8 @@ class Columns:
             " Correct the row, or the number of classes."
           )
         # The files write a line's end as a backslash, with an n or without.
-        text = " ".join(row[column] for column in self.texts)
+        others = [column for column in range(len(row)) if column != self.label]
+        text = " ".join(row[column] for column in self.texts or others)
         text = text.replace("\\n", " ").replace("\\", " ")
         yield Labelled(" ".join(text.split()), int(label) - self.first)
 
@@ -180,3 +181,19 @@ class DBpedia(_Topics):
 
   _train = (Columns("subset14k_train.csv", label=0, texts=(1,)),)
   _test_fraction = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Zhang(_Topics):
+  """A dataset of Zhang et al., Character-level convolutional networks, 2015, as published.
+
+  Attributes:
+    path: folder with train.csv, test.csv and classes.txt, which has a line for each class and which
+      the archives of Yelp's reviews lack; here or under $VQJAX_DATA.
+    valid_fraction: part of the training texts that is the validation split.
+  """
+
+  valid_fraction: float = 0.05
+
+  _train = (Columns("train.csv", label=0, texts=None, first=1),)
+  _test = (Columns("test.csv", label=0, texts=None, first=1),)

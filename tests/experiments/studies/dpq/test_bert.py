@@ -14,9 +14,9 @@ from experiments.studies.dpq.models import (
   SpanFinder,
 )
 from experiments.studies.dpq.models.bert import MASKED
-from tests.jitted import apply, init
+from tests.jitted import apply, init, make_step
 from vqjax import DenseEmbedding, DenseHead, DPQEmbedding, SoftmaxQuantizer
-from vqjax.lab.training.step import make_step, state_maker
+from vqjax.lab.training.step import state_maker
 
 V, D, T = 19, 16, 6
 NONE = -1

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments.studies.dpq.data import AGNews, DBpedia, Documents
+from experiments.studies.dpq.data import AGNews, DBpedia, Documents, Zhang
 from vqjax.lab.data import Text, WordTokenizer, encode_split, fit_tokenizer
 from vqjax.lab.data.source import SPLITS
 
@@ -34,6 +34,16 @@ def test_every_text_is_in_one_split_once(news):
   assert {len(found[split]) > 4 for split in ("train", "valid")} == {True}
   assert dict(found["train"] + found["valid"])["last"] == 2
   assert dict(found["train"] + found["valid"])["Title 5 text number 5"] == 1
+
+
+def test_published_files_have_any_number_of_texts(tmp_path):
+  (tmp_path / "classes.txt").write_text("bad\ngood\n")
+  rows = [f'"{1 + i % 2}","Title {i}","a \\\\ line","more"\n' for i in range(90)]
+  for name in ("train", "test"):
+    (tmp_path / f"{name}.csv").write_text("".join(rows[name == "test" :: 2]))
+  reviews = Zhang(str(tmp_path))
+  assert next(reviews.examples("test")) == ("Title 1 a line more", 1)
+  assert len(list(reviews.documents("train"))) + len(list(reviews.documents("valid"))) == 45
 
 
 def test_documents_and_labels_are_those_of_the_examples(news):

@@ -8,10 +8,10 @@ import pytest
 
 from experiments.studies.dpq.models import RecurrentTranslator, Translator, translate
 from experiments.studies.dpq.models.attention import sinusoids
-from tests.jitted import apply, init
+from tests.jitted import apply, init, make_step
 from vqjax import CodebookHead, DenseEmbedding, DenseHead, DPQEmbedding, SoftmaxQuantizer
 from vqjax.lab.data.pipeline import NONE
-from vqjax.lab.training.step import make_step, state_maker
+from vqjax.lab.training.step import state_maker
 
 V, D, T, EOS = 17, 16, 7, 0
 
